@@ -1,0 +1,231 @@
+//! The upper seam: what every backend and every instrument implements.
+
+use crate::device::{DeviceAddr, StreamId};
+use crate::error::AllocError;
+use crate::snapshot::{Ledger, Snapshot};
+use crate::stats::Stats;
+use std::fmt;
+
+/// Alignment that every backend guarantees, in bytes. CUDA promises 256 for `cuMemAlloc`.
+pub const GUARANTEED_ALIGN: u64 = 256;
+
+/// What a client asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Bytes, at least 1.
+    pub bytes: u64,
+    /// Alignment in bytes: a power of two, at most [`GUARANTEED_ALIGN`].
+    pub align: u64,
+}
+
+impl Request {
+    /// A request with the guaranteed alignment.
+    #[must_use]
+    pub fn new(bytes: u64) -> Self {
+        Self { bytes, align: GUARANTEED_ALIGN }
+    }
+
+    /// Checks what no backend could serve.
+    ///
+    /// # Errors
+    /// [`AllocError::InvalidRequest`] for zero bytes, for an alignment that is no power of two or above
+    /// [`GUARANTEED_ALIGN`], and for sizes whose rounding could overflow.
+    pub fn validate(self) -> Result<(), AllocError> {
+        let reason = if self.bytes == 0 {
+            "zero bytes; an empty tensor needs no memory, so do not allocate it"
+        } else if !self.align.is_power_of_two() || self.align > GUARANTEED_ALIGN {
+            "the alignment must be a power of two of at most 256"
+        } else if self.bytes > 1 << 62 {
+            "more than 4 EiB"
+        } else {
+            return Ok(());
+        };
+        Err(AllocError::InvalidRequest { bytes: self.bytes, align: self.align, reason })
+    }
+}
+
+/// How an operation was served; latency is reported by operation and path, because their costs differ by
+/// orders of magnitude.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Path {
+    /// A cached block was handed out whole, or a block went back to the cache.
+    Hit,
+    /// A cached block was split.
+    Split,
+    /// A freed block was joined with a free neighbour.
+    Coalesce,
+    /// The free waits for events of other streams.
+    Deferred,
+    /// The allocating or freeing stream was made to wait for another stream's use.
+    WaitInserted,
+    /// The driver's own pool served it (what happened inside is not visible).
+    Pool,
+    /// The driver was asked for memory.
+    DriverAlloc,
+    /// Memory went back to the driver.
+    DriverFree,
+    /// Old cached segments were released first because the garbage collection threshold was passed.
+    Collect,
+    /// The device refused; the cache was released and the device asked again.
+    Retry,
+    /// The operation failed.
+    Failed,
+}
+
+impl Path {
+    /// Number of paths.
+    pub const COUNT: usize = 11;
+    /// Every path, in the order in which reports list them.
+    pub const ALL: [Path; Self::COUNT] = [
+        Path::Hit,
+        Path::Split,
+        Path::Coalesce,
+        Path::Deferred,
+        Path::WaitInserted,
+        Path::Pool,
+        Path::DriverAlloc,
+        Path::DriverFree,
+        Path::Collect,
+        Path::Retry,
+        Path::Failed,
+    ];
+
+    /// Name in reports and records.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Path::Hit => "hit",
+            Path::Split => "split",
+            Path::Coalesce => "coalesce",
+            Path::Deferred => "deferred",
+            Path::WaitInserted => "wait_inserted",
+            Path::Pool => "pool",
+            Path::DriverAlloc => "driver_alloc",
+            Path::DriverFree => "driver_free",
+            Path::Collect => "collect",
+            Path::Retry => "retry",
+            Path::Failed => "failed",
+        }
+    }
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A live block of device memory.
+///
+/// Affine: neither `Clone` nor `Copy`, so freeing it twice does not compile.
+///
+/// ```compile_fail
+/// fn twice(a: &dyn allocators::DeviceAllocator, b: allocators::Block, s: allocators::StreamId) {
+///     unsafe { a.deallocate(b, s) };
+///     unsafe { a.deallocate(b, s) }; // use of moved value
+/// }
+/// ```
+#[must_use = "a dropped Block leaks device memory; hand it to `deallocate`"]
+#[derive(Debug, PartialEq, Eq)]
+pub struct Block {
+    addr: DeviceAddr,
+    bytes: u64,
+    requested: u64,
+    path: Path,
+    token: u64,
+}
+
+impl Block {
+    /// Mints a block; backends only. `token` is the backend's own name for it.
+    pub(crate) fn new(addr: DeviceAddr, bytes: u64, requested: u64, path: Path, token: u64) -> Self {
+        Self { addr, bytes, requested, path, token }
+    }
+
+    /// First address.
+    #[must_use]
+    pub fn addr(&self) -> DeviceAddr {
+        self.addr
+    }
+
+    /// Size after the backend's rounding, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Size that was asked for, in bytes.
+    #[must_use]
+    pub fn requested(&self) -> u64 {
+        self.requested
+    }
+
+    /// How the allocation was served.
+    #[must_use]
+    pub fn path(&self) -> Path {
+        self.path
+    }
+
+    /// The backend's own name for the block.
+    pub(crate) fn token(&self) -> u64 {
+        self.token
+    }
+}
+
+/// A device allocator: backends implement it, instruments wrap it.
+///
+/// # Streams
+/// A block may be used by work queued on the stream it was allocated on, after the call returns, and by no
+/// other stream until the two are ordered. Work on another stream must be announced with
+/// [`record_use`](Self::record_use) before the block is freed; the backend then keeps the block until that
+/// work is done.
+pub trait DeviceAllocator: Send + Sync + fmt::Debug {
+    /// Name on the command line and in records.
+    fn name(&self) -> &'static str;
+
+    /// Hands out a block of at least `request.bytes` for use on `stream`.
+    ///
+    /// # Errors
+    /// [`AllocError::OutOfMemory`] when memory is short, [`AllocError::InvalidRequest`] for what can never be
+    /// served, [`AllocError::Driver`] for any other failing driver call. Nothing is leaked and the allocator
+    /// stays usable.
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError>;
+
+    /// Takes a block back and says how.
+    ///
+    /// `stream` is the stream that the block was allocated on.
+    ///
+    /// # Errors
+    /// [`AllocError::ForeignBlock`] when the block is not held here; [`AllocError::Driver`] when the driver
+    /// refused. The block is gone from the client's side in either case.
+    ///
+    /// # Safety
+    /// Every use of the block is queued before this call, on `stream` or on streams announced with
+    /// [`record_use`](Self::record_use).
+    unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError>;
+
+    /// Announces that work queued so far on `stream` uses the block (PyTorch's `record_stream`).
+    ///
+    /// # Errors
+    /// [`AllocError::ForeignBlock`] when the block is not held here.
+    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError>;
+
+    /// Statistics so far.
+    fn stats(&self) -> Stats;
+
+    /// Lets the peaks of [`stats`](Self::stats) start again from the current values.
+    fn reset_peaks(&self);
+
+    /// Segments and blocks at this moment, in address order; `None` when the backend cannot see them.
+    fn snapshot(&self) -> Option<Snapshot>;
+
+    /// Where reserved minus requested went, taken when reserved last reached a new peak.
+    fn ledger_at_peak(&self) -> Ledger;
+
+    /// Waits for blocks whose free is pending, then returns idle memory to the driver until at most
+    /// `keep_bytes` stay reserved, and says how many bytes went back.
+    ///
+    /// # Errors
+    /// [`AllocError::Driver`] when the driver refused; what had gone back by then is accounted for.
+    fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError>;
+}

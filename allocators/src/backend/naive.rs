@@ -1,0 +1,173 @@
+//! # `naive`: the driver for every request
+//!
+//! *Policy.* Each request is one `cuMemAlloc` of exactly the bytes asked for, each free one `cuMemFree`.
+//! Nothing is kept.
+//!
+//! *Cost.* Allocate: one driver call (0.7 to 33 us on an H200). Free: one driver call that waits until the whole
+//! device is idle, so its cost is the work that is still queued.
+//!
+//! *Good at* wasting nothing that the driver does not waste itself, and at finding use after free: memory goes
+//! back at once. *Bad at* everything else: the host can never run ahead of the device.
+//!
+//! *Source.* `cuMemAlloc`, `cuMemFree`:
+//! <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>; what "raw CUDA" programs do.
+
+use crate::allocator::{Block, DeviceAllocator, Path, Request};
+use crate::device::{DeviceAddr, Driver, StreamId};
+use crate::error::{AllocError, OomReport};
+use crate::snapshot::{BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
+use crate::stats::{PoolKind, PooledGauge, Stats};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// See the [module](self).
+#[derive(Debug)]
+pub struct Naive {
+    driver: Arc<dyn Driver>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    stats: Stats,
+    live: BTreeMap<DeviceAddr, (u64, StreamId)>,
+    peak: Ledger,
+}
+
+/// The pool argument of gauges without pools.
+const ANY: PoolKind = PoolKind::Large;
+
+impl State {
+    /// Every gauge moves together: a block is a segment and nothing is rounded.
+    fn gauges(&mut self) -> ([&mut PooledGauge; 2], [&mut PooledGauge; 4], &mut PooledGauge) {
+        let stats = &mut self.stats;
+        let segment = stats.segment.get_or_insert_with(PooledGauge::default);
+        let counts = [&mut stats.allocation, &mut stats.active];
+        let bytes = [
+            &mut stats.allocated_bytes,
+            &mut stats.reserved_bytes,
+            &mut stats.active_bytes,
+            &mut stats.requested_bytes,
+        ];
+        (counts, bytes, segment)
+    }
+}
+
+impl Naive {
+    /// A naive allocator on `driver`.
+    #[must_use]
+    pub fn new(driver: Arc<dyn Driver>) -> Self {
+        Self { driver, state: Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl DeviceAllocator for Naive {
+    fn name(&self) -> &'static str {
+        "naive"
+    }
+
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        request.validate()?;
+        let bytes = request.bytes;
+        let addr = match self.driver.mem_alloc(bytes) {
+            Ok(addr) => addr,
+            Err(error) if error.is_out_of_memory() => {
+                let mut state = self.lock();
+                state.stats.num_ooms += 1;
+                return Err(AllocError::OutOfMemory(Box::new(OomReport {
+                    allocator: self.name().into(),
+                    requested_bytes: bytes,
+                    needed_bytes: bytes,
+                    reserved_bytes: state.stats.reserved_bytes.all.current,
+                    active_bytes: state.stats.active_bytes.all.current,
+                    largest_free_bytes: Some(0),
+                    other_streams_free_bytes: Some(0),
+                    limit_bytes: None,
+                    device_bytes: self.driver.mem_info().ok().map(|info| (info.free, info.total)),
+                })));
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let mut state = self.lock();
+        state.live.insert(addr, (bytes, stream));
+        state.stats.num_device_alloc += 1;
+        let (counts, sizes, segment) = state.gauges();
+        counts.into_iter().chain([segment]).for_each(|gauge| gauge.increase(ANY, 1));
+        sizes.into_iter().for_each(|gauge| gauge.increase(ANY, bytes));
+        let reserved = state.stats.reserved_bytes.all;
+        if reserved.current == reserved.peak {
+            state.peak = Ledger { reserved: reserved.current, requested: reserved.current, ..Ledger::default() };
+        }
+        Ok(Block::new(addr, bytes, bytes, Path::DriverAlloc, 0))
+    }
+
+    unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
+        let addr = block.addr();
+        // The record goes before the memory: once the driver has it back, another thread may be given the address.
+        let Some((bytes, owner)) = self.lock().live.remove(&addr) else {
+            return Err(AllocError::ForeignBlock {
+                addr: addr.get(),
+                bytes: block.bytes(),
+                allocator: self.name().into(),
+                reason: "it is not among the live blocks",
+            });
+        };
+        // SAFETY: the address was live here, so it came from this driver and is freed once. The driver itself waits
+        // for the device, so work queued on any stream is done first.
+        if let Err(error) = unsafe { self.driver.mem_free(addr) } {
+            // The driver still holds the memory, so the account must too.
+            self.lock().live.insert(addr, (bytes, owner));
+            return Err(error.into());
+        }
+        let mut state = self.lock();
+        state.stats.num_device_free += 1;
+        let (counts, sizes, segment) = state.gauges();
+        counts.into_iter().chain([segment]).for_each(|gauge| gauge.decrease(ANY, 1));
+        sizes.into_iter().for_each(|gauge| gauge.decrease(ANY, bytes));
+        Ok(Path::DriverFree)
+    }
+
+    fn record_use(&self, block: &Block, _stream: StreamId) -> Result<(), AllocError> {
+        // The driver's free waits for every stream, so there is nothing to remember.
+        if self.lock().live.contains_key(&block.addr()) {
+            return Ok(());
+        }
+        Err(AllocError::ForeignBlock {
+            addr: block.addr().get(),
+            bytes: block.bytes(),
+            allocator: self.name().into(),
+            reason: "it is not among the live blocks",
+        })
+    }
+
+    fn stats(&self) -> Stats {
+        self.lock().stats.clone()
+    }
+
+    fn reset_peaks(&self) {
+        self.lock().stats.reset_peaks();
+    }
+
+    fn snapshot(&self) -> Option<Snapshot> {
+        let segment = |(&addr, &(bytes, stream)): (&DeviceAddr, &(u64, StreamId))| SegmentInfo {
+            addr,
+            bytes,
+            stream,
+            pool: None,
+            blocks: vec![BlockInfo { addr, bytes, requested: bytes, state: BlockState::Allocated }],
+        };
+        Some(Snapshot { segments: self.lock().live.iter().map(segment).collect() })
+    }
+
+    fn ledger_at_peak(&self) -> Ledger {
+        self.lock().peak
+    }
+
+    fn trim(&self, _keep_bytes: u64) -> Result<u64, AllocError> {
+        Ok(0)
+    }
+}

@@ -1,0 +1,266 @@
+//! # `stream-ordered`: the driver's own pool
+//!
+//! *Policy.* Each request is one `cuMemAllocFromPoolAsync` on a pool of this allocator's own, each free one
+//! `cuMemFreeAsync` on the block's stream. What the pool keeps is set by its release threshold (here: everything,
+//! unless told otherwise; CUDA's default is nothing), what it reuses across streams by its three reuse policies.
+//!
+//! *Cost.* Allocate and free: one driver call each, 0.3 to 0.5 us on an H200 while the pool has room; 25 us more
+//! for each 32 MiB that it has to take from the device. With a low threshold each synchronise gives free memory
+//! back at about 28 us for 32 MiB.
+//!
+//! *Good at* sharing memory between streams and with libraries that use the same pool, and at returning memory.
+//! *Bad at* explaining itself: there are two counters and no blocks to look at.
+//!
+//! *Source.* CUDA programming guide, "Stream-Ordered Memory Allocator":
+//! <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MALLOC__ASYNC.html>.
+
+use crate::allocator::{Block, DeviceAllocator, Path, Request};
+use crate::device::{DeviceAddr, Driver, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
+use crate::error::{AllocError, DriverError, OomReport};
+use crate::snapshot::{Attribution, Ledger, Snapshot};
+use crate::stats::{Gauge, PoolKind, PooledGauge, Stats};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// See the [module](self).
+#[derive(Debug)]
+pub struct StreamOrdered {
+    driver: Arc<dyn Driver>,
+    pool: PoolId,
+    settings: PoolSettings,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    stats: Stats,
+    live: HashMap<DeviceAddr, LiveBlock>,
+    peak: Ledger,
+    /// Highest requested bytes at which the pool's counters were read.
+    sampled: u64,
+}
+
+#[derive(Debug)]
+struct LiveBlock {
+    bytes: u64,
+    stream: StreamId,
+    uses: Vec<StreamId>,
+}
+
+const ANY: PoolKind = PoolKind::Large;
+
+impl State {
+    fn counts(&mut self) -> [&mut PooledGauge; 2] {
+        [&mut self.stats.allocation, &mut self.stats.active]
+    }
+
+    /// The pool's rounding is not visible, so allocated and active bytes are what was requested.
+    fn sizes(&mut self) -> [&mut PooledGauge; 3] {
+        [&mut self.stats.allocated_bytes, &mut self.stats.active_bytes, &mut self.stats.requested_bytes]
+    }
+}
+
+impl StreamOrdered {
+    /// A pool of its own on `driver`.
+    ///
+    /// # Errors
+    /// [`AllocError::Unsupported`] on a device without stream-ordered pools; [`AllocError::Driver`] when the pool
+    /// could not be made.
+    pub fn new(driver: Arc<dyn Driver>, settings: PoolSettings) -> Result<Self, AllocError> {
+        let Some(pools) = driver.pools() else {
+            return Err(AllocError::Unsupported {
+                allocator: "stream-ordered",
+                capability: "stream-ordered memory pools",
+                device: driver.describe().name,
+            });
+        };
+        let pool = pools.pool_create(settings)?;
+        // What counts is what is in effect, not what was asked for.
+        let settings = pools.pool_settings(pool).inspect_err(|_| {
+            // SAFETY: just created, nothing was allocated from it, and the id goes no further.
+            let _ = unsafe { pools.pool_destroy(pool) };
+        })?;
+        Ok(Self { driver, pool, settings, state: Mutex::default() })
+    }
+
+    /// The settings in effect, as read back from the driver.
+    #[must_use]
+    pub fn settings(&self) -> PoolSettings {
+        self.settings
+    }
+
+    fn pools(&self) -> &dyn PoolDriver {
+        self.driver.pools().expect("the constructor found pools")
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn counters(&self) -> Option<PoolCounters> {
+        self.pools().pool_counters(self.pool).ok()
+    }
+
+    fn foreign(&self, block: &Block) -> AllocError {
+        AllocError::ForeignBlock {
+            addr: block.addr().get(),
+            bytes: block.bytes(),
+            allocator: self.name().into(),
+            reason: "it is not among the live blocks",
+        }
+    }
+
+    /// Reads the pool's counters when requested bytes reach a new peak, which after the first steps is never: a
+    /// pool grows only for a new peak, so this finds the peak of reserved without a driver call on each request.
+    fn sample(&self, state: &mut State) {
+        let requested = state.stats.requested_bytes.all.current;
+        if requested <= state.sampled {
+            return;
+        }
+        state.sampled = requested;
+        let Some(counters) = self.counters() else { return };
+        if counters.reserved >= state.peak.reserved {
+            state.peak = Ledger {
+                internal: counters.used.saturating_sub(requested),
+                soft: counters.reserved - counters.used.max(requested).min(counters.reserved),
+                reserved: counters.reserved,
+                requested,
+                attribution: Attribution::PoolCounters,
+                ..Ledger::default()
+            };
+        }
+    }
+
+    fn out_of_memory(&self, bytes: u64) -> AllocError {
+        let counters = self.counters().unwrap_or_default();
+        let mut state = self.lock();
+        state.stats.num_ooms += 1;
+        AllocError::OutOfMemory(Box::new(OomReport {
+            allocator: self.name().into(),
+            requested_bytes: bytes,
+            needed_bytes: bytes,
+            reserved_bytes: counters.reserved,
+            active_bytes: state.stats.active_bytes.all.current,
+            largest_free_bytes: None,
+            other_streams_free_bytes: None,
+            limit_bytes: None,
+            device_bytes: self.driver.mem_info().ok().map(|info| (info.free, info.total)),
+        }))
+    }
+
+    /// Lets `owner` wait for what was queued on `user`.
+    fn order(&self, user: StreamId, owner: StreamId) -> Result<(), DriverError> {
+        let event = self.driver.event_create(false)?;
+        let ordered = self.driver.event_record(event, user).and_then(|()| self.driver.stream_wait_event(owner, event));
+        // SAFETY: the event goes no further; destroying it does not undo the wait (CUDA frees it when it is done).
+        let destroyed = unsafe { self.driver.event_destroy(event) };
+        ordered.and(destroyed)
+    }
+}
+
+impl DeviceAllocator for StreamOrdered {
+    fn name(&self) -> &'static str {
+        "stream-ordered"
+    }
+
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        request.validate()?;
+        let bytes = request.bytes;
+        let (addr, path) = match self.pools().mem_alloc_async(self.pool, bytes, stream) {
+            Ok(addr) => (addr, Path::Pool),
+            Err(error) if error.is_out_of_memory() => {
+                // Frees that are still queued keep their memory; after a synchronise the pool can reuse or give it
+                // back. RMM and PyTorch retry in the same way.
+                self.driver.device_synchronize()?;
+                self.pools().pool_trim_to(self.pool, 0)?;
+                self.lock().stats.num_alloc_retries += 1;
+                match self.pools().mem_alloc_async(self.pool, bytes, stream) {
+                    Ok(addr) => (addr, Path::Retry),
+                    Err(error) if error.is_out_of_memory() => return Err(self.out_of_memory(bytes)),
+                    Err(error) => return Err(error.into()),
+                }
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let mut state = self.lock();
+        state.live.insert(addr, LiveBlock { bytes, stream, uses: Vec::new() });
+        state.stats.num_device_alloc += 1;
+        state.counts().into_iter().for_each(|gauge| gauge.increase(ANY, 1));
+        state.sizes().into_iter().for_each(|gauge| gauge.increase(ANY, bytes));
+        self.sample(&mut state);
+        Ok(Block::new(addr, bytes, bytes, path, 0))
+    }
+
+    unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
+        let addr = block.addr();
+        // The record goes before the memory: the pool may hand the address out again at once.
+        let Some(live) = self.lock().live.remove(&addr) else { return Err(self.foreign(&block)) };
+        let path = if live.uses.is_empty() { Path::Pool } else { Path::WaitInserted };
+        // Without an event, waiting on the host gives the same order.
+        let ordered = live
+            .uses
+            .iter()
+            .try_for_each(|&user| self.order(user, live.stream).or_else(|_| self.driver.stream_synchronize(user)));
+        // SAFETY: the address was live here; its uses on its own stream were queued before (the caller's promise)
+        // and those on other streams are ordered before this point by the waits above.
+        let freed = ordered.and_then(|()| unsafe { self.pools().mem_free_async(addr, live.stream) });
+        if let Err(error) = freed {
+            // The pool still holds the memory, so the account must too.
+            self.lock().live.insert(addr, live);
+            return Err(error.into());
+        }
+        let mut state = self.lock();
+        state.stats.num_device_free += 1;
+        state.counts().into_iter().for_each(|gauge| gauge.decrease(ANY, 1));
+        state.sizes().into_iter().for_each(|gauge| gauge.decrease(ANY, live.bytes));
+        Ok(path)
+    }
+
+    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
+        let mut state = self.lock();
+        let Some(live) = state.live.get_mut(&block.addr()) else { return Err(self.foreign(block)) };
+        if stream != live.stream && !live.uses.contains(&stream) {
+            live.uses.push(stream);
+        }
+        Ok(())
+    }
+
+    fn stats(&self) -> Stats {
+        let mut stats = self.lock().stats.clone();
+        // Only the level and its peak are known; how much came and went in all is not.
+        stats.reserved_totals_known = false;
+        if let Some(counters) = self.counters() {
+            stats.reserved_bytes.all =
+                Gauge { current: counters.reserved, peak: counters.reserved_high, allocated: 0, freed: 0 };
+        }
+        stats
+    }
+
+    fn reset_peaks(&self) {
+        self.lock().stats.reset_peaks();
+    }
+
+    fn snapshot(&self) -> Option<Snapshot> {
+        None
+    }
+
+    fn ledger_at_peak(&self) -> Ledger {
+        self.lock().peak
+    }
+
+    fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
+        self.driver.device_synchronize()?;
+        let before = self.pools().pool_counters(self.pool)?.reserved;
+        self.pools().pool_trim_to(self.pool, keep_bytes)?;
+        Ok(before.saturating_sub(self.pools().pool_counters(self.pool)?.reserved))
+    }
+}
+
+impl Drop for StreamOrdered {
+    fn drop(&mut self) {
+        // A free may still be queued. Errors have nobody to go to; the pool then goes with the device context.
+        let _ = self.driver.device_synchronize();
+        // SAFETY: the pool belongs to this allocator alone; blocks still live were leaked by their owners.
+        let _ = unsafe { self.pools().pool_destroy(self.pool) };
+    }
+}

@@ -1,0 +1,365 @@
+//! The lower seam: what a device can do, and the devices that do it.
+//!
+//! | device | memory | time | for |
+//! |---|---|---|---|
+//! | [`CudaDriver`] | the GPU's | the machine's clock | measuring |
+//! | [`SimDriver`] | host memory, or none | virtual, from a profile | learning and testing without a GPU |
+//! | [`NullDriver`] | none | none: every call is free | benchmarking bookkeeping |
+//! | [`FaultyDriver`] | that of the driver it wraps | the same | making the k-th call fail |
+//! | [`MeteredDriver`] | that of the driver it wraps | the same | counting and timing every call |
+
+mod calls;
+mod cuda;
+mod faulty;
+mod hooked;
+mod metered;
+mod null;
+pub mod sim;
+
+pub use calls::{CallCounts, CallKind, CallTotals};
+pub use cuda::CudaDriver;
+pub use faulty::FaultyDriver;
+pub use hooked::{CallArguments, CallResult, Hook, HookedDriver};
+pub use metered::{CallEvent, CallObserver, IdleCosts, MeteredDriver};
+pub use null::NullDriver;
+pub use sim::{Profile, SimDriver};
+
+use crate::error::DriverError;
+use crate::instrument::Clock;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::num::NonZeroU64;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// Result of a driver call.
+pub type DriverResult<T> = Result<T, DriverError>;
+
+/// Address in device memory; opaque to the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DeviceAddr(NonZeroU64);
+
+impl DeviceAddr {
+    /// Wraps an address; `None` for zero, which no device hands out.
+    #[must_use]
+    pub fn new(addr: u64) -> Option<Self> {
+        NonZeroU64::new(addr).map(Self)
+    }
+
+    /// The address as a number, as kernels take it.
+    #[must_use]
+    pub fn get(self) -> u64 {
+        self.0.get()
+    }
+
+    /// The address `bytes` further on.
+    ///
+    /// # Panics
+    /// When the address space ends before.
+    #[must_use]
+    pub fn offset(self, bytes: u64) -> Self {
+        Self(self.0.checked_add(bytes).expect("an address inside a block should not overflow"))
+    }
+}
+
+/// A stream of the driver that made it. Ordered by value, as PyTorch orders its streams by handle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct StreamId(pub u64);
+
+/// An event of the driver that made it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EventId(pub u64);
+
+/// Free and total memory of the device in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemInfo {
+    /// Free bytes.
+    pub free: u64,
+    /// Total bytes.
+    pub total: u64,
+}
+
+/// What kind of device it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceKind {
+    /// A CUDA GPU.
+    Cuda,
+    /// The simulated GPU.
+    Sim,
+    /// A device without memory or costs.
+    Null,
+}
+
+/// A device in words and figures, as run records keep it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceDescription {
+    /// Kind.
+    pub kind: DeviceKind,
+    /// Name, such as `NVIDIA H200`; for the simulated device that of its profile.
+    pub name: String,
+    /// CUDA version of the driver, such as `13.0`; absent where there is no driver.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub driver_version: Option<String>,
+    /// Compute capability, such as `9.0`; absent where there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub compute_capability: Option<String>,
+    /// Total memory in bytes.
+    pub total_bytes: u64,
+    /// Whether time is virtual.
+    pub virtual_time: bool,
+    /// Whether stream-ordered pools are there.
+    pub pools: bool,
+    /// Whether virtual memory management is there.
+    pub vmm: bool,
+}
+
+/// What a device can do.
+///
+/// # Streams
+/// Calls that take a stream are queued on it and return at once unless they say otherwise. Streams are
+/// non-blocking: they do not wait for the legacy default stream.
+///
+/// # Errors
+/// Every fallible call returns [`DriverError`] with the driver's code; running out of memory is
+/// `CUDA_ERROR_OUT_OF_MEMORY`. Errors of earlier asynchronous work can surface at any later call.
+pub trait Driver: Send + Sync + fmt::Debug {
+    /// What this device is.
+    fn describe(&self) -> DeviceDescription;
+
+    /// The clock by which this device's time passes.
+    fn clock(&self) -> Arc<dyn Clock>;
+
+    /// Nanoseconds that the host has spent waiting for the device so far; `None` when the device cannot tell.
+    fn blocked_ns(&self) -> Option<u64> {
+        None
+    }
+
+    /// Free and total memory.
+    fn mem_info(&self) -> DriverResult<MemInfo>;
+
+    /// A new segment, aligned to at least 256 bytes (`cuMemAlloc`).
+    fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr>;
+
+    /// Returns a segment (`cuMemFree`). On today's drivers this waits for the whole device.
+    ///
+    /// # Safety
+    /// `addr` came from [`mem_alloc`](Self::mem_alloc) of this driver and is freed once.
+    unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()>;
+
+    /// A new stream.
+    fn stream_create(&self) -> DriverResult<StreamId>;
+
+    /// Destroys a stream once its work is done.
+    ///
+    /// # Safety
+    /// The stream is used by nobody afterwards.
+    unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()>;
+
+    /// Waits until all work queued on `stream` is done.
+    fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()>;
+
+    /// Lets later work on `stream` wait for `event`; the host does not wait.
+    fn stream_wait_event(&self, stream: StreamId, event: EventId) -> DriverResult<()>;
+
+    /// Whether work queued on `stream` is being captured into a graph.
+    fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool>;
+
+    /// Waits until all work on the device is done.
+    fn device_synchronize(&self) -> DriverResult<()>;
+
+    /// A new event; with `timing` it can be given to [`event_elapsed_ns`](Self::event_elapsed_ns).
+    fn event_create(&self, timing: bool) -> DriverResult<EventId>;
+
+    /// Destroys an event.
+    ///
+    /// # Safety
+    /// The event is used by nobody afterwards.
+    unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()>;
+
+    /// Queues `event` on `stream`.
+    fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()>;
+
+    /// Whether the work before the event's last record is done.
+    fn event_query(&self, event: EventId) -> DriverResult<bool>;
+
+    /// Waits for the work before the event's last record.
+    fn event_synchronize(&self, event: EventId) -> DriverResult<()>;
+
+    /// Device time between two recorded and completed timing events.
+    fn event_elapsed_ns(&self, start: EventId, end: EventId) -> DriverResult<u64>;
+
+    /// Page-locked host memory, zeroed.
+    fn host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>>;
+
+    /// Returns page-locked host memory.
+    ///
+    /// # Safety
+    /// `ptr` came from [`host_alloc`](Self::host_alloc) with the same size, is freed once, and no queued copy
+    /// still uses it.
+    unsafe fn host_free(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()>;
+
+    /// Copies from pageable host memory; the source may be reused on return.
+    ///
+    /// # Safety
+    /// `dst` is valid for `src.len()` bytes until the stream has passed this copy.
+    unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()>;
+
+    /// Queues a copy from page-locked host memory; the source must not change until the stream has passed it.
+    ///
+    /// # Safety
+    /// `dst` and `src` are valid for `bytes` until the stream has passed this copy, and `src` is page-locked.
+    unsafe fn copy_to_device_async(
+        &self,
+        dst: DeviceAddr,
+        src: NonNull<u8>,
+        bytes: usize,
+        stream: StreamId,
+    ) -> DriverResult<()>;
+
+    /// Copies to pageable host memory and waits for the result.
+    ///
+    /// # Safety
+    /// `src` is valid for `dst.len()` bytes until the call returns.
+    unsafe fn copy_to_host(&self, dst: &mut [u8], src: DeviceAddr, stream: StreamId) -> DriverResult<()>;
+
+    /// Queues filling `bytes` bytes with `value`.
+    ///
+    /// # Safety
+    /// `dst` is valid for `bytes` until the stream has passed this call.
+    unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()>;
+
+    /// Stream-ordered pools, if the device has them.
+    fn pools(&self) -> Option<&dyn PoolDriver> {
+        None
+    }
+
+    /// Virtual memory management, if the device has it.
+    fn vmm(&self) -> Option<&dyn VmmDriver> {
+        None
+    }
+}
+
+/// A pool of the driver that made it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PoolId(pub u64);
+
+/// Settings of a stream-ordered pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PoolSettings {
+    /// Bytes that the pool keeps when a synchronise lets it give memory back. CUDA's default is 0;
+    /// `u64::MAX` keeps everything.
+    pub release_threshold: u64,
+    /// Reuse memory freed on another stream when an event or dependency orders the free before the allocation.
+    pub reuse_follow_event_dependencies: bool,
+    /// Reuse memory freed on another stream when that free happens to have completed.
+    pub reuse_allow_opportunistic: bool,
+    /// Reuse memory freed on another stream by inserting a hidden wait.
+    pub reuse_allow_internal_dependencies: bool,
+}
+
+impl Default for PoolSettings {
+    /// Keep everything; CUDA's default reuse policies (all on).
+    fn default() -> Self {
+        Self {
+            release_threshold: u64::MAX,
+            reuse_follow_event_dependencies: true,
+            reuse_allow_opportunistic: true,
+            reuse_allow_internal_dependencies: true,
+        }
+    }
+}
+
+/// A pool's own counters in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolCounters {
+    /// Held from the device.
+    pub reserved: u64,
+    /// Highest `reserved`.
+    pub reserved_high: u64,
+    /// Handed out.
+    pub used: u64,
+    /// Highest `used`.
+    pub used_high: u64,
+}
+
+/// Stream-ordered pools (`cuMemPool*`, `cuMemAllocFromPoolAsync`).
+/// <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MALLOC__ASYNC.html>
+pub trait PoolDriver {
+    /// A pool of its own on this device; the device's default pool is never touched.
+    fn pool_create(&self, settings: PoolSettings) -> DriverResult<PoolId>;
+
+    /// Destroys a pool.
+    ///
+    /// # Safety
+    /// The pool is used by nobody afterwards and everything allocated from it has been freed.
+    unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()>;
+
+    /// The settings in effect, read back.
+    fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings>;
+
+    /// The pool's counters.
+    fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters>;
+
+    /// Lets the pool give back memory that is not in use until at most `keep_bytes` stay. Synchronise first:
+    /// frees that are still queued keep their memory.
+    fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()>;
+
+    /// Queues an allocation; the address is valid for work queued on `stream` afterwards.
+    fn mem_alloc_async(&self, pool: PoolId, bytes: u64, stream: StreamId) -> DriverResult<DeviceAddr>;
+
+    /// Queues a free.
+    ///
+    /// # Safety
+    /// `addr` came from [`mem_alloc_async`](Self::mem_alloc_async), is freed once, and every use of it is
+    /// ordered before this point of `stream`.
+    unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()>;
+}
+
+/// Physical memory that can be mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PhysicalHandle(pub u64);
+
+/// Virtual memory management (`cuMemAddressReserve`, `cuMemCreate`, `cuMemMap`, ...).
+/// <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html>
+pub trait VmmDriver {
+    /// Sizes and addresses below are multiples of this many bytes.
+    fn granularity(&self) -> DriverResult<u64>;
+
+    /// Reserves a range of addresses without memory behind it.
+    fn address_reserve(&self, bytes: u64) -> DriverResult<DeviceAddr>;
+
+    /// Gives an address range back.
+    ///
+    /// # Safety
+    /// The range came from [`address_reserve`](Self::address_reserve) with this size and nothing is mapped in it.
+    unsafe fn address_free(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()>;
+
+    /// Physical memory on the device.
+    fn create(&self, bytes: u64) -> DriverResult<PhysicalHandle>;
+
+    /// Maps the whole of `handle` at `addr`; not accessible until [`set_access`](Self::set_access).
+    ///
+    /// # Safety
+    /// `addr..addr + bytes` lies in one reserved range and is unmapped; `bytes` is the handle's size.
+    unsafe fn map(&self, addr: DeviceAddr, bytes: u64, handle: PhysicalHandle) -> DriverResult<()>;
+
+    /// Makes a mapped range readable and writable by the device.
+    ///
+    /// # Safety
+    /// The range is mapped.
+    unsafe fn set_access(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()>;
+
+    /// Unmaps a range. The caller waits first for the work that uses it.
+    ///
+    /// # Safety
+    /// The range consists of whole mappings and no queued work uses it.
+    unsafe fn unmap(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()>;
+
+    /// Drops a physical handle; the memory goes when its last mapping does.
+    ///
+    /// # Safety
+    /// The handle is released once.
+    unsafe fn release(&self, handle: PhysicalHandle) -> DriverResult<()>;
+}

@@ -1,0 +1,195 @@
+//! The driver calls that are counted, and their counts.
+
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+macro_rules! call_kinds {
+    ($($variant:ident $name:literal $doc:literal),+ $(,)?) => {
+        /// A kind of driver call.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[repr(u8)]
+        pub enum CallKind { $(#[doc = $doc] $variant),+ }
+
+        impl CallKind {
+            /// Every kind, in the order in which reports list them.
+            pub const ALL: &'static [CallKind] = &[$(CallKind::$variant),+];
+
+            /// Name in records and messages.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self { $(CallKind::$variant => $name),+ }
+            }
+        }
+    };
+}
+
+call_kinds! {
+    MemAlloc "mem_alloc" "`cuMemAlloc`",
+    MemFree "mem_free" "`cuMemFree`",
+    MemAllocAsync "mem_alloc_async" "`cuMemAllocFromPoolAsync`",
+    MemFreeAsync "mem_free_async" "`cuMemFreeAsync`",
+    PoolCreate "pool_create" "`cuMemPoolCreate`",
+    PoolDestroy "pool_destroy" "`cuMemPoolDestroy`",
+    PoolAttribute "pool_attribute" "`cuMemPoolGetAttribute`, `cuMemPoolSetAttribute`",
+    PoolTrim "pool_trim" "`cuMemPoolTrimTo`",
+    MemAddressReserve "mem_address_reserve" "`cuMemAddressReserve`",
+    MemAddressFree "mem_address_free" "`cuMemAddressFree`",
+    MemCreate "mem_create" "`cuMemCreate`",
+    MemMap "mem_map" "`cuMemMap`",
+    MemSetAccess "mem_set_access" "`cuMemSetAccess`",
+    MemUnmap "mem_unmap" "`cuMemUnmap`",
+    MemRelease "mem_release" "`cuMemRelease`",
+    MemGetInfo "mem_get_info" "`cuMemGetInfo`",
+    HostAlloc "host_alloc" "`cuMemHostAlloc`",
+    HostFree "host_free" "`cuMemFreeHost`",
+    KernelLaunch "kernel_launch" "`cuLaunchKernel`",
+    CopyToDevice "copy_to_device" "`cuMemcpyHtoDAsync`",
+    CopyToHost "copy_to_host" "`cuMemcpyDtoHAsync` and the wait for it",
+    Memset "memset" "`cuMemsetD8Async`",
+    StreamCreate "stream_create" "`cuStreamCreate`",
+    StreamDestroy "stream_destroy" "`cuStreamDestroy`",
+    StreamSynchronize "stream_synchronize" "`cuStreamSynchronize`",
+    StreamWaitEvent "stream_wait_event" "`cuStreamWaitEvent`",
+    StreamIsCapturing "stream_is_capturing" "`cuStreamIsCapturing`",
+    DeviceSynchronize "device_synchronize" "`cuCtxSynchronize`",
+    EventCreate "event_create" "`cuEventCreate`",
+    EventDestroy "event_destroy" "`cuEventDestroy`",
+    EventRecord "event_record" "`cuEventRecord`",
+    EventQuery "event_query" "`cuEventQuery`",
+    EventSynchronize "event_synchronize" "`cuEventSynchronize`",
+    EventElapsed "event_elapsed" "`cuEventElapsedTime`",
+    ModuleLoad "module_load" "`cuModuleLoadData`, `cuModuleGetFunction`",
+    DeviceQuery "device_query" "`cuInit`, `cuDeviceGet*`, `cuCtx*`",
+}
+
+impl fmt::Display for CallKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// How often a call was made and how long it took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct CallTotals {
+    /// Number of calls, failed ones included.
+    pub count: u64,
+    /// Host time in them, in nanoseconds.
+    pub total_ns: u64,
+    /// Part of it that the host spent waiting for the device, in nanoseconds.
+    pub blocked_ns: u64,
+}
+
+const KINDS: usize = CallKind::ALL.len();
+
+/// Totals for each kind of call.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct CallCounts([CallTotals; KINDS]);
+
+impl Default for CallCounts {
+    fn default() -> Self {
+        Self([CallTotals::default(); KINDS])
+    }
+}
+
+impl CallCounts {
+    /// Totals of one kind.
+    #[must_use]
+    pub fn get(&self, kind: CallKind) -> CallTotals {
+        self.0[kind as usize]
+    }
+
+    /// The kinds that were called at all, in report order.
+    pub fn iter(&self) -> impl Iterator<Item = (CallKind, CallTotals)> {
+        CallKind::ALL.iter().map(|&kind| (kind, self.get(kind))).filter(|(_, totals)| totals.count > 0)
+    }
+
+    /// What was added since `earlier`.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        let mut out = *self;
+        for (now, before) in out.0.iter_mut().zip(&earlier.0) {
+            now.count -= before.count;
+            now.total_ns -= before.total_ns;
+            now.blocked_ns -= before.blocked_ns;
+        }
+        out
+    }
+
+    /// Calls that took memory from the device: plain and stream-ordered allocations and mappings' creations.
+    #[must_use]
+    pub fn driver_allocations(&self) -> u64 {
+        [CallKind::MemAlloc, CallKind::MemAllocAsync, CallKind::MemCreate]
+            .iter()
+            .map(|&kind| self.get(kind).count)
+            .sum()
+    }
+}
+
+impl fmt::Debug for CallCounts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.iter()).finish()
+    }
+}
+
+impl Serialize for CallCounts {
+    /// A map from name to totals. The allocation, free and synchronise calls are always there, so that a zero
+    /// is seen as a zero; other kinds appear when they were called.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        const ALWAYS: [CallKind; 5] = [
+            CallKind::MemAlloc,
+            CallKind::MemFree,
+            CallKind::MemAllocAsync,
+            CallKind::MemFreeAsync,
+            CallKind::StreamSynchronize,
+        ];
+        let shown = CallKind::ALL.iter().filter(|kind| ALWAYS.contains(kind) || self.get(**kind).count > 0);
+        let mut map = serializer.serialize_map(None)?;
+        for kind in shown {
+            map.serialize_entry(kind.name(), &self.get(*kind))?;
+        }
+        map.end()
+    }
+}
+
+/// Totals that several threads add to.
+#[derive(Debug)]
+pub(super) struct SharedCounts {
+    cells: [Cell; KINDS],
+}
+
+impl Default for SharedCounts {
+    fn default() -> Self {
+        Self { cells: std::array::from_fn(|_| Cell::default()) }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Cell {
+    count: AtomicU64,
+    total_ns: AtomicU64,
+    blocked_ns: AtomicU64,
+}
+
+impl SharedCounts {
+    pub(super) fn add(&self, kind: CallKind, total_ns: u64, blocked_ns: u64) {
+        let cell = &self.cells[kind as usize];
+        // Relaxed: the three figures are statistics; no other memory hangs on them.
+        cell.count.fetch_add(1, Relaxed);
+        cell.total_ns.fetch_add(total_ns, Relaxed);
+        cell.blocked_ns.fetch_add(blocked_ns, Relaxed);
+    }
+
+    pub(super) fn read(&self) -> CallCounts {
+        let mut out = CallCounts::default();
+        for (totals, cell) in out.0.iter_mut().zip(&self.cells) {
+            *totals = CallTotals {
+                count: cell.count.load(Relaxed),
+                total_ns: cell.total_ns.load(Relaxed),
+                blocked_ns: cell.blocked_ns.load(Relaxed),
+            };
+        }
+        out
+    }
+}

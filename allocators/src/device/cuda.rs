@@ -1,0 +1,239 @@
+//! The real device: the CUDA driver API, found at run time through cudarc's raw bindings.
+//!
+//! All `unsafe` that speaks to CUDA is in this file and its folder. Three things hold throughout, and the `SAFETY`
+//! comments build on them:
+//! - **the library is there**: a [`CudaDriver`] exists only after [`probe`](CudaDriver::probe)'s checks, and cudarc never
+//!   unloads the library;
+//! - **the context is current**: each call begins with `bind`, which makes this device's primary context the calling
+//!   thread's;
+//! - **ids are handles**: a [`StreamId`], [`EventId`](super::EventId) or [`PoolId`](super::PoolId) is the value of a handle that
+//!   this driver made. Handles are kept as numbers, so the driver is `Send` and `Sync` with no promise of ours; the API
+//!   itself may be called from any thread.
+//!
+//! The raw layer is used, not cudarc's safe one, because that one records events around every argument and decides by
+//! itself how memory is freed: both would show in the measurements.
+//!
+//! <https://docs.nvidia.com/cuda/cuda-driver-api/>
+
+mod driver;
+mod pools;
+mod probe;
+mod vmm;
+
+pub use probe::{CudaDeviceInfo, CudaUnavailable, CudaVersion};
+
+use super::{CallKind, DeviceAddr, DriverResult, StreamId};
+use crate::error::DriverError;
+use crate::instrument::MonotonicClock;
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUevent, CUmemLocation, CUmemLocationType, CUresult, CUstream};
+use std::cell::Cell;
+use std::fmt;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+thread_local! {
+    /// Serial number of the driver whose context is current on this thread; 0 before the first call.
+    static BOUND: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Serial numbers of drivers. A context's address could come back after its release, a serial number never does.
+static NEXT_SERIAL: AtomicU64 = AtomicU64::new(1);
+
+type ElapsedFn = unsafe extern "C" fn(*mut f32, CUevent, CUevent) -> CUresult;
+
+/// A CUDA GPU, through its primary context.
+pub struct CudaDriver {
+    serial: u64,
+    device: CUdevice,
+    /// The primary context's handle.
+    context: u64,
+    version: CudaVersion,
+    info: CudaDeviceInfo,
+    elapsed: ElapsedFn,
+    clock: Arc<MonotonicClock>,
+}
+
+impl CudaDriver {
+    /// The GPUs of this machine. Never panics, whatever is missing.
+    ///
+    /// # Errors
+    /// [`CudaUnavailable`] says why there is none to work on; with `Ok` there is at least one.
+    pub fn probe() -> Result<Vec<CudaDeviceInfo>, CudaUnavailable> {
+        probe::start()?;
+        let count = probe::device_count()?;
+        (0..count).map(|ordinal| probe::device(ordinal, count).map(|(_, info)| info)).collect()
+    }
+
+    /// Opens a GPU and makes it current on this thread. The first one of a process takes a good part of a second.
+    ///
+    /// # Errors
+    /// [`CudaUnavailable`] says why that GPU cannot be worked on.
+    pub fn new(ordinal: usize) -> Result<Self, CudaUnavailable> {
+        let version = probe::start()?;
+        let (device, info) = probe::device(ordinal, probe::device_count()?)?;
+        let elapsed = elapsed_function(version)?;
+        let mut context: CUcontext = ptr::null_mut();
+        // SAFETY: `device` came from cuDeviceGet and the pointer is to a live handle of the type that the call writes. What is
+        // retained here is released by `Drop`, once.
+        let result = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
+        check(CallKind::DeviceQuery, result)?;
+        let driver = Self {
+            // Relaxed: only uniqueness matters.
+            serial: NEXT_SERIAL.fetch_add(1, Relaxed),
+            device,
+            // CAST: a handle is kept as its value.
+            context: context as u64,
+            version,
+            info,
+            elapsed,
+            clock: Arc::new(MonotonicClock::new()),
+        };
+        driver.bind_to_thread()?;
+        Ok(driver)
+    }
+
+    /// What the driver says about this GPU.
+    #[must_use]
+    pub fn info(&self) -> &CudaDeviceInfo {
+        &self.info
+    }
+
+    /// The newest CUDA version that the driver supports.
+    #[must_use]
+    pub fn driver_version(&self) -> CudaVersion {
+        self.version
+    }
+
+    /// The handle behind a stream, as kernel launches and libraries take it.
+    #[must_use]
+    pub fn raw_stream(stream: StreamId) -> CUstream {
+        raw_stream(stream)
+    }
+
+    /// Makes this device's context current on the calling thread. The methods here do so by themselves; call it before
+    /// calls into CUDA that go past them, and after another library has made a different context current.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn bind_to_thread(&self) -> DriverResult<()> {
+        self.bind_anew(CallKind::DeviceQuery)
+    }
+
+    /// Tells an attached profiler to begin collecting; without one nothing happens.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn profiler_start(&self) -> DriverResult<()> {
+        self.bind(CallKind::DeviceQuery)?;
+        // SAFETY: takes nothing; the context is current.
+        let result = unsafe { sys::cuProfilerStart() };
+        check(CallKind::DeviceQuery, result)
+    }
+
+    /// Tells an attached profiler to stop collecting; without one nothing happens.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn profiler_stop(&self) -> DriverResult<()> {
+        self.bind(CallKind::DeviceQuery)?;
+        // SAFETY: takes nothing; the context is current.
+        let result = unsafe { sys::cuProfilerStop() };
+        check(CallKind::DeviceQuery, result)
+    }
+
+    /// Makes the context current unless it is: one comparison on the hot path.
+    #[inline]
+    fn bind(&self, call: CallKind) -> DriverResult<()> {
+        if BOUND.get() == self.serial { Ok(()) } else { self.bind_anew(call) }
+    }
+
+    #[cold]
+    fn bind_anew(&self, call: CallKind) -> DriverResult<()> {
+        // SAFETY: the context was retained by `new` and lives until `Drop`.
+        let result = unsafe { sys::cuCtxSetCurrent(self.context as CUcontext) };
+        check_for(call, result, || format!("making the context of GPU {} current", self.info.ordinal))?;
+        BOUND.set(self.serial);
+        Ok(())
+    }
+
+    /// This device as a place for memory.
+    fn location(&self) -> CUmemLocation {
+        CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: self.device }
+    }
+}
+
+impl fmt::Debug for CudaDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaDriver")
+            .field("ordinal", &self.info.ordinal)
+            .field("name", &self.info.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for CudaDriver {
+    fn drop(&mut self) {
+        // SAFETY: `new` retained the context once and this releases it once; nobody can call this driver any more. The library
+        // stays loaded to the end of the process, and while that ends it answers CUDA_ERROR_DEINITIALIZED.
+        // The result is dropped: either the context is gone already, which is what was wanted, or an earlier error has
+        // broken it, and that one was returned by the call that met it.
+        unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+/// `cuEventElapsedTime` under the newest name that this driver has. With these layouts cudarc binds only the name that came
+/// with 12.8, and panics where it is missing.
+fn elapsed_function(version: CudaVersion) -> DriverResult<ElapsedFn> {
+    let name: &[u8] =
+        if version >= CudaVersion::ELAPSED_V2 { b"cuEventElapsedTime_v2\0" } else { b"cuEventElapsedTime\0" };
+    // SAFETY: the library is there, so that this does not panic; it has been loaded before and stays loaded.
+    let library = unsafe { sys::culib() };
+    // SAFETY: both names stand for a function of this type in NVIDIA's cuda.h.
+    match unsafe { library.get::<ElapsedFn>(name) } {
+        Ok(function) => Ok(*function),
+        Err(_) => {
+            Err(refusal(CallKind::EventElapsed, CUresult::CUDA_ERROR_NOT_FOUND, "libcuda has no such function".into()))
+        }
+    }
+}
+
+// CUresult is an enum in cudarc: a driver newer than CUDA 13.0 must not return a code that 13.0 lacks. The later codes known
+// today (47, 227, 917 to 919) belong to multicast, loader, detached-stream and fabric calls, none of which is made here.
+#[inline]
+fn check(call: CallKind, result: CUresult) -> DriverResult<()> {
+    check_for(call, result, String::new)
+}
+
+/// As [`check`], with words on what was asked for should it have failed.
+#[inline]
+fn check_for(call: CallKind, result: CUresult, context: impl FnOnce() -> String) -> DriverResult<()> {
+    match result {
+        CUresult::CUDA_SUCCESS => Ok(()),
+        failed => Err(refusal(call, failed, context())),
+    }
+}
+
+/// The enum's own name, not cudarc's error type: formatting that one calls into the driver.
+#[cold]
+fn refusal(call: CallKind, result: CUresult, context: String) -> DriverError {
+    // CAST: the enum has the driver's codes as its values.
+    DriverError { call, code: result as u32, name: format!("{result:?}"), context }
+}
+
+/// An address that the driver handed out; it never hands out zero with success.
+fn address(call: CallKind, addr: u64) -> DriverResult<DeviceAddr> {
+    DeviceAddr::new(addr).ok_or_else(|| {
+        refusal(call, CUresult::CUDA_ERROR_INVALID_VALUE, "the driver handed out the address zero".into())
+    })
+}
+
+fn raw_stream(stream: StreamId) -> CUstream {
+    // CAST: the id is the handle's value.
+    stream.0 as CUstream
+}
+
+/// A size as the driver takes it. Where the host has 32 bits a larger one becomes the largest, which the driver refuses.
+fn size(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}

@@ -1,0 +1,268 @@
+//! Memory, streams, events and copies on CUDA.
+
+use super::{CudaDriver, address, check, check_for, raw_stream, refusal, size};
+use crate::bytes::Bytes;
+use crate::device::{
+    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, MemInfo, PoolDriver, StreamId,
+    VmmDriver,
+};
+use crate::instrument::Clock;
+use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUresult, CUstream, CUstream_flags, CUstreamCaptureStatus};
+use std::ffi::c_void;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+fn raw_event(event: EventId) -> CUevent {
+    // CAST: the id is the handle's value.
+    event.0 as CUevent
+}
+
+impl Driver for CudaDriver {
+    fn describe(&self) -> DeviceDescription {
+        let (major, minor) = self.info.compute_capability;
+        DeviceDescription {
+            kind: DeviceKind::Cuda,
+            name: self.info.name.clone(),
+            driver_version: Some(self.version.to_string()),
+            compute_capability: Some(format!("{major}.{minor}")),
+            total_bytes: self.info.total_bytes,
+            virtual_time: false,
+            pools: self.info.pools,
+            vmm: self.info.vmm,
+        }
+    }
+
+    fn clock(&self) -> Arc<dyn Clock> {
+        self.clock.clone()
+    }
+
+    fn mem_info(&self) -> DriverResult<MemInfo> {
+        self.bind(CallKind::MemGetInfo)?;
+        let (mut free, mut total) = (0usize, 0usize);
+        // SAFETY: both pointers are to live integers of the type that the call writes.
+        let result = unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) };
+        check(CallKind::MemGetInfo, result)?;
+        // CAST: widening.
+        Ok(MemInfo { free: free as u64, total: total as u64 })
+    }
+
+    fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {
+        self.bind(CallKind::MemAlloc)?;
+        let mut addr = 0;
+        // SAFETY: the pointer is to a live address of the type that the call writes.
+        let result = unsafe { sys::cuMemAlloc_v2(&raw mut addr, size(bytes)) };
+        check_for(CallKind::MemAlloc, result, || Bytes(bytes).to_string())?;
+        address(CallKind::MemAlloc, addr)
+    }
+
+    unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()> {
+        self.bind(CallKind::MemFree)?;
+        // SAFETY: the caller promises an address from `mem_alloc` that is freed once.
+        let result = unsafe { sys::cuMemFree_v2(addr.get()) };
+        check(CallKind::MemFree, result)
+    }
+
+    fn stream_create(&self) -> DriverResult<StreamId> {
+        self.bind(CallKind::StreamCreate)?;
+        let mut stream: CUstream = ptr::null_mut();
+        // CAST: the flag's value.
+        let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the pointer is to a live handle of the type that the call writes.
+        let result = unsafe { sys::cuStreamCreate(&raw mut stream, flags) };
+        check(CallKind::StreamCreate, result)?;
+        // CAST: the id is the handle's value.
+        Ok(StreamId(stream as u64))
+    }
+
+    unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
+        self.bind(CallKind::StreamDestroy)?;
+        // SAFETY: the caller promises a live stream that nobody uses afterwards; queued work still runs to its end.
+        let result = unsafe { sys::cuStreamDestroy_v2(raw_stream(stream)) };
+        check(CallKind::StreamDestroy, result)
+    }
+
+    fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
+        self.bind(CallKind::StreamSynchronize)?;
+        // SAFETY: the stream is live (ids come from `stream_create`).
+        let result = unsafe { sys::cuStreamSynchronize(raw_stream(stream)) };
+        check(CallKind::StreamSynchronize, result)
+    }
+
+    fn stream_wait_event(&self, stream: StreamId, event: EventId) -> DriverResult<()> {
+        self.bind(CallKind::StreamWaitEvent)?;
+        // SAFETY: stream and event are live (ids come from `stream_create` and `event_create`); 0 is the default flag.
+        let result = unsafe { sys::cuStreamWaitEvent(raw_stream(stream), raw_event(event), 0) };
+        check(CallKind::StreamWaitEvent, result)
+    }
+
+    fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool> {
+        self.bind(CallKind::StreamIsCapturing)?;
+        // Room for the status as a number, so that a value that cudarc's enum does not know does no harm.
+        let mut status = 0u32;
+        // SAFETY: the stream is live (ids come from `stream_create`), and a u32 has the size and alignment of the status.
+        let result = unsafe { sys::cuStreamIsCapturing(raw_stream(stream), (&raw mut status).cast()) };
+        check(CallKind::StreamIsCapturing, result)?;
+        // CAST: the enum's value. An invalidated capture is still one: it has to be ended.
+        Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32)
+    }
+
+    fn device_synchronize(&self) -> DriverResult<()> {
+        self.bind(CallKind::DeviceSynchronize)?;
+        // SAFETY: takes nothing; the context is current.
+        let result = unsafe { sys::cuCtxSynchronize() };
+        check(CallKind::DeviceSynchronize, result)
+    }
+
+    fn event_create(&self, timing: bool) -> DriverResult<EventId> {
+        self.bind(CallKind::EventCreate)?;
+        let flags = if timing { CUevent_flags::CU_EVENT_DEFAULT } else { CUevent_flags::CU_EVENT_DISABLE_TIMING };
+        let mut event: CUevent = ptr::null_mut();
+        // CAST: the flag's value.
+        let flags = flags as u32;
+        // SAFETY: the pointer is to a live handle of the type that the call writes.
+        let result = unsafe { sys::cuEventCreate(&raw mut event, flags) };
+        check(CallKind::EventCreate, result)?;
+        // CAST: the id is the handle's value.
+        Ok(EventId(event as u64))
+    }
+
+    unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()> {
+        self.bind(CallKind::EventDestroy)?;
+        // SAFETY: the caller promises a live event that nobody uses afterwards; the driver keeps it while work waits for it.
+        let result = unsafe { sys::cuEventDestroy_v2(raw_event(event)) };
+        check(CallKind::EventDestroy, result)
+    }
+
+    fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
+        self.bind(CallKind::EventRecord)?;
+        // SAFETY: event and stream are live (ids come from `event_create` and `stream_create`).
+        let result = unsafe { sys::cuEventRecord(raw_event(event), raw_stream(stream)) };
+        check(CallKind::EventRecord, result)
+    }
+
+    fn event_query(&self, event: EventId) -> DriverResult<bool> {
+        self.bind(CallKind::EventQuery)?;
+        // SAFETY: the event is live (ids come from `event_create`).
+        match unsafe { sys::cuEventQuery(raw_event(event)) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            result => check(CallKind::EventQuery, result).map(|()| true),
+        }
+    }
+
+    fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
+        self.bind(CallKind::EventSynchronize)?;
+        // SAFETY: the event is live (ids come from `event_create`).
+        let result = unsafe { sys::cuEventSynchronize(raw_event(event)) };
+        check(CallKind::EventSynchronize, result)
+    }
+
+    fn event_elapsed_ns(&self, start: EventId, end: EventId) -> DriverResult<u64> {
+        self.bind(CallKind::EventElapsed)?;
+        let mut milliseconds = 0f32;
+        // SAFETY: both events are live (ids come from `event_create`), the pointer is to a live number of the type that the call
+        // writes, and the function's type was settled where it was looked up.
+        let result = unsafe { (self.elapsed)(&raw mut milliseconds, raw_event(start), raw_event(end)) };
+        check(CallKind::EventElapsed, result)?;
+        let nanoseconds = (f64::from(milliseconds) * 1e6).round();
+        if nanoseconds >= 0.0 {
+            // CAST: not negative, and 2^64 ns are centuries.
+            Ok(nanoseconds as u64)
+        } else {
+            let context = format!("the end comes {} ms before the start", -milliseconds);
+            Err(refusal(CallKind::EventElapsed, CUresult::CUDA_ERROR_INVALID_VALUE, context))
+        }
+    }
+
+    fn host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>> {
+        self.bind(CallKind::HostAlloc)?;
+        let mut memory: *mut c_void = ptr::null_mut();
+        // SAFETY: the pointer is to a live pointer of the type that the call writes. No flags: write-combined memory would be slow
+        // to read on the host, and with unified addressing every context may use it anyway.
+        let result = unsafe { sys::cuMemHostAlloc(&raw mut memory, bytes, 0) };
+        check_for(CallKind::HostAlloc, result, || Bytes(bytes as u64).to_string())?;
+        let memory = NonNull::new(memory.cast::<u8>()).ok_or_else(|| {
+            refusal(CallKind::HostAlloc, CUresult::CUDA_ERROR_INVALID_VALUE, "the driver handed out null".into())
+        })?;
+        // SAFETY: the driver has just handed out `bytes` bytes here, and nobody else knows of them.
+        unsafe { memory.write_bytes(0, bytes) };
+        Ok(memory)
+    }
+
+    unsafe fn host_free(&self, ptr: NonNull<u8>, _bytes: usize) -> DriverResult<()> {
+        self.bind(CallKind::HostFree)?;
+        // SAFETY: the caller promises memory from `host_alloc` that is freed once and that no queued copy uses.
+        let result = unsafe { sys::cuMemFreeHost(ptr.as_ptr().cast()) };
+        check(CallKind::HostFree, result)
+    }
+
+    // Pageable memory has to be staged before the GPU can fetch it, and the driver stages within the call: when it returns, `src`
+    // has been read (PyTorch's non-blocking copies build on the same). A GPU that walks the host's page tables needs no staging
+    // and may read later; NVIDIA's reference says only that the call "might be synchronous". There we wait, since our contract
+    // lets the caller reuse or free `src` on return.
+    // <https://docs.nvidia.com/cuda/cuda-driver-api/api-sync-behavior.html>
+    unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
+        if src.is_empty() {
+            return Ok(());
+        }
+        self.bind(CallKind::CopyToDevice)?;
+        // SAFETY: the caller promises the target; the source is a slice, which the driver has read on return where it stages, and
+        // which stays borrowed until the wait below has ended where it does not.
+        let result =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(dst.get(), src.as_ptr().cast(), src.len(), raw_stream(stream)) };
+        check_for(CallKind::CopyToDevice, result, || Bytes(src.len() as u64).to_string())?;
+        if !self.info.host_page_tables {
+            return Ok(());
+        }
+        // SAFETY: the stream is live (ids come from `stream_create`).
+        let result = unsafe { sys::cuStreamSynchronize(raw_stream(stream)) };
+        check(CallKind::CopyToDevice, result)
+    }
+
+    unsafe fn copy_to_device_async(
+        &self,
+        dst: DeviceAddr,
+        src: NonNull<u8>,
+        bytes: usize,
+        stream: StreamId,
+    ) -> DriverResult<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.bind(CallKind::CopyToDevice)?;
+        // SAFETY: the caller promises that both sides hold `bytes` bytes until the stream has passed this copy.
+        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(dst.get(), src.as_ptr().cast(), bytes, raw_stream(stream)) };
+        check_for(CallKind::CopyToDevice, result, || Bytes(bytes as u64).to_string())
+    }
+
+    unsafe fn copy_to_host(&self, dst: &mut [u8], src: DeviceAddr, stream: StreamId) -> DriverResult<()> {
+        if dst.is_empty() {
+            return Ok(());
+        }
+        self.bind(CallKind::CopyToHost)?;
+        // SAFETY: the caller promises the source; the target is a slice, and is borrowed until the wait below has ended.
+        let result =
+            unsafe { sys::cuMemcpyDtoHAsync_v2(dst.as_mut_ptr().cast(), src.get(), dst.len(), raw_stream(stream)) };
+        check_for(CallKind::CopyToHost, result, || Bytes(dst.len() as u64).to_string())?;
+        // SAFETY: the stream is live (ids come from `stream_create`).
+        let result = unsafe { sys::cuStreamSynchronize(raw_stream(stream)) };
+        check(CallKind::CopyToHost, result)
+    }
+
+    unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.bind(CallKind::Memset)?;
+        // SAFETY: the caller promises that `dst` holds `bytes` bytes until the stream has passed this call.
+        let result = unsafe { sys::cuMemsetD8Async(dst.get(), value, size(bytes), raw_stream(stream)) };
+        check_for(CallKind::Memset, result, || Bytes(bytes).to_string())
+    }
+
+    fn pools(&self) -> Option<&dyn PoolDriver> {
+        if self.info.pools { Some(self) } else { None }
+    }
+
+    fn vmm(&self) -> Option<&dyn VmmDriver> {
+        if self.info.vmm { Some(self) } else { None }
+    }
+}

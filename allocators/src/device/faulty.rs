@@ -1,0 +1,66 @@
+//! Fault injection: the k-th call of a kind fails, once.
+
+use super::hooked::{CallArguments, CallResult, Hook, HookedDriver};
+use super::{CallKind, Driver, DriverResult};
+use crate::error::DriverError;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The failure that is to happen.
+#[derive(Debug, Default)]
+pub struct Faults {
+    plan: Mutex<Option<(CallKind, u64, u32)>>,
+    injected: AtomicU64,
+}
+
+impl Hook for Faults {
+    fn around<T: CallResult>(
+        &self,
+        _inner: &dyn Driver,
+        kind: CallKind,
+        _arguments: CallArguments,
+        call: impl FnOnce() -> DriverResult<T>,
+    ) -> DriverResult<T> {
+        let mut plan = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((planned, left, code)) = plan.as_mut()
+            && *planned == kind
+        {
+            if *left == 0 {
+                let error = DriverError::new(kind, *code, "injected fault");
+                *plan = None;
+                self.injected.fetch_add(1, Relaxed);
+                return Err(error);
+            }
+            *left -= 1;
+        }
+        drop(plan);
+        call()
+    }
+}
+
+/// A driver whose calls can be made to fail. The inner driver does not see a call that fails here.
+pub type FaultyDriver = HookedDriver<Faults>;
+
+impl FaultyDriver {
+    /// Wraps a driver; nothing fails until [`fail`](Self::fail).
+    #[must_use]
+    pub fn new(inner: Arc<dyn Driver>) -> Self {
+        Self { inner, hook: Faults::default() }
+    }
+
+    /// Lets the call of `kind` after the next `skip` ones fail with `code`, once. Replaces an earlier plan.
+    pub fn fail(&self, kind: CallKind, skip: u64, code: u32) {
+        *self.hook.plan.lock().unwrap_or_else(PoisonError::into_inner) = Some((kind, skip, code));
+    }
+
+    /// How many faults have happened.
+    #[must_use]
+    pub fn injected(&self) -> u64 {
+        self.hook.injected.load(Relaxed)
+    }
+
+    /// Forgets a plan that has not come true.
+    pub fn clear(&self) {
+        *self.hook.plan.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}

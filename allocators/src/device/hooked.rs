@@ -1,0 +1,300 @@
+//! One decorator for drivers: every call of the inner driver passes through a hook.
+
+use super::{
+    CallKind, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, MemInfo, PhysicalHandle, PoolCounters,
+    PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
+};
+use crate::instrument::Clock;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// What a call works on; hooks may look at it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CallArguments {
+    /// Bytes, for calls that have a size.
+    pub bytes: u64,
+    /// Address, for calls that take one.
+    pub addr: Option<DeviceAddr>,
+}
+
+/// What a hook can learn from the result of a call.
+pub trait CallResult {
+    /// The address that the call produced, if it produces one.
+    fn addr(&self) -> Option<DeviceAddr> {
+        None
+    }
+}
+
+impl CallResult for DeviceAddr {
+    fn addr(&self) -> Option<DeviceAddr> {
+        Some(*self)
+    }
+}
+
+macro_rules! without_address { ($($kind:ty),+) => { $(impl CallResult for $kind {})+ }; }
+without_address!(
+    (),
+    bool,
+    u64,
+    MemInfo,
+    StreamId,
+    EventId,
+    PoolId,
+    PoolSettings,
+    PoolCounters,
+    PhysicalHandle,
+    NonNull<u8>
+);
+
+/// Stands around each call.
+pub trait Hook: Send + Sync + fmt::Debug {
+    /// Makes the call by `call`, or refuses it.
+    ///
+    /// # Errors
+    /// The call's own, or one that the hook makes up.
+    fn around<T: CallResult>(
+        &self,
+        inner: &dyn Driver,
+        kind: CallKind,
+        arguments: CallArguments,
+        call: impl FnOnce() -> DriverResult<T>,
+    ) -> DriverResult<T>;
+}
+
+/// A driver whose calls pass through a [`Hook`].
+#[derive(Debug)]
+pub struct HookedDriver<H> {
+    pub(super) inner: Arc<dyn Driver>,
+    pub(super) hook: H,
+}
+
+impl<H: Hook> HookedDriver<H> {
+    fn call<T: CallResult>(&self, kind: CallKind, call: impl FnOnce() -> DriverResult<T>) -> DriverResult<T> {
+        self.hook.around(self.inner.as_ref(), kind, CallArguments::default(), call)
+    }
+
+    fn sized<T: CallResult>(
+        &self,
+        kind: CallKind,
+        bytes: u64,
+        call: impl FnOnce() -> DriverResult<T>,
+    ) -> DriverResult<T> {
+        self.hook.around(self.inner.as_ref(), kind, CallArguments { bytes, addr: None }, call)
+    }
+
+    fn at<T: CallResult>(
+        &self,
+        kind: CallKind,
+        addr: DeviceAddr,
+        bytes: u64,
+        call: impl FnOnce() -> DriverResult<T>,
+    ) -> DriverResult<T> {
+        self.hook.around(self.inner.as_ref(), kind, CallArguments { bytes, addr: Some(addr) }, call)
+    }
+
+    fn inner_pools(&self) -> &dyn PoolDriver {
+        self.inner.pools().expect("pools() should have been asked first")
+    }
+
+    fn inner_vmm(&self) -> &dyn VmmDriver {
+        self.inner.vmm().expect("vmm() should have been asked first")
+    }
+}
+
+// SAFETY (for every unsafe call below): the contract of each method here is that of the inner driver's method
+// of the same name, so the caller's promise is passed on unchanged.
+impl<H: Hook> Driver for HookedDriver<H> {
+    fn describe(&self) -> DeviceDescription {
+        self.inner.describe()
+    }
+
+    fn clock(&self) -> Arc<dyn Clock> {
+        self.inner.clock()
+    }
+
+    fn blocked_ns(&self) -> Option<u64> {
+        self.inner.blocked_ns()
+    }
+
+    fn mem_info(&self) -> DriverResult<MemInfo> {
+        self.call(CallKind::MemGetInfo, || self.inner.mem_info())
+    }
+
+    fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {
+        self.sized(CallKind::MemAlloc, bytes, || self.inner.mem_alloc(bytes))
+    }
+
+    unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.at(CallKind::MemFree, addr, 0, || unsafe { self.inner.mem_free(addr) })
+    }
+
+    fn stream_create(&self) -> DriverResult<StreamId> {
+        self.call(CallKind::StreamCreate, || self.inner.stream_create())
+    }
+
+    unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.call(CallKind::StreamDestroy, || unsafe { self.inner.stream_destroy(stream) })
+    }
+
+    fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
+        self.call(CallKind::StreamSynchronize, || self.inner.stream_synchronize(stream))
+    }
+
+    fn stream_wait_event(&self, stream: StreamId, event: EventId) -> DriverResult<()> {
+        self.call(CallKind::StreamWaitEvent, || self.inner.stream_wait_event(stream, event))
+    }
+
+    fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool> {
+        self.call(CallKind::StreamIsCapturing, || self.inner.stream_is_capturing(stream))
+    }
+
+    fn device_synchronize(&self) -> DriverResult<()> {
+        self.call(CallKind::DeviceSynchronize, || self.inner.device_synchronize())
+    }
+
+    fn event_create(&self, timing: bool) -> DriverResult<EventId> {
+        self.call(CallKind::EventCreate, || self.inner.event_create(timing))
+    }
+
+    unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.call(CallKind::EventDestroy, || unsafe { self.inner.event_destroy(event) })
+    }
+
+    fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
+        self.call(CallKind::EventRecord, || self.inner.event_record(event, stream))
+    }
+
+    fn event_query(&self, event: EventId) -> DriverResult<bool> {
+        self.call(CallKind::EventQuery, || self.inner.event_query(event))
+    }
+
+    fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
+        self.call(CallKind::EventSynchronize, || self.inner.event_synchronize(event))
+    }
+
+    fn event_elapsed_ns(&self, start: EventId, end: EventId) -> DriverResult<u64> {
+        self.call(CallKind::EventElapsed, || self.inner.event_elapsed_ns(start, end))
+    }
+
+    fn host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>> {
+        self.sized(CallKind::HostAlloc, bytes as u64, || self.inner.host_alloc(bytes))
+    }
+
+    unsafe fn host_free(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.sized(CallKind::HostFree, bytes as u64, || unsafe { self.inner.host_free(ptr, bytes) })
+    }
+
+    unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.at(CallKind::CopyToDevice, dst, src.len() as u64, || unsafe {
+            self.inner.copy_to_device(dst, src, stream)
+        })
+    }
+
+    unsafe fn copy_to_device_async(
+        &self,
+        dst: DeviceAddr,
+        src: NonNull<u8>,
+        bytes: usize,
+        stream: StreamId,
+    ) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.at(CallKind::CopyToDevice, dst, bytes as u64, || unsafe {
+            self.inner.copy_to_device_async(dst, src, bytes, stream)
+        })
+    }
+
+    unsafe fn copy_to_host(&self, dst: &mut [u8], src: DeviceAddr, stream: StreamId) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.at(CallKind::CopyToHost, src, dst.len() as u64, || unsafe { self.inner.copy_to_host(dst, src, stream) })
+    }
+
+    unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.at(CallKind::Memset, dst, bytes, || unsafe { self.inner.fill_bytes(dst, value, bytes, stream) })
+    }
+
+    fn pools(&self) -> Option<&dyn PoolDriver> {
+        self.inner.pools().map(|_| self as _)
+    }
+
+    fn vmm(&self) -> Option<&dyn VmmDriver> {
+        self.inner.vmm().map(|_| self as _)
+    }
+}
+
+impl<H: Hook> PoolDriver for HookedDriver<H> {
+    fn pool_create(&self, settings: PoolSettings) -> DriverResult<PoolId> {
+        self.call(CallKind::PoolCreate, || self.inner_pools().pool_create(settings))
+    }
+
+    unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.call(CallKind::PoolDestroy, || unsafe { self.inner_pools().pool_destroy(pool) })
+    }
+
+    fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings> {
+        self.call(CallKind::PoolAttribute, || self.inner_pools().pool_settings(pool))
+    }
+
+    fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
+        self.call(CallKind::PoolAttribute, || self.inner_pools().pool_counters(pool))
+    }
+
+    fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {
+        self.call(CallKind::PoolTrim, || self.inner_pools().pool_trim_to(pool, keep_bytes))
+    }
+
+    fn mem_alloc_async(&self, pool: PoolId, bytes: u64, stream: StreamId) -> DriverResult<DeviceAddr> {
+        self.sized(CallKind::MemAllocAsync, bytes, || self.inner_pools().mem_alloc_async(pool, bytes, stream))
+    }
+
+    unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.at(CallKind::MemFreeAsync, addr, 0, || unsafe { self.inner_pools().mem_free_async(addr, stream) })
+    }
+}
+
+impl<H: Hook> VmmDriver for HookedDriver<H> {
+    fn granularity(&self) -> DriverResult<u64> {
+        self.call(CallKind::DeviceQuery, || self.inner_vmm().granularity())
+    }
+
+    fn address_reserve(&self, bytes: u64) -> DriverResult<DeviceAddr> {
+        self.sized(CallKind::MemAddressReserve, bytes, || self.inner_vmm().address_reserve(bytes))
+    }
+
+    unsafe fn address_free(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.at(CallKind::MemAddressFree, addr, bytes, || unsafe { self.inner_vmm().address_free(addr, bytes) })
+    }
+
+    fn create(&self, bytes: u64) -> DriverResult<PhysicalHandle> {
+        self.sized(CallKind::MemCreate, bytes, || self.inner_vmm().create(bytes))
+    }
+
+    unsafe fn map(&self, addr: DeviceAddr, bytes: u64, handle: PhysicalHandle) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.at(CallKind::MemMap, addr, bytes, || unsafe { self.inner_vmm().map(addr, bytes, handle) })
+    }
+
+    unsafe fn set_access(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.at(CallKind::MemSetAccess, addr, bytes, || unsafe { self.inner_vmm().set_access(addr, bytes) })
+    }
+
+    unsafe fn unmap(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.at(CallKind::MemUnmap, addr, bytes, || unsafe { self.inner_vmm().unmap(addr, bytes) })
+    }
+
+    unsafe fn release(&self, handle: PhysicalHandle) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.call(CallKind::MemRelease, || unsafe { self.inner_vmm().release(handle) })
+    }
+}

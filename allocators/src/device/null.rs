@@ -1,0 +1,257 @@
+//! A device whose calls cost nothing: addresses only, for benchmarks of bookkeeping.
+
+use super::{
+    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, MemInfo, PoolCounters,
+    PoolDriver, PoolId, PoolSettings, StreamId,
+};
+use crate::error::DriverError;
+use crate::instrument::{Clock, MonotonicClock};
+use std::collections::HashMap;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+
+const BASE: u64 = 1 << 41;
+/// Segments start at multiples of this, as a GPU's do.
+const PAGE: u64 = 2 << 20;
+
+/// Hands out fresh addresses up to a budget; work is done as soon as it is queued. There is no memory behind
+/// the addresses, so copies are refused.
+#[derive(Debug)]
+pub struct NullDriver {
+    total: u64,
+    next_addr: AtomicU64,
+    next_handle: AtomicU64,
+    used: AtomicU64,
+    sizes: Mutex<HashMap<u64, u64>>,
+    pools: Mutex<HashMap<u64, (PoolSettings, PoolCounters)>>,
+    owners: Mutex<HashMap<u64, u64>>,
+    clock: Arc<MonotonicClock>,
+}
+
+fn no_memory(call: CallKind) -> DriverError {
+    DriverError::new(call, DriverError::NOT_SUPPORTED, "the null device has no memory to copy")
+}
+
+impl NullDriver {
+    /// A device of `total` bytes.
+    #[must_use]
+    pub fn new(total: u64) -> Self {
+        Self {
+            total,
+            next_addr: AtomicU64::new(BASE),
+            next_handle: AtomicU64::new(1),
+            used: AtomicU64::new(0),
+            sizes: Mutex::default(),
+            pools: Mutex::default(),
+            owners: Mutex::default(),
+            clock: Arc::new(MonotonicClock::new()),
+        }
+    }
+
+    fn handle(&self) -> u64 {
+        self.next_handle.fetch_add(1, Relaxed)
+    }
+
+    fn take(&self, call: CallKind, bytes: u64) -> DriverResult<DeviceAddr> {
+        if bytes == 0 {
+            return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
+        }
+        let fits =
+            self.used.fetch_update(Relaxed, Relaxed, |used| used.checked_add(bytes).filter(|sum| *sum <= self.total));
+        if fits.is_err() {
+            return Err(DriverError::new(call, DriverError::OUT_OF_MEMORY, ""));
+        }
+        let addr = self.next_addr.fetch_add(bytes.next_multiple_of(PAGE), Relaxed);
+        lock(&self.sizes).insert(addr, bytes);
+        Ok(DeviceAddr::new(addr).expect("addresses start above zero"))
+    }
+
+    fn give(&self, call: CallKind, addr: DeviceAddr) -> DriverResult<u64> {
+        let bytes = lock(&self.sizes).remove(&addr.get());
+        let bytes = bytes.ok_or_else(|| {
+            DriverError::new(call, DriverError::INVALID_VALUE, format!("no block at {:#x}", addr.get()))
+        })?;
+        self.used.fetch_sub(bytes, Relaxed);
+        Ok(bytes)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Driver for NullDriver {
+    fn describe(&self) -> DeviceDescription {
+        DeviceDescription {
+            kind: DeviceKind::Null,
+            name: "null".into(),
+            driver_version: None,
+            compute_capability: None,
+            total_bytes: self.total,
+            virtual_time: false,
+            pools: true,
+            vmm: false,
+        }
+    }
+
+    fn clock(&self) -> Arc<dyn Clock> {
+        Arc::clone(&self.clock) as _
+    }
+
+    fn blocked_ns(&self) -> Option<u64> {
+        Some(0)
+    }
+
+    fn mem_info(&self) -> DriverResult<MemInfo> {
+        Ok(MemInfo { free: self.total - self.used.load(Relaxed), total: self.total })
+    }
+
+    fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {
+        self.take(CallKind::MemAlloc, bytes)
+    }
+
+    unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()> {
+        self.give(CallKind::MemFree, addr).map(|_| ())
+    }
+
+    fn stream_create(&self) -> DriverResult<StreamId> {
+        Ok(StreamId(self.handle()))
+    }
+
+    unsafe fn stream_destroy(&self, _stream: StreamId) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn stream_synchronize(&self, _stream: StreamId) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn stream_wait_event(&self, _stream: StreamId, _event: EventId) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn stream_is_capturing(&self, _stream: StreamId) -> DriverResult<bool> {
+        Ok(false)
+    }
+
+    fn device_synchronize(&self) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn event_create(&self, _timing: bool) -> DriverResult<EventId> {
+        Ok(EventId(self.handle()))
+    }
+
+    unsafe fn event_destroy(&self, _event: EventId) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn event_record(&self, _event: EventId, _stream: StreamId) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn event_query(&self, _event: EventId) -> DriverResult<bool> {
+        Ok(true)
+    }
+
+    fn event_synchronize(&self, _event: EventId) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn event_elapsed_ns(&self, _start: EventId, _end: EventId) -> DriverResult<u64> {
+        Ok(0)
+    }
+
+    fn host_alloc(&self, _bytes: usize) -> DriverResult<NonNull<u8>> {
+        Err(no_memory(CallKind::HostAlloc))
+    }
+
+    unsafe fn host_free(&self, _ptr: NonNull<u8>, _bytes: usize) -> DriverResult<()> {
+        Err(no_memory(CallKind::HostFree))
+    }
+
+    unsafe fn copy_to_device(&self, _dst: DeviceAddr, _src: &[u8], _stream: StreamId) -> DriverResult<()> {
+        Err(no_memory(CallKind::CopyToDevice))
+    }
+
+    unsafe fn copy_to_device_async(&self, _: DeviceAddr, _: NonNull<u8>, _: usize, _: StreamId) -> DriverResult<()> {
+        Err(no_memory(CallKind::CopyToDevice))
+    }
+
+    unsafe fn copy_to_host(&self, _dst: &mut [u8], _src: DeviceAddr, _stream: StreamId) -> DriverResult<()> {
+        Err(no_memory(CallKind::CopyToHost))
+    }
+
+    unsafe fn fill_bytes(&self, _dst: DeviceAddr, _value: u8, _bytes: u64, _stream: StreamId) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn pools(&self) -> Option<&dyn PoolDriver> {
+        Some(self)
+    }
+}
+
+impl PoolDriver for NullDriver {
+    fn pool_create(&self, settings: PoolSettings) -> DriverResult<PoolId> {
+        let id = self.handle();
+        lock(&self.pools).insert(id, (settings, PoolCounters::default()));
+        Ok(PoolId(id))
+    }
+
+    unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()> {
+        lock(&self.pools).remove(&pool.0);
+        Ok(())
+    }
+
+    fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings> {
+        let pools = lock(&self.pools);
+        let found = pools.get(&pool.0).map(|(settings, _)| *settings);
+        found.ok_or_else(|| {
+            DriverError::new(CallKind::PoolAttribute, DriverError::INVALID_HANDLE, format!("no pool {}", pool.0))
+        })
+    }
+
+    fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
+        let pools = lock(&self.pools);
+        let found = pools.get(&pool.0).map(|(_, counters)| *counters);
+        found.ok_or_else(|| {
+            DriverError::new(CallKind::PoolAttribute, DriverError::INVALID_HANDLE, format!("no pool {}", pool.0))
+        })
+    }
+
+    fn pool_trim_to(&self, _pool: PoolId, _keep_bytes: u64) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn mem_alloc_async(&self, pool: PoolId, bytes: u64, _stream: StreamId) -> DriverResult<DeviceAddr> {
+        let mut pools = lock(&self.pools);
+        let Some((_, counters)) = pools.get_mut(&pool.0) else {
+            return Err(DriverError::new(
+                CallKind::MemAllocAsync,
+                DriverError::INVALID_HANDLE,
+                format!("no pool {}", pool.0),
+            ));
+        };
+        let addr = self.take(CallKind::MemAllocAsync, bytes)?;
+        counters.used += bytes;
+        counters.used_high = counters.used_high.max(counters.used);
+        // This pool holds what is handed out and nothing more.
+        counters.reserved = counters.used;
+        counters.reserved_high = counters.used_high;
+        lock(&self.owners).insert(addr.get(), pool.0);
+        Ok(addr)
+    }
+
+    unsafe fn mem_free_async(&self, addr: DeviceAddr, _stream: StreamId) -> DriverResult<()> {
+        let bytes = self.give(CallKind::MemFreeAsync, addr)?;
+        let owner = lock(&self.owners).remove(&addr.get());
+        if let Some(id) = owner
+            && let Some((_, counters)) = lock(&self.pools).get_mut(&id)
+        {
+            counters.used -= bytes;
+            counters.reserved = counters.used;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,601 @@
+//! A simulated GPU.
+//!
+//! *Memory* is host memory, so that kernels really compute, or none, for replaying histories larger than the
+//! machine. *Time* is virtual: a host clock and one clock for each stream. Each call costs what the
+//! [`Profile`] says and blocks as the real call blocks: a free of plain memory waits for the whole device, a
+//! pool above its release threshold gives memory back at a synchronise, a launch queues until the queue is
+//! full. Nothing reads a real clock, so a run repeats to the last bit.
+//!
+//! Kernels and copies take effect when they are queued, in the host's order; a program that is correctly
+//! synchronised cannot tell.
+
+mod heap;
+mod memory;
+mod profile;
+mod timeline;
+mod vmm;
+
+pub use profile::{
+    Copies, CostBySize, KernelCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues, VirtualMemory,
+};
+
+use super::{
+    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, MemInfo, PoolCounters,
+    PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
+};
+use crate::error::DriverError;
+use crate::instrument::Clock;
+use heap::Heap;
+use memory::HostMemoryMap;
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::BTreeMap;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, MutexGuard};
+use timeline::{Order, Recorded, Timeline};
+
+/// Where plain memory starts; pools and reservations have ranges of their own above it.
+const PLAIN_BASE: u64 = 1 << 41;
+const POOL_BASE: u64 = 1 << 43;
+const RANGE: u64 = 1 << 40;
+/// Page-locked host memory is aligned to a host page.
+const HOST_ALIGN: usize = 4096;
+
+/// What is behind the simulated addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SimMemory {
+    /// Host memory: kernels compute on it.
+    Host,
+    /// Nothing: only addresses, for replay.
+    None,
+}
+
+/// The simulated GPU. See the [module](self) for what it simulates.
+#[derive(Debug)]
+pub struct SimDriver {
+    profile: Profile,
+    memory: SimMemory,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Debug)]
+struct Pool {
+    heap: Heap,
+    settings: PoolSettings,
+    used: u64,
+    used_high: u64,
+    reserved_high: u64,
+}
+
+#[derive(Debug)]
+struct State {
+    time: Timeline,
+    plain: Heap,
+    pools: BTreeMap<u64, Pool>,
+    next_pool: u64,
+    events: BTreeMap<u64, Option<Recorded>>,
+    next_event: u64,
+    host: HostMemoryMap,
+    vmm: vmm::Space,
+}
+
+/// The virtual host clock.
+#[derive(Debug)]
+struct VirtualClock(Arc<Mutex<State>>);
+
+impl Clock for VirtualClock {
+    fn now_ns(&self) -> u64 {
+        lock(&self.0).time.now_ns()
+    }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    // A panic while the lock was held is a bug that has been reported already; the state stays usable.
+    state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+impl State {
+    fn held(&self) -> u64 {
+        self.plain.held_bytes()
+            + self.pools.values().map(|pool| pool.heap.held_bytes()).sum::<u64>()
+            + self.vmm.created_bytes()
+    }
+
+    fn need_stream(&self, call: CallKind, stream: StreamId) -> DriverResult<()> {
+        if self.time.has_stream(stream.0) {
+            return Ok(());
+        }
+        Err(DriverError::new(call, DriverError::INVALID_HANDLE, format!("no stream {}", stream.0)))
+    }
+
+    fn recorded(&self, call: CallKind, event: EventId) -> DriverResult<Option<&Recorded>> {
+        let known = self.events.get(&event.0).map(Option::as_ref);
+        known.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, format!("no event {}", event.0)))
+    }
+
+    /// After a synchronise, each pool above its threshold gives empty granules back.
+    fn after_synchronize(&mut self, profile: &Profile) {
+        let Some(costs) = &profile.pool else { return };
+        let mut released = 0;
+        for pool in self.pools.values_mut() {
+            pool.heap.settle(|mark| self.time.has_passed(mark));
+            released += pool.heap.release(pool.settings.release_threshold);
+        }
+        self.time.spend(released * costs.release_ns_per_granule);
+    }
+}
+
+impl SimDriver {
+    /// A simulated GPU with the given profile.
+    #[must_use]
+    pub fn new(profile: Profile, memory: SimMemory) -> Self {
+        let state = State {
+            time: Timeline::new(profile.queues.depth),
+            plain: Heap::new(PLAIN_BASE, RANGE, profile.plain.page_bytes, profile.plain.align_bytes),
+            pools: BTreeMap::new(),
+            next_pool: 0,
+            events: BTreeMap::new(),
+            next_event: 1,
+            host: HostMemoryMap::default(),
+            vmm: vmm::Space::default(),
+        };
+        Self { profile, memory, state: Arc::new(Mutex::new(state)) }
+    }
+
+    /// The profile in use.
+    #[must_use]
+    pub fn profile(&self) -> &Profile {
+        &self.profile
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    /// Queues a kernel. The caller computes its effect on host memory itself, right away; see
+    /// [`translate`](Self::translate).
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_INVALID_HANDLE` for an unknown stream.
+    pub fn launch(&self, stream: StreamId, kernel: &str, blocks: u64, iterations: u64, bytes: u64) -> DriverResult<()> {
+        let mut state = self.lock();
+        state.need_stream(CallKind::KernelLaunch, stream)?;
+        state.time.spend(self.profile.queues.launch_ns);
+        let duration = self.profile.kernel_ns(kernel, blocks, iterations, bytes);
+        state.time.enqueue(stream.0, self.profile.queues.start_latency_ns, duration);
+        Ok(())
+    }
+
+    /// The host address of `addr..addr + bytes`; `None` unless all of it lies in one live block that has host
+    /// memory. It stays valid until the block is freed.
+    #[must_use]
+    pub fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>> {
+        let state = self.lock();
+        state.host.translate(addr, bytes).or_else(|| state.vmm.translate(addr, bytes))
+    }
+
+    /// Device time spent in kernels and copies so far, over all streams, in nanoseconds.
+    #[must_use]
+    pub fn busy_ns(&self) -> u64 {
+        self.lock().time.busy_ns()
+    }
+
+    fn need_memory(&self, call: CallKind, state: &State, addr: DeviceAddr, bytes: usize) -> DriverResult<NonNull<u8>> {
+        let found =
+            state.host.translate(addr.get(), bytes as u64).or_else(|| state.vmm.translate(addr.get(), bytes as u64));
+        found.ok_or_else(|| {
+            let why = match self.memory {
+                SimMemory::Host => "is not inside one live block",
+                SimMemory::None => "has no host memory behind it on this device",
+            };
+            DriverError::new(call, DriverError::ILLEGAL_ADDRESS, format!("{:#x} + {bytes} {why}", addr.get()))
+        })
+    }
+
+    /// Backs a block that was just placed, or undoes the placement.
+    fn back(&self, call: CallKind, state: &mut State, addr: u64, bytes: u64) -> DriverResult<DeviceAddr> {
+        if self.memory == SimMemory::Host && !state.host.back(addr, bytes) {
+            return Err(DriverError::new(
+                call,
+                DriverError::OUT_OF_MEMORY,
+                "the host has no memory left to simulate with",
+            ));
+        }
+        Ok(DeviceAddr::new(addr).expect("simulated addresses start above zero"))
+    }
+
+    fn queue_copy(&self, state: &mut State, stream: StreamId, bytes: usize) {
+        let duration = self.profile.copies.to_device_ns.at(bytes as u64);
+        state.time.enqueue(stream.0, self.profile.queues.start_latency_ns, duration);
+    }
+}
+
+fn out_of_memory(call: CallKind) -> DriverError {
+    DriverError::new(call, DriverError::OUT_OF_MEMORY, "")
+}
+
+impl Driver for SimDriver {
+    fn describe(&self) -> DeviceDescription {
+        DeviceDescription {
+            kind: DeviceKind::Sim,
+            name: format!("{} (simulated)", self.profile.name),
+            driver_version: None,
+            compute_capability: None,
+            total_bytes: self.profile.total_bytes,
+            virtual_time: true,
+            pools: self.pools().is_some(),
+            vmm: self.vmm().is_some(),
+        }
+    }
+
+    fn clock(&self) -> Arc<dyn Clock> {
+        Arc::new(VirtualClock(Arc::clone(&self.state)))
+    }
+
+    fn blocked_ns(&self) -> Option<u64> {
+        Some(self.lock().time.blocked_ns())
+    }
+
+    fn mem_info(&self) -> DriverResult<MemInfo> {
+        let mut state = self.lock();
+        state.time.spend(self.profile.queues.mem_get_info_ns);
+        let total = self.profile.total_bytes;
+        Ok(MemInfo { free: total - self.profile.context_bytes - state.held(), total })
+    }
+
+    fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {
+        let call = CallKind::MemAlloc;
+        if bytes == 0 {
+            return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
+        }
+        let mut state = self.lock();
+        let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
+        let costs = &self.profile.plain;
+        let Some(placed) = state.plain.place(bytes, budget, |_| Order::Usable) else {
+            state.time.spend(costs.alloc_in_page_ns);
+            return Err(out_of_memory(call));
+        };
+        state.time.spend(if placed.new_granules > 0 { costs.alloc_ns.at(bytes) } else { costs.alloc_in_page_ns });
+        self.back(call, &mut state, placed.addr, bytes).inspect_err(|_| {
+            state.plain.free(placed.addr, None);
+            state.plain.release(0);
+        })
+    }
+
+    unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()> {
+        let mut state = self.lock();
+        let costs = &self.profile.plain;
+        let Some(bytes) = state.plain.free(addr.get(), None) else {
+            return Err(DriverError::new(
+                CallKind::MemFree,
+                DriverError::INVALID_VALUE,
+                format!("no block at {:#x}", addr.get()),
+            ));
+        };
+        if costs.free_drains_device {
+            state.time.synchronize_device();
+        }
+        let released = state.plain.release(0);
+        state.time.spend(if released > 0 { costs.free_ns.at(bytes) } else { costs.free_in_page_ns });
+        state.host.unback(addr.get());
+        Ok(())
+    }
+
+    fn stream_create(&self) -> DriverResult<StreamId> {
+        let mut state = self.lock();
+        state.time.spend(self.profile.queues.stream_create_ns);
+        Ok(StreamId(state.time.create_stream()))
+    }
+
+    unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
+        let mut state = self.lock();
+        state.need_stream(CallKind::StreamDestroy, stream)?;
+        state.time.destroy_stream(stream.0);
+        Ok(())
+    }
+
+    fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
+        let mut state = self.lock();
+        state.need_stream(CallKind::StreamSynchronize, stream)?;
+        state.time.synchronize_stream(stream.0);
+        state.time.spend(self.profile.queues.stream_synchronize_ns);
+        state.after_synchronize(&self.profile);
+        Ok(())
+    }
+
+    fn stream_wait_event(&self, stream: StreamId, event: EventId) -> DriverResult<()> {
+        let mut state = self.lock();
+        state.need_stream(CallKind::StreamWaitEvent, stream)?;
+        let recorded = state.recorded(CallKind::StreamWaitEvent, event)?.cloned();
+        state.time.spend(self.profile.queues.event_wait_ns);
+        // Waiting for an event that was never recorded is a no-op, as in CUDA.
+        if let Some(recorded) = recorded {
+            state.time.wait_for(stream.0, &recorded);
+        }
+        Ok(())
+    }
+
+    fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool> {
+        self.lock().need_stream(CallKind::StreamIsCapturing, stream).map(|()| false)
+    }
+
+    fn device_synchronize(&self) -> DriverResult<()> {
+        let mut state = self.lock();
+        state.time.synchronize_device();
+        state.time.spend(self.profile.queues.device_synchronize_ns);
+        state.after_synchronize(&self.profile);
+        Ok(())
+    }
+
+    fn event_create(&self, _timing: bool) -> DriverResult<EventId> {
+        let mut state = self.lock();
+        state.time.spend(self.profile.queues.event_create_ns);
+        let id = state.next_event;
+        state.next_event += 1;
+        state.events.insert(id, None);
+        Ok(EventId(id))
+    }
+
+    unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()> {
+        let mut state = self.lock();
+        state.recorded(CallKind::EventDestroy, event)?;
+        state.events.remove(&event.0);
+        Ok(())
+    }
+
+    fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
+        let mut state = self.lock();
+        state.need_stream(CallKind::EventRecord, stream)?;
+        state.recorded(CallKind::EventRecord, event)?;
+        state.time.spend(self.profile.queues.event_record_ns);
+        let recorded = state.time.record(stream.0);
+        state.events.insert(event.0, Some(recorded));
+        Ok(())
+    }
+
+    fn event_query(&self, event: EventId) -> DriverResult<bool> {
+        let mut state = self.lock();
+        let done =
+            state.recorded(CallKind::EventQuery, event)?.is_none_or(|recorded| state.time.has_passed(recorded.mark));
+        state.time.spend(self.profile.queues.event_query_ns);
+        Ok(done)
+    }
+
+    fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
+        let mut state = self.lock();
+        if let Some(mark) = state.recorded(CallKind::EventSynchronize, event)?.map(|recorded| recorded.mark) {
+            state.time.synchronize_mark(mark);
+        }
+        state.time.spend(self.profile.queues.stream_synchronize_ns);
+        state.after_synchronize(&self.profile);
+        Ok(())
+    }
+
+    fn event_elapsed_ns(&self, start: EventId, end: EventId) -> DriverResult<u64> {
+        let state = self.lock();
+        let call = CallKind::EventElapsed;
+        let time = |event| -> DriverResult<u64> {
+            let recorded = state.recorded(call, event)?.map(|recorded| recorded.mark.time_ns);
+            recorded.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, "the event was never recorded"))
+        };
+        Ok(time(end)?.saturating_sub(time(start)?))
+    }
+
+    fn host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>> {
+        let layout = host_layout(bytes)?;
+        self.lock().time.spend(self.profile.copies.host_alloc_ns.at(bytes as u64));
+        // SAFETY: `host_layout` refuses a size of zero.
+        NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(|| out_of_memory(CallKind::HostAlloc))
+    }
+
+    unsafe fn host_free(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()> {
+        let layout = host_layout(bytes)?;
+        self.lock().time.spend(self.profile.copies.host_free_ns.at(bytes as u64));
+        // SAFETY: the caller promises that `ptr` came from `host_alloc` with this size.
+        unsafe { dealloc(ptr.as_ptr(), layout) };
+        Ok(())
+    }
+
+    unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
+        let mut state = self.lock();
+        state.need_stream(CallKind::CopyToDevice, stream)?;
+        let target = self.need_memory(CallKind::CopyToDevice, &state, dst, src.len())?;
+        // SAFETY: `target` is valid for `src.len()` bytes and host memory of ours, so it does not overlap `src`.
+        unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), target.as_ptr(), src.len()) };
+        state.time.spend(self.profile.copies.pageable_to_device_ns.at(src.len() as u64));
+        self.queue_copy(&mut state, stream, src.len());
+        Ok(())
+    }
+
+    unsafe fn copy_to_device_async(
+        &self,
+        dst: DeviceAddr,
+        src: NonNull<u8>,
+        bytes: usize,
+        stream: StreamId,
+    ) -> DriverResult<()> {
+        let mut state = self.lock();
+        state.need_stream(CallKind::CopyToDevice, stream)?;
+        let target = self.need_memory(CallKind::CopyToDevice, &state, dst, bytes)?;
+        // SAFETY: `target` is valid for `bytes`; the caller promises the same of `src`; the two are different
+        // allocations.
+        unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), target.as_ptr(), bytes) };
+        state.time.spend(self.profile.copies.pinned_to_device_ns);
+        self.queue_copy(&mut state, stream, bytes);
+        Ok(())
+    }
+
+    unsafe fn copy_to_host(&self, dst: &mut [u8], src: DeviceAddr, stream: StreamId) -> DriverResult<()> {
+        let mut state = self.lock();
+        state.need_stream(CallKind::CopyToHost, stream)?;
+        let source = self.need_memory(CallKind::CopyToHost, &state, src, dst.len())?;
+        // SAFETY: `source` is valid for `dst.len()` bytes and `dst` is an exclusive slice elsewhere.
+        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), dst.as_mut_ptr(), dst.len()) };
+        state.time.synchronize_stream(stream.0);
+        state.time.spend(self.profile.copies.to_host_ns.at(dst.len() as u64));
+        state.after_synchronize(&self.profile);
+        Ok(())
+    }
+
+    unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()> {
+        let mut state = self.lock();
+        state.need_stream(CallKind::Memset, stream)?;
+        if self.memory == SimMemory::Host {
+            let len = usize::try_from(bytes).map_err(|_| out_of_memory(CallKind::Memset))?;
+            let target = self.need_memory(CallKind::Memset, &state, dst, len)?;
+            // SAFETY: `target` is valid for `len` bytes.
+            unsafe { target.as_ptr().write_bytes(value, len) };
+        }
+        state.time.spend(self.profile.copies.memset_ns);
+        let duration = self.profile.kernel_ns("memset", 1, 1, bytes);
+        state.time.enqueue(stream.0, self.profile.queues.start_latency_ns, duration);
+        Ok(())
+    }
+
+    fn pools(&self) -> Option<&dyn PoolDriver> {
+        self.profile.pool.is_some().then_some(self as _)
+    }
+
+    fn vmm(&self) -> Option<&dyn VmmDriver> {
+        let possible = self.memory == SimMemory::None || vmm::CAN_BACK;
+        (self.profile.vmm.is_some() && possible).then_some(self as _)
+    }
+}
+
+fn host_layout(bytes: usize) -> DriverResult<Layout> {
+    let layout = Layout::from_size_align(bytes, HOST_ALIGN).ok().filter(|layout| layout.size() > 0);
+    layout.ok_or_else(|| DriverError::new(CallKind::HostAlloc, DriverError::INVALID_VALUE, format!("{bytes} bytes")))
+}
+
+impl SimDriver {
+    fn pool_costs(&self, call: CallKind) -> DriverResult<&PoolMemory> {
+        self.profile
+            .pool
+            .as_ref()
+            .ok_or_else(|| DriverError::new(call, DriverError::NOT_SUPPORTED, "the profile has no pools"))
+    }
+}
+
+impl State {
+    fn pool(&mut self, call: CallKind, pool: PoolId) -> DriverResult<&mut Pool> {
+        let found = self.pools.get_mut(&pool.0);
+        found.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, format!("no pool {}", pool.0)))
+    }
+}
+
+impl PoolDriver for SimDriver {
+    fn pool_create(&self, settings: PoolSettings) -> DriverResult<PoolId> {
+        let costs = self.pool_costs(CallKind::PoolCreate)?;
+        let mut state = self.lock();
+        state.time.spend(costs.create_ns);
+        let id = state.next_pool;
+        state.next_pool += 1;
+        let heap = Heap::new(POOL_BASE + id * RANGE, RANGE, costs.granule_bytes, costs.align_bytes);
+        state.pools.insert(id, Pool { heap, settings, used: 0, used_high: 0, reserved_high: 0 });
+        Ok(PoolId(id))
+    }
+
+    unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()> {
+        let mut state = self.lock();
+        if !state.pool(CallKind::PoolDestroy, pool)?.heap.is_empty() {
+            return Err(DriverError::new(
+                CallKind::PoolDestroy,
+                DriverError::INVALID_VALUE,
+                "blocks of the pool are still allocated",
+            ));
+        }
+        state.pools.remove(&pool.0);
+        Ok(())
+    }
+
+    fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings> {
+        let costs = self.pool_costs(CallKind::PoolAttribute)?;
+        let mut state = self.lock();
+        state.time.spend(4 * costs.attribute_ns);
+        Ok(state.pool(CallKind::PoolAttribute, pool)?.settings)
+    }
+
+    fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
+        let costs = self.pool_costs(CallKind::PoolAttribute)?;
+        let mut state = self.lock();
+        state.time.spend(4 * costs.attribute_ns);
+        let pool = state.pool(CallKind::PoolAttribute, pool)?;
+        Ok(PoolCounters {
+            reserved: pool.heap.held_bytes(),
+            reserved_high: pool.reserved_high,
+            used: pool.used,
+            used_high: pool.used_high,
+        })
+    }
+
+    fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {
+        let costs = self.pool_costs(CallKind::PoolTrim)?;
+        let state = &mut *self.lock();
+        state.pool(CallKind::PoolTrim, pool)?;
+        let Some(pool) = state.pools.get_mut(&pool.0) else { return Ok(()) };
+        pool.heap.settle(|mark| state.time.has_passed(mark));
+        let released = pool.heap.release(keep_bytes);
+        state.time.spend(costs.attribute_ns + released * costs.release_ns_per_granule);
+        Ok(())
+    }
+
+    fn mem_alloc_async(&self, pool: PoolId, bytes: u64, stream: StreamId) -> DriverResult<DeviceAddr> {
+        let call = CallKind::MemAllocAsync;
+        let costs = self.pool_costs(call)?;
+        if bytes == 0 {
+            return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
+        }
+        let state = &mut *self.lock();
+        state.need_stream(call, stream)?;
+        state.pool(call, pool)?;
+        let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
+        let Some(pool) = state.pools.get_mut(&pool.0) else { return Err(out_of_memory(call)) };
+        let (time, settings) = (&state.time, pool.settings);
+        let placed = pool.heap.place(bytes, budget, |freed| {
+            let ordered = settings.reuse_follow_event_dependencies && time.is_ordered_after(stream.0, freed);
+            let finished = settings.reuse_allow_opportunistic && time.has_passed(freed);
+            match (stream.0 == freed.stream || ordered || finished, settings.reuse_allow_internal_dependencies) {
+                (true, _) => Order::Usable,
+                (false, true) => Order::AfterWait,
+                (false, false) => Order::Unusable,
+            }
+        });
+        state.time.spend(costs.alloc_ns);
+        let Some(placed) = placed else { return Err(out_of_memory(call)) };
+        state.time.spend(placed.new_granules * costs.grow_ns_per_granule);
+        if let Some(mark) = placed.wait_for {
+            state.time.wait_for_mark(stream.0, mark);
+        }
+        if self.memory == SimMemory::Host && !state.host.back(placed.addr, bytes) {
+            pool.heap.free(placed.addr, None);
+            return Err(DriverError::new(
+                call,
+                DriverError::OUT_OF_MEMORY,
+                "the host has no memory left to simulate with",
+            ));
+        }
+        pool.used += bytes.next_multiple_of(costs.align_bytes);
+        pool.used_high = pool.used_high.max(pool.used);
+        pool.reserved_high = pool.reserved_high.max(pool.heap.held_bytes());
+        Ok(DeviceAddr::new(placed.addr).expect("simulated addresses start above zero"))
+    }
+
+    unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
+        let call = CallKind::MemFreeAsync;
+        let costs = self.pool_costs(call)?;
+        let state = &mut *self.lock();
+        state.need_stream(call, stream)?;
+        let mark = state.time.step(stream.0);
+        let id = addr.get().checked_sub(POOL_BASE).map(|offset| offset / RANGE);
+        let freed = id.and_then(|id| state.pools.get_mut(&id)).and_then(|pool| {
+            let len = pool.heap.free(addr.get(), Some(mark))?;
+            pool.used -= len;
+            Some(())
+        });
+        if freed.is_none() {
+            return Err(DriverError::new(call, DriverError::INVALID_VALUE, format!("no block at {:#x}", addr.get())));
+        }
+        state.time.spend(costs.free_ns);
+        state.host.unback(addr.get());
+        Ok(())
+    }
+}

@@ -1,0 +1,273 @@
+//! Addresses of the simulated device: blocks packed into granules that are held from the device or not.
+//!
+//! Plain memory is one heap with 2 MiB granules that go back as soon as they are empty; a stream-ordered pool
+//! is one heap with 32 MiB granules that stay until a synchronise lets them go.
+#![forbid(unsafe_code)]
+
+use super::timeline::{Mark, Order};
+use std::collections::BTreeMap;
+
+/// Why memory is not available yet: the point of a stream at which its last owner freed it.
+type FreedAt = Option<Mark>;
+
+/// A range of addresses, cut into free ranges and blocks. Offsets are relative to `base`.
+#[derive(Debug)]
+pub(super) struct Heap {
+    base: u64,
+    #[cfg(test)]
+    limit: u64,
+    granule: u64,
+    align: u64,
+    /// Free ranges by offset: length and when they were freed. Touching ranges freed alike are one.
+    free: BTreeMap<u64, (u64, FreedAt)>,
+    /// Blocks by offset: length.
+    blocks: BTreeMap<u64, u64>,
+    /// Bytes in blocks, for each granule that is held.
+    held: BTreeMap<u64, u64>,
+}
+
+/// A block that was placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Placement {
+    pub(super) addr: u64,
+    /// Granules that had to be taken from the device.
+    pub(super) new_granules: u64,
+    /// The allocating stream must wait for this point first.
+    pub(super) wait_for: FreedAt,
+}
+
+impl Heap {
+    pub(super) fn new(base: u64, limit: u64, granule: u64, align: u64) -> Self {
+        let free = BTreeMap::from([(0, (limit, None))]);
+        Self {
+            base,
+            #[cfg(test)]
+            limit,
+            granule,
+            align,
+            free,
+            blocks: BTreeMap::new(),
+            held: BTreeMap::new(),
+        }
+    }
+
+    pub(super) fn held_bytes(&self) -> u64 {
+        self.held.len() as u64 * self.granule
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
+    fn granules(&self, offset: u64, len: u64) -> impl Iterator<Item = u64> + use<> {
+        offset / self.granule..(offset + len).div_ceil(self.granule)
+    }
+
+    fn missing(&self, offset: u64, len: u64) -> u64 {
+        self.granules(offset, len).filter(|granule| !self.held.contains_key(granule)).count() as u64
+    }
+
+    /// Places `bytes`, taking at most `budget` bytes of new granules; `None` when there is no room.
+    ///
+    /// Prefers memory already held, then memory that needs no wait, then the smallest free range; ties go to the
+    /// lowest address. `order` says whether memory freed at some point may be used, and whether that needs a wait.
+    pub(super) fn place(&mut self, bytes: u64, budget: u64, order: impl Fn(Mark) -> Order) -> Option<Placement> {
+        let len = bytes.checked_next_multiple_of(self.align)?;
+        let mut best: Option<(u64, bool, u64, u64, FreedAt)> = None;
+        for (&start, &(room, freed)) in &self.free {
+            if room < len {
+                continue;
+            }
+            let wait = match freed.map(&order) {
+                None | Some(Order::Usable) => None,
+                Some(Order::AfterWait) => freed,
+                Some(Order::Unusable) => continue,
+            };
+            let missing = self.missing(start, len);
+            let waits = wait.is_some();
+            if best.is_none_or(|(m, w, r, s, _)| (missing, waits, room, start) < (m, w, r, s)) {
+                best = Some((missing, waits, room, start, wait));
+            }
+        }
+        let (missing, _, room, start, wait_for) = best?;
+        if missing * self.granule > budget {
+            return None;
+        }
+        let (_, freed) = self.free.remove(&start)?;
+        if room > len {
+            self.free.insert(start + len, (room - len, freed));
+        }
+        self.blocks.insert(start, len);
+        self.add_to_granules(start, len);
+        Some(Placement { addr: self.base + start, new_granules: missing, wait_for })
+    }
+
+    fn add_to_granules(&mut self, start: u64, len: u64) {
+        for granule in self.granules(start, len) {
+            *self.held.entry(granule).or_insert(0) += overlap(granule * self.granule, self.granule, start, len);
+        }
+    }
+
+    /// Takes a block back; `None` when there is none at `addr`.
+    pub(super) fn free(&mut self, addr: u64, freed: FreedAt) -> Option<u64> {
+        let start = addr.checked_sub(self.base)?;
+        let len = self.blocks.remove(&start)?;
+        for granule in self.granules(start, len) {
+            let used = self.held.get_mut(&granule).expect("a block's granules should be held");
+            *used -= overlap(granule * self.granule, self.granule, start, len);
+        }
+        self.insert_free(start, len, freed);
+        Some(len)
+    }
+
+    fn insert_free(&mut self, mut start: u64, mut len: u64, mut freed: FreedAt) {
+        // Ranges freed on one stream join and keep the later point; ranges of two streams stay apart.
+        let joins = |a: FreedAt, b: FreedAt| match (a, b) {
+            (None, None) => true,
+            (Some(a), Some(b)) => a.stream == b.stream,
+            _ => false,
+        };
+        let later =
+            |a: FreedAt, b: FreedAt| if a.map(|mark| mark.sequence) >= b.map(|mark| mark.sequence) { a } else { b };
+        if let Some((&before, &(room, at))) = self.free.range(..start).next_back()
+            && before + room == start
+            && joins(at, freed)
+        {
+            self.free.remove(&before);
+            (start, len, freed) = (before, len + room, later(at, freed));
+        }
+        if let Some(&(room, at)) = self.free.get(&(start + len))
+            && joins(at, freed)
+        {
+            self.free.remove(&(start + len));
+            (len, freed) = (len + room, later(at, freed));
+        }
+        self.free.insert(start, (len, freed));
+    }
+
+    /// Forgets by whom ranges were freed once those points have passed, so that they join.
+    pub(super) fn settle(&mut self, passed: impl Fn(Mark) -> bool) {
+        if self.free.values().all(|(_, freed)| freed.is_none_or(|mark| !passed(mark))) {
+            return;
+        }
+        for (start, (len, freed)) in std::mem::take(&mut self.free) {
+            self.insert_free(start, len, freed.filter(|&mark| !passed(mark)));
+        }
+    }
+
+    /// Gives empty granules back, highest address first, until at most `keep` bytes are held; memory whose free
+    /// has not passed stays. Returns the number of granules that went.
+    pub(super) fn release(&mut self, keep: u64) -> u64 {
+        let mut released = 0;
+        let empty: Vec<u64> =
+            self.held.iter().rev().filter(|(_, used)| **used == 0).map(|(granule, _)| *granule).collect();
+        for granule in empty {
+            if self.held_bytes() <= keep {
+                break;
+            }
+            let (start, end) = (granule * self.granule, (granule + 1) * self.granule);
+            let pending = self.free.range(..end).rev().take_while(|(offset, (len, _))| **offset + *len > start);
+            if pending.into_iter().any(|(_, (_, freed))| freed.is_some()) {
+                continue;
+            }
+            self.held.remove(&granule);
+            released += 1;
+        }
+        released
+    }
+
+    /// The block that contains `addr`: its first address and length.
+    #[cfg(test)]
+    pub(super) fn block_at(&self, addr: u64) -> Option<(u64, u64)> {
+        let offset = addr.checked_sub(self.base)?;
+        let (&start, &len) = self.blocks.range(..=offset).next_back()?;
+        (offset < start + len).then_some((self.base + start, len))
+    }
+
+    /// Panics when the ranges do not tile the heap or a count is off.
+    #[cfg(test)]
+    pub(super) fn check(&self) {
+        let mut ranges: Vec<(u64, u64)> = self.free.iter().map(|(start, (len, _))| (*start, *len)).collect();
+        ranges.extend(self.blocks.iter().map(|(start, len)| (*start, *len)));
+        ranges.sort_unstable();
+        let end = ranges.iter().fold(0, |at, (start, len)| {
+            assert_eq!(at, *start, "ranges should tile the heap");
+            at + len
+        });
+        assert_eq!(end, self.limit);
+        let mut used: BTreeMap<u64, u64> = self.held.keys().map(|granule| (*granule, 0)).collect();
+        for (&start, &len) in &self.blocks {
+            for granule in self.granules(start, len) {
+                *used.get_mut(&granule).expect("a block lies in held granules") +=
+                    overlap(granule * self.granule, self.granule, start, len);
+            }
+        }
+        assert_eq!(used, self.held);
+    }
+}
+
+fn overlap(a: u64, a_len: u64, b: u64, b_len: u64) -> u64 {
+    (a + a_len).min(b + b_len).saturating_sub(a.max(b))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn usable(_: Mark) -> Order {
+        Order::Usable
+    }
+
+    #[test]
+    fn grows_by_the_shortfall_like_a_driver_pool() {
+        // Sizes and reserved bytes as an H200's pool showed them: 33 MiB after 27.07 MiB in use needs one more
+        // granule, 64 MiB then two, 100 MiB then four.
+        let mut heap = Heap::new(1 << 32, 1 << 40, 32 * MIB, 512);
+        let mut held = Vec::new();
+        for bytes in [28_383_744, 33 * MIB, 64 * MIB, 100 * MIB] {
+            heap.place(bytes, u64::MAX, usable).unwrap();
+            held.push(heap.held_bytes() / MIB);
+        }
+        assert_eq!(held, [32, 64, 128, 256]);
+        heap.check();
+    }
+
+    #[test]
+    fn release_keeps_granules_in_use() {
+        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512);
+        let keep = heap.place(1000, u64::MAX, usable).unwrap();
+        let gone = heap.place(5 * MIB, u64::MAX, usable).unwrap();
+        assert_eq!(heap.held_bytes(), 6 * MIB);
+        heap.free(gone.addr, None).unwrap();
+        assert_eq!(heap.release(0), 2);
+        heap.free(keep.addr, None).unwrap();
+        assert_eq!(heap.release(4 * MIB), 0);
+        assert_eq!((heap.release(0), heap.held_bytes()), (1, 0));
+        heap.check();
+    }
+
+    #[test]
+    fn memory_of_another_stream_follows_the_order() {
+        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512);
+        let block = heap.place(2 * MIB, u64::MAX, usable).unwrap();
+        let mark = Mark { stream: 3, sequence: 9, time_ns: 70 };
+        heap.free(block.addr, Some(mark)).unwrap();
+        let other = heap.place(2 * MIB, u64::MAX, |_| Order::Unusable).unwrap();
+        assert_ne!(other.addr, block.addr);
+        let waits = heap.place(2 * MIB, u64::MAX, |_| Order::AfterWait).unwrap();
+        assert_eq!((waits.addr, waits.wait_for), (block.addr, Some(mark)));
+        heap.check();
+    }
+
+    #[test]
+    fn a_budget_is_kept() {
+        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512);
+        assert!(heap.place(3 * MIB, 2 * MIB, usable).is_none());
+        assert!(heap.place(2 * MIB, 2 * MIB, usable).is_some());
+        assert_eq!(heap.block_at((1 << 32) + 5), Some((1 << 32, 2 * MIB)));
+        assert_eq!(heap.block_at((1 << 32) + 2 * MIB), None);
+        heap.check();
+    }
+}

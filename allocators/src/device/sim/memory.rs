@@ -1,0 +1,113 @@
+//! Host memory behind simulated addresses.
+//!
+//! Each block that the simulated driver hands out has host memory of its own, so an access outside of a block
+//! is found instead of reading a neighbour. Memory is recycled without clearing it: like a GPU's, it holds
+//! whatever its last owner left. (Fresh memory is zero.)
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::{BTreeMap, HashMap};
+use std::ptr::NonNull;
+
+const ALIGN: usize = 512;
+/// Recycled bytes are kept up to this much; beyond it they go back to the host.
+const RECYCLE_LIMIT: usize = 256 << 20;
+
+#[derive(Debug)]
+struct HostBlock {
+    ptr: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: a HostBlock owns its memory; the pointer is only handed on by `translate`, whose callers promise
+// exclusive use while they write.
+unsafe impl Send for HostBlock {}
+
+impl HostBlock {
+    fn layout(bytes: usize) -> Option<Layout> {
+        Layout::from_size_align(bytes, ALIGN).ok().filter(|layout| layout.size() > 0)
+    }
+
+    fn new(bytes: usize) -> Option<Self> {
+        let layout = Self::layout(bytes)?;
+        // SAFETY: the layout's size is not zero.
+        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        Some(Self { ptr, bytes })
+    }
+}
+
+impl Drop for HostBlock {
+    fn drop(&mut self) {
+        if let Some(layout) = Self::layout(self.bytes) {
+            // SAFETY: `ptr` came from `alloc_zeroed` with this layout and is freed here only.
+            unsafe { dealloc(self.ptr.as_ptr(), layout) }
+        }
+    }
+}
+
+/// Host memory by simulated address.
+#[derive(Debug, Default)]
+pub(super) struct HostMemoryMap {
+    blocks: BTreeMap<u64, HostBlock>,
+    spare: HashMap<usize, Vec<HostBlock>>,
+    spare_bytes: usize,
+}
+
+impl HostMemoryMap {
+    /// Puts `bytes` of host memory behind `addr`; `false` when the host has none left.
+    pub(super) fn back(&mut self, addr: u64, bytes: u64) -> bool {
+        let Ok(bytes) = usize::try_from(bytes) else { return false };
+        let block = match self.spare.get_mut(&bytes).and_then(Vec::pop) {
+            Some(block) => {
+                self.spare_bytes -= bytes;
+                block
+            }
+            None => match HostBlock::new(bytes) {
+                Some(block) => block,
+                None => return false,
+            },
+        };
+        self.blocks.insert(addr, block);
+        true
+    }
+
+    /// Takes the host memory behind `addr` away.
+    pub(super) fn unback(&mut self, addr: u64) {
+        if let Some(block) = self.blocks.remove(&addr)
+            && self.spare_bytes + block.bytes <= RECYCLE_LIMIT
+        {
+            self.spare_bytes += block.bytes;
+            self.spare.entry(block.bytes).or_default().push(block);
+        }
+    }
+
+    /// The host address of `addr..addr + bytes`; `None` unless all of it lies in one block.
+    pub(super) fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>> {
+        let (&start, block) = self.blocks.range(..=addr).next_back()?;
+        let offset = addr - start;
+        let end = offset.checked_add(bytes)?;
+        if end > block.bytes as u64 {
+            return None;
+        }
+        // SAFETY: `offset` is at most the block's size, so the result stays within or one past the block.
+        // CAST: it is below a size that was a usize.
+        Some(unsafe { block.ptr.add(offset as usize) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn translation_stays_inside_one_block() {
+        let mut map = HostMemoryMap::default();
+        assert!(map.back(1000, 64) && map.back(1064, 64));
+        let first = map.translate(1000, 64).unwrap();
+        assert_eq!(map.translate(1010, 54).unwrap().as_ptr() as usize, first.as_ptr() as usize + 10);
+        for (addr, bytes) in [(1000, 65), (999, 1), (1128, 1), (1010, u64::MAX)] {
+            assert!(map.translate(addr, bytes).is_none(), "{addr} {bytes}");
+        }
+        map.unback(1000);
+        assert!(map.translate(1000, 1).is_none());
+    }
+}

@@ -1,0 +1,334 @@
+//! Device profiles: what each call costs on a GPU, as JSON. The H200's is built in.
+
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// A cost in nanoseconds as a function of bytes: points `[bytes, ns]` in ascending order, joined by straight
+/// lines; constant before the first point, and beyond the last with the slope of the last line.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct CostBySize(Vec<(u64, u64)>);
+
+impl CostBySize {
+    /// The cost for `bytes`.
+    #[must_use]
+    pub fn at(&self, bytes: u64) -> u64 {
+        let points = &self.0;
+        let upper = points.partition_point(|&(size, _)| size < bytes);
+        if upper == 0 || points.len() == 1 {
+            return points[0].1;
+        }
+        let (left, right) = if upper == points.len() { (upper - 2, upper - 1) } else { (upper - 1, upper) };
+        let ((x0, y0), (x1, y1)) = (points[left], points[right]);
+        // CAST: costs and sizes are far below 2^53, and the result is rounded to whole nanoseconds.
+        let slope = (y1 as f64 - y0 as f64) / (x1 - x0) as f64;
+        (y0 as f64 + slope * (bytes as f64 - x0 as f64)).round().max(0.0) as u64
+    }
+
+    fn check(&self, field: &str) -> Result<(), String> {
+        if self.0.is_empty() {
+            return Err(format!("{field}: at least one [bytes, ns] point is needed"));
+        }
+        if self.0.windows(2).any(|pair| pair[0].0 >= pair[1].0) {
+            return Err(format!("{field}: the points must be in ascending order of bytes"));
+        }
+        Ok(())
+    }
+}
+
+/// Plain memory: `cuMemAlloc` and `cuMemFree`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PlainMemory {
+    /// The driver takes memory in pages of this many bytes and packs smaller blocks into them.
+    pub page_bytes: u64,
+    /// Blocks are rounded up to this many bytes.
+    pub align_bytes: u64,
+    /// Host cost of an allocation that needs new pages.
+    pub alloc_ns: CostBySize,
+    /// Host cost of an allocation that fits in a page already held.
+    pub alloc_in_page_ns: u64,
+    /// Host cost of a free that releases pages, once the device is idle.
+    pub free_ns: CostBySize,
+    /// Host cost of a free that leaves its page in use, once the device is idle.
+    pub free_in_page_ns: u64,
+    /// Whether a free waits until the whole device is idle.
+    pub free_drains_device: bool,
+}
+
+/// Stream-ordered pools.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PoolMemory {
+    /// A pool takes memory from the device in multiples of this.
+    pub granule_bytes: u64,
+    /// Blocks are rounded up to this many bytes.
+    pub align_bytes: u64,
+    /// Host cost of creating a pool.
+    pub create_ns: u64,
+    /// Host cost of an allocation served from memory that the pool holds.
+    pub alloc_ns: u64,
+    /// Additional host cost for each granule that an allocation has to take from the device.
+    pub grow_ns_per_granule: u64,
+    /// Host cost of a free.
+    pub free_ns: u64,
+    /// Additional host cost of a synchronise or trim for each granule given back.
+    pub release_ns_per_granule: u64,
+    /// Host cost of reading or writing an attribute.
+    pub attribute_ns: u64,
+}
+
+/// Virtual memory management.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VirtualMemory {
+    /// Granularity of every size and address.
+    pub granularity_bytes: u64,
+    /// Host cost of `cuMemAddressReserve`.
+    pub reserve_ns: CostBySize,
+    /// Host cost of `cuMemCreate`.
+    pub create_ns: CostBySize,
+    /// Host cost of `cuMemMap`.
+    pub map_ns: CostBySize,
+    /// Host cost of `cuMemSetAccess`.
+    pub set_access_ns: CostBySize,
+    /// Host cost of `cuMemUnmap`.
+    pub unmap_ns: CostBySize,
+    /// Host cost of `cuMemRelease`.
+    pub release_ns: CostBySize,
+}
+
+/// Queues, events and synchronisation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Queues {
+    /// Host cost of a kernel launch.
+    pub launch_ns: u64,
+    /// Time from the end of the launch call until an idle device starts the kernel.
+    pub start_latency_ns: u64,
+    /// A launch blocks while this many operations of its stream are unfinished.
+    pub depth: usize,
+    /// Host cost of a stream synchronise, beyond the wait.
+    pub stream_synchronize_ns: u64,
+    /// Host cost of a device synchronise, beyond the wait.
+    pub device_synchronize_ns: u64,
+    /// Host cost of creating a stream.
+    pub stream_create_ns: u64,
+    /// Host cost of creating an event.
+    pub event_create_ns: u64,
+    /// Host cost of recording an event.
+    pub event_record_ns: u64,
+    /// Host cost of querying an event.
+    pub event_query_ns: u64,
+    /// Host cost of letting a stream wait for an event.
+    pub event_wait_ns: u64,
+    /// Host cost of `cuMemGetInfo`.
+    pub mem_get_info_ns: u64,
+}
+
+/// Copies and fills.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Copies {
+    /// Host cost of a copy from pageable memory.
+    pub pageable_to_device_ns: CostBySize,
+    /// Host cost of queueing a copy from page-locked memory.
+    pub pinned_to_device_ns: u64,
+    /// Device time of a copy to the device.
+    pub to_device_ns: CostBySize,
+    /// Host cost of a copy to the host, beyond the wait for the stream.
+    pub to_host_ns: CostBySize,
+    /// Host cost of a fill.
+    pub memset_ns: u64,
+    /// Host cost of page-locking memory.
+    pub host_alloc_ns: CostBySize,
+    /// Host cost of returning page-locked memory.
+    pub host_free_ns: CostBySize,
+}
+
+/// How long a kernel runs: `fixed_ns + max(waves x iterations x iteration_ns, bytes / bytes_per_ns)`, where
+/// `waves = ceil(blocks / blocks_per_wave)`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KernelCost {
+    /// Time that every launch takes on the device.
+    pub fixed_ns: f64,
+    /// Time of one trip of a block's main loop.
+    pub iteration_ns: f64,
+    /// Thread blocks that run at once.
+    pub blocks_per_wave: u64,
+    /// Memory bandwidth.
+    pub bytes_per_ns: f64,
+}
+
+/// Everything the simulated device needs to know of a GPU.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    /// Name of the GPU.
+    pub name: String,
+    /// Where and when it was measured.
+    pub source: String,
+    /// Memory of the device in bytes.
+    pub total_bytes: u64,
+    /// Memory that a fresh context already uses, in bytes.
+    pub context_bytes: u64,
+    /// Plain memory.
+    pub plain: PlainMemory,
+    /// Stream-ordered pools; absent on a device without them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pool: Option<PoolMemory>,
+    /// Virtual memory management; absent on a device without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub vmm: Option<VirtualMemory>,
+    /// Queues, events and synchronisation.
+    pub queues: Queues,
+    /// Copies and fills.
+    pub copies: Copies,
+    /// Cost of a kernel that is not in `kernels`.
+    pub default_kernel: KernelCost,
+    /// Cost by kernel name.
+    pub kernels: BTreeMap<String, KernelCost>,
+}
+
+/// Why a profile cannot be used; names the field or the line.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}; the built-in profile allocators/src/device/profiles/h200.json is a complete example")]
+pub struct ProfileError(String);
+
+impl Profile {
+    /// The built-in profile of an NVIDIA H200.
+    ///
+    /// # Panics
+    /// Never: a test parses the embedded file.
+    #[must_use]
+    pub fn h200() -> Self {
+        Self::from_json(include_str!("../profiles/h200.json")).expect("the built-in profile should be valid")
+    }
+
+    /// Reads a profile; unknown fields are refused.
+    ///
+    /// # Errors
+    /// [`ProfileError`] naming the line and column, or the field whose value makes no sense.
+    pub fn from_json(text: &str) -> Result<Self, ProfileError> {
+        let profile: Self =
+            serde_json::from_str(text).map_err(|error| ProfileError(format!("not a device profile: {error}")))?;
+        profile.check().map_err(ProfileError)?;
+        Ok(profile)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let power = |value: u64, field: &str| {
+            if value.is_power_of_two() {
+                Ok(())
+            } else {
+                Err(format!("{field}: must be a power of two, found {value}"))
+            }
+        };
+        power(self.plain.page_bytes, "plain.page_bytes")?;
+        power(self.plain.align_bytes, "plain.align_bytes")?;
+        if self.plain.align_bytes < 256 || self.plain.align_bytes > self.plain.page_bytes {
+            return Err("plain.align_bytes: must lie between 256 and plain.page_bytes".into());
+        }
+        self.plain.alloc_ns.check("plain.alloc_ns")?;
+        self.plain.free_ns.check("plain.free_ns")?;
+        if let Some(pool) = &self.pool {
+            power(pool.granule_bytes, "pool.granule_bytes")?;
+            power(pool.align_bytes, "pool.align_bytes")?;
+            if pool.align_bytes < 256 || pool.align_bytes > pool.granule_bytes {
+                return Err("pool.align_bytes: must lie between 256 and pool.granule_bytes".into());
+            }
+        }
+        if let Some(vmm) = &self.vmm {
+            power(vmm.granularity_bytes, "vmm.granularity_bytes")?;
+            let costs = [
+                (&vmm.reserve_ns, "vmm.reserve_ns"),
+                (&vmm.create_ns, "vmm.create_ns"),
+                (&vmm.map_ns, "vmm.map_ns"),
+                (&vmm.set_access_ns, "vmm.set_access_ns"),
+                (&vmm.unmap_ns, "vmm.unmap_ns"),
+                (&vmm.release_ns, "vmm.release_ns"),
+            ];
+            costs.into_iter().try_for_each(|(cost, field)| cost.check(field))?;
+        }
+        let copies = &self.copies;
+        let costs = [
+            (&copies.pageable_to_device_ns, "copies.pageable_to_device_ns"),
+            (&copies.to_device_ns, "copies.to_device_ns"),
+            (&copies.to_host_ns, "copies.to_host_ns"),
+            (&copies.host_alloc_ns, "copies.host_alloc_ns"),
+            (&copies.host_free_ns, "copies.host_free_ns"),
+        ];
+        costs.into_iter().try_for_each(|(cost, field)| cost.check(field))?;
+        if self.queues.depth == 0 {
+            return Err("queues.depth: must be at least 1".into());
+        }
+        if self.total_bytes <= self.context_bytes || self.total_bytes > 1 << 46 {
+            return Err("total_bytes: must exceed context_bytes and be at most 64 TiB".into());
+        }
+        let named = self.kernels.iter().map(|(name, cost)| (name.as_str(), cost));
+        for (name, cost) in named.chain([("default_kernel", &self.default_kernel)]) {
+            let finite =
+                [cost.fixed_ns, cost.iteration_ns].iter().all(|value| value.is_finite() && (0.0..1e12).contains(value));
+            if !finite || cost.blocks_per_wave == 0 || !cost.bytes_per_ns.is_finite() || cost.bytes_per_ns <= 0.0 {
+                return Err(format!(
+                    "kernel '{name}': times must be finite and not negative, blocks_per_wave and bytes_per_ns positive"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Device time of one launch.
+    #[must_use]
+    pub fn kernel_ns(&self, kernel: &str, blocks: u64, iterations: u64, bytes: u64) -> u64 {
+        let cost = self.kernels.get(kernel).unwrap_or(&self.default_kernel);
+        // CAST: a cost model; whole nanoseconds are enough and the inputs are far below 2^53.
+        let waves = blocks.div_ceil(cost.blocks_per_wave) as f64;
+        let compute = waves * iterations as f64 * cost.iteration_ns;
+        let traffic = bytes as f64 / cost.bytes_per_ns;
+        (cost.fixed_ns + compute.max(traffic)).round() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn costs_interpolate_and_extrapolate() {
+        let cost = CostBySize(vec![(100, 10), (200, 30), (400, 30), (500, 40)]);
+        for (bytes, ns) in [(0, 10), (100, 10), (150, 20), (200, 30), (300, 30), (450, 35), (600, 50)] {
+            assert_eq!(cost.at(bytes), ns, "{bytes}");
+        }
+        assert_eq!(CostBySize(vec![(5, 7)]).at(1_000_000), 7);
+    }
+
+    #[test]
+    fn the_built_in_profile_round_trips() {
+        let profile = Profile::h200();
+        let text = serde_json::to_string(&profile).unwrap();
+        assert_eq!(Profile::from_json(&text).unwrap(), profile);
+    }
+
+    #[test]
+    fn broken_profiles_name_the_field() {
+        let good = serde_json::to_value(Profile::h200()).unwrap();
+        let cases: [(&str, serde_json::Value, &str); 4] = [
+            ("/queues/depth", 0.into(), "queues.depth"),
+            ("/plain/page_bytes", 3.into(), "plain.page_bytes"),
+            ("/plain/alloc_ns", serde_json::json!([[2, 1], [1, 1]]), "plain.alloc_ns"),
+            ("/default_kernel/bytes_per_ns", 0.into(), "default_kernel"),
+        ];
+        for (pointer, value, field) in cases {
+            let mut broken = good.clone();
+            *broken.pointer_mut(pointer).unwrap() = value;
+            let error = Profile::from_json(&broken.to_string()).unwrap_err().to_string();
+            assert!(error.contains(field) && !error.contains('\n'), "{error}");
+        }
+        let mut unknown = good;
+        unknown["surprise"] = 1.into();
+        assert!(Profile::from_json(&unknown.to_string()).unwrap_err().to_string().contains("surprise"));
+        assert!(Profile::from_json("{").unwrap_err().to_string().contains("line 1"));
+    }
+}

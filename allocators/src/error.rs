@@ -1,0 +1,185 @@
+//! Typed errors of both seams.
+
+use crate::bytes::Bytes;
+use crate::device::CallKind;
+use std::fmt;
+
+/// A driver call that failed.
+///
+/// Holds the raw code and its name only: turning a code into NVIDIA's sentence calls into the driver,
+/// which may be what is missing.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{call} failed with {name} ({code}){}{context}", if context.is_empty() { "" } else { ": " })]
+pub struct DriverError {
+    /// The call that failed.
+    pub call: CallKind,
+    /// The driver's result code (`CUresult`); the simulated device uses the same codes.
+    pub code: u32,
+    /// Name of the code, such as `CUDA_ERROR_OUT_OF_MEMORY`.
+    pub name: String,
+    /// What is known beyond the code; may be empty.
+    pub context: String,
+}
+
+impl DriverError {
+    /// `CUDA_ERROR_INVALID_VALUE`.
+    pub const INVALID_VALUE: u32 = 1;
+    /// `CUDA_ERROR_OUT_OF_MEMORY`.
+    pub const OUT_OF_MEMORY: u32 = 2;
+    /// `CUDA_ERROR_INVALID_HANDLE`.
+    pub const INVALID_HANDLE: u32 = 400;
+    /// `CUDA_ERROR_ILLEGAL_ADDRESS`.
+    pub const ILLEGAL_ADDRESS: u32 = 700;
+    /// `CUDA_ERROR_NOT_SUPPORTED`.
+    pub const NOT_SUPPORTED: u32 = 801;
+
+    /// An error of a device of ours (simulated, null, fault-injecting), under CUDA's code and name.
+    #[must_use]
+    pub fn new(call: CallKind, code: u32, context: impl Into<String>) -> Self {
+        let name = match code {
+            Self::INVALID_VALUE => "CUDA_ERROR_INVALID_VALUE",
+            Self::OUT_OF_MEMORY => "CUDA_ERROR_OUT_OF_MEMORY",
+            Self::INVALID_HANDLE => "CUDA_ERROR_INVALID_HANDLE",
+            Self::ILLEGAL_ADDRESS => "CUDA_ERROR_ILLEGAL_ADDRESS",
+            Self::NOT_SUPPORTED => "CUDA_ERROR_NOT_SUPPORTED",
+            _ => "CUDA_ERROR_UNKNOWN",
+        };
+        Self { call, code, name: name.to_owned(), context: context.into() }
+    }
+
+    /// Whether the device had no memory left; only then is a retry after releasing memory of use.
+    #[must_use]
+    pub fn is_out_of_memory(&self) -> bool {
+        self.code == Self::OUT_OF_MEMORY
+    }
+}
+
+/// What was known when an allocation could not be served.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OomReport {
+    /// Backend that gave up.
+    pub allocator: String,
+    /// Bytes asked for.
+    pub requested_bytes: u64,
+    /// Bytes that would have been taken from the device to serve the request, after rounding.
+    pub needed_bytes: u64,
+    /// Bytes held from the device at that moment.
+    pub reserved_bytes: u64,
+    /// Bytes in blocks that the client holds or that a stream still uses.
+    pub active_bytes: u64,
+    /// Largest free block that the request's stream could use; absent when the backend cannot see its blocks.
+    pub largest_free_bytes: Option<u64>,
+    /// Free bytes kept for other streams; absent when the backend cannot see its blocks.
+    pub other_streams_free_bytes: Option<u64>,
+    /// Limit set by the user, if any.
+    pub limit_bytes: Option<u64>,
+    /// Free and total memory of the device, if it answered.
+    pub device_bytes: Option<(u64, u64)>,
+}
+
+impl OomReport {
+    /// One sentence that says what would have helped, from the figures at hand.
+    #[must_use]
+    pub fn advice(&self) -> String {
+        let free = self.reserved_bytes.saturating_sub(self.active_bytes);
+        if let Some(limit) = self.limit_bytes {
+            let short = (self.reserved_bytes + self.needed_bytes).saturating_sub(limit);
+            if short > 0 && self.requested_bytes > free {
+                return format!("raise the limit by at least {}, or use a smaller batch or model", Bytes(short));
+            }
+        }
+        if self.other_streams_free_bytes.is_some_and(|bytes| bytes >= self.requested_bytes) {
+            return "another stream's free blocks would have sufficed: allocate on fewer streams, or trim before this point".into();
+        }
+        if self.largest_free_bytes.is_some_and(|largest| largest < self.requested_bytes) && free >= self.requested_bytes
+        {
+            return "the free bytes would have sufficed but no single block does (fragmentation): allocate large tensors first, or \
+                    lower max_split_size"
+                .into();
+        }
+        "use a smaller batch or model, or free tensors earlier".into()
+    }
+}
+
+impl fmt::Display for OomReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "out of memory: {} asked of '{}' (needs {} from the device), {} reserved, {} active",
+            Bytes(self.requested_bytes),
+            self.allocator,
+            Bytes(self.needed_bytes),
+            Bytes(self.reserved_bytes),
+            Bytes(self.active_bytes)
+        )?;
+        if let Some(largest) = self.largest_free_bytes {
+            write!(f, ", largest free block {}", Bytes(largest))?;
+        }
+        if let Some(limit) = self.limit_bytes {
+            write!(f, ", limit {}", Bytes(limit))?;
+        }
+        if let Some((free, total)) = self.device_bytes {
+            write!(f, ", device {} free of {}", Bytes(free), Bytes(total))?;
+        }
+        write!(f, "; {}", self.advice())
+    }
+}
+
+/// Why an allocator could not do what it was asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AllocError {
+    /// Neither the backend nor the device has the memory, after everything releasable was released.
+    #[error("{0}")]
+    OutOfMemory(Box<OomReport>),
+    /// The request can never be served, whatever is free.
+    #[error("invalid request of {bytes} bytes aligned to {align}: {reason}")]
+    InvalidRequest {
+        /// Bytes asked for.
+        bytes: u64,
+        /// Alignment asked for, in bytes.
+        align: u64,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// A block came to an allocator that did not make it, or that no longer holds it.
+    #[error("block at {addr:#x} ({bytes} bytes) is not held by '{allocator}': {reason}")]
+    ForeignBlock {
+        /// Address of the block.
+        addr: u64,
+        /// Size of the block in bytes.
+        bytes: u64,
+        /// Allocator that was asked.
+        allocator: String,
+        /// What gave it away.
+        reason: &'static str,
+    },
+    /// The device has no such API.
+    #[error("'{allocator}' needs {capability}, which {device} does not have")]
+    Unsupported {
+        /// Backend that was asked for.
+        allocator: &'static str,
+        /// Missing capability.
+        capability: &'static str,
+        /// Device that lacks it.
+        device: String,
+    },
+    /// The checker found that a contract was broken.
+    #[error("checker: {0}")]
+    Violation(String),
+    /// A driver call failed for another reason than memory.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+}
+
+impl AllocError {
+    /// Whether memory was short, so that freeing some and asking again may help.
+    #[must_use]
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::OutOfMemory(_) => true,
+            Self::Driver(error) => error.is_out_of_memory(),
+            _ => false,
+        }
+    }
+}

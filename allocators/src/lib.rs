@@ -1,0 +1,61 @@
+//! GPU memory allocators behind one trait.
+//!
+//! Two seams hold this crate together. [`Driver`] is what a device can do: a real GPU ([`CudaDriver`]), a
+//! simulated one ([`SimDriver`]) and doubles for tests. [`DeviceAllocator`] is what an allocator does; every
+//! [backend](backend) implements it, and so does every [instrument](instrument), which wraps another
+//! allocator and changes nothing that it returns.
+//!
+//! ```
+//! use allocators::{AllocatorSettings, BackendKind, Driver, Memory, Profile, SimDriver, SimMemory};
+//! use std::sync::Arc;
+//!
+//! # fn main() -> Result<(), allocators::AllocError> {
+//! let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::Host));
+//! let stream = driver.stream_create()?;
+//! let allocator = AllocatorSettings::new(BackendKind::Caching).build(&driver)?;
+//! let memory = Memory::new(allocator);
+//!
+//! let tensor = memory.allocate(1 << 20, stream)?;
+//! drop(tensor); // back to the cache
+//! let again = memory.allocate(1 << 20, stream)?; // served without the driver
+//! assert_eq!(memory.allocator().stats().num_device_alloc, 1);
+//! # Ok(()) }
+//! ```
+//!
+//! # Terms
+//! Words are PyTorch's, so that figures compare to `torch.cuda.memory_stats`.
+//!
+//! | term | meaning |
+//! |---|---|
+//! | segment | one range obtained from the device in one call |
+//! | block | a part of a segment; the unit that is handed out, split and coalesced |
+//! | requested | bytes that the client asked for |
+//! | allocated | bytes in blocks that the client holds, after rounding |
+//! | active | allocated, or freed by the client but still used by a stream |
+//! | reserved | everything held from the device |
+//! | inactive split | free blocks of partly used segments, which cannot go back to the device |
+
+mod allocator;
+pub mod backend;
+mod buffer;
+mod bytes;
+pub mod core;
+pub mod device;
+mod error;
+pub mod instrument;
+mod snapshot;
+mod stats;
+
+pub use allocator::{Block, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
+pub use backend::{AllocatorSettings, BackendKind};
+pub use buffer::{DeviceBuffer, Memory, PinnedBuffer};
+pub use bytes::{Bytes, ParseBytesError};
+pub use device::sim::SimMemory;
+pub use device::{
+    CallCounts, CallEvent, CallKind, CallTotals, CudaDriver, DeviceAddr, DeviceDescription, DeviceKind, Driver,
+    DriverResult, EventId, FaultyDriver, IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings,
+    Profile, SimDriver, StreamId, VmmDriver,
+};
+pub use error::{AllocError, DriverError, OomReport};
+pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
+pub use stats::{Gauge, PoolKind, PooledGauge, Stats};

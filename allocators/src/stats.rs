@@ -1,0 +1,277 @@
+//! Statistics under PyTorch's names, so that they compare to `torch.cuda.memory_stats` without translation.
+
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
+
+/// A quantity over time: where it is, how far it went, and how much came and went in all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Gauge {
+    /// Value now.
+    pub current: u64,
+    /// Highest value since the start or the last [`Gauge::reset_peak`].
+    pub peak: u64,
+    /// Sum of all increases ("allocated" in PyTorch's keys).
+    pub allocated: u64,
+    /// Sum of all decreases ("freed").
+    pub freed: u64,
+}
+
+impl Gauge {
+    /// Adds `amount`.
+    pub fn increase(&mut self, amount: u64) {
+        self.current += amount;
+        self.allocated += amount;
+        self.peak = self.peak.max(self.current);
+    }
+
+    /// Takes `amount` away.
+    pub fn decrease(&mut self, amount: u64) {
+        debug_assert!(self.current >= amount, "a gauge should not go below zero");
+        self.current = self.current.saturating_sub(amount);
+        self.freed += amount;
+    }
+
+    /// Lets the peak start again from the current value.
+    pub fn reset_peak(&mut self) {
+        self.peak = self.current;
+    }
+}
+
+/// Which of the two size classes of PyTorch's policy a quantity belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum PoolKind {
+    /// Requests of at most 1 MiB after rounding.
+    Small,
+    /// Everything larger.
+    Large,
+}
+
+/// One quantity for all memory and, where a backend has them, for its two pools.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PooledGauge {
+    /// All memory.
+    pub all: Gauge,
+    /// `None` for a backend without a small pool.
+    pub small_pool: Option<Gauge>,
+    /// `None` for a backend without a large pool.
+    pub large_pool: Option<Gauge>,
+}
+
+impl PooledGauge {
+    /// A gauge that also counts by pool.
+    #[must_use]
+    pub fn with_pools() -> Self {
+        Self { all: Gauge::default(), small_pool: Some(Gauge::default()), large_pool: Some(Gauge::default()) }
+    }
+
+    fn pool(&mut self, pool: PoolKind) -> Option<&mut Gauge> {
+        match pool {
+            PoolKind::Small => self.small_pool.as_mut(),
+            PoolKind::Large => self.large_pool.as_mut(),
+        }
+    }
+
+    /// Adds `amount` to the total and to `pool`.
+    pub fn increase(&mut self, pool: PoolKind, amount: u64) {
+        self.all.increase(amount);
+        if let Some(gauge) = self.pool(pool) {
+            gauge.increase(amount);
+        }
+    }
+
+    /// Takes `amount` from the total and from `pool`.
+    pub fn decrease(&mut self, pool: PoolKind, amount: u64) {
+        self.all.decrease(amount);
+        if let Some(gauge) = self.pool(pool) {
+            gauge.decrease(amount);
+        }
+    }
+
+    /// Adds a signed change.
+    pub fn change(&mut self, pool: PoolKind, amount: i64) {
+        if amount >= 0 {
+            self.increase(pool, amount.unsigned_abs())
+        } else {
+            self.decrease(pool, amount.unsigned_abs())
+        }
+    }
+
+    fn reset_peak(&mut self) {
+        self.all.reset_peak();
+        for gauge in [&mut self.small_pool, &mut self.large_pool].into_iter().flatten() {
+            gauge.reset_peak();
+        }
+    }
+}
+
+/// What an allocator did, in PyTorch's terms. A quantity that a backend cannot know is `None` and is left
+/// out of the serialised form; it is never reported as zero.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stats {
+    /// Blocks held by the client.
+    pub allocation: PooledGauge,
+    /// Segments held from the device.
+    pub segment: Option<PooledGauge>,
+    /// Blocks held by the client or still used by a stream.
+    pub active: PooledGauge,
+    /// Free blocks that cannot go back to the device because their segment is partly in use.
+    pub inactive_split: Option<PooledGauge>,
+    /// Bytes of `allocation` blocks, after rounding.
+    pub allocated_bytes: PooledGauge,
+    /// Bytes held from the device.
+    pub reserved_bytes: PooledGauge,
+    /// Whether the running totals of `reserved_bytes` are known, not only its level and peak.
+    pub reserved_totals_known: bool,
+    /// Bytes of `active` blocks.
+    pub active_bytes: PooledGauge,
+    /// Bytes of `inactive_split` blocks.
+    pub inactive_split_bytes: Option<PooledGauge>,
+    /// Bytes that the client asked for, before rounding, until the block is reusable.
+    pub requested_bytes: PooledGauge,
+    /// Blocks of at least `max_split_size`.
+    pub oversize_allocations: Option<Gauge>,
+    /// Segments of at least `max_split_size`.
+    pub oversize_segments: Option<Gauge>,
+    /// Device allocations tried again after the whole cache was released.
+    pub num_alloc_retries: u64,
+    /// Requests refused for lack of memory.
+    pub num_ooms: u64,
+    /// Times that all outstanding events were waited for.
+    pub num_sync_all_streams: u64,
+    /// Allocation calls to the driver that succeeded.
+    pub num_device_alloc: u64,
+    /// Free calls to the driver that succeeded.
+    pub num_device_free: u64,
+}
+
+impl Default for Stats {
+    /// Statistics of a backend without pools; what not every backend knows is absent.
+    fn default() -> Self {
+        let gauge = PooledGauge::default();
+        Self {
+            allocation: gauge,
+            segment: None,
+            active: gauge,
+            inactive_split: None,
+            allocated_bytes: gauge,
+            reserved_bytes: gauge,
+            reserved_totals_known: true,
+            active_bytes: gauge,
+            inactive_split_bytes: None,
+            requested_bytes: gauge,
+            oversize_allocations: None,
+            oversize_segments: None,
+            num_alloc_retries: 0,
+            num_ooms: 0,
+            num_sync_all_streams: 0,
+            num_device_alloc: 0,
+            num_device_free: 0,
+        }
+    }
+}
+
+impl Stats {
+    /// Statistics of a backend with PyTorch's small and large pools.
+    #[must_use]
+    pub fn with_pools() -> Self {
+        let pooled = PooledGauge::with_pools();
+        Self {
+            allocation: pooled,
+            segment: Some(pooled),
+            active: pooled,
+            inactive_split: Some(pooled),
+            allocated_bytes: pooled,
+            reserved_bytes: pooled,
+            active_bytes: pooled,
+            inactive_split_bytes: Some(pooled),
+            requested_bytes: pooled,
+            oversize_allocations: Some(Gauge::default()),
+            oversize_segments: Some(Gauge::default()),
+            ..Self::default()
+        }
+    }
+
+    /// Lets every peak start again from its current value (`torch.cuda.reset_peak_memory_stats`).
+    pub fn reset_peaks(&mut self) {
+        for gauge in [
+            &mut self.allocation,
+            &mut self.active,
+            &mut self.allocated_bytes,
+            &mut self.reserved_bytes,
+            &mut self.active_bytes,
+            &mut self.requested_bytes,
+        ] {
+            gauge.reset_peak();
+        }
+        for gauge in [&mut self.segment, &mut self.inactive_split, &mut self.inactive_split_bytes].into_iter().flatten()
+        {
+            gauge.reset_peak();
+        }
+        for gauge in [&mut self.oversize_allocations, &mut self.oversize_segments].into_iter().flatten() {
+            gauge.reset_peak();
+        }
+    }
+
+    /// Every known figure as `("allocated_bytes.all.peak", value)`, in a fixed order.
+    #[must_use]
+    pub fn entries(&self) -> Vec<(String, u64)> {
+        let mut out = Vec::with_capacity(128);
+        let pooled: [(&str, Option<&PooledGauge>); 9] = [
+            ("allocation", Some(&self.allocation)),
+            ("segment", self.segment.as_ref()),
+            ("active", Some(&self.active)),
+            ("inactive_split", self.inactive_split.as_ref()),
+            ("allocated_bytes", Some(&self.allocated_bytes)),
+            ("reserved_bytes", Some(&self.reserved_bytes)),
+            ("active_bytes", Some(&self.active_bytes)),
+            ("inactive_split_bytes", self.inactive_split_bytes.as_ref()),
+            ("requested_bytes", Some(&self.requested_bytes)),
+        ];
+        let mut push = |name: String, gauge: &Gauge| {
+            let values = [gauge.current, gauge.peak, gauge.allocated, gauge.freed];
+            for (key, value) in ["current", "peak", "allocated", "freed"].into_iter().zip(values) {
+                out.push((format!("{name}.{key}"), value));
+            }
+        };
+        for (name, gauge) in pooled {
+            let Some(gauge) = gauge else { continue };
+            push(format!("{name}.all"), &gauge.all);
+            for (pool, gauge) in [("small_pool", &gauge.small_pool), ("large_pool", &gauge.large_pool)] {
+                if let Some(gauge) = gauge {
+                    push(format!("{name}.{pool}"), gauge);
+                }
+            }
+        }
+        for (name, gauge) in
+            [("oversize_allocations", &self.oversize_allocations), ("oversize_segments", &self.oversize_segments)]
+        {
+            if let Some(gauge) = gauge {
+                push(name.to_owned(), gauge);
+            }
+        }
+        for (name, value) in [
+            ("num_alloc_retries", self.num_alloc_retries),
+            ("num_ooms", self.num_ooms),
+            ("num_sync_all_streams", self.num_sync_all_streams),
+            ("num_device_alloc", self.num_device_alloc),
+            ("num_device_free", self.num_device_free),
+        ] {
+            out.push((name.to_owned(), value));
+        }
+        if !self.reserved_totals_known {
+            out.retain(|(key, _)| key != "reserved_bytes.all.allocated" && key != "reserved_bytes.all.freed");
+        }
+        out
+    }
+}
+
+impl Serialize for Stats {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let entries = self.entries();
+        let mut map = serializer.serialize_map(Some(entries.len()))?;
+        for (key, value) in entries {
+            map.serialize_entry(&key, &value)?;
+        }
+        map.end()
+    }
+}

@@ -1,0 +1,76 @@
+"""Compiles CUDA C++ sources to PTX with NVRTC. Called by ptx.sh; needs no GPU, driver or CUDA toolkit.
+
+usage: compile_ptx.py TOOLCHAIN SOURCES OUTPUT
+  TOOLCHAIN  folder that holds the unpacked NVRTC wheel
+  SOURCES    folder with *.cu and the headers they include
+  OUTPUT     folder for one *.ptx for each *.cu
+"""
+
+import ctypes
+import sys
+from pathlib import Path
+
+# The baseline architecture, and no fast math: results are compared with a CPU reference.
+OPTIONS = ["--gpu-architecture=compute_75", "--std=c++17", "--fmad=true"]
+
+
+def load_nvrtc(toolchain: Path) -> ctypes.CDLL:
+    folder = toolchain / "nvidia" / "cuda_nvrtc" / "lib"
+    # libnvrtc looks its built-ins up by name only: loading them first makes the search path irrelevant.
+    ctypes.CDLL(str(next(folder.glob("libnvrtc-builtins.so.*"))), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(folder / "libnvrtc.so.12"))
+
+
+def compile_source(nvrtc: ctypes.CDLL, source: Path) -> str:
+    def check(result: int, call: str) -> None:
+        if result != 0:
+            nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise RuntimeError(f"{source.name}: {call}: {nvrtc.nvrtcGetErrorString(result).decode()}")
+
+    program = ctypes.c_void_p()
+    # Only the file's name goes in, never its path, so that the output is the same on every machine.
+    check(
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
+        ),
+        "nvrtcCreateProgram",
+    )
+    options = [option.encode() for option in [*OPTIONS, f"--include-path={source.parent}"]]
+    result = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+
+    size = ctypes.c_size_t()
+    check(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "nvrtcGetProgramLogSize")
+    log = ctypes.create_string_buffer(size.value)
+    check(nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
+    if text := log.value.decode().strip():
+        print(text, file=sys.stderr)
+    check(result, "nvrtcCompileProgram")
+
+    check(nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size)), "nvrtcGetPTXSize")
+    ptx = ctypes.create_string_buffer(size.value)
+    check(nvrtc.nvrtcGetPTX(program, ptx), "nvrtcGetPTX")
+    check(nvrtc.nvrtcDestroyProgram(ctypes.byref(program)), "nvrtcDestroyProgram")
+
+    text = ptx.value.decode("ascii")
+    if str(source.parent) in text:
+        raise RuntimeError(f"{source.name}: the PTX names a folder of this machine")
+    return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
+
+
+def main() -> int:
+    if len(sys.argv) != 4:
+        print(__doc__, file=sys.stderr)
+        return 2
+    toolchain, sources, output = (Path(argument).resolve() for argument in sys.argv[1:])
+    nvrtc = load_nvrtc(toolchain)
+    try:
+        for source in sorted(sources.glob("*.cu")):
+            (output / source.with_suffix(".ptx").name).write_text(compile_source(nvrtc, source))
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

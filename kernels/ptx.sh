@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Compiles kernels/cuda/*.cu to kernels/ptx/*.ptx with a pinned NVRTC from PyPI. Needs python3 with pip; no GPU, no CUDA.
+#
+#   kernels/ptx.sh          rewrite the committed PTX
+#   kernels/ptx.sh --check  compile afresh and fail when the committed PTX differs
+#
+# The compiler is kept in $PTX_TOOLCHAIN (default: target/ptx-toolchain).
+set -euo pipefail
+
+# NVRTC 12.4 writes PTX ISA 8.4, which drivers from 550 on accept; a newer compiler would ask users for a newer driver.
+# The kernels include nothing of the toolkit, so its header packages are not needed.
+packages=(nvidia-cuda-nvrtc-cu12==12.4.127)
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+toolchain=${PTX_TOOLCHAIN:-$here/../target/ptx-toolchain}
+
+case "${1:-}" in
+"" | --check) ;;
+*)
+    echo "usage: kernels/ptx.sh [--check]" >&2
+    exit 2
+    ;;
+esac
+
+installed=$toolchain/${packages[0]}
+if [[ ! -e $installed/complete ]]; then
+    rm -rf "$installed"
+    mkdir -p "$installed"
+    PIP_ROOT_USER_ACTION=ignore python3 -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+        --target "$installed" "${packages[@]}"
+    touch "$installed/complete"
+fi
+
+fresh=$(mktemp -d)
+trap 'rm -rf "$fresh"' EXIT
+python3 "$here/compile_ptx.py" "$installed" "$here/cuda" "$fresh"
+
+stale=()
+for name in $( (cd "$fresh" && ls ./*.ptx; cd "$here/ptx" && ls ./*.ptx 2>/dev/null || true) | sort -u); do
+    name=${name#./}
+    cmp -s "$fresh/$name" "$here/ptx/$name" || stale+=("$name")
+done
+
+if [[ ${1:-} == --check ]]; then
+    if ((${#stale[@]})); then
+        echo "error: PTX differs from its source: ${stale[*]} (run kernels/ptx.sh and commit kernels/ptx)" >&2
+        exit 1
+    fi
+    echo "PTX is up to date"
+    exit 0
+fi
+
+mkdir -p "$here/ptx"
+rm -f "$here"/ptx/*.ptx
+cp "$fresh"/*.ptx "$here/ptx/"
+echo "wrote $(ls "$here"/ptx/*.ptx | wc -l) files, changed: ${stale[*]:-none}"

@@ -1,0 +1,275 @@
+//! Loading the embedded PTX and launching kernels from it.
+
+use std::ffi::{CStr, CString, c_void};
+
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys::{CUfunction, CUmodule, CUresult, CUstream};
+
+use crate::error::KernelError;
+
+struct Source {
+    /// The PTX, terminated by a NUL as the driver wants it.
+    ptx: &'static str,
+    kernels: &'static [Kernel],
+}
+
+/// Declares every kernel once: the file it is in, the operation's handle for it, and its entry point.
+macro_rules! kernels {
+    ($($file:literal { $($kernel:ident = $name:literal,)* })*) => {
+        /// A kernel of the embedded PTX; its value is its place in [`CudaKernels`]' table.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(usize)]
+        pub(crate) enum Kernel { $($($kernel,)*)* }
+
+        impl Kernel {
+            const ALL: &[Kernel] = &[$($(Kernel::$kernel,)*)*];
+
+            /// The CUDA entry point.
+            pub(crate) const fn name(self) -> &'static str {
+                match self { $($(Kernel::$kernel => $name,)*)* }
+            }
+        }
+
+        const SOURCES: &[Source] = &[$(
+            Source {
+                ptx: concat!(include_str!(concat!("../ptx/", $file, ".ptx")), "\0"),
+                kernels: &[$(Kernel::$kernel,)*],
+            },
+        )*];
+    };
+}
+
+kernels! {
+    "gemm" {
+        GemmNnNaive = "gemm_nn_naive",
+        GemmNtNaive = "gemm_nt_naive",
+        GemmTnNaive = "gemm_tn_naive",
+        GemmNnTiled = "gemm_nn_tiled",
+        GemmNtTiled = "gemm_nt_tiled",
+        GemmTnTiled = "gemm_tn_tiled",
+        GemmNnSliced = "gemm_nn_sliced",
+        GemmNtSliced = "gemm_nt_sliced",
+        GemmTnSliced = "gemm_tn_sliced",
+    }
+    "bias" {
+        AddBias = "add_bias",
+        BiasGradient = "bias_gradient",
+    }
+    "relu" {
+        Relu = "relu",
+        ReluBackward = "relu_backward",
+    }
+    "loss" {
+        SoftmaxCrossEntropy = "softmax_cross_entropy",
+        CrossEntropyLoss = "cross_entropy_loss",
+        MeanLoss = "mean_loss",
+    }
+    "accuracy" {
+        Argmax = "argmax",
+        CountCorrect = "count_correct",
+    }
+    "sgd" {
+        Sgd = "sgd",
+    }
+    "gather" {
+        GatherRowsU8 = "gather_rows_u8",
+        GatherRowsF32 = "gather_rows_f32",
+        GatherLabels = "gather_labels",
+    }
+    "fill" {
+        Fill = "fill",
+    }
+}
+
+/// Names of all kernels: what [`Operation::name`](crate::Operation::name) can return.
+pub fn kernel_names() -> impl Iterator<Item = &'static str> {
+    Kernel::ALL.iter().map(|kernel| kernel.name())
+}
+
+/// The kernels, compiled for and loaded on one GPU.
+///
+/// Dropping it unloads them. That makes the context that loaded them current for the moment, waits for nothing, and must
+/// come after the last launch has finished and before the context is destroyed.
+pub struct CudaKernels {
+    context: cudarc::driver::sys::CUcontext,
+    modules: Vec<CUmodule>,
+    functions: [CUfunction; Kernel::ALL.len()],
+}
+
+// SAFETY: the fields are handles of the driver, which any thread may use; nothing here changes after `load`.
+unsafe impl Send for CudaKernels {}
+// SAFETY: as above.
+unsafe impl Sync for CudaKernels {}
+
+impl CudaKernels {
+    /// Loads all kernels into the current context. The driver compiles the PTX for the GPU; it keeps the outcome in its own
+    /// cache on disk, so only a first time takes noticeable time.
+    ///
+    /// # Errors
+    ///
+    /// [`KernelError::DriverTooOld`], [`KernelError::DeviceTooOld`], or [`KernelError::Driver`] (without a current context:
+    /// `CUDA_ERROR_INVALID_CONTEXT`).
+    ///
+    /// # Panics
+    ///
+    /// If the driver's library is absent: ask `cudarc::driver::sys::is_culib_present()` before any call into CUDA.
+    pub fn load() -> Result<Self, KernelError> {
+        let context = result::ctx::get_current()
+            .map_err(|error| driver_error("cuCtxGetCurrent", error))?
+            .ok_or_else(|| driver_error("cuCtxGetCurrent", DriverError(CUresult::CUDA_ERROR_INVALID_CONTEXT)))?;
+        // Built up in place, so that modules already loaded are unloaded if a later one fails.
+        let mut loaded = Self {
+            context,
+            modules: Vec::with_capacity(SOURCES.len()),
+            functions: [std::ptr::null_mut(); Kernel::ALL.len()],
+        };
+        for source in SOURCES {
+            let image = CStr::from_bytes_with_nul(source.ptx.as_bytes())
+                .map_err(|_| KernelError::NoPtx { kernel: source.kernels[0].name() })?;
+            // SAFETY: the image is PTX text with a NUL at its end.
+            let module =
+                unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(|error| match error.0 {
+                    CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION => KernelError::DriverTooOld,
+                    CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => KernelError::DeviceTooOld,
+                    _ => driver_error("cuModuleLoadData", error),
+                })?;
+            loaded.modules.push(module);
+            for &kernel in source.kernels {
+                let missing = KernelError::NoPtx { kernel: kernel.name() };
+                let name = CString::new(kernel.name()).map_err(|_| missing.clone())?;
+                // SAFETY: the module was just loaded.
+                let function =
+                    unsafe { result::module::get_function(module, name) }.map_err(|error| match error.0 {
+                        CUresult::CUDA_ERROR_NOT_FOUND => missing,
+                        _ => driver_error("cuModuleGetFunction", error),
+                    })?;
+                loaded.functions[kernel as usize] = function;
+            }
+        }
+        Ok(loaded)
+    }
+
+    /// Queues `kernel` on `stream` with a one-dimensional grid and no dynamic shared memory.
+    ///
+    /// # Safety
+    ///
+    /// `arguments` point at values of the types of the kernel's parameters, in order; and what
+    /// [`Operation::launch`](crate::Operation::launch) asks holds for the addresses among them.
+    #[inline]
+    pub(crate) unsafe fn launch<const N: usize>(
+        &self,
+        kernel: Kernel,
+        blocks: u32,
+        threads: u32,
+        stream: CUstream,
+        mut arguments: [*mut c_void; N],
+    ) -> Result<(), KernelError> {
+        // SAFETY: the function belongs to a module that is loaded as long as `self` lives; the caller vouches for the rest.
+        unsafe {
+            result::launch_kernel(
+                self.functions[kernel as usize],
+                (blocks, 1, 1),
+                (threads, 1, 1),
+                0,
+                stream,
+                &mut arguments,
+            )
+        }
+        .map_err(|error| driver_error("cuLaunchKernel", error))
+    }
+}
+
+impl Drop for CudaKernels {
+    fn drop(&mut self) {
+        // Best effort: a failure here means that the context is broken or gone, and the modules with it.
+        let current = result::ctx::get_current().ok().flatten();
+        // SAFETY: the context was current when the modules were loaded, and outlives `self` by the type's contract.
+        let bound = unsafe { result::ctx::set_current(self.context) };
+        if bound.is_ok() {
+            for &module in &self.modules {
+                // SAFETY: loaded by `load`, and unloaded nowhere else.
+                let _ = unsafe { result::module::unload(module) };
+            }
+        }
+        // SAFETY: this context was current on this thread a moment ago; null stands for none.
+        let _ = unsafe { result::ctx::set_current(current.unwrap_or(std::ptr::null_mut())) };
+    }
+}
+
+impl std::fmt::Debug for CudaKernels {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CudaKernels").field("kernels", &Kernel::ALL.len()).finish_non_exhaustive()
+    }
+}
+
+/// Pointer to a kernel argument. The driver copies the value during the launch call and writes nothing.
+#[inline]
+pub(crate) fn argument<T>(value: &T) -> *mut c_void {
+    std::ptr::from_ref(value).cast_mut().cast()
+}
+
+/// Only the code's name goes into the error: formatting a `DriverError` would call into the driver.
+fn driver_error(call: &'static str, error: DriverError) -> KernelError {
+    KernelError::Driver { call, code: error.0 as u32, name: format!("{:?}", error.0) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use super::*;
+
+    fn entries(ptx: &str) -> BTreeSet<&str> {
+        ptx.lines()
+            .filter_map(|line| line.trim().strip_prefix(".visible .entry "))
+            .map(|rest| rest.trim_end_matches('('))
+            .collect()
+    }
+
+    fn stems(folder: &str, extension: &str) -> BTreeSet<String> {
+        std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(folder))
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .filter(|path| path.extension().is_some_and(|found| found == extension))
+            .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
+            .collect()
+    }
+
+    #[test]
+    fn each_source_has_its_ptx() {
+        assert_eq!(stems("cuda", "cu"), stems("ptx", "ptx"));
+        assert_eq!(stems("cuda", "cu").len(), SOURCES.len());
+    }
+
+    #[test]
+    fn each_ptx_holds_exactly_the_declared_kernels() {
+        for source in SOURCES {
+            let declared: BTreeSet<&str> = source.kernels.iter().map(|kernel| kernel.name()).collect();
+            assert_eq!(entries(source.ptx), declared);
+        }
+    }
+
+    #[test]
+    fn ptx_is_for_the_baseline_and_names_no_folder() {
+        for source in SOURCES {
+            assert!(source.ptx.contains("\n.version 8.4\n.target sm_75\n"));
+            assert_eq!(source.ptx.find('\0'), Some(source.ptx.len() - 1));
+            assert!(!source.ptx.contains(".file") && !source.ptx.contains("/home") && !source.ptx.contains("/tmp"));
+        }
+    }
+
+    #[test]
+    fn a_kernels_value_is_its_place() {
+        for (place, &kernel) in Kernel::ALL.iter().enumerate() {
+            assert_eq!(kernel as usize, place);
+        }
+        assert_eq!(kernel_names().collect::<BTreeSet<_>>().len(), Kernel::ALL.len());
+    }
+
+    #[test]
+    fn a_driver_error_is_written_without_the_driver() {
+        let error = driver_error("cuLaunchKernel", DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY));
+        assert_eq!(error.to_string(), "cuLaunchKernel failed with CUDA_ERROR_OUT_OF_MEMORY (2)");
+    }
+}

@@ -1,0 +1,57 @@
+//! The seam between the trainer and the kernels.
+
+use cudarc::driver::sys::CUstream;
+
+use crate::cuda::CudaKernels;
+use crate::error::KernelError;
+use crate::host::HostMemory;
+
+/// One launch: what it computes, what it costs, and how to run it on a GPU or on the host.
+pub trait Operation: std::fmt::Debug + Send + Sync {
+    /// Kernel name, e.g. `gemm_nt_tiled`: the CUDA entry point, the NVTX name and the key in device profiles.
+    fn name(&self) -> &'static str;
+
+    /// Geometry and traffic of the launch, for the simulated device's cost model.
+    fn work(&self) -> Work;
+
+    /// Queues the launch on `stream`; returns without waiting for it.
+    ///
+    /// # Errors
+    ///
+    /// [`KernelError::Shape`] for an impossible shape, before anything is queued; [`KernelError::Driver`] if the driver
+    /// refuses, which may also report an earlier asynchronous failure.
+    ///
+    /// # Safety
+    ///
+    /// `cuda` was loaded in the current context and `stream` is a stream of it. Every address is valid for its shape on
+    /// that context's device, and aligned to its element, until the stream has passed this launch. Until then nothing else
+    /// writes the inputs or touches the outputs, and no output overlaps another buffer of the launch.
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError>;
+
+    /// Runs the CPU reference on host memory; `memory` translates device addresses. Returns when the outputs are written.
+    ///
+    /// # Errors
+    ///
+    /// Every range and shape is checked before memory is touched, buffers that overlap included; indices and labels before
+    /// anything is computed from them.
+    ///
+    /// # Safety
+    ///
+    /// The translated ranges are valid, and nobody else accesses them meanwhile (reading the inputs is fine).
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError>;
+}
+
+/// What a launch asks of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Work {
+    /// Name of the kernel.
+    pub kernel: &'static str,
+    /// Thread blocks of the launch.
+    pub blocks: u64,
+    /// Trips of the serial main loop that the busiest block makes, 1 if there is no such loop.
+    pub iterations: u64,
+    /// The fewest bytes that have to be read and written: each input and each output once.
+    pub bytes: u64,
+    /// Floating-point operations; a fused multiply-add counts two, an exponential one.
+    pub flops: u64,
+}

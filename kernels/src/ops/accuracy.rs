@@ -1,0 +1,158 @@
+//! What a classifier says, and how often it is right; kernels in `cuda/accuracy.cu`.
+
+use cudarc::driver::sys::CUstream;
+
+use super::{F32, ROWS_PER_BLOCK, U32, WARP_PER_ROW_THREADS, area, check_sizes, grid, total};
+use crate::cuda::{CudaKernels, Kernel, argument};
+use crate::error::KernelError;
+use crate::host::{HostBuffers, HostMemory, check_range};
+use crate::operation::{Operation, Work};
+
+/// `predictions[r]` = the first class with the greatest logit. NaN is never the greatest; a row of nothing but NaN and −∞
+/// is class 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Argmax {
+    /// Rows: examples.
+    pub rows: u32,
+    /// Columns: classes.
+    pub classes: u32,
+    /// Address of the logits, `f32[rows,classes]`.
+    pub logits: u64,
+    /// Address of the predictions, `u32[rows]`, written.
+    pub predictions: u64,
+}
+
+/// Classes that a warp takes in one trip.
+const LANES: u64 = 32;
+
+impl Argmax {
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])
+    }
+}
+
+impl Operation for Argmax {
+    fn name(&self) -> &'static str {
+        Kernel::Argmax.name()
+    }
+
+    fn work(&self) -> Work {
+        let elements = area(self.rows, self.classes);
+        Work {
+            kernel: self.name(),
+            blocks: u64::from(self.rows).div_ceil(ROWS_PER_BLOCK),
+            iterations: u64::from(self.classes).div_ceil(LANES),
+            bytes: total([(elements, F32), (self.rows.into(), U32)]),
+            flops: elements,
+        }
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        self.check()?;
+        let blocks = grid(self.name(), self.work().blocks)?;
+        let arguments =
+            [argument(&self.logits), argument(&self.predictions), argument(&self.rows), argument(&self.classes)];
+        // SAFETY: two addresses and two u32, as `accuracy.cu` declares; the caller vouches for the addresses.
+        unsafe { cuda.launch(Kernel::Argmax, blocks, WARP_PER_ROW_THREADS, stream, arguments) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        self.check()?;
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (logits, predictions) = unsafe {
+            (
+                buffers.read::<f32>(self.logits, area(self.rows, self.classes))?,
+                buffers.write::<u32>(self.predictions, self.rows.into())?,
+            )
+        };
+        for (row, prediction) in logits.chunks_exact(self.classes as usize).zip(predictions) {
+            *prediction = first_greatest(row);
+        }
+        Ok(())
+    }
+}
+
+/// `out[0]` = number of rows whose [`Argmax`] is the label.
+///
+/// A label that is no class is an error on the host; on a GPU the row counts as wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CountCorrect {
+    /// Rows: examples.
+    pub rows: u32,
+    /// Columns: classes.
+    pub classes: u32,
+    /// Address of the logits, `f32[rows,classes]`.
+    pub logits: u64,
+    /// Address of the labels, `u32[rows]`, each below `classes`.
+    pub labels: u64,
+    /// Address of the count, `u32[1]`, written.
+    pub out: u64,
+}
+
+const COUNT_THREADS: u32 = 1024;
+
+impl CountCorrect {
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])
+    }
+}
+
+impl Operation for CountCorrect {
+    fn name(&self) -> &'static str {
+        Kernel::CountCorrect.name()
+    }
+
+    fn work(&self) -> Work {
+        let elements = area(self.rows, self.classes);
+        Work {
+            kernel: self.name(),
+            blocks: 1,
+            iterations: u64::from(self.rows).div_ceil(COUNT_THREADS.into()) * u64::from(self.classes),
+            bytes: total([(elements, F32), (self.rows.into(), U32), (1, U32)]),
+            flops: elements,
+        }
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        self.check()?;
+        let arguments = [
+            argument(&self.logits),
+            argument(&self.labels),
+            argument(&self.out),
+            argument(&self.rows),
+            argument(&self.classes),
+        ];
+        // SAFETY: three addresses and two u32, as `accuracy.cu` declares; the caller vouches for the addresses.
+        unsafe { cuda.launch(Kernel::CountCorrect, 1, COUNT_THREADS, stream, arguments) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        self.check()?;
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (logits, labels, out) = unsafe {
+            (
+                buffers.read::<f32>(self.logits, area(self.rows, self.classes))?,
+                buffers.read::<u32>(self.labels, self.rows.into())?,
+                buffers.write::<u32>(self.out, 1)?,
+            )
+        };
+        check_range(self.name(), "label", labels, self.classes)?;
+        let rows = logits.chunks_exact(self.classes as usize).zip(labels);
+        out[0] = rows.map(|(row, &label)| u32::from(first_greatest(row) == label)).sum();
+        Ok(())
+    }
+}
+
+fn first_greatest(row: &[f32]) -> u32 {
+    let mut best = f32::NEG_INFINITY;
+    let mut best_class = 0;
+    for (class, &value) in (0..).zip(row) {
+        if value > best {
+            best = value;
+            best_class = class;
+        }
+    }
+    best_class
+}

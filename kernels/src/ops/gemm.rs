@@ -1,0 +1,225 @@
+//! Matrix products; kernels in `cuda/gemm.cu`.
+
+use cudarc::driver::sys::CUstream;
+
+use super::{F32, area, check_sizes, grid, total};
+use crate::cuda::{CudaKernels, Kernel, argument};
+use crate::error::KernelError;
+use crate::host::{HostBuffers, HostMemory};
+use crate::operation::{Operation, Work};
+
+/// Which operand lies transposed in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GemmLayout {
+    /// A is `[m,k]`, B is `[k,n]`: the gradient of a layer's input, `dX = dY·W`.
+    NN,
+    /// A is `[m,k]`, B is `[n,k]`: a layer's forward product, `Y = X·Wᵀ`.
+    NT,
+    /// A is `[k,m]`, B is `[k,n]`: the gradient of a layer's weights, `dW = dYᵀ·X`.
+    TN,
+}
+
+/// How a GPU computes the product. The host computes all of them alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GemmAlgorithm {
+    /// One thread for each element of C.
+    Naive,
+    /// Tiles in shared memory and registers: the `tiled` kernel where 64×64 tiles would fill a GPU, `sliced` otherwise.
+    /// The shape alone decides.
+    Tiled,
+}
+
+/// `C[m,n] = op(A)·op(B)`, in true `f32`.
+///
+/// The kernel is `gemm_{nn,nt,tn}_{naive,tiled,sliced}`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gemm {
+    /// Which operand lies transposed.
+    pub layout: GemmLayout,
+    /// Which kernel computes it on a GPU.
+    pub algorithm: GemmAlgorithm,
+    /// Rows of C; below 2³¹, as are all three.
+    pub m: u32,
+    /// Columns of C.
+    pub n: u32,
+    /// Terms of each sum.
+    pub k: u32,
+    /// Address of A, `f32`: `[m,k]`, or `[k,m]` for TN.
+    pub a: u64,
+    /// Address of B, `f32`: `[k,n]`, or `[n,k]` for NT.
+    pub b: u64,
+    /// Address of C, `f32[m,n]`, written.
+    pub c: u64,
+}
+
+/// Threads in a block, the same for all three kernels.
+const THREADS: u32 = 256;
+/// Side of a block's tile in the `tiled` kernel, and the steps of k in one trip of its loop.
+const TILE: u64 = 64;
+const TILED_DEPTH: u64 = 16;
+/// A block's tile in the `sliced` kernel; its eight warps together make 128 steps of k in one trip.
+const PATCH_ROWS: u64 = 16;
+const PATCH_COLS: u64 = 32;
+const SLICED_DEPTH: u64 = 128;
+/// With fewer 64×64 tiles than this, most of a large GPU (an H200 has 132 multiprocessors) would have nothing to do.
+const TILES_TO_FILL_A_GPU: u64 = 96;
+/// The tile arithmetic of the kernels is in 32 bits.
+const LARGEST: u32 = i32::MAX as u32;
+
+#[derive(Clone, Copy)]
+enum Variant {
+    Naive,
+    Tiled,
+    Sliced,
+}
+
+impl Gemm {
+    fn tiles(&self) -> u64 {
+        u64::from(self.m).div_ceil(TILE) * u64::from(self.n).div_ceil(TILE)
+    }
+
+    fn variant(&self) -> Variant {
+        // A side of no more than half a tile would waste half of each block.
+        let thin = u64::from(self.m.min(self.n)) <= TILE / 2;
+        match self.algorithm {
+            GemmAlgorithm::Naive => Variant::Naive,
+            GemmAlgorithm::Tiled if !thin && self.tiles() >= TILES_TO_FILL_A_GPU => Variant::Tiled,
+            GemmAlgorithm::Tiled => Variant::Sliced,
+        }
+    }
+
+    fn kernel(&self) -> Kernel {
+        match (self.layout, self.variant()) {
+            (GemmLayout::NN, Variant::Naive) => Kernel::GemmNnNaive,
+            (GemmLayout::NT, Variant::Naive) => Kernel::GemmNtNaive,
+            (GemmLayout::TN, Variant::Naive) => Kernel::GemmTnNaive,
+            (GemmLayout::NN, Variant::Tiled) => Kernel::GemmNnTiled,
+            (GemmLayout::NT, Variant::Tiled) => Kernel::GemmNtTiled,
+            (GemmLayout::TN, Variant::Tiled) => Kernel::GemmTnTiled,
+            (GemmLayout::NN, Variant::Sliced) => Kernel::GemmNnSliced,
+            (GemmLayout::NT, Variant::Sliced) => Kernel::GemmNtSliced,
+            (GemmLayout::TN, Variant::Sliced) => Kernel::GemmTnSliced,
+        }
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        let operation = self.name();
+        check_sizes(operation, [("m", self.m.into()), ("n", self.n.into()), ("k", self.k.into())])?;
+        let largest = self.m.max(self.n).max(self.k);
+        if largest > LARGEST {
+            return Err(KernelError::Shape { operation, what: format!("size {largest} is above {LARGEST}") });
+        }
+        Ok(())
+    }
+}
+
+impl Operation for Gemm {
+    fn name(&self) -> &'static str {
+        self.kernel().name()
+    }
+
+    fn work(&self) -> Work {
+        let k = u64::from(self.k);
+        let (blocks, iterations) = match self.variant() {
+            Variant::Naive => (area(self.m, self.n).div_ceil(THREADS.into()), k),
+            Variant::Tiled => (self.tiles(), k.div_ceil(TILED_DEPTH)),
+            Variant::Sliced => (
+                u64::from(self.m).div_ceil(PATCH_ROWS) * u64::from(self.n).div_ceil(PATCH_COLS),
+                k.div_ceil(SLICED_DEPTH),
+            ),
+        };
+        Work {
+            kernel: self.name(),
+            blocks,
+            iterations,
+            bytes: total([(area(self.m, self.k), F32), (area(self.k, self.n), F32), (area(self.m, self.n), F32)]),
+            flops: total([(area(self.m, self.n), 2 * k)]),
+        }
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        self.check()?;
+        let blocks = grid(self.name(), self.work().blocks)?;
+        let arguments = [
+            argument(&self.a),
+            argument(&self.b),
+            argument(&self.c),
+            argument(&self.m),
+            argument(&self.n),
+            argument(&self.k),
+        ];
+        // SAFETY: three addresses and three u32, as `gemm.cu` declares; the caller vouches for the addresses.
+        unsafe { cuda.launch(self.kernel(), blocks, THREADS, stream, arguments) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        self.check()?;
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (a, b, c) = unsafe {
+            (
+                buffers.read::<f32>(self.a, area(self.m, self.k))?,
+                buffers.read::<f32>(self.b, area(self.k, self.n))?,
+                buffers.write::<f32>(self.c, area(self.m, self.n))?,
+            )
+        };
+        let [m, n, k] = [self.m, self.n, self.k].map(|size| size as usize);
+        let pitch = |size: usize| size as isize;
+        let (a_strides, b_strides) = match self.layout {
+            GemmLayout::NN => ((pitch(k), 1), (pitch(n), 1)),
+            GemmLayout::NT => ((pitch(k), 1), (1, pitch(k))),
+            GemmLayout::TN => ((1, pitch(m)), (pitch(n), 1)),
+        };
+        // Threads share out rows and columns of C, never the sum over k: their number does not change the result.
+        // SAFETY: the strides stay within slices of m·k, k·n and m·n elements, and c overlaps neither a nor b. With
+        // beta = 0 the old contents of c are not read.
+        unsafe {
+            matrixmultiply::sgemm(
+                m,
+                k,
+                n,
+                1.0,
+                a.as_ptr(),
+                a_strides.0,
+                a_strides.1,
+                b.as_ptr(),
+                b_strides.0,
+                b_strides.1,
+                0.0,
+                c.as_mut_ptr(),
+                pitch(n),
+                1,
+            );
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gemm(layout: GemmLayout, algorithm: GemmAlgorithm, m: u32, n: u32, k: u32) -> Gemm {
+        Gemm { layout, algorithm, m, n, k, a: 0, b: 0, c: 0 }
+    }
+
+    #[test]
+    fn thin_products_are_sliced_and_large_ones_tiled() {
+        let forward = gemm(GemmLayout::NT, GemmAlgorithm::Tiled, 64, 784, 784);
+        assert_eq!(forward.name(), "gemm_nt_sliced");
+        assert_eq!((forward.work().blocks, forward.work().iterations), (100, 7));
+        let weights = gemm(GemmLayout::TN, GemmAlgorithm::Tiled, 784, 784, 64);
+        assert_eq!(weights.name(), "gemm_tn_tiled");
+        assert_eq!((weights.work().blocks, weights.work().iterations), (169, 4));
+        assert_eq!(gemm(GemmLayout::NT, GemmAlgorithm::Tiled, 10_000, 10, 784).name(), "gemm_nt_sliced");
+        assert_eq!(gemm(GemmLayout::NN, GemmAlgorithm::Naive, 10_000, 10, 784).name(), "gemm_nn_naive");
+    }
+
+    #[test]
+    fn work_counts_each_matrix_once() {
+        let work = gemm(GemmLayout::NN, GemmAlgorithm::Tiled, 2, 3, 5).work();
+        assert_eq!((work.bytes, work.flops), (4 * (10 + 15 + 6), 60));
+        let huge = gemm(GemmLayout::NN, GemmAlgorithm::Tiled, u32::MAX, u32::MAX, u32::MAX).work();
+        assert_eq!((huge.bytes, huge.flops), (u64::MAX, u64::MAX));
+    }
+}

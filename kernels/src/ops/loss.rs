@@ -1,0 +1,239 @@
+//! Softmax cross-entropy; kernels in `cuda/loss.cu`.
+
+use cudarc::driver::sys::CUstream;
+
+use super::{F32, ROWS_PER_BLOCK, U32, WARP_PER_ROW_THREADS, area, check_sizes, grid, total};
+use crate::cuda::{CudaKernels, Kernel, argument};
+use crate::error::KernelError;
+use crate::host::{HostBuffers, HostMemory, check_range};
+use crate::operation::{Operation, Work};
+
+/// Classes that a warp takes in one trip.
+const LANES: u64 = 32;
+
+/// `losses[r] = ln Σ_c e^x[r,c] − x[r,label[r]]` and `dlogits = (softmax(x) − onehot(label)) · scale`.
+///
+/// The row's maximum is subtracted first, so nothing overflows. A label that is no class is an error on the host; on a
+/// GPU it gives NaN for the row's loss and for its gradient.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SoftmaxCrossEntropy {
+    /// Rows: examples.
+    pub rows: u32,
+    /// Columns: classes.
+    pub classes: u32,
+    /// Address of the logits, `f32[rows,classes]`.
+    pub logits: u64,
+    /// Address of the labels, `u32[rows]`, each below `classes`.
+    pub labels: u64,
+    /// Address of the losses, `f32[rows]`, written.
+    pub losses: u64,
+    /// Address of the gradient of the logits, `f32[rows,classes]`, written.
+    pub dlogits: u64,
+    /// Factor of the gradient: 1/rows if the mean of the losses is minimised.
+    pub scale: f32,
+}
+
+impl SoftmaxCrossEntropy {
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])
+    }
+}
+
+impl Operation for SoftmaxCrossEntropy {
+    fn name(&self) -> &'static str {
+        Kernel::SoftmaxCrossEntropy.name()
+    }
+
+    fn work(&self) -> Work {
+        let elements = area(self.rows, self.classes);
+        Work {
+            kernel: self.name(),
+            blocks: u64::from(self.rows).div_ceil(ROWS_PER_BLOCK),
+            iterations: u64::from(self.classes).div_ceil(LANES),
+            bytes: total([(elements, 2 * F32), (self.rows.into(), U32 + F32)]),
+            // Maximum, subtraction, exponential and sum; then subtraction, exponential, division, onehot and scale.
+            flops: total([(elements, 9), (self.rows.into(), 3)]),
+        }
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        self.check()?;
+        let blocks = grid(self.name(), self.work().blocks)?;
+        let arguments = [
+            argument(&self.logits),
+            argument(&self.labels),
+            argument(&self.losses),
+            argument(&self.dlogits),
+            argument(&self.rows),
+            argument(&self.classes),
+            argument(&self.scale),
+        ];
+        // SAFETY: four addresses, two u32 and an f32, as `loss.cu` declares; the caller vouches for the addresses.
+        unsafe { cuda.launch(Kernel::SoftmaxCrossEntropy, blocks, WARP_PER_ROW_THREADS, stream, arguments) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        self.check()?;
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (logits, labels, losses, dlogits) = unsafe {
+            (
+                buffers.read::<f32>(self.logits, area(self.rows, self.classes))?,
+                buffers.read::<u32>(self.labels, self.rows.into())?,
+                buffers.write::<f32>(self.losses, self.rows.into())?,
+                buffers.write::<f32>(self.dlogits, area(self.rows, self.classes))?,
+            )
+        };
+        check_range(self.name(), "label", labels, self.classes)?;
+        let classes = self.classes as usize;
+        let rows = logits.chunks_exact(classes).zip(dlogits.chunks_exact_mut(classes)).zip(labels).zip(losses);
+        for (((x, gradient), &label), loss) in rows {
+            let row = Row::of(x);
+            *loss = row.loss(x[label as usize]);
+            for (gradient, &x) in gradient.iter_mut().zip(x) {
+                *gradient = row.probability(x) * self.scale;
+            }
+            gradient[label as usize] = (row.probability(x[label as usize]) - 1.0) * self.scale;
+        }
+        Ok(())
+    }
+}
+
+/// [`SoftmaxCrossEntropy`] without the gradient, for evaluation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CrossEntropyLoss {
+    /// Rows: examples.
+    pub rows: u32,
+    /// Columns: classes.
+    pub classes: u32,
+    /// Address of the logits, `f32[rows,classes]`.
+    pub logits: u64,
+    /// Address of the labels, `u32[rows]`, each below `classes`.
+    pub labels: u64,
+    /// Address of the losses, `f32[rows]`, written.
+    pub losses: u64,
+}
+
+impl CrossEntropyLoss {
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])
+    }
+}
+
+impl Operation for CrossEntropyLoss {
+    fn name(&self) -> &'static str {
+        Kernel::CrossEntropyLoss.name()
+    }
+
+    fn work(&self) -> Work {
+        let elements = area(self.rows, self.classes);
+        Work {
+            kernel: self.name(),
+            blocks: u64::from(self.rows).div_ceil(ROWS_PER_BLOCK),
+            iterations: u64::from(self.classes).div_ceil(LANES),
+            bytes: total([(elements, F32), (self.rows.into(), U32 + F32)]),
+            flops: total([(elements, 4), (self.rows.into(), 3)]),
+        }
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        self.check()?;
+        let blocks = grid(self.name(), self.work().blocks)?;
+        let arguments = [
+            argument(&self.logits),
+            argument(&self.labels),
+            argument(&self.losses),
+            argument(&self.rows),
+            argument(&self.classes),
+        ];
+        // SAFETY: three addresses and two u32, as `loss.cu` declares; the caller vouches for the addresses.
+        unsafe { cuda.launch(Kernel::CrossEntropyLoss, blocks, WARP_PER_ROW_THREADS, stream, arguments) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        self.check()?;
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (logits, labels, losses) = unsafe {
+            (
+                buffers.read::<f32>(self.logits, area(self.rows, self.classes))?,
+                buffers.read::<u32>(self.labels, self.rows.into())?,
+                buffers.write::<f32>(self.losses, self.rows.into())?,
+            )
+        };
+        check_range(self.name(), "label", labels, self.classes)?;
+        for ((x, &label), loss) in logits.chunks_exact(self.classes as usize).zip(labels).zip(losses) {
+            *loss = Row::of(x).loss(x[label as usize]);
+        }
+        Ok(())
+    }
+}
+
+/// `out[0]` = mean of the losses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MeanLoss {
+    /// Number of losses.
+    pub rows: u32,
+    /// Address of the losses, `f32[rows]`.
+    pub losses: u64,
+    /// Address of the mean, `f32[1]`, written.
+    pub out: u64,
+}
+
+const MEAN_THREADS: u32 = 256;
+
+impl Operation for MeanLoss {
+    fn name(&self) -> &'static str {
+        Kernel::MeanLoss.name()
+    }
+
+    fn work(&self) -> Work {
+        Work {
+            kernel: self.name(),
+            blocks: 1,
+            iterations: u64::from(self.rows).div_ceil(MEAN_THREADS.into()),
+            bytes: total([(self.rows.into(), F32), (1, F32)]),
+            flops: self.rows.into(),
+        }
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into())])?;
+        let arguments = [argument(&self.losses), argument(&self.out), argument(&self.rows)];
+        // SAFETY: two addresses and a u32, as `loss.cu` declares; the caller vouches for the addresses.
+        unsafe { cuda.launch(Kernel::MeanLoss, 1, MEAN_THREADS, stream, arguments) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into())])?;
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (losses, out) =
+            unsafe { (buffers.read::<f32>(self.losses, self.rows.into())?, buffers.write::<f32>(self.out, 1)?) };
+        let sum: f64 = losses.iter().copied().map(f64::from).sum();
+        out[0] = (sum / f64::from(self.rows)) as f32;
+        Ok(())
+    }
+}
+
+/// What a row's loss and gradient need, on the host.
+struct Row {
+    max: f32,
+    /// Of e^(x − max); in `f64`, which costs nothing here and leaves only the exponentials' rounding.
+    sum: f64,
+}
+
+impl Row {
+    fn of(x: &[f32]) -> Self {
+        let max = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        Self { max, sum: x.iter().map(|x| f64::from((x - max).exp())).sum() }
+    }
+
+    fn loss(&self, x: f32) -> f32 {
+        (self.sum.ln() - f64::from(x - self.max)) as f32
+    }
+
+    fn probability(&self, x: f32) -> f32 {
+        (f64::from((x - self.max).exp()) / self.sum) as f32
+    }
+}

@@ -1,0 +1,160 @@
+//! The CUDA kernels against the same models, with the same tolerances, as the CPU reference. Needs a GPU; says so if there
+//! is none.
+
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+mod common;
+
+use std::ffi::c_int;
+use std::io::Write;
+
+use common::{Case, cases};
+use cudarc::driver::{result, sys};
+use kernels::{
+    CountCorrect, CrossEntropyLoss, CudaKernels, Fill, GatherLabels, GatherRowsU8, KernelError, MeanLoss, Operation,
+    SoftmaxCrossEntropy,
+};
+
+/// The first GPU's primary context, current on this thread, with the kernels loaded.
+struct Gpu {
+    device: c_int,
+    stream: sys::CUstream,
+    /// `None` only while being dropped: modules go before their context.
+    kernels: Option<CudaKernels>,
+}
+
+impl Gpu {
+    /// `None`, and a line on stderr, if there is none.
+    fn find() -> Option<Self> {
+        let skip = |why: &str| {
+            // Not `eprintln!`: what a passing test prints that way is not shown.
+            let _ = writeln!(std::io::stderr(), "skipped: {why}");
+            None
+        };
+        // SAFETY: only tries to open the library. It has to come first: cudarc panics when there is none.
+        if !unsafe { sys::is_culib_present() } {
+            return skip("no CUDA driver");
+        }
+        if result::init().is_err() || !result::device::get_count().is_ok_and(|count| count > 0) {
+            return skip("no CUDA device");
+        }
+        let device = result::device::get(0).unwrap();
+        // SAFETY: the device exists; the context is released in `drop`.
+        unsafe { result::ctx::set_current(result::primary_ctx::retain(device).unwrap()) }.unwrap();
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
+        Some(Self { device, stream, kernels: Some(CudaKernels::load().unwrap()) })
+    }
+
+    fn launch(&self, operation: &dyn Operation) -> Result<(), KernelError> {
+        // SAFETY: the context is current, and callers pass operations on live memory of their own.
+        unsafe { operation.launch(self.kernels.as_ref().unwrap(), self.stream) }
+    }
+
+    /// Uploads `image`, runs `work` with its address, and downloads it.
+    fn with_region(&self, image: &[u8], work: impl FnOnce(u64)) -> Vec<u8> {
+        let mut after = vec![0; image.len()];
+        // SAFETY: the region is as long as `image` and `after`, and is freed when the stream is done with it.
+        unsafe {
+            let region = result::malloc_sync(image.len()).unwrap();
+            result::memcpy_htod_sync(region, image).unwrap();
+            work(region);
+            result::stream::synchronize(self.stream).unwrap();
+            result::memcpy_dtoh_sync(&mut after, region).unwrap();
+            result::free_sync(region).unwrap();
+        }
+        after
+    }
+
+    fn run(&self, case: &Case, skew: usize) -> Vec<u8> {
+        let (offsets, image) = case.region(skew);
+        self.with_region(&image, |region| {
+            let addresses: Vec<u64> = offsets.iter().map(|&offset| region + offset as u64).collect();
+            let outcome = self.launch(&*(case.build)(&addresses));
+            outcome.unwrap_or_else(|error| panic!("{}: {error}", case.label));
+        })
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        drop(self.kernels.take());
+        // SAFETY: both were made in `find`, and nothing is queued any more.
+        unsafe {
+            let _ = result::stream::destroy(self.stream);
+            let _ = result::primary_ctx::release(self.device);
+        }
+    }
+}
+
+#[test]
+fn every_kernel_computes_what_it_says_and_what_the_host_computes() {
+    let Some(gpu) = Gpu::find() else { return };
+    for case in cases::all() {
+        let (offsets, _) = case.region(0);
+        let (on_gpu, on_host) = (gpu.run(case, 0), case.run_on_host(0));
+        case.verify(&offsets, &on_gpu);
+        case.verify(&offsets, &on_host);
+        case.compare(&offsets, &on_gpu, &on_host);
+    }
+}
+
+#[test]
+fn addresses_need_only_an_elements_alignment() {
+    let Some(gpu) = Gpu::find() else { return };
+    for case in cases::all() {
+        let (offsets, _) = case.region(4);
+        case.verify(&offsets, &gpu.run(case, 4));
+    }
+}
+
+#[test]
+fn two_runs_give_the_same_bits() {
+    let Some(gpu) = Gpu::find() else { return };
+    for case in cases::all() {
+        assert!(gpu.run(case, 0) == gpu.run(case, 0), "{}", case.label);
+    }
+}
+
+#[test]
+fn bad_labels_and_indices_show_and_touch_nothing_else() {
+    let Some(gpu) = Gpu::find() else { return };
+    // At 0 two rows of three logits, or a source of six bytes; at 64 labels or indices, the second out of range.
+    let mut image = vec![0_u8; 512];
+    image[68] = 3;
+    let float = |bytes: &[u8], at: usize| bytemuck::pod_read_unaligned::<f32>(&bytes[at..at + 4]);
+    let integer = |bytes: &[u8], at: usize| bytemuck::pod_read_unaligned::<u32>(&bytes[at..at + 4]);
+
+    let after = gpu.with_region(&image, |at| {
+        let (logits, labels, losses, dlogits) = (at, at + 64, at + 128, at + 192);
+        let with_gradient = SoftmaxCrossEntropy { rows: 2, classes: 3, logits, labels, losses, dlogits, scale: 1.0 };
+        gpu.launch(&with_gradient).unwrap();
+        gpu.launch(&CrossEntropyLoss { rows: 2, classes: 3, logits, labels, losses: at + 256 }).unwrap();
+        gpu.launch(&MeanLoss { rows: 2, losses, out: at + 320 }).unwrap();
+        gpu.launch(&CountCorrect { rows: 2, classes: 3, logits, labels, out: at + 384 }).unwrap();
+    });
+    for losses in [128, 256] {
+        assert!(float(&after, losses).is_finite() && float(&after, losses + 4).is_nan());
+    }
+    assert!((0..3).all(|class| float(&after, 192 + 4 * class).is_finite()));
+    assert!((3..6).all(|class| float(&after, 192 + 4 * class).is_nan()));
+    assert!(float(&after, 320).is_nan());
+    assert_eq!(integer(&after, 384), 1);
+
+    let after = gpu.with_region(&image, |at| {
+        let (source, source_rows, indices) = (at, 3, at + 64);
+        let (scale, shift) = (1.0, 0.0);
+        gpu.launch(&GatherRowsU8 { rows: 2, cols: 2, source, source_rows, indices, scale, shift, out: at + 128 })
+            .unwrap();
+        gpu.launch(&GatherLabels { rows: 2, source, source_rows, indices, out: at + 192 }).unwrap();
+    });
+    assert_eq!((float(&after, 128), float(&after, 132)), (0.0, 0.0));
+    assert!(float(&after, 136).is_nan() && float(&after, 140).is_nan());
+    assert_eq!((integer(&after, 192), integer(&after, 196)), (0, u32::MAX));
+}
+
+#[test]
+fn impossible_launches_are_refused_before_the_driver_sees_them() {
+    let Some(gpu) = Gpu::find() else { return };
+    assert!(matches!(gpu.launch(&Fill { len: 0, value: 0.0, out: 0 }), Err(KernelError::Shape { .. })));
+    assert!(matches!(gpu.launch(&Fill { len: u64::MAX, value: 0.0, out: 0 }), Err(KernelError::Shape { .. })));
+}

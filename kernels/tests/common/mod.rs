@@ -1,0 +1,167 @@
+//! What the tests on the host and on a GPU share: cases with their expected results, and how they lie in memory.
+
+pub(crate) mod cases;
+
+use std::ptr::NonNull;
+
+use kernels::{HostMemory, Operation};
+
+/// What a buffer has to hold after the operation.
+#[derive(Clone, Debug)]
+pub(crate) enum Expected {
+    /// The same bytes as before.
+    Unchanged,
+    /// Exactly these bytes.
+    Exact(Vec<u8>),
+    /// `f32` elements, each within the second number of the first.
+    Within(Vec<(f64, f64)>),
+}
+
+/// A buffer of a case.
+#[derive(Clone, Debug)]
+pub(crate) struct Buffer {
+    pub(crate) before: Vec<u8>,
+    pub(crate) after: Expected,
+}
+
+/// Makes the operation, given the addresses of its buffers.
+pub(crate) type Build = Box<dyn Fn(&[u64]) -> Box<dyn Operation> + Send + Sync>;
+
+/// An operation on given data, with the result it must have.
+pub(crate) struct Case {
+    pub(crate) label: String,
+    pub(crate) buffers: Vec<Buffer>,
+    pub(crate) build: Build,
+}
+
+/// Distance between buffers; what lies between them must stay as it is.
+const GUARD: usize = 256;
+/// As bytes of an `f32` this is NaN, as a label no class: reading what was never written shows.
+pub(crate) const POISON: u8 = 0xff;
+
+impl Case {
+    /// Offsets of the buffers in one region, and the region's contents before the operation. Each buffer begins `skew`
+    /// bytes after a multiple of 256.
+    pub(crate) fn region(&self, skew: usize) -> (Vec<usize>, Vec<u8>) {
+        let mut offsets = Vec::new();
+        let mut image = vec![POISON; GUARD];
+        for buffer in &self.buffers {
+            image.resize(image.len().next_multiple_of(GUARD) + skew, POISON);
+            offsets.push(image.len());
+            image.extend_from_slice(&buffer.before);
+            image.resize(image.len() + GUARD, POISON);
+        }
+        (offsets, image)
+    }
+
+    /// Panics unless `image` is what the region must hold after the operation.
+    pub(crate) fn verify(&self, offsets: &[usize], image: &[u8]) {
+        let label = &self.label;
+        let mut gap = 0;
+        for (number, (buffer, &offset)) in self.buffers.iter().zip(offsets).enumerate() {
+            let end = offset + buffer.before.len();
+            assert!(image[gap..offset].iter().all(|&byte| byte == POISON), "{label}: wrote before buffer {number}");
+            gap = end;
+            let found = &image[offset..end];
+            match &buffer.after {
+                Expected::Unchanged => assert!(found == buffer.before, "{label}: input {number} was changed"),
+                Expected::Exact(wanted) => {
+                    for (at, (found, wanted)) in found.chunks(4).zip(wanted.chunks(4)).enumerate() {
+                        assert!(found == wanted, "{label}: buffer {number}[{at}] is {found:?}, not {wanted:?}");
+                    }
+                }
+                Expected::Within(wanted) => {
+                    let found: Vec<f32> = found.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
+                    assert_eq!(found.len(), wanted.len());
+                    for (at, (&found, &(wanted, allowed))) in found.iter().zip(wanted).enumerate() {
+                        let off = (f64::from(found) - wanted).abs();
+                        // Written so that NaN fails.
+                        assert!(
+                            off <= allowed,
+                            "{label}: buffer {number}[{at}] is {found}, not {wanted}: off by {off:e}, allowed {allowed:e}"
+                        );
+                    }
+                }
+            }
+        }
+        assert!(image[gap..].iter().all(|&byte| byte == POISON), "{label}: wrote after the last buffer");
+    }
+
+    /// Panics unless two images that both pass [`Case::verify`] agree: the same bits where the result is exact, elsewhere
+    /// within the tolerances of both.
+    pub(crate) fn compare(&self, offsets: &[usize], one: &[u8], other: &[u8]) {
+        for (buffer, &offset) in self.buffers.iter().zip(offsets) {
+            let range = offset..offset + buffer.before.len();
+            match &buffer.after {
+                Expected::Within(wanted) => {
+                    let floats = |image: &[u8]| -> Vec<f64> {
+                        let floats = image[range.clone()].chunks_exact(4);
+                        floats.map(|bytes| bytemuck::pod_read_unaligned::<f32>(bytes).into()).collect()
+                    };
+                    for ((one, other), &(_, allowed)) in floats(one).iter().zip(floats(other)).zip(wanted) {
+                        assert!((one - other).abs() <= 2.0 * allowed, "{}: {one} and {other}", self.label);
+                    }
+                }
+                _ => assert!(one[range.clone()] == other[range], "{}: bits differ", self.label),
+            }
+        }
+    }
+
+    /// Runs the CPU reference and gives the region's contents afterwards.
+    pub(crate) fn run_on_host(&self, skew: usize) -> Vec<u8> {
+        let (offsets, image) = self.region(skew);
+        let arena = Arena::new(&image);
+        let addresses: Vec<u64> = offsets.iter().map(|&offset| BASE + offset as u64).collect();
+        // SAFETY: the arena is this test's own and outlives the call.
+        unsafe { (self.build)(&addresses).run_on_host(&arena) }
+            .unwrap_or_else(|error| panic!("{}: {error}", self.label));
+        arena.contents()
+    }
+}
+
+/// Where the arena pretends to lie.
+pub(crate) const BASE: u64 = 0x7000_0000_0000;
+
+/// Host memory under made-up device addresses.
+pub(crate) struct Arena {
+    /// `u128` for alignment.
+    memory: NonNull<u128>,
+    words: usize,
+    bytes: usize,
+}
+
+impl Arena {
+    pub(crate) fn new(image: &[u8]) -> Self {
+        let mut words = vec![0_u128; image.len().div_ceil(size_of::<u128>())];
+        bytemuck::cast_slice_mut(&mut words)[..image.len()].copy_from_slice(image);
+        let words = Box::leak(words.into_boxed_slice());
+        Self { words: words.len(), memory: NonNull::from(words).cast(), bytes: image.len() }
+    }
+
+    pub(crate) fn contents(&self) -> Vec<u8> {
+        // SAFETY: `bytes` bytes of the box are initialised, and no operation is running.
+        unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast::<u8>(), self.bytes) }.to_vec()
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: made by `Box::leak` in `new`, with this length.
+        drop(unsafe { Box::from_raw(NonNull::slice_from_raw_parts(self.memory, self.words).as_ptr()) });
+    }
+}
+
+impl HostMemory for Arena {
+    fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>> {
+        let start = addr.checked_sub(BASE)?;
+        let end = start.checked_add(bytes)?;
+        // SAFETY: the range is inside the allocation.
+        (end <= self.bytes as u64).then(|| unsafe { self.memory.cast::<u8>().add(start as usize) })
+    }
+}
+
+impl std::fmt::Debug for Case {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.label)
+    }
+}

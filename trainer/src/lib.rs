@@ -1,0 +1,3 @@
+//! Trains a multilayer perceptron under a chosen GPU memory allocator.
+
+pub mod data;
