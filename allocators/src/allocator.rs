@@ -183,6 +183,9 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// Name on the command line and in records.
     fn name(&self) -> &'static str;
 
+    /// The settings in effect as a JSON object, read back where a driver holds them.
+    fn settings(&self) -> serde_json::Value;
+
     /// Hands out a block of at least `request.bytes` for use on `stream`.
     ///
     /// # Errors

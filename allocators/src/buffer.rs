@@ -135,18 +135,29 @@ impl PinnedBuffer {
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.bytes) }
     }
 
-    /// Queues a copy of the first `bytes` bytes to `dst`.
+    /// Queues a copy of `bytes` bytes from `offset` on to `dst`.
     ///
     /// # Errors
     /// Those of [`Driver::copy_to_device_async`].
     ///
     /// # Safety
-    /// `dst` is valid for `bytes`, `bytes` is at most this buffer's size, and neither the buffer changes nor goes
-    /// away until the stream has passed the copy.
-    pub unsafe fn copy_to(&self, dst: DeviceAddr, bytes: usize, stream: StreamId) -> Result<(), DriverError> {
-        debug_assert!(bytes <= self.bytes);
-        // SAFETY: the caller keeps both sides valid; `ptr` came from `host_alloc`.
-        unsafe { self.driver.copy_to_device_async(dst, self.ptr, bytes, stream) }
+    /// `dst` is valid for `bytes`, and neither this buffer changes nor does it or `dst` go away until the stream
+    /// has passed the copy.
+    ///
+    /// # Panics
+    /// When the range lies outside of the buffer.
+    pub unsafe fn copy_to(
+        &self,
+        offset: usize,
+        dst: DeviceAddr,
+        bytes: usize,
+        stream: StreamId,
+    ) -> Result<(), DriverError> {
+        assert!(offset <= self.bytes && bytes <= self.bytes - offset, "a copy should stay inside its buffer");
+        // SAFETY: the offset was just checked.
+        let src = unsafe { self.ptr.add(offset) };
+        // SAFETY: the caller keeps both sides valid; the source lies in memory from `host_alloc`.
+        unsafe { self.driver.copy_to_device_async(dst, src, bytes, stream) }
     }
 }
 

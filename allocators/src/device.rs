@@ -17,7 +17,7 @@ mod null;
 pub mod sim;
 
 pub use calls::{CallCounts, CallKind, CallTotals};
-pub use cuda::CudaDriver;
+pub use cuda::{CudaDeviceInfo, CudaDriver, CudaUnavailable, CudaVersion};
 pub use faulty::FaultyDriver;
 pub use hooked::{CallArguments, CallResult, Hook, HookedDriver};
 pub use metered::{CallEvent, CallObserver, IdleCosts, MeteredDriver};

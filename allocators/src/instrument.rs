@@ -24,6 +24,10 @@ macro_rules! pass_on {
             self.inner.name()
         }
 
+        fn settings(&self) -> serde_json::Value {
+            self.inner.settings()
+        }
+
         fn stats(&self) -> Stats {
             self.inner.stats()
         }

@@ -52,9 +52,9 @@ pub use buffer::{DeviceBuffer, Memory, PinnedBuffer};
 pub use bytes::{Bytes, ParseBytesError};
 pub use device::sim::SimMemory;
 pub use device::{
-    CallCounts, CallEvent, CallKind, CallTotals, CudaDriver, DeviceAddr, DeviceDescription, DeviceKind, Driver,
-    DriverResult, EventId, FaultyDriver, IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings,
-    Profile, SimDriver, StreamId, VmmDriver,
+    CallCounts, CallEvent, CallKind, CallTotals, CudaDeviceInfo, CudaDriver, CudaUnavailable, DeviceAddr,
+    DeviceDescription, DeviceKind, Driver, DriverResult, EventId, FaultyDriver, IdleCosts, MemInfo, MeteredDriver,
+    NullDriver, PoolDriver, PoolSettings, Profile, SimDriver, StreamId, VmmDriver,
 };
 pub use error::{AllocError, DriverError, OomReport};
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};

@@ -1,3 +1,24 @@
-//! Trains a multilayer perceptron under a chosen GPU memory allocator.
+//! Trains a multilayer perceptron under a chosen GPU memory allocator and says what the allocator did.
+//!
+//! [`run`] is the whole program but for the command line: settings in, run record out. Everything that
+//! a training step computes goes through [`Context`](tensor::Context), which allocates from the allocator under
+//! study and nowhere else.
 
 pub mod data;
+pub mod device;
+pub mod doctor;
+mod error;
+pub mod init;
+pub mod loader;
+pub mod mlp;
+pub mod observer;
+pub mod record;
+pub mod report;
+pub mod settings;
+mod stack;
+pub mod tensor;
+mod train;
+
+pub use error::{Result, TrainError, exit};
+pub use settings::Settings;
+pub use train::{Outcome, run};

@@ -558,6 +558,18 @@ impl DeviceAllocator for Caching {
         "caching"
     }
 
+    fn settings(&self) -> serde_json::Value {
+        let settings = &self.settings;
+        serde_json::json!({
+            "max_split_size": settings.max_split_size,
+            "max_non_split_rounding": settings.max_non_split_rounding,
+            "garbage_collection_threshold": settings.garbage_collection_threshold,
+            "roundup_power2_divisions": settings.roundup_power2_divisions.0,
+            "memory_limit": settings.memory_limit,
+            "retry_fit_after_sync": settings.retry_fit_after_sync,
+        })
+    }
+
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         request.validate()?;
         let rounded = round_size(request.bytes, &self.settings.roundup_power2_divisions);

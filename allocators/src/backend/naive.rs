@@ -70,6 +70,10 @@ impl DeviceAllocator for Naive {
         "naive"
     }
 
+    fn settings(&self) -> serde_json::Value {
+        serde_json::json!({})
+    }
+
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         request.validate()?;
         let bytes = request.bytes;

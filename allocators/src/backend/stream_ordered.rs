@@ -83,12 +83,6 @@ impl StreamOrdered {
         Ok(Self { driver, pool, settings, state: Mutex::default() })
     }
 
-    /// The settings in effect, as read back from the driver.
-    #[must_use]
-    pub fn settings(&self) -> PoolSettings {
-        self.settings
-    }
-
     fn pools(&self) -> &dyn PoolDriver {
         self.driver.pools().expect("the constructor found pools")
     }
@@ -161,6 +155,10 @@ impl StreamOrdered {
 impl DeviceAllocator for StreamOrdered {
     fn name(&self) -> &'static str {
         "stream-ordered"
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        serde_json::json!(self.settings)
     }
 
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {

@@ -1,0 +1,286 @@
+//! The command line.
+
+use crate::progress::Terminal;
+use allocators::backend::CachingSettings;
+use allocators::instrument::NvtxMode;
+use allocators::{BackendKind, Bytes, PoolSettings};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::{Args, Parser, Subcommand};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::time::Instant;
+use trainer::data::DatasetName;
+use trainer::observer::Observer;
+use trainer::settings::{DeviceChoice, GemmMode, InitMode, LoaderMode, SyncMode};
+use trainer::{Result, Settings, TrainError, doctor, exit, record, report};
+
+const AFTER_HELP: &str = "\
+Examples:
+  trainer --alloc caching                       train on a GPU if there is one, else on the simulated one
+  trainer --alloc naive --log-driver-calls      watch each tensor go to the driver
+  trainer --alloc stream-ordered --release-threshold 0 --sync step
+  nsys profile --trace=cuda,nvtx trainer --alloc caching
+  trainer doctor                                what is there on this machine, and what to do about what is not
+
+Exit codes: 0 done, 1 failed while running, 2 bad input, 130 interrupted (the record holds what was done).";
+
+#[derive(Debug, Parser)]
+#[command(name = "trainer", version, about, after_long_help = AFTER_HELP, args_conflicts_with_subcommands = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    train: TrainArgs,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Says what was found on this machine: driver, devices, pools, data, profiler
+    Doctor(DoctorArgs),
+}
+
+#[derive(Debug, Args)]
+struct DoctorArgs {
+    /// Print one JSON object instead of lines
+    #[arg(long)]
+    json: bool,
+    /// Where MNIST's files are
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+struct TrainArgs {
+    /// Allocator
+    #[arg(long, value_name = "NAME", default_value = "caching", value_parser = backend_parser(), help_heading = "Allocator")]
+    alloc: BackendKind,
+    /// Most bytes that the allocator may take, such as 512M
+    #[arg(long, value_name = "BYTES", help_heading = "Allocator")]
+    memory_limit: Option<Bytes>,
+    /// stream-ordered: bytes that the pool keeps at a synchronise; 'max' keeps everything
+    #[arg(long, value_name = "BYTES|max", default_value = "max", value_parser = parse_threshold, help_heading = "Allocator")]
+    release_threshold: u64,
+    /// stream-ordered: reuse memory whose free is ordered before by an event
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Allocator")]
+    reuse_follow_event_dependencies: bool,
+    /// stream-ordered: reuse memory of another stream whose free has completed by chance
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Allocator")]
+    reuse_allow_opportunistic: bool,
+    /// stream-ordered: reuse memory of another stream behind a hidden wait
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Allocator")]
+    reuse_allow_internal_dependencies: bool,
+    /// caching: blocks of at least this size are never split
+    #[arg(long, value_name = "BYTES", help_heading = "Allocator")]
+    max_split_size: Option<Bytes>,
+    /// caching: fraction of --memory-limit above which idle segments are released first (0: off)
+    #[arg(long, value_name = "FRACTION", default_value_t = 0.0, help_heading = "Allocator")]
+    gc_threshold: f64,
+
+    /// auto, cuda, cuda:N, sim or sim:PROFILE.json
+    #[arg(long, value_name = "DEVICE", default_value = "auto", help_heading = "Device and data")]
+    device: DeviceChoice,
+    /// Data set; auto is MNIST if it can be had, else generated digits
+    #[arg(long, value_enum, default_value = "auto", help_heading = "Device and data")]
+    dataset: DatasetName,
+    /// Directory with MNIST's four files, plain or .gz [default: MNIST_DIR, then the user cache, then a download]
+    #[arg(long, value_name = "DIR", help_heading = "Device and data")]
+    data_dir: Option<PathBuf>,
+    /// Never download
+    #[arg(long, help_heading = "Device and data")]
+    offline: bool,
+    /// How batches reach the device
+    #[arg(long, value_enum, default_value = "resident", help_heading = "Device and data")]
+    loader: LoaderMode,
+
+    /// Width of the hidden layers
+    #[arg(long, value_name = "N", default_value_t = 256, help_heading = "Training")]
+    hidden: u32,
+    /// Number of linear layers
+    #[arg(long, value_name = "N", default_value_t = 3, help_heading = "Training")]
+    layers: u32,
+    /// Rows in a batch
+    #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Training")]
+    batch: u32,
+    /// Passes over the training set
+    #[arg(long, value_name = "N", default_value_t = 5, help_heading = "Training")]
+    epochs: u32,
+    /// Stop after this many steps in all
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    steps: Option<u64>,
+    /// Learning rate
+    #[arg(long, value_name = "RATE", default_value_t = 0.1, help_heading = "Training")]
+    lr: f32,
+    /// Seed of weights, order and generated data
+    #[arg(long, value_name = "N", default_value_t = 42, help_heading = "Training")]
+    seed: u64,
+    /// Initial weights
+    #[arg(long, value_enum, default_value = "kaiming", help_heading = "Training")]
+    init: InitMode,
+    /// Matrix product
+    #[arg(long, value_enum, default_value = "tiled", help_heading = "Training")]
+    gemm: GemmMode,
+    /// When the host waits for the device
+    #[arg(long, value_enum, default_value = "never", help_heading = "Training")]
+    sync: SyncMode,
+
+    /// Directory for the run record; must not exist [default: a new one under runs/]
+    #[arg(long, value_name = "DIR", help_heading = "Record and instruments")]
+    out: Option<PathBuf>,
+    /// Print the run record, and nothing else, on stdout
+    #[arg(long, help_heading = "Record and instruments")]
+    json: bool,
+    /// NVTX ranges; auto is on when a profiler is attached
+    #[arg(long, value_parser = nvtx_parser(), default_value = "auto", value_name = "auto|on|off", help_heading = "Record and instruments")]
+    nvtx: NvtxMode,
+    /// Latency histograms
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Record and instruments")]
+    latency: bool,
+    /// Write every allocator operation to the record
+    #[arg(long, help_heading = "Record and instruments")]
+    trace: bool,
+    /// Check the allocator: overlap, writes after free, leaks (slow)
+    #[arg(long, help_heading = "Record and instruments")]
+    check: bool,
+    /// Print each driver call that takes memory or gives it back
+    #[arg(long, help_heading = "Record and instruments")]
+    log_driver_calls: bool,
+}
+
+fn backend_parser() -> impl TypedValueParser<Value = BackendKind> {
+    let values = BackendKind::ALL.map(|kind| PossibleValue::new(kind.name()).help(kind.summary()));
+    PossibleValuesParser::new(values).try_map(|name| name.parse::<BackendKind>())
+}
+
+fn nvtx_parser() -> impl TypedValueParser<Value = NvtxMode> {
+    PossibleValuesParser::new(["auto", "on", "off"]).map(|name| match name.as_str() {
+        "on" => NvtxMode::On,
+        "off" => NvtxMode::Off,
+        _ => NvtxMode::Auto,
+    })
+}
+
+fn parse_threshold(text: &str) -> std::result::Result<u64, String> {
+    if text == "max" {
+        return Ok(u64::MAX);
+    }
+    text.parse::<Bytes>().map(|bytes| bytes.0).map_err(|error| error.to_string())
+}
+
+fn parse_switch(text: &str) -> std::result::Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("write on or off".into()),
+    }
+}
+
+impl TrainArgs {
+    fn settings(&self) -> Result<Settings> {
+        if !(0.0..=1.0).contains(&self.gc_threshold) {
+            return Err(TrainError::Input(format!(
+                "--gc-threshold must lie between 0 and 1, found {}",
+                self.gc_threshold
+            )));
+        }
+        if self.gc_threshold > 0.0 && self.memory_limit.is_none() {
+            return Err(TrainError::Input("--gc-threshold is a fraction of --memory-limit, which is not given".into()));
+        }
+        if self.max_split_size.is_some_and(|size| size.0 < 20 << 20) {
+            return Err(TrainError::Input("--max-split-size must be at least 20M, the size of a large segment".into()));
+        }
+        Ok(Settings {
+            allocator: self.alloc,
+            memory_limit: self.memory_limit.map(|bytes| bytes.0),
+            pool: PoolSettings {
+                release_threshold: self.release_threshold,
+                reuse_follow_event_dependencies: self.reuse_follow_event_dependencies,
+                reuse_allow_opportunistic: self.reuse_allow_opportunistic,
+                reuse_allow_internal_dependencies: self.reuse_allow_internal_dependencies,
+            },
+            caching: CachingSettings {
+                max_split_size: self.max_split_size.map(|bytes| bytes.0),
+                garbage_collection_threshold: self.gc_threshold,
+                ..CachingSettings::default()
+            },
+            device: self.device.clone(),
+            dataset: self.dataset,
+            data_dir: self.data_dir.clone(),
+            offline: self.offline,
+            hidden: self.hidden,
+            layers: self.layers,
+            batch: self.batch,
+            epochs: self.epochs,
+            steps: self.steps,
+            learning_rate: self.lr,
+            seed: self.seed,
+            sync: self.sync,
+            loader: self.loader,
+            init: self.init,
+            gemm: self.gemm,
+            out: self.out.clone(),
+            nvtx: self.nvtx,
+            latency: self.latency,
+            trace: self.trace,
+            check: self.check,
+            log_driver_calls: self.log_driver_calls,
+        })
+    }
+}
+
+/// Parses the arguments, runs, and returns the exit code.
+pub(crate) fn main() -> i32 {
+    let started = Instant::now();
+    let cli = Cli::parse();
+    if let Some(Command::Doctor(args)) = cli.command {
+        return print(&doctor::examine(args.data_dir.as_deref()).show(args.json));
+    }
+    let terminal = Arc::new(Terminal::new());
+    match train(&cli.train, started, &terminal) {
+        Ok(code) => code,
+        Err(error) => {
+            terminal.clear();
+            eprintln!("error: {error}");
+            error.exit_code()
+        }
+    }
+}
+
+fn train(args: &TrainArgs, started: Instant, terminal: &Arc<Terminal>) -> Result<i32> {
+    let settings = args.settings()?;
+    let stop = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&stop);
+    // The second Ctrl-C ends the process at once, for the case that a step does not end.
+    let handler = move || {
+        if flag.swap(true, SeqCst) {
+            std::process::exit(exit::INTERRUPTED);
+        }
+    };
+    ctrlc::set_handler(handler).map_err(|error| TrainError::Input(format!("cannot listen for Ctrl-C: {error}")))?;
+    let observer: Arc<dyn Observer> = Arc::clone(terminal) as _;
+    let command = std::env::args().collect();
+    let outcome = trainer::run(&settings, command, started, &stop, &observer)?;
+    terminal.clear();
+    let text = if args.json { record::to_json(&outcome.summary)? } else { report::report(&outcome.summary) };
+    let printed = print(&text);
+    eprintln!("record   {}", outcome.directory.display());
+    match outcome.error {
+        None => Ok(printed),
+        Some(error) => {
+            eprintln!("error: {error}");
+            Ok(error.exit_code())
+        }
+    }
+}
+
+/// Writes to stdout; a reader that went away (`| head`) is no error.
+fn print(text: &str) -> i32 {
+    use std::io::{ErrorKind, Write};
+    match writeln!(std::io::stdout().lock(), "{}", text.trim_end()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            eprintln!("error: cannot write to stdout: {error}");
+            exit::FAILED
+        }
+        _ => exit::OK,
+    }
+}

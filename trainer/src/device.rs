@@ -1,0 +1,262 @@
+//! The device of a run: a driver whose calls are counted, and the means to run kernels on it.
+
+use crate::error::{Result, TrainError};
+use crate::settings::{DeviceChoice, SyncMode};
+use allocators::device::CallObserver;
+use allocators::instrument::Clock;
+use allocators::instrument::nvtx::Ranges;
+use allocators::{
+    CallCounts, CallKind, CudaDriver, DeviceDescription, Driver, IdleCosts, MeteredDriver, Profile, SimDriver,
+    SimMemory, StreamId,
+};
+use kernels::{CudaKernels, HostMemory, Operation};
+use std::path::Path;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// How long driver calls waited is known exactly, or estimated; see [`Device::blocked_method`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Blocked {
+    Exact,
+    BeyondIdleCost,
+}
+
+#[derive(Debug)]
+enum Engine {
+    /// Kernels are dropped before the driver, whose context holds them.
+    Cuda {
+        kernels: CudaKernels,
+        driver: Arc<CudaDriver>,
+    },
+    Sim(Arc<SimDriver>),
+}
+
+/// A device that allocates, copies and computes, with one compute stream.
+#[derive(Debug)]
+pub struct Device {
+    engine: Engine,
+    driver: Arc<MeteredDriver>,
+    stream: StreamId,
+    sync: SyncMode,
+    ranges: Ranges,
+    blocked: Blocked,
+    /// Why `auto` chose this device; empty when the device was asked for by name.
+    reason: String,
+    idle: Option<IdleCosts>,
+}
+
+/// Simulated addresses as kernels on the host see them.
+struct SimView<'a>(&'a SimDriver);
+
+impl HostMemory for SimView<'_> {
+    fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>> {
+        self.0.translate(addr, bytes)
+    }
+}
+
+impl Device {
+    /// Opens the device that was asked for.
+    ///
+    /// # Errors
+    /// [`TrainError::Cuda`] when a GPU was asked for and there is none, [`TrainError::Input`] for a profile that
+    /// cannot be read, and whatever setting the device up runs into.
+    pub fn open(choice: &DeviceChoice, sync: SyncMode, ranges: Ranges, observer: Option<CallObserver>) -> Result<Self> {
+        match choice {
+            DeviceChoice::Cuda(number) => Self::open_cuda(*number, String::new(), sync, ranges, observer),
+            DeviceChoice::Sim => Self::open_sim(Profile::h200(), String::new(), sync, ranges, observer),
+            DeviceChoice::SimProfile(path) => {
+                Self::open_sim(read_profile(path)?, String::new(), sync, ranges, observer)
+            }
+            DeviceChoice::Auto => match CudaDriver::probe() {
+                Ok(found) => {
+                    let reason = format!("found {}", found.first().map_or("a GPU", |gpu| gpu.name.as_str()));
+                    Self::open_cuda(0, reason, sync, ranges, observer)
+                }
+                Err(missing) => {
+                    let reason = missing.to_string();
+                    let reason = reason.split([';', ':']).next().unwrap_or_default().trim().to_owned();
+                    Self::open_sim(Profile::h200(), reason, sync, ranges, observer)
+                }
+            },
+        }
+    }
+
+    fn open_cuda(
+        number: usize,
+        reason: String,
+        sync: SyncMode,
+        ranges: Ranges,
+        observer: Option<CallObserver>,
+    ) -> Result<Self> {
+        let driver = Arc::new(CudaDriver::new(number)?);
+        driver.bind_to_thread()?;
+        let kernels = CudaKernels::load()?;
+        let stream = driver.stream_create()?;
+        let idle = IdleCosts::measure(driver.as_ref(), stream)?;
+        let metered = MeteredDriver::new(Arc::clone(&driver) as Arc<dyn Driver>, Some(idle.clone()), observer);
+        Ok(Self {
+            engine: Engine::Cuda { kernels, driver },
+            driver: Arc::new(metered),
+            stream,
+            sync,
+            ranges,
+            blocked: Blocked::BeyondIdleCost,
+            reason,
+            idle: Some(idle),
+        })
+    }
+
+    fn open_sim(
+        profile: Profile,
+        reason: String,
+        sync: SyncMode,
+        ranges: Ranges,
+        observer: Option<CallObserver>,
+    ) -> Result<Self> {
+        let driver = Arc::new(SimDriver::new(profile, SimMemory::Host));
+        let stream = driver.stream_create()?;
+        let metered = MeteredDriver::new(Arc::clone(&driver) as Arc<dyn Driver>, None, observer);
+        Ok(Self {
+            engine: Engine::Sim(driver),
+            driver: Arc::new(metered),
+            stream,
+            sync,
+            ranges,
+            blocked: Blocked::Exact,
+            reason,
+            idle: None,
+        })
+    }
+
+    /// The driver, metered.
+    #[must_use]
+    pub fn driver(&self) -> Arc<dyn Driver> {
+        Arc::clone(&self.driver) as Arc<dyn Driver>
+    }
+
+    /// Calls made so far.
+    #[must_use]
+    pub fn calls(&self) -> CallCounts {
+        self.driver.counts()
+    }
+
+    /// The device's clock.
+    #[must_use]
+    pub fn clock(&self) -> Arc<dyn Clock> {
+        self.driver.clock()
+    }
+
+    /// What the device is.
+    #[must_use]
+    pub fn describe(&self) -> DeviceDescription {
+        self.driver.describe()
+    }
+
+    /// The compute stream.
+    #[must_use]
+    pub fn stream(&self) -> StreamId {
+        self.stream
+    }
+
+    /// Emits NVTX ranges, or not.
+    #[must_use]
+    pub fn ranges(&self) -> Ranges {
+        self.ranges
+    }
+
+    /// Why `auto` chose this device; empty when it was asked for by name.
+    #[must_use]
+    pub fn reason(&self) -> &str {
+        &self.reason
+    }
+
+    /// How `blocked_ns` of driver calls came about: `exact`, or `beyond_idle_cost` (time beyond what the same call
+    /// takes on the idle device).
+    #[must_use]
+    pub fn blocked_method(&self) -> &'static str {
+        match self.blocked {
+            Blocked::Exact => "exact",
+            Blocked::BeyondIdleCost => "beyond_idle_cost",
+        }
+    }
+
+    /// What calls cost on this device when it is idle, if that was measured.
+    #[must_use]
+    pub fn idle_costs(&self) -> Option<&IdleCosts> {
+        self.idle.as_ref()
+    }
+
+    /// Device time in kernels and copies so far; `None` on a device that cannot tell.
+    #[must_use]
+    pub fn busy_ns(&self) -> Option<u64> {
+        match &self.engine {
+            Engine::Cuda { .. } => None,
+            Engine::Sim(driver) => Some(driver.busy_ns()),
+        }
+    }
+
+    /// Queues an operation on the compute stream.
+    ///
+    /// # Errors
+    /// [`TrainError::Kernel`] for shapes or addresses that cannot be, [`TrainError::Driver`] when the driver
+    /// refuses.
+    ///
+    /// # Safety
+    /// Every address in the operation is valid for its shape until the stream has passed it, and no output
+    /// overlaps another buffer of it.
+    pub unsafe fn run(&self, operation: &dyn Operation) -> Result<()> {
+        let _range = self.ranges.range(format_args!("{}", operation.name()));
+        self.driver.count(CallKind::KernelLaunch, || -> Result<()> {
+            match &self.engine {
+                Engine::Cuda { kernels, .. } => {
+                    // SAFETY: the kernels were loaded in the context that this stream belongs to; the caller keeps the
+                    // addresses valid.
+                    unsafe { operation.launch(kernels, CudaDriver::raw_stream(self.stream)) }?;
+                }
+                Engine::Sim(driver) => {
+                    let work = operation.work();
+                    driver.launch(self.stream, work.kernel, work.blocks, work.iterations, work.bytes)?;
+                    // SAFETY: `translate` only yields ranges of live blocks; nothing else touches them, because this
+                    // device computes on the calling thread alone.
+                    unsafe { operation.run_on_host(&SimView(driver)) }?;
+                }
+            }
+            Ok(())
+        })?;
+        if self.sync == SyncMode::Op {
+            self.synchronize()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the compute stream.
+    ///
+    /// # Errors
+    /// Those of the driver, which may stem from earlier work.
+    pub fn synchronize(&self) -> Result<()> {
+        let _range = self.ranges.range(format_args!("synchronize"));
+        Ok(self.driver.stream_synchronize(self.stream)?)
+    }
+
+    /// Starts and stops what a profiler captures; nothing on the simulated device.
+    pub fn profile(&self, on: bool) {
+        if let Engine::Cuda { driver, .. } = &self.engine {
+            // Without a profiler these calls do nothing, and with one a failure only widens its capture.
+            let _ = if on { driver.profiler_start() } else { driver.profiler_stop() };
+        }
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: the stream belongs to this device, whose users are gone. An error has nobody to go to; the stream
+        // then goes with the context.
+        let _ = unsafe { self.driver.stream_destroy(self.stream) };
+    }
+}
+
+fn read_profile(path: &Path) -> Result<Profile> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| TrainError::Input(format!("{}: cannot read the device profile: {error}", path.display())))?;
+    Profile::from_json(&text).map_err(|error| TrainError::Input(format!("{}: {error}", path.display())))
+}

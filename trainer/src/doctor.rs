@@ -1,0 +1,147 @@
+//! What is there on this machine, and what to do about what is not.
+
+use crate::data::{self, DataRequest, DatasetName};
+use allocators::instrument::nvtx;
+use allocators::{Bytes, CudaDriver, Profile};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// How a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// It is there.
+    Ok,
+    /// It is not there; nothing breaks without it.
+    Missing,
+    /// It is there and does not work.
+    Broken,
+}
+
+/// One thing that was looked for.
+#[derive(Clone, Debug, Serialize)]
+pub struct Finding {
+    /// What was looked for.
+    pub what: String,
+    /// How it is.
+    pub state: State,
+    /// What was found.
+    pub found: String,
+    /// What to do about it; empty when there is nothing to do.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub advice: String,
+}
+
+/// Everything that was looked for.
+#[derive(Clone, Debug, Serialize)]
+pub struct Diagnosis {
+    /// Findings in the order in which they matter.
+    pub findings: Vec<Finding>,
+}
+
+impl Diagnosis {
+    /// The findings as lines, or as a JSON object.
+    #[must_use]
+    pub fn show(&self, json: bool) -> String {
+        if json {
+            return serde_json::to_string_pretty(self).unwrap_or_default();
+        }
+        let mut out = String::new();
+        for finding in &self.findings {
+            let mark = match finding.state {
+                State::Ok => "ok",
+                State::Missing => "--",
+                State::Broken => "!!",
+            };
+            out += &format!("{mark}  {:22} {}\n", finding.what, finding.found);
+            if !finding.advice.is_empty() {
+                out += &format!("    {:22} -> {}\n", "", finding.advice);
+            }
+        }
+        out
+    }
+}
+
+fn finding(what: &str, state: State, found: impl Into<String>, advice: impl Into<String>) -> Finding {
+    Finding { what: what.into(), state, found: found.into(), advice: advice.into() }
+}
+
+/// Looks for driver, devices, pools, data and profiler. Starts no training and downloads nothing.
+#[must_use]
+pub fn examine(data_dir: Option<&Path>) -> Diagnosis {
+    let mut findings = Vec::new();
+    cuda(&mut findings);
+    let profile = Profile::h200();
+    findings.push(finding("simulated GPU", State::Ok, format!("{} (built in; --device sim)", profile.name), ""));
+    mnist(&mut findings, data_dir);
+    profiler(&mut findings);
+    Diagnosis { findings }
+}
+
+fn cuda(findings: &mut Vec<Finding>) {
+    let devices = match CudaDriver::probe() {
+        Ok(devices) => devices,
+        Err(error) => {
+            let advice = "training uses the simulated GPU; for a real one install NVIDIA's driver 550 or newer (no CUDA \
+                          toolkit is needed)";
+            findings.push(finding("CUDA driver", State::Missing, error.to_string(), advice));
+            return;
+        }
+    };
+    match CudaDriver::new(0) {
+        Ok(driver) => findings.push(finding("CUDA driver", State::Ok, format!("CUDA {}", driver.driver_version()), "")),
+        Err(error) => {
+            let advice = "look at nvidia-smi; another process may hold the GPU exclusively";
+            findings.push(finding("CUDA driver", State::Broken, error.to_string(), advice));
+        }
+    }
+    for gpu in devices {
+        let (major, minor) = gpu.compute_capability;
+        let name = format!("GPU cuda:{}", gpu.ordinal);
+        let text = format!("{}, compute capability {major}.{minor}, {}", gpu.name, Bytes(gpu.total_bytes));
+        if (major, minor) >= (7, 5) {
+            findings.push(finding(&name, State::Ok, text, ""));
+        } else {
+            findings.push(finding(&name, State::Broken, text, "the kernels need compute capability 7.5 or newer"));
+        }
+        let yes_no = |there: bool| if there { State::Ok } else { State::Missing };
+        let pools = if gpu.pools { "there" } else { "not supported by this GPU or driver" };
+        let advice = if gpu.pools { "" } else { "--alloc stream-ordered cannot run here; the others can" };
+        findings.push(finding("  stream-ordered pools", yes_no(gpu.pools), pools, advice));
+        let vmm = if gpu.vmm { "there" } else { "not supported by this GPU or driver" };
+        findings.push(finding("  virtual memory", yes_no(gpu.vmm), vmm, ""));
+    }
+}
+
+fn mnist(findings: &mut Vec<Finding>, data_dir: Option<&Path>) {
+    let request =
+        DataRequest { name: DatasetName::Mnist, data_dir: data_dir.map(Path::to_owned), seed: 0, offline: false };
+    let location = data::locate_mnist(&request);
+    let advice = "put the four files into a directory and name it with --data-dir or MNIST_DIR; without them --dataset \
+                  auto tries a download and else generates digits";
+    if location.complete().is_some() {
+        findings.push(finding("MNIST", State::Ok, location.to_string(), ""));
+    } else {
+        findings.push(finding("MNIST", State::Missing, location.to_string(), advice));
+    }
+}
+
+fn profiler(findings: &mut Vec<Finding>) {
+    match find_program("nsys") {
+        Some(path) => findings.push(finding("Nsight Systems", State::Ok, path.display().to_string(), "")),
+        None => {
+            let advice = "install Nsight Systems to see runs on a timeline; NVTX ranges switch themselves on under it";
+            findings.push(finding("Nsight Systems", State::Missing, "nsys is not on PATH", advice));
+        }
+    }
+    if nvtx::tool_attached() {
+        findings.push(finding("NVTX tool", State::Ok, "attached to this process; ranges are on", ""));
+    } else {
+        findings.push(finding("NVTX tool", State::Missing, "none attached; ranges are off and cost one branch", ""));
+    }
+}
+
+fn find_program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|directory| directory.join(name)).find(|candidate| candidate.is_file())
+}

@@ -1,0 +1,81 @@
+//! What can end a run, and the exit code for it.
+
+use crate::data::DataError;
+use allocators::{AllocError, CudaUnavailable, DriverError};
+use kernels::KernelError;
+
+/// Exit codes of the program.
+pub mod exit {
+    /// The run did what it was asked.
+    pub const OK: i32 = 0;
+    /// It failed while running: out of memory, a driver error, a file that could not be written.
+    pub const FAILED: i32 = 1;
+    /// The input was bad: arguments, data files, a profile, a device that is not there.
+    pub const BAD_INPUT: i32 = 2;
+    /// It was interrupted from the keyboard (128 + SIGINT); the record holds what was done.
+    pub const INTERRUPTED: i32 = 130;
+}
+
+/// Why a run ended early. Every message is one line that says what, where and how to mend it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TrainError {
+    /// Arguments, environment or files that cannot work.
+    #[error("{0}")]
+    Input(String),
+    /// A data set that cannot be read.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// No CUDA device, though one was asked for.
+    #[error(transparent)]
+    Cuda(#[from] CudaUnavailable),
+    /// An allocation failed, or the allocator found a broken contract.
+    #[error(transparent)]
+    Alloc(#[from] AllocError),
+    /// A driver call failed.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    /// A kernel could not be loaded or launched.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// The run record could not be written.
+    #[error("{path}: {error}; the run record is incomplete")]
+    Record {
+        /// File or directory.
+        path: String,
+        /// What went wrong.
+        error: std::io::Error,
+    },
+    /// The loss is no longer a number.
+    #[error("the loss became {loss} in epoch {epoch}, step {step}: lower --lr (now {learning_rate}) or change --init")]
+    Diverged {
+        /// Epoch, from 1.
+        epoch: u32,
+        /// Step of the epoch, from 1.
+        step: u64,
+        /// The loss.
+        loss: f32,
+        /// Learning rate in effect.
+        learning_rate: f32,
+    },
+    /// Ctrl-C.
+    #[error("interrupted; what was done so far is in the run record")]
+    Interrupted,
+}
+
+impl TrainError {
+    /// The program's exit code for this error.
+    #[must_use]
+    pub fn exit_code(&self) -> i32 {
+        match self {
+            Self::Input(_) | Self::Data(_) | Self::Cuda(_) | Self::Alloc(AllocError::Unsupported { .. }) => {
+                exit::BAD_INPUT
+            }
+            Self::Interrupted => exit::INTERRUPTED,
+            _ => exit::FAILED,
+        }
+    }
+}
+
+/// Result of training.
+pub type Result<T> = std::result::Result<T, TrainError>;

@@ -1,0 +1,58 @@
+//! Who hears of a run's progress.
+
+use crate::data::Dataset;
+use crate::device::Device;
+use crate::record::{EpochRecord, Summary};
+use crate::settings::Settings;
+use allocators::device::CallObserver;
+use allocators::{CallEvent, CallKind};
+use std::sync::Arc;
+
+/// Hears of progress; every method may be left out.
+pub trait Observer: Send + Sync + std::fmt::Debug {
+    /// A device was opened.
+    fn device(&self, _device: &Device) {}
+    /// A data set was loaded.
+    fn dataset(&self, _dataset: &Dataset) {}
+    /// A download begins.
+    fn download_begin(&self, _what: &str, _total_bytes: Option<u64>) {}
+    /// Bytes arrived.
+    fn download_advance(&self, _bytes: u64) {}
+    /// A download ended.
+    fn download_finish(&self) {}
+    /// Training begins, with this many steps ahead.
+    fn begin(&self, _settings: &Settings, _summary: &Summary, _steps: u64) {}
+    /// A step begins.
+    fn step(&self, _epoch: u32, _step: u64) {}
+    /// An epoch ended.
+    fn epoch(&self, _epoch: &EpochRecord) {}
+    /// A driver call that takes memory from the device or gives it back.
+    fn memory_call(&self, _event: &CallEvent) {}
+}
+
+/// Hears nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Silent;
+
+impl Observer for Silent {}
+
+/// Passes the calls that move memory on to `observer`.
+pub(crate) fn driver_call_log(observer: Arc<dyn Observer>) -> CallObserver {
+    Box::new(move |event: &CallEvent| {
+        let moves_memory = matches!(
+            event.kind,
+            CallKind::MemAlloc
+                | CallKind::MemFree
+                | CallKind::MemAllocAsync
+                | CallKind::MemFreeAsync
+                | CallKind::MemCreate
+                | CallKind::MemMap
+                | CallKind::MemUnmap
+                | CallKind::MemRelease
+                | CallKind::PoolTrim
+        );
+        if moves_memory {
+            observer.memory_call(event);
+        }
+    })
+}

@@ -1,0 +1,135 @@
+//! What a person sees on the terminal while a run goes on. Everything here goes to stderr.
+
+use allocators::{Bytes, CallEvent};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use trainer::Settings;
+use trainer::data::Dataset;
+use trainer::device::Device;
+use trainer::observer::Observer;
+use trainer::record::{EpochRecord, Summary};
+use trainer::report::duration;
+
+/// Lines and a progress bar on stderr; the bar only where stderr is a terminal.
+#[derive(Debug)]
+pub(crate) struct Terminal {
+    bar: Mutex<ProgressBar>,
+    epoch: AtomicU32,
+    step: AtomicU64,
+}
+
+impl Terminal {
+    pub(crate) fn new() -> Self {
+        Self { bar: Mutex::new(ProgressBar::hidden()), epoch: AtomicU32::new(0), step: AtomicU64::new(0) }
+    }
+
+    fn bar(&self) -> ProgressBar {
+        self.bar.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn replace(&self, bar: ProgressBar) {
+        *self.bar.lock().unwrap_or_else(PoisonError::into_inner) = bar;
+    }
+
+    /// Takes the bar off the screen.
+    pub(crate) fn clear(&self) {
+        self.bar().finish_and_clear();
+    }
+
+    fn line(&self, text: &str) {
+        // A bar that is drawn must make room; without one the line goes out as it is.
+        self.bar().suspend(|| eprintln!("{text}"));
+    }
+}
+
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ")
+}
+
+impl Observer for Terminal {
+    fn device(&self, device: &Device) {
+        let reason = if device.reason().is_empty() { String::new() } else { format!(" ({})", device.reason()) };
+        self.line(&format!("device   {}{reason}", device.describe().name));
+    }
+
+    fn dataset(&self, dataset: &Dataset) {
+        self.line(&format!(
+            "data     {}: {} rows to train on, {} to validate on ({})",
+            dataset.name, dataset.train.rows, dataset.validation.rows, dataset.source
+        ));
+        if let Some(notice) = &dataset.notice {
+            self.line(&format!("note     {notice}"));
+        }
+    }
+
+    fn download_begin(&self, what: &str, total_bytes: Option<u64>) {
+        self.line(&format!("get      {what}"));
+        let bar = match total_bytes {
+            Some(total) => ProgressBar::new(total),
+            None => ProgressBar::new_spinner(),
+        };
+        bar.set_draw_target(ProgressDrawTarget::stderr());
+        bar.set_style(style("{bar:40} {bytes}/{total_bytes} {bytes_per_sec}"));
+        self.replace(bar);
+    }
+
+    fn download_advance(&self, bytes: u64) {
+        self.bar().inc(bytes);
+    }
+
+    fn download_finish(&self) {
+        self.clear();
+    }
+
+    fn begin(&self, settings: &Settings, summary: &Summary, steps: u64) {
+        self.line(&format!(
+            "train    {} layers of width {}, batch {}, allocator {}, weights {}",
+            settings.layers,
+            settings.hidden,
+            settings.batch,
+            summary.settings.allocator,
+            Bytes(summary.parameter_bytes)
+        ));
+        let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
+        bar.set_style(style("{bar:40} step {pos}/{len} {msg} [{elapsed} left {eta}]"));
+        self.replace(bar);
+    }
+
+    fn step(&self, epoch: u32, step: u64) {
+        self.step.store(step, Relaxed);
+        let bar = self.bar();
+        if self.epoch.swap(epoch, Relaxed) != epoch {
+            bar.set_message(format!("epoch {epoch}"));
+        }
+        bar.inc(1);
+    }
+
+    fn epoch(&self, epoch: &EpochRecord) {
+        self.line(&format!(
+            "epoch {:2} train loss {:.4}, validation loss {:.4}, accuracy {:.2} %",
+            epoch.epoch,
+            epoch.train_loss,
+            epoch.val_loss,
+            100.0 * epoch.val_accuracy
+        ));
+    }
+
+    fn memory_call(&self, event: &CallEvent) {
+        let at = match self.epoch.load(Relaxed) {
+            0 => "set-up".to_owned(),
+            epoch => format!("epoch {epoch} step {}", self.step.load(Relaxed)),
+        };
+        let bytes = if event.bytes > 0 { Bytes(event.bytes).to_string() } else { String::new() };
+        let addr = event.addr.map_or_else(String::new, |addr| format!("at {:#x}", addr.get()));
+        let failed = if event.ok { "" } else { " FAILED" };
+        let blocked =
+            if event.blocked_ns > 0 { format!(", blocked {}", duration(event.blocked_ns)) } else { String::new() };
+        let kind = event.kind.name();
+        self.line(&format!(
+            "driver   {at:20} {kind:16} {bytes:>10} {addr}  {}{blocked}{failed}",
+            duration(event.total_ns)
+        ));
+    }
+}

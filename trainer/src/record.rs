@@ -1,0 +1,389 @@
+//! The run record: one type for `summary.json`, and the raw data beside it. `analysis/schema.md` describes it.
+//!
+//! The summary is replaced as a whole after each epoch (written beside, then renamed), so a killed run leaves
+//! the record of what it had done. Step rows are appended after each epoch.
+
+use crate::data::FileChecksum;
+use crate::error::{Result, TrainError};
+use crate::settings::{GemmMode, InitMode, LoaderMode, SyncMode};
+use allocators::instrument::{CheckReport, InstrumentCost, LatencyRow, Timed, TraceEvent};
+use allocators::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
+use hdrhistogram::serialization::V2DeflateSerializer;
+use hdrhistogram::serialization::interval_log::{IntervalLogWriterBuilder, Tag};
+use serde::Serialize;
+use std::fs::{File, OpenOptions};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+/// Version of the record; raised when a field changes its meaning or goes away.
+pub const SCHEMA_VERSION: u32 = 1;
+
+/// Settings in effect, read back where something else decided.
+#[derive(Clone, Debug, Serialize)]
+pub struct EffectiveSettings {
+    /// Allocator's name.
+    pub allocator: String,
+    /// Allocator's settings, as it reports them.
+    pub allocator_settings: serde_json::Value,
+    /// Most bytes that the allocator may take; `null` without a limit.
+    pub memory_limit: Option<u64>,
+    /// Kind of device, with its number or profile: `cuda:0`, `sim`.
+    pub device: String,
+    /// Data set.
+    pub dataset: String,
+    /// Width of the hidden layers.
+    pub hidden: u32,
+    /// Linear layers.
+    pub layers: u32,
+    /// Rows in a batch.
+    pub batch: u32,
+    /// Passes over the training set.
+    pub epochs: u32,
+    /// Bound on the number of steps.
+    pub steps: Option<u64>,
+    /// Learning rate.
+    pub lr: f32,
+    /// Seed.
+    pub seed: u64,
+    /// When the host waits.
+    pub sync: SyncMode,
+    /// How batches reach the device.
+    pub loader: LoaderMode,
+    /// Initial weights.
+    pub init: InitMode,
+    /// Matrix product.
+    pub gemm: GemmMode,
+    /// Values' type; always `f32`.
+    pub dtype: &'static str,
+    /// Whether NVTX ranges were emitted.
+    pub nvtx: bool,
+    /// Whether latency histograms were recorded.
+    pub latency: bool,
+    /// Whether every allocator operation was recorded.
+    pub trace: bool,
+    /// Whether the checker watched.
+    pub check: bool,
+}
+
+/// The data set that was used.
+#[derive(Clone, Debug, Serialize)]
+pub struct DatasetRecord {
+    /// Name.
+    pub name: String,
+    /// Where it came from.
+    pub source: String,
+    /// SHA-256 of the data.
+    pub checksum: String,
+    /// Files and their SHA-256.
+    pub files: Vec<FileRecord>,
+    /// Values in a row.
+    pub features: usize,
+    /// Classes.
+    pub classes: usize,
+    /// Rows to train on.
+    pub train_rows: usize,
+    /// Rows to validate on.
+    pub validation_rows: usize,
+}
+
+/// A file and its checksum.
+#[derive(Clone, Debug, Serialize)]
+pub struct FileRecord {
+    /// Path.
+    pub path: String,
+    /// SHA-256 in hexadecimal.
+    pub sha256: String,
+}
+
+impl From<FileChecksum> for FileRecord {
+    fn from(file: FileChecksum) -> Self {
+        Self { path: file.path, sha256: file.sha256 }
+    }
+}
+
+/// One epoch.
+#[derive(Clone, Debug, Serialize)]
+pub struct EpochRecord {
+    /// Number, from 1.
+    pub epoch: u32,
+    /// Training steps in it.
+    pub steps: u64,
+    /// Mean loss over its training rows.
+    pub train_loss: f64,
+    /// Mean loss on the validation rows after it.
+    pub val_loss: f64,
+    /// Fraction of the validation rows classified correctly, 0 to 1.
+    pub val_accuracy: f64,
+    /// Time on the run's clock from its start to the end of its validation.
+    pub wall_s: f64,
+    /// Time between the device's first and last work of the epoch, by events on its stream.
+    pub device_s: f64,
+    /// Device time in kernels and copies; absent where the device cannot tell.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device_busy_s: Option<f64>,
+    /// Driver calls made in it.
+    pub driver_calls: CallCounts,
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    /// Not yet, or it was killed.
+    Running,
+    /// It did what it was asked.
+    Finished,
+    /// By the keyboard.
+    Interrupted,
+    /// By an error; see `error`.
+    Failed,
+}
+
+/// What was recorded beside the summary.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Files {
+    /// One row for each step.
+    pub steps: &'static str,
+    /// Latency histograms in HdrHistogram's interval log format.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latency: Option<&'static str>,
+    /// Every allocator operation, one JSON object a line.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trace: Option<&'static str>,
+}
+
+/// The record of one run.
+#[derive(Clone, Debug, Serialize)]
+pub struct Summary {
+    /// [`SCHEMA_VERSION`].
+    pub schema_version: u32,
+    /// How the run ended.
+    pub status: Status,
+    /// The error that ended it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Version of the program.
+    pub code_version: String,
+    /// Start of the run, UTC.
+    pub started_at: String,
+    /// Arguments of the program.
+    pub command: Vec<String>,
+    /// Settings in effect.
+    pub settings: EffectiveSettings,
+    /// Device.
+    pub device: DeviceDescription,
+    /// `virtual` on the simulated device, `monotonic` otherwise; every time but `process_s` is on this clock.
+    pub clock: &'static str,
+    /// Real time of the whole process so far.
+    pub process_s: f64,
+    /// Real time from the start of the process to the first training step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub first_step_s: Option<f64>,
+    /// Data set.
+    pub dataset: DatasetRecord,
+    /// Bytes of the weights.
+    pub parameter_bytes: u64,
+    /// Epochs so far.
+    pub epochs: Vec<EpochRecord>,
+    /// Name of the file in the record that holds the loss of each step.
+    pub step_losses: &'static str,
+    /// Driver calls from opening the device to now.
+    pub driver_calls: CallCounts,
+    /// How `blocked_ns` came about: `exact` or `beyond_idle_cost`.
+    pub blocked_method: &'static str,
+    /// What calls cost on the idle device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub idle_costs: Option<IdleCosts>,
+    /// Allocator statistics under PyTorch's names.
+    pub allocator_stats: Stats,
+    /// Latency of allocator operations.
+    pub latency: Vec<LatencyRow>,
+    /// Where reserved minus requested went at the peak of reserved.
+    pub fragmentation: Ledger,
+    /// What the instruments cost.
+    pub instruments: Vec<InstrumentCost>,
+    /// What the checker found.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub check: Option<CheckReport>,
+    /// What is beside this file.
+    pub files: Files,
+}
+
+/// One training step.
+#[derive(Clone, Copy, Debug)]
+pub struct StepRow {
+    /// Epoch, from 1.
+    pub epoch: u32,
+    /// Step in the epoch, from 1.
+    pub step: u64,
+    /// Rows in its batch.
+    pub rows: u32,
+    /// Mean loss of the batch.
+    pub loss: f32,
+    /// Run's clock when the host had queued the step.
+    pub host_ns: u64,
+    /// Driver calls that took memory, in this step.
+    pub driver_allocations: u64,
+    /// Bytes held from the device after the step.
+    pub reserved_bytes: u64,
+    /// Bytes in blocks held by the client after the step.
+    pub allocated_bytes: u64,
+}
+
+/// Names of the files in a record.
+pub const SUMMARY: &str = "summary.json";
+/// One row for each step.
+pub const STEPS: &str = "steps.csv";
+/// Latency histograms.
+pub const LATENCY: &str = "latency.hlog";
+/// Every allocator operation.
+pub const TRACE: &str = "trace.jsonl";
+
+/// The directory of a record.
+#[derive(Debug)]
+pub struct RecordWriter {
+    directory: PathBuf,
+}
+
+fn failed(path: &Path) -> impl FnOnce(std::io::Error) -> TrainError {
+    let path = path.display().to_string();
+    move |error| TrainError::Record { path, error }
+}
+
+impl RecordWriter {
+    /// Makes the directory: `out`, which must not exist, or a new one under `runs/`.
+    ///
+    /// # Errors
+    /// [`TrainError::Input`] when it exists or cannot be made.
+    pub fn create(out: Option<&Path>, stamp: &str, label: &str) -> Result<Self> {
+        let refused = |path: &Path, error: &std::io::Error| {
+            TrainError::Input(format!(
+                "cannot write a run record to {}: {error}; choose another directory with --out",
+                path.display()
+            ))
+        };
+        if let Some(path) = out {
+            if path.exists() {
+                return Err(TrainError::Input(format!(
+                    "{} exists already; choose another directory with --out, or remove it",
+                    path.display()
+                )));
+            }
+            std::fs::create_dir_all(path).map_err(|error| refused(path, &error))?;
+            return Self::open(path.to_owned()).map_err(|error| refused(path, &error));
+        }
+        let base = Path::new("runs");
+        std::fs::create_dir_all(base).map_err(|error| refused(base, &error))?;
+        for attempt in 1.. {
+            let suffix = if attempt == 1 { String::new() } else { format!("-{attempt}") };
+            let path = base.join(format!("{stamp}-{label}{suffix}"));
+            match std::fs::create_dir(&path) {
+                Ok(()) => return Self::open(path.clone()).map_err(|error| refused(&path, &error)),
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(refused(&path, &error)),
+            }
+        }
+        unreachable!("an unused name is found before the numbers run out")
+    }
+
+    fn open(directory: PathBuf) -> std::io::Result<Self> {
+        let mut steps = File::create(directory.join(STEPS))?;
+        writeln!(steps, "epoch,step,rows,loss,host_ns,driver_allocations,reserved_bytes,allocated_bytes")?;
+        Ok(Self { directory })
+    }
+
+    /// The directory.
+    #[must_use]
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Replaces the summary.
+    ///
+    /// # Errors
+    /// [`TrainError::Record`] when the file cannot be written.
+    pub fn write_summary(&self, summary: &Summary) -> Result<()> {
+        let path = self.directory.join(SUMMARY);
+        let fresh = self.directory.join(".summary.json.part");
+        let mut text = to_json(summary)?;
+        text.push('\n');
+        // A reader sees the old summary or the new one, never a part.
+        std::fs::write(&fresh, text).and_then(|()| std::fs::rename(&fresh, &path)).map_err(failed(&path))
+    }
+
+    /// Appends rows for steps.
+    ///
+    /// # Errors
+    /// [`TrainError::Record`] when the file cannot be written.
+    pub fn append_steps(&self, rows: &[StepRow]) -> Result<()> {
+        let path = self.directory.join(STEPS);
+        let write = || -> std::io::Result<()> {
+            let mut out = BufWriter::new(OpenOptions::new().append(true).open(&path)?);
+            for row in rows {
+                writeln!(
+                    out,
+                    "{},{},{},{},{},{},{},{}",
+                    row.epoch,
+                    row.step,
+                    row.rows,
+                    row.loss,
+                    row.host_ns,
+                    row.driver_allocations,
+                    row.reserved_bytes,
+                    row.allocated_bytes
+                )?;
+            }
+            out.flush()
+        };
+        write().map_err(failed(&path))
+    }
+
+    /// Appends trace events.
+    ///
+    /// # Errors
+    /// [`TrainError::Record`] when the file cannot be written.
+    pub fn append_trace(&self, events: &[TraceEvent]) -> Result<()> {
+        let path = self.directory.join(TRACE);
+        let write = || -> std::io::Result<()> {
+            let mut out = BufWriter::new(OpenOptions::new().create(true).append(true).open(&path)?);
+            for event in events {
+                serde_json::to_writer(&mut out, event)?;
+                out.write_all(b"\n")?;
+            }
+            out.flush()
+        };
+        write().map_err(failed(&path))
+    }
+
+    /// Writes the histograms, one interval for the whole run, tagged `operation.path`; values are nanoseconds.
+    ///
+    /// # Errors
+    /// [`TrainError::Record`] when the file cannot be written.
+    pub fn write_latency(&self, timed: &Timed, duration: Duration) -> Result<()> {
+        let path = self.directory.join(LATENCY);
+        let write = || -> std::io::Result<()> {
+            let mut out = BufWriter::new(File::create(&path)?);
+            let mut serializer = V2DeflateSerializer::new();
+            let mut log = IntervalLogWriterBuilder::new()
+                .add_comment("allocator latency in nanoseconds, tag = operation.path")
+                .with_start_time(SystemTime::now().checked_sub(duration).unwrap_or(SystemTime::UNIX_EPOCH))
+                .begin_log_with(&mut out, &mut serializer)?;
+            for (operation, path, histogram) in timed.histograms() {
+                let tag = format!("{}.{}", operation.name(), path.name());
+                log.write_histogram(&histogram, Duration::ZERO, duration, Tag::new(&tag))
+                    .map_err(|error| std::io::Error::other(format!("{error:?}")))?;
+            }
+            out.flush()
+        };
+        write().map_err(failed(&path))
+    }
+}
+
+/// The summary as text, for the file and for `--json`.
+///
+/// # Errors
+/// [`TrainError::Record`] if it cannot be expressed, which the types rule out but for a number that is not finite.
+pub fn to_json(summary: &Summary) -> Result<String> {
+    serde_json::to_string_pretty(summary).map_err(|error| failed(Path::new(SUMMARY))(error.into()))
+}

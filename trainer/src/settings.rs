@@ -1,0 +1,188 @@
+//! What a run was asked to do.
+
+use crate::data::DatasetName;
+use allocators::instrument::NvtxMode;
+use allocators::{BackendKind, PoolSettings};
+use clap::ValueEnum;
+use kernels::GemmAlgorithm;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// When the host waits for the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SyncMode {
+    /// Only where results are read, once an epoch.
+    #[default]
+    Never,
+    /// After each training step.
+    Step,
+    /// After each operation.
+    Op,
+}
+
+/// How batches reach the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LoaderMode {
+    /// Assembled on the host and copied from pageable memory.
+    Copy,
+    /// Assembled in page-locked buffers and copied asynchronously.
+    Pinned,
+    /// The data set lives on the device; a kernel gathers each batch.
+    #[default]
+    Resident,
+}
+
+/// Distribution of the initial weights; biases start at zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum InitMode {
+    /// Normal with standard deviation 0.05, whatever the width.
+    Normal,
+    /// Uniform within sqrt(6 / (inputs + outputs)).
+    Xavier,
+    /// Normal with standard deviation sqrt(2 / inputs), which suits ReLU.
+    #[default]
+    Kaiming,
+}
+
+/// Matrix product.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GemmMode {
+    /// One thread for each output element.
+    Naive,
+    /// Tiles in shared memory.
+    #[default]
+    Tiled,
+}
+
+impl From<GemmMode> for GemmAlgorithm {
+    fn from(mode: GemmMode) -> Self {
+        match mode {
+            GemmMode::Naive => GemmAlgorithm::Naive,
+            GemmMode::Tiled => GemmAlgorithm::Tiled,
+        }
+    }
+}
+
+/// Which device to train on.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// A GPU if there is one, else the simulated one.
+    #[default]
+    Auto,
+    /// The GPU of this number.
+    Cuda(usize),
+    /// The simulated GPU with the built-in profile.
+    Sim,
+    /// The simulated GPU with a profile from a file.
+    SimProfile(PathBuf),
+}
+
+impl std::str::FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let unknown = || format!("'{text}' is no device: write auto, cuda, cuda:N, sim or sim:PROFILE.json");
+        match text.split_once(':') {
+            None => match text {
+                "auto" => Ok(Self::Auto),
+                "cuda" => Ok(Self::Cuda(0)),
+                "sim" => Ok(Self::Sim),
+                _ => Err(unknown()),
+            },
+            Some(("cuda", number)) => number.parse().map(Self::Cuda).map_err(|_| unknown()),
+            Some(("sim", path)) if !path.is_empty() => Ok(Self::SimProfile(path.into())),
+            Some(_) => Err(unknown()),
+        }
+    }
+}
+
+/// Everything that a run was asked to do.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Allocator.
+    pub allocator: BackendKind,
+    /// Most bytes that it may take.
+    pub memory_limit: Option<u64>,
+    /// Settings of `stream-ordered`.
+    pub pool: PoolSettings,
+    /// Settings of `caching`, besides the limit.
+    pub caching: allocators::backend::CachingSettings,
+    /// Device.
+    pub device: DeviceChoice,
+    /// Data set.
+    pub dataset: DatasetName,
+    /// Where MNIST's files are.
+    pub data_dir: Option<PathBuf>,
+    /// Whether nothing may be downloaded.
+    pub offline: bool,
+    /// Width of the hidden layers.
+    pub hidden: u32,
+    /// Number of linear layers.
+    pub layers: u32,
+    /// Rows in a batch.
+    pub batch: u32,
+    /// Passes over the training set.
+    pub epochs: u32,
+    /// Stop after this many steps in all.
+    pub steps: Option<u64>,
+    /// Learning rate.
+    pub learning_rate: f32,
+    /// Seed of everything random.
+    pub seed: u64,
+    /// When the host waits.
+    pub sync: SyncMode,
+    /// How batches reach the device.
+    pub loader: LoaderMode,
+    /// Initial weights.
+    pub init: InitMode,
+    /// Matrix product.
+    pub gemm: GemmMode,
+    /// Where the run record goes; `None`: a new directory under `runs/`.
+    pub out: Option<PathBuf>,
+    /// NVTX ranges.
+    pub nvtx: NvtxMode,
+    /// Whether latency histograms are recorded.
+    pub latency: bool,
+    /// Whether every allocator operation is written to the record.
+    pub trace: bool,
+    /// Whether the checker watches the allocator.
+    pub check: bool,
+    /// Whether driver allocations are printed as they happen.
+    pub log_driver_calls: bool,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            allocator: BackendKind::Caching,
+            memory_limit: None,
+            pool: PoolSettings::default(),
+            caching: allocators::backend::CachingSettings::default(),
+            device: DeviceChoice::Auto,
+            dataset: DatasetName::Auto,
+            data_dir: None,
+            offline: false,
+            hidden: 256,
+            layers: 3,
+            batch: 64,
+            epochs: 5,
+            steps: None,
+            learning_rate: 0.1,
+            seed: 42,
+            sync: SyncMode::default(),
+            loader: LoaderMode::default(),
+            init: InitMode::default(),
+            gemm: GemmMode::default(),
+            out: None,
+            nvtx: NvtxMode::default(),
+            latency: true,
+            trace: false,
+            check: false,
+            log_driver_calls: false,
+        }
+    }
+}

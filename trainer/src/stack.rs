@@ -1,0 +1,75 @@
+//! The allocator under study with the instruments around it.
+
+use crate::device::Device;
+use crate::error::Result;
+use crate::settings::Settings;
+use allocators::instrument::{Checker, EventTrace, InstrumentCost, Limit, MonotonicClock, Nvtx, Timed, measure_cost};
+use allocators::{AllocatorSettings, BackendKind, DeviceAllocator};
+use std::sync::Arc;
+
+/// A backend and its instruments, from the inside out: latency, NVTX, trace, limit, checker. The histograms are
+/// innermost, so that they hold the backend's time and not that of the other instruments.
+#[derive(Debug)]
+pub(crate) struct Stack {
+    /// What the trainer allocates from.
+    pub(crate) top: Arc<dyn DeviceAllocator>,
+    /// Latency histograms.
+    pub(crate) timed: Option<Arc<Timed>>,
+    /// Trace.
+    pub(crate) trace: Option<Arc<EventTrace>>,
+    /// Checker.
+    pub(crate) checker: Option<Arc<Checker>>,
+    /// What the instruments that are on cost.
+    pub(crate) costs: Vec<InstrumentCost>,
+}
+
+impl Stack {
+    /// Builds the backend on the device and puts the instruments that are wanted around it.
+    ///
+    /// # Errors
+    /// Those of building the backend.
+    pub(crate) fn build(backend: &AllocatorSettings, settings: &Settings, device: &Device) -> Result<Self> {
+        let mut top = backend.build(&device.driver())?;
+        let mut costs = Vec::new();
+        let mut timed = None;
+        if settings.latency {
+            let layer = Arc::new(Timed::new(top, device.clock()));
+            timed = Some(Arc::clone(&layer));
+            top = layer;
+            costs.push(measure_cost("latency", &|inner| Arc::new(Timed::new(inner, Arc::new(MonotonicClock::new()))))?);
+        }
+        if device.ranges().is_on() {
+            top = Arc::new(Nvtx::new(top, device.ranges()));
+            let ranges = device.ranges();
+            costs.push(measure_cost("nvtx", &|inner| Arc::new(Nvtx::new(inner, ranges)))?);
+        }
+        let mut trace = None;
+        if settings.trace {
+            let layer = Arc::new(EventTrace::new(top, device.clock()));
+            trace = Some(Arc::clone(&layer));
+            top = layer;
+            costs.push(measure_cost("trace", &|inner| {
+                Arc::new(EventTrace::new(inner, Arc::new(MonotonicClock::new())))
+            })?);
+        }
+        // `caching` has a limit of its own, under which it releases its cache first.
+        if let Some(limit) = settings.memory_limit.filter(|_| backend.kind != BackendKind::Caching) {
+            top = Arc::new(Limit::new(top, limit));
+            costs.push(measure_cost("limit", &|inner| Arc::new(Limit::new(inner, u64::MAX)))?);
+        }
+        let mut checker = None;
+        if settings.check {
+            let layer = Arc::new(Checker::new(top, device.driver()));
+            checker = Some(Arc::clone(&layer));
+            top = layer;
+        }
+        Ok(Self { top, timed, trace, checker, costs })
+    }
+
+    /// Allocated and reserved bytes now.
+    #[must_use]
+    pub(crate) fn levels(&self) -> (u64, u64) {
+        let stats = self.top.stats();
+        (stats.allocated_bytes.all.current, stats.reserved_bytes.all.current)
+    }
+}
