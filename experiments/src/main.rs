@@ -1,1 +1,101 @@
-fn main() {}
+//! Runs the trainer under several allocators and compares what it recorded; fits device profiles.
+
+mod compare;
+mod fit;
+
+use allocators::Profile;
+use anyhow::{Context, Result};
+use clap::{Parser, Subcommand};
+use comfy_table::{ContentArrangement, Table, presets};
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Exit code for bad input, as the trainer's.
+const BAD_INPUT: u8 = 2;
+
+#[derive(Debug, Parser)]
+#[command(name = "experiments", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Trains under each allocator and prints one table
+    Compare(compare::CompareArgs),
+    /// Fits a profile's kernel costs to timings from `time_kernels`
+    FitKernels {
+        /// Output of `cargo run --release -p kernels --example time_kernels` on a GPU
+        timings: PathBuf,
+        /// Profile whose other costs are kept [default: the built-in H200]
+        #[arg(long, value_name = "FILE")]
+        profile: Option<PathBuf>,
+        /// Where the new profile goes
+        #[arg(short, long, value_name = "FILE")]
+        out: PathBuf,
+    },
+    /// Is the trainer; `compare` starts it in a process of its own for each run
+    #[command(hide = true)]
+    Trainer {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<OsString>,
+    },
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Compare(args) => compare::compare(&args),
+        Command::FitKernels { timings, profile, out } => fit_kernels(&timings, profile, &out),
+        Command::Trainer { arguments } => {
+            let program = std::iter::once(OsString::from("trainer"));
+            std::process::exit(trainer::cli::main(program.chain(arguments).collect()));
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::from(BAD_INPUT)
+        }
+    }
+}
+
+fn fit_kernels(timings: &std::path::Path, base: Option<PathBuf>, out: &std::path::Path) -> Result<()> {
+    let mut profile = match base {
+        None => Profile::h200(),
+        Some(path) => {
+            let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+            Profile::from_json(&text).with_context(|| path.display().to_string())?
+        }
+    };
+    let fits = fit::fit_kernels(&mut profile, timings)?;
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
+    table.set_header([
+        "kernel",
+        "timings",
+        "fixed ns",
+        "iteration ns",
+        "blocks per wave",
+        "bytes per ns",
+        "worst miss",
+    ]);
+    for fit in fits {
+        table.add_row([
+            fit.kernel,
+            fit.timings.to_string(),
+            fit.cost.fixed_ns.to_string(),
+            fit.cost.iteration_ns.to_string(),
+            fit.cost.blocks_per_wave.to_string(),
+            fit.cost.bytes_per_ns.to_string(),
+            format!("{:.0} %", 100.0 * fit.worst),
+        ]);
+    }
+    let mut text = serde_json::to_string_pretty(&profile)?;
+    text.push('\n');
+    std::fs::write(out, text).with_context(|| format!("cannot write {}", out.display()))?;
+    println!("{table}");
+    Ok(())
+}

@@ -57,6 +57,8 @@ impl Gpu {
         unsafe {
             let region = result::malloc_sync(image.len()).unwrap();
             result::memcpy_htod_sync(region, image).unwrap();
+            // That copy returns once its source is staged; the stream does not wait for the rest of it.
+            result::ctx::synchronize().unwrap();
             work(region);
             result::stream::synchronize(self.stream).unwrap();
             result::memcpy_dtoh_sync(&mut after, region).unwrap();

@@ -1,19 +1,20 @@
 //! The command line.
 
+use crate::data::DatasetName;
+use crate::observer::Observer;
 use crate::progress::Terminal;
+use crate::settings::{DeviceChoice, GemmMode, InitMode, LoaderMode, SyncMode};
+use crate::{Result, Settings, TrainError, doctor, exit, record, report};
 use allocators::backend::CachingSettings;
 use allocators::instrument::NvtxMode;
 use allocators::{BackendKind, Bytes, PoolSettings};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Instant;
-use trainer::data::DatasetName;
-use trainer::observer::Observer;
-use trainer::settings::{DeviceChoice, GemmMode, InitMode, LoaderMode, SyncMode};
-use trainer::{Result, Settings, TrainError, doctor, exit, record, report};
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -228,15 +229,20 @@ impl TrainArgs {
     }
 }
 
-/// Parses the arguments, runs, and returns the exit code.
-pub(crate) fn main() -> i32 {
+/// Runs the program with these arguments (the first is its name) and returns the exit code. `--help`, `--version`
+/// and arguments that cannot be parsed end the process.
+#[must_use]
+pub fn main(arguments: Vec<OsString>) -> i32 {
+    // A panic is a bug of ours; a person gets one line that says so instead of a backtrace.
+    std::panic::set_hook(Box::new(|panic| eprintln!("error: internal fault, please report it: {panic}")));
     let started = Instant::now();
-    let cli = Cli::parse();
+    let command = arguments.iter().map(|argument| argument.to_string_lossy().into_owned()).collect();
+    let cli = Cli::parse_from(arguments);
     if let Some(Command::Doctor(args)) = cli.command {
         return print(&doctor::examine(args.data_dir.as_deref()).show(args.json));
     }
     let terminal = Arc::new(Terminal::new());
-    match train(&cli.train, started, &terminal) {
+    match train(&cli.train, command, started, &terminal) {
         Ok(code) => code,
         Err(error) => {
             terminal.clear();
@@ -246,7 +252,7 @@ pub(crate) fn main() -> i32 {
     }
 }
 
-fn train(args: &TrainArgs, started: Instant, terminal: &Arc<Terminal>) -> Result<i32> {
+fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Arc<Terminal>) -> Result<i32> {
     let settings = args.settings()?;
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
@@ -258,8 +264,7 @@ fn train(args: &TrainArgs, started: Instant, terminal: &Arc<Terminal>) -> Result
     };
     ctrlc::set_handler(handler).map_err(|error| TrainError::Input(format!("cannot listen for Ctrl-C: {error}")))?;
     let observer: Arc<dyn Observer> = Arc::clone(terminal) as _;
-    let command = std::env::args().collect();
-    let outcome = trainer::run(&settings, command, started, &stop, &observer)?;
+    let outcome = crate::run(&settings, command, started, &stop, &observer)?;
     terminal.clear();
     let text = if args.json { record::to_json(&outcome.summary)? } else { report::report(&outcome.summary) };
     let printed = print(&text);

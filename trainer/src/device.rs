@@ -25,7 +25,7 @@ enum Blocked {
 enum Engine {
     /// Kernels are dropped before the driver, whose context holds them.
     Cuda {
-        kernels: CudaKernels,
+        kernels: Box<CudaKernels>,
         driver: Arc<CudaDriver>,
     },
     Sim(Arc<SimDriver>),
@@ -95,7 +95,7 @@ impl Device {
         let idle = IdleCosts::measure(driver.as_ref(), stream)?;
         let metered = MeteredDriver::new(Arc::clone(&driver) as Arc<dyn Driver>, Some(idle.clone()), observer);
         Ok(Self {
-            engine: Engine::Cuda { kernels, driver },
+            engine: Engine::Cuda { kernels: Box::new(kernels), driver },
             driver: Arc::new(metered),
             stream,
             sync,

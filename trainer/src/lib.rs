@@ -4,6 +4,7 @@
 //! a training step computes goes through [`Context`](tensor::Context), which allocates from the allocator under
 //! study and nowhere else.
 
+pub mod cli;
 pub mod data;
 pub mod device;
 pub mod doctor;
@@ -12,6 +13,7 @@ pub mod init;
 pub mod loader;
 pub mod mlp;
 pub mod observer;
+mod progress;
 pub mod record;
 pub mod report;
 pub mod settings;

@@ -1,16 +1,16 @@
 //! What a person sees on the terminal while a run goes on. Everything here goes to stderr.
 
+use crate::Settings;
+use crate::data::Dataset;
+use crate::device::Device;
+use crate::observer::Observer;
+use crate::record::{EpochRecord, Summary};
+use crate::report::duration;
 use allocators::{Bytes, CallEvent};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use trainer::Settings;
-use trainer::data::Dataset;
-use trainer::device::Device;
-use trainer::observer::Observer;
-use trainer::record::{EpochRecord, Summary};
-use trainer::report::duration;
 
 /// Lines and a progress bar on stderr; the bar only where stderr is a terminal.
 #[derive(Debug)]

@@ -2,11 +2,13 @@
 
 use crate::record::{EpochRecord, Status, Summary};
 use allocators::{Attribution, Bytes, CallCounts, CallKind};
-use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, Table, presets};
+use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
 
 fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
+    // One line under the header; lines between rows would double the length of a report.
+    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
+    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
     let bold = |text: &&str| Cell::new(text).add_attribute(Attribute::Bold);
     table.set_header(header.iter().map(bold));
     for column in table.column_iter_mut().skip(1) {

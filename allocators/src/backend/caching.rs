@@ -81,6 +81,8 @@ struct State {
     /// Events to use again.
     events: Vec<EventId>,
     peak: Ledger,
+    /// Stream of the last request that was served by a new segment.
+    grown_by: StreamId,
 }
 
 #[derive(Debug, Default)]
@@ -192,6 +194,7 @@ impl Caching {
             pending: BTreeMap::new(),
             events: Vec::new(),
             peak: Ledger::default(),
+            grown_by: StreamId(0),
         };
         Self { driver, settings, state: Mutex::new(state) }
     }
@@ -292,12 +295,16 @@ impl Caching {
     ) -> Result<bool, DriverError> {
         let Some(max_split) = self.settings.max_split_size else { return Ok(false) };
         let wanted = rounded.max(max_split);
-        if let Some(found) = state.pool(pool).free.best_fit(stream, wanted) {
+        // Only whole segments can go back. Under PyTorch's bounds on the setting (above 20 MiB, whole MiB) no part of
+        // a segment is oversize; under a smaller one it may be.
+        let whole = |state: &State, key: &FreeKey| !state.blocks.get(key.index).is_split();
+        if let Some(found) = state.pool(pool).free.best_fit(stream, wanted).filter(|key| whole(state, key)) {
             self.release_segment(state, found.index)?;
             return Ok(true);
         }
-        let candidates: Vec<FreeKey> =
+        let mut candidates: Vec<FreeKey> =
             state.pool(pool).free.below(stream, wanted).take_while(|key| key.bytes >= max_split).collect();
+        candidates.retain(|key| whole(state, key));
         let mut released = 0;
         for key in candidates {
             if released >= wanted {
@@ -586,6 +593,7 @@ impl DeviceAllocator for Caching {
         }
         if path != Path::Hit && path != Path::Split && state.reserved() > state.peak.reserved {
             state.peak = state.snapshot().ledger(stream);
+            state.grown_by = stream;
         }
         let record = state.blocks.get(index);
         Ok(Block::new(address(record.addr), record.bytes, request.bytes, path, u64::from(index)))
@@ -630,7 +638,9 @@ impl DeviceAllocator for Caching {
     }
 
     fn reset_peaks(&self) {
-        self.lock().stats.reset_peaks();
+        let state = &mut *self.lock();
+        state.stats.reset_peaks();
+        state.peak = state.snapshot().ledger(state.grown_by);
     }
 
     fn snapshot(&self) -> Option<Snapshot> {
@@ -649,8 +659,13 @@ impl DeviceAllocator for Caching {
 impl Drop for Caching {
     fn drop(&mut self) {
         let state = &mut *self.lock();
-        // Errors have nobody to go to; what stays goes with the device context.
-        let _ = self.release_cached(state, 0);
+        // Errors have nobody to go to. An error ends a round, so one call that fails once does not keep the rest;
+        // what stays goes with the device context.
+        for _ in 0..2 {
+            if self.release_cached(state, 0).is_ok() {
+                break;
+            }
+        }
         for event in std::mem::take(&mut state.events) {
             // SAFETY: the event is in no queue any more and belongs to this allocator alone.
             let _ = unsafe { self.driver.event_destroy(event) };

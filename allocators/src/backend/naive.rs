@@ -14,7 +14,7 @@
 
 use crate::allocator::{Block, DeviceAllocator, Path, Request};
 use crate::device::{DeviceAddr, Driver, StreamId};
-use crate::error::{AllocError, OomReport};
+use crate::error::{AllocError, DriverError, OomReport};
 use crate::snapshot::{BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
 use crate::stats::{PoolKind, PooledGauge, Stats};
 use std::collections::BTreeMap;
@@ -31,6 +31,8 @@ pub struct Naive {
 struct State {
     stats: Stats,
     live: BTreeMap<DeviceAddr, (u64, StreamId)>,
+    /// Blocks whose free the driver refused: gone from the client's side, still held from the device.
+    refused: BTreeMap<DeviceAddr, (u64, StreamId)>,
     peak: Ledger,
 }
 
@@ -38,18 +40,23 @@ struct State {
 const ANY: PoolKind = PoolKind::Large;
 
 impl State {
-    /// Every gauge moves together: a block is a segment and nothing is rounded.
-    fn gauges(&mut self) -> ([&mut PooledGauge; 2], [&mut PooledGauge; 4], &mut PooledGauge) {
+    /// What moves with the client's hold on a block: a count and bytes.
+    fn held(&mut self) -> (&mut PooledGauge, &mut PooledGauge) {
+        (&mut self.stats.allocation, &mut self.stats.allocated_bytes)
+    }
+
+    /// What moves with the driver's: a block is a segment and nothing is rounded.
+    fn taken(&mut self) -> ([&mut PooledGauge; 2], [&mut PooledGauge; 3]) {
         let stats = &mut self.stats;
         let segment = stats.segment.get_or_insert_with(PooledGauge::default);
-        let counts = [&mut stats.allocation, &mut stats.active];
-        let bytes = [
-            &mut stats.allocated_bytes,
-            &mut stats.reserved_bytes,
-            &mut stats.active_bytes,
-            &mut stats.requested_bytes,
-        ];
-        (counts, bytes, segment)
+        let counts = [&mut stats.active, segment];
+        (counts, [&mut stats.reserved_bytes, &mut stats.active_bytes, &mut stats.requested_bytes])
+    }
+
+    fn ledger(&self) -> Ledger {
+        let reserved = self.stats.reserved_bytes.all.current;
+        let pending = self.refused.values().map(|(bytes, _)| bytes).sum();
+        Ledger { reserved, requested: reserved - pending, pending, ..Ledger::default() }
     }
 }
 
@@ -57,11 +64,43 @@ impl Naive {
     /// A naive allocator on `driver`.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>) -> Self {
-        Self { driver, state: Mutex::default() }
+        // Segments are known from the start: a zero is a figure, an absent one is not.
+        let stats = Stats { segment: Some(PooledGauge::default()), ..Stats::default() };
+        Self { driver, state: Mutex::new(State { stats, ..State::default() }) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives a block that is in no list back to the driver, or puts it among the refused ones.
+    fn give_back(&self, addr: DeviceAddr, bytes: u64, owner: StreamId) -> Result<(), DriverError> {
+        // SAFETY: the address was live here, so it came from this driver and is freed once. The driver itself waits
+        // for the device, so work queued on any stream is done first.
+        let freed = unsafe { self.driver.mem_free(addr) };
+        let mut state = self.lock();
+        if freed.is_err() {
+            state.refused.insert(addr, (bytes, owner));
+            return freed;
+        }
+        state.stats.num_device_free += 1;
+        let (counts, sizes) = state.taken();
+        counts.into_iter().for_each(|gauge| gauge.decrease(ANY, 1));
+        sizes.into_iter().for_each(|gauge| gauge.decrease(ANY, bytes));
+        Ok(())
+    }
+
+    /// Tries the frees again that the driver refused; the bytes that went, or the first error.
+    fn retry_refused(&self) -> Result<u64, DriverError> {
+        let refused = std::mem::take(&mut self.lock().refused);
+        let (mut released, mut outcome) = (0, Ok(()));
+        for (addr, (bytes, owner)) in refused {
+            match self.give_back(addr, bytes, owner) {
+                Ok(()) => released += bytes,
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
+        }
+        outcome.map(|()| released)
     }
 }
 
@@ -99,12 +138,14 @@ impl DeviceAllocator for Naive {
         let mut state = self.lock();
         state.live.insert(addr, (bytes, stream));
         state.stats.num_device_alloc += 1;
-        let (counts, sizes, segment) = state.gauges();
-        counts.into_iter().chain([segment]).for_each(|gauge| gauge.increase(ANY, 1));
+        let (count, size) = state.held();
+        count.increase(ANY, 1);
+        size.increase(ANY, bytes);
+        let (counts, sizes) = state.taken();
+        counts.into_iter().for_each(|gauge| gauge.increase(ANY, 1));
         sizes.into_iter().for_each(|gauge| gauge.increase(ANY, bytes));
-        let reserved = state.stats.reserved_bytes.all;
-        if reserved.current == reserved.peak {
-            state.peak = Ledger { reserved: reserved.current, requested: reserved.current, ..Ledger::default() };
+        if state.stats.reserved_bytes.all.current > state.peak.reserved {
+            state.peak = state.ledger();
         }
         Ok(Block::new(addr, bytes, bytes, Path::DriverAlloc, 0))
     }
@@ -120,18 +161,12 @@ impl DeviceAllocator for Naive {
                 reason: "it is not among the live blocks",
             });
         };
-        // SAFETY: the address was live here, so it came from this driver and is freed once. The driver itself waits
-        // for the device, so work queued on any stream is done first.
-        if let Err(error) = unsafe { self.driver.mem_free(addr) } {
-            // The driver still holds the memory, so the account must too.
-            self.lock().live.insert(addr, (bytes, owner));
-            return Err(error.into());
-        }
         let mut state = self.lock();
-        state.stats.num_device_free += 1;
-        let (counts, sizes, segment) = state.gauges();
-        counts.into_iter().chain([segment]).for_each(|gauge| gauge.decrease(ANY, 1));
-        sizes.into_iter().for_each(|gauge| gauge.decrease(ANY, bytes));
+        let (count, size) = state.held();
+        count.decrease(ANY, 1);
+        size.decrease(ANY, bytes);
+        drop(state);
+        self.give_back(addr, bytes, owner)?;
         Ok(Path::DriverFree)
     }
 
@@ -153,25 +188,40 @@ impl DeviceAllocator for Naive {
     }
 
     fn reset_peaks(&self) {
-        self.lock().stats.reset_peaks();
+        let mut state = self.lock();
+        state.stats.reset_peaks();
+        state.peak = state.ledger();
     }
 
     fn snapshot(&self) -> Option<Snapshot> {
-        let segment = |(&addr, &(bytes, stream)): (&DeviceAddr, &(u64, StreamId))| SegmentInfo {
+        let segment = |(&addr, &(bytes, stream)): (&DeviceAddr, &(u64, StreamId)), state| SegmentInfo {
             addr,
             bytes,
             stream,
             pool: None,
-            blocks: vec![BlockInfo { addr, bytes, requested: bytes, state: BlockState::Allocated }],
+            blocks: vec![BlockInfo { addr, bytes, requested: bytes, state }],
         };
-        Some(Snapshot { segments: self.lock().live.iter().map(segment).collect() })
+        let state = self.lock();
+        let live = state.live.iter().map(|entry| segment(entry, BlockState::Allocated));
+        let refused = state.refused.iter().map(|entry| segment(entry, BlockState::PendingFree));
+        let mut segments: Vec<SegmentInfo> = live.chain(refused).collect();
+        segments.sort_unstable_by_key(|segment| segment.addr);
+        Some(Snapshot { segments })
     }
 
     fn ledger_at_peak(&self) -> Ledger {
         self.lock().peak
     }
 
+    /// Nothing is kept, so only frees that the driver refused are left to try again.
     fn trim(&self, _keep_bytes: u64) -> Result<u64, AllocError> {
-        Ok(0)
+        Ok(self.retry_refused()?)
+    }
+}
+
+impl Drop for Naive {
+    fn drop(&mut self) {
+        // Errors have nobody to go to; what is refused again goes with the device context.
+        let _ = self.retry_refused();
     }
 }

@@ -35,7 +35,11 @@ pub struct StreamOrdered {
 struct State {
     stats: Stats,
     live: HashMap<DeviceAddr, LiveBlock>,
+    /// Blocks whose free the driver refused: gone from the client's side, still held by the pool.
+    refused: Vec<(DeviceAddr, LiveBlock)>,
     peak: Ledger,
+    /// The counters as they were last read, for when the driver does not answer.
+    counters: PoolCounters,
     /// Highest requested bytes at which the pool's counters were read.
     sampled: u64,
 }
@@ -50,13 +54,15 @@ struct LiveBlock {
 const ANY: PoolKind = PoolKind::Large;
 
 impl State {
-    fn counts(&mut self) -> [&mut PooledGauge; 2] {
-        [&mut self.stats.allocation, &mut self.stats.active]
+    /// What moves with the client's hold on a block: a count and bytes.
+    fn held(&mut self) -> (&mut PooledGauge, &mut PooledGauge) {
+        (&mut self.stats.allocation, &mut self.stats.allocated_bytes)
     }
 
-    /// The pool's rounding is not visible, so allocated and active bytes are what was requested.
-    fn sizes(&mut self) -> [&mut PooledGauge; 3] {
-        [&mut self.stats.allocated_bytes, &mut self.stats.active_bytes, &mut self.stats.requested_bytes]
+    /// What moves with the pool's: a count and bytes. Its rounding is not visible, so active bytes are what was
+    /// requested.
+    fn taken(&mut self) -> (&mut PooledGauge, [&mut PooledGauge; 2]) {
+        (&mut self.stats.active, [&mut self.stats.active_bytes, &mut self.stats.requested_bytes])
     }
 }
 
@@ -91,8 +97,12 @@ impl StreamOrdered {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn counters(&self) -> Option<PoolCounters> {
-        self.pools().pool_counters(self.pool).ok()
+    /// The pool's counters, or what they were when the driver last answered.
+    fn counters(&self, state: &mut State) -> PoolCounters {
+        if let Ok(counters) = self.pools().pool_counters(self.pool) {
+            state.counters = counters;
+        }
+        state.counters
     }
 
     fn foreign(&self, block: &Block) -> AllocError {
@@ -112,22 +122,30 @@ impl StreamOrdered {
             return;
         }
         state.sampled = requested;
-        let Some(counters) = self.counters() else { return };
-        if counters.reserved >= state.peak.reserved {
-            state.peak = Ledger {
-                internal: counters.used.saturating_sub(requested),
-                soft: counters.reserved - counters.used.max(requested).min(counters.reserved),
-                reserved: counters.reserved,
-                requested,
-                attribution: Attribution::PoolCounters,
-                ..Ledger::default()
-            };
+        let ledger = self.ledger(state);
+        if ledger.reserved >= state.peak.reserved {
+            state.peak = ledger;
+        }
+    }
+
+    fn ledger(&self, state: &mut State) -> Ledger {
+        let PoolCounters { reserved, used, .. } = self.counters(state);
+        let requested = state.stats.requested_bytes.all.current;
+        let pending: u64 = state.refused.iter().map(|(_, block)| block.bytes).sum();
+        Ledger {
+            internal: used.saturating_sub(requested),
+            soft: reserved.saturating_sub(used.max(requested)),
+            pending,
+            reserved,
+            requested: requested - pending,
+            attribution: Attribution::PoolCounters,
+            ..Ledger::default()
         }
     }
 
     fn out_of_memory(&self, bytes: u64) -> AllocError {
-        let counters = self.counters().unwrap_or_default();
         let mut state = self.lock();
+        let counters = self.counters(&mut state);
         state.stats.num_ooms += 1;
         AllocError::OutOfMemory(Box::new(OomReport {
             allocator: self.name().into(),
@@ -152,6 +170,36 @@ impl StreamOrdered {
     }
 }
 
+impl StreamOrdered {
+    /// Queues the free of a block that is in no list, or puts it among the refused ones.
+    fn give_back(&self, addr: DeviceAddr, block: LiveBlock) -> Result<(), DriverError> {
+        // Without an event, waiting on the host gives the same order.
+        let ordered = block
+            .uses
+            .iter()
+            .try_for_each(|&user| self.order(user, block.stream).or_else(|_| self.driver.stream_synchronize(user)));
+        // SAFETY: the address was live here; its uses on its own stream were queued before (the client's promise)
+        // and those on other streams are ordered before this point by the waits above.
+        let freed = ordered.and_then(|()| unsafe { self.pools().mem_free_async(addr, block.stream) });
+        let mut state = self.lock();
+        if freed.is_err() {
+            state.refused.push((addr, block));
+            return freed;
+        }
+        state.stats.num_device_free += 1;
+        let (count, sizes) = state.taken();
+        count.decrease(ANY, 1);
+        sizes.into_iter().for_each(|gauge| gauge.decrease(ANY, block.bytes));
+        Ok(())
+    }
+
+    /// Tries the frees again that the driver refused; the first error.
+    fn retry_refused(&self) -> Result<(), DriverError> {
+        let refused = std::mem::take(&mut self.lock().refused);
+        refused.into_iter().fold(Ok(()), |outcome, (addr, block)| outcome.and(self.give_back(addr, block)))
+    }
+}
+
 impl DeviceAllocator for StreamOrdered {
     fn name(&self) -> &'static str {
         "stream-ordered"
@@ -169,6 +217,7 @@ impl DeviceAllocator for StreamOrdered {
             Err(error) if error.is_out_of_memory() => {
                 // Frees that are still queued keep their memory; after a synchronise the pool can reuse or give it
                 // back. RMM and PyTorch retry in the same way.
+                self.retry_refused()?;
                 self.driver.device_synchronize()?;
                 self.pools().pool_trim_to(self.pool, 0)?;
                 self.lock().stats.num_alloc_retries += 1;
@@ -183,8 +232,12 @@ impl DeviceAllocator for StreamOrdered {
         let mut state = self.lock();
         state.live.insert(addr, LiveBlock { bytes, stream, uses: Vec::new() });
         state.stats.num_device_alloc += 1;
-        state.counts().into_iter().for_each(|gauge| gauge.increase(ANY, 1));
-        state.sizes().into_iter().for_each(|gauge| gauge.increase(ANY, bytes));
+        let (count, size) = state.held();
+        count.increase(ANY, 1);
+        size.increase(ANY, bytes);
+        let (count, sizes) = state.taken();
+        count.increase(ANY, 1);
+        sizes.into_iter().for_each(|gauge| gauge.increase(ANY, bytes));
         self.sample(&mut state);
         Ok(Block::new(addr, bytes, bytes, path, 0))
     }
@@ -194,23 +247,12 @@ impl DeviceAllocator for StreamOrdered {
         // The record goes before the memory: the pool may hand the address out again at once.
         let Some(live) = self.lock().live.remove(&addr) else { return Err(self.foreign(&block)) };
         let path = if live.uses.is_empty() { Path::Pool } else { Path::WaitInserted };
-        // Without an event, waiting on the host gives the same order.
-        let ordered = live
-            .uses
-            .iter()
-            .try_for_each(|&user| self.order(user, live.stream).or_else(|_| self.driver.stream_synchronize(user)));
-        // SAFETY: the address was live here; its uses on its own stream were queued before (the caller's promise)
-        // and those on other streams are ordered before this point by the waits above.
-        let freed = ordered.and_then(|()| unsafe { self.pools().mem_free_async(addr, live.stream) });
-        if let Err(error) = freed {
-            // The pool still holds the memory, so the account must too.
-            self.lock().live.insert(addr, live);
-            return Err(error.into());
-        }
         let mut state = self.lock();
-        state.stats.num_device_free += 1;
-        state.counts().into_iter().for_each(|gauge| gauge.decrease(ANY, 1));
-        state.sizes().into_iter().for_each(|gauge| gauge.decrease(ANY, live.bytes));
+        let (count, size) = state.held();
+        count.decrease(ANY, 1);
+        size.decrease(ANY, live.bytes);
+        drop(state);
+        self.give_back(addr, live)?;
         Ok(path)
     }
 
@@ -224,18 +266,21 @@ impl DeviceAllocator for StreamOrdered {
     }
 
     fn stats(&self) -> Stats {
-        let mut stats = self.lock().stats.clone();
+        let mut state = self.lock();
+        let counters = self.counters(&mut state);
+        let mut stats = state.stats.clone();
         // Only the level and its peak are known; how much came and went in all is not.
         stats.reserved_totals_known = false;
-        if let Some(counters) = self.counters() {
-            stats.reserved_bytes.all =
-                Gauge { current: counters.reserved, peak: counters.reserved_high, allocated: 0, freed: 0 };
-        }
+        stats.reserved_bytes.all =
+            Gauge { current: counters.reserved, peak: counters.reserved_high, allocated: 0, freed: 0 };
         stats
     }
 
     fn reset_peaks(&self) {
-        self.lock().stats.reset_peaks();
+        let mut state = self.lock();
+        state.stats.reset_peaks();
+        state.sampled = state.stats.requested_bytes.all.current;
+        state.peak = self.ledger(&mut state);
     }
 
     fn snapshot(&self) -> Option<Snapshot> {
@@ -247,6 +292,7 @@ impl DeviceAllocator for StreamOrdered {
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
+        self.retry_refused()?;
         self.driver.device_synchronize()?;
         let before = self.pools().pool_counters(self.pool)?.reserved;
         self.pools().pool_trim_to(self.pool, keep_bytes)?;
@@ -256,9 +302,15 @@ impl DeviceAllocator for StreamOrdered {
 
 impl Drop for StreamOrdered {
     fn drop(&mut self) {
-        // A free may still be queued. Errors have nobody to go to; the pool then goes with the device context.
+        // Errors have nobody to go to; what is refused again goes with the device context.
+        let _ = self.retry_refused();
+        // Frees may still be queued, and an earlier error may surface here instead of the call's own.
         let _ = self.driver.device_synchronize();
-        // SAFETY: the pool belongs to this allocator alone; blocks still live were leaked by their owners.
-        let _ = unsafe { self.pools().pool_destroy(self.pool) };
+        for _ in 0..2 {
+            // SAFETY: the pool belongs to this allocator alone; blocks still live were leaked by their owners.
+            if unsafe { self.pools().pool_destroy(self.pool) }.is_ok() {
+                break;
+            }
+        }
     }
 }

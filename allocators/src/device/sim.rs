@@ -11,6 +11,7 @@
 
 mod heap;
 mod memory;
+mod pools;
 mod profile;
 mod timeline;
 mod vmm;
@@ -20,13 +21,14 @@ pub use profile::{
 };
 
 use super::{
-    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, MemInfo, PoolCounters,
-    PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
+    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, MemInfo, PoolDriver, StreamId,
+    VmmDriver,
 };
 use crate::error::DriverError;
 use crate::instrument::Clock;
-use heap::Heap;
+use heap::{Heap, Packing};
 use memory::HostMemoryMap;
+use pools::Pool;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -34,8 +36,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use timeline::{Order, Recorded, Timeline};
 
 /// Where plain memory starts; pools and reservations have ranges of their own above it.
-const PLAIN_BASE: u64 = 1 << 41;
-const POOL_BASE: u64 = 1 << 43;
+const SMALL_BASE: u64 = 1 << 41;
+const LARGE_BASE: u64 = 1 << 42;
+/// Size of each range.
 const RANGE: u64 = 1 << 40;
 /// Page-locked host memory is aligned to a host page.
 const HOST_ALIGN: usize = 4096;
@@ -58,18 +61,12 @@ pub struct SimDriver {
 }
 
 #[derive(Debug)]
-struct Pool {
-    heap: Heap,
-    settings: PoolSettings,
-    used: u64,
-    used_high: u64,
-    reserved_high: u64,
-}
-
-#[derive(Debug)]
 struct State {
     time: Timeline,
-    plain: Heap,
+    /// Plain memory smaller than a page, packed into pages.
+    small: Heap,
+    /// Plain memory in pages of its own.
+    large: Heap,
     pools: BTreeMap<u64, Pool>,
     next_pool: u64,
     events: BTreeMap<u64, Option<Recorded>>,
@@ -95,9 +92,13 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 
 impl State {
     fn held(&self) -> u64 {
-        self.plain.held_bytes()
+        self.small.held_bytes()
             + self.pools.values().map(|pool| pool.heap.held_bytes()).sum::<u64>()
             + self.vmm.created_bytes()
+    }
+
+    fn plain_of(&mut self, addr: u64) -> &mut Heap {
+        if addr < LARGE_BASE { &mut self.small } else { &mut self.large }
     }
 
     fn need_stream(&self, call: CallKind, stream: StreamId) -> DriverResult<()> {
@@ -128,9 +129,11 @@ impl SimDriver {
     /// A simulated GPU with the given profile.
     #[must_use]
     pub fn new(profile: Profile, memory: SimMemory) -> Self {
+        let page = profile.plain.page_bytes;
         let state = State {
             time: Timeline::new(profile.queues.depth),
-            plain: Heap::new(PLAIN_BASE, RANGE, profile.plain.page_bytes, profile.plain.align_bytes),
+            small: Heap::new(SMALL_BASE, RANGE, page, profile.plain.align_bytes, Packing::Within),
+            large: Heap::new(LARGE_BASE, RANGE, page, page, Packing::Across),
             pools: BTreeMap::new(),
             next_pool: 0,
             events: BTreeMap::new(),
@@ -250,21 +253,22 @@ impl Driver for SimDriver {
         let mut state = self.lock();
         let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
         let costs = &self.profile.plain;
-        let Some(placed) = state.plain.place(bytes, budget, |_| Order::Usable) else {
+        let heap = if bytes < costs.page_bytes { &mut state.small } else { &mut state.large };
+        let Some(placed) = heap.place(bytes, budget, |_| Order::Usable) else {
             state.time.spend(costs.alloc_in_page_ns);
             return Err(out_of_memory(call));
         };
         state.time.spend(if placed.new_granules > 0 { costs.alloc_ns.at(bytes) } else { costs.alloc_in_page_ns });
         self.back(call, &mut state, placed.addr, bytes).inspect_err(|_| {
-            state.plain.free(placed.addr, None);
-            state.plain.release(0);
+            state.plain_of(placed.addr).free(placed.addr, None);
+            state.plain_of(placed.addr).release(0);
         })
     }
 
     unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()> {
         let mut state = self.lock();
         let costs = &self.profile.plain;
-        let Some(bytes) = state.plain.free(addr.get(), None) else {
+        let Some(bytes) = state.plain_of(addr.get()).free(addr.get(), None) else {
             return Err(DriverError::new(
                 CallKind::MemFree,
                 DriverError::INVALID_VALUE,
@@ -274,7 +278,7 @@ impl Driver for SimDriver {
         if costs.free_drains_device {
             state.time.synchronize_device();
         }
-        let released = state.plain.release(0);
+        let released = state.plain_of(addr.get()).release(0);
         state.time.spend(if released > 0 { costs.free_ns.at(bytes) } else { costs.free_in_page_ns });
         state.host.unback(addr.get());
         Ok(())
@@ -338,6 +342,7 @@ impl Driver for SimDriver {
     unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()> {
         let mut state = self.lock();
         state.recorded(CallKind::EventDestroy, event)?;
+        state.time.spend(self.profile.queues.event_destroy_ns);
         state.events.remove(&event.0);
         Ok(())
     }
@@ -464,138 +469,4 @@ impl Driver for SimDriver {
 fn host_layout(bytes: usize) -> DriverResult<Layout> {
     let layout = Layout::from_size_align(bytes, HOST_ALIGN).ok().filter(|layout| layout.size() > 0);
     layout.ok_or_else(|| DriverError::new(CallKind::HostAlloc, DriverError::INVALID_VALUE, format!("{bytes} bytes")))
-}
-
-impl SimDriver {
-    fn pool_costs(&self, call: CallKind) -> DriverResult<&PoolMemory> {
-        self.profile
-            .pool
-            .as_ref()
-            .ok_or_else(|| DriverError::new(call, DriverError::NOT_SUPPORTED, "the profile has no pools"))
-    }
-}
-
-impl State {
-    fn pool(&mut self, call: CallKind, pool: PoolId) -> DriverResult<&mut Pool> {
-        let found = self.pools.get_mut(&pool.0);
-        found.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, format!("no pool {}", pool.0)))
-    }
-}
-
-impl PoolDriver for SimDriver {
-    fn pool_create(&self, settings: PoolSettings) -> DriverResult<PoolId> {
-        let costs = self.pool_costs(CallKind::PoolCreate)?;
-        let mut state = self.lock();
-        state.time.spend(costs.create_ns);
-        let id = state.next_pool;
-        state.next_pool += 1;
-        let heap = Heap::new(POOL_BASE + id * RANGE, RANGE, costs.granule_bytes, costs.align_bytes);
-        state.pools.insert(id, Pool { heap, settings, used: 0, used_high: 0, reserved_high: 0 });
-        Ok(PoolId(id))
-    }
-
-    unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()> {
-        let mut state = self.lock();
-        if !state.pool(CallKind::PoolDestroy, pool)?.heap.is_empty() {
-            return Err(DriverError::new(
-                CallKind::PoolDestroy,
-                DriverError::INVALID_VALUE,
-                "blocks of the pool are still allocated",
-            ));
-        }
-        state.pools.remove(&pool.0);
-        Ok(())
-    }
-
-    fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings> {
-        let costs = self.pool_costs(CallKind::PoolAttribute)?;
-        let mut state = self.lock();
-        state.time.spend(4 * costs.attribute_ns);
-        Ok(state.pool(CallKind::PoolAttribute, pool)?.settings)
-    }
-
-    fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
-        let costs = self.pool_costs(CallKind::PoolAttribute)?;
-        let mut state = self.lock();
-        state.time.spend(4 * costs.attribute_ns);
-        let pool = state.pool(CallKind::PoolAttribute, pool)?;
-        Ok(PoolCounters {
-            reserved: pool.heap.held_bytes(),
-            reserved_high: pool.reserved_high,
-            used: pool.used,
-            used_high: pool.used_high,
-        })
-    }
-
-    fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {
-        let costs = self.pool_costs(CallKind::PoolTrim)?;
-        let state = &mut *self.lock();
-        state.pool(CallKind::PoolTrim, pool)?;
-        let Some(pool) = state.pools.get_mut(&pool.0) else { return Ok(()) };
-        pool.heap.settle(|mark| state.time.has_passed(mark));
-        let released = pool.heap.release(keep_bytes);
-        state.time.spend(costs.attribute_ns + released * costs.release_ns_per_granule);
-        Ok(())
-    }
-
-    fn mem_alloc_async(&self, pool: PoolId, bytes: u64, stream: StreamId) -> DriverResult<DeviceAddr> {
-        let call = CallKind::MemAllocAsync;
-        let costs = self.pool_costs(call)?;
-        if bytes == 0 {
-            return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
-        }
-        let state = &mut *self.lock();
-        state.need_stream(call, stream)?;
-        state.pool(call, pool)?;
-        let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
-        let Some(pool) = state.pools.get_mut(&pool.0) else { return Err(out_of_memory(call)) };
-        let (time, settings) = (&state.time, pool.settings);
-        let placed = pool.heap.place(bytes, budget, |freed| {
-            let ordered = settings.reuse_follow_event_dependencies && time.is_ordered_after(stream.0, freed);
-            let finished = settings.reuse_allow_opportunistic && time.has_passed(freed);
-            match (stream.0 == freed.stream || ordered || finished, settings.reuse_allow_internal_dependencies) {
-                (true, _) => Order::Usable,
-                (false, true) => Order::AfterWait,
-                (false, false) => Order::Unusable,
-            }
-        });
-        state.time.spend(costs.alloc_ns);
-        let Some(placed) = placed else { return Err(out_of_memory(call)) };
-        state.time.spend(placed.new_granules * costs.grow_ns_per_granule);
-        if let Some(mark) = placed.wait_for {
-            state.time.wait_for_mark(stream.0, mark);
-        }
-        if self.memory == SimMemory::Host && !state.host.back(placed.addr, bytes) {
-            pool.heap.free(placed.addr, None);
-            return Err(DriverError::new(
-                call,
-                DriverError::OUT_OF_MEMORY,
-                "the host has no memory left to simulate with",
-            ));
-        }
-        pool.used += bytes.next_multiple_of(costs.align_bytes);
-        pool.used_high = pool.used_high.max(pool.used);
-        pool.reserved_high = pool.reserved_high.max(pool.heap.held_bytes());
-        Ok(DeviceAddr::new(placed.addr).expect("simulated addresses start above zero"))
-    }
-
-    unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
-        let call = CallKind::MemFreeAsync;
-        let costs = self.pool_costs(call)?;
-        let state = &mut *self.lock();
-        state.need_stream(call, stream)?;
-        let mark = state.time.step(stream.0);
-        let id = addr.get().checked_sub(POOL_BASE).map(|offset| offset / RANGE);
-        let freed = id.and_then(|id| state.pools.get_mut(&id)).and_then(|pool| {
-            let len = pool.heap.free(addr.get(), Some(mark))?;
-            pool.used -= len;
-            Some(())
-        });
-        if freed.is_none() {
-            return Err(DriverError::new(call, DriverError::INVALID_VALUE, format!("no block at {:#x}", addr.get())));
-        }
-        state.time.spend(costs.free_ns);
-        state.host.unback(addr.get());
-        Ok(())
-    }
 }

@@ -1,7 +1,7 @@
 //! The checker: contracts that are broken are found and named.
 //!
 //! Every byte of a block is filled with `0xFF`, a NaN in every float type, when the block is handed out and
-//! again when it comes back. So reading memory that was never written, or was freed, gives NaN; and writing
+//! again when it comes back, unless another stream may still read it. So reading memory that was never written, or was freed, gives NaN; and writing
 //! memory that was freed is found when the block is handed out the next time and is no longer all `0xFF`.
 
 use crate::allocator::{Block, DeviceAllocator, Path, Request};
@@ -37,10 +37,19 @@ pub struct Checker {
     state: Mutex<State>,
 }
 
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    bytes: u64,
+    stream: StreamId,
+    /// Whether work on another stream was announced. It may still read the block after the free, so that must not
+    /// poison it.
+    shared: bool,
+}
+
 #[derive(Debug, Default)]
 struct State {
-    /// Blocks that the client holds: address, then bytes and stream.
-    live: BTreeMap<u64, (u64, StreamId)>,
+    /// Blocks that the client holds, by address.
+    live: BTreeMap<u64, Held>,
     /// Ranges that were poisoned when they came back and should be untouched: address, then bytes.
     poisoned: BTreeMap<u64, u64>,
     report: CheckReport,
@@ -90,7 +99,7 @@ impl Checker {
     #[must_use]
     pub fn report(&self) -> CheckReport {
         let state = self.lock();
-        let live = state.live.iter().map(|(addr, (bytes, _))| (*addr, *bytes)).collect();
+        let live = state.live.iter().map(|(addr, held)| (*addr, held.bytes)).collect();
         CheckReport { live, ..state.report.clone() }
     }
 
@@ -140,14 +149,14 @@ impl DeviceAllocator for Checker {
             let text = format!("block at {addr:#x} ({bytes} bytes) does not satisfy {request:?}");
             return Err(state.violation(text));
         }
-        let before = state.live.range(..addr + bytes).next_back().map(|(other, (len, _))| (*other, *len));
+        let before = state.live.range(..addr + bytes).next_back().map(|(other, held)| (*other, held.bytes));
         if let Some((other, len)) = before.filter(|(other, len)| other + len > addr) {
             let text = format!(
                 "overlap: block at {addr:#x} ({bytes} bytes) was handed out while {other:#x} ({len} bytes) is held"
             );
             return Err(state.violation(text));
         }
-        state.live.insert(addr, (bytes, stream));
+        state.live.insert(addr, Held { bytes, stream, shared: false });
         let checked = self.verify(&mut state, &block, stream);
         // SAFETY: the block was just handed out for use on this stream.
         let filled = unsafe { self.driver.fill_bytes(block.addr(), POISON, block.requested(), stream) };
@@ -165,25 +174,40 @@ impl DeviceAllocator for Checker {
         let (addr, bytes, requested) = (block.addr().get(), block.bytes(), block.requested());
         let mut state = self.lock();
         state.report.operations += 1;
-        let Some((_, owner)) = state.live.remove(&addr) else {
+        let Some(held) = state.live.remove(&addr) else {
             let text = format!("free of {addr:#x} ({bytes} bytes), which is not held");
             return Err(state.violation(text));
         };
+        let owner = held.stream;
         if owner != stream {
             let text = format!("block at {addr:#x} of stream {} is freed on stream {}", owner.0, stream.0);
             state.report.violations.push(text);
         }
-        // SAFETY: the block is still ours and its uses were queued before (the caller's promise).
-        unsafe { self.driver.fill_bytes(block.addr(), POISON, requested, stream)? };
+        let filled = if held.shared {
+            Ok(())
+        } else {
+            // SAFETY: the block is still ours and its uses were queued before (the caller's promise).
+            unsafe { self.driver.fill_bytes(block.addr(), POISON, requested, stream) }
+        };
         // SAFETY: the caller's promise is the inner allocator's.
         let path = unsafe { self.inner.deallocate(block, stream) }?;
-        if matches!(path, Path::Hit | Path::Coalesce) {
+        // The block is back in either case; a failing fill only leaves it without poison.
+        filled?;
+        if !held.shared && matches!(path, Path::Hit | Path::Coalesce) {
             state.poisoned.insert(addr, requested);
         }
         Ok(path)
     }
 
-    super::pass_on!(record_use);
+    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
+        self.inner.record_use(block, stream)?;
+        if let Some(held) = self.lock().live.get_mut(&block.addr().get()) {
+            held.shared |= stream != held.stream;
+        }
+        Ok(())
+    }
+
+    super::pass_on!();
 }
 
 impl CheckReport {

@@ -49,21 +49,34 @@ impl DeviceAllocator for Limit {
         if self.held.fetch_update(Relaxed, Relaxed, fits).is_err() {
             return Err(self.refuse(bytes));
         }
-        let result = self.inner.allocate(request, stream);
-        match &result {
-            // The block may be larger than the request; what it really takes is counted.
-            Ok(block) => self.held.fetch_add(block.bytes() - bytes, Relaxed),
-            Err(_) => self.held.fetch_sub(bytes, Relaxed),
+        let block = match self.inner.allocate(request, stream) {
+            Ok(block) => block,
+            Err(error) => {
+                self.held.fetch_sub(bytes, Relaxed);
+                return Err(error);
+            }
         };
-        result
+        // The block may be larger than the request; what it really takes is counted.
+        let rounding = block.bytes() - bytes;
+        let fits = |held: u64| held.checked_add(rounding).filter(|sum| *sum <= self.limit);
+        if self.held.fetch_update(Relaxed, Relaxed, fits).is_ok() {
+            return Ok(block);
+        }
+        self.held.fetch_sub(bytes, Relaxed);
+        // SAFETY: nobody has used the block.
+        unsafe { self.inner.deallocate(block, stream) }?;
+        Err(self.refuse(bytes))
     }
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
         let bytes = block.bytes();
         // SAFETY: the caller's promise is the inner allocator's.
-        let path = unsafe { self.inner.deallocate(block, stream) }?;
-        self.held.fetch_sub(bytes, Relaxed);
-        Ok(path)
+        let result = unsafe { self.inner.deallocate(block, stream) };
+        // After a failing free, too, the block is gone from the client's side; only a foreign one was never counted.
+        if !matches!(result, Err(AllocError::ForeignBlock { .. })) {
+            self.held.fetch_sub(bytes, Relaxed);
+        }
+        result
     }
 
     super::pass_on!(record_use);

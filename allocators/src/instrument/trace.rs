@@ -7,7 +7,7 @@ use crate::instrument::Clock;
 use crate::snapshot::{Ledger, Snapshot};
 use crate::stats::Stats;
 use serde::Serialize;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -64,10 +64,15 @@ impl EventTrace {
         std::mem::take(&mut self.events.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
+    fn lock(&self) -> MutexGuard<'_, Vec<TraceEvent>> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn push(&self, action: TraceAction, addr: Option<u64>, size: u64, block: u64, stream: StreamId, path: Path) {
+        let mut events = self.lock();
+        // Under the lock, so that times do not go back from one event to the next.
         let time_ns = self.clock.now_ns();
-        let event = TraceEvent { time_ns, action, addr, size, block, stream: stream.0, path: path.name() };
-        self.events.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+        events.push(TraceEvent { time_ns, action, addr, size, block, stream: stream.0, path: path.name() });
     }
 }
 
@@ -95,16 +100,21 @@ impl DeviceAllocator for EventTrace {
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
         let (addr, size, bytes) = (block.addr().get(), block.requested(), block.bytes());
+        // Held over the free: once the block is back, another thread may be handed its address, and that must not be
+        // recorded first.
+        let mut events = self.lock();
         // SAFETY: the caller's promise is the inner allocator's.
         let result = unsafe { self.inner.deallocate(block, stream) };
-        self.push(
-            TraceAction::FreeRequested,
-            Some(addr),
+        let path = result.as_ref().unwrap_or(&Path::Failed).name();
+        events.push(TraceEvent {
+            time_ns: self.clock.now_ns(),
+            action: TraceAction::FreeRequested,
+            addr: Some(addr),
             size,
-            bytes,
-            stream,
-            *result.as_ref().unwrap_or(&Path::Failed),
-        );
+            block: bytes,
+            stream: stream.0,
+            path,
+        });
         result
     }
 

@@ -18,12 +18,22 @@ pub(super) struct Heap {
     limit: u64,
     granule: u64,
     align: u64,
+    packing: Packing,
     /// Free ranges by offset: length and when they were freed. Touching ranges freed alike are one.
     free: BTreeMap<u64, (u64, FreedAt)>,
     /// Blocks by offset: length.
     blocks: BTreeMap<u64, u64>,
     /// Bytes in blocks, for each granule that is held.
     held: BTreeMap<u64, u64>,
+}
+
+/// How blocks lie in granules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Packing {
+    /// Anywhere, across granules too (a driver's pool).
+    Across,
+    /// Inside one granule, so blocks must not be larger (plain memory's small blocks).
+    Within,
 }
 
 /// A block that was placed.
@@ -37,7 +47,7 @@ pub(super) struct Placement {
 }
 
 impl Heap {
-    pub(super) fn new(base: u64, limit: u64, granule: u64, align: u64) -> Self {
+    pub(super) fn new(base: u64, limit: u64, granule: u64, align: u64, packing: Packing) -> Self {
         let free = BTreeMap::from([(0, (limit, None))]);
         Self {
             base,
@@ -45,6 +55,7 @@ impl Heap {
             limit,
             granule,
             align,
+            packing,
             free,
             blocks: BTreeMap::new(),
             held: BTreeMap::new(),
@@ -73,7 +84,7 @@ impl Heap {
     /// lowest address. `order` says whether memory freed at some point may be used, and whether that needs a wait.
     pub(super) fn place(&mut self, bytes: u64, budget: u64, order: impl Fn(Mark) -> Order) -> Option<Placement> {
         let len = bytes.checked_next_multiple_of(self.align)?;
-        let mut best: Option<(u64, bool, u64, u64, FreedAt)> = None;
+        let mut best: Option<(u64, bool, u64, u64, u64, FreedAt)> = None;
         for (&start, &(room, freed)) in &self.free {
             if room < len {
                 continue;
@@ -83,23 +94,43 @@ impl Heap {
                 Some(Order::AfterWait) => freed,
                 Some(Order::Unusable) => continue,
             };
-            let missing = self.missing(start, len);
-            let waits = wait.is_some();
-            if best.is_none_or(|(m, w, r, s, _)| (missing, waits, room, start) < (m, w, r, s)) {
-                best = Some((missing, waits, room, start, wait));
+            for at in self.positions(start, room, len) {
+                let candidate = (self.missing(at, len), wait.is_some(), room, at);
+                if best.is_none_or(|(m, w, r, a, _, _)| candidate < (m, w, r, a)) {
+                    best = Some((candidate.0, candidate.1, room, at, start, wait));
+                }
             }
         }
-        let (missing, _, room, start, wait_for) = best?;
+        let (missing, _, room, at, start, wait_for) = best?;
         if missing * self.granule > budget {
             return None;
         }
         let (_, freed) = self.free.remove(&start)?;
-        if room > len {
-            self.free.insert(start + len, (room - len, freed));
+        if at > start {
+            self.free.insert(start, (at - start, freed));
         }
-        self.blocks.insert(start, len);
-        self.add_to_granules(start, len);
-        Some(Placement { addr: self.base + start, new_granules: missing, wait_for })
+        if start + room > at + len {
+            self.free.insert(at + len, (start + room - at - len, freed));
+        }
+        self.blocks.insert(at, len);
+        self.add_to_granules(at, len);
+        Some(Placement { addr: self.base + at, new_granules: missing, wait_for })
+    }
+
+    /// Where a block of `len` could lie in a free range: at its start and, if blocks may not cross granules, where
+    /// the first and the last granule of the range leave room.
+    fn positions(&self, start: u64, room: u64, len: u64) -> impl Iterator<Item = u64> + use<> {
+        let (granule, end) = (self.granule, start + room);
+        let fits = move |at: &u64| at + len <= end && at % granule + len <= granule;
+        let (first, second) = match self.packing {
+            Packing::Across => (Some(start), None),
+            Packing::Within => {
+                let next = start.next_multiple_of(granule);
+                let last = end / granule * granule;
+                (Some(start).filter(fits).or(Some(next).filter(fits)), Some(last).filter(|at| *at > next && fits(at)))
+            }
+        };
+        first.into_iter().chain(second)
     }
 
     fn add_to_granules(&mut self, start: u64, len: u64) {
@@ -224,7 +255,7 @@ mod tests {
     fn grows_by_the_shortfall_like_a_driver_pool() {
         // Sizes and reserved bytes as an H200's pool showed them: 33 MiB after 27.07 MiB in use needs one more
         // granule, 64 MiB then two, 100 MiB then four.
-        let mut heap = Heap::new(1 << 32, 1 << 40, 32 * MIB, 512);
+        let mut heap = Heap::new(1 << 32, 1 << 40, 32 * MIB, 512, Packing::Across);
         let mut held = Vec::new();
         for bytes in [28_383_744, 33 * MIB, 64 * MIB, 100 * MIB] {
             heap.place(bytes, u64::MAX, usable).unwrap();
@@ -236,7 +267,7 @@ mod tests {
 
     #[test]
     fn release_keeps_granules_in_use() {
-        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512);
+        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Across);
         let keep = heap.place(1000, u64::MAX, usable).unwrap();
         let gone = heap.place(5 * MIB, u64::MAX, usable).unwrap();
         assert_eq!(heap.held_bytes(), 6 * MIB);
@@ -250,7 +281,7 @@ mod tests {
 
     #[test]
     fn memory_of_another_stream_follows_the_order() {
-        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512);
+        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Across);
         let block = heap.place(2 * MIB, u64::MAX, usable).unwrap();
         let mark = Mark { stream: 3, sequence: 9, time_ns: 70 };
         heap.free(block.addr, Some(mark)).unwrap();
@@ -262,8 +293,22 @@ mod tests {
     }
 
     #[test]
+    fn small_blocks_of_plain_memory_do_not_cross_pages() {
+        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Within);
+        let place = |heap: &mut Heap, bytes| {
+            let placed = heap.place(bytes, u64::MAX, usable).unwrap();
+            heap.check();
+            (placed.addr - (1 << 32), placed.new_granules)
+        };
+        assert_eq!(place(&mut heap, 1_500_000), (0, 1));
+        assert_eq!(place(&mut heap, 1_500_000), (2 * MIB, 1));
+        assert_eq!(place(&mut heap, 512), (1_500_160, 0));
+        assert_eq!(place(&mut heap, 2 * MIB), (4 * MIB, 1));
+    }
+
+    #[test]
     fn a_budget_is_kept() {
-        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512);
+        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Across);
         assert!(heap.place(3 * MIB, 2 * MIB, usable).is_none());
         assert!(heap.place(2 * MIB, 2 * MIB, usable).is_some());
         assert_eq!(heap.block_at((1 << 32) + 5), Some((1 << 32, 2 * MIB)));

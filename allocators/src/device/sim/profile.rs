@@ -116,6 +116,8 @@ pub struct Queues {
     pub stream_create_ns: u64,
     /// Host cost of creating an event.
     pub event_create_ns: u64,
+    /// Host cost of destroying an event.
+    pub event_destroy_ns: u64,
     /// Host cost of recording an event.
     pub event_record_ns: u64,
     /// Host cost of querying an event.

@@ -42,6 +42,8 @@ pub(super) struct Timeline {
     depth: usize,
     streams: BTreeMap<u64, Stream>,
     next_stream: u64,
+    /// Device time of streams that are gone.
+    past_busy_ns: u64,
 }
 
 /// A recorded event: the point, and what its stream was ordered after.
@@ -53,7 +55,7 @@ pub(super) struct Recorded {
 
 impl Timeline {
     pub(super) fn new(depth: usize) -> Self {
-        Self { now_ns: 0, blocked_ns: 0, depth, streams: BTreeMap::new(), next_stream: 1 }
+        Self { now_ns: 0, blocked_ns: 0, depth, streams: BTreeMap::new(), next_stream: 1, past_busy_ns: 0 }
     }
 
     pub(super) fn now_ns(&self) -> u64 {
@@ -66,7 +68,7 @@ impl Timeline {
 
     /// Device time spent in kernels and copies on all streams.
     pub(super) fn busy_ns(&self) -> u64 {
-        self.streams.values().map(|stream| stream.busy_ns).sum()
+        self.past_busy_ns + self.streams.values().map(|stream| stream.busy_ns).sum::<u64>()
     }
 
     /// The host works for `ns`.
@@ -96,6 +98,7 @@ impl Timeline {
     /// Removes a stream; its queued work still takes its time.
     pub(super) fn destroy_stream(&mut self, stream: u64) {
         if let Some(stream) = self.streams.remove(&stream) {
+            self.past_busy_ns += stream.busy_ns;
             self.wait_until(stream.ready_ns);
         }
     }

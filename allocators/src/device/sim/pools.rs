@@ -1,0 +1,156 @@
+//! Stream-ordered pools of the simulated device.
+//!
+//! A pool is a range of addresses that grows by 32 MiB granules as an H200's does: an allocation that does not fit
+//! takes just the granules that are missing, and a synchronise or a trim gives empty granules back while more than
+//! the release threshold is held.
+
+use super::heap::{Heap, Packing};
+use super::timeline::Order;
+use super::{PoolMemory, RANGE, SimDriver, SimMemory, State, out_of_memory};
+use crate::device::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
+use crate::error::DriverError;
+
+const POOL_BASE: u64 = 1 << 43;
+
+#[derive(Debug)]
+pub(super) struct Pool {
+    pub(super) heap: Heap,
+    pub(super) settings: PoolSettings,
+    used: u64,
+    used_high: u64,
+    reserved_high: u64,
+}
+
+impl SimDriver {
+    fn pool_costs(&self, call: CallKind) -> DriverResult<&PoolMemory> {
+        self.profile
+            .pool
+            .as_ref()
+            .ok_or_else(|| DriverError::new(call, DriverError::NOT_SUPPORTED, "the profile has no pools"))
+    }
+}
+
+impl State {
+    fn pool(&mut self, call: CallKind, pool: PoolId) -> DriverResult<&mut Pool> {
+        let found = self.pools.get_mut(&pool.0);
+        found.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, format!("no pool {}", pool.0)))
+    }
+}
+
+impl PoolDriver for SimDriver {
+    fn pool_create(&self, settings: PoolSettings) -> DriverResult<PoolId> {
+        let costs = self.pool_costs(CallKind::PoolCreate)?;
+        let mut state = self.lock();
+        state.time.spend(costs.create_ns);
+        let id = state.next_pool;
+        state.next_pool += 1;
+        let heap = Heap::new(POOL_BASE + id * RANGE, RANGE, costs.granule_bytes, costs.align_bytes, Packing::Across);
+        state.pools.insert(id, Pool { heap, settings, used: 0, used_high: 0, reserved_high: 0 });
+        Ok(PoolId(id))
+    }
+
+    unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()> {
+        let mut state = self.lock();
+        if !state.pool(CallKind::PoolDestroy, pool)?.heap.is_empty() {
+            return Err(DriverError::new(
+                CallKind::PoolDestroy,
+                DriverError::INVALID_VALUE,
+                "blocks of the pool are still allocated",
+            ));
+        }
+        state.pools.remove(&pool.0);
+        Ok(())
+    }
+
+    fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings> {
+        let costs = self.pool_costs(CallKind::PoolAttribute)?;
+        let mut state = self.lock();
+        state.time.spend(4 * costs.attribute_ns);
+        Ok(state.pool(CallKind::PoolAttribute, pool)?.settings)
+    }
+
+    fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
+        let costs = self.pool_costs(CallKind::PoolAttribute)?;
+        let mut state = self.lock();
+        state.time.spend(4 * costs.attribute_ns);
+        let pool = state.pool(CallKind::PoolAttribute, pool)?;
+        Ok(PoolCounters {
+            reserved: pool.heap.held_bytes(),
+            reserved_high: pool.reserved_high,
+            used: pool.used,
+            used_high: pool.used_high,
+        })
+    }
+
+    fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {
+        let costs = self.pool_costs(CallKind::PoolTrim)?;
+        let state = &mut *self.lock();
+        state.pool(CallKind::PoolTrim, pool)?;
+        let Some(pool) = state.pools.get_mut(&pool.0) else { return Ok(()) };
+        pool.heap.settle(|mark| state.time.has_passed(mark));
+        let released = pool.heap.release(keep_bytes);
+        state.time.spend(costs.attribute_ns + released * costs.release_ns_per_granule);
+        Ok(())
+    }
+
+    fn mem_alloc_async(&self, pool: PoolId, bytes: u64, stream: StreamId) -> DriverResult<DeviceAddr> {
+        let call = CallKind::MemAllocAsync;
+        let costs = self.pool_costs(call)?;
+        if bytes == 0 {
+            return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
+        }
+        let state = &mut *self.lock();
+        state.need_stream(call, stream)?;
+        state.pool(call, pool)?;
+        let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
+        let Some(pool) = state.pools.get_mut(&pool.0) else { return Err(out_of_memory(call)) };
+        let (time, settings) = (&state.time, pool.settings);
+        let placed = pool.heap.place(bytes, budget, |freed| {
+            let ordered = settings.reuse_follow_event_dependencies && time.is_ordered_after(stream.0, freed);
+            let finished = settings.reuse_allow_opportunistic && time.has_passed(freed);
+            match (stream.0 == freed.stream || ordered || finished, settings.reuse_allow_internal_dependencies) {
+                (true, _) => Order::Usable,
+                (false, true) => Order::AfterWait,
+                (false, false) => Order::Unusable,
+            }
+        });
+        state.time.spend(costs.alloc_ns);
+        let Some(placed) = placed else { return Err(out_of_memory(call)) };
+        state.time.spend(placed.new_granules * costs.grow_ns_per_granule);
+        if let Some(mark) = placed.wait_for {
+            state.time.wait_for_mark(stream.0, mark);
+        }
+        if self.memory == SimMemory::Host && !state.host.back(placed.addr, bytes) {
+            pool.heap.free(placed.addr, None);
+            return Err(DriverError::new(
+                call,
+                DriverError::OUT_OF_MEMORY,
+                "the host has no memory left to simulate with",
+            ));
+        }
+        pool.used += bytes.next_multiple_of(costs.align_bytes);
+        pool.used_high = pool.used_high.max(pool.used);
+        pool.reserved_high = pool.reserved_high.max(pool.heap.held_bytes());
+        Ok(DeviceAddr::new(placed.addr).expect("simulated addresses start above zero"))
+    }
+
+    unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
+        let call = CallKind::MemFreeAsync;
+        let costs = self.pool_costs(call)?;
+        let state = &mut *self.lock();
+        state.need_stream(call, stream)?;
+        let mark = state.time.step(stream.0);
+        let id = addr.get().checked_sub(POOL_BASE).map(|offset| offset / RANGE);
+        let freed = id.and_then(|id| state.pools.get_mut(&id)).and_then(|pool| {
+            let len = pool.heap.free(addr.get(), Some(mark))?;
+            pool.used -= len;
+            Some(())
+        });
+        if freed.is_none() {
+            return Err(DriverError::new(call, DriverError::INVALID_VALUE, format!("no block at {:#x}", addr.get())));
+        }
+        state.time.spend(costs.free_ns);
+        state.host.unback(addr.get());
+        Ok(())
+    }
+}

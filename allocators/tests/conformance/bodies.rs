@@ -1,0 +1,425 @@
+//! The bodies of the suite for one thread.
+
+use super::{Bench, Device};
+use crate::common::{
+    GIB, KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, read, write,
+};
+use allocators::instrument::assert_layout;
+use allocators::{AllocError, BackendKind, Block, BlockState, DeviceAllocator, Path, Request, Snapshot};
+
+pub(crate) fn zero_bytes_are_refused(bench: &Bench) {
+    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    let error = allocate(allocator.as_ref(), 0, stream).unwrap_err();
+    assert!(matches!(error, AllocError::InvalidRequest { bytes: 0, .. }), "{error}");
+    assert_eq!(allocator.stats().allocation.all.allocated, 0);
+    assert_eq!(allocator.stats().num_device_alloc, 0);
+}
+
+pub(crate) fn a_huge_request_is_refused_and_the_allocator_stays_usable(bench: &Bench) {
+    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    for bytes in [1 << 50, 1 << 62, (1 << 62) + 1, 1 << 63, u64::MAX - 511, u64::MAX] {
+        let error = allocate(allocator.as_ref(), bytes, stream).unwrap_err();
+        assert!(matches!(error, AllocError::OutOfMemory(_) | AllocError::InvalidRequest { .. }), "{bytes}: {error}");
+        assert!(!error.to_string().contains('\n'));
+    }
+    assert_eq!(allocator.stats().allocation.all.allocated, 0);
+    let block = allocate(allocator.as_ref(), MIB, stream).unwrap();
+    free(allocator.as_ref(), block, stream).unwrap();
+    check_nothing_held(&allocator.stats());
+}
+
+pub(crate) fn alignment_up_to_256_is_kept_and_512_refused(bench: &Bench) {
+    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    let mut blocks = Vec::new();
+    for align in (0..=8).map(|log2| 1 << log2) {
+        for bytes in [1, 3, 255, 256, 257, 4097, MIB + 1, 11 * MIB + 3] {
+            let block = allocator.allocate(Request { bytes, align }, stream).unwrap();
+            assert!(block.addr().get().is_multiple_of(align), "{align} {block:?}");
+            assert!(block.bytes() >= bytes && block.requested() == bytes, "{block:?}");
+            blocks.push(block);
+        }
+    }
+    for align in [0, 3, 100, 512, 1 << 40] {
+        let error = allocator.allocate(Request { bytes: 1024, align }, stream).unwrap_err();
+        assert!(matches!(error, AllocError::InvalidRequest { .. }), "{error}");
+    }
+    for block in blocks {
+        free(allocator.as_ref(), block, stream).unwrap();
+    }
+    check_nothing_held(&allocator.stats());
+}
+
+/// Panics when two blocks share a byte.
+fn assert_disjoint<'a>(blocks: impl Iterator<Item = &'a Block>) {
+    let mut ranges: Vec<(u64, u64)> = blocks.map(|block| (block.addr().get(), block.bytes())).collect();
+    ranges.sort_unstable();
+    for pair in ranges.windows(2) {
+        assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{:#x?} overlap", pair);
+    }
+}
+
+pub(crate) fn live_blocks_are_disjoint(bench: &Bench) {
+    let (allocator, mut random) = (bench.build(), Random::new(3));
+    let streams: Vec<_> = (0..3).map(|_| bench.driver.stream_create().unwrap()).collect();
+    let mut live = Vec::new();
+    for step in 0..400 {
+        let stream = streams[random.below(3) as usize];
+        live.push((allocate(allocator.as_ref(), random.size(24), stream).unwrap(), stream));
+        if step % 3 == 0 {
+            let (block, stream) = live.swap_remove(random.below(live.len() as u64) as usize);
+            free(allocator.as_ref(), block, stream).unwrap();
+        }
+        if step % 20 == 0 {
+            assert_disjoint(live.iter().map(|(block, _)| block));
+        }
+    }
+    assert_disjoint(live.iter().map(|(block, _)| block));
+    for (block, stream) in live {
+        free(allocator.as_ref(), block, stream).unwrap();
+    }
+}
+
+pub(crate) fn patterns_survive_in_live_blocks(bench: &Bench) {
+    if !bench.has_memory() {
+        return;
+    }
+    let (allocator, stream, mut random) = (bench.build(), bench.driver.stream_create().unwrap(), Random::new(5));
+    let driver = bench.driver.as_ref();
+    let mut live: Vec<(Block, Vec<u8>)> = Vec::new();
+    for round in 0..4 {
+        for _ in 0..60 {
+            let block = allocate(allocator.as_ref(), random.size(17), stream).unwrap();
+            let pattern: Vec<u8> = (0..block.requested()).map(|_| random.next() as u8).collect();
+            write(driver, block.addr(), &pattern, stream);
+            live.push((block, pattern));
+        }
+        for (block, pattern) in &live {
+            assert_eq!(&read(driver, block.addr(), block.requested(), stream), pattern, "{block:?}");
+        }
+        let keep = if round == 3 { 0 } else { live.len() / 2 };
+        while live.len() > keep {
+            let (block, _) = live.swap_remove(random.below(live.len() as u64) as usize);
+            free(allocator.as_ref(), block, stream).unwrap();
+        }
+    }
+    check_nothing_held(&allocator.stats());
+}
+
+pub(crate) fn freed_memory_is_used_again_by_its_stream(bench: &Bench) {
+    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    let sizes = [700, 100 * KIB, MIB, 3 * MIB, 12 * MIB];
+    let round = |allocator: &dyn DeviceAllocator| {
+        let blocks: Vec<Block> = sizes.iter().map(|bytes| allocate(allocator, *bytes, stream).unwrap()).collect();
+        let reserved = allocator.stats().reserved_bytes.all.current;
+        for block in blocks {
+            free(allocator, block, stream).unwrap();
+        }
+        reserved
+    };
+    let first = round(allocator.as_ref());
+    for _ in 0..50 {
+        assert_eq!(round(allocator.as_ref()), first, "the same round should need the same memory");
+    }
+    assert_eq!(allocator.stats().reserved_bytes.all.peak, first);
+    if bench.kind == BackendKind::Caching {
+        // The small pool's one segment, and one of 20 MiB for 3 and 12 MiB.
+        assert_eq!(allocator.stats().num_device_alloc, 2);
+    }
+}
+
+pub(crate) fn statistics_agree_with_what_was_done(bench: &Bench) {
+    let (allocator, stream, mut random) = (bench.build(), bench.driver.stream_create().unwrap(), Random::new(8));
+    let (mut live, mut allocated, mut freed) = (Vec::new(), 0, 0);
+    for step in 0..600 {
+        let grows = random.below(100) < if step < 400 { 60 } else { 20 };
+        if grows || live.is_empty() {
+            live.push(allocate(allocator.as_ref(), random.size(23), stream).unwrap());
+            allocated += 1;
+        } else {
+            let block = live.swap_remove(random.below(live.len() as u64) as usize);
+            free(allocator.as_ref(), block, stream).unwrap();
+            freed += 1;
+        }
+        let stats = allocator.stats();
+        check_stats(&stats);
+        let gauge = stats.allocation.all;
+        assert_eq!((gauge.current, gauge.allocated, gauge.freed), (live.len() as u64, allocated, freed));
+        assert_eq!(stats.allocated_bytes.all.current, live.iter().map(Block::bytes).sum::<u64>());
+        assert_eq!(stats.requested_bytes.all.current, live.iter().map(Block::requested).sum::<u64>());
+        assert!(stats.requested_bytes.all.current <= stats.allocated_bytes.all.current);
+        assert_eq!(stats.active.all.current, live.len() as u64, "nothing is pending on one stream");
+        let calls = stats.num_device_alloc - stats.num_device_free;
+        match bench.kind {
+            BackendKind::Caching => assert_eq!(Some(calls), stats.segment.map(|gauge| gauge.all.current)),
+            _ => assert_eq!(calls, live.len() as u64),
+        }
+    }
+    for block in live {
+        free(allocator.as_ref(), block, stream).unwrap();
+    }
+    check_nothing_held(&allocator.stats());
+}
+
+pub(crate) fn peaks_are_kept_and_start_again(bench: &Bench) {
+    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    let blocks: Vec<Block> = (0..4).map(|_| allocate(allocator.as_ref(), 12 * MIB, stream).unwrap()).collect();
+    let full = allocator.stats();
+    let mut blocks = blocks.into_iter();
+    let kept = blocks.next().unwrap();
+    for block in blocks {
+        free(allocator.as_ref(), block, stream).unwrap();
+    }
+    let stats = allocator.stats();
+    for (now, then) in [
+        (stats.allocation, full.allocation),
+        (stats.allocated_bytes, full.allocated_bytes),
+        (stats.active_bytes, full.active_bytes),
+        (stats.requested_bytes, full.requested_bytes),
+        (stats.reserved_bytes, full.reserved_bytes),
+    ] {
+        assert_eq!(now.all.peak, then.all.current);
+    }
+    allocator.reset_peaks();
+    let stats = allocator.stats();
+    for gauge in [stats.allocation, stats.active, stats.allocated_bytes, stats.active_bytes, stats.requested_bytes] {
+        assert_eq!(gauge.all.peak, gauge.all.current);
+    }
+    if bench.kind != BackendKind::StreamOrdered {
+        assert_eq!(stats.reserved_bytes.all.peak, stats.reserved_bytes.all.current);
+    }
+    assert_eq!(stats.allocation.all.allocated, 4, "running totals go on");
+    free(allocator.as_ref(), kept, stream).unwrap();
+}
+
+pub(crate) fn trim_returns_idle_memory(bench: &Bench) {
+    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    let start = free_bytes(bench.driver.as_ref());
+    let kept = allocate(allocator.as_ref(), 2 * MIB, stream).unwrap();
+    let idle: Vec<Block> = (0..8).map(|_| allocate(allocator.as_ref(), 40 * MIB, stream).unwrap()).collect();
+    for block in idle {
+        free(allocator.as_ref(), block, stream).unwrap();
+    }
+    let before = allocator.stats().reserved_bytes.all.current;
+    let keep = before / 2;
+    let first = allocator.trim(keep).unwrap();
+    let middle = allocator.stats().reserved_bytes.all.current;
+    assert_eq!(before - middle, first, "trim should say what went");
+    assert!(middle <= keep.max(2 * MIB), "{middle} of {before} stayed");
+    let second = allocator.trim(0).unwrap();
+    let after = allocator.stats().reserved_bytes.all.current;
+    assert_eq!(middle - after, second);
+    check_stats(&allocator.stats());
+    assert!((2 * MIB..=32 * MIB).contains(&after), "one block is still held: {after}");
+    free(allocator.as_ref(), kept, stream).unwrap();
+    allocator.trim(0).unwrap();
+    assert_eq!(allocator.stats().reserved_bytes.all.current, 0);
+    assert!(free_bytes(bench.driver.as_ref()).abs_diff(start) <= bench.slack());
+    assert_eq!(allocator.trim(0).unwrap(), 0);
+    let block = allocate(allocator.as_ref(), MIB, stream).unwrap();
+    free(allocator.as_ref(), block, stream).unwrap();
+}
+
+pub(crate) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
+    let (allocator, driver) = (bench.build(), bench.driver.as_ref());
+    let (owner, user) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
+    let one = allocate(allocator.as_ref(), 3 * MIB, owner).unwrap();
+    fill(driver, one.addr(), 7, 3 * MIB, user);
+    allocator.record_use(&one, user).unwrap();
+    allocator.record_use(&one, user).unwrap();
+    allocator.record_use(&one, owner).unwrap();
+    let path = free(allocator.as_ref(), one, owner).unwrap();
+    let expected = match bench.kind {
+        BackendKind::Naive => Path::DriverFree,
+        BackendKind::Caching => Path::Deferred,
+        BackendKind::StreamOrdered => Path::WaitInserted,
+    };
+    assert_eq!(path, expected);
+    let stats = allocator.stats();
+    assert_eq!(stats.allocation.all.current, 0);
+    check_stats(&stats);
+    driver.device_synchronize().unwrap();
+    let reserved = stats.reserved_bytes.all.current;
+    let again = allocate(allocator.as_ref(), 3 * MIB, owner).unwrap();
+    let stats = allocator.stats();
+    assert_eq!(stats.active.all.current, 1, "the pending free should be done by now");
+    if bench.kind == BackendKind::Caching {
+        assert_eq!(stats.reserved_bytes.all.current, reserved, "the block should be used again");
+    }
+    allocator.record_use(&again, owner).unwrap();
+    free(allocator.as_ref(), again, owner).unwrap();
+    check_nothing_held(&allocator.stats());
+}
+
+pub(crate) fn a_foreign_block_is_refused(bench: &Bench) {
+    let (mine, other) = (bench.build(), bench.build());
+    let stream = bench.driver.stream_create().unwrap();
+    let own = allocate(mine.as_ref(), 4096, stream).unwrap();
+    let foreign = allocate(other.as_ref(), 4096, stream).unwrap();
+    let before = mine.stats();
+    let error = mine.record_use(&foreign, stream).unwrap_err();
+    assert!(matches!(error, AllocError::ForeignBlock { .. }), "{error}");
+    let addr = foreign.addr().get();
+    match free(mine.as_ref(), foreign, stream) {
+        Err(AllocError::ForeignBlock { addr: named, .. }) => assert_eq!(named, addr),
+        other => panic!("a foreign block was taken: {other:?}"),
+    }
+    assert_eq!(mine.stats(), before, "a refusal should change nothing");
+    free(mine.as_ref(), own, stream).unwrap();
+    check_nothing_held(&mine.stats());
+    assert_eq!(other.stats().allocation.all.current, 1);
+}
+
+pub(crate) fn the_peak_ledger_sums_to_what_is_not_in_use(bench: &Bench) {
+    let (allocator, driver, mut random) = (bench.build(), bench.driver.as_ref(), Random::new(13));
+    let streams: Vec<_> = (0..3).map(|_| driver.stream_create().unwrap()).collect();
+    let mut live = Vec::new();
+    let mut highest = 0;
+    for _ in 0..500 {
+        let stream = streams[random.below(3) as usize];
+        if random.below(5) < 3 || live.is_empty() {
+            live.push((allocate(allocator.as_ref(), random.size(24), stream).unwrap(), stream));
+        } else {
+            let (block, owner) = live.swap_remove(random.below(live.len() as u64) as usize);
+            if random.below(3) == 0 {
+                allocator.record_use(&block, stream).unwrap();
+            }
+            free(allocator.as_ref(), block, owner).unwrap();
+        }
+        let ledger = allocator.ledger_at_peak();
+        assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested, "{ledger:?}");
+        assert!(ledger.reserved >= highest, "a peak does not fall");
+        highest = ledger.reserved;
+    }
+    assert!(highest > 0);
+    assert_eq!(highest, allocator.stats().reserved_bytes.all.peak);
+    for (block, stream) in live {
+        free(allocator.as_ref(), block, stream).unwrap();
+    }
+}
+
+pub(crate) fn the_peak_ledger_follows_a_reset(bench: &Bench) {
+    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    for bytes in [200 * MIB, 60 * MIB] {
+        let block = allocate(allocator.as_ref(), bytes, stream).unwrap();
+        assert_eq!(allocator.ledger_at_peak().requested, bytes);
+        assert!(allocator.ledger_at_peak().reserved >= bytes);
+        free(allocator.as_ref(), block, stream).unwrap();
+        allocator.trim(0).unwrap();
+        allocator.reset_peaks();
+        assert_eq!(allocator.ledger_at_peak().reserved, 0, "after a reset the peak is what is held now");
+    }
+}
+
+fn freed_bytes(snapshot: &Snapshot) -> u64 {
+    let blocks = snapshot.segments.iter().flat_map(|segment| &segment.blocks);
+    blocks.filter(|block| block.state != BlockState::Allocated).map(|block| block.bytes).sum()
+}
+
+pub(crate) fn snapshots_are_whole(bench: &Bench) {
+    let (allocator, driver, mut random) = (bench.build(), bench.driver.as_ref(), Random::new(21));
+    let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
+    let mut live = Vec::new();
+    for _ in 0..400 {
+        let stream = streams[random.below(2) as usize];
+        if random.below(5) < 3 || live.is_empty() {
+            live.push((allocate(allocator.as_ref(), random.size(24), stream).unwrap(), stream));
+        } else {
+            let (block, owner) = live.swap_remove(random.below(live.len() as u64) as usize);
+            free(allocator.as_ref(), block, owner).unwrap();
+        }
+        let Some(snapshot) = allocator.snapshot() else {
+            assert_eq!(bench.kind, BackendKind::StreamOrdered, "only the driver's pool hides its blocks");
+            continue;
+        };
+        assert_layout(&snapshot);
+        let stats = allocator.stats();
+        let reserved: u64 = snapshot.segments.iter().map(|segment| segment.bytes).sum();
+        assert_eq!(reserved, stats.reserved_bytes.all.current);
+        assert_eq!(reserved - freed_bytes(&snapshot), stats.allocated_bytes.all.current);
+        for (block, _) in &live {
+            let found = snapshot.segments.iter().flat_map(|segment| &segment.blocks);
+            let found = found.filter(|info| info.addr == block.addr()).collect::<Vec<_>>();
+            assert!(found.len() == 1 && found[0].bytes == block.bytes(), "{block:?} is not in the snapshot");
+            assert_eq!((found[0].requested, found[0].state), (block.requested(), BlockState::Allocated));
+        }
+        let ledger = snapshot.ledger(streams[0]);
+        assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
+    }
+    for (block, stream) in live {
+        free(allocator.as_ref(), block, stream).unwrap();
+    }
+}
+
+pub(crate) fn dropping_returns_everything(bench: &Bench) {
+    let driver = bench.driver.as_ref();
+    let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
+    let start = free_bytes(driver);
+    let (allocator, mut random) = (bench.build(), Random::new(34));
+    for _ in 0..100 {
+        let block = allocate(allocator.as_ref(), random.size(26), streams[0]).unwrap();
+        if random.below(2) == 0 {
+            // Still queued when the allocator goes.
+            fill(driver, block.addr(), 1, block.requested(), streams[1]);
+            allocator.record_use(&block, streams[1]).unwrap();
+        }
+        free(allocator.as_ref(), block, streams[0]).unwrap();
+    }
+    drop(allocator);
+    assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
+}
+
+pub(crate) fn reports_and_names_are_complete(bench: &Bench) {
+    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    assert_eq!(allocator.name(), bench.kind.name());
+    assert_eq!(allocator.name().parse::<BackendKind>().unwrap(), bench.kind);
+    let error = allocate(allocator.as_ref(), 1 << 45, stream).unwrap_err();
+    let AllocError::OutOfMemory(report) = error else { panic!("{error}") };
+    assert_eq!(report.allocator, bench.kind.name());
+    assert_eq!(report.requested_bytes, 1 << 45);
+    assert!(report.needed_bytes >= 1 << 45);
+    let (free, total) = report.device_bytes.unwrap();
+    assert!(free <= total && total >= 64 * GIB);
+    assert!(report.to_string().contains("32 TiB"), "{report}");
+    assert_eq!(allocator.stats().num_ooms, 1);
+}
+
+pub(crate) fn out_of_memory_is_reported_and_passes(bench: &Bench) {
+    let (allocator, driver) = (bench.build(), bench.driver.as_ref());
+    let stream = driver.stream_create().unwrap();
+    let start = free_bytes(driver);
+    // A GPU is filled in parts of an eighth, so that this stays quick.
+    let part = if bench.device == Device::Cuda { start / 8 } else { 4 * MIB };
+    let mut live: Vec<Block> = Vec::new();
+    let error = loop {
+        match allocate(allocator.as_ref(), part, stream) {
+            Ok(block) => live.push(block),
+            Err(error) => break error,
+        }
+        assert!(live.len() < 100, "the device should be full");
+    };
+    assert!(live.len() >= 4, "only {} parts of {part} in {start}", live.len());
+    let AllocError::OutOfMemory(report) = &error else { panic!("{error}") };
+    assert!(error.is_out_of_memory());
+    let held: u64 = live.iter().map(Block::bytes).sum();
+    assert_eq!((report.requested_bytes, report.active_bytes), (part, held));
+    assert!(report.reserved_bytes >= held);
+    let stats = allocator.stats();
+    assert_eq!((stats.num_ooms, stats.allocation.all.current), (1, live.len() as u64));
+    check_stats(&stats);
+    // As much as was given back can be had again, also in one piece when everything is back.
+    for _ in 0..2 {
+        free(allocator.as_ref(), live.pop().unwrap(), stream).unwrap();
+    }
+    for _ in 0..2 {
+        live.push(allocate(allocator.as_ref(), part, stream).unwrap());
+    }
+    let whole = live.len() as u64 * part / 2;
+    for block in live {
+        free(allocator.as_ref(), block, stream).unwrap();
+    }
+    let block = allocate(allocator.as_ref(), whole, stream).unwrap();
+    free(allocator.as_ref(), block, stream).unwrap();
+    check_nothing_held(&allocator.stats());
+    drop(allocator);
+    assert!(free_bytes(driver).abs_diff(start) <= bench.slack());
+}

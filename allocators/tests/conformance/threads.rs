@@ -1,0 +1,99 @@
+//! The bodies of the suite for several threads.
+
+use super::Bench;
+use crate::common::{Random, allocate, check_nothing_held, check_stats, free, free_bytes, read, write};
+use allocators::{Block, DeviceAllocator};
+use std::sync::mpsc;
+use std::thread;
+
+const THREADS: u64 = 8;
+const OPERATIONS: u64 = 2_000;
+
+/// The first and last bytes of a block, which say whose it is.
+fn stamp(owner: u64, serial: u64, bytes: u64) -> Vec<u8> {
+    let word = (owner << 56 | serial).to_le_bytes();
+    word.iter().cycle().take(bytes.min(32) as usize).copied().collect()
+}
+
+pub(crate) fn threads_on_streams_of_their_own(bench: &Bench) {
+    let start = free_bytes(bench.driver.as_ref());
+    let allocator = bench.build();
+    thread::scope(|scope| {
+        for owner in 0..THREADS {
+            let allocator = allocator.as_ref();
+            scope.spawn(move || work(bench, allocator, owner));
+        }
+    });
+    let stats = allocator.stats();
+    check_nothing_held(&stats);
+    assert!(stats.allocation.all.allocated > THREADS * OPERATIONS / 4);
+    allocator.trim(0).unwrap();
+    assert_eq!(allocator.stats().reserved_bytes.all.current, 0);
+    drop(allocator);
+    assert!(free_bytes(bench.driver.as_ref()).abs_diff(start) <= bench.slack());
+}
+
+fn work(bench: &Bench, allocator: &dyn DeviceAllocator, owner: u64) {
+    let (driver, mut random) = (bench.driver.as_ref(), Random::new(owner + 100));
+    let (stream, other) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
+    let mut live: Vec<(Block, Vec<u8>)> = Vec::new();
+    let check = |block: &Block, stamp: &[u8]| {
+        if bench.has_memory() {
+            let tail = block.addr().offset(block.requested() - stamp.len() as u64);
+            for at in [block.addr(), tail] {
+                assert_eq!(read(driver, at, stamp.len() as u64, stream), stamp, "{block:?} was overwritten");
+            }
+        }
+    };
+    for serial in 0..OPERATIONS {
+        if live.len() < 4 || (live.len() < 24 && random.below(2) == 0) {
+            let block = allocate(allocator, random.size(16).max(64), stream).unwrap();
+            let stamp = stamp(owner, serial, block.requested());
+            if bench.has_memory() {
+                let tail = block.addr().offset(block.requested() - stamp.len() as u64);
+                write(driver, block.addr(), &stamp, stream);
+                write(driver, tail, &stamp, stream);
+            }
+            live.push((block, stamp));
+        } else {
+            let (block, stamp) = live.swap_remove(random.below(live.len() as u64) as usize);
+            check(&block, &stamp);
+            if random.below(8) == 0 {
+                allocator.record_use(&block, other).unwrap();
+            }
+            free(allocator, block, stream).unwrap();
+        }
+        if serial % 500 == 0 {
+            driver.stream_synchronize(stream).unwrap();
+            allocator.trim(0).unwrap();
+        }
+    }
+    for (block, stamp) in live {
+        check(&block, &stamp);
+        free(allocator, block, stream).unwrap();
+    }
+    driver.stream_synchronize(stream).unwrap();
+    driver.stream_synchronize(other).unwrap();
+}
+
+pub(crate) fn a_block_may_be_freed_on_another_thread(bench: &Bench) {
+    let allocator = bench.build();
+    let stream = bench.driver.stream_create().unwrap();
+    let (sender, receiver) = mpsc::sync_channel::<Block>(32);
+    thread::scope(|scope| {
+        let allocator = allocator.as_ref();
+        scope.spawn(move || {
+            let mut random = Random::new(55);
+            for _ in 0..OPERATIONS {
+                sender.send(allocate(allocator, random.size(22), stream).unwrap()).unwrap();
+            }
+        });
+        for block in receiver {
+            free(allocator, block, stream).unwrap();
+        }
+    });
+    let stats = allocator.stats();
+    check_stats(&stats);
+    check_nothing_held(&stats);
+    assert_eq!(stats.allocation.all.allocated, OPERATIONS);
+}

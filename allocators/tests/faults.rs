@@ -1,0 +1,263 @@
+//! Every driver call of every backend is made to fail, once each: nothing panics, nothing leaks, the error is
+//! reported where it is not absorbed, and the allocator works on.
+
+mod common;
+
+use allocators::{
+    AllocError, BackendKind, Block, CallEvent, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver,
+    MeteredDriver, SimDriver, SimMemory, StreamId,
+};
+use common::{MIB, allocate, build, check_nothing_held, check_stats, free, free_bytes, sim, work};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+const ROOM: u64 = 128 * MIB;
+
+/// A simulated device under a driver that fails on demand, under a meter that keeps an account.
+struct Rig {
+    sim: Arc<SimDriver>,
+    faulty: Arc<FaultyDriver>,
+    driver: Arc<dyn Driver>,
+    calls: Arc<Mutex<Vec<(CallKind, bool)>>>,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let sim = sim(ROOM, SimMemory::None);
+        let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
+        let calls = Arc::new(Mutex::new(Vec::new()));
+        let seen = Arc::clone(&calls);
+        let observer = Box::new(move |event: &CallEvent| seen.lock().unwrap().push((event.kind, event.ok)));
+        let driver: Arc<dyn Driver> = Arc::new(MeteredDriver::new(Arc::clone(&faulty) as _, None, Some(observer)));
+        Self { sim, faulty, driver, calls }
+    }
+
+    fn count(&self, kind: CallKind) -> usize {
+        self.calls.lock().unwrap().iter().filter(|call| **call == (kind, true)).count()
+    }
+
+    fn kinds(&self) -> BTreeMap<CallKind, u64> {
+        let mut kinds = BTreeMap::new();
+        for (kind, _) in self.calls.lock().unwrap().iter() {
+            *kinds.entry(*kind).or_insert(0) += 1;
+        }
+        kinds
+    }
+
+    /// What was made and not destroyed.
+    fn leaks(&self) -> Vec<(CallKind, usize)> {
+        let pairs = [
+            (CallKind::MemAlloc, CallKind::MemFree),
+            (CallKind::MemAllocAsync, CallKind::MemFreeAsync),
+            (CallKind::PoolCreate, CallKind::PoolDestroy),
+            (CallKind::EventCreate, CallKind::EventDestroy),
+            (CallKind::StreamCreate, CallKind::StreamDestroy),
+        ];
+        let open = pairs.map(|(made, gone)| (made, self.count(made) - self.count(gone)));
+        open.into_iter().filter(|(_, open)| *open > 0).collect()
+    }
+}
+
+struct Run<'a> {
+    allocator: &'a dyn DeviceAllocator,
+    live: Vec<(Block, StreamId)>,
+    errors: Vec<AllocError>,
+}
+
+impl Run<'_> {
+    fn allocate(&mut self, bytes: u64, stream: StreamId) {
+        match allocate(self.allocator, bytes, stream) {
+            Ok(block) => self.live.push((block, stream)),
+            Err(error) => self.errors.push(error),
+        }
+        check_stats(&self.allocator.stats());
+    }
+
+    fn free_first(&mut self) {
+        if !self.live.is_empty() {
+            let (block, stream) = self.live.remove(0);
+            self.errors.extend(free(self.allocator, block, stream).err());
+        }
+        check_stats(&self.allocator.stats());
+    }
+
+    fn trim(&mut self, keep: u64) {
+        self.errors.extend(self.allocator.trim(keep).err());
+        check_stats(&self.allocator.stats());
+    }
+}
+
+/// Small and large blocks, uses on another stream, pending frees, trims, and a full device.
+fn workload(allocator: &dyn DeviceAllocator, sim: &SimDriver, streams: [StreamId; 2]) -> Vec<AllocError> {
+    let [owner, user] = streams;
+    let mut run = Run { allocator, live: Vec::new(), errors: Vec::new() };
+    for bytes in [100, MIB / 2, 3 * MIB, 12 * MIB] {
+        run.allocate(bytes, owner);
+        run.allocate(bytes, user);
+    }
+    work(sim, user, 500_000);
+    for index in 0..3 {
+        if let Some((block, _)) = run.live.get(index) {
+            allocator.record_use(block, user).unwrap();
+        }
+    }
+    for _ in 0..4 {
+        run.free_first();
+    }
+    run.allocate(100, owner);
+    sim.device_synchronize().unwrap();
+    run.allocate(5 * MIB, owner);
+    run.trim(0);
+    work(sim, user, 200_000);
+    if let Some((block, _)) = run.live.last() {
+        allocator.record_use(block, user).unwrap();
+        let (block, stream) = run.live.pop().unwrap();
+        run.errors.extend(free(allocator, block, stream).err());
+    }
+    // Fills the device, so that the whole ladder of retries is climbed.
+    for _ in 0..6 {
+        run.allocate(30 * MIB, owner);
+    }
+    run.free_first();
+    run.allocate(30 * MIB, user);
+    while !run.live.is_empty() {
+        run.free_first();
+    }
+    run.errors
+}
+
+/// Whether the contract lets a failure of this call pass without an error of the allocator's.
+fn may_be_absorbed(backend: BackendKind, kind: CallKind, code: u32) -> bool {
+    match kind {
+        // Only figures in a report or in statistics.
+        CallKind::MemGetInfo | CallKind::PoolAttribute => true,
+        // Retried after the cache was released.
+        CallKind::MemAlloc => backend == BackendKind::Caching && code == DriverError::OUT_OF_MEMORY,
+        CallKind::MemAllocAsync => code == DriverError::OUT_OF_MEMORY,
+        // Ordering one stream after another falls back to a wait of the host.
+        CallKind::EventCreate | CallKind::EventRecord | CallKind::StreamWaitEvent | CallKind::EventDestroy => {
+            backend == BackendKind::StreamOrdered
+        }
+        _ => false,
+    }
+}
+
+/// One run in which call number `skip` of `kind` fails; false when there is no such call.
+fn inject(backend: BackendKind, kind: CallKind, skip: u64, code: u32) -> bool {
+    let rig = Rig::new();
+    let streams = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
+    let start = free_bytes(rig.sim.as_ref());
+    let what = format!("{backend}: {kind} number {skip} with code {code}");
+    rig.faulty.fail(kind, skip, code);
+    match allocators::AllocatorSettings::new(backend).build(&rig.driver) {
+        Err(error) => {
+            assert_eq!(rig.faulty.injected(), 1, "{what}: {error}");
+            assert!(error.to_string().contains("injected fault"), "{what}: {error}");
+        }
+        Ok(allocator) => {
+            let errors = workload(allocator.as_ref(), &rig.sim, streams);
+            let hit = rig.faulty.injected() == 1;
+            let reported = errors.iter().any(|error| match error {
+                AllocError::Driver(error) => error.call == kind && error.code == code,
+                _ => false,
+            });
+            // A refusal for lack of memory is a typed report of its own.
+            let ran_out = code == DriverError::OUT_OF_MEMORY && errors.iter().any(AllocError::is_out_of_memory);
+            assert!(
+                !hit || reported || ran_out || may_be_absorbed(backend, kind, code),
+                "{what} went unreported: {errors:?}"
+            );
+            // The allocator still works, and everything comes back.
+            for stream in streams {
+                rig.sim.device_synchronize().unwrap();
+                let again = allocate(allocator.as_ref(), 8 * MIB, stream);
+                if hit {
+                    free(allocator.as_ref(), again.unwrap(), stream).unwrap();
+                } else if let Ok(block) = again {
+                    let _ = free(allocator.as_ref(), block, stream);
+                }
+            }
+            let trimmed = allocator.trim(0);
+            if hit {
+                trimmed.unwrap();
+                check_nothing_held(&allocator.stats());
+                assert_eq!(allocator.stats().reserved_bytes.all.current, 0, "{what}");
+                assert!(allocator.snapshot().is_none_or(|snapshot| snapshot.segments.is_empty()), "{what}");
+            }
+            drop(allocator);
+        }
+    }
+    let hit = rig.faulty.injected() == 1;
+    if hit {
+        assert_eq!(free_bytes(rig.sim.as_ref()), start, "{what}: device memory leaked");
+        let mut leaks = rig.leaks();
+        // What the driver refuses to destroy stays.
+        leaks.retain(|(made, _)| !(kind == CallKind::EventDestroy && *made == CallKind::EventCreate));
+        assert_eq!(leaks, [], "{what}: leaked");
+    }
+    hit
+}
+
+fn every_call_fails_once(backend: BackendKind) {
+    let rig = Rig::new();
+    let streams = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
+    let allocator = build(backend, &rig.driver);
+    workload(allocator.as_ref(), &rig.sim, streams);
+    drop(allocator);
+    assert_eq!(rig.leaks(), []);
+    let kinds = rig.kinds();
+    assert!(kinds.len() >= 3, "{kinds:?}");
+    for (kind, calls) in kinds {
+        for code in [DriverError::OUT_OF_MEMORY, DriverError::ILLEGAL_ADDRESS] {
+            // A few more than the undisturbed run makes: a failure can lead to calls that it never made.
+            let hits = (0..calls + 3).filter(|skip| inject(backend, kind, *skip, code)).count();
+            assert!(hits as u64 >= calls, "{backend}: {kind} failed {hits} times of {calls}");
+        }
+    }
+}
+
+#[test]
+fn naive_survives_every_fault() {
+    every_call_fails_once(BackendKind::Naive);
+}
+
+#[test]
+fn caching_survives_every_fault() {
+    every_call_fails_once(BackendKind::Caching);
+}
+
+#[test]
+fn stream_ordered_survives_every_fault() {
+    every_call_fails_once(BackendKind::StreamOrdered);
+}
+
+#[test]
+fn a_fault_while_dropping_leaks_nothing() {
+    for backend in BackendKind::ALL {
+        for kind in [
+            CallKind::MemFree,
+            CallKind::EventSynchronize,
+            CallKind::EventRecord,
+            CallKind::DeviceSynchronize,
+            CallKind::PoolDestroy,
+        ] {
+            for skip in 0..4 {
+                let rig = Rig::new();
+                let [owner, user] = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
+                let start = free_bytes(rig.sim.as_ref());
+                let allocator = build(backend, &rig.driver);
+                let blocks = [100, 3 * MIB, 12 * MIB].map(|bytes| allocate(allocator.as_ref(), bytes, owner).unwrap());
+                work(&rig.sim, user, 900_000);
+                for block in blocks {
+                    allocator.record_use(&block, user).unwrap();
+                    free(allocator.as_ref(), block, owner).unwrap();
+                }
+                rig.faulty.fail(kind, skip, DriverError::ILLEGAL_ADDRESS);
+                drop(allocator);
+                rig.faulty.clear();
+                assert_eq!(free_bytes(rig.sim.as_ref()), start, "{backend}: {kind} number {skip} in drop");
+                assert_eq!(rig.leaks(), [], "{backend}: {kind} number {skip} in drop");
+            }
+        }
+    }
+}
