@@ -1,8 +1,10 @@
-//! Bookkeeping on plain integers: rounding rules, block records, the index of free blocks.
+//! Bookkeeping on plain integers: rounding rules, block records, the index of free blocks, and the cache that
+//! they make up.
 //!
 //! Nothing here knows a device, reads a clock or needs `unsafe`.
 #![forbid(unsafe_code)]
 
+pub mod block_cache;
 pub mod blocks;
 pub mod free_index;
 pub mod rounding;

@@ -1,6 +1,7 @@
 //! One suite for every backend on every device: what `DeviceAllocator` promises, whatever is behind it.
 //!
 //! A CUDA device is used when there is one; without, its tests say on the real stderr that they were skipped.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 #[path = "conformance/bodies.rs"]
 mod bodies;

@@ -1,5 +1,6 @@
 //! Whole layouts of the caching backend after given sequences: what is split, what is kept whole, what coalesces.
 //! Blocks are (offset, bytes, state): **A**llocated, **P**ending free, **F**ree.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;
 

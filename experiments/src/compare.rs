@@ -1,12 +1,13 @@
 //! `experiments compare`: one table for all allocators, from one run of the trainer for each, in processes of their
 //! own (a CUDA context and the allocators' caches belong to a process).
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Args;
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 use std::ffi::OsString;
+use std::fmt;
 use std::process::{Command, Stdio};
 use trainer::report::duration;
 
@@ -52,7 +53,25 @@ struct Row {
     peak_requested_bytes: u64,
     val_accuracy: f64,
     final_train_loss: f64,
+    /// Driver calls of the last epoch by kind.
+    driver_calls: Value,
 }
+
+/// A run of the trainer that ended with an error.
+#[derive(Debug)]
+pub(crate) struct ArmFailed {
+    /// The trainer's exit code, which becomes this program's.
+    pub(crate) code: u8,
+    text: String,
+}
+
+impl fmt::Display for ArmFailed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl std::error::Error for ArmFailed {}
 
 /// Runs all arms and prints the table.
 pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
@@ -71,12 +90,7 @@ pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
     }
     bar.finish_and_clear();
     let rows = arms.iter().zip(&records).map(|(arm, records)| row(arm, records)).collect::<Result<Vec<Row>>>()?;
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&rows)?);
-    } else {
-        print(&rows);
-    }
-    Ok(())
+    if args.json { crate::print(&serde_json::to_string_pretty(&rows)?) } else { crate::print(&report(&rows)) }
 }
 
 /// One run of the trainer; its record.
@@ -91,9 +105,10 @@ fn run(arm: &str, common: &[OsString]) -> Result<Value> {
         .context("cannot start the trainer")?;
     if !output.status.success() {
         let text = String::from_utf8_lossy(&output.stderr);
-        let last =
-            text.lines().rev().find(|line| line.starts_with("error")).unwrap_or("it printed no error").to_owned();
-        bail!("the trainer failed under '{arm}': {last}");
+        let last = text.lines().rev().find_map(|line| line.strip_prefix("error: ")).unwrap_or("it printed no error");
+        // A trainer that a signal ended has no exit code.
+        let code = output.status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
+        return Err(ArmFailed { code, text: format!("the trainer failed under '{arm}': {last}") }.into());
     }
     serde_json::from_slice(&output.stdout).context("the trainer printed something other than a run record")
 }
@@ -150,12 +165,13 @@ fn row(arm: &str, records: &[Value]) -> Result<Row> {
         peak_requested_bytes: count(record, "/allocator_stats/requested_bytes.all.peak"),
         val_accuracy: number(&last, "/val_accuracy")?,
         final_train_loss: number(&last, "/train_loss")?,
+        driver_calls: last["driver_calls"].clone(),
     })
 }
 
-fn print(rows: &[Row]) {
-    let Some(first) = rows.first() else { return };
-    println!("{}, data set {}, {} steps an epoch", first.device, first.dataset, first.steps);
+fn report(rows: &[Row]) -> String {
+    let Some(first) = rows.first() else { return String::new() };
+    let title = format!("{}, data set {}, {} steps an epoch", first.device, first.dataset, first.steps);
     let best = rows.iter().map(|row| row.epoch_s).fold(f64::INFINITY, f64::min);
     let mut table = Table::new();
     let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
@@ -195,6 +211,6 @@ fn print(rows: &[Row]) {
             format!("{:.6}", row.final_train_loss),
         ]);
     }
-    println!("{table}");
-    println!("times and calls of the last epoch; epoch: median without the first; alloc: most frequent path");
+    let note = "times and calls of the last epoch; epoch: median without the first; alloc: most frequent path";
+    format!("{title}\n{table}\n{note}")
 }

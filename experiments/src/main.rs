@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use comfy_table::{ContentArrangement, Table, presets};
 use std::ffi::OsString;
+use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -56,9 +57,18 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::from(BAD_INPUT)
+            // A reader that went away is no error, and `eprintln!` would panic.
+            let _ = writeln!(std::io::stderr().lock(), "error: {error:#}");
+            ExitCode::from(error.downcast_ref::<compare::ArmFailed>().map_or(BAD_INPUT, |failed| failed.code))
         }
+    }
+}
+
+/// Writes to stdout; a reader that went away (`| head`) is no error.
+fn print(text: &str) -> Result<()> {
+    match writeln!(std::io::stdout().lock(), "{text}") {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("cannot write to stdout"),
+        _ => Ok(()),
     }
 }
 
@@ -96,6 +106,5 @@ fn fit_kernels(timings: &std::path::Path, base: Option<PathBuf>, out: &std::path
     let mut text = serde_json::to_string_pretty(&profile)?;
     text.push('\n');
     std::fs::write(out, text).with_context(|| format!("cannot write {}", out.display()))?;
-    println!("{table}");
-    Ok(())
+    print(&table.to_string())
 }

@@ -2,7 +2,7 @@
 
 use crate::data::DatasetName;
 use crate::observer::Observer;
-use crate::progress::Terminal;
+use crate::progress::{Terminal, say};
 use crate::settings::{DeviceChoice, GemmMode, InitMode, LoaderMode, SyncMode};
 use crate::{Result, Settings, TrainError, doctor, exit, record, report};
 use allocators::backend::CachingSettings;
@@ -104,7 +104,7 @@ struct TrainArgs {
     #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Training")]
     batch: u32,
     /// Passes over the training set
-    #[arg(long, value_name = "N", default_value_t = 5, help_heading = "Training")]
+    #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Training")]
     epochs: u32,
     /// Stop after this many steps in all
     #[arg(long, value_name = "N", help_heading = "Training")]
@@ -234,7 +234,7 @@ impl TrainArgs {
 #[must_use]
 pub fn main(arguments: Vec<OsString>) -> i32 {
     // A panic is a bug of ours; a person gets one line that says so instead of a backtrace.
-    std::panic::set_hook(Box::new(|panic| eprintln!("error: internal fault, please report it: {panic}")));
+    std::panic::set_hook(Box::new(|panic| say(&format!("error: internal fault, please report it: {panic}"))));
     let started = Instant::now();
     let command = arguments.iter().map(|argument| argument.to_string_lossy().into_owned()).collect();
     let cli = Cli::parse_from(arguments);
@@ -246,7 +246,7 @@ pub fn main(arguments: Vec<OsString>) -> i32 {
         Ok(code) => code,
         Err(error) => {
             terminal.clear();
-            eprintln!("error: {error}");
+            say(&format!("error: {error}"));
             error.exit_code()
         }
     }
@@ -268,11 +268,11 @@ fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Ar
     terminal.clear();
     let text = if args.json { record::to_json(&outcome.summary)? } else { report::report(&outcome.summary) };
     let printed = print(&text);
-    eprintln!("record   {}", outcome.directory.display());
+    say(&format!("record   {}", outcome.directory.display()));
     match outcome.error {
         None => Ok(printed),
         Some(error) => {
-            eprintln!("error: {error}");
+            say(&format!("error: {error}"));
             Ok(error.exit_code())
         }
     }
@@ -283,7 +283,7 @@ fn print(text: &str) -> i32 {
     use std::io::{ErrorKind, Write};
     match writeln!(std::io::stdout().lock(), "{}", text.trim_end()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            eprintln!("error: cannot write to stdout: {error}");
+            say(&format!("error: cannot write to stdout: {error}"));
             exit::FAILED
         }
         _ => exit::OK,

@@ -9,7 +9,7 @@ use allocators::{
     CallCounts, CallKind, CudaDriver, DeviceDescription, Driver, IdleCosts, MeteredDriver, Profile, SimDriver,
     SimMemory, StreamId,
 };
-use kernels::{CudaKernels, HostMemory, Operation};
+use kernels::{CudaKernels, Fill, HostMemory, Operation};
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -92,7 +92,8 @@ impl Device {
         driver.bind_to_thread()?;
         let kernels = CudaKernels::load()?;
         let stream = driver.stream_create()?;
-        let idle = IdleCosts::measure(driver.as_ref(), stream)?;
+        let mut idle = IdleCosts::measure(driver.as_ref(), stream)?;
+        idle.kernel_launch = launch_cost(&driver, &kernels, stream)?;
         let metered = MeteredDriver::new(Arc::clone(&driver) as Arc<dyn Driver>, Some(idle.clone()), observer);
         Ok(Self {
             engine: Engine::Cuda { kernels: Box::new(kernels), driver },
@@ -253,6 +254,27 @@ impl Drop for Device {
         // then goes with the context.
         let _ = unsafe { self.driver.stream_destroy(self.stream) };
     }
+}
+
+/// Host cost of a launch into an empty queue: the median of some.
+fn launch_cost(driver: &Arc<CudaDriver>, kernels: &CudaKernels, stream: StreamId) -> Result<u64> {
+    const LAUNCHES: usize = 101;
+    let target = driver.mem_alloc(256)?;
+    let fill = Fill { len: 1, value: 0.0, out: target.get() };
+    let clock = driver.clock();
+    let timed = |_| -> Result<u64> {
+        let start = clock.now_ns();
+        // SAFETY: the kernels belong to this driver's context; the target holds the one value and is freed below,
+        // after the synchronise.
+        unsafe { fill.launch(kernels, CudaDriver::raw_stream(stream)) }?;
+        Ok(clock.now_ns() - start)
+    };
+    let mut times = (0..LAUNCHES).map(timed).collect::<Result<Vec<u64>>>()?;
+    driver.stream_synchronize(stream)?;
+    // SAFETY: allocated above, freed once, and its work is done.
+    unsafe { driver.mem_free(target)? };
+    times.sort_unstable();
+    Ok(times[LAUNCHES / 2])
 }
 
 fn read_profile(path: &Path) -> Result<Profile> {

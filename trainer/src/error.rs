@@ -58,6 +58,16 @@ pub enum TrainError {
         /// Learning rate in effect.
         learning_rate: f32,
     },
+    /// The validation loss is no number, because of the epoch's last update.
+    #[error("the validation loss became {loss} in epoch {epoch}: lower --lr (now {learning_rate}) or change --init")]
+    DivergedInValidation {
+        /// Epoch, from 1.
+        epoch: u32,
+        /// The loss.
+        loss: f64,
+        /// Learning rate in effect.
+        learning_rate: f32,
+    },
     /// Ctrl-C.
     #[error("interrupted; what was done so far is in the run record")]
     Interrupted,

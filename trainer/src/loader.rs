@@ -156,7 +156,8 @@ impl Loader {
                         source_rows,
                         indices,
                         scale: 1.0,
-                        shift: 0.0,
+                        // Adding -0.0 changes no bit of any number; adding 0.0 would make 0.0 of -0.0.
+                        shift: -0.0,
                         out,
                     }),
                 };

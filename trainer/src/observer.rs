@@ -24,6 +24,8 @@ pub trait Observer: Send + Sync + std::fmt::Debug {
     fn begin(&self, _settings: &Settings, _summary: &Summary, _steps: u64) {}
     /// A step begins.
     fn step(&self, _epoch: u32, _step: u64) {}
+    /// An epoch's training steps are done and its validation begins.
+    fn validation(&self, _epoch: u32) {}
     /// An epoch ended.
     fn epoch(&self, _epoch: &EpochRecord) {}
     /// A driver call that takes memory from the device or gives it back.

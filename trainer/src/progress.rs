@@ -8,21 +8,48 @@ use crate::record::{EpochRecord, Summary};
 use crate::report::duration;
 use allocators::{Bytes, CallEvent};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use std::sync::Mutex;
-use std::sync::PoisonError;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::io::Write;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 
 /// Lines and a progress bar on stderr; the bar only where stderr is a terminal.
 #[derive(Debug)]
 pub(crate) struct Terminal {
     bar: Mutex<ProgressBar>,
     epoch: AtomicU32,
-    step: AtomicU64,
+    phase: Mutex<Phase>,
+}
+
+/// Where a run is, for the log of driver calls.
+#[derive(Clone, Copy, Debug)]
+enum Phase {
+    SetUp,
+    Step(u32, u64),
+    Validation(u32),
+    /// Between an epoch and the next, or the end.
+    After(u32),
+}
+
+impl std::fmt::Display for Phase {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let text = match self {
+            Self::SetUp => "set-up".to_owned(),
+            Self::Step(epoch, step) => format!("epoch {epoch} step {step}"),
+            Self::Validation(epoch) => format!("epoch {epoch} validation"),
+            Self::After(epoch) => format!("after epoch {epoch}"),
+        };
+        f.pad(&text)
+    }
+}
+
+/// Writes a line to stderr. A reader that went away (`2>&1 | head`) is no error, and `eprintln!` would panic.
+pub(crate) fn say(text: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{text}");
 }
 
 impl Terminal {
     pub(crate) fn new() -> Self {
-        Self { bar: Mutex::new(ProgressBar::hidden()), epoch: AtomicU32::new(0), step: AtomicU64::new(0) }
+        Self { bar: Mutex::new(ProgressBar::hidden()), epoch: AtomicU32::new(0), phase: Mutex::new(Phase::SetUp) }
     }
 
     fn bar(&self) -> ProgressBar {
@@ -33,6 +60,10 @@ impl Terminal {
         *self.bar.lock().unwrap_or_else(PoisonError::into_inner) = bar;
     }
 
+    fn enter(&self, phase: Phase) {
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
+    }
+
     /// Takes the bar off the screen.
     pub(crate) fn clear(&self) {
         self.bar().finish_and_clear();
@@ -40,7 +71,7 @@ impl Terminal {
 
     fn line(&self, text: &str) {
         // A bar that is drawn must make room; without one the line goes out as it is.
-        self.bar().suspend(|| eprintln!("{text}"));
+        self.bar().suspend(|| say(text));
     }
 }
 
@@ -98,7 +129,7 @@ impl Observer for Terminal {
     }
 
     fn step(&self, epoch: u32, step: u64) {
-        self.step.store(step, Relaxed);
+        self.enter(Phase::Step(epoch, step));
         let bar = self.bar();
         if self.epoch.swap(epoch, Relaxed) != epoch {
             bar.set_message(format!("epoch {epoch}"));
@@ -106,7 +137,12 @@ impl Observer for Terminal {
         bar.inc(1);
     }
 
+    fn validation(&self, epoch: u32) {
+        self.enter(Phase::Validation(epoch));
+    }
+
     fn epoch(&self, epoch: &EpochRecord) {
+        self.enter(Phase::After(epoch.epoch));
         self.line(&format!(
             "epoch {:2} train loss {:.4}, validation loss {:.4}, accuracy {:.2} %",
             epoch.epoch,
@@ -117,10 +153,7 @@ impl Observer for Terminal {
     }
 
     fn memory_call(&self, event: &CallEvent) {
-        let at = match self.epoch.load(Relaxed) {
-            0 => "set-up".to_owned(),
-            epoch => format!("epoch {epoch} step {}", self.step.load(Relaxed)),
-        };
+        let at = *self.phase.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = if event.bytes > 0 { Bytes(event.bytes).to_string() } else { String::new() };
         let addr = event.addr.map_or_else(String::new, |addr| format!("at {:#x}", addr.get()));
         let failed = if event.ok { "" } else { " FAILED" };

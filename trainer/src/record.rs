@@ -219,8 +219,8 @@ pub struct StepRow {
     pub step: u64,
     /// Rows in its batch.
     pub rows: u32,
-    /// Mean loss of the batch.
-    pub loss: f32,
+    /// Mean loss of the batch; `None`, and an empty cell, when the run failed before it was read.
+    pub loss: Option<f32>,
     /// Run's clock when the host had queued the step.
     pub host_ns: u64,
     /// Driver calls that took memory, in this step.
@@ -327,7 +327,7 @@ impl RecordWriter {
                     row.epoch,
                     row.step,
                     row.rows,
-                    row.loss,
+                    row.loss.map_or_else(String::new, |loss| loss.to_string()),
                     row.host_ns,
                     row.driver_allocations,
                     row.reserved_bytes,

@@ -169,7 +169,7 @@ impl Default for Settings {
             hidden: 256,
             layers: 3,
             batch: 64,
-            epochs: 5,
+            epochs: 8,
             steps: None,
             learning_rate: 0.1,
             seed: 42,

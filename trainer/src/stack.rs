@@ -7,6 +7,9 @@ use allocators::instrument::{Checker, EventTrace, InstrumentCost, Limit, Monoton
 use allocators::{AllocatorSettings, BackendKind, DeviceAllocator};
 use std::sync::Arc;
 
+/// Pairs of operations from which an instrument's cost is taken.
+const PAIRS: u32 = 10_000;
+
 /// A backend and its instruments, from the inside out: latency, NVTX, trace, limit, checker. The histograms are
 /// innermost, so that they hold the backend's time and not that of the other instruments.
 #[derive(Debug)]
@@ -36,26 +39,30 @@ impl Stack {
             let layer = Arc::new(Timed::new(top, device.clock()));
             timed = Some(Arc::clone(&layer));
             top = layer;
-            costs.push(measure_cost("latency", &|inner| Arc::new(Timed::new(inner, Arc::new(MonotonicClock::new()))))?);
+            costs.push(measure_cost("latency", PAIRS, &|inner| {
+                Arc::new(Timed::new(inner, Arc::new(MonotonicClock::new())))
+            })?);
         }
         if device.ranges().is_on() {
             top = Arc::new(Nvtx::new(top, device.ranges()));
             let ranges = device.ranges();
-            costs.push(measure_cost("nvtx", &|inner| Arc::new(Nvtx::new(inner, ranges)))?);
+            // Few, because each of them is on the profiler's timeline.
+            let _range = ranges.range(format_args!("measure what NVTX costs"));
+            costs.push(measure_cost("nvtx", 50, &|inner| Arc::new(Nvtx::new(inner, ranges)))?);
         }
         let mut trace = None;
         if settings.trace {
             let layer = Arc::new(EventTrace::new(top, device.clock()));
             trace = Some(Arc::clone(&layer));
             top = layer;
-            costs.push(measure_cost("trace", &|inner| {
+            costs.push(measure_cost("trace", PAIRS, &|inner| {
                 Arc::new(EventTrace::new(inner, Arc::new(MonotonicClock::new())))
             })?);
         }
         // `caching` has a limit of its own, under which it releases its cache first.
         if let Some(limit) = settings.memory_limit.filter(|_| backend.kind != BackendKind::Caching) {
             top = Arc::new(Limit::new(top, limit));
-            costs.push(measure_cost("limit", &|inner| Arc::new(Limit::new(inner, u64::MAX)))?);
+            costs.push(measure_cost("limit", PAIRS, &|inner| Arc::new(Limit::new(inner, u64::MAX)))?);
         }
         let mut checker = None;
         if settings.check {

@@ -62,6 +62,9 @@ pub fn run(
     run.finish(ended)
 }
 
+/// More layers than any network has, and few enough that their widths can be listed.
+const MOST_LAYERS: u32 = 1 << 16;
+
 /// What can be told from the settings alone.
 fn check(settings: &Settings) -> Result<()> {
     let positive = [
@@ -74,6 +77,9 @@ fn check(settings: &Settings) -> Result<()> {
         if value == 0 {
             return Err(TrainError::Input(format!("{option} must be at least 1")));
         }
+    }
+    if settings.layers > MOST_LAYERS {
+        return Err(TrainError::Input(format!("--layers must be at most {MOST_LAYERS}, found {}", settings.layers)));
     }
     if settings.steps == Some(0) {
         return Err(TrainError::Input("--steps must be at least 1".into()));
@@ -145,8 +151,16 @@ impl Run {
                 Bytes(parameter_bytes)
             )));
         }
-        let stack = Stack::build(&allocator_settings(settings), settings, &device)?;
         let description = device.describe();
+        if parameter_bytes > description.total_bytes {
+            return Err(TrainError::Input(format!(
+                "the model's weights, {}, are more than the memory of {}, {}: lower --hidden or --layers",
+                Bytes(parameter_bytes),
+                description.name,
+                Bytes(description.total_bytes)
+            )));
+        }
+        let stack = Stack::build(&allocator_settings(settings), settings, &device)?;
         let label =
             format!("{}-{}", stack.top.name(), if description.kind == DeviceKind::Cuda { "cuda" } else { "sim" });
         let now = jiff::Timestamp::now();
@@ -230,16 +244,17 @@ impl Run {
             self.update_summary();
             let stop_here = ended.is_err() || left == 0;
             match ended {
-                Ok(epoch) => {
-                    observer.epoch(&epoch);
-                    self.summary.epochs.push(epoch);
-                }
+                Ok(epoch) => self.summary.epochs.push(epoch),
                 Err(error) => {
                     self.record.write_summary(&self.summary)?;
                     return Err(error);
                 }
             }
             self.record.write_summary(&self.summary)?;
+            // What is announced is in the record already, whatever happens next.
+            if let Some(epoch) = self.summary.epochs.last() {
+                observer.epoch(epoch);
+            }
             if stop_here {
                 break;
             }
@@ -357,7 +372,7 @@ impl Pass<'_> {
                 step: step + 1,
                 // CAST: a batch's rows are a u32.
                 rows: count as u32,
-                loss: f32::NAN,
+                loss: None,
                 host_ns: clock.now_ns(),
                 driver_allocations: so_far - allocations,
                 reserved_bytes: reserved,
@@ -369,23 +384,29 @@ impl Pass<'_> {
         if !rows.is_empty() && matches!(ended, Ok(()) | Err(TrainError::Interrupted)) {
             let values = run.context.read::<f32>(&losses, rows.len())?;
             for (row, value) in rows.iter_mut().zip(values) {
-                row.loss = value;
+                row.loss = Some(value);
             }
         }
         ended?;
         *left -= steps;
-        if let Some(row) = rows.iter().find(|row| !row.loss.is_finite()) {
-            return Err(TrainError::Diverged {
-                epoch: self.epoch,
-                step: row.step,
-                loss: row.loss,
-                learning_rate: settings.learning_rate,
-            });
-        }
         drop(losses);
-        let weighted = rows.iter().map(|row| f64::from(row.loss) * f64::from(row.rows)).sum::<f64>();
+        let mut weighted = 0.0;
+        for row in rows.iter() {
+            let loss = row.loss.unwrap_or(f32::NAN);
+            if !loss.is_finite() {
+                let (epoch, step) = (self.epoch, row.step);
+                return Err(TrainError::Diverged { epoch, step, loss, learning_rate: settings.learning_rate });
+            }
+            weighted += f64::from(loss) * f64::from(row.rows);
+        }
         let seen = rows.iter().map(|row| f64::from(row.rows)).sum::<f64>();
+        self.observer.validation(self.epoch);
         let (val_loss, val_accuracy) = self.validate(run, &mut loaders.1)?;
+        // The last update of an epoch shows in no training loss of it.
+        if !val_loss.is_finite() {
+            let (epoch, learning_rate) = (self.epoch, settings.learning_rate);
+            return Err(TrainError::DivergedInValidation { epoch, loss: val_loss, learning_rate });
+        }
         driver.event_record(last, stream)?;
         driver.event_synchronize(last)?;
         let device_ns = driver.event_elapsed_ns(first, last)?;

@@ -13,12 +13,13 @@
 //! *Source.* PyTorch, `c10/cuda/CUDACachingAllocator.cpp` (2.11), whose rules this follows address for address.
 
 use crate::allocator::{Block, DeviceAllocator, Path, Request};
-use crate::core::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE};
-use crate::core::free_index::{FreeIndex, FreeKey};
-use crate::core::rounding::{Divisions, MIN_BLOCK, SMALL_MAX, pool_of, round_size, segment_size};
-use crate::device::{DeviceAddr, Driver, EventId, StreamId};
+use crate::core::block_cache::{BlockCache, SplitRules, address};
+use crate::core::blocks::{BlockIndex, BlockRecord, NONE};
+use crate::core::free_index::FreeKey;
+use crate::core::rounding::{Divisions, pool_of, round_size, segment_size};
+use crate::device::{Driver, EventId, StreamId};
 use crate::error::{AllocError, DriverError, OomReport};
-use crate::snapshot::{BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
+use crate::snapshot::{BlockState, Ledger, Snapshot};
 use crate::stats::{PoolKind, Stats};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -59,6 +60,10 @@ impl CachingSettings {
     fn max_split(&self) -> u64 {
         self.max_split_size.unwrap_or(u64::MAX)
     }
+
+    fn collects(&self) -> bool {
+        self.memory_limit.is_some() && self.garbage_collection_threshold > 0.0
+    }
 }
 
 /// See the [module](self).
@@ -71,10 +76,7 @@ pub struct Caching {
 
 #[derive(Debug)]
 struct State {
-    stats: Stats,
-    blocks: BlockSlab,
-    small: FreePool,
-    large: FreePool,
+    cache: BlockCache,
     /// By stream, frees that wait for that stream, oldest first. An event is missing where recording it failed;
     /// it is recorded later, which is late but safe.
     pending: BTreeMap<StreamId, VecDeque<(Option<EventId>, BlockIndex)>>,
@@ -85,112 +87,16 @@ struct State {
     grown_by: StreamId,
 }
 
-#[derive(Debug, Default)]
-struct FreePool {
-    free: FreeIndex,
-    /// Searches so far; a free block's age is what was added since it became free.
-    searches: u64,
-}
-
-impl State {
-    fn pool(&mut self, pool: PoolKind) -> &mut FreePool {
-        match pool {
-            PoolKind::Small => &mut self.small,
-            PoolKind::Large => &mut self.large,
-        }
-    }
-
-    fn key(&self, index: BlockIndex) -> FreeKey {
-        let block = self.blocks.get(index);
-        FreeKey { stream: block.stream, bytes: block.bytes, addr: block.addr, index }
-    }
-
-    fn insert_free(&mut self, index: BlockIndex) {
-        let (key, pool) = (self.key(index), self.blocks.get(index).pool);
-        let searches = self.pool(pool).searches;
-        let block = self.blocks.get_mut(index);
-        block.state = BlockState::Free;
-        block.freed_at = searches;
-        self.pool(pool).free.insert(key);
-    }
-
-    fn reserved(&self) -> u64 {
-        self.stats.reserved_bytes.all.current
-    }
-
-    /// Makes a block reusable and joins it with free neighbours; true when it was joined.
-    fn release_to_cache(&mut self, index: BlockIndex) -> bool {
-        let BlockRecord { bytes, requested, pool, .. } = *self.blocks.get(index);
-        let (mut split_count, mut split_bytes, mut joined) = (0i64, 0i64, false);
-        for neighbour in [self.blocks.get(index).prev, self.blocks.get(index).next] {
-            if neighbour == NONE || self.blocks.get(neighbour).state != BlockState::Free {
-                continue;
-            }
-            let key = self.key(neighbour);
-            self.pool(pool).free.remove(key);
-            let gained = self.blocks.join(index, neighbour);
-            split_count -= 1;
-            split_bytes -= gained.cast_signed();
-            joined = true;
-        }
-        self.insert_free(index);
-        let block = self.blocks.get(index);
-        if block.is_split() {
-            split_count += 1;
-            split_bytes += block.bytes.cast_signed();
-        }
-        let stats = &mut self.stats;
-        if let Some(gauge) = &mut stats.inactive_split {
-            gauge.change(pool, split_count);
-        }
-        if let Some(gauge) = &mut stats.inactive_split_bytes {
-            gauge.change(pool, split_bytes);
-        }
-        stats.active.decrease(pool, 1);
-        stats.active_bytes.decrease(pool, bytes);
-        stats.requested_bytes.decrease(pool, requested);
-        joined
-    }
-
-    fn snapshot(&self) -> Snapshot {
-        let heads = self.blocks.iter().filter(|(_, block)| block.prev == NONE);
-        let mut segments: Vec<SegmentInfo> = heads
-            .map(|(head, first)| {
-                let (mut blocks, mut at, mut bytes) = (Vec::new(), head, 0);
-                while at != NONE {
-                    let block = self.blocks.get(at);
-                    let free = block.state == BlockState::Free;
-                    let requested = if free { 0 } else { block.requested };
-                    blocks.push(BlockInfo {
-                        addr: address(block.addr),
-                        bytes: block.bytes,
-                        requested,
-                        state: block.state,
-                    });
-                    bytes += block.bytes;
-                    at = block.next;
-                }
-                SegmentInfo { addr: address(first.addr), bytes, stream: first.stream, pool: Some(first.pool), blocks }
-            })
-            .collect();
-        segments.sort_unstable_by_key(|segment| segment.addr);
-        Snapshot { segments }
-    }
-}
-
-fn address(addr: u64) -> DeviceAddr {
-    DeviceAddr::new(addr).expect("blocks lie in segments, whose addresses are not zero")
-}
-
 impl Caching {
     /// A caching allocator on `driver`.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, settings: CachingSettings) -> Self {
         let state = State {
-            stats: Stats::with_pools(),
-            blocks: BlockSlab::default(),
-            small: FreePool::default(),
-            large: FreePool::default(),
+            cache: BlockCache::new(SplitRules {
+                max_split: settings.max_split(),
+                max_non_split_rounding: settings.max_non_split_rounding,
+                count_searches: settings.collects(),
+            }),
             pending: BTreeMap::new(),
             events: Vec::new(),
             peak: Ledger::default(),
@@ -201,28 +107,6 @@ impl Caching {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn collects(&self) -> bool {
-        self.settings.memory_limit.is_some() && self.settings.garbage_collection_threshold > 0.0
-    }
-
-    /// PyTorch's `get_free_block`.
-    fn take_best_fit(&self, state: &mut State, pool: PoolKind, bytes: u64, stream: StreamId) -> Option<BlockIndex> {
-        let max_split = self.settings.max_split();
-        let free_pool = state.pool(pool);
-        if self.collects() {
-            free_pool.searches += 1;
-        }
-        let found = free_pool.free.best_fit(stream, bytes)?;
-        let oversize_for_small_request = bytes < max_split && found.bytes >= max_split;
-        let too_large_for_oversize_request =
-            bytes >= max_split && found.bytes >= bytes.saturating_add(self.settings.max_non_split_rounding);
-        if oversize_for_small_request || too_large_for_oversize_request {
-            return None;
-        }
-        free_pool.free.remove(found);
-        Some(found.index)
     }
 
     /// PyTorch's `alloc_block`: `None` when the limit or the device refuses.
@@ -236,9 +120,9 @@ impl Caching {
     ) -> Result<Option<BlockIndex>, DriverError> {
         let bytes = segment_size(rounded);
         if retry {
-            state.stats.num_alloc_retries += 1;
+            state.cache.stats.num_alloc_retries += 1;
         }
-        if self.settings.memory_limit.is_some_and(|limit| state.reserved().saturating_add(bytes) > limit) {
+        if self.settings.memory_limit.is_some_and(|limit| state.cache.reserved().saturating_add(bytes) > limit) {
             return Ok(None);
         }
         let addr = match self.driver.mem_alloc(bytes) {
@@ -246,7 +130,7 @@ impl Caching {
             Err(error) if error.is_out_of_memory() => return Ok(None),
             Err(error) => return Err(error),
         };
-        let stats = &mut state.stats;
+        let stats = &mut state.cache.stats;
         stats.num_device_alloc += 1;
         stats.reserved_bytes.increase(pool, bytes);
         if let Some(gauge) = &mut stats.segment {
@@ -255,24 +139,24 @@ impl Caching {
         if let Some(gauge) = stats.oversize_segments.as_mut().filter(|_| bytes >= self.settings.max_split()) {
             gauge.increase(1);
         }
-        Ok(Some(state.blocks.insert(BlockRecord::segment(addr.get(), bytes, stream, pool))))
+        Ok(Some(state.cache.blocks.insert(BlockRecord::segment(addr.get(), bytes, stream, pool))))
     }
 
     /// PyTorch's `release_block`: gives a whole free segment back.
     fn release_segment(&self, state: &mut State, index: BlockIndex) -> Result<u64, DriverError> {
-        let key = state.key(index);
-        let pool = state.blocks.get(index).pool;
+        let key = state.cache.key(index);
+        let pool = state.cache.blocks.get(index).pool;
         // The record goes before the memory: another thread may be given the address at once.
-        state.pool(pool).free.remove(key);
+        state.cache.pool(pool).free.remove(key);
         // SAFETY: the block is a whole segment (the callers check that it is not split), so its address came from
         // `mem_alloc`; it is free, so no queued work of its own stream or of recorded streams uses it later than the
         // device-wide wait inside the call.
         if let Err(error) = unsafe { self.driver.mem_free(address(key.addr)) } {
-            state.pool(pool).free.insert(key);
+            state.cache.pool(pool).free.insert(key);
             return Err(error);
         }
-        state.blocks.remove(index);
-        let stats = &mut state.stats;
+        state.cache.blocks.remove(index);
+        let stats = &mut state.cache.stats;
         stats.num_device_free += 1;
         stats.reserved_bytes.decrease(pool, key.bytes);
         if let Some(gauge) = &mut stats.segment {
@@ -297,13 +181,13 @@ impl Caching {
         let wanted = rounded.max(max_split);
         // Only whole segments can go back. Under PyTorch's bounds on the setting (above 20 MiB, whole MiB) no part of
         // a segment is oversize; under a smaller one it may be.
-        let whole = |state: &State, key: &FreeKey| !state.blocks.get(key.index).is_split();
-        if let Some(found) = state.pool(pool).free.best_fit(stream, wanted).filter(|key| whole(state, key)) {
+        let whole = |state: &State, key: &FreeKey| !state.cache.blocks.get(key.index).is_split();
+        if let Some(found) = state.cache.pool(pool).free.best_fit(stream, wanted).filter(|key| whole(state, key)) {
             self.release_segment(state, found.index)?;
             return Ok(true);
         }
         let mut candidates: Vec<FreeKey> =
-            state.pool(pool).free.below(stream, wanted).take_while(|key| key.bytes >= max_split).collect();
+            state.cache.pool(pool).free.below(stream, wanted).take_while(|key| key.bytes >= max_split).collect();
         candidates.retain(|key| whole(state, key));
         let mut released = 0;
         for key in candidates {
@@ -321,13 +205,19 @@ impl Caching {
         let Some(limit) = self.settings.memory_limit else { return Ok(false) };
         // CAST: PyTorch computes the threshold in the same way, in a double cut to an integer.
         let threshold = (self.settings.garbage_collection_threshold * limit as f64) as u64;
-        let Some(target) = state.reserved().checked_sub(threshold).filter(|excess| *excess > 0) else {
+        let Some(target) = state.cache.reserved().checked_sub(threshold).filter(|excess| *excess > 0) else {
             return Ok(false);
         };
-        let searches = state.large.searches;
-        let age = |state: &State, index: BlockIndex| searches - state.blocks.get(index).freed_at;
-        let mut idle: Vec<BlockIndex> =
-            state.large.free.iter().map(|key| key.index).filter(|&index| !state.blocks.get(index).is_split()).collect();
+        let searches = state.cache.large.searches;
+        let age = |state: &State, index: BlockIndex| searches - state.cache.blocks.get(index).freed_at;
+        let mut idle: Vec<BlockIndex> = state
+            .cache
+            .large
+            .free
+            .iter()
+            .map(|key| key.index)
+            .filter(|&index| !state.cache.blocks.get(index).is_split())
+            .collect();
         let mut total_age: u64 = idle.iter().map(|&index| age(state, index)).sum();
         let (mut reclaimed, mut any) = (0, false);
         while reclaimed < target && !idle.is_empty() {
@@ -352,12 +242,12 @@ impl Caching {
         self.synchronize_pending(state)?;
         let mut released = 0;
         for pool in [PoolKind::Large, PoolKind::Small] {
-            let keys: Vec<FreeKey> = state.pool(pool).free.iter().collect();
+            let keys: Vec<FreeKey> = state.cache.pool(pool).free.iter().collect();
             for key in keys {
-                if state.reserved() <= keep {
+                if state.cache.reserved() <= keep {
                     return Ok(released);
                 }
-                if !state.blocks.get(key.index).is_split() {
+                if !state.cache.blocks.get(key.index).is_split() {
                     released += self.release_segment(state, key.index)?;
                 }
             }
@@ -415,15 +305,15 @@ impl Caching {
             queue.pop_front();
         }
         state.events.push(event);
-        let block = state.blocks.get_mut(index);
+        let block = state.cache.blocks.get_mut(index);
         block.events -= 1;
         if block.events == 0 {
-            state.release_to_cache(index);
+            state.cache.release_to_cache(index);
         }
     }
 
     fn synchronize_pending(&self, state: &mut State) -> Result<(), DriverError> {
-        state.stats.num_sync_all_streams += 1;
+        state.cache.stats.num_sync_all_streams += 1;
         let streams: Vec<StreamId> = state.pending.keys().copied().collect();
         for stream in streams {
             while let Some(&(event, index)) = state.pending.get(&stream).and_then(VecDeque::front) {
@@ -442,70 +332,19 @@ impl Caching {
         Ok(())
     }
 
-    /// PyTorch's `alloc_found_block`: splits if the rest is worth it and accounts for the block.
-    fn hand_out(&self, state: &mut State, found: BlockIndex, rounded: u64, requested: u64) -> (BlockIndex, bool) {
-        let pool = state.blocks.get(found).pool;
-        let was_split = state.blocks.get(found).is_split();
-        let rest = state.blocks.get(found).bytes - rounded;
-        let split = match pool {
-            PoolKind::Small => rest >= MIN_BLOCK,
-            PoolKind::Large => rounded < self.settings.max_split() && rest > SMALL_MAX,
-        };
-        let (mut split_count, mut split_bytes) = (0i64, 0i64);
-        let index = if split {
-            let front = state.blocks.split_front(found, rounded);
-            state.insert_free(found);
-            if was_split {
-                split_bytes -= rounded.cast_signed();
-            } else {
-                split_count += 1;
-                split_bytes += rest.cast_signed();
-            }
-            front
-        } else {
-            if was_split {
-                split_count -= 1;
-                split_bytes -= state.blocks.get(found).bytes.cast_signed();
-            }
-            found
-        };
-        let block = state.blocks.get_mut(index);
-        block.state = BlockState::Allocated;
-        block.requested = requested;
-        let bytes = block.bytes;
-        let stats = &mut state.stats;
-        if let Some(gauge) = &mut stats.inactive_split {
-            gauge.change(pool, split_count);
-        }
-        if let Some(gauge) = &mut stats.inactive_split_bytes {
-            gauge.change(pool, split_bytes);
-        }
-        for gauge in [&mut stats.allocation, &mut stats.active] {
-            gauge.increase(pool, 1);
-        }
-        for gauge in [&mut stats.allocated_bytes, &mut stats.active_bytes] {
-            gauge.increase(pool, bytes);
-        }
-        stats.requested_bytes.increase(pool, requested);
-        if let Some(gauge) = stats.oversize_allocations.as_mut().filter(|_| bytes >= self.settings.max_split()) {
-            gauge.increase(1);
-        }
-        (index, split)
-    }
-
     fn out_of_memory(&self, state: &mut State, requested: u64, rounded: u64, stream: StreamId) -> AllocError {
-        state.stats.num_ooms += 1;
+        state.cache.stats.num_ooms += 1;
         let pool = pool_of(rounded);
         let mine = |key: &FreeKey| key.stream == stream;
-        let largest = state.pool(pool).free.iter().filter(mine).map(|key| key.bytes).max().unwrap_or(0);
-        let all = state.small.free.iter().chain(state.large.free.iter());
+        let largest = state.cache.pool(pool).free.iter().filter(mine).map(|key| key.bytes).max().unwrap_or(0);
+        let all = state.cache.small.free.iter().chain(state.cache.large.free.iter());
         let others = all.filter(|key| !mine(key)).map(|key| key.bytes).sum();
         AllocError::OutOfMemory(Box::new(OomReport {
             allocator: self.name().into(),
             requested_bytes: requested,
             needed_bytes: segment_size(rounded),
-            reserved_bytes: state.reserved(),
-            active_bytes: state.stats.active_bytes.all.current,
+            reserved_bytes: state.cache.reserved(),
+            active_bytes: state.cache.stats.active_bytes.all.current,
             largest_free_bytes: Some(largest),
             other_streams_free_bytes: Some(others),
             limit_bytes: self.settings.memory_limit,
@@ -522,7 +361,7 @@ impl Caching {
         stream: StreamId,
     ) -> Result<(BlockIndex, Path), AllocError> {
         let pool = pool_of(rounded);
-        let collected = self.collects() && self.collect_garbage(state)?;
+        let collected = self.settings.collects() && self.collect_garbage(state)?;
         let path = if collected { Path::Collect } else { Path::DriverAlloc };
         if let Some(index) = self.new_segment(state, pool, rounded, stream, false)? {
             return Ok((index, path));
@@ -534,7 +373,7 @@ impl Caching {
         }
         self.release_cached(state, 0)?;
         if self.settings.retry_fit_after_sync
-            && let Some(index) = self.take_best_fit(state, pool, rounded, stream)
+            && let Some(index) = state.cache.take_best_fit(pool, rounded, stream)
         {
             return Ok((index, Path::Retry));
         }
@@ -547,7 +386,7 @@ impl Caching {
     /// The live record behind a block.
     fn find<'a>(&self, state: &'a mut State, block: &Block) -> Result<(BlockIndex, &'a mut BlockRecord), AllocError> {
         let index = BlockIndex::try_from(block.token()).unwrap_or(NONE);
-        let known = state.blocks.find(index);
+        let known = state.cache.blocks.find(index);
         if known.is_none_or(|record| record.addr != block.addr().get() || record.state != BlockState::Allocated) {
             return Err(AllocError::ForeignBlock {
                 addr: block.addr().get(),
@@ -556,7 +395,7 @@ impl Caching {
                 reason: "it is not among the live blocks",
             });
         }
-        Ok((index, state.blocks.get_mut(index)))
+        Ok((index, state.cache.blocks.get_mut(index)))
     }
 }
 
@@ -583,19 +422,19 @@ impl DeviceAllocator for Caching {
         let state = &mut *self.lock();
         self.process_events(state)?;
         let pool = pool_of(rounded);
-        let (found, mut path) = match self.take_best_fit(state, pool, rounded, stream) {
+        let (found, mut path) = match state.cache.take_best_fit(pool, rounded, stream) {
             Some(index) => (index, Path::Hit),
             None => self.grow(state, request.bytes, rounded, stream)?,
         };
-        let (index, split) = self.hand_out(state, found, rounded, request.bytes);
+        let (index, split) = state.cache.hand_out(found, rounded, request.bytes);
         if split && path == Path::Hit {
             path = Path::Split;
         }
-        if path != Path::Hit && path != Path::Split && state.reserved() > state.peak.reserved {
-            state.peak = state.snapshot().ledger(stream);
+        if path != Path::Hit && path != Path::Split && state.cache.reserved() > state.peak.reserved {
+            state.peak = state.cache.snapshot().ledger(stream);
             state.grown_by = stream;
         }
-        let record = state.blocks.get(index);
+        let record = state.cache.blocks.get(index);
         Ok(Block::new(address(record.addr), record.bytes, request.bytes, path, u64::from(index)))
     }
 
@@ -605,17 +444,19 @@ impl DeviceAllocator for Caching {
         let (pool, bytes) = (record.pool, record.bytes);
         let uses = std::mem::take(&mut record.uses);
         record.state = BlockState::PendingFree;
-        state.stats.allocation.decrease(pool, 1);
-        state.stats.allocated_bytes.decrease(pool, bytes);
-        if let Some(gauge) = state.stats.oversize_allocations.as_mut().filter(|_| bytes >= self.settings.max_split()) {
+        state.cache.stats.allocation.decrease(pool, 1);
+        state.cache.stats.allocated_bytes.decrease(pool, bytes);
+        if let Some(gauge) =
+            state.cache.stats.oversize_allocations.as_mut().filter(|_| bytes >= self.settings.max_split())
+        {
             gauge.decrease(1);
         }
         if uses.is_empty() {
-            let joined = state.release_to_cache(index);
+            let joined = state.cache.release_to_cache(index);
             return Ok(if joined { Path::Coalesce } else { Path::Hit });
         }
         // CAST: one entry for each stream.
-        state.blocks.get_mut(index).events = uses.len() as u32;
+        state.cache.blocks.get_mut(index).events = uses.len() as u32;
         let mut failed = None;
         for user in uses {
             let event = self.record_event(state, user).map_err(|error| failed = Some(error)).ok();
@@ -634,17 +475,17 @@ impl DeviceAllocator for Caching {
     }
 
     fn stats(&self) -> Stats {
-        self.lock().stats.clone()
+        self.lock().cache.stats.clone()
     }
 
     fn reset_peaks(&self) {
         let state = &mut *self.lock();
-        state.stats.reset_peaks();
-        state.peak = state.snapshot().ledger(state.grown_by);
+        state.cache.stats.reset_peaks();
+        state.peak = state.cache.snapshot().ledger(state.grown_by);
     }
 
     fn snapshot(&self) -> Option<Snapshot> {
-        Some(self.lock().snapshot())
+        Some(self.lock().cache.snapshot())
     }
 
     fn ledger_at_peak(&self) -> Ledger {

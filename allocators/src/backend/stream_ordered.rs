@@ -196,7 +196,11 @@ impl StreamOrdered {
     /// Tries the frees again that the driver refused; the first error.
     fn retry_refused(&self) -> Result<(), DriverError> {
         let refused = std::mem::take(&mut self.lock().refused);
-        refused.into_iter().fold(Ok(()), |outcome, (addr, block)| outcome.and(self.give_back(addr, block)))
+        let mut outcome = Ok(());
+        for (addr, block) in refused {
+            outcome = outcome.and(self.give_back(addr, block));
+        }
+        outcome
     }
 }
 
@@ -293,8 +297,9 @@ impl DeviceAllocator for StreamOrdered {
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
         self.retry_refused()?;
-        self.driver.device_synchronize()?;
+        // Read first: above its threshold the pool gives memory back at the synchronise already.
         let before = self.pools().pool_counters(self.pool)?.reserved;
+        self.driver.device_synchronize()?;
         self.pools().pool_trim_to(self.pool, keep_bytes)?;
         Ok(before.saturating_sub(self.pools().pool_counters(self.pool)?.reserved))
     }

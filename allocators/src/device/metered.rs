@@ -59,6 +59,8 @@ pub struct IdleCosts {
     pub stream_synchronize: u64,
     /// Device synchronise.
     pub device_synchronize: u64,
+    /// Kernel launch into an empty queue; set by whoever can launch.
+    pub kernel_launch: u64,
 }
 
 impl IdleCosts {
@@ -262,13 +264,15 @@ impl MeteredDriver {
         let total = self.hook.clock.now_ns().saturating_sub(start);
         let blocked = match (blocked_before, self.inner.blocked_ns()) {
             (Some(before), Some(after)) => after - before,
-            // A launch costs a few microseconds; what exceeds LAUNCH_NS waited for room in the queue.
-            _ => total.saturating_sub(LAUNCH_NS) * u64::from(total > 4 * LAUNCH_NS),
+            _ => self.hook.idle.as_ref().map_or(0, |(idle, _)| beyond_launch(idle.kernel_launch, total)),
         };
         self.hook.counts.add(kind, total, blocked);
         result
     }
 }
 
-/// Host cost of a launch on an H200 (2.67 us, driver 580.159, 2026-11-21), rounded up to its 99th percentile.
-const LAUNCH_NS: u64 = 5_000;
+/// What a launch took beyond its cost into an empty queue. Where the queue is full a launch waits for one kernel to
+/// end, which may be a few microseconds, so the slack is narrower than for memory calls.
+fn beyond_launch(idle: u64, total: u64) -> u64 {
+    if total > idle + idle / 3 + 500 { total - idle } else { 0 }
+}

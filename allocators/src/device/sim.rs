@@ -93,6 +93,7 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 impl State {
     fn held(&self) -> u64 {
         self.small.held_bytes()
+            + self.large.held_bytes()
             + self.pools.values().map(|pool| pool.heap.held_bytes()).sum::<u64>()
             + self.vmm.created_bytes()
     }

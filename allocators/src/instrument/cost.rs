@@ -19,16 +19,17 @@ pub struct InstrumentCost {
     pub method: String,
 }
 
-const PAIRS: u32 = 10_000;
 const ROUNDS: usize = 5;
 
 /// Measures what `wrap` adds to an allocation and a free that hit the cache of a caching allocator on the null
-/// device: the median of five rounds of 10,000 pairs, with and without it in turn. Takes some milliseconds.
+/// device: the median of five rounds of `pairs` pairs, with and without it in turn. 10,000 pairs take some
+/// milliseconds; an instrument that leaves a trace of each operation somewhere wants fewer.
 ///
 /// # Errors
 /// Those of the allocator, which has no reason to fail.
 pub fn measure_cost(
     instrument: &str,
+    pairs: u32,
     wrap: &dyn Fn(Arc<dyn DeviceAllocator>) -> Arc<dyn DeviceAllocator>,
 ) -> Result<InstrumentCost, AllocError> {
     let backend = || -> Arc<dyn DeviceAllocator> {
@@ -37,13 +38,13 @@ pub fn measure_cost(
     let clock = MonotonicClock::new();
     let round = |allocator: &dyn DeviceAllocator| -> Result<f64, AllocError> {
         let start = clock.now_ns();
-        for _ in 0..PAIRS {
+        for _ in 0..pairs {
             let block = allocator.allocate(Request::new(4096), StreamId(1))?;
             // SAFETY: the null device has no memory, so nothing uses the block.
             unsafe { allocator.deallocate(block, StreamId(1))? };
         }
         // CAST: a duration in nanoseconds, far below 2^53.
-        Ok((clock.now_ns() - start) as f64 / f64::from(2 * PAIRS))
+        Ok((clock.now_ns() - start) as f64 / (2.0 * f64::from(pairs)))
     };
     let (bare, wrapped) = (backend(), wrap(backend()));
     let mut differences = Vec::with_capacity(ROUNDS);
@@ -55,6 +56,6 @@ pub fn measure_cost(
     Ok(InstrumentCost {
         instrument: instrument.to_owned(),
         ns_per_operation: differences[ROUNDS / 2],
-        method: format!("median of {ROUNDS} rounds of {PAIRS} cached allocate and free pairs, with and without"),
+        method: format!("median of {ROUNDS} rounds of {pairs} cached allocate and free pairs, with and without"),
     })
 }

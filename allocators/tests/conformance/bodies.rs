@@ -204,7 +204,9 @@ pub(crate) fn trim_returns_idle_memory(bench: &Bench) {
     let first = allocator.trim(keep).unwrap();
     let middle = allocator.stats().reserved_bytes.all.current;
     assert_eq!(before - middle, first, "trim should say what went");
-    assert!(middle <= keep.max(2 * MIB), "{middle} of {before} stayed");
+    // A driver's pool keeps at least what it is told to, in whole granules.
+    let granule = if bench.kind == BackendKind::StreamOrdered { 32 * MIB } else { 0 };
+    assert!(middle <= keep.max(2 * MIB) + granule, "{middle} of {before} stayed");
     let second = allocator.trim(0).unwrap();
     let after = allocator.stats().reserved_bytes.all.current;
     assert_eq!(middle - after, second);

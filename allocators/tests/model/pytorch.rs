@@ -5,9 +5,7 @@
 use super::common::{GIB, MIB, allocate, free, ready_ns, sim, work};
 use super::{Op, STREAMS, caching_settings, config, ops};
 use allocators::backend::{Caching, CachingSettings};
-use allocators::{
-    Block, CallEvent, CallKind, DeviceAllocator, Driver, MeteredDriver, SimDriver, SimMemory, StreamId,
-};
+use allocators::{Block, CallEvent, CallKind, DeviceAllocator, Driver, MeteredDriver, SimDriver, SimMemory, StreamId};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -341,7 +339,7 @@ impl Pair {
 }
 
 proptest! {
-    #![proptest_config(config(400))]
+    #![proptest_config(config(1_500))]
 
     /// On a device with room for everything and on one that is often full.
     #[test]

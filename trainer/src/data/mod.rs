@@ -155,8 +155,9 @@ impl Features {
         let range = row * out.len()..(row + 1) * out.len();
         match self {
             Self::U8 { bytes, scale, shift } => {
+                // Rounded once, as the kernel that gathers rows on the device does: every loader gives the same bits.
                 for (value, &byte) in out.iter_mut().zip(&bytes[range]) {
-                    *value = f32::from(byte) * scale + shift;
+                    *value = f32::from(byte).mul_add(*scale, *shift);
                 }
             }
             Self::F32(values) => out.copy_from_slice(&values[range]),

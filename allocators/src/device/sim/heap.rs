@@ -117,20 +117,23 @@ impl Heap {
         Some(Placement { addr: self.base + at, new_granules: missing, wait_for })
     }
 
-    /// Where a block of `len` could lie in a free range: at its start and, if blocks may not cross granules, where
-    /// the first and the last granule of the range leave room.
-    fn positions(&self, start: u64, room: u64, len: u64) -> impl Iterator<Item = u64> + use<> {
+    /// Where a block of `len` could lie in a free range. Across granules: at its start and, if that takes new granules,
+    /// at the granules further on that are held. Within one: where the first and the last granule leave room.
+    fn positions(&self, start: u64, room: u64, len: u64) -> impl Iterator<Item = u64> {
         let (granule, end) = (self.granule, start + room);
         let fits = move |at: &u64| at + len <= end && at % granule + len <= granule;
+        let next = start.next_multiple_of(granule);
         let (first, second) = match self.packing {
             Packing::Across => (Some(start), None),
             Packing::Within => {
-                let next = start.next_multiple_of(granule);
                 let last = end / granule * granule;
                 (Some(start).filter(fits).or(Some(next).filter(fits)), Some(last).filter(|at| *at > next && fits(at)))
             }
         };
-        first.into_iter().chain(second)
+        let grows = self.packing == Packing::Across && self.missing(start, len) > 0;
+        let held = grows.then(|| self.held.range(next / granule..end.div_ceil(granule)));
+        let further = held.into_iter().flatten().map(move |(index, _)| index * granule);
+        first.into_iter().chain(second).chain(further.filter(move |at| *at > start && at + len <= end))
     }
 
     fn add_to_granules(&mut self, start: u64, len: u64) {
@@ -186,14 +189,15 @@ impl Heap {
         }
     }
 
-    /// Gives empty granules back, highest address first, until at most `keep` bytes are held; memory whose free
-    /// has not passed stays. Returns the number of granules that went.
+    /// Gives empty granules back, highest address first, as long as at least `keep` bytes stay held (an H200's pool
+    /// trimmed from 352 to 176 MiB keeps 192); memory whose free has not passed stays. Returns the number of granules
+    /// that went.
     pub(super) fn release(&mut self, keep: u64) -> u64 {
         let mut released = 0;
         let empty: Vec<u64> =
             self.held.iter().rev().filter(|(_, used)| **used == 0).map(|(granule, _)| *granule).collect();
         for granule in empty {
-            if self.held_bytes() <= keep {
+            if self.held_bytes() - self.granule < keep {
                 break;
             }
             let (start, end) = (granule * self.granule, (granule + 1) * self.granule);

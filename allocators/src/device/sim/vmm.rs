@@ -13,7 +13,8 @@ use std::ptr::NonNull;
 /// Whether host memory can stand behind mappings here.
 pub(super) const CAN_BACK: bool = cfg!(target_os = "linux");
 
-const BASE: u64 = 1 << 45;
+/// Where reservations start: above the ranges of thousands of pools, and still a whole number in a double.
+const BASE: u64 = 1 << 52;
 
 #[derive(Debug)]
 struct Reservation {

@@ -1,0 +1,163 @@
+//! What the architecture promises and a text search can hold: who may name CUDA, who may be unsafe, who may read a
+//! clock, how long a file may be.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Longest source file, in lines: one that a person can hold in mind.
+const LONGEST: usize = 600;
+
+struct Source {
+    /// Path relative to the workspace, with slashes.
+    name: String,
+    text: String,
+}
+
+fn workspace() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
+}
+
+fn collect(folder: &Path, out: &mut Vec<Source>) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    for entry in entries {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            collect(&path, out);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let name = path.strip_prefix(workspace()).unwrap().to_string_lossy().replace('\\', "/");
+            out.push(Source { name, text: fs::read_to_string(&path).unwrap() });
+        }
+    }
+}
+
+/// Every Rust source below some folders of the workspace.
+fn sources(folders: &[&str]) -> Vec<Source> {
+    let mut out = Vec::new();
+    for folder in folders {
+        collect(&workspace().join(folder), &mut out);
+    }
+    assert!(!out.is_empty(), "{folders:?} should hold sources");
+    out.sort_by(|a, b| a.name.cmp(&b.name));
+    out
+}
+
+fn all() -> Vec<Source> {
+    sources(&["allocators", "kernels", "trainer", "experiments"])
+}
+
+/// The code of a line: without its comment, and nothing of a comment line.
+fn code(line: &str) -> &str {
+    line.split("//").next().unwrap_or("")
+}
+
+fn is_unsafe(line: &str) -> bool {
+    let code = code(line);
+    // Not a name such as `unsafe_code`, nor the word in a message.
+    ["unsafe {", "unsafe impl", "unsafe fn", "unsafe extern"].iter().any(|form| code.contains(form))
+        && !code.contains("\"unsafe")
+}
+
+/// Lines of all sources for which `bad` holds, as `name:line`.
+fn offences(sources: &[Source], bad: impl Fn(&Source, &[&str], usize) -> bool) -> Vec<String> {
+    let mut out = Vec::new();
+    for source in sources {
+        let lines: Vec<&str> = source.text.lines().collect();
+        let found = (0..lines.len()).filter(|at| bad(source, &lines, *at));
+        out.extend(found.map(|at| format!("{}:{}: {}", source.name, at + 1, lines[at].trim())));
+    }
+    out
+}
+
+#[test]
+fn backends_core_and_instruments_never_name_cuda() {
+    let folders = ["allocators/src/backend", "allocators/src/core", "allocators/src/instrument"];
+    let found = offences(&sources(&folders), |_, lines, at| {
+        let code = code(lines[at]);
+        ["cudarc", "CudaDriver", "device::cuda", "SimDriver"].iter().any(|name| code.contains(name))
+    });
+    assert_eq!(found, [""; 0], "a backend should speak to `Driver`");
+}
+
+#[test]
+fn only_the_cuda_folder_names_the_binding() {
+    let found = offences(&sources(&["allocators/src"]), |source, lines, at| {
+        code(lines[at]).contains("cudarc") && !source.name.starts_with("allocators/src/device/cuda")
+    });
+    assert_eq!(found, [""; 0]);
+}
+
+#[test]
+fn unsafe_code_is_where_it_is_expected() {
+    // Each with what it is needed for.
+    let allowed = [
+        "allocators/src/allocator.rs",       // the contract of a free
+        "allocators/src/buffer.rs",          // buffers that keep that contract
+        "allocators/src/device.rs",          // the contracts of a device
+        "allocators/src/device/cuda",        // CUDA
+        "allocators/src/device/hooked.rs",   // passes contracts on
+        "allocators/src/device/metered.rs",  // frees what it measures with
+        "allocators/src/device/null.rs",     // a device
+        "allocators/src/device/sim.rs",      // a device
+        "allocators/src/device/sim/memory.", // host memory behind addresses
+        "allocators/src/device/sim/pools.",  // a device's pools
+        "allocators/src/device/sim/vmm.",    // mappings of host memory
+        "allocators/src/backend/",           // frees
+        "allocators/src/instrument/",        // passes contracts on
+    ];
+    let found = offences(&sources(&["allocators/src"]), |source, lines, at| {
+        is_unsafe(lines[at]) && !allowed.iter().any(|name| source.name.starts_with(name))
+    });
+    assert_eq!(found, [""; 0]);
+    for name in ["allocators/src/core.rs", "allocators/src/device/sim/heap.rs", "allocators/src/device/sim/timeline.rs"]
+    {
+        let text = fs::read_to_string(workspace().join(name)).unwrap();
+        assert!(text.contains("#![forbid(unsafe_code)]"), "{name} should forbid unsafe code");
+    }
+}
+
+#[test]
+fn every_unsafe_block_says_why_it_is_sound() {
+    let found = offences(&all(), |source, lines, at| {
+        let code = code(lines[at]);
+        let asks = is_unsafe(lines[at]) && (code.contains("unsafe {") || code.contains("unsafe impl"));
+        // The forwarding wrapper says it once for all of its calls.
+        let said_above = source.name.ends_with("device/hooked.rs") && source.text.contains("// SAFETY (for every");
+        let first = at.saturating_sub(3);
+        // A comment block counts from its first line on, however long it is.
+        let start =
+            (0..first).rev().find(|line| !lines[*line].trim_start().starts_with("//")).map_or(0, |line| line + 1);
+        asks && !said_above && !lines[start..=at].iter().any(|line| line.contains("SAFETY"))
+    });
+    assert_eq!(found, [""; 0], "an unsafe block without a SAFETY comment within three lines");
+}
+
+#[test]
+fn only_the_clock_reads_the_time() {
+    let found = offences(&sources(&["allocators/src", "kernels/src"]), |source, lines, at| {
+        let code = code(lines[at]);
+        let reads = ["Instant", "SystemTime"].iter().any(|name| code.contains(name));
+        reads && source.name != "allocators/src/instrument/clock.rs"
+    });
+    assert_eq!(found, [""; 0], "time should come from a `Clock`");
+}
+
+#[test]
+fn bookkeeping_knows_no_device_and_no_clock() {
+    let found = offences(&sources(&["allocators/src/core"]), |_, lines, at| {
+        let code = code(lines[at]);
+        ["Driver", "Clock", "Mutex", "Arc<"].iter().any(|name| code.contains(name))
+    });
+    assert_eq!(found, [""; 0]);
+}
+
+#[test]
+fn no_file_is_too_long() {
+    let folders = ["allocators", "kernels/src", "trainer/src", "experiments/src"];
+    let long: Vec<String> = sources(&folders)
+        .iter()
+        .filter(|source| source.text.lines().count() > LONGEST)
+        .map(|source| format!("{}: {} lines", source.name, source.text.lines().count()))
+        .collect();
+    assert_eq!(long, [""; 0], "split what has more than {LONGEST} lines");
+}

@@ -1,0 +1,117 @@
+//! What the tests share: short runs through the library, and their records.
+
+// Each test program uses a part of this. The lint on `unwrap` spares only functions marked as tests.
+#![allow(dead_code, clippy::unwrap_used)]
+
+use allocators::BackendKind;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+use tempfile::TempDir;
+use trainer::data::DatasetName;
+use trainer::observer::{Observer, Silent};
+use trainer::settings::{DeviceChoice, SyncMode};
+use trainer::{Outcome, Settings};
+
+/// Two short epochs of iris on the simulated device.
+pub fn iris() -> Settings {
+    Settings {
+        device: DeviceChoice::Sim,
+        dataset: DatasetName::Iris,
+        offline: true,
+        hidden: 24,
+        epochs: 2,
+        batch: 25,
+        ..Settings::default()
+    }
+}
+
+/// Ten steps of the generated digits on the simulated device.
+pub fn digits() -> Settings {
+    Settings { dataset: DatasetName::Digits, hidden: 40, batch: 64, steps: Some(10), ..iris() }
+}
+
+/// The allocators and the ways of using them that are compared everywhere.
+pub fn arms(base: &Settings) -> Vec<(&'static str, Settings)> {
+    let with = |allocator| Settings { allocator, ..base.clone() };
+    let mut trimmed = with(BackendKind::StreamOrdered);
+    trimmed.pool.release_threshold = 0;
+    trimmed.sync = SyncMode::Step;
+    let mut collecting = with(BackendKind::Caching);
+    collecting.memory_limit = Some(64 << 20);
+    collecting.caching.garbage_collection_threshold = 0.1;
+    vec![
+        ("naive", with(BackendKind::Naive)),
+        ("caching", with(BackendKind::Caching)),
+        ("caching with a limit that collects", collecting),
+        ("stream-ordered", with(BackendKind::StreamOrdered)),
+        ("stream-ordered that keeps nothing", trimmed),
+    ]
+}
+
+/// A run and the directory with its record.
+pub struct Done {
+    pub outcome: Outcome,
+    directory: TempDir,
+}
+
+impl Done {
+    pub fn path(&self) -> std::path::PathBuf {
+        self.directory.path().join("record")
+    }
+
+    /// `summary.json` as it is on disk.
+    pub fn json(&self) -> serde_json::Value {
+        read_json(&self.path().join("summary.json"))
+    }
+
+    /// A column of `steps.csv` as text.
+    pub fn column(&self, name: &str) -> Vec<String> {
+        column(&self.path().join("steps.csv"), name)
+    }
+
+    /// What the run ended with must be success.
+    pub fn finished(self) -> Self {
+        assert!(self.outcome.error.is_none(), "{:?}", self.outcome.error);
+        self
+    }
+}
+
+pub fn read_json(path: &Path) -> serde_json::Value {
+    let text = std::fs::read_to_string(path).unwrap();
+    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+pub fn column(path: &Path, name: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(path).unwrap();
+    assert!(text.ends_with('\n'), "the last row of {} should be whole", path.display());
+    let mut lines = text.lines().map(|line| line.split(',').map(str::to_owned).collect::<Vec<_>>());
+    let header = lines.next().unwrap();
+    let at = header.iter().position(|column| column == name).unwrap();
+    lines
+        .map(|row| {
+            assert_eq!(row.len(), header.len());
+            row[at].clone()
+        })
+        .collect()
+}
+
+/// Runs with an observer and a flag that it may set.
+pub fn try_train_with(
+    settings: &Settings,
+    stop: &AtomicBool,
+    observer: Arc<dyn Observer>,
+) -> Result<Done, (trainer::TrainError, TempDir)> {
+    let directory = TempDir::new().unwrap();
+    let settings = Settings { out: Some(directory.path().join("record")), ..settings.clone() };
+    match trainer::run(&settings, vec!["test".into()], Instant::now(), stop, &observer) {
+        Ok(outcome) => Ok(Done { outcome, directory }),
+        Err(error) => Err((error, directory)),
+    }
+}
+
+/// Runs to its end, good or bad, as long as there is a record.
+pub fn train(settings: &Settings) -> Done {
+    try_train_with(settings, &AtomicBool::new(false), Arc::new(Silent)).map_err(|(error, _)| error).unwrap()
+}
