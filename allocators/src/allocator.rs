@@ -120,7 +120,7 @@ impl fmt::Display for Path {
 ///
 /// Affine: neither `Clone` nor `Copy`, so freeing it twice does not compile.
 ///
-/// ```compile_fail
+/// ```compile_fail,E0382
 /// fn twice(a: &dyn allocators::DeviceAllocator, b: allocators::Block, s: allocators::StreamId) {
 ///     unsafe { a.deallocate(b, s) };
 ///     unsafe { a.deallocate(b, s) }; // use of moved value
@@ -225,8 +225,9 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// Where reserved minus requested went, taken when reserved last reached a new peak.
     fn ledger_at_peak(&self) -> Ledger;
 
-    /// Waits for blocks whose free is pending, then returns idle memory to the driver until at most
-    /// `keep_bytes` stay reserved, and says how many bytes went back.
+    /// Waits for blocks whose free is pending, then returns idle memory to the driver while more than `keep_bytes`
+    /// stay reserved, and says how many bytes went back. Memory goes in whole segments (a driver's pool: granules),
+    /// so what stays can differ from `keep_bytes` by one of them.
     ///
     /// # Errors
     /// [`AllocError::Driver`] when the driver refused; what had gone back by then is accounted for.

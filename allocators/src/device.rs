@@ -302,8 +302,8 @@ pub trait PoolDriver {
     /// The pool's counters.
     fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters>;
 
-    /// Lets the pool give back memory that is not in use until at most `keep_bytes` stay. Synchronise first:
-    /// frees that are still queued keep their memory.
+    /// Lets the pool give back memory that is not in use while at least `keep_bytes` stay, in whole granules (32 MiB
+    /// on an H200). Synchronise first: frees that are still queued keep their memory.
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()>;
 
     /// Queues an allocation; the address is valid for work queued on `stream` afterwards.

@@ -75,7 +75,13 @@ struct TrainArgs {
     #[arg(long, value_name = "BYTES", help_heading = "Allocator")]
     max_split_size: Option<Bytes>,
     /// caching: fraction of --memory-limit above which idle segments are released first (0: off)
-    #[arg(long, value_name = "FRACTION", default_value_t = 0.0, help_heading = "Allocator")]
+    #[arg(
+        long,
+        value_name = "FRACTION",
+        default_value_t = 0.0,
+        allow_negative_numbers = true,
+        help_heading = "Allocator"
+    )]
     gc_threshold: f64,
 
     /// auto, cuda, cuda:N, sim or sim:PROFILE.json
@@ -110,7 +116,7 @@ struct TrainArgs {
     #[arg(long, value_name = "N", help_heading = "Training")]
     steps: Option<u64>,
     /// Learning rate
-    #[arg(long, value_name = "RATE", default_value_t = 0.1, help_heading = "Training")]
+    #[arg(long, value_name = "RATE", default_value_t = 0.1, allow_negative_numbers = true, help_heading = "Training")]
     lr: f32,
     /// Seed of weights, order and generated data
     #[arg(long, value_name = "N", default_value_t = 42, help_heading = "Training")]

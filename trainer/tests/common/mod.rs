@@ -15,7 +15,7 @@ use trainer::settings::{DeviceChoice, SyncMode};
 use trainer::{Outcome, Settings};
 
 /// Two short epochs of iris on the simulated device.
-pub fn iris() -> Settings {
+pub(crate) fn iris() -> Settings {
     Settings {
         device: DeviceChoice::Sim,
         dataset: DatasetName::Iris,
@@ -28,12 +28,12 @@ pub fn iris() -> Settings {
 }
 
 /// Ten steps of the generated digits on the simulated device.
-pub fn digits() -> Settings {
+pub(crate) fn digits() -> Settings {
     Settings { dataset: DatasetName::Digits, hidden: 40, batch: 64, steps: Some(10), ..iris() }
 }
 
 /// The allocators and the ways of using them that are compared everywhere.
-pub fn arms(base: &Settings) -> Vec<(&'static str, Settings)> {
+pub(crate) fn arms(base: &Settings) -> Vec<(&'static str, Settings)> {
     let with = |allocator| Settings { allocator, ..base.clone() };
     let mut trimmed = with(BackendKind::StreamOrdered);
     trimmed.pool.release_threshold = 0;
@@ -51,39 +51,39 @@ pub fn arms(base: &Settings) -> Vec<(&'static str, Settings)> {
 }
 
 /// A run and the directory with its record.
-pub struct Done {
-    pub outcome: Outcome,
+pub(crate) struct Done {
+    pub(crate) outcome: Outcome,
     directory: TempDir,
 }
 
 impl Done {
-    pub fn path(&self) -> std::path::PathBuf {
+    pub(crate) fn path(&self) -> std::path::PathBuf {
         self.directory.path().join("record")
     }
 
     /// `summary.json` as it is on disk.
-    pub fn json(&self) -> serde_json::Value {
+    pub(crate) fn json(&self) -> serde_json::Value {
         read_json(&self.path().join("summary.json"))
     }
 
     /// A column of `steps.csv` as text.
-    pub fn column(&self, name: &str) -> Vec<String> {
+    pub(crate) fn column(&self, name: &str) -> Vec<String> {
         column(&self.path().join("steps.csv"), name)
     }
 
     /// What the run ended with must be success.
-    pub fn finished(self) -> Self {
+    pub(crate) fn finished(self) -> Self {
         assert!(self.outcome.error.is_none(), "{:?}", self.outcome.error);
         self
     }
 }
 
-pub fn read_json(path: &Path) -> serde_json::Value {
+pub(crate) fn read_json(path: &Path) -> serde_json::Value {
     let text = std::fs::read_to_string(path).unwrap();
     serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-pub fn column(path: &Path, name: &str) -> Vec<String> {
+pub(crate) fn column(path: &Path, name: &str) -> Vec<String> {
     let text = std::fs::read_to_string(path).unwrap();
     assert!(text.ends_with('\n'), "the last row of {} should be whole", path.display());
     let mut lines = text.lines().map(|line| line.split(',').map(str::to_owned).collect::<Vec<_>>());
@@ -98,7 +98,7 @@ pub fn column(path: &Path, name: &str) -> Vec<String> {
 }
 
 /// Runs with an observer and a flag that it may set.
-pub fn try_train_with(
+pub(crate) fn try_train_with(
     settings: &Settings,
     stop: &AtomicBool,
     observer: Arc<dyn Observer>,
@@ -112,6 +112,6 @@ pub fn try_train_with(
 }
 
 /// Runs to its end, good or bad, as long as there is a record.
-pub fn train(settings: &Settings) -> Done {
+pub(crate) fn train(settings: &Settings) -> Done {
     try_train_with(settings, &AtomicBool::new(false), Arc::new(Silent)).map_err(|(error, _)| error).unwrap()
 }

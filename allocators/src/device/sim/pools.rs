@@ -117,6 +117,7 @@ impl PoolDriver for SimDriver {
         state.time.spend(costs.alloc_ns);
         let Some(placed) = placed else { return Err(out_of_memory(call)) };
         state.time.spend(placed.new_granules * costs.grow_ns_per_granule);
+        state.time.delay(stream.0, costs.stream_ns);
         if let Some(mark) = placed.wait_for {
             state.time.wait_for_mark(stream.0, mark);
         }
@@ -150,6 +151,7 @@ impl PoolDriver for SimDriver {
             return Err(DriverError::new(call, DriverError::INVALID_VALUE, format!("no block at {:#x}", addr.get())));
         }
         state.time.spend(costs.free_ns);
+        state.time.delay(stream.0, costs.stream_ns);
         state.host.unback(addr.get());
         Ok(())
     }

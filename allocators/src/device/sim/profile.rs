@@ -72,6 +72,8 @@ pub struct PoolMemory {
     pub grow_ns_per_granule: u64,
     /// Host cost of a free.
     pub free_ns: u64,
+    /// Time that an allocation or a free takes in its stream.
+    pub stream_ns: u64,
     /// Additional host cost of a synchronise or trim for each granule given back.
     pub release_ns_per_granule: u64,
     /// Host cost of reading or writing an attribute.

@@ -128,6 +128,13 @@ impl Timeline {
         state.queue.push_back(end);
     }
 
+    /// Lets whatever is queued on `stream` next start `ns` later.
+    pub(super) fn delay(&mut self, stream: u64, ns: u64) {
+        let now = self.now_ns;
+        let state = self.stream(stream);
+        state.ready_ns = state.ready_ns.max(now) + ns;
+    }
+
     /// The point at which all work queued so far on `stream` is done.
     pub(super) fn mark(&mut self, stream: u64) -> Mark {
         let state = self.stream(stream);

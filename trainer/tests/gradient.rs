@@ -1,0 +1,230 @@
+//! The whole gradient of a small network against finite differences of an independent forward pass in f64.
+
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+use allocators::instrument::NvtxMode;
+use allocators::instrument::nvtx::Ranges;
+use allocators::{AllocatorSettings, BackendKind, Memory};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use rand_distr::{Distribution, StandardNormal};
+use trainer::device::Device;
+use trainer::mlp::{Batch, Mlp};
+use trainer::settings::{DeviceChoice, GemmMode, InitMode, SyncMode};
+use trainer::tensor::{Context, Matrix};
+
+const ROWS: usize = 6;
+/// Step of the central differences. Their error is about STEP², and that of the f64 losses 1e-16 / STEP.
+const STEP: f64 = 1e-5;
+/// Every element may be off by this much of its tensor's norm: a few roundings of f32 (6e-8 each). Here it is 1e-7
+/// at worst; another order of the sums in another processor's matrix product may add to it.
+const TOLERANCE: f64 = 1e-6;
+/// No hidden value comes closer to ReLU's kink than this, so no step of the differences crosses it.
+const FROM_KINK: f64 = 20.0 * STEP;
+
+/// A layer as the reference sees it: weights `[outputs, inputs]` row by row, then biases.
+#[derive(Clone)]
+struct Layer {
+    weight: Vec<f64>,
+    bias: Vec<f64>,
+}
+
+/// Logits of one row, and the smallest distance of a hidden value from zero.
+fn logits(layers: &[Layer], row: &[f64]) -> (Vec<f64>, f64) {
+    let (mut values, mut distance) = (row.to_vec(), f64::INFINITY);
+    for (number, layer) in layers.iter().enumerate() {
+        let outputs = layer.bias.iter().zip(layer.weight.chunks(values.len()));
+        let mut next: Vec<f64> = outputs
+            .map(|(bias, weights)| bias + weights.iter().zip(&values).map(|(w, x)| w * x).sum::<f64>())
+            .collect();
+        if number + 1 < layers.len() {
+            for value in &mut next {
+                distance = distance.min(value.abs());
+                *value = value.max(0.0);
+            }
+        }
+        values = next;
+    }
+    (values, distance)
+}
+
+/// Mean cross-entropy over the rows.
+fn loss(layers: &[Layer], inputs: &[f64], labels: &[u32]) -> f64 {
+    let width = inputs.len() / labels.len();
+    let of_row = |(row, label): (&[f64], &u32)| {
+        let (logits, _) = logits(layers, row);
+        logits.iter().map(|logit| logit.exp()).sum::<f64>().ln() - logits[*label as usize]
+    };
+    inputs.chunks(width).zip(labels).map(of_row).sum::<f64>() / labels.len() as f64
+}
+
+fn normal(seed: u64, count: usize) -> Vec<f32> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    (0..count).map(|_| Distribution::<f32>::sample(&StandardNormal, &mut rng)).collect()
+}
+
+struct Setup {
+    context: Context,
+    model: Mlp,
+    inputs: Vec<f32>,
+    labels: Vec<u32>,
+}
+
+impl Setup {
+    fn new(widths: &[u32], kind: BackendKind, gemm: GemmMode) -> Self {
+        let device = Device::open(&DeviceChoice::Sim, SyncMode::Never, Ranges::new(NvtxMode::Off), None).unwrap();
+        let allocator = AllocatorSettings::new(kind).build(&device.driver()).unwrap();
+        let context = Context { memory: Memory::new(allocator), device };
+        let model = Mlp::new(&context, widths, InitMode::Kaiming, 11, gemm).unwrap();
+        // Biases start at zero, where a gradient that forgets them would look right.
+        for (layer, seed) in model.layers.iter().zip(100..) {
+            context.write(&layer.bias.buffer, &normal(seed, layer.bias.cols as usize)).unwrap();
+        }
+        let inputs = normal(7, ROWS * widths[0] as usize);
+        // Classes that occur twice, once and never.
+        let labels = vec![0, 3, 1, 3, 2, 0];
+        Self { context, model, inputs, labels }
+    }
+
+    fn batch(&self) -> Batch {
+        let inputs = self.context.matrix(ROWS as u32, (self.inputs.len() / ROWS) as u32).unwrap();
+        self.context.write(&inputs.buffer, &self.inputs).unwrap();
+        Batch { inputs, labels: self.context.upload(&self.labels).unwrap() }
+    }
+
+    fn read(&self, matrix: &Matrix) -> Vec<f32> {
+        self.context.read(&matrix.buffer, matrix.len() as usize).unwrap()
+    }
+
+    fn layers(&self) -> Vec<Layer> {
+        let wide = |matrix: &Matrix| self.read(matrix).into_iter().map(f64::from).collect();
+        let layers = self.model.layers.iter();
+        layers.map(|layer| Layer { weight: wide(&layer.weight), bias: wide(&layer.bias) }).collect()
+    }
+
+    fn inputs(&self) -> Vec<f64> {
+        self.inputs.iter().copied().map(f64::from).collect()
+    }
+}
+
+/// Central differences of the loss over the parameters that `pick` gives, all of one tensor.
+fn differences(setup: &Setup, pick: impl Fn(&mut [Layer]) -> &mut Vec<f64>) -> Vec<f64> {
+    let (mut layers, inputs) = (setup.layers(), setup.inputs());
+    let count = pick(&mut layers).len();
+    let mut at = |index: usize, change: f64| {
+        let kept = pick(&mut layers)[index];
+        pick(&mut layers)[index] = kept + change;
+        let loss = loss(&layers, &inputs, &setup.labels);
+        pick(&mut layers)[index] = kept;
+        loss
+    };
+    (0..count).map(|index| (at(index, STEP) - at(index, -STEP)) / (2.0 * STEP)).collect()
+}
+
+/// Largest error of an element, in norms of the tensor.
+fn worst(found: &[f32], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let norm = expected.iter().map(|value| value * value).sum::<f64>().sqrt();
+    assert!(norm > 1e-3, "a gradient that vanishes proves nothing");
+    found.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max) / norm
+}
+
+fn check(widths: &[u32], kind: BackendKind, gemm: GemmMode) {
+    let setup = Setup::new(widths, kind, gemm);
+    let (layers, inputs) = (setup.layers(), setup.inputs());
+    let distance = inputs.chunks(widths[0] as usize).map(|row| logits(&layers, row).1).fold(f64::INFINITY, f64::min);
+    assert!(distance > FROM_KINK, "a hidden value is {distance} from ReLU's kink: choose another seed");
+
+    let slot = setup.context.allocate::<f32>(1).unwrap();
+    let gradients = setup.model.gradients(&setup.context, setup.batch(), slot.addr().get()).unwrap();
+    let found = setup.context.read::<f32>(&slot, 1).unwrap()[0];
+    let expected = loss(&layers, &inputs, &setup.labels);
+    assert!((f64::from(found) / expected - 1.0).abs() < 1e-6, "loss {found} instead of {expected}");
+
+    assert_eq!(gradients.len(), widths.len() - 1);
+    for (number, gradient) in gradients.iter().enumerate() {
+        assert_eq!((gradient.weight.rows, gradient.weight.cols), (widths[number + 1], widths[number]));
+        let weight = worst(&setup.read(&gradient.weight), &differences(&setup, |layers| &mut layers[number].weight));
+        let bias = worst(&setup.read(&gradient.bias), &differences(&setup, |layers| &mut layers[number].bias));
+        println!("{widths:?} {kind} {gemm:?}, layer {number}: weights off by {weight:.1e}, biases by {bias:.1e}");
+        assert!(weight < TOLERANCE && bias < TOLERANCE, "layer {number}: {weight} and {bias} of the norm");
+    }
+}
+
+#[test]
+fn gradients_are_those_of_finite_differences() {
+    for widths in [&[7, 5][..], &[7, 9, 5], &[7, 9, 8, 5], &[3, 6, 6, 6, 4]] {
+        check(widths, BackendKind::Caching, GemmMode::Tiled);
+    }
+}
+
+#[test]
+fn gradients_are_the_same_under_every_allocator_and_product() {
+    for kind in BackendKind::ALL {
+        for gemm in [GemmMode::Naive, GemmMode::Tiled] {
+            check(&[7, 9, 8, 5], kind, gemm);
+        }
+    }
+}
+
+#[test]
+fn a_step_goes_against_the_gradient_to_the_bit() {
+    for kind in BackendKind::ALL {
+        for rate in [0.1f32, 0.37, 1e-3] {
+            let setup = Setup::new(&[7, 9, 8, 5], kind, GemmMode::Tiled);
+            let slot = setup.context.allocate::<f32>(1).unwrap();
+            let gradients = setup.model.gradients(&setup.context, setup.batch(), slot.addr().get()).unwrap();
+            let mut expected = Vec::new();
+            for (layer, gradient) in setup.model.layers.iter().zip(&gradients) {
+                for (weights, gradient) in [(&layer.weight, &gradient.weight), (&layer.bias, &gradient.bias)] {
+                    let pairs = setup.read(weights).into_iter().zip(setup.read(gradient));
+                    let step = |(weight, gradient): (f32, f32)| (-rate).mul_add(gradient, weight).to_bits();
+                    expected.push(pairs.map(step).collect::<Vec<u32>>());
+                }
+            }
+            setup.model.update(&setup.context, gradients, rate).unwrap();
+            let layers = setup.model.layers.iter().flat_map(|layer| [&layer.weight, &layer.bias]);
+            for (matrix, expected) in layers.zip(expected) {
+                let found: Vec<u32> = setup.read(matrix).into_iter().map(f32::to_bits).collect();
+                assert_eq!(found, expected, "{kind}, rate {rate}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_small_step_lowers_the_loss_as_the_gradient_says() {
+    let setup = Setup::new(&[7, 9, 8, 5], BackendKind::Caching, GemmMode::Tiled);
+    let slot = setup.context.allocate::<f32>(1).unwrap();
+    let before = loss(&setup.layers(), &setup.inputs(), &setup.labels);
+    let gradients = setup.model.gradients(&setup.context, setup.batch(), slot.addr().get()).unwrap();
+    let squared: f64 = gradients
+        .iter()
+        .flat_map(|gradient| [&gradient.weight, &gradient.bias])
+        .flat_map(|matrix| setup.read(matrix))
+        .map(|value| f64::from(value).powi(2))
+        .sum();
+    let rate = 1e-4;
+    setup.model.update(&setup.context, gradients, rate).unwrap();
+    let after = loss(&setup.layers(), &setup.inputs(), &setup.labels);
+    let predicted = f64::from(rate) * squared;
+    assert!(((before - after) / predicted - 1.0).abs() < 0.02, "{} instead of {predicted}", before - after);
+}
+
+#[test]
+fn evaluation_agrees_with_the_reference() {
+    let setup = Setup::new(&[7, 9, 8, 5], BackendKind::Caching, GemmMode::Tiled);
+    let (losses, correct) = (setup.context.allocate::<f32>(1).unwrap(), setup.context.allocate::<u32>(1).unwrap());
+    setup.model.evaluate(&setup.context, setup.batch(), losses.addr().get(), correct.addr().get()).unwrap();
+    let (layers, inputs) = (setup.layers(), setup.inputs());
+    let found = f64::from(setup.context.read::<f32>(&losses, 1).unwrap()[0]);
+    assert!((found / loss(&layers, &inputs, &setup.labels) - 1.0).abs() < 1e-6);
+    let right = |(row, label): &(&[f64], &u32)| {
+        let (logits, _) = logits(&layers, row);
+        let best = (0..logits.len()).max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap();
+        best == **label as usize
+    };
+    let expected = inputs.chunks(7).zip(&setup.labels).filter(right).count();
+    assert_eq!(setup.context.read::<u32>(&correct, 1).unwrap(), [expected as u32]);
+}
