@@ -72,7 +72,7 @@ impl CudaDriver {
     pub fn new(ordinal: usize) -> Result<Self, CudaUnavailable> {
         let version = probe::start()?;
         let (device, info) = probe::device(ordinal, probe::device_count()?)?;
-        let elapsed = elapsed_function(version)?;
+        let elapsed = elapsed_function()?;
         let mut context: CUcontext = ptr::null_mut();
         // SAFETY: `device` came from cuDeviceGet and the pointer is to a live handle of the type that the call writes. What is
         // retained here is released by `Drop`, once.
@@ -182,20 +182,19 @@ impl Drop for CudaDriver {
     }
 }
 
-/// `cuEventElapsedTime` under the newest name that this driver has. With these layouts cudarc binds only the name that came
-/// with 12.8, and panics where it is missing.
-fn elapsed_function(version: CudaVersion) -> DriverResult<ElapsedFn> {
-    let name: &[u8] =
-        if version >= CudaVersion::ELAPSED_V2 { b"cuEventElapsedTime_v2\0" } else { b"cuEventElapsedTime\0" };
+/// `cuEventElapsedTime` under its first name, which every driver still exports, or under the one that came with CUDA 12.8.
+/// The first name is tried first, because a profiler older than the driver does not know the second and then refuses
+/// the whole capture (seen with Nsight Systems 2023.4 under driver 580). cudarc binds only the second, and panics where
+/// it is missing.
+fn elapsed_function() -> DriverResult<ElapsedFn> {
     // SAFETY: the library is there, so that this does not panic; it has been loaded before and stays loaded.
     let library = unsafe { sys::culib() };
+    let names: [&[u8]; 2] = [b"cuEventElapsedTime\0", b"cuEventElapsedTime_v2\0"];
     // SAFETY: both names stand for a function of this type in NVIDIA's cuda.h.
-    match unsafe { library.get::<ElapsedFn>(name) } {
-        Ok(function) => Ok(*function),
-        Err(_) => {
-            Err(refusal(CallKind::EventElapsed, CUresult::CUDA_ERROR_NOT_FOUND, "libcuda has no such function".into()))
-        }
-    }
+    let found = names.into_iter().find_map(|name| unsafe { library.get::<ElapsedFn>(name) }.ok().map(|found| *found));
+    found.ok_or_else(|| {
+        refusal(CallKind::EventElapsed, CUresult::CUDA_ERROR_NOT_FOUND, "libcuda has no such function".into())
+    })
 }
 
 // CUresult is an enum in cudarc: a driver newer than CUDA 13.0 must not return a code that 13.0 lacks. The later codes known

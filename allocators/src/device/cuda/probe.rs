@@ -21,9 +21,6 @@ impl CudaVersion {
     /// <https://docs.nvidia.com/cuda/parallel-thread-execution/index.html#release-notes>
     pub const NEEDED: Self = Self { major: 12, minor: 4 };
 
-    /// The first with `cuEventElapsedTime_v2`.
-    pub(super) const ELAPSED_V2: Self = Self { major: 12, minor: 8 };
-
     /// From `cuDriverGetVersion`'s number, 1000 × major + 10 × minor.
     fn from_raw(raw: c_int) -> Self {
         let raw = raw.unsigned_abs();
@@ -237,7 +234,7 @@ mod tests {
     #[test]
     fn versions_are_read_and_ordered() {
         assert_eq!(CudaVersion::from_raw(13_000).to_string(), "13.0");
-        assert_eq!(CudaVersion::from_raw(12_080), CudaVersion::ELAPSED_V2);
+        assert_eq!(CudaVersion::from_raw(12_080), CudaVersion { major: 12, minor: 8 });
         assert!(CudaVersion::from_raw(11_080) < CudaVersion::NEEDED);
         assert!(CudaVersion::from_raw(12_040) >= CudaVersion::NEEDED);
     }
