@@ -101,8 +101,9 @@ pub(crate) fn fit_kernels(profile: &mut Profile, timings: &Path) -> Result<Vec<F
     for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
         let timing: Timing = serde_json::from_str(line)
             .with_context(|| format!("{}, line {number}: not a line of time_kernels", timings.display()))?;
-        if !timing.median_ns.is_finite() || timing.median_ns <= 0.0 {
-            bail!("{}, line {number}: median_ns must be positive", timings.display());
+        // The upper bound is that of a profile's times.
+        if !(timing.median_ns > 0.0 && timing.median_ns < 1e12) {
+            bail!("{}, line {number}: median_ns must be positive and below 1e12", timings.display());
         }
         by_kernel.entry(timing.kernel.clone()).or_default().push(timing);
     }

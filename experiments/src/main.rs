@@ -1,9 +1,10 @@
-//! Runs the trainer under several allocators and compares what it recorded; fits device profiles.
+//! Runs the trainer under several allocators and compares what it recorded; measures device profiles.
 
+mod calibrate;
 mod compare;
 mod fit;
+mod profile;
 
-use allocators::Profile;
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use comfy_table::{ContentArrangement, Table, presets};
@@ -26,6 +27,21 @@ struct Cli {
 enum Command {
     /// Trains under each allocator and prints one table
     Compare(compare::CompareArgs),
+    /// Measures what driver calls cost on a device and writes a profile for the simulated one
+    Calibrate {
+        /// cuda, or sim to see that calibration gives back the profile it runs on
+        #[arg(long, default_value = "cuda")]
+        device: String,
+        /// Profile whose kernel costs are kept [default: the built-in H200]
+        #[arg(long, value_name = "FILE")]
+        profile: Option<PathBuf>,
+        /// Machine and date, for the profile
+        #[arg(long, value_name = "TEXT")]
+        source: String,
+        /// Where the new profile goes
+        #[arg(short, long, value_name = "FILE")]
+        out: PathBuf,
+    },
     /// Fits a profile's kernel costs to timings from `time_kernels`
     FitKernels {
         /// Output of `cargo run --release -p kernels --example time_kernels` on a GPU
@@ -48,6 +64,9 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Compare(args) => compare::compare(&args),
+        Command::Calibrate { device, profile, source, out } => profile::read(profile.as_deref())
+            .and_then(|base| calibrate::calibrate(&device, base, &source))
+            .and_then(|measured| profile::write(&measured, &out)),
         Command::FitKernels { timings, profile, out } => fit_kernels(&timings, profile, &out),
         Command::Trainer { arguments } => {
             let program = std::iter::once(OsString::from("trainer"));
@@ -73,13 +92,7 @@ fn print(text: &str) -> Result<()> {
 }
 
 fn fit_kernels(timings: &std::path::Path, base: Option<PathBuf>, out: &std::path::Path) -> Result<()> {
-    let mut profile = match base {
-        None => Profile::h200(),
-        Some(path) => {
-            let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-            Profile::from_json(&text).with_context(|| path.display().to_string())?
-        }
-    };
+    let mut profile = profile::read(base.as_deref())?;
     let fits = fit::fit_kernels(&mut profile, timings)?;
     let mut table = Table::new();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
@@ -103,8 +116,6 @@ fn fit_kernels(timings: &std::path::Path, base: Option<PathBuf>, out: &std::path
             format!("{:.0} %", 100.0 * fit.worst),
         ]);
     }
-    let mut text = serde_json::to_string_pretty(&profile)?;
-    text.push('\n');
-    std::fs::write(out, text).with_context(|| format!("cannot write {}", out.display()))?;
+    profile::write(&profile, out)?;
     print(&table.to_string())
 }

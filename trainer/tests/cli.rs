@@ -11,8 +11,9 @@ use common::{column, read_json};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use tempfile::TempDir;
 
 /// A directory to work in, and the program in it with nothing of this machine's set-up.
@@ -127,8 +128,9 @@ impl Ran {
     }
 }
 
+/// Keys in alphabetical order.
 fn keys(value: &Value) -> Vec<&str> {
-    value.as_object().unwrap().keys().map(String::as_str).collect()
+    value.as_object().unwrap().keys().map(String::as_str).collect::<BTreeSet<_>>().into_iter().collect()
 }
 
 // ---- what works ----------------------------------------------------------------------------------------------------
@@ -749,7 +751,7 @@ mod outside {
     #[cfg(target_os = "linux")]
     fn a_full_disk_behind_stdout_is_an_error() {
         let place = Place::new();
-        let full = std::fs::OpenOptions::new().write(true).open(Path::new("/dev/full")).unwrap();
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         let arguments = ["--device", "sim", "--dataset", "iris", "--epochs", "1", "--out", "record"];
         let output = place.process(&arguments).stdout(full).stderr(Stdio::piped()).output().unwrap();
         assert_eq!(output.status.code(), Some(1));

@@ -8,7 +8,7 @@ mod common;
 use allocators::instrument::NvtxMode;
 use allocators::instrument::nvtx::Ranges;
 use allocators::{AllocatorSettings, BackendKind, CallKind, Memory};
-use common::{Done, arms, digits, iris, train, try_train_with};
+use common::{Done, arms, attempt, digits, iris, train, train_with};
 use serde_json::Value;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -265,8 +265,8 @@ fn the_checker_does_not_change_the_losses() {
 fn a_limit_below_the_weights_is_bad_input() {
     for (name, settings) in arms(&iris()) {
         let settings = Settings { memory_limit: Some(1024), ..settings };
-        let outcome = try_train_with(&settings, &AtomicBool::new(false), Arc::new(Silent));
-        let (error, directory) = outcome.err().unwrap();
+        let (outcome, directory) = attempt(&settings, &AtomicBool::new(false), Arc::new(Silent));
+        let error = outcome.err().unwrap();
         assert!(matches!(error, TrainError::Input(_)), "{name}: {error:?}");
         assert_eq!(error.exit_code(), exit::BAD_INPUT);
         assert!(error.to_string().contains("--memory-limit") && !error.to_string().contains('\n'), "{error}");
@@ -335,7 +335,7 @@ fn an_interrupted_run_keeps_what_was_done() {
             for (epoch, step, steps) in [(2, 3, 8), (1, 5, 5)] {
                 let stop = Arc::new(AtomicBool::new(false));
                 let observer = StopAt { epoch, step, stop: Arc::clone(&stop) };
-                let done = try_train_with(&settings, &stop, Arc::new(observer)).map_err(|(error, _)| error).unwrap();
+                let done = train_with(&settings, &stop, Arc::new(observer));
                 let error = done.outcome.error.as_ref().unwrap();
                 assert!(matches!(error, TrainError::Interrupted), "{name}: {error:?}");
                 assert_eq!(error.exit_code(), 130);
@@ -356,7 +356,7 @@ fn an_interrupted_run_keeps_what_was_done() {
 
 #[test]
 fn a_flag_set_before_the_start_stops_the_first_step() {
-    let done = try_train_with(&iris(), &AtomicBool::new(true), Arc::new(Silent)).map_err(|(error, _)| error).unwrap();
+    let done = train_with(&iris(), &AtomicBool::new(true), Arc::new(Silent));
     assert!(matches!(done.outcome.error, Some(TrainError::Interrupted)));
     assert_eq!(done.json()["epochs"], serde_json::json!([]));
     assert!(done.column("loss").is_empty());

@@ -97,21 +97,25 @@ pub(crate) fn column(path: &Path, name: &str) -> Vec<String> {
         .collect()
 }
 
-/// Runs with an observer and a flag that it may set.
-pub(crate) fn try_train_with(
+/// Runs with an observer and a flag that it may set; what `run` gave, and the directory in which `record` may be.
+pub(crate) fn attempt(
     settings: &Settings,
     stop: &AtomicBool,
     observer: Arc<dyn Observer>,
-) -> Result<Done, (trainer::TrainError, TempDir)> {
+) -> (trainer::Result<Outcome>, TempDir) {
     let directory = TempDir::new().unwrap();
     let settings = Settings { out: Some(directory.path().join("record")), ..settings.clone() };
-    match trainer::run(&settings, vec!["test".into()], Instant::now(), stop, &observer) {
-        Ok(outcome) => Ok(Done { outcome, directory }),
-        Err(error) => Err((error, directory)),
-    }
+    let outcome = trainer::run(&settings, vec!["test".into()], Instant::now(), stop, &observer);
+    (outcome, directory)
+}
+
+/// [`attempt`] that must leave a record, however the run ended.
+pub(crate) fn train_with(settings: &Settings, stop: &AtomicBool, observer: Arc<dyn Observer>) -> Done {
+    let (outcome, directory) = attempt(settings, stop, observer);
+    Done { outcome: outcome.unwrap(), directory }
 }
 
 /// Runs to its end, good or bad, as long as there is a record.
 pub(crate) fn train(settings: &Settings) -> Done {
-    try_train_with(settings, &AtomicBool::new(false), Arc::new(Silent)).map_err(|(error, _)| error).unwrap()
+    train_with(settings, &AtomicBool::new(false), Arc::new(Silent))
 }

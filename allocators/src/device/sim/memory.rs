@@ -14,6 +14,8 @@ const RECYCLE_LIMIT: usize = 256 << 20;
 
 #[derive(Debug)]
 struct HostBlock {
+    /// What the host's allocator returned; the block starts at the first multiple of `ALIGN` in it.
+    start: NonNull<u8>,
     ptr: NonNull<u8>,
     bytes: usize,
 }
@@ -23,23 +25,28 @@ struct HostBlock {
 unsafe impl Send for HostBlock {}
 
 impl HostBlock {
+    /// Room for the block and its alignment. Asking the host for the alignment itself would make it write every byte
+    /// of zeroed memory; with a small alignment the pages of a large block come into being when they are used.
     fn layout(bytes: usize) -> Option<Layout> {
-        Layout::from_size_align(bytes, ALIGN).ok().filter(|layout| layout.size() > 0)
+        Layout::from_size_align(bytes.checked_add(ALIGN)?, align_of::<u64>()).ok()
     }
 
     fn new(bytes: usize) -> Option<Self> {
         let layout = Self::layout(bytes)?;
-        // SAFETY: the layout's size is not zero.
-        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(Self { ptr, bytes })
+        // SAFETY: the layout's size is at least `ALIGN`.
+        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        let offset = start.as_ptr().align_offset(ALIGN);
+        // SAFETY: the offset is below `ALIGN`, and the layout has `ALIGN` bytes more than the block.
+        let ptr = unsafe { start.add(offset) };
+        Some(Self { start, ptr, bytes })
     }
 }
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
         if let Some(layout) = Self::layout(self.bytes) {
-            // SAFETY: `ptr` came from `alloc_zeroed` with this layout and is freed here only.
-            unsafe { dealloc(self.ptr.as_ptr(), layout) }
+            // SAFETY: `start` came from `alloc_zeroed` with this layout and is freed here only.
+            unsafe { dealloc(self.start.as_ptr(), layout) }
         }
     }
 }

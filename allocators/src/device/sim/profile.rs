@@ -10,6 +10,12 @@ use std::collections::BTreeMap;
 pub struct CostBySize(Vec<(u64, u64)>);
 
 impl CostBySize {
+    /// A cost from points in ascending order of bytes; [`Profile::from_json`] checks the order.
+    #[must_use]
+    pub fn new(points: Vec<(u64, u64)>) -> Self {
+        Self(points)
+    }
+
     /// The cost for `bytes`.
     #[must_use]
     pub fn at(&self, bytes: u64) -> u64 {
