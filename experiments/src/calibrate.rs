@@ -117,19 +117,22 @@ impl Bench {
             alloc.push((bytes, first));
             freed.push((bytes, second));
         }
-        // Blocks of a step, several at a time, as a program holds them; what is seen in a tight pair loop is the
-        // driver's hot path.
+        // Blocks of a step, several at a time and with launches between, as a program asks for them; in a tight loop
+        // of pairs the driver's code and data stay in the nearest caches, and a call takes half as long.
         const BLOCK: u64 = 196 << 10;
         let keep = driver.mem_alloc(1024)?;
         let (mut allocs, mut frees) = (Vec::new(), Vec::new());
         for _ in 0..REPEATS {
             let mut held = Vec::new();
             for _ in 0..8 {
+                self.fill(1)?;
                 let (ns, addr) = self.time(|| driver.mem_alloc(BLOCK))?;
                 allocs.push(ns);
                 held.push(addr);
             }
             for addr in held {
+                self.fill(1)?;
+                self.settle()?;
                 frees.push(self.time(|| free(addr))?.0);
             }
         }
@@ -159,7 +162,16 @@ impl Bench {
         let free = |addr: DeviceAddr| unsafe { pools.mem_free_async(addr, self.stream) };
         let first = pools.mem_alloc_async(pool, 512, self.stream)?;
         let granule_bytes = pools.pool_counters(pool)?.reserved;
-        let (alloc_ns, free_ns) = self.pairs(|| pools.mem_alloc_async(pool, 196 << 10, self.stream), free)?;
+        let (mut allocs, mut frees) = (Vec::new(), Vec::new());
+        for _ in 0..4 * REPEATS {
+            self.fill(1)?;
+            let (ns, addr) = self.time(|| pools.mem_alloc_async(pool, 196 << 10, self.stream))?;
+            allocs.push(ns);
+            self.fill(1)?;
+            frees.push(self.time(|| free(addr))?.0);
+        }
+        self.settle()?;
+        let (alloc_ns, free_ns) = (median(allocs), median(frees));
         let attribute_ns = self.median_of(|| pools.pool_counters(pool).map(|_| ()))? / 4;
         // Device time: pairs of pool operations between kernels, against the kernels alone, queued behind a long one.
         const QUEUED: u64 = 200;

@@ -14,7 +14,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -262,9 +262,12 @@ fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Ar
     let settings = args.settings()?;
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
-    // The second Ctrl-C ends the process at once, for the case that a step does not end.
+    // The second Ctrl-C ends the process at once, for the case that a step does not end. One key press may arrive
+    // twice, from the terminal and from a parent that passes it on, so the second must come half a second later.
+    let mut first: Option<Instant> = None;
     let handler = move || {
-        if flag.swap(true, SeqCst) {
+        flag.store(true, SeqCst);
+        if first.get_or_insert_with(Instant::now).elapsed() > Duration::from_millis(500) {
             std::process::exit(exit::INTERRUPTED);
         }
     };

@@ -5,9 +5,10 @@ use crate::error::Result;
 use crate::mlp::Batch;
 use crate::settings::LoaderMode;
 use crate::tensor::Context;
-use allocators::{DeviceBuffer, EventId, PinnedBuffer};
+use allocators::{DeviceBuffer, Driver, EventId, PinnedBuffer};
 use kernels::{GatherLabels, GatherRowsF32, GatherRowsU8};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Page-locked buffers in turn: while one is being copied the next is filled.
 const RING: usize = 4;
@@ -44,6 +45,16 @@ struct Slot {
     buffer: PinnedBuffer,
     /// Recorded behind the copies that read the buffer.
     copied: EventId,
+    driver: Arc<dyn Driver>,
+}
+
+impl Drop for Slot {
+    /// Waits for the copies that still read the buffer, which is given back after this. Errors have nobody to go to.
+    fn drop(&mut self) {
+        let _ = self.driver.event_synchronize(self.copied);
+        // SAFETY: the event belongs to this slot alone.
+        let _ = unsafe { self.driver.event_destroy(self.copied) };
+    }
 }
 
 impl Loader {
@@ -59,7 +70,7 @@ impl Loader {
                 let driver = context.device.driver();
                 let slot = || -> Result<Slot> {
                     let buffer = PinnedBuffer::new(&driver, batch * (features + 1) * 4)?;
-                    Ok(Slot { buffer, copied: driver.event_create(false)? })
+                    Ok(Slot { buffer, copied: driver.event_create(false)?, driver: Arc::clone(&driver) })
                 };
                 Source::Pinned { ring: (0..RING).map(|_| slot()).collect::<Result<_>>()?, next: 0 }
             }
@@ -175,22 +186,6 @@ impl Loader {
             }
         }
         Ok(Batch { inputs, labels })
-    }
-
-    /// Waits for copies under way and gives page-locked memory back.
-    ///
-    /// # Errors
-    /// Those of the driver.
-    pub fn finish(self, context: &Context) -> Result<()> {
-        if let Source::Pinned { ring, .. } = self.source {
-            let driver = context.device.driver();
-            for slot in ring {
-                driver.event_synchronize(slot.copied)?;
-                // SAFETY: the event is used nowhere else and its slot is gone after this.
-                unsafe { driver.event_destroy(slot.copied)? };
-            }
-        }
-        Ok(())
     }
 }
 

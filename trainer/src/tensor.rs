@@ -70,6 +70,8 @@ impl Context {
         let mut values = vec![T::zeroed(); count];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
         assert!(bytes.len() as u64 <= buffer.bytes(), "a buffer should hold what is read from it");
+        // The copy would wait as well; waiting first keeps the wait and the copy apart in the account of driver calls.
+        self.device.synchronize()?;
         // SAFETY: the buffer is valid for its size.
         unsafe { self.device.driver().copy_to_host(bytes, buffer.addr(), self.device.stream())? };
         Ok(values)

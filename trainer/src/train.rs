@@ -260,9 +260,7 @@ impl Run {
             }
         }
         self.context.device.profile(false);
-        loaders.0.finish(&self.context)?;
-        loaders.1.finish(&self.context)?;
-        drop(model);
+        drop((loaders, model));
         self.context.device.synchronize()?;
         Ok(self.context.memory.check()?)
     }

@@ -101,7 +101,6 @@ fn loaders_give_the_same_bits_whatever_the_scale_and_shift() {
                 out.0.extend(values.into_iter().map(f32::to_bits));
                 out.1.extend(context.read::<u32>(&batch.labels, range.len()).unwrap());
             }
-            loader.finish(&context).unwrap();
             out
         });
         let expected: Vec<u32> = order.iter().map(|row| u32::from(labels[*row as usize])).collect();
@@ -223,7 +222,7 @@ fn epochs_add_up() {
             assert_eq!(epoch.steps, 5);
             assert!((0.0..=1.0).contains(&epoch.val_accuracy) && epoch.val_loss > 0.0);
             let busy = epoch.device_busy_s.unwrap();
-            assert!(0.0 < busy && busy <= epoch.device_s && epoch.wall_s > 0.0, "{name}: {epoch:?}");
+            assert!(0.0 < busy && busy <= epoch.device_s && epoch.device_s <= epoch.wall_s, "{name}: {epoch:?}");
             for (kind, totals) in epoch.driver_calls.iter() {
                 assert!(totals.blocked_ns <= totals.total_ns, "{name}: {kind} {totals:?}");
                 assert!(totals.count <= summary.driver_calls.get(kind).count, "{name}: {kind}");

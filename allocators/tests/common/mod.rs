@@ -67,9 +67,10 @@ pub(crate) fn ready_ns(sim: &SimDriver, stream: StreamId) -> u64 {
     let idle = sim.stream_create().unwrap();
     let (zero, end) = (sim.event_create(true).unwrap(), sim.event_create(true).unwrap());
     sim.event_record(zero, idle).unwrap();
+    // On a stream without work an event completes as it is recorded.
+    let now = sim.clock().now_ns();
     sim.event_record(end, stream).unwrap();
-    // A stream that never had work is done at time zero.
-    let ns = sim.event_elapsed_ns(zero, end).unwrap();
+    let ns = now + sim.event_elapsed_ns(zero, end).unwrap();
     for event in [zero, end] {
         // SAFETY: made above, used by nobody else.
         unsafe { sim.event_destroy(event) }.unwrap();

@@ -228,6 +228,11 @@ impl Profile {
     }
 
     fn check(&self) -> Result<(), String> {
+        // A quarter of an hour for one call is a mistake, and far from overflowing a clock.
+        let value = serde_json::to_value(self).map_err(|error| error.to_string())?;
+        if let Some(field) = longer_than(1_000_000_000_000, "", &value) {
+            return Err(format!("{field}: a cost must be below 10^12 ns"));
+        }
         let power = |value: u64, field: &str| {
             if value.is_power_of_two() {
                 Ok(())
@@ -301,6 +306,22 @@ impl Profile {
     }
 }
 
+/// The first field whose name says nanoseconds and that holds more than `most`.
+fn longer_than(most: u64, path: &str, value: &serde_json::Value) -> Option<String> {
+    let too_long = |value: &serde_json::Value| match value {
+        serde_json::Value::Array(points) => {
+            points.iter().any(|point| point.get(1).and_then(serde_json::Value::as_u64).is_some_and(|ns| ns > most))
+        }
+        value => value.as_u64().is_some_and(|ns| ns > most),
+    };
+    let serde_json::Value::Object(fields) = value else { return None };
+    fields.iter().find_map(|(key, field)| {
+        let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+        let is_cost = key.ends_with("_ns") || key.contains("_ns_per_");
+        if is_cost && too_long(field) { Some(path) } else { longer_than(most, &path, field) }
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -324,7 +345,9 @@ mod tests {
     #[test]
     fn broken_profiles_name_the_field() {
         let good = serde_json::to_value(Profile::h200()).unwrap();
-        let cases: [(&str, serde_json::Value, &str); 4] = [
+        let cases: [(&str, serde_json::Value, &str); 6] = [
+            ("/pool/grow_ns_per_granule", (1u64 << 63).into(), "pool.grow_ns_per_granule"),
+            ("/copies/to_host_ns", serde_json::json!([[1, 1], [2, u64::MAX]]), "copies.to_host_ns"),
             ("/queues/depth", 0.into(), "queues.depth"),
             ("/plain/page_bytes", 3.into(), "plain.page_bytes"),
             ("/plain/alloc_ns", serde_json::json!([[2, 1], [1, 1]]), "plain.alloc_ns"),

@@ -147,8 +147,10 @@ impl Timeline {
         self.mark(stream)
     }
 
+    /// Records an event: on an idle stream it completes right away.
     pub(super) fn record(&mut self, stream: u64) -> Recorded {
-        let mark = self.step(stream);
+        let mut mark = self.step(stream);
+        mark.time_ns = mark.time_ns.max(self.now_ns);
         Recorded { mark, after: self.stream(stream).after.clone() }
     }
 
