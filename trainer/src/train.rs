@@ -1,5 +1,7 @@
 //! One run from settings to record.
 
+mod epoch;
+
 use crate::data::{self, DataRequest, Dataset, Progress, Split};
 use crate::device::Device;
 use crate::error::{Result, TrainError};
@@ -7,19 +9,15 @@ use crate::loader::Loader;
 use crate::mlp::{self, Mlp};
 use crate::observer::{Observer, driver_call_log};
 use crate::record::{
-    DatasetRecord, EffectiveSettings, EpochRecord, Files, LATENCY, RecordWriter, SCHEMA_VERSION, STEPS, Status,
-    StepRow, Summary, TRACE,
+    DatasetRecord, EffectiveSettings, Files, LATENCY, RecordWriter, SCHEMA_VERSION, STEPS, Status, Summary, TRACE,
 };
-use crate::settings::{DeviceChoice, Settings, SyncMode};
+use crate::settings::{DeviceChoice, Settings};
 use crate::stack::Stack;
 use crate::tensor::Context;
 use allocators::instrument::nvtx::Ranges;
 use allocators::{AllocatorSettings, BackendKind, Bytes, CallCounts, DeviceKind, Memory};
-use rand::SeedableRng;
-use rand::seq::SliceRandom;
-use rand_chacha::ChaCha8Rng;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 /// What a finished or ended run leaves.
@@ -112,17 +110,6 @@ fn load(settings: &Settings, observer: &Arc<dyn Observer>) -> Result<Dataset> {
         offline: settings.offline,
     };
     Ok(data::load(&request, &mut Reported(observer))?)
-}
-
-/// The order of the training rows in one epoch.
-fn shuffled(seed: u64, epoch: u32, order: &mut [u32]) {
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    // Weights take the low streams; each epoch has one of its own.
-    rng.set_stream((1 << 32) + u64::from(epoch));
-    for (row, slot) in (0..).zip(order.iter_mut()) {
-        *slot = row;
-    }
-    order.shuffle(&mut rng);
 }
 
 struct Run {
@@ -234,8 +221,11 @@ impl Run {
         context.device.profile(true);
         let mut left = self.steps_in_all(dataset);
         for epoch in 1..=settings.epochs {
-            let rows =
-                Pass { epoch, settings, dataset, model: &model, stop, observer }.run(self, &mut loaders, &mut left);
+            let rows = epoch::Pass { epoch, settings, dataset, model: &model, stop, observer }.run(
+                self,
+                &mut loaders,
+                &mut left,
+            );
             let (rows, ended) = rows;
             self.record.append_steps(&rows)?;
             if let Some(trace) = &self.stack.trace {
@@ -298,190 +288,6 @@ impl Run {
         self.record.write_summary(&self.summary)?;
         Ok(Outcome { directory: self.record.directory().to_owned(), summary: self.summary, error })
     }
-}
-
-/// One epoch: training, then validation.
-struct Pass<'a> {
-    epoch: u32,
-    settings: &'a Settings,
-    dataset: &'a Dataset,
-    model: &'a Mlp,
-    stop: &'a AtomicBool,
-    observer: &'a Arc<dyn Observer>,
-}
-
-impl Pass<'_> {
-    /// The rows of the steps that were done, losses included, and how the epoch went.
-    fn run(
-        &self,
-        run: &mut Run,
-        loaders: &mut (Loader, Loader),
-        left: &mut u64,
-    ) -> (Vec<StepRow>, Result<EpochRecord>) {
-        let mut rows = Vec::new();
-        let ended = self.train(run, loaders, left, &mut rows);
-        (rows, ended)
-    }
-
-    fn train(
-        &self,
-        run: &mut Run,
-        loaders: &mut (Loader, Loader),
-        left: &mut u64,
-        rows: &mut Vec<StepRow>,
-    ) -> Result<EpochRecord> {
-        let (settings, split) = (self.settings, &self.dataset.train);
-        let steps = run.steps_in_epoch(split.rows).min(*left);
-        let device = &run.context.device;
-        let _range = device.ranges().range(format_args!("epoch {}", self.epoch));
-        let (clock, driver, stream) = (device.clock(), device.driver(), device.stream());
-        let (calls_before, busy_before, start_ns) = (device.calls(), device.busy_ns(), clock.now_ns());
-        let (first, last) = (driver.event_create(true)?, driver.event_create(true)?);
-        driver.event_record(first, stream)?;
-
-        let mut order = vec![0u32; split.rows];
-        shuffled(settings.seed, self.epoch, &mut order);
-        loaders.0.begin_pass(&run.context, &order)?;
-        // CAST: an epoch's steps are bounded by its rows.
-        let losses = run.context.allocate::<f32>(steps as usize)?;
-        let batch = settings.batch as usize;
-        let mut allocations = device.calls().driver_allocations();
-        let mut ended = Ok(());
-        for step in 0..steps {
-            if self.stop.load(Relaxed) {
-                ended = Err(TrainError::Interrupted);
-                break;
-            }
-            self.observer.step(self.epoch, step + 1);
-            if run.summary.first_step_s.is_none() {
-                run.summary.first_step_s = Some(run.started.elapsed().as_secs_f64());
-            }
-            let from = step as usize * batch;
-            let range = from..(from + batch).min(split.rows);
-            let count = range.len();
-            if let Err(error) = self.step(run, &mut loaders.0, &order, range, step, losses.addr().get() + 4 * step) {
-                ended = Err(error);
-                break;
-            }
-            let (allocated, reserved) = run.stack.levels();
-            let so_far = run.context.device.calls().driver_allocations();
-            rows.push(StepRow {
-                epoch: self.epoch,
-                step: step + 1,
-                // CAST: a batch's rows are a u32.
-                rows: count as u32,
-                loss: None,
-                host_ns: clock.now_ns(),
-                driver_allocations: so_far - allocations,
-                reserved_bytes: reserved,
-                allocated_bytes: allocated,
-            });
-            allocations = so_far;
-        }
-        // The losses of an interrupted epoch are read as well; after a failure the device may not answer.
-        if !rows.is_empty() && matches!(ended, Ok(()) | Err(TrainError::Interrupted)) {
-            let values = run.context.read::<f32>(&losses, rows.len())?;
-            for (row, value) in rows.iter_mut().zip(values) {
-                row.loss = Some(value);
-            }
-        }
-        ended?;
-        *left -= steps;
-        drop(losses);
-        let mut weighted = 0.0;
-        for row in rows.iter() {
-            let loss = row.loss.unwrap_or(f32::NAN);
-            if !loss.is_finite() {
-                let (epoch, step) = (self.epoch, row.step);
-                return Err(TrainError::Diverged { epoch, step, loss, learning_rate: settings.learning_rate });
-            }
-            weighted += f64::from(loss) * f64::from(row.rows);
-        }
-        let seen = rows.iter().map(|row| f64::from(row.rows)).sum::<f64>();
-        self.observer.validation(self.epoch);
-        let (val_loss, val_accuracy) = self.validate(run, &mut loaders.1)?;
-        // The last update of an epoch shows in no training loss of it.
-        if !val_loss.is_finite() {
-            let (epoch, learning_rate) = (self.epoch, settings.learning_rate);
-            return Err(TrainError::DivergedInValidation { epoch, loss: val_loss, learning_rate });
-        }
-        driver.event_record(last, stream)?;
-        driver.event_synchronize(last)?;
-        let device_ns = driver.event_elapsed_ns(first, last)?;
-        for event in [first, last] {
-            // SAFETY: both have completed and are used nowhere else.
-            unsafe { driver.event_destroy(event)? };
-        }
-        let device = &run.context.device;
-        let busy = device.busy_ns().zip(busy_before).map(|(now, before)| seconds(now - before));
-        Ok(EpochRecord {
-            epoch: self.epoch,
-            steps,
-            train_loss: weighted / seen,
-            val_loss,
-            val_accuracy,
-            wall_s: seconds(clock.now_ns() - start_ns),
-            device_s: seconds(device_ns),
-            device_busy_s: busy,
-            driver_calls: device.calls().since(&calls_before),
-        })
-    }
-
-    fn step(
-        &self,
-        run: &Run,
-        loader: &mut Loader,
-        order: &[u32],
-        range: std::ops::Range<usize>,
-        step: u64,
-        loss_slot: u64,
-    ) -> Result<()> {
-        let context = &run.context;
-        let _range = context.device.ranges().range(format_args!("step {}", step + 1));
-        let batch = loader.batch(context, &self.dataset.train, order, range)?;
-        let gradients = self.model.gradients(context, batch, loss_slot)?;
-        self.model.update(context, gradients, self.settings.learning_rate)?;
-        if self.settings.sync == SyncMode::Step {
-            context.device.synchronize()?;
-        }
-        Ok(context.memory.check()?)
-    }
-
-    /// Mean loss and accuracy on the validation rows.
-    fn validate(&self, run: &Run, loader: &mut Loader) -> Result<(f64, f64)> {
-        let context = &run.context;
-        let _range = context.device.ranges().range(format_args!("validate"));
-        let split = &self.dataset.validation;
-        let batch = self.settings.batch as usize;
-        // CAST: data sets have fewer than 2^32 rows.
-        let order: Vec<u32> = (0..split.rows as u32).collect();
-        loader.begin_pass(context, &order)?;
-        let batches = split.rows.div_ceil(batch);
-        let losses = context.allocate::<f32>(batches)?;
-        let correct = context.allocate::<u32>(batches)?;
-        for number in 0..batches {
-            let range = number * batch..((number + 1) * batch).min(split.rows);
-            let part = loader.batch(context, split, &order, range)?;
-            let at = 4 * number as u64;
-            self.model.evaluate(context, part, losses.addr().get() + at, correct.addr().get() + at)?;
-            if self.settings.sync == SyncMode::Step {
-                context.device.synchronize()?;
-            }
-        }
-        let losses = context.read::<f32>(&losses, batches)?;
-        let correct = context.read::<u32>(&correct, batches)?;
-        let rows_of = |number: usize| ((number + 1) * batch).min(split.rows) - number * batch;
-        let total: f64 =
-            losses.iter().enumerate().map(|(number, loss)| f64::from(*loss) * rows_of(number) as f64).sum();
-        let hits: f64 = correct.iter().map(|count| f64::from(*count)).sum();
-        let rows = split.rows as f64;
-        Ok((total / rows, hits / rows))
-    }
-}
-
-fn seconds(ns: u64) -> f64 {
-    // CAST: exact up to 104 days.
-    ns as f64 / 1e9
 }
 
 fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>> {

@@ -4,9 +4,9 @@
 //! `cuMemFreeAsync` on the block's stream. What the pool keeps is set by its release threshold (here: everything,
 //! unless told otherwise; CUDA's default is nothing), what it reuses across streams by its three reuse policies.
 //!
-//! *Cost.* Allocate and free: one driver call each, 0.3 to 0.5 us on an H200 while the pool has room; 25 us more
+//! *Cost.* Allocate and free: one driver call each, 0.3 to 0.4 us on an H200 while the pool has room; 27 us more
 //! for each 32 MiB that it has to take from the device. With a low threshold each synchronise gives free memory
-//! back at about 28 us for 32 MiB.
+//! back at about 32 us for 32 MiB.
 //!
 //! *Good at* sharing memory between streams and with libraries that use the same pool, and at returning memory.
 //! *Bad at* explaining itself: there are two counters and no blocks to look at.
