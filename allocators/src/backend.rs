@@ -1,8 +1,8 @@
 //! The backends: one file each, one list of their names.
 
-mod caching;
-mod naive;
-mod stream_ordered;
+pub mod caching;
+pub mod naive;
+pub mod stream_ordered;
 
 pub use caching::{Caching, CachingSettings};
 pub use naive::Naive;

@@ -2,7 +2,7 @@
 //!
 //! Two seams hold this crate together. [`Driver`] is what a device can do: a real GPU ([`CudaDriver`]), a
 //! simulated one ([`SimDriver`]) and doubles for tests. [`DeviceAllocator`] is what an allocator does; every
-//! [backend](backend) implements it, and so does every [instrument](instrument), which wraps another
+//! [backend] implements it, and so does every [instrument], which wraps another
 //! allocator and changes nothing that it returns.
 //!
 //! ```

@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release -p kernels --example time_kernels` times every kernel at many shapes on a GPU. Here each
 //! kernel's four parameters are chosen so that the profile's model (see
-//! [`KernelCost`](allocators::device::sim::KernelCost)) misses those times least, by the sum of squared logarithms:
+//! [`KernelCost`]) misses those times least, by the sum of squared logarithms:
 //! being wrong by a factor counts the same for short and long kernels.
 
 use allocators::Profile;
