@@ -5,6 +5,12 @@
 
 mod common;
 
+#[path = "cli/bad_input.rs"]
+mod bad_input;
+#[cfg(unix)]
+#[path = "cli/outside.rs"]
+mod outside;
+
 use allocators::{CudaDriver, Profile};
 use assert_cmd::Command;
 use common::{column, read_json};
@@ -131,6 +137,21 @@ impl Ran {
 /// Keys in alphabetical order.
 fn keys(value: &Value) -> Vec<&str> {
     value.as_object().unwrap().keys().map(String::as_str).collect::<BTreeSet<_>>().into_iter().collect()
+}
+
+const FILES: [&str; 4] =
+    ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"];
+
+/// Four IDX files with 20 and 10 images of 4×3.
+fn mnist(place: &Place, directory: &str) {
+    for (name, count) in FILES.into_iter().zip([20u32, 20, 10, 10]) {
+        let images = name.contains("images");
+        let header = if images { vec![2051, count, 4, 3] } else { vec![2049, count] };
+        let length = if images { 12 * count } else { count };
+        let mut bytes: Vec<u8> = header.into_iter().flat_map(u32::to_be_bytes).collect();
+        bytes.extend((0..length).map(|at| (at % 10) as u8));
+        place.write(&format!("{directory}/{name}"), bytes);
+    }
 }
 
 // ---- what works ----------------------------------------------------------------------------------------------------
@@ -322,254 +343,6 @@ fn doctor_says_what_is_there() {
     assert_eq!((state("data"), state("elsewhere")), ("ok".into(), "missing".into()));
 }
 
-// ---- bad input -----------------------------------------------------------------------------------------------------
-
-#[test]
-fn numbers_that_cannot_work_are_refused() {
-    let place = Place::new();
-    for (arguments, words) in [
-        (["--hidden", "0"], "--hidden must be at least 1"),
-        (["--layers", "0"], "--layers must be at least 1"),
-        (["--batch", "0"], "--batch must be at least 1"),
-        (["--epochs", "0"], "--epochs must be at least 1"),
-        (["--steps", "0"], "--steps must be at least 1"),
-        (["--lr", "nan"], "--lr must be a positive number"),
-        (["--lr", "inf"], "--lr must be a positive number"),
-        (["--lr", "0"], "--lr must be a positive number"),
-        (["--lr", "-1"], "--lr must be a positive number, found -1"),
-        (["--memory-limit", "1K"], "--memory-limit 1 KiB is less than the model's weights"),
-        (["--memory-limit", "0"], "--memory-limit 0 B is less than the model's weights"),
-        (["--gc-threshold", "0.5"], "--gc-threshold is a fraction of --memory-limit"),
-        (["--gc-threshold", "-0.5"], "--gc-threshold must lie between 0 and 1"),
-        (["--gc-threshold", "nan"], "--gc-threshold must lie between 0 and 1"),
-        (["--gc-threshold", "1.5"], "--gc-threshold must lie between 0 and 1"),
-        (["--max-split-size", "1M"], "--max-split-size must be at least 20M"),
-    ] {
-        place.iris(&arguments).refused(&[words]);
-    }
-    assert!(!place.at("runs").exists(), "nothing ran, so there is nothing to record");
-}
-
-#[test]
-fn words_that_mean_nothing_are_refused() {
-    let place = Place::new();
-    for arguments in [
-        ["--device", "nonsense"],
-        ["--device", "cuda:x"],
-        ["--device", "sim:"],
-        ["--alloc", "nonsense"],
-        ["--dataset", "nonsense"],
-        ["--release-threshold", "nonsense"],
-        ["--release-threshold", "99999999999T"],
-        ["--memory-limit", "1e400"],
-        ["--memory-limit", "lots"],
-        ["--reuse-allow-opportunistic", "maybe"],
-        ["--sync", "nonsense"],
-        ["--loader", "nonsense"],
-        ["--init", "nonsense"],
-        ["--gemm", "nonsense"],
-        ["--nvtx", "nonsense"],
-        ["--latency", "nonsense"],
-        ["--hidden", "4294967296"],
-        ["--seed", "1.5"],
-        ["--lr", "fast"],
-        ["--nonsense", "1"],
-    ] {
-        place.iris(&arguments).unparsable(&[arguments[0]]);
-    }
-    place.run(&["nonsense"]).unparsable(&["nonsense"]);
-}
-
-#[test]
-#[cfg(target_os = "linux")]
-fn sizes_beyond_reason_take_no_memory() {
-    let place = Place::new();
-    let base = ["--device", "sim", "--dataset", "iris"];
-    for (arguments, words) in [
-        (&["--hidden", "4000000000"][..], "lower --hidden or --batch"),
-        (&["--hidden", "4294967295", "--layers", "2"], "lower --hidden or --batch"),
-        (&["--batch", "4000000000"], "lower --hidden or --batch"),
-        (&["--layers", "4000000000"], "--layers must be at most"),
-        (&["--hidden", "46000", "--layers", "65536"], "more than the memory of"),
-    ] {
-        place.run_within(2 << 20, &[&base[..], arguments].concat()).refused(&[words]);
-    }
-    // A batch of more rows than there are is the whole set.
-    let json = place.run(&[&base[..], &["--batch", "8000000", "--hidden", "16", "--epochs", "1", "--json"]].concat());
-    assert_eq!(json.ok().json()["epochs"][0]["steps"], 1);
-}
-
-#[test]
-fn places_that_cannot_be_written_are_refused() {
-    let place = Place::new();
-    let file = place.write("file", "");
-    place.iris(&["--out", &format!("{file}/record")]).refused(&["cannot write a run record", "--out"]);
-    place.iris(&["--out", &file]).refused(&["exists already", "--out"]);
-    std::fs::create_dir(place.at("record")).unwrap();
-    place.iris(&["--out", "record"]).refused(&["record exists already", "--out"]);
-    assert_eq!(std::fs::read_dir(place.at("record")).unwrap().count(), 0, "what was there stays as it was");
-    // The default place.
-    place.write("runs", "");
-    place.iris(&[]).refused(&["cannot write a run record to runs"]);
-}
-
-#[test]
-fn profiles_that_cannot_work_are_refused() {
-    let place = Place::new();
-    let good = serde_json::to_value(Profile::h200()).unwrap();
-    let with = |pointer: &str, key: &str, value: Value| {
-        let mut changed = good.clone();
-        changed.pointer_mut(pointer).unwrap()[key] = value;
-        changed.to_string()
-    };
-    let refused = |name: &str, text: &str, words: &[&str]| {
-        let path = place.write(name, text);
-        place.iris(&["--device", &format!("sim:{path}")]).refused(&[&[name], words].concat());
-    };
-    refused("broken.json", "{ \"name\": ", &["not a device profile", "line 1"]);
-    refused("empty.json", "", &["not a device profile"]);
-    refused("unknown.json", &with("", "colour", "green".into()), &["unknown field", "colour"]);
-    refused("nested.json", &with("/queues", "colour", "green".into()), &["unknown field", "colour"]);
-    refused("depth.json", &with("/queues", "depth", 0.into()), &["queues.depth"]);
-    refused("type.json", &with("/queues", "depth", "deep".into()), &["not a device profile"]);
-    refused("wave.json", &with("/default_kernel", "blocks_per_wave", 0.into()), &["default_kernel"]);
-    place.iris(&["--device", "sim:missing.json"]).refused(&["missing.json", "cannot read"]);
-    place.iris(&["--device", "sim:."]).refused(&["cannot read"]);
-    std::fs::write(place.at("bytes.json"), [0xff, 0xfe, 0]).unwrap();
-    place.iris(&["--device", "sim:bytes.json"]).refused(&["bytes.json", "cannot read"]);
-
-    let whole = place.write("whole.json", good.to_string());
-    let json = place.iris(&["--device", &format!("sim:{whole}"), "--json"]).ok().json();
-    assert_eq!(json["settings"]["device"], format!("sim:{whole}"));
-
-    // A device without pools cannot run the allocator that needs them; the others can.
-    let mut without = good.clone();
-    without.as_object_mut().unwrap().remove("pool");
-    let without = format!("sim:{}", place.write("without.json", without.to_string()));
-    place.iris(&["--device", &without, "--alloc", "stream-ordered"]).refused(&["stream-ordered", "does not have"]);
-    place.iris(&["--device", &without, "--alloc", "naive"]).ok();
-}
-
-#[test]
-fn a_gpu_that_is_not_there_is_bad_input() {
-    if CudaDriver::probe().is_ok() {
-        eprintln!("skipped: this machine has a CUDA device");
-        return;
-    }
-    let place = Place::new();
-    place.run(&["--device", "cuda", "--dataset", "iris"]).refused(&[]);
-    place.run(&["--device", "cuda:99", "--dataset", "iris"]).refused(&[]);
-    // `auto` says why it takes the simulated one.
-    let ran = place.run(&["--dataset", "iris", "--epochs", "1"]).ok();
-    let device = ran.stderr.lines().next().unwrap();
-    assert!(device.contains("(simulated)") && device.ends_with(')') && device.matches('(').count() > 1, "{device}");
-}
-
-const FILES: [&str; 4] =
-    ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"];
-
-/// Four IDX files with 20 and 10 images of 4×3.
-fn mnist(place: &Place, directory: &str) {
-    for (name, count) in FILES.into_iter().zip([20u32, 20, 10, 10]) {
-        let images = name.contains("images");
-        let header = if images { vec![2051, count, 4, 3] } else { vec![2049, count] };
-        let length = if images { 12 * count } else { count };
-        let mut bytes: Vec<u8> = header.into_iter().flat_map(u32::to_be_bytes).collect();
-        bytes.extend((0..length).map(|at| (at % 10) as u8));
-        place.write(&format!("{directory}/{name}"), bytes);
-    }
-}
-
-#[test]
-fn small_idx_files_are_trained_on() {
-    let place = Place::new();
-    mnist(&place, "data");
-    let arguments = ["--device", "sim", "--dataset", "mnist", "--data-dir", "data", "--epochs", "1", "--json"];
-    let ran = place.run(&arguments).ok();
-    assert!(ran.stderr.contains("note     data does not hold the standard MNIST"), "{ran:#?}");
-    let json = ran.json();
-    assert_eq!((&json["dataset"]["train_rows"], &json["dataset"]["features"]), (&20.into(), &12.into()));
-    assert_eq!(json["dataset"]["files"].as_array().unwrap().len(), 4);
-    // The variable names the same place.
-    let mut command = place.process(&arguments[..4]);
-    let ran = Ran::of(Command::from_std({
-        command.env("MNIST_DIR", place.at("data")).args(["--epochs", "1"]);
-        command
-    }));
-    assert!(ran.ok().stderr.contains("(MNIST_DIR)"));
-}
-
-#[test]
-fn broken_data_is_refused() {
-    let place = Place::new();
-    let refused = |directory: &str, words: &[&str]| {
-        for dataset in ["mnist", "auto"] {
-            let arguments = ["--device", "sim", "--dataset", dataset, "--data-dir", directory];
-            place.run(&arguments).refused(&[&[directory], words].concat());
-        }
-    };
-    refused("nowhere", &["--data-dir", "not a directory"]);
-    std::fs::create_dir(place.at("empty")).unwrap();
-    refused("empty", &["has no train-images-idx3-ubyte"]);
-
-    let damaged = |directory: &str, file: usize, change: &dyn Fn(&mut Vec<u8>)| {
-        mnist(&place, directory);
-        let path = place.at(directory).join(FILES[file]);
-        let mut bytes = std::fs::read(&path).unwrap();
-        change(&mut bytes);
-        std::fs::write(&path, bytes).unwrap();
-    };
-    damaged("cut", 0, &|bytes| bytes.truncate(100));
-    refused("cut", &[FILES[0], "ends after 100 of 256 bytes"]);
-    damaged("none", 3, &|bytes| bytes.clear());
-    refused("none", &[FILES[3], "ends after 0"]);
-    damaged("magic", 2, &|bytes| bytes[3] = 7);
-    refused("magic", &[FILES[2], "magic number"]);
-    damaged("swapped", 0, &|bytes| bytes[3] = 1);
-    refused("swapped", &[FILES[0], "labels file"]);
-    damaged("long", 1, &|bytes| bytes.push(0));
-    refused("long", &[FILES[1], "more bytes"]);
-    damaged("fewer", 1, &|bytes| {
-        bytes[7] = 19;
-        bytes.pop();
-    });
-    refused("fewer", &["20 images", "19 labels"]);
-    damaged("label", 1, &|bytes| bytes[8] = 10);
-    refused("label", &[FILES[1], "label is 10"]);
-    damaged("vast", 0, &|bytes| bytes[4..16].fill(0xff));
-    refused("vast", &[FILES[0], "an item has"]);
-    damaged("many", 0, &|bytes| bytes[4..8].fill(0xff));
-    refused("many", &[FILES[0], "header announces"]);
-
-    // 64 MiB of zeros behind an honest header, in a few dozen KiB.
-    damaged("bomb", 0, &|bytes| {
-        let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
-        encoder.write_all(bytes).unwrap();
-        for _ in 0..64 {
-            encoder.write_all(&vec![0; 1 << 20]).unwrap();
-        }
-        *bytes = encoder.finish().unwrap();
-        assert!(bytes.len() < 100_000);
-    });
-    refused("bomb", &[FILES[0], "more bytes than the 256"]);
-    damaged("torn", 0, &|bytes| {
-        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
-        encoder.write_all(bytes).unwrap();
-        *bytes = encoder.finish().unwrap();
-        bytes.truncate(bytes.len() - 20);
-    });
-    refused("torn", &[FILES[0]]);
-    assert!(!place.at("runs").exists());
-}
-
-#[test]
-fn offline_never_waits_for_a_network() {
-    let place = Place::new();
-    place.run(&["--device", "sim", "--dataset", "mnist", "--offline"]).refused(&["offline", "--data-dir"]);
-    let ran = place.run(&["--device", "sim", "--offline", "--steps", "1"]).ok();
-    assert!(ran.stderr.contains("note     generated digits stand in for MNIST"), "{ran:#?}");
-}
-
 // ---- failures while running ----------------------------------------------------------------------------------------
 
 #[test]
@@ -589,174 +362,5 @@ fn failures_at_run_time_leave_a_record() {
         assert_eq!(json["status"], "failed");
         assert_eq!(json["error"].as_str(), line.strip_prefix("error: "));
         assert_eq!(ran.json(), json, "the record is printed all the same");
-    }
-}
-
-// ---- what ends a run from outside ----------------------------------------------------------------------------------
-
-#[cfg(unix)]
-mod outside {
-    use super::*;
-    use std::io::{BufRead, BufReader};
-    use std::process::{Child, ExitStatus, Stdio};
-    use std::sync::mpsc::{Receiver, channel};
-    use std::time::{Duration, Instant};
-
-    const PATIENCE: Duration = Duration::from_secs(60);
-
-    /// A run in the background whose stderr is read as it comes.
-    struct Background {
-        child: Child,
-        lines: Receiver<String>,
-    }
-
-    impl Background {
-        fn start(place: &Place, arguments: &[&str]) -> Self {
-            let mut command = place.process(arguments);
-            let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-            let (sender, lines) = channel();
-            let stderr = BufReader::new(child.stderr.take().unwrap());
-            std::thread::spawn(move || stderr.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
-            Self { child, lines }
-        }
-
-        fn wait_for(&self, start: &str) {
-            let until = Instant::now() + PATIENCE;
-            loop {
-                let left = until.saturating_duration_since(Instant::now());
-                let line = self.lines.recv_timeout(left).unwrap_or_else(|error| panic!("no line '{start}': {error}"));
-                if line.starts_with(start) {
-                    return;
-                }
-            }
-        }
-
-        fn signal(&self, name: &str) {
-            let sent = std::process::Command::new("kill").args([name, &self.child.id().to_string()]).status();
-            assert!(sent.unwrap().success());
-        }
-
-        /// Exit status, stdout, and the rest of stderr.
-        fn end(mut self) -> (ExitStatus, String, Vec<String>) {
-            let mut stdout = self.child.stdout.take().unwrap();
-            let reader = std::thread::spawn(move || {
-                let mut text = String::new();
-                std::io::Read::read_to_string(&mut stdout, &mut text).map(|_| text)
-            });
-            let until = Instant::now() + PATIENCE;
-            let status = loop {
-                if let Some(status) = self.child.try_wait().unwrap() {
-                    break status;
-                }
-                if Instant::now() > until {
-                    let _ = self.child.kill();
-                    panic!("the run should have ended");
-                }
-                std::thread::sleep(Duration::from_millis(5));
-            };
-            (status, reader.join().unwrap().unwrap(), self.lines.iter().collect())
-        }
-    }
-
-    const LONG: [&str; 8] = ["--device", "sim", "--dataset", "digits", "--hidden", "64", "--epochs", "100000"];
-
-    #[test]
-    fn an_interrupt_ends_a_run_in_order() {
-        let place = Place::new();
-        let run = Background::start(&place, &[&LONG[..], &["--out", "record", "--json"]].concat());
-        run.wait_for("epoch  1 ");
-        // Into the middle of an epoch, which takes some tenths of a second.
-        std::thread::sleep(Duration::from_millis(50));
-        run.signal("-INT");
-        let (status, stdout, lines) = run.end();
-        assert_eq!(status.code(), Some(130), "{lines:?}");
-        let errors: Vec<&String> = lines.iter().filter(|line| line.starts_with("error:")).collect();
-        assert!(errors.len() == 1 && errors[0].contains("interrupted"), "{lines:?}");
-        let json = read_json(&place.at("record/summary.json"));
-        assert_eq!(json["status"], "interrupted");
-        assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), json);
-        let epochs = json["epochs"].as_array().unwrap().len();
-        let losses = column(&place.at("record/steps.csv"), "loss");
-        assert!(epochs >= 1 && (125 * epochs..=125 * (epochs + 1)).contains(&losses.len()), "{}", losses.len());
-        assert!(losses.iter().all(|loss| loss.parse::<f32>().unwrap().is_finite()));
-    }
-
-    #[test]
-    fn a_kill_leaves_what_was_done() {
-        let place = Place::new();
-        let run = Background::start(&place, &[&LONG[..], &["--out", "record", "--trace"]].concat());
-        // A line that was printed is in the record already.
-        run.wait_for("epoch  1 ");
-        run.signal("-KILL");
-        let (status, stdout, _) = run.end();
-        assert_eq!((status.code(), stdout.as_str()), (None, ""));
-        let json = read_json(&place.at("record/summary.json"));
-        assert_eq!(json["status"], "running");
-        let epochs = json["epochs"].as_array().unwrap().len();
-        assert!(epochs >= 1);
-        let losses = column(&place.at("record/steps.csv"), "loss");
-        assert!(losses.len() >= 125 * epochs, "{}", losses.len());
-        let trace = std::fs::read_to_string(place.at("record/trace.jsonl")).unwrap();
-        let whole = trace.rsplit_once('\n').unwrap().0;
-        assert!(whole.lines().all(|line| serde_json::from_str::<Value>(line).is_ok()));
-    }
-
-    #[test]
-    fn a_kill_before_the_first_epoch_leaves_a_readable_record() {
-        let place = Place::new();
-        let run = Background::start(&place, &[&LONG[..], &["--hidden=700", "--out", "record"]].concat()[2..]);
-        drop(run.lines.recv_timeout(PATIENCE));
-        run.signal("-KILL");
-        run.end();
-        // Either nothing was begun, or what there is can be read.
-        if place.at("record/summary.json").exists() {
-            assert_eq!(read_json(&place.at("record/summary.json"))["epochs"], serde_json::json!([]));
-        }
-    }
-
-    /// Runs with one of its outputs closed at the other end from the start.
-    fn with_closed(arguments: &[&str], stdout: bool) -> (Option<i32>, String) {
-        let place = Place::new();
-        let mut command = place.process(arguments);
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        if stdout {
-            drop(child.stdout.take())
-        } else {
-            drop(child.stderr.take())
-        };
-        let output = child.wait_with_output().unwrap();
-        let text = if stdout { output.stderr } else { output.stdout };
-        (output.status.code(), String::from_utf8(text).unwrap())
-    }
-
-    #[test]
-    fn a_reader_that_goes_away_is_no_error() {
-        let base = ["--device", "sim", "--dataset", "iris", "--epochs", "1", "--hidden", "16"];
-        let json = [&base[..], &["--json"]].concat();
-        for arguments in [&base[..], &json, &["doctor"], &["--help"]] {
-            let (code, stderr) = with_closed(arguments, true);
-            assert_eq!(code, Some(0), "{arguments:?}: {stderr}");
-            assert!(!stderr.contains("error") && !stderr.contains("panicked"), "{arguments:?}: {stderr}");
-        }
-        // `2>&1 | head` closes both; a closed stderr alone is the harder half.
-        let log = [&base[..], &["--json", "--log-driver-calls", "--alloc", "naive"]].concat();
-        let (code, stdout) = with_closed(&log, false);
-        assert_eq!(code, Some(0), "{stdout}");
-        assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap()["status"], "finished");
-        let (code, _) = with_closed(&[&base[..], &["--lr=-1"]].concat(), false);
-        assert_eq!(code, Some(2), "an error is an error though nobody hears of it");
-    }
-
-    #[test]
-    #[cfg(target_os = "linux")]
-    fn a_full_disk_behind_stdout_is_an_error() {
-        let place = Place::new();
-        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-        let arguments = ["--device", "sim", "--dataset", "iris", "--epochs", "1", "--out", "record"];
-        let output = place.process(&arguments).stdout(full).stderr(Stdio::piped()).output().unwrap();
-        assert_eq!(output.status.code(), Some(1));
-        let stderr = String::from_utf8(output.stderr).unwrap();
-        assert!(stderr.contains("error: cannot write to stdout"), "{stderr}");
-        assert_eq!(read_json(&place.at("record/summary.json"))["status"], "finished");
     }
 }

@@ -174,10 +174,10 @@ impl fmt::Debug for CudaDriver {
 
 impl Drop for CudaDriver {
     fn drop(&mut self) {
-        // SAFETY: `new` retained the context once and this releases it once; nobody can call this driver any more. The library
-        // stays loaded to the end of the process, and while that ends it answers CUDA_ERROR_DEINITIALIZED.
         // The result is dropped: either the context is gone already, which is what was wanted, or an earlier error has
         // broken it, and that one was returned by the call that met it.
+        // SAFETY: `new` retained the context once and this releases it once; nobody can call this driver any more. The
+        // library stays loaded to the end of the process, and while that ends it answers CUDA_ERROR_DEINITIALIZED.
         unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
