@@ -27,7 +27,9 @@ Examples:
 Exit codes: 0 done, 1 failed while running, 2 bad input, 130 interrupted (the record holds what was done).";
 
 #[derive(Debug, Parser)]
-#[command(name = "trainer", version, about, after_long_help = AFTER_HELP, args_conflicts_with_subcommands = true)]
+#[command(name = "trainer", version, about, after_long_help = AFTER_HELP)]
+// The last of two equal options counts, so that a script's defaults can be changed at the end of its command.
+#[command(args_conflicts_with_subcommands = true, args_override_self = true)]
 struct Cli {
     #[command(subcommand)]
     command: Option<Command>,

@@ -2,7 +2,7 @@
 
 use crate::data::{self, DataRequest, DatasetName};
 use allocators::instrument::nvtx;
-use allocators::{Bytes, CudaDriver, Profile};
+use allocators::{Bytes, CudaDriver, Driver, Profile, SimDriver, SimMemory};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -71,8 +71,9 @@ fn finding(what: &str, state: State, found: impl Into<String>, advice: impl Into
 pub fn examine(data_dir: Option<&Path>) -> Diagnosis {
     let mut findings = Vec::new();
     cuda(&mut findings);
-    let profile = Profile::h200();
-    findings.push(finding("simulated GPU", State::Ok, format!("{} (built in; --device sim)", profile.name), ""));
+    let simulated = SimDriver::new(Profile::h200(), SimMemory::Host).describe();
+    findings.push(finding("simulated GPU", State::Ok, format!("{}, built in (--device sim)", simulated.name), ""));
+    capabilities(&mut findings, simulated.pools, simulated.vmm);
     mnist(&mut findings, data_dir);
     profiler(&mut findings);
     Diagnosis { findings }
@@ -104,12 +105,19 @@ fn cuda(findings: &mut Vec<Finding>) {
         } else {
             findings.push(finding(&name, State::Broken, text, "the kernels need compute capability 7.5 or newer"));
         }
-        let yes_no = |there: bool| if there { State::Ok } else { State::Missing };
-        let pools = if gpu.pools { "there" } else { "not supported by this GPU or driver" };
-        let advice = if gpu.pools { "" } else { "--alloc stream-ordered cannot run here; the others can" };
-        findings.push(finding("  stream-ordered pools", yes_no(gpu.pools), pools, advice));
-        let vmm = if gpu.vmm { "there" } else { "not supported by this GPU or driver" };
-        findings.push(finding("  virtual memory", yes_no(gpu.vmm), vmm, ""));
+        capabilities(findings, gpu.pools, gpu.vmm);
+    }
+}
+
+/// What backends beyond `naive` and `caching` need of a device.
+fn capabilities(findings: &mut Vec<Finding>, pools: bool, vmm: bool) {
+    let advice = "--alloc stream-ordered cannot run on it; the others can";
+    for (what, there, advice) in [("  stream-ordered pools", pools, advice), ("  virtual memory", vmm, "")] {
+        if there {
+            findings.push(finding(what, State::Ok, "there", ""));
+        } else {
+            findings.push(finding(what, State::Missing, "not supported by this device, driver or system", advice));
+        }
     }
 }
 
