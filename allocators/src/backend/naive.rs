@@ -3,8 +3,8 @@
 //! *Policy.* Each request is one `cuMemAlloc` of exactly the bytes asked for, each free one `cuMemFree`.
 //! Nothing is kept.
 //!
-//! *Cost.* Allocate: one driver call (1 to 31 us on an H200 for tensors below 2 MiB). Free: one driver call that waits until the whole
-//! device is idle, so its cost is the work that is still queued.
+//! *Cost.* Allocate: one driver call (1 to 31 us on an H200 for tensors below 2 MiB). Free: one driver call that
+//! waits until the whole device is idle, so its cost is the work that is still queued.
 //!
 //! *Good at* wasting nothing that the driver does not waste itself, and at finding use after free: memory goes
 //! back at once. *Bad at* everything else: the host can never run ahead of the device.
