@@ -1,13 +1,14 @@
-//! Times every kernel at the shapes of the steps of an MLP, and prints a JSON line for each: what calibrates the simulated
-//! device. Needs a GPU and a driver of CUDA 12.8 or newer (for `cuEventElapsedTime_v2`).
+//! Times every kernel at the shapes of the steps of an MLP, and prints a JSON line for each: what calibrates the
+//! simulated device. Needs a GPU and a driver of CUDA 12.8 or newer (for `cuEventElapsedTime_v2`).
 //!
 //! ```text
 //! cargo run --release -p kernels --example time_kernels > kernels.jsonl
 //! ```
 //!
-//! `median_ns` and `min_ns`: device time of one launch in a train (of 50, or 5 if it is long) that was queued while the stream was held up by
-//! another kernel, so the host's launches do not limit it. `single_median_ns`: the same for one launch between two events.
-//! All launches of a train work on the same buffers, so small ones are in the L2 cache, as they mostly are in training.
+//! `median_ns` and `min_ns`: device time of one launch in a train (of 50, or 5 if it is long) that was queued while
+//! the stream was held up by another kernel, so the host's launches do not limit it. `single_median_ns`: the same for
+//! one launch between two events. All launches of a train work on the same buffers, so small ones are in the L2 cache,
+//! as they mostly are in training.
 
 use std::collections::HashSet;
 use std::error::Error;

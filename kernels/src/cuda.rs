@@ -88,8 +88,8 @@ pub fn kernel_names() -> impl Iterator<Item = &'static str> {
 
 /// The kernels, compiled for and loaded on one GPU.
 ///
-/// Dropping it unloads them. That makes the context that loaded them current for the moment, waits for nothing, and must
-/// come after the last launch has finished and before the context is destroyed.
+/// Dropping it unloads them. That makes the context that loaded them current for the moment, waits for nothing, and
+/// must come after the last launch has finished and before the context is destroyed.
 pub struct CudaKernels {
     context: cudarc::driver::sys::CUcontext,
     modules: Vec<CUmodule>,
@@ -102,13 +102,13 @@ unsafe impl Send for CudaKernels {}
 unsafe impl Sync for CudaKernels {}
 
 impl CudaKernels {
-    /// Loads all kernels into the current context. The driver compiles the PTX for the GPU; it keeps the outcome in its own
-    /// cache on disk, so only a first time takes noticeable time.
+    /// Loads all kernels into the current context. The driver compiles the PTX for the GPU; it keeps the outcome in
+    /// its own cache on disk, so only a first time takes noticeable time.
     ///
     /// # Errors
     ///
-    /// [`KernelError::DriverTooOld`], [`KernelError::DeviceTooOld`], or [`KernelError::Driver`] (without a current context:
-    /// `CUDA_ERROR_INVALID_CONTEXT`).
+    /// [`KernelError::DriverTooOld`], [`KernelError::DeviceTooOld`], or [`KernelError::Driver`] (without a current
+    /// context: `CUDA_ERROR_INVALID_CONTEXT`).
     ///
     /// # Panics
     ///
@@ -164,7 +164,8 @@ impl CudaKernels {
         stream: CUstream,
         mut arguments: [*mut c_void; N],
     ) -> Result<(), KernelError> {
-        // SAFETY: the function belongs to a module that is loaded as long as `self` lives; the caller vouches for the rest.
+        // SAFETY: the function belongs to a module that is loaded as long as `self` lives; the caller vouches for the
+        // rest.
         unsafe {
             result::launch_kernel(
                 self.functions[kernel as usize],

@@ -1,8 +1,8 @@
 //! The operations of a multilayer perceptron: CUDA kernels with their launchers, and a CPU reference.
 //!
 //! An [`Operation`] is a plain struct that describes one launch: device addresses, sizes, scalars. It can say what the
-//! launch costs ([`Operation::work`]), run it on a GPU ([`Operation::launch`]), and compute the same thing on host memory
-//! ([`Operation::run_on_host`]). Nothing in this crate allocates device memory.
+//! launch costs ([`Operation::work`]), run it on a GPU ([`Operation::launch`]), and compute the same thing on host
+//! memory ([`Operation::run_on_host`]). Nothing in this crate allocates device memory.
 //!
 //! ```
 //! use kernels::{Operation, Relu};
@@ -37,9 +37,10 @@
 //!
 //! # The CUDA side
 //!
-//! `cuda/*.cu` hold the sources and `ptx/*.ptx` what a pinned NVRTC makes of them; `ptx.sh` recompiles and `ptx.sh --check`
-//! tells whether they agree. The PTX is embedded, so building needs no CUDA and running needs only the driver (550 or
-//! newer) and a GPU of compute capability 7.5 or newer. [`CudaKernels::load`] has the driver compile it for the GPU.
+//! `cuda/*.cu` hold the sources and `ptx/*.ptx` what a pinned NVRTC makes of them; `ptx.sh` recompiles and `ptx.sh
+//! --check` tells whether they agree. The PTX is embedded, so building needs no CUDA and running needs only the driver
+//! (550 or newer) and a GPU of compute capability 7.5 or newer. [`CudaKernels::load`] has the driver compile it for
+//! the GPU.
 
 mod cuda;
 mod error;

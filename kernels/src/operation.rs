@@ -23,17 +23,18 @@ pub trait Operation: std::fmt::Debug + Send + Sync {
     ///
     /// # Safety
     ///
-    /// `cuda` was loaded in the current context and `stream` is a stream of it. Every address is valid for its shape on
-    /// that context's device, and aligned to its element, until the stream has passed this launch. Until then nothing else
-    /// writes the inputs or touches the outputs, and no output overlaps another buffer of the launch.
+    /// `cuda` was loaded in the current context and `stream` is a stream of it. Every address is valid for its shape
+    /// on that context's device, and aligned to its element, until the stream has passed this launch. Until then
+    /// nothing else writes the inputs or touches the outputs, and no output overlaps another buffer of the launch.
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError>;
 
-    /// Runs the CPU reference on host memory; `memory` translates device addresses. Returns when the outputs are written.
+    /// Runs the CPU reference on host memory; `memory` translates device addresses. Returns when the outputs are
+    /// written.
     ///
     /// # Errors
     ///
-    /// Every range and shape is checked before memory is touched, buffers that overlap included; indices and labels before
-    /// anything is computed from them.
+    /// Every range and shape is checked before memory is touched, buffers that overlap included; indices and labels
+    /// before anything is computed from them.
     ///
     /// # Safety
     ///

@@ -1,5 +1,5 @@
-//! The CUDA kernels against the same models, with the same tolerances, as the CPU reference. Needs a GPU; says so if there
-//! is none.
+//! The CUDA kernels against the same models, with the same tolerances, as the CPU reference. Needs a GPU; says so if
+//! there is none.
 
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 

@@ -1,4 +1,5 @@
-//! Data sets from the outside: files good and bad, downloads from a server in this process, fallbacks, and the same data for the same seed.
+//! Data sets from the outside: files good and bad, downloads from a server in this process, fallbacks, and the same
+//! data for the same seed.
 //!
 //! No test touches the user's cache or the network beyond 127.0.0.1. The real MNIST is read if `MNIST_DIR` names it.
 
@@ -195,7 +196,8 @@ fn bad_gzip_is_refused() {
         files[0] = spoil(&files[0]);
         message(from_dir(&files))
     };
-    // 64 MiB of zeros behind a header that announces 240 bytes: it must stop at once, and not only because memory would do.
+    // 64 MiB of zeros behind a header that announces 240 bytes: it must stop at once, and not only because memory
+    // would do.
     let start = Instant::now();
     let bomb = gz(&[&small()[0][..16], &vec![0; 64 << 20]].concat());
     let packed = start.elapsed();

@@ -74,8 +74,8 @@ impl CudaDriver {
         let (device, info) = probe::device(ordinal, probe::device_count()?)?;
         let elapsed = elapsed_function()?;
         let mut context: CUcontext = ptr::null_mut();
-        // SAFETY: `device` came from cuDeviceGet and the pointer is to a live handle of the type that the call writes. What is
-        // retained here is released by `Drop`, once.
+        // SAFETY: `device` came from cuDeviceGet and the pointer is to a live handle of the type that the call writes.
+        // What is retained here is released by `Drop`, once.
         let result = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
         check(CallKind::DeviceQuery, result)?;
         let driver = Self {
@@ -182,10 +182,10 @@ impl Drop for CudaDriver {
     }
 }
 
-/// `cuEventElapsedTime` under its first name, which every driver still exports, or under the one that came with CUDA 12.8.
-/// The first name is tried first, because a profiler older than the driver does not know the second and then refuses
-/// the whole capture (seen with Nsight Systems 2023.4 under driver 580). cudarc binds only the second, and panics where
-/// it is missing.
+/// `cuEventElapsedTime` under its first name, which every driver still exports, or under the one that came with CUDA
+/// 12.8. The first name is tried first, because a profiler older than the driver does not know the second and then
+/// refuses the whole capture (seen with Nsight Systems 2023.4 under driver 580). cudarc binds only the second, and
+/// panics where it is missing.
 fn elapsed_function() -> DriverResult<ElapsedFn> {
     // SAFETY: the library is there, so that this does not panic; it has been loaded before and stays loaded.
     let library = unsafe { sys::culib() };
@@ -197,8 +197,9 @@ fn elapsed_function() -> DriverResult<ElapsedFn> {
     })
 }
 
-// CUresult is an enum in cudarc: a driver newer than CUDA 13.0 must not return a code that 13.0 lacks. The later codes known
-// today (47, 227, 917 to 919) belong to multicast, loader, detached-stream and fabric calls, none of which is made here.
+// CUresult is an enum in cudarc: a driver newer than CUDA 13.0 must not return a code that 13.0 lacks. The later codes
+// known today (47, 227, 917 to 919) belong to multicast, loader, detached-stream and fabric calls, none of which is
+// made here.
 #[inline]
 fn check(call: CallKind, result: CUresult) -> DriverResult<()> {
     check_for(call, result, String::new)
@@ -232,7 +233,8 @@ fn raw_stream(stream: StreamId) -> CUstream {
     stream.0 as CUstream
 }
 
-/// A size as the driver takes it. Where the host has 32 bits a larger one becomes the largest, which the driver refuses.
+/// A size as the driver takes it. Where the host has 32 bits a larger one becomes the largest, which the driver
+/// refuses.
 fn size(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }

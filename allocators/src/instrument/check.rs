@@ -1,8 +1,9 @@
 //! The checker: contracts that are broken are found and named.
 //!
-//! Every byte of a block is filled with `0xFF`, a NaN in every float type, when the block is handed out and
-//! again when it comes back, unless another stream may still read it. So reading memory that was never written, or was freed, gives NaN; and writing
-//! memory that was freed is found when the block is handed out the next time and is no longer all `0xFF`.
+//! Every byte of a block is filled with `0xFF`, a NaN in every float type, when the block is handed out and again when
+//! it comes back, unless another stream may still read it. So reading memory that was never written, or was freed,
+//! gives NaN; and writing memory that was freed is found when the block is handed out the next time and is no longer
+//! all `0xFF`.
 
 use crate::allocator::{Block, DeviceAllocator, Path, Request};
 use crate::device::{DeviceAddr, Driver, StreamId};

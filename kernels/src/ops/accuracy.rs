@@ -8,8 +8,8 @@ use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory, check_range};
 use crate::operation::{Operation, Work};
 
-/// `predictions[r]` = the first class with the greatest logit. NaN is never the greatest; a row of nothing but NaN and −∞
-/// is class 0.
+/// `predictions[r]` = the first class with the greatest logit. NaN is never the greatest; a row of nothing but NaN and
+/// −∞ is class 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Argmax {
     /// Rows: examples.

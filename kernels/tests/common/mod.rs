@@ -87,8 +87,8 @@ impl Case {
         assert!(image[gap..].iter().all(|&byte| byte == POISON), "{label}: wrote after the last buffer");
     }
 
-    /// Panics unless two images that both pass [`Case::verify`] agree: the same bits where the result is exact, elsewhere
-    /// within the tolerances of both.
+    /// Panics unless two images that both pass [`Case::verify`] agree: the same bits where the result is exact,
+    /// elsewhere within the tolerances of both.
     pub(crate) fn compare(&self, offsets: &[usize], one: &[u8], other: &[u8]) {
         for (buffer, &offset) in self.buffers.iter().zip(offsets) {
             let range = offset..offset + buffer.before.len();

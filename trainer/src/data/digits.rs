@@ -1,11 +1,12 @@
 //! Generated digits: what MNIST looks like from afar, from a seed alone.
 //!
-//! A digit is a few strokes through control points in the unit square, in one of several hands. Each image moves the points a little, rotates, scales,
-//! shears and shifts the whole, draws it with a pen of its own width and darkness, and adds specks and noise. Stroke edges are anti-aliased by
-//! their distance from the pixel's centre.
+//! A digit is a few strokes through control points in the unit square, in one of several hands. Each image moves the
+//! points a little, rotates, scales, shears and shifts the whole, draws it with a pen of its own width and darkness,
+//! and adds specks and noise. Stroke edges are anti-aliased by their distance from the pixel's centre.
 //!
-//! The bytes are the same on every machine: the arithmetic is addition, multiplication, division and square root, which IEEE 754 rounds in one way;
-//! sines come from a polynomial, not from the system's library. Each image has its own stream of random numbers, so threads do not matter either.
+//! The bytes are the same on every machine: the arithmetic is addition, multiplication, division and square root,
+//! which IEEE 754 rounds in one way; sines come from a polynomial, not from the system's library. Each image has its
+//! own stream of random numbers, so threads do not matter either.
 
 use std::thread;
 

@@ -5,8 +5,8 @@
 //! labels   0000_0801  count                 count bytes
 //! ```
 //!
-//! The reader trusts nothing: it takes memory as the bytes arrive, never beyond what the header announced, and never reads more than one byte past
-//! that. So a compressed file that unpacks without end costs no more than an honest one.
+//! The reader trusts nothing: it takes memory as the bytes arrive, never beyond what the header announced, and never
+//! reads more than one byte past that. So a compressed file that unpacks without end costs no more than an honest one.
 
 use std::io::{self, Read};
 
@@ -85,8 +85,9 @@ impl Idx {
 /// Reads an IDX file from `bytes` to its end; `name` is what errors call it.
 ///
 /// # Errors
-/// [`DataError`] if the file is not what `limits` ask for, is shorter or longer than its header says, or cannot be read. A reader that fails with
-/// [`io::ErrorKind::InvalidData`] or [`io::ErrorKind::InvalidInput`] is taken to be a decompressor.
+/// [`DataError`] if the file is not what `limits` ask for, is shorter or longer than its header says, or cannot be
+/// read. A reader that fails with [`io::ErrorKind::InvalidData`] or [`io::ErrorKind::InvalidInput`] is taken to be a
+/// decompressor.
 pub fn parse_idx(bytes: impl Read, name: &str, limits: &IdxLimits) -> Result<Idx, DataError> {
     let mut reader = Counted { inner: bytes, count: 0, cut: false, name };
     let dimensions = limits.kind.dimensions();

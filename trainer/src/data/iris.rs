@@ -1,6 +1,7 @@
 //! Fisher's irises (1936): 150 flowers, four lengths in centimetres, three species.
 //!
-//! The table is the corrected one, as R and scikit-learn have it. The UCI repository's copy differs from Fisher's article in rows 35 and 38.
+//! The table is the corrected one, as R and scikit-learn have it. The UCI repository's copy differs from Fisher's
+//! article in rows 35 and 38.
 
 use sha2::{Digest, Sha256};
 
@@ -16,7 +17,8 @@ const HELD_BACK: usize = 10;
 /// A flower's lengths, and its place in [`SPECIES`].
 type Row = ([f64; FEATURES], u8);
 
-/// Splits the irises 120 to 30, each species in its share, and standardises them with the mean and deviation of the 120.
+/// Splits the irises 120 to 30, each species in its share, and standardises them with the mean and deviation of the
+/// 120.
 pub(super) fn load(seed: u64) -> Result<Dataset, DataError> {
     let rows = parse(TABLE)?;
     let mut rng = seeded(seed, b"iris    ");

@@ -34,7 +34,8 @@ pub struct Sources {
     pub mirrors: Vec<String>,
     /// The four files: train images, train labels, test images, test labels.
     pub files: [StandardFile; 4],
-    /// How long `auto` may look for a mirror that answers, over all mirrors; whoever asks for `mnist` by name waits four times as long.
+    /// How long `auto` may look for a mirror that answers, over all mirrors; whoever asks for `mnist` by name waits
+    /// four times as long.
     pub connect_within: Duration,
     /// A download that stands still for so long has failed.
     pub stalled_after: Duration,
@@ -258,7 +259,8 @@ fn find(directory: &Path) -> [Option<PathBuf>; 4] {
     if count(&nested) > count(&flat) { nested } else { flat }
 }
 
-/// The names under which a file occurs: some archives put a dot where others put a dash. Unpacked files come first, being faster to read.
+/// The names under which a file occurs: some archives put a dot where others put a dash. Unpacked files come first,
+/// being faster to read.
 fn spellings(name: &str) -> [String; 4] {
     let dotted = name.replacen("-idx", ".idx", 1);
     [name.to_owned(), dotted.clone(), format!("{name}.gz"), format!("{dotted}.gz")]

@@ -181,7 +181,8 @@ fn read_file(path: &Path, kind: IdxKind) -> Result<Contents, DataError> {
     Ok(Contents { idx, digest, sha256: hex(&digest) })
 }
 
-/// The contents of `file`, decompressed if they are compressed. What it is called does not matter: browsers unpack files and keep the `.gz`.
+/// The contents of `file`, decompressed if they are compressed. What it is called does not matter: browsers unpack
+/// files and keep the `.gz`.
 pub(super) fn unpacked(file: File) -> io::Result<Box<dyn Read + Send>> {
     let mut file = BufReader::with_capacity(256 << 10, file);
     let start = io::BufRead::fill_buf(&mut file)?;

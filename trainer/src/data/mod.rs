@@ -1,8 +1,8 @@
 //! Data sets: MNIST from IDX files, Fisher's iris, and generated digits.
 //!
-//! [`load`] is the entry point. Whatever it returns says where the data came from and carries SHA-256 sums of it, so that a run record can name
-//! exactly what was trained on. Everything that is read is treated as hostile: sizes are bounded before memory is taken, and a bad file is one
-//! [`DataError`] with one line of text.
+//! [`load`] is the entry point. Whatever it returns says where the data came from and carries SHA-256 sums of it, so
+//! that a run record can name exactly what was trained on. Everything that is read is treated as hostile: sizes are
+//! bounded before memory is taken, and a bad file is one [`DataError`] with one line of text.
 //!
 //! Four environment variables are read, all of them by [`Sources::from_environment`] and nowhere else:
 //!
@@ -93,8 +93,8 @@ pub struct Dataset {
     pub notice: Option<String>,
     /// The files that were read; empty for generated data.
     pub files: Vec<FileChecksum>,
-    /// SHA-256, in lowercase hex, of the data in effect. For MNIST it is taken over the four files' own digests (train images, train labels,
-    /// test images, test labels), otherwise over features and labels of the two splits.
+    /// SHA-256, in lowercase hex, of the data in effect. For MNIST it is taken over the four files' own digests (train
+    /// images, train labels, test images, test labels), otherwise over features and labels of the two splits.
     pub checksum: String,
     /// Values in a row.
     pub features: usize,
@@ -188,8 +188,9 @@ impl Progress for NoProgress {
 /// Loads the data set that `request` asks for, downloading MNIST if that is wanted, allowed and needed.
 ///
 /// # Errors
-/// [`DataError`] if the data is missing or broken. Under [`DatasetName::Auto`] only what the user pointed at (`--data-dir`, `MNIST_DIR`) can
-/// fail; anything else falls back to the generated digits, and [`Dataset::notice`] says why.
+/// [`DataError`] if the data is missing or broken. Under [`DatasetName::Auto`] only what the user pointed at
+/// (`--data-dir`, `MNIST_DIR`) can fail; anything else falls back to the generated digits, and [`Dataset::notice`]
+/// says why.
 pub fn load(request: &DataRequest, progress: &mut dyn Progress) -> Result<Dataset, DataError> {
     load_with(request, &Sources::from_environment(), progress)
 }
@@ -222,8 +223,8 @@ pub fn load_with(request: &DataRequest, sources: &Sources, progress: &mut dyn Pr
     }
 }
 
-/// A generator for `seed` and one `purpose`. The key is laid out here, not left to a library's seeding, because the data must stay the same from
-/// one library version to the next.
+/// A generator for `seed` and one `purpose`. The key is laid out here, not left to a library's seeding, because the
+/// data must stay the same from one library version to the next.
 fn seeded(seed: u64, purpose: &[u8; 8]) -> ChaCha8Rng {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());

@@ -286,7 +286,8 @@ fn auto_decides_soon_without_a_network() {
         std::thread::sleep(Duration::from_secs(10));
         Ok(())
     }
-    // A port that nobody listens on, a server that says nothing, an address that leads nowhere, a name that means nothing.
+    // A port that nobody listens on, a server that says nothing, an address that leads nowhere, a name that means
+    // nothing.
     let refused = format!("http://{}/", TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap());
     let silent = serve(packed(), silent);
     for mirrors in [

@@ -99,7 +99,8 @@ impl Driver for CudaDriver {
         self.bind(CallKind::StreamIsCapturing)?;
         // Room for the status as a number, so that a value that cudarc's enum does not know does no harm.
         let mut status = 0u32;
-        // SAFETY: the stream is live (ids come from `stream_create`), and a u32 has the size and alignment of the status.
+        // SAFETY: the stream is live (ids come from `stream_create`), and a u32 has the size and alignment of the
+        // status.
         let result = unsafe { sys::cuStreamIsCapturing(raw_stream(stream), (&raw mut status).cast()) };
         check(CallKind::StreamIsCapturing, result)?;
         // CAST: the enum's value. An invalidated capture is still one: it has to be ended.
@@ -128,7 +129,8 @@ impl Driver for CudaDriver {
 
     unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()> {
         self.bind(CallKind::EventDestroy)?;
-        // SAFETY: the caller promises a live event that nobody uses afterwards; the driver keeps it while work waits for it.
+        // SAFETY: the caller promises a live event that nobody uses afterwards; the driver keeps it while work waits
+        // for it.
         let result = unsafe { sys::cuEventDestroy_v2(raw_event(event)) };
         check(CallKind::EventDestroy, result)
     }
@@ -159,8 +161,8 @@ impl Driver for CudaDriver {
     fn event_elapsed_ns(&self, start: EventId, end: EventId) -> DriverResult<u64> {
         self.bind(CallKind::EventElapsed)?;
         let mut milliseconds = 0f32;
-        // SAFETY: both events are live (ids come from `event_create`), the pointer is to a live number of the type that the call
-        // writes, and the function's type was settled where it was looked up.
+        // SAFETY: both events are live (ids come from `event_create`), the pointer is to a live number of the type
+        // that the call writes, and the function's type was settled where it was looked up.
         let result = unsafe { (self.elapsed)(&raw mut milliseconds, raw_event(start), raw_event(end)) };
         check(CallKind::EventElapsed, result)?;
         let nanoseconds = (f64::from(milliseconds) * 1e6).round();
@@ -176,8 +178,8 @@ impl Driver for CudaDriver {
     fn host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>> {
         self.bind(CallKind::HostAlloc)?;
         let mut memory: *mut c_void = ptr::null_mut();
-        // SAFETY: the pointer is to a live pointer of the type that the call writes. No flags: write-combined memory would be slow
-        // to read on the host, and with unified addressing every context may use it anyway.
+        // SAFETY: the pointer is to a live pointer of the type that the call writes. No flags: write-combined memory
+        // would be slow to read on the host, and with unified addressing every context may use it anyway.
         let result = unsafe { sys::cuMemHostAlloc(&raw mut memory, bytes, 0) };
         check_for(CallKind::HostAlloc, result, || Bytes(bytes as u64).to_string())?;
         let memory = NonNull::new(memory.cast::<u8>()).ok_or_else(|| {
@@ -195,18 +197,18 @@ impl Driver for CudaDriver {
         check(CallKind::HostFree, result)
     }
 
-    // Pageable memory has to be staged before the GPU can fetch it, and the driver stages within the call: when it returns, `src`
-    // has been read (PyTorch's non-blocking copies build on the same). A GPU that walks the host's page tables needs no staging
-    // and may read later; NVIDIA's reference says only that the call "might be synchronous". There we wait, since our contract
-    // lets the caller reuse or free `src` on return.
+    // Pageable memory has to be staged before the GPU can fetch it, and the driver stages within the call: when it
+    // returns, `src` has been read (PyTorch's non-blocking copies build on the same). A GPU that walks the host's page
+    // tables needs no staging and may read later; NVIDIA's reference says only that the call "might be synchronous".
+    // There we wait, since our contract lets the caller reuse or free `src` on return.
     // <https://docs.nvidia.com/cuda/cuda-driver-api/api-sync-behavior.html>
     unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
         if src.is_empty() {
             return Ok(());
         }
         self.bind(CallKind::CopyToDevice)?;
-        // SAFETY: the caller promises the target; the source is a slice, which the driver has read on return where it stages, and
-        // which stays borrowed until the wait below has ended where it does not.
+        // SAFETY: the caller promises the target; the source is a slice, which the driver has read on return where it
+        // stages, and which stays borrowed until the wait below has ended where it does not.
         let result =
             unsafe { sys::cuMemcpyHtoDAsync_v2(dst.get(), src.as_ptr().cast(), src.len(), raw_stream(stream)) };
         check_for(CallKind::CopyToDevice, result, || Bytes(src.len() as u64).to_string())?;
@@ -239,7 +241,8 @@ impl Driver for CudaDriver {
             return Ok(());
         }
         self.bind(CallKind::CopyToHost)?;
-        // SAFETY: the caller promises the source; the target is a slice, and is borrowed until the wait below has ended.
+        // SAFETY: the caller promises the source; the target is a slice, and is borrowed until the wait below has
+        // ended.
         let result =
             unsafe { sys::cuMemcpyDtoHAsync_v2(dst.as_mut_ptr().cast(), src.get(), dst.len(), raw_stream(stream)) };
         check_for(CallKind::CopyToHost, result, || Bytes(dst.len() as u64).to_string())?;

@@ -28,8 +28,8 @@ fn raw_pool(pool: PoolId) -> CUmemoryPool {
 
 /// Sets an attribute of 64 bits: the release threshold.
 fn set_wide(pool: CUmemoryPool, attribute: CUmemPool_attribute, mut value: u64) -> DriverResult<()> {
-    // SAFETY: `pool` is live (callers), and the pointer is to a live u64, the type that the driver's reference gives for the
-    // attributes that callers pass here.
+    // SAFETY: `pool` is live (callers), and the pointer is to a live u64, the type that the driver's reference gives
+    // for the attributes that callers pass here.
     let result = unsafe { sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut value).cast()) };
     check(CallKind::PoolAttribute, result)
 }
@@ -37,8 +37,8 @@ fn set_wide(pool: CUmemoryPool, attribute: CUmemPool_attribute, mut value: u64) 
 /// Sets a switch: one of the three reuse policies.
 fn set_switch(pool: CUmemoryPool, attribute: CUmemPool_attribute, on: bool) -> DriverResult<()> {
     let mut value = c_int::from(on);
-    // SAFETY: `pool` is live (callers), and the pointer is to a live int, the type that the driver's reference gives for the
-    // attributes that callers pass here.
+    // SAFETY: `pool` is live (callers), and the pointer is to a live int, the type that the driver's reference gives
+    // for the attributes that callers pass here.
     let result = unsafe { sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut value).cast()) };
     check(CallKind::PoolAttribute, result)
 }
@@ -46,8 +46,8 @@ fn set_switch(pool: CUmemoryPool, attribute: CUmemPool_attribute, on: bool) -> D
 /// Reads an attribute of 64 bits: the release threshold or a counter.
 fn wide(pool: CUmemoryPool, attribute: CUmemPool_attribute) -> DriverResult<u64> {
     let mut value = 0u64;
-    // SAFETY: `pool` is live (callers), and the pointer is to a live u64, the type that the driver's reference gives for the
-    // attributes that callers pass here.
+    // SAFETY: `pool` is live (callers), and the pointer is to a live u64, the type that the driver's reference gives
+    // for the attributes that callers pass here.
     let result = unsafe { sys::cuMemPoolGetAttribute(pool, attribute, (&raw mut value).cast()) };
     check(CallKind::PoolAttribute, result)?;
     Ok(value)
@@ -56,8 +56,8 @@ fn wide(pool: CUmemoryPool, attribute: CUmemPool_attribute) -> DriverResult<u64>
 /// Reads a switch: one of the three reuse policies.
 fn switch(pool: CUmemoryPool, attribute: CUmemPool_attribute) -> DriverResult<bool> {
     let mut value: c_int = 0;
-    // SAFETY: `pool` is live (callers), and the pointer is to a live int, the type that the driver's reference gives for the
-    // attributes that callers pass here.
+    // SAFETY: `pool` is live (callers), and the pointer is to a live int, the type that the driver's reference gives
+    // for the attributes that callers pass here.
     let result = unsafe { sys::cuMemPoolGetAttribute(pool, attribute, (&raw mut value).cast()) };
     check(CallKind::PoolAttribute, result)?;
     Ok(value != 0)
@@ -85,7 +85,8 @@ impl PoolDriver for CudaDriver {
             reserved: [0; 54],
         };
         let mut pool: CUmemoryPool = ptr::null_mut();
-        // SAFETY: both pointers are to live values of the types that the call reads and writes; what is reserved is zero.
+        // SAFETY: both pointers are to live values of the types that the call reads and writes; what is reserved is
+        // zero.
         let result = unsafe { sys::cuMemPoolCreate(&raw mut pool, &raw const properties) };
         check(CallKind::PoolCreate, result)?;
         if let Err(error) = apply(pool, settings) {
@@ -137,8 +138,8 @@ impl PoolDriver for CudaDriver {
     fn mem_alloc_async(&self, pool: PoolId, bytes: u64, stream: StreamId) -> DriverResult<DeviceAddr> {
         self.bind(CallKind::MemAllocAsync)?;
         let mut addr = 0;
-        // SAFETY: pool and stream are live (ids come from `pool_create` and `stream_create`) and the pointer is to a live
-        // address of the type that the call writes.
+        // SAFETY: pool and stream are live (ids come from `pool_create` and `stream_create`) and the pointer is to a
+        // live address of the type that the call writes.
         let result =
             unsafe { sys::cuMemAllocFromPoolAsync(&raw mut addr, size(bytes), raw_pool(pool), raw_stream(stream)) };
         check_for(CallKind::MemAllocAsync, result, || Bytes(bytes).to_string())?;
@@ -147,7 +148,8 @@ impl PoolDriver for CudaDriver {
 
     unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
         self.bind(CallKind::MemFreeAsync)?;
-        // SAFETY: the caller promises an address from `mem_alloc_async` that is freed once, after its last use in stream order.
+        // SAFETY: the caller promises an address from `mem_alloc_async` that is freed once, after its last use in
+        // stream order.
         let result = unsafe { sys::cuMemFreeAsync(addr.get(), raw_stream(stream)) };
         check(CallKind::MemFreeAsync, result)
     }

@@ -38,8 +38,8 @@ impl VmmDriver for CudaDriver {
     fn address_reserve(&self, bytes: u64) -> DriverResult<DeviceAddr> {
         self.bind(CallKind::MemAddressReserve)?;
         let mut addr = 0;
-        // SAFETY: the pointer is to a live address of the type that the call writes. Zeros ask for the default alignment, for
-        // any address, and are the only flags there are.
+        // SAFETY: the pointer is to a live address of the type that the call writes. Zeros ask for the default
+        // alignment, for any address, and are the only flags there are.
         let result = unsafe { sys::cuMemAddressReserve(&raw mut addr, size(bytes), 0, 0, 0) };
         check_for(CallKind::MemAddressReserve, result, || Bytes(bytes).to_string())?;
         address(CallKind::MemAddressReserve, addr)
@@ -56,7 +56,8 @@ impl VmmDriver for CudaDriver {
         self.bind(CallKind::MemCreate)?;
         let properties = self.allocation_properties();
         let mut handle = 0;
-        // SAFETY: both pointers are to live values of the types that the call reads and writes; there are no flags but 0.
+        // SAFETY: both pointers are to live values of the types that the call reads and writes; there are no flags but
+        // 0.
         let result = unsafe { sys::cuMemCreate(&raw mut handle, size(bytes), &raw const properties, 0) };
         check_for(CallKind::MemCreate, result, || Bytes(bytes).to_string())?;
         Ok(PhysicalHandle(handle))
@@ -64,8 +65,8 @@ impl VmmDriver for CudaDriver {
 
     unsafe fn map(&self, addr: DeviceAddr, bytes: u64, handle: PhysicalHandle) -> DriverResult<()> {
         self.bind(CallKind::MemMap)?;
-        // SAFETY: the caller promises an unmapped piece of one reserved range and a live handle of just this size; offset and
-        // flags have to be 0.
+        // SAFETY: the caller promises an unmapped piece of one reserved range and a live handle of just this size;
+        // offset and flags have to be 0.
         let result = unsafe { sys::cuMemMap(addr.get(), size(bytes), 0, handle.0, 0) };
         check(CallKind::MemMap, result)
     }
