@@ -61,7 +61,7 @@ mod trace;
 
 pub use check::{CheckReport, Checker, POISON, assert_layout};
 pub use clock::{Clock, MonotonicClock};
-pub use cost::{InstrumentCost, measure_cost};
+pub use cost::{InstrumentCost, measure_cost, measure_cost_on};
 pub use limit::Limit;
 pub use nvtx::{Nvtx, NvtxMode};
 pub use timed::{LatencyRow, Operation, Timed};

@@ -79,7 +79,7 @@ pub fn report(summary: &Summary) -> String {
         );
     }
     for cost in &summary.instruments {
-        out += &format!("instrument '{}' costs {:.0} ns an operation\n", cost.instrument, cost.ns_per_operation);
+        out += &format!("instrument '{}' costs {:.0} ns each time\n", cost.instrument, cost.ns_per_operation);
     }
     match summary.status {
         Status::Finished => {}

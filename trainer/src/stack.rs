@@ -3,8 +3,10 @@
 use crate::device::Device;
 use crate::error::Result;
 use crate::settings::Settings;
-use allocators::instrument::{Checker, EventTrace, InstrumentCost, Limit, MonotonicClock, Nvtx, Timed, measure_cost};
-use allocators::{AllocatorSettings, BackendKind, DeviceAllocator};
+use allocators::instrument::{
+    Checker, EventTrace, InstrumentCost, Limit, MonotonicClock, Nvtx, Timed, measure_cost, measure_cost_on,
+};
+use allocators::{AllocatorSettings, BackendKind, DeviceAllocator, MeteredDriver};
 use std::sync::Arc;
 
 /// Pairs of operations from which an instrument's cost is taken.
@@ -33,7 +35,7 @@ impl Stack {
     /// Those of building the backend.
     pub(crate) fn build(backend: &AllocatorSettings, settings: &Settings, device: &Device) -> Result<Self> {
         let mut top = backend.build(&device.driver())?;
-        let mut costs = Vec::new();
+        let mut costs = vec![MeteredDriver::own_cost()?];
         let mut timed = None;
         if settings.latency {
             let layer = Arc::new(Timed::new(top, device.clock()));
@@ -69,6 +71,11 @@ impl Stack {
             let layer = Arc::new(Checker::new(top, device.driver()));
             checker = Some(Arc::clone(&layer));
             top = layer;
+            // It fills and reads memory, so its cost is the device's.
+            let driver = device.driver();
+            costs.push(measure_cost_on("check", 100, &driver, device.stream(), &|inner| {
+                Arc::new(Checker::new(inner, Arc::clone(&driver)))
+            })?);
         }
         Ok(Self { top, timed, trace, checker, costs })
     }
