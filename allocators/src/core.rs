@@ -8,3 +8,4 @@ pub mod block_cache;
 pub mod blocks;
 pub mod free_index;
 pub mod rounding;
+pub mod tally;

@@ -45,6 +45,7 @@ mod error;
 pub mod instrument;
 mod snapshot;
 mod stats;
+mod sync;
 pub mod trace;
 
 pub use allocator::{Block, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};

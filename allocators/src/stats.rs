@@ -96,7 +96,8 @@ impl PooledGauge {
         }
     }
 
-    fn reset_peak(&mut self) {
+    /// Lets the peaks start again from the current values.
+    pub fn reset_peak(&mut self) {
         self.all.reset_peak();
         for gauge in [&mut self.small_pool, &mut self.large_pool].into_iter().flatten() {
             gauge.reset_peak();

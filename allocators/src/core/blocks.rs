@@ -1,6 +1,6 @@
-//! Block records in a slab, linked by 32-bit indices to their address neighbours inside one segment.
+//! Block records in a slab, linked by 32-bit indices: to their address neighbours inside one segment, and inside the
+//! index of free blocks.
 
-use crate::device::StreamId;
 use crate::snapshot::BlockState;
 use crate::stats::PoolKind;
 
@@ -9,8 +9,9 @@ pub type BlockIndex = u32;
 /// No block.
 pub const NONE: BlockIndex = u32::MAX;
 
-/// A block of a segment.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A block of a segment; one cache line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(align(64))]
 pub struct BlockRecord {
     /// First address.
     pub addr: u64,
@@ -18,40 +19,52 @@ pub struct BlockRecord {
     pub bytes: u64,
     /// Bytes that the client asked for; meaningful unless free.
     pub requested: u64,
-    /// Stream that may reuse the block when it is free.
-    pub stream: StreamId,
-    /// Pool of its segment.
-    pub pool: PoolKind,
-    /// State.
-    pub state: BlockState,
-    /// Events that a pending free waits for.
-    pub events: u32,
     /// Lookups in the pool when the block became free (for its age).
     pub freed_at: u64,
     /// Neighbour at the lower address in the same segment, or [`NONE`].
     pub prev: BlockIndex,
-    /// Neighbour at the higher address in the same segment, or [`NONE`].
+    /// Neighbour at the higher address in the same segment, or [`NONE`]; the next vacant record of a vacant one.
     pub next: BlockIndex,
-    /// Other streams that were announced to use the block.
-    pub uses: Vec<StreamId>,
+    /// Links of the index of free blocks.
+    pub(super) links: TreeLinks,
+    /// Events that a pending free waits for.
+    pub events: u32,
+    /// Pool of its segment.
+    pub pool: PoolKind,
+    /// Whether other streams were announced to use the block.
+    pub shared: bool,
+    /// State; `None` for a vacant record.
+    state: Option<BlockState>,
+}
+
+/// Where a free block hangs in the tree of its bin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct TreeLinks {
+    pub(super) left: BlockIndex,
+    pub(super) right: BlockIndex,
+    pub(super) parent: BlockIndex,
+}
+
+impl TreeLinks {
+    pub(super) const ALONE: Self = Self { left: NONE, right: NONE, parent: NONE };
 }
 
 impl BlockRecord {
-    /// A whole segment as one free block.
+    /// A whole segment as one block that nobody holds and no index knows yet.
     #[must_use]
-    pub fn segment(addr: u64, bytes: u64, stream: StreamId, pool: PoolKind) -> Self {
+    pub fn segment(addr: u64, bytes: u64, pool: PoolKind) -> Self {
         Self {
             addr,
             bytes,
             requested: 0,
-            stream,
-            pool,
-            state: BlockState::Free,
-            events: 0,
             freed_at: 0,
             prev: NONE,
             next: NONE,
-            uses: Vec::new(),
+            links: TreeLinks::ALONE,
+            events: 0,
+            pool,
+            shared: false,
+            state: Some(BlockState::Free),
         }
     }
 
@@ -60,13 +73,46 @@ impl BlockRecord {
     pub fn is_split(&self) -> bool {
         self.prev != NONE || self.next != NONE
     }
+
+    /// State.
+    ///
+    /// # Panics
+    /// For a vacant record, which no link leads to.
+    #[must_use]
+    pub fn state(&self) -> BlockState {
+        self.state.expect("a linked block should be live")
+    }
+
+    /// Whether the client holds the block.
+    #[must_use]
+    pub fn is_allocated(&self) -> bool {
+        self.state == Some(BlockState::Allocated)
+    }
+
+    /// Whether the block is free.
+    #[must_use]
+    pub fn is_free(&self) -> bool {
+        self.state == Some(BlockState::Free)
+    }
+
+    /// Changes the state of a live record.
+    pub fn set_state(&mut self, state: BlockState) {
+        debug_assert!(self.state.is_some(), "a vacant record should stay vacant");
+        self.state = Some(state);
+    }
 }
 
-/// Records with stable indices; freed ones are used again.
-#[derive(Clone, Debug, Default)]
+/// Records with stable indices; vacant ones are used again, the last first.
+#[derive(Clone, Debug)]
 pub struct BlockSlab {
-    records: Vec<Option<BlockRecord>>,
-    vacant: Vec<BlockIndex>,
+    records: Vec<BlockRecord>,
+    vacant: BlockIndex,
+}
+
+impl Default for BlockSlab {
+    fn default() -> Self {
+        Self { records: Vec::new(), vacant: NONE }
+    }
 }
 
 impl BlockSlab {
@@ -74,57 +120,68 @@ impl BlockSlab {
     ///
     /// # Panics
     /// With 2^32 - 1 live records.
+    #[inline]
     pub fn insert(&mut self, record: BlockRecord) -> BlockIndex {
-        if let Some(index) = self.vacant.pop() {
-            self.records[index as usize] = Some(record);
+        let index = self.vacant;
+        if let Some(slot) = self.records.get_mut(index as usize) {
+            self.vacant = slot.next;
+            *slot = record;
             return index;
         }
         let index = BlockIndex::try_from(self.records.len()).ok().filter(|index| *index != NONE);
-        self.records.push(Some(record));
+        self.records.push(record);
         index.expect("there should be fewer than 2^32 - 1 blocks")
     }
 
-    /// Removes a record.
-    pub fn remove(&mut self, index: BlockIndex) -> Option<BlockRecord> {
-        let record = self.records.get_mut(index as usize)?.take()?;
-        self.vacant.push(index);
-        Some(record)
+    /// Makes a live record vacant.
+    #[inline]
+    pub fn remove(&mut self, index: BlockIndex) {
+        let vacant = std::mem::replace(&mut self.vacant, index);
+        let record = self.get_mut(index);
+        debug_assert!(record.state.is_some(), "a record should be removed once");
+        record.state = None;
+        record.next = vacant;
     }
 
     /// A record, if the index is live.
     #[must_use]
     pub fn find(&self, index: BlockIndex) -> Option<&BlockRecord> {
-        self.records.get(index as usize)?.as_ref()
+        self.records.get(index as usize).filter(|record| record.state.is_some())
     }
 
-    /// A live record.
+    /// A record.
     ///
     /// # Panics
-    /// When the index is not live, which is a bug in the caller.
+    /// When the index was never given out, which is a bug in the caller.
     #[must_use]
+    #[inline]
     pub fn get(&self, index: BlockIndex) -> &BlockRecord {
-        self.find(index).expect("a linked block should be live")
+        &self.records[index as usize]
     }
 
-    /// A live record to change.
+    /// A record to change.
     ///
     /// # Panics
-    /// When the index is not live, which is a bug in the caller.
+    /// When the index was never given out, which is a bug in the caller.
+    #[inline]
     pub fn get_mut(&mut self, index: BlockIndex) -> &mut BlockRecord {
-        self.records.get_mut(index as usize).and_then(Option::as_mut).expect("a linked block should be live")
+        &mut self.records[index as usize]
     }
 
     /// All live records with their indices, in index order.
     pub fn iter(&self) -> impl Iterator<Item = (BlockIndex, &BlockRecord)> {
+        let live = self.records.iter().enumerate().filter(|(_, record)| record.state.is_some());
         // CAST: `insert` keeps the length below 2^32.
-        self.records.iter().enumerate().filter_map(|(index, record)| Some((index as BlockIndex, record.as_ref()?)))
+        live.map(|(index, record)| (index as BlockIndex, record))
     }
 
-    /// Cuts the first `bytes` off a block; returns the new block at the front. The rest keeps its index.
+    /// Cuts the first `bytes` off a block; returns the new block at the front, in the same state. The rest keeps its
+    /// index.
+    #[inline]
     pub fn split_front(&mut self, index: BlockIndex, bytes: u64) -> BlockIndex {
         let rest = self.get_mut(index);
         debug_assert!(bytes > 0 && bytes < rest.bytes);
-        let front = BlockRecord { bytes, next: index, uses: Vec::new(), ..rest.clone() };
+        let front = BlockRecord { bytes, next: index, ..*rest };
         let before = front.prev;
         rest.addr += bytes;
         rest.bytes -= bytes;
@@ -137,8 +194,10 @@ impl BlockSlab {
     }
 
     /// Joins `index` with its neighbour `other`, whose record goes away. Returns the neighbour's size.
+    #[inline]
     pub fn join(&mut self, index: BlockIndex, other: BlockIndex) -> u64 {
-        let Some(gone) = self.remove(other) else { return 0 };
+        let gone = *self.get(other);
+        self.remove(other);
         let block = self.get_mut(index);
         block.bytes += gone.bytes;
         if block.prev == other {
@@ -179,9 +238,14 @@ mod tests {
     }
 
     #[test]
+    fn a_record_is_a_cache_line() {
+        assert_eq!(size_of::<BlockRecord>(), 64);
+    }
+
+    #[test]
     fn splitting_and_joining_keep_the_segment_tiled() {
         let mut slab = BlockSlab::default();
-        let whole = slab.insert(BlockRecord::segment(1000, 100, StreamId(1), PoolKind::Small));
+        let whole = slab.insert(BlockRecord::segment(1000, 100, PoolKind::Small));
         assert!(!slab.get(whole).is_split());
         let a = slab.split_front(whole, 10);
         let b = slab.split_front(whole, 20);
@@ -192,5 +256,17 @@ mod tests {
         assert_eq!(layout(&slab, whole), [(1000, 100)]);
         assert!(!slab.get(whole).is_split());
         assert_eq!(slab.iter().count(), 1);
+        assert!(slab.find(a).is_none() && slab.find(b).is_none() && slab.find(7).is_none());
+    }
+
+    #[test]
+    fn vacant_records_are_used_again() {
+        let mut slab = BlockSlab::default();
+        let record = BlockRecord::segment(512, 512, PoolKind::Small);
+        let indices: Vec<BlockIndex> = (0..4).map(|_| slab.insert(record)).collect();
+        for index in [indices[1], indices[3]] {
+            slab.remove(index);
+        }
+        assert_eq!([slab.insert(record), slab.insert(record), slab.insert(record)], [indices[3], indices[1], 4]);
     }
 }

@@ -1,0 +1,165 @@
+//! Frees that wait for streams other than the block's own.
+
+use super::Caching;
+use crate::allocator::{Block, Path};
+use crate::core::blocks::{BlockIndex, BlockRecord};
+use crate::device::{EventId, StreamId};
+use crate::error::{AllocError, DriverError};
+use crate::sync::lock;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::TryLockError;
+use std::sync::atomic::Ordering::{Relaxed, Release};
+
+/// A block that waits for an event.
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    /// Missing where recording it failed; it is recorded later, which is late but safe.
+    event: Option<EventId>,
+    shard: u32,
+    index: BlockIndex,
+}
+
+/// See the [module](self).
+#[derive(Debug, Default)]
+pub(super) struct Pending {
+    /// By stream that is waited for, oldest first.
+    queues: BTreeMap<StreamId, VecDeque<Waiting>>,
+    /// Events to use again.
+    events: Vec<EventId>,
+}
+
+impl Pending {
+    /// Every event that waits for its next use.
+    pub(super) fn take_events(&mut self) -> Vec<EventId> {
+        std::mem::take(&mut self.events)
+    }
+}
+
+impl Caching {
+    /// Queues an event behind the work that a pending free waits for.
+    fn record_event(&self, pending: &mut Pending, stream: StreamId) -> Result<EventId, DriverError> {
+        let event = match pending.events.pop() {
+            Some(event) => event,
+            None => self.driver.event_create(false)?,
+        };
+        match self.driver.event_record(event, stream) {
+            Ok(()) => Ok(event),
+            Err(error) => {
+                pending.events.push(event);
+                Err(error)
+            }
+        }
+    }
+
+    /// A free of a block that was announced to other streams.
+    #[cold]
+    pub(super) fn defer(&self, shard_id: u32, index: BlockIndex) -> Result<Path, AllocError> {
+        let Some(shard) = self.shards.by_id(shard_id) else { return Ok(Path::Failed) };
+        let pending = &mut *lock(&self.pending);
+        let uses = self.totals.step(shard, &self.shards, |state, waiting| {
+            let uses = state.uses.remove(&index).unwrap_or_default();
+            let BlockRecord { pool, bytes, requested, .. } = *state.cache.blocks.get(index);
+            state.cache.blocks.get_mut(index).shared = false;
+            // CAST: one entry for each stream.
+            state.cache.defer(index, uses.len() as u32);
+            waiting.add_block(pool, bytes, requested);
+            uses
+        });
+        let mut failed = None;
+        for user in uses {
+            let event = self.record_event(pending, user).map_err(|error| failed = Some(error)).ok();
+            pending.queues.entry(user).or_default().push_back(Waiting { event, shard: shard_id, index });
+            // Before the lock is let go, so that who sees none finds none.
+            self.waiting.fetch_add(1, Release);
+        }
+        failed.map_or(Ok(Path::Deferred), |error| Err(error.into()))
+    }
+
+    /// PyTorch's `process_events`: frees blocks whose events have completed. Each stream's queue is looked at until its
+    /// first event that has not. False when another thread is at it.
+    #[cold]
+    pub(super) fn process_events(&self) -> Result<bool, DriverError> {
+        match self.pending.try_lock() {
+            Ok(mut pending) => self.process(&mut pending).map(|()| true),
+            Err(TryLockError::Poisoned(poisoned)) => self.process(&mut poisoned.into_inner()).map(|()| true),
+            Err(TryLockError::WouldBlock) => Ok(false),
+        }
+    }
+
+    /// The same, waiting for a thread that is at it.
+    pub(super) fn wait_and_process_events(&self) -> Result<(), DriverError> {
+        self.process(&mut lock(&self.pending))
+    }
+
+    fn process(&self, pending: &mut Pending) -> Result<(), DriverError> {
+        self.drain(pending, |caching, event| caching.driver.event_query(event))
+    }
+
+    /// Waits for every pending free.
+    pub(super) fn synchronize_pending(&self) -> Result<(), DriverError> {
+        self.drain(&mut lock(&self.pending), |caching, event| caching.driver.event_synchronize(event).map(|()| true))
+    }
+
+    /// Completes frees from the front of each queue while `done` says so.
+    fn drain(
+        &self,
+        pending: &mut Pending,
+        done: impl Fn(&Self, EventId) -> Result<bool, DriverError>,
+    ) -> Result<(), DriverError> {
+        let streams: Vec<StreamId> = pending.queues.keys().copied().collect();
+        for stream in streams {
+            while let Some(&Waiting { event, shard, index }) = pending.queues.get(&stream).and_then(VecDeque::front) {
+                let event = match event {
+                    Some(event) => event,
+                    None => {
+                        let event = self.record_event(pending, stream)?;
+                        if let Some(front) = pending.queues.get_mut(&stream).and_then(VecDeque::front_mut) {
+                            front.event = Some(event);
+                        }
+                        event
+                    }
+                };
+                if !done(self, event)? {
+                    break;
+                }
+                if let Some(queue) = pending.queues.get_mut(&stream) {
+                    queue.pop_front();
+                }
+                pending.events.push(event);
+                self.complete(shard, index);
+                self.waiting.fetch_sub(1, Relaxed);
+            }
+        }
+        pending.queues.retain(|_, queue| !queue.is_empty());
+        Ok(())
+    }
+
+    /// One of the events of a pending block is over; the block is free after the last.
+    fn complete(&self, shard_id: u32, index: BlockIndex) {
+        let Some(shard) = self.shards.by_id(shard_id) else { return };
+        let now = self.searches.load(Relaxed);
+        self.totals.step(shard, &self.shards, |state, waiting| {
+            let block = state.cache.blocks.get_mut(index);
+            block.events -= 1;
+            if block.events == 0 {
+                waiting.remove_block(block.pool, block.bytes, block.requested);
+                state.cache.release_to_cache(index, now);
+            }
+        });
+    }
+
+    /// Announces a use of a live block by another stream.
+    pub(super) fn announce(&self, block: &Block, user: StreamId) -> Result<(), AllocError> {
+        let shard = self.shard_of(block)?;
+        let state = &mut *shard.lock();
+        let index = self.find(state, block)?;
+        if user != shard.stream {
+            let uses = state.uses.entry(index).or_default();
+            if !uses.contains(&user) {
+                uses.push(user);
+            }
+            state.cache.blocks.get_mut(index).shared = true;
+        }
+        Ok(())
+    }
+}

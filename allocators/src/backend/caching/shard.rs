@@ -1,0 +1,152 @@
+//! One stream's part of the allocator, and the table that finds it.
+
+use crate::core::block_cache::BlockCache;
+use crate::core::blocks::BlockIndex;
+use crate::core::tally::Figures;
+use crate::device::StreamId;
+use crate::sync::{Mutex, SpinGuard, SpinLock, lock};
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
+
+/// What one stream owns. Threads on streams of their own share nothing here.
+#[derive(Debug)]
+#[repr(align(128))]
+pub(super) struct Shard {
+    /// Number in the order of first use.
+    pub(super) id: u32,
+    /// The stream.
+    pub(super) stream: StreamId,
+    state: SpinLock<ShardState>,
+}
+
+/// The state behind a shard's lock.
+#[derive(Debug, Default)]
+pub(super) struct ShardState {
+    /// Blocks.
+    pub(super) cache: BlockCache,
+    /// Streams that were announced to use a block; blocks that have any are marked `shared`.
+    pub(super) uses: BTreeMap<BlockIndex, Vec<StreamId>>,
+    /// What all other streams' levels add up to while this one is the tenant of the totals.
+    pub(super) others: Figures,
+}
+
+impl Shard {
+    fn new(id: u32, stream: StreamId) -> Self {
+        Self { id, stream, state: SpinLock::new(ShardState::default()) }
+    }
+
+    /// Never held over a call to the device, and never while another shard's is taken.
+    #[inline]
+    pub(super) fn lock(&self) -> SpinGuard<'_, ShardState> {
+        self.state.lock()
+    }
+}
+
+/// Slots that are looked up without a lock; a power of two.
+const SLOTS: usize = 512;
+/// Streams that get a slot. Those beyond are found under a lock, so that no number of streams makes probing long.
+const SLOTTED: usize = SLOTS / 2;
+
+/// Finds a stream's shard. Shards are made at a stream's first use and live as long as the allocator.
+#[derive(Debug)]
+pub(super) struct ShardTable {
+    /// Open addressing by a multiplicative mix of the stream's handle; filled and never emptied.
+    slots: Box<[OnceLock<Arc<Shard>>; SLOTS]>,
+    /// By number: row `r` holds 2^r shards, so that a shard never moves.
+    rows: [OnceLock<Row>; u32::BITS as usize],
+    numbers: Mutex<BTreeMap<StreamId, u32>>,
+}
+
+type Row = Box<[OnceLock<Arc<Shard>>]>;
+
+fn first_slot(stream: StreamId) -> usize {
+    // CAST: the shift leaves as many bits as there are slots.
+    (stream.0.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - SLOTS.ilog2())) as usize
+}
+
+/// Row and column of a number.
+fn place(id: u32) -> (usize, usize) {
+    let position = u64::from(id) + 1;
+    // CAST: at most 32, and below 2^32.
+    (position.ilog2() as usize, (position - (1 << position.ilog2())) as usize)
+}
+
+impl ShardTable {
+    pub(super) fn new() -> Self {
+        Self {
+            slots: Box::new([const { OnceLock::new() }; SLOTS]),
+            rows: [const { OnceLock::new() }; u32::BITS as usize],
+            numbers: Mutex::new(BTreeMap::new()),
+        }
+    }
+
+    /// The stream's shard; made when this is its first use.
+    #[inline]
+    pub(super) fn of_stream(&self, stream: StreamId) -> &Shard {
+        let first = first_slot(stream);
+        for step in 0..SLOTS {
+            match self.slots[(first + step) % SLOTS].get() {
+                Some(shard) if shard.stream == stream => return shard,
+                Some(_) => {}
+                None => break,
+            }
+        }
+        self.register(stream, first)
+    }
+
+    #[cold]
+    fn register(&self, stream: StreamId, first: usize) -> &Shard {
+        let numbers = &mut *lock(&self.numbers);
+        if let Some(shard) = numbers.get(&stream).and_then(|id| self.by_id(*id)) {
+            return shard;
+        }
+        let id = u32::try_from(numbers.len()).expect("there should be fewer than 2^32 streams");
+        let shard = Arc::new(Shard::new(id, stream));
+        let (row, column) = place(id);
+        let row = self.rows[row].get_or_init(|| (0..1usize << row).map(|_| OnceLock::new()).collect());
+        numbers.insert(stream, id);
+        if numbers.len() <= SLOTTED {
+            let vacant = (0..SLOTS).map(|step| &self.slots[(first + step) % SLOTS]).find(|slot| slot.get().is_none());
+            // Only the holder of the numbers fills slots, and at least half of them are vacant.
+            vacant.and_then(|slot| slot.set(Arc::clone(&shard)).ok()).expect("there should be a vacant slot");
+        }
+        row[column].get_or_init(|| shard)
+    }
+
+    /// The shard with a number; `None` for a number that was never given.
+    #[inline]
+    pub(super) fn by_id(&self, id: u32) -> Option<&Shard> {
+        let (row, column) = place(id);
+        self.rows.get(row)?.get()?.get(column)?.get().map(|shard| &**shard)
+    }
+
+    /// Every shard in the order of the streams' handles.
+    pub(super) fn by_stream(&self) -> Vec<&Shard> {
+        let numbers = lock(&self.numbers);
+        numbers.values().filter_map(|id| self.by_id(*id)).collect()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_stream_has_one_shard_however_many_there_are() {
+        let table = ShardTable::new();
+        // Handles that crowd, as those of a driver do, and more streams than slots.
+        let streams: Vec<StreamId> = (0..2_000u64).map(|number| StreamId(0x7f00_0000_0000 + number * 16)).collect();
+        for (number, stream) in streams.iter().enumerate().rev() {
+            let shard = table.of_stream(*stream);
+            assert_eq!((shard.stream, shard.id as usize), (*stream, streams.len() - 1 - number));
+        }
+        for stream in &streams {
+            let shard = table.of_stream(*stream);
+            assert!(std::ptr::eq(shard, table.of_stream(*stream)));
+            assert!(std::ptr::eq(shard, table.by_id(shard.id).expect("the number was given")));
+        }
+        assert!(table.by_id(2_000).is_none() && table.by_id(u32::MAX).is_none());
+        let order: Vec<StreamId> = table.by_stream().iter().map(|shard| shard.stream).collect();
+        assert_eq!(order, streams);
+    }
+}

@@ -1,0 +1,145 @@
+//! What threads share a shard by: a lock for a few dozen instructions. Under `--cfg loom` the same code runs on loom's
+//! primitives, so that its models check what ships.
+
+#[cfg(loom)]
+mod primitives {
+    pub(crate) use loom::cell::{MutPtr, UnsafeCell};
+    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
+    pub(crate) use loom::sync::{Mutex, MutexGuard};
+    pub(crate) use loom::thread::yield_now;
+}
+
+#[cfg(not(loom))]
+mod primitives {
+    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
+    pub(crate) use std::sync::{Mutex, MutexGuard};
+    pub(crate) use std::thread::yield_now;
+
+    /// `std::cell::UnsafeCell` under loom's interface.
+    #[derive(Debug, Default)]
+    pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
+
+    impl<T> UnsafeCell<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(std::cell::UnsafeCell::new(value))
+        }
+
+        #[inline(always)]
+        pub(crate) fn get_mut(&self) -> MutPtr<T> {
+            MutPtr(self.0.get())
+        }
+    }
+
+    /// A pointer that may be written through.
+    #[derive(Debug)]
+    pub(crate) struct MutPtr<T>(*mut T);
+
+    impl<T> MutPtr<T> {
+        /// # Safety
+        /// Nobody else uses the value while the reference lives.
+        #[expect(clippy::mut_from_ref, reason = "loom's interface")]
+        #[inline(always)]
+        pub(crate) unsafe fn deref(&self) -> &mut T {
+            // SAFETY: the caller promises exclusive use, and the pointer is that of a live cell.
+            unsafe { &mut *self.0 }
+        }
+    }
+}
+
+use primitives::{AtomicBool, MutPtr, UnsafeCell};
+pub(crate) use primitives::{AtomicU32, AtomicU64, AtomicUsize, Mutex, MutexGuard, yield_now};
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+/// Locks a mutex. What a panicking thread left behind is used as it is: every holder restores the invariants before it
+/// calls anything that can panic.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A lock for critical sections of a few dozen instructions without calls to a device.
+///
+/// Taking it free costs one atomic exchange, and releasing it a plain store, where a [`std::sync::Mutex`] needs a second
+/// exchange to see whether anybody sleeps. Who finds it taken spins shortly and then yields its time slice.
+pub(crate) struct SpinLock<T> {
+    taken: AtomicBool,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: the value is reached through a guard only, and `taken` lets one guard live at a time; so threads get it one
+// after the other, which `T: Send` allows.
+unsafe impl<T: Send> Sync for SpinLock<T> {}
+// SAFETY: the lock owns its value.
+unsafe impl<T: Send> Send for SpinLock<T> {}
+
+/// Looks at the lock before yielding the time slice.
+const SPINS: u32 = 64;
+
+impl<T> SpinLock<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self { taken: AtomicBool::new(false), value: UnsafeCell::new(value) }
+    }
+
+    #[inline]
+    pub(crate) fn lock(&self) -> SpinGuard<'_, T> {
+        if self.taken.compare_exchange(false, true, Acquire, Relaxed).is_err() {
+            self.wait();
+        }
+        SpinGuard { value: self.value.get_mut(), taken: &self.taken }
+    }
+
+    #[cold]
+    fn wait(&self) {
+        let mut looks = 0;
+        loop {
+            if !self.taken.load(Relaxed) && self.taken.compare_exchange(false, true, Acquire, Relaxed).is_ok() {
+                return;
+            }
+            looks += 1;
+            if looks < SPINS && !cfg!(loom) {
+                std::hint::spin_loop();
+            } else {
+                yield_now();
+            }
+        }
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for SpinLock<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("SpinLock").field(&*self.lock()).finish()
+    }
+}
+
+/// The value while the lock is held.
+pub(crate) struct SpinGuard<'a, T> {
+    value: MutPtr<T>,
+    taken: &'a AtomicBool,
+}
+
+impl<T> Deref for SpinGuard<'_, T> {
+    type Target = T;
+
+    #[inline(always)]
+    fn deref(&self) -> &T {
+        // SAFETY: the guard exists, so `taken` is ours, and no other guard gives out the value.
+        unsafe { self.value.deref() }
+    }
+}
+
+impl<T> DerefMut for SpinGuard<'_, T> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: as above, and the guard is borrowed exclusively.
+        unsafe { self.value.deref() }
+    }
+}
+
+impl<T> Drop for SpinGuard<'_, T> {
+    #[inline(always)]
+    fn drop(&mut self) {
+        self.taken.store(false, Release);
+    }
+}
