@@ -88,6 +88,8 @@ pub struct Caching {
     driver: Arc<dyn Driver>,
     settings: CachingSettings,
     rules: SplitRules,
+    /// Whether idle segments are collected, so that searches are counted.
+    collects: bool,
     /// Whether rounding is to the plain multiple of 512 bytes.
     plain_rounding: bool,
     shards: ShardTable,
@@ -113,6 +115,7 @@ impl Caching {
                 max_split: settings.max_split(),
                 max_non_split_rounding: settings.max_non_split_rounding,
             },
+            collects: settings.collects(),
             plain_rounding: settings.roundup_power2_divisions == Divisions::default(),
             shards: ShardTable::new(),
             totals: Totals::new(),
@@ -131,7 +134,7 @@ impl Caching {
     /// Counts a search of the free blocks of the large pool, if garbage is collected; says how many there were.
     #[inline]
     fn count_search(&self, pool: PoolKind) -> u64 {
-        if self.settings.collects() && pool == PoolKind::Large {
+        if self.collects && pool == PoolKind::Large {
             return self.searches.fetch_add(1, Relaxed) + 1;
         }
         self.searches.load(Relaxed)
@@ -207,7 +210,7 @@ impl DeviceAllocator for Caching {
         let shard = self.shards.of_stream(stream);
         {
             let mut state = self.totals.enter(shard, &self.shards);
-            if let Some(found) = state.cache.take_best_fit(pool, rounded, &self.rules) {
+            if let Some(found) = state.cache.best_fit(pool, rounded, &self.rules) {
                 let (index, split) = state.cache.hand_out(found, rounded, request.bytes, now, &self.rules);
                 let path = if split { Path::Split } else { Path::Hit };
                 return Ok(self.mint(shard, index, state.cache.blocks.get(index), path));

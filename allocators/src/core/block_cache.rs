@@ -47,59 +47,92 @@ impl BlockCache {
         }
     }
 
-    #[inline]
-    fn insert_free(&mut self, index: BlockIndex, pool: PoolKind, now: u64) {
-        let record = self.blocks.get_mut(index);
-        record.set_state(BlockState::Free);
-        record.freed_at = now;
-        let (free, blocks) = self.pool(pool);
-        free.insert(blocks, index);
-    }
-
     /// Makes a block reusable and joins it with free neighbours; true when it was joined. `now` counts lookups.
     #[inline]
     pub fn release_to_cache(&mut self, index: BlockIndex, now: u64) -> bool {
-        let BlockRecord { pool, prev, next, .. } = *self.blocks.get(index);
-        let (mut split_count, mut split_bytes, mut joined) = (0i64, 0i64, false);
-        for neighbour in [prev, next] {
-            if neighbour == NONE || !self.blocks.get(neighbour).is_free() {
-                continue;
+        let BlockRecord { pool, prev, next, addr, bytes, .. } = *self.blocks.get(index);
+        let free = match pool {
+            PoolKind::Small => &mut self.small,
+            PoolKind::Large => &mut self.large,
+        };
+        let blocks = &mut self.blocks;
+        let below = (prev != NONE && blocks.get(prev).is_free()).then_some(prev);
+        let above = (next != NONE && blocks.get(next).is_free()).then_some(next);
+        // A free neighbour takes the block in and keeps its record and, if it can, its place in the index.
+        let (keeper, old_bytes) = match (below, above) {
+            (Some(below), Some(above)) => {
+                free.remove(blocks, above);
+                let (gone, keeper) = (*blocks.get(above), blocks.get_mut(below));
+                let old_bytes = keeper.bytes;
+                keeper.bytes += bytes + gone.bytes;
+                keeper.next = gone.next;
+                if gone.next != NONE {
+                    blocks.get_mut(gone.next).prev = below;
+                }
+                blocks.remove(above);
+                (below, old_bytes)
             }
-            let (free, blocks) = self.pool(pool);
-            free.remove(blocks, neighbour);
-            let gained = blocks.join(index, neighbour);
-            split_count -= 1;
-            split_bytes -= gained.cast_signed();
-            joined = true;
-        }
-        self.insert_free(index, pool, now);
-        let block = self.blocks.get(index);
-        if block.is_split() {
-            split_count += 1;
-            split_bytes += block.bytes.cast_signed();
-        }
-        self.tally.change_split(pool, split_count, split_bytes);
-        joined
+            (Some(below), None) => {
+                let keeper = blocks.get_mut(below);
+                let old_bytes = keeper.bytes;
+                keeper.bytes += bytes;
+                keeper.next = next;
+                if next != NONE {
+                    blocks.get_mut(next).prev = below;
+                }
+                (below, old_bytes)
+            }
+            (None, Some(above)) => {
+                let keeper = blocks.get_mut(above);
+                let old_bytes = keeper.bytes;
+                keeper.addr = addr;
+                keeper.bytes += bytes;
+                keeper.prev = prev;
+                if prev != NONE {
+                    blocks.get_mut(prev).next = above;
+                }
+                (above, old_bytes)
+            }
+            (None, None) => {
+                let block = blocks.get_mut(index);
+                block.set_state(BlockState::Free);
+                block.freed_at = now;
+                free.insert(blocks, index);
+                if prev != NONE || next != NONE {
+                    self.tally.change_split(pool, 1, bytes.cast_signed());
+                }
+                return false;
+            }
+        };
+        blocks.remove(index);
+        free.resized(blocks, keeper, old_bytes);
+        let keeper = blocks.get_mut(keeper);
+        keeper.freed_at = now;
+        // As PyTorch counts it: each neighbour was a free part and is gone, the whole is one if it is still a part.
+        let whole = keeper.bytes.cast_signed();
+        let neighbours = i64::from(below.is_some()) + i64::from(above.is_some());
+        let (count, gained) = if keeper.is_split() { (1, whole) } else { (0, 0) };
+        self.tally.change_split(pool, count - neighbours, gained - (whole - bytes.cast_signed()));
+        true
     }
 
-    /// PyTorch's `get_free_block`.
+    /// PyTorch's `get_free_block`; the block stays in the index.
     #[inline]
-    pub fn take_best_fit(&mut self, pool: PoolKind, bytes: u64, rules: &SplitRules) -> Option<BlockIndex> {
-        let (free, blocks) = self.pool(pool);
-        let found = free.best_fit(blocks, bytes)?;
-        let size = blocks.get(found).bytes;
+    pub fn best_fit(&self, pool: PoolKind, bytes: u64, rules: &SplitRules) -> Option<BlockIndex> {
+        let free = match pool {
+            PoolKind::Small => &self.small,
+            PoolKind::Large => &self.large,
+        };
+        let found = free.best_fit(&self.blocks, bytes)?;
+        let size = self.blocks.get(found).bytes;
         let oversize_for_small_request = bytes < rules.max_split && size >= rules.max_split;
         let too_large_for_oversize_request =
             bytes >= rules.max_split && size >= bytes.saturating_add(rules.max_non_split_rounding);
-        if oversize_for_small_request || too_large_for_oversize_request {
-            return None;
-        }
-        free.remove(blocks, found);
-        Some(found)
+        (!oversize_for_small_request && !too_large_for_oversize_request).then_some(found)
     }
 
-    /// PyTorch's `alloc_found_block`: splits if the rest is worth it and accounts for the block. The block is in no
-    /// index.
+    /// PyTorch's `alloc_found_block` for a block of the index: splits it if the rest is worth it and accounts for what
+    /// is handed out. Returns that, and whether it was split.
     #[inline]
     pub fn hand_out(
         &mut self,
@@ -111,6 +144,10 @@ impl BlockCache {
     ) -> (BlockIndex, bool) {
         let whole = self.blocks.get(found);
         let (pool, was_split, bytes) = (whole.pool, whole.is_split(), whole.bytes);
+        let free = match pool {
+            PoolKind::Small => &mut self.small,
+            PoolKind::Large => &mut self.large,
+        };
         let rest = bytes - rounded;
         let split = match pool {
             PoolKind::Small => rest >= MIN_BLOCK,
@@ -118,24 +155,39 @@ impl BlockCache {
         };
         let index = if split {
             let front = self.blocks.split_front(found, rounded);
-            self.insert_free(found, pool, now);
+            self.blocks.get_mut(found).freed_at = now;
+            free.resized(&mut self.blocks, found, bytes);
+            let (count, bytes) = if was_split { (0, -rounded.cast_signed()) } else { (1, rest.cast_signed()) };
+            self.tally.change_split(pool, count, bytes);
             front
         } else {
+            free.remove(&mut self.blocks, found);
+            if was_split {
+                self.tally.change_split(pool, -1, -bytes.cast_signed());
+            }
             found
         };
-        let (split_count, split_bytes) = match (split, was_split) {
-            (true, true) => (0, -rounded.cast_signed()),
-            (true, false) => (1, rest.cast_signed()),
-            (false, true) => (-1, -bytes.cast_signed()),
-            (false, false) => (0, 0),
-        };
-        self.tally.change_split(pool, split_count, split_bytes);
         let block = self.blocks.get_mut(index);
         block.set_state(BlockState::Allocated);
         block.requested = requested;
         let bytes = block.bytes;
         self.tally.hand_out(pool, bytes, requested);
         (index, split)
+    }
+
+    /// The same for a segment that is not known yet: its first part is handed out.
+    pub fn hand_out_new(
+        &mut self,
+        segment: BlockRecord,
+        rounded: u64,
+        requested: u64,
+        now: u64,
+        rules: &SplitRules,
+    ) -> BlockIndex {
+        let whole = self.blocks.insert(segment);
+        let (free, blocks) = self.pool(segment.pool);
+        free.insert(blocks, whole);
+        self.hand_out(whole, rounded, requested, now, rules).0
     }
 
     /// Takes a block back from the client: reusable at once, and joined with free neighbours; true when it was joined.
@@ -170,7 +222,8 @@ impl BlockCache {
     /// Puts back what [`remove_segment`](Self::remove_segment) took out.
     pub fn restore_segment(&mut self, segment: BlockRecord) {
         let index = self.blocks.insert(segment);
-        self.insert_free(index, segment.pool, segment.freed_at);
+        let (free, blocks) = self.pool(segment.pool);
+        free.insert(blocks, index);
     }
 
     /// Segments and blocks at this moment, in no order. Allocates.

@@ -192,28 +192,6 @@ impl BlockSlab {
         }
         front
     }
-
-    /// Joins `index` with its neighbour `other`, whose record goes away. Returns the neighbour's size.
-    #[inline]
-    pub fn join(&mut self, index: BlockIndex, other: BlockIndex) -> u64 {
-        let gone = *self.get(other);
-        self.remove(other);
-        let block = self.get_mut(index);
-        block.bytes += gone.bytes;
-        if block.prev == other {
-            block.addr = gone.addr;
-            block.prev = gone.prev;
-            if gone.prev != NONE {
-                self.get_mut(gone.prev).next = index;
-            }
-        } else {
-            block.next = gone.next;
-            if gone.next != NONE {
-                self.get_mut(gone.next).prev = index;
-            }
-        }
-        gone.bytes
-    }
 }
 
 #[cfg(test)]
@@ -243,20 +221,16 @@ mod tests {
     }
 
     #[test]
-    fn splitting_and_joining_keep_the_segment_tiled() {
+    fn splitting_keeps_the_segment_tiled() {
         let mut slab = BlockSlab::default();
         let whole = slab.insert(BlockRecord::segment(1000, 100, PoolKind::Small));
         assert!(!slab.get(whole).is_split());
-        let a = slab.split_front(whole, 10);
-        let b = slab.split_front(whole, 20);
-        assert_eq!(layout(&slab, whole), [(1000, 10), (1010, 20), (1030, 70)]);
-        assert_eq!(slab.join(a, b), 20);
-        assert_eq!(layout(&slab, a), [(1000, 30), (1030, 70)]);
-        assert_eq!(slab.join(whole, a), 30);
-        assert_eq!(layout(&slab, whole), [(1000, 100)]);
-        assert!(!slab.get(whole).is_split());
-        assert_eq!(slab.iter().count(), 1);
-        assert!(slab.find(a).is_none() && slab.find(b).is_none() && slab.find(7).is_none());
+        slab.split_front(whole, 10);
+        let middle = slab.split_front(whole, 20);
+        assert_eq!(layout(&slab, middle), [(1000, 10), (1010, 20), (1030, 70)]);
+        assert!(slab.get(whole).is_split());
+        assert_eq!(slab.iter().count(), 3);
+        assert!(slab.find(7).is_none());
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Free blocks of one pool and stream, and exact best fit among them.
 //!
-//! Blocks lie in bins by size: one bin for each multiple of 512 bytes below 64 KiB, then 32 bins for each doubling. A
+//! Blocks lie in bins by size: one bin for each multiple of 512 bytes up to 64 KiB, then 32 bins for each doubling. A
 //! bitmap of two levels finds the first bin that holds a block; inside a bin the blocks hang in a tree ordered by
 //! (size, address), so the block that is found is the smallest that fits, the lowest of those, as in PyTorch's ordered
 //! set. The tree is a treap (Seidel and Aragon, *Randomized Search Trees*, 1996) whose priorities are a hash of the
@@ -12,7 +12,7 @@
 use super::blocks::{BlockIndex, BlockSlab, NONE, TreeLinks};
 use super::rounding::MIN_BLOCK;
 
-/// Sizes below this many units of [`MIN_BLOCK`] have a bin of their own.
+/// Sizes up to this many units of [`MIN_BLOCK`] have a bin of their own.
 const EXACT: u64 = 128;
 const EXACT_LOG2: u32 = EXACT.ilog2();
 /// Bins for each doubling above.
@@ -20,10 +20,11 @@ const STEPS: u64 = 32;
 const STEPS_LOG2: u32 = STEPS.ilog2();
 const WORD: usize = 64;
 
-/// The bin of a block of `bytes`, a multiple of [`MIN_BLOCK`].
-#[inline]
+/// The bin of a block of `bytes`, a multiple of [`MIN_BLOCK`] and not 0. Bins are open below and closed above, so that a
+/// whole segment is in one bin with what is left of it when a little is cut off.
+#[inline(always)]
 fn bin_of(bytes: u64) -> usize {
-    let units = bytes / MIN_BLOCK;
+    let units = bytes / MIN_BLOCK - 1;
     // CAST: below 2,000, see the test.
     if units < EXACT {
         return units as usize;
@@ -62,46 +63,41 @@ impl FreeIndex {
     #[inline]
     pub fn insert(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
         let bin = bin_of(blocks.get(index).bytes);
-        if bin >= self.roots.len() {
-            self.grow(bin);
+        match self.roots.get_mut(bin) {
+            Some(root) if *root == NONE => *root = index,
+            Some(root) => {
+                *root = insert_below(blocks, *root, index);
+                return;
+            }
+            None => self.grow(bin, index),
         }
-        let root = self.roots[bin];
-        if root == NONE {
-            blocks.get_mut(index).links = TreeLinks::ALONE;
-            self.roots[bin] = index;
-            self.words[bin / WORD] |= 1 << (bin % WORD);
-            self.summary |= 1 << (bin / WORD);
-        } else {
-            self.roots[bin] = insert_below(blocks, root, index);
-        }
+        blocks.get_mut(index).links = TreeLinks::ALONE;
+        self.words[bin / WORD] |= 1 << (bin % WORD);
+        self.summary |= 1 << (bin / WORD);
     }
 
-    /// Makes room for a bin and those below.
+    /// Makes room for a bin and those below, and puts its first block there.
     #[cold]
-    fn grow(&mut self, bin: usize) {
+    fn grow(&mut self, bin: usize, first: BlockIndex) {
         let words = (bin / WORD + 1).next_power_of_two();
         debug_assert!(words <= WORD);
         self.words.resize(words, 0);
         self.roots.resize(words * WORD, NONE);
+        self.roots[bin] = first;
     }
 
     /// Removes a block that is in the index.
     #[inline]
     pub fn remove(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
-        let record = blocks.get(index);
-        let (links, bin) = (record.links, bin_of(record.bytes));
-        let heir = merge(blocks, links.left, links.right);
-        if heir != NONE {
-            blocks.get_mut(heir).links.parent = links.parent;
-        }
+        let bytes = blocks.get(index).bytes;
+        self.take_out(blocks, index, bin_of(bytes));
+    }
+
+    #[inline]
+    fn take_out(&mut self, blocks: &mut BlockSlab, index: BlockIndex, bin: usize) {
+        let links = blocks.get(index).links;
+        let heir = if links == TreeLinks::ALONE { NONE } else { replace(blocks, index, links) };
         if links.parent != NONE {
-            let above = &mut blocks.get_mut(links.parent).links;
-            if above.left == index {
-                above.left = heir;
-            } else {
-                debug_assert_eq!(above.right, index);
-                above.right = heir;
-            }
             return;
         }
         debug_assert_eq!(self.roots[bin], index, "a free block should be in the index");
@@ -112,6 +108,18 @@ impl FreeIndex {
             if *word == 0 {
                 self.summary &= !(1 << (bin / WORD));
             }
+        }
+    }
+
+    /// Puts a block that is in the index, and that had `bytes` before, where its address and size of today belong.
+    #[inline]
+    pub fn resized(&mut self, blocks: &mut BlockSlab, index: BlockIndex, bytes: u64) {
+        let record = blocks.get(index);
+        let bin = bin_of(bytes);
+        // Alone in its bin it stays where it is.
+        if record.links != TreeLinks::ALONE || bin_of(record.bytes) != bin {
+            self.take_out(blocks, index, bin);
+            self.insert(blocks, index);
         }
     }
 
@@ -216,6 +224,24 @@ fn hang(blocks: &mut BlockSlab, root: &mut BlockIndex, hook: Hook, child: BlockI
     }
 }
 
+/// Puts what hangs below a block in its place, and returns that.
+fn replace(blocks: &mut BlockSlab, index: BlockIndex, links: TreeLinks) -> BlockIndex {
+    let heir = merge(blocks, links.left, links.right);
+    if heir != NONE {
+        blocks.get_mut(heir).links.parent = links.parent;
+    }
+    if links.parent != NONE {
+        let above = &mut blocks.get_mut(links.parent).links;
+        if above.left == index {
+            above.left = heir;
+        } else {
+            debug_assert_eq!(above.right, index);
+            above.right = heir;
+        }
+    }
+    heir
+}
+
 /// Adds a block to a tree that is not empty; returns the root.
 fn insert_below(blocks: &mut BlockSlab, mut root: BlockIndex, index: BlockIndex) -> BlockIndex {
     let rank = priority(index);
@@ -285,7 +311,8 @@ mod tests {
             last = bin;
         }
         assert!(bin_of(1 << 62) < WORD * WORD);
-        assert_ne!(bin_of(127 * MIN_BLOCK), bin_of(128 * MIN_BLOCK));
+        assert_ne!(bin_of(128 * MIN_BLOCK), bin_of(129 * MIN_BLOCK));
+        assert_eq!(bin_of(2 << 20), bin_of((2 << 20) - MIN_BLOCK));
     }
 
     #[test]
@@ -326,6 +353,14 @@ mod tests {
                     model.remove(&key);
                     index.remove(&mut blocks, key.2);
                     blocks.remove(key.2);
+                }
+                // One of them grows or shrinks.
+                if let Some(key) = model.range((random(spread) * MIN_BLOCK, 0, 0)..).next().copied() {
+                    let bytes = if random(2) == 0 { key.0 + MIN_BLOCK } else { (1 + random(spread)) * MIN_BLOCK };
+                    blocks.get_mut(key.2).bytes = bytes;
+                    index.resized(&mut blocks, key.2, key.0);
+                    model.remove(&key);
+                    model.insert((bytes, key.1, key.2));
                 }
                 let bytes = (1 + random(spread)) * MIN_BLOCK;
                 let expected = model.range((bytes, 0, 0)..).next().map(|key| (key.0, key.1));

@@ -95,38 +95,46 @@ impl Figures {
     }
 }
 
+#[derive(Clone, Copy, Debug, Default)]
+struct Level {
+    current: u64,
+    peak: u64,
+    increases: u64,
+}
+
 /// Levels of one stream's blocks with their peaks and the sum of all increases.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tally {
-    /// Levels now.
-    pub current: Figures,
-    /// Highest levels since the last [`restart_peaks`](Self::restart_peaks).
-    pub peak: Figures,
-    /// Sum of all increases ("allocated" in PyTorch's keys).
-    pub increases: Figures,
+    pools: [[Level; QUANTITIES]; 2],
+    /// Peaks of the pools' sum.
+    peak: [u64; QUANTITIES],
 }
 
 impl Tally {
-    #[inline]
+    #[inline(always)]
     fn increase(&mut self, pool: PoolKind, quantity: Quantity, amount: u64) {
-        *self.increases.at(pool.into(), quantity) += amount;
-        for scope in [pool.into(), Scope::All] {
-            let level = self.current.at(scope, quantity);
-            *level += amount;
-            let (level, peak) = (*level, self.peak.at(scope, quantity));
-            if level > *peak {
-                *peak = level;
-            }
+        let [small, large] = &mut self.pools;
+        let (own, other) = match pool {
+            PoolKind::Small => (small, large),
+            PoolKind::Large => (large, small),
+        };
+        let (own, peak) = (&mut own[quantity as usize], &mut self.peak[quantity as usize]);
+        own.current += amount;
+        own.increases += amount;
+        let all = own.current + other[quantity as usize].current;
+        if own.current > own.peak {
+            own.peak = own.current;
+        }
+        if all > *peak {
+            *peak = all;
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn decrease(&mut self, pool: PoolKind, quantity: Quantity, amount: u64) {
-        for scope in [pool.into(), Scope::All] {
-            let level = self.current.at(scope, quantity);
-            debug_assert!(*level >= amount, "a level should not go below zero");
-            *level = level.wrapping_sub(amount);
-        }
+        let level = &mut self.pools[pool as usize][quantity as usize];
+        debug_assert!(level.current >= amount, "a level should not go below zero");
+        level.current = level.current.wrapping_sub(amount);
     }
 
     /// A block was handed out.
@@ -157,8 +165,43 @@ impl Tally {
         }
     }
 
+    fn figures(&self, of: impl Fn(&Level) -> u64, all: impl Fn(usize, u64) -> u64) -> Figures {
+        let mut out = Figures::default();
+        for quantity in 0..QUANTITIES {
+            let [small, large] = [0, 1].map(|pool: usize| of(&self.pools[pool][quantity]));
+            for (scope, figure) in
+                [(Scope::Small, small), (Scope::Large, large), (Scope::All, all(quantity, small + large))]
+            {
+                out.0[scope as usize][quantity] = figure;
+            }
+        }
+        out
+    }
+
+    /// Levels now.
+    #[must_use]
+    pub fn current(&self) -> Figures {
+        self.figures(|level| level.current, |_, sum| sum)
+    }
+
+    /// Highest levels since the last [`restart_peaks`](Self::restart_peaks).
+    #[must_use]
+    pub fn peak(&self) -> Figures {
+        self.figures(|level| level.peak, |quantity, _| self.peak[quantity])
+    }
+
+    /// Sums of all increases ("allocated" in PyTorch's keys).
+    #[must_use]
+    pub fn increases(&self) -> Figures {
+        self.figures(|level| level.increases, |_, sum| sum)
+    }
+
     /// Lets the peaks start again from the levels.
     pub fn restart_peaks(&mut self) {
-        self.peak = self.current;
+        for level in self.pools.iter_mut().flatten() {
+            level.peak = level.current;
+        }
+        let current = self.current();
+        self.peak = current.0[Scope::All as usize];
     }
 }

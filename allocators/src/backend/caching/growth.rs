@@ -251,7 +251,7 @@ impl Caching {
     fn fit(&self, shard: &Shard, requested: u64, rounded: u64, path: Path) -> Option<Block> {
         let now = self.searches.load(Relaxed);
         let state = &mut *self.totals.enter(shard, &self.shards);
-        let found = state.cache.take_best_fit(pool_of(rounded), rounded, &self.rules)?;
+        let found = state.cache.best_fit(pool_of(rounded), rounded, &self.rules)?;
         let (index, split) = state.cache.hand_out(found, rounded, requested, now, &self.rules);
         let path = if split && path == Path::Hit { Path::Split } else { path };
         Some(self.mint(shard, index, state.cache.blocks.get(index), path))
@@ -261,8 +261,7 @@ impl Caching {
     fn cut(&self, shard: &Shard, segment: BlockRecord, requested: u64, rounded: u64, path: Path) -> Block {
         let now = self.searches.load(Relaxed);
         let state = &mut *self.totals.enter(shard, &self.shards);
-        let found = state.cache.blocks.insert(segment);
-        let (index, _) = state.cache.hand_out(found, rounded, requested, now, &self.rules);
+        let index = state.cache.hand_out_new(segment, rounded, requested, now, &self.rules);
         self.mint(shard, index, state.cache.blocks.get(index), path)
     }
 
@@ -297,7 +296,7 @@ impl Caching {
         let done = |addr: u64, path: Path| {
             Ok(self.cut(shard, BlockRecord::segment(addr, bytes, pool), requested, rounded, path))
         };
-        let collected = self.settings.collects() && self.collect_garbage(growth)?;
+        let collected = self.collects && self.collect_garbage(growth)?;
         if let Some(addr) = self.new_segment(growth, pool, bytes, false)? {
             return done(addr, if collected { Path::Collect } else { Path::DriverAlloc });
         }

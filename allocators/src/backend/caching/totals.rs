@@ -61,15 +61,15 @@ impl Books {
     }
 
     fn open(&self, state: &mut ShardState) {
-        state.others = self.current.zip(&state.cache.tally.current, |sum, own| sum - own);
+        state.others = self.current.zip(&state.cache.tally.current(), |sum, own| sum - own);
         state.cache.tally.restart_peaks();
     }
 
     fn close(&mut self, state: &ShardState) {
-        let reached = state.others.zip(&state.cache.tally.peak, |others, own| others + own);
+        let reached = state.others.zip(&state.cache.tally.peak(), |others, own| others + own);
         let pending = self.pending;
         self.reach(&reached, &pending);
-        self.current = state.others.zip(&state.cache.tally.current, |others, own| others + own);
+        self.current = state.others.zip(&state.cache.tally.current(), |others, own| others + own);
     }
 }
 
@@ -137,13 +137,13 @@ impl Totals {
         let books = &mut *lock(&self.books);
         let everybody = self.close_tenancy(books, table) == EVERYBODY;
         let state = &mut *shard.lock();
-        let before = state.cache.tally.current;
+        let before = state.cache.tally.current();
         let out = change(state, &mut books.pending);
         if everybody {
             books.pending_peak = books.pending_peak.zip(&books.pending, u64::max);
         } else {
             let rest = books.current.zip(&before, |sum, own| sum - own);
-            books.current = rest.zip(&state.cache.tally.current, |rest, own| rest + own);
+            books.current = rest.zip(&state.cache.tally.current(), |rest, own| rest + own);
             let (sums, pending) = (books.current, books.pending);
             books.reach(&sums, &pending);
         }
@@ -157,7 +157,7 @@ impl Totals {
         self.tenant.store(NOBODY, Release);
         let mut sums = Figures::default();
         for shard in table.by_stream() {
-            sums = sums.zip(&shard.lock().cache.tally.current, |sum, own| sum + own);
+            sums = sums.zip(&shard.lock().cache.tally.current(), |sum, own| sum + own);
         }
         *books = Books { current: sums, pending: books.pending, ..Books::default() };
         books.reach(&sums, &books.pending.clone());
@@ -170,9 +170,9 @@ impl Totals {
         let (mut current, mut increases, mut summed) = (Figures::default(), Figures::default(), Figures::default());
         for shard in table.by_stream() {
             let tally = shard.lock().cache.tally;
-            current = current.zip(&tally.current, |sum, own| sum + own);
-            increases = increases.zip(&tally.increases, |sum, own| sum + own);
-            summed = summed.zip(&tally.peak, |sum, own| sum + own);
+            current = current.zip(&tally.current(), |sum, own| sum + own);
+            increases = increases.zip(&tally.increases(), |sum, own| sum + own);
+            summed = summed.zip(&tally.peak(), |sum, own| sum + own);
         }
         if everybody {
             let pending = books.pending_peak;
