@@ -25,73 +25,57 @@ pub struct BlockCache {
     pub tally: Tally,
     /// Every block.
     pub blocks: BlockSlab,
-    small: FreeIndex,
-    large: FreeIndex,
+    /// Its free blocks, by pool.
+    free: [FreeIndex; 2],
 }
 
 impl BlockCache {
-    #[inline]
-    fn pool(&mut self, pool: PoolKind) -> (&mut FreeIndex, &mut BlockSlab) {
-        match pool {
-            PoolKind::Small => (&mut self.small, &mut self.blocks),
-            PoolKind::Large => (&mut self.large, &mut self.blocks),
-        }
-    }
-
     /// The free blocks of a pool by (size, address). Allocates.
     #[must_use]
     pub fn free_blocks(&self, pool: PoolKind) -> Vec<BlockIndex> {
-        match pool {
-            PoolKind::Small => self.small.in_order(&self.blocks),
-            PoolKind::Large => self.large.in_order(&self.blocks),
-        }
+        self.free[pool as usize].in_order(&self.blocks)
     }
 
     /// Makes a block reusable and joins it with free neighbours; true when it was joined. `now` counts lookups.
-    #[inline]
+    #[inline(always)]
     pub fn release_to_cache(&mut self, index: BlockIndex, now: u64) -> bool {
         let BlockRecord { pool, prev, next, addr, bytes, .. } = *self.blocks.get(index);
-        let free = match pool {
-            PoolKind::Small => &mut self.small,
-            PoolKind::Large => &mut self.large,
-        };
+        let free = &mut self.free[pool as usize];
         let blocks = &mut self.blocks;
         let below = (prev != NONE && blocks.get(prev).is_free()).then_some(prev);
         let above = (next != NONE && blocks.get(next).is_free()).then_some(next);
         // A free neighbour takes the block in and keeps its record and, if it can, its place in the index.
-        let (keeper, old_bytes) = match (below, above) {
+        let keeper = match (below, above) {
             (Some(below), Some(above)) => {
                 free.remove(blocks, above);
-                let (gone, keeper) = (*blocks.get(above), blocks.get_mut(below));
-                let old_bytes = keeper.bytes;
+                let gone = *blocks.get(above);
+                blocks.remove(above);
+                let keeper = blocks.get_mut(below);
                 keeper.bytes += bytes + gone.bytes;
                 keeper.next = gone.next;
                 if gone.next != NONE {
                     blocks.get_mut(gone.next).prev = below;
                 }
-                blocks.remove(above);
-                (below, old_bytes)
+                below
             }
             (Some(below), None) => {
                 let keeper = blocks.get_mut(below);
-                let old_bytes = keeper.bytes;
                 keeper.bytes += bytes;
                 keeper.next = next;
                 if next != NONE {
                     blocks.get_mut(next).prev = below;
                 }
-                (below, old_bytes)
+                below
             }
             (None, Some(above)) => {
                 let keeper = blocks.get_mut(above);
-                let old_bytes = keeper.bytes;
                 keeper.addr = addr;
                 keeper.bytes += bytes;
                 keeper.prev = prev;
                 if prev != NONE {
                     blocks.get_mut(prev).next = above;
                 }
-                (above, old_bytes)
+                above
             }
             (None, None) => {
                 let block = blocks.get_mut(index);
@@ -105,7 +89,7 @@ impl BlockCache {
             }
         };
         blocks.remove(index);
-        free.resized(blocks, keeper, old_bytes);
+        free.resized(blocks, keeper);
         let keeper = blocks.get_mut(keeper);
         keeper.freed_at = now;
         // As PyTorch counts it: each neighbour was a free part and is gone, the whole is one if it is still a part.
@@ -117,13 +101,9 @@ impl BlockCache {
     }
 
     /// PyTorch's `get_free_block`; the block stays in the index.
-    #[inline]
+    #[inline(always)]
     pub fn best_fit(&self, pool: PoolKind, bytes: u64, rules: &SplitRules) -> Option<BlockIndex> {
-        let free = match pool {
-            PoolKind::Small => &self.small,
-            PoolKind::Large => &self.large,
-        };
-        let found = free.best_fit(&self.blocks, bytes)?;
+        let found = self.free[pool as usize].best_fit(&self.blocks, bytes)?;
         let size = self.blocks.get(found).bytes;
         let oversize_for_small_request = bytes < rules.max_split && size >= rules.max_split;
         let too_large_for_oversize_request =
@@ -133,7 +113,7 @@ impl BlockCache {
 
     /// PyTorch's `alloc_found_block` for a block of the index: splits it if the rest is worth it and accounts for what
     /// is handed out. Returns that, and whether it was split.
-    #[inline]
+    #[inline(always)]
     pub fn hand_out(
         &mut self,
         found: BlockIndex,
@@ -144,35 +124,30 @@ impl BlockCache {
     ) -> (BlockIndex, bool) {
         let whole = self.blocks.get(found);
         let (pool, was_split, bytes) = (whole.pool, whole.is_split(), whole.bytes);
-        let free = match pool {
-            PoolKind::Small => &mut self.small,
-            PoolKind::Large => &mut self.large,
-        };
+        let free = &mut self.free[pool as usize];
         let rest = bytes - rounded;
         let split = match pool {
             PoolKind::Small => rest >= MIN_BLOCK,
             PoolKind::Large => rounded < rules.max_split && rest > SMALL_MAX,
         };
-        let index = if split {
-            let front = self.blocks.split_front(found, rounded);
+        if split {
+            let front = self.blocks.split_front(found, rounded, requested);
             self.blocks.get_mut(found).freed_at = now;
-            free.resized(&mut self.blocks, found, bytes);
-            let (count, bytes) = if was_split { (0, -rounded.cast_signed()) } else { (1, rest.cast_signed()) };
-            self.tally.change_split(pool, count, bytes);
-            front
-        } else {
-            free.remove(&mut self.blocks, found);
-            if was_split {
-                self.tally.change_split(pool, -1, -bytes.cast_signed());
-            }
-            found
-        };
-        let block = self.blocks.get_mut(index);
+            free.resized(&mut self.blocks, found);
+            let (count, change) = if was_split { (0, -rounded.cast_signed()) } else { (1, rest.cast_signed()) };
+            self.tally.change_split(pool, count, change);
+            self.tally.hand_out(pool, rounded, requested);
+            return (front, true);
+        }
+        free.remove(&mut self.blocks, found);
+        let block = self.blocks.get_mut(found);
         block.set_state(BlockState::Allocated);
         block.requested = requested;
-        let bytes = block.bytes;
+        if was_split {
+            self.tally.change_split(pool, -1, -bytes.cast_signed());
+        }
         self.tally.hand_out(pool, bytes, requested);
-        (index, split)
+        (found, false)
     }
 
     /// The same for a segment that is not known yet: its first part is handed out.
@@ -185,13 +160,12 @@ impl BlockCache {
         rules: &SplitRules,
     ) -> BlockIndex {
         let whole = self.blocks.insert(segment);
-        let (free, blocks) = self.pool(segment.pool);
-        free.insert(blocks, whole);
+        self.free[segment.pool as usize].insert(&mut self.blocks, whole);
         self.hand_out(whole, rounded, requested, now, rules).0
     }
 
     /// Takes a block back from the client: reusable at once, and joined with free neighbours; true when it was joined.
-    #[inline]
+    #[inline(always)]
     pub fn take_back(&mut self, index: BlockIndex, now: u64) -> bool {
         let BlockRecord { pool, bytes, requested, .. } = *self.blocks.get(index);
         self.tally.take_back(pool, bytes, requested);
@@ -213,17 +187,15 @@ impl BlockCache {
         if block.addr != addr || !block.is_free() || block.is_split() {
             return None;
         }
-        let (free, blocks) = self.pool(block.pool);
-        free.remove(blocks, index);
-        blocks.remove(index);
+        self.free[block.pool as usize].remove(&mut self.blocks, index);
+        self.blocks.remove(index);
         Some(block)
     }
 
     /// Puts back what [`remove_segment`](Self::remove_segment) took out.
     pub fn restore_segment(&mut self, segment: BlockRecord) {
         let index = self.blocks.insert(segment);
-        let (free, blocks) = self.pool(segment.pool);
-        free.insert(blocks, index);
+        self.free[segment.pool as usize].insert(&mut self.blocks, index);
     }
 
     /// Segments and blocks at this moment, in no order. Allocates.

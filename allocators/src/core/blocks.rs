@@ -27,6 +27,8 @@ pub struct BlockRecord {
     pub next: BlockIndex,
     /// Links of the index of free blocks.
     pub(super) links: TreeLinks,
+    /// Bin of the index of free blocks.
+    pub(super) bin: u16,
     /// Events that a pending free waits for.
     pub events: u32,
     /// Pool of its segment.
@@ -61,6 +63,7 @@ impl BlockRecord {
             prev: NONE,
             next: NONE,
             links: TreeLinks::ALONE,
+            bin: 0,
             events: 0,
             pool,
             shared: false,
@@ -128,6 +131,11 @@ impl BlockSlab {
             *slot = record;
             return index;
         }
+        self.push(record)
+    }
+
+    #[cold]
+    fn push(&mut self, record: BlockRecord) -> BlockIndex {
         let index = BlockIndex::try_from(self.records.len()).ok().filter(|index| *index != NONE);
         self.records.push(record);
         index.expect("there should be fewer than 2^32 - 1 blocks")
@@ -175,16 +183,29 @@ impl BlockSlab {
         live.map(|(index, record)| (index as BlockIndex, record))
     }
 
-    /// Cuts the first `bytes` off a block; returns the new block at the front, in the same state. The rest keeps its
-    /// index.
-    #[inline]
-    pub fn split_front(&mut self, index: BlockIndex, bytes: u64) -> BlockIndex {
+    /// Cuts the first `bytes` off a free block for the client. Returns the new block at the front, which is allocated;
+    /// the rest keeps its index.
+    #[inline(always)]
+    pub fn split_front(&mut self, index: BlockIndex, bytes: u64, requested: u64) -> BlockIndex {
         let rest = self.get_mut(index);
         debug_assert!(bytes > 0 && bytes < rest.bytes);
-        let front = BlockRecord { bytes, next: index, ..*rest };
-        let before = front.prev;
+        let front = BlockRecord {
+            addr: rest.addr,
+            bytes,
+            requested,
+            freed_at: 0,
+            prev: rest.prev,
+            next: index,
+            links: TreeLinks::ALONE,
+            bin: 0,
+            events: 0,
+            pool: rest.pool,
+            shared: false,
+            state: Some(BlockState::Allocated),
+        };
         rest.addr += bytes;
         rest.bytes -= bytes;
+        let before = front.prev;
         let front = self.insert(front);
         self.get_mut(index).prev = front;
         if before != NONE {
@@ -225,10 +246,10 @@ mod tests {
         let mut slab = BlockSlab::default();
         let whole = slab.insert(BlockRecord::segment(1000, 100, PoolKind::Small));
         assert!(!slab.get(whole).is_split());
-        slab.split_front(whole, 10);
-        let middle = slab.split_front(whole, 20);
+        slab.split_front(whole, 10, 7);
+        let middle = slab.split_front(whole, 20, 20);
         assert_eq!(layout(&slab, middle), [(1000, 10), (1010, 20), (1030, 70)]);
-        assert!(slab.get(whole).is_split());
+        assert!(slab.get(whole).is_split() && slab.get(whole).is_free() && slab.get(middle).is_allocated());
         assert_eq!(slab.iter().count(), 3);
         assert!(slab.find(7).is_none());
     }

@@ -1,6 +1,6 @@
 //! Free blocks of one pool and stream, and exact best fit among them.
 //!
-//! Blocks lie in bins by size: one bin for each multiple of 512 bytes up to 64 KiB, then 32 bins for each doubling. A
+//! Blocks lie in bins by size: one bin for each multiple of 512 bytes up to 16 KiB, then 32 bins for each doubling. A
 //! bitmap of two levels finds the first bin that holds a block; inside a bin the blocks hang in a tree ordered by
 //! (size, address), so the block that is found is the smallest that fits, the lowest of those, as in PyTorch's ordered
 //! set. The tree is a treap (Seidel and Aragon, *Randomized Search Trees*, 1996) whose priorities are a hash of the
@@ -12,26 +12,22 @@
 use super::blocks::{BlockIndex, BlockSlab, NONE, TreeLinks};
 use super::rounding::MIN_BLOCK;
 
-/// Sizes up to this many units of [`MIN_BLOCK`] have a bin of their own.
-const EXACT: u64 = 128;
-const EXACT_LOG2: u32 = EXACT.ilog2();
-/// Bins for each doubling above.
-const STEPS: u64 = 32;
-const STEPS_LOG2: u32 = STEPS.ilog2();
+/// Bits of the size below its leading one that tell bins apart.
+const STEPS_LOG2: u32 = 5;
 const WORD: usize = 64;
 
 /// The bin of a block of `bytes`, a multiple of [`MIN_BLOCK`] and not 0. Bins are open below and closed above, so that a
 /// whole segment is in one bin with what is left of it when a little is cut off.
+///
+/// A float's exponent and first bits of mantissa are this very scale, so the conversion to one does the work.
 #[inline(always)]
-fn bin_of(bytes: u64) -> usize {
-    let units = bytes / MIN_BLOCK - 1;
+fn bin_of(bytes: u64) -> u16 {
+    let units = bytes / MIN_BLOCK;
+    // CAST: at most 2^53, where floats are exact; an `i64` converts in one instruction.
+    let float = (units.cast_signed() as f64 - 0.5).to_bits();
+    const ONE_HALF: u64 = 0.5f64.to_bits() >> (f64::MANTISSA_DIGITS - 1 - STEPS_LOG2);
     // CAST: below 2,000, see the test.
-    if units < EXACT {
-        return units as usize;
-    }
-    let log2 = units.ilog2();
-    let step = (units >> (log2 - STEPS_LOG2)) & (STEPS - 1);
-    (EXACT + u64::from(log2 - EXACT_LOG2) * STEPS + step) as usize
+    ((float >> (f64::MANTISSA_DIGITS - 1 - STEPS_LOG2)) - ONE_HALF) as u16
 }
 
 /// The free blocks of one pool and stream. The blocks' records are in a slab that every call is given.
@@ -62,7 +58,10 @@ impl FreeIndex {
     /// Adds a block.
     #[inline]
     pub fn insert(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
-        let bin = bin_of(blocks.get(index).bytes);
+        let record = blocks.get_mut(index);
+        record.bin = bin_of(record.bytes);
+        record.links = TreeLinks::ALONE;
+        let bin = usize::from(record.bin);
         match self.roots.get_mut(bin) {
             Some(root) if *root == NONE => *root = index,
             Some(root) => {
@@ -71,7 +70,6 @@ impl FreeIndex {
             }
             None => self.grow(bin, index),
         }
-        blocks.get_mut(index).links = TreeLinks::ALONE;
         self.words[bin / WORD] |= 1 << (bin % WORD);
         self.summary |= 1 << (bin / WORD);
     }
@@ -86,16 +84,10 @@ impl FreeIndex {
         self.roots[bin] = first;
     }
 
-    /// Removes a block that is in the index.
+    /// Removes a block that is in the index, whatever its size has become.
     #[inline]
     pub fn remove(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
-        let bytes = blocks.get(index).bytes;
-        self.take_out(blocks, index, bin_of(bytes));
-    }
-
-    #[inline]
-    fn take_out(&mut self, blocks: &mut BlockSlab, index: BlockIndex, bin: usize) {
-        let links = blocks.get(index).links;
+        let (links, bin) = (blocks.get(index).links, usize::from(blocks.get(index).bin));
         let heir = if links == TreeLinks::ALONE { NONE } else { replace(blocks, index, links) };
         if links.parent != NONE {
             return;
@@ -111,23 +103,26 @@ impl FreeIndex {
         }
     }
 
-    /// Puts a block that is in the index, and that had `bytes` before, where its address and size of today belong.
-    #[inline]
-    pub fn resized(&mut self, blocks: &mut BlockSlab, index: BlockIndex, bytes: u64) {
+    /// Puts a block that is in the index where its address and size of today belong.
+    #[inline(always)]
+    pub fn resized(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
         let record = blocks.get(index);
-        let bin = bin_of(bytes);
         // Alone in its bin it stays where it is.
-        if record.links != TreeLinks::ALONE || bin_of(record.bytes) != bin {
-            self.take_out(blocks, index, bin);
-            self.insert(blocks, index);
+        if record.links != TreeLinks::ALONE || bin_of(record.bytes) != record.bin {
+            self.relocate(blocks, index);
         }
+    }
+
+    fn relocate(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
+        self.remove(blocks, index);
+        self.insert(blocks, index);
     }
 
     /// Best fit: the smallest block with at least `bytes`, ties to the lowest address.
     #[must_use]
-    #[inline]
+    #[inline(always)]
     pub fn best_fit(&self, blocks: &BlockSlab, bytes: u64) -> Option<BlockIndex> {
-        let bin = bin_of(bytes);
+        let bin = usize::from(bin_of(bytes));
         let own = self.roots.get(bin).map_or(NONE, |root| first_of_at_least(blocks, *root, bytes));
         if own != NONE {
             return Some(own);
@@ -137,7 +132,7 @@ impl FreeIndex {
     }
 
     /// The first bin above `bin` that holds a block.
-    #[inline]
+    #[inline(always)]
     fn bin_after(&self, bin: usize) -> Option<usize> {
         let start = bin + 1;
         let word = start / WORD;
@@ -145,7 +140,8 @@ impl FreeIndex {
         if rest != 0 {
             return Some(word * WORD + rest.trailing_zeros() as usize);
         }
-        let above = if word + 1 < WORD { self.summary & (u64::MAX << (word + 1)) } else { 0 };
+        // Twice, because all 64 bits may have to go.
+        let above = self.summary & (u64::MAX << (word % WORD) << 1);
         let word = (above != 0).then(|| above.trailing_zeros() as usize)?;
         Some(word * WORD + self.words[word].trailing_zeros() as usize)
     }
@@ -166,7 +162,7 @@ impl FreeIndex {
 }
 
 /// The first block of a tree with at least `bytes`, or [`NONE`].
-#[inline]
+#[inline(always)]
 fn first_of_at_least(blocks: &BlockSlab, root: BlockIndex, bytes: u64) -> BlockIndex {
     let (mut at, mut found) = (root, NONE);
     while at != NONE {
@@ -252,7 +248,6 @@ fn insert_below(blocks: &mut BlockSlab, mut root: BlockIndex, index: BlockIndex)
             if before(blocks, index, at) { (links.left, Hook::LeftOf(at)) } else { (links.right, Hook::RightOf(at)) };
     }
     // Its children are the blocks of the subtree before and after it.
-    blocks.get_mut(index).links = TreeLinks::ALONE;
     hang(blocks, &mut root, hook, index);
     let (mut low, mut high) = (Hook::LeftOf(index), Hook::RightOf(index));
     while at != NONE {
@@ -310,8 +305,10 @@ mod tests {
             assert!(bin >= last, "{bytes}");
             last = bin;
         }
-        assert!(bin_of(1 << 62) < WORD * WORD);
-        assert_ne!(bin_of(128 * MIN_BLOCK), bin_of(129 * MIN_BLOCK));
+        assert!(usize::from(bin_of(1 << 62)) < WORD * WORD);
+        assert_eq!(bin_of(MIN_BLOCK), 0);
+        let exact: Vec<u16> = (1..=32).map(|units| bin_of(units * MIN_BLOCK)).collect();
+        assert!(exact.windows(2).all(|pair| pair[0] < pair[1]), "{exact:?}");
         assert_eq!(bin_of(2 << 20), bin_of((2 << 20) - MIN_BLOCK));
     }
 
@@ -358,7 +355,7 @@ mod tests {
                 if let Some(key) = model.range((random(spread) * MIN_BLOCK, 0, 0)..).next().copied() {
                     let bytes = if random(2) == 0 { key.0 + MIN_BLOCK } else { (1 + random(spread)) * MIN_BLOCK };
                     blocks.get_mut(key.2).bytes = bytes;
-                    index.resized(&mut blocks, key.2, key.0);
+                    index.resized(&mut blocks, key.2);
                     model.remove(&key);
                     model.insert((bytes, key.1, key.2));
                 }

@@ -113,15 +113,12 @@ pub struct Tally {
 impl Tally {
     #[inline(always)]
     fn increase(&mut self, pool: PoolKind, quantity: Quantity, amount: u64) {
-        let [small, large] = &mut self.pools;
-        let (own, other) = match pool {
-            PoolKind::Small => (small, large),
-            PoolKind::Large => (large, small),
-        };
-        let (own, peak) = (&mut own[quantity as usize], &mut self.peak[quantity as usize]);
+        let other = self.pools[1 - pool as usize][quantity as usize].current;
+        let own = &mut self.pools[pool as usize][quantity as usize];
+        let peak = &mut self.peak[quantity as usize];
         own.current += amount;
         own.increases += amount;
-        let all = own.current + other[quantity as usize].current;
+        let all = own.current + other;
         if own.current > own.peak {
             own.peak = own.current;
         }
@@ -138,7 +135,7 @@ impl Tally {
     }
 
     /// A block was handed out.
-    #[inline]
+    #[inline(always)]
     pub fn hand_out(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         self.increase(pool, Quantity::Blocks, 1);
         self.increase(pool, Quantity::Bytes, bytes);
@@ -146,7 +143,7 @@ impl Tally {
     }
 
     /// A block is no longer the client's.
-    #[inline]
+    #[inline(always)]
     pub fn take_back(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         self.decrease(pool, Quantity::Blocks, 1);
         self.decrease(pool, Quantity::Bytes, bytes);
@@ -154,7 +151,7 @@ impl Tally {
     }
 
     /// The free parts of segments in use became more or fewer, and more or less in bytes; the two may differ in sign.
-    #[inline]
+    #[inline(always)]
     pub fn change_split(&mut self, pool: PoolKind, count: i64, bytes: i64) {
         for (quantity, amount) in [(Quantity::Split, count), (Quantity::SplitBytes, bytes)] {
             if amount > 0 {
