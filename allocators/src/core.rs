@@ -6,6 +6,8 @@
 
 pub mod block_cache;
 pub mod blocks;
+pub mod exact_index;
 pub mod free_index;
+pub mod ranged_index;
 pub mod rounding;
 pub mod tally;

@@ -142,12 +142,12 @@ impl Caching {
 
     /// The block as the client gets it. Its token is the shard's number and the record's index.
     #[inline]
-    fn mint(&self, shard: &Shard, index: BlockIndex, record: &BlockRecord, path: Path) -> Block {
-        if record.bytes >= self.rules.max_split {
+    fn mint(&self, shard: &Shard, index: BlockIndex, record: &BlockRecord, requested: u64, path: Path) -> Block {
+        if record.bytes() >= self.rules.max_split {
             lock(&self.oversize_allocations).increase(1);
         }
         let token = u64::from(shard.id) << 32 | u64::from(index);
-        Block::new(address(record.addr), record.bytes, record.requested, path, token)
+        Block::new(address(record.addr()), record.bytes(), requested, path, token)
     }
 
     #[cold]
@@ -172,7 +172,7 @@ impl Caching {
         // CAST: the lower half of the token.
         let index = block.token() as BlockIndex;
         let known = state.cache.blocks.find(index);
-        if known.is_none_or(|record| record.addr != block.addr().get() || !record.is_allocated()) {
+        if known.is_none_or(|record| record.addr() != block.addr().get() || !record.is_allocated()) {
             return Err(self.foreign(block));
         }
         debug_assert_ne!(index, NONE);
@@ -213,7 +213,7 @@ impl DeviceAllocator for Caching {
             if let Some(found) = state.cache.best_fit(pool, rounded, &self.rules) {
                 let (index, split) = state.cache.hand_out(found, rounded, request.bytes, now, &self.rules);
                 let path = if split { Path::Split } else { Path::Hit };
-                return Ok(self.mint(shard, index, state.cache.blocks.get(index), path));
+                return Ok(self.mint(shard, index, state.cache.blocks.get(index), request.bytes, path));
             }
         }
         self.grow(shard, request.bytes, rounded, processed)
@@ -230,11 +230,11 @@ impl DeviceAllocator for Caching {
             let mut state = self.totals.enter(shard, &self.shards);
             let index = self.find(&state, &block)?;
             let record = state.cache.blocks.get(index);
-            if record.bytes >= self.rules.max_split {
+            if record.bytes() >= self.rules.max_split {
                 lock(&self.oversize_allocations).decrease(1);
             }
-            if !record.shared {
-                let joined = state.cache.take_back(index, self.searches.load(Relaxed));
+            if !record.is_shared() {
+                let joined = state.cache.take_back(index, block.requested(), self.searches.load(Relaxed));
                 return Ok(if joined { Path::Coalesce } else { Path::Hit });
             }
             index

@@ -1,6 +1,7 @@
 //! Block records in a slab, linked by 32-bit indices: to their address neighbours inside one segment, and inside the
 //! index of free blocks.
 
+use super::rounding::MIN_BLOCK;
 use crate::snapshot::BlockState;
 use crate::stats::PoolKind;
 
@@ -8,100 +9,220 @@ use crate::stats::PoolKind;
 pub type BlockIndex = u32;
 /// No block.
 pub const NONE: BlockIndex = u32::MAX;
+/// The largest block that a record can describe, in bytes: 2 TiB less one block.
+pub const MAX_BLOCK: u64 = u32::MAX as u64 * MIN_BLOCK;
 
-/// A block of a segment; one cache line.
+/// The low bits of an address, which are zero for every segment and block, hold what is small.
+const FLAGS: u64 = 0xFF;
+const STATE: u64 = 0b0011;
+const VACANT: u64 = 0;
+const FREE: u64 = 1;
+const ALLOCATED: u64 = 2;
+const PENDING: u64 = 3;
+const LARGE: u64 = 0b0100;
+const SHARED: u64 = 0b1000;
+
+/// A block of a segment; two to a cache line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(align(64))]
+#[repr(align(32))]
 pub struct BlockRecord {
-    /// First address.
-    pub addr: u64,
-    /// Size in bytes.
-    pub bytes: u64,
-    /// Bytes that the client asked for; meaningful unless free.
-    pub requested: u64,
-    /// Lookups in the pool when the block became free (for its age).
-    pub freed_at: u64,
-    /// Neighbour at the lower address in the same segment, or [`NONE`].
-    pub prev: BlockIndex,
-    /// Neighbour at the higher address in the same segment, or [`NONE`]; the next vacant record of a vacant one.
-    pub next: BlockIndex,
-    /// Links of the index of free blocks.
-    pub(super) links: TreeLinks,
-    /// Bin of the index of free blocks.
-    pub(super) bin: u16,
-    /// Events that a pending free waits for.
-    pub events: u32,
-    /// Pool of its segment.
-    pub pool: PoolKind,
-    /// Whether other streams were announced to use the block.
-    pub shared: bool,
-    /// State; `None` for a vacant record.
-    state: Option<BlockState>,
+    /// First address, and flags.
+    place: u64,
+    /// Size in units of [`MIN_BLOCK`].
+    units: u32,
+    prev: BlockIndex,
+    next: BlockIndex,
+    /// Of a free block: its links in the index of free blocks. Of another: the bytes that the client asked for, low
+    /// half and high half, and the events that a pending free waits for.
+    rest: Links,
 }
 
-/// Where a free block hangs in the tree of its bin.
+/// How a free block hangs in the index of free blocks; what the names mean is the index's affair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct TreeLinks {
+pub(super) struct Links {
     pub(super) left: BlockIndex,
     pub(super) right: BlockIndex,
-    pub(super) parent: BlockIndex,
+    pub(super) up: BlockIndex,
 }
 
-impl TreeLinks {
-    pub(super) const ALONE: Self = Self { left: NONE, right: NONE, parent: NONE };
+impl Links {
+    pub(super) const ALONE: Self = Self { left: NONE, right: NONE, up: NONE };
 }
 
 impl BlockRecord {
-    /// A whole segment as one block that nobody holds and no index knows yet.
+    /// A whole segment as one free block that no index knows yet. `addr` and `bytes` are multiples of 256 and of
+    /// [`MIN_BLOCK`].
+    ///
+    /// # Panics
+    /// For more than [`MAX_BLOCK`].
     #[must_use]
     pub fn segment(addr: u64, bytes: u64, pool: PoolKind) -> Self {
-        Self {
-            addr,
-            bytes,
-            requested: 0,
-            freed_at: 0,
-            prev: NONE,
-            next: NONE,
-            links: TreeLinks::ALONE,
-            bin: 0,
-            events: 0,
-            pool,
-            shared: false,
-            state: Some(BlockState::Free),
-        }
+        debug_assert!(addr & FLAGS == 0 && bytes.is_multiple_of(MIN_BLOCK), "a device should align its segments");
+        let units = u32::try_from(bytes / MIN_BLOCK).expect("no segment should be larger than a record can say");
+        let large = if pool == PoolKind::Large { LARGE } else { 0 };
+        Self { place: addr | large | FREE, units, prev: NONE, next: NONE, rest: Links::ALONE }
+    }
+
+    /// First address.
+    #[must_use]
+    #[inline(always)]
+    pub fn addr(&self) -> u64 {
+        self.place & !FLAGS
+    }
+
+    /// Size in bytes.
+    #[must_use]
+    #[inline(always)]
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.units) * MIN_BLOCK
+    }
+
+    /// Size in units of [`MIN_BLOCK`].
+    #[inline(always)]
+    pub(super) fn units(&self) -> u32 {
+        self.units
+    }
+
+    /// Pool of its segment.
+    #[must_use]
+    #[inline(always)]
+    pub fn pool(&self) -> PoolKind {
+        if self.place & LARGE == 0 { PoolKind::Small } else { PoolKind::Large }
+    }
+
+    /// Neighbour at the lower address in the same segment, or [`NONE`].
+    #[must_use]
+    #[inline(always)]
+    pub fn prev(&self) -> BlockIndex {
+        self.prev
+    }
+
+    /// Neighbour at the higher address in the same segment, or [`NONE`].
+    #[must_use]
+    #[inline(always)]
+    pub fn next(&self) -> BlockIndex {
+        self.next
     }
 
     /// Whether the block is only a part of its segment.
     #[must_use]
+    #[inline(always)]
     pub fn is_split(&self) -> bool {
-        self.prev != NONE || self.next != NONE
-    }
-
-    /// State.
-    ///
-    /// # Panics
-    /// For a vacant record, which no link leads to.
-    #[must_use]
-    pub fn state(&self) -> BlockState {
-        self.state.expect("a linked block should be live")
+        // Both are `NONE`, all ones, for a whole segment.
+        self.prev & self.next != NONE
     }
 
     /// Whether the client holds the block.
     #[must_use]
+    #[inline(always)]
     pub fn is_allocated(&self) -> bool {
-        self.state == Some(BlockState::Allocated)
+        self.place & STATE == ALLOCATED
     }
 
     /// Whether the block is free.
     #[must_use]
+    #[inline(always)]
     pub fn is_free(&self) -> bool {
-        self.state == Some(BlockState::Free)
+        self.place & STATE == FREE
     }
 
-    /// Changes the state of a live record.
-    pub fn set_state(&mut self, state: BlockState) {
-        debug_assert!(self.state.is_some(), "a vacant record should stay vacant");
-        self.state = Some(state);
+    /// Whether the record describes a block.
+    #[must_use]
+    #[inline(always)]
+    pub fn is_live(&self) -> bool {
+        self.place & STATE != VACANT
+    }
+
+    /// State.
+    #[must_use]
+    pub fn state(&self) -> BlockState {
+        match self.place & STATE {
+            ALLOCATED => BlockState::Allocated,
+            PENDING => BlockState::PendingFree,
+            _ => BlockState::Free,
+        }
+    }
+
+    /// Whether other streams were announced to use the block.
+    #[must_use]
+    #[inline(always)]
+    pub fn is_shared(&self) -> bool {
+        self.place & SHARED != 0
+    }
+
+    /// Other streams are announced to use the block.
+    pub fn share(&mut self) {
+        self.place |= SHARED;
+    }
+
+    /// Bytes that the client asked for; 0 when free.
+    #[must_use]
+    pub fn requested(&self) -> u64 {
+        if self.is_free() { 0 } else { u64::from(self.rest.right) << 32 | u64::from(self.rest.left) }
+    }
+
+    #[inline(always)]
+    pub(super) fn links(&self) -> Links {
+        debug_assert!(self.is_free(), "only free blocks are in an index");
+        self.rest
+    }
+
+    #[inline(always)]
+    pub(super) fn links_mut(&mut self) -> &mut Links {
+        debug_assert!(self.is_free(), "only free blocks are in an index");
+        &mut self.rest
+    }
+
+    /// The client has the block, which is in no index any more.
+    #[inline(always)]
+    pub(super) fn set_allocated(&mut self, requested: u64) {
+        self.place = self.place & !STATE | ALLOCATED;
+        // CAST: low half and high half.
+        self.rest = Links { left: requested as u32, right: (requested >> 32) as u32, up: 0 };
+    }
+
+    /// The client let go, and `events` events are waited for.
+    pub(super) fn set_pending(&mut self, events: u32) {
+        self.place = self.place & !(STATE | SHARED) | PENDING;
+        self.rest.up = events;
+    }
+
+    /// One of the events is over; says how many are left.
+    pub fn event_done(&mut self) -> u32 {
+        debug_assert_eq!(self.place & STATE, PENDING);
+        self.rest.up -= 1;
+        self.rest.up
+    }
+
+    #[inline(always)]
+    pub(super) fn set_free(&mut self) {
+        self.place = self.place & !STATE | FREE;
+        self.rest = Links::ALONE;
+    }
+
+    /// Takes in a neighbour of `units` at the higher address.
+    #[inline(always)]
+    pub(super) fn extend_up(&mut self, units: u32, next: BlockIndex) {
+        self.units += units;
+        self.next = next;
+    }
+
+    /// Takes in a neighbour of `units` at the lower address.
+    #[inline(always)]
+    pub(super) fn extend_down(&mut self, units: u32, prev: BlockIndex) {
+        self.place -= u64::from(units) * MIN_BLOCK;
+        self.units += units;
+        self.prev = prev;
+    }
+
+    #[inline(always)]
+    pub(super) fn set_prev(&mut self, prev: BlockIndex) {
+        self.prev = prev;
+    }
+
+    #[inline(always)]
+    pub(super) fn set_next(&mut self, next: BlockIndex) {
+        self.next = next;
     }
 }
 
@@ -110,11 +231,13 @@ impl BlockRecord {
 pub struct BlockSlab {
     records: Vec<BlockRecord>,
     vacant: BlockIndex,
+    /// By index, how many searches there were when the block became free; empty while nobody counts them.
+    freed_at: Vec<u64>,
 }
 
 impl Default for BlockSlab {
     fn default() -> Self {
-        Self { records: Vec::new(), vacant: NONE }
+        Self { records: Vec::new(), vacant: NONE, freed_at: Vec::new() }
     }
 }
 
@@ -123,7 +246,7 @@ impl BlockSlab {
     ///
     /// # Panics
     /// With 2^32 - 1 live records.
-    #[inline]
+    #[inline(always)]
     pub fn insert(&mut self, record: BlockRecord) -> BlockIndex {
         let index = self.vacant;
         if let Some(slot) = self.records.get_mut(index as usize) {
@@ -142,19 +265,20 @@ impl BlockSlab {
     }
 
     /// Makes a live record vacant.
-    #[inline]
+    #[inline(always)]
     pub fn remove(&mut self, index: BlockIndex) {
         let vacant = std::mem::replace(&mut self.vacant, index);
         let record = self.get_mut(index);
-        debug_assert!(record.state.is_some(), "a record should be removed once");
-        record.state = None;
+        debug_assert!(record.is_live(), "a record should be removed once");
+        record.place = VACANT;
         record.next = vacant;
     }
 
     /// A record, if the index is live.
     #[must_use]
+    #[inline(always)]
     pub fn find(&self, index: BlockIndex) -> Option<&BlockRecord> {
-        self.records.get(index as usize).filter(|record| record.state.is_some())
+        self.records.get(index as usize).filter(|record| record.is_live())
     }
 
     /// A record.
@@ -162,7 +286,7 @@ impl BlockSlab {
     /// # Panics
     /// When the index was never given out, which is a bug in the caller.
     #[must_use]
-    #[inline]
+    #[inline(always)]
     pub fn get(&self, index: BlockIndex) -> &BlockRecord {
         &self.records[index as usize]
     }
@@ -171,16 +295,38 @@ impl BlockSlab {
     ///
     /// # Panics
     /// When the index was never given out, which is a bug in the caller.
-    #[inline]
+    #[inline(always)]
     pub fn get_mut(&mut self, index: BlockIndex) -> &mut BlockRecord {
         &mut self.records[index as usize]
     }
 
     /// All live records with their indices, in index order.
     pub fn iter(&self) -> impl Iterator<Item = (BlockIndex, &BlockRecord)> {
-        let live = self.records.iter().enumerate().filter(|(_, record)| record.state.is_some());
+        let live = self.records.iter().enumerate().filter(|(_, record)| record.is_live());
         // CAST: `insert` keeps the length below 2^32.
         live.map(|(index, record)| (index as BlockIndex, record))
+    }
+
+    /// Searches so far when the block became free.
+    #[must_use]
+    pub fn freed_at(&self, index: BlockIndex) -> u64 {
+        self.freed_at.get(index as usize).copied().unwrap_or(0)
+    }
+
+    /// Notes how many searches there were when the block became free. Zero is not noted: the count only grows.
+    #[inline(always)]
+    pub fn set_freed_at(&mut self, index: BlockIndex, searches: u64) {
+        if searches > 0 {
+            self.note_freed_at(index, searches);
+        }
+    }
+
+    #[cold]
+    fn note_freed_at(&mut self, index: BlockIndex, searches: u64) {
+        if self.freed_at.len() <= index as usize {
+            self.freed_at.resize(self.records.len(), 0);
+        }
+        self.freed_at[index as usize] = searches;
     }
 
     /// Cuts the first `bytes` off a free block for the client. Returns the new block at the front, which is allocated;
@@ -188,23 +334,13 @@ impl BlockSlab {
     #[inline(always)]
     pub fn split_front(&mut self, index: BlockIndex, bytes: u64, requested: u64) -> BlockIndex {
         let rest = self.get_mut(index);
-        debug_assert!(bytes > 0 && bytes < rest.bytes);
-        let front = BlockRecord {
-            addr: rest.addr,
-            bytes,
-            requested,
-            freed_at: 0,
-            prev: rest.prev,
-            next: index,
-            links: TreeLinks::ALONE,
-            bin: 0,
-            events: 0,
-            pool: rest.pool,
-            shared: false,
-            state: Some(BlockState::Allocated),
-        };
-        rest.addr += bytes;
-        rest.bytes -= bytes;
+        debug_assert!(bytes > 0 && bytes < rest.bytes() && bytes.is_multiple_of(MIN_BLOCK));
+        // CAST: less than the block has.
+        let units = (bytes / MIN_BLOCK) as u32;
+        let mut front = BlockRecord { units, next: index, ..*rest };
+        front.set_allocated(requested);
+        rest.place += bytes;
+        rest.units -= units;
         let before = front.prev;
         let front = self.insert(front);
         self.get_mut(index).prev = front;
@@ -221,37 +357,53 @@ mod tests {
 
     /// The blocks of the segment that contains `index`, in address order.
     fn layout(slab: &BlockSlab, mut index: BlockIndex) -> Vec<(u64, u64)> {
-        while slab.get(index).prev != NONE {
-            index = slab.get(index).prev;
+        while slab.get(index).prev() != NONE {
+            index = slab.get(index).prev();
         }
         let mut out = Vec::new();
         while index != NONE {
             let block = slab.get(index);
-            if block.next != NONE {
-                assert_eq!(slab.get(block.next).prev, index);
+            if block.next() != NONE {
+                assert_eq!(slab.get(block.next()).prev(), index);
             }
-            out.push((block.addr, block.bytes));
-            index = block.next;
+            out.push((block.addr(), block.bytes()));
+            index = block.next();
         }
         out
     }
 
     #[test]
-    fn a_record_is_a_cache_line() {
-        assert_eq!(size_of::<BlockRecord>(), 64);
+    fn two_records_are_a_cache_line() {
+        assert_eq!(size_of::<BlockRecord>(), 32);
     }
 
     #[test]
     fn splitting_keeps_the_segment_tiled() {
         let mut slab = BlockSlab::default();
-        let whole = slab.insert(BlockRecord::segment(1000, 100, PoolKind::Small));
+        let whole = slab.insert(BlockRecord::segment(1 << 20, 100 * MIN_BLOCK, PoolKind::Small));
         assert!(!slab.get(whole).is_split());
-        slab.split_front(whole, 10, 7);
-        let middle = slab.split_front(whole, 20, 20);
-        assert_eq!(layout(&slab, middle), [(1000, 10), (1010, 20), (1030, 70)]);
+        let first = slab.split_front(whole, 10 * MIN_BLOCK, (1 << 32) + 7);
+        let middle = slab.split_front(whole, 20 * MIN_BLOCK, 3);
+        let at = |units: u64| (1 << 20) + units * MIN_BLOCK;
+        let expected = [(at(0), 10 * MIN_BLOCK), (at(10), 20 * MIN_BLOCK), (at(30), 70 * MIN_BLOCK)];
+        assert_eq!(layout(&slab, middle), expected);
         assert!(slab.get(whole).is_split() && slab.get(whole).is_free() && slab.get(middle).is_allocated());
+        assert_eq!([first, middle, whole].map(|index| slab.get(index).requested()), [(1 << 32) + 7, 3, 0]);
         assert_eq!(slab.iter().count(), 3);
         assert!(slab.find(7).is_none());
+    }
+
+    #[test]
+    fn a_record_keeps_its_address_in_every_state() {
+        let mut record = BlockRecord::segment(0x7f12_3456_7800, 2 << 20, PoolKind::Large);
+        record.set_allocated(99);
+        record.share();
+        assert!(record.is_allocated() && record.is_shared() && record.requested() == 99);
+        record.set_pending(2);
+        assert!(!record.is_shared() && record.state() == BlockState::PendingFree && record.requested() == 99);
+        assert_eq!((record.event_done(), record.event_done()), (1, 0));
+        record.set_free();
+        assert_eq!((record.addr(), record.bytes(), record.pool()), (0x7f12_3456_7800, 2 << 20, PoolKind::Large));
     }
 
     #[test]

@@ -150,6 +150,17 @@ impl Tally {
         self.decrease(pool, Quantity::Requested, requested);
     }
 
+    /// `cut` bytes were cut off a free block, and `rest` are left of it; `was_split` says whether it was a part before.
+    #[inline(always)]
+    pub fn split_off(&mut self, pool: PoolKind, was_split: bool, cut: u64, rest: u64) {
+        if was_split {
+            self.decrease(pool, Quantity::SplitBytes, cut);
+        } else {
+            self.increase(pool, Quantity::Split, 1);
+            self.increase(pool, Quantity::SplitBytes, rest);
+        }
+    }
+
     /// The free parts of segments in use became more or fewer, and more or less in bytes; the two may differ in sign.
     #[inline(always)]
     pub fn change_split(&mut self, pool: PoolKind, count: i64, bytes: i64) {

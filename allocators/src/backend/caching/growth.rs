@@ -6,7 +6,7 @@ use super::shard::Shard;
 use super::{Caching, CachingSettings};
 use crate::allocator::{Block, DeviceAllocator, Path};
 use crate::core::block_cache::address;
-use crate::core::blocks::{BlockIndex, BlockRecord};
+use crate::core::blocks::{BlockIndex, BlockRecord, MAX_BLOCK};
 use crate::core::rounding::{pool_of, segment_size};
 use crate::device::StreamId;
 use crate::error::{AllocError, DriverError, OomReport};
@@ -119,7 +119,8 @@ impl Caching {
         retry: bool,
     ) -> Result<Option<u64>, DriverError> {
         growth.retries += u64::from(retry);
-        if self.settings.memory_limit.is_some_and(|limit| growth.held().saturating_add(bytes) > limit) {
+        let limit = self.settings.memory_limit.unwrap_or(u64::MAX);
+        if bytes > MAX_BLOCK || growth.held().saturating_add(bytes) > limit {
             return Ok(None);
         }
         match self.driver.mem_alloc(bytes) {
@@ -140,12 +141,12 @@ impl Caching {
         // SAFETY: the block is a whole segment, so its address came from `mem_alloc`; it was free and nobody can take it
         // any more, and no queued work of its own stream or of recorded streams uses it later than the device-wide wait
         // inside the call.
-        if let Err(error) = unsafe { self.driver.mem_free(address(segment.addr)) } {
-            idle.shard.lock().cache.restore_segment(segment);
+        if let Err(error) = unsafe { self.driver.mem_free(address(segment.addr())) } {
+            idle.shard.lock().cache.restore_segment(segment, idle.freed_at);
             return Err(error);
         }
-        growth.removed(&self.settings, segment.pool, segment.bytes);
-        Ok(segment.bytes)
+        growth.removed(&self.settings, segment.pool(), segment.bytes());
+        Ok(segment.bytes())
     }
 
     /// Idle segments of a shard's pool by (size, address).
@@ -154,8 +155,8 @@ impl Caching {
         let free = state.cache.free_blocks(pool).into_iter().map(|index| (index, state.cache.blocks.get(index)));
         let whole = free.filter(|(_, block)| !block.is_split());
         let seen = |(index, block): (BlockIndex, &BlockRecord)| {
-            let BlockRecord { addr, bytes, freed_at, .. } = *block;
-            Idle { shard, index, addr, bytes, freed_at }
+            let freed_at = state.cache.blocks.freed_at(index);
+            Idle { shard, index, addr: block.addr(), bytes: block.bytes(), freed_at }
         };
         whole.map(seen).collect()
     }
@@ -182,7 +183,7 @@ impl Caching {
         let fit = {
             let state = shard.lock();
             let free = state.cache.free_blocks(pool);
-            free.into_iter().find(|index| state.cache.blocks.get(*index).bytes >= wanted)
+            free.into_iter().find(|index| state.cache.blocks.get(*index).bytes() >= wanted)
         };
         if let Some(found) = idle.iter().find(|idle| Some(idle.index) == fit) {
             self.release_segment(growth, found)?;
@@ -254,7 +255,7 @@ impl Caching {
         let found = state.cache.best_fit(pool_of(rounded), rounded, &self.rules)?;
         let (index, split) = state.cache.hand_out(found, rounded, requested, now, &self.rules);
         let path = if split && path == Path::Hit { Path::Split } else { path };
-        Some(self.mint(shard, index, state.cache.blocks.get(index), path))
+        Some(self.mint(shard, index, state.cache.blocks.get(index), requested, path))
     }
 
     /// Cuts a block out of a segment that nobody knows yet.
@@ -262,7 +263,7 @@ impl Caching {
         let now = self.searches.load(Relaxed);
         let state = &mut *self.totals.enter(shard, &self.shards);
         let index = state.cache.hand_out_new(segment, rounded, requested, now, &self.rules);
-        self.mint(shard, index, state.cache.blocks.get(index), path)
+        self.mint(shard, index, state.cache.blocks.get(index), requested, path)
     }
 
     /// Takes memory from the device, releasing cached memory as PyTorch does when that is refused. `processed` says
@@ -323,7 +324,7 @@ impl Caching {
         let sizes = |shard: &Shard, pool: PoolKind| {
             let state = shard.lock();
             let free = state.cache.free_blocks(pool);
-            free.into_iter().map(|index| state.cache.blocks.get(index).bytes).collect::<Vec<u64>>()
+            free.into_iter().map(|index| state.cache.blocks.get(index).bytes()).collect::<Vec<u64>>()
         };
         let others = self.shards.by_stream().into_iter().filter(|other| other.id != shard.id);
         let others =

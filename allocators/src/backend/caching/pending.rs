@@ -2,7 +2,7 @@
 
 use super::Caching;
 use crate::allocator::{Block, Path};
-use crate::core::blocks::{BlockIndex, BlockRecord};
+use crate::core::blocks::BlockIndex;
 use crate::device::{EventId, StreamId};
 use crate::error::{AllocError, DriverError};
 use crate::sync::lock;
@@ -58,11 +58,10 @@ impl Caching {
         let pending = &mut *lock(&self.pending);
         let uses = self.totals.step(shard, &self.shards, |state, waiting| {
             let uses = state.uses.remove(&index).unwrap_or_default();
-            let BlockRecord { pool, bytes, requested, .. } = *state.cache.blocks.get(index);
-            state.cache.blocks.get_mut(index).shared = false;
+            let block = state.cache.blocks.get(index);
+            waiting.add_block(block.pool(), block.bytes(), block.requested());
             // CAST: one entry for each stream.
             state.cache.defer(index, uses.len() as u32);
-            waiting.add_block(pool, bytes, requested);
             uses
         });
         let mut failed = None;
@@ -140,9 +139,8 @@ impl Caching {
         let now = self.searches.load(Relaxed);
         self.totals.step(shard, &self.shards, |state, waiting| {
             let block = state.cache.blocks.get_mut(index);
-            block.events -= 1;
-            if block.events == 0 {
-                waiting.remove_block(block.pool, block.bytes, block.requested);
+            if block.event_done() == 0 {
+                waiting.remove_block(block.pool(), block.bytes(), block.requested());
                 state.cache.release_to_cache(index, now);
             }
         });
@@ -158,7 +156,7 @@ impl Caching {
             if !uses.contains(&user) {
                 uses.push(user);
             }
-            state.cache.blocks.get_mut(index).shared = true;
+            state.cache.blocks.get_mut(index).share();
         }
         Ok(())
     }

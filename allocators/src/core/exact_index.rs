@@ -1,0 +1,216 @@
+//! Free blocks of a small pool and one stream, and exact best fit among them.
+//!
+//! Each size has a bin of its own, and a bitmap of two levels finds the first that holds a block in a few instructions.
+//! The blocks of one size hang in a pairing heap by address (Fredman, Sedgewick, Sleator and Tarjan, *The Pairing Heap*,
+//! 1986), so the lowest is at hand. Most blocks leave it from the middle, because a neighbour was freed, and that is
+//! where a pairing heap is at its best: only the neighbours in its list are touched. Its links live in the block
+//! records.
+//!
+//! Cost: search and insertion O(1); removal amortised O(log k) in the k blocks of one size, and O(1) for most. A page of
+//! 64 bins is allocated when one of them is first used.
+
+use super::blocks::{BlockIndex, BlockSlab, Links, NONE};
+use super::free_index::FreeIndex;
+use super::rounding::{MIN_BLOCK, SMALL_SEGMENT};
+
+const WORD: usize = 64;
+/// Sizes from one unit to a whole segment of the pool.
+const BINS: u64 = SMALL_SEGMENT / MIN_BLOCK;
+const _: () = assert!(BINS == (WORD * WORD) as u64, "the bitmap has two levels");
+
+/// The free blocks of a small pool and one stream.
+#[derive(Clone, Debug)]
+pub struct ExactIndex {
+    /// Root of each bin's heap, in pages; valid where the bin's bit is set.
+    roots: [Option<Box<[BlockIndex; WORD]>>; WORD],
+    /// A bit for each bin that holds a block.
+    words: [u64; WORD],
+    /// A bit for each word that is not zero.
+    summary: u64,
+}
+
+impl Default for ExactIndex {
+    fn default() -> Self {
+        Self { roots: [const { None }; WORD], words: [0; WORD], summary: 0 }
+    }
+}
+
+/// Page and slot of the bin for a number of units.
+#[inline(always)]
+fn place(units: u32) -> (usize, usize) {
+    let bin = units as usize - 1;
+    // A small pool has no larger blocks, so the first remainder changes nothing; it saves a check.
+    debug_assert!(bin < WORD * WORD);
+    (bin / WORD % WORD, bin % WORD)
+}
+
+impl ExactIndex {
+    /// Root of a bin that holds a block.
+    #[inline(always)]
+    fn root(&self, page: usize, slot: usize) -> BlockIndex {
+        self.roots[page].as_ref().map_or(NONE, |roots| roots[slot])
+    }
+
+    #[cold]
+    fn add_page(&mut self, page: usize) {
+        self.roots[page] = Some(Box::new([NONE; WORD]));
+    }
+
+    #[inline(always)]
+    fn take_out(&mut self, blocks: &mut BlockSlab, index: BlockIndex, units: u32) {
+        let (page, slot) = place(units);
+        let links = blocks.get(index).links();
+        let Some(roots) = &mut self.roots[page] else { return };
+        if links == Links::ALONE {
+            debug_assert_eq!(roots[slot], index, "a free block should be in the index");
+            self.words[page] &= !(1 << slot);
+            if self.words[page] == 0 {
+                self.summary &= !(1 << page);
+            }
+            return;
+        }
+        roots[slot] = without(blocks, roots[slot], index, links);
+    }
+}
+
+impl FreeIndex for ExactIndex {
+    #[inline(always)]
+    fn insert(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
+        let record = blocks.get_mut(index);
+        *record.links_mut() = Links::ALONE;
+        let (page, slot) = place(record.units());
+        if self.roots[page].is_none() {
+            self.add_page(page);
+        }
+        let Some(roots) = &mut self.roots[page] else { return };
+        let bit = 1 << slot;
+        if self.words[page] & bit == 0 {
+            roots[slot] = index;
+            self.words[page] |= bit;
+            self.summary |= 1 << page;
+        } else {
+            roots[slot] = meld(blocks, roots[slot], index);
+        }
+    }
+
+    #[inline(always)]
+    fn remove(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
+        let units = blocks.get(index).units();
+        self.take_out(blocks, index, units);
+    }
+
+    #[inline(always)]
+    fn resized(&mut self, blocks: &mut BlockSlab, index: BlockIndex, bytes: u64) {
+        // CAST: it was in a record as such.
+        self.take_out(blocks, index, (bytes / MIN_BLOCK) as u32);
+        self.insert(blocks, index);
+    }
+
+    #[inline(always)]
+    fn best_fit(&self, _blocks: &BlockSlab, bytes: u64) -> Option<BlockIndex> {
+        debug_assert!(bytes > 0 && bytes <= SMALL_SEGMENT);
+        // CAST: at most 2^12.
+        let (page, slot) = place((bytes / MIN_BLOCK) as u32);
+        let rest = self.words[page] & (u64::MAX << slot);
+        if rest != 0 {
+            return Some(self.root(page, rest.trailing_zeros() as usize));
+        }
+        // Twice, because all 64 bits may have to go.
+        let above = self.summary & (u64::MAX << page << 1);
+        if above == 0 {
+            return None;
+        }
+        let page = above.trailing_zeros() as usize % WORD;
+        Some(self.root(page, self.words[page].trailing_zeros() as usize % WORD))
+    }
+
+    fn in_order(&self, blocks: &BlockSlab) -> Vec<BlockIndex> {
+        let mut out = Vec::new();
+        for (page, word) in self.words.iter().enumerate() {
+            for slot in (0..WORD).filter(|slot| word & (1 << slot) != 0) {
+                let start = out.len();
+                let mut open = vec![self.root(page, slot)];
+                while let Some(at) = open.pop() {
+                    out.push(at);
+                    let links = blocks.get(at).links();
+                    open.extend([links.left, links.right].into_iter().filter(|link| *link != NONE));
+                }
+                out[start..].sort_unstable_by_key(|index| blocks.get(*index).addr());
+            }
+        }
+        out
+    }
+}
+
+// Links of a heap: `left` is the first child, `right` the next sibling, and `up` the sibling before, or the parent for
+// a first child. A root has neither sibling nor `up`.
+
+/// Joins two heaps; returns the root.
+#[inline(always)]
+fn meld(blocks: &mut BlockSlab, a: BlockIndex, b: BlockIndex) -> BlockIndex {
+    let (root, child) = if blocks.get(a).addr() < blocks.get(b).addr() { (a, b) } else { (b, a) };
+    let sibling = std::mem::replace(&mut blocks.get_mut(root).links_mut().left, child);
+    let links = blocks.get_mut(child).links_mut();
+    links.right = sibling;
+    links.up = root;
+    if sibling != NONE {
+        blocks.get_mut(sibling).links_mut().up = child;
+    }
+    root
+}
+
+/// The heap without a block; returns the root, or [`NONE`].
+fn without(blocks: &mut BlockSlab, root: BlockIndex, index: BlockIndex, links: Links) -> BlockIndex {
+    if index == root {
+        return meld_siblings(blocks, links.left);
+    }
+    let before = blocks.get_mut(links.up).links_mut();
+    if before.left == index {
+        before.left = links.right;
+    } else {
+        debug_assert_eq!(before.right, index);
+        before.right = links.right;
+    }
+    if links.right != NONE {
+        blocks.get_mut(links.right).links_mut().up = links.up;
+    }
+    if links.left == NONE {
+        return root;
+    }
+    let orphans = meld_siblings(blocks, links.left);
+    meld(blocks, root, orphans)
+}
+
+/// Joins a list of siblings to one heap: in pairs from the first to the last, and then the pairs from the last to the
+/// first, which is what makes removal logarithmic.
+fn meld_siblings(blocks: &mut BlockSlab, first: BlockIndex) -> BlockIndex {
+    let (mut at, mut pairs) = (first, NONE);
+    while at != NONE {
+        let a = at;
+        let b = blocks.get(a).links().right;
+        let pair = if b == NONE {
+            at = NONE;
+            a
+        } else {
+            at = blocks.get(b).links().right;
+            meld(blocks, a, b)
+        };
+        // A list of pairs, last first.
+        blocks.get_mut(pair).links_mut().right = pairs;
+        pairs = pair;
+    }
+    let mut root = pairs;
+    if root == NONE {
+        return NONE;
+    }
+    let mut rest = blocks.get(root).links().right;
+    while rest != NONE {
+        let next = blocks.get(rest).links().right;
+        root = meld(blocks, root, rest);
+        rest = next;
+    }
+    let links = blocks.get_mut(root).links_mut();
+    links.right = NONE;
+    links.up = NONE;
+    root
+}

@@ -1,0 +1,299 @@
+//! Free blocks of a large pool and one stream, and exact best fit among them.
+//!
+//! Blocks lie in bins by size, 32 bins for each doubling. A bitmap of two levels finds the first bin that holds a block;
+//! inside a bin the blocks hang in a tree ordered by (size, address), so the block that is found is the smallest that
+//! fits, the lowest of those, as in PyTorch's ordered set. The tree is a treap (Seidel and Aragon, *Randomized Search
+//! Trees*, 1996) whose priorities are a hash of the record's index, so the same history builds the same tree; its links
+//! live in the block records.
+//!
+//! Cost: search, insertion and removal O(1) in the number of bins and expected O(log k) in the k blocks of one bin,
+//! which seldom holds more than a few. No allocation but for the table of bins, made with the first block.
+
+use super::blocks::{BlockIndex, BlockSlab, Links, NONE};
+use super::free_index::FreeIndex;
+use super::rounding::MIN_BLOCK;
+
+/// Bits of the size below its leading one that tell bins apart.
+const STEPS_LOG2: u32 = 5;
+const WORD: usize = 64;
+
+/// The bin of a block of `bytes`, a multiple of [`MIN_BLOCK`] and not 0. Bins are open below and closed above, so that a
+/// whole segment is in one bin with what is left of it when a little is cut off.
+///
+/// A float's exponent and first bits of mantissa are this very scale, so the conversion to one does the work.
+#[inline(always)]
+fn bin_of(bytes: u64) -> usize {
+    let units = bytes / MIN_BLOCK;
+    // CAST: at most 2^53, where floats are exact; an `i64` converts in one instruction.
+    let float = (units.cast_signed() as f64 - 0.5).to_bits();
+    const ONE_HALF: u64 = 0.5f64.to_bits() >> (f64::MANTISSA_DIGITS - 1 - STEPS_LOG2);
+    // CAST: below 2,000, see the test.
+    ((float >> (f64::MANTISSA_DIGITS - 1 - STEPS_LOG2)) - ONE_HALF) as usize
+}
+
+/// The free blocks of one pool and stream. The blocks' records are in a slab that every call is given.
+#[derive(Clone, Debug, Default)]
+pub struct RangedIndex {
+    /// Root of each bin's tree.
+    roots: Vec<BlockIndex>,
+    /// A bit for each bin that holds a block.
+    words: Vec<u64>,
+    /// A bit for each word that is not zero.
+    summary: u64,
+}
+
+fn priority(index: BlockIndex) -> u32 {
+    // A bijection, so priorities are distinct.
+    let mixed = index.wrapping_mul(0x9E37_79B1);
+    (mixed ^ (mixed >> 15)).wrapping_mul(0x85EB_CA6B)
+}
+
+/// Whether block `a` comes before block `b`.
+#[inline]
+fn before(blocks: &BlockSlab, a: BlockIndex, b: BlockIndex) -> bool {
+    let (a, b) = (blocks.get(a), blocks.get(b));
+    (a.units(), a.addr()) < (b.units(), b.addr())
+}
+
+impl RangedIndex {
+    /// Makes room for a bin and those below, and puts its first block there.
+    #[cold]
+    fn grow(&mut self, bin: usize, first: BlockIndex) {
+        let words = (bin / WORD + 1).next_power_of_two();
+        debug_assert!(words <= WORD);
+        self.words.resize(words, 0);
+        self.roots.resize(words * WORD, NONE);
+        self.roots[bin] = first;
+    }
+
+    fn take_out(&mut self, blocks: &mut BlockSlab, index: BlockIndex, bin: usize) {
+        let links = blocks.get(index).links();
+        let heir = if links == Links::ALONE { NONE } else { replace(blocks, index, links) };
+        if links.up != NONE {
+            return;
+        }
+        debug_assert_eq!(self.roots[bin], index, "a free block should be in the index");
+        self.roots[bin] = heir;
+        if heir == NONE {
+            let word = &mut self.words[bin / WORD];
+            *word &= !(1 << (bin % WORD));
+            if *word == 0 {
+                self.summary &= !(1 << (bin / WORD));
+            }
+        }
+    }
+
+    /// The first bin above `bin` that holds a block.
+    #[inline(always)]
+    fn bin_after(&self, bin: usize) -> Option<usize> {
+        let start = bin + 1;
+        let word = start / WORD;
+        let rest = self.words.get(word).map_or(0, |bits| bits & (u64::MAX << (start % WORD)));
+        if rest != 0 {
+            return Some(word * WORD + rest.trailing_zeros() as usize);
+        }
+        // Twice, because all 64 bits may have to go.
+        let above = self.summary & (u64::MAX << (word % WORD) << 1);
+        let word = (above != 0).then(|| above.trailing_zeros() as usize)?;
+        Some(word * WORD + self.words[word].trailing_zeros() as usize)
+    }
+}
+
+impl FreeIndex for RangedIndex {
+    #[inline]
+    fn insert(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
+        let record = blocks.get_mut(index);
+        let bin = bin_of(record.bytes());
+        *record.links_mut() = Links::ALONE;
+        match self.roots.get_mut(bin) {
+            Some(root) if *root == NONE => *root = index,
+            Some(root) => {
+                *root = insert_below(blocks, *root, index);
+                return;
+            }
+            None => self.grow(bin, index),
+        }
+        self.words[bin / WORD] |= 1 << (bin % WORD);
+        self.summary |= 1 << (bin / WORD);
+    }
+
+    #[inline]
+    fn remove(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
+        self.take_out(blocks, index, bin_of(blocks.get(index).bytes()));
+    }
+
+    #[inline]
+    fn resized(&mut self, blocks: &mut BlockSlab, index: BlockIndex, bytes: u64) {
+        let (record, bin) = (blocks.get(index), bin_of(bytes));
+        // Alone in its bin it stays where it is.
+        if record.links() != Links::ALONE || bin_of(record.bytes()) != bin {
+            self.take_out(blocks, index, bin);
+            self.insert(blocks, index);
+        }
+    }
+
+    #[inline]
+    fn best_fit(&self, blocks: &BlockSlab, bytes: u64) -> Option<BlockIndex> {
+        let bin = bin_of(bytes);
+        let own = self.roots.get(bin).map_or(NONE, |root| first_of_at_least(blocks, *root, bytes));
+        if own != NONE {
+            return Some(own);
+        }
+        let bin = self.bin_after(bin)?;
+        Some(first_of_at_least(blocks, self.roots[bin], 0))
+    }
+
+    fn in_order(&self, blocks: &BlockSlab) -> Vec<BlockIndex> {
+        let mut out = Vec::new();
+        for root in self.roots.iter().copied().filter(|root| *root != NONE) {
+            let mut at = first_of_at_least(blocks, root, 0);
+            while at != NONE {
+                out.push(at);
+                at = next_in_order(blocks, at);
+            }
+        }
+        out
+    }
+}
+
+/// The first block of a tree with at least `bytes`, or [`NONE`].
+#[inline(always)]
+fn first_of_at_least(blocks: &BlockSlab, root: BlockIndex, bytes: u64) -> BlockIndex {
+    let (mut at, mut found) = (root, NONE);
+    while at != NONE {
+        let record = blocks.get(at);
+        if record.bytes() >= bytes {
+            found = at;
+            at = record.links().left;
+        } else {
+            at = record.links().right;
+        }
+    }
+    found
+}
+
+fn next_in_order(blocks: &BlockSlab, index: BlockIndex) -> BlockIndex {
+    let links = blocks.get(index).links();
+    if links.right != NONE {
+        return first_of_at_least(blocks, links.right, 0);
+    }
+    let (mut child, mut at) = (index, links.up);
+    while at != NONE && blocks.get(at).links().right == child {
+        (child, at) = (at, blocks.get(at).links().up);
+    }
+    at
+}
+
+/// Where a subtree hangs.
+#[derive(Clone, Copy)]
+enum Hook {
+    /// Nowhere: it is the root that the caller stores.
+    Root,
+    LeftOf(BlockIndex),
+    RightOf(BlockIndex),
+}
+
+/// Hangs a subtree on its hook.
+#[inline]
+fn hang(blocks: &mut BlockSlab, root: &mut BlockIndex, hook: Hook, child: BlockIndex) {
+    let parent = match hook {
+        Hook::Root => {
+            *root = child;
+            NONE
+        }
+        Hook::LeftOf(parent) => {
+            blocks.get_mut(parent).links_mut().left = child;
+            parent
+        }
+        Hook::RightOf(parent) => {
+            blocks.get_mut(parent).links_mut().right = child;
+            parent
+        }
+    };
+    if child != NONE {
+        blocks.get_mut(child).links_mut().up = parent;
+    }
+}
+
+/// Puts what hangs below a block in its place, and returns that.
+fn replace(blocks: &mut BlockSlab, index: BlockIndex, links: Links) -> BlockIndex {
+    let heir = merge(blocks, links.left, links.right);
+    if heir != NONE {
+        blocks.get_mut(heir).links_mut().up = links.up;
+    }
+    if links.up != NONE {
+        let above = blocks.get_mut(links.up).links_mut();
+        if above.left == index {
+            above.left = heir;
+        } else {
+            debug_assert_eq!(above.right, index);
+            above.right = heir;
+        }
+    }
+    heir
+}
+
+/// Adds a block to a tree that is not empty; returns the root.
+fn insert_below(blocks: &mut BlockSlab, mut root: BlockIndex, index: BlockIndex) -> BlockIndex {
+    let rank = priority(index);
+    let (mut at, mut hook) = (root, Hook::Root);
+    while at != NONE && priority(at) > rank {
+        let links = blocks.get(at).links();
+        (at, hook) =
+            if before(blocks, index, at) { (links.left, Hook::LeftOf(at)) } else { (links.right, Hook::RightOf(at)) };
+    }
+    // Its children are the blocks of the subtree before and after it.
+    hang(blocks, &mut root, hook, index);
+    let (mut low, mut high) = (Hook::LeftOf(index), Hook::RightOf(index));
+    while at != NONE {
+        let links = blocks.get(at).links();
+        if before(blocks, at, index) {
+            hang(blocks, &mut root, low, at);
+            (low, at) = (Hook::RightOf(at), links.right);
+        } else {
+            hang(blocks, &mut root, high, at);
+            (high, at) = (Hook::LeftOf(at), links.left);
+        }
+    }
+    hang(blocks, &mut root, low, NONE);
+    hang(blocks, &mut root, high, NONE);
+    root
+}
+
+/// Joins two trees, every block of `low` before every block of `high`; returns the root.
+#[inline]
+fn merge(blocks: &mut BlockSlab, mut low: BlockIndex, mut high: BlockIndex) -> BlockIndex {
+    let (mut root, mut hook) = (NONE, Hook::Root);
+    while low != NONE && high != NONE {
+        if priority(low) > priority(high) {
+            hang(blocks, &mut root, hook, low);
+            (hook, low) = (Hook::RightOf(low), blocks.get(low).links().right);
+        } else {
+            hang(blocks, &mut root, hook, high);
+            (hook, high) = (Hook::LeftOf(high), blocks.get(high).links().left);
+        }
+    }
+    hang(blocks, &mut root, hook, if low == NONE { high } else { low });
+    root
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::blocks::MAX_BLOCK;
+    use super::*;
+
+    #[test]
+    fn bins_ascend_with_the_size_and_end_below_the_bitmap() {
+        let sizes = (1..70_000u64).map(|units| units * MIN_BLOCK);
+        let large = (16..32).flat_map(|log2| (0..64u64).map(move |part| ((64 + part) << (log2 - 6)) * MIN_BLOCK));
+        let mut last = 0;
+        for bytes in sizes.chain(large.filter(|bytes| *bytes > 70_000 * MIN_BLOCK)) {
+            let bin = bin_of(bytes);
+            assert!(bin >= last, "{bytes}");
+            last = bin;
+        }
+        assert!(bin_of(MAX_BLOCK) < WORD * WORD);
+        assert_eq!(bin_of(MIN_BLOCK), 0);
+        assert_eq!(bin_of(20 << 20), bin_of((20 << 20) - MIN_BLOCK));
+    }
+}
