@@ -9,6 +9,9 @@ use std::fmt;
 /// Alignment that every backend guarantees, in bytes. CUDA promises 256 for `cuMemAlloc`.
 pub const GUARANTEED_ALIGN: u64 = 256;
 
+/// Requests above this many bytes are refused as they are: rounding them could overflow.
+const MAX_REQUEST: u64 = 1 << 62;
+
 /// What a client asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
@@ -30,12 +33,22 @@ impl Request {
     /// # Errors
     /// [`AllocError::InvalidRequest`] for zero bytes, for an alignment that is no power of two or above
     /// [`GUARANTEED_ALIGN`], and for sizes whose rounding could overflow.
+    #[inline(always)]
     pub fn validate(self) -> Result<(), AllocError> {
+        // What nearly every request is.
+        if self.align == GUARANTEED_ALIGN && self.bytes.wrapping_sub(1) < MAX_REQUEST {
+            return Ok(());
+        }
+        self.validate_fully()
+    }
+
+    #[cold]
+    fn validate_fully(self) -> Result<(), AllocError> {
         let reason = if self.bytes == 0 {
             "zero bytes; an empty tensor needs no memory, so do not allocate it"
         } else if !self.align.is_power_of_two() || self.align > GUARANTEED_ALIGN {
             "the alignment must be a power of two of at most 256"
-        } else if self.bytes > 1 << 62 {
+        } else if self.bytes > MAX_REQUEST {
             "more than 4 EiB"
         } else {
             return Ok(());

@@ -24,7 +24,7 @@ mod totals;
 
 use crate::allocator::{Block, DeviceAllocator, Path, Request};
 use crate::core::block_cache::{SplitRules, address};
-use crate::core::blocks::{BlockIndex, BlockRecord, NONE};
+use crate::core::blocks::{BlockIndex, BlockRecord};
 use crate::core::rounding::{Divisions, MIN_BLOCK, pool_of, round_size};
 use crate::device::{Driver, StreamId};
 use crate::error::AllocError;
@@ -171,11 +171,9 @@ impl Caching {
     fn find(&self, state: &ShardState, block: &Block) -> Result<BlockIndex, AllocError> {
         // CAST: the lower half of the token.
         let index = block.token() as BlockIndex;
-        let known = state.cache.blocks.find(index);
-        if known.is_none_or(|record| record.addr() != block.addr().get() || !record.is_allocated()) {
+        if state.cache.blocks.find_held(index, block.addr().get()).is_none() {
             return Err(self.foreign(block));
         }
-        debug_assert_ne!(index, NONE);
         Ok(index)
     }
 }
@@ -200,7 +198,8 @@ impl DeviceAllocator for Caching {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         request.validate()?;
         let rounded = if self.plain_rounding {
-            request.bytes.next_multiple_of(MIN_BLOCK)
+            // The request is far below the end of the range.
+            (request.bytes + (MIN_BLOCK - 1)) & !(MIN_BLOCK - 1)
         } else {
             round_size(request.bytes, &self.settings.roundup_power2_divisions)
         };

@@ -14,10 +14,25 @@ use crate::stats::PoolKind;
 /// When a block may be split, and by whom it may be taken.
 #[derive(Clone, Copy, Debug)]
 pub struct SplitRules {
-    /// Blocks of at least this many bytes are never split, and smaller requests never take them.
+    /// Blocks of at least this many bytes are never split, and smaller requests never take them; `u64::MAX` for no
+    /// bound.
     pub max_split: u64,
     /// How much larger than the request such a block may be.
     pub max_non_split_rounding: u64,
+}
+
+impl SplitRules {
+    /// Whether a request may take a block of `size`.
+    #[inline(always)]
+    fn allow(&self, bytes: u64, size: u64) -> bool {
+        if self.max_split == u64::MAX {
+            return true;
+        }
+        let oversize_for_small_request = bytes < self.max_split && size >= self.max_split;
+        let too_large_for_oversize_request =
+            bytes >= self.max_split && size >= bytes.saturating_add(self.max_non_split_rounding);
+        !oversize_for_small_request && !too_large_for_oversize_request
+    }
 }
 
 /// The blocks of one stream.
@@ -77,11 +92,7 @@ impl BlockCache {
             PoolKind::Small => self.small.best_fit(&self.blocks, bytes)?,
             PoolKind::Large => self.large.best_fit(&self.blocks, bytes)?,
         };
-        let size = self.blocks.get(found).bytes();
-        let oversize_for_small_request = bytes < rules.max_split && size >= rules.max_split;
-        let too_large_for_oversize_request =
-            bytes >= rules.max_split && size >= bytes.saturating_add(rules.max_non_split_rounding);
-        (!oversize_for_small_request && !too_large_for_oversize_request).then_some(found)
+        rules.allow(bytes, self.blocks.get(found).bytes()).then_some(found)
     }
 
     /// PyTorch's `alloc_found_block` for a block of the index: splits it if the rest is worth it and accounts for what
@@ -202,8 +213,8 @@ fn join(
     now: u64,
 ) -> bool {
     let (pool, prev, next) = (block.pool(), block.prev(), block.next());
-    let below = prev != NONE && blocks.get(prev).is_free();
-    let above = next != NONE && blocks.get(next).is_free();
+    let below = blocks.get(prev).is_free();
+    let above = blocks.get(next).is_free();
     // A free neighbour takes the block in and keeps its record and, if it can, its place in the index.
     let (keeper, old_bytes) = if below {
         let (mut units, mut beyond) = (block.units(), next);
@@ -216,17 +227,13 @@ fn join(
         let keeper = blocks.get_mut(prev);
         let old_bytes = keeper.bytes();
         keeper.extend_up(units, beyond);
-        if beyond != NONE {
-            blocks.get_mut(beyond).set_prev(prev);
-        }
+        blocks.get_mut(beyond).set_prev(prev);
         (prev, old_bytes)
     } else if above {
         let keeper = blocks.get_mut(next);
         let old_bytes = keeper.bytes();
         keeper.extend_down(block.units(), prev);
-        if prev != NONE {
-            blocks.get_mut(prev).set_next(next);
-        }
+        blocks.get_mut(prev).set_next(next);
         (next, old_bytes)
     } else {
         blocks.get_mut(index).set_free();

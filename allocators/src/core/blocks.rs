@@ -7,8 +7,9 @@ use crate::stats::PoolKind;
 
 /// Index of a record in its [`BlockSlab`].
 pub type BlockIndex = u32;
-/// No block.
-pub const NONE: BlockIndex = u32::MAX;
+/// No block. Its record exists and is never live, so that a link may be followed, and what it leads to be written,
+/// without asking whether there is one.
+pub const NONE: BlockIndex = 0;
 /// The largest block that a record can describe, in bytes: 2 TiB less one block.
 pub const MAX_BLOCK: u64 = u32::MAX as u64 * MIN_BLOCK;
 
@@ -47,6 +48,11 @@ pub(super) struct Links {
 
 impl Links {
     pub(super) const ALONE: Self = Self { left: NONE, right: NONE, up: NONE };
+
+    #[inline(always)]
+    pub(super) fn are_alone(self) -> bool {
+        self.left | self.right | self.up == NONE
+    }
 }
 
 impl BlockRecord {
@@ -108,8 +114,7 @@ impl BlockRecord {
     #[must_use]
     #[inline(always)]
     pub fn is_split(&self) -> bool {
-        // Both are `NONE`, all ones, for a whole segment.
-        self.prev & self.next != NONE
+        self.prev | self.next != NONE
     }
 
     /// Whether the client holds the block.
@@ -117,6 +122,13 @@ impl BlockRecord {
     #[inline(always)]
     pub fn is_allocated(&self) -> bool {
         self.place & STATE == ALLOCATED
+    }
+
+    /// Whether the record is that of a block that the client holds and that begins at `addr`.
+    #[must_use]
+    #[inline(always)]
+    pub fn is_held_at(&self, addr: u64) -> bool {
+        self.place & !(LARGE | SHARED) == addr | ALLOCATED
     }
 
     /// Whether the block is free.
@@ -165,6 +177,13 @@ impl BlockRecord {
     pub(super) fn links(&self) -> Links {
         debug_assert!(self.is_free(), "only free blocks are in an index");
         self.rest
+    }
+
+    /// Changes the upward link of a free block, or of no block.
+    #[inline(always)]
+    pub(super) fn set_up(&mut self, up: BlockIndex) {
+        debug_assert!(self.is_free() || !self.is_live(), "only free blocks are in an index");
+        self.rest.up = up;
     }
 
     #[inline(always)]
@@ -237,7 +256,8 @@ pub struct BlockSlab {
 
 impl Default for BlockSlab {
     fn default() -> Self {
-        Self { records: Vec::new(), vacant: NONE, freed_at: Vec::new() }
+        let nothing = BlockRecord { place: VACANT, units: 0, prev: NONE, next: NONE, rest: Links::ALONE };
+        Self { records: vec![nothing], vacant: NONE, freed_at: Vec::new() }
     }
 }
 
@@ -245,23 +265,25 @@ impl BlockSlab {
     /// Stores a record.
     ///
     /// # Panics
-    /// With 2^32 - 1 live records.
+    /// With 2^32 live records.
     #[inline(always)]
     pub fn insert(&mut self, record: BlockRecord) -> BlockIndex {
         let index = self.vacant;
-        if let Some(slot) = self.records.get_mut(index as usize) {
-            self.vacant = slot.next;
-            *slot = record;
-            return index;
+        if index == NONE {
+            return self.push(record);
         }
-        self.push(record)
+        let slot = self.get_mut(index);
+        let vacant = slot.next;
+        *slot = record;
+        self.vacant = vacant;
+        index
     }
 
     #[cold]
     fn push(&mut self, record: BlockRecord) -> BlockIndex {
-        let index = BlockIndex::try_from(self.records.len()).ok().filter(|index| *index != NONE);
+        let index = BlockIndex::try_from(self.records.len());
         self.records.push(record);
-        index.expect("there should be fewer than 2^32 - 1 blocks")
+        index.expect("there should be fewer than 2^32 blocks")
     }
 
     /// Makes a live record vacant.
@@ -298,6 +320,13 @@ impl BlockSlab {
     #[inline(always)]
     pub fn get_mut(&mut self, index: BlockIndex) -> &mut BlockRecord {
         &mut self.records[index as usize]
+    }
+
+    /// The record of a block that the client holds and that begins at `addr`; `None` when there is none at the index.
+    #[must_use]
+    #[inline(always)]
+    pub fn find_held(&self, index: BlockIndex, addr: u64) -> Option<&BlockRecord> {
+        self.records.get(index as usize).filter(|record| record.is_held_at(addr))
     }
 
     /// All live records with their indices, in index order.
@@ -344,9 +373,7 @@ impl BlockSlab {
         let before = front.prev;
         let front = self.insert(front);
         self.get_mut(index).prev = front;
-        if before != NONE {
-            self.get_mut(before).next = front;
-        }
+        self.get_mut(before).next = front;
         front
     }
 }
@@ -390,7 +417,7 @@ mod tests {
         assert!(slab.get(whole).is_split() && slab.get(whole).is_free() && slab.get(middle).is_allocated());
         assert_eq!([first, middle, whole].map(|index| slab.get(index).requested()), [(1 << 32) + 7, 3, 0]);
         assert_eq!(slab.iter().count(), 3);
-        assert!(slab.find(7).is_none());
+        assert!(slab.find(7).is_none() && slab.find(NONE).is_none());
     }
 
     #[test]
@@ -414,6 +441,6 @@ mod tests {
         for index in [indices[1], indices[3]] {
             slab.remove(index);
         }
-        assert_eq!([slab.insert(record), slab.insert(record), slab.insert(record)], [indices[3], indices[1], 4]);
+        assert_eq!([slab.insert(record), slab.insert(record), slab.insert(record)], [indices[3], indices[1], 5]);
     }
 }

@@ -59,9 +59,8 @@ impl ExactIndex {
     #[inline(always)]
     fn take_out(&mut self, blocks: &mut BlockSlab, index: BlockIndex, units: u32) {
         let (page, slot) = place(units);
-        let links = blocks.get(index).links();
         let Some(roots) = &mut self.roots[page] else { return };
-        if links == Links::ALONE {
+        if blocks.get(index).links().are_alone() {
             debug_assert_eq!(roots[slot], index, "a free block should be in the index");
             self.words[page] &= !(1 << slot);
             if self.words[page] == 0 {
@@ -69,7 +68,7 @@ impl ExactIndex {
             }
             return;
         }
-        roots[slot] = without(blocks, roots[slot], index, links);
+        roots[slot] = without(blocks, roots[slot], index);
     }
 }
 
@@ -153,14 +152,13 @@ fn meld(blocks: &mut BlockSlab, a: BlockIndex, b: BlockIndex) -> BlockIndex {
     let links = blocks.get_mut(child).links_mut();
     links.right = sibling;
     links.up = root;
-    if sibling != NONE {
-        blocks.get_mut(sibling).links_mut().up = child;
-    }
+    blocks.get_mut(sibling).set_up(child);
     root
 }
 
 /// The heap without a block; returns the root, or [`NONE`].
-fn without(blocks: &mut BlockSlab, root: BlockIndex, index: BlockIndex, links: Links) -> BlockIndex {
+fn without(blocks: &mut BlockSlab, root: BlockIndex, index: BlockIndex) -> BlockIndex {
+    let links = blocks.get(index).links();
     if index == root {
         return meld_siblings(blocks, links.left);
     }
@@ -171,9 +169,7 @@ fn without(blocks: &mut BlockSlab, root: BlockIndex, index: BlockIndex, links: L
         debug_assert_eq!(before.right, index);
         before.right = links.right;
     }
-    if links.right != NONE {
-        blocks.get_mut(links.right).links_mut().up = links.up;
-    }
+    blocks.get_mut(links.right).set_up(links.up);
     if links.left == NONE {
         return root;
     }

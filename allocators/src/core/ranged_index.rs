@@ -68,7 +68,7 @@ impl RangedIndex {
 
     fn take_out(&mut self, blocks: &mut BlockSlab, index: BlockIndex, bin: usize) {
         let links = blocks.get(index).links();
-        let heir = if links == Links::ALONE { NONE } else { replace(blocks, index, links) };
+        let heir = if links.are_alone() { NONE } else { replace(blocks, index, links) };
         if links.up != NONE {
             return;
         }
@@ -126,7 +126,7 @@ impl FreeIndex for RangedIndex {
     fn resized(&mut self, blocks: &mut BlockSlab, index: BlockIndex, bytes: u64) {
         let (record, bin) = (blocks.get(index), bin_of(bytes));
         // Alone in its bin it stays where it is.
-        if record.links() != Links::ALONE || bin_of(record.bytes()) != bin {
+        if !record.links().are_alone() || bin_of(record.bytes()) != bin {
             self.take_out(blocks, index, bin);
             self.insert(blocks, index);
         }
@@ -210,17 +210,13 @@ fn hang(blocks: &mut BlockSlab, root: &mut BlockIndex, hook: Hook, child: BlockI
             parent
         }
     };
-    if child != NONE {
-        blocks.get_mut(child).links_mut().up = parent;
-    }
+    blocks.get_mut(child).set_up(parent);
 }
 
 /// Puts what hangs below a block in its place, and returns that.
 fn replace(blocks: &mut BlockSlab, index: BlockIndex, links: Links) -> BlockIndex {
     let heir = merge(blocks, links.left, links.right);
-    if heir != NONE {
-        blocks.get_mut(heir).links_mut().up = links.up;
-    }
+    blocks.get_mut(heir).set_up(links.up);
     if links.up != NONE {
         let above = blocks.get_mut(links.up).links_mut();
         if above.left == index {
