@@ -23,8 +23,8 @@ mod shard;
 mod totals;
 
 use crate::allocator::{Block, DeviceAllocator, Path, Request};
-use crate::core::block_cache::{SplitRules, address};
-use crate::core::blocks::{BlockIndex, BlockRecord};
+use crate::core::block_cache::{Served, SplitRules, Wanted, address};
+use crate::core::blocks::BlockIndex;
 use crate::core::rounding::{Divisions, MIN_BLOCK, pool_of, round_size};
 use crate::device::{Driver, StreamId};
 use crate::error::AllocError;
@@ -141,13 +141,13 @@ impl Caching {
     }
 
     /// The block as the client gets it. Its token is the shard's number and the record's index.
-    #[inline]
-    fn mint(&self, shard: &Shard, index: BlockIndex, record: &BlockRecord, requested: u64, path: Path) -> Block {
-        if record.bytes() >= self.rules.max_split {
+    #[inline(always)]
+    fn mint(&self, shard: &Shard, served: Served, requested: u64, path: Path) -> Block {
+        if served.bytes >= self.rules.max_split {
             lock(&self.oversize_allocations).increase(1);
         }
-        let token = u64::from(shard.id) << 32 | u64::from(index);
-        Block::new(address(record.addr()), record.bytes(), requested, path, token)
+        let token = u64::from(shard.id) << 32 | u64::from(served.index);
+        Block::new(address(served.addr), served.bytes, requested, path, token)
     }
 
     #[cold]
@@ -209,10 +209,10 @@ impl DeviceAllocator for Caching {
         let shard = self.shards.of_stream(stream);
         {
             let mut state = self.totals.enter(shard, &self.shards);
-            if let Some(found) = state.cache.best_fit(pool, rounded, &self.rules) {
-                let (index, split) = state.cache.hand_out(found, rounded, request.bytes, now, &self.rules);
-                let path = if split { Path::Split } else { Path::Hit };
-                return Ok(self.mint(shard, index, state.cache.blocks.get(index), request.bytes, path));
+            let wanted = Wanted { rounded, requested: request.bytes, now };
+            if let Some(served) = state.cache.serve(pool, wanted, &self.rules) {
+                let path = if served.split { Path::Split } else { Path::Hit };
+                return Ok(self.mint(shard, served, request.bytes, path));
             }
         }
         self.grow(shard, request.bytes, rounded, processed)
@@ -228,11 +228,10 @@ impl DeviceAllocator for Caching {
         let index = {
             let mut state = self.totals.enter(shard, &self.shards);
             let index = self.find(&state, &block)?;
-            let record = state.cache.blocks.get(index);
-            if record.bytes() >= self.rules.max_split {
+            if block.bytes() >= self.rules.max_split {
                 lock(&self.oversize_allocations).decrease(1);
             }
-            if !record.is_shared() {
+            if !state.cache.blocks.get(index).is_shared() {
                 let joined = state.cache.take_back(index, block.requested(), self.searches.load(Relaxed));
                 return Ok(if joined { Path::Coalesce } else { Path::Hit });
             }

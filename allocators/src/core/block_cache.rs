@@ -48,23 +48,32 @@ pub struct BlockCache {
     large: RangedIndex,
 }
 
-/// Calls an index of free blocks by pool.
-macro_rules! with_index {
-    ($cache:ident, $pool:expr, |$free:ident, $blocks:ident| $call:expr) => {{
-        let $blocks = &mut $cache.blocks;
-        match $pool {
-            PoolKind::Small => {
-                let $free = &mut $cache.small;
-                $call
-            }
-            PoolKind::Large => {
-                let $free = &mut $cache.large;
-                $call
-            }
-        }
-    }};
+/// A block that was handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Served {
+    /// Its record.
+    pub index: BlockIndex,
+    /// First address.
+    pub addr: u64,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Whether it was cut off a larger block.
+    pub split: bool,
 }
 
+/// A request as the cache sees it.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted {
+    /// Bytes, rounded.
+    pub rounded: u64,
+    /// Bytes as the client asked for them.
+    pub requested: u64,
+    /// Lookups so far, for the age of free blocks.
+    pub now: u64,
+}
+
+// Each operation is compiled once for each pool. The small pool's is part of its caller; the large pool's is a call, so
+// that it takes no registers and no room where it is not needed.
 impl BlockCache {
     /// The free blocks of a pool by (size, address). Allocates.
     #[must_use]
@@ -75,82 +84,56 @@ impl BlockCache {
         }
     }
 
-    /// Makes a block reusable and joins it with free neighbours; true when it was joined. `now` counts lookups.
+    /// PyTorch's `get_free_block` and `alloc_found_block`: hands out the best fit of a pool, if there is one.
     #[inline(always)]
-    pub fn release_to_cache(&mut self, index: BlockIndex, now: u64) -> bool {
-        let block = *self.blocks.get(index);
-        match block.pool() {
-            PoolKind::Small => join(&mut self.small, &mut self.blocks, &mut self.tally, index, block, now),
-            PoolKind::Large => join(&mut self.large, &mut self.blocks, &mut self.tally, index, block, now),
+    pub fn serve(&mut self, pool: PoolKind, wanted: Wanted, rules: &SplitRules) -> Option<Served> {
+        match pool {
+            PoolKind::Small => {
+                serve(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, wanted, rules)
+            }
+            PoolKind::Large => self.serve_large(wanted, rules),
         }
     }
 
-    /// PyTorch's `get_free_block`; the block stays in the index.
-    #[inline(always)]
-    pub fn best_fit(&self, pool: PoolKind, bytes: u64, rules: &SplitRules) -> Option<BlockIndex> {
-        let found = match pool {
-            PoolKind::Small => self.small.best_fit(&self.blocks, bytes)?,
-            PoolKind::Large => self.large.best_fit(&self.blocks, bytes)?,
-        };
-        rules.allow(bytes, self.blocks.get(found).bytes()).then_some(found)
+    #[inline(never)]
+    fn serve_large(&mut self, wanted: Wanted, rules: &SplitRules) -> Option<Served> {
+        serve(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, wanted, rules)
     }
 
-    /// PyTorch's `alloc_found_block` for a block of the index: splits it if the rest is worth it and accounts for what
-    /// is handed out. Returns that, and whether it was split.
-    #[inline(always)]
-    pub fn hand_out(
-        &mut self,
-        found: BlockIndex,
-        rounded: u64,
-        requested: u64,
-        now: u64,
-        rules: &SplitRules,
-    ) -> (BlockIndex, bool) {
-        let whole = self.blocks.get(found);
-        let (pool, was_split, bytes) = (whole.pool(), whole.is_split(), whole.bytes());
-        let rest = bytes - rounded;
-        let split = match pool {
-            PoolKind::Small => rest >= MIN_BLOCK,
-            PoolKind::Large => rounded < rules.max_split && rest > SMALL_MAX,
-        };
-        if split {
-            let front = self.blocks.split_front(found, rounded, requested);
-            self.blocks.set_freed_at(found, now);
-            with_index!(self, pool, |free, blocks| free.resized(blocks, found, bytes));
-            self.tally.split_off(pool, was_split, rounded, rest);
-            self.tally.hand_out(pool, rounded, requested);
-            return (front, true);
-        }
-        with_index!(self, pool, |free, blocks| free.remove(blocks, found));
-        self.blocks.get_mut(found).set_allocated(requested);
-        if was_split {
-            self.tally.change_split(pool, -1, -bytes.cast_signed());
-        }
-        self.tally.hand_out(pool, bytes, requested);
-        (found, false)
-    }
-
-    /// The same for a segment that is not known yet: its first part is handed out.
-    pub fn hand_out_new(
-        &mut self,
-        segment: BlockRecord,
-        rounded: u64,
-        requested: u64,
-        now: u64,
-        rules: &SplitRules,
-    ) -> BlockIndex {
+    /// Hands out the first part of a segment that is not known yet.
+    pub fn serve_from_segment(&mut self, segment: BlockRecord, wanted: Wanted, rules: &SplitRules) -> Served {
         let whole = self.blocks.insert(segment);
-        with_index!(self, segment.pool(), |free, blocks| free.insert(blocks, whole));
-        self.hand_out(whole, rounded, requested, now, rules).0
+        match segment.pool() {
+            PoolKind::Small => {
+                self.small.insert(&mut self.blocks, whole);
+                hand_out(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, whole, wanted, rules)
+            }
+            PoolKind::Large => {
+                self.large.insert(&mut self.blocks, whole);
+                hand_out(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, whole, wanted, rules)
+            }
+        }
     }
 
     /// Takes a block back from the client: reusable at once, and joined with free neighbours; true when it was joined.
-    /// `requested` is what the client had asked for.
+    /// `requested` is what the client had asked for, `now` counts lookups.
     #[inline(always)]
     pub fn take_back(&mut self, index: BlockIndex, requested: u64, now: u64) -> bool {
-        let block = self.blocks.get(index);
-        self.tally.take_back(block.pool(), block.bytes(), requested);
-        self.release_to_cache(index, now)
+        let block = *self.blocks.get(index);
+        match block.pool() {
+            PoolKind::Small => {
+                self.tally.take_back(PoolKind::Small, block.bytes(), requested);
+                join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, now)
+            }
+            PoolKind::Large => self.take_back_large(index, requested, now),
+        }
+    }
+
+    #[inline(never)]
+    fn take_back_large(&mut self, index: BlockIndex, requested: u64, now: u64) -> bool {
+        let block = *self.blocks.get(index);
+        self.tally.take_back(PoolKind::Large, block.bytes(), requested);
+        join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, now)
     }
 
     /// Takes a block back from the client that streams still use: it waits for `events`.
@@ -160,13 +143,29 @@ impl BlockCache {
         block.set_pending(events);
     }
 
+    /// Makes a block that waited reusable.
+    pub fn release_pending(&mut self, index: BlockIndex, now: u64) {
+        let block = *self.blocks.get(index);
+        match block.pool() {
+            PoolKind::Small => {
+                join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, now)
+            }
+            PoolKind::Large => {
+                join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, now)
+            }
+        };
+    }
+
     /// Takes a free block that is a whole segment out, record and all; `None` when it is in use by now.
     pub fn remove_segment(&mut self, index: BlockIndex, addr: u64) -> Option<BlockRecord> {
         let block = *self.blocks.find(index)?;
         if block.addr() != addr || !block.is_free() || block.is_split() {
             return None;
         }
-        with_index!(self, block.pool(), |free, blocks| free.remove(blocks, index));
+        match block.pool() {
+            PoolKind::Small => self.small.remove(&mut self.blocks, index),
+            PoolKind::Large => self.large.remove(&mut self.blocks, index),
+        }
         self.blocks.remove(index);
         Some(block)
     }
@@ -176,7 +175,10 @@ impl BlockCache {
     pub fn restore_segment(&mut self, segment: BlockRecord, freed_at: u64) {
         let index = self.blocks.insert(segment);
         self.blocks.set_freed_at(index, freed_at);
-        with_index!(self, segment.pool(), |free, blocks| free.insert(blocks, index));
+        match segment.pool() {
+            PoolKind::Small => self.small.insert(&mut self.blocks, index),
+            PoolKind::Large => self.large.insert(&mut self.blocks, index),
+        }
     }
 
     /// Segments and blocks at this moment, in no order. Allocates.
@@ -202,17 +204,72 @@ impl BlockCache {
     }
 }
 
+/// See [`BlockCache::serve`].
+#[inline(always)]
+fn serve(
+    free: &mut impl FreeIndex,
+    blocks: &mut BlockSlab,
+    tally: &mut Tally,
+    pool: PoolKind,
+    wanted: Wanted,
+    rules: &SplitRules,
+) -> Option<Served> {
+    let found = free.best_fit(blocks, wanted.rounded)?;
+    if !rules.allow(wanted.rounded, blocks.get(found).bytes()) {
+        return None;
+    }
+    Some(hand_out(free, blocks, tally, pool, found, wanted, rules))
+}
+
+/// PyTorch's `alloc_found_block`: splits a block of the index if the rest is worth it, and accounts for what is handed
+/// out.
+#[inline(always)]
+fn hand_out(
+    free: &mut impl FreeIndex,
+    blocks: &mut BlockSlab,
+    tally: &mut Tally,
+    pool: PoolKind,
+    found: BlockIndex,
+    wanted: Wanted,
+    rules: &SplitRules,
+) -> Served {
+    let Wanted { rounded, requested, now } = wanted;
+    let whole = blocks.get(found);
+    let (addr, was_split, bytes) = (whole.addr(), whole.is_split(), whole.bytes());
+    let rest = bytes - rounded;
+    let split = match pool {
+        PoolKind::Small => rest >= MIN_BLOCK,
+        PoolKind::Large => rounded < rules.max_split && rest > SMALL_MAX,
+    };
+    if split {
+        let front = blocks.split_front(found, rounded, requested);
+        blocks.set_freed_at(found, now);
+        free.resized(blocks, found, bytes);
+        tally.split_off(pool, was_split, rounded, rest);
+        tally.hand_out(pool, rounded, requested);
+        return Served { index: front, addr, bytes: rounded, split };
+    }
+    free.remove(blocks, found);
+    blocks.get_mut(found).set_allocated(requested);
+    if was_split {
+        tally.change_split(pool, -1, -bytes.cast_signed());
+    }
+    tally.hand_out(pool, bytes, requested);
+    Served { index: found, addr, bytes, split }
+}
+
 /// Makes a block free and joins it with free neighbours; true when there were any.
 #[inline(always)]
 fn join(
     free: &mut impl FreeIndex,
     blocks: &mut BlockSlab,
     tally: &mut Tally,
+    pool: PoolKind,
     index: BlockIndex,
     block: BlockRecord,
     now: u64,
 ) -> bool {
-    let (pool, prev, next) = (block.pool(), block.prev(), block.next());
+    let (prev, next) = (block.prev(), block.next());
     let below = blocks.get(prev).is_free();
     let above = blocks.get(next).is_free();
     // A free neighbour takes the block in and keeps its record and, if it can, its place in the index.

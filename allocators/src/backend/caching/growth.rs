@@ -5,7 +5,7 @@
 use super::shard::Shard;
 use super::{Caching, CachingSettings};
 use crate::allocator::{Block, DeviceAllocator, Path};
-use crate::core::block_cache::address;
+use crate::core::block_cache::{Wanted, address};
 use crate::core::blocks::{BlockIndex, BlockRecord, MAX_BLOCK};
 use crate::core::rounding::{pool_of, segment_size};
 use crate::device::StreamId;
@@ -250,20 +250,19 @@ impl Caching {
 
     /// Hands out a free block of the cache, if one fits.
     fn fit(&self, shard: &Shard, requested: u64, rounded: u64, path: Path) -> Option<Block> {
-        let now = self.searches.load(Relaxed);
+        let wanted = Wanted { rounded, requested, now: self.searches.load(Relaxed) };
         let state = &mut *self.totals.enter(shard, &self.shards);
-        let found = state.cache.best_fit(pool_of(rounded), rounded, &self.rules)?;
-        let (index, split) = state.cache.hand_out(found, rounded, requested, now, &self.rules);
-        let path = if split && path == Path::Hit { Path::Split } else { path };
-        Some(self.mint(shard, index, state.cache.blocks.get(index), requested, path))
+        let served = state.cache.serve(pool_of(rounded), wanted, &self.rules)?;
+        let path = if served.split && path == Path::Hit { Path::Split } else { path };
+        Some(self.mint(shard, served, requested, path))
     }
 
     /// Cuts a block out of a segment that nobody knows yet.
     fn cut(&self, shard: &Shard, segment: BlockRecord, requested: u64, rounded: u64, path: Path) -> Block {
-        let now = self.searches.load(Relaxed);
+        let wanted = Wanted { rounded, requested, now: self.searches.load(Relaxed) };
         let state = &mut *self.totals.enter(shard, &self.shards);
-        let index = state.cache.hand_out_new(segment, rounded, requested, now, &self.rules);
-        self.mint(shard, index, state.cache.blocks.get(index), requested, path)
+        let served = state.cache.serve_from_segment(segment, wanted, &self.rules);
+        self.mint(shard, served, requested, path)
     }
 
     /// Takes memory from the device, releasing cached memory as PyTorch does when that is refused. `processed` says

@@ -141,7 +141,7 @@ impl Caching {
             let block = state.cache.blocks.get_mut(index);
             if block.event_done() == 0 {
                 waiting.remove_block(block.pool(), block.bytes(), block.requested());
-                state.cache.release_to_cache(index, now);
+                state.cache.release_pending(index, now);
             }
         });
     }
