@@ -6,14 +6,14 @@ mod primitives {
     pub(crate) use loom::cell::{MutPtr, UnsafeCell};
     pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
     pub(crate) use loom::sync::{Mutex, MutexGuard};
-    pub(crate) use loom::thread::yield_now;
+    pub(crate) use loom::thread::{ThreadId, current, yield_now};
 }
 
 #[cfg(not(loom))]
 mod primitives {
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
     pub(crate) use std::sync::{Mutex, MutexGuard};
-    pub(crate) use std::thread::yield_now;
+    pub(crate) use std::thread::{ThreadId, current, yield_now};
 
     /// `std::cell::UnsafeCell` under loom's interface.
     #[derive(Debug, Default)]
@@ -46,12 +46,18 @@ mod primitives {
     }
 }
 
+use primitives::yield_now;
 use primitives::{AtomicBool, MutPtr, UnsafeCell};
-pub(crate) use primitives::{AtomicU32, AtomicU64, AtomicUsize, Mutex, MutexGuard, yield_now};
+pub(crate) use primitives::{AtomicU32, AtomicU64, AtomicUsize, Mutex, MutexGuard, ThreadId};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+/// The thread that asks.
+pub(crate) fn this_thread() -> ThreadId {
+    primitives::current().id()
+}
 
 /// Locks a mutex. What a panicking thread left behind is used as it is: every holder restores the invariants before it
 /// calls anything that can panic.

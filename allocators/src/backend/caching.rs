@@ -18,6 +18,8 @@
 //! *Source.* PyTorch, `c10/cuda/CUDACachingAllocator.cpp` (2.11), whose rules this follows address for address.
 
 mod growth;
+#[cfg(all(test, loom))]
+mod models;
 mod pending;
 mod shard;
 mod totals;

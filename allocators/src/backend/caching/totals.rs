@@ -13,12 +13,11 @@
 use super::shard::{Shard, ShardState, ShardTable};
 use crate::core::tally::{Figures, Quantity, Scope};
 use crate::stats::{Gauge, PooledGauge, Stats};
-use crate::sync::{AtomicU32, Mutex, SpinGuard, lock};
+use crate::sync::{AtomicU32, Mutex, SpinGuard, ThreadId, lock, this_thread};
 use std::sync::atomic::Ordering::{Acquire, Release};
-use std::thread::ThreadId;
 
 /// Changes of thread after which several threads no longer share exact peaks.
-pub(super) const TURNS: u32 = 64;
+pub(super) const TURNS: u32 = if cfg!(loom) { 2 } else { 64 };
 
 /// Nobody is the tenant: the accounts are closed.
 const NOBODY: u32 = u32::MAX;
@@ -111,7 +110,7 @@ impl Totals {
             return;
         }
         self.close_tenancy(books, table);
-        let thread = std::thread::current().id();
+        let thread = this_thread();
         if books.thread.replace(thread).is_some_and(|last| last != thread) {
             books.turns += 1;
         }

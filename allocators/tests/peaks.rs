@@ -1,0 +1,158 @@
+//! Peaks of sums over streams: exact while threads take turns, an upper bound when they do not.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+mod common;
+
+use allocators::backend::{Caching, CachingSettings};
+use allocators::{Block, BlockState, DeviceAllocator, Driver, NullDriver, PoolKind, SimMemory, Stats, StreamId};
+use common::{GIB, MIB, Random, allocate, check_stats, free, sim, work};
+use std::sync::{Arc, Barrier};
+use std::thread;
+
+const STREAMS: usize = 4;
+
+/// What the snapshot adds up to: for the small pool, the large pool and all, blocks and bytes held, held or pending,
+/// bytes asked for in those, and free parts with their bytes.
+fn levels(caching: &Caching) -> [[u64; 7]; 3] {
+    let mut out = [[0; 7]; 3];
+    for segment in caching.snapshot().unwrap().segments {
+        let pool = usize::from(segment.pool == Some(PoolKind::Large));
+        for block in &segment.blocks {
+            let sums: &[(usize, u64)] = match block.state {
+                BlockState::Allocated => &[(0, 1), (1, block.bytes), (2, 1), (3, block.bytes), (4, block.requested)],
+                BlockState::PendingFree => &[(2, 1), (3, block.bytes), (4, block.requested)],
+                BlockState::Free if segment.blocks.len() > 1 => &[(5, 1), (6, block.bytes)],
+                BlockState::Free => &[],
+            };
+            for (quantity, amount) in sums {
+                out[pool][*quantity] += amount;
+                out[2][*quantity] += amount;
+            }
+        }
+    }
+    out
+}
+
+fn peaks(stats: &Stats) -> [[u64; 7]; 3] {
+    let gauges = [
+        stats.allocation,
+        stats.allocated_bytes,
+        stats.active,
+        stats.active_bytes,
+        stats.requested_bytes,
+        stats.inactive_split.unwrap(),
+        stats.inactive_split_bytes.unwrap(),
+    ];
+    [0, 1, 2].map(|scope| {
+        gauges.map(|gauge| match scope {
+            0 => gauge.small_pool.unwrap().peak,
+            1 => gauge.large_pool.unwrap().peak,
+            _ => gauge.all.peak,
+        })
+    })
+}
+
+/// The figures are read only at the end: reading them closes accounts, which must not be what makes them right.
+#[test]
+fn one_thread_on_several_streams_has_exact_peaks() {
+    for seed in 0..12 {
+        let device = sim(8 * GIB, SimMemory::None);
+        let streams: Vec<StreamId> = (0..STREAMS).map(|_| device.stream_create().unwrap()).collect();
+        let settings = CachingSettings { memory_limit: Some(GIB), ..CachingSettings::default() };
+        let caching = Caching::new(Arc::clone(&device) as Arc<dyn Driver>, settings);
+        let (mut random, mut expected) = (Random::new(seed), [[0u64; 7]; 3]);
+        let mut live: Vec<(Block, StreamId)> = Vec::new();
+        for step in 0..1_500u64 {
+            match random.below(16) {
+                // More at first, then fewer, so that peaks lie in the middle.
+                0..9 if step < 900 || random.below(3) == 0 => {
+                    let stream = streams[random.below(STREAMS as u64) as usize];
+                    live.extend(allocate(&caching, random.size(24), stream).ok().map(|block| (block, stream)));
+                }
+                9..13 if !live.is_empty() => {
+                    let (block, stream) = live.swap_remove(random.below(live.len() as u64) as usize);
+                    if random.below(3) == 0 {
+                        let user = streams[random.below(STREAMS as u64) as usize];
+                        work(&device, user, 200_000);
+                        caching.record_use(&block, user).unwrap();
+                    }
+                    free(&caching, block, stream).unwrap();
+                }
+                13 => device.stream_synchronize(streams[random.below(STREAMS as u64) as usize]).unwrap(),
+                14 if random.below(20) == 0 => {
+                    caching.trim(0).unwrap();
+                }
+                _ => {}
+            }
+            let now = levels(&caching);
+            for (peaks, levels) in expected.iter_mut().zip(now) {
+                for (peak, level) in peaks.iter_mut().zip(levels) {
+                    *peak = level.max(*peak);
+                }
+            }
+            if step == 400 {
+                caching.reset_peaks();
+                expected = now;
+            }
+        }
+        let stats = caching.stats();
+        check_stats(&stats);
+        let found = peaks(&stats);
+        // Blocks that wait are released at the start of a request, which then takes others; a look between requests
+        // does not see the moment in between, in which there are more free parts than before and after.
+        for scope in 0..3 {
+            assert_eq!(found[scope][..5], expected[scope][..5], "seed {seed}, scope {scope}");
+            assert!(found[scope][5] >= expected[scope][5] && found[scope][6] >= expected[scope][6]);
+        }
+        for (block, stream) in live {
+            free(&caching, block, stream).unwrap();
+        }
+    }
+}
+
+#[test]
+fn threads_that_take_turns_have_exact_peaks() {
+    let caching = Caching::new(Arc::new(NullDriver::new(1 << 40)), CachingSettings::default());
+    let mut held = Vec::new();
+    for turn in 0..20u64 {
+        let stream = StreamId(1 + turn % 3);
+        let caching = &caching;
+        let take = move || allocate(caching, 100 * (turn + 1), stream).unwrap();
+        held.push((thread::scope(|scope| scope.spawn(take).join()).unwrap(), stream));
+    }
+    let bytes: u64 = held.iter().map(|(block, _)| block.bytes()).sum();
+    for (block, stream) in held {
+        free(&caching, block, stream).unwrap();
+    }
+    let stats = caching.stats();
+    assert_eq!((stats.allocated_bytes.all.peak, stats.allocation.all.peak), (bytes, 20));
+    assert_eq!(stats.active_bytes.all.peak, bytes);
+}
+
+#[test]
+fn threads_at_once_have_peaks_that_are_no_less_than_what_was_held() {
+    const THREADS: u64 = 8;
+    let caching = Caching::new(Arc::new(NullDriver::new(1 << 40)), CachingSettings::default());
+    let together = Barrier::new(THREADS as usize);
+    thread::scope(|scope| {
+        for number in 0..THREADS {
+            let (caching, together) = (&caching, &together);
+            scope.spawn(move || {
+                let stream = StreamId(number + 1);
+                for round in 0..2_000u64 {
+                    let block = allocate(caching, 512 * (1 + round % 7), stream).unwrap();
+                    free(caching, block, stream).unwrap();
+                }
+                let block = allocate(caching, MIB, stream).unwrap();
+                together.wait();
+                free(caching, block, stream).unwrap();
+            });
+        }
+    });
+    let stats = caching.stats();
+    check_stats(&stats);
+    let peak = stats.allocated_bytes.all.peak;
+    assert!((THREADS * MIB..=THREADS * (MIB + 512 * 7)).contains(&peak), "{peak}");
+    caching.reset_peaks();
+    assert_eq!(caching.stats().allocated_bytes.all.peak, 0, "exact again");
+}
