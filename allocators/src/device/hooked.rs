@@ -70,6 +70,18 @@ pub struct HookedDriver<H> {
 }
 
 impl<H: Hook> HookedDriver<H> {
+    /// Wraps a driver.
+    #[must_use]
+    pub fn with_hook(inner: Arc<dyn Driver>, hook: H) -> Self {
+        Self { inner, hook }
+    }
+
+    /// The hook.
+    #[must_use]
+    pub fn hook(&self) -> &H {
+        &self.hook
+    }
+
     fn call<T: CallResult>(&self, kind: CallKind, call: impl FnOnce() -> DriverResult<T>) -> DriverResult<T> {
         self.hook.around(self.inner.as_ref(), kind, CallArguments::default(), call)
     }
