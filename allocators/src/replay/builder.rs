@@ -320,7 +320,7 @@ impl HistoryBuilder {
             let what = format!("the segment of {bytes} bytes at {addr:#x} overlaps the one of {size} at {start:#x}");
             return Err(wrong(self.number, what));
         }
-        if self.window.is_empty() {
+        if self.window.segments.is_empty() {
             self.window.reserved = self.reserved;
         }
         self.held.insert(addr, bytes);
@@ -330,7 +330,7 @@ impl HistoryBuilder {
     }
 
     fn segment_free(&mut self, event: &Event) {
-        if self.window.is_empty() {
+        if self.window.segments.is_empty() {
             self.window.reserved = self.reserved;
         }
         match self.held.remove(&event.addr) {

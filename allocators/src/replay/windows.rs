@@ -25,7 +25,7 @@ pub(super) struct Window {
     pub(super) completions: Vec<(u32, bool)>,
     /// Segments in order.
     pub(super) segments: Vec<SegmentEvent>,
-    /// Bytes reserved when it began.
+    /// Bytes reserved before its first segment event.
     pub(super) reserved: u64,
 }
 
