@@ -3,6 +3,18 @@
 //!
 //! A history is what one device's allocator was asked for and did, in order. Readers push its events into a
 //! closure one at a time, so that a file of any size passes through bounded memory.
+//!
+//! [`read`] takes any of the formats in [`Format`], plain or compressed, and tells them apart by their content.
+
+mod error;
+mod input;
+mod pickle;
+mod read;
+mod segment;
+
+pub use error::{Place, Problem, ReadError};
+pub use read::{Format, ReadOptions, Sink, Summary, read, read_from};
+pub use segment::{Segment, SegmentBlock, SegmentType};
 
 use std::fmt;
 
@@ -62,6 +74,14 @@ impl Action {
             Action::Snapshot => "snapshot",
             Action::Oom => "oom",
         }
+    }
+}
+
+impl std::str::FromStr for Action {
+    type Err = ();
+
+    fn from_str(name: &str) -> Result<Self, ()> {
+        Action::ALL.into_iter().find(|action| action.name() == name).ok_or(())
     }
 }
 

@@ -1,0 +1,9 @@
+//! Histories: what is read from the formats of others, and what is written for them.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+#[path = "trace/common.rs"]
+mod common;
+#[path = "trace/hostile_pickle.rs"]
+mod hostile_pickle;
+#[path = "trace/snapshots.rs"]
+mod snapshots;
