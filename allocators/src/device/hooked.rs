@@ -46,18 +46,7 @@ impl CallResult for DeviceAddr {
 }
 
 macro_rules! without_address { ($($kind:ty),+) => { $(impl CallResult for $kind {})+ }; }
-without_address!(
-    (),
-    u64,
-    MemInfo,
-    StreamId,
-    EventId,
-    PoolId,
-    PoolSettings,
-    PoolCounters,
-    PhysicalHandle,
-    NonNull<u8>
-);
+without_address!((), u64, MemInfo, StreamId, EventId, PoolId, PoolSettings, PoolCounters, PhysicalHandle, NonNull<u8>);
 
 /// Stands around each call.
 pub trait Hook: Send + Sync + fmt::Debug {

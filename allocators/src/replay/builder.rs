@@ -2,7 +2,7 @@
 
 use super::op::{BY_DEVICE, Kind, MAX_STREAMS, NO_STREAM, Op, Release};
 use super::ranges::Ranges;
-use super::windows::{Cause, End, SegmentEvent, Window};
+use super::windows::{Cause, Completion, End, SegmentEvent, Window};
 use super::{MAX_BYTES, ReplayError};
 use crate::trace::{Action, Event};
 use std::collections::{BTreeMap, HashMap};
@@ -12,8 +12,8 @@ struct Live {
     bytes: u64,
     stream: u32,
     slot: u32,
-    /// Whether the history announces uses on other streams.
-    used: bool,
+    /// The last stream whose use the history announces.
+    user: u32,
 }
 
 /// A free of a block that was live before the first event.
@@ -154,8 +154,8 @@ impl HistoryBuilder {
             Action::FreeCompleted => {
                 self.completes = true;
                 if let Some(op) = self.waiting.remove(&event.addr) {
-                    let after = self.window.segments.iter().any(|segment| segment.released);
-                    self.window.completions.push((op, after));
+                    let after_release = self.window.segments.iter().any(|segment| segment.released);
+                    self.window.completions.push(Completion { op, addr: event.addr, after_release });
                 }
                 Ok(())
             }
@@ -205,7 +205,7 @@ impl HistoryBuilder {
 
     fn alloc(&mut self, event: &Event) -> Result<(), ReplayError> {
         let Event { addr, bytes, .. } = *event;
-        self.close_window(End::Alloc);
+        self.close_window(End::Alloc { bytes, stream: event.stream });
         // An empty tensor needs no memory; some logs have it all the same.
         if bytes == 0 {
             return Ok(());
@@ -225,7 +225,7 @@ impl HistoryBuilder {
         }
         self.seen.insert(addr, addr + bytes);
         let (stream, slot) = (self.stream(event.stream)?, self.slot());
-        self.live.insert(addr, Live { bytes, stream, slot, used: false });
+        self.live.insert(addr, Live { bytes, stream, slot, user: NO_STREAM });
         self.allocated += bytes;
         if self.allocated > 1 << 62 {
             return Err(wrong(self.number, "the history allocates more than 4 EiB in all"));
@@ -251,8 +251,8 @@ impl HistoryBuilder {
             return Err(wrong(self.number, what));
         }
         self.current -= live.bytes.cast_signed();
-        let kind = if live.used { Kind::Release } else { Kind::Free };
-        let value = Release { ready: BY_DEVICE, user: NO_STREAM }.pack();
+        let kind = if live.user == NO_STREAM { Kind::Free } else { Kind::Release };
+        let value = Release { ready: BY_DEVICE, user: live.user }.pack();
         self.ops.push(Op::new(kind, live.stream, live.slot, value));
         self.spare_slots.push(live.slot);
         self.just_freed = Some((addr, op));
@@ -296,7 +296,7 @@ impl HistoryBuilder {
         match self.live.range_mut(..=event.addr).next_back() {
             Some((&start, live)) if event.addr < start + live.bytes => {
                 if stream != live.stream {
-                    live.used = true;
+                    live.user = stream;
                     self.ops.push(Op::new(Kind::Use, stream, live.slot, 0));
                 }
                 Ok(())
@@ -310,7 +310,7 @@ impl HistoryBuilder {
     }
 
     fn segment_alloc(&mut self, event: &Event) -> Result<(), ReplayError> {
-        let Event { addr, bytes, .. } = *event;
+        let Event { addr, bytes, stream, .. } = *event;
         if bytes == 0 || addr == 0 {
             return Err(wrong(self.number, format!("a segment of {bytes} bytes at {addr:#x}")));
         }
@@ -325,7 +325,7 @@ impl HistoryBuilder {
         }
         self.held.insert(addr, bytes);
         self.reserved += bytes;
-        self.window.segments.push(SegmentEvent { addr, bytes, op: 0, released: false, refused: false });
+        self.window.segments.push(SegmentEvent { addr, bytes, stream, op: 0, released: false, refused: false });
         Ok(())
     }
 
@@ -339,8 +339,8 @@ impl HistoryBuilder {
                 self.outside.get_or_insert(self.number);
             }
         }
-        let Event { addr, bytes, .. } = *event;
-        self.window.segments.push(SegmentEvent { addr, bytes, op: 0, released: true, refused: false });
+        let Event { addr, bytes, stream, .. } = *event;
+        self.window.segments.push(SegmentEvent { addr, bytes, stream, op: 0, released: true, refused: false });
     }
 
     fn oom(&mut self, event: &Event) -> Result<(), ReplayError> {
@@ -360,7 +360,7 @@ impl HistoryBuilder {
             return;
         }
         let window = std::mem::take(&mut self.window);
-        let open = window.segments.iter().any(|segment| segment.released).then(|| self.next_op());
+        let open = window.may_be_trim(end).then(|| self.next_op());
         if open.is_some() {
             // Where `empty_cache` stands, if that is what it was.
             self.ops.push(Op::new(Kind::Nothing, 0, 0, 0));
@@ -382,7 +382,8 @@ impl HistoryBuilder {
         for (free, waited) in window.waited_for(cause) {
             // What was waited for is not ready yet when the operation asks.
             let ready = op + u32::from(waited);
-            self.ops[free as usize].value = Release { ready, user: NO_STREAM }.pack();
+            let value = &mut self.ops[free as usize].value;
+            *value = Release { ready, ..Release::unpack(*value) }.pack();
         }
     }
 }

@@ -29,7 +29,7 @@ impl HistoryBuilder {
         }
         let not_comparable = self.not_comparable();
         let streams = self.sort_streams();
-        let further_streams = if self.completes { self.defer(streams.len())? } else { 0 };
+        let further_streams = if self.completes { self.defer(streams.len())? } else { self.leave_to_device() };
         let deferred = if self.completes { self.deferred.len() as u64 } else { 0 };
         let prologue = self.unknown.len() as u64;
         let before: i64 = self.unknown.iter().map(|block| block.bytes.cast_signed()).sum();
@@ -102,6 +102,10 @@ impl HistoryBuilder {
         }
         for op in self.ops.iter_mut().filter(|op| !matches!(op.kind(), Kind::Trim | Kind::Nothing)) {
             op.set_stream(rank[op.stream() as usize]);
+            if op.kind() == Kind::Release {
+                let release = Release::unpack(op.value);
+                op.value = Release { user: rank[release.user as usize], ..release }.pack();
+            }
         }
         for block in &mut self.unknown {
             block.stream = rank[block.stream as usize];
@@ -109,47 +113,63 @@ impl HistoryBuilder {
         handles.into_iter().map(|(handle, _)| handle).collect()
     }
 
+    /// Frees complete when the announced uses are done; the history does not say more.
+    fn leave_to_device(&mut self) -> u32 {
+        for op in self.ops.iter_mut().filter(|op| op.kind() == Kind::Release) {
+            op.value = Release { ready: BY_DEVICE, user: NO_STREAM }.pack();
+        }
+        0
+    }
+
     /// Gives each deferred free the stream that held it up; how many streams that takes beside the recorded ones.
     ///
     /// Allocators look at a stream's pending frees in order and stop at the first whose event is not ready, so a
-    /// stream fits when the free before on it completes no later. The one whose last completion is latest is taken,
-    /// which needs the fewest streams.
+    /// stream fits when the free before on it completes no later. The stream whose use was announced last is taken if
+    /// it fits, otherwise the one whose last completion is latest, which needs the fewest streams. Other announced uses
+    /// are left out: which of them held the block up is not known, and the wrong one would hold up others.
     fn defer(&mut self, recorded: usize) -> Result<u32, ReplayError> {
-        // CAST: at most `MAX_STREAMS`.
-        let mut count = recorded as u32;
-        let mut ends: BTreeSet<(u32, u32)> = (0..count).map(|stream| (0, stream)).collect();
+        let mut announced = Vec::with_capacity(self.deferred.len());
         for &op in &self.deferred {
+            let op = &mut self.ops[op as usize];
+            announced.push(op.kind() == Kind::Release);
+            op.set_kind(Kind::Free);
+        }
+        // What completed at once had no use that was still running.
+        for op in &mut self.ops {
+            match op.kind() {
+                Kind::Release => op.set_kind(Kind::Free),
+                Kind::Use => op.set_kind(Kind::Nothing),
+                _ => {}
+            }
+        }
+        let mut last = vec![0; recorded];
+        // CAST: at most `MAX_STREAMS`.
+        let mut ends: BTreeSet<(u32, u32)> = (0..recorded as u32).map(|stream| (0, stream)).collect();
+        for (&op, announced) in self.deferred.iter().zip(announced) {
             let op = &mut self.ops[op as usize];
             let release = Release::unpack(op.value);
             let ready = if release.ready == BY_DEVICE { NEVER } else { release.ready };
-            let announced = op.kind() == Kind::Release;
-            op.set_kind(Kind::Release);
-            if announced {
-                op.value = Release { ready, user: NO_STREAM }.pack();
-                continue;
-            }
             let own = op.stream();
-            let fit = ends.range(..=(ready, u32::MAX)).rev().find(|(_, stream)| *stream != own).copied();
-            let user = match fit {
-                Some(entry) => {
-                    ends.remove(&entry);
-                    entry.1
-                }
-                None if count as usize >= 2 * MAX_STREAMS => {
-                    let what =
-                        format!("its deferred frees complete in an order that needs more than {MAX_STREAMS} streams");
-                    return Err(ReplayError::History(what));
-                }
-                None => {
-                    count += 1;
-                    count - 1
-                }
+            let fit = || ends.range(..=(ready, u32::MAX)).rev().find(|(_, stream)| *stream != own);
+            let user = if announced && last[release.user as usize] <= ready {
+                release.user
+            } else if let Some((_, stream)) = fit() {
+                *stream
+            } else if last.len() - recorded >= MAX_STREAMS {
+                let text = format!("its deferred frees complete in an order that needs {MAX_STREAMS} more streams");
+                return Err(ReplayError::History(text));
+            } else {
+                last.push(0);
+                last.len() as u32 - 1
             };
+            ends.remove(&(last[user as usize], user));
             ends.insert((ready, user));
+            last[user as usize] = ready;
+            op.set_kind(Kind::Release);
             op.value = Release { ready, user }.pack();
         }
         // CAST: as above.
-        Ok(count - recorded as u32)
+        Ok((last.len() - recorded) as u32)
     }
 
     /// Puts the allocations of what was live before the first event at the front.

@@ -1,7 +1,8 @@
 //! What an allocator did inside one request: which frees it found completed, which segments went and came, and why.
 
 use crate::backend::CachingSettings;
-use crate::core::rounding::SMALL_SEGMENT;
+use crate::core::rounding::{SMALL_SEGMENT, pool_of, round_size};
+use crate::stats::PoolKind;
 
 /// A segment that came from the device or went back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,6 +11,8 @@ pub(super) struct SegmentEvent {
     pub(super) addr: u64,
     /// Bytes.
     pub(super) bytes: u64,
+    /// Handle of its stream.
+    pub(super) stream: u64,
     /// The operation inside which it happened.
     pub(super) op: u32,
     /// Whether it went back.
@@ -18,11 +21,22 @@ pub(super) struct SegmentEvent {
     pub(super) refused: bool,
 }
 
+/// A free that completed later than it was requested.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Completion {
+    /// The operation that requested it.
+    pub(super) op: u32,
+    /// Address of the block.
+    pub(super) addr: u64,
+    /// Whether a segment had gone back before.
+    pub(super) after_release: bool,
+}
+
 /// The events between two of the client's.
 #[derive(Debug, Default)]
 pub(super) struct Window {
-    /// Operations whose free completed, and whether a segment had gone back before.
-    pub(super) completions: Vec<(u32, bool)>,
+    /// Frees that completed.
+    pub(super) completions: Vec<Completion>,
     /// Segments in order.
     pub(super) segments: Vec<SegmentEvent>,
     /// Bytes reserved before its first segment event.
@@ -33,7 +47,12 @@ pub(super) struct Window {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
     /// An allocation: the window is a part of it, or of an `empty_cache` before it.
-    Alloc,
+    Alloc {
+        /// Bytes asked for.
+        bytes: u64,
+        /// Handle of the stream.
+        stream: u64,
+    },
     /// A refused allocation.
     Refused,
     /// Anything else, or the end of the history.
@@ -56,6 +75,11 @@ pub(super) enum Cause {
 }
 
 impl Window {
+    /// Whether it may have been a call of `empty_cache`.
+    pub(super) fn may_be_trim(&self, end: End) -> bool {
+        end == End::Other || self.segments.iter().any(|segment| segment.released)
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.completions.is_empty() && self.segments.is_empty()
     }
@@ -64,13 +88,23 @@ impl Window {
     pub(super) fn cause(&self, settings: &CachingSettings, end: End) -> Cause {
         let released = || self.segments.iter().filter(|segment| segment.released);
         if released().next().is_none() {
-            return if end == End::Refused { Cause::Retry } else { Cause::Nothing };
+            return match end {
+                End::Alloc { .. } => Cause::Nothing,
+                End::Refused => Cause::Retry,
+                // Only an allocation or `empty_cache` finds out that frees have completed.
+                End::Other if self.completions.is_empty() => Cause::Nothing,
+                End::Other => Cause::Trim,
+            };
         }
         let taken = self.segments.iter().rev().find(|segment| !segment.released).map(|segment| segment.bytes);
         let taken = match (end, taken) {
             (End::Refused, _) => return Cause::Retry,
-            (End::Other, _) | (End::Alloc, None) => return Cause::Trim,
-            (End::Alloc, Some(bytes)) => bytes,
+            (End::Other, _) | (End::Alloc { .. }, None) => return Cause::Trim,
+            // Had one of the segments been there, the request would have got it: they were gone before.
+            (End::Alloc { bytes, stream }, Some(_)) if self.could_have_served(settings, bytes, stream) => {
+                return Cause::Trim;
+            }
+            (End::Alloc { .. }, Some(bytes)) => bytes,
         };
         let oversize = settings.max_split_size.is_some_and(|bound| released().all(|segment| segment.bytes >= bound));
         let Some(limit) = settings.memory_limit else {
@@ -92,10 +126,28 @@ impl Window {
         }
     }
 
+    /// Whether a segment that went back was wholly free before and would have fitted a request.
+    fn could_have_served(&self, settings: &CachingSettings, bytes: u64, stream: u64) -> bool {
+        let rounded = round_size(bytes, &settings.roundup_power2_divisions);
+        let small = pool_of(rounded) == PoolKind::Small;
+        let max_split = settings.max_split_size.unwrap_or(u64::MAX);
+        self.segments.iter().filter(|segment| segment.released).any(|segment| {
+            let pending = |done: &Completion| (segment.addr..segment.addr + segment.bytes).contains(&done.addr);
+            segment.stream == stream
+                && (segment.bytes == SMALL_SEGMENT) == small
+                && segment.bytes >= rounded
+                // Oversize segments serve only requests of about their size.
+                && (segment.bytes < max_split
+                    || rounded >= max_split && segment.bytes < rounded + settings.max_non_split_rounding)
+                && !self.completions.iter().any(pending)
+        })
+    }
+
     /// Whether each completed free was found by waiting for it, after no free block had fitted, and not by asking.
     pub(super) fn waited_for(&self, cause: Cause) -> impl Iterator<Item = (u32, bool)> + '_ {
-        let some_after = self.completions.iter().any(|(_, after)| *after);
-        self.completions.iter().map(move |&(op, after)| (op, after || cause == Cause::Retry && !some_after))
+        let some_after = self.completions.iter().any(|done| done.after_release);
+        let retry = cause == Cause::Retry && !some_after;
+        self.completions.iter().map(move |done| (done.op, done.after_release || retry))
     }
 }
 
@@ -104,11 +156,14 @@ mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
+    /// A request that no segment of the tests' windows could have served.
+    const ALLOC: End = End::Alloc { bytes: 100 * MIB, stream: 0 };
 
     fn window(reserved: u64, sizes: &[i64]) -> Window {
         let segment = |&mib: &i64| SegmentEvent {
-            addr: 1,
+            addr: 1 << 40,
             bytes: mib.unsigned_abs() * MIB,
+            stream: 0,
             op: 0,
             released: mib < 0,
             refused: false,
@@ -124,13 +179,27 @@ mod tests {
     fn a_retry_needs_the_limit() {
         let limited = |mib: u64| CachingSettings { memory_limit: Some(mib * MIB), ..CachingSettings::default() };
         let retry = window(90, &[-20, 20]);
-        assert_eq!(retry.cause(&limited(100), End::Alloc), Cause::Retry);
-        assert_eq!(retry.cause(&limited(110), End::Alloc), Cause::Trim);
-        assert_eq!(retry.cause(&CachingSettings::default(), End::Alloc), Cause::Trim);
+        assert_eq!(retry.cause(&limited(100), ALLOC), Cause::Retry);
+        assert_eq!(retry.cause(&limited(110), ALLOC), Cause::Trim);
+        assert_eq!(retry.cause(&CachingSettings::default(), ALLOC), Cause::Trim);
         assert_eq!(retry.cause(&limited(100), End::Other), Cause::Trim);
-        assert_eq!(window(90, &[-20]).cause(&limited(100), End::Alloc), Cause::Trim);
-        assert_eq!(window(90, &[20]).cause(&limited(100), End::Alloc), Cause::Nothing);
+        assert_eq!(window(90, &[-20]).cause(&limited(100), ALLOC), Cause::Trim);
+        assert_eq!(window(90, &[20]).cause(&limited(100), ALLOC), Cause::Nothing);
         assert_eq!(window(90, &[-20]).cause(&CachingSettings::default(), End::Refused), Cause::Retry);
+    }
+
+    #[test]
+    fn what_would_have_fitted_was_gone_before() {
+        let settings = CachingSettings { memory_limit: Some(100 * MIB), ..CachingSettings::default() };
+        let window = window(90, &[-20, 20]);
+        let cause = |bytes, stream| window.cause(&settings, End::Alloc { bytes, stream });
+        assert_eq!(cause(20 * MIB, 0), Cause::Trim);
+        assert_eq!(cause(20 * MIB + 1, 0), Cause::Retry);
+        assert_eq!(cause(20 * MIB, 1), Cause::Retry, "another stream's");
+        assert_eq!(cause(MIB, 0), Cause::Retry, "the other pool's");
+        let mut window = window;
+        window.completions[0].addr = (1 << 40) + 512;
+        assert_eq!(window.cause(&settings, End::Alloc { bytes: 20 * MIB, stream: 0 }), Cause::Retry, "it was in use");
     }
 
     #[test]
@@ -140,12 +209,12 @@ mod tests {
             garbage_collection_threshold: 0.5,
             ..CachingSettings::default()
         };
-        assert_eq!(window(60, &[-20, 20]).cause(&collects, End::Alloc), Cause::Collect);
-        assert_eq!(window(60, &[-20, -2, 20]).cause(&collects, End::Alloc), Cause::Trim);
-        assert_eq!(window(90, &[-20, -2, 20]).cause(&collects, End::Alloc), Cause::Retry);
+        assert_eq!(window(60, &[-20, 20]).cause(&collects, ALLOC), Cause::Collect);
+        assert_eq!(window(60, &[-20, -2, 20]).cause(&collects, ALLOC), Cause::Trim);
+        assert_eq!(window(90, &[-20, -2, 20]).cause(&collects, ALLOC), Cause::Retry);
         let oversize = CachingSettings { max_split_size: Some(30 * MIB), ..CachingSettings::default() };
-        assert_eq!(window(60, &[-40, -30, 60]).cause(&oversize, End::Alloc), Cause::Device);
-        assert_eq!(window(60, &[-30, -40, 60]).cause(&oversize, End::Alloc), Cause::Trim);
+        assert_eq!(window(60, &[-40, -30, 60]).cause(&oversize, ALLOC), Cause::Device);
+        assert_eq!(window(60, &[-30, -40, 60]).cause(&oversize, ALLOC), Cause::Trim);
     }
 
     #[test]
@@ -154,7 +223,7 @@ mod tests {
         assert_eq!(window.waited_for(Cause::Retry).collect::<Vec<_>>(), [(0, true)]);
         assert_eq!(window.waited_for(Cause::Collect).collect::<Vec<_>>(), [(0, false)]);
         // A free that completed after a segment had gone was waited for, so the one before it was not.
-        window.completions.push((1, true));
+        window.completions.push(Completion { op: 1, addr: 1, after_release: true });
         assert_eq!(window.waited_for(Cause::Retry).collect::<Vec<_>>(), [(0, false), (1, true)]);
     }
 }

@@ -16,7 +16,10 @@ struct Log {
     waiting: HashMap<EventId, u64>,
     /// By block: size, stream, events that are missing.
     pending: HashMap<u64, (u64, u64, usize)>,
-    sizes: HashMap<u64, u64>,
+    /// By segment: size and stream.
+    sizes: HashMap<u64, (u64, u64)>,
+    /// The stream of the request that is being served.
+    stream: u64,
     /// The block that is being freed.
     freeing: Option<(u64, u64, u64)>,
 }
@@ -41,13 +44,13 @@ impl Hook for Watch {
         match (&result, kind) {
             (Ok(made), CallKind::MemAlloc) => {
                 let addr = made.addr().unwrap().get();
-                log.sizes.insert(addr, arguments.bytes);
-                log.events.push(event(Action::SegmentAlloc, addr, arguments.bytes, 0));
+                log.sizes.insert(addr, (arguments.bytes, log.stream));
+                log.events.push(event(Action::SegmentAlloc, addr, arguments.bytes, log.stream));
             }
             (Ok(_), CallKind::MemFree) => {
                 let addr = arguments.addr.unwrap().get();
-                let bytes = log.sizes.remove(&addr).unwrap();
-                log.events.push(event(Action::SegmentFree, addr, bytes, 0));
+                let (bytes, stream) = log.sizes.remove(&addr).unwrap();
+                log.events.push(event(Action::SegmentFree, addr, bytes, stream));
             }
             (Ok(_), CallKind::EventRecord) => {
                 let (addr, bytes, stream) = log.freeing.unwrap();
@@ -100,6 +103,7 @@ impl Recorder {
     }
 
     pub(crate) fn alloc(&mut self, bytes: u64, stream: usize) -> bool {
+        self.watch.hook().0.lock().unwrap().stream = Self::handle(stream);
         match allocate(&self.caching, bytes, self.streams[stream]) {
             Ok(block) => {
                 self.log(event(Action::Alloc, block.addr().get(), bytes, Self::handle(stream)));
