@@ -41,6 +41,7 @@ mod op;
 mod ranges;
 mod report;
 mod run;
+mod settings;
 mod windows;
 
 pub use builder::HistoryBuilder;
@@ -49,6 +50,7 @@ pub use history::History;
 pub use op::MAX_STREAMS;
 pub use report::ReplayReport;
 pub use run::{Addresses, ReplaySettings, replay};
+pub use settings::recorded_settings;
 
 use crate::error::{AllocError, DriverError};
 

@@ -143,6 +143,7 @@ impl HistoryBuilder {
         if let Some((addr, op)) = self.just_freed.take() {
             if event.action == Action::FreeCompleted && event.addr == addr {
                 self.completes = true;
+                self.window.before = Some(op);
                 return Ok(());
             }
             self.waiting.insert(addr, op);
@@ -155,7 +156,12 @@ impl HistoryBuilder {
                 self.completes = true;
                 if let Some(op) = self.waiting.remove(&event.addr) {
                     let after_release = self.window.segments.iter().any(|segment| segment.released);
-                    self.window.completions.push(Completion { op, addr: event.addr, after_release });
+                    self.window.completions.push(Completion {
+                        op,
+                        addr: event.addr,
+                        bytes: event.bytes,
+                        after_release,
+                    });
                 }
                 Ok(())
             }
@@ -344,7 +350,7 @@ impl HistoryBuilder {
     }
 
     fn oom(&mut self, event: &Event) -> Result<(), ReplayError> {
-        self.close_window(End::Refused);
+        self.close_window(End::Refused { bytes: event.bytes, stream: event.stream });
         self.refused += 1;
         if event.bytes > 0 {
             let stream = self.stream(event.stream)?;
@@ -356,10 +362,10 @@ impl HistoryBuilder {
     /// Says when frees completed that the allocator found since the client's last event. Where segments went back the
     /// reason depends on the settings, which snapshots name after the events, so that waits for the end.
     pub(super) fn close_window(&mut self, end: End) {
-        if self.window.is_empty() {
+        let window = std::mem::take(&mut self.window);
+        if window.is_empty() && !(matches!(end, End::Refused { .. }) && window.before.is_some()) {
             return;
         }
-        let window = std::mem::take(&mut self.window);
         let open = window.may_be_trim(end).then(|| self.next_op());
         if open.is_some() {
             // Where `empty_cache` stands, if that is what it was.
@@ -371,7 +377,7 @@ impl HistoryBuilder {
         match open {
             Some(placeholder) => self.open.push(OpenWindow { window, placeholder, first, end }),
             None => {
-                let cause = if end == End::Refused { Cause::Retry } else { Cause::Nothing };
+                let cause = if matches!(end, End::Refused { .. }) { Cause::Retry } else { Cause::Nothing };
                 self.complete(&window, cause, op);
             }
         }
@@ -379,7 +385,11 @@ impl HistoryBuilder {
 
     /// Says that a window's frees completed in operation `op`.
     pub(super) fn complete(&mut self, window: &Window, cause: Cause, op: u32) {
-        for (free, waited) in window.waited_for(cause) {
+        // In a retry the free right before is taken for one that was waited for: had its block been free, the request
+        // may have got it. If it was, nothing changes, since the request did not get it.
+        let waits = matches!(cause, Cause::Retry | Cause::Device);
+        let before = window.before.filter(|_| waits).inspect(|free| self.deferred.push(*free));
+        for (free, waited) in window.waited_for(cause).chain(before.map(|free| (free, true))) {
             // What was waited for is not ready yet when the operation asks.
             let ready = op + u32::from(waited);
             let value = &mut self.ops[free as usize].value;

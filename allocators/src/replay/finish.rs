@@ -128,6 +128,7 @@ impl HistoryBuilder {
     /// it fits, otherwise the one whose last completion is latest, which needs the fewest streams. Other announced uses
     /// are left out: which of them held the block up is not known, and the wrong one would hold up others.
     fn defer(&mut self, recorded: usize) -> Result<u32, ReplayError> {
+        self.deferred.sort_unstable();
         let mut announced = Vec::with_capacity(self.deferred.len());
         for &op in &self.deferred {
             let op = &mut self.ops[op as usize];

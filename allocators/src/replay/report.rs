@@ -20,6 +20,8 @@ pub struct ReplayReport {
     /// Segment events that differ from the recorded ones in kind, order, address or size; `None` unless addresses
     /// were recorded.
     pub segment_mismatches: Option<u64>,
+    /// The backend's settings in effect.
+    pub settings: serde_json::Value,
     /// The backend's statistics.
     pub stats: Stats,
     /// Where reserved minus requested went when reserved was highest.

@@ -28,7 +28,8 @@ pub enum Addresses {
 pub struct ReplaySettings {
     /// Where segments lie.
     pub addresses: Addresses,
-    /// Fill each block with a byte on its stream, so that its memory is really used. Needs a device that has some.
+    /// Fill each block with a byte on its stream, and again on each stream that uses it, so that memory is really
+    /// used and streams are really busy.
     pub touch: bool,
     /// Keep the bytes in live blocks at or below this, by [`Limit`]: for backends without a limit of their own on
     /// devices whose size is given. It costs two atomic additions an operation.
@@ -108,6 +109,7 @@ pub fn replay(
         driver_calls,
         simulated_ns,
         host_ns,
+        settings: backend.settings(),
         operations: history.operations,
     })
 }
@@ -198,10 +200,10 @@ impl Run<'_> {
                         unsafe { self.allocator.deallocate(block, self.streams[op.stream() as usize]) }?;
                     }
                 }
-                Kind::Release => self.release(*op)?,
+                Kind::Release => self.release::<TOUCHED>(*op)?,
                 Kind::Use => {
                     if let Some(block) = &self.live[op.slot as usize] {
-                        self.allocator.record_use(block, self.streams[op.stream() as usize])?;
+                        self.use_on::<TOUCHED>(block, self.streams[op.stream() as usize])?;
                     }
                 }
                 Kind::Trim => {
@@ -230,18 +232,23 @@ impl Run<'_> {
         Ok(())
     }
 
+    fn use_on<const TOUCHED: bool>(&self, block: &Block, stream: StreamId) -> Result<(), ReplayError> {
+        self.allocator.record_use(block, stream)?;
+        if TOUCHED { self.touch(block, stream) } else { Ok(()) }
+    }
+
     fn touch(&self, block: &Block, stream: StreamId) -> Result<(), ReplayError> {
-        // SAFETY: the block is held and may be used on its stream.
+        // SAFETY: the block is held, and it is its own stream or one whose use was announced.
         unsafe { self.driver.fill_bytes(block.addr(), TOUCH, block.requested(), stream) }?;
         Ok(())
     }
 
     /// A free whose completion the history tells, or that waits for announced uses.
-    fn release(&mut self, op: Op) -> Result<(), ReplayError> {
+    fn release<const TOUCHED: bool>(&mut self, op: Op) -> Result<(), ReplayError> {
         let Release { ready, user } = Release::unpack(op.value);
         let Some(block) = self.live[op.slot as usize].take() else { return Ok(()) };
         if user != NO_STREAM {
-            self.allocator.record_use(&block, self.streams[user as usize])?;
+            self.use_on::<TOUCHED>(&block, self.streams[user as usize])?;
         }
         self.driver.releasing(ready);
         // SAFETY: as for `Kind::Free`.

@@ -28,6 +28,8 @@ pub(super) struct Completion {
     pub(super) op: u32,
     /// Address of the block.
     pub(super) addr: u64,
+    /// Bytes asked for.
+    pub(super) bytes: u64,
     /// Whether a segment had gone back before.
     pub(super) after_release: bool,
 }
@@ -37,6 +39,9 @@ pub(super) struct Completion {
 pub(super) struct Window {
     /// Frees that completed.
     pub(super) completions: Vec<Completion>,
+    /// The operation right before it, if that is a free which completed at once. It may as well have been held up and
+    /// completed as the first event of this window.
+    pub(super) before: Option<u32>,
     /// Segments in order.
     pub(super) segments: Vec<SegmentEvent>,
     /// Bytes reserved before its first segment event.
@@ -53,8 +58,13 @@ pub(super) enum End {
         /// Handle of the stream.
         stream: u64,
     },
-    /// A refused allocation.
-    Refused,
+    /// A refused allocation: likewise.
+    Refused {
+        /// Bytes asked for.
+        bytes: u64,
+        /// Handle of the stream.
+        stream: u64,
+    },
     /// Anything else, or the end of the history.
     Other,
 }
@@ -90,7 +100,7 @@ impl Window {
         if released().next().is_none() {
             return match end {
                 End::Alloc { .. } => Cause::Nothing,
-                End::Refused => Cause::Retry,
+                End::Refused { .. } => Cause::Retry,
                 // Only an allocation or `empty_cache` finds out that frees have completed.
                 End::Other if self.completions.is_empty() => Cause::Nothing,
                 End::Other => Cause::Trim,
@@ -98,12 +108,14 @@ impl Window {
         }
         let taken = self.segments.iter().rev().find(|segment| !segment.released).map(|segment| segment.bytes);
         let taken = match (end, taken) {
-            (End::Refused, _) => return Cause::Retry,
             (End::Other, _) | (End::Alloc { .. }, None) => return Cause::Trim,
             // Had one of the segments been there, the request would have got it: they were gone before.
-            (End::Alloc { bytes, stream }, Some(_)) if self.could_have_served(settings, bytes, stream) => {
+            (End::Alloc { bytes, stream } | End::Refused { bytes, stream }, _)
+                if self.could_have_served(settings, bytes, stream) =>
+            {
                 return Cause::Trim;
             }
+            (End::Refused { .. }, _) => return Cause::Retry,
             (End::Alloc { .. }, Some(bytes)) => bytes,
         };
         let oversize = settings.max_split_size.is_some_and(|bound| released().all(|segment| segment.bytes >= bound));
@@ -126,20 +138,28 @@ impl Window {
         }
     }
 
-    /// Whether a segment that went back was wholly free before and would have fitted a request.
+    /// Whether a free part of a segment that went back would have fitted a request.
     fn could_have_served(&self, settings: &CachingSettings, bytes: u64, stream: u64) -> bool {
-        let rounded = round_size(bytes, &settings.roundup_power2_divisions);
+        let round = |bytes: u64| round_size(bytes, &settings.roundup_power2_divisions);
+        let rounded = round(bytes);
         let small = pool_of(rounded) == PoolKind::Small;
         let max_split = settings.max_split_size.unwrap_or(u64::MAX);
         self.segments.iter().filter(|segment| segment.released).any(|segment| {
-            let pending = |done: &Completion| (segment.addr..segment.addr + segment.bytes).contains(&done.addr);
+            let end = segment.addr + segment.bytes;
+            let inside = |done: &&Completion| (segment.addr..end).contains(&done.addr);
+            // Blocks that were held up lay between its free parts.
+            let mut held_up: Vec<(u64, u64)> =
+                self.completions.iter().filter(inside).map(|done| (done.addr, done.addr + round(done.bytes))).collect();
+            held_up.sort_unstable();
+            held_up.push((end, end));
+            let (_, room) = held_up.iter().fold((segment.addr, 0), |(at, room), (start, next)| {
+                (at.max(*next), room.max(start.saturating_sub(at)))
+            });
             segment.stream == stream
                 && (segment.bytes == SMALL_SEGMENT) == small
-                && segment.bytes >= rounded
-                // Oversize segments serve only requests of about their size.
-                && (segment.bytes < max_split
-                    || rounded >= max_split && segment.bytes < rounded + settings.max_non_split_rounding)
-                && !self.completions.iter().any(pending)
+                && room >= rounded
+                // Oversize blocks serve only requests of about their size.
+                && (room < max_split || rounded >= max_split && room < rounded + settings.max_non_split_rounding)
         })
     }
 
@@ -185,7 +205,10 @@ mod tests {
         assert_eq!(retry.cause(&limited(100), End::Other), Cause::Trim);
         assert_eq!(window(90, &[-20]).cause(&limited(100), ALLOC), Cause::Trim);
         assert_eq!(window(90, &[20]).cause(&limited(100), ALLOC), Cause::Nothing);
-        assert_eq!(window(90, &[-20]).cause(&CachingSettings::default(), End::Refused), Cause::Retry);
+        assert_eq!(
+            window(90, &[-20]).cause(&CachingSettings::default(), End::Refused { bytes: 100 * MIB, stream: 0 }),
+            Cause::Retry
+        );
     }
 
     #[test]
@@ -198,8 +221,10 @@ mod tests {
         assert_eq!(cause(20 * MIB, 1), Cause::Retry, "another stream's");
         assert_eq!(cause(MIB, 0), Cause::Retry, "the other pool's");
         let mut window = window;
-        window.completions[0].addr = (1 << 40) + 512;
-        assert_eq!(window.cause(&settings, End::Alloc { bytes: 20 * MIB, stream: 0 }), Cause::Retry, "it was in use");
+        window.completions[0].addr = (1 << 40) + 5 * MIB;
+        let cause = |bytes| window.cause(&settings, End::Alloc { bytes, stream: 0 });
+        assert_eq!(cause(16 * MIB), Cause::Retry, "a block in it was held up");
+        assert_eq!(cause(14 * MIB), Cause::Trim, "there was room behind that block");
     }
 
     #[test]
@@ -223,7 +248,7 @@ mod tests {
         assert_eq!(window.waited_for(Cause::Retry).collect::<Vec<_>>(), [(0, true)]);
         assert_eq!(window.waited_for(Cause::Collect).collect::<Vec<_>>(), [(0, false)]);
         // A free that completed after a segment had gone was waited for, so the one before it was not.
-        window.completions.push(Completion { op: 1, addr: 1, after_release: true });
+        window.completions.push(Completion { op: 1, addr: 1, bytes: 512, after_release: true });
         assert_eq!(window.waited_for(Cause::Retry).collect::<Vec<_>>(), [(0, false), (1, true)]);
     }
 }
