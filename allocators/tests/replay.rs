@@ -136,4 +136,21 @@ proptest! {
         let settings = CachingSettings { memory_limit: limit, ..CachingSettings::default() };
         check_faithful(settings, writes_uses, &steps);
     }
+    /// The same with garbage collection and with blocks that are too large to split.
+    #[test]
+    fn caching_follows_its_history_under_other_settings(
+        steps in steps(300),
+        limit in 60..200u64,
+        garbage_collection_threshold in prop_oneof![1 => Just(0.0), 2 => 0.3..0.9],
+        max_split_size in prop_oneof![1 => Just(None), 1 => (21..40u64).prop_map(|mib| Some(mib * MIB))],
+    ) {
+        // Under these settings a log does not always tell `empty_cache`, and the point at which a free that was held up
+        // completed, from what the allocator released itself.
+        let mut steps = steps;
+        steps.retain(|step| !matches!(step, Step::EmptyCache | Step::Use { .. }));
+        let memory_limit = Some(limit * MIB);
+        let settings =
+            CachingSettings { memory_limit, garbage_collection_threshold, max_split_size, ..CachingSettings::default() };
+        check_faithful(settings, false, &steps);
+    }
 }

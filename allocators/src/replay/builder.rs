@@ -160,6 +160,7 @@ impl HistoryBuilder {
                         op,
                         addr: event.addr,
                         bytes: event.bytes,
+                        stream: event.stream,
                         after_release,
                     });
                 }

@@ -56,7 +56,12 @@ impl HistoryBuilder {
     /// Decides in each window why segments went back.
     fn explain(&mut self, settings: &CachingSettings) {
         for open in std::mem::take(&mut self.open) {
-            let OpenWindow { window, placeholder, first, end } = open;
+            let OpenWindow { mut window, placeholder, first, end } = open;
+            if settings.garbage_collection_threshold > 0.0 || settings.max_split_size.is_some() {
+                // What goes then depends on what is free, so a free that seems to have completed at once is taken for
+                // one that did.
+                window.before = None;
+            }
             let cause = window.cause(settings, end);
             let trims = cause == Cause::Trim;
             if trims {

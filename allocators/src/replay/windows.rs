@@ -30,6 +30,8 @@ pub(super) struct Completion {
     pub(super) addr: u64,
     /// Bytes asked for.
     pub(super) bytes: u64,
+    /// Handle of its stream.
+    pub(super) stream: u64,
     /// Whether a segment had gone back before.
     pub(super) after_release: bool,
 }
@@ -107,16 +109,21 @@ impl Window {
             };
         }
         let taken = self.segments.iter().rev().find(|segment| !segment.released).map(|segment| segment.bytes);
+        let mut serves_once_free = false;
         let taken = match (end, taken) {
             (End::Other, _) | (End::Alloc { .. }, None) => return Cause::Trim,
             // Had one of the segments been there, the request would have got it: they were gone before.
             (End::Alloc { bytes, stream } | End::Refused { bytes, stream }, _)
-                if self.could_have_served(settings, bytes, stream) =>
+                if self.could_have_served(settings, bytes, stream, true) =>
             {
                 return Cause::Trim;
             }
             (End::Refused { .. }, _) => return Cause::Retry,
-            (End::Alloc { .. }, Some(bytes)) => bytes,
+            (End::Alloc { bytes, stream }, Some(taken)) => {
+                serves_once_free = self.could_have_served(settings, bytes, stream, false)
+                    || self.held_up_fits(settings, bytes, stream);
+                taken
+            }
         };
         let oversize = settings.max_split_size.is_some_and(|bound| released().all(|segment| segment.bytes >= bound));
         let Some(limit) = settings.memory_limit else {
@@ -129,7 +136,10 @@ impl Window {
         let threshold = (settings.garbage_collection_threshold * limit as f64) as u64;
         let collects = settings.garbage_collection_threshold > 0.0 && self.reserved > threshold;
         let over = self.reserved.saturating_add(taken) > limit;
-        if collects && released().all(|segment| segment.bytes > SMALL_SEGMENT) || over && oversize {
+        if over && serves_once_free {
+            // Only because blocks were held up did they not serve the request, so they were waited for.
+            Cause::Retry
+        } else if collects && released().all(|segment| segment.bytes > SMALL_SEGMENT) || over && oversize {
             Cause::Collect
         } else if over {
             Cause::Retry
@@ -138,15 +148,16 @@ impl Window {
         }
     }
 
-    /// Whether a free part of a segment that went back would have fitted a request.
-    fn could_have_served(&self, settings: &CachingSettings, bytes: u64, stream: u64) -> bool {
+    /// Whether a free part of a segment that went back would have fitted a request, when the blocks that were held up
+    /// count as in use or as free.
+    fn could_have_served(&self, settings: &CachingSettings, bytes: u64, stream: u64, in_use: bool) -> bool {
         let round = |bytes: u64| round_size(bytes, &settings.roundup_power2_divisions);
         let rounded = round(bytes);
         let small = pool_of(rounded) == PoolKind::Small;
         let max_split = settings.max_split_size.unwrap_or(u64::MAX);
         self.segments.iter().filter(|segment| segment.released).any(|segment| {
             let end = segment.addr + segment.bytes;
-            let inside = |done: &&Completion| (segment.addr..end).contains(&done.addr);
+            let inside = |done: &&Completion| in_use && (segment.addr..end).contains(&done.addr);
             // Blocks that were held up lay between its free parts.
             let mut held_up: Vec<(u64, u64)> =
                 self.completions.iter().filter(inside).map(|done| (done.addr, done.addr + round(done.bytes))).collect();
@@ -160,6 +171,19 @@ impl Window {
                 && room >= rounded
                 // Oversize blocks serve only requests of about their size.
                 && (room < max_split || rounded >= max_split && room < rounded + settings.max_non_split_rounding)
+        })
+    }
+
+    /// Whether a block that was held up would have fitted a request.
+    fn held_up_fits(&self, settings: &CachingSettings, bytes: u64, stream: u64) -> bool {
+        let round = |bytes: u64| round_size(bytes, &settings.roundup_power2_divisions);
+        let rounded = round(bytes);
+        self.completions.iter().any(|done| {
+            let size = round(done.bytes);
+            done.stream == stream
+                && pool_of(size) == pool_of(rounded)
+                && size >= rounded
+                && settings.max_split_size.is_none_or(|bound| size < bound)
         })
     }
 
@@ -248,7 +272,7 @@ mod tests {
         assert_eq!(window.waited_for(Cause::Retry).collect::<Vec<_>>(), [(0, true)]);
         assert_eq!(window.waited_for(Cause::Collect).collect::<Vec<_>>(), [(0, false)]);
         // A free that completed after a segment had gone was waited for, so the one before it was not.
-        window.completions.push(Completion { op: 1, addr: 1, bytes: 512, after_release: true });
+        window.completions.push(Completion { op: 1, addr: 1, bytes: 512, stream: 0, after_release: true });
         assert_eq!(window.waited_for(Cause::Retry).collect::<Vec<_>>(), [(0, false), (1, true)]);
     }
 }
