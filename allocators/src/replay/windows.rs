@@ -109,7 +109,7 @@ impl Window {
             };
         }
         let taken = self.segments.iter().rev().find(|segment| !segment.released).map(|segment| segment.bytes);
-        let mut serves_once_free = false;
+        let serves_once_free;
         let taken = match (end, taken) {
             (End::Other, _) | (End::Alloc { .. }, None) => return Cause::Trim,
             // Had one of the segments been there, the request would have got it: they were gone before.
