@@ -92,7 +92,8 @@ fn caching_is_pytorch_address_for_address() {
 
 #[test]
 fn a_wrong_limit_is_noticed() {
-    let Some((path, ..)) = recordings().into_iter().find(|(path, ..)| path.ends_with("resnet50.limit.pickle.xz")) else {
+    let Some((path, ..)) = recordings().into_iter().find(|(path, ..)| path.ends_with("resnet50.limit.pickle.xz"))
+    else {
         return;
     };
     // Under a higher limit there is no reason to release what PyTorch released.
