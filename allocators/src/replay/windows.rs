@@ -213,7 +213,8 @@ mod tests {
             refused: false,
         };
         Window {
-            completions: vec![(0, false)],
+            completions: vec![Completion { op: 0, addr: 1, bytes: 512, stream: 0, after_release: false }],
+            before: None,
             segments: sizes.iter().map(segment).collect(),
             reserved: reserved * MIB,
         }
