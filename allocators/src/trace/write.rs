@@ -120,6 +120,15 @@ pub trait TraceWriter {
     /// [`WriteError`] when it cannot be written or the format cannot hold it.
     fn event(&mut self, event: &Event) -> Result<(), WriteError>;
 
+    /// Takes something that the host did, such as a driver call, for formats that show it; the others pass over it.
+    /// Slices of one track must not overlap unless one holds the other.
+    ///
+    /// # Errors
+    /// [`WriteError`] when it cannot be written.
+    fn slice(&mut self, _track: &str, _name: &str, _start_ns: u64, _total_ns: u64) -> Result<(), WriteError> {
+        Ok(())
+    }
+
     /// Completes the file.
     ///
     /// # Errors

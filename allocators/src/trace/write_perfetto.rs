@@ -66,33 +66,6 @@ impl PerfettoWriter {
         })
     }
 
-    /// A slice on a track of the host, such as a driver call. Slices of one track must not overlap unless one holds the
-    /// other.
-    ///
-    /// # Errors
-    /// [`WriteError`] when it cannot be written.
-    pub fn slice(&mut self, track: &str, name: &str, start_ns: u64, total_ns: u64) -> Result<(), WriteError> {
-        let thread = match self.tracks.get(track) {
-            Some(thread) => *thread,
-            None => {
-                // CAST: a number of tracks.
-                let thread = self.tracks.len() as u64 + 1;
-                if self.tracks.is_empty() {
-                    self.name("process_name", 0, 0, "host")?;
-                }
-                self.name("thread_name", 0, thread, track)?;
-                self.tracks.insert(track.to_owned(), thread);
-                thread
-            }
-        };
-        let (ts, dur) = (self.micros(start_ns), Micros(total_ns.into()));
-        self.put(|out| {
-            write!(out, "{{\"ph\":\"X\",\"pid\":0,\"tid\":{thread},\"ts\":{ts},\"dur\":{dur},\"name\":")?;
-            serde_json::to_writer(&mut *out, name)?;
-            out.write_all(b"}")
-        })
-    }
-
     fn put(&mut self, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> Result<(), WriteError> {
         let separator: &[u8] = if std::mem::take(&mut self.first) { b"\n" } else { b",\n" };
         self.file.put(|out| {
@@ -235,6 +208,28 @@ impl TraceWriter for PerfettoWriter {
             return Ok(());
         }
         self.counters(ts, device)
+    }
+
+    fn slice(&mut self, track: &str, name: &str, start_ns: u64, total_ns: u64) -> Result<(), WriteError> {
+        let thread = match self.tracks.get(track) {
+            Some(thread) => *thread,
+            None => {
+                // CAST: a number of tracks.
+                let thread = self.tracks.len() as u64 + 1;
+                if self.tracks.is_empty() {
+                    self.name("process_name", 0, 0, "host")?;
+                }
+                self.name("thread_name", 0, thread, track)?;
+                self.tracks.insert(track.to_owned(), thread);
+                thread
+            }
+        };
+        let (ts, dur) = (self.micros(start_ns), Micros(total_ns.into()));
+        self.put(|out| {
+            write!(out, "{{\"ph\":\"X\",\"pid\":0,\"tid\":{thread},\"ts\":{ts},\"dur\":{dur},\"name\":")?;
+            serde_json::to_writer(&mut *out, name)?;
+            out.write_all(b"}")
+        })
     }
 
     fn finish(mut self: Box<Self>, _ending: &Ending<'_>) -> Result<(), WriteError> {
