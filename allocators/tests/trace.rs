@@ -7,6 +7,8 @@ mod common;
 mod hostile_pickle;
 #[path = "trace/round_trip.rs"]
 mod round_trip;
+#[path = "trace/schema.rs"]
+mod schema;
 #[path = "trace/snapshots.rs"]
 mod snapshots;
 #[path = "trace/text.rs"]
