@@ -23,6 +23,10 @@ fn collect(folder: &Path, out: &mut Vec<Source>) {
     for entry in entries {
         let path = entry.unwrap().path();
         if path.is_dir() {
+            // What the fuzz targets are built into is nobody's source.
+            if path.ends_with("fuzz/target") {
+                continue;
+            }
             collect(&path, out);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             let name = path.strip_prefix(workspace()).unwrap().to_string_lossy().replace('\\', "/");

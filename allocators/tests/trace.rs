@@ -5,5 +5,11 @@
 mod common;
 #[path = "trace/hostile_pickle.rs"]
 mod hostile_pickle;
+#[path = "trace/round_trip.rs"]
+mod round_trip;
+#[path = "trace/schema.rs"]
+mod schema;
 #[path = "trace/snapshots.rs"]
 mod snapshots;
+#[path = "trace/text.rs"]
+mod text;

@@ -13,6 +13,8 @@ mod snapshot;
 mod store;
 mod words;
 
+pub(super) use snapshot::RawEvent;
+
 use super::input::Input;
 use super::{ReadError, ReadOptions, Sink, Summary};
 

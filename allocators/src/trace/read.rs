@@ -2,7 +2,7 @@
 
 use super::error::{Place, Problem, ReadError};
 use super::input::Input;
-use super::{Event, Segment, pickle};
+use super::{Action, Event, Segment, jsonl, lines, minimalloc, pickle, rmm, snapshot_json, stalloc};
 use std::io::Read;
 use std::path::Path;
 
@@ -11,6 +11,16 @@ use std::path::Path;
 pub enum Format {
     /// PyTorch's memory snapshot as `torch.cuda.memory._dump_snapshot` writes it.
     SnapshotPickle,
+    /// The same dictionary as JSON.
+    SnapshotJson,
+    /// RMM's log.
+    RmmCsv,
+    /// STAlloc's trace.
+    Stalloc,
+    /// minimalloc's table of buffers, which is read as a whole before the first event.
+    MinimallocCsv,
+    /// Our own trace, as `trainer --trace` writes it.
+    Jsonl,
 }
 
 impl Format {
@@ -19,6 +29,11 @@ impl Format {
     pub fn name(self) -> &'static str {
         match self {
             Format::SnapshotPickle => "snapshot",
+            Format::SnapshotJson => "snapshot-json",
+            Format::RmmCsv => "rmm",
+            Format::Stalloc => "stalloc",
+            Format::MinimallocCsv => "minimalloc",
+            Format::Jsonl => "trace",
         }
     }
 }
@@ -71,13 +86,16 @@ impl Summary {
         }
     }
 
+    /// Takes note of a device, with or without events.
+    pub(super) fn has_device(&mut self, device: u16) {
+        let devices = self.events.len().max(usize::from(device) + 1);
+        self.events.resize(devices, 0);
+    }
+
     /// Counts an event of a device.
     pub(super) fn count(&mut self, device: u16) {
-        let device = usize::from(device);
-        if self.events.len() <= device {
-            self.events.resize(device + 1, 0);
-        }
-        self.events[device] += 1;
+        self.has_device(device);
+        self.events[usize::from(device)] += 1;
     }
 
     /// Events of all devices.
@@ -121,17 +139,64 @@ pub fn read_from(source: Box<dyn Read + '_>, options: &ReadOptions, sink: &mut S
     };
     let mut summary = match format {
         Format::SnapshotPickle => pickle::read(&mut input, options, sink),
+        Format::SnapshotJson => snapshot_json::read(&mut input, options, sink),
+        Format::RmmCsv => rmm::read(&mut input, sink),
+        Format::Stalloc => stalloc::read(&mut input, sink),
+        Format::MinimallocCsv => minimalloc::read(&mut input, options, sink),
+        Format::Jsonl => jsonl::read(&mut input, sink),
     }?;
     summary.bytes = input.offset();
     Ok(summary)
+}
+
+/// A free in a format that does not say when it completed: at once.
+pub(super) fn emit_free(event: Event, summary: &mut Summary, sink: &mut Sink<'_>) -> Result<(), ReadError> {
+    for action in [Action::FreeRequested, Action::FreeCompleted] {
+        summary.count(event.device);
+        sink(Event { action, ..event })?;
+    }
+    Ok(())
 }
 
 fn detect(input: &mut Input<'_>) -> Result<Format, ReadError> {
     if !input.ensure(1)? {
         return Err(ReadError::at(Place::Whole, Problem::Empty));
     }
-    match input.buffered()[0] {
-        0x80 => Ok(Format::SnapshotPickle),
-        _ => Err(ReadError::at(Place::Whole, Problem::UnknownFormat)),
+    // However little a pipe gives at once; less is there when the file is shorter.
+    input.ensure(lines::LONGEST_LINE)?;
+    let start = &input.buffered()[..input.buffered().len().min(lines::LONGEST_LINE)];
+    let unknown = || ReadError::at(Place::Whole, Problem::UnknownFormat);
+    if start[0] == 0x80 {
+        return Ok(Format::SnapshotPickle);
     }
+    let start = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(start).trim_ascii_start();
+    match start.first() {
+        Some(b'{') => return Ok(detect_json(start)),
+        Some(b'[') => {
+            return Err(ReadError::content(
+                Place::Byte(0),
+                "the JSON document is a list, not a snapshot: dump torch.cuda.memory._snapshot(), not memory_snapshot()",
+            ));
+        }
+        _ => {}
+    }
+    // The last line may be cut.
+    let text = String::from_utf8_lossy(start);
+    let header = text.lines().next().unwrap_or_default();
+    if lines::columns(header, rmm::COLUMNS).is_ok() {
+        Ok(Format::RmmCsv)
+    } else if lines::columns(header, minimalloc::COLUMNS).is_ok() {
+        Ok(Format::MinimallocCsv)
+    } else if text.lines().any(|line| matches!(stalloc::parse(line), Some(Ok(_)))) {
+        Ok(Format::Stalloc)
+    } else {
+        Err(unknown())
+    }
+}
+
+/// A snapshot or our own trace, by the first key.
+fn detect_json(start: &[u8]) -> Format {
+    let key = start.split(|byte| *byte == b'"').nth(1).unwrap_or_default();
+    let ours: [&[u8]; 7] = [b"time_ns", b"action", b"addr", b"size", b"block", b"stream", b"path"];
+    if ours.contains(&key) { Format::Jsonl } else { Format::SnapshotJson }
 }

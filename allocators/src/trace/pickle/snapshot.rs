@@ -20,7 +20,7 @@ pub(super) struct Spine<'r, 's> {
 
 /// The fields of an event as a snapshot has them.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct RawEvent {
+pub(in crate::trace) struct RawEvent {
     /// Its action; `None` for one that has no counterpart.
     pub(crate) action: Option<Option<Action>>,
     pub(crate) addr: Option<u64>,
@@ -368,10 +368,7 @@ impl Machine<'_, '_, '_> {
             self.take_event(item, device, number)?;
         }
         // A device without events counts as a device.
-        let devices = &mut self.spine.summary.events;
-        if devices.len() <= usize::from(device) {
-            devices.resize(usize::from(device) + 1, 0);
-        }
+        self.spine.summary.has_device(device);
         Ok(())
     }
 
