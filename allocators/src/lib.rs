@@ -43,6 +43,7 @@ pub mod core;
 pub mod device;
 mod error;
 pub mod instrument;
+pub mod replay;
 mod snapshot;
 mod stats;
 mod sync;

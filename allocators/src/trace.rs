@@ -3,6 +3,36 @@
 //!
 //! A history is what one device's allocator was asked for and did, in order. Readers push its events into a
 //! closure one at a time, so that a file of any size passes through bounded memory.
+//!
+//! [`read()`] takes any of the formats in [`Format`], plain or compressed, and tells them apart by their content.
+//! [`Export`] lists the formats that are written, and [`TraceWriter`] is what each of them is written by.
+
+mod error;
+mod input;
+mod jsonl;
+mod lines;
+mod minimalloc;
+mod pickle;
+mod read;
+mod rmm;
+mod segment;
+mod snapshot_json;
+mod stalloc;
+mod write;
+mod write_minimalloc;
+mod write_perfetto;
+mod write_plain;
+mod write_rmm;
+mod write_snapshot;
+
+pub use error::{Place, Problem, ReadError};
+pub use read::{Format, ReadOptions, Sink, Summary, read, read_from};
+pub use segment::{Segment, SegmentBlock, SegmentType};
+pub use write::{Ending, Export, TraceWriter, WriteError, WriteProblem};
+pub use write_minimalloc::MinimallocWriter;
+pub use write_perfetto::PerfettoWriter;
+pub use write_rmm::RmmWriter;
+pub use write_snapshot::SnapshotWriter;
 
 use std::fmt;
 
@@ -28,7 +58,8 @@ pub enum Action {
     SegmentUnmap,
     /// A snapshot was taken; `bytes` are active.
     Snapshot,
-    /// A request of `bytes` was refused; `addr` holds the bytes that were free on the device.
+    /// A request of `bytes` was refused; `addr` holds the bytes that were free on the device, 0 where the log does not
+    /// say.
     Oom,
 }
 
@@ -62,6 +93,14 @@ impl Action {
             Action::Snapshot => "snapshot",
             Action::Oom => "oom",
         }
+    }
+}
+
+impl std::str::FromStr for Action {
+    type Err = ();
+
+    fn from_str(name: &str) -> Result<Self, ()> {
+        Action::ALL.into_iter().find(|action| action.name() == name).ok_or(())
     }
 }
 

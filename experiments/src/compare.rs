@@ -65,6 +65,13 @@ pub(crate) struct ArmFailed {
     text: String,
 }
 
+impl ArmFailed {
+    /// A failure that is not the input's fault.
+    pub(crate) fn at_run_time(error: &impl fmt::Display) -> Self {
+        Self { code: 1, text: error.to_string() }
+    }
+}
+
 impl fmt::Display for ArmFailed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)

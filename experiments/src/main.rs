@@ -1,9 +1,12 @@
-//! Runs the trainer under several allocators and compares what it recorded; measures device profiles.
+//! Runs the trainer under several allocators and compares what it recorded; replays histories; measures device profiles.
 
 mod calibrate;
+mod capacity;
 mod compare;
 mod fit;
+mod history;
 mod profile;
+mod replay;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
@@ -53,6 +56,10 @@ enum Command {
         #[arg(short, long, value_name = "FILE")]
         out: PathBuf,
     },
+    /// Replays recorded histories under each allocator
+    Replay(replay::ReplayArgs),
+    /// Finds the smallest memory in which a recorded history still runs under each allocator
+    Capacity(capacity::CapacityArgs),
     /// Is the trainer; `compare` starts it in a process of its own for each run
     #[command(hide = true)]
     Trainer {
@@ -68,6 +75,8 @@ fn main() -> ExitCode {
             .and_then(|base| calibrate::calibrate(&device, base, &source))
             .and_then(|measured| profile::write(&measured, &out)),
         Command::FitKernels { timings, profile, out } => fit_kernels(&timings, profile, &out),
+        Command::Replay(args) => replay::replay(&args),
+        Command::Capacity(args) => capacity::capacity(&args),
         Command::Trainer { arguments } => {
             let program = std::iter::once(OsString::from("trainer"));
             std::process::exit(trainer::cli::main(program.chain(arguments).collect()));

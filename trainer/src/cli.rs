@@ -7,6 +7,7 @@ use crate::settings::{DeviceChoice, GemmMode, InitMode, LoaderMode, SyncMode};
 use crate::{Result, Settings, TrainError, doctor, exit, record, report};
 use allocators::backend::CachingSettings;
 use allocators::instrument::NvtxMode;
+use allocators::trace::Export;
 use allocators::{BackendKind, Bytes, PoolSettings};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
@@ -148,6 +149,9 @@ struct TrainArgs {
     /// Write every allocator operation to the record
     #[arg(long, help_heading = "Record and instruments")]
     trace: bool,
+    /// Write the history in these formats, comma separated; implies --trace
+    #[arg(long, value_name = "FORMAT", value_parser = export_parser(), value_delimiter = ',', help_heading = "Record and instruments")]
+    export: Vec<Export>,
     /// Check the allocator: overlap, writes after free, leaks (slow)
     #[arg(long, help_heading = "Record and instruments")]
     check: bool,
@@ -159,6 +163,14 @@ struct TrainArgs {
 fn backend_parser() -> impl TypedValueParser<Value = BackendKind> {
     let values = BackendKind::ALL.map(|kind| PossibleValue::new(kind.name()).help(kind.summary()));
     PossibleValuesParser::new(values).try_map(|name| name.parse::<BackendKind>())
+}
+
+fn export_parser() -> impl TypedValueParser<Value = Export> {
+    let values = Export::ALL.map(|export| PossibleValue::new(export.name()).help(export.summary()));
+    PossibleValuesParser::new(values).map(|name| {
+        // The parser before has refused every other name.
+        Export::ALL.into_iter().find(|export| export.name() == name).unwrap_or(Export::Snapshot)
+    })
 }
 
 fn nvtx_parser() -> impl TypedValueParser<Value = NvtxMode> {
@@ -231,6 +243,7 @@ impl TrainArgs {
             nvtx: self.nvtx,
             latency: self.latency,
             trace: self.trace,
+            exports: self.export.clone(),
             check: self.check,
             log_driver_calls: self.log_driver_calls,
         })

@@ -1,6 +1,7 @@
 //! The device of a run: a driver whose calls are counted, and the means to run kernels on it.
 
 use crate::error::{Result, TrainError};
+use crate::export::CallLog;
 use crate::settings::{DeviceChoice, SyncMode};
 use allocators::device::CallObserver;
 use allocators::instrument::Clock;
@@ -43,6 +44,8 @@ pub struct Device {
     /// Why `auto` chose this device; empty when the device was asked for by name.
     reason: String,
     idle: Option<IdleCosts>,
+    /// Who wants to know the names of the kernels that are launched.
+    log: Option<Arc<CallLog>>,
 }
 
 /// Simulated addresses as kernels on the host see them.
@@ -104,6 +107,7 @@ impl Device {
             blocked: Blocked::BeyondIdleCost,
             reason,
             idle: Some(idle),
+            log: None,
         })
     }
 
@@ -126,6 +130,7 @@ impl Device {
             blocked: Blocked::Exact,
             reason,
             idle: None,
+            log: None,
         })
     }
 
@@ -196,6 +201,11 @@ impl Device {
         }
     }
 
+    /// Tells `log` the names of the kernels that are launched; it hears of the launches themselves as of every call.
+    pub fn name_launches(&mut self, log: Arc<CallLog>) {
+        self.log = Some(log);
+    }
+
     /// Queues an operation on the compute stream.
     ///
     /// # Errors
@@ -207,6 +217,9 @@ impl Device {
     /// overlaps another buffer of it.
     pub unsafe fn run(&self, operation: &dyn Operation) -> Result<()> {
         let _range = self.ranges.range(format_args!("{}", operation.name()));
+        if let Some(log) = &self.log {
+            log.launching(operation.name());
+        }
         self.driver.count(CallKind::KernelLaunch, || -> Result<()> {
             match &self.engine {
                 Engine::Cuda { kernels, .. } => {

@@ -9,6 +9,7 @@ pub mod data;
 pub mod device;
 pub mod doctor;
 mod error;
+pub mod export;
 pub mod init;
 pub mod loader;
 pub mod mlp;

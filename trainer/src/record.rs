@@ -5,6 +5,7 @@
 
 use crate::data::FileChecksum;
 use crate::error::{Result, TrainError};
+use crate::export::CallLine;
 use crate::settings::{GemmMode, InitMode, LoaderMode, SyncMode};
 use allocators::instrument::{CheckReport, InstrumentCost, LatencyRow, Timed, TraceEvent};
 use allocators::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
@@ -62,6 +63,8 @@ pub struct EffectiveSettings {
     pub latency: bool,
     /// Whether every allocator operation was recorded.
     pub trace: bool,
+    /// Formats in which the history is exported.
+    pub export: Vec<&'static str>,
     /// Whether the checker watched.
     pub check: bool,
 }
@@ -151,6 +154,12 @@ pub struct Files {
     /// Every allocator operation, one JSON object a line.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trace: Option<&'static str>,
+    /// Every driver call, one JSON object a line.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub driver_calls: Option<&'static str>,
+    /// The history in other formats, written at the end.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub exports: Vec<&'static str>,
 }
 
 /// The record of one run.
@@ -239,6 +248,8 @@ pub const STEPS: &str = "steps.csv";
 pub const LATENCY: &str = "latency.hlog";
 /// Every allocator operation.
 pub const TRACE: &str = "trace.jsonl";
+/// Every driver call.
+pub const DRIVER_CALLS: &str = "driver_calls.jsonl";
 
 /// The directory of a record.
 #[derive(Debug)]
@@ -344,11 +355,23 @@ impl RecordWriter {
     /// # Errors
     /// [`TrainError::Record`] when the file cannot be written.
     pub fn append_trace(&self, events: &[TraceEvent]) -> Result<()> {
-        let path = self.directory.join(TRACE);
+        self.append_lines(TRACE, events)
+    }
+
+    /// Appends driver calls.
+    ///
+    /// # Errors
+    /// [`TrainError::Record`] when the file cannot be written.
+    pub fn append_driver_calls(&self, calls: &[CallLine]) -> Result<()> {
+        self.append_lines(DRIVER_CALLS, calls)
+    }
+
+    fn append_lines(&self, name: &str, lines: &[impl Serialize]) -> Result<()> {
+        let path = self.directory.join(name);
         let write = || -> std::io::Result<()> {
             let mut out = BufWriter::new(OpenOptions::new().create(true).append(true).open(&path)?);
-            for event in events {
-                serde_json::to_writer(&mut out, event)?;
+            for line in lines {
+                serde_json::to_writer(&mut out, line)?;
                 out.write_all(b"\n")?;
             }
             out.flush()

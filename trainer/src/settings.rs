@@ -2,6 +2,7 @@
 
 use crate::data::DatasetName;
 use allocators::instrument::NvtxMode;
+use allocators::trace::Export;
 use allocators::{BackendKind, PoolSettings};
 use clap::ValueEnum;
 use kernels::GemmAlgorithm;
@@ -149,6 +150,8 @@ pub struct Settings {
     pub latency: bool,
     /// Whether every allocator operation is written to the record.
     pub trace: bool,
+    /// Formats in which the history is written to the record at the end; any of them implies `trace`.
+    pub exports: Vec<Export>,
     /// Whether the checker watches the allocator.
     pub check: bool,
     /// Whether driver allocations are printed as they happen.
@@ -181,6 +184,7 @@ impl Default for Settings {
             nvtx: NvtxMode::default(),
             latency: true,
             trace: false,
+            exports: Vec::new(),
             check: false,
             log_driver_calls: false,
         }

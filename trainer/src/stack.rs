@@ -53,7 +53,7 @@ impl Stack {
             costs.push(measure_cost("nvtx", 50, &|inner| Arc::new(Nvtx::new(inner, ranges)))?);
         }
         let mut trace = None;
-        if settings.trace {
+        if settings.trace || !settings.exports.is_empty() {
             let layer = Arc::new(EventTrace::new(top, device.clock()));
             trace = Some(Arc::clone(&layer));
             top = layer;

@@ -5,17 +5,21 @@ mod epoch;
 use crate::data::{self, DataRequest, Dataset, Progress, Split};
 use crate::device::Device;
 use crate::error::{Result, TrainError};
+use crate::export::{self, CallLog};
 use crate::loader::Loader;
 use crate::mlp::{self, Mlp};
 use crate::observer::{Observer, driver_call_log};
 use crate::record::{
-    DatasetRecord, EffectiveSettings, Files, LATENCY, RecordWriter, SCHEMA_VERSION, STEPS, Status, Summary, TRACE,
+    DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, RecordWriter, SCHEMA_VERSION, STEPS, Status,
+    Summary, TRACE,
 };
 use crate::settings::{DeviceChoice, Settings};
 use crate::stack::Stack;
 use crate::tensor::Context;
+use allocators::device::CallObserver;
 use allocators::instrument::nvtx::Ranges;
-use allocators::{AllocatorSettings, BackendKind, Bytes, CallCounts, DeviceKind, Memory};
+use allocators::trace::Export;
+use allocators::{AllocatorSettings, BackendKind, Bytes, CallCounts, CallEvent, DeviceKind, Memory};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -48,16 +52,32 @@ pub fn run(
     check(settings)?;
     let ranges = Ranges::new(settings.nvtx);
     ranges.name_thread("trainer");
-    let log = settings.log_driver_calls.then(|| driver_call_log(Arc::clone(observer)));
-    let device = Device::open(&settings.device, settings.sync, ranges, log)?;
+    let calls = (!settings.exports.is_empty()).then(|| Arc::new(CallLog::default()));
+    let mut device =
+        Device::open(&settings.device, settings.sync, ranges, listeners(settings, observer, calls.as_ref()))?;
+    if let Some(calls) = &calls {
+        device.name_launches(Arc::clone(calls));
+    }
     observer.device(&device);
     let dataset = load(settings, observer)?;
     observer.dataset(&dataset);
-    let mut run = Run::new(settings, command, started, device, &dataset)?;
+    let mut run = Run::new(settings, command, started, device, &dataset, calls)?;
     run.record.write_summary(&run.summary)?;
     observer.begin(settings, &run.summary, run.steps_in_all(&dataset));
     let ended = run.train(settings, &dataset, stop, observer);
     run.finish(ended)
+}
+
+/// Who hears of driver calls.
+fn listeners(settings: &Settings, observer: &Arc<dyn Observer>, calls: Option<&Arc<CallLog>>) -> Option<CallObserver> {
+    let printed = settings.log_driver_calls.then(|| driver_call_log(Arc::clone(observer)));
+    let Some(calls) = calls.cloned() else { return printed };
+    Some(Box::new(move |event: &CallEvent| {
+        calls.observe(event);
+        if let Some(printed) = &printed {
+            printed(event);
+        }
+    }))
 }
 
 /// More layers than any network has, and few enough that their widths can be listed.
@@ -116,6 +136,9 @@ struct Run {
     summary: Summary,
     record: RecordWriter,
     started: Instant,
+    /// Driver calls for the exports.
+    calls: Option<Arc<CallLog>>,
+    exports: Vec<Export>,
     /// Declared before `context`: the allocator goes before the device that it allocates from.
     stack: Stack,
     context: Context,
@@ -128,6 +151,7 @@ impl Run {
         started: Instant,
         device: Device,
         dataset: &Dataset,
+        calls: Option<Arc<CallLog>>,
     ) -> Result<Self> {
         let widths = network(settings, dataset)?;
         let parameter_bytes = mlp::parameter_bytes(&widths);
@@ -190,10 +214,13 @@ impl Run {
                 steps: STEPS,
                 latency: stack.timed.is_some().then_some(LATENCY),
                 trace: stack.trace.is_some().then_some(TRACE),
+                driver_calls: calls.is_some().then_some(DRIVER_CALLS),
+                exports: Vec::new(),
             },
         };
         let memory = Memory::new(Arc::clone(&stack.top));
-        Ok(Self { summary, record, started, stack, context: Context { memory, device } })
+        let exports = exports(settings);
+        Ok(Self { summary, record, started, calls, exports, stack, context: Context { memory, device } })
     }
 
     fn steps_in_epoch(&self, rows: usize) -> u64 {
@@ -228,9 +255,7 @@ impl Run {
             );
             let (rows, ended) = rows;
             self.record.append_steps(&rows)?;
-            if let Some(trace) = &self.stack.trace {
-                self.record.append_trace(&trace.take())?;
-            }
+            self.append_history()?;
             self.update_summary();
             let stop_here = ended.is_err() || left == 0;
             match ended {
@@ -253,6 +278,27 @@ impl Run {
         drop((loaders, model));
         self.context.device.synchronize()?;
         Ok(self.context.memory.check()?)
+    }
+
+    /// Moves what the trace and the call log hold from memory to the record.
+    fn append_history(&self) -> Result<()> {
+        if let Some(trace) = &self.stack.trace {
+            self.record.append_trace(&trace.take())?;
+        }
+        if let Some(calls) = &self.calls {
+            self.record.append_driver_calls(&calls.take())?;
+        }
+        Ok(())
+    }
+
+    /// Writes the exports, of which the summary then tells.
+    fn export(&mut self) -> Result<()> {
+        let snapshot = self.stack.top.snapshot();
+        let end_ns = self.context.device.clock().now_ns();
+        let settings = &self.summary.settings.allocator_settings;
+        export::write(self.record.directory(), &self.exports, end_ns, snapshot.as_ref(), settings)?;
+        self.summary.files.exports = self.exports.iter().map(|export| export.file_name()).collect();
+        Ok(())
     }
 
     fn update_summary(&mut self) {
@@ -279,15 +325,30 @@ impl Run {
             Some(_) => Status::Failed,
         };
         self.summary.error = error.as_ref().map(ToString::to_string);
-        if let Some(trace) = &self.stack.trace {
-            self.record.append_trace(&trace.take())?;
-        }
+        self.append_history()?;
         if let Some(timed) = &self.stack.timed {
             self.record.write_latency(timed, self.started.elapsed())?;
         }
+        // The record is whole before the exports, which are made from it.
         self.record.write_summary(&self.summary)?;
+        if !self.exports.is_empty() {
+            if let Err(failed) = self.export() {
+                self.summary.status = Status::Failed;
+                self.summary.error = Some(failed.to_string());
+                error = Some(failed);
+            }
+            self.record.write_summary(&self.summary)?;
+        }
         Ok(Outcome { directory: self.record.directory().to_owned(), summary: self.summary, error })
     }
+}
+
+/// The formats to export, each once.
+fn exports(settings: &Settings) -> Vec<Export> {
+    let mut out = settings.exports.clone();
+    out.sort_unstable();
+    out.dedup();
+    out
 }
 
 fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>> {
@@ -343,6 +404,7 @@ fn effective(settings: &Settings, stack: &Stack, device: &Device, dataset: &Data
         nvtx: device.ranges().is_on(),
         latency: stack.timed.is_some(),
         trace: stack.trace.is_some(),
+        export: exports(settings).into_iter().map(Export::name).collect(),
         check: stack.checker.is_some(),
     }
 }

@@ -5,6 +5,7 @@
 
 mod common;
 
+use allocators::trace::Export;
 use allocators::{BackendKind, CallKind, Path};
 use common::{Done, arms, digits, iris, train};
 use serde_json::Value;
@@ -165,7 +166,7 @@ fn compare(section: &str, walk: &Walk) {
 
 /// Runs that together write everything a simulated device can make them write.
 fn runs() -> Vec<Done> {
-    let full = Settings { trace: true, check: true, ..iris() };
+    let full = Settings { trace: true, check: true, exports: Export::ALL.to_vec(), ..iris() };
     let mut runs: Vec<Done> = arms(&full).into_iter().map(|(_, settings)| train(&settings).finished()).collect();
     runs.push(
         train(&Settings { steps: Some(3), loader: LoaderMode::Pinned, sync: SyncMode::Op, ..digits() }).finished(),
@@ -181,11 +182,14 @@ fn runs() -> Vec<Done> {
 
 #[test]
 fn every_key_of_the_record_is_described_and_every_description_is_kept() {
-    let (mut summaries, mut traces) = (Walk::default(), Walk::default());
+    let (mut summaries, mut traces, mut calls) = (Walk::default(), Walk::default(), Walk::default());
     for done in runs() {
         summaries.visit("", &done.json());
         if let Ok(text) = std::fs::read_to_string(done.path().join("trace.jsonl")) {
             text.lines().for_each(|line| traces.visit("", &serde_json::from_str(line).unwrap()));
+        }
+        if let Ok(text) = std::fs::read_to_string(done.path().join("driver_calls.jsonl")) {
+            text.lines().for_each(|line| calls.visit("", &serde_json::from_str(line).unwrap()));
         }
         let header = std::fs::read_to_string(done.path().join("steps.csv")).unwrap();
         let columns: Vec<&str> = header.lines().next().unwrap().split(',').collect();
@@ -194,6 +198,16 @@ fn every_key_of_the_record_is_described_and_every_description_is_kept() {
     }
     compare("summary.json", &summaries);
     compare("trace.jsonl", &traces);
+    compare("driver_calls.jsonl", &calls);
+}
+
+#[test]
+fn every_export_is_listed() {
+    for row in rows("Exports", "file") {
+        let export = Export::ALL.into_iter().find(|export| export.file_name() == unquoted(&row[0])).unwrap();
+        assert_eq!(unquoted(&row[1]), export.name());
+    }
+    assert_eq!(rows("Exports", "file").len(), Export::ALL.len());
 }
 
 #[test]

@@ -16,6 +16,8 @@ pub struct CallArguments {
     pub bytes: u64,
     /// Address, for calls that take one.
     pub addr: Option<DeviceAddr>,
+    /// Event, for calls that take one.
+    pub event: Option<EventId>,
 }
 
 /// What a hook can learn from the result of a call.
@@ -23,6 +25,17 @@ pub trait CallResult {
     /// The address that the call produced, if it produces one.
     fn addr(&self) -> Option<DeviceAddr> {
         None
+    }
+
+    /// The answer of a call that asks whether something is so.
+    fn answer(&self) -> Option<bool> {
+        None
+    }
+}
+
+impl CallResult for bool {
+    fn answer(&self) -> Option<bool> {
+        Some(*self)
     }
 }
 
@@ -33,19 +46,7 @@ impl CallResult for DeviceAddr {
 }
 
 macro_rules! without_address { ($($kind:ty),+) => { $(impl CallResult for $kind {})+ }; }
-without_address!(
-    (),
-    bool,
-    u64,
-    MemInfo,
-    StreamId,
-    EventId,
-    PoolId,
-    PoolSettings,
-    PoolCounters,
-    PhysicalHandle,
-    NonNull<u8>
-);
+without_address!((), u64, MemInfo, StreamId, EventId, PoolId, PoolSettings, PoolCounters, PhysicalHandle, NonNull<u8>);
 
 /// Stands around each call.
 pub trait Hook: Send + Sync + fmt::Debug {
@@ -70,6 +71,18 @@ pub struct HookedDriver<H> {
 }
 
 impl<H: Hook> HookedDriver<H> {
+    /// Wraps a driver.
+    #[must_use]
+    pub fn with_hook(inner: Arc<dyn Driver>, hook: H) -> Self {
+        Self { inner, hook }
+    }
+
+    /// The hook.
+    #[must_use]
+    pub fn hook(&self) -> &H {
+        &self.hook
+    }
+
     fn call<T: CallResult>(&self, kind: CallKind, call: impl FnOnce() -> DriverResult<T>) -> DriverResult<T> {
         self.hook.around(self.inner.as_ref(), kind, CallArguments::default(), call)
     }
@@ -80,7 +93,7 @@ impl<H: Hook> HookedDriver<H> {
         bytes: u64,
         call: impl FnOnce() -> DriverResult<T>,
     ) -> DriverResult<T> {
-        self.hook.around(self.inner.as_ref(), kind, CallArguments { bytes, addr: None }, call)
+        self.hook.around(self.inner.as_ref(), kind, CallArguments { bytes, ..CallArguments::default() }, call)
     }
 
     fn at<T: CallResult>(
@@ -90,7 +103,17 @@ impl<H: Hook> HookedDriver<H> {
         bytes: u64,
         call: impl FnOnce() -> DriverResult<T>,
     ) -> DriverResult<T> {
-        self.hook.around(self.inner.as_ref(), kind, CallArguments { bytes, addr: Some(addr) }, call)
+        self.hook.around(self.inner.as_ref(), kind, CallArguments { bytes, addr: Some(addr), event: None }, call)
+    }
+
+    fn with_event<T: CallResult>(
+        &self,
+        kind: CallKind,
+        event: EventId,
+        call: impl FnOnce() -> DriverResult<T>,
+    ) -> DriverResult<T> {
+        let arguments = CallArguments { event: Some(event), ..CallArguments::default() };
+        self.hook.around(self.inner.as_ref(), kind, arguments, call)
     }
 
     fn inner_pools(&self) -> &dyn PoolDriver {
@@ -144,7 +167,7 @@ impl<H: Hook> Driver for HookedDriver<H> {
     }
 
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> DriverResult<()> {
-        self.call(CallKind::StreamWaitEvent, || self.inner.stream_wait_event(stream, event))
+        self.with_event(CallKind::StreamWaitEvent, event, || self.inner.stream_wait_event(stream, event))
     }
 
     fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool> {
@@ -161,19 +184,19 @@ impl<H: Hook> Driver for HookedDriver<H> {
 
     unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.call(CallKind::EventDestroy, || unsafe { self.inner.event_destroy(event) })
+        self.with_event(CallKind::EventDestroy, event, || unsafe { self.inner.event_destroy(event) })
     }
 
     fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
-        self.call(CallKind::EventRecord, || self.inner.event_record(event, stream))
+        self.with_event(CallKind::EventRecord, event, || self.inner.event_record(event, stream))
     }
 
     fn event_query(&self, event: EventId) -> DriverResult<bool> {
-        self.call(CallKind::EventQuery, || self.inner.event_query(event))
+        self.with_event(CallKind::EventQuery, event, || self.inner.event_query(event))
     }
 
     fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
-        self.call(CallKind::EventSynchronize, || self.inner.event_synchronize(event))
+        self.with_event(CallKind::EventSynchronize, event, || self.inner.event_synchronize(event))
     }
 
     fn event_elapsed_ns(&self, start: EventId, end: EventId) -> DriverResult<u64> {

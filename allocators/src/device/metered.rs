@@ -300,6 +300,17 @@ impl MeteredDriver {
             _ => self.hook.idle.as_ref().map_or(0, |(idle, _)| beyond_launch(idle.kernel_launch, total)),
         };
         self.hook.counts.add(kind, total, blocked);
+        if let Some(observer) = &self.hook.observer {
+            observer(&CallEvent {
+                kind,
+                bytes: 0,
+                addr: None,
+                start_ns: start,
+                total_ns: total,
+                blocked_ns: blocked,
+                ok: result.is_ok(),
+            });
+        }
         result
     }
 }

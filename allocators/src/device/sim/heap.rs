@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::timeline::{Mark, Order};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Why memory is not available yet: the point of a stream at which its last owner freed it.
 type FreedAt = Option<Mark>;
@@ -21,10 +21,18 @@ pub(super) struct Heap {
     packing: Packing,
     /// Free ranges by offset: length and when they were freed. Touching ranges freed alike are one.
     free: BTreeMap<u64, (u64, FreedAt)>,
+    /// The same by (length, offset), which is the order of best fit.
+    by_room: BTreeSet<(u64, u64)>,
+    /// Free ranges that are marked with when they were freed.
+    marked: usize,
     /// Blocks by offset: length.
     blocks: BTreeMap<u64, u64>,
     /// Bytes in blocks, for each granule that is held.
     held: BTreeMap<u64, u64>,
+    /// Granules that are held and have no block.
+    empty: BTreeSet<u64>,
+    /// Number of granules that are held and not full.
+    roomy: u64,
 }
 
 /// How blocks lie in granules.
@@ -57,8 +65,12 @@ impl Heap {
             align,
             packing,
             free,
+            by_room: BTreeSet::from([(limit, 0)]),
+            marked: 0,
             blocks: BTreeMap::new(),
             held: BTreeMap::new(),
+            empty: BTreeSet::new(),
+            roomy: 0,
         }
     }
 
@@ -75,20 +87,38 @@ impl Heap {
     }
 
     fn missing(&self, offset: u64, len: u64) -> u64 {
-        self.granules(offset, len).filter(|granule| !self.held.contains_key(granule)).count() as u64
+        let (first, end) = (offset / self.granule, (offset + len).div_ceil(self.granule));
+        end - first - self.held.range(first..end).count() as u64
+    }
+
+    fn add_range(&mut self, start: u64, len: u64, freed: FreedAt) {
+        self.free.insert(start, (len, freed));
+        self.by_room.insert((len, start));
+        self.marked += usize::from(freed.is_some());
+    }
+
+    fn take_range(&mut self, start: u64) -> Option<(u64, FreedAt)> {
+        let (len, freed) = self.free.remove(&start)?;
+        self.by_room.remove(&(len, start));
+        self.marked -= usize::from(freed.is_some());
+        Some((len, freed))
     }
 
     /// Places `bytes`, taking at most `budget` bytes of new granules; `None` when there is no room.
     ///
     /// Prefers memory already held, then memory that needs no wait, then the smallest free range; ties go to the
     /// lowest address. `order` says whether memory freed at some point may be used, and whether that needs a wait.
+    ///
+    /// O(log n) in the free ranges where the best one is known when it is met, as in a heap without holes in held
+    /// granules or with one that fits; otherwise every range that is large enough is looked at.
     pub(super) fn place(&mut self, bytes: u64, budget: u64, order: impl Fn(Mark) -> Order) -> Option<Placement> {
         let len = bytes.checked_next_multiple_of(self.align)?;
         let mut best: Option<(u64, bool, u64, u64, u64, FreedAt)> = None;
-        for (&start, &(room, freed)) in &self.free {
-            if room < len {
-                continue;
-            }
+        // Nothing needs fewer new granules than this. Ranges come in the order of best fit, so the first that needs no
+        // more, and no wait, is the best.
+        let fewest = len.div_ceil(self.granule).saturating_sub(self.roomy);
+        for &(room, start) in self.by_room.range((len, 0)..) {
+            let freed = self.free[&start].1;
             let wait = match freed.map(&order) {
                 None | Some(Order::Usable) => None,
                 Some(Order::AfterWait) => freed,
@@ -100,17 +130,20 @@ impl Heap {
                     best = Some((candidate.0, candidate.1, room, at, start, wait));
                 }
             }
+            if best.is_some_and(|(missing, waits, ..)| missing == fewest && !waits) {
+                break;
+            }
         }
         let (missing, _, room, at, start, wait_for) = best?;
         if missing * self.granule > budget {
             return None;
         }
-        let (_, freed) = self.free.remove(&start)?;
+        let (_, freed) = self.take_range(start)?;
         if at > start {
-            self.free.insert(start, (at - start, freed));
+            self.add_range(start, at - start, freed);
         }
         if start + room > at + len {
-            self.free.insert(at + len, (start + room - at - len, freed));
+            self.add_range(at + len, start + room - at - len, freed);
         }
         self.blocks.insert(at, len);
         self.add_to_granules(at, len);
@@ -138,7 +171,12 @@ impl Heap {
 
     fn add_to_granules(&mut self, start: u64, len: u64) {
         for granule in self.granules(start, len) {
-            *self.held.entry(granule).or_insert(0) += overlap(granule * self.granule, self.granule, start, len);
+            let before = self.held.get(&granule).copied();
+            let used = before.unwrap_or(0) + overlap(granule * self.granule, self.granule, start, len);
+            self.roomy -= u64::from(before.is_some());
+            self.roomy += u64::from(used < self.granule);
+            self.empty.remove(&granule);
+            self.held.insert(granule, used);
         }
     }
 
@@ -148,7 +186,11 @@ impl Heap {
         let len = self.blocks.remove(&start)?;
         for granule in self.granules(start, len) {
             let used = self.held.get_mut(&granule).expect("a block's granules should be held");
+            self.roomy += u64::from(*used == self.granule);
             *used -= overlap(granule * self.granule, self.granule, start, len);
+            if *used == 0 {
+                self.empty.insert(granule);
+            }
         }
         self.insert_free(start, len, freed);
         Some(len)
@@ -167,23 +209,25 @@ impl Heap {
             && before + room == start
             && joins(at, freed)
         {
-            self.free.remove(&before);
+            self.take_range(before);
             (start, len, freed) = (before, len + room, later(at, freed));
         }
         if let Some(&(room, at)) = self.free.get(&(start + len))
             && joins(at, freed)
         {
-            self.free.remove(&(start + len));
+            self.take_range(start + len);
             (len, freed) = (len + room, later(at, freed));
         }
-        self.free.insert(start, (len, freed));
+        self.add_range(start, len, freed);
     }
 
     /// Forgets by whom ranges were freed once those points have passed, so that they join.
     pub(super) fn settle(&mut self, passed: impl Fn(Mark) -> bool) {
-        if self.free.values().all(|(_, freed)| freed.is_none_or(|mark| !passed(mark))) {
+        if self.marked == 0 || self.free.values().all(|(_, freed)| freed.is_none_or(|mark| !passed(mark))) {
             return;
         }
+        self.by_room.clear();
+        self.marked = 0;
         for (start, (len, freed)) in std::mem::take(&mut self.free) {
             self.insert_free(start, len, freed.filter(|&mark| !passed(mark)));
         }
@@ -194,8 +238,7 @@ impl Heap {
     /// that went.
     pub(super) fn release(&mut self, keep: u64) -> u64 {
         let mut released = 0;
-        let empty: Vec<u64> =
-            self.held.iter().rev().filter(|(_, used)| **used == 0).map(|(granule, _)| *granule).collect();
+        let empty: Vec<u64> = self.empty.iter().rev().copied().collect();
         for granule in empty {
             if self.held_bytes() - self.granule < keep {
                 break;
@@ -206,6 +249,8 @@ impl Heap {
                 continue;
             }
             self.held.remove(&granule);
+            self.empty.remove(&granule);
+            self.roomy -= 1;
             released += 1;
         }
         released
@@ -238,6 +283,12 @@ impl Heap {
             }
         }
         assert_eq!(used, self.held);
+        let by_room: BTreeSet<(u64, u64)> = self.free.iter().map(|(start, (len, _))| (*len, *start)).collect();
+        assert_eq!(by_room, self.by_room);
+        assert_eq!(self.marked, self.free.values().filter(|(_, freed)| freed.is_some()).count());
+        let empty: BTreeSet<u64> = used.iter().filter(|(_, used)| **used == 0).map(|(granule, _)| *granule).collect();
+        assert_eq!(empty, self.empty);
+        assert_eq!(self.roomy, used.values().filter(|used| **used < self.granule).count() as u64);
     }
 }
 
@@ -318,5 +369,59 @@ mod tests {
         assert_eq!(heap.block_at((1 << 32) + 5), Some((1 << 32, 2 * MIB)));
         assert_eq!(heap.block_at((1 << 32) + 2 * MIB), None);
         heap.check();
+    }
+
+    /// Where `place` has to put a block: every range and every position, without an index.
+    fn search(heap: &Heap, bytes: u64, order: impl Fn(Mark) -> Order) -> Option<(u64, u64)> {
+        let len = bytes.next_multiple_of(heap.align);
+        let ranges = heap.free.iter().filter(|(_, (room, _))| *room >= len);
+        let usable = ranges.filter_map(|(&start, &(room, freed))| match freed.map(&order) {
+            None | Some(Order::Usable) => Some((start, room, false)),
+            Some(Order::AfterWait) => Some((start, room, true)),
+            Some(Order::Unusable) => None,
+        });
+        let all = usable.flat_map(|(start, room, waits)| {
+            heap.positions(start, room, len).map(move |at| (heap.missing(at, len), waits, room, at))
+        });
+        all.min().map(|(missing, _, _, at)| (at, missing))
+    }
+
+    #[test]
+    fn the_index_finds_what_a_search_of_everything_finds() {
+        let heaps =
+            [(2 * MIB, 512, Packing::Within), (2 * MIB, 2 * MIB, Packing::Across), (32 * MIB, 512, Packing::Across)];
+        for (granule, align, packing) in heaps {
+            let mut heap = Heap::new(1 << 32, 1 << 40, granule, align, packing);
+            let (mut live, mut random, mut time) = (Vec::new(), 88_172_645_463_325_252_u64, 0);
+            for step in 0..4_000 {
+                random ^= random << 13;
+                random ^= random >> 7;
+                random ^= random << 17;
+                let largest = if packing == Packing::Within { granule } else { 3 * granule };
+                let bytes = 1 + (random >> 20) % if random & 1 == 0 { largest } else { 64 << 10 };
+                let stream = random >> 3 & 1;
+                let order = |mark: Mark| match mark.stream {
+                    2 => Order::AfterWait,
+                    other if other == stream => Order::Usable,
+                    _ => Order::Unusable,
+                };
+                if random & 6 != 0 && live.len() < 300 || live.is_empty() {
+                    let found = search(&heap, bytes, order);
+                    let placed = heap.place(bytes, u64::MAX, order).unwrap();
+                    assert_eq!(Some((placed.addr - (1 << 32), placed.new_granules)), found, "step {step}");
+                    live.push(placed.addr);
+                } else {
+                    let addr = live.swap_remove((random >> 9) as usize % live.len());
+                    time += 1;
+                    let mark = Mark { stream: random >> 5 & 3, sequence: time, time_ns: time };
+                    heap.free(addr, (random & 1 << 40 != 0).then_some(mark)).unwrap();
+                }
+                if step % 100 == 99 {
+                    heap.settle(|mark| mark.time_ns + 30 < time);
+                    heap.release(if random & 1 == 0 { 0 } else { 20 * granule });
+                    heap.check();
+                }
+            }
+        }
     }
 }

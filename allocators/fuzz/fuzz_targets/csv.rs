@@ -1,0 +1,16 @@
+//! Logs that are text.
+#![no_main]
+
+use allocators::trace::{Format, ReadOptions, read_from};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|bytes: &[u8]| {
+    // By its content, and as what it is meant to be.
+    let formats: &[Format] = &[Format::RmmCsv, Format::MinimallocCsv, Format::Stalloc];
+    for format in formats.iter().copied().map(Some).chain([None]) {
+        let options = ReadOptions { format, memory_limit: 1 << 26 };
+        if let Err(error) = read_from(Box::new(bytes), &options, &mut |_| Ok(())) {
+            assert!(!error.to_string().contains('\n'), "an error is one line");
+        }
+    }
+});

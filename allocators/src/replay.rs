@@ -1,0 +1,89 @@
+//! Replays recorded histories on any backend and any device.
+//!
+//! A history (see [`trace`](crate::trace)) is compiled once into a [`History`]: a compact list of what the *client*
+//! did, with slot numbers for blocks and stream numbers for handles. [`replay`] then runs that list: no address is
+//! looked up, nothing is hashed and nothing is allocated while the clock runs. [`smallest_memory`] runs it on devices
+//! of different sizes and finds by bisection the smallest one on which every allocation succeeds.
+//!
+//! # What is the client's and what is the allocator's
+//! Allocations, frees, uses on other streams and calls of `empty_cache` are the client's and are replayed on every
+//! backend. Segments, their order and their addresses are the recorded allocator's; with [`Addresses::Recorded`] the
+//! device hands out the recorded addresses, and what the backend does is compared with what was recorded: each
+//! block's address, each segment's address and size, and the order in which segments come and go.
+//!
+//! Logs of PyTorch do not name everything. What is missing is inferred:
+//!
+//! - **Uses on other streams.** A free that does not complete at once was held up by events of other streams. The
+//!   replay announces a use on one other stream before the free and lets its event complete in exactly the allocation
+//!   in which the history shows the free completed. Streams are chosen so that each one's events complete in order;
+//!   where the recorded streams do not suffice, further ones are made.
+//! - **`empty_cache`.** Segments that go back without a retry under the limit are a call of the client. Without a limit
+//!   all of them are taken for such calls: a log does not tell a retry on a full device from `empty_cache` right before
+//!   an allocation. With `garbage_collection_threshold` the allocator collects on its own above the threshold.
+//! - **Blocks from before the first event** (recording was switched on late, or the ring buffer overran) show by their
+//!   frees. They are allocated in address order before the first event and reported. Such a history cannot be compared
+//!   address for address, because what else lay in their segments is not known.
+//! - **Refused requests** (`oom`) never lived. They are replayed at recorded addresses only, where they matter for what
+//!   they made the allocator release.
+//!
+//! # Limits
+//! `memory_limit` of [`Caching`](crate::backend::Caching) is PyTorch's memory fraction: at most that many bytes are
+//! reserved. For other backends the caller takes a device of that size, or [`Limit`](crate::instrument::Limit) where a
+//! device's size is given.
+
+mod builder;
+mod capacity;
+mod counting;
+mod driver;
+mod finish;
+mod history;
+mod op;
+mod ranges;
+mod report;
+mod run;
+mod settings;
+mod windows;
+
+pub use builder::HistoryBuilder;
+pub use capacity::{Capacity, Probe, smallest_memory};
+pub use history::History;
+pub use op::MAX_STREAMS;
+pub use report::ReplayReport;
+pub use run::{Addresses, ReplaySettings, replay};
+pub use settings::recorded_settings;
+
+use crate::error::{AllocError, DriverError};
+
+/// Largest size that a history may name, in bytes: 256 TiB, beyond any device. Sums over a history stay in 64 bits.
+pub const MAX_BYTES: u64 = 1 << 48;
+
+/// Why a history cannot be replayed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReplayError {
+    /// An event contradicts the ones before it or names what cannot be.
+    #[error("event {number}: {what}")]
+    Event {
+        /// Number of the event, from 1.
+        number: u64,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// The history as a whole cannot be replayed in the way that was asked for.
+    #[error("{0}")]
+    History(String),
+    /// The allocator failed for another reason than memory.
+    #[error(transparent)]
+    Alloc(#[from] AllocError),
+    /// The device failed.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+}
+
+impl ReplayError {
+    /// Whether the history is at fault and not the device.
+    #[must_use]
+    pub fn is_bad_input(&self) -> bool {
+        matches!(self, Self::Event { .. } | Self::History(_))
+    }
+}

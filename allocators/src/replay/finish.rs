@@ -1,0 +1,204 @@
+//! Ends a compilation: what only the whole history tells.
+
+use super::ReplayError;
+use super::builder::{HistoryBuilder, OpenWindow, Unknown, wrong};
+use super::history::History;
+use super::op::{BY_DEVICE, Kind, MAX_STREAMS, NEVER, NO_STREAM, Op, Release};
+use super::windows::{Cause, End};
+use crate::backend::CachingSettings;
+use std::collections::BTreeSet;
+
+impl HistoryBuilder {
+    /// Ends the history. `settings` are those under which it was recorded: the limit tells a retry from a call of
+    /// `empty_cache`.
+    ///
+    /// # Errors
+    /// [`ReplayError::Event`] for a free of what was never allocated in a log that is complete by its nature (one
+    /// without an allocator's own events), and when deferred frees need more than [`MAX_STREAMS`] streams.
+    pub fn finish(mut self, settings: &CachingSettings) -> Result<History, ReplayError> {
+        if let Some((addr, op)) = self.just_freed.take() {
+            self.waiting.insert(addr, op);
+            self.deferred.push(op);
+        }
+        self.close_window(End::Other);
+        self.explain(settings);
+        let internal = self.completes || self.expandable || !self.segments.is_empty();
+        if let Some(unknown) = self.unknown.first().filter(|_| !internal) {
+            let what = format!("free of {} bytes at {:#x}, which were never allocated", unknown.bytes, unknown.addr);
+            return Err(wrong(unknown.number, what));
+        }
+        let not_comparable = self.not_comparable();
+        let streams = self.sort_streams();
+        let further_streams = if self.completes { self.defer(streams.len())? } else { self.leave_to_device() };
+        let deferred = if self.completes { self.deferred.len() as u64 } else { 0 };
+        let prologue = self.unknown.len() as u64;
+        let before: i64 = self.unknown.iter().map(|block| block.bytes.cast_signed()).sum();
+        self.add_prologue();
+        let client = |op: &&Op| !matches!(op.kind(), Kind::Nothing | Kind::Refused);
+        Ok(History {
+            operations: self.ops.iter().filter(client).count() as u64,
+            allocations: self.addresses.len() as u64,
+            max_live: (self.highest + before).cast_unsigned(),
+            ops: self.ops,
+            addresses: self.addresses,
+            segments: self.segments,
+            slots: self.slots,
+            streams,
+            further_streams,
+            events: self.events,
+            prologue,
+            refused: self.refused,
+            deferred,
+            not_comparable,
+        })
+    }
+
+    /// Decides in each window why segments went back.
+    fn explain(&mut self, settings: &CachingSettings) {
+        for open in std::mem::take(&mut self.open) {
+            let OpenWindow { mut window, placeholder, first, end } = open;
+            if settings.garbage_collection_threshold > 0.0 || settings.max_split_size.is_some() {
+                // What goes then depends on what is free, so a free that seems to have completed at once is taken for
+                // one that did.
+                window.before = None;
+            }
+            let cause = window.cause(settings, end);
+            let trims = cause == Cause::Trim;
+            if trims {
+                self.ops[placeholder as usize].set_kind(Kind::Trim);
+            }
+            self.complete(&window, cause, if trims { placeholder } else { placeholder + 1 });
+            let count = window.segments.len();
+            for segment in self.segments[first..first + count].iter_mut().filter(|segment| segment.released) {
+                segment.refused = cause == Cause::Device;
+                if trims {
+                    segment.op = placeholder;
+                }
+            }
+        }
+    }
+
+    fn not_comparable(&self) -> Option<String> {
+        if self.expandable {
+            return Some("the history was recorded with expandable_segments, which have no fixed address".into());
+        }
+        if self.segments.is_empty() {
+            return Some("the history has no segments whose addresses could be used".into());
+        }
+        if let Some(unknown) = self.unknown.first() {
+            return Some(format!(
+                "the history is incomplete: event {} frees a block from before its first event",
+                unknown.number
+            ));
+        }
+        self.outside.map(|number| {
+            format!("the history is incomplete: event {number} lies in no segment whose allocation it shows")
+        })
+    }
+
+    /// Numbers streams by their handles, as allocators order them; the handles.
+    fn sort_streams(&mut self) -> Vec<u64> {
+        let mut handles: Vec<(u64, u32)> = self.streams.drain().collect();
+        handles.sort_unstable();
+        let mut rank = vec![0; handles.len()];
+        for (at, (_, number)) in handles.iter().enumerate() {
+            // CAST: at most `MAX_STREAMS`.
+            rank[*number as usize] = at as u32;
+        }
+        for op in self.ops.iter_mut().filter(|op| !matches!(op.kind(), Kind::Trim | Kind::Nothing)) {
+            op.set_stream(rank[op.stream() as usize]);
+            if op.kind() == Kind::Release {
+                let release = Release::unpack(op.value);
+                op.value = Release { user: rank[release.user as usize], ..release }.pack();
+            }
+        }
+        for block in &mut self.unknown {
+            block.stream = rank[block.stream as usize];
+        }
+        handles.into_iter().map(|(handle, _)| handle).collect()
+    }
+
+    /// Frees complete when the announced uses are done; the history does not say more.
+    fn leave_to_device(&mut self) -> u32 {
+        for op in self.ops.iter_mut().filter(|op| op.kind() == Kind::Release) {
+            op.value = Release { ready: BY_DEVICE, user: NO_STREAM }.pack();
+        }
+        0
+    }
+
+    /// Gives each deferred free the stream that held it up; how many streams that takes beside the recorded ones.
+    ///
+    /// Allocators look at a stream's pending frees in order and stop at the first whose event is not ready, so a
+    /// stream fits when the free before on it completes no later. The stream whose use was announced last is taken if
+    /// it fits, otherwise the one whose last completion is latest, which needs the fewest streams. Other announced uses
+    /// are left out: which of them held the block up is not known, and the wrong one would hold up others.
+    fn defer(&mut self, recorded: usize) -> Result<u32, ReplayError> {
+        self.deferred.sort_unstable();
+        let mut announced = Vec::with_capacity(self.deferred.len());
+        for &op in &self.deferred {
+            let op = &mut self.ops[op as usize];
+            announced.push(op.kind() == Kind::Release);
+            op.set_kind(Kind::Free);
+        }
+        // What completed at once had no use that was still running.
+        for op in &mut self.ops {
+            match op.kind() {
+                Kind::Release => op.set_kind(Kind::Free),
+                Kind::Use => op.set_kind(Kind::Nothing),
+                _ => {}
+            }
+        }
+        let mut last = vec![0; recorded];
+        // CAST: at most `MAX_STREAMS`.
+        let mut ends: BTreeSet<(u32, u32)> = (0..recorded as u32).map(|stream| (0, stream)).collect();
+        for (&op, announced) in self.deferred.iter().zip(announced) {
+            let op = &mut self.ops[op as usize];
+            let release = Release::unpack(op.value);
+            let ready = if release.ready == BY_DEVICE { NEVER } else { release.ready };
+            let own = op.stream();
+            let fit = || ends.range(..=(ready, u32::MAX)).rev().find(|(_, stream)| *stream != own);
+            let user = if announced && last[release.user as usize] <= ready {
+                release.user
+            } else if let Some((_, stream)) = fit() {
+                *stream
+            } else if last.len() - recorded >= MAX_STREAMS {
+                let text = format!("its deferred frees complete in an order that needs {MAX_STREAMS} more streams");
+                return Err(ReplayError::History(text));
+            } else {
+                last.push(0);
+                last.len() as u32 - 1
+            };
+            ends.remove(&(last[user as usize], user));
+            ends.insert((ready, user));
+            last[user as usize] = ready;
+            op.set_kind(Kind::Release);
+            op.value = Release { ready, user }.pack();
+        }
+        // CAST: as above.
+        Ok((last.len() - recorded) as u32)
+    }
+
+    /// Puts the allocations of what was live before the first event at the front.
+    fn add_prologue(&mut self) {
+        if self.unknown.is_empty() {
+            return;
+        }
+        self.unknown.sort_unstable_by_key(|block| block.addr);
+        // CAST: there is one free for each, and operations are bounded.
+        let shift = self.unknown.len() as u32;
+        let front = |block: &Unknown| Op::new(Kind::Alloc, block.stream, block.slot, block.bytes);
+        let mut ops: Vec<Op> = self.unknown.iter().map(front).collect();
+        ops.append(&mut self.ops);
+        for op in ops.iter_mut().filter(|op| op.kind() == Kind::Release) {
+            let release = Release::unpack(op.value);
+            if release.ready < BY_DEVICE {
+                op.value = Release { ready: release.ready.saturating_add(shift), ..release }.pack();
+            }
+        }
+        self.ops = ops;
+        self.segments.iter_mut().for_each(|segment| segment.op += shift);
+        let mut addresses: Vec<u64> = self.unknown.iter().map(|block| block.addr).collect();
+        addresses.append(&mut self.addresses);
+        self.addresses = addresses;
+    }
+}

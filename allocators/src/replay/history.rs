@@ -1,0 +1,86 @@
+//! A history that is ready to be replayed.
+
+use super::ReplayError;
+use super::op::Op;
+use super::windows::SegmentEvent;
+
+/// A history that is ready to be replayed. Holds 16 bytes for each operation of the client, 8 for each allocation
+/// and 32 for each segment event.
+#[derive(Clone, Debug)]
+pub struct History {
+    pub(super) ops: Vec<Op>,
+    /// Recorded address of each allocation, in order.
+    pub(super) addresses: Vec<u64>,
+    pub(super) segments: Vec<SegmentEvent>,
+    pub(super) slots: u32,
+    /// Recorded handles in ascending order.
+    pub(super) streams: Vec<u64>,
+    /// Streams that are made beside the recorded ones.
+    pub(super) further_streams: u32,
+    pub(super) events: u64,
+    pub(super) allocations: u64,
+    /// Operations of the client.
+    pub(super) operations: u64,
+    pub(super) prologue: u64,
+    pub(super) refused: u64,
+    pub(super) deferred: u64,
+    pub(super) max_live: u64,
+    /// Why addresses cannot be compared.
+    pub(super) not_comparable: Option<String>,
+}
+
+impl History {
+    /// Events that were read, those of other devices not counted.
+    #[must_use]
+    pub fn events(&self) -> u64 {
+        self.events
+    }
+
+    /// Allocations, the [prologue](Self::prologue_allocations) included.
+    #[must_use]
+    pub fn allocations(&self) -> u64 {
+        self.allocations
+    }
+
+    /// Blocks that were live before the first event.
+    #[must_use]
+    pub fn prologue_allocations(&self) -> u64 {
+        self.prologue
+    }
+
+    /// Requests that the recorded allocator refused.
+    #[must_use]
+    pub fn refused_allocations(&self) -> u64 {
+        self.refused
+    }
+
+    /// Frees that did not complete at once.
+    #[must_use]
+    pub fn deferred_frees(&self) -> u64 {
+        self.deferred
+    }
+
+    /// Recorded stream handles in ascending order.
+    #[must_use]
+    pub fn streams(&self) -> &[u64] {
+        &self.streams
+    }
+
+    /// Most bytes that the client held at once, as it asked for them: no allocator can do with less. (A block counts
+    /// from its allocation to the request to free it.)
+    #[must_use]
+    pub fn max_live_bytes(&self) -> u64 {
+        self.max_live
+    }
+
+    /// Recorded addresses can be handed out and compared.
+    ///
+    /// # Errors
+    /// [`ReplayError::History`] says why they cannot.
+    pub fn check_comparable(&self) -> Result<(), ReplayError> {
+        match &self.not_comparable {
+            Some(why) => Err(ReplayError::History(format!("{why}; use the device's own addresses (--addresses own)"))),
+            None => Ok(()),
+        }
+    }
+}

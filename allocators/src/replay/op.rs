@@ -1,0 +1,126 @@
+//! What a history compiles to: sixteen bytes an operation, with numbers instead of addresses and handles.
+
+use std::fmt;
+
+/// Most streams of a history; what has more is no log of a training run.
+pub const MAX_STREAMS: usize = 4096;
+
+/// What the client does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Kind {
+    /// Asks for `value` bytes and puts the block into its slot.
+    Alloc,
+    /// Gives the slot's block back; nothing else uses it.
+    Free,
+    /// Gives the slot's block back while another stream may use it; `value` is a packed [`Release`].
+    Release,
+    /// Announces that the stream uses the slot's block.
+    Use,
+    /// Empties the cache.
+    Trim,
+    /// Asks for `value` bytes that the recorded allocator refused; only replayed at recorded addresses.
+    Refused,
+    /// Nothing.
+    Nothing,
+}
+
+/// One operation.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Op {
+    /// Bytes, or a packed [`Release`].
+    pub(super) value: u64,
+    /// Where the block is kept.
+    pub(super) slot: u32,
+    /// Kind in the lowest byte, stream number above it.
+    code: u32,
+}
+
+impl Op {
+    pub(super) fn new(kind: Kind, stream: u32, slot: u32, value: u64) -> Self {
+        // CAST: the discriminant of a `repr(u8)` enum.
+        Self { value, slot, code: stream << 8 | kind as u32 }
+    }
+
+    pub(super) fn kind(self) -> Kind {
+        match self.code & 0xFF {
+            0 => Kind::Alloc,
+            1 => Kind::Free,
+            2 => Kind::Release,
+            3 => Kind::Use,
+            4 => Kind::Trim,
+            5 => Kind::Refused,
+            _ => Kind::Nothing,
+        }
+    }
+
+    /// Number of the stream; at most [`MAX_STREAMS`], so 24 bits are plenty.
+    pub(super) fn stream(self) -> u32 {
+        self.code >> 8
+    }
+
+    pub(super) fn set_kind(&mut self, kind: Kind) {
+        *self = Self::new(kind, self.stream(), self.slot, self.value);
+    }
+
+    pub(super) fn set_stream(&mut self, stream: u32) {
+        *self = Self::new(self.kind(), stream, self.slot, self.value);
+    }
+}
+
+impl fmt::Debug for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (kind, stream) = (self.kind(), self.stream());
+        f.debug_struct("Op")
+            .field("kind", &kind)
+            .field("stream", &stream)
+            .field("slot", &self.slot)
+            .field("value", &self.value)
+            .finish()
+    }
+}
+
+/// When a block whose free is deferred becomes reusable, and which stream holds it until then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Release {
+    /// The first operation at which its events have completed, [`NEVER`] or [`BY_DEVICE`].
+    pub(super) ready: u32,
+    /// The stream whose use is not in the history and has to be announced; [`NO_STREAM`] when all are.
+    pub(super) user: u32,
+}
+
+/// The history ends before the free completes.
+pub(super) const NEVER: u32 = u32::MAX;
+/// The history does not say when frees complete: the device does.
+pub(super) const BY_DEVICE: u32 = u32::MAX - 1;
+/// No stream.
+pub(super) const NO_STREAM: u32 = u32::MAX;
+
+impl Release {
+    pub(super) fn pack(self) -> u64 {
+        u64::from(self.user) << 32 | u64::from(self.ready)
+    }
+
+    pub(super) fn unpack(value: u64) -> Self {
+        // CAST: the two halves.
+        Self { ready: value as u32, user: (value >> 32) as u32 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_operation_is_sixteen_bytes_and_keeps_its_fields() {
+        assert_eq!(size_of::<Op>(), 16);
+        let mut op = Op::new(Kind::Alloc, 7, 9, 11);
+        for kind in [Kind::Alloc, Kind::Free, Kind::Release, Kind::Use, Kind::Trim, Kind::Refused, Kind::Nothing] {
+            op.set_kind(kind);
+            op.set_stream(kind as u32 + 4000);
+            assert_eq!((op.kind(), op.stream(), op.slot, op.value), (kind, kind as u32 + 4000, 9, 11));
+        }
+        let release = Release { ready: BY_DEVICE, user: NO_STREAM };
+        assert_eq!(Release::unpack(release.pack()), release);
+    }
+}

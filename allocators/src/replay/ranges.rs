@@ -1,0 +1,53 @@
+//! Ranges of addresses that have been blocks: what was seen once cannot have been live before the history began.
+
+use std::collections::BTreeMap;
+
+/// A set of addresses, kept as ranges that do not touch.
+#[derive(Debug, Default)]
+pub(super) struct Ranges(BTreeMap<u64, u64>);
+
+impl Ranges {
+    /// Whether any address of `start..end` is in the set. O(log n).
+    pub(super) fn overlaps(&self, start: u64, end: u64) -> bool {
+        self.0.range(..end).next_back().is_some_and(|(_, &last)| last > start)
+    }
+
+    /// Adds `start..end`. O(log n) for each range that it joins.
+    pub(super) fn insert(&mut self, mut start: u64, mut end: u64) {
+        if let Some((&before, &last)) = self.0.range(..=start).next_back()
+            && last >= start
+        {
+            if last >= end {
+                return;
+            }
+            start = before;
+        }
+        while let Some((&next, &last)) = self.0.range(start..=end).next() {
+            self.0.remove(&next);
+            end = end.max(last);
+        }
+        self.0.insert(start, end);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_join_when_they_touch() {
+        let mut set = Ranges::default();
+        for (start, end) in [(10, 20), (30, 40), (20, 25), (24, 30), (50, 60), (5, 70), (6, 8)] {
+            set.insert(start, end);
+        }
+        assert_eq!(set.0.into_iter().collect::<Vec<_>>(), [(5, 70)]);
+    }
+
+    #[test]
+    fn neighbours_do_not_overlap() {
+        let mut set = Ranges::default();
+        set.insert(10, 20);
+        assert!(!set.overlaps(0, 10) && !set.overlaps(20, 30));
+        assert!(set.overlaps(0, 11) && set.overlaps(19, 30) && set.overlaps(12, 13) && set.overlaps(0, 100));
+    }
+}

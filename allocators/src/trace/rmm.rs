@@ -1,0 +1,98 @@
+//! RMM's log: the CSV that `rmm::mr::logging_resource_adaptor` writes.
+//!
+//! Columns `Thread,Time,Action,Pointer,Size,Stream`. Pointer and stream are printed as pointers, in hexadecimal; RMM's
+//! own replay reads the stream as a decimal number and takes `0x55d3c0a1b2c0` for the default stream. Times are of the
+//! day, without a date. The log names no device, so all events are of device 0, and for a failed allocation it does
+//! not say what was free, which is 0 here.
+//!
+//! Source: RMM `cpp/src/mr/detail/logging_resource_adaptor_impl.cpp`, `cpp/benchmarks/utilities/log_parser.hpp`.
+
+use super::input::Input;
+use super::lines::{Lines, clip, columns, fields};
+use super::read::emit_free;
+use super::{Action, Event, Format, ReadError, Sink, Summary};
+
+/// Names of the columns that are read.
+pub(super) const COLUMNS: [&str; 5] = ["Time", "Action", "Pointer", "Size", "Stream"];
+
+const DAY_NS: u64 = 24 * 3600 * 1_000_000_000;
+
+/// Reads a log. Times are from the midnight before its first event; a clock that falls back by more than half a day
+/// has passed midnight.
+pub(super) fn read(input: &mut Input<'_>, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
+    let mut summary = Summary::new(Format::RmmCsv);
+    let mut lines = Lines::new(input);
+    let header = lines.next()?.unwrap_or_default().to_owned();
+    let columns = columns(&header, COLUMNS).map_err(|text| lines.content(text))?;
+    let (mut day, mut last) = (0_u64, 0_u64);
+    while let Some(line) = lines.next()? {
+        let parsed = parse(line, columns);
+        let (action, time, mut event) = match parsed {
+            Ok(parsed) => parsed,
+            Err(text) => return Err(lines.content(text)),
+        };
+        if time + DAY_NS / 2 < last {
+            day += 1;
+        }
+        last = time;
+        event.time_ns = day.saturating_mul(DAY_NS).saturating_add(time);
+        match action {
+            Action::FreeRequested => emit_free(event, &mut summary, sink)?,
+            _ => {
+                summary.count(0);
+                sink(event)?;
+            }
+        }
+    }
+    Ok(summary)
+}
+
+fn parse(line: &str, columns: [usize; 5]) -> Result<(Action, u64, Event), String> {
+    let [time, action, pointer, size, stream] = fields(line, columns)
+        .ok_or_else(|| format!("the line has too few columns: '{}'; it was cut short or damaged", clip(line)))?;
+    let action = match action {
+        "allocate" => Action::Alloc,
+        "free" => Action::FreeRequested,
+        "allocate failure" => Action::Oom,
+        other => {
+            return Err(format!("'{}' is no action: expected allocate, allocate failure or free", clip(other)));
+        }
+    };
+    let hexadecimal = |name: &str, text: &str| {
+        if text == "(nil)" {
+            return Ok(0);
+        }
+        let digits = text.strip_prefix("0x").unwrap_or(text);
+        u64::from_str_radix(digits, 16)
+            .map_err(|_| format!("{name} '{}' is no hexadecimal number such as 0x7f7f38000000", clip(text)))
+    };
+    let event = Event {
+        action,
+        device: 0,
+        addr: hexadecimal("Pointer", pointer)?,
+        bytes: size.parse().map_err(|_| format!("Size '{}' is no number of bytes", clip(size)))?,
+        stream: hexadecimal("Stream", stream)?,
+        time_ns: 0,
+    };
+    let time = time_of_day(time).ok_or_else(|| format!("Time '{}' is not of the form HH:MM:SS.µs", clip(time)))?;
+    Ok((action, time, event))
+}
+
+/// Nanoseconds since midnight.
+fn time_of_day(text: &str) -> Option<u64> {
+    let (hours, rest) = text.split_once(':')?;
+    let (minutes, rest) = rest.split_once(':')?;
+    // Releases before 0.14 wrote a colon before the fraction.
+    let (seconds, fraction) = rest.split_once(['.', ':']).unwrap_or((rest, ""));
+    let part = |text: &str, below: u64| {
+        let sound = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        text.parse::<u64>().ok().filter(|value| sound && *value < below)
+    };
+    // A leap second is the 61st.
+    let whole = (part(hours, 24)? * 60 + part(minutes, 60)?) * 60 + part(seconds, 61)?;
+    if fraction.len() > 9 || !fraction.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    let nanos: u64 = format!("{fraction:0<9}").parse().ok()?;
+    Some(whole * 1_000_000_000 + nanos)
+}

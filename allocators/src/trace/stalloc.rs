@@ -1,0 +1,55 @@
+//! STAlloc's trace: `1 POINTER SIZE STREAM` for an allocation, `0 POINTER SIZE STREAM` for a free, and between them
+//! lines of text that mark iterations, micro-batches and layers, which are passed over.
+//!
+//! The trace has no times and names no device. Source: STAlloc `Allocator/trace.cpp`, `Synthesizer/trace_parser.py`.
+
+use super::input::Input;
+use super::lines::{Lines, clip};
+use super::read::emit_free;
+use super::{Action, Event, Format, ReadError, Sink, Summary};
+
+/// Reads a trace.
+pub(super) fn read(input: &mut Input<'_>, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
+    let mut summary = Summary::new(Format::Stalloc);
+    let mut lines = Lines::new(input);
+    while let Some(line) = lines.next()? {
+        let event = match parse(line) {
+            Some(Ok(event)) => event,
+            Some(Err(text)) => return Err(lines.content(text)),
+            None => continue,
+        };
+        if event.action == Action::Alloc {
+            summary.count(0);
+            sink(event)?;
+        } else {
+            emit_free(event, &mut summary, sink)?;
+        }
+    }
+    Ok(summary)
+}
+
+/// The event of a line; `None` for a mark.
+pub(super) fn parse(line: &str) -> Option<Result<Event, String>> {
+    let mut words = line.split_ascii_whitespace();
+    let action = match words.next() {
+        Some("1") => Action::Alloc,
+        Some("0") => Action::FreeRequested,
+        _ => return None,
+    };
+    let numbers = [words.next(), words.next(), words.next()].map(|word| word.and_then(number));
+    let [Some(addr), Some(bytes), Some(stream)] = numbers else {
+        return Some(Err(format!("'{}' should be 0 or 1, then pointer, size and stream", clip(line))));
+    };
+    if words.next().is_some() {
+        return Some(Err(format!("'{}' has more than four numbers", clip(line))));
+    }
+    Some(Ok(Event { action, device: 0, addr, bytes, stream, time_ns: 0 }))
+}
+
+/// Decimal, or hexadecimal behind `0x`.
+fn number(text: &str) -> Option<u64> {
+    match text.strip_prefix("0x") {
+        Some(digits) => u64::from_str_radix(digits, 16).ok(),
+        None => text.parse().ok(),
+    }
+}

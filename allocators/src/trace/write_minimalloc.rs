@@ -1,0 +1,72 @@
+//! minimalloc's table of buffers, `id,lower,upper,size`, in the order in which their lives end.
+//!
+//! A life is counted in allocations and completed frees: each is one step of time. So the table orders lives as the
+//! history does, whatever the clock's resolution. A free of what was allocated before the history began is a life from
+//! 0; what is never freed lives to the end. Memory is taken for the live buffers only.
+
+use super::write::{Ending, Fresh, TraceWriter, WriteError};
+use super::{Action, Event};
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+/// Writes a table.
+#[derive(Debug)]
+pub struct MinimallocWriter {
+    file: Fresh,
+    /// Beginning and size of the live buffers, by device and address.
+    live: BTreeMap<(u16, u64), (u64, u64)>,
+    /// Allocations and frees so far.
+    now: u64,
+    written: u64,
+    device: Option<u16>,
+}
+
+impl MinimallocWriter {
+    /// Begins a table.
+    ///
+    /// # Errors
+    /// [`WriteError`] when the file cannot be made.
+    pub fn create(path: &Path) -> Result<Self, WriteError> {
+        let mut file = Fresh::create(path)?;
+        file.put(|out| out.write_all(b"id,lower,upper,size\n"))?;
+        Ok(Self { file, live: BTreeMap::new(), now: 0, written: 0, device: None })
+    }
+
+    fn row(&mut self, lower: u64, upper: u64, size: u64) -> Result<(), WriteError> {
+        let id = self.written;
+        self.written += 1;
+        self.file.put(|out| writeln!(out, "b{id},{lower},{upper},{size}"))
+    }
+}
+
+impl TraceWriter for MinimallocWriter {
+    fn event(&mut self, event: &Event) -> Result<(), WriteError> {
+        if !matches!(event.action, Action::Alloc | Action::FreeCompleted) {
+            return Ok(());
+        }
+        if *self.device.get_or_insert(event.device) != event.device {
+            return Err(self.file.unfit("the history is of several devices, but a minimalloc table is of one"));
+        }
+        self.now += 1;
+        let key = (event.device, event.addr);
+        let ended = if event.action == Action::Alloc {
+            // If the address is taken, the free of its last owner was lost.
+            self.live.insert(key, (self.now, event.bytes))
+        } else {
+            Some(self.live.remove(&key).unwrap_or((0, event.bytes)))
+        };
+        match ended {
+            Some((lower, size)) => self.row(lower, self.now, size),
+            None => Ok(()),
+        }
+    }
+
+    fn finish(mut self: Box<Self>, _ending: &Ending<'_>) -> Result<(), WriteError> {
+        let end = self.now + 1;
+        for (lower, size) in std::mem::take(&mut self.live).into_values() {
+            self.row(lower, end, size)?;
+        }
+        self.file.finish()
+    }
+}

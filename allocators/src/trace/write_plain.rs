@@ -1,0 +1,233 @@
+//! Plain data, dictionaries and lists, as a pickle or as JSON, written as it comes.
+
+use super::write::{Fresh, WriteError};
+use std::collections::HashMap;
+use std::io::Write;
+
+/// Items in one APPENDS: as many as Python's pickler batches. PyTorch's viewer passes them on as call arguments, of
+/// which browsers take only so many.
+const BATCH: u32 = 1000;
+
+/// How plain data is written.
+#[derive(Debug)]
+enum Form {
+    /// Protocol 4, with the instructions that PyTorch's viewer knows. Strings that recur are memoized.
+    Pickle {
+        memo: HashMap<&'static str, u32>,
+    },
+    Json,
+}
+
+/// Writes nested plain data.
+#[derive(Debug)]
+pub(super) struct Plain {
+    pub(super) file: Fresh,
+    form: Form,
+    /// Items so far of each container that is open.
+    open: Vec<u32>,
+}
+
+impl Plain {
+    pub(super) fn pickle(mut file: Fresh) -> Result<Self, WriteError> {
+        file.put(|out| out.write_all(b"\x80\x04"))?;
+        Ok(Self { file, form: Form::Pickle { memo: HashMap::new() }, open: Vec::new() })
+    }
+
+    pub(super) fn json(file: Fresh) -> Self {
+        Self { file, form: Form::Json, open: Vec::new() }
+    }
+
+    fn is_pickle(&self) -> bool {
+        matches!(self.form, Form::Pickle { .. })
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) -> Result<(), WriteError> {
+        self.file.put(|out| out.write_all(bytes))
+    }
+
+    pub(super) fn begin_dict(&mut self) -> Result<(), WriteError> {
+        self.open.push(0);
+        let start: &[u8] = if self.is_pickle() { b"}(" } else { b"{" };
+        self.bytes(start)
+    }
+
+    pub(super) fn end_dict(&mut self) -> Result<(), WriteError> {
+        self.open.pop();
+        let end: &[u8] = if self.is_pickle() { b"u" } else { b"}" };
+        self.bytes(end)
+    }
+
+    /// A key of the open dictionary; its value comes next.
+    pub(super) fn key(&mut self, key: &'static str) -> Result<(), WriteError> {
+        self.separate()?;
+        self.word(key)?;
+        if self.is_pickle() { Ok(()) } else { self.bytes(b":") }
+    }
+
+    fn separate(&mut self) -> Result<(), WriteError> {
+        let json = !self.is_pickle();
+        let Some(count) = self.open.last_mut() else { return Ok(()) };
+        *count += 1;
+        if json && *count > 1 { self.bytes(b",") } else { Ok(()) }
+    }
+
+    pub(super) fn begin_list(&mut self) -> Result<(), WriteError> {
+        self.open.push(0);
+        let start: &[u8] = if self.is_pickle() { b"](" } else { b"[" };
+        self.bytes(start)
+    }
+
+    /// Announces an item of the open list.
+    pub(super) fn item(&mut self) -> Result<(), WriteError> {
+        if self.is_pickle() {
+            if let Some(count) = self.open.last_mut() {
+                *count += 1;
+                if *count > BATCH {
+                    *count = 1;
+                    return self.bytes(b"e(");
+                }
+            }
+            return Ok(());
+        }
+        self.separate()
+    }
+
+    pub(super) fn end_list(&mut self) -> Result<(), WriteError> {
+        self.open.pop();
+        let end: &[u8] = if self.is_pickle() { b"e" } else { b"]" };
+        self.bytes(end)
+    }
+
+    /// A string that recurs.
+    pub(super) fn word(&mut self, text: &'static str) -> Result<(), WriteError> {
+        let Form::Pickle { memo } = &mut self.form else { return self.text(text) };
+        // CAST: a handful of strings.
+        let next = memo.len() as u32;
+        match memo.get(text) {
+            Some(index) => {
+                let index = *index;
+                match u8::try_from(index) {
+                    Ok(index) => self.bytes(&[b'h', index]),
+                    Err(_) => {
+                        self.bytes(b"j")?;
+                        self.bytes(&index.to_le_bytes())
+                    }
+                }
+            }
+            None => {
+                memo.insert(text, next);
+                self.text(text)?;
+                self.bytes(b"\x94")
+            }
+        }
+    }
+
+    pub(super) fn text(&mut self, text: &str) -> Result<(), WriteError> {
+        if !self.is_pickle() {
+            return self.file.put(|out| Ok(serde_json::to_writer(out, text)?));
+        }
+        match (u8::try_from(text.len()), u32::try_from(text.len())) {
+            (Ok(length), _) => self.bytes(&[0x8c, length])?,
+            (_, Ok(length)) => {
+                self.bytes(b"X")?;
+                self.bytes(&length.to_le_bytes())?;
+            }
+            _ => return Err(self.file.unfit("a string of more than 4 GiB cannot be written")),
+        }
+        self.bytes(text.as_bytes())
+    }
+
+    pub(super) fn int(&mut self, value: i64) -> Result<(), WriteError> {
+        if !self.is_pickle() {
+            return self.file.put(|out| write!(out, "{value}"));
+        }
+        if let Ok(value) = u8::try_from(value) {
+            return self.bytes(&[b'K', value]);
+        }
+        if let Ok(value) = u16::try_from(value) {
+            self.bytes(b"M")?;
+            return self.bytes(&value.to_le_bytes());
+        }
+        if let Ok(value) = i32::try_from(value) {
+            self.bytes(b"J")?;
+            return self.bytes(&value.to_le_bytes());
+        }
+        // As few bytes as hold the value and its sign.
+        let bytes = value.to_le_bytes();
+        let length = (1..8).find(|length| value >> (8 * length - 1) == value >> 63).unwrap_or(8);
+        // CAST: at most 8.
+        self.bytes(&[0x8a, length as u8])?;
+        self.bytes(&bytes[..length])
+    }
+
+    /// A value that PyTorch's readers take as a signed integer of 64 bits.
+    pub(super) fn size(&mut self, name: &str, value: u64) -> Result<(), WriteError> {
+        match i64::try_from(value) {
+            Ok(value) => self.int(value),
+            Err(_) => Err(self.file.unfit(format!("{name} {value} is beyond 2^63, which a snapshot cannot hold"))),
+        }
+    }
+
+    pub(super) fn bool(&mut self, value: bool) -> Result<(), WriteError> {
+        let text: &[u8] = match (self.is_pickle(), value) {
+            (true, true) => b"\x88",
+            (true, false) => b"\x89",
+            (false, true) => b"true",
+            (false, false) => b"false",
+        };
+        self.bytes(text)
+    }
+
+    /// A pair, which JSON has as a list.
+    pub(super) fn pair(&mut self, first: i64, second: i64) -> Result<(), WriteError> {
+        if self.is_pickle() {
+            self.int(first)?;
+            self.int(second)?;
+            return self.bytes(b"\x86");
+        }
+        self.file.put(|out| write!(out, "[{first},{second}]"))
+    }
+
+    pub(super) fn value(&mut self, value: &serde_json::Value) -> Result<(), WriteError> {
+        use serde_json::Value;
+        if !self.is_pickle() {
+            return self.file.put(|out| Ok(serde_json::to_writer(out, value)?));
+        }
+        match value {
+            Value::Null => self.bytes(b"N"),
+            Value::Bool(value) => self.bool(*value),
+            Value::Number(number) => match (number.as_i64(), number.as_f64()) {
+                (Some(value), _) => self.int(value),
+                (None, Some(value)) => {
+                    self.bytes(b"G")?;
+                    self.bytes(&value.to_be_bytes())
+                }
+                (None, None) => self.bytes(b"N"),
+            },
+            Value::String(text) => self.text(text),
+            Value::Array(items) => {
+                self.begin_list()?;
+                for item in items {
+                    self.item()?;
+                    self.value(item)?;
+                }
+                self.end_list()
+            }
+            Value::Object(map) => {
+                self.begin_dict()?;
+                for (key, value) in map {
+                    self.text(key)?;
+                    self.value(value)?;
+                }
+                self.end_dict()
+            }
+        }
+    }
+
+    /// Completes the file.
+    pub(super) fn finish(mut self) -> Result<(), WriteError> {
+        let end: &[u8] = if self.is_pickle() { b"." } else { b"\n" };
+        self.bytes(end)?;
+        self.file.finish()
+    }
+}

@@ -1,0 +1,61 @@
+//! RMM's log, for its replay benchmark and whatever reads such logs.
+//!
+//! Allocations, the client's frees and refused requests; the rest has no place in it. Times are of the day, in UTC if
+//! the history's times count from 1970. The thread is not known and written as 0. A log is of one device.
+
+use super::write::{Ending, Fresh, TraceWriter, WriteError};
+use super::{Action, Event};
+use std::io::Write;
+use std::path::Path;
+
+/// Writes a log.
+#[derive(Debug)]
+pub struct RmmWriter {
+    file: Fresh,
+    device: Option<u16>,
+}
+
+impl RmmWriter {
+    /// Begins a log.
+    ///
+    /// # Errors
+    /// [`WriteError`] when the file cannot be made.
+    pub fn create(path: &Path) -> Result<Self, WriteError> {
+        let mut file = Fresh::create(path)?;
+        file.put(|out| out.write_all(b"Thread,Time,Action,Pointer,Size,Stream\n"))?;
+        Ok(Self { file, device: None })
+    }
+}
+
+impl TraceWriter for RmmWriter {
+    fn event(&mut self, event: &Event) -> Result<(), WriteError> {
+        let action = match event.action {
+            Action::Alloc => "allocate",
+            Action::FreeRequested => "free",
+            Action::Oom => "allocate failure",
+            _ => return Ok(()),
+        };
+        if *self.device.get_or_insert(event.device) != event.device {
+            return Err(self.file.unfit("the history is of several devices, but an RMM log is of one"));
+        }
+        let micros = event.time_ns / 1000;
+        let (seconds, micros) = (micros / 1_000_000, micros % 1_000_000);
+        let (hours, minutes, seconds) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+        let (addr, bytes, stream) = (event.addr, event.bytes, event.stream);
+        self.file.put(|out| {
+            write!(out, "0,{hours:02}:{minutes:02}:{seconds:02}.{micros:06},{action},")?;
+            // As printf's %p and C++'s streams print pointers.
+            if addr == 0 || event.action == Action::Oom {
+                write!(out, "(nil)")?;
+            } else {
+                write!(out, "{addr:#x}")?;
+            }
+            write!(out, ",{bytes},")?;
+            if stream == 0 { writeln!(out, "0") } else { writeln!(out, "{stream:#x}") }
+        })
+    }
+
+    fn finish(self: Box<Self>, _ending: &Ending<'_>) -> Result<(), WriteError> {
+        self.file.finish()
+    }
+}

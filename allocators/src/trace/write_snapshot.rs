@@ -1,0 +1,166 @@
+//! PyTorch's memory snapshot, as a pickle and as JSON, with exactly PyTorch's keys.
+//!
+//! Read by pytorch.org/memory_viz (the pickle), `torch/cuda/_memory_viz.py` (the pickle), mosaic (either) and by
+//! [`read`](super::read()). `record_use` events are left out, because PyTorch has no name for them. Times are whole
+//! microseconds. Integers are of 64 bits and signed; what does not fit is an error.
+//!
+//! Source: `torch/csrc/cuda/Module.cpp`, `torch/utils/viz/MemoryViz.js`.
+
+use super::segment::state_name;
+use super::write::{Ending, Fresh, TraceWriter, WriteError};
+use super::write_plain::Plain;
+use super::{Action, Event, Segment};
+use std::path::Path;
+
+/// Writes a snapshot. Events come in the order of their devices: all of device 0, then all of device 1.
+#[derive(Debug)]
+pub struct SnapshotWriter {
+    out: Plain,
+    /// Device whose list is open.
+    device: u16,
+}
+
+impl SnapshotWriter {
+    /// A pickle of protocol 4.
+    ///
+    /// # Errors
+    /// [`WriteError`] when the file cannot be made.
+    pub fn pickle(path: &Path) -> Result<Self, WriteError> {
+        Self::begin(Plain::pickle(Fresh::create(path)?)?)
+    }
+
+    /// JSON; pairs are lists.
+    ///
+    /// # Errors
+    /// [`WriteError`] when the file cannot be made.
+    pub fn json(path: &Path) -> Result<Self, WriteError> {
+        Self::begin(Plain::json(Fresh::create(path)?))
+    }
+
+    fn begin(mut out: Plain) -> Result<Self, WriteError> {
+        // The segments are known last, so the events come first; no reader minds the order of keys.
+        out.begin_dict()?;
+        out.key("device_traces")?;
+        out.begin_list()?;
+        out.item()?;
+        out.begin_list()?;
+        Ok(Self { out, device: 0 })
+    }
+
+    /// Ends the lists of the devices before this one.
+    fn open_device(&mut self, device: u16) -> Result<(), WriteError> {
+        while self.device < device {
+            self.device += 1;
+            self.out.end_list()?;
+            self.out.item()?;
+            self.out.begin_list()?;
+        }
+        Ok(())
+    }
+
+    fn segment(&mut self, segment: &Segment) -> Result<(), WriteError> {
+        let out = &mut self.out;
+        out.begin_dict()?;
+        out.key("device")?;
+        out.int(i64::from(segment.device))?;
+        for (key, value) in [
+            ("address", segment.address),
+            ("total_size", segment.total_size),
+            ("allocated_size", segment.allocated_size()),
+            ("active_size", segment.active_size()),
+            ("requested_size", segment.requested_size()),
+        ] {
+            out.key(key)?;
+            out.size(key, value)?;
+        }
+        out.key("stream")?;
+        // CAST: a handle's 64 bits; PyTorch writes them as signed.
+        out.int(segment.stream as i64)?;
+        out.key("segment_type")?;
+        out.word(segment.segment_type.name())?;
+        out.key("segment_pool_id")?;
+        out.pair(0, 0)?;
+        out.key("is_expandable")?;
+        out.bool(segment.is_expandable)?;
+        out.key("frames")?;
+        out.begin_list()?;
+        out.end_list()?;
+        out.key("blocks")?;
+        out.begin_list()?;
+        for block in &segment.blocks {
+            out.item()?;
+            out.begin_dict()?;
+            for (key, value) in
+                [("address", block.address), ("size", block.size), ("requested_size", block.requested_size)]
+            {
+                out.key(key)?;
+                out.size(key, value)?;
+            }
+            out.key("state")?;
+            out.word(state_name(block.state))?;
+            out.key("frames")?;
+            out.begin_list()?;
+            out.end_list()?;
+            out.end_dict()?;
+        }
+        out.end_list()?;
+        out.end_dict()
+    }
+}
+
+impl TraceWriter for SnapshotWriter {
+    fn event(&mut self, event: &Event) -> Result<(), WriteError> {
+        if event.action == Action::RecordUse {
+            return Ok(());
+        }
+        if event.device < self.device {
+            return Err(self.out.file.unfit(format!(
+                "an event of device {} comes after one of device {}, but a snapshot has them device by device",
+                event.device, self.device
+            )));
+        }
+        self.open_device(event.device)?;
+        let out = &mut self.out;
+        out.item()?;
+        out.begin_dict()?;
+        out.key("action")?;
+        out.word(event.action.name())?;
+        let addr = if event.action == Action::Oom { "device_free" } else { "addr" };
+        for (key, value) in [(addr, event.addr), ("size", event.bytes)] {
+            out.key(key)?;
+            out.size(key, value)?;
+        }
+        out.key("stream")?;
+        // CAST: a handle's 64 bits; PyTorch writes them as signed.
+        out.int(event.stream as i64)?;
+        out.key("time_us")?;
+        out.size("time", event.time_ns / 1000)?;
+        out.key("compile_context")?;
+        out.word("N/A")?;
+        out.key("user_metadata")?;
+        out.word("")?;
+        out.end_dict()
+    }
+
+    fn finish(mut self: Box<Self>, ending: &Ending<'_>) -> Result<(), WriteError> {
+        let last = ending.segments.iter().map(|segment| segment.device).max().unwrap_or(0);
+        self.open_device(last.max(ending.devices.saturating_sub(1)))?;
+        self.out.end_list()?;
+        self.out.end_list()?;
+        self.out.key("segments")?;
+        self.out.begin_list()?;
+        for segment in ending.segments {
+            self.out.item()?;
+            self.segment(segment)?;
+        }
+        self.out.end_list()?;
+        self.out.key("allocator_settings")?;
+        let settings = ending.allocator_settings.cloned().unwrap_or_default();
+        self.out.value(&serde_json::Value::Object(settings))?;
+        self.out.key("external_annotations")?;
+        self.out.begin_list()?;
+        self.out.end_list()?;
+        self.out.end_dict()?;
+        self.out.finish()
+    }
+}

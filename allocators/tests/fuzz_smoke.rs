@@ -1,0 +1,52 @@
+//! The fuzz targets' seeds and some thousand mutations of them, through the targets' own entry points: no parser
+//! panics, and every error is one line. The same seeds, the same mutations, on every run.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+#[path = "common/mutate.rs"]
+mod mutate;
+
+use allocators::trace::{Format, ReadOptions, read_from};
+use mutate::{mutations, seeds};
+use std::path::Path;
+
+/// Mutations of each seed.
+const ROUNDS: u64 = 1500;
+
+fn parse(bytes: &[u8], formats: &[Format]) -> u32 {
+    let mut sound = 0;
+    for format in formats.iter().copied().map(Some).chain([None]) {
+        let options = ReadOptions { format, memory_limit: 1 << 26 };
+        match read_from(Box::new(bytes), &options, &mut |_| Ok(())) {
+            Ok(_) => sound += 1,
+            Err(error) => assert!(!error.to_string().contains('\n'), "an error is one line: {error}"),
+        }
+    }
+    sound
+}
+
+fn smoke(target: &str, formats: &[Format]) {
+    let seeds = seeds(&Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(target));
+    for seed in &seeds {
+        assert!(parse(seed, formats) >= 1, "a seed should be sound");
+    }
+    let mut sound = 0;
+    for mutation in mutations(&seeds, ROUNDS) {
+        sound += u32::from(parse(&mutation, formats) > 0);
+    }
+    assert!(sound > 0, "some mutations should still be sound, or they reach nothing but the head");
+}
+
+#[test]
+fn pickles() {
+    smoke("pickle", &[Format::SnapshotPickle]);
+}
+
+#[test]
+fn json() {
+    smoke("json", &[Format::SnapshotJson, Format::Jsonl]);
+}
+
+#[test]
+fn csv() {
+    smoke("csv", &[Format::RmmCsv, Format::MinimallocCsv, Format::Stalloc]);
+}

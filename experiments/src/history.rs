@@ -1,0 +1,148 @@
+//! What `replay` and `capacity` share: reading a history, naming a device.
+
+use crate::compare::ArmFailed;
+use crate::profile;
+use allocators::backend::CachingSettings;
+use allocators::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
+use allocators::trace::{ReadError, ReadOptions, read};
+use allocators::{AllocatorSettings, BackendKind, CudaDriver, Driver, NullDriver, Profile, SimDriver, SimMemory};
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// A history and the settings under which it was recorded.
+pub(crate) struct Recorded {
+    pub(crate) history: History,
+    pub(crate) settings: CachingSettings,
+}
+
+/// Reads and compiles a file. `limit` is the memory limit under which it was recorded.
+pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>) -> Result<Recorded> {
+    let mut builder = HistoryBuilder::new(gpu);
+    let summary = read(path, &ReadOptions::default(), &mut |event| builder.push(&event).map_err(ReadError::stop))?;
+    let in_file = || path.display().to_string();
+    let mut settings = recorded_settings(&summary.allocator_settings).with_context(in_file)?;
+    settings.memory_limit = limit;
+    let history = builder.finish(&settings).with_context(in_file)?;
+    if history.events() == 0 {
+        let held: Vec<String> = summary
+            .events
+            .iter()
+            .enumerate()
+            .filter(|(_, count)| **count > 0)
+            .map(|(gpu, _)| gpu.to_string())
+            .collect();
+        match gpu.filter(|_| !held.is_empty()) {
+            Some(gpu) => bail!("{}: no event of GPU {gpu}; there are those of {}", in_file(), held.join(", ")),
+            None => bail!("{}: there are no events; turn recording on before the work", in_file()),
+        }
+    }
+    Ok(Recorded { history, settings })
+}
+
+/// An error of a replay: exit code 2 where the history is at fault, 1 where the device is.
+pub(crate) fn failed(path: &Path, error: ReplayError) -> anyhow::Error {
+    let bad_input = error.is_bad_input();
+    let text = format!("{}: {error}", path.display());
+    if bad_input { anyhow::Error::msg(text) } else { ArmFailed::at_run_time(&text).into() }
+}
+
+/// A device by name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum DeviceName {
+    /// The simulated GPU, with a profile of its own or the built-in one.
+    Sim(Option<PathBuf>),
+    /// The device without costs.
+    Null,
+    /// A GPU by number.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceName {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "sim" => Ok(Self::Sim(None)),
+            None if text == "null" => Ok(Self::Null),
+            None if text == "cuda" => Ok(Self::Cuda(0)),
+            Some(("sim", path)) if !path.is_empty() => Ok(Self::Sim(Some(path.into()))),
+            Some(("cuda", number)) if number.parse::<usize>().is_ok() => Ok(Self::Cuda(number.parse().unwrap_or(0))),
+            _ => Err(format!("'{text}' is no device: write sim, sim:PROFILE.json, null, cuda or cuda:N")),
+        }
+    }
+}
+
+/// More than any history can ask for.
+const UNLIMITED: u64 = 1 << 62;
+
+/// Makes fresh devices of one kind.
+#[derive(Debug)]
+pub(crate) enum Devices {
+    /// Simulated, with this profile.
+    Sim(Box<Profile>),
+    /// Without costs.
+    Null,
+    /// One GPU.
+    Cuda(Arc<CudaDriver>),
+}
+
+impl Devices {
+    /// Opens what was named.
+    pub(crate) fn open(name: &DeviceName) -> Result<Self> {
+        Ok(match name {
+            DeviceName::Sim(path) => Self::Sim(Box::new(profile::read(path.as_deref())?)),
+            DeviceName::Null => Self::Null,
+            DeviceName::Cuda(number) => Self::Cuda(Arc::new(CudaDriver::new(*number)?)),
+        })
+    }
+
+    /// `sim`, `null` or `cuda`.
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Self::Sim(_) => "sim",
+            Self::Null => "null",
+            Self::Cuda(_) => "cuda",
+        }
+    }
+
+    /// A device; with `bytes`, one that has that many for clients. A GPU has what it has.
+    pub(crate) fn make(&self, bytes: Option<u64>) -> Result<Arc<dyn Driver>> {
+        Ok(match self {
+            Self::Sim(profile) => {
+                let mut profile = profile.as_ref().clone();
+                if let Some(bytes) = bytes {
+                    profile.total_bytes = profile.context_bytes.saturating_add(bytes);
+                }
+                Arc::new(SimDriver::new(profile, SimMemory::None))
+            }
+            Self::Null => Arc::new(NullDriver::new(bytes.unwrap_or(UNLIMITED))),
+            Self::Cuda(driver) => {
+                driver.bind_to_thread()?;
+                Arc::clone(driver) as Arc<dyn Driver>
+            }
+        })
+    }
+}
+
+/// A backend with the settings of the history.
+pub(crate) fn backend(kind: BackendKind, caching: CachingSettings) -> AllocatorSettings {
+    AllocatorSettings { caching, ..AllocatorSettings::new(kind) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_by_name() {
+        assert_eq!("sim".parse(), Ok(DeviceName::Sim(None)));
+        assert_eq!("sim:a:b.json".parse(), Ok(DeviceName::Sim(Some("a:b.json".into()))));
+        assert_eq!("null".parse(), Ok(DeviceName::Null));
+        assert_eq!(["cuda", "cuda:3"].map(str::parse), [Ok(DeviceName::Cuda(0)), Ok(DeviceName::Cuda(3))]);
+        for text in ["", "gpu", "sim:", "cuda:", "cuda:x", "null:1"] {
+            assert!(text.parse::<DeviceName>().unwrap_err().contains("is no device"), "{text}");
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! A run's history in the formats of others, from `trace.jsonl` and `driver_calls.jsonl`.
+//!
+//! The trace says what the allocator was asked for, the driver calls what it took from the device; both are on the
+//! run's clock, and together they are a history with segments. They are read back from the record at the end, so a run
+//! of any length takes no more memory than its live blocks.
+
+use crate::error::{Result, TrainError};
+use crate::record::{DRIVER_CALLS, TRACE};
+use allocators::trace::{
+    Action, Ending, Event, Export, ReadError, ReadOptions, Segment, TraceWriter, WriteError, read,
+};
+use allocators::{CallEvent, CallKind, Snapshot};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+/// Track of the driver calls on a timeline.
+const TRACK: &str = "driver calls";
+
+/// One driver call, as a line of `driver_calls.jsonl`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CallLine {
+    /// Start on the run's clock.
+    pub start_ns: u64,
+    /// Host time in the call.
+    pub total_ns: u64,
+    /// Part of it spent waiting for the device.
+    pub blocked_ns: u64,
+    /// Kind of call.
+    pub call: String,
+    /// Kernel that was launched.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<String>,
+    /// Size in bytes, for calls that say one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+    /// Address that it took or produced.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub addr: Option<u64>,
+    /// Whether it succeeded.
+    pub ok: bool,
+}
+
+/// Keeps the driver calls in memory until they are taken.
+#[derive(Debug, Default)]
+pub struct CallLog {
+    calls: Mutex<(Vec<CallLine>, Option<&'static str>)>,
+}
+
+impl CallLog {
+    /// Names the kernel of the launch that comes next.
+    pub fn launching(&self, kernel: &'static str) {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner).1 = Some(kernel);
+    }
+
+    /// Takes note of a call.
+    pub fn observe(&self, event: &CallEvent) {
+        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let kernel = if event.kind == CallKind::KernelLaunch { calls.1.take() } else { None };
+        calls.0.push(CallLine {
+            start_ns: event.start_ns,
+            total_ns: event.total_ns,
+            blocked_ns: event.blocked_ns,
+            call: event.kind.name().to_owned(),
+            kernel: kernel.map(str::to_owned),
+            bytes: (event.bytes > 0).then_some(event.bytes),
+            addr: event.addr.map(|addr| addr.get()),
+            ok: event.ok,
+        });
+    }
+
+    /// The calls since the last time.
+    #[must_use]
+    pub fn take(&self) -> Vec<CallLine> {
+        std::mem::take(&mut self.calls.lock().unwrap_or_else(PoisonError::into_inner).0)
+    }
+}
+
+/// Merges a run's trace with its driver calls.
+struct Merge<'a> {
+    calls: Calls,
+    /// Size and stream of the segments that are held.
+    segments: BTreeMap<u64, (u64, u64)>,
+    /// Frees of segments by the operation under way, for after it.
+    held_back: Vec<Event>,
+    writers: &'a mut [Box<dyn TraceWriter>],
+}
+
+/// The calls in order, one ahead.
+struct Calls {
+    lines: BufReader<File>,
+    text: String,
+    number: u64,
+    next: Option<CallLine>,
+}
+
+impl Calls {
+    fn open(path: &Path) -> std::io::Result<Self> {
+        let lines = BufReader::new(File::open(path)?);
+        let mut calls = Self { lines, text: String::new(), number: 0, next: None };
+        calls.advance()?;
+        Ok(calls)
+    }
+
+    fn advance(&mut self) -> std::io::Result<Option<CallLine>> {
+        self.text.clear();
+        self.number += 1;
+        let next = match self.lines.read_line(&mut self.text)? {
+            0 => None,
+            _ => Some(serde_json::from_str(&self.text)?),
+        };
+        Ok(std::mem::replace(&mut self.next, next))
+    }
+
+    /// The next call that had ended by then.
+    fn until(&mut self, time_ns: u64) -> std::io::Result<Option<CallLine>> {
+        match &self.next {
+            Some(call) if call.start_ns.saturating_add(call.total_ns) <= time_ns => self.advance(),
+            _ => Ok(None),
+        }
+    }
+}
+
+/// What goes wrong on the way: reading the run's own files, or writing.
+enum Fault {
+    Calls(std::io::Error),
+    Write(WriteError),
+}
+
+impl Merge<'_> {
+    fn write(&mut self, event: &Event) -> std::result::Result<(), Fault> {
+        for writer in self.writers.iter_mut() {
+            writer.event(event).map_err(Fault::Write)?;
+        }
+        Ok(())
+    }
+
+    /// Passes on the calls that were made by the end of an operation. A call takes time, so those that ended by the
+    /// end of this operation and not by the end of the one before were made in this one.
+    fn calls_until(&mut self, operation: &Event) -> std::result::Result<(), Fault> {
+        while let Some(call) = self.calls.until(operation.time_ns).map_err(Fault::Calls)? {
+            let name = match &call.kernel {
+                Some(kernel) => kernel,
+                None => &call.call,
+            };
+            for writer in self.writers.iter_mut() {
+                writer.slice(TRACK, name, call.start_ns, call.total_ns).map_err(Fault::Write)?;
+            }
+            let Some(addr) = call.addr.filter(|_| call.ok) else { continue };
+            let time_ns = call.start_ns.saturating_add(call.total_ns);
+            let segment = Event { action: Action::SegmentAlloc, addr, time_ns, ..*operation };
+            if call.call == CallKind::MemAlloc.name() {
+                let bytes = call.bytes.unwrap_or(0);
+                self.segments.insert(addr, (bytes, operation.stream));
+                self.write(&Event { bytes, ..segment })?;
+            } else if call.call == CallKind::MemFree.name() {
+                let Some((bytes, stream)) = self.segments.remove(&addr) else { continue };
+                let free = Event { action: Action::SegmentFree, bytes, stream, ..segment };
+                // An allocator that gives memory back in a free does so after it has let go of the block.
+                let inside = operation.action == Action::FreeRequested
+                    && operation.addr.checked_sub(addr).is_some_and(|offset| offset < bytes);
+                if inside {
+                    self.held_back.push(Event { time_ns: operation.time_ns, ..free });
+                } else {
+                    self.write(&free)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn event(&mut self, event: &Event) -> std::result::Result<(), Fault> {
+        if event.action != Action::FreeCompleted {
+            self.calls_until(event)?;
+        }
+        self.write(event)?;
+        if event.action == Action::FreeCompleted {
+            for free in std::mem::take(&mut self.held_back) {
+                self.write(&free)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Writes the history of a run into its record, in each of these formats.
+///
+/// # Errors
+/// [`TrainError::Record`] when the run's own files cannot be read back or the exports cannot be written; none of them
+/// is then left half-written.
+pub(crate) fn write(
+    directory: &Path,
+    exports: &[Export],
+    end_ns: u64,
+    snapshot: Option<&Snapshot>,
+    settings: &serde_json::Value,
+) -> Result<()> {
+    let failed = |path: &Path, error: std::io::Error| TrainError::Record { path: path.display().to_string(), error };
+    let unwritten = |error: WriteError| TrainError::Record {
+        path: error.path.display().to_string(),
+        error: std::io::Error::other(error.problem),
+    };
+    let paths: Vec<_> = exports.iter().map(|export| directory.join(export.file_name())).collect();
+    let mut writers = Vec::new();
+    for (export, path) in exports.iter().zip(&paths) {
+        writers.push(export.create(path).map_err(unwritten)?);
+    }
+    let calls = directory.join(DRIVER_CALLS);
+    let mut merge = Merge {
+        calls: Calls::open(&calls).map_err(|error| failed(&calls, error))?,
+        segments: BTreeMap::new(),
+        held_back: Vec::new(),
+        writers: &mut writers,
+    };
+    let mut fault = None;
+    let read = read(&directory.join(TRACE), &ReadOptions::default(), &mut |event| {
+        merge.event(&event).map_err(|error| {
+            fault = Some(error);
+            ReadError::stop("not written")
+        })
+    });
+    let last = Event { action: Action::Snapshot, device: 0, addr: 0, bytes: 0, stream: 0, time_ns: end_ns };
+    let ended = match (fault, read) {
+        (Some(fault), _) => Err(fault),
+        // A run that ended before its first operation has an empty trace.
+        (None, Err(error)) if !matches!(error.problem, allocators::trace::Problem::Empty) => {
+            return Err(failed(&error.path.clone(), std::io::Error::other(error)));
+        }
+        _ => merge.calls_until(&last),
+    };
+    ended.map_err(|fault| match fault {
+        Fault::Calls(error) => failed(&calls, error),
+        Fault::Write(error) => unwritten(error),
+    })?;
+    let segments = snapshot.map(|snapshot| Segment::from_snapshot(snapshot, 0)).unwrap_or_default();
+    let ending = Ending { segments: &segments, allocator_settings: settings.as_object(), devices: 1 };
+    for writer in writers {
+        writer.finish(&ending).map_err(unwritten)?;
+    }
+    Ok(())
+}
