@@ -11,11 +11,15 @@ in ../shared/traces, if they are there, read and written again. Then, for each f
   downloaded by pip into a folder that is removed again; a few seconds. `--wheel` takes one that is there.
 - It holds only instructions that pytorch.org/memory_viz understands, integers that fit 64 bits, and lists in batches of
   at most 1000.
+- The same as JSON follows `analysis/schema/memory_snapshot.schema.json` (with the package jsonschema, which pip puts
+  into the same folder).
 - Written again from a PyTorch snapshot, it says to Python's `pickle` what the original says.
 
 Exit code 0 when all is well, 1 when something is not, 2 when a file or a program is missing.
 """
 import argparse
+import itertools
+import json
 import lzma
 import pickle
 import pickletools
@@ -56,6 +60,20 @@ def memory_viz(wheel, folder):
         return Path(archive.extract(MEMBER, folder))
 
 
+def validate(path, folder):
+    """Problems of a JSON export by the schema."""
+    target = folder / "packages"
+    if not target.exists():
+        run(sys.executable, "-m", "pip", "install", "--quiet", "--target", target, "jsonschema")
+        sys.path.insert(0, str(target))
+    import jsonschema
+
+    schema = json.loads((ROOT / "analysis/schema/memory_snapshot.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    errors = jsonschema.Draft202012Validator(schema).iter_errors(json.loads(path.read_text()))
+    return [f"{path.name}: {error.json_path}: {error.message[:100]}" for error in itertools.islice(errors, 5)]
+
+
 def make(folder):
     """Exports of our own, and recorded snapshots written again, with their originals."""
     out = []
@@ -63,12 +81,13 @@ def make(folder):
         record = folder / allocator
         run(
             "cargo", "run", "--quiet", "-p", "trainer", "--", "--device", "sim", "--dataset", "digits", "--steps", "30",
-            "--alloc", allocator, "--export", "snapshot", "--out", record,
+            "--alloc", allocator, "--export", "snapshot,snapshot-json", "--out", record,
         )
         out.append((record / "snapshot.pickle", None))
     for recorded in sorted((ROOT / "../shared/traces").glob("*.pickle.xz")):
         written = folder / recorded.name.removesuffix(".xz")
-        run("cargo", "run", "--quiet", "-p", "allocators", "--example", "convert_trace", recorded, "snapshot", written)
+        for form, to in [("snapshot", written), ("snapshot-json", written.with_suffix(".json"))]:
+            run("cargo", "run", "--quiet", "-p", "allocators", "--example", "convert_trace", recorded, form, to)
         out.append((written, recorded))
     return out
 
@@ -105,6 +124,8 @@ def check(path, original, script, folder):
         for key in ["segments", "device_traces", "allocator_settings"]:
             if snapshot[key] != expected[key]:
                 problems.append(f"'{key}' is not what {original.name} says")
+    if path.with_suffix(".json").is_file():
+        problems += validate(path.with_suffix(".json"), folder)
     sizes = []
     for command in ["stats", "trace"]:
         done = subprocess.run([sys.executable, script, command, path], capture_output=True, text=True)
