@@ -85,7 +85,7 @@ pub(super) fn columns<const N: usize>(header: &str, names: [&str; N]) -> Result<
 }
 
 /// The fields of these columns.
-pub(super) fn fields<'l, const N: usize>(line: &'l str, columns: [usize; N]) -> Option<[&'l str; N]> {
+pub(super) fn fields<const N: usize>(line: &str, columns: [usize; N]) -> Option<[&str; N]> {
     let mut out = [None; N];
     for (at, field) in line.split(',').enumerate() {
         for (slot, column) in out.iter_mut().zip(columns) {

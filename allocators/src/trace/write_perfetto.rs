@@ -159,8 +159,8 @@ impl std::fmt::Display for Micros {
 impl TraceWriter for PerfettoWriter {
     fn event(&mut self, event: &Event) -> Result<(), WriteError> {
         let (device, key) = (event.device, (event.device, event.addr));
-        if !self.levels.contains_key(&device) {
-            self.levels.insert(device, Levels::default());
+        if let std::collections::btree_map::Entry::Vacant(entry) = self.levels.entry(device) {
+            entry.insert(Levels::default());
             self.name("process_name", process(device), 0, &format!("device {device}"))?;
         }
         let ts = self.micros(event.time_ns);

@@ -39,7 +39,7 @@ fn every_opcode_in_every_place_is_survived() {
     let bytes = std::fs::read(fixture("small.p4.pickle")).unwrap();
     let mut damaged = bytes.clone();
     // The head, the first events and the end have every kind of place.
-    let places = (0..500).chain(bytes.len() - 100..bytes.len());
+    let places = (0..300).chain(bytes.len() - 60..bytes.len());
     for at in places {
         for value in (0..=255).step_by(if at < 200 { 1 } else { 7 }) {
             damaged[at] = value;

@@ -47,6 +47,7 @@ fn words_that_mean_nothing_are_refused() {
         ["--init", "nonsense"],
         ["--gemm", "nonsense"],
         ["--nvtx", "nonsense"],
+        ["--export", "nonsense"],
         ["--latency", "nonsense"],
         ["--hidden", "4294967296"],
         ["--seed", "1.5"],

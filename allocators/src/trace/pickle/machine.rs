@@ -393,7 +393,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             self.cut(from);
             return Ok(());
         }
-        if (self.stack.len() - from) % 2 != 0 {
+        if !(self.stack.len() - from).is_multiple_of(2) {
             return Err(self.content("a dictionary is given a key without a value; the file is damaged"));
         }
         let in_trace = self.part.is_some_and(|part| part.key == Word::DeviceTraces && target > part.at);

@@ -61,7 +61,7 @@ impl Machine<'_, '_, '_> {
     /// Takes note when the container that comes next is the value of a key of the outermost dictionary.
     pub(super) fn enter_part(&mut self) {
         let at = self.stack.len();
-        let outermost = self.marks.len() <= 1 && at >= 2 && at % 2 == 0;
+        let outermost = self.marks.len() <= 1 && at >= 2 && at.is_multiple_of(2);
         if !outermost || self.marks.first().is_some_and(|mark| *mark != 1) {
             return;
         }
