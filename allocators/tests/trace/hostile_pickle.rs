@@ -41,7 +41,7 @@ fn every_opcode_in_every_place_is_survived() {
     // The head, the first events and the end have every kind of place.
     let places = (0..300).chain(bytes.len() - 60..bytes.len());
     for at in places {
-        for value in (0..=255).step_by(if at < 200 { 1 } else { 7 }) {
+        for value in (0..=255).step_by(if at < 100 { 1 } else { 11 }) {
             damaged[at] = value;
             if let Err(error) = read_bytes(&damaged) {
                 assert!(!error.to_string().contains('\n'));
