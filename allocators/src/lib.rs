@@ -46,6 +46,7 @@ pub mod instrument;
 mod snapshot;
 mod stats;
 pub mod trace;
+pub mod workload;
 
 pub use allocator::{Block, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 pub use backend::{AllocatorSettings, BackendKind};

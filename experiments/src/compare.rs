@@ -65,6 +65,13 @@ pub(crate) struct ArmFailed {
     text: String,
 }
 
+impl ArmFailed {
+    /// A run that ended with `code`, and why.
+    pub(crate) fn new(code: u8, text: String) -> Self {
+        Self { code, text }
+    }
+}
+
 impl fmt::Display for ArmFailed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
