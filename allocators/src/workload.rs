@@ -161,7 +161,7 @@ mod tests {
         let sequence = Sequence::new(1, 64, 10_000);
         assert!(sequence.steps.iter().all(|step| step.slot < 64 && (512..4 << 20).contains(&step.bytes)));
         for k in 0..13 {
-            let share = sequence.steps.iter().filter(|step| step.bytes / 512 >> k == 1).count();
+            let share = sequence.steps.iter().filter(|step| (step.bytes / 512) >> k == 1).count();
             assert!((600..950).contains(&share), "of 10,000 sizes {share} are of 2^{k}");
         }
     }
