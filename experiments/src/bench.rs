@@ -4,6 +4,7 @@
 //! the repeats is quoted with the smallest and the largest. No kernel runs; on a GPU the streams and the memory are
 //! real.
 
+mod apart;
 mod baselines;
 mod cases;
 mod measure;

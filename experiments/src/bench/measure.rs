@@ -1,5 +1,6 @@
 //! One measurement: an allocator of its own, a warm-up, and one look at the clock on either side of a loop.
 
+use super::apart::Apart;
 use super::cases::{Case, Instrument, Job, THREAD_LIVE};
 use allocators::instrument::{EventTrace, Timed};
 use allocators::workload::{self, Sequence, Slots};
@@ -86,7 +87,13 @@ impl Drop for Place {
 
 /// Runs one case once.
 pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
-    let backend = AllocatorSettings::new(job.kind).build(&place.driver)?;
+    let build = || AllocatorSettings::new(job.kind).build(&place.driver);
+    // CAST: a number of threads.
+    let streams = &place.streams[..job.case.threads() as usize];
+    let backend: Arc<dyn DeviceAllocator> = match job.case {
+        Case::Instrument { .. } | Case::Events { .. } if streams.len() > 1 => Arc::new(Apart::new(streams, build)?),
+        _ => build()?,
+    };
     let slow = place.is_slow(job.kind);
     match job.case {
         Case::Pair { bytes } => {
@@ -107,11 +114,7 @@ pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
             slots.empty()?;
             Ok(sample)
         }
-        Case::Threads { threads } => {
-            // CAST: a number of threads.
-            let threads = threads as usize;
-            throughput(backend.as_ref(), &place.streams[..threads], &place.threads[..threads])
-        }
+        Case::Threads { .. } => throughput(backend.as_ref(), streams, &place.threads),
         Case::Instrument { instrument, threads } => {
             let clock = place.driver.clock();
             let pairs = if slow { 1_000 } else { INSTRUMENT_PAIRS };
@@ -121,8 +124,6 @@ pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
                 Instrument::Latency => Arc::new(Timed::new(backend, clock)),
                 Instrument::Trace => Arc::clone(trace.insert(Arc::new(EventTrace::new(backend, clock)))) as _,
             };
-            // CAST: a number of threads.
-            let streams = &place.streams[..threads as usize];
             // The warm-up also makes the buffers; a trace keeps them when its events are taken.
             for timed in [false, true] {
                 let times = pairs_in_threads(top.as_ref(), streams, pairs)?;
@@ -142,8 +143,7 @@ pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
             let trace = EventTrace::new(backend, place.driver.clock());
             let pairs = if slow { 1_000 } else { EVENTS / 2 / u64::from(threads) };
             let start = Instant::now();
-            // CAST: a number of threads.
-            pairs_in_threads(&trace, &place.streams[..threads as usize], pairs)?;
+            pairs_in_threads(&trace, streams, pairs)?;
             let seconds = start.elapsed().as_secs_f64();
             let events = 2 * pairs * u64::from(threads);
             all_there(&trace, events)?;

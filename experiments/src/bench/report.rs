@@ -195,7 +195,11 @@ impl Report {
                 added.unwrap_or_default(),
             ]);
         }
-        format!("\ninstruments around '{}', pairs of 4 KiB\n{table}\n", first.allocator)
+        format!(
+            "\ninstruments around '{}', pairs of 4 KiB; several threads have an allocator each and share the instrument\n\
+             {table}\n",
+            first.allocator
+        )
     }
 }
 
