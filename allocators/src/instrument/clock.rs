@@ -6,6 +6,7 @@
 //! threads' times no longer tell who came first.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Something that tells the time in nanoseconds since a fixed point.
@@ -15,9 +16,14 @@ pub trait Clock: Send + Sync + fmt::Debug {
     fn now_ns(&self) -> u64;
 
     /// Whether a reading is always larger than one on another thread that happened before it. Not where time is
-    /// virtual and stands still between driver calls, nor where the clock is coarse.
+    /// virtual and stands still between driver calls, nor where the clock may be coarse.
     fn orders_threads(&self) -> bool {
         false
+    }
+
+    /// The machine's clock, if this is it: what is read at every call is then read without a virtual one.
+    fn machine(&self) -> Option<MonotonicClock> {
+        None
     }
 }
 
@@ -64,12 +70,8 @@ impl Clock for MonotonicClock {
     fn now_ns(&self) -> u64 {
         match self.0 {
             #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
-            Source::Counter { start, scale } => {
-                let ticks = counter::read().saturating_sub(start);
-                // CAST: 2^64 nanoseconds are 584 years.
-                ((u128::from(ticks) * u128::from(scale)) >> 32) as u64
-            }
-            // CAST: as above.
+            Source::Counter { start, scale } => nanoseconds(counter::read().saturating_sub(start), scale),
+            // CAST: 2^64 nanoseconds are 584 years.
             Source::System(start) => start.elapsed().as_nanos() as u64,
         }
     }
@@ -79,6 +81,75 @@ impl Clock for MonotonicClock {
         // clock may tick in microseconds.
         !matches!(self.0, Source::System(_))
     }
+
+    fn machine(&self) -> Option<MonotonicClock> {
+        Some(*self)
+    }
+}
+
+/// A clock as instruments hold it.
+#[derive(Clone, Debug)]
+pub(super) enum Reader {
+    Machine(MonotonicClock),
+    Other(Arc<dyn Clock>),
+}
+
+impl Reader {
+    pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
+        clock.machine().map_or(Self::Other(clock), Self::Machine)
+    }
+
+    #[inline]
+    fn now_ns(&self) -> u64 {
+        match self {
+            Self::Machine(clock) => clock.now_ns(),
+            Self::Other(clock) => clock.now_ns(),
+        }
+    }
+
+    /// As [`Clock::now_ns`], but read while instructions before it may be in flight: to wait for them would take as long
+    /// as a cached allocation does.
+    #[inline]
+    pub(super) fn now_at_once(&self) -> u64 {
+        match self {
+            #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+            Self::Machine(MonotonicClock(Source::Counter { start, scale })) => {
+                nanoseconds(counter::read_at_once().saturating_sub(*start), *scale)
+            }
+            _ => self.now_ns(),
+        }
+    }
+
+    /// A moment from which [`since`](Self::since) counts. Both are read at once, so an interval is off by what the
+    /// processor has in flight, a few nanoseconds.
+    #[inline]
+    pub(super) fn start(&self) -> u64 {
+        match self {
+            #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+            Self::Machine(MonotonicClock(Source::Counter { .. })) => counter::read_at_once(),
+            _ => self.now_ns(),
+        }
+    }
+
+    /// Nanoseconds since a [`start`](Self::start).
+    #[inline]
+    pub(super) fn since(&self, start: u64) -> u64 {
+        match self {
+            #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+            Self::Machine(MonotonicClock(Source::Counter { scale, .. })) => {
+                nanoseconds(counter::read_at_once().saturating_sub(start), *scale)
+            }
+            _ => self.now_ns().saturating_sub(start),
+        }
+    }
+}
+
+/// Ticks by their scale.
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[inline]
+fn nanoseconds(ticks: u64, scale: u64) -> u64 {
+    // CAST: 2^64 nanoseconds are 584 years.
+    ((u128::from(ticks) * u128::from(scale)) >> 32) as u64
 }
 
 /// The time-stamp counter.
@@ -98,7 +169,14 @@ mod counter {
     pub(super) fn read() -> u64 {
         // SAFETY: every x86-64 processor has this instruction; it touches no memory.
         unsafe { _mm_lfence() };
-        // SAFETY: as above. `trusted` was asked first; the system lets programs read the counter where it lists it.
+        read_at_once()
+    }
+
+    /// Ticks, read while instructions before may still be in flight.
+    #[inline]
+    pub(super) fn read_at_once() -> u64 {
+        // SAFETY: every x86-64 processor has this instruction; it touches no memory. `trusted` was asked first: the
+        // system lets programs read the counter where it lists it.
         unsafe { _rdtsc() }
     }
 
