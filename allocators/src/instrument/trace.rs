@@ -111,7 +111,7 @@ impl Chunk {
     /// 640 KiB of records.
     const RECORDS: usize = 16_384;
 
-    fn new() -> Self {
+    fn with_room() -> Self {
         Self { records: Vec::with_capacity(Self::RECORDS), sequences: Vec::new() }
     }
 
@@ -154,7 +154,7 @@ impl Log {
 
     #[cold]
     fn turn(&mut self) {
-        let next = self.spare.pop().unwrap_or_else(Chunk::new);
+        let next = self.spare.pop().unwrap_or_else(Chunk::with_room);
         let full = std::mem::replace(&mut self.open, next);
         if !full.records.is_empty() {
             self.full.push(full);
