@@ -152,7 +152,7 @@ impl Report {
     /// The figures for people: cases down, allocators across.
     pub(crate) fn table(&self) -> String {
         let mut out = format!(
-            "{}, {}, {} cores; median of {} (smallest to largest)\n",
+            "{}, {}, {} cores; median of {} runs (smallest to largest)\n",
             self.device.name,
             self.cpu.as_deref().unwrap_or("unknown processor"),
             self.cores,
@@ -235,7 +235,9 @@ fn side_by_side(rows: &[&Row]) -> Table {
         let mut line = vec![Cell::new(case)];
         for name in &names {
             let row = of.iter().find(|row| row.allocator == *name);
-            let cell = Cell::new(row.map(|row| figure(row)).unwrap_or_default());
+            // Beside the baselines there is no room for the ranges; the JSON has them.
+            let shown = |row: &&Row| if baselines { digits(row.median) } else { figure(row) };
+            let cell = Cell::new(row.map(shown).unwrap_or_default());
             let is_best = row.zip(first.as_ref()).is_some_and(|(row, best)| row.allocator == best.allocator);
             line.push(if is_best { cell.add_attribute(Attribute::Bold) } else { cell });
         }
@@ -267,12 +269,15 @@ fn right_from(table: &mut Table, column: usize) {
 
 /// Three digits or so, with the range.
 fn figure(row: &Row) -> String {
-    let digits = |value: f64| match value {
+    format!("{} ({}-{})", digits(row.median), digits(row.min), digits(row.max))
+}
+
+fn digits(value: f64) -> String {
+    match value {
         value if value < 10.0 => format!("{value:.2}"),
         value if value < 100.0 => format!("{value:.1}"),
         value => format!("{value:.0}"),
-    };
-    format!("{} ({}-{})", digits(row.median), digits(row.min), digits(row.max))
+    }
 }
 
 /// The processor's name, where Linux tells it.
