@@ -55,7 +55,9 @@ mod check;
 mod clock;
 mod cost;
 mod limit;
+mod merge;
 pub mod nvtx;
+mod per_thread;
 mod timed;
 mod trace;
 

@@ -48,6 +48,7 @@ mod snapshot;
 mod stats;
 mod sync;
 pub mod trace;
+pub mod workload;
 
 pub use allocator::{Block, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 pub use backend::{AllocatorSettings, BackendKind};

@@ -70,6 +70,11 @@ impl ArmFailed {
     pub(crate) fn at_run_time(error: &impl fmt::Display) -> Self {
         Self { code: 1, text: error.to_string() }
     }
+
+    /// A run that ended with `code`, and why.
+    pub(crate) fn new(code: u8, text: String) -> Self {
+        Self { code, text }
+    }
 }
 
 impl fmt::Display for ArmFailed {

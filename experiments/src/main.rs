@@ -1,5 +1,6 @@
 //! Runs the trainer under several allocators and compares what it recorded; replays histories; measures device profiles.
 
+mod bench;
 mod calibrate;
 mod capacity;
 mod compare;
@@ -30,6 +31,8 @@ struct Cli {
 enum Command {
     /// Trains under each allocator and prints one table
     Compare(compare::CompareArgs),
+    /// Measures what an allocator call costs, beside other projects' allocators if wanted
+    Bench(bench::BenchArgs),
     /// Measures what driver calls cost on a device and writes a profile for the simulated one
     Calibrate {
         /// cuda, or sim to see that calibration gives back the profile it runs on
@@ -71,6 +74,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Compare(args) => compare::compare(&args),
+        Command::Bench(args) => bench::bench(&args),
         Command::Calibrate { device, profile, source, out } => profile::read(profile.as_deref())
             .and_then(|base| calibrate::calibrate(&device, base, &source))
             .and_then(|measured| profile::write(&measured, &out)),

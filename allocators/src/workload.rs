@@ -1,0 +1,185 @@
+//! Synthetic workloads: the loops that benchmarks time.
+//!
+//! | workload | one operation |
+//! |---|---|
+//! | [`pair`] | one block of a fixed size is allocated and freed |
+//! | [`Slots::run`] | a random one of N live blocks is freed and one of another size takes its place |
+//!
+//! Sizes and slots are drawn beforehand ([`Sequence`]), so that a timed loop holds the calls through the trait object, a
+//! read of 8 bytes in order and a slot of the live blocks. `experiments/baselines/workload.hpp` draws the same numbers
+//! for allocators of other projects.
+
+use crate::allocator::{Block, DeviceAllocator, Request};
+use crate::device::StreamId;
+use crate::error::AllocError;
+
+/// SplitMix64 (Steele, Lea, Flood 2014): small, and the same in every language.
+#[derive(Clone, Debug)]
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// Below `bound`, by multiplication instead of division.
+    fn below(&mut self, bound: u32) -> u32 {
+        // CAST: the upper half of the product is below `bound`.
+        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u32
+    }
+
+    /// 512 · 2^k bytes with k uniform in 0..13, plus a uniform remainder below that.
+    fn size(&mut self) -> u32 {
+        let size = 512 << self.below(13);
+        size + self.below(size)
+    }
+}
+
+/// A free of what is in `slot` and an allocation that takes its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Slot of the live blocks.
+    pub slot: u32,
+    /// Bytes of the new block.
+    pub bytes: u32,
+}
+
+/// Mixed sizes for a number of live blocks: 512 · 2^k bytes with k uniform in 0..13, plus a uniform remainder below that
+/// (512 bytes to 4 MiB, 472 KiB on average).
+#[derive(Clone, Debug)]
+pub struct Sequence {
+    /// Bytes of the blocks to begin with, one a slot.
+    pub fill: Vec<u32>,
+    /// What follows.
+    pub steps: Vec<Step>,
+}
+
+impl Sequence {
+    /// Draws a sequence; equal arguments give equal sequences.
+    #[must_use]
+    pub fn new(seed: u64, slots: u32, steps: usize) -> Self {
+        let mut random = Random(seed);
+        let fill = (0..slots).map(|_| random.size()).collect();
+        let steps = (0..steps).map(|_| Step { slot: random.below(slots), bytes: random.size() }).collect();
+        Self { fill, steps }
+    }
+}
+
+/// Allocates and frees `bytes` over and over.
+///
+/// # Errors
+/// The first operation that fails.
+pub fn pair(allocator: &dyn DeviceAllocator, stream: StreamId, bytes: u64, pairs: u64) -> Result<(), AllocError> {
+    for _ in 0..pairs {
+        let block = allocator.allocate(Request::new(bytes), stream)?;
+        // SAFETY: nothing uses the block.
+        unsafe { allocator.deallocate(block, stream)? };
+    }
+    Ok(())
+}
+
+/// The live blocks of one thread on one stream.
+#[derive(Debug)]
+pub struct Slots<'a> {
+    allocator: &'a dyn DeviceAllocator,
+    stream: StreamId,
+    live: Vec<Option<Block>>,
+}
+
+impl<'a> Slots<'a> {
+    /// Allocates one block for each size.
+    ///
+    /// # Errors
+    /// The first allocation that fails.
+    pub fn fill(allocator: &'a dyn DeviceAllocator, stream: StreamId, sizes: &[u32]) -> Result<Self, AllocError> {
+        let mut slots = Self { allocator, stream, live: Vec::with_capacity(sizes.len()) };
+        for bytes in sizes {
+            let block = allocator.allocate(Request::new(u64::from(*bytes)), stream)?;
+            slots.live.push(Some(block));
+        }
+        Ok(slots)
+    }
+
+    /// Takes steps in order: each frees a block and allocates another in its place.
+    ///
+    /// # Errors
+    /// The first operation that fails; the slot of a failing allocation stays empty.
+    ///
+    /// # Panics
+    /// When a step names a slot that is not there.
+    pub fn run(&mut self, steps: &[Step]) -> Result<(), AllocError> {
+        for step in steps {
+            // CAST: widening.
+            let slot = &mut self.live[step.slot as usize];
+            if let Some(block) = slot.take() {
+                // SAFETY: nothing uses the block.
+                unsafe { self.allocator.deallocate(block, self.stream)? };
+            }
+            *slot = Some(self.allocator.allocate(Request::new(u64::from(step.bytes)), self.stream)?);
+        }
+        Ok(())
+    }
+
+    /// Frees what is live.
+    ///
+    /// # Errors
+    /// The first free that fails; the blocks after it are freed all the same.
+    pub fn empty(&mut self) -> Result<(), AllocError> {
+        let mut result = Ok(());
+        for block in self.live.drain(..).flatten() {
+            // SAFETY: nothing uses the block.
+            let freed = unsafe { self.allocator.deallocate(block, self.stream) };
+            result = result.and(freed.map(|_| ()));
+        }
+        result
+    }
+}
+
+impl Drop for Slots<'_> {
+    /// Gives the blocks back that an error left behind.
+    fn drop(&mut self) {
+        // The error that matters is the one that was returned before.
+        let _ = self.empty();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AllocatorSettings, BackendKind, Driver, NullDriver};
+    use std::sync::Arc;
+
+    #[test]
+    fn numbers_are_those_of_the_other_languages() {
+        // The published first outputs of SplitMix64 for the seed 1234567.
+        let mut random = Random(1_234_567);
+        assert_eq!([random.next(), random.next()], [6_457_827_717_110_365_317, 3_203_168_211_198_807_973]);
+        let sequence = Sequence::new(1, 64, 10_000);
+        assert!(sequence.steps.iter().all(|step| step.slot < 64 && (512..4 << 20).contains(&step.bytes)));
+        for k in 0..13 {
+            let share = sequence.steps.iter().filter(|step| (step.bytes / 512) >> k == 1).count();
+            assert!((600..950).contains(&share), "of 10,000 sizes {share} are of 2^{k}");
+        }
+    }
+
+    #[test]
+    fn nothing_stays_behind() {
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 40));
+        for kind in BackendKind::ALL {
+            let allocator = AllocatorSettings::new(kind).build(&driver).unwrap();
+            let sequence = Sequence::new(1, 100, 1_000);
+            let mut slots = Slots::fill(allocator.as_ref(), StreamId(1), &sequence.fill).unwrap();
+            assert_eq!(allocator.stats().allocation.all.current, 100);
+            slots.run(&sequence.steps).unwrap();
+            assert_eq!(allocator.stats().allocation.all.current, 100);
+            slots.empty().unwrap();
+            pair(allocator.as_ref(), StreamId(1), 512, 10).unwrap();
+            let stats = allocator.stats().allocation.all;
+            assert_eq!((stats.current, stats.allocated), (0, 1_110));
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! `experiments bench`: what an allocator call costs the host, in loops that do nothing else.
+//!
+//! Runs are interleaved (each repeat takes every allocator in turn), each on an allocator of its own, and the median of
+//! the repeats is quoted with the smallest and the largest. No kernel runs; on a GPU the streams and the memory are
+//! real.
+
+mod apart;
+mod baselines;
+mod cases;
+mod measure;
+mod report;
+
+use crate::compare::ArmFailed;
+use allocators::{BackendKind, CudaDriver, Driver, NullDriver};
+use anyhow::{Context, Result, bail};
+use cases::{Case, Job};
+use clap::{Args, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
+use measure::Place;
+use report::{Report, Row};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Where the allocators run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum BenchDevice {
+    /// A device whose calls cost nothing: the allocator's own bookkeeping
+    Null,
+    /// The first GPU
+    Cuda,
+}
+
+/// Options of `experiments bench`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// Where the allocators run
+    #[arg(long, value_enum, default_value = "null")]
+    device: BenchDevice,
+    /// Allocators, separated by commas [default: all]
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
+    alloc: Vec<BackendKind>,
+    /// Only cases that begin with this, such as `pair` or `mixed/64`; several separated by commas
+    #[arg(long, value_name = "PATTERN", value_delimiter = ',')]
+    case: Vec<String>,
+    /// Numbers of threads of the cases `threads`
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,2,4,8,16",
+          value_parser = clap::value_parser!(u32).range(1..=256))]
+    threads: Vec<u32>,
+    /// How many times each case is run
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repeats: u32,
+    /// Print the figures as one JSON document
+    #[arg(long)]
+    json: bool,
+    /// Also run PyTorch's, RMM's and the driver's own allocators, as far as they are installed
+    #[arg(long)]
+    baselines: bool,
+    /// Folder of the baseline programs [default: where they lie in the sources]
+    #[arg(long, value_name = "DIR", requires = "baselines")]
+    baselines_dir: Option<PathBuf>,
+}
+
+/// Runs the cases and prints the table.
+pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
+    let kinds = if args.alloc.is_empty() { BackendKind::ALL.to_vec() } else { args.alloc.clone() };
+    let groups = cases::groups(&kinds, &args.threads, &args.case)?;
+    if args.baselines && args.device != BenchDevice::Cuda {
+        bail!("the baselines need a GPU, and figures of different devices do not compare: add --device cuda");
+    }
+    let baselines = args.baselines.then(|| baselines::find(args.baselines_dir.as_deref())).transpose()?;
+    let driver: Arc<dyn Driver> = match args.device {
+        BenchDevice::Null => Arc::new(NullDriver::new(1 << 46)),
+        BenchDevice::Cuda => Arc::new(CudaDriver::new(0).context("cannot measure on a GPU")?),
+    };
+    let most = groups.iter().flatten().map(|job| job.case.threads()).max().unwrap_or(1);
+    let mut report = Report::new(driver.as_ref(), args.repeats);
+    measure_all(&driver, most, &groups, args.repeats, &mut report).map_err(failed)?;
+    if let Some(folder) = baselines {
+        let mut wanted: Vec<Case> = groups.iter().flatten().map(|job| job.case).collect();
+        wanted.dedup();
+        baselines::run(&folder, &wanted, args.repeats, &mut report).map_err(failed)?;
+    }
+    report.warn();
+    if args.json { crate::print(&serde_json::to_string_pretty(&report)?) } else { crate::print(&report.table()) }
+}
+
+/// A measurement that broke off is no fault of the command line.
+fn failed(error: anyhow::Error) -> anyhow::Error {
+    ArmFailed::new(1, format!("{error:#}")).into()
+}
+
+fn measure_all(
+    driver: &Arc<dyn Driver>,
+    most_threads: u32,
+    groups: &[Vec<Job>],
+    repeats: u32,
+    report: &mut Report,
+) -> Result<()> {
+    let place = Place::new(driver, most_threads)?;
+    let jobs = groups.iter().map(|group| group.len() as u64).sum::<u64>();
+    let bar = ProgressBar::new(jobs * u64::from(repeats));
+    bar.set_style(ProgressStyle::with_template("{bar:30} run {pos}/{len} {msg} [{elapsed} left {eta}]")?);
+    for group in groups {
+        let mut rows: Vec<Row> = group.iter().map(|job| Row::new(job, place.name())).collect();
+        for repeat in 0..repeats {
+            for at in 0..group.len() {
+                // There and back, so that a drift of the machine meets all alike.
+                let at = if repeat % 2 == 0 { at } else { group.len() - 1 - at };
+                let job = &group[at];
+                bar.set_message(format!("{} {}", job.case, job.kind));
+                let sample =
+                    measure::measure(&place, job).with_context(|| format!("{} under '{}'", job.case, job.kind))?;
+                rows[at].add(sample);
+                bar.inc(1);
+            }
+        }
+        report.rows.extend(rows);
+    }
+    bar.finish_and_clear();
+    Ok(())
+}

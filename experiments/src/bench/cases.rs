@@ -1,0 +1,161 @@
+//! What is measured: the cases by name.
+
+use allocators::BackendKind;
+use anyhow::{Result, bail};
+use std::fmt;
+
+/// Sizes of the cases `pair`, in bytes.
+const PAIR_BYTES: [u64; 4] = [512, 64 << 10, 1 << 20, 32 << 20];
+/// Live blocks of the cases `mixed`.
+const MIXED_LIVE: [u32; 3] = [64, 1_024, 16_384];
+/// Live blocks of each thread in the cases `threads`.
+pub(crate) const THREAD_LIVE: u32 = 64;
+
+/// An instrument whose cost is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Instrument {
+    /// None, to compare with.
+    Bare,
+    /// Latency histograms.
+    Latency,
+    /// The event trace.
+    Trace,
+}
+
+/// One thing that is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Case {
+    /// One size is allocated and freed in turn.
+    Pair { bytes: u64 },
+    /// A random one of `live` blocks is freed and another allocated.
+    Mixed { live: u32 },
+    /// Mixed sizes by threads on streams of their own.
+    Threads { threads: u32 },
+    /// Pairs of 4 KiB under an instrument.
+    Instrument { instrument: Instrument, threads: u32 },
+    /// Ten million events at full speed, every one of which must be in the trace.
+    Events { threads: u32 },
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Pair { bytes } => write!(f, "pair/{bytes}"),
+            Self::Mixed { live } => write!(f, "mixed/{live}"),
+            Self::Threads { threads } => write!(f, "threads/{threads}"),
+            Self::Instrument { instrument, threads } => {
+                let name = match instrument {
+                    Instrument::Bare => "bare",
+                    Instrument::Latency => "latency",
+                    Instrument::Trace => "trace",
+                };
+                write!(f, "instrument/{name}/{threads}")
+            }
+            Self::Events { threads } => write!(f, "trace/events/{threads}"),
+        }
+    }
+}
+
+impl Case {
+    /// Threads that it runs.
+    pub(crate) fn threads(self) -> u32 {
+        match self {
+            Self::Pair { .. } | Self::Mixed { .. } => 1,
+            Self::Threads { threads } | Self::Instrument { threads, .. } | Self::Events { threads } => threads,
+        }
+    }
+
+    /// What its figures count.
+    pub(crate) fn unit(self) -> &'static str {
+        match self {
+            Self::Pair { .. } | Self::Mixed { .. } => "ns/operation",
+            Self::Threads { .. } => "million operations/s",
+            Self::Instrument { .. } => "ns/call",
+            Self::Events { .. } => "million events/s",
+        }
+    }
+
+    fn matches(self, patterns: &[String]) -> bool {
+        let name = self.to_string();
+        let fits = |pattern: &String| {
+            let pattern = pattern.trim_end_matches('*').trim_end_matches('/');
+            name.strip_prefix(pattern)
+                .is_some_and(|rest| pattern.is_empty() || rest.is_empty() || rest.starts_with('/'))
+        };
+        patterns.is_empty() || patterns.iter().any(fits)
+    }
+}
+
+/// A case under an allocator.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Job {
+    /// What.
+    pub(crate) case: Case,
+    /// Under which allocator.
+    pub(crate) kind: BackendKind,
+}
+
+/// The wanted cases, in groups whose members are compared and so run in turn.
+pub(crate) fn groups(kinds: &[BackendKind], threads: &[u32], patterns: &[String]) -> Result<Vec<Vec<Job>>> {
+    let mut cases: Vec<Case> = PAIR_BYTES.map(|bytes| Case::Pair { bytes }).to_vec();
+    cases.extend(MIXED_LIVE.map(|live| Case::Mixed { live }));
+    cases.extend(threads.iter().map(|threads| Case::Threads { threads: *threads }));
+    let mut groups: Vec<Vec<Job>> =
+        cases.into_iter().map(|case| kinds.iter().map(|kind| Job { case, kind: *kind }).collect()).collect();
+    // Instruments wrap every allocator alike; their cost is measured on the one with the cheapest hits.
+    let kind = kinds.iter().copied().find(|kind| *kind == BackendKind::Caching).or(kinds.first().copied());
+    if let Some(kind) = kind {
+        for threads in [1, cores().min(16)].into_iter().take(if cores() > 1 { 2 } else { 1 }) {
+            let of = |instrument| Job { case: Case::Instrument { instrument, threads }, kind };
+            groups.push([Instrument::Bare, Instrument::Latency, Instrument::Trace].map(of).to_vec());
+            groups.push(vec![Job { case: Case::Events { threads }, kind }]);
+        }
+    }
+    let all = groups.clone();
+    for group in &mut groups {
+        group.retain(|job| job.case.matches(patterns));
+        // What an instrument adds is a difference, so the bare run comes along.
+        if let Some(Job { case: Case::Instrument { threads, .. }, kind }) = group.first().copied() {
+            let bare = Case::Instrument { instrument: Instrument::Bare, threads };
+            if group.iter().all(|job| job.case != bare) {
+                group.insert(0, Job { case: bare, kind });
+            }
+        }
+    }
+    groups.retain(|group| !group.is_empty());
+    if groups.is_empty() {
+        let mut names: Vec<String> = all.iter().flatten().map(|job| job.case.to_string()).collect();
+        names.dedup();
+        bail!("no case begins with '{}'; there are {}", patterns.join("' or '"), names.join(", "));
+    }
+    Ok(groups)
+}
+
+/// Cores that this process may use.
+pub(crate) fn cores() -> u32 {
+    std::thread::available_parallelism().map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(patterns: &[&str]) -> Vec<String> {
+        let patterns: Vec<String> = patterns.iter().map(|pattern| (*pattern).to_owned()).collect();
+        let groups = groups(&BackendKind::ALL, &[1, 4], &patterns).unwrap();
+        let mut names: Vec<String> = groups.iter().flatten().map(|job| job.case.to_string()).collect();
+        names.dedup();
+        names
+    }
+
+    #[test]
+    fn patterns_choose_cases() {
+        assert_eq!(names(&["mixed"]), ["mixed/64", "mixed/1024", "mixed/16384"]);
+        assert_eq!(names(&["threads/*"]), ["threads/1", "threads/4"]);
+        assert_eq!(names(&["pair/512", "mixed/64"]), ["pair/512", "mixed/64"]);
+        assert_eq!(names(&["instrument/trace/1"]), ["instrument/bare/1", "instrument/trace/1"]);
+        assert!(names(&[]).len() >= 13);
+        let error = groups(&BackendKind::ALL, &[1], &["pear".to_owned()]).unwrap_err().to_string();
+        assert!(error.contains("'pear'") && error.contains("pair/512") && error.contains("trace/events/1"), "{error}");
+    }
+}

@@ -1,0 +1,256 @@
+//! One measurement: an allocator of its own, a warm-up, and one look at the clock on either side of a loop.
+
+use super::apart::Apart;
+use super::cases::{Case, Instrument, Job, THREAD_LIVE};
+use allocators::instrument::{EventTrace, Timed};
+use allocators::workload::{self, Sequence, Slots};
+use allocators::{AllocError, AllocatorSettings, BackendKind, DeviceAllocator, DeviceKind, Driver, StreamId};
+use anyhow::{Result, ensure};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Operations of one pass of the cases `mixed`; the second pass is timed.
+const MIXED_PASS: usize = 300_000;
+/// How long the threads of a case `threads` run.
+const WINDOW: Duration = Duration::from_millis(300);
+/// Steps that a thread draws beforehand and takes in a circle: 128 KiB.
+const THREAD_STEPS: usize = 16_384;
+/// Steps between looks at the end of the window.
+const BATCH: usize = 128;
+/// Pairs of each thread under an instrument.
+const INSTRUMENT_PAIRS: u64 = 100_000;
+/// Events of the cases `trace/events`, in all threads together.
+const EVENTS: u64 = 10_000_000;
+const SEED: u64 = 1;
+
+/// A figure and the operations that it was taken from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sample {
+    /// In the case's unit.
+    pub(crate) value: f64,
+    /// Operations in the timed part.
+    pub(crate) operations: u64,
+}
+
+/// The device and a stream for each thread.
+#[derive(Debug)]
+pub(crate) struct Place {
+    driver: Arc<dyn Driver>,
+    streams: Vec<StreamId>,
+    kind: DeviceKind,
+    /// Steps by case: they are the same in every repeat and under every allocator.
+    mixed: BTreeMap<u32, Sequence>,
+    threads: Vec<Sequence>,
+}
+
+impl Place {
+    /// Makes the streams and draws the numbers.
+    pub(crate) fn new(driver: &Arc<dyn Driver>, threads: u32) -> Result<Self> {
+        let streams = (0..threads).map(|_| driver.stream_create()).collect::<Result<_, _>>()?;
+        let mixed = [64, 1_024, 16_384].map(|live| (live, Sequence::new(SEED, live, 2 * MIXED_PASS)));
+        Ok(Self {
+            driver: Arc::clone(driver),
+            streams,
+            kind: driver.describe().kind,
+            mixed: mixed.into_iter().collect(),
+            threads: (0..u64::from(threads)).map(|at| Sequence::new(SEED + at, THREAD_LIVE, THREAD_STEPS)).collect(),
+        })
+    }
+
+    /// The device's kind, for the rows.
+    pub(crate) fn name(&self) -> &'static str {
+        match self.kind {
+            DeviceKind::Cuda => "cuda",
+            DeviceKind::Sim => "sim",
+            DeviceKind::Null => "null",
+        }
+    }
+
+    /// Every operation is a driver call of tens of microseconds, so fewer do.
+    fn is_slow(&self, kind: BackendKind) -> bool {
+        self.kind == DeviceKind::Cuda && kind == BackendKind::Naive
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        for stream in self.streams.drain(..) {
+            // The streams go with the process in any case.
+            // SAFETY: made by `new`; the allocators that used it are gone.
+            let _ = unsafe { self.driver.stream_destroy(stream) };
+        }
+    }
+}
+
+/// Runs one case once.
+pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
+    let build = || AllocatorSettings::new(job.kind).build(&place.driver);
+    // CAST: a number of threads.
+    let streams = &place.streams[..job.case.threads() as usize];
+    let backend: Arc<dyn DeviceAllocator> = match job.case {
+        Case::Instrument { .. } | Case::Events { .. } if streams.len() > 1 => Arc::new(Apart::new(streams, build)?),
+        _ => build()?,
+    };
+    let slow = place.is_slow(job.kind);
+    match job.case {
+        Case::Pair { bytes } => {
+            let pairs = if slow { 1_000 } else { 300_000 };
+            workload::pair(backend.as_ref(), place.streams[0], bytes, pairs / 10)?;
+            let start = Instant::now();
+            workload::pair(backend.as_ref(), place.streams[0], bytes, pairs)?;
+            Ok(per_operation(start.elapsed(), pairs))
+        }
+        Case::Mixed { live } => {
+            let sequence = &place.mixed[&live];
+            let pass = if slow { 2_000 } else { MIXED_PASS };
+            let mut slots = Slots::fill(backend.as_ref(), place.streams[0], &sequence.fill)?;
+            slots.run(&sequence.steps[..pass])?;
+            let start = Instant::now();
+            slots.run(&sequence.steps[pass..2 * pass])?;
+            let sample = per_operation(start.elapsed(), pass as u64);
+            slots.empty()?;
+            Ok(sample)
+        }
+        Case::Threads { .. } => throughput(backend.as_ref(), streams, &place.threads),
+        Case::Instrument { instrument, threads } => {
+            let clock = place.driver.clock();
+            let pairs = if slow { 1_000 } else { INSTRUMENT_PAIRS };
+            let mut trace = None;
+            let top: Arc<dyn DeviceAllocator> = match instrument {
+                Instrument::Bare => backend,
+                Instrument::Latency => Arc::new(Timed::new(backend, clock)),
+                Instrument::Trace => Arc::clone(trace.insert(Arc::new(EventTrace::new(backend, clock)))) as _,
+            };
+            // The warm-up also makes the buffers; a trace keeps them when its events are taken.
+            for timed in [false, true] {
+                let times = pairs_in_threads(top.as_ref(), streams, pairs)?;
+                if let Some(trace) = &trace {
+                    all_there(trace, 2 * pairs * u64::from(threads))?;
+                }
+                if timed {
+                    // CAST: nanoseconds and counts far below 2^53.
+                    let calls = (2 * pairs) as f64;
+                    let ns = times.iter().map(|time| time.as_nanos() as f64 / calls).sum::<f64>() / times.len() as f64;
+                    return Ok(Sample { value: ns, operations: 2 * pairs * u64::from(threads) });
+                }
+            }
+            unreachable!("the second round returns")
+        }
+        Case::Events { threads } => {
+            let trace = EventTrace::new(backend, place.driver.clock());
+            let pairs = if slow { 1_000 } else { EVENTS / 2 / u64::from(threads) };
+            let start = Instant::now();
+            pairs_in_threads(&trace, streams, pairs)?;
+            let seconds = start.elapsed().as_secs_f64();
+            let events = 2 * pairs * u64::from(threads);
+            all_there(&trace, events)?;
+            // CAST: a count far below 2^53.
+            Ok(Sample { value: events as f64 / seconds / 1e6, operations: events })
+        }
+    }
+}
+
+fn per_operation(time: Duration, operations: u64) -> Sample {
+    // CAST: nanoseconds and counts far below 2^53.
+    Sample { value: time.as_nanos() as f64 / operations as f64, operations }
+}
+
+fn all_there(trace: &EventTrace, expected: u64) -> Result<()> {
+    let events = trace.take().len() as u64;
+    ensure!(events == expected, "the trace holds {events} of {expected} events");
+    Ok(())
+}
+
+/// Pairs of 4 KiB, by each thread on its stream; what each thread took.
+fn pairs_in_threads(allocator: &dyn DeviceAllocator, streams: &[StreamId], pairs: u64) -> Result<Vec<Duration>> {
+    let ready = Barrier::new(streams.len());
+    let work = |stream: StreamId| -> Result<Duration, AllocError> {
+        ready.wait();
+        let start = Instant::now();
+        workload::pair(allocator, stream, 4096, pairs)?;
+        Ok(start.elapsed())
+    };
+    let times = in_threads(streams, |_, stream| work(stream))?;
+    Ok(times)
+}
+
+/// Mixed sizes by each thread on its stream with live blocks of its own, for a while; in million operations a second.
+fn throughput(allocator: &dyn DeviceAllocator, streams: &[StreamId], sequences: &[Sequence]) -> Result<Sample> {
+    let (ready, stop) = (Barrier::new(streams.len() + 1), AtomicBool::new(false));
+    let work = |at: usize, stream: StreamId| -> Result<(u64, Instant, Instant), AllocError> {
+        let sequence = &sequences[at];
+        let filled = Slots::fill(allocator, stream, &sequence.fill);
+        // Everybody must arrive, also who has failed.
+        let warm = filled.and_then(|mut slots| slots.run(&sequence.steps[..1_024]).map(|()| slots));
+        ready.wait();
+        let (mut slots, mut operations, start) = (warm?, 0, Instant::now());
+        for batch in sequence.steps.chunks_exact(BATCH).cycle() {
+            if stop.load(Relaxed) {
+                break;
+            }
+            slots.run(batch)?;
+            operations += batch.len() as u64;
+        }
+        let end = Instant::now();
+        slots.empty()?;
+        Ok((operations, start, end))
+    };
+    let counts = thread::scope(|scope| {
+        scope.spawn(|| {
+            ready.wait();
+            thread::sleep(WINDOW);
+            stop.store(true, Relaxed);
+        });
+        in_threads(streams, work)
+    })?;
+    let operations = counts.iter().map(|(operations, ..)| operations).sum::<u64>();
+    let (start, end) = (counts.iter().map(|count| count.1).min(), counts.iter().map(|count| count.2).max());
+    let seconds = start.zip(end).map_or(f64::NAN, |(start, end)| (end - start).as_secs_f64());
+    // CAST: a count far below 2^53.
+    Ok(Sample { value: operations as f64 / seconds / 1e6, operations })
+}
+
+/// Runs `work` in a thread for each stream; the first error when there is one.
+fn in_threads<T: Send>(
+    streams: &[StreamId],
+    work: impl Fn(usize, StreamId) -> Result<T, AllocError> + Sync,
+) -> Result<Vec<T>, AllocError> {
+    let work = &work;
+    thread::scope(|scope| {
+        let threads: Vec<_> =
+            streams.iter().enumerate().map(|(at, stream)| scope.spawn(move || work(at, *stream))).collect();
+        let join = |thread: thread::ScopedJoinHandle<'_, Result<T, AllocError>>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        threads.into_iter().map(join).collect()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::cases::groups;
+    use allocators::NullDriver;
+
+    #[test]
+    fn a_batch_divides_the_steps() {
+        let steps = Sequence::new(SEED, THREAD_LIVE, THREAD_STEPS).steps;
+        assert!(steps.chunks_exact(BATCH).remainder().is_empty());
+    }
+
+    #[test]
+    fn streams_and_blocks_go_back() {
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 46));
+        let place = Place::new(&driver, 2).unwrap();
+        let patterns = ["pair/512", "threads", "instrument/trace/1"].map(str::to_owned);
+        for job in groups(&BackendKind::ALL, &[2], &patterns).unwrap().into_iter().flatten() {
+            let sample = measure(&place, &job).unwrap();
+            assert!(sample.value.is_finite() && sample.value > 0.0 && sample.operations > 0, "{}", job.case);
+            let info = driver.mem_info().unwrap();
+            assert_eq!(info.free, info.total, "{} under {}", job.case, job.kind);
+        }
+    }
+}

@@ -1,0 +1,313 @@
+//! What was measured, as a table for people and as JSON for machines.
+
+use super::cases::{self, Job};
+use super::measure::Sample;
+use allocators::{DeviceDescription, Driver};
+use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
+use serde::{Deserialize, Serialize};
+use std::io::Write;
+
+/// What a figure holds, for the reader of a figure.
+const INCLUDED: &str = "an operation is one allocation and one free, a call is one of the two; timed is the loop around \
+                        the calls with one look at the clock on either side; sizes and slots are drawn beforehand, a \
+                        read of 8 bytes and a slot of the live blocks for each operation are in it; no kernel runs";
+/// Above this share between the smallest and the largest run a case is called noisy.
+const NOISY: f64 = 0.25;
+
+/// One case under one allocator.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Row {
+    /// Case.
+    pub(crate) case: String,
+    /// Allocator.
+    pub(crate) allocator: String,
+    /// `experiments`, or the baseline program.
+    pub(crate) program: String,
+    /// Device: cuda or null.
+    pub(crate) device: String,
+    /// Threads.
+    pub(crate) threads: u32,
+    /// Unit of the figures; of a rate more is better, of a time less.
+    pub(crate) unit: String,
+    /// Median of the repeats.
+    pub(crate) median: f64,
+    /// Smallest.
+    pub(crate) min: f64,
+    /// Largest.
+    pub(crate) max: f64,
+    /// Operations (calls, events) in the timed part of each repeat.
+    pub(crate) operations: u64,
+    /// The repeats in order.
+    pub(crate) samples: Vec<f64>,
+}
+
+impl Row {
+    /// A row without figures yet.
+    pub(crate) fn new(job: &Job, device: &str) -> Self {
+        Self {
+            case: job.case.to_string(),
+            allocator: job.kind.name().into(),
+            program: "experiments".into(),
+            device: device.into(),
+            threads: job.case.threads(),
+            unit: job.case.unit().into(),
+            median: f64::NAN,
+            min: f64::NAN,
+            max: f64::NAN,
+            operations: 0,
+            samples: Vec::new(),
+        }
+    }
+
+    /// Adds a repeat.
+    pub(crate) fn add(&mut self, sample: Sample) {
+        self.operations = sample.operations;
+        self.samples.push(sample.value);
+        let mut sorted = self.samples.clone();
+        sorted.sort_by(f64::total_cmp);
+        let at = |index: usize| sorted.get(index).copied().unwrap_or(f64::NAN);
+        (self.min, self.max) = (at(0), at(sorted.len() - 1));
+        self.median = f64::midpoint(at((sorted.len() - 1) / 2), at(sorted.len() / 2));
+    }
+
+    fn is_rate(&self) -> bool {
+        self.unit.ends_with("/s")
+    }
+
+    /// How many times better than `other`.
+    fn times_better(&self, other: &Row) -> f64 {
+        if self.is_rate() { self.median / other.median } else { other.median / self.median }
+    }
+}
+
+/// A baseline that could not be run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Missing {
+    /// Its name.
+    pub(crate) allocator: String,
+    /// Why.
+    pub(crate) reason: String,
+    /// How to get it.
+    pub(crate) remedy: String,
+}
+
+/// Everything that was measured.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    schema_version: u32,
+    code_version: &'static str,
+    date: String,
+    device: DeviceDescription,
+    cpu: Option<String>,
+    cores: u32,
+    repeats: u32,
+    included: &'static str,
+    /// Figures.
+    pub(crate) rows: Vec<Row>,
+    /// Baselines that were asked for and are not there.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) missing: Vec<Missing>,
+}
+
+impl Report {
+    /// A report without rows.
+    pub(crate) fn new(driver: &dyn Driver, repeats: u32) -> Self {
+        Self {
+            schema_version: 1,
+            code_version: env!("CARGO_PKG_VERSION"),
+            date: jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
+            device: driver.describe(),
+            cpu: cpu(),
+            cores: cases::cores(),
+            repeats,
+            included: INCLUDED,
+            rows: Vec::new(),
+            missing: Vec::new(),
+        }
+    }
+
+    /// Says on stderr which figures scatter and which baselines are missing.
+    pub(crate) fn warn(&self) {
+        let mut err = std::io::stderr().lock();
+        let noisy: Vec<String> = self
+            .rows
+            .iter()
+            .filter(|row| (row.max - row.min) / row.median > NOISY)
+            .map(|row| format!("{} {}", row.case, row.allocator))
+            .collect();
+        if !noisy.is_empty() {
+            let _ = writeln!(
+                err,
+                "warning: the repeats differ by more than {:.0} % of their median in {}; close other programs, or take \
+                 more --repeats",
+                100.0 * NOISY,
+                noisy.join(", ")
+            );
+        }
+        for missing in &self.missing {
+            let _ = writeln!(err, "warning: {} was not run: {}; {}", missing.allocator, missing.reason, missing.remedy);
+        }
+    }
+
+    /// The figures for people: cases down, allocators across.
+    pub(crate) fn table(&self) -> String {
+        let mut out = format!(
+            "{}, {}, {} cores; median of {} runs (smallest to largest)\n",
+            self.device.name,
+            self.cpu.as_deref().unwrap_or("unknown processor"),
+            self.cores,
+            self.repeats
+        );
+        for (units, title) in [
+            (&["ns/operation"][..], "time, ns for one allocation and one free; less is better"),
+            (
+                &["million operations/s"][..],
+                "threads on their own streams, million operations a second in total; more is better",
+            ),
+        ] {
+            let rows: Vec<&Row> = self.rows.iter().filter(|row| units.contains(&row.unit.as_str())).collect();
+            if !rows.is_empty() {
+                out += &format!("\n{title}\n{}\n", side_by_side(&rows));
+            }
+        }
+        out += &self.instruments();
+        out += &format!("\n{}", self.included);
+        out
+    }
+
+    fn instruments(&self) -> String {
+        let rows: Vec<&Row> =
+            self.rows.iter().filter(|row| matches!(row.unit.as_str(), "ns/call" | "million events/s")).collect();
+        let Some(first) = rows.first() else { return String::new() };
+        let mut table = plain_table();
+        table.set_header(["case", "threads", "figure", "", "added ns per call"]);
+        right_from(&mut table, 1);
+        for row in &rows {
+            let bare = rows.iter().find(|bare| {
+                bare.case.starts_with("instrument/bare/") && bare.threads == row.threads && bare.case != row.case
+            });
+            let added = bare.filter(|_| !row.is_rate()).map(|bare| format!("{:+.1}", row.median - bare.median));
+            table.add_row([
+                row.case.clone(),
+                row.threads.to_string(),
+                figure(row),
+                row.unit.clone(),
+                added.unwrap_or_default(),
+            ]);
+        }
+        format!(
+            "\ninstruments around '{}', pairs of 4 KiB; several threads have an allocator each and share the instrument\n\
+             {table}\n",
+            first.allocator
+        )
+    }
+}
+
+/// Cases down, allocators across, the best of each case in bold; with baselines, how the project's best compares to
+/// theirs.
+fn side_by_side(rows: &[&Row]) -> Table {
+    let mut names: Vec<&str> = Vec::new();
+    let mut cases: Vec<&str> = Vec::new();
+    for row in rows {
+        if !names.contains(&row.allocator.as_str()) {
+            names.push(&row.allocator);
+        }
+        if !cases.contains(&row.case.as_str()) {
+            cases.push(&row.case);
+        }
+    }
+    let baselines = rows.iter().any(|row| row.program != "experiments");
+    let mut table = plain_table();
+    let mut header = vec!["case".to_owned()];
+    header.extend(names.iter().map(|name| (*name).to_owned()));
+    header.extend(baselines.then(|| "caching to the best baseline".to_owned()));
+    table.set_header(header);
+    right_from(&mut table, 1);
+    for case in cases {
+        let of: Vec<&Row> = rows.iter().copied().filter(|row| row.case == case).collect();
+        let best = |rows: &mut dyn Iterator<Item = &&Row>| -> Option<Row> {
+            rows.fold(None, |best: Option<Row>, row| match best {
+                Some(best) if best.times_better(row) >= 1.0 => Some(best),
+                _ => Some((*row).clone()),
+            })
+        };
+        let first = best(&mut of.iter());
+        let mut line = vec![Cell::new(case)];
+        for name in &names {
+            let row = of.iter().find(|row| row.allocator == *name);
+            // Beside the baselines there is no room for the ranges; the JSON has them.
+            let shown = |row: &&Row| if baselines { digits(row.median) } else { figure(row) };
+            let cell = Cell::new(row.map(shown).unwrap_or_default());
+            let is_best = row.zip(first.as_ref()).is_some_and(|(row, best)| row.allocator == best.allocator);
+            line.push(if is_best { cell.add_attribute(Attribute::Bold) } else { cell });
+        }
+        if baselines {
+            let ours = of.iter().find(|row| row.allocator == "caching");
+            let theirs = best(&mut of.iter().filter(|row| row.program != "experiments"));
+            let ratio = ours
+                .zip(theirs)
+                .map(|(ours, theirs)| format!("{:.2} x ({})", ours.times_better(&theirs), theirs.allocator));
+            line.push(Cell::new(ratio.unwrap_or_default()));
+        }
+        table.add_row(line);
+    }
+    table
+}
+
+fn plain_table() -> Table {
+    let mut table = Table::new();
+    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
+    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
+    table
+}
+
+fn right_from(table: &mut Table, column: usize) {
+    for column in table.column_iter_mut().skip(column) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+}
+
+/// Three digits or so, with the range.
+fn figure(row: &Row) -> String {
+    format!("{} ({}-{})", digits(row.median), digits(row.min), digits(row.max))
+}
+
+fn digits(value: f64) -> String {
+    match value {
+        value if value < 10.0 => format!("{value:.2}"),
+        value if value < 100.0 => format!("{value:.1}"),
+        value => format!("{value:.0}"),
+    }
+}
+
+/// The processor's name, where Linux tells it.
+fn cpu() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let line = text.lines().find(|line| line.starts_with("model name"))?;
+    Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::cases::Case;
+    use allocators::BackendKind;
+
+    fn row(values: &[f64], case: Case) -> Row {
+        let mut row = Row::new(&Job { case, kind: BackendKind::Caching }, "null");
+        for value in values {
+            row.add(Sample { value: *value, operations: 10 });
+        }
+        row
+    }
+
+    #[test]
+    fn medians_and_ratios() {
+        let (fast, slow) = (row(&[3.0, 1.0, 2.0], Case::Pair { bytes: 1 }), row(&[4.0, 6.0], Case::Pair { bytes: 1 }));
+        assert_eq!((fast.min, fast.median, fast.max), (1.0, 2.0, 3.0));
+        assert_eq!(slow.median, 5.0);
+        assert_eq!(fast.times_better(&slow), 2.5);
+        let (much, little) = (row(&[8.0], Case::Threads { threads: 1 }), row(&[2.0], Case::Threads { threads: 1 }));
+        assert_eq!(much.times_better(&little), 4.0);
+    }
+}
