@@ -10,7 +10,7 @@ use crate::core::blocks::{BlockIndex, BlockRecord, MAX_BLOCK};
 use crate::core::rounding::{pool_of, segment_size};
 use crate::device::StreamId;
 use crate::error::{AllocError, DriverError, OomReport};
-use crate::snapshot::{Ledger, Snapshot};
+use crate::snapshot::{BlockState, Ledger, Snapshot};
 use crate::stats::{Gauge, PoolKind, PooledGauge, Stats};
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -102,12 +102,37 @@ impl Caching {
         Snapshot { segments }
     }
 
+    /// The ledger of this moment as seen by a request on `stream`: what [`Snapshot::ledger`] says of
+    /// [`all_segments`](Self::all_segments), without making them. The caller holds `growth`.
+    fn ledger(&self, stream: StreamId) -> Ledger {
+        let mut ledger = Ledger::default();
+        for shard in self.shards.by_stream() {
+            let state = shard.lock();
+            for (_, block) in state.cache.blocks.iter() {
+                let bytes = block.bytes();
+                ledger.reserved += bytes;
+                match block.state() {
+                    BlockState::Allocated => {
+                        ledger.requested += block.requested();
+                        ledger.internal += bytes - block.requested();
+                    }
+                    BlockState::PendingFree => ledger.pending += bytes,
+                    BlockState::Free if shard.stream != stream => ledger.stream += bytes,
+                    // A free block that is no part of a segment is all of it.
+                    BlockState::Free if block.is_split() => ledger.hard += bytes,
+                    BlockState::Free => ledger.soft += bytes,
+                }
+            }
+        }
+        ledger
+    }
+
     /// Peaks start again; see [`DeviceAllocator::reset_peaks`].
     pub(super) fn restart_growth_peaks(&self, growth: &mut Growth) {
         growth.reserved.reset_peak();
         growth.segments.reset_peak();
         growth.oversize_segments.reset_peak();
-        growth.peak = self.all_segments().ledger(growth.grown_by);
+        growth.peak = self.ledger(growth.grown_by);
     }
 
     /// PyTorch's `alloc_block`: the address of a new segment; `None` when the limit or the device refuses.
@@ -285,7 +310,8 @@ impl Caching {
         }
         let block = self.climb(growth, shard, requested, rounded)?;
         if growth.held() > growth.peak.reserved {
-            growth.peak = self.all_segments().ledger(shard.stream);
+            growth.peak = self.ledger(shard.stream);
+            debug_assert_eq!(growth.peak.wasted(), growth.peak.reserved - growth.peak.requested);
             growth.grown_by = shard.stream;
         }
         Ok(block)
