@@ -67,7 +67,8 @@ fn mutate(bytes: &mut Vec<u8>, seeds: &[Vec<u8>], random: &mut Random) {
         }
         6 => {
             // Numbers at the edges, as text.
-            let edges = ["-1", "0", "1000000000", "9223372036854775808", "18446744073709551616", "1e999", "(nil)", "\""];
+            let edges =
+                ["-1", "0", "1000000000", "9223372036854775808", "18446744073709551616", "1e999", "(nil)", "\""];
             bytes.splice(at..at + length, edges[random.below(edges.len())].bytes());
         }
         _ => {
