@@ -16,15 +16,21 @@
 //! - **Uses on other streams.** A free that does not complete at once was held up by events of other streams. The
 //!   replay announces a use on one other stream before the free and lets its event complete in exactly the allocation
 //!   in which the history shows the free completed. Streams are chosen so that each one's events complete in order;
-//!   where the recorded streams do not suffice, further ones are made.
-//! - **`empty_cache`.** Segments that go back without a retry under the limit are a call of the client. Without a limit
-//!   all of them are taken for such calls: a log does not tell a retry on a full device from `empty_cache` right before
-//!   an allocation. With `garbage_collection_threshold` the allocator collects on its own above the threshold.
+//!   where the recorded streams do not suffice, further ones are made. A log in which every free completes at once, as
+//!   our own traces do, does not tell: there the uses that it announces are over when the device says so.
+//! - **`empty_cache`.** Segments that go back without a retry under the limit are a call of the client; so are those
+//!   of which one would have served the request in whose course they seem to go back. Without a limit all of them are
+//!   taken for such calls: a log does not tell a retry on a full device from `empty_cache` right before an allocation.
+//!   With `garbage_collection_threshold` the allocator collects on its own above the threshold, and under
+//!   `max_split_size` it releases oversize segments first.
 //! - **Blocks from before the first event** (recording was switched on late, or the ring buffer overran) show by their
 //!   frees. They are allocated in address order before the first event and reported. Such a history cannot be compared
 //!   address for address, because what else lay in their segments is not known.
 //! - **Refused requests** (`oom`) never lived. They are replayed at recorded addresses only, where they matter for what
 //!   they made the allocator release.
+//!
+//! Under a limit with collection or `max_split_size`, and frees that are held up at the same time, a log can be
+//! explained in more than one way; then a replay may differ from it. Everything else is exact.
 //!
 //! # Limits
 //! `memory_limit` of [`Caching`](crate::backend::Caching) is PyTorch's memory fraction: at most that many bytes are

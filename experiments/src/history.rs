@@ -4,7 +4,7 @@ use crate::compare::ArmFailed;
 use crate::profile;
 use allocators::backend::CachingSettings;
 use allocators::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
-use allocators::trace::{ReadError, ReadOptions, read};
+use allocators::trace::{Format, ReadError, ReadOptions, read};
 use allocators::{AllocatorSettings, BackendKind, CudaDriver, Driver, NullDriver, Profile, SimDriver, SimMemory};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
@@ -21,6 +21,10 @@ pub(crate) struct Recorded {
 pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>) -> Result<Recorded> {
     let mut builder = HistoryBuilder::new(gpu);
     let summary = read(path, &ReadOptions::default(), &mut |event| builder.push(&event).map_err(ReadError::stop))?;
+    // PyTorch's snapshots may begin in the middle; other logs begin with their program.
+    if !matches!(summary.format, Format::SnapshotPickle | Format::SnapshotJson) {
+        builder.expect_complete();
+    }
     let in_file = || path.display().to_string();
     let mut settings = recorded_settings(&summary.allocator_settings).with_context(in_file)?;
     settings.memory_limit = limit;

@@ -65,6 +65,7 @@ pub struct HistoryBuilder {
     held: BTreeMap<u64, u64>,
     reserved: u64,
     pub(super) unknown: Vec<Unknown>,
+    pub(super) complete: bool,
     pub(super) completes: bool,
     pub(super) expandable: bool,
     pub(super) outside: Option<u64>,
@@ -103,6 +104,7 @@ impl HistoryBuilder {
             held: BTreeMap::new(),
             reserved: 0,
             unknown: Vec::new(),
+            complete: false,
             completes: false,
             expandable: false,
             outside: None,
@@ -111,6 +113,12 @@ impl HistoryBuilder {
             current: 0,
             highest: 0,
         }
+    }
+
+    /// Lets [`finish`](Self::finish) refuse frees of blocks that the history did not allocate: for logs that begin with
+    /// their program. Otherwise such blocks were live before the first event.
+    pub fn expect_complete(&mut self) {
+        self.complete = true;
     }
 
     /// Takes the next event. O(log n) in the blocks that are live.

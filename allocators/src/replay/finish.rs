@@ -13,8 +13,9 @@ impl HistoryBuilder {
     /// `empty_cache`.
     ///
     /// # Errors
-    /// [`ReplayError::Event`] for a free of what was never allocated in a log that is complete by its nature (one
-    /// without an allocator's own events), and when deferred frees need more than [`MAX_STREAMS`] streams.
+    /// [`ReplayError::Event`] for a free of what was never allocated if that was [not
+    /// expected](Self::expect_complete), and [`ReplayError::History`] when deferred frees need more than
+    /// [`MAX_STREAMS`] further streams.
     pub fn finish(mut self, settings: &CachingSettings) -> Result<History, ReplayError> {
         if let Some((addr, op)) = self.just_freed.take() {
             self.waiting.insert(addr, op);
@@ -22,15 +23,16 @@ impl HistoryBuilder {
         }
         self.close_window(End::Other);
         self.explain(settings);
-        let internal = self.completes || self.expandable || !self.segments.is_empty();
-        if let Some(unknown) = self.unknown.first().filter(|_| !internal) {
+        if let Some(unknown) = self.unknown.first().filter(|_| self.complete) {
             let what = format!("free of {} bytes at {:#x}, which were never allocated", unknown.bytes, unknown.addr);
             return Err(wrong(unknown.number, what));
         }
         let not_comparable = self.not_comparable();
         let streams = self.sort_streams();
-        let further_streams = if self.completes { self.defer(streams.len())? } else { self.leave_to_device() };
-        let deferred = if self.completes { self.deferred.len() as u64 } else { 0 };
+        // A log in which every free completes at once does not tell when those with announced uses did.
+        let tells = self.completes && !self.deferred.is_empty();
+        let further_streams = if tells { self.defer(streams.len())? } else { self.leave_to_device() };
+        let deferred = if tells { self.deferred.len() as u64 } else { 0 };
         let prologue = self.unknown.len() as u64;
         let before: i64 = self.unknown.iter().map(|block| block.bytes.cast_signed()).sum();
         self.add_prologue();

@@ -1,0 +1,263 @@
+//! `experiments replay` and `experiments capacity` as a user meets them.
+
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+use assert_cmd::Command;
+use serde_json::{Value, json};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+const MIB: u64 = 1 << 20;
+
+/// A directory to work in.
+struct Place(TempDir);
+
+/// What a run left.
+#[derive(Debug)]
+struct Ran {
+    code: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
+
+impl Place {
+    fn new() -> Self {
+        Self(TempDir::new().unwrap())
+    }
+
+    fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> String {
+        let path = self.0.path().join(name);
+        std::fs::write(&path, contents).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+
+    fn run(&self, arguments: &[&str]) -> Ran {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_experiments"));
+        command.args(arguments).current_dir(self.0.path()).env("NO_COLOR", "1");
+        let output = command.timeout(std::time::Duration::from_secs(60)).output().unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        let ran = Ran { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) };
+        assert!(!ran.stderr.contains("panicked"), "{ran:#?}");
+        ran
+    }
+}
+
+impl Ran {
+    fn ok(self) -> Self {
+        assert_eq!(self.code, Some(0), "{self:#?}");
+        self
+    }
+
+    fn rows(self) -> Vec<Value> {
+        let ran = self.ok();
+        serde_json::from_str(&ran.stdout).unwrap_or_else(|error| panic!("{error}: {ran:#?}"))
+    }
+
+    /// One line on stderr that holds all of `words`, nothing on stdout, exit code 2.
+    fn refused(&self, words: &[&str]) {
+        assert_eq!((self.code, self.stdout.as_str()), (Some(2), ""), "{self:#?}");
+        let lines: Vec<&str> = self.stderr.lines().collect();
+        assert!(lines.len() == 1 && lines[0].starts_with("error: "), "{self:#?}");
+        for word in words {
+            assert!(lines[0].contains(word), "'{word}' is missing: {}", lines[0]);
+        }
+    }
+}
+
+/// A line of our own trace.
+fn line(action: &str, addr: u64, bytes: u64, stream: u64) -> String {
+    json!({"time_ns": 0, "action": action, "addr": addr, "size": bytes, "block": bytes, "stream": stream, "path": "hit"})
+        .to_string()
+        + "\n"
+}
+
+/// Ten steps of three tensors, of which two live at once.
+fn steps() -> String {
+    let mut text = String::new();
+    for _ in 0..10 {
+        for (at, bytes) in [(1, 3 * MIB), (2, 5 * MIB), (3, 700)] {
+            write!(text, "{}", line("alloc", at << 30, bytes, 1)).unwrap();
+            if at == 2 {
+                write!(text, "{}", line("record_use", 1 << 30, 0, 2)).unwrap();
+                write!(text, "{}", line("free_requested", 1 << 30, 3 * MIB, 1)).unwrap();
+            }
+        }
+        write!(text, "{}", line("free_requested", 2 << 30, 5 * MIB, 1)).unwrap();
+        write!(text, "{}", line("free_requested", 3 << 30, 700, 1)).unwrap();
+    }
+    text
+}
+
+/// The traces beside the checkout.
+fn trace(name: &str) -> Option<String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces").join(name);
+    if path.is_file() {
+        return Some(path.to_str().unwrap().to_owned());
+    }
+    eprintln!("skipped: {} is not there", path.display());
+    None
+}
+
+#[test]
+fn one_object_for_each_file_and_allocator() {
+    let place = Place::new();
+    let (first, second) = (place.write("a.jsonl", steps()), place.write("b.jsonl", line("alloc", 4096, 1000, 1)));
+    for device in ["sim", "null"] {
+        let arguments = ["replay", &first, &second, "--alloc", "naive,caching,stream-ordered", "--device", device];
+        let rows = place.run(&[&arguments[..], &["--json"]].concat()).rows();
+        let found: Vec<(&str, &str)> =
+            rows.iter().map(|row| (row["trace"].as_str().unwrap(), row["allocator"].as_str().unwrap())).collect();
+        let names = ["naive", "caching", "stream-ordered"];
+        let expected: Vec<(&str, &str)> =
+            [&first, &second].iter().flat_map(|file| names.map(|name| (file.as_str(), name))).collect();
+        assert_eq!(found, expected);
+        for row in &rows {
+            let number = |key: &str| row[key].as_u64().unwrap_or_else(|| panic!("{key}: {row}"));
+            let (reserved, live) = (number("peak_reserved_bytes"), number("max_live_bytes"));
+            assert_eq!(row["device"], device);
+            assert!(live <= number("peak_requested_bytes") && number("peak_requested_bytes") <= reserved, "{row}");
+            assert!(number("peak_allocated_bytes") <= number("peak_active_bytes"), "{row}");
+            let utilisation = row["utilisation"].as_f64().unwrap();
+            // The last digit of a fraction may change on its way through JSON.
+            assert!((utilisation - number("peak_active_bytes") as f64 / reserved as f64).abs() < 1e-12, "{row}");
+            let ledger = |key: &str| row["ledger"][key].as_u64().unwrap();
+            let parts: u64 = ["internal", "soft", "hard", "stream", "pending"].map(ledger).iter().sum();
+            assert_eq!(parts, ledger("reserved") - ledger("requested"), "{row}");
+            assert_eq!(row.get("simulated_s").is_some(), device == "sim", "{row}");
+            assert!(row.get("address_mismatches").is_none() && row.get("segment_mismatches").is_none());
+            assert_eq!(row.get("segment_allocs").is_none(), row["allocator"] == "stream-ordered");
+            assert_eq!((number("failed_allocations"), number("num_alloc_retries")), (0, 0));
+            assert!(row["host_ns_per_op"].as_f64().unwrap() > 0.0 && row["driver_calls"].is_object());
+        }
+        let of = |row: usize, key: &str| rows[row][key].as_u64().unwrap();
+        assert_eq!((of(0, "events"), of(0, "allocations"), of(0, "max_live_bytes")), (100, 30, 8 * MIB));
+        assert_eq!((of(0, "segment_allocs"), of(1, "segment_allocs")), (30, 2));
+        assert_eq!(rows[0]["driver_calls"]["mem_alloc"], 30);
+    }
+}
+
+#[test]
+fn the_table_has_a_row_for_each_allocator() {
+    let place = Place::new();
+    let file = place.write("a.jsonl", steps());
+    let table = place.run(&["replay", &file, "--touch"]).ok().stdout;
+    for words in ["100 events, 30 allocations, never more than 8 MiB live", "naive", "caching", "stream-ordered"] {
+        assert!(table.contains(words), "{words} is missing: {table}");
+    }
+    assert!(!table.contains('\u{1b}'), "no escapes where no terminal is: {table}");
+}
+
+#[test]
+fn a_limit_is_kept_and_a_failure_said() {
+    let place = Place::new();
+    let file = place.write("a.jsonl", steps());
+    let rows = place.run(&["replay", &file, "--limit", "6MiB", "--json"]).rows();
+    for row in &rows {
+        assert!(row["failed_allocations"].as_u64().unwrap() > 0, "{row}");
+        assert!(row["peak_reserved_bytes"].as_u64().unwrap() <= 6 * MIB, "{row}");
+        let failure = &row["first_failure"];
+        assert!(failure["error"].as_str().unwrap().contains("out of memory"), "{row}");
+    }
+    let table = place.run(&["replay", &file, "--limit", "6MiB", "--alloc", "naive"]).ok().stdout;
+    assert!(table.contains("naive: allocation 2 failed first: out of memory"), "{table}");
+}
+
+#[test]
+fn pytorchs_histories_are_followed_address_for_address() {
+    let place = Place::new();
+    for (name, limit) in [
+        ("mlp", None),
+        ("streams", None),
+        ("gpt2", None),
+        ("resnet50", None),
+        ("gpt2.limit", Some("11900MiB")),
+        ("resnet50.limit", Some("6000MiB")),
+    ] {
+        let Some(file) = trace(&format!("{name}.pickle.xz")) else { return };
+        for device in ["sim", "null"] {
+            let mut arguments =
+                vec!["replay", &file, "--alloc", "caching", "--addresses", "recorded", "--device", device, "--json"];
+            arguments.extend(limit.iter().flat_map(|limit| ["--limit", limit]));
+            let rows = place.run(&arguments).rows();
+            assert_eq!(
+                (&rows[0]["address_mismatches"], &rows[0]["segment_mismatches"]),
+                (&json!(0), &json!(0)),
+                "{name}"
+            );
+            assert_eq!(rows[0]["num_alloc_retries"].as_u64() > Some(0), limit.is_some(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_replayed_is_refused_in_one_line() {
+    let place = Place::new();
+    let write = |name: &str, lines: &[String]| place.write(name, lines.concat());
+    let alloc = |addr, bytes| line("alloc", addr, bytes, 1);
+    let free = |addr, bytes| line("free_requested", addr, bytes, 1);
+    let streams: Vec<String> = (1..=100_000).map(|at| line("alloc", at << 20, 512, at)).collect();
+    for (lines, words) in [
+        (vec![free(4096, 512)], "never allocated"),
+        (vec![alloc(4096, 1024), alloc(4608, 1024)], "overlaps"),
+        (vec![alloc(4096, 1024), free(4096, 1024), free(4096, 1024)], "no block is live"),
+        (vec![alloc(4096, 1 << 62)], "no device has more than 256 TiB"),
+        (streams, "more than 4096 streams"),
+    ] {
+        let file = write("bad.jsonl", &lines);
+        for command in ["replay", "capacity"] {
+            place.run(&[command, &file]).refused(&["bad.jsonl", "event ", words]);
+        }
+    }
+    let file = write("good.jsonl", &[alloc(4096, 512)]);
+    place.run(&["replay", &file, "--addresses", "recorded"]).refused(&["good.jsonl", "no segments", "--addresses own"]);
+    place.run(&["replay", "missing.pickle"]).refused(&["missing.pickle"]);
+    place.run(&["replay", &write("empty.jsonl", &[])]).refused(&["empty.jsonl"]);
+    place.run(&["replay", &file, "--gpu", "3"]).refused(&["good.jsonl", "no event of GPU 3", "those of 0"]);
+    place.run(&["replay", &file, "--device", "sim:missing.json"]).refused(&["missing.json"]);
+    place.run(&["capacity", &file, "--device", "cuda"]).refused(&["--device cuda"]);
+    place.run(&["capacity", &file, "--granularity", "0"]).refused(&["--granularity"]);
+    for arguments in [&["replay", &file, "--alloc", "best"][..], &["replay"], &["replay", &file, "--device", "gpu"]] {
+        assert_eq!(place.run(arguments).code, Some(2), "{arguments:?}");
+    }
+}
+
+#[test]
+fn the_smallest_memory_is_found() {
+    let place = Place::new();
+    let file = place.write("a.jsonl", steps());
+    let rows = place.run(&["capacity", &file, "--device", "null", "--granularity", "1MiB", "--json"]).rows();
+    let found: Vec<(&str, u64)> =
+        rows.iter().map(|row| (row["allocator"].as_str().unwrap(), row["capacity_bytes"].as_u64().unwrap())).collect();
+    // naive and the pool of this device hold what lives; caching needs a segment of 20 MiB and one of 2 MiB.
+    assert_eq!(found, [("naive", 8 * MIB), ("caching", 22 * MIB), ("stream-ordered", 8 * MIB)]);
+    for row in &rows {
+        assert_eq!(row["max_live_bytes"], 8 * MIB);
+        let capacity = row["capacity_bytes"].as_u64().unwrap();
+        assert!((row["ratio"].as_f64().unwrap() - capacity as f64 / (8 * MIB) as f64).abs() < 1e-12, "{row}");
+        let probes: Vec<(u64, bool)> = row["probes"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|probe| (probe["bytes"].as_u64().unwrap(), probe["runs"].as_bool().unwrap()))
+            .collect();
+        assert!(probes.contains(&(capacity, true)), "{row}");
+        assert!(capacity == 8 * MIB || probes.contains(&(capacity - MIB, false)), "{row}");
+    }
+    let table = place.run(&["capacity", &file, "--alloc", "caching,naive"]).ok().stdout;
+    assert!(table.contains("lower bound") && table.contains("in steps of 2 MiB"), "{table}");
+}
+
+#[test]
+fn the_lower_bound_lies_below_every_capacity() {
+    let Some(file) = trace("streams.pickle.xz") else { return };
+    let rows = Place::new().run(&["capacity", &file, "--json"]).rows();
+    assert_eq!(rows.len(), 3);
+    for row in &rows {
+        assert!(
+            row["ratio"].as_f64().unwrap() >= 1.0 && row["capacity_bytes"].as_u64() >= row["max_live_bytes"].as_u64()
+        );
+        assert!(PathBuf::from(row["trace"].as_str().unwrap()).ends_with("streams.pickle.xz"));
+    }
+}
