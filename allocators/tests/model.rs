@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;
+#[path = "model/faulty.rs"]
+mod faulty;
 #[path = "model/pytorch.rs"]
 mod pytorch;
 
@@ -18,7 +20,7 @@ use proptest::sample::Index;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-const STREAMS: usize = 3;
+pub(crate) const STREAMS: usize = 3;
 const ROOM: u64 = 192 * MIB;
 
 /// `cases` histories unless `PROPTEST_CASES` says otherwise; a failing one is printed, not kept in a file.
@@ -249,7 +251,7 @@ pub(crate) fn caching_settings() -> impl Strategy<Value = CachingSettings> {
     )
 }
 
-fn pool_settings() -> impl Strategy<Value = PoolSettings> {
+pub(crate) fn pool_settings() -> impl Strategy<Value = PoolSettings> {
     let threshold = prop::sample::select(vec![0, 64 * MIB, u64::MAX]);
     (threshold, any::<[bool; 3]>()).prop_map(|(release_threshold, [events, opportunistic, internal])| PoolSettings {
         release_threshold,
