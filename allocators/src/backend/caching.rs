@@ -24,10 +24,10 @@ mod pending;
 mod shard;
 mod totals;
 
-use crate::allocator::{Block, DeviceAllocator, Path, Request};
+use crate::allocator::{Block, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 use crate::core::block_cache::{Served, SplitRules, Wanted, address};
 use crate::core::blocks::BlockIndex;
-use crate::core::rounding::{Divisions, MIN_BLOCK, pool_of, round_size};
+use crate::core::rounding::{Divisions, MIN_BLOCK, SMALL_MAX, pool_of, round_size};
 use crate::device::{Driver, StreamId};
 use crate::error::AllocError;
 use crate::snapshot::{Ledger, Snapshot};
@@ -90,10 +90,10 @@ pub struct Caching {
     driver: Arc<dyn Driver>,
     settings: CachingSettings,
     rules: SplitRules,
+    /// Whether nothing is set that a block of the small pool would have to be asked about.
+    plain: bool,
     /// Whether idle segments are collected, so that searches are counted.
     collects: bool,
-    /// Whether rounding is to the plain multiple of 512 bytes.
-    plain_rounding: bool,
     shards: ShardTable,
     totals: Totals,
     growth: Mutex<Growth>,
@@ -110,6 +110,7 @@ impl Caching {
     /// A caching allocator on `driver`.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, settings: CachingSettings) -> Self {
+        let plain_rounding = settings.roundup_power2_divisions == Divisions::default();
         Self {
             driver,
             settings,
@@ -117,8 +118,8 @@ impl Caching {
                 max_split: settings.max_split(),
                 max_non_split_rounding: settings.max_non_split_rounding,
             },
+            plain: plain_rounding && !settings.collects() && settings.max_split_size.is_none(),
             collects: settings.collects(),
-            plain_rounding: settings.roundup_power2_divisions == Divisions::default(),
             shards: ShardTable::new(),
             totals: Totals::new(),
             growth: Mutex::new(Growth::new()),
@@ -142,14 +143,51 @@ impl Caching {
         self.searches.load(Relaxed)
     }
 
-    /// The block as the client gets it. Its token is the shard's number and the record's index.
+    /// Any request, with any settings.
+    #[inline(never)]
+    fn allocate_any(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        request.validate()?;
+        let rounded = round_size(request.bytes, &self.settings.roundup_power2_divisions);
+        let pool = pool_of(rounded);
+        let processed = self.waiting.load(Acquire) == 0 || self.process_events()?;
+        let wanted = Wanted { rounded, requested: request.bytes, now: self.count_search(pool) };
+        let shard = self.shards.of_stream(stream);
+        {
+            let mut state = self.totals.enter(shard, &self.shards);
+            if let Some(served) = state.cache.serve(pool, wanted, &self.rules) {
+                let path = if served.split { Path::Split } else { Path::Hit };
+                return Ok(self.count_oversize(mint(shard, served, request.bytes, path)));
+            }
+        }
+        self.grow(shard, request.bytes, rounded, processed)
+    }
+
+    /// Any block, and what is none.
+    #[inline(never)]
+    fn deallocate_any(&self, block: &Block) -> Result<Path, AllocError> {
+        let shard = self.shard_of(block)?;
+        let index = {
+            let mut state = self.totals.enter(shard, &self.shards);
+            let index = self.find(&state, block)?;
+            if block.bytes() >= self.rules.max_split {
+                lock(&self.oversize_allocations).decrease(1);
+            }
+            if !state.cache.blocks.get(index).is_shared() {
+                let joined = state.cache.take_back(index, block.requested(), self.searches.load(Relaxed));
+                return Ok(if joined { Path::Coalesce } else { Path::Hit });
+            }
+            index
+        };
+        self.defer(shard.id, index)
+    }
+
+    /// Counts a block that `max_split_size` makes one of its own.
     #[inline(always)]
-    fn mint(&self, shard: &Shard, served: Served, requested: u64, path: Path) -> Block {
-        if served.bytes >= self.rules.max_split {
+    fn count_oversize(&self, block: Block) -> Block {
+        if block.bytes() >= self.rules.max_split {
             lock(&self.oversize_allocations).increase(1);
         }
-        let token = u64::from(shard.id) << 32 | u64::from(served.index);
-        Block::new(address(served.addr), served.bytes, requested, path, token)
+        block
     }
 
     #[cold]
@@ -180,6 +218,13 @@ impl Caching {
     }
 }
 
+/// The block as the client gets it. Its token is the shard's number and the record's index.
+#[inline(always)]
+fn mint(shard: &Shard, served: Served, requested: u64, path: Path) -> Block {
+    let token = u64::from(shard.id) << 32 | u64::from(served.index);
+    Block::new(address(served.addr), served.bytes, requested, path, token)
+}
+
 impl DeviceAllocator for Caching {
     fn name(&self) -> &'static str {
         "caching"
@@ -197,49 +242,36 @@ impl DeviceAllocator for Caching {
         })
     }
 
+    #[inline]
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
-        request.validate()?;
-        let rounded = if self.plain_rounding {
-            // The request is far below the end of the range.
-            (request.bytes + (MIN_BLOCK - 1)) & !(MIN_BLOCK - 1)
-        } else {
-            round_size(request.bytes, &self.settings.roundup_power2_divisions)
-        };
-        let pool = pool_of(rounded);
-        let processed = self.waiting.load(Acquire) == 0 || self.process_events()?;
-        let now = self.count_search(pool);
+        // What most requests are: small, and with nothing to look at first.
+        let small = request.align == GUARANTEED_ALIGN && request.bytes.wrapping_sub(1) < SMALL_MAX;
+        if !small || !self.plain || self.waiting.load(Acquire) != 0 {
+            return self.allocate_any(request, stream);
+        }
+        let rounded = (request.bytes + (MIN_BLOCK - 1)) & !(MIN_BLOCK - 1);
         let shard = self.shards.of_stream(stream);
         {
             let mut state = self.totals.enter(shard, &self.shards);
-            let wanted = Wanted { rounded, requested: request.bytes, now };
-            if let Some(served) = state.cache.serve(pool, wanted, &self.rules) {
-                let path = if served.split { Path::Split } else { Path::Hit };
-                return Ok(self.mint(shard, served, request.bytes, path));
+            if let Some(served) = state.cache.serve_small(rounded, request.bytes) {
+                return Ok(mint(shard, served, request.bytes, if served.split { Path::Split } else { Path::Hit }));
             }
         }
-        self.grow(shard, request.bytes, rounded, processed)
+        self.grow(shard, request.bytes, rounded, true)
     }
 
+    #[inline]
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
-        // CAST: the upper half of the token.
-        let id = (block.token() >> 32) as u32;
-        let mut shard = self.shards.of_stream(stream);
-        if shard.id != id {
-            shard = self.shard_of(&block)?;
-        }
-        let index = {
+        let shard = self.shards.of_stream(stream);
+        // CAST: the upper and the lower half of the token.
+        let (id, index) = ((block.token() >> 32) as u32, block.token() as BlockIndex);
+        if self.plain && shard.id == id {
             let mut state = self.totals.enter(shard, &self.shards);
-            let index = self.find(&state, &block)?;
-            if block.bytes() >= self.rules.max_split {
-                lock(&self.oversize_allocations).decrease(1);
-            }
-            if !state.cache.blocks.get(index).is_shared() {
-                let joined = state.cache.take_back(index, block.requested(), self.searches.load(Relaxed));
+            if let Some(joined) = state.cache.take_back_small(index, block.addr().get(), block.requested()) {
                 return Ok(if joined { Path::Coalesce } else { Path::Hit });
             }
-            index
-        };
-        self.defer(id, index)
+        }
+        self.deallocate_any(&block)
     }
 
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {

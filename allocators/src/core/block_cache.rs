@@ -22,6 +22,9 @@ pub struct SplitRules {
 }
 
 impl SplitRules {
+    /// Every block may be split, and taken by any request.
+    pub const NONE: Self = Self { max_split: u64::MAX, max_non_split_rounding: 0 };
+
     /// Whether a request may take a block of `size`.
     #[inline(always)]
     fn allow(&self, bytes: u64, size: u64) -> bool {
@@ -95,6 +98,13 @@ impl BlockCache {
         }
     }
 
+    /// The same for the small pool, without rules and without a count of lookups.
+    #[inline(always)]
+    pub fn serve_small(&mut self, rounded: u64, requested: u64) -> Option<Served> {
+        let wanted = Wanted { rounded, requested, now: 0 };
+        serve(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, wanted, &SplitRules::NONE)
+    }
+
     #[inline(never)]
     fn serve_large(&mut self, wanted: Wanted, rules: &SplitRules) -> Option<Served> {
         serve(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, wanted, rules)
@@ -117,7 +127,6 @@ impl BlockCache {
 
     /// Takes a block back from the client: reusable at once, and joined with free neighbours; true when it was joined.
     /// `requested` is what the client had asked for, `now` counts lookups.
-    #[inline(always)]
     pub fn take_back(&mut self, index: BlockIndex, requested: u64, now: u64) -> bool {
         let block = *self.blocks.get(index);
         match block.pool() {
@@ -127,6 +136,15 @@ impl BlockCache {
             }
             PoolKind::Large => self.take_back_large(index, requested, now),
         }
+    }
+
+    /// The same for a block of the small pool that the client holds at `addr` and that no other stream was announced to
+    /// use, without a count of lookups; `None` when there is no such block, and nothing was done.
+    #[inline(always)]
+    pub fn take_back_small(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
+        let block = self.blocks.find_small_unshared(index, addr)?;
+        self.tally.take_back(PoolKind::Small, block.bytes(), requested);
+        Some(join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, 0))
     }
 
     #[inline(never)]
@@ -245,14 +263,18 @@ fn hand_out(
         let front = blocks.split_front(found, rounded, requested);
         blocks.set_freed_at(found, now);
         free.resized(blocks, found, bytes);
-        tally.split_off(pool, was_split, rounded, rest);
+        if was_split {
+            tally.shrink_split(pool, rounded);
+        } else {
+            tally.add_split(pool, rest);
+        }
         tally.hand_out(pool, rounded, requested);
         return Served { index: front, addr, bytes: rounded, split };
     }
     free.remove(blocks, found);
     blocks.get_mut(found).set_allocated(requested);
     if was_split {
-        tally.change_split(pool, -1, -bytes.cast_signed());
+        tally.remove_split(pool, bytes);
     }
     tally.hand_out(pool, bytes, requested);
     Served { index: found, addr, bytes, split }
@@ -272,12 +294,23 @@ fn join(
     let (prev, next) = (block.prev(), block.next());
     let below = blocks.get(prev).is_free();
     let above = blocks.get(next).is_free();
-    // A free neighbour takes the block in and keeps its record and, if it can, its place in the index.
+    if !below && !above {
+        blocks.get_mut(index).set_free();
+        blocks.set_freed_at(index, now);
+        free.insert(blocks, index);
+        if block.is_split() {
+            tally.add_split(pool, block.bytes());
+        }
+        return false;
+    }
+    // A free neighbour takes the block in and keeps its record and, if it can, its place in the index. As PyTorch counts
+    // it: the neighbours were free parts and are gone, the whole is one if it is still a part.
     let (keeper, old_bytes) = if below {
         let (mut units, mut beyond) = (block.units(), next);
         if above {
             free.remove(blocks, next);
             let gone = blocks.get(next);
+            tally.remove_split(pool, gone.bytes());
             (units, beyond) = (units + gone.units(), gone.next());
             blocks.remove(next);
         }
@@ -286,31 +319,21 @@ fn join(
         keeper.extend_up(units, beyond);
         blocks.get_mut(beyond).set_prev(prev);
         (prev, old_bytes)
-    } else if above {
+    } else {
         let keeper = blocks.get_mut(next);
         let old_bytes = keeper.bytes();
         keeper.extend_down(block.units(), prev);
         blocks.get_mut(prev).set_next(next);
         (next, old_bytes)
-    } else {
-        blocks.get_mut(index).set_free();
-        blocks.set_freed_at(index, now);
-        free.insert(blocks, index);
-        if block.is_split() {
-            tally.change_split(pool, 1, block.bytes().cast_signed());
-        }
-        return false;
     };
     blocks.remove(index);
     blocks.set_freed_at(keeper, now);
     free.resized(blocks, keeper, old_bytes);
-    // As PyTorch counts it: each neighbour was a free part and is gone, the whole is one if it is still a part.
-    let (joined, keeper) = (i64::from(below) + i64::from(above), blocks.get(keeper));
-    let (whole, bytes) = (keeper.bytes().cast_signed(), block.bytes().cast_signed());
+    let keeper = blocks.get(keeper);
     if keeper.is_split() {
-        tally.change_split(pool, 1 - joined, bytes);
+        tally.grow_split(pool, keeper.bytes() - old_bytes);
     } else {
-        tally.change_split(pool, -joined, bytes - whole);
+        tally.remove_split(pool, old_bytes);
     }
     true
 }

@@ -329,6 +329,13 @@ impl BlockSlab {
         self.records.get(index as usize).filter(|record| record.is_held_at(addr))
     }
 
+    /// A copy of the record of a block of the small pool that the client holds at `addr` and that no other stream was
+    /// announced to use.
+    #[inline(always)]
+    pub(super) fn find_small_unshared(&self, index: BlockIndex, addr: u64) -> Option<BlockRecord> {
+        self.records.get(index as usize).filter(|record| record.place == addr | ALLOCATED).copied()
+    }
+
     /// All live records with their indices, in index order.
     pub fn iter(&self) -> impl Iterator<Item = (BlockIndex, &BlockRecord)> {
         let live = self.records.iter().enumerate().filter(|(_, record)| record.is_live());

@@ -150,27 +150,30 @@ impl Tally {
         self.decrease(pool, Quantity::Requested, requested);
     }
 
-    /// `cut` bytes were cut off a free block, and `rest` are left of it; `was_split` says whether it was a part before.
+    /// A free block became a part of a segment in use.
     #[inline(always)]
-    pub fn split_off(&mut self, pool: PoolKind, was_split: bool, cut: u64, rest: u64) {
-        if was_split {
-            self.decrease(pool, Quantity::SplitBytes, cut);
-        } else {
-            self.increase(pool, Quantity::Split, 1);
-            self.increase(pool, Quantity::SplitBytes, rest);
-        }
+    pub fn add_split(&mut self, pool: PoolKind, bytes: u64) {
+        self.increase(pool, Quantity::Split, 1);
+        self.increase(pool, Quantity::SplitBytes, bytes);
     }
 
-    /// The free parts of segments in use became more or fewer, and more or less in bytes; the two may differ in sign.
+    /// A free part of a segment in use is no longer free, or no longer a part.
     #[inline(always)]
-    pub fn change_split(&mut self, pool: PoolKind, count: i64, bytes: i64) {
-        for (quantity, amount) in [(Quantity::Split, count), (Quantity::SplitBytes, bytes)] {
-            if amount > 0 {
-                self.increase(pool, quantity, amount.unsigned_abs());
-            } else if amount < 0 {
-                self.decrease(pool, quantity, amount.unsigned_abs());
-            }
-        }
+    pub fn remove_split(&mut self, pool: PoolKind, bytes: u64) {
+        self.decrease(pool, Quantity::Split, 1);
+        self.decrease(pool, Quantity::SplitBytes, bytes);
+    }
+
+    /// A free part of a segment in use became larger by `bytes`.
+    #[inline(always)]
+    pub fn grow_split(&mut self, pool: PoolKind, bytes: u64) {
+        self.increase(pool, Quantity::SplitBytes, bytes);
+    }
+
+    /// A free part of a segment in use became smaller by `bytes`.
+    #[inline(always)]
+    pub fn shrink_split(&mut self, pool: PoolKind, bytes: u64) {
+        self.decrease(pool, Quantity::SplitBytes, bytes);
     }
 
     fn figures(&self, of: impl Fn(&Level) -> u64, all: impl Fn(usize, u64) -> u64) -> Figures {

@@ -3,7 +3,7 @@
 //! One thread at a time is here. It holds no shard's lock while it calls the device, so that others go on with hits.
 
 use super::shard::Shard;
-use super::{Caching, CachingSettings};
+use super::{Caching, CachingSettings, mint};
 use crate::allocator::{Block, DeviceAllocator, Path};
 use crate::core::block_cache::{Wanted, address};
 use crate::core::blocks::{BlockIndex, BlockRecord, MAX_BLOCK};
@@ -279,7 +279,7 @@ impl Caching {
         let state = &mut *self.totals.enter(shard, &self.shards);
         let served = state.cache.serve(pool_of(rounded), wanted, &self.rules)?;
         let path = if served.split && path == Path::Hit { Path::Split } else { path };
-        Some(self.mint(shard, served, requested, path))
+        Some(self.count_oversize(mint(shard, served, requested, path)))
     }
 
     /// Cuts a block out of a segment that nobody knows yet.
@@ -287,7 +287,7 @@ impl Caching {
         let wanted = Wanted { rounded, requested, now: self.searches.load(Relaxed) };
         let state = &mut *self.totals.enter(shard, &self.shards);
         let served = state.cache.serve_from_segment(segment, wanted, &self.rules);
-        self.mint(shard, served, requested, path)
+        self.count_oversize(mint(shard, served, requested, path))
     }
 
     /// Takes memory from the device, releasing cached memory as PyTorch does when that is refused. `processed` says

@@ -81,13 +81,20 @@ impl ShardTable {
     }
 
     /// The stream's shard; made when this is its first use.
-    #[inline]
+    #[inline(always)]
     pub(super) fn of_stream(&self, stream: StreamId) -> &Shard {
         // A `OnceLock` orders making a shard before finding it, which loom cannot see.
         #[cfg(loom)]
         drop(lock(&self.numbers));
         let first = first_slot(stream);
-        for step in 0..SLOTS {
+        match self.slots[first % SLOTS].get() {
+            Some(shard) if shard.stream == stream => shard,
+            _ => self.probe(stream, first),
+        }
+    }
+
+    fn probe(&self, stream: StreamId, first: usize) -> &Shard {
+        for step in 1..SLOTS {
             match self.slots[(first + step) % SLOTS].get() {
                 Some(shard) if shard.stream == stream => return shard,
                 Some(_) => {}

@@ -78,7 +78,7 @@ impl Totals {
     }
 
     /// Locks a shard for work that changes its levels.
-    #[inline]
+    #[inline(always)]
     pub(super) fn enter<'a>(&self, shard: &'a Shard, table: &ShardTable) -> SpinGuard<'a, ShardState> {
         loop {
             let state = shard.lock();
