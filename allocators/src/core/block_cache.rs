@@ -1,7 +1,7 @@
 //! The segments of one stream, their blocks, which of them are free, and what they add up to: what `caching` knows of a
 //! stream without asking a device.
 
-use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE};
+use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, record, record_mut, vacate};
 use super::exact_index::ExactIndex;
 use super::free_index::FreeIndex;
 use super::ranged_index::RangedIndex;
@@ -82,8 +82,8 @@ impl BlockCache {
     #[must_use]
     pub fn free_blocks(&self, pool: PoolKind) -> Vec<BlockIndex> {
         match pool {
-            PoolKind::Small => self.small.in_order(&self.blocks),
-            PoolKind::Large => self.large.in_order(&self.blocks),
+            PoolKind::Small => self.small.in_order(self.blocks.records()),
+            PoolKind::Large => self.large.in_order(self.blocks.records()),
         }
     }
 
@@ -115,11 +115,11 @@ impl BlockCache {
         let whole = self.blocks.insert(segment);
         match segment.pool() {
             PoolKind::Small => {
-                self.small.insert(&mut self.blocks, whole);
+                self.small.insert(self.blocks.parts().0, whole);
                 hand_out(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, whole, wanted, rules)
             }
             PoolKind::Large => {
-                self.large.insert(&mut self.blocks, whole);
+                self.large.insert(self.blocks.parts().0, whole);
                 hand_out(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, whole, wanted, rules)
             }
         }
@@ -181,8 +181,8 @@ impl BlockCache {
             return None;
         }
         match block.pool() {
-            PoolKind::Small => self.small.remove(&mut self.blocks, index),
-            PoolKind::Large => self.large.remove(&mut self.blocks, index),
+            PoolKind::Small => self.small.remove(self.blocks.parts().0, index),
+            PoolKind::Large => self.large.remove(self.blocks.parts().0, index),
         }
         self.blocks.remove(index);
         Some(block)
@@ -194,8 +194,8 @@ impl BlockCache {
         let index = self.blocks.insert(segment);
         self.blocks.set_freed_at(index, freed_at);
         match segment.pool() {
-            PoolKind::Small => self.small.insert(&mut self.blocks, index),
-            PoolKind::Large => self.large.insert(&mut self.blocks, index),
+            PoolKind::Small => self.small.insert(self.blocks.parts().0, index),
+            PoolKind::Large => self.large.insert(self.blocks.parts().0, index),
         }
     }
 
@@ -232,7 +232,7 @@ fn serve(
     wanted: Wanted,
     rules: &SplitRules,
 ) -> Option<Served> {
-    let found = free.best_fit(blocks, wanted.rounded)?;
+    let found = free.best_fit(blocks.records(), wanted.rounded)?;
     if !rules.allow(wanted.rounded, blocks.get(found).bytes()) {
         return None;
     }
@@ -262,7 +262,7 @@ fn hand_out(
     if split {
         let front = blocks.split_front(found, rounded, requested);
         blocks.set_freed_at(found, now);
-        free.resized(blocks, found, bytes);
+        free.resized(blocks.parts().0, found, bytes);
         if was_split {
             tally.shrink_split(pool, rounded);
         } else {
@@ -271,7 +271,7 @@ fn hand_out(
         tally.hand_out(pool, rounded, requested);
         return Served { index: front, addr, bytes: rounded, split };
     }
-    free.remove(blocks, found);
+    free.remove(blocks.parts().0, found);
     blocks.get_mut(found).set_allocated(requested);
     if was_split {
         tally.remove_split(pool, bytes);
@@ -292,12 +292,13 @@ fn join(
     now: u64,
 ) -> bool {
     let (prev, next) = (block.prev(), block.next());
-    let below = blocks.get(prev).is_free();
-    let above = blocks.get(next).is_free();
+    let (records, vacant) = blocks.parts();
+    let below = record(records, prev).is_free();
+    let above = record(records, next).is_free();
     if !below && !above {
-        blocks.get_mut(index).set_free();
+        record_mut(records, index).set_free();
+        free.insert(records, index);
         blocks.set_freed_at(index, now);
-        free.insert(blocks, index);
         if block.is_split() {
             tally.add_split(pool, block.bytes());
         }
@@ -308,33 +309,33 @@ fn join(
     let (keeper, old_bytes) = if below {
         let (mut units, mut beyond) = (block.units(), next);
         if above {
-            free.remove(blocks, next);
-            let gone = blocks.get(next);
+            free.remove(records, next);
+            let gone = record(records, next);
             tally.remove_split(pool, gone.bytes());
             (units, beyond) = (units + gone.units(), gone.next());
-            blocks.remove(next);
+            vacate(records, vacant, next);
         }
-        let keeper = blocks.get_mut(prev);
+        let keeper = record_mut(records, prev);
         let old_bytes = keeper.bytes();
         keeper.extend_up(units, beyond);
-        blocks.get_mut(beyond).set_prev(prev);
+        record_mut(records, beyond).set_prev(prev);
         (prev, old_bytes)
     } else {
-        let keeper = blocks.get_mut(next);
+        let keeper = record_mut(records, next);
         let old_bytes = keeper.bytes();
         keeper.extend_down(block.units(), prev);
-        blocks.get_mut(prev).set_next(next);
+        record_mut(records, prev).set_next(next);
         (next, old_bytes)
     };
-    blocks.remove(index);
-    blocks.set_freed_at(keeper, now);
-    free.resized(blocks, keeper, old_bytes);
-    let keeper = blocks.get(keeper);
-    if keeper.is_split() {
-        tally.grow_split(pool, keeper.bytes() - old_bytes);
+    vacate(records, vacant, index);
+    free.resized(records, keeper, old_bytes);
+    let whole = record(records, keeper);
+    if whole.is_split() {
+        tally.grow_split(pool, whole.bytes() - old_bytes);
     } else {
         tally.remove_split(pool, old_bytes);
     }
+    blocks.set_freed_at(keeper, now);
     true
 }
 

@@ -286,14 +286,16 @@ impl BlockSlab {
         index.expect("there should be fewer than 2^32 blocks")
     }
 
-    /// Makes a live record vacant.
+    /// The records, and the first of the vacant ones.
     #[inline(always)]
+    pub(super) fn parts(&mut self) -> (&mut [BlockRecord], &mut BlockIndex) {
+        (&mut self.records, &mut self.vacant)
+    }
+
+    /// Makes a live record vacant.
     pub fn remove(&mut self, index: BlockIndex) {
-        let vacant = std::mem::replace(&mut self.vacant, index);
-        let record = self.get_mut(index);
-        debug_assert!(record.is_live(), "a record should be removed once");
-        record.place = VACANT;
-        record.next = vacant;
+        let (records, vacant) = self.parts();
+        vacate(records, vacant, index);
     }
 
     /// A record, if the index is live.
@@ -336,6 +338,13 @@ impl BlockSlab {
         self.records.get(index as usize).filter(|record| record.place == addr | ALLOCATED).copied()
     }
 
+    /// All records, the vacant ones included.
+    #[must_use]
+    #[inline(always)]
+    pub fn records(&self) -> &[BlockRecord] {
+        &self.records
+    }
+
     /// All live records with their indices, in index order.
     pub fn iter(&self) -> impl Iterator<Item = (BlockIndex, &BlockRecord)> {
         let live = self.records.iter().enumerate().filter(|(_, record)| record.is_live());
@@ -365,24 +374,61 @@ impl BlockSlab {
         self.freed_at[index as usize] = searches;
     }
 
+    /// A record for a new block, which the caller fills in.
+    ///
+    /// # Panics
+    /// With 2^32 live records.
+    #[inline(always)]
+    fn vacancy(&mut self) -> BlockIndex {
+        let index = self.vacant;
+        if index == NONE {
+            return self.push(BlockRecord::segment(0, 0, PoolKind::Small));
+        }
+        self.vacant = self.get(index).next;
+        index
+    }
+
     /// Cuts the first `bytes` off a free block for the client. Returns the new block at the front, which is allocated;
     /// the rest keeps its index.
     #[inline(always)]
     pub fn split_front(&mut self, index: BlockIndex, bytes: u64, requested: u64) -> BlockIndex {
-        let rest = self.get_mut(index);
+        let front = self.vacancy();
+        let records = self.records.as_mut_slice();
+        let rest = record_mut(records, index);
         debug_assert!(bytes > 0 && bytes < rest.bytes() && bytes.is_multiple_of(MIN_BLOCK));
         // CAST: less than the block has.
         let units = (bytes / MIN_BLOCK) as u32;
-        let mut front = BlockRecord { units, next: index, ..*rest };
-        front.set_allocated(requested);
+        let mut first = BlockRecord { units, next: index, ..*rest };
+        first.set_allocated(requested);
         rest.place += bytes;
         rest.units -= units;
-        let before = front.prev;
-        let front = self.insert(front);
-        self.get_mut(index).prev = front;
-        self.get_mut(before).next = front;
+        rest.prev = front;
+        record_mut(records, first.prev).next = front;
+        *record_mut(records, front) = first;
         front
     }
+}
+
+/// A record among all.
+#[inline(always)]
+pub(super) fn record(records: &[BlockRecord], index: BlockIndex) -> &BlockRecord {
+    &records[index as usize]
+}
+
+/// A record among all, to change.
+#[inline(always)]
+pub(super) fn record_mut(records: &mut [BlockRecord], index: BlockIndex) -> &mut BlockRecord {
+    &mut records[index as usize]
+}
+
+/// Makes a live record vacant.
+#[inline(always)]
+pub(super) fn vacate(records: &mut [BlockRecord], vacant: &mut BlockIndex, index: BlockIndex) {
+    let next = std::mem::replace(vacant, index);
+    let record = record_mut(records, index);
+    debug_assert!(record.is_live(), "a record should be removed once");
+    record.place = VACANT;
+    record.next = next;
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@
 //! Cost: search and insertion O(1); removal amortised O(log k) in the k blocks of one size, and O(1) for most. A page of
 //! 64 bins is allocated when one of them is first used.
 
-use super::blocks::{BlockIndex, BlockSlab, Links, NONE};
+use super::blocks::{BlockIndex, BlockRecord, Links, NONE, record, record_mut};
 use super::free_index::FreeIndex;
 use super::rounding::{MIN_BLOCK, SMALL_SEGMENT};
 
@@ -67,10 +67,10 @@ impl ExactIndex {
     }
 
     #[inline(always)]
-    fn take_out(&mut self, blocks: &mut BlockSlab, index: BlockIndex, units: u32) {
+    fn take_out(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, units: u32) {
         let (page, slot) = place(units);
         let Some(roots) = &mut self.roots[page] else { return };
-        if blocks.get(index).links().are_alone() {
+        if record(blocks, index).links().are_alone() {
             debug_assert_eq!(roots[slot], index, "a free block should be in the index");
             self.words[page] ^= BITS[slot];
             if self.words[page] == 0 {
@@ -84,8 +84,8 @@ impl ExactIndex {
 
 impl FreeIndex for ExactIndex {
     #[inline(always)]
-    fn insert(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
-        let record = blocks.get_mut(index);
+    fn insert(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
+        let record = record_mut(blocks, index);
         *record.links_mut() = Links::ALONE;
         let (page, slot) = place(record.units());
         if self.roots[page].is_none() {
@@ -103,20 +103,20 @@ impl FreeIndex for ExactIndex {
     }
 
     #[inline(always)]
-    fn remove(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
-        let units = blocks.get(index).units();
+    fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
+        let units = record(blocks, index).units();
         self.take_out(blocks, index, units);
     }
 
     #[inline(always)]
-    fn resized(&mut self, blocks: &mut BlockSlab, index: BlockIndex, bytes: u64) {
+    fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64) {
         // CAST: it was in a record as such.
         self.take_out(blocks, index, (bytes / MIN_BLOCK) as u32);
         self.insert(blocks, index);
     }
 
     #[inline(always)]
-    fn best_fit(&self, _blocks: &BlockSlab, bytes: u64) -> Option<BlockIndex> {
+    fn best_fit(&self, _blocks: &[BlockRecord], bytes: u64) -> Option<BlockIndex> {
         debug_assert!(bytes > 0 && bytes <= SMALL_SEGMENT);
         // CAST: at most 2^12.
         let (page, slot) = place((bytes / MIN_BLOCK) as u32);
@@ -133,7 +133,7 @@ impl FreeIndex for ExactIndex {
         Some(self.root(page, self.words[page].trailing_zeros() as usize % WORD))
     }
 
-    fn in_order(&self, blocks: &BlockSlab) -> Vec<BlockIndex> {
+    fn in_order(&self, blocks: &[BlockRecord]) -> Vec<BlockIndex> {
         let mut out = Vec::new();
         for (page, word) in self.words.iter().enumerate() {
             for slot in (0..WORD).filter(|slot| word & (1 << slot) != 0) {
@@ -141,10 +141,10 @@ impl FreeIndex for ExactIndex {
                 let mut open = vec![self.root(page, slot)];
                 while let Some(at) = open.pop() {
                     out.push(at);
-                    let links = blocks.get(at).links();
+                    let links = record(blocks, at).links();
                     open.extend([links.left, links.right].into_iter().filter(|link| *link != NONE));
                 }
-                out[start..].sort_unstable_by_key(|index| blocks.get(*index).addr());
+                out[start..].sort_unstable_by_key(|index| record(blocks, *index).addr());
             }
         }
         out
@@ -156,30 +156,30 @@ impl FreeIndex for ExactIndex {
 
 /// Joins two heaps; returns the root.
 #[inline(always)]
-fn meld(blocks: &mut BlockSlab, a: BlockIndex, b: BlockIndex) -> BlockIndex {
-    let (root, child) = if blocks.get(a).addr() < blocks.get(b).addr() { (a, b) } else { (b, a) };
-    let sibling = std::mem::replace(&mut blocks.get_mut(root).links_mut().left, child);
-    let links = blocks.get_mut(child).links_mut();
+fn meld(blocks: &mut [BlockRecord], a: BlockIndex, b: BlockIndex) -> BlockIndex {
+    let (root, child) = if record(blocks, a).addr() < record(blocks, b).addr() { (a, b) } else { (b, a) };
+    let sibling = std::mem::replace(&mut record_mut(blocks, root).links_mut().left, child);
+    let links = record_mut(blocks, child).links_mut();
     links.right = sibling;
     links.up = root;
-    blocks.get_mut(sibling).set_up(child);
+    record_mut(blocks, sibling).set_up(child);
     root
 }
 
 /// The heap without a block; returns the root, or [`NONE`].
-fn without(blocks: &mut BlockSlab, root: BlockIndex, index: BlockIndex) -> BlockIndex {
-    let links = blocks.get(index).links();
+fn without(blocks: &mut [BlockRecord], root: BlockIndex, index: BlockIndex) -> BlockIndex {
+    let links = record(blocks, index).links();
     if index == root {
         return meld_siblings(blocks, links.left);
     }
-    let before = blocks.get_mut(links.up).links_mut();
+    let before = record_mut(blocks, links.up).links_mut();
     if before.left == index {
         before.left = links.right;
     } else {
         debug_assert_eq!(before.right, index);
         before.right = links.right;
     }
-    blocks.get_mut(links.right).set_up(links.up);
+    record_mut(blocks, links.right).set_up(links.up);
     if links.left == NONE {
         return root;
     }
@@ -189,33 +189,33 @@ fn without(blocks: &mut BlockSlab, root: BlockIndex, index: BlockIndex) -> Block
 
 /// Joins a list of siblings to one heap: in pairs from the first to the last, and then the pairs from the last to the
 /// first, which is what makes removal logarithmic.
-fn meld_siblings(blocks: &mut BlockSlab, first: BlockIndex) -> BlockIndex {
+fn meld_siblings(blocks: &mut [BlockRecord], first: BlockIndex) -> BlockIndex {
     let (mut at, mut pairs) = (first, NONE);
     while at != NONE {
         let a = at;
-        let b = blocks.get(a).links().right;
+        let b = record(blocks, a).links().right;
         let pair = if b == NONE {
             at = NONE;
             a
         } else {
-            at = blocks.get(b).links().right;
+            at = record(blocks, b).links().right;
             meld(blocks, a, b)
         };
         // A list of pairs, last first.
-        blocks.get_mut(pair).links_mut().right = pairs;
+        record_mut(blocks, pair).links_mut().right = pairs;
         pairs = pair;
     }
     let mut root = pairs;
     if root == NONE {
         return NONE;
     }
-    let mut rest = blocks.get(root).links().right;
+    let mut rest = record(blocks, root).links().right;
     while rest != NONE {
-        let next = blocks.get(rest).links().right;
+        let next = record(blocks, rest).links().right;
         root = meld(blocks, root, rest);
         rest = next;
     }
-    let links = blocks.get_mut(root).links_mut();
+    let links = record_mut(blocks, root).links_mut();
     links.right = NONE;
     links.up = NONE;
     root

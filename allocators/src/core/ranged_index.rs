@@ -9,7 +9,7 @@
 //! Cost: search, insertion and removal O(1) in the number of bins and expected O(log k) in the k blocks of one bin,
 //! which seldom holds more than a few. No allocation but for the table of bins, made with the first block.
 
-use super::blocks::{BlockIndex, BlockSlab, Links, NONE};
+use super::blocks::{BlockIndex, BlockRecord, Links, NONE, record, record_mut};
 use super::free_index::FreeIndex;
 use super::rounding::MIN_BLOCK;
 
@@ -50,8 +50,8 @@ fn priority(index: BlockIndex) -> u32 {
 
 /// Whether block `a` comes before block `b`.
 #[inline]
-fn before(blocks: &BlockSlab, a: BlockIndex, b: BlockIndex) -> bool {
-    let (a, b) = (blocks.get(a), blocks.get(b));
+fn before(blocks: &[BlockRecord], a: BlockIndex, b: BlockIndex) -> bool {
+    let (a, b) = (record(blocks, a), record(blocks, b));
     (a.units(), a.addr()) < (b.units(), b.addr())
 }
 
@@ -66,8 +66,8 @@ impl RangedIndex {
         self.roots[bin] = first;
     }
 
-    fn take_out(&mut self, blocks: &mut BlockSlab, index: BlockIndex, bin: usize) {
-        let links = blocks.get(index).links();
+    fn take_out(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bin: usize) {
+        let links = record(blocks, index).links();
         let heir = if links.are_alone() { NONE } else { replace(blocks, index, links) };
         if links.up != NONE {
             return;
@@ -101,8 +101,8 @@ impl RangedIndex {
 
 impl FreeIndex for RangedIndex {
     #[inline]
-    fn insert(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
-        let record = blocks.get_mut(index);
+    fn insert(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
+        let record = record_mut(blocks, index);
         let bin = bin_of(record.bytes());
         *record.links_mut() = Links::ALONE;
         match self.roots.get_mut(bin) {
@@ -118,13 +118,13 @@ impl FreeIndex for RangedIndex {
     }
 
     #[inline]
-    fn remove(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
-        self.take_out(blocks, index, bin_of(blocks.get(index).bytes()));
+    fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
+        self.take_out(blocks, index, bin_of(record(blocks, index).bytes()));
     }
 
     #[inline]
-    fn resized(&mut self, blocks: &mut BlockSlab, index: BlockIndex, bytes: u64) {
-        let (record, bin) = (blocks.get(index), bin_of(bytes));
+    fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64) {
+        let (record, bin) = (record(blocks, index), bin_of(bytes));
         // Alone in its bin it stays where it is.
         if !record.links().are_alone() || bin_of(record.bytes()) != bin {
             self.take_out(blocks, index, bin);
@@ -133,7 +133,7 @@ impl FreeIndex for RangedIndex {
     }
 
     #[inline]
-    fn best_fit(&self, blocks: &BlockSlab, bytes: u64) -> Option<BlockIndex> {
+    fn best_fit(&self, blocks: &[BlockRecord], bytes: u64) -> Option<BlockIndex> {
         let bin = bin_of(bytes);
         let own = self.roots.get(bin).map_or(NONE, |root| first_of_at_least(blocks, *root, bytes));
         if own != NONE {
@@ -143,7 +143,7 @@ impl FreeIndex for RangedIndex {
         Some(first_of_at_least(blocks, self.roots[bin], 0))
     }
 
-    fn in_order(&self, blocks: &BlockSlab) -> Vec<BlockIndex> {
+    fn in_order(&self, blocks: &[BlockRecord]) -> Vec<BlockIndex> {
         let mut out = Vec::new();
         for root in self.roots.iter().copied().filter(|root| *root != NONE) {
             let mut at = first_of_at_least(blocks, root, 0);
@@ -158,10 +158,10 @@ impl FreeIndex for RangedIndex {
 
 /// The first block of a tree with at least `bytes`, or [`NONE`].
 #[inline(always)]
-fn first_of_at_least(blocks: &BlockSlab, root: BlockIndex, bytes: u64) -> BlockIndex {
+fn first_of_at_least(blocks: &[BlockRecord], root: BlockIndex, bytes: u64) -> BlockIndex {
     let (mut at, mut found) = (root, NONE);
     while at != NONE {
-        let record = blocks.get(at);
+        let record = record(blocks, at);
         if record.bytes() >= bytes {
             found = at;
             at = record.links().left;
@@ -172,14 +172,14 @@ fn first_of_at_least(blocks: &BlockSlab, root: BlockIndex, bytes: u64) -> BlockI
     found
 }
 
-fn next_in_order(blocks: &BlockSlab, index: BlockIndex) -> BlockIndex {
-    let links = blocks.get(index).links();
+fn next_in_order(blocks: &[BlockRecord], index: BlockIndex) -> BlockIndex {
+    let links = record(blocks, index).links();
     if links.right != NONE {
         return first_of_at_least(blocks, links.right, 0);
     }
     let (mut child, mut at) = (index, links.up);
-    while at != NONE && blocks.get(at).links().right == child {
-        (child, at) = (at, blocks.get(at).links().up);
+    while at != NONE && record(blocks, at).links().right == child {
+        (child, at) = (at, record(blocks, at).links().up);
     }
     at
 }
@@ -195,30 +195,30 @@ enum Hook {
 
 /// Hangs a subtree on its hook.
 #[inline]
-fn hang(blocks: &mut BlockSlab, root: &mut BlockIndex, hook: Hook, child: BlockIndex) {
+fn hang(blocks: &mut [BlockRecord], root: &mut BlockIndex, hook: Hook, child: BlockIndex) {
     let parent = match hook {
         Hook::Root => {
             *root = child;
             NONE
         }
         Hook::LeftOf(parent) => {
-            blocks.get_mut(parent).links_mut().left = child;
+            record_mut(blocks, parent).links_mut().left = child;
             parent
         }
         Hook::RightOf(parent) => {
-            blocks.get_mut(parent).links_mut().right = child;
+            record_mut(blocks, parent).links_mut().right = child;
             parent
         }
     };
-    blocks.get_mut(child).set_up(parent);
+    record_mut(blocks, child).set_up(parent);
 }
 
 /// Puts what hangs below a block in its place, and returns that.
-fn replace(blocks: &mut BlockSlab, index: BlockIndex, links: Links) -> BlockIndex {
+fn replace(blocks: &mut [BlockRecord], index: BlockIndex, links: Links) -> BlockIndex {
     let heir = merge(blocks, links.left, links.right);
-    blocks.get_mut(heir).set_up(links.up);
+    record_mut(blocks, heir).set_up(links.up);
     if links.up != NONE {
-        let above = blocks.get_mut(links.up).links_mut();
+        let above = record_mut(blocks, links.up).links_mut();
         if above.left == index {
             above.left = heir;
         } else {
@@ -230,11 +230,11 @@ fn replace(blocks: &mut BlockSlab, index: BlockIndex, links: Links) -> BlockInde
 }
 
 /// Adds a block to a tree that is not empty; returns the root.
-fn insert_below(blocks: &mut BlockSlab, mut root: BlockIndex, index: BlockIndex) -> BlockIndex {
+fn insert_below(blocks: &mut [BlockRecord], mut root: BlockIndex, index: BlockIndex) -> BlockIndex {
     let rank = priority(index);
     let (mut at, mut hook) = (root, Hook::Root);
     while at != NONE && priority(at) > rank {
-        let links = blocks.get(at).links();
+        let links = record(blocks, at).links();
         (at, hook) =
             if before(blocks, index, at) { (links.left, Hook::LeftOf(at)) } else { (links.right, Hook::RightOf(at)) };
     }
@@ -242,7 +242,7 @@ fn insert_below(blocks: &mut BlockSlab, mut root: BlockIndex, index: BlockIndex)
     hang(blocks, &mut root, hook, index);
     let (mut low, mut high) = (Hook::LeftOf(index), Hook::RightOf(index));
     while at != NONE {
-        let links = blocks.get(at).links();
+        let links = record(blocks, at).links();
         if before(blocks, at, index) {
             hang(blocks, &mut root, low, at);
             (low, at) = (Hook::RightOf(at), links.right);
@@ -258,15 +258,15 @@ fn insert_below(blocks: &mut BlockSlab, mut root: BlockIndex, index: BlockIndex)
 
 /// Joins two trees, every block of `low` before every block of `high`; returns the root.
 #[inline]
-fn merge(blocks: &mut BlockSlab, mut low: BlockIndex, mut high: BlockIndex) -> BlockIndex {
+fn merge(blocks: &mut [BlockRecord], mut low: BlockIndex, mut high: BlockIndex) -> BlockIndex {
     let (mut root, mut hook) = (NONE, Hook::Root);
     while low != NONE && high != NONE {
         if priority(low) > priority(high) {
             hang(blocks, &mut root, hook, low);
-            (hook, low) = (Hook::RightOf(low), blocks.get(low).links().right);
+            (hook, low) = (Hook::RightOf(low), record(blocks, low).links().right);
         } else {
             hang(blocks, &mut root, hook, high);
-            (hook, high) = (Hook::LeftOf(high), blocks.get(high).links().left);
+            (hook, high) = (Hook::LeftOf(high), record(blocks, high).links().left);
         }
     }
     hang(blocks, &mut root, hook, if low == NONE { high } else { low });
