@@ -43,6 +43,12 @@ mod primitives {
             // SAFETY: the caller promises exclusive use, and the pointer is that of a live cell.
             unsafe { &mut *self.0 }
         }
+
+        /// The bare pointer, for uses that are not exclusive.
+        #[inline(always)]
+        pub(crate) fn with<R>(&self, use_it: impl FnOnce(*mut T) -> R) -> R {
+            use_it(self.0)
+        }
     }
 }
 
@@ -130,8 +136,9 @@ impl<T> Deref for SpinGuard<'_, T> {
 
     #[inline(always)]
     fn deref(&self) -> &T {
-        // SAFETY: the guard exists, so `taken` is ours, and no other guard gives out the value.
-        unsafe { self.value.deref() }
+        // SAFETY: the guard exists, so `taken` is ours, and no other guard gives out the value. The reference is shared,
+        // as others that this guard gave out may still live.
+        self.value.with(|value| unsafe { &*value })
     }
 }
 

@@ -81,7 +81,12 @@ impl<T: Send + Default> PerThread<T> {
     }
 
     /// Shows every thread's value to `visit` at one moment at which no thread is inside.
+    ///
+    /// # Panics
+    /// When this thread is inside: it would wait for itself.
     pub(super) fn collect<R>(&self, visit: impl FnMut(&mut T) -> R) -> Vec<R> {
+        let inside = self.slots.get().is_some_and(|own| own.busy.load(Ordering::Relaxed));
+        assert!(!inside, "an operation should not collect from its own instrument");
         let _one = self.collectors.lock().unwrap_or_else(PoisonError::into_inner);
         self.collecting.store(true, Ordering::SeqCst);
         let done = Done(&self.collecting);
@@ -225,6 +230,11 @@ mod tests {
             let _twice = values.enter();
         }));
         assert!(broken.is_err(), "entering twice should be refused");
+        let broken = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _inside = values.enter();
+            values.collect(|value| *value)
+        }));
+        assert!(broken.is_err(), "a thread should not wait for itself");
         *values.enter() += 1;
         assert_eq!(values.collect(|value| *value), [1]);
     }

@@ -98,6 +98,29 @@ fn threads_on_streams_of_their_own() {
 }
 
 #[test]
+fn the_peak_is_what_two_streams_held_together() {
+    explore(|| {
+        let caching = caching(CachingSettings::default());
+        for stream in [A, B] {
+            let block = take(&caching, 1024, stream);
+            give(&caching, block, stream);
+        }
+        // The account of B is open, and closed by the other thread before, while or after this one takes a block.
+        let other = {
+            let caching = Arc::clone(&caching);
+            thread::spawn(move || take(&caching, 512, A))
+        };
+        let mine = take(&caching, 1024, B);
+        let theirs = other.join().expect("the thread should end");
+        give(&caching, theirs, A);
+        give(&caching, mine, B);
+        check_end(&caching, 0);
+        let stats = caching.stats();
+        assert_eq!((stats.allocated_bytes.all.peak, stats.allocation.all.peak), (1536, 2));
+    });
+}
+
+#[test]
 fn two_threads_on_one_stream_get_blocks_apart() {
     explore(|| {
         let caching = caching(CachingSettings::default());
@@ -161,6 +184,27 @@ fn a_shared_block_is_freed_while_another_stream_allocates() {
 }
 
 #[test]
+fn a_block_that_waited_is_not_missed_while_another_thread_frees_it() {
+    explore(|| {
+        let caching = caching(CachingSettings::default());
+        // A whole segment, so that its stream has nothing else to hand out.
+        let shared = take(&caching, 10 * MIB, A);
+        caching.record_use(&shared, B).expect("the block should be known");
+        give(&caching, shared, A);
+        let other = {
+            let caching = Arc::clone(&caching);
+            thread::spawn(move || take(&caching, 512, B))
+        };
+        let mine = take(&caching, 10 * MIB, A);
+        let theirs = other.join().expect("the thread should end");
+        check_end(&caching, 2);
+        assert_eq!(caching.stats().num_device_alloc, 2, "the free block should have been found");
+        give(&caching, mine, A);
+        give(&caching, theirs, B);
+    });
+}
+
+#[test]
 fn statistics_are_read_while_others_work() {
     explore(|| {
         let caching = caching(CachingSettings::default());
@@ -181,24 +225,34 @@ fn statistics_are_read_while_others_work() {
     });
 }
 
-#[test]
-fn idle_memory_goes_back_while_others_allocate_it() {
-    explore(|| {
+/// Memory is trimmed while another thread asks for `bytes`, which come from a segment of `segment` bytes.
+fn trim_against_allocation(bytes: u64, segment: u64) {
+    explore(move || {
         let caching = caching(CachingSettings::default());
-        let block = take(&caching, 512, A);
+        let block = take(&caching, bytes, A);
         give(&caching, block, A);
         let other = {
             let caching = Arc::clone(&caching);
             thread::spawn(move || caching.trim(0).expect("the null device should take memory back"))
         };
-        let block = take(&caching, 512, A);
+        let block = take(&caching, bytes, A);
         let released = other.join().expect("the thread should end");
         check_end(&caching, 1);
         let stats = caching.stats();
-        assert_eq!(stats.reserved_bytes.all.current, 2 * MIB);
-        assert_eq!((stats.num_device_alloc, released), (1 + stats.num_device_free, stats.num_device_free * 2 * MIB));
+        assert_eq!(stats.reserved_bytes.all.current, segment);
+        assert_eq!((stats.num_device_alloc, released), (1 + stats.num_device_free, stats.num_device_free * segment));
         give(&caching, block, A);
     });
+}
+
+#[test]
+fn idle_memory_goes_back_while_others_allocate_a_part_of_it() {
+    trim_against_allocation(512, 2 * MIB);
+}
+
+#[test]
+fn idle_memory_goes_back_while_others_allocate_all_of_it() {
+    trim_against_allocation(10 * MIB, 10 * MIB);
 }
 
 #[test]

@@ -114,13 +114,15 @@ impl ShardTable {
         let shard = Arc::new(Shard::new(id, stream));
         let (row, column) = place(id);
         let row = self.rows[row].get_or_init(|| (0..1usize << row).map(|_| OnceLock::new()).collect());
+        // By number before by stream: a tenant, or the owner of a block, is looked up by number without the lock.
+        let made = row[column].get_or_init(|| Arc::clone(&shard));
         numbers.insert(stream, id);
         if numbers.len() <= SLOTTED {
             let vacant = (0..SLOTS).map(|step| &self.slots[(first + step) % SLOTS]).find(|slot| slot.get().is_none());
             // Only the holder of the numbers fills slots, and at least half of them are vacant.
-            vacant.and_then(|slot| slot.set(Arc::clone(&shard)).ok()).expect("there should be a vacant slot");
+            vacant.and_then(|slot| slot.set(shard).ok()).expect("there should be a vacant slot");
         }
-        row[column].get_or_init(|| shard)
+        made
     }
 
     /// The shard with a number; `None` for a number that was never given.
@@ -140,6 +142,26 @@ impl ShardTable {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use std::thread;
+
+    #[test]
+    fn a_shard_that_can_be_found_by_its_stream_can_be_found_by_its_number() {
+        for round in 0..200u64 {
+            let table = ShardTable::new();
+            let streams: Vec<StreamId> = (0..SLOTTED as u64).map(|number| StreamId(round << 16 | number)).collect();
+            thread::scope(|scope| {
+                scope.spawn(|| streams.iter().for_each(|stream| assert_eq!(table.of_stream(*stream).stream, *stream)));
+                // Looks as `of_stream` does, but makes none.
+                for stream in &streams {
+                    let probe = || (0..SLOTS).map(|step| table.slots[(first_slot(*stream) + step) % SLOTS].get());
+                    let found = || probe().map_while(|slot| slot).find(|shard| shard.stream == *stream);
+                    let shard = std::iter::repeat_with(found).flatten().next().expect("the stream gets a shard");
+                    let numbered = table.by_id(shard.id).map(|shard| shard.stream);
+                    assert_eq!(numbered, Some(*stream), "round {round}, shard {}", shard.id);
+                }
+            });
+        }
+    }
 
     #[test]
     fn each_stream_has_one_shard_however_many_there_are() {
