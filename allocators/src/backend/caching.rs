@@ -84,7 +84,8 @@ impl CachingSettings {
 
 /// See the [module](self).
 ///
-/// Locks are taken in the order `growth`, `pending`, the books of `totals`, one shard.
+/// Locks are taken in the order `growth`, `pending`, the books of `totals`, one shard; after these only
+/// `oversize_allocations` or the table's numbers, which are held over nothing.
 #[derive(Debug)]
 pub struct Caching {
     driver: Arc<dyn Driver>,
