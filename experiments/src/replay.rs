@@ -70,13 +70,9 @@ struct Row {
     failed_allocations: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     first_failure: Option<Failure>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     address_mismatches: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     segment_allocs: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     segment_frees: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     segment_mismatches: Option<u64>,
     num_alloc_retries: u64,
     peak_reserved_bytes: u64,
@@ -87,7 +83,6 @@ struct Row {
     utilisation: Option<f64>,
     ledger: Ledger,
     driver_calls: BTreeMap<&'static str, u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     simulated_s: Option<f64>,
     host_ns_per_op: Option<f64>,
 }
