@@ -93,7 +93,7 @@ fn count(events: &[Event], actions: &[Action]) -> usize {
 fn own_trace() -> String {
     let mut text = String::new();
     for (at, (action, addr, bytes, stream)) in
-        [("alloc", 4096, 700, 1), ("record_use", 4096, 0, 2), ("free_requested", 4096, 700, 1), ("oom", 0, 1 << 40, 1)]
+        [("alloc", 4096, 700, 1), ("record_use", 4096, 0, 2), ("free_requested", 4096, 700, 1), ("oom", 0, 1_u64 << 40, 1)]
             .into_iter()
             .enumerate()
     {
