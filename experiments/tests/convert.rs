@@ -92,10 +92,14 @@ fn count(events: &[Event], actions: &[Action]) -> usize {
 /// A trace of ours that has every action it can have.
 fn own_trace() -> String {
     let mut text = String::new();
-    for (at, (action, addr, bytes, stream)) in
-        [("alloc", 4096, 700, 1), ("record_use", 4096, 0, 2), ("free_requested", 4096, 700, 1), ("oom", 0, 1_u64 << 40, 1)]
-            .into_iter()
-            .enumerate()
+    for (at, (action, addr, bytes, stream)) in [
+        ("alloc", 4096, 700, 1),
+        ("record_use", 4096, 0, 2),
+        ("free_requested", 4096, 700, 1),
+        ("oom", 0, 1_u64 << 40, 1),
+    ]
+    .into_iter()
+    .enumerate()
     {
         let addr = if action == "oom" { String::new() } else { format!("\"addr\":{addr},") };
         writeln!(
@@ -213,7 +217,7 @@ fn one_gpu_of_several() {
     let place = Place::new();
     let from = place.write("two.json", two_gpus());
     for to in ["rmm", "minimalloc"] {
-        let ran = place.convert(&from, to, "out", &[]);
+        let ran = place.convert(&from, to, "out", &["--force"]);
         ran.failed(2, &["two.json: there are events of GPU 0 and of GPU 2", to, "--gpu"]);
         let line = place.convert(&from, to, "out", &["--gpu", "2", "--force"]).line();
         assert!(line.contains("2 events of 1 GPU; left out: 1 of other GPUs"), "{line}");
