@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Checks that PyTorch's own tools read the snapshots that are written here.
 
-    python3 analysis/check_memory_viz.py [--wheel TORCH.whl] [SNAPSHOT.pickle ...]
+    python3 analysis/check_memory_viz.py [--wheel TORCH.whl] [--binaries DIR] [SNAPSHOT.pickle ...]
 
 Without files it makes some: `trainer --export snapshot` on the simulated device for three allocators, and the snapshots
-in ../shared/traces, if they are there, read and written again. Then, for each file:
+in ../shared/traces, if they are there, through `experiments convert`. `--binaries` takes the two programs from a folder,
+such as target/debug; without it Cargo builds and runs them. Then, for each file:
 
 - `torch/cuda/_memory_viz.py` of PyTorch 2.11 runs its `stats`, `trace`, `trace_plot` and `segment_plot` on it. It is one
   file of the wheel and needs no PyTorch. The wheel (80.6 MB, the one for macOS, because it is the smallest) is
@@ -74,20 +75,24 @@ def validate(path, folder):
     return [f"{path.name}: {error.json_path}: {error.message[:100]}" for error in itertools.islice(errors, 5)]
 
 
-def make(folder):
+def make(folder, binaries):
     """Exports of our own, and recorded snapshots written again, with their originals."""
+
+    def program(name):
+        return [binaries / name] if binaries else ["cargo", "run", "--quiet", "-p", name, "--"]
+
     out = []
     for allocator in ["naive", "caching", "stream-ordered"]:
         record = folder / allocator
         run(
-            "cargo", "run", "--quiet", "-p", "trainer", "--", "--device", "sim", "--dataset", "digits", "--steps", "30",
+            *program("trainer"), "--device", "sim", "--dataset", "digits", "--steps", "30",
             "--alloc", allocator, "--export", "snapshot,snapshot-json", "--out", record,
         )
         out.append((record / "snapshot.pickle", None))
     for recorded in sorted((ROOT / "../shared/traces").glob("*.pickle.xz")):
         written = folder / recorded.name.removesuffix(".xz")
         for form, to in [("snapshot", written), ("snapshot-json", written.with_suffix(".json"))]:
-            run("cargo", "run", "--quiet", "-p", "allocators", "--example", "convert_trace", recorded, form, to)
+            run(*program("experiments"), "convert", recorded, "--to", form, "-o", to)
         out.append((written, recorded))
     return out
 
@@ -149,16 +154,19 @@ def check(path, original, script, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help="a wheel of PyTorch instead of a download")
+    parser.add_argument("--binaries", type=Path, metavar="DIR", help="folder of trainer and experiments, already built")
     parser.add_argument("files", nargs="*", type=Path)
     args = parser.parse_args()
-    for path in [*args.files, *([args.wheel] if args.wheel else [])]:
+    binaries = args.binaries and args.binaries.resolve()
+    programs = [binaries / name for name in ("trainer", "experiments")] if binaries else []
+    for path in [*args.files, *([args.wheel] if args.wheel else []), *programs]:
         if not path.is_file():
             print(f"error: {path} is not there", file=sys.stderr)
             return 2
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         script = memory_viz(args.wheel, folder)
-        files = [(path, None) for path in args.files] or make(folder)
+        files = [(path, None) for path in args.files] or make(folder, binaries)
         return 0 if all([check(path, original, script, folder) for path, original in files]) else 1
 
 

@@ -29,8 +29,15 @@
 //! - **Refused requests** (`oom`) never lived. They are replayed at recorded addresses only, where they matter for what
 //!   they made the allocator release.
 //!
-//! Under a limit with collection or `max_split_size`, and frees that are held up at the same time, a log can be
-//! explained in more than one way; then a replay may differ from it. Everything else is exact.
+//! A log can be explained in more than one way:
+//!
+//! - Under a limit, what `empty_cache` right before an allocation released may as well have been released by a retry of
+//!   that allocation. Blocks, segments and every other figure come out the same; only `num_alloc_retries` may differ.
+//! - With `garbage_collection_threshold` or `max_split_size`, what `empty_cache` right before an allocation released may
+//!   be taken for what the allocator released itself, and the point at which a free that was held up completed is not
+//!   always told. Then a replay may differ from the log. Without `empty_cache` and without such frees it does not.
+//!
+//! Everything else is exact.
 //!
 //! # Limits
 //! `memory_limit` of [`Caching`](crate::backend::Caching) is PyTorch's memory fraction: at most that many bytes are

@@ -4,9 +4,9 @@ use crate::compare::ArmFailed;
 use crate::profile;
 use allocators::backend::CachingSettings;
 use allocators::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
-use allocators::trace::{Format, ReadError, ReadOptions, read};
+use allocators::trace::{Format, ReadError, ReadOptions, Summary, read};
 use allocators::{AllocatorSettings, BackendKind, CudaDriver, Driver, NullDriver, Profile, SimDriver, SimMemory};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -30,19 +30,20 @@ pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>) -> Result<
     settings.memory_limit = limit;
     let history = builder.finish(&settings).with_context(in_file)?;
     if history.events() == 0 {
-        let held: Vec<String> = summary
-            .events
-            .iter()
-            .enumerate()
-            .filter(|(_, count)| **count > 0)
-            .map(|(gpu, _)| gpu.to_string())
-            .collect();
-        match gpu.filter(|_| !held.is_empty()) {
-            Some(gpu) => bail!("{}: no event of GPU {gpu}; there are those of {}", in_file(), held.join(", ")),
-            None => bail!("{}: there are no events; turn recording on before the work", in_file()),
-        }
+        return Err(no_events(path, gpu, &summary));
     }
     Ok(Recorded { history, settings })
+}
+
+/// A history that holds nothing, or nothing of the chosen GPU.
+pub(crate) fn no_events(path: &Path, gpu: Option<u16>, summary: &Summary) -> anyhow::Error {
+    let counts = summary.events.iter().enumerate();
+    let held: Vec<String> = counts.filter(|(_, count)| **count > 0).map(|(gpu, _)| gpu.to_string()).collect();
+    let file = path.display();
+    match gpu.filter(|_| !held.is_empty()) {
+        Some(gpu) => anyhow!("{file}: no event of GPU {gpu}; there are those of {}", held.join(", ")),
+        None => anyhow!("{file}: there are no events; turn recording on before the work"),
+    }
 }
 
 /// An error of a replay: exit code 2 where the history is at fault, 1 where the device is.

@@ -1,9 +1,10 @@
-//! Runs the trainer under several allocators and compares what it recorded; replays histories; measures device profiles.
+//! Runs the trainer under several allocators and compares what it recorded; replays and converts histories; measures device profiles.
 
 mod bench;
 mod calibrate;
 mod capacity;
 mod compare;
+mod convert;
 mod fit;
 mod history;
 mod profile;
@@ -59,6 +60,8 @@ enum Command {
         #[arg(short, long, value_name = "FILE")]
         out: PathBuf,
     },
+    /// Writes a recorded history in another tool's format
+    Convert(convert::ConvertArgs),
     /// Replays recorded histories under each allocator
     Replay(replay::ReplayArgs),
     /// Finds the smallest memory in which a recorded history still runs under each allocator
@@ -79,6 +82,7 @@ fn main() -> ExitCode {
             .and_then(|base| calibrate::calibrate(&device, base, &source))
             .and_then(|measured| profile::write(&measured, &out)),
         Command::FitKernels { timings, profile, out } => fit_kernels(&timings, profile, &out),
+        Command::Convert(args) => convert::convert(&args),
         Command::Replay(args) => replay::replay(&args),
         Command::Capacity(args) => capacity::capacity(&args),
         Command::Trainer { arguments } => {

@@ -165,7 +165,8 @@ fn backend_parser() -> impl TypedValueParser<Value = BackendKind> {
     PossibleValuesParser::new(values).try_map(|name| name.parse::<BackendKind>())
 }
 
-fn export_parser() -> impl TypedValueParser<Value = Export> {
+/// Takes the name of an [`Export`]; help lists them all.
+pub fn export_parser() -> impl TypedValueParser<Value = Export> {
     let values = Export::ALL.map(|export| PossibleValue::new(export.name()).help(export.summary()));
     PossibleValuesParser::new(values).map(|name| {
         // The parser before has refused every other name.

@@ -61,7 +61,15 @@ struct Guarded<'r, 'i, 'c> {
 impl Read for Guarded<'_, '_, '_> {
     #[inline]
     fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
-        let count = self.input.read(out)?;
+        // The parser asks for one byte at a time.
+        let count = match (&mut *out, self.input.buffered().first()) {
+            ([slot], Some(byte)) => {
+                *slot = *byte;
+                self.input.advance(1);
+                1
+            }
+            _ => self.input.read(out)?,
+        };
         for byte in &out[..count] {
             self.run += 1;
             match byte {

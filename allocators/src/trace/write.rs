@@ -2,7 +2,7 @@
 //!
 //! A file is written under another name and renamed when it is whole, so that nothing half-written looks whole.
 
-use super::{Event, MinimallocWriter, PerfettoWriter, RmmWriter, Segment, SnapshotWriter};
+use super::{Action, Event, MinimallocWriter, PerfettoWriter, RmmWriter, Segment, SnapshotWriter};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -83,6 +83,17 @@ impl Export {
             Export::Perfetto => "timeline for ui.perfetto.dev",
             Export::Rmm => "log for RMM's replay",
             Export::Minimalloc => "buffers and their lives for minimalloc",
+        }
+    }
+
+    /// Whether the format has a place for such events; writers pass over the others.
+    #[must_use]
+    pub fn holds(self, action: Action) -> bool {
+        match self {
+            Export::Perfetto => true,
+            Export::Snapshot | Export::SnapshotJson => action != Action::RecordUse,
+            Export::Rmm => matches!(action, Action::Alloc | Action::FreeRequested | Action::Oom),
+            Export::Minimalloc => matches!(action, Action::Alloc | Action::FreeCompleted),
         }
     }
 

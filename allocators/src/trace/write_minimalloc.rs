@@ -5,7 +5,7 @@
 //! 0; what is never freed lives to the end. Memory is taken for the live buffers only.
 
 use super::write::{Ending, Fresh, TraceWriter, WriteError};
-use super::{Action, Event};
+use super::{Action, Event, Export};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
@@ -42,7 +42,7 @@ impl MinimallocWriter {
 
 impl TraceWriter for MinimallocWriter {
     fn event(&mut self, event: &Event) -> Result<(), WriteError> {
-        if !matches!(event.action, Action::Alloc | Action::FreeCompleted) {
+        if !Export::Minimalloc.holds(event.action) {
             return Ok(());
         }
         if *self.device.get_or_insert(event.device) != event.device {

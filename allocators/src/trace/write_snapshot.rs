@@ -9,7 +9,7 @@
 use super::segment::state_name;
 use super::write::{Ending, Fresh, TraceWriter, WriteError};
 use super::write_plain::Plain;
-use super::{Action, Event, Segment};
+use super::{Action, Event, Export, Segment};
 use std::path::Path;
 
 /// Writes a snapshot. Events come in the order of their devices: all of device 0, then all of device 1.
@@ -110,7 +110,8 @@ impl SnapshotWriter {
 
 impl TraceWriter for SnapshotWriter {
     fn event(&mut self, event: &Event) -> Result<(), WriteError> {
-        if event.action == Action::RecordUse {
+        // Both forms hold the same.
+        if !Export::Snapshot.holds(event.action) {
             return Ok(());
         }
         if event.device < self.device {

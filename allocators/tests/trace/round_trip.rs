@@ -210,3 +210,25 @@ fn a_writer_that_is_dropped_leaves_nothing() {
         assert!(error.contains("cannot be written"), "{error}");
     }
 }
+
+#[test]
+fn formats_hold_what_they_say() {
+    let folder = TempDir::new().unwrap();
+    let file = |export: Export, action: Option<Action>| {
+        let path = folder.path().join("out");
+        let mut writer = export.create(&path).unwrap();
+        if let Some(action) = action {
+            let event = Event { action, device: 0, addr: 4096, bytes: 512, stream: 1, time_ns: 1000 };
+            writer.event(&event).unwrap();
+        }
+        writer.finish(&Ending::default()).unwrap();
+        std::fs::read(path).unwrap()
+    };
+    for export in Export::ALL {
+        let nothing = file(export, None);
+        for action in Action::ALL {
+            let changed = file(export, Some(action)) != nothing;
+            assert_eq!(changed, export.holds(action), "{action} in {}", export.name());
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! `experiments convert`: a history in another tool's format.
+
+use crate::compare::ArmFailed;
+use crate::history::no_events;
+use allocators::trace::{
+    Action, Ending, Export, Place, Problem, ReadError, ReadOptions, Summary, TraceWriter, WriteError, WriteProblem,
+    read_from,
+};
+use anyhow::{Result, bail};
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use trainer::cli::export_parser;
+
+#[derive(Debug, Args)]
+pub(crate) struct ConvertArgs {
+    /// History: a PyTorch snapshot (pickle or JSON), an RMM log, an STAlloc trace, a minimalloc table or a trace.jsonl,
+    /// plain, .gz or .xz
+    #[arg(value_name = "IN")]
+    from: PathBuf,
+    /// Format to write; stack frames, annotations and whatever else it has no place for are left out
+    #[arg(long, value_name = "FORMAT", value_parser = export_parser())]
+    to: Export,
+    /// File to write; it appears when it is whole
+    #[arg(short, long, value_name = "OUT")]
+    out: PathBuf,
+    /// Only this GPU's events, where a history holds several
+    #[arg(long, value_name = "N")]
+    gpu: Option<u16>,
+    /// Write over OUT if it is there
+    #[arg(long)]
+    force: bool,
+}
+
+/// Reads a history, writes it in another format and says what went over.
+pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
+    let (file, bytes) = open(&args.from)?;
+    free_to_write(&args.out, args.force)?;
+    let bar = ProgressBar::new(bytes);
+    // What is no regular file has no size.
+    let form = if bytes > 0 {
+        "{bar:30} convert {bytes}/{total_bytes} {msg} [{elapsed} left {eta}]"
+    } else {
+        "{spinner} convert {bytes} {msg} [{elapsed}]"
+    };
+    bar.set_style(ProgressStyle::with_template(form)?);
+    bar.set_message(args.from.display().to_string());
+    let mut tally = Tally::default();
+    let summary = write(args, bar.wrap_read(file), &mut tally)?;
+    bar.finish_and_clear();
+    crate::print(&tally.line(args, &summary))
+}
+
+/// What is read, and its size.
+fn open(path: &Path) -> Result<(File, u64)> {
+    let failed = |problem| ReadError { path: path.to_owned(), place: Place::Whole, problem };
+    let file = File::open(path).map_err(|error| failed(Problem::Io(error)))?;
+    let metadata = file.metadata().map_err(|error| failed(Problem::Io(error)))?;
+    if metadata.is_dir() {
+        return Err(failed(Problem::Directory).into());
+    }
+    Ok((file, metadata.len()))
+}
+
+/// Refuses what is there without leave, and with leave what is no file: the output takes the place of it.
+fn free_to_write(path: &Path, force: bool) -> Result<()> {
+    match path.symlink_metadata() {
+        Err(_) => Ok(()),
+        Ok(there) if there.is_dir() => bail!("{}: is a directory; name a file in it", path.display()),
+        Ok(there) if !there.is_file() && !there.is_symlink() => {
+            bail!("{}: is no regular file, and the output would take its place; name a file", path.display())
+        }
+        Ok(_) if !force => bail!("{}: is there already; --force writes over it", path.display()),
+        Ok(_) => Ok(()),
+    }
+}
+
+fn write(args: &ConvertArgs, source: impl std::io::Read, tally: &mut Tally) -> Result<Summary> {
+    let mut writer = args.to.create(&args.out)?;
+    let mut sink = |event| {
+        let taken = tally.take(args, writer.as_mut(), event);
+        taken.map_err(|refused| ReadError::stop(Box::new(refused) as Box<dyn std::error::Error + Send + Sync>))
+    };
+    let mut summary =
+        read_from(Box::new(source), &ReadOptions::default(), &mut sink).map_err(|error| stopped(args, error))?;
+    summary.segments.retain(|segment| args.gpu.is_none_or(|gpu| gpu == segment.device));
+    // A snapshot taken without a history still says what was held.
+    let snapshot = matches!(args.to, Export::Snapshot | Export::SnapshotJson);
+    if tally.events() == 0 && (!snapshot || summary.segments.is_empty()) {
+        return Err(no_events(&args.from, args.gpu, &summary));
+    }
+    let ending = Ending {
+        segments: &summary.segments,
+        allocator_settings: Some(&summary.allocator_settings),
+        devices: u16::try_from(summary.events.len()).unwrap_or(u16::MAX),
+    };
+    writer.finish(&ending).map_err(unwritten)?;
+    Ok(summary)
+}
+
+/// Why an event went no further.
+#[derive(Debug, thiserror::Error)]
+enum Refused {
+    #[error(transparent)]
+    Write(#[from] WriteError),
+    #[error("{0}")]
+    Devices(String),
+}
+
+/// The reason that a sink gave for stopping, or the reader's own.
+fn stopped(args: &ConvertArgs, error: ReadError) -> anyhow::Error {
+    let error = ReadError { path: args.from.clone(), ..error };
+    let ReadError { problem: Problem::Stopped(reason), path, place } = error else { return error.into() };
+    match reason.downcast::<Refused>() {
+        Ok(refused) => match *refused {
+            Refused::Write(error) => unwritten(error),
+            devices @ Refused::Devices(_) => {
+                ReadError { path, place, problem: Problem::Stopped(Box::new(devices)) }.into()
+            }
+        },
+        Err(reason) => ReadError { path, place, problem: Problem::Stopped(reason) }.into(),
+    }
+}
+
+/// Exit code 2 where the history does not fit the format, 1 where the operating system failed.
+fn unwritten(error: WriteError) -> anyhow::Error {
+    match error.problem {
+        WriteProblem::Io(_) => ArmFailed::at_run_time(&error).into(),
+        _ => error.into(),
+    }
+}
+
+/// What went over and what did not.
+#[derive(Debug, Default)]
+struct Tally {
+    /// Events of the chosen GPUs by action.
+    read: [u64; Action::ALL.len()],
+    /// GPUs they are of, ascending.
+    gpus: std::collections::BTreeSet<u16>,
+}
+
+impl Tally {
+    fn take(
+        &mut self,
+        args: &ConvertArgs,
+        writer: &mut dyn TraceWriter,
+        event: allocators::trace::Event,
+    ) -> Result<(), Refused> {
+        if args.gpu.is_some_and(|gpu| gpu != event.device) {
+            return Ok(());
+        }
+        // CAST: a small enumeration.
+        self.read[event.action as usize] += 1;
+        if self.gpus.last() != Some(&event.device) {
+            self.gpus.insert(event.device);
+            if let (Export::Rmm | Export::Minimalloc, Some(first)) =
+                (args.to, self.gpus.first().filter(|first| **first != event.device))
+            {
+                let (second, format) = (event.device, args.to.name());
+                return Err(Refused::Devices(format!(
+                    "there are events of GPU {first} and of GPU {second}, but {format} holds one GPU's; choose with --gpu"
+                )));
+            }
+        }
+        Ok(writer.event(&event)?)
+    }
+
+    fn events(&self) -> u64 {
+        self.read.iter().sum()
+    }
+
+    /// One line for people.
+    fn line(&self, args: &ConvertArgs, summary: &Summary) -> String {
+        let mut left: Vec<String> = Vec::new();
+        let mut written = 0;
+        for (action, count) in Action::ALL.into_iter().zip(self.read).filter(|(_, count)| *count > 0) {
+            if args.to.holds(action) {
+                written += count;
+            } else {
+                left.push(format!("{count} {action}"));
+            }
+        }
+        if summary.unknown_actions > 0 {
+            left.push(format!("{} of unknown actions", summary.unknown_actions));
+        }
+        if summary.external_annotations > 0 {
+            left.push(format!("{} annotations", summary.external_annotations));
+        }
+        let others = summary.all_events().saturating_sub(self.events());
+        if others > 0 {
+            left.push(format!("{others} of other GPUs"));
+        }
+        let (from, out) = (args.from.display(), args.out.display());
+        let (format, to) = (summary.format.name(), args.to.name());
+        let gpus = match self.gpus.len() {
+            1 => "1 GPU".to_owned(),
+            count => format!("{count} GPUs"),
+        };
+        let left =
+            if left.is_empty() { "nothing left out".to_owned() } else { format!("left out: {}", left.join(", ")) };
+        format!("{from} ({format}) to {out} ({to}): {written} events of {gpus}; {left}")
+    }
+}
