@@ -61,7 +61,7 @@ impl Ran {
         let lines: Vec<&str> = self.stderr.lines().collect();
         assert!(lines.len() == 1 && lines[0].starts_with("error: "), "{self:#?}");
         for word in words {
-            assert!(lines[0].contains(word), "'{word}' is missing: {}", lines[0]);
+            assert_eq!(lines[0].matches(word).count(), 1, "'{word}' should be there once: {}", lines[0]);
         }
     }
 }

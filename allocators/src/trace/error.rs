@@ -11,8 +11,7 @@ pub struct ReadError {
     pub path: PathBuf,
     /// Where in the file; in what was unpacked from it, if it is compressed.
     pub place: Place,
-    /// What is wrong.
-    #[source]
+    /// What is wrong. Part of the message, so not a source of its own.
     pub problem: Problem,
 }
 

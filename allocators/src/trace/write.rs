@@ -13,8 +13,7 @@ use std::path::{Path, PathBuf};
 pub struct WriteError {
     /// The file.
     pub path: PathBuf,
-    /// What is wrong.
-    #[source]
+    /// What is wrong. Part of the message, so not a source of its own.
     pub problem: WriteProblem,
 }
 
