@@ -3,27 +3,13 @@
 use super::Run;
 use crate::data::Dataset;
 use crate::error::{Result, TrainError};
-use crate::loader::Loader;
+use crate::loader::{self, Loader};
 use crate::mlp::Mlp;
 use crate::observer::Observer;
 use crate::record::{EpochRecord, StepRow};
 use crate::settings::{Settings, SyncMode};
-use rand::SeedableRng;
-use rand::seq::SliceRandom;
-use rand_chacha::ChaCha8Rng;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-
-/// The order of the training rows in one epoch.
-fn shuffled(seed: u64, epoch: u32, order: &mut [u32]) {
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    // Weights take the low streams; each epoch has one of its own.
-    rng.set_stream((1 << 32) + u64::from(epoch));
-    for (row, slot) in (0..).zip(order.iter_mut()) {
-        *slot = row;
-    }
-    order.shuffle(&mut rng);
-}
 
 /// One epoch: training, then validation.
 pub(super) struct Pass<'a> {
@@ -65,7 +51,7 @@ impl Pass<'_> {
         driver.event_record(first, stream)?;
 
         let mut order = vec![0u32; split.rows];
-        shuffled(settings.seed, self.epoch, &mut order);
+        loader::shuffled(settings.seed, self.epoch, &mut order);
         loaders.0.begin_pass(&run.context, &order)?;
         // CAST: an epoch's steps are bounded by its rows.
         let losses = run.context.allocate::<f32>(steps as usize)?;
@@ -88,7 +74,7 @@ impl Pass<'_> {
                 ended = Err(error);
                 break;
             }
-            let (allocated, reserved) = run.stack.levels();
+            let stats = run.stack.top.stats();
             let so_far = run.context.device.calls().driver_allocations();
             rows.push(StepRow {
                 epoch: self.epoch,
@@ -98,8 +84,10 @@ impl Pass<'_> {
                 loss: None,
                 host_ns: clock.now_ns(),
                 driver_allocations: so_far - allocations,
-                reserved_bytes: reserved,
-                allocated_bytes: allocated,
+                reserved_bytes: stats.reserved_bytes.all.current,
+                allocated_bytes: stats.allocated_bytes.all.current,
+                active_bytes: stats.active_bytes.all.current,
+                requested_bytes: stats.requested_bytes.all.current,
             });
             allocations = so_far;
         }
