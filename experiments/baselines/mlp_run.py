@@ -62,9 +62,10 @@ class Run:
         begun = time.perf_counter()
         marks = [self.mark()]
         source.begin_pass(self.order(number))
-        marks.append(self.mark())
         done = []
         allocations = self.memory().get("num_device_alloc", 0) if options.step_memory else 0
+        steps_begun = time.perf_counter()
+        marks.append(self.mark())
         try:
             for step in range(count):
                 self.summary.setdefault("first_step_s", time.perf_counter() - self.started)
@@ -86,7 +87,7 @@ class Run:
             # What was done is in the record, with its losses as far as the device still answers.
             self.read_losses(steps, done)
             self.record.append_steps(done)
-        train_s = time.perf_counter() - begun
+        train_s = time.perf_counter() - steps_begun
         for row in done:
             if not math.isfinite(row["loss"]):
                 raise Failed(

@@ -123,6 +123,10 @@ pub struct EpochRecord {
     pub wall_s: f64,
     /// Time between the device's first and last work of the epoch, by events on its stream.
     pub device_s: f64,
+    /// Time on the run's clock from before its first step until the losses of its steps had been read.
+    pub train_s: f64,
+    /// Time between two events around its steps.
+    pub train_device_s: f64,
     /// Device time in kernels and copies; absent where the device cannot tell.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device_busy_s: Option<f64>,
@@ -168,6 +172,8 @@ pub struct Files {
 pub struct Summary {
     /// [`SCHEMA_VERSION`].
     pub schema_version: u32,
+    /// What wrote the record: `trainer`.
+    pub program: &'static str,
     /// How the run ended.
     pub status: Status,
     /// The error that ended it.

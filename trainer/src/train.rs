@@ -183,6 +183,7 @@ impl Run {
         let record = RecordWriter::create(settings.out.as_deref(), &stamp, &label)?;
         let summary = Summary {
             schema_version: SCHEMA_VERSION,
+            program: "trainer",
             status: Status::Running,
             error: None,
             code_version: env!("CARGO_PKG_VERSION").into(),

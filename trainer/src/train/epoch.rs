@@ -48,6 +48,7 @@ impl Pass<'_> {
         let (clock, driver, stream) = (device.clock(), device.driver(), device.stream());
         let (calls_before, busy_before, start_ns) = (device.calls(), device.busy_ns(), clock.now_ns());
         let (first, last) = (driver.event_create(true)?, driver.event_create(true)?);
+        let (first_step, last_step) = (driver.event_create(true)?, driver.event_create(true)?);
         driver.event_record(first, stream)?;
 
         let mut order = vec![0u32; split.rows];
@@ -58,6 +59,8 @@ impl Pass<'_> {
         let batch = settings.batch as usize;
         let mut allocations = device.calls().driver_allocations();
         let mut ended = Ok(());
+        let steps_ns = clock.now_ns();
+        driver.event_record(first_step, stream)?;
         for step in 0..steps {
             if self.stop.load(Relaxed) {
                 ended = Err(TrainError::Interrupted);
@@ -91,6 +94,9 @@ impl Pass<'_> {
             });
             allocations = so_far;
         }
+        if ended.is_ok() {
+            driver.event_record(last_step, stream)?;
+        }
         // The losses of an interrupted epoch are read as well; after a failure the device may not answer.
         if !rows.is_empty() && matches!(ended, Ok(()) | Err(TrainError::Interrupted)) {
             let values = run.context.read::<f32>(&losses, rows.len())?;
@@ -99,6 +105,7 @@ impl Pass<'_> {
             }
         }
         ended?;
+        let train_s = seconds(clock.now_ns() - steps_ns);
         *left -= steps;
         drop(losses);
         let mut weighted = 0.0;
@@ -121,8 +128,9 @@ impl Pass<'_> {
         driver.event_record(last, stream)?;
         driver.event_synchronize(last)?;
         let device_ns = driver.event_elapsed_ns(first, last)?;
-        for event in [first, last] {
-            // SAFETY: both have completed and are used nowhere else.
+        let train_ns = driver.event_elapsed_ns(first_step, last_step)?;
+        for event in [first, first_step, last_step, last] {
+            // SAFETY: all have completed and are used nowhere else.
             unsafe { driver.event_destroy(event)? };
         }
         let device = &run.context.device;
@@ -135,6 +143,8 @@ impl Pass<'_> {
             val_accuracy,
             wall_s: seconds(clock.now_ns() - start_ns),
             device_s: seconds(device_ns),
+            train_s,
+            train_device_s: seconds(train_ns),
             device_busy_s: busy,
             driver_calls: device.calls().since(&calls_before),
         })
