@@ -9,6 +9,7 @@ Products are in f32 without TF32. Written for PyTorch 2.11; runs on a CPU too. E
 """
 
 import argparse
+import ctypes
 import math
 import os
 import sys
@@ -170,17 +171,26 @@ def load(options, start, torch):
 DATA = [f"{split}.{part}" for split in ("train", "validation") for part in ("features", "labels")]
 
 
+def driver_version():
+    """The driver's CUDA version, which PyTorch does not tell."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return {}
+    return {} if failed else {"driver_version": f"{version.value // 1000}.{version.value % 1000 // 10}"}
+
+
 def describe(torch, device):
     """The device, as the record has it."""
     if device.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return {"kind": "cpu", "name": "CPU", "total_bytes": memory, "virtual_time": False}
     properties = torch.cuda.get_device_properties(device)
-    version = torch._C._cuda_getDriverVersion()
     return {
         "kind": "cuda",
         "name": properties.name,
-        "driver_version": f"{version // 1000}.{version % 1000 // 10}",
+        **driver_version(),
         "compute_capability": f"{properties.major}.{properties.minor}",
         "total_bytes": properties.total_memory,
         "virtual_time": False,
