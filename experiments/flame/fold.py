@@ -29,7 +29,8 @@ def stacks(lines):
     """Thread name and frames, innermost first, of each sample."""
     thread, frames = None, []
     for line in lines:
-        line = line.rstrip("\n")
+        # A library that was replaced while the program ran is the same library.
+        line = line.rstrip("\n").replace(" (deleted))", ")")
         frame = FRAME.match(line)
         if frame and thread is not None:
             frames.append((frame[1], frame[2]))
@@ -46,7 +47,7 @@ def stacks(lines):
 def label(symbol, library):
     """How a frame is shown; `None` for one of which nothing is known."""
     if symbol == UNKNOWN:
-        name = Path(library.removesuffix(" (deleted)")).name
+        name = Path(library).name
         return None if library == UNKNOWN else f"[{name}]" if not name.startswith("[") else name
     text = HASH.sub("", symbol).replace(";", ":")
     return f"{text}_[k]" if library.startswith("[kernel") or library.endswith(".ko") else text
