@@ -159,8 +159,12 @@ BROKEN = {
     "another width": lambda start: edited(start, lambda h: h["__metadata__"].update(hidden="17")),
     "a layer missing": lambda start: edited(start, lambda h: h["__metadata__"].update(layers="4")),
     "values of another kind": lambda start: edited(start, lambda h: h["layers.0.bias"].update(dtype="F64")),
-    "values past the end": lambda start: edited(start, lambda h: h["layers.0.bias"].update(data_offsets=[1 << 40, (1 << 40) + 64])),
-    "rows taken twice": lambda start: Path(start.path).read_bytes().replace(start.tensors["order.1"].data.tobytes()[:8], b"\x00" * 8),
+    "values past the end": lambda start: edited(
+        start, lambda h: h["layers.0.bias"].update(data_offsets=[1 << 40, (1 << 40) + 64])
+    ),
+    "rows taken twice": lambda start: (
+        Path(start.path).read_bytes().replace(start.tensors["order.1"].data.tobytes()[:8], b"\x00" * 8)
+    ),
 }
 
 
