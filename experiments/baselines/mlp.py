@@ -111,6 +111,8 @@ def settle(options):
             raise BadInput(
                 f"--{name} {given} contradicts {options.start}, which holds {held}; leave it out or write another start"
             )
+    if options.seed >= 1 << 64:
+        raise BadInput(f"--seed must be below 2^64, found {options.seed}")
     if not start and options.dataset != "mnist":
         raise BadInput(
             f"{options.dataset} comes in a start file: trainer start --dataset {options.dataset} -o FILE, then --start FILE"
