@@ -251,6 +251,38 @@ impl TrainArgs {
     }
 }
 
+/// The grammar of the command line, for programs that compose one.
+#[must_use]
+pub fn command() -> clap::Command {
+    <Cli as clap::CommandFactory>::command()
+}
+
+/// Whether a run could begin with these options (without the program's name), as far as they alone tell.
+///
+/// # Errors
+/// The line that the program would print.
+pub fn check(options: &[OsString]) -> std::result::Result<(), String> {
+    let program = std::iter::once(OsString::from("trainer"));
+    let cli = Cli::try_parse_from(program.chain(options.iter().cloned())).map_err(|error| one_line(&error))?;
+    let settings = cli.train.settings().map_err(|error| error.to_string())?;
+    crate::train::check(&settings).map_err(|error| error.to_string())
+}
+
+/// What clap says about a bad command line in several lines, in one.
+#[must_use]
+pub fn one_line(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let mut lines = text.lines().map(str::trim);
+    let first = lines.next().unwrap_or_default().trim_start_matches("error: ").to_owned();
+    match lines.find_map(|line| line.strip_prefix("tip: ").or_else(|| line.strip_prefix("[possible values: "))) {
+        Some(more) if text.contains("[possible values: ") => {
+            format!("{first}; write one of {}", more.trim_end_matches(']'))
+        }
+        Some(tip) => format!("{first}; {tip}"),
+        None => first,
+    }
+}
+
 /// Runs the program with these arguments (the first is its name) and returns the exit code. `--help`, `--version`
 /// and arguments that cannot be parsed end the process.
 #[must_use]

@@ -118,6 +118,8 @@ pub struct EpochRecord {
     pub val_loss: f64,
     /// Fraction of the validation rows classified correctly, 0 to 1.
     pub val_accuracy: f64,
+    /// Time on the run's clock from its start until the losses of its steps were read.
+    pub train_s: f64,
     /// Time on the run's clock from its start to the end of its validation.
     pub wall_s: f64,
     /// Time between the device's first and last work of the epoch, by events on its stream.

@@ -84,7 +84,7 @@ fn listeners(settings: &Settings, observer: &Arc<dyn Observer>, calls: Option<&A
 const MOST_LAYERS: u32 = 1 << 16;
 
 /// What can be told from the settings alone.
-fn check(settings: &Settings) -> Result<()> {
+pub(crate) fn check(settings: &Settings) -> Result<()> {
     let positive = [
         ("--hidden", settings.hidden),
         ("--layers", settings.layers),

@@ -111,6 +111,8 @@ impl Pass<'_> {
             }
         }
         ended?;
+        // The losses are there, so the device has done every step.
+        let train_ns = clock.now_ns() - start_ns;
         *left -= steps;
         drop(losses);
         let mut weighted = 0.0;
@@ -145,6 +147,7 @@ impl Pass<'_> {
             train_loss: weighted / seen,
             val_loss,
             val_accuracy,
+            train_s: seconds(train_ns),
             wall_s: seconds(clock.now_ns() - start_ns),
             device_s: seconds(device_ns),
             device_busy_s: busy,
