@@ -9,6 +9,7 @@ mod fit;
 mod history;
 mod profile;
 mod replay;
+mod study;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
@@ -30,6 +31,10 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Runs experiments that specs describe, and goes on where it was
+    Run(study::RunArgs),
+    /// Lists the specs that are there, with their questions
+    List(study::ListArgs),
     /// Trains under each allocator and prints one table
     Compare(compare::CompareArgs),
     /// Measures what an allocator call costs, beside other projects' allocators if wanted
@@ -66,7 +71,7 @@ enum Command {
     Replay(replay::ReplayArgs),
     /// Finds the smallest memory in which a recorded history still runs under each allocator
     Capacity(capacity::CapacityArgs),
-    /// Is the trainer; `compare` starts it in a process of its own for each run
+    /// Is the trainer; `compare` and `run` start it in a process of its own for each run
     #[command(hide = true)]
     Trainer {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -76,6 +81,8 @@ enum Command {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Run(args) => study::run(&args),
+        Command::List(args) => study::list(&args),
         Command::Compare(args) => compare::compare(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Calibrate { device, profile, source, out } => profile::read(profile.as_deref())
@@ -98,6 +105,11 @@ fn main() -> ExitCode {
             ExitCode::from(error.downcast_ref::<compare::ArmFailed>().map_or(BAD_INPUT, |failed| failed.code))
         }
     }
+}
+
+/// The grammar of this program's command line.
+fn command() -> clap::Command {
+    <Cli as clap::CommandFactory>::command()
 }
 
 /// Writes to stdout; a reader that went away (`| head`) is no error.
