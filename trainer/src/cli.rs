@@ -182,14 +182,22 @@ fn nvtx_parser() -> impl TypedValueParser<Value = NvtxMode> {
     })
 }
 
-fn parse_threshold(text: &str) -> std::result::Result<u64, String> {
+/// Takes a release threshold: bytes, or `max` for all.
+///
+/// # Errors
+/// What is wrong with the size.
+pub fn parse_threshold(text: &str) -> std::result::Result<u64, String> {
     if text == "max" {
         return Ok(u64::MAX);
     }
     text.parse::<Bytes>().map(|bytes| bytes.0).map_err(|error| error.to_string())
 }
 
-fn parse_switch(text: &str) -> std::result::Result<bool, String> {
+/// Takes `on` or `off`.
+///
+/// # Errors
+/// Says that those are the two.
+pub fn parse_switch(text: &str) -> std::result::Result<bool, String> {
     match text {
         "on" => Ok(true),
         "off" => Ok(false),

@@ -64,8 +64,8 @@ pub(crate) fn read_text(folder: &Path, name: &str) -> Result<String> {
 /// The summary of a trainer's run.
 pub(crate) fn read_summary(folder: &Path) -> Result<Value> {
     let text = read_text(folder, "summary.json")?;
-    let summary: Value =
-        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", folder.join("summary.json").display()))?;
+    let summary: Value = serde_json::from_str(&text)
+        .with_context(|| format!("{} is not JSON", folder.join("summary.json").display()))?;
     let version = &summary["schema_version"];
     if version.as_u64() != Some(u64::from(trainer::record::SCHEMA_VERSION)) {
         anyhow::bail!(
@@ -157,8 +157,8 @@ pub(crate) fn of_folder(folder: &Path) -> Result<Option<Figures>> {
         return Ok(None);
     }
     let text = read_text(folder, "result.json")?;
-    let value = serde_json::from_str(&text)
-        .with_context(|| format!("{} is not JSON", folder.join("result.json").display()))?;
+    let value =
+        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", folder.join("result.json").display()))?;
     Ok(of_result(&value))
 }
 

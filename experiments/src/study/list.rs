@@ -39,9 +39,8 @@ pub(crate) fn list(args: &ListArgs) -> Result<()> {
     let mut rows = Vec::new();
     for name in spec::names(&folder)? {
         let source = Source::read(&folder.join(format!("{name}.toml")))?;
-        let runs = |kind| {
-            source.spec.devices.contains(&kind).then(|| plan(&source, kind).map(|runs| runs.len())).transpose()
-        };
+        let runs =
+            |kind| source.spec.devices.contains(&kind).then(|| plan(&source, kind).map(|runs| runs.len())).transpose();
         let arms = [DeviceKind::Cuda, DeviceKind::Sim].map(|kind| source.spec.arms_on(kind)).concat();
         let mut programs: Vec<&str> = arms.iter().map(|arm| arm.program.name()).collect();
         programs.sort_unstable();

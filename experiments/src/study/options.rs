@@ -61,7 +61,9 @@ impl Entry {
                 let twice = (1..out.len()).find(|at| out[..*at].contains(&out[*at]));
                 twice.map_or(Ok(out.clone()), |at| Err(format!("the axis '{name}' has the value {} twice", out[at])))
             }
-            (_, true) => Err(format!("an axis is a list, as {name} = [{}, …]; a single value is an option", self.value)),
+            (_, true) => {
+                Err(format!("an axis is a list, as {name} = [{}, …]; a single value is an option", self.value))
+            }
             (Value::Array(_), false) => Err(format!("an option has one value; put the list '{name}' under [matrix]")),
             (value, false) => Ok(vec![one(value)?]),
         }

@@ -185,7 +185,8 @@ mod tests {
     fn source(text: &str) -> Source {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("t.toml");
-        std::fs::write(&path, format!("name = \"t\"\nquestion = \"?\"\ndevices = [\"cuda\", \"sim\"]\n{text}")).unwrap();
+        std::fs::write(&path, format!("name = \"t\"\nquestion = \"?\"\ndevices = [\"cuda\", \"sim\"]\n{text}"))
+            .unwrap();
         Source::read(&path).unwrap()
     }
 

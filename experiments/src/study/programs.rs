@@ -12,8 +12,8 @@ use std::str::FromStr;
 const PYTORCH: &str = "mlp.py";
 /// Its options, as `--help` of the program has them; none is a switch.
 const PYTORCH_OPTIONS: [&str; 14] = [
-    "mode", "dataset", "hidden", "layers", "batch", "epochs", "steps", "lr", "seed", "init", "loader", "workers", "pin",
-    "sync",
+    "mode", "dataset", "hidden", "layers", "batch", "epochs", "steps", "lr", "seed", "init", "loader", "workers",
+    "pin", "sync",
 ];
 /// Options that the runner sets itself.
 const RESERVED: [&str; 8] = ["out", "json", "device", "start", "save-start", "data-dir", "help", "version"];
@@ -38,9 +38,7 @@ impl FromStr for Device {
         match text.split_once(':') {
             None if text == "cuda" => make(DeviceKind::Cuda, text.into(), text.into()),
             None if text == "sim" => make(DeviceKind::Sim, text.into(), text.into()),
-            Some(("cuda", number)) if number.parse::<u32>().is_ok() => {
-                make(DeviceKind::Cuda, text.into(), text.into())
-            }
+            Some(("cuda", number)) if number.parse::<u32>().is_ok() => make(DeviceKind::Cuda, text.into(), text.into()),
             Some(("sim", path)) if !path.is_empty() => {
                 let path = std::path::absolute(path).map_err(|error| format!("{path}: {error}"))?;
                 let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
@@ -142,22 +140,12 @@ fn arguments(run: &Run) -> Vec<String> {
 }
 
 /// How a run is started. `start` is the file with the trainer's weights and batches.
-pub(crate) fn command_line(
-    run: &Run,
-    device: &Device,
-    places: &Places,
-    start: Option<&str>,
-) -> Result<CommandLine> {
+pub(crate) fn command_line(run: &Run, device: &Device, places: &Places, start: Option<&str>) -> Result<CommandLine> {
     let own = || std::env::current_exe().context("cannot find this program's own file");
     let options = arguments(run);
-    let mut line = CommandLine {
-        program: OsString::new(),
-        arguments: Vec::new(),
-        shown: Vec::new(),
-        folder: None,
-        prints: false,
-    };
-    let mut push = |line: &mut CommandLine, text: &str, shown: &str| {
+    let mut line =
+        CommandLine { program: OsString::new(), arguments: Vec::new(), shown: Vec::new(), folder: None, prints: false };
+    let push = |line: &mut CommandLine, text: &str, shown: &str| {
         line.arguments.push(text.into());
         line.shown.push(shown.into());
     };
@@ -281,9 +269,7 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
 /// What the program says about its options.
 fn parse(program: Program, options: &[String]) -> std::result::Result<(), String> {
     match program {
-        Program::Trainer => {
-            trainer::cli::check(&options.iter().map(OsString::from).collect::<Vec<OsString>>())
-        }
+        Program::Trainer => trainer::cli::check(&options.iter().map(OsString::from).collect::<Vec<OsString>>()),
         Program::Pytorch => Ok(()),
         program => {
             let line = ["experiments", program.name()].into_iter().chain(options.iter().map(String::as_str));

@@ -84,7 +84,8 @@ pub(crate) fn choose(named: Option<&Device>, specs: &[Source]) -> Result<Device>
 
 /// Runs the specs one after the other.
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
-    let sources = args.specs.iter().map(|text| spec::find(text, args.specs_dir.as_deref())).collect::<Result<Vec<_>>>()?;
+    let sources =
+        args.specs.iter().map(|text| spec::find(text, args.specs_dir.as_deref())).collect::<Result<Vec<_>>>()?;
     let device = choose(args.device.as_ref(), &sources)?;
     let places = Places::new(args.histories.as_deref(), args.data_dir.as_deref())?;
     let out = args.out.clone().unwrap_or_else(|| PathBuf::from(format!("runs/experiments-{}", device.kind)));
@@ -100,8 +101,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     ctrlc::set_handler(move || flag.store(true, std::sync::atomic::Ordering::SeqCst))
         .context("cannot listen for Ctrl-C")?;
     let machine = Machine::now();
-    // CAST: a count of cores.
-    if let Some(load) = machine.load.filter(|load| *load > machine.cores as f64) {
+    // Simulated time does not mind. CAST: a count of cores.
+    if let Some(load) = machine.load.filter(|load| device.kind == DeviceKind::Cuda && *load > machine.cores as f64) {
         say(&format!("note: the machine is busy (load {load:.1} on {} cores); times will be noisy", machine.cores));
     }
     let mut all: Vec<Cell> = Vec::new();
@@ -136,7 +137,8 @@ fn interrupted(error: anyhow::Error, planned: &Planned) -> anyhow::Error {
         return error;
     }
     let name = &planned.source.spec.name;
-    ArmFailed::new(INTERRUPTED, format!("interrupted in {name}; what was done is kept, the same command goes on")).into()
+    ArmFailed::new(INTERRUPTED, format!("interrupted in {name}; what was done is kept, the same command goes on"))
+        .into()
 }
 
 /// Checks a spec and the folder that it would write to.
@@ -277,13 +279,8 @@ fn run_one(
         // They are large, and their seeds make them again.
         remove(&planned.folder.join("start"))?;
     }
-    let cells = report::cells(
-        &spec.name,
-        !spec.arms.is_empty(),
-        &planned.runs,
-        |run| experiment.run_folder(run),
-        state,
-    )?;
+    let cells =
+        report::cells(&spec.name, !spec.arms.is_empty(), &planned.runs, |run| experiment.run_folder(run), state)?;
     Ok((cells, failures))
 }
 
@@ -294,7 +291,8 @@ fn write_experiment(planned: &Planned, device: &Device, args: &RunArgs) -> Resul
         return Ok(());
     }
     let spec = &planned.source.spec;
-    let mut command: Vec<String> = ["experiments", "run", &spec.name, "--device", &device.shown].map(str::to_owned).into();
+    let mut command: Vec<String> =
+        ["experiments", "run", &spec.name, "--device", &device.shown].map(str::to_owned).into();
     if let Some(shard) = args.shard {
         command.extend(["--shard".to_owned(), format!("{}/{}", shard.number, shard.of)]);
     }

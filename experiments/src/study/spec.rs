@@ -197,11 +197,9 @@ impl Source {
         if spec.question.trim().is_empty() {
             return Err(self.at_key("question", "an experiment answers a question; write it down"));
         }
-        for (repeats, at) in [
-            (Some(spec.repeats), "repeats"),
-            (spec.sim.repeats, "repeats"),
-            (spec.cuda.repeats, "repeats"),
-        ] {
+        for (repeats, at) in
+            [(Some(spec.repeats), "repeats"), (spec.sim.repeats, "repeats"), (spec.cuda.repeats, "repeats")]
+        {
             if repeats.is_some_and(|repeats| !(1..=1000).contains(&repeats)) {
                 return Err(self.at_key(at, "repeats lie between 1 and 1000"));
             }
@@ -216,7 +214,8 @@ impl Source {
         for arm in &spec.arms {
             if !slugged(&arm.name) || !names.insert(arm.name.as_str()) {
                 let name = &arm.name;
-                let message = format!("the arm's name '{name}' must be its own, of lowercase letters, digits, '-', '_'");
+                let message =
+                    format!("the arm's name '{name}' must be its own, of lowercase letters, digits, '-', '_'");
                 return Err(self.at_text(&format!("\"{name}\""), message));
             }
             if let Some(device) = arm.devices.iter().flatten().find(|device| !spec.devices.contains(device)) {
