@@ -5,6 +5,7 @@ mod calibrate;
 mod capacity;
 mod compare;
 mod convert;
+mod fidelity;
 mod fit;
 mod history;
 mod profile;
@@ -37,6 +38,8 @@ enum Command {
     List(study::ListArgs),
     /// Trains under each allocator and prints one table
     Compare(compare::CompareArgs),
+    /// Says how far the simulated GPU is from the real one
+    Fidelity(fidelity::FidelityArgs),
     /// Measures what an allocator call costs, beside other projects' allocators if wanted
     Bench(bench::BenchArgs),
     /// Measures what driver calls cost on a device and writes a profile for the simulated one
@@ -53,6 +56,9 @@ enum Command {
         /// Where the new profile goes
         #[arg(short, long, value_name = "FILE")]
         out: PathBuf,
+        /// Where every call's percentiles and the kernels' rates go, as JSON
+        #[arg(short, long, value_name = "FILE")]
+        measurements: Option<PathBuf>,
     },
     /// Fits a profile's kernel costs to timings from `time_kernels`
     FitKernels {
@@ -83,11 +89,16 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Run(args) => study::run(&args),
         Command::List(args) => study::list(&args),
+        Command::Fidelity(args) => fidelity::fidelity(&args),
         Command::Compare(args) => compare::compare(&args),
         Command::Bench(args) => bench::bench(&args),
-        Command::Calibrate { device, profile, source, out } => profile::read(profile.as_deref())
+        Command::Calibrate { device, profile, source, out, measurements } => profile::read(profile.as_deref())
             .and_then(|base| calibrate::calibrate(&device, base, &source))
-            .and_then(|measured| profile::write(&measured, &out)),
+            .and_then(|found| {
+                profile::write(&found.profile, &out)?;
+                measurements.map_or(Ok(()), |path| found.measurements.write(&path))?;
+                print(&found.measurements.tables())
+            }),
         Command::FitKernels { timings, profile, out } => fit_kernels(&timings, profile, &out),
         Command::Convert(args) => convert::convert(&args),
         Command::Replay(args) => replay::replay(&args),

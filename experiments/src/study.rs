@@ -11,7 +11,7 @@ mod noise;
 mod options;
 pub(crate) mod plan;
 mod programs;
-mod record;
+pub(crate) mod record;
 mod report;
 pub(crate) mod run;
 pub(crate) mod spec;
