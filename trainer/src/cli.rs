@@ -4,13 +4,14 @@ use crate::data::DatasetName;
 use crate::observer::Observer;
 use crate::progress::{Terminal, say};
 use crate::settings::{DeviceChoice, GemmMode, InitMode, LoaderMode, SyncMode};
-use crate::{Result, Settings, TrainError, doctor, exit, record, report};
+use crate::{Result, Settings, TrainError, doctor, exit, record, report, start};
 use allocators::backend::CachingSettings;
 use allocators::instrument::NvtxMode;
 use allocators::trace::Export;
 use allocators::{BackendKind, Bytes, PoolSettings};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
+use serde_json::json;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -23,9 +24,18 @@ Examples:
   trainer --alloc naive --log-driver-calls      watch each tensor go to the driver
   trainer --alloc stream-ordered --release-threshold 0 --sync step
   nsys profile --trace=cuda,nvtx trainer --alloc caching
+  trainer start -o start.safetensors            the weights and batches with which a run begins, for other programs
   trainer doctor                                what is there on this machine, and what to do about what is not
 
 Exit codes: 0 done, 1 failed while running, 2 bad input, 130 interrupted (the record holds what was done).";
+
+const START_HELP: &str = "\
+The file holds each layer's initial weights and biases, the order of the training rows in each epoch, and, for iris and
+digits, the data. A run with the same options begins with exactly these.
+
+Example:
+  trainer start -o start.safetensors --hidden 784 --epochs 2
+  python3 experiments/baselines/mlp.py --start start.safetensors --lr 0.1";
 
 #[derive(Debug, Parser)]
 #[command(name = "trainer", version, about, after_long_help = AFTER_HELP)]
@@ -42,6 +52,21 @@ struct Cli {
 enum Command {
     /// Says what was found on this machine: driver, devices, pools, data, profiler
     Doctor(DoctorArgs),
+    /// Writes initial weights and batches to a file from which other programs can do the same work
+    #[command(args_override_self = true, after_long_help = START_HELP)]
+    Start(StartArgs),
+}
+
+#[derive(Debug, Args)]
+struct StartArgs {
+    /// The file, in the safetensors format; one that is there is replaced
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    work: WorkArgs,
 }
 
 #[derive(Debug, Args)]
@@ -52,6 +77,42 @@ struct DoctorArgs {
     /// Where MNIST's files are
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
+}
+
+/// What is computed, whatever the device and the allocator.
+#[derive(Debug, Args)]
+struct WorkArgs {
+    /// Data set; auto is MNIST if it can be had, else generated digits
+    #[arg(long, value_enum, default_value = "auto", help_heading = "Device and data")]
+    dataset: DatasetName,
+    /// Directory with MNIST's four files, plain or .gz [default: MNIST_DIR, then the user cache, then a download]
+    #[arg(long, value_name = "DIR", help_heading = "Device and data")]
+    data_dir: Option<PathBuf>,
+    /// Never download
+    #[arg(long, help_heading = "Device and data")]
+    offline: bool,
+
+    /// Width of the hidden layers
+    #[arg(long, value_name = "N", default_value_t = 256, help_heading = "Training")]
+    hidden: u32,
+    /// Number of linear layers
+    #[arg(long, value_name = "N", default_value_t = 3, help_heading = "Training")]
+    layers: u32,
+    /// Rows in a batch
+    #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Training")]
+    batch: u32,
+    /// Passes over the training set
+    #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Training")]
+    epochs: u32,
+    /// Stop after this many steps in all
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    steps: Option<u64>,
+    /// Seed of weights, order and generated data
+    #[arg(long, value_name = "N", default_value_t = 42, help_heading = "Training")]
+    seed: u64,
+    /// Initial weights
+    #[arg(long, value_enum, default_value = "kaiming", help_heading = "Training")]
+    init: InitMode,
 }
 
 #[derive(Debug, Args)]
@@ -90,43 +151,15 @@ struct TrainArgs {
     /// auto, cuda, cuda:N, sim or sim:PROFILE.json
     #[arg(long, value_name = "DEVICE", default_value = "auto", help_heading = "Device and data")]
     device: DeviceChoice,
-    /// Data set; auto is MNIST if it can be had, else generated digits
-    #[arg(long, value_enum, default_value = "auto", help_heading = "Device and data")]
-    dataset: DatasetName,
-    /// Directory with MNIST's four files, plain or .gz [default: MNIST_DIR, then the user cache, then a download]
-    #[arg(long, value_name = "DIR", help_heading = "Device and data")]
-    data_dir: Option<PathBuf>,
-    /// Never download
-    #[arg(long, help_heading = "Device and data")]
-    offline: bool,
+    #[command(flatten)]
+    work: WorkArgs,
     /// How batches reach the device
     #[arg(long, value_enum, default_value = "resident", help_heading = "Device and data")]
     loader: LoaderMode,
 
-    /// Width of the hidden layers
-    #[arg(long, value_name = "N", default_value_t = 256, help_heading = "Training")]
-    hidden: u32,
-    /// Number of linear layers
-    #[arg(long, value_name = "N", default_value_t = 3, help_heading = "Training")]
-    layers: u32,
-    /// Rows in a batch
-    #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Training")]
-    batch: u32,
-    /// Passes over the training set
-    #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Training")]
-    epochs: u32,
-    /// Stop after this many steps in all
-    #[arg(long, value_name = "N", help_heading = "Training")]
-    steps: Option<u64>,
     /// Learning rate
     #[arg(long, value_name = "RATE", default_value_t = 0.1, allow_negative_numbers = true, help_heading = "Training")]
     lr: f32,
-    /// Seed of weights, order and generated data
-    #[arg(long, value_name = "N", default_value_t = 42, help_heading = "Training")]
-    seed: u64,
-    /// Initial weights
-    #[arg(long, value_enum, default_value = "kaiming", help_heading = "Training")]
-    init: InitMode,
     /// Matrix product
     #[arg(long, value_enum, default_value = "tiled", help_heading = "Training")]
     gemm: GemmMode,
@@ -137,6 +170,9 @@ struct TrainArgs {
     /// Directory for the run record; must not exist [default: a new one under runs/]
     #[arg(long, value_name = "DIR", help_heading = "Record and instruments")]
     out: Option<PathBuf>,
+    /// Write the start file of this run before training, as `trainer start` does
+    #[arg(long, value_name = "FILE", help_heading = "Record and instruments")]
+    save_start: Option<PathBuf>,
     /// Print the run record, and nothing else, on stdout
     #[arg(long, help_heading = "Record and instruments")]
     json: bool,
@@ -205,6 +241,24 @@ pub fn parse_switch(text: &str) -> std::result::Result<bool, String> {
     }
 }
 
+impl WorkArgs {
+    fn settings(&self) -> Settings {
+        Settings {
+            dataset: self.dataset,
+            data_dir: self.data_dir.clone(),
+            offline: self.offline,
+            hidden: self.hidden,
+            layers: self.layers,
+            batch: self.batch,
+            epochs: self.epochs,
+            steps: self.steps,
+            seed: self.seed,
+            init: self.init,
+            ..Settings::default()
+        }
+    }
+}
+
 impl TrainArgs {
     fn settings(&self) -> Result<Settings> {
         if !(0.0..=1.0).contains(&self.gc_threshold) {
@@ -234,27 +288,19 @@ impl TrainArgs {
                 ..CachingSettings::default()
             },
             device: self.device.clone(),
-            dataset: self.dataset,
-            data_dir: self.data_dir.clone(),
-            offline: self.offline,
-            hidden: self.hidden,
-            layers: self.layers,
-            batch: self.batch,
-            epochs: self.epochs,
-            steps: self.steps,
             learning_rate: self.lr,
-            seed: self.seed,
             sync: self.sync,
             loader: self.loader,
-            init: self.init,
             gemm: self.gemm,
             out: self.out.clone(),
+            save_start: self.save_start.clone(),
             nvtx: self.nvtx,
             latency: self.latency,
             trace: self.trace,
             exports: self.export.clone(),
             check: self.check,
             log_driver_calls: self.log_driver_calls,
+            ..self.work.settings()
         })
     }
 }
@@ -300,11 +346,13 @@ pub fn main(arguments: Vec<OsString>) -> i32 {
     let started = Instant::now();
     let command = arguments.iter().map(|argument| argument.to_string_lossy().into_owned()).collect();
     let cli = Cli::parse_from(arguments);
-    if let Some(Command::Doctor(args)) = cli.command {
-        return print(&doctor::examine(args.data_dir.as_deref()).show(args.json));
-    }
     let terminal = Arc::new(Terminal::new());
-    match train(&cli.train, command, started, &terminal) {
+    let done = match cli.command {
+        Some(Command::Doctor(args)) => return print(&doctor::examine(args.data_dir.as_deref()).show(args.json)),
+        Some(Command::Start(args)) => write_start(&args, &terminal),
+        None => train(&cli.train, command, started, &terminal),
+    };
+    match done {
         Ok(code) => code,
         Err(error) => {
             terminal.clear();
@@ -312,6 +360,17 @@ pub fn main(arguments: Vec<OsString>) -> i32 {
             error.exit_code()
         }
     }
+}
+
+fn write_start(args: &StartArgs, terminal: &Arc<Terminal>) -> Result<i32> {
+    let observer: Arc<dyn Observer> = Arc::clone(terminal) as _;
+    let start = start::run(&args.work.settings(), &args.output, &observer)?;
+    terminal.clear();
+    if args.json {
+        return Ok(print(&json!(start).to_string()));
+    }
+    say(&format!("start    {} (SHA-256 {})", start.path, start.sha256));
+    Ok(exit::OK)
 }
 
 fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Arc<Terminal>) -> Result<i32> {

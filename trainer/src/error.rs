@@ -46,6 +46,14 @@ pub enum TrainError {
         /// What went wrong.
         error: std::io::Error,
     },
+    /// A start file could not be written to its end.
+    #[error("{path}: {error}; no start file was written")]
+    Start {
+        /// The file.
+        path: String,
+        /// What went wrong.
+        error: std::io::Error,
+    },
     /// The loss is no longer a number.
     #[error("the loss became {loss} in epoch {epoch}, step {step}: lower --lr (now {learning_rate}) or change --init")]
     Diverged {

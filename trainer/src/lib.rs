@@ -19,6 +19,7 @@ pub mod record;
 pub mod report;
 pub mod settings;
 mod stack;
+pub mod start;
 pub mod tensor;
 mod train;
 

@@ -7,11 +7,26 @@ use crate::settings::LoaderMode;
 use crate::tensor::Context;
 use allocators::{DeviceBuffer, Driver, EventId, PinnedBuffer};
 use kernels::{GatherLabels, GatherRowsF32, GatherRowsU8};
+use rand::SeedableRng;
+use rand::seq::SliceRandom;
+use rand_chacha::ChaCha8Rng;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Page-locked buffers in turn: while one is being copied the next is filled.
 const RING: usize = 4;
+
+/// Writes the order of the training rows in one epoch (numbered from 1) to `order`, whose length is their number. The same
+/// seed and epoch give the same order.
+pub fn shuffled(seed: u64, epoch: u32, order: &mut [u32]) {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    // Weights take the low streams; each epoch has one of its own.
+    rng.set_stream((1 << 32) + u64::from(epoch));
+    for (row, slot) in (0..).zip(order.iter_mut()) {
+        *slot = row;
+    }
+    order.shuffle(&mut rng);
+}
 
 /// Yields the batches of one part of the data set.
 #[derive(Debug)]

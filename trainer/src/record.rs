@@ -7,6 +7,7 @@ use crate::data::FileChecksum;
 use crate::error::{Result, TrainError};
 use crate::export::CallLine;
 use crate::settings::{GemmMode, InitMode, LoaderMode, SyncMode};
+use crate::start::StartRecord;
 use allocators::instrument::{CheckReport, InstrumentCost, LatencyRow, Timed, TraceEvent};
 use allocators::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
 use hdrhistogram::serialization::V2DeflateSerializer;
@@ -118,12 +119,14 @@ pub struct EpochRecord {
     pub val_loss: f64,
     /// Fraction of the validation rows classified correctly, 0 to 1.
     pub val_accuracy: f64,
-    /// Time on the run's clock from its start until the losses of its steps were read.
-    pub train_s: f64,
     /// Time on the run's clock from its start to the end of its validation.
     pub wall_s: f64,
     /// Time between the device's first and last work of the epoch, by events on its stream.
     pub device_s: f64,
+    /// Time on the run's clock from before its first step until the losses of its steps had been read.
+    pub train_s: f64,
+    /// Time between two events around its steps.
+    pub train_device_s: f64,
     /// Device time in kernels and copies; absent where the device cannot tell.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device_busy_s: Option<f64>,
@@ -169,6 +172,8 @@ pub struct Files {
 pub struct Summary {
     /// [`SCHEMA_VERSION`].
     pub schema_version: u32,
+    /// What wrote the record: `trainer`.
+    pub program: &'static str,
     /// How the run ended.
     pub status: Status,
     /// The error that ended it.
@@ -193,6 +198,9 @@ pub struct Summary {
     pub first_step_s: Option<f64>,
     /// Data set.
     pub dataset: DatasetRecord,
+    /// The start file that was written.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub start: Option<StartRecord>,
     /// Bytes of the weights.
     pub parameter_bytes: u64,
     /// Epochs so far.
@@ -240,6 +248,10 @@ pub struct StepRow {
     pub reserved_bytes: u64,
     /// Bytes in blocks held by the client after the step.
     pub allocated_bytes: u64,
+    /// The same, and in blocks that were freed and are not reusable yet.
+    pub active_bytes: u64,
+    /// Bytes that were asked for in active blocks.
+    pub requested_bytes: u64,
 }
 
 /// Names of the files in a record.
@@ -302,7 +314,10 @@ impl RecordWriter {
 
     fn open(directory: PathBuf) -> std::io::Result<Self> {
         let mut steps = File::create(directory.join(STEPS))?;
-        writeln!(steps, "epoch,step,rows,loss,host_ns,driver_allocations,reserved_bytes,allocated_bytes")?;
+        writeln!(
+            steps,
+            "epoch,step,rows,loss,host_ns,driver_allocations,reserved_bytes,allocated_bytes,active_bytes,requested_bytes"
+        )?;
         Ok(Self { directory })
     }
 
@@ -336,7 +351,7 @@ impl RecordWriter {
             for row in rows {
                 writeln!(
                     out,
-                    "{},{},{},{},{},{},{},{}",
+                    "{},{},{},{},{},{},{},{},{},{}",
                     row.epoch,
                     row.step,
                     row.rows,
@@ -344,7 +359,9 @@ impl RecordWriter {
                     row.host_ns,
                     row.driver_allocations,
                     row.reserved_bytes,
-                    row.allocated_bytes
+                    row.allocated_bytes,
+                    row.active_bytes,
+                    row.requested_bytes
                 )?;
             }
             out.flush()

@@ -144,6 +144,8 @@ pub struct Settings {
     pub gemm: GemmMode,
     /// Where the run record goes; `None`: a new directory under `runs/`.
     pub out: Option<PathBuf>,
+    /// Where a start file is written before training.
+    pub save_start: Option<PathBuf>,
     /// NVTX ranges.
     pub nvtx: NvtxMode,
     /// Whether latency histograms are recorded.
@@ -181,6 +183,7 @@ impl Default for Settings {
             init: InitMode::default(),
             gemm: GemmMode::default(),
             out: None,
+            save_start: None,
             nvtx: NvtxMode::default(),
             latency: true,
             trace: false,

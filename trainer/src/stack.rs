@@ -79,11 +79,4 @@ impl Stack {
         }
         Ok(Self { top, timed, trace, checker, costs })
     }
-
-    /// Allocated and reserved bytes now.
-    #[must_use]
-    pub(crate) fn levels(&self) -> (u64, u64) {
-        let stats = self.top.stats();
-        (stats.allocated_bytes.all.current, stats.reserved_bytes.all.current)
-    }
 }

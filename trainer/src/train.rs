@@ -15,6 +15,7 @@ use crate::record::{
 };
 use crate::settings::{DeviceChoice, Settings};
 use crate::stack::Stack;
+use crate::start;
 use crate::tensor::Context;
 use allocators::device::CallObserver;
 use allocators::instrument::nvtx::Ranges;
@@ -61,7 +62,9 @@ pub fn run(
     observer.device(&device);
     let dataset = load(settings, observer)?;
     observer.dataset(&dataset);
+    let start = settings.save_start.as_ref().map(|path| start::write(path, settings, &dataset)).transpose()?;
     let mut run = Run::new(settings, command, started, device, &dataset, calls)?;
+    run.summary.start = start;
     run.record.write_summary(&run.summary)?;
     observer.begin(settings, &run.summary, run.steps_in_all(&dataset));
     let ended = run.train(settings, &dataset, stop, observer);
@@ -108,7 +111,8 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
     Ok(())
 }
 
-fn load(settings: &Settings, observer: &Arc<dyn Observer>) -> Result<Dataset> {
+/// The data that the settings ask for.
+pub(crate) fn load(settings: &Settings, observer: &Arc<dyn Observer>) -> Result<Dataset> {
     struct Reported<'a>(&'a Arc<dyn Observer>);
     impl Progress for Reported<'_> {
         fn begin(&mut self, what: &str, total_bytes: Option<u64>) {
@@ -179,6 +183,7 @@ impl Run {
         let record = RecordWriter::create(settings.out.as_deref(), &stamp, &label)?;
         let summary = Summary {
             schema_version: SCHEMA_VERSION,
+            program: "trainer",
             status: Status::Running,
             error: None,
             code_version: env!("CARGO_PKG_VERSION").into(),
@@ -199,6 +204,7 @@ impl Run {
                 train_rows: dataset.train.rows,
                 validation_rows: dataset.validation.rows,
             },
+            start: None,
             parameter_bytes,
             epochs: Vec::new(),
             step_losses: STEPS,
@@ -351,7 +357,8 @@ fn exports(settings: &Settings) -> Vec<Export> {
     out
 }
 
-fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>> {
+/// Widths of the network for this data.
+pub(crate) fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>> {
     let size =
         |value: usize| u32::try_from(value).map_err(|_| TrainError::Input(format!("{value} is too wide a layer")));
     let widths = mlp::widths(size(dataset.features)?, settings.hidden, settings.layers, size(dataset.classes)?);

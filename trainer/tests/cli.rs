@@ -10,6 +10,8 @@ mod bad_input;
 #[cfg(unix)]
 #[path = "cli/outside.rs"]
 mod outside;
+#[path = "cli/start.rs"]
+mod start;
 
 use allocators::{CudaDriver, Profile};
 use assert_cmd::Command;

@@ -171,7 +171,9 @@ fn runs() -> Vec<Done> {
     runs.push(
         train(&Settings { steps: Some(3), loader: LoaderMode::Pinned, sync: SyncMode::Op, ..digits() }).finished(),
     );
-    runs.push(train(&Settings { latency: false, loader: LoaderMode::Copy, ..iris() }).finished());
+    let place = tempfile::TempDir::new().unwrap();
+    let save_start = Some(place.path().join("start.safetensors"));
+    runs.push(train(&Settings { latency: false, loader: LoaderMode::Copy, save_start, ..iris() }).finished());
     for kind in BackendKind::ALL {
         let failed = train(&Settings { allocator: kind, memory_limit: Some(8 << 10), trace: true, ..iris() });
         assert!(failed.outcome.error.is_some());

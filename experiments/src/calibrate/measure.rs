@@ -5,7 +5,7 @@
 
 use super::Bench;
 use allocators::device::{PoolDriver, PoolId, PoolSettings, VmmDriver};
-use allocators::{DeviceAddr, Driver, DriverResult};
+use allocators::{DeviceAddr, DriverResult};
 use anyhow::{Context, Result};
 use serde::Serialize;
 

@@ -11,9 +11,24 @@ use std::str::FromStr;
 /// Name of the PyTorch program in the folder of the baselines.
 const PYTORCH: &str = "mlp.py";
 /// Its options, as `--help` of the program has them; none is a switch.
-const PYTORCH_OPTIONS: [&str; 14] = [
-    "mode", "dataset", "hidden", "layers", "batch", "epochs", "steps", "lr", "seed", "init", "loader", "workers",
-    "pin", "sync",
+const PYTORCH_OPTIONS: [&str; 17] = [
+    "mode",
+    "compile-mode",
+    "dataset",
+    "hidden",
+    "layers",
+    "batch",
+    "epochs",
+    "steps",
+    "lr",
+    "seed",
+    "init",
+    "loader",
+    "workers",
+    "pin",
+    "sync",
+    "warm-up",
+    "step-memory",
 ];
 /// Options that the runner sets itself.
 const RESERVED: [&str; 8] = ["out", "json", "device", "start", "save-start", "data-dir", "help", "version"];
@@ -293,5 +308,33 @@ pub(crate) fn pytorch_missing(places: &Places, kind: DeviceKind) -> Option<Strin
         Ok(Some(4)) if kind == DeviceKind::Cuda => Some("PyTorch finds no GPU".into()),
         Ok(Some(0 | 4)) => None,
         Ok(_) => Some(format!("{python} cannot load PyTorch")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn the_options_of_pytorch_are_those_of_its_program() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("baselines").join(PYTORCH);
+        let text = std::fs::read_to_string(&path).unwrap();
+        for option in PYTORCH_OPTIONS.iter().chain(["device", "out", "start"].iter()) {
+            assert!(text.contains(&format!("\"--{option}\"")), "{} has no --{option}", path.display());
+        }
+    }
+
+    #[test]
+    fn devices_are_shown_without_their_folder() {
+        let of = |text: &str| text.parse::<Device>().unwrap();
+        assert_eq!((of("cuda:1").kind, of("cuda:1").shown), (DeviceKind::Cuda, "cuda:1".to_owned()));
+        let profile = of("sim:some/where/p.json");
+        assert!(profile.argument.starts_with("sim:/") && profile.argument.ends_with("/some/where/p.json"));
+        assert_eq!(profile.shown, "sim:p.json");
+        for text in ["", "null", "sim:", "cuda:x", "auto"] {
+            assert!(text.parse::<Device>().unwrap_err().contains("is no device"), "{text}");
+        }
     }
 }

@@ -3,27 +3,13 @@
 use super::Run;
 use crate::data::Dataset;
 use crate::error::{Result, TrainError};
-use crate::loader::Loader;
+use crate::loader::{self, Loader};
 use crate::mlp::Mlp;
 use crate::observer::Observer;
 use crate::record::{EpochRecord, StepRow};
 use crate::settings::{Settings, SyncMode};
-use rand::SeedableRng;
-use rand::seq::SliceRandom;
-use rand_chacha::ChaCha8Rng;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-
-/// The order of the training rows in one epoch.
-fn shuffled(seed: u64, epoch: u32, order: &mut [u32]) {
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    // Weights take the low streams; each epoch has one of its own.
-    rng.set_stream((1 << 32) + u64::from(epoch));
-    for (row, slot) in (0..).zip(order.iter_mut()) {
-        *slot = row;
-    }
-    order.shuffle(&mut rng);
-}
 
 /// One epoch: training, then validation.
 pub(super) struct Pass<'a> {
@@ -62,16 +48,19 @@ impl Pass<'_> {
         let (clock, driver, stream) = (device.clock(), device.driver(), device.stream());
         let (calls_before, busy_before, start_ns) = (device.calls(), device.busy_ns(), clock.now_ns());
         let (first, last) = (driver.event_create(true)?, driver.event_create(true)?);
+        let (first_step, last_step) = (driver.event_create(true)?, driver.event_create(true)?);
         driver.event_record(first, stream)?;
 
         let mut order = vec![0u32; split.rows];
-        shuffled(settings.seed, self.epoch, &mut order);
+        loader::shuffled(settings.seed, self.epoch, &mut order);
         loaders.0.begin_pass(&run.context, &order)?;
         // CAST: an epoch's steps are bounded by its rows.
         let losses = run.context.allocate::<f32>(steps as usize)?;
         let batch = settings.batch as usize;
         let mut allocations = device.calls().driver_allocations();
         let mut ended = Ok(());
+        let steps_ns = clock.now_ns();
+        driver.event_record(first_step, stream)?;
         for step in 0..steps {
             if self.stop.load(Relaxed) {
                 ended = Err(TrainError::Interrupted);
@@ -88,7 +77,7 @@ impl Pass<'_> {
                 ended = Err(error);
                 break;
             }
-            let (allocated, reserved) = run.stack.levels();
+            let stats = run.stack.top.stats();
             let so_far = run.context.device.calls().driver_allocations();
             rows.push(StepRow {
                 epoch: self.epoch,
@@ -98,10 +87,15 @@ impl Pass<'_> {
                 loss: None,
                 host_ns: clock.now_ns(),
                 driver_allocations: so_far - allocations,
-                reserved_bytes: reserved,
-                allocated_bytes: allocated,
+                reserved_bytes: stats.reserved_bytes.all.current,
+                allocated_bytes: stats.allocated_bytes.all.current,
+                active_bytes: stats.active_bytes.all.current,
+                requested_bytes: stats.requested_bytes.all.current,
             });
             allocations = so_far;
+        }
+        if ended.is_ok() {
+            driver.event_record(last_step, stream)?;
         }
         // The losses of an interrupted epoch are read as well; after a failure the device may not answer.
         if !rows.is_empty() && matches!(ended, Ok(()) | Err(TrainError::Interrupted)) {
@@ -111,8 +105,7 @@ impl Pass<'_> {
             }
         }
         ended?;
-        // The losses are there, so the device has done every step.
-        let train_ns = clock.now_ns() - start_ns;
+        let train_s = seconds(clock.now_ns() - steps_ns);
         *left -= steps;
         drop(losses);
         let mut weighted = 0.0;
@@ -135,8 +128,9 @@ impl Pass<'_> {
         driver.event_record(last, stream)?;
         driver.event_synchronize(last)?;
         let device_ns = driver.event_elapsed_ns(first, last)?;
-        for event in [first, last] {
-            // SAFETY: both have completed and are used nowhere else.
+        let train_ns = driver.event_elapsed_ns(first_step, last_step)?;
+        for event in [first, first_step, last_step, last] {
+            // SAFETY: all have completed and are used nowhere else.
             unsafe { driver.event_destroy(event)? };
         }
         let device = &run.context.device;
@@ -147,9 +141,10 @@ impl Pass<'_> {
             train_loss: weighted / seen,
             val_loss,
             val_accuracy,
-            train_s: seconds(train_ns),
             wall_s: seconds(clock.now_ns() - start_ns),
             device_s: seconds(device_ns),
+            train_s,
+            train_device_s: seconds(train_ns),
             device_busy_s: busy,
             driver_calls: device.calls().since(&calls_before),
         })

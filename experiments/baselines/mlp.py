@@ -1,0 +1,300 @@
+#!/usr/bin/env python3
+"""Trains the trainer's network in PyTorch and writes the trainer's run record.
+
+With --start FILE (`trainer start -o FILE`) it begins with the trainer's weights and takes the trainer's batches, so that
+losses compare number by number. Without, weights and order are drawn by PyTorch from --seed.
+
+Products are in f32 without TF32. Written for PyTorch 2.11; runs on a CPU too. Exit codes are the trainer's: 0 done,
+1 failed while running, 2 bad input, 130 interrupted.
+"""
+
+import argparse
+import ctypes
+import math
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import mnist_files
+import start_file
+from run_record import SCHEMA_VERSION, Record, code_version, text
+from start_file import BadInput
+
+STARTED = time.perf_counter()
+INSTALL = "pip install torch==2.11.0"
+# What a start decides; the defaults are the trainer's.
+WORK = {"dataset": "mnist", "hidden": 256, "layers": 3, "batch": 64, "epochs": 8, "steps": None, "seed": 42, "init": "kaiming"}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise BadInput(f"{message}; see --help")
+
+
+def switch(word):
+    if word not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"'{word}': write on or off")
+    return word == "on"
+
+
+def positive(word):
+    if not word.isdigit() or int(word) == 0:
+        raise argparse.ArgumentTypeError(f"'{word}': must be a whole number of at least 1")
+    return int(word)
+
+
+def count(word):
+    if not word.isdigit():
+        raise argparse.ArgumentTypeError(f"'{word}': must be a whole number")
+    return int(word)
+
+
+def rate(word):
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"'{word}': must be a positive number")
+    return value
+
+
+def arguments():
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--mode", choices=("eager", "graph", "compile"), default="eager", help="how a step runs (default: eager)")
+    add(
+        "--compile-mode", choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        default="reduce-overhead", help="torch.compile's mode (default: reduce-overhead)",
+    )  # fmt: skip
+    add("--start", metavar="FILE", help="start file; brings the options of the next seven lines, epochs and steps may be fewer")
+    add("--dataset", choices=("mnist", "iris", "digits"), help="iris and digits only with --start (default: mnist)")
+    add("--hidden", type=positive, metavar="N", help="width of the hidden layers (default: 256)")
+    add("--layers", type=positive, metavar="N", help="linear layers (default: 3)")
+    add("--batch", type=positive, metavar="N", help="rows in a batch (default: 64)")
+    add("--epochs", type=positive, metavar="N", help="passes over the training set (default: 8)")
+    add("--steps", type=positive, metavar="N", help="stop after this many steps in all")
+    add("--seed", type=count, metavar="N", help="seed of weights and order (default: 42)")
+    add("--init", choices=("normal", "xavier", "kaiming"), help="initial weights (default: kaiming)")
+    add("--lr", type=rate, default=0.1, metavar="RATE", help="learning rate (default: 0.1)")
+    add("--data-dir", metavar="DIR", help="folder with MNIST's four files (default: MNIST_DIR, then where the trainer has them)")
+    add("--loader", choices=("resident", "copy", "pinned", "workers"), default="resident", help="how batches reach the device")
+    add("--workers", type=count, default=0, metavar="N", help="processes of --loader workers (default: 0)")
+    add("--pin", type=switch, default=False, metavar="on|off", help="page-locked memory in --loader workers (default: off)")
+    add("--sync", choices=("never", "step"), default="never", help="when the host waits (default: never, but for results)")
+    add("--device", default="cuda", help="cuda, cuda:N or cpu (default: cuda)")
+    add("--warm-up", type=count, default=3, metavar="N", help="steps before the first, undone afterwards (default: 3)")
+    add(
+        "--step-memory", type=switch, default=False, metavar="on|off",
+        help="read the allocator's statistics after each step, which takes the host some 0.1 ms (default: off)",
+    )  # fmt: skip
+    add("--out", metavar="DIR", help="directory for the run record; must not exist (default: a new one under runs/)")
+    add("--json", action="store_true", help="print the run record, and nothing else, on stdout")
+    return parser.parse_args()
+
+
+def settle(options):
+    """Puts start file and options together; returns the start, if there is one."""
+    start = start_file.read(options.start) if options.start else None
+    for name, default in WORK.items():
+        given = getattr(options, name)
+        if not start:
+            setattr(options, name, default if given is None else given)
+            continue
+        held = start.metadata.get(name) if name in ("dataset", "init") else start.number(name)
+        if given is None:
+            setattr(options, name, held)
+        elif name in ("epochs", "steps"):
+            pass
+        elif given != held:
+            raise BadInput(f"--{name} {given} contradicts {options.start}, which holds {held}; leave it out or write another start")
+    if not start and options.dataset != "mnist":
+        raise BadInput(f"{options.dataset} comes in a start file: trainer start --dataset {options.dataset} -o FILE, then --start FILE")
+    if options.loader != "workers" and (options.workers or options.pin):
+        raise BadInput("--workers and --pin are for --loader workers")
+    return start
+
+
+def framework(options):
+    """PyTorch and the device, or what to do to have them."""
+    try:
+        import torch
+    except ImportError as error:
+        raise BadInput(f"PyTorch cannot be loaded by {sys.executable} ({error}); {INSTALL}") from None
+    kind, _, number = options.device.partition(":")
+    if kind not in ("cuda", "cpu") or (number and (kind == "cpu" or not number.isdigit())):
+        raise BadInput(f"'{options.device}' is no device: write cuda, cuda:N or cpu")
+    if kind == "cpu":
+        if options.mode == "graph" or options.loader == "pinned" or options.pin:
+            raise BadInput("--mode graph, --loader pinned and --pin on need a GPU")
+        return torch, torch.device("cpu")
+    if not torch.cuda.is_available():
+        reason = "is built without CUDA" if torch.version.cuda is None else "finds no GPU"
+        raise BadInput(f"PyTorch {torch.__version__} {reason}; use --device cpu, or {INSTALL} on a machine with a driver")
+    if int(number or 0) >= torch.cuda.device_count():
+        raise BadInput(f"there is no {options.device}: this machine has {torch.cuda.device_count()} GPUs")
+    device = torch.device("cuda", int(number or 0))
+    torch.cuda.set_device(device)
+    return torch, device
+
+
+def load(options, start, torch):
+    """The data set: splits, and what the record says of them."""
+    from mlp_torch import Split, tensor
+
+    if options.dataset == "mnist":
+        found = mnist_files.read(mnist_files.locate(options.data_dir, start.folder if start else None))
+        if start and found["checksum"] != start.metadata["checksum"]:
+            where = found["files"][0]["path"]
+            raise BadInput(f"{where} and its neighbours are not the files from which {start.path} was made; check --data-dir")
+        splits = []
+        for name in ("train", "validation"):
+            rows, width, pixels, labels = found[name]
+            values = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).reshape(rows, width)
+            splits.append(Split(values, torch.frombuffer(bytearray(labels), dtype=torch.uint8), mnist_files.SCALE, 0.0))
+        facts = {"source": os.path.dirname(found["files"][0]["path"]), "checksum": found["checksum"], "files": found["files"]}
+        facts |= {"features": found["features"], "classes": mnist_files.CLASSES}
+    else:
+        scale, shift = (float(start.metadata.get(name, default)) for name, default in (("scale", 1), ("shift", 0)))
+        try:
+            parts = {name: tensor(start.tensors[name]) for name in DATA}
+        except KeyError as error:
+            raise BadInput(f"{start.path} lacks {error}; write it again with: trainer start -o {start.path}") from None
+        splits = [Split(parts[f"{name}.features"], parts[f"{name}.labels"], scale, shift) for name in ("train", "validation")]
+        facts = {"source": f"{start.path}: {start.metadata['source']}", "checksum": start.metadata["checksum"], "files": []}
+        facts |= {"features": start.number("features"), "classes": start.number("classes")}
+    rows = {"train_rows": len(splits[0]), "validation_rows": len(splits[1])}
+    return SimpleNamespace(train=splits[0], validation=splits[1], facts={"name": options.dataset, **facts, **rows})
+
+
+DATA = [f"{split}.{part}" for split in ("train", "validation") for part in ("features", "labels")]
+
+
+def driver_version():
+    """The driver's CUDA version, which PyTorch does not tell."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return {}
+    return {} if failed else {"driver_version": f"{version.value // 1000}.{version.value % 1000 // 10}"}
+
+
+def describe(torch, device):
+    """The device, as the record has it."""
+    if device.type == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return {"kind": "cpu", "name": "CPU", "total_bytes": memory, "virtual_time": False}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "kind": "cuda",
+        "name": properties.name,
+        **driver_version(),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "total_bytes": properties.total_memory,
+        "virtual_time": False,
+    }
+
+
+def summary_of(options, torch, device, data, start, record):
+    """The record before training."""
+    keys = ("hidden", "layers", "batch", "epochs", "steps", "lr", "seed", "sync", "loader", "init", "mode", "warm_up", "step_memory")
+    settings = {
+        "allocator": "pytorch",
+        "allocator_settings": {},
+        "memory_limit": None,
+        "device": str(device),
+        "dataset": options.dataset,
+        **{key: getattr(options, key) for key in keys},
+        "dtype": "f32",
+    }
+    if device.type == "cuda":
+        variable = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        settings["allocator_settings"] = {"backend": torch.cuda.get_allocator_backend(), "conf": variable}
+    if options.mode == "compile":
+        settings["compile_mode"] = options.compile_mode
+    if options.loader == "workers":
+        settings |= {"workers": options.workers, "pin": options.pin}
+    summary = {
+        "schema_version": SCHEMA_VERSION,
+        "program": "pytorch",
+        "status": "running",
+        "code_version": code_version(),
+        "framework_version": torch.__version__,
+        "started_at": record.started_at,
+        "command": sys.argv,
+        "settings": settings,
+        "device": describe(torch, device),
+        "clock": "monotonic",
+        "process_s": 0.0,
+        "dataset": data.facts,
+    }
+    if start:
+        summary["start"] = {"path": start.path, "sha256": start.sha256}
+    return summary | {"epochs": [], "step_losses": "steps.csv", "allocator_stats": {}, "files": {"steps": "steps.csv"}}
+
+
+def main():
+    try:
+        options = arguments()
+        start = settle(options)
+        torch, device = framework(options)
+        data = load(options, start, torch)
+        if start and start.orders < needed_epochs(options, len(data.train)):
+            raise BadInput(
+                f"{start.path} holds the order of {start.orders} epochs, this run needs {needed_epochs(options, len(data.train))}; "
+                "write it with more --epochs"
+            )
+        record = Record(options.out, f"pytorch-{options.mode}-{device.type}")
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    torch.set_float32_matmul_precision("highest")
+    summary = summary_of(options, torch, device, data, start, record)
+    from mlp_run import Run
+
+    return finish(options, Run(options, torch, device, data, start, record, summary, STARTED))
+
+
+def needed_epochs(options, rows):
+    in_epoch = -(-rows // options.batch)
+    return min(options.epochs, -(-options.steps // in_epoch)) if options.steps else options.epochs
+
+
+def finish(options, run):
+    """Runs to the end, good or bad, and says so."""
+    from mlp_run import Failed
+
+    code, error = 0, None
+    try:
+        run.train()
+        run.summary["status"] = "finished"
+    except KeyboardInterrupt:
+        code, error = 130, "interrupted; what was done so far is in the run record"
+        run.summary["status"] = "interrupted"
+    except (Failed, RuntimeError, OSError, MemoryError) as problem:
+        # The first line says what; PyTorch adds pages of advice.
+        first = next(iter(str(problem).splitlines()), "") or type(problem).__name__
+        advice = "; lower --batch or --hidden" if isinstance(problem, (run.torch.OutOfMemoryError, MemoryError)) else ""
+        code, error = 1, f"{first}{advice}"
+        run.summary["status"] = "failed"
+    if error:
+        run.summary["error"] = error
+    try:
+        run.write_summary()
+        sys.stdout.write(text(run.summary) if options.json else run.report())
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # A reader that went away is no error; nothing is left to be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as problem:
+        code, error = 1, f"{run.record.directory}: {problem.strerror}; the run record is incomplete"
+    print(f"record   {run.record.directory}", file=sys.stderr)
+    if error:
+        print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

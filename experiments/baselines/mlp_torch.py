@@ -1,0 +1,337 @@
+"""The trainer's network in PyTorch: linear layers with ReLU between, mean cross-entropy, plain gradient descent.
+
+Loaders bring batches to the device in the trainer's three ways, or with a `DataLoader`. Steps run one operation at a time,
+as one CUDA graph, or compiled; all keep each step's loss on the device until the epoch ends.
+"""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+# Page-locked buffers in turn, as the trainer has them.
+RING = 4
+
+
+def tensor(found):
+    """A tensor of a start file."""
+    kind = {"F32": torch.float32, "U32": torch.int32, "U8": torch.uint8}[found.dtype]
+    return torch.frombuffer(bytearray(found.data), dtype=kind).reshape(found.shape)
+
+
+class Split:
+    """One part of a data set on the host: rows of bytes or floats, and labels."""
+
+    def __init__(self, features, labels, scale, shift):
+        self.features, self.labels = features, labels.long()
+        self.scale, self.shift = scale, shift
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        return self.values(self.features[row]), self.labels[row]
+
+    def values(self, picked):
+        """What the network sees: bytes times scale, in f32."""
+        if picked.dtype != torch.uint8:
+            return picked
+        values = picked.float().mul_(self.scale)
+        return values.add_(self.shift) if self.shift else values
+
+
+class Resident:
+    """The data set lives on the device; a batch is gathered by the rows' numbers."""
+
+    def __init__(self, split, device):
+        self.split, self.device = split, device
+        self.features, self.labels = split.features.to(device), split.labels.to(device)
+        self.order = None
+
+    def begin_pass(self, order):
+        self.order = None
+        self.order = order.to(self.device)
+
+    def pick(self, rows):
+        return self.split.values(self.features.index_select(0, rows)), self.labels.index_select(0, rows)
+
+    def batch(self, first, count):
+        return self.pick(self.order[first : first + count])
+
+    def static(self, count):
+        rows = torch.zeros(count, dtype=torch.int64, device=self.device)
+        return lambda first: rows.copy_(self.order[first : first + count]), lambda: self.pick(rows)
+
+
+class Streamed:
+    """Batches come from the host; what a graph reads is copied to the same place each time."""
+
+    def __init__(self, split, device):
+        self.split, self.device, self.order = split, device, None
+
+    def begin_pass(self, order):
+        self.order = order
+
+    def assemble(self, first, count):
+        rows = self.order[first : first + count]
+        return self.split.values(self.split.features.index_select(0, rows)), self.split.labels.index_select(0, rows)
+
+    def static(self, count):
+        width = self.split.features.shape[1]
+        inputs = torch.zeros(count, width, device=self.device)
+        labels = torch.zeros(count, dtype=torch.int64, device=self.device)
+
+        def fill(first):
+            x, y = self.batch(first, count)
+            inputs.copy_(x, non_blocking=True)
+            labels.copy_(y, non_blocking=True)
+
+        return fill, lambda: (inputs, labels)
+
+
+class Copy(Streamed):
+    """Assembled on the host and copied from pageable memory."""
+
+    def batch(self, first, count):
+        x, y = self.assemble(first, count)
+        return x.to(self.device), y.to(self.device)
+
+
+class Pinned(Streamed):
+    """Assembled in page-locked buffers and copied asynchronously."""
+
+    def __init__(self, split, device, batch):
+        super().__init__(split, device)
+        width = split.features.shape[1]
+        self.ring = [
+            (torch.empty(batch, width).pin_memory(), torch.empty(batch, dtype=torch.int64).pin_memory(), torch.cuda.Event())
+            for _ in range(RING)
+        ]
+        self.next = 0
+
+    def batch(self, first, count):
+        inputs, labels, copied = self.ring[self.next]
+        self.next = (self.next + 1) % RING
+        copied.synchronize()
+        x, y = self.assemble(first, count)
+        inputs[:count].copy_(x)
+        labels[:count].copy_(y)
+        out = inputs[:count].to(self.device, non_blocking=True), labels[:count].to(self.device, non_blocking=True)
+        copied.record()
+        return out
+
+
+class Workers(Streamed):
+    """PyTorch's own `DataLoader` over single rows, as its tutorials have it."""
+
+    def __init__(self, split, device, batch, workers, pin):
+        super().__init__(split, device)
+        self.pin, self.rows, self.batches = pin, Order(), None
+        self.loader = torch.utils.data.DataLoader(
+            split, batch_size=batch, sampler=self.rows, num_workers=workers, pin_memory=pin, persistent_workers=workers > 0
+        )
+
+    def begin_pass(self, order):
+        self.rows.order = order.tolist()
+        self.batches = iter(self.loader)
+
+    def batch(self, first, count):
+        x, y = next(self.batches)
+        return x.to(self.device, non_blocking=self.pin), y.to(self.device, non_blocking=self.pin)
+
+
+class Order(torch.utils.data.Sampler):
+    """The rows of a pass, in its order."""
+
+    def __init__(self):
+        self.order = []
+
+    def __iter__(self):
+        return iter(self.order)
+
+    def __len__(self):
+        return len(self.order)
+
+
+def loader(options, split, device):
+    """The loader that the options name."""
+    batch = min(options.batch, len(split))
+    if options.loader == "resident":
+        return Resident(split, device)
+    if options.loader == "copy":
+        return Copy(split, device)
+    if options.loader == "pinned":
+        return Pinned(split, device, batch)
+    return Workers(split, device, batch, options.workers, options.pin)
+
+
+def network(widths, device):
+    """The network, its weights undefined."""
+    layers = []
+    for number, (inputs, outputs) in enumerate(zip(widths, widths[1:])):
+        layers += [torch.nn.ReLU()] if number else []
+        layers.append(torch.nn.utils.skip_init(torch.nn.Linear, inputs, outputs, device=device))
+    return torch.nn.Sequential(*layers)
+
+
+def linears(model):
+    return [layer for layer in model if isinstance(layer, torch.nn.Linear)]
+
+
+@torch.no_grad()
+def from_start(model, start):
+    """Gives the network the weights of a start file."""
+    for number, layer in enumerate(linears(model)):
+        layer.weight.copy_(tensor(start.tensors[f"layers.{number}.weight"]))
+        layer.bias.copy_(tensor(start.tensors[f"layers.{number}.bias"]))
+
+
+@torch.no_grad()
+def from_seed(model, init, seed, device):
+    """Weights from the trainer's distributions, not its numbers."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for layer in linears(model):
+        outputs, inputs = layer.weight.shape
+        bound = math.sqrt(6 / (inputs + outputs))
+        if init == "xavier":
+            layer.weight.uniform_(-bound, bound, generator=generator)
+        else:
+            deviation = 0.05 if init == "normal" else math.sqrt(2 / inputs)
+            layer.weight.normal_(0, deviation, generator=generator)
+        layer.bias.zero_()
+
+
+class Eager:
+    """A step as everybody writes it."""
+
+    def __init__(self, model, lr, source, steps):
+        device = next(model.parameters()).device
+        self.model, self.source = model, source
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        self.losses = torch.zeros(steps, device=device)
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x), y)
+
+    def step(self, x, y, slot):
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(x, y)
+        loss.backward()
+        self.optimizer.step()
+        self.losses[slot].copy_(loss.detach())
+
+    def run(self, slot, first, count):
+        """Queues one step on the rows from `first` in the order of this pass; its loss goes to the slot."""
+        self.step(*self.source.batch(first, count), slot)
+
+    def prepare(self, counts, times):
+        """Steps of each size that leave no trace: libraries are loaded, kernels chosen, code compiled."""
+        with self.kept():
+            for count in counts:
+                x = torch.zeros(count, self.model[0].in_features, device=self.losses.device)
+                y = torch.zeros(count, dtype=torch.int64, device=self.losses.device)
+                for _ in range(times):
+                    self.step(x, y, 0)
+
+    def kept(self):
+        return Kept(self)
+
+
+class Kept:
+    """Gives the network its weights back at the end."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def __enter__(self):
+        self.weights = [weight.detach().clone() for weight in self.steps.model.parameters()]
+
+    def __exit__(self, *_):
+        self.steps.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for weight, before in zip(self.steps.model.parameters(), self.weights):
+                weight.copy_(before)
+        if self.steps.losses.is_cuda:
+            torch.cuda.synchronize()
+
+
+class Compiled(Eager):
+    """Forward and backward pass through `torch.compile`; the update stays PyTorch's."""
+
+    def __init__(self, model, lr, source, steps, mode):
+        super().__init__(model, lr, source, steps)
+        # The last batch has another size; a second version for it is faster than one for all sizes.
+        self.loss = torch.compile(super().loss, mode=mode, dynamic=False)
+
+    def step(self, x, y, slot):
+        torch.compiler.cudagraph_mark_step_begin()
+        super().step(x, y, slot)
+
+
+class Graph(Eager):
+    """The whole step, from gathering the batch to the update, as one CUDA graph; one for each size of a batch."""
+
+    def __init__(self, model, lr, source, steps):
+        super().__init__(model, lr, source, steps)
+        self.at = torch.zeros(1, dtype=torch.int64, device=self.losses.device)
+        self.graphs = {}
+
+    def captured(self, load):
+        x, y = load()
+        loss = self.loss(x, y)
+        loss.backward()
+        self.optimizer.step()
+        self.losses.index_copy_(0, self.at, loss.detach().reshape(1))
+        self.at.add_(1)
+
+    def prepare(self, counts, times):
+        side = torch.cuda.Stream()
+        with self.kept():
+            for count in counts:
+                fill, load = self.source.static(count)
+                side.wait_stream(torch.cuda.current_stream())
+                # As PyTorch's notes on CUDA graphs say: some steps on a stream of their own before the capture.
+                with torch.cuda.stream(side):
+                    for _ in range(max(times, 3)):
+                        self.optimizer.zero_grad(set_to_none=True)
+                        self.at.zero_()
+                        self.captured(load)
+                torch.cuda.current_stream().wait_stream(side)
+                # Without gradients, so that the capture makes them in its own memory.
+                self.optimizer.zero_grad(set_to_none=True)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    self.captured(load)
+                self.graphs[count] = (fill, graph)
+
+    def run(self, slot, first, count):
+        if slot == 0:
+            self.at.zero_()
+        fill, graph = self.graphs[count]
+        fill(first)
+        graph.replay()
+
+
+def steps(options, model, source, count):
+    """Steps in the mode that the options name, with room for the losses of `count` of them."""
+    if options.mode == "graph":
+        return Graph(model, options.lr, source, count)
+    if options.mode == "compile":
+        return Compiled(model, options.lr, source, count, options.compile_mode)
+    return Eager(model, options.lr, source, count)
+
+
+@torch.no_grad()
+def evaluate(model, source, batch, rows, synchronise):
+    """Mean loss and accuracy over the rows, in batches."""
+    source.begin_pass(torch.arange(rows))
+    losses, hits = [], []
+    for first in range(0, rows, batch):
+        count = min(batch, rows - first)
+        x, y = source.batch(first, count)
+        logits = model(x)
+        losses.append(F.cross_entropy(logits, y) * count)
+        hits.append((logits.argmax(1) == y).sum())
+        if synchronise:
+            torch.cuda.synchronize()
+    return torch.stack(losses).double().sum().item() / rows, torch.stack(hits).sum().item() / rows

@@ -1,0 +1,80 @@
+"""Writes the trainer's run record (`analysis/schema.md`) from Python: `summary.json` and `steps.csv`."""
+
+import json
+import os
+import re
+import struct
+from datetime import datetime, timezone
+from pathlib import Path
+
+from start_file import BadInput
+
+SCHEMA_VERSION = 1
+COLUMNS = (
+    "epoch", "step", "rows", "loss", "host_ns", "driver_allocations", "reserved_bytes", "allocated_bytes",
+    "active_bytes", "requested_bytes",
+)  # fmt: skip
+
+
+def code_version():
+    """Version of this repository's programs."""
+    manifest = Path(__file__).resolve().parents[2] / "Cargo.toml"
+    found = re.search(r'^version = "(.+)"$', manifest.read_text(), re.MULTILINE) if manifest.is_file() else None
+    return found[1] if found else "unknown"
+
+
+def shortest(value):
+    """The shortest decimal that gives the same f32."""
+    if value != value or value in (float("inf"), float("-inf")):
+        return {"nan": "NaN"}.get(str(value), str(value))
+    same = struct.pack("<f", value)
+    return next(text for text in (f"{value:.{digits}g}" for digits in range(1, 18)) if struct.pack("<f", float(text)) == same)
+
+
+class Record:
+    """The directory of a record. The summary is always replaced as a whole; rows are appended after each epoch."""
+
+    def __init__(self, out, label):
+        now = datetime.now(timezone.utc)
+        self.started_at = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+        try:
+            self.directory = self.make(out, f"{now:%Y%m%dT%H%M%SZ}-{label}")
+            (self.directory / "steps.csv").write_text(",".join(COLUMNS) + "\n")
+        except FileExistsError:
+            raise BadInput(f"{out} exists already; choose another directory with --out, or remove it") from None
+        except OSError as error:
+            where = out or "runs"
+            raise BadInput(f"cannot write a run record to {where}: {error.strerror}; choose another directory with --out") from None
+
+    @staticmethod
+    def make(out, name):
+        if out:
+            Path(out).mkdir(parents=True)
+            return Path(out)
+        for attempt in range(1, 1 << 30):
+            path = Path("runs") / (name if attempt == 1 else f"{name}-{attempt}")
+            try:
+                path.mkdir(parents=True)
+                return path
+            except FileExistsError:
+                pass
+        raise FileExistsError
+
+    def write_summary(self, summary):
+        """Replaces the summary; a reader sees the old one or the new one, never a part."""
+        fresh = self.directory / ".summary.json.part"
+        fresh.write_text(text(summary))
+        os.replace(fresh, self.directory / "summary.json")
+
+    def append_steps(self, rows):
+        """Appends rows: dictionaries of columns. What is not known is left empty."""
+        with open(self.directory / "steps.csv", "a") as out:
+            for row in rows:
+                loss = row.get("loss")
+                cells = {**row, "loss": None if loss is None else shortest(loss)}
+                out.write(",".join("" if cells.get(name) is None else str(cells[name]) for name in COLUMNS) + "\n")
+
+
+def text(summary):
+    """The summary as text, for the file and for `--json`."""
+    return json.dumps(summary, indent=2) + "\n"
