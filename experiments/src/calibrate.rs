@@ -1,15 +1,22 @@
 //! `experiments calibrate`: measures what driver calls cost on a device and writes a profile for the simulated one.
 //!
-//! Every figure is the median of repeated calls on the machine's clock, or device time by events. Kernel costs are
+//! Every figure of the profile is the median of repeated calls on the machine's clock, or device time by events. Kernel costs are
 //! kept from the base profile; `fit-kernels` puts in those of a GPU. Run on the simulated device, calibration gives
-//! back the profile that it runs on, which is how it is tested.
+//! back the profile that it runs on, which is how it is tested. Beside the profile it gives the percentiles of every
+//! call, on the idle device and beside a running kernel, and what kernels reach.
 
+mod kernels;
+mod measure;
+mod report;
+
+use ::kernels::{CudaKernels, Fill, Operation};
 use allocators::device::PoolSettings;
 use allocators::device::sim::{Copies, CostBySize, PlainMemory, PoolMemory, Queues, VirtualMemory};
 use allocators::instrument::Clock;
 use allocators::{CudaDriver, DeviceAddr, Driver, DriverResult, Profile, SimDriver, StreamId};
 use anyhow::{Context, Result, bail};
-use kernels::{CudaKernels, Fill, Operation};
+use indicatif::{ProgressBar, ProgressStyle};
+use report::Measurements;
 use std::sync::Arc;
 
 const MIB: u64 = 1 << 20;
@@ -65,16 +72,36 @@ impl Bench {
 
     /// Queues a kernel that writes `len` values.
     fn fill(&self, len: u64) -> Result<()> {
-        let fill = Fill { len, value: 1.0, out: self.large.0.get() };
+        self.launch(&Fill { len, value: 1.0, out: self.large.0.get() })
+    }
+
+    /// Queues an operation on memory in the buffer.
+    fn launch(&self, operation: &dyn Operation) -> Result<()> {
         match &self.engine {
-            // SAFETY: the kernels belong to this driver's context, and the buffer holds at least `len` values.
-            Engine::Cuda(kernels, _) => unsafe { fill.launch(kernels, CudaDriver::raw_stream(self.stream)) }?,
+            // SAFETY: the kernels belong to this driver's context, and all operations here work inside the buffer.
+            Engine::Cuda(kernels, _) => unsafe { operation.launch(kernels, CudaDriver::raw_stream(self.stream)) }?,
             Engine::Sim(driver) => {
-                let work = fill.work();
+                let work = operation.work();
                 driver.launch(self.stream, work.kernel, work.blocks, work.iterations, work.bytes)?;
             }
         }
         Ok(())
+    }
+
+    /// Device time of a fill of `len` values.
+    fn fill_ns(&self, len: u64) -> Result<u64> {
+        let driver = self.driver();
+        let (start, end) = (driver.event_create(true)?, driver.event_create(true)?);
+        driver.event_record(start, self.stream)?;
+        self.fill(len)?;
+        driver.event_record(end, self.stream)?;
+        self.settle()?;
+        let ns = driver.event_elapsed_ns(start, end)?;
+        for event in [start, end] {
+            // SAFETY: both have completed and are used nowhere else.
+            unsafe { driver.event_destroy(event)? };
+        }
+        Ok(ns)
     }
 
     fn time<T>(&self, call: impl FnOnce() -> DriverResult<T>) -> Result<(u64, T)> {
@@ -437,8 +464,17 @@ impl Bench {
     }
 }
 
-/// Measures the device (`cuda` or `sim`) and returns `base` with its costs, kernels excepted.
-pub(crate) fn calibrate(device: &str, base: Profile, source: &str) -> Result<Profile> {
+/// What calibration gives.
+#[derive(Debug)]
+pub(crate) struct Calibration {
+    /// The base profile with this device's costs, kernels excepted.
+    pub(crate) profile: Profile,
+    /// Percentiles of every call, and what kernels reach.
+    pub(crate) measurements: Measurements,
+}
+
+/// Measures the device, `cuda` or `sim`.
+pub(crate) fn calibrate(device: &str, base: Profile, source: &str) -> Result<Calibration> {
     let (engine, name) = match device {
         "cuda" => {
             let driver = Arc::new(CudaDriver::new(0)?);
@@ -449,7 +485,36 @@ pub(crate) fn calibrate(device: &str, base: Profile, source: &str) -> Result<Pro
         "sim" => (Engine::Sim(Arc::new(SimDriver::new(base.clone(), allocators::SimMemory::Host))), base.name.clone()),
         _ => bail!("'{device}' cannot be calibrated: write cuda or sim"),
     };
+    let started_at = jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
     let bench = Bench::new(engine)?;
+    let bar = ProgressBar::new_spinner();
+    bar.set_style(ProgressStyle::with_template("{spinner} {msg} [{elapsed}]")?);
+    let progress = |what: &str| {
+        bar.set_message(what.to_owned());
+        bar.tick();
+    };
+    progress("costs of the profile");
+    let profile = costs(&bench, name, base, source)?;
+    let calls = measure::measure(&bench, &progress)?;
+    progress("kernels");
+    let kernels = kernels::rates(&bench).context("kernels")?;
+    bar.finish_and_clear();
+    let device = bench.driver().describe();
+    let measurements = Measurements {
+        schema_version: 1,
+        code_version: env!("CARGO_PKG_VERSION"),
+        source: source.to_owned(),
+        started_at,
+        clock: if device.virtual_time { "virtual" } else { "monotonic" },
+        device,
+        calls,
+        kernels,
+    };
+    Ok(Calibration { profile, measurements })
+}
+
+/// The costs of a profile, kernels excepted.
+fn costs(bench: &Bench, name: String, base: Profile, source: &str) -> Result<Profile> {
     let info = bench.driver().mem_info()?;
     let held = bench.large.1 * 4;
     let pool = match &base.pool {
@@ -477,7 +542,8 @@ mod tests {
     #[test]
     fn the_simulated_device_gives_back_its_profile() {
         let base = Profile::h200();
-        let found = calibrate("sim", base.clone(), "test").unwrap();
+        let calibration = calibrate("sim", base.clone(), "test").unwrap();
+        let found = calibration.profile;
         let near = |what: &str, found: u64, truth: u64| {
             assert!(found.abs_diff(truth) <= truth / 50 + 2, "{what}: {found} instead of {truth}");
         };
@@ -512,6 +578,61 @@ mod tests {
                 found.vmm.as_ref().unwrap().create_ns.at(bytes),
                 base.vmm.as_ref().unwrap().create_ns.at(bytes),
             );
+        }
+    }
+
+    #[test]
+    fn the_simulated_device_waits_where_its_profile_says_so() {
+        use super::measure::Condition;
+        let profile = Profile::h200();
+        let engine = Engine::Sim(Arc::new(SimDriver::new(profile.clone(), allocators::SimMemory::Host)));
+        let calls = measure::measure(&Bench::new(engine).unwrap(), &|_| ()).unwrap();
+        let of = |call: &str, condition: Condition, bytes: Option<u64>| {
+            let found = calls.iter().find(|row| (row.call, row.condition, row.bytes) == (call, condition, bytes));
+            found.unwrap_or_else(|| panic!("{call} {condition:?} {bytes:?} is missing"))
+        };
+        for row in &calls {
+            let ordered = [row.min_ns, row.p50_ns, row.p90_ns, row.p99_ns, row.max_ns].is_sorted();
+            assert!(ordered && row.samples > 0, "{row:?}");
+        }
+        // A free behind a kernel waits for its rest, an allocation does not.
+        let small = Some(64 << 10);
+        assert!(of("mem_free", Condition::Busy, small).p50_ns > 1_000_000);
+        assert!(of("mem_free", Condition::IdleInPage, small).p50_ns == profile.plain.free_in_page_ns);
+        assert!(of("mem_alloc", Condition::Busy, small).p99_ns < 100_000);
+        for bytes in [2 * MIB, 32 * MIB, 256 * MIB] {
+            assert_eq!(of("mem_alloc", Condition::Idle, Some(bytes)).p50_ns, profile.plain.alloc_ns.at(bytes));
+            assert_eq!(of("mem_free", Condition::Idle, Some(bytes)).p99_ns, profile.plain.free_ns.at(bytes));
+        }
+        let pool = profile.pool.unwrap();
+        let granule = pool.granule_bytes;
+        assert_eq!(of("mem_alloc_async", Condition::ThresholdMax, Some(granule)).p50_ns, pool.alloc_ns);
+        // With a threshold of 0 a synchronise gives the granule back, and the next allocation takes it again.
+        let taken = of("mem_alloc_async", Condition::ThresholdZeroSynchronised, Some(granule)).p50_ns;
+        assert_eq!(taken, pool.alloc_ns + pool.grow_ns_per_granule);
+        assert!(
+            of("stream_synchronize", Condition::ThresholdZeroSynchronised, Some(granule)).p50_ns
+                >= pool.release_ns_per_granule
+        );
+        let vmm = profile.vmm.unwrap();
+        assert_eq!(of("mem_create", Condition::Idle, Some(256 * MIB)).p50_ns, vmm.create_ns.at(256 * MIB));
+        assert_eq!(of("mem_set_access", Condition::Busy, Some(2 * MIB)).p50_ns, vmm.set_access_ns.at(2 * MIB));
+        assert_eq!(of("event_record", Condition::Idle, None).p50_ns, profile.queues.event_record_ns);
+        assert_eq!(of("kernel_launch", Condition::Idle, None).p50_ns, profile.queues.launch_ns);
+    }
+
+    #[test]
+    fn rates_are_those_of_the_profile() {
+        let profile = Profile::h200();
+        let engine = Engine::Sim(Arc::new(SimDriver::new(profile.clone(), allocators::SimMemory::Host)));
+        let rates = kernels::rates(&Bench::new(engine).unwrap()).unwrap();
+        assert!(rates.iter().any(|rate| rate.gflop_per_s.is_some()));
+        for rate in &rates {
+            let cost = profile.kernels.get(rate.kernel).unwrap_or(&profile.default_kernel);
+            let compute =
+                rate.blocks.div_ceil(cost.blocks_per_wave) as f64 * rate.iterations as f64 * cost.iteration_ns;
+            let model = cost.fixed_ns + compute.max(rate.bytes as f64 / cost.bytes_per_ns);
+            assert!((rate.median_ns / model - 1.0).abs() < 0.02, "{rate:?} should take {model}");
         }
     }
 }

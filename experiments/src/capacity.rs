@@ -2,7 +2,7 @@
 
 use crate::history::{DeviceName, Devices, Recorded, backend, failed, load};
 use allocators::replay::{ReplayError, smallest_memory};
-use allocators::{AllocError, BackendKind, Bytes};
+use allocators::{AllocError, BackendKind, Bytes, PoolSettings};
 use anyhow::{Result, bail};
 use clap::Args;
 use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
@@ -90,7 +90,14 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
             bar.set_message(format!("{kind} {outcome} {} (probe {tried})", Bytes(probe.bytes)));
             bar.tick();
         };
-        let found = smallest_memory(&history, &backend(kind, settings), args.granularity.0, HIGHEST, device, progress);
+        let found = smallest_memory(
+            &history,
+            &backend(kind, settings, PoolSettings::default()),
+            args.granularity.0,
+            HIGHEST,
+            device,
+            progress,
+        );
         let found = found.map_err(|error| match error {
             // A device that lacks what a backend needs was chosen on the command line.
             ReplayError::Alloc(AllocError::Unsupported { .. }) => anyhow::Error::msg(error.to_string()),

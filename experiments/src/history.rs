@@ -5,7 +5,9 @@ use crate::profile;
 use allocators::backend::CachingSettings;
 use allocators::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
 use allocators::trace::{Format, ReadError, ReadOptions, Summary, read};
-use allocators::{AllocatorSettings, BackendKind, CudaDriver, Driver, NullDriver, Profile, SimDriver, SimMemory};
+use allocators::{
+    AllocatorSettings, BackendKind, CudaDriver, Driver, NullDriver, PoolSettings, Profile, SimDriver, SimMemory,
+};
 use anyhow::{Context, Result, anyhow};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -131,9 +133,9 @@ impl Devices {
     }
 }
 
-/// A backend with the settings of the history.
-pub(crate) fn backend(kind: BackendKind, caching: CachingSettings) -> AllocatorSettings {
-    AllocatorSettings { caching, ..AllocatorSettings::new(kind) }
+/// A backend with the settings of the history, and those of a pool for the one that has one.
+pub(crate) fn backend(kind: BackendKind, caching: CachingSettings, pool: PoolSettings) -> AllocatorSettings {
+    AllocatorSettings { caching, pool, ..AllocatorSettings::new(kind) }
 }
 
 #[cfg(test)]

@@ -5,10 +5,12 @@ mod calibrate;
 mod capacity;
 mod compare;
 mod convert;
+mod fidelity;
 mod fit;
 mod history;
 mod profile;
 mod replay;
+mod study;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
@@ -30,8 +32,14 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Runs experiments that specs describe, and goes on where it was
+    Run(study::RunArgs),
+    /// Lists the specs that are there, with their questions
+    List(study::ListArgs),
     /// Trains under each allocator and prints one table
     Compare(compare::CompareArgs),
+    /// Says how far the simulated GPU is from the real one
+    Fidelity(fidelity::FidelityArgs),
     /// Measures what an allocator call costs, beside other projects' allocators if wanted
     Bench(bench::BenchArgs),
     /// Measures what driver calls cost on a device and writes a profile for the simulated one
@@ -48,6 +56,9 @@ enum Command {
         /// Where the new profile goes
         #[arg(short, long, value_name = "FILE")]
         out: PathBuf,
+        /// Where every call's percentiles and the kernels' rates go, as JSON
+        #[arg(short, long, value_name = "FILE")]
+        measurements: Option<PathBuf>,
     },
     /// Fits a profile's kernel costs to timings from `time_kernels`
     FitKernels {
@@ -66,7 +77,7 @@ enum Command {
     Replay(replay::ReplayArgs),
     /// Finds the smallest memory in which a recorded history still runs under each allocator
     Capacity(capacity::CapacityArgs),
-    /// Is the trainer; `compare` starts it in a process of its own for each run
+    /// Is the trainer; `compare` and `run` start it in a process of its own for each run
     #[command(hide = true)]
     Trainer {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -76,11 +87,18 @@ enum Command {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Run(args) => study::run(&args),
+        Command::List(args) => study::list(&args),
+        Command::Fidelity(args) => fidelity::fidelity(&args),
         Command::Compare(args) => compare::compare(&args),
         Command::Bench(args) => bench::bench(&args),
-        Command::Calibrate { device, profile, source, out } => profile::read(profile.as_deref())
+        Command::Calibrate { device, profile, source, out, measurements } => profile::read(profile.as_deref())
             .and_then(|base| calibrate::calibrate(&device, base, &source))
-            .and_then(|measured| profile::write(&measured, &out)),
+            .and_then(|found| {
+                profile::write(&found.profile, &out)?;
+                measurements.map_or(Ok(()), |path| found.measurements.write(&path))?;
+                print(&found.measurements.tables())
+            }),
         Command::FitKernels { timings, profile, out } => fit_kernels(&timings, profile, &out),
         Command::Convert(args) => convert::convert(&args),
         Command::Replay(args) => replay::replay(&args),
@@ -98,6 +116,11 @@ fn main() -> ExitCode {
             ExitCode::from(error.downcast_ref::<compare::ArmFailed>().map_or(BAD_INPUT, |failed| failed.code))
         }
     }
+}
+
+/// The grammar of this program's command line.
+fn command() -> clap::Command {
+    <Cli as clap::CommandFactory>::command()
 }
 
 /// Writes to stdout; a reader that went away (`| head`) is no error.

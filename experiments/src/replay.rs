@@ -2,7 +2,7 @@
 
 use crate::history::{DeviceName, Devices, Recorded, backend, failed, load};
 use allocators::replay::{Addresses, ReplayReport, ReplaySettings};
-use allocators::{BackendKind, Bytes, Ledger};
+use allocators::{BackendKind, Bytes, Ledger, PoolSettings};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
@@ -10,6 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use trainer::cli::{parse_switch, parse_threshold};
 use trainer::report::duration;
 
 #[derive(Debug, Args)]
@@ -33,6 +34,18 @@ pub(crate) struct ReplayArgs {
     /// Which GPU's events are replayed, where a history holds several
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
+    /// stream-ordered: bytes that the pool keeps at a synchronise; 'max' keeps everything
+    #[arg(long, value_name = "BYTES|max", default_value = "max", value_parser = parse_threshold)]
+    release_threshold: u64,
+    /// stream-ordered: reuse memory whose free is ordered before by an event
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
+    reuse_follow_event_dependencies: bool,
+    /// stream-ordered: reuse memory of another stream whose free has completed by chance
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
+    reuse_allow_opportunistic: bool,
+    /// stream-ordered: reuse memory of another stream behind a hidden wait
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
+    reuse_allow_internal_dependencies: bool,
     /// Fill each block on every stream that uses it
     #[arg(long)]
     touch: bool,
@@ -130,7 +143,13 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, kind: BackendKind, d
     let on_gpu = matches!(devices, Devices::Cuda(_));
     let how =
         ReplaySettings { addresses, touch: args.touch, limit: outside.filter(|_| on_gpu), stop_at_failure: false };
-    let backend = backend(kind, *settings);
+    let pool = PoolSettings {
+        release_threshold: args.release_threshold,
+        reuse_follow_event_dependencies: args.reuse_follow_event_dependencies,
+        reuse_allow_opportunistic: args.reuse_allow_opportunistic,
+        reuse_allow_internal_dependencies: args.reuse_allow_internal_dependencies,
+    };
+    let backend = backend(kind, *settings, pool);
     let once = || -> Result<(ReplayReport, String)> {
         let driver = devices.make(outside)?;
         let report =

@@ -3,89 +3,23 @@
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
+mod common;
+
 use allocators::Profile;
-use assert_cmd::Command;
-use serde_json::{Value, json};
-use std::path::PathBuf;
+use common::{Place, Ran};
+use serde_json::json;
 use std::process::Stdio;
-use tempfile::TempDir;
 
-/// A directory to work in.
-struct Place(TempDir);
-
-/// What a run left.
-#[derive(Debug)]
-struct Ran {
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
-}
-
-impl Place {
-    fn new() -> Self {
-        Self(TempDir::new().unwrap())
-    }
-
-    fn at(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> String {
-        std::fs::write(self.at(name), contents).unwrap();
-        self.at(name).to_str().unwrap().to_owned()
-    }
-
-    fn process(&self, arguments: &[&str]) -> std::process::Command {
-        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_experiments"));
-        command.args(arguments).current_dir(self.0.path()).env("GPU_ALLOCATORS_CACHE", self.at("cache"));
-        for variable in ["MNIST_DIR", "MNIST_MIRROR", "NVTX_INJECTION64_PATH", "NVTX_INJECTION32_PATH"] {
-            command.env_remove(variable);
-        }
-        command
-    }
-
-    fn run(&self, arguments: &[&str]) -> Ran {
-        let mut command = Command::from_std(self.process(arguments));
-        let output = command.timeout(std::time::Duration::from_secs(60)).output().unwrap();
-        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-        let ran = Ran { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) };
-        assert!(!ran.stderr.contains("panicked") && !ran.stderr.contains("internal fault"), "{ran:#?}");
-        ran
-    }
-
-    /// `compare` with small networks on iris, for as many epochs as it takes to have a steady one.
-    fn compare(&self, before: &[&str], after: &[&str]) -> Ran {
-        let common = ["--", "--device", "sim", "--dataset", "iris", "--hidden", "16"];
-        self.run(&[&["compare"], before, &common, after].concat())
-    }
-}
-
-impl Ran {
-    fn ok(self) -> Self {
-        assert_eq!(self.code, Some(0), "{self:#?}");
-        self
-    }
-
-    fn json(&self) -> Value {
-        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {self:#?}"))
-    }
-
-    /// One line on stderr that holds all of `words`, nothing on stdout.
-    fn refused(&self, code: i32, words: &[&str]) {
-        assert_eq!((self.code, self.stdout.as_str()), (Some(code), ""), "{self:#?}");
-        let lines: Vec<&str> = self.stderr.lines().collect();
-        assert!(lines.len() == 1 && lines[0].starts_with("error: "), "{self:#?}");
-        for word in words {
-            assert!(lines[0].contains(word), "'{word}' is missing: {}", lines[0]);
-        }
-        assert_eq!(lines[0].matches("error:").count(), 1, "{}", lines[0]);
-    }
+/// `compare` with small networks on iris, for as many epochs as it takes to have a steady one.
+fn compare(place: &Place, before: &[&str], after: &[&str]) -> Ran {
+    let common = ["--", "--device", "sim", "--dataset", "iris", "--hidden", "16"];
+    place.run(&[&["compare"], before, &common, after].concat())
 }
 
 #[test]
 fn compare_has_a_row_for_each_arm() {
     let place = Place::new();
-    let rows = place.compare(&["--json"], &["--epochs", "3"]).ok().json();
+    let rows = compare(&place, &["--json"], &["--epochs", "3"]).ok().json();
     let rows = rows.as_array().unwrap();
     let arms: Vec<&str> = rows.iter().map(|row| row["arm"].as_str().unwrap()).collect();
     let trimmed = "stream-ordered --release-threshold 0 --sync step";
@@ -99,6 +33,9 @@ fn compare_has_a_row_for_each_arm() {
         assert!(0.0 < number("peak_requested_bytes"));
         assert!(number("peak_requested_bytes") <= number("peak_reserved_bytes"), "{row}");
         assert!(number("allocate_p50_ns") <= number("allocate_p99_ns"));
+        assert!(number("deallocate_p50_ns") <= number("deallocate_p99_ns"));
+        assert!(0.0 < number("utilisation") && number("utilisation") <= 1.0, "{row}");
+        assert!(0.0 < number("step_s") && number("step_s") * number("steps") <= number("epoch_s"), "{row}");
         // What was computed does not depend on the allocator.
         assert_eq!(row["final_train_loss"], rows[0]["final_train_loss"]);
         assert_eq!(row["val_accuracy"], rows[0]["val_accuracy"]);
@@ -114,13 +51,46 @@ fn compare_has_a_row_for_each_arm() {
 }
 
 #[test]
+fn compare_takes_allocators_and_the_usual_options_by_name() {
+    let place = Place::new();
+    let usual = ["--device", "sim", "--dataset", "iris", "--hidden", "7", "--layers", "2", "--batch", "10"];
+    let more = ["--epochs", "2", "--lr", "0.05", "--seed", "3", "--sync", "step", "--loader", "copy", "--json"];
+    let arguments = [&["compare", "--alloc", "caching,naive"], &usual[..], &more].concat();
+    let rows = place.run(&arguments).rows();
+    let arms: Vec<&str> = rows.iter().map(|row| row["arm"].as_str().unwrap()).collect();
+    assert_eq!(arms, ["caching", "naive"]);
+    let records = common::names(&place.at("runs"));
+    for record in &records {
+        let text = std::fs::read_to_string(place.at("runs").join(record).join("summary.json")).unwrap();
+        let settings = &serde_json::from_str::<serde_json::Value>(&text).unwrap()["settings"];
+        let found =
+            ["hidden", "layers", "batch", "epochs", "seed", "sync", "loader"].map(|name| settings[name].clone());
+        let wanted = [json!(7), json!(2), json!(10), json!(2), json!(3), json!("step"), json!("copy")];
+        assert_eq!(found, wanted, "{record}");
+    }
+    assert_eq!(records.len(), 2);
+    // What stands after -- counts over what stands before.
+    let rows = place.run(&[&arguments[..], &["--", "--epochs", "1"]].concat()).rows();
+    assert_eq!(rows.len(), 2);
+    let ran = place.run(&["compare", "--alloc", "naive", "--arm", "--alloc naive"]);
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
+    place.run(&["compare", "--hidden", "0"]).refused(2, &["--hidden must be at least 1"]);
+}
+
+#[test]
 fn compare_prints_a_table_and_repeats() {
     let place = Place::new();
     let arms = ["--arm", "--alloc naive", "--arm", "--alloc caching --latency off", "--repeats", "2"];
-    let text = place.compare(&arms, &["--epochs", "2"]).ok().stdout;
-    for words in
-        ["NVIDIA H200 (simulated), data set iris", "naive", "caching --latency off", "driver allocs", "mem_free"]
-    {
+    let text = compare(&place, &arms, &["--epochs", "2"]).ok().stdout;
+    for words in [
+        "NVIDIA H200 (simulated), data set iris",
+        "naive",
+        "caching --latency off",
+        "driver calls",
+        "free p50",
+        "utilisation",
+        "mem_free",
+    ] {
         assert!(text.contains(words), "{words}: {text}");
     }
     assert_eq!(std::fs::read_dir(place.at("runs")).unwrap().count(), 4, "each run leaves its record");
@@ -130,14 +100,14 @@ fn compare_prints_a_table_and_repeats() {
 fn a_failing_arm_is_one_line_and_its_exit_code() {
     let place = Place::new();
     // Bad input: an option, a value, a file.
-    place.compare(&["--arm", "--alloc nonsense"], &[]).refused(2, &["'--alloc nonsense'", "invalid value"]);
-    place.compare(&[], &["--hidden=0"]).refused(2, &["'--alloc naive'"]);
-    place.compare(&[], &["--lr", "0"]).refused(2, &["'--alloc naive'", "--lr must be a positive number"]);
-    place.compare(&[], &["--out", "one"]).refused(2, &["'--alloc caching'", "exists already"]);
+    compare(&place, &["--arm", "--alloc nonsense"], &[]).refused(2, &["'--alloc nonsense'", "invalid value"]);
+    compare(&place, &[], &["--hidden=0"]).refused(2, &["'--alloc naive'"]);
+    compare(&place, &[], &["--lr", "0"]).refused(2, &["'--alloc naive'", "--lr must be a positive number"]);
+    compare(&place, &[], &["--out", "one"]).refused(2, &["'--alloc caching'", "exists already"]);
     // A failure while running.
-    place.compare(&["--json"], &["--lr", "1e30"]).refused(1, &["'--alloc naive'", "the loss became NaN"]);
+    compare(&place, &["--json"], &["--lr", "1e30"]).refused(1, &["'--alloc naive'", "the loss became NaN"]);
     let arms = ["--arm", "--alloc naive", "--arm", "--alloc caching --memory-limit 64K"];
-    place.compare(&arms, &["--epochs", "1"]).refused(1, &["'--alloc caching --memory-limit 64K'", "out of memory"]);
+    compare(&place, &arms, &["--epochs", "1"]).refused(1, &["'--alloc caching --memory-limit 64K'", "out of memory"]);
 }
 
 #[test]
@@ -182,12 +152,35 @@ fn a_fit_gives_a_profile_that_runs() {
     assert!((found.kernels["sgd"].fixed_ns / 1500.0 - 1.0).abs() < 0.1, "{:?}", found.kernels["sgd"]);
     assert_eq!(found.kernels.len(), old.kernels.len() + usize::from(!old.kernels.contains_key("made_up")));
     assert_eq!((&found.plain, &found.pool, &found.queues), (&old.plain, &old.pool, &old.queues), "the rest is kept");
-    place.compare(&["--arm", "--alloc caching"], &["--epochs", "1"]).ok();
+    compare(&place, &["--arm", "--alloc caching"], &["--epochs", "1"]).ok();
     let ran = place.run(&["compare", "--", "--device", "sim:profile.json", "--dataset", "iris", "--epochs", "1"]).ok();
     assert!(ran.stdout.contains("stream-ordered"));
     // A profile of one's own is the base as well.
     place.run(&["fit-kernels", &file, "--profile", "profile.json", "--out", "again.json"]).ok();
     assert_eq!(std::fs::read_to_string(place.at("again.json")).unwrap(), text);
+}
+
+#[test]
+fn calibration_writes_a_profile_and_what_it_measured() {
+    let place = Place::new();
+    let arguments = ["calibrate", "--device", "sim", "--source", "a test", "--out", "profile.json", "-m", "calls.json"];
+    let text = place.run(&arguments).ok().stdout;
+    for words in ["mem_free", "a kernel runs", "threshold 0, synchronised", "mem_set_access", "p99", "GFLOP/s"] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    let profile = Profile::from_json(&std::fs::read_to_string(place.at("profile.json")).unwrap()).unwrap();
+    assert_eq!((profile.source.as_str(), profile.kernels), ("a test", Profile::h200().kernels));
+    let text = std::fs::read_to_string(place.at("calls.json")).unwrap();
+    let found: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!((&found["schema_version"], &found["clock"]), (&json!(1), &json!("virtual")));
+    assert!(found["calls"].as_array().unwrap().len() > 80 && found["kernels"].as_array().unwrap().len() > 30);
+    // Its kernels are timings as the fit reads them.
+    let lines: Vec<String> = found["kernels"].as_array().unwrap().iter().map(ToString::to_string).collect();
+    let file = place.write("timings.jsonl", lines.join("\n"));
+    place.run(&["fit-kernels", &file, "--out", "fitted.json"]).ok();
+    for bad in [&["calibrate", "--device", "tpu", "--source", "a", "--out", "b"][..]] {
+        place.run(bad).refused(2, &["'tpu' cannot be calibrated"]);
+    }
 }
 
 #[test]
@@ -219,7 +212,7 @@ fn bad_timings_are_refused() {
         (format!("\n{}", good.replacen("\"blocks\":10", "\"blocks\":1e99", 1)), "line 2: not a line of time_kernels"),
         (json!({"kernel": "k", "blocks": 1, "iterations": 1, "bytes": 1, "median_ns": 0}).to_string(), "median_ns"),
         (json!({"kernel": "k", "blocks": 1, "iterations": 1, "bytes": 1, "median_ns": -5}).to_string(), "median_ns"),
-        ("{\"kernel\":\"k\",\"blocks\":1,\"iterations\":1,\"bytes\":1,\"median_ns\":1e999}".to_owned(), "line 1"),
+        ("{\"kernel\":\"k\",\"blocks\":1,\"iterations\":1,\"bytes\":1,\"median_ns\":1e999}".to_owned(), "line 1:"),
         (json!({"kernel": "k", "blocks": 1, "iterations": 1, "bytes": 1, "median_ns": 1e300}).to_string(), "median_ns"),
     ] {
         let file = place.write("bad.jsonl", contents);

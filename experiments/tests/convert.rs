@@ -3,73 +3,17 @@
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
+mod common;
+
 use allocators::trace::{Action, Event, ReadOptions, Summary, read};
-use assert_cmd::Command;
+use common::{Place, Ran};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use tempfile::TempDir;
 
-/// A directory to work in.
-struct Place(TempDir);
-
-/// What a run left.
-#[derive(Debug)]
-struct Ran {
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
-}
-
-impl Place {
-    fn new() -> Self {
-        Self(TempDir::new().unwrap())
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> PathBuf {
-        std::fs::write(self.path(name), contents).unwrap();
-        self.path(name)
-    }
-
-    /// Names of the files, sorted.
-    fn files(&self) -> Vec<String> {
-        let entries = std::fs::read_dir(self.0.path()).unwrap();
-        let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-        names.sort();
-        names
-    }
-
-    fn convert(&self, from: &Path, to: &str, out: &str, more: &[&str]) -> Ran {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_experiments"));
-        command.arg("convert").arg(from).args(["--to", to, "-o", out]).args(more);
-        command.current_dir(self.0.path()).env("NO_COLOR", "1");
-        let output = command.timeout(std::time::Duration::from_secs(60)).output().unwrap();
-        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-        let ran = Ran { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) };
-        assert!(!ran.stderr.contains("panicked"), "{ran:#?}");
-        ran
-    }
-}
-
-impl Ran {
-    /// The one line of a run that went well.
-    fn line(self) -> String {
-        assert_eq!((self.code, self.stderr.as_str(), self.stdout.lines().count()), (Some(0), "", 1), "{self:#?}");
-        self.stdout
-    }
-
-    /// One line on stderr that holds all of `words`, nothing on stdout.
-    fn failed(&self, code: i32, words: &[&str]) {
-        assert_eq!((self.code, self.stdout.as_str()), (Some(code), ""), "{self:#?}");
-        let lines: Vec<&str> = self.stderr.lines().collect();
-        assert!(lines.len() == 1 && lines[0].starts_with("error: "), "{self:#?}");
-        for word in words {
-            assert!(lines[0].contains(word), "'{word}' is missing: {}", lines[0]);
-        }
-    }
+fn convert(place: &Place, from: &Path, to: &str, out: &str, more: &[&str]) -> Ran {
+    let mut command = place.process(&["convert"]);
+    command.arg(from).args(["--to", to, "-o", out]).args(more);
+    Ran::of(command.output().unwrap())
 }
 
 fn fixture(name: &str) -> PathBuf {
@@ -139,9 +83,9 @@ fn a_snapshot_written_as_a_snapshot_says_the_same() {
     for name in ["small.p2.pickle", "small.p4.pickle", "small.torch.pickle", "small.json"] {
         let (events, summary) = read_all(&fixture(name));
         for (to, out) in [("snapshot", "out.pickle"), ("snapshot-json", "out.json")] {
-            let line = place.convert(&fixture(name), to, out, &["--force"]).line();
+            let line = convert(&place, &fixture(name), to, out, &["--force"]).line();
             assert!(line.contains(&format!("{} events of 1 GPU; left out: 2 annotations", events.len())), "{line}");
-            let (again, also) = read_all(&place.path(out));
+            let (again, also) = read_all(&place.at(out));
             assert_eq!(again, events, "{name} to {to}");
             assert_eq!(also.segments, summary.segments);
             assert_eq!(also.events, summary.events, "devices without events should stay");
@@ -149,9 +93,9 @@ fn a_snapshot_written_as_a_snapshot_says_the_same() {
         }
     }
     // A pickle made of a pickle that was made of a pickle is the same to the last byte.
-    place.convert(&fixture("small.p4.pickle"), "snapshot", "once.pickle", &[]).line();
-    place.convert(&place.path("once.pickle"), "snapshot", "twice.pickle", &[]).line();
-    let bytes = |name| std::fs::read(place.path(name)).unwrap();
+    convert(&place, &fixture("small.p4.pickle"), "snapshot", "once.pickle", &[]).line();
+    convert(&place, &place.at("once.pickle"), "snapshot", "twice.pickle", &[]).line();
+    let bytes = |name| std::fs::read(place.at(name)).unwrap();
     assert_eq!(bytes("once.pickle"), bytes("twice.pickle"));
 }
 
@@ -162,24 +106,24 @@ fn each_format_holds_what_the_line_says() {
     let (events, _) = read_all(&from);
     let left = events.len();
 
-    let line = place.convert(&from, "rmm", "rmm.csv", &[]).line();
+    let line = convert(&place, &from, "rmm", "rmm.csv", &[]).line();
     let kept = count(&events, &[Action::Alloc, Action::FreeRequested, Action::Oom]);
     assert!(kept > 0 && kept < left && line.contains(&format!("(rmm): {kept} events of 1 GPU; left out: ")), "{line}");
     let segments = count(&events, &[Action::SegmentAlloc]);
     assert!(line.contains(&format!("{segments} segment_alloc")) && !line.contains("free_requested"), "{line}");
-    let rows = std::fs::read_to_string(place.path("rmm.csv")).unwrap().lines().count() - 1;
+    let rows = std::fs::read_to_string(place.at("rmm.csv")).unwrap().lines().count() - 1;
     assert_eq!(rows, kept);
 
-    let line = place.convert(&from, "minimalloc", "minimalloc.csv", &[]).line();
+    let line = convert(&place, &from, "minimalloc", "minimalloc.csv", &[]).line();
     let kept = count(&events, &[Action::Alloc, Action::FreeCompleted]);
     assert!(line.contains(&format!("(minimalloc): {kept} events of 1 GPU; left out: ")), "{line}");
-    let text = std::fs::read_to_string(place.path("minimalloc.csv")).unwrap();
+    let text = std::fs::read_to_string(place.at("minimalloc.csv")).unwrap();
     assert_eq!(text.lines().count() - 1, count(&events, &[Action::Alloc]), "one row for each life");
 
-    let line = place.convert(&from, "perfetto", "perfetto.json", &[]).line();
+    let line = convert(&place, &from, "perfetto", "perfetto.json", &[]).line();
     assert!(line.contains(&format!("(perfetto): {left} events of 1 GPU")), "{line}");
     let json: serde_json::Value =
-        serde_json::from_str(&std::fs::read_to_string(place.path("perfetto.json")).unwrap()).unwrap();
+        serde_json::from_str(&std::fs::read_to_string(place.at("perfetto.json")).unwrap()).unwrap();
     let begun = json["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "b").count();
     assert_eq!(begun, count(&events, &[Action::Alloc]), "one life for each allocation");
     assert_eq!(place.files(), ["minimalloc.csv", "perfetto.json", "rmm.csv"]);
@@ -188,12 +132,12 @@ fn each_format_holds_what_the_line_says() {
 #[test]
 fn uses_are_left_out_where_pytorch_has_no_name_for_them() {
     let place = Place::new();
-    let from = place.write("trace.jsonl", own_trace());
-    let line = place.convert(&from, "snapshot", "a.pickle", &[]).line();
+    let from = place.file("trace.jsonl", own_trace());
+    let line = convert(&place, &from, "snapshot", "a.pickle", &[]).line();
     assert!(line.contains("(trace) to a.pickle (snapshot): 4 events of 1 GPU; left out: 1 record_use"), "{line}");
-    let line = place.convert(&from, "perfetto", "a.json", &[]).line();
+    let line = convert(&place, &from, "perfetto", "a.json", &[]).line();
     assert!(line.contains("5 events of 1 GPU; nothing left out"), "{line}");
-    assert!(std::fs::read_to_string(place.path("a.json")).unwrap().contains("record_use"));
+    assert!(std::fs::read_to_string(place.at("a.json")).unwrap().contains("record_use"));
 }
 
 #[test]
@@ -202,8 +146,8 @@ fn other_formats_become_snapshots() {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../allocators/fuzz/corpus/csv");
     for name in ["rmm.csv", "minimalloc.csv", "stalloc.txt"] {
         let (events, _) = read_all(&corpus.join(name));
-        place.convert(&corpus.join(name), "snapshot", "out.pickle", &["--force"]).line();
-        let (again, _) = read_all(&place.path("out.pickle"));
+        convert(&place, &corpus.join(name), "snapshot", "out.pickle", &["--force"]).line();
+        let (again, _) = read_all(&place.at("out.pickle"));
         let told = |events: &[Event]| -> Vec<(Action, u64, u64)> {
             events.iter().map(|event| (event.action, event.addr, event.bytes)).collect()
         };
@@ -215,20 +159,19 @@ fn other_formats_become_snapshots() {
 #[test]
 fn one_gpu_of_several() {
     let place = Place::new();
-    let from = place.write("two.json", two_gpus());
+    let from = place.file("two.json", two_gpus());
     for to in ["rmm", "minimalloc"] {
-        let ran = place.convert(&from, to, "out", &["--force"]);
-        ran.failed(2, &["two.json: there are events of GPU 0 and of GPU 2", to, "--gpu"]);
-        let line = place.convert(&from, to, "out", &["--gpu", "2", "--force"]).line();
+        let ran = convert(&place, &from, to, "out", &["--force"]);
+        ran.refused(2, &["two.json: there are events of GPU 0 and of GPU 2", to, "--gpu"]);
+        let line = convert(&place, &from, to, "out", &["--gpu", "2", "--force"]).line();
         assert!(line.contains("2 events of 1 GPU; left out: 1 of other GPUs"), "{line}");
     }
-    place
-        .convert(&from, "snapshot", "none", &["--gpu", "1"])
-        .failed(2, &["no event of GPU 1; there are those of 0, 2"]);
-    let line = place.convert(&from, "snapshot", "all.pickle", &[]).line();
+    convert(&place, &from, "snapshot", "none", &["--gpu", "1"])
+        .refused(2, &["no event of GPU 1; there are those of 0, 2"]);
+    let line = convert(&place, &from, "snapshot", "all.pickle", &[]).line();
     assert!(line.contains("3 events of 2 GPUs; nothing left out"), "{line}");
-    place.convert(&from, "snapshot", "one.pickle", &["--gpu", "2"]).line();
-    let (events, summary) = read_all(&place.path("one.pickle"));
+    convert(&place, &from, "snapshot", "one.pickle", &["--gpu", "2"]).line();
+    let (events, summary) = read_all(&place.at("one.pickle"));
     assert_eq!((events.len(), summary.events), (2, vec![0, 0, 2]), "a GPU keeps its number");
     assert_eq!(summary.segments.iter().map(|segment| segment.device).collect::<Vec<_>>(), [2]);
     assert_eq!(place.files(), ["all.pickle", "one.pickle", "out", "two.json"]);
@@ -238,29 +181,29 @@ fn one_gpu_of_several() {
 fn what_is_there_stays_without_leave() {
     let place = Place::new();
     let from = fixture("small.p4.pickle");
-    let out = place.write("out.csv", "precious");
-    place.convert(&from, "rmm", "out.csv", &[]).failed(2, &["out.csv: is there already", "--force"]);
+    let out = place.file("out.csv", "precious");
+    convert(&place, &from, "rmm", "out.csv", &[]).refused(2, &["out.csv: is there already", "--force"]);
     assert_eq!(std::fs::read_to_string(&out).unwrap(), "precious");
     // With leave it still stays when the conversion fails.
-    let hostile = place.write("cut.pickle", &std::fs::read(&from).unwrap()[..5000]);
-    place.convert(&hostile, "rmm", "out.csv", &["--force"]).failed(2, &["cut.pickle", "cut short"]);
+    let hostile = place.file("cut.pickle", &std::fs::read(&from).unwrap()[..5000]);
+    convert(&place, &hostile, "rmm", "out.csv", &["--force"]).refused(2, &["cut.pickle", "cut short"]);
     assert_eq!(std::fs::read_to_string(&out).unwrap(), "precious");
-    place.convert(&from, "rmm", "out.csv", &["--force"]).line();
+    convert(&place, &from, "rmm", "out.csv", &["--force"]).line();
     assert!(std::fs::read_to_string(&out).unwrap().starts_with("Thread,Time,Action"));
     // A history may take its own place.
     let (events, _) = read_all(&from);
-    let own = place.write("own.pickle", std::fs::read(&from).unwrap());
-    place.convert(&own, "snapshot", "own.pickle", &["--force"]).line();
+    let own = place.file("own.pickle", std::fs::read(&from).unwrap());
+    convert(&place, &own, "snapshot", "own.pickle", &["--force"]).line();
     assert_eq!(read_all(&own).0, events);
     // No file at all: never.
-    std::fs::create_dir(place.path("folder")).unwrap();
-    place.convert(&from, "rmm", "folder", &["--force"]).failed(2, &["folder: is a directory"]);
+    std::fs::create_dir(place.at("folder")).unwrap();
+    convert(&place, &from, "rmm", "folder", &["--force"]).refused(2, &["folder: is a directory"]);
     #[cfg(unix)]
     {
-        let _socket = std::os::unix::net::UnixListener::bind(place.path("socket")).unwrap();
-        place.convert(&from, "rmm", "socket", &["--force"]).failed(2, &["socket: is no regular file"]);
+        let _socket = std::os::unix::net::UnixListener::bind(place.at("socket")).unwrap();
+        convert(&place, &from, "rmm", "socket", &["--force"]).refused(2, &["socket: is no regular file"]);
     }
-    place.convert(&from, "rmm", "missing/out.csv", &[]).failed(2, &["missing/out.csv: cannot be written"]);
+    convert(&place, &from, "rmm", "missing/out.csv", &[]).refused(2, &["missing/out.csv: cannot be written"]);
     assert!(place.files().iter().all(|name| !name.ends_with(".part")), "{:?}", place.files());
 }
 
@@ -280,16 +223,16 @@ fn bad_input_gets_one_line_and_leaves_nothing() {
         ),
     ];
     for (name, bytes, words) in cases {
-        let from = place.write(name, bytes);
+        let from = place.file(name, bytes);
         for to in ["snapshot", "snapshot-json", "perfetto", "rmm", "minimalloc"] {
-            place.convert(&from, to, "out", &[]).failed(2, words);
+            convert(&place, &from, to, "out", &[]).refused(2, words);
         }
         std::fs::remove_file(from).unwrap();
         assert!(place.files().is_empty(), "{:?}", place.files());
     }
-    place.convert(Path::new("nowhere.pickle"), "rmm", "out", &[]).failed(2, &["nowhere.pickle: cannot be read"]);
-    place.convert(place.0.path(), "rmm", "out", &[]).failed(2, &["is a directory"]);
-    let ran = place.convert(&fixture("small.json"), "svg", "out", &[]);
+    convert(&place, Path::new("nowhere.pickle"), "rmm", "out", &[]).refused(2, &["nowhere.pickle: cannot be read"]);
+    convert(&place, place.0.path(), "rmm", "out", &[]).refused(2, &["is a directory"]);
+    let ran = convert(&place, &fixture("small.json"), "svg", "out", &[]);
     assert!(ran.code == Some(2) && ran.stderr.contains("minimalloc"), "{ran:#?}");
     assert!(place.files().is_empty());
 }
@@ -298,9 +241,9 @@ fn bad_input_gets_one_line_and_leaves_nothing() {
 fn a_snapshot_without_a_history_keeps_its_segments() {
     let place = Place::new();
     let text = two_gpus().replace("\"action\":\"alloc\"", "\"action\":\"unheard_of\"");
-    let from = place.write("held.json", text);
-    let line = place.convert(&from, "snapshot", "held.pickle", &[]).line();
+    let from = place.file("held.json", text);
+    let line = convert(&place, &from, "snapshot", "held.pickle", &[]).line();
     assert!(line.contains("0 events of 0 GPUs; left out: 3 of unknown actions"), "{line}");
-    assert_eq!(read_all(&place.path("held.pickle")).1.segments.len(), 2);
-    place.convert(&from, "perfetto", "held.perfetto", &[]).failed(2, &["there are no events"]);
+    assert_eq!(read_all(&place.at("held.pickle")).1.segments.len(), 2);
+    convert(&place, &from, "perfetto", "held.perfetto", &[]).refused(2, &["there are no events"]);
 }

@@ -3,68 +3,14 @@
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
-use assert_cmd::Command;
-use serde_json::{Value, json};
+mod common;
+
+use common::Place;
+use serde_json::json;
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
-use tempfile::TempDir;
+use std::path::Path;
 
 const MIB: u64 = 1 << 20;
-
-/// A directory to work in.
-struct Place(TempDir);
-
-/// What a run left.
-#[derive(Debug)]
-struct Ran {
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
-}
-
-impl Place {
-    fn new() -> Self {
-        Self(TempDir::new().unwrap())
-    }
-
-    fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> String {
-        let path = self.0.path().join(name);
-        std::fs::write(&path, contents).unwrap();
-        path.to_str().unwrap().to_owned()
-    }
-
-    fn run(&self, arguments: &[&str]) -> Ran {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_experiments"));
-        command.args(arguments).current_dir(self.0.path()).env("NO_COLOR", "1");
-        let output = command.timeout(std::time::Duration::from_secs(60)).output().unwrap();
-        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-        let ran = Ran { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) };
-        assert!(!ran.stderr.contains("panicked"), "{ran:#?}");
-        ran
-    }
-}
-
-impl Ran {
-    fn ok(self) -> Self {
-        assert_eq!(self.code, Some(0), "{self:#?}");
-        self
-    }
-
-    fn rows(self) -> Vec<Value> {
-        let ran = self.ok();
-        serde_json::from_str(&ran.stdout).unwrap_or_else(|error| panic!("{error}: {ran:#?}"))
-    }
-
-    /// One line on stderr that holds all of `words`, nothing on stdout, exit code 2.
-    fn refused(&self, words: &[&str]) {
-        assert_eq!((self.code, self.stdout.as_str()), (Some(2), ""), "{self:#?}");
-        let lines: Vec<&str> = self.stderr.lines().collect();
-        assert!(lines.len() == 1 && lines[0].starts_with("error: "), "{self:#?}");
-        for word in words {
-            assert_eq!(lines[0].matches(word).count(), 1, "'{word}' should be there once: {}", lines[0]);
-        }
-    }
-}
 
 /// A line of our own trace.
 fn line(action: &str, addr: u64, bytes: u64, stream: u64) -> String {
@@ -207,17 +153,19 @@ fn what_cannot_be_replayed_is_refused_in_one_line() {
     ] {
         let file = write("bad.jsonl", &lines);
         for command in ["replay", "capacity"] {
-            place.run(&[command, &file]).refused(&["bad.jsonl", "event ", words]);
+            place.run(&[command, &file]).refused(2, &["bad.jsonl", "event ", words]);
         }
     }
     let file = write("good.jsonl", &[alloc(4096, 512)]);
-    place.run(&["replay", &file, "--addresses", "recorded"]).refused(&["good.jsonl", "no segments", "--addresses own"]);
-    place.run(&["replay", "missing.pickle"]).refused(&["missing.pickle"]);
-    place.run(&["replay", &write("empty.jsonl", &[])]).refused(&["empty.jsonl"]);
-    place.run(&["replay", &file, "--gpu", "3"]).refused(&["good.jsonl", "no event of GPU 3", "those of 0"]);
-    place.run(&["replay", &file, "--device", "sim:missing.json"]).refused(&["missing.json"]);
-    place.run(&["capacity", &file, "--device", "cuda"]).refused(&["--device cuda"]);
-    place.run(&["capacity", &file, "--granularity", "0"]).refused(&["--granularity"]);
+    place
+        .run(&["replay", &file, "--addresses", "recorded"])
+        .refused(2, &["good.jsonl", "no segments", "--addresses own"]);
+    place.run(&["replay", "missing.pickle"]).refused(2, &["missing.pickle"]);
+    place.run(&["replay", &write("empty.jsonl", &[])]).refused(2, &["empty.jsonl"]);
+    place.run(&["replay", &file, "--gpu", "3"]).refused(2, &["good.jsonl", "no event of GPU 3", "those of 0"]);
+    place.run(&["replay", &file, "--device", "sim:missing.json"]).refused(2, &["missing.json"]);
+    place.run(&["capacity", &file, "--device", "cuda"]).refused(2, &["--device cuda"]);
+    place.run(&["capacity", &file, "--granularity", "0"]).refused(2, &["--granularity"]);
     for arguments in [&["replay", &file, "--alloc", "best"][..], &["replay"], &["replay", &file, "--device", "gpu"]] {
         assert_eq!(place.run(arguments).code, Some(2), "{arguments:?}");
     }
@@ -258,6 +206,6 @@ fn the_lower_bound_lies_below_every_capacity() {
         assert!(
             row["ratio"].as_f64().unwrap() >= 1.0 && row["capacity_bytes"].as_u64() >= row["max_live_bytes"].as_u64()
         );
-        assert!(PathBuf::from(row["trace"].as_str().unwrap()).ends_with("streams.pickle.xz"));
+        assert!(Path::new(row["trace"].as_str().unwrap()).ends_with("streams.pickle.xz"));
     }
 }

@@ -218,14 +218,22 @@ fn nvtx_parser() -> impl TypedValueParser<Value = NvtxMode> {
     })
 }
 
-fn parse_threshold(text: &str) -> std::result::Result<u64, String> {
+/// Takes a release threshold: bytes, or `max` for all.
+///
+/// # Errors
+/// What is wrong with the size.
+pub fn parse_threshold(text: &str) -> std::result::Result<u64, String> {
     if text == "max" {
         return Ok(u64::MAX);
     }
     text.parse::<Bytes>().map(|bytes| bytes.0).map_err(|error| error.to_string())
 }
 
-fn parse_switch(text: &str) -> std::result::Result<bool, String> {
+/// Takes `on` or `off`.
+///
+/// # Errors
+/// Says that those are the two.
+pub fn parse_switch(text: &str) -> std::result::Result<bool, String> {
     match text {
         "on" => Ok(true),
         "off" => Ok(false),
@@ -294,6 +302,38 @@ impl TrainArgs {
             log_driver_calls: self.log_driver_calls,
             ..self.work.settings()
         })
+    }
+}
+
+/// The grammar of the command line, for programs that compose one.
+#[must_use]
+pub fn command() -> clap::Command {
+    <Cli as clap::CommandFactory>::command()
+}
+
+/// Whether a run could begin with these options (without the program's name), as far as they alone tell.
+///
+/// # Errors
+/// The line that the program would print.
+pub fn check(options: &[OsString]) -> std::result::Result<(), String> {
+    let program = std::iter::once(OsString::from("trainer"));
+    let cli = Cli::try_parse_from(program.chain(options.iter().cloned())).map_err(|error| one_line(&error))?;
+    let settings = cli.train.settings().map_err(|error| error.to_string())?;
+    crate::train::check(&settings).map_err(|error| error.to_string())
+}
+
+/// What clap says about a bad command line in several lines, in one.
+#[must_use]
+pub fn one_line(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let mut lines = text.lines().map(str::trim);
+    let first = lines.next().unwrap_or_default().trim_start_matches("error: ").to_owned();
+    match lines.find_map(|line| line.strip_prefix("tip: ").or_else(|| line.strip_prefix("[possible values: "))) {
+        Some(more) if text.contains("[possible values: ") => {
+            format!("{first}; write one of {}", more.trim_end_matches(']'))
+        }
+        Some(tip) => format!("{first}; {tip}"),
+        None => first,
     }
 }
 

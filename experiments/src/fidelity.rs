@@ -1,0 +1,320 @@
+//! `experiments fidelity`: how far the simulated GPU is from the real one, cell by cell of one experiment: the time of a
+//! training step, the calls in which the host was blocked, and the driver allocations of every step.
+
+mod recorded;
+
+use crate::compare::ArmFailed;
+use crate::study::figures::median;
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
+use recorded::{Call, Measured, Recorded};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::str::FromStr;
+use trainer::report::duration;
+
+/// Where the host was blocked for less than this share of a step, the calls in which it was say nothing.
+const WORTH_A_LOOK: f64 = 0.05;
+/// At least this share of the blocked time has to lie in the same calls.
+const SAME_CALLS: f64 = 0.5;
+
+#[derive(Debug, Args)]
+pub(crate) struct FidelityArgs {
+    /// Folder for the runs on both devices; runs that are there already are kept
+    #[arg(short, long, value_name = "DIR", default_value = "runs/fidelity")]
+    out: PathBuf,
+    /// GPU to run on: cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "cuda")]
+    device: String,
+    /// Profile of the simulated GPU [default: the built-in H200]
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    /// Runs recorded on a GPU (a folder with experiment.json) instead of new ones
+    #[arg(long, value_name = "DIR")]
+    measured: Option<PathBuf>,
+    /// Runs recorded on a simulated GPU instead of new ones
+    #[arg(long, value_name = "DIR")]
+    against: Option<PathBuf>,
+    /// Most by which a cell's step time may differ
+    #[arg(long, value_name = "PERCENT", default_value = "15%")]
+    tolerance: Percent,
+    /// Spec that is run
+    #[arg(long, value_name = "SPEC", default_value = "fidelity")]
+    spec: String,
+    /// Print one JSON object with the cells and their calls
+    #[arg(long)]
+    json: bool,
+}
+
+/// A share, written with a percent sign or without.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Percent(f64);
+
+impl FromStr for Percent {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text.trim_end_matches('%').trim().parse::<f64>() {
+            Ok(value) if value.is_finite() && value >= 0.0 => Ok(Self(value / 100.0)),
+            _ => Err("write a percentage that is not negative, as 15%".into()),
+        }
+    }
+}
+
+/// One cell on both devices.
+#[derive(Debug, Serialize)]
+struct Row {
+    cell: String,
+    measured_step_s: f64,
+    simulated_step_s: f64,
+    /// Simulated over measured, less one.
+    difference: f64,
+    measured_blocked_s: f64,
+    simulated_blocked_s: f64,
+    /// Share of the blocked time that lies in the same calls; absent where the host is hardly blocked on either device.
+    same_calls: Option<f64>,
+    /// Steps that both made, and how many of them made another number of driver allocations.
+    steps: u64,
+    steps_with_other_allocations: u64,
+    within: bool,
+    calls: Vec<CallRow>,
+}
+
+/// One kind of call in one cell, a step.
+#[derive(Debug, Serialize)]
+struct CallRow {
+    call: String,
+    measured: Call,
+    simulated: Call,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    tolerance: f64,
+    worst: f64,
+    within: bool,
+    cells: Vec<Row>,
+}
+
+/// Runs what is not recorded, compares, and fails where a cell is beyond the tolerance.
+pub(crate) fn fidelity(args: &FidelityArgs) -> Result<()> {
+    let simulated = args.profile.as_ref().map_or_else(|| "sim".to_owned(), |file| format!("sim:{}", file.display()));
+    if args.profile.is_some() && args.against.is_some() {
+        bail!("--profile is for new runs, and --against names recorded ones; leave one of them out");
+    }
+    let measured = folder(args, args.measured.as_deref(), &args.device, "cuda")?;
+    let against = folder(args, args.against.as_deref(), &simulated, "sim")?;
+    let report = compare(&Recorded::read(&measured)?, &Recorded::read(&against)?, args.tolerance.0)?;
+    if args.json {
+        crate::print(&serde_json::to_string_pretty(&report)?)?;
+    } else {
+        crate::print(&table(&report))?;
+    }
+    verdict(&report)
+}
+
+fn verdict(report: &Report) -> Result<()> {
+    let beyond: Vec<&Row> = report.cells.iter().filter(|row| !row.within).collect();
+    let Some(worst) = beyond.iter().max_by(|a, b| a.difference.abs().total_cmp(&b.difference.abs())) else {
+        return Ok(());
+    };
+    let text = format!(
+        "{} of {} cells are not as measured; '{}' takes {:+.1} % of its step time, {:.0} % are allowed",
+        beyond.len(),
+        report.cells.len(),
+        worst.cell,
+        100.0 * worst.difference,
+        100.0 * report.tolerance
+    );
+    Err(ArmFailed::new(1, text).into())
+}
+
+/// The folder of an experiment on one device: the recorded one, or that of a run made now.
+fn folder(args: &FidelityArgs, recorded: Option<&Path>, device: &str, name: &str) -> Result<PathBuf> {
+    if let Some(folder) = recorded {
+        return Ok(folder.to_owned());
+    }
+    let out = args.out.join(name);
+    // A process of its own, so that Ctrl-C and progress are the runner's.
+    let program = std::env::current_exe().context("cannot find this program's own file")?;
+    let mut command = Command::new(program);
+    command.args(["run", &args.spec, "--device", device, "-o"]).arg(&out).stdout(Stdio::null());
+    let status = command.status().context("cannot start the runner")?;
+    if !status.success() {
+        // A process that a signal ended has no exit code.
+        let code = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
+        return Err(ArmFailed::new(code, format!("the runs on {device} failed, as said above")).into());
+    }
+    let stem = Path::new(&args.spec).file_stem().unwrap_or_default();
+    Ok(out.join(stem))
+}
+
+fn compare(measured: &Recorded, simulated: &Recorded, tolerance: f64) -> Result<Report> {
+    let mut rows = Vec::new();
+    for (label, real) in &measured.cells {
+        let Some(other) = simulated.cells.get(label) else {
+            bail!("{} has no finished run of '{label}', {} has", simulated.name, measured.name);
+        };
+        rows.push(row(label, real, other, tolerance));
+    }
+    if let Some(label) = simulated.cells.keys().find(|label| !measured.cells.contains_key(*label)) {
+        bail!("{} has no finished run of '{label}', {} has", measured.name, simulated.name);
+    }
+    let worst = rows.iter().map(|row| row.difference.abs()).fold(0.0, f64::max);
+    Ok(Report { tolerance, worst, within: rows.iter().all(|row| row.within), cells: rows })
+}
+
+fn row(label: &str, real: &[Measured], other: &[Measured], tolerance: f64) -> Row {
+    let step = |runs: &[Measured]| median(&runs.iter().map(|run| run.step_s).collect::<Vec<f64>>());
+    let (measured, simulated) = (step(real), step(other));
+    let difference = simulated / measured - 1.0;
+    let calls = calls(real, other);
+    let blocked = |of: fn(&CallRow) -> &Call| calls.iter().map(|row| of(row).blocked_s).sum::<f64>();
+    let (measured_blocked, simulated_blocked) = (blocked(|row| &row.measured), blocked(|row| &row.simulated));
+    let worth = measured_blocked > WORTH_A_LOOK * measured || simulated_blocked > WORTH_A_LOOK * simulated;
+    let share = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { 0.0 };
+    let same_calls = worth.then(|| {
+        let both = |row: &CallRow| {
+            share(row.measured.blocked_s, measured_blocked).min(share(row.simulated.blocked_s, simulated_blocked))
+        };
+        calls.iter().map(both).sum::<f64>()
+    });
+    let (steps, differing) = steps_apart(real, other);
+    Row {
+        cell: label.to_owned(),
+        measured_step_s: measured,
+        simulated_step_s: simulated,
+        difference,
+        measured_blocked_s: measured_blocked,
+        simulated_blocked_s: simulated_blocked,
+        same_calls,
+        steps,
+        steps_with_other_allocations: differing,
+        within: difference.abs() <= tolerance && same_calls.is_none_or(|share| share >= SAME_CALLS),
+        calls,
+    }
+}
+
+/// Each kind of call that occurs, by its median over the repeats.
+fn calls(real: &[Measured], other: &[Measured]) -> Vec<CallRow> {
+    let mut names: Vec<&String> = real.iter().chain(other).flat_map(|run| run.calls.keys()).collect();
+    names.sort();
+    names.dedup();
+    let of = |runs: &[Measured], name: &str| {
+        let all: Vec<Call> = runs.iter().map(|run| run.calls.get(name).cloned().unwrap_or_default()).collect();
+        let middle = |pick: fn(&Call) -> f64| median(&all.iter().map(pick).collect::<Vec<f64>>());
+        Call {
+            count: middle(|call| call.count),
+            total_s: middle(|call| call.total_s),
+            blocked_s: middle(|call| call.blocked_s),
+        }
+    };
+    let row = |name: &String| CallRow { call: name.clone(), measured: of(real, name), simulated: of(other, name) };
+    names.into_iter().map(row).collect()
+}
+
+/// Steps that the first runs of both made, and how many of them made another number of driver allocations.
+fn steps_apart(real: &[Measured], other: &[Measured]) -> (u64, u64) {
+    let (Some(real), Some(other)) = (real.first(), other.first()) else { return (0, 0) };
+    let theirs: BTreeMap<(u64, u64), u64> = other.allocations.iter().copied().collect();
+    let both = real.allocations.iter().filter_map(|(step, count)| Some((*count, *theirs.get(step)?)));
+    both.fold((0, 0), |(steps, apart), (a, b)| (steps + 1, apart + u64::from(a != b)))
+}
+
+fn most(calls: &[CallRow], of: fn(&CallRow) -> &Call) -> String {
+    let longest = calls.iter().max_by(|a, b| of(a).blocked_s.total_cmp(&of(b).blocked_s));
+    longest.filter(|row| of(row).blocked_s > 0.0).map_or_else(|| "-".to_owned(), |row| row.call.clone())
+}
+
+fn table(report: &Report) -> String {
+    let mut table = Table::new();
+    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
+    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
+    table.set_header([
+        "cell",
+        "measured step",
+        "simulated",
+        "difference",
+        "blocked",
+        "simulated",
+        "most in",
+        "simulated",
+        "in the same calls",
+        "steps with other allocations",
+    ]);
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    // CAST: display values.
+    let time = |seconds: f64| duration((seconds * 1e9).round() as u64);
+    for row in &report.cells {
+        let texts = [
+            row.cell.clone(),
+            time(row.measured_step_s),
+            time(row.simulated_step_s),
+            format!("{:+.1} %", 100.0 * row.difference),
+            time(row.measured_blocked_s),
+            time(row.simulated_blocked_s),
+            most(&row.calls, |row| &row.measured),
+            most(&row.calls, |row| &row.simulated),
+            row.same_calls.map_or_else(|| "-".to_owned(), |share| format!("{:.0} %", 100.0 * share)),
+            format!("{} of {}", row.steps_with_other_allocations, row.steps),
+        ];
+        let cell = |text: String| {
+            let cell = Cell::new(text);
+            if row.within { cell } else { cell.add_attribute(Attribute::Bold) }
+        };
+        table.add_row(texts.map(cell));
+    }
+    let note = format!(
+        "step: a training step, median over epochs without the first and over repeats; blocked: the last epoch's, a \
+         step; in the same calls: the sum over kinds of call of the smaller share, where more than {:.0} % of a step is \
+         waiting. Allowed: {:.0} % of the step time, and at least {:.0} % in the same calls",
+        100.0 * WORTH_A_LOOK,
+        100.0 * report.tolerance,
+        100.0 * SAME_CALLS
+    );
+    format!("{table}\n{note}")
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+    use super::*;
+
+    fn run(step_us: f64, blocked_us: &[(&str, f64)]) -> Measured {
+        let call = |us: f64| Call { count: 1.0, total_s: us / 1e6, blocked_s: us / 1e6 };
+        Measured {
+            step_s: step_us / 1e6,
+            calls: blocked_us.iter().map(|(name, us)| ((*name).to_owned(), call(*us))).collect(),
+            allocations: vec![((1, 1), 5), ((1, 2), 0)],
+        }
+    }
+
+    #[test]
+    fn a_cell_is_within_when_its_time_and_its_calls_are() {
+        let real = [run(100.0, &[("mem_free", 40.0), ("kernel_launch", 10.0)])];
+        let same = row("a", &real, &real, 0.15);
+        assert!(same.within && same.difference == 0.0 && same.same_calls == Some(1.0));
+        assert_eq!((same.steps, same.steps_with_other_allocations), (2, 0));
+        let slower = row("a", &real, &[run(116.0, &[("mem_free", 40.0)])], 0.15);
+        assert!(!slower.within && (slower.difference - 0.16).abs() < 1e-9);
+        // As long, but waiting elsewhere.
+        let elsewhere = row("a", &real, &[run(100.0, &[("mem_alloc", 40.0), ("kernel_launch", 10.0)])], 0.15);
+        assert!(!elsewhere.within && (elsewhere.same_calls.unwrap() - 0.2).abs() < 1e-9, "{elsewhere:?}");
+        assert!(!row("a", &real, &[run(100.0, &[])], 0.15).within, "no waiting at all is not the same");
+        // Where nobody waits, nobody can wait in the wrong call.
+        let busy = row("a", &[run(100.0, &[("mem_free", 1.0)])], &[run(100.0, &[])], 0.15);
+        assert!(busy.within && busy.same_calls.is_none());
+    }
+
+    #[test]
+    fn percentages() {
+        assert_eq!(["15%", "15", "0 %"].map(|text| text.parse::<Percent>().unwrap().0), [0.15, 0.15, 0.0]);
+        assert!(["", "-1%", "many", "inf"].iter().all(|text| text.parse::<Percent>().is_err()));
+    }
+}

@@ -1,0 +1,119 @@
+//! Recorded runs of an experiment, cell by cell.
+
+use crate::study::figures::{read_summary, read_text, steady_epochs, step_time};
+use crate::study::record::{EXPERIMENT, RUN, RUNS, read_json};
+use anyhow::{Context, Result, bail};
+use serde::Serialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Calls of one kind, a step.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(super) struct Call {
+    pub(super) count: f64,
+    pub(super) total_s: f64,
+    pub(super) blocked_s: f64,
+}
+
+/// One run.
+#[derive(Clone, Debug)]
+pub(super) struct Measured {
+    pub(super) step_s: f64,
+    /// Calls of the last epoch, a step.
+    pub(super) calls: BTreeMap<String, Call>,
+    /// Driver allocations by epoch and step.
+    pub(super) allocations: Vec<((u64, u64), u64)>,
+}
+
+/// The finished runs of an experiment.
+#[derive(Debug)]
+pub(super) struct Recorded {
+    pub(super) name: String,
+    pub(super) cells: BTreeMap<String, Vec<Measured>>,
+}
+
+impl Recorded {
+    /// Reads an experiment's folder.
+    pub(super) fn read(folder: &Path) -> Result<Self> {
+        let name = folder.display().to_string();
+        if !folder.join(EXPERIMENT).is_file() {
+            bail!("{name} holds no {EXPERIMENT}; name the folder that `experiments run` made for the experiment");
+        }
+        let experiment = read_json(&folder.join(EXPERIMENT))?;
+        let runs = experiment["runs"].as_array().map(Vec::as_slice).unwrap_or_default();
+        let axes = axes(runs);
+        let mut cells: BTreeMap<String, Vec<Measured>> = BTreeMap::new();
+        for run in runs {
+            let id = run["id"].as_str().unwrap_or_default();
+            let run_folder = folder.join(RUNS).join(id);
+            if !run_folder.is_dir() || read_json(&run_folder.join(RUN))?["status"] != "done" {
+                continue;
+            }
+            let label = axes.iter().map(|axis| text(&run["options"][axis])).collect::<Vec<String>>().join(" ");
+            cells.entry(label).or_default().push(measured(&run_folder)?);
+        }
+        if cells.is_empty() {
+            bail!("{name} holds no finished run");
+        }
+        Ok(Self { name, cells })
+    }
+}
+
+/// Options that differ between runs, sorted.
+fn axes(runs: &[Value]) -> Vec<String> {
+    let mut values: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for run in runs {
+        for (name, value) in run["options"].as_object().into_iter().flatten() {
+            values.entry(name).or_default().push(text(value));
+        }
+    }
+    let differs = |values: &Vec<String>| values.iter().any(|value| *value != values[0]);
+    values.into_iter().filter(|(_, values)| differs(values)).map(|(name, _)| name.to_owned()).collect()
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+fn measured(folder: &Path) -> Result<Measured> {
+    let summary = read_summary(folder)?;
+    let here = || format!("{}: the summary holds no finished epoch", folder.display());
+    let last = steady_epochs(&summary).last().with_context(here)?;
+    let steps = last["steps"].as_f64().filter(|steps| *steps > 0.0).with_context(here)?;
+    let calls = last["driver_calls"].as_object().into_iter().flatten().map(|(name, totals)| {
+        let of = |key: &str| totals[key].as_f64().unwrap_or(0.0) / steps;
+        let call = Call { count: of("count"), total_s: of("total_ns") / 1e9, blocked_s: of("blocked_ns") / 1e9 };
+        (name.clone(), call)
+    });
+    Ok(Measured {
+        step_s: step_time(&summary).with_context(here)?,
+        calls: calls.filter(|(_, call)| call.count > 0.0).collect(),
+        allocations: allocations(folder)?,
+    })
+}
+
+/// Driver allocations of every step; none where the table of steps was not kept.
+fn allocations(folder: &Path) -> Result<Vec<((u64, u64), u64)>> {
+    if !["steps.csv", "steps.csv.gz"].iter().any(|name| folder.join(name).is_file()) {
+        return Ok(Vec::new());
+    }
+    let text = read_text(folder, "steps.csv")?;
+    let mut lines = text.lines();
+    let header: Vec<&str> = lines.next().unwrap_or_default().split(',').collect();
+    let column = |name: &str| {
+        let at = header.iter().position(|column| *column == name);
+        at.with_context(|| format!("{}: the table of steps has no column {name}", folder.display()))
+    };
+    let columns = [column("epoch")?, column("step")?, column("driver_allocations")?];
+    let mut out = Vec::new();
+    for (number, line) in lines.enumerate() {
+        let cells: Vec<&str> = line.split(',').collect();
+        let [epoch, step, count] = columns.map(|at| cells.get(at).and_then(|cell| cell.parse::<u64>().ok()));
+        let (Some(epoch), Some(step), Some(count)) = (epoch, step, count) else {
+            bail!("{}: line {} of the table of steps cannot be read", folder.display(), number + 2);
+        };
+        out.push(((epoch, step), count));
+    }
+    Ok(out)
+}

@@ -1,0 +1,20 @@
+//! `experiments run` and `experiments list`: experiments that are written down as specs.
+//!
+//! A spec is a question and the runs that answer it: programs and options, crossed and repeated. Each run is a process
+//! of its own (a CUDA context and the allocators' caches belong to a process), in an order that the spec's seed gives.
+//! A run's folder appears whole, so whoever is killed goes on where it was, and shards merge by lying together.
+
+mod execute;
+pub(crate) mod figures;
+mod list;
+mod noise;
+mod options;
+pub(crate) mod plan;
+mod programs;
+pub(crate) mod record;
+mod report;
+pub(crate) mod run;
+pub(crate) mod spec;
+
+pub(crate) use list::{ListArgs, list};
+pub(crate) use run::{RunArgs, run};

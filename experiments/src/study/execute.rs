@@ -1,0 +1,258 @@
+//! One run: a process, and a folder that appears whole.
+
+use super::plan::Run;
+use super::programs::{CommandLine, Device, Places, RECORD, command_line};
+use super::record::{
+    Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, now, remove, without_folders, write_json,
+};
+use anyhow::{Context, Result};
+use serde_json::Value;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+/// What a program prints, where that is its result.
+const RESULT: &str = "result.json";
+/// How often a running process is looked at.
+const POLL: Duration = Duration::from_millis(5);
+
+/// What all runs of an experiment share.
+#[derive(Debug)]
+pub(crate) struct Experiment<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) sha256: &'a str,
+    pub(crate) keep: &'a [String],
+    /// `DIR/<name>`, absolute.
+    pub(crate) folder: &'a Path,
+    pub(crate) device: &'a Device,
+    pub(crate) places: &'a Places,
+    pub(crate) stop: &'a AtomicBool,
+}
+
+/// Ctrl-C.
+#[derive(Debug, thiserror::Error)]
+#[error("interrupted")]
+pub(crate) struct Interrupted;
+
+/// A finished process.
+struct Ended {
+    status: ExitStatus,
+    wall: Duration,
+    /// The last thing it said on stderr.
+    said: Option<String>,
+}
+
+impl Experiment<'_> {
+    /// Where a run's record lies when it is whole.
+    pub(crate) fn run_folder(&self, run: &Run) -> PathBuf {
+        self.folder.join(RUNS).join(&run.id)
+    }
+
+    fn part(&self, run: &Run) -> PathBuf {
+        self.folder.join(RUNS).join(format!(".{}.part", run.id))
+    }
+
+    /// Runs it and leaves its folder; how it went, and why it failed.
+    pub(crate) fn run(&self, run: &Run, start: Option<&str>) -> Result<(RunStatus, Option<String>)> {
+        let part = self.fresh(run)?;
+        let line = command_line(run, self.device, self.places, start)?;
+        let (machine, started_at) = (Machine::now(), now());
+        let outcome = self.process(&line, &part);
+        if self.stop.load(SeqCst) {
+            remove(&part)?;
+            return Err(Interrupted.into());
+        }
+        let ended = outcome?;
+        let error = (!ended.status.success()).then(|| {
+            let how = format!("{} ended with {}", run.program.name(), ended.status);
+            ended.said.map_or_else(|| format!("{how} and said nothing"), |said| self.plain(&said))
+        });
+        let status = if error.is_none() { RunStatus::Done } else { RunStatus::Failed };
+        let files = self.collect(&part, &line)?;
+        let error = match (error, status) {
+            (None, RunStatus::Done) if files.is_empty() => Some("it left no result".to_owned()),
+            (error, _) => error,
+        };
+        let status = if error.is_some() { RunStatus::Failed } else { status };
+        let record = RunRecord {
+            command: line.shown,
+            started_at,
+            wall_s: ended.wall.as_secs_f64(),
+            exit_code: ended.status.code(),
+            error: error.clone(),
+            files,
+            ..self.record(run, status, machine)
+        };
+        self.publish(run, &part, &record)?;
+        Ok((status, error))
+    }
+
+    /// Leaves the folder of a run that cannot be done here.
+    pub(crate) fn skip(&self, run: &Run, reason: &str) -> Result<()> {
+        let part = self.fresh(run)?;
+        let reason = self.plain(reason);
+        let record = RunRecord { error: Some(reason), ..self.record(run, RunStatus::Skipped, Machine::now()) };
+        self.publish(run, &part, &record)
+    }
+
+    /// Runs it and forgets it.
+    pub(crate) fn warm_up(&self, run: &Run, start: Option<&str>) -> Result<()> {
+        let part = self.fresh(run)?;
+        let ended = command_line(run, self.device, self.places, start).and_then(|line| self.process(&line, &part));
+        remove(&part)?;
+        if self.stop.load(SeqCst) {
+            return Err(Interrupted.into());
+        }
+        // A run that fails will fail again, and then it is recorded.
+        ended.map(|_| ())
+    }
+
+    /// Writes the file with the trainer's weights and batches, if it is not there; how it failed.
+    pub(crate) fn make_start(&self, name: &str, arguments: &[String]) -> Result<Option<String>> {
+        let folder = self.folder.join("start");
+        if self.folder.join(name).is_file() {
+            return Ok(None);
+        }
+        std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let own = std::env::current_exe().context("cannot find this program's own file")?;
+        let line = CommandLine {
+            program: own.into(),
+            arguments: arguments.iter().map(Into::into).collect(),
+            shown: Vec::new(),
+            folder: Some(self.folder.to_owned()),
+            prints: false,
+        };
+        let ended = self.process(&line, &folder)?;
+        if self.stop.load(SeqCst) {
+            return Err(Interrupted.into());
+        }
+        Ok((!ended.status.success()).then(|| ended.said.unwrap_or_else(|| "the start file was not written".into())))
+    }
+
+    fn record<'a>(&'a self, run: &'a Run, status: RunStatus, machine: Machine) -> RunRecord<'a> {
+        RunRecord {
+            schema_version: SCHEMA_VERSION,
+            experiment: self.name,
+            spec_sha256: self.sha256,
+            id: &run.id,
+            cell: run.cell,
+            arm: &run.arm,
+            program: run.program,
+            options: run.options.clone(),
+            device: &self.device.shown,
+            repeat: run.repeat,
+            position: run.position,
+            command: Vec::new(),
+            started_at: now(),
+            wall_s: 0.0,
+            status,
+            exit_code: None,
+            error: None,
+            machine,
+            files: Vec::new(),
+        }
+    }
+
+    /// An empty folder to work in; one that a killed runner left behind goes.
+    fn fresh(&self, run: &Run) -> Result<PathBuf> {
+        let part = self.part(run);
+        remove(&part)?;
+        std::fs::create_dir_all(&part).with_context(|| format!("cannot make {}", part.display()))?;
+        Ok(part)
+    }
+
+    fn publish(&self, run: &Run, part: &Path, record: &RunRecord<'_>) -> Result<()> {
+        write_json(&part.join(RUN), record)?;
+        let folder = self.run_folder(run);
+        // One that failed or was skipped before makes room.
+        remove(&folder)?;
+        std::fs::rename(part, &folder).with_context(|| format!("cannot make {}", folder.display()))
+    }
+
+    /// Starts a process and waits for it; Ctrl-C ends it.
+    fn process(&self, line: &CommandLine, part: &Path) -> Result<Ended> {
+        let (out, err) = (part.join(RESULT), part.join("stderr.txt"));
+        let file = |path: &Path| File::create(path).with_context(|| format!("cannot write {}", path.display()));
+        let mut command = Command::new(&line.program);
+        command.args(&line.arguments).current_dir(line.folder.as_deref().unwrap_or(part));
+        command.stdin(Stdio::null()).stderr(file(&err)?);
+        command.stdout(if line.prints { Stdio::from(file(&out)?) } else { Stdio::null() });
+        if let Some(folder) = &self.places.data_dir {
+            command.env("MNIST_DIR", folder);
+        }
+        let started = Instant::now();
+        let mut child =
+            command.spawn().with_context(|| format!("cannot start {}", Path::new(&line.program).display()))?;
+        let status = loop {
+            if self.stop.load(SeqCst) {
+                // Both fail only when it has ended by itself.
+                let _ = child.kill();
+            }
+            match child.try_wait().context("cannot wait for a run")? {
+                Some(status) => break status,
+                None => std::thread::sleep(POLL),
+            }
+        };
+        let wall = started.elapsed();
+        let text = std::fs::read(&err).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+        // Whether it could be removed shows in the folder only.
+        let _ = std::fs::remove_file(&err);
+        let last = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
+        let said = text.lines().rev().find_map(|line| line.strip_prefix("error: ")).or(last).map(str::to_owned);
+        Ok(Ended { status, wall, said })
+    }
+
+    /// Puts what is kept of the record beside `run.json`; the names of the files.
+    fn collect(&self, part: &Path, line: &CommandLine) -> Result<Vec<String>> {
+        let folders = self.folders(part);
+        let mut files = Vec::new();
+        let record = part.join(RECORD);
+        let kept: Vec<(PathBuf, PathBuf)> = if line.prints {
+            vec![(part.join(RESULT), part.join(RESULT))]
+        } else {
+            self.keep.iter().map(|name| (record.join(name), part.join(name))).collect()
+        };
+        for (from, to) in kept.iter().filter(|(from, _)| std::fs::metadata(from).is_ok_and(|file| file.len() > 0)) {
+            std::fs::rename(from, to).with_context(|| format!("cannot move {}", from.display()))?;
+            if to.ends_with("summary.json") || to.ends_with(RESULT) {
+                let text = std::fs::read_to_string(to).with_context(|| format!("cannot read {}", to.display()))?;
+                if let Ok(mut value) = serde_json::from_str::<Value>(&text) {
+                    without_folders(&mut value, &folders);
+                    write_json(to, &value)?;
+                }
+            }
+            let name = compress(to)?.file_name().map(|name| name.to_string_lossy().into_owned());
+            files.extend(name);
+        }
+        remove(&record)?;
+        for left in [part.join(RESULT)].iter().filter(|left| !files.iter().any(|name| left.ends_with(name))) {
+            // It was never filled; it may be compressed or not there.
+            let _ = std::fs::remove_file(left);
+        }
+        Ok(files)
+    }
+
+    /// Folders of this machine that a record should not name, the longest first.
+    fn folders(&self, part: &Path) -> Vec<PathBuf> {
+        let mut folders = vec![part.to_owned(), self.folder.to_owned(), self.places.histories.clone()];
+        folders.extend(self.places.data_dir.clone());
+        folders.extend(self.places.baseline.as_ref().and_then(|file| Some(file.parent()?.to_owned())));
+        let profile = self.device.argument.split_once(':').map(|(_, path)| PathBuf::from(path));
+        folders.extend(profile.and_then(|file| file.parent().map(Path::to_owned)));
+        folders.extend(std::env::current_exe().ok().and_then(|file| Some(file.parent()?.to_owned())));
+        folders.extend(std::env::current_dir());
+        for variable in ["GPU_ALLOCATORS_CACHE", "XDG_CACHE_HOME", "HOME"] {
+            folders.extend(std::env::var_os(variable).map(PathBuf::from));
+        }
+        folders.sort_by_key(|folder| std::cmp::Reverse(folder.as_os_str().len()));
+        folders
+    }
+
+    fn plain(&self, text: &str) -> String {
+        let mut value = Value::String(text.to_owned());
+        without_folders(&mut value, &self.folders(self.folder));
+        value.as_str().unwrap_or_default().to_owned()
+    }
+}

@@ -1,0 +1,170 @@
+//! The main figures of a run, read from its files. All runners and comparisons take them from here, so that one name
+//! means one thing.
+
+use anyhow::{Context, Result};
+use flate2::read::GzDecoder;
+use serde_json::Value;
+use std::io::Read;
+use std::path::Path;
+
+/// What a run's main figure is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Measure {
+    /// Seconds a training step.
+    StepTime,
+    /// Seconds of simulated time for a whole history.
+    SimulatedTime,
+    /// Seconds of host time for an operation of a history or of a benchmark.
+    OperationTime,
+    /// Bytes of the smallest device.
+    Capacity,
+}
+
+impl Measure {
+    /// Title of its column.
+    pub(crate) fn title(self) -> &'static str {
+        match self {
+            Self::StepTime => "step",
+            Self::SimulatedTime => "simulated",
+            Self::OperationTime => "operation",
+            Self::Capacity => "capacity",
+        }
+    }
+}
+
+/// Main figures of a run; what its program does not tell is absent.
+#[derive(Clone, Debug, serde::Serialize)]
+pub(crate) struct Figures {
+    pub(crate) measure: Measure,
+    pub(crate) value: f64,
+    /// Seconds that the host was blocked, a step.
+    pub(crate) blocked_s: Option<f64>,
+    /// Driver calls a step; of a history: in all.
+    pub(crate) driver_calls: Option<f64>,
+    pub(crate) peak_reserved_bytes: Option<f64>,
+    /// Peak of active over peak of reserved.
+    pub(crate) utilisation: Option<f64>,
+    pub(crate) train_loss: Option<f64>,
+}
+
+/// Reads a file of a record, also where it was compressed.
+pub(crate) fn read_text(folder: &Path, name: &str) -> Result<String> {
+    let (plain, packed) = (folder.join(name), folder.join(format!("{name}.gz")));
+    let fails = || format!("cannot read {}", plain.display());
+    if !packed.is_file() {
+        return std::fs::read_to_string(&plain).with_context(fails);
+    }
+    let bytes = std::fs::read(&packed).with_context(fails)?;
+    let mut text = String::new();
+    GzDecoder::new(bytes.as_slice()).read_to_string(&mut text).with_context(fails)?;
+    Ok(text)
+}
+
+/// The summary of a trainer's run.
+pub(crate) fn read_summary(folder: &Path) -> Result<Value> {
+    let text = read_text(folder, "summary.json")?;
+    let summary: Value = serde_json::from_str(&text)
+        .with_context(|| format!("{} is not JSON", folder.join("summary.json").display()))?;
+    let version = &summary["schema_version"];
+    if version.as_u64() != Some(u64::from(trainer::record::SCHEMA_VERSION)) {
+        anyhow::bail!(
+            "{} has schema version {version}, this program reads {}",
+            folder.join("summary.json").display(),
+            trainer::record::SCHEMA_VERSION
+        );
+    }
+    Ok(summary)
+}
+
+/// Epochs that stand for the steady state: all but the first, which holds the warm-up, unless there is no other.
+pub(crate) fn steady_epochs(summary: &Value) -> &[Value] {
+    let epochs = summary["epochs"].as_array().map(Vec::as_slice).unwrap_or_default();
+    if epochs.len() > 1 { &epochs[1..] } else { epochs }
+}
+
+/// Seconds a step in one epoch: its training alone, or with its validation where a record does not tell them apart.
+fn step_s(epoch: &Value) -> Option<f64> {
+    let time = epoch["train_s"].as_f64().or_else(|| epoch["wall_s"].as_f64())?;
+    let steps = epoch["steps"].as_f64().filter(|steps| *steps > 0.0)?;
+    Some(time / steps)
+}
+
+/// Seconds a training step: the median over the steady epochs.
+pub(crate) fn step_time(summary: &Value) -> Option<f64> {
+    let times: Vec<f64> = steady_epochs(summary).iter().filter_map(step_s).collect();
+    (!times.is_empty()).then(|| median(&times))
+}
+
+/// Kinds of driver calls in the last epoch with the seconds that they blocked the host, a step.
+pub(crate) fn blocked_by_call(summary: &Value) -> Vec<(String, f64)> {
+    let Some(last) = steady_epochs(summary).last() else { return Vec::new() };
+    let steps = last["steps"].as_f64().unwrap_or(f64::NAN);
+    let calls = last["driver_calls"].as_object().into_iter().flatten();
+    let blocked = calls.filter_map(|(name, totals)| Some((name.clone(), totals["blocked_ns"].as_f64()?)));
+    blocked.filter(|(_, ns)| *ns > 0.0).map(|(name, ns)| (name, ns / 1e9 / steps)).collect()
+}
+
+fn of_summary(summary: &Value) -> Option<Figures> {
+    let last = steady_epochs(summary).last()?;
+    let steps = last["steps"].as_f64()?;
+    let calls = last["driver_calls"].as_object();
+    let count = |calls: &serde_json::Map<String, Value>| {
+        calls.values().filter_map(|totals| totals["count"].as_f64()).sum::<f64>() / steps
+    };
+    let stat = |name: &str| summary["allocator_stats"][format!("{name}.all.peak")].as_f64();
+    let (active, reserved) = (stat("active_bytes"), stat("reserved_bytes"));
+    Some(Figures {
+        measure: Measure::StepTime,
+        value: step_time(summary)?,
+        blocked_s: calls.map(|_| blocked_by_call(summary).iter().map(|(_, seconds)| seconds).sum()),
+        driver_calls: calls.map(count),
+        peak_reserved_bytes: reserved,
+        utilisation: active.zip(reserved).filter(|(_, reserved)| *reserved > 0.0).map(|(a, r)| a / r),
+        train_loss: last["train_loss"].as_f64(),
+    })
+}
+
+/// Of what `replay`, `capacity` and `bench` print: their first row.
+fn of_result(result: &Value) -> Option<Figures> {
+    let row = result.get(0).or_else(|| result["rows"].get(0))?;
+    let (measure, value) = if let Some(bytes) = row["capacity_bytes"].as_f64() {
+        (Measure::Capacity, bytes)
+    } else if let Some(seconds) = row["simulated_s"].as_f64() {
+        (Measure::SimulatedTime, seconds)
+    } else {
+        let ns = row["host_ns_per_op"].as_f64().or_else(|| row["median"].as_f64())?;
+        (Measure::OperationTime, ns / 1e9)
+    };
+    let calls = row["driver_calls"].as_object();
+    Some(Figures {
+        measure,
+        value,
+        blocked_s: None,
+        driver_calls: calls.map(|calls| calls.values().filter_map(Value::as_f64).sum()),
+        peak_reserved_bytes: row["peak_reserved_bytes"].as_f64(),
+        utilisation: row["utilisation"].as_f64(),
+        train_loss: None,
+    })
+}
+
+/// The figures of a run's folder; `None` where it holds none, as a run that ended before its first epoch.
+pub(crate) fn of_folder(folder: &Path) -> Result<Option<Figures>> {
+    if folder.join("summary.json").is_file() {
+        return Ok(of_summary(&read_summary(folder)?));
+    }
+    if !folder.join("result.json").is_file() && !folder.join("result.json.gz").is_file() {
+        return Ok(None);
+    }
+    let text = read_text(folder, "result.json")?;
+    let value =
+        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", folder.join("result.json").display()))?;
+    Ok(of_result(&value))
+}
+
+/// The middle value, of two the upper; not a number where there is none.
+pub(crate) fn median(values: &[f64]) -> f64 {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}

@@ -1,0 +1,73 @@
+//! `experiments list`: the specs that are there.
+
+use super::plan::plan;
+use super::spec::{self, DeviceKind, Source};
+use anyhow::Result;
+use clap::Args;
+use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, presets};
+use serde::Serialize;
+use std::path::PathBuf;
+
+#[derive(Debug, Args)]
+pub(crate) struct ListArgs {
+    /// Folder of the specs [default: experiments/specs]
+    #[arg(long, value_name = "DIR")]
+    specs: Option<PathBuf>,
+    /// Print one JSON array with an object for each spec
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Row {
+    name: String,
+    question: String,
+    devices: Vec<DeviceKind>,
+    programs: Vec<&'static str>,
+    repeats: u32,
+    /// Runs on a GPU; absent where the spec is not for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    runs_cuda: Option<usize>,
+    /// Runs on the simulated GPU; absent where the spec is not for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    runs_sim: Option<usize>,
+}
+
+/// Prints the specs with their questions and numbers of runs.
+pub(crate) fn list(args: &ListArgs) -> Result<()> {
+    let folder = spec::folder(args.specs.as_deref())?;
+    let mut rows = Vec::new();
+    for name in spec::names(&folder)? {
+        let source = Source::read(&folder.join(format!("{name}.toml")))?;
+        let runs =
+            |kind| source.spec.devices.contains(&kind).then(|| plan(&source, kind).map(|runs| runs.len())).transpose();
+        let arms = [DeviceKind::Cuda, DeviceKind::Sim].map(|kind| source.spec.arms_on(kind)).concat();
+        let mut programs: Vec<&str> = arms.iter().map(|arm| arm.program.name()).collect();
+        programs.sort_unstable();
+        programs.dedup();
+        rows.push(Row {
+            runs_cuda: runs(DeviceKind::Cuda)?,
+            runs_sim: runs(DeviceKind::Sim)?,
+            name,
+            question: source.spec.question.clone(),
+            devices: source.spec.devices.clone(),
+            programs,
+            repeats: source.spec.repeats,
+        });
+    }
+    if args.json {
+        return crate::print(&serde_json::to_string_pretty(&rows)?);
+    }
+    let mut table = Table::new();
+    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
+    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
+    table.set_header(["spec", "runs on cuda", "runs on sim", "question"]);
+    for column in table.column_iter_mut().skip(1).take(2) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    let or_dash = |count: Option<usize>| count.map_or_else(|| "-".to_owned(), |count| count.to_string());
+    for row in &rows {
+        table.add_row([row.name.clone(), or_dash(row.runs_cuda), or_dash(row.runs_sim), row.question.clone()]);
+    }
+    crate::print(&table.to_string())
+}

@@ -1,0 +1,340 @@
+//! The programs that arms run: their command lines, and what can be said about options before anything runs.
+
+use super::plan::{self, Run};
+use super::spec::{DeviceKind, Program, Setting, Source};
+use anyhow::{Context, Result, bail};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::str::FromStr;
+
+/// Name of the PyTorch program in the folder of the baselines.
+const PYTORCH: &str = "mlp.py";
+/// Its options, as `--help` of the program has them; none is a switch.
+const PYTORCH_OPTIONS: [&str; 17] = [
+    "mode",
+    "compile-mode",
+    "dataset",
+    "hidden",
+    "layers",
+    "batch",
+    "epochs",
+    "steps",
+    "lr",
+    "seed",
+    "init",
+    "loader",
+    "workers",
+    "pin",
+    "sync",
+    "warm-up",
+    "step-memory",
+];
+/// Options that the runner sets itself.
+const RESERVED: [&str; 8] = ["out", "json", "device", "start", "save-start", "data-dir", "help", "version"];
+/// Where a program writes its record, in the folder in which it runs.
+pub(crate) const RECORD: &str = "record";
+
+/// The device of an experiment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Device {
+    pub(crate) kind: DeviceKind,
+    /// As programs take it.
+    pub(crate) argument: String,
+    /// As records name it: without folders.
+    pub(crate) shown: String,
+}
+
+impl FromStr for Device {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let make = |kind, argument: String, shown| Ok(Self { kind, argument, shown });
+        match text.split_once(':') {
+            None if text == "cuda" => make(DeviceKind::Cuda, text.into(), text.into()),
+            None if text == "sim" => make(DeviceKind::Sim, text.into(), text.into()),
+            Some(("cuda", number)) if number.parse::<u32>().is_ok() => make(DeviceKind::Cuda, text.into(), text.into()),
+            Some(("sim", path)) if !path.is_empty() => {
+                let path = std::path::absolute(path).map_err(|error| format!("{path}: {error}"))?;
+                let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+                make(DeviceKind::Sim, format!("sim:{}", path.display()), format!("sim:{name}"))
+            }
+            _ => Err(format!("'{text}' is no device: write cuda, cuda:N, sim or sim:PROFILE.json")),
+        }
+    }
+}
+
+/// Where the things lie that runs read.
+#[derive(Clone, Debug)]
+pub(crate) struct Places {
+    pub(crate) histories: PathBuf,
+    pub(crate) data_dir: Option<PathBuf>,
+    pub(crate) python: OsString,
+    /// The PyTorch program, if it is there.
+    pub(crate) baseline: Option<PathBuf>,
+}
+
+impl Places {
+    /// The named ones, else those of the environment, else those of the sources.
+    pub(crate) fn new(histories: Option<&Path>, data_dir: Option<&Path>) -> Result<Self> {
+        let absolute = |path: &Path| {
+            std::path::absolute(path).with_context(|| format!("{} is no path that can be used", path.display()))
+        };
+        let data_dir = data_dir.map(absolute).transpose()?;
+        if let Some(folder) = data_dir.as_ref().filter(|folder| !folder.is_dir()) {
+            bail!("{} is no folder; --data-dir takes that of MNIST's four files", folder.display());
+        }
+        let data_dir = data_dir.or_else(|| std::env::var_os("MNIST_DIR").map(PathBuf::from));
+        let own = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let first = |name: &str| {
+            let places = [Path::new("experiments").join(name), own.join(name)];
+            places.into_iter().find(|place| place.exists())
+        };
+        let histories = histories.map(Path::to_owned).or_else(|| first("histories"));
+        Ok(Self {
+            histories: absolute(&histories.unwrap_or_else(|| Path::new("experiments").join("histories")))?,
+            data_dir: data_dir.as_deref().map(absolute).transpose()?,
+            python: std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into()),
+            baseline: first(&format!("baselines/{PYTORCH}")).as_deref().map(absolute).transpose()?,
+        })
+    }
+}
+
+/// A process to start.
+#[derive(Clone, Debug)]
+pub(crate) struct CommandLine {
+    pub(crate) program: OsString,
+    pub(crate) arguments: Vec<OsString>,
+    /// The same for readers, without folders of this machine.
+    pub(crate) shown: Vec<String>,
+    /// Where it must be started, if not in the folder of the run.
+    pub(crate) folder: Option<PathBuf>,
+    /// Whether its result is what it prints, instead of files under [`RECORD`].
+    pub(crate) prints: bool,
+}
+
+/// An option with its value, as it stands on a command line.
+fn argument(program: Program, name: &str, value: &super::options::OptionValue) -> Option<String> {
+    use super::options::OptionValue::Switch;
+    match (value, is_switch(program, name)) {
+        (Switch(on), Some(true)) => on.then(|| format!("--{name}")),
+        _ => Some(format!("--{name}={value}")),
+    }
+}
+
+/// Whether an option is one without a value; `None` if the program has no such option.
+fn is_switch(program: Program, name: &str) -> Option<bool> {
+    if program == Program::Pytorch {
+        return PYTORCH_OPTIONS.contains(&name).then_some(false);
+    }
+    let whole = if program == Program::Trainer { trainer::cli::command() } else { crate::command() };
+    let command = match program {
+        Program::Trainer => &whole,
+        program => whole.find_subcommand(program.name())?,
+    };
+    let found = command.get_arguments().find(|argument| argument.get_long() == Some(name))?;
+    Some(matches!(found.get_action(), clap::ArgAction::SetTrue))
+}
+
+/// Whether a program takes recorded histories.
+fn takes_history(program: Program) -> bool {
+    matches!(program, Program::Replay | Program::Capacity)
+}
+
+/// The options of a run as arguments, its history first.
+fn arguments(run: &Run) -> Vec<String> {
+    let mut out = Vec::new();
+    for (name, value) in &run.options {
+        if takes_history(run.program) && name == "history" {
+            out.insert(0, value.to_string());
+        } else {
+            out.extend(argument(run.program, name, value));
+        }
+    }
+    out
+}
+
+/// How a run is started. `start` is the file with the trainer's weights and batches.
+pub(crate) fn command_line(run: &Run, device: &Device, places: &Places, start: Option<&str>) -> Result<CommandLine> {
+    let own = || std::env::current_exe().context("cannot find this program's own file");
+    let options = arguments(run);
+    let mut line =
+        CommandLine { program: OsString::new(), arguments: Vec::new(), shown: Vec::new(), folder: None, prints: false };
+    let push = |line: &mut CommandLine, text: &str, shown: &str| {
+        line.arguments.push(text.into());
+        line.shown.push(shown.into());
+    };
+    match run.program {
+        Program::Trainer => {
+            line.program = own()?.into();
+            line.shown.push("experiments".into());
+            push(&mut line, "trainer", "trainer");
+            options.iter().for_each(|option| push(&mut line, option, option));
+            push(&mut line, &format!("--device={}", device.argument), &format!("--device={}", device.shown));
+            push(&mut line, &format!("--out={RECORD}"), &format!("--out={RECORD}"));
+        }
+        Program::Pytorch => {
+            let file = places.baseline.as_ref().context("experiments/baselines/mlp.py is not here")?;
+            line.program.clone_from(&places.python);
+            line.shown.push("python3".into());
+            push(&mut line, &file.to_string_lossy(), "experiments/baselines/mlp.py");
+            options.iter().for_each(|option| push(&mut line, option, option));
+            if let Some(start) = start {
+                // From the folder of the run, which lies two below that of the experiment.
+                let start = format!("--start=../../{start}");
+                push(&mut line, &start, &start);
+            }
+            let device = if device.kind == DeviceKind::Cuda { device.argument.as_str() } else { "cpu" };
+            push(&mut line, &format!("--device={device}"), &format!("--device={device}"));
+            push(&mut line, &format!("--out={RECORD}"), &format!("--out={RECORD}"));
+        }
+        Program::Replay | Program::Capacity | Program::Bench => {
+            line.program = own()?.into();
+            line.shown.push("experiments".into());
+            push(&mut line, run.program.name(), run.program.name());
+            options.iter().for_each(|option| push(&mut line, option, option));
+            let null = run.program == Program::Bench && device.kind == DeviceKind::Sim;
+            let (argument, shown) =
+                if null { ("null", "null") } else { (device.argument.as_str(), device.shown.as_str()) };
+            push(&mut line, &format!("--device={argument}"), &format!("--device={shown}"));
+            push(&mut line, "--json", "--json");
+            line.prints = true;
+            line.folder = takes_history(run.program).then(|| places.histories.clone());
+        }
+    }
+    Ok(line)
+}
+
+/// How the file with the trainer's weights and batches is made, and its name: runs that agree in what decides them
+/// share one.
+pub(crate) fn start_file(run: &Run) -> (String, Vec<String>) {
+    const DECIDES: [&str; 8] = ["dataset", "hidden", "layers", "batch", "epochs", "steps", "seed", "init"];
+    let chosen: Vec<&(String, super::options::OptionValue)> =
+        run.options.iter().filter(|(name, _)| DECIDES.contains(&name.as_str())).collect();
+    let name = chosen.iter().map(|(name, value)| format!("{name}-{value}")).collect::<Vec<String>>().join("_");
+    let name = format!("start/{}.safetensors", if name.is_empty() { "default".to_owned() } else { name });
+    let mut arguments = vec!["trainer".to_owned(), "start".to_owned(), format!("-o={name}")];
+    arguments.extend(chosen.iter().map(|(name, value)| format!("--{name}={value}")));
+    (name, arguments)
+}
+
+/// Checks every option of a spec as its program would, on a kind of device, and that histories are there.
+pub(crate) fn check(source: &Source, kind: DeviceKind, histories: Option<&Path>) -> Result<()> {
+    for arm in source.spec.arms_on(kind) {
+        for setting in source.settings(&arm, kind)? {
+            check_setting(source, arm.program, &setting, histories)?;
+        }
+    }
+    // What options mean together: one message for the first cell at fault.
+    let runs = plan::plan(source, kind)?;
+    for run in runs.iter().filter(|run| run.repeat == 0) {
+        if takes_history(run.program) && run.option("history").is_none() {
+            return Err(source.at_key("program", format!("{} needs the option 'history'", run.program.name())));
+        }
+        if run.program == Program::Capacity && kind == DeviceKind::Cuda {
+            return Err(source.at_key("program", "capacity searches on the simulated GPU; devices = [\"sim\"]"));
+        }
+        if let Err(message) = parse(run.program, &arguments(run)) {
+            return Err(source.at(0, format!("{}: {message}", run.label(true))));
+        }
+    }
+    Ok(())
+}
+
+fn check_setting(source: &Source, program: Program, setting: &Setting, histories: Option<&Path>) -> Result<()> {
+    let name = setting.name.as_str();
+    let here = |message: String| Err(source.at(setting.offset, message));
+    if takes_history(program) && name == "history" {
+        let folder = histories.unwrap_or(Path::new(""));
+        for value in &setting.values {
+            if histories.is_some() && !folder.join(value.to_string()).is_file() {
+                let folder = folder.display();
+                return here(format!("{value} is not in {folder}; name the folder of the histories with --histories"));
+            }
+        }
+        return Ok(());
+    }
+    if RESERVED.contains(&name) {
+        return here(format!("the runner sets --{name} itself; leave it out"));
+    }
+    if program == Program::Pytorch {
+        return match is_switch(program, name) {
+            Some(_) => Ok(()),
+            None => here(format!("--{name} is no option of pytorch; there are {}", PYTORCH_OPTIONS.join(", "))),
+        };
+    }
+    for value in &setting.values {
+        let text = argument(program, name, value);
+        if is_switch(program, name) == Some(true) && !matches!(value, super::options::OptionValue::Switch(_)) {
+            return here(format!("--{name} takes no value; write {name} = true"));
+        }
+        let mut line: Vec<String> = takes_history(program).then(|| "FILE".to_owned()).into_iter().collect();
+        line.extend(text);
+        if let Err(message) = parse(program, &line) {
+            // What an option lacks beside itself shows when all are there.
+            if message.contains("which is not given") {
+                continue;
+            }
+            return here(message);
+        }
+    }
+    Ok(())
+}
+
+/// What the program says about its options.
+fn parse(program: Program, options: &[String]) -> std::result::Result<(), String> {
+    match program {
+        Program::Trainer => trainer::cli::check(&options.iter().map(OsString::from).collect::<Vec<OsString>>()),
+        Program::Pytorch => Ok(()),
+        program => {
+            let line = ["experiments", program.name()].into_iter().chain(options.iter().map(String::as_str));
+            crate::command().try_get_matches_from(line).map(|_| ()).map_err(|error| trainer::cli::one_line(&error))
+        }
+    }
+}
+
+/// Why the PyTorch arms cannot run here, if they cannot.
+pub(crate) fn pytorch_missing(places: &Places, kind: DeviceKind) -> Option<String> {
+    if places.baseline.is_none() {
+        return Some(format!("experiments/baselines/{PYTORCH} is not here"));
+    }
+    let python = places.python.to_string_lossy().into_owned();
+    let probe = "import sys\ntry:\n import torch\nexcept ImportError:\n sys.exit(3)\n\
+                 sys.exit(0 if torch.cuda.is_available() else 4)";
+    let status = Command::new(&places.python).args(["-c", probe]).stdin(Stdio::null()).stderr(Stdio::null()).status();
+    match status.map(|status| status.code()) {
+        Err(_) => Some(format!("{python} is not on the PATH; install Python 3, or name it with PYTHON")),
+        Ok(Some(3)) => Some(format!("{python} has no PyTorch; install the package torch, or name another PYTHON")),
+        Ok(Some(4)) if kind == DeviceKind::Cuda => Some("PyTorch finds no GPU".into()),
+        Ok(Some(0 | 4)) => None,
+        Ok(_) => Some(format!("{python} cannot load PyTorch")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn the_options_of_pytorch_are_those_of_its_program() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("baselines").join(PYTORCH);
+        let text = std::fs::read_to_string(&path).unwrap();
+        for option in PYTORCH_OPTIONS.iter().chain(["device", "out", "start"].iter()) {
+            assert!(text.contains(&format!("\"--{option}\"")), "{} has no --{option}", path.display());
+        }
+    }
+
+    #[test]
+    fn devices_are_shown_without_their_folder() {
+        let of = |text: &str| text.parse::<Device>().unwrap();
+        assert_eq!((of("cuda:1").kind, of("cuda:1").shown), (DeviceKind::Cuda, "cuda:1".to_owned()));
+        let profile = of("sim:some/where/p.json");
+        assert!(profile.argument.starts_with("sim:/") && profile.argument.ends_with("/some/where/p.json"));
+        assert_eq!(profile.shown, "sim:p.json");
+        for text in ["", "null", "sim:", "cuda:x", "auto"] {
+            assert!(text.parse::<Device>().unwrap_err().contains("is no device"), "{text}");
+        }
+    }
+}

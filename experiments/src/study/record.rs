@@ -1,0 +1,194 @@
+//! `experiment.json` and `run.json`: what an experiment leaves on disk. `analysis/schema.md` describes them.
+
+use super::plan::{Options, Run, as_map};
+use super::spec::{Program, Spec};
+use anyhow::{Context, Result, bail};
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Version of both files; raised when a field changes its meaning or goes away.
+pub(crate) const SCHEMA_VERSION: u64 = 1;
+/// The experiment as a whole.
+pub(crate) const EXPERIMENT: &str = "experiment.json";
+/// One run, beside what its program wrote.
+pub(crate) const RUN: &str = "run.json";
+/// Folder of the runs.
+pub(crate) const RUNS: &str = "runs";
+/// Text files above this size are compressed.
+const PLAIN_BYTES: u64 = 64 << 10;
+
+/// The experiment as a whole.
+#[derive(Debug, Serialize)]
+pub(crate) struct ExperimentRecord<'a> {
+    pub(crate) schema_version: u64,
+    pub(crate) name: &'a str,
+    pub(crate) question: &'a str,
+    pub(crate) spec: &'a Spec,
+    pub(crate) spec_sha256: &'a str,
+    pub(crate) device: &'a str,
+    pub(crate) command: Vec<String>,
+    pub(crate) code_version: &'a str,
+    pub(crate) started_at: String,
+    pub(crate) runs: &'a [Run],
+}
+
+/// What ran where.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Machine {
+    /// Name of the processor, if the system tells.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) cpu: Option<String>,
+    /// Cores that this process may use.
+    pub(crate) cores: usize,
+    /// Mean number of processes that wanted to run in the last minute, when the run began.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) load: Option<f64>,
+}
+
+impl Machine {
+    /// This one, now.
+    pub(crate) fn now() -> Self {
+        let text = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+        let cpuinfo = text("/proc/cpuinfo");
+        let cpu = cpuinfo.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
+        Self {
+            cpu: cpu.map(|(_, name)| name.trim().to_owned()),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            load: text("/proc/loadavg").split_whitespace().next().and_then(|load| load.parse().ok()),
+        }
+    }
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum RunStatus {
+    Done,
+    Failed,
+    Skipped,
+}
+
+/// One run.
+#[derive(Debug, Serialize)]
+pub(crate) struct RunRecord<'a> {
+    pub(crate) schema_version: u64,
+    pub(crate) experiment: &'a str,
+    pub(crate) spec_sha256: &'a str,
+    pub(crate) id: &'a str,
+    pub(crate) cell: usize,
+    pub(crate) arm: &'a str,
+    pub(crate) program: Program,
+    #[serde(serialize_with = "as_map")]
+    pub(crate) options: Options,
+    pub(crate) device: &'a str,
+    pub(crate) repeat: u32,
+    pub(crate) position: usize,
+    pub(crate) command: Vec<String>,
+    pub(crate) started_at: String,
+    pub(crate) wall_s: f64,
+    pub(crate) status: RunStatus,
+    pub(crate) exit_code: Option<i32>,
+    pub(crate) error: Option<String>,
+    pub(crate) machine: Machine,
+    pub(crate) files: Vec<String>,
+}
+
+/// The time, as records have it.
+pub(crate) fn now() -> String {
+    jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
+}
+
+/// SHA-256 of a spec's content: comments and layout of its file are not in it.
+pub(crate) fn spec_sha256(spec: &Spec) -> Result<String> {
+    let text = serde_json::to_string(spec).context("the spec cannot be written as JSON")?;
+    Ok(Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Replaces a file as a whole.
+pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
+    let mut text = serde_json::to_string_pretty(value).with_context(|| format!("cannot write {}", path.display()))?;
+    text.push('\n');
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let fresh = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
+    std::fs::write(&fresh, text)
+        .and_then(|()| std::fs::rename(&fresh, path))
+        .with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Reads a JSON file of a version that this program knows.
+pub(crate) fn read_json(path: &Path) -> Result<Value> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let value: Value = serde_json::from_str(&text)
+        .with_context(|| format!("{} is not JSON, so something else wrote it or it was cut", path.display()))?;
+    match value["schema_version"].as_u64() {
+        Some(SCHEMA_VERSION) => Ok(value),
+        Some(other) => bail!(
+            "{} has schema version {other}, this program writes {SCHEMA_VERSION}; choose another folder with -o",
+            path.display()
+        ),
+        None => bail!("{} has no schema_version, so no experiment wrote it", path.display()),
+    }
+}
+
+/// How far a run is, by its folder.
+pub(crate) fn status_of(folder: &Path, sha256: &str) -> Result<Option<RunStatus>> {
+    let path = folder.join(RUN);
+    if !folder.exists() {
+        return Ok(None);
+    }
+    let value = read_json(&path)?;
+    if value["spec_sha256"].as_str() != Some(sha256) {
+        bail!("{} belongs to another version of the spec; choose another folder with -o", path.display());
+    }
+    serde_json::from_value(value["status"].clone()).map(Some).with_context(|| format!("{}: status", path.display()))
+}
+
+/// Removes a folder if it is there.
+pub(crate) fn remove(folder: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", folder.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Compresses a text file that is large; its name then.
+pub(crate) fn compress(path: &Path) -> Result<PathBuf> {
+    let fails = || format!("cannot compress {}", path.display());
+    let size = std::fs::metadata(path).with_context(fails)?.len();
+    let is_text = path.extension().is_some_and(|end| ["json", "jsonl", "csv", "hlog"].iter().any(|text| end == *text));
+    // The summary is what readers look for first; it stays readable.
+    if size <= PLAIN_BYTES || !is_text || path.ends_with("summary.json") {
+        return Ok(path.to_owned());
+    }
+    let packed = PathBuf::from(format!("{}.gz", path.display()));
+    let bytes = std::fs::read(path).with_context(fails)?;
+    // No name and no time in the header: the same text gives the same bytes.
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
+    let bytes = encoder.write_all(&bytes).and_then(|()| encoder.finish()).with_context(fails)?;
+    std::fs::write(&packed, bytes).and_then(|()| std::fs::remove_file(path)).with_context(fails)?;
+    Ok(packed)
+}
+
+/// Takes this machine's folders out of every text of a record: what lies in them is named by its last part.
+pub(crate) fn without_folders(value: &mut Value, folders: &[PathBuf]) {
+    match value {
+        Value::String(text) => {
+            for folder in folders {
+                let folder = folder.to_string_lossy();
+                if folder.len() > 1 && text.contains(folder.as_ref()) {
+                    *text = text.replace(&format!("{folder}/"), "").replace(folder.as_ref(), ".");
+                }
+            }
+        }
+        Value::Array(values) => values.iter_mut().for_each(|value| without_folders(value, folders)),
+        Value::Object(fields) => fields.values_mut().for_each(|value| without_folders(value, folders)),
+        _ => {}
+    }
+}

@@ -1,0 +1,156 @@
+//! The table at the end of an experiment: one row for each cell.
+
+use super::figures::{self, Figures, Measure, median};
+use super::noise::{NOISY, outliers, spread};
+use super::plan::Run;
+use super::record::RunStatus;
+use allocators::Bytes;
+use anyhow::Result;
+use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, presets};
+use serde::Serialize;
+use std::path::Path;
+use trainer::report::duration;
+
+/// One cell of the matrix, over its repeats.
+#[derive(Debug, Serialize)]
+pub(crate) struct Cell {
+    pub(crate) experiment: String,
+    pub(crate) cell: usize,
+    pub(crate) label: String,
+    pub(crate) program: &'static str,
+    pub(crate) options: serde_json::Map<String, serde_json::Value>,
+    pub(crate) planned: usize,
+    pub(crate) done: usize,
+    pub(crate) failed: usize,
+    pub(crate) skipped: usize,
+    pub(crate) measure: Option<Measure>,
+    /// Median over the repeats of each figure.
+    pub(crate) median: Option<f64>,
+    pub(crate) spread: Option<f64>,
+    pub(crate) blocked_s: Option<f64>,
+    pub(crate) driver_calls: Option<f64>,
+    pub(crate) peak_reserved_bytes: Option<f64>,
+    pub(crate) utilisation: Option<f64>,
+    pub(crate) train_loss: Option<f64>,
+    /// Runs whose main figure stands out.
+    pub(crate) outliers: Vec<String>,
+}
+
+/// Gathers the cells of a plan from the runs that are there.
+pub(crate) fn cells(
+    experiment: &str,
+    named: bool,
+    runs: &[Run],
+    folder: impl Fn(&Run) -> std::path::PathBuf,
+    status: impl Fn(&Run) -> Option<RunStatus>,
+) -> Result<Vec<Cell>> {
+    let count = runs.iter().map(|run| run.cell + 1).max().unwrap_or(0);
+    let mut out = Vec::new();
+    for cell in 0..count {
+        let mine: Vec<&Run> = runs.iter().filter(|run| run.cell == cell).collect();
+        let Some(first) = mine.first() else { continue };
+        let with = |wanted: RunStatus| mine.iter().filter(|run| status(run) == Some(wanted)).count();
+        let mut found: Vec<(&str, Figures)> = Vec::new();
+        for run in mine.iter().filter(|run| status(run) == Some(RunStatus::Done)) {
+            found.extend(figures::of_folder(&folder(run))?.map(|figures| (run.id.as_str(), figures)));
+        }
+        let values: Vec<f64> = found.iter().map(|(_, figures)| figures.value).collect();
+        let of = |pick: fn(&Figures) -> Option<f64>| {
+            let all: Vec<f64> = found.iter().filter_map(|(_, figures)| pick(figures)).collect();
+            (!all.is_empty()).then(|| median(&all))
+        };
+        out.push(Cell {
+            experiment: experiment.to_owned(),
+            cell,
+            label: first.label(named),
+            program: first.program.name(),
+            options: first.options_json(),
+            planned: mine.len(),
+            done: with(RunStatus::Done),
+            failed: with(RunStatus::Failed),
+            skipped: with(RunStatus::Skipped),
+            measure: found.first().map(|(_, figures)| figures.measure),
+            median: (!values.is_empty()).then(|| median(&values)),
+            spread: spread(&values),
+            blocked_s: of(|figures| figures.blocked_s),
+            driver_calls: of(|figures| figures.driver_calls),
+            peak_reserved_bytes: of(|figures| figures.peak_reserved_bytes),
+            utilisation: of(|figures| figures.utilisation),
+            train_loss: of(|figures| figures.train_loss),
+            outliers: outliers(&values).into_iter().map(|at| found[at].0.to_owned()).collect(),
+        });
+    }
+    Ok(out)
+}
+
+fn seconds(value: f64) -> String {
+    // CAST: a display value.
+    duration((value * 1e9).round() as u64)
+}
+
+fn bytes(value: f64) -> String {
+    // CAST: a display value; sizes of a device are exact in an f64.
+    Bytes(value as u64).to_string()
+}
+
+/// The table with what should be said about noise.
+pub(crate) fn table(name: &str, question: &str, cells: &[Cell]) -> String {
+    let mut table = Table::new();
+    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
+    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
+    let mut measures: Vec<Measure> = cells.iter().filter_map(|cell| cell.measure).collect();
+    measures.dedup();
+    let title = if let [measure] = measures.as_slice() { measure.title() } else { "median" };
+    table.set_header(["arm", title, "spread", "host blocked", "driver calls", "peak reserved", "utilisation", "runs"]);
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+    for cell in cells {
+        let main = cell.median.zip(cell.measure).map(|(value, measure)| match measure {
+            Measure::Capacity => bytes(value),
+            _ => seconds(value),
+        });
+        let mut runs = format!("{}/{}", cell.done, cell.planned);
+        for (count, what) in [(cell.failed, "failed"), (cell.skipped, "skipped")] {
+            if count > 0 {
+                runs += &format!(" {count} {what}");
+            }
+        }
+        table.add_row([
+            cell.label.clone(),
+            or_dash(main),
+            or_dash(cell.spread.map(|spread| format!("{:.1} %", 100.0 * spread))),
+            or_dash(cell.blocked_s.map(seconds)),
+            or_dash(cell.driver_calls.map(|calls| format!("{calls:.1}"))),
+            or_dash(cell.peak_reserved_bytes.map(bytes)),
+            or_dash(cell.utilisation.map(|share| format!("{:.1} %", 100.0 * share))),
+            runs,
+        ]);
+    }
+    format!("{name}: {question}\n{table}")
+}
+
+/// What a reader of the table should be warned of, one line each.
+pub(crate) fn warnings(cells: &[Cell]) -> Vec<String> {
+    let mut out = Vec::new();
+    for cell in cells {
+        if let Some(spread) = cell.spread.filter(|spread| *spread > NOISY) {
+            out.push(format!(
+                "{}: the repeats of {} spread by {:.0} %; run it on a quieter machine or with more repeats",
+                cell.experiment,
+                cell.label,
+                100.0 * spread
+            ));
+        }
+        for id in &cell.outliers {
+            out.push(format!("{}: {id} stands out from the other repeats", cell.experiment));
+        }
+    }
+    out
+}
+
+/// Where a run lies in an experiment's folder.
+pub(crate) fn folder_of(experiment: &Path, run: &Run) -> std::path::PathBuf {
+    experiment.join(super::record::RUNS).join(&run.id)
+}

@@ -1,0 +1,371 @@
+//! What a spec says: a question, and the runs that answer it. TOML; what is not known is refused with its line.
+
+use super::options::{Entries, OptionValue};
+use anyhow::{Context, Result, anyhow, bail};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// Files of a run that a spec may keep.
+pub(crate) const KEEPABLE: [&str; 10] = [
+    "summary.json",
+    "steps.csv",
+    "latency.hlog",
+    "trace.jsonl",
+    "driver_calls.jsonl",
+    "perfetto.json",
+    "snapshot.pickle",
+    "snapshot.json",
+    "rmm.csv",
+    "minimalloc.csv",
+];
+
+/// Most runs of one experiment: a typing error in a matrix should not fill a disk.
+const MOST_RUNS: u64 = 10_000;
+
+/// Kinds of devices that a spec makes sense on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum DeviceKind {
+    Cuda,
+    Sim,
+}
+
+impl fmt::Display for DeviceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if *self == Self::Cuda { "cuda" } else { "sim" })
+    }
+}
+
+/// What an arm runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Program {
+    /// The trainer.
+    #[default]
+    Trainer,
+    /// The same network in PyTorch, `experiments/baselines/mlp.py`.
+    Pytorch,
+    /// `experiments replay`.
+    Replay,
+    /// `experiments capacity`.
+    Capacity,
+    /// `experiments bench`.
+    Bench,
+}
+
+impl Program {
+    /// Its name in specs and records.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Trainer => "trainer",
+            Self::Pytorch => "pytorch",
+            Self::Replay => "replay",
+            Self::Capacity => "capacity",
+            Self::Bench => "bench",
+        }
+    }
+}
+
+/// What holds on one kind of device instead of what is said elsewhere.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Overrides {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) repeats: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) warm_up: Option<u32>,
+    #[serde(default, skip_serializing_if = "Entries::is_empty")]
+    pub(crate) options: Entries,
+    #[serde(default, skip_serializing_if = "Entries::is_empty")]
+    pub(crate) matrix: Entries,
+}
+
+impl Overrides {
+    fn is_empty(&self) -> bool {
+        self.repeats.is_none() && self.warm_up.is_none() && self.options.is_empty() && self.matrix.is_empty()
+    }
+}
+
+/// One program with its options, crossed with the spec's matrix and its own.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Arm {
+    pub(crate) name: String,
+    #[serde(default)]
+    pub(crate) program: Program,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) devices: Option<Vec<DeviceKind>>,
+    #[serde(default, skip_serializing_if = "Entries::is_empty")]
+    pub(crate) options: Entries,
+    #[serde(default, skip_serializing_if = "Entries::is_empty")]
+    pub(crate) matrix: Entries,
+    #[serde(default, skip_serializing_if = "Overrides::is_empty")]
+    pub(crate) sim: Overrides,
+    #[serde(default, skip_serializing_if = "Overrides::is_empty")]
+    pub(crate) cuda: Overrides,
+}
+
+/// A whole spec.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Spec {
+    pub(crate) name: String,
+    pub(crate) question: String,
+    #[serde(default = "three")]
+    pub(crate) repeats: u32,
+    #[serde(default)]
+    pub(crate) warm_up: u32,
+    #[serde(default = "one")]
+    pub(crate) seed: u64,
+    pub(crate) devices: Vec<DeviceKind>,
+    #[serde(default = "usual_files")]
+    pub(crate) keep: Vec<String>,
+    /// Whether arms of PyTorch begin with the trainer's weights and batches, from a file.
+    #[serde(default)]
+    pub(crate) start: bool,
+    #[serde(default)]
+    pub(crate) options: Entries,
+    #[serde(default)]
+    pub(crate) matrix: Entries,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) arms: Vec<Arm>,
+    #[serde(default, skip_serializing_if = "Overrides::is_empty")]
+    pub(crate) sim: Overrides,
+    #[serde(default, skip_serializing_if = "Overrides::is_empty")]
+    pub(crate) cuda: Overrides,
+}
+
+fn three() -> u32 {
+    3
+}
+
+fn one() -> u64 {
+    1
+}
+
+fn usual_files() -> Vec<String> {
+    KEEPABLE[..3].iter().map(|name| (*name).to_owned()).collect()
+}
+
+/// A spec with the file that it was read from, for messages that name a line.
+#[derive(Clone, Debug)]
+pub(crate) struct Source {
+    pub(crate) path: PathBuf,
+    pub(crate) text: String,
+    pub(crate) spec: Spec,
+}
+
+impl Source {
+    /// Reads and checks a file, but for what only the programs know about their options.
+    pub(crate) fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let spec = toml::from_str(&text).map_err(|error| {
+            let line = error.span().map_or(1, |span| line_of(&text, span.start));
+            anyhow!("{}:{line}: {}", path.display(), one_line(error.message()))
+        })?;
+        let source = Self { path: path.to_owned(), text, spec };
+        source.check()?;
+        Ok(source)
+    }
+
+    /// A message about a place of the file.
+    pub(crate) fn at(&self, offset: usize, message: impl fmt::Display) -> anyhow::Error {
+        anyhow!("{}:{}: {message}", self.path.display(), line_of(&self.text, offset))
+    }
+
+    /// A message about the first line that begins with a key; line 1 if there is none.
+    pub(crate) fn at_key(&self, key: &str, message: impl fmt::Display) -> anyhow::Error {
+        let begins = |line: &str| line.trim_start().strip_prefix(key).is_some_and(|rest| rest.trim().starts_with('='));
+        let offset: usize = self.text.split_inclusive('\n').take_while(|line| !begins(line)).map(str::len).sum();
+        self.at(if offset == self.text.len() { 0 } else { offset }, message)
+    }
+
+    fn check(&self) -> Result<()> {
+        let spec = &self.spec;
+        let stem = self.path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+        let slugged = |name: &str| {
+            !name.is_empty() && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "-_".contains(c))
+        };
+        if spec.name != stem || !slugged(&spec.name) {
+            let name = &spec.name;
+            let mend = "a spec has the name of its file, in lowercase letters, digits, '-' and '_'";
+            return Err(self.at_key("name", format!("the name is '{name}' and the file is '{stem}'; {mend}")));
+        }
+        if spec.question.trim().is_empty() {
+            return Err(self.at_key("question", "an experiment answers a question; write it down"));
+        }
+        for (repeats, at) in
+            [(Some(spec.repeats), "repeats"), (spec.sim.repeats, "repeats"), (spec.cuda.repeats, "repeats")]
+        {
+            if repeats.is_some_and(|repeats| !(1..=1000).contains(&repeats)) {
+                return Err(self.at_key(at, "repeats lie between 1 and 1000"));
+            }
+        }
+        if spec.devices.is_empty() {
+            return Err(self.at_key("devices", "name at least one of \"cuda\" and \"sim\""));
+        }
+        if let Some(file) = spec.keep.iter().find(|file| !KEEPABLE.contains(&file.as_str())) {
+            return Err(self.at_key("keep", format!("no run writes '{file}'; there are {}", KEEPABLE.join(", "))));
+        }
+        let mut names = BTreeSet::new();
+        for arm in &spec.arms {
+            if !slugged(&arm.name) || !names.insert(arm.name.as_str()) {
+                let name = &arm.name;
+                let message =
+                    format!("the arm's name '{name}' must be its own, of lowercase letters, digits, '-', '_'");
+                return Err(self.at_text(&format!("\"{name}\""), message));
+            }
+            if let Some(device) = arm.devices.iter().flatten().find(|device| !spec.devices.contains(device)) {
+                let message = format!("arm '{}' is for {device}, which the spec's devices do not name", arm.name);
+                return Err(self.at_text(&format!("\"{}\"", arm.name), message));
+            }
+            if arm.sim.warm_up.is_some() || arm.cuda.warm_up.is_some() {
+                return Err(self.at_key("warm_up", "warm-up is the spec's, not an arm's"));
+            }
+        }
+        for kind in [DeviceKind::Cuda, DeviceKind::Sim] {
+            for arm in self.spec.arms_on(kind) {
+                let settings = self.settings(&arm, kind)?;
+                let cells: u64 = settings.iter().map(|setting| setting.values.len() as u64).product();
+                if cells * u64::from(spec.repeats) > MOST_RUNS {
+                    bail!("{}: more than {MOST_RUNS} runs; shorten the matrix", self.path.display());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn at_text(&self, text: &str, message: impl fmt::Display) -> anyhow::Error {
+        self.at(self.text.find(text).unwrap_or(0), message)
+    }
+
+    /// Options of an arm on a kind of device, in order: later places count over earlier ones, and what is said for a
+    /// kind of device over everything.
+    pub(crate) fn settings(&self, arm: &Arm, kind: DeviceKind) -> Result<Vec<Setting>> {
+        let mut settings: Vec<Setting> = Vec::new();
+        let spec = &self.spec;
+        let here = |overrides: (&Overrides, &Overrides)| -> Overrides {
+            if kind == DeviceKind::Sim { overrides.0.clone() } else { overrides.1.clone() }
+        };
+        let (shared, own) = (here((&spec.sim, &spec.cuda)), here((&arm.sim, &arm.cuda)));
+        let levels = [
+            (&spec.options, &spec.matrix),
+            (&arm.options, &arm.matrix),
+            (&shared.options, &shared.matrix),
+            (&own.options, &own.matrix),
+        ];
+        for (options, matrix) in levels {
+            for (entry, axis) in
+                options.0.iter().map(|entry| (entry, false)).chain(matrix.0.iter().map(|entry| (entry, true)))
+            {
+                let values = entry.values(axis).map_err(|message| self.at(entry.offset, message))?;
+                if axis && options.0.iter().any(|option| option.name == entry.name) {
+                    let name = &entry.name;
+                    return Err(self.at(entry.offset, format!("'{name}' is an option and an axis; keep one of them")));
+                }
+                let setting = Setting { name: entry.name.clone(), values, axis, offset: entry.offset };
+                match settings.iter_mut().find(|known| known.name == entry.name) {
+                    Some(known) => *known = setting,
+                    None => settings.push(setting),
+                }
+            }
+        }
+        Ok(settings)
+    }
+}
+
+/// An option of an arm with all its values.
+#[derive(Clone, Debug)]
+pub(crate) struct Setting {
+    pub(crate) name: String,
+    pub(crate) values: Vec<OptionValue>,
+    pub(crate) axis: bool,
+    pub(crate) offset: usize,
+}
+
+impl Spec {
+    /// The arms on a kind of device. A spec without arms has one, of the trainer.
+    pub(crate) fn arms_on(&self, kind: DeviceKind) -> Vec<Arm> {
+        if !self.devices.contains(&kind) {
+            return Vec::new();
+        }
+        if self.arms.is_empty() {
+            return vec![Arm {
+                name: Program::Trainer.name().into(),
+                program: Program::Trainer,
+                devices: None,
+                options: Entries::default(),
+                matrix: Entries::default(),
+                sim: Overrides::default(),
+                cuda: Overrides::default(),
+            }];
+        }
+        let runs = |arm: &&Arm| match &arm.devices {
+            Some(devices) => devices.contains(&kind),
+            // PyTorch does not run on the simulated GPU; an arm that is to run on the CPU beside it says so.
+            None => kind == DeviceKind::Cuda || arm.program != Program::Pytorch,
+        };
+        self.arms.iter().filter(runs).cloned().collect()
+    }
+
+    /// Repeats of an arm on a kind of device.
+    pub(crate) fn repeats_on(&self, arm: &Arm, kind: DeviceKind) -> u32 {
+        let of = |sim: &Overrides, cuda: &Overrides| if kind == DeviceKind::Sim { sim.repeats } else { cuda.repeats };
+        of(&arm.sim, &arm.cuda).or(of(&self.sim, &self.cuda)).unwrap_or(self.repeats)
+    }
+
+    /// Runs of each cell that are not kept, on a kind of device.
+    pub(crate) fn warm_up_on(&self, kind: DeviceKind) -> u32 {
+        let overrides = if kind == DeviceKind::Sim { &self.sim } else { &self.cuda };
+        overrides.warm_up.unwrap_or(self.warm_up)
+    }
+}
+
+fn line_of(text: &str, offset: usize) -> usize {
+    text.bytes().take(offset).filter(|byte| *byte == b'\n').count() + 1
+}
+
+fn one_line(text: &str) -> String {
+    text.lines().map(str::trim).collect::<Vec<&str>>().join("; ")
+}
+
+/// The folder of the specs: the one named, the one below the current directory, or that of the sources.
+pub(crate) fn folder(named: Option<&Path>) -> Result<PathBuf> {
+    if let Some(folder) = named {
+        return if folder.is_dir() { Ok(folder.to_owned()) } else { bail!("{} is no folder", folder.display()) };
+    }
+    let places = [PathBuf::from("experiments/specs"), Path::new(env!("CARGO_MANIFEST_DIR")).join("specs")];
+    let found = places.into_iter().find(|folder| folder.is_dir());
+    found.context("there is no experiments/specs here; name the folder of the specs with --specs")
+}
+
+/// Names of all specs in a folder, sorted.
+pub(crate) fn names(folder: &Path) -> Result<Vec<String>> {
+    let entries = std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let path = entry.with_context(|| format!("cannot read {}", folder.display()))?.path();
+        if path.extension().is_some_and(|extension| extension == "toml") {
+            names.extend(path.file_stem().map(|stem| stem.to_string_lossy().into_owned()));
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Reads the spec of a path, or of a name in the folder of the specs.
+pub(crate) fn find(text: &str, specs: Option<&Path>) -> Result<Source> {
+    let path = Path::new(text);
+    if path.is_file() || path.extension().is_some() || path.components().count() > 1 {
+        return Source::read(path);
+    }
+    let folder = folder(specs)?;
+    let path = folder.join(format!("{text}.toml"));
+    if !path.is_file() {
+        bail!("there is no spec '{text}' in {}; there are {}", folder.display(), names(&folder)?.join(", "));
+    }
+    Source::read(&path)
+}

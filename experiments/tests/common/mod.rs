@@ -1,0 +1,113 @@
+//! What the tests of the program share: a directory to work in, and what a run left.
+
+#![allow(dead_code, reason = "each test program uses its part")]
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::path::PathBuf;
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// A directory to work in.
+pub(crate) struct Place(pub(crate) TempDir);
+
+/// What a run left.
+#[derive(Debug)]
+pub(crate) struct Ran {
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Place {
+    pub(crate) fn new() -> Self {
+        Self(TempDir::new().unwrap())
+    }
+
+    pub(crate) fn at(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// Writes a file; its path.
+    pub(crate) fn file(&self, name: &str, contents: impl AsRef<[u8]>) -> PathBuf {
+        std::fs::write(self.at(name), contents).unwrap();
+        self.at(name)
+    }
+
+    /// Writes a file; its path as text.
+    pub(crate) fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> String {
+        self.file(name, contents).to_str().unwrap().to_owned()
+    }
+
+    /// Names of the files, sorted.
+    pub(crate) fn files(&self) -> Vec<String> {
+        names(&self.at("."))
+    }
+
+    /// The program, in this directory, without what the environment might add.
+    pub(crate) fn process(&self, arguments: &[&str]) -> std::process::Command {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_experiments"));
+        command.args(arguments).current_dir(self.0.path()).env("GPU_ALLOCATORS_CACHE", self.at("cache"));
+        command.env("NO_COLOR", "1");
+        for variable in
+            ["MNIST_DIR", "MNIST_MIRROR", "HISTORIES", "PYTHON", "NVTX_INJECTION64_PATH", "NVTX_INJECTION32_PATH"]
+        {
+            command.env_remove(variable);
+        }
+        command
+    }
+
+    pub(crate) fn run(&self, arguments: &[&str]) -> Ran {
+        let mut command = Command::from_std(self.process(arguments));
+        Ran::of(command.timeout(Duration::from_secs(120)).output().unwrap())
+    }
+}
+
+/// Names of a folder's entries, sorted.
+pub(crate) fn names(folder: &std::path::Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+impl Ran {
+    pub(crate) fn of(output: std::process::Output) -> Self {
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        let ran = Self { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) };
+        assert!(!ran.stderr.contains("panicked") && !ran.stderr.contains("internal fault"), "{ran:#?}");
+        ran
+    }
+
+    pub(crate) fn ok(self) -> Self {
+        assert_eq!(self.code, Some(0), "{self:#?}");
+        self
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {self:#?}"))
+    }
+
+    /// The array that a run printed that went well.
+    pub(crate) fn rows(self) -> Vec<Value> {
+        let ran = self.ok();
+        ran.json().as_array().unwrap_or_else(|| panic!("no array: {ran:#?}")).clone()
+    }
+
+    /// The one line of a run that went well.
+    pub(crate) fn line(self) -> String {
+        assert_eq!((self.code, self.stderr.as_str(), self.stdout.lines().count()), (Some(0), "", 1), "{self:#?}");
+        self.stdout
+    }
+
+    /// One line on stderr that holds each of `words` once, nothing on stdout.
+    pub(crate) fn refused(&self, code: i32, words: &[&str]) {
+        assert_eq!((self.code, self.stdout.as_str()), (Some(code), ""), "{self:#?}");
+        let lines: Vec<&str> = self.stderr.lines().collect();
+        assert!(lines.len() == 1 && lines[0].starts_with("error: "), "{self:#?}");
+        for word in words {
+            assert_eq!(lines[0].matches(word).count(), 1, "'{word}' should be there once: {}", lines[0]);
+        }
+        assert_eq!(lines[0].matches("error:").count(), 1, "{}", lines[0]);
+    }
+}

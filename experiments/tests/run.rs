@@ -1,0 +1,418 @@
+//! `experiments run` and `experiments list` as a user meets them.
+
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{Place, Ran, names};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// A small spec on iris: two allocators, two widths.
+const SMALL: &str = r#"
+name = "small"
+question = "Is it there?"
+repeats = 2
+devices = ["cuda", "sim"]
+keep = ["summary.json", "steps.csv"]
+
+[options]
+dataset = "iris"
+layers = 2
+epochs = 2
+
+[matrix]
+alloc = ["naive", "caching"]
+hidden = [5, 9]
+"#;
+
+fn run(place: &Place, more: &[&str]) -> Ran {
+    place.run(&[&["run", "small.toml", "--device", "sim", "-o", "out"], more].concat())
+}
+
+fn json_at(path: &Path) -> Value {
+    let text = std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    serde_json::from_str(&text).unwrap()
+}
+
+/// Each run's folder with the text of its `run.json`.
+fn runs(place: &Place, out: &str) -> BTreeMap<String, String> {
+    let folder = place.at(out).join("small/runs");
+    let read = |name: String| (name.clone(), std::fs::read_to_string(folder.join(name).join("run.json")).unwrap());
+    names(&folder).into_iter().map(read).collect()
+}
+
+/// The ids that a spec of eight runs has.
+const IDS: [&str; 8] = [
+    "00-naive-5-r0",
+    "01-naive-5-r1",
+    "02-naive-9-r0",
+    "03-naive-9-r1",
+    "04-caching-5-r0",
+    "05-caching-5-r1",
+    "06-caching-9-r0",
+    "07-caching-9-r1",
+];
+
+#[test]
+fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
+    let place = Place::new();
+    place.write("small.toml", SMALL);
+    let ran = run(&place, &["--json"]).ok();
+    let cells = ran.json();
+    assert_eq!(cells.as_array().unwrap().len(), 4);
+    for cell in cells.as_array().unwrap() {
+        assert_eq!((&cell["done"], &cell["planned"], &cell["failed"]), (&json!(2), &json!(2), &json!(0)), "{cell}");
+        assert!(cell["median"].as_f64().unwrap() > 0.0 && cell["measure"] == "step_time");
+        assert_eq!(cell["spread"], 0.0, "simulated time does not vary");
+    }
+    let experiment = json_at(&place.at("out/small/experiment.json"));
+    assert_eq!((&experiment["schema_version"], &experiment["name"]), (&json!(1), &json!("small")));
+    assert_eq!(experiment["question"], "Is it there?");
+    assert_eq!(experiment["spec"]["matrix"], json!({"alloc": ["naive", "caching"], "hidden": [5, 9]}));
+    assert_eq!(experiment["command"], json!(["experiments", "run", "small", "--device", "sim"]));
+    let planned: Vec<&str> =
+        experiment["runs"].as_array().unwrap().iter().map(|run| run["id"].as_str().unwrap()).collect();
+    assert_eq!(planned, IDS);
+
+    let found = runs(&place, "out");
+    assert_eq!(found.keys().collect::<Vec<_>>(), IDS);
+    let mut positions = Vec::new();
+    for (id, text) in &found {
+        let record: Value = serde_json::from_str(text).unwrap();
+        assert_eq!((&record["id"], &record["status"], &record["exit_code"]), (&json!(id), &json!("done"), &json!(0)));
+        assert_eq!(record["spec_sha256"], experiment["spec_sha256"]);
+        assert_eq!(record["files"], json!(["summary.json", "steps.csv"]));
+        assert_eq!(record["options"]["epochs"], 2);
+        assert!(record["machine"]["cores"].as_u64().unwrap() > 0 && record["wall_s"].as_f64().unwrap() > 0.0);
+        let folder = place.at("out/small/runs").join(id);
+        assert_eq!(names(&folder), ["run.json", "steps.csv", "summary.json"]);
+        let summary = json_at(&folder.join("summary.json"));
+        assert_eq!(summary["settings"]["allocator"], record["options"]["alloc"]);
+        assert_eq!(summary["settings"]["hidden"], record["options"]["hidden"]);
+        positions.push(record["position"].as_u64().unwrap());
+    }
+    positions.sort_unstable();
+    assert_eq!(positions, (0..8).collect::<Vec<u64>>());
+    // Nothing of this machine's folders is in any file.
+    let here = place.0.path().to_str().unwrap();
+    for id in IDS {
+        for file in names(&place.at("out/small/runs").join(id)) {
+            let text = std::fs::read_to_string(place.at("out/small/runs").join(id).join(&file)).unwrap();
+            assert!(!text.contains(here), "{id}/{file} names {here}");
+        }
+    }
+    // Once more: nothing to do, nothing changed, the same table.
+    let again = run(&place, &["--json"]).ok();
+    assert_eq!(again.stdout, ran.stdout);
+    assert_eq!(runs(&place, "out"), found);
+}
+
+#[test]
+fn a_killed_runner_goes_on_where_it_was() {
+    let place = Place::new();
+    place.write("small.toml", SMALL.replace("hidden = [5, 9]", "hidden = [5, 9]\nseed = [1, 2, 3, 4, 5]"));
+    let arguments = ["run", "small.toml", "--device", "sim", "-o", "out"];
+    let mut child = place.process(&arguments).stdout(std::process::Stdio::null()).spawn().unwrap();
+    let folder = place.at("out/small/runs");
+    let whole = || {
+        let names = if folder.is_dir() { names(&folder) } else { Vec::new() };
+        names.into_iter().filter(|name| !name.starts_with('.')).count()
+    };
+    let begun = Instant::now();
+    while whole() < 3 {
+        assert!(begun.elapsed() < Duration::from_secs(100), "it should have done three runs");
+        assert!(child.try_wait().unwrap().is_none(), "it should be running");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // SIGKILL: nothing can be tidied up.
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let before: BTreeMap<String, String> = names(&folder)
+        .into_iter()
+        .filter(|name| !name.starts_with('.'))
+        .map(|name| (name.clone(), std::fs::read_to_string(folder.join(name).join("run.json")).unwrap()))
+        .collect();
+    assert!((3..40).contains(&before.len()), "{}", before.len());
+    place.run(&arguments).ok();
+    let after = runs(&place, "out");
+    assert_eq!(after.len(), 40, "nothing is lost, nothing half-written is left");
+    for (id, text) in before {
+        assert_eq!(after[&id], text, "{id} should not be repeated");
+    }
+}
+
+#[test]
+fn shards_put_together_are_the_whole() {
+    let place = Place::new();
+    place.write("small.toml", SMALL);
+    for (shard, out) in [("1/2", "a"), ("2/2", "b")] {
+        place.run(&["run", "small.toml", "--device", "sim", "--shard", shard, "-o", out]).ok();
+    }
+    let (first, second) = (runs(&place, "a"), runs(&place, "b"));
+    assert_eq!((first.len(), second.len()), (4, 4));
+    for id in second.keys() {
+        std::fs::rename(place.at("b/small/runs").join(id), place.at("a/small/runs").join(id)).unwrap();
+    }
+    assert_eq!(runs(&place, "a").keys().collect::<Vec<_>>(), IDS);
+    let merged = place.run(&["run", "small.toml", "--device", "sim", "-o", "a", "--json"]).ok();
+    let done: Vec<u64> = merged.rows().iter().map(|cell| cell["done"].as_u64().unwrap()).collect();
+    assert_eq!(done, [2, 2, 2, 2]);
+    let mut together = first;
+    together.extend(second);
+    assert_eq!(runs(&place, "a"), together, "there was nothing left to do");
+}
+
+#[test]
+fn a_failing_arm_is_recorded_and_the_others_go_on() {
+    let place = Place::new();
+    // With this limit the wider network does not fit.
+    let spec =
+        SMALL.replace("hidden = [5, 9]", "hidden = [5, 900]\nmemory-limit = [\"40K\"]").replace(", \"caching\"", "");
+    place.write("small.toml", &spec);
+    let ran = run(&place, &[]);
+    assert_eq!(ran.code, Some(1), "{ran:#?}");
+    assert!(ran.stdout.contains("0/2 2 failed") && ran.stdout.contains("2/2"), "{ran:#?}");
+    let last = ran.stderr.lines().last().unwrap();
+    assert!(last.starts_with("error: 2 runs failed; small/0") && last.contains("out of memory"), "{last}");
+    let found = runs(&place, "out");
+    let failed: Vec<Value> = found
+        .values()
+        .map(|text| serde_json::from_str::<Value>(text).unwrap())
+        .filter(|record| record["status"] == "failed")
+        .collect();
+    assert_eq!(failed.len(), 2);
+    for record in failed {
+        assert_eq!((&record["exit_code"], &record["options"]["hidden"]), (&json!(1), &json!(900)));
+        assert!(record["error"].as_str().unwrap().contains("out of memory"), "{record}");
+    }
+    // What failed is tried again, what is done is not.
+    assert_eq!(run(&place, &[]).code, Some(1));
+    let again = runs(&place, "out");
+    for (id, text) in found.iter().filter(|(_, text)| text.contains("\"done\"")) {
+        assert_eq!(&again[id], text);
+    }
+}
+
+#[test]
+fn arms_that_cannot_run_here_are_skipped_with_a_reason() {
+    let place = Place::new();
+    let spec = SMALL.to_owned()
+        + "[[arms]]\nname = \"ours\"\n[[arms]]\nname = \"theirs\"\nprogram = \"pytorch\"\ndevices = [\"sim\"]\n";
+    // The matrix has an axis that PyTorch does not know.
+    place.write("small.toml", &spec);
+    run(&place, &[]).refused(2, &["small.toml:", "--alloc is no option of pytorch"]);
+    place.write("small.toml", spec.replace("alloc = [\"naive\", \"caching\"]", ""));
+    let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
+    let ran = Ran::of(command.env("PYTHON", "no-such-python").output().unwrap()).ok();
+    let note = ran.stderr.lines().find(|line| line.contains("skipped")).unwrap();
+    assert!(note.starts_with("note: small: 4 runs of PyTorch are skipped: "), "{note}");
+    assert!(ran.stdout.contains("0/2 2 skipped"), "{}", ran.stdout);
+    let found = runs(&place, "out");
+    let record: Value = serde_json::from_str(&found["04-theirs-5-r0"]).unwrap();
+    assert_eq!((&record["status"], &record["files"]), (&json!("skipped"), &json!([])));
+    assert!(!record["error"].as_str().unwrap().is_empty());
+}
+
+#[test]
+fn what_cannot_work_is_refused_before_anything_runs() {
+    let place = Place::new();
+    for (from, to, words) in [
+        // The file.
+        ("question", "qestion", ["small.toml:3", "unknown field `qestion`"]),
+        ("repeats = 2", "repeats = 0", ["small.toml:4", "repeats lie between"]),
+        ("repeats = 2", "repeats = ", ["small.toml:4", "small.toml"]),
+        ("\"small\"", "\"other\"", ["small.toml:2", "the name is 'other' and the file is 'small'"]),
+        ("\"cuda\", ", "\"tpu\", ", ["small.toml:5", "unknown variant `tpu`"]),
+        ("steps.csv", "stops.csv", ["small.toml:6", "no run writes 'stops.csv'"]),
+        ("question = \"Is it there?\"", "question = \"\"", ["small.toml:3", "write it down"]),
+        // The options.
+        ("hidden = ", "hiden = ", ["small.toml:15", "a similar argument exists: '--hidden'"]),
+        ("[5, 9]", "[5, 0]", ["small.toml:15", "--hidden must be at least 1"]),
+        ("[5, 9]", "[5, \"nine\"]", ["small.toml:15", "invalid value 'nine'"]),
+        ("[5, 9]", "[5, 5]", ["small.toml:15", "has the value 5 twice"]),
+        ("[5, 9]", "[]", ["small.toml:15", "has no value"]),
+        ("[5, 9]", "5", ["small.toml:15", "an axis is a list"]),
+        ("\"naive\", ", "\"naiv\", ", ["small.toml:14", "invalid value 'naiv'"]),
+        ("layers = 2", "layers = [2]", ["small.toml:10", "an option has one value"]),
+        ("layers = 2", "hidden = 2", ["small.toml:15", "'hidden' is an option and an axis"]),
+        ("layers = 2", "out = \"here\"", ["small.toml:10", "the runner sets --out itself"]),
+        ("layers = 2", "gc-threshold = 0.5", ["small.toml:1", "--memory-limit, which is not given"]),
+        ("layers = 2", "trace = 1", ["small.toml:10", "write trace = true"]),
+    ] {
+        assert!(SMALL.contains(from), "{from}");
+        place.write("small.toml", SMALL.replacen(from, to, 1));
+        run(&place, &[]).refused(2, &words[1..]);
+        let stderr = run(&place, &["--dry-run"]).stderr;
+        assert!(stderr.contains(words[0]), "{} is missing: {stderr}", words[0]);
+        assert!(!place.at("out").exists(), "{to}");
+    }
+    place.write("small.toml", SMALL);
+    place.run(&["run", "missing.toml"]).refused(2, &["cannot read missing.toml"]);
+    place.run(&["run", "no-such-spec"]).refused(2, &["there is no spec 'no-such-spec'", "width"]);
+    for arguments in [&["--shard", "3/2"][..], &["--device", "tpu"], &["--nonsense"]] {
+        let ran = place.run(&[&["run", "small.toml"], arguments].concat());
+        assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
+    }
+    // Histories that are not there.
+    let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"replay\"\n\
+                [arms.options]\nhistory = \"gone.pickle\"\n";
+    place.write("small.toml", spec);
+    run(&place, &["--histories", "."]).refused(2, &["small.toml:8", "gone.pickle", "--histories"]);
+    place.run(&["run", "small.toml", "--device", "cuda"]).refused(2, &["small is not for cuda", "--device sim"]);
+}
+
+#[test]
+fn a_folder_of_something_else_is_left_alone() {
+    let place = Place::new();
+    place.write("small.toml", SMALL);
+    std::fs::create_dir_all(place.at("out/small")).unwrap();
+    run(&place, &["--dry-run"]).ok();
+    let stranger = place.at("out/small/thesis.txt");
+    std::fs::write(&stranger, "dear").unwrap();
+    run(&place, &[]).refused(2, &["holds no experiment.json", "with -o"]);
+    run(&place, &["--again"]).refused(2, &["--again will not remove it"]);
+    assert!(stranger.exists());
+
+    std::fs::remove_file(&stranger).unwrap();
+    run(&place, &[]).ok();
+    let found = runs(&place, "out");
+    // A comment changes nothing; a value does.
+    place.write("small.toml", format!("# better\n{SMALL}"));
+    run(&place, &[]).ok();
+    assert_eq!(runs(&place, "out"), found);
+    place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 1"));
+    run(&place, &[]).refused(2, &["another version of this spec", "-o", "--again"]);
+    assert_eq!(runs(&place, "out"), found);
+    run(&place, &["--again"]).ok();
+    assert_eq!(runs(&place, "out").len(), 8);
+    assert_ne!(runs(&place, "out"), found);
+
+    let path = place.at("out/small/experiment.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    for (broken, words) in [
+        (text.replace("\"schema_version\": 1", "\"schema_version\": 9"), "schema version 9"),
+        (text.replace("\"device\": \"sim\"", "\"device\": \"cuda\""), "holds runs on cuda, not on sim"),
+        (text[..text.len() / 2].to_owned(), "is not JSON"),
+        ("{}".to_owned(), "has no schema_version"),
+    ] {
+        std::fs::write(&path, broken).unwrap();
+        run(&place, &[]).refused(2, &[words]);
+    }
+    std::fs::write(&path, text).unwrap();
+    std::fs::write(place.at("out/small/runs/00-naive-5-r0/run.json"), "{").unwrap();
+    run(&place, &[]).refused(2, &["00-naive-5-r0/run.json", "is not JSON"]);
+}
+
+#[test]
+fn histories_are_replayed_and_named_without_their_folder() {
+    let place = Place::new();
+    let line = |action: &str, addr: u64| {
+        json!({"time_ns": 0, "action": action, "addr": addr, "size": 4096, "block": 4096, "stream": 1, "path": "hit"})
+            .to_string()
+    };
+    std::fs::create_dir(place.at("recorded")).unwrap();
+    std::fs::write(place.at("recorded/h.jsonl"), [line("alloc", 4096), line("free_requested", 4096)].join("\n"))
+        .unwrap();
+    let spec = "name = \"small\"\nquestion = \"?\"\nrepeats = 1\ndevices = [\"sim\"]\n\
+                [matrix]\nhistory = [\"h.jsonl\"]\nalloc = [\"naive\", \"stream-ordered\"]\n\
+                [[arms]]\nname = \"replay\"\nprogram = \"replay\"\n[arms.options]\nrelease-threshold = \"0\"\n\
+                [[arms]]\nname = \"capacity\"\nprogram = \"capacity\"\n";
+    place.write("small.toml", spec);
+    let cells = run(&place, &["--histories", "recorded", "--json"]).rows();
+    let measures: Vec<&str> = cells.iter().map(|cell| cell["measure"].as_str().unwrap()).collect();
+    assert_eq!(measures, ["simulated_time", "simulated_time", "capacity", "capacity"]);
+    let folder = place.at("out/small/runs/01-replay-h.jsonl-stream-ordered-r0");
+    let result = json_at(&folder.join("result.json"));
+    assert_eq!((&result[0]["trace"], &result[0]["allocator"]), (&json!("h.jsonl"), &json!("stream-ordered")));
+    assert_eq!(result[0]["allocator_settings"]["release_threshold"], 0);
+    let record = json_at(&folder.join("run.json"));
+    assert_eq!(record["files"], json!(["result.json"]));
+    let command = record["command"].as_array().unwrap();
+    assert_eq!(command[..3], [json!("experiments"), json!("replay"), json!("h.jsonl")]);
+}
+
+#[test]
+fn large_files_are_compressed() {
+    let place = Place::new();
+    let spec = SMALL.replace("alloc = [\"naive\", \"caching\"]\nhidden = [5, 9]", "alloc = [\"naive\"]");
+    let spec = spec.replace("repeats = 2", "repeats = 1").replace("epochs = 2", "epochs = 300\nbatch = 4");
+    place.write("small.toml", spec);
+    run(&place, &[]).ok();
+    let folder = place.at("out/small/runs/00-naive-r0");
+    assert_eq!(names(&folder), ["run.json", "steps.csv.gz", "summary.json"]);
+    assert_eq!(json_at(&folder.join("run.json"))["files"], json!(["summary.json", "steps.csv.gz"]));
+    let bytes = std::fs::read(folder.join("steps.csv.gz")).unwrap();
+    let mut text = String::new();
+    std::io::Read::read_to_string(&mut flate2::read::GzDecoder::new(bytes.as_slice()), &mut text).unwrap();
+    assert!(text.starts_with("epoch,step,") && text.lines().count() > 3000);
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_ends_it_cleanly() {
+    let place = Place::new();
+    place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 5000"));
+    let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
+    let child = command.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let folder = place.at("out/small/runs");
+    let begun = Instant::now();
+    while !folder.is_dir() || names(&folder).is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(100), "it should have begun a run");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let killed = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(killed.success());
+    let ran = Ran::of(child.wait_with_output().unwrap());
+    assert_eq!(ran.code, Some(130), "{ran:#?}");
+    assert!(ran.stderr.contains("interrupted in small; what was done is kept"), "{ran:#?}");
+    assert!(names(&folder).iter().all(|name| !name.starts_with('.')), "{:?}", names(&folder));
+}
+
+#[test]
+fn the_specs_of_the_study_are_listed_and_can_be_planned() {
+    let place = Place::new();
+    let rows = place.run(&["list", "--json"]).rows();
+    let names: Vec<&str> = rows.iter().map(|row| row["name"].as_str().unwrap()).collect();
+    for name in [
+        "where-time-goes",
+        "when-allocations-stop",
+        "caching-vs-stream-ordered",
+        "release-threshold",
+        "reuse-policies",
+        "synchronise",
+        "loader",
+        "initialisation",
+        "loss-against-pytorch",
+        "width",
+        "memory",
+        "iris",
+        "pytorch-histories",
+        "capacity",
+        "pytorch-loaders",
+        "latency",
+        "fidelity",
+    ] {
+        assert!(names.contains(&name), "{name} is missing: {names:?}");
+    }
+    let text = place.run(&["list"]).ok().stdout;
+    assert!(text.contains("runs on sim") && text.contains("where-time-goes"), "{text}");
+    std::fs::create_dir(place.at("histories")).unwrap();
+    for history in ["mlp", "gpt2", "resnet50", "streams"] {
+        std::fs::write(place.at("histories").join(format!("{history}.pickle.xz")), "").unwrap();
+    }
+    for row in &rows {
+        assert!(row["question"].as_str().unwrap().ends_with('?'), "{row}");
+        for device in row["devices"].as_array().unwrap() {
+            let device = device.as_str().unwrap();
+            let name = row["name"].as_str().unwrap();
+            let plan =
+                place.run(&["run", name, "--device", device, "--dry-run", "--histories", "histories"]).ok().stdout;
+            let runs = row[format!("runs_{device}")].as_u64().unwrap();
+            assert_eq!(plan.lines().filter(|line| line.contains(" to do ")).count() as u64, runs, "{plan}");
+        }
+    }
+}
