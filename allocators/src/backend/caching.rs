@@ -269,7 +269,12 @@ impl DeviceAllocator for Caching {
         let (id, index) = ((block.token() >> 32) as u32, block.token() as BlockIndex);
         if self.plain && shard.id == id {
             let mut state = self.totals.enter_unsettled(shard, &self.shards);
-            if let Some(joined) = state.cache.take_back_small(index, block.addr().get(), block.requested()) {
+            let (addr, requested) = (block.addr().get(), block.requested());
+            let joined = match state.cache.take_back_small(index, addr, requested) {
+                None => state.cache.take_back_unshared(index, addr, requested),
+                joined => joined,
+            };
+            if let Some(joined) = joined {
                 return Ok(if joined { Path::Coalesce } else { Path::Hit });
             }
         }

@@ -205,6 +205,14 @@ impl BlockCache {
         Some(joined)
     }
 
+    /// The same for a block of either pool.
+    #[inline(never)]
+    pub fn take_back_unshared(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
+        self.settle();
+        self.blocks.find_held(index, addr).filter(|block| !block.is_shared())?;
+        Some(self.take_back(index, requested, 0))
+    }
+
     #[inline(never)]
     fn take_back_large(&mut self, index: BlockIndex, requested: u64, now: u64) -> bool {
         let block = *self.blocks.get(index);
