@@ -80,6 +80,15 @@ class Mark:
     thread: int
 
 
+@dataclass(slots=True)
+class Overhead:
+    """A time that the profiler took from a thread for itself."""
+
+    start: int
+    end: int
+    thread: int
+
+
 @dataclass
 class Capture:
     """What a capture holds. Lists are ordered by start."""
@@ -88,6 +97,7 @@ class Capture:
     work: list[Work]
     ranges: list[Range]
     marks: list[Mark] = field(default_factory=list)
+    overhead: list[Overhead] = field(default_factory=list)
     threads: dict[int, str] = field(default_factory=dict)
     streams: dict[int, str] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)  # versions, device
@@ -95,6 +105,7 @@ class Capture:
     path: str = ""
 
     def __post_init__(self) -> None:
+        """Orders everything, nests the ranges, and joins work and calls."""
         self.calls.sort(key=lambda call: (call.start, call.correlation))
         self.work.sort(key=lambda work: (work.start, work.correlation))
         self.marks.sort(key=lambda mark: mark.time)
@@ -115,7 +126,7 @@ class Capture:
     @cached_property
     def span(self) -> tuple[int, int]:
         """From the first call, range or work to the end of the last."""
-        spans = [(item.start, item.end) for items in (self.calls, self.work, self.ranges) for item in items]  # type: ignore[attr-defined]
+        spans = [(item.start, item.end) for items in (self.calls, self.work, self.ranges) for item in items]
         if not spans:
             return (0, 0)
         return min(start for start, _ in spans), max(end for _, end in spans)

@@ -69,12 +69,7 @@ _KINDS = [
 ]
 _COMPILED = [(re.compile(pattern), kind) for pattern, kind in _KINDS]
 
-MEMORY_KINDS = frozenset(
-    "mem_alloc mem_free mem_alloc_async mem_free_async host_alloc host_free pool_attribute pool_trim pool_create "
-    "pool_destroy mem_address_reserve mem_address_free mem_create mem_map mem_set_access mem_unmap mem_release "
-    "mem_get_info".split()
-)
-LAUNCH_KINDS = frozenset({"kernel_launch", "graph_launch"})
+MEMORY_KINDS = frozenset(kind for _, kind in _KINDS if kind.startswith(("mem_", "host_", "pool_")))
 
 _SCOPES = {
     "device_synchronize": DEVICE,
