@@ -43,7 +43,7 @@ OWN_WORK = 4
 ENOUGH, CONTRARY = 20, 0.05
 
 
-@dataclass(slots=True)
+@dataclass
 class Blocked:
     """A call that waited."""
 
@@ -54,7 +54,7 @@ class Blocked:
     return_ns: int  # from the end of the work, or the start of the call if that is later, to the end of the call
 
 
-@dataclass(slots=True)
+@dataclass
 class Evidence:
     """What a capture shows of one kind of call."""
 
@@ -97,7 +97,8 @@ class Attribution:
         launch = None if work.call is None else self.capture.calls[work.call]
         return {
             "start_ns": call.start, "duration_ns": call.duration, "waited_ns": one.waited_ns,
-            "blocked_ns": one.blocked_ns, "call": call.name, "kind": call.kind, "range": call.path.rsplit("/", 1)[-1], "path": call.path,
+            "blocked_ns": one.blocked_ns, "call": call.name, "kind": call.kind,
+            "range": call.path.rsplit("/", 1)[-1], "path": call.path,
             "bytes": call.bytes, "waited_for": work.name, "work_kind": work.kind, "stream": work.stream,
             "work_start_ns": work.start, "work_end_ns": work.end, "correlation": work.correlation,
             "launched_ns": None if launch is None else launch.start, "launch_path": self.capture.launch_path(work),
@@ -169,7 +170,8 @@ def attribute(capture: Capture) -> Attribution:
     for one in evidence.values():
         one.waits_for = _verdict(one)
     idle: dict[str, list[int]] = defaultdict(list)
-    for index, (call, reach) in enumerate(zip(capture.calls, reaches, strict=True)):
+    for index, reach in enumerate(reaches):
+        call = capture.calls[index]
         if index in own:
             work = capture.work[own[index]]
             result.blocked.append(

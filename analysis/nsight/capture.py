@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,7 @@ from analysis.errors import AnalysisError
 from analysis.nsight import names
 
 
-@dataclass(slots=True)
+@dataclass
 class Call:
     """A call of the CUDA driver or runtime by the host."""
 
@@ -41,7 +40,7 @@ class Call:
         return self.end - self.start
 
 
-@dataclass(slots=True)
+@dataclass
 class Work:
     """Something that the device did: a kernel, a copy, a fill."""
 
@@ -59,7 +58,7 @@ class Work:
     queued: int = 0  # start of that call; without one the work's own start
 
 
-@dataclass(slots=True)
+@dataclass
 class Range:
     """An NVTX range that was pushed and popped on one thread."""
 
@@ -71,7 +70,7 @@ class Range:
     path: str = ""  # with its own name
 
 
-@dataclass(slots=True)
+@dataclass
 class Mark:
     """An NVTX mark, a moment; the trainer's say which path an allocation took."""
 
@@ -80,7 +79,7 @@ class Mark:
     thread: int
 
 
-@dataclass(slots=True)
+@dataclass
 class Overhead:
     """A time that the profiler took from a thread for itself."""
 
@@ -147,12 +146,6 @@ class Capture:
     def launch_path(self, work: Work) -> str:
         """Ranges around the call that queued the work."""
         return "" if work.call is None else self.calls[work.call].path
-
-    def marks_in(self, one: Range) -> list[Mark]:
-        """Marks of the range's thread inside it."""
-        first = bisect.bisect_left(self.marks, one.start, key=lambda mark: mark.time)
-        last = bisect.bisect_right(self.marks, one.end, key=lambda mark: mark.time)
-        return [mark for mark in self.marks[first:last] if mark.thread == one.thread]
 
 
 def nest(ranges: list[Range]) -> None:

@@ -41,9 +41,9 @@ def gpu_idle(capture: Capture, device: int | None = None) -> list[Idle]:
 
     A gap ends when the next work begins. From the start of the call that queued that work on, the gap is `ARRIVING`:
     the device could not have begun sooner. Before, the host had not asked yet: that time goes to the driver calls of
-    the thread that then launches, by kind and by how much of the gap each covers (calls of one thread do not overlap). What
-    none covers is `PROFILER` where the profiler says so, and else `HOST_CODE`. Without a launching call in the capture
-    all of a gap is `HOST_CODE`.
+    the thread that then launches, by kind and by how much of the gap each covers (calls of one thread do not overlap).
+    What none covers is `PROFILER` where the profiler says so, and else `HOST_CODE`. Without a launching call in the
+    capture all of a gap is `HOST_CODE`.
 
     `device` is the one to look at; without it, that with the most work.
     """

@@ -125,7 +125,7 @@ class _Tables:
     def rows(self, sql: str) -> list[dict[str, Any]]:
         cursor = self.connection.execute(sql)
         keys = [column[0] for column in cursor.description]
-        return [dict(zip(keys, row, strict=True)) for row in cursor]
+        return [{key: row[place] for place, key in enumerate(keys)} for row in cursor]
 
 
 def read(path: str | Path) -> Capture:

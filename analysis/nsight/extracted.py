@@ -149,7 +149,8 @@ def read(folder: Path) -> Capture:
 
     calls = table("calls.csv.gz", CALLS, lambda r: Call(
         start=int(r[0]), end=int(r[0]) + int(r[1]), name=r[2], thread=int(r[3]), process=int(r[4]),
-        correlation=int(r[5]), ok=r[6] == "1", stream=optional(r[7]), device=optional(r[8]), bytes=optional(r[9]), event=optional(r[10]),
+        correlation=int(r[5]), ok=r[6] == "1",
+        stream=optional(r[7]), device=optional(r[8]), bytes=optional(r[9]), event=optional(r[10]),
     ))  # fmt: skip
     work = table("work.csv.gz", WORK, lambda r: Work(
         start=int(r[0]), end=int(r[0]) + int(r[1]), kind=r[2], name=r[3], device=int(r[4]), stream=int(r[5]),

@@ -9,7 +9,7 @@ that shows otherwise is believed, see `analysis.nsight.attribution`.
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import lru_cache
 
 # cudaFree_v3020, cuMemFree_v2, cuLaunchKernel_ptsz, cuMemcpyDtoHAsync_v2_ptsz: version and per-thread stream variants.
 _SUFFIX = re.compile(r"(_v\d+|_ptsz|_ptds)+$")
@@ -23,7 +23,7 @@ ROOM = "room"  # a place in the queue of launches
 NOTHING = "nothing"
 
 
-@cache
+@lru_cache(maxsize=4096)
 def base_name(name: str) -> str:
     """A call's name without version and stream variant: `cudaFree` for `cudaFree_v3020`."""
     return _SUFFIX.sub("", name)
@@ -83,7 +83,7 @@ _SCOPES = {
 }
 
 
-@cache
+@lru_cache(maxsize=4096)
 def kind(name: str) -> str:
     """What a call does, in the words of the run record; other calls keep their own name."""
     base = base_name(name)
@@ -93,7 +93,7 @@ def kind(name: str) -> str:
     return base
 
 
-@cache
+@lru_cache(maxsize=4096)
 def scope(name: str) -> str:
     """What a call is documented to wait for; copies that are not asynchronous wait for themselves."""
     known = kind(name)

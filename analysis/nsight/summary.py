@@ -77,7 +77,8 @@ def _evidence(result: Attribution) -> Table:
     rows = [
         {
             "call": one.name, "count": one.calls, "total_ns": one.total_ns, "waited": one.waited,
-            "waited_ns": one.waited_ns, "blocked_ns": one.blocked_ns, "idle_cost_ns": one.idle_cost_ns, "outstanding": one.outstanding,
+            "waited_ns": one.waited_ns, "blocked_ns": one.blocked_ns, "idle_cost_ns": one.idle_cost_ns,
+            "outstanding": one.outstanding,
             "returned_before": one.returned_before, "waits_for": one.waits_for, "grounds": one.grounds,
         }
         for one in sorted(result.evidence.values(), key=lambda one: (-one.blocked_ns, -one.total_ns))
@@ -151,7 +152,8 @@ def _agreement(rows: list[Agreement]) -> Table:
             {
                 "kind": row.kind, "count": row.calls, "waited_ns": row.waited_ns, "blocked_ns": row.blocked_ns,
                 "own_blocked_ns": row.own_ns, "difference": _percent(row.difference),
-                "same_work": _percent(row.same_work), "meter_blocked_ns": row.metered_ns, "of_span": _share(row.blocked_ns, row.span_ns),
+                "same_work": _percent(row.same_work),
+                "meter_blocked_ns": row.metered_ns, "of_span": _share(row.blocked_ns, row.span_ns),
             }
             for row in rows
         ],
