@@ -25,7 +25,7 @@ class SyncAttribution(nsysstats.StatsReport):
     """Waiting by call, work waited for, and place in the run; with `calls`, call by call."""
 
     display_name = "Calls that waited for the device"
-    usage = f"""{{SCRIPT}}[:calls] -- {{DISPLAY_NAME}}
+    usage = """{SCRIPT}[:calls] -- {DISPLAY_NAME}
 
     calls - One row for each call that waited, instead of one for each call, kernel and place
 
@@ -72,11 +72,11 @@ SELECT
 FROM blocked_calls
 ORDER BY start
 """
-    table_checks = {
+    table_checks = {  # noqa: RUF012
         "StringIds": "{DBFILE} does not contain the table StringIds.",
         "CUPTI_ACTIVITY_KIND_RUNTIME": "{DBFILE} does not contain CUDA calls; capture with --trace=cuda.",
     }
-    _arg_opts = [[["calls"], {"action": "store_true", "help": "one row for each call"}]]
+    _arg_opts = [[["calls"], {"action": "store_true", "help": "one row for each call"}]]  # noqa: RUF012
 
     def setup(self):
         """Fills the table that the queries read."""
@@ -92,8 +92,8 @@ ORDER BY start
             said = " ".join(result.capture.notes)
             return "{DBFILE} does not contain a call that waited for the device. " + said
         self._dbcon.execute(
-            "CREATE TEMP TABLE blocked_calls (start, call, bytes, waited_ns, blocked_ns, waited_for, correlation, path, "
-            "place, launch_path)"
+            "CREATE TEMP TABLE blocked_calls (start, call, bytes, waited_ns, blocked_ns, waited_for, correlation, "
+            "path, place, launch_path)"
         )
         self._dbcon.executemany(
             "INSERT INTO blocked_calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
