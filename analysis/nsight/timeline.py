@@ -211,7 +211,11 @@ def save(figure: Figure, path: Path) -> None:
     if path.suffix not in (".png", ".svg"):
         raise AnalysisError(f"{path}: name a file that ends in .png or .svg.")
     path.parent.mkdir(parents=True, exist_ok=True)
+    import matplotlib
+
     if path.suffix == ".svg":
-        figure.savefig(path, metadata={"Date": None})
+        # Ids in the file come from a random number unless they are salted.
+        with matplotlib.rc_context({"svg.hashsalt": "timeline"}):
+            figure.savefig(path, metadata={"Date": None})
     else:
         figure.savefig(path, dpi=110, facecolor="white", metadata={"Software": None})
