@@ -14,7 +14,7 @@ from analysis.nsight import attribution, capture, extracted, own_trace, summary
 
 USAGE = """python -m analysis.nsight CAPTURE [--record DIR] [--json | --csv DIR] [--top N]
        python -m analysis.nsight extract EXPORT.sqlite [--record DIR] [--no-ranges] -o FOLDER
-       python -m analysis.nsight draw CAPTURE [--steps A..B] -o FILE.png|FILE.svg"""
+       python -m analysis.nsight draw CAPTURE... [--steps A..B] [--title TEXT]... -o FILE.png|FILE.svg"""
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
@@ -24,7 +24,14 @@ def _parser(command: str) -> argparse.ArgumentParser:
         description="What the host waited for, from a capture by Nsight Systems: an SQLite export "
         "(`nsys export --type sqlite`), or a folder that `extract` wrote.",
     )
-    top.add_argument("capture", type=Path, metavar="CAPTURE", help="an SQLite export, or a folder of extracted tables")
+    if command == "draw":
+        top.add_argument(
+            "captures", type=Path, nargs="+", metavar="CAPTURE", help="drawn below each other, to one scale"
+        )
+    else:
+        top.add_argument(
+            "capture", type=Path, metavar="CAPTURE", help="an SQLite export, or a folder of extracted tables"
+        )
     if command != "draw":
         top.add_argument(
             "--record", type=Path, metavar="DIR",
@@ -43,6 +50,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         top.add_argument(
             "--steps", metavar="A..B", help="steps to draw, counted from 1 in the capture [one in the middle]"
         )
+        top.add_argument("--title", action="append", metavar="TEXT", help="title of a capture, in their order")
     return top
 
 
@@ -96,8 +104,12 @@ def _extract(args: argparse.Namespace) -> None:
 def _draw(args: argparse.Namespace) -> None:
     from analysis.nsight import timeline
 
-    found = capture.load(args.capture)
-    timeline.save(timeline.draw(attribution.attribute(found), steps=timeline.parse_steps(args.steps)), args.out)
+    if args.title and len(args.title) != len(args.captures):
+        raise AnalysisError(f"--title: {len(args.title)} titles for {len(args.captures)} captures; give one for each.")
+    steps = timeline.parse_steps(args.steps)
+    windows = [timeline.window(attribution.attribute(capture.load(path)), steps) for path in args.captures]
+    titles = [f"{path.stem}, {timeline.caption(shown)}" for path, shown in zip(args.captures, windows, strict=True)]
+    timeline.save(timeline.draw_windows(windows, args.title or titles), args.out)
     print(f"wrote    {args.out}")
 
 

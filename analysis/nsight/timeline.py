@@ -134,28 +134,54 @@ def draw(
 ) -> Figure:
     """Draws a window: NVTX ranges by depth, driver calls by kind with the part that waited hatched, work by stream.
 
-    `times` are `start` and `end`, see `window`. Needs matplotlib.
+    Lines lead from the end of a kernel to the call that waited for it. `times` are `start` and `end`, see `window`.
+    Needs matplotlib.
     """
-    return draw_window(window(result, steps, **times), title=title, width=width)
+    return draw_windows([window(result, steps, **times)], [title], width=width)
 
 
-def draw_window(shown: Window, *, title: str = "", width: float = 11.0, length: int | None = None) -> Figure:
-    """Draws a window. `length` (ns) makes the axis of time that long, so that pictures can be compared."""
+def caption(shown: Window) -> str:
+    """What a window holds, in words: `step 187: 819 µs, 130 µs of them waiting inside driver calls`."""
+    length = f"{shown.length / _SCALE:.0f} µs"
+    waited = (
+        f"{shown.blocked_ns / _SCALE:.0f} µs of them waiting inside driver calls" if shown.blocked_ns else "no waiting"
+    )
+    return f"{shown.title}: {length}, {waited}" if shown.title else f"{length}, {waited}"
+
+
+def draw_windows(windows: list[Window], titles: list[str], *, width: float = 11.0) -> Figure:
+    """Draws windows below each other, all with the same scale of time. An empty title is the window's caption."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    lanes = len(shown.ranges) + 1 + len(shown.work)
-    figure = Figure(figsize=(width, 1.1 + 0.32 * (lanes + 1.2)), layout="constrained")
+    heights = [len(shown.ranges) + 1.2 + 1.15 * max(len(shown.work), 1) for shown in windows]
+    figure = Figure(figsize=(width, 0.6 + sum(0.32 * height + 0.45 for height in heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    reach = (length or shown.length) / _SCALE
+    panels = figure.subplots(len(windows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    reach = max(shown.length for shown in windows) / _SCALE
+    for axes, shown, title in zip(panels, windows, titles, strict=True):
+        _panel(axes, shown, reach, width)
+        axes.set_title(title or caption(shown), loc="left", fontsize=10)
+    panels[-1].set_xlabel("µs", fontsize=8)
+    panels[-1].set_xlim(0, reach)
+    bars = [bar for shown in windows for bar in shown.calls]
+    present = {KINDS.get(bar.group, OTHER) for bar in bars}
+    patches = [Patch(color=colour, label=text) for text, colour in LEGEND.items() if colour in present]
+    if any(bar.waited for bar in bars):
+        patches.append(Patch(facecolor="white", edgecolor=INK, hatch="//////", linewidth=0.3, label="waited"))
+    figure.legend(handles=patches, loc="outside lower center", ncols=max(1, len(patches)), frameon=False, fontsize=8)
+    return figure
+
+
+def _panel(axes: Any, shown: Window, reach: float, width: float) -> None:
     labels: list[tuple[float, str]] = []
     y = 0.0
     for depth, lane in enumerate(shown.ranges):
         _bars(axes, lane, y, 0.8, [PHASES.get(bar.group, "#dddddd") for bar in lane])
         _texts(axes, lane, y + 0.4, reach, width)
-        labels.append((y + 0.4, "ranges" if depth == 0 else ""))
+        if depth == 0:
+            labels.append((y + 0.4, "ranges"))
         y += 1
     y += 0.25
     _bars(axes, shown.calls, y, 1.3, [KINDS.get(bar.group, OTHER) for bar in shown.calls])
@@ -165,31 +191,19 @@ def draw_window(shown: Window, *, title: str = "", width: float = 11.0, length: 
     labels.append((y + 0.65, "driver calls"))
     calls_bottom = y + 1.3
     y += 1.8
+    work_top = y
     for name, bars in shown.work.items():
         _bars(axes, bars, y, 0.9, [PHASES.get(bar.group, "#bbbbbb") for bar in bars])
         labels.append((y + 0.45, name))
         y += 1.15
-    if shown.work:
-        top = y - 1.15 * len(shown.work)
-        for over, returned, _ in shown.waits:
-            if over >= 0:
-                axes.plot([over / _SCALE, returned / _SCALE], [top, calls_bottom], color=INK, linewidth=0.4, alpha=0.6)
+    for over, told, _ in shown.waits:
+        if over >= 0:
+            axes.plot([over / _SCALE, told / _SCALE], [work_top, calls_bottom], color=INK, linewidth=0.4, alpha=0.6)
     axes.set_ylim(y, -0.2)
-    axes.set_xlim(0, reach)
-    axes.set_yticks([place for place, text in labels if text], [text for _, text in labels if text], fontsize=8)
+    axes.set_yticks([place for place, _ in labels], [text for _, text in labels], fontsize=8)
     axes.tick_params(left=False, labelsize=8)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.set_xlabel("µs", fontsize=8)
-    present = {KINDS.get(bar.group, OTHER) for bar in shown.calls}
-    patches = [Patch(color=colour, label=text) for text, colour in LEGEND.items() if colour in present]
-    if waiting:
-        patches.append(Patch(facecolor="white", edgecolor=INK, hatch="//////", linewidth=0.3, label="waited"))
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
-    text = title or shown.title
-    if text:
-        axes.set_title(text, loc="left", fontsize=10)
-    return figure
 
 
 def _bars(axes: Any, bars: list[Bar], y: float, height: float, colours: list[str]) -> None:
