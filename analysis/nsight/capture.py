@@ -111,6 +111,8 @@ class Capture:
         nest(self.ranges)
         place(self.calls, self.ranges)
         at = {(call.process, call.correlation): index for index, call in enumerate(self.calls)}
+        numbers = {work.stream for work in self.work}
+        self.streams = {number: name for number, name in self.streams.items() if number in numbers}
         orphans = 0
         for work in self.work:
             work.call = at.get((work.process, work.correlation))

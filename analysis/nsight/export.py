@@ -278,6 +278,7 @@ def _nvtx(tables: _Tables, strings: bool) -> tuple[list[Range], list[Mark], dict
         if row["type"] == THREAD_NAME:
             threads[row["thread"]] = text
         elif row["type"] == STREAM_NAME:
+            # A tool may say the handle instead of the number; a handle names no stream of the other tables.
             streams[row["stream"] or 0] = text
         elif row["type"] == MARK:
             marks.append(Mark(row["start"], text, row["thread"]))

@@ -142,10 +142,12 @@ def draw(
 
 def caption(shown: Window) -> str:
     """What a window holds, in words: `step 187: 819 µs, 130 µs of them waiting inside driver calls`."""
-    length = f"{shown.length / _SCALE:.0f} µs"
-    waited = (
-        f"{shown.blocked_ns / _SCALE:.0f} µs of them waiting inside driver calls" if shown.blocked_ns else "no waiting"
-    )
+
+    def time(ns: int) -> str:
+        return f"{ns / _SCALE:.0f} µs" if ns >= 10 * _SCALE else f"{ns / _SCALE:.2g} µs"
+
+    length = time(shown.length)
+    waited = f"{time(shown.blocked_ns)} of them waiting inside driver calls" if shown.blocked_ns else "no waiting"
     return f"{shown.title}: {length}, {waited}" if shown.title else f"{length}, {waited}"
 
 

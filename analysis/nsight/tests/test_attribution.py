@@ -173,7 +173,8 @@ def test_ranges_of_threads_do_not_mix(export: Export) -> None:
 def test_names_of_threads_and_streams(export: Export) -> None:
     export.nvtx(39, 0, "trainer")
     export.nvtx(99, 0, "compute", uint64Value=7)
-    export.range("r", 0, 10)
+    export.nvtx(99, 0, "some handle", uint64Value=0x55D0_1234_5678)
+    export.kernel("k", (0, 1), (2, 3), stream=7)
     capture = load(export.done())
     assert list(capture.threads.values()) == ["trainer"]
     assert capture.streams == {7: "compute"}
