@@ -75,6 +75,8 @@ class Evidence:
     @property
     def grounds(self) -> str:
         """What the verdict rests on: `seen` in this capture, or `documented` because there were too few cases."""
+        if self.waits_for == names.OWN != self.documented:
+            return "seen"
         judged = self.documented not in (names.OWN, names.ROOM) and self.outstanding >= ENOUGH
         return "seen" if judged else "documented"
 
@@ -174,6 +176,7 @@ def attribute(capture: Capture) -> Attribution:
         call = capture.calls[index]
         if index in own:
             work = capture.work[own[index]]
+            evidence[call.name].waits_for = names.OWN
             result.blocked.append(
                 Blocked(index, own[index], work.end - call.start, work.end - call.start, call.end - work.end)
             )

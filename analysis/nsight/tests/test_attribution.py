@@ -109,7 +109,9 @@ def test_copies_wait_for_themselves_when_the_host_must_have_them(export: Export)
     export.copy("cudaMemcpy_v3020", (0, 100), (20, 90))
     export.copy("cuMemcpyDtoHAsync_v2", (200, 300), (220, 290), host=0)
     export.copy("cuMemcpyDtoHAsync_v2", (400, 410), (404, 408), host=1)
-    assert waits(export.done()) == [
+    path = export.done()
+    assert attribute(load(path)).evidence["cuMemcpyDtoHAsync"].waits_for == names.OWN
+    assert waits(path) == [
         ("cudaMemcpy", "copy device to host", 90),
         ("cuMemcpyDtoHAsync", "copy device to host", 90),
     ]
