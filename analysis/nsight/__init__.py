@@ -6,7 +6,8 @@
     capture = load("capture.sqlite")            # an export, or a folder that `extract` wrote
     result = attribute(capture)                 # result.blocked: one row for each call that waited
 
-Everything but the drawing in `timeline` needs Python alone.
+Everything but the drawing in `timeline` needs Python alone. `names`, `capture`, `export`, `attribution` and `allocator`
+keep to Python 3.8, because `nsys stats` brings that and runs them for the report in `experiments/nsight/reports`.
 """
 
 from __future__ import annotations

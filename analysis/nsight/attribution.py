@@ -5,16 +5,18 @@ id), so it is known what was outstanding when a call began: of the work queued b
 that the call is about, that which ends last. Call it W.
 
 - **Whether a kind of call waits** is seen, not assumed. Each call that began with W outstanding either returned before
-  the end of W, and then did not wait for it, or after. A kind of which more than one in twenty returned before does not
-  wait; one that never did, in at least 20 cases, does. Where there are too few cases the documents decide (`names`).
-- **A candidate** is a call of a kind that waits with work queued that the host does not know to be over, because no call
-  waited for it yet. When W is over just before the call begins, the news may not have reached the host.
+  the end of W, and then did not wait for it, or after. A kind of which more than one in twenty returned before does
+  not wait; one that never did, in at least 20 cases, does. Where there are too few cases the documents decide
+  (`names`).
+- **A candidate** is a call of a kind that waits with work queued that the host does not know to be over, because no
+  call waited for it yet. When W is over just before the call begins, the news may not have reached the host.
 - **waited_ns** is the end of W minus the start of the call, or 0 if W was over: two timestamps, no estimate. It is the
   least that the call can have lost.
 - **idle_cost_ns** is the median duration of the same kind of call that is no candidate.
-- **blocked_ns** is the host time lost: `waited_ns` and the part of the return, from the end of W to the end of the call,
-  that exceeds the idle cost: the news of the end has to reach the host. A return that takes more than four times the
-  idle cost holds work of the call's own, such as giving pages back; it counts with the median excess of the others.
+- **blocked_ns** is the host time lost: `waited_ns` and the part of the return, from the end of W to the end of the
+  call, that exceeds the idle cost: the news of the end has to reach the host. A return that takes more than four times
+  the idle cost holds work of the call's own, such as giving pages back; it counts with the median excess of the
+  others.
 - A **launch** waits when the queue of launches is full: at least 1,000 outstanding and four times the median launch. W
   is then the last work to end inside the call.
 - A **copy** that is not asynchronous, or touches memory that is not pinned, waits for itself.
@@ -30,7 +32,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from analysis.nsight import names
-from analysis.nsight.capture import Call, Capture, Work
+from analysis.nsight.capture import Call, Capture
 
 # Outstanding launches from which the queue of a context counts as full. The driver holds 1,024
 # (CUDA C++ programming guide, "Concurrent kernel execution"; not documented for every device).
@@ -41,7 +43,7 @@ OWN_WORK = 4
 ENOUGH, CONTRARY = 20, 0.05
 
 
-@dataclass(slots=True)
+@dataclass
 class Blocked:
     """A call that waited."""
 
@@ -52,7 +54,7 @@ class Blocked:
     return_ns: int  # from the end of the work, or the start of the call if that is later, to the end of the call
 
 
-@dataclass(slots=True)
+@dataclass
 class Evidence:
     """What a capture shows of one kind of call."""
 
@@ -73,6 +75,8 @@ class Evidence:
     @property
     def grounds(self) -> str:
         """What the verdict rests on: `seen` in this capture, or `documented` because there were too few cases."""
+        if self.waits_for == names.OWN != self.documented:
+            return "seen"
         judged = self.documented not in (names.OWN, names.ROOM) and self.outstanding >= ENOUGH
         return "seen" if judged else "documented"
 
@@ -94,8 +98,9 @@ class Attribution:
         call, work = self.capture.calls[one.call], self.capture.work[one.work]
         launch = None if work.call is None else self.capture.calls[work.call]
         return {
-            "start_ns": call.start, "duration_ns": call.duration, "waited_ns": one.waited_ns, "blocked_ns": one.blocked_ns,
-            "call": call.name, "kind": call.kind, "range": call.path.rsplit("/", 1)[-1], "path": call.path,
+            "start_ns": call.start, "duration_ns": call.duration, "waited_ns": one.waited_ns,
+            "blocked_ns": one.blocked_ns, "call": call.name, "kind": call.kind,
+            "range": call.path.rsplit("/", 1)[-1], "path": call.path,
             "bytes": call.bytes, "waited_for": work.name, "work_kind": work.kind, "stream": work.stream,
             "work_start_ns": work.start, "work_end_ns": work.end, "correlation": work.correlation,
             "launched_ns": None if launch is None else launch.start, "launch_path": self.capture.launch_path(work),
@@ -141,7 +146,7 @@ class _Queued:
 
 
 def attribute(capture: Capture) -> Attribution:
-    """Attributes the waiting in a capture. Without calls or without work the result is empty; `capture.notes` say why."""
+    """Attributes the waiting in a capture. Without calls or work there is none; `capture.notes` say why."""
     queued = _Queued(capture)
     evidence: dict[str, Evidence] = {}
     for call in capture.calls:
@@ -167,10 +172,14 @@ def attribute(capture: Capture) -> Attribution:
     for one in evidence.values():
         one.waits_for = _verdict(one)
     idle: dict[str, list[int]] = defaultdict(list)
-    for index, (call, reach) in enumerate(zip(capture.calls, reaches, strict=True)):
+    for index, reach in enumerate(reaches):
+        call = capture.calls[index]
         if index in own:
             work = capture.work[own[index]]
-            result.blocked.append(Blocked(index, own[index], work.end - call.start, work.end - call.start, call.end - work.end))
+            evidence[call.name].waits_for = names.OWN
+            result.blocked.append(
+                Blocked(index, own[index], work.end - call.start, work.end - call.start, call.end - work.end)
+            )
         elif reach is not None and evidence[call.name].waits_for != names.NOTHING:
             lanes, until = reach
             unknown = [lane for lane in lanes if queued.unknown(lane, until)]
@@ -212,7 +221,9 @@ def _price(capture: Capture, found: list[tuple[int, int]], idle: list[int], evid
         call, over = capture.calls[index], capture.work[last].end
         # A call that returned before was not held up by it.
         waited = max(0, over - call.start) if over <= call.end else 0
-        blocked.append(Blocked(index, last, waited, waited, call.end - max(call.start, over) if over <= call.end else 0))
+        blocked.append(
+            Blocked(index, last, waited, waited, call.end - max(call.start, over) if over <= call.end else 0)
+        )
     if cost is None:
         return [one for one in blocked if one.waited_ns > 0]
     plain = [max(0, one.return_ns - cost) for one in blocked if 0 < one.return_ns <= OWN_WORK * cost]
@@ -271,7 +282,9 @@ def _launches(capture: Capture, evidence: dict[str, Evidence], queued: _Queued) 
         if one.documented == names.ROOM
     }
     queue_times = {lane: sorted(capture.work[index].end for index in indices) for lane, indices in queued.lanes.items()}
-    by_end = {lane: sorted(indices, key=lambda index: capture.work[index].end) for lane, indices in queued.lanes.items()}
+    by_end = {
+        lane: sorted(indices, key=lambda index: capture.work[index].end) for lane, indices in queued.lanes.items()
+    }
     for index, call in enumerate(capture.calls):
         if call.name not in usual or call.duration <= OWN_WORK * usual[call.name]:
             continue
@@ -285,8 +298,7 @@ def _launches(capture: Capture, evidence: dict[str, Evidence], queued: _Queued) 
         inside = [
             by_end[lane][place - 1]
             for lane in lanes
-            if (place := bisect.bisect_right(queue_times[lane], call.end))
-            and queue_times[lane][place - 1] > call.start
+            if (place := bisect.bisect_right(queue_times[lane], call.end)) and queue_times[lane][place - 1] > call.start
         ]
         if inside:
             last = max(inside, key=lambda one: capture.work[one].end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,7 @@ from analysis.errors import AnalysisError
 from analysis.nsight import names
 
 
-@dataclass(slots=True)
+@dataclass
 class Call:
     """A call of the CUDA driver or runtime by the host."""
 
@@ -41,7 +40,7 @@ class Call:
         return self.end - self.start
 
 
-@dataclass(slots=True)
+@dataclass
 class Work:
     """Something that the device did: a kernel, a copy, a fill."""
 
@@ -59,7 +58,7 @@ class Work:
     queued: int = 0  # start of that call; without one the work's own start
 
 
-@dataclass(slots=True)
+@dataclass
 class Range:
     """An NVTX range that was pushed and popped on one thread."""
 
@@ -71,12 +70,21 @@ class Range:
     path: str = ""  # with its own name
 
 
-@dataclass(slots=True)
+@dataclass
 class Mark:
     """An NVTX mark, a moment; the trainer's say which path an allocation took."""
 
     time: int
     text: str
+    thread: int
+
+
+@dataclass
+class Overhead:
+    """A time that the profiler took from a thread for itself."""
+
+    start: int
+    end: int
     thread: int
 
 
@@ -88,6 +96,7 @@ class Capture:
     work: list[Work]
     ranges: list[Range]
     marks: list[Mark] = field(default_factory=list)
+    overhead: list[Overhead] = field(default_factory=list)
     threads: dict[int, str] = field(default_factory=dict)
     streams: dict[int, str] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)  # versions, device
@@ -95,12 +104,15 @@ class Capture:
     path: str = ""
 
     def __post_init__(self) -> None:
+        """Orders everything, nests the ranges, and joins work and calls."""
         self.calls.sort(key=lambda call: (call.start, call.correlation))
         self.work.sort(key=lambda work: (work.start, work.correlation))
         self.marks.sort(key=lambda mark: mark.time)
         nest(self.ranges)
         place(self.calls, self.ranges)
         at = {(call.process, call.correlation): index for index, call in enumerate(self.calls)}
+        numbers = {work.stream for work in self.work}
+        self.streams = {number: name for number, name in self.streams.items() if number in numbers}
         orphans = 0
         for work in self.work:
             work.call = at.get((work.process, work.correlation))
@@ -115,7 +127,7 @@ class Capture:
     @cached_property
     def span(self) -> tuple[int, int]:
         """From the first call, range or work to the end of the last."""
-        spans = [(item.start, item.end) for items in (self.calls, self.work, self.ranges) for item in items]  # type: ignore[attr-defined]
+        spans = [(item.start, item.end) for items in (self.calls, self.work, self.ranges) for item in items]
         if not spans:
             return (0, 0)
         return min(start for start, _ in spans), max(end for _, end in spans)
@@ -136,12 +148,6 @@ class Capture:
     def launch_path(self, work: Work) -> str:
         """Ranges around the call that queued the work."""
         return "" if work.call is None else self.calls[work.call].path
-
-    def marks_in(self, one: Range) -> list[Mark]:
-        """Marks of the range's thread inside it."""
-        first = bisect.bisect_left(self.marks, one.start, key=lambda mark: mark.time)
-        last = bisect.bisect_right(self.marks, one.end, key=lambda mark: mark.time)
-        return [mark for mark in self.marks[first:last] if mark.thread == one.thread]
 
 
 def nest(ranges: list[Range]) -> None:

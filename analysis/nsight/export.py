@@ -15,7 +15,7 @@ from typing import Any
 
 from analysis.errors import AnalysisError
 from analysis.nsight import names
-from analysis.nsight.capture import Call, Capture, Mark, Range, Work
+from analysis.nsight.capture import Call, Capture, Mark, Overhead, Range, Work
 
 RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
 KERNEL = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -25,6 +25,7 @@ SYNC = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"
 EVENT = "CUPTI_ACTIVITY_KIND_CUDA_EVENT"
 MEMORY = "CUDA_GPU_MEMORY_USAGE_EVENTS"
 NVTX = "NVTX_EVENTS"
+OVERHEAD = "PROFILER_OVERHEAD"
 
 # Of ENUM_NSYS_EVENT_TYPE.
 MARK, THREAD_NAME, PUSH_POP, STREAM_NAME = 34, 39, 59, 99
@@ -35,8 +36,8 @@ NO_STREAM = 0xFFFFFFFF
 COPIES = {1: "copy host to device", 2: "copy device to host", 8: "copy device to device", 10: "copy between devices"}
 
 CALLS_SQL = """
-SELECT r.start, r.end, {name} AS name, r.globalTid AS thread, r.globalTid >> 24 AS process, r.correlationId AS correlation,
-       {result} AS result
+SELECT r.start, r.end, {name} AS name, r.globalTid AS thread, r.globalTid >> 24 AS process,
+       r.correlationId AS correlation, {result} AS result
 FROM CUPTI_ACTIVITY_KIND_RUNTIME AS r {join}
 WHERE r.end IS NOT NULL
 ORDER BY r.start, r.correlationId
@@ -53,12 +54,14 @@ ORDER BY w.start, w.correlationId
 # What was waited for is said by the record of the synchronise; an event's handle is used again and again, so newer
 # exports number the uses.
 SYNC_SQL = """
-SELECT {process} AS process, s.correlationId AS correlation, s.streamId AS stream, s.deviceId AS device, {event} AS event
+SELECT {process} AS process, s.correlationId AS correlation, s.streamId AS stream, s.deviceId AS device,
+       {event} AS event
 FROM CUPTI_ACTIVITY_KIND_SYNCHRONIZATION AS s
 """
 
 EVENT_SQL = """
-SELECT {process} AS process, e.correlationId AS correlation, e.streamId AS stream, e.deviceId AS device, {event} AS event
+SELECT {process} AS process, e.correlationId AS correlation, e.streamId AS stream, e.deviceId AS device,
+       {event} AS event
 FROM CUPTI_ACTIVITY_KIND_CUDA_EVENT AS e
 """
 
@@ -76,6 +79,14 @@ SELECT n.start, n.end, n.eventType AS type, {text} AS text, n.globalTid AS threa
 FROM NVTX_EVENTS AS n {join}
 WHERE n.eventType IN ({types})
 ORDER BY n.start
+"""
+
+
+OVERHEAD_SQL = """
+SELECT o.start, o.end, o.globalTid AS thread
+FROM PROFILER_OVERHEAD AS o
+WHERE o.end IS NOT NULL
+ORDER BY o.start
 """
 
 
@@ -114,7 +125,7 @@ class _Tables:
     def rows(self, sql: str) -> list[dict[str, Any]]:
         cursor = self.connection.execute(sql)
         keys = [column[0] for column in cursor.description]
-        return [dict(zip(keys, row, strict=True)) for row in cursor]
+        return [{key: row[place] for place, key in enumerate(keys)} for row in cursor]
 
 
 def read(path: str | Path) -> Capture:
@@ -131,7 +142,11 @@ def read(path: str | Path) -> Capture:
         finally:
             connection.close()
     except sqlite3.DatabaseError as error:
-        hint = " (.nsys-rep is not read: `nsys export --type sqlite` makes a file that is)" if path.suffix == ".nsys-rep" else ""
+        hint = (
+            " (.nsys-rep is not read: `nsys export --type sqlite` makes a file that is)"
+            if path.suffix == ".nsys-rep"
+            else ""
+        )
         raise AnalysisError(f"{path}: cannot be read as an SQLite export of Nsight Systems: {error}{hint}.") from error
 
 
@@ -147,25 +162,32 @@ def read_connection(connection: sqlite3.Connection, path: str = "") -> Capture:
     notes = [sentence for table, sentence in _MISSING.items() if table not in tables]
     strings = "StringIds" in tables
     if not strings:
-        notes.append("The export has no table StringIds, so calls and kernels have no names; export it again with all tables.")
+        notes.append(
+            "The export has no table StringIds, so calls and kernels have no names; export it again with all tables."
+        )
     calls = _calls(tables, strings)
-    work = [one for table, kind in ((KERNEL, "kernel"), (MEMCPY, "memcpy"), (MEMSET, "memset")) for one in _work(tables, table, kind, strings)]
+    work = [
+        one
+        for table, kind in ((KERNEL, "kernel"), (MEMCPY, "memcpy"), (MEMSET, "memset"))
+        for one in _work(tables, table, kind, strings)
+    ]
     ranges, marks, threads, streams = _nvtx(tables, strings)
     if NVTX in tables and not ranges:
         notes.append("There are no NVTX ranges in the capture, so calls have no place in the run.")
+    overhead = [Overhead(**row) for row in tables.rows(OVERHEAD_SQL)] if OVERHEAD in tables else []
     return Capture(
-        calls=calls, work=work, ranges=ranges, marks=marks, threads=threads, streams=streams,
+        overhead=overhead, calls=calls, work=work, ranges=ranges, marks=marks, threads=threads, streams=streams,
         source=_source(tables), notes=notes, path=path,
     )  # fmt: skip
 
 
 _MISSING = {
-    RUNTIME: "There are no CUDA calls in the capture (CUPTI_ACTIVITY_KIND_RUNTIME), so nothing can be said about waiting; "
-    "capture with --trace=cuda.",
+    RUNTIME: "There are no CUDA calls in the capture (CUPTI_ACTIVITY_KIND_RUNTIME), so nothing can be said about "
+    "waiting; capture with --trace=cuda.",
     KERNEL: "There are no kernels in the capture (CUPTI_ACTIVITY_KIND_KERNEL), so what a call waited for is known of "
     "copies and fills alone.",
-    SYNC: "There are no records of synchronising (CUPTI_ACTIVITY_KIND_SYNCHRONIZATION), so a wait for one stream is taken "
-    "for one for the device.",
+    SYNC: "There are no records of synchronising (CUPTI_ACTIVITY_KIND_SYNCHRONIZATION), so a wait for one stream is "
+    "taken for one for the device.",
     NVTX: "There are no NVTX ranges in the capture (NVTX_EVENTS), so calls have no place in the run; capture with "
     "--trace=cuda,nvtx.",
 }  # copies, fills, events and memory records are often absent because there were none
@@ -181,8 +203,8 @@ def _calls(tables: _Tables, strings: bool) -> list[Call]:
     )
     calls = [
         Call(
-            start=row["start"], end=row["end"], name=names.base_name(row["name"] or "unnamed call"), thread=row["thread"],
-            process=row["process"], correlation=row["correlation"], ok=not row["result"],
+            start=row["start"], end=row["end"], name=names.base_name(row["name"] or "unnamed call"),
+            thread=row["thread"], process=row["process"], correlation=row["correlation"], ok=not row["result"],
         )
         for row in tables.rows(sql)
     ]  # fmt: skip
@@ -236,7 +258,8 @@ def _nvtx(tables: _Tables, strings: bool) -> tuple[list[Range], list[Mark], dict
     marks: list[Mark] = []
     if strings and "ThreadNames" in tables and RUNTIME in tables:
         rows = tables.rows(
-            "SELECT t.globalTid AS thread, ids.value AS name FROM ThreadNames AS t JOIN StringIds AS ids ON ids.id = t.nameId "
+            "SELECT t.globalTid AS thread, ids.value AS name "
+            "FROM ThreadNames AS t JOIN StringIds AS ids ON ids.id = t.nameId "
             f"WHERE t.globalTid IN (SELECT globalTid FROM {RUNTIME})"
         )
         threads = {row["thread"]: row["name"] for row in rows}
@@ -255,6 +278,7 @@ def _nvtx(tables: _Tables, strings: bool) -> tuple[list[Range], list[Mark], dict
         if row["type"] == THREAD_NAME:
             threads[row["thread"]] = text
         elif row["type"] == STREAM_NAME:
+            # A tool may say the handle instead of the number; a handle names no stream of the other tables.
             streams[row["stream"] or 0] = text
         elif row["type"] == MARK:
             marks.append(Mark(row["start"], text, row["thread"]))

@@ -9,7 +9,7 @@ that shows otherwise is believed, see `analysis.nsight.attribution`.
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import lru_cache
 
 # cudaFree_v3020, cuMemFree_v2, cuLaunchKernel_ptsz, cuMemcpyDtoHAsync_v2_ptsz: version and per-thread stream variants.
 _SUFFIX = re.compile(r"(_v\d+|_ptsz|_ptds)+$")
@@ -23,7 +23,7 @@ ROOM = "room"  # a place in the queue of launches
 NOTHING = "nothing"
 
 
-@cache
+@lru_cache(maxsize=4096)
 def base_name(name: str) -> str:
     """A call's name without version and stream variant: `cudaFree` for `cudaFree_v3020`."""
     return _SUFFIX.sub("", name)
@@ -69,12 +69,7 @@ _KINDS = [
 ]
 _COMPILED = [(re.compile(pattern), kind) for pattern, kind in _KINDS]
 
-MEMORY_KINDS = frozenset(
-    "mem_alloc mem_free mem_alloc_async mem_free_async host_alloc host_free pool_attribute pool_trim pool_create "
-    "pool_destroy mem_address_reserve mem_address_free mem_create mem_map mem_set_access mem_unmap mem_release "
-    "mem_get_info".split()
-)
-LAUNCH_KINDS = frozenset({"kernel_launch", "graph_launch"})
+MEMORY_KINDS = frozenset(kind for _, kind in _KINDS if kind.startswith(("mem_", "host_", "pool_")))
 
 _SCOPES = {
     "device_synchronize": DEVICE,
@@ -88,7 +83,7 @@ _SCOPES = {
 }
 
 
-@cache
+@lru_cache(maxsize=4096)
 def kind(name: str) -> str:
     """What a call does, in the words of the run record; other calls keep their own name."""
     base = base_name(name)
@@ -98,7 +93,7 @@ def kind(name: str) -> str:
     return base
 
 
-@cache
+@lru_cache(maxsize=4096)
 def scope(name: str) -> str:
     """What a call is documented to wait for; copies that are not asynchronous wait for themselves."""
     known = kind(name)

@@ -7,9 +7,9 @@ ranges around it and what the meter took for waiting. It has nothing of the devi
   Work of one stream is done in order, so with one stream this is exact.
 - **whether it was a candidate** is a matter of logic as in `attribution`: something was queued, and no call has waited
   for it since. Kinds that wait are the documented ones; `mem_alloc` is none of them.
-- **blocked_ns** is the duration beyond the idle cost. The idle cost is the median of the calls of that kind, in the same
-  span, that were no candidates: it holds whatever else slows calls down at that time, such as a profiler. Where there
-  were none it is the cost that the trainer measured before the run.
+- **blocked_ns** is the duration beyond the idle cost. The idle cost is the median of the calls of that kind, in the
+  same span, that were no candidates: it holds whatever else slows calls down at that time, such as a profiler. Where
+  there were none it is the cost that the trainer measured before the run.
 - A **free that gives back pages** of 2 MiB takes tens of microseconds more, and how much varies as much as short waits
   last. For those the meter's own figure is taken.
 - A **launch** counts only when 1,000 or more were queued that nobody has waited for, and it took four times the median.
@@ -37,7 +37,19 @@ WAITS = {"device_synchronize", "mem_free", "host_free", "mem_unmap", "stream_syn
 ONE_STREAM = {"stream_synchronize"}
 # Not in driver_calls.jsonl, because they do not go through the trainer's driver.
 NOT_LOGGED = {"profiler", "device_synchronize", "pool_attribute"}
-SETTINGS = ("allocator", "dataset", "hidden", "layers", "batch", "sync", "loader", "nvtx", "profile_steps", "trace", "export")
+SETTINGS = (
+    "allocator",
+    "dataset",
+    "hidden",
+    "layers",
+    "batch",
+    "sync",
+    "loader",
+    "nvtx",
+    "profile_steps",
+    "trace",
+    "export",
+)
 
 
 @dataclass(slots=True)
@@ -96,7 +108,9 @@ def read(record: Path, span: bool = True) -> OwnTrace:
         "settings": {key: settings[key] for key in SETTINGS if key in settings},
         "blocked_method": summary["blocked_method"],
         "idle_costs": summary.get("idle_costs"),
-        "device": summary.get("device", {}).get("name") if isinstance(summary.get("device"), dict) else summary.get("device"),
+        "device": summary.get("device", {}).get("name")
+        if isinstance(summary.get("device"), dict)
+        else summary.get("device"),
     }
     return OwnTrace(calls, about)
 
@@ -144,7 +158,9 @@ def _captured(calls: list[OwnCall], steps: dict[str, int] | None, record: Path) 
     begin = next((place for place, call in enumerate(calls) if step(call) == first), None)
     ends = [place for place, call in enumerate(calls) if step(call) in (last, "end of capture")]
     if begin is None or not ends:
-        raise AnalysisError(f"{record}: driver_calls.jsonl has no {first} or no {last}; was it recorded by another run?")
+        raise AnalysisError(
+            f"{record}: driver_calls.jsonl has no {first} or no {last}; was it recorded by another run?"
+        )
     return calls[begin : ends[-1] + 1]
 
 
@@ -242,8 +258,8 @@ def pair(capture: Capture, own: OwnTrace) -> list[tuple[int, int]]:
     kinds = [own.calls[index].call for index in ours]
     if kinds != [capture.calls[index].kind for index in theirs]:
         raise AnalysisError(
-            f"{capture.path}: the capture has {len(theirs)} driver calls and the run's own trace {len(ours)} in the same "
-            "span, or in another order, so they are not of the same run."
+            f"{capture.path}: the capture has {len(theirs)} driver calls and the run's own trace {len(ours)} in the "
+            "same span, or in another order, so they are not of the same run."
         )
     return list(zip(theirs, ours, strict=True))
 
@@ -269,5 +285,3 @@ def agree(result: Attribution, own: OwnTrace) -> list[Agreement]:
             if mine and mine.launch is not None and queued_by is not None and of_own.get(queued_by) == mine.launch:
                 row.same_work_ns += its.blocked_ns
     return sorted(by_kind.values(), key=lambda row: -row.blocked_ns)
-
-

@@ -2,8 +2,8 @@
 //!
 //! NVTX has no library of its own. A program holds tables of function pointers; the tool, a shared object that
 //! `NVTX_INJECTION64_PATH` names, fills in those that it cares for when its entry point is called. Each shared object
-//! or static copy of NVTX in a process does so for itself, so this one stands beside that of the crate and offers the
-//! one table that is wanted here, that of the CUDA driver's objects.
+//! or static copy of NVTX in a process does so for itself, so this one stands beside that of the crate. Of the tables it
+//! offers, one function of one is used here; Nsight Systems does not attach where the core tables are missing.
 //!
 //! Source: `nvtxDetail/nvtxTypes.h` and `nvtxInit.h` of NVTX 3, <https://github.com/NVIDIA/NVTX>.
 
@@ -18,12 +18,15 @@ const CALLBACKS_ID: u32 = 1;
 const VERSION_ID: u32 = 3;
 /// `NVTX_VERSION`.
 const VERSION: u32 = 3;
-/// `NVTX_CB_MODULE_CUDA`.
-const MODULE_CUDA: c_int = 2;
+/// The tables: `NVTX_CB_MODULE_CORE`, `_CUDA`, `_CUDART`, `_CORE2`, each with its `NVTX_CBID_…_SIZE`: its ids, and the
+/// place 0, which stands for none.
+const MODULES: [(c_int, usize); 4] = [(1, 16), (2, 9), (4, 7), (5, 16)];
+/// Place of `NVTX_CB_MODULE_CUDA` among them.
+const CUDA: usize = 1;
 /// `NVTX_CBID_CUDA_NameCuStreamA`; ids count from 1.
 const NAME_STREAM: usize = 5;
-/// `NVTX_CBID_CUDA_SIZE`: ids and the place 0, which stands for none.
-const SIZE: usize = 9;
+/// The largest size.
+const SIZE: usize = 16;
 
 /// `nvtxNameCuStreamA`.
 type NameStream = unsafe extern "C" fn(stream: *mut c_void, name: *const c_char);
@@ -57,16 +60,20 @@ struct Table([*const Slot; SIZE + 1]);
 // SAFETY: the list is never written, and what it points to is atomic.
 unsafe impl Sync for Table {}
 
-static SLOTS: [Slot; SIZE] = [const { AtomicPtr::new(ptr::null_mut()) }; SIZE];
-static TABLE: Table = Table({
+static SLOTS: [[Slot; SIZE]; MODULES.len()] =
+    [const { [const { AtomicPtr::new(ptr::null_mut()) }; SIZE] }; MODULES.len()];
+static TABLES: [Table; MODULES.len()] = [table(0), table(1), table(2), table(3)];
+
+const fn table(module: usize) -> Table {
     let mut list = [ptr::null(); SIZE + 1];
     let mut id = 1;
-    while id < SIZE {
-        list[id] = &raw const SLOTS[id];
+    while id < MODULES[module].1 {
+        list[id] = &raw const SLOTS[module][id];
         id += 1;
     }
-    list
-});
+    Table(list)
+}
+
 static CALLBACKS: Callbacks = Callbacks { size: size_of::<Callbacks>(), functions };
 static VERSION_INFO: VersionInfo =
     VersionInfo { size: size_of::<VersionInfo>(), version: VERSION, reserved: 0, tool_says };
@@ -86,16 +93,14 @@ extern "C" fn export(table: u32) -> *const c_void {
 /// # Safety
 /// Both places are null or may be written.
 unsafe extern "C" fn functions(module: c_int, table: *mut *const *const Slot, size: *mut c_uint) -> c_int {
-    if module != MODULE_CUDA {
-        return 0;
-    }
+    let Some(place) = MODULES.iter().position(|known| known.0 == module) else { return 0 };
     if !table.is_null() {
         // SAFETY: the caller says that the place may be written.
-        unsafe { *table = TABLE.0.as_ptr() };
+        unsafe { *table = TABLES[place].0.as_ptr() };
     }
     if !size.is_null() {
         // SAFETY: as above. CAST: a handful.
-        unsafe { *size = SIZE as c_uint };
+        unsafe { *size = MODULES[place].1 as c_uint };
     }
     1
 }
@@ -110,7 +115,7 @@ unsafe fn attach(entry: Entry) -> Option<NameStream> {
         return None;
     }
     // Relaxed: the tool wrote on this thread, before its entry point returned.
-    let function = SLOTS[NAME_STREAM].load(Relaxed);
+    let function = SLOTS[CUDA][NAME_STREAM].load(Relaxed);
     // SAFETY: what a tool puts in this place is a function of this type, by NVTX's contract, or null.
     unsafe { std::mem::transmute::<*mut c_void, Option<NameStream>>(function) }
 }
@@ -160,14 +165,20 @@ mod tests {
         let functions = unsafe { (*callbacks).functions };
         let (mut table, mut size) = (ptr::null::<*const Slot>(), 0);
         // SAFETY: both places may be written.
-        assert_eq!(unsafe { functions(1, &raw mut table, &raw mut size) }, 0);
-        // SAFETY: as above.
-        assert_eq!(unsafe { functions(MODULE_CUDA, &raw mut table, &raw mut size) }, 1);
-        assert_eq!(size as usize, SIZE);
-        // SAFETY: the list has `SIZE` places and a null.
-        let list = unsafe { std::slice::from_raw_parts(table, SIZE + 1) };
-        assert!(list[0].is_null() && list[SIZE].is_null());
-        // SAFETY: the places in between point to slots that live as long as the program.
+        assert_eq!(unsafe { functions(3, &raw mut table, &raw mut size) }, 0);
+        // As Nsight Systems does: the core tables first, and nothing more where one is missing.
+        for (module, known) in [(1, 16), (5, 16), (4, 7), (2, 9)] {
+            // SAFETY: as above.
+            assert_eq!(unsafe { functions(module, &raw mut table, &raw mut size) }, 1);
+            assert_eq!(size, known);
+            // SAFETY: the list has that many places and a null.
+            let list = unsafe { std::slice::from_raw_parts(table, known as usize + 1) };
+            assert!(list[0].is_null() && list[known as usize].is_null());
+            assert!(list[1..known as usize].iter().all(|slot| !slot.is_null()));
+        }
+        // SAFETY: the table of the CUDA driver, the last asked for.
+        let list = unsafe { std::slice::from_raw_parts(table, 9) };
+        // SAFETY: the places point to slots that live as long as the program.
         unsafe { &*list[NAME_STREAM] }.store(record as *mut c_void, Relaxed);
         1
     }
@@ -185,5 +196,12 @@ mod tests {
         // SAFETY: the tool's function.
         unsafe { function(ptr::without_provenance_mut(7), c"compute".as_ptr()) };
         assert_eq!(*NAMED.lock().unwrap(), [(7, "compute".to_owned())]);
+    }
+
+    /// Run under Nsight Systems (`nsys profile --trace=cuda,nvtx`) this shows that the real tool attaches.
+    #[test]
+    fn the_tool_of_this_process_is_found() {
+        let there = std::env::var_os("NVTX_INJECTION64_PATH").is_some_and(|path| !path.is_empty());
+        assert_eq!(attached().is_some(), there);
     }
 }
