@@ -416,3 +416,49 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         }
     }
 }
+
+/// The keys that a section of the schema describes.
+fn described(section: &str) -> Vec<String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../analysis/schema.md");
+    let text = std::fs::read_to_string(path).unwrap();
+    let (_, text) = text.split_once(&format!("\n## {section}\n")).unwrap();
+    let rows = text.lines().take_while(|line| !line.starts_with('#')).filter(|line| line.starts_with("| `"));
+    let mut keys: Vec<String> =
+        rows.map(|row| row.split('`').nth(1).unwrap().trim_end_matches("[]").to_owned()).collect();
+    keys.sort();
+    keys
+}
+
+/// The keys of a record: an object that is described key by key is spread out.
+fn keys(record: &Value, spread: &str) -> Vec<String> {
+    let mut out = Vec::new();
+    for (key, value) in record.as_object().unwrap() {
+        match value.as_object().filter(|_| key == spread) {
+            Some(inner) => out.extend(inner.keys().map(|name| format!("{key}.{name}"))),
+            None => out.push(key.clone()),
+        }
+    }
+    out.sort();
+    out
+}
+
+#[test]
+fn the_records_are_as_the_schema_describes_them() {
+    let place = Place::new();
+    place.write("small.toml", SMALL);
+    run(&place, &["--shard", "1/8"]).ok();
+    let experiment = json_at(&place.at("out/small/experiment.json"));
+    assert_eq!(keys(&experiment, ""), described("experiment.json"));
+    let record = json_at(&place.at("out/small/runs/00-naive-5-r0/run.json"));
+    let mut found = keys(&record, "machine");
+    // What not every system tells.
+    let mut wanted = described("run.json");
+    for list in [&mut found, &mut wanted] {
+        list.retain(|key| key != "machine.cpu" && key != "machine.load");
+    }
+    assert_eq!(found, wanted);
+    // What a plan says of a run, its record says too.
+    for key in experiment["runs"][0].as_object().unwrap().keys() {
+        assert_eq!(experiment["runs"][0][key], record[key], "{key}");
+    }
+}

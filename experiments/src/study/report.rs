@@ -17,6 +17,9 @@ pub(crate) struct Cell {
     pub(crate) experiment: String,
     pub(crate) cell: usize,
     pub(crate) label: String,
+    /// What the label's words are.
+    #[serde(skip)]
+    pub(crate) title: String,
     pub(crate) program: &'static str,
     pub(crate) options: serde_json::Map<String, serde_json::Value>,
     pub(crate) planned: usize,
@@ -63,6 +66,12 @@ pub(crate) fn cells(
             experiment: experiment.to_owned(),
             cell,
             label: first.label(named),
+            title: named
+                .then_some("arm")
+                .into_iter()
+                .chain(first.axes.iter().map(String::as_str))
+                .collect::<Vec<_>>()
+                .join(" "),
             program: first.program.name(),
             options: first.options_json(),
             planned: mine.len(),
@@ -101,7 +110,10 @@ pub(crate) fn table(name: &str, question: &str, cells: &[Cell]) -> String {
     let mut measures: Vec<Measure> = cells.iter().filter_map(|cell| cell.measure).collect();
     measures.dedup();
     let title = if let [measure] = measures.as_slice() { measure.title() } else { "median" };
-    table.set_header(["arm", title, "spread", "host blocked", "driver calls", "peak reserved", "utilisation", "runs"]);
+    let mut labels: Vec<&str> = cells.iter().map(|cell| cell.title.as_str()).collect();
+    labels.dedup();
+    let label = if let [label] = labels.as_slice() { label } else { "arm" };
+    table.set_header([label, title, "spread", "host blocked", "driver calls", "peak reserved", "utilisation", "runs"]);
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
