@@ -225,7 +225,7 @@ fn text(value: &Value, path: &str) -> String {
 fn row(arm: &str, records: &[Value]) -> Result<Row> {
     let record = records.last().context("there was no run")?;
     let last = steady_epochs(record).last().cloned().context("the run has no finished epoch")?;
-    let epochs = records.iter().flat_map(|record| steady_epochs(record));
+    let epochs = records.iter().flat_map(steady_epochs);
     let epoch_s = median(&epochs.filter_map(|epoch| epoch["wall_s"].as_f64()).collect::<Vec<f64>>());
     let step_s = median(&records.iter().filter_map(step_time).collect::<Vec<f64>>());
     let calls = last["driver_calls"].as_object().context("the epoch has no driver calls")?;
