@@ -266,6 +266,18 @@ fn what_cannot_work_is_refused_before_anything_runs() {
 }
 
 #[test]
+fn a_gpu_that_is_not_there_is_said_once() {
+    let place = Place::new();
+    if allocators::CudaDriver::probe().is_ok() {
+        println!("skipped: there is a GPU here");
+        return;
+    }
+    place.write("small.toml", SMALL);
+    place.run(&["run", "small.toml", "--device", "cuda", "-o", "out"]).refused(2, &["--device cuda: "]);
+    assert!(!place.at("out").exists());
+}
+
+#[test]
 fn a_folder_of_something_else_is_left_alone() {
     let place = Place::new();
     place.write("small.toml", SMALL);
@@ -461,4 +473,40 @@ fn the_records_are_as_the_schema_describes_them() {
     for key in experiment["runs"][0].as_object().unwrap().keys() {
         assert_eq!(experiment["runs"][0][key], record[key], "{key}");
     }
+}
+
+/// A stand-in for Python: PyTorch and a GPU are there, and the program wants its start file.
+#[cfg(unix)]
+const PYTHON: &str = r#"#!/bin/sh
+if [ "$1" = -c ]; then exit 0; fi
+for argument in "$@"; do
+    case "$argument" in --start=*) start="${argument#--start=}" ;; esac
+done
+if ! [ -s "$start" ]; then echo "error: there is no start file '$start'" >&2; exit 2; fi
+mkdir record && echo '{"schema_version": 1, "epochs": []}' > record/summary.json
+"#;
+
+#[cfg(unix)]
+#[test]
+fn pytorch_gets_the_weights_and_batches_of_its_options() {
+    use std::os::unix::fs::PermissionsExt;
+    let place = Place::new();
+    let python = place.file("python", PYTHON);
+    std::fs::set_permissions(&python, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let spec = "name = \"small\"\nquestion = \"?\"\nrepeats = 1\nwarm_up = 1\nstart = true\ndevices = [\"sim\"]\n\
+                [options]\ndataset = \"iris\"\nepochs = 2\nseed = 7\n[matrix]\nhidden = [5, 9]\n\
+                [[arms]]\nname = \"ours\"\n[[arms]]\nname = \"theirs\"\nprogram = \"pytorch\"\ndevices = [\"sim\"]\n";
+    place.write("small.toml", spec);
+    let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--json"]);
+    let cells = Ran::of(command.env("PYTHON", &python).output().unwrap()).rows();
+    assert!(cells.iter().all(|cell| cell["done"] == 1), "{cells:?}");
+    assert_eq!(cells[2]["median"], Value::Null, "a record without epochs has no step time");
+    let of = |id: &str| json_at(&place.at("out/small/runs").join(id).join("run.json"))["command"].to_string();
+    for (id, hidden) in [("02-theirs-5-r0", 5), ("03-theirs-9-r0", 9)] {
+        let start = format!("--start=../../start/dataset-iris_epochs-2_seed-7_hidden-{hidden}.safetensors");
+        assert!(of(id).contains(&start), "{}", of(id));
+    }
+    assert!(!of("00-ours-5-r0").contains("start"));
+    // They are large, and can be made again.
+    assert_eq!(names(&place.at("out/small")), ["experiment.json", "runs"]);
 }

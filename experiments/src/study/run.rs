@@ -96,6 +96,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     if args.dry_run {
         return dry_run(&planned, &device, &places, args);
     }
+    if device.kind == DeviceKind::Cuda {
+        // Said once, instead of by every run.
+        CudaDriver::probe().context("--device cuda")?;
+    }
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
     ctrlc::set_handler(move || flag.store(true, std::sync::atomic::Ordering::SeqCst))
