@@ -9,5 +9,6 @@ pub mod blocks;
 pub mod exact_index;
 pub mod free_index;
 pub mod ranged_index;
+mod repeat;
 pub mod rounding;
 pub mod tally;

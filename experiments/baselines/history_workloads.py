@@ -148,7 +148,9 @@ def streams(device, steps, seed, rows=8192, width=512):
     loading, reading = torch.cuda.Stream(), torch.cuda.Stream()
     main = torch.cuda.current_stream()
     host = torch.randint(256, (rows, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).pin_memory()
-    model = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, 4 * width), nn.ReLU(), nn.Linear(4 * width, 16))
+    model = nn.Sequential(
+        nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, 4 * width), nn.ReLU(), nn.Linear(4 * width, 16)
+    )
     model = model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

@@ -108,9 +108,15 @@ def settle(options):
         elif name in ("epochs", "steps"):
             pass
         elif given != held:
-            raise BadInput(f"--{name} {given} contradicts {options.start}, which holds {held}; leave it out or write another start")
+            raise BadInput(
+                f"--{name} {given} contradicts {options.start}, which holds {held}; leave it out or write another start"
+            )
+    if options.seed >= 1 << 64:
+        raise BadInput(f"--seed must be below 2^64, found {options.seed}")
     if not start and options.dataset != "mnist":
-        raise BadInput(f"{options.dataset} comes in a start file: trainer start --dataset {options.dataset} -o FILE, then --start FILE")
+        raise BadInput(
+            f"{options.dataset} comes in a start file: trainer start --dataset {options.dataset} -o FILE, then --start FILE"
+        )
     if options.loader != "workers" and (options.workers or options.pin):
         raise BadInput("--workers and --pin are for --loader workers")
     return start
@@ -199,7 +205,21 @@ def describe(torch, device):
 
 def summary_of(options, torch, device, data, start, record):
     """The record before training."""
-    keys = ("hidden", "layers", "batch", "epochs", "steps", "lr", "seed", "sync", "loader", "init", "mode", "warm_up", "step_memory")
+    keys = (
+        "hidden",
+        "layers",
+        "batch",
+        "epochs",
+        "steps",
+        "lr",
+        "seed",
+        "sync",
+        "loader",
+        "init",
+        "mode",
+        "warm_up",
+        "step_memory",
+    )
     settings = {
         "allocator": "pytorch",
         "allocator_settings": {},
@@ -241,11 +261,10 @@ def main():
         start = settle(options)
         torch, device = framework(options)
         data = load(options, start, torch)
-        if start and start.orders < needed_epochs(options, len(data.train)):
-            raise BadInput(
-                f"{start.path} holds the order of {start.orders} epochs, this run needs {needed_epochs(options, len(data.train))}; "
-                "write it with more --epochs"
-            )
+        needed = needed_epochs(options, len(data.train))
+        if start and start.orders < needed:
+            holds = f"{start.path} holds the order of {start.orders} epochs"
+            raise BadInput(f"{holds}, this run needs {needed}; write it with more --epochs")
         record = Record(options.out, f"pytorch-{options.mode}-{device.type}")
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
@@ -297,4 +316,8 @@ def finish(options, run):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -3,6 +3,9 @@
 In float64 it says which of two float32 programs strayed.
 """
 
+import copy
+import itertools
+
 import numpy as np
 
 KINDS = {"F32": "<f4", "U32": "<u4", "U8": "u1"}
@@ -38,30 +41,47 @@ class Network:
         derivative[rows, labels] -= 1
         return float((np.log(sums) - shifted[rows, labels]).mean()), derivative / logits.dtype.type(len(labels))
 
-    def step(self, x, labels, lr):
-        """One step; the loss before it."""
+    def copy(self):
+        """The same network once more."""
+        return copy.deepcopy(self)
+
+    def relu_inputs(self, x):
+        """What each ReLU sees."""
+        inputs, _ = self.forward(x)
+        return [x @ weight.T + bias for x, weight, bias in zip(inputs[:-1], self.weights, self.biases)]
+
+    def step(self, x, labels, lr, flip=None):
+        """One step; the loss before it. `flip`: layer, row and unit of a ReLU that is taken for open if it is closed, and
+        for closed if it is open, in the backward pass."""
         inputs, logits = self.forward(x)
         loss, dy = self.loss(logits, labels)
         for number in reversed(range(len(self.weights))):
             dw, db = dy.T @ inputs[number], dy.sum(0)
             if number:
-                dy = (dy @ self.weights[number]) * (inputs[number] > 0)
+                opened = inputs[number] > 0
+                if flip and flip[0] == number - 1:
+                    opened[flip[1:]] ^= True
+                dy = (dy @ self.weights[number]) * opened
             self.weights[number] -= dw.dtype.type(lr) * dw
             self.biases[number] -= db.dtype.type(lr) * db
         return loss
 
 
-def train(start, data, lr, kind=np.float64, steps=None):
-    """The losses of a run's steps: `data` is features (f32) and labels of the training rows; `steps` at most."""
+def batches(start, data):
+    """Features and labels of each step's batch, in the run's order; `data` is those of the training rows."""
     features, labels = data
-    network, batch, losses = Network(start, kind), start.number("batch"), []
     for epoch in range(1, start.orders + 1):
-        order = array(start.tensors[f"order.{epoch}"])
+        order, batch = array(start.tensors[f"order.{epoch}"]), start.number("batch")
         for first in range(0, len(order), batch):
-            if len(losses) == (steps or start.number("steps")):
-                return losses, network
-            rows = order[first : first + batch]
-            losses.append(network.step(features[rows].astype(kind), labels[rows], lr))
+            picked = order[first : first + batch]
+            yield features[picked], labels[picked]
+
+
+def train(start, data, lr, kind=np.float64, steps=None):
+    """The losses of a run's steps, `steps` of them at most, and the network after them."""
+    network, losses = Network(start, kind), []
+    for x, labels in itertools.islice(batches(start, data), steps or start.number("steps")):
+        losses.append(network.step(x.astype(kind), labels, lr))
     return losses, network
 
 

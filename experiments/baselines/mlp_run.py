@@ -1,5 +1,6 @@
 """One run of `mlp.py`: epochs, their clocks, and what of them goes to the record."""
 
+import contextlib
 import math
 import sys
 import time
@@ -83,21 +84,26 @@ class Run:
                         row[name] = stats[f"{name}.all.current"]
                 done.append(row)
             marks.append(self.mark())
-        finally:
-            # What was done is in the record, with its losses as far as the device still answers.
-            self.read_losses(steps, done)
+        except BaseException:
+            # What was done is in the record, with its losses if the device still answers.
+            with contextlib.suppress(RuntimeError):
+                self.read_losses(steps, done)
             self.record.append_steps(done)
+            raise
+        self.read_losses(steps, done)
+        self.record.append_steps(done)
         train_s = time.perf_counter() - steps_begun
         for row in done:
             if not math.isfinite(row["loss"]):
-                raise Failed(
-                    f"the loss became {row['loss']} in epoch {number}, step {row['step']}: lower --lr (now {options.lr}) or change --init"
-                )
+                mend = f"lower --lr (now {options.lr}) or change --init"
+                raise Failed(f"the loss became {row['loss']} in epoch {number}, step {row['step']}: {mend}")
         loss = sum(row["loss"] * row["rows"] for row in done) / sum(row["rows"] for row in done)
         batch, waits = options.batch, options.sync == "step" and self.cuda
         val_loss, accuracy = mlp_torch.evaluate(steps.model, sources[1], batch, len(self.data.validation), waits)
         if not math.isfinite(val_loss):
-            raise Failed(f"the validation loss became {val_loss} in epoch {number}: lower --lr (now {options.lr}) or change --init")
+            raise Failed(
+                f"the validation loss became {val_loss} in epoch {number}: lower --lr (now {options.lr}) or change --init"
+            )
         marks.append(self.mark())
         self.synchronise()
         entry = {"epoch": number, "steps": count, "train_loss": loss, "val_loss": val_loss, "val_accuracy": accuracy}
@@ -108,9 +114,7 @@ class Run:
             entry["train_device_s"] = marks[1].elapsed_time(marks[2]) / 1e3
         self.summary["epochs"].append(entry)
         self.write_summary()
-        self.line(
-            f"epoch {number:2} train loss {loss:.4f}, validation loss {val_loss:.4f}, accuracy {100 * accuracy:.2f} %"
-        )
+        self.line(f"epoch {number:2} train loss {loss:.4f}, validation loss {val_loss:.4f}, accuracy {100 * accuracy:.2f} %")
 
     def order(self, number):
         """The rows of an epoch: the trainer's, or PyTorch's own."""
@@ -119,10 +123,7 @@ class Run:
         return torch.randperm(len(self.data.train), generator=self.shuffling)
 
     def read_losses(self, steps, done):
-        try:
-            values = steps.losses[: len(done)].tolist()
-        except RuntimeError:
-            return
+        values = steps.losses[: len(done)].tolist()
         for row, value in zip(done, values):
             row["loss"] = value
 

@@ -62,7 +62,9 @@ def framework():
     except ImportError as error:
         raise BadInput(f"PyTorch cannot be loaded by {sys.executable} ({error}); {INSTALL}") from None
     if not torch.cuda.is_available():
-        raise BadInput(f"PyTorch {torch.__version__} finds no GPU, and a history is recorded on one; {INSTALL} on a machine with a driver")
+        raise BadInput(
+            f"PyTorch {torch.__version__} finds no GPU, and a history is recorded on one; {INSTALL} on a machine with a driver"
+        )
     return torch
 
 
@@ -87,7 +89,9 @@ def record(name, steps, seed, output):
     events = snapshot["device_traces"][torch.cuda.current_device()]
     seen = sum(event["action"] == "alloc" for event in events)
     if seen != stats["allocation.all.allocated"]:
-        raise Failed(f"{name}: the history has {seen} allocations, PyTorch counted {stats['allocation.all.allocated']}: it is not complete")
+        raise Failed(
+            f"{name}: the history has {seen} allocations, PyTorch counted {stats['allocation.all.allocated']}: it is not complete"
+        )
     facts = {
         "workload": name,
         "steps": steps,
@@ -140,4 +144,8 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -44,7 +44,9 @@ class Record:
             raise BadInput(f"{out} exists already; choose another directory with --out, or remove it") from None
         except OSError as error:
             where = out or "runs"
-            raise BadInput(f"cannot write a run record to {where}: {error.strerror}; choose another directory with --out") from None
+            raise BadInput(
+                f"cannot write a run record to {where}: {error.strerror}; choose another directory with --out"
+            ) from None
 
     @staticmethod
     def make(out, name):

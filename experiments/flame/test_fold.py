@@ -1,6 +1,6 @@
 """What `fold.py` makes of samples.
 
-    python3 -m pytest experiments/flame
+python3 -m pytest experiments/flame
 """
 
 import subprocess

@@ -87,7 +87,7 @@ impl Tensor<'_> {
 /// device is opened.
 ///
 /// # Errors
-/// Those of settings that cannot work, of loading the data, and of [`write`].
+/// Those of settings that cannot work, of loading the data, and of [`write()`].
 pub fn run(settings: &Settings, path: &Path, observer: &Arc<dyn Observer>) -> Result<StartRecord> {
     train::check(settings)?;
     let dataset = train::load(settings, observer)?;

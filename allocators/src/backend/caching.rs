@@ -6,7 +6,8 @@
 //!
 //! *Cost.* Allocate and free on a hit: one short lock that only users of the same stream share, O(1) in the number of
 //! blocks but for the few of one size bin, no driver call, no allocation. A miss costs a `cuMemAlloc`; a refused miss
-//! costs a synchronise and the release of every idle segment.
+//! costs a synchronise and the release of every idle segment. What is allocated and freed over and over, with nothing in
+//! between, is only counted after the first round.
 //!
 //! *Good at* repeating workloads: after the first step there are no driver calls. *Bad at* sizes that keep
 //! changing (hard fragmentation), and at memory used on several streams (each stream keeps its own blocks).
@@ -253,7 +254,7 @@ impl DeviceAllocator for Caching {
         let rounded = (request.bytes + (MIN_BLOCK - 1)) & !(MIN_BLOCK - 1);
         let shard = self.shards.of_stream(stream);
         {
-            let mut state = self.totals.enter(shard, &self.shards);
+            let mut state = self.totals.enter_unsettled(shard, &self.shards);
             if let Some(served) = state.cache.serve_small(rounded, request.bytes) {
                 return Ok(mint(shard, served, request.bytes, if served.split { Path::Split } else { Path::Hit }));
             }
@@ -267,8 +268,13 @@ impl DeviceAllocator for Caching {
         // CAST: the upper and the lower half of the token.
         let (id, index) = ((block.token() >> 32) as u32, block.token() as BlockIndex);
         if self.plain && shard.id == id {
-            let mut state = self.totals.enter(shard, &self.shards);
-            if let Some(joined) = state.cache.take_back_small(index, block.addr().get(), block.requested()) {
+            let mut state = self.totals.enter_unsettled(shard, &self.shards);
+            let (addr, requested) = (block.addr().get(), block.requested());
+            let joined = match state.cache.take_back_small(index, addr, requested) {
+                None => state.cache.take_back_unshared(index, addr, requested),
+                joined => joined,
+            };
+            if let Some(joined) = joined {
                 return Ok(if joined { Path::Coalesce } else { Path::Hit });
             }
         }

@@ -5,6 +5,7 @@ use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, record, record_mut
 use super::exact_index::ExactIndex;
 use super::free_index::FreeIndex;
 use super::ranged_index::RangedIndex;
+use super::repeat::Repeat;
 use super::rounding::{MIN_BLOCK, SMALL_MAX};
 use super::tally::Tally;
 use crate::device::{DeviceAddr, StreamId};
@@ -49,6 +50,10 @@ pub struct BlockCache {
     small: ExactIndex,
     /// Free blocks of the large pool.
     large: RangedIndex,
+    /// What is not on the books; nothing but [`serve_small`](Self::serve_small) and
+    /// [`take_back_small`](Self::take_back_small) may be called, nor anything read, before it was
+    /// [settled](Self::settle).
+    repeat: Repeat,
 }
 
 /// A block that was handed out.
@@ -90,6 +95,7 @@ impl BlockCache {
     /// PyTorch's `get_free_block` and `alloc_found_block`: hands out the best fit of a pool, if there is one.
     #[inline(always)]
     pub fn serve(&mut self, pool: PoolKind, wanted: Wanted, rules: &SplitRules) -> Option<Served> {
+        debug_assert!(!self.repeat.owes());
         match pool {
             PoolKind::Small => {
                 serve(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, wanted, rules)
@@ -98,11 +104,51 @@ impl BlockCache {
         }
     }
 
-    /// The same for the small pool, without rules and without a count of lookups.
+    /// The same for the small pool, without rules and without a count of lookups. `rounded` must follow from `requested`.
     #[inline(always)]
     pub fn serve_small(&mut self, rounded: u64, requested: u64) -> Option<Served> {
+        if self.repeat.owes() {
+            if let Some((index, split)) = self.repeat.give_again(requested) {
+                let addr = self.blocks.get(index).addr();
+                return Some(Served { index, addr, bytes: rounded, split });
+            }
+            self.carry_out();
+        }
         let wanted = Wanted { rounded, requested, now: 0 };
-        serve(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, wanted, &SplitRules::NONE)
+        let rules = &SplitRules::NONE;
+        let served = serve(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, wanted, rules)?;
+        self.repeat.served(served.index, served.split, requested);
+        Some(served)
+    }
+
+    /// Puts on the books what was only counted. Cheap when there is nothing.
+    #[inline(always)]
+    pub fn settle(&mut self) {
+        if self.repeat.owes() {
+            self.carry_out();
+        }
+        self.repeat.forget();
+    }
+
+    /// All rounds are alike, so one is carried out and the sums of the others are added to it.
+    #[cold]
+    #[inline(never)]
+    fn carry_out(&mut self) {
+        let Some(outstanding) = self.repeat.settle() else { return };
+        let index = outstanding.index;
+        let block = *self.blocks.get(index);
+        let requested = block.requested();
+        if outstanding.rounds > 0 {
+            let before = self.tally.increases();
+            self.take_back(index, requested, 0);
+            let wanted = Wanted { rounded: block.bytes(), requested, now: 0 };
+            let served = self.serve(PoolKind::Small, wanted, &SplitRules::NONE);
+            debug_assert_eq!(served.map(|served| (served.index, served.addr)), Some((index, block.addr())));
+            self.tally.repeat_increases(&before, outstanding.rounds - 1);
+        }
+        if outstanding.held {
+            self.take_back(index, requested, 0);
+        }
     }
 
     #[inline(never)]
@@ -112,6 +158,7 @@ impl BlockCache {
 
     /// Hands out the first part of a segment that is not known yet.
     pub fn serve_from_segment(&mut self, segment: BlockRecord, wanted: Wanted, rules: &SplitRules) -> Served {
+        debug_assert!(!self.repeat.owes());
         let whole = self.blocks.insert(segment);
         match segment.pool() {
             PoolKind::Small => {
@@ -128,6 +175,7 @@ impl BlockCache {
     /// Takes a block back from the client: reusable at once, and joined with free neighbours; true when it was joined.
     /// `requested` is what the client had asked for, `now` counts lookups.
     pub fn take_back(&mut self, index: BlockIndex, requested: u64, now: u64) -> bool {
+        debug_assert!(!self.repeat.owes());
         let block = *self.blocks.get(index);
         match block.pool() {
             PoolKind::Small => {
@@ -142,9 +190,27 @@ impl BlockCache {
     /// use, without a count of lookups; `None` when there is no such block, and nothing was done.
     #[inline(always)]
     pub fn take_back_small(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
+        let known = self.repeat.can_hold(index);
+        if !known && self.repeat.owes() {
+            self.carry_out();
+        }
         let block = self.blocks.find_small_unshared(index, addr)?;
+        if known {
+            // A block that was cut off lies beside the rest, with which it would be joined.
+            return Some(self.repeat.hold());
+        }
         self.tally.take_back(PoolKind::Small, block.bytes(), requested);
-        Some(join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, 0))
+        let joined = join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, 0);
+        self.repeat.returned(index, requested);
+        Some(joined)
+    }
+
+    /// The same for a block of either pool.
+    #[inline(never)]
+    pub fn take_back_unshared(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
+        self.settle();
+        self.blocks.find_held(index, addr).filter(|block| !block.is_shared())?;
+        Some(self.take_back(index, requested, 0))
     }
 
     #[inline(never)]
@@ -156,6 +222,7 @@ impl BlockCache {
 
     /// Takes a block back from the client that streams still use: it waits for `events`.
     pub fn defer(&mut self, index: BlockIndex, events: u32) {
+        debug_assert!(!self.repeat.owes());
         let block = self.blocks.get_mut(index);
         self.tally.take_back(block.pool(), block.bytes(), block.requested());
         block.set_pending(events);
@@ -163,6 +230,7 @@ impl BlockCache {
 
     /// Makes a block that waited reusable.
     pub fn release_pending(&mut self, index: BlockIndex, now: u64) {
+        debug_assert!(!self.repeat.owes());
         let block = *self.blocks.get(index);
         match block.pool() {
             PoolKind::Small => {
@@ -176,6 +244,7 @@ impl BlockCache {
 
     /// Takes a free block that is a whole segment out, record and all; `None` when it is in use by now.
     pub fn remove_segment(&mut self, index: BlockIndex, addr: u64) -> Option<BlockRecord> {
+        debug_assert!(!self.repeat.owes());
         let block = *self.blocks.find(index)?;
         if block.addr() != addr || !block.is_free() || block.is_split() {
             return None;
@@ -191,6 +260,7 @@ impl BlockCache {
     /// Puts back what [`remove_segment`](Self::remove_segment) took out, as it was when there had been `freed_at`
     /// lookups.
     pub fn restore_segment(&mut self, segment: BlockRecord, freed_at: u64) {
+        debug_assert!(!self.repeat.owes());
         let index = self.blocks.insert(segment);
         self.blocks.set_freed_at(index, freed_at);
         match segment.pool() {

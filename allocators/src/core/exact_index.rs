@@ -6,8 +6,8 @@
 //! where a pairing heap is at its best: only the neighbours in its list are touched. Its links live in the block
 //! records.
 //!
-//! Cost: search and insertion O(1); removal amortised O(log k) in the k blocks of one size, and O(1) for most. A page of
-//! 64 bins is allocated when one of them is first used.
+//! Cost: search and insertion O(1); removal amortised O(log k) in the k blocks of one size, and O(1) for most. 16 KiB for
+//! the bins, of which the system backs the pages that are used.
 
 use super::blocks::{BlockIndex, BlockRecord, Links, NONE, record, record_mut};
 use super::free_index::FreeIndex;
@@ -15,14 +15,14 @@ use super::rounding::{MIN_BLOCK, SMALL_SEGMENT};
 
 const WORD: usize = 64;
 /// Sizes from one unit to a whole segment of the pool.
-const BINS: u64 = SMALL_SEGMENT / MIN_BLOCK;
-const _: () = assert!(BINS == (WORD * WORD) as u64, "the bitmap has two levels");
+const BINS: usize = WORD * WORD;
+const _: () = assert!(BINS as u64 == SMALL_SEGMENT / MIN_BLOCK, "the bitmap has two levels");
 
 /// The free blocks of a small pool and one stream.
 #[derive(Clone, Debug)]
 pub struct ExactIndex {
-    /// Root of each bin's heap, in pages; valid where the bin's bit is set.
-    roots: [Option<Box<[BlockIndex; WORD]>>; WORD],
+    /// Root of each bin's heap; valid where the bin's bit is set.
+    roots: Box<[BlockIndex; BINS]>,
     /// A bit for each bin that holds a block.
     words: [u64; WORD],
     /// A bit for each word that is not zero.
@@ -31,7 +31,9 @@ pub struct ExactIndex {
 
 impl Default for ExactIndex {
     fn default() -> Self {
-        Self { roots: [const { None }; WORD], words: [0; WORD], summary: 0 }
+        // By way of a vector, so that it is the system that zeroes the memory, when it is used.
+        let roots = vec![NONE; BINS].try_into().expect("the vector should have as many elements");
+        Self { roots, words: [0; WORD], summary: 0 }
     }
 }
 
@@ -45,73 +47,61 @@ static BITS: [u64; WORD] = {
     bits
 };
 
-/// Page and slot of the bin for a number of units.
+/// Number of the bin for a number of units.
 #[inline(always)]
-fn place(units: u32) -> (usize, usize) {
+fn bin_of(units: u32) -> usize {
     let bin = units as usize - 1;
-    // A small pool has no larger blocks, so the first remainder changes nothing; it saves a check.
-    debug_assert!(bin < WORD * WORD);
-    (bin / WORD % WORD, bin % WORD)
+    debug_assert!(bin < BINS);
+    // A small pool has no larger blocks, so the remainder changes nothing; it saves checks.
+    bin % BINS
 }
 
 impl ExactIndex {
-    /// Root of a bin that holds a block.
+    /// Takes a block out of a bin; its links are not reset, but those of a block that was alone are alone.
     #[inline(always)]
-    fn root(&self, page: usize, slot: usize) -> BlockIndex {
-        self.roots[page].as_ref().map_or(NONE, |roots| roots[slot])
-    }
-
-    #[cold]
-    fn add_page(&mut self, page: usize) {
-        self.roots[page] = Some(Box::new([NONE; WORD]));
-    }
-
-    #[inline(always)]
-    fn take_out(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, units: u32) {
-        let (page, slot) = place(units);
-        let Some(roots) = &mut self.roots[page] else { return };
-        if record(blocks, index).links().are_alone() {
-            debug_assert_eq!(roots[slot], index, "a free block should be in the index");
-            self.words[page] ^= BITS[slot];
-            if self.words[page] == 0 {
-                self.summary ^= BITS[page];
-            }
+    fn take_out(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bin: usize) {
+        if !record(blocks, index).links().are_alone() {
+            self.roots[bin] = without(blocks, self.roots[bin], index);
             return;
         }
-        roots[slot] = without(blocks, roots[slot], index);
+        debug_assert_eq!(self.roots[bin], index, "a free block should be in the index");
+        let word = self.words[bin / WORD] ^ BITS[bin % WORD];
+        self.words[bin / WORD] = word;
+        // Whether it was the word's last is anybody's guess, so this is written without a branch.
+        self.summary = self.summary & !BITS[bin / WORD] | u64::from(word != 0) << (bin / WORD);
+    }
+
+    /// Puts a block, whose links are alone, into its bin.
+    #[inline(always)]
+    fn put_in(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
+        let bin = bin_of(record(blocks, index).units());
+        let (word, bit) = (self.words[bin / WORD], BITS[bin % WORD]);
+        if word & bit == 0 {
+            self.roots[bin] = index;
+            self.words[bin / WORD] = word | bit;
+            self.summary |= BITS[bin / WORD];
+        } else {
+            self.roots[bin] = meld(blocks, self.roots[bin], index);
+        }
     }
 }
 
 impl FreeIndex for ExactIndex {
     #[inline(always)]
     fn insert(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
-        let record = record_mut(blocks, index);
-        *record.links_mut() = Links::ALONE;
-        let (page, slot) = place(record.units());
-        if self.roots[page].is_none() {
-            self.add_page(page);
-        }
-        let Some(roots) = &mut self.roots[page] else { return };
-        let bit = BITS[slot];
-        if self.words[page] & bit == 0 {
-            roots[slot] = index;
-            self.words[page] |= bit;
-            self.summary |= BITS[page];
-        } else {
-            roots[slot] = meld(blocks, roots[slot], index);
-        }
+        *record_mut(blocks, index).links_mut() = Links::ALONE;
+        self.put_in(blocks, index);
     }
 
     #[inline(always)]
     fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
-        let units = record(blocks, index).units();
-        self.take_out(blocks, index, units);
+        self.take_out(blocks, index, bin_of(record(blocks, index).units()));
     }
 
     #[inline(always)]
     fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64) {
         // CAST: it was in a record as such.
-        self.take_out(blocks, index, (bytes / MIN_BLOCK) as u32);
+        self.take_out(blocks, index, bin_of((bytes / MIN_BLOCK) as u32));
         self.insert(blocks, index);
     }
 
@@ -119,10 +109,11 @@ impl FreeIndex for ExactIndex {
     fn best_fit(&self, _blocks: &[BlockRecord], bytes: u64) -> Option<BlockIndex> {
         debug_assert!(bytes > 0 && bytes <= SMALL_SEGMENT);
         // CAST: at most 2^12.
-        let (page, slot) = place((bytes / MIN_BLOCK) as u32);
+        let bin = bin_of((bytes / MIN_BLOCK) as u32);
+        let (page, slot) = (bin / WORD, bin % WORD);
         let rest = self.words[page] & (u64::MAX << slot);
         if rest != 0 {
-            return Some(self.root(page, rest.trailing_zeros() as usize));
+            return Some(self.roots[page * WORD + rest.trailing_zeros() as usize % WORD]);
         }
         // Twice, because all 64 bits may have to go.
         let above = self.summary & (u64::MAX << page << 1);
@@ -130,7 +121,7 @@ impl FreeIndex for ExactIndex {
             return None;
         }
         let page = above.trailing_zeros() as usize % WORD;
-        Some(self.root(page, self.words[page].trailing_zeros() as usize % WORD))
+        Some(self.roots[page * WORD + self.words[page].trailing_zeros() as usize % WORD])
     }
 
     fn in_order(&self, blocks: &[BlockRecord]) -> Vec<BlockIndex> {
@@ -138,7 +129,7 @@ impl FreeIndex for ExactIndex {
         for (page, word) in self.words.iter().enumerate() {
             for slot in (0..WORD).filter(|slot| word & (1 << slot) != 0) {
                 let start = out.len();
-                let mut open = vec![self.root(page, slot)];
+                let mut open = vec![self.roots[page * WORD + slot]];
                 while let Some(at) = open.pop() {
                     out.push(at);
                     let links = record(blocks, at).links();

@@ -95,43 +95,55 @@ impl Figures {
     }
 }
 
+/// A level, kept as its peak and how far it is below: so an increase sees in its own carry whether it is a new peak.
 #[derive(Clone, Copy, Debug, Default)]
 struct Level {
-    current: u64,
     peak: u64,
-    increases: u64,
+    below: u64,
 }
 
-/// Levels of one stream's blocks with their peaks and the sum of all increases.
+impl Level {
+    #[inline(always)]
+    fn increase(&mut self, amount: u64) {
+        let (below, higher) = self.below.overflowing_sub(amount);
+        self.below = below;
+        if higher {
+            self.peak = self.peak.wrapping_sub(below);
+            self.below = 0;
+        }
+    }
+
+    #[inline(always)]
+    fn decrease(&mut self, amount: u64) {
+        self.below += amount;
+        debug_assert!(self.below <= self.peak, "a level should not go below zero");
+    }
+
+    fn current(self) -> u64 {
+        self.peak - self.below
+    }
+}
+
+/// Levels of one stream's blocks with their peaks and the sums of all increases.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tally {
     pools: [[Level; QUANTITIES]; 2],
-    /// Peaks of the pools' sum.
-    peak: [u64; QUANTITIES],
+    all: [Level; QUANTITIES],
+    increases: [[u64; QUANTITIES]; 2],
 }
 
 impl Tally {
     #[inline(always)]
     fn increase(&mut self, pool: PoolKind, quantity: Quantity, amount: u64) {
-        let other = self.pools[1 - pool as usize][quantity as usize].current;
-        let own = &mut self.pools[pool as usize][quantity as usize];
-        let peak = &mut self.peak[quantity as usize];
-        own.current += amount;
-        own.increases += amount;
-        let all = own.current + other;
-        if own.current > own.peak {
-            own.peak = own.current;
-        }
-        if all > *peak {
-            *peak = all;
-        }
+        self.increases[pool as usize][quantity as usize] += amount;
+        self.pools[pool as usize][quantity as usize].increase(amount);
+        self.all[quantity as usize].increase(amount);
     }
 
     #[inline(always)]
     fn decrease(&mut self, pool: PoolKind, quantity: Quantity, amount: u64) {
-        let level = &mut self.pools[pool as usize][quantity as usize];
-        debug_assert!(level.current >= amount, "a level should not go below zero");
-        level.current = level.current.wrapping_sub(amount);
+        self.pools[pool as usize][quantity as usize].decrease(amount);
+        self.all[quantity as usize].decrease(amount);
     }
 
     /// A block was handed out.
@@ -176,43 +188,44 @@ impl Tally {
         self.decrease(pool, Quantity::SplitBytes, bytes);
     }
 
-    fn figures(&self, of: impl Fn(&Level) -> u64, all: impl Fn(usize, u64) -> u64) -> Figures {
-        let mut out = Figures::default();
-        for quantity in 0..QUANTITIES {
-            let [small, large] = [0, 1].map(|pool: usize| of(&self.pools[pool][quantity]));
-            for (scope, figure) in
-                [(Scope::Small, small), (Scope::Large, large), (Scope::All, all(quantity, small + large))]
-            {
-                out.0[scope as usize][quantity] = figure;
-            }
-        }
-        out
+    fn levels(&self, of: impl Fn(&Level) -> u64) -> Figures {
+        // In the order of the scopes.
+        let [small, large] = &self.pools;
+        Figures([small, large, &self.all].map(|levels| levels.each_ref().map(&of)))
     }
 
     /// Levels now.
     #[must_use]
     pub fn current(&self) -> Figures {
-        self.figures(|level| level.current, |_, sum| sum)
+        self.levels(|level| level.current())
     }
 
     /// Highest levels since the last [`restart_peaks`](Self::restart_peaks).
     #[must_use]
     pub fn peak(&self) -> Figures {
-        self.figures(|level| level.peak, |quantity, _| self.peak[quantity])
+        self.levels(|level| level.peak)
     }
 
     /// Sums of all increases ("allocated" in PyTorch's keys).
     #[must_use]
     pub fn increases(&self) -> Figures {
-        self.figures(|level| level.increases, |_, sum| sum)
+        let [small, large] = self.increases;
+        let mut all = small;
+        all.iter_mut().zip(large).for_each(|(sum, increase)| *sum += increase);
+        Figures([small, large, all])
+    }
+
+    /// Adds what the sums of all increases grew by since they were `before`, so many times more.
+    pub fn repeat_increases(&mut self, before: &Figures, times: u64) {
+        for (sums, before) in self.increases.iter_mut().zip(&before.0) {
+            sums.iter_mut().zip(before).for_each(|(sum, before)| *sum += (*sum - before) * times);
+        }
     }
 
     /// Lets the peaks start again from the levels.
     pub fn restart_peaks(&mut self) {
-        for level in self.pools.iter_mut().flatten() {
-            level.peak = level.current;
+        for level in self.pools.iter_mut().flatten().chain(&mut self.all) {
+            *level = Level { peak: level.current(), below: 0 };
         }
-        let current = self.current();
-        self.peak = current.0[Scope::All as usize];
     }
 }

@@ -86,6 +86,36 @@ def test_losses_of_each_step_are_those_of_numpy(case, kind, request):
     assert (logits.argmax(1) == labels).mean() == pytest.approx(last["val_accuracy"], abs=1e-9)
 
 
+def test_runs_that_part_are_explained(iris, tmp_path):
+    start, record = iris
+    (tmp_path / "start.safetensors").write_bytes(Path(start.path).read_bytes())
+    for name in ("trainer", "pytorch"):
+        (tmp_path / name).mkdir()
+        for file in ("steps.csv", "summary.json"):
+            (tmp_path / name / file).write_bytes((record / file).read_bytes())
+    lines = (tmp_path / "pytorch/steps.csv").read_text().splitlines()
+    cells = lines[7].split(",")
+    lines[7] = ",".join([*cells[:3], str(1.001 * float(cells[3])), *cells[4:]])
+    (tmp_path / "pytorch/steps.csv").write_text("\n".join(lines) + "\n")
+    explain = [sys.executable, BASELINES / "explain_losses.py", tmp_path]
+    done = subprocess.run(explain, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert done[0].startswith("trainer: within ") and done[0].endswith("in all 15 steps")
+    assert "1.0e-03 off in step 7" in done[1] and done[2].startswith("  step 6, layer ") and len(done) == 5
+    (tmp_path / "pytorch/summary.json").unlink()
+    done = subprocess.run(explain, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "pytorch is no run record" in done.stderr
+
+
+def test_the_other_side_of_a_relu_changes_its_layer_and_those_below(iris):
+    start, _ = iris
+    x, labels = next(mlp_numpy.batches(start, mlp_numpy.rows(start, "train")))
+    plain, flipped = mlp_numpy.Network(start, "f8"), mlp_numpy.Network(start, "f8")
+    plain.step(x, labels, 0.1)
+    flipped.step(x, labels, 0.1, (1, 3, 5))
+    changed = [np.flatnonzero((a != b).any(1)) for a, b in zip(plain.weights, flipped.weights)]
+    assert len(changed[0]) > 1 and list(changed[1]) == [5] and not len(changed[2])
+
+
 def test_another_order_gives_other_losses(digits):
     """The comparison above is worth something: it fails when batches differ."""
     start, record = digits
@@ -129,8 +159,12 @@ BROKEN = {
     "another width": lambda start: edited(start, lambda h: h["__metadata__"].update(hidden="17")),
     "a layer missing": lambda start: edited(start, lambda h: h["__metadata__"].update(layers="4")),
     "values of another kind": lambda start: edited(start, lambda h: h["layers.0.bias"].update(dtype="F64")),
-    "values past the end": lambda start: edited(start, lambda h: h["layers.0.bias"].update(data_offsets=[1 << 40, (1 << 40) + 64])),
-    "rows taken twice": lambda start: Path(start.path).read_bytes().replace(start.tensors["order.1"].data.tobytes()[:8], b"\x00" * 8),
+    "values past the end": lambda start: edited(
+        start, lambda h: h["layers.0.bias"].update(data_offsets=[1 << 40, (1 << 40) + 64])
+    ),
+    "rows taken twice": lambda start: (
+        Path(start.path).read_bytes().replace(start.tensors["order.1"].data.tobytes()[:8], b"\x00" * 8)
+    ),
 }
 
 

@@ -80,8 +80,16 @@ impl Totals {
     /// Locks a shard for work that changes its levels.
     #[inline(always)]
     pub(super) fn enter<'a>(&self, shard: &'a Shard, table: &ShardTable) -> SpinGuard<'a, ShardState> {
+        let mut state = self.enter_unsettled(shard, table);
+        state.cache.settle();
+        state
+    }
+
+    /// The same with a cache that has not been [settled](crate::core::block_cache::BlockCache::settle).
+    #[inline(always)]
+    pub(super) fn enter_unsettled<'a>(&self, shard: &'a Shard, table: &ShardTable) -> SpinGuard<'a, ShardState> {
         loop {
-            let state = shard.lock();
+            let state = shard.lock_unsettled();
             let tenant = self.tenant.load(Acquire);
             if tenant == shard.id || tenant == EVERYBODY {
                 return state;
