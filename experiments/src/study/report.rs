@@ -30,7 +30,7 @@ pub(crate) struct Cell {
     /// Median over the repeats of each figure.
     pub(crate) median: Option<f64>,
     pub(crate) spread: Option<f64>,
-    pub(crate) blocked_s: Option<f64>,
+    pub(crate) blocked_share: Option<f64>,
     pub(crate) driver_calls: Option<f64>,
     pub(crate) peak_reserved_bytes: Option<f64>,
     pub(crate) utilisation: Option<f64>,
@@ -81,7 +81,7 @@ pub(crate) fn cells(
             measure: found.first().map(|(_, figures)| figures.measure),
             median: (!values.is_empty()).then(|| median(&values)),
             spread: spread(&values),
-            blocked_s: of(|figures| figures.blocked_s),
+            blocked_share: of(|figures| figures.blocked_share),
             driver_calls: of(|figures| figures.driver_calls),
             peak_reserved_bytes: of(|figures| figures.peak_reserved_bytes),
             utilisation: of(|figures| figures.utilisation),
@@ -133,14 +133,19 @@ pub(crate) fn table(name: &str, question: &str, cells: &[Cell]) -> String {
             cell.label.clone(),
             or_dash(main),
             or_dash(cell.spread.map(|spread| format!("{:.1} %", 100.0 * spread))),
-            or_dash(cell.blocked_s.map(seconds)),
+            or_dash(cell.blocked_share.map(|share| format!("{:.0} %", 100.0 * share))),
             or_dash(cell.driver_calls.map(|calls| format!("{calls:.1}"))),
             or_dash(cell.peak_reserved_bytes.map(bytes)),
             or_dash(cell.utilisation.map(|share| format!("{:.1} %", 100.0 * share))),
             runs,
         ]);
     }
-    format!("{name}: {question}\n{table}")
+    let note = if measures.contains(&Measure::StepTime) {
+        "\nhost blocked: of the last epoch; driver calls: a batch of it; both with the validation"
+    } else {
+        ""
+    };
+    format!("{name}: {question}\n{table}{note}")
 }
 
 /// What a reader of the table should be warned of, one line each.
