@@ -1,7 +1,7 @@
 //! `experiments compare`: one table for all allocators, from one run of the trainer for each, in processes of their
 //! own (a CUDA context and the allocators' caches belong to a process).
 
-use crate::study::figures::{median, steady_epochs, step_time};
+use crate::study::figures::{batches, blocked_share, median, steady_epochs, step_time};
 use allocators::BackendKind;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -127,6 +127,8 @@ struct Row {
     driver_allocations: u64,
     driver_frees: u64,
     blocked_ns: u64,
+    /// The same over the epoch's time.
+    blocked_share: f64,
     blocked_in: String,
     allocate_p50_ns: u64,
     allocate_p99_ns: u64,
@@ -138,6 +140,8 @@ struct Row {
     utilisation: Option<f64>,
     val_accuracy: f64,
     final_train_loss: f64,
+    /// Driver calls of the last epoch over its batches, those of the validation included.
+    driver_calls_per_batch: f64,
     /// Driver calls of the last epoch by kind.
     driver_calls: Value,
 }
@@ -225,7 +229,7 @@ fn text(value: &Value, path: &str) -> String {
 fn row(arm: &str, records: &[Value]) -> Result<Row> {
     let record = records.last().context("there was no run")?;
     let last = steady_epochs(record).last().cloned().context("the run has no finished epoch")?;
-    let epochs = records.iter().flat_map(|record| steady_epochs(record));
+    let epochs = records.iter().flat_map(steady_epochs);
     let epoch_s = median(&epochs.filter_map(|epoch| epoch["wall_s"].as_f64()).collect::<Vec<f64>>());
     let step_s = median(&records.iter().filter_map(step_time).collect::<Vec<f64>>());
     let calls = last["driver_calls"].as_object().context("the epoch has no driver calls")?;
@@ -251,6 +255,7 @@ fn row(arm: &str, records: &[Value]) -> Result<Row> {
         driver_allocations: of(&["mem_alloc", "mem_alloc_async", "mem_create"]),
         driver_frees: of(&["mem_free", "mem_free_async", "mem_release"]),
         blocked_ns: calls.values().map(blocked).sum(),
+        blocked_share: blocked_share(&last).unwrap_or(f64::NAN),
         blocked_in: most.map_or_else(String::new, |(name, _)| name.clone()),
         allocate_p50_ns: count(&allocate, "/p50_ns"),
         allocate_p99_ns: count(&allocate, "/p99_ns"),
@@ -262,16 +267,10 @@ fn row(arm: &str, records: &[Value]) -> Result<Row> {
         utilisation: (reserved > 0).then(|| active as f64 / reserved as f64),
         val_accuracy: number(&last, "/val_accuracy")?,
         final_train_loss: number(&last, "/train_loss")?,
+        driver_calls_per_batch: calls.values().filter_map(|totals| totals["count"].as_f64()).sum::<f64>()
+            / batches(record, &last),
         driver_calls: last["driver_calls"].clone(),
     })
-}
-
-/// Driver calls of a row, a step.
-fn calls_per_step(row: &Row) -> f64 {
-    let calls = row.driver_calls.as_object().into_iter().flatten();
-    let count: f64 = calls.filter_map(|(_, totals)| totals["count"].as_f64()).sum();
-    // CAST: steps of an epoch.
-    count / row.steps.max(1) as f64
 }
 
 fn report(rows: &[Row]) -> String {
@@ -306,9 +305,9 @@ fn report(rows: &[Row]) -> String {
             row.arm.clone(),
             time,
             format!("{:.2} x", row.step_s / best),
-            duration(row.blocked_ns / row.steps.max(1)),
+            format!("{:.0} %", 100.0 * row.blocked_share),
             row.blocked_in.clone(),
-            format!("{:.1}", calls_per_step(row)),
+            format!("{:.1}", row.driver_calls_per_batch),
             duration(row.allocate_p50_ns),
             duration(row.allocate_p99_ns),
             duration(row.deallocate_p50_ns),
@@ -318,8 +317,8 @@ fn report(rows: &[Row]) -> String {
             format!("{:.6}", row.final_train_loss),
         ]);
     }
-    let note = "step: a training step, median over the epochs without the first; host blocked and driver calls: the last \
-                epoch's with its validation, a step; alloc, free: most frequent path; utilisation: peak active of peak \
-                reserved";
+    let note = "step: a training step, median over the epochs without the first; host blocked: of the last epoch's time, \
+                driver calls: a batch of it, both with the validation; alloc, free: most frequent path; utilisation: \
+                peak active of peak reserved";
     format!("{title}\n{table}\n{note}")
 }

@@ -16,7 +16,7 @@ use std::process::{Command, Stdio};
 use std::str::FromStr;
 use trainer::report::duration;
 
-/// Where the host was blocked for less than this share of a step, the calls in which it was say nothing.
+/// Where the host was blocked for less than this share of the time, the calls in which it was say nothing.
 const WORTH_A_LOOK: f64 = 0.05;
 /// At least this share of the blocked time has to lie in the same calls.
 const SAME_CALLS: f64 = 0.5;
@@ -72,8 +72,9 @@ struct Row {
     simulated_step_s: f64,
     /// Simulated over measured, less one.
     difference: f64,
-    measured_blocked_s: f64,
-    simulated_blocked_s: f64,
+    /// Share of the last epoch for which the host was blocked.
+    measured_blocked_share: f64,
+    simulated_blocked_share: f64,
     /// Share of the blocked time that lies in the same calls; absent where the host is hardly blocked on either device.
     same_calls: Option<f64>,
     /// Steps that both made, and how many of them made another number of driver allocations.
@@ -83,7 +84,7 @@ struct Row {
     calls: Vec<CallRow>,
 }
 
-/// One kind of call in one cell, a step.
+/// One kind of call in one cell, a batch.
 #[derive(Debug, Serialize)]
 struct CallRow {
     call: String,
@@ -174,7 +175,9 @@ fn row(label: &str, real: &[Measured], other: &[Measured], tolerance: f64) -> Ro
     let calls = calls(real, other);
     let blocked = |of: fn(&CallRow) -> &Call| calls.iter().map(|row| of(row).blocked_s).sum::<f64>();
     let (measured_blocked, simulated_blocked) = (blocked(|row| &row.measured), blocked(|row| &row.simulated));
-    let worth = measured_blocked > WORTH_A_LOOK * measured || simulated_blocked > WORTH_A_LOOK * simulated;
+    let of_epoch = |runs: &[Measured]| median(&runs.iter().map(|run| run.blocked_share).collect::<Vec<f64>>());
+    let (measured_share, simulated_share) = (of_epoch(real), of_epoch(other));
+    let worth = measured_share.max(simulated_share) > WORTH_A_LOOK;
     let share = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { 0.0 };
     let same_calls = worth.then(|| {
         let both = |row: &CallRow| {
@@ -188,8 +191,8 @@ fn row(label: &str, real: &[Measured], other: &[Measured], tolerance: f64) -> Ro
         measured_step_s: measured,
         simulated_step_s: simulated,
         difference,
-        measured_blocked_s: measured_blocked,
-        simulated_blocked_s: simulated_blocked,
+        measured_blocked_share: measured_share,
+        simulated_blocked_share: simulated_share,
         same_calls,
         steps,
         steps_with_other_allocations: differing,
@@ -256,8 +259,8 @@ fn table(report: &Report) -> String {
             time(row.measured_step_s),
             time(row.simulated_step_s),
             format!("{:+.1} %", 100.0 * row.difference),
-            time(row.measured_blocked_s),
-            time(row.simulated_blocked_s),
+            format!("{:.0} %", 100.0 * row.measured_blocked_share),
+            format!("{:.0} %", 100.0 * row.simulated_blocked_share),
             most(&row.calls, |row| &row.measured),
             most(&row.calls, |row| &row.simulated),
             row.same_calls.map_or_else(|| "-".to_owned(), |share| format!("{:.0} %", 100.0 * share)),
@@ -270,8 +273,8 @@ fn table(report: &Report) -> String {
         table.add_row(texts.map(cell));
     }
     let note = format!(
-        "step: a training step, median over epochs without the first and over repeats; blocked: the last epoch's, a \
-         step; in the same calls: the sum over kinds of call of the smaller share, where more than {:.0} % of a step is \
+        "step: a training step, median over epochs without the first and over repeats; blocked: share of the \
+         last epoch's time; in the same calls: the sum over kinds of call of the smaller share, where more than {:.0} % is \
          waiting. Allowed: {:.0} % of the step time, and at least {:.0} % in the same calls",
         100.0 * WORTH_A_LOOK,
         100.0 * report.tolerance,
@@ -290,6 +293,7 @@ mod tests {
         let call = |us: f64| Call { count: 1.0, total_s: us / 1e6, blocked_s: us / 1e6 };
         Measured {
             step_s: step_us / 1e6,
+            blocked_share: blocked_us.iter().map(|(_, us)| us).sum::<f64>() / step_us,
             calls: blocked_us.iter().map(|(name, us)| ((*name).to_owned(), call(*us))).collect(),
             allocations: vec![((1, 1), 5), ((1, 2), 0)],
         }

@@ -266,6 +266,18 @@ fn what_cannot_work_is_refused_before_anything_runs() {
 }
 
 #[test]
+fn a_gpu_that_is_not_there_is_said_once() {
+    let place = Place::new();
+    if allocators::CudaDriver::probe().is_ok() {
+        println!("skipped: there is a GPU here");
+        return;
+    }
+    place.write("small.toml", SMALL);
+    place.run(&["run", "small.toml", "--device", "cuda", "-o", "out"]).refused(2, &["--device cuda: "]);
+    assert!(!place.at("out").exists());
+}
+
+#[test]
 fn a_folder_of_something_else_is_left_alone() {
     let place = Place::new();
     place.write("small.toml", SMALL);
@@ -415,4 +427,86 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
             assert_eq!(plan.lines().filter(|line| line.contains(" to do ")).count() as u64, runs, "{plan}");
         }
     }
+}
+
+/// The keys that a section of the schema describes.
+fn described(section: &str) -> Vec<String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../analysis/schema.md");
+    let text = std::fs::read_to_string(path).unwrap();
+    let (_, text) = text.split_once(&format!("\n## {section}\n")).unwrap();
+    let rows = text.lines().take_while(|line| !line.starts_with('#')).filter(|line| line.starts_with("| `"));
+    let mut keys: Vec<String> =
+        rows.map(|row| row.split('`').nth(1).unwrap().trim_end_matches("[]").to_owned()).collect();
+    keys.sort();
+    keys
+}
+
+/// The keys of a record: an object that is described key by key is spread out.
+fn keys(record: &Value, spread: &str) -> Vec<String> {
+    let mut out = Vec::new();
+    for (key, value) in record.as_object().unwrap() {
+        match value.as_object().filter(|_| key == spread) {
+            Some(inner) => out.extend(inner.keys().map(|name| format!("{key}.{name}"))),
+            None => out.push(key.clone()),
+        }
+    }
+    out.sort();
+    out
+}
+
+#[test]
+fn the_records_are_as_the_schema_describes_them() {
+    let place = Place::new();
+    place.write("small.toml", SMALL);
+    run(&place, &["--shard", "1/8"]).ok();
+    let experiment = json_at(&place.at("out/small/experiment.json"));
+    assert_eq!(keys(&experiment, ""), described("experiment.json"));
+    let record = json_at(&place.at("out/small/runs/00-naive-5-r0/run.json"));
+    let mut found = keys(&record, "machine");
+    // What not every system tells.
+    let mut wanted = described("run.json");
+    for list in [&mut found, &mut wanted] {
+        list.retain(|key| key != "machine.cpu" && key != "machine.load");
+    }
+    assert_eq!(found, wanted);
+    // What a plan says of a run, its record says too.
+    for key in experiment["runs"][0].as_object().unwrap().keys() {
+        assert_eq!(experiment["runs"][0][key], record[key], "{key}");
+    }
+}
+
+/// A stand-in for Python: PyTorch and a GPU are there, and the program wants its start file.
+#[cfg(unix)]
+const PYTHON: &str = r#"#!/bin/sh
+if [ "$1" = -c ]; then exit 0; fi
+for argument in "$@"; do
+    case "$argument" in --start=*) start="${argument#--start=}" ;; esac
+done
+if ! [ -s "$start" ]; then echo "error: there is no start file '$start'" >&2; exit 2; fi
+mkdir record && echo '{"schema_version": 1, "epochs": []}' > record/summary.json
+"#;
+
+#[cfg(unix)]
+#[test]
+fn pytorch_gets_the_weights_and_batches_of_its_options() {
+    use std::os::unix::fs::PermissionsExt;
+    let place = Place::new();
+    let python = place.file("python", PYTHON);
+    std::fs::set_permissions(&python, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let spec = "name = \"small\"\nquestion = \"?\"\nrepeats = 1\nwarm_up = 1\nstart = true\ndevices = [\"sim\"]\n\
+                [options]\ndataset = \"iris\"\nepochs = 2\nseed = 7\n[matrix]\nhidden = [5, 9]\n\
+                [[arms]]\nname = \"ours\"\n[[arms]]\nname = \"theirs\"\nprogram = \"pytorch\"\ndevices = [\"sim\"]\n";
+    place.write("small.toml", spec);
+    let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--json"]);
+    let cells = Ran::of(command.env("PYTHON", &python).output().unwrap()).rows();
+    assert!(cells.iter().all(|cell| cell["done"] == 1), "{cells:?}");
+    assert_eq!(cells[2]["median"], Value::Null, "a record without epochs has no step time");
+    let of = |id: &str| json_at(&place.at("out/small/runs").join(id).join("run.json"))["command"].to_string();
+    for (id, hidden) in [("02-theirs-5-r0", 5), ("03-theirs-9-r0", 9)] {
+        let start = format!("--start=../../start/dataset-iris_epochs-2_seed-7_hidden-{hidden}.safetensors");
+        assert!(of(id).contains(&start), "{}", of(id));
+    }
+    assert!(!of("00-ours-5-r0").contains("start"));
+    // They are large, and can be made again.
+    assert_eq!(names(&place.at("out/small")), ["experiment.json", "runs"]);
 }

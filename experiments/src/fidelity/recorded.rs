@@ -1,6 +1,6 @@
 //! Recorded runs of an experiment, cell by cell.
 
-use crate::study::figures::{read_summary, read_text, steady_epochs, step_time};
+use crate::study::figures::{batches, blocked_share, read_summary, read_text, steady_epochs, step_time};
 use crate::study::record::{EXPERIMENT, RUN, RUNS, read_json};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Calls of one kind, a step.
+/// Calls of one kind, a batch.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Call {
     pub(super) count: f64,
@@ -20,7 +20,9 @@ pub(super) struct Call {
 #[derive(Clone, Debug)]
 pub(super) struct Measured {
     pub(super) step_s: f64,
-    /// Calls of the last epoch, a step.
+    /// Share of the last epoch for which the host was blocked.
+    pub(super) blocked_share: f64,
+    /// Calls of the last epoch, a batch.
     pub(super) calls: BTreeMap<String, Call>,
     /// Driver allocations by epoch and step.
     pub(super) allocations: Vec<((u64, u64), u64)>,
@@ -80,14 +82,15 @@ fn measured(folder: &Path) -> Result<Measured> {
     let summary = read_summary(folder)?;
     let here = || format!("{}: the summary holds no finished epoch", folder.display());
     let last = steady_epochs(&summary).last().with_context(here)?;
-    let steps = last["steps"].as_f64().filter(|steps| *steps > 0.0).with_context(here)?;
+    let batches = Some(batches(&summary, last)).filter(|batches| *batches > 0.0).with_context(here)?;
     let calls = last["driver_calls"].as_object().into_iter().flatten().map(|(name, totals)| {
-        let of = |key: &str| totals[key].as_f64().unwrap_or(0.0) / steps;
+        let of = |key: &str| totals[key].as_f64().unwrap_or(0.0) / batches;
         let call = Call { count: of("count"), total_s: of("total_ns") / 1e9, blocked_s: of("blocked_ns") / 1e9 };
         (name.clone(), call)
     });
     Ok(Measured {
         step_s: step_time(&summary).with_context(here)?,
+        blocked_share: blocked_share(last).with_context(here)?,
         calls: calls.filter(|(_, call)| call.count > 0.0).collect(),
         allocations: allocations(folder)?,
     })

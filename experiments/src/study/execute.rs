@@ -3,7 +3,8 @@
 use super::plan::Run;
 use super::programs::{CommandLine, Device, Places, RECORD, command_line};
 use super::record::{
-    Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, now, remove, without_folders, write_json,
+    Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, now, remove, without_folders, write_compact,
+    write_json,
 };
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -220,7 +221,7 @@ impl Experiment<'_> {
                 let text = std::fs::read_to_string(to).with_context(|| format!("cannot read {}", to.display()))?;
                 if let Ok(mut value) = serde_json::from_str::<Value>(&text) {
                     without_folders(&mut value, &folders);
-                    write_json(to, &value)?;
+                    write_compact(to, &value)?;
                 }
             }
             let name = compress(to)?.file_name().map(|name| name.to_string_lossy().into_owned());

@@ -38,9 +38,9 @@ impl Measure {
 pub(crate) struct Figures {
     pub(crate) measure: Measure,
     pub(crate) value: f64,
-    /// Seconds that the host was blocked, a step.
-    pub(crate) blocked_s: Option<f64>,
-    /// Driver calls a step; of a history: in all.
+    /// Share of an epoch, validation included, for which the host was blocked.
+    pub(crate) blocked_share: Option<f64>,
+    /// Driver calls a batch, those of the validation included; of a history: in all.
     pub(crate) driver_calls: Option<f64>,
     pub(crate) peak_reserved_bytes: Option<f64>,
     /// Peak of active over peak of reserved.
@@ -96,29 +96,33 @@ pub(crate) fn step_time(summary: &Value) -> Option<f64> {
     (!times.is_empty()).then(|| median(&times))
 }
 
-/// Kinds of driver calls in the last epoch with the seconds that they blocked the host, a step.
-pub(crate) fn blocked_by_call(summary: &Value) -> Vec<(String, f64)> {
-    let Some(last) = steady_epochs(summary).last() else { return Vec::new() };
-    let steps = last["steps"].as_f64().unwrap_or(f64::NAN);
-    let calls = last["driver_calls"].as_object().into_iter().flatten();
-    let blocked = calls.filter_map(|(name, totals)| Some((name.clone(), totals["blocked_ns"].as_f64()?)));
-    blocked.filter(|(_, ns)| *ns > 0.0).map(|(name, ns)| (name, ns / 1e9 / steps)).collect()
+/// Batches of an epoch: its training steps, and those of the validation after it. An epoch's driver calls are of both.
+pub(crate) fn batches(summary: &Value, epoch: &Value) -> f64 {
+    let steps = epoch["steps"].as_f64().unwrap_or(f64::NAN);
+    let rows = summary["dataset"]["validation_rows"].as_f64().unwrap_or(0.0);
+    let batch = summary["settings"]["batch"].as_f64().unwrap_or(f64::NAN);
+    steps + (rows / batch).ceil()
+}
+
+/// Share of an epoch for which the host was blocked in driver calls.
+pub(crate) fn blocked_share(epoch: &Value) -> Option<f64> {
+    let calls = epoch["driver_calls"].as_object()?;
+    let blocked: f64 = calls.values().filter_map(|totals| totals["blocked_ns"].as_f64()).sum();
+    epoch["wall_s"].as_f64().filter(|wall| *wall > 0.0).map(|wall| blocked / 1e9 / wall)
 }
 
 fn of_summary(summary: &Value) -> Option<Figures> {
     let last = steady_epochs(summary).last()?;
-    let steps = last["steps"].as_f64()?;
-    let calls = last["driver_calls"].as_object();
     let count = |calls: &serde_json::Map<String, Value>| {
-        calls.values().filter_map(|totals| totals["count"].as_f64()).sum::<f64>() / steps
+        calls.values().filter_map(|totals| totals["count"].as_f64()).sum::<f64>() / batches(summary, last)
     };
     let stat = |name: &str| summary["allocator_stats"][format!("{name}.all.peak")].as_f64();
     let (active, reserved) = (stat("active_bytes"), stat("reserved_bytes"));
     Some(Figures {
         measure: Measure::StepTime,
         value: step_time(summary)?,
-        blocked_s: calls.map(|_| blocked_by_call(summary).iter().map(|(_, seconds)| seconds).sum()),
-        driver_calls: calls.map(count),
+        blocked_share: blocked_share(last),
+        driver_calls: last["driver_calls"].as_object().map(count),
         peak_reserved_bytes: reserved,
         utilisation: active.zip(reserved).filter(|(_, reserved)| *reserved > 0.0).map(|(a, r)| a / r),
         train_loss: last["train_loss"].as_f64(),
@@ -140,7 +144,7 @@ fn of_result(result: &Value) -> Option<Figures> {
     Some(Figures {
         measure,
         value,
-        blocked_s: None,
+        blocked_share: None,
         driver_calls: calls.map(|calls| calls.values().filter_map(Value::as_f64).sum()),
         peak_reserved_bytes: row["peak_reserved_bytes"].as_f64(),
         utilisation: row["utilisation"].as_f64(),

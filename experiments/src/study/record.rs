@@ -20,7 +20,7 @@ pub(crate) const RUN: &str = "run.json";
 /// Folder of the runs.
 pub(crate) const RUNS: &str = "runs";
 /// Text files above this size are compressed.
-const PLAIN_BYTES: u64 = 64 << 10;
+const PLAIN_BYTES: u64 = 16 << 10;
 
 /// The experiment as a whole.
 #[derive(Debug, Serialize)]
@@ -109,9 +109,17 @@ pub(crate) fn spec_sha256(spec: &Spec) -> Result<String> {
     Ok(Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Replaces a file as a whole.
+/// Replaces a file as a whole, laid out for people.
 pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
-    let mut text = serde_json::to_string_pretty(value).with_context(|| format!("cannot write {}", path.display()))?;
+    replace(path, serde_json::to_string_pretty(value).with_context(|| format!("cannot write {}", path.display()))?)
+}
+
+/// Replaces a file as a whole, on one line: a summary is half white space otherwise.
+pub(crate) fn write_compact(path: &Path, value: &Value) -> Result<()> {
+    replace(path, value.to_string())
+}
+
+fn replace(path: &Path, mut text: String) -> Result<()> {
     text.push('\n');
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let fresh = path.with_file_name(format!(".{name}.{}.part", std::process::id()));

@@ -17,6 +17,9 @@ pub(crate) struct Cell {
     pub(crate) experiment: String,
     pub(crate) cell: usize,
     pub(crate) label: String,
+    /// What the label's words are.
+    #[serde(skip)]
+    pub(crate) title: String,
     pub(crate) program: &'static str,
     pub(crate) options: serde_json::Map<String, serde_json::Value>,
     pub(crate) planned: usize,
@@ -27,7 +30,7 @@ pub(crate) struct Cell {
     /// Median over the repeats of each figure.
     pub(crate) median: Option<f64>,
     pub(crate) spread: Option<f64>,
-    pub(crate) blocked_s: Option<f64>,
+    pub(crate) blocked_share: Option<f64>,
     pub(crate) driver_calls: Option<f64>,
     pub(crate) peak_reserved_bytes: Option<f64>,
     pub(crate) utilisation: Option<f64>,
@@ -63,6 +66,12 @@ pub(crate) fn cells(
             experiment: experiment.to_owned(),
             cell,
             label: first.label(named),
+            title: named
+                .then_some("arm")
+                .into_iter()
+                .chain(first.axes.iter().map(String::as_str))
+                .collect::<Vec<_>>()
+                .join(" "),
             program: first.program.name(),
             options: first.options_json(),
             planned: mine.len(),
@@ -72,7 +81,7 @@ pub(crate) fn cells(
             measure: found.first().map(|(_, figures)| figures.measure),
             median: (!values.is_empty()).then(|| median(&values)),
             spread: spread(&values),
-            blocked_s: of(|figures| figures.blocked_s),
+            blocked_share: of(|figures| figures.blocked_share),
             driver_calls: of(|figures| figures.driver_calls),
             peak_reserved_bytes: of(|figures| figures.peak_reserved_bytes),
             utilisation: of(|figures| figures.utilisation),
@@ -101,7 +110,10 @@ pub(crate) fn table(name: &str, question: &str, cells: &[Cell]) -> String {
     let mut measures: Vec<Measure> = cells.iter().filter_map(|cell| cell.measure).collect();
     measures.dedup();
     let title = if let [measure] = measures.as_slice() { measure.title() } else { "median" };
-    table.set_header(["arm", title, "spread", "host blocked", "driver calls", "peak reserved", "utilisation", "runs"]);
+    let mut labels: Vec<&str> = cells.iter().map(|cell| cell.title.as_str()).collect();
+    labels.dedup();
+    let label = if let [label] = labels.as_slice() { label } else { "arm" };
+    table.set_header([label, title, "spread", "host blocked", "driver calls", "peak reserved", "utilisation", "runs"]);
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
@@ -121,14 +133,19 @@ pub(crate) fn table(name: &str, question: &str, cells: &[Cell]) -> String {
             cell.label.clone(),
             or_dash(main),
             or_dash(cell.spread.map(|spread| format!("{:.1} %", 100.0 * spread))),
-            or_dash(cell.blocked_s.map(seconds)),
+            or_dash(cell.blocked_share.map(|share| format!("{:.0} %", 100.0 * share))),
             or_dash(cell.driver_calls.map(|calls| format!("{calls:.1}"))),
             or_dash(cell.peak_reserved_bytes.map(bytes)),
             or_dash(cell.utilisation.map(|share| format!("{:.1} %", 100.0 * share))),
             runs,
         ]);
     }
-    format!("{name}: {question}\n{table}")
+    let note = if measures.contains(&Measure::StepTime) {
+        "\nhost blocked: of the last epoch; driver calls: a batch of it; both with the validation"
+    } else {
+        ""
+    };
+    format!("{name}: {question}\n{table}{note}")
 }
 
 /// What a reader of the table should be warned of, one line each.

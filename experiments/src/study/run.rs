@@ -96,6 +96,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     if args.dry_run {
         return dry_run(&planned, &device, &places, args);
     }
+    if device.kind == DeviceKind::Cuda {
+        // Said once, instead of by every run.
+        CudaDriver::probe().context("--device cuda")?;
+    }
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
     ctrlc::set_handler(move || flag.store(true, std::sync::atomic::Ordering::SeqCst))
@@ -241,16 +245,16 @@ fn run_one(
     let state = |run: &Run| status_of(&experiment.run_folder(run), &planned.sha256).ok().flatten();
     let mut left: Vec<&Run> = mine.iter().copied().filter(|run| state(run) != Some(RunStatus::Done)).collect();
     let mut failures = Failures::new();
-    if left.iter().any(|run| run.program == Program::Pytorch) {
-        if let Some(reason) = programs::pytorch_missing(places, device.kind) {
-            let (skipped, others): (Vec<&Run>, Vec<&Run>) =
-                left.into_iter().partition(|run| run.program == Program::Pytorch);
-            for run in &skipped {
-                experiment.skip(run, &reason)?;
-            }
-            say(&format!("note: {}: {} runs of PyTorch are skipped: {reason}", spec.name, skipped.len()));
-            left = others;
+    if left.iter().any(|run| run.program == Program::Pytorch)
+        && let Some(reason) = programs::pytorch_missing(places, device.kind)
+    {
+        let (skipped, others): (Vec<&Run>, Vec<&Run>) =
+            left.into_iter().partition(|run| run.program == Program::Pytorch);
+        for run in &skipped {
+            experiment.skip(run, &reason)?;
         }
+        say(&format!("note: {}: {} runs of PyTorch are skipped: {reason}", spec.name, skipped.len()));
+        left = others;
     }
     make_starts(planned, &experiment, &mut left, &mut failures)?;
     warm_up(planned, &experiment, &left, device.kind)?;
