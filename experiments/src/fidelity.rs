@@ -94,6 +94,7 @@ struct CallRow {
 
 #[derive(Debug, Serialize)]
 struct Report {
+    axes: Vec<String>,
     tolerance: f64,
     worst: f64,
     within: bool,
@@ -165,7 +166,7 @@ fn compare(measured: &Recorded, simulated: &Recorded, tolerance: f64) -> Result<
         bail!("{} has no finished run of '{label}', {} has", measured.name, simulated.name);
     }
     let worst = rows.iter().map(|row| row.difference.abs()).fold(0.0, f64::max);
-    Ok(Report { tolerance, worst, within: rows.iter().all(|row| row.within), cells: rows })
+    Ok(Report { axes: measured.axes.clone(), tolerance, worst, within: rows.iter().all(|row| row.within), cells: rows })
 }
 
 fn row(label: &str, real: &[Measured], other: &[Measured], tolerance: f64) -> Row {
@@ -237,7 +238,7 @@ fn table(report: &Report) -> String {
     let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
     table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
     table.set_header([
-        "cell",
+        report.axes.join(" ").as_str(),
         "measured step",
         "simulated",
         "difference",

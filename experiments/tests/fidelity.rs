@@ -42,6 +42,7 @@ fn a_simulation_is_like_itself() {
     record(&place, "b", "sim");
     let report = fidelity(&place, &["--json", "--tolerance", "0%"]).ok().json();
     assert_eq!((&report["worst"], &report["within"]), (&0.0.into(), &true.into()));
+    assert_eq!(report["axes"], serde_json::json!(["alloc", "sync"]));
     let cells = report["cells"].as_array().unwrap();
     let names: Vec<&str> = cells.iter().map(|cell| cell["cell"].as_str().unwrap()).collect();
     assert_eq!(names, ["caching never", "caching step", "naive never", "naive step"]);

@@ -32,6 +32,8 @@ pub(super) struct Measured {
 #[derive(Debug)]
 pub(super) struct Recorded {
     pub(super) name: String,
+    /// Options in which the runs differ; a cell is named by their values.
+    pub(super) axes: Vec<String>,
     pub(super) cells: BTreeMap<String, Vec<Measured>>,
 }
 
@@ -58,7 +60,7 @@ impl Recorded {
         if cells.is_empty() {
             bail!("{name} holds no finished run");
         }
-        Ok(Self { name, cells })
+        Ok(Self { name, axes, cells })
     }
 }
 
