@@ -78,10 +78,35 @@ def account(run: Run, skip_epochs: int = 1) -> pl.DataFrame:
     )
 
 
-def longest_blocks(calls: pl.DataFrame, count: int = 10) -> pl.DataFrame:
-    """The calls of `driver_calls.jsonl` that blocked the host longest, with the kernel that was launched last before.
+def account_between(calls: pl.DataFrame, start_ns: int, end_ns: int, steps: int) -> pl.DataFrame:
+    """The sync account of the calls of `driver_calls.jsonl` that began between two times, per step; columns of `account`."""
+    inside = calls.filter(pl.col("start_ns").is_between(start_ns, end_ns, closed="left"))
+    if inside.is_empty():
+        raise AnalysisError("no driver call began in the steps that were chosen.")
+    return (
+        inside.group_by("call")
+        .agg(count=pl.len(), total_ns=pl.col("total_ns").sum(), blocked_ns=pl.col("blocked_ns").sum())
+        .select(
+            "call",
+            calls_per_step=pl.col("count") / steps,
+            total_us_per_step=pl.col("total_ns") / 1e3 / steps,
+            blocked_us_per_step=pl.col("blocked_ns") / 1e3 / steps,
+            blocked_share=pl.col("blocked_ns") / pl.col("total_ns").clip(1),
+        )
+        .sort("total_us_per_step", "call", descending=[True, False])
+    )
 
-    On one stream that kernel is the one that the call waited for.
+
+def with_waited_for(calls: pl.DataFrame) -> pl.DataFrame:
+    """The calls with `waited_for`: the kernel that was launched last before each, null where none was.
+
+    Of a call that blocked on one stream, that is the kernel that it waited for.
     """
-    launched = pl.when(pl.col("call") == "kernel_launch").then(pl.col("kernel")).forward_fill().shift(1)
-    return calls.with_columns(waited_for=launched).filter(pl.col("blocked_ns") > 0).top_k(count, by="blocked_ns")
+    return calls.with_columns(
+        waited_for=pl.when(pl.col("call") == "kernel_launch").then(pl.col("kernel")).forward_fill().shift(1)
+    )
+
+
+def longest_blocks(calls: pl.DataFrame, count: int = 10) -> pl.DataFrame:
+    """The calls of `driver_calls.jsonl` that blocked the host longest, with what they waited for."""
+    return with_waited_for(calls).filter(pl.col("blocked_ns") > 0).top_k(count, by="blocked_ns")

@@ -119,6 +119,32 @@ class Experiment:
             raise AnalysisError(f"{self.directories[0]}: no run of a trainer in it.")
         return pl.DataFrame(rows, infer_schema_length=None, strict=False)
 
+    def replays(self, **options: Any) -> pl.DataFrame:
+        """One row for each row of the results of `replay` and `capacity`: run's id, repeat, options, and their keys.
+
+        Objects, such as the ledger, stay as they are. Options are columns under their names with `_` for `-`.
+        """
+        rows: list[dict[str, Any]] = []
+        for entry in self.select(**options):
+            if entry.meta.get("program") not in ("replay", "capacity"):
+                continue
+            told = {name.replace("-", "_"): value for name, value in entry.options.items()}
+            result = entry.result
+            for row in result if isinstance(result, list) else [result]:
+                plain = {k: v for k, v in row.items() if k not in ("allocator_settings", "driver_calls", "probes")}
+                rows.append({"id": entry.id, "arm": entry.arm, "repeat": entry.meta["repeat"], **told, **plain})
+        if not rows:
+            raise AnalysisError(f"{self.directories[0]}: no replay in it.")
+        return pl.DataFrame(rows, infer_schema_length=None, strict=False)
+
+    def has(self, **options: Any) -> bool:
+        """Whether `select` would find a run."""
+        try:
+            self.select(**options)
+        except AnalysisError:
+            return False
+        return True
+
     def missing(self) -> list[str]:
         """Ids of planned runs that are not there, or failed."""
         planned = [str(run["id"] if isinstance(run, dict) else run) for run in self.document.get("runs", [])]

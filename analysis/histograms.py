@@ -114,6 +114,15 @@ def spectrum(recorded: list[Recorded], by: str = "path") -> pl.DataFrame:
     return pl.concat(frames)
 
 
+def phases(recorded: list[Recorded]) -> dict[str, list[Recorded]]:
+    """The histograms that are `cold` and those that are `steady`; see `phase`."""
+    starts = {one.start_s for one in recorded}
+    out: dict[str, list[Recorded]] = {}
+    for one in recorded:
+        out.setdefault(phase(one, min(starts), len(starts) > 1), []).append(one)
+    return dict(sorted(out.items()))
+
+
 def percentile(recorded: list[Recorded], share: float) -> float:
     """Value at or below which `share` (0 to 1) of all operations lie, in ns."""
     values, counts = merged(recorded)

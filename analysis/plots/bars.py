@@ -161,8 +161,8 @@ def allocations_by_epoch(runs: list[tuple[str, Run]], *, title: str = "") -> Fig
     figure, axes = style.new()
     epochs = 0
     for name, run in runs:
-        counts = [_taken(one.get("driver_calls", {})) for one in run.summary["epochs"]]
-        counts.insert(0, _taken(run.summary.get("driver_calls", {})) - sum(counts))
+        counts = [taken(one.get("driver_calls", {})) for one in run.summary["epochs"]]
+        counts.insert(0, taken(run.summary.get("driver_calls", {})) - sum(counts))
         axes.plot(range(len(counts)), counts, color=style.colour(name), marker=style.marker(name), label=name)
         epochs = max(epochs, len(counts))
     axes.set_yscale("symlog", linthresh=1)
@@ -176,8 +176,19 @@ def allocations_by_epoch(runs: list[tuple[str, Run]], *, title: str = "") -> Fig
     return figure
 
 
-def _taken(calls: dict[str, Any]) -> int:
+def taken(calls: dict[str, Any]) -> int:
+    """Calls that took memory from the device, of totals as in the run record."""
     return sum(calls[name]["count"] for name in ("mem_alloc", "mem_alloc_async", "mem_create") if name in calls)
+
+
+def joined(frame: pl.DataFrame, names: dict[str, str]) -> pl.Expr:
+    """Which of several on/off columns are on, in words: `events + internal`, `none`; `names` are words by column."""
+    missing = [column for column in names if column not in frame.columns]
+    if missing:
+        raise AnalysisError(f"the runs do not tell their {', '.join(missing)}.")
+    words = [pl.when(pl.col(column) == "on").then(pl.lit(word)) for column, word in names.items()]
+    text = pl.concat_str(words, separator=" +\n", ignore_nulls=True)
+    return pl.when(text == "").then(pl.lit("none")).otherwise(text)
 
 
 def value_of(frame: pl.DataFrame, value: str, **where: Any) -> float:
