@@ -49,19 +49,21 @@ def measures(run: Run) -> dict[str, Any]:
     """Comparable figures of a run; None where its record does not tell.
 
     Times are microseconds, memory bytes. `step_us` is `train_pace`, or, where the record does not tell, the median of
-    `step_times` (with `--sync never` their mean); `step_p10_us` and `step_p90_us` are the spread of single steps;
+    `step_times` (with `--sync never` their mean); `step_p10_us` and `step_p90_us` are the spread of single steps, which is
+    known where the host waits for each;
     `epoch_step_us` contains validation.
     """
     summary = run.summary
     times = step_times(run)
     sync = run.settings.get("sync", "never")
+    single = times if sync != "never" else times.clear()
     middle = train_pace(run)
     if middle is None and len(times):
         middle = float(times.mean() if sync == "never" else times.median()) / 1e3  # type: ignore[arg-type]
     out: dict[str, Any] = {
         "step_us": middle,
-        "step_p10_us": _quantile(times, 0.1),
-        "step_p90_us": _quantile(times, 0.9),
+        "step_p10_us": _quantile(single, 0.1),
+        "step_p90_us": _quantile(single, 0.9),
         "epoch_step_us": epoch_pace(run),
         "steps_done": run.steps.height,
     }

@@ -103,7 +103,7 @@ def table(runs: list[tuple[str, Run]]) -> str:
         cells = [
             name,
             time(us["step_us"]),
-            f"{time(us['step_p10_us'])} – {time(us['step_p90_us'])}",
+            "–" if us["step_p10_us"] is None else f"{time(us['step_p10_us'])} – {time(us['step_p90_us'])}",
             time(None if blocked is None else 1e3 * blocked),
             m.get("blocked_in") or "–",
             "–" if m.get("driver_calls") is None else f"{m['driver_calls']:.1f}",

@@ -29,12 +29,12 @@ PATHS = {
 def nines(axes: Axes, most: float) -> None:
     """An axis on which each nine takes the same room: 0, 90, 99, 99.9 % up to a share `most`."""
     axes.set_xscale("log")
-    top = int(np.ceil(np.log10(max(most, 10.0))))
+    top = max(int(np.log10(max(most, 10.0))), 1)
     ticks = [1.0] + [10.0**power for power in range(1, top + 1)]
     names = ["0 %", "90 %", *[f"99{'.' if power > 2 else ''}{'9' * (power - 2)} %" for power in range(2, top + 1)]]
     axes.set_xticks(ticks, names[: len(ticks)])
     axes.minorticks_off()
-    axes.set_xlim(1.0, 10.0**top)
+    axes.set_xlim(1.0, max(most, 10.0) * 1.3)
     axes.set_xlabel("share of operations that took no longer")
 
 

@@ -102,6 +102,10 @@ impl Pass<'_> {
                 allocated_bytes: allocated,
             });
             allocations = so_far;
+            // What the first step costs, its batch and the weights before it: the cold start.
+            if self.epoch == 1 && step == 0 {
+                run.close_latency();
+            }
         }
         // The losses of an interrupted epoch are read as well; after a failure the device may not answer.
         if !rows.is_empty() && matches!(ended, Ok(()) | Err(TrainError::Interrupted)) {
