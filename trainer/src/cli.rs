@@ -3,7 +3,7 @@
 use crate::data::DatasetName;
 use crate::observer::Observer;
 use crate::progress::{Terminal, say};
-use crate::settings::{DeviceChoice, GemmMode, InitMode, LoaderMode, SyncMode};
+use crate::settings::{DeviceChoice, GemmMode, InitMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::{Result, Settings, TrainError, doctor, exit, record, report};
 use allocators::backend::CachingSettings;
 use allocators::instrument::NvtxMode;
@@ -143,6 +143,10 @@ struct TrainArgs {
     /// NVTX ranges; auto is on when a profiler is attached
     #[arg(long, value_parser = nvtx_parser(), default_value = "auto", value_name = "auto|on|off", help_heading = "Record and instruments")]
     nvtx: NvtxMode,
+    /// What a profiler captures: these steps of the run, both included, between two waits for the device [default: the
+    /// whole training]
+    #[arg(long, value_name = "FIRST..LAST", help_heading = "Record and instruments")]
+    profile_steps: Option<ProfileSteps>,
     /// Latency histograms
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Record and instruments")]
     latency: bool,
@@ -242,6 +246,7 @@ impl TrainArgs {
             gemm: self.gemm,
             out: self.out.clone(),
             nvtx: self.nvtx,
+            profile_steps: self.profile_steps,
             latency: self.latency,
             trace: self.trace,
             exports: self.export.clone(),

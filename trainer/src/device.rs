@@ -5,12 +5,13 @@ use crate::export::CallLog;
 use crate::settings::{DeviceChoice, SyncMode};
 use allocators::device::CallObserver;
 use allocators::instrument::Clock;
-use allocators::instrument::nvtx::Ranges;
+use allocators::instrument::nvtx::{RangeGuard, Ranges};
 use allocators::{
     CallCounts, CallKind, CudaDriver, DeviceDescription, Driver, IdleCosts, MeteredDriver, Profile, SimDriver,
     SimMemory, StreamId,
 };
 use kernels::{CudaKernels, Fill, HostMemory, Operation};
+use std::fmt;
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -98,7 +99,7 @@ impl Device {
         let mut idle = IdleCosts::measure(driver.as_ref(), stream)?;
         idle.kernel_launch = launch_cost(&driver, &kernels, stream)?;
         let metered = MeteredDriver::new(Arc::clone(&driver) as Arc<dyn Driver>, Some(idle.clone()), observer);
-        Ok(Self {
+        let device = Self {
             engine: Engine::Cuda { kernels: Box::new(kernels), driver },
             driver: Arc::new(metered),
             stream,
@@ -108,7 +109,9 @@ impl Device {
             reason,
             idle: Some(idle),
             log: None,
-        })
+        };
+        device.name_in_profiler();
+        Ok(device)
     }
 
     fn open_sim(
@@ -170,6 +173,15 @@ impl Device {
         self.ranges
     }
 
+    /// Opens a range inside the one that is open, for a profiler and for the log of driver calls; the name is only
+    /// formatted when one of them is there.
+    pub fn range(&self, name: fmt::Arguments<'_>) -> DeviceRange {
+        if let Some(log) = &self.log {
+            log.enter(name);
+        }
+        DeviceRange { _range: self.ranges.range(name), log: self.log.clone() }
+    }
+
     /// Why `auto` chose this device; empty when it was asked for by name.
     #[must_use]
     pub fn reason(&self) -> &str {
@@ -216,11 +228,11 @@ impl Device {
     /// Every address in the operation is valid for its shape until the stream has passed it, and no output
     /// overlaps another buffer of it.
     pub unsafe fn run(&self, operation: &dyn Operation) -> Result<()> {
-        let _range = self.ranges.range(format_args!("{}", operation.name()));
+        let _range = self.range(format_args!("{}", operation.name()));
         if let Some(log) = &self.log {
             log.launching(operation.name());
         }
-        self.driver.count(CallKind::KernelLaunch, || -> Result<()> {
+        self.driver.count(CallKind::KernelLaunch, self.stream, || -> Result<()> {
             match &self.engine {
                 Engine::Cuda { kernels, .. } => {
                     // SAFETY: the kernels were loaded in the context that this stream belongs to; the caller keeps the
@@ -248,8 +260,14 @@ impl Device {
     /// # Errors
     /// Those of the driver, which may stem from earlier work.
     pub fn synchronize(&self) -> Result<()> {
-        let _range = self.ranges.range(format_args!("synchronize"));
+        let _range = self.range(format_args!("synchronize"));
         Ok(self.driver.stream_synchronize(self.stream)?)
+    }
+
+    /// Says what is what on a profiler's timeline.
+    fn name_in_profiler(&self) {
+        self.ranges.name_thread("trainer");
+        self.ranges.name_stream(self.stream, "compute");
     }
 
     /// Starts and stops what a profiler captures; nothing on the simulated device.
@@ -257,6 +275,26 @@ impl Device {
         if let Engine::Cuda { driver, .. } = &self.engine {
             // Without a profiler these calls do nothing, and with one a failure only widens its capture.
             let _ = if on { driver.profiler_start() } else { driver.profiler_stop() };
+            if on {
+                // Again, because a capture may hold only the names that were given while it ran.
+                self.name_in_profiler();
+            }
+        }
+    }
+}
+
+/// Ends its range when dropped.
+#[must_use = "the range ends when this is dropped"]
+#[derive(Debug)]
+pub struct DeviceRange {
+    _range: RangeGuard,
+    log: Option<Arc<CallLog>>,
+}
+
+impl Drop for DeviceRange {
+    fn drop(&mut self) {
+        if let Some(log) = &self.log {
+            log.leave();
         }
     }
 }

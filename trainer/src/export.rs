@@ -12,10 +12,11 @@ use allocators::trace::{
 use allocators::{CallEvent, CallKind, Snapshot};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::fmt::{self, Write as _};
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Track of the driver calls on a timeline.
 const TRACK: &str = "driver calls";
@@ -40,6 +41,12 @@ pub struct CallLine {
     /// Address that it took or produced.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub addr: Option<u64>,
+    /// Stream on which it queued work, or for which it waited.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stream: Option<u64>,
+    /// Where in the run it was made: the names of the ranges around it, from the outside in, with slashes between.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub path: String,
     /// Whether it succeeded.
     pub ok: bool,
 }
@@ -47,20 +54,53 @@ pub struct CallLine {
 /// Keeps the driver calls in memory until they are taken.
 #[derive(Debug, Default)]
 pub struct CallLog {
-    calls: Mutex<(Vec<CallLine>, Option<&'static str>)>,
+    calls: Mutex<Calling>,
+}
+
+#[derive(Debug, Default)]
+struct Calling {
+    lines: Vec<CallLine>,
+    /// Kernel of the launch that comes next.
+    kernel: Option<&'static str>,
+    /// Names of the ranges that are open, with slashes between.
+    path: String,
+    /// Length of the path before each of them.
+    outer: Vec<usize>,
 }
 
 impl CallLog {
+    fn calling(&self) -> MutexGuard<'_, Calling> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Names the kernel of the launch that comes next.
     pub fn launching(&self, kernel: &'static str) {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner).1 = Some(kernel);
+        self.calling().kernel = Some(kernel);
+    }
+
+    /// Opens a range inside the one that is open; [`leave`](Self::leave) closes it.
+    pub fn enter(&self, name: fmt::Arguments<'_>) {
+        let mut calling = self.calling();
+        let length = calling.path.len();
+        calling.outer.push(length);
+        let separator = if length == 0 { "" } else { "/" };
+        // Writing to a string does not fail.
+        let _ = write!(calling.path, "{separator}{name}");
+    }
+
+    /// Closes the innermost range.
+    pub fn leave(&self) {
+        let mut calling = self.calling();
+        let length = calling.outer.pop().unwrap_or(0);
+        calling.path.truncate(length);
     }
 
     /// Takes note of a call.
     pub fn observe(&self, event: &CallEvent) {
-        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        let kernel = if event.kind == CallKind::KernelLaunch { calls.1.take() } else { None };
-        calls.0.push(CallLine {
+        let mut calling = self.calling();
+        let kernel = if event.kind == CallKind::KernelLaunch { calling.kernel.take() } else { None };
+        let path = calling.path.clone();
+        calling.lines.push(CallLine {
             start_ns: event.start_ns,
             total_ns: event.total_ns,
             blocked_ns: event.blocked_ns,
@@ -68,6 +108,8 @@ impl CallLog {
             kernel: kernel.map(str::to_owned),
             bytes: (event.bytes > 0).then_some(event.bytes),
             addr: event.addr.map(|addr| addr.get()),
+            stream: event.stream.map(|stream| stream.0),
+            path,
             ok: event.ok,
         });
     }
@@ -75,7 +117,7 @@ impl CallLog {
     /// The calls since the last time.
     #[must_use]
     pub fn take(&self) -> Vec<CallLine> {
-        std::mem::take(&mut self.calls.lock().unwrap_or_else(PoisonError::into_inner).0)
+        std::mem::take(&mut self.calling().lines)
     }
 }
 

@@ -107,7 +107,7 @@ impl Loader {
     /// # Panics
     /// When `order` is not what [`begin_pass`](Self::begin_pass) was told, or holds rows that do not exist.
     pub fn batch(&mut self, context: &Context, split: &Split, order: &[u32], range: Range<usize>) -> Result<Batch> {
-        let _range = context.device.ranges().range(format_args!("load"));
+        let _range = context.device.range(format_args!("load"));
         assert!(range.end <= order.len() && order.len() <= self.rows, "a batch should lie inside the pass");
         // CAST: a batch has at most u32::MAX rows by the type of its setting; features are bounded by the readers.
         let (rows, cols) = (range.len() as u32, self.features as u32);

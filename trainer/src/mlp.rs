@@ -123,11 +123,11 @@ impl Mlp {
     }
 
     fn forward(&self, context: &Context, inputs: Matrix) -> Result<Activations> {
-        let _range = context.device.ranges().range(format_args!("forward"));
+        let _range = context.device.range(format_args!("forward"));
         let mut kept = vec![inputs];
         let last = self.layers.len() - 1;
         for (number, layer) in self.layers.iter().enumerate() {
-            let _range = context.device.ranges().range(format_args!("layer {}", number + 1));
+            let _range = context.device.range(format_args!("layer {}", number + 1));
             let linear = self.linear(context, layer, &kept[number])?;
             if number == last {
                 return Ok(Activations { inputs: kept, logits: linear });
@@ -139,11 +139,11 @@ impl Mlp {
     }
 
     fn backward(&self, context: &Context, mut inputs: Vec<Matrix>, dlogits: Matrix) -> Result<Vec<LinearGradient>> {
-        let _range = context.device.ranges().range(format_args!("backward"));
+        let _range = context.device.range(format_args!("backward"));
         let mut gradients = Vec::with_capacity(self.layers.len());
         let mut dy = dlogits;
         for (number, layer) in self.layers.iter().enumerate().rev() {
-            let _range = context.device.ranges().range(format_args!("layer {}", number + 1));
+            let _range = context.device.range(format_args!("layer {}", number + 1));
             let x = inputs.pop().expect("each layer kept its input");
             let (rows, outputs, width) = (dy.rows, layer.weight.rows, layer.weight.cols);
             let weight = self.product(context, GemmLayout::TN, &dy, &x, (outputs, width, rows))?;
@@ -174,7 +174,7 @@ impl Mlp {
         let Activations { inputs, logits } = self.forward(context, inputs)?;
         let (rows, classes) = (logits.rows, logits.cols);
         let dlogits = {
-            let _range = context.device.ranges().range(format_args!("loss"));
+            let _range = context.device.range(format_args!("loss"));
             let losses = context.matrix(rows, 1)?;
             let dlogits = context.matrix(rows, classes)?;
             let loss = SoftmaxCrossEntropy {
@@ -203,7 +203,7 @@ impl Mlp {
     /// # Errors
     /// Those of launches.
     pub fn update(&self, context: &Context, gradients: Vec<LinearGradient>, learning_rate: f32) -> Result<()> {
-        let _range = context.device.ranges().range(format_args!("update"));
+        let _range = context.device.range(format_args!("update"));
         for (layer, gradient) in self.layers.iter().zip(gradients) {
             for (weights, gradient) in [(&layer.weight, &gradient.weight), (&layer.bias, &gradient.bias)] {
                 let sgd = Sgd { len: weights.len(), learning_rate, gradient: gradient.addr(), weights: weights.addr() };

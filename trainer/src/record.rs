@@ -6,8 +6,8 @@
 use crate::data::FileChecksum;
 use crate::error::{Result, TrainError};
 use crate::export::CallLine;
-use crate::settings::{GemmMode, InitMode, LoaderMode, SyncMode};
 use crate::latency::Interval;
+use crate::settings::{GemmMode, InitMode, LoaderMode, ProfileSteps, SyncMode};
 use allocators::instrument::{CheckReport, InstrumentCost, LatencyRow, TraceEvent};
 use allocators::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
 use hdrhistogram::serialization::V2DeflateSerializer;
@@ -60,6 +60,8 @@ pub struct EffectiveSettings {
     pub dtype: &'static str,
     /// Whether NVTX ranges were emitted.
     pub nvtx: bool,
+    /// Steps that a profiler was to capture; `null`: the whole training.
+    pub profile_steps: Option<ProfileSteps>,
     /// Whether latency histograms were recorded.
     pub latency: bool,
     /// Whether every allocator operation was recorded.

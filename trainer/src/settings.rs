@@ -101,6 +101,27 @@ impl std::str::FromStr for DeviceChoice {
     }
 }
 
+/// Steps of the whole run, counted from 1 on across epochs, both ends included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProfileSteps {
+    /// First step.
+    pub first: u64,
+    /// Last step.
+    pub last: u64,
+}
+
+impl std::str::FromStr for ProfileSteps {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let number = |part: &str| part.trim().parse::<u64>().ok();
+        match text.split_once("..").map(|(first, last)| (number(first), number(last))) {
+            Some((Some(first), Some(last))) if 1 <= first && first <= last => Ok(Self { first, last }),
+            _ => Err(format!("'{text}' is no range of steps: write FIRST..LAST, such as 200..260, counted from 1")),
+        }
+    }
+}
+
 /// Everything that a run was asked to do.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -146,6 +167,8 @@ pub struct Settings {
     pub out: Option<PathBuf>,
     /// NVTX ranges.
     pub nvtx: NvtxMode,
+    /// Steps that a profiler captures; `None`: the whole training.
+    pub profile_steps: Option<ProfileSteps>,
     /// Whether latency histograms are recorded.
     pub latency: bool,
     /// Whether every allocator operation is written to the record.
@@ -182,6 +205,7 @@ impl Default for Settings {
             gemm: GemmMode::default(),
             out: None,
             nvtx: NvtxMode::default(),
+            profile_steps: None,
             latency: true,
             trace: false,
             exports: Vec::new(),

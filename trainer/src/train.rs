@@ -1,5 +1,6 @@
 //! One run from settings to record.
 
+mod capture;
 mod epoch;
 
 use crate::data::{self, DataRequest, Dataset, Progress, Split};
@@ -21,6 +22,7 @@ use allocators::device::CallObserver;
 use allocators::instrument::nvtx::Ranges;
 use allocators::trace::Export;
 use allocators::{AllocatorSettings, BackendKind, Bytes, CallCounts, CallEvent, DeviceKind, Memory};
+use capture::Capture;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -62,10 +64,13 @@ pub fn run(
     observer.device(&device);
     let dataset = load(settings, observer)?;
     observer.dataset(&dataset);
+    let steps = steps_in_all(settings, &dataset);
+    // Before there is a record, because it can be told from the command line.
+    let capture = Capture::new(settings.profile_steps, steps)?;
     let mut run = Run::new(settings, command, started, device, &dataset, calls)?;
     run.record.write_summary(&run.summary)?;
-    observer.begin(settings, &run.summary, run.steps_in_all(&dataset));
-    let ended = run.train(settings, &dataset, stop, observer);
+    observer.begin(settings, &run.summary, steps);
+    let ended = run.train(settings, &dataset, capture, stop, observer);
     run.finish(ended)
 }
 
@@ -231,15 +236,11 @@ impl Run {
         rows.div_ceil(self.summary.settings.batch as usize) as u64
     }
 
-    fn steps_in_all(&self, dataset: &Dataset) -> u64 {
-        let all = self.steps_in_epoch(dataset.train.rows) * u64::from(self.summary.settings.epochs);
-        self.summary.settings.steps.map_or(all, |bound| bound.min(all))
-    }
-
     fn train(
         &mut self,
         settings: &Settings,
         dataset: &Dataset,
+        mut capture: Capture,
         stop: &AtomicBool,
         observer: &Arc<dyn Observer>,
     ) -> Result<()> {
@@ -248,14 +249,14 @@ impl Run {
         let model = Mlp::new(context, &widths, settings.init, settings.seed, settings.gemm)?;
         let new_loader = |split: &Split| Loader::new(context, split, dataset.features, settings.batch, settings.loader);
         let mut loaders = (new_loader(&dataset.train)?, new_loader(&dataset.validation)?);
-        context.device.synchronize()?;
-        context.device.profile(true);
-        let mut left = self.steps_in_all(dataset);
+        let mut left = steps_in_all(settings, dataset);
+        capture.training_begins(&context.device)?;
         for epoch in 1..=settings.epochs {
             let rows = epoch::Pass { epoch, settings, dataset, model: &model, stop, observer }.run(
                 self,
                 &mut loaders,
                 &mut left,
+                &mut capture,
             );
             let (rows, ended) = rows;
             self.record.append_steps(&rows)?;
@@ -279,7 +280,7 @@ impl Run {
                 break;
             }
         }
-        self.context.device.profile(false);
+        capture.training_ends(&self.context.device)?;
         drop((loaders, model));
         self.context.device.synchronize()?;
         Ok(self.context.memory.check()?)
@@ -359,6 +360,12 @@ impl Run {
     }
 }
 
+/// Training steps of a run.
+fn steps_in_all(settings: &Settings, dataset: &Dataset) -> u64 {
+    let all = dataset.train.rows.div_ceil(settings.batch as usize) as u64 * u64::from(settings.epochs);
+    settings.steps.map_or(all, |bound| bound.min(all))
+}
+
 /// The formats to export, each once.
 fn exports(settings: &Settings) -> Vec<Export> {
     let mut out = settings.exports.clone();
@@ -418,6 +425,7 @@ fn effective(settings: &Settings, stack: &Stack, device: &Device, dataset: &Data
         gemm: settings.gemm,
         dtype: "f32",
         nvtx: device.ranges().is_on(),
+        profile_steps: settings.profile_steps,
         latency: stack.timed.is_some(),
         trace: stack.trace.is_some(),
         export: exports(settings).into_iter().map(Export::name).collect(),

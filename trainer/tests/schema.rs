@@ -11,7 +11,7 @@ use common::{Done, arms, digits, iris, train};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use trainer::Settings;
-use trainer::settings::{LoaderMode, SyncMode};
+use trainer::settings::{LoaderMode, ProfileSteps, SyncMode};
 
 const DOCUMENT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../analysis/schema.md");
 
@@ -169,7 +169,14 @@ fn runs() -> Vec<Done> {
     let full = Settings { trace: true, check: true, exports: Export::ALL.to_vec(), ..iris() };
     let mut runs: Vec<Done> = arms(&full).into_iter().map(|(_, settings)| train(&settings).finished()).collect();
     runs.push(
-        train(&Settings { steps: Some(3), loader: LoaderMode::Pinned, sync: SyncMode::Op, ..digits() }).finished(),
+        train(&Settings {
+            steps: Some(3),
+            loader: LoaderMode::Pinned,
+            sync: SyncMode::Op,
+            profile_steps: Some(ProfileSteps { first: 2, last: 3 }),
+            ..digits()
+        })
+        .finished(),
     );
     runs.push(train(&Settings { latency: false, loader: LoaderMode::Copy, ..iris() }).finished());
     for kind in BackendKind::ALL {

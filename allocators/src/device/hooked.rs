@@ -18,6 +18,8 @@ pub struct CallArguments {
     pub addr: Option<DeviceAddr>,
     /// Event, for calls that take one.
     pub event: Option<EventId>,
+    /// Stream, for calls that queue work on one or wait for one.
+    pub stream: Option<StreamId>,
 }
 
 /// What a hook can learn from the result of a call.
@@ -70,6 +72,14 @@ pub struct HookedDriver<H> {
     pub(super) hook: H,
 }
 
+fn of_event(event: EventId) -> CallArguments {
+    CallArguments { event: Some(event), ..CallArguments::default() }
+}
+
+fn of_memory(addr: DeviceAddr, bytes: u64) -> CallArguments {
+    CallArguments { bytes, addr: Some(addr), ..CallArguments::default() }
+}
+
 impl<H: Hook> HookedDriver<H> {
     /// Wraps a driver.
     #[must_use]
@@ -103,7 +113,17 @@ impl<H: Hook> HookedDriver<H> {
         bytes: u64,
         call: impl FnOnce() -> DriverResult<T>,
     ) -> DriverResult<T> {
-        self.hook.around(self.inner.as_ref(), kind, CallArguments { bytes, addr: Some(addr), event: None }, call)
+        self.hook.around(self.inner.as_ref(), kind, of_memory(addr, bytes), call)
+    }
+
+    fn on<T: CallResult>(
+        &self,
+        kind: CallKind,
+        stream: StreamId,
+        arguments: CallArguments,
+        call: impl FnOnce() -> DriverResult<T>,
+    ) -> DriverResult<T> {
+        self.hook.around(self.inner.as_ref(), kind, CallArguments { stream: Some(stream), ..arguments }, call)
     }
 
     fn with_event<T: CallResult>(
@@ -112,8 +132,7 @@ impl<H: Hook> HookedDriver<H> {
         event: EventId,
         call: impl FnOnce() -> DriverResult<T>,
     ) -> DriverResult<T> {
-        let arguments = CallArguments { event: Some(event), ..CallArguments::default() };
-        self.hook.around(self.inner.as_ref(), kind, arguments, call)
+        self.hook.around(self.inner.as_ref(), kind, of_event(event), call)
     }
 
     fn inner_pools(&self) -> &dyn PoolDriver {
@@ -159,19 +178,23 @@ impl<H: Hook> Driver for HookedDriver<H> {
 
     unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.call(CallKind::StreamDestroy, || unsafe { self.inner.stream_destroy(stream) })
+        self.on(CallKind::StreamDestroy, stream, CallArguments::default(), || unsafe {
+            self.inner.stream_destroy(stream)
+        })
     }
 
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
-        self.call(CallKind::StreamSynchronize, || self.inner.stream_synchronize(stream))
+        self.on(CallKind::StreamSynchronize, stream, CallArguments::default(), || self.inner.stream_synchronize(stream))
     }
 
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> DriverResult<()> {
-        self.with_event(CallKind::StreamWaitEvent, event, || self.inner.stream_wait_event(stream, event))
+        self.on(CallKind::StreamWaitEvent, stream, of_event(event), || self.inner.stream_wait_event(stream, event))
     }
 
     fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool> {
-        self.call(CallKind::StreamIsCapturing, || self.inner.stream_is_capturing(stream))
+        self.on(CallKind::StreamIsCapturing, stream, CallArguments::default(), || {
+            self.inner.stream_is_capturing(stream)
+        })
     }
 
     fn device_synchronize(&self) -> DriverResult<()> {
@@ -188,7 +211,7 @@ impl<H: Hook> Driver for HookedDriver<H> {
     }
 
     fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
-        self.with_event(CallKind::EventRecord, event, || self.inner.event_record(event, stream))
+        self.on(CallKind::EventRecord, stream, of_event(event), || self.inner.event_record(event, stream))
     }
 
     fn event_query(&self, event: EventId) -> DriverResult<bool> {
@@ -214,7 +237,7 @@ impl<H: Hook> Driver for HookedDriver<H> {
 
     unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::CopyToDevice, dst, src.len() as u64, || unsafe {
+        self.on(CallKind::CopyToDevice, stream, of_memory(dst, src.len() as u64), || unsafe {
             self.inner.copy_to_device(dst, src, stream)
         })
     }
@@ -227,19 +250,23 @@ impl<H: Hook> Driver for HookedDriver<H> {
         stream: StreamId,
     ) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::CopyToDevice, dst, bytes as u64, || unsafe {
+        self.on(CallKind::CopyToDevice, stream, of_memory(dst, bytes as u64), || unsafe {
             self.inner.copy_to_device_async(dst, src, bytes, stream)
         })
     }
 
     unsafe fn copy_to_host(&self, dst: &mut [u8], src: DeviceAddr, stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::CopyToHost, src, dst.len() as u64, || unsafe { self.inner.copy_to_host(dst, src, stream) })
+        self.on(CallKind::CopyToHost, stream, of_memory(src, dst.len() as u64), || unsafe {
+            self.inner.copy_to_host(dst, src, stream)
+        })
     }
 
     unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::Memset, dst, bytes, || unsafe { self.inner.fill_bytes(dst, value, bytes, stream) })
+        self.on(CallKind::Memset, stream, of_memory(dst, bytes), || unsafe {
+            self.inner.fill_bytes(dst, value, bytes, stream)
+        })
     }
 
     fn pools(&self) -> Option<&dyn PoolDriver> {
@@ -274,12 +301,16 @@ impl<H: Hook> PoolDriver for HookedDriver<H> {
     }
 
     fn mem_alloc_async(&self, pool: PoolId, bytes: u64, stream: StreamId) -> DriverResult<DeviceAddr> {
-        self.sized(CallKind::MemAllocAsync, bytes, || self.inner_pools().mem_alloc_async(pool, bytes, stream))
+        self.on(CallKind::MemAllocAsync, stream, CallArguments { bytes, ..CallArguments::default() }, || {
+            self.inner_pools().mem_alloc_async(pool, bytes, stream)
+        })
     }
 
     unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::MemFreeAsync, addr, 0, || unsafe { self.inner_pools().mem_free_async(addr, stream) })
+        self.on(CallKind::MemFreeAsync, stream, of_memory(addr, 0), || unsafe {
+            self.inner_pools().mem_free_async(addr, stream)
+        })
     }
 }
 

@@ -31,6 +31,8 @@ pub struct CallEvent {
     pub bytes: u64,
     /// Address that the call took or produced.
     pub addr: Option<DeviceAddr>,
+    /// Stream on which the call queued work, or for which it waited; calls that work on the whole device have none.
+    pub stream: Option<StreamId>,
     /// Start on the device's clock.
     pub start_ns: u64,
     /// Host time in the call.
@@ -227,7 +229,8 @@ impl Hook for Meter {
         };
         self.counts.add(kind, total_ns, blocked_ns);
         if let Some(observer) = &self.observer {
-            observer(&CallEvent { kind, bytes, addr, start_ns, total_ns, blocked_ns, ok: result.is_ok() });
+            let stream = arguments.stream;
+            observer(&CallEvent { kind, bytes, addr, stream, start_ns, total_ns, blocked_ns, ok: result.is_ok() });
         }
         result
     }
@@ -286,11 +289,11 @@ impl MeteredDriver {
         self.hook.counts.read()
     }
 
-    /// Counts and times something that goes to the device past the [`Driver`] trait, such as a kernel launch.
+    /// Counts and times something that goes to a stream past the [`Driver`] trait, such as a kernel launch.
     ///
     /// # Errors
     /// Those of `call`.
-    pub fn count<T, E>(&self, kind: CallKind, call: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+    pub fn count<T, E>(&self, kind: CallKind, stream: StreamId, call: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         let blocked_before = self.inner.blocked_ns();
         let start = self.hook.clock.now_ns();
         let result = call();
@@ -305,6 +308,7 @@ impl MeteredDriver {
                 kind,
                 bytes: 0,
                 addr: None,
+                stream: Some(stream),
                 start_ns: start,
                 total_ns: total,
                 blocked_ns: blocked,

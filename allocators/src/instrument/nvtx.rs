@@ -3,6 +3,8 @@
 //! On when a tool is there: Nsight Systems sets `NVTX_INJECTION64_PATH` for the programs it starts. Off, a range
 //! costs one branch.
 
+mod stream_names;
+
 use crate::allocator::{Block, DeviceAllocator, Path, Request};
 use crate::bytes::Bytes;
 use crate::device::StreamId;
@@ -91,6 +93,13 @@ impl Ranges {
     pub fn name_thread(self, name: &str) {
         if self.on {
             ::nvtx::name_thread!("{name}");
+        }
+    }
+
+    /// Names a stream of the GPU, which a tool otherwise shows by number. `stream` is a handle of the CUDA driver.
+    pub fn name_stream(self, stream: StreamId, name: &str) {
+        if self.on {
+            stream_names::name(stream, name);
         }
     }
 }

@@ -1,6 +1,7 @@
 //! One pass over the training rows, and the validation after it.
 
 use super::Run;
+use super::capture::Capture;
 use crate::data::Dataset;
 use crate::error::{Result, TrainError};
 use crate::loader::Loader;
@@ -42,9 +43,10 @@ impl Pass<'_> {
         run: &mut Run,
         loaders: &mut (Loader, Loader),
         left: &mut u64,
+        capture: &mut Capture,
     ) -> (Vec<StepRow>, Result<EpochRecord>) {
         let mut rows = Vec::new();
-        let ended = self.train(run, loaders, left, &mut rows);
+        let ended = self.train(run, loaders, left, capture, &mut rows);
         (rows, ended)
     }
 
@@ -53,12 +55,13 @@ impl Pass<'_> {
         run: &mut Run,
         loaders: &mut (Loader, Loader),
         left: &mut u64,
+        capture: &mut Capture,
         rows: &mut Vec<StepRow>,
     ) -> Result<EpochRecord> {
         let (settings, split) = (self.settings, &self.dataset.train);
         let steps = run.steps_in_epoch(split.rows).min(*left);
         let device = &run.context.device;
-        let _range = device.ranges().range(format_args!("epoch {}", self.epoch));
+        let mut open = Some(device.range(format_args!("epoch {}", self.epoch)));
         let (clock, driver, stream) = (device.clock(), device.driver(), device.stream());
         let (calls_before, busy_before, start_ns) = (device.calls(), device.busy_ns(), clock.now_ns());
         let (first, last) = (driver.event_create(true)?, driver.event_create(true)?);
@@ -77,6 +80,7 @@ impl Pass<'_> {
                 ended = Err(TrainError::Interrupted);
                 break;
             }
+            capture.step_begins(&run.context.device, self.epoch, &mut open)?;
             self.observer.step(self.epoch, step + 1);
             if run.summary.first_step_s.is_none() {
                 run.summary.first_step_s = Some(run.started.elapsed().as_secs_f64());
@@ -88,6 +92,7 @@ impl Pass<'_> {
                 ended = Err(error);
                 break;
             }
+            capture.step_ended(&run.context.device, self.epoch, &mut open)?;
             let (allocated, reserved) = run.stack.levels();
             let so_far = run.context.device.calls().driver_allocations();
             rows.push(StepRow {
@@ -166,7 +171,7 @@ impl Pass<'_> {
         loss_slot: u64,
     ) -> Result<()> {
         let context = &run.context;
-        let _range = context.device.ranges().range(format_args!("step {}", step + 1));
+        let _range = context.device.range(format_args!("step {}", step + 1));
         let batch = loader.batch(context, &self.dataset.train, order, range)?;
         let gradients = self.model.gradients(context, batch, loss_slot)?;
         self.model.update(context, gradients, self.settings.learning_rate)?;
@@ -179,7 +184,7 @@ impl Pass<'_> {
     /// Mean loss and accuracy on the validation rows.
     fn validate(&self, run: &Run, loader: &mut Loader) -> Result<(f64, f64)> {
         let context = &run.context;
-        let _range = context.device.ranges().range(format_args!("validate"));
+        let _range = context.device.range(format_args!("validate"));
         let split = &self.dataset.validation;
         let batch = self.settings.batch as usize;
         // CAST: data sets have fewer than 2^32 rows.
