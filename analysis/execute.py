@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,14 +40,18 @@ def run_one(path: Path) -> tuple[Any, float]:
         resources={"metadata": {"path": str(ROOT)}},
         record_timing=False,
     )
-    # Sockets of the file system: no port is opened that others on the machine could reach.
-    client.create_kernel_manager().transport = "ipc"  # type: ignore[attr-defined]
-    try:
-        client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
-    except CellExecutionError as error:
-        raise AnalysisError(f"{path.name}: {error.ename}: {error.evalue}") from error
-    except TimeoutError as error:
-        raise AnalysisError(f"{path.name}: a cell took more than {TIMEOUT_S} s.") from error
+    with tempfile.TemporaryDirectory(prefix="kernel-") as sockets:
+        manager = client.create_kernel_manager()
+        # Sockets of the file system, in a folder of their own: no port is opened that others could reach.
+        manager.transport, manager.ip = "ipc", f"{sockets}/kernel"
+        try:
+            client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
+        except CellExecutionError as error:
+            raise AnalysisError(f"{path.name}: {error.ename}: {error.evalue}") from error
+        except TimeoutError as error:
+            raise AnalysisError(f"{path.name}: a cell took more than {TIMEOUT_S} s.") from error
+        except RuntimeError as error:
+            raise AnalysisError(f"{path.name}: its kernel failed ({error}).") from error
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     figures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     if not figures:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import polars as pl
@@ -49,9 +48,8 @@ def measures(run: Run) -> dict[str, Any]:
     """Comparable figures of a run; None where its record does not tell.
 
     Times are microseconds, memory bytes. `step_us` is `train_pace`, or, where the record does not tell, the median of
-    `step_times` (with `--sync never` their mean); `step_p10_us` and `step_p90_us` are the spread of single steps, which is
-    known where the host waits for each;
-    `epoch_step_us` contains validation.
+    `step_times` (with `--sync never` their mean); `step_p10_us` and `step_p90_us` are the spread of single steps, which
+    is known where the host waits for each; `epoch_step_us` contains validation.
     """
     summary = run.summary
     times = step_times(run)
@@ -114,9 +112,3 @@ def middle(frame: pl.DataFrame, by: list[str], value: str) -> pl.DataFrame:
             pl.len().alias("repeats"),
         )
     )
-
-
-def robust_spread(values: list[float]) -> float:
-    """Median absolute deviation over the median: 0 for a single value."""
-    centre = statistics.median(values)
-    return statistics.median(abs(value - centre) for value in values) / centre if centre else 0.0

@@ -15,6 +15,7 @@ from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 
 from analysis import style
+from analysis.errors import AnalysisError
 from analysis.experiments import ROOT, Experiment, results
 
 # The recorded results that are drawn, the GPU's first. DEVICES=sim reads only those of the simulator.
@@ -22,12 +23,23 @@ DEVICES = os.environ.get("DEVICES", "h200,sim").split(",")
 NAMES = {"h200": "NVIDIA H200", "sim": "simulated H200"}
 
 
-def each(spec: str) -> list[tuple[str, Experiment]]:
-    """The results of a spec on every device, as (device in words, experiment).
+def complete(spec: str, device: str) -> Experiment:
+    """The results of a spec on `h200` or `sim`.
 
-    Raises AnalysisError when one is missing, so that the notebook fails and not the reader.
+    Raises AnalysisError when some are missing, so that the notebook fails and no figure lacks a part unseen.
     """
-    return [(NAMES[device], results(spec, device)) for device in DEVICES]
+    experiment = results(spec, device)
+    if missing := experiment.missing():
+        raise AnalysisError(
+            f"{experiment.directories[0]}: {len(missing)} of the planned runs are missing or failed, such as "
+            f"{missing[0]}; `experiments run {spec}` goes on where it was."
+        )
+    return experiment
+
+
+def each(spec: str) -> list[tuple[str, Experiment]]:
+    """The results of a spec on every device, as (device in words, experiment); see `complete`."""
+    return [(NAMES[device], complete(spec, device)) for device in DEVICES]
 
 
 def show(figure: Figure) -> None:
@@ -68,8 +80,6 @@ def recorded(*parts: str) -> Path:
 
     Raises AnalysisError when none holds it.
     """
-    from analysis.errors import AnalysisError
-
     root = Path(os.environ.get("RESULTS", ROOT / "experiments" / "results"))
     there = sorted(root.glob("*-h200/" + "/".join(parts)))
     if not there:

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # as a script, the package is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import polars as pl
 from matplotlib.figure import Figure
 
-from analysis import style
+from analysis import histograms, style
 from analysis.calls import host_parts
 from analysis.errors import AnalysisError, read_json
-from analysis.plots import bars
+from analysis.experiments import results
+from analysis.nsight import attribute, load, timeline
+from analysis.plots import bars, latency, lines
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "experiments" / "results" / "2026-11-21-h200"
@@ -47,22 +51,50 @@ def epoch_host_time() -> Figure:
     )
 
 
-DRAWN: dict[str, Callable[[], Figure]] = {"epoch_host_time": epoch_host_time}
+def step(allocator: str) -> Figure:
+    """One training step on the H200, as captured: ranges, driver calls with their waiting, kernels."""
+    result = attribute(load(RECORDED / "nsight" / f"{allocator}-sync-never"))
+    return timeline.draw(result, title=f"NVIDIA H200, one training step under {allocator}", width=9.0)
+
+
+def time_graph() -> Figure:
+    """Step time against width, ours and PyTorch's, with the ratio below."""
+    return lines.width(
+        results("width", "h200").frame(), title="NVIDIA H200: batch 32, 4 layers, f32; below: ratio to caching"
+    )
+
+
+def latency_spectrum() -> Figure:
+    """Percentiles of allocate and free under each allocator."""
+    experiment = results("latency", "h200")
+    parts = [
+        histograms.spectrum([one for entry in experiment.select(alloc=name) for one in entry.record.histograms], "all")
+        .with_columns(group=pl.lit(name))
+        for name in ("naive", "caching", "stream-ordered")
+    ]  # fmt: skip
+    return latency.spectrum(pl.concat(parts), title="NVIDIA H200: one call of the allocator")
+
+
+DRAWN: dict[str, Callable[[], Figure]] = {
+    "epoch_host_time.svg": epoch_host_time,
+    "step_naive.png": partial(step, "naive"),
+    "step_caching.png": partial(step, "caching"),
+}
 
 
 def draw(out: Path | None = None) -> list[Path]:
-    """Draws every figure into `out` (`analysis/figures`), as SVG, and returns the files.
+    """Draws every figure into `out` (`analysis/figures`) and returns the files.
 
     Raises AnalysisError when results are missing or a file cannot be written.
     """
     folder = out or FIGURES
     written = []
     for name, figure in DRAWN.items():
-        text = style.svg(figure())
-        path = folder / f"{name}.svg"
+        path = folder / name
+        data = style.png(figure(), dpi=130) if path.suffix == ".png" else style.svg(figure()).encode()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
         except OSError as error:
             raise AnalysisError(f"{path}: cannot be written ({error.strerror}).") from error
         written.append(path)

@@ -32,22 +32,25 @@ class Page:
         """An empty page."""
         self.parts: list[str] = []
         self.figures = 0
+        self.title = ""
 
     def heading(self, title: str, text: str = "") -> None:
         """A section and, under its title, what it shows."""
+        self.title = title
         self.parts.append(f"<h2>{html.escape(title)}</h2>")
         if text:
             self.parts.append(f"<p>{text}</p>")
 
-    def figure(self, draw: Callable[[], Figure], caption: str = "") -> None:
-        """A figure; where its data are missing the sentence that says how to get them."""
+    def figure(self, draw: Callable[[], Figure]) -> None:
+        """A figure of this section; where its data are missing the sentence that says how to get them."""
         self.figures += 1
         try:
             drawn = style.svg(draw(), f"f{self.figures}-", inline=True)
         except AnalysisError as error:
             self.note(str(error))
             return
-        self.parts.append(f'<figure class="drawn">{drawn}<figcaption>{html.escape(caption)}</figcaption></figure>')
+        drawn = drawn.replace("<svg", f'<svg role="img" aria-label="{html.escape(self.title)}"', 1)
+        self.parts.append(f'<figure class="drawn">{drawn}</figure>')
 
     def note(self, text: str) -> None:
         """A sentence set apart."""
@@ -61,20 +64,17 @@ def name_runs(runs: list[Run]) -> list[tuple[str, Run]]:
         return list(zip(arms, runs, strict=True))
     keys = ["device", "dataset", "hidden", "layers", "batch", "sync", "loader", "init", "gemm", "seed", "lr"]
     telling = [key for key in keys if len({str(run.settings.get(key)) for run in runs}) > 1]
-    settings = {key for run in runs for key in run.settings.get("allocator_settings", {})}
-    own = [
-        key
-        for key in sorted(settings)
-        if len({str(run.settings["allocator_settings"].get(key)) for run in runs if run.arm in arms}) > 1
-    ]
+    own: dict[str, dict[str, set[str]]] = {}
+    for run in runs:
+        for key, value in run.settings.get("allocator_settings", {}).items():
+            own.setdefault(run.arm, {}).setdefault(key, set()).add(str(value))
     named: list[tuple[str, Run]] = []
     for run in runs:
         words = [f"{key} {run.settings[key]}" for key in telling if key in run.settings]
         words += [
-            f"{key.replace('_', ' ')} {run.settings['allocator_settings'][key]}"
-            for key in own
-            if key in run.settings.get("allocator_settings", {})
-            and len({str(r.settings["allocator_settings"].get(key)) for r in runs if r.arm == run.arm}) > 1
+            f"{key.replace('_', ' ')} {run.settings['allocator_settings'].get(key)}"
+            for key, values in own.get(run.arm, {}).items()
+            if len(values) > 1
         ]
         name = ", ".join([run.arm, *words])
         same = sum(1 for other, _ in named if other == name or other.startswith(f"{name} ("))
@@ -200,7 +200,7 @@ def build(runs: list[Run]) -> str:
     page = Page()
     devices = sorted({run.device for run in runs})
     for name, run in named:
-        assert not run.epochs.is_empty()  # a run without epochs says so here
+        _ = run.epochs  # a run without epochs says so here
         if not run.ended:
             status = run.summary["status"]
             why = "killed, or still running," if status == "running" else status
@@ -220,8 +220,8 @@ def build(runs: list[Run]) -> str:
     )
     page.heading(
         "Sync account",
-        "Driver calls that took the host's time, per training step, epochs after the first. Hatched: waiting for the "
-        "device.",
+        "Driver calls that took the host's time, per training step, epochs after the first with their validation. "
+        "Hatched: waiting for the device.",
     )
     page.figure(lambda: sync.account([(name, calls.account(run)) for name, run in counted]))
     page.heading("Memory after each step")

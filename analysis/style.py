@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
@@ -164,6 +164,15 @@ def bytes_axis(axes: Axes, which: str = "y") -> None:
 def time_axis(axes: Axes, which: str = "x") -> None:
     """Ticks of an axis in nanoseconds, written in the unit that suits them."""
     getattr(axes, which + "axis").set_major_formatter(FuncFormatter(si_time))
+
+
+def log_axis(axes: Axes, which: str = "y") -> None:
+    """A logarithmic axis with plain numbers at 1, 2 and 5 of each decade."""
+    getattr(axes, f"set_{which}scale")("log")
+    axis = getattr(axes, which + "axis")
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def label_right(axes: Axes, x: float, entries: list[tuple[float, str, str]], *, gap: float = 0.055) -> None:

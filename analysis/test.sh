@@ -63,7 +63,11 @@ step "mypy"
 "$bin/mypy" --config-file analysis/pyproject.toml -p analysis
 
 step "pytest"
-"$bin/pytest" -c analysis/pyproject.toml --rootdir . -p no:cacheprovider analysis
+tests=(analysis)
+for folder in experiments/baselines/tests experiments/flame experiments/nsight; do
+  if compgen -G "$folder/test_*.py" > /dev/null; then tests+=("$folder"); fi
+done
+"$bin/pytest" -c analysis/pyproject.toml --rootdir . -p no:cacheprovider "${tests[@]}"
 
 step "notebooks, executed afresh"
 "$bin/python" -m analysis notebooks

@@ -85,7 +85,7 @@ def grouped(
         axes.set_xlim(-0.5, 0.5)
         axes.set_xlabel(name_label)
     if log:
-        axes.set_yscale("log")
+        style.log_axis(axes)
     axes.margins(y=0.12)
     axes.set_ylabel(unit)
     axes.set_title(title)

@@ -15,7 +15,9 @@ def scatter(cells: pl.DataFrame, *, tolerance: float = 0.15, title: str = "") ->
     `cells` has `name` (allocator), `cell` (its settings in words), `gpu` and `sim` in µs.
     """
     nonempty(cells, "fidelity")
-    cells = cells.with_columns(error=pl.col("sim") / pl.col("gpu") - 1).sort("name", "cell")
+    cells = cells.with_columns(error=pl.col("sim") / pl.col("gpu") - 1)
+    known = style.order(cells["name"].to_list())
+    cells = cells.sort(pl.col("name").cast(pl.Enum(known)), maintain_order=True)
     figure, (left, right) = style.new(
         1, 2, width=9.0, height=max(3.4, 0.9 + 0.17 * cells.height), width_ratios=[1, 1.2]
     )

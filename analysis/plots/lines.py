@@ -49,7 +49,7 @@ def width(
     below.axhline(1.0, color=style.colour(reference), linewidth=1.2)
     ratio_ends.append((1.0, reference, style.colour(reference)))
     top.set_xscale("log", base=2)
-    top.set_yscale("log")
+    style.log_axis(top)
     ticks = sorted(lines[by].unique())
     below.set_xticks(ticks, [f"{tick}" for tick in ticks])
     below.minorticks_off()

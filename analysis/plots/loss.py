@@ -40,7 +40,7 @@ def curves(
         label = None if name in labelled else name
         axes.plot(steps["index"] + 1, values, color=tints[name], label=label, linewidth=1.2)
         labelled.add(name)
-    axes.set_yscale("log")
+    style.log_axis(axes)
     axes.set_xlabel("training step")
     axes.set_ylabel("cross-entropy, nats" + (f" (mean of {over} steps)" if over > 1 else ""))
     axes.set_title(title)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,11 @@ from analysis.tests.conftest import summary, write_run
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def ask(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def ask(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "analysis", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
 
 
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -62,6 +65,15 @@ def test_figures_of_the_readme_are_what_the_results_say(tmp_path: Path) -> None:
         assert kept.read_bytes() == path.read_bytes(), (
             f"{path.name}: draw it again with `python -m analysis readme-figures`"
         )
+
+
+def test_a_notebook_without_its_data_fails(tmp_path: Path) -> None:
+    before = (NOTEBOOKS / "04_width_and_time.ipynb").read_bytes()
+    done = ask("notebooks", "--write", NOTEBOOKS / "04_width_and_time.ipynb", RESULTS=str(tmp_path))
+    assert done.returncode == 2
+    assert "no results of 'width'" in done.stdout
+    assert done.stderr.strip() == "error: 1 of 1 notebooks failed: 04_width_and_time.ipynb."
+    assert (NOTEBOOKS / "04_width_and_time.ipynb").read_bytes() == before
 
 
 def test_notebooks_are_kept_with_their_outputs() -> None:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from analysis import calls, histograms, histories, style
 from analysis.errors import AnalysisError
-from analysis.plots import bars, fidelity, flame, latency, lines, loss, memory, sync
+from analysis.plots import bars, fidelity, flame, latency, lines, loaders, loss, memory, sync
 from analysis.records import Run, load_run
 from analysis.tests.conftest import summary, write_run
 
@@ -166,6 +166,21 @@ def test_a_figure_is_the_same_text_each_time() -> None:
     once, again = (style.svg(bars.grouped(data, value="step_us", unit="µs", group="hidden")) for _ in range(2))
     assert once == again
     assert style.png(lines.width(data)) == style.png(lines.width(data))
+
+
+def test_words_for_options() -> None:
+    data = pl.DataFrame({"a": ["on", "off", "on"], "b": ["on", "off", "off"]})
+    words = data.select(bars.joined(data, {"a": "events", "b": "internal"})).to_series().to_list()
+    assert words == ["events +\ninternal", "none", "events"]
+    with pytest.raises(AnalysisError, match="do not tell their c"):
+        bars.joined(data, {"c": "chance"})
+    runs = pl.DataFrame(
+        {"program": ["trainer", "pytorch", "pytorch"], "loader": ["copy", "workers", "workers"],
+         "workers": [None, 2, 2], "pin": [None, "on", "off"]}
+    )  # fmt: skip
+    said = [one.replace("\n", " ") for one in runs.select(loaders.named(runs)).to_series()]
+    assert said == ["ours: copy", "PyTorch: workers 2 workers, pinned", "PyTorch: workers 2 workers"]
+    assert loaders.named(runs.select("program", "loader").head(1)) is not None
 
 
 def test_units() -> None:
