@@ -1,72 +1,106 @@
-"""Draws the README's figure from the recorded comparison: where the host's time goes in one epoch.
+"""Draws the figures of the README from the recorded results, for readers who have no Python.
 
-    python3 -m pip install matplotlib==3.11.0
-    python3 analysis/readme_figure.py
+From the repository's root: `python -m analysis readme-figures`.
 """
 
-import json
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import matplotlib
+if __name__ == "__main__":  # as a script, the package is not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-matplotlib.use("svg")
-# Text stays text, and ids do not change from run to run, so the figure can be compared.
-matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "figure", "font.size": 9})
-import matplotlib.pyplot as plt  # noqa: E402
+import polars as pl
+from matplotlib.figure import Figure
+
+from analysis import histograms, style
+from analysis.calls import host_parts
+from analysis.errors import AnalysisError, read_json
+from analysis.experiments import results
+from analysis.nsight import attribute, load, timeline
+from analysis.plots import bars, latency, lines
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORDED = ROOT / "experiments" / "results" / "2026-11-21-h200" / "cuda.json"
-FIGURE = ROOT / "analysis" / "figures" / "epoch_host_time.svg"
+RECORDED = ROOT / "experiments" / "results" / "2026-11-21-h200"
+FIGURES = ROOT / "analysis" / "figures"
 
-MEMORY_CALLS = ("mem_alloc", "mem_free", "mem_alloc_async", "mem_free_async")
-# Colour-blind safe (Okabe and Ito).
-PARTS = {
-    "waiting inside alloc and free": "#D55E00",
-    "alloc and free themselves": "#E69F00",
-    "waiting elsewhere (the device is the limit)": "#0072B2",
-    "launching kernels": "#56B4E9",
-    "everything else": "#BBBBBB",
+
+def epoch_host_time() -> Figure:
+    """Where the host's time goes in one epoch, by allocator."""
+    path = RECORDED / "cuda.json"
+    if not path.is_file():
+        raise AnalysisError(f"{path}: not there; `experiments compare --json` writes it.")
+    runs: list[dict[str, Any]] = read_json(path)
+    rows = [
+        (
+            run["arm"].replace(" --release-threshold 0 --sync step", ",\nthreshold 0, sync each step"),
+            host_parts(run["driver_calls"], run["epoch_s"] * 1e3),
+        )
+        for run in runs
+    ]
+    return bars.stacked(
+        rows,
+        style.HOST_PARTS,
+        unit="host time of one epoch (938 steps and validation), ms",
+        title=f"{runs[0]['device']}: 4 layers of width 784, batch 64, MNIST",
+        total=lambda value: f"{value:.0f} ms",
+    )
+
+
+def step(allocator: str) -> Figure:
+    """One training step on the H200, as captured: ranges, driver calls with their waiting, kernels."""
+    result = attribute(load(RECORDED / "nsight" / f"{allocator}-sync-never"))
+    return timeline.draw(result, title=f"NVIDIA H200, one training step under {allocator}", width=9.0)
+
+
+def time_graph() -> Figure:
+    """Step time against width, ours and PyTorch's, with the ratio below."""
+    return lines.width(
+        results("width", "h200").frame(), title="NVIDIA H200: batch 32, 4 layers, f32; below: ratio to caching"
+    )
+
+
+def latency_spectrum() -> Figure:
+    """Percentiles of allocate and free under each allocator."""
+    experiment = results("latency", "h200")
+    parts = [
+        histograms.spectrum([one for entry in experiment.select(alloc=name) for one in entry.record.histograms], "all")
+        .with_columns(group=pl.lit(name))
+        for name in ("naive", "caching", "stream-ordered")
+    ]  # fmt: skip
+    return latency.spectrum(pl.concat(parts), title="NVIDIA H200: one call of the allocator")
+
+
+DRAWN: dict[str, Callable[[], Figure]] = {
+    "epoch_host_time.svg": epoch_host_time,
+    "step_naive.png": partial(step, "naive"),
+    "step_caching.png": partial(step, "caching"),
 }
 
 
-def parts(run: dict) -> dict[str, float]:
-    """Milliseconds of one epoch by what the host was doing; they add up to the epoch's wall time."""
-    calls = run["driver_calls"]
-    total = {name: call["total_ns"] / 1e6 for name, call in calls.items()}
-    blocked = {name: call["blocked_ns"] / 1e6 for name, call in calls.items()}
-    memory = [name for name in MEMORY_CALLS if name in calls]
-    waits = blocked["kernel_launch"] + total["stream_synchronize"] + total["copy_to_host"]
-    known = {
-        "waiting inside alloc and free": sum(blocked[name] for name in memory),
-        "alloc and free themselves": sum(total[name] - blocked[name] for name in memory),
-        "waiting elsewhere (the device is the limit)": waits,
-        "launching kernels": total["kernel_launch"] - blocked["kernel_launch"],
-    }
-    known["everything else"] = max(0.0, run["epoch_s"] * 1e3 - sum(known.values()))
-    return known
+def draw(out: Path | None = None) -> list[Path]:
+    """Draws every figure into `out` (`analysis/figures`) and returns the files.
 
-
-def main() -> None:
-    runs = json.loads(RECORDED.read_text())
-    figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
-    for row, run in enumerate(runs):
-        left = 0.0
-        for part, milliseconds in parts(run).items():
-            axes.barh(row, milliseconds, left=left, color=PARTS[part], label=part if row == 0 else None, height=0.62)
-            left += milliseconds
-        axes.text(left + 5, row, f"{left:.0f} ms", va="center")
-    labels = [run["arm"].replace(" --release-threshold 0 --sync step", ",\nthreshold 0, sync each step") for run in runs]
-    axes.set_yticks(range(len(runs)), labels)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.12 * max(run["epoch_s"] for run in runs) * 1e3)
-    axes.set_xlabel("host time of one epoch (938 steps and validation), ms")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"{runs[0]['device']}: 4 layers of width 784, batch 64, MNIST", loc="left", fontsize=9)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    FIGURE.parent.mkdir(exist_ok=True)
-    figure.savefig(FIGURE, metadata={"Date": None})
-    print(f"wrote {FIGURE.relative_to(ROOT)}")
+    Raises AnalysisError when results are missing or a file cannot be written.
+    """
+    folder = out or FIGURES
+    written = []
+    for name, figure in DRAWN.items():
+        path = folder / name
+        data = style.png(figure(), dpi=130) if path.suffix == ".png" else style.svg(figure()).encode()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        except OSError as error:
+            raise AnalysisError(f"{path}: cannot be written ({error.strerror}).") from error
+        written.append(path)
+    return written
 
 
 if __name__ == "__main__":
-    main()
+    for drawn in draw():
+        print(f"wrote {drawn.relative_to(ROOT)}")

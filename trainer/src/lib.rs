@@ -11,6 +11,7 @@ pub mod doctor;
 mod error;
 pub mod export;
 pub mod init;
+pub mod latency;
 pub mod loader;
 pub mod mlp;
 pub mod observer;

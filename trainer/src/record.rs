@@ -6,9 +6,10 @@
 use crate::data::FileChecksum;
 use crate::error::{Result, TrainError};
 use crate::export::CallLine;
+use crate::latency::Interval;
 use crate::settings::{GemmMode, InitMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::start::StartRecord;
-use allocators::instrument::{CheckReport, InstrumentCost, LatencyRow, Timed, TraceEvent};
+use allocators::instrument::{CheckReport, InstrumentCost, LatencyRow, TraceEvent};
 use allocators::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
 use hdrhistogram::serialization::V2DeflateSerializer;
 use hdrhistogram::serialization::interval_log::{IntervalLogWriterBuilder, Tag};
@@ -16,7 +17,7 @@ use serde::Serialize;
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 /// Version of the record; raised when a field changes its meaning or goes away.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -400,23 +401,28 @@ impl RecordWriter {
         write().map_err(failed(&path))
     }
 
-    /// Writes the histograms, one interval for the whole run, tagged `operation.path`; values are nanoseconds.
+    /// Appends intervals of the latency histograms, tagged `operation.path`; values are nanoseconds. `began` is the start
+    /// of the process, from which intervals count.
     ///
     /// # Errors
     /// [`TrainError::Record`] when the file cannot be written.
-    pub fn write_latency(&self, timed: &Timed, duration: Duration) -> Result<()> {
+    pub fn append_latency(&self, began: SystemTime, intervals: &[Interval]) -> Result<()> {
         let path = self.directory.join(LATENCY);
         let write = || -> std::io::Result<()> {
-            let mut out = BufWriter::new(File::create(&path)?);
+            let mut out = BufWriter::new(OpenOptions::new().create(true).append(true).open(&path)?);
             let mut serializer = V2DeflateSerializer::new();
-            let mut log = IntervalLogWriterBuilder::new()
-                .add_comment("allocator latency in nanoseconds, tag = operation.path")
-                .with_start_time(SystemTime::now().checked_sub(duration).unwrap_or(SystemTime::UNIX_EPOCH))
-                .begin_log_with(&mut out, &mut serializer)?;
-            for (operation, path, histogram) in timed.histograms() {
-                let tag = format!("{}.{}", operation.name(), path.name());
-                log.write_histogram(&histogram, Duration::ZERO, duration, Tag::new(&tag))
-                    .map_err(|error| std::io::Error::other(format!("{error:?}")))?;
+            let mut head = IntervalLogWriterBuilder::new();
+            // The file begins with what holds for all of its lines.
+            if out.get_ref().metadata()?.len() == 0 {
+                head.add_comment("allocator latency in nanoseconds, tag = operation.path").with_start_time(began);
+            }
+            let mut log = head.begin_log_with(&mut out, &mut serializer)?;
+            for interval in intervals {
+                for (operation, path, histogram) in &interval.histograms {
+                    let tag = format!("{}.{}", operation.name(), path.name());
+                    log.write_histogram(histogram, interval.start, interval.length, Tag::new(&tag))
+                        .map_err(|error| std::io::Error::other(format!("{error:?}")))?;
+                }
             }
             out.flush()
         };

@@ -7,6 +7,7 @@ use crate::data::{self, DataRequest, Dataset, Progress, Split};
 use crate::device::Device;
 use crate::error::{Result, TrainError};
 use crate::export::{self, CallLog};
+use crate::latency::Intervals;
 use crate::loader::Loader;
 use crate::mlp::{self, Mlp};
 use crate::observer::{Observer, driver_call_log};
@@ -145,6 +146,8 @@ struct Run {
     summary: Summary,
     record: RecordWriter,
     started: Instant,
+    /// Latency histograms by part of the run.
+    latency: Intervals,
     /// Driver calls for the exports.
     calls: Option<Arc<CallLog>>,
     exports: Vec<Export>,
@@ -231,7 +234,8 @@ impl Run {
         };
         let memory = Memory::new(Arc::clone(&stack.top));
         let exports = exports(settings);
-        Ok(Self { summary, record, started, calls, exports, stack, context: Context { memory, device } })
+        let latency = Intervals::new(started);
+        Ok(Self { summary, record, started, latency, calls, exports, stack, context: Context { memory, device } })
     }
 
     fn steps_in_epoch(&self, rows: usize) -> u64 {
@@ -263,6 +267,7 @@ impl Run {
             let (rows, ended) = rows;
             self.record.append_steps(&rows)?;
             self.append_history()?;
+            self.append_latency()?;
             self.update_summary();
             let stop_here = ended.is_err() || left == 0;
             match ended {
@@ -296,6 +301,19 @@ impl Run {
             self.record.append_driver_calls(&calls.take())?;
         }
         Ok(())
+    }
+
+    /// Ends an interval of the latency histograms, without a file.
+    fn close_latency(&mut self) {
+        if let Some(timed) = &self.stack.timed {
+            self.latency.close(timed);
+        }
+    }
+
+    /// Ends an interval of the latency histograms and moves all that have ended to the record.
+    fn append_latency(&mut self) -> Result<()> {
+        self.close_latency();
+        if self.stack.timed.is_some() { self.latency.flush(&self.record) } else { Ok(()) }
     }
 
     /// Writes the exports, of which the summary then tells.
@@ -333,9 +351,7 @@ impl Run {
         };
         self.summary.error = error.as_ref().map(ToString::to_string);
         self.append_history()?;
-        if let Some(timed) = &self.stack.timed {
-            self.record.write_latency(timed, self.started.elapsed())?;
-        }
+        self.append_latency()?;
         // The record is whole before the exports, which are made from it.
         self.record.write_summary(&self.summary)?;
         if !self.exports.is_empty() {

@@ -98,6 +98,10 @@ impl Pass<'_> {
                 requested_bytes: stats.requested_bytes.all.current,
             });
             allocations = so_far;
+            // What the first step costs, its batch and the weights before it: the cold start.
+            if self.epoch == 1 && step == 0 {
+                run.close_latency();
+            }
         }
         if ended.is_ok() {
             driver.event_record(last_step, stream)?;

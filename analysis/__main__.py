@@ -1,0 +1,75 @@
+"""The command line: `python -m analysis COMMAND`, from the repository's root."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from analysis.errors import AnalysisError
+
+
+def parser() -> argparse.ArgumentParser:
+    """Commands and their options."""
+    top = argparse.ArgumentParser(prog="python -m analysis", description="Figures and tables of recorded runs.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    report = commands.add_parser(
+        "report",
+        help="one page of HTML about run records, that works offline",
+        description="Writes one self-contained page: table, host's time, sync account, memory with the block map, "
+        "latency, losses. For the block map run the trainer with --trace, for its segments with --export perfetto.",
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run record, or of an experiment")
+    report.add_argument("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="[report.html]")
+    figures = commands.add_parser("readme-figures", help="draw analysis/figures from the recorded results")
+    figures.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="another folder to draw into")
+    notebooks = commands.add_parser("notebooks", help="execute the notebooks; without --write they stay as they are")
+    notebooks.add_argument("--write", action="store_true", help="keep the outputs in the files")
+    notebooks.add_argument("files", nargs="*", type=Path, metavar="FILE", help="[all in analysis/notebooks]")
+    return top
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs one command."""
+    if args.command == "report":
+        from analysis import report
+
+        report.write(args.runs, args.out)
+        print(f"wrote {args.out}")
+    elif args.command == "readme-figures":
+        from analysis import readme_figure
+
+        for path in readme_figure.draw(args.out):
+            print(f"wrote {path}")
+    else:
+        from analysis import execute
+
+        execute.execute(args.files, write=args.write)
+
+
+def main() -> int:
+    """Exit code 0, 2 for bad input with one line that says what is wrong."""
+    args = parser().parse_args()
+    try:
+        run(args)
+        sys.stdout.flush()
+    except AnalysisError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(
+            f"error: the Python package {error.name} is not there; `bash analysis/test.sh --env` makes an environment "
+            "that has it, or `python3 -m pip install -r analysis/requirements.lock`.",
+            file=sys.stderr,
+        )
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Checks the analysis: style, types, tests, and every notebook executed afresh on the recorded results.
+#
+#   bash analysis/test.sh         all of it
+#   bash analysis/test.sh --env   only make the environment, and say where it is
+#
+# Its environment lies in target/analysis-venv and is made anew when the lock changes: by uv if it is there, else by
+# python3 -m venv and pip. Needs Python 3.11 or newer (PYTHON names another one) and, for the page's test, Chromium.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+step() { printf '\n== %s (%ss)\n' "$1" "$SECONDS"; }
+
+environment=target/analysis-venv
+python="${PYTHON:-python3}"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+  echo "error: Python 3.11 or newer is needed; $("$python" --version) is here (PYTHON names another one)" >&2
+  exit 2
+}
+stamp="$("$python" --version) $(sha256sum analysis/requirements.lock)"
+if [ "$(cat "$environment/stamp" 2>/dev/null)" != "$stamp" ]; then
+  step "environment in $environment"
+  rm -rf "$environment"
+  mkdir -p target
+  if command -v uv > /dev/null; then
+    uv venv --quiet --python "$(command -v "$python")" "$environment"
+    uv pip install --quiet --compile-bytecode --require-hashes --python "$environment/bin/python" -r analysis/requirements.lock
+  else
+    "$python" -m venv "$environment"
+    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
+      -r analysis/requirements.lock
+  fi
+  echo "$stamp" > "$environment/stamp"
+fi
+bin="$environment/bin"
+if [ "${1:-}" = --env ]; then
+  echo "$bin"
+  exit
+fi
+
+# Debian and Ubuntu have a small headless Chromium; on a machine for tests it may be installed.
+headless() {
+  [ -n "${CHROMIUM:-}" ] && return
+  for name in chromium-headless-shell chrome-headless-shell chromium chromium-browser google-chrome-stable google-chrome; do
+    command -v "$name" > /dev/null && return
+  done
+  return 1
+}
+if ! headless && [ -n "${CI:-}" ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+  step "installing Chromium"
+  apt-get install -qq -y --no-install-recommends chromium-headless-shell > /dev/null 2>&1 \
+    || { apt-get update -qq > /dev/null 2>&1 && apt-get install -qq -y --no-install-recommends chromium-headless-shell > /dev/null 2>&1; } \
+    || { apt-get install -qq -y --no-install-recommends chromium > /dev/null 2>&1; } || true
+fi
+
+export PYTHONPATH="$PWD" MPLBACKEND=agg
+
+step "ruff"
+"$bin/ruff" check --quiet --config analysis/pyproject.toml analysis
+"$bin/ruff" format --quiet --check --config analysis/pyproject.toml analysis
+
+step "mypy"
+"$bin/mypy" --config-file analysis/pyproject.toml -p analysis
+
+step "pytest"
+tests=(analysis)
+for folder in experiments/baselines/tests experiments/flame experiments/nsight; do
+  if compgen -G "$folder/test_*.py" > /dev/null; then tests+=("$folder"); fi
+done
+"$bin/pytest" -c analysis/pyproject.toml --rootdir . -p no:cacheprovider "${tests[@]}"
+
+step "notebooks, executed afresh"
+"$bin/python" -m analysis notebooks
+
+step "analysis is well"

@@ -1,0 +1,126 @@
+"""A headless Chromium, spoken to over its own debugging pipe: no driver and no package in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+NAMES = (
+    "chromium-headless-shell",
+    "chrome-headless-shell",
+    "chromium",
+    "chromium-browser",
+    "google-chrome-stable",
+    "google-chrome",
+)
+
+
+def find() -> str | None:
+    """The program: CHROMIUM, or the first that PATH has."""
+    return os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One page in one browser. Collects what the console says and which addresses the page asks for."""
+
+    def __init__(self, program: str) -> None:
+        self.profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
+        to_browser, self.write = os.pipe()
+        self.read, from_browser = os.pipe()
+
+        def connect() -> None:
+            # The protocol is spoken over descriptors 3 and 4.
+            spare_in, spare_out = os.dup2(to_browser, 100), os.dup2(from_browser, 101)
+            os.dup2(spare_in, 3)
+            os.dup2(spare_out, 4)
+
+        arguments = ["--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--no-first-run",
+                     "--disable-dev-shm-usage", "--hide-scrollbars", "--window-size=1100,900",
+                     f"--user-data-dir={self.profile.name}", "about:blank"]  # fmt: skip
+        self.process = subprocess.Popen(
+            [program, *arguments],
+            close_fds=False,
+            preexec_fn=connect,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_browser)
+        os.close(from_browser)
+        self.buffer = b""
+        self.number = 0
+        self.console: list[str] = []
+        self.asked: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def _message(self) -> dict[str, Any]:
+        while b"\0" not in self.buffer:
+            piece = os.read(self.read, 1 << 16)
+            if not piece:
+                raise RuntimeError(f"Chromium ended with exit code {self.process.wait(10)}")
+            self.buffer += piece
+        raw, _, self.buffer = self.buffer.partition(b"\0")
+        message: dict[str, Any] = json.loads(raw)
+        method, params = message.get("method"), message.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            details = params["exceptionDetails"]
+            self.console.append(str(details.get("exception", {}).get("description", details["text"])))
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.console.append(" ".join(str(one.get("value", one.get("description"))) for one in params["args"]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.console.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+        elif method == "Network.requestWillBeSent":
+            self.asked.append(params["request"]["url"])
+        return message
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": params}
+        if hasattr(self, "session"):
+            message["sessionId"] = self.session
+        os.write(self.write, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._message()
+            if answer.get("id") == self.number:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']['message']}")
+                result: dict[str, Any] = answer["result"]
+                return result
+
+    def evaluate(self, script: str) -> Any:
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(str(answer["exceptionDetails"]))
+        return answer["result"].get("value")
+
+    def open(self, url: str, ready: str, patience_s: float = 60.0) -> None:
+        """Opens a page and waits until the script `ready` says true."""
+        self.call("Page.navigate", url=url)
+        end = time.monotonic() + patience_s
+        while not self.evaluate(ready):
+            if time.monotonic() > end:
+                raise RuntimeError(f"{url}: not ready after {patience_s:.0f} s; console: {self.console}")
+            time.sleep(0.1)
+
+    def picture(self, path: Path) -> None:
+        import base64
+
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 12_000), "scale": 1}
+        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+        os.close(self.write)
+        os.close(self.read)
+        self.profile.cleanup()

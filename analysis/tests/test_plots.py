@@ -1,0 +1,192 @@
+"""Every figure: axes are labelled and hold something, an allocator has its colour, without data there is no figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from analysis import calls, histograms, histories, style
+from analysis.errors import AnalysisError
+from analysis.plots import bars, fidelity, flame, latency, lines, loaders, loss, memory, sync
+from analysis.records import Run, load_run
+from analysis.tests.conftest import summary, write_run
+
+
+def colours(figure: Figure) -> set[str]:
+    """Colours of lines and bars."""
+    found = set()
+    for axes in figure.axes:
+        found |= {to_hex(line.get_color()).upper() for line in axes.lines}
+        found |= {to_hex(patch.get_facecolor()).upper() for patch in axes.patches}
+    return found
+
+
+def check(figure: Figure, *names: str) -> Figure:
+    """Draws it and looks at it."""
+    drawn = style.svg(figure, "x-", inline=True)
+    assert drawn.startswith("<svg")
+    assert style.INK not in drawn
+    labelled_x = labelled_y = False
+    for axes in figure.axes:
+        assert axes.lines or axes.patches or axes.collections or axes.images, "empty axes"
+        labelled_x |= bool(axes.get_xlabel())
+        labelled_y |= bool(axes.get_ylabel() or axes.get_yticklabels())
+    assert labelled_x
+    assert labelled_y
+    for name in names:
+        assert style.ALLOCATORS[name] in colours(figure), f"{name} has not its colour"
+    return figure
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[tuple[str, Run]]:
+    return [
+        (name, load_run(write_run(tmp_path / name, summary(name), trace=True)))
+        for name in ("naive", "caching", "stream-ordered")
+    ]
+
+
+def frame(values: dict[str, list[float]], by: str = "hidden") -> pl.DataFrame:
+    rows = [
+        {"name": name, by: 128 * 2**place, "step_us": value + repeat}
+        for name, one in values.items()
+        for place, value in enumerate(one)
+        for repeat in range(3)
+    ]
+    return pl.DataFrame(rows)
+
+
+def test_steps_and_parts(runs: list[tuple[str, Run]]) -> None:
+    data = frame({"naive": [400.0, 500.0], "caching": [100.0, 200.0]})
+    figure = check(bars.grouped(data, value="step_us", unit="step, µs", group="hidden"), "naive", "caching")
+    heights = sorted(patch.get_height() for patch in figure.axes[0].patches)  # type: ignore[attr-defined]
+    assert heights == [101, 201, 401, 501]
+    check(bars.grouped(data, value="step_us", unit="step, µs"), "naive", "caching")
+    parts = [(name, calls.host_parts(run.driver_calls(-1), 1.0)) for name, run in runs]
+    check(bars.stacked(parts, style.HOST_PARTS, unit="ms"))
+    check(bars.allocations([(name, run.steps) for name, run in runs]), "naive", "caching", "stream-ordered")
+    check(bars.allocations_by_epoch(runs), "naive", "caching")
+
+
+def test_memory(runs: list[tuple[str, Run]]) -> None:
+    run = runs[0][1]
+    check(memory.over_steps([(name, one.steps) for name, one in runs]))
+    check(memory.ledger([(name, one.ledger) for name, one in runs]))
+    check(memory.within_steps(run.trace, histories.reserved(run.calls), 0, 1_000_000))
+    figure = memory.block_map(histories.lives(run.trace), histories.segments(run.calls), 0, 300_000)
+    check(figure)
+    rectangles = [len(one.get_paths()) for one in figure.axes[0].collections]
+    assert rectangles == [1, 4]
+    with pytest.raises(AnalysisError, match="more than can be seen"):
+        memory.block_map(histories.lives(run.trace), None, 0, 300_000, most=2)
+
+
+def test_latency(runs: list[tuple[str, Run]]) -> None:
+    check(latency.spectrum(histograms.spectrum(runs[0][1].histograms)))
+    together = [histograms.spectrum(run.histograms, "all").with_columns(group=pl.lit(name)) for name, run in runs]
+    figure = check(latency.spectrum(pl.concat(together)), "naive", "caching", "stream-ordered")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["allocate", "deallocate"]
+
+
+def test_losses(tmp_path: Path, runs: list[tuple[str, Run]]) -> None:
+    other = load_run(write_run(tmp_path / "other", losses=1e-5))
+    apart = loss.difference(runs[0][1].steps, other.steps)
+    assert apart["relative"].to_list() == pytest.approx([1e-5] * 4, rel=1e-3)
+    check(loss.curves([("a", other.steps), ("b", runs[0][1].steps)], over=2))
+    check(loss.differences([("hidden 64", apart)], bound=1e-4))
+    with pytest.raises(AnalysisError, match="no step in common"):
+        loss.difference(other.steps, other.steps.with_columns(epoch=pl.lit(9, pl.Int64)))
+
+
+def test_the_time_graph_has_the_ratio_below() -> None:
+    data = frame({"caching": [100.0, 200.0], "naive": [400.0, 400.0], "pytorch-eager": [300.0, 300.0]})
+    figure = check(lines.width(data), "naive", "caching", "pytorch-eager")
+    assert len(figure.axes) == 2
+    ratios = {to_hex(line.get_color()).upper(): list(line.get_ydata()) for line in figure.axes[1].lines}  # type: ignore[arg-type]
+    assert ratios[style.ALLOCATORS["naive"]] == pytest.approx([401 / 101, 401 / 201])
+    with pytest.raises(AnalysisError, match="no run of arena"):
+        lines.width(data, reference="arena")
+
+
+def test_sweeps_the_account_and_fidelity(runs: list[tuple[str, Run]]) -> None:
+    data = frame({"caching": [1.0, 2.0], "naive": [2.0, 3.0]})
+    check(
+        lines.sweep(data, by="hidden", by_label="width", value="step_us", unit="µs", series="name"), "naive", "caching"
+    )
+    accounts = [(name, calls.account(run)) for name, run in runs]
+    check(sync.account(accounts), "naive", "caching")
+    check(sync.timeline(runs[0][1].calls, 0, 400_000))
+    cells = pl.DataFrame(
+        {"name": ["naive", "caching"], "cell": ["step", "step"], "gpu": [100.0, 50.0], "sim": [90.0, 55.0]}
+    )
+    check(fidelity.scatter(cells), "naive", "caching")
+
+
+def test_flames(tmp_path: Path) -> None:
+    path = tmp_path / "stacks.txt"
+    path.write_text("main;step;launch 60\nmain;step;alloc 30\nmain;load 10\n")
+    root = flame.load(path)
+    assert flame.share(root, "alloc") == pytest.approx(0.3)
+    assert flame.share(root, "step", "alloc") == pytest.approx(0.9)
+    figure = flame.icicle(root)
+    style.png(figure)
+    assert sorted(round(patch.get_width(), 3) for patch in figure.axes[0].patches) == [0.1, 0.3, 0.6, 0.9, 1.0, 1.0]  # type: ignore[attr-defined]
+    path.write_text("main;step launch\n")
+    with pytest.raises(AnalysisError, match="line 1: not a collapsed stack"):
+        flame.load(path)
+    with pytest.raises(AnalysisError, match="no such file"):
+        flame.load(tmp_path / "none")
+
+
+def test_without_data_there_is_no_figure(runs: list[tuple[str, Run]]) -> None:
+    empty = frame({"naive": [1.0]}).clear()
+    for draw in (
+        lambda: bars.grouped(empty, value="step_us", unit="µs"),
+        lambda: bars.stacked([], style.HOST_PARTS, unit="ms"),
+        lambda: bars.allocations([]),
+        lambda: memory.over_steps([]),
+        lambda: memory.ledger([]),
+        lambda: memory.block_map(histories.lives(runs[0][1].trace).clear(), None, 0, 1),
+        lambda: loss.curves([]),
+        lambda: loss.differences([]),
+        lambda: lines.width(empty),
+        lambda: sync.account([]),
+        lambda: fidelity.scatter(pl.DataFrame({"name": [], "cell": [], "gpu": [], "sim": []})),
+    ):
+        with pytest.raises(AnalysisError, match="no data"):
+            draw()  # type: ignore[no-untyped-call]
+
+
+def test_a_figure_is_the_same_text_each_time() -> None:
+    data = frame({"naive": [1.0, 2.0], "caching": [2.0, 3.0]})
+    once, again = (style.svg(bars.grouped(data, value="step_us", unit="µs", group="hidden")) for _ in range(2))
+    assert once == again
+    assert style.png(lines.width(data)) == style.png(lines.width(data))
+
+
+def test_words_for_options() -> None:
+    data = pl.DataFrame({"a": ["on", "off", "on"], "b": ["on", "off", "off"]})
+    words = data.select(bars.joined(data, {"a": "events", "b": "internal"})).to_series().to_list()
+    assert words == ["events +\ninternal", "none", "events"]
+    with pytest.raises(AnalysisError, match="do not tell their c"):
+        bars.joined(data, {"c": "chance"})
+    runs = pl.DataFrame(
+        {"program": ["trainer", "pytorch", "pytorch"], "loader": ["copy", "workers", "workers"],
+         "workers": [None, 2, 2], "pin": [None, "on", "off"]}
+    )  # fmt: skip
+    said = [one.replace("\n", " ") for one in runs.select(loaders.named(runs)).to_series()]
+    assert said == ["ours: copy", "PyTorch: workers 2 workers, pinned", "PyTorch: workers 2 workers"]
+    assert loaders.named(runs.select("program", "loader").head(1)) is not None
+
+
+def test_units() -> None:
+    assert [style.si_bytes(value) for value in (0, 512, 2**20, 1.5 * 2**30, 1000 * 2**20)] == [
+        "0 B", "512 B", "1 MiB", "1.5 GiB", "1000 MiB",
+    ]  # fmt: skip
+    assert [style.si_time(value) for value in (0, 12, 1500, 2.5e6, 3e9)] == ["0 ns", "12 ns", "1.5 µs", "2.5 ms", "3 s"]
+    assert style.order(["x", "pytorch-eager", "caching", "naive"]) == ["naive", "caching", "pytorch-eager", "x"]
+    assert style.colour("caching, hidden 64") == style.colour("caching")

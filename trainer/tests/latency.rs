@@ -1,0 +1,70 @@
+//! Latency histograms by part of the run: together they are the run's, and the first holds the cold start.
+
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use allocators::BackendKind;
+use base64::Engine;
+use common::{Done, digits, train};
+use hdrhistogram::Histogram;
+use hdrhistogram::serialization::Deserializer;
+use hdrhistogram::serialization::interval_log::{IntervalLogIterator, LogEntry};
+use std::collections::BTreeMap;
+use std::time::Duration;
+use trainer::Settings;
+
+/// Start, length, tag and histogram of each line of the log.
+fn log(done: &Done) -> Vec<(Duration, Duration, String, Histogram<u64>)> {
+    let bytes = std::fs::read(done.path().join("latency.hlog")).unwrap();
+    let mut out = Vec::new();
+    for entry in IntervalLogIterator::new(&bytes) {
+        let LogEntry::Interval(interval) = entry.unwrap() else { continue };
+        let raw = base64::engine::general_purpose::STANDARD.decode(interval.encoded_histogram()).unwrap();
+        let histogram = Deserializer::new().deserialize(&mut raw.as_slice()).unwrap();
+        let tag = interval.tag().unwrap().as_str().to_owned();
+        out.push((interval.start_timestamp(), interval.duration(), tag, histogram));
+    }
+    out
+}
+
+#[test]
+fn intervals_together_are_the_whole_run() {
+    for allocator in BackendKind::ALL {
+        let settings = Settings { allocator, epochs: 2, steps: Some(130), ..digits() };
+        let done = train(&settings).finished();
+        let mut together = BTreeMap::new();
+        for (_, _, tag, histogram) in log(&done) {
+            *together.entry(tag).or_insert(0) += histogram.len();
+        }
+        let told = done.json()["latency"].as_array().unwrap().clone();
+        let told = told.iter().map(|row| {
+            let word = |key: &str| row[key].as_str().unwrap().to_owned();
+            (format!("{}.{}", word("operation"), word("path")), row["count"].as_u64().unwrap())
+        });
+        assert_eq!(together, told.collect(), "{}", allocator.name());
+    }
+}
+
+#[test]
+fn the_first_interval_is_the_cold_start() {
+    let settings = Settings { allocator: BackendKind::Caching, epochs: 2, steps: Some(130), ..digits() };
+    let done = train(&settings).finished();
+    let log = log(&done);
+    let mut starts: Vec<Duration> = log.iter().map(|line| line.0).collect();
+    starts.dedup();
+    assert_eq!(starts[0], Duration::ZERO);
+    assert_eq!(starts.len(), 4, "to the first step, two epochs, what is freed at the end: {starts:?}");
+    assert!(starts.is_sorted());
+    let asked = |from: usize| -> u64 {
+        let of = log.iter().filter(|line| starts[from..].contains(&line.0) && line.2 == "allocate.driver_alloc");
+        of.map(|line| line.3.len()).sum()
+    };
+    assert!(asked(0) > 0, "a cold start asks the driver");
+    assert_eq!(asked(2), 0, "after the first epoch the cache has it all");
+    // Lines of one interval say the same of it, to the log's milliseconds.
+    for pair in log.windows(2).filter(|pair| pair[0].0 == pair[1].0) {
+        assert_eq!(pair[0].1, pair[1].1);
+    }
+}
