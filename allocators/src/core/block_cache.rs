@@ -376,14 +376,16 @@ fn join(
     }
     // A free neighbour takes the block in and keeps its record and, if it can, its place in the index. As PyTorch counts
     // it: the neighbours were free parts and are gone, the whole is one if it is still a part.
+    let mut gone_bytes = 0;
     let (keeper, old_bytes) = if below {
         let (mut units, mut beyond) = (block.units(), next);
         if above {
             free.remove(records, next);
             let gone = record(records, next);
-            tally.remove_split(pool, gone.bytes());
+            gone_bytes = gone.bytes();
             (units, beyond) = (units + gone.units(), gone.next());
             vacate(records, vacant, next);
+            tally.merge_splits(pool);
         }
         let keeper = record_mut(records, prev);
         let old_bytes = keeper.bytes();
@@ -401,9 +403,10 @@ fn join(
     free.resized(records, keeper, old_bytes);
     let whole = record(records, keeper);
     if whole.is_split() {
-        tally.grow_split(pool, whole.bytes() - old_bytes);
+        // By what was not free before: PyTorch counts the whole change at once.
+        tally.grow_split(pool, whole.bytes() - old_bytes - gone_bytes);
     } else {
-        tally.remove_split(pool, old_bytes);
+        tally.remove_split(pool, old_bytes + gone_bytes);
     }
     blocks.set_freed_at(keeper, now);
     true

@@ -176,6 +176,12 @@ impl Tally {
         self.decrease(pool, Quantity::SplitBytes, bytes);
     }
 
+    /// Two free parts of a segment in use became one.
+    #[inline(always)]
+    pub fn merge_splits(&mut self, pool: PoolKind) {
+        self.decrease(pool, Quantity::Split, 1);
+    }
+
     /// A free part of a segment in use became larger by `bytes`.
     #[inline(always)]
     pub fn grow_split(&mut self, pool: PoolKind, bytes: u64) {
