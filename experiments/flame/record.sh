@@ -66,7 +66,7 @@ for allocator in "${allocators[@]}"; do
     exit "$code"
   fi
   "$perf" script --no-inline -i "$work/data" -F comm,tid,ip,sym,dso 2> /dev/null |
-    python3 "$here/fold.py" --under train::epoch::Pass::run --facts "$work/facts" > "$work/folded"
+    python3 "$here/fold.py" --under train::Run::train --facts "$work/facts" > "$work/folded"
   python3 - "$work" "$allocator" "$event" "$rate" "$("$perf" --version)" "$@" > "$work/json" <<'PY'
 import json, sys
 from pathlib import Path
@@ -82,7 +82,7 @@ print(json.dumps({
     "perf": perf,
     "event": event,
     "samples_per_s": int(rate),
-    "under": "train::epoch::Pass::run",
+    "under": "train::Run::train",
     **json.loads((Path(work) / "facts").read_text()),
     "steps": sum(epoch["steps"] for epoch in summary["epochs"]),
     "wall_s": sum(epoch["wall_s"] for epoch in summary["epochs"]) if summary["clock"] == "monotonic" else None,
