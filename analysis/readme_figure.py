@@ -79,6 +79,8 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "epoch_host_time.svg": epoch_host_time,
     "step_naive.png": partial(step, "naive"),
     "step_caching.png": partial(step, "caching"),
+    "time_graph.png": time_graph,
+    "latency_spectrum.png": latency_spectrum,
 }
 
 
