@@ -25,6 +25,8 @@ SYNC = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"
 EVENT = "CUPTI_ACTIVITY_KIND_CUDA_EVENT"
 MEMORY = "CUDA_GPU_MEMORY_USAGE_EVENTS"
 NVTX = "NVTX_EVENTS"
+# Names that programs gave to streams: seen in 2023.4.
+NVTX_STREAMS = "TARGET_INFO_NVTX_CUDA_STREAM"
 OVERHEAD = "PROFILER_OVERHEAD"
 
 # Of ENUM_NSYS_EVENT_TYPE.
@@ -263,6 +265,9 @@ def _nvtx(tables: _Tables, strings: bool) -> tuple[list[Range], list[Mark], dict
             f"WHERE t.globalTid IN (SELECT globalTid FROM {RUNTIME})"
         )
         threads = {row["thread"]: row["name"] for row in rows}
+    if NVTX_STREAMS in tables:
+        rows = tables.rows(f"SELECT s.streamId AS stream, s.name AS name FROM {NVTX_STREAMS} AS s WHERE s.name IS NOT NULL")
+        streams = {row["stream"]: row["name"] for row in rows}
     if NVTX not in tables:
         return ranges, marks, threads, streams
     registered = strings and tables.has(NVTX, "textId")

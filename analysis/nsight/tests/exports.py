@@ -29,6 +29,7 @@ COLUMNS = {
     "NVTX_EVENTS": "start, end, eventType, rangeId, category, color, text, globalTid, endGlobalTid, textId, domainId, "
     "uint64Value",
     "PROFILER_OVERHEAD": "start, end, globalTid, nameId, returnValue",
+    "TARGET_INFO_NVTX_CUDA_STREAM": "name, hwId, vmId, processId, deviceId, contextId, streamId",
 }
 # What newer versions add; only some of it matters here, and what does not must not hurt either.
 ADDED = {

@@ -182,6 +182,12 @@ def test_names_of_threads_and_streams(export: Export) -> None:
     assert capture.streams == {7: "compute"}
 
 
+def test_names_of_streams_may_have_a_table(export: Export) -> None:
+    export.insert("TARGET_INFO_NVTX_CUDA_STREAM", name="compute", deviceId=0, contextId=1, streamId=13)
+    export.kernel("k", (0, 1), (2, 3), stream=13)
+    assert load(export.done()).streams == {13: "compute"}
+
+
 def test_time_of_each_kind_adds_up(tmp_path: Path) -> None:
     result: Attribution = attribute(load(training(tmp_path / "x.sqlite")))
     for name, one in result.evidence.items():
