@@ -266,8 +266,8 @@ def _nvtx(tables: _Tables, strings: bool) -> tuple[list[Range], list[Mark], dict
         )
         threads = {row["thread"]: row["name"] for row in rows}
     if NVTX_STREAMS in tables:
-        rows = tables.rows(f"SELECT s.streamId AS stream, s.name AS name FROM {NVTX_STREAMS} AS s WHERE s.name IS NOT NULL")
-        streams = {row["stream"]: row["name"] for row in rows}
+        named = tables.rows(f"SELECT streamId AS stream, name FROM {NVTX_STREAMS} WHERE name IS NOT NULL")
+        streams = {row["stream"]: row["name"] for row in named}
     if NVTX not in tables:
         return ranges, marks, threads, streams
     registered = strings and tables.has(NVTX, "textId")
