@@ -76,7 +76,13 @@ impl Bench {
             Engine::Cuda(kernels, _) => unsafe { operation.launch(kernels, CudaDriver::raw_stream(self.stream)) }?,
             Engine::Sim(driver) => {
                 let work = operation.work();
-                driver.launch(self.stream, work.kernel, work.blocks, work.iterations, work.bytes)?;
+                driver.launch(
+                    self.stream,
+                    work.kernel,
+                    (work.blocks, work.iterations),
+                    work.bytes,
+                    &operation.buffers(),
+                )?;
             }
         }
         Ok(())
