@@ -9,6 +9,7 @@ mod fidelity;
 mod fit;
 mod history;
 mod profile;
+mod program;
 mod replay;
 mod study;
 
@@ -67,10 +68,15 @@ enum Command {
         /// Profile whose other costs are kept [default: the built-in H200]
         #[arg(long, value_name = "FILE")]
         profile: Option<PathBuf>,
+        /// What the L2 cache holds, as the profile's l2_bytes [default: as in the profile]
+        #[arg(long, value_name = "BYTES")]
+        l2_bytes: Option<u64>,
         /// Where the new profile goes
         #[arg(short, long, value_name = "FILE")]
         out: PathBuf,
     },
+    /// Takes the program's own host time for each driver call from recorded runs into a profile
+    FitProgram(program::ProgramArgs),
     /// Writes a recorded history in another tool's format
     Convert(convert::ConvertArgs),
     /// Replays recorded histories under each allocator
@@ -99,7 +105,8 @@ fn main() -> ExitCode {
                 measurements.map_or(Ok(()), |path| found.measurements.write(&path))?;
                 print(&found.measurements.tables())
             }),
-        Command::FitKernels { timings, profile, out } => fit_kernels(&timings, profile, &out),
+        Command::FitKernels { timings, profile, l2_bytes, out } => fit_kernels(&timings, profile, l2_bytes, &out),
+        Command::FitProgram(args) => program::fit_program(&args),
         Command::Convert(args) => convert::convert(&args),
         Command::Replay(args) => replay::replay(&args),
         Command::Capacity(args) => capacity::capacity(&args),
@@ -131,8 +138,14 @@ fn print(text: &str) -> Result<()> {
     }
 }
 
-fn fit_kernels(timings: &std::path::Path, base: Option<PathBuf>, out: &std::path::Path) -> Result<()> {
+fn fit_kernels(
+    timings: &std::path::Path,
+    base: Option<PathBuf>,
+    l2_bytes: Option<u64>,
+    out: &std::path::Path,
+) -> Result<()> {
     let mut profile = profile::read(base.as_deref())?;
+    profile.l2_bytes = l2_bytes.or(profile.l2_bytes);
     let fits = fit::fit_kernels(&mut profile, timings)?;
     let mut table = Table::new();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
@@ -144,7 +157,11 @@ fn fit_kernels(timings: &std::path::Path, base: Option<PathBuf>, out: &std::path
         "blocks per wave",
         "bytes per ns",
         "worst miss",
+        "from memory: iteration ns",
+        "bytes per ns",
+        "worst miss",
     ]);
+    let or_none = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), |value| value.to_string());
     for fit in fits {
         table.add_row([
             fit.kernel,
@@ -154,6 +171,9 @@ fn fit_kernels(timings: &std::path::Path, base: Option<PathBuf>, out: &std::path
             fit.cost.blocks_per_wave.to_string(),
             fit.cost.bytes_per_ns.to_string(),
             format!("{:.0} %", 100.0 * fit.worst),
+            or_none(fit.cost.miss_iteration_ns),
+            or_none(fit.cost.miss_bytes_per_ns),
+            fit.worst_cold.map_or_else(|| "-".to_owned(), |worst| format!("{:.0} %", 100.0 * worst)),
         ]);
     }
     profile::write(&profile, out)?;
