@@ -8,7 +8,7 @@
 //! which pushes everything out of the cache: those stand in, less what two events around a launch add.
 
 use allocators::Profile;
-use allocators::device::sim::KernelCost;
+use allocators::device::sim::{KernelCost, MemoryCost};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -54,8 +54,8 @@ pub(crate) struct Fit {
 const WAVES: [u64; 8] = [16, 33, 66, 132, 264, 528, 1056, 2112];
 
 /// Bandwidths in bytes a nanosecond from which a fit starts: where one does not matter to the fit, it does not move, so
-/// slow ones are tried as well.
-const BANDWIDTHS: [f64; 4] = [150.0, 500.0, 2000.0, 6000.0];
+/// slow ones are tried as well, and of equals the first is taken.
+const BANDWIDTHS: [f64; 4] = [6000.0, 2000.0, 500.0, 150.0];
 /// Nothing moves faster than 20 TB/s, and a parameter that does not matter should not run away.
 const FASTEST: f64 = 20_000.0;
 
@@ -69,12 +69,12 @@ fn error(cost: &KernelCost, timings: &[(&Timing, f64)], missed: f64) -> f64 {
 }
 
 /// Coordinate descent in logarithms: `change` multiplies one parameter. Deterministic.
-fn descend(
-    mut best: KernelCost,
+fn descend<T: Clone>(
+    mut best: T,
     parameters: usize,
-    change: impl Fn(&mut KernelCost, usize, f64),
-    error: impl Fn(&KernelCost) -> f64,
-) -> (f64, KernelCost) {
+    change: impl Fn(&mut T, usize, f64),
+    error: impl Fn(&T) -> f64,
+) -> (f64, T) {
     let mut least = error(&best);
     let mut step: f64 = 1.0;
     while step > 1e-4 {
@@ -109,8 +109,7 @@ fn fit(timings: &[Timing]) -> KernelCost {
         iteration_ns: 0.2 * shortest,
         blocks_per_wave,
         bytes_per_ns,
-        miss_iteration_ns: None,
-        miss_bytes_per_ns: None,
+        from_memory: None,
     };
     let change = |cost: &mut KernelCost, parameter: usize, factor: f64| match parameter {
         0 => cost.fixed_ns *= factor,
@@ -128,26 +127,27 @@ fn fit(timings: &[Timing]) -> KernelCost {
     }
 }
 
-/// Adds the costs of data in memory to a fitted kernel.
-fn fit_misses(hot: KernelCost, timings: &[(&Timing, f64)]) -> KernelCost {
-    let change = |cost: &mut KernelCost, parameter: usize, factor: f64| {
-        let value = if parameter == 0 { &mut cost.miss_iteration_ns } else { &mut cost.miss_bytes_per_ns };
-        let most = if parameter == 0 { f64::MAX } else { cost.bytes_per_ns };
-        let least = if parameter == 0 { cost.iteration_ns } else { 1.0 };
-        *value = value.map(|value| (value * factor).clamp(least, most.max(least)));
+/// The costs of data in memory, each no better than from the cache.
+fn fit_from_memory(hot: &KernelCost, timings: &[(&Timing, f64)]) -> MemoryCost {
+    let with = |cold: MemoryCost| KernelCost { from_memory: Some(cold), ..hot.clone() };
+    let change = |cold: &mut MemoryCost, parameter: usize, factor: f64| match parameter {
+        0 => cold.fixed_ns = (cold.fixed_ns * factor).max(hot.fixed_ns),
+        1 => cold.iteration_ns = (cold.iteration_ns * factor).max(hot.iteration_ns),
+        _ => cold.bytes_per_ns = (cold.bytes_per_ns * factor).clamp(0.1, hot.bytes_per_ns),
     };
-    let start = |slower: f64| KernelCost {
-        miss_iteration_ns: Some(hot.iteration_ns),
-        miss_bytes_per_ns: Some((hot.bytes_per_ns / slower).max(1.0)),
-        ..hot.clone()
+    let start = |slower: f64| MemoryCost {
+        // A kernel without a cost of its own can have one from memory; zero would stay zero.
+        fixed_ns: hot.fixed_ns.max(1.0),
+        iteration_ns: hot.iteration_ns.max(1.0),
+        bytes_per_ns: (hot.bytes_per_ns / slower).max(0.1),
     };
     let starts = [1.0, 1.5, 2.0, 4.0, 8.0].map(start);
-    let fits = starts.into_iter().map(|from| descend(from, 2, change, |cost| error(cost, timings, 1.0)));
+    let fits = starts.into_iter().map(|from| descend(from, 3, change, |cold| error(&with(*cold), timings, 1.0)));
     let (_, best) = fits.min_by(|a, b| a.0.total_cmp(&b.0)).expect("there is at least one start");
-    KernelCost {
-        miss_iteration_ns: best.miss_iteration_ns.map(rounded),
-        miss_bytes_per_ns: best.miss_bytes_per_ns.map(|value| rounded(value).max(0.1)),
-        ..best
+    MemoryCost {
+        fixed_ns: rounded(best.fixed_ns),
+        iteration_ns: rounded(best.iteration_ns),
+        bytes_per_ns: rounded(best.bytes_per_ns).max(0.1),
     }
 }
 
@@ -179,8 +179,8 @@ pub(crate) fn fit_kernels(profile: &mut Profile, timings: &Path) -> Result<Vec<F
         let hot: Vec<(&Timing, f64)> = timings.iter().map(|timing| (timing, timing.median_ns)).collect();
         let cold: Vec<(&Timing, f64)> =
             timings.iter().filter_map(|timing| Some((timing, timing.cold_ns(events_ns)?))).collect();
-        let cost = fit(timings);
-        let cost = if cold.is_empty() { cost } else { fit_misses(cost, &cold) };
+        let mut cost = fit(timings);
+        cost.from_memory = (!cold.is_empty()).then(|| fit_from_memory(&cost, &cold));
         profile.kernels.insert(kernel.clone(), cost.clone());
         fits.push(Fit {
             kernel: kernel.clone(),
@@ -204,8 +204,7 @@ mod tests {
         iteration_ns: 800.0,
         blocks_per_wave: 132,
         bytes_per_ns: 3000.0,
-        miss_iteration_ns: Some(1300.0),
-        miss_bytes_per_ns: Some(900.0),
+        from_memory: Some(MemoryCost { fixed_ns: 2000.0, iteration_ns: 1300.0, bytes_per_ns: 900.0 }),
     };
 
     fn timings() -> Vec<Timing> {
@@ -288,8 +287,8 @@ mod tests {
             line
         });
         let fits = fit_kernels(&mut profile, &single).unwrap();
-        assert!(fits[0].cost.miss_bytes_per_ns.unwrap() < 1000.0, "{fits:?}");
+        assert!(fits[0].cost.from_memory.unwrap().bytes_per_ns < 1000.0, "{fits:?}");
         let none = fit_kernels(&mut profile, &write(folder.path(), line)).unwrap();
-        assert!(none[0].worst_cold.is_none() && none[0].cost.miss_iteration_ns.is_none());
+        assert!(none[0].worst_cold.is_none() && none[0].cost.from_memory.is_none());
     }
 }

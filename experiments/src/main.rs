@@ -13,6 +13,7 @@ mod program;
 mod replay;
 mod study;
 
+use allocators::device::sim::MemoryCost;
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use comfy_table::{ContentArrangement, Table, presets};
@@ -157,22 +158,26 @@ fn fit_kernels(
         "blocks per wave",
         "bytes per ns",
         "worst miss",
-        "from memory: iteration ns",
+        "from memory: fixed ns",
+        "iteration ns",
         "bytes per ns",
         "worst miss",
     ]);
-    let or_none = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), |value| value.to_string());
     for fit in fits {
+        let cold = |of: fn(&MemoryCost) -> f64| {
+            fit.cost.from_memory.as_ref().map_or_else(|| "-".to_owned(), |cold| of(cold).to_string())
+        };
         table.add_row([
-            fit.kernel,
+            fit.kernel.clone(),
             fit.timings.to_string(),
             fit.cost.fixed_ns.to_string(),
             fit.cost.iteration_ns.to_string(),
             fit.cost.blocks_per_wave.to_string(),
             fit.cost.bytes_per_ns.to_string(),
             format!("{:.0} %", 100.0 * fit.worst),
-            or_none(fit.cost.miss_iteration_ns),
-            or_none(fit.cost.miss_bytes_per_ns),
+            cold(|cold| cold.fixed_ns),
+            cold(|cold| cold.iteration_ns),
+            cold(|cold| cold.bytes_per_ns),
             fit.worst_cold.map_or_else(|| "-".to_owned(), |worst| format!("{:.0} %", 100.0 * worst)),
         ]);
     }

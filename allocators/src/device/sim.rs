@@ -18,7 +18,7 @@ mod timeline;
 mod vmm;
 
 pub use profile::{
-    Copies, CostBySize, KernelCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues, VirtualMemory,
+    Copies, CostBySize, KernelCost, MemoryCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues, VirtualMemory,
 };
 
 use super::{

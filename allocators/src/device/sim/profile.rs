@@ -157,9 +157,9 @@ pub struct Copies {
 }
 
 /// How long a kernel runs: `fixed_ns + max(waves x iterations x iteration_ns, bytes / bytes_per_ns)`, where
-/// `waves = ceil(blocks / blocks_per_wave)`. That is with its data in the L2 cache. With all of them in memory the two
-/// `miss_` figures stand in for those without; between the two the time is interpolated by the share of bytes that was
-/// not in the cache (see [`Profile::l2_bytes`]).
+/// `waves = ceil(blocks / blocks_per_wave)`. That is with its data in the L2 cache. With all of them in memory the
+/// figures of `from_memory` stand in; between the two the time is interpolated by the share of bytes that was not in the
+/// cache (see [`Profile::l2_bytes`]).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KernelCost {
@@ -169,14 +169,23 @@ pub struct KernelCost {
     pub iteration_ns: f64,
     /// Thread blocks that run at once.
     pub blocks_per_wave: u64,
-    /// Bandwidth of data in the cache.
+    /// Bandwidth.
     pub bytes_per_ns: f64,
-    /// Time of one trip when its data come from memory; absent: as from the cache.
+    /// The same where the data come from memory; absent: as from the cache.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub miss_iteration_ns: Option<f64>,
-    /// Bandwidth of data from memory; absent: as from the cache.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub miss_bytes_per_ns: Option<f64>,
+    pub from_memory: Option<MemoryCost>,
+}
+
+/// What a kernel costs when all its data come from memory.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MemoryCost {
+    /// Time that every launch takes on the device.
+    pub fixed_ns: f64,
+    /// Time of one trip of a block's main loop.
+    pub iteration_ns: f64,
+    /// Bandwidth.
+    pub bytes_per_ns: f64,
 }
 
 impl KernelCost {
@@ -185,15 +194,16 @@ impl KernelCost {
     pub fn ns(&self, blocks: u64, iterations: u64, bytes: u64, missed: f64) -> f64 {
         // CAST: a cost model; the inputs are far below 2^53.
         let trips = blocks.div_ceil(self.blocks_per_wave) as f64 * iterations as f64;
-        let work = |iteration_ns: f64, bytes_per_ns: f64| (trips * iteration_ns).max(bytes as f64 / bytes_per_ns);
-        let hot = work(self.iteration_ns, self.bytes_per_ns);
-        let cold = if missed > 0.0 {
-            let iteration_ns = self.miss_iteration_ns.unwrap_or(self.iteration_ns);
-            work(iteration_ns, self.miss_bytes_per_ns.unwrap_or(self.bytes_per_ns))
-        } else {
-            hot
+        let time = |fixed_ns: f64, iteration_ns: f64, bytes_per_ns: f64| {
+            fixed_ns + (trips * iteration_ns).max(bytes as f64 / bytes_per_ns)
         };
-        self.fixed_ns + hot + missed * (cold - hot)
+        let hot = time(self.fixed_ns, self.iteration_ns, self.bytes_per_ns);
+        match &self.from_memory {
+            Some(cold) if missed > 0.0 => {
+                hot + missed * (time(cold.fixed_ns, cold.iteration_ns, cold.bytes_per_ns) - hot)
+            }
+            _ => hot,
+        }
     }
 }
 
@@ -328,20 +338,15 @@ impl Profile {
         }
         let named = self.kernels.iter().map(|(name, cost)| (name.as_str(), cost));
         for (name, cost) in named.chain([("default_kernel", &self.default_kernel)]) {
-            let finite =
-                [cost.fixed_ns, cost.iteration_ns].iter().all(|value| value.is_finite() && (0.0..1e12).contains(value));
-            if !finite || cost.blocks_per_wave == 0 || !cost.bytes_per_ns.is_finite() || cost.bytes_per_ns <= 0.0 {
+            let time = |value: f64| value.is_finite() && (0.0..1e12).contains(&value);
+            let rate = |value: f64| value.is_finite() && value > 0.0;
+            let usable = time(cost.fixed_ns) && time(cost.iteration_ns) && rate(cost.bytes_per_ns);
+            let from_memory = cost
+                .from_memory
+                .is_none_or(|cold| time(cold.fixed_ns) && time(cold.iteration_ns) && rate(cold.bytes_per_ns));
+            if !usable || !from_memory || cost.blocks_per_wave == 0 {
                 return Err(format!(
                     "kernel '{name}': times must be finite and not negative, blocks_per_wave and bytes_per_ns positive"
-                ));
-            }
-            let missed = [
-                cost.miss_iteration_ns.is_none_or(|value| value.is_finite() && (0.0..1e12).contains(&value)),
-                cost.miss_bytes_per_ns.is_none_or(|value| value.is_finite() && value > 0.0),
-            ];
-            if missed.contains(&false) {
-                return Err(format!(
-                    "kernel '{name}': miss_iteration_ns must be finite and not negative, miss_bytes_per_ns positive"
                 ));
             }
         }
@@ -400,14 +405,12 @@ mod tests {
             iteration_ns: 10.0,
             blocks_per_wave: 2,
             bytes_per_ns: 10.0,
-            miss_iteration_ns: None,
-            miss_bytes_per_ns: None,
+            from_memory: None,
         };
         assert_eq!((cost.ns(3, 5, 10, 0.0), cost.ns(3, 5, 10, 1.0)), (200.0, 200.0));
-        cost.miss_iteration_ns = Some(30.0);
+        cost.from_memory = Some(MemoryCost { fixed_ns: 150.0, iteration_ns: 25.0, bytes_per_ns: 2.0 });
         assert_eq!((cost.ns(3, 5, 10, 0.0), cost.ns(3, 5, 10, 0.5), cost.ns(3, 5, 10, 1.0)), (200.0, 300.0, 400.0));
-        cost.miss_bytes_per_ns = Some(2.0);
-        assert_eq!(cost.ns(3, 5, 1000, 1.0), 600.0);
+        assert_eq!(cost.ns(3, 5, 1000, 1.0), 650.0);
         let mut old = serde_json::to_value(Profile::h200()).unwrap();
         let fields = old.as_object_mut().unwrap();
         fields.retain(|key, _| key != "l2_bytes" && key != "program_ns_per_call");
@@ -419,7 +422,11 @@ mod tests {
     fn broken_profiles_name_the_field() {
         let good = serde_json::to_value(Profile::h200()).unwrap();
         let cases: [(&str, serde_json::Value, &str); 9] = [
-            ("/default_kernel/miss_bytes_per_ns", 0.into(), "default_kernel"),
+            (
+                "/default_kernel/from_memory",
+                serde_json::json!({"fixed_ns": 1, "iteration_ns": 1, "bytes_per_ns": 0}),
+                "default_kernel",
+            ),
             ("/l2_bytes", 1.into(), "l2_bytes"),
             ("/program_ns_per_call", (1u64 << 63).into(), "program_ns_per_call"),
             ("/pool/grow_ns_per_granule", (1u64 << 63).into(), "pool.grow_ns_per_granule"),
