@@ -170,7 +170,18 @@ fn the_programs_time_comes_from_recorded_runs() {
     let profile = Profile { program_ns_per_call: 700, ..Profile::h200() };
     place.write("slow.json", serde_json::to_string(&profile).unwrap());
     // On the simulated device the program's time is known.
-    let spec = "name = \"own\"\nquestion = \"?\"\n[options]\ndataset = \"iris\"\nepochs = 3\n[matrix]\nalloc = [\"caching\", \"stream-ordered\"]\n";
+    let spec = r#"
+        name = "own"
+        question = "How long does the program take between two calls?"
+        devices = ["sim"]
+        [options]
+        dataset = "digits"
+        layers = 2
+        hidden = 16
+        epochs = 2
+        [matrix]
+        alloc = ["caching", "stream-ordered"]
+    "#;
     let spec = place.write("own.toml", spec);
     place.run(&["run", &spec, "--device", "sim:slow.json", "-o", "runs"]).ok();
     let ran = place.run(&["fit-program", "runs/own", "--out", "fitted.json"]).ok();
