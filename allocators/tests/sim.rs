@@ -3,8 +3,9 @@
 
 mod common;
 
+use allocators::device::sim::{KernelCost, MemoryCost};
 use allocators::device::{PoolDriver, PoolId};
-use allocators::{DeviceAddr, Driver, PoolSettings, SimDriver, SimMemory, StreamId, VmmDriver};
+use allocators::{DeviceAddr, Driver, PoolSettings, Profile, SimDriver, SimMemory, StreamId, VmmDriver};
 use common::{GIB, MIB, Random, free_bytes, sim};
 use std::collections::BTreeMap;
 
@@ -127,4 +128,67 @@ fn the_same_calls_give_the_same_times_and_addresses() {
         seen
     };
     assert!(run() == run());
+}
+
+/// A device whose kernels take 1 us, and 9 us with all their data in memory; the cache holds 1 MiB.
+fn cached(memory: SimMemory) -> SimDriver {
+    let cold = MemoryCost { fixed_ns: 9000.0, iteration_ns: 0.0, bytes_per_ns: 1e9 };
+    let cost = KernelCost {
+        fixed_ns: 1000.0,
+        iteration_ns: 0.0,
+        blocks_per_wave: 1,
+        bytes_per_ns: 1e9,
+        from_memory: Some(cold),
+    };
+    SimDriver::new(Profile { default_kernel: cost, l2_bytes: Some(MIB), ..common::profile(GIB) }, memory)
+}
+
+#[test]
+fn a_kernel_takes_longer_on_data_that_left_the_cache() {
+    let sim = cached(SimMemory::Host);
+    let stream = sim.stream_create().unwrap();
+    let launch = |buffers: &[(u64, u64)]| {
+        let before = sim.busy_ns();
+        sim.launch(stream, "test", (1, 1), 0, buffers).unwrap();
+        sim.busy_ns() - before
+    };
+    let (a, b) = (sim.mem_alloc(MIB).unwrap().get(), sim.mem_alloc(8 * MIB).unwrap().get());
+    assert_eq!(launch(&[(a, MIB)]), 9000, "nobody has touched it");
+    assert_eq!(launch(&[(a, MIB)]), 1000);
+    assert_eq!(launch(&[(a, MIB / 2), (b, MIB / 2)]), 5000, "half of the data");
+    assert_eq!(launch(&[(b, 8 * MIB)]), 9000, "more than fits");
+    assert_eq!(launch(&[(a, MIB)]), 9000);
+    assert_eq!(launch(&[]), 1000, "without data there is nothing to miss");
+    // Copies and fills pass through the cache.
+    common::write(&sim, DeviceAddr::new(b).unwrap(), &vec![0; MIB as usize], stream);
+    assert_eq!(launch(&[(b, MIB)]), 1000);
+    common::fill(&sim, DeviceAddr::new(a).unwrap(), 0, MIB, stream);
+    assert_eq!(launch(&[(a, MIB)]), 1000);
+    // It knows addresses, not blocks.
+    // SAFETY: allocated above, freed once.
+    unsafe { sim.mem_free(DeviceAddr::new(a).unwrap()) }.unwrap();
+    assert_eq!(sim.mem_alloc(MIB).unwrap().get(), a);
+    assert_eq!(launch(&[(a, MIB)]), 1000);
+}
+
+#[test]
+fn addresses_without_memory_have_no_cache() {
+    let sim = cached(SimMemory::None);
+    let stream = sim.stream_create().unwrap();
+    let addr = sim.mem_alloc(MIB).unwrap();
+    sim.launch(stream, "test", (1, 1), 0, &[(addr.get(), MIB)]).unwrap();
+    assert_eq!(sim.busy_ns(), 1000);
+}
+
+#[test]
+fn a_program_takes_its_own_time_between_calls_and_in_none() {
+    let sim = SimDriver::new(Profile { program_ns_per_call: 400, ..common::profile(GIB) }, SimMemory::None);
+    let (clock, stream) = (sim.clock(), sim.stream_create().unwrap());
+    let start = clock.now_ns();
+    sim.launch(stream, "test", (1, 1), 0, &[]).unwrap();
+    let launched = clock.now_ns();
+    assert_eq!(launched - start, sim.profile().queues.launch_ns);
+    sim.run_program();
+    assert_eq!(clock.now_ns() - launched, 400);
+    assert_eq!(sim.blocked_ns(), Some(0), "work is no wait");
 }

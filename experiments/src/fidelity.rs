@@ -1,7 +1,7 @@
 //! `experiments fidelity`: how far the simulated GPU is from the real one, cell by cell of one experiment: the time of a
 //! training step, the calls in which the host was blocked, and the driver allocations of every step.
 
-mod recorded;
+pub(crate) mod recorded;
 
 use crate::compare::ArmFailed;
 use crate::study::figures::median;
@@ -296,6 +296,7 @@ mod tests {
             step_s: step_us / 1e6,
             blocked_share: blocked_us.iter().map(|(_, us)| us).sum::<f64>() / step_us,
             calls: blocked_us.iter().map(|(name, us)| ((*name).to_owned(), call(*us))).collect(),
+            epochs: Vec::new(),
             allocations: vec![((1, 1), 5), ((1, 2), 0)],
         }
     }

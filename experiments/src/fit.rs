@@ -3,10 +3,12 @@
 //! `cargo run --release -p kernels --example time_kernels` times every kernel at many shapes on a GPU. Here each
 //! kernel's four parameters are chosen so that the profile's model (see
 //! [`KernelCost`]) misses those times least, by the sum of squared logarithms:
-//! being wrong by a factor counts the same for short and long kernels.
+//! being wrong by a factor counts the same for short and long kernels. What a kernel costs with its data in memory is
+//! fitted to the cold timings in the same way. Timings without cold ones have single launches behind a fill of 1 GiB,
+//! which pushes everything out of the cache: those stand in, less what two events around a launch add.
 
 use allocators::Profile;
-use allocators::device::sim::KernelCost;
+use allocators::device::sim::{KernelCost, MemoryCost};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -20,6 +22,19 @@ struct Timing {
     iterations: u64,
     bytes: u64,
     median_ns: f64,
+    #[serde(default)]
+    cold_median_ns: Option<f64>,
+    #[serde(default)]
+    single_median_ns: Option<f64>,
+}
+
+impl Timing {
+    /// The time with all data in memory, given what events add to a single launch.
+    fn cold_ns(&self, events_ns: f64) -> Option<f64> {
+        let cold = self.cold_median_ns.or(self.single_median_ns.map(|single| single - events_ns));
+        // Coming from memory makes nothing faster.
+        cold.map(|cold| cold.max(self.median_ns))
+    }
 }
 
 /// How well a kernel's model meets its timings.
@@ -30,67 +45,109 @@ pub(crate) struct Fit {
     pub(crate) cost: KernelCost,
     /// Largest of |model / measured - 1|.
     pub(crate) worst: f64,
+    /// The same for the cold timings; absent without them.
+    pub(crate) worst_cold: Option<f64>,
 }
 
 /// Resident blocks that are tried for a wave: from one block for every second multiprocessor of a small GPU to
 /// sixteen for each of a large one.
 const WAVES: [u64; 8] = [16, 33, 66, 132, 264, 528, 1056, 2112];
 
-fn model(cost: &KernelCost, timing: &Timing) -> f64 {
-    // CAST: counts far below 2^53.
-    let waves = timing.blocks.div_ceil(cost.blocks_per_wave) as f64;
-    let compute = waves * timing.iterations as f64 * cost.iteration_ns;
-    cost.fixed_ns + compute.max(timing.bytes as f64 / cost.bytes_per_ns)
+/// Bandwidths in bytes a nanosecond from which a fit starts: where one does not matter to the fit, it does not move, so
+/// slow ones are tried as well, and of equals the first is taken.
+const BANDWIDTHS: [f64; 4] = [6000.0, 2000.0, 500.0, 150.0];
+/// Nothing moves faster than 20 TB/s, and a parameter that does not matter should not run away.
+const FASTEST: f64 = 20_000.0;
+
+fn model(cost: &KernelCost, timing: &Timing, missed: f64) -> f64 {
+    cost.ns(timing.blocks, timing.iterations, timing.bytes, missed)
 }
 
-fn error(cost: &KernelCost, timings: &[Timing]) -> f64 {
-    timings.iter().map(|timing| (model(cost, timing) / timing.median_ns).ln().powi(2)).sum()
+/// Sum of the squared logarithms of what the model is off by.
+fn error(cost: &KernelCost, timings: &[(&Timing, f64)], missed: f64) -> f64 {
+    timings.iter().map(|(timing, ns)| (model(cost, timing, missed) / ns).ln().powi(2)).sum()
 }
 
-/// Coordinate descent in logarithms, from a start for each wave size. Deterministic.
+/// Coordinate descent in logarithms: `change` multiplies one parameter. Deterministic.
+fn descend<T: Clone>(
+    mut best: T,
+    parameters: usize,
+    change: impl Fn(&mut T, usize, f64),
+    error: impl Fn(&T) -> f64,
+) -> (f64, T) {
+    let mut least = error(&best);
+    let mut step: f64 = 1.0;
+    while step > 1e-4 {
+        let mut improved = false;
+        for parameter in 0..parameters {
+            for factor in [step.exp(), (-step).exp()] {
+                let mut next = best.clone();
+                change(&mut next, parameter, factor);
+                let missed = error(&next);
+                if missed < least {
+                    (best, least, improved) = (next, missed, true);
+                }
+            }
+        }
+        if !improved {
+            step /= 2.0;
+        }
+    }
+    (least, best)
+}
+
+fn rounded(value: f64) -> f64 {
+    (value * 10.0).round() / 10.0
+}
+
+/// Fits the costs of data in the cache, from a start for each wave size and bandwidth.
 fn fit(timings: &[Timing]) -> KernelCost {
-    let shortest = timings.iter().map(|timing| timing.median_ns).fold(f64::INFINITY, f64::min);
-    let start = |blocks_per_wave| KernelCost {
+    let timings: Vec<(&Timing, f64)> = timings.iter().map(|timing| (timing, timing.median_ns)).collect();
+    let shortest = timings.iter().map(|(_, ns)| *ns).fold(f64::INFINITY, f64::min);
+    let start = |(blocks_per_wave, bytes_per_ns)| KernelCost {
         fixed_ns: 0.8 * shortest,
         iteration_ns: 0.2 * shortest,
         blocks_per_wave,
-        bytes_per_ns: 2000.0,
+        bytes_per_ns,
+        from_memory: None,
     };
-    let descend = |blocks_per_wave: u64| {
-        let mut best = start(blocks_per_wave);
-        let mut least = error(&best, timings);
-        let mut step: f64 = 1.0;
-        while step > 1e-4 {
-            let mut improved = false;
-            for parameter in 0..3 {
-                for factor in [step.exp(), (-step).exp()] {
-                    let mut next = best.clone();
-                    match parameter {
-                        0 => next.fixed_ns *= factor,
-                        1 => next.iteration_ns *= factor,
-                        // Nothing moves faster than 20 TB/s, and a parameter that does not matter should not run away.
-                        _ => next.bytes_per_ns = (next.bytes_per_ns * factor).clamp(1.0, 20_000.0),
-                    }
-                    let missed = error(&next, timings);
-                    if missed < least {
-                        (best, least, improved) = (next, missed, true);
-                    }
-                }
-            }
-            if !improved {
-                step /= 2.0;
-            }
-        }
-        (least, best)
+    let change = |cost: &mut KernelCost, parameter: usize, factor: f64| match parameter {
+        0 => cost.fixed_ns *= factor,
+        1 => cost.iteration_ns *= factor,
+        _ => cost.bytes_per_ns = (cost.bytes_per_ns * factor).clamp(1.0, FASTEST),
     };
-    let fits = WAVES.into_iter().map(descend);
-    let best = fits.min_by(|a, b| a.0.total_cmp(&b.0)).expect("there is at least one wave size");
-    let rounded = |value: f64| (value * 10.0).round() / 10.0;
+    let starts = WAVES.into_iter().flat_map(|waves| BANDWIDTHS.map(|bandwidth| (waves, bandwidth)));
+    let fits = starts.map(|from| descend(start(from), 3, change, |cost| error(cost, &timings, 0.0)));
+    let (_, best) = fits.min_by(|a, b| a.0.total_cmp(&b.0)).expect("there is at least one start");
     KernelCost {
-        fixed_ns: rounded(best.1.fixed_ns),
-        iteration_ns: rounded(best.1.iteration_ns),
-        blocks_per_wave: best.1.blocks_per_wave,
-        bytes_per_ns: rounded(best.1.bytes_per_ns).max(0.1),
+        fixed_ns: rounded(best.fixed_ns),
+        iteration_ns: rounded(best.iteration_ns),
+        bytes_per_ns: rounded(best.bytes_per_ns).max(0.1),
+        ..best
+    }
+}
+
+/// The costs of data in memory, each no better than from the cache.
+fn fit_from_memory(hot: &KernelCost, timings: &[(&Timing, f64)]) -> MemoryCost {
+    let with = |cold: MemoryCost| KernelCost { from_memory: Some(cold), ..hot.clone() };
+    let change = |cold: &mut MemoryCost, parameter: usize, factor: f64| match parameter {
+        0 => cold.fixed_ns = (cold.fixed_ns * factor).max(hot.fixed_ns),
+        1 => cold.iteration_ns = (cold.iteration_ns * factor).max(hot.iteration_ns),
+        _ => cold.bytes_per_ns = (cold.bytes_per_ns * factor).clamp(0.1, hot.bytes_per_ns),
+    };
+    let start = |slower: f64| MemoryCost {
+        // A kernel without a cost of its own can have one from memory; zero would stay zero.
+        fixed_ns: hot.fixed_ns.max(1.0),
+        iteration_ns: hot.iteration_ns.max(1.0),
+        bytes_per_ns: (hot.bytes_per_ns / slower).max(0.1),
+    };
+    let starts = [1.0, 1.5, 2.0, 4.0, 8.0].map(start);
+    let fits = starts.into_iter().map(|from| descend(from, 3, change, |cold| error(&with(*cold), timings, 1.0)));
+    let (_, best) = fits.min_by(|a, b| a.0.total_cmp(&b.0)).expect("there is at least one start");
+    MemoryCost {
+        fixed_ns: rounded(best.fixed_ns),
+        iteration_ns: rounded(best.iteration_ns),
+        bytes_per_ns: rounded(best.bytes_per_ns).max(0.1),
     }
 }
 
@@ -110,37 +167,125 @@ pub(crate) fn fit_kernels(profile: &mut Profile, timings: &Path) -> Result<Vec<F
     if by_kernel.is_empty() {
         bail!("{} holds no timings; write it with the example time_kernels on a GPU", timings.display());
     }
+    // What events add to a single launch shows at the shortest, which has next to nothing to read.
+    let singles = by_kernel.values().flatten().filter_map(|timing| Some((timing.median_ns, timing.single_median_ns?)));
+    let shortest = singles.min_by(|a, b| a.0.total_cmp(&b.0));
+    let events_ns = shortest.map_or(0.0, |(median, single)| (single - median).max(0.0));
     let mut fits = Vec::new();
-    for (kernel, timings) in by_kernel {
-        let cost = fit(&timings);
-        let misses = timings.iter().map(|timing| (model(&cost, timing) / timing.median_ns - 1.0).abs());
-        let worst = misses.fold(0.0, f64::max);
+    for (kernel, timings) in &by_kernel {
+        let worst = |cost: &KernelCost, times: &[(&Timing, f64)], missed: f64| {
+            times.iter().map(|(timing, ns)| (model(cost, timing, missed) / ns - 1.0).abs()).fold(0.0, f64::max)
+        };
+        let hot: Vec<(&Timing, f64)> = timings.iter().map(|timing| (timing, timing.median_ns)).collect();
+        let cold: Vec<(&Timing, f64)> =
+            timings.iter().filter_map(|timing| Some((timing, timing.cold_ns(events_ns)?))).collect();
+        let mut cost = fit(timings);
+        cost.from_memory = (!cold.is_empty()).then(|| fit_from_memory(&cost, &cold));
         profile.kernels.insert(kernel.clone(), cost.clone());
-        fits.push(Fit { kernel, timings: timings.len(), cost, worst });
+        fits.push(Fit {
+            kernel: kernel.clone(),
+            timings: timings.len(),
+            worst: worst(&cost, &hot, 0.0),
+            worst_cold: (!cold.is_empty()).then(|| worst(&cost, &cold, 1.0)),
+            cost,
+        });
     }
     Ok(fits)
 }
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
     use super::*;
+
+    const TRUTH: KernelCost = KernelCost {
+        fixed_ns: 1500.0,
+        iteration_ns: 800.0,
+        blocks_per_wave: 132,
+        bytes_per_ns: 3000.0,
+        from_memory: Some(MemoryCost { fixed_ns: 2000.0, iteration_ns: 1300.0, bytes_per_ns: 900.0 }),
+    };
+
+    fn timings() -> Vec<Timing> {
+        let shapes =
+            [(10, 7, 100_000), (132, 49, 500_000), (133, 49, 600_000), (900, 3, 9_000_000), (4, 1, 80_000_000)];
+        shapes
+            .map(|(blocks, iterations, bytes)| {
+                let mut timing = Timing {
+                    kernel: "k".into(),
+                    blocks,
+                    iterations,
+                    bytes,
+                    median_ns: 0.0,
+                    cold_median_ns: None,
+                    single_median_ns: None,
+                };
+                timing.median_ns = model(&TRUTH, &timing, 0.0);
+                timing
+            })
+            .into()
+    }
 
     #[test]
     fn finds_the_parameters_that_made_the_timings() {
-        let truth = KernelCost { fixed_ns: 1500.0, iteration_ns: 800.0, blocks_per_wave: 132, bytes_per_ns: 3000.0 };
-        let shapes =
-            [(10, 7, 100_000), (132, 49, 500_000), (133, 49, 600_000), (900, 3, 9_000_000), (4, 1, 80_000_000)];
-        let timings: Vec<Timing> = shapes
-            .into_iter()
-            .map(|(blocks, iterations, bytes)| {
-                let mut timing = Timing { kernel: "k".into(), blocks, iterations, bytes, median_ns: 0.0 };
-                timing.median_ns = model(&truth, &timing);
-                timing
-            })
-            .collect();
+        let timings = timings();
         let found = fit(&timings);
         for timing in &timings {
-            assert!((model(&found, timing) / timing.median_ns - 1.0).abs() < 0.02, "{timing:?} {found:?}");
+            assert!((model(&found, timing, 0.0) / timing.median_ns - 1.0).abs() < 0.02, "{timing:?} {found:?}");
         }
+    }
+
+    #[test]
+    fn a_bandwidth_that_only_one_shape_shows_is_found() {
+        // 220 bytes a nanosecond bind the last shape alone, and its iterations are shorter than that from most starts.
+        let truth = KernelCost { fixed_ns: 3000.0, iteration_ns: 4000.0, bytes_per_ns: 220.0, ..TRUTH };
+        let mut timings = timings();
+        timings.truncate(3);
+        for (timing, (iterations, bytes)) in timings.iter_mut().zip([(1, 130_000), (7, 2_800_000), (16, 18_000_000)]) {
+            (timing.blocks, timing.iterations, timing.bytes) = (100, iterations, bytes);
+            timing.median_ns = model(&truth, timing, 0.0);
+        }
+        let found = fit(&timings);
+        for timing in &timings {
+            assert!((model(&found, timing, 0.0) / timing.median_ns - 1.0).abs() < 0.02, "{timing:?} {found:?}");
+        }
+    }
+
+    fn write(folder: &Path, line: impl Fn(&Timing) -> serde_json::Value) -> std::path::PathBuf {
+        let path = folder.join("timings.jsonl");
+        let lines: Vec<String> = self::timings().iter().map(|timing| line(timing).to_string()).collect();
+        std::fs::write(&path, lines.join("\n")).unwrap();
+        path
+    }
+
+    #[test]
+    fn finds_what_misses_cost_from_cold_timings_or_from_single_launches() {
+        let folder = tempfile::tempdir().unwrap();
+        let line = |timing: &Timing| {
+            serde_json::json!({"kernel": "k", "blocks": timing.blocks, "iterations": timing.iterations,
+                "bytes": timing.bytes, "median_ns": timing.median_ns})
+        };
+        let with = |field: &'static str, added: f64| {
+            move |timing: &Timing| {
+                let mut line = line(timing);
+                line[field] = (model(&TRUTH, timing, 1.0) + added).into();
+                line
+            }
+        };
+        let mut profile = Profile::h200();
+        let cold = write(folder.path(), with("cold_median_ns", 0.0));
+        let fits = fit_kernels(&mut profile, &cold).unwrap();
+        assert!(fits[0].worst_cold.unwrap() < 0.02, "{fits:?}");
+        assert_eq!(profile.kernels["k"], fits[0].cost);
+        // Single launches are longer by what events add, which shows at one that reads nothing to speak of.
+        let single = write(folder.path(), with("single_median_ns", 1300.0));
+        let mut text = std::fs::read_to_string(&single).unwrap();
+        text += "\n{\"kernel\":\"empty\",\"blocks\":1,\"iterations\":1,\"bytes\":4,\"median_ns\":900,\"single_median_ns\":2200}";
+        std::fs::write(&single, text).unwrap();
+        let fits = fit_kernels(&mut profile, &single).unwrap();
+        assert!(fits.iter().all(|fit| fit.worst_cold.unwrap() < 0.02), "{fits:?}");
+        let none = fit_kernels(&mut profile, &write(folder.path(), line)).unwrap();
+        assert!(none[0].worst_cold.is_none() && none[0].cost.from_memory.is_none());
     }
 }

@@ -9,9 +9,11 @@ mod fidelity;
 mod fit;
 mod history;
 mod profile;
+mod program;
 mod replay;
 mod study;
 
+use allocators::device::sim::MemoryCost;
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use comfy_table::{ContentArrangement, Table, presets};
@@ -67,10 +69,15 @@ enum Command {
         /// Profile whose other costs are kept [default: the built-in H200]
         #[arg(long, value_name = "FILE")]
         profile: Option<PathBuf>,
+        /// What the L2 cache holds, as the profile's l2_bytes [default: as in the profile]
+        #[arg(long, value_name = "BYTES")]
+        l2_bytes: Option<u64>,
         /// Where the new profile goes
         #[arg(short, long, value_name = "FILE")]
         out: PathBuf,
     },
+    /// Takes the program's own host time for each driver call from recorded runs into a profile
+    FitProgram(program::ProgramArgs),
     /// Writes a recorded history in another tool's format
     Convert(convert::ConvertArgs),
     /// Replays recorded histories under each allocator
@@ -99,7 +106,8 @@ fn main() -> ExitCode {
                 measurements.map_or(Ok(()), |path| found.measurements.write(&path))?;
                 print(&found.measurements.tables())
             }),
-        Command::FitKernels { timings, profile, out } => fit_kernels(&timings, profile, &out),
+        Command::FitKernels { timings, profile, l2_bytes, out } => fit_kernels(&timings, profile, l2_bytes, &out),
+        Command::FitProgram(args) => program::fit_program(&args),
         Command::Convert(args) => convert::convert(&args),
         Command::Replay(args) => replay::replay(&args),
         Command::Capacity(args) => capacity::capacity(&args),
@@ -131,8 +139,14 @@ fn print(text: &str) -> Result<()> {
     }
 }
 
-fn fit_kernels(timings: &std::path::Path, base: Option<PathBuf>, out: &std::path::Path) -> Result<()> {
+fn fit_kernels(
+    timings: &std::path::Path,
+    base: Option<PathBuf>,
+    l2_bytes: Option<u64>,
+    out: &std::path::Path,
+) -> Result<()> {
     let mut profile = profile::read(base.as_deref())?;
+    profile.l2_bytes = l2_bytes.or(profile.l2_bytes);
     let fits = fit::fit_kernels(&mut profile, timings)?;
     let mut table = Table::new();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
@@ -144,16 +158,27 @@ fn fit_kernels(timings: &std::path::Path, base: Option<PathBuf>, out: &std::path
         "blocks per wave",
         "bytes per ns",
         "worst miss",
+        "from memory: fixed ns",
+        "iteration ns",
+        "bytes per ns",
+        "worst miss",
     ]);
     for fit in fits {
+        let cold = |of: fn(&MemoryCost) -> f64| {
+            fit.cost.from_memory.as_ref().map_or_else(|| "-".to_owned(), |cold| of(cold).to_string())
+        };
         table.add_row([
-            fit.kernel,
+            fit.kernel.clone(),
             fit.timings.to_string(),
             fit.cost.fixed_ns.to_string(),
             fit.cost.iteration_ns.to_string(),
             fit.cost.blocks_per_wave.to_string(),
             fit.cost.bytes_per_ns.to_string(),
             format!("{:.0} %", 100.0 * fit.worst),
+            cold(|cold| cold.fixed_ns),
+            cold(|cold| cold.iteration_ns),
+            cold(|cold| cold.bytes_per_ns),
+            fit.worst_cold.map_or_else(|| "-".to_owned(), |worst| format!("{:.0} %", 100.0 * worst)),
         ]);
     }
     profile::write(&profile, out)?;

@@ -158,6 +158,38 @@ fn a_fit_gives_a_profile_that_runs() {
     // A profile of one's own is the base as well.
     place.run(&["fit-kernels", &file, "--profile", "profile.json", "--out", "again.json"]).ok();
     assert_eq!(std::fs::read_to_string(place.at("again.json")).unwrap(), text);
+    let size = ["--l2-bytes", "30000000"];
+    place.run(&[&["fit-kernels", &file, "--profile", "profile.json", "--out", "again.json"], &size[..]].concat()).ok();
+    let again = Profile::from_json(&std::fs::read_to_string(place.at("again.json")).unwrap()).unwrap();
+    assert_eq!((again.l2_bytes, &again.kernels), (Some(30_000_000), &found.kernels));
+}
+
+#[test]
+fn the_programs_time_comes_from_recorded_runs() {
+    let place = Place::new();
+    let profile = Profile { program_ns_per_call: 700, ..Profile::h200() };
+    place.write("slow.json", serde_json::to_string(&profile).unwrap());
+    // On the simulated device the program's time is known.
+    let spec = r#"
+        name = "own"
+        question = "How long does the program take between two calls?"
+        devices = ["sim"]
+        [options]
+        dataset = "digits"
+        layers = 2
+        hidden = 16
+        epochs = 2
+        [matrix]
+        alloc = ["caching", "stream-ordered"]
+    "#;
+    let spec = place.write("own.toml", spec);
+    place.run(&["run", &spec, "--device", "sim:slow.json", "-o", "runs"]).ok();
+    let ran = place.run(&["fit-program", "runs/own", "--out", "fitted.json"]).ok();
+    let fitted = Profile::from_json(&std::fs::read_to_string(place.at("fitted.json")).unwrap()).unwrap();
+    assert!(fitted.program_ns_per_call.abs_diff(700) <= 35, "{} {ran:#?}", fitted.program_ns_per_call);
+    assert_eq!(Profile { program_ns_per_call: 0, ..fitted }, Profile { program_ns_per_call: 0, ..Profile::h200() });
+    place.run(&["fit-program", "nothing", "--out", "no.json"]).refused(2, &["nothing", "experiment.json"]);
+    assert!(!place.at("no.json").exists());
 }
 
 #[test]

@@ -8,7 +8,8 @@
 //! `median_ns` and `min_ns`: device time of one launch in a train (of 50, or 5 if it is long) that was queued while
 //! the stream was held up by another kernel, so the host's launches do not limit it. `single_median_ns`: the same for
 //! one launch between two events. All launches of a train work on the same buffers, so small ones are in the L2 cache,
-//! as they mostly are in training.
+//! as they mostly are in training. `cold_median_ns`: the same as `median_ns`, but each launch of the train has buffers of
+//! its own, which the kernel that held up the stream has pushed out of the cache.
 
 use std::collections::HashSet;
 use std::error::Error;
@@ -36,6 +37,9 @@ const LAUNCHES_OF_LONG: usize = 5;
 /// The host takes some 3 µs a launch; the fills that hold up the stream take about 0.25 ms each.
 const PLUG_FILLS: usize = 2;
 const PLUG_ELEMENTS: u64 = 1 << 28;
+/// Launches of a cold train, and how far apart their buffers lie: as many as there is room for. A launch whose largest
+/// buffer is beyond all of these is larger than the cache, so cold by itself.
+const COLD: [(usize, u64); 2] = [(50, 2 << 20), (8, 32 << 20)];
 
 /// Zeroed device memory: zeros are valid labels and indices.
 struct Memory {
@@ -44,6 +48,14 @@ struct Memory {
     third: u64,
     fourth: u64,
     plug: u64,
+}
+
+impl Memory {
+    /// The same, further along in each buffer.
+    fn moved(&self, bytes: u64) -> Self {
+        let &Self { first, second, third, fourth, plug } = self;
+        Self { first: first + bytes, second: second + bytes, third: third + bytes, fourth: fourth + bytes, plug }
+    }
 }
 
 struct Timer {
@@ -55,27 +67,27 @@ struct Timer {
 }
 
 impl Timer {
-    /// Nanoseconds a launch, of `launches` launches between two events.
-    fn train(&self, operation: &dyn Operation, launches: usize) -> Result<f64, Box<dyn Error>> {
+    /// Nanoseconds a launch, of these launches between two events.
+    fn train(&self, operations: &[&dyn Operation]) -> Result<f64, Box<dyn Error>> {
         // SAFETY: the context is current and the buffers are larger than any shape here.
         unsafe {
             for _ in 0..PLUG_FILLS {
                 self.plug.launch(&self.kernels, self.stream)?;
             }
             result::event::record(self.start, self.stream)?;
-            for _ in 0..launches {
+            for operation in operations {
                 operation.launch(&self.kernels, self.stream)?;
             }
             result::event::record(self.end, self.stream)?;
             result::stream::synchronize(self.stream)?;
-            Ok(f64::from(result::event::elapsed(self.start, self.end)?) * 1e6 / launches as f64)
+            Ok(f64::from(result::event::elapsed(self.start, self.end)?) * 1e6 / operations.len() as f64)
         }
     }
 
     /// Sorted times of some trains, the first of which only warms up.
-    fn trains(&self, operation: &dyn Operation, launches: usize) -> Result<Vec<f64>, Box<dyn Error>> {
-        self.train(operation, launches)?;
-        let mut times = (0..REPEATS).map(|_| self.train(operation, launches)).collect::<Result<Vec<_>, _>>()?;
+    fn trains(&self, operations: &[&dyn Operation]) -> Result<Vec<f64>, Box<dyn Error>> {
+        self.train(operations)?;
+        let mut times = (0..REPEATS).map(|_| self.train(operations)).collect::<Result<Vec<_>, _>>()?;
         times.sort_by(f64::total_cmp);
         Ok(times)
     }
@@ -201,11 +213,25 @@ fn main() -> Result<(), Box<dyn Error>> {
         end: result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)?,
         plug: Fill { len: PLUG_ELEMENTS, value: 0.0, out: memory.plug },
     };
-    for (shape, operation) in launches(&memory) {
+    // Every launch on buffers of its own, for each distance.
+    let apart = COLD.map(|(copies, bytes)| -> Vec<Vec<(Value, Box<dyn Operation>)>> {
+        (0..copies as u64).map(|copy| launches(&memory.moved(copy * bytes))).collect()
+    });
+    for (number, (shape, operation)) in launches(&memory).into_iter().enumerate() {
         let work = operation.work();
-        let single = timer.trains(&*operation, 1)?;
+        let single = timer.trains(&[&*operation])?;
         let launches = if single[0] > LONG_NS { LAUNCHES_OF_LONG } else { LAUNCHES };
-        let many = timer.trains(&*operation, launches)?;
+        let many = timer.trains(&vec![&*operation; launches])?;
+        let largest = operation.buffers().iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
+        let distance = COLD.iter().position(|(_, bytes)| largest <= *bytes);
+        let cold = match distance {
+            None => many.clone(),
+            Some(distance) => {
+                let copies: Vec<&dyn Operation> =
+                    apart[distance].iter().take(launches).map(|copy| &*copy[number].1).collect();
+                timer.trains(&copies)?
+            }
+        };
         let line = json!({
             "device": device_name,
             "kernel": work.kernel,
@@ -216,6 +242,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             "flops": work.flops,
             "median_ns": many[many.len() / 2].round(),
             "min_ns": many[0].round(),
+            "cold_median_ns": cold[cold.len() / 2].round(),
             "single_median_ns": single[single.len() / 2].round(),
         });
         println!("{line}");

@@ -14,6 +14,11 @@ pub trait Operation: std::fmt::Debug + Send + Sync {
     /// Geometry and traffic of the launch, for the simulated device's cost model.
     fn work(&self) -> Work;
 
+    /// The buffers that the launch reads and writes, as address and bytes, each once: for the simulated device's L2
+    /// cache. Of a data set the rows that a launch picks depend on what its indices hold, so that buffer is not among
+    /// them.
+    fn buffers(&self) -> Vec<(u64, u64)>;
+
     /// Queues the launch on `stream`; returns without waiting for it.
     ///
     /// # Errors

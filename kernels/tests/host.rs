@@ -4,12 +4,14 @@
 
 mod common;
 
+use std::cell::RefCell;
 use std::process::Command;
+use std::ptr::NonNull;
 
 use common::{Arena, BASE, cases};
 use kernels::{
     Argmax, CountCorrect, CrossEntropyLoss, Fill, GatherLabels, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout,
-    KernelError, Operation, Relu, Sgd, SoftmaxCrossEntropy, kernel_names,
+    HostMemory, KernelError, Operation, Relu, Sgd, SoftmaxCrossEntropy, kernel_names,
 };
 use proptest::prelude::*;
 
@@ -36,6 +38,34 @@ fn two_runs_give_the_same_bits() {
         let (first, second) = (case.run_on_host(0), case.run_on_host(0));
         assert!(first == second, "{}", case.label);
         case.compare(&offsets, &first, &second);
+    }
+}
+
+/// Notes what an operation asks for.
+struct Noted<'a>(&'a Arena, RefCell<Vec<(u64, u64)>>);
+
+impl HostMemory for Noted<'_> {
+    fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>> {
+        self.1.borrow_mut().push((addr, bytes));
+        self.0.translate(addr, bytes)
+    }
+}
+
+#[test]
+fn an_operation_names_the_buffers_that_it_works_on() {
+    for case in cases::all() {
+        let (offsets, image) = case.region(0);
+        let arena = Arena::new(&image);
+        let noted = Noted(&arena, RefCell::default());
+        let operation = (case.build)(&offsets.iter().map(|&offset| BASE + offset as u64).collect::<Vec<u64>>());
+        // SAFETY: the arena is this test's own and outlives the call.
+        unsafe { operation.run_on_host(&noted) }.unwrap();
+        let mut used = noted.1.into_inner();
+        if operation.name().starts_with("gather") {
+            // The data set, of which rows are picked, comes first.
+            used.remove(0);
+        }
+        assert_eq!(operation.buffers(), used, "{}", case.label);
     }
 }
 

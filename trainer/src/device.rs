@@ -123,7 +123,15 @@ impl Device {
     ) -> Result<Self> {
         let driver = Arc::new(SimDriver::new(profile, SimMemory::Host));
         let stream = driver.stream_create()?;
-        let metered = MeteredDriver::new(Arc::clone(&driver) as Arc<dyn Driver>, None, observer);
+        // The observer is called after each call, so the program's own time lies between calls and in none of them.
+        let program = Arc::clone(&driver);
+        let between: CallObserver = Box::new(move |event| {
+            program.run_program();
+            if let Some(observer) = &observer {
+                observer(event);
+            }
+        });
+        let metered = MeteredDriver::new(Arc::clone(&driver) as Arc<dyn Driver>, None, Some(between));
         Ok(Self {
             engine: Engine::Sim(driver),
             driver: Arc::new(metered),
@@ -241,7 +249,13 @@ impl Device {
                 }
                 Engine::Sim(driver) => {
                     let work = operation.work();
-                    driver.launch(self.stream, work.kernel, work.blocks, work.iterations, work.bytes)?;
+                    driver.launch(
+                        self.stream,
+                        work.kernel,
+                        (work.blocks, work.iterations),
+                        work.bytes,
+                        &operation.buffers(),
+                    )?;
                     // SAFETY: `translate` only yields ranges of live blocks; nothing else touches them, because this
                     // device computes on the calling thread alone.
                     unsafe { operation.run_on_host(&SimView(driver)) }?;

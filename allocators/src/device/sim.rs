@@ -10,6 +10,7 @@
 //! synchronised cannot tell.
 
 mod heap;
+mod l2;
 mod memory;
 mod pools;
 mod profile;
@@ -17,7 +18,7 @@ mod timeline;
 mod vmm;
 
 pub use profile::{
-    Copies, CostBySize, KernelCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues, VirtualMemory,
+    Copies, CostBySize, KernelCost, MemoryCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues, VirtualMemory,
 };
 
 use super::{
@@ -27,6 +28,7 @@ use super::{
 use crate::error::DriverError;
 use crate::instrument::Clock;
 use heap::{Heap, Packing};
+use l2::L2;
 use memory::HostMemoryMap;
 use pools::Pool;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -73,6 +75,8 @@ struct State {
     next_event: u64,
     host: HostMemoryMap,
     vmm: vmm::Space,
+    /// Absent where the profile has no cache, and where addresses are all there is.
+    l2: Option<L2>,
 }
 
 /// The virtual host clock.
@@ -96,6 +100,11 @@ impl State {
             + self.large.held_bytes()
             + self.pools.values().map(|pool| pool.heap.held_bytes()).sum::<u64>()
             + self.vmm.created_bytes()
+    }
+
+    /// Touches buffers in the cache; the share of their bytes that was not in it.
+    fn access(&mut self, buffers: &[(u64, u64)]) -> f64 {
+        self.l2.as_mut().map_or(0.0, |cache| cache.access(buffers))
     }
 
     fn plain_of(&mut self, addr: u64) -> &mut Heap {
@@ -141,6 +150,7 @@ impl SimDriver {
             next_event: 1,
             host: HostMemoryMap::default(),
             vmm: vmm::Space::default(),
+            l2: profile.l2_bytes.filter(|_| memory == SimMemory::Host).map(L2::new),
         };
         Self { profile, memory, state: Arc::new(Mutex::new(state)) }
     }
@@ -155,18 +165,34 @@ impl SimDriver {
         lock(&self.state)
     }
 
-    /// Queues a kernel. The caller computes its effect on host memory itself, right away; see
+    /// Queues a kernel that works on `buffers`, each an address and bytes: how much of them is in the L2 cache decides
+    /// how long it takes. The caller computes its effect on host memory itself, right away; see
     /// [`translate`](Self::translate).
     ///
     /// # Errors
     /// `CUDA_ERROR_INVALID_HANDLE` for an unknown stream.
-    pub fn launch(&self, stream: StreamId, kernel: &str, blocks: u64, iterations: u64, bytes: u64) -> DriverResult<()> {
+    pub fn launch(
+        &self,
+        stream: StreamId,
+        kernel: &str,
+        (blocks, iterations): (u64, u64),
+        bytes: u64,
+        buffers: &[(u64, u64)],
+    ) -> DriverResult<()> {
         let mut state = self.lock();
         state.need_stream(CallKind::KernelLaunch, stream)?;
         state.time.spend(self.profile.queues.launch_ns);
-        let duration = self.profile.kernel_ns(kernel, blocks, iterations, bytes);
+        let missed = state.access(buffers);
+        let duration = self.profile.kernel_ns(kernel, blocks, iterations, bytes, missed);
         state.time.enqueue(stream.0, self.profile.queues.start_latency_ns, duration);
         Ok(())
+    }
+
+    /// The host works on its own program for the time that the profile has for each driver call
+    /// ([`Profile::program_ns_per_call`]). Whoever runs a program calls this between its driver calls; a driver call
+    /// does not include it, so measuring one finds its own cost.
+    pub fn run_program(&self) {
+        self.lock().time.spend(self.profile.program_ns_per_call);
     }
 
     /// The host address of `addr..addr + bytes`; `None` unless all of it lies in one live block that has host
@@ -207,7 +233,9 @@ impl SimDriver {
         Ok(DeviceAddr::new(addr).expect("simulated addresses start above zero"))
     }
 
-    fn queue_copy(&self, state: &mut State, stream: StreamId, bytes: usize) {
+    fn queue_copy(&self, state: &mut State, stream: StreamId, dst: DeviceAddr, bytes: usize) {
+        // What is copied to the device passes through its cache and stays there.
+        state.access(&[(dst.get(), bytes as u64)]);
         let duration = self.profile.copies.to_device_ns.at(bytes as u64);
         state.time.enqueue(stream.0, self.profile.queues.start_latency_ns, duration);
     }
@@ -408,7 +436,7 @@ impl Driver for SimDriver {
         // SAFETY: `target` is valid for `src.len()` bytes and host memory of ours, so it does not overlap `src`.
         unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), target.as_ptr(), src.len()) };
         state.time.spend(self.profile.copies.pageable_to_device_ns.at(src.len() as u64));
-        self.queue_copy(&mut state, stream, src.len());
+        self.queue_copy(&mut state, stream, dst, src.len());
         Ok(())
     }
 
@@ -426,7 +454,7 @@ impl Driver for SimDriver {
         // allocations.
         unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), target.as_ptr(), bytes) };
         state.time.spend(self.profile.copies.pinned_to_device_ns);
-        self.queue_copy(&mut state, stream, bytes);
+        self.queue_copy(&mut state, stream, dst, bytes);
         Ok(())
     }
 
@@ -452,7 +480,8 @@ impl Driver for SimDriver {
             unsafe { target.as_ptr().write_bytes(value, len) };
         }
         state.time.spend(self.profile.copies.memset_ns);
-        let duration = self.profile.kernel_ns("memset", 1, 1, bytes);
+        let missed = state.access(&[(dst.get(), bytes)]);
+        let duration = self.profile.kernel_ns("memset", 1, 1, bytes, missed);
         state.time.enqueue(stream.0, self.profile.queues.start_latency_ns, duration);
         Ok(())
     }

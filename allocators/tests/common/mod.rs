@@ -59,7 +59,7 @@ pub(crate) fn free_bytes(driver: &dyn Driver) -> u64 {
 
 /// Queues a kernel of about `ns` on a simulated stream.
 pub(crate) fn work(sim: &SimDriver, stream: StreamId, ns: u64) {
-    sim.launch(stream, "test", 1, 1, ns * 4300).unwrap();
+    sim.launch(stream, "test", (1, 1), ns * 4300, &[]).unwrap();
 }
 
 /// The virtual time at which everything queued so far on `stream` is done.

@@ -10,36 +10,46 @@ use std::path::Path;
 
 /// Calls of one kind, a batch.
 #[derive(Clone, Debug, Default, Serialize)]
-pub(super) struct Call {
-    pub(super) count: f64,
-    pub(super) total_s: f64,
-    pub(super) blocked_s: f64,
+pub(crate) struct Call {
+    pub(crate) count: f64,
+    pub(crate) total_s: f64,
+    pub(crate) blocked_s: f64,
+}
+
+/// A whole epoch.
+#[derive(Clone, Debug)]
+pub(crate) struct Epoch {
+    pub(crate) wall_s: f64,
+    /// Totals of the epoch.
+    pub(crate) calls: BTreeMap<String, Call>,
 }
 
 /// One run.
 #[derive(Clone, Debug)]
-pub(super) struct Measured {
-    pub(super) step_s: f64,
+pub(crate) struct Measured {
+    pub(crate) step_s: f64,
     /// Share of the last epoch for which the host was blocked.
-    pub(super) blocked_share: f64,
+    pub(crate) blocked_share: f64,
     /// Calls of the last epoch, a batch.
-    pub(super) calls: BTreeMap<String, Call>,
+    pub(crate) calls: BTreeMap<String, Call>,
+    /// The steady epochs as a whole, validation included.
+    pub(crate) epochs: Vec<Epoch>,
     /// Driver allocations by epoch and step.
-    pub(super) allocations: Vec<((u64, u64), u64)>,
+    pub(crate) allocations: Vec<((u64, u64), u64)>,
 }
 
 /// The finished runs of an experiment.
 #[derive(Debug)]
-pub(super) struct Recorded {
-    pub(super) name: String,
+pub(crate) struct Recorded {
+    pub(crate) name: String,
     /// Options in which the runs differ; a cell is named by their values.
-    pub(super) axes: Vec<String>,
-    pub(super) cells: BTreeMap<String, Vec<Measured>>,
+    pub(crate) axes: Vec<String>,
+    pub(crate) cells: BTreeMap<String, Vec<Measured>>,
 }
 
 impl Recorded {
     /// Reads an experiment's folder.
-    pub(super) fn read(folder: &Path) -> Result<Self> {
+    pub(crate) fn read(folder: &Path) -> Result<Self> {
         let name = folder.display().to_string();
         if !folder.join(EXPERIMENT).is_file() {
             bail!("{name} holds no {EXPERIMENT}; name the folder that `experiments run` made for the experiment");
@@ -85,17 +95,25 @@ fn measured(folder: &Path) -> Result<Measured> {
     let here = || format!("{}: the summary holds no finished epoch", folder.display());
     let last = steady_epochs(&summary).last().with_context(here)?;
     let batches = Some(batches(&summary, last)).filter(|batches| *batches > 0.0).with_context(here)?;
-    let calls = last["driver_calls"].as_object().into_iter().flatten().map(|(name, totals)| {
-        let of = |key: &str| totals[key].as_f64().unwrap_or(0.0) / batches;
-        let call = Call { count: of("count"), total_s: of("total_ns") / 1e9, blocked_s: of("blocked_ns") / 1e9 };
-        (name.clone(), call)
-    });
+    let epoch = |epoch: &Value| Some(Epoch { wall_s: epoch["wall_s"].as_f64()?, calls: calls(epoch, 1.0) });
     Ok(Measured {
         step_s: step_time(&summary).with_context(here)?,
         blocked_share: blocked_share(last).with_context(here)?,
-        calls: calls.filter(|(_, call)| call.count > 0.0).collect(),
+        calls: calls(last, batches),
+        epochs: steady_epochs(&summary).iter().filter_map(epoch).collect(),
         allocations: allocations(folder)?,
     })
+}
+
+/// The calls that an epoch made, each figure divided by `parts`.
+fn calls(epoch: &Value, parts: f64) -> BTreeMap<String, Call> {
+    let call = |(name, totals): (&String, &Value)| {
+        let of = |key: &str| totals[key].as_f64().unwrap_or(0.0) / parts;
+        let call = Call { count: of("count"), total_s: of("total_ns") / 1e9, blocked_s: of("blocked_ns") / 1e9 };
+        (name.clone(), call)
+    };
+    let calls = epoch["driver_calls"].as_object().into_iter().flatten().map(call);
+    calls.filter(|(_, call)| call.count > 0.0).collect()
 }
 
 /// Driver allocations of every step; none where the table of steps was not kept.

@@ -47,6 +47,11 @@ impl Operation for Argmax {
         }
     }
 
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        let elements = area(self.rows, self.classes);
+        vec![(self.logits, total([(elements, F32)])), (self.predictions, total([(self.rows.into(), U32)]))]
+    }
+
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
         let blocks = grid(self.name(), self.work().blocks)?;
@@ -112,6 +117,15 @@ impl Operation for CountCorrect {
             bytes: total([(elements, F32), (self.rows.into(), U32), (1, U32)]),
             flops: elements,
         }
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        let elements = area(self.rows, self.classes);
+        vec![
+            (self.logits, total([(elements, F32)])),
+            (self.labels, total([(self.rows.into(), U32)])),
+            (self.out, total([(1, U32)])),
+        ]
     }
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {

@@ -45,6 +45,15 @@ impl Operation for AddBias {
         }
     }
 
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        let elements = area(self.rows, self.cols);
+        vec![
+            (self.x, total([(elements, F32)])),
+            (self.bias, total([(self.cols.into(), F32)])),
+            (self.y, total([(elements, F32)])),
+        ]
+    }
+
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
         let blocks = grid(self.name(), self.work().blocks)?;
@@ -112,6 +121,11 @@ impl Operation for BiasGradient {
             bytes: total([(elements, F32), (self.cols.into(), F32)]),
             flops: elements,
         }
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        let elements = area(self.rows, self.cols);
+        vec![(self.dy, total([(elements, F32)])), (self.db, total([(self.cols.into(), F32)]))]
     }
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {

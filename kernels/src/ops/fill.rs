@@ -34,6 +34,10 @@ impl Operation for Fill {
         }
     }
 
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        vec![(self.out, total([(self.len, F32)]))]
+    }
+
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         check_sizes(self.name(), [("len", self.len)])?;
         let blocks = grid(self.name(), self.work().blocks)?;

@@ -84,6 +84,11 @@ macro_rules! gather_rows {
                 }
             }
 
+            fn buffers(&self) -> Vec<(u64, u64)> {
+                let elements = area(self.rows, self.cols);
+                vec![(self.indices, total([(self.rows.into(), U32)])), (self.out, total([(elements, F32)]))]
+            }
+
             unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
                 self.check()?;
                 let blocks = grid(self.name(), self.work().blocks)?;
@@ -169,6 +174,10 @@ impl Operation for GatherLabels {
             bytes: total([(rows, 1 + 2 * U32)]),
             flops: 0,
         }
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        vec![(self.indices, total([(self.rows.into(), U32)])), (self.out, total([(self.rows.into(), U32)]))]
     }
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {

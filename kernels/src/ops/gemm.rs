@@ -137,6 +137,14 @@ impl Operation for Gemm {
         }
     }
 
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        vec![
+            (self.a, total([(area(self.m, self.k), F32)])),
+            (self.b, total([(area(self.k, self.n), F32)])),
+            (self.c, total([(area(self.m, self.n), F32)])),
+        ]
+    }
+
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
         let blocks = grid(self.name(), self.work().blocks)?;

@@ -56,6 +56,16 @@ impl Operation for SoftmaxCrossEntropy {
         }
     }
 
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        let elements = area(self.rows, self.classes);
+        vec![
+            (self.logits, total([(elements, F32)])),
+            (self.labels, total([(self.rows.into(), U32)])),
+            (self.losses, total([(self.rows.into(), F32)])),
+            (self.dlogits, total([(elements, F32)])),
+        ]
+    }
+
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
         let blocks = grid(self.name(), self.work().blocks)?;
@@ -136,6 +146,15 @@ impl Operation for CrossEntropyLoss {
         }
     }
 
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        let elements = area(self.rows, self.classes);
+        vec![
+            (self.logits, total([(elements, F32)])),
+            (self.labels, total([(self.rows.into(), U32)])),
+            (self.losses, total([(self.rows.into(), F32)])),
+        ]
+    }
+
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
         let blocks = grid(self.name(), self.work().blocks)?;
@@ -195,6 +214,10 @@ impl Operation for MeanLoss {
             bytes: total([(self.rows.into(), F32), (1, F32)]),
             flops: self.rows.into(),
         }
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        vec![(self.losses, total([(self.rows.into(), F32)])), (self.out, total([(1, F32)]))]
     }
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {

@@ -34,6 +34,10 @@ impl Operation for Relu {
         }
     }
 
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        vec![(self.x, total([(self.len, F32)])), (self.y, total([(self.len, F32)]))]
+    }
+
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         check_sizes(self.name(), [("len", self.len)])?;
         let blocks = grid(self.name(), self.work().blocks)?;
@@ -80,6 +84,14 @@ impl Operation for ReluBackward {
             bytes: total([(self.len, 3 * F32)]),
             flops: self.len,
         }
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        vec![
+            (self.y, total([(self.len, F32)])),
+            (self.dy, total([(self.len, F32)])),
+            (self.dx, total([(self.len, F32)])),
+        ]
     }
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {

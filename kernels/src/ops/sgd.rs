@@ -37,6 +37,10 @@ impl Operation for Sgd {
         }
     }
 
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        vec![(self.gradient, total([(self.len, F32)])), (self.weights, total([(self.len, F32)]))]
+    }
+
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         check_sizes(self.name(), [("len", self.len)])?;
         let blocks = grid(self.name(), self.work().blocks)?;

@@ -157,7 +157,9 @@ pub struct Copies {
 }
 
 /// How long a kernel runs: `fixed_ns + max(waves x iterations x iteration_ns, bytes / bytes_per_ns)`, where
-/// `waves = ceil(blocks / blocks_per_wave)`.
+/// `waves = ceil(blocks / blocks_per_wave)`. That is with its data in the L2 cache. With all of them in memory the
+/// figures of `from_memory` stand in; between the two the time is interpolated by the share of bytes that was not in the
+/// cache (see [`Profile::l2_bytes`]).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KernelCost {
@@ -167,8 +169,42 @@ pub struct KernelCost {
     pub iteration_ns: f64,
     /// Thread blocks that run at once.
     pub blocks_per_wave: u64,
-    /// Memory bandwidth.
+    /// Bandwidth.
     pub bytes_per_ns: f64,
+    /// The same where the data come from memory; absent: as from the cache.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from_memory: Option<MemoryCost>,
+}
+
+/// What a kernel costs when all its data come from memory.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MemoryCost {
+    /// Time that every launch takes on the device.
+    pub fixed_ns: f64,
+    /// Time of one trip of a block's main loop.
+    pub iteration_ns: f64,
+    /// Bandwidth.
+    pub bytes_per_ns: f64,
+}
+
+impl KernelCost {
+    /// Device time of one launch in nanoseconds; `missed` is the share of its bytes that come from memory, 0 to 1.
+    #[must_use]
+    pub fn ns(&self, blocks: u64, iterations: u64, bytes: u64, missed: f64) -> f64 {
+        // CAST: a cost model; the inputs are far below 2^53.
+        let trips = blocks.div_ceil(self.blocks_per_wave) as f64 * iterations as f64;
+        let time = |fixed_ns: f64, iteration_ns: f64, bytes_per_ns: f64| {
+            fixed_ns + (trips * iteration_ns).max(bytes as f64 / bytes_per_ns)
+        };
+        let hot = time(self.fixed_ns, self.iteration_ns, self.bytes_per_ns);
+        match &self.from_memory {
+            Some(cold) if missed > 0.0 => {
+                hot + missed * (time(cold.fixed_ns, cold.iteration_ns, cold.bytes_per_ns) - hot)
+            }
+            _ => hot,
+        }
+    }
 }
 
 /// Everything the simulated device needs to know of a GPU.
@@ -183,6 +219,17 @@ pub struct Profile {
     pub total_bytes: u64,
     /// Memory that a fresh context already uses, in bytes.
     pub context_bytes: u64,
+    /// What the L2 cache holds of the data touched last, in bytes. Absent: all data count as in the cache. It is
+    /// the size at which kernels start to take longer, less than the cache's on the data sheet; `fit-kernels` takes it
+    /// from timings over growing working sets.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub l2_bytes: Option<u64>,
+    /// Host time of the program for each of its driver calls, beyond what the call itself costs above and below: the
+    /// trainer's own code between two calls, and what a call takes longer there, with cold caches, than in a loop over
+    /// it alone. [`SimDriver::run_program`](super::SimDriver::run_program) charges it; `fit-program` takes it from
+    /// recorded runs of the trainer in which the host was the bottleneck.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub program_ns_per_call: u64,
     /// Plain memory.
     pub plain: PlainMemory,
     /// Stream-ordered pools; absent on a device without them.
@@ -199,6 +246,11 @@ pub struct Profile {
     pub default_kernel: KernelCost,
     /// Cost by kernel name.
     pub kernels: BTreeMap<String, KernelCost>,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(value: &u64) -> bool {
+    *value == 0
 }
 
 /// Why a profile cannot be used; names the field or the line.
@@ -275,6 +327,9 @@ impl Profile {
             (&copies.host_free_ns, "copies.host_free_ns"),
         ];
         costs.into_iter().try_for_each(|(cost, field)| cost.check(field))?;
+        if self.l2_bytes.is_some_and(|bytes| bytes < super::l2::SECTOR || bytes > self.total_bytes) {
+            return Err(format!("l2_bytes: must be at least {} and at most total_bytes", super::l2::SECTOR));
+        }
         if self.queues.depth == 0 {
             return Err("queues.depth: must be at least 1".into());
         }
@@ -283,9 +338,13 @@ impl Profile {
         }
         let named = self.kernels.iter().map(|(name, cost)| (name.as_str(), cost));
         for (name, cost) in named.chain([("default_kernel", &self.default_kernel)]) {
-            let finite =
-                [cost.fixed_ns, cost.iteration_ns].iter().all(|value| value.is_finite() && (0.0..1e12).contains(value));
-            if !finite || cost.blocks_per_wave == 0 || !cost.bytes_per_ns.is_finite() || cost.bytes_per_ns <= 0.0 {
+            let time = |value: f64| value.is_finite() && (0.0..1e12).contains(&value);
+            let rate = |value: f64| value.is_finite() && value > 0.0;
+            let usable = time(cost.fixed_ns) && time(cost.iteration_ns) && rate(cost.bytes_per_ns);
+            let from_memory = cost
+                .from_memory
+                .is_none_or(|cold| time(cold.fixed_ns) && time(cold.iteration_ns) && rate(cold.bytes_per_ns));
+            if !usable || !from_memory || cost.blocks_per_wave == 0 {
                 return Err(format!(
                     "kernel '{name}': times must be finite and not negative, blocks_per_wave and bytes_per_ns positive"
                 ));
@@ -294,15 +353,12 @@ impl Profile {
         Ok(())
     }
 
-    /// Device time of one launch.
+    /// Device time of one launch; `missed` is the share of its bytes that are not in the L2 cache.
     #[must_use]
-    pub fn kernel_ns(&self, kernel: &str, blocks: u64, iterations: u64, bytes: u64) -> u64 {
+    pub fn kernel_ns(&self, kernel: &str, blocks: u64, iterations: u64, bytes: u64, missed: f64) -> u64 {
         let cost = self.kernels.get(kernel).unwrap_or(&self.default_kernel);
-        // CAST: a cost model; whole nanoseconds are enough and the inputs are far below 2^53.
-        let waves = blocks.div_ceil(cost.blocks_per_wave) as f64;
-        let compute = waves * iterations as f64 * cost.iteration_ns;
-        let traffic = bytes as f64 / cost.bytes_per_ns;
-        (cost.fixed_ns + compute.max(traffic)).round() as u64
+        // CAST: whole nanoseconds are enough.
+        cost.ns(blocks, iterations, bytes, missed).round() as u64
     }
 }
 
@@ -343,9 +399,36 @@ mod tests {
     }
 
     #[test]
+    fn a_miss_costs_what_its_share_is_and_older_profiles_have_none() {
+        let mut cost = KernelCost {
+            fixed_ns: 100.0,
+            iteration_ns: 10.0,
+            blocks_per_wave: 2,
+            bytes_per_ns: 10.0,
+            from_memory: None,
+        };
+        assert_eq!((cost.ns(3, 5, 10, 0.0), cost.ns(3, 5, 10, 1.0)), (200.0, 200.0));
+        cost.from_memory = Some(MemoryCost { fixed_ns: 150.0, iteration_ns: 25.0, bytes_per_ns: 2.0 });
+        assert_eq!((cost.ns(3, 5, 10, 0.0), cost.ns(3, 5, 10, 0.5), cost.ns(3, 5, 10, 1.0)), (200.0, 300.0, 400.0));
+        assert_eq!(cost.ns(3, 5, 1000, 1.0), 650.0);
+        let mut old = serde_json::to_value(Profile::h200()).unwrap();
+        let fields = old.as_object_mut().unwrap();
+        fields.retain(|key, _| key != "l2_bytes" && key != "program_ns_per_call");
+        let old = Profile::from_json(&serde_json::to_string(&old).unwrap()).unwrap();
+        assert_eq!((old.l2_bytes, old.program_ns_per_call), (None, 0));
+    }
+
+    #[test]
     fn broken_profiles_name_the_field() {
         let good = serde_json::to_value(Profile::h200()).unwrap();
-        let cases: [(&str, serde_json::Value, &str); 6] = [
+        let cases: [(&str, serde_json::Value, &str); 9] = [
+            (
+                "/default_kernel/from_memory",
+                serde_json::json!({"fixed_ns": 1, "iteration_ns": 1, "bytes_per_ns": 0}),
+                "default_kernel",
+            ),
+            ("/l2_bytes", 1.into(), "l2_bytes"),
+            ("/program_ns_per_call", (1u64 << 63).into(), "program_ns_per_call"),
             ("/pool/grow_ns_per_granule", (1u64 << 63).into(), "pool.grow_ns_per_granule"),
             ("/copies/to_host_ns", serde_json::json!([[1, 1], [2, u64::MAX]]), "copies.to_host_ns"),
             ("/queues/depth", 0.into(), "queues.depth"),
@@ -355,7 +438,9 @@ mod tests {
         ];
         for (pointer, value, field) in cases {
             let mut broken = good.clone();
-            *broken.pointer_mut(pointer).unwrap() = value;
+            // A field may be one that the built-in profile leaves out.
+            let (parent, key) = pointer.rsplit_once('/').unwrap();
+            broken.pointer_mut(parent).unwrap()[key] = value;
             let error = Profile::from_json(&broken.to_string()).unwrap_err().to_string();
             assert!(error.contains(field) && !error.contains('\n'), "{error}");
         }

@@ -1,0 +1,155 @@
+//! `experiments fit-program`: the program's own host time for each driver call, from recorded runs of the trainer.
+//!
+//! Where the host is the bottleneck, an epoch lasts as long as its driver calls and what the trainer does between them.
+//! What is left of the epoch once every call is accounted for as the profile would charge it, divided by the number of
+//! calls, is [`Profile::program_ns_per_call`](allocators::Profile::program_ns_per_call). Calls whose cost does not
+//! depend on a size are accounted for by the profile, plus the time for which they were blocked; all others by what they
+//! took. So it holds both the trainer's own code and what calls cost more between other work than in a loop.
+
+use crate::fidelity::recorded::{Call, Epoch, Measured, Recorded};
+use crate::profile;
+use crate::study::figures::median;
+use allocators::Profile;
+use anyhow::{Result, bail};
+use clap::Args;
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// A cell is host-bound where the host was blocked for less than this share of the time.
+const HOST_BOUND: f64 = 0.1;
+
+#[derive(Debug, Args)]
+pub(crate) struct ProgramArgs {
+    /// Runs recorded on a GPU: a folder with experiment.json, as `experiments run fidelity --device cuda` makes
+    measured: PathBuf,
+    /// Profile calibrated on the same machine, whose other costs are kept [default: the built-in H200]
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    /// Where the new profile goes
+    #[arg(short, long, value_name = "FILE")]
+    out: PathBuf,
+}
+
+/// One host-bound cell, nanoseconds a call.
+#[derive(Debug)]
+struct Row {
+    cell: String,
+    blocked_share: f64,
+    /// Between calls: the epoch less everything that was in calls.
+    between: f64,
+    /// Beyond what the profile charges for the calls.
+    beyond: f64,
+}
+
+/// Fits, writes the profile and says what each cell contributed.
+pub(crate) fn fit_program(args: &ProgramArgs) -> Result<()> {
+    let mut base = profile::read(args.profile.as_deref())?;
+    let recorded = Recorded::read(&args.measured)?;
+    let rows = host_bound(&recorded.cells, &base);
+    if rows.is_empty() {
+        bail!(
+            "{}: in every cell the host was blocked for more than {:.0} % of the time; record narrower layers",
+            recorded.name,
+            100.0 * HOST_BOUND
+        );
+    }
+    base.program_ns_per_call = mean(&rows);
+    profile::write(&base, &args.out)?;
+    crate::print(&table(&rows, base.program_ns_per_call))
+}
+
+/// Every cell counts the same. Nothing is left where the calls were quicker than in the profile.
+fn mean(rows: &[Row]) -> u64 {
+    // CAST: a count of cells, and nanoseconds far below 2^53.
+    (rows.iter().map(|row| row.beyond).sum::<f64>() / rows.len() as f64).round().max(0.0) as u64
+}
+
+fn host_bound(cells: &BTreeMap<String, Vec<Measured>>, profile: &Profile) -> Vec<Row> {
+    let row = |(cell, runs): (&String, &Vec<Measured>)| {
+        let over = |of: &dyn Fn(&Epoch) -> f64| {
+            let run = |run: &Measured| median(&run.epochs.iter().map(of).collect::<Vec<f64>>());
+            median(&runs.iter().filter(|run| !run.epochs.is_empty()).map(run).collect::<Vec<f64>>())
+        };
+        let sum = |epoch: &Epoch, of: &dyn Fn(&str, &Call) -> f64| {
+            epoch.calls.iter().map(|(name, call)| of(name, call)).sum::<f64>()
+        };
+        let a_call = |epoch: &Epoch, in_calls_s: f64| {
+            1e9 * (epoch.wall_s - in_calls_s) / sum(epoch, &|_, call| call.count).max(1.0)
+        };
+        Row {
+            cell: cell.clone(),
+            blocked_share: over(&|epoch| sum(epoch, &|_, call| call.blocked_s) / epoch.wall_s),
+            between: over(&|epoch| a_call(epoch, sum(epoch, &|_, call| call.total_s))),
+            beyond: over(&|epoch| a_call(epoch, sum(epoch, &|name, call| charged_s(profile, name, call)))),
+        }
+    };
+    cells
+        .iter()
+        .filter(|(_, runs)| runs.iter().any(|run| !run.epochs.is_empty()))
+        .map(row)
+        .filter(|row| row.blocked_share < HOST_BOUND)
+        .collect()
+}
+
+/// Seconds that the simulated device would charge for these calls.
+fn charged_s(profile: &Profile, name: &str, call: &Call) -> f64 {
+    let (queues, pool) = (&profile.queues, profile.pool.as_ref());
+    let each = match name {
+        "kernel_launch" => Some(queues.launch_ns),
+        "mem_alloc_async" => pool.map(|pool| pool.alloc_ns),
+        "mem_free_async" => pool.map(|pool| pool.free_ns),
+        _ => None,
+    };
+    // CAST: nanoseconds of one call, far below 2^53.
+    each.map_or(call.total_s, |ns| call.count * ns as f64 / 1e9 + call.blocked_s)
+}
+
+fn table(rows: &[Row], ns: u64) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
+    table.set_header(["host-bound cell", "blocked", "between calls, ns", "beyond the profile, ns"]);
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    for row in rows {
+        table.add_row([
+            row.cell.clone(),
+            format!("{:.0} %", 100.0 * row.blocked_share),
+            format!("{:.0}", row.between),
+            format!("{:.0}", row.beyond),
+        ]);
+    }
+    format!("{table}\nprogram_ns_per_call: {ns}, the mean of the last column; medians over epochs and repeats")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(launch_ns: f64, between_ns: f64, blocked_share: f64) -> Measured {
+        let wall_s = 1000.0 * (launch_ns + between_ns) / 1e9;
+        let blocked_s = blocked_share * wall_s;
+        let call = Call { count: 1000.0, total_s: 1000.0 * launch_ns / 1e9 + blocked_s, blocked_s };
+        let calls = BTreeMap::from([("kernel_launch".to_owned(), call)]);
+        let epoch = Epoch { wall_s: wall_s + blocked_s, calls };
+        let (step_s, blocked_share) = (wall_s, blocked_share);
+        Measured { step_s, blocked_share, calls: BTreeMap::new(), epochs: vec![epoch], allocations: Vec::new() }
+    }
+
+    #[test]
+    fn what_is_beyond_the_profile_is_the_programs() {
+        let profile = Profile::h200();
+        let launch = profile.queues.launch_ns as f64;
+        let cells = BTreeMap::from([
+            ("quick".to_owned(), vec![run(launch, 300.0, 0.0), run(launch, 500.0, 0.0), run(launch, 400.0, 0.05)]),
+            ("slow calls".to_owned(), vec![run(launch + 200.0, 600.0, 0.01)]),
+            ("waits".to_owned(), vec![run(launch, 9000.0, 0.5)]),
+        ]);
+        let rows = host_bound(&cells, &profile);
+        let found: Vec<(&str, f64, f64)> =
+            rows.iter().map(|row| (row.cell.as_str(), row.between.round(), row.beyond.round())).collect();
+        assert_eq!(found, [("quick", 400.0, 400.0), ("slow calls", 600.0, 800.0)]);
+        assert_eq!(mean(&rows), 600);
+    }
+}
