@@ -5,7 +5,7 @@
 
 Each workload has a process of its own, so that its history begins with the first allocation. For each: NAME.pickle.xz,
 the snapshot of `torch.cuda.memory` without stack frames, and NAME.json, PyTorch's own statistics at its end. Needs a GPU
-with 16 GB and PyTorch 2.11; some 30 seconds on an H200. Sizes and order of allocations follow from --seed; addresses, and
+with 16 GB and PyTorch 2.11; it took 70 s on an H200. Sizes and order of allocations follow from --seed; addresses, and
 when a free that waits for another stream completes, do not.
 
 Exit codes: 0 done, 1 failed while recording, 2 bad input.
