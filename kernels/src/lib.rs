@@ -48,6 +48,7 @@ mod fused;
 mod host;
 mod operation;
 mod ops;
+mod precision;
 
 pub use cuda::{CudaKernels, kernel_names};
 pub use error::KernelError;
@@ -55,5 +56,7 @@ pub use host::HostMemory;
 pub use operation::{Operation, Work};
 pub use ops::{
     AddBias, Argmax, BiasGradient, CountCorrect, CrossEntropyLoss, Fill, GatherLabels, GatherRowsF32, GatherRowsU8,
-    Gemm, GemmAlgorithm, GemmLayout, MeanLoss, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy,
+    Gemm, GemmAlgorithm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, MeanLoss,
+    Relu, ReluBackward, Sgd, SoftmaxCrossEntropy,
 };
+pub use precision::{Element, Precision};

@@ -1,0 +1,74 @@
+//! Element types, and how products are computed.
+
+/// How a matrix is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Element {
+    /// IEEE 754 binary32.
+    F32,
+    /// The upper half of a binary32: 8 bits of exponent, 8 of significand.
+    Bf16,
+    /// IEEE 754 binary16: 5 bits of exponent, 11 of significand.
+    F16,
+}
+
+impl Element {
+    /// Bytes of one element.
+    #[must_use]
+    pub const fn bytes(self) -> u64 {
+        match self {
+            Element::F32 => 4,
+            Element::Bf16 | Element::F16 => 2,
+        }
+    }
+
+    /// Elements from one row of a matrix to the next: `cols` rounded up to 16 bytes, so that each row can be read 16
+    /// bytes at a time. What lies between `cols` and the pitch is undefined and never used.
+    #[must_use]
+    pub const fn pitch(self, cols: u32) -> u32 {
+        // CAST: 16 / bytes is 4 or 8.
+        cols.next_multiple_of((16 / self.bytes()) as u32)
+    }
+}
+
+/// How a product is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Precision {
+    /// f32 storage, f32 multiply-adds: each product and sum rounded once.
+    F32,
+    /// f32 storage, tensor cores: operands rounded to 11 bits of significand, sums in f32.
+    Tf32,
+    /// bf16 storage, tensor cores, sums in f32.
+    Bf16,
+    /// f16 storage, tensor cores, sums in f32.
+    F16,
+    /// f16 storage, tensor cores, sums in f16 within a tile's share of k, in f32 beyond.
+    F16Accumulate,
+}
+
+impl Precision {
+    /// Every precision.
+    pub const ALL: [Precision; 5] =
+        [Precision::F32, Precision::Tf32, Precision::Bf16, Precision::F16, Precision::F16Accumulate];
+
+    /// How the operands are stored.
+    #[must_use]
+    pub const fn element(self) -> Element {
+        match self {
+            Precision::F32 | Precision::Tf32 => Element::F32,
+            Precision::Bf16 => Element::Bf16,
+            Precision::F16 | Precision::F16Accumulate => Element::F16,
+        }
+    }
+
+    /// Part of kernel names.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Precision::F32 => "f32",
+            Precision::Tf32 => "tf32",
+            Precision::Bf16 => "bf16",
+            Precision::F16 => "f16",
+            Precision::F16Accumulate => "f16acc",
+        }
+    }
+}
