@@ -6,7 +6,7 @@ use crate::mlp::Batch;
 use crate::settings::LoaderMode;
 use crate::tensor::Context;
 use allocators::{DeviceBuffer, Driver, EventId, PinnedBuffer};
-use kernels::{GatherLabels, GatherRowsF32, GatherRowsU8};
+use kernels::{Element, GatherLabels, GatherRowsF32, GatherRowsU8};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
@@ -166,21 +166,29 @@ impl Loader {
                 let source_rows = self.rows as u32;
                 let gather: Box<dyn kernels::Operation> = match &split.features {
                     Features::U8 { scale, shift, .. } => Box::new(GatherRowsU8 {
+                        element: Element::F32,
                         rows,
                         cols,
+                        pitch: cols,
+                        batch: rows,
                         source,
                         source_rows,
                         indices,
+                        cursor: None,
                         scale: *scale,
                         shift: *shift,
                         out,
                     }),
                     Features::F32(_) => Box::new(GatherRowsF32 {
+                        element: Element::F32,
                         rows,
                         cols,
+                        pitch: cols,
+                        batch: rows,
                         source,
                         source_rows,
                         indices,
+                        cursor: None,
                         scale: 1.0,
                         // Adding -0.0 changes no bit of any number; adding 0.0 would make 0.0 of -0.0.
                         shift: -0.0,
@@ -191,9 +199,11 @@ impl Loader {
                 unsafe { context.device.run(gather.as_ref())? };
                 let pick = GatherLabels {
                     rows,
+                    batch: rows,
                     source: all_labels.addr().get(),
                     source_rows,
                     indices,
+                    cursor: None,
                     out: labels.addr().get(),
                 };
                 // SAFETY: as above.

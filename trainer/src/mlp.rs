@@ -10,8 +10,8 @@ use crate::settings::{GemmMode, InitMode};
 use crate::tensor::{Context, Matrix};
 use allocators::DeviceBuffer;
 use kernels::{
-    AddBias, BiasGradient, CountCorrect, CrossEntropyLoss, Gemm, GemmLayout, MeanLoss, Relu, ReluBackward, Sgd,
-    SoftmaxCrossEntropy,
+    AddBias, BiasGradient, CountCorrect, CrossEntropyLoss, Element, Gemm, GemmLayout, MeanLoss, Relu, ReluBackward,
+    Sgd, SoftmaxCrossEntropy,
 };
 
 /// A linear layer: `y = x · weightᵀ + bias`.
@@ -108,7 +108,15 @@ impl Mlp {
         let (rows, outputs) = (x.rows, layer.weight.rows);
         let product = self.product(context, GemmLayout::NT, x, &layer.weight, (rows, outputs, x.cols))?;
         let out = context.matrix(rows, outputs)?;
-        let add = AddBias { rows, cols: outputs, x: product.addr(), bias: layer.bias.addr(), y: out.addr() };
+        let add = AddBias {
+            element: Element::F32,
+            rows,
+            cols: outputs,
+            pitch: outputs,
+            x: product.addr(),
+            bias: layer.bias.addr(),
+            y: out.addr(),
+        };
         // SAFETY: as above.
         unsafe { context.device.run(&add)? };
         Ok(out)
@@ -116,7 +124,7 @@ impl Mlp {
 
     fn relu(context: &Context, x: &Matrix) -> Result<Matrix> {
         let out = context.matrix(x.rows, x.cols)?;
-        let relu = Relu { len: x.len(), x: x.addr(), y: out.addr() };
+        let relu = Relu { element: Element::F32, len: x.len(), x: x.addr(), y: out.addr() };
         // SAFETY: both matrices are live, of one shape, and freed on the stream after this launch.
         unsafe { context.device.run(&relu)? };
         Ok(out)
@@ -148,14 +156,22 @@ impl Mlp {
             let (rows, outputs, width) = (dy.rows, layer.weight.rows, layer.weight.cols);
             let weight = self.product(context, GemmLayout::TN, &dy, &x, (outputs, width, rows))?;
             let bias = context.matrix(1, outputs)?;
-            let sum = BiasGradient { rows, cols: outputs, dy: dy.addr(), db: bias.addr() };
+            let sum = BiasGradient {
+                element: Element::F32,
+                rows,
+                cols: outputs,
+                pitch: outputs,
+                dy: dy.addr(),
+                db: bias.addr(),
+            };
             // SAFETY: both are live and of these shapes; they are freed on the stream after this launch.
             unsafe { context.device.run(&sum)? };
             gradients.push(LinearGradient { weight, bias });
             if number > 0 {
                 let da = self.product(context, GemmLayout::NN, &dy, &layer.weight, (rows, width, outputs))?;
                 let dz = context.matrix(rows, width)?;
-                let relu = ReluBackward { len: x.len(), y: x.addr(), dy: da.addr(), dx: dz.addr() };
+                let relu =
+                    ReluBackward { element: Element::F32, len: x.len(), y: x.addr(), dy: da.addr(), dx: dz.addr() };
                 // SAFETY: as above; all three are of one shape.
                 unsafe { context.device.run(&relu)? };
                 dy = dz;
@@ -183,13 +199,15 @@ impl Mlp {
                 logits: logits.addr(),
                 labels: labels.addr().get(),
                 losses: losses.addr(),
+                element: Element::F32,
                 dlogits: dlogits.addr(),
+                dlogits_pitch: classes,
                 // CAST: a batch's rows are far below 2^24, so the quotient is exact to rounding.
                 scale: 1.0 / rows as f32,
             };
             // SAFETY: all buffers are live and of these shapes; they are freed on the stream after this launch.
             unsafe { context.device.run(&loss)? };
-            let mean = MeanLoss { rows, losses: losses.addr(), out: loss_slot };
+            let mean = MeanLoss { rows, losses: losses.addr(), out: loss_slot, cursor: None };
             // SAFETY: as above; the caller keeps the slot.
             unsafe { context.device.run(&mean)? };
             dlogits
@@ -206,7 +224,14 @@ impl Mlp {
         let _range = context.device.range(format_args!("update"));
         for (layer, gradient) in self.layers.iter().zip(gradients) {
             for (weights, gradient) in [(&layer.weight, &gradient.weight), (&layer.bias, &gradient.bias)] {
-                let sgd = Sgd { len: weights.len(), learning_rate, gradient: gradient.addr(), weights: weights.addr() };
+                let sgd = Sgd {
+                    element: Element::F32,
+                    len: weights.len(),
+                    learning_rate,
+                    gradient: gradient.addr(),
+                    weights: weights.addr(),
+                    master: None,
+                };
                 // SAFETY: both are live and of one shape; they are freed on the stream after this launch.
                 unsafe { context.device.run(&sgd)? };
             }
@@ -229,7 +254,7 @@ impl Mlp {
         // SAFETY: all buffers are live and of these shapes; they are freed on the stream after these launches. The
         // caller keeps the slots.
         unsafe { context.device.run(&loss)? };
-        let mean = MeanLoss { rows, losses: losses.addr(), out: loss_slot };
+        let mean = MeanLoss { rows, losses: losses.addr(), out: loss_slot, cursor: None };
         // SAFETY: as above.
         unsafe { context.device.run(&mean)? };
         let correct = CountCorrect { rows, classes, logits: logits_addr, labels: labels_addr, out: correct_slot };
