@@ -8,6 +8,9 @@ use cudarc::driver::sys::{CUfunction, CUmodule, CUresult, CUstream};
 use crate::error::KernelError;
 
 struct Source {
+    /// Name of the file, without what follows the point.
+    #[cfg_attr(not(test), allow(dead_code, reason = "for tests"))]
+    stem: &'static str,
     /// The PTX, terminated by a NUL as the driver wants it.
     ptx: &'static str,
     kernels: &'static [Kernel],
@@ -32,6 +35,7 @@ macro_rules! kernels {
 
         const SOURCES: &[Source] = &[$(
             Source {
+                stem: $file,
                 ptx: concat!(include_str!(concat!("../ptx/", $file, ".ptx")), "\0"),
                 kernels: &[$(Kernel::$kernel,)*],
             },
@@ -281,10 +285,19 @@ mod tests {
         }
     }
 
+    /// The architecture that a source's first line states, or the baseline.
+    fn architecture(stem: &str) -> String {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda").join(stem).with_extension("cu");
+        let text = std::fs::read_to_string(source).unwrap();
+        let stated = text.lines().next().unwrap().strip_prefix("// architecture: compute_");
+        format!("sm_{}", stated.unwrap_or("75"))
+    }
+
     #[test]
-    fn ptx_is_for_the_baseline_and_names_no_folder() {
+    fn ptx_is_for_the_stated_architecture_and_names_no_folder() {
         for source in SOURCES {
-            assert!(source.ptx.contains("\n.version 8.4\n.target sm_75\n"));
+            let header = format!("\n.version 8.4\n.target {}\n", architecture(source.stem));
+            assert!(source.ptx.contains(&header), "{}", source.stem);
             assert_eq!(source.ptx.find('\0'), Some(source.ptx.len() - 1));
             assert!(!source.ptx.contains(".file") && !source.ptx.contains("/home") && !source.ptx.contains("/tmp"));
         }
