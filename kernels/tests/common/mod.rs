@@ -83,13 +83,13 @@ impl Case {
                     let found = rows(*element, *cols, *pitch, found);
                     assert_eq!(found.len(), values.len());
                     for (at, (&found, &wanted)) in found.iter().zip(values).enumerate() {
-                        check(found, wanted, *element, &format!("{label}: buffer {number}[{at}]"));
+                        check(found, wanted, || format!("{label}: buffer {number}[{at}]"));
                     }
                 }
                 Expected::Slot(slot, wanted) => {
                     let place = slot * size_of::<f32>()..(slot + 1) * size_of::<f32>();
                     let value = bytemuck::pod_read_unaligned::<f32>(&found[place.clone()]);
-                    check(value, *wanted, Element::F32, &format!("{label}: buffer {number}[{slot}]"));
+                    check(value, *wanted, || format!("{label}: buffer {number}[{slot}]"));
                     let others = |bytes: &[u8]| [&bytes[..place.start], &bytes[place.end..]].concat();
                     assert!(others(found) == others(&buffer.before), "{label}: other slots of {number} were changed");
                 }
@@ -133,12 +133,12 @@ impl Case {
     }
 }
 
-/// One value as it is stored.
-pub(crate) fn encode(element: Element, value: f32) -> Vec<u8> {
+/// One more value as it is stored.
+pub(crate) fn encode(element: Element, value: f32, to: &mut Vec<u8>) {
     match element {
-        Element::F32 => value.to_ne_bytes().to_vec(),
-        Element::Bf16 => bf16::from_f32(value).to_ne_bytes().to_vec(),
-        Element::F16 => f16::from_f32(value).to_ne_bytes().to_vec(),
+        Element::F32 => to.extend(value.to_ne_bytes()),
+        Element::Bf16 => to.extend(bf16::from_f32(value).to_ne_bytes()),
+        Element::F16 => to.extend(f16::from_f32(value).to_ne_bytes()),
     }
 }
 
@@ -153,22 +153,20 @@ fn decode(element: Element, bytes: &[u8]) -> f32 {
 /// The elements of rows, without what lies between them.
 fn rows(element: Element, cols: usize, pitch: usize, bytes: &[u8]) -> Vec<f32> {
     let size = element.bytes() as usize;
-    let row = |row: &[u8]| -> Vec<f32> {
-        row[..cols * size].chunks_exact(size).map(|bytes| decode(element, bytes)).collect()
-    };
-    bytes.chunks(pitch * size).flat_map(row).collect()
+    let elements = |row| <[u8]>::chunks_exact(row, size).take(cols);
+    bytes.chunks(pitch * size).flat_map(elements).map(|bytes| decode(element, bytes)).collect()
 }
 
-/// Panics unless a value is what it has to be.
-fn check(found: f32, (wanted, allowed): (f64, f64), element: Element, place: &str) {
+/// Panics unless a value is what it has to be. The place is put into words only then.
+fn check(found: f32, (wanted, allowed): (f64, f64), place: impl Fn() -> String) {
     if wanted.is_nan() {
-        assert!(found.is_nan(), "{place} is {found}, not NaN");
+        assert!(found.is_nan(), "{} is {found}, not NaN", place());
     } else if allowed == 0.0 {
-        assert!(encode(element, found) == encode(element, wanted as f32), "{place} is {found}, not {wanted}");
+        assert!(found.to_bits() == (wanted as f32).to_bits(), "{} is {found}, not {wanted}", place());
     } else {
         let off = (f64::from(found) - wanted).abs();
         // Written so that NaN fails.
-        assert!(off <= allowed, "{place} is {found}, not {wanted}: off by {off:e}, allowed {allowed:e}");
+        assert!(off <= allowed, "{} is {found}, not {wanted}: off by {off:e}, allowed {allowed:e}", place());
     }
 }
 

@@ -38,9 +38,9 @@ pub struct LinearBackwardInput {
     pub dx: u64,
     /// Elements from one row of dx to the next.
     pub dx_pitch: u32,
-    /// As in [`LinearForward`].
+    /// As in [`LinearForward`](crate::LinearForward).
     pub workspace: u64,
-    /// As in [`LinearForward`].
+    /// As in [`LinearForward`](crate::LinearForward).
     pub tickets: u64,
 }
 

@@ -44,9 +44,9 @@ pub struct LinearUpdate {
     pub master: Option<u64>,
     /// Address of the bias, `f32[outputs]`, read and written.
     pub bias: u64,
-    /// As in [`LinearForward`].
+    /// As in [`LinearForward`](crate::LinearForward).
     pub workspace: u64,
-    /// As in [`LinearForward`].
+    /// As in [`LinearForward`](crate::LinearForward).
     pub tickets: u64,
 }
 

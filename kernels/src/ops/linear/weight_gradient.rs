@@ -39,9 +39,9 @@ pub struct LinearWeightGradient {
     pub dweight_pitch: u32,
     /// Address of the bias' gradient, `f32[outputs]`, written, if it is wanted.
     pub dbias: Option<u64>,
-    /// As in [`LinearForward`].
+    /// As in [`LinearForward`](crate::LinearForward).
     pub workspace: u64,
-    /// As in [`LinearForward`].
+    /// As in [`LinearForward`](crate::LinearForward).
     pub tickets: u64,
 }
 
