@@ -15,7 +15,8 @@
 //   reduction  the patches meet in shared memory and are added in the order of the warps; if blocks share out k as well
 //              (`splits`), they meet in a workspace and the last block to arrive adds them in the order of the blocks. So
 //              the same launch always gives the same bits.
-//   Epilogue   takes the sums 16 bytes of a row at a time, in the order of memory: all its accesses are coalesced.
+//   Epilogue   takes the sums 16 bytes of a row at a time, in the order of memory: all its accesses are coalesced. Where one
+//              warp has all of a sum and its lanes hold whole groups, they come straight from the registers.
 //
 // Rows are 16-byte aligned (a matrix' pitch sees to it). What lies between the width and the pitch may be read, but is never
 // used, and is not written.
@@ -52,11 +53,14 @@ enum LinearFlags : u32 {
 
 // ---- a strip of an operand ----
 
-// LINES rows of A or columns of B, DEPTH steps of k. Shared memory keeps the operand's orientation.
-template <class T, u32 LINES, u32 DEPTH, bool K_CONTIGUOUS, u32 THREADS, u32 PAD_BYTES>
+// LINES rows of A or columns of B, DEPTH steps of k. Shared memory keeps the operand's orientation. With DEALT, lines lie
+// there in another order, dealt out by twos: 8t + 2j of 32 at 8j + 2t. The tensor cores then leave each lane eight
+// neighbouring columns of C instead of four twos far apart.
+template <class T, u32 LINES, u32 DEPTH, bool K_CONTIGUOUS, u32 THREADS, u32 PAD_BYTES, bool DEALT>
 struct Strip {
     enum : u32 {
-        PER_CHUNK = 16 / sizeof(T),
+        CHUNK_BYTES = DEALT ? 4 : 16,
+        PER_CHUNK = CHUNK_BYTES / sizeof(T),
         ROW = K_CONTIGUOUS ? DEPTH : LINES,
         ROWS = K_CONTIGUOUS ? LINES : DEPTH,
         STRIDE = ROW + PAD_BYTES / sizeof(T),
@@ -65,7 +69,8 @@ struct Strip {
         TRIPS = (CHUNKS + THREADS - 1) / THREADS,
         BYTES = ROWS * STRIDE * sizeof(T),
     };
-    static_assert(ROW % PER_CHUNK == 0, "a row is made of 16-byte chunks");
+    static_assert(ROW % PER_CHUNK == 0, "a row is made of chunks");
+    static_assert(!DEALT || (!K_CONTIGUOUS && LINES % 32 == 0 && sizeof(T) == 2), "lines are dealt by 32");
     // Then a thread's chunks lie in one column, and each STEP rows below the one before.
     static_assert(THREADS % CHUNKS_PER_ROW == 0, "a pass of all threads takes whole rows");
     enum : u32 { STEP = THREADS / CHUNKS_PER_ROW };
@@ -87,7 +92,7 @@ struct Strip {
         const u32 col = thread % CHUNKS_PER_ROW * PER_CHUNK;
         line = first_line + (K_CONTIGUOUS ? row : col);
         k = first_k + (K_CONTIGUOUS ? col : row);
-        place = (row * STRIDE + col) * sizeof(T);
+        place = (row * STRIDE + (DEALT ? col / 32 * 32 + col % 8 / 2 * 8 + col % 32 / 8 * 2 : col)) * sizeof(T);
         from = this->operand + static_cast<u64>(K_CONTIGUOUS ? line : k) * pitch + (K_CONTIGUOUS ? k : line);
     }
 
@@ -99,7 +104,7 @@ struct Strip {
 #pragma unroll
             for (u32 trip = 0; trip < TRIPS; ++trip) {
                 if (CHUNKS % THREADS != 0 && thread + trip * THREADS >= CHUNKS) break;
-                copy_async(to + place + trip * (STEP * STRIDE * static_cast<u32>(sizeof(T))), at, 16);
+                copy_async<CHUNK_BYTES>(to + place + trip * (STEP * STRIDE * static_cast<u32>(sizeof(T))), at, CHUNK_BYTES);
                 at += step;
             }
         } else {
@@ -111,8 +116,8 @@ struct Strip {
                 const bool inside = this_line < lines && this_k < end_k;
                 const u32 left = K_CONTIGUOUS ? end_k - this_k : lines - this_line;
                 const u32 count = inside ? min(left, static_cast<u32>(PER_CHUNK)) : 0;
-                copy_async(to + place + trip * (STEP * STRIDE * static_cast<u32>(sizeof(T))), inside ? at : operand,
-                           count * sizeof(T));
+                copy_async<CHUNK_BYTES>(to + place + trip * (STEP * STRIDE * static_cast<u32>(sizeof(T))),
+                                        inside ? at : operand, count * sizeof(T));
                 at += step;
             }
         }
@@ -241,9 +246,11 @@ struct LinearTile {
         BN = FN * WN,
         DEPTH = WK * WARP_DEPTH,
     };
-    using A = Strip<T, BM, DEPTH, A_K, THREADS, P::pad_bytes(A_K)>;
-    using B = Strip<T, BN, DEPTH, B_K, THREADS, P::pad_bytes(B_K)>;
-    using Product = typename P::template Product<FM, FN, A_K, B_K, A::STRIDE, B::STRIDE>;
+    // Whether a lane's sums make whole groups of a row, so that the epilogue can take them from its registers.
+    enum : bool { DIRECT = !A_K && !B_K && WK == 1 && FN % 32 == 0 };
+    using A = Strip<T, BM, DEPTH, A_K, THREADS, P::pad_bytes(A_K, false), false>;
+    using B = Strip<T, BN, DEPTH, B_K, THREADS, P::pad_bytes(B_K, DIRECT), DIRECT && sizeof(T) == 2>;
+    using Product = typename P::template Product<FM, FN, A_K, B_K, A::STRIDE, B::STRIDE, DIRECT>;
     enum : u32 {
         STAGE_BYTES = A::BYTES + B::BYTES,
         // Sums of a patch in shared memory; the padding spreads its rows over the banks.
@@ -256,8 +263,9 @@ struct LinearTile {
         GROUPS_ACROSS = BN / GROUP,
         GROUPS = BM * GROUPS_ACROSS,
         GROUPS_EACH = (GROUPS + THREADS - 1) / THREADS,
-        // What is fetched early has to be held in registers.
-        MAY_HOLD = GROUPS_EACH <= 8,
+        // A lane's groups, where it takes them from its registers; and what is fetched early has to be held in registers.
+        OWN_GROUPS = DIRECT ? Product::GROUPS : GROUPS_EACH,
+        MAY_HOLD = OWN_GROUPS <= 8,
         // From one of a thread's groups to the next.
         ROWS_APART = THREADS / GROUPS_ACROSS,
         // Floats in the workspace for one split of one tile.
@@ -310,22 +318,19 @@ struct LinearTile {
 #pragma unroll
         for (u32 trip = 0; trip < STAGES - 1; ++trip) load(trip);
 
-        // This thread's first group of the tile.
-        const u32 group_row = thread / GROUPS_ACROSS;
-        const u32 group_col = thread % GROUPS_ACROSS * GROUP;
-        const u32 row = first_row + group_row;
-        const u32 col = first_col + group_col;
-        const u64 at = static_cast<u64>(row) * p.out_pitch + col;
-        const u64 step = static_cast<u64>(ROWS_APART) * p.out_pitch;
-        const bool has_group = GROUPS % THREADS == 0 || thread < GROUPS;
+        const bool whole = a_whole && b_whole && p.out_pitch % GROUP == 0;
+        const bool direct = DIRECT && p.splits == 1;
 
-        typename Epilogue::Held held[MAY_HOLD ? GROUPS_EACH : 1];
-        const bool holds = MAY_HOLD && Epilogue::holds(p);
-        if (holds) {
+        typename Epilogue::Held held[MAY_HOLD ? OWN_GROUPS : 1];
+        const bool holds = MAY_HOLD && direct && Epilogue::holds(p);
+        if constexpr (DIRECT && MAY_HOLD) {
+            if (holds) {
 #pragma unroll
-            for (u32 i = 0; i < GROUPS_EACH; ++i) {
-                Epilogue::fetch(p, has_group && row + i * ROWS_APART < p.m && col < p.n, at + i * step,
-                                held[MAY_HOLD ? i : 0]);
+                for (u32 i = 0; i < OWN_GROUPS; ++i) {
+                    const u32 row = first_row + patch_row + Product::row_of(lane, i);
+                    const u32 col = first_col + patch_col + Product::col_of(lane, i);
+                    Epilogue::fetch(p, row < p.m && col < p.n, static_cast<u64>(row) * p.out_pitch + col, held[i]);
+                }
             }
         }
 
@@ -352,6 +357,35 @@ struct LinearTile {
         wait_for_copies<0>();
         __syncthreads();
 
+        if constexpr (DIRECT) {
+            if (direct) {
+#pragma unroll
+                for (u32 i = 0; i < OWN_GROUPS; ++i) {
+                    const u32 row = first_row + patch_row + Product::row_of(lane, i);
+                    const u32 col = first_col + patch_col + Product::col_of(lane, i);
+                    const u64 at = static_cast<u64>(row) * p.out_pitch + col;
+                    float v[GROUP];
+                    product.group(i, v);
+                    if (whole) {
+                        Epilogue::template apply<true>(p, row, col, at, GROUP, v, held[MAY_HOLD ? i : 0], holds);
+                    } else if (row < p.m && col < p.n) {
+                        Epilogue::template apply<false>(p, row, col, at, p.n - col, v, held[MAY_HOLD ? i : 0], holds);
+                    }
+                }
+                if (sums_rows && first_row + thread < p.m) Epilogue::sum(p, first_row + thread, row_sum);
+                return;
+            }
+        }
+
+        // This thread's first group of the tile.
+        const u32 group_row = thread / GROUPS_ACROSS;
+        const u32 group_col = thread % GROUPS_ACROSS * GROUP;
+        const u32 row = first_row + group_row;
+        const u32 col = first_col + group_col;
+        const u64 at = static_cast<u64>(row) * p.out_pitch + col;
+        const u64 step = static_cast<u64>(ROWS_APART) * p.out_pitch;
+        const bool has_group = GROUPS % THREADS == 0 || thread < GROUPS;
+
         float* sums = reinterpret_cast<float*>(shared);
         product.store(sums + warp_k * SUM_SIZE + patch_row * SUM_PITCH + patch_col, SUM_PITCH, lane);
         __syncthreads();
@@ -371,7 +405,8 @@ struct LinearTile {
             if (sums_rows) to[BM * BN + thread] = row_sum;
             if (!arrived_last(p.tickets + tile, p.splits)) return;
         }
-        if (a_whole && b_whole && p.out_pitch % GROUP == 0) {
+        typename Epilogue::Held none;
+        if (whole) {
             if (has_group) {
 #pragma unroll
                 for (u32 i = 0; i < GROUPS_EACH; ++i) {
@@ -381,8 +416,7 @@ struct LinearTile {
                     } else {
                         add_warps(mine + i * (ROWS_APART * SUM_PITCH), v);
                     }
-                    Epilogue::template apply<true>(p, row + i * ROWS_APART, col, at + i * step, GROUP, v,
-                                                   held[MAY_HOLD ? i : 0], holds);
+                    Epilogue::template apply<true>(p, row + i * ROWS_APART, col, at + i * step, GROUP, v, none, false);
                 }
             }
         } else if (has_group && col < p.n) {
@@ -395,8 +429,7 @@ struct LinearTile {
                 } else {
                     add_warps(mine + i * (ROWS_APART * SUM_PITCH), v);
                 }
-                Epilogue::template apply<false>(p, row + i * ROWS_APART, col, at + i * step, p.n - col, v,
-                                                held[MAY_HOLD ? i : 0], holds);
+                Epilogue::template apply<false>(p, row + i * ROWS_APART, col, at + i * step, p.n - col, v, none, false);
             }
         }
         if (sums_rows && first_row + thread < p.m) {

@@ -111,9 +111,15 @@ __device__ __forceinline__ void read_shared(const float* from, float (&to)[2]) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(shared_address(from)) : "memory");
 }
 
-// Queues a copy of `bytes` of 16 to shared memory; the rest becomes zero. Past the L1 cache: nothing is read twice.
+// Queues a copy of `bytes` of SIZE, 16 or 4, to shared memory; the rest becomes zero. 16 bytes go past the L1 cache: nothing
+// is read twice.
+template <u32 SIZE>
 __device__ __forceinline__ void copy_async(u32 to, const void* from, u32 bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    if (SIZE == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    }
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <u32 GROUPS_LEFT>
@@ -143,9 +149,9 @@ struct PrecisionF32 {
     using T = float;
     // Blocks on a multiprocessor with the widest tile: registers are shared out accordingly.
     enum : u32 { WIDE_AT_ONCE = 2 };
-    static constexpr __device__ u32 pad_bytes(bool) { return 16; }
+    static constexpr __device__ u32 pad_bytes(bool, bool) { return 16; }
 
-    template <u32 FM, u32 FN, bool A_K, bool B_K, u32 A_STRIDE, u32 B_STRIDE>
+    template <u32 FM, u32 FN, bool A_K, bool B_K, u32 A_STRIDE, u32 B_STRIDE, bool DIRECT>
     struct Product {
         enum : u32 { DOWN = 4, ACROSS = 8, RM = FM / DOWN, RN = FN / ACROSS, STEP = 2 };
         float sums[RM][RN] = {};
@@ -155,6 +161,17 @@ struct PrecisionF32 {
         static __device__ __forceinline__ u32 line_of(u32 place, u32 i) {
             enum : u32 { WIDTH = LINES < 4 ? LINES : 4 };
             return K_CONTIGUOUS ? place + LANES * i : (i / WIDTH * LANES + place) * WIDTH + i % WIDTH;
+        }
+
+        // Groups of four neighbouring columns among a lane's sums, where neither operand is k-contiguous.
+        enum : u32 { GROUPS = RM * (RN / 4) };
+        static __device__ __forceinline__ u32 row_of(u32 lane, u32 i) {
+            return line_of<false, RM, DOWN>(lane / ACROSS, i / (RN / 4));
+        }
+        static __device__ __forceinline__ u32 col_of(u32 lane, u32 i) { return (i % (RN / 4) * ACROSS + lane % ACROSS) * 4; }
+        __device__ __forceinline__ void group(u32 i, float (&v)[4]) const {
+#pragma unroll
+            for (u32 e = 0; e < 4; ++e) v[e] = sums[i / (RN / 4)][i % (RN / 4) * 4 + e];
         }
 
         // STEP steps of k of a lane's lines.
@@ -221,11 +238,41 @@ struct PrecisionF32 {
 
 // ---- tensor cores ----
 
-// Sums of an FM x FN patch in 16x8 pieces: f32, in the layout of the instructions' results.
-template <u32 FM, u32 FN>
-struct PatchF32 {
+// Sums of an FM x FN patch in 16x8 pieces, in the layout of the instructions' results. If columns were dealt (`Strip`), pieces
+// 4q to 4q+3 hold columns 32q + 8t and its seven neighbours in lane t: a group of eight, or two of four.
+template <u32 FM, u32 FN, u32 GROUP, bool DEALT>
+struct Patch {
+    enum : u32 { MT = FM / 16, NT = FN / 8, PER_GROUP = GROUP / 2, GROUPS = MT * 2 * (NT / PER_GROUP) };
+
+    // Column of the first of a lane's two in piece j.
+    static __device__ __forceinline__ u32 col_of_piece(u32 t, u32 j) {
+        return DEALT ? 32 * (j / 4) + 8 * t + 2 * (j % 4) : 8 * j + 2 * t;
+    }
+    static __device__ __forceinline__ u32 row_of(u32 lane, u32 i) {
+        const u32 half = i / (NT / PER_GROUP);
+        return 8 * half + lane / 4;
+    }
+    static __device__ __forceinline__ u32 col_of(u32 lane, u32 i) {
+        return col_of_piece(lane % 4, i % (NT / PER_GROUP) * PER_GROUP);
+    }
+};
+
+// f32 sums.
+template <u32 FM, u32 FN, u32 GROUP, bool DEALT>
+struct PatchF32 : Patch<FM, FN, GROUP, DEALT> {
+    using Base = Patch<FM, FN, GROUP, DEALT>;
     enum : u32 { MT = FM / 16, NT = FN / 8 };
     float sums[MT][NT][4] = {};
+
+    __device__ __forceinline__ void group(u32 i, float (&v)[GROUP]) const {
+        const u32 half = i / (NT / Base::PER_GROUP);
+        const u32 first = i % (NT / Base::PER_GROUP) * Base::PER_GROUP;
+#pragma unroll
+        for (u32 j = 0; j < Base::PER_GROUP; ++j) {
+            v[2 * j] = sums[half / 2][first + j][half % 2 * 2];
+            v[2 * j + 1] = sums[half / 2][first + j][half % 2 * 2 + 1];
+        }
+    }
 
     __device__ __forceinline__ void store(float* to, u32 pitch, u32 lane) const {
         const u32 g = lane / 4;
@@ -234,7 +281,7 @@ struct PatchF32 {
         for (u32 i = 0; i < MT; ++i) {
 #pragma unroll
             for (u32 j = 0; j < NT; ++j) {
-                float* at = to + (16 * i + g) * pitch + 8 * j + 2 * t;
+                float* at = to + (16 * i + g) * pitch + Base::col_of_piece(t, j);
                 *reinterpret_cast<float2*>(at) = make_float2(sums[i][j][0], sums[i][j][1]);
                 *reinterpret_cast<float2*>(at + 8 * pitch) = make_float2(sums[i][j][2], sums[i][j][3]);
             }
@@ -243,10 +290,22 @@ struct PatchF32 {
 };
 
 // The same in f16, two to a register.
-template <u32 FM, u32 FN>
-struct PatchF16 {
+template <u32 FM, u32 FN, u32 GROUP, bool DEALT>
+struct PatchF16 : Patch<FM, FN, GROUP, DEALT> {
+    using Base = Patch<FM, FN, GROUP, DEALT>;
     enum : u32 { MT = FM / 16, NT = FN / 8 };
     u32 sums[MT][NT][2] = {};
+
+    __device__ __forceinline__ void group(u32 i, float (&v)[GROUP]) const {
+        const u32 half = i / (NT / Base::PER_GROUP);
+        const u32 first = i % (NT / Base::PER_GROUP) * Base::PER_GROUP;
+#pragma unroll
+        for (u32 j = 0; j < Base::PER_GROUP; ++j) {
+            const u32 both = sums[half / 2][first + j][half % 2];
+            v[2 * j] = load_float(f16{static_cast<u16>(both)});
+            v[2 * j + 1] = load_float(f16{static_cast<u16>(both >> 16)});
+        }
+    }
 
     __device__ __forceinline__ void store(float* to, u32 pitch, u32 lane) const {
         const u32 g = lane / 4;
@@ -258,7 +317,7 @@ struct PatchF16 {
 #pragma unroll
                 for (u32 half = 0; half < 2; ++half) {
                     const u32 both = sums[i][j][half];
-                    *reinterpret_cast<float2*>(to + (16 * i + g + 8 * half) * pitch + 8 * j + 2 * t) =
+                    *reinterpret_cast<float2*>(to + (16 * i + g + 8 * half) * pitch + Base::col_of_piece(t, j)) =
                         make_float2(load_float(f16{static_cast<u16>(both)}), load_float(f16{static_cast<u16>(both >> 16)}));
                 }
             }
@@ -291,16 +350,16 @@ __device__ __forceinline__ void multiply(float, const u32 (&a)[4], u32 b0, u32 b
 }
 
 // Operands of 16 bits: an instruction takes 16 steps of k, and matrices are transposed on their way from shared memory.
-template <class Element, template <u32, u32> class Patch>
+template <class Element, template <u32, u32, u32, bool> class Sums>
 struct PrecisionHalf {
     using T = Element;
     // Blocks on a multiprocessor with the widest tile: registers are shared out accordingly.
     enum : u32 { WIDE_AT_ONCE = 1 };
-    static constexpr __device__ u32 pad_bytes(bool) { return 16; }
+    static constexpr __device__ u32 pad_bytes(bool, bool) { return 16; }
 
-    template <u32 FM, u32 FN, bool A_K, bool B_K, u32 A_STRIDE, u32 B_STRIDE>
-    struct Product : Patch<FM, FN> {
-        using Patch<FM, FN>::sums;
+    template <u32 FM, u32 FN, bool A_K, bool B_K, u32 A_STRIDE, u32 B_STRIDE, bool DIRECT>
+    struct Product : Sums<FM, FN, 8, DIRECT> {
+        using Sums<FM, FN, 8, DIRECT>::sums;
         enum : u32 { MT = FM / 16, NT = FN / 8, STEP = 16 };
         static_assert(NT % 2 == 0, "B comes in pairs of pieces");
 
@@ -352,9 +411,10 @@ using PrecisionF16Accumulate = PrecisionHalf<f16, PatchF16>;
 // f32 in memory, rounded to 11 bits of significand on the way to the tensor cores; an instruction takes 8 steps of k.
 struct PrecisionTf32 {
     using T = float;
-    // Rows of k are read element by element, lane t from row t: 8 words apart they do not meet in a bank.
+    // Rows of k are read element by element, lane t from row t: 8 words apart they do not meet in a bank. Dealt columns meet
+    // least 4 words apart.
     enum : u32 { WIDE_AT_ONCE = 1 };
-    static constexpr __device__ u32 pad_bytes(bool k_contiguous) { return k_contiguous ? 16 : 32; }
+    static constexpr __device__ u32 pad_bytes(bool k_contiguous, bool dealt) { return k_contiguous || dealt ? 16 : 32; }
 
     static __device__ __forceinline__ u32 rounded(u32 bits) {
         u32 out;
@@ -363,9 +423,9 @@ struct PrecisionTf32 {
     }
     static __device__ __forceinline__ u32 bits_of(float value) { return static_cast<u32>(__float_as_int(value)); }
 
-    template <u32 FM, u32 FN, bool A_K, bool B_K, u32 A_STRIDE, u32 B_STRIDE>
-    struct Product : PatchF32<FM, FN> {
-        using PatchF32<FM, FN>::sums;
+    template <u32 FM, u32 FN, bool A_K, bool B_K, u32 A_STRIDE, u32 B_STRIDE, bool DIRECT>
+    struct Product : PatchF32<FM, FN, 4, DIRECT> {
+        using PatchF32<FM, FN, 4, DIRECT>::sums;
         enum : u32 { MT = FM / 16, NT = FN / 8, STEP = 8 };
         static_assert(NT % 2 == 0, "B comes in pairs of pieces");
 
@@ -401,11 +461,14 @@ struct PrecisionTf32 {
                     if (B_K) {
                         load_matrices(b_at + (16 * j * B_STRIDE + k) * 4, y[j]);
                     } else {
-                        const float* at = b + (k + t) * B_STRIDE + 16 * j + g;
+                        // Columns may be dealt here, where they are read one by one anyway.
+                        enum : u32 { NEXT = DIRECT ? 2 : 8 };
+                        const u32 col = DIRECT ? 32 * (j / 2) + 8 * (g / 2) + 4 * (j % 2) + g % 2 : 16 * j + g;
+                        const float* at = b + (k + t) * B_STRIDE + col;
                         y[j][0] = bits_of(at[0]);
                         y[j][1] = bits_of(at[4 * B_STRIDE]);
-                        y[j][2] = bits_of(at[8]);
-                        y[j][3] = bits_of(at[4 * B_STRIDE + 8]);
+                        y[j][2] = bits_of(at[NEXT]);
+                        y[j][3] = bits_of(at[4 * B_STRIDE + NEXT]);
                     }
 #pragma unroll
                     for (u32 r = 0; r < 4; ++r) y[j][r] = rounded(y[j][r]);

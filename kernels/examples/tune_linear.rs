@@ -1,0 +1,216 @@
+//! Measures every way to compute a linear layer's products at the shapes of training, and prints the table from which the
+//! launches choose: the fastest for each shape. Needs a GPU and a driver of CUDA 12.8 or newer.
+//!
+//! ```text
+//! cargo run --release -p kernels --example tune_linear > kernels/src/plan/h200.csv
+//! ```
+//!
+//! With `--all` it prints every candidate with its time in nanoseconds instead. A time is the median of trains of launches
+//! that were queued while the stream was held up by another kernel. All launches of a train work on the same buffers, so
+//! that weights which fit in the L2 cache are there, as they are in training.
+
+use std::error::Error;
+
+use cudarc::driver::{result, sys};
+use kernels::{
+    Choice, CudaKernels, Fill, KernelError, LinearBackwardInput, LinearForward, LinearUpdate, Operation, Precision,
+    Product,
+};
+
+/// Precisions with a table of their own; halves share that of f16.
+const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Tf32, Precision::F16];
+const INPUTS: u32 = 784;
+const CLASSES: u32 = 10;
+const ROWS: [u32; 4] = [32, 64, 128, 256];
+const HIDDEN: [u32; 8] = [128, 256, 512, 784, 1024, 2048, 4096, 8192];
+/// Large batches, with the widths that go with them.
+const LARGE: [(u32, &[u32]); 3] = [(1024, &[128, 512, 2048]), (8192, &[128, 512]), (60_000, &[128])];
+
+/// Launches of a train, trains, and what a train may take: slow candidates get shorter ones.
+const LAUNCHES: usize = 12;
+const TRAINS: usize = 3;
+const TRAIN_NS: f64 = 400_000.0;
+/// A fill of this many f32 holds up the stream while a train is queued.
+const PLUG: u64 = 1 << 27;
+
+/// One launch, with a choice of how.
+type Launch<'a> = dyn Fn(Choice, &CudaKernels, sys::CUstream) -> Result<(), KernelError> + 'a;
+
+struct Timer {
+    kernels: CudaKernels,
+    stream: sys::CUstream,
+    start: sys::CUevent,
+    end: sys::CUevent,
+    plug: Fill,
+}
+
+impl Timer {
+    fn train(&self, launches: usize, choice: Choice, launch: &Launch<'_>) -> Result<f64, Box<dyn Error>> {
+        // SAFETY: stream and events are live, and the fill has its buffer.
+        unsafe {
+            self.plug.launch(&self.kernels, self.stream)?;
+            result::event::record(self.start, self.stream)?;
+            for _ in 0..launches {
+                launch(choice, &self.kernels, self.stream)?;
+            }
+            result::event::record(self.end, self.stream)?;
+            result::stream::synchronize(self.stream)?;
+            Ok(f64::from(result::event::elapsed(self.start, self.end)?) * 1e6 / launches as f64)
+        }
+    }
+
+    /// Median nanoseconds of a launch.
+    fn time(&self, choice: Choice, launch: &Launch<'_>) -> Result<f64, Box<dyn Error>> {
+        let first = self.train(2, choice, launch)?;
+        let launches = ((TRAIN_NS / first) as usize).clamp(2, LAUNCHES);
+        let mut times = (0..TRAINS).map(|_| self.train(launches, choice, launch)).collect::<Result<Vec<_>, _>>()?;
+        times.sort_by(f64::total_cmp);
+        Ok(times[TRAINS / 2])
+    }
+}
+
+/// Shapes of layers: rows, inputs, outputs.
+fn layers() -> Vec<(u32, u32, u32)> {
+    let small = ROWS.into_iter().flat_map(|rows| HIDDEN.map(|hidden| (rows, hidden)));
+    let large = LARGE.into_iter().flat_map(|(rows, widths)| widths.iter().map(move |hidden| (rows, *hidden)));
+    let mut layers = Vec::new();
+    for (rows, hidden) in small.chain(large) {
+        layers.extend([(rows, INPUTS, hidden), (rows, hidden, hidden), (rows, hidden, CLASSES)]);
+    }
+    layers.sort_unstable();
+    layers.dedup();
+    layers
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let all = std::env::args().any(|argument| argument == "--all");
+    // SAFETY: only tries to open the library; without one, any other call would panic.
+    if !unsafe { sys::is_culib_present() } {
+        return Err("no CUDA driver: this example needs a GPU".into());
+    }
+    result::init()?;
+    let device = result::device::get(0)?;
+    // SAFETY: the device exists. The process ends with the context; nothing is given back before.
+    unsafe { result::ctx::set_current(result::primary_ctx::retain(device)?)? };
+    let zeroed = |bytes: u64| -> Result<u64, Box<dyn Error>> {
+        // SAFETY: the memory was just allocated with this size.
+        unsafe {
+            let address = result::malloc_sync(bytes as usize)?;
+            result::memset_d8_sync(address, 0, bytes as usize)?;
+            Ok(address)
+        }
+    };
+    // The largest matrix is 8192 x 8192, or 60,000 x 784, of f32.
+    let [x, y, weight, workspace] = [zeroed(1 << 28)?, zeroed(1 << 28)?, zeroed(1 << 28)?, zeroed(1 << 28)?];
+    let [bias, tickets] = [zeroed(1 << 20)?, zeroed(1 << 20)?];
+    let timer = Timer {
+        kernels: CudaKernels::load()?,
+        stream: result::stream::create(result::stream::StreamKind::NonBlocking)?,
+        start: result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)?,
+        end: result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)?,
+        plug: Fill { len: PLUG, value: 0.0, out: zeroed(4 * PLUG)? },
+    };
+    println!("product,precision,m,n,k,tile,splits{}", if all { ",ns" } else { "" });
+    for precision in PRECISIONS {
+        timer.kernels.prepare(precision)?;
+        let pitch = |cols| precision.element().pitch(cols);
+        for (rows, inputs, outputs) in layers() {
+            let (x_pitch, y_pitch, weight_pitch) = (pitch(inputs), pitch(outputs), pitch(inputs));
+            let forward = LinearForward {
+                precision,
+                rows,
+                inputs,
+                outputs,
+                x,
+                x_pitch,
+                weight,
+                weight_pitch,
+                bias: Some(bias),
+                relu: true,
+                y,
+                y_pitch,
+                y_f32: false,
+                workspace,
+                tickets,
+            };
+            let input = LinearBackwardInput {
+                precision,
+                rows,
+                inputs,
+                outputs,
+                dy: y,
+                dy_pitch: y_pitch,
+                weight,
+                weight_pitch,
+                mask: None,
+                dx: x,
+                dx_pitch: x_pitch,
+                workspace,
+                tickets,
+            };
+            let update = LinearUpdate {
+                precision,
+                rows,
+                inputs,
+                outputs,
+                dy: y,
+                dy_pitch: y_pitch,
+                x,
+                x_pitch,
+                rate: 0.0,
+                weight,
+                weight_pitch,
+                master: None,
+                bias,
+                workspace,
+                tickets,
+            };
+            // SAFETY: the buffers are larger than any shape here; `needs_with` is asked below.
+            let launch_forward = |choice, kernels: &_, stream| unsafe { forward.launch_with(choice, kernels, stream) };
+            // SAFETY: as above.
+            let launch_input = |choice, kernels: &_, stream| unsafe { input.launch_with(choice, kernels, stream) };
+            // SAFETY: as above.
+            let launch_update = |choice, kernels: &_, stream| unsafe { update.launch_with(choice, kernels, stream) };
+            type Needs<'a> = &'a dyn Fn(Choice) -> (u64, u64);
+            let products: [(Product, [u32; 3], Vec<Choice>, Needs<'_>, &Launch<'_>); 3] = [
+                (
+                    Product::Forward,
+                    [rows, outputs, inputs],
+                    forward.candidates(),
+                    &|c| forward.needs_with(c),
+                    &launch_forward,
+                ),
+                (Product::Input, [rows, inputs, outputs], input.candidates(), &|c| input.needs_with(c), &launch_input),
+                (
+                    Product::Gradient,
+                    [outputs, inputs, rows],
+                    update.candidates(),
+                    &|c| update.needs_with(c),
+                    &launch_update,
+                ),
+            ];
+            for (product, [m, n, k], candidates, needs, launch) in products {
+                let mut best: Option<(f64, Choice)> = None;
+                for choice in candidates {
+                    let (bytes, counters) = needs(choice);
+                    if bytes > 1 << 28 || counters > 1 << 18 {
+                        continue;
+                    }
+                    let ns = timer.time(choice, launch)?;
+                    let (tile, splits) = (choice.tile.name(), choice.splits);
+                    if all {
+                        println!("{},{},{m},{n},{k},{tile},{splits},{ns:.0}", product.name(), precision.name());
+                    }
+                    if best.is_none_or(|(least, _)| ns < least) {
+                        best = Some((ns, choice));
+                    }
+                }
+                if let (Some((_, choice)), false) = (best, all) {
+                    let (tile, splits) = (choice.tile.name(), choice.splits);
+                    println!("{},{},{m},{n},{k},{tile},{splits}", product.name(), precision.name());
+                }
+            }
+        }
+    }
+    Ok(())
+}
