@@ -50,15 +50,15 @@ mod sync;
 pub mod trace;
 pub mod workload;
 
-pub use allocator::{Block, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
+pub use allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 pub use backend::{AllocatorSettings, BackendKind};
 pub use buffer::{DeviceBuffer, Memory, PinnedBuffer};
 pub use bytes::{Bytes, ParseBytesError};
 pub use device::sim::SimMemory;
 pub use device::{
     CallCounts, CallEvent, CallKind, CallTotals, CudaDeviceInfo, CudaDriver, CudaUnavailable, DeviceAddr,
-    DeviceDescription, DeviceKind, Driver, DriverResult, EventId, FaultyDriver, IdleCosts, MemInfo, MeteredDriver,
-    NullDriver, PoolDriver, PoolSettings, Profile, SimDriver, StreamId, VmmDriver,
+    DeviceDescription, DeviceKind, Driver, DriverResult, EventId, FaultyDriver, GraphDriver, GraphId, GraphMemory,
+    IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings, Profile, SimDriver, StreamId, VmmDriver,
 };
 pub use error::{AllocError, DriverError, OomReport};
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
