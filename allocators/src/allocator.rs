@@ -278,7 +278,11 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// is in a capture already.
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
         let _ = stream;
-        Err(AllocError::Unsupported { allocator: self.name(), capability: "graph capture", device: "this device".into() })
+        Err(AllocError::Unsupported {
+            allocator: self.name(),
+            capability: "graph capture",
+            device: "this device".into(),
+        })
     }
 
     /// Ends a capture, after the driver has: its memory stays pinned, and frees that waited for it are carried out.

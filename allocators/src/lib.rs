@@ -42,6 +42,7 @@ mod bytes;
 pub mod core;
 pub mod device;
 mod error;
+mod graph;
 pub mod instrument;
 pub mod replay;
 mod snapshot;
@@ -61,5 +62,6 @@ pub use device::{
     IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings, Profile, SimDriver, StreamId, VmmDriver,
 };
 pub use error::{AllocError, DriverError, OomReport};
+pub use graph::{Capture, Graph};
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
 pub use stats::{Gauge, PoolKind, PooledGauge, Stats};

@@ -1,5 +1,6 @@
 //! Statistics under PyTorch's names, so that they compare to `torch.cuda.memory_stats` without translation.
 
+use crate::device::GraphMemory;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 

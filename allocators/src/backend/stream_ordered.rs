@@ -21,7 +21,9 @@
 
 use super::captures::{Captures, need_graphs};
 use crate::allocator::{Block, CaptureId, DeviceAllocator, Path, Request};
-use crate::device::{DeviceAddr, Driver, GraphDriver, GraphMemory, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
+use crate::device::{
+    DeviceAddr, Driver, GraphDriver, GraphMemory, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
+};
 use crate::error::{AllocError, DriverError, OomReport};
 use crate::snapshot::{Attribution, Ledger, Snapshot};
 use crate::stats::{Gauge, PoolKind, PooledGauge, Stats};
@@ -467,7 +469,8 @@ impl DeviceAllocator for StreamOrdered {
         let state = &mut *self.lock();
         let kept = state.captures.release(self.name(), capture)?;
         // What the client still holds went with the graph.
-        for block in kept.own.iter().filter_map(|addr| state.live.remove(addr)) {
+        let gone: Vec<LiveBlock> = kept.own.iter().filter_map(|addr| state.live.remove(addr)).collect();
+        for block in gone {
             state.captured -= block.bytes;
             let (count, size) = state.held();
             count.decrease(ANY, 1);

@@ -1,8 +1,8 @@
 //! One decorator for drivers: every call of the inner driver passes through a hook.
 
 use super::{
-    CallKind, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, MemInfo, PhysicalHandle, PoolCounters,
-    PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
+    CallKind, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, MemInfo,
+    PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
 };
 use crate::instrument::Clock;
 use std::fmt;

@@ -8,9 +8,9 @@ use super::{
 };
 use crate::error::DriverError;
 use crate::instrument::{Clock, MonotonicClock};
+use graphs::Graphs;
 use std::collections::HashMap;
 use std::ptr::NonNull;
-use graphs::Graphs;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -19,12 +19,13 @@ mod timeline;
 mod vmm;
 
 pub use profile::{
-    Copies, CostBySize, GraphCosts, KernelCost, MemoryCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues, VirtualMemory,
+    Copies, CostBySize, GraphCosts, KernelCost, MemoryCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues,
+    VirtualMemory,
 };
 
 use super::{
-    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo, PoolDriver,
-    StreamId, VmmDriver,
+    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
+    PoolDriver, StreamId, VmmDriver,
 };
 use crate::error::DriverError;
 use crate::instrument::Clock;

@@ -23,8 +23,16 @@ const GRAPH_BASE: u64 = LARGE_BASE + RANGE;
 /// Something that a launch runs.
 #[derive(Clone, Debug)]
 pub(super) enum Node {
-    Kernel { name: String, geometry: (u64, u64), bytes: u64, buffers: Vec<(u64, u64)> },
-    Copy { dst: u64, bytes: u64 },
+    Kernel {
+        name: String,
+        geometry: (u64, u64),
+        bytes: u64,
+        buffers: Vec<(u64, u64)>,
+    },
+    Copy {
+        dst: u64,
+        bytes: u64,
+    },
     /// An allocation or a free: no work, but a place in the order.
     Memory,
 }
