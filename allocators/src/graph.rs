@@ -1,6 +1,6 @@
 //! Graphs with the memory that their kernels use: the trainer's side of graph capture.
 
-use crate::allocator::{CaptureId, DeviceAllocator};
+use crate::allocator::CaptureId;
 use crate::buffer::Memory;
 use crate::device::{Driver, GraphDriver, GraphId, StreamId};
 use crate::error::{AllocError, DriverError};
@@ -57,7 +57,8 @@ impl Capture {
     /// Begins to capture `stream`: the allocator first, then the driver.
     ///
     /// # Errors
-    /// [`AllocError::Unsupported`] on a device without graphs, those of [`DeviceAllocator::capture_begin`], and
+    /// [`AllocError::Unsupported`] on a device without graphs, those of
+    /// [`DeviceAllocator::capture_begin`](crate::DeviceAllocator::capture_begin), and
     /// [`AllocError::Driver`] when the driver refuses. Nothing is captured then.
     pub fn begin(memory: &Arc<Memory>, driver: &Arc<dyn Driver>, stream: StreamId) -> Result<Self, AllocError> {
         let id = memory.capture_begin(stream)?;
@@ -171,19 +172,20 @@ impl Graph {
     /// Waits for the last launch, destroys the graph and gives up its memory.
     ///
     /// # Errors
-    /// [`AllocError::Driver`] when one of these is refused. If waiting or destroying failed, the memory stays pinned as long
-    /// as the allocator lives, because the device may still use it.
+    /// [`AllocError::Driver`] when one of these is refused. Waiting and destroying are then tried once more; if that fails
+    /// as well, the memory stays pinned as long as the allocator lives, because the device may still use it.
     pub fn release(mut self) -> Result<(), AllocError> {
         self.give_up()
     }
 
     fn give_up(&mut self) -> Result<(), AllocError> {
-        let Some((graph, capture)) = self.held.take() else { return Ok(()) };
+        let Some((graph, capture)) = self.held else { return Ok(()) };
         for stream in &self.launched_on {
             self.driver.stream_synchronize(*stream)?;
         }
-        // SAFETY: the graph is ours, it was taken out of `held` so that this happens once, and its launches have finished.
+        // SAFETY: the graph is ours, `held` forgets it as soon as it is gone, and its launches have finished.
         unsafe { graphs(self.driver.as_ref()).graph_destroy(graph) }?;
+        self.held = None;
         self.memory.capture_release(capture)
     }
 }
