@@ -99,6 +99,7 @@ fn unsafe_code_is_where_it_is_expected() {
         "allocators/src/buffer.rs",          // buffers that keep that contract
         "allocators/src/device.rs",          // the contracts of a device
         "allocators/src/device/cuda",        // CUDA
+        "allocators/src/device/graph.rs",    // the contract of a graph
         "allocators/src/device/hooked.rs",   // passes contracts on
         "allocators/src/device/metered.rs",  // frees what it measures with
         "allocators/src/device/null",        // a device
@@ -145,7 +146,8 @@ fn every_unsafe_block_says_why_it_is_sound() {
 #[test]
 fn only_the_clock_reads_the_time() {
     let found = offences(&sources(&["allocators/src", "kernels/src"]), |source, lines, at| {
-        let code = code(lines[at]);
+        // A graph is instantiated, which takes no time of ours.
+        let code = code(lines[at]).replace("Instantiate", "");
         let reads = ["Instant", "SystemTime"].iter().any(|name| code.contains(name));
         reads && source.name != "allocators/src/instrument/clock.rs"
     });

@@ -21,6 +21,9 @@ fn destroy(sim: &SimDriver, graph: GraphId) {
     unsafe { sim.graph_destroy(graph) }.unwrap();
 }
 
+/// A call that is made in a capture.
+type Call<'a> = &'a dyn Fn() -> DriverResult<()>;
+
 fn pool(sim: &SimDriver) -> PoolId {
     sim.pool_create(PoolSettings::default()).unwrap()
 }
@@ -81,7 +84,7 @@ fn what_waits_is_refused_in_a_capture_and_breaks_it() {
     let addr = sim.mem_alloc(MIB).unwrap();
     let other = sim.stream_create().unwrap();
     sim.event_record(outside, other).unwrap();
-    let calls: [(&str, u32, &dyn Fn() -> DriverResult<()>); 7] = [
+    let calls: [(&str, u32, Call<'_>); 7] = [
         ("synchronise", 900, &|| sim.stream_synchronize(stream)),
         ("device", 900, &|| sim.device_synchronize()),
         ("query", 907, &|| sim.event_query(inside).map(|_| ())),
