@@ -211,6 +211,13 @@ fn a_graph_keeps_its_memory_and_gives_it_back() {
         for _ in 0..5 {
             graph.launch(stream).unwrap();
         }
+        let stats = memory.allocator().stats();
+        let used = stats.graph_memory.map(|memory| (memory.used, memory.reserved));
+        // Plain memory that a graph uses is the allocator's.
+        let of_driver = kind == BackendKind::StreamOrdered;
+        assert_eq!(used, of_driver.then_some((5 * MIB, 32 * MIB)), "{kind}");
+        assert_eq!(stats.entries().iter().filter(|(name, _)| name.starts_with("graph_")).count() > 0, of_driver);
+        assert_eq!(stats.reserved_bytes.all.current == 0, of_driver, "{kind}");
         // It is the graph's, though the buffer is gone.
         assert!(sim.translate(addr.get(), 5 * MIB).is_some(), "{kind}");
         graph.release().unwrap();

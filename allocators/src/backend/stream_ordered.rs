@@ -110,9 +110,6 @@ impl State {
 
     /// Whose a block is that is freed now; a capture's is its own no longer.
     fn owner_of(&mut self, addr: DeviceAddr, bytes: u64) -> Owner {
-        if self.captures.is_empty() {
-            return Owner::Pool;
-        }
         let Some(open) = self.captures.each().find_map(|(open, kept)| kept.own.remove(&addr).then_some(open)) else {
             return Owner::Pool;
         };
@@ -314,7 +311,7 @@ impl StreamOrdered {
         let refused = std::mem::take(&mut self.lock().refused);
         let mut outcome = Ok(());
         for (addr, block) in refused {
-            outcome = outcome.and(self.give_back(addr, block));
+            outcome = outcome.and(self.free_now_or_later(addr, block).map(|_| ()));
         }
         outcome
     }
@@ -377,16 +374,22 @@ impl DeviceAllocator for StreamOrdered {
         let (count, size) = state.held();
         count.decrease(ANY, 1);
         size.decrease(ANY, live.bytes);
-        let owner = state.owner_of(addr, live.bytes);
+        let owner = if state.captures.is_empty() { Owner::Pool } else { state.owner_of(addr, live.bytes) };
         if matches!(owner, Owner::Graph) {
             state.forget(live.bytes);
             return Ok(Path::Pool);
         }
+        let nothing_captured = state.captures.all_ended();
         drop(state);
-        Ok(match owner {
-            Owner::Capture => self.free_in_capture(addr, &live)?,
-            Owner::Pool | Owner::Graph => self.free_now_or_later(addr, live)?,
-        })
+        if matches!(owner, Owner::Capture) {
+            return Ok(self.free_in_capture(addr, &live)?);
+        }
+        if !nothing_captured {
+            return Ok(self.free_now_or_later(addr, live)?);
+        }
+        let path = if live.uses.is_empty() { Path::Pool } else { Path::WaitInserted };
+        self.give_back(addr, live)?;
+        Ok(path)
     }
 
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {

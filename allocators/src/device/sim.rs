@@ -4,7 +4,7 @@
 //! machine. *Time* is virtual: a host clock and one clock for each stream. Each call costs what the
 //! [`Profile`] says and blocks as the real call blocks: a free of plain memory waits for the whole device, a
 //! pool above its release threshold gives memory back at a synchronise, a launch queues until the queue is
-//! full. Nothing reads a real clock, so a run repeats to the last bit.
+//! full, a graph is one call however many kernels it has. Nothing reads a real clock, so a run repeats to the last bit.
 //!
 //! Kernels and copies take effect when they are queued, in the host's order; a program that is correctly
 //! synchronised cannot tell.
