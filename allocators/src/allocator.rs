@@ -185,6 +185,10 @@ impl Block {
     }
 }
 
+/// A capture of the allocator that began it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CaptureId(pub(crate) u64);
+
 /// A device allocator: backends implement it, instruments wrap it.
 ///
 /// # Streams
@@ -192,6 +196,27 @@ impl Block {
 /// other stream until the two are ordered. Work on another stream must be announced with
 /// [`record_use`](Self::record_use) before the block is freed; the backend then keeps the block until that
 /// work is done.
+///
+/// # Graph capture
+/// A stream's work can be captured into a graph that is launched many times
+/// ([`GraphDriver`](crate::device::GraphDriver)). Its kernels use the same addresses at each launch, so that memory is
+/// *pinned*: nobody else gets it while the graph lives. The order is
+///
+/// 1. [`capture_begin`](Self::capture_begin), then the driver's `capture_begin`;
+/// 2. the work: allocations and frees on the stream, and what uses them;
+/// 3. the driver's `capture_end` (or `capture_abort`), then [`capture_end`](Self::capture_end);
+/// 4. launches, each as often as wanted;
+/// 5. the driver's `graph_destroy` when the last launch has finished, then [`capture_release`](Self::capture_release).
+///
+/// In between, blocks that are allocated on the stream come from memory of that capture alone. One that is freed in the
+/// capture may serve later requests of the same capture, in stream order, and nobody else. Each has to be freed before the
+/// end. A block from before that is freed in the capture stays as it is until the end, and is freed then: its free is no
+/// part of the graph. If captured work uses it, it has to live as long as the graph. One capture at a time runs on a
+/// stream; any number of ended ones live side by side, and memory of a released one can be used again.
+///
+/// Calls on the stream from other threads are ordered with the two ends of the capture by whoever makes them. Streams that
+/// join the capture through an event get no memory of it: allocate on the stream that began.
+/// [`Graph`](crate::Graph) keeps the order by itself.
 pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// Name on the command line and in records.
     fn name(&self) -> &'static str;
@@ -245,4 +270,38 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`AllocError::Driver`] when the driver refused; what had gone back by then is accounted for.
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError>;
+
+    /// Lets blocks of `stream` come from memory of a new capture; see [graph capture](Self#graph-capture).
+    ///
+    /// # Errors
+    /// [`AllocError::Unsupported`] when the allocator or the device has no graphs, [`AllocError::Capture`] when the stream
+    /// is in a capture already.
+    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        let _ = stream;
+        Err(AllocError::Unsupported {
+            allocator: self.name(),
+            capability: "graph capture",
+            device: "this device".into(),
+        })
+    }
+
+    /// Ends a capture, after the driver has: its memory stays pinned, and frees that waited for it are carried out.
+    ///
+    /// # Errors
+    /// [`AllocError::CaptureLive`] when blocks of the capture are still held; [`AllocError::Driver`] when a free that
+    /// waited was refused. The capture has ended in both cases. [`AllocError::Capture`] when it had before.
+    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        Err(AllocError::Capture { allocator: self.name(), reason: format!("there is no capture {}", capture.0) })
+    }
+
+    /// Gives up the memory of a capture that has ended: its graph is gone and the last launch has finished. What is still
+    /// held of it can be freed as ever, unless the driver owns it: then it is gone with the graph and its free is
+    /// [`AllocError::ForeignBlock`].
+    ///
+    /// # Errors
+    /// [`AllocError::Capture`] when there is no such capture or it has not ended; [`AllocError::Driver`] when the driver
+    /// refused to take memory back. What it refused is kept for the next request or [`trim`](Self::trim).
+    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        Err(AllocError::Capture { allocator: self.name(), reason: format!("there is no capture {}", capture.0) })
+    }
 }

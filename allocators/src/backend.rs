@@ -1,6 +1,7 @@
 //! The backends: one file each, one list of their names.
 
 pub mod caching;
+mod captures;
 pub mod naive;
 pub mod stream_ordered;
 

@@ -1,6 +1,6 @@
 //! Owners of memory: what the trainer sees.
 
-use crate::allocator::{Block, DeviceAllocator, Path, Request};
+use crate::allocator::{Block, CaptureId, DeviceAllocator, Path, Request};
 use crate::device::{DeviceAddr, Driver, StreamId};
 use crate::error::{AllocError, DriverError};
 use std::ptr::NonNull;
@@ -34,6 +34,37 @@ impl Memory {
         self.check()?;
         let block = self.allocator.allocate(Request::new(bytes), stream)?;
         Ok(DeviceBuffer { block: Some(block), stream, memory: Arc::clone(self) })
+    }
+
+    /// Lets buffers of `stream` come from memory of a new capture, up to [`capture_end`](Self::capture_end). A
+    /// [`Graph`](crate::Graph) makes these calls, and the driver's, in the right order.
+    ///
+    /// # Errors
+    /// Those of [`DeviceAllocator::capture_begin`], and the first error that an earlier drop left behind.
+    pub fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        self.check()?;
+        self.allocator.capture_begin(stream)
+    }
+
+    /// Ends a capture; its buffers have been dropped.
+    ///
+    /// # Errors
+    /// Those of [`DeviceAllocator::capture_end`].
+    pub fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        self.allocator.capture_end(capture)
+    }
+
+    /// Gives up the memory of a capture whose graph is gone.
+    ///
+    /// # Errors
+    /// Those of [`DeviceAllocator::capture_release`].
+    pub fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        self.allocator.capture_release(capture)
+    }
+
+    /// Keeps an error for the next fallible call.
+    pub(crate) fn defer(&self, error: AllocError) {
+        self.deferred.lock().unwrap_or_else(PoisonError::into_inner).push(error);
     }
 
     /// Returns the first error that a dropped buffer left behind, if any, and forgets it.
@@ -103,7 +134,7 @@ impl Drop for DeviceBuffer {
         // stream or on streams announced with `record_use`.
         let freed = unsafe { self.memory.allocator.deallocate(block, self.stream) };
         if let Err(error) = freed {
-            self.memory.deferred.lock().unwrap_or_else(PoisonError::into_inner).push(error);
+            self.memory.defer(error);
         }
     }
 }

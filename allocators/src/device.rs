@@ -11,6 +11,7 @@
 mod calls;
 mod cuda;
 mod faulty;
+mod graph;
 mod hooked;
 mod metered;
 mod null;
@@ -19,6 +20,7 @@ pub mod sim;
 pub use calls::{CallCounts, CallKind, CallTotals};
 pub use cuda::{CudaDeviceInfo, CudaDriver, CudaUnavailable, CudaVersion};
 pub use faulty::FaultyDriver;
+pub use graph::{GraphDriver, GraphId, GraphMemory};
 pub use hooked::{CallArguments, CallResult, Hook, HookedDriver};
 pub use metered::{CallEvent, CallObserver, IdleCosts, MeteredDriver};
 pub use null::NullDriver;
@@ -236,6 +238,11 @@ pub trait Driver: Send + Sync + fmt::Debug {
 
     /// Virtual memory management, if the device has it.
     fn vmm(&self) -> Option<&dyn VmmDriver> {
+        None
+    }
+
+    /// Stream capture and graphs, if the device has them.
+    fn graphs(&self) -> Option<&dyn GraphDriver> {
         None
     }
 }

@@ -28,10 +28,24 @@ impl DriverError {
     pub const OUT_OF_MEMORY: u32 = 2;
     /// `CUDA_ERROR_INVALID_HANDLE`.
     pub const INVALID_HANDLE: u32 = 400;
+    /// `CUDA_ERROR_ILLEGAL_STATE`.
+    pub const ILLEGAL_STATE: u32 = 401;
     /// `CUDA_ERROR_ILLEGAL_ADDRESS`.
     pub const ILLEGAL_ADDRESS: u32 = 700;
     /// `CUDA_ERROR_NOT_SUPPORTED`.
     pub const NOT_SUPPORTED: u32 = 801;
+    /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
+    pub const STREAM_CAPTURE_UNSUPPORTED: u32 = 900;
+    /// `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`.
+    pub const STREAM_CAPTURE_INVALIDATED: u32 = 901;
+    /// `CUDA_ERROR_STREAM_CAPTURE_UNMATCHED`.
+    pub const STREAM_CAPTURE_UNMATCHED: u32 = 903;
+    /// `CUDA_ERROR_STREAM_CAPTURE_UNJOINED`.
+    pub const STREAM_CAPTURE_UNJOINED: u32 = 904;
+    /// `CUDA_ERROR_STREAM_CAPTURE_ISOLATION`.
+    pub const STREAM_CAPTURE_ISOLATION: u32 = 905;
+    /// `CUDA_ERROR_CAPTURED_EVENT`.
+    pub const CAPTURED_EVENT: u32 = 907;
 
     /// An error of a device of ours (simulated, null, fault-injecting), under CUDA's code and name.
     #[must_use]
@@ -42,6 +56,13 @@ impl DriverError {
             Self::INVALID_HANDLE => "CUDA_ERROR_INVALID_HANDLE",
             Self::ILLEGAL_ADDRESS => "CUDA_ERROR_ILLEGAL_ADDRESS",
             Self::NOT_SUPPORTED => "CUDA_ERROR_NOT_SUPPORTED",
+            Self::ILLEGAL_STATE => "CUDA_ERROR_ILLEGAL_STATE",
+            Self::STREAM_CAPTURE_UNSUPPORTED => "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+            Self::STREAM_CAPTURE_INVALIDATED => "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+            Self::STREAM_CAPTURE_UNMATCHED => "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED",
+            Self::STREAM_CAPTURE_UNJOINED => "CUDA_ERROR_STREAM_CAPTURE_UNJOINED",
+            Self::STREAM_CAPTURE_ISOLATION => "CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
+            Self::CAPTURED_EVENT => "CUDA_ERROR_CAPTURED_EVENT",
             _ => "CUDA_ERROR_UNKNOWN",
         };
         Self { call, code, name: name.to_owned(), context: context.into() }
@@ -163,6 +184,27 @@ pub enum AllocError {
         capability: &'static str,
         /// Device that lacks it.
         device: String,
+    },
+    /// A capture ended while blocks that were allocated in it were held.
+    #[error(
+        "{bytes} bytes in {blocks} block(s) of '{allocator}' are still held at the end of the capture that they were allocated in: \
+         free them before the capture ends, or allocate them before it begins"
+    )]
+    CaptureLive {
+        /// Allocator whose capture ended.
+        allocator: &'static str,
+        /// Blocks that are held.
+        blocks: usize,
+        /// Their size in bytes.
+        bytes: u64,
+    },
+    /// A capture cannot begin, end or be released as asked.
+    #[error("graph capture with '{allocator}': {reason}")]
+    Capture {
+        /// Allocator that was asked.
+        allocator: &'static str,
+        /// What is wrong.
+        reason: String,
     },
     /// The checker found that a contract was broken.
     #[error("checker: {0}")]

@@ -18,6 +18,7 @@ macro_rules! pass_on {
         }
 
         crate::instrument::pass_on!();
+        crate::instrument::pass_on!(captures);
     };
     () => {
         fn name(&self) -> &'static str {
@@ -46,6 +47,19 @@ macro_rules! pass_on {
 
         fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
             self.inner.trim(keep_bytes)
+        }
+    };
+    (captures) => {
+        fn capture_begin(&self, stream: StreamId) -> Result<crate::allocator::CaptureId, AllocError> {
+            self.inner.capture_begin(stream)
+        }
+
+        fn capture_end(&self, capture: crate::allocator::CaptureId) -> Result<(), AllocError> {
+            self.inner.capture_end(capture)
+        }
+
+        fn capture_release(&self, capture: crate::allocator::CaptureId) -> Result<(), AllocError> {
+            self.inner.capture_release(capture)
         }
     };
 }

@@ -42,6 +42,7 @@ mod bytes;
 pub mod core;
 pub mod device;
 mod error;
+mod graph;
 pub mod instrument;
 pub mod replay;
 mod snapshot;
@@ -50,16 +51,17 @@ mod sync;
 pub mod trace;
 pub mod workload;
 
-pub use allocator::{Block, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
+pub use allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 pub use backend::{AllocatorSettings, BackendKind};
 pub use buffer::{DeviceBuffer, Memory, PinnedBuffer};
 pub use bytes::{Bytes, ParseBytesError};
 pub use device::sim::SimMemory;
 pub use device::{
     CallCounts, CallEvent, CallKind, CallTotals, CudaDeviceInfo, CudaDriver, CudaUnavailable, DeviceAddr,
-    DeviceDescription, DeviceKind, Driver, DriverResult, EventId, FaultyDriver, IdleCosts, MemInfo, MeteredDriver,
-    NullDriver, PoolDriver, PoolSettings, Profile, SimDriver, StreamId, VmmDriver,
+    DeviceDescription, DeviceKind, Driver, DriverResult, EventId, FaultyDriver, GraphDriver, GraphId, GraphMemory,
+    IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings, Profile, SimDriver, StreamId, VmmDriver,
 };
 pub use error::{AllocError, DriverError, OomReport};
+pub use graph::{Capture, Graph};
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
 pub use stats::{Gauge, PoolKind, PooledGauge, Stats};

@@ -1,5 +1,6 @@
 //! Statistics under PyTorch's names, so that they compare to `torch.cuda.memory_stats` without translation.
 
+use crate::device::GraphMemory;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
@@ -139,6 +140,9 @@ pub struct Stats {
     pub num_ooms: u64,
     /// Times that all outstanding events were waited for.
     pub num_sync_all_streams: u64,
+    /// The device's account of memory that belongs to graphs, for a backend whose captured blocks are such memory; absent
+    /// before its first capture.
+    pub graph_memory: Option<GraphMemory>,
     /// Allocation calls to the driver that succeeded.
     pub num_device_alloc: u64,
     /// Free calls to the driver that succeeded.
@@ -165,6 +169,7 @@ impl Default for Stats {
             num_alloc_retries: 0,
             num_ooms: 0,
             num_sync_all_streams: 0,
+            graph_memory: None,
             num_device_alloc: 0,
             num_device_free: 0,
         }
@@ -258,6 +263,15 @@ impl Stats {
             ("num_device_free", self.num_device_free),
         ] {
             out.push((name.to_owned(), value));
+        }
+        if let Some(memory) = &self.graph_memory {
+            for (name, current, peak) in [
+                ("graph_used_bytes", memory.used, memory.used_high),
+                ("graph_reserved_bytes", memory.reserved, memory.reserved_high),
+            ] {
+                out.push((format!("{name}.current"), current));
+                out.push((format!("{name}.peak"), peak));
+            }
         }
         if !self.reserved_totals_known {
             out.retain(|(key, _)| key != "reserved_bytes.all.allocated" && key != "reserved_bytes.all.freed");

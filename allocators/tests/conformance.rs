@@ -5,6 +5,8 @@
 
 #[path = "conformance/bodies.rs"]
 mod bodies;
+#[path = "conformance/captures.rs"]
+mod captures;
 mod common;
 #[path = "conformance/threads.rs"]
 mod threads;
@@ -96,7 +98,7 @@ fn run(kind: BackendKind, device: Device, room: u64, body: fn(&Bench)) {
 macro_rules! suite {
     ($($module:ident: $backend:ident on $device:ident;)+) => { $(
         mod $module {
-            use super::{Device, bodies, run, threads};
+            use super::{Device, bodies, captures, run, threads};
             use allocators::BackendKind;
             suite! { @tests $backend, $device, 64 << 30;
                 bodies::zero_bytes_are_refused
@@ -118,7 +120,20 @@ macro_rules! suite {
                 threads::threads_on_streams_of_their_own
                 threads::a_block_may_be_freed_on_another_thread
             }
-            suite! { @tests $backend, $device, 64 << 20; bodies::out_of_memory_is_reported_and_passes }
+            suite! { @tests $backend, $device, 64 << 30;
+                captures::captured_memory_is_apart_and_pinned_until_release
+                captures::memory_freed_in_a_capture_serves_that_capture
+                captures::blocks_left_in_a_capture_are_an_error
+                captures::a_block_from_before_is_freed_at_the_end_of_the_capture
+                captures::a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph
+                captures::memory_of_a_released_capture_comes_back
+                captures::captures_live_side_by_side
+                captures::captures_out_of_order_are_refused
+            }
+            suite! { @tests $backend, $device, 64 << 20;
+                bodies::out_of_memory_is_reported_and_passes
+                captures::a_capture_that_runs_out_of_memory_loses_nothing
+            }
         }
     )+ };
     (@tests $backend:ident, $device:ident, $room:expr; $($file:ident::$body:ident)+) => { $(

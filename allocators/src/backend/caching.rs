@@ -9,6 +9,9 @@
 //! costs a synchronise and the release of every idle segment. What is allocated and freed over and over, with nothing in
 //! between, is only counted after the first round.
 //!
+//! *Graph capture.* A capture has blocks and segments of its own under the same policy, as PyTorch's private pools; the
+//! segments go back to the device when it is released. Nothing is looked at for it while no capture is open.
+//!
 //! *Good at* repeating workloads: after the first step there are no driver calls. *Bad at* sizes that keep
 //! changing (hard fragmentation), and at memory used on several streams (each stream keeps its own blocks).
 //!
@@ -18,6 +21,7 @@
 //!
 //! *Source.* PyTorch, `c10/cuda/CUDACachingAllocator.cpp` (2.11), whose rules this follows address for address.
 
+mod capture;
 mod growth;
 #[cfg(all(test, loom))]
 mod models;
@@ -25,7 +29,8 @@ mod pending;
 mod shard;
 mod totals;
 
-use crate::allocator::{Block, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
+use super::captures::Captures;
+use crate::allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 use crate::core::block_cache::{Served, SplitRules, Wanted, address};
 use crate::core::blocks::BlockIndex;
 use crate::core::rounding::{Divisions, MIN_BLOCK, SMALL_MAX, pool_of, round_size};
@@ -34,6 +39,7 @@ use crate::error::AllocError;
 use crate::snapshot::{Ledger, Snapshot};
 use crate::stats::{Gauge, PoolKind, Stats};
 use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, lock};
+use capture::Pool;
 use growth::Growth;
 use pending::Pending;
 use shard::{Shard, ShardState, ShardTable};
@@ -85,7 +91,7 @@ impl CachingSettings {
 
 /// See the [module](self).
 ///
-/// Locks are taken in the order `growth`, `pending`, the books of `totals`, one shard; after these only
+/// Locks are taken in the order `growth`, `pending`, `captures`, the books of `totals`, one shard; after these only
 /// `oversize_allocations` or the table's numbers, which are held over nothing.
 #[derive(Debug)]
 pub struct Caching {
@@ -100,8 +106,11 @@ pub struct Caching {
     totals: Totals,
     growth: Mutex<Growth>,
     pending: Mutex<Pending>,
-    /// Entries in `pending`, so that a request sees without a lock that there are none.
+    /// Entries in `pending` and open captures, so that a request sees without a lock that there are none.
     waiting: AtomicUsize,
+    captures: Mutex<Captures<Pool>>,
+    /// Open captures.
+    capturing: AtomicUsize,
     /// Searches of the free blocks of the large pool so far, counted only if garbage is collected; the age of a free
     /// block is what was added since it became free.
     searches: AtomicU64,
@@ -127,6 +136,8 @@ impl Caching {
             growth: Mutex::new(Growth::new()),
             pending: Mutex::new(Pending::default()),
             waiting: AtomicUsize::new(0),
+            captures: Mutex::new(Captures::default()),
+            capturing: AtomicUsize::new(0),
             searches: AtomicU64::new(0),
             oversize_allocations: Mutex::new(Gauge::default()),
         }
@@ -151,9 +162,11 @@ impl Caching {
         request.validate()?;
         let rounded = round_size(request.bytes, &self.settings.roundup_power2_divisions);
         let pool = pool_of(rounded);
-        let processed = self.waiting.load(Acquire) == 0 || self.process_events()?;
+        let (processed, shard) = match self.waiting.load(Acquire) {
+            0 => (true, self.shards.of_stream(stream)),
+            _ => (self.process_events()?, self.shard_for(stream)),
+        };
         let wanted = Wanted { rounded, requested: request.bytes, now: self.count_search(pool) };
-        let shard = self.shards.of_stream(stream);
         {
             let mut state = self.totals.enter(shard, &self.shards);
             if let Some(served) = state.cache.serve(pool, wanted, &self.rules) {
@@ -313,10 +326,23 @@ impl DeviceAllocator for Caching {
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
         Ok(self.release_cached(&mut self.lock_growth(), keep_bytes)?)
     }
+
+    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        self.begin_capture(stream)
+    }
+
+    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        self.end_capture(capture)
+    }
+
+    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        self.release_capture(capture)
+    }
 }
 
 impl Drop for Caching {
     fn drop(&mut self) {
+        self.unpin_all();
         // Errors have nobody to go to. An error ends a round, so one call that fails once does not keep the rest;
         // what stays goes with the device context.
         for _ in 0..2 {

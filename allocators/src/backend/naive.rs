@@ -9,15 +9,18 @@
 //! *Good at* wasting nothing that the driver does not waste itself, and at finding use after free: memory goes
 //! back at once. *Bad at* everything else: the host can never run ahead of the device.
 //!
+//! *Graph capture.* Each request is a `cuMemAlloc` as ever; what is freed in a capture goes back when that is released.
+//!
 //! *Source.* `cuMemAlloc`, `cuMemFree`:
 //! <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>; what "raw CUDA" programs do.
 
-use crate::allocator::{Block, DeviceAllocator, Path, Request};
+use super::captures::{Captures, need_graphs};
+use crate::allocator::{Block, CaptureId, DeviceAllocator, Path, Request};
 use crate::device::{DeviceAddr, Driver, StreamId};
 use crate::error::{AllocError, DriverError, OomReport};
 use crate::snapshot::{BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
 use crate::stats::{PoolKind, PooledGauge, Stats};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// See the [module](self).
@@ -33,7 +36,19 @@ struct State {
     live: BTreeMap<DeviceAddr, (u64, StreamId)>,
     /// Blocks whose free the driver refused: gone from the client's side, still held from the device.
     refused: BTreeMap<DeviceAddr, (u64, StreamId)>,
+    captures: Captures<Kept>,
     peak: Ledger,
+}
+
+/// What a capture keeps.
+#[derive(Debug, Default)]
+struct Kept {
+    /// Blocks that were allocated in it and that the client holds.
+    own: BTreeSet<DeviceAddr>,
+    /// Blocks that were allocated in it and freed: pinned.
+    pinned: BTreeMap<DeviceAddr, (u64, StreamId)>,
+    /// Blocks from before whose free waits for its end.
+    waiting: BTreeMap<DeviceAddr, (u64, StreamId)>,
 }
 
 /// The pool argument of gauges without pools.
@@ -55,8 +70,30 @@ impl State {
 
     fn ledger(&self) -> Ledger {
         let reserved = self.stats.reserved_bytes.all.current;
-        let pending = self.refused.values().map(|(bytes, _)| bytes).sum();
+        let pending = self.gone().map(|(_, (bytes, _))| bytes).sum();
         Ledger { reserved, requested: reserved - pending, pending, ..Ledger::default() }
+    }
+}
+
+impl State {
+    /// Blocks that are gone from the client's side and still held from the device.
+    fn gone(&self) -> impl Iterator<Item = (&DeviceAddr, &(u64, StreamId))> {
+        let kept = self.captures.kept().flat_map(|kept| kept.pinned.iter().chain(&kept.waiting));
+        self.refused.iter().chain(kept)
+    }
+
+    /// Keeps a block that is freed where a capture wants it.
+    fn keep(&mut self, addr: DeviceAddr, block: (u64, StreamId)) -> bool {
+        if self.captures.is_empty() {
+            return false;
+        }
+        if let Some((_, kept)) = self.captures.each().find(|(_, kept)| kept.own.contains(&addr)) {
+            kept.own.remove(&addr);
+            kept.pinned.insert(addr, block);
+            return true;
+        }
+        let waits = self.captures.open_on(block.1).map(|kept| kept.waiting.insert(addr, block));
+        waits.is_some()
     }
 }
 
@@ -93,8 +130,13 @@ impl Naive {
     /// Tries the frees again that the driver refused; the bytes that went, or the first error.
     fn retry_refused(&self) -> Result<u64, DriverError> {
         let refused = std::mem::take(&mut self.lock().refused);
+        self.give_all_back(refused)
+    }
+
+    /// Gives blocks back that are in no list; the bytes that went, or the first error.
+    fn give_all_back(&self, blocks: BTreeMap<DeviceAddr, (u64, StreamId)>) -> Result<u64, DriverError> {
         let (mut released, mut outcome) = (0, Ok(()));
-        for (addr, (bytes, owner)) in refused {
+        for (addr, (bytes, owner)) in blocks {
             match self.give_back(addr, bytes, owner) {
                 Ok(()) => released += bytes,
                 Err(error) => outcome = outcome.and(Err(error)),
@@ -137,6 +179,9 @@ impl DeviceAllocator for Naive {
         };
         let mut state = self.lock();
         state.live.insert(addr, (bytes, stream));
+        if let Some(kept) = state.captures.open_on(stream) {
+            kept.own.insert(addr);
+        }
         state.stats.num_device_alloc += 1;
         let (count, size) = state.held();
         count.increase(ANY, 1);
@@ -165,6 +210,9 @@ impl DeviceAllocator for Naive {
         let (count, size) = state.held();
         count.decrease(ANY, 1);
         size.decrease(ANY, bytes);
+        if state.keep(addr, (bytes, owner)) {
+            return Ok(Path::Deferred);
+        }
         drop(state);
         self.give_back(addr, bytes, owner)?;
         Ok(Path::DriverFree)
@@ -203,8 +251,8 @@ impl DeviceAllocator for Naive {
         };
         let state = self.lock();
         let live = state.live.iter().map(|entry| segment(entry, BlockState::Allocated));
-        let refused = state.refused.iter().map(|entry| segment(entry, BlockState::PendingFree));
-        let mut segments: Vec<SegmentInfo> = live.chain(refused).collect();
+        let gone = state.gone().map(|entry| segment(entry, BlockState::PendingFree));
+        let mut segments: Vec<SegmentInfo> = live.chain(gone).collect();
         segments.sort_unstable_by_key(|segment| segment.addr);
         Some(Snapshot { segments })
     }
@@ -217,10 +265,44 @@ impl DeviceAllocator for Naive {
     fn trim(&self, _keep_bytes: u64) -> Result<u64, AllocError> {
         Ok(self.retry_refused()?)
     }
+
+    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        need_graphs(self.name(), self.driver.as_ref())?;
+        let captures = &mut self.lock().captures;
+        captures.need_none_on(self.name(), stream)?;
+        Ok(captures.begin(stream, Kept::default()))
+    }
+
+    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let (stream, kept) = state.captures.find_open(self.name(), capture)?;
+        let waiting = std::mem::take(&mut kept.waiting);
+        let (blocks, bytes) = (kept.own.len(), kept.own.iter().map(|addr| state.live[addr].0).sum());
+        state.captures.end(stream);
+        drop(guard);
+        let freed = self.give_all_back(waiting);
+        if blocks > 0 {
+            return Err(AllocError::CaptureLive { allocator: self.name(), blocks, bytes });
+        }
+        Ok(freed.map(|_| ())?)
+    }
+
+    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        let kept = self.lock().captures.release(self.name(), capture)?;
+        Ok(self.give_all_back(kept.pinned).map(|_| ())?)
+    }
 }
 
 impl Drop for Naive {
     fn drop(&mut self) {
+        // Captures that nobody released: their graphs are of no more use without their memory.
+        let mut captures = std::mem::take(&mut self.lock().captures);
+        for (_, kept) in captures.each() {
+            for blocks in [&mut kept.waiting, &mut kept.pinned] {
+                let _ = self.give_all_back(std::mem::take(blocks));
+            }
+        }
         // Errors have nobody to go to; what is refused again goes with the device context.
         let _ = self.retry_refused();
     }

@@ -8,18 +8,26 @@
 //! for each 32 MiB that it has to take from the device. With a low threshold each synchronise gives free memory
 //! back at about 32 us for 32 MiB.
 //!
+//! *Graph capture.* The driver captures allocations and frees as nodes of the graph. That memory is not the pool's: it
+//! belongs to the graph, and the device accounts for it ([`Stats::graph_memory`]). Reserved bytes and the ledger do not
+//! hold it, so that in a capture active bytes can exceed reserved ones. While any capture is open a refused request is not
+//! tried again, because that would take a synchronise.
+//!
 //! *Good at* sharing memory between streams and with libraries that use the same pool, and at returning memory.
 //! *Bad at* explaining itself: there are two counters and no blocks to look at.
 //!
 //! *Source.* CUDA programming guide, "Stream-Ordered Memory Allocator":
 //! <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MALLOC__ASYNC.html>.
 
-use crate::allocator::{Block, DeviceAllocator, Path, Request};
-use crate::device::{DeviceAddr, Driver, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
+use super::captures::{Captures, need_graphs};
+use crate::allocator::{Block, CaptureId, DeviceAllocator, Path, Request};
+use crate::device::{
+    DeviceAddr, Driver, GraphDriver, GraphMemory, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
+};
 use crate::error::{AllocError, DriverError, OomReport};
 use crate::snapshot::{Attribution, Ledger, Snapshot};
 use crate::stats::{Gauge, PoolKind, PooledGauge, Stats};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// See the [module](self).
@@ -37,6 +45,11 @@ struct State {
     live: HashMap<DeviceAddr, LiveBlock>,
     /// Blocks whose free the driver refused: gone from the client's side, still held by the pool.
     refused: Vec<(DeviceAddr, LiveBlock)>,
+    captures: Captures<Kept>,
+    /// Bytes of blocks that were allocated in captures and are held.
+    captured: u64,
+    /// The account of graphs' memory as it was last read; absent until the first capture.
+    graph_memory: Option<GraphMemory>,
     peak: Ledger,
     /// The counters as they were last read, for when the driver does not answer.
     counters: PoolCounters,
@@ -51,6 +64,24 @@ struct LiveBlock {
     uses: Vec<StreamId>,
 }
 
+/// What a capture keeps.
+#[derive(Debug, Default)]
+struct Kept {
+    /// Blocks that were allocated in it and that the client holds.
+    own: BTreeSet<DeviceAddr>,
+    /// Blocks from before whose free waits for its end.
+    waiting: Vec<(DeviceAddr, LiveBlock)>,
+}
+
+/// Whose a block is that is freed.
+enum Owner {
+    Pool,
+    /// A capture that is open.
+    Capture,
+    /// A graph.
+    Graph,
+}
+
 const ANY: PoolKind = PoolKind::Large;
 
 impl State {
@@ -63,6 +94,27 @@ impl State {
     /// requested.
     fn taken(&mut self) -> (&mut PooledGauge, [&mut PooledGauge; 2]) {
         (&mut self.stats.active, [&mut self.stats.active_bytes, &mut self.stats.requested_bytes])
+    }
+
+    /// Bytes that the client asked for and the pool has not got back.
+    fn requested_of_pool(&self) -> u64 {
+        self.stats.requested_bytes.all.current - self.captured
+    }
+
+    /// Accounts for a block that nobody holds any more.
+    fn forget(&mut self, bytes: u64) {
+        let (count, sizes) = self.taken();
+        count.decrease(ANY, 1);
+        sizes.into_iter().for_each(|gauge| gauge.decrease(ANY, bytes));
+    }
+
+    /// Whose a block is that is freed now; a capture's is its own no longer.
+    fn owner_of(&mut self, addr: DeviceAddr, bytes: u64) -> Owner {
+        let Some(open) = self.captures.each().find_map(|(open, kept)| kept.own.remove(&addr).then_some(open)) else {
+            return Owner::Pool;
+        };
+        self.captured -= bytes;
+        if open { Owner::Capture } else { Owner::Graph }
     }
 }
 
@@ -117,7 +169,7 @@ impl StreamOrdered {
     /// Reads the pool's counters when requested bytes reach a new peak, which after the first steps is never: a
     /// pool grows only for a new peak, so this finds the peak of reserved without a driver call on each request.
     fn sample(&self, state: &mut State) {
-        let requested = state.stats.requested_bytes.all.current;
+        let requested = state.requested_of_pool();
         if requested <= state.sampled {
             return;
         }
@@ -130,8 +182,9 @@ impl StreamOrdered {
 
     fn ledger(&self, state: &mut State) -> Ledger {
         let PoolCounters { reserved, used, .. } = self.counters(state);
-        let requested = state.stats.requested_bytes.all.current;
-        let pending: u64 = state.refused.iter().map(|(_, block)| block.bytes).sum();
+        let requested = state.requested_of_pool();
+        let waiting = state.captures.kept().flat_map(|kept| &kept.waiting);
+        let pending: u64 = state.refused.iter().chain(waiting).map(|(_, block)| block.bytes).sum();
         Ledger {
             internal: used.saturating_sub(requested),
             soft: reserved.saturating_sub(used.max(requested)),
@@ -187,10 +240,70 @@ impl StreamOrdered {
             return freed;
         }
         state.stats.num_device_free += 1;
-        let (count, sizes) = state.taken();
-        count.decrease(ANY, 1);
-        sizes.into_iter().for_each(|gauge| gauge.decrease(ANY, block.bytes));
+        state.forget(block.bytes);
         Ok(())
+    }
+
+    /// Whether a free on `stream`, ordered after the work of `uses`, would become a part of a graph.
+    fn is_captured(&self, state: &State, block: &LiveBlock) -> Result<bool, DriverError> {
+        if state.captures.all_ended() {
+            return Ok(false);
+        }
+        for stream in block.uses.iter().chain([&block.stream]) {
+            if state.captures.is_open_on(*stream) || self.driver.stream_is_capturing(*stream)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Frees a block of the pool that is in no list, or lets its free wait for the end of a capture.
+    fn free_now_or_later(&self, addr: DeviceAddr, block: LiveBlock) -> Result<Path, DriverError> {
+        let path = if block.uses.is_empty() { Path::Pool } else { Path::WaitInserted };
+        let mut state = self.lock();
+        // A driver that does not say counts as one that captures: late is safe.
+        let captured = self.is_captured(&state, &block);
+        if !matches!(captured, Ok(false))
+            && let Some(kept) = state.captures.open_of(block.stream)
+        {
+            kept.waiting.push((addr, block));
+            return captured.map(|_| Path::Deferred);
+        }
+        drop(state);
+        self.give_back(addr, block)?;
+        Ok(path)
+    }
+
+    /// Frees a block in the capture that it was allocated in.
+    fn free_in_capture(&self, addr: DeviceAddr, block: &LiveBlock) -> Result<Path, DriverError> {
+        // Work of a joined stream is ordered before the free inside the graph.
+        let ordered = block.uses.iter().try_for_each(|&user| self.order(user, block.stream));
+        // SAFETY: the address was live here; its uses on its own stream were captured before (the client's promise), and
+        // those on joined streams are ordered before this point.
+        let freed = ordered.and_then(|()| unsafe { self.pools().mem_free_async(addr, block.stream) });
+        let mut state = self.lock();
+        // A block that could not be freed in its graph goes with it, or with the next launch.
+        state.forget(block.bytes);
+        state.stats.num_device_free += u64::from(freed.is_ok());
+        freed.map(|()| Path::Pool)
+    }
+
+    /// The account of graphs' memory, once there has been a capture.
+    fn read_graph_memory(&self, state: &mut State) {
+        if state.graph_memory.is_some()
+            && let Some(Ok(memory)) = self.driver.graphs().map(GraphDriver::graph_memory)
+        {
+            state.graph_memory = Some(memory);
+        }
+    }
+
+    /// Gives back memory that no graph uses any more; the bytes that went.
+    fn trim_graph_memory(&self) -> Result<u64, DriverError> {
+        let graphs = self.driver.graphs().filter(|_| self.lock().graph_memory.is_some());
+        let Some(graphs) = graphs else { return Ok(0) };
+        let before = graphs.graph_memory()?.reserved;
+        graphs.graph_trim()?;
+        Ok(before.saturating_sub(graphs.graph_memory()?.reserved))
     }
 
     /// Tries the frees again that the driver refused; the first error.
@@ -198,7 +311,7 @@ impl StreamOrdered {
         let refused = std::mem::take(&mut self.lock().refused);
         let mut outcome = Ok(());
         for (addr, block) in refused {
-            outcome = outcome.and(self.give_back(addr, block));
+            outcome = outcome.and(self.free_now_or_later(addr, block).map(|_| ()));
         }
         outcome
     }
@@ -218,6 +331,9 @@ impl DeviceAllocator for StreamOrdered {
         let bytes = request.bytes;
         let (addr, path) = match self.pools().mem_alloc_async(self.pool, bytes, stream) {
             Ok(addr) => (addr, Path::Pool),
+            Err(error) if error.is_out_of_memory() && !self.lock().captures.all_ended() => {
+                return Err(self.out_of_memory(bytes));
+            }
             Err(error) if error.is_out_of_memory() => {
                 // Frees that are still queued keep their memory; after a synchronise the pool can reuse or give it
                 // back. RMM and PyTorch retry in the same way.
@@ -235,6 +351,10 @@ impl DeviceAllocator for StreamOrdered {
         };
         let mut state = self.lock();
         state.live.insert(addr, LiveBlock { bytes, stream, uses: Vec::new() });
+        if let Some(kept) = state.captures.open_on(stream) {
+            kept.own.insert(addr);
+            state.captured += bytes;
+        }
         state.stats.num_device_alloc += 1;
         let (count, size) = state.held();
         count.increase(ANY, 1);
@@ -250,12 +370,24 @@ impl DeviceAllocator for StreamOrdered {
         let addr = block.addr();
         // The record goes before the memory: the pool may hand the address out again at once.
         let Some(live) = self.lock().live.remove(&addr) else { return Err(self.foreign(&block)) };
-        let path = if live.uses.is_empty() { Path::Pool } else { Path::WaitInserted };
         let mut state = self.lock();
         let (count, size) = state.held();
         count.decrease(ANY, 1);
         size.decrease(ANY, live.bytes);
+        let owner = if state.captures.is_empty() { Owner::Pool } else { state.owner_of(addr, live.bytes) };
+        if matches!(owner, Owner::Graph) {
+            state.forget(live.bytes);
+            return Ok(Path::Pool);
+        }
+        let nothing_captured = state.captures.all_ended();
         drop(state);
+        if matches!(owner, Owner::Capture) {
+            return Ok(self.free_in_capture(addr, &live)?);
+        }
+        if !nothing_captured {
+            return Ok(self.free_now_or_later(addr, live)?);
+        }
+        let path = if live.uses.is_empty() { Path::Pool } else { Path::WaitInserted };
         self.give_back(addr, live)?;
         Ok(path)
     }
@@ -272,7 +404,9 @@ impl DeviceAllocator for StreamOrdered {
     fn stats(&self) -> Stats {
         let mut state = self.lock();
         let counters = self.counters(&mut state);
+        self.read_graph_memory(&mut state);
         let mut stats = state.stats.clone();
+        stats.graph_memory = state.graph_memory;
         // Only the level and its peak are known; how much came and went in all is not.
         stats.reserved_totals_known = false;
         stats.reserved_bytes.all =
@@ -283,7 +417,7 @@ impl DeviceAllocator for StreamOrdered {
     fn reset_peaks(&self) {
         let mut state = self.lock();
         state.stats.reset_peaks();
-        state.sampled = state.stats.requested_bytes.all.current;
+        state.sampled = state.requested_of_pool();
         state.peak = self.ledger(&mut state);
     }
 
@@ -299,14 +433,64 @@ impl DeviceAllocator for StreamOrdered {
         self.retry_refused()?;
         // Read first: above its threshold the pool gives memory back at the synchronise already.
         let before = self.pools().pool_counters(self.pool)?.reserved;
-        self.driver.device_synchronize()?;
+        // A capture cannot be waited for.
+        if self.lock().captures.all_ended() {
+            self.driver.device_synchronize()?;
+        }
         self.pools().pool_trim_to(self.pool, keep_bytes)?;
-        Ok(before.saturating_sub(self.pools().pool_counters(self.pool)?.reserved))
+        let released = before.saturating_sub(self.pools().pool_counters(self.pool)?.reserved);
+        Ok(released + self.trim_graph_memory()?)
+    }
+
+    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        need_graphs(self.name(), self.driver.as_ref())?;
+        let state = &mut *self.lock();
+        state.captures.need_none_on(self.name(), stream)?;
+        state.graph_memory.get_or_insert_default();
+        Ok(state.captures.begin(stream, Kept::default()))
+    }
+
+    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let (stream, kept) = state.captures.find_open(self.name(), capture)?;
+        let waiting = std::mem::take(&mut kept.waiting);
+        let (blocks, bytes) = (kept.own.len(), kept.own.iter().map(|addr| state.live[addr].bytes).sum());
+        state.captures.end(stream);
+        drop(guard);
+        let mut freed = Ok(());
+        for (addr, block) in waiting {
+            freed = freed.and(self.free_now_or_later(addr, block).map(|_| ()));
+        }
+        if blocks > 0 {
+            return Err(AllocError::CaptureLive { allocator: self.name(), blocks, bytes });
+        }
+        Ok(freed?)
+    }
+
+    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        let state = &mut *self.lock();
+        let kept = state.captures.release(self.name(), capture)?;
+        // What the client still holds went with the graph.
+        let gone: Vec<LiveBlock> = kept.own.iter().filter_map(|addr| state.live.remove(addr)).collect();
+        for block in gone {
+            state.captured -= block.bytes;
+            let (count, size) = state.held();
+            count.decrease(ANY, 1);
+            size.decrease(ANY, block.bytes);
+            state.forget(block.bytes);
+        }
+        Ok(())
     }
 }
 
 impl Drop for StreamOrdered {
     fn drop(&mut self) {
+        let waiting = {
+            let mut captures = std::mem::take(&mut self.lock().captures);
+            captures.each().flat_map(|(_, kept)| std::mem::take(&mut kept.waiting)).collect::<Vec<_>>()
+        };
+        self.lock().refused.extend(waiting);
         // Errors have nobody to go to; what is refused again goes with the device context.
         let _ = self.retry_refused();
         // Frees may still be queued, and an earlier error may surface here instead of the call's own.

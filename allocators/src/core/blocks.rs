@@ -167,6 +167,11 @@ impl BlockRecord {
         self.place |= SHARED;
     }
 
+    /// Takes [`share`](Self::share) back.
+    pub fn unshare(&mut self) {
+        self.place &= !SHARED;
+    }
+
     /// Bytes that the client asked for; 0 when free.
     #[must_use]
     pub fn requested(&self) -> u64 {

@@ -60,6 +60,13 @@ call_kinds! {
     EventQuery "event_query" "`cuEventQuery`",
     EventSynchronize "event_synchronize" "`cuEventSynchronize`",
     EventElapsed "event_elapsed" "`cuEventElapsedTime`",
+    CaptureBegin "capture_begin" "`cuStreamBeginCapture`",
+    CaptureEnd "capture_end" "`cuStreamEndCapture`, `cuGraphInstantiate`, `cuGraphUpload`",
+    CaptureAbort "capture_abort" "`cuStreamEndCapture` of a capture that is thrown away",
+    GraphLaunch "graph_launch" "`cuGraphLaunch`",
+    GraphDestroy "graph_destroy" "`cuGraphExecDestroy`",
+    GraphMemory "graph_memory" "`cuDeviceGetGraphMemAttribute`",
+    GraphTrim "graph_trim" "`cuDeviceGraphMemTrim`",
     ModuleLoad "module_load" "`cuModuleLoadData`, `cuModuleGetFunction`",
     DeviceQuery "device_query" "`cuInit`, `cuDeviceGet*`, `cuCtx*`",
 }

@@ -16,6 +16,7 @@
 //! <https://docs.nvidia.com/cuda/cuda-driver-api/>
 
 mod driver;
+mod graphs;
 mod pools;
 mod probe;
 mod vmm;

@@ -1,8 +1,8 @@
 //! One decorator for drivers: every call of the inner driver passes through a hook.
 
 use super::{
-    CallKind, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, MemInfo, PhysicalHandle, PoolCounters,
-    PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
+    CallKind, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, MemInfo,
+    PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
 };
 use crate::instrument::Clock;
 use std::fmt;
@@ -49,6 +49,7 @@ impl CallResult for DeviceAddr {
 
 macro_rules! without_address { ($($kind:ty),+) => { $(impl CallResult for $kind {})+ }; }
 without_address!((), u64, MemInfo, StreamId, EventId, PoolId, PoolSettings, PoolCounters, PhysicalHandle, NonNull<u8>);
+without_address!(GraphId, GraphMemory);
 
 /// Stands around each call.
 pub trait Hook: Send + Sync + fmt::Debug {
@@ -137,6 +138,10 @@ impl<H: Hook> HookedDriver<H> {
 
     fn inner_pools(&self) -> &dyn PoolDriver {
         self.inner.pools().expect("pools() should have been asked first")
+    }
+
+    fn inner_graphs(&self) -> &dyn GraphDriver {
+        self.inner.graphs().expect("graphs() should have been asked first")
     }
 
     fn inner_vmm(&self) -> &dyn VmmDriver {
@@ -275,6 +280,43 @@ impl<H: Hook> Driver for HookedDriver<H> {
 
     fn vmm(&self) -> Option<&dyn VmmDriver> {
         self.inner.vmm().map(|_| self as _)
+    }
+
+    fn graphs(&self) -> Option<&dyn GraphDriver> {
+        self.inner.graphs().map(|_| self as _)
+    }
+}
+
+impl<H: Hook> GraphDriver for HookedDriver<H> {
+    fn capture_begin(&self, stream: StreamId) -> DriverResult<()> {
+        self.on(CallKind::CaptureBegin, stream, CallArguments::default(), || self.inner_graphs().capture_begin(stream))
+    }
+
+    fn capture_end(&self, stream: StreamId) -> DriverResult<GraphId> {
+        self.on(CallKind::CaptureEnd, stream, CallArguments::default(), || self.inner_graphs().capture_end(stream))
+    }
+
+    fn capture_abort(&self, stream: StreamId) -> DriverResult<()> {
+        self.on(CallKind::CaptureAbort, stream, CallArguments::default(), || self.inner_graphs().capture_abort(stream))
+    }
+
+    fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {
+        self.on(CallKind::GraphLaunch, stream, CallArguments::default(), || {
+            self.inner_graphs().graph_launch(graph, stream)
+        })
+    }
+
+    unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.call(CallKind::GraphDestroy, || unsafe { self.inner_graphs().graph_destroy(graph) })
+    }
+
+    fn graph_memory(&self) -> DriverResult<GraphMemory> {
+        self.call(CallKind::GraphMemory, || self.inner_graphs().graph_memory())
+    }
+
+    fn graph_trim(&self) -> DriverResult<()> {
+        self.call(CallKind::GraphTrim, || self.inner_graphs().graph_trim())
     }
 }
 

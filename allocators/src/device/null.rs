@@ -1,14 +1,18 @@
 //! A device whose calls cost nothing: addresses only, for benchmarks of bookkeeping.
 
+mod graphs;
+
 use super::{
-    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, MemInfo, PoolCounters,
-    PoolDriver, PoolId, PoolSettings, StreamId,
+    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
+    PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
 };
 use crate::error::DriverError;
 use crate::instrument::{Clock, MonotonicClock};
+use graphs::Graphs;
 use std::collections::HashMap;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, PoisonError};
 
 const BASE: u64 = 1 << 41;
@@ -26,6 +30,9 @@ pub struct NullDriver {
     sizes: Mutex<HashMap<u64, u64>>,
     pools: Mutex<HashMap<u64, (PoolSettings, PoolCounters)>>,
     owners: Mutex<HashMap<u64, u64>>,
+    graphs: Mutex<Graphs>,
+    /// Streams that capture, so that an allocation sees without a lock that there are none.
+    capturing: AtomicUsize,
     clock: Arc<MonotonicClock>,
 }
 
@@ -45,6 +52,8 @@ impl NullDriver {
             sizes: Mutex::default(),
             pools: Mutex::default(),
             owners: Mutex::default(),
+            graphs: Mutex::default(),
+            capturing: AtomicUsize::new(0),
             clock: Arc::new(MonotonicClock::new()),
         }
     }
@@ -131,8 +140,8 @@ impl Driver for NullDriver {
         Ok(())
     }
 
-    fn stream_is_capturing(&self, _stream: StreamId) -> DriverResult<bool> {
-        Ok(false)
+    fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool> {
+        Ok(self.capturing.load(Acquire) != 0 && lock(&self.graphs).is_capturing(stream))
     }
 
     fn device_synchronize(&self) -> DriverResult<()> {
@@ -190,6 +199,10 @@ impl Driver for NullDriver {
     fn pools(&self) -> Option<&dyn PoolDriver> {
         Some(self)
     }
+
+    fn graphs(&self) -> Option<&dyn GraphDriver> {
+        Some(self)
+    }
 }
 
 impl PoolDriver for NullDriver {
@@ -224,7 +237,12 @@ impl PoolDriver for NullDriver {
         Ok(())
     }
 
-    fn mem_alloc_async(&self, pool: PoolId, bytes: u64, _stream: StreamId) -> DriverResult<DeviceAddr> {
+    fn mem_alloc_async(&self, pool: PoolId, bytes: u64, stream: StreamId) -> DriverResult<DeviceAddr> {
+        if self.capturing.load(Acquire) != 0
+            && let Some(captured) = self.alloc_captured(bytes, stream)
+        {
+            return captured;
+        }
         let mut pools = lock(&self.pools);
         let Some((_, counters)) = pools.get_mut(&pool.0) else {
             return Err(DriverError::new(
@@ -243,7 +261,12 @@ impl PoolDriver for NullDriver {
         Ok(addr)
     }
 
-    unsafe fn mem_free_async(&self, addr: DeviceAddr, _stream: StreamId) -> DriverResult<()> {
+    unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
+        if self.capturing.load(Acquire) != 0
+            && let Some(captured) = self.free_captured(addr, stream)
+        {
+            return captured;
+        }
         let bytes = self.give(CallKind::MemFreeAsync, addr)?;
         let owner = lock(&self.owners).remove(&addr.get());
         if let Some(id) = owner

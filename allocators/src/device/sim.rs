@@ -4,11 +4,12 @@
 //! machine. *Time* is virtual: a host clock and one clock for each stream. Each call costs what the
 //! [`Profile`] says and blocks as the real call blocks: a free of plain memory waits for the whole device, a
 //! pool above its release threshold gives memory back at a synchronise, a launch queues until the queue is
-//! full. Nothing reads a real clock, so a run repeats to the last bit.
+//! full, a graph is one call however many kernels it has. Nothing reads a real clock, so a run repeats to the last bit.
 //!
 //! Kernels and copies take effect when they are queued, in the host's order; a program that is correctly
 //! synchronised cannot tell.
 
+mod graphs;
 mod heap;
 mod l2;
 mod memory;
@@ -18,15 +19,17 @@ mod timeline;
 mod vmm;
 
 pub use profile::{
-    Copies, CostBySize, KernelCost, MemoryCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues, VirtualMemory,
+    Copies, CostBySize, GraphCosts, KernelCost, MemoryCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues,
+    VirtualMemory,
 };
 
 use super::{
-    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, MemInfo, PoolDriver, StreamId,
-    VmmDriver,
+    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
+    PoolDriver, StreamId, VmmDriver,
 };
 use crate::error::DriverError;
 use crate::instrument::Clock;
+use graphs::{Graphs, Node};
 use heap::{Heap, Packing};
 use l2::L2;
 use memory::HostMemoryMap;
@@ -75,6 +78,7 @@ struct State {
     next_event: u64,
     host: HostMemoryMap,
     vmm: vmm::Space,
+    graphs: Graphs,
     /// Absent where the profile has no cache, and where addresses are all there is.
     l2: Option<L2>,
 }
@@ -100,6 +104,7 @@ impl State {
             + self.large.held_bytes()
             + self.pools.values().map(|pool| pool.heap.held_bytes()).sum::<u64>()
             + self.vmm.created_bytes()
+            + self.graphs.held_bytes()
     }
 
     /// Touches buffers in the cache; the share of their bytes that was not in it.
@@ -150,6 +155,7 @@ impl SimDriver {
             next_event: 1,
             host: HostMemoryMap::default(),
             vmm: vmm::Space::default(),
+            graphs: Graphs::default(),
             l2: profile.l2_bytes.filter(|_| memory == SimMemory::Host).map(L2::new),
         };
         Self { profile, memory, state: Arc::new(Mutex::new(state)) }
@@ -182,6 +188,15 @@ impl SimDriver {
         let mut state = self.lock();
         state.need_stream(CallKind::KernelLaunch, stream)?;
         state.time.spend(self.profile.queues.launch_ns);
+        let node = || Node::Kernel {
+            name: kernel.to_owned(),
+            geometry: (blocks, iterations),
+            bytes,
+            buffers: buffers.to_vec(),
+        };
+        if state.graphs.note(stream, node) {
+            return Ok(());
+        }
         let missed = state.access(buffers);
         let duration = self.profile.kernel_ns(kernel, blocks, iterations, bytes, missed);
         state.time.enqueue(stream.0, self.profile.queues.start_latency_ns, duration);
@@ -322,6 +337,7 @@ impl Driver for SimDriver {
     unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
         let mut state = self.lock();
         state.need_stream(CallKind::StreamDestroy, stream)?;
+        state.refuse_capturing(CallKind::StreamDestroy, stream)?;
         state.time.destroy_stream(stream.0);
         Ok(())
     }
@@ -329,6 +345,7 @@ impl Driver for SimDriver {
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
         let mut state = self.lock();
         state.need_stream(CallKind::StreamSynchronize, stream)?;
+        state.refuse_capturing(CallKind::StreamSynchronize, stream)?;
         state.time.synchronize_stream(stream.0);
         state.time.spend(self.profile.queues.stream_synchronize_ns);
         state.after_synchronize(&self.profile);
@@ -340,6 +357,9 @@ impl Driver for SimDriver {
         state.need_stream(CallKind::StreamWaitEvent, stream)?;
         let recorded = state.recorded(CallKind::StreamWaitEvent, event)?.cloned();
         state.time.spend(self.profile.queues.event_wait_ns);
+        if state.wait_captured(stream, event, recorded.is_some())? {
+            return Ok(());
+        }
         // Waiting for an event that was never recorded is a no-op, as in CUDA.
         if let Some(recorded) = recorded {
             state.time.wait_for(stream.0, &recorded);
@@ -348,11 +368,14 @@ impl Driver for SimDriver {
     }
 
     fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool> {
-        self.lock().need_stream(CallKind::StreamIsCapturing, stream).map(|()| false)
+        let state = self.lock();
+        state.need_stream(CallKind::StreamIsCapturing, stream)?;
+        Ok(state.graphs.is_capturing(stream))
     }
 
     fn device_synchronize(&self) -> DriverResult<()> {
         let mut state = self.lock();
+        state.refuse_any_capture(CallKind::DeviceSynchronize)?;
         state.time.synchronize_device();
         state.time.spend(self.profile.queues.device_synchronize_ns);
         state.after_synchronize(&self.profile);
@@ -372,6 +395,7 @@ impl Driver for SimDriver {
         let mut state = self.lock();
         state.recorded(CallKind::EventDestroy, event)?;
         state.time.spend(self.profile.queues.event_destroy_ns);
+        state.graphs.forget_event(event);
         state.events.remove(&event.0);
         Ok(())
     }
@@ -381,6 +405,9 @@ impl Driver for SimDriver {
         state.need_stream(CallKind::EventRecord, stream)?;
         state.recorded(CallKind::EventRecord, event)?;
         state.time.spend(self.profile.queues.event_record_ns);
+        if state.record_captured(event, stream) {
+            return Ok(());
+        }
         let recorded = state.time.record(stream.0);
         state.events.insert(event.0, Some(recorded));
         Ok(())
@@ -388,6 +415,7 @@ impl Driver for SimDriver {
 
     fn event_query(&self, event: EventId) -> DriverResult<bool> {
         let mut state = self.lock();
+        state.refuse_captured_event(CallKind::EventQuery, event)?;
         let done =
             state.recorded(CallKind::EventQuery, event)?.is_none_or(|recorded| state.time.has_passed(recorded.mark));
         state.time.spend(self.profile.queues.event_query_ns);
@@ -396,6 +424,7 @@ impl Driver for SimDriver {
 
     fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
         let mut state = self.lock();
+        state.refuse_captured_event(CallKind::EventSynchronize, event)?;
         if let Some(mark) = state.recorded(CallKind::EventSynchronize, event)?.map(|recorded| recorded.mark) {
             state.time.synchronize_mark(mark);
         }
@@ -405,8 +434,10 @@ impl Driver for SimDriver {
     }
 
     fn event_elapsed_ns(&self, start: EventId, end: EventId) -> DriverResult<u64> {
-        let state = self.lock();
+        let mut state = self.lock();
         let call = CallKind::EventElapsed;
+        state.refuse_captured_event(call, start)?;
+        state.refuse_captured_event(call, end)?;
         let time = |event| -> DriverResult<u64> {
             let recorded = state.recorded(call, event)?.map(|recorded| recorded.mark.time_ns);
             recorded.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, "the event was never recorded"))
@@ -432,6 +463,7 @@ impl Driver for SimDriver {
     unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
         let mut state = self.lock();
         state.need_stream(CallKind::CopyToDevice, stream)?;
+        state.refuse_capturing(CallKind::CopyToDevice, stream)?;
         let target = self.need_memory(CallKind::CopyToDevice, &state, dst, src.len())?;
         // SAFETY: `target` is valid for `src.len()` bytes and host memory of ours, so it does not overlap `src`.
         unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), target.as_ptr(), src.len()) };
@@ -450,6 +482,10 @@ impl Driver for SimDriver {
         let mut state = self.lock();
         state.need_stream(CallKind::CopyToDevice, stream)?;
         let target = self.need_memory(CallKind::CopyToDevice, &state, dst, bytes)?;
+        if state.graphs.note(stream, || Node::Copy { dst: dst.get(), bytes: bytes as u64 }) {
+            state.time.spend(self.profile.copies.pinned_to_device_ns);
+            return Ok(());
+        }
         // SAFETY: `target` is valid for `bytes`; the caller promises the same of `src`; the two are different
         // allocations.
         unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), target.as_ptr(), bytes) };
@@ -461,6 +497,7 @@ impl Driver for SimDriver {
     unsafe fn copy_to_host(&self, dst: &mut [u8], src: DeviceAddr, stream: StreamId) -> DriverResult<()> {
         let mut state = self.lock();
         state.need_stream(CallKind::CopyToHost, stream)?;
+        state.refuse_capturing(CallKind::CopyToHost, stream)?;
         let source = self.need_memory(CallKind::CopyToHost, &state, src, dst.len())?;
         // SAFETY: `source` is valid for `dst.len()` bytes and `dst` is an exclusive slice elsewhere.
         unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), dst.as_mut_ptr(), dst.len()) };
@@ -473,6 +510,12 @@ impl Driver for SimDriver {
     unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()> {
         let mut state = self.lock();
         state.need_stream(CallKind::Memset, stream)?;
+        let node =
+            || Node::Kernel { name: "memset".into(), geometry: (1, 1), bytes, buffers: vec![(dst.get(), bytes)] };
+        if state.graphs.note(stream, node) {
+            state.time.spend(self.profile.copies.memset_ns);
+            return Ok(());
+        }
         if self.memory == SimMemory::Host {
             let len = usize::try_from(bytes).map_err(|_| out_of_memory(CallKind::Memset))?;
             let target = self.need_memory(CallKind::Memset, &state, dst, len)?;
@@ -493,6 +536,10 @@ impl Driver for SimDriver {
     fn vmm(&self) -> Option<&dyn VmmDriver> {
         let possible = self.memory == SimMemory::None || vmm::CAN_BACK;
         (self.profile.vmm.is_some() && possible).then_some(self as _)
+    }
+
+    fn graphs(&self) -> Option<&dyn GraphDriver> {
+        Some(self)
     }
 }
 

@@ -4,8 +4,11 @@
 //! it comes back, unless another stream may still read it. So reading memory that was never written, or was freed,
 //! gives NaN; and writing memory that was freed is found when the block is handed out the next time and is no longer
 //! all `0xFF`.
+//!
+//! Nothing is filled or read on a stream that is captured, because the graph would do so at each launch, and memory of a
+//! capture is never filled. There addresses alone are checked: nobody else may be handed them until the capture is released.
 
-use crate::allocator::{Block, DeviceAllocator, Path, Request};
+use crate::allocator::{Block, CaptureId, DeviceAllocator, Path, Request};
 use crate::device::{DeviceAddr, Driver, StreamId};
 use crate::error::AllocError;
 use crate::snapshot::{BlockState, Ledger, Snapshot};
@@ -45,6 +48,33 @@ struct Held {
     /// Whether work on another stream was announced. It may still read the block after the free, so that must not
     /// poison it.
     shared: bool,
+    /// Whether it is memory of a capture.
+    captured: bool,
+}
+
+/// What is known of a capture.
+#[derive(Debug)]
+struct Captured {
+    stream: StreamId,
+    open: bool,
+    /// Addresses that its blocks had: address, then bytes; joined where they overlap.
+    ranges: BTreeMap<u64, u64>,
+}
+
+impl Captured {
+    fn overlaps(&self, addr: u64, bytes: u64) -> bool {
+        let below = self.ranges.range(..addr + bytes).next_back();
+        below.is_some_and(|(start, len)| start + len > addr)
+    }
+
+    fn insert(&mut self, addr: u64, bytes: u64) {
+        let (mut start, mut end) = (addr, addr + bytes);
+        while let Some((&other, &len)) = self.ranges.range(..end).next_back().filter(|(at, len)| **at + **len > start) {
+            self.ranges.remove(&other);
+            (start, end) = (start.min(other), end.max(other + len));
+        }
+        self.ranges.insert(start, end - start);
+    }
 }
 
 #[derive(Debug, Default)]
@@ -53,6 +83,7 @@ struct State {
     live: BTreeMap<u64, Held>,
     /// Ranges that were poisoned when they came back and should be untouched: address, then bytes.
     poisoned: BTreeMap<u64, u64>,
+    captures: BTreeMap<CaptureId, Captured>,
     report: CheckReport,
 }
 
@@ -60,6 +91,17 @@ impl State {
     fn violation(&mut self, text: String) -> AllocError {
         self.report.violations.push(text.clone());
         AllocError::Violation(text)
+    }
+
+    /// The open capture of a stream.
+    fn open_on(&mut self, stream: StreamId) -> Option<&mut Captured> {
+        self.captures.values_mut().find(|capture| capture.open && capture.stream == stream)
+    }
+
+    /// Finds a capture whose memory a block must not be.
+    fn pinned_by(&self, addr: u64, bytes: u64, stream: StreamId) -> Option<CaptureId> {
+        let others = self.captures.iter().filter(|(_, capture)| !(capture.open && capture.stream == stream));
+        others.into_iter().find(|(_, capture)| capture.overlaps(addr, bytes)).map(|(id, _)| *id)
     }
 
     /// Takes the poisoned ranges inside `addr..addr + bytes` out and returns them, cut to it.
@@ -104,20 +146,37 @@ impl Checker {
         CheckReport { live, ..state.report.clone() }
     }
 
+    /// Whether what is queued on the stream becomes a part of a graph. A driver that does not say counts as one that
+    /// captures.
+    fn is_captured(&self, state: &mut State, stream: StreamId) -> bool {
+        if state.open_on(stream).is_some() {
+            return true;
+        }
+        let any = state.captures.values().any(|capture| capture.open);
+        any && self.driver.stream_is_capturing(stream).unwrap_or(true)
+    }
+
+    /// Forgets what was known of the contents of a block, and of its whole segment where that is fresh from the driver.
+    fn forget(&self, state: &mut State, block: &Block) {
+        let (addr, bytes) = (block.addr().get(), block.bytes());
+        state.take_poisoned(addr, bytes);
+        if matches!(block.path(), Path::Hit | Path::Split) {
+            return;
+        }
+        let snapshot = self.inner.snapshot();
+        let segments = snapshot.iter().flat_map(|snapshot| &snapshot.segments);
+        for segment in
+            segments.filter(|segment| (segment.addr.get()..segment.addr.get() + segment.bytes).contains(&addr))
+        {
+            state.take_poisoned(segment.addr.get(), segment.bytes);
+        }
+    }
+
     /// Contents are only kept by backends that show their segments; a driver's pool may remap what is free.
     fn verify(&self, state: &mut State, block: &Block, stream: StreamId) -> Result<(), AllocError> {
         let (addr, bytes) = (block.addr().get(), block.bytes());
         if !matches!(block.path(), Path::Hit | Path::Split) {
-            // Fresh from the driver: nothing is known of the whole segment's contents.
-            let snapshot = self.inner.snapshot();
-            let segments = snapshot.iter().flat_map(|snapshot| &snapshot.segments);
-            let ranges: Vec<(u64, u64)> = segments
-                .filter(|segment| (segment.addr.get()..segment.addr.get() + segment.bytes).contains(&addr))
-                .map(|segment| (segment.addr.get(), segment.bytes))
-                .collect();
-            for (start, len) in ranges.into_iter().chain([(addr, bytes)]) {
-                state.take_poisoned(start, len);
-            }
+            self.forget(state, block);
             return Ok(());
         }
         for (start, len) in state.take_poisoned(addr, bytes) {
@@ -157,7 +216,20 @@ impl DeviceAllocator for Checker {
             );
             return Err(state.violation(text));
         }
-        state.live.insert(addr, Held { bytes, stream, shared: false });
+        if let Some(capture) = state.pinned_by(addr, bytes, stream) {
+            let text = format!(
+                "overlap: block at {addr:#x} ({bytes} bytes) was handed out while capture {} pins its memory",
+                capture.0
+            );
+            return Err(state.violation(text));
+        }
+        if self.is_captured(&mut state, stream) {
+            let own = state.open_on(stream).map(|capture| capture.insert(addr, bytes));
+            state.live.insert(addr, Held { bytes, stream, shared: false, captured: own.is_some() });
+            self.forget(&mut state, &block);
+            return Ok(block);
+        }
+        state.live.insert(addr, Held { bytes, stream, shared: false, captured: false });
         let checked = self.verify(&mut state, &block, stream);
         // SAFETY: the block was just handed out for use on this stream.
         let filled = unsafe { self.driver.fill_bytes(block.addr(), POISON, block.requested(), stream) };
@@ -184,7 +256,8 @@ impl DeviceAllocator for Checker {
             let text = format!("block at {addr:#x} of stream {} is freed on stream {}", owner.0, stream.0);
             state.report.violations.push(text);
         }
-        let filled = if held.shared {
+        let quiet = held.shared || held.captured || self.is_captured(&mut state, stream);
+        let filled = if quiet {
             Ok(())
         } else {
             // SAFETY: the block is still ours and its uses were queued before (the caller's promise).
@@ -194,7 +267,7 @@ impl DeviceAllocator for Checker {
         let path = unsafe { self.inner.deallocate(block, stream) }?;
         // The block is back in either case; a failing fill only leaves it without poison.
         filled?;
-        if !held.shared && matches!(path, Path::Hit | Path::Coalesce) {
+        if !quiet && matches!(path, Path::Hit | Path::Coalesce) {
             state.poisoned.insert(addr, requested);
         }
         Ok(path)
@@ -206,6 +279,32 @@ impl DeviceAllocator for Checker {
             held.shared |= stream != held.stream;
         }
         Ok(())
+    }
+
+    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        let id = self.inner.capture_begin(stream)?;
+        self.lock().captures.insert(id, Captured { stream, open: true, ranges: BTreeMap::new() });
+        Ok(id)
+    }
+
+    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        let ended = self.inner.capture_end(capture);
+        if !matches!(ended, Err(AllocError::Capture { .. }))
+            && let Some(known) = self.lock().captures.get_mut(&capture)
+        {
+            known.open = false;
+        }
+        ended
+    }
+
+    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        // Before the memory: once it is back, another thread may be handed it.
+        let known = self.lock().captures.remove(&capture);
+        let released = self.inner.capture_release(capture);
+        if let (Err(AllocError::Capture { .. }), Some(known)) = (&released, known) {
+            self.lock().captures.insert(capture, known);
+        }
+        released
     }
 
     super::pass_on!();

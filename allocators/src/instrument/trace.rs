@@ -282,4 +282,5 @@ impl DeviceAllocator for EventTrace {
     }
 
     super::pass_on!();
+    super::pass_on!(captures);
 }

@@ -174,9 +174,12 @@ impl Caching {
         Ok(segment.bytes())
     }
 
-    /// Idle segments of a shard's pool by (size, address).
+    /// Idle segments of a shard's pool by (size, address); none where a graph may use them.
     fn idle<'a>(&self, shard: &'a Shard, pool: PoolKind) -> Vec<Idle<'a>> {
         let state = shard.lock();
+        if state.pinned {
+            return Vec::new();
+        }
         let free = state.cache.free_blocks(pool).into_iter().map(|index| (index, state.cache.blocks.get(index)));
         let whole = free.filter(|(_, block)| !block.is_split());
         let seen = |(index, block): (BlockIndex, &BlockRecord)| {
@@ -273,6 +276,16 @@ impl Caching {
         Ok(released)
     }
 
+    /// Gives back what is idle of a shard's segments.
+    pub(super) fn release_shard(&self, growth: &mut Growth, shard: &Shard) -> Result<(), DriverError> {
+        for pool in [PoolKind::Large, PoolKind::Small] {
+            for idle in self.idle(shard, pool) {
+                self.release_segment(growth, &idle)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Hands out a free block of the cache, if one fits.
     fn fit(&self, shard: &Shard, requested: u64, rounded: u64, path: Path) -> Option<Block> {
         let wanted = Wanted { rounded, requested, now: self.searches.load(Relaxed) };
@@ -351,7 +364,9 @@ impl Caching {
             let free = state.cache.free_blocks(pool);
             free.into_iter().map(|index| state.cache.blocks.get(index).bytes()).collect::<Vec<u64>>()
         };
-        let others = self.shards.by_stream().into_iter().filter(|other| other.id != shard.id);
+        // A graph's free blocks are nobody else's, whoever trims.
+        let others = self.shards.by_stream().into_iter();
+        let others = others.filter(|other| other.id != shard.id && !other.lock().pinned);
         let others =
             others.map(|other| sizes(other, PoolKind::Small).iter().chain(&sizes(other, PoolKind::Large)).sum::<u64>());
         let others = others.sum();

@@ -13,7 +13,8 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 /// A block that waits for an event.
 #[derive(Clone, Copy, Debug)]
 struct Waiting {
-    /// Missing where recording it failed; it is recorded later, which is late but safe.
+    /// Missing where recording it failed or had to wait for the end of a capture; it is recorded later, which is late
+    /// but safe.
     event: Option<EventId>,
     shard: u32,
     index: BlockIndex,
@@ -36,14 +37,18 @@ impl Pending {
 }
 
 impl Caching {
-    /// Queues an event behind the work that a pending free waits for.
-    fn record_event(&self, pending: &mut Pending, stream: StreamId) -> Result<EventId, DriverError> {
+    /// Queues an event behind the work that a pending free waits for; `None` while the stream is captured, when it would
+    /// become a part of the graph.
+    fn record_event(&self, pending: &mut Pending, stream: StreamId) -> Result<Option<EventId>, DriverError> {
+        if self.any_capture() && self.driver.stream_is_capturing(stream)? {
+            return Ok(None);
+        }
         let event = match pending.events.pop() {
             Some(event) => event,
             None => self.driver.event_create(false)?,
         };
         match self.driver.event_record(event, stream) {
-            Ok(()) => Ok(event),
+            Ok(()) => Ok(Some(event)),
             Err(error) => {
                 pending.events.push(event);
                 Err(error)
@@ -55,23 +60,66 @@ impl Caching {
     #[cold]
     pub(super) fn defer(&self, shard_id: u32, index: BlockIndex) -> Result<Path, AllocError> {
         let Some(shard) = self.shards.by_id(shard_id) else { return Ok(Path::Failed) };
+        if self.any_capture() && self.defer_to_capture(shard, index) {
+            return Ok(Path::Deferred);
+        }
         let pending = &mut *lock(&self.pending);
-        let uses = self.totals.step(shard, &self.shards, |state, waiting| {
+        let now = self.searches.load(Relaxed);
+        let freed = self.totals.step(shard, &self.shards, |state, waiting| {
             let uses = state.uses.remove(&index).unwrap_or_default();
-            let block = state.cache.blocks.get(index);
+            let block = *state.cache.blocks.get(index);
+            if uses.is_empty() {
+                // Marked for a capture that has ended meanwhile.
+                state.cache.blocks.get_mut(index).unshare();
+                return Err(state.cache.take_back(index, block.requested(), now));
+            }
             waiting.add_block(block.pool(), block.bytes(), block.requested());
             // CAST: one entry for each stream.
             state.cache.defer(index, uses.len() as u32);
-            uses
+            Ok(uses)
         });
-        let mut failed = None;
+        match freed {
+            Ok(uses) => {
+                self.wait_for(pending, shard_id, index, uses).map(|()| Path::Deferred).map_err(AllocError::from)
+            }
+            Err(joined) => Ok(if joined { Path::Coalesce } else { Path::Hit }),
+        }
+    }
+
+    /// Lets a pending block wait for what is queued on some streams.
+    fn wait_for(
+        &self,
+        pending: &mut Pending,
+        shard: u32,
+        index: BlockIndex,
+        uses: Vec<StreamId>,
+    ) -> Result<(), DriverError> {
+        let mut outcome = Ok(());
         for user in uses {
-            let event = self.record_event(pending, user).map_err(|error| failed = Some(error)).ok();
-            pending.queues.entry(user).or_default().push_back(Waiting { event, shard: shard_id, index });
+            let event = match self.record_event(pending, user) {
+                Ok(event) => event,
+                Err(error) => {
+                    outcome = Err(error);
+                    None
+                }
+            };
+            pending.queues.entry(user).or_default().push_back(Waiting { event, shard, index });
             // Before the lock is let go, so that who sees none finds none.
             self.waiting.fetch_add(1, Release);
         }
-        failed.map_or(Ok(Path::Deferred), |error| Err(error.into()))
+        outcome
+    }
+
+    /// Frees a block whose free waited for the end of a capture; streams that it was announced to are waited for now.
+    pub(super) fn free_after_capture(&self, shard_id: u32, index: BlockIndex) -> Result<(), DriverError> {
+        let Some(shard) = self.shards.by_id(shard_id) else { return Ok(()) };
+        let pending = &mut *lock(&self.pending);
+        let uses = shard.lock().uses.remove(&index).unwrap_or_default();
+        if uses.is_empty() {
+            self.complete(shard_id, index);
+            return Ok(());
+        }
+        self.wait_for(pending, shard_id, index, uses)
     }
 
     /// PyTorch's `process_events`: frees blocks whose events have completed. Each stream's queue is looked at until its
@@ -111,7 +159,7 @@ impl Caching {
                 let event = match event {
                     Some(event) => event,
                     None => {
-                        let event = self.record_event(pending, stream)?;
+                        let Some(event) = self.record_event(pending, stream)? else { break };
                         if let Some(front) = pending.queues.get_mut(&stream).and_then(VecDeque::front_mut) {
                             front.event = Some(event);
                         }

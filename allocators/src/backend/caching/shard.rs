@@ -28,6 +28,8 @@ pub(super) struct ShardState {
     pub(super) uses: BTreeMap<BlockIndex, Vec<StreamId>>,
     /// What all other streams' levels add up to while this one is the tenant of the totals.
     pub(super) others: Figures,
+    /// Whether a graph may use its segments, so that none goes back to the device.
+    pub(super) pinned: bool,
 }
 
 impl Shard {
@@ -62,7 +64,20 @@ pub(super) struct ShardTable {
     slots: Box<[OnceLock<Arc<Shard>>; SLOTS]>,
     /// By number: row `r` holds 2^r shards, so that a shard never moves.
     rows: [OnceLock<Row>; u32::BITS as usize],
-    numbers: Mutex<BTreeMap<StreamId, u32>>,
+    numbers: Mutex<Numbers>,
+}
+
+#[derive(Debug, Default)]
+struct Numbers {
+    by_stream: BTreeMap<StreamId, u32>,
+    /// Of shards that no stream leads to, oldest first: the captures'.
+    captured: Vec<u32>,
+}
+
+impl Numbers {
+    fn next(&self) -> u32 {
+        u32::try_from(self.by_stream.len() + self.captured.len()).expect("there should be fewer than 2^32 shards")
+    }
 }
 
 type Row = Box<[OnceLock<Arc<Shard>>]>;
@@ -84,7 +99,7 @@ impl ShardTable {
         Self {
             slots: Box::new([const { OnceLock::new() }; SLOTS]),
             rows: [const { OnceLock::new() }; u32::BITS as usize],
-            numbers: Mutex::new(BTreeMap::new()),
+            numbers: Mutex::new(Numbers::default()),
         }
     }
 
@@ -115,22 +130,44 @@ impl ShardTable {
     #[cold]
     fn register(&self, stream: StreamId, first: usize) -> &Shard {
         let numbers = &mut *lock(&self.numbers);
-        if let Some(shard) = numbers.get(&stream).and_then(|id| self.by_id(*id)) {
+        if let Some(shard) = numbers.by_stream.get(&stream).and_then(|id| self.by_id(*id)) {
             return shard;
         }
-        let id = u32::try_from(numbers.len()).expect("there should be fewer than 2^32 streams");
-        let shard = Arc::new(Shard::new(id, stream));
-        let (row, column) = place(id);
-        let row = self.rows[row].get_or_init(|| (0..1usize << row).map(|_| OnceLock::new()).collect());
+        let shard = Arc::new(Shard::new(numbers.next(), stream));
         // By number before by stream: a tenant, or the owner of a block, is looked up by number without the lock.
-        let made = row[column].get_or_init(|| Arc::clone(&shard));
-        numbers.insert(stream, id);
-        if numbers.len() <= SLOTTED {
+        let made = self.put(&shard);
+        numbers.by_stream.insert(stream, shard.id);
+        if numbers.by_stream.len() <= SLOTTED {
             let vacant = (0..SLOTS).map(|step| &self.slots[(first + step) % SLOTS]).find(|slot| slot.get().is_none());
             // Only the holder of the numbers fills slots, and at least half of them are vacant.
             vacant.and_then(|slot| slot.set(shard).ok()).expect("there should be a vacant slot");
         }
         made
+    }
+
+    /// Makes a shard for a capture of the stream, which the stream does not lead to.
+    pub(super) fn make_captured(&self, stream: StreamId) -> &Shard {
+        let numbers = &mut *lock(&self.numbers);
+        let shard = Arc::new(Shard::new(numbers.next(), stream));
+        numbers.captured.push(shard.id);
+        self.put(&shard)
+    }
+
+    /// Every shard of captures, oldest first.
+    pub(super) fn captured(&self) -> Vec<&Shard> {
+        lock(&self.numbers).captured.iter().filter_map(|id| self.by_id(*id)).collect()
+    }
+
+    /// Whether a shard is a capture's.
+    pub(super) fn is_captured(&self, shard: &Shard) -> bool {
+        lock(&self.numbers).captured.contains(&shard.id)
+    }
+
+    /// Files a shard under its number.
+    fn put(&self, shard: &Arc<Shard>) -> &Shard {
+        let (row, column) = place(shard.id);
+        let row = self.rows[row].get_or_init(|| (0..1usize << row).map(|_| OnceLock::new()).collect());
+        row[column].get_or_init(|| Arc::clone(shard))
     }
 
     /// The shard with a number; `None` for a number that was never given.
@@ -140,10 +177,10 @@ impl ShardTable {
         self.rows.get(row)?.get()?.get(column)?.get().map(|shard| &**shard)
     }
 
-    /// Every shard in the order of the streams' handles.
+    /// Every shard: those of streams in the order of the streams' handles, then those of captures.
     pub(super) fn by_stream(&self) -> Vec<&Shard> {
         let numbers = lock(&self.numbers);
-        numbers.values().filter_map(|id| self.by_id(*id)).collect()
+        numbers.by_stream.values().chain(&numbers.captured).filter_map(|id| self.by_id(*id)).collect()
     }
 }
 

@@ -3,8 +3,8 @@
 use super::{CudaDriver, address, check, check_for, raw_stream, refusal, size};
 use crate::bytes::Bytes;
 use crate::device::{
-    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, MemInfo, PoolDriver, StreamId,
-    VmmDriver,
+    CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
+    PoolDriver, StreamId, VmmDriver,
 };
 use crate::instrument::Clock;
 use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUresult, CUstream, CUstream_flags, CUstreamCaptureStatus};
@@ -267,5 +267,9 @@ impl Driver for CudaDriver {
 
     fn vmm(&self) -> Option<&dyn VmmDriver> {
         if self.info.vmm { Some(self) } else { None }
+    }
+
+    fn graphs(&self) -> Option<&dyn GraphDriver> {
+        Some(self)
     }
 }

@@ -102,6 +102,9 @@ impl PoolDriver for SimDriver {
         let state = &mut *self.lock();
         state.need_stream(call, stream)?;
         state.pool(call, pool)?;
+        if state.graphs.is_capturing(stream) {
+            return self.alloc_captured(state, costs, bytes, stream);
+        }
         let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
         let Some(pool) = state.pools.get_mut(&pool.0) else { return Err(out_of_memory(call)) };
         let (time, settings) = (&state.time, pool.settings);
@@ -140,6 +143,9 @@ impl PoolDriver for SimDriver {
         let costs = self.pool_costs(call)?;
         let state = &mut *self.lock();
         state.need_stream(call, stream)?;
+        if state.graphs.is_capturing(stream) {
+            return self.free_captured(state, costs, addr, stream);
+        }
         let mark = state.time.step(stream.0);
         let id = addr.get().checked_sub(POOL_BASE).map(|offset| offset / RANGE);
         let freed = id.and_then(|id| state.pools.get_mut(&id)).and_then(|pool| {

@@ -110,6 +110,11 @@ impl Timeline {
     /// Queues work of `duration_ns` that can start `latency_ns` from now at the earliest. Blocks the host while
     /// the queue is full, as a launch does.
     pub(super) fn enqueue(&mut self, stream: u64, latency_ns: u64, duration_ns: u64) {
+        self.enqueue_with_gaps(stream, latency_ns, duration_ns, 0);
+    }
+
+    /// The same for work in several pieces with `gaps_ns` between them, in which the device does nothing.
+    pub(super) fn enqueue_with_gaps(&mut self, stream: u64, latency_ns: u64, duration_ns: u64, gaps_ns: u64) {
         let (now, depth) = (self.now_ns, self.depth);
         let state = self.stream(stream);
         while state.queue.front().is_some_and(|&end| end <= now) {
@@ -121,7 +126,7 @@ impl Timeline {
         }
         let earliest = self.now_ns + latency_ns;
         let state = self.stream(stream);
-        let end = state.ready_ns.max(earliest) + duration_ns;
+        let end = state.ready_ns.max(earliest) + duration_ns + gaps_ns;
         state.ready_ns = end;
         state.busy_ns += duration_ns;
         state.sequence += 1;

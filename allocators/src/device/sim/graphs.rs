@@ -1,0 +1,377 @@
+//! Stream capture and graphs of the simulated device.
+//!
+//! A capture notes what is queued and what it will cost; a launch costs the host one call and runs what was noted, one
+//! piece after another, with a gap between two instead of what a launch costs each. Nothing is computed, neither while it
+//! is captured nor at a launch: kernels are computed by whoever launches the graph, and their fills and copies with them.
+//! Stream order within a capture is the order of the calls, on joined streams too; that these are joined to the first one
+//! again before the end is not checked.
+//!
+//! Stream-ordered allocations of a capture come from a heap of their own that all graphs share. An address belongs to its
+//! capture and then its graph until that is destroyed, and so does the host memory behind it. Within a capture a block
+//! that was freed serves the next request that rounds to the same size. (What a GPU's driver does there is not visible.)
+
+use super::heap::{Heap, Packing};
+use super::timeline::{Mark, Order};
+use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, SimMemory, State, out_of_memory};
+use crate::device::{CallKind, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, StreamId};
+use crate::error::DriverError;
+use std::collections::BTreeMap;
+
+/// Between plain memory and pools.
+const GRAPH_BASE: u64 = LARGE_BASE + RANGE;
+
+/// Something that a launch runs.
+#[derive(Clone, Debug)]
+pub(super) enum Node {
+    Kernel {
+        name: String,
+        geometry: (u64, u64),
+        bytes: u64,
+        buffers: Vec<(u64, u64)>,
+    },
+    Copy {
+        dst: u64,
+        bytes: u64,
+    },
+    /// An allocation or a free: no work, but a place in the order.
+    Memory,
+}
+
+/// Memory of a capture or a graph: rounded size by address, of blocks that are out and of those that were freed.
+#[derive(Debug, Default)]
+struct Own {
+    out: BTreeMap<u64, u64>,
+    idle: BTreeMap<u64, u64>,
+}
+
+impl Own {
+    fn addresses(&self) -> impl Iterator<Item = u64> {
+        self.out.keys().chain(self.idle.keys()).copied()
+    }
+}
+
+#[derive(Debug)]
+struct Capture {
+    /// The stream that began it.
+    origin: u64,
+    nodes: Vec<Node>,
+    own: Own,
+    /// Why it cannot become a graph.
+    invalid: Option<CallKind>,
+}
+
+#[derive(Debug)]
+struct Graph {
+    nodes: Vec<Node>,
+    own: Own,
+    /// When its last launch is done.
+    last: Option<Mark>,
+}
+
+/// Captures and graphs.
+#[derive(Debug, Default)]
+pub(super) struct Graphs {
+    /// The capture that a stream is part of.
+    capturing: BTreeMap<u64, u64>,
+    captures: BTreeMap<u64, Capture>,
+    /// The capture that an event was recorded in.
+    events: BTreeMap<u64, u64>,
+    graphs: BTreeMap<u64, Graph>,
+    next: u64,
+    heap: Option<Heap>,
+    used: u64,
+    used_high: u64,
+    reserved_high: u64,
+}
+
+impl Graphs {
+    pub(super) fn held_bytes(&self) -> u64 {
+        self.heap.as_ref().map_or(0, Heap::held_bytes)
+    }
+
+    pub(super) fn is_capturing(&self, stream: StreamId) -> bool {
+        self.capturing.contains_key(&stream.0)
+    }
+
+    fn capture(&mut self, stream: StreamId) -> Option<&mut Capture> {
+        self.captures.get_mut(self.capturing.get(&stream.0)?)
+    }
+
+    /// Notes work on a stream that is captured; false when it is not.
+    pub(super) fn note(&mut self, stream: StreamId, node: impl FnOnce() -> Node) -> bool {
+        let Some(capture) = self.capture(stream) else { return false };
+        capture.nodes.push(node());
+        true
+    }
+
+    pub(super) fn forget_event(&mut self, event: EventId) {
+        self.events.remove(&event.0);
+    }
+
+    /// Gives blocks back to the heap.
+    fn give_back(&mut self, own: &Own) {
+        for addr in own.addresses() {
+            let len = self.heap.as_mut().and_then(|heap| heap.free(addr, None));
+            self.used -= len.unwrap_or(0);
+        }
+    }
+
+    /// Ends the capture of the stream that began it.
+    fn end(&mut self, call: CallKind, stream: StreamId) -> DriverResult<Capture> {
+        let illegal = || DriverError::new(call, DriverError::ILLEGAL_STATE, "the stream does not capture");
+        let id = *self.capturing.get(&stream.0).ok_or_else(illegal)?;
+        if self.captures.get(&id).is_some_and(|capture| capture.origin != stream.0) {
+            let context = "another stream began the capture";
+            return Err(DriverError::new(call, DriverError::STREAM_CAPTURE_UNMATCHED, context));
+        }
+        self.capturing.retain(|_, capture| *capture != id);
+        self.events.retain(|_, capture| *capture != id);
+        self.captures.remove(&id).ok_or_else(illegal)
+    }
+}
+
+impl State {
+    /// Refuses what waits for a stream that is captured, or asks after it, and invalidates the capture.
+    pub(super) fn refuse_capturing(&mut self, call: CallKind, stream: StreamId) -> DriverResult<()> {
+        let Some(capture) = self.graphs.capture(stream) else { return Ok(()) };
+        capture.invalid.get_or_insert(call);
+        Err(DriverError::new(call, DriverError::STREAM_CAPTURE_UNSUPPORTED, "the stream is being captured"))
+    }
+
+    /// Refuses what waits for the device while anything is captured.
+    pub(super) fn refuse_any_capture(&mut self, call: CallKind) -> DriverResult<()> {
+        if self.graphs.captures.is_empty() {
+            return Ok(());
+        }
+        for capture in self.graphs.captures.values_mut() {
+            capture.invalid.get_or_insert(call);
+        }
+        Err(DriverError::new(call, DriverError::STREAM_CAPTURE_UNSUPPORTED, "a stream is being captured"))
+    }
+
+    /// Refuses what waits for an event that was recorded in a capture, or asks after it.
+    pub(super) fn refuse_captured_event(&mut self, call: CallKind, event: EventId) -> DriverResult<()> {
+        let Some(id) = self.graphs.events.get(&event.0) else { return Ok(()) };
+        if let Some(capture) = self.graphs.captures.get_mut(id) {
+            capture.invalid.get_or_insert(call);
+        }
+        Err(DriverError::new(call, DriverError::CAPTURED_EVENT, "the event was recorded in a capture"))
+    }
+
+    /// Records an event on a stream that is captured; false when it is not.
+    pub(super) fn record_captured(&mut self, event: EventId, stream: StreamId) -> bool {
+        match self.graphs.capturing.get(&stream.0).copied() {
+            Some(capture) => {
+                self.graphs.events.insert(event.0, capture);
+                true
+            }
+            None => {
+                self.graphs.events.remove(&event.0);
+                false
+            }
+        }
+    }
+
+    /// Lets a stream wait where that is part of a capture, and join it; false where it is not.
+    pub(super) fn wait_captured(&mut self, stream: StreamId, event: EventId, recorded: bool) -> DriverResult<bool> {
+        let (own, of_event) = (self.graphs.capturing.get(&stream.0), self.graphs.events.get(&event.0));
+        match (own.copied(), of_event.copied()) {
+            (None, None) => Ok(false),
+            // A capture cannot wait for work outside of it; an event that was never recorded has none.
+            (Some(_), None) if !recorded => Ok(true),
+            (None, Some(capture)) => {
+                self.graphs.capturing.insert(stream.0, capture);
+                Ok(true)
+            }
+            (Some(own), Some(other)) if own == other => Ok(true),
+            (Some(own), _) => {
+                let call = CallKind::StreamWaitEvent;
+                if let Some(capture) = self.graphs.captures.get_mut(&own) {
+                    capture.invalid.get_or_insert(call);
+                }
+                let context = "a capture cannot wait for work outside of it";
+                Err(DriverError::new(call, DriverError::STREAM_CAPTURE_ISOLATION, context))
+            }
+        }
+    }
+}
+
+impl SimDriver {
+    /// A stream-ordered allocation on a stream that is captured.
+    pub(super) fn alloc_captured(
+        &self,
+        state: &mut State,
+        costs: &PoolMemory,
+        bytes: u64,
+        stream: StreamId,
+    ) -> DriverResult<DeviceAddr> {
+        let call = CallKind::MemAllocAsync;
+        let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
+        state.time.spend(costs.alloc_ns);
+        let Some(len) = bytes.checked_next_multiple_of(costs.align_bytes) else { return Err(out_of_memory(call)) };
+        let graphs = &mut state.graphs;
+        let Some(capture) = graphs.capturing.get(&stream.0).and_then(|id| graphs.captures.get_mut(id)) else {
+            return Err(DriverError::new(call, DriverError::ILLEGAL_STATE, "the stream does not capture"));
+        };
+        let idle = capture.own.idle.iter().find(|(_, size)| **size == len).map(|(addr, _)| *addr);
+        let addr = match idle {
+            Some(addr) => {
+                capture.own.idle.remove(&addr);
+                addr
+            }
+            None => {
+                let new = || Heap::new(GRAPH_BASE, RANGE, costs.granule_bytes, costs.align_bytes, Packing::Across);
+                let heap = graphs.heap.get_or_insert_with(new);
+                let placed = heap.place(len, budget, |_| Order::Usable).ok_or_else(|| out_of_memory(call))?;
+                if self.memory == SimMemory::Host && !state.host.back(placed.addr, len) {
+                    heap.free(placed.addr, None);
+                    let context = "the host has no memory left to simulate with";
+                    return Err(DriverError::new(call, DriverError::OUT_OF_MEMORY, context));
+                }
+                graphs.used += len;
+                graphs.used_high = graphs.used_high.max(graphs.used);
+                graphs.reserved_high = graphs.reserved_high.max(heap.held_bytes());
+                placed.addr
+            }
+        };
+        capture.own.out.insert(addr, len);
+        capture.nodes.push(Node::Memory);
+        Ok(DeviceAddr::new(addr).expect("simulated addresses start above zero"))
+    }
+
+    /// A stream-ordered free on a stream that is captured: of a block of that capture.
+    pub(super) fn free_captured(
+        &self,
+        state: &mut State,
+        costs: &PoolMemory,
+        addr: DeviceAddr,
+        stream: StreamId,
+    ) -> DriverResult<()> {
+        state.time.spend(costs.free_ns);
+        let capture = state.graphs.capture(stream);
+        let freed = capture.and_then(|capture| {
+            let len = capture.own.out.remove(&addr.get())?;
+            capture.own.idle.insert(addr.get(), len);
+            capture.nodes.push(Node::Memory);
+            Some(())
+        });
+        freed.ok_or_else(|| {
+            let context = format!("no block of the capture at {:#x}", addr.get());
+            DriverError::new(CallKind::MemFreeAsync, DriverError::INVALID_VALUE, context)
+        })
+    }
+
+    /// Device time of a node that is launched now.
+    fn node_ns(&self, state: &mut State, node: &Node) -> u64 {
+        match node {
+            Node::Kernel { name, geometry: (blocks, iterations), bytes, buffers } => {
+                let missed = state.access(buffers);
+                self.profile.kernel_ns(name, *blocks, *iterations, *bytes, missed)
+            }
+            Node::Copy { dst, bytes } => {
+                state.access(&[(*dst, *bytes)]);
+                self.profile.copies.to_device_ns.at(*bytes)
+            }
+            Node::Memory => 0,
+        }
+    }
+
+    fn no_graph(call: CallKind, graph: GraphId) -> DriverError {
+        DriverError::new(call, DriverError::INVALID_HANDLE, format!("no graph {}", graph.0))
+    }
+}
+
+impl GraphDriver for SimDriver {
+    fn capture_begin(&self, stream: StreamId) -> DriverResult<()> {
+        let state = &mut *self.lock();
+        state.need_stream(CallKind::CaptureBegin, stream)?;
+        if state.graphs.is_capturing(stream) {
+            let context = "the stream captures already";
+            return Err(DriverError::new(CallKind::CaptureBegin, DriverError::ILLEGAL_STATE, context));
+        }
+        let graphs = &mut state.graphs;
+        graphs.next += 1;
+        let capture = Capture { origin: stream.0, nodes: Vec::new(), own: Own::default(), invalid: None };
+        graphs.captures.insert(graphs.next, capture);
+        graphs.capturing.insert(stream.0, graphs.next);
+        Ok(())
+    }
+
+    fn capture_end(&self, stream: StreamId) -> DriverResult<GraphId> {
+        let call = CallKind::CaptureEnd;
+        let state = &mut *self.lock();
+        state.need_stream(call, stream)?;
+        let capture = state.graphs.end(call, stream)?;
+        if let Some(broken_by) = capture.invalid {
+            capture.own.addresses().for_each(|addr| state.host.unback(addr));
+            state.graphs.give_back(&capture.own);
+            let context = format!("{broken_by} is not allowed in a capture");
+            return Err(DriverError::new(call, DriverError::STREAM_CAPTURE_INVALIDATED, context));
+        }
+        state.graphs.next += 1;
+        let id = state.graphs.next;
+        state.graphs.graphs.insert(id, Graph { nodes: capture.nodes, own: capture.own, last: None });
+        Ok(GraphId(id))
+    }
+
+    fn capture_abort(&self, stream: StreamId) -> DriverResult<()> {
+        let state = &mut *self.lock();
+        state.need_stream(CallKind::CaptureAbort, stream)?;
+        let capture = state.graphs.end(CallKind::CaptureAbort, stream)?;
+        capture.own.addresses().for_each(|addr| state.host.unback(addr));
+        state.graphs.give_back(&capture.own);
+        Ok(())
+    }
+
+    fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {
+        let call = CallKind::GraphLaunch;
+        let state = &mut *self.lock();
+        state.need_stream(call, stream)?;
+        if state.graphs.is_capturing(stream) {
+            let context = "a graph inside another one is not simulated";
+            return Err(DriverError::new(call, DriverError::NOT_SUPPORTED, context));
+        }
+        // Taken out while it runs through the device's clocks.
+        let mut launched = state.graphs.graphs.remove(&graph.0).ok_or_else(|| Self::no_graph(call, graph))?;
+        state.time.spend(self.profile.graphs.launch_ns);
+        if let Some(last) = launched.last {
+            state.time.wait_for_mark(stream.0, last);
+        }
+        let work_ns = launched.nodes.iter().map(|node| self.node_ns(state, node)).sum();
+        let gaps_ns = launched.nodes.len() as u64 * self.profile.graphs.node_gap_ns;
+        state.time.enqueue_with_gaps(stream.0, self.profile.queues.start_latency_ns, work_ns, gaps_ns);
+        launched.last = Some(state.time.mark(stream.0));
+        state.graphs.graphs.insert(graph.0, launched);
+        Ok(())
+    }
+
+    unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
+        let state = &mut *self.lock();
+        let gone = state.graphs.graphs.remove(&graph.0);
+        let gone = gone.ok_or_else(|| Self::no_graph(CallKind::GraphDestroy, graph))?;
+        gone.own.addresses().for_each(|addr| state.host.unback(addr));
+        state.graphs.give_back(&gone.own);
+        Ok(())
+    }
+
+    fn graph_memory(&self) -> DriverResult<GraphMemory> {
+        let mut state = self.lock();
+        // Four attributes, as with a pool.
+        state.time.spend(4 * self.profile.pool.as_ref().map_or(0, |costs| costs.attribute_ns));
+        let graphs = &state.graphs;
+        Ok(GraphMemory {
+            used: graphs.used,
+            used_high: graphs.used_high,
+            reserved: graphs.held_bytes(),
+            reserved_high: graphs.reserved_high,
+        })
+    }
+
+    fn graph_trim(&self) -> DriverResult<()> {
+        let state = &mut *self.lock();
+        let Some(costs) = &self.profile.pool else { return Ok(()) };
+        let released = state.graphs.heap.as_mut().map_or(0, |heap| heap.release(0));
+        state.time.spend(costs.attribute_ns + released * costs.release_ns_per_granule);
+        Ok(())
+    }
+}
