@@ -53,16 +53,31 @@ kernels! {
     }
     "bias" {
         AddBias = "add_bias",
+        AddBiasBf16 = "add_bias_bf16",
+        AddBiasF16 = "add_bias_f16",
         BiasGradient = "bias_gradient",
+        BiasGradientBf16 = "bias_gradient_bf16",
+        BiasGradientF16 = "bias_gradient_f16",
     }
     "relu" {
         Relu = "relu",
+        ReluBf16 = "relu_bf16",
+        ReluF16 = "relu_f16",
         ReluBackward = "relu_backward",
+        ReluBackwardBf16 = "relu_backward_bf16",
+        ReluBackwardF16 = "relu_backward_f16",
     }
     "loss" {
         SoftmaxCrossEntropy = "softmax_cross_entropy",
+        SoftmaxCrossEntropyBf16 = "softmax_cross_entropy_bf16",
+        SoftmaxCrossEntropyF16 = "softmax_cross_entropy_f16",
         CrossEntropyLoss = "cross_entropy_loss",
         MeanLoss = "mean_loss",
+    }
+    "softmax_loss" {
+        SoftmaxLoss = "softmax_loss",
+        SoftmaxLossBf16 = "softmax_loss_bf16",
+        SoftmaxLossF16 = "softmax_loss_f16",
     }
     "accuracy" {
         Argmax = "argmax",
@@ -70,11 +85,26 @@ kernels! {
     }
     "sgd" {
         Sgd = "sgd",
+        SgdBf16 = "sgd_bf16",
+        SgdF16 = "sgd_f16",
     }
     "gather" {
         GatherRowsU8 = "gather_rows_u8",
+        GatherRowsU8Bf16 = "gather_rows_u8_bf16",
+        GatherRowsU8F16 = "gather_rows_u8_f16",
         GatherRowsF32 = "gather_rows_f32",
+        GatherRowsF32Bf16 = "gather_rows_f32_bf16",
+        GatherRowsF32F16 = "gather_rows_f32_f16",
         GatherLabels = "gather_labels",
+    }
+    "convert" {
+        ConvertF32Bf16 = "convert_f32_bf16",
+        ConvertF32F16 = "convert_f32_f16",
+        ConvertBf16F32 = "convert_bf16_f32",
+        ConvertF16F32 = "convert_f16_f32",
+    }
+    "cursor" {
+        AdvanceCursor = "advance_cursor",
     }
     "fill" {
         Fill = "fill",

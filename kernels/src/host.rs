@@ -15,7 +15,7 @@ pub trait HostMemory {
 }
 
 /// No operation has more buffers than this.
-const MOST_BUFFERS: usize = 5;
+const MOST_BUFFERS: usize = 9;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Claimed {
@@ -37,6 +37,11 @@ pub(crate) struct HostBuffers<'m> {
 impl<'m> HostBuffers<'m> {
     pub(crate) fn new(memory: &'m dyn HostMemory, operation: &'static str) -> Self {
         Self { memory, operation, claimed: [Claimed::default(); MOST_BUFFERS], count: 0 }
+    }
+
+    /// Name of the operation.
+    pub(crate) fn operation(&self) -> &'static str {
+        self.operation
     }
 
     /// An input of `count` elements.

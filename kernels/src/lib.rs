@@ -5,9 +5,9 @@
 //! memory ([`Operation::run_on_host`]). Nothing in this crate allocates device memory.
 //!
 //! ```
-//! use kernels::{Operation, Relu};
+//! use kernels::{Element, Operation, Relu};
 //!
-//! let relu = Relu { len: 1000, x: 0x7000_0000, y: 0x7000_1000 };
+//! let relu = Relu { element: Element::F32, len: 1000, x: 0x7000_0000, y: 0x7000_1000 };
 //! assert_eq!(relu.name(), "relu");
 //! assert_eq!(relu.work().bytes, 8000);
 //! ```
@@ -48,15 +48,17 @@ mod fused;
 mod host;
 mod operation;
 mod ops;
+mod plan;
 mod precision;
+mod storage;
 
 pub use cuda::{CudaKernels, kernel_names};
 pub use error::KernelError;
 pub use host::HostMemory;
 pub use operation::{Operation, Work};
 pub use ops::{
-    AddBias, Argmax, BiasGradient, CountCorrect, CrossEntropyLoss, Fill, GatherLabels, GatherRowsF32, GatherRowsU8,
-    Gemm, GemmAlgorithm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, MeanLoss,
-    Relu, ReluBackward, Sgd, SoftmaxCrossEntropy,
+    AddBias, AdvanceCursor, Argmax, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, Fill, GatherLabels,
+    GatherRowsF32, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate,
+    LinearWeightGradient, MeanLoss, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss,
 };
 pub use precision::{Element, Precision};

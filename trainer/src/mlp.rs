@@ -16,6 +16,7 @@
 
 mod layer;
 mod loss;
+mod workspace;
 
 use crate::arithmetic::{Arithmetic, FuseMode};
 use crate::error::Result;
@@ -122,7 +123,7 @@ impl Mlp {
             context.write_values(&bias, &vec![0f32; outputs as usize])?;
             layers.push(Linear { weight, master, bias });
         }
-        let tickets = match layer::most_tickets(widths, &arithmetic, batches) {
+        let tickets = match workspace::most_tickets(widths, &arithmetic, batches) {
             0 => None,
             most => Some(context.upload(&vec![0u32; most])?),
         };

@@ -64,7 +64,10 @@ fn allocators_do_not_change_the_losses() {
         for (arm, settings) in arms(&settings) {
             let losses = losses(&settings);
             assert_eq!(losses.len(), 10, "{name}, {arm}");
-            assert!(losses.windows(2).all(|pair| pair[0] != pair[1]), "{name}, {arm}: the loss should move: {losses:?}");
+            assert!(
+                losses.windows(2).all(|pair| pair[0] != pair[1]),
+                "{name}, {arm}: the loss should move: {losses:?}"
+            );
             assert_eq!(&losses, expected.get_or_insert_with(|| losses.clone()), "{name}, {arm}");
         }
     }
@@ -207,9 +210,8 @@ fn large_batches_train_too() {
         let plain = train(&base).finished();
         for fuse in [FuseMode::Epilogue, FuseMode::Update] {
             let fused = train(&Settings { fuse, ..base.clone() }).finished();
-            let losses = [&plain, &fused].map(|done| {
-                done.column("loss").iter().map(|loss| loss.parse::<f64>().unwrap()).collect::<Vec<_>>()
-            });
+            let losses = [&plain, &fused]
+                .map(|done| done.column("loss").iter().map(|loss| loss.parse::<f64>().unwrap()).collect::<Vec<_>>());
             assert!(apart(&losses[0], &losses[1]) < 1e-2, "{dtype:?} {fuse:?}: {losses:?}");
             let accuracies = [&plain, &fused].map(|done| done.outcome.summary.epochs[0].val_accuracy);
             assert!((accuracies[0] - accuracies[1]).abs() < 0.01, "{dtype:?} {fuse:?}: {accuracies:?}");

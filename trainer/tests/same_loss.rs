@@ -89,8 +89,7 @@ fn loaders_give_the_same_bits_whatever_the_scale_and_shift() {
         let split = Split { rows: 16, features, labels: labels.clone() };
         for dtype in [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16] {
             let arithmetic = Arithmetic::of(dtype);
-            let gathered =
-                LOADERS.map(|mode| load(&Settings { loader: mode, ..iris() }, &split, &order, &arithmetic));
+            let gathered = LOADERS.map(|mode| load(&Settings { loader: mode, ..iris() }, &split, &order, &arithmetic));
             let expected: Vec<u32> = order.iter().map(|row| u32::from(labels[*row as usize])).collect();
             for (bits, labels) in &gathered {
                 assert_eq!(labels, &expected);

@@ -2,7 +2,9 @@
 
 use super::Bench;
 use anyhow::Result;
-use kernels::{AddBias, BiasGradient, Fill, Gemm, GemmAlgorithm, GemmLayout, Operation, Relu, ReluBackward, Sgd};
+use kernels::{
+    AddBias, BiasGradient, Element, Fill, Gemm, GemmAlgorithm, GemmLayout, Operation, Relu, ReluBackward, Sgd,
+};
 use serde::Serialize;
 
 const BATCH: u32 = 64;
@@ -56,16 +58,28 @@ fn shapes(bench: &Bench) -> Vec<Shape> {
         }
         let (rows, cols) = (BATCH, width);
         let shape = format!("{rows} x {cols}");
-        out.push((shape.clone(), None, Box::new(AddBias { rows, cols, x: a, bias: b, y: c })));
-        out.push((shape, None, Box::new(BiasGradient { rows, cols, dy: a, db: b })));
+        out.push((
+            shape.clone(),
+            None,
+            Box::new(AddBias { element: Element::F32, rows, cols, pitch: cols, x: a, bias: b, y: c }),
+        ));
+        out.push((
+            shape,
+            None,
+            Box::new(BiasGradient { element: Element::F32, rows, cols, pitch: cols, dy: a, db: b }),
+        ));
     }
     let streamed = STREAMED.min(part);
     for len in [u64::from(BATCH) * 784, 784 * 784, streamed] {
         let shape = len.to_string();
         out.push((shape.clone(), None, Box::new(Fill { len, value: 0.0, out: a })));
-        out.push((shape.clone(), None, Box::new(Relu { len, x: a, y: b })));
-        out.push((shape.clone(), None, Box::new(ReluBackward { len, y: a, dy: b, dx: c })));
-        out.push((shape, None, Box::new(Sgd { len, learning_rate: 0.01, gradient: a, weights: b })));
+        out.push((shape.clone(), None, Box::new(Relu { element: Element::F32, len, x: a, y: b })));
+        out.push((shape.clone(), None, Box::new(ReluBackward { element: Element::F32, len, y: a, dy: b, dx: c })));
+        out.push((
+            shape,
+            None,
+            Box::new(Sgd { element: Element::F32, len, learning_rate: 0.01, gradient: a, weights: b, master: None }),
+        ));
     }
     out
 }

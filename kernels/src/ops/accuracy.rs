@@ -159,7 +159,7 @@ impl Operation for CountCorrect {
     }
 }
 
-fn first_greatest(row: &[f32]) -> u32 {
+pub(super) fn first_greatest(row: &[f32]) -> u32 {
     let mut best = f32::NEG_INFINITY;
     let mut best_class = 0;
     for (class, &value) in (0..).zip(row) {

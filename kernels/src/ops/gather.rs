@@ -1,140 +1,222 @@
 //! Picking a batch out of a data set that lies on the device; kernels in `cuda/gather.cu`.
+//!
+//! With a cursor, `indices` is the order of the whole data set, and a launch takes the part of the step that the cursor
+//! counts: `rows` indices from number `batch · cursor` on.
 
 use bytemuck::Pod;
 use cudarc::driver::sys::CUstream;
 
-use super::{ELEMENTWISE_THREADS, F32, U32, area, check_sizes, elementwise_blocks, grid, total};
+use super::{
+    ELEMENTWISE_THREADS, U32, area, at_step, check_room, check_sizes, elementwise_blocks, grid, or_null, span, step,
+    total, typed, typed_blocks,
+};
 use crate::cuda::{CudaKernels, Kernel, argument};
 use crate::error::KernelError;
 use crate::fused::{scale_bytes, scale_floats};
 use crate::host::{HostBuffers, HostMemory, check_range};
 use crate::operation::{Operation, Work};
+use crate::precision::Element;
+use crate::storage::{Stored, with_stored};
 
-/// `out[r,c] = source[indices[r],c] · scale + shift`, from bytes, with a fused multiply-add.
+/// `out[r,c] = source[indices[r],c] · scale + shift`, from bytes, with a fused multiply-add, rounded to the output's type.
 ///
 /// An index outside the source is an error on the host; on a GPU it reads nothing and gives a row of NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GatherRowsU8 {
+    /// Type of the output.
+    pub element: Element,
     /// Rows of the output: the batch.
     pub rows: u32,
     /// Columns of source and output.
     pub cols: u32,
+    /// Elements from one row of the output to the next.
+    pub pitch: u32,
+    /// Rows that each step but a last one takes; without a cursor any value.
+    pub batch: u32,
     /// Address of the data set, `u8[source_rows,cols]`.
     pub source: u64,
     /// Rows of the data set.
     pub source_rows: u32,
-    /// Address of the row numbers, `u32[rows]`, each below `source_rows`.
+    /// Address of the row numbers, `u32[rows]`, each below `source_rows`; with a cursor, those of step 0.
     pub indices: u64,
+    /// Address of the number of the step, `u32[1]`, if the batch is to be found by it.
+    pub cursor: Option<u64>,
     /// Factor.
     pub scale: f32,
     /// Added after the factor.
     pub shift: f32,
-    /// Address of the output, `f32[rows,cols]`, written.
+    /// Address of the output, `[rows,cols]`, written.
     pub out: u64,
 }
 
-/// `out[r,c] = source[indices[r],c] · scale + shift`, from `f32`, with a fused multiply-add.
+/// `out[r,c] = source[indices[r],c] · scale + shift`, from `f32`, with a fused multiply-add, rounded to the output's type.
 ///
 /// An index outside the source is an error on the host; on a GPU it reads nothing and gives a row of NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GatherRowsF32 {
+    /// Type of the output.
+    pub element: Element,
     /// Rows of the output: the batch.
     pub rows: u32,
     /// Columns of source and output.
     pub cols: u32,
+    /// Elements from one row of the output to the next.
+    pub pitch: u32,
+    /// Rows that each step but a last one takes; without a cursor any value.
+    pub batch: u32,
     /// Address of the data set, `f32[source_rows,cols]`.
     pub source: u64,
     /// Rows of the data set.
     pub source_rows: u32,
-    /// Address of the row numbers, `u32[rows]`, each below `source_rows`.
+    /// Address of the row numbers, `u32[rows]`, each below `source_rows`; with a cursor, those of step 0.
     pub indices: u64,
+    /// Address of the number of the step, `u32[1]`, if the batch is to be found by it.
+    pub cursor: Option<u64>,
     /// Factor.
     pub scale: f32,
     /// Added after the factor.
     pub shift: f32,
-    /// Address of the output, `f32[rows,cols]`, written.
+    /// Address of the output, `[rows,cols]`, written.
     pub out: u64,
 }
 
 /// Both are the same but for the source's element.
 macro_rules! gather_rows {
-    ($operation:ident, $element:ty, $scale_row:ident) => {
+    ($operation:ident, $source:ty, $scale_row:ident, $kernels:expr) => {
         impl $operation {
+            fn kernel(&self) -> Kernel {
+                typed(self.element, $kernels)
+            }
+
             fn check(&self) -> Result<(), KernelError> {
                 check_sizes(
                     self.name(),
                     [("rows", self.rows.into()), ("cols", self.cols.into()), ("source_rows", self.source_rows.into())],
-                )
+                )?;
+                check_room(self.name(), [("pitch", self.pitch, self.cols)])?;
+                check_batch(self.name(), self.rows, self.batch, self.cursor)
+            }
+
+            /// # Safety
+            ///
+            /// As for [`Operation::run_on_host`].
+            unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+                let mut buffers = HostBuffers::new(memory, self.name());
+                // SAFETY: the caller vouches for the memory behind these addresses.
+                let source =
+                    unsafe { buffers.read::<$source>(self.source, area(self.source_rows, self.cols)) }?;
+                // SAFETY: as above.
+                let indices = unsafe { batch_indices(&mut buffers, self.indices, self.rows, self.batch, self.cursor) }?;
+                // SAFETY: as above.
+                let out = unsafe { buffers.write::<T>(self.out, span(self.rows, self.cols, self.pitch)) }?;
+                check_range(self.name(), "index", indices, self.source_rows)?;
+                let cols = self.cols as usize;
+                let mut scaled = vec![0.0; cols];
+                for (out, &index) in out.chunks_mut(self.pitch as usize).zip(indices) {
+                    $scale_row(&mut scaled, row(source, cols, index), self.scale, self.shift);
+                    T::store_all(&scaled, &mut out[..cols]);
+                }
+                Ok(())
             }
         }
 
         impl Operation for $operation {
             fn name(&self) -> &'static str {
-                Kernel::$operation.name()
+                self.kernel().name()
             }
 
             fn work(&self) -> Work {
                 let elements = area(self.rows, self.cols);
                 Work {
                     kernel: self.name(),
-                    blocks: elementwise_blocks(elements),
+                    blocks: typed_blocks(self.element, self.rows.into(), self.cols.into()),
                     iterations: 1,
-                    bytes: total([(elements, size_of::<$element>() as u64 + F32), (self.rows.into(), U32)]),
+                    bytes: total([
+                        (elements, size_of::<$source>() as u64 + self.element.bytes()),
+                        (self.rows.into(), U32),
+                    ]),
                     flops: total([(elements, 2)]),
                 }
             }
 
             fn buffers(&self) -> Vec<(u64, u64)> {
-                let elements = area(self.rows, self.cols);
-                vec![(self.indices, total([(self.rows.into(), U32)])), (self.out, total([(elements, F32)]))]
+                let elements = span(self.rows, self.cols, self.pitch);
+                vec![
+                    indices_or_cursor(self.indices, self.rows, self.cursor),
+                    (self.out, total([(elements, self.element.bytes())])),
+                ]
             }
 
             unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
                 self.check()?;
                 let blocks = grid(self.name(), self.work().blocks)?;
+                let cursor = or_null(self.cursor);
                 let arguments = [
                     argument(&self.source),
                     argument(&self.indices),
+                    argument(&cursor),
                     argument(&self.out),
                     argument(&self.rows),
                     argument(&self.cols),
+                    argument(&self.pitch),
+                    argument(&self.batch),
                     argument(&self.source_rows),
                     argument(&self.scale),
                     argument(&self.shift),
                 ];
-                // SAFETY: three addresses, three u32 and two f32, as `gather.cu` declares; the caller vouches for the
+                // SAFETY: four addresses, five u32 and two f32, as `gather.cu` declares; the caller vouches for the
                 // addresses.
-                unsafe { cuda.launch(Kernel::$operation, blocks, ELEMENTWISE_THREADS, stream, arguments) }
+                unsafe { cuda.launch(self.kernel(), blocks, ELEMENTWISE_THREADS, stream, arguments) }
             }
 
             unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
                 self.check()?;
-                let mut buffers = HostBuffers::new(memory, self.name());
-                // SAFETY: the caller vouches for the memory behind these addresses.
-                let (source, indices, out) = unsafe {
-                    (
-                        buffers.read::<$element>(self.source, area(self.source_rows, self.cols))?,
-                        buffers.read::<u32>(self.indices, self.rows.into())?,
-                        buffers.write::<f32>(self.out, area(self.rows, self.cols))?,
-                    )
-                };
-                check_range(self.name(), "index", indices, self.source_rows)?;
-                let cols = self.cols as usize;
-                for (out, &index) in out.chunks_exact_mut(cols).zip(indices) {
-                    $scale_row(out, row(source, cols, index), self.scale, self.shift);
-                }
-                Ok(())
+                // SAFETY: the caller vouches for the memory.
+                with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
             }
         }
     };
 }
 
-gather_rows!(GatherRowsU8, u8, scale_bytes);
-gather_rows!(GatherRowsF32, f32, scale_floats);
+gather_rows!(GatherRowsU8, u8, scale_bytes, [Kernel::GatherRowsU8, Kernel::GatherRowsU8Bf16, Kernel::GatherRowsU8F16]);
+gather_rows!(
+    GatherRowsF32,
+    f32,
+    scale_floats,
+    [Kernel::GatherRowsF32, Kernel::GatherRowsF32Bf16, Kernel::GatherRowsF32F16]
+);
 
 fn row<T: Pod>(source: &[T], cols: usize, index: u32) -> &[T] {
     let start = index as usize * cols;
     &source[start..start + cols]
+}
+
+fn check_batch(operation: &'static str, rows: u32, batch: u32, cursor: Option<u64>) -> Result<(), KernelError> {
+    if cursor.is_some() { check_room(operation, [("batch", batch, rows)]) } else { Ok(()) }
+}
+
+/// The indices of the step, after the cursor if there is one.
+///
+/// # Safety
+///
+/// As for [`HostBuffers::read`].
+unsafe fn batch_indices<'m>(
+    buffers: &mut HostBuffers<'m>,
+    indices: u64,
+    rows: u32,
+    batch: u32,
+    cursor: Option<u64>,
+) -> Result<&'m [u32], KernelError> {
+    // SAFETY: the caller vouches for the memory.
+    let step = unsafe { step(buffers, cursor) }?;
+    let first = at_step(buffers.operation(), indices, area(batch, 1) * U32, step)?;
+    // SAFETY: as above.
+    unsafe { buffers.read::<u32>(first, rows.into()) }
+}
+
+/// What a launch reads at a place known beforehand: which indices it takes depends on the cursor.
+fn indices_or_cursor(indices: u64, rows: u32, cursor: Option<u64>) -> (u64, u64) {
+    cursor.map_or((indices, total([(rows.into(), U32)])), |cursor| (cursor, U32))
 }
 
 /// `out[r] = source[indices[r]]`, bytes widened to `u32`.
@@ -144,19 +226,24 @@ fn row<T: Pod>(source: &[T], cols: usize, index: u32) -> &[T] {
 pub struct GatherLabels {
     /// Labels to gather: the batch.
     pub rows: u32,
+    /// Labels that each step but a last one takes; without a cursor any value.
+    pub batch: u32,
     /// Address of the data set's labels, `u8[source_rows]`.
     pub source: u64,
     /// Labels in the data set.
     pub source_rows: u32,
-    /// Address of the row numbers, `u32[rows]`, each below `source_rows`.
+    /// Address of the row numbers, `u32[rows]`, each below `source_rows`; with a cursor, those of step 0.
     pub indices: u64,
+    /// Address of the number of the step, `u32[1]`, if the batch is to be found by it.
+    pub cursor: Option<u64>,
     /// Address of the output, `u32[rows]`, written.
     pub out: u64,
 }
 
 impl GatherLabels {
     fn check(&self) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("rows", self.rows.into()), ("source_rows", self.source_rows.into())])
+        check_sizes(self.name(), [("rows", self.rows.into()), ("source_rows", self.source_rows.into())])?;
+        check_batch(self.name(), self.rows, self.batch, self.cursor)
     }
 }
 
@@ -177,20 +264,23 @@ impl Operation for GatherLabels {
     }
 
     fn buffers(&self) -> Vec<(u64, u64)> {
-        vec![(self.indices, total([(self.rows.into(), U32)])), (self.out, total([(self.rows.into(), U32)]))]
+        vec![indices_or_cursor(self.indices, self.rows, self.cursor), (self.out, total([(self.rows.into(), U32)]))]
     }
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
         let blocks = grid(self.name(), self.work().blocks)?;
+        let cursor = or_null(self.cursor);
         let arguments = [
             argument(&self.source),
             argument(&self.indices),
+            argument(&cursor),
             argument(&self.out),
             argument(&self.rows),
+            argument(&self.batch),
             argument(&self.source_rows),
         ];
-        // SAFETY: three addresses and two u32, as `gather.cu` declares; the caller vouches for the addresses.
+        // SAFETY: four addresses and three u32, as `gather.cu` declares; the caller vouches for the addresses.
         unsafe { cuda.launch(Kernel::GatherLabels, blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
@@ -198,13 +288,11 @@ impl Operation for GatherLabels {
         self.check()?;
         let mut buffers = HostBuffers::new(memory, self.name());
         // SAFETY: the caller vouches for the memory behind these addresses.
-        let (source, indices, out) = unsafe {
-            (
-                buffers.read::<u8>(self.source, self.source_rows.into())?,
-                buffers.read::<u32>(self.indices, self.rows.into())?,
-                buffers.write::<u32>(self.out, self.rows.into())?,
-            )
-        };
+        let source = unsafe { buffers.read::<u8>(self.source, self.source_rows.into()) }?;
+        // SAFETY: as above.
+        let indices = unsafe { batch_indices(&mut buffers, self.indices, self.rows, self.batch, self.cursor) }?;
+        // SAFETY: as above.
+        let out = unsafe { buffers.write::<u32>(self.out, self.rows.into()) }?;
         check_range(self.name(), "index", indices, self.source_rows)?;
         for (out, &index) in out.iter_mut().zip(indices) {
             *out = source[index as usize].into();

@@ -2,11 +2,16 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{F32, ROWS_PER_BLOCK, U32, WARP_PER_ROW_THREADS, area, check_sizes, grid, total};
+use super::{
+    F32, ROWS_PER_BLOCK, U32, WARP_PER_ROW_THREADS, area, at_step, check_room, check_sizes, grid, or_null, span, step,
+    total, typed,
+};
 use crate::cuda::{CudaKernels, Kernel, argument};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory, check_range};
 use crate::operation::{Operation, Work};
+use crate::precision::Element;
+use crate::storage::{Stored, with_stored};
 
 /// Classes that a warp takes in one trip.
 const LANES: u64 = 32;
@@ -27,21 +32,55 @@ pub struct SoftmaxCrossEntropy {
     pub labels: u64,
     /// Address of the losses, `f32[rows]`, written.
     pub losses: u64,
-    /// Address of the gradient of the logits, `f32[rows,classes]`, written.
+    /// Type of the gradient.
+    pub element: Element,
+    /// Address of the gradient of the logits, `[rows,classes]`, written.
     pub dlogits: u64,
+    /// Elements from one row of the gradient to the next.
+    pub dlogits_pitch: u32,
     /// Factor of the gradient: 1/rows if the mean of the losses is minimised.
     pub scale: f32,
 }
 
 impl SoftmaxCrossEntropy {
+    fn kernel(&self) -> Kernel {
+        let kernels = [Kernel::SoftmaxCrossEntropy, Kernel::SoftmaxCrossEntropyBf16, Kernel::SoftmaxCrossEntropyF16];
+        typed(self.element, kernels)
+    }
+
     fn check(&self) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])
+        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])?;
+        check_room(self.name(), [("dlogits_pitch", self.dlogits_pitch, self.classes)])
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Operation::run_on_host`].
+    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (logits, labels, losses, dlogits) = unsafe {
+            (
+                buffers.read::<f32>(self.logits, area(self.rows, self.classes))?,
+                buffers.read::<u32>(self.labels, self.rows.into())?,
+                buffers.write::<f32>(self.losses, self.rows.into())?,
+                buffers.write::<T>(self.dlogits, span(self.rows, self.classes, self.dlogits_pitch))?,
+            )
+        };
+        check_range(self.name(), "label", labels, self.classes)?;
+        let rows = logits.chunks_exact(self.classes as usize).zip(dlogits.chunks_mut(self.dlogits_pitch as usize));
+        for (((x, gradient), &label), loss) in rows.zip(labels).zip(losses) {
+            let row = Row::of(x);
+            *loss = row.loss(x[label as usize]);
+            row.gradient(x, label, self.scale, gradient);
+        }
+        Ok(())
     }
 }
 
 impl Operation for SoftmaxCrossEntropy {
     fn name(&self) -> &'static str {
-        Kernel::SoftmaxCrossEntropy.name()
+        self.kernel().name()
     }
 
     fn work(&self) -> Work {
@@ -50,7 +89,7 @@ impl Operation for SoftmaxCrossEntropy {
             kernel: self.name(),
             blocks: u64::from(self.rows).div_ceil(ROWS_PER_BLOCK),
             iterations: u64::from(self.classes).div_ceil(LANES),
-            bytes: total([(elements, 2 * F32), (self.rows.into(), U32 + F32)]),
+            bytes: total([(elements, F32 + self.element.bytes()), (self.rows.into(), U32 + F32)]),
             // Maximum, subtraction, exponential and sum; then subtraction, exponential, division, onehot and scale.
             flops: total([(elements, 9), (self.rows.into(), 3)]),
         }
@@ -62,7 +101,7 @@ impl Operation for SoftmaxCrossEntropy {
             (self.logits, total([(elements, F32)])),
             (self.labels, total([(self.rows.into(), U32)])),
             (self.losses, total([(self.rows.into(), F32)])),
-            (self.dlogits, total([(elements, F32)])),
+            (self.dlogits, total([(span(self.rows, self.classes, self.dlogits_pitch), self.element.bytes())])),
         ]
     }
 
@@ -76,36 +115,17 @@ impl Operation for SoftmaxCrossEntropy {
             argument(&self.dlogits),
             argument(&self.rows),
             argument(&self.classes),
+            argument(&self.dlogits_pitch),
             argument(&self.scale),
         ];
-        // SAFETY: four addresses, two u32 and an f32, as `loss.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(Kernel::SoftmaxCrossEntropy, blocks, WARP_PER_ROW_THREADS, stream, arguments) }
+        // SAFETY: four addresses, three u32 and an f32, as `loss.cu` declares; the caller vouches for the addresses.
+        unsafe { cuda.launch(self.kernel(), blocks, WARP_PER_ROW_THREADS, stream, arguments) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
         self.check()?;
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (logits, labels, losses, dlogits) = unsafe {
-            (
-                buffers.read::<f32>(self.logits, area(self.rows, self.classes))?,
-                buffers.read::<u32>(self.labels, self.rows.into())?,
-                buffers.write::<f32>(self.losses, self.rows.into())?,
-                buffers.write::<f32>(self.dlogits, area(self.rows, self.classes))?,
-            )
-        };
-        check_range(self.name(), "label", labels, self.classes)?;
-        let classes = self.classes as usize;
-        let rows = logits.chunks_exact(classes).zip(dlogits.chunks_exact_mut(classes)).zip(labels).zip(losses);
-        for (((x, gradient), &label), loss) in rows {
-            let row = Row::of(x);
-            *loss = row.loss(x[label as usize]);
-            for (gradient, &x) in gradient.iter_mut().zip(x) {
-                *gradient = row.probability(x) * self.scale;
-            }
-            gradient[label as usize] = (row.probability(x[label as usize]) - 1.0) * self.scale;
-        }
-        Ok(())
+        // SAFETY: the caller vouches for the memory.
+        with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
     }
 }
 
@@ -195,8 +215,10 @@ pub struct MeanLoss {
     pub rows: u32,
     /// Address of the losses, `f32[rows]`.
     pub losses: u64,
-    /// Address of the mean, `f32[1]`, written.
+    /// Address of the mean, `f32[1]`, written; with a cursor, that of step 0.
     pub out: u64,
+    /// Address of the number of the step, `u32[1]`, if each step's mean goes behind that of the one before.
+    pub cursor: Option<u64>,
 }
 
 const MEAN_THREADS: u32 = 256;
@@ -217,13 +239,18 @@ impl Operation for MeanLoss {
     }
 
     fn buffers(&self) -> Vec<(u64, u64)> {
-        vec![(self.losses, total([(self.rows.into(), F32)])), (self.out, total([(1, F32)]))]
+        // With a cursor the mean's place depends on it.
+        vec![
+            (self.losses, total([(self.rows.into(), F32)])),
+            self.cursor.map_or((self.out, F32), |cursor| (cursor, U32)),
+        ]
     }
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         check_sizes(self.name(), [("rows", self.rows.into())])?;
-        let arguments = [argument(&self.losses), argument(&self.out), argument(&self.rows)];
-        // SAFETY: two addresses and a u32, as `loss.cu` declares; the caller vouches for the addresses.
+        let cursor = or_null(self.cursor);
+        let arguments = [argument(&self.losses), argument(&self.out), argument(&cursor), argument(&self.rows)];
+        // SAFETY: three addresses and a u32, as `loss.cu` declares; the caller vouches for the addresses.
         unsafe { cuda.launch(Kernel::MeanLoss, 1, MEAN_THREADS, stream, arguments) }
     }
 
@@ -231,32 +258,50 @@ impl Operation for MeanLoss {
         check_sizes(self.name(), [("rows", self.rows.into())])?;
         let mut buffers = HostBuffers::new(memory, self.name());
         // SAFETY: the caller vouches for the memory behind these addresses.
-        let (losses, out) =
-            unsafe { (buffers.read::<f32>(self.losses, self.rows.into())?, buffers.write::<f32>(self.out, 1)?) };
-        let sum: f64 = losses.iter().copied().map(f64::from).sum();
-        out[0] = (sum / f64::from(self.rows)) as f32;
+        let losses = unsafe { buffers.read::<f32>(self.losses, self.rows.into()) }?;
+        // SAFETY: as above.
+        let step = unsafe { step(&mut buffers, self.cursor) }?;
+        // SAFETY: as above.
+        let out = unsafe { buffers.write::<f32>(at_step(self.name(), self.out, F32, step)?, 1) }?;
+        out[0] = mean(losses.iter().copied());
         Ok(())
     }
 }
 
+/// In `f64`, so that the number of losses does not matter.
+pub(super) fn mean(losses: impl ExactSizeIterator<Item = f32>) -> f32 {
+    let rows = losses.len();
+    let sum: f64 = losses.map(f64::from).sum();
+    // CAST: the count of a batch is exact in an f64; the mean is rounded once.
+    (sum / rows as f64) as f32
+}
+
 /// What a row's loss and gradient need, on the host.
-struct Row {
+pub(super) struct Row {
     max: f32,
     /// Of e^(x − max); in `f64`, which costs nothing here and leaves only the exponentials' rounding.
     sum: f64,
 }
 
 impl Row {
-    fn of(x: &[f32]) -> Self {
+    pub(super) fn of(x: &[f32]) -> Self {
         let max = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         Self { max, sum: x.iter().map(|x| f64::from((x - max).exp())).sum() }
     }
 
-    fn loss(&self, x: f32) -> f32 {
+    pub(super) fn loss(&self, x: f32) -> f32 {
         (self.sum.ln() - f64::from(x - self.max)) as f32
     }
 
     fn probability(&self, x: f32) -> f32 {
         (f64::from((x - self.max).exp()) / self.sum) as f32
+    }
+
+    /// `(softmax(x) − onehot(label)) · scale`, rounded to the type of `gradient`, which may be longer than `x`.
+    pub(super) fn gradient<T: Stored>(&self, x: &[f32], label: u32, scale: f32, gradient: &mut [T]) {
+        for (class, (gradient, &x)) in (0..).zip(gradient.iter_mut().zip(x)) {
+            let target = if class == label { 1.0 } else { 0.0 };
+            *gradient = T::store((self.probability(x) - target) * scale);
+        }
     }
 }

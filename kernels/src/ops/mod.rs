@@ -2,6 +2,8 @@
 
 mod accuracy;
 mod bias;
+mod convert;
+mod cursor;
 mod fill;
 mod gather;
 mod gemm;
@@ -9,9 +11,12 @@ mod linear;
 mod loss;
 mod relu;
 mod sgd;
+mod softmax_loss;
 
 pub use accuracy::{Argmax, CountCorrect};
 pub use bias::{AddBias, BiasGradient};
+pub use convert::ConvertElements;
+pub use cursor::AdvanceCursor;
 pub use fill::Fill;
 pub use gather::{GatherLabels, GatherRowsF32, GatherRowsU8};
 pub use gemm::{Gemm, GemmAlgorithm, GemmLayout};
@@ -19,8 +24,12 @@ pub use linear::{LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightG
 pub use loss::{CrossEntropyLoss, MeanLoss, SoftmaxCrossEntropy};
 pub use relu::{Relu, ReluBackward};
 pub use sgd::Sgd;
+pub use softmax_loss::SoftmaxLoss;
 
+use crate::cuda::Kernel;
 use crate::error::KernelError;
+use crate::host::HostBuffers;
+use crate::precision::Element;
 
 /// Threads in a block of the kernels that give each element a thread.
 const ELEMENTWISE_THREADS: u32 = 256;
@@ -39,9 +48,36 @@ fn elementwise_blocks(len: u64) -> u64 {
     len.div_ceil(ELEMENTWISE_THREADS.into())
 }
 
+/// Elements that a thread takes in those kernels: one f32, or 16 bytes of halves.
+const fn elements_per_thread(element: Element) -> u64 {
+    match element {
+        Element::F32 => 1,
+        Element::Bf16 | Element::F16 => 8,
+    }
+}
+
+/// Blocks of such a kernel over `rows` rows of `cols` elements; no thread crosses the end of a row.
+fn typed_blocks(element: Element, rows: u64, cols: u64) -> u64 {
+    elementwise_blocks(rows.saturating_mul(cols.div_ceil(elements_per_thread(element))))
+}
+
+/// The kernel for an element type.
+fn typed(element: Element, [f32, bf16, f16]: [Kernel; 3]) -> Kernel {
+    match element {
+        Element::F32 => f32,
+        Element::Bf16 => bf16,
+        Element::F16 => f16,
+    }
+}
+
 /// Elements of a matrix; two 32-bit sizes cannot overflow 64 bits.
 fn area(rows: u32, cols: u32) -> u64 {
     u64::from(rows) * u64::from(cols)
+}
+
+/// Elements from the first to the last of a matrix whose rows begin `pitch` elements apart.
+fn span(rows: u32, cols: u32, pitch: u32) -> u64 {
+    area(rows.saturating_sub(1), pitch) + u64::from(cols)
 }
 
 /// Sums of traffic and arithmetic saturate: the cost of an impossible shape is of no interest, but must not panic.
@@ -55,6 +91,42 @@ fn check_sizes<const N: usize>(operation: &'static str, sizes: [(&str, u64); N])
         None => Ok(()),
         Some((name, _)) => Err(KernelError::Shape { operation, what: format!("{name} is zero") }),
     }
+}
+
+/// Refuses a pitch, or a step of a batch, below what it must hold.
+fn check_room<const N: usize>(operation: &'static str, rooms: [(&str, u32, u32); N]) -> Result<(), KernelError> {
+    match rooms.iter().find(|(_, room, needed)| room < needed) {
+        None => Ok(()),
+        Some((name, room, needed)) => {
+            Err(KernelError::Shape { operation, what: format!("{name} is {room}, below {needed}") })
+        }
+    }
+}
+
+/// The number of the step, from the cursor's address.
+///
+/// # Safety
+///
+/// As for [`HostBuffers::read`].
+unsafe fn step(buffers: &mut HostBuffers<'_>, cursor: Option<u64>) -> Result<u64, KernelError> {
+    match cursor {
+        None => Ok(0),
+        // SAFETY: the caller vouches for the memory.
+        Some(cursor) => Ok(unsafe { buffers.read::<u32>(cursor, 1)? }[0].into()),
+    }
+}
+
+/// The address of what step number `step` works on, if each step has `stride` bytes of its own.
+fn at_step(operation: &'static str, addr: u64, stride: u64, step: u64) -> Result<u64, KernelError> {
+    stride.checked_mul(step).and_then(|offset| addr.checked_add(offset)).ok_or_else(|| KernelError::Shape {
+        operation,
+        what: format!("step {step} of {stride} bytes from {addr:#x} does not fit in the address space"),
+    })
+}
+
+/// An optional address as a kernel takes it: zero if there is none.
+fn or_null(addr: Option<u64>) -> u64 {
+    addr.unwrap_or(0)
 }
 
 /// The grid of a launch, if CUDA can have it.

@@ -2,40 +2,64 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{ELEMENTWISE_THREADS, F32, check_sizes, elementwise_blocks, grid, total};
+use super::{ELEMENTWISE_THREADS, check_sizes, grid, total, typed, typed_blocks};
 use crate::cuda::{CudaKernels, Kernel, argument};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
+use crate::precision::Element;
+use crate::storage::{Stored, with_stored};
 
 /// `y = max(x, 0)`; NaN stays NaN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Relu {
-    /// Number of elements.
+    /// Type of both buffers.
+    pub element: Element,
+    /// Number of elements; of a matrix with a pitch, those between its rows count too.
     pub len: u64,
-    /// Address of the input, `f32[len]`.
+    /// Address of the input, `[len]`.
     pub x: u64,
-    /// Address of the output, `f32[len]`, written.
+    /// Address of the output, `[len]`, written.
     pub y: u64,
+}
+
+impl Relu {
+    fn kernel(&self) -> Kernel {
+        typed(self.element, [Kernel::Relu, Kernel::ReluBf16, Kernel::ReluF16])
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Operation::run_on_host`].
+    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (x, y) = unsafe { (buffers.read::<T>(self.x, self.len)?, buffers.write::<T>(self.y, self.len)?) };
+        let zero = T::store(0.0);
+        for (y, &x) in y.iter_mut().zip(x) {
+            *y = if x.load() <= 0.0 { zero } else { x };
+        }
+        Ok(())
+    }
 }
 
 impl Operation for Relu {
     fn name(&self) -> &'static str {
-        Kernel::Relu.name()
+        self.kernel().name()
     }
 
     fn work(&self) -> Work {
         Work {
             kernel: self.name(),
-            blocks: elementwise_blocks(self.len),
+            blocks: typed_blocks(self.element, 1, self.len),
             iterations: 1,
-            bytes: total([(self.len, 2 * F32)]),
+            bytes: total([(self.len, 2 * self.element.bytes())]),
             flops: self.len,
         }
     }
 
     fn buffers(&self) -> Vec<(u64, u64)> {
-        vec![(self.x, total([(self.len, F32)])), (self.y, total([(self.len, F32)]))]
+        vec![(self.x, total([(self.len, self.element.bytes())])), (self.y, total([(self.len, self.element.bytes())]))]
     }
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
@@ -43,54 +67,77 @@ impl Operation for Relu {
         let blocks = grid(self.name(), self.work().blocks)?;
         let arguments = [argument(&self.x), argument(&self.y), argument(&self.len)];
         // SAFETY: two addresses and a u64, as `relu.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(Kernel::Relu, blocks, ELEMENTWISE_THREADS, stream, arguments) }
+        unsafe { cuda.launch(self.kernel(), blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
         check_sizes(self.name(), [("len", self.len)])?;
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (x, y) = unsafe { (buffers.read::<f32>(self.x, self.len)?, buffers.write::<f32>(self.y, self.len)?) };
-        for (y, &x) in y.iter_mut().zip(x) {
-            *y = if x <= 0.0 { 0.0 } else { x };
-        }
-        Ok(())
+        // SAFETY: the caller vouches for the memory.
+        with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
     }
 }
 
 /// `dx = y > 0 ? dy : 0`, the gradient of [`Relu`]'s input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReluBackward {
-    /// Number of elements.
+    /// Type of all three buffers.
+    pub element: Element,
+    /// Number of elements; of a matrix with a pitch, those between its rows count too.
     pub len: u64,
-    /// Address of [`Relu`]'s *output*, `f32[len]`: its input need not be kept.
+    /// Address of [`Relu`]'s *output*, `[len]`: its input need not be kept.
     pub y: u64,
-    /// Address of the gradient of the output, `f32[len]`.
+    /// Address of the gradient of the output, `[len]`.
     pub dy: u64,
-    /// Address of the gradient of the input, `f32[len]`, written.
+    /// Address of the gradient of the input, `[len]`, written.
     pub dx: u64,
+}
+
+impl ReluBackward {
+    fn kernel(&self) -> Kernel {
+        typed(self.element, [Kernel::ReluBackward, Kernel::ReluBackwardBf16, Kernel::ReluBackwardF16])
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Operation::run_on_host`].
+    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (y, dy, dx) = unsafe {
+            (
+                buffers.read::<T>(self.y, self.len)?,
+                buffers.read::<T>(self.dy, self.len)?,
+                buffers.write::<T>(self.dx, self.len)?,
+            )
+        };
+        let zero = T::store(0.0);
+        for ((dx, &y), &dy) in dx.iter_mut().zip(y).zip(dy) {
+            *dx = if y.load() > 0.0 { dy } else { zero };
+        }
+        Ok(())
+    }
 }
 
 impl Operation for ReluBackward {
     fn name(&self) -> &'static str {
-        Kernel::ReluBackward.name()
+        self.kernel().name()
     }
 
     fn work(&self) -> Work {
         Work {
             kernel: self.name(),
-            blocks: elementwise_blocks(self.len),
+            blocks: typed_blocks(self.element, 1, self.len),
             iterations: 1,
-            bytes: total([(self.len, 3 * F32)]),
+            bytes: total([(self.len, 3 * self.element.bytes())]),
             flops: self.len,
         }
     }
 
     fn buffers(&self) -> Vec<(u64, u64)> {
         vec![
-            (self.y, total([(self.len, F32)])),
-            (self.dy, total([(self.len, F32)])),
-            (self.dx, total([(self.len, F32)])),
+            (self.y, total([(self.len, self.element.bytes())])),
+            (self.dy, total([(self.len, self.element.bytes())])),
+            (self.dx, total([(self.len, self.element.bytes())])),
         ]
     }
 
@@ -99,23 +146,12 @@ impl Operation for ReluBackward {
         let blocks = grid(self.name(), self.work().blocks)?;
         let arguments = [argument(&self.y), argument(&self.dy), argument(&self.dx), argument(&self.len)];
         // SAFETY: three addresses and a u64, as `relu.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(Kernel::ReluBackward, blocks, ELEMENTWISE_THREADS, stream, arguments) }
+        unsafe { cuda.launch(self.kernel(), blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
         check_sizes(self.name(), [("len", self.len)])?;
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (y, dy, dx) = unsafe {
-            (
-                buffers.read::<f32>(self.y, self.len)?,
-                buffers.read::<f32>(self.dy, self.len)?,
-                buffers.write::<f32>(self.dx, self.len)?,
-            )
-        };
-        for ((dx, &y), &dy) in dx.iter_mut().zip(y).zip(dy) {
-            *dx = if y > 0.0 { dy } else { 0.0 };
-        }
-        Ok(())
+        // SAFETY: the caller vouches for the memory.
+        with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
     }
 }

@@ -2,61 +2,132 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{ELEMENTWISE_THREADS, F32, check_sizes, elementwise_blocks, grid, total};
+use super::{ELEMENTWISE_THREADS, F32, check_sizes, grid, or_null, total, typed, typed_blocks};
 use crate::cuda::{CudaKernels, Kernel, argument};
 use crate::error::KernelError;
 use crate::fused::descend;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
+use crate::precision::Element;
+use crate::storage::{Stored, with_stored};
 
 /// `weights −= learning_rate · gradient`, in place, with a fused multiply-add.
+///
+/// Halves step in f32 and are rounded: a step below half of their last place is lost. With master weights in f32 it is
+/// the masters that step, and the weights become their rounding.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sgd {
-    /// Number of weights.
+    /// Type of the weights.
+    pub element: Element,
+    /// Number of weights; of a matrix with a pitch, those between its rows count too.
     pub len: u64,
     /// Step along the negative gradient.
     pub learning_rate: f32,
     /// Address of the gradient, `f32[len]`.
     pub gradient: u64,
-    /// Address of the weights, `f32[len]`, read and written.
+    /// Address of the weights, `[len]`, read (without a master) and written.
     pub weights: u64,
+    /// Address of the master weights, `f32[len]`, read and written. Only for halves.
+    pub master: Option<u64>,
+}
+
+impl Sgd {
+    fn kernel(&self) -> Kernel {
+        typed(self.element, [Kernel::Sgd, Kernel::SgdBf16, Kernel::SgdF16])
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("len", self.len)])?;
+        check_master(self.name(), self.element, self.master)
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Operation::run_on_host`].
+    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (gradient, weights) =
+            unsafe { (buffers.read::<f32>(self.gradient, self.len)?, buffers.write::<T>(self.weights, self.len)?) };
+        let master = match self.master {
+            None => None,
+            // SAFETY: as above.
+            Some(master) => Some(unsafe { buffers.write::<f32>(master, self.len)? }),
+        };
+        step_weights(weights, master, gradient, self.learning_rate);
+        Ok(())
+    }
+}
+
+/// Master weights of f32 weights would be a second copy of them.
+pub(super) fn check_master(operation: &'static str, element: Element, master: Option<u64>) -> Result<(), KernelError> {
+    if element == Element::F32 && master.is_some() {
+        return Err(KernelError::Shape { operation, what: "f32 weights have no master weights".to_owned() });
+    }
+    Ok(())
+}
+
+/// One step of all weights, or of their masters.
+pub(super) fn step_weights<T: Stored>(weights: &mut [T], master: Option<&mut [f32]>, gradient: &[f32], rate: f32) {
+    if let Some(master) = master {
+        descend(master, gradient, rate);
+        T::store_all(master, weights);
+        return;
+    }
+    // In parts that the processor's cache holds.
+    let mut part = [0.0; 1024];
+    for (weights, gradient) in weights.chunks_mut(part.len()).zip(gradient.chunks(part.len())) {
+        let part = &mut part[..weights.len()];
+        T::load_all(weights, part);
+        descend(part, gradient, rate);
+        T::store_all(part, weights);
+    }
 }
 
 impl Operation for Sgd {
     fn name(&self) -> &'static str {
-        Kernel::Sgd.name()
+        self.kernel().name()
     }
 
     fn work(&self) -> Work {
+        let weights = self.element.bytes();
+        // Weights are read and written; or masters are, and weights are written.
+        let each = if self.master.is_some() { 2 * F32 + weights } else { 2 * weights };
         Work {
             kernel: self.name(),
-            blocks: elementwise_blocks(self.len),
+            blocks: typed_blocks(self.element, 1, self.len),
             iterations: 1,
-            bytes: total([(self.len, 3 * F32)]),
+            bytes: total([(self.len, F32 + each)]),
             flops: total([(self.len, 2)]),
         }
     }
 
     fn buffers(&self) -> Vec<(u64, u64)> {
-        vec![(self.gradient, total([(self.len, F32)])), (self.weights, total([(self.len, F32)]))]
+        let floats = total([(self.len, F32)]);
+        let mut buffers = vec![(self.gradient, floats), (self.weights, total([(self.len, self.element.bytes())]))];
+        buffers.extend(self.master.map(|master| (master, floats)));
+        buffers
     }
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("len", self.len)])?;
+        self.check()?;
         let blocks = grid(self.name(), self.work().blocks)?;
-        let arguments =
-            [argument(&self.gradient), argument(&self.weights), argument(&self.len), argument(&self.learning_rate)];
-        // SAFETY: two addresses, a u64 and an f32, as `sgd.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(Kernel::Sgd, blocks, ELEMENTWISE_THREADS, stream, arguments) }
+        let gradient = argument(&self.gradient);
+        let (weights, len, rate) = (argument(&self.weights), argument(&self.len), argument(&self.learning_rate));
+        if self.element == Element::F32 {
+            let arguments = [gradient, weights, len, rate];
+            // SAFETY: two addresses, a u64 and an f32, as `sgd.cu` declares; the caller vouches for the addresses.
+            return unsafe { cuda.launch(self.kernel(), blocks, ELEMENTWISE_THREADS, stream, arguments) };
+        }
+        let master = or_null(self.master);
+        let arguments = [gradient, weights, argument(&master), len, rate];
+        // SAFETY: three addresses, a u64 and an f32, as `sgd.cu` declares; the caller vouches for the addresses.
+        unsafe { cuda.launch(self.kernel(), blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("len", self.len)])?;
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (gradient, weights) =
-            unsafe { (buffers.read::<f32>(self.gradient, self.len)?, buffers.write::<f32>(self.weights, self.len)?) };
-        descend(weights, gradient, self.learning_rate);
-        Ok(())
+        self.check()?;
+        // SAFETY: the caller vouches for the memory.
+        with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
     }
 }

@@ -1,10 +1,9 @@
 //! What one layer is made of, forward, backward and in the update.
 
 use super::{Linear, LinearGradient, Mlp};
-use crate::arithmetic::{Arithmetic, FuseMode};
+use crate::arithmetic::FuseMode;
 use crate::error::Result;
 use crate::tensor::{Context, Matrix};
-use allocators::DeviceBuffer;
 use kernels::{
     AddBias, BiasGradient, Element, Gemm, GemmAlgorithm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate,
     LinearWeightGradient, Relu, ReluBackward, Sgd,
@@ -25,22 +24,7 @@ fn plain_product(
     Ok(out)
 }
 
-/// Memory for one launch, and its address; none, and any address, where none is needed.
-fn workspace(context: &Context, bytes: u64) -> Result<(Option<DeviceBuffer>, u64)> {
-    if bytes == 0 {
-        return Ok((None, 0));
-    }
-    // CAST: far below the address space.
-    let buffer = context.allocate::<u8>(bytes as usize)?;
-    let addr = buffer.addr().get();
-    Ok((Some(buffer), addr))
-}
-
 impl Mlp {
-    fn tickets(&self) -> u64 {
-        self.tickets.as_ref().map_or(0, |tickets| tickets.addr().get())
-    }
-
     /// A matrix as activations and their gradients are stored.
     pub(super) fn activation(&self, context: &Context, rows: u32, cols: u32) -> Result<Matrix> {
         context.pitched(self.arithmetic.element(), rows, cols, self.arithmetic.pitch(cols))
@@ -78,7 +62,7 @@ impl Mlp {
             workspace: 0,
             tickets: self.tickets(),
         };
-        let (_workspace, addr) = workspace(context, forward.workspace_bytes())?;
+        let (_workspace, addr) = self.workspace(context, forward.workspace_bytes(), forward.tickets())?;
         forward.workspace = addr;
         // SAFETY: matrices, bias and workspace are live and of these shapes; they are freed on the stream after this
         // launch. The tickets suffice for every launch of the model and are zero between launches.
@@ -156,7 +140,7 @@ impl Mlp {
             workspace: 0,
             tickets: self.tickets(),
         };
-        let (_workspace, addr) = workspace(context, backward.workspace_bytes())?;
+        let (_workspace, addr) = self.workspace(context, backward.workspace_bytes(), backward.tickets())?;
         backward.workspace = addr;
         // SAFETY: as for the forward product; a mask is an activation of dx's shape and pitch.
         unsafe { context.device.run(&backward)? };
@@ -210,7 +194,7 @@ impl Mlp {
             tickets: self.tickets(),
         };
         {
-            let (_workspace, addr) = workspace(context, gradient.workspace_bytes())?;
+            let (_workspace, addr) = self.workspace(context, gradient.workspace_bytes(), gradient.tickets())?;
             gradient.workspace = addr;
             // SAFETY: as for the forward product.
             unsafe { context.device.run(&gradient)? };
@@ -293,7 +277,7 @@ impl Mlp {
             workspace: 0,
             tickets: self.tickets(),
         };
-        let (_workspace, addr) = workspace(context, update.workspace_bytes())?;
+        let (_workspace, addr) = self.workspace(context, update.workspace_bytes(), update.tickets())?;
         update.workspace = addr;
         // SAFETY: as for the forward product; nothing else that is queued before this launch's end reads the weights.
         unsafe { context.device.run(&update) }
@@ -305,90 +289,4 @@ impl Mlp {
 enum Output {
     Hidden,
     Logits,
-}
-
-/// Tickets of the launch that needs the most, for a network with these widths and batches of these numbers of rows.
-pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u32]) -> usize {
-    if arithmetic.plain().is_some() {
-        return 0;
-    }
-    let precision = arithmetic.precision();
-    let mut most = 0;
-    for &rows in batches {
-        for pair in widths.windows(2) {
-            let (inputs, outputs) = (pair[0], pair[1]);
-            let (x_pitch, y_pitch) = (arithmetic.pitch(inputs), arithmetic.pitch(outputs));
-            for y_f32 in [false, true] {
-                let forward = LinearForward {
-                    precision,
-                    rows,
-                    inputs,
-                    outputs,
-                    x: 0,
-                    x_pitch,
-                    weight: 0,
-                    weight_pitch: x_pitch,
-                    bias: None,
-                    relu: false,
-                    y: 0,
-                    y_pitch,
-                    y_f32,
-                    workspace: 0,
-                    tickets: 0,
-                };
-                most = most.max(forward.tickets());
-            }
-            let backward = LinearBackwardInput {
-                precision,
-                rows,
-                inputs,
-                outputs,
-                dy: 0,
-                dy_pitch: y_pitch,
-                weight: 0,
-                weight_pitch: x_pitch,
-                mask: None,
-                dx: 0,
-                dx_pitch: x_pitch,
-                workspace: 0,
-                tickets: 0,
-            };
-            let gradient = LinearWeightGradient {
-                precision,
-                rows,
-                inputs,
-                outputs,
-                dy: 0,
-                dy_pitch: y_pitch,
-                x: 0,
-                x_pitch,
-                scale: 1.0,
-                dweight: 0,
-                dweight_pitch: x_pitch,
-                dbias: None,
-                workspace: 0,
-                tickets: 0,
-            };
-            let update = LinearUpdate {
-                precision,
-                rows,
-                inputs,
-                outputs,
-                dy: 0,
-                dy_pitch: y_pitch,
-                x: 0,
-                x_pitch,
-                rate: 0.0,
-                weight: 0,
-                weight_pitch: x_pitch,
-                master: None,
-                bias: 0,
-                workspace: 0,
-                tickets: 0,
-            };
-            most = most.max(backward.tickets()).max(gradient.tickets()).max(update.tickets());
-        }
-    }
-    // CAST: a launch has at most 2^31 blocks.
-    most as usize
 }

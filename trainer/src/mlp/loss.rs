@@ -29,7 +29,7 @@ impl Mlp {
         let scale = self.arithmetic.loss_scale / rows as f32;
         if self.in_one_launch(rows) {
             let dlogits = self.activation(context, rows, classes)?;
-            let loss = SoftmaxLoss {
+            let mut loss = SoftmaxLoss {
                 rows,
                 classes,
                 logits: logits.addr(),
@@ -42,7 +42,11 @@ impl Mlp {
                 correct: None,
                 cursor: None,
                 advance: false,
+                workspace: 0,
+                tickets: self.tickets(),
             };
+            let (_workspace, addr) = self.workspace(context, loss.workspace_bytes(), loss.tickets())?;
+            loss.workspace = addr;
             // SAFETY: all buffers are live and of these shapes; they are freed on the stream after this launch. The
             // caller keeps the slot.
             unsafe { context.device.run(&loss)? };
@@ -81,7 +85,7 @@ impl Mlp {
         let (rows, classes) = (logits.rows, logits.cols);
         let (logits, labels) = (logits.addr(), labels.addr().get());
         if self.in_one_launch(rows) {
-            let loss = SoftmaxLoss {
+            let mut loss = SoftmaxLoss {
                 rows,
                 classes,
                 logits,
@@ -94,7 +98,11 @@ impl Mlp {
                 correct: Some(correct_slot),
                 cursor: None,
                 advance: false,
+                workspace: 0,
+                tickets: self.tickets(),
             };
+            let (_workspace, addr) = self.workspace(context, loss.workspace_bytes(), loss.tickets())?;
+            loss.workspace = addr;
             // SAFETY: the buffers are live and of these shapes; they are freed on the stream after this launch. The
             // caller keeps the slots.
             return unsafe { context.device.run(&loss) };

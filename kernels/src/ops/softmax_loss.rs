@@ -1,0 +1,228 @@
+//! All that a step does with its logits, in one launch; kernels in `cuda/softmax_loss.cu`.
+
+use cudarc::driver::sys::CUstream;
+
+use super::accuracy::first_greatest;
+use super::loss::{Row, mean};
+use super::{F32, U32, area, at_step, check_room, check_sizes, grid, or_null, span, total, typed};
+use crate::cuda::{CudaKernels, Kernel, argument};
+use crate::error::KernelError;
+use crate::host::{HostBuffers, HostMemory, check_range};
+use crate::operation::{Operation, Work};
+use crate::precision::Element;
+use crate::storage::{Stored, with_stored};
+
+/// Mean cross-entropy, gradient of the logits and number of right answers in one launch:
+/// [`SoftmaxCrossEntropy`](crate::SoftmaxCrossEntropy), [`MeanLoss`](crate::MeanLoss),
+/// [`CountCorrect`](crate::CountCorrect) and [`AdvanceCursor`](crate::AdvanceCursor) without the losses of the rows in
+/// memory.
+///
+/// A label that is no class is an error on the host; on a GPU it gives NaN for the mean and for the row's gradient, and
+/// the row counts as wrong.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SoftmaxLoss {
+    /// Type of the gradient; without one any.
+    pub element: Element,
+    /// Rows: examples.
+    pub rows: u32,
+    /// Columns: classes.
+    pub classes: u32,
+    /// Address of the logits, `f32[rows,classes]`.
+    pub logits: u64,
+    /// Address of the labels, `u32[rows]`, each below `classes`.
+    pub labels: u64,
+    /// Address of the gradient of the logits, `[rows,classes]`, written, if it is wanted.
+    pub dlogits: Option<u64>,
+    /// Elements from one row of the gradient to the next.
+    pub dlogits_pitch: u32,
+    /// Factor of the gradient: loss scale over rows if the mean of the losses is minimised. The mean itself is not scaled.
+    pub scale: f32,
+    /// Address of the mean of the losses, `f32[1]`, written; with a cursor, that of step 0.
+    pub loss: u64,
+    /// Address of the number of rows whose [`Argmax`](crate::Argmax) is the label, `u32[1]`, written, if it is wanted.
+    pub correct: Option<u64>,
+    /// Address of the number of the step, `u32[1]`, if each step's mean goes behind that of the one before.
+    pub cursor: Option<u64>,
+    /// Whether the cursor, after its use, is advanced by one.
+    pub advance: bool,
+    /// Address of [`workspace_bytes`](Self::workspace_bytes) bytes for the sums of blocks; any value if that is zero.
+    pub workspace: u64,
+    /// Address of [`tickets`](Self::tickets) u32 that are zero, and are zero again when the launch is done; any value if
+    /// there are none.
+    pub tickets: u64,
+}
+
+/// A block's warps, each of which takes one row after another.
+const WARPS: u64 = 32;
+const THREADS: u32 = 1024;
+/// Rows of a block: few enough that the blocks of a large batch run side by side, enough that a usual batch needs but one.
+const BLOCK_ROWS: u64 = 128;
+/// Classes that a warp takes in one trip.
+const LANES: u64 = 32;
+
+impl SoftmaxLoss {
+    fn kernel(&self) -> Kernel {
+        typed(self.element, [Kernel::SoftmaxLoss, Kernel::SoftmaxLossBf16, Kernel::SoftmaxLossF16])
+    }
+
+    fn blocks(&self) -> u64 {
+        u64::from(self.rows).div_ceil(BLOCK_ROWS)
+    }
+
+    /// Bytes of memory that the blocks of the launch need to add up their sums; zero if one block does it all.
+    #[must_use]
+    pub fn workspace_bytes(&self) -> u64 {
+        if self.blocks() > 1 { self.blocks() * (F32 + U32) } else { 0 }
+    }
+
+    /// Counters that the launch needs to find out which of its blocks is the last; zero or one.
+    #[must_use]
+    pub fn tickets(&self) -> u64 {
+        u64::from(self.blocks() > 1)
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])?;
+        if self.dlogits.is_some() {
+            check_room(self.name(), [("dlogits_pitch", self.dlogits_pitch, self.classes)])?;
+        }
+        if self.advance && self.cursor.is_none() {
+            let what = "there is no cursor to advance".to_owned();
+            return Err(KernelError::Shape { operation: self.name(), what });
+        }
+        Ok(())
+    }
+
+    /// Elements of the gradient from its first to its last.
+    fn gradient_elements(&self) -> u64 {
+        span(self.rows, self.classes, self.dlogits_pitch)
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Operation::run_on_host`].
+    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (logits, labels) = unsafe {
+            (
+                buffers.read::<f32>(self.logits, area(self.rows, self.classes))?,
+                buffers.read::<u32>(self.labels, self.rows.into())?,
+            )
+        };
+        let mut gradient: &mut [T] = match self.dlogits {
+            None => &mut [],
+            // SAFETY: as above.
+            Some(dlogits) => unsafe { buffers.write(dlogits, self.gradient_elements()) }?,
+        };
+        let mut cursor = match self.cursor {
+            None => None,
+            // SAFETY: as above.
+            Some(cursor) => Some(&mut unsafe { buffers.write::<u32>(cursor, 1) }?[0]),
+        };
+        let step = cursor.as_deref().map_or(0, |&step| step.into());
+        // SAFETY: as above.
+        let loss = unsafe { buffers.write::<f32>(at_step(self.name(), self.loss, F32, step)?, 1) }?;
+        let correct: &mut [u32] = match self.correct {
+            None => &mut [],
+            // SAFETY: as above.
+            Some(correct) => unsafe { buffers.write(correct, 1) }?,
+        };
+        if self.tickets() > 0 {
+            // Nothing is stored there, but an overlap has to come out.
+            // SAFETY: as above.
+            unsafe {
+                buffers.write::<u32>(self.workspace, self.workspace_bytes() / U32)?;
+                buffers.write::<u32>(self.tickets, self.tickets())?;
+            }
+        }
+        check_range(self.name(), "label", labels, self.classes)?;
+        let rows = || logits.chunks_exact(self.classes as usize).zip(labels);
+        let mut losses = Vec::with_capacity(labels.len());
+        for (x, &label) in rows() {
+            let row = Row::of(x);
+            losses.push(row.loss(x[label as usize]));
+            // Not taken apart into chunks, since there may be none.
+            let here;
+            (here, gradient) = gradient.split_at_mut(gradient.len().min(self.dlogits_pitch as usize));
+            row.gradient(x, label, self.scale, here);
+        }
+        loss[0] = mean(losses.into_iter());
+        if let [correct] = correct {
+            *correct = rows().map(|(x, &label)| u32::from(first_greatest(x) == label)).sum();
+        }
+        if self.advance
+            && let Some(cursor) = &mut cursor
+        {
+            **cursor = cursor.wrapping_add(1);
+        }
+        Ok(())
+    }
+}
+
+impl Operation for SoftmaxLoss {
+    fn name(&self) -> &'static str {
+        self.kernel().name()
+    }
+
+    fn work(&self) -> Work {
+        let elements = area(self.rows, self.classes);
+        let gradient = if self.dlogits.is_some() { self.element.bytes() } else { 0 };
+        // Maximum, subtraction, exponential and sum; then subtraction, exponential, division, onehot and scale.
+        let each = if self.dlogits.is_some() { 9 } else { 4 };
+        let rows_of_a_warp = u64::from(self.rows).min(BLOCK_ROWS).div_ceil(WARPS);
+        Work {
+            kernel: self.name(),
+            blocks: self.blocks(),
+            iterations: rows_of_a_warp * u64::from(self.classes).div_ceil(LANES),
+            bytes: total([(elements, F32 + gradient), (self.rows.into(), U32), (1, F32)]),
+            flops: total([(elements, each), (self.rows.into(), 4)]),
+        }
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        let elements = area(self.rows, self.classes);
+        let mut buffers =
+            vec![(self.logits, total([(elements, F32)])), (self.labels, total([(self.rows.into(), U32)]))];
+        let gradient_bytes = total([(self.gradient_elements(), self.element.bytes())]);
+        buffers.extend(self.dlogits.map(|dlogits| (dlogits, gradient_bytes)));
+        // With a cursor the mean's place depends on it.
+        buffers.push(self.cursor.map_or((self.loss, F32), |cursor| (cursor, U32)));
+        buffers.extend(self.correct.map(|correct| (correct, U32)));
+        if self.tickets() > 0 {
+            buffers.extend([(self.workspace, self.workspace_bytes()), (self.tickets, self.tickets() * U32)]);
+        }
+        buffers
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        self.check()?;
+        let blocks = grid(self.name(), self.blocks())?;
+        let (dlogits, correct, cursor) = (or_null(self.dlogits), or_null(self.correct), or_null(self.cursor));
+        let advance = u32::from(self.advance);
+        let arguments = [
+            argument(&self.logits),
+            argument(&self.labels),
+            argument(&dlogits),
+            argument(&self.loss),
+            argument(&correct),
+            argument(&cursor),
+            argument(&self.workspace),
+            argument(&self.tickets),
+            argument(&self.rows),
+            argument(&self.classes),
+            argument(&self.dlogits_pitch),
+            argument(&advance),
+            argument(&self.scale),
+        ];
+        // SAFETY: eight addresses, four u32 and an f32, as `softmax_loss.cu` declares; the caller vouches for the
+        // addresses.
+        unsafe { cuda.launch(self.kernel(), blocks, THREADS, stream, arguments) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        self.check()?;
+        // SAFETY: the caller vouches for the memory.
+        with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
+    }
+}
