@@ -2,16 +2,27 @@
 
 usage: compile_ptx.py TOOLCHAIN SOURCES OUTPUT
   TOOLCHAIN  folder that holds the unpacked NVRTC wheel
-  SOURCES    folder with *.cu and the headers they include
+  SOURCES    folder with *.cu and the headers they include (*.cuh)
   OUTPUT     folder for one *.ptx for each *.cu
 """
 
 import ctypes
+import re
 import sys
 from pathlib import Path
 
-# The baseline architecture, and no fast math: results are compared with a CPU reference.
-OPTIONS = ["--gpu-architecture=compute_75", "--std=c++17", "--fmad=true"]
+# No fast math: results are compared with a CPU reference.
+OPTIONS = ["--std=c++17", "--fmad=true"]
+# What a source is compiled for unless its first line says something else.
+BASELINE = "compute_75"
+ARCHITECTURE = re.compile(r"// architecture: (compute_[0-9]+a?)")
+
+
+def architecture(source: Path) -> str:
+    """The virtual architecture that a source's first line states (`// architecture: compute_80`), or the baseline."""
+    with source.open(encoding="utf-8") as lines:
+        stated = ARCHITECTURE.fullmatch(lines.readline().strip())
+    return stated[1] if stated else BASELINE
 
 
 def load_nvrtc(toolchain: Path) -> ctypes.CDLL:
@@ -35,7 +46,8 @@ def compile_source(nvrtc: ctypes.CDLL, source: Path) -> str:
         ),
         "nvrtcCreateProgram",
     )
-    options = [option.encode() for option in [*OPTIONS, f"--include-path={source.parent}"]]
+    stated = [f"--gpu-architecture={architecture(source)}", f"--include-path={source.parent}"]
+    options = [option.encode() for option in [*OPTIONS, *stated]]
     result = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
 
     size = ctypes.c_size_t()

@@ -4,7 +4,7 @@
 //   count_correct  out[0] = number of rows whose argmax is the label; one block, one thread for each row
 //
 // NaN is never the greatest. A row of nothing but NaN and -infinity is class 0. A label that is no class is never right.
-#include "common.cuh"
+#include "argmax.cuh"
 
 enum : u32 { ROWS_PER_BLOCK = 4 };
 
@@ -13,24 +13,7 @@ extern "C" __global__ void __launch_bounds__(WARP * ROWS_PER_BLOCK)
     const u64 row = static_cast<u64>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.x / WARP;
     if (row >= rows) return;
     const u32 lane = threadIdx.x % WARP;
-    float best = minus_infinity();
-    u32 best_class = 0;
-    for (u64 c = lane; c < classes; c += WARP) {
-        const float value = logits[row * classes + c];
-        if (value > best) {
-            best = value;
-            best_class = static_cast<u32>(c);
-        }
-    }
-#pragma unroll
-    for (u32 distance = WARP / 2; distance > 0; distance /= 2) {
-        const float other = __shfl_xor_sync(ALL_LANES, best, distance);
-        const u32 other_class = __shfl_xor_sync(ALL_LANES, best_class, distance);
-        if (other > best || (other == best && other_class < best_class)) {
-            best = other;
-            best_class = other_class;
-        }
-    }
+    const u32 best_class = first_greatest(logits + row * classes, classes, lane);
     if (lane == 0) predictions[row] = best_class;
 }
 

@@ -1,21 +1,42 @@
 // Bias of a layer.
 //
-//   add_bias       y[r,c] = x[r,c] + bias[c]; one thread for each element
+//   add_bias       y[r,c] = x[r,c] + bias[c]; one thread for each f32, or for eight halves of a row
 //   bias_gradient  db[c] = sum over r of dy[r,c]; a block takes 32 columns, its eight warps share out the rows, and the
 //                  eight partial sums are added in the order of the warps: no atomics, always the same bits
-#include "common.cuh"
+#include "element.cuh"
 
-extern "C" __global__ void __launch_bounds__(256)
-    add_bias(const float* __restrict__ x, const float* __restrict__ bias, float* __restrict__ y, u32 rows, u32 cols) {
-    const u64 element = global_thread();
-    if (element >= static_cast<u64>(rows) * cols) return;
-    y[element] = x[element] + bias[element % cols];
+template <typename T>
+__device__ __forceinline__ void add(const T* __restrict__ x, const float* __restrict__ bias, T* __restrict__ y,
+                                    u32 rows, u32 cols, u32 pitch) {
+    constexpr u32 COUNT = per_thread<T>();
+    const Share share = share_of_row<COUNT>(rows, cols);
+    if (share.valid == 0) return;
+    const u64 first = share.row * pitch + share.col;
+    float values[COUNT];
+    float biases[COUNT];
+    read_elements(x + first, share.valid, values);
+    read_elements(bias + share.col, share.valid, biases);
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) values[i] += biases[i];
+    write_elements(y + first, share.valid, values);
 }
+
+#define ADD_BIAS(NAME, T)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256)                                                                \
+        NAME(const T* __restrict__ x, const float* __restrict__ bias, T* __restrict__ y, u32 rows, u32 cols,         \
+             u32 pitch) {                                                                                            \
+        add(x, bias, y, rows, cols, pitch);                                                                          \
+    }
+
+ADD_BIAS(add_bias, float)
+ADD_BIAS(add_bias_bf16, bf16)
+ADD_BIAS(add_bias_f16, f16)
 
 enum : u32 { PARTITIONS = 8 };
 
-extern "C" __global__ void __launch_bounds__(WARP * PARTITIONS)
-    bias_gradient(const float* __restrict__ dy, float* __restrict__ db, u32 rows, u32 cols) {
+template <typename T>
+__device__ __forceinline__ void sum_columns(const T* __restrict__ dy, float* __restrict__ db, u32 rows, u32 cols,
+                                            u32 pitch) {
     __shared__ float partial[PARTITIONS][WARP];
     const u32 lane = threadIdx.x % WARP;
     const u32 partition = threadIdx.x / WARP;
@@ -23,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(WARP * PARTITIONS)
     const u64 col = static_cast<u64>(blockIdx.x) * WARP + lane;
     float sum = 0.0f;
     if (col < cols) {
-        for (u64 row = partition; row < rows; row += PARTITIONS) sum += dy[row * cols + col];
+        for (u64 row = partition; row < rows; row += PARTITIONS) sum += load_float(dy[row * pitch + col]);
     }
     partial[partition][lane] = sum;
     __syncthreads();
@@ -34,3 +55,13 @@ extern "C" __global__ void __launch_bounds__(WARP * PARTITIONS)
         db[col] = total;
     }
 }
+
+#define BIAS_GRADIENT(NAME, T)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(WARP* PARTITIONS)                                                   \
+        NAME(const T* __restrict__ dy, float* __restrict__ db, u32 rows, u32 cols, u32 pitch) {                      \
+        sum_columns(dy, db, rows, cols, pitch);                                                                      \
+    }
+
+BIAS_GRADIENT(bias_gradient, float)
+BIAS_GRADIENT(bias_gradient_bf16, bf16)
+BIAS_GRADIENT(bias_gradient_f16, f16)

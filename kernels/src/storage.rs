@@ -1,5 +1,7 @@
 //! How the host reads and writes the element types. Arithmetic is in f32; storing rounds to nearest, ties to even.
 
+use std::borrow::Cow;
+
 use bytemuck::Pod;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -14,6 +16,8 @@ pub(crate) trait Stored: Pod {
     fn load_all(from: &[Self], to: &mut [f32]);
     /// Writes all of `to`, which is as long as `from`.
     fn store_all(from: &[f32], to: &mut [Self]);
+    /// The same values, if this is f32.
+    fn as_f32(values: &[Self]) -> Option<&[f32]>;
 }
 
 impl Stored for f32 {
@@ -31,6 +35,10 @@ impl Stored for f32 {
 
     fn store_all(from: &[f32], to: &mut [Self]) {
         to.copy_from_slice(from);
+    }
+
+    fn as_f32(values: &[Self]) -> Option<&[f32]> {
+        Some(values)
     }
 }
 
@@ -51,6 +59,10 @@ macro_rules! stored_half {
 
             fn store_all(from: &[f32], to: &mut [Self]) {
                 to.convert_from_f32_slice(from);
+            }
+
+            fn as_f32(_: &[Self]) -> Option<&[f32]> {
+                None
             }
         }
     };
@@ -149,16 +161,28 @@ fn round_to_tf32(value: f32) -> f32 {
     f32::from_bits((value.to_bits() + 0x1000) & !0x1fff)
 }
 
-/// A matrix with a pitch, in f32 without one: operands of a product.
-pub(crate) fn operands<T: Stored>(matrix: &[T], cols: usize, pitch: usize, precision: Precision) -> Vec<f32> {
-    let mut dense = vec![0.0; matrix.len().div_ceil(pitch) * cols];
-    for (to, from) in dense.chunks_exact_mut(cols).zip(matrix.chunks(pitch)) {
-        T::load_all(&from[..cols], to);
-        if precision == Precision::Tf32 {
-            to.iter_mut().for_each(|value| *value = round_to_tf32(*value));
+/// A matrix as the product takes it: f32, and elements from one row to the next.
+pub(crate) struct Operand<'a> {
+    pub(crate) values: Cow<'a, [f32]>,
+    pub(crate) pitch: usize,
+}
+
+impl<'a> Operand<'a> {
+    /// Where it lies if the product takes it as it is stored, otherwise a dense copy.
+    pub(crate) fn of<T: Stored>(matrix: &'a [T], cols: u32, pitch: u32, precision: Precision) -> Self {
+        let (cols, pitch) = (cols as usize, pitch as usize);
+        if let (Precision::F32, Some(values)) = (precision, T::as_f32(matrix)) {
+            return Self { values: values.into(), pitch };
         }
+        let mut dense = vec![0.0; matrix.len().div_ceil(pitch) * cols];
+        for (to, from) in dense.chunks_exact_mut(cols).zip(matrix.chunks(pitch)) {
+            T::load_all(&from[..cols], to);
+            if precision == Precision::Tf32 {
+                to.iter_mut().for_each(|value| *value = round_to_tf32(*value));
+            }
+        }
+        Self { values: dense.into(), pitch: cols }
     }
-    dense
 }
 
 #[cfg(test)]

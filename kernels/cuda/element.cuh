@@ -1,0 +1,138 @@
+// Element types: how matrices are stored. Arithmetic is in f32; storing rounds to nearest, ties to even.
+//
+// NVRTC has no <cuda_fp16.h> here: f16 is converted by PTX instructions (sm_53 on), bf16 by integer arithmetic, because its
+// instructions only came with sm_80.
+#pragma once
+
+#include "common.cuh"
+
+struct bf16 {
+    unsigned short bits;
+};
+
+struct f16 {
+    unsigned short bits;
+};
+
+__device__ __forceinline__ float load_float(float value) { return value; }
+
+__device__ __forceinline__ float load_float(bf16 value) {
+    return __uint_as_float(static_cast<u32>(value.bits) << 16);
+}
+
+__device__ __forceinline__ float load_float(f16 value) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+    return wide;
+}
+
+template <typename T>
+struct Stored;
+
+template <>
+struct Stored<float> {
+    static __device__ __forceinline__ float of(float value) { return value; }
+};
+
+template <>
+struct Stored<bf16> {
+    static __device__ __forceinline__ bf16 of(float value) {
+        const u32 bits = __float_as_uint(value);
+        // Half of the last kept place, less a little if that place is even; a carry into the exponent is right too.
+        const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        return {static_cast<unsigned short>(nan ? (bits >> 16) | 0x40u : rounded)};
+    }
+};
+
+template <>
+struct Stored<f16> {
+    static __device__ __forceinline__ f16 of(float value) {
+        f16 narrow;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
+        return narrow;
+    }
+};
+
+// 16 bytes as they are moved, and the elements in them.
+template <typename T>
+struct alignas(16) Pack {
+    T at[16 / sizeof(T)];
+};
+
+// Elements that a thread of the elementwise kernels takes: one f32, or 16 bytes of halves.
+template <typename T>
+constexpr __device__ __forceinline__ u32 per_thread() {
+    return sizeof(T) == 4 ? 1 : 16 / sizeof(T);
+}
+
+template <typename T>
+__device__ __forceinline__ bool aligned(const T* address, u32 bytes) {
+    return reinterpret_cast<u64>(address) % bytes == 0;
+}
+
+// Reads `COUNT` neighbouring elements as f32, of which the first `valid` exist; the others become zero. 16 bytes at a time
+// if all exist and the address allows it.
+template <u32 COUNT, typename T>
+__device__ __forceinline__ void read_elements(const T* __restrict__ from, u32 valid, float (&to)[COUNT]) {
+    constexpr u32 PACKED = 16 / sizeof(T);
+    if (COUNT % PACKED == 0 && valid >= COUNT && aligned(from, 16)) {
+#pragma unroll
+        for (u32 start = 0; start + PACKED <= COUNT; start += PACKED) {
+            const Pack<T> pack = *reinterpret_cast<const Pack<T>*>(from + start);
+#pragma unroll
+            for (u32 i = 0; i < PACKED; ++i) to[start + i] = load_float(pack.at[i]);
+        }
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) to[i] = i < valid ? load_float(from[i]) : 0.0f;
+}
+
+// Stores the first `valid` of `COUNT` values in neighbouring elements, 16 bytes at a time if that is all of them and the
+// address allows it.
+template <u32 COUNT, typename T>
+__device__ __forceinline__ void write_elements(T* __restrict__ to, u32 valid, const float (&from)[COUNT]) {
+    constexpr u32 PACKED = 16 / sizeof(T);
+    if (COUNT % PACKED == 0 && valid >= COUNT && aligned(to, 16)) {
+#pragma unroll
+        for (u32 start = 0; start + PACKED <= COUNT; start += PACKED) {
+            Pack<T> pack;
+#pragma unroll
+            for (u32 i = 0; i < PACKED; ++i) pack.at[i] = Stored<T>::of(from[start + i]);
+            *reinterpret_cast<Pack<T>*>(to + start) = pack;
+        }
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        if (i < valid) to[i] = Stored<T>::of(from[i]);
+    }
+}
+
+// The elements of this thread, when each takes `COUNT` neighbours of one row of `cols`: the first of them, and how many.
+struct Share {
+    u64 row;
+    u64 col;
+    u32 valid;  // zero: nothing to do
+};
+
+template <u32 COUNT>
+__device__ __forceinline__ Share share_of_row(u64 rows, u64 cols) {
+    const u64 shares = (cols + COUNT - 1) / COUNT;
+    const u64 thread = global_thread();
+    const u64 row = thread / shares;
+    if (row >= rows) return {0, 0, 0};
+    const u64 col = (thread - row * shares) * COUNT;
+    const u64 left = cols - col;
+    return {row, col, left < COUNT ? static_cast<u32>(left) : COUNT};
+}
+
+// The same for `len` elements in a row.
+template <u32 COUNT>
+__device__ __forceinline__ Share share_of(u64 len) {
+    const u64 col = global_thread() * COUNT;
+    if (col >= len) return {0, 0, 0};
+    const u64 left = len - col;
+    return {0, col, left < COUNT ? static_cast<u32>(left) : COUNT};
+}

@@ -1,0 +1,98 @@
+// All that a step does with its logits, in one launch: mean cross-entropy, gradient of the logits, number of right answers.
+//
+//   loss[0]     mean over the rows of ln(sum_c e^x[r,c]) - x[r,label]; loss[cursor[0]] if there is a cursor
+//   dlogits     (softmax(x) - onehot(label)) * scale, unless null
+//   correct[0]  number of rows whose argmax is the label, unless null
+//   cursor[0]   one more than before if `advance`
+//
+// One warp for each row, 32 warps a block, up to four rows a warp. Sums are added in a fixed order: those of a warp's rows,
+// of a block's warps, and, by the block that finishes last, of the blocks. `workspace` holds the sums and then the counts of
+// the blocks; the one atomic is the count of finished blocks, in `tickets`, which is zero before and after. With one block
+// neither is touched. A label that is no class gives NaN for the mean and for its row's gradient, and counts as wrong.
+#include "argmax.cuh"
+#include "softmax.cuh"
+
+enum : u32 { WARPS = 32, BLOCK_ROWS = 128 };
+
+__device__ __forceinline__ u32 warp_count(u32 value) {
+#pragma unroll
+    for (u32 distance = WARP / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(ALL_LANES, value, distance);
+    return value;
+}
+
+template <typename T>
+__device__ __forceinline__ void whole_loss(const float* __restrict__ logits, const u32* __restrict__ labels,
+                                           T* __restrict__ dlogits, float* __restrict__ loss, u32* __restrict__ correct,
+                                           u32* __restrict__ cursor, u32* __restrict__ workspace,
+                                           u32* __restrict__ tickets, u32 rows, u32 classes, u32 dlogits_pitch,
+                                           u32 advance, float scale) {
+    __shared__ float sums[WARPS];
+    __shared__ u32 counts[WARPS];
+    const u32 lane = threadIdx.x % WARP;
+    const u32 warp = threadIdx.x / WARP;
+    const u64 first = static_cast<u64>(blockIdx.x) * BLOCK_ROWS;
+    const u64 end = first + BLOCK_ROWS < rows ? first + BLOCK_ROWS : rows;
+    float sum = 0.0f;
+    u32 count = 0;
+    for (u64 row = first + warp; row < end; row += WARPS) {
+        const float* x = logits + row * classes;
+        const u32 label = labels[row];
+        const RowStatistics statistics = row_statistics(x, classes, lane);
+        sum += row_loss(x, classes, label, statistics);
+        if (correct != nullptr) count += first_greatest(x, classes, lane) == label ? 1 : 0;
+        if (dlogits != nullptr) {
+            write_gradient(x, dlogits + row * dlogits_pitch, classes, label, scale, lane, statistics);
+        }
+    }
+    if (lane == 0) {
+        sums[warp] = sum;
+        counts[warp] = count;
+    }
+    __syncthreads();
+    if (warp != 0) return;
+    sum = warp_sum(sums[lane]);
+    count = warp_count(counts[lane]);
+    if (gridDim.x > 1) {
+        u32 finished = 0;
+        if (lane == 0) {
+            workspace[blockIdx.x] = __float_as_uint(sum);
+            workspace[gridDim.x + blockIdx.x] = count;
+            // The sums are seen before the ticket.
+            __threadfence();
+            finished = atomicAdd(tickets, 1);
+        }
+        if (__shfl_sync(ALL_LANES, finished, 0) != gridDim.x - 1) return;
+        __threadfence();
+        // Volatile: what other blocks wrote is not in this one's cache.
+        const volatile u32* others = workspace;
+        sum = 0.0f;
+        count = 0;
+        for (u32 block = lane; block < gridDim.x; block += WARP) {
+            sum += __uint_as_float(others[block]);
+            count += others[gridDim.x + block];
+        }
+        sum = warp_sum(sum);
+        count = warp_count(count);
+        if (lane == 0) tickets[0] = 0;
+    }
+    if (lane == 0) {
+        const u32 step = cursor == nullptr ? 0 : cursor[0];
+        loss[step] = sum / static_cast<float>(rows);
+        if (correct != nullptr) correct[0] = count;
+        if (advance != 0) cursor[0] = step + 1;
+    }
+}
+
+#define SOFTMAX_LOSS(NAME, T)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(WARP* WARPS)                                                        \
+        NAME(const float* __restrict__ logits, const u32* __restrict__ labels, T* __restrict__ dlogits,              \
+             float* __restrict__ loss, u32* __restrict__ correct, u32* __restrict__ cursor,                          \
+             u32* __restrict__ workspace, u32* __restrict__ tickets, u32 rows, u32 classes, u32 dlogits_pitch,       \
+             u32 advance, float scale) {                                                                             \
+        whole_loss(logits, labels, dlogits, loss, correct, cursor, workspace, tickets, rows, classes, dlogits_pitch, \
+                   advance, scale);                                                                                  \
+    }
+
+SOFTMAX_LOSS(softmax_loss, float)
+SOFTMAX_LOSS(softmax_loss_bf16, bf16)
+SOFTMAX_LOSS(softmax_loss_f16, f16)

@@ -1,0 +1,164 @@
+//! The gradient of a linear layer's input; kernels in `cuda/linear.cuh`.
+
+use cudarc::driver::sys::CUstream;
+
+use super::{Transposed, linear, product};
+use crate::cuda::{CudaKernels, argument};
+use crate::error::KernelError;
+use crate::host::{HostBuffers, HostMemory};
+use crate::operation::{Operation, Work};
+use crate::ops::{area, check_room, grid, or_null, span, total};
+use crate::plan::{Plan, Product};
+use crate::precision::{Element, Precision};
+use crate::storage::{Operand, Stored, with_stored};
+
+/// `dx = dy·weight`, zero where the layer's input was not positive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinearBackwardInput {
+    /// Storage of dy, weight, mask and dx, and how products are computed.
+    pub precision: Precision,
+    /// Rows of dy and dx: examples.
+    pub rows: u32,
+    /// Columns of weight and dx.
+    pub inputs: u32,
+    /// Columns of dy, rows of weight.
+    pub outputs: u32,
+    /// Address of dy, `[rows, outputs]`.
+    pub dy: u64,
+    /// Elements from one row of dy to the next.
+    pub dy_pitch: u32,
+    /// Address of the weights, `[outputs, inputs]`.
+    pub weight: u64,
+    /// Elements from one row of the weights to the next.
+    pub weight_pitch: u32,
+    /// Address of the output of the ReLU before this layer, `[rows, inputs]` with dx's pitch: where it is not positive dx
+    /// is zero.
+    pub mask: Option<u64>,
+    /// Address of dx, `[rows, inputs]`, written.
+    pub dx: u64,
+    /// Elements from one row of dx to the next.
+    pub dx_pitch: u32,
+    /// As in [`LinearForward`].
+    pub workspace: u64,
+    /// As in [`LinearForward`].
+    pub tickets: u64,
+}
+
+linear!(LinearBackwardInput, Product::Input, |self| (self.rows, self.inputs, self.outputs));
+
+impl LinearBackwardInput {
+    fn check(&self) -> Result<(), KernelError> {
+        self.check_shape()?;
+        check_room(
+            self.name(),
+            [
+                ("dy_pitch", self.dy_pitch, self.outputs),
+                ("weight_pitch", self.weight_pitch, self.inputs),
+                ("dx_pitch", self.dx_pitch, self.inputs),
+            ],
+        )
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Operation::run_on_host`].
+    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        let mut buffers = HostBuffers::new(memory, self.name());
+        let elements = span(self.rows, self.inputs, self.dx_pitch);
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (dy, weight) = unsafe {
+            (
+                buffers.read::<T>(self.dy, span(self.rows, self.outputs, self.dy_pitch))?,
+                buffers.read::<T>(self.weight, span(self.outputs, self.inputs, self.weight_pitch))?,
+            )
+        };
+        let mask: Option<&[T]> = match self.mask {
+            None => None,
+            // SAFETY: as above.
+            Some(mask) => Some(unsafe { buffers.read(mask, elements) }?),
+        };
+        // SAFETY: as above.
+        let dx = unsafe { buffers.write::<T>(self.dx, elements) }?;
+        // SAFETY: as above.
+        unsafe { self.claim_shared(&mut buffers) }?;
+        let dy = Operand::of(dy, self.outputs, self.dy_pitch, self.precision);
+        let weight = Operand::of(weight, self.inputs, self.weight_pitch, self.precision);
+        let mut sums = product([self.rows, self.inputs, self.outputs], Transposed::Neither, &dy, &weight);
+        let (inputs, pitch) = (self.inputs as usize, self.dx_pitch as usize);
+        if let Some(mask) = mask {
+            for (sums, mask) in sums.chunks_exact_mut(inputs).zip(mask.chunks(pitch)) {
+                for (sum, mask) in sums.iter_mut().zip(mask) {
+                    *sum = if mask.load() > 0.0 { *sum } else { 0.0 };
+                }
+            }
+        }
+        for (dx, sums) in dx.chunks_mut(pitch).zip(sums.chunks_exact(inputs)) {
+            T::store_all(sums, &mut dx[..inputs]);
+        }
+        Ok(())
+    }
+}
+
+impl Operation for LinearBackwardInput {
+    fn name(&self) -> &'static str {
+        self.plan().kernel
+    }
+
+    fn work(&self) -> Work {
+        let (plan, each) = (self.plan(), self.element().bytes());
+        let masks = u64::from(self.mask.is_some());
+        let inputs = area(self.rows, self.inputs);
+        Work {
+            kernel: plan.kernel,
+            blocks: plan.blocks,
+            iterations: plan.iterations,
+            bytes: total([
+                (area(self.rows, self.outputs), each),
+                (area(self.outputs, self.inputs), each),
+                (inputs, (1 + masks) * each),
+            ]),
+            flops: total([(inputs, 2 * u64::from(self.outputs) + masks)]),
+        }
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        let mut buffers = vec![
+            (self.dy, self.stored_bytes(self.rows, self.outputs, self.dy_pitch)),
+            (self.weight, self.stored_bytes(self.outputs, self.inputs, self.weight_pitch)),
+        ];
+        let bytes = self.stored_bytes(self.rows, self.inputs, self.dx_pitch);
+        buffers.extend(self.mask.map(|mask| (mask, bytes)));
+        buffers.push((self.dx, bytes));
+        buffers.extend(self.shared_buffers());
+        buffers
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        self.check()?;
+        let plan = self.plan();
+        grid(plan.kernel, plan.blocks)?;
+        let mask = or_null(self.mask);
+        let arguments = [
+            argument(&self.dy),
+            argument(&self.weight),
+            argument(&mask),
+            argument(&self.dx),
+            argument(&self.workspace),
+            argument(&self.tickets),
+            argument(&self.rows),
+            argument(&self.inputs),
+            argument(&self.outputs),
+            argument(&self.dy_pitch),
+            argument(&self.weight_pitch),
+            argument(&self.dx_pitch),
+        ];
+        // SAFETY: six addresses and six u32, as the kernel declares; the caller vouches for the addresses.
+        unsafe { plan.launch(cuda, stream, arguments) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        self.check()?;
+        // SAFETY: the caller vouches for the memory.
+        with_stored!(self.element(), T => unsafe { self.run_typed::<T>(memory) })
+    }
+}

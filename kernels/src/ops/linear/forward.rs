@@ -1,0 +1,179 @@
+//! A linear layer's output; kernels in `cuda/linear.cuh`.
+
+use cudarc::driver::sys::CUstream;
+
+use super::{Transposed, linear, product};
+use crate::cuda::{CudaKernels, argument};
+use crate::error::KernelError;
+use crate::host::{HostBuffers, HostMemory};
+use crate::operation::{Operation, Work};
+use crate::ops::{F32, area, check_room, grid, or_null, span, total};
+use crate::plan::{Plan, Product};
+use crate::precision::{Element, Precision};
+use crate::storage::{Operand, Stored, with_stored};
+
+/// `y = x·weightᵀ (+ bias) (then ReLU)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinearForward {
+    /// Storage of x and weight, and how products are computed.
+    pub precision: Precision,
+    /// Rows of x and y: examples.
+    pub rows: u32,
+    /// Columns of x and weight.
+    pub inputs: u32,
+    /// Rows of weight, columns of y.
+    pub outputs: u32,
+    /// Address of x, `[rows, inputs]`.
+    pub x: u64,
+    /// Elements from one row of x to the next.
+    pub x_pitch: u32,
+    /// Address of the weights, `[outputs, inputs]`.
+    pub weight: u64,
+    /// Elements from one row of the weights to the next.
+    pub weight_pitch: u32,
+    /// Address of the bias, `f32[outputs]`, if it is to be added.
+    pub bias: Option<u64>,
+    /// Whether negative results become zero.
+    pub relu: bool,
+    /// Address of y, `[rows, outputs]`, written.
+    pub y: u64,
+    /// Elements from one row of y to the next.
+    pub y_pitch: u32,
+    /// Whether y is f32 whatever the precision: logits.
+    pub y_f32: bool,
+    /// Address of [`workspace_bytes`](Self::workspace_bytes) bytes for sums that blocks share; any value if that is zero.
+    pub workspace: u64,
+    /// Address of [`tickets`](Self::tickets) u32 that are zero, and are zero again when the launch is done.
+    pub tickets: u64,
+}
+
+linear!(LinearForward, Product::Forward, |self| (self.rows, self.outputs, self.inputs));
+
+impl LinearForward {
+    fn y_element(&self) -> Element {
+        if self.y_f32 { Element::F32 } else { self.element() }
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        self.check_shape()?;
+        check_room(
+            self.name(),
+            [
+                ("x_pitch", self.x_pitch, self.inputs),
+                ("weight_pitch", self.weight_pitch, self.inputs),
+                ("y_pitch", self.y_pitch, self.outputs),
+            ],
+        )
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Operation::run_on_host`].
+    unsafe fn run_typed<T: Stored, Y: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (x, weight) = unsafe {
+            (
+                buffers.read::<T>(self.x, span(self.rows, self.inputs, self.x_pitch))?,
+                buffers.read::<T>(self.weight, span(self.outputs, self.inputs, self.weight_pitch))?,
+            )
+        };
+        let bias: &[f32] = match self.bias {
+            None => &[],
+            // SAFETY: as above.
+            Some(bias) => unsafe { buffers.read(bias, self.outputs.into()) }?,
+        };
+        // SAFETY: as above.
+        let y = unsafe { buffers.write::<Y>(self.y, span(self.rows, self.outputs, self.y_pitch)) }?;
+        // SAFETY: as above.
+        unsafe { self.claim_shared(&mut buffers) }?;
+        let x = Operand::of(x, self.inputs, self.x_pitch, self.precision);
+        let weight = Operand::of(weight, self.inputs, self.weight_pitch, self.precision);
+        let mut sums = product([self.rows, self.outputs, self.inputs], Transposed::Second, &x, &weight);
+        let outputs = self.outputs as usize;
+        for (y, sums) in y.chunks_mut(self.y_pitch as usize).zip(sums.chunks_exact_mut(outputs)) {
+            for (sum, bias) in sums.iter_mut().zip(bias) {
+                *sum += bias;
+            }
+            if self.relu {
+                // NaN stays NaN.
+                sums.iter_mut().filter(|sum| **sum <= 0.0).for_each(|sum| *sum = 0.0);
+            }
+            Y::store_all(sums, &mut y[..outputs]);
+        }
+        Ok(())
+    }
+}
+
+impl Operation for LinearForward {
+    fn name(&self) -> &'static str {
+        self.plan().kernel
+    }
+
+    fn work(&self) -> Work {
+        let (plan, each) = (self.plan(), self.element().bytes());
+        let outputs = area(self.rows, self.outputs);
+        let bias = if self.bias.is_some() { self.outputs } else { 0 };
+        Work {
+            kernel: plan.kernel,
+            blocks: plan.blocks,
+            iterations: plan.iterations,
+            bytes: total([
+                (area(self.rows, self.inputs), each),
+                (area(self.outputs, self.inputs), each),
+                (bias.into(), F32),
+                (outputs, self.y_element().bytes()),
+            ]),
+            flops: total([
+                (outputs, 2 * u64::from(self.inputs)),
+                (outputs, u64::from(self.bias.is_some()) + u64::from(self.relu)),
+            ]),
+        }
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        let mut buffers = vec![
+            (self.x, self.stored_bytes(self.rows, self.inputs, self.x_pitch)),
+            (self.weight, self.stored_bytes(self.outputs, self.inputs, self.weight_pitch)),
+        ];
+        buffers.extend(self.bias.map(|bias| (bias, total([(self.outputs.into(), F32)]))));
+        let elements = span(self.rows, self.outputs, self.y_pitch);
+        buffers.push((self.y, total([(elements, self.y_element().bytes())])));
+        buffers.extend(self.shared_buffers());
+        buffers
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        self.check()?;
+        let plan = self.plan();
+        grid(plan.kernel, plan.blocks)?;
+        let bias = or_null(self.bias);
+        let (relu, y_f32) = (u32::from(self.relu), u32::from(self.y_f32));
+        let arguments = [
+            argument(&self.x),
+            argument(&self.weight),
+            argument(&bias),
+            argument(&self.y),
+            argument(&self.workspace),
+            argument(&self.tickets),
+            argument(&self.rows),
+            argument(&self.inputs),
+            argument(&self.outputs),
+            argument(&self.x_pitch),
+            argument(&self.weight_pitch),
+            argument(&self.y_pitch),
+            argument(&relu),
+            argument(&y_f32),
+        ];
+        // SAFETY: six addresses and eight u32, as the kernel declares; the caller vouches for the addresses.
+        unsafe { plan.launch(cuda, stream, arguments) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        self.check()?;
+        // SAFETY: the caller vouches for the memory.
+        with_stored!(self.element(), T => unsafe {
+            if self.y_f32 { self.run_typed::<T, f32>(memory) } else { self.run_typed::<T, T>(memory) }
+        })
+    }
+}

@@ -1,0 +1,172 @@
+//! The update of a linear layer by a gradient that stays in registers; kernels in `cuda/linear.cuh`.
+
+use cudarc::driver::sys::CUstream;
+
+use super::{Gradient, linear};
+use crate::cuda::{CudaKernels, argument};
+use crate::error::KernelError;
+use crate::fused::descend;
+use crate::host::{HostBuffers, HostMemory};
+use crate::operation::{Operation, Work};
+use crate::ops::sgd::{check_master, step_weights};
+use crate::ops::{F32, area, check_room, grid, or_null, span, total};
+use crate::plan::{Plan, Product};
+use crate::precision::{Element, Precision};
+use crate::storage::{Stored, with_stored};
+
+/// `weight -= rate · dyᵀ·x` and `bias -= rate · Σ_rows dy`: a gradient that is never written.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinearUpdate {
+    /// Storage of dy, x and weight, and how products are computed.
+    pub precision: Precision,
+    /// Rows of dy and x: examples.
+    pub rows: u32,
+    /// Columns of x and weight.
+    pub inputs: u32,
+    /// Columns of dy, rows of weight.
+    pub outputs: u32,
+    /// Address of dy, `[rows, outputs]`.
+    pub dy: u64,
+    /// Elements from one row of dy to the next.
+    pub dy_pitch: u32,
+    /// Address of x, `[rows, inputs]`.
+    pub x: u64,
+    /// Elements from one row of x to the next.
+    pub x_pitch: u32,
+    /// Learning rate over loss scale.
+    pub rate: f32,
+    /// Address of the weights, `[outputs, inputs]`, read (without a master) and written.
+    pub weight: u64,
+    /// Elements from one row of the weights to the next.
+    pub weight_pitch: u32,
+    /// Address of the master weights, `f32[outputs, inputs]` with the weights' pitch, read and written: the weights become
+    /// their rounding. Only for halves.
+    pub master: Option<u64>,
+    /// Address of the bias, `f32[outputs]`, read and written.
+    pub bias: u64,
+    /// As in [`LinearForward`].
+    pub workspace: u64,
+    /// As in [`LinearForward`].
+    pub tickets: u64,
+}
+
+linear!(LinearUpdate, Product::Update, |self| (self.outputs, self.inputs, self.rows));
+
+impl LinearUpdate {
+    fn check(&self) -> Result<(), KernelError> {
+        self.check_shape()?;
+        check_room(
+            self.name(),
+            [
+                ("dy_pitch", self.dy_pitch, self.outputs),
+                ("x_pitch", self.x_pitch, self.inputs),
+                ("weight_pitch", self.weight_pitch, self.inputs),
+            ],
+        )?;
+        check_master(self.name(), self.element(), self.master)
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Operation::run_on_host`].
+    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        let mut buffers = HostBuffers::new(memory, self.name());
+        let weights = span(self.outputs, self.inputs, self.weight_pitch);
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (dy, x, weight) = unsafe {
+            (
+                buffers.read::<T>(self.dy, span(self.rows, self.outputs, self.dy_pitch))?,
+                buffers.read::<T>(self.x, span(self.rows, self.inputs, self.x_pitch))?,
+                buffers.write::<T>(self.weight, weights)?,
+            )
+        };
+        let mut master: Option<&mut [f32]> = match self.master {
+            None => None,
+            // SAFETY: as above.
+            Some(master) => Some(unsafe { buffers.write(master, weights) }?),
+        };
+        // SAFETY: as above.
+        let bias = unsafe { buffers.write::<f32>(self.bias, self.outputs.into()) }?;
+        // SAFETY: as above.
+        unsafe { self.claim_shared(&mut buffers) }?;
+        let sizes = [self.rows, self.inputs, self.outputs];
+        let gradient = Gradient::of(self.precision, sizes, (dy, self.dy_pitch), (x, self.x_pitch));
+        let (inputs, pitch) = (self.inputs as usize, self.weight_pitch as usize);
+        for (row, gradient) in gradient.weight.chunks_exact(inputs).enumerate() {
+            let here = row * pitch..row * pitch + inputs;
+            let master = master.as_deref_mut().map(|master| &mut master[here.clone()]);
+            step_weights(&mut weight[here], master, gradient, self.rate);
+        }
+        descend(bias, &gradient.bias, self.rate);
+        Ok(())
+    }
+}
+
+impl Operation for LinearUpdate {
+    fn name(&self) -> &'static str {
+        self.plan().kernel
+    }
+
+    fn work(&self) -> Work {
+        let (plan, each) = (self.plan(), self.element().bytes());
+        let weights = area(self.outputs, self.inputs);
+        // Weights are read and written; or masters are, and weights are written.
+        let step = if self.master.is_some() { 2 * F32 + each } else { 2 * each };
+        Work {
+            kernel: plan.kernel,
+            blocks: plan.blocks,
+            iterations: plan.iterations,
+            bytes: total([
+                (area(self.rows, self.outputs), each),
+                (area(self.rows, self.inputs), each),
+                (weights, step),
+                (self.outputs.into(), 2 * F32),
+            ]),
+            flops: total([(weights, 2 * u64::from(self.rows) + 2), (self.outputs.into(), u64::from(self.rows) + 2)]),
+        }
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        let weights = span(self.outputs, self.inputs, self.weight_pitch);
+        let mut buffers = vec![
+            (self.dy, self.stored_bytes(self.rows, self.outputs, self.dy_pitch)),
+            (self.x, self.stored_bytes(self.rows, self.inputs, self.x_pitch)),
+            (self.weight, total([(weights, self.element().bytes())])),
+        ];
+        buffers.extend(self.master.map(|master| (master, total([(weights, F32)]))));
+        buffers.push((self.bias, total([(self.outputs.into(), F32)])));
+        buffers.extend(self.shared_buffers());
+        buffers
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        self.check()?;
+        let plan = self.plan();
+        grid(plan.kernel, plan.blocks)?;
+        let master = or_null(self.master);
+        let arguments = [
+            argument(&self.dy),
+            argument(&self.x),
+            argument(&self.weight),
+            argument(&master),
+            argument(&self.bias),
+            argument(&self.workspace),
+            argument(&self.tickets),
+            argument(&self.rows),
+            argument(&self.inputs),
+            argument(&self.outputs),
+            argument(&self.dy_pitch),
+            argument(&self.x_pitch),
+            argument(&self.weight_pitch),
+            argument(&self.rate),
+        ];
+        // SAFETY: seven addresses, six u32 and an f32, as the kernel declares; the caller vouches for the addresses.
+        unsafe { plan.launch(cuda, stream, arguments) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        self.check()?;
+        // SAFETY: the caller vouches for the memory.
+        with_stored!(self.element(), T => unsafe { self.run_typed::<T>(memory) })
+    }
+}

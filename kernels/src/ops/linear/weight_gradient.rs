@@ -1,0 +1,162 @@
+//! The gradients of a linear layer's weights and bias; kernels in `cuda/linear.cuh`.
+
+use cudarc::driver::sys::CUstream;
+
+use super::{Gradient, linear};
+use crate::cuda::{CudaKernels, argument};
+use crate::error::KernelError;
+use crate::host::{HostBuffers, HostMemory};
+use crate::operation::{Operation, Work};
+use crate::ops::{F32, area, check_room, grid, or_null, span, total};
+use crate::plan::{Plan, Product};
+use crate::precision::{Element, Precision};
+use crate::storage::{Stored, with_stored};
+
+/// `dweight = dyᵀ·x · scale` and `dbias = Σ_rows dy · scale`, both f32.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinearWeightGradient {
+    /// Storage of dy and x, and how products are computed.
+    pub precision: Precision,
+    /// Rows of dy and x: examples.
+    pub rows: u32,
+    /// Columns of x and dweight.
+    pub inputs: u32,
+    /// Columns of dy, rows of dweight.
+    pub outputs: u32,
+    /// Address of dy, `[rows, outputs]`.
+    pub dy: u64,
+    /// Elements from one row of dy to the next.
+    pub dy_pitch: u32,
+    /// Address of x, `[rows, inputs]`.
+    pub x: u64,
+    /// Elements from one row of x to the next.
+    pub x_pitch: u32,
+    /// Factor of both results: one over the loss scale.
+    pub scale: f32,
+    /// Address of the weights' gradient, `f32[outputs, inputs]`, written.
+    pub dweight: u64,
+    /// Elements from one row of the gradient to the next.
+    pub dweight_pitch: u32,
+    /// Address of the bias' gradient, `f32[outputs]`, written, if it is wanted.
+    pub dbias: Option<u64>,
+    /// As in [`LinearForward`].
+    pub workspace: u64,
+    /// As in [`LinearForward`].
+    pub tickets: u64,
+}
+
+linear!(LinearWeightGradient, Product::Gradient, |self| (self.outputs, self.inputs, self.rows));
+
+impl LinearWeightGradient {
+    fn check(&self) -> Result<(), KernelError> {
+        self.check_shape()?;
+        check_room(
+            self.name(),
+            [
+                ("dy_pitch", self.dy_pitch, self.outputs),
+                ("x_pitch", self.x_pitch, self.inputs),
+                ("dweight_pitch", self.dweight_pitch, self.inputs),
+            ],
+        )
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Operation::run_on_host`].
+    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        let mut buffers = HostBuffers::new(memory, self.name());
+        // SAFETY: the caller vouches for the memory behind these addresses.
+        let (dy, x, dweight) = unsafe {
+            (
+                buffers.read::<T>(self.dy, span(self.rows, self.outputs, self.dy_pitch))?,
+                buffers.read::<T>(self.x, span(self.rows, self.inputs, self.x_pitch))?,
+                buffers.write::<f32>(self.dweight, span(self.outputs, self.inputs, self.dweight_pitch))?,
+            )
+        };
+        let dbias: &mut [f32] = match self.dbias {
+            None => &mut [],
+            // SAFETY: as above.
+            Some(dbias) => unsafe { buffers.write(dbias, self.outputs.into()) }?,
+        };
+        // SAFETY: as above.
+        unsafe { self.claim_shared(&mut buffers) }?;
+        let sizes = [self.rows, self.inputs, self.outputs];
+        let gradient = Gradient::of(self.precision, sizes, (dy, self.dy_pitch), (x, self.x_pitch));
+        let rows = gradient.weight.chunks_exact(self.inputs as usize);
+        for (to, from) in dweight.chunks_mut(self.dweight_pitch as usize).zip(rows) {
+            for (to, from) in to.iter_mut().zip(from) {
+                *to = from * self.scale;
+            }
+        }
+        for (to, from) in dbias.iter_mut().zip(gradient.bias) {
+            *to = from * self.scale;
+        }
+        Ok(())
+    }
+}
+
+impl Operation for LinearWeightGradient {
+    fn name(&self) -> &'static str {
+        self.plan().kernel
+    }
+
+    fn work(&self) -> Work {
+        let (plan, each) = (self.plan(), self.element().bytes());
+        let weights = area(self.outputs, self.inputs);
+        let biases = if self.dbias.is_some() { self.outputs } else { 0 };
+        Work {
+            kernel: plan.kernel,
+            blocks: plan.blocks,
+            iterations: plan.iterations,
+            bytes: total([
+                (area(self.rows, self.outputs), each),
+                (area(self.rows, self.inputs), each),
+                (weights, F32),
+                (biases.into(), F32),
+            ]),
+            flops: total([(weights, 2 * u64::from(self.rows) + 1), (biases.into(), u64::from(self.rows) + 1)]),
+        }
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        let elements = span(self.outputs, self.inputs, self.dweight_pitch);
+        let mut buffers = vec![
+            (self.dy, self.stored_bytes(self.rows, self.outputs, self.dy_pitch)),
+            (self.x, self.stored_bytes(self.rows, self.inputs, self.x_pitch)),
+            (self.dweight, total([(elements, F32)])),
+        ];
+        buffers.extend(self.dbias.map(|dbias| (dbias, total([(self.outputs.into(), F32)]))));
+        buffers.extend(self.shared_buffers());
+        buffers
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        self.check()?;
+        let plan = self.plan();
+        grid(plan.kernel, plan.blocks)?;
+        let dbias = or_null(self.dbias);
+        let arguments = [
+            argument(&self.dy),
+            argument(&self.x),
+            argument(&self.dweight),
+            argument(&dbias),
+            argument(&self.workspace),
+            argument(&self.tickets),
+            argument(&self.rows),
+            argument(&self.inputs),
+            argument(&self.outputs),
+            argument(&self.dy_pitch),
+            argument(&self.x_pitch),
+            argument(&self.dweight_pitch),
+            argument(&self.scale),
+        ];
+        // SAFETY: six addresses, six u32 and an f32, as the kernel declares; the caller vouches for the addresses.
+        unsafe { plan.launch(cuda, stream, arguments) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        self.check()?;
+        // SAFETY: the caller vouches for the memory.
+        with_stored!(self.element(), T => unsafe { self.run_typed::<T>(memory) })
+    }
+}
