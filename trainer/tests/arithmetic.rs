@@ -75,7 +75,7 @@ fn allocators_do_not_change_the_losses() {
 
 #[test]
 fn loaders_and_waiting_do_not_change_the_losses() {
-    for (name, settings) in combinations(&digits()) {
+    for (name, settings) in combinations(&iris()) {
         let expected = losses(&settings);
         for loader in [LoaderMode::Copy, LoaderMode::Pinned] {
             assert_eq!(losses(&Settings { loader, ..settings.clone() }), expected, "{name}, {loader:?}");
@@ -100,18 +100,20 @@ fn the_checker_finds_nothing_and_changes_nothing() {
     }
 }
 
-/// What fusion may change: a rounding to the type after the product, and the order of f32 sums. The bounds are relative and
-/// over 20 steps; a rounding is 2⁻²⁴ of a value in f32, 2⁻¹² in an operand of tf32, 2⁻⁹ in bf16, 2⁻¹² in f16.
+/// What fusion may change: a rounding to the type after the product, and the order of f32 sums. A rounding is 2⁻²⁴ of a
+/// value in f32, 2⁻⁹ in bf16, 2⁻¹² in f16; tf32 rounds operands only, which are the same. The bounds are relative, over 20
+/// steps of a rate at which differences do not grow.
 #[test]
 fn fusion_changes_the_losses_by_roundings_only() {
-    for (name, settings) in types(&Settings { steps: Some(20), ..digits() }) {
+    for (name, settings) in types(&Settings { steps: Some(20), learning_rate: 0.01, ..digits() }) {
         let bound = match settings.dtype {
             Dtype::F32 => 1e-5,
             Dtype::Tf32 => 1e-4,
-            Dtype::Bf16 => 2e-2,
-            Dtype::F16 => 2e-3,
+            Dtype::Bf16 => 2e-3,
+            Dtype::F16 => 5e-4,
         };
         let plain = numbers(&settings);
+        assert!(plain[19] < 0.98 * plain[0], "{name}: it should train: {plain:?}");
         for fuse in [FuseMode::Epilogue, FuseMode::Update] {
             let apart = apart(&plain, &numbers(&Settings { fuse, ..settings.clone() }));
             println!("{name} {fuse:?}: {apart:.1e} apart");
@@ -151,12 +153,14 @@ fn the_loss_scale_leaves_the_steps_alone() {
             assert_eq!(losses(&Settings { loss_scale: Some(scale), ..base.clone() }), expected, "{fuse:?}, {scale}");
         }
     }
-    // In f16 gradients below 2⁻²⁴ vanish, so here the scale matters.
+    // In f16 a gradient below 2⁻²⁵ is zero, so with too small a scale nothing is learnt.
     let base = Settings { dtype: Dtype::F16, ..iris() };
-    let usual = numbers(&base);
-    let vanished = numbers(&Settings { loss_scale: Some(1e-6), ..base.clone() });
-    let trained = |losses: &[f64]| losses[0] - losses[losses.len() - 1];
-    assert!(trained(&vanished) < 0.5 * trained(&usual), "{vanished:?} {usual:?}");
+    let validated = |settings: &Settings| {
+        let done = train(settings).finished();
+        done.outcome.summary.epochs.iter().map(|epoch| epoch.val_loss).collect::<Vec<f64>>()
+    };
+    let (usual, vanished) = (validated(&base), validated(&Settings { loss_scale: Some(1e-8), ..base.clone() }));
+    assert!(usual[1] < usual[0] && vanished[1] == vanished[0], "{usual:?} {vanished:?}");
 }
 
 #[test]
@@ -168,36 +172,32 @@ fn halves_learn_the_digits_as_f32_does() {
     };
     let expected = accuracy(&base);
     assert!(expected > 0.95, "{expected}");
-    for (name, settings) in types(&base) {
-        for fuse in [FuseMode::None, FuseMode::Update] {
-            let found = accuracy(&Settings { fuse, ..settings.clone() });
-            println!("{name} {fuse:?}: {found}, f32 {expected}");
-            assert!(found > expected - 0.01, "{name} {fuse:?}: {found} instead of {expected}");
-        }
+    for (name, settings) in types(&Settings { fuse: FuseMode::Update, ..base }) {
+        let found = accuracy(&settings);
+        println!("{name}: {found}, f32 {expected}");
+        assert!(found > expected - 0.01, "{name}: {found} instead of {expected}");
     }
 }
 
 #[test]
 fn odd_shapes_train() {
-    let odd = Settings { hidden: 61, batch: 61, steps: Some(6), ..digits() };
+    let odd = Settings { hidden: 61, batch: 61, steps: Some(6), learning_rate: 0.01, ..digits() };
     let shapes = [
         Settings { layers: 1, ..odd.clone() },
-        Settings { layers: 12, learning_rate: 0.01, ..odd.clone() },
-        Settings { batch: 1, learning_rate: 0.01, ..odd.clone() },
+        Settings { layers: 12, ..odd.clone() },
+        odd,
+        Settings { batch: 1, hidden: 61, steps: Some(40), ..iris() },
         Settings { hidden: 1, layers: 2, batch: 3, ..iris() },
         // The last batch of an epoch has one row.
         Settings { batch: 7, hidden: 9, ..iris() },
-        odd,
     ];
     for shape in shapes {
         for (name, settings) in combinations(&shape) {
-            for loader in [LoaderMode::Copy, LoaderMode::Resident] {
-                let done = train(&Settings { loader, ..settings.clone() }).finished();
-                let (layers, batch) = (settings.layers, settings.batch);
-                assert!(!done.column("loss").is_empty(), "{name}, {layers} layers, batch {batch}");
-                let epoch = done.outcome.summary.epochs.last().unwrap();
-                assert!(epoch.val_loss.is_finite() && (0.0..=1.0).contains(&epoch.val_accuracy), "{name}");
-            }
+            let done = train(&settings).finished();
+            let (layers, batch) = (settings.layers, settings.batch);
+            assert!(!done.column("loss").is_empty(), "{name}, {layers} layers, batch {batch}");
+            let epoch = done.outcome.summary.epochs.last().unwrap();
+            assert!(epoch.val_loss.is_finite() && (0.0..=1.0).contains(&epoch.val_accuracy), "{name}");
         }
     }
 }
