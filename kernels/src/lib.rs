@@ -73,4 +73,5 @@ pub use ops::{
     GatherRowsF32, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate,
     LinearWeightGradient, MeanLoss, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss,
 };
+pub use plan::{Choice, Product, Tile};
 pub use precision::{Element, Precision};
