@@ -1,9 +1,10 @@
 // What every kernel file shares. NVRTC compiles these sources without any header of the CUDA toolkit, so constants that
 // <math.h> or <limits> would give are spelled out here.
 //
-// Conventions: matrices are row-major f32 without padding; grids and blocks are one-dimensional; an entry point is
-// `extern "C"` and has the name of its operation; parameter types match the fields of the Rust struct that launches it
-// (u32 -> unsigned int, u64 -> unsigned long long, f32 -> float). Buffers never overlap, hence `__restrict__`.
+// Conventions: matrices are row-major f32 without padding, or of an element type with a pitch (element.cuh); grids and
+// blocks are one-dimensional; an entry point is `extern "C"` and has the name of its operation; parameter types match the
+// fields of the Rust struct that launches it (u32 -> unsigned int, u64 -> unsigned long long, f32 -> float). Buffers never
+// overlap, hence `__restrict__`.
 #pragma once
 
 using u8 = unsigned char;

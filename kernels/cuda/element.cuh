@@ -1,7 +1,7 @@
 // Element types: how matrices are stored. Arithmetic is in f32; storing rounds to nearest, ties to even.
 //
-// NVRTC has no <cuda_fp16.h> here: f16 is converted by PTX instructions (sm_53 on), bf16 by integer arithmetic, because its
-// instructions only came with sm_80.
+// NVRTC has no <cuda_fp16.h> here: f16 is converted by PTX instructions (sm_53 on), bf16 below sm_80,
+// which brought its instructions, by integer arithmetic.
 #pragma once
 
 #include "common.cuh"
@@ -37,11 +37,17 @@ struct Stored<float> {
 template <>
 struct Stored<bf16> {
     static __device__ __forceinline__ bf16 of(float value) {
+#if __CUDA_ARCH__ >= 800
+        bf16 narrow;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
+        return narrow;
+#else
         const u32 bits = __float_as_uint(value);
         // Half of the last kept place, less a little if that place is even; a carry into the exponent is right too.
         const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
         const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
         return {static_cast<unsigned short>(nan ? (bits >> 16) | 0x40u : rounded)};
+#endif
     }
 };
 

@@ -84,7 +84,7 @@ __device__ __forceinline__ void whole_loss(const float* __restrict__ logits, con
 }
 
 #define SOFTMAX_LOSS(NAME, T)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(WARP* WARPS)                                                        \
+    extern "C" __global__ void __launch_bounds__(WARP* WARPS, 1)                                                      \
         NAME(const float* __restrict__ logits, const u32* __restrict__ labels, T* __restrict__ dlogits,              \
              float* __restrict__ loss, u32* __restrict__ correct, u32* __restrict__ cursor,                          \
              u32* __restrict__ workspace, u32* __restrict__ tickets, u32 rows, u32 classes, u32 dlogits_pitch,       \

@@ -16,8 +16,9 @@ use std::error::Error;
 
 use cudarc::driver::{result, sys};
 use kernels::{
-    AddBias, Argmax, BiasGradient, CountCorrect, CrossEntropyLoss, CudaKernels, Fill, GatherLabels, GatherRowsF32,
-    GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, MeanLoss, Operation, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy,
+    AddBias, AdvanceCursor, Argmax, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, CudaKernels,
+    Element, Fill, GatherLabels, GatherRowsF32, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, MeanLoss, Operation,
+    Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss,
 };
 use serde_json::{Value, json};
 
@@ -113,42 +114,107 @@ fn products(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, batc
     }
 }
 
+const ELEMENTS: [Element; 3] = [Element::F32, Element::Bf16, Element::F16];
+
+/// f32 lies dense, halves with their pitch, as in training.
+fn pitch(element: Element, cols: u32) -> u32 {
+    if element == Element::F32 { cols } else { element.pitch(cols) }
+}
+
 fn matrices(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, rows: u32, cols: u32) {
     let &Memory { first, second, third, .. } = memory;
     let shape = json!({"rows": rows, "cols": cols});
-    shapes.push((shape.clone(), Box::new(AddBias { rows, cols, x: first, bias: second, y: third })));
-    shapes.push((shape, Box::new(BiasGradient { rows, cols, dy: first, db: second })));
+    for element in ELEMENTS {
+        let pitch = pitch(element, cols);
+        let add = AddBias { element, rows, cols, pitch, x: first, bias: second, y: third };
+        shapes.push((shape.clone(), Box::new(add)));
+        shapes.push((shape.clone(), Box::new(BiasGradient { element, rows, cols, pitch, dy: first, db: second })));
+    }
+}
+
+fn steps(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, len: u64) {
+    let &Memory { first, second, third, .. } = memory;
+    for element in ELEMENTS {
+        // Halves have masters, as in training.
+        let master = (element != Element::F32).then_some(third);
+        let sgd = Sgd { element, len, learning_rate: 0.01, gradient: first, weights: second, master };
+        shapes.push((json!({"len": len}), Box::new(sgd)));
+    }
 }
 
 fn vectors(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, len: u64) {
     let &Memory { first, second, third, .. } = memory;
     let shape = json!({"len": len});
     shapes.push((shape.clone(), Box::new(Fill { len, value: 0.0, out: first })));
-    shapes.push((shape.clone(), Box::new(Relu { len, x: first, y: second })));
-    shapes.push((shape.clone(), Box::new(ReluBackward { len, y: first, dy: second, dx: third })));
-    shapes.push((shape, Box::new(Sgd { len, learning_rate: 0.01, gradient: first, weights: second })));
+    for element in ELEMENTS {
+        shapes.push((shape.clone(), Box::new(Relu { element, len, x: first, y: second })));
+        shapes.push((shape.clone(), Box::new(ReluBackward { element, len, y: first, dy: second, dx: third })));
+    }
+    for half in [Element::Bf16, Element::F16] {
+        for (from, to) in [(Element::F32, half), (half, Element::F32)] {
+            shapes.push((shape.clone(), Box::new(ConvertElements { len, from, to, x: first, y: second })));
+        }
+    }
+    steps(memory, shapes, len);
 }
 
 fn batches(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, rows: u32) {
     let &Memory { first, second, third, fourth, .. } = memory;
-    let (classes, cols, source_rows) = (CLASSES, INPUT, 1000);
-    let (scale, shift) = (1.0, 0.0);
+    let (classes, cols, source_rows, batch) = (CLASSES, INPUT, 1000, rows);
+    let (scale, shift, cursor) = (1.0, 0.0, None);
+    let (source, indices, out) = (first, second, third);
+    let (logits, labels, losses, dlogits) = (first, second, third, fourth);
     let picked = json!({"rows": rows, "cols": cols});
-    let bytes = GatherRowsU8 { rows, cols, source: first, source_rows, indices: second, scale, shift, out: third };
-    shapes.push((picked.clone(), Box::new(bytes)));
-    let floats = GatherRowsF32 { rows, cols, source: first, source_rows, indices: second, scale, shift, out: third };
-    shapes.push((picked, Box::new(floats)));
-    let labels = GatherLabels { rows, source: first, source_rows, indices: second, out: third };
-    shapes.push((json!({"rows": rows}), Box::new(labels)));
-
-    let (logits, labels, losses) = (first, second, third);
-    let shape = json!({"rows": rows, "classes": classes});
-    let loss = SoftmaxCrossEntropy { rows, classes, logits, labels, losses, dlogits: fourth, scale };
-    shapes.push((shape.clone(), Box::new(loss)));
-    shapes.push((shape.clone(), Box::new(CrossEntropyLoss { rows, classes, logits, labels, losses })));
-    shapes.push((shape.clone(), Box::new(CountCorrect { rows, classes, logits, labels, out: third })));
-    shapes.push((shape, Box::new(Argmax { rows, classes, logits, predictions: third })));
-    shapes.push((json!({"rows": rows}), Box::new(MeanLoss { rows, losses: first, out: second })));
+    let judged = json!({"rows": rows, "classes": classes});
+    for element in ELEMENTS {
+        let pitch = pitch(element, cols);
+        let bytes =
+            GatherRowsU8 { element, rows, cols, pitch, batch, source, source_rows, indices, cursor, scale, shift, out };
+        shapes.push((picked.clone(), Box::new(bytes)));
+        let floats = GatherRowsF32 {
+            element,
+            rows,
+            cols,
+            pitch,
+            batch,
+            source,
+            source_rows,
+            indices,
+            cursor,
+            scale,
+            shift,
+            out,
+        };
+        shapes.push((picked.clone(), Box::new(floats)));
+        let dlogits_pitch = self::pitch(element, classes);
+        let loss =
+            SoftmaxCrossEntropy { rows, classes, logits, labels, losses, element, dlogits, dlogits_pitch, scale };
+        shapes.push((judged.clone(), Box::new(loss)));
+        let whole = SoftmaxLoss {
+            element,
+            rows,
+            classes,
+            logits,
+            labels,
+            dlogits: Some(dlogits),
+            dlogits_pitch,
+            scale,
+            loss: third,
+            correct: None,
+            cursor,
+            advance: false,
+            // Behind the gradient, which is smaller, and nothing else writes there: tickets have to be zero.
+            workspace: fourth + (1 << 20),
+            tickets: fourth + (3 << 19),
+        };
+        shapes.push((judged.clone(), Box::new(whole)));
+    }
+    let pick = GatherLabels { rows, batch, source, source_rows, indices, cursor, out };
+    shapes.push((json!({"rows": rows}), Box::new(pick)));
+    shapes.push((judged.clone(), Box::new(CrossEntropyLoss { rows, classes, logits, labels, losses })));
+    shapes.push((judged.clone(), Box::new(CountCorrect { rows, classes, logits, labels, out })));
+    shapes.push((judged, Box::new(Argmax { rows, classes, logits, predictions: third })));
+    shapes.push((json!({"rows": rows}), Box::new(MeanLoss { rows, losses: first, out: second, cursor })));
 }
 
 /// Every launch to time, with its shape in words.
@@ -156,15 +222,14 @@ fn launches(memory: &Memory) -> Vec<(Value, Box<dyn Operation>)> {
     let mut shapes = Vec::new();
     // As good as empty: what a launch costs in itself.
     shapes.push((json!({"len": 1}), Box::new(Fill { len: 1, value: 0.0, out: memory.first }) as Box<dyn Operation>));
+    shapes.push((json!({}), Box::new(AdvanceCursor { cursor: memory.fourth })));
     for batch in BATCHES {
         for hidden in HIDDEN {
             products(memory, &mut shapes, batch, hidden);
             matrices(memory, &mut shapes, batch, hidden);
             vectors(memory, &mut shapes, (batch * hidden).into());
             for weights in [INPUT * hidden, hidden * hidden, hidden * CLASSES, hidden] {
-                let (gradient, to) = (memory.first, memory.second);
-                let sgd = Sgd { len: weights.into(), learning_rate: 0.01, gradient, weights: to };
-                shapes.push((json!({"len": weights}), Box::new(sgd)));
+                steps(memory, &mut shapes, weights.into());
             }
         }
         matrices(memory, &mut shapes, batch, CLASSES);

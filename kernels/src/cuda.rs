@@ -1,13 +1,21 @@
 //! Loading the embedded PTX and launching kernels from it.
 
+mod linear;
+
 use std::ffi::{CStr, CString, c_void};
+use std::sync::OnceLock;
 
 use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{CUfunction, CUmodule, CUresult, CUstream};
+use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUmodule, CUresult, CUstream};
 
 use crate::error::KernelError;
+pub(crate) use linear::LinearArguments;
+use linear::LinearKernels;
 
 struct Source {
+    /// Name of the file, without what follows the point.
+    #[cfg_attr(not(test), allow(dead_code, reason = "for tests"))]
+    stem: &'static str,
     /// The PTX, terminated by a NUL as the driver wants it.
     ptx: &'static str,
     kernels: &'static [Kernel],
@@ -32,6 +40,7 @@ macro_rules! kernels {
 
         const SOURCES: &[Source] = &[$(
             Source {
+                stem: $file,
                 ptx: concat!(include_str!(concat!("../ptx/", $file, ".ptx")), "\0"),
                 kernels: &[$(Kernel::$kernel,)*],
             },
@@ -113,7 +122,7 @@ kernels! {
 
 /// Names of all kernels: what [`Operation::name`](crate::Operation::name) can return.
 pub fn kernel_names() -> impl Iterator<Item = &'static str> {
-    Kernel::ALL.iter().map(|kernel| kernel.name())
+    Kernel::ALL.iter().map(|kernel| kernel.name()).chain(linear::NAMES.into_iter().flatten())
 }
 
 /// The kernels, compiled for and loaded on one GPU.
@@ -124,15 +133,19 @@ pub struct CudaKernels {
     context: cudarc::driver::sys::CUcontext,
     modules: Vec<CUmodule>,
     functions: [CUfunction; Kernel::ALL.len()],
+    /// By precision, in the order of [`Precision::ALL`](crate::Precision::ALL).
+    linear: [OnceLock<LinearKernels>; 5],
+    /// Most shared memory that a block can have.
+    shared_limit: u32,
 }
 
-// SAFETY: the fields are handles of the driver, which any thread may use; nothing here changes after `load`.
+// SAFETY: the fields are handles of the driver, which any thread may use; what changes after `load` is behind a lock.
 unsafe impl Send for CudaKernels {}
 // SAFETY: as above.
 unsafe impl Sync for CudaKernels {}
 
 impl CudaKernels {
-    /// Loads all kernels into the current context. The driver compiles the PTX for the GPU; it keeps the outcome in
+    /// Loads the kernels into the current context, those of the linear layers excepted ([`prepare`](Self::prepare)). The driver compiles the PTX for the GPU; it keeps the outcome in
     /// its own cache on disk, so only a first time takes noticeable time.
     ///
     /// # Errors
@@ -152,28 +165,14 @@ impl CudaKernels {
             context,
             modules: Vec::with_capacity(SOURCES.len()),
             functions: [std::ptr::null_mut(); Kernel::ALL.len()],
+            linear: Default::default(),
+            shared_limit: shared_limit()?,
         };
         for source in SOURCES {
-            let image = CStr::from_bytes_with_nul(source.ptx.as_bytes())
-                .map_err(|_| KernelError::NoPtx { kernel: source.kernels[0].name() })?;
-            // SAFETY: the image is PTX text with a NUL at its end.
-            let module =
-                unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(|error| match error.0 {
-                    CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION => KernelError::DriverTooOld,
-                    CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => KernelError::DeviceTooOld,
-                    _ => driver_error("cuModuleLoadData", error),
-                })?;
+            let module = load_module(source.ptx, source.kernels[0].name())?;
             loaded.modules.push(module);
             for &kernel in source.kernels {
-                let missing = KernelError::NoPtx { kernel: kernel.name() };
-                let name = CString::new(kernel.name()).map_err(|_| missing.clone())?;
-                // SAFETY: the module was just loaded.
-                let function =
-                    unsafe { result::module::get_function(module, name) }.map_err(|error| match error.0 {
-                        CUresult::CUDA_ERROR_NOT_FOUND => missing,
-                        _ => driver_error("cuModuleGetFunction", error),
-                    })?;
-                loaded.functions[kernel as usize] = function;
+                loaded.functions[kernel as usize] = load_function(module, kernel.name())?;
             }
         }
         Ok(loaded)
@@ -221,6 +220,7 @@ impl Drop for CudaKernels {
                 // SAFETY: loaded by `load`, and unloaded nowhere else.
                 let _ = unsafe { result::module::unload(module) };
             }
+            self.linear.iter().filter_map(OnceLock::get).for_each(LinearKernels::unload);
         }
         // SAFETY: this context was current on this thread a moment ago; null stands for none.
         let _ = unsafe { result::ctx::set_current(current.unwrap_or(std::ptr::null_mut())) };
@@ -231,6 +231,39 @@ impl std::fmt::Debug for CudaKernels {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CudaKernels").field("kernels", &Kernel::ALL.len()).finish_non_exhaustive()
     }
+}
+
+/// Has the driver compile PTX, which ends with a NUL. `first` is one of its kernels, for the error.
+fn load_module(ptx: &'static str, first: &'static str) -> Result<CUmodule, KernelError> {
+    let image = CStr::from_bytes_with_nul(ptx.as_bytes()).map_err(|_| KernelError::NoPtx { kernel: first })?;
+    // SAFETY: the image is PTX text with a NUL at its end.
+    unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(|error| match error.0 {
+        CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION => KernelError::DriverTooOld,
+        CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => KernelError::DeviceTooOld,
+        _ => driver_error("cuModuleLoadData", error),
+    })
+}
+
+/// A kernel of a module that is loaded.
+fn load_function(module: CUmodule, kernel: &'static str) -> Result<CUfunction, KernelError> {
+    let name = CString::new(kernel).map_err(|_| KernelError::NoPtx { kernel })?;
+    // SAFETY: the caller has just loaded the module.
+    unsafe { result::module::get_function(module, name) }.map_err(|error| match error.0 {
+        CUresult::CUDA_ERROR_NOT_FOUND => KernelError::NoPtx { kernel },
+        _ => driver_error("cuModuleGetFunction", error),
+    })
+}
+
+/// Most shared memory that a block can have on the current context's device.
+fn shared_limit() -> Result<u32, KernelError> {
+    let mut device = 0;
+    // SAFETY: the driver writes the device of the current context, or fails.
+    unsafe { sys::cuCtxGetDevice(&raw mut device) }.result().map_err(|error| driver_error("cuCtxGetDevice", error))?;
+    let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+    // SAFETY: the device of a context that is current.
+    let bytes = unsafe { result::device::get_attribute(device, attribute) };
+    // CAST: the driver answers with a size.
+    bytes.map(|bytes| bytes as u32).map_err(|error| driver_error("cuDeviceGetAttribute", error))
 }
 
 /// Pointer to a kernel argument. The driver copies the value during the launch call and writes nothing.
@@ -270,7 +303,7 @@ mod tests {
     #[test]
     fn each_source_has_its_ptx() {
         assert_eq!(stems("cuda", "cu"), stems("ptx", "ptx"));
-        assert_eq!(stems("cuda", "cu").len(), SOURCES.len());
+        assert_eq!(stems("cuda", "cu").len(), SOURCES.len() + linear::PTX.len());
     }
 
     #[test]
@@ -279,12 +312,24 @@ mod tests {
             let declared: BTreeSet<&str> = source.kernels.iter().map(|kernel| kernel.name()).collect();
             assert_eq!(entries(source.ptx), declared);
         }
+        for (ptx, names) in linear::PTX.into_iter().zip(linear::NAMES) {
+            assert_eq!(entries(ptx), names.into_iter().collect());
+        }
+    }
+
+    /// The architecture that a source's first line states, or the baseline.
+    fn architecture(stem: &str) -> String {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda").join(stem).with_extension("cu");
+        let text = std::fs::read_to_string(source).unwrap();
+        let stated = text.lines().next().unwrap().strip_prefix("// architecture: compute_");
+        format!("sm_{}", stated.unwrap_or("75"))
     }
 
     #[test]
-    fn ptx_is_for_the_baseline_and_names_no_folder() {
+    fn ptx_is_for_the_stated_architecture_and_names_no_folder() {
         for source in SOURCES {
-            assert!(source.ptx.contains("\n.version 8.4\n.target sm_75\n"));
+            let header = format!("\n.version 8.4\n.target {}\n", architecture(source.stem));
+            assert!(source.ptx.contains(&header), "{}", source.stem);
             assert_eq!(source.ptx.find('\0'), Some(source.ptx.len() - 1));
             assert!(!source.ptx.contains(".file") && !source.ptx.contains("/home") && !source.ptx.contains("/tmp"));
         }

@@ -14,33 +14,45 @@
 //!
 //! # Conventions
 //!
-//! - Matrices are row-major `f32` without padding. Labels and indices are `u32`.
+//! - Matrices are row-major. Those with an [`Element`] type have a pitch, the elements from one row to the next; what lies
+//!   between the columns and the pitch is never used, and may be anything after a launch. All others are `f32` without
+//!   padding. Labels and indices are `u32`.
+//! - Arithmetic is in `f32`, whatever the element type; storing rounds to nearest, ties to even. Only a [`Precision`] says
+//!   otherwise.
 //! - Addresses are device addresses (`CUdeviceptr`), aligned to their element. Outputs overlap neither inputs nor each
-//!   other; only [`Sgd`] works in place. Every output is written as a whole, so it may be uninitialised before.
+//!   other; only [`Sgd`], [`LinearUpdate`] and cursors work in place. Every other output is written as a whole, so it may be
+//!   uninitialised before.
+//! - A cursor is one `u32` on the device, the number of the step: launches whose arguments are frozen in a CUDA graph find by
+//!   it their part of the indices and the slot of their loss. One launch of a step advances it.
 //! - Sizes are at least one: a shape with a zero is an error, not an empty launch.
 //! - [`launch`](Operation::launch) queues on the given stream of the *current* context and never waits.
-//! - All kernels are deterministic: no atomics, sums in a fixed order. The same launch gives the same bits on the same
-//!   device, and the host path gives the same bits whatever the number of threads.
+//! - All kernels are deterministic: sums in a fixed order, no atomics but counters of the blocks that are done. The same
+//!   launch gives the same bits on the same device, and the host path gives the same bits whatever the number of threads.
+//!   Launches with such counters take a workspace and tickets; tickets are zero before and after.
 //! - Bad data: the host path reports a label or index out of range, a GPU cannot; there it gives NaN (see each operation).
 //!
 //! # How closely a GPU and the host agree
 //!
 //! | operations | agreement |
 //! |---|---|
-//! | [`AddBias`], [`Relu`], [`ReluBackward`], [`Sgd`], [`Fill`], `Gather*` | same bits |
-//! | [`Argmax`], [`CountCorrect`] | same integers |
+//! | [`AddBias`], [`Relu`], [`ReluBackward`], [`Sgd`], [`Fill`], [`ConvertElements`], `Gather*` | same bits (of a NaN: a NaN) |
+//! | [`Argmax`], [`CountCorrect`], [`AdvanceCursor`], the count of [`SoftmaxLoss`] | same integers |
 //! | [`Gemm`] | each within `4 √k ε Σ\|a b\|` of the exact product |
-//! | [`BiasGradient`], [`MeanLoss`] | each within `4 √rows ε Σ\|x\|` of the exact sum (mean: divided by rows) |
-//! | [`SoftmaxCrossEntropy`], [`CrossEntropyLoss`] | losses within `2e-6 (1 + \|x\|)`, gradients within `2e-6 scale` |
+//! | [`LinearForward`], [`LinearBackwardInput`], [`LinearWeightGradient`], [`LinearUpdate`] | the product likewise, of operands as stored ([`Precision::Tf32`]: as rounded); then one `ε` of the result, and what storing it changes |
+//! | the same with [`Precision::F16Accumulate`] | the product within `4 √k ε Σ\|a b\| + 2⁻⁹ Σ\|a b\|`, if no sum is above 65504; the host's sums are `f32` |
+//! | [`BiasGradient`], [`MeanLoss`], biases of layers | each within `4 √rows ε Σ\|x\|` of the exact sum (mean: divided by rows) |
+//! | [`SoftmaxCrossEntropy`], [`CrossEntropyLoss`] | losses within `2e-6 (1 + \|x\|)`, gradients within `2e-6 scale` and what storing them changes |
+//! | [`SoftmaxLoss`] | the mean within the mean of the losses' bounds and that of [`MeanLoss`], gradients as above |
 //!
-//! with ε = 2⁻²³. `tests/` checks both sides against an `f64` model with these bounds.
+//! with ε = 2⁻²³. Storing a value `x` as bf16 changes it by at most `2⁻⁸ |x|`, as f16 by `2⁻¹¹ |x| + 2⁻²⁵`. `tests/` checks
+//! both sides against an `f64` model with these bounds.
 //!
 //! # The CUDA side
 //!
 //! `cuda/*.cu` hold the sources and `ptx/*.ptx` what a pinned NVRTC makes of them; `ptx.sh` recompiles and `ptx.sh
 //! --check` tells whether they agree. The PTX is embedded, so building needs no CUDA and running needs only the driver
-//! (550 or newer) and a GPU of compute capability 7.5 or newer. [`CudaKernels::load`] has the driver compile it for
-//! the GPU.
+//! (550 or newer) and a GPU of compute capability 7.5 or newer, or what the first line of a source asks for.
+//! [`CudaKernels::load`] has the driver compile it for the GPU.
 
 mod cuda;
 mod error;
@@ -61,4 +73,5 @@ pub use ops::{
     GatherRowsF32, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate,
     LinearWeightGradient, MeanLoss, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss,
 };
+pub use plan::{Choice, Product, Tile};
 pub use precision::{Element, Precision};

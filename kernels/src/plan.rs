@@ -1,72 +1,154 @@
 //! Which kernel makes a linear layer's product on a GPU, and its grid.
+//!
+//! A product is cut into tiles, and blocks may share out a tile's k as well. What is fastest depends on the shape in a way
+//! that no rule of thumb gets right, so it is looked up: `plan/*.csv` hold what was measured (`examples/tune_linear.rs`
+//! measures it afresh), and a shape takes the choice of the nearest one that is listed.
 
-use std::ffi::c_void;
+use std::cell::RefCell;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::OnceLock;
 
-use cudarc::driver::sys::CUstream;
-
-use crate::cuda::CudaKernels;
-use crate::error::KernelError;
-use crate::precision::Precision;
+use crate::precision::{Element, Precision};
 
 /// The products of a linear layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Product {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Product {
     /// [`LinearForward`](crate::LinearForward): m = rows, n = outputs, k = inputs.
     Forward,
     /// [`LinearBackwardInput`](crate::LinearBackwardInput): m = rows, n = inputs, k = outputs.
     Input,
-    /// [`LinearWeightGradient`](crate::LinearWeightGradient): m = outputs, n = inputs, k = rows.
+    /// [`LinearWeightGradient`](crate::LinearWeightGradient) and [`LinearUpdate`](crate::LinearUpdate): m = outputs,
+    /// n = inputs, k = rows.
     Gradient,
-    /// [`LinearUpdate`](crate::LinearUpdate): as for the gradient.
-    Update,
 }
 
 impl Product {
-    /// Names of the kernels, in the order of [`Precision::ALL`].
-    const fn names(self) -> [&'static str; 5] {
+    /// Every product.
+    pub const ALL: [Product; 3] = [Product::Forward, Product::Input, Product::Gradient];
+
+    /// Part of kernel names.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
         match self {
-            Product::Forward => [
-                "linear_forward_f32",
-                "linear_forward_tf32",
-                "linear_forward_bf16",
-                "linear_forward_f16",
-                "linear_forward_f16acc",
-            ],
-            Product::Input => [
-                "linear_input_f32",
-                "linear_input_tf32",
-                "linear_input_bf16",
-                "linear_input_f16",
-                "linear_input_f16acc",
-            ],
-            Product::Gradient => [
-                "linear_gradient_f32",
-                "linear_gradient_tf32",
-                "linear_gradient_bf16",
-                "linear_gradient_f16",
-                "linear_gradient_f16acc",
-            ],
-            Product::Update => [
-                "linear_update_f32",
-                "linear_update_tf32",
-                "linear_update_bf16",
-                "linear_update_f16",
-                "linear_update_f16acc",
-            ],
+            Product::Forward => "forward",
+            Product::Input => "input",
+            Product::Gradient => "gradient",
         }
+    }
+
+    /// The tiles that its kernels can have.
+    #[must_use]
+    pub const fn tiles(self) -> &'static [Tile] {
+        match self {
+            Product::Forward | Product::Input => &[Tile::Thin16, Tile::Thin32, Tile::Thin64, Tile::Thin128, Tile::Wide],
+            Product::Gradient => &[Tile::Fine, Tile::Flat, Tile::Slim, Tile::Wide],
+        }
+    }
+}
+
+/// The part of C that one block computes, and how its eight warps divide it; see `cuda/linear_entry.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Tile {
+    /// 32×16; eight warps share out k.
+    Thin16,
+    /// 32×32; eight warps share out k.
+    Thin32,
+    /// 32×64; eight warps share out k.
+    Thin64,
+    /// 32×128; two warps across, four share out k.
+    Thin128,
+    /// 128×128; the warps tile it.
+    Wide,
+    /// 32×64; the warps tile it.
+    Fine,
+    /// 64×128; the warps tile it.
+    Flat,
+    /// 16×128; two warps across, four share out k.
+    Slim,
+}
+
+/// Threads of a block, the same for all.
+pub(crate) const THREADS: u32 = 256;
+
+/// Layout of a tile's kernel; the figures of `cuda/linear_entry.cuh`.
+struct Layout {
+    rows: u64,
+    cols: u64,
+    /// Warps that share out k.
+    slices: u64,
+    /// Steps of k in one trip of the loop.
+    depth: u64,
+    stages: u64,
+}
+
+impl Tile {
+    /// Every tile.
+    pub const ALL: [Tile; 8] =
+        [Tile::Thin16, Tile::Thin32, Tile::Thin64, Tile::Thin128, Tile::Wide, Tile::Fine, Tile::Flat, Tile::Slim];
+
+    /// Part of kernel names.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Tile::Thin16 => "thin16",
+            Tile::Thin32 => "thin32",
+            Tile::Thin64 => "thin64",
+            Tile::Thin128 => "thin128",
+            Tile::Wide => "wide",
+            Tile::Fine => "fine",
+            Tile::Flat => "flat",
+            Tile::Slim => "slim",
+        }
+    }
+
+    fn layout(self, element: Element) -> Layout {
+        let in_bytes = |bytes: u64| bytes / element.bytes();
+        let (rows, cols, slices, warp_depth, stages) = match self {
+            Tile::Thin16 => (32, 16, 8, in_bytes(32), 4),
+            Tile::Thin32 => (32, 32, 8, in_bytes(32), 4),
+            Tile::Thin64 => (32, 64, 8, in_bytes(32), 4),
+            Tile::Thin128 => (32, 128, 4, in_bytes(64), 4),
+            Tile::Wide => (128, 128, 1, in_bytes(64), 4),
+            Tile::Fine => (32, 64, 1, 32, 2),
+            Tile::Flat => (64, 128, 1, 32, 2),
+            Tile::Slim => (16, 128, 4, 16, 4),
+        };
+        Layout { rows, cols, slices, depth: slices * warp_depth, stages }
+    }
+}
+
+impl FromStr for Tile {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|tile| tile.name() == text).ok_or_else(|| format!("'{text}' is no tile"))
+    }
+}
+
+/// How a product is computed: the tile, and how many blocks share out k.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Choice {
+    /// Tile of a block.
+    pub tile: Tile,
+    /// Blocks that share the sums of one tile.
+    pub splits: u32,
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.tile.name(), self.splits)
     }
 }
 
 /// How one product is launched.
 #[derive(Clone, Copy, Debug)]
-#[allow(dead_code, reason = "the launch takes these")]
 pub(crate) struct Plan {
-    /// Name of the kernel.
-    pub(crate) kernel: &'static str,
+    pub(crate) product: Product,
+    pub(crate) precision: Precision,
+    pub(crate) tile: Tile,
     /// Thread blocks.
     pub(crate) blocks: u64,
-    /// Threads of a block.
-    pub(crate) threads: u32,
     /// Dynamic shared memory of a block.
     pub(crate) shared_bytes: u32,
     /// Trips of a block's main loop.
@@ -79,37 +161,194 @@ pub(crate) struct Plan {
     pub(crate) tickets: u64,
 }
 
-/// Side of a block's tile, and the steps of k in one trip of its loop.
-const TILE: u64 = 64;
-const DEPTH: u64 = 32;
-
 impl Plan {
+    /// The measured choice for this shape, or rather the nearest that was measured. Deterministic; a few nanoseconds for a
+    /// shape that this thread has asked for before.
     pub(crate) fn of(product: Product, precision: Precision, m: u32, n: u32, k: u32) -> Self {
+        type Slot = Option<((Product, Precision, u32, u32, u32), Plan)>;
+        const SLOTS: usize = 64;
+        thread_local! {
+            static KNOWN: RefCell<[Slot; SLOTS]> = const { RefCell::new([None; SLOTS]) };
+        }
+        let key = (product, precision, m, n, k);
+        let mixed = (product as u32) ^ m.rotate_left(3) ^ n.rotate_left(11) ^ k.rotate_left(20);
+        // CAST: five bits of a product, which depend on all of the key but the precision.
+        let slot = (mixed.wrapping_mul(0x9e37_79b1) >> 26) as usize % SLOTS;
+        KNOWN.with_borrow_mut(|known| match known[slot] {
+            Some((found, plan)) if found == key => plan,
+            _ => {
+                let plan = Self::with(product, precision, [m, n, k], nearest(product, precision, m, n, k));
+                known[slot] = Some((key, plan));
+                plan
+            }
+        })
+    }
+
+    /// The plan that a choice makes.
+    pub(crate) fn with(product: Product, precision: Precision, [m, n, k]: [u32; 3], choice: Choice) -> Self {
+        let element = precision.element();
+        let layout = choice.tile.layout(element);
+        let trips = u64::from(k).div_ceil(layout.depth);
+        // No more blocks than there are trips of the loop to share out.
+        // CAST: no more than `splits`, which is a u32.
+        let splits = trips.min(choice.splits.max(1).into()).max(1) as u32;
+        let tiles = u64::from(m).div_ceil(layout.rows) * u64::from(n).div_ceil(layout.cols);
+        let (a_contiguous, b_contiguous) = match product {
+            Product::Forward => (true, true),
+            Product::Input => (true, false),
+            Product::Gradient => (false, false),
+        };
+        let strip = |lines: u64, contiguous: bool| {
+            let padding = if precision == Precision::Tf32 && !contiguous { 32 } else { 16 };
+            let (rows, row) = if contiguous { (lines, layout.depth) } else { (layout.depth, lines) };
+            rows * (row * element.bytes() + padding)
+        };
+        let stages = layout.stages * (strip(layout.rows, a_contiguous) + strip(layout.cols, b_contiguous));
+        let sums = layout.slices * layout.rows * (layout.cols + 8) * 4;
+        let shared = splits > 1;
+        let split_bytes = (layout.rows * layout.cols + layout.rows) * 4;
         Self {
-            // CAST: the order of declaration is that of `Precision::ALL`.
-            kernel: product.names()[precision as usize],
-            blocks: u64::from(m).div_ceil(TILE) * u64::from(n).div_ceil(TILE),
-            threads: 128,
-            shared_bytes: 0,
-            iterations: u64::from(k).div_ceil(DEPTH),
-            splits: 1,
-            workspace_bytes: 0,
-            tickets: 0,
+            product,
+            precision,
+            tile: choice.tile,
+            blocks: tiles.saturating_mul(splits.into()),
+            // CAST: below 228 KiB for every layout; a test adds them up.
+            shared_bytes: stages.max(sums) as u32,
+            iterations: trips.div_ceil(splits.into()),
+            splits,
+            workspace_bytes: if shared { tiles.saturating_mul(splits.into()).saturating_mul(split_bytes) } else { 0 },
+            tickets: if shared { tiles } else { 0 },
         }
     }
 
-    /// Queues the launch.
-    ///
-    /// # Safety
-    ///
-    /// `arguments` point at values of the types of the kernel's parameters, in order; and what
-    /// [`Operation::launch`](crate::Operation::launch) asks holds for the addresses among them.
-    pub(crate) unsafe fn launch<const N: usize>(
-        &self,
-        _cuda: &CudaKernels,
-        _stream: CUstream,
-        _arguments: [*mut c_void; N],
-    ) -> Result<(), KernelError> {
-        Err(KernelError::NoPtx { kernel: self.kernel })
+    /// Choices that are worth measuring for a shape: tiles that are not mostly empty, and as many splits as give a GPU
+    /// something to do.
+    pub(crate) fn candidates(product: Product, precision: Precision, [m, n, k]: [u32; 3]) -> Vec<Choice> {
+        /// More blocks than this gain nothing from sharing out k.
+        const MANY_BLOCKS: u64 = 600;
+        let mut out = Vec::new();
+        for &tile in product.tiles() {
+            let layout = tile.layout(precision.element());
+            let tiles = u64::from(m).div_ceil(layout.rows) * u64::from(n).div_ceil(layout.cols);
+            if tile == Tile::Wide && m.min(n) < 64 && product != Product::Gradient {
+                continue;
+            }
+            for splits in [1, 2, 4, 8, 16, 18, 32, 37, 64, 128] {
+                let trips = u64::from(k).div_ceil(layout.depth);
+                if splits == 1 || (u64::from(splits) <= trips && tiles * u64::from(splits) <= MANY_BLOCKS) {
+                    out.push(Choice { tile, splits });
+                }
+            }
+        }
+        out
+    }
+}
+
+/// A line of a table: the fastest choice for one shape.
+struct Measured {
+    /// Logarithms of m, n and k.
+    at: [f32; 3],
+    choice: Choice,
+}
+
+/// The tables by product and kind of precision: f32, tf32, halves.
+type Tables = [[Vec<Measured>; 3]; 3];
+
+const H200: &str = include_str!("plan/h200.csv");
+
+fn kind(precision: Precision) -> usize {
+    match precision {
+        Precision::F32 => 0,
+        Precision::Tf32 => 1,
+        Precision::Bf16 | Precision::F16 | Precision::F16Accumulate => 2,
+    }
+}
+
+fn logarithms(shape: [u32; 3]) -> [f32; 3] {
+    shape.map(|size| (size as f32).log2())
+}
+
+/// One line: product, precision, m, n, k, tile, splits.
+fn parse(line: &str) -> Option<(Product, usize, Measured)> {
+    let fields: Vec<&str> = line.split(',').collect();
+    let [product, precision, m, n, k, tile, splits] = fields[..] else { return None };
+    let product = Product::ALL.into_iter().find(|one| one.name() == product)?;
+    let precision = Precision::ALL.into_iter().find(|one| one.name() == precision)?;
+    let shape = [m.parse().ok()?, n.parse().ok()?, k.parse().ok()?];
+    let choice = Choice { tile: tile.parse().ok()?, splits: splits.parse().ok()? };
+    Some((product, kind(precision), Measured { at: logarithms(shape), choice }))
+}
+
+fn tables() -> &'static Tables {
+    static TABLES: OnceLock<Tables> = OnceLock::new();
+    TABLES.get_or_init(|| {
+        let mut tables = Tables::default();
+        // The first line names the columns; a test parses all others.
+        for (product, kind, measured) in H200.lines().filter_map(parse) {
+            tables[product as usize][kind].push(measured);
+        }
+        tables
+    })
+}
+
+fn nearest(product: Product, precision: Precision, m: u32, n: u32, k: u32) -> Choice {
+    let shape = logarithms([m, n, k]);
+    let distance = |measured: &Measured| measured.at.iter().zip(shape).map(|(a, b)| (a - b).abs()).sum::<f32>();
+    let table = &tables()[product as usize][kind(precision)];
+    let best = table.iter().min_by(|a, b| distance(a).total_cmp(&distance(b)));
+    best.map_or(Choice { tile: product.tiles()[1], splits: 1 }, |measured| measured.choice)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_line_of_the_table_is_understood() {
+        let (header, lines) = H200.split_once('\n').unwrap();
+        assert_eq!(header, "product,precision,m,n,k,tile,splits");
+        for line in lines.lines() {
+            let (product, _, measured) = parse(line).unwrap_or_else(|| panic!("{line}"));
+            assert!(product.tiles().contains(&measured.choice.tile), "{line}");
+        }
+        for table in tables().iter().flatten() {
+            assert!(!table.is_empty());
+        }
+    }
+
+    #[test]
+    fn a_listed_shape_gets_its_own_choice() {
+        for line in H200.lines().skip(1) {
+            let fields: Vec<&str> = line.split(',').collect();
+            let [m, n, k] = [2, 3, 4].map(|field| fields[field].parse::<u32>().unwrap());
+            let product = Product::ALL.into_iter().find(|one| one.name() == fields[0]).unwrap();
+            let precision = Precision::ALL.into_iter().find(|one| one.name() == fields[1]).unwrap();
+            assert_eq!(nearest(product, precision, m, n, k), parse(line).unwrap().2.choice, "{line}");
+            assert_eq!(Plan::of(product, precision, m, n, k).tile, parse(line).unwrap().2.choice.tile);
+        }
+    }
+
+    #[test]
+    fn shared_memory_fits_a_multiprocessor_of_compute_capability_8() {
+        for precision in Precision::ALL {
+            for product in Product::ALL {
+                for &tile in product.tiles() {
+                    let plan = Plan::with(product, precision, [64, 64, 64], Choice { tile, splits: 1 });
+                    let most = if tile == Tile::Thin128 { 227 << 10 } else { 163 << 10 };
+                    assert!(plan.shared_bytes <= most, "{product:?} {precision:?} {tile:?}: {}", plan.shared_bytes);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_share_no_more_than_there_is() {
+        let plan =
+            Plan::with(Product::Forward, Precision::F16, [32, 128, 200], Choice { tile: Tile::Thin16, splits: 16 });
+        assert_eq!((plan.splits, plan.blocks, plan.iterations, plan.tickets), (2, 16, 1, 8));
+        assert_eq!(plan.workspace_bytes, 16 * (32 * 16 + 32) * 4);
+        let alone =
+            Plan::with(Product::Forward, Precision::F16, [32, 128, 100], Choice { tile: Tile::Thin16, splits: 16 });
+        assert_eq!((alone.splits, alone.workspace_bytes, alone.tickets), (1, 0, 0));
     }
 }

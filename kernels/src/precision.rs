@@ -41,7 +41,7 @@ pub enum Precision {
     Bf16,
     /// f16 storage, tensor cores, sums in f32.
     F16,
-    /// f16 storage, tensor cores, sums in f16 within a tile's share of k, in f32 beyond.
+    /// f16 storage, tensor cores, sums in f16 within a tile's share of k, in f32 beyond. The host sums in f32.
     F16Accumulate,
 }
 

@@ -11,8 +11,8 @@ use std::io::Write;
 use common::{Case, cases};
 use cudarc::driver::{result, sys};
 use kernels::{
-    CountCorrect, CrossEntropyLoss, CudaKernels, Fill, GatherLabels, GatherRowsU8, KernelError, MeanLoss, Operation,
-    SoftmaxCrossEntropy,
+    CountCorrect, CrossEntropyLoss, CudaKernels, Element, Fill, GatherLabels, GatherRowsU8, KernelError, MeanLoss,
+    Operation, SoftmaxCrossEntropy, SoftmaxLoss,
 };
 
 /// The first GPU's primary context, current on this thread, with the kernels loaded.
@@ -88,10 +88,14 @@ impl Drop for Gpu {
     }
 }
 
-#[test]
-fn every_kernel_computes_what_it_says_and_what_the_host_computes() {
+/// The layers' fused products have tests of their own.
+fn cases(linear: bool) -> impl Iterator<Item = &'static Case> {
+    cases::all().iter().filter(move |case| case.label.starts_with("linear_") == linear)
+}
+
+fn computes_what_it_says(linear: bool) {
     let Some(gpu) = Gpu::find() else { return };
-    for case in cases::all() {
+    for case in cases(linear) {
         let (offsets, _) = case.region(0);
         let (on_gpu, on_host) = (gpu.run(case, 0), case.run_on_host(0));
         case.verify(&offsets, &on_gpu);
@@ -100,21 +104,49 @@ fn every_kernel_computes_what_it_says_and_what_the_host_computes() {
     }
 }
 
-#[test]
-fn addresses_need_only_an_elements_alignment() {
+fn takes_any_address(linear: bool) {
     let Some(gpu) = Gpu::find() else { return };
-    for case in cases::all() {
+    for case in cases(linear) {
         let (offsets, _) = case.region(4);
         case.verify(&offsets, &gpu.run(case, 4));
     }
 }
 
-#[test]
-fn two_runs_give_the_same_bits() {
+fn gives_the_same_bits_twice(linear: bool) {
     let Some(gpu) = Gpu::find() else { return };
-    for case in cases::all() {
+    for case in cases(linear) {
         assert!(gpu.run(case, 0) == gpu.run(case, 0), "{}", case.label);
     }
+}
+
+#[test]
+fn every_kernel_computes_what_it_says_and_what_the_host_computes() {
+    computes_what_it_says(false);
+}
+
+#[test]
+fn every_linear_kernel_computes_what_it_says_and_what_the_host_computes() {
+    computes_what_it_says(true);
+}
+
+#[test]
+fn addresses_need_only_an_elements_alignment() {
+    takes_any_address(false);
+}
+
+#[test]
+fn addresses_of_linear_layers_need_only_an_elements_alignment() {
+    takes_any_address(true);
+}
+
+#[test]
+fn two_runs_give_the_same_bits() {
+    gives_the_same_bits_twice(false);
+}
+
+#[test]
+fn two_runs_of_linear_layers_give_the_same_bits() {
+    gives_the_same_bits_twice(true);
 }
 
 #[test]
@@ -128,10 +160,29 @@ fn bad_labels_and_indices_show_and_touch_nothing_else() {
 
     let after = gpu.with_region(&image, |at| {
         let (logits, labels, losses, dlogits) = (at, at + 64, at + 128, at + 192);
-        let with_gradient = SoftmaxCrossEntropy { rows: 2, classes: 3, logits, labels, losses, dlogits, scale: 1.0 };
+        let (rows, classes, scale, element, dlogits_pitch) = (2, 3, 1.0, Element::F32, 3);
+        let with_gradient =
+            SoftmaxCrossEntropy { rows, classes, logits, labels, losses, element, dlogits, dlogits_pitch, scale };
         gpu.launch(&with_gradient).unwrap();
+        let whole = SoftmaxLoss {
+            element: Element::Bf16,
+            rows,
+            classes,
+            logits,
+            labels,
+            dlogits: Some(at + 448),
+            dlogits_pitch: 4,
+            scale,
+            loss: at + 324,
+            correct: Some(at + 388),
+            cursor: None,
+            advance: false,
+            workspace: 0,
+            tickets: 0,
+        };
+        gpu.launch(&whole).unwrap();
         gpu.launch(&CrossEntropyLoss { rows: 2, classes: 3, logits, labels, losses: at + 256 }).unwrap();
-        gpu.launch(&MeanLoss { rows: 2, losses, out: at + 320 }).unwrap();
+        gpu.launch(&MeanLoss { rows: 2, losses, out: at + 320, cursor: None }).unwrap();
         gpu.launch(&CountCorrect { rows: 2, classes: 3, logits, labels, out: at + 384 }).unwrap();
     });
     for losses in [128, 256] {
@@ -139,18 +190,37 @@ fn bad_labels_and_indices_show_and_touch_nothing_else() {
     }
     assert!((0..3).all(|class| float(&after, 192 + 4 * class).is_finite()));
     assert!((3..6).all(|class| float(&after, 192 + 4 * class).is_nan()));
-    assert!(float(&after, 320).is_nan());
-    assert_eq!(integer(&after, 384), 1);
+    assert!(float(&after, 320).is_nan() && float(&after, 324).is_nan());
+    assert_eq!((integer(&after, 384), integer(&after, 388)), (1, 1));
+    let bf16 = |at: usize| half::bf16::from_ne_bytes([after[at], after[at + 1]]);
+    assert!((0..3).all(|class| bf16(448 + 2 * class).is_finite() && bf16(456 + 2 * class).is_nan()));
 
     let after = gpu.with_region(&image, |at| {
         let (source, source_rows, indices) = (at, 3, at + 64);
         let (scale, shift) = (1.0, 0.0);
-        gpu.launch(&GatherRowsU8 { rows: 2, cols: 2, source, source_rows, indices, scale, shift, out: at + 128 })
-            .unwrap();
-        gpu.launch(&GatherLabels { rows: 2, source, source_rows, indices, out: at + 192 }).unwrap();
+        let rows = GatherRowsU8 {
+            element: Element::F32,
+            rows: 2,
+            cols: 2,
+            pitch: 2,
+            batch: 2,
+            source,
+            source_rows,
+            indices,
+            cursor: None,
+            scale,
+            shift,
+            out: at + 128,
+        };
+        gpu.launch(&rows).unwrap();
+        gpu.launch(&GatherRowsU8 { element: Element::F16, out: at + 256, ..rows }).unwrap();
+        let labels = GatherLabels { rows: 2, batch: 2, source, source_rows, indices, cursor: None, out: at + 192 };
+        gpu.launch(&labels).unwrap();
     });
     assert_eq!((float(&after, 128), float(&after, 132)), (0.0, 0.0));
     assert!(float(&after, 136).is_nan() && float(&after, 140).is_nan());
+    let f16 = |at: usize| half::f16::from_ne_bytes([after[at], after[at + 1]]);
+    assert!(f16(256) == half::f16::ZERO && f16(258) == half::f16::ZERO && f16(260).is_nan() && f16(262).is_nan());
     assert_eq!((integer(&after, 192), integer(&after, 196)), (0, u32::MAX));
 }
 

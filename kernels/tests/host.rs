@@ -10,8 +10,9 @@ use std::ptr::NonNull;
 
 use common::{Arena, BASE, cases};
 use kernels::{
-    Argmax, CountCorrect, CrossEntropyLoss, Fill, GatherLabels, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout,
-    HostMemory, KernelError, Operation, Relu, Sgd, SoftmaxCrossEntropy, kernel_names,
+    AddBias, Argmax, ConvertElements, CountCorrect, CrossEntropyLoss, Element, Fill, GatherLabels, GatherRowsU8, Gemm,
+    GemmAlgorithm, GemmLayout, HostMemory, KernelError, LinearForward, LinearUpdate, Operation, Precision, Relu, Sgd,
+    SoftmaxCrossEntropy, SoftmaxLoss, kernel_names,
 };
 use proptest::prelude::*;
 
@@ -61,10 +62,12 @@ fn an_operation_names_the_buffers_that_it_works_on() {
         // SAFETY: the arena is this test's own and outlives the call.
         unsafe { operation.run_on_host(&noted) }.unwrap();
         let mut used = noted.1.into_inner();
-        if operation.name().starts_with("gather") {
-            // The data set, of which rows are picked, comes first.
-            used.remove(0);
-        }
+        // What is picked depends on data: such a buffer is not among those that are known beforehand.
+        used.retain(|(addr, _)| {
+            let begin = |buffer: &usize| BASE + offsets[*buffer] as u64;
+            let end = |buffer: &usize| begin(buffer) + case.buffers[*buffer].before.len() as u64;
+            !case.picked.iter().any(|buffer| (begin(buffer)..end(buffer)).contains(addr))
+        });
         assert_eq!(operation.buffers(), used, "{}", case.label);
     }
 }
@@ -122,6 +125,169 @@ fn product() -> Gemm {
     Gemm { layout, algorithm, m: 4, n: 4, k: 4, a: BASE, b: BASE + 64, c: BASE + 128 }
 }
 
+fn loss() -> SoftmaxLoss {
+    SoftmaxLoss {
+        element: Element::F32,
+        rows: 2,
+        classes: 1,
+        logits: BASE,
+        labels: BASE + 64,
+        dlogits: None,
+        dlogits_pitch: 0,
+        scale: 1.0,
+        loss: BASE + 3072,
+        correct: None,
+        cursor: None,
+        advance: false,
+        workspace: 0,
+        tickets: BASE + 3076,
+    }
+}
+
+/// A layer of four inputs and four outputs, its matrices 64 bytes apart.
+fn layer(precision: Precision) -> LinearForward {
+    LinearForward {
+        precision,
+        rows: 4,
+        inputs: 4,
+        outputs: 4,
+        x: BASE,
+        x_pitch: 8,
+        weight: BASE + 128,
+        weight_pitch: 8,
+        bias: Some(BASE + 256),
+        relu: true,
+        y: BASE + 384,
+        y_pitch: 8,
+        y_f32: false,
+        workspace: BASE + 1024,
+        tickets: BASE + 2048,
+    }
+}
+
+fn update(precision: Precision) -> LinearUpdate {
+    LinearUpdate {
+        precision,
+        rows: 4,
+        inputs: 4,
+        outputs: 4,
+        dy: BASE,
+        dy_pitch: 8,
+        x: BASE + 128,
+        x_pitch: 8,
+        rate: 0.1,
+        weight: BASE + 256,
+        weight_pitch: 8,
+        master: None,
+        bias: BASE + 384,
+        workspace: BASE + 1024,
+        tickets: BASE + 2048,
+    }
+}
+
+#[test]
+fn pitches_batches_and_cursors_that_cannot_be_are_refused() {
+    let refusal = |outcome: Result<(), KernelError>| outcome.unwrap_err().to_string();
+    assert_eq!(run(layer(Precision::F32)), Ok(()));
+    let narrow = LinearForward { weight_pitch: 3, ..layer(Precision::Bf16) };
+    assert_eq!(refusal(run(narrow)), format!("{}: weight_pitch is 3, below 4", narrow.name()));
+    assert_eq!(
+        run(LinearForward { rows: 0, ..narrow }).unwrap_err().to_string(),
+        format!("{}: rows is zero", narrow.name())
+    );
+    let element = Element::Bf16;
+    let bias = AddBias { element, rows: 2, cols: 4, pitch: 3, x: BASE, bias: BASE + 64, y: BASE + 128 };
+    assert_eq!(refusal(run(bias)), "add_bias_bf16: pitch is 3, below 4");
+    assert_eq!(run(AddBias { pitch: 4, ..bias }), Ok(()));
+    let labels = GatherLabels {
+        rows: 2,
+        batch: 1,
+        source: BASE,
+        source_rows: 4,
+        indices: BASE + 64,
+        cursor: Some(BASE + 128),
+        out: BASE + 192,
+    };
+    assert_eq!(refusal(run(labels)), "gather_labels: batch is 1, below 2");
+    assert_eq!(run(GatherLabels { batch: 2, ..labels }), Ok(()));
+    let nothing_to_advance = SoftmaxLoss { advance: true, ..loss() };
+    assert_eq!(refusal(run(nothing_to_advance)), "softmax_loss: there is no cursor to advance");
+    let dense = SoftmaxLoss { dlogits: Some(BASE + 128), ..loss() };
+    assert_eq!(refusal(run(dense)), "softmax_loss: dlogits_pitch is 0, below 1");
+}
+
+#[test]
+fn a_cursor_beyond_the_memory_is_refused() {
+    // Bytes 128..132 hold the number of the step.
+    let mut image = vec![0; 4096];
+    image[128..132].fill(0xff);
+    let labels = GatherLabels {
+        rows: 2,
+        batch: u32::MAX,
+        source: BASE,
+        source_rows: 4,
+        indices: BASE + 64,
+        cursor: Some(BASE + 128),
+        out: BASE + 192,
+    };
+    assert!(matches!(run_on(&image, labels), Err(KernelError::Shape { .. })));
+    assert!(matches!(run_on(&image, GatherLabels { batch: 2, ..labels }), Err(KernelError::NotMapped { .. })));
+}
+
+#[test]
+fn only_halves_have_master_weights() {
+    let sgd = Sgd {
+        element: Element::F32,
+        len: 4,
+        learning_rate: 0.1,
+        gradient: BASE,
+        weights: BASE + 64,
+        master: Some(BASE + 128),
+    };
+    assert_eq!(run(sgd).unwrap_err().to_string(), "sgd: f32 weights have no master weights");
+    assert_eq!(run(Sgd { element: Element::Bf16, ..sgd }), Ok(()));
+    for precision in Precision::ALL {
+        let outcome = run(LinearUpdate { master: Some(BASE + 512), ..update(precision) });
+        assert_eq!(outcome.is_ok(), precision.element() != Element::F32, "{precision:?}: {outcome:?}");
+        assert_eq!(run(update(precision)), Ok(()));
+    }
+}
+
+#[test]
+fn only_f32_is_converted_from_and_to() {
+    let convert = |from, to| run(ConvertElements { len: 4, from, to, x: BASE, y: BASE + 64 });
+    for half in [Element::Bf16, Element::F16] {
+        assert_eq!((convert(Element::F32, half), convert(half, Element::F32)), (Ok(()), Ok(())));
+        assert!(matches!(convert(half, half), Err(KernelError::Shape { .. })));
+    }
+    assert!(matches!(convert(Element::F32, Element::F32), Err(KernelError::Shape { .. })));
+    let message = convert(Element::Bf16, Element::F16).unwrap_err().to_string();
+    assert_eq!(message, "convert: there is no conversion from Bf16 to F16");
+}
+
+#[test]
+fn halves_halve_the_traffic() {
+    let relu = |element| Relu { element, len: 1000, x: 0, y: 0 }.work();
+    assert_eq!((relu(Element::F32).bytes, relu(Element::F16).bytes), (8000, 4000));
+    assert_eq!((relu(Element::F32).blocks, relu(Element::F16).blocks), (4, 1));
+    // Weights, bias, input and output of four by four; the pitch is no traffic.
+    assert_eq!(layer(Precision::Tf32).work().bytes, 3 * 64 + 16);
+    assert_eq!(layer(Precision::F16Accumulate).work().bytes, 3 * 32 + 16);
+    assert_eq!(layer(Precision::F32).work().flops, 2 * 64 + 2 * 16);
+    let with_master = LinearUpdate { master: Some(0), ..update(Precision::Bf16) };
+    assert_eq!(update(Precision::Bf16).work().bytes, 2 * 32 + 2 * 32 + 2 * 16);
+    assert_eq!(with_master.work().bytes, 2 * 32 + (2 * 64 + 32) + 2 * 16);
+}
+
+#[test]
+fn a_linear_kernel_is_named_after_its_precision() {
+    for precision in Precision::ALL {
+        let prefix = |product: &str| format!("linear_{product}_{}", precision.name());
+        assert!(layer(precision).name().starts_with(&prefix("forward")));
+        assert!(update(precision).name().starts_with(&prefix("update")));
+    }
+}
+
 #[test]
 fn sizes_of_zero_are_refused() {
     let message = run(Gemm { k: 0, ..product() }).unwrap_err().to_string();
@@ -152,7 +318,10 @@ fn unmapped_memory_is_refused() {
         Err(KernelError::NotMapped { operation: "gemm_nn_sliced", addr: past_the_end, bytes: 64 })
     );
     assert!(matches!(run(Gemm { a: 0, ..product() }), Err(KernelError::NotMapped { addr: 0, .. })));
-    assert!(matches!(run(Relu { len: 4, x: BASE - 4, y: BASE + 64 }), Err(KernelError::NotMapped { .. })));
+    assert!(matches!(
+        run(Relu { element: Element::F32, len: 4, x: BASE - 4, y: BASE + 64 }),
+        Err(KernelError::NotMapped { .. })
+    ));
 }
 
 #[test]
@@ -163,15 +332,25 @@ fn misaligned_addresses_are_refused() {
 
 #[test]
 fn an_output_may_not_overlap_another_buffer() {
-    let error = run(Relu { len: 16, x: BASE, y: BASE + 60 }).unwrap_err();
+    let relu = |y| Relu { element: Element::F32, len: 16, x: BASE, y };
+    let error = run(relu(BASE + 60)).unwrap_err();
     assert_eq!(error, KernelError::Overlap { operation: "relu", output: BASE + 60, other: BASE });
-    assert!(matches!(run(Relu { len: 16, x: BASE, y: BASE }), Err(KernelError::Overlap { .. })));
+    assert!(matches!(run(relu(BASE)), Err(KernelError::Overlap { .. })));
     assert!(matches!(run(Gemm { c: BASE, ..product() }), Err(KernelError::Overlap { .. })));
-    assert_eq!(run(Relu { len: 16, x: BASE, y: BASE + 64 }), Ok(()));
+    assert_eq!(run(relu(BASE + 64)), Ok(()));
+    // Sixteen halves are half as long.
+    assert_eq!(run(Relu { element: Element::F16, ..relu(BASE + 32) }), Ok(()));
     // Inputs may share memory: X·X is a product too.
     assert_eq!(run(Gemm { b: BASE, ..product() }), Ok(()));
-    let weights = Sgd { len: 16, learning_rate: 0.1, gradient: BASE, weights: BASE + 32 };
+    let element = Element::F32;
+    let weights = Sgd { element, len: 16, learning_rate: 0.1, gradient: BASE, weights: BASE + 32, master: None };
     assert!(matches!(run(weights), Err(KernelError::Overlap { .. })));
+    // Nor the masters their weights, nor the sums of blocks the gradient.
+    let halves = Sgd { element: Element::F16, weights: BASE + 64, master: Some(BASE + 80), ..weights };
+    assert!(matches!(run(halves), Err(KernelError::Overlap { .. })));
+    let shared = SoftmaxLoss { rows: 129, labels: BASE + 1024, workspace: BASE + 2048, ..loss() };
+    assert!(shared.workspace_bytes() > 0 && shared.tickets() == 1);
+    assert!(matches!(run(SoftmaxLoss { tickets: BASE + 2048, ..shared }), Err(KernelError::Overlap { .. })));
 }
 
 #[test]
@@ -189,26 +368,44 @@ fn labels_and_indices_out_of_range_are_refused() {
                 logits: first,
                 labels: second,
                 losses: third,
+                element: Element::F32,
                 dlogits: fourth,
+                dlogits_pitch: 5,
                 scale: 1.0,
             },
         ),
+        run_on(&image, SoftmaxLoss { rows: 2, classes: 5, logits: first, labels: second, ..loss() }),
         run_on(&image, CrossEntropyLoss { rows: 2, classes: 5, logits: first, labels: second, losses: third }),
         run_on(&image, CountCorrect { rows: 2, classes: 5, logits: first, labels: second, out: third }),
         run_on(
             &image,
             GatherRowsU8 {
+                element: Element::F32,
                 rows: 2,
                 cols: 3,
+                pitch: 3,
+                batch: 2,
                 source: first,
                 source_rows: 5,
                 indices: second,
+                cursor: None,
                 scale: 1.0,
                 shift: 0.0,
                 out: third,
             },
         ),
-        run_on(&image, GatherLabels { rows: 2, source: first, source_rows: 5, indices: second, out: third }),
+        run_on(
+            &image,
+            GatherLabels {
+                rows: 2,
+                batch: 2,
+                source: first,
+                source_rows: 5,
+                indices: second,
+                cursor: None,
+                out: third,
+            },
+        ),
     ];
     for outcome in outcomes {
         assert!(matches!(outcome, Err(KernelError::OutOfRange { position: 1, value: 5, limit: 5, .. })), "{outcome:?}");
@@ -221,28 +418,49 @@ fn nan_survives_the_rectifier() {
     image[..4].copy_from_slice(&f32::NAN.to_ne_bytes());
     let arena = Arena::new(&image);
     // SAFETY: the arena is this test's own and outlives the call.
-    unsafe { Relu { len: 1, x: BASE, y: BASE + 32 }.run_on_host(&arena) }.unwrap();
+    unsafe { Relu { element: Element::F32, len: 1, x: BASE, y: BASE + 32 }.run_on_host(&arena) }.unwrap();
     assert!(f32::from_ne_bytes(arena.contents()[32..36].try_into().unwrap()).is_nan());
 }
 
+fn any_element() -> impl Strategy<Value = Element> {
+    prop_oneof![Just(Element::F32), Just(Element::Bf16), Just(Element::F16)]
+}
+
 fn any_small_case() -> impl Strategy<Value = common::Case> {
-    (0..16_usize, 1..40_u32, 1..40_u32, 1..40_u32, any::<u64>()).prop_map(|(operation, m, n, k, seed)| {
-        let len = u64::from(m) * u64::from(n);
+    let sizes = (1..40_u32, 1..40_u32, 1..40_u32, 0..9_u32);
+    let options = (any_element(), 0..5_usize, any::<bool>());
+    (0..22_usize, sizes, options, any::<u64>()).prop_map(|(operation, (m, n, k, more), options, seed)| {
+        let (element, precision, flag) = (options.0, Precision::ALL[options.1], options.2);
+        let (len, matrix) = (u64::from(m) * u64::from(n), [m, n, n + more]);
+        let picked = cases::Picked { rows: m, source_rows: k, cursor: flag };
+        let half = if element == Element::F32 { Element::F16 } else { element };
+        let (layer, variant) = ([m, n, k], u32::from(flag));
         match operation {
             0..3 => cases::gemm(cases::LAYOUTS[operation], GemmAlgorithm::Tiled, [m, n, k], seed),
-            3 => cases::add_bias(m, n, seed),
-            4 => cases::bias_gradient(m, n, seed),
-            5 => cases::relu(len, seed),
-            6 => cases::relu_backward(len, seed),
-            7 => cases::softmax_cross_entropy(m, n, k as f32, seed),
+            3 => cases::add_bias(element, matrix, seed),
+            4 => cases::bias_gradient(element, matrix, seed),
+            5 => cases::relu(element, len, seed),
+            6 => cases::relu_backward(element, len, seed),
+            7 => cases::softmax_cross_entropy(element, matrix, k as f32, seed),
             8 => cases::cross_entropy_loss(m, n, k as f32, seed),
-            9 => cases::mean_loss(m, seed),
+            9 => cases::mean_loss(m, flag, seed),
             10 => cases::argmax(m, n, seed),
             11 => cases::count_correct(m, n, seed),
-            12 => cases::sgd(len, seed),
-            13 => cases::gather_rows_u8(m, n, k, seed),
-            14 => cases::gather_rows_f32(m, n, k, seed),
-            _ => cases::gather_labels(m, k, seed),
+            12 => cases::sgd(half, flag, len, seed),
+            13 => cases::gather_rows_u8(element, picked, [n, n + more], seed),
+            14 => cases::gather_rows_f32(element, picked, [n, n + more], seed),
+            15 => cases::gather_labels(picked, seed),
+            16 => cases::softmax_loss(element, matrix, (cases::TRAINING, flag), seed),
+            17 => cases::convert(
+                if flag { half } else { Element::F32 },
+                if flag { Element::F32 } else { half },
+                len,
+                seed,
+            ),
+            18 => cases::forward(precision, layer, variant, seed),
+            19 => cases::backward_input(precision, layer, variant, seed),
+            20 => cases::weight_gradient(precision, layer, variant, seed),
+            _ => cases::update(precision, layer, variant, seed),
         }
     })
 }

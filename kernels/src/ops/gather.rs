@@ -102,9 +102,9 @@ macro_rules! gather_rows {
             /// As for [`Operation::run_on_host`].
             unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
                 let mut buffers = HostBuffers::new(memory, self.name());
+                let elements = area(self.source_rows, self.cols);
                 // SAFETY: the caller vouches for the memory behind these addresses.
-                let source =
-                    unsafe { buffers.read::<$source>(self.source, area(self.source_rows, self.cols)) }?;
+                let source = unsafe { buffers.read::<$source>(self.source, elements) }?;
                 // SAFETY: as above.
                 let indices = unsafe { batch_indices(&mut buffers, self.indices, self.rows, self.batch, self.cursor) }?;
                 // SAFETY: as above.

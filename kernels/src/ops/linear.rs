@@ -45,6 +45,40 @@ macro_rules! linear {
                 self.plan().tickets
             }
 
+            /// Ways to compute this product that are worth measuring.
+            #[must_use]
+            pub fn candidates(&$self) -> Vec<Choice> {
+                Plan::candidates($product, $self.precision, [$m, $n, $k])
+            }
+
+            /// Memory and counters that a launch with this choice needs: bytes, and u32.
+            #[must_use]
+            pub fn needs_with(&$self, choice: Choice) -> (u64, u64) {
+                let plan = Plan::with($product, $self.precision, [$m, $n, $k], choice);
+                (plan.workspace_bytes, plan.tickets)
+            }
+
+            /// Queues the launch with this choice instead of the planned one, for measuring.
+            ///
+            /// # Errors
+            ///
+            /// As for [`Operation::launch`].
+            ///
+            /// # Safety
+            ///
+            /// As for [`Operation::launch`]; workspace and tickets are as large as [`needs_with`](Self::needs_with) says.
+            pub unsafe fn launch_with(
+                &$self,
+                choice: Choice,
+                cuda: &CudaKernels,
+                stream: CUstream,
+            ) -> Result<(), KernelError> {
+                $self.check()?;
+                let plan = Plan::with($product, $self.precision, [$m, $n, $k], choice);
+                // SAFETY: the caller vouches for the addresses.
+                unsafe { cuda.launch_linear(&plan, stream, &$self.arguments()) }
+            }
+
             fn element(&self) -> Element {
                 self.precision.element()
             }

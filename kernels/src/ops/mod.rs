@@ -130,7 +130,7 @@ fn or_null(addr: Option<u64>) -> u64 {
 }
 
 /// The grid of a launch, if CUDA can have it.
-fn grid(operation: &'static str, blocks: u64) -> Result<u32, KernelError> {
+pub(crate) fn grid(operation: &'static str, blocks: u64) -> Result<u32, KernelError> {
     u32::try_from(blocks).ok().filter(|_| blocks <= MOST_BLOCKS).ok_or_else(|| KernelError::Shape {
         operation,
         what: format!("{blocks} thread blocks are more than CUDA's {MOST_BLOCKS}"),

@@ -4,7 +4,8 @@ pub(crate) mod cases;
 
 use std::ptr::NonNull;
 
-use kernels::{HostMemory, Operation};
+use half::{bf16, f16};
+use kernels::{Element, HostMemory, Operation};
 
 /// What a buffer has to hold after the operation.
 #[derive(Clone, Debug)]
@@ -13,8 +14,13 @@ pub(crate) enum Expected {
     Unchanged,
     /// Exactly these bytes.
     Exact(Vec<u8>),
-    /// `f32` elements, each within the second number of the first.
-    Within(Vec<(f64, f64)>),
+    /// Rows of `cols` elements, each within the second number of the first: if that is zero the same bits, and any NaN
+    /// for a NaN. What lies between a row and the next may be anything.
+    Rows { element: Element, cols: usize, pitch: usize, values: Vec<(f64, f64)> },
+    /// The same bytes as before but for one f32, at this place, within the second number of the first.
+    Slot(usize, (f64, f64)),
+    /// Anything: room to work in.
+    Anything,
 }
 
 /// A buffer of a case.
@@ -31,6 +37,9 @@ pub(crate) type Build = Box<dyn Fn(&[u64]) -> Box<dyn Operation> + Send + Sync>;
 pub(crate) struct Case {
     pub(crate) label: String,
     pub(crate) buffers: Vec<Buffer>,
+    /// Numbers of the buffers of which the operation takes a part that other buffers say.
+    #[allow(dead_code, reason = "asked only where a simulated device hears of buffers")]
+    pub(crate) picked: Vec<usize>,
     pub(crate) build: Build,
 }
 
@@ -70,18 +79,21 @@ impl Case {
                         assert!(found == wanted, "{label}: buffer {number}[{at}] is {found:?}, not {wanted:?}");
                     }
                 }
-                Expected::Within(wanted) => {
-                    let found: Vec<f32> = found.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
-                    assert_eq!(found.len(), wanted.len());
-                    for (at, (&found, &(wanted, allowed))) in found.iter().zip(wanted).enumerate() {
-                        let off = (f64::from(found) - wanted).abs();
-                        // Written so that NaN fails.
-                        assert!(
-                            off <= allowed,
-                            "{label}: buffer {number}[{at}] is {found}, not {wanted}: off by {off:e}, allowed {allowed:e}"
-                        );
+                Expected::Rows { element, cols, pitch, values } => {
+                    let found = rows(*element, *cols, *pitch, found);
+                    assert_eq!(found.len(), values.len());
+                    for (at, (&found, &wanted)) in found.iter().zip(values).enumerate() {
+                        check(found, wanted, || format!("{label}: buffer {number}[{at}]"));
                     }
                 }
+                Expected::Slot(slot, wanted) => {
+                    let place = slot * size_of::<f32>()..(slot + 1) * size_of::<f32>();
+                    let value = bytemuck::pod_read_unaligned::<f32>(&found[place.clone()]);
+                    check(value, *wanted, || format!("{label}: buffer {number}[{slot}]"));
+                    let others = |bytes: &[u8]| [&bytes[..place.start], &bytes[place.end..]].concat();
+                    assert!(others(found) == others(&buffer.before), "{label}: other slots of {number} were changed");
+                }
+                Expected::Anything => {}
             }
         }
         assert!(image[gap..].iter().all(|&byte| byte == POISON), "{label}: wrote after the last buffer");
@@ -93,15 +105,17 @@ impl Case {
         for (buffer, &offset) in self.buffers.iter().zip(offsets) {
             let range = offset..offset + buffer.before.len();
             match &buffer.after {
-                Expected::Within(wanted) => {
-                    let floats = |image: &[u8]| -> Vec<f64> {
-                        let floats = image[range.clone()].chunks_exact(4);
-                        floats.map(|bytes| bytemuck::pod_read_unaligned::<f32>(bytes).into()).collect()
-                    };
-                    for ((one, other), &(_, allowed)) in floats(one).iter().zip(floats(other)).zip(wanted) {
-                        assert!((one - other).abs() <= 2.0 * allowed, "{}: {one} and {other}", self.label);
+                Expected::Rows { element, cols, pitch, values } => {
+                    let floats = |image: &[u8]| rows(*element, *cols, *pitch, &image[range.clone()]);
+                    for ((one, other), &(wanted, allowed)) in floats(one).into_iter().zip(floats(other)).zip(values) {
+                        agree(one, other, wanted, allowed, &self.label);
                     }
                 }
+                Expected::Slot(slot, (wanted, allowed)) => {
+                    let float = |image: &[u8]| rows(Element::F32, 1, 1, &image[range.clone()])[*slot];
+                    agree(float(one), float(other), *wanted, *allowed, &self.label);
+                }
+                Expected::Anything => {}
                 _ => assert!(one[range.clone()] == other[range], "{}: bits differ", self.label),
             }
         }
@@ -117,6 +131,50 @@ impl Case {
             .unwrap_or_else(|error| panic!("{}: {error}", self.label));
         arena.contents()
     }
+}
+
+/// One more value as it is stored.
+pub(crate) fn encode(element: Element, value: f32, to: &mut Vec<u8>) {
+    match element {
+        Element::F32 => to.extend(value.to_ne_bytes()),
+        Element::Bf16 => to.extend(bf16::from_f32(value).to_ne_bytes()),
+        Element::F16 => to.extend(f16::from_f32(value).to_ne_bytes()),
+    }
+}
+
+fn decode(element: Element, bytes: &[u8]) -> f32 {
+    match element {
+        Element::F32 => bytemuck::pod_read_unaligned(bytes),
+        Element::Bf16 => bytemuck::pod_read_unaligned::<bf16>(bytes).to_f32(),
+        Element::F16 => bytemuck::pod_read_unaligned::<f16>(bytes).to_f32(),
+    }
+}
+
+/// The elements of rows, without what lies between them.
+fn rows(element: Element, cols: usize, pitch: usize, bytes: &[u8]) -> Vec<f32> {
+    let size = element.bytes() as usize;
+    let elements = |row| <[u8]>::chunks_exact(row, size).take(cols);
+    bytes.chunks(pitch * size).flat_map(elements).map(|bytes| decode(element, bytes)).collect()
+}
+
+/// Panics unless a value is what it has to be. The place is put into words only then.
+fn check(found: f32, (wanted, allowed): (f64, f64), place: impl Fn() -> String) {
+    if wanted.is_nan() {
+        assert!(found.is_nan(), "{} is {found}, not NaN", place());
+    } else if allowed == 0.0 {
+        assert!(found.to_bits() == (wanted as f32).to_bits(), "{} is {found}, not {wanted}", place());
+    } else {
+        let off = (f64::from(found) - wanted).abs();
+        // Written so that NaN fails.
+        assert!(off <= allowed, "{} is {found}, not {wanted}: off by {off:e}, allowed {allowed:e}", place());
+    }
+}
+
+/// Panics unless two values that both pass [`check`] agree.
+fn agree(one: f32, other: f32, wanted: f64, allowed: f64, label: &str) {
+    let off = (f64::from(one) - f64::from(other)).abs();
+    let same = one.to_bits() == other.to_bits() || (wanted.is_nan() && one.is_nan() && other.is_nan());
+    assert!(same || (allowed > 0.0 && off <= 2.0 * allowed), "{label}: {one} and {other}");
 }
 
 /// Where the arena pretends to lie.

@@ -3,12 +3,12 @@
 use cudarc::driver::sys::CUstream;
 
 use super::{Transposed, linear, product};
-use crate::cuda::{CudaKernels, argument};
+use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
-use crate::ops::{area, check_room, grid, or_null, span, total};
-use crate::plan::{Plan, Product};
+use crate::ops::{area, check_room, or_null, span, total};
+use crate::plan::{Choice, Plan, Product};
 use crate::precision::{Element, Precision};
 use crate::storage::{Operand, Stored, with_stored};
 
@@ -38,15 +38,31 @@ pub struct LinearBackwardInput {
     pub dx: u64,
     /// Elements from one row of dx to the next.
     pub dx_pitch: u32,
-    /// As in [`LinearForward`].
+    /// As in [`LinearForward`](crate::LinearForward).
     pub workspace: u64,
-    /// As in [`LinearForward`].
+    /// As in [`LinearForward`](crate::LinearForward).
     pub tickets: u64,
 }
 
 linear!(LinearBackwardInput, Product::Input, |self| (self.rows, self.inputs, self.outputs));
 
 impl LinearBackwardInput {
+    fn arguments(&self) -> LinearArguments {
+        LinearArguments {
+            a: self.dy,
+            b: self.weight,
+            out: self.dx,
+            mask: or_null(self.mask),
+            m: self.rows,
+            n: self.inputs,
+            k: self.outputs,
+            a_pitch: self.dy_pitch,
+            b_pitch: self.weight_pitch,
+            out_pitch: self.dx_pitch,
+            ..LinearArguments::new(self.workspace, self.tickets)
+        }
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         self.check_shape()?;
         check_room(
@@ -101,7 +117,7 @@ impl LinearBackwardInput {
 
 impl Operation for LinearBackwardInput {
     fn name(&self) -> &'static str {
-        self.plan().kernel
+        self.plan().kernel()
     }
 
     fn work(&self) -> Work {
@@ -109,7 +125,7 @@ impl Operation for LinearBackwardInput {
         let masks = u64::from(self.mask.is_some());
         let inputs = area(self.rows, self.inputs);
         Work {
-            kernel: plan.kernel,
+            kernel: plan.kernel(),
             blocks: plan.blocks,
             iterations: plan.iterations,
             bytes: total([
@@ -135,25 +151,8 @@ impl Operation for LinearBackwardInput {
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
-        let plan = self.plan();
-        grid(plan.kernel, plan.blocks)?;
-        let mask = or_null(self.mask);
-        let arguments = [
-            argument(&self.dy),
-            argument(&self.weight),
-            argument(&mask),
-            argument(&self.dx),
-            argument(&self.workspace),
-            argument(&self.tickets),
-            argument(&self.rows),
-            argument(&self.inputs),
-            argument(&self.outputs),
-            argument(&self.dy_pitch),
-            argument(&self.weight_pitch),
-            argument(&self.dx_pitch),
-        ];
-        // SAFETY: six addresses and six u32, as the kernel declares; the caller vouches for the addresses.
-        unsafe { plan.launch(cuda, stream, arguments) }
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {

@@ -3,12 +3,12 @@
 use cudarc::driver::sys::CUstream;
 
 use super::{Transposed, linear, product};
-use crate::cuda::{CudaKernels, argument};
+use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
-use crate::ops::{F32, area, check_room, grid, or_null, span, total};
-use crate::plan::{Plan, Product};
+use crate::ops::{F32, area, check_room, or_null, span, total};
+use crate::plan::{Choice, Plan, Product};
 use crate::precision::{Element, Precision};
 use crate::storage::{Operand, Stored, with_stored};
 
@@ -52,6 +52,25 @@ linear!(LinearForward, Product::Forward, |self| (self.rows, self.outputs, self.i
 impl LinearForward {
     fn y_element(&self) -> Element {
         if self.y_f32 { Element::F32 } else { self.element() }
+    }
+
+    fn arguments(&self) -> LinearArguments {
+        let relu = if self.relu { LinearArguments::RELU } else { 0 };
+        let y_f32 = if self.y_f32 { LinearArguments::OUT_F32 } else { 0 };
+        LinearArguments {
+            a: self.x,
+            b: self.weight,
+            out: self.y,
+            bias: or_null(self.bias),
+            m: self.rows,
+            n: self.outputs,
+            k: self.inputs,
+            a_pitch: self.x_pitch,
+            b_pitch: self.weight_pitch,
+            out_pitch: self.y_pitch,
+            flags: relu | y_f32,
+            ..LinearArguments::new(self.workspace, self.tickets)
+        }
     }
 
     fn check(&self) -> Result<(), KernelError> {
@@ -107,7 +126,7 @@ impl LinearForward {
 
 impl Operation for LinearForward {
     fn name(&self) -> &'static str {
-        self.plan().kernel
+        self.plan().kernel()
     }
 
     fn work(&self) -> Work {
@@ -115,7 +134,7 @@ impl Operation for LinearForward {
         let outputs = area(self.rows, self.outputs);
         let bias = if self.bias.is_some() { self.outputs } else { 0 };
         Work {
-            kernel: plan.kernel,
+            kernel: plan.kernel(),
             blocks: plan.blocks,
             iterations: plan.iterations,
             bytes: total([
@@ -145,28 +164,8 @@ impl Operation for LinearForward {
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
-        let plan = self.plan();
-        grid(plan.kernel, plan.blocks)?;
-        let bias = or_null(self.bias);
-        let (relu, y_f32) = (u32::from(self.relu), u32::from(self.y_f32));
-        let arguments = [
-            argument(&self.x),
-            argument(&self.weight),
-            argument(&bias),
-            argument(&self.y),
-            argument(&self.workspace),
-            argument(&self.tickets),
-            argument(&self.rows),
-            argument(&self.inputs),
-            argument(&self.outputs),
-            argument(&self.x_pitch),
-            argument(&self.weight_pitch),
-            argument(&self.y_pitch),
-            argument(&relu),
-            argument(&y_f32),
-        ];
-        // SAFETY: six addresses and eight u32, as the kernel declares; the caller vouches for the addresses.
-        unsafe { plan.launch(cuda, stream, arguments) }
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {

@@ -3,14 +3,14 @@
 use cudarc::driver::sys::CUstream;
 
 use super::{Gradient, linear};
-use crate::cuda::{CudaKernels, argument};
+use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::fused::descend;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
 use crate::ops::sgd::{check_master, step_weights};
-use crate::ops::{F32, area, check_room, grid, or_null, span, total};
-use crate::plan::{Plan, Product};
+use crate::ops::{F32, area, check_room, or_null, span, total};
+use crate::plan::{Choice, Plan, Product};
 use crate::precision::{Element, Precision};
 use crate::storage::{Stored, with_stored};
 
@@ -44,15 +44,34 @@ pub struct LinearUpdate {
     pub master: Option<u64>,
     /// Address of the bias, `f32[outputs]`, read and written.
     pub bias: u64,
-    /// As in [`LinearForward`].
+    /// As in [`LinearForward`](crate::LinearForward).
     pub workspace: u64,
-    /// As in [`LinearForward`].
+    /// As in [`LinearForward`](crate::LinearForward).
     pub tickets: u64,
 }
 
-linear!(LinearUpdate, Product::Update, |self| (self.outputs, self.inputs, self.rows));
+linear!(LinearUpdate, Product::Gradient, |self| (self.outputs, self.inputs, self.rows));
 
 impl LinearUpdate {
+    fn arguments(&self) -> LinearArguments {
+        LinearArguments {
+            a: self.dy,
+            b: self.x,
+            out: self.weight,
+            master: or_null(self.master),
+            bias: self.bias,
+            m: self.outputs,
+            n: self.inputs,
+            k: self.rows,
+            a_pitch: self.dy_pitch,
+            b_pitch: self.x_pitch,
+            out_pitch: self.weight_pitch,
+            flags: LinearArguments::STEP,
+            scale: self.rate,
+            ..LinearArguments::new(self.workspace, self.tickets)
+        }
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         self.check_shape()?;
         check_room(
@@ -104,7 +123,7 @@ impl LinearUpdate {
 
 impl Operation for LinearUpdate {
     fn name(&self) -> &'static str {
-        self.plan().kernel
+        self.plan().kernel()
     }
 
     fn work(&self) -> Work {
@@ -113,7 +132,7 @@ impl Operation for LinearUpdate {
         // Weights are read and written; or masters are, and weights are written.
         let step = if self.master.is_some() { 2 * F32 + each } else { 2 * each };
         Work {
-            kernel: plan.kernel,
+            kernel: plan.kernel(),
             blocks: plan.blocks,
             iterations: plan.iterations,
             bytes: total([
@@ -141,27 +160,8 @@ impl Operation for LinearUpdate {
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
-        let plan = self.plan();
-        grid(plan.kernel, plan.blocks)?;
-        let master = or_null(self.master);
-        let arguments = [
-            argument(&self.dy),
-            argument(&self.x),
-            argument(&self.weight),
-            argument(&master),
-            argument(&self.bias),
-            argument(&self.workspace),
-            argument(&self.tickets),
-            argument(&self.rows),
-            argument(&self.inputs),
-            argument(&self.outputs),
-            argument(&self.dy_pitch),
-            argument(&self.x_pitch),
-            argument(&self.weight_pitch),
-            argument(&self.rate),
-        ];
-        // SAFETY: seven addresses, six u32 and an f32, as the kernel declares; the caller vouches for the addresses.
-        unsafe { plan.launch(cuda, stream, arguments) }
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {

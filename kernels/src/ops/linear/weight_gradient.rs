@@ -3,12 +3,12 @@
 use cudarc::driver::sys::CUstream;
 
 use super::{Gradient, linear};
-use crate::cuda::{CudaKernels, argument};
+use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
-use crate::ops::{F32, area, check_room, grid, or_null, span, total};
-use crate::plan::{Plan, Product};
+use crate::ops::{F32, area, check_room, or_null, span, total};
+use crate::plan::{Choice, Plan, Product};
 use crate::precision::{Element, Precision};
 use crate::storage::{Stored, with_stored};
 
@@ -39,15 +39,32 @@ pub struct LinearWeightGradient {
     pub dweight_pitch: u32,
     /// Address of the bias' gradient, `f32[outputs]`, written, if it is wanted.
     pub dbias: Option<u64>,
-    /// As in [`LinearForward`].
+    /// As in [`LinearForward`](crate::LinearForward).
     pub workspace: u64,
-    /// As in [`LinearForward`].
+    /// As in [`LinearForward`](crate::LinearForward).
     pub tickets: u64,
 }
 
 linear!(LinearWeightGradient, Product::Gradient, |self| (self.outputs, self.inputs, self.rows));
 
 impl LinearWeightGradient {
+    fn arguments(&self) -> LinearArguments {
+        LinearArguments {
+            a: self.dy,
+            b: self.x,
+            out: self.dweight,
+            bias: or_null(self.dbias),
+            m: self.outputs,
+            n: self.inputs,
+            k: self.rows,
+            a_pitch: self.dy_pitch,
+            b_pitch: self.x_pitch,
+            out_pitch: self.dweight_pitch,
+            scale: self.scale,
+            ..LinearArguments::new(self.workspace, self.tickets)
+        }
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         self.check_shape()?;
         check_room(
@@ -97,7 +114,7 @@ impl LinearWeightGradient {
 
 impl Operation for LinearWeightGradient {
     fn name(&self) -> &'static str {
-        self.plan().kernel
+        self.plan().kernel()
     }
 
     fn work(&self) -> Work {
@@ -105,7 +122,7 @@ impl Operation for LinearWeightGradient {
         let weights = area(self.outputs, self.inputs);
         let biases = if self.dbias.is_some() { self.outputs } else { 0 };
         Work {
-            kernel: plan.kernel,
+            kernel: plan.kernel(),
             blocks: plan.blocks,
             iterations: plan.iterations,
             bytes: total([
@@ -132,26 +149,8 @@ impl Operation for LinearWeightGradient {
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
-        let plan = self.plan();
-        grid(plan.kernel, plan.blocks)?;
-        let dbias = or_null(self.dbias);
-        let arguments = [
-            argument(&self.dy),
-            argument(&self.x),
-            argument(&self.dweight),
-            argument(&dbias),
-            argument(&self.workspace),
-            argument(&self.tickets),
-            argument(&self.rows),
-            argument(&self.inputs),
-            argument(&self.outputs),
-            argument(&self.dy_pitch),
-            argument(&self.x_pitch),
-            argument(&self.dweight_pitch),
-            argument(&self.scale),
-        ];
-        // SAFETY: six addresses, six u32 and an f32, as the kernel declares; the caller vouches for the addresses.
-        unsafe { plan.launch(cuda, stream, arguments) }
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {

@@ -1,12 +1,51 @@
 //! Batches picked out of a data set.
 
-use kernels::{GatherLabels, GatherRowsF32, GatherRowsU8};
+use kernels::{Element, GatherLabels, GatherRowsF32, GatherRowsU8};
 
-use super::{Data, area, case, exact, input};
+use super::{Data, area, case, exact, exact_rows, input, rounded};
 use crate::common::Case;
 
 const SCALE: f32 = 1.0 / 255.0 / 0.3081;
 const SHIFT: f32 = -0.1307 / 0.3081;
+
+/// What a launch with a cursor works on: full batches of more rows than it takes, and the number of the step.
+const SPARE: u32 = 3;
+const STEP: u32 = 2;
+
+/// A batch to pick.
+#[derive(Clone, Copy)]
+pub(crate) struct Picked {
+    pub(crate) rows: u32,
+    pub(crate) source_rows: u32,
+    pub(crate) cursor: bool,
+}
+
+impl Picked {
+    fn batch(self) -> u32 {
+        self.rows + SPARE
+    }
+
+    /// The order of the data, as far as a launch may see it, and the part of it that it takes.
+    fn indices(self, data: &mut Data) -> (Vec<u32>, Vec<u32>) {
+        if !self.cursor {
+            let indices = data.below(self.rows.into(), self.source_rows);
+            return (indices.clone(), indices);
+        }
+        let order = data.below(u64::from(STEP + 1) * u64::from(self.batch()), self.source_rows);
+        let first = (STEP * self.batch()) as usize;
+        let taken = order[first..first + self.rows as usize].to_vec();
+        (order, taken)
+    }
+
+    /// Numbers of the buffers of which a part is picked: the data, and with a cursor their order.
+    fn parts(self) -> Vec<usize> {
+        if self.cursor { vec![0, 1] } else { vec![0] }
+    }
+
+    fn label(self, shape: &str) -> String {
+        format!("{shape} of {}{}", self.source_rows, if self.cursor { " at a cursor" } else { "" })
+    }
+}
 
 /// Rows of `cols` elements picked by `indices`, scaled.
 fn pick(source: &[f32], indices: &[u32], cols: u32) -> Vec<f32> {
@@ -14,49 +53,57 @@ fn pick(source: &[f32], indices: &[u32], cols: u32) -> Vec<f32> {
     indices.iter().flat_map(row).map(|value| value.mul_add(SCALE, SHIFT)).collect()
 }
 
-pub(crate) fn gather_rows_u8(rows: u32, cols: u32, source_rows: u32, seed: u64) -> Case {
-    let mut data = Data::new(seed);
-    let (source, indices) = (data.bytes(area(source_rows, cols)), data.below(rows.into(), source_rows));
-    let out = pick(&source.iter().map(|&byte| byte.into()).collect::<Vec<f32>>(), &indices, cols);
-    let buffers = vec![input(&source), input(&indices), exact(&out)];
-    case(&format!("{rows}x{cols} of {source_rows}"), buffers, move |at| GatherRowsU8 {
-        rows,
-        cols,
-        source: at[0],
-        source_rows,
-        indices: at[1],
-        scale: SCALE,
-        shift: SHIFT,
-        out: at[2],
-    })
+macro_rules! gather_rows {
+    ($name:ident, $operation:ident, $data:expr) => {
+        pub(crate) fn $name(element: Element, picked: Picked, [cols, pitch]: [u32; 2], seed: u64) -> Case {
+            let Picked { rows, source_rows, cursor } = picked;
+            let mut data = Data::new(seed);
+            let source = $data(&mut data, area(source_rows, cols));
+            let (order, taken) = picked.indices(&mut data);
+            let values: Vec<f32> = source.iter().map(|&value| value.into()).collect();
+            let out = rounded(element, pick(&values, &taken, cols));
+            let out = exact_rows(element, &out, cols, pitch);
+            let buffers = vec![input(&source), input(&order), input(&[STEP]), out];
+            let shape = picked.label(&format!("{rows}x{cols} pitch {pitch}"));
+            let batch = picked.batch();
+            let case = case(&shape, buffers, move |at| $operation {
+                element,
+                rows,
+                cols,
+                pitch,
+                batch,
+                source: at[0],
+                source_rows,
+                indices: at[1],
+                cursor: cursor.then(|| at[2]),
+                scale: SCALE,
+                shift: SHIFT,
+                out: at[3],
+            });
+            Case { picked: picked.parts(), ..case }
+        }
+    };
 }
 
-pub(crate) fn gather_rows_f32(rows: u32, cols: u32, source_rows: u32, seed: u64) -> Case {
-    let mut data = Data::new(seed);
-    let (source, indices) = (data.floats(area(source_rows, cols), 9.0), data.below(rows.into(), source_rows));
-    let buffers = vec![input(&source), input(&indices), exact(&pick(&source, &indices, cols))];
-    case(&format!("{rows}x{cols} of {source_rows}"), buffers, move |at| GatherRowsF32 {
-        rows,
-        cols,
-        source: at[0],
-        source_rows,
-        indices: at[1],
-        scale: SCALE,
-        shift: SHIFT,
-        out: at[2],
-    })
-}
+gather_rows!(gather_rows_u8, GatherRowsU8, |data: &mut Data, count| data.bytes(count));
+gather_rows!(gather_rows_f32, GatherRowsF32, |data: &mut Data, count| data.floats(count, 9.0));
 
-pub(crate) fn gather_labels(rows: u32, source_rows: u32, seed: u64) -> Case {
+pub(crate) fn gather_labels(picked: Picked, seed: u64) -> Case {
+    let Picked { rows, source_rows, cursor } = picked;
     let mut data = Data::new(seed);
-    let (source, indices) = (data.bytes(source_rows.into()), data.below(rows.into(), source_rows));
-    let out: Vec<u32> = indices.iter().map(|&index| source[index as usize].into()).collect();
-    let buffers = vec![input(&source), input(&indices), exact(&out)];
-    case(&format!("{rows} of {source_rows}"), buffers, move |at| GatherLabels {
+    let source = data.bytes(source_rows.into());
+    let (order, taken) = picked.indices(&mut data);
+    let out: Vec<u32> = taken.iter().map(|&index| source[index as usize].into()).collect();
+    let buffers = vec![input(&source), input(&order), input(&[STEP]), exact(&out)];
+    let batch = picked.batch();
+    let case = case(&picked.label(&rows.to_string()), buffers, move |at| GatherLabels {
         rows,
+        batch,
         source: at[0],
         source_rows,
         indices: at[1],
-        out: at[2],
-    })
+        cursor: cursor.then(|| at[2]),
+        out: at[3],
+    });
+    Case { picked: picked.parts(), ..case }
 }

@@ -1,8 +1,10 @@
-//! What a layer is made of, and its update.
+//! What a layer is made of, and its update, operation by operation.
 
-use kernels::{AddBias, BiasGradient, Fill, Gemm, GemmAlgorithm, GemmLayout, Relu, ReluBackward, Sgd};
+use kernels::{
+    AddBias, BiasGradient, ConvertElements, Element, Fill, Gemm, GemmAlgorithm, GemmLayout, Relu, ReluBackward, Sgd,
+};
 
-use super::{Data, area, case, exact, input, sum_tolerance, within};
+use super::{Data, area, case, exact, exact_rows, input, input_rows, rounded, stored_tolerance, sum_tolerance, within};
 use crate::common::{Buffer, Case};
 
 pub(crate) fn gemm(layout: GemmLayout, algorithm: GemmAlgorithm, [m, n, k]: [u32; 3], seed: u64) -> Case {
@@ -38,66 +40,113 @@ pub(crate) fn gemm(layout: GemmLayout, algorithm: GemmAlgorithm, [m, n, k]: [u32
     })
 }
 
-pub(crate) fn add_bias(rows: u32, cols: u32, seed: u64) -> Case {
+pub(crate) fn add_bias(element: Element, [rows, cols, pitch]: [u32; 3], seed: u64) -> Case {
     let mut data = Data::new(seed);
-    let (x, bias) = (data.floats(area(rows, cols), 3.0), data.floats(cols.into(), 1.0));
+    let (x, bias) = (rounded(element, data.floats(area(rows, cols), 3.0)), data.floats(cols.into(), 1.0));
     let y: Vec<f32> = x.iter().enumerate().map(|(i, x)| x + bias[i % cols as usize]).collect();
-    case(&format!("{rows}x{cols}"), vec![input(&x), input(&bias), exact(&y)], move |at| AddBias {
+    let y = exact_rows(element, &rounded(element, y), cols, pitch);
+    let buffers = vec![input_rows(element, &x, cols, pitch), input(&bias), y];
+    case(&format!("{rows}x{cols} pitch {pitch}"), buffers, move |at| AddBias {
+        element,
         rows,
         cols,
+        pitch,
         x: at[0],
         bias: at[1],
         y: at[2],
     })
 }
 
-pub(crate) fn bias_gradient(rows: u32, cols: u32, seed: u64) -> Case {
-    let dy = Data::new(seed).floats(area(rows, cols), 1.0);
+pub(crate) fn bias_gradient(element: Element, [rows, cols, pitch]: [u32; 3], seed: u64) -> Case {
+    let dy = rounded(element, Data::new(seed).floats(area(rows, cols), 1.0));
     let db = (0..cols as usize).map(|col| {
         let column = || dy.iter().skip(col).step_by(cols as usize).map(|&value| f64::from(value));
         (column().sum(), sum_tolerance(rows, column().map(f64::abs).sum()))
     });
-    case(&format!("{rows}x{cols}"), vec![input(&dy), within(db.collect())], move |at| BiasGradient {
+    let buffers = vec![input_rows(element, &dy, cols, pitch), within(db.collect())];
+    case(&format!("{rows}x{cols} pitch {pitch}"), buffers, move |at| BiasGradient {
+        element,
         rows,
         cols,
+        pitch,
         dy: at[0],
         db: at[1],
     })
 }
 
-pub(crate) fn relu(len: u64, seed: u64) -> Case {
+/// What stands in the way of comparisons with zero.
+const ODD: [f32; 6] = [-0.0, 0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MIN_POSITIVE, -f32::MIN_POSITIVE];
+
+pub(crate) fn relu(element: Element, len: u64, seed: u64) -> Case {
     let mut x = Data::new(seed).floats(len, 1.0);
-    let odd = [-0.0, 0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MIN_POSITIVE, -f32::MIN_POSITIVE];
-    x.iter_mut().zip(odd).for_each(|(x, odd)| *x = odd);
+    x.iter_mut().zip(ODD).for_each(|(x, odd)| *x = odd);
+    let x = rounded(element, x);
     let y: Vec<f32> = x.iter().map(|&x| if x > 0.0 { x } else { 0.0 }).collect();
-    case(&len.to_string(), vec![input(&x), exact(&y)], move |at| Relu { len, x: at[0], y: at[1] })
+    let cols = len as u32;
+    let buffers = vec![input_rows(element, &x, cols, cols), exact_rows(element, &y, cols, cols)];
+    case(&len.to_string(), buffers, move |at| Relu { element, len, x: at[0], y: at[1] })
 }
 
-pub(crate) fn relu_backward(len: u64, seed: u64) -> Case {
+pub(crate) fn relu_backward(element: Element, len: u64, seed: u64) -> Case {
     let mut data = Data::new(seed);
-    let y: Vec<f32> = data.floats(len, 1.0).iter().map(|x| x.max(0.0)).collect();
-    let dy = data.floats(len, 1.0);
+    let mut y: Vec<f32> = data.floats(len, 1.0).iter().map(|x| x.max(0.0)).collect();
+    y.iter_mut().zip(ODD).for_each(|(y, odd)| *y = odd);
+    let (y, dy) = (rounded(element, y), rounded(element, data.floats(len, 1.0)));
     let dx: Vec<f32> = y.iter().zip(&dy).map(|(&y, &dy)| if y > 0.0 { dy } else { 0.0 }).collect();
-    case(&len.to_string(), vec![input(&y), input(&dy), exact(&dx)], move |at| ReluBackward {
-        len,
-        y: at[0],
-        dy: at[1],
-        dx: at[2],
-    })
+    let cols = len as u32;
+    let values = |values: &[f32]| input_rows(element, values, cols, cols);
+    let buffers = vec![values(&y), values(&dy), exact_rows(element, &dx, cols, cols)];
+    case(&len.to_string(), buffers, move |at| ReluBackward { element, len, y: at[0], dy: at[1], dx: at[2] })
 }
 
-pub(crate) fn sgd(len: u64, seed: u64) -> Case {
+/// With steps around the last place of a half's weights, so that some are lost without master weights.
+pub(crate) fn sgd(element: Element, master: bool, len: u64, seed: u64) -> Case {
     let mut data = Data::new(seed);
-    let (gradient, weights) = (data.floats(len, 1.0), data.floats(len, 1.0));
+    let gradient = data.floats(len, 1.0);
+    let masters = data.floats(len, 1.0);
+    let weights = rounded(element, masters.clone());
     let learning_rate = 0.037;
-    let after: Vec<f32> = gradient.iter().zip(&weights).map(|(&g, &w)| g.mul_add(-learning_rate, w)).collect();
-    let in_place = Buffer { after: exact(&after).after, ..input(&weights) };
-    case(&len.to_string(), vec![input(&gradient), in_place], move |at| Sgd {
+    let step = |from: &[f32]| -> Vec<f32> {
+        gradient.iter().zip(from).map(|(&slope, &weight)| slope.mul_add(-learning_rate, weight)).collect()
+    };
+    let after = step(if master { &masters } else { &weights });
+    let cols = len as u32;
+    let in_place = |element: Element, before: &[f32], after: &[f32]| Buffer {
+        before: input_rows(element, before, cols, cols).before,
+        ..exact_rows(element, after, cols, cols)
+    };
+    let mut buffers = vec![input(&gradient), in_place(element, &weights, &rounded(element, after.clone()))];
+    if master {
+        buffers.push(in_place(Element::F32, &masters, &after));
+    }
+    let shape = if master { format!("{len} with masters") } else { len.to_string() };
+    case(&shape, buffers, move |at| Sgd {
+        element,
         len,
         learning_rate,
         gradient: at[0],
         weights: at[1],
+        master: master.then(|| at[2]),
     })
+}
+
+/// All kinds of values: of each sign and size, ties, subnormals, and what has no number in a half.
+pub(crate) fn convert(from: Element, to: Element, len: u64, seed: u64) -> Case {
+    let mut data = Data::new(seed);
+    let powers = data.below(len, 60);
+    let mut x: Vec<f32> =
+        data.floats(len, 1.0).iter().zip(powers).map(|(x, power)| x * 2.0_f32.powi(power as i32 - 35)).collect();
+    let odd = [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, 1.0 + 1.0 / 2048.0, 65_519.0, 65_520.0, f32::MAX, f32::NAN];
+    x.iter_mut().rev().zip(odd.into_iter().chain(ODD)).for_each(|(x, odd)| *x = odd);
+    let x = rounded(from, x);
+    let y = rounded(to, x.clone());
+    let cols = len as u32;
+    let buffers = vec![input_rows(from, &x, cols, cols), exact_rows(to, &y, cols, cols)];
+    for (x, y) in x.iter().zip(&y).filter(|(x, y)| x.is_finite() && y.is_finite()) {
+        let off = (f64::from(*x) - f64::from(*y)).abs();
+        assert!(off <= stored_tolerance(to, (*x).into()), "{x} became {y}");
+    }
+    case(&len.to_string(), buffers, move |at| ConvertElements { len, from, to, x: at[0], y: at[1] })
 }
 
 pub(crate) fn fill(len: u64) -> Case {

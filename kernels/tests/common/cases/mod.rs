@@ -3,20 +3,25 @@
 
 mod gather;
 mod layers;
+mod linear;
 mod outputs;
 
 use std::sync::OnceLock;
 
 use bytemuck::Pod;
-use kernels::{GemmAlgorithm, GemmLayout, Operation};
+use kernels::{Element, GemmAlgorithm, GemmLayout, Operation, Precision};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-pub(crate) use gather::{gather_labels, gather_rows_f32, gather_rows_u8};
-pub(crate) use layers::{add_bias, bias_gradient, fill, gemm, relu, relu_backward, sgd};
-pub(crate) use outputs::{argmax, count_correct, cross_entropy_loss, mean_loss, softmax_cross_entropy};
+pub(crate) use gather::{Picked, gather_labels, gather_rows_f32, gather_rows_u8};
+pub(crate) use layers::{add_bias, bias_gradient, convert, fill, gemm, relu, relu_backward, sgd};
+pub(crate) use linear::{backward_input, forward, update, weight_gradient};
+pub(crate) use outputs::{
+    ALL_BUT_ADVANCE, EVALUATION, TRAINING, advance_cursor, argmax, count_correct, cross_entropy_loss, mean_loss,
+    softmax_cross_entropy, softmax_loss,
+};
 
-use super::{Buffer, Case, Expected, POISON};
+use super::{Buffer, Build, Case, Expected, POISON, encode};
 
 /// How far a sum of `count` products may be from the exact one, given the sum of their magnitudes. Rounding errors of
 /// random sign grow as the square root; the factor leaves room for bad luck.
@@ -32,6 +37,15 @@ fn loss_tolerance(loss: f64) -> f64 {
 /// Gradients of the logits.
 fn gradient_tolerance(scale: f32) -> f64 {
     2e-6 * f64::from(scale.abs())
+}
+
+/// What storing a value may change: half of its last place, of which a half has 8 or 11; those of f16 end at 2⁻²⁴.
+fn stored_tolerance(element: Element, value: f64) -> f64 {
+    match element {
+        Element::F32 => 0.0,
+        Element::Bf16 => value.abs() * 2.0_f64.powi(-8),
+        Element::F16 => value.abs() * 2.0_f64.powi(-11) + 2.0_f64.powi(-25),
+    }
 }
 
 /// Random data of a case.
@@ -66,7 +80,41 @@ fn exact<T: Pod>(values: &[T]) -> Buffer {
 }
 
 fn within(values: Vec<(f64, f64)>) -> Buffer {
-    Buffer { before: vec![POISON; values.len() * size_of::<f32>()], after: Expected::Within(values) }
+    let cols = values.len() as u32;
+    within_rows(Element::F32, values, cols, cols)
+}
+
+/// Values as they are after they were stored.
+fn rounded(element: Element, values: Vec<f32>) -> Vec<f32> {
+    match element {
+        Element::F32 => values,
+        Element::Bf16 => values.into_iter().map(|value| half::bf16::from_f32(value).to_f32()).collect(),
+        Element::F16 => values.into_iter().map(|value| half::f16::from_f32(value).to_f32()).collect(),
+    }
+}
+
+/// Rows in memory, poison between them, and nothing after the last.
+fn input_rows(element: Element, values: &[f32], cols: u32, pitch: u32) -> Buffer {
+    let size = element.bytes() as usize;
+    let mut before = Vec::new();
+    for (row, values) in values.chunks(cols as usize).enumerate() {
+        before.resize(row * pitch as usize * size, POISON);
+        values.iter().for_each(|&value| encode(element, value, &mut before));
+    }
+    Buffer { before, after: Expected::Unchanged }
+}
+
+/// Rows that an operation writes, poisoned beforehand.
+fn within_rows(element: Element, values: Vec<(f64, f64)>, cols: u32, pitch: u32) -> Buffer {
+    let (cols, pitch) = (cols as usize, pitch as usize);
+    let elements = (values.len() / cols - 1) * pitch + cols;
+    let before = vec![POISON; elements * element.bytes() as usize];
+    Buffer { before, after: Expected::Rows { element, cols, pitch, values } }
+}
+
+/// The same with the bits of these values, which the element type holds.
+fn exact_rows(element: Element, values: &[f32], cols: u32, pitch: u32) -> Buffer {
+    within_rows(element, values.iter().map(|&value| (value.into(), 0.0)).collect(), cols, pitch)
 }
 
 fn case<O: Operation + 'static>(
@@ -75,7 +123,8 @@ fn case<O: Operation + 'static>(
     build: impl Fn(&[u64]) -> O + Send + Sync + 'static,
 ) -> Case {
     let name = build(&vec![0; buffers.len()]).name();
-    Case { label: format!("{name} {shape}"), buffers, build: Box::new(move |at| Box::new(build(at))) }
+    let build: Build = Box::new(move |at| Box::new(build(at)));
+    Case { label: format!("{name} {shape}"), buffers, picked: Vec::new(), build }
 }
 
 fn area(rows: u32, cols: u32) -> u64 {
@@ -98,44 +147,119 @@ const PRODUCTS: [[u32; 3]; 10] = [
     [784, 784, 33],
     [641, 643, 37],
 ];
-const MATRICES: [[u32; 2]; 6] = [[1, 1], [1, 784], [61, 1], [33, 10], [64, 785], [1025, 33]];
+/// Rows, columns, and what a pitch has beyond those of the element type.
+const MATRICES: [[u32; 3]; 7] =
+    [[1, 1, 0], [1, 784, 0], [61, 1, 8], [33, 10, 0], [64, 785, 0], [61, 16, 3], [1025, 33, 8]];
 const CLASSES: [[u32; 2]; 6] = [[1, 1], [61, 10], [64, 3], [1, 31], [33, 33], [1027, 100]];
-const LENGTHS: [u64; 6] = [1, 31, 255, 256, 257, 50_177];
+const LENGTHS: [u64; 8] = [1, 8, 31, 255, 256, 257, 2049, 50_177];
+/// Rows, inputs, outputs: nothing but ones, thin, fat, multiples of tiles and one off them, and those of the study.
+const LAYERS: [[u32; 3]; 11] = [
+    [1, 1, 1],
+    [1, 33, 1],
+    [2, 1, 7],
+    [8, 8, 8],
+    [61, 785, 10],
+    [64, 10, 100],
+    [33, 65, 17],
+    [130, 128, 64],
+    [64, 129, 257],
+    [500, 40, 61],
+    LARGEST,
+];
+const LARGEST: [u32; 3] = [64, 784, 784];
+const ELEMENTS: [Element; 3] = [Element::F32, Element::Bf16, Element::F16];
 
 /// Every operation on shapes that are no multiple of anything. Made once, since the models take seconds.
 pub(crate) fn all() -> &'static [Case] {
     static CASES: OnceLock<Vec<Case>> = OnceLock::new();
-    CASES.get_or_init(make_all)
+    CASES.get_or_init(|| [whole_matrices(), typed(), losses(), layers()].into_iter().flatten().collect())
 }
 
-fn make_all() -> Vec<Case> {
+/// What knows no element types.
+fn whole_matrices() -> Vec<Case> {
     let mut cases = Vec::new();
     for shape in PRODUCTS {
         for layout in LAYOUTS {
             cases.extend(ALGORITHMS.map(|algorithm| gemm(layout, algorithm, shape, 1)));
         }
     }
-    for [rows, cols] in MATRICES {
-        cases.push(add_bias(rows, cols, 2));
-        cases.push(bias_gradient(rows, cols, 3));
-        cases.push(gather_rows_u8(rows, cols, 7, 4));
-        cases.push(gather_rows_f32(rows, cols, 7, 5));
-        cases.push(gather_labels(rows, 257, 6));
+    for [rows, _, _] in MATRICES {
+        cases.extend([false, true].map(|cursor| gather_labels(Picked { rows, source_rows: 257, cursor }, 6)));
     }
     for [rows, classes] in CLASSES {
         for range in [1.0, 10.0, 1000.0] {
-            cases.push(softmax_cross_entropy(rows, classes, range, 7));
             cases.push(cross_entropy_loss(rows, classes, range, 8));
         }
         cases.push(argmax(rows, classes, 9));
         cases.push(count_correct(rows, classes, 10));
-        cases.push(mean_loss(rows, 11));
+        cases.extend([false, true].map(|cursor| mean_loss(rows, cursor, 11)));
     }
-    for len in LENGTHS {
-        cases.push(relu(len, 12));
-        cases.push(relu_backward(len, 13));
-        cases.push(sgd(len, 14));
-        cases.push(fill(len));
+    cases.extend(LENGTHS.map(fill));
+    cases.push(advance_cursor());
+    cases
+}
+
+/// Each element by itself.
+fn typed() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for element in ELEMENTS {
+        for [rows, cols, more] in MATRICES {
+            // Dense, as f32 usually is; and with a pitch, as halves usually are.
+            for pitch in [cols, element.pitch(cols) + more] {
+                let shape = [rows, cols, pitch];
+                cases.push(add_bias(element, shape, 2));
+                cases.push(bias_gradient(element, shape, 3));
+                for cursor in [false, true] {
+                    let picked = Picked { rows, source_rows: 7, cursor };
+                    cases.push(gather_rows_u8(element, picked, [cols, pitch], 4));
+                    cases.push(gather_rows_f32(element, picked, [cols, pitch], 5));
+                }
+            }
+        }
+        for len in LENGTHS {
+            cases.push(relu(element, len, 12));
+            cases.push(relu_backward(element, len, 13));
+            cases.push(sgd(element, false, len, 14));
+            if element != Element::F32 {
+                cases.push(sgd(element, true, len, 14));
+                cases.push(convert(element, Element::F32, len, 15));
+                cases.push(convert(Element::F32, element, len, 16));
+            }
+        }
+    }
+    cases
+}
+
+fn losses() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for element in ELEMENTS {
+        for [rows, classes] in CLASSES {
+            for pitch in [classes, element.pitch(classes)] {
+                let shape = [rows, classes, pitch];
+                cases.extend([1.0, 10.0, 1000.0].map(|range| softmax_cross_entropy(element, shape, range, 7)));
+                for wanted in [TRAINING, EVALUATION, ALL_BUT_ADVANCE] {
+                    cases.extend([true, false].map(|numbers| softmax_loss(element, shape, (wanted, numbers), 17)));
+                }
+            }
+        }
+    }
+    cases
+}
+
+/// The linear layers' launches.
+fn layers() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for precision in Precision::ALL {
+        for shape in LAYERS {
+            // The models of the largest take longest.
+            let variants = if shape == LARGEST { 1 } else { 2 };
+            for variant in 0..variants {
+                cases.push(forward(precision, shape, variant, 18));
+                cases.push(backward_input(precision, shape, variant, 19));
+                cases.push(weight_gradient(precision, shape, variant, 20));
+                cases.push(update(precision, shape, variant, 21));
+            }
+        }
     }
     cases
 }

@@ -1,0 +1,460 @@
+// A linear layer's products with what comes before and after them, for five precisions. C[m,n] = op(A) * op(B):
+//
+//   forward   Y  = X * W^T       m examples, n outputs, k inputs;    then bias, ReLU
+//   input     dX = dY * W        m examples, n inputs,  k outputs;   then zero where the layer's input was not positive
+//   gradient  dW = dY^T * X      m outputs,  n inputs,  k examples;  and the sum of dY's rows; written, or taken off the
+//                                weights at once
+//
+// One block computes a tile of C in four parts:
+//
+//   Strip      carries a strip of an operand from memory to shared memory, 16 bytes at a time and asynchronously, several
+//              stages ahead. What lies outside of the matrix arrives as zeros, which add nothing: the inner loops need no
+//              bounds, and any size is right.
+//   Product    one warp's patch of the tile: multiply-adds (f32) or tensor cores (the others). The warps of a block tile C
+//              (WM x WN of them) and share out k (WK of them).
+//   reduction  the patches meet in shared memory and are added in the order of the warps; if blocks share out k as well
+//              (`splits`), they meet in a workspace and the last block to arrive adds them in the order of the blocks. So
+//              the same launch always gives the same bits.
+//   Epilogue   takes the sums 16 bytes of a row at a time, in the order of memory: all its accesses are coalesced.
+//
+// Rows are 16-byte aligned (a matrix' pitch sees to it). What lies between the width and the pitch may be read, but is never
+// used, and is not written.
+#pragma once
+
+#include "tensor.cuh"
+
+// What a launch is given; the Rust struct of the same name matches it.
+struct LinearArguments {
+    const void* a;
+    const void* b;
+    void* out;          // y, dx, dweight, or the weights
+    const void* mask;   // input: the layer's input, with dx's pitch; may be null
+    float* master;      // gradient: f32 weights beside the half ones; may be null
+    float* bias;        // forward: added; gradient: receives the sum of dY's rows, or is stepped; may be null
+    float* workspace;   // splits > 1: SPLIT_SIZE floats for each split of each tile
+    u32* tickets;       // splits > 1: one for each tile; zero, and zero again at the end
+    u32 m;
+    u32 n;
+    u32 k;
+    u32 a_pitch;
+    u32 b_pitch;
+    u32 out_pitch;
+    u32 splits;
+    u32 flags;
+    float scale;  // gradient: factor of what is written, or the rate of the step
+};
+
+enum LinearFlags : u32 {
+    RELU = 1,       // forward: negative sums become zero
+    OUT_F32 = 2,    // forward: y is f32 whatever the precision
+    STEP = 4,       // gradient: steps weights and bias instead of writing the gradient
+};
+
+// ---- a strip of an operand ----
+
+// LINES rows of A or columns of B, DEPTH steps of k. Shared memory keeps the operand's orientation.
+template <class T, u32 LINES, u32 DEPTH, bool K_CONTIGUOUS, u32 THREADS, u32 PAD_BYTES>
+struct Strip {
+    enum : u32 {
+        PER_CHUNK = 16 / sizeof(T),
+        ROW = K_CONTIGUOUS ? DEPTH : LINES,
+        ROWS = K_CONTIGUOUS ? LINES : DEPTH,
+        STRIDE = ROW + PAD_BYTES / sizeof(T),
+        CHUNKS_PER_ROW = ROW / PER_CHUNK,
+        CHUNKS = ROWS * CHUNKS_PER_ROW,
+        TRIPS = (CHUNKS + THREADS - 1) / THREADS,
+        BYTES = ROWS * STRIDE * sizeof(T),
+    };
+    static_assert(ROW % PER_CHUNK == 0, "a row is made of 16-byte chunks");
+    // Then a thread's chunks lie in one column, and each STEP rows below the one before.
+    static_assert(THREADS % CHUNKS_PER_ROW == 0, "a pass of all threads takes whole rows");
+    enum : u32 { STEP = THREADS / CHUNKS_PER_ROW };
+
+    const T* operand;
+    u32 pitch;
+    u32 lines;
+    u32 end_k;
+    // This thread's first chunk of the next strip: its place in the operand, and in shared memory.
+    u32 line;
+    u32 k;
+    u32 place;
+    const T* from;
+
+    __device__ __forceinline__ Strip(const void* operand, u32 pitch, u32 first_line, u32 lines, u32 first_k, u32 end_k,
+                                     u32 thread)
+        : operand(static_cast<const T*>(operand)), pitch(pitch), lines(lines), end_k(end_k) {
+        const u32 row = thread / CHUNKS_PER_ROW;
+        const u32 col = thread % CHUNKS_PER_ROW * PER_CHUNK;
+        line = first_line + (K_CONTIGUOUS ? row : col);
+        k = first_k + (K_CONTIGUOUS ? col : row);
+        place = (row * STRIDE + col) * sizeof(T);
+        from = this->operand + static_cast<u64>(K_CONTIGUOUS ? line : k) * pitch + (K_CONTIGUOUS ? k : line);
+    }
+
+    // Queues the copies of the next strip. `whole` says, for all threads alike, that it lies inside the matrix.
+    __device__ __forceinline__ void load(u32 to, u32 thread, bool whole) {
+        const T* at = from;
+        const u64 step = static_cast<u64>(STEP) * pitch;
+        if (whole) {
+#pragma unroll
+            for (u32 trip = 0; trip < TRIPS; ++trip) {
+                if (CHUNKS % THREADS != 0 && thread + trip * THREADS >= CHUNKS) break;
+                copy_async(to + place + trip * (STEP * STRIDE * static_cast<u32>(sizeof(T))), at, 16);
+                at += step;
+            }
+        } else {
+#pragma unroll
+            for (u32 trip = 0; trip < TRIPS; ++trip) {
+                if (CHUNKS % THREADS != 0 && thread + trip * THREADS >= CHUNKS) break;
+                const u32 this_line = line + (K_CONTIGUOUS ? trip * STEP : 0);
+                const u32 this_k = k + (K_CONTIGUOUS ? 0 : trip * STEP);
+                const bool inside = this_line < lines && this_k < end_k;
+                const u32 left = K_CONTIGUOUS ? end_k - this_k : lines - this_line;
+                const u32 count = inside ? min(left, static_cast<u32>(PER_CHUNK)) : 0;
+                copy_async(to + place + trip * (STEP * STRIDE * static_cast<u32>(sizeof(T))), inside ? at : operand,
+                           count * sizeof(T));
+                at += step;
+            }
+        }
+        k += DEPTH;
+        from += K_CONTIGUOUS ? static_cast<u64>(DEPTH) : static_cast<u64>(DEPTH) * pitch;
+    }
+};
+
+// ---- epilogues ----
+
+// Each takes a group of a row's columns at a time: 16 bytes of the storage type. `WHOLE` says that the group lies inside of
+// the matrix and is aligned; otherwise `count` says how many columns do.
+// ReLU is not fmaxf, which would make zero of NaN.
+template <class T>
+struct ForwardEpilogue {
+    enum : u32 { GROUP = 16 / sizeof(T) };
+    enum : bool { SUMS_ROWS = false };
+    struct Held {};
+    static __device__ __forceinline__ bool holds(const LinearArguments&) { return false; }
+    static __device__ __forceinline__ void fetch(const LinearArguments&, bool, u64, Held&) {}
+
+    template <bool WHOLE>
+    static __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32 col, u64 at, u32 count,
+                                                 float (&v)[GROUP], const Held&, bool) {
+        if (p.bias != nullptr) {
+#pragma unroll
+            for (u32 i = 0; i < GROUP; ++i) v[i] += WHOLE || i < count ? p.bias[col + i] : 0.0f;
+        }
+        if (p.flags & RELU) {
+#pragma unroll
+            for (u32 i = 0; i < GROUP; ++i) v[i] = v[i] < 0.0f ? 0.0f : v[i];
+        }
+        if (p.flags & OUT_F32) {
+            write_floats<WHOLE>(static_cast<float*>(p.out) + at, count, v);
+        } else {
+            write_group<WHOLE>(static_cast<T*>(p.out) + at, count, v);
+        }
+    }
+    static __device__ __forceinline__ void sum(const LinearArguments&, u32, float) {}
+};
+
+template <class T>
+struct InputEpilogue {
+    enum : u32 { GROUP = 16 / sizeof(T) };
+    enum : bool { SUMS_ROWS = false };
+    struct Held {};
+    static __device__ __forceinline__ bool holds(const LinearArguments&) { return false; }
+    static __device__ __forceinline__ void fetch(const LinearArguments&, bool, u64, Held&) {}
+
+    template <bool WHOLE>
+    static __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32, u64 at, u32 count,
+                                                 float (&v)[GROUP], const Held&, bool) {
+        if (p.mask != nullptr) {
+            float x[GROUP];
+            group_values(T{}, read_16_if(true, static_cast<const T*>(p.mask) + at), x);
+#pragma unroll
+            for (u32 i = 0; i < GROUP; ++i) v[i] = x[i] > 0.0f ? v[i] : 0.0f;
+        }
+        write_group<WHOLE>(static_cast<T*>(p.out) + at, count, v);
+    }
+    static __device__ __forceinline__ void sum(const LinearArguments&, u32, float) {}
+};
+
+template <class T>
+struct GradientEpilogue {
+    enum : u32 { GROUP = 16 / sizeof(T) };
+    enum : bool { SUMS_ROWS = true };
+    // Weights as they lie in memory, asked for before the product began, so that their way is hidden behind it.
+    struct Held {
+        uint4 bits[GROUP / 4];
+    };
+    static __device__ __forceinline__ bool holds(const LinearArguments& p) { return (p.flags & STEP) != 0 && p.splits == 1; }
+
+    static __device__ __forceinline__ void fetch(const LinearArguments& p, bool inside, u64 at, Held& held) {
+        if (p.master != nullptr) {
+#pragma unroll
+            for (u32 i = 0; i < GROUP / 4; ++i) held.bits[i] = read_16_if(inside, p.master + at + 4 * i);
+        } else {
+            held.bits[0] = read_16_if(inside, static_cast<const T*>(p.out) + at);
+        }
+    }
+
+    template <bool WHOLE>
+    static __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32, u64 at, u32 count, float (&v)[GROUP],
+                                                 Held& held, bool is_held) {
+        if (p.flags & STEP) {
+            if (!is_held) fetch(p, true, at, held);
+            float w[GROUP];
+            if (p.master != nullptr) {
+#pragma unroll
+                for (u32 i = 0; i < GROUP / 4; ++i) {
+                    float some[4];
+                    group_values(float{}, held.bits[i], some);
+#pragma unroll
+                    for (u32 j = 0; j < 4; ++j) w[4 * i + j] = some[j];
+                }
+            } else {
+                group_values(T{}, held.bits[0], w);
+            }
+#pragma unroll
+            for (u32 i = 0; i < GROUP; ++i) w[i] = __fmaf_rn(-p.scale, v[i], w[i]);
+            if (p.master != nullptr) write_floats<WHOLE>(p.master + at, count, w);
+            write_group<WHOLE>(static_cast<T*>(p.out) + at, count, w);
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < GROUP; ++i) v[i] *= p.scale;
+            write_floats<WHOLE>(static_cast<float*>(p.out) + at, count, v);
+        }
+    }
+
+    // The sum over the examples of dY's column `row`.
+    static __device__ __forceinline__ void sum(const LinearArguments& p, u32 row, float total) {
+        if (p.bias == nullptr) return;
+        p.bias[row] = p.flags & STEP ? __fmaf_rn(-p.scale, total, p.bias[row]) : total * p.scale;
+    }
+};
+
+// ---- a tile ----
+
+template <class P, class Epilogue, bool A_K, bool B_K, u32 FM, u32 FN, u32 WM, u32 WN, u32 WK, u32 WARP_DEPTH, u32 STAGES>
+struct LinearTile {
+    using T = typename P::T;
+    enum : u32 {
+        THREADS = WM * WN * WK * WARP,
+        BM = FM * WM,
+        BN = FN * WN,
+        DEPTH = WK * WARP_DEPTH,
+    };
+    using A = Strip<T, BM, DEPTH, A_K, THREADS, P::pad_bytes(A_K)>;
+    using B = Strip<T, BN, DEPTH, B_K, THREADS, P::pad_bytes(B_K)>;
+    using Product = typename P::template Product<FM, FN, A_K, B_K, A::STRIDE, B::STRIDE>;
+    enum : u32 {
+        STAGE_BYTES = A::BYTES + B::BYTES,
+        // Sums of a patch in shared memory; the padding spreads its rows over the banks.
+        SUM_PITCH = BN + 8,
+        SUM_SIZE = BM * SUM_PITCH,
+        SUM_BYTES = WK * SUM_SIZE * 4,
+        SHARED_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES,
+        // The epilogue's share of work: a group of columns.
+        GROUP = Epilogue::GROUP,
+        GROUPS_ACROSS = BN / GROUP,
+        GROUPS = BM * GROUPS_ACROSS,
+        GROUPS_EACH = (GROUPS + THREADS - 1) / THREADS,
+        // What is fetched early has to be held in registers.
+        MAY_HOLD = GROUPS_EACH <= 8,
+        // From one of a thread's groups to the next.
+        ROWS_APART = THREADS / GROUPS_ACROSS,
+        // Floats in the workspace for one split of one tile.
+        SPLIT_SIZE = BM * BN + BM,
+    };
+    static_assert(THREADS % GROUPS_ACROSS == 0, "a thread's groups lie below each other");
+    static_assert(THREADS >= BM, "each row has a thread that adds it up");
+
+    static __device__ __forceinline__ u32 tiles(const LinearArguments& p) {
+        return (p.m + BM - 1) / BM * ((p.n + BN - 1) / BN);
+    }
+
+    static __device__ __forceinline__ void run(const LinearArguments& p, u32 block, unsigned char* shared) {
+        const u32 thread = threadIdx.x;
+        const u32 warp = thread / WARP;
+        const u32 lane = thread % WARP;
+        const u32 warp_k = warp / (WM * WN);
+        const u32 patch_row = warp % WM * FM;
+        const u32 patch_col = warp / WM % WN * FN;
+
+        // Blocks next to each other share their columns, so that they read the larger operand at about the same time.
+        const u32 tiles_down = (p.m + BM - 1) / BM;
+        const u32 all_tiles = tiles(p);
+        const u32 tile = block % all_tiles;
+        const u32 split = block / all_tiles;
+        const u32 first_row = tile % tiles_down * BM;
+        const u32 first_col = tile / tiles_down * BN;
+        const u32 trips_in_all = (p.k + DEPTH - 1) / DEPTH;
+        const u32 trips_each = (trips_in_all + p.splits - 1) / p.splits;
+        const u32 first_k = split * trips_each * DEPTH;
+        const u32 end_k = min(p.k, first_k + trips_each * DEPTH);
+        const u32 trips = first_k < end_k ? (end_k - first_k + DEPTH - 1) / DEPTH : 0;
+
+        const u32 base = shared_address(shared);
+        A a(p.a, p.a_pitch, first_row, p.m, first_k, end_k, thread);
+        B b(p.b, p.b_pitch, first_col, p.n, first_k, end_k, thread);
+        const u32 whole_trips = first_k < end_k ? (end_k - first_k) / DEPTH : 0;
+        const bool a_whole = first_row + BM <= p.m;
+        const bool b_whole = first_col + BN <= p.n;
+
+        const auto load = [&](u32 trip) {
+            if (trip < trips) {
+                const u32 stage = base + trip % STAGES * STAGE_BYTES;
+                a.load(stage, thread, a_whole && trip < whole_trips);
+                b.load(stage + A::BYTES, thread, b_whole && trip < whole_trips);
+            }
+            commit_copies();
+        };
+
+#pragma unroll
+        for (u32 trip = 0; trip < STAGES - 1; ++trip) load(trip);
+
+        // This thread's first group of the tile.
+        const u32 group_row = thread / GROUPS_ACROSS;
+        const u32 group_col = thread % GROUPS_ACROSS * GROUP;
+        const u32 row = first_row + group_row;
+        const u32 col = first_col + group_col;
+        const u64 at = static_cast<u64>(row) * p.out_pitch + col;
+        const u64 step = static_cast<u64>(ROWS_APART) * p.out_pitch;
+        const bool has_group = GROUPS % THREADS == 0 || thread < GROUPS;
+
+        typename Epilogue::Held held[MAY_HOLD ? GROUPS_EACH : 1];
+        const bool holds = MAY_HOLD && Epilogue::holds(p);
+        if (holds) {
+#pragma unroll
+            for (u32 i = 0; i < GROUPS_EACH; ++i) {
+                Epilogue::fetch(p, has_group && row + i * ROWS_APART < p.m && col < p.n, at + i * step,
+                                held[MAY_HOLD ? i : 0]);
+            }
+        }
+
+        Product product;
+        float row_sum = 0.0f;
+        const bool sums_rows = Epilogue::SUMS_ROWS && p.bias != nullptr && first_col == 0 && thread < BM;
+        for (u32 trip = 0; trip < trips; ++trip) {
+            wait_for_copies<STAGES - 2>();
+            __syncthreads();
+            load(trip + STAGES - 1);
+            const unsigned char* stage = shared + trip % STAGES * STAGE_BYTES;
+            const T* a_stage = reinterpret_cast<const T*>(stage);
+            const T* b_stage = reinterpret_cast<const T*>(stage + A::BYTES);
+            const T* a_patch =
+                a_stage + (A_K ? patch_row * A::STRIDE + warp_k * WARP_DEPTH : warp_k * WARP_DEPTH * A::STRIDE + patch_row);
+            const T* b_patch =
+                b_stage + (B_K ? patch_col * B::STRIDE + warp_k * WARP_DEPTH : warp_k * WARP_DEPTH * B::STRIDE + patch_col);
+            product.template accumulate<WARP_DEPTH>(a_patch, b_patch, lane);
+            if (Epilogue::SUMS_ROWS && sums_rows) {
+#pragma unroll 8
+                for (u32 k = 0; k < DEPTH; ++k) row_sum += load_float(a_stage[k * A::STRIDE + thread]);
+            }
+        }
+        wait_for_copies<0>();
+        __syncthreads();
+
+        float* sums = reinterpret_cast<float*>(shared);
+        product.store(sums + warp_k * SUM_SIZE + patch_row * SUM_PITCH + patch_col, SUM_PITCH, lane);
+        __syncthreads();
+
+        const float* mine = sums + group_row * SUM_PITCH + group_col;
+        float* partial = p.workspace + static_cast<u64>(tile) * p.splits * SPLIT_SIZE;
+        if (p.splits > 1) {
+            float* to = partial + static_cast<u64>(split) * SPLIT_SIZE;
+            if (has_group) {
+#pragma unroll
+                for (u32 i = 0; i < GROUPS_EACH; ++i) {
+                    float v[GROUP];
+                    add_warps(mine + i * (ROWS_APART * SUM_PITCH), v);
+                    write_floats<true>(to + (thread + i * THREADS) * GROUP, GROUP, v);
+                }
+            }
+            if (sums_rows) to[BM * BN + thread] = row_sum;
+            if (!arrived_last(p.tickets + tile, p.splits)) return;
+        }
+        if (a_whole && b_whole && p.out_pitch % GROUP == 0) {
+            if (has_group) {
+#pragma unroll
+                for (u32 i = 0; i < GROUPS_EACH; ++i) {
+                    float v[GROUP];
+                    if (p.splits > 1) {
+                        add_splits(partial + (thread + i * THREADS) * GROUP, p.splits, v);
+                    } else {
+                        add_warps(mine + i * (ROWS_APART * SUM_PITCH), v);
+                    }
+                    Epilogue::template apply<true>(p, row + i * ROWS_APART, col, at + i * step, GROUP, v,
+                                                   held[MAY_HOLD ? i : 0], holds);
+                }
+            }
+        } else if (has_group && col < p.n) {
+#pragma unroll
+            for (u32 i = 0; i < GROUPS_EACH; ++i) {
+                if (row + i * ROWS_APART >= p.m) break;
+                float v[GROUP];
+                if (p.splits > 1) {
+                    add_splits(partial + (thread + i * THREADS) * GROUP, p.splits, v);
+                } else {
+                    add_warps(mine + i * (ROWS_APART * SUM_PITCH), v);
+                }
+                Epilogue::template apply<false>(p, row + i * ROWS_APART, col, at + i * step, p.n - col, v,
+                                                held[MAY_HOLD ? i : 0], holds);
+            }
+        }
+        if (sums_rows && first_row + thread < p.m) {
+            if (p.splits > 1) {
+                row_sum = 0.0f;
+                for (u32 s = 0; s < p.splits; ++s) row_sum += __ldcg(partial + s * SPLIT_SIZE + BM * BN + thread);
+            }
+            Epilogue::sum(p, first_row + thread, row_sum);
+        }
+    }
+
+private:
+    static __device__ __forceinline__ void add_warps(const float* from, float (&v)[GROUP]) {
+#pragma unroll
+        for (u32 part = 0; part < GROUP; part += 4) {
+            float some[4];
+            read_shared(from + part, some);
+#pragma unroll
+            for (u32 w = 1; w < WK; ++w) {
+                float more[4];
+                read_shared(from + part + w * SUM_SIZE, more);
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) some[i] += more[i];
+            }
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) v[part + i] = some[i];
+        }
+    }
+
+    static __device__ __forceinline__ void add_splits(const float* from, u32 splits, float (&v)[GROUP]) {
+#pragma unroll
+        for (u32 part = 0; part < GROUP; part += 4) {
+            float some[4];
+            load_four_fresh(from + part, some);
+#pragma unroll 4
+            for (u32 s = 1; s < splits; ++s) {
+                float more[4];
+                load_four_fresh(from + part + static_cast<u64>(s) * SPLIT_SIZE, more);
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) some[i] += more[i];
+            }
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) v[part + i] = some[i];
+        }
+    }
+
+    // Whether this block is the last of `all` to come here; what the others wrote before is then visible to it. The
+    // ticket is left at zero.
+    static __device__ __forceinline__ bool arrived_last(u32* ticket, u32 all) {
+        __shared__ bool last;
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            last = atomicAdd(ticket, 1u) == all - 1;
+            if (last) *ticket = 0;
+            __threadfence();
+        }
+        __syncthreads();
+        return last;
+    }
+};

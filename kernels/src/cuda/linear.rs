@@ -1,0 +1,220 @@
+//! Loading and launching the kernels of the linear layers: a module for each precision, loaded when it is first wanted.
+
+use std::ffi::c_void;
+
+use cudarc::driver::result;
+use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUstream};
+
+use super::{CudaKernels, argument, driver_error, load_function, load_module};
+use crate::error::KernelError;
+use crate::ops::grid;
+use crate::plan::{Choice, Plan, Product, THREADS, Tile};
+use crate::precision::Precision;
+
+/// Kernels of one precision.
+const KERNELS: usize = 14;
+
+macro_rules! names {
+    ($($precision:literal),*) => {
+        [$([
+            concat!("linear_forward_", $precision, "_thin16"),
+            concat!("linear_forward_", $precision, "_thin32"),
+            concat!("linear_forward_", $precision, "_thin64"),
+            concat!("linear_forward_", $precision, "_thin128"),
+            concat!("linear_forward_", $precision, "_wide"),
+            concat!("linear_input_", $precision, "_thin16"),
+            concat!("linear_input_", $precision, "_thin32"),
+            concat!("linear_input_", $precision, "_thin64"),
+            concat!("linear_input_", $precision, "_thin128"),
+            concat!("linear_input_", $precision, "_wide"),
+            concat!("linear_gradient_", $precision, "_fine"),
+            concat!("linear_gradient_", $precision, "_flat"),
+            concat!("linear_gradient_", $precision, "_slim"),
+            concat!("linear_gradient_", $precision, "_wide"),
+        ],)*]
+    };
+}
+
+/// Entry points by precision, in the order of [`Precision::ALL`].
+pub(super) const NAMES: [[&str; KERNELS]; 5] = names!("f32", "tf32", "bf16", "f16", "f16acc");
+
+macro_rules! ptx {
+    ($($precision:literal),*) => {
+        [$(concat!(include_str!(concat!("../../ptx/linear_", $precision, ".ptx")), "\0"),)*]
+    };
+}
+
+/// PTX by precision, each with a NUL at its end.
+pub(super) const PTX: [&str; 5] = ptx!("f32", "tf32", "bf16", "f16", "f16acc");
+
+/// The kernels of one precision, loaded.
+pub(super) struct LinearKernels {
+    pub(super) module: CUmodule,
+    functions: [CUfunction; KERNELS],
+}
+
+/// What a kernel is given; the struct of the same name in `cuda/linear.cuh`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct LinearArguments {
+    pub(crate) a: u64,
+    pub(crate) b: u64,
+    pub(crate) out: u64,
+    pub(crate) mask: u64,
+    pub(crate) master: u64,
+    pub(crate) bias: u64,
+    pub(crate) workspace: u64,
+    pub(crate) tickets: u64,
+    pub(crate) m: u32,
+    pub(crate) n: u32,
+    pub(crate) k: u32,
+    pub(crate) a_pitch: u32,
+    pub(crate) b_pitch: u32,
+    pub(crate) out_pitch: u32,
+    pub(crate) splits: u32,
+    pub(crate) flags: u32,
+    pub(crate) scale: f32,
+}
+
+impl LinearArguments {
+    /// Negative sums become zero.
+    pub(crate) const RELU: u32 = 1;
+    /// The output is f32 whatever the precision.
+    pub(crate) const OUT_F32: u32 = 2;
+    /// Steps the weights instead of writing their gradient.
+    pub(crate) const STEP: u32 = 4;
+
+    /// Nothing but what blocks share; the plan says how many do.
+    pub(crate) fn new(workspace: u64, tickets: u64) -> Self {
+        Self {
+            a: 0,
+            b: 0,
+            out: 0,
+            mask: 0,
+            master: 0,
+            bias: 0,
+            workspace,
+            tickets,
+            m: 0,
+            n: 0,
+            k: 0,
+            a_pitch: 0,
+            b_pitch: 0,
+            out_pitch: 0,
+            splits: 1,
+            flags: 0,
+            scale: 1.0,
+        }
+    }
+}
+
+impl Plan {
+    fn place(&self) -> usize {
+        let first = match self.product {
+            Product::Forward => 0,
+            Product::Input => 5,
+            Product::Gradient => 10,
+        };
+        let within = self.product.tiles().iter().position(|tile| *tile == self.tile);
+        first + within.expect("a plan has one of its product's tiles")
+    }
+
+    /// Name of the kernel.
+    pub(crate) fn kernel(&self) -> &'static str {
+        NAMES[self.precision as usize][self.place()]
+    }
+}
+
+impl CudaKernels {
+    /// Loads the kernels of a precision, if they are not there yet. The first launch does so too, but must not while a
+    /// stream is captured into a graph.
+    ///
+    /// # Errors
+    ///
+    /// As for [`load`](Self::load); [`KernelError::DeviceTooOld`] below compute capability 8.0.
+    pub fn prepare(&self, precision: Precision) -> Result<(), KernelError> {
+        self.linear(precision).map(|_| ())
+    }
+
+    fn linear(&self, precision: Precision) -> Result<&LinearKernels, KernelError> {
+        let slot = &self.linear[precision as usize];
+        if let Some(loaded) = slot.get() {
+            return Ok(loaded);
+        }
+        let names = &NAMES[precision as usize];
+        let module = load_module(PTX[precision as usize], names[0])?;
+        let mut functions = [std::ptr::null_mut(); KERNELS];
+        let filled = functions.iter_mut().zip(names).try_for_each(|(function, name)| {
+            *function = load_function(module, name)?;
+            Ok(())
+        });
+        let loaded = filled.and_then(|()| {
+            let loaded = LinearKernels { module, functions };
+            loaded.allow_shared_memory(precision, self.shared_limit)?;
+            Ok(loaded)
+        });
+        match loaded {
+            // Another thread may have been faster; its module is as good, and this one goes.
+            Ok(loaded) => slot.set(loaded).unwrap_or_else(|spare| spare.unload()),
+            Err(error) => {
+                // SAFETY: loaded above, and nobody has it.
+                let _ = unsafe { result::module::unload(module) };
+                return Err(error);
+            }
+        }
+        Ok(slot.get().expect("a slot that was set holds a value"))
+    }
+
+    /// Queues a linear layer's product on `stream`.
+    ///
+    /// # Safety
+    ///
+    /// What [`Operation::launch`](crate::Operation::launch) asks holds for the addresses among the arguments, each matrix
+    /// may be read up to the pitch of its last row, and the arguments are those of the plan's product and shape.
+    pub(crate) unsafe fn launch_linear(
+        &self,
+        plan: &Plan,
+        stream: CUstream,
+        arguments: &LinearArguments,
+    ) -> Result<(), KernelError> {
+        // Where the planned tile does not fit a multiprocessor, a smaller one does the work alone.
+        let smaller = || {
+            let tile = if plan.product == Product::Gradient { Tile::Fine } else { Tile::Thin16 };
+            let shape = [arguments.m, arguments.n, arguments.k];
+            Plan::with(plan.product, plan.precision, shape, Choice { tile, splits: 1 })
+        };
+        let plan = if plan.shared_bytes <= self.shared_limit { *plan } else { smaller() };
+        let arguments = LinearArguments { splits: plan.splits, ..*arguments };
+        let function = self.linear(plan.precision)?.functions[plan.place()];
+        let blocks = grid(plan.kernel(), plan.blocks)?;
+        let mut parameters: [*mut c_void; 1] = [argument(&arguments)];
+        // SAFETY: the function is loaded as long as `self` lives and takes this struct; the caller vouches for the rest.
+        unsafe {
+            result::launch_kernel(function, (blocks, 1, 1), (THREADS, 1, 1), plan.shared_bytes, stream, &mut parameters)
+        }
+        .map_err(|error| driver_error("cuLaunchKernel", error))
+    }
+}
+
+impl LinearKernels {
+    /// Lets every kernel have as much shared memory as its tile needs, which can be more than launches get unasked.
+    fn allow_shared_memory(&self, precision: Precision, limit: u32) -> Result<(), KernelError> {
+        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        for product in Product::ALL {
+            for &tile in product.tiles() {
+                let plan = Plan::with(product, precision, [1, 1, 1], Choice { tile, splits: 1 });
+                // CAST: below 228 KiB.
+                let bytes = plan.shared_bytes.min(limit) as i32;
+                // SAFETY: the function belongs to a module that was just loaded.
+                unsafe { result::function::set_function_attribute(self.functions[plan.place()], attribute, bytes) }
+                    .map_err(|error| driver_error("cuFuncSetAttribute", error))?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn unload(&self) {
+        // SAFETY: loaded by `linear`; whoever calls this drops `self`. An error has nobody to go to.
+        let _ = unsafe { result::module::unload(self.module) };
+    }
+}

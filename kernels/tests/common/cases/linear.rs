@@ -1,0 +1,277 @@
+//! The launches of linear layers.
+
+use kernels::{Element, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, Precision};
+
+use super::{Data, area, case, input, input_rows, rounded, stored_tolerance, sum_tolerance, within, within_rows};
+use crate::common::{Buffer, Case, Expected, POISON};
+
+/// An operand as it is stored, and as the product takes it.
+struct Operand {
+    stored: Vec<f32>,
+    cols: u32,
+    pitch: u32,
+    element: Element,
+    /// Row after row.
+    values: Vec<f64>,
+}
+
+/// Rounding to 11 bits of significand, ties away from zero.
+fn tf32(value: f32) -> f64 {
+    let value = f64::from(value);
+    let (_, exponent) = exponent(value);
+    let place = 2.0_f64.powi(exponent - 10);
+    // `round` takes ties away from zero.
+    (value / place).round() * place
+}
+
+/// `value = fraction · 2^exponent` with 1 ≤ |fraction| < 2; of zero, any.
+fn exponent(value: f64) -> (f64, i32) {
+    let mut exponent = 0;
+    let mut fraction = value.abs();
+    while fraction >= 2.0 {
+        (fraction, exponent) = (fraction / 2.0, exponent + 1);
+    }
+    while fraction != 0.0 && fraction < 1.0 {
+        (fraction, exponent) = (fraction * 2.0, exponent - 1);
+    }
+    (fraction, exponent)
+}
+
+/// Elements that a pitch has beyond those that the element type asks for: a whole number of 16 bytes.
+fn pitch(element: Element, cols: u32, more: u32) -> u32 {
+    element.pitch(cols) + more * element.pitch(1)
+}
+
+impl Operand {
+    fn new(precision: Precision, data: &mut Data, rows: u32, cols: u32, more: u32) -> Self {
+        let element = precision.element();
+        let stored = rounded(element, data.floats(area(rows, cols), 1.0));
+        let operand = |&value: &f32| if precision == Precision::Tf32 { tf32(value) } else { value.into() };
+        let values = stored.iter().map(operand).collect();
+        Self { stored, cols, pitch: pitch(element, cols, more), element, values }
+    }
+
+    fn buffer(&self) -> Buffer {
+        input_rows(self.element, &self.stored, self.cols, self.pitch)
+    }
+
+    /// Columns as rows.
+    fn transposed(&self) -> Vec<f64> {
+        let (cols, rows) = (self.cols as usize, self.values.len() / self.cols as usize);
+        (0..cols).flat_map(|col| (0..rows).map(move |row| row * cols + col)).map(|at| self.values[at]).collect()
+    }
+
+    /// Sums of the columns as they are stored, each with its tolerance.
+    fn column_sums(&self) -> Vec<(f64, f64)> {
+        let rows = (self.stored.len() / self.cols as usize) as u32;
+        let sum = |col: usize| {
+            let column = || self.stored.iter().skip(col).step_by(self.cols as usize).map(|&value| f64::from(value));
+            (column().sum(), sum_tolerance(rows, column().map(f64::abs).sum()))
+        };
+        (0..self.cols as usize).map(sum).collect()
+    }
+}
+
+/// `a·bᵀ` of rows of `k`, each with how far a device may be from it.
+fn product(precision: Precision, a: &[f64], b: &[f64], k: u32) -> Vec<(f64, f64)> {
+    let mut out = Vec::with_capacity(a.len() / k as usize * (b.len() / k as usize));
+    for a in a.chunks_exact(k as usize) {
+        for b in b.chunks_exact(k as usize) {
+            let (mut sum, mut magnitude) = (0.0, 0.0);
+            for (a, b) in a.iter().zip(b) {
+                sum += a * b;
+                magnitude += (a * b).abs();
+            }
+            // A few roundings to f16 of sums that are no larger than the sum of their terms' magnitudes.
+            let in_f16 = if precision == Precision::F16Accumulate { 2.0_f64.powi(-9) * magnitude } else { 0.0 };
+            out.push((sum, sum_tolerance(k, magnitude) + in_f16));
+        }
+    }
+    out
+}
+
+/// One operation in f32, and then the rounding to the type of the output.
+fn stored(element: Element, (value, allowed): (f64, f64)) -> (f64, f64) {
+    (value, allowed + f64::from(f32::EPSILON) * value.abs() + stored_tolerance(element, value))
+}
+
+/// Workspace and tickets of an operation.
+fn shared(workspace_bytes: u64, tickets: u64) -> [Buffer; 2] {
+    let workspace = Buffer { before: vec![POISON; workspace_bytes as usize], after: Expected::Anything };
+    [workspace, input(&vec![0_u32; tickets as usize])]
+}
+
+fn label([rows, inputs, outputs]: [u32; 3], more: u32) -> String {
+    format!("{rows} rows, {inputs} to {outputs}, variant {more}")
+}
+
+/// With bias and ReLU; or, as variant 1, the bare product, in f32 and with a wider pitch.
+pub(crate) fn forward(precision: Precision, shape: [u32; 3], more: u32, seed: u64) -> Case {
+    let [rows, inputs, outputs] = shape;
+    let (mut data, bare) = (Data::new(seed), more == 1);
+    let x = Operand::new(precision, &mut data, rows, inputs, more);
+    let weight = Operand::new(precision, &mut data, outputs, inputs, more);
+    let bias = data.floats(outputs.into(), 1.0);
+    let y_element = if bare { Element::F32 } else { precision.element() };
+    let y_pitch = pitch(y_element, outputs, more);
+    let y =
+        product(precision, &x.values, &weight.values, inputs).into_iter().enumerate().map(|(at, (sum, allowed))| {
+            if bare {
+                return (sum, allowed);
+            }
+            let sum = sum + f64::from(bias[at % outputs as usize]);
+            stored(y_element, (sum.max(0.0), allowed + f64::from(f32::EPSILON) * sum.abs()))
+        });
+    let mut buffers = vec![x.buffer(), weight.buffer(), input(&bias)];
+    buffers.push(within_rows(y_element, y.collect(), outputs, y_pitch));
+    let (x_pitch, weight_pitch) = (x.pitch, weight.pitch);
+    let build = move |at: &[u64]| LinearForward {
+        precision,
+        rows,
+        inputs,
+        outputs,
+        x: at[0],
+        x_pitch,
+        weight: at[1],
+        weight_pitch,
+        bias: (!bare).then(|| at[2]),
+        relu: !bare,
+        y: at[3],
+        y_pitch,
+        y_f32: bare,
+        workspace: at[4],
+        tickets: at[5],
+    };
+    let shapeless = build(&[0; 6]);
+    buffers.extend(shared(shapeless.workspace_bytes(), shapeless.tickets()));
+    case(&label(shape, more), buffers, build)
+}
+
+/// With a mask; or, as variant 1, without one and with a wider pitch.
+pub(crate) fn backward_input(precision: Precision, shape: [u32; 3], more: u32, seed: u64) -> Case {
+    let [rows, inputs, outputs] = shape;
+    let (mut data, masked, element) = (Data::new(seed), more == 0, precision.element());
+    let dy = Operand::new(precision, &mut data, rows, outputs, more);
+    let weight = Operand::new(precision, &mut data, outputs, inputs, more);
+    let mask = rounded(element, data.floats(area(rows, inputs), 1.0).into_iter().map(|x| x.max(0.0)).collect());
+    let dx_pitch = pitch(element, inputs, more);
+    let sums = product(precision, &dy.values, &weight.transposed(), outputs);
+    let dx = sums.into_iter().zip(&mask).map(
+        |(sum, &mask)| {
+            if masked && mask <= 0.0 { (0.0, 0.0) } else { stored(element, sum) }
+        },
+    );
+    let mut buffers = vec![dy.buffer(), weight.buffer(), input_rows(element, &mask, inputs, dx_pitch)];
+    buffers.push(within_rows(element, dx.collect(), inputs, dx_pitch));
+    let (dy_pitch, weight_pitch) = (dy.pitch, weight.pitch);
+    let build = move |at: &[u64]| LinearBackwardInput {
+        precision,
+        rows,
+        inputs,
+        outputs,
+        dy: at[0],
+        dy_pitch,
+        weight: at[1],
+        weight_pitch,
+        mask: masked.then(|| at[2]),
+        dx: at[3],
+        dx_pitch,
+        workspace: at[4],
+        tickets: at[5],
+    };
+    let shapeless = build(&[0; 6]);
+    buffers.extend(shared(shapeless.workspace_bytes(), shapeless.tickets()));
+    case(&label(shape, more), buffers, build)
+}
+
+/// With the bias' gradient; or, as variant 1, without it and with a wider pitch.
+pub(crate) fn weight_gradient(precision: Precision, shape: [u32; 3], more: u32, seed: u64) -> Case {
+    let [rows, inputs, outputs] = shape;
+    let (mut data, biased, scale) = (Data::new(seed), more == 0, 0.37_f32);
+    let dy = Operand::new(precision, &mut data, rows, outputs, more);
+    let x = Operand::new(precision, &mut data, rows, inputs, more);
+    let scaled =
+        |(sum, allowed): (f64, f64)| stored(Element::F32, (sum * f64::from(scale), allowed * f64::from(scale)));
+    let sums = product(precision, &dy.transposed(), &x.transposed(), rows).into_iter().map(scaled);
+    let dweight_pitch = pitch(Element::F32, inputs, more);
+    let dbias = within(dy.column_sums().into_iter().map(scaled).collect());
+    let mut buffers = vec![dy.buffer(), x.buffer(), within_rows(Element::F32, sums.collect(), inputs, dweight_pitch)];
+    buffers.push(if biased { dbias } else { input(&dbias.before) });
+    let (dy_pitch, x_pitch) = (dy.pitch, x.pitch);
+    let build = move |at: &[u64]| LinearWeightGradient {
+        precision,
+        rows,
+        inputs,
+        outputs,
+        dy: at[0],
+        dy_pitch,
+        x: at[1],
+        x_pitch,
+        scale,
+        dweight: at[2],
+        dweight_pitch,
+        dbias: biased.then(|| at[3]),
+        workspace: at[4],
+        tickets: at[5],
+    };
+    let shapeless = build(&[0; 6]);
+    buffers.extend(shared(shapeless.workspace_bytes(), shapeless.tickets()));
+    case(&label(shape, more), buffers, build)
+}
+
+/// Without master weights; or, as variant 1, with them if they are halves, and with a wider pitch.
+pub(crate) fn update(precision: Precision, shape: [u32; 3], more: u32, seed: u64) -> Case {
+    let [rows, inputs, outputs] = shape;
+    let (mut data, element, rate) = (Data::new(seed), precision.element(), 0.037_f32);
+    let mastered = more == 1 && element != Element::F32;
+    let dy = Operand::new(precision, &mut data, rows, outputs, more);
+    let x = Operand::new(precision, &mut data, rows, inputs, more);
+    let masters = data.floats(area(outputs, inputs), 1.0);
+    let weights = rounded(element, masters.clone());
+    let biases = data.floats(outputs.into(), 1.0);
+    let stepped = |from: &[f32], sums: Vec<(f64, f64)>| -> Vec<(f64, f64)> {
+        let step = |(&from, (sum, allowed)): (&f32, (f64, f64))| {
+            let rate = f64::from(rate);
+            stored(Element::F32, (f64::from(from) - rate * sum, rate * allowed))
+        };
+        from.iter().zip(sums).map(step).collect()
+    };
+    let sums = product(precision, &dy.transposed(), &x.transposed(), rows);
+    let after = stepped(if mastered { &masters } else { &weights }, sums);
+    let halves = after.iter().map(|&(value, allowed)| (value, allowed + stored_tolerance(element, value))).collect();
+    let weight_pitch = pitch(element, inputs, more);
+    let in_place = |element: Element, before: &[f32], after: Vec<(f64, f64)>| Buffer {
+        before: input_rows(element, before, inputs, weight_pitch).before,
+        ..within_rows(element, after, inputs, weight_pitch)
+    };
+    let bias = within(stepped(&biases, dy.column_sums()));
+    let master = in_place(Element::F32, &masters, after);
+    let mut buffers = vec![
+        dy.buffer(),
+        x.buffer(),
+        in_place(element, &weights, halves),
+        if mastered { master } else { input(&master.before) },
+        Buffer { before: input(&biases).before, ..bias },
+    ];
+    let (dy_pitch, x_pitch) = (dy.pitch, x.pitch);
+    let build = move |at: &[u64]| LinearUpdate {
+        precision,
+        rows,
+        inputs,
+        outputs,
+        dy: at[0],
+        dy_pitch,
+        x: at[1],
+        x_pitch,
+        rate,
+        weight: at[2],
+        weight_pitch,
+        master: mastered.then(|| at[3]),
+        bias: at[4],
+        workspace: at[5],
+        tickets: at[6],
+    };
+    let shapeless = build(&[0; 7]);
+    buffers.extend(shared(shapeless.workspace_bytes(), shapeless.tickets()));
+    case(&label(shape, more), buffers, build)
+}
