@@ -306,9 +306,17 @@ fn workspaces(precision: Precision, widths: &[u32], rows: u32, fuse: FuseMode) -
 /// What a step allocates, counted by hand, from the record.
 #[test]
 fn fusion_takes_fewer_tensors() {
-    let base = Settings { allocator: BackendKind::Naive, loader: LoaderMode::Copy, ..iris() };
-    for layers in [1, 2, 3, 5] {
-        for (name, settings) in combinations(&Settings { layers, epochs: 1, steps: Some(2), ..base.clone() }) {
+    let with = |layers, base| {
+        let (allocator, loader) = (BackendKind::Naive, LoaderMode::Copy);
+        Settings { allocator, loader, layers, epochs: 1, steps: Some(2), ..base }
+    };
+    let shapes = [1, 2, 3, 5].map(|layers| (4, 3, with(layers, iris())));
+    // Wide enough that blocks share sums.
+    for (features, classes, base) in
+        shapes.into_iter().chain([(784, 10, with(3, Settings { hidden: 256, ..digits() }))])
+    {
+        for (name, settings) in combinations(&base) {
+            let layers = settings.layers;
             let counts = train(&settings).finished().column("driver_allocations");
             let n = u64::from(layers);
             // Inputs and labels; then in each layer the output, the gradients of its weights and bias, and, but for the
@@ -320,7 +328,7 @@ fn fusion_takes_fewer_tensors() {
                 FuseMode::Update => 2 + n + 1 + (n - 1),
             };
             let arithmetic: Arithmetic = settings.arithmetic().unwrap();
-            let widths: Vec<u32> = trainer::mlp::widths(4, settings.hidden, layers, 3);
+            let widths: Vec<u32> = trainer::mlp::widths(features, settings.hidden, layers, classes);
             let more = match arithmetic.plain() {
                 Some(_) => 0,
                 None => workspaces(arithmetic.precision(), &widths, settings.batch, settings.fuse),
