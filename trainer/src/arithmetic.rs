@@ -179,10 +179,8 @@ impl Arithmetic {
 
     /// What to change when the loss is no longer a number.
     pub(crate) fn advice(&self, learning_rate: f32) -> String {
-        let scale = match self.dtype {
-            Dtype::F16 => format!(", lower --loss-scale (now {})", self.loss_scale),
-            _ => String::new(),
-        };
+        let scaled = self.dtype == Dtype::F16 || self.loss_scale != 1.0;
+        let scale = if scaled { format!(", lower --loss-scale (now {})", self.loss_scale) } else { String::new() };
         format!("lower --lr (now {learning_rate}){scale} or change --init")
     }
 }

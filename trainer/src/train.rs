@@ -115,7 +115,14 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
     if !settings.learning_rate.is_finite() || settings.learning_rate <= 0.0 {
         return Err(TrainError::Input(format!("--lr must be a positive number, found {}", settings.learning_rate)));
     }
-    settings.arithmetic().map(|_| ())
+    let Arithmetic { loss_scale, .. } = settings.arithmetic()?;
+    if !(settings.learning_rate / loss_scale).is_finite() {
+        return Err(TrainError::Input(format!(
+            "--loss-scale {loss_scale:e} is too small: updates divide --lr {} by it",
+            settings.learning_rate
+        )));
+    }
+    Ok(())
 }
 
 /// The data that the settings ask for.

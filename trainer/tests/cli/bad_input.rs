@@ -44,6 +44,7 @@ fn arithmetic_that_does_not_go_together_is_refused() {
         ("--loss-scale 0", "--loss-scale must be a positive number, found 0"),
         ("--loss-scale -2 --dtype f16", "--loss-scale must be a positive number, found -2"),
         ("--loss-scale nan", "--loss-scale must be a positive number"),
+        ("--loss-scale 1e-40", "--loss-scale 1e-40 is too small: updates divide --lr 0.1 by it"),
         ("--loss-scale inf --dtype bf16", "--loss-scale must be a positive number"),
     ] {
         place.iris(&arguments.split(' ').collect::<Vec<_>>()).refused(&[words]);
