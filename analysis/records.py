@@ -75,6 +75,10 @@ class Run:
         """The run in a few words: what of its settings a reader of a figure asks for."""
         settings = self.settings
         words = [self.arm, f"{settings['layers']} layers of {settings['hidden']}", f"batch {settings['batch']}"]
+        if settings.get("dtype", "f32") != "f32":
+            words.append(str(settings["dtype"]))
+        if settings.get("fuse", "none") != "none":
+            words.append(f"fuse {settings['fuse']}")
         if settings.get("sync", "never") != "never":
             words.append(f"sync {settings['sync']}")
         return ", ".join(words)

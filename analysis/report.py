@@ -62,15 +62,19 @@ def name_runs(runs: list[Run]) -> list[tuple[str, Run]]:
     arms = [run.arm for run in runs]
     if len(set(arms)) == len(arms):
         return list(zip(arms, runs, strict=True))
-    keys = ["device", "dataset", "hidden", "layers", "batch", "sync", "loader", "init", "gemm", "seed", "lr"]
-    telling = [key for key in keys if len({str(run.settings.get(key)) for run in runs}) > 1]
+    keys = ["device", "dataset", "hidden", "layers", "batch", "dtype", "accumulate", "weights", "loss_scale", "fuse"]
+    keys += ["sync", "loader", "init", "gemm", "seed", "lr"]
+    # What holds where a record does not say.
+    unsaid = {"dtype": "f32", "accumulate": "f32", "weights": "master", "loss_scale": 1.0, "fuse": "none"}
+    said = [{**unsaid, **run.settings} for run in runs]
+    telling = [key for key in keys if len({str(settings.get(key)) for settings in said}) > 1]
     own: dict[str, dict[str, set[str]]] = {}
     for run in runs:
         for key, value in run.settings.get("allocator_settings", {}).items():
             own.setdefault(run.arm, {}).setdefault(key, set()).add(str(value))
     named: list[tuple[str, Run]] = []
-    for run in runs:
-        words = [f"{key} {run.settings[key]}" for key in telling if key in run.settings]
+    for run, settings in zip(runs, said, strict=True):
+        words = [f"{key.replace('_', ' ')} {settings[key]}" for key in telling if key in settings]
         words += [
             f"{key.replace('_', ' ')} {run.settings['allocator_settings'].get(key)}"
             for key, values in own.get(run.arm, {}).items()

@@ -115,3 +115,16 @@ def test_runs_of_one_allocator_are_told_apart(tmp_path: Path) -> None:
     assert [name for name, _ in report.name_runs(runs)] == [
         "caching, hidden 64", "caching, hidden 128", "caching, hidden 64 (2)",
     ]  # fmt: skip
+
+
+def test_runs_are_told_apart_by_their_arithmetic(tmp_path: Path) -> None:
+    # A record from before there were types says nothing, and was f32.
+    told = [summary("caching"), summary("caching"), summary("caching")]
+    told[1]["settings"] = {**told[1]["settings"], "dtype": "f32", "fuse": "none", "loss_scale": 1.0}
+    told[2]["settings"] = {**told[2]["settings"], "dtype": "f16", "fuse": "none", "loss_scale": 1024.0}
+    runs = report.gather([str(write_run(tmp_path / str(n), one)) for n, one in enumerate(told)])
+    assert [name for name, _ in report.name_runs(runs)] == [
+        "caching, dtype f32, loss scale 1.0", "caching, dtype f32, loss scale 1.0 (2)",
+        "caching, dtype f16, loss scale 1024.0",
+    ]  # fmt: skip
+    assert runs[2].label == runs[1].label.replace("batch 64", "batch 64, f16")

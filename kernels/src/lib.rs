@@ -51,8 +51,8 @@
 //!
 //! `cuda/*.cu` hold the sources and `ptx/*.ptx` what a pinned NVRTC makes of them; `ptx.sh` recompiles and `ptx.sh
 //! --check` tells whether they agree. The PTX is embedded, so building needs no CUDA and running needs only the driver
-//! (550 or newer) and a GPU of compute capability 7.5 or newer, or what the first line of a source asks for. [`CudaKernels::load`] has the driver compile it for
-//! the GPU.
+//! (550 or newer) and a GPU of compute capability 7.5 or newer, or what the first line of a source asks for.
+//! [`CudaKernels::load`] has the driver compile it for the GPU.
 
 mod cuda;
 mod error;

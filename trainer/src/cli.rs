@@ -1,9 +1,10 @@
 //! The command line.
 
+use crate::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::DatasetName;
 use crate::observer::Observer;
 use crate::progress::{Terminal, say};
-use crate::settings::{DeviceChoice, GemmMode, InitMode, LoaderMode, ProfileSteps, SyncMode};
+use crate::settings::{DeviceChoice, InitMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::{Result, Settings, TrainError, doctor, exit, record, report, start};
 use allocators::backend::CachingSettings;
 use allocators::instrument::NvtxMode;
@@ -160,9 +161,25 @@ struct TrainArgs {
     /// Learning rate
     #[arg(long, value_name = "RATE", default_value_t = 0.1, allow_negative_numbers = true, help_heading = "Training")]
     lr: f32,
-    /// Matrix product
-    #[arg(long, value_enum, default_value = "tiled", help_heading = "Training")]
-    gemm: GemmMode,
+    /// Type of activations, their gradients and weights
+    #[arg(long, value_enum, default_value = "f32", help_heading = "Arithmetic")]
+    dtype: Dtype,
+    /// Type of sums on tensor cores; f16 only with --dtype f16
+    #[arg(long, value_enum, default_value = "f32", help_heading = "Arithmetic")]
+    accumulate: Accumulate,
+    /// Weights that are stepped; half only with --dtype bf16 or f16
+    #[arg(long, value_enum, default_value = "master", help_heading = "Arithmetic")]
+    weights: WeightsMode,
+    /// Factor of the gradients until the update [default: 1024 for f16, else 1]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Arithmetic")]
+    loss_scale: Option<f32>,
+    /// Matrix product [default: tiled for f32, else tensor]
+    #[arg(long, value_enum, help_heading = "Arithmetic")]
+    gemm: Option<GemmMode>,
+    /// What is fused into one launch; not with --gemm naive
+    #[arg(long, value_enum, default_value = "none", help_heading = "Arithmetic")]
+    fuse: FuseMode,
+
     /// When the host waits for the device
     #[arg(long, value_enum, default_value = "never", help_heading = "Training")]
     sync: SyncMode,
@@ -295,7 +312,12 @@ impl TrainArgs {
             learning_rate: self.lr,
             sync: self.sync,
             loader: self.loader,
+            dtype: self.dtype,
+            accumulate: self.accumulate,
+            weights: self.weights,
+            loss_scale: self.loss_scale,
             gemm: self.gemm,
+            fuse: self.fuse,
             out: self.out.clone(),
             save_start: self.save_start.clone(),
             nvtx: self.nvtx,

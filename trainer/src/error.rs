@@ -55,7 +55,7 @@ pub enum TrainError {
         error: std::io::Error,
     },
     /// The loss is no longer a number.
-    #[error("the loss became {loss} in epoch {epoch}, step {step}: lower --lr (now {learning_rate}) or change --init")]
+    #[error("the loss became {loss} in epoch {epoch}, step {step}: {advice}")]
     Diverged {
         /// Epoch, from 1.
         epoch: u32,
@@ -63,18 +63,18 @@ pub enum TrainError {
         step: u64,
         /// The loss.
         loss: f32,
-        /// Learning rate in effect.
-        learning_rate: f32,
+        /// What to change, with the values in effect.
+        advice: String,
     },
     /// The validation loss is no number, because of the epoch's last update.
-    #[error("the validation loss became {loss} in epoch {epoch}: lower --lr (now {learning_rate}) or change --init")]
+    #[error("the validation loss became {loss} in epoch {epoch}: {advice}")]
     DivergedInValidation {
         /// Epoch, from 1.
         epoch: u32,
         /// The loss.
         loss: f64,
-        /// Learning rate in effect.
-        learning_rate: f32,
+        /// What to change, with the values in effect.
+        advice: String,
     },
     /// Ctrl-C.
     #[error("interrupted; what was done so far is in the run record")]

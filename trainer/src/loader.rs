@@ -1,11 +1,14 @@
 //! How batches reach the device: copied, copied from page-locked memory, or gathered from a resident data set.
 
+use crate::arithmetic::Arithmetic;
 use crate::data::{Features, Split};
 use crate::error::Result;
 use crate::mlp::Batch;
 use crate::settings::LoaderMode;
 use crate::tensor::Context;
 use allocators::{DeviceBuffer, Driver, EventId, PinnedBuffer};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 use kernels::{Element, GatherLabels, GatherRowsF32, GatherRowsU8};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -33,14 +36,31 @@ pub fn shuffled(seed: u64, epoch: u32, order: &mut [u32]) {
 pub struct Loader {
     rows: usize,
     features: usize,
+    batch: u32,
+    layout: Layout,
     source: Source,
+}
+
+/// How a batch's inputs are stored.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    element: Element,
+    pitch: u32,
+}
+
+impl Layout {
+    /// Bytes from one row to the next.
+    fn row_bytes(self) -> usize {
+        // CAST: below 2^34.
+        (u64::from(self.pitch) * self.element.bytes()) as usize
+    }
 }
 
 #[derive(Debug)]
 enum Source {
-    /// Rows are assembled in these vectors.
+    /// Rows are assembled in these vectors; the inputs' bytes lie in words, so that they are aligned.
     Copy {
-        inputs: Vec<f32>,
+        inputs: Vec<u32>,
         labels: Vec<u32>,
     },
     Pinned {
@@ -77,14 +97,24 @@ impl Loader {
     ///
     /// # Errors
     /// Those of the allocator, of copies and of page-locking memory.
-    pub fn new(context: &Context, split: &Split, features: usize, batch: u32, mode: LoaderMode) -> Result<Self> {
-        let batch = (batch as usize).min(split.rows);
+    pub fn new(
+        context: &Context,
+        split: &Split,
+        features: usize,
+        batch: u32,
+        mode: LoaderMode,
+        arithmetic: &Arithmetic,
+    ) -> Result<Self> {
+        // CAST: features are bounded by the readers, data sets have fewer than 2^32 rows.
+        let (pitch, batch) = (arithmetic.pitch(features as u32), batch.min(split.rows as u32));
+        let layout = Layout { element: arithmetic.element(), pitch };
+        let (rows, row_bytes) = (batch as usize, layout.row_bytes());
         let source = match mode {
-            LoaderMode::Copy => Source::Copy { inputs: vec![0.0; batch * features], labels: vec![0; batch] },
+            LoaderMode::Copy => Source::Copy { inputs: vec![0; (rows * row_bytes).div_ceil(4)], labels: vec![0; rows] },
             LoaderMode::Pinned => {
                 let driver = context.device.driver();
                 let slot = || -> Result<Slot> {
-                    let buffer = PinnedBuffer::new(&driver, batch * (features + 1) * 4)?;
+                    let buffer = PinnedBuffer::new(&driver, rows * (row_bytes + 4))?;
                     Ok(Slot { buffer, copied: driver.event_create(false)?, driver: Arc::clone(&driver) })
                 };
                 Source::Pinned { ring: (0..RING).map(|_| slot()).collect::<Result<_>>()?, next: 0 }
@@ -98,7 +128,7 @@ impl Loader {
                 order: None,
             },
         };
-        Ok(Self { rows: split.rows, features, source })
+        Ok(Self { rows: split.rows, features, batch, layout, source })
     }
 
     /// Announces the order of the rows for the next pass.
@@ -126,26 +156,30 @@ impl Loader {
         assert!(range.end <= order.len() && order.len() <= self.rows, "a batch should lie inside the pass");
         // CAST: a batch has at most u32::MAX rows by the type of its setting; features are bounded by the readers.
         let (rows, cols) = (range.len() as u32, self.features as u32);
-        let inputs = context.matrix(rows, cols)?;
+        let Layout { element, pitch } = self.layout;
+        let inputs = context.pitched(element, rows, cols, pitch)?;
+        let input_bytes = range.len() * self.layout.row_bytes();
         let labels = context.allocate::<u32>(range.len())?;
         let picked = &order[range.clone()];
         match &mut self.source {
             Source::Copy { inputs: host_inputs, labels: host_labels } => {
-                let count = range.len() * self.features;
-                fill_rows(split, picked, &mut host_inputs[..count], &mut host_labels[..range.len()], self.features);
-                context.write(&inputs.buffer, &host_inputs[..count])?;
-                context.write(&labels, &host_labels[..range.len()])?;
+                let host_inputs = &mut bytemuck::cast_slice_mut(host_inputs)[..input_bytes];
+                let host_labels = &mut host_labels[..range.len()];
+                fill_rows(split, picked, host_inputs, host_labels, self.features, self.layout);
+                context.write::<u8>(&inputs.buffer, host_inputs)?;
+                context.write(&labels, host_labels)?;
             }
             Source::Pinned { ring, next } => {
                 let slot = &mut ring[*next];
                 *next = (*next + 1) % RING;
                 let driver = context.device.driver();
                 driver.event_synchronize(slot.copied)?;
-                let (input_bytes, label_bytes) = (picked.len() * self.features * 4, picked.len() * 4);
+                let label_bytes = picked.len() * 4;
                 let bytes = &mut slot.buffer.as_mut_slice()[..input_bytes + label_bytes];
-                let words: &mut [f32] = bytemuck::cast_slice_mut(bytes);
-                let (host_inputs, host_labels) = words.split_at_mut(picked.len() * self.features);
-                fill_rows(split, picked, host_inputs, bytemuck::cast_slice_mut(host_labels), self.features);
+                // A row is a multiple of four bytes, so the labels are aligned.
+                let (host_inputs, host_labels) = bytes.split_at_mut(input_bytes);
+                let host_labels = bytemuck::cast_slice_mut(host_labels);
+                fill_rows(split, picked, host_inputs, host_labels, self.features, self.layout);
                 let stream = context.device.stream();
                 // SAFETY: both targets are live and large enough; the buffer is not touched again before
                 // `event_synchronize` has seen the event that is recorded behind these copies.
@@ -166,28 +200,28 @@ impl Loader {
                 let source_rows = self.rows as u32;
                 let gather: Box<dyn kernels::Operation> = match &split.features {
                     Features::U8 { scale, shift, .. } => Box::new(GatherRowsU8 {
-                        element: Element::F32,
+                        element,
                         rows,
                         cols,
-                        pitch: cols,
-                        batch: rows,
+                        pitch,
                         source,
                         source_rows,
                         indices,
+                        batch: self.batch,
                         cursor: None,
                         scale: *scale,
                         shift: *shift,
                         out,
                     }),
                     Features::F32(_) => Box::new(GatherRowsF32 {
-                        element: Element::F32,
+                        element,
                         rows,
                         cols,
-                        pitch: cols,
-                        batch: rows,
+                        pitch,
                         source,
                         source_rows,
                         indices,
+                        batch: self.batch,
                         cursor: None,
                         scale: 1.0,
                         // Adding -0.0 changes no bit of any number; adding 0.0 would make 0.0 of -0.0.
@@ -199,10 +233,10 @@ impl Loader {
                 unsafe { context.device.run(gather.as_ref())? };
                 let pick = GatherLabels {
                     rows,
-                    batch: rows,
                     source: all_labels.addr().get(),
                     source_rows,
                     indices,
+                    batch: self.batch,
                     cursor: None,
                     out: labels.addr().get(),
                 };
@@ -214,9 +248,39 @@ impl Loader {
     }
 }
 
-fn fill_rows(split: &Split, picked: &[u32], inputs: &mut [f32], labels: &mut [u32], features: usize) {
-    for ((&row, out), label) in picked.iter().zip(inputs.chunks_exact_mut(features)).zip(labels) {
-        split.features.copy_row(row as usize, out);
+/// Writes the picked rows to `inputs`, which is aligned to their elements, and their classes to `labels`. Values are
+/// rounded as the kernels that gather rows round them; padding becomes zero.
+fn fill_rows(split: &Split, picked: &[u32], inputs: &mut [u8], labels: &mut [u32], features: usize, layout: Layout) {
+    let rows = inputs.chunks_exact_mut(layout.row_bytes());
+    let copy = |row: u32, out: &mut [f32]| split.features.copy_row(row as usize, out);
+    match layout.element {
+        Element::F32 => {
+            for (out, &row) in rows.zip(picked) {
+                let (values, padding) = bytemuck::cast_slice_mut::<u8, f32>(out).split_at_mut(features);
+                copy(row, values);
+                padding.fill(0.0);
+            }
+        }
+        Element::Bf16 => fill_halves::<bf16>(rows, picked, features, copy, |to, from| to.convert_from_f32_slice(from)),
+        Element::F16 => fill_halves::<f16>(rows, picked, features, copy, |to, from| to.convert_from_f32_slice(from)),
+    }
+    for (&row, label) in picked.iter().zip(labels) {
         *label = u32::from(split.labels[row as usize]);
+    }
+}
+
+fn fill_halves<'a, T: bytemuck::Pod>(
+    rows: impl Iterator<Item = &'a mut [u8]>,
+    picked: &[u32],
+    features: usize,
+    copy: impl Fn(u32, &mut [f32]),
+    round: impl Fn(&mut [T], &[f32]),
+) {
+    let mut values = vec![0f32; features];
+    for (out, &row) in rows.zip(picked) {
+        let (halves, padding) = bytemuck::cast_slice_mut::<u8, T>(out).split_at_mut(features);
+        copy(row, &mut values);
+        round(halves, &values);
+        padding.fill(T::zeroed());
     }
 }

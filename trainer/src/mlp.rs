@@ -3,30 +3,44 @@
 //! Every tensor that an operation produces is allocated through the allocator right before the operation and
 //! freed when nothing needs it any more. That is what this program is for; nothing is done in place that a
 //! framework would not do in place.
+//!
+//! [`Arithmetic`] decides which operations a step is made of:
+//!
+//! | | f32, nothing fused | other types, nothing fused | `epilogue` | `update` |
+//! |---|---|---|---|---|
+//! | layer | product, bias, ReLU | the same | one | one |
+//! | loss | losses with gradient, mean | the same | one | one |
+//! | a layer's gradient | product, bias' gradient | the same | one | with the update |
+//! | gradient of its input | product, ReLU's gradient | the same | one | one |
+//! | update | weights, bias | the same | the same | one |
 
+mod layer;
+mod loss;
+mod workspace;
+
+use crate::arithmetic::{Arithmetic, FuseMode};
 use crate::error::Result;
 use crate::init;
-use crate::settings::{GemmMode, InitMode};
+use crate::settings::InitMode;
 use crate::tensor::{Context, Matrix};
 use allocators::DeviceBuffer;
-use kernels::{
-    AddBias, BiasGradient, CountCorrect, CrossEntropyLoss, Element, Gemm, GemmLayout, MeanLoss, Relu, ReluBackward,
-    Sgd, SoftmaxCrossEntropy,
-};
+use kernels::Element;
 
 /// A linear layer: `y = x · weightᵀ + bias`.
 #[derive(Debug)]
 pub struct Linear {
-    /// `[outputs, inputs]`.
+    /// `[outputs, inputs]`, as products read them.
     pub weight: Matrix,
-    /// `[1, outputs]`.
+    /// The same in f32 with the same pitch: what is stepped, if it is not the weights themselves.
+    pub master: Option<Matrix>,
+    /// `[1, outputs]`, f32.
     pub bias: Matrix,
 }
 
-/// Gradients of one layer.
+/// Gradients of one layer, f32, multiplied by the loss scale.
 #[derive(Debug)]
 pub struct LinearGradient {
-    /// `[outputs, inputs]`.
+    /// `[outputs, inputs]`, with the weights' pitch.
     pub weight: Matrix,
     /// `[1, outputs]`.
     pub bias: Matrix,
@@ -37,7 +51,9 @@ pub struct LinearGradient {
 pub struct Mlp {
     /// Layers from input to output.
     pub layers: Vec<Linear>,
-    gemm: GemmMode,
+    arithmetic: Arithmetic,
+    /// Counters by which the blocks of a launch find out which of them is the last; zero between launches.
+    tickets: Option<DeviceBuffer>,
 }
 
 /// Widths of a network: inputs, hidden layers, classes.
@@ -47,17 +63,23 @@ pub fn widths(inputs: u32, hidden: u32, layers: u32, classes: u32) -> Vec<u32> {
     std::iter::once(inputs).chain(hidden).chain([classes]).collect()
 }
 
-/// Bytes of the weights of a network with these widths.
+/// Bytes of the weights and biases of a network with these widths as they are held: those that products read, with
+/// their padding, and master weights.
 #[must_use]
-pub fn parameter_bytes(widths: &[u32]) -> u64 {
-    let layer = |pair: &[u32]| (u64::from(pair[0]) + 1).saturating_mul(u64::from(pair[1])).saturating_mul(4);
+pub fn parameter_bytes(widths: &[u32], arithmetic: &Arithmetic) -> u64 {
+    let master = if arithmetic.has_master() { Element::F32.bytes() } else { 0 };
+    let layer = |pair: &[u32]| {
+        let weights = u64::from(arithmetic.pitch(pair[0])).saturating_mul(u64::from(pair[1]));
+        let biases = u64::from(pair[1]) * Element::F32.bytes();
+        weights.saturating_mul(arithmetic.element().bytes() + master).saturating_add(biases)
+    };
     widths.windows(2).map(layer).fold(0, u64::saturating_add)
 }
 
 /// The batch of one step.
 #[derive(Debug)]
 pub struct Batch {
-    /// `[rows, features]`.
+    /// `[rows, features]`, stored as [`Arithmetic`] says.
     pub inputs: Matrix,
     /// Class of each row, u32.
     pub labels: DeviceBuffer,
@@ -71,63 +93,47 @@ struct Activations {
 }
 
 impl Mlp {
-    /// A network with fresh weights.
+    /// A network with fresh weights, for batches of these numbers of rows.
     ///
     /// # Errors
     /// Those of the allocator and of copies.
-    pub fn new(context: &Context, widths: &[u32], mode: InitMode, seed: u64, gemm: GemmMode) -> Result<Self> {
+    pub fn new(
+        context: &Context,
+        widths: &[u32],
+        mode: InitMode,
+        seed: u64,
+        arithmetic: Arithmetic,
+        batches: &[u32],
+    ) -> Result<Self> {
         let mut layers = Vec::with_capacity(widths.len() - 1);
         for (number, pair) in (0..).zip(widths.windows(2)) {
             let (inputs, outputs) = (pair[0], pair[1]);
-            let weight = context.matrix(outputs, inputs)?;
-            context.write(&weight.buffer, &init::weights(mode, seed, number, outputs, inputs))?;
+            let pitch = arithmetic.pitch(inputs);
+            let weight = context.pitched(arithmetic.element(), outputs, inputs, pitch)?;
+            let values = init::weights(mode, seed, number, outputs, inputs);
+            context.write_values(&weight, &values)?;
+            let master = if arithmetic.has_master() {
+                let master = context.pitched(Element::F32, outputs, inputs, pitch)?;
+                context.write_values(&master, &values)?;
+                Some(master)
+            } else {
+                None
+            };
             let bias = context.matrix(1, outputs)?;
-            context.write(&bias.buffer, &vec![0f32; outputs as usize])?;
-            layers.push(Linear { weight, bias });
+            context.write_values(&bias, &vec![0f32; outputs as usize])?;
+            layers.push(Linear { weight, master, bias });
         }
-        Ok(Self { layers, gemm })
-    }
-
-    fn product(
-        &self,
-        context: &Context,
-        layout: GemmLayout,
-        a: &Matrix,
-        b: &Matrix,
-        (m, n, k): (u32, u32, u32),
-    ) -> Result<Matrix> {
-        let out = context.matrix(m, n)?;
-        let gemm = Gemm { layout, algorithm: self.gemm.into(), m, n, k, a: a.addr(), b: b.addr(), c: out.addr() };
-        // SAFETY: the three matrices are live and of these shapes; they are freed on the stream after this launch.
-        unsafe { context.device.run(&gemm)? };
-        Ok(out)
-    }
-
-    /// One layer without its ReLU.
-    fn linear(&self, context: &Context, layer: &Linear, x: &Matrix) -> Result<Matrix> {
-        let (rows, outputs) = (x.rows, layer.weight.rows);
-        let product = self.product(context, GemmLayout::NT, x, &layer.weight, (rows, outputs, x.cols))?;
-        let out = context.matrix(rows, outputs)?;
-        let add = AddBias {
-            element: Element::F32,
-            rows,
-            cols: outputs,
-            pitch: outputs,
-            x: product.addr(),
-            bias: layer.bias.addr(),
-            y: out.addr(),
+        let tickets = match workspace::most_tickets(widths, &arithmetic, batches) {
+            0 => None,
+            most => Some(context.upload(&vec![0u32; most])?),
         };
-        // SAFETY: as above.
-        unsafe { context.device.run(&add)? };
-        Ok(out)
+        Ok(Self { layers, arithmetic, tickets })
     }
 
-    fn relu(context: &Context, x: &Matrix) -> Result<Matrix> {
-        let out = context.matrix(x.rows, x.cols)?;
-        let relu = Relu { element: Element::F32, len: x.len(), x: x.addr(), y: out.addr() };
-        // SAFETY: both matrices are live, of one shape, and freed on the stream after this launch.
-        unsafe { context.device.run(&relu)? };
-        Ok(out)
+    /// How it computes.
+    #[must_use]
+    pub fn arithmetic(&self) -> &Arithmetic {
+        &self.arithmetic
     }
 
     fn forward(&self, context: &Context, inputs: Matrix) -> Result<Activations> {
@@ -136,14 +142,23 @@ impl Mlp {
         let last = self.layers.len() - 1;
         for (number, layer) in self.layers.iter().enumerate() {
             let _range = context.device.range(format_args!("layer {}", number + 1));
-            let linear = self.linear(context, layer, &kept[number])?;
+            let x = &kept[number];
             if number == last {
-                return Ok(Activations { inputs: kept, logits: linear });
+                let logits = self.logits(context, layer, x)?;
+                return Ok(Activations { inputs: kept, logits });
             }
-            // The backward pass of ReLU needs its output only, so its input goes right away.
-            kept.push(Self::relu(context, &linear)?);
+            let y = self.hidden(context, layer, x)?;
+            kept.push(y);
         }
         unreachable!("a network has at least one layer")
+    }
+
+    /// Forward pass and loss: the input of each layer, and the gradient of the logits.
+    fn forward_and_loss(&self, context: &Context, batch: Batch, loss_slot: u64) -> Result<(Vec<Matrix>, Matrix)> {
+        let Batch { inputs, labels } = batch;
+        let Activations { inputs, logits } = self.forward(context, inputs)?;
+        let dlogits = self.loss(context, &logits, &labels, loss_slot)?;
+        Ok((inputs, dlogits))
     }
 
     fn backward(&self, context: &Context, mut inputs: Vec<Matrix>, dlogits: Matrix) -> Result<Vec<LinearGradient>> {
@@ -153,32 +168,30 @@ impl Mlp {
         for (number, layer) in self.layers.iter().enumerate().rev() {
             let _range = context.device.range(format_args!("layer {}", number + 1));
             let x = inputs.pop().expect("each layer kept its input");
-            let (rows, outputs, width) = (dy.rows, layer.weight.rows, layer.weight.cols);
-            let weight = self.product(context, GemmLayout::TN, &dy, &x, (outputs, width, rows))?;
-            let bias = context.matrix(1, outputs)?;
-            let sum = BiasGradient {
-                element: Element::F32,
-                rows,
-                cols: outputs,
-                pitch: outputs,
-                dy: dy.addr(),
-                db: bias.addr(),
-            };
-            // SAFETY: both are live and of these shapes; they are freed on the stream after this launch.
-            unsafe { context.device.run(&sum)? };
-            gradients.push(LinearGradient { weight, bias });
+            gradients.push(self.gradient(context, layer, &dy, &x)?);
             if number > 0 {
-                let da = self.product(context, GemmLayout::NN, &dy, &layer.weight, (rows, width, outputs))?;
-                let dz = context.matrix(rows, width)?;
-                let relu =
-                    ReluBackward { element: Element::F32, len: x.len(), y: x.addr(), dy: da.addr(), dx: dz.addr() };
-                // SAFETY: as above; all three are of one shape.
-                unsafe { context.device.run(&relu)? };
-                dy = dz;
+                dy = self.input_gradient(context, layer, dy, &x)?;
             }
         }
         gradients.reverse();
         Ok(gradients)
+    }
+
+    /// Backward pass and update in one: a layer is stepped when the gradient of its input has been taken.
+    fn descend(&self, context: &Context, mut inputs: Vec<Matrix>, dlogits: Matrix, learning_rate: f32) -> Result<()> {
+        let _range = context.device.range(format_args!("backward"));
+        let mut dy = dlogits;
+        for (number, layer) in self.layers.iter().enumerate().rev() {
+            let _range = context.device.range(format_args!("layer {}", number + 1));
+            let x = inputs.pop().expect("each layer kept its input");
+            // The weights of before the step.
+            let dx = if number > 0 { Some(self.input_product(context, layer, &dy, Some(&x))?) } else { None };
+            self.step_layer(context, layer, &dy, &x, learning_rate)?;
+            if let Some(dx) = dx {
+                dy = dx;
+            }
+        }
+        Ok(())
     }
 
     /// Forward and backward pass of one batch; the mean loss goes to `loss_slot`, the address of one f32.
@@ -186,57 +199,34 @@ impl Mlp {
     /// # Errors
     /// Those of the allocator and of launches.
     pub fn gradients(&self, context: &Context, batch: Batch, loss_slot: u64) -> Result<Vec<LinearGradient>> {
-        let Batch { inputs, labels } = batch;
-        let Activations { inputs, logits } = self.forward(context, inputs)?;
-        let (rows, classes) = (logits.rows, logits.cols);
-        let dlogits = {
-            let _range = context.device.range(format_args!("loss"));
-            let losses = context.matrix(rows, 1)?;
-            let dlogits = context.matrix(rows, classes)?;
-            let loss = SoftmaxCrossEntropy {
-                rows,
-                classes,
-                logits: logits.addr(),
-                labels: labels.addr().get(),
-                losses: losses.addr(),
-                element: Element::F32,
-                dlogits: dlogits.addr(),
-                dlogits_pitch: classes,
-                // CAST: a batch's rows are far below 2^24, so the quotient is exact to rounding.
-                scale: 1.0 / rows as f32,
-            };
-            // SAFETY: all buffers are live and of these shapes; they are freed on the stream after this launch.
-            unsafe { context.device.run(&loss)? };
-            let mean = MeanLoss { rows, losses: losses.addr(), out: loss_slot, cursor: None };
-            // SAFETY: as above; the caller keeps the slot.
-            unsafe { context.device.run(&mean)? };
-            dlogits
-        };
-        drop((logits, labels));
+        let (inputs, dlogits) = self.forward_and_loss(context, batch, loss_slot)?;
         self.backward(context, inputs, dlogits)
     }
 
-    /// One step of gradient descent; the gradients are freed.
+    /// One step of gradient descent with gradients that were taken before; they are freed.
     ///
     /// # Errors
     /// Those of launches.
     pub fn update(&self, context: &Context, gradients: Vec<LinearGradient>, learning_rate: f32) -> Result<()> {
         let _range = context.device.range(format_args!("update"));
         for (layer, gradient) in self.layers.iter().zip(gradients) {
-            for (weights, gradient) in [(&layer.weight, &gradient.weight), (&layer.bias, &gradient.bias)] {
-                let sgd = Sgd {
-                    element: Element::F32,
-                    len: weights.len(),
-                    learning_rate,
-                    gradient: gradient.addr(),
-                    weights: weights.addr(),
-                    master: None,
-                };
-                // SAFETY: both are live and of one shape; they are freed on the stream after this launch.
-                unsafe { context.device.run(&sgd)? };
-            }
+            self.update_layer(context, layer, &gradient, learning_rate)?;
         }
         Ok(())
+    }
+
+    /// All of one training step: forward pass, loss, backward pass, update. The mean loss from before the update goes to
+    /// `loss_slot`, the address of one f32.
+    ///
+    /// # Errors
+    /// Those of the allocator and of launches.
+    pub fn step(&self, context: &Context, batch: Batch, loss_slot: u64, learning_rate: f32) -> Result<()> {
+        if self.arithmetic.fuse == FuseMode::Update {
+            let (inputs, dlogits) = self.forward_and_loss(context, batch, loss_slot)?;
+            return self.descend(context, inputs, dlogits, learning_rate);
+        }
+        let gradients = self.gradients(context, batch, loss_slot)?;
+        self.update(context, gradients, learning_rate)
     }
 
     /// Forward pass of one batch; the mean loss goes to `loss_slot` (one f32), the number of rows whose largest logit
@@ -246,19 +236,8 @@ impl Mlp {
     /// Those of the allocator and of launches.
     pub fn evaluate(&self, context: &Context, batch: Batch, loss_slot: u64, correct_slot: u64) -> Result<()> {
         let Batch { inputs, labels } = batch;
+        // What the backward pass would need goes right away.
         let Activations { logits, .. } = self.forward(context, inputs)?;
-        let (rows, classes) = (logits.rows, logits.cols);
-        let losses = context.matrix(rows, 1)?;
-        let (logits_addr, labels_addr) = (logits.addr(), labels.addr().get());
-        let loss = CrossEntropyLoss { rows, classes, logits: logits_addr, labels: labels_addr, losses: losses.addr() };
-        // SAFETY: all buffers are live and of these shapes; they are freed on the stream after these launches. The
-        // caller keeps the slots.
-        unsafe { context.device.run(&loss)? };
-        let mean = MeanLoss { rows, losses: losses.addr(), out: loss_slot, cursor: None };
-        // SAFETY: as above.
-        unsafe { context.device.run(&mean)? };
-        let correct = CountCorrect { rows, classes, logits: logits_addr, labels: labels_addr, out: correct_slot };
-        // SAFETY: as above.
-        unsafe { context.device.run(&correct) }
+        self.judge(context, &logits, &labels, loss_slot, correct_slot)
     }
 }

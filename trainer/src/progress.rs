@@ -1,6 +1,7 @@
 //! What a person sees on the terminal while a run goes on. Everything here goes to stderr.
 
 use crate::Settings;
+use crate::arithmetic::name;
 use crate::data::Dataset;
 use crate::device::Device;
 use crate::observer::Observer;
@@ -116,10 +117,11 @@ impl Observer for Terminal {
 
     fn begin(&self, settings: &Settings, summary: &Summary, steps: u64) {
         self.line(&format!(
-            "train    {} layers of width {}, batch {}, allocator {}, weights {}",
+            "train    {} layers of width {}, batch {}, {}, allocator {}, weights {}",
             settings.layers,
             settings.hidden,
             settings.batch,
+            name(settings.dtype),
             summary.settings.allocator,
             Bytes(summary.parameter_bytes)
         ));

@@ -3,11 +3,12 @@
 //! The summary is replaced as a whole after each epoch (written beside, then renamed), so a killed run leaves
 //! the record of what it had done. Step rows are appended after each epoch.
 
+use crate::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::FileChecksum;
 use crate::error::{Result, TrainError};
 use crate::export::CallLine;
 use crate::latency::Interval;
-use crate::settings::{GemmMode, InitMode, LoaderMode, ProfileSteps, SyncMode};
+use crate::settings::{InitMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::start::StartRecord;
 use allocators::instrument::{CheckReport, InstrumentCost, LatencyRow, TraceEvent};
 use allocators::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
@@ -57,8 +58,16 @@ pub struct EffectiveSettings {
     pub init: InitMode,
     /// Matrix product.
     pub gemm: GemmMode,
-    /// Values' type; always `f32`.
-    pub dtype: &'static str,
+    /// What is fused into one launch.
+    pub fuse: FuseMode,
+    /// Type of the values.
+    pub dtype: Dtype,
+    /// Type of sums on tensor cores.
+    pub accumulate: Accumulate,
+    /// Which weights are stepped.
+    pub weights: WeightsMode,
+    /// Factor of the gradients until the update.
+    pub loss_scale: f32,
     /// Whether NVTX ranges were emitted.
     pub nvtx: bool,
     /// Steps that a profiler was to capture; `null`: the whole training.
@@ -204,7 +213,7 @@ pub struct Summary {
     /// The start file that was written.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub start: Option<StartRecord>,
-    /// Bytes of the weights.
+    /// Bytes of the weights and biases as they are held: those that products read, their padding, and master weights.
     pub parameter_bytes: u64,
     /// Epochs so far.
     pub epochs: Vec<EpochRecord>,

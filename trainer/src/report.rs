@@ -1,5 +1,6 @@
 //! The account of a run as tables for people.
 
+use crate::arithmetic::name;
 use crate::record::{EpochRecord, Status, Summary};
 use allocators::{Attribution, Bytes, CallCounts, CallKind};
 use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
@@ -108,7 +109,9 @@ fn epochs(summary: &Summary) -> String {
             duration(blocked(driver_calls)),
         ]);
     }
-    titled(&format!("Training with '{}' on {}", summary.settings.allocator, summary.device.name), &table)
+    let settings = &summary.settings;
+    let dtype = name(settings.dtype);
+    titled(&format!("Training with '{}' in {dtype} on {}", settings.allocator, summary.device.name), &table)
 }
 
 fn calls(summary: &Summary) -> String {

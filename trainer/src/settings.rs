@@ -1,11 +1,12 @@
 //! What a run was asked to do.
 
+use crate::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::DatasetName;
+use crate::error::Result;
 use allocators::instrument::NvtxMode;
 use allocators::trace::Export;
 use allocators::{BackendKind, PoolSettings};
 use clap::ValueEnum;
-use kernels::GemmAlgorithm;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -48,26 +49,6 @@ pub enum InitMode {
     Kaiming,
 }
 
-/// Matrix product.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum GemmMode {
-    /// One thread for each output element.
-    Naive,
-    /// Tiles in shared memory.
-    #[default]
-    Tiled,
-}
-
-impl From<GemmMode> for GemmAlgorithm {
-    fn from(mode: GemmMode) -> Self {
-        match mode {
-            GemmMode::Naive => GemmAlgorithm::Naive,
-            GemmMode::Tiled => GemmAlgorithm::Tiled,
-        }
-    }
-}
-
 /// Which device to train on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
@@ -85,7 +66,7 @@ pub enum DeviceChoice {
 impl std::str::FromStr for DeviceChoice {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
+    fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
         let unknown = || format!("'{text}' is no device: write auto, cuda, cuda:N, sim or sim:PROFILE.json");
         match text.split_once(':') {
             None => match text {
@@ -113,7 +94,7 @@ pub struct ProfileSteps {
 impl std::str::FromStr for ProfileSteps {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
+    fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
         let number = |part: &str| part.trim().parse::<u64>().ok();
         match text.split_once("..").map(|(first, last)| (number(first), number(last))) {
             Some((Some(first), Some(last))) if 1 <= first && first <= last => Ok(Self { first, last }),
@@ -161,8 +142,18 @@ pub struct Settings {
     pub loader: LoaderMode,
     /// Initial weights.
     pub init: InitMode,
-    /// Matrix product.
-    pub gemm: GemmMode,
+    /// Type of the values.
+    pub dtype: Dtype,
+    /// Type of sums on tensor cores.
+    pub accumulate: Accumulate,
+    /// Which weights are stepped.
+    pub weights: WeightsMode,
+    /// Factor of the gradients until the update; `None`: what suits the type.
+    pub loss_scale: Option<f32>,
+    /// Matrix product; `None`: what suits the type.
+    pub gemm: Option<GemmMode>,
+    /// What is fused into one launch.
+    pub fuse: FuseMode,
     /// Where the run record goes; `None`: a new directory under `runs/`.
     pub out: Option<PathBuf>,
     /// Where a start file is written before training.
@@ -181,6 +172,25 @@ pub struct Settings {
     pub check: bool,
     /// Whether driver allocations are printed as they happen.
     pub log_driver_calls: bool,
+}
+
+impl Settings {
+    /// How the network computes, with what was not said filled in.
+    ///
+    /// # Errors
+    /// Those of [`Arithmetic::checked`].
+    pub fn arithmetic(&self) -> Result<Arithmetic> {
+        let usual = Arithmetic::of(self.dtype);
+        Arithmetic {
+            dtype: self.dtype,
+            accumulate: self.accumulate,
+            weights: self.weights,
+            loss_scale: self.loss_scale.unwrap_or(usual.loss_scale),
+            gemm: self.gemm.unwrap_or(usual.gemm),
+            fuse: self.fuse,
+        }
+        .checked()
+    }
 }
 
 impl Default for Settings {
@@ -204,7 +214,12 @@ impl Default for Settings {
             sync: SyncMode::default(),
             loader: LoaderMode::default(),
             init: InitMode::default(),
-            gemm: GemmMode::default(),
+            dtype: Dtype::default(),
+            accumulate: Accumulate::default(),
+            weights: WeightsMode::default(),
+            loss_scale: None,
+            gemm: None,
+            fuse: FuseMode::default(),
             out: None,
             save_start: None,
             nvtx: NvtxMode::default(),

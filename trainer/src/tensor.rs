@@ -4,6 +4,7 @@ use crate::device::Device;
 use crate::error::{Result, TrainError};
 use allocators::{DeviceBuffer, Memory};
 use bytemuck::Pod;
+use kernels::Element;
 use std::sync::Arc;
 
 /// Device memory and the means to use it, for one run.
@@ -26,12 +27,54 @@ impl Context {
         Ok(self.memory.allocate(bytes, self.device.stream())?)
     }
 
-    /// A matrix whose contents are undefined.
+    /// A matrix of f32 without padding, whose contents are undefined.
     ///
     /// # Errors
     /// Those of the allocator.
     pub fn matrix(&self, rows: u32, cols: u32) -> Result<Matrix> {
-        Ok(Matrix { buffer: self.allocate::<f32>(rows as usize * cols as usize)?, rows, cols })
+        self.pitched(Element::F32, rows, cols, cols)
+    }
+
+    /// A matrix with `pitch` elements from one row to the next, whose contents are undefined.
+    ///
+    /// # Errors
+    /// Those of the allocator.
+    ///
+    /// # Panics
+    /// When a row is longer than the pitch.
+    pub fn pitched(&self, element: Element, rows: u32, cols: u32, pitch: u32) -> Result<Matrix> {
+        assert!(cols <= pitch, "a row should end before the next begins");
+        let elements = rows as usize * pitch as usize;
+        let buffer = match element {
+            Element::F32 => self.allocate::<f32>(elements)?,
+            Element::Bf16 | Element::F16 => self.allocate::<u16>(elements)?,
+        };
+        Ok(Matrix { buffer, rows, cols, pitch, element })
+    }
+
+    /// Writes the values of a whole matrix, row by row, rounded to its elements.
+    ///
+    /// # Errors
+    /// Those of the copy.
+    ///
+    /// # Panics
+    /// When there are not as many values as the matrix has.
+    pub fn write_values(&self, matrix: &Matrix, values: &[f32]) -> Result<()> {
+        assert_eq!(values.len(), matrix.rows as usize * matrix.cols as usize, "a matrix should be written as a whole");
+        if matrix.element == Element::F32 && matrix.pitch == matrix.cols {
+            return self.write(&matrix.buffer, values);
+        }
+        self.write(&matrix.buffer, &matrix.element.pack(values, matrix.cols, matrix.pitch))
+    }
+
+    /// Waits for the compute stream and reads the values of a matrix, row by row, without padding.
+    ///
+    /// # Errors
+    /// Those of the copy, and of earlier work.
+    pub fn read_values(&self, matrix: &Matrix) -> Result<Vec<f32>> {
+        // CAST: a matrix lies in memory, so its bytes fit.
+        let bytes = self.read::<u8>(&matrix.buffer, (matrix.len() * matrix.element.bytes()) as usize)?;
+        Ok(matrix.element.unpack(&bytes, matrix.rows, matrix.cols, matrix.pitch))
     }
 
     /// A buffer that holds `values`.
@@ -78,15 +121,19 @@ impl Context {
     }
 }
 
-/// A row-major matrix of f32; freed when dropped.
+/// A row-major matrix; freed when dropped.
 #[derive(Debug)]
 pub struct Matrix {
-    /// Its memory.
+    /// Its memory, `rows * pitch` elements.
     pub buffer: DeviceBuffer,
     /// Rows.
     pub rows: u32,
     /// Columns.
     pub cols: u32,
+    /// Elements from one row to the next. What lies between the columns and the pitch is undefined.
+    pub pitch: u32,
+    /// How values are stored.
+    pub element: Element,
 }
 
 impl Matrix {
@@ -96,10 +143,10 @@ impl Matrix {
         self.buffer.addr().get()
     }
 
-    /// Number of values.
+    /// Number of elements, padding included.
     #[must_use]
     pub fn len(&self) -> u64 {
-        u64::from(self.rows) * u64::from(self.cols)
+        u64::from(self.rows) * u64::from(self.pitch)
     }
 
     /// Never: a matrix has at least one value.

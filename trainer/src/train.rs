@@ -3,6 +3,7 @@
 mod capture;
 mod epoch;
 
+use crate::arithmetic::Arithmetic;
 use crate::data::{self, DataRequest, Dataset, Progress, Split};
 use crate::device::Device;
 use crate::error::{Result, TrainError};
@@ -114,6 +115,13 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
     if !settings.learning_rate.is_finite() || settings.learning_rate <= 0.0 {
         return Err(TrainError::Input(format!("--lr must be a positive number, found {}", settings.learning_rate)));
     }
+    let Arithmetic { loss_scale, .. } = settings.arithmetic()?;
+    if !(settings.learning_rate / loss_scale).is_finite() {
+        return Err(TrainError::Input(format!(
+            "--loss-scale {loss_scale:e} is too small: updates divide --lr {} by it",
+            settings.learning_rate
+        )));
+    }
     Ok(())
 }
 
@@ -166,7 +174,8 @@ impl Run {
         calls: Option<Arc<CallLog>>,
     ) -> Result<Self> {
         let widths = network(settings, dataset)?;
-        let parameter_bytes = mlp::parameter_bytes(&widths);
+        let arithmetic = settings.arithmetic()?;
+        let parameter_bytes = mlp::parameter_bytes(&widths, &arithmetic);
         if let Some(limit) = settings.memory_limit.filter(|limit| *limit < parameter_bytes) {
             return Err(TrainError::Input(format!(
                 "--memory-limit {} is less than the model's weights, {}: raise it, or lower --hidden or --layers",
@@ -197,7 +206,7 @@ impl Run {
             code_version: env!("CARGO_PKG_VERSION").into(),
             started_at: now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
             command,
-            settings: effective(settings, &stack, &device, dataset),
+            settings: effective(settings, &arithmetic, &stack, &device, dataset),
             clock: if description.virtual_time { "virtual" } else { "monotonic" },
             device: description,
             process_s: started.elapsed().as_secs_f64(),
@@ -252,8 +261,11 @@ impl Run {
     ) -> Result<()> {
         let widths = network(settings, dataset)?;
         let context = &self.context;
-        let model = Mlp::new(context, &widths, settings.init, settings.seed, settings.gemm)?;
-        let new_loader = |split: &Split| Loader::new(context, split, dataset.features, settings.batch, settings.loader);
+        let arithmetic = settings.arithmetic()?;
+        let batches = batches(settings, dataset);
+        let model = Mlp::new(context, &widths, settings.init, settings.seed, arithmetic, &batches)?;
+        let new_loader =
+            |split: &Split| Loader::new(context, split, dataset.features, settings.batch, settings.loader, &arithmetic);
         let mut loaders = (new_loader(&dataset.train)?, new_loader(&dataset.validation)?);
         let mut left = steps_in_all(settings, dataset);
         capture.training_begins(&context.device)?;
@@ -372,6 +384,19 @@ fn steps_in_all(settings: &Settings, dataset: &Dataset) -> u64 {
     settings.steps.map_or(all, |bound| bound.min(all))
 }
 
+/// Numbers of rows that batches have: whole ones and the last of a pass, in training and in validation.
+fn batches(settings: &Settings, dataset: &Dataset) -> Vec<u32> {
+    let mut out = Vec::new();
+    for rows in [dataset.train.rows, dataset.validation.rows] {
+        // CAST: data sets have fewer than 2^32 rows.
+        let (rows, batch) = (rows as u32, settings.batch);
+        out.extend([rows.min(batch), rows % batch].into_iter().filter(|rows| *rows > 0));
+    }
+    out.sort_unstable();
+    out.dedup();
+    out
+}
+
 /// The formats to export, each once.
 fn exports(settings: &Settings) -> Vec<Export> {
     let mut out = settings.exports.clone();
@@ -386,8 +411,13 @@ pub(crate) fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>
         |value: usize| u32::try_from(value).map_err(|_| TrainError::Input(format!("{value} is too wide a layer")));
     let widths = mlp::widths(size(dataset.features)?, settings.hidden, settings.layers, size(dataset.classes)?);
     const MOST: u64 = 1 << 31;
-    let largest = widths.windows(2).map(|pair| u64::from(pair[0]) * u64::from(pair[1])).max().unwrap_or(0);
-    let rows = u64::from(settings.batch) * u64::from(widths.iter().copied().max().unwrap_or(0));
+    // With the padding that a row may have.
+    let padded = |width: u32| match settings.arithmetic() {
+        Ok(arithmetic) if arithmetic.plain().is_some() => u64::from(width),
+        _ => u64::from(width).next_multiple_of(8),
+    };
+    let largest = widths.windows(2).map(|pair| padded(pair[0]) * u64::from(pair[1])).max().unwrap_or(0);
+    let rows = u64::from(settings.batch) * padded(widths.iter().copied().max().unwrap_or(0));
     if largest >= MOST || rows >= MOST {
         return Err(TrainError::Input(
             "a tensor would have more than 2^31 values: lower --hidden or --batch".to_owned(),
@@ -406,7 +436,13 @@ fn allocator_settings(settings: &Settings) -> AllocatorSettings {
     out
 }
 
-fn effective(settings: &Settings, stack: &Stack, device: &Device, dataset: &Dataset) -> EffectiveSettings {
+fn effective(
+    settings: &Settings,
+    arithmetic: &Arithmetic,
+    stack: &Stack,
+    device: &Device,
+    dataset: &Dataset,
+) -> EffectiveSettings {
     let name = match (&settings.device, device.describe().kind) {
         (DeviceChoice::Cuda(number), _) => format!("cuda:{number}"),
         (DeviceChoice::SimProfile(path), _) => format!("sim:{}", path.display()),
@@ -429,8 +465,12 @@ fn effective(settings: &Settings, stack: &Stack, device: &Device, dataset: &Data
         sync: settings.sync,
         loader: settings.loader,
         init: settings.init,
-        gemm: settings.gemm,
-        dtype: "f32",
+        gemm: arithmetic.gemm,
+        fuse: arithmetic.fuse,
+        dtype: arithmetic.dtype,
+        accumulate: arithmetic.accumulate,
+        weights: arithmetic.weights,
+        loss_scale: arithmetic.loss_scale,
         nvtx: device.ranges().is_on(),
         profile_steps: settings.profile_steps,
         latency: stack.timed.is_some(),

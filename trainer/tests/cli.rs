@@ -261,6 +261,31 @@ fn effective_settings_are_read_back() {
 }
 
 #[test]
+fn arithmetic_in_effect_is_recorded_and_reported() {
+    let place = Place::new();
+    let usual = serde_json::json!(["f32", "f32", "master", 1.0, "tiled", "none"]);
+    let keys = ["dtype", "accumulate", "weights", "loss_scale", "gemm", "fuse"];
+    for (arguments, expected) in [
+        ("", usual),
+        ("--dtype tf32", serde_json::json!(["tf32", "f32", "master", 1.0, "tensor", "none"])),
+        ("--dtype bf16 --weights half", serde_json::json!(["bf16", "f32", "half", 1.0, "tensor", "none"])),
+        ("--dtype f16 --fuse update", serde_json::json!(["f16", "f32", "master", 1024.0, "tensor", "update"])),
+        (
+            "--dtype f16 --accumulate f16 --loss-scale 8 --gemm tensor --fuse epilogue",
+            serde_json::json!(["f16", "f16", "master", 8.0, "tensor", "epilogue"]),
+        ),
+    ] {
+        let arguments: Vec<&str> = arguments.split_whitespace().collect();
+        let json = place.iris(&[&arguments[..], &["--json"]].concat()).ok().json();
+        assert_eq!(serde_json::json!(keys.map(|key| &json["settings"][key])), expected);
+        let ran = place.iris(&arguments).ok();
+        let dtype = expected[0].as_str().unwrap();
+        assert!(ran.stderr.contains(&format!("batch 64, {dtype}, allocator caching")), "{ran:#?}");
+        assert!(ran.stdout.contains(&format!("Training with 'caching' in {dtype} on")), "{ran:#?}");
+    }
+}
+
+#[test]
 fn steps_bound_the_run() {
     let place = Place::new();
     let json = place.iris(&["--steps", "3", "--json", "--epochs", "9"]).ok().json();
@@ -311,7 +336,7 @@ fn help_names_every_option_and_the_exit_codes() {
     let place = Place::new();
     let help = place.run(&["--help"]).ok().stdout;
     let options = "alloc memory-limit release-threshold device dataset data-dir offline loader hidden layers batch epochs \
-                   steps lr seed init gemm sync out json nvtx latency trace check log-driver-calls";
+                   steps lr seed init dtype accumulate weights loss-scale gemm fuse sync out json nvtx latency trace check log-driver-calls";
     for option in options.split_whitespace() {
         assert!(help.contains(&format!("--{option}")), "{option}");
     }
@@ -352,6 +377,7 @@ fn failures_at_run_time_leave_a_record() {
     for (arguments, words) in [
         (&["--lr", "1e30"][..], "the loss became NaN in epoch 1, step 2: lower --lr"),
         (&["--lr", "1e30", "--steps", "1"], "the validation loss became"),
+        (&["--dtype", "f16", "--loss-scale", "1e9"], "lower --loss-scale (now 1000000000) or change --init"),
         (&["--memory-limit", "64K"], "out of memory"),
         (&["--memory-limit", "9K", "--alloc", "naive"], "out of memory"),
         (&["--memory-limit", "9K", "--alloc", "stream-ordered", "--check"], "out of memory"),

@@ -9,9 +9,10 @@ use allocators::{AllocatorSettings, BackendKind, Memory};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
+use trainer::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::device::Device;
-use trainer::mlp::{Batch, Mlp};
-use trainer::settings::{DeviceChoice, GemmMode, InitMode, SyncMode};
+use trainer::mlp::{Batch, Linear, Mlp};
+use trainer::settings::{DeviceChoice, InitMode, SyncMode};
 use trainer::tensor::{Context, Matrix};
 
 const ROWS: usize = 6;
@@ -72,29 +73,33 @@ struct Setup {
 }
 
 impl Setup {
-    fn new(widths: &[u32], kind: BackendKind, gemm: GemmMode) -> Self {
+    fn new(widths: &[u32], kind: BackendKind, arithmetic: Arithmetic) -> Self {
         let device = Device::open(&DeviceChoice::Sim, SyncMode::Never, Ranges::new(NvtxMode::Off), None).unwrap();
         let allocator = AllocatorSettings::new(kind).build(&device.driver()).unwrap();
         let context = Context { memory: Memory::new(allocator), device };
-        let model = Mlp::new(&context, widths, InitMode::Kaiming, 11, gemm).unwrap();
+        let model = Mlp::new(&context, widths, InitMode::Kaiming, 11, arithmetic, &[ROWS as u32]).unwrap();
         // Biases start at zero, where a gradient that forgets them would look right.
         for (layer, seed) in model.layers.iter().zip(100..) {
-            context.write(&layer.bias.buffer, &normal(seed, layer.bias.cols as usize)).unwrap();
+            context.write_values(&layer.bias, &normal(seed, layer.bias.cols as usize)).unwrap();
         }
-        let inputs = normal(7, ROWS * widths[0] as usize);
+        // What the type cannot hold is no input.
+        let inputs: Vec<f32> = normal(7, ROWS * widths[0] as usize);
+        let inputs = inputs.into_iter().map(|value| arithmetic.element().round(value)).collect();
         // Classes that occur twice, once and never.
         let labels = vec![0, 3, 1, 3, 2, 0];
         Self { context, model, inputs, labels }
     }
 
     fn batch(&self) -> Batch {
-        let inputs = self.context.matrix(ROWS as u32, (self.inputs.len() / ROWS) as u32).unwrap();
-        self.context.write(&inputs.buffer, &self.inputs).unwrap();
+        let (arithmetic, width) = (self.model.arithmetic(), (self.inputs.len() / ROWS) as u32);
+        let pitch = arithmetic.pitch(width);
+        let inputs = self.context.pitched(arithmetic.element(), ROWS as u32, width, pitch).unwrap();
+        self.context.write_values(&inputs, &self.inputs).unwrap();
         Batch { inputs, labels: self.context.upload(&self.labels).unwrap() }
     }
 
     fn read(&self, matrix: &Matrix) -> Vec<f32> {
-        self.context.read(&matrix.buffer, matrix.len() as usize).unwrap()
+        self.context.read_values(matrix).unwrap()
     }
 
     fn layers(&self) -> Vec<Layer> {
@@ -130,32 +135,70 @@ fn worst(found: &[f32], expected: &[f64]) -> f64 {
     found.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max) / norm
 }
 
-fn check(widths: &[u32], kind: BackendKind, gemm: GemmMode) {
-    let setup = Setup::new(widths, kind, gemm);
+/// What may be off: the loss relative to itself, and each element of a gradient in norms of its tensor.
+#[derive(Clone, Copy)]
+struct Bounds {
+    loss: f64,
+    gradient: f64,
+}
+
+const F32: Bounds = Bounds { loss: 1e-6, gradient: TOLERANCE };
+
+/// Some roundings of activations and of their gradients: to 11 bits of significand in tf32 and f16 (2⁻¹² each), to 8 in bf16
+/// (2⁻⁹ each).
+fn bounds(dtype: Dtype) -> Bounds {
+    match dtype {
+        Dtype::F32 => F32,
+        Dtype::Tf32 | Dtype::F16 => Bounds { loss: 1e-3, gradient: 2e-3 },
+        Dtype::Bf16 => Bounds { loss: 8e-3, gradient: 1.6e-2 },
+    }
+}
+
+fn check(widths: &[u32], kind: BackendKind, arithmetic: Arithmetic) {
+    let setup = Setup::new(widths, kind, arithmetic);
     let (layers, inputs) = (setup.layers(), setup.inputs());
     let distance = inputs.chunks(widths[0] as usize).map(|row| logits(&layers, row).1).fold(f64::INFINITY, f64::min);
     assert!(distance > FROM_KINK, "a hidden value is {distance} from ReLU's kink: choose another seed");
 
+    let bounds = bounds(arithmetic.dtype);
     let slot = setup.context.allocate::<f32>(1).unwrap();
     let gradients = setup.model.gradients(&setup.context, setup.batch(), slot.addr().get()).unwrap();
     let found = setup.context.read::<f32>(&slot, 1).unwrap()[0];
     let expected = loss(&layers, &inputs, &setup.labels);
-    assert!((f64::from(found) / expected - 1.0).abs() < 1e-6, "loss {found} instead of {expected}");
+    assert!((f64::from(found) / expected - 1.0).abs() < bounds.loss, "loss {found} instead of {expected}");
 
     assert_eq!(gradients.len(), widths.len() - 1);
     for (number, gradient) in gradients.iter().enumerate() {
         assert_eq!((gradient.weight.rows, gradient.weight.cols), (widths[number + 1], widths[number]));
-        let weight = worst(&setup.read(&gradient.weight), &differences(&setup, |layers| &mut layers[number].weight));
-        let bias = worst(&setup.read(&gradient.bias), &differences(&setup, |layers| &mut layers[number].bias));
-        println!("{widths:?} {kind} {gemm:?}, layer {number}: weights off by {weight:.1e}, biases by {bias:.1e}");
-        assert!(weight < TOLERANCE && bias < TOLERANCE, "layer {number}: {weight} and {bias} of the norm");
+        let unscaled = |matrix: &Matrix| -> Vec<f32> {
+            setup.read(matrix).into_iter().map(|value| value / arithmetic.loss_scale).collect()
+        };
+        let weight = worst(&unscaled(&gradient.weight), &differences(&setup, |layers| &mut layers[number].weight));
+        let bias = worst(&unscaled(&gradient.bias), &differences(&setup, |layers| &mut layers[number].bias));
+        println!("{widths:?} {kind} {arithmetic:?}, layer {number}: weights off by {weight:.1e}, biases by {bias:.1e}");
+        assert!(weight < bounds.gradient && bias < bounds.gradient, "layer {number}: {weight} and {bias} of the norm");
     }
 }
+
+const DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16];
 
 #[test]
 fn gradients_are_those_of_finite_differences() {
     for widths in [&[7, 5][..], &[7, 9, 5], &[7, 9, 8, 5], &[3, 6, 6, 6, 4]] {
-        check(widths, BackendKind::Caching, GemmMode::Tiled);
+        check(widths, BackendKind::Caching, Arithmetic::default());
+    }
+}
+
+#[test]
+fn gradients_of_every_type_are_those_of_finite_differences() {
+    for widths in [&[7, 5][..], &[7, 9, 5], &[7, 9, 8, 5]] {
+        for dtype in DTYPES {
+            for fuse in [FuseMode::None, FuseMode::Epilogue] {
+                check(widths, BackendKind::Caching, Arithmetic { fuse, ..Arithmetic::of(dtype) });
+            }
+        }
+        let summed_in_f16 = Arithmetic { accumulate: Accumulate::F16, ..Arithmetic::of(Dtype::F16) };
+        check(widths, BackendKind::Caching, summed_in_f16);
     }
 }
 
@@ -163,7 +206,42 @@ fn gradients_are_those_of_finite_differences() {
 fn gradients_are_the_same_under_every_allocator_and_product() {
     for kind in BackendKind::ALL {
         for gemm in [GemmMode::Naive, GemmMode::Tiled] {
-            check(&[7, 9, 8, 5], kind, gemm);
+            check(&[7, 9, 8, 5], kind, Arithmetic { gemm, ..Arithmetic::default() });
+        }
+    }
+}
+
+/// The gradient that an update is made of is never written. What it did to the weights must be the gradient all the same,
+/// of the weights as they were before the step in every layer.
+#[test]
+fn a_fused_update_goes_against_the_gradient() {
+    let widths = [7, 9, 8, 5];
+    for dtype in DTYPES {
+        let arithmetic = Arithmetic { fuse: FuseMode::Update, ..Arithmetic::of(dtype) };
+        let setup = Setup::new(&widths, BackendKind::Caching, arithmetic);
+        let slot = setup.context.allocate::<f32>(1).unwrap();
+        let stepped =
+            |layer: &Linear| [setup.read(layer.master.as_ref().unwrap_or(&layer.weight)), setup.read(&layer.bias)];
+        let before: Vec<_> = setup.model.layers.iter().map(stepped).collect();
+        let expected: Vec<_> = (0..widths.len() - 1)
+            .map(|number| {
+                let weight = differences(&setup, |layers| &mut layers[number].weight);
+                [weight, differences(&setup, |layers| &mut layers[number].bias)]
+            })
+            .collect();
+        let rate = 0.5f32;
+        setup.model.step(&setup.context, setup.batch(), slot.addr().get(), rate).unwrap();
+        for (number, layer) in setup.model.layers.iter().enumerate() {
+            for ((before, after), expected) in before[number].iter().zip(stepped(layer)).zip(&expected[number]) {
+                let step = before.iter().zip(after).map(|(before, after)| (before - after) / rate).collect::<Vec<_>>();
+                let off = worst(&step, expected);
+                println!("{dtype:?}, layer {number}: off by {off:.1e}");
+                assert!(off < bounds(dtype).gradient, "{dtype:?}, layer {number}: {off} of the norm");
+            }
+            if let Some(master) = &layer.master {
+                let rounded = setup.read(master).into_iter().map(|value| layer.weight.element.round(value));
+                assert_eq!(rounded.collect::<Vec<_>>(), setup.read(&layer.weight), "{dtype:?}, layer {number}");
+            }
         }
     }
 }
@@ -172,30 +250,47 @@ fn gradients_are_the_same_under_every_allocator_and_product() {
 fn a_step_goes_against_the_gradient_to_the_bit() {
     for kind in BackendKind::ALL {
         for rate in [0.1f32, 0.37, 1e-3] {
-            let setup = Setup::new(&[7, 9, 8, 5], kind, GemmMode::Tiled);
-            let slot = setup.context.allocate::<f32>(1).unwrap();
-            let gradients = setup.model.gradients(&setup.context, setup.batch(), slot.addr().get()).unwrap();
-            let mut expected = Vec::new();
-            for (layer, gradient) in setup.model.layers.iter().zip(&gradients) {
-                for (weights, gradient) in [(&layer.weight, &gradient.weight), (&layer.bias, &gradient.bias)] {
-                    let pairs = setup.read(weights).into_iter().zip(setup.read(gradient));
-                    let step = |(weight, gradient): (f32, f32)| (-rate).mul_add(gradient, weight).to_bits();
-                    expected.push(pairs.map(step).collect::<Vec<u32>>());
-                }
+            for dtype in DTYPES {
+                check_step(kind, rate, Arithmetic::of(dtype));
+                check_step(kind, rate, Arithmetic { fuse: FuseMode::Epilogue, ..Arithmetic::of(dtype) });
             }
-            setup.model.update(&setup.context, gradients, rate).unwrap();
-            let layers = setup.model.layers.iter().flat_map(|layer| [&layer.weight, &layer.bias]);
-            for (matrix, expected) in layers.zip(expected) {
-                let found: Vec<u32> = setup.read(matrix).into_iter().map(f32::to_bits).collect();
-                assert_eq!(found, expected, "{kind}, rate {rate}");
+            for dtype in [Dtype::Bf16, Dtype::F16] {
+                check_step(kind, rate, Arithmetic { weights: WeightsMode::Half, ..Arithmetic::of(dtype) });
             }
+        }
+    }
+}
+
+fn check_step(kind: BackendKind, rate: f32, arithmetic: Arithmetic) {
+    let setup = Setup::new(&[7, 9, 8, 5], kind, arithmetic);
+    let slot = setup.context.allocate::<f32>(1).unwrap();
+    let gradients = setup.model.gradients(&setup.context, setup.batch(), slot.addr().get()).unwrap();
+    // The loss scales are powers of two, so this is exact.
+    let scaled = rate / arithmetic.loss_scale;
+    let mut expected = Vec::new();
+    for (layer, gradient) in setup.model.layers.iter().zip(&gradients) {
+        let stepped = layer.master.as_ref().unwrap_or(&layer.weight);
+        for (weights, gradient) in [(stepped, &gradient.weight), (&layer.bias, &gradient.bias)] {
+            let pairs = setup.read(weights).into_iter().zip(setup.read(gradient));
+            let step = |(weight, gradient): (f32, f32)| (-scaled).mul_add(gradient, weight);
+            expected.push(pairs.map(step).collect::<Vec<f32>>());
+        }
+    }
+    setup.model.update(&setup.context, gradients, rate).unwrap();
+    let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<u32>>();
+    let layers = setup.model.layers.iter().flat_map(|layer| [(&layer.weight, &layer.master), (&layer.bias, &None)]);
+    for ((matrix, master), expected) in layers.zip(expected) {
+        let rounded = expected.iter().map(|value| matrix.element.round(*value)).collect();
+        assert_eq!(bits(setup.read(matrix)), bits(rounded), "{kind}, rate {rate}, {arithmetic:?}");
+        if let Some(master) = master {
+            assert_eq!(bits(setup.read(master)), bits(expected), "{kind}, rate {rate}, {arithmetic:?}");
         }
     }
 }
 
 #[test]
 fn a_small_step_lowers_the_loss_as_the_gradient_says() {
-    let setup = Setup::new(&[7, 9, 8, 5], BackendKind::Caching, GemmMode::Tiled);
+    let setup = Setup::new(&[7, 9, 8, 5], BackendKind::Caching, Arithmetic::default());
     let slot = setup.context.allocate::<f32>(1).unwrap();
     let before = loss(&setup.layers(), &setup.inputs(), &setup.labels);
     let gradients = setup.model.gradients(&setup.context, setup.batch(), slot.addr().get()).unwrap();
@@ -214,17 +309,26 @@ fn a_small_step_lowers_the_loss_as_the_gradient_says() {
 
 #[test]
 fn evaluation_agrees_with_the_reference() {
-    let setup = Setup::new(&[7, 9, 8, 5], BackendKind::Caching, GemmMode::Tiled);
+    for dtype in DTYPES {
+        for fuse in [FuseMode::None, FuseMode::Epilogue, FuseMode::Update] {
+            check_evaluation(Arithmetic { fuse, ..Arithmetic::of(dtype) });
+        }
+    }
+}
+
+fn check_evaluation(arithmetic: Arithmetic) {
+    let setup = Setup::new(&[7, 9, 8, 5], BackendKind::Caching, arithmetic);
     let (losses, correct) = (setup.context.allocate::<f32>(1).unwrap(), setup.context.allocate::<u32>(1).unwrap());
     setup.model.evaluate(&setup.context, setup.batch(), losses.addr().get(), correct.addr().get()).unwrap();
     let (layers, inputs) = (setup.layers(), setup.inputs());
     let found = f64::from(setup.context.read::<f32>(&losses, 1).unwrap()[0]);
-    assert!((found / loss(&layers, &inputs, &setup.labels) - 1.0).abs() < 1e-6);
+    let bound = bounds(arithmetic.dtype).loss;
+    assert!((found / loss(&layers, &inputs, &setup.labels) - 1.0).abs() < bound, "{arithmetic:?}");
     let right = |(row, label): &(&[f64], &u32)| {
         let (logits, _) = logits(&layers, row);
         let best = (0..logits.len()).max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap();
         best == **label as usize
     };
     let expected = inputs.chunks(7).zip(&setup.labels).filter(right).count();
-    assert_eq!(setup.context.read::<u32>(&correct, 1).unwrap(), [expected as u32]);
+    assert_eq!(setup.context.read::<u32>(&correct, 1).unwrap(), [expected as u32], "{arithmetic:?}");
 }

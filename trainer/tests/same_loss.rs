@@ -12,12 +12,13 @@ use common::{Done, arms, attempt, digits, iris, train, train_with};
 use serde_json::Value;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use trainer::arithmetic::{Arithmetic, Dtype};
 use trainer::data::{Features, Split};
 use trainer::device::Device;
 use trainer::loader::Loader;
 use trainer::observer::{Observer, Silent};
 use trainer::record::Status;
-use trainer::settings::{DeviceChoice, LoaderMode, SyncMode};
+use trainer::settings::{LoaderMode, SyncMode};
 use trainer::tensor::Context;
 use trainer::{Settings, TrainError, exit};
 
@@ -86,29 +87,43 @@ fn loaders_give_the_same_bits_whatever_the_scale_and_shift() {
     let order: Vec<u32> = vec![3, 15, 0, 7, 7, 9, 1, 2, 14, 5];
     for features in kinds {
         let split = Split { rows: 16, features, labels: labels.clone() };
-        let gathered = [LoaderMode::Resident, LoaderMode::Copy, LoaderMode::Pinned].map(|mode| {
-            let ranges = Ranges::new(NvtxMode::Off);
-            let device = Device::open(&DeviceChoice::Sim, SyncMode::Never, ranges, None).unwrap();
-            let allocator = AllocatorSettings::new(BackendKind::Caching).build(&device.driver()).unwrap();
-            let context = Context { memory: Memory::new(allocator), device };
-            let mut loader = Loader::new(&context, &split, 50, 4, mode).unwrap();
-            loader.begin_pass(&context, &order).unwrap();
-            let mut out = (Vec::new(), Vec::new());
-            for start in (0..order.len()).step_by(4) {
-                let range = start..(start + 4).min(order.len());
-                let batch = loader.batch(&context, &split, &order, range.clone()).unwrap();
-                let values: Vec<f32> = context.read(&batch.inputs.buffer, range.len() * 50).unwrap();
-                out.0.extend(values.into_iter().map(f32::to_bits));
-                out.1.extend(context.read::<u32>(&batch.labels, range.len()).unwrap());
+        for dtype in [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16] {
+            let arithmetic = Arithmetic::of(dtype);
+            let gathered = LOADERS.map(|mode| load(&Settings { loader: mode, ..iris() }, &split, &order, &arithmetic));
+            let expected: Vec<u32> = order.iter().map(|row| u32::from(labels[*row as usize])).collect();
+            for (bits, labels) in &gathered {
+                assert_eq!(labels, &expected);
+                assert_eq!(bits, &gathered[0].0, "{dtype:?}");
             }
-            out
-        });
-        let expected: Vec<u32> = order.iter().map(|row| u32::from(labels[*row as usize])).collect();
-        for (bits, labels) in &gathered {
-            assert_eq!(labels, &expected);
-            assert_eq!(bits, &gathered[0].0);
+            let mut row = vec![0.0; 50];
+            let rounded = order.iter().flat_map(|number| {
+                split.features.copy_row(*number as usize, &mut row);
+                row.iter().map(|value| arithmetic.element().round(*value).to_bits()).collect::<Vec<_>>()
+            });
+            assert_eq!(gathered[0].0, rounded.collect::<Vec<_>>(), "{dtype:?}: one rounding, to nearest");
         }
     }
+}
+
+const LOADERS: [LoaderMode; 3] = [LoaderMode::Resident, LoaderMode::Copy, LoaderMode::Pinned];
+
+/// Bits of the values and labels of the rows in this order, in batches of four.
+fn load(settings: &Settings, split: &Split, order: &[u32], arithmetic: &Arithmetic) -> (Vec<u32>, Vec<u32>) {
+    let ranges = Ranges::new(NvtxMode::Off);
+    let device = Device::open(&settings.device, SyncMode::Never, ranges, None).unwrap();
+    let allocator = AllocatorSettings::new(BackendKind::Caching).build(&device.driver()).unwrap();
+    let context = Context { memory: Memory::new(allocator), device };
+    let mut loader = Loader::new(&context, split, 50, 4, settings.loader, arithmetic).unwrap();
+    loader.begin_pass(&context, order).unwrap();
+    let mut out = (Vec::new(), Vec::new());
+    for start in (0..order.len()).step_by(4) {
+        let range = start..(start + 4).min(order.len());
+        let batch = loader.batch(&context, split, order, range.clone()).unwrap();
+        assert_eq!((batch.inputs.element, batch.inputs.pitch), (arithmetic.element(), arithmetic.pitch(50)));
+        out.0.extend(context.read_values(&batch.inputs).unwrap().into_iter().map(f32::to_bits));
+        out.1.extend(context.read::<u32>(&batch.labels, range.len()).unwrap());
+    }
+    out
 }
 
 #[test]

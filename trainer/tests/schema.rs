@@ -11,6 +11,7 @@ use common::{Done, arms, digits, iris, train};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use trainer::Settings;
+use trainer::arithmetic::{Dtype, FuseMode};
 use trainer::settings::{LoaderMode, ProfileSteps, SyncMode};
 
 const DOCUMENT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../analysis/schema.md");
@@ -174,6 +175,8 @@ fn runs() -> Vec<Done> {
             loader: LoaderMode::Pinned,
             sync: SyncMode::Op,
             profile_steps: Some(ProfileSteps { first: 2, last: 3 }),
+            dtype: Dtype::F16,
+            fuse: FuseMode::Update,
             ..digits()
         })
         .finished(),

@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 use tempfile::TempDir;
+use trainer::arithmetic::{self, FuseMode};
 use trainer::observer::{Observer, Silent};
 use trainer::settings::InitMode;
 use trainer::start::{self, StartRecord};
@@ -134,6 +135,8 @@ fn the_same_settings_give_the_same_file() {
     let beside = std::fs::read(&path).unwrap();
     assert_eq!(beside, written(&iris()));
     assert_ne!(beside, written(&Settings { seed: 1, ..iris() }));
+    // Weights are f32 there whatever a run makes of them.
+    assert_eq!(beside, written(&Settings { dtype: arithmetic::Dtype::F16, fuse: FuseMode::Update, ..iris() }));
 }
 
 #[test]

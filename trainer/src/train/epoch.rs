@@ -122,7 +122,7 @@ impl Pass<'_> {
             let loss = row.loss.unwrap_or(f32::NAN);
             if !loss.is_finite() {
                 let (epoch, step) = (self.epoch, row.step);
-                return Err(TrainError::Diverged { epoch, step, loss, learning_rate: settings.learning_rate });
+                return Err(TrainError::Diverged { epoch, step, loss, advice: self.advice() });
             }
             weighted += f64::from(loss) * f64::from(row.rows);
         }
@@ -131,8 +131,8 @@ impl Pass<'_> {
         let (val_loss, val_accuracy) = self.validate(run, &mut loaders.1)?;
         // The last update of an epoch shows in no training loss of it.
         if !val_loss.is_finite() {
-            let (epoch, learning_rate) = (self.epoch, settings.learning_rate);
-            return Err(TrainError::DivergedInValidation { epoch, loss: val_loss, learning_rate });
+            let (epoch, advice) = (self.epoch, self.advice());
+            return Err(TrainError::DivergedInValidation { epoch, loss: val_loss, advice });
         }
         driver.event_record(last, stream)?;
         driver.event_synchronize(last)?;
@@ -171,12 +171,16 @@ impl Pass<'_> {
         let context = &run.context;
         let _range = context.device.range(format_args!("step {}", step + 1));
         let batch = loader.batch(context, &self.dataset.train, order, range)?;
-        let gradients = self.model.gradients(context, batch, loss_slot)?;
-        self.model.update(context, gradients, self.settings.learning_rate)?;
+        self.model.step(context, batch, loss_slot, self.settings.learning_rate)?;
         if self.settings.sync == SyncMode::Step {
             context.device.synchronize()?;
         }
         Ok(context.memory.check()?)
+    }
+
+    /// What to change when the loss is no longer a number.
+    fn advice(&self) -> String {
+        self.model.arithmetic().advice(self.settings.learning_rate)
     }
 
     /// Mean loss and accuracy on the validation rows.

@@ -29,6 +29,30 @@ fn numbers_that_cannot_work_are_refused() {
 }
 
 #[test]
+fn arithmetic_that_does_not_go_together_is_refused() {
+    let place = Place::new();
+    for (arguments, words) in [
+        ("--accumulate f16", "--accumulate f16 needs --dtype f16, found f32"),
+        ("--accumulate f16 --dtype bf16", "--accumulate f16 needs --dtype f16, found bf16"),
+        ("--weights half", "--weights half needs --dtype bf16 or f16, found f32"),
+        ("--weights half --dtype tf32", "--weights half needs --dtype bf16 or f16, found tf32"),
+        ("--gemm tensor", "--gemm tensor needs --dtype tf32, bf16 or f16"),
+        ("--gemm tiled --dtype f16", "--gemm tiled is for --dtype f32; f16 needs tensor"),
+        ("--gemm naive --dtype tf32", "--gemm naive is for --dtype f32; tf32 needs tensor"),
+        ("--gemm naive --fuse epilogue", "--fuse epilogue needs --gemm tiled or tensor"),
+        ("--gemm naive --fuse update", "--fuse update needs --gemm tiled or tensor"),
+        ("--loss-scale 0", "--loss-scale must be a positive number, found 0"),
+        ("--loss-scale -2 --dtype f16", "--loss-scale must be a positive number, found -2"),
+        ("--loss-scale nan", "--loss-scale must be a positive number"),
+        ("--loss-scale 1e-40", "--loss-scale 1e-40 is too small: updates divide --lr 0.1 by it"),
+        ("--loss-scale inf --dtype bf16", "--loss-scale must be a positive number"),
+    ] {
+        place.iris(&arguments.split(' ').collect::<Vec<_>>()).refused(&[words]);
+    }
+    assert!(!place.at("runs").exists(), "nothing ran, so there is nothing to record");
+}
+
+#[test]
 fn words_that_mean_nothing_are_refused() {
     let place = Place::new();
     for arguments in [
@@ -46,6 +70,11 @@ fn words_that_mean_nothing_are_refused() {
         ["--loader", "nonsense"],
         ["--init", "nonsense"],
         ["--gemm", "nonsense"],
+        ["--dtype", "f64"],
+        ["--accumulate", "bf16"],
+        ["--weights", "nonsense"],
+        ["--fuse", "everything"],
+        ["--loss-scale", "much"],
         ["--nvtx", "nonsense"],
         ["--export", "nonsense"],
         ["--latency", "nonsense"],

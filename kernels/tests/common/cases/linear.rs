@@ -1,9 +1,15 @@
 //! The launches of linear layers.
 
-use kernels::{Element, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, Precision};
+use cudarc::driver::sys::CUstream;
+use kernels::{
+    Choice, CudaKernels, Element, HostMemory, KernelError, LinearBackwardInput, LinearForward, LinearUpdate,
+    LinearWeightGradient, Operation, Precision, Product, Work,
+};
 
 use super::{Data, area, case, input, input_rows, rounded, stored_tolerance, sum_tolerance, within, within_rows};
 use crate::common::{Buffer, Case, Expected, POISON};
+
+const SEED: u64 = 18;
 
 /// An operand as it is stored, and as the product takes it.
 struct Operand {
@@ -95,6 +101,109 @@ fn stored(element: Element, (value, allowed): (f64, f64)) -> (f64, f64) {
     (value, allowed + f64::from(f32::EPSILON) * value.abs() + stored_tolerance(element, value))
 }
 
+/// A layer's launch, and what a choice of its kernel asks for.
+trait Layer: Operation + Copy {
+    /// Bytes of workspace, and tickets, for the planned kernel.
+    fn needs(&self) -> (u64, u64);
+    /// The same for this choice.
+    fn needs_with(&self, choice: Choice) -> (u64, u64);
+    /// The kernel's name with this choice.
+    fn name_with(&self, choice: Choice) -> String;
+    /// As [`Operation::launch`], with this choice.
+    unsafe fn launch_with(&self, choice: Choice, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError>;
+}
+
+macro_rules! layer {
+    ($operation:ident, $product:expr) => {
+        impl Layer for $operation {
+            fn needs(&self) -> (u64, u64) {
+                (self.workspace_bytes(), self.tickets())
+            }
+
+            fn needs_with(&self, choice: Choice) -> (u64, u64) {
+                $operation::needs_with(self, choice)
+            }
+
+            fn name_with(&self, choice: Choice) -> String {
+                format!("linear_{}_{}_{}", $product.name(), self.precision.name(), choice.tile.name())
+            }
+
+            unsafe fn launch_with(
+                &self,
+                choice: Choice,
+                cuda: &CudaKernels,
+                stream: CUstream,
+            ) -> Result<(), KernelError> {
+                // SAFETY: the caller vouches for the addresses.
+                unsafe { $operation::launch_with(self, choice, cuda, stream) }
+            }
+        }
+    };
+}
+
+layer!(LinearForward, Product::Forward);
+layer!(LinearBackwardInput, Product::Input);
+layer!(LinearWeightGradient, Product::Gradient);
+layer!(LinearUpdate, Product::Gradient);
+
+/// A launch with a kernel of a test's choice. The host computes all of them alike.
+#[derive(Debug)]
+struct Chosen<O> {
+    operation: O,
+    choice: Choice,
+    name: &'static str,
+}
+
+impl<O: Layer> Operation for Chosen<O> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn work(&self) -> Work {
+        self.operation.work()
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        self.operation.buffers()
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { self.operation.launch_with(self.choice, cuda, stream) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { self.operation.run_on_host(memory) }
+    }
+}
+
+/// The planned kernel, or the one of a choice. The operation is built from the addresses of `buffers`, then of its
+/// workspace, then of its tickets.
+fn finish<O: Layer + 'static>(
+    shape: &str,
+    choice: Option<Choice>,
+    mut buffers: Vec<Buffer>,
+    build: impl Fn(&[u64]) -> O + Send + Sync + 'static,
+) -> Case {
+    let shapeless = build(&vec![0; buffers.len() + 2]);
+    let (planned, Some(choice)) = (shapeless.needs(), choice) else {
+        let (workspace_bytes, tickets) = shapeless.needs();
+        buffers.extend(shared(workspace_bytes, tickets));
+        return case(shape, buffers, build);
+    };
+    let chosen = shapeless.needs_with(choice);
+    buffers.extend(shared(planned.0.max(chosen.0), planned.1.max(chosen.1)));
+    // A name lives as long as the program; there are some dozens.
+    let name: &'static str = shapeless.name_with(choice).leak();
+    case(&format!("{shape}, {choice}"), buffers, move |at| Chosen { operation: build(at), choice, name })
+}
+
+/// Every tile that a product can have, alone and with blocks that share its sums, as far as there are any to share.
+pub(crate) fn choices(product: Product) -> Vec<Choice> {
+    product.tiles().iter().flat_map(|&tile| [1, 3].map(|splits| Choice { tile, splits })).collect()
+}
+
 /// Workspace and tickets of an operation.
 fn shared(workspace_bytes: u64, tickets: u64) -> [Buffer; 2] {
     let workspace = Buffer { before: vec![POISON; workspace_bytes as usize], after: Expected::Anything };
@@ -106,9 +215,9 @@ fn label([rows, inputs, outputs]: [u32; 3], more: u32) -> String {
 }
 
 /// With bias and ReLU; or, as variant 1, the bare product, in f32 and with a wider pitch.
-pub(crate) fn forward(precision: Precision, shape: [u32; 3], more: u32, seed: u64) -> Case {
+pub(crate) fn forward(precision: Precision, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
     let [rows, inputs, outputs] = shape;
-    let (mut data, bare) = (Data::new(seed), more == 1);
+    let (mut data, bare) = (Data::new(SEED), more == 1);
     let x = Operand::new(precision, &mut data, rows, inputs, more);
     let weight = Operand::new(precision, &mut data, outputs, inputs, more);
     let bias = data.floats(outputs.into(), 1.0);
@@ -142,15 +251,13 @@ pub(crate) fn forward(precision: Precision, shape: [u32; 3], more: u32, seed: u6
         workspace: at[4],
         tickets: at[5],
     };
-    let shapeless = build(&[0; 6]);
-    buffers.extend(shared(shapeless.workspace_bytes(), shapeless.tickets()));
-    case(&label(shape, more), buffers, build)
+    finish(&label(shape, more), choice, buffers, build)
 }
 
 /// With a mask; or, as variant 1, without one and with a wider pitch.
-pub(crate) fn backward_input(precision: Precision, shape: [u32; 3], more: u32, seed: u64) -> Case {
+pub(crate) fn backward_input(precision: Precision, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
     let [rows, inputs, outputs] = shape;
-    let (mut data, masked, element) = (Data::new(seed), more == 0, precision.element());
+    let (mut data, masked, element) = (Data::new(SEED), more == 0, precision.element());
     let dy = Operand::new(precision, &mut data, rows, outputs, more);
     let weight = Operand::new(precision, &mut data, outputs, inputs, more);
     let mask = rounded(element, data.floats(area(rows, inputs), 1.0).into_iter().map(|x| x.max(0.0)).collect());
@@ -179,15 +286,13 @@ pub(crate) fn backward_input(precision: Precision, shape: [u32; 3], more: u32, s
         workspace: at[4],
         tickets: at[5],
     };
-    let shapeless = build(&[0; 6]);
-    buffers.extend(shared(shapeless.workspace_bytes(), shapeless.tickets()));
-    case(&label(shape, more), buffers, build)
+    finish(&label(shape, more), choice, buffers, build)
 }
 
 /// With the bias' gradient; or, as variant 1, without it and with a wider pitch.
-pub(crate) fn weight_gradient(precision: Precision, shape: [u32; 3], more: u32, seed: u64) -> Case {
+pub(crate) fn weight_gradient(precision: Precision, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
     let [rows, inputs, outputs] = shape;
-    let (mut data, biased, scale) = (Data::new(seed), more == 0, 0.37_f32);
+    let (mut data, biased, scale) = (Data::new(SEED), more == 0, 0.37_f32);
     let dy = Operand::new(precision, &mut data, rows, outputs, more);
     let x = Operand::new(precision, &mut data, rows, inputs, more);
     let scaled =
@@ -214,15 +319,13 @@ pub(crate) fn weight_gradient(precision: Precision, shape: [u32; 3], more: u32, 
         workspace: at[4],
         tickets: at[5],
     };
-    let shapeless = build(&[0; 6]);
-    buffers.extend(shared(shapeless.workspace_bytes(), shapeless.tickets()));
-    case(&label(shape, more), buffers, build)
+    finish(&label(shape, more), choice, buffers, build)
 }
 
 /// Without master weights; or, as variant 1, with them if they are halves, and with a wider pitch.
-pub(crate) fn update(precision: Precision, shape: [u32; 3], more: u32, seed: u64) -> Case {
+pub(crate) fn update(precision: Precision, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
     let [rows, inputs, outputs] = shape;
-    let (mut data, element, rate) = (Data::new(seed), precision.element(), 0.037_f32);
+    let (mut data, element, rate) = (Data::new(SEED), precision.element(), 0.037_f32);
     let mastered = more == 1 && element != Element::F32;
     let dy = Operand::new(precision, &mut data, rows, outputs, more);
     let x = Operand::new(precision, &mut data, rows, inputs, more);
@@ -246,7 +349,7 @@ pub(crate) fn update(precision: Precision, shape: [u32; 3], more: u32, seed: u64
     };
     let bias = within(stepped(&biases, dy.column_sums()));
     let master = in_place(Element::F32, &masters, after);
-    let mut buffers = vec![
+    let buffers = vec![
         dy.buffer(),
         x.buffer(),
         in_place(element, &weights, halves),
@@ -271,7 +374,5 @@ pub(crate) fn update(precision: Precision, shape: [u32; 3], more: u32, seed: u64
         workspace: at[5],
         tickets: at[6],
     };
-    let shapeless = build(&[0; 7]);
-    buffers.extend(shared(shapeless.workspace_bytes(), shapeless.tickets()));
-    case(&label(shape, more), buffers, build)
+    finish(&label(shape, more), choice, buffers, build)
 }

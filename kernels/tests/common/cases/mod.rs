@@ -9,13 +9,13 @@ mod outputs;
 use std::sync::OnceLock;
 
 use bytemuck::Pod;
-use kernels::{Element, GemmAlgorithm, GemmLayout, Operation, Precision};
+use kernels::{Element, GemmAlgorithm, GemmLayout, Operation, Precision, Product};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 pub(crate) use gather::{Picked, gather_labels, gather_rows_f32, gather_rows_u8};
 pub(crate) use layers::{add_bias, bias_gradient, convert, fill, gemm, relu, relu_backward, sgd};
-pub(crate) use linear::{backward_input, forward, update, weight_gradient};
+pub(crate) use linear::{backward_input, choices, forward, update, weight_gradient};
 pub(crate) use outputs::{
     ALL_BUT_ADVANCE, EVALUATION, TRAINING, advance_cursor, argmax, count_correct, cross_entropy_loss, mean_loss,
     softmax_cross_entropy, softmax_loss,
@@ -167,6 +167,8 @@ const LAYERS: [[u32; 3]; 11] = [
     LARGEST,
 ];
 const LARGEST: [u32; 3] = [64, 784, 784];
+/// More than one of most tiles each way, the last ones not full, and some trips of every kernel's loop.
+const UNEVEN: [u32; 3] = [137, 161, 149];
 const ELEMENTS: [Element; 3] = [Element::F32, Element::Bf16, Element::F16];
 
 /// Every operation on shapes that are no multiple of anything. Made once, since the models take seconds.
@@ -246,7 +248,7 @@ fn losses() -> Vec<Case> {
     cases
 }
 
-/// The linear layers' launches.
+/// The linear layers' launches: shapes with their planned kernels, and every kernel on one shape.
 fn layers() -> Vec<Case> {
     let mut cases = Vec::new();
     for precision in Precision::ALL {
@@ -254,10 +256,22 @@ fn layers() -> Vec<Case> {
             // The models of the largest take longest.
             let variants = if shape == LARGEST { 1 } else { 2 };
             for variant in 0..variants {
-                cases.push(forward(precision, shape, variant, 18));
-                cases.push(backward_input(precision, shape, variant, 19));
-                cases.push(weight_gradient(precision, shape, variant, 20));
-                cases.push(update(precision, shape, variant, 21));
+                cases.push(forward(precision, shape, variant, None));
+                cases.push(backward_input(precision, shape, variant, None));
+                cases.push(weight_gradient(precision, shape, variant, None));
+                cases.push(update(precision, shape, variant, None));
+            }
+        }
+        for variant in 0..2 {
+            for choice in choices(Product::Forward).into_iter().map(Some) {
+                cases.push(forward(precision, UNEVEN, variant, choice));
+            }
+            for choice in choices(Product::Input).into_iter().map(Some) {
+                cases.push(backward_input(precision, UNEVEN, variant, choice));
+            }
+            for choice in choices(Product::Gradient).into_iter().map(Some) {
+                cases.push(weight_gradient(precision, UNEVEN, variant, choice));
+                cases.push(update(precision, UNEVEN, variant, choice));
             }
         }
     }

@@ -1,0 +1,225 @@
+//! How the network computes: types of values, products, and what is fused into one launch.
+
+use crate::error::{Result, TrainError};
+use clap::ValueEnum;
+use kernels::{Element, GemmAlgorithm, Precision};
+use serde::{Deserialize, Serialize};
+
+/// Type of activations, of their gradients and of the weights that products read. Biases, logits, sums and the gradients
+/// of weights are f32 whatever it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// IEEE binary32, in every product too.
+    #[default]
+    F32,
+    /// f32 that tensor cores read with 11 bits of significand.
+    Tf32,
+    /// The upper half of an f32, on tensor cores.
+    Bf16,
+    /// IEEE binary16, on tensor cores.
+    F16,
+}
+
+/// Type in which tensor cores add up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Accumulate {
+    /// f32.
+    #[default]
+    F32,
+    /// f16 within a tile's share of a sum, f32 beyond.
+    F16,
+}
+
+/// Which weights are stepped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WeightsMode {
+    /// f32 weights, beside which bf16 and f16 keep their roundings for the products.
+    #[default]
+    Master,
+    /// The bf16 or f16 weights themselves; a step below their rounding is lost.
+    Half,
+}
+
+/// Matrix product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GemmMode {
+    /// One thread for each output element.
+    Naive,
+    /// Tiles in shared memory.
+    Tiled,
+    /// Tensor cores.
+    Tensor,
+}
+
+/// What is fused into one launch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FuseMode {
+    /// Nothing: products, biases, ReLU, losses and updates are launches of their own.
+    #[default]
+    None,
+    /// Bias and ReLU with their product, the bias' gradient with the weights', the whole loss in one launch.
+    Epilogue,
+    /// The same, and the update with the product that gives the gradient.
+    Update,
+}
+
+/// How a network computes, each part in effect and all of them possible together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Arithmetic {
+    /// Type of the values.
+    pub dtype: Dtype,
+    /// Type of sums on tensor cores.
+    pub accumulate: Accumulate,
+    /// Which weights are stepped.
+    pub weights: WeightsMode,
+    /// Factor of the logits' gradient, and so of every gradient until the update divides by it. Small gradients are thus
+    /// kept from vanishing in f16.
+    pub loss_scale: f32,
+    /// Matrix product.
+    pub gemm: GemmMode,
+    /// What is fused.
+    pub fuse: FuseMode,
+}
+
+impl Default for Arithmetic {
+    /// f32, nothing fused.
+    fn default() -> Self {
+        Self {
+            dtype: Dtype::F32,
+            accumulate: Accumulate::F32,
+            weights: WeightsMode::Master,
+            loss_scale: 1.0,
+            gemm: GemmMode::Tiled,
+            fuse: FuseMode::None,
+        }
+    }
+}
+
+impl Arithmetic {
+    /// What a type is used with where nothing else is said: tiles in shared memory for f32, tensor cores for the others,
+    /// and a loss scale of 1,024 for f16.
+    #[must_use]
+    pub fn of(dtype: Dtype) -> Self {
+        Self {
+            dtype,
+            loss_scale: if dtype == Dtype::F16 { 1024.0 } else { 1.0 },
+            gemm: if dtype == Dtype::F32 { GemmMode::Tiled } else { GemmMode::Tensor },
+            ..Self::default()
+        }
+    }
+
+    /// The same, if its parts go together.
+    ///
+    /// # Errors
+    /// [`TrainError::Input`] that names the options which do not, and what to write instead.
+    pub fn checked(self) -> Result<Self> {
+        let half = matches!(self.dtype, Dtype::Bf16 | Dtype::F16);
+        let problem = if self.accumulate == Accumulate::F16 && self.dtype != Dtype::F16 {
+            format!("--accumulate f16 needs --dtype f16, found {}", name(self.dtype))
+        } else if self.weights == WeightsMode::Half && !half {
+            format!("--weights half needs --dtype bf16 or f16, found {}", name(self.dtype))
+        } else if self.gemm == GemmMode::Tensor && self.dtype == Dtype::F32 {
+            "--gemm tensor needs --dtype tf32, bf16 or f16: tensor cores do not multiply f32".to_owned()
+        } else if self.gemm != GemmMode::Tensor && self.dtype != Dtype::F32 {
+            format!("--gemm {} is for --dtype f32; {} needs tensor", name(self.gemm), name(self.dtype))
+        } else if self.gemm == GemmMode::Naive && self.fuse != FuseMode::None {
+            format!("--fuse {} needs --gemm tiled or tensor, found naive", name(self.fuse))
+        } else if !self.loss_scale.is_finite() || self.loss_scale <= 0.0 {
+            format!("--loss-scale must be a positive number, found {}", self.loss_scale)
+        } else {
+            return Ok(self);
+        };
+        Err(TrainError::Input(problem))
+    }
+
+    /// How the kernels compute products.
+    #[must_use]
+    pub fn precision(&self) -> Precision {
+        match (self.dtype, self.accumulate) {
+            (Dtype::F32, _) => Precision::F32,
+            (Dtype::Tf32, _) => Precision::Tf32,
+            (Dtype::Bf16, _) => Precision::Bf16,
+            (Dtype::F16, Accumulate::F32) => Precision::F16,
+            (Dtype::F16, Accumulate::F16) => Precision::F16Accumulate,
+        }
+    }
+
+    /// How activations and the weights that products read are stored.
+    #[must_use]
+    pub fn element(&self) -> Element {
+        self.precision().element()
+    }
+
+    /// Elements from one row of such a matrix to the next. Plain f32 products read matrices without padding.
+    #[must_use]
+    pub fn pitch(&self, cols: u32) -> u32 {
+        if self.plain().is_some() { cols } else { self.element().pitch(cols) }
+    }
+
+    /// The product of a network in f32 in which nothing is fused; all others are made of linear layers' launches.
+    #[must_use]
+    pub fn plain(&self) -> Option<GemmAlgorithm> {
+        match (self.dtype, self.fuse, self.gemm) {
+            (Dtype::F32, FuseMode::None, GemmMode::Naive) => Some(GemmAlgorithm::Naive),
+            (Dtype::F32, FuseMode::None, _) => Some(GemmAlgorithm::Tiled),
+            _ => None,
+        }
+    }
+
+    /// Whether f32 weights are kept beside those that products read.
+    #[must_use]
+    pub fn has_master(&self) -> bool {
+        self.weights == WeightsMode::Master && self.element() != Element::F32
+    }
+
+    /// What to change when the loss is no longer a number.
+    pub(crate) fn advice(&self, learning_rate: f32) -> String {
+        let scaled = self.dtype == Dtype::F16 || self.loss_scale != 1.0;
+        let scale = if scaled { format!(", lower --loss-scale (now {})", self.loss_scale) } else { String::new() };
+        format!("lower --lr (now {learning_rate}){scale} or change --init")
+    }
+}
+
+/// A value as it is written on the command line and in the record.
+pub(crate) fn name(value: impl ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn defaults_go_together() {
+        for dtype in Dtype::value_variants() {
+            let arithmetic = Arithmetic::of(*dtype);
+            assert_eq!(arithmetic.checked().unwrap(), arithmetic);
+            for fuse in FuseMode::value_variants() {
+                let arithmetic = Arithmetic { fuse: *fuse, ..arithmetic }.checked().unwrap();
+                assert_eq!(arithmetic.plain().is_some(), *dtype == Dtype::F32 && *fuse == FuseMode::None);
+            }
+        }
+    }
+
+    #[test]
+    fn rows_start_where_sixteen_bytes_can_be_read() {
+        assert_eq!(Arithmetic::default().pitch(61), 61);
+        assert_eq!(Arithmetic { fuse: FuseMode::Epilogue, ..Arithmetic::default() }.pitch(61), 64);
+        assert_eq!(Arithmetic::of(Dtype::Tf32).pitch(61), 64);
+        assert_eq!(Arithmetic::of(Dtype::Bf16).pitch(65), 72);
+    }
+
+    #[test]
+    fn names_are_those_of_the_record() {
+        for dtype in Dtype::value_variants() {
+            assert_eq!(serde_json::json!(dtype), name(*dtype));
+        }
+    }
+}

@@ -1,0 +1,292 @@
+//! What one layer is made of, forward, backward and in the update.
+
+use super::{Linear, LinearGradient, Mlp};
+use crate::arithmetic::FuseMode;
+use crate::error::Result;
+use crate::tensor::{Context, Matrix};
+use kernels::{
+    AddBias, BiasGradient, Element, Gemm, GemmAlgorithm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate,
+    LinearWeightGradient, Relu, ReluBackward, Sgd,
+};
+
+/// An f32 product that is all of its launch.
+fn plain_product(
+    context: &Context,
+    (layout, algorithm): (GemmLayout, GemmAlgorithm),
+    a: &Matrix,
+    b: &Matrix,
+    (m, n, k): (u32, u32, u32),
+) -> Result<Matrix> {
+    let out = context.matrix(m, n)?;
+    let gemm = Gemm { layout, algorithm, m, n, k, a: a.addr(), b: b.addr(), c: out.addr() };
+    // SAFETY: the three matrices are live and of these shapes; they are freed on the stream after this launch.
+    unsafe { context.device.run(&gemm)? };
+    Ok(out)
+}
+
+impl Mlp {
+    /// A matrix as activations and their gradients are stored.
+    pub(super) fn activation(&self, context: &Context, rows: u32, cols: u32) -> Result<Matrix> {
+        context.pitched(self.arithmetic.element(), rows, cols, self.arithmetic.pitch(cols))
+    }
+
+    fn fused(&self) -> bool {
+        self.arithmetic.fuse != FuseMode::None
+    }
+
+    /// `x · weightᵀ`, if things are fused with the bias, and with ReLU if it is asked for. Logits are f32 without padding.
+    fn forward_product(&self, context: &Context, layer: &Linear, x: &Matrix, to: Output) -> Result<Matrix> {
+        let (rows, inputs, outputs) = (x.rows, x.cols, layer.weight.rows);
+        if let Some(algorithm) = self.arithmetic.plain() {
+            let shape = (rows, outputs, inputs);
+            return plain_product(context, (GemmLayout::NT, algorithm), x, &layer.weight, shape);
+        }
+        let y = match to {
+            Output::Hidden => self.activation(context, rows, outputs)?,
+            Output::Logits => context.matrix(rows, outputs)?,
+        };
+        let mut forward = LinearForward {
+            precision: self.arithmetic.precision(),
+            rows,
+            inputs,
+            outputs,
+            x: x.addr(),
+            x_pitch: x.pitch,
+            weight: layer.weight.addr(),
+            weight_pitch: layer.weight.pitch,
+            bias: self.fused().then(|| layer.bias.addr()),
+            relu: self.fused() && to == Output::Hidden,
+            y: y.addr(),
+            y_pitch: y.pitch,
+            y_f32: to == Output::Logits,
+            workspace: 0,
+            tickets: self.tickets(),
+        };
+        let (_workspace, addr) = self.workspace(context, forward.workspace_bytes(), forward.tickets())?;
+        forward.workspace = addr;
+        // SAFETY: matrices, bias and workspace are live and of these shapes; they are freed on the stream after this
+        // launch. The tickets suffice for every launch of the model and are zero between launches.
+        unsafe { context.device.run(&forward)? };
+        Ok(y)
+    }
+
+    /// One layer without its ReLU, of operations of their own.
+    fn linear(&self, context: &Context, layer: &Linear, x: &Matrix, to: Output) -> Result<Matrix> {
+        let product = self.forward_product(context, layer, x, to)?;
+        let (rows, cols) = (product.rows, product.cols);
+        let out = context.pitched(product.element, rows, cols, product.pitch)?;
+        let add = AddBias {
+            element: product.element,
+            rows,
+            cols,
+            pitch: product.pitch,
+            x: product.addr(),
+            bias: layer.bias.addr(),
+            y: out.addr(),
+        };
+        // SAFETY: all three are live and of these shapes; they are freed on the stream after this launch.
+        unsafe { context.device.run(&add)? };
+        Ok(out)
+    }
+
+    /// The last layer.
+    pub(super) fn logits(&self, context: &Context, layer: &Linear, x: &Matrix) -> Result<Matrix> {
+        match self.fused() {
+            true => self.forward_product(context, layer, x, Output::Logits),
+            false => self.linear(context, layer, x, Output::Logits),
+        }
+    }
+
+    /// A layer with its ReLU.
+    pub(super) fn hidden(&self, context: &Context, layer: &Linear, x: &Matrix) -> Result<Matrix> {
+        if self.fused() {
+            return self.forward_product(context, layer, x, Output::Hidden);
+        }
+        // The backward pass of ReLU needs its output only, so its input goes right away.
+        let linear = self.linear(context, layer, x, Output::Hidden)?;
+        let out = self.activation(context, linear.rows, linear.cols)?;
+        let relu = Relu { element: linear.element, len: linear.len(), x: linear.addr(), y: out.addr() };
+        // SAFETY: both matrices are live, of one shape, and freed on the stream after this launch.
+        unsafe { context.device.run(&relu)? };
+        Ok(out)
+    }
+
+    /// `dy · weight`, zero where the mask is not positive.
+    pub(super) fn input_product(
+        &self,
+        context: &Context,
+        layer: &Linear,
+        dy: &Matrix,
+        mask: Option<&Matrix>,
+    ) -> Result<Matrix> {
+        let (rows, inputs, outputs) = (dy.rows, layer.weight.cols, layer.weight.rows);
+        if let Some(algorithm) = self.arithmetic.plain() {
+            let shape = (rows, inputs, outputs);
+            return plain_product(context, (GemmLayout::NN, algorithm), dy, &layer.weight, shape);
+        }
+        let dx = self.activation(context, rows, inputs)?;
+        let mut backward = LinearBackwardInput {
+            precision: self.arithmetic.precision(),
+            rows,
+            inputs,
+            outputs,
+            dy: dy.addr(),
+            dy_pitch: dy.pitch,
+            weight: layer.weight.addr(),
+            weight_pitch: layer.weight.pitch,
+            mask: mask.map(Matrix::addr),
+            dx: dx.addr(),
+            dx_pitch: dx.pitch,
+            workspace: 0,
+            tickets: self.tickets(),
+        };
+        let (_workspace, addr) = self.workspace(context, backward.workspace_bytes(), backward.tickets())?;
+        backward.workspace = addr;
+        // SAFETY: as for the forward product; a mask is an activation of dx's shape and pitch.
+        unsafe { context.device.run(&backward)? };
+        Ok(dx)
+    }
+
+    /// The gradient of what went into the ReLU before this layer; `x` is what came out of it.
+    pub(super) fn input_gradient(&self, context: &Context, layer: &Linear, dy: Matrix, x: &Matrix) -> Result<Matrix> {
+        if self.fused() {
+            return self.input_product(context, layer, &dy, Some(x));
+        }
+        let da = self.input_product(context, layer, &dy, None)?;
+        let dz = self.activation(context, x.rows, x.cols)?;
+        let relu = ReluBackward { element: x.element, len: x.len(), y: x.addr(), dy: da.addr(), dx: dz.addr() };
+        // SAFETY: all three are live and of one shape; they are freed on the stream after this launch.
+        unsafe { context.device.run(&relu)? };
+        drop(dy);
+        Ok(dz)
+    }
+
+    /// Gradients of a layer's weights and bias.
+    pub(super) fn gradient(
+        &self,
+        context: &Context,
+        layer: &Linear,
+        dy: &Matrix,
+        x: &Matrix,
+    ) -> Result<LinearGradient> {
+        let (rows, inputs, outputs) = (dy.rows, x.cols, dy.cols);
+        if let Some(algorithm) = self.arithmetic.plain() {
+            let weight = plain_product(context, (GemmLayout::TN, algorithm), dy, x, (outputs, inputs, rows))?;
+            return Ok(LinearGradient { weight, bias: Self::bias_gradient(context, dy)? });
+        }
+        let weight = context.pitched(Element::F32, outputs, inputs, layer.weight.pitch)?;
+        let bias = if self.fused() { Some(context.matrix(1, outputs)?) } else { None };
+        let mut gradient = LinearWeightGradient {
+            precision: self.arithmetic.precision(),
+            rows,
+            inputs,
+            outputs,
+            dy: dy.addr(),
+            dy_pitch: dy.pitch,
+            x: x.addr(),
+            x_pitch: x.pitch,
+            // The update divides by the loss scale.
+            scale: 1.0,
+            dweight: weight.addr(),
+            dweight_pitch: weight.pitch,
+            dbias: bias.as_ref().map(Matrix::addr),
+            workspace: 0,
+            tickets: self.tickets(),
+        };
+        {
+            let (_workspace, addr) = self.workspace(context, gradient.workspace_bytes(), gradient.tickets())?;
+            gradient.workspace = addr;
+            // SAFETY: as for the forward product.
+            unsafe { context.device.run(&gradient)? };
+        }
+        let bias = match bias {
+            Some(bias) => bias,
+            None => Self::bias_gradient(context, dy)?,
+        };
+        Ok(LinearGradient { weight, bias })
+    }
+
+    fn bias_gradient(context: &Context, dy: &Matrix) -> Result<Matrix> {
+        let bias = context.matrix(1, dy.cols)?;
+        let sum = BiasGradient {
+            element: dy.element,
+            rows: dy.rows,
+            cols: dy.cols,
+            pitch: dy.pitch,
+            dy: dy.addr(),
+            db: bias.addr(),
+        };
+        // SAFETY: both are live and of these shapes; they are freed on the stream after this launch.
+        unsafe { context.device.run(&sum)? };
+        Ok(bias)
+    }
+
+    /// The step for gradients that are multiplied by the loss scale.
+    fn rate(&self, learning_rate: f32) -> f32 {
+        learning_rate / self.arithmetic.loss_scale
+    }
+
+    /// Steps a layer along its gradient.
+    pub(super) fn update_layer(
+        &self,
+        context: &Context,
+        layer: &Linear,
+        gradient: &LinearGradient,
+        learning_rate: f32,
+    ) -> Result<()> {
+        let master = layer.master.as_ref().map(Matrix::addr);
+        let pairs = [(&layer.weight, master, &gradient.weight), (&layer.bias, None, &gradient.bias)];
+        for (weights, master, gradient) in pairs {
+            let sgd = Sgd {
+                element: weights.element,
+                len: weights.len(),
+                learning_rate: self.rate(learning_rate),
+                gradient: gradient.addr(),
+                weights: weights.addr(),
+                master,
+            };
+            // SAFETY: all are live, of one shape and one pitch; they are freed on the stream after this launch.
+            unsafe { context.device.run(&sgd)? };
+        }
+        Ok(())
+    }
+
+    /// Steps a layer along a gradient that is never written.
+    pub(super) fn step_layer(
+        &self,
+        context: &Context,
+        layer: &Linear,
+        dy: &Matrix,
+        x: &Matrix,
+        learning_rate: f32,
+    ) -> Result<()> {
+        let mut update = LinearUpdate {
+            precision: self.arithmetic.precision(),
+            rows: dy.rows,
+            inputs: x.cols,
+            outputs: dy.cols,
+            dy: dy.addr(),
+            dy_pitch: dy.pitch,
+            x: x.addr(),
+            x_pitch: x.pitch,
+            rate: self.rate(learning_rate),
+            weight: layer.weight.addr(),
+            weight_pitch: layer.weight.pitch,
+            master: layer.master.as_ref().map(Matrix::addr),
+            bias: layer.bias.addr(),
+            workspace: 0,
+            tickets: self.tickets(),
+        };
+        let (_workspace, addr) = self.workspace(context, update.workspace_bytes(), update.tickets())?;
+        update.workspace = addr;
+        // SAFETY: as for the forward product; nothing else that is queued before this launch's end reads the weights.
+        unsafe { context.device.run(&update) }
+    }
+}
+
+/// Where a layer's output goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Output {
+    Hidden,
+    Logits,
+}

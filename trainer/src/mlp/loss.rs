@@ -1,0 +1,122 @@
+//! The loss of a batch, its gradient, and how many rows were right.
+
+use super::Mlp;
+use crate::arithmetic::FuseMode;
+use crate::error::Result;
+use crate::tensor::{Context, Matrix};
+use allocators::DeviceBuffer;
+use kernels::{CountCorrect, CrossEntropyLoss, MeanLoss, SoftmaxCrossEntropy, SoftmaxLoss};
+
+/// Batches of more rows take a launch for the rows and one for their mean, which use the whole GPU.
+const ROWS_IN_ONE_LAUNCH: u32 = 4096;
+
+impl Mlp {
+    fn in_one_launch(&self, rows: u32) -> bool {
+        self.arithmetic.fuse != FuseMode::None && rows <= ROWS_IN_ONE_LAUNCH
+    }
+
+    /// Writes the mean loss to `loss_slot` and gives the gradient of the logits, multiplied by the loss scale.
+    pub(super) fn loss(
+        &self,
+        context: &Context,
+        logits: &Matrix,
+        labels: &DeviceBuffer,
+        loss_slot: u64,
+    ) -> Result<Matrix> {
+        let _range = context.device.range(format_args!("loss"));
+        let (rows, classes) = (logits.rows, logits.cols);
+        // CAST: a batch's rows are far below 2^24, so the quotient is exact to rounding.
+        let scale = self.arithmetic.loss_scale / rows as f32;
+        if self.in_one_launch(rows) {
+            let dlogits = self.activation(context, rows, classes)?;
+            let mut loss = SoftmaxLoss {
+                rows,
+                classes,
+                logits: logits.addr(),
+                labels: labels.addr().get(),
+                element: dlogits.element,
+                dlogits: Some(dlogits.addr()),
+                dlogits_pitch: dlogits.pitch,
+                scale,
+                loss: loss_slot,
+                correct: None,
+                cursor: None,
+                advance: false,
+                workspace: 0,
+                tickets: self.tickets(),
+            };
+            let (_workspace, addr) = self.workspace(context, loss.workspace_bytes(), loss.tickets())?;
+            loss.workspace = addr;
+            // SAFETY: all buffers are live and of these shapes; they are freed on the stream after this launch. The
+            // caller keeps the slot.
+            unsafe { context.device.run(&loss)? };
+            return Ok(dlogits);
+        }
+        let losses = context.matrix(rows, 1)?;
+        let dlogits = self.activation(context, rows, classes)?;
+        let loss = SoftmaxCrossEntropy {
+            rows,
+            classes,
+            logits: logits.addr(),
+            labels: labels.addr().get(),
+            losses: losses.addr(),
+            element: dlogits.element,
+            dlogits: dlogits.addr(),
+            dlogits_pitch: dlogits.pitch,
+            scale,
+        };
+        // SAFETY: all buffers are live and of these shapes; they are freed on the stream after this launch.
+        unsafe { context.device.run(&loss)? };
+        let mean = MeanLoss { rows, losses: losses.addr(), out: loss_slot, cursor: None };
+        // SAFETY: as above; the caller keeps the slot.
+        unsafe { context.device.run(&mean)? };
+        Ok(dlogits)
+    }
+
+    /// Writes the mean loss to `loss_slot` and the number of rows whose largest logit is their label to `correct_slot`.
+    pub(super) fn judge(
+        &self,
+        context: &Context,
+        logits: &Matrix,
+        labels: &DeviceBuffer,
+        loss_slot: u64,
+        correct_slot: u64,
+    ) -> Result<()> {
+        let (rows, classes) = (logits.rows, logits.cols);
+        let (logits, labels) = (logits.addr(), labels.addr().get());
+        if self.in_one_launch(rows) {
+            let mut loss = SoftmaxLoss {
+                rows,
+                classes,
+                logits,
+                labels,
+                element: self.arithmetic.element(),
+                dlogits: None,
+                dlogits_pitch: classes,
+                scale: 1.0,
+                loss: loss_slot,
+                correct: Some(correct_slot),
+                cursor: None,
+                advance: false,
+                workspace: 0,
+                tickets: self.tickets(),
+            };
+            let (_workspace, addr) = self.workspace(context, loss.workspace_bytes(), loss.tickets())?;
+            loss.workspace = addr;
+            // SAFETY: the buffers are live and of these shapes; they are freed on the stream after this launch. The
+            // caller keeps the slots.
+            return unsafe { context.device.run(&loss) };
+        }
+        let losses = context.matrix(rows, 1)?;
+        let loss = CrossEntropyLoss { rows, classes, logits, labels, losses: losses.addr() };
+        // SAFETY: all buffers are live and of these shapes; they are freed on the stream after these launches. The
+        // caller keeps the slots.
+        unsafe { context.device.run(&loss)? };
+        let mean = MeanLoss { rows, losses: losses.addr(), out: loss_slot, cursor: None };
+        // SAFETY: as above.
+        unsafe { context.device.run(&mean)? };
+        let correct = CountCorrect { rows, classes, logits, labels, out: correct_slot };
+        // SAFETY: as above.
+        unsafe { context.device.run(&correct) }
+    }
+}
