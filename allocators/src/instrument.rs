@@ -55,6 +55,7 @@ mod check;
 mod clock;
 mod cost;
 mod limit;
+mod log;
 mod merge;
 pub mod nvtx;
 mod per_thread;
