@@ -281,3 +281,21 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// [`AllocError::Driver`] when the driver refused; what had gone back by then is accounted for.
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError>;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_reads_back_as_what_it_was_made_of() {
+        for (number, path) in (0u64..).zip(Path::ALL) {
+            assert_eq!(path as u64, number, "a path is stored by its place in the order");
+            let addr = DeviceAddr::new(0x7f00_0000_0100 + number).unwrap();
+            let made = || Block::new(addr, u64::MAX - number, number, path, number << 32 | 7);
+            for block in [made(), made().hand_on()] {
+                assert_eq!((block.addr(), block.bytes(), block.requested()), (addr, u64::MAX - number, number));
+                assert_eq!((block.path(), block.token()), (path, number << 32 | 7));
+            }
+        }
+    }
+}

@@ -83,7 +83,7 @@ const fn lowest(bucket: usize) -> u64 {
 
 /// What one thread counted for one operation and path: one number a bucket, 216 KiB of which only the touched pages
 /// are taken.
-type Counts = Box<[AtomicU64]>;
+type Counts = Box<[AtomicU64; BUCKETS]>;
 
 /// One thread's counts, written by that thread alone. On cache lines of its own.
 #[derive(Default)]
@@ -103,7 +103,8 @@ fn add(counts: &Counts, histogram: &mut Histogram<u64>) {
 /// The table of a path that a thread takes for the first time.
 #[cold]
 fn first(table: &OnceLock<Counts>) -> &Counts {
-    table.get_or_init(|| std::iter::repeat_with(AtomicU64::default).take(BUCKETS).collect())
+    let counts = || std::iter::repeat_with(AtomicU64::default).take(BUCKETS).collect::<Box<[AtomicU64]>>();
+    table.get_or_init(|| counts().try_into().expect("there are as many counts as buckets"))
 }
 
 impl fmt::Debug for Slot {
@@ -211,15 +212,13 @@ impl Timed {
 impl DeviceAllocator for Timed {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         let start = self.clock.start();
-        let result = self.inner.allocate(request, stream);
-        let ns = self.clock.since(start);
-        match result {
+        match self.inner.allocate(request, stream) {
             Ok(block) => {
-                self.record(Operation::Allocate, block.path(), ns);
+                self.record(Operation::Allocate, block.path(), self.clock.since(start));
                 Ok(block.hand_on())
             }
             Err(error) => {
-                self.record(Operation::Allocate, Path::Failed, ns);
+                self.record(Operation::Allocate, Path::Failed, self.clock.since(start));
                 Err(error)
             }
         }
@@ -228,15 +227,13 @@ impl DeviceAllocator for Timed {
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
         let start = self.clock.start();
         // SAFETY: the caller's promise is the inner allocator's.
-        let result = unsafe { self.inner.deallocate(block, stream) };
-        let ns = self.clock.since(start);
-        match result {
+        match unsafe { self.inner.deallocate(block, stream) } {
             Ok(path) => {
-                self.record(Operation::Deallocate, path, ns);
+                self.record(Operation::Deallocate, path, self.clock.since(start));
                 Ok(path)
             }
             Err(error) => {
-                self.record(Operation::Deallocate, Path::Failed, ns);
+                self.record(Operation::Deallocate, Path::Failed, self.clock.since(start));
                 Err(error)
             }
         }
