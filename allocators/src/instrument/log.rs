@@ -175,27 +175,8 @@ impl Chunk {
         // SAFETY: as above; the room is this chunk's alone.
         unsafe { next.write(record) };
         self.len += 1;
-        fetch_ahead(next.as_ptr());
     }
 }
-
-/// Has the line brought in that will be written to a few operations from now, so that its stores do not hold up the next
-/// locked instruction.
-#[inline(always)]
-fn fetch_ahead(record: *const Record) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: every x86-64 processor has this instruction, which heeds no address that it cannot read.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(record.wrapping_add(AHEAD).cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = record;
-}
-
-/// In records.
-#[cfg(target_arch = "x86_64")]
-const AHEAD: usize = 16;
 
 /// One thread's records.
 #[derive(Debug)]
