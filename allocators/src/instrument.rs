@@ -69,6 +69,7 @@ mod check;
 mod clock;
 mod cost;
 mod limit;
+mod log;
 mod merge;
 pub mod nvtx;
 mod per_thread;

@@ -67,7 +67,7 @@ mod storage;
 pub use cuda::{CudaKernels, kernel_names};
 pub use error::KernelError;
 pub use host::HostMemory;
-pub use operation::{Operation, Work};
+pub use operation::{BoxedOperation, Operation, Work};
 pub use ops::{
     AddBias, AdvanceCursor, Argmax, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, Fill, GatherLabels,
     GatherRowsF32, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate,

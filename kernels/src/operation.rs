@@ -6,8 +6,20 @@ use crate::cuda::CudaKernels;
 use crate::error::KernelError;
 use crate::host::HostMemory;
 
+/// Copies of operations whose type is not known; every operation that can be cloned has them.
+pub trait BoxedOperation {
+    /// A copy of the operation.
+    fn boxed(&self) -> Box<dyn Operation>;
+}
+
+impl<T: Operation + Clone + 'static> BoxedOperation for T {
+    fn boxed(&self) -> Box<dyn Operation> {
+        Box::new(self.clone())
+    }
+}
+
 /// One launch: what it computes, what it costs, and how to run it on a GPU or on the host.
-pub trait Operation: std::fmt::Debug + Send + Sync {
+pub trait Operation: BoxedOperation + std::fmt::Debug + Send + Sync {
     /// Kernel name, e.g. `gemm_nt_tiled`: the CUDA entry point, the NVTX name and the key in device profiles.
     fn name(&self) -> &'static str;
 

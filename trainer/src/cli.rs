@@ -4,7 +4,7 @@ use crate::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::DatasetName;
 use crate::observer::Observer;
 use crate::progress::{Terminal, say};
-use crate::settings::{DeviceChoice, InitMode, LoaderMode, ProfileSteps, SyncMode};
+use crate::settings::{DeviceChoice, InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::{Result, Settings, TrainError, doctor, exit, record, report, start};
 use allocators::backend::CachingSettings;
 use allocators::instrument::NvtxMode;
@@ -180,6 +180,12 @@ struct TrainArgs {
     #[arg(long, value_enum, default_value = "none", help_heading = "Arithmetic")]
     fuse: FuseMode,
 
+    /// How a step is launched; graph needs --loader resident
+    #[arg(long, value_enum, default_value = "eager", help_heading = "Training")]
+    launch: LaunchMode,
+    /// Streams: 2 gives weight updates their own (with --fuse update), 3 the loader too, 4 the validation too
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4), help_heading = "Training")]
+    streams: u32,
     /// When the host waits for the device
     #[arg(long, value_enum, default_value = "never", help_heading = "Training")]
     sync: SyncMode,
@@ -318,6 +324,8 @@ impl TrainArgs {
             loss_scale: self.loss_scale,
             gemm: self.gemm,
             fuse: self.fuse,
+            launch: self.launch,
+            streams: self.streams,
             out: self.out.clone(),
             save_start: self.save_start.clone(),
             nvtx: self.nvtx,

@@ -1,5 +1,11 @@
 //! The device of a run: a driver whose calls are counted, and the means to run kernels on it.
 
+mod graph;
+mod streams;
+
+pub use graph::StepGraph;
+pub use streams::Role;
+
 use crate::error::{Result, TrainError};
 use crate::export::CallLog;
 use crate::settings::{DeviceChoice, SyncMode};
@@ -14,7 +20,8 @@ use kernels::{CudaKernels, Fill, HostMemory, Operation};
 use std::fmt;
 use std::path::Path;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use streams::Streams;
 
 /// How long driver calls waited is known exactly, or estimated; see [`Device::blocked_method`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +45,9 @@ enum Engine {
 pub struct Device {
     engine: Engine,
     driver: Arc<MeteredDriver>,
-    stream: StreamId,
+    streams: Streams,
+    /// Launches of the capture that is under way, where the host computes them.
+    recorded: Mutex<Option<Vec<Box<dyn Operation>>>>,
     sync: SyncMode,
     ranges: Ranges,
     blocked: Blocked,
@@ -102,7 +111,8 @@ impl Device {
         let device = Self {
             engine: Engine::Cuda { kernels: Box::new(kernels), driver },
             driver: Arc::new(metered),
-            stream,
+            streams: Streams::alone(stream),
+            recorded: Mutex::default(),
             sync,
             ranges,
             blocked: Blocked::BeyondIdleCost,
@@ -135,7 +145,8 @@ impl Device {
         Ok(Self {
             engine: Engine::Sim(driver),
             driver: Arc::new(metered),
-            stream,
+            streams: Streams::alone(stream),
+            recorded: Mutex::default(),
             sync,
             ranges,
             blocked: Blocked::Exact,
@@ -169,10 +180,10 @@ impl Device {
         self.driver.describe()
     }
 
-    /// The compute stream.
+    /// The stream of the work that is under way: the compute stream, but for what has one of its own.
     #[must_use]
     pub fn stream(&self) -> StreamId {
-        self.stream
+        self.streams.current()
     }
 
     /// Emits NVTX ranges, or not.
@@ -226,7 +237,7 @@ impl Device {
         self.log = Some(log);
     }
 
-    /// Queues an operation on the compute stream.
+    /// Queues an operation on the stream of the work that is under way.
     ///
     /// # Errors
     /// [`TrainError::Kernel`] for shapes or addresses that cannot be, [`TrainError::Driver`] when the driver
@@ -236,26 +247,31 @@ impl Device {
     /// Every address in the operation is valid for its shape until the stream has passed it, and no output
     /// overlaps another buffer of it.
     pub unsafe fn run(&self, operation: &dyn Operation) -> Result<()> {
+        let stream = self.stream();
         let _range = self.range(format_args!("{}", operation.name()));
         if let Some(log) = &self.log {
             log.launching(operation.name());
         }
-        self.driver.count(CallKind::KernelLaunch, self.stream, || -> Result<()> {
+        self.driver.count(CallKind::KernelLaunch, stream, || -> Result<()> {
             match &self.engine {
                 Engine::Cuda { kernels, .. } => {
                     // SAFETY: the kernels were loaded in the context that this stream belongs to; the caller keeps the
                     // addresses valid.
-                    unsafe { operation.launch(kernels, CudaDriver::raw_stream(self.stream)) }?;
+                    unsafe { operation.launch(kernels, CudaDriver::raw_stream(stream)) }?;
                 }
                 Engine::Sim(driver) => {
                     let work = operation.work();
                     driver.launch(
-                        self.stream,
+                        stream,
                         work.kernel,
                         (work.blocks, work.iterations),
                         work.bytes,
                         &operation.buffers(),
                     )?;
+                    if let Some(recorded) = self.recorded().as_mut() {
+                        recorded.push(operation.boxed());
+                        return Ok(());
+                    }
                     // SAFETY: `translate` only yields ranges of live blocks; nothing else touches them, because this
                     // device computes on the calling thread alone.
                     unsafe { operation.run_on_host(&SimView(driver)) }?;
@@ -269,19 +285,25 @@ impl Device {
         Ok(())
     }
 
-    /// Waits for the compute stream.
+    fn recorded(&self) -> MutexGuard<'_, Option<Vec<Box<dyn Operation>>>> {
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for the stream of the work that is under way.
     ///
     /// # Errors
     /// Those of the driver, which may stem from earlier work.
     pub fn synchronize(&self) -> Result<()> {
         let _range = self.range(format_args!("synchronize"));
-        Ok(self.driver.stream_synchronize(self.stream)?)
+        Ok(self.driver.stream_synchronize(self.stream())?)
     }
 
     /// Says what is what on a profiler's timeline.
     fn name_in_profiler(&self) {
         self.ranges.name_thread("trainer");
-        self.ranges.name_stream(self.stream, "compute");
+        for (stream, name) in self.streams.names() {
+            self.ranges.name_stream(stream, name);
+        }
     }
 
     /// Starts and stops what a profiler captures; nothing on the simulated device.
@@ -315,9 +337,7 @@ impl Drop for DeviceRange {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: the stream belongs to this device, whose users are gone. An error has nobody to go to; the stream
-        // then goes with the context.
-        let _ = unsafe { self.driver.stream_destroy(self.stream) };
+        self.streams.destroy(self.driver.as_ref());
     }
 }
 

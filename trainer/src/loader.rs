@@ -2,6 +2,7 @@
 
 use crate::arithmetic::Arithmetic;
 use crate::data::{Features, Split};
+use crate::device::Role;
 use crate::error::Result;
 use crate::mlp::Batch;
 use crate::settings::LoaderMode;
@@ -39,6 +40,8 @@ pub struct Loader {
     batch: u32,
     layout: Layout,
     source: Source,
+    /// Address of the number of the step on the device, if that decides which batch is next.
+    cursor: Option<u64>,
 }
 
 /// How a batch's inputs are stored.
@@ -128,7 +131,13 @@ impl Loader {
                 order: None,
             },
         };
-        Ok(Self { rows: split.rows, features, batch, layout, source })
+        Ok(Self { rows: split.rows, features, batch, layout, source, cursor: None })
+    }
+
+    /// From now on batches are those of the step that the device is at: the u32 at this address. Only for a resident data
+    /// set.
+    pub fn follow(&mut self, cursor: u64) {
+        self.cursor = Some(cursor);
     }
 
     /// Announces the order of the rows for the next pass.
@@ -137,6 +146,13 @@ impl Loader {
     /// Those of the allocator and of the copy.
     pub fn begin_pass(&mut self, context: &Context, order: &[u32]) -> Result<()> {
         if let Source::Resident { order: on_device, .. } = &mut self.source {
+            // Graphs have its address, so it stays where it is.
+            if let Some(held) =
+                on_device.as_ref().filter(|held| self.cursor.is_some() && held.bytes() >= 4 * order.len() as u64)
+            {
+                context.write(held, order)?;
+                return Ok(());
+            }
             // The old one goes first, so that a caching allocator can use its block again.
             *on_device = None;
             *on_device = Some(context.upload(order)?);
@@ -153,6 +169,23 @@ impl Loader {
     /// When `order` is not what [`begin_pass`](Self::begin_pass) was told, or holds rows that do not exist.
     pub fn batch(&mut self, context: &Context, split: &Split, order: &[u32], range: Range<usize>) -> Result<Batch> {
         let _range = context.device.range(format_args!("load"));
+        let user = context.device.stream();
+        // What a graph captures is in order by itself.
+        let apart = self.cursor.is_none() && context.device.stream_of(Role::Load) != user;
+        let batch = {
+            let _on = apart.then(|| context.device.on(Role::Load));
+            self.queue(context, split, order, range)?
+        };
+        if apart {
+            context.device.order_streams(context.device.stream_of(Role::Load), user)?;
+            // Freed on the stream of the loader, used on another.
+            batch.inputs.buffer.record_use(user)?;
+            batch.labels.record_use(user)?;
+        }
+        Ok(batch)
+    }
+
+    fn queue(&mut self, context: &Context, split: &Split, order: &[u32], range: Range<usize>) -> Result<Batch> {
         assert!(range.end <= order.len() && order.len() <= self.rows, "a batch should lie inside the pass");
         // CAST: a batch has at most u32::MAX rows by the type of its setting; features are bounded by the readers.
         let (rows, cols) = (range.len() as u32, self.features as u32);
@@ -194,7 +227,10 @@ impl Loader {
             }
             Source::Resident { features, labels: all_labels, order: on_device } => {
                 let order = on_device.as_ref().expect("a pass should have begun");
-                let indices = order.addr().get() + 4 * range.start as u64;
+                // With a cursor, the device knows how far it is.
+                let cursor = self.cursor;
+                let first = if cursor.is_some() { 0 } else { range.start as u64 };
+                let indices = order.addr().get() + 4 * first;
                 let (source, out) = (features.addr().get(), inputs.addr());
                 // CAST: data sets have fewer than 2^32 rows, as `order` says.
                 let source_rows = self.rows as u32;
@@ -208,7 +244,7 @@ impl Loader {
                         source_rows,
                         indices,
                         batch: self.batch,
-                        cursor: None,
+                        cursor,
                         scale: *scale,
                         shift: *shift,
                         out,
@@ -222,7 +258,7 @@ impl Loader {
                         source_rows,
                         indices,
                         batch: self.batch,
-                        cursor: None,
+                        cursor,
                         scale: 1.0,
                         // Adding -0.0 changes no bit of any number; adding 0.0 would make 0.0 of -0.0.
                         shift: -0.0,
@@ -237,7 +273,7 @@ impl Loader {
                     source_rows,
                     indices,
                     batch: self.batch,
-                    cursor: None,
+                    cursor,
                     out: labels.addr().get(),
                 };
                 // SAFETY: as above.

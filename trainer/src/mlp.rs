@@ -19,6 +19,7 @@ mod loss;
 mod workspace;
 
 use crate::arithmetic::{Arithmetic, FuseMode};
+use crate::device::Role;
 use crate::error::Result;
 use crate::init;
 use crate::settings::InitMode;
@@ -52,7 +53,8 @@ pub struct Mlp {
     /// Layers from input to output.
     pub layers: Vec<Linear>,
     arithmetic: Arithmetic,
-    /// Counters by which the blocks of a launch find out which of them is the last; zero between launches.
+    /// Counters by which the blocks of a launch find out which of them is the last; zero between launches. One half for
+    /// launches on the stream of updates, one for all others.
     tickets: Option<DeviceBuffer>,
 }
 
@@ -83,6 +85,24 @@ pub struct Batch {
     pub inputs: Matrix,
     /// Class of each row, u32.
     pub labels: DeviceBuffer,
+}
+
+/// Where the mean loss of a batch goes: an f32.
+#[derive(Clone, Copy, Debug)]
+pub struct LossSlot {
+    /// Address of the f32, or of that of step 0.
+    pub addr: u64,
+    /// Address of the number of the step, if the device keeps it: the loss then goes so many f32 further on, and the step
+    /// adds one to the number.
+    pub cursor: Option<u64>,
+}
+
+impl LossSlot {
+    /// The f32 at this address.
+    #[must_use]
+    pub fn at(addr: u64) -> Self {
+        Self { addr, cursor: None }
+    }
 }
 
 /// What the forward pass leaves for the backward pass: the input of each layer, and the logits.
@@ -125,7 +145,7 @@ impl Mlp {
         }
         let tickets = match workspace::most_tickets(widths, &arithmetic, batches) {
             0 => None,
-            most => Some(context.upload(&vec![0u32; most])?),
+            most => Some(context.upload(&vec![0u32; 2 * most])?),
         };
         Ok(Self { layers, arithmetic, tickets })
     }
@@ -154,7 +174,7 @@ impl Mlp {
     }
 
     /// Forward pass and loss: the input of each layer, and the gradient of the logits.
-    fn forward_and_loss(&self, context: &Context, batch: Batch, loss_slot: u64) -> Result<(Vec<Matrix>, Matrix)> {
+    fn forward_and_loss(&self, context: &Context, batch: Batch, loss_slot: LossSlot) -> Result<(Vec<Matrix>, Matrix)> {
         let Batch { inputs, labels } = batch;
         let Activations { inputs, logits } = self.forward(context, inputs)?;
         let dlogits = self.loss(context, &logits, &labels, loss_slot)?;
@@ -177,28 +197,42 @@ impl Mlp {
         Ok(gradients)
     }
 
-    /// Backward pass and update in one: a layer is stepped when the gradient of its input has been taken.
+    /// Backward pass and update in one: a layer is stepped when the gradient of its input has been taken. With a stream
+    /// for updates, they go beside the rest of the backward pass.
     fn descend(&self, context: &Context, mut inputs: Vec<Matrix>, dlogits: Matrix, learning_rate: f32) -> Result<()> {
         let _range = context.device.range(format_args!("backward"));
+        let device = &context.device;
+        let apart = device.stream_of(Role::Update) != device.stream();
+        // What updates on another stream read, until that is waited for.
+        let mut used = Vec::new();
         let mut dy = dlogits;
         for (number, layer) in self.layers.iter().enumerate().rev() {
             let _range = context.device.range(format_args!("layer {}", number + 1));
             let x = inputs.pop().expect("each layer kept its input");
             // The weights of before the step.
             let dx = if number > 0 { Some(self.input_product(context, layer, &dy, Some(&x))?) } else { None };
-            self.step_layer(context, layer, &dy, &x, learning_rate)?;
-            if let Some(dx) = dx {
+            if apart {
+                device.order_streams(device.stream(), device.stream_of(Role::Update))?;
+            }
+            let workspace = self.step_layer(context, layer, &dy, &x, learning_rate)?;
+            if apart {
+                used.push((workspace, x, dx.map(|dx| std::mem::replace(&mut dy, dx))));
+            } else if let Some(dx) = dx {
                 dy = dx;
             }
         }
+        if apart {
+            device.order_streams(device.stream_of(Role::Update), device.stream())?;
+        }
+        drop((used, dy));
         Ok(())
     }
 
-    /// Forward and backward pass of one batch; the mean loss goes to `loss_slot`, the address of one f32.
+    /// Forward and backward pass of one batch; the mean loss goes to `loss_slot`.
     ///
     /// # Errors
     /// Those of the allocator and of launches.
-    pub fn gradients(&self, context: &Context, batch: Batch, loss_slot: u64) -> Result<Vec<LinearGradient>> {
+    pub fn gradients(&self, context: &Context, batch: Batch, loss_slot: LossSlot) -> Result<Vec<LinearGradient>> {
         let (inputs, dlogits) = self.forward_and_loss(context, batch, loss_slot)?;
         self.backward(context, inputs, dlogits)
     }
@@ -216,11 +250,11 @@ impl Mlp {
     }
 
     /// All of one training step: forward pass, loss, backward pass, update. The mean loss from before the update goes to
-    /// `loss_slot`, the address of one f32.
+    /// `loss_slot`.
     ///
     /// # Errors
     /// Those of the allocator and of launches.
-    pub fn step(&self, context: &Context, batch: Batch, loss_slot: u64, learning_rate: f32) -> Result<()> {
+    pub fn step(&self, context: &Context, batch: Batch, loss_slot: LossSlot, learning_rate: f32) -> Result<()> {
         if self.arithmetic.fuse == FuseMode::Update {
             let (inputs, dlogits) = self.forward_and_loss(context, batch, loss_slot)?;
             return self.descend(context, inputs, dlogits, learning_rate);

@@ -8,7 +8,7 @@ use crate::data::FileChecksum;
 use crate::error::{Result, TrainError};
 use crate::export::CallLine;
 use crate::latency::Interval;
-use crate::settings::{InitMode, LoaderMode, ProfileSteps, SyncMode};
+use crate::settings::{InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::start::StartRecord;
 use allocators::instrument::{CheckReport, InstrumentCost, LatencyRow, TraceEvent};
 use allocators::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
@@ -60,6 +60,10 @@ pub struct EffectiveSettings {
     pub gemm: GemmMode,
     /// What is fused into one launch.
     pub fuse: FuseMode,
+    /// How a step is launched.
+    pub launch: LaunchMode,
+    /// Streams.
+    pub streams: u32,
     /// Type of the values.
     pub dtype: Dtype,
     /// Type of sums on tensor cores.

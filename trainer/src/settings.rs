@@ -36,6 +36,17 @@ pub enum LoaderMode {
     Resident,
 }
 
+/// How a training step is launched.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LaunchMode {
+    /// Each operation by itself.
+    #[default]
+    Eager,
+    /// As a CUDA graph, which is captured once.
+    Graph,
+}
+
 /// Distribution of the initial weights; biases start at zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -154,6 +165,10 @@ pub struct Settings {
     pub gemm: Option<GemmMode>,
     /// What is fused into one launch.
     pub fuse: FuseMode,
+    /// How a step is launched.
+    pub launch: LaunchMode,
+    /// Streams: 1 to 4.
+    pub streams: u32,
     /// Where the run record goes; `None`: a new directory under `runs/`.
     pub out: Option<PathBuf>,
     /// Where a start file is written before training.
@@ -220,6 +235,8 @@ impl Default for Settings {
             loss_scale: None,
             gemm: None,
             fuse: FuseMode::default(),
+            launch: LaunchMode::default(),
+            streams: 1,
             out: None,
             save_start: None,
             nvtx: NvtxMode::default(),

@@ -2,6 +2,7 @@
 
 mod capture;
 mod epoch;
+mod stepper;
 
 use crate::arithmetic::Arithmetic;
 use crate::data::{self, DataRequest, Dataset, Progress, Split};
@@ -16,7 +17,7 @@ use crate::record::{
     DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, RecordWriter, SCHEMA_VERSION, STEPS, Status,
     Summary, TRACE,
 };
-use crate::settings::{DeviceChoice, Settings};
+use crate::settings::{DeviceChoice, LaunchMode, LoaderMode, Settings, SyncMode};
 use crate::stack::Stack;
 use crate::start;
 use crate::tensor::Context;
@@ -28,6 +29,7 @@ use capture::Capture;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
+use stepper::Stepper;
 
 /// What a finished or ended run leaves.
 #[derive(Debug)]
@@ -63,6 +65,7 @@ pub fn run(
     if let Some(calls) = &calls {
         device.name_launches(Arc::clone(calls));
     }
+    device.open_streams(settings.streams)?;
     observer.device(&device);
     let dataset = load(settings, observer)?;
     observer.dataset(&dataset);
@@ -114,6 +117,14 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
     }
     if !settings.learning_rate.is_finite() || settings.learning_rate <= 0.0 {
         return Err(TrainError::Input(format!("--lr must be a positive number, found {}", settings.learning_rate)));
+    }
+    if settings.launch == LaunchMode::Graph && settings.loader != LoaderMode::Resident {
+        return Err(TrainError::Input(
+            "--launch graph needs --loader resident: a graph picks its batches on the device".into(),
+        ));
+    }
+    if settings.launch == LaunchMode::Graph && settings.sync == SyncMode::Op {
+        return Err(TrainError::Input("--launch graph has one launch a step: use --sync step instead of op".into()));
     }
     let Arithmetic { loss_scale, .. } = settings.arithmetic()?;
     if !(settings.learning_rate / loss_scale).is_finite() {
@@ -268,11 +279,17 @@ impl Run {
             |split: &Split| Loader::new(context, split, dataset.features, settings.batch, settings.loader, &arithmetic);
         let mut loaders = (new_loader(&dataset.train)?, new_loader(&dataset.validation)?);
         let mut left = steps_in_all(settings, dataset);
+        if model.arithmetic().plain().is_none() {
+            context.device.prepare(model.arithmetic().precision())?;
+        }
+        // CAST: the steps of an epoch are bounded by the rows of the data set.
+        let most = self.steps_in_epoch(dataset.train.rows).min(left) as usize;
+        let mut stepper = Stepper::new(context, settings, &mut loaders.0, most)?;
         capture.training_begins(&context.device)?;
         for epoch in 1..=settings.epochs {
             let rows = epoch::Pass { epoch, settings, dataset, model: &model, stop, observer }.run(
                 self,
-                &mut loaders,
+                (&mut stepper, &mut loaders),
                 &mut left,
                 &mut capture,
             );
@@ -299,6 +316,7 @@ impl Run {
             }
         }
         capture.training_ends(&self.context.device)?;
+        stepper.release()?;
         drop((loaders, model));
         self.context.device.synchronize()?;
         Ok(self.context.memory.check()?)
@@ -467,6 +485,8 @@ fn effective(
         init: settings.init,
         gemm: arithmetic.gemm,
         fuse: arithmetic.fuse,
+        launch: settings.launch,
+        streams: settings.streams,
         dtype: arithmetic.dtype,
         accumulate: arithmetic.accumulate,
         weights: arithmetic.weights,

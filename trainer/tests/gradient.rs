@@ -11,7 +11,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
 use trainer::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::device::Device;
-use trainer::mlp::{Batch, Linear, Mlp};
+use trainer::mlp::{LossSlot, Batch, Linear, Mlp};
 use trainer::settings::{DeviceChoice, InitMode, SyncMode};
 use trainer::tensor::{Context, Matrix};
 
@@ -162,7 +162,7 @@ fn check(widths: &[u32], kind: BackendKind, arithmetic: Arithmetic) {
 
     let bounds = bounds(arithmetic.dtype);
     let slot = setup.context.allocate::<f32>(1).unwrap();
-    let gradients = setup.model.gradients(&setup.context, setup.batch(), slot.addr().get()).unwrap();
+    let gradients = setup.model.gradients(&setup.context, setup.batch(), LossSlot::at(slot.addr().get())).unwrap();
     let found = setup.context.read::<f32>(&slot, 1).unwrap()[0];
     let expected = loss(&layers, &inputs, &setup.labels);
     assert!((f64::from(found) / expected - 1.0).abs() < bounds.loss, "loss {found} instead of {expected}");
@@ -230,7 +230,7 @@ fn a_fused_update_goes_against_the_gradient() {
             })
             .collect();
         let rate = 0.5f32;
-        setup.model.step(&setup.context, setup.batch(), slot.addr().get(), rate).unwrap();
+        setup.model.step(&setup.context, setup.batch(), LossSlot::at(slot.addr().get()), rate).unwrap();
         for (number, layer) in setup.model.layers.iter().enumerate() {
             for ((before, after), expected) in before[number].iter().zip(stepped(layer)).zip(&expected[number]) {
                 let step = before.iter().zip(after).map(|(before, after)| (before - after) / rate).collect::<Vec<_>>();
@@ -264,7 +264,7 @@ fn a_step_goes_against_the_gradient_to_the_bit() {
 fn check_step(kind: BackendKind, rate: f32, arithmetic: Arithmetic) {
     let setup = Setup::new(&[7, 9, 8, 5], kind, arithmetic);
     let slot = setup.context.allocate::<f32>(1).unwrap();
-    let gradients = setup.model.gradients(&setup.context, setup.batch(), slot.addr().get()).unwrap();
+    let gradients = setup.model.gradients(&setup.context, setup.batch(), LossSlot::at(slot.addr().get())).unwrap();
     // The loss scales are powers of two, so this is exact.
     let scaled = rate / arithmetic.loss_scale;
     let mut expected = Vec::new();
@@ -293,7 +293,7 @@ fn a_small_step_lowers_the_loss_as_the_gradient_says() {
     let setup = Setup::new(&[7, 9, 8, 5], BackendKind::Caching, Arithmetic::default());
     let slot = setup.context.allocate::<f32>(1).unwrap();
     let before = loss(&setup.layers(), &setup.inputs(), &setup.labels);
-    let gradients = setup.model.gradients(&setup.context, setup.batch(), slot.addr().get()).unwrap();
+    let gradients = setup.model.gradients(&setup.context, setup.batch(), LossSlot::at(slot.addr().get())).unwrap();
     let squared: f64 = gradients
         .iter()
         .flat_map(|gradient| [&gradient.weight, &gradient.bias])

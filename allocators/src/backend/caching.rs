@@ -171,7 +171,8 @@ impl Caching {
             let mut state = self.totals.enter(shard, &self.shards);
             if let Some(served) = state.cache.serve(pool, wanted, &self.rules) {
                 let path = if served.split { Path::Split } else { Path::Hit };
-                return Ok(self.count_oversize(mint(shard, served, request.bytes, path)));
+                self.count_oversize(served);
+                return Ok(mint(shard, served, request.bytes, path));
             }
         }
         self.grow(shard, request.bytes, rounded, processed)
@@ -198,11 +199,10 @@ impl Caching {
 
     /// Counts a block that `max_split_size` makes one of its own.
     #[inline(always)]
-    fn count_oversize(&self, block: Block) -> Block {
-        if block.bytes() >= self.rules.max_split {
+    fn count_oversize(&self, served: Served) {
+        if served.bytes >= self.rules.max_split {
             lock(&self.oversize_allocations).increase(1);
         }
-        block
     }
 
     #[cold]

@@ -92,8 +92,10 @@ impl State {
             kept.pinned.insert(addr, block);
             return true;
         }
-        let waits = self.captures.open_on(block.1).map(|kept| kept.waiting.insert(addr, block));
-        waits.is_some()
+        // Any capture may use the block, whatever stream it is freed on, and a graph cannot be made of addresses that are
+        // gone.
+        let open = self.captures.each().find(|(is_open, _)| *is_open);
+        open.map(|(_, kept)| kept.waiting.insert(addr, block)).is_some()
     }
 }
 

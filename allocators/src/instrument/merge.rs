@@ -1,6 +1,8 @@
 //! Joins the logs of several threads into one order.
 
-use super::trace::{Chunk, Record, TraceAction, TraceEvent};
+use super::log::{Chunk, Record};
+use super::trace::{TraceAction, TraceEvent};
+use crate::device::StreamId;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
@@ -14,23 +16,31 @@ struct Rest {
     chunks: std::vec::IntoIter<Chunk>,
     chunk: Chunk,
     at: usize,
+    /// Stream of the next record.
+    stream: StreamId,
 }
 
 impl Rest {
     /// The next record, where [`key`](Self::key) has found one.
     fn head(&self) -> &Record {
-        &self.chunk.records[self.at]
+        &self.chunk.records()[self.at]
     }
 
     /// The key of the next record; goes on to the next chunk where one has ended, and keeps ended ones.
     fn key(&mut self, ended: &mut impl FnMut(Chunk)) -> Option<(u64, u64)> {
         loop {
-            if let Some(key) = self.chunk.key(self.at) {
-                return Some(key);
+            match self.chunk.records().get(self.at).map(Record::stream) {
+                Some(None) => return self.chunk.key(self.at),
+                Some(Some(stream)) => {
+                    self.stream = stream;
+                    self.at += 1;
+                }
+                None => {
+                    let next = self.chunks.next()?;
+                    (self.at, self.stream) = (0, next.stream);
+                    ended(std::mem::replace(&mut self.chunk, next));
+                }
             }
-            let next = self.chunks.next()?;
-            self.at = 0;
-            ended(std::mem::replace(&mut self.chunk, next));
         }
     }
 }
@@ -67,7 +77,7 @@ impl Merge {
     }
 
     /// The event of a record that comes next. Times do not go back.
-    fn pass(&mut self, record: &Record) -> TraceEvent {
+    fn pass(&mut self, record: &Record, stream: StreamId) -> TraceEvent {
         if self.by_blocks {
             match record.action() {
                 TraceAction::Alloc => self.live.insert(record.addr, record.block),
@@ -76,7 +86,7 @@ impl Merge {
             };
         }
         self.last_ns = self.last_ns.max(record.time_ns());
-        record.event(self.last_ns)
+        record.event(self.last_ns, stream)
     }
 
     /// Joins logs, each of which is in its thread's order; gives back up to `keep` emptied chunks for each.
@@ -85,16 +95,16 @@ impl Merge {
     /// logs tell of things that happened: the first to have happened. Should none fit, as when a block is freed that
     /// never was here, the stamps decide.
     pub(super) fn join(&mut self, logs: Vec<Vec<Chunk>>, keep: usize) -> (Vec<TraceEvent>, Vec<Chunk>) {
-        let mut out = Vec::with_capacity(logs.iter().flatten().map(|chunk| chunk.records.len()).sum());
+        let mut out = Vec::with_capacity(logs.iter().flatten().map(|chunk| chunk.records().len()).sum());
         let (mut spare, most) = (Vec::new(), keep * logs.len());
         let mut ended = |mut chunk: Chunk| {
-            if chunk.is_whole() && spare.len() < most {
-                chunk.records.clear();
-                chunk.sequences.clear();
+            if chunk.has_room() && spare.len() < most {
+                chunk.clear();
                 spare.push(chunk);
             }
         };
-        let rest = |chunks: Vec<Chunk>| Rest { chunks: chunks.into_iter(), chunk: Chunk::default(), at: 0 };
+        let rest =
+            |chunks: Vec<Chunk>| Rest { chunks: chunks.into_iter(), chunk: Chunk::none(), at: 0, stream: StreamId(0) };
         let mut logs: Vec<Rest> = logs.into_iter().map(rest).collect();
         let mut heads = Heads::new();
         for (log, rest) in logs.iter_mut().enumerate() {
@@ -102,7 +112,7 @@ impl Merge {
         }
         while let Some(log) = self.choose(&mut heads, &logs) {
             let rest = &mut logs[log];
-            out.push(self.pass(rest.head()));
+            out.push(self.pass(rest.head(), rest.stream));
             rest.at += 1;
             heads.extend(rest.key(&mut ended).map(|key| Reverse((key, log))));
         }
@@ -142,17 +152,17 @@ impl Merge {
 mod tests {
     use super::*;
     use crate::allocator::Path;
+    use crate::instrument::log::Log;
 
     /// Time, action, address, bytes.
+    fn record((time, action, addr, block): (u64, TraceAction, u64, u64)) -> Record {
+        Record { stamp: Record::stamp(time, action, Path::Hit), addr, size: block, block }
+    }
+
     fn chunk(records: &[(u64, TraceAction, u64, u64)]) -> Vec<Chunk> {
-        let record = |(time, action, addr, block): &(u64, TraceAction, u64, u64)| Record {
-            stamp: Record::stamp(*time, *action, Path::Hit),
-            addr: *addr,
-            size: *block,
-            block: *block,
-            stream: 1,
-        };
-        vec![Chunk { records: records.iter().map(record).collect(), sequences: Vec::new() }]
+        let mut log = Log::default();
+        records.iter().for_each(|one| log.push(record(*one), StreamId(1), None));
+        log.take()
     }
 
     fn join(merge: &mut Merge, logs: &[&[(u64, TraceAction, u64, u64)]]) -> Vec<(u64, TraceAction, u64)> {
@@ -193,12 +203,29 @@ mod tests {
     #[test]
     fn a_counter_decides_alone_where_there_is_one() {
         let mut merge = Merge::new(false);
-        let log = |sequence: u64, action| {
-            let mut chunks = chunk(&[(7, action, 512, 512)]);
-            chunks[0].sequences.push(sequence);
-            chunks
+        let one = |sequence: u64, action| {
+            let mut log = Log::default();
+            log.push(record((7, action, 512, 512)), StreamId(1), Some(sequence));
+            log.take()
         };
-        let (events, _) = merge.join(vec![log(2, Alloc), log(1, Free), log(0, Alloc)], 1);
+        let (events, _) = merge.join(vec![one(2, Alloc), one(1, Free), one(0, Alloc)], 1);
         assert_eq!(events.iter().map(|event| event.action).collect::<Vec<_>>(), [Alloc, Free, Alloc]);
+    }
+
+    #[test]
+    fn each_record_is_on_its_stream() {
+        let (mut merge, mut log) = (Merge::new(true), Log::default());
+        // Streams that change at every step, seldom and never, over the ends of chunks and of what is taken.
+        let stream = |at: u64| StreamId(if at < 100_000 { at % 2 * 7 } else { at / 70_000 });
+        for (start, end) in [(0, 150_000), (150_000, 150_010), (150_010, 400_000)] {
+            for at in start..end {
+                log.push(record((at, TraceAction::Oom, 0, 0)), stream(at), None);
+            }
+            let (events, mut spare) = merge.join(vec![log.take()], 2);
+            assert!(spare.len() <= 2);
+            log.keep(&mut spare);
+            let expected = (start..end).map(|at| (at, stream(at).0));
+            assert!(events.iter().map(|event| (event.time_ns, event.stream)).eq(expected));
+        }
     }
 }

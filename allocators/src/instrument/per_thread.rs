@@ -9,7 +9,7 @@
 use std::cell::UnsafeCell;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicBool, Ordering, compiler_fence, fence};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering, compiler_fence, fence};
 use std::sync::{Mutex, PoisonError};
 use std::{fmt, thread};
 use thread_local::ThreadLocal;
@@ -23,60 +23,77 @@ struct Slot<T> {
 }
 
 // SAFETY: the value is touched only by the owner while `busy` is set, or by a collector that has seen it unset after it
-// announced itself; `PerThread` sees to both, and orders one after the other by `busy` and `collecting`.
+// announced itself; `PerThread` sees to both, and orders one after the other by `busy` and `attention`.
 unsafe impl<T: Send> Sync for Slot<T> {}
 
 /// See the [module](self).
 pub(super) struct PerThread<T: Send> {
     slots: ThreadLocal<Slot<T>>,
-    /// Set while a collector is at work: owners wait.
-    collecting: AtomicBool,
-    /// Whether collectors can make other threads pass a barrier.
-    asymmetric: bool,
+    /// What an owner has to heed: [`COLLECTING`], [`OWN_BARRIER`].
+    attention: AtomicU8,
     collectors: Mutex<()>,
 }
 
+/// A collector is at work: owners wait.
+const COLLECTING: u8 = 1;
+/// Collectors cannot make other threads pass a barrier: owners do so themselves.
+const OWN_BARRIER: u8 = 2;
+
 impl<T: Send> fmt::Debug for PerThread<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PerThread").field("asymmetric", &self.asymmetric).finish_non_exhaustive()
+        f.debug_struct("PerThread").field("attention", &self.attention).finish_non_exhaustive()
     }
 }
 
 impl<T: Send + Default> PerThread<T> {
     /// No values yet; each is made when its thread first enters.
     pub(super) fn new() -> Self {
-        let asymmetric = barrier::register();
-        Self { slots: ThreadLocal::new(), collecting: AtomicBool::new(false), asymmetric, collectors: Mutex::default() }
+        let attention = AtomicU8::new(if barrier::register() { 0 } else { OWN_BARRIER });
+        Self { slots: ThreadLocal::new(), attention, collectors: Mutex::default() }
     }
 
     /// This thread's value, until the guard is dropped. Collectors wait for that.
     ///
     /// # Panics
     /// When this thread is inside already.
-    #[inline]
+    #[inline(always)]
     pub(super) fn enter(&self) -> Inside<'_, T> {
-        let slot = self.slots.get_or_default();
+        let slot = match self.slots.get() {
+            Some(slot) => slot,
+            None => self.first(),
+        };
         // Only this thread sets the mark of its slot.
-        assert!(!slot.busy.load(Ordering::Relaxed), "an operation should not call back into its own instrument");
-        loop {
-            slot.busy.store(true, Ordering::Relaxed);
-            if self.asymmetric {
-                compiler_fence(Ordering::SeqCst);
-            } else {
-                fence(Ordering::SeqCst);
-            }
-            if !self.collecting.load(Ordering::Acquire) {
-                return Inside { slot, here: PhantomData };
-            }
-            slot.busy.store(false, Ordering::Release);
-            self.wait();
+        if slot.busy.load(Ordering::Relaxed) {
+            refuse();
         }
+        slot.busy.store(true, Ordering::Relaxed);
+        compiler_fence(Ordering::SeqCst);
+        if self.attention.load(Ordering::Acquire) != 0 {
+            self.wait(slot);
+        }
+        Inside { slot, here: PhantomData }
     }
 
+    /// What a thread finds when it comes for the first time.
     #[cold]
-    fn wait(&self) {
-        while self.collecting.load(Ordering::Acquire) {
-            thread::yield_now();
+    fn first(&self) -> &Slot<T> {
+        self.slots.get_or_default()
+    }
+
+    /// Marks the slot again once no collector is at work, where the owner takes the barrier itself or has seen a
+    /// collector.
+    #[cold]
+    fn wait(&self, slot: &Slot<T>) {
+        loop {
+            fence(Ordering::SeqCst);
+            if self.attention.load(Ordering::Acquire) & COLLECTING == 0 {
+                return;
+            }
+            slot.busy.store(false, Ordering::Release);
+            while self.attention.load(Ordering::Acquire) & COLLECTING != 0 {
+                thread::yield_now();
+            }
+            slot.busy.store(true, Ordering::Relaxed);
         }
     }
 
@@ -88,13 +105,13 @@ impl<T: Send + Default> PerThread<T> {
         let inside = self.slots.get().is_some_and(|own| own.busy.load(Ordering::Relaxed));
         assert!(!inside, "an operation should not collect from its own instrument");
         let _one = self.collectors.lock().unwrap_or_else(PoisonError::into_inner);
-        self.collecting.store(true, Ordering::SeqCst);
-        let done = Done(&self.collecting);
+        let before = self.attention.fetch_or(COLLECTING, Ordering::SeqCst);
+        let done = Done(&self.attention);
         fence(Ordering::SeqCst);
-        if self.asymmetric {
+        if before & OWN_BARRIER == 0 {
             barrier::everywhere();
         }
-        // A slot that is made from here on belongs to a thread that will see `collecting`, so it is missed rightly; one
+        // A slot that is made from here on belongs to a thread that will see `attention`, so it is missed rightly; one
         // that was made before is in the iteration.
         for slot in &self.slots {
             while slot.busy.load(Ordering::Acquire) {
@@ -102,7 +119,7 @@ impl<T: Send + Default> PerThread<T> {
             }
         }
         let mut visit = visit;
-        // SAFETY: no owner is inside, as was just seen, and none enters until `collecting` is unset; the lock above
+        // SAFETY: no owner is inside, as was just seen, and none enters until `COLLECTING` is unset; the lock above
         // keeps other collectors out.
         let all = self.slots.iter().map(|slot| visit(unsafe { &mut *slot.value.get() })).collect();
         drop(done);
@@ -111,12 +128,17 @@ impl<T: Send + Default> PerThread<T> {
 }
 
 /// Lets the owners in again, also when a visit panics.
-struct Done<'a>(&'a AtomicBool);
+struct Done<'a>(&'a AtomicU8);
 
 impl Drop for Done<'_> {
     fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
+        self.0.fetch_and(!COLLECTING, Ordering::Release);
     }
+}
+
+#[cold]
+fn refuse() -> ! {
+    panic!("an operation should not call back into its own instrument")
 }
 
 /// A thread's own value, while it is inside.
@@ -194,8 +216,10 @@ mod tests {
     #[test]
     fn collectors_see_whole_operations_and_lose_none() {
         for asymmetric in [true, false] {
-            let mut counts = PerThread::<(u64, u64)>::new();
-            counts.asymmetric &= asymmetric;
+            let counts = PerThread::<(u64, u64)>::new();
+            if !asymmetric {
+                counts.attention.fetch_or(OWN_BARRIER, Ordering::SeqCst);
+            }
             let (counts, mut total) = (&counts, 0);
             let mut add = |(first, second): (u64, u64)| {
                 assert_eq!(first, second, "a thread was seen inside");

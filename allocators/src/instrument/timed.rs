@@ -83,7 +83,7 @@ const fn lowest(bucket: usize) -> u64 {
 
 /// What one thread counted for one operation and path: one number a bucket, 216 KiB of which only the touched pages
 /// are taken.
-type Counts = Box<[AtomicU64]>;
+type Counts = Box<[AtomicU64; BUCKETS]>;
 
 /// One thread's counts, written by that thread alone. On cache lines of its own.
 #[derive(Default)]
@@ -100,6 +100,13 @@ fn add(counts: &Counts, histogram: &mut Histogram<u64>) {
     }
 }
 
+/// The table of a path that a thread takes for the first time.
+#[cold]
+fn first(table: &OnceLock<Counts>) -> &Counts {
+    let counts = || std::iter::repeat_with(AtomicU64::default).take(BUCKETS).collect::<Box<[AtomicU64]>>();
+    table.get_or_init(|| counts().try_into().expect("there are as many counts as buckets"))
+}
+
 impl fmt::Debug for Slot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Slot").finish_non_exhaustive()
@@ -107,10 +114,13 @@ impl fmt::Debug for Slot {
 }
 
 impl Slot {
-    #[inline]
+    #[inline(always)]
     fn record(&self, operation: Operation, path: Path, ns: u64) {
-        let counts = self.0[operation as usize][path as usize]
-            .get_or_init(|| std::iter::repeat_with(AtomicU64::default).take(BUCKETS).collect());
+        let table = &self.0[operation as usize][path as usize];
+        let counts = match table.get() {
+            Some(counts) => counts,
+            None => first(table),
+        };
         let count = &counts[bucket(ns.min(MAX_NS))];
         // No other thread writes here, so a load and a store lose nothing and cost no locked instruction. They are
         // atomic because readers may look at any time.
@@ -145,9 +155,19 @@ impl Timed {
         Self { inner, clock: Reader::new(clock), slots: ThreadLocal::new() }
     }
 
-    #[inline]
+    #[inline(always)]
     fn record(&self, operation: Operation, path: Path, ns: u64) {
-        self.slots.get_or_default().record(operation, path, ns);
+        let slot = match self.slots.get() {
+            Some(slot) => slot,
+            None => self.first(),
+        };
+        slot.record(operation, path, ns);
+    }
+
+    /// What a thread finds when it comes for the first time.
+    #[cold]
+    fn first(&self) -> &Slot {
+        self.slots.get_or_default()
     }
 
     /// The histograms recorded so far, by operation and path, of all threads together.
@@ -192,19 +212,31 @@ impl Timed {
 impl DeviceAllocator for Timed {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         let start = self.clock.start();
-        let result = self.inner.allocate(request, stream);
-        let ns = self.clock.since(start);
-        self.record(Operation::Allocate, result.as_ref().map_or(Path::Failed, Block::path), ns);
-        result
+        match self.inner.allocate(request, stream) {
+            Ok(block) => {
+                self.record(Operation::Allocate, block.path(), self.clock.since(start));
+                Ok(block.hand_on())
+            }
+            Err(error) => {
+                self.record(Operation::Allocate, Path::Failed, self.clock.since(start));
+                Err(error)
+            }
+        }
     }
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
         let start = self.clock.start();
         // SAFETY: the caller's promise is the inner allocator's.
-        let result = unsafe { self.inner.deallocate(block, stream) };
-        let ns = self.clock.since(start);
-        self.record(Operation::Deallocate, *result.as_ref().unwrap_or(&Path::Failed), ns);
-        result
+        match unsafe { self.inner.deallocate(block, stream) } {
+            Ok(path) => {
+                self.record(Operation::Deallocate, path, self.clock.since(start));
+                Ok(path)
+            }
+            Err(error) => {
+                self.record(Operation::Deallocate, Path::Failed, self.clock.since(start));
+                Err(error)
+            }
+        }
     }
 
     super::pass_on!(record_use);

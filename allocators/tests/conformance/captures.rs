@@ -340,8 +340,19 @@ pub(crate) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     for block in live {
         free(allocator, block, stream).unwrap();
     }
-    let graph = end(bench, allocator, id, stream);
-    run_out(bench, allocator, (id, graph), stream);
+    match driver.graphs().unwrap().capture_end(stream) {
+        Ok(graph) => {
+            allocator.capture_end(id).unwrap();
+            run_out(bench, allocator, (id, graph), stream);
+        }
+        // A GPU's driver takes the memory of a graph when it makes the graph, and then more than fits at once may be too
+        // much.
+        Err(error) => {
+            assert!(bench.device == Device::Cuda && error.is_out_of_memory(), "{error}");
+            allocator.capture_end(id).unwrap();
+            allocator.capture_release(id).unwrap();
+        }
+    }
     allocator.trim(0).unwrap();
     check_nothing_held(&allocator.stats());
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack());

@@ -2,8 +2,10 @@
 
 use super::{Linear, LinearGradient, Mlp};
 use crate::arithmetic::FuseMode;
+use crate::device::Role;
 use crate::error::Result;
 use crate::tensor::{Context, Matrix};
+use allocators::DeviceBuffer;
 use kernels::{
     AddBias, BiasGradient, Element, Gemm, GemmAlgorithm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate,
     LinearWeightGradient, Relu, ReluBackward, Sgd,
@@ -251,7 +253,8 @@ impl Mlp {
         Ok(())
     }
 
-    /// Steps a layer along a gradient that is never written.
+    /// Steps a layer along a gradient that is never written, on the stream of updates. The workspace must be kept until that
+    /// stream has passed the launch.
     pub(super) fn step_layer(
         &self,
         context: &Context,
@@ -259,7 +262,7 @@ impl Mlp {
         dy: &Matrix,
         x: &Matrix,
         learning_rate: f32,
-    ) -> Result<()> {
+    ) -> Result<Option<DeviceBuffer>> {
         let mut update = LinearUpdate {
             precision: self.arithmetic.precision(),
             rows: dy.rows,
@@ -275,12 +278,15 @@ impl Mlp {
             master: layer.master.as_ref().map(Matrix::addr),
             bias: layer.bias.addr(),
             workspace: 0,
-            tickets: self.tickets(),
+            tickets: self.update_tickets(),
         };
-        let (_workspace, addr) = self.workspace(context, update.workspace_bytes(), update.tickets())?;
+        let (workspace, addr) = self.workspace(context, update.workspace_bytes(), update.tickets())?;
         update.workspace = addr;
-        // SAFETY: as for the forward product; nothing else that is queued before this launch's end reads the weights.
-        unsafe { context.device.run(&update) }
+        let _on = context.device.on(Role::Update);
+        // SAFETY: as for the forward product; nothing else that is queued before this launch's end reads the weights. The
+        // caller keeps all that the launch reads, if its stream is another.
+        unsafe { context.device.run(&update)? };
+        Ok(workspace)
     }
 }
 

@@ -1,11 +1,11 @@
 //! The loss of a batch, its gradient, and how many rows were right.
 
-use super::Mlp;
+use super::{LossSlot, Mlp};
 use crate::arithmetic::FuseMode;
 use crate::error::Result;
 use crate::tensor::{Context, Matrix};
 use allocators::DeviceBuffer;
-use kernels::{CountCorrect, CrossEntropyLoss, MeanLoss, SoftmaxCrossEntropy, SoftmaxLoss};
+use kernels::{AdvanceCursor, CountCorrect, CrossEntropyLoss, MeanLoss, SoftmaxCrossEntropy, SoftmaxLoss};
 
 /// Batches of more rows take a launch for the rows and one for their mean, which use the whole GPU.
 const ROWS_IN_ONE_LAUNCH: u32 = 4096;
@@ -21,7 +21,7 @@ impl Mlp {
         context: &Context,
         logits: &Matrix,
         labels: &DeviceBuffer,
-        loss_slot: u64,
+        loss_slot: LossSlot,
     ) -> Result<Matrix> {
         let _range = context.device.range(format_args!("loss"));
         let (rows, classes) = (logits.rows, logits.cols);
@@ -38,10 +38,10 @@ impl Mlp {
                 dlogits: Some(dlogits.addr()),
                 dlogits_pitch: dlogits.pitch,
                 scale,
-                loss: loss_slot,
+                loss: loss_slot.addr,
                 correct: None,
-                cursor: None,
-                advance: false,
+                cursor: loss_slot.cursor,
+                advance: loss_slot.cursor.is_some(),
                 workspace: 0,
                 tickets: self.tickets(),
             };
@@ -67,9 +67,13 @@ impl Mlp {
         };
         // SAFETY: all buffers are live and of these shapes; they are freed on the stream after this launch.
         unsafe { context.device.run(&loss)? };
-        let mean = MeanLoss { rows, losses: losses.addr(), out: loss_slot, cursor: None };
+        let mean = MeanLoss { rows, losses: losses.addr(), out: loss_slot.addr, cursor: loss_slot.cursor };
         // SAFETY: as above; the caller keeps the slot.
         unsafe { context.device.run(&mean)? };
+        if let Some(cursor) = loss_slot.cursor {
+            // SAFETY: the caller keeps the cursor, which only launches of this stream read.
+            unsafe { context.device.run(&AdvanceCursor { cursor })? };
+        }
         Ok(dlogits)
     }
 

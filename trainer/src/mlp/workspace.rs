@@ -13,6 +13,11 @@ impl Mlp {
         self.tickets.as_ref().map_or(0, |tickets| tickets.addr().get())
     }
 
+    /// The same for launches on the stream of updates, which may run at the same time as others.
+    pub(super) fn update_tickets(&self) -> u64 {
+        self.tickets.as_ref().map_or(0, |tickets| tickets.addr().get() + tickets.bytes() / 2)
+    }
+
     /// Memory for one launch with so many tickets, and its address; none, and an address that means nothing, where none is
     /// needed.
     ///
@@ -20,7 +25,7 @@ impl Mlp {
     /// When the model has fewer tickets, because it was made for batches of other sizes.
     pub(super) fn workspace(&self, context: &Context, bytes: u64, tickets: u64) -> Result<(Option<DeviceBuffer>, u64)> {
         let held = self.tickets.as_ref().map_or(0, DeviceBuffer::bytes);
-        assert!(4 * tickets <= held, "a batch should be of a size that the model was made for");
+        assert!(8 * tickets <= held, "a batch should be of a size that the model was made for");
         if bytes == 0 {
             return Ok((None, 0));
         }

@@ -2,7 +2,9 @@
 
 use super::Run;
 use super::capture::Capture;
+use super::stepper::{StepOf, Stepper};
 use crate::data::Dataset;
+use crate::device::Role;
 use crate::error::{Result, TrainError};
 use crate::loader::{self, Loader};
 use crate::mlp::Mlp;
@@ -27,19 +29,19 @@ impl Pass<'_> {
     pub(super) fn run(
         &self,
         run: &mut Run,
-        loaders: &mut (Loader, Loader),
+        (stepper, loaders): (&mut Stepper, &mut (Loader, Loader)),
         left: &mut u64,
         capture: &mut Capture,
     ) -> (Vec<StepRow>, Result<EpochRecord>) {
         let mut rows = Vec::new();
-        let ended = self.train(run, loaders, left, capture, &mut rows);
+        let ended = self.train(run, (stepper, loaders), left, capture, &mut rows);
         (rows, ended)
     }
 
     fn train(
         &self,
         run: &mut Run,
-        loaders: &mut (Loader, Loader),
+        (stepper, loaders): (&mut Stepper, &mut (Loader, Loader)),
         left: &mut u64,
         capture: &mut Capture,
         rows: &mut Vec<StepRow>,
@@ -58,7 +60,9 @@ impl Pass<'_> {
         loader::shuffled(settings.seed, self.epoch, &mut order);
         loaders.0.begin_pass(&run.context, &order)?;
         // CAST: an epoch's steps are bounded by its rows.
-        let losses = run.context.allocate::<f32>(steps as usize)?;
+        stepper.begin_epoch(&run.context, steps as usize)?;
+        let (model, learning_rate) = (self.model, settings.learning_rate);
+        let of = StepOf { model, split, order: &order, learning_rate };
         let batch = settings.batch as usize;
         let mut allocations = device.calls().driver_allocations();
         let mut ended = Ok(());
@@ -77,7 +81,7 @@ impl Pass<'_> {
             let from = step as usize * batch;
             let range = from..(from + batch).min(split.rows);
             let count = range.len();
-            if let Err(error) = self.step(run, &mut loaders.0, &order, range, step, losses.addr().get() + 4 * step) {
+            if let Err(error) = self.step(run, stepper, &mut loaders.0, &of, step, range) {
                 ended = Err(error);
                 break;
             }
@@ -108,7 +112,7 @@ impl Pass<'_> {
         }
         // The losses of an interrupted epoch are read as well; after a failure the device may not answer.
         if !rows.is_empty() && matches!(ended, Ok(()) | Err(TrainError::Interrupted)) {
-            let values = run.context.read::<f32>(&losses, rows.len())?;
+            let values = run.context.read::<f32>(stepper.losses(), rows.len())?;
             for (row, value) in rows.iter_mut().zip(values) {
                 row.loss = Some(value);
             }
@@ -116,7 +120,7 @@ impl Pass<'_> {
         ended?;
         let train_s = seconds(clock.now_ns() - steps_ns);
         *left -= steps;
-        drop(losses);
+        stepper.end_epoch();
         let mut weighted = 0.0;
         for row in rows.iter() {
             let loss = row.loss.unwrap_or(f32::NAN);
@@ -162,16 +166,15 @@ impl Pass<'_> {
     fn step(
         &self,
         run: &Run,
+        stepper: &mut Stepper,
         loader: &mut Loader,
-        order: &[u32],
-        range: std::ops::Range<usize>,
+        of: &StepOf<'_>,
         step: u64,
-        loss_slot: u64,
+        range: std::ops::Range<usize>,
     ) -> Result<()> {
         let context = &run.context;
         let _range = context.device.range(format_args!("step {}", step + 1));
-        let batch = loader.batch(context, &self.dataset.train, order, range)?;
-        self.model.step(context, batch, loss_slot, self.settings.learning_rate)?;
+        stepper.step(context, loader, of, step, range)?;
         if self.settings.sync == SyncMode::Step {
             context.device.synchronize()?;
         }
@@ -187,6 +190,8 @@ impl Pass<'_> {
     fn validate(&self, run: &Run, loader: &mut Loader) -> Result<(f64, f64)> {
         let context = &run.context;
         let _range = context.device.range(format_args!("validate"));
+        context.device.order(Role::Compute, Role::Evaluate)?;
+        let _on = context.device.on(Role::Evaluate);
         let split = &self.dataset.validation;
         let batch = self.settings.batch as usize;
         // CAST: data sets have fewer than 2^32 rows.

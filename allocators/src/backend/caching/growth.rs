@@ -292,7 +292,8 @@ impl Caching {
         let state = &mut *self.totals.enter(shard, &self.shards);
         let served = state.cache.serve(pool_of(rounded), wanted, &self.rules)?;
         let path = if served.split && path == Path::Hit { Path::Split } else { path };
-        Some(self.count_oversize(mint(shard, served, requested, path)))
+        self.count_oversize(served);
+        Some(mint(shard, served, requested, path))
     }
 
     /// Cuts a block out of a segment that nobody knows yet.
@@ -300,7 +301,8 @@ impl Caching {
         let wanted = Wanted { rounded, requested, now: self.searches.load(Relaxed) };
         let state = &mut *self.totals.enter(shard, &self.shards);
         let served = state.cache.serve_from_segment(segment, wanted, &self.rules);
-        self.count_oversize(mint(shard, served, requested, path))
+        self.count_oversize(served);
+        mint(shard, served, requested, path)
     }
 
     /// Takes memory from the device, releasing cached memory as PyTorch does when that is refused. `processed` says

@@ -1,0 +1,140 @@
+//! The streams of a run, and the order between them.
+
+use super::Device;
+use crate::error::Result;
+use allocators::{Driver, EventId, StreamId};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Work that can have a stream of its own, in the order in which `--streams` gives them one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Forward and backward pass.
+    Compute,
+    /// Updates of the weights, beside the rest of the backward pass.
+    Update,
+    /// Batches on their way to the device.
+    Load,
+    /// Validation.
+    Evaluate,
+}
+
+impl Role {
+    /// Every role.
+    pub const ALL: [Role; 4] = [Role::Compute, Role::Update, Role::Load, Role::Evaluate];
+
+    fn name(self) -> &'static str {
+        match self {
+            Role::Compute => "compute",
+            Role::Update => "update",
+            Role::Load => "load",
+            Role::Evaluate => "evaluate",
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Streams {
+    /// By role; roles beyond the number of streams share the first.
+    of: [StreamId; Role::ALL.len()],
+    count: usize,
+    /// What is under way: the id of its stream.
+    current: AtomicU64,
+    /// Recorded where one stream has to wait for another; by the stream that is waited for.
+    events: Vec<EventId>,
+}
+
+impl Streams {
+    /// One stream for everything.
+    pub(super) fn alone(stream: StreamId) -> Self {
+        let of = [stream; Role::ALL.len()];
+        Self { of, count: 1, current: AtomicU64::new(stream.0), events: Vec::new() }
+    }
+
+    pub(super) fn current(&self) -> StreamId {
+        StreamId(self.current.load(Relaxed))
+    }
+
+    pub(super) fn names(&self) -> impl Iterator<Item = (StreamId, &'static str)> {
+        self.of.into_iter().zip(Role::ALL).take(self.count).map(|(stream, role)| (stream, role.name()))
+    }
+
+    /// Errors have nobody to go to; what is left then goes with the context.
+    pub(super) fn destroy(&mut self, driver: &dyn Driver) {
+        for event in self.events.drain(..) {
+            // SAFETY: the event belongs to the device, whose users are gone.
+            let _ = unsafe { driver.event_destroy(event) };
+        }
+        for stream in self.of.into_iter().take(self.count) {
+            // SAFETY: the stream belongs to the device, whose users are gone.
+            let _ = unsafe { driver.stream_destroy(stream) };
+        }
+    }
+}
+
+/// Ends the work that has a stream of its own when dropped.
+#[must_use = "the work ends when this is dropped"]
+#[derive(Debug)]
+pub(crate) struct OnStream<'a> {
+    device: &'a Device,
+    before: StreamId,
+}
+
+impl Drop for OnStream<'_> {
+    fn drop(&mut self) {
+        self.device.streams.current.store(self.before.0, Relaxed);
+    }
+}
+
+impl Device {
+    /// Gives the first roles a stream each, `count` in all; the others share the first.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(crate) fn open_streams(&mut self, count: u32) -> Result<()> {
+        // CAST: the command line allows four.
+        for place in 1..(count as usize).min(Role::ALL.len()) {
+            self.streams.of[place] = self.driver.stream_create()?;
+            self.streams.count = place + 1;
+        }
+        for _ in 0..self.streams.count {
+            self.streams.events.push(self.driver.event_create(false)?);
+        }
+        self.name_in_profiler();
+        Ok(())
+    }
+
+    /// The stream of a role.
+    #[must_use]
+    pub fn stream_of(&self, role: Role) -> StreamId {
+        self.streams.of[role as usize]
+    }
+
+    /// Lets what is queued and allocated from now on be on the stream of a role, up to the end of the guard.
+    pub(crate) fn on(&self, role: Role) -> OnStream<'_> {
+        let before = self.stream();
+        self.streams.current.store(self.stream_of(role).0, Relaxed);
+        OnStream { device: self, before }
+    }
+
+    /// Lets later work of one role wait for what another has queued so far; nothing where they share a stream.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(crate) fn order(&self, first: Role, then: Role) -> Result<()> {
+        self.order_streams(self.stream_of(first), self.stream_of(then))
+    }
+
+    /// The same for two of the device's streams.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(crate) fn order_streams(&self, first: StreamId, then: StreamId) -> Result<()> {
+        if first == then {
+            return Ok(());
+        }
+        let place = self.streams.of.iter().position(|stream| *stream == first).unwrap_or(0);
+        let event = self.streams.events[place];
+        self.driver.event_record(event, first)?;
+        Ok(self.driver.stream_wait_event(then, event)?)
+    }
+}
