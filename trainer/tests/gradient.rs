@@ -11,7 +11,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
 use trainer::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::device::Device;
-use trainer::mlp::{LossSlot, Batch, Linear, Mlp};
+use trainer::mlp::{Batch, Linear, LossSlot, Mlp};
 use trainer::settings::{DeviceChoice, InitMode, SyncMode};
 use trainer::tensor::{Context, Matrix};
 

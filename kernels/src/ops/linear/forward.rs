@@ -2,7 +2,7 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Transposed, linear, product};
+use super::{Transposed, check_alignment, linear, product};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
@@ -75,6 +75,7 @@ impl LinearForward {
 
     fn check(&self) -> Result<(), KernelError> {
         self.check_shape()?;
+        check_alignment(self.name(), self.element(), &self.arguments())?;
         check_room(
             self.name(),
             [

@@ -2,7 +2,7 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Gradient, linear};
+use super::{Gradient, check_alignment, linear};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
@@ -67,6 +67,7 @@ impl LinearWeightGradient {
 
     fn check(&self) -> Result<(), KernelError> {
         self.check_shape()?;
+        check_alignment(self.name(), self.element(), &self.arguments())?;
         check_room(
             self.name(),
             [
