@@ -313,7 +313,8 @@ def main():
         print(f"error: {error}", file=sys.stderr)
         return 2
     torch.set_float32_matmul_precision("high" if options.dtype == "tf32" else "highest")
-    torch.backends.cuda.matmul.allow_fp16_accumulation = options.accumulate == "f16"
+    if options.accumulate == "f16":
+        torch.backends.cuda.matmul.allow_fp16_accumulation = True
     summary = summary_of(options, torch, device, data, start, record)
     from mlp_run import Run
 
