@@ -48,8 +48,8 @@ def frame(runs: list[Run]) -> pl.DataFrame:
     """One row for each kind of run, widths ascending.
 
     Columns: those of `WORK`; `program`, `how` (what else tells its runs apart, in words), `launch`; the median
-    `step_us` with `low_us` and `high_us`, of `repeats` runs; `best_us` and `best_mode`, the least of PyTorch's at the same work,
-    and `ratio` to it (null where PyTorch did not do that work).
+    `step_us` with `low_us` and `high_us`, of `repeats` runs; `best_us` and `best_mode`, the least of PyTorch's at the
+    same work, and `ratio` to it (null where PyTorch did not do that work).
     """
     rows: list[dict[str, Any]] = []
     for run in runs:

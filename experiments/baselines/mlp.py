@@ -165,7 +165,9 @@ def framework(options):
             raise BadInput("--dtype tf32 and --accumulate f16 need a GPU")
         if options.fused_sgd and options.weights == "half":
             # github.com/pytorch/pytorch/issues/191763: the vector part of such weights is not updated.
-            raise BadInput("--fused-sgd on with --weights half needs a GPU: on a CPU PyTorch 2.11 leaves such weights as they are")
+            raise BadInput(
+                "--fused-sgd on with --weights half needs a GPU: on a CPU PyTorch 2.11 leaves such weights as they are"
+            )
         return torch, torch.device("cpu")
     if not torch.cuda.is_available():
         reason = "is built without CUDA" if torch.version.cuda is None else "finds no GPU"

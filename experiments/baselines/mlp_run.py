@@ -39,7 +39,9 @@ class Run:
         self.summary["parameter_bytes"] = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         self.write_summary()
         self.line(f"device   {self.summary['device']['name']}")
-        self.line(f"train    {options.layers} layers of width {options.hidden}, batch {options.batch}, {options.dtype}, {options.mode}")
+        self.line(
+            f"train    {options.layers} layers of width {options.hidden}, batch {options.batch}, {options.dtype}, {options.mode}"
+        )
 
         rows = len(self.data.train)
         in_epoch = math.ceil(rows / options.batch)

@@ -137,7 +137,11 @@ class Pinned(Streamed):
         super().__init__(split, device)
         width = split.features.shape[1]
         self.ring = [
-            (torch.empty(batch, width, dtype=split.dtype).pin_memory(), torch.empty(batch, dtype=torch.int64).pin_memory(), torch.cuda.Event())
+            (
+                torch.empty(batch, width, dtype=split.dtype).pin_memory(),
+                torch.empty(batch, dtype=torch.int64).pin_memory(),
+                torch.cuda.Event(),
+            )
             for _ in range(RING)
         ]
         self.next = 0
