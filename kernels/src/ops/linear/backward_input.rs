@@ -65,7 +65,6 @@ impl LinearBackwardInput {
 
     fn check(&self) -> Result<(), KernelError> {
         self.check_shape()?;
-        check_alignment(self.name(), self.element(), &self.arguments())?;
         check_room(
             self.name(),
             [
@@ -73,7 +72,8 @@ impl LinearBackwardInput {
                 ("weight_pitch", self.weight_pitch, self.inputs),
                 ("dx_pitch", self.dx_pitch, self.inputs),
             ],
-        )
+        )?;
+        check_alignment(self.name(), self.element(), &self.arguments())
     }
 
     /// # Safety

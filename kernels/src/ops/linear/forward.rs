@@ -75,7 +75,6 @@ impl LinearForward {
 
     fn check(&self) -> Result<(), KernelError> {
         self.check_shape()?;
-        check_alignment(self.name(), self.element(), &self.arguments())?;
         check_room(
             self.name(),
             [
@@ -83,7 +82,8 @@ impl LinearForward {
                 ("weight_pitch", self.weight_pitch, self.inputs),
                 ("y_pitch", self.y_pitch, self.outputs),
             ],
-        )
+        )?;
+        check_alignment(self.name(), self.element(), &self.arguments())
     }
 
     /// # Safety

@@ -74,7 +74,6 @@ impl LinearUpdate {
 
     fn check(&self) -> Result<(), KernelError> {
         self.check_shape()?;
-        check_alignment(self.name(), self.element(), &self.arguments())?;
         check_room(
             self.name(),
             [
@@ -83,6 +82,7 @@ impl LinearUpdate {
                 ("weight_pitch", self.weight_pitch, self.inputs),
             ],
         )?;
+        check_alignment(self.name(), self.element(), &self.arguments())?;
         check_master(self.name(), self.element(), self.master)
     }
 

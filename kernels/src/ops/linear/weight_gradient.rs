@@ -67,7 +67,6 @@ impl LinearWeightGradient {
 
     fn check(&self) -> Result<(), KernelError> {
         self.check_shape()?;
-        check_alignment(self.name(), self.element(), &self.arguments())?;
         check_room(
             self.name(),
             [
@@ -75,7 +74,8 @@ impl LinearWeightGradient {
                 ("x_pitch", self.x_pitch, self.inputs),
                 ("dweight_pitch", self.dweight_pitch, self.inputs),
             ],
-        )
+        )?;
+        check_alignment(self.name(), self.element(), &self.arguments())
     }
 
     /// # Safety
