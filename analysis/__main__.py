@@ -22,6 +22,14 @@ def parser() -> argparse.ArgumentParser:
     )
     report.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run record, or of an experiment")
     report.add_argument("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="[report.html]")
+    steps = commands.add_parser(
+        "steps",
+        help="one table of step times by width, type and launch, beside PyTorch's best",
+        description="Prints the median time of a training step of each kind of run, with the ratio to PyTorch's "
+        "fastest mode at the same width, type and weights; below 1 is faster than PyTorch.",
+    )
+    steps.add_argument("runs", nargs="+", metavar="RUN", help="directory of an experiment, or of a run record")
+    steps.add_argument("--json", action="store_true", help="print one JSON array with an object for each row")
     figures = commands.add_parser("readme-figures", help="draw analysis/figures from the recorded results")
     figures.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="another folder to draw into")
     notebooks = commands.add_parser("notebooks", help="execute the notebooks; without --write they stay as they are")
@@ -37,6 +45,10 @@ def run(args: argparse.Namespace) -> None:
 
         report.write(args.runs, args.out)
         print(f"wrote {args.out}")
+    elif args.command == "steps":
+        from analysis import steps
+
+        print(steps.show(args.runs, as_json=args.json))
     elif args.command == "readme-figures":
         from analysis import readme_figure
 

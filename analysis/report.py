@@ -63,10 +63,10 @@ def name_runs(runs: list[Run]) -> list[tuple[str, Run]]:
     if len(set(arms)) == len(arms):
         return list(zip(arms, runs, strict=True))
     keys = ["device", "dataset", "hidden", "layers", "batch", "dtype", "accumulate", "weights", "loss_scale", "fuse"]
-    keys += ["sync", "loader", "init", "gemm", "seed", "lr"]
+    keys += ["launch", "streams", "sync", "loader", "init", "gemm", "seed", "lr"]
     # What holds where a record does not say.
-    unsaid = {"dtype": "f32", "accumulate": "f32", "weights": "master", "loss_scale": 1.0, "fuse": "none"}
-    said = [{**unsaid, **run.settings} for run in runs]
+    unsaid = {"dtype": "f32", "accumulate": "f32", "weights": "master", "loss_scale": 1.0, "fuse": "none", "streams": 1}
+    said = [{**unsaid, "launch": run.settings.get("mode", "eager"), **run.settings} for run in runs]
     telling = [key for key in keys if len({str(settings.get(key)) for settings in said}) > 1]
     own: dict[str, dict[str, set[str]]] = {}
     for run in runs:

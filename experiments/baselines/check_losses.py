@@ -3,6 +3,7 @@
 
     python3 experiments/baselines/check_losses.py                                on any machine: simulated device, CPU
     python3 experiments/baselines/check_losses.py --trainer-device cuda --torch-device cuda --hidden 784
+    python3 experiments/baselines/check_losses.py --dtype bf16 --weights half --lr 0.03 --tolerance 2e-2
 
 Writes a start file, runs `trainer` and `mlp.py` from it and compares `steps.csv` row by row. The difference of a step is
 |theirs - ours| / |ours|. Exit code 0 when all differences of the first hundred steps are below the tolerance, 1 when one
@@ -46,12 +47,17 @@ def arguments():
     add("--steps", default="120", metavar="N")
     add("--lr", default="0.1", metavar="RATE")
     add("--seed", default="42", metavar="N")
-    add("--gemm", choices=("naive", "tiled"), default="naive", help="the trainer's product (default: naive)")
+    add("--dtype", choices=("f32", "tf32", "bf16", "f16"), default="f32", help="type of activations and products (default: f32)")
+    add("--accumulate", choices=("f32", "f16"), default="f32", help="type of sums (default: f32)")
+    add("--weights", choices=("master", "half"), default="master", help="weights that are stepped (default: master)")
+    add("--gemm", choices=("naive", "tiled", "tensor"), help="the trainer's product (default: naive for f32, else tensor)")
     add("--mode", choices=("eager", "graph", "compile"), default="eager", help="PyTorch's mode (default: eager)")
     add("--tolerance", type=float, default=1e-4, help="largest relative difference in the first hundred steps (default: 1e-4)")
     add("--out", type=Path, metavar="DIR", help="keep start file and records here (default: they are removed)")
     add("--json", action="store_true", help="print one JSON object on stdout")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.gemm = options.gemm or ("naive" if options.dtype == "f32" else "tensor")
+    return options
 
 
 def built():
@@ -81,10 +87,11 @@ def compare(options, folder):
     """Both runs; the relative difference of each step."""
     trainer, start = options.trainer or built(), folder / "start.safetensors"
     data = ["--data-dir", options.data_dir] if options.data_dir else []
+    arithmetic = [f"--{name}={getattr(options, name)}" for name in ("dtype", "accumulate", "weights")]
     work = [f"--{name}={getattr(options, name)}" for name in ("dataset", "hidden", "layers", "batch", "steps", "seed")] + data
-    run([trainer, *work, "--lr", options.lr, "--gemm", options.gemm, "--device", options.trainer_device,
+    run([trainer, *work, *arithmetic, "--lr", options.lr, "--gemm", options.gemm, "--device", options.trainer_device,
          "--save-start", start, "--out", folder / "trainer"])  # fmt: skip
-    run([options.python, HERE / "mlp.py", "--start", start, *data, "--lr", options.lr, "--mode", options.mode,
+    run([options.python, HERE / "mlp.py", "--start", start, *data, *arithmetic, "--lr", options.lr, "--mode", options.mode,
          "--device", options.torch_device, "--out", folder / "pytorch"])  # fmt: skip
     ours, theirs = losses(folder / "trainer"), losses(folder / "pytorch")
     if len(ours) != len(theirs):

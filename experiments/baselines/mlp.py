@@ -4,8 +4,9 @@
 With --start FILE (`trainer start -o FILE`) it begins with the trainer's weights and takes the trainer's batches, so that
 losses compare number by number. Without, weights and order are drawn by PyTorch from --seed.
 
-Products are in f32 without TF32. Written for PyTorch 2.11; runs on a CPU too. Exit codes are the trainer's: 0 done,
-1 failed while running, 2 bad input, 130 interrupted.
+--dtype, --accumulate, --weights and --loss-scale mean what they mean to the trainer. f32 is f32 in every product, without
+TF32. Written for PyTorch 2.11; runs on a CPU too. Exit codes are the trainer's: 0 done, 1 failed while running, 2 bad input,
+130 interrupted.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from start_file import BadInput
 
 STARTED = time.perf_counter()
 INSTALL = "pip install torch==2.11.0"
+HALVES = ("bf16", "f16")
 # What a start decides; the defaults are the trainer's.
 WORK = {"dataset": "mnist", "hidden": 256, "layers": 3, "batch": 64, "epochs": 8, "steps": None, "seed": 42, "init": "kaiming"}
 
@@ -79,7 +81,19 @@ def arguments():
     add("--init", choices=("normal", "xavier", "kaiming"), help="initial weights (default: kaiming)")
     add("--lr", type=rate, default=0.1, metavar="RATE", help="learning rate (default: 0.1)")
     add("--data-dir", metavar="DIR", help="folder with MNIST's four files (default: MNIST_DIR, then where the trainer has them)")
+    add("--dtype", choices=("f32", "tf32", *HALVES), default="f32", help="type of activations and products (default: f32)")
+    add("--accumulate", choices=("f32", "f16"), default="f32", help="type of sums; f16 only with --dtype f16 (default: f32)")
+    add(
+        "--weights", choices=("master", "half"), default="master",
+        help="weights that are stepped: f32 under torch.autocast, or those of --dtype bf16 or f16 (default: master)",
+    )  # fmt: skip
+    add("--loss-scale", type=rate, metavar="N", help="factor of the gradients until the update (default: 1024 for f16, else 1)")
+    add("--fused-sgd", type=switch, default=False, metavar="on|off", help="SGD(fused=True): one kernel a step (default: off)")
     add("--loader", choices=("resident", "copy", "pinned", "workers"), default="resident", help="how batches reach the device")
+    add(
+        "--rows", choices=("bytes", "values"), default="bytes",
+        help="what --loader resident holds: bytes, made values in each step as by the trainer, or values (default: bytes)",
+    )  # fmt: skip
     add("--workers", type=count, default=0, metavar="N", help="processes of --loader workers (default: 0)")
     add("--pin", type=switch, default=False, metavar="on|off", help="page-locked memory in --loader workers (default: off)")
     add("--sync", choices=("never", "step"), default="never", help="when the host waits (default: never, but for results)")
@@ -119,7 +133,20 @@ def settle(options):
         )
     if options.loader != "workers" and (options.workers or options.pin):
         raise BadInput("--workers and --pin are for --loader workers")
+    if options.loader != "resident" and options.rows != "bytes":
+        raise BadInput("--rows is for --loader resident")
+    arithmetic(options)
     return start
+
+
+def arithmetic(options):
+    """The trainer's rules for what goes together, and its default of the loss scale."""
+    if options.accumulate == "f16" and options.dtype != "f16":
+        raise BadInput(f"--accumulate f16 needs --dtype f16, found {options.dtype}")
+    if options.weights == "half" and options.dtype not in HALVES:
+        raise BadInput(f"--weights half needs --dtype bf16 or f16, found {options.dtype}")
+    if options.loss_scale is None:
+        options.loss_scale = 1024.0 if options.dtype == "f16" else 1.0
 
 
 def framework(options):
@@ -134,6 +161,13 @@ def framework(options):
     if kind == "cpu":
         if options.mode == "graph" or options.loader == "pinned" or options.pin:
             raise BadInput("--mode graph, --loader pinned and --pin on need a GPU")
+        if options.dtype == "tf32" or options.accumulate == "f16":
+            raise BadInput("--dtype tf32 and --accumulate f16 need a GPU")
+        if options.fused_sgd and options.weights == "half":
+            # github.com/pytorch/pytorch/issues/191763: the vector part of such weights is not updated.
+            raise BadInput(
+                "--fused-sgd on with --weights half needs a GPU: on a CPU PyTorch 2.11 leaves such weights as they are"
+            )
         return torch, torch.device("cpu")
     if not torch.cuda.is_available():
         reason = "is built without CUDA" if torch.version.cuda is None else "finds no GPU"
@@ -147,8 +181,9 @@ def framework(options):
 
 def load(options, start, torch):
     """The data set: splits, and what the record says of them."""
-    from mlp_torch import Split, tensor
+    from mlp_torch import DTYPES, Split, tensor
 
+    kind = DTYPES[options.dtype]
     if options.dataset == "mnist":
         found = mnist_files.read(mnist_files.locate(options.data_dir, start.folder if start else None))
         if start and found["checksum"] != start.metadata["checksum"]:
@@ -158,7 +193,7 @@ def load(options, start, torch):
         for name in ("train", "validation"):
             rows, width, pixels, labels = found[name]
             values = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).reshape(rows, width)
-            splits.append(Split(values, torch.frombuffer(bytearray(labels), dtype=torch.uint8), mnist_files.SCALE, 0.0))
+            splits.append(Split(values, torch.frombuffer(bytearray(labels), dtype=torch.uint8), mnist_files.SCALE, 0.0, kind))
         facts = {"source": os.path.dirname(found["files"][0]["path"]), "checksum": found["checksum"], "files": found["files"]}
         facts |= {"features": found["features"], "classes": mnist_files.CLASSES}
     else:
@@ -167,7 +202,9 @@ def load(options, start, torch):
             parts = {name: tensor(start.tensors[name]) for name in DATA}
         except KeyError as error:
             raise BadInput(f"{start.path} lacks {error}; write it again with: trainer start -o {start.path}") from None
-        splits = [Split(parts[f"{name}.features"], parts[f"{name}.labels"], scale, shift) for name in ("train", "validation")]
+        splits = [
+            Split(parts[f"{name}.features"], parts[f"{name}.labels"], scale, shift, kind) for name in ("train", "validation")
+        ]
         facts = {"source": f"{start.path}: {start.metadata['source']}", "checksum": start.metadata["checksum"], "files": []}
         facts |= {"features": start.number("features"), "classes": start.number("classes")}
     rows = {"train_rows": len(splits[0]), "validation_rows": len(splits[1])}
@@ -217,6 +254,11 @@ def summary_of(options, torch, device, data, start, record):
         "loader",
         "init",
         "mode",
+        "dtype",
+        "accumulate",
+        "weights",
+        "loss_scale",
+        "fused_sgd",
         "warm_up",
         "step_memory",
     )
@@ -227,13 +269,16 @@ def summary_of(options, torch, device, data, start, record):
         "device": str(device),
         "dataset": options.dataset,
         **{key: getattr(options, key) for key in keys},
-        "dtype": "f32",
+        # The trainer's name for how steps reach the device.
+        "launch": options.mode,
     }
     if device.type == "cuda":
         variable = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         settings["allocator_settings"] = {"backend": torch.cuda.get_allocator_backend(), "conf": variable}
     if options.mode == "compile":
         settings["compile_mode"] = options.compile_mode
+    if options.loader == "resident":
+        settings["rows"] = options.rows
     if options.loader == "workers":
         settings |= {"workers": options.workers, "pin": options.pin}
     summary = {
@@ -269,7 +314,9 @@ def main():
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("high" if options.dtype == "tf32" else "highest")
+    if options.accumulate == "f16":
+        torch.backends.cuda.matmul.allow_fp16_accumulation = True
     summary = summary_of(options, torch, device, data, start, record)
     from mlp_run import Run
 

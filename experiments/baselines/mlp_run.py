@@ -34,16 +34,20 @@ class Run:
             mlp_torch.from_start(model, self.start)
         else:
             mlp_torch.from_seed(model, options.init, options.seed, self.device)
-        self.summary["parameter_bytes"] = sum(weight.numel() * 4 for weight in model.parameters())
+        arithmetic = mlp_torch.Arithmetic(options, self.device)
+        arithmetic.place(model)
+        self.summary["parameter_bytes"] = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         self.write_summary()
         self.line(f"device   {self.summary['device']['name']}")
-        self.line(f"train    {options.layers} layers of width {options.hidden}, batch {options.batch}, {options.mode}")
+        self.line(
+            f"train    {options.layers} layers of width {options.hidden}, batch {options.batch}, {options.dtype}, {options.mode}"
+        )
 
         rows = len(self.data.train)
         in_epoch = math.ceil(rows / options.batch)
         left = min(options.steps or math.inf, in_epoch * options.epochs)
         sources = [mlp_torch.loader(options, split, self.device) for split in (self.data.train, self.data.validation)]
-        steps = mlp_torch.steps(options, model, sources[0], min(in_epoch, left))
+        steps = mlp_torch.steps(options, model, arithmetic, sources[0], min(in_epoch, left))
         sizes = [min(options.batch, rows)]
         if rows % options.batch and rows > options.batch and left >= in_epoch:
             sizes.append(rows % options.batch)
@@ -95,15 +99,12 @@ class Run:
         train_s = time.perf_counter() - steps_begun
         for row in done:
             if not math.isfinite(row["loss"]):
-                mend = f"lower --lr (now {options.lr}) or change --init"
-                raise Failed(f"the loss became {row['loss']} in epoch {number}, step {row['step']}: {mend}")
+                raise Failed(f"the loss became {row['loss']} in epoch {number}, step {row['step']}: {self.advice()}")
         loss = sum(row["loss"] * row["rows"] for row in done) / sum(row["rows"] for row in done)
         batch, waits = options.batch, options.sync == "step" and self.cuda
-        val_loss, accuracy = mlp_torch.evaluate(steps.model, sources[1], batch, len(self.data.validation), waits)
+        val_loss, accuracy = mlp_torch.evaluate(steps, sources[1], batch, len(self.data.validation), waits)
         if not math.isfinite(val_loss):
-            raise Failed(
-                f"the validation loss became {val_loss} in epoch {number}: lower --lr (now {options.lr}) or change --init"
-            )
+            raise Failed(f"the validation loss became {val_loss} in epoch {number}: {self.advice()}")
         marks.append(self.mark())
         self.synchronise()
         entry = {"epoch": number, "steps": count, "train_loss": loss, "val_loss": val_loss, "val_accuracy": accuracy}
@@ -115,6 +116,13 @@ class Run:
         self.summary["epochs"].append(entry)
         self.write_summary()
         self.line(f"epoch {number:2} train loss {loss:.4f}, validation loss {val_loss:.4f}, accuracy {100 * accuracy:.2f} %")
+
+    def advice(self):
+        """What to change when the loss is no longer a number, in the trainer's words."""
+        options = self.options
+        scaled = options.dtype == "f16" or options.loss_scale != 1
+        scale = f", lower --loss-scale (now {options.loss_scale:g})" if scaled else ""
+        return f"lower --lr (now {options.lr}){scale} or change --init"
 
     def order(self, number):
         """The rows of an epoch: the trainer's, or PyTorch's own."""

@@ -4,6 +4,7 @@ Loaders bring batches to the device in the trainer's three ways, or with a `Data
 as one CUDA graph, or compiled; all keep each step's loss on the device until the epoch ends.
 """
 
+import contextlib
 import math
 
 import torch
@@ -11,6 +12,8 @@ from torch.nn import functional as F
 
 # Page-locked buffers in turn, as the trainer has them.
 RING = 4
+# Types of activations; tf32 is a way to multiply f32.
+DTYPES = {"f32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def tensor(found):
@@ -19,12 +22,37 @@ def tensor(found):
     return torch.frombuffer(bytearray(found.data), dtype=kind).reshape(found.shape)
 
 
-class Split:
-    """One part of a data set on the host: rows of bytes or floats, and labels."""
+class Arithmetic:
+    """How the network computes: the trainer's --dtype, --weights and --loss-scale in PyTorch's terms."""
 
-    def __init__(self, features, labels, scale, shift):
+    def __init__(self, options, device):
+        self.dtype, self.device = DTYPES[options.dtype], device
+        self.half = options.weights == "half"
+        self.scale = options.loss_scale
+        # What the backward pass begins with; nothing for a scale of 1, as everybody writes it.
+        self.seed = None if self.scale == 1 else torch.tensor(self.scale, device=device)
+
+    def place(self, model):
+        """Gives the weights, in f32 so far, the type in which they are stepped."""
+        if self.half:
+            model.to(self.dtype)
+
+    def logits(self, model, x):
+        """Logits in f32."""
+        mixed = self.dtype != torch.float32 and not self.half
+        # Each weight is used once in a pass, so there is nothing for autocast to cache, and a graph must not depend on it.
+        scope = torch.autocast(self.device.type, self.dtype, cache_enabled=False) if mixed else contextlib.nullcontext()
+        with scope:
+            out = model(x)
+        return out.float()
+
+
+class Split:
+    """One part of a data set on the host: rows of bytes or floats, and labels. The network takes values of `dtype`."""
+
+    def __init__(self, features, labels, scale, shift, dtype):
         self.features, self.labels = features, labels.long()
-        self.scale, self.shift = scale, shift
+        self.scale, self.shift, self.dtype = scale, shift, dtype
 
     def __len__(self):
         return len(self.labels)
@@ -33,24 +61,27 @@ class Split:
         return self.values(self.features[row]), self.labels[row]
 
     def values(self, picked):
-        """What the network sees: bytes times scale, in f32."""
+        """What the network sees: bytes times scale, rounded once."""
         if picked.dtype != torch.uint8:
-            return picked
-        values = picked.float().mul_(self.scale)
-        return values.add_(self.shift) if self.shift else values
+            return picked.to(self.dtype)
+        if self.shift:
+            return picked.float().mul_(self.scale).add_(self.shift).to(self.dtype)
+        # Every type holds a byte exactly.
+        return picked.to(self.dtype).mul_(self.scale)
 
 
 class Resident:
     """The data set lives on the device; a batch is gathered by the rows' numbers."""
 
-    def __init__(self, split, device):
-        self.split, self.device = split, device
-        self.features, self.labels = split.features.to(device), split.labels.to(device)
-        self.order = None
+    def __init__(self, split, device, rows):
+        self.split = split
+        held = split.values(split.features) if rows == "values" else split.features
+        self.features, self.labels = held.to(device), split.labels.to(device)
+        # Always in the same place, where graphs read it.
+        self.order = torch.zeros(len(split), dtype=torch.int64, device=device)
 
     def begin_pass(self, order):
-        self.order = None
-        self.order = order.to(self.device)
+        self.order.copy_(order)
 
     def pick(self, rows):
         return self.split.values(self.features.index_select(0, rows)), self.labels.index_select(0, rows)
@@ -58,9 +89,10 @@ class Resident:
     def batch(self, first, count):
         return self.pick(self.order[first : first + count])
 
-    def static(self, count):
-        rows = torch.zeros(count, dtype=torch.int64, device=self.device)
-        return lambda first: rows.copy_(self.order[first : first + count]), lambda: self.pick(rows)
+    def static(self, count, at, batch):
+        """The batch of the step that `at` counts on the device: the host has nothing to bring."""
+        rows = torch.arange(count, device=self.order.device)
+        return None, lambda: self.pick(self.order.index_select(0, torch.add(rows, at, alpha=batch)))
 
 
 class Streamed:
@@ -76,9 +108,10 @@ class Streamed:
         rows = self.order[first : first + count]
         return self.split.values(self.split.features.index_select(0, rows)), self.split.labels.index_select(0, rows)
 
-    def static(self, count):
+    def static(self, count, _at, _batch):
+        """Fills the place that a graph reads, and says where it is."""
         width = self.split.features.shape[1]
-        inputs = torch.zeros(count, width, device=self.device)
+        inputs = torch.zeros(count, width, dtype=self.split.dtype, device=self.device)
         labels = torch.zeros(count, dtype=torch.int64, device=self.device)
 
         def fill(first):
@@ -104,7 +137,11 @@ class Pinned(Streamed):
         super().__init__(split, device)
         width = split.features.shape[1]
         self.ring = [
-            (torch.empty(batch, width).pin_memory(), torch.empty(batch, dtype=torch.int64).pin_memory(), torch.cuda.Event())
+            (
+                torch.empty(batch, width, dtype=split.dtype).pin_memory(),
+                torch.empty(batch, dtype=torch.int64).pin_memory(),
+                torch.cuda.Event(),
+            )
             for _ in range(RING)
         ]
         self.next = 0
@@ -157,7 +194,7 @@ def loader(options, split, device):
     """The loader that the options name."""
     batch = min(options.batch, len(split))
     if options.loader == "resident":
-        return Resident(split, device)
+        return Resident(split, device, options.rows)
     if options.loader == "copy":
         return Copy(split, device)
     if options.loader == "pinned":
@@ -204,19 +241,20 @@ def from_seed(model, init, seed, device):
 class Eager:
     """A step as everybody writes it."""
 
-    def __init__(self, model, lr, source, steps):
-        device = next(model.parameters()).device
-        self.model, self.source = model, source
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        self.losses = torch.zeros(steps, device=device)
+    def __init__(self, options, model, arithmetic, source, steps):
+        self.model, self.arithmetic, self.source = model, arithmetic, source
+        # Plain descent is linear in the gradients, so dividing the rate takes the loss' scale out of them.
+        fused = True if options.fused_sgd else None
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=options.lr / arithmetic.scale, fused=fused)
+        self.losses = torch.zeros(steps, device=arithmetic.device)
 
     def loss(self, x, y):
-        return F.cross_entropy(self.model(x), y)
+        return F.cross_entropy(self.arithmetic.logits(self.model, x), y)
 
     def step(self, x, y, slot):
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss(x, y)
-        loss.backward()
+        loss.backward(self.arithmetic.seed)
         self.optimizer.step()
         self.losses[slot].copy_(loss.detach())
 
@@ -228,7 +266,7 @@ class Eager:
         """Steps of each size that leave no trace: libraries are loaded, kernels chosen, code compiled."""
         with self.kept():
             for count in counts:
-                x = torch.zeros(count, self.model[0].in_features, device=self.losses.device)
+                x = torch.zeros(count, self.model[0].in_features, dtype=self.arithmetic.dtype, device=self.losses.device)
                 y = torch.zeros(count, dtype=torch.int64, device=self.losses.device)
                 for _ in range(times):
                     self.step(x, y, 0)
@@ -258,10 +296,10 @@ class Kept:
 class Compiled(Eager):
     """Forward and backward pass through `torch.compile`; the update stays PyTorch's."""
 
-    def __init__(self, model, lr, source, steps, mode):
-        super().__init__(model, lr, source, steps)
+    def __init__(self, options, *given):
+        super().__init__(options, *given)
         # The last batch has another size; a second version for it is faster than one for all sizes.
-        self.loss = torch.compile(super().loss, mode=mode, dynamic=False)
+        self.loss = torch.compile(super().loss, mode=options.compile_mode, dynamic=False)
 
     def step(self, x, y, slot):
         torch.compiler.cudagraph_mark_step_begin()
@@ -271,15 +309,17 @@ class Compiled(Eager):
 class Graph(Eager):
     """The whole step, from gathering the batch to the update, as one CUDA graph; one for each size of a batch."""
 
-    def __init__(self, model, lr, source, steps):
-        super().__init__(model, lr, source, steps)
+    def __init__(self, options, *given):
+        super().__init__(options, *given)
+        self.batch = options.batch
+        # Steps done in this pass, on the device: where the loss goes, and which rows are next.
         self.at = torch.zeros(1, dtype=torch.int64, device=self.losses.device)
         self.graphs = {}
 
     def captured(self, load):
         x, y = load()
         loss = self.loss(x, y)
-        loss.backward()
+        loss.backward(self.arithmetic.seed)
         self.optimizer.step()
         self.losses.index_copy_(0, self.at, loss.detach().reshape(1))
         self.at.add_(1)
@@ -288,7 +328,7 @@ class Graph(Eager):
         side = torch.cuda.Stream()
         with self.kept():
             for count in counts:
-                fill, load = self.source.static(count)
+                fill, load = self.source.static(count, self.at, self.batch)
                 side.wait_stream(torch.cuda.current_stream())
                 # As PyTorch's notes on CUDA graphs say: some steps on a stream of their own before the capture.
                 with torch.cuda.stream(side):
@@ -308,28 +348,26 @@ class Graph(Eager):
         if slot == 0:
             self.at.zero_()
         fill, graph = self.graphs[count]
-        fill(first)
+        if fill:
+            fill(first)
         graph.replay()
 
 
-def steps(options, model, source, count):
+def steps(options, model, arithmetic, source, count):
     """Steps in the mode that the options name, with room for the losses of `count` of them."""
-    if options.mode == "graph":
-        return Graph(model, options.lr, source, count)
-    if options.mode == "compile":
-        return Compiled(model, options.lr, source, count, options.compile_mode)
-    return Eager(model, options.lr, source, count)
+    kind = {"eager": Eager, "graph": Graph, "compile": Compiled}[options.mode]
+    return kind(options, model, arithmetic, source, count)
 
 
 @torch.no_grad()
-def evaluate(model, source, batch, rows, synchronise):
+def evaluate(steps, source, batch, rows, synchronise):
     """Mean loss and accuracy over the rows, in batches."""
     source.begin_pass(torch.arange(rows))
     losses, hits = [], []
     for first in range(0, rows, batch):
         count = min(batch, rows - first)
         x, y = source.batch(first, count)
-        logits = model(x)
+        logits = steps.arithmetic.logits(steps.model, x)
         losses.append(F.cross_entropy(logits, y) * count)
         hits.append((logits.argmax(1) == y).sum())
         if synchronise:

@@ -205,7 +205,19 @@ fn arms_that_cannot_run_here_are_skipped_with_a_reason() {
     // The matrix has an axis that PyTorch does not know.
     place.write("small.toml", &spec);
     run(&place, &[]).refused(2, &["small.toml:", "--alloc is no option of pytorch"]);
-    place.write("small.toml", spec.replace("alloc = [\"naive\", \"caching\"]", ""));
+    // What both programs have takes the same values, alone and together.
+    let spec = spec.replace("alloc = [\"naive\", \"caching\"]", "");
+    place.write(
+        "small.toml",
+        spec.replace("devices = [\"sim\"]\n", "devices = [\"sim\"]\n[arms.options]\ndtype = \"f64\"\n"),
+    );
+    run(&place, &[]).refused(2, &["small.toml:2", "invalid value 'f64'"]);
+    place.write(
+        "small.toml",
+        spec.replace("devices = [\"sim\"]\n", "devices = [\"sim\"]\n[arms.options]\nweights = \"half\"\n"),
+    );
+    run(&place, &[]).refused(2, &["small.toml:1: theirs 5", "--weights half needs --dtype bf16 or f16, found f32"]);
+    place.write("small.toml", &spec);
     let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
     let ran = Ran::of(command.env("PYTHON", "no-such-python").output().unwrap()).ok();
     let note = ran.stderr.lines().find(|line| line.contains("skipped")).unwrap();
@@ -242,6 +254,8 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         ("layers = 2", "out = \"here\"", ["small.toml:10", "the runner sets --out itself"]),
         ("layers = 2", "gc-threshold = 0.5", ["small.toml:1", "--memory-limit, which is not given"]),
         ("layers = 2", "trace = 1", ["small.toml:10", "write trace = true"]),
+        ("layers = 2", "weights = \"half\"", ["small.toml:1:", "--weights half needs --dtype bf16 or f16, found f32"]),
+        ("layers = 2", "weights = \"hlaf\"", ["small.toml:10", "invalid value 'hlaf'"]),
     ] {
         assert!(SMALL.contains(from), "{from}");
         place.write("small.toml", SMALL.replacen(from, to, 1));

@@ -27,9 +27,39 @@ fn every_operation_computes_what_it_says() {
 #[test]
 fn addresses_need_only_an_elements_alignment() {
     for case in cases::all() {
-        let (offsets, _) = case.region(4);
-        case.verify(&offsets, &case.run_on_host(4));
+        // Linear layers read 16 bytes at a time.
+        let skew = if case.label.starts_with("linear_") { 16 } else { 4 };
+        let (offsets, _) = case.region(skew);
+        case.verify(&offsets, &case.run_on_host(skew));
     }
+}
+
+#[test]
+fn linear_layers_refuse_what_their_kernels_could_not_read() {
+    let arena = Arena::new(&[0; 1024]);
+    let layer = LinearForward {
+        precision: Precision::F16,
+        rows: 2,
+        inputs: 8,
+        outputs: 8,
+        x: BASE,
+        x_pitch: 8,
+        weight: BASE + 64,
+        weight_pitch: 8,
+        bias: None,
+        relu: false,
+        y: BASE + 256,
+        y_pitch: 8,
+        y_f32: false,
+        workspace: 0,
+        tickets: 0,
+    };
+    // SAFETY: refused before memory is touched.
+    let refusal = |layer: LinearForward| unsafe { layer.run_on_host(&arena) }.unwrap_err();
+    let skewed = refusal(LinearForward { weight: BASE + 66, ..layer });
+    assert!(matches!(skewed, KernelError::Misaligned { alignment: 16, .. }), "{skewed}");
+    let pitch = refusal(LinearForward { x_pitch: 9, ..layer });
+    assert!(pitch.to_string().contains("a row of 9 elements is no multiple of 16 bytes"), "{pitch}");
 }
 
 #[test]

@@ -265,8 +265,6 @@ impl Loader {
                         out,
                     }),
                 };
-                // SAFETY: data, order and target are live and of these shapes; they are freed on the stream later.
-                unsafe { context.device.run(gather.as_ref())? };
                 let pick = GatherLabels {
                     rows,
                     source: all_labels.addr().get(),
@@ -276,8 +274,26 @@ impl Loader {
                     cursor,
                     out: labels.addr().get(),
                 };
-                // SAFETY: as above.
-                unsafe { context.device.run(&pick)? };
+                // In a graph, labels are picked beside the rows if there is a stream to spare.
+                let device = &context.device;
+                let (here, beside) = (device.stream(), device.stream_of(Role::Update));
+                if cursor.is_some() && beside != here {
+                    device.order_streams(here, beside)?;
+                    {
+                        let _on = device.on(Role::Update);
+                        // SAFETY: data, order and target are live and of these shapes; they are freed on the stream later,
+                        // after the other has been waited for.
+                        unsafe { device.run(&pick)? };
+                    }
+                    // SAFETY: as above.
+                    unsafe { device.run(gather.as_ref())? };
+                    device.order_streams(beside, here)?;
+                } else {
+                    // SAFETY: as above.
+                    unsafe { device.run(gather.as_ref())? };
+                    // SAFETY: as above.
+                    unsafe { device.run(&pick)? };
+                }
             }
         }
         Ok(Batch { inputs, labels })

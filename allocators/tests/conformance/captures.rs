@@ -326,7 +326,14 @@ pub(crate) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     let (allocator, stream) = (bench.build(), driver.stream_create().unwrap());
     let allocator = allocator.as_ref();
     let start = free_bytes(driver);
-    let part = if bench.device == Device::Cuda { start / 8 } else { 4 * MIB };
+    // A GPU's driver takes the memory of a graph's nodes when it makes the graph. If that is too much, driver 580 keeps what
+    // it had taken by then: there a node that cannot be is asked for.
+    let driver_nodes = bench.device == Device::Cuda && bench.kind == BackendKind::StreamOrdered;
+    let part = match bench.device {
+        Device::Cuda if driver_nodes => 4 * start,
+        Device::Cuda => start / 8,
+        _ => 4 * MIB,
+    };
     let id = begin(bench, allocator, stream);
     let mut live = Vec::new();
     let error = loop {
@@ -340,19 +347,8 @@ pub(crate) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     for block in live {
         free(allocator, block, stream).unwrap();
     }
-    match driver.graphs().unwrap().capture_end(stream) {
-        Ok(graph) => {
-            allocator.capture_end(id).unwrap();
-            run_out(bench, allocator, (id, graph), stream);
-        }
-        // A GPU's driver takes the memory of a graph when it makes the graph, and then more than fits at once may be too
-        // much.
-        Err(error) => {
-            assert!(bench.device == Device::Cuda && error.is_out_of_memory(), "{error}");
-            allocator.capture_end(id).unwrap();
-            allocator.capture_release(id).unwrap();
-        }
-    }
+    let graph = end(bench, allocator, id, stream);
+    run_out(bench, allocator, (id, graph), stream);
     allocator.trim(0).unwrap();
     check_nothing_held(&allocator.stats());
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack());

@@ -2,14 +2,12 @@
 
     python3 -m pytest experiments/baselines/tests
 
-Runs the trainer on the simulated device: the program that TRAINER names, or the one in target/release or target/debug that
-was built last, or else builds it.
+Runs the trainer on the simulated device, see `conftest.py`.
 """
 
 import csv
 import gzip
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -19,39 +17,10 @@ import numpy as np
 import pytest
 
 BASELINES = Path(__file__).resolve().parents[1]
-ROOT = BASELINES.parents[1]
-sys.path.insert(0, str(BASELINES))
-
 import mlp_numpy  # noqa: E402
 import mnist_files  # noqa: E402
 import run_record  # noqa: E402
 import start_file  # noqa: E402
-
-
-@pytest.fixture(scope="session")
-def trainer():
-    named = os.environ.get("TRAINER")
-    if named:
-        return named
-    found = [path for path in (ROOT / "target" / profile / "trainer" for profile in ("release", "debug")) if path.is_file()]
-    if not found:
-        subprocess.run(["cargo", "build", "--quiet", "-p", "trainer"], cwd=ROOT, check=True)
-        return str(ROOT / "target/debug/trainer")
-    return str(max(found, key=lambda path: path.stat().st_mtime))
-
-
-@pytest.fixture(scope="session")
-def run(trainer, tmp_path_factory):
-    """Trains on the simulated device; the start file and the record's folder."""
-
-    def run(*options):
-        place = tmp_path_factory.mktemp("run")
-        command = [trainer, "--device", "sim", "--gemm", "naive", "--lr", "0.1", *options]
-        command += ["--save-start", place / "start.safetensors", "--out", place / "record"]
-        subprocess.run([str(part) for part in command], check=True, capture_output=True)
-        return start_file.read(place / "start.safetensors"), place / "record"
-
-    return run
 
 
 @pytest.fixture(scope="session")

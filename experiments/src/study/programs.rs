@@ -11,9 +11,15 @@ use std::str::FromStr;
 /// Name of the PyTorch program in the folder of the baselines.
 const PYTORCH: &str = "mlp.py";
 /// Its options, as `--help` of the program has them; none is a switch.
-const PYTORCH_OPTIONS: [&str; 17] = [
+const PYTORCH_OPTIONS: [&str; 23] = [
     "mode",
     "compile-mode",
+    "dtype",
+    "accumulate",
+    "weights",
+    "loss-scale",
+    "fused-sgd",
+    "rows",
     "dataset",
     "hidden",
     "layers",
@@ -29,6 +35,22 @@ const PYTORCH_OPTIONS: [&str; 17] = [
     "sync",
     "warm-up",
     "step-memory",
+];
+/// Those of them that mean what they mean to the trainer and take the same values.
+const SHARED_OPTIONS: [&str; 13] = [
+    "dtype",
+    "accumulate",
+    "weights",
+    "loss-scale",
+    "dataset",
+    "hidden",
+    "layers",
+    "batch",
+    "epochs",
+    "steps",
+    "lr",
+    "seed",
+    "init",
 ];
 /// Options that the runner sets itself.
 const RESERVED: [&str; 8] = ["out", "json", "device", "start", "save-start", "data-dir", "help", "version"];
@@ -257,22 +279,20 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
     if RESERVED.contains(&name) {
         return here(format!("the runner sets --{name} itself; leave it out"));
     }
-    if program == Program::Pytorch {
-        return match is_switch(program, name) {
-            Some(_) => Ok(()),
-            None => here(format!("--{name} is no option of pytorch; there are {}", PYTORCH_OPTIONS.join(", "))),
-        };
+    let known = is_switch(program, name);
+    if program == Program::Pytorch && known.is_none() {
+        return here(format!("--{name} is no option of pytorch; there are {}", PYTORCH_OPTIONS.join(", ")));
     }
     for value in &setting.values {
         let text = argument(program, name, value);
-        if is_switch(program, name) == Some(true) && !matches!(value, super::options::OptionValue::Switch(_)) {
+        if known == Some(true) && !matches!(value, super::options::OptionValue::Switch(_)) {
             return here(format!("--{name} takes no value; write {name} = true"));
         }
         let mut line: Vec<String> = takes_history(program).then(|| "FILE".to_owned()).into_iter().collect();
         line.extend(text);
         if let Err(message) = parse(program, &line) {
-            // What an option lacks beside itself shows when all are there.
-            if message.contains("which is not given") {
+            // What an option needs beside itself shows when all are there.
+            if known.is_some() && names_another(&message, name) {
                 continue;
             }
             return here(message);
@@ -281,11 +301,26 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
     Ok(())
 }
 
+/// Whether a message is about an option beside the one of this name.
+fn names_another(message: &str, name: &str) -> bool {
+    let words = message.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'));
+    words.filter_map(|word| word.strip_prefix("--")).any(|option| option != name)
+}
+
 /// What the program says about its options.
 fn parse(program: Program, options: &[String]) -> std::result::Result<(), String> {
+    let trainer = |options: &mut dyn Iterator<Item = &String>| {
+        trainer::cli::check(&options.map(OsString::from).collect::<Vec<OsString>>())
+    };
     match program {
-        Program::Trainer => trainer::cli::check(&options.iter().map(OsString::from).collect::<Vec<OsString>>()),
-        Program::Pytorch => Ok(()),
+        Program::Trainer => trainer(&mut options.iter()),
+        Program::Pytorch => {
+            let shared = |option: &&String| {
+                let name = option.trim_start_matches("--").split('=').next().unwrap_or_default();
+                SHARED_OPTIONS.contains(&name)
+            };
+            trainer(&mut options.iter().filter(shared))
+        }
         program => {
             let line = ["experiments", program.name()].into_iter().chain(options.iter().map(String::as_str));
             crate::command().try_get_matches_from(line).map(|_| ()).map_err(|error| trainer::cli::one_line(&error))
@@ -324,6 +359,20 @@ mod tests {
         for option in PYTORCH_OPTIONS.iter().chain(["device", "out", "start"].iter()) {
             assert!(text.contains(&format!("\"--{option}\"")), "{} has no --{option}", path.display());
         }
+        for option in SHARED_OPTIONS {
+            assert!(
+                PYTORCH_OPTIONS.contains(&option) && is_switch(Program::Trainer, option) == Some(false),
+                "{option}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_message_about_another_option_is_told_from_one_about_this() {
+        assert!(names_another("--weights half needs --dtype bf16 or f16, found f32", "weights"));
+        assert!(names_another("--gc-threshold is a fraction of --memory-limit, which is not given", "gc-threshold"));
+        assert!(!names_another("--loss-scale must be a positive number, found 0", "loss-scale"));
+        assert!(!names_another("invalid value 'x' for '--dtype <DTYPE>'; write one of f32, bf16", "dtype"));
     }
 
     #[test]

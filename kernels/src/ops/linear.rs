@@ -1,7 +1,8 @@
 //! A linear layer's three products with what comes before and after them; kernels in `cuda/linear.cuh`.
 //!
 //! Matrices have a pitch ([`Element::pitch`](crate::Element::pitch)): elements from one row to the next. Biases,
-//! gradients and master weights are f32 whatever the precision. What lies between the columns and the pitch is never read as
+//! gradients and master weights are f32 whatever the precision. Matrices begin on a multiple of 16 bytes, and may be read up
+//! to the pitch of their last row. What lies between the columns and the pitch is never read as
 //! a number, and a launch may leave anything there.
 
 mod backward_input;
@@ -16,10 +17,11 @@ pub use weight_gradient::LinearWeightGradient;
 
 use super::bias::sum_rows;
 use super::{U32, check_sizes};
+use crate::cuda::LinearArguments;
 use crate::error::KernelError;
 use crate::host::HostBuffers;
 use crate::plan::Plan;
-use crate::precision::Precision;
+use crate::precision::{Element, Precision};
 use crate::storage::{Operand, Stored};
 
 /// The tile arithmetic of the kernels is in 32 bits.
@@ -111,6 +113,26 @@ macro_rules! linear {
 }
 
 use linear;
+
+/// What the kernels read and write at once, in bytes.
+const AT_ONCE: u64 = 16;
+
+/// Matrices begin on 16 bytes, and rows of operands, and of what is read back or stepped, are a multiple of them long.
+fn check_alignment(operation: &'static str, element: Element, arguments: &LinearArguments) -> Result<(), KernelError> {
+    let LinearArguments { a, b, out, mask, master, workspace, .. } = *arguments;
+    if let Some(&addr) = [a, b, out, mask, master, workspace].iter().find(|addr| !addr.is_multiple_of(AT_ONCE)) {
+        return Err(KernelError::Misaligned { operation, addr, alignment: AT_ONCE });
+    }
+    let reads_back = mask != 0 || arguments.flags & LinearArguments::STEP != 0;
+    let pitches = [Some(arguments.a_pitch), Some(arguments.b_pitch), reads_back.then_some(arguments.out_pitch)];
+    match pitches.into_iter().flatten().find(|pitch| !(u64::from(*pitch) * element.bytes()).is_multiple_of(AT_ONCE)) {
+        None => Ok(()),
+        Some(pitch) => Err(KernelError::Shape {
+            operation,
+            what: format!("a row of {pitch} elements is no multiple of {AT_ONCE} bytes"),
+        }),
+    }
+}
 
 fn check_layer(operation: &'static str, rows: u32, inputs: u32, outputs: u32) -> Result<(), KernelError> {
     let sizes = [("rows", rows), ("inputs", inputs), ("outputs", outputs)];

@@ -2,7 +2,7 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Transposed, linear, product};
+use super::{Transposed, check_alignment, linear, product};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
@@ -73,7 +73,8 @@ impl LinearBackwardInput {
                 ("weight_pitch", self.weight_pitch, self.inputs),
                 ("dx_pitch", self.dx_pitch, self.inputs),
             ],
-        )
+        )?;
+        check_alignment(self.name(), self.element(), &self.arguments())
     }
 
     /// # Safety

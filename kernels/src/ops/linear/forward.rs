@@ -2,7 +2,7 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Transposed, linear, product};
+use super::{Transposed, check_alignment, linear, product};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
@@ -83,7 +83,8 @@ impl LinearForward {
                 ("weight_pitch", self.weight_pitch, self.inputs),
                 ("y_pitch", self.y_pitch, self.outputs),
             ],
-        )
+        )?;
+        check_alignment(self.name(), self.element(), &self.arguments())
     }
 
     /// # Safety

@@ -2,7 +2,7 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Gradient, linear};
+use super::{Gradient, check_alignment, linear};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::fused::descend;
@@ -83,6 +83,7 @@ impl LinearUpdate {
                 ("weight_pitch", self.weight_pitch, self.inputs),
             ],
         )?;
+        check_alignment(self.name(), self.element(), &self.arguments())?;
         check_master(self.name(), self.element(), self.master)
     }
 

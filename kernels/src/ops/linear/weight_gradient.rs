@@ -2,7 +2,7 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Gradient, linear};
+use super::{Gradient, check_alignment, linear};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
@@ -75,7 +75,8 @@ impl LinearWeightGradient {
                 ("x_pitch", self.x_pitch, self.inputs),
                 ("dweight_pitch", self.dweight_pitch, self.inputs),
             ],
-        )
+        )?;
+        check_alignment(self.name(), self.element(), &self.arguments())
     }
 
     /// # Safety

@@ -147,14 +147,14 @@ layer!(LinearWeightGradient, Product::Gradient);
 layer!(LinearUpdate, Product::Gradient);
 
 /// A launch with a kernel of a test's choice. The host computes all of them alike.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Chosen<O> {
     operation: O,
     choice: Choice,
     name: &'static str,
 }
 
-impl<O: Layer> Operation for Chosen<O> {
+impl<O: Layer + Clone + 'static> Operation for Chosen<O> {
     fn name(&self) -> &'static str {
         self.name
     }
