@@ -235,3 +235,32 @@ impl Drop for PinnedBuffer {
         let _ = unsafe { self.driver.host_free(self.ptr, self.bytes) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AllocatorSettings, BackendKind};
+    use crate::{Profile, SimDriver, SimMemory};
+
+    #[test]
+    fn buffers_that_are_held_are_freed_by_who_got_them() {
+        for kind in BackendKind::ALL {
+            let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::Host));
+            let memory = Memory::new(AllocatorSettings::new(kind).build(&driver).unwrap());
+            let stream = driver.stream_create().unwrap();
+            let allocated = || memory.allocator().stats().allocated_bytes.all.current;
+            let ((first, second), held) = memory.hold(|| {
+                let addr = || memory.allocate(1 << 20, stream).unwrap().addr();
+                (addr(), addr())
+            });
+            assert_ne!(first, second, "{kind}: the memory of the first was not free for the second");
+            assert_eq!(held.iter().map(DeviceBuffer::addr).collect::<Vec<_>>(), [first, second], "{kind}");
+            let third = memory.allocate(1 << 20, stream).unwrap();
+            assert!(third.addr() != first && third.addr() != second, "{kind}");
+            assert!(allocated() >= 3 << 20, "{kind}");
+            drop(held);
+            drop(third);
+            assert_eq!(allocated(), 0, "{kind}: what is dropped later is freed at once");
+        }
+    }
+}

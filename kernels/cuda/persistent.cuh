@@ -85,6 +85,7 @@ static_assert(sizeof(Phase) == 120 && sizeof(PersistentArguments) == 3856, "as i
 __device__ __forceinline__ void meet(u32* meeting) {
 #if __CUDA_ARCH__ >= 900
     if (meeting == nullptr) {
+        __syncwarp();
         asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
         return;
     }

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::result;
 use cudarc::driver::sys::{
     self, CUdevice_attribute, CUfunction, CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID,
     CUlaunchAttributeValue, CUlaunchConfig, CUmodule, CUstream,
@@ -51,9 +51,13 @@ pub enum Cooperation {
 pub(super) struct PersistentKernel {
     module: CUmodule,
     function: CUfunction,
-    multiprocessors: u32,
-    /// Whether blocks can meet as a cluster.
-    has_clusters: bool,
+    /// Most dynamic shared memory of a block.
+    shared_limit: u32,
+    /// Blocks of the largest grid, one for each multiprocessor: where more would fit, they would only make the meetings
+    /// longer.
+    grid: u32,
+    /// Blocks of the largest cluster, if there can be one.
+    cluster: Option<u32>,
 }
 
 /// What a phase that gathers is given; the struct of the same name in `cuda/persistent.cuh`.
@@ -204,14 +208,9 @@ impl CudaKernels {
             return Ok(loaded);
         }
         let has_clusters = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 9;
-        // CAST: the driver answers with a count.
-        let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
         let module = load_module(PTX[precision as usize][usize::from(has_clusters)], name(precision))?;
-        let loaded = load_function(module, name(precision)).and_then(|function| {
-            let kernel = PersistentKernel { module, function, multiprocessors, has_clusters };
-            kernel.allow(self.shared_limit)?;
-            Ok(kernel)
-        });
+        let loaded = load_function(module, name(precision))
+            .and_then(|function| PersistentKernel::new(module, function, self.shared_limit, has_clusters));
         match loaded {
             // Another thread may have been faster; its module is as good, and this one goes.
             Ok(loaded) => slot.set(loaded).unwrap_or_else(|spare| spare.unload()),
@@ -239,14 +238,13 @@ impl CudaKernels {
         let kernel = self.persistent(launch.precision)?;
         let refuse = |what: String| KernelError::NotPersistent { operation: name(launch.precision), what };
         let shared = launch.shared_bytes();
-        if shared > self.shared_limit {
-            let limit = self.shared_limit;
+        if shared > kernel.shared_limit {
+            let limit = kernel.shared_limit;
             return Err(refuse(format!("a block needs {shared} bytes of shared memory, and can have {limit}")));
         }
-        if how != Some(Cooperation::Grid) && kernel.has_clusters {
-            let blocks = kernel.cluster_blocks(launch, stream)?;
+        if how != Some(Cooperation::Grid) {
             let worth = |blocks: u32| how.is_some() || launch.rounds_beyond(blocks) < launch.groups.len() as u64;
-            if let Some(blocks) = blocks.filter(|blocks| worth(*blocks)) {
+            if let Some(blocks) = kernel.cluster.filter(|blocks| worth(*blocks)) {
                 let arguments = PersistentArguments::new(launch.groups, blocks, 0, launch.steps);
                 let mut parameters: [*mut c_void; 1] = [argument(&arguments)];
                 let mut cluster = cluster_of(blocks);
@@ -268,12 +266,8 @@ impl CudaKernels {
         if how == Some(Cooperation::Cluster) {
             return Err(refuse("this GPU has no room for a cluster of its blocks".to_owned()));
         }
-        let at_once = kernel.blocks_at_once(shared)?;
-        if at_once == 0 {
-            return Err(refuse("a block does not fit a multiprocessor".to_owned()));
-        }
-        // CAST: no more than `at_once`.
-        let blocks = launch.most_items().min(at_once.into()) as u32;
+        // CAST: no more than the multiprocessors.
+        let blocks = launch.most_items().min(kernel.grid.into()) as u32;
         let arguments = PersistentArguments::new(launch.groups, blocks, launch.meeting, launch.steps);
         let mut parameters: [*mut c_void; 1] = [argument(&arguments)];
         // SAFETY: as above.
@@ -316,60 +310,52 @@ fn config(blocks: u32, shared: u32, stream: CUstream, cluster: &mut CUlaunchAttr
 }
 
 impl PersistentKernel {
-    /// Lets it have as much shared memory as there is, and clusters of 16 blocks.
-    fn allow(&self, shared_limit: u32) -> Result<(), KernelError> {
+    /// Lets the kernel have as much shared memory as there is, and asks how many of its blocks fit the device at once.
+    fn new(module: CUmodule, function: CUfunction, shared_limit: u32, has_clusters: bool) -> Result<Self, KernelError> {
         let set = |attribute, value| {
             // SAFETY: the function belongs to a module that was just loaded.
-            unsafe { result::function::set_function_attribute(self.function, attribute, value) }
+            unsafe { result::function::set_function_attribute(function, attribute, value) }
                 .map_err(|error| driver_error("cuFuncSetAttribute", error))
         };
         // The kernel's own shared memory counts as well.
         let mut own = 0;
         let static_bytes = CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
         // SAFETY: as above; the driver writes one number.
-        unsafe { sys::cuFuncGetAttribute(&raw mut own, static_bytes, self.function) }
+        unsafe { sys::cuFuncGetAttribute(&raw mut own, static_bytes, function) }
             .result()
             .map_err(|error| driver_error("cuFuncGetAttribute", error))?;
-        // CAST: below 228 KiB.
-        let most = shared_limit as i32 - own;
-        set(CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most)?;
-        if self.has_clusters {
+        // CAST: both below 228 KiB.
+        let shared_limit = shared_limit.saturating_sub(own as u32);
+        // CAST: as above.
+        set(CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_limit as i32)?;
+        // CAST: the driver answers with a count.
+        let grid = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+        let mut cluster = None;
+        if has_clusters {
             set(CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)?;
+            cluster = largest_cluster(function, shared_limit);
         }
-        Ok(())
-    }
-
-    /// Blocks of the largest cluster that fits the GPU.
-    fn cluster_blocks(&self, launch: &PersistentLaunch<'_>, stream: CUstream) -> Result<Option<u32>, KernelError> {
-        for blocks in CLUSTERS {
-            let mut cluster = cluster_of(blocks);
-            let config = config(blocks, launch.shared_bytes(), stream, &mut cluster);
-            let mut fit = 0;
-            // SAFETY: the function is loaded as long as `self` lives; the driver writes one number.
-            let answer =
-                unsafe { sys::cuOccupancyMaxActiveClusters(&raw mut fit, self.function, &raw const config) }.result();
-            match answer {
-                Ok(()) if fit > 0 => return Ok(Some(blocks)),
-                Ok(()) | Err(DriverError(sys::CUresult::CUDA_ERROR_INVALID_CLUSTER_SIZE)) => {}
-                Err(error) => return Err(driver_error("cuOccupancyMaxActiveClusters", error)),
-            }
-        }
-        Ok(None)
-    }
-
-    /// Blocks that the GPU holds at the same time.
-    fn blocks_at_once(&self, shared: u32) -> Result<u32, KernelError> {
-        // CAST: 256, and below 228 KiB.
-        let (threads, shared) = (THREADS as i32, shared as usize);
-        // SAFETY: the function is loaded as long as `self` lives.
-        let of_one = unsafe { result::occupancy::max_active_block_per_multiprocessor(self.function, threads, shared) }
-            .map_err(|error| driver_error("cuOccupancyMaxActiveBlocksPerMultiprocessor", error))?;
-        // CAST: a count; where one block fits, one for each multiprocessor makes the barrier shorter than two would.
-        Ok((of_one as u32).min(1) * self.multiprocessors)
+        Ok(Self { module, function, shared_limit, grid, cluster })
     }
 
     pub(super) fn unload(&self) {
         // SAFETY: loaded by `persistent`; whoever calls this drops `self`. An error has nobody to go to.
         let _ = unsafe { result::module::unload(self.module) };
     }
+}
+
+/// Blocks of the largest cluster that fits the current context's device.
+fn largest_cluster(function: CUfunction, shared: u32) -> Option<u32> {
+    for blocks in CLUSTERS {
+        let mut cluster = cluster_of(blocks);
+        let config = config(blocks, shared, std::ptr::null_mut(), &mut cluster);
+        let mut fit = 0;
+        // SAFETY: the function is loaded; the attribute lives to the end of the call; the driver writes one number.
+        let answer = unsafe { sys::cuOccupancyMaxActiveClusters(&raw mut fit, function, &raw const config) }.result();
+        // A size that the driver will not hear of is one that does not fit; other trouble shows in the next call.
+        if answer.is_ok() && fit > 0 {
+            return Some(blocks);
+        }
+    }
+    None
 }

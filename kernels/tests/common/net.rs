@@ -39,6 +39,7 @@ pub(crate) struct Net {
     labels: u64,
     cursor: u64,
     losses: u64,
+    #[allow(dead_code, reason = "for tests")]
     steps: u32,
     tickets: u64,
     workspace: u64,
@@ -273,6 +274,7 @@ impl Net {
     }
 
     /// The steps' losses.
+    #[allow(dead_code, reason = "for tests")]
     pub(crate) fn losses(&self, image: &[u8]) -> Vec<f32> {
         let slots = image[self.losses as usize..].chunks_exact(4).take(self.steps as usize);
         slots.map(bytemuck::pod_read_unaligned).collect()
@@ -280,7 +282,7 @@ impl Net {
 
     /// The first byte that is not the same after the same steps, as offset and what there is. What launches need for
     /// themselves may differ.
-    #[allow(dead_code, reason = "for tests with a GPU")]
+    #[allow(dead_code, reason = "for tests")]
     pub(crate) fn differs(&self, one: &[u8], other: &[u8]) -> Option<usize> {
         let memory = self.memory as usize..self.memory as usize + PersistentSteps::MEMORY_BYTES as usize;
         let compared = (0..self.workspace as usize).filter(|at| !memory.contains(at));
