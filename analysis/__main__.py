@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         "losses",
         help="one table of losses by type, beside f32 and the other program",
         description="Prints the loss that each run came to (mean of the last tenth of its steps), and how far that is "
-        "from f32 and from the other program's run of the same type; early: the largest difference in the first 100 steps.",
+        "from f32 and from the other program's run of the same type; early: the largest difference in the first 100.",
     )
     for command in (steps, losses):
         command.add_argument("runs", nargs="+", metavar="RUN", help="directory of an experiment, or of a run record")

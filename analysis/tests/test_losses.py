@@ -23,7 +23,7 @@ def run(folder: Path, more: float, program: str = "trainer", *, begun: bool = Tr
 
 
 def test_shares_are_of_the_last_losses(tmp_path: Path) -> None:
-    half = {"dtype": "bf16", "weights": "half", "accumulate": "f32"}
+    half: dict[str, Any] = {"dtype": "bf16", "weights": "half", "accumulate": "f32"}
     paths = [
         run(tmp_path / "a", 0.0, dtype="f32", weights="master", accumulate="f32", loss_scale=1.0),
         run(tmp_path / "b", 0.10, loss_scale=1.0, **half),
