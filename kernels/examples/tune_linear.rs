@@ -36,6 +36,12 @@ const PLUG: u64 = 1 << 27;
 /// One launch, with a choice of how.
 type Launch<'a> = dyn Fn(Choice, &CudaKernels, sys::CUstream) -> Result<(), KernelError> + 'a;
 
+/// What a launch with a choice needs: bytes, and counters.
+type Needs<'a> = dyn Fn(Choice) -> (u64, u64) + 'a;
+
+/// A product, its m, n and k, and its ways.
+type Candidates<'a> = (Product, [u32; 3], Vec<Choice>, &'a Needs<'a>, &'a Launch<'a>);
+
 struct Timer {
     kernels: CudaKernels,
     stream: sys::CUstream,
@@ -171,8 +177,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             let launch_input = |choice, kernels: &_, stream| unsafe { input.launch_with(choice, kernels, stream) };
             // SAFETY: as above.
             let launch_update = |choice, kernels: &_, stream| unsafe { update.launch_with(choice, kernels, stream) };
-            type Needs<'a> = &'a dyn Fn(Choice) -> (u64, u64);
-            let products: [(Product, [u32; 3], Vec<Choice>, Needs<'_>, &Launch<'_>); 3] = [
+            let products: [Candidates<'_>; 3] = [
                 (
                     Product::Forward,
                     [rows, outputs, inputs],

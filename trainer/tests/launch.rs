@@ -101,7 +101,7 @@ fn a_step_of_a_graph_is_one_call() {
         let done = train(&graph(&settings)).finished();
         let epochs = &done.outcome.summary.epochs;
         let calls = |epoch: usize, call: &str| {
-            let calls = serde_json::to_value(&epochs[epoch].driver_calls).unwrap();
+            let calls = serde_json::to_value(epochs[epoch].driver_calls).unwrap();
             calls.get(call).map_or(0, |totals| totals["count"].as_u64().unwrap())
         };
         let steps = epochs[0].steps;
@@ -109,7 +109,7 @@ fn a_step_of_a_graph_is_one_call() {
         // A full batch and the last, smaller one.
         assert_eq!((0..3).map(|epoch| calls(epoch, "capture_end")).collect::<Vec<_>>(), [2, 0, 0], "{allocator:?}");
         let single = train(&settings).finished();
-        let launches = serde_json::to_value(&single.outcome.summary.epochs[1].driver_calls).unwrap();
+        let launches = serde_json::to_value(single.outcome.summary.epochs[1].driver_calls).unwrap();
         let all = launches["kernel_launch"]["count"].as_u64().unwrap();
         let validation = calls(1, "kernel_launch");
         assert!(validation > 0 && validation + 5 * steps < all, "{allocator:?}: {validation} of {all}");
@@ -121,13 +121,13 @@ fn a_step_of_a_graph_is_one_call() {
 fn streams_of_their_own_are_waited_for() {
     let settings = Settings { streams: 4, loader: LoaderMode::Pinned, fuse: FuseMode::Update, ..digits() };
     let done = train(&settings).finished();
-    let calls = serde_json::to_value(&done.outcome.summary.driver_calls).unwrap();
+    let calls = serde_json::to_value(done.outcome.summary.driver_calls).unwrap();
     let steps = done.outcome.summary.epochs[0].steps;
     // The loader's, one for each layer's update, and the end of the updates.
     assert!(calls["stream_wait_event"]["count"].as_u64().unwrap() >= steps * (1 + 3 + 1));
     assert_eq!(done.json()["settings"]["streams"], 4);
     let alone = train(&Settings { streams: 1, ..settings }).finished();
-    let calls = serde_json::to_value(&alone.outcome.summary.driver_calls).unwrap();
+    let calls = serde_json::to_value(alone.outcome.summary.driver_calls).unwrap();
     assert!(calls.get("stream_wait_event").is_none_or(|totals| totals["count"] == 0));
 }
 

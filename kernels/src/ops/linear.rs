@@ -120,12 +120,12 @@ const AT_ONCE: u64 = 16;
 /// Matrices begin on 16 bytes, and rows of operands, and of what is read back or stepped, are a multiple of them long.
 fn check_alignment(operation: &'static str, element: Element, arguments: &LinearArguments) -> Result<(), KernelError> {
     let LinearArguments { a, b, out, mask, master, workspace, .. } = *arguments;
-    if let Some(&addr) = [a, b, out, mask, master, workspace].iter().find(|addr| *addr % AT_ONCE != 0) {
+    if let Some(&addr) = [a, b, out, mask, master, workspace].iter().find(|addr| !addr.is_multiple_of(AT_ONCE)) {
         return Err(KernelError::Misaligned { operation, addr, alignment: AT_ONCE });
     }
     let reads_back = mask != 0 || arguments.flags & LinearArguments::STEP != 0;
     let pitches = [Some(arguments.a_pitch), Some(arguments.b_pitch), reads_back.then_some(arguments.out_pitch)];
-    match pitches.into_iter().flatten().find(|pitch| u64::from(*pitch) * element.bytes() % AT_ONCE != 0) {
+    match pitches.into_iter().flatten().find(|pitch| !(u64::from(*pitch) * element.bytes()).is_multiple_of(AT_ONCE)) {
         None => Ok(()),
         Some(pitch) => Err(KernelError::Shape {
             operation,
