@@ -4,20 +4,29 @@ use crate::allocator::{Block, CaptureId, DeviceAllocator, Path, Request};
 use crate::device::{DeviceAddr, Driver, StreamId};
 use crate::error::{AllocError, DriverError};
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// An allocator, and the place where errors from dropped buffers wait for the next fallible call.
 #[derive(Debug)]
 pub struct Memory {
     allocator: Arc<dyn DeviceAllocator>,
     deferred: Mutex<Vec<AllocError>>,
+    /// Whether dropped buffers go to `held` instead of being freed.
+    holding: AtomicBool,
+    held: Mutex<Vec<DeviceBuffer>>,
 }
 
 impl Memory {
     /// Wraps an allocator.
     #[must_use]
     pub fn new(allocator: Arc<dyn DeviceAllocator>) -> Arc<Self> {
-        Arc::new(Self { allocator, deferred: Mutex::default() })
+        Arc::new(Self {
+            allocator,
+            deferred: Mutex::default(),
+            holding: AtomicBool::new(false),
+            held: Mutex::default(),
+        })
     }
 
     /// The allocator.
@@ -60,6 +69,28 @@ impl Memory {
     /// Those of [`DeviceAllocator::capture_release`].
     pub fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
         self.allocator.capture_release(capture)
+    }
+
+    /// Does `work`, and hands over the buffers that were dropped meanwhile on this thread or others: they are not freed
+    /// before these owners are dropped. For launches that are described now and made later.
+    pub fn hold<T>(&self, work: impl FnOnce() -> T) -> (T, Vec<DeviceBuffer>) {
+        /// Ends the holding even if `work` panics.
+        struct Holding<'a>(&'a AtomicBool);
+        impl Drop for Holding<'_> {
+            fn drop(&mut self) {
+                self.0.store(false, Relaxed);
+            }
+        }
+        let outcome = {
+            self.holding.store(true, Relaxed);
+            let _holding = Holding(&self.holding);
+            work()
+        };
+        (outcome, std::mem::take(&mut *self.held()))
+    }
+
+    fn held(&self) -> MutexGuard<'_, Vec<DeviceBuffer>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Keeps an error for the next fallible call.
@@ -130,6 +161,11 @@ impl DeviceBuffer {
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
+        if self.memory.holding.load(Relaxed) {
+            let memory = Arc::clone(&self.memory);
+            self.memory.held().push(Self { block: Some(block), stream: self.stream, memory });
+            return;
+        }
         // SAFETY: work is queued through borrows of this buffer, so all of it was queued before this drop, on its
         // stream or on streams announced with `record_use`.
         let freed = unsafe { self.memory.allocator.deallocate(block, self.stream) };

@@ -9,7 +9,7 @@ template <typename T>
 __device__ __forceinline__ void add(const T* __restrict__ x, const float* __restrict__ bias, T* __restrict__ y,
                                     u32 rows, u32 cols, u32 pitch) {
     constexpr u32 COUNT = per_thread<T>();
-    const Share share = share_of_row<COUNT>(rows, cols);
+    const Share share = share_of_row<COUNT>(global_thread(), rows, cols);
     if (share.valid == 0) return;
     const u64 first = share.row * pitch + share.col;
     float values[COUNT];

@@ -116,7 +116,7 @@ __device__ __forceinline__ void write_elements(T* __restrict__ to, u32 valid, co
     }
 }
 
-// The elements of this thread, when each takes `COUNT` neighbours of one row of `cols`: the first of them, and how many.
+// The elements of a thread, when each takes `COUNT` neighbours of one row of `cols`: the first of them, and how many.
 struct Share {
     u64 row;
     u64 col;
@@ -124,9 +124,8 @@ struct Share {
 };
 
 template <u32 COUNT>
-__device__ __forceinline__ Share share_of_row(u64 rows, u64 cols) {
+__device__ __forceinline__ Share share_of_row(u64 thread, u64 rows, u64 cols) {
     const u64 shares = (cols + COUNT - 1) / COUNT;
-    const u64 thread = global_thread();
     const u64 row = thread / shares;
     if (row >= rows) return {0, 0, 0};
     const u64 col = (thread - row * shares) * COUNT;

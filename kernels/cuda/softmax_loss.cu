@@ -9,10 +9,7 @@
 // of a block's warps, and, by the block that finishes last, of the blocks. `workspace` holds the sums and then the counts of
 // the blocks; the one atomic is the count of finished blocks, in `tickets`, which is zero before and after. With one block
 // neither is touched. A label that is no class gives NaN for the mean and for its row's gradient, and counts as wrong.
-#include "argmax.cuh"
-#include "softmax.cuh"
-
-enum : u32 { WARPS = 32, BLOCK_ROWS = 128 };
+#include "softmax_loss.cuh"
 
 __device__ __forceinline__ u32 warp_count(u32 value) {
 #pragma unroll
@@ -32,18 +29,10 @@ __device__ __forceinline__ void whole_loss(const float* __restrict__ logits, con
     const u32 warp = threadIdx.x / WARP;
     const u64 first = static_cast<u64>(blockIdx.x) * BLOCK_ROWS;
     const u64 end = first + BLOCK_ROWS < rows ? first + BLOCK_ROWS : rows;
-    float sum = 0.0f;
-    u32 count = 0;
-    for (u64 row = first + warp; row < end; row += WARPS) {
-        const float* x = logits + row * classes;
-        const u32 label = labels[row];
-        const RowStatistics statistics = row_statistics(x, classes, lane);
-        sum += row_loss(x, classes, label, statistics);
-        if (correct != nullptr) count += first_greatest(x, classes, lane) == label ? 1 : 0;
-        if (dlogits != nullptr) {
-            write_gradient(x, dlogits + row * dlogits_pitch, classes, label, scale, lane, statistics);
-        }
-    }
+    const RowsOfWarp own = rows_of_warp(logits, labels, dlogits, first + warp, end, classes, dlogits_pitch, scale,
+                                        correct != nullptr, lane);
+    float sum = own.sum;
+    u32 count = own.count;
     if (lane == 0) {
         sums[warp] = sum;
         counts[warp] = count;

@@ -1,6 +1,7 @@
 //! Loading the embedded PTX and launching kernels from it.
 
 mod linear;
+mod persistent;
 
 use std::ffi::{CStr, CString, c_void};
 use std::sync::OnceLock;
@@ -11,6 +12,11 @@ use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUmodule, CUresu
 use crate::error::KernelError;
 pub(crate) use linear::LinearArguments;
 use linear::LinearKernels;
+pub use persistent::Cooperation;
+use persistent::PersistentKernel;
+pub(crate) use persistent::{
+    GatherArguments, LossArguments, MOST_PHASES, PersistentLaunch, PhaseArguments, name as persistent_name,
+};
 
 struct Source {
     /// Name of the file, without what follows the point.
@@ -122,7 +128,7 @@ kernels! {
 
 /// Names of all kernels: what [`Operation::name`](crate::Operation::name) can return.
 pub fn kernel_names() -> impl Iterator<Item = &'static str> {
-    Kernel::ALL.iter().map(|kernel| kernel.name()).chain(linear::NAMES.into_iter().flatten())
+    Kernel::ALL.iter().map(|kernel| kernel.name()).chain(linear::NAMES.into_iter().flatten()).chain(persistent::NAMES)
 }
 
 /// The kernels, compiled for and loaded on one GPU.
@@ -135,6 +141,8 @@ pub struct CudaKernels {
     functions: [CUfunction; Kernel::ALL.len()],
     /// By precision, in the order of [`Precision::ALL`](crate::Precision::ALL).
     linear: [OnceLock<LinearKernels>; 5],
+    /// Likewise.
+    persistent: [OnceLock<PersistentKernel>; 5],
     /// Most shared memory that a block can have.
     shared_limit: u32,
 }
@@ -166,6 +174,7 @@ impl CudaKernels {
             modules: Vec::with_capacity(SOURCES.len()),
             functions: [std::ptr::null_mut(); Kernel::ALL.len()],
             linear: Default::default(),
+            persistent: Default::default(),
             shared_limit: shared_limit()?,
         };
         for source in SOURCES {
@@ -221,6 +230,7 @@ impl Drop for CudaKernels {
                 let _ = unsafe { result::module::unload(module) };
             }
             self.linear.iter().filter_map(OnceLock::get).for_each(LinearKernels::unload);
+            self.persistent.iter().filter_map(OnceLock::get).for_each(PersistentKernel::unload);
         }
         // SAFETY: this context was current on this thread a moment ago; null stands for none.
         let _ = unsafe { result::ctx::set_current(current.unwrap_or(std::ptr::null_mut())) };
@@ -256,14 +266,18 @@ fn load_function(module: CUmodule, kernel: &'static str) -> Result<CUfunction, K
 
 /// Most shared memory that a block can have on the current context's device.
 fn shared_limit() -> Result<u32, KernelError> {
+    // CAST: the driver answers with a size.
+    attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN).map(|bytes| bytes as u32)
+}
+
+/// What the driver says of the current context's device.
+fn attribute(attribute: CUdevice_attribute) -> Result<i32, KernelError> {
     let mut device = 0;
     // SAFETY: the driver writes the device of the current context, or fails.
     unsafe { sys::cuCtxGetDevice(&raw mut device) }.result().map_err(|error| driver_error("cuCtxGetDevice", error))?;
-    let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
     // SAFETY: the device of a context that is current.
-    let bytes = unsafe { result::device::get_attribute(device, attribute) };
-    // CAST: the driver answers with a size.
-    bytes.map(|bytes| bytes as u32).map_err(|error| driver_error("cuDeviceGetAttribute", error))
+    let answer = unsafe { result::device::get_attribute(device, attribute) };
+    answer.map_err(|error| driver_error("cuDeviceGetAttribute", error))
 }
 
 /// Pointer to a kernel argument. The driver copies the value during the launch call and writes nothing.
@@ -303,7 +317,7 @@ mod tests {
     #[test]
     fn each_source_has_its_ptx() {
         assert_eq!(stems("cuda", "cu"), stems("ptx", "ptx"));
-        assert_eq!(stems("cuda", "cu").len(), SOURCES.len() + linear::PTX.len());
+        assert_eq!(stems("cuda", "cu").len(), SOURCES.len() + linear::PTX.len() + 2 * persistent::PTX.len());
     }
 
     #[test]
@@ -314,6 +328,9 @@ mod tests {
         }
         for (ptx, names) in linear::PTX.into_iter().zip(linear::NAMES) {
             assert_eq!(entries(ptx), names.into_iter().collect());
+        }
+        for (ptx, name) in persistent::PTX.into_iter().zip(persistent::NAMES) {
+            assert!(ptx.iter().all(|ptx| entries(ptx) == BTreeSet::from([name])));
         }
     }
 
@@ -341,7 +358,7 @@ mod tests {
             assert_eq!(kernel as usize, place);
         }
         let linear = linear::NAMES.len() * linear::NAMES[0].len();
-        assert_eq!(kernel_names().collect::<BTreeSet<_>>().len(), Kernel::ALL.len() + linear);
+        assert_eq!(kernel_names().collect::<BTreeSet<_>>().len(), Kernel::ALL.len() + linear + persistent::NAMES.len());
     }
 
     #[test]

@@ -86,4 +86,13 @@ pub enum KernelError {
         /// The number of classes, or of rows of the source.
         limit: u32,
     },
+
+    /// An operation, or all of them together, cannot be done by a persistent kernel.
+    #[error("{operation}: {what}")]
+    NotPersistent {
+        /// Name of the operation.
+        operation: &'static str,
+        /// Why not.
+        what: String,
+    },
 }

@@ -60,18 +60,20 @@ mod fused;
 mod host;
 mod operation;
 mod ops;
+mod phase;
 mod plan;
 mod precision;
 mod storage;
 
-pub use cuda::{CudaKernels, kernel_names};
+pub use cuda::{Cooperation, CudaKernels, kernel_names};
 pub use error::KernelError;
 pub use host::HostMemory;
 pub use operation::{BoxedOperation, Operation, Work};
 pub use ops::{
     AddBias, AdvanceCursor, Argmax, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, Fill, GatherLabels,
     GatherRowsF32, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate,
-    LinearWeightGradient, MeanLoss, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss,
+    LinearWeightGradient, MeanLoss, PersistentSteps, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss,
 };
+pub use phase::Phase;
 pub use plan::{Choice, Product, Tile};
 pub use precision::{Element, Precision};

@@ -5,87 +5,23 @@
 
 mod common;
 
-use std::ffi::c_int;
-use std::io::Write;
+#[path = "common/gpu.rs"]
+mod gpu;
 
 use common::{Case, cases};
-use cudarc::driver::{result, sys};
+use gpu::Gpu;
 use kernels::{
-    CountCorrect, CrossEntropyLoss, CudaKernels, Element, Fill, GatherLabels, GatherRowsU8, KernelError, MeanLoss,
-    Operation, SoftmaxCrossEntropy, SoftmaxLoss,
+    CountCorrect, CrossEntropyLoss, Element, Fill, GatherLabels, GatherRowsU8, KernelError, MeanLoss,
+    SoftmaxCrossEntropy, SoftmaxLoss,
 };
 
-/// The first GPU's primary context, current on this thread, with the kernels loaded.
-struct Gpu {
-    device: c_int,
-    stream: sys::CUstream,
-    /// `None` only while being dropped: modules go before their context.
-    kernels: Option<CudaKernels>,
-}
-
-impl Gpu {
-    /// `None`, and a line on stderr, if there is none.
-    fn find() -> Option<Self> {
-        let skip = |why: &str| {
-            // Not `eprintln!`: what a passing test prints that way is not shown.
-            let _ = writeln!(std::io::stderr(), "skipped: {why}");
-            None
-        };
-        // SAFETY: only tries to open the library. It has to come first: cudarc panics when there is none.
-        if !unsafe { sys::is_culib_present() } {
-            return skip("no CUDA driver");
-        }
-        if result::init().is_err() || !result::device::get_count().is_ok_and(|count| count > 0) {
-            return skip("no CUDA device");
-        }
-        let device = result::device::get(0).unwrap();
-        // SAFETY: the device exists; the context is released in `drop`.
-        unsafe { result::ctx::set_current(result::primary_ctx::retain(device).unwrap()) }.unwrap();
-        let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
-        Some(Self { device, stream, kernels: Some(CudaKernels::load().unwrap()) })
-    }
-
-    fn launch(&self, operation: &dyn Operation) -> Result<(), KernelError> {
-        // SAFETY: the context is current, and callers pass operations on live memory of their own.
-        unsafe { operation.launch(self.kernels.as_ref().unwrap(), self.stream) }
-    }
-
-    /// Uploads `image`, runs `work` with its address, and downloads it.
-    fn with_region(&self, image: &[u8], work: impl FnOnce(u64)) -> Vec<u8> {
-        let mut after = vec![0; image.len()];
-        // SAFETY: the region is as long as `image` and `after`, and is freed when the stream is done with it.
-        unsafe {
-            let region = result::malloc_sync(image.len()).unwrap();
-            result::memcpy_htod_sync(region, image).unwrap();
-            // That copy returns once its source is staged; the stream does not wait for the rest of it.
-            result::ctx::synchronize().unwrap();
-            work(region);
-            result::stream::synchronize(self.stream).unwrap();
-            result::memcpy_dtoh_sync(&mut after, region).unwrap();
-            result::free_sync(region).unwrap();
-        }
-        after
-    }
-
-    fn run(&self, case: &Case, skew: usize) -> Vec<u8> {
-        let (offsets, image) = case.region(skew);
-        self.with_region(&image, |region| {
-            let addresses: Vec<u64> = offsets.iter().map(|&offset| region + offset as u64).collect();
-            let outcome = self.launch(&*(case.build)(&addresses));
-            outcome.unwrap_or_else(|error| panic!("{}: {error}", case.label));
-        })
-    }
-}
-
-impl Drop for Gpu {
-    fn drop(&mut self) {
-        drop(self.kernels.take());
-        // SAFETY: both were made in `find`, and nothing is queued any more.
-        unsafe {
-            let _ = result::stream::destroy(self.stream);
-            let _ = result::primary_ctx::release(self.device);
-        }
-    }
+fn run(gpu: &Gpu, case: &Case, skew: usize) -> Vec<u8> {
+    let (offsets, image) = case.region(skew);
+    gpu.with_region(&image, |region| {
+        let addresses: Vec<u64> = offsets.iter().map(|&offset| region + offset as u64).collect();
+        let outcome = gpu.launch(&*(case.build)(&addresses));
+        outcome.unwrap_or_else(|error| panic!("{}: {error}", case.label));
+    })
 }
 
 /// The layers' fused products have tests of their own.
@@ -97,7 +33,7 @@ fn computes_what_it_says(linear: bool) {
     let Some(gpu) = Gpu::find() else { return };
     for case in cases(linear) {
         let (offsets, _) = case.region(0);
-        let (on_gpu, on_host) = (gpu.run(case, 0), case.run_on_host(0));
+        let (on_gpu, on_host) = (run(&gpu, case, 0), case.run_on_host(0));
         case.verify(&offsets, &on_gpu);
         case.verify(&offsets, &on_host);
         case.compare(&offsets, &on_gpu, &on_host);
@@ -110,14 +46,14 @@ fn takes_any_address(linear: bool) {
         // Linear layers read 16 bytes at a time.
         let skew = if linear { 16 } else { 4 };
         let (offsets, _) = case.region(skew);
-        case.verify(&offsets, &gpu.run(case, skew));
+        case.verify(&offsets, &run(&gpu, case, skew));
     }
 }
 
 fn gives_the_same_bits_twice(linear: bool) {
     let Some(gpu) = Gpu::find() else { return };
     for case in cases(linear) {
-        assert!(gpu.run(case, 0) == gpu.run(case, 0), "{}", case.label);
+        assert!(run(&gpu, case, 0) == run(&gpu, case, 0), "{}", case.label);
     }
 }
 

@@ -106,7 +106,8 @@ fn an_operation_names_the_buffers_that_it_works_on() {
 fn the_cases_cover_every_kernel() {
     let covered: Vec<&str> =
         cases::all().iter().map(|case| (case.build)(&vec![0; case.buffers.len()]).name()).collect();
-    for name in kernel_names() {
+    // Those that do many operations have tests of their own.
+    for name in kernel_names().filter(|name| !name.starts_with("persistent_steps_")) {
         assert!(covered.contains(&name), "no case runs {name}");
     }
 }

@@ -180,7 +180,7 @@ struct TrainArgs {
     #[arg(long, value_enum, default_value = "none", help_heading = "Arithmetic")]
     fuse: FuseMode,
 
-    /// How a step is launched; graph needs --loader resident
+    /// How a step is launched; graph and persistent need --loader resident, persistent also --fuse update
     #[arg(long, value_enum, default_value = "eager", help_heading = "Training")]
     launch: LaunchMode,
     /// Streams: 2 gives weight updates their own (with --fuse update), 3 the loader too, 4 the validation too

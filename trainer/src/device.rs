@@ -1,6 +1,7 @@
 //! The device of a run: a driver whose calls are counted, and the means to run kernels on it.
 
 mod graph;
+mod recording;
 mod streams;
 
 pub use graph::StepGraph;
@@ -17,6 +18,7 @@ use allocators::{
     SimMemory, StreamId,
 };
 use kernels::{CudaKernels, Fill, HostMemory, Operation};
+use recording::Recording;
 use std::fmt;
 use std::path::Path;
 use std::ptr::NonNull;
@@ -48,6 +50,8 @@ pub struct Device {
     streams: Streams,
     /// Launches of the capture that is under way, where the host computes them.
     recorded: Mutex<Option<Vec<Box<dyn Operation>>>>,
+    /// Launches that are only described.
+    recording: Recording,
     sync: SyncMode,
     ranges: Ranges,
     blocked: Blocked,
@@ -113,6 +117,7 @@ impl Device {
             driver: Arc::new(metered),
             streams: Streams::alone(stream),
             recorded: Mutex::default(),
+            recording: Recording::default(),
             sync,
             ranges,
             blocked: Blocked::BeyondIdleCost,
@@ -147,6 +152,7 @@ impl Device {
             driver: Arc::new(metered),
             streams: Streams::alone(stream),
             recorded: Mutex::default(),
+            recording: Recording::default(),
             sync,
             ranges,
             blocked: Blocked::Exact,
@@ -247,6 +253,9 @@ impl Device {
     /// Every address in the operation is valid for its shape until the stream has passed it, and no output
     /// overlaps another buffer of it.
     pub unsafe fn run(&self, operation: &dyn Operation) -> Result<()> {
+        if self.recording.takes(operation) {
+            return Ok(());
+        }
         let stream = self.stream();
         let _range = self.range(format_args!("{}", operation.name()));
         if let Some(log) = &self.log {

@@ -45,6 +45,8 @@ pub enum LaunchMode {
     Eager,
     /// As a CUDA graph, which is captured once.
     Graph,
+    /// Many steps as one kernel, whose blocks stay on the device; for small nets.
+    Persistent,
 }
 
 /// Distribution of the initial weights; biases start at zero.

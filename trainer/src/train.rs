@@ -4,7 +4,7 @@ mod capture;
 mod epoch;
 mod stepper;
 
-use crate::arithmetic::Arithmetic;
+use crate::arithmetic::{Arithmetic, FuseMode};
 use crate::data::{self, DataRequest, Dataset, Progress, Split};
 use crate::device::Device;
 use crate::error::{Result, TrainError};
@@ -118,14 +118,7 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
     if !settings.learning_rate.is_finite() || settings.learning_rate <= 0.0 {
         return Err(TrainError::Input(format!("--lr must be a positive number, found {}", settings.learning_rate)));
     }
-    if settings.launch == LaunchMode::Graph && settings.loader != LoaderMode::Resident {
-        return Err(TrainError::Input(
-            "--launch graph needs --loader resident: a graph picks its batches on the device".into(),
-        ));
-    }
-    if settings.launch == LaunchMode::Graph && settings.sync == SyncMode::Op {
-        return Err(TrainError::Input("--launch graph has one launch a step: use --sync step instead of op".into()));
-    }
+    check_launch(settings)?;
     let Arithmetic { loss_scale, .. } = settings.arithmetic()?;
     if !(settings.learning_rate / loss_scale).is_finite() {
         return Err(TrainError::Input(format!(
@@ -134,6 +127,27 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
         )));
     }
     Ok(())
+}
+
+/// Whether a step can be launched as it is to be.
+fn check_launch(settings: &Settings) -> Result<()> {
+    let Settings { launch, loader, sync, fuse, streams, .. } = *settings;
+    if launch == LaunchMode::Eager {
+        return Ok(());
+    }
+    let name = if launch == LaunchMode::Graph { "graph" } else { "persistent" };
+    let problem = if loader != LoaderMode::Resident {
+        format!("--launch {name} needs --loader resident: it picks its batches on the device")
+    } else if sync == SyncMode::Op {
+        format!("--launch {name} has no launch for each operation: use --sync step instead of op")
+    } else if launch == LaunchMode::Persistent && fuse != FuseMode::Update {
+        "--launch persistent needs --fuse update: its kernel does all of a step".to_owned()
+    } else if launch == LaunchMode::Persistent && streams != 1 {
+        format!("--launch persistent does its steps in one kernel: use --streams 1 instead of {streams}")
+    } else {
+        return Ok(());
+    };
+    Err(TrainError::Input(problem))
 }
 
 /// The data that the settings ask for.
@@ -284,7 +298,7 @@ impl Run {
         }
         // CAST: the steps of an epoch are bounded by the rows of the data set.
         let most = self.steps_in_epoch(dataset.train.rows).min(left) as usize;
-        let mut stepper = Stepper::new(context, settings, &mut loaders.0, most)?;
+        let mut stepper = Stepper::new(context, settings, &model, &mut loaders.0, most)?;
         capture.training_begins(&context.device)?;
         for epoch in 1..=settings.epochs {
             let rows = epoch::Pass { epoch, settings, dataset, model: &model, stop, observer }.run(

@@ -54,12 +54,22 @@ impl Capture {
         }
     }
 
-    /// Call before each step. `range` is that of the epoch: a profiler shows no range that was open when its capture
+    /// Steps from the next one on that are all in the capture, or all outside of it.
+    pub(super) fn steps_alike(&self) -> u64 {
+        let next = self.begun + 1;
+        match self.steps {
+            Some(ProfileSteps { first, .. }) if next < first => first - next,
+            Some(ProfileSteps { last, .. }) if next <= last => last - next + 1,
+            _ => u64::MAX,
+        }
+    }
+
+    /// Call before each step, or before several that are queued together and [alike](Self::steps_alike). `range` is that of the epoch: a profiler shows no range that was open when its capture
     /// began, so it is opened anew.
     ///
     /// # Errors
     /// Those of waiting for the device.
-    pub(super) fn step_begins(&mut self, device: &Device, epoch: u32, range: &mut Option<DeviceRange>) -> Result<()> {
+    pub(super) fn steps_begin(&mut self, device: &Device, epoch: u32, range: &mut Option<DeviceRange>) -> Result<()> {
         self.begun += 1;
         if self.steps.is_some_and(|steps| steps.first == self.begun) {
             drop(range.take());
@@ -69,11 +79,18 @@ impl Capture {
         Ok(())
     }
 
-    /// Call after each step.
+    /// Call after each step, or after `count` that were queued together.
     ///
     /// # Errors
     /// Those of waiting for the device.
-    pub(super) fn step_ended(&mut self, device: &Device, epoch: u32, range: &mut Option<DeviceRange>) -> Result<()> {
+    pub(super) fn steps_ended(
+        &mut self,
+        device: &Device,
+        epoch: u32,
+        range: &mut Option<DeviceRange>,
+        count: u64,
+    ) -> Result<()> {
+        self.begun += count - 1;
         if self.open && self.steps.is_some_and(|steps| steps.last == self.begun) {
             {
                 let _range = device.range(format_args!("end of capture"));
@@ -110,5 +127,16 @@ mod tests {
         assert!(matches!(Capture::new(steps, 10), Err(TrainError::Input(text)) if text.contains("11..20")));
         assert!(Capture::new(steps, 11).is_ok());
         assert!(Capture::new(None, 0).is_ok());
+    }
+
+    #[test]
+    fn steps_that_are_queued_together_do_not_cross_the_ends_of_a_capture() {
+        let mut capture = Capture::new(Some(ProfileSteps { first: 4, last: 9 }), 20).unwrap();
+        let alike = [0, 2, 3, 5, 8, 9].map(|begun| {
+            capture.begun = begun;
+            capture.steps_alike()
+        });
+        assert_eq!(alike, [3, 1, 6, 4, 1, u64::MAX]);
+        assert_eq!(Capture::new(None, 20).unwrap().steps_alike(), u64::MAX);
     }
 }

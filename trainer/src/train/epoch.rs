@@ -68,44 +68,54 @@ impl Pass<'_> {
         let mut ended = Ok(());
         let steps_ns = clock.now_ns();
         driver.event_record(first_step, stream)?;
-        for step in 0..steps {
+        let mut step = 0;
+        while step < steps {
             if self.stop.load(Relaxed) {
                 ended = Err(TrainError::Interrupted);
                 break;
             }
-            capture.step_begins(&run.context.device, self.epoch, &mut open)?;
-            self.observer.step(self.epoch, step + 1);
-            if run.summary.first_step_s.is_none() {
-                run.summary.first_step_s = Some(run.started.elapsed().as_secs_f64());
-            }
             let from = step as usize * batch;
             let range = from..(from + batch).min(split.rows);
             let count = range.len();
-            if let Err(error) = self.step(run, stepper, &mut loaders.0, &of, step, range) {
+            // Steps with as many rows as this one, up to where a profiler's capture begins or ends.
+            let alike = ((split.rows - from) / batch).max(1) as u64;
+            let together = stepper.at_once(alike.min(steps - step).min(capture.steps_alike()));
+            capture.steps_begin(&run.context.device, self.epoch, &mut open)?;
+            for number in step..step + together {
+                self.observer.step(self.epoch, number + 1);
+            }
+            if run.summary.first_step_s.is_none() {
+                run.summary.first_step_s = Some(run.started.elapsed().as_secs_f64());
+            }
+            if let Err(error) = self.step(run, stepper, &mut loaders.0, &of, (step, together), range) {
                 ended = Err(error);
                 break;
             }
-            capture.step_ended(&run.context.device, self.epoch, &mut open)?;
+            capture.steps_ended(&run.context.device, self.epoch, &mut open, together)?;
             let stats = run.stack.top.stats();
-            let so_far = run.context.device.calls().driver_allocations();
-            rows.push(StepRow {
-                epoch: self.epoch,
-                step: step + 1,
-                // CAST: a batch's rows are a u32.
-                rows: count as u32,
-                loss: None,
-                host_ns: clock.now_ns(),
-                driver_allocations: so_far - allocations,
-                reserved_bytes: stats.reserved_bytes.all.current,
-                allocated_bytes: stats.allocated_bytes.all.current,
-                active_bytes: stats.active_bytes.all.current,
-                requested_bytes: stats.requested_bytes.all.current,
-            });
-            allocations = so_far;
+            let host_ns = clock.now_ns();
+            for number in step..step + together {
+                let so_far = run.context.device.calls().driver_allocations();
+                rows.push(StepRow {
+                    epoch: self.epoch,
+                    step: number + 1,
+                    // CAST: a batch's rows are a u32.
+                    rows: count as u32,
+                    loss: None,
+                    host_ns,
+                    driver_allocations: so_far - allocations,
+                    reserved_bytes: stats.reserved_bytes.all.current,
+                    allocated_bytes: stats.allocated_bytes.all.current,
+                    active_bytes: stats.active_bytes.all.current,
+                    requested_bytes: stats.requested_bytes.all.current,
+                });
+                allocations = so_far;
+            }
             // What the first step costs, its batch and the weights before it: the cold start.
             if self.epoch == 1 && step == 0 {
                 run.close_latency();
             }
+            step += together;
         }
         if ended.is_ok() {
             driver.event_record(last_step, stream)?;
@@ -169,12 +179,15 @@ impl Pass<'_> {
         stepper: &mut Stepper,
         loader: &mut Loader,
         of: &StepOf<'_>,
-        step: u64,
+        (step, count): (u64, u64),
         range: std::ops::Range<usize>,
     ) -> Result<()> {
         let context = &run.context;
-        let _range = context.device.range(format_args!("step {}", step + 1));
-        stepper.step(context, loader, of, step, range)?;
+        let _range = match count {
+            1 => context.device.range(format_args!("step {}", step + 1)),
+            _ => context.device.range(format_args!("steps {} to {}", step + 1, step + count)),
+        };
+        stepper.step(context, loader, of, (step, count), range)?;
         if self.settings.sync == SyncMode::Step {
             context.device.synchronize()?;
         }

@@ -8,6 +8,7 @@ use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
 use crate::ops::{area, check_room, or_null, span, total};
+use crate::phase::Phase;
 use crate::plan::{Choice, Plan, Product};
 use crate::precision::{Element, Precision};
 use crate::storage::{Operand, Stored, with_stored};
@@ -160,5 +161,11 @@ impl Operation for LinearBackwardInput {
         self.check()?;
         // SAFETY: the caller vouches for the memory.
         with_stored!(self.element(), T => unsafe { self.run_typed::<T>(memory) })
+    }
+
+    fn phases(&self, _: u64) -> Option<Vec<Phase>> {
+        self.check().ok()?;
+        let written = [self.dx, self.workspace, self.tickets];
+        Some(vec![Phase::linear(&self.plan(), self.arguments(), self.buffers(), &written)?])
     }
 }

@@ -8,6 +8,7 @@ use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
 use crate::ops::{F32, area, check_room, or_null, span, total};
+use crate::phase::Phase;
 use crate::plan::{Choice, Plan, Product};
 use crate::precision::{Element, Precision};
 use crate::storage::{Operand, Stored, with_stored};
@@ -175,5 +176,11 @@ impl Operation for LinearForward {
         with_stored!(self.element(), T => unsafe {
             if self.y_f32 { self.run_typed::<T, f32>(memory) } else { self.run_typed::<T, T>(memory) }
         })
+    }
+
+    fn phases(&self, _: u64) -> Option<Vec<Phase>> {
+        self.check().ok()?;
+        let written = [self.y, self.workspace, self.tickets];
+        Some(vec![Phase::linear(&self.plan(), self.arguments(), self.buffers(), &written)?])
     }
 }

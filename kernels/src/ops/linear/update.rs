@@ -10,6 +10,7 @@ use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
 use crate::ops::sgd::{check_master, step_weights};
 use crate::ops::{F32, area, check_room, or_null, span, total};
+use crate::phase::Phase;
 use crate::plan::{Choice, Plan, Product};
 use crate::precision::{Element, Precision};
 use crate::storage::{Stored, with_stored};
@@ -169,5 +170,11 @@ impl Operation for LinearUpdate {
         self.check()?;
         // SAFETY: the caller vouches for the memory.
         with_stored!(self.element(), T => unsafe { self.run_typed::<T>(memory) })
+    }
+
+    fn phases(&self, _: u64) -> Option<Vec<Phase>> {
+        self.check().ok()?;
+        let written = [self.weight, or_null(self.master), self.bias, self.workspace, self.tickets];
+        Some(vec![Phase::linear(&self.plan(), self.arguments(), self.buffers(), &written)?])
     }
 }
