@@ -28,8 +28,15 @@ def parser() -> argparse.ArgumentParser:
         description="Prints the median time of a training step of each kind of run, with the ratio to PyTorch's "
         "fastest mode at the same width, type and weights; below 1 is faster than PyTorch.",
     )
-    steps.add_argument("runs", nargs="+", metavar="RUN", help="directory of an experiment, or of a run record")
-    steps.add_argument("--json", action="store_true", help="print one JSON array with an object for each row")
+    losses = commands.add_parser(
+        "losses",
+        help="one table of losses by type, beside f32 and the other program",
+        description="Prints the loss that each run came to (mean of the last tenth of its steps), and how far that is "
+        "from f32 and from the other program's run of the same type; early: the largest difference in the first 100.",
+    )
+    for command in (steps, losses):
+        command.add_argument("runs", nargs="+", metavar="RUN", help="directory of an experiment, or of a run record")
+        command.add_argument("--json", action="store_true", help="print one JSON array with an object for each row")
     figures = commands.add_parser("readme-figures", help="draw analysis/figures from the recorded results")
     figures.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="another folder to draw into")
     notebooks = commands.add_parser("notebooks", help="execute the notebooks; without --write they stay as they are")
@@ -49,6 +56,10 @@ def run(args: argparse.Namespace) -> None:
         from analysis import steps
 
         print(steps.show(args.runs, as_json=args.json))
+    elif args.command == "losses":
+        from analysis import losses
+
+        print(losses.show(args.runs, as_json=args.json))
     elif args.command == "readme-figures":
         from analysis import readme_figure
 

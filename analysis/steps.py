@@ -96,25 +96,32 @@ def markdown(table: pl.DataFrame) -> str:
         device, dataset, layers, batch, loader = work
         rows = [["hidden", "type", "program", "launch", "µs a step", "least to most", "to PyTorch's best"]]
         for one in lines.iter_rows(named=True):
-            kind = str(one["dtype"])
-            if kind in ("bf16", "f16"):
-                kind += f", {one['weights']} weights" + (", f16 sums" if one["accumulate"] == "f16" else "")
+            kind = arithmetic(one)
             ratio = "–" if one["ratio"] is None else f"{one['ratio']:.2f} ({one['best_mode']})"
             spread = f"{one['low_us']:.1f} – {one['high_us']:.1f}" if one["repeats"] > 1 else "–"
             name = str(one["program"]) + (f", {one['how']}" if one["how"] else "")
             rows.append([str(one["hidden"]), kind, name, str(one["launch"]), f"{one['step_us']:.1f}", spread, ratio])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        right = [True, False, False, False, True, True, True]
-        rule = ["-" * (width - 1) + ":" if far else "-" * width for width, far in zip(widths, right, strict=True)]
-        text = [f"{device}: {dataset}, {layers} layers, batch {batch}, {loader} batches", ""]
-        for row in [rows[0], rule, *rows[1:]]:
-            cells = [
-                cell.rjust(width) if far else cell.ljust(width)
-                for cell, width, far in zip(row, widths, right, strict=True)
-            ]
-            text.append(f"| {' | '.join(cells)} |")
-        parts.append("\n".join(text))
+        text = f"{device}: {dataset}, {layers} layers, batch {batch}, {loader} batches\n\n"
+        parts.append(text + aligned(rows, [True, False, False, False, True, True, True]))
     return "\n\n".join(parts)
+
+
+def arithmetic(row: dict[str, Any]) -> str:
+    """A type with what belongs to it, in words: `f16, half weights, f16 sums`."""
+    if row["dtype"] not in ("bf16", "f16"):
+        return str(row["dtype"])
+    return f"{row['dtype']}, {row['weights']} weights" + (", f16 sums" if row["accumulate"] == "f16" else "")
+
+
+def aligned(rows: list[list[str]], right: list[bool]) -> str:
+    """A table in Markdown, the head first, with columns as wide as their cells; `right` says which are numbers."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rule = ["-" * (width - 1) + ":" if far else "-" * width for width, far in zip(widths, right, strict=True)]
+    lines = []
+    for row in [rows[0], rule, *rows[1:]]:
+        cells = zip(row, widths, right, strict=True)
+        lines.append(" | ".join(cell.rjust(width) if far else cell.ljust(width) for cell, width, far in cells))
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def show(paths: list[str], *, as_json: bool) -> str:

@@ -421,6 +421,13 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "pytorch-loaders",
         "latency",
         "fidelity",
+        "fast-training",
+        "fast-training-compile",
+        "graph-allocators",
+        "fusion-load",
+        "streams",
+        "full-batch",
+        "half-losses",
     ] {
         assert!(names.contains(&name), "{name} is missing: {names:?}");
     }
