@@ -54,7 +54,7 @@ extern __shared__ __align__(16) unsigned char linear_shared[];
 #define LINEAR_KERNELS(name, precision)                                                                      \
     LINEAR_PRODUCT(forward, name, precision, ForwardEpilogue<precision::T>, true)                            \
     LINEAR_PRODUCT(input, name, precision, InputEpilogue<precision::T>, false)                               \
-    LINEAR_KERNEL(linear_gradient_##name##_fine, 2, GradientFine<precision>)                         \
-    LINEAR_KERNEL(linear_gradient_##name##_flat, 2, GradientFlat<precision>)                         \
-    LINEAR_KERNEL(linear_gradient_##name##_slim, 1, GradientSlim<precision>)                         \
+    LINEAR_KERNEL(linear_gradient_##name##_fine, 2, GradientFine<precision>)                                 \
+    LINEAR_KERNEL(linear_gradient_##name##_flat, 2, GradientFlat<precision>)                                 \
+    LINEAR_KERNEL(linear_gradient_##name##_slim, 1, GradientSlim<precision>)                                 \
     LINEAR_KERNEL(linear_gradient_##name##_wide, 1, GradientWide<precision>)

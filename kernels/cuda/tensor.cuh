@@ -156,7 +156,7 @@ struct PrecisionF32 {
         enum : u32 { DOWN = 4, ACROSS = 8, RM = FM / DOWN, RN = FN / ACROSS, STEP = 2 };
         float sums[RM][RN] = {};
 
-        // LINES lines of one lane: `across` lanes share the patch.
+        // The i-th of a lane's LINES lines; LANES lanes share the patch's lines, and this is the one at `place`.
         template <bool K_CONTIGUOUS, u32 LINES, u32 LANES>
         static __device__ __forceinline__ u32 line_of(u32 place, u32 i) {
             enum : u32 { WIDTH = LINES < 4 ? LINES : 4 };
