@@ -9,6 +9,7 @@ usage: compile_ptx.py TOOLCHAIN SOURCES OUTPUT
 import ctypes
 import re
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 # No fast math: results are compared with a CPU reference.
@@ -69,15 +70,21 @@ def compile_source(nvrtc: ctypes.CDLL, source: Path) -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
 
 
+def compile_to(toolchain: Path, source: Path, output: Path) -> None:
+    (output / source.with_suffix(".ptx").name).write_text(compile_source(load_nvrtc(toolchain), source))
+
+
 def main() -> int:
     if len(sys.argv) != 4:
         print(__doc__, file=sys.stderr)
         return 2
     toolchain, sources, output = (Path(argument).resolve() for argument in sys.argv[1:])
-    nvrtc = load_nvrtc(toolchain)
+    # One compiler a process, because its library is not used from several threads.
     try:
-        for source in sorted(sources.glob("*.cu")):
-            (output / source.with_suffix(".ptx").name).write_text(compile_source(nvrtc, source))
+        with ProcessPoolExecutor() as pool:
+            compiling = [pool.submit(compile_to, toolchain, source, output) for source in sorted(sources.glob("*.cu"))]
+            for result in compiling:
+                result.result()
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
