@@ -30,6 +30,15 @@ struct Rig {
     largest_log2: u64,
 }
 
+/// Counts a thread out when it ends, also by a panic: nobody waits for it then.
+struct Leaves<'a>(&'a AtomicUsize);
+
+impl Drop for Leaves<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, SeqCst);
+    }
+}
+
 impl Rig {
     fn new(kind: BackendKind, driver: Arc<dyn Driver>, limit: Option<u64>, largest_log2: u64) -> Self {
         let settings = AllocatorSettings {
@@ -48,6 +57,7 @@ impl Rig {
     }
 
     fn work(&self, allocator: &dyn DeviceAllocator, thread: usize, operations: u64) {
+        let _leaves = Leaves(&self.running);
         let (mut random, own) = (Random::new(thread as u64 + 1), self.streams[thread]);
         let mut live: Vec<(Block, StreamId)> = Vec::new();
         for _ in 0..operations {
@@ -88,7 +98,6 @@ impl Rig {
         for (block, stream) in live {
             free(allocator, block, stream).unwrap();
         }
-        self.running.fetch_sub(1, SeqCst);
     }
 
     /// Statistics, layout and ledger while the others work.

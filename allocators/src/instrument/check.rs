@@ -201,8 +201,10 @@ impl Checker {
 
 impl DeviceAllocator for Checker {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
-        let block = self.inner.allocate(request, stream)?;
+        // Held over the allocation: another thread that is handed a part of a fresh segment must not look at it before this
+        // one has forgotten what lay at its addresses before.
         let mut state = self.lock();
+        let block = self.inner.allocate(request, stream)?;
         state.report.operations += 1;
         let (addr, bytes) = (block.addr().get(), block.bytes());
         if bytes < request.bytes || !addr.is_multiple_of(request.align) {
