@@ -22,34 +22,7 @@
 // used, and is not written.
 #pragma once
 
-#include "tensor.cuh"
-
-// What a launch is given; the Rust struct of the same name matches it.
-struct LinearArguments {
-    const void* a;
-    const void* b;
-    void* out;          // y, dx, dweight, or the weights
-    const void* mask;   // input: the layer's input, with dx's pitch; may be null
-    float* master;      // gradient: f32 weights beside the half ones; may be null
-    float* bias;        // forward: added; gradient: receives the sum of dY's rows, or is stepped; may be null
-    float* workspace;   // splits > 1: SPLIT_SIZE floats for each split of each tile
-    u32* tickets;       // splits > 1: one for each tile; zero, and zero again at the end
-    u32 m;
-    u32 n;
-    u32 k;
-    u32 a_pitch;
-    u32 b_pitch;
-    u32 out_pitch;
-    u32 splits;
-    u32 flags;
-    float scale;  // gradient: factor of what is written, or the rate of the step
-};
-
-enum LinearFlags : u32 {
-    RELU = 1,       // forward: negative sums become zero
-    OUT_F32 = 2,    // forward: y is f32 whatever the precision
-    STEP = 4,       // gradient: steps weights and bias instead of writing the gradient
-};
+#include "tile_sums.cuh"
 
 // ---- a strip of an operand ----
 
@@ -126,115 +99,6 @@ struct Strip {
     }
 };
 
-// ---- epilogues ----
-
-// Each takes a group of a row's columns at a time: 16 bytes of the storage type. `WHOLE` says that the group lies inside of
-// the matrix and is aligned; otherwise `count` says how many columns do.
-// ReLU is not fmaxf, which would make zero of NaN.
-template <class T>
-struct ForwardEpilogue {
-    enum : u32 { GROUP = 16 / sizeof(T) };
-    enum : bool { SUMS_ROWS = false };
-    struct Held {};
-    static __device__ __forceinline__ bool holds(const LinearArguments&) { return false; }
-    static __device__ __forceinline__ void fetch(const LinearArguments&, bool, u64, Held&) {}
-
-    template <bool WHOLE>
-    static __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32 col, u64 at, u32 count,
-                                                 float (&v)[GROUP], const Held&, bool) {
-        if (p.bias != nullptr) {
-#pragma unroll
-            for (u32 i = 0; i < GROUP; ++i) v[i] += WHOLE || i < count ? p.bias[col + i] : 0.0f;
-        }
-        if (p.flags & RELU) {
-#pragma unroll
-            for (u32 i = 0; i < GROUP; ++i) v[i] = v[i] < 0.0f ? 0.0f : v[i];
-        }
-        if (p.flags & OUT_F32) {
-            write_floats<WHOLE>(static_cast<float*>(p.out) + at, count, v);
-        } else {
-            write_group<WHOLE>(static_cast<T*>(p.out) + at, count, v);
-        }
-    }
-    static __device__ __forceinline__ void sum(const LinearArguments&, u32, float) {}
-};
-
-template <class T>
-struct InputEpilogue {
-    enum : u32 { GROUP = 16 / sizeof(T) };
-    enum : bool { SUMS_ROWS = false };
-    struct Held {};
-    static __device__ __forceinline__ bool holds(const LinearArguments&) { return false; }
-    static __device__ __forceinline__ void fetch(const LinearArguments&, bool, u64, Held&) {}
-
-    template <bool WHOLE>
-    static __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32, u64 at, u32 count,
-                                                 float (&v)[GROUP], const Held&, bool) {
-        if (p.mask != nullptr) {
-            float x[GROUP];
-            group_values(T{}, read_16_if(true, static_cast<const T*>(p.mask) + at), x);
-#pragma unroll
-            for (u32 i = 0; i < GROUP; ++i) v[i] = x[i] > 0.0f ? v[i] : 0.0f;
-        }
-        write_group<WHOLE>(static_cast<T*>(p.out) + at, count, v);
-    }
-    static __device__ __forceinline__ void sum(const LinearArguments&, u32, float) {}
-};
-
-template <class T>
-struct GradientEpilogue {
-    enum : u32 { GROUP = 16 / sizeof(T) };
-    enum : bool { SUMS_ROWS = true };
-    // Weights as they lie in memory, asked for before the product began, so that their way is hidden behind it.
-    struct Held {
-        uint4 bits[GROUP / 4];
-    };
-    static __device__ __forceinline__ bool holds(const LinearArguments& p) { return (p.flags & STEP) != 0 && p.splits == 1; }
-
-    static __device__ __forceinline__ void fetch(const LinearArguments& p, bool inside, u64 at, Held& held) {
-        if (p.master != nullptr) {
-#pragma unroll
-            for (u32 i = 0; i < GROUP / 4; ++i) held.bits[i] = read_16_if(inside, p.master + at + 4 * i);
-        } else {
-            held.bits[0] = read_16_if(inside, static_cast<const T*>(p.out) + at);
-        }
-    }
-
-    template <bool WHOLE>
-    static __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32, u64 at, u32 count, float (&v)[GROUP],
-                                                 Held& held, bool is_held) {
-        if (p.flags & STEP) {
-            if (!is_held) fetch(p, true, at, held);
-            float w[GROUP];
-            if (p.master != nullptr) {
-#pragma unroll
-                for (u32 i = 0; i < GROUP / 4; ++i) {
-                    float some[4];
-                    group_values(float{}, held.bits[i], some);
-#pragma unroll
-                    for (u32 j = 0; j < 4; ++j) w[4 * i + j] = some[j];
-                }
-            } else {
-                group_values(T{}, held.bits[0], w);
-            }
-#pragma unroll
-            for (u32 i = 0; i < GROUP; ++i) w[i] = __fmaf_rn(-p.scale, v[i], w[i]);
-            if (p.master != nullptr) write_floats<WHOLE>(p.master + at, count, w);
-            write_group<WHOLE>(static_cast<T*>(p.out) + at, count, w);
-        } else {
-#pragma unroll
-            for (u32 i = 0; i < GROUP; ++i) v[i] *= p.scale;
-            write_floats<WHOLE>(static_cast<float*>(p.out) + at, count, v);
-        }
-    }
-
-    // The sum over the examples of dY's column `row`.
-    static __device__ __forceinline__ void sum(const LinearArguments& p, u32 row, float total) {
-        if (p.bias == nullptr) return;
-        p.bias[row] = p.flags & STEP ? __fmaf_rn(-p.scale, total, p.bias[row]) : total * p.scale;
-    }
-};
-
 // ---- a tile ----
 
 template <class P, class Epilogue, bool A_K, bool B_K, u32 FM, u32 FN, u32 WM, u32 WN, u32 WK, u32 WARP_DEPTH, u32 STAGES>
@@ -251,28 +115,16 @@ struct LinearTile {
     using A = Strip<T, BM, DEPTH, A_K, THREADS, P::pad_bytes(A_K, false), false>;
     using B = Strip<T, BN, DEPTH, B_K, THREADS, P::pad_bytes(B_K, DIRECT), DIRECT && sizeof(T) == 2>;
     using Product = typename P::template Product<FM, FN, A_K, B_K, A::STRIDE, B::STRIDE, DIRECT>;
+    // The padding spreads the rows of a patch over the banks.
+    using Sums = TileSums<Epilogue, BM, BN, WK, THREADS, BN + 8>;
     enum : u32 {
         STAGE_BYTES = A::BYTES + B::BYTES,
-        // Sums of a patch in shared memory; the padding spreads its rows over the banks.
-        SUM_PITCH = BN + 8,
-        SUM_SIZE = BM * SUM_PITCH,
-        SUM_BYTES = WK * SUM_SIZE * 4,
-        SHARED_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES,
-        // The epilogue's share of work: a group of columns.
+        SHARED_BYTES = STAGES * STAGE_BYTES > Sums::SUM_BYTES ? STAGES * STAGE_BYTES : Sums::SUM_BYTES,
         GROUP = Epilogue::GROUP,
-        GROUPS_ACROSS = BN / GROUP,
-        GROUPS = BM * GROUPS_ACROSS,
-        GROUPS_EACH = (GROUPS + THREADS - 1) / THREADS,
         // A lane's groups, where it takes them from its registers; and what is fetched early has to be held in registers.
-        OWN_GROUPS = DIRECT ? Product::GROUPS : GROUPS_EACH,
+        OWN_GROUPS = DIRECT ? Product::GROUPS : Sums::GROUPS_EACH,
         MAY_HOLD = OWN_GROUPS <= 8,
-        // From one of a thread's groups to the next.
-        ROWS_APART = THREADS / GROUPS_ACROSS,
-        // Floats in the workspace for one split of one tile.
-        SPLIT_SIZE = BM * BN + BM,
     };
-    static_assert(THREADS % GROUPS_ACROSS == 0, "a thread's groups lie below each other");
-    static_assert(THREADS >= BM, "each row has a thread that adds it up");
 
     static __device__ __forceinline__ u32 tiles(const LinearArguments& p) {
         return (p.m + BM - 1) / BM * ((p.n + BN - 1) / BN);
@@ -377,117 +229,9 @@ struct LinearTile {
             }
         }
 
-        // This thread's first group of the tile.
-        const u32 group_row = thread / GROUPS_ACROSS;
-        const u32 group_col = thread % GROUPS_ACROSS * GROUP;
-        const u32 row = first_row + group_row;
-        const u32 col = first_col + group_col;
-        const u64 at = static_cast<u64>(row) * p.out_pitch + col;
-        const u64 step = static_cast<u64>(ROWS_APART) * p.out_pitch;
-        const bool has_group = GROUPS % THREADS == 0 || thread < GROUPS;
-
         float* sums = reinterpret_cast<float*>(shared);
-        product.store(sums + warp_k * SUM_SIZE + patch_row * SUM_PITCH + patch_col, SUM_PITCH, lane);
+        product.store(sums + warp_k * Sums::SUM_SIZE + patch_row * Sums::SUM_PITCH + patch_col, Sums::SUM_PITCH, lane);
         __syncthreads();
-
-        const float* mine = sums + group_row * SUM_PITCH + group_col;
-        float* partial = p.workspace + static_cast<u64>(tile) * p.splits * SPLIT_SIZE;
-        if (p.splits > 1) {
-            float* to = partial + static_cast<u64>(split) * SPLIT_SIZE;
-            if (has_group) {
-#pragma unroll
-                for (u32 i = 0; i < GROUPS_EACH; ++i) {
-                    float v[GROUP];
-                    add_warps(mine + i * (ROWS_APART * SUM_PITCH), v);
-                    write_floats<true>(to + (thread + i * THREADS) * GROUP, GROUP, v);
-                }
-            }
-            if (sums_rows) to[BM * BN + thread] = row_sum;
-            if (!arrived_last(p.tickets + tile, p.splits)) return;
-        }
-        typename Epilogue::Held none;
-        if (whole) {
-            if (has_group) {
-#pragma unroll
-                for (u32 i = 0; i < GROUPS_EACH; ++i) {
-                    float v[GROUP];
-                    if (p.splits > 1) {
-                        add_splits(partial + (thread + i * THREADS) * GROUP, p.splits, v);
-                    } else {
-                        add_warps(mine + i * (ROWS_APART * SUM_PITCH), v);
-                    }
-                    Epilogue::template apply<true>(p, row + i * ROWS_APART, col, at + i * step, GROUP, v, none, false);
-                }
-            }
-        } else if (has_group && col < p.n) {
-#pragma unroll
-            for (u32 i = 0; i < GROUPS_EACH; ++i) {
-                if (row + i * ROWS_APART >= p.m) break;
-                float v[GROUP];
-                if (p.splits > 1) {
-                    add_splits(partial + (thread + i * THREADS) * GROUP, p.splits, v);
-                } else {
-                    add_warps(mine + i * (ROWS_APART * SUM_PITCH), v);
-                }
-                Epilogue::template apply<false>(p, row + i * ROWS_APART, col, at + i * step, p.n - col, v, none, false);
-            }
-        }
-        if (sums_rows && first_row + thread < p.m) {
-            if (p.splits > 1) {
-                row_sum = 0.0f;
-                for (u32 s = 0; s < p.splits; ++s) row_sum += __ldcg(partial + s * SPLIT_SIZE + BM * BN + thread);
-            }
-            Epilogue::sum(p, first_row + thread, row_sum);
-        }
-    }
-
-private:
-    static __device__ __forceinline__ void add_warps(const float* from, float (&v)[GROUP]) {
-#pragma unroll
-        for (u32 part = 0; part < GROUP; part += 4) {
-            float some[4];
-            read_shared(from + part, some);
-#pragma unroll
-            for (u32 w = 1; w < WK; ++w) {
-                float more[4];
-                read_shared(from + part + w * SUM_SIZE, more);
-#pragma unroll
-                for (u32 i = 0; i < 4; ++i) some[i] += more[i];
-            }
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) v[part + i] = some[i];
-        }
-    }
-
-    static __device__ __forceinline__ void add_splits(const float* from, u32 splits, float (&v)[GROUP]) {
-#pragma unroll
-        for (u32 part = 0; part < GROUP; part += 4) {
-            float some[4];
-            load_four_fresh(from + part, some);
-#pragma unroll 4
-            for (u32 s = 1; s < splits; ++s) {
-                float more[4];
-                load_four_fresh(from + part + static_cast<u64>(s) * SPLIT_SIZE, more);
-#pragma unroll
-                for (u32 i = 0; i < 4; ++i) some[i] += more[i];
-            }
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) v[part + i] = some[i];
-        }
-    }
-
-    // Whether this block is the last of `all` to come here; what the others wrote before is then visible to it. The
-    // ticket is left at zero.
-    static __device__ __forceinline__ bool arrived_last(u32* ticket, u32 all) {
-        __shared__ bool last;
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            last = atomicAdd(ticket, 1u) == all - 1;
-            if (last) *ticket = 0;
-            __threadfence();
-        }
-        __syncthreads();
-        return last;
+        Sums::finish(p, sums, tile, split, first_row, first_col, whole, sums_rows, row_sum);
     }
 };

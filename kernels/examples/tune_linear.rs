@@ -14,7 +14,7 @@ use std::error::Error;
 use cudarc::driver::{result, sys};
 use kernels::{
     Choice, CudaKernels, Fill, KernelError, LinearBackwardInput, LinearForward, LinearUpdate, Operation, Precision,
-    Product,
+    Product, Tile,
 };
 
 /// Precisions with a table of their own; halves share that of f16.
@@ -30,6 +30,8 @@ const LARGE: [(u32, &[u32]); 3] = [(1024, &[128, 512, 2048]), (8192, &[128, 512]
 const LAUNCHES: usize = 12;
 const TRAINS: usize = 3;
 const TRAIN_NS: f64 = 400_000.0;
+/// A tile that only some GPUs have is listed if it takes this much of the others' time.
+const WORTH: f64 = 0.98;
 /// A fill of this many f32 holds up the stream while a train is queued.
 const PLUG: u64 = 1 << 27;
 
@@ -195,10 +197,11 @@ fn main() -> Result<(), Box<dyn Error>> {
                 ),
             ];
             for (product, [m, n, k], candidates, needs, launch) in products {
-                let mut best: Option<(f64, Choice)> = None;
+                // For any GPU, with warpgroups, and streamed.
+                let mut best: [Option<(f64, Choice)>; 3] = [None; 3];
                 for choice in candidates {
                     let (bytes, counters) = needs(choice);
-                    if bytes > 1 << 28 || counters > 1 << 18 {
+                    if bytes > 1 << 28 || counters > 1 << 18 || !timer.kernels.has(choice.tile) {
                         continue;
                     }
                     let ns = timer.time(choice, launch)?;
@@ -206,13 +209,24 @@ fn main() -> Result<(), Box<dyn Error>> {
                     if all {
                         println!("{},{},{m},{n},{k},{tile},{splits},{ns:.0}", product.name(), precision.name());
                     }
-                    if best.is_none_or(|(least, _)| ns < least) {
-                        best = Some((ns, choice));
+                    let kind =
+                        if choice.tile == Tile::Streamed { 2 } else { usize::from(choice.tile.needs_warpgroups()) };
+                    if best[kind].is_none_or(|(least, _)| ns < least) {
+                        best[kind] = Some((ns, choice));
                     }
                 }
-                if let (Some((_, choice)), false) = (best, all) {
-                    let (tile, splits) = (choice.tile.name(), choice.splits);
-                    println!("{},{},{m},{n},{k},{tile},{splits}", product.name(), precision.name());
+                if all {
+                    continue;
+                }
+                // What every GPU can do is always listed; what takes more, only where it is worth it.
+                let mut least = f64::INFINITY;
+                let products = [product, product, Product::Update];
+                for ((ns, choice), product) in best.into_iter().zip(products).filter_map(|(best, p)| Some((best?, p))) {
+                    if ns < least * WORTH {
+                        least = ns;
+                        let (tile, splits) = (choice.tile.name(), choice.splits);
+                        println!("{},{},{m},{n},{k},{tile},{splits}", product.name(), precision.name());
+                    }
                 }
             }
         }

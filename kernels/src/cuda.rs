@@ -2,6 +2,7 @@
 
 mod linear;
 mod persistent;
+mod warpgroup;
 
 use std::ffi::{CStr, CString, c_void};
 use std::sync::OnceLock;
@@ -128,7 +129,12 @@ kernels! {
 
 /// Names of all kernels: what [`Operation::name`](crate::Operation::name) can return.
 pub fn kernel_names() -> impl Iterator<Item = &'static str> {
-    Kernel::ALL.iter().map(|kernel| kernel.name()).chain(linear::NAMES.into_iter().flatten()).chain(persistent::NAMES)
+    Kernel::ALL
+        .iter()
+        .map(|kernel| kernel.name())
+        .chain(linear::NAMES.into_iter().flatten())
+        .chain(warpgroup::NAMES.into_iter().flatten())
+        .chain(persistent::NAMES)
 }
 
 /// The kernels, compiled for and loaded on one GPU.
@@ -145,6 +151,8 @@ pub struct CudaKernels {
     persistent: [OnceLock<PersistentKernel>; 5],
     /// Most shared memory that a block can have.
     shared_limit: u32,
+    /// Multiprocessors, of a GPU that has warpgroups and the copy engine.
+    warpgroups: Option<u32>,
 }
 
 // SAFETY: the fields are handles of the driver, which any thread may use; what changes after `load` is behind a lock.
@@ -176,6 +184,7 @@ impl CudaKernels {
             linear: Default::default(),
             persistent: Default::default(),
             shared_limit: shared_limit()?,
+            warpgroups: warpgroups()?,
         };
         for source in SOURCES {
             let module = load_module(source.ptx, source.kernels[0].name())?;
@@ -270,6 +279,15 @@ fn shared_limit() -> Result<u32, KernelError> {
     attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN).map(|bytes| bytes as u32)
 }
 
+/// Multiprocessors of the current context's device, if it is of compute capability 9.0: later ones have no such instructions.
+fn warpgroups() -> Result<Option<u32>, KernelError> {
+    let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    // CAST: a number of multiprocessors.
+    Ok(((major, minor) == (9, 0)).then_some(multiprocessors as u32))
+}
+
 /// What the driver says of the current context's device.
 fn attribute(attribute: CUdevice_attribute) -> Result<i32, KernelError> {
     let mut device = 0;
@@ -317,7 +335,10 @@ mod tests {
     #[test]
     fn each_source_has_its_ptx() {
         assert_eq!(stems("cuda", "cu"), stems("ptx", "ptx"));
-        assert_eq!(stems("cuda", "cu").len(), SOURCES.len() + linear::PTX.len() + 2 * persistent::PTX.len());
+        assert_eq!(
+            stems("cuda", "cu").len(),
+            SOURCES.len() + linear::PTX.len() + warpgroup::PTX.len() + 2 * persistent::PTX.len()
+        );
     }
 
     #[test]
@@ -327,6 +348,9 @@ mod tests {
             assert_eq!(entries(source.ptx), declared);
         }
         for (ptx, names) in linear::PTX.into_iter().zip(linear::NAMES) {
+            assert_eq!(entries(ptx), names.into_iter().collect());
+        }
+        for (ptx, names) in warpgroup::PTX.into_iter().zip(warpgroup::NAMES) {
             assert_eq!(entries(ptx), names.into_iter().collect());
         }
         for (ptx, name) in persistent::PTX.into_iter().zip(persistent::NAMES) {
@@ -357,7 +381,7 @@ mod tests {
         for (place, &kernel) in Kernel::ALL.iter().enumerate() {
             assert_eq!(kernel as usize, place);
         }
-        let linear = linear::NAMES.len() * linear::NAMES[0].len();
+        let linear = linear::NAMES.as_flattened().len() + warpgroup::NAMES.as_flattened().len();
         assert_eq!(kernel_names().collect::<BTreeSet<_>>().len(), Kernel::ALL.len() + linear + persistent::NAMES.len());
     }
 

@@ -31,9 +31,9 @@ impl PhaseKind {
             (Product::Forward, Tile::Thin32) => Some(Self::ForwardThin32),
             (Product::Input, Tile::Thin16) => Some(Self::InputThin16),
             (Product::Input, Tile::Thin32) => Some(Self::InputThin32),
-            (Product::Gradient, Tile::Fine) => Some(Self::GradientFine),
-            (Product::Gradient, Tile::Flat) => Some(Self::GradientFlat),
-            (Product::Gradient, Tile::Slim) => Some(Self::GradientSlim),
+            (Product::Gradient | Product::Update, Tile::Fine) => Some(Self::GradientFine),
+            (Product::Gradient | Product::Update, Tile::Flat) => Some(Self::GradientFlat),
+            (Product::Gradient | Product::Update, Tile::Slim) => Some(Self::GradientSlim),
             _ => None,
         }
     }

@@ -18,14 +18,16 @@ pub enum Product {
     Forward,
     /// [`LinearBackwardInput`](crate::LinearBackwardInput): m = rows, n = inputs, k = outputs.
     Input,
-    /// [`LinearWeightGradient`](crate::LinearWeightGradient) and [`LinearUpdate`](crate::LinearUpdate): m = outputs,
-    /// n = inputs, k = rows.
+    /// [`LinearWeightGradient`](crate::LinearWeightGradient), and [`LinearUpdate`](crate::LinearUpdate) with master weights:
+    /// m = outputs, n = inputs, k = rows.
     Gradient,
+    /// [`LinearUpdate`](crate::LinearUpdate) of the weights alone: the same, and it reads and writes the weights once.
+    Update,
 }
 
 impl Product {
     /// Every product.
-    pub const ALL: [Product; 3] = [Product::Forward, Product::Input, Product::Gradient];
+    pub const ALL: [Product; 4] = [Product::Forward, Product::Input, Product::Gradient, Product::Update];
 
     /// Part of kernel names.
     #[must_use]
@@ -34,20 +36,33 @@ impl Product {
             Product::Forward => "forward",
             Product::Input => "input",
             Product::Gradient => "gradient",
+            Product::Update => "update",
         }
     }
 
-    /// The tiles that its kernels can have.
+    /// The tiles that its kernels can have on every GPU of compute capability 8.0 or newer.
     #[must_use]
     pub const fn tiles(self) -> &'static [Tile] {
         match self {
             Product::Forward | Product::Input => &[Tile::Thin16, Tile::Thin32, Tile::Thin64, Tile::Thin128, Tile::Wide],
-            Product::Gradient => &[Tile::Fine, Tile::Flat, Tile::Slim, Tile::Wide],
+            Product::Gradient | Product::Update => &[Tile::Fine, Tile::Flat, Tile::Slim, Tile::Wide],
+        }
+    }
+
+    /// Those that they can have on compute capability 9.0 besides: of 16-bit types only.
+    #[must_use]
+    pub const fn warpgroup_tiles(self, precision: Precision) -> &'static [Tile] {
+        match (precision.element(), self) {
+            (Element::F32, _) => &[],
+            (_, Product::Forward | Product::Input) => &[Tile::Warpgroup, Tile::WarpgroupThin],
+            (_, Product::Gradient) => &[Tile::Warpgroup],
+            (_, Product::Update) => &[Tile::Warpgroup, Tile::Streamed],
         }
     }
 }
 
-/// The part of C that one block computes, and how its eight warps divide it; see `cuda/linear_entry.cuh`.
+/// The part of C that one block computes, and how its warps divide it; see `cuda/linear_entry.cuh` and, for those of compute
+/// capability 9.0, `cuda/linear_hopper_entry.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tile {
     /// 32×16; eight warps share out k.
@@ -66,9 +81,15 @@ pub enum Tile {
     Flat,
     /// 16×128; two warps across, four share out k.
     Slim,
+    /// 128×128; two warpgroups, 64 rows each. Compute capability 9.0.
+    Warpgroup,
+    /// 32×64, computed transposed by one warpgroup. Compute capability 9.0.
+    WarpgroupThin,
+    /// 128×128 of weights that stream through shared memory. Compute capability 9.0, at most 64 examples.
+    Streamed,
 }
 
-/// Threads of a block, the same for all.
+/// Threads of a block; those of warpgroups have a warp more, which asks for copies.
 pub(crate) const THREADS: u32 = 256;
 
 /// Layout of a tile's kernel; the figures of `cuda/linear_entry.cuh`.
@@ -84,8 +105,19 @@ struct Layout {
 
 impl Tile {
     /// Every tile.
-    pub const ALL: [Tile; 8] =
-        [Tile::Thin16, Tile::Thin32, Tile::Thin64, Tile::Thin128, Tile::Wide, Tile::Fine, Tile::Flat, Tile::Slim];
+    pub const ALL: [Tile; 11] = [
+        Tile::Thin16,
+        Tile::Thin32,
+        Tile::Thin64,
+        Tile::Thin128,
+        Tile::Wide,
+        Tile::Fine,
+        Tile::Flat,
+        Tile::Slim,
+        Tile::Warpgroup,
+        Tile::WarpgroupThin,
+        Tile::Streamed,
+    ];
 
     /// Part of kernel names.
     #[must_use]
@@ -99,7 +131,16 @@ impl Tile {
             Tile::Fine => "fine",
             Tile::Flat => "flat",
             Tile::Slim => "slim",
+            Tile::Warpgroup => "warpgroup",
+            Tile::WarpgroupThin => "warpgroup_thin",
+            Tile::Streamed => "streamed",
         }
+    }
+
+    /// Whether it takes warpgroups and the copy engine, which compute capability 9.0 has.
+    #[must_use]
+    pub const fn needs_warpgroups(self) -> bool {
+        matches!(self, Tile::Warpgroup | Tile::WarpgroupThin | Tile::Streamed)
     }
 
     fn layout(self, element: Element) -> Layout {
@@ -113,6 +154,10 @@ impl Tile {
             Tile::Fine => (32, 64, 1, 32, 2),
             Tile::Flat => (64, 128, 1, 32, 2),
             Tile::Slim => (16, 128, 4, 16, 4),
+            Tile::Warpgroup => (128, 128, 1, 64, 3),
+            Tile::WarpgroupThin => (32, 64, 1, 64, 14),
+            // All of k at once.
+            Tile::Streamed => (128, 128, 1, 64, 1),
         };
         Layout { rows, cols, slices, depth: slices * warp_depth, stages }
     }
@@ -159,6 +204,16 @@ pub(crate) struct Plan {
     pub(crate) workspace_bytes: u64,
     /// Counters of blocks that are done, u32 each.
     pub(crate) tickets: u64,
+    /// What to do on a GPU without warpgroups, where this takes them. Workspace and tickets suffice for it, too.
+    pub(crate) otherwise: Option<Choice>,
+}
+
+/// What was measured as fastest for a shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Best {
+    choice: Choice,
+    /// Without warpgroups, if the choice takes them.
+    otherwise: Option<Choice>,
 }
 
 impl Plan {
@@ -172,16 +227,36 @@ impl Plan {
         }
         let key = (product, precision, m, n, k);
         let mixed = (product as u32) ^ m.rotate_left(3) ^ n.rotate_left(11) ^ k.rotate_left(20);
-        // CAST: five bits of a product, which depend on all of the key but the precision.
+        // CAST: six bits of a product, which depend on all of the key but the precision.
         let slot = (mixed.wrapping_mul(0x9e37_79b1) >> 26) as usize % SLOTS;
         KNOWN.with_borrow_mut(|known| match known[slot] {
             Some((found, plan)) if found == key => plan,
             _ => {
-                let plan = Self::with(product, precision, [m, n, k], nearest(product, precision, m, n, k));
+                let plan = Self::best(product, precision, [m, n, k], nearest(product, precision, [m, n, k]));
                 known[slot] = Some((key, plan));
                 plan
             }
         })
+    }
+
+    fn best(product: Product, precision: Precision, shape: [u32; 3], best: Best) -> Self {
+        let plan = Self::with(product, precision, shape, best.choice);
+        let Some(otherwise) = best.otherwise else { return plan };
+        let other = Self::with(product, precision, shape, otherwise);
+        Self {
+            otherwise: Some(otherwise),
+            workspace_bytes: plan.workspace_bytes.max(other.workspace_bytes),
+            tickets: plan.tickets.max(other.tickets),
+            ..plan
+        }
+    }
+
+    /// The same product on any GPU.
+    pub(crate) fn portable(&self, shape: [u32; 3]) -> Self {
+        match self.otherwise {
+            None => *self,
+            Some(choice) => Self::with(self.product, self.precision, shape, choice),
+        }
     }
 
     /// The plan that a choice makes.
@@ -192,11 +267,12 @@ impl Plan {
         // No more blocks than there are trips of the loop to share out.
         // CAST: no more than `splits`, which is a u32.
         let splits = trips.min(choice.splits.max(1).into()).max(1) as u32;
+        let splits = if choice.tile == Tile::Streamed { 1 } else { splits };
         let tiles = u64::from(m).div_ceil(layout.rows) * u64::from(n).div_ceil(layout.cols);
         let (a_contiguous, b_contiguous) = match product {
             Product::Forward => (true, true),
             Product::Input => (true, false),
-            Product::Gradient => (false, false),
+            Product::Gradient | Product::Update => (false, false),
         };
         let strip = |lines: u64, contiguous: bool| {
             let padding = if precision == Precision::Tf32 && !contiguous { 32 } else { 16 };
@@ -205,6 +281,13 @@ impl Plan {
         };
         let stages = layout.stages * (strip(layout.rows, a_contiguous) + strip(layout.cols, b_contiguous));
         let sums = layout.slices * layout.rows * (layout.cols + 8) * 4;
+        // Swizzled tiles have no padding; two barriers for each stage, and the tiles begin on 1,024 bytes.
+        let warpgroup = layout.stages * ((layout.rows + layout.cols) * layout.depth * 2 + 16) + 1024;
+        let shared_bytes = match choice.tile {
+            Tile::Warpgroup | Tile::WarpgroupThin => warpgroup,
+            Tile::Streamed => STREAMED_ROOM + 4 * 16 + 1024,
+            _ => stages.max(sums),
+        };
         let shared = splits > 1;
         let split_bytes = (layout.rows * layout.cols + layout.rows) * 4;
         Self {
@@ -213,11 +296,21 @@ impl Plan {
             tile: choice.tile,
             blocks: tiles.saturating_mul(splits.into()),
             // CAST: below 228 KiB for every layout; a test adds them up.
-            shared_bytes: stages.max(sums) as u32,
+            shared_bytes: shared_bytes as u32,
             iterations: trips.div_ceil(splits.into()),
             splits,
             workspace_bytes: if shared { tiles.saturating_mul(splits.into()).saturating_mul(split_bytes) } else { 0 },
             tickets: if shared { tiles } else { 0 },
+            otherwise: None,
+        }
+    }
+
+    /// Threads of a block.
+    pub(crate) fn threads(&self) -> u32 {
+        match self.tile {
+            Tile::WarpgroupThin => 128 + 32,
+            Tile::Warpgroup | Tile::Streamed => 256 + 32,
+            _ => THREADS,
         }
     }
 
@@ -227,15 +320,20 @@ impl Plan {
         /// More blocks than this gain nothing from sharing out k.
         const MANY_BLOCKS: u64 = 600;
         let mut out = Vec::new();
-        for &tile in product.tiles() {
+        for &tile in product.tiles().iter().chain(product.warpgroup_tiles(precision)) {
             let layout = tile.layout(precision.element());
             let tiles = u64::from(m).div_ceil(layout.rows) * u64::from(n).div_ceil(layout.cols);
-            if tile == Tile::Wide && m.min(n) < 64 && product != Product::Gradient {
+            let square = matches!(tile, Tile::Wide | Tile::Warpgroup);
+            if square && m.min(n) < 64 && matches!(product, Product::Forward | Product::Input) {
+                continue;
+            }
+            if tile == Tile::Streamed && !streams([m, n, k]) {
                 continue;
             }
             for splits in [1, 2, 4, 8, 16, 18, 32, 37, 64, 128] {
                 let trips = u64::from(k).div_ceil(layout.depth);
-                if splits == 1 || (u64::from(splits) <= trips && tiles * u64::from(splits) <= MANY_BLOCKS) {
+                let worth = u64::from(splits) <= trips && tiles * u64::from(splits) <= MANY_BLOCKS;
+                if splits == 1 || (worth && tile != Tile::Streamed) {
                     out.push(Choice { tile, splits });
                 }
             }
@@ -244,15 +342,31 @@ impl Plan {
     }
 }
 
+/// Shared memory of a streamed update's stages: three with 64 examples, four with 32.
+const STREAMED_ROOM: u64 = 3 * 65_536;
+
+/// Whether an update of this shape can stream: its examples fit into one stage, and its rows end on 16 bytes, because the
+/// copy engine does not stop between.
+pub(crate) fn streams([_, n, k]: [u32; 3]) -> bool {
+    k <= 64 && n.is_multiple_of(8)
+}
+
 /// A line of a table: the fastest choice for one shape.
+#[derive(Clone, Copy)]
 struct Measured {
     /// Logarithms of m, n and k.
     at: [f32; 3],
     choice: Choice,
 }
 
-/// The tables by product and kind of precision: f32, tf32, halves.
-type Tables = [[Vec<Measured>; 3]; 3];
+/// Tables by product and kind of precision: f32, tf32, halves.
+#[derive(Default)]
+struct Tables {
+    /// Every shape that was measured, for any GPU. That of updates is that of gradients.
+    portable: [[Vec<Measured>; 3]; 4],
+    /// Shapes for which warpgroups are faster.
+    warpgroup: [[Vec<Measured>; 3]; 4],
+}
 
 const H200: &str = include_str!("plan/h200.csv");
 
@@ -285,18 +399,34 @@ fn tables() -> &'static Tables {
         let mut tables = Tables::default();
         // The first line names the columns; a test parses all others.
         for (product, kind, measured) in H200.lines().filter_map(parse) {
-            tables[product as usize][kind].push(measured);
+            let warpgroup = measured.choice.tile.needs_warpgroups();
+            let table = if warpgroup { &mut tables.warpgroup } else { &mut tables.portable };
+            table[product as usize][kind].push(measured);
+            // An update can do what a gradient does, and comes after it.
+            if product == Product::Gradient {
+                table[Product::Update as usize][kind].push(measured);
+            }
         }
         tables
     })
 }
 
-fn nearest(product: Product, precision: Precision, m: u32, n: u32, k: u32) -> Choice {
-    let shape = logarithms([m, n, k]);
-    let distance = |measured: &Measured| measured.at.iter().zip(shape).map(|(a, b)| (a - b).abs()).sum::<f32>();
-    let table = &tables()[product as usize][kind(precision)];
+fn nearest(product: Product, precision: Precision, shape: [u32; 3]) -> Best {
+    let at = logarithms(shape);
+    let distance = |measured: &Measured| measured.at.iter().zip(at).map(|(a, b)| (a - b).abs()).sum::<f32>();
+    let table = &tables().portable[product as usize][kind(precision)];
     let best = table.iter().min_by(|a, b| distance(a).total_cmp(&distance(b)));
-    best.map_or(Choice { tile: product.tiles()[1], splits: 1 }, |measured| measured.choice)
+    let Some(portable) = best else {
+        return Best { choice: Choice { tile: product.tiles()[1], splits: 1 }, otherwise: None };
+    };
+    // The last, so that an update's own line is taken before that of the gradient.
+    let fits = |tile: Tile| tile != Tile::Streamed || streams(shape);
+    let table = &tables().warpgroup[product as usize][kind(precision)];
+    let warpgroup = table.iter().rev().find(|measured| measured.at == portable.at && fits(measured.choice.tile));
+    match warpgroup {
+        None => Best { choice: portable.choice, otherwise: None },
+        Some(faster) => Best { choice: faster.choice, otherwise: Some(portable.choice) },
+    }
 }
 
 #[cfg(test)]
@@ -309,9 +439,11 @@ mod tests {
         assert_eq!(header, "product,precision,m,n,k,tile,splits");
         for line in lines.lines() {
             let (product, _, measured) = parse(line).unwrap_or_else(|| panic!("{line}"));
-            assert!(product.tiles().contains(&measured.choice.tile), "{line}");
+            let precision = Precision::ALL.into_iter().find(|one| line.contains(&format!(",{},", one.name()))).unwrap();
+            let tile = &measured.choice.tile;
+            assert!(product.tiles().contains(tile) || product.warpgroup_tiles(precision).contains(tile), "{line}");
         }
-        for table in tables().iter().flatten() {
+        for table in tables().portable.iter().flatten() {
             assert!(!table.is_empty());
         }
     }
@@ -323,8 +455,14 @@ mod tests {
             let [m, n, k] = [2, 3, 4].map(|field| fields[field].parse::<u32>().unwrap());
             let product = Product::ALL.into_iter().find(|one| one.name() == fields[0]).unwrap();
             let precision = Precision::ALL.into_iter().find(|one| one.name() == fields[1]).unwrap();
-            assert_eq!(nearest(product, precision, m, n, k), parse(line).unwrap().2.choice, "{line}");
-            assert_eq!(Plan::of(product, precision, m, n, k).tile, parse(line).unwrap().2.choice.tile);
+            let listed = parse(line).unwrap().2.choice;
+            let best = nearest(product, precision, [m, n, k]);
+            assert!([Some(best.choice), best.otherwise].contains(&Some(listed)), "{line}");
+            let plan = Plan::of(product, precision, m, n, k);
+            assert_eq!(plan.tile, best.choice.tile);
+            let portable = plan.portable([m, n, k]);
+            assert!(!portable.tile.needs_warpgroups());
+            assert!(plan.workspace_bytes >= portable.workspace_bytes && plan.tickets >= portable.tickets);
         }
     }
 
@@ -332,9 +470,10 @@ mod tests {
     fn shared_memory_fits_a_multiprocessor_of_compute_capability_8() {
         for precision in Precision::ALL {
             for product in Product::ALL {
-                for &tile in product.tiles() {
+                for &tile in product.tiles().iter().chain(product.warpgroup_tiles(precision)) {
                     let plan = Plan::with(product, precision, [64, 64, 64], Choice { tile, splits: 1 });
-                    let most = if tile == Tile::Thin128 { 227 << 10 } else { 163 << 10 };
+                    let large = tile == Tile::Thin128 || tile.needs_warpgroups();
+                    let most = if large { 227 << 10 } else { 163 << 10 };
                     assert!(plan.shared_bytes <= most, "{product:?} {precision:?} {tile:?}: {}", plan.shared_bytes);
                 }
             }

@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use cudarc::driver::result;
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUstream};
 
+use super::warpgroup::{self, WarpgroupKernels};
 use super::{CudaKernels, argument, driver_error, load_function, load_module};
 use crate::error::KernelError;
 use crate::ops::grid;
@@ -49,8 +50,10 @@ pub(super) const PTX: [&str; 5] = ptx!("f32", "tf32", "bf16", "f16", "f16acc");
 
 /// The kernels of one precision, loaded.
 pub(super) struct LinearKernels {
-    pub(super) module: CUmodule,
+    module: CUmodule,
     functions: [CUfunction; KERNELS],
+    /// On a GPU that has warpgroups.
+    warpgroup: Option<WarpgroupKernels>,
 }
 
 /// What a kernel is given; the struct of the same name in `cuda/linear.cuh`.
@@ -113,7 +116,7 @@ impl Plan {
         let first = match self.product {
             Product::Forward => 0,
             Product::Input => 5,
-            Product::Gradient => 10,
+            Product::Gradient | Product::Update => 10,
         };
         let within = self.product.tiles().iter().position(|tile| *tile == self.tile);
         first + within.expect("a plan has one of its product's tiles")
@@ -121,6 +124,9 @@ impl Plan {
 
     /// Name of the kernel.
     pub(crate) fn kernel(&self) -> &'static str {
+        if self.tile.needs_warpgroups() {
+            return warpgroup::name(self.product, self.precision, self.tile);
+        }
         NAMES[self.precision as usize][self.place()]
     }
 }
@@ -136,6 +142,12 @@ impl CudaKernels {
         self.linear(precision).map(|_| ())
     }
 
+    /// Whether launches with such a tile take it; where it is false, they take another that the GPU has.
+    #[must_use]
+    pub fn has(&self, tile: Tile) -> bool {
+        self.warpgroups.is_some() || !tile.needs_warpgroups()
+    }
+
     fn linear(&self, precision: Precision) -> Result<&LinearKernels, KernelError> {
         let slot = &self.linear[precision as usize];
         if let Some(loaded) = slot.get() {
@@ -149,8 +161,11 @@ impl CudaKernels {
             Ok(())
         });
         let loaded = filled.and_then(|()| {
-            let loaded = LinearKernels { module, functions };
+            let mut loaded = LinearKernels { module, functions, warpgroup: None };
             loaded.allow_shared_memory(precision, self.shared_limit)?;
+            if let Some(multiprocessors) = self.warpgroups {
+                loaded.warpgroup = WarpgroupKernels::load(precision, multiprocessors)?;
+            }
             Ok(loaded)
         });
         match loaded {
@@ -177,15 +192,26 @@ impl CudaKernels {
         stream: CUstream,
         arguments: &LinearArguments,
     ) -> Result<(), KernelError> {
-        // Where the planned tile does not fit a multiprocessor, a smaller one does the work alone.
+        let kernels = self.linear(plan.precision)?;
+        let shape = [arguments.m, arguments.n, arguments.k];
+        let has_warpgroups = kernels.warpgroup.is_some();
+        let plan = if has_warpgroups { *plan } else { plan.portable(shape) };
+        // Where the planned tile does not fit a multiprocessor, or is not there, a smaller one does the work alone.
         let smaller = || {
-            let tile = if plan.product == Product::Gradient { Tile::Fine } else { Tile::Thin16 };
-            let shape = [arguments.m, arguments.n, arguments.k];
+            let gradient = matches!(plan.product, Product::Gradient | Product::Update);
+            let tile = if gradient { Tile::Fine } else { Tile::Thin16 };
             Plan::with(plan.product, plan.precision, shape, Choice { tile, splits: 1 })
         };
-        let plan = if plan.shared_bytes <= self.shared_limit { *plan } else { smaller() };
+        let is_there = has_warpgroups || !plan.tile.needs_warpgroups();
+        let streams = plan.tile != Tile::Streamed || crate::plan::streams(shape);
+        let fits = plan.shared_bytes <= self.shared_limit;
+        let plan = if is_there && streams && fits { plan } else { smaller() };
         let arguments = LinearArguments { splits: plan.splits, ..*arguments };
-        let function = self.linear(plan.precision)?.functions[plan.place()];
+        if let (true, Some(warpgroup)) = (plan.tile.needs_warpgroups(), &kernels.warpgroup) {
+            // SAFETY: the caller vouches for the addresses, and the plan's tile is one of these.
+            return unsafe { warpgroup.launch(&plan, stream, &arguments) };
+        }
+        let function = kernels.functions[plan.place()];
         let blocks = grid(plan.kernel(), plan.blocks)?;
         let mut parameters: [*mut c_void; 1] = [argument(&arguments)];
         // SAFETY: the function is loaded as long as `self` lives and takes this struct; the caller vouches for the rest.
@@ -214,6 +240,9 @@ impl LinearKernels {
     }
 
     pub(super) fn unload(&self) {
+        if let Some(warpgroup) = &self.warpgroup {
+            warpgroup.unload();
+        }
         // SAFETY: loaded by `linear`; whoever calls this drops `self`. An error has nobody to go to.
         let _ = unsafe { result::module::unload(self.module) };
     }

@@ -35,6 +35,11 @@ macro_rules! linear {
                 Plan::of($product, $self.precision, $m, $n, $k)
             }
 
+            /// The plan for any GPU.
+            fn portable_plan(&$self) -> Plan {
+                $self.plan().portable([$m, $n, $k])
+            }
+
             /// Bytes of memory that the blocks of the launch need to add up their sums; zero if none share a sum.
             #[must_use]
             pub fn workspace_bytes(&self) -> u64 {

@@ -166,6 +166,6 @@ impl Operation for LinearBackwardInput {
     fn phases(&self, _: u64) -> Option<Vec<Phase>> {
         self.check().ok()?;
         let written = [self.dx, self.workspace, self.tickets];
-        Some(vec![Phase::linear(&self.plan(), self.arguments(), self.buffers(), &written)?])
+        Some(vec![Phase::linear(&self.portable_plan(), self.arguments(), self.buffers(), &written)?])
     }
 }

@@ -181,6 +181,6 @@ impl Operation for LinearForward {
     fn phases(&self, _: u64) -> Option<Vec<Phase>> {
         self.check().ok()?;
         let written = [self.y, self.workspace, self.tickets];
-        Some(vec![Phase::linear(&self.plan(), self.arguments(), self.buffers(), &written)?])
+        Some(vec![Phase::linear(&self.portable_plan(), self.arguments(), self.buffers(), &written)?])
     }
 }

@@ -51,9 +51,14 @@ pub struct LinearUpdate {
     pub tickets: u64,
 }
 
-linear!(LinearUpdate, Product::Gradient, |self| (self.outputs, self.inputs, self.rows));
+linear!(LinearUpdate, self.product(), |self| (self.outputs, self.inputs, self.rows));
 
 impl LinearUpdate {
+    /// With master weights it is a gradient's product that writes more.
+    fn product(&self) -> Product {
+        if self.master.is_some() { Product::Gradient } else { Product::Update }
+    }
+
     fn arguments(&self) -> LinearArguments {
         LinearArguments {
             a: self.dy,
@@ -175,6 +180,6 @@ impl Operation for LinearUpdate {
     fn phases(&self, _: u64) -> Option<Vec<Phase>> {
         self.check().ok()?;
         let written = [self.weight, or_null(self.master), self.bias, self.workspace, self.tickets];
-        Some(vec![Phase::linear(&self.plan(), self.arguments(), self.buffers(), &written)?])
+        Some(vec![Phase::linear(&self.portable_plan(), self.arguments(), self.buffers(), &written)?])
     }
 }

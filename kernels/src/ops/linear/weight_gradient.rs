@@ -164,6 +164,6 @@ impl Operation for LinearWeightGradient {
     fn phases(&self, _: u64) -> Option<Vec<Phase>> {
         self.check().ok()?;
         let written = [self.dweight, or_null(self.dbias), self.workspace, self.tickets];
-        Some(vec![Phase::linear(&self.plan(), self.arguments(), self.buffers(), &written)?])
+        Some(vec![Phase::linear(&self.portable_plan(), self.arguments(), self.buffers(), &written)?])
     }
 }

@@ -3,7 +3,7 @@
 use cudarc::driver::sys::CUstream;
 use kernels::{
     Choice, CudaKernels, Element, HostMemory, KernelError, LinearBackwardInput, LinearForward, LinearUpdate,
-    LinearWeightGradient, Operation, Precision, Product, Work,
+    LinearWeightGradient, Operation, Precision, Product, Tile, Work,
 };
 
 use super::{Data, area, case, input, input_rows, rounded, stored_tolerance, sum_tolerance, within, within_rows};
@@ -125,7 +125,10 @@ macro_rules! layer {
             }
 
             fn name_with(&self, choice: Choice) -> String {
-                format!("linear_{}_{}_{}", $product.name(), self.precision.name(), choice.tile.name())
+                // An update has a kernel of its own only where it streams.
+                let own = $product != Product::Update || choice.tile == Tile::Streamed;
+                let product = if own { $product } else { Product::Gradient };
+                format!("linear_{}_{}_{}", product.name(), self.precision.name(), choice.tile.name())
             }
 
             unsafe fn launch_with(
@@ -144,7 +147,7 @@ macro_rules! layer {
 layer!(LinearForward, Product::Forward);
 layer!(LinearBackwardInput, Product::Input);
 layer!(LinearWeightGradient, Product::Gradient);
-layer!(LinearUpdate, Product::Gradient);
+layer!(LinearUpdate, Product::Update);
 
 /// A launch with a kernel of a test's choice. The host computes all of them alike.
 #[derive(Clone, Debug)]
@@ -200,8 +203,9 @@ fn finish<O: Layer + 'static>(
 }
 
 /// Every tile that a product can have, alone and with blocks that share its sums, as far as there are any to share.
-pub(crate) fn choices(product: Product) -> Vec<Choice> {
-    product.tiles().iter().flat_map(|&tile| [1, 3].map(|splits| Choice { tile, splits })).collect()
+pub(crate) fn choices(product: Product, precision: Precision) -> Vec<Choice> {
+    let tiles = product.tiles().iter().chain(product.warpgroup_tiles(precision));
+    tiles.flat_map(|&tile| [1, 3].map(|splits| Choice { tile, splits })).collect()
 }
 
 /// Workspace and tickets of an operation.

@@ -9,7 +9,7 @@ mod outputs;
 use std::sync::OnceLock;
 
 use bytemuck::Pod;
-use kernels::{Element, GemmAlgorithm, GemmLayout, Operation, Precision, Product};
+use kernels::{Choice, Element, GemmAlgorithm, GemmLayout, Operation, Precision, Product, Tile};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -248,6 +248,9 @@ fn losses() -> Vec<Case> {
     cases
 }
 
+/// Shapes of updates that stream: with 32 steps of k in a stage and with 64, tiles that are full and tiles that are not.
+const STREAMED: [[u32; 3]; 2] = [[29, 264, 130], [61, 136, 300]];
+
 /// The linear layers' launches: shapes with their planned kernels, and every kernel on one shape.
 fn layers() -> Vec<Case> {
     let mut cases = Vec::new();
@@ -263,15 +266,20 @@ fn layers() -> Vec<Case> {
             }
         }
         for variant in 0..2 {
-            for choice in choices(Product::Forward).into_iter().map(Some) {
+            for choice in choices(Product::Forward, precision).into_iter().map(Some) {
                 cases.push(forward(precision, UNEVEN, variant, choice));
             }
-            for choice in choices(Product::Input).into_iter().map(Some) {
+            for choice in choices(Product::Input, precision).into_iter().map(Some) {
                 cases.push(backward_input(precision, UNEVEN, variant, choice));
             }
-            for choice in choices(Product::Gradient).into_iter().map(Some) {
+            for choice in choices(Product::Gradient, precision).into_iter().map(Some) {
                 cases.push(weight_gradient(precision, UNEVEN, variant, choice));
                 cases.push(update(precision, UNEVEN, variant, choice));
+            }
+            // Without master weights, and with rows that end on 16 bytes.
+            let streamed = Choice { tile: Tile::Streamed, splits: 1 };
+            if variant == 0 && Product::Update.warpgroup_tiles(precision).contains(&streamed.tile) {
+                cases.extend(STREAMED.map(|shape| update(precision, shape, variant, Some(streamed))));
             }
         }
     }

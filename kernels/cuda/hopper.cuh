@@ -1,0 +1,153 @@
+// What compute capability 9.0 has for products: barriers in shared memory that count bytes, the engine that copies tiles
+// of a matrix, and products of a warpgroup (four warps) whose operands lie in shared memory. The last need the target sm_90a.
+//
+// PTX ISA: "mbarrier", "cp.async.bulk.tensor", "Asynchronous Warpgroup Level Matrix Instructions".
+#pragma once
+
+#include "tensor.cuh"
+
+// A matrix as the copy engine sees it; the driver fills it in (cuTensorMapEncodeTiled).
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+// ---- barriers ----
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Barriers initialised before are there for the copy engine, too.
+__device__ __forceinline__ void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives, and has the barrier wait for that many bytes besides.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Waits for the end of the phase of this parity.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n\t"
+        ".reg .pred done;\n\t"
+        "again:\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+        "@done bra out;\n\t"
+        "bra again;\n\t"
+        "out:\n\t"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+// Meets the other threads of `threads` that come here with the same number, which is not 0.
+__device__ __forceinline__ void meet(u32 number, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// ---- the copy engine ----
+
+// Copies the map's box at (x, y) to shared memory; the barrier counts its bytes. What lies outside of the matrix arrives as
+// zeros, and counts as well.
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 x, u32 y, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+                 "l"(&map), "r"(x), "r"(y), "r"(barrier)
+                 : "memory");
+}
+// Copies the map's box from shared memory to (x, y). What lies outside of the matrix is not written.
+__device__ __forceinline__ void store_tile(const TensorMap& map, u32 x, u32 y, u32 from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(x), "r"(y), "r"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last GROUPS of this thread's groups have been read from shared memory.
+template <u32 GROUPS>
+__device__ __forceinline__ void wait_until_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(GROUPS) : "memory");
+}
+// What this thread has written to shared memory is there for the copy engine and the tensor cores.
+__device__ __forceinline__ void show_to_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// ---- tiles in shared memory ----
+
+// The engine lays rows of 128 bytes below each other, and exchanges their 16-byte pieces so that neither reading along nor
+// across meets a bank twice: piece c of row r lies at c ^ (r % 8). A tile begins on 1,024 bytes.
+enum : u32 { SWIZZLED_ROW = 128, SWIZZLED_ROWS = 8 * SWIZZLED_ROW };
+
+__device__ __forceinline__ u32 swizzled(u32 row, u32 byte) { return row * SWIZZLED_ROW + (byte ^ (row % 8 * 16)); }
+
+// An operand of a product. With k along the rows, `stride` is from 8 lines to the next 8. With lines along the rows,
+// `stride` is from 8 steps of k to the next 8, and `leading` from 64 lines to the next 64.
+__device__ __forceinline__ u64 operand_at(u32 address, u32 leading, u32 stride) {
+    return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(leading >> 4) << 16 |
+           static_cast<u64>(stride >> 4) << 32 | static_cast<u64>(1) << 62;
+}
+
+// ---- products ----
+
+// Before the first product of a batch: registers written before are there.
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <u32 BATCHES>
+__device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(BATCHES) : "memory");
+}
+
+// Sums of a warpgroup's 64 x N patch: warp w of the four has rows 16w to 16w+15, in the layout of mma.m16n8 for each eight
+// columns. `multiply` adds 16 steps of k; LINES_A and LINES_B say that an operand has its lines along the rows.
+template <class T, u32 N>
+struct SumsF32 {
+    float sums[N / 2];
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (u32 i = 0; i < N / 2; ++i) sums[i] = 0.0f;
+    }
+    // The two neighbours of eight columns `piece`, of row lane / 4 or the one 8 below.
+    __device__ __forceinline__ float2 pair(u32 piece, u32 below) const {
+        return make_float2(sums[4 * piece + 2 * below], sums[4 * piece + 2 * below + 1]);
+    }
+};
+template <class T, u32 N>
+struct SumsF16 {
+    u32 sums[N / 4];
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (u32 i = 0; i < N / 4; ++i) sums[i] = 0;
+    }
+    __device__ __forceinline__ float2 pair(u32 piece, u32 below) const {
+        const u32 both = sums[2 * piece + below];
+        return make_float2(load_float(f16{static_cast<u16>(both)}), load_float(f16{static_cast<u16>(both >> 16)}));
+    }
+};
+
+#define SUMS_4(kind, c, i) kind(c[i]), kind(c[i + 1]), kind(c[i + 2]), kind(c[i + 3])
+#define SUMS_8(kind, c, i) SUMS_4(kind, c, i), SUMS_4(kind, c, i + 4)
+#define SUMS_16(kind, c, i) SUMS_8(kind, c, i), SUMS_8(kind, c, i + 8)
+#define SUMS_32(kind, c, i) SUMS_16(kind, c, i), SUMS_16(kind, c, i + 16)
+#define SUMS_64(kind, c, i) SUMS_32(kind, c, i), SUMS_32(kind, c, i + 32)
+#define NAMES_8 "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, adds, 1, 1, %10, %11;"
+#define NAMES_16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, adds, 1, 1, %18, %19;"
+#define NAMES_32                                                                                                      \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+    "%24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, adds, 1, 1, %34, %35;"
+#define NAMES_64                                                                                                      \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+    "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "  \
+    "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, adds, 1, 1, "  \
+    "%66, %67;"
+#define MULTIPLY(sums_type, T, N, types, count, kind)                                                              \
+    template <bool LINES_A, bool LINES_B>                                                                          \
+    __device__ __forceinline__ void multiply(sums_type<T, N>& c, u64 a, u64 b) {                                   \
+        asm volatile("{\n\t.reg .pred adds;\n\tsetp.eq.u32 adds, 0, 0;\n\t"                                        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16." types " " NAMES_##count "\n\t}"               \
+                     : SUMS_##count(kind, c.sums, 0)                                                               \
+                     : "l"(a), "l"(b), "n"(static_cast<int>(LINES_A)), "n"(static_cast<int>(LINES_B)));            \
+    }
+MULTIPLY(SumsF32, f16, 32, "f32.f16.f16", 16, "+f")
+MULTIPLY(SumsF32, f16, 128, "f32.f16.f16", 64, "+f")
+MULTIPLY(SumsF32, bf16, 32, "f32.bf16.bf16", 16, "+f")
+MULTIPLY(SumsF32, bf16, 128, "f32.bf16.bf16", 64, "+f")
+MULTIPLY(SumsF16, f16, 32, "f16.f16.f16", 8, "+r")
+MULTIPLY(SumsF16, f16, 128, "f16.f16.f16", 32, "+r")

@@ -1,0 +1,329 @@
+// The products of linear.cuh in 16-bit types on compute capability 9.0: the copy engine fetches tiles, several stages
+// ahead, and warpgroups multiply them where they lie.
+//
+//   WarpgroupTile   128 x 128 for many examples; and for few of them 64 outputs (or inputs) x 32 examples, computed transposed,
+//                   so that the long side of a warpgroup's product, which has 64 rows, runs along the weights
+//   StreamedUpdate  an update by few examples, where all that takes time is to read and to write the weights: blocks that stay
+//                   fetch the next tiles of weights while they step one
+//
+// One warp asks for copies; one or two warpgroups multiply. Two barriers for each stage say that it is full, and that it is free.
+#pragma once
+
+#include "hopper.cuh"
+#include "tile_sums.cuh"
+
+// A product's operand, tile by tile. LINES_FIRST: lines lie along the rows of the matrix, else k does.
+template <u32 LINES, bool LINES_FIRST>
+struct TiledOperand {
+    enum : u32 {
+        // Steps of k in a stage: a row of 128 bytes.
+        DEPTH = 64,
+        // A box: 64 steps of k of all lines; or 64 lines, of which there are several.
+        BOXES = LINES_FIRST ? LINES / 64 : 1,
+        BOX_BYTES = (LINES_FIRST ? 64 : LINES) * SWIZZLED_ROW,
+        BYTES = LINES * DEPTH * 2,
+        // For 16 steps of k further.
+        STEP_BYTES = LINES_FIRST ? 2 * SWIZZLED_ROWS : 32,
+        // For 64 lines further.
+        LINES_BYTES = LINES_FIRST ? BOX_BYTES : 64 * SWIZZLED_ROW,
+    };
+    static_assert(!LINES_FIRST || LINES % 64 == 0, "boxes of 64 lines");
+
+    static __device__ __forceinline__ void load(u32 to, const TensorMap& map, u32 line, u32 k, u32 barrier) {
+#pragma unroll
+        for (u32 box = 0; box < BOXES; ++box) {
+            copy_tile(to + box * BOX_BYTES, map, LINES_FIRST ? line + 64 * box : k, LINES_FIRST ? k : line, barrier);
+        }
+    }
+    static __device__ __forceinline__ u64 at(u32 address) { return operand_at(address, BOX_BYTES, SWIZZLED_ROWS); }
+};
+
+// Which stage of a ring is next, and the parity of its phase.
+template <u32 STAGES>
+struct Ring {
+    u32 stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+enum : u32 { GROUP_THREADS = 4 * WARP };
+
+__device__ __forceinline__ u32 align_to_swizzle(u32 address) { return (address + SWIZZLED_ROWS - 1) & ~(SWIZZLED_ROWS - 1); }
+
+// 64 lines of one operand for each of GROUPS warpgroups, by ACROSS of the other. TRANSPOSED: the lines of the warpgroups are
+// columns of C (B's), else rows (A's).
+template <class T, template <class, u32> class SumsOf, class Epilogue, bool A_K, bool B_K, u32 GROUPS, u32 ACROSS, bool TRANSPOSED,
+          u32 STAGES>
+struct WarpgroupTile {
+    enum : u32 {
+        CONSUMERS = GROUPS * GROUP_THREADS,
+        THREADS = CONSUMERS + WARP,
+        DOWN = 64 * GROUPS,
+        BM = TRANSPOSED ? ACROSS : DOWN,
+        BN = TRANSPOSED ? DOWN : ACROSS,
+        DEPTH = 64,
+    };
+    enum : bool { LEFT_LINES = TRANSPOSED ? !B_K : !A_K, RIGHT_LINES = TRANSPOSED ? !A_K : !B_K };
+    using Left = TiledOperand<DOWN, LEFT_LINES>;
+    using Right = TiledOperand<ACROSS, RIGHT_LINES>;
+    using Product = SumsOf<T, ACROSS>;
+    // Transposed, lanes write columns: 4 more than a multiple of the banks keeps them apart.
+    using Sums = TileSums<Epilogue, BM, BN, 1, CONSUMERS, BN + (TRANSPOSED ? 4 : 8)>;
+    enum : u32 {
+        STAGE_BYTES = Left::BYTES + Right::BYTES,
+        BARRIERS = STAGES * STAGE_BYTES,
+        SHARED_BYTES = BARRIERS + 2 * 8 * STAGES + SWIZZLED_ROWS,
+    };
+    static_assert(Sums::SUM_BYTES <= BARRIERS, "sums take the place of the stages");
+    static_assert(STAGE_BYTES % SWIZZLED_ROWS == 0, "tiles begin on 1,024 bytes");
+
+    static __device__ __forceinline__ void run(const LinearArguments& p, const TensorMap& a_map, const TensorMap& b_map,
+                                               unsigned char* dynamic) {
+        const u32 base = align_to_swizzle(shared_address(dynamic));
+        unsigned char* shared = dynamic + (base - shared_address(dynamic));
+        const u32 thread = threadIdx.x;
+        const u32 warp = thread / WARP;
+        const u32 full = base + BARRIERS;
+        const u32 free = full + 8 * STAGES;
+        if (thread == 0) {
+            for (u32 stage = 0; stage < STAGES; ++stage) {
+                barrier_init(full + 8 * stage, 1);
+                barrier_init(free + 8 * stage, CONSUMERS / WARP);
+            }
+            barriers_are_ready();
+        }
+        __syncthreads();
+
+        const u32 tiles_down = (p.m + BM - 1) / BM;
+        const u32 all_tiles = tiles_down * ((p.n + BN - 1) / BN);
+        const u32 tile = blockIdx.x % all_tiles;
+        const u32 split = blockIdx.x / all_tiles;
+        const u32 first_row = tile % tiles_down * BM;
+        const u32 first_col = tile / tiles_down * BN;
+        const u32 trips_in_all = (p.k + DEPTH - 1) / DEPTH;
+        const u32 trips_each = (trips_in_all + p.splits - 1) / p.splits;
+        const u32 first_trip = min(split * trips_each, trips_in_all);
+        const u32 trips = min(trips_each, trips_in_all - first_trip);
+        Ring<STAGES> ring;
+
+        if (warp == CONSUMERS / WARP) {
+            if (thread % WARP == 0) {
+                const TensorMap& left = TRANSPOSED ? b_map : a_map;
+                const TensorMap& right = TRANSPOSED ? a_map : b_map;
+                const u32 left_line = TRANSPOSED ? first_col : first_row;
+                const u32 right_line = TRANSPOSED ? first_row : first_col;
+                for (u32 trip = 0; trip < trips; ++trip) {
+                    if (trip >= STAGES) barrier_wait(free + 8 * ring.stage, ring.parity ^ 1);
+                    const u32 stage = base + ring.stage * STAGE_BYTES;
+                    const u32 barrier = full + 8 * ring.stage;
+                    barrier_expect(barrier, STAGE_BYTES);
+                    Left::load(stage, left, left_line, (first_trip + trip) * DEPTH, barrier);
+                    Right::load(stage + Left::BYTES, right, right_line, (first_trip + trip) * DEPTH, barrier);
+                    ring.advance();
+                }
+            }
+            return;
+        }
+
+        const u32 group = warp / 4;
+        Product product;
+        product.clear();
+        float row_sum = 0.0f;
+        const bool sums_rows = Epilogue::SUMS_ROWS && p.bias != nullptr && first_col == 0 && thread < BM;
+        u32 before = 0;
+        for (u32 trip = 0; trip < trips; ++trip) {
+            barrier_wait(full + 8 * ring.stage, ring.parity);
+            const u32 stage = base + ring.stage * STAGE_BYTES;
+            products_begin();
+#pragma unroll
+            for (u32 k = 0; k < DEPTH / 16; ++k) {
+                multiply<LEFT_LINES, RIGHT_LINES>(product, Left::at(stage + group * Left::LINES_BYTES + k * Left::STEP_BYTES),
+                                                  Right::at(stage + Left::BYTES + k * Right::STEP_BYTES));
+            }
+            products_commit();
+            if (Epilogue::SUMS_ROWS && sums_rows) {
+                const unsigned char* lines = shared + ring.stage * STAGE_BYTES + thread / 64 * Left::LINES_BYTES;
+#pragma unroll 8
+                for (u32 k = 0; k < DEPTH; ++k) {
+                    row_sum += load_float(*reinterpret_cast<const T*>(lines + swizzled(k, thread % 64 * 2)));
+                }
+            }
+            // The batch before is done, so its stage is free.
+            products_wait<1>();
+            if (trip > 0 && thread % WARP == 0) barrier_arrive(free + 8 * before);
+            before = ring.stage;
+            ring.advance();
+        }
+        products_wait<0>();
+        // Both warpgroups have read the last stage before sums overwrite it.
+        meet(1, CONSUMERS);
+
+        float* sums = reinterpret_cast<float*>(shared);
+        const u32 row = group * 64 + warp % 4 * 16 + thread % WARP / 4;
+        const u32 col = thread % 4 * 2;
+#pragma unroll
+        for (u32 piece = 0; piece < ACROSS / 8; ++piece) {
+#pragma unroll
+            for (u32 below = 0; below < 2; ++below) {
+                const float2 pair = product.pair(piece, below);
+                const u32 down = row + 8 * below;
+                const u32 across = 8 * piece + col;
+                if (TRANSPOSED) {
+                    sums[across * Sums::SUM_PITCH + down] = pair.x;
+                    sums[(across + 1) * Sums::SUM_PITCH + down] = pair.y;
+                } else {
+                    *reinterpret_cast<float2*>(sums + down * Sums::SUM_PITCH + across) = pair;
+                }
+            }
+        }
+        meet(1, CONSUMERS);
+        const bool whole = first_row + BM <= p.m && first_col + BN <= p.n && p.out_pitch % Epilogue::GROUP == 0;
+        Sums::finish(p, sums, tile, split, first_row, first_col, whole, sums_rows, row_sum);
+    }
+};
+
+// W -= scale * dY^T X for at most 64 examples, and the bias with it; the weights in T, without others beside them. Tiles of
+// 128 x 128 go through shared memory and back.
+template <class T, template <class, u32> class SumsOf>
+struct StreamedUpdate {
+    enum : u32 {
+        CONSUMERS = 2 * GROUP_THREADS,
+        THREADS = CONSUMERS + WARP,
+        SIDE = 128,
+        // Four boxes of 64 x 64.
+        BOX_BYTES = 64 * SWIZZLED_ROW,
+        WEIGHT_BYTES = 4 * BOX_BYTES,
+        // With 32 examples a stage is smaller, and there are four.
+        MOST_STAGES = 4,
+        ROOM = 196608,
+        SHARED_BYTES = ROOM + 2 * 8 * MOST_STAGES + SWIZZLED_ROWS,
+    };
+
+    template <u32 EXAMPLES, u32 STAGES>
+    static __device__ __forceinline__ void run(const LinearArguments& p, const TensorMap& a_map, const TensorMap& b_map,
+                                               const TensorMap& out_map, unsigned char* dynamic) {
+        enum : u32 {
+            // 64 lines of an operand.
+            LINES_BYTES = EXAMPLES * SWIZZLED_ROW,
+            OPERAND_BYTES = 2 * LINES_BYTES,
+            STAGE_BYTES = WEIGHT_BYTES + 2 * OPERAND_BYTES,
+        };
+        static_assert(STAGES * STAGE_BYTES <= ROOM, "stages fit");
+        const u32 base = align_to_swizzle(shared_address(dynamic));
+        unsigned char* shared = dynamic + (base - shared_address(dynamic));
+        const u32 thread = threadIdx.x;
+        const u32 warp = thread / WARP;
+        const u32 full = base + ROOM;
+        const u32 free = full + 8 * STAGES;
+        if (thread == 0) {
+            for (u32 stage = 0; stage < STAGES; ++stage) {
+                barrier_init(full + 8 * stage, 1);
+                barrier_init(free + 8 * stage, 2);
+            }
+            barriers_are_ready();
+        }
+        __syncthreads();
+
+        const u32 tiles_down = (p.m + SIDE - 1) / SIDE;
+        const u32 tiles_across = (p.n + SIDE - 1) / SIDE;
+        // Blocks at work at the same time have tiles beside each other: rows of memory are read from end to end.
+        const u32 all_tiles = tiles_down * tiles_across;
+        Ring<STAGES> ring;
+
+        if (warp == CONSUMERS / WARP) {
+            if (thread % WARP == 0) {
+                u32 trip = 0;
+                for (u32 tile = blockIdx.x; tile < all_tiles; tile += gridDim.x, ++trip) {
+                    const u32 row = tile / tiles_across * SIDE;
+                    const u32 col = tile % tiles_across * SIDE;
+                    if (trip >= STAGES) barrier_wait(free + 8 * ring.stage, ring.parity ^ 1);
+                    const u32 stage = base + ring.stage * STAGE_BYTES;
+                    const u32 barrier = full + 8 * ring.stage;
+                    barrier_expect(barrier, STAGE_BYTES);
+#pragma unroll
+                    for (u32 box = 0; box < 4; ++box) {
+                        copy_tile(stage + box * BOX_BYTES, out_map, col + box % 2 * 64, row + box / 2 * 64, barrier);
+                    }
+#pragma unroll
+                    for (u32 box = 0; box < 2; ++box) {
+                        const u32 at = stage + WEIGHT_BYTES + box * LINES_BYTES;
+                        copy_tile(at, a_map, row + 64 * box, 0, barrier);
+                        copy_tile(at + OPERAND_BYTES, b_map, col + 64 * box, 0, barrier);
+                    }
+                    ring.advance();
+                }
+            }
+            return;
+        }
+
+        const u32 group = warp / 4;
+        const u32 lane = thread % WARP;
+        const u32 in_group = thread % GROUP_THREADS;
+        u32 before = 0;
+        u32 trip = 0;
+        for (u32 tile = blockIdx.x; tile < all_tiles; tile += gridDim.x, ++trip) {
+            const u32 row = tile / tiles_across * SIDE + 64 * group;
+            const u32 col = tile % tiles_across * SIDE;
+            const u32 offset = ring.stage * STAGE_BYTES;
+            SumsOf<T, SIDE> product;
+            product.clear();
+            barrier_wait(full + 8 * ring.stage, ring.parity);
+            const u32 left = base + offset + WEIGHT_BYTES + group * LINES_BYTES;
+            const u32 right = base + offset + WEIGHT_BYTES + OPERAND_BYTES;
+            products_begin();
+#pragma unroll
+            for (u32 k = 0; k < EXAMPLES / 16; ++k) {
+                multiply<true, true>(product, operand_at(left + k * 2 * SWIZZLED_ROWS, LINES_BYTES, SWIZZLED_ROWS),
+                                     operand_at(right + k * 2 * SWIZZLED_ROWS, LINES_BYTES, SWIZZLED_ROWS));
+            }
+            products_commit();
+            if (p.bias != nullptr && col == 0 && in_group < 64 && row + in_group < p.m) {
+                const unsigned char* lines = shared + offset + WEIGHT_BYTES + group * LINES_BYTES;
+                float sum = 0.0f;
+#pragma unroll 8
+                for (u32 k = 0; k < EXAMPLES; ++k) {
+                    sum += load_float(*reinterpret_cast<const T*>(lines + swizzled(k, in_group * 2)));
+                }
+                p.bias[row + in_group] = __fmaf_rn(-p.scale, sum, p.bias[row + in_group]);
+            }
+            products_wait<0>();
+
+            // The two boxes of this warpgroup's 64 rows.
+            unsigned char* weights = shared + offset + 2 * group * BOX_BYTES;
+            const u32 patch_row = warp % 4 * 16 + lane / 4;
+#pragma unroll
+            for (u32 piece = 0; piece < SIDE / 8; ++piece) {
+#pragma unroll
+                for (u32 below = 0; below < 2; ++below) {
+                    const float2 slope = product.pair(piece, below);
+                    u32* at = reinterpret_cast<u32*>(weights + piece / 8 * BOX_BYTES +
+                                                     swizzled(patch_row + 8 * below, piece % 8 * 16 + lane % 4 * 4));
+                    const u32 both = *at;
+                    const float low = __fmaf_rn(-p.scale, slope.x, load_float(T{static_cast<u16>(both)}));
+                    const float high = __fmaf_rn(-p.scale, slope.y, load_float(T{static_cast<u16>(both >> 16)}));
+                    *at = Stored<T>::of(low).bits | static_cast<u32>(Stored<T>::of(high).bits) << 16;
+                }
+            }
+            show_to_engines();
+            meet(1 + group, GROUP_THREADS);
+            if (in_group == 0) {
+                const u32 from = base + offset + 2 * group * BOX_BYTES;
+                store_tile(out_map, col, row, from);
+                store_tile(out_map, col + 64, row, from + BOX_BYTES);
+                commit_stores();
+                // The tile before has left its stage, which is then free.
+                wait_until_read<1>();
+                if (trip > 0) barrier_arrive(free + 8 * before);
+            }
+            before = ring.stage;
+            ring.advance();
+        }
+        // Shared memory stays until the last tile has been read from it.
+        if (in_group == 0) wait_until_read<0>();
+    }
+};

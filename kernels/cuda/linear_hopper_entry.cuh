@@ -1,0 +1,38 @@
+// The entry points of one 16-bit type on compute capability 9.0: `LINEAR_HOPPER_KERNELS(name, type, sums)`.
+//
+//   warpgroup       128 x 128
+//   warpgroup_thin  32 examples x 64
+//   streamed        updates of 128 x 128 by up to 64 examples
+#pragma once
+
+#include "linear_hopper.cuh"
+
+extern __shared__ __align__(1024) unsigned char hopper_shared[];
+
+#define WARPGROUP_KERNEL(name, at_once, ...)                                                                        \
+    extern "C" __global__ void __launch_bounds__(__VA_ARGS__::THREADS, at_once)                                    \
+        name(const __grid_constant__ LinearArguments p, const __grid_constant__ TensorMap a,                        \
+             const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap) {                              \
+        __VA_ARGS__::run(p, a, b, hopper_shared);                                                                   \
+    }
+
+#define LINEAR_HOPPER_KERNELS(name, T, sums)                                                                        \
+    WARPGROUP_KERNEL(linear_forward_##name##_warpgroup, 2,                                                          \
+                     WarpgroupTile<T, sums, ForwardEpilogue<T>, true, true, 2, 128, false, 3>)                         \
+    WARPGROUP_KERNEL(linear_forward_##name##_warpgroup_thin, 1,                                                     \
+                     WarpgroupTile<T, sums, ForwardEpilogue<T>, true, true, 1, 32, true, 14>)                           \
+    WARPGROUP_KERNEL(linear_input_##name##_warpgroup, 2,                                                            \
+                     WarpgroupTile<T, sums, InputEpilogue<T>, true, false, 2, 128, false, 3>)                          \
+    WARPGROUP_KERNEL(linear_input_##name##_warpgroup_thin, 1,                                                       \
+                     WarpgroupTile<T, sums, InputEpilogue<T>, true, false, 1, 32, true, 14>)                            \
+    WARPGROUP_KERNEL(linear_gradient_##name##_warpgroup, 2,                                                         \
+                     WarpgroupTile<T, sums, GradientEpilogue<T>, false, false, 2, 128, false, 3>)                      \
+    extern "C" __global__ void __launch_bounds__(StreamedUpdate<T, sums>::THREADS, 1)                              \
+        linear_update_##name##_streamed(const __grid_constant__ LinearArguments p, const __grid_constant__ TensorMap a, \
+                                        const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap out) { \
+        if (p.k <= 32) {                                                                                            \
+            StreamedUpdate<T, sums>::run<32, 4>(p, a, b, out, hopper_shared);                                       \
+        } else {                                                                                                    \
+            StreamedUpdate<T, sums>::run<64, 3>(p, a, b, out, hopper_shared);                                       \
+        }                                                                                                           \
+    }
