@@ -1,6 +1,6 @@
 // Bias of a layer.
 //
-//   add_bias       y[r,c] = x[r,c] + bias[c]; one thread for each f32, or for eight halves of a row
+//   add_bias       y[r,c] = x[r,c] + bias[c]; one thread for 16 bytes of a row
 //   bias_gradient  db[c] = sum over r of dy[r,c]; a block takes 32 columns, its eight warps share out the rows, and the
 //                  eight partial sums are added in the order of the warps: no atomics, always the same bits
 #include "element.cuh"
@@ -9,7 +9,7 @@ template <typename T>
 __device__ __forceinline__ void add(const T* __restrict__ x, const float* __restrict__ bias, T* __restrict__ y,
                                     u32 rows, u32 cols, u32 pitch) {
     constexpr u32 COUNT = per_thread<T>();
-    const Share share = share_of_row<COUNT>(global_thread(), rows, cols);
+    const Share share = share_of_row<COUNT>(place_of_share(global_thread(), shares_in_row<COUNT>(cols)), rows, cols);
     if (share.valid == 0) return;
     const u64 first = share.row * pitch + share.col;
     float values[COUNT];

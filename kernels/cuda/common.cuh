@@ -19,6 +19,7 @@ enum : u32 {
 };
 
 __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(static_cast<int>(0xff800000u)); }
 
 // Index of this thread in the whole grid; 64 bits, because a buffer may have more than 2^32 elements.

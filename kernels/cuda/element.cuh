@@ -66,10 +66,10 @@ struct alignas(16) Pack {
     T at[16 / sizeof(T)];
 };
 
-// Elements that a thread of the elementwise kernels takes: one f32, or 16 bytes of halves.
+// Elements that a thread of the elementwise kernels takes at a time: 16 bytes.
 template <typename T>
 constexpr __device__ __forceinline__ u32 per_thread() {
-    return sizeof(T) == 4 ? 1 : 16 / sizeof(T);
+    return 16 / sizeof(T);
 }
 
 template <typename T>
@@ -116,6 +116,29 @@ __device__ __forceinline__ void write_elements(T* __restrict__ to, u32 valid, co
     }
 }
 
+// Share number `number` of all rows, if each has `shares`: its row, and its number there. In 32 bits wherever they
+// suffice, because a division in 64 takes several times as long.
+struct PlaceOfShare {
+    u64 row;
+    u32 number;
+};
+
+__device__ __forceinline__ PlaceOfShare place_of_share(u64 number, u32 shares) {
+    if (number <= 0xffffffffu) {
+        const u32 low = static_cast<u32>(number);
+        const u32 row = low / shares;
+        return {row, low - row * shares};
+    }
+    const u64 row = number / shares;
+    return {row, static_cast<u32>(number - row * shares)};
+}
+
+// Shares of `COUNT` neighbours in a row.
+template <u32 COUNT>
+__device__ __forceinline__ u32 shares_in_row(u32 cols) {
+    return cols / COUNT + (cols % COUNT != 0 ? 1 : 0);
+}
+
 // The elements of a thread, when each takes `COUNT` neighbours of one row of `cols`: the first of them, and how many.
 struct Share {
     u64 row;
@@ -124,13 +147,11 @@ struct Share {
 };
 
 template <u32 COUNT>
-__device__ __forceinline__ Share share_of_row(u64 thread, u64 rows, u64 cols) {
-    const u64 shares = (cols + COUNT - 1) / COUNT;
-    const u64 row = thread / shares;
-    if (row >= rows) return {0, 0, 0};
-    const u64 col = (thread - row * shares) * COUNT;
+__device__ __forceinline__ Share share_of_row(PlaceOfShare place, u32 rows, u32 cols) {
+    if (place.row >= rows) return {0, 0, 0};
+    const u64 col = static_cast<u64>(place.number) * COUNT;
     const u64 left = cols - col;
-    return {row, col, left < COUNT ? static_cast<u32>(left) : COUNT};
+    return {place.row, col, left < COUNT ? static_cast<u32>(left) : COUNT};
 }
 
 // The same for `len` elements in a row.

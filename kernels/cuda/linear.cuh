@@ -1,4 +1,4 @@
-// A linear layer's products with what comes before and after them, for five precisions. C[m,n] = op(A) * op(B):
+// A linear layer's products with what comes before and after them, for six precisions. C[m,n] = op(A) * op(B):
 //
 //   forward   Y  = X * W^T       m examples, n outputs, k inputs;    then bias, ReLU
 //   input     dX = dY * W        m examples, n inputs,  k outputs;   then zero where the layer's input was not positive

@@ -55,6 +55,6 @@ extern __shared__ __align__(16) unsigned char linear_shared[];
     LINEAR_PRODUCT(forward, name, precision, ForwardEpilogue<precision::T>, true)                            \
     LINEAR_PRODUCT(input, name, precision, InputEpilogue<precision::T>, false)                               \
     LINEAR_KERNEL(linear_gradient_##name##_fine, 2, GradientFine<precision>)                                 \
-    LINEAR_KERNEL(linear_gradient_##name##_flat, 2, GradientFlat<precision>)                                 \
+    LINEAR_KERNEL(linear_gradient_##name##_flat, precision::FLAT_AT_ONCE, GradientFlat<precision>)           \
     LINEAR_KERNEL(linear_gradient_##name##_slim, 1, GradientSlim<precision>)                                 \
     LINEAR_KERNEL(linear_gradient_##name##_wide, 1, GradientWide<precision>)

@@ -46,13 +46,22 @@ extern "C" __global__ void __launch_bounds__(WARP * ROWS_PER_BLOCK)
     if (lane == 0) losses[row] = row_loss(x, classes, labels[row], statistics);
 }
 
-enum : u32 { MEAN_THREADS = 256 };
+// Losses that a thread has asked for before it adds the first of them: one block reads as many as are on their way to it.
+enum : u32 { MEAN_THREADS = 256, MEAN_AHEAD = 32 };
 
 extern "C" __global__ void __launch_bounds__(MEAN_THREADS)
     mean_loss(const float* __restrict__ losses, float* __restrict__ out, const u32* __restrict__ cursor, u32 rows) {
     __shared__ float partial[MEAN_THREADS];
     float sum = 0.0f;
-    for (u64 row = threadIdx.x; row < rows; row += MEAN_THREADS) sum += losses[row];
+    u64 row = threadIdx.x;
+    for (; row + (MEAN_AHEAD - 1) * MEAN_THREADS < rows; row += MEAN_AHEAD * MEAN_THREADS) {
+        float some[MEAN_AHEAD];
+#pragma unroll
+        for (u32 i = 0; i < MEAN_AHEAD; ++i) some[i] = losses[row + i * MEAN_THREADS];
+#pragma unroll
+        for (u32 i = 0; i < MEAN_AHEAD; ++i) sum += some[i];
+    }
+    for (; row < rows; row += MEAN_THREADS) sum += losses[row];
     partial[threadIdx.x] = sum;
     __syncthreads();
 #pragma unroll

@@ -78,6 +78,7 @@ struct PersistentArguments {
     u32 count;
     u32 steps;
 };
+static_assert(PERSISTENT_THREADS == GATHER_THREADS, "an item is a block");
 static_assert(sizeof(Phase) == 120 && sizeof(PersistentArguments) == 3856, "as in cuda/persistent.rs");
 
 // Behind it, each block sees what all blocks wrote before it. The first block adds what is missing to 2^31, so the word's
@@ -135,9 +136,9 @@ __device__ __forceinline__ void loss_mean(const LossArguments& p) {
 }
 
 template <typename S, typename T>
-__device__ __forceinline__ void gather_item(const GatherArguments& p, u64 thread) {
-    gather_rows(thread, static_cast<const S*>(p.source), p.indices, p.cursor, static_cast<T*>(p.out), p.rows, p.cols,
-                p.pitch, p.batch, p.source_rows, p.scale, p.shift);
+__device__ __forceinline__ void gather_item(const GatherArguments& p, u32 item) {
+    gather_rows<1>(item, static_cast<const S*>(p.source), p.indices, p.cursor, static_cast<T*>(p.out), p.rows, p.cols,
+                   p.pitch, p.batch, p.source_rows, p.scale, p.shift);
 }
 
 template <class P>
@@ -145,16 +146,16 @@ __device__ __forceinline__ void run_item(const Phase& phase, u32 item) {
     using T = typename P::T;
     using Forward = ForwardEpilogue<T>;
     using Input = InputEpilogue<T>;
-    const u64 thread = static_cast<u64>(item) * PERSISTENT_THREADS + threadIdx.x;
     switch (phase.kind) {
         case GATHER_U8:
-            gather_item<u8, T>(phase.gather, thread);
+            gather_item<u8, T>(phase.gather, item);
             break;
         case GATHER_F32:
-            gather_item<float, T>(phase.gather, thread);
+            gather_item<float, T>(phase.gather, item);
             break;
         case GATHER_LABELS: {
             const GatherArguments& p = phase.gather;
+            const u64 thread = static_cast<u64>(item) * PERSISTENT_THREADS + threadIdx.x;
             gather_label(thread, static_cast<const u8*>(p.source), p.indices, p.cursor, static_cast<u32*>(p.out), p.rows,
                          p.batch, p.source_rows);
             break;

@@ -1,4 +1,4 @@
-// Rectifier, one thread for each f32 or for eight halves.
+// Rectifier, one thread for 16 bytes.
 //
 //   relu           y = x <= 0 ? 0 : x   (written so that NaN stays NaN: a diverged run must show)
 //   relu_backward  dx = y > 0 ? dy : 0  (y is the *output* of relu, so the input need not be kept)

@@ -1,15 +1,8 @@
-// Stochastic gradient descent, in place: weights -= learning_rate * gradient; one thread for each f32 or for eight halves.
+// Stochastic gradient descent, in place: weights -= learning_rate * gradient; one thread for 16 bytes of weights.
 // The multiply-add is fused here and in the CPU reference, so the two agree to the last bit.
 //
 // Halves step in f32 and are rounded. With master weights it is these, in f32, that step; the weights become their rounding.
 #include "element.cuh"
-
-extern "C" __global__ void __launch_bounds__(256)
-    sgd(const float* __restrict__ gradient, float* __restrict__ weights, u64 len, float learning_rate) {
-    const u64 i = global_thread();
-    if (i >= len) return;
-    weights[i] = __fmaf_rn(-learning_rate, gradient[i], weights[i]);
-}
 
 template <typename T>
 __device__ __forceinline__ void step(const float* __restrict__ gradient, T* __restrict__ weights,
@@ -29,6 +22,11 @@ __device__ __forceinline__ void step(const float* __restrict__ gradient, T* __re
     for (u32 i = 0; i < COUNT; ++i) values[i] = __fmaf_rn(-learning_rate, slopes[i], values[i]);
     if (master != nullptr) write_elements(master + share.col, share.valid, values);
     write_elements(weights + share.col, share.valid, values);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    sgd(const float* __restrict__ gradient, float* __restrict__ weights, u64 len, float learning_rate) {
+    step(gradient, weights, nullptr, len, learning_rate);
 }
 
 #define SGD(NAME, T)                                                                                                 \

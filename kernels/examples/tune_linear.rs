@@ -5,7 +5,9 @@
 //! cargo run --release -p kernels --example tune_linear > kernels/src/plan/h200.csv
 //! ```
 //!
-//! With `--all` it prints every candidate with its time in nanoseconds instead. A time is the median of trains of launches
+//! Names of precisions (`f32 tf32 f16 f32x3`) limit it to these, so that one can be measured afresh without the others; the
+//! columns' names come first all the same. With `--all` it prints every candidate with its time in nanoseconds instead. A
+//! time is the median of trains of launches
 //! that were queued while the stream was held up by another kernel. All launches of a train work on the same buffers, so
 //! that weights which fit in the L2 cache are there, as they are in training.
 
@@ -18,7 +20,7 @@ use kernels::{
 };
 
 /// Precisions with a table of their own; halves share that of f16.
-const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Tf32, Precision::F16];
+const PRECISIONS: [Precision; 4] = [Precision::F32, Precision::Tf32, Precision::F16, Precision::F32x3];
 const INPUTS: u32 = 784;
 const CLASSES: u32 = 10;
 const ROWS: [u32; 4] = [32, 64, 128, 256];
@@ -91,7 +93,13 @@ fn layers() -> Vec<(u32, u32, u32)> {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let all = std::env::args().any(|argument| argument == "--all");
+    let (options, names): (Vec<String>, Vec<String>) =
+        std::env::args().skip(1).partition(|argument| argument.starts_with('-'));
+    let all = options.iter().any(|option| option == "--all");
+    let known = |name: &String| PRECISIONS.iter().any(|precision| precision.name() == name);
+    if let Some(unknown) = options.iter().find(|option| *option != "--all").or(names.iter().find(|name| !known(name))) {
+        return Err(format!("'{unknown}' is neither --all nor one of f32, tf32, f16, f32x3").into());
+    }
     // SAFETY: only tries to open the library; without one, any other call would panic.
     if !unsafe { sys::is_culib_present() } {
         return Err("no CUDA driver: this example needs a GPU".into());
@@ -119,7 +127,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         plug: Fill { len: PLUG, value: 0.0, out: zeroed(4 * PLUG)? },
     };
     println!("product,precision,m,n,k,tile,splits{}", if all { ",ns" } else { "" });
-    for precision in PRECISIONS {
+    let wanted = |precision: &Precision| names.is_empty() || names.iter().any(|name| name == precision.name());
+    for precision in PRECISIONS.into_iter().filter(wanted) {
         timer.kernels.prepare(precision)?;
         let pitch = |cols| precision.element().pitch(cols);
         for (rows, inputs, outputs) in layers() {

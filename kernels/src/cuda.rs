@@ -17,6 +17,7 @@ pub use persistent::Cooperation;
 use persistent::PersistentKernel;
 pub(crate) use persistent::{
     GatherArguments, LossArguments, MOST_PHASES, PersistentLaunch, PhaseArguments, name as persistent_name,
+    no_kernel as no_persistent_kernel,
 };
 
 struct Source {
@@ -146,8 +147,8 @@ pub struct CudaKernels {
     modules: Vec<CUmodule>,
     functions: [CUfunction; Kernel::ALL.len()],
     /// By precision, in the order of [`Precision::ALL`](crate::Precision::ALL).
-    linear: [OnceLock<LinearKernels>; 5],
-    /// Likewise.
+    linear: [OnceLock<LinearKernels>; 6],
+    /// Likewise, of those that have one.
     persistent: [OnceLock<PersistentKernel>; 5],
     /// Most shared memory that a block can have.
     shared_limit: u32,

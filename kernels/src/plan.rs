@@ -359,13 +359,16 @@ struct Measured {
     choice: Choice,
 }
 
-/// Tables by product and kind of precision: f32, tf32, halves.
+/// Kinds of precision that have tables of their own: f32, tf32, halves, f32x3.
+const KINDS: usize = 4;
+
+/// Tables by product and kind of precision.
 #[derive(Default)]
 struct Tables {
     /// Every shape that was measured, for any GPU. That of updates is that of gradients.
-    portable: [[Vec<Measured>; 3]; 4],
+    portable: [[Vec<Measured>; KINDS]; 4],
     /// Shapes for which warpgroups are faster.
-    warpgroup: [[Vec<Measured>; 3]; 4],
+    warpgroup: [[Vec<Measured>; KINDS]; 4],
 }
 
 const H200: &str = include_str!("plan/h200.csv");
@@ -375,6 +378,7 @@ fn kind(precision: Precision) -> usize {
         Precision::F32 => 0,
         Precision::Tf32 => 1,
         Precision::Bf16 | Precision::F16 | Precision::F16Accumulate => 2,
+        Precision::F32x3 => 3,
     }
 }
 
@@ -405,6 +409,12 @@ fn tables() -> &'static Tables {
             // An update can do what a gradient does, and comes after it.
             if product == Product::Gradient {
                 table[Product::Update as usize][kind].push(measured);
+            }
+        }
+        for table in &mut tables.portable {
+            // Until it was measured: operands lie in memory and on their way to the tensor cores as in tf32.
+            if table[kind(Precision::F32x3)].is_empty() {
+                table[kind(Precision::F32x3)] = table[kind(Precision::Tf32)].clone();
             }
         }
         tables
@@ -464,6 +474,22 @@ mod tests {
             assert!(!portable.tile.needs_warpgroups());
             assert!(plan.workspace_bytes >= portable.workspace_bytes && plan.tickets >= portable.tickets);
         }
+    }
+
+    #[test]
+    fn what_was_not_measured_is_planned_as_tf32() {
+        let measured = |name: &str| H200.lines().filter_map(parse).any(|(_, kind_of, _)| kind_of == kind_named(name));
+        let shapes = [[32, 128, 784], [128, 784, 32], [60_000, 128, 784], [128, 784, 60_000]];
+        for [m, n, k] in shapes.into_iter().filter(|_| !measured("f32x3")) {
+            for product in Product::ALL {
+                let [of_tf32, of_x3] = [Precision::Tf32, Precision::F32x3].map(|one| nearest(product, one, m, n, k));
+                assert_eq!(of_x3, of_tf32);
+            }
+        }
+    }
+
+    fn kind_named(name: &str) -> usize {
+        kind(Precision::ALL.into_iter().find(|one| one.name() == name).unwrap())
     }
 
     #[test]

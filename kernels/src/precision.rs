@@ -43,18 +43,25 @@ pub enum Precision {
     F16,
     /// f16 storage, tensor cores, sums in f16 within a tile's share of k, in f32 beyond. The host sums in f32.
     F16Accumulate,
+    /// f32 storage, tensor cores, sums in f32: each operand is split into two of 11 bits of significand, and the product is
+    /// made of three, which keeps the accuracy of f32. A magnitude that rounds to 2¹²⁸ in 11 bits counts as infinite. The
+    /// host multiplies in f32.
+    ///
+    /// Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
+    /// theoretical peak performance" (2022), arXiv 2203.03341; CUTLASS calls it 3xTF32.
+    F32x3,
 }
 
 impl Precision {
     /// Every precision.
-    pub const ALL: [Precision; 5] =
-        [Precision::F32, Precision::Tf32, Precision::Bf16, Precision::F16, Precision::F16Accumulate];
+    pub const ALL: [Precision; 6] =
+        [Precision::F32, Precision::Tf32, Precision::Bf16, Precision::F16, Precision::F16Accumulate, Precision::F32x3];
 
     /// How the operands are stored.
     #[must_use]
     pub const fn element(self) -> Element {
         match self {
-            Precision::F32 | Precision::Tf32 => Element::F32,
+            Precision::F32 | Precision::Tf32 | Precision::F32x3 => Element::F32,
             Precision::Bf16 => Element::Bf16,
             Precision::F16 | Precision::F16Accumulate => Element::F16,
         }
@@ -69,6 +76,13 @@ impl Precision {
             Precision::Bf16 => "bf16",
             Precision::F16 => "f16",
             Precision::F16Accumulate => "f16acc",
+            Precision::F32x3 => "f32x3",
         }
+    }
+
+    /// Whether [`PersistentSteps`](crate::PersistentSteps) has a kernel for it.
+    #[must_use]
+    pub const fn is_persistent(self) -> bool {
+        !matches!(self, Precision::F32x3)
     }
 }

@@ -171,7 +171,7 @@ impl<'a> Operand<'a> {
     /// Where it lies if the product takes it as it is stored, otherwise a dense copy.
     pub(crate) fn of<T: Stored>(matrix: &'a [T], cols: u32, pitch: u32, precision: Precision) -> Self {
         let (cols, pitch) = (cols as usize, pitch as usize);
-        if let (Precision::F32, Some(values)) = (precision, T::as_f32(matrix)) {
+        if let (Precision::F32 | Precision::F32x3, Some(values)) = (precision, T::as_f32(matrix)) {
             return Self { values: values.into(), pitch };
         }
         let mut dense = vec![0.0; matrix.len().div_ceil(pitch) * cols];

@@ -162,6 +162,60 @@ fn bad_labels_and_indices_show_and_touch_nothing_else() {
     assert_eq!((integer(&after, 192), integer(&after, 196)), (0, u32::MAX));
 }
 
+/// In a large launch a thread takes several groups of a row: whole rows of them, rows that end within one, one group a row,
+/// and rows that begin anywhere.
+#[test]
+fn large_batches_are_gathered_as_small_ones_are() {
+    let Some(gpu) = Gpu::find() else { return };
+    for (rows, cols, pitch) in [(5_351, 784, 784), (5_400, 785, 788), (1_050_001, 3, 4), (350_003, 10, 10)] {
+        for element in [Element::F32, Element::F16] {
+            // Twice as many rows of halves make as many groups.
+            let rows = if element == Element::F16 && cols > 8 { 2 * rows } else { rows };
+            let picked = cases::Picked { rows, source_rows: 257, cursor: false };
+            let shape = [cols, pitch];
+            for case in
+                [cases::gather_rows_u8(element, picked, shape, 3), cases::gather_rows_f32(element, picked, shape, 3)]
+            {
+                for skew in [0, 4] {
+                    case.verify(&case.region(skew).0, &run(&gpu, &case, skew));
+                }
+            }
+        }
+    }
+}
+
+/// Where reads depend on no branch: the second of three rows is none of the source.
+#[test]
+fn a_bad_index_gives_a_row_of_nan_among_whole_groups() {
+    let Some(gpu) = Gpu::find() else { return };
+    let mut image = vec![0_u8; 1024];
+    image[..48].iter_mut().zip(1..).for_each(|(byte, value)| *byte = value);
+    image[256..268].copy_from_slice(bytemuck::cast_slice(&[2_u32, 3, 0]));
+    for (element, pitch) in [(Element::F32, 16), (Element::Bf16, 16)] {
+        let after = gpu.with_region(&image, |at| {
+            let rows = GatherRowsU8 {
+                element,
+                rows: 3,
+                cols: 16,
+                pitch,
+                batch: 3,
+                source: at,
+                source_rows: 3,
+                indices: at + 256,
+                cursor: None,
+                scale: 2.0,
+                shift: 1.0,
+                out: at + 512,
+            };
+            gpu.launch(&rows).unwrap();
+        });
+        let found = element.unpack(&after[512..], 3, 16, pitch);
+        let scaled = |first: u32| (first..first + 16).map(|value| 2.0 * value as f32 + 1.0).collect::<Vec<f32>>();
+        assert_eq!((&found[..16], &found[32..]), (&scaled(33)[..], &scaled(1)[..]), "{element:?}");
+        assert!(found[16..32].iter().all(|value| value.is_nan()), "{element:?}");
+    }
+}
+
 #[test]
 fn impossible_launches_are_refused_before_the_driver_sees_them() {
     let Some(gpu) = Gpu::find() else { return };

@@ -59,9 +59,14 @@ impl HostMemory for Arena {
     }
 }
 
+/// The precisions that have a kernel for many steps.
+fn persistent() -> impl Iterator<Item = Precision> {
+    Precision::ALL.into_iter().filter(|precision| precision.is_persistent())
+}
+
 #[test]
 fn on_the_host_each_step_runs_each_operation() {
-    for precision in Precision::ALL {
+    for precision in persistent() {
         for shape in shapes() {
             let net = Net::new(precision, &shape, STEPS);
             let one_by_one = Arena::new(&net.image);
@@ -90,7 +95,7 @@ fn on_the_host_each_step_runs_each_operation() {
 fn on_a_gpu_the_bits_are_those_of_the_operations_one_by_one() {
     let Some(gpu) = Gpu::find() else { return };
     let kernels = gpu.kernels.as_ref().unwrap();
-    for precision in Precision::ALL {
+    for precision in persistent() {
         for shape in shapes() {
             let net = Net::new(precision, &shape, STEPS);
             let expected = gpu.with_region(&net.image, |base| {
@@ -170,6 +175,8 @@ fn what_has_no_place_in_the_kernel_is_refused() {
     assert!(refused(Precision::F32, net.operations(BASE), 1).starts_with("gather_rows_u8_f16"));
     assert!(refused(Precision::F16, net.operations(BASE), 0).contains("nothing to do"));
     assert!(refused(Precision::F16, Vec::new(), 1).contains("nothing to do"));
+    let three = Net::new(Precision::F32x3, &shapes()[0], 1);
+    assert_eq!(refused(Precision::F32x3, three.operations(BASE), 1), "persistent_steps: has no kernel for f32x3");
     let deep = Net::new(Precision::F16, &Shape { widths: vec![16; 11], ..shapes()[0].clone() }, 1);
     assert!(refused(Precision::F16, deep.operations(BASE), 1).contains("too many layers"));
     let wide = Net::new(Precision::F16, &Shape { widths: vec![64, 8192, 8192, 10], ..shapes()[0].clone() }, 0);

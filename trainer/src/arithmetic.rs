@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
-    /// IEEE binary32, in every product too.
+    /// IEEE binary32, and as exact in every product.
     #[default]
     F32,
     /// f32 that tensor cores read with 11 bits of significand.
@@ -51,7 +51,7 @@ pub enum GemmMode {
     Naive,
     /// Tiles in shared memory.
     Tiled,
-    /// Tensor cores.
+    /// Tensor cores; f32 as three products of tf32, as exact as the others.
     Tensor,
 }
 
@@ -123,8 +123,6 @@ impl Arithmetic {
             format!("--accumulate f16 needs --dtype f16, found {}", name(self.dtype))
         } else if self.weights == WeightsMode::Half && !half {
             format!("--weights half needs --dtype bf16 or f16, found {}", name(self.dtype))
-        } else if self.gemm == GemmMode::Tensor && self.dtype == Dtype::F32 {
-            "--gemm tensor needs --dtype tf32, bf16 or f16: tensor cores do not multiply f32".to_owned()
         } else if self.gemm != GemmMode::Tensor && self.dtype != Dtype::F32 {
             format!("--gemm {} is for --dtype f32; {} needs tensor", name(self.gemm), name(self.dtype))
         } else if self.gemm == GemmMode::Naive && self.fuse != FuseMode::None {
@@ -141,6 +139,7 @@ impl Arithmetic {
     #[must_use]
     pub fn precision(&self) -> Precision {
         match (self.dtype, self.accumulate) {
+            (Dtype::F32, _) if self.gemm == GemmMode::Tensor => Precision::F32x3,
             (Dtype::F32, _) => Precision::F32,
             (Dtype::Tf32, _) => Precision::Tf32,
             (Dtype::Bf16, _) => Precision::Bf16,
@@ -161,12 +160,13 @@ impl Arithmetic {
         if self.plain().is_some() { cols } else { self.element().pitch(cols) }
     }
 
-    /// The product of a network in f32 in which nothing is fused; all others are made of linear layers' launches.
+    /// The product of a network in f32 in which nothing is fused, unless tensor cores make it; all others are made of linear
+    /// layers' launches.
     #[must_use]
     pub fn plain(&self) -> Option<GemmAlgorithm> {
         match (self.dtype, self.fuse, self.gemm) {
             (Dtype::F32, FuseMode::None, GemmMode::Naive) => Some(GemmAlgorithm::Naive),
-            (Dtype::F32, FuseMode::None, _) => Some(GemmAlgorithm::Tiled),
+            (Dtype::F32, FuseMode::None, GemmMode::Tiled) => Some(GemmAlgorithm::Tiled),
             _ => None,
         }
     }
@@ -209,9 +209,21 @@ mod tests {
     }
 
     #[test]
+    fn tensor_cores_multiply_f32_in_three_parts() {
+        let usual = Arithmetic::of(Dtype::F32);
+        assert_eq!((usual.gemm, usual.precision()), (GemmMode::Tiled, Precision::F32));
+        for fuse in FuseMode::value_variants() {
+            let arithmetic = Arithmetic { gemm: GemmMode::Tensor, fuse: *fuse, ..usual }.checked().unwrap();
+            assert_eq!((arithmetic.precision(), arithmetic.plain()), (Precision::F32x3, None));
+            assert_eq!((arithmetic.element(), arithmetic.has_master()), (Element::F32, false));
+        }
+    }
+
+    #[test]
     fn rows_start_where_sixteen_bytes_can_be_read() {
         assert_eq!(Arithmetic::default().pitch(61), 61);
         assert_eq!(Arithmetic { fuse: FuseMode::Epilogue, ..Arithmetic::default() }.pitch(61), 64);
+        assert_eq!(Arithmetic { gemm: GemmMode::Tensor, ..Arithmetic::default() }.pitch(61), 64);
         assert_eq!(Arithmetic::of(Dtype::Tf32).pitch(61), 64);
         assert_eq!(Arithmetic::of(Dtype::Bf16).pitch(65), 72);
     }

@@ -173,14 +173,14 @@ struct TrainArgs {
     /// Factor of the gradients until the update [default: 1024 for f16, else 1]
     #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Arithmetic")]
     loss_scale: Option<f32>,
-    /// Matrix product [default: tiled for f32, else tensor]
+    /// Matrix product [default: tiled for f32, else tensor]; tensor makes a product of f32 from three of tf32, as exact
     #[arg(long, value_enum, help_heading = "Arithmetic")]
     gemm: Option<GemmMode>,
     /// What is fused into one launch; not with --gemm naive
     #[arg(long, value_enum, default_value = "none", help_heading = "Arithmetic")]
     fuse: FuseMode,
 
-    /// How a step is launched; graph and persistent need --loader resident, persistent also --fuse update
+    /// How a step is launched; graph and persistent need --loader resident, persistent also --fuse update and no --gemm tensor for f32
     #[arg(long, value_enum, default_value = "eager", help_heading = "Training")]
     launch: LaunchMode,
     /// Streams: 2 gives weight updates their own (with --fuse update), 3 the loader too, 4 the validation too

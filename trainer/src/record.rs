@@ -58,6 +58,8 @@ pub struct EffectiveSettings {
     pub init: InitMode,
     /// Matrix product.
     pub gemm: GemmMode,
+    /// How a product is computed, by the name that it has among the kernels: `f32x3` is three products of tf32.
+    pub precision: &'static str,
     /// What is fused into one launch.
     pub fuse: FuseMode,
     /// How a step is launched.

@@ -144,6 +144,9 @@ fn check_launch(settings: &Settings) -> Result<()> {
         "--launch persistent needs --fuse update: its kernel does all of a step".to_owned()
     } else if launch == LaunchMode::Persistent && streams != 1 {
         format!("--launch persistent does its steps in one kernel: use --streams 1 instead of {streams}")
+    } else if launch == LaunchMode::Persistent && !settings.arithmetic()?.precision().is_persistent() {
+        "--launch persistent has no kernel for --dtype f32 with --gemm tensor: use --gemm tiled or --launch graph"
+            .to_owned()
     } else {
         return Ok(());
     };
@@ -498,6 +501,7 @@ fn effective(
         loader: settings.loader,
         init: settings.init,
         gemm: arithmetic.gemm,
+        precision: arithmetic.precision().name(),
         fuse: arithmetic.fuse,
         launch: settings.launch,
         streams: settings.streams,

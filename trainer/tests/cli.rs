@@ -267,6 +267,7 @@ fn arithmetic_in_effect_is_recorded_and_reported() {
     let keys = ["dtype", "accumulate", "weights", "loss_scale", "gemm", "fuse"];
     for (arguments, expected) in [
         ("", usual),
+        ("--gemm tensor", serde_json::json!(["f32", "f32", "master", 1.0, "tensor", "none"])),
         ("--dtype tf32", serde_json::json!(["tf32", "f32", "master", 1.0, "tensor", "none"])),
         ("--dtype bf16 --weights half", serde_json::json!(["bf16", "f32", "half", 1.0, "tensor", "none"])),
         ("--dtype f16 --fuse update", serde_json::json!(["f16", "f32", "master", 1024.0, "tensor", "update"])),

@@ -182,6 +182,12 @@ fn check(widths: &[u32], kind: BackendKind, arithmetic: Arithmetic) {
 
 const DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16];
 
+/// Every type with the product that it usually has, and f32 on tensor cores.
+fn usual() -> Vec<Arithmetic> {
+    let three_products = Arithmetic { gemm: GemmMode::Tensor, ..Arithmetic::default() };
+    DTYPES.map(Arithmetic::of).into_iter().chain([three_products]).collect()
+}
+
 #[test]
 fn gradients_are_those_of_finite_differences() {
     for widths in [&[7, 5][..], &[7, 9, 5], &[7, 9, 8, 5], &[3, 6, 6, 6, 4]] {
@@ -192,9 +198,9 @@ fn gradients_are_those_of_finite_differences() {
 #[test]
 fn gradients_of_every_type_are_those_of_finite_differences() {
     for widths in [&[7, 5][..], &[7, 9, 5], &[7, 9, 8, 5]] {
-        for dtype in DTYPES {
+        for arithmetic in usual() {
             for fuse in [FuseMode::None, FuseMode::Epilogue] {
-                check(widths, BackendKind::Caching, Arithmetic { fuse, ..Arithmetic::of(dtype) });
+                check(widths, BackendKind::Caching, Arithmetic { fuse, ..arithmetic });
             }
         }
         let summed_in_f16 = Arithmetic { accumulate: Accumulate::F16, ..Arithmetic::of(Dtype::F16) };
@@ -216,8 +222,8 @@ fn gradients_are_the_same_under_every_allocator_and_product() {
 #[test]
 fn a_fused_update_goes_against_the_gradient() {
     let widths = [7, 9, 8, 5];
-    for dtype in DTYPES {
-        let arithmetic = Arithmetic { fuse: FuseMode::Update, ..Arithmetic::of(dtype) };
+    for arithmetic in usual() {
+        let (arithmetic, dtype) = (Arithmetic { fuse: FuseMode::Update, ..arithmetic }, arithmetic.dtype);
         let setup = Setup::new(&widths, BackendKind::Caching, arithmetic);
         let slot = setup.context.allocate::<f32>(1).unwrap();
         let stepped =
@@ -250,9 +256,9 @@ fn a_fused_update_goes_against_the_gradient() {
 fn a_step_goes_against_the_gradient_to_the_bit() {
     for kind in BackendKind::ALL {
         for rate in [0.1f32, 0.37, 1e-3] {
-            for dtype in DTYPES {
-                check_step(kind, rate, Arithmetic::of(dtype));
-                check_step(kind, rate, Arithmetic { fuse: FuseMode::Epilogue, ..Arithmetic::of(dtype) });
+            for arithmetic in usual() {
+                check_step(kind, rate, arithmetic);
+                check_step(kind, rate, Arithmetic { fuse: FuseMode::Epilogue, ..arithmetic });
             }
             for dtype in [Dtype::Bf16, Dtype::F16] {
                 check_step(kind, rate, Arithmetic { weights: WeightsMode::Half, ..Arithmetic::of(dtype) });
@@ -309,9 +315,9 @@ fn a_small_step_lowers_the_loss_as_the_gradient_says() {
 
 #[test]
 fn evaluation_agrees_with_the_reference() {
-    for dtype in DTYPES {
+    for arithmetic in usual() {
         for fuse in [FuseMode::None, FuseMode::Epilogue, FuseMode::Update] {
-            check_evaluation(Arithmetic { fuse, ..Arithmetic::of(dtype) });
+            check_evaluation(Arithmetic { fuse, ..arithmetic });
         }
     }
 }

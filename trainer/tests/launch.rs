@@ -10,7 +10,7 @@ use common::{arms, attempt, digits, iris, train};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use trainer::Settings;
-use trainer::arithmetic::{Dtype, FuseMode, WeightsMode};
+use trainer::arithmetic::{Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::observer::Silent;
 use trainer::settings::{LaunchMode, LoaderMode, SyncMode};
 
@@ -20,6 +20,11 @@ fn steps() -> Vec<(&'static str, Settings)> {
     vec![
         ("f32", base.clone()),
         ("f32 update", Settings { fuse: FuseMode::Update, ..base.clone() }),
+        ("f32 on tensor cores", Settings { gemm: Some(GemmMode::Tensor), ..base.clone() }),
+        (
+            "f32 on tensor cores, update",
+            Settings { gemm: Some(GemmMode::Tensor), fuse: FuseMode::Update, ..base.clone() },
+        ),
         ("tf32 epilogue", Settings { dtype: Dtype::Tf32, fuse: FuseMode::Epilogue, ..base.clone() }),
         (
             "f16 update",

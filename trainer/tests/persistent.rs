@@ -114,6 +114,7 @@ fn what_cannot_be_launched_so_is_refused() {
         (Settings { fuse: FuseMode::Epilogue, ..base.clone() }, "--fuse update"),
         (Settings { gemm: Some(GemmMode::Naive), ..base.clone() }, "--fuse update"),
         (Settings { streams: 2, ..base.clone() }, "--streams 1"),
+        (Settings { gemm: Some(GemmMode::Tensor), ..base.clone() }, "use --gemm tiled or --launch graph"),
     ];
     for (settings, advice) in refused {
         let (outcome, directory) = attempt(&settings, &AtomicBool::new(false), Arc::new(Silent));

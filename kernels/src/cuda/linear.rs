@@ -37,7 +37,7 @@ macro_rules! names {
 }
 
 /// Entry points by precision, in the order of [`Precision::ALL`].
-pub(super) const NAMES: [[&str; KERNELS]; 5] = names!("f32", "tf32", "bf16", "f16", "f16acc");
+pub(super) const NAMES: [[&str; KERNELS]; 6] = names!("f32", "tf32", "bf16", "f16", "f16acc", "f32x3");
 
 macro_rules! ptx {
     ($($precision:literal),*) => {
@@ -46,7 +46,7 @@ macro_rules! ptx {
 }
 
 /// PTX by precision, each with a NUL at its end.
-pub(super) const PTX: [&str; 5] = ptx!("f32", "tf32", "bf16", "f16", "f16acc");
+pub(super) const PTX: [&str; 6] = ptx!("f32", "tf32", "bf16", "f16", "f16acc", "f32x3");
 
 /// The kernels of one precision, loaded.
 pub(super) struct LinearKernels {

@@ -14,7 +14,7 @@ use crate::phase::Phase;
 use crate::plan::THREADS;
 use crate::precision::Precision;
 
-/// Entry points by precision, in the order of [`Precision::ALL`].
+/// Entry points by precision, in the order of [`Precision::ALL`], of which the last has none.
 pub(super) const NAMES: [&str; 5] = [
     "persistent_steps_f32",
     "persistent_steps_tf32",
@@ -187,9 +187,14 @@ impl PersistentLaunch<'_> {
 /// Blocks of a cluster, in the order in which they are tried: 16 is more than every GPU with clusters promises.
 const CLUSTERS: [u32; 2] = [16, 8];
 
-/// Name of the kernel of a precision.
+/// Name of the kernel of a precision, or of what there is none of.
 pub(crate) fn name(precision: Precision) -> &'static str {
-    NAMES[precision as usize]
+    NAMES.get(precision as usize).copied().unwrap_or("persistent_steps")
+}
+
+/// Why there are no steps in such a precision.
+pub(crate) fn no_kernel(precision: Precision) -> KernelError {
+    KernelError::NotPersistent { operation: name(precision), what: format!("has no kernel for {}", precision.name()) }
 }
 
 impl CudaKernels {
@@ -197,13 +202,14 @@ impl CudaKernels {
     ///
     /// # Errors
     ///
-    /// As for [`load`](Self::load); [`KernelError::DeviceTooOld`] below compute capability 8.0.
+    /// As for [`load`](Self::load); [`KernelError::DeviceTooOld`] below compute capability 8.0;
+    /// [`KernelError::NotPersistent`] if there is none ([`Precision::is_persistent`]).
     pub fn prepare_persistent(&self, precision: Precision) -> Result<(), KernelError> {
         self.persistent(precision).map(|_| ())
     }
 
     fn persistent(&self, precision: Precision) -> Result<&PersistentKernel, KernelError> {
-        let slot = &self.persistent[precision as usize];
+        let slot = self.persistent.get(precision as usize).ok_or_else(|| no_kernel(precision))?;
         if let Some(loaded) = slot.get() {
             return Ok(loaded);
         }

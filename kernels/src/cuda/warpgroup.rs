@@ -55,7 +55,7 @@ pub(super) const PTX: [&str; 3] = ptx!("bf16", "f16", "f16acc");
 
 fn index(precision: Precision) -> Option<usize> {
     match precision {
-        Precision::F32 | Precision::Tf32 => None,
+        Precision::F32 | Precision::Tf32 | Precision::F32x3 => None,
         Precision::Bf16 => Some(0),
         Precision::F16 => Some(1),
         Precision::F16Accumulate => Some(2),

@@ -7,8 +7,8 @@ use bytemuck::Pod;
 use cudarc::driver::sys::CUstream;
 
 use super::{
-    ELEMENTWISE_THREADS, U32, area, at_step, check_room, check_sizes, elementwise_blocks, grid, or_null, span, step,
-    total, typed, typed_blocks,
+    ELEMENTWISE_THREADS, U32, area, at_step, check_room, check_sizes, elementwise_blocks, grid, groups, or_null, span,
+    step, total, typed,
 };
 use crate::cuda::{CudaKernels, GatherArguments, Kernel, argument};
 use crate::error::KernelError;
@@ -21,7 +21,7 @@ use crate::storage::{Stored, with_stored};
 
 /// `out[r,c] = source[indices[r],c] · scale + shift`, from bytes, with a fused multiply-add, rounded to the output's type.
 ///
-/// An index outside the source is an error on the host; on a GPU it reads nothing and gives a row of NaN.
+/// An index outside the source is an error on the host; on a GPU it reads nothing there and gives a row of NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GatherRowsU8 {
     /// Type of the output.
@@ -52,7 +52,7 @@ pub struct GatherRowsU8 {
 
 /// `out[r,c] = source[indices[r],c] · scale + shift`, from `f32`, with a fused multiply-add, rounded to the output's type.
 ///
-/// An index outside the source is an error on the host; on a GPU it reads nothing and gives a row of NaN.
+/// An index outside the source is an error on the host; on a GPU it reads nothing there and gives a row of NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GatherRowsF32 {
     /// Type of the output.
@@ -81,12 +81,27 @@ pub struct GatherRowsF32 {
     pub out: u64,
 }
 
+/// Groups of 16 bytes that a thread takes in a launch of many, as `gather.cuh` has it: it asks for all of them at once, so
+/// that more is on its way than the threads of a GPU alone could ask for.
+const MOST_GROUPS: u64 = 4;
+/// From so many blocks of one group a thread on: then as many fill a large GPU as it holds at a time, about a thousand.
+const MANY_BLOCKS: u64 = 4096;
+
+/// Groups that each thread takes.
+fn groups_each(groups: u64) -> u64 {
+    if elementwise_blocks(groups) >= MANY_BLOCKS { MOST_GROUPS } else { 1 }
+}
+
 /// Both are the same but for the source's element.
 macro_rules! gather_rows {
     ($operation:ident, $source:ty, $scale_row:ident, $kind:expr, $kernels:expr) => {
         impl $operation {
             fn kernel(&self) -> Kernel {
                 typed(self.element, $kernels)
+            }
+
+            fn groups(&self) -> u64 {
+                groups(self.element, self.rows.into(), self.cols.into())
             }
 
             fn check(&self) -> Result<(), KernelError> {
@@ -130,7 +145,7 @@ macro_rules! gather_rows {
                 let elements = area(self.rows, self.cols);
                 Work {
                     kernel: self.name(),
-                    blocks: typed_blocks(self.element, self.rows.into(), self.cols.into()),
+                    blocks: elementwise_blocks(self.groups().div_ceil(groups_each(self.groups()))),
                     iterations: 1,
                     bytes: total([
                         (elements, size_of::<$source>() as u64 + self.element.bytes()),
@@ -152,6 +167,8 @@ macro_rules! gather_rows {
                 self.check()?;
                 let blocks = grid(self.name(), self.work().blocks)?;
                 let cursor = or_null(self.cursor);
+                // CAST: 1 or 4.
+                let each = groups_each(self.groups()) as u32;
                 let arguments = [
                     argument(&self.source),
                     argument(&self.indices),
@@ -164,8 +181,9 @@ macro_rules! gather_rows {
                     argument(&self.source_rows),
                     argument(&self.scale),
                     argument(&self.shift),
+                    argument(&each),
                 ];
-                // SAFETY: four addresses, five u32 and two f32, as `gather.cu` declares; the caller vouches for the
+                // SAFETY: four addresses, five u32, two f32 and a u32, as `gather.cu` declares; the caller vouches for the
                 // addresses.
                 unsafe { cuda.launch(self.kernel(), blocks, ELEMENTWISE_THREADS, stream, arguments) }
             }
@@ -191,7 +209,9 @@ macro_rules! gather_rows {
                     scale: self.scale,
                     shift: self.shift,
                 };
-                let phase = Phase::gather($kind, &self.work(), arguments, self.buffers(), &[self.out])?;
+                // A phase has one group for each thread.
+                let work = Work { blocks: elementwise_blocks(self.groups()), ..self.work() };
+                let phase = Phase::gather($kind, &work, arguments, self.buffers(), &[self.out])?;
                 Some(vec![phase.stored_as(self.element)])
             }
         }

@@ -50,17 +50,17 @@ fn elementwise_blocks(len: u64) -> u64 {
     len.div_ceil(ELEMENTWISE_THREADS.into())
 }
 
-/// Elements that a thread takes in those kernels: one f32, or 16 bytes of halves.
-const fn elements_per_thread(element: Element) -> u64 {
-    match element {
-        Element::F32 => 1,
-        Element::Bf16 | Element::F16 => 8,
-    }
+/// What a thread takes at a time in those kernels whose matrices have a type, in bytes.
+const GROUP_BYTES: u64 = 16;
+
+/// Groups of 16 bytes in `rows` rows of `cols` elements; no group crosses the end of a row.
+fn groups(element: Element, rows: u64, cols: u64) -> u64 {
+    rows.saturating_mul(cols.div_ceil(GROUP_BYTES / element.bytes()))
 }
 
-/// Blocks of such a kernel over `rows` rows of `cols` elements; no thread crosses the end of a row.
+/// Blocks of a kernel that gives each group a thread.
 fn typed_blocks(element: Element, rows: u64, cols: u64) -> u64 {
-    elementwise_blocks(rows.saturating_mul(cols.div_ceil(elements_per_thread(element))))
+    elementwise_blocks(groups(element, rows, cols))
 }
 
 /// The kernel for an element type.

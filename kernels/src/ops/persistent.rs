@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::CUstream;
 
-use crate::cuda::{Cooperation, CudaKernels, MOST_PHASES, PersistentLaunch, persistent_name};
+use crate::cuda::{Cooperation, CudaKernels, MOST_PHASES, PersistentLaunch, no_persistent_kernel, persistent_name};
 use crate::error::KernelError;
 use crate::host::HostMemory;
 use crate::operation::{Operation, Work};
@@ -46,14 +46,17 @@ impl PersistentSteps {
     ///
     /// # Errors
     ///
-    /// [`KernelError::NotPersistent`] if an operation has no place in the kernel of this precision, or if there are too
-    /// many.
+    /// [`KernelError::NotPersistent`] if this precision has no kernel ([`Precision::is_persistent`]), if an operation has no
+    /// place in it, or if there are too many.
     pub fn new(
         precision: Precision,
         operations: Vec<Box<dyn Operation>>,
         steps: u32,
         memory: u64,
     ) -> Result<Self, KernelError> {
+        if !precision.is_persistent() {
+            return Err(no_persistent_kernel(precision));
+        }
         let scratch = memory.saturating_add(MEETING_BYTES);
         let mut phases = Vec::new();
         for operation in &operations {

@@ -36,7 +36,10 @@ fn arithmetic_that_does_not_go_together_is_refused() {
         ("--accumulate f16 --dtype bf16", "--accumulate f16 needs --dtype f16, found bf16"),
         ("--weights half", "--weights half needs --dtype bf16 or f16, found f32"),
         ("--weights half --dtype tf32", "--weights half needs --dtype bf16 or f16, found tf32"),
-        ("--gemm tensor", "--gemm tensor needs --dtype tf32, bf16 or f16"),
+        (
+            "--gemm tensor --fuse update --launch persistent",
+            "--launch persistent has no kernel for --dtype f32 with --gemm",
+        ),
         ("--gemm tiled --dtype f16", "--gemm tiled is for --dtype f32; f16 needs tensor"),
         ("--gemm naive --dtype tf32", "--gemm naive is for --dtype f32; tf32 needs tensor"),
         ("--gemm naive --fuse epilogue", "--fuse epilogue needs --gemm tiled or tensor"),
