@@ -51,8 +51,8 @@ pub(crate) fn lock(folder: &Path) -> Result<Option<Lock>> {
 #[cfg(unix)]
 fn is_there(file: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
-    let id = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
-    matches!((file.metadata(), std::fs::metadata(path)), (Ok(open), Ok(named)) if id(open) == id(named))
+    let id = |metadata: &std::fs::Metadata| (metadata.dev(), metadata.ino());
+    matches!((file.metadata(), std::fs::metadata(path)), (Ok(open), Ok(named)) if id(&open) == id(&named))
 }
 
 /// Other systems do not remove a file that is open.
