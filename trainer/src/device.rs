@@ -11,8 +11,8 @@ use crate::error::{Result, TrainError};
 use crate::export::CallLog;
 use crate::settings::{DeviceChoice, SyncMode};
 use allocators::device::CallObserver;
+use allocators::instrument::Clock;
 use allocators::instrument::nvtx::{RangeGuard, Ranges};
-use allocators::instrument::{Clock, NvtxMode};
 use allocators::{
     CallCounts, CallKind, CudaDriver, DeviceDescription, Driver, IdleCosts, MeteredDriver, Profile, SimDriver,
     SimMemory, StreamId,
@@ -80,9 +80,9 @@ impl Device {
     pub fn open(choice: &DeviceChoice, sync: SyncMode, ranges: Ranges, observer: Option<CallObserver>) -> Result<Self> {
         match choice {
             DeviceChoice::Cuda(number) => Self::open_cuda(*number, String::new(), sync, ranges, observer),
-            DeviceChoice::Sim => Self::simulated(Profile::h200(), String::new(), sync, ranges, observer),
+            DeviceChoice::Sim => Self::open_sim(Profile::h200(), String::new(), sync, ranges, observer),
             DeviceChoice::SimProfile(path) => {
-                Self::simulated(read_profile(path)?, String::new(), sync, ranges, observer)
+                Self::open_sim(read_profile(path)?, String::new(), sync, ranges, observer)
             }
             DeviceChoice::Auto => match CudaDriver::probe() {
                 Ok(found) => {
@@ -92,7 +92,7 @@ impl Device {
                 Err(missing) => {
                     let reason = missing.to_string();
                     let reason = reason.split([';', ':']).next().unwrap_or_default().trim().to_owned();
-                    Self::simulated(Profile::h200(), reason, sync, ranges, observer)
+                    Self::open_sim(Profile::h200(), reason, sync, ranges, observer)
                 }
             },
         }
@@ -129,33 +129,14 @@ impl Device {
         Ok(device)
     }
 
-    fn simulated(
+    fn open_sim(
         profile: Profile,
         reason: String,
         sync: SyncMode,
         ranges: Ranges,
         observer: Option<CallObserver>,
     ) -> Result<Self> {
-        Self::open_sim(SimDriver::new(profile, SimMemory::Host), reason, sync, ranges, observer)
-    }
-
-    /// A simulated device with addresses and no memory behind them, for work that is described and never done.
-    ///
-    /// # Errors
-    /// Those of setting it up.
-    pub(crate) fn without_memory() -> Result<Self> {
-        let driver = SimDriver::new(Profile::h200(), SimMemory::None);
-        Self::open_sim(driver, String::new(), SyncMode::Never, Ranges::new(NvtxMode::Off), None)
-    }
-
-    fn open_sim(
-        driver: SimDriver,
-        reason: String,
-        sync: SyncMode,
-        ranges: Ranges,
-        observer: Option<CallObserver>,
-    ) -> Result<Self> {
-        let driver = Arc::new(driver);
+        let driver = Arc::new(SimDriver::new(profile, SimMemory::Host));
         let stream = driver.stream_create()?;
         // The observer is called after each call, so the program's own time lies between calls and in none of them.
         let program = Arc::clone(&driver);

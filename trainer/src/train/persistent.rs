@@ -6,8 +6,10 @@ use crate::device::Device;
 use crate::error::{Result, TrainError};
 use crate::loader::Loader;
 use crate::mlp::{LossSlot, Mlp};
-use crate::settings::{LaunchMode, Settings, SyncMode};
+use crate::settings::{DeviceChoice, LaunchMode, Settings, SyncMode};
 use crate::tensor::Context;
+use allocators::instrument::NvtxMode;
+use allocators::instrument::nvtx::Ranges;
 use allocators::{AllocatorSettings, BackendKind, DeviceBuffer, Memory};
 use kernels::{KernelError, PersistentSteps, Precision};
 
@@ -94,8 +96,8 @@ fn explain(error: TrainError) -> TrainError {
     }
 }
 
-/// Refuses a net and batches that do not fit the kernel, before there is a record: describes the steps on a device that is
-/// not there. A GPU without room for the blocks of the kernel shows at the launch.
+/// Refuses a net and batches that do not fit the kernel, before there is a record: describes the steps on a simulated device,
+/// which takes the time of copying the data set once. A GPU without room for the blocks of the kernel shows at the launch.
 ///
 /// # Errors
 /// [`TrainError::Input`] for steps that do not fit.
@@ -111,7 +113,7 @@ pub(super) fn check_fit(settings: &Settings, dataset: &Dataset) -> Result<()> {
 }
 
 fn describe(settings: &Settings, dataset: &Dataset) -> Result<()> {
-    let device = Device::without_memory()?;
+    let device = Device::open(&DeviceChoice::Sim, SyncMode::Never, Ranges::new(NvtxMode::Off), None)?;
     let memory = Memory::new(AllocatorSettings::new(BackendKind::Naive).build(&device.driver())?);
     let (context, split) = (Context { memory, device }, &dataset.train);
     let (widths, arithmetic) = (super::network(settings, dataset)?, settings.arithmetic()?);
