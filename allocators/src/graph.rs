@@ -67,7 +67,8 @@ impl Capture {
     /// [`AllocError::Driver`] when the driver refuses. Nothing is captured then.
     pub fn begin(memory: &Arc<Memory>, driver: &Arc<dyn Driver>, stream: StreamId) -> Result<Self, AllocError> {
         let id = memory.capture_begin(stream)?;
-        let mut capture = Self { memory: Arc::clone(memory), driver: Arc::clone(driver), stream, id: Some(id), made: Vec::new() };
+        let mut capture =
+            Self { memory: Arc::clone(memory), driver: Arc::clone(driver), stream, id: Some(id), made: Vec::new() };
         let begun = driver.graphs().map(|graphs| graphs.capture_begin(stream)).transpose();
         match begun {
             Ok(Some(())) => Ok(capture),

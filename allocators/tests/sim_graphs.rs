@@ -290,3 +290,26 @@ fn graphs_of_one_capture_share_its_memory() {
         assert_eq!(free_bytes(sim.as_ref()), start, "{kind}");
     }
 }
+
+/// Nothing in a capture says when another stream is done with a block, so that waits for the capture's end.
+#[test]
+fn what_another_stream_uses_serves_no_later_request_of_its_capture() {
+    for kind in [BackendKind::Naive, BackendKind::Caching] {
+        let driver: Arc<dyn Driver> = sim(GIB, SimMemory::Host) as _;
+        let memory = Memory::new(AllocatorSettings::new(kind).build(&driver).unwrap());
+        let (stream, other) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
+        let capture = Capture::begin(&memory, &driver, stream).unwrap();
+        let [used, own] = [5 * MIB; 2].map(|bytes| memory.allocate(bytes, stream).unwrap());
+        let before = [used.addr(), own.addr()];
+        used.record_use(other).unwrap();
+        own.record_use(stream).unwrap();
+        drop((used, own));
+        let again = [5 * MIB; 2].map(|bytes| memory.allocate(bytes, stream).unwrap());
+        let after = again.each_ref().map(|buffer| buffer.addr());
+        assert!(!after.contains(&before[0]) && after.contains(&before[1]), "{kind}: {before:?} and {after:?}");
+        drop(again);
+        capture.end().unwrap().release().unwrap();
+        memory.allocator().trim(0).unwrap();
+        assert_eq!(memory.allocator().stats().reserved_bytes.all.current, 0, "{kind}");
+    }
+}

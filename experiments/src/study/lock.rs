@@ -28,8 +28,7 @@ pub(crate) fn lock(folder: &Path) -> Result<Option<Lock>> {
     let path = out.join(format!(".{}.lock", name.to_string_lossy()));
     loop {
         let fails = || format!("cannot write {}", path.display());
-        let file =
-            OpenOptions::new().create(true).truncate(false).write(true).open(&path).with_context(fails)?;
+        let file = OpenOptions::new().create(true).truncate(false).write(true).open(&path).with_context(fails)?;
         // By its trait: the standard library's own is newer than the oldest Rust that builds this.
         match FileExt::try_lock(&file) {
             // Whoever held it before may have removed the file between the two calls; a lock on that one is none.

@@ -83,13 +83,7 @@ impl GraphStepper {
     }
 
     /// Each step allocates and frees as it does by itself, so the next one is served from what it has freed.
-    fn capture(
-        &self,
-        context: &Context,
-        loader: &mut Loader,
-        of: &StepOf<'_>,
-        kinds: &[Kind],
-    ) -> Result<StepGraphs> {
+    fn capture(&self, context: &Context, loader: &mut Loader, of: &StepOf<'_>, kinds: &[Kind]) -> Result<StepGraphs> {
         let loss = LossSlot { addr: self.losses.addr().get(), cursor: Some(self.cursor.addr().get()) };
         context.device.capture(&context.memory, kinds.len(), |number| {
             let Kind { rows, steps } = kinds[number];
