@@ -19,7 +19,8 @@ UNSAID = {"dtype": "f32", "accumulate": "f32", "weights": "master", "fuse": "non
 # Two programs do the same work where these are equal.
 WORK = ["device", "dataset", "layers", "batch", "loader", "hidden", "dtype", "accumulate", "weights"]
 # What else tells a program's runs of one type apart, in the order of the words.
-HOW = ["allocator", "gemm", "fuse", "streams", "sync", "loss_scale", "latency", "compile_mode", "fused_sgd", "rows"]
+HOW = ["allocator", "gemm", "fuse", "streams", "graph_steps", "sync", "loss_scale", "latency"]
+HOW += ["compile_mode", "fused_sgd", "rows"]
 TYPES = {"f32": 0, "tf32": 1, "bf16": 2, "f16": 3}
 
 
@@ -56,14 +57,20 @@ def frame(runs: list[Run]) -> pl.DataFrame:
         settings = {**UNSAID, **run.settings}
         program = str(run.summary.get("program", "trainer"))
         launch = settings.get("launch", settings.get("mode", "eager"))
+        if program == "trainer" and launch == "graph":
+            # Records that do not say were made when a graph was one step.
+            settings.setdefault("graph_steps", 1)
         told = {"program": program, "launch": launch, "device": run.device, "step_us": train_pace(run)}
         rows.append({key: settings.get(key) for key in [*WORK, *HOW]} | told)
     values: dict[tuple[str, str, str], set[str]] = {}
     for row in rows:
         for key in HOW:
-            values.setdefault((row["program"], row["dtype"], key), set()).add(str(row[key]))
+            # What is no graph has no number of steps, which is no difference between graphs.
+            if key != "graph_steps" or row[key] is not None:
+                values.setdefault((row["program"], row["dtype"], key), set()).add(str(row[key]))
     for row in rows:
-        telling = [key for key in HOW if len(values[row["program"], row["dtype"], key]) > 1 and row[key] is not None]
+        kinds = {key: values.get((row["program"], row["dtype"], key), set()) for key in HOW}
+        telling = [key for key in HOW if len(kinds[key]) > 1 and row[key] is not None]
         row["how"] = ", ".join(_word(key, row[key]) for key in telling)
     by = [*WORK, "program", "how", "launch"]
     lines = middle(pl.DataFrame(rows, infer_schema_length=None, strict=False).select(*by, "step_us"), by, "step_us")

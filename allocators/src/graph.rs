@@ -9,6 +9,9 @@ use std::sync::Arc;
 /// A capture that is under way. Work that is queued on the stream, and buffers that are allocated on it, are those of the
 /// graph. Dropped, it ends without one.
 ///
+/// A capture can make [several graphs](Self::cut) that use the same memory one after another, as PyTorch's graphs of one pool
+/// do: what a first one frees serves the next.
+///
 /// ```
 /// # use allocators::{AllocatorSettings, BackendKind, Capture, Driver, Memory, Profile, SimDriver, SimMemory};
 /// # use std::sync::Arc;
@@ -34,6 +37,8 @@ pub struct Capture {
     driver: Arc<dyn Driver>,
     stream: StreamId,
     id: Option<CaptureId>,
+    /// Graphs that are whole.
+    made: Vec<GraphId>,
 }
 
 /// What was captured, ready to be launched, and its pinned memory. Dropped, it waits for its last launch, is destroyed and
@@ -42,9 +47,9 @@ pub struct Capture {
 pub struct Graph {
     memory: Arc<Memory>,
     driver: Arc<dyn Driver>,
-    /// Until it is released.
-    held: Option<(GraphId, CaptureId)>,
-    /// Streams that it was launched on since they were last waited for.
+    /// Until it is released; graphs in the order of their capture.
+    held: Option<(Vec<GraphId>, CaptureId)>,
+    /// Streams that it was launched on since they were last waited for, the one of the last launch at the end.
     launched_on: Vec<StreamId>,
 }
 
@@ -62,7 +67,8 @@ impl Capture {
     /// [`AllocError::Driver`] when the driver refuses. Nothing is captured then.
     pub fn begin(memory: &Arc<Memory>, driver: &Arc<dyn Driver>, stream: StreamId) -> Result<Self, AllocError> {
         let id = memory.capture_begin(stream)?;
-        let mut capture = Self { memory: Arc::clone(memory), driver: Arc::clone(driver), stream, id: Some(id) };
+        let mut capture =
+            Self { memory: Arc::clone(memory), driver: Arc::clone(driver), stream, id: Some(id), made: Vec::new() };
         let begun = driver.graphs().map(|graphs| graphs.capture_begin(stream)).transpose();
         match begun {
             Ok(Some(())) => Ok(capture),
@@ -78,37 +84,68 @@ impl Capture {
         }
     }
 
+    fn over(&self) -> AllocError {
+        AllocError::Capture { allocator: self.memory.allocator().name(), reason: "it is over".into() }
+    }
+
+    /// Makes a graph of what was captured so far and goes on with the next one, which uses the same memory.
+    /// [`Graph::launch_nth`] launches them by number. Buffers of the capture have to be gone, as at its end.
+    ///
+    /// # Errors
+    /// [`AllocError::Driver`] when the capture was not whole, its graph could not be made, or the next one is refused. The
+    /// capture is over then and its memory given up.
+    pub fn cut(&mut self) -> Result<(), AllocError> {
+        let id = self.id.ok_or_else(|| self.over())?;
+        let graphs = graphs(self.driver.as_ref());
+        let made = graphs.capture_end(self.stream);
+        let next = made.and_then(|graph| {
+            self.made.push(graph);
+            graphs.capture_begin(self.stream)
+        });
+        next.map_err(|error| {
+            self.abort();
+            self.give_up(id);
+            error.into()
+        })
+    }
+
     /// Ends the capture and makes the graph.
     ///
     /// # Errors
     /// [`AllocError::Driver`] when the capture was not whole or its graph could not be made, [`AllocError::CaptureLive`]
     /// when buffers of the capture are still there. There is no graph then, and its memory is given up.
     pub fn end(mut self) -> Result<Graph, AllocError> {
-        let Some(id) = self.id.take() else {
-            return Err(AllocError::Capture { allocator: self.memory.allocator().name(), reason: "it is over".into() });
-        };
+        let id = self.id.take().ok_or_else(|| self.over())?;
         let made = graphs(self.driver.as_ref()).capture_end(self.stream);
         if made.is_err() {
             self.abort();
         }
         let ended = self.memory.capture_end(id);
-        match (made, ended) {
-            (Ok(graph), Ok(())) => {
-                let (memory, driver) = (Arc::clone(&self.memory), Arc::clone(&self.driver));
-                Ok(Graph { memory, driver, held: Some((graph, id)), launched_on: Vec::new() })
-            }
-            (Ok(graph), Err(error)) => {
-                // SAFETY: made above, never launched, and nobody else has its id.
-                let destroyed = unsafe { graphs(self.driver.as_ref()).graph_destroy(graph) };
-                self.note(destroyed.map_err(AllocError::from));
-                self.note(self.memory.capture_release(id));
-                Err(error)
+        let whole = match (made, ended) {
+            (Ok(graph), ended) => {
+                self.made.push(graph);
+                ended
             }
             (Err(error), ended) => {
                 self.note(ended);
-                self.note(self.memory.capture_release(id));
                 Err(error.into())
             }
+        };
+        if let Err(error) = whole {
+            self.destroy();
+            self.note(self.memory.capture_release(id));
+            return Err(error);
+        }
+        let (memory, driver) = (Arc::clone(&self.memory), Arc::clone(&self.driver));
+        Ok(Graph { memory, driver, held: Some((std::mem::take(&mut self.made), id)), launched_on: Vec::new() })
+    }
+
+    /// Destroys the graphs that were made.
+    fn destroy(&mut self) {
+        for graph in std::mem::take(&mut self.made) {
+            // SAFETY: made by this capture, never launched, and nobody else has its id.
+            let destroyed = unsafe { graphs(self.driver.as_ref()).graph_destroy(graph) };
+            self.note(destroyed.map_err(AllocError::from));
         }
     }
 
@@ -125,6 +162,7 @@ impl Capture {
     fn give_up(&mut self, id: CaptureId) {
         self.id = None;
         self.note(self.memory.capture_end(id));
+        self.destroy();
         self.note(self.memory.capture_release(id));
     }
 
@@ -149,24 +187,40 @@ impl Drop for Capture {
 }
 
 impl Graph {
-    /// Queues everything that was captured on `stream`, which has to outlive the graph.
+    /// Queues everything that was captured on `stream`, which has to outlive the graph; of [several](Capture::cut) graphs the
+    /// first.
     ///
     /// # Errors
-    /// Those of [`GraphDriver::graph_launch`].
+    /// Those of [`launch_nth`](Self::launch_nth).
     pub fn launch(&mut self, stream: StreamId) -> Result<(), DriverError> {
-        if let Some((graph, _)) = self.held {
-            if !self.launched_on.contains(&stream) {
-                self.launched_on.push(stream);
-            }
-            graphs(self.driver.as_ref()).graph_launch(graph, stream)?;
-        }
-        Ok(())
+        self.launch_nth(0, stream)
     }
 
-    /// The driver's id, for launches past this type. Whoever launches it waits for the last launch before the graph goes.
+    /// Queues one of several graphs, numbered from 0 on in the order of their capture. They share their memory, so a launch
+    /// on another stream than the last one first waits for that on the host.
+    ///
+    /// # Errors
+    /// Those of [`GraphDriver::graph_launch`] and of waiting.
+    ///
+    /// # Panics
+    /// When there is no graph of this number.
+    pub fn launch_nth(&mut self, number: usize, stream: StreamId) -> Result<(), DriverError> {
+        let Some((held, _)) = &self.held else { return Ok(()) };
+        if self.launched_on.last() != Some(&stream) {
+            if let Some(before) = self.launched_on.last().filter(|_| held.len() > 1) {
+                self.driver.stream_synchronize(*before)?;
+            }
+            self.launched_on.retain(|other| *other != stream);
+            self.launched_on.push(stream);
+        }
+        graphs(self.driver.as_ref()).graph_launch(held[number], stream)
+    }
+
+    /// The driver's id, for launches past this type; of several graphs that of the first. Whoever launches it waits for the
+    /// last launch before the graph goes.
     #[must_use]
     pub fn id(&self) -> Option<GraphId> {
-        self.held.map(|(graph, _)| graph)
+        self.held.as_ref().and_then(|(graphs, _)| graphs.first().copied())
     }
 
     /// Waits for the last launch, destroys the graph and gives up its memory.
@@ -179,12 +233,16 @@ impl Graph {
     }
 
     fn give_up(&mut self) -> Result<(), AllocError> {
-        let Some((graph, capture)) = self.held else { return Ok(()) };
+        let Some((held, capture)) = &mut self.held else { return Ok(()) };
         for stream in &self.launched_on {
             self.driver.stream_synchronize(*stream)?;
         }
-        // SAFETY: the graph is ours, `held` forgets it as soon as it is gone, and its launches have finished.
-        unsafe { graphs(self.driver.as_ref()).graph_destroy(graph) }?;
+        while let Some(graph) = held.last().copied() {
+            // SAFETY: the graph is ours, `held` forgets it as soon as it is gone, and its launches have finished.
+            unsafe { graphs(self.driver.as_ref()).graph_destroy(graph) }?;
+            held.pop();
+        }
+        let capture = *capture;
         self.held = None;
         self.memory.capture_release(capture)
     }

@@ -151,9 +151,13 @@ fn captured_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>, streams: [
         // Pending frees are looked after.
         drop(note(memory.allocate(300, user)));
         own.clear();
-        let launched = capture.and_then(|capture| {
+        // A second graph in the memory of the first.
+        let launched = capture.and_then(|mut capture| {
+            capture.cut()?;
+            drop(memory.allocate(5 * MIB, owner)?);
             let mut graph = capture.end()?;
             graph.launch(owner)?;
+            graph.launch_nth(1, user)?;
             graph.release()
         });
         errors.extend(launched.err());

@@ -242,3 +242,74 @@ fn a_graph_keeps_its_memory_and_gives_it_back() {
         assert_eq!(free_bytes(sim.as_ref()), start, "{kind}");
     }
 }
+
+#[test]
+fn graphs_of_one_capture_share_its_memory() {
+    for kind in BackendKind::ALL {
+        let sim = sim(GIB, SimMemory::Host);
+        let driver: Arc<dyn Driver> = Arc::clone(&sim) as _;
+        let start = free_bytes(sim.as_ref());
+        let memory = Memory::new(AllocatorSettings::new(kind).build(&driver).unwrap());
+        let (stream, other) = (sim.stream_create().unwrap(), sim.stream_create().unwrap());
+        let step = || {
+            // What is freed early serves a later request of the step.
+            let first = memory.allocate(5 * MIB, stream).unwrap();
+            let second = memory.allocate(3 * MIB, stream).unwrap();
+            fill(sim.as_ref(), first.addr(), 1, MIB, stream);
+            drop(first);
+            let third = memory.allocate(5 * MIB, stream).unwrap();
+            fill(sim.as_ref(), third.addr(), 2, MIB, stream);
+            drop(second);
+        };
+        let taken = || start - free_bytes(sim.as_ref());
+        let mut capture = Capture::begin(&memory, &driver, stream).unwrap();
+        step();
+        let of_one = taken();
+        assert!(of_one >= 8 * MIB, "{kind}");
+        (0..5).for_each(|_| step());
+        assert_eq!(taken(), of_one, "{kind}: six steps of a graph should take what one does");
+        capture.cut().unwrap();
+        step();
+        // The simulated driver gives each graph memory of its own.
+        let own = if kind == BackendKind::StreamOrdered { 2 } else { 1 };
+        assert!(taken() <= own * of_one, "{kind}");
+        let mut graph = capture.end().unwrap();
+        for number in [0, 1, 1, 0] {
+            graph.launch_nth(number, stream).unwrap();
+        }
+        // They must not run at the same time.
+        let blocked = sim.blocked_ns().unwrap();
+        graph.launch_nth(1, other).unwrap();
+        assert!(sim.blocked_ns().unwrap() > blocked, "{kind}");
+        let blocked = sim.blocked_ns().unwrap();
+        graph.launch_nth(0, other).unwrap();
+        assert_eq!(sim.blocked_ns().unwrap(), blocked, "{kind}");
+        graph.release().unwrap();
+        memory.check().unwrap();
+        memory.allocator().trim(0).unwrap();
+        assert_eq!(free_bytes(sim.as_ref()), start, "{kind}");
+    }
+}
+
+/// Nothing in a capture says when another stream is done with a block, so that waits for the capture's end.
+#[test]
+fn what_another_stream_uses_serves_no_later_request_of_its_capture() {
+    for kind in [BackendKind::Naive, BackendKind::Caching] {
+        let driver: Arc<dyn Driver> = sim(GIB, SimMemory::Host) as _;
+        let memory = Memory::new(AllocatorSettings::new(kind).build(&driver).unwrap());
+        let (stream, other) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
+        let capture = Capture::begin(&memory, &driver, stream).unwrap();
+        let [used, own] = [5 * MIB; 2].map(|bytes| memory.allocate(bytes, stream).unwrap());
+        let before = [used.addr(), own.addr()];
+        used.record_use(other).unwrap();
+        own.record_use(stream).unwrap();
+        drop((used, own));
+        let again = [5 * MIB; 2].map(|bytes| memory.allocate(bytes, stream).unwrap());
+        let after = again.each_ref().map(|buffer| buffer.addr());
+        assert!(!after.contains(&before[0]) && after.contains(&before[1]), "{kind}: {before:?} and {after:?}");
+        drop(again);
+        capture.end().unwrap().release().unwrap();
+        memory.allocator().trim(0).unwrap();
+        assert_eq!(memory.allocator().stats().reserved_bytes.all.current, 0, "{kind}");
+    }
+}

@@ -72,7 +72,7 @@ def _report(args: argparse.Namespace) -> None:
             "schema_version": 1,
             **result.capture.source,
             "span_ns": span[1] - span[0],
-            "steps": len(result.capture.steps),
+            "steps": result.capture.step_count,
             "notes": result.capture.notes,
             "tables": {table.name: table.rows for table in summary.tables(result, agreement)},
         }

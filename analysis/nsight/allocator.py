@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from analysis.nsight import names
 from analysis.nsight.attribution import Attribution
 
-_NUMBERED = re.compile(r"^(epoch|step) \d+$")
+_NUMBERED = re.compile(r"^(epoch|steps?) \d+(?: to \d+)?$")
 # Ranges that the trainer's NVTX instrument opens around each operation of the allocator: `alloc 196 KiB`.
 _OPERATION = re.compile(r"^(alloc|free) \d[\d.]* [KMGT]?i?B$")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -142,12 +143,24 @@ class Capture:
 
     @property
     def steps(self) -> list[Range]:
-        """The ranges of training steps, in order."""
-        return self.by_name.get("step", [])
+        """The ranges of training steps, in order. Steps that one launch did are one range, as `steps 9 to 16`."""
+        found = [*self.by_name.get("step", []), *self.by_name.get("steps", [])]
+        return sorted(found, key=lambda one: one.start)
+
+    @property
+    def step_count(self) -> int:
+        """The number of training steps."""
+        return sum(last - first + 1 for first, last in (step_numbers(one.text) or (1, 1) for one in self.steps))
 
     def launch_path(self, work: Work) -> str:
         """Ranges around the call that queued the work."""
         return "" if work.call is None else self.calls[work.call].path
+
+
+def step_numbers(name: str) -> tuple[int, int] | None:
+    """First and last step of the range of a step or of several, as `step 3` or `steps 9 to 16`."""
+    found = re.fullmatch(r"steps? (\d+)(?: to (\d+))?", name)
+    return (int(found[1]), int(found[2] or found[1])) if found else None
 
 
 def nest(ranges: list[Range]) -> None:

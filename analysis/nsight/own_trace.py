@@ -30,7 +30,7 @@ from typing import Any
 from analysis.errors import AnalysisError, found, read_bytes, read_json
 from analysis.nsight import extracted
 from analysis.nsight.attribution import OWN_WORK, QUEUE, Attribution
-from analysis.nsight.capture import Capture
+from analysis.nsight.capture import Capture, step_numbers
 
 PAGE_SHIFT = 21  # pages of 2 MiB, the granularity of the driver's mappings
 WAITS = {"device_synchronize", "mem_free", "host_free", "mem_unmap", "stream_synchronize", "event_synchronize"}
@@ -149,17 +149,23 @@ def _pages(lines: Iterable[tuple[OwnCall, int | None]]) -> list[OwnCall]:
 def _captured(calls: list[OwnCall], steps: dict[str, int] | None, record: Path) -> list[OwnCall]:
     if not steps:
         return calls
-    first, last = f"step {steps['first']}", f"step {steps['last']}"
+    first, last = steps["first"], steps["last"]
 
     def step(call: OwnCall) -> str:
         parts = call.path.split("/")
         return parts[1] if len(parts) > 1 else ""
 
-    begin = next((place for place, call in enumerate(calls) if step(call) == first), None)
-    ends = [place for place, call in enumerate(calls) if step(call) in (last, "end of capture")]
+    # Steps that one launch did share a range; a launch never crosses the ends of a capture.
+    at = [step_numbers(step(call)) for call in calls]
+    begin = next((place for place, numbers in enumerate(at) if numbers and numbers[0] == first), None)
+    ends = [
+        place
+        for place, (call, numbers) in enumerate(zip(calls, at, strict=True))
+        if (numbers and numbers[1] == last) or step(call) == "end of capture"
+    ]
     if begin is None or not ends:
         raise AnalysisError(
-            f"{record}: driver_calls.jsonl has no {first} or no {last}; was it recorded by another run?"
+            f"{record}: driver_calls.jsonl has no step {first} or no step {last}; was it recorded by another run?"
         )
     return calls[begin : ends[-1] + 1]
 

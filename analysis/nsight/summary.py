@@ -133,7 +133,7 @@ def _ranges(result: Attribution, most: int | None) -> Table:
         place = allocator.general(capture.calls[one.call].path)
         count[place] += 1
         blocked[place] += one.blocked_ns
-    steps = len(capture.steps)
+    steps = capture.step_count
     rows = [
         {
             "place": place or "(no range)", "count": count[place], "blocked_ns": total,

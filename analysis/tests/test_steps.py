@@ -40,6 +40,21 @@ def table(tmp_path: Path, documents: list[dict[str, Any]]) -> list[dict[str, Any
     return steps.frame(runs).to_dicts()
 
 
+def test_graphs_of_several_steps_are_told_from_those_of_one(tmp_path: Path) -> None:
+    def graph(micros: float, **more: Any) -> dict[str, Any]:
+        return timed(micros, hidden=128, launch="graph", dtype="f32", **more)
+
+    eager = timed(50.0, hidden=128, launch="eager", dtype="f32", graph_steps=None)
+    rows = table(tmp_path, [graph(30.0), graph(31.0, graph_steps=1), graph(28.0, graph_steps=8), eager])
+    told = [(row["launch"], row["how"], row["step_us"]) for row in rows]
+    # Records of before there was the setting have one step in a graph.
+    assert told == [
+        ("graph", "graph steps 8", 28.0),
+        ("graph", "graph steps 1", 30.5),
+        ("eager", "", 50.0),
+    ]
+
+
 def test_the_ratio_is_to_the_fastest_mode_of_pytorch_at_the_same_work(tmp_path: Path) -> None:
     rows = table(tmp_path, DOCUMENTS)
     told = [(row["hidden"], row["dtype"], row["program"], row["launch"], row["step_us"], row["ratio"]) for row in rows]

@@ -7,6 +7,7 @@
 mod execute;
 pub(crate) mod figures;
 mod list;
+mod lock;
 mod noise;
 mod options;
 pub(crate) mod plan;

@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Place, Ran, names};
+use common::{HANGS, Place, Ran, names};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -124,7 +124,7 @@ fn a_killed_runner_goes_on_where_it_was() {
     };
     let begun = Instant::now();
     while whole() < 3 {
-        assert!(begun.elapsed() < Duration::from_secs(100), "it should have done three runs");
+        assert!(begun.elapsed() < HANGS, "it should have done three runs");
         assert!(child.try_wait().unwrap().is_none(), "it should be running");
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -377,6 +377,39 @@ fn large_files_are_compressed() {
     assert!(text.starts_with("epoch,step,") && text.lines().count() > 3000);
 }
 
+#[test]
+fn a_second_runner_leaves_the_first_alone() {
+    let place = Place::new();
+    place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
+    let mut first = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
+    let mut first = first.stderr(std::process::Stdio::null()).stdout(std::process::Stdio::null()).spawn().unwrap();
+    let (folder, begun) = (place.at("out/small/runs"), Instant::now());
+    let unfinished = || if folder.is_dir() { names(&folder) } else { Vec::new() };
+    while unfinished().is_empty() {
+        assert!(begun.elapsed() < HANGS, "it should have begun a run");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let before = unfinished();
+    for more in [&[][..], &["--again"], &["--shard", "2/2"]] {
+        run(&place, more).refused(2, &["another run is at work in", "out/small;", "with -o"]);
+    }
+    assert_eq!(before.len(), 1);
+    assert_eq!(unfinished(), before, "nothing of the first is gone");
+    assert!(first.try_wait().unwrap().is_none(), "it is still at work");
+    // To look is allowed, and so is another experiment beside it.
+    run(&place, &["--dry-run"]).ok();
+    place.write("other.toml", SMALL.replace("\"small\"", "\"other\""));
+    place.run(&["run", "other.toml", "--device", "sim", "-o", "out"]).ok();
+    // A killed one leaves its lock's file, and no lock.
+    first.kill().unwrap();
+    first.wait().unwrap();
+    assert!(place.at("out/.small.lock").exists());
+    place.write("small.toml", SMALL);
+    run(&place, &["--again"]).ok();
+    assert_eq!(runs(&place, "out").len(), 8);
+    assert_eq!(names(&place.at("out")), ["other", "small"]);
+}
+
 #[cfg(unix)]
 #[test]
 fn ctrl_c_ends_it_cleanly() {
@@ -387,7 +420,7 @@ fn ctrl_c_ends_it_cleanly() {
     let folder = place.at("out/small/runs");
     let begun = Instant::now();
     while !folder.is_dir() || names(&folder).is_empty() {
-        assert!(begun.elapsed() < Duration::from_secs(100), "it should have begun a run");
+        assert!(begun.elapsed() < HANGS, "it should have begun a run");
         std::thread::sleep(Duration::from_millis(5));
     }
     let killed = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
@@ -510,10 +543,14 @@ mkdir record && echo '{"schema_version": 1, "epochs": []}' > record/summary.json
 #[cfg(unix)]
 #[test]
 fn pytorch_gets_the_weights_and_batches_of_its_options() {
-    use std::os::unix::fs::PermissionsExt;
     let place = Place::new();
-    let python = place.file("python", PYTHON);
-    std::fs::set_permissions(&python, std::fs::Permissions::from_mode(0o755)).unwrap();
+    // Written by another process: a test beside this one may start a program while the file is open here, which then has it
+    // open for writing too until its own begins, and a file that is open for writing cannot be run.
+    place.file("python.sh", PYTHON);
+    let mut copy = std::process::Command::new("sh");
+    copy.args(["-c", "cp python.sh python && chmod 755 python"]);
+    assert!(copy.current_dir(place.at(".")).status().unwrap().success());
+    let python = place.at("python");
     let spec = "name = \"small\"\nquestion = \"?\"\nrepeats = 1\nwarm_up = 1\nstart = true\ndevices = [\"sim\"]\n\
                 [options]\ndataset = \"iris\"\nepochs = 2\nseed = 7\n[matrix]\nhidden = [5, 9]\n\
                 [[arms]]\nname = \"ours\"\n[[arms]]\nname = \"theirs\"\nprogram = \"pytorch\"\ndevices = [\"sim\"]\n";

@@ -4,7 +4,7 @@ use crate::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::DatasetName;
 use crate::observer::Observer;
 use crate::progress::{Terminal, say};
-use crate::settings::{DeviceChoice, InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
+use crate::settings::{DeviceChoice, GRAPH_STEPS, InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::{Result, Settings, TrainError, doctor, exit, record, report, start};
 use allocators::backend::CachingSettings;
 use allocators::instrument::NvtxMode;
@@ -183,6 +183,9 @@ struct TrainArgs {
     /// How a step is launched; graph and persistent need --loader resident, persistent also --fuse update and no --gemm tensor for f32
     #[arg(long, value_enum, default_value = "eager", help_heading = "Training")]
     launch: LaunchMode,
+    /// Steps of a graph, for --launch graph: fewer launches [default: 8, and 1 with --sync step]
+    #[arg(long, value_name = "N", value_parser = graph_steps_parser(), help_heading = "Training")]
+    graph_steps: Option<u32>,
     /// Streams: 2 gives weight updates their own (with --fuse update), 3 the loader too, 4 the validation too
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4), help_heading = "Training")]
     streams: u32,
@@ -235,6 +238,11 @@ pub fn export_parser() -> impl TypedValueParser<Value = Export> {
         // The parser before has refused every other name.
         Export::ALL.into_iter().find(|export| export.name() == name).unwrap_or(Export::Snapshot)
     })
+}
+
+fn graph_steps_parser() -> impl TypedValueParser<Value = u32> {
+    let (least, most) = GRAPH_STEPS.into_inner();
+    clap::value_parser!(u32).range(i64::from(least)..=i64::from(most))
 }
 
 fn nvtx_parser() -> impl TypedValueParser<Value = NvtxMode> {
@@ -325,6 +333,7 @@ impl TrainArgs {
             gemm: self.gemm,
             fuse: self.fuse,
             launch: self.launch,
+            graph_steps: self.graph_steps,
             streams: self.streams,
             out: self.out.clone(),
             save_start: self.save_start.clone(),

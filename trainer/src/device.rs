@@ -4,7 +4,7 @@ mod graph;
 mod recording;
 mod streams;
 
-pub use graph::StepGraph;
+pub use graph::StepGraphs;
 pub use streams::Role;
 
 use crate::error::{Result, TrainError};

@@ -150,6 +150,26 @@ impl Mlp {
         Ok(Self { layers, arithmetic, tickets })
     }
 
+    /// A network of these widths whose weights are never set, for work that is described and never done.
+    ///
+    /// # Errors
+    /// Those of the allocator.
+    pub(crate) fn unset(context: &Context, widths: &[u32], arithmetic: Arithmetic, batches: &[u32]) -> Result<Self> {
+        let layer = |pair: &[u32]| -> Result<Linear> {
+            let (inputs, outputs, pitch) = (pair[0], pair[1], arithmetic.pitch(pair[0]));
+            let master = arithmetic.has_master().then(|| context.pitched(Element::F32, outputs, inputs, pitch));
+            Ok(Linear {
+                weight: context.pitched(arithmetic.element(), outputs, inputs, pitch)?,
+                master: master.transpose()?,
+                bias: context.matrix(1, outputs)?,
+            })
+        };
+        let layers = widths.windows(2).map(layer).collect::<Result<Vec<Linear>>>()?;
+        let most = workspace::most_tickets(widths, &arithmetic, batches);
+        let tickets = (most > 0).then(|| context.allocate::<u32>(2 * most)).transpose()?;
+        Ok(Self { layers, arithmetic, tickets })
+    }
+
     /// How it computes.
     #[must_use]
     pub fn arithmetic(&self) -> &Arithmetic {

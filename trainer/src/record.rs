@@ -64,6 +64,8 @@ pub struct EffectiveSettings {
     pub fuse: FuseMode,
     /// How a step is launched.
     pub launch: LaunchMode,
+    /// Steps of a full graph; `null` where steps are not launched as graphs.
+    pub graph_steps: Option<u32>,
     /// Streams.
     pub streams: u32,
     /// Type of the values.

@@ -49,6 +49,12 @@ pub enum LaunchMode {
     Persistent,
 }
 
+/// Steps that one graph can have.
+pub const GRAPH_STEPS: std::ops::RangeInclusive<u32> = 1..=64;
+/// Steps of a graph where the number is not given: enough that the gap between two launches is small beside them, few enough
+/// that a run can be interrupted soon and that short epochs fill a graph.
+const USUAL_GRAPH_STEPS: u32 = 8;
+
 /// Distribution of the initial weights; biases start at zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -169,6 +175,8 @@ pub struct Settings {
     pub fuse: FuseMode,
     /// How a step is launched.
     pub launch: LaunchMode,
+    /// Steps of a graph, for `launch` as graphs; `None`: what suits.
+    pub graph_steps: Option<u32>,
     /// Streams: 1 to 4.
     pub streams: u32,
     /// Where the run record goes; `None`: a new directory under `runs/`.
@@ -192,6 +200,13 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// Steps of a full graph in effect; `None` where steps are not launched as graphs.
+    #[must_use]
+    pub fn steps_in_graph(&self) -> Option<u32> {
+        let usual = if self.sync == SyncMode::Never { USUAL_GRAPH_STEPS } else { 1 };
+        (self.launch == LaunchMode::Graph).then(|| self.graph_steps.unwrap_or(usual))
+    }
+
     /// How the network computes, with what was not said filled in.
     ///
     /// # Errors
@@ -238,6 +253,7 @@ impl Default for Settings {
             gemm: None,
             fuse: FuseMode::default(),
             launch: LaunchMode::default(),
+            graph_steps: None,
             streams: 1,
             out: None,
             save_start: None,

@@ -2,6 +2,8 @@
 
 mod capture;
 mod epoch;
+mod graphs;
+mod persistent;
 mod stepper;
 
 use crate::arithmetic::{Arithmetic, FuseMode};
@@ -17,7 +19,7 @@ use crate::record::{
     DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, RecordWriter, SCHEMA_VERSION, STEPS, Status,
     Summary, TRACE,
 };
-use crate::settings::{DeviceChoice, LaunchMode, LoaderMode, Settings, SyncMode};
+use crate::settings::{DeviceChoice, GRAPH_STEPS, LaunchMode, LoaderMode, Settings, SyncMode};
 use crate::stack::Stack;
 use crate::start;
 use crate::tensor::Context;
@@ -70,8 +72,9 @@ pub fn run(
     let dataset = load(settings, observer)?;
     observer.dataset(&dataset);
     let steps = steps_in_all(settings, &dataset);
-    // Before there is a record, because it can be told from the command line.
+    // Before there is a record, because both can be told from the command line.
     let capture = Capture::new(settings.profile_steps, steps)?;
+    persistent::check_fit(settings, &dataset)?;
     let start = settings.save_start.as_ref().map(|path| start::write(path, settings, &dataset)).transpose()?;
     let mut run = Run::new(settings, command, started, device, &dataset, calls)?;
     run.summary.start = start;
@@ -131,7 +134,8 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
 
 /// Whether a step can be launched as it is to be.
 fn check_launch(settings: &Settings) -> Result<()> {
-    let Settings { launch, loader, sync, fuse, streams, .. } = *settings;
+    let Settings { launch, loader, sync, fuse, streams, graph_steps, .. } = *settings;
+    check_graph_steps(graph_steps, launch, sync)?;
     if launch == LaunchMode::Eager {
         return Ok(());
     }
@@ -147,6 +151,20 @@ fn check_launch(settings: &Settings) -> Result<()> {
     } else if launch == LaunchMode::Persistent && !settings.arithmetic()?.precision().is_persistent() {
         "--launch persistent has no kernel for --dtype f32 with --gemm tensor: use --gemm tiled or --launch graph"
             .to_owned()
+    } else {
+        return Ok(());
+    };
+    Err(TrainError::Input(problem))
+}
+
+fn check_graph_steps(steps: Option<u32>, launch: LaunchMode, sync: SyncMode) -> Result<()> {
+    let Some(steps) = steps else { return Ok(()) };
+    let problem = if !GRAPH_STEPS.contains(&steps) {
+        format!("--graph-steps lies between {} and {}, found {steps}", GRAPH_STEPS.start(), GRAPH_STEPS.end())
+    } else if launch != LaunchMode::Graph {
+        "--graph-steps is for --launch graph: add that, or leave it out".to_owned()
+    } else if sync == SyncMode::Step && steps > 1 {
+        format!("--sync step waits for each step: use --graph-steps 1 instead of {steps}, or --sync never")
     } else {
         return Ok(());
     };
@@ -299,9 +317,7 @@ impl Run {
         if model.arithmetic().plain().is_none() {
             context.device.prepare(model.arithmetic().precision())?;
         }
-        // CAST: the steps of an epoch are bounded by the rows of the data set.
-        let most = self.steps_in_epoch(dataset.train.rows).min(left) as usize;
-        let mut stepper = Stepper::new(context, settings, &model, &mut loaders.0, most)?;
+        let mut stepper = Stepper::new(context, settings, &model, &mut loaders.0, (dataset.train.rows, left))?;
         capture.training_begins(&context.device)?;
         for epoch in 1..=settings.epochs {
             let rows = epoch::Pass { epoch, settings, dataset, model: &model, stop, observer }.run(
@@ -504,6 +520,7 @@ fn effective(
         precision: arithmetic.precision().name(),
         fuse: arithmetic.fuse,
         launch: settings.launch,
+        graph_steps: settings.steps_in_graph(),
         streams: settings.streams,
         dtype: arithmetic.dtype,
         accumulate: arithmetic.accumulate,

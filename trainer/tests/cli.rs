@@ -337,7 +337,7 @@ fn help_names_every_option_and_the_exit_codes() {
     let place = Place::new();
     let help = place.run(&["--help"]).ok().stdout;
     let options = "alloc memory-limit release-threshold device dataset data-dir offline loader hidden layers batch epochs \
-                   steps lr seed init dtype accumulate weights loss-scale gemm fuse sync out json nvtx latency trace check log-driver-calls";
+                   steps lr seed init dtype accumulate weights loss-scale gemm fuse launch graph-steps streams sync out json nvtx latency trace check log-driver-calls";
     for option in options.split_whitespace() {
         assert!(help.contains(&format!("--{option}")), "{option}");
     }

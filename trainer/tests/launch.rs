@@ -5,14 +5,15 @@
 
 mod common;
 
-use allocators::BackendKind;
-use common::{arms, attempt, digits, iris, train};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use trainer::Settings;
-use trainer::arithmetic::{Dtype, FuseMode, GemmMode, WeightsMode};
-use trainer::observer::Silent;
-use trainer::settings::{LaunchMode, LoaderMode, SyncMode};
+use allocators::{BackendKind, CallKind, Profile};
+use common::{Done, arms, attempt, digits, iris, train, train_with};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use trainer::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
+use trainer::observer::{Observer, Silent};
+use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
+use trainer::{Settings, TrainError, exit};
 
 /// Two epochs whose last batch is smaller, for each kind of step.
 fn steps() -> Vec<(&'static str, Settings)> {
@@ -142,4 +143,208 @@ fn what_cannot_be_a_graph_is_refused() {
         assert!(refusal(&Settings { loader, ..graph(&iris()) }).contains("--loader resident"));
     }
     assert!(refusal(&Settings { sync: SyncMode::Op, ..graph(&iris()) }).contains("--sync step"));
+}
+
+/// Epochs of 17 whole batches and one smaller one.
+fn many() -> Settings {
+    Settings { batch: 7, learning_rate: 0.02, ..iris() }
+}
+
+/// Graphs of so many steps.
+fn several(settings: &Settings, steps: u32) -> Settings {
+    Settings { graph_steps: Some(steps), ..graph(settings) }
+}
+
+fn count(done: &Done, kind: CallKind) -> u64 {
+    done.outcome.summary.driver_calls.get(kind).count
+}
+
+#[test]
+fn steps_in_one_graph_change_no_loss_under_any_allocator() {
+    for (name, settings) in steps() {
+        // The second epoch is cut short: 18 steps and 13.
+        let base = Settings { steps: Some(31), ..settings };
+        let base = Settings { batch: many().batch, learning_rate: many().learning_rate, ..base };
+        let expected = train(&base).finished().column("loss");
+        assert_eq!(expected.len(), 31);
+        for (arm, settings) in arms(&base) {
+            for (steps, streams) in [(1, 1), (3, 2), (8, 1), (8, 2), (17, 4), (64, 2)] {
+                // This arm waits for each step.
+                let steps = if settings.sync == SyncMode::Step { 1 } else { steps };
+                let done = train(&Settings { streams, check: true, ..several(&settings, steps) }).finished();
+                assert_eq!(done.column("loss"), expected, "{name}, {arm}, {steps} steps, {streams} streams");
+                let report = done.outcome.summary.check.as_ref().unwrap();
+                assert!(report.is_clean(), "{name}, {arm}, {steps} steps, {streams} streams: {report:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn steps_in_one_graph_change_no_loss_of_any_type() {
+    for dtype in [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16] {
+        for (accumulate, weights) in [(Accumulate::F32, WeightsMode::Master), (Accumulate::F16, WeightsMode::Half)] {
+            if accumulate == Accumulate::F16 && dtype != Dtype::F16 {
+                continue;
+            }
+            for fuse in [FuseMode::None, FuseMode::Epilogue, FuseMode::Update] {
+                let base = Settings { dtype, accumulate, weights, fuse, steps: Some(20), ..digits() };
+                let eager = train(&base).finished().column("loss");
+                for settings in [several(&base, 1), several(&base, 8), Settings { streams: 2, ..several(&base, 6) }] {
+                    assert_eq!(train(&settings).finished().column("loss"), eager, "{settings:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Counts what it hears of.
+#[derive(Debug, Default)]
+struct Heard(Mutex<Vec<(u32, u64)>>);
+
+impl Observer for Heard {
+    fn step(&self, epoch: u32, step: u64) {
+        self.0.lock().unwrap().push((epoch, step));
+    }
+}
+
+#[test]
+fn a_graph_is_launched_once_for_its_steps() {
+    for allocator in [BackendKind::Naive, BackendKind::Caching, BackendKind::StreamOrdered] {
+        let base = Settings { allocator, ..many() };
+        for (steps, launches, captures) in [
+            // Each of two epochs: full graphs, single steps, the smaller batch.
+            (1, 2 * (17 + 1), 2),
+            (2, 2 * (8 + 1 + 1), 3),
+            (8, 2 * (2 + 1 + 1), 3),
+            // All whole batches at once, and more than there are.
+            (17, 2 * (1 + 1), 2),
+            (18, 2 * (17 + 1), 2),
+        ] {
+            let heard = Arc::new(Heard::default());
+            let done = train_with(&several(&base, steps), &AtomicBool::new(false), Arc::clone(&heard) as _).finished();
+            assert_eq!(count(&done, CallKind::GraphLaunch), launches, "{allocator:?}, {steps}");
+            assert_eq!(count(&done, CallKind::CaptureEnd), captures, "{allocator:?}, {steps}");
+            assert_eq!(done.json()["settings"]["graph_steps"], steps);
+            let expected = (1..=2).flat_map(|epoch| (1..=18).map(move |step| (epoch, step)));
+            assert_eq!(*heard.0.lock().unwrap(), expected.collect::<Vec<_>>(), "every step is heard of, in order");
+            assert_eq!(done.column("step").len(), 36);
+            assert_eq!(done.column("rows")[17], "1");
+            let summary = &done.outcome.summary;
+            let launched = summary.driver_calls.get(CallKind::GraphLaunch);
+            assert_eq!(launched.total_ns, launches * Profile::h200().graphs.launch_ns, "a launch costs what it does");
+        }
+    }
+}
+
+#[test]
+fn steps_of_one_graph_were_queued_at_one_time() {
+    let done = train(&several(&many(), 8)).finished();
+    let mut steps: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
+    for (step, time) in done.column("host_ns").iter().enumerate() {
+        steps.entry(time.parse().unwrap()).or_default().push(step);
+    }
+    let together: Vec<usize> = steps.values().map(Vec::len).collect();
+    assert_eq!(together, [8, 8, 1, 1, 8, 8, 1, 1]);
+    // What is captured is allocated once, before the first launch.
+    let reserved = done.column("reserved_bytes");
+    assert!(reserved.windows(2).all(|pair| pair[0] == pair[1]), "{reserved:?}");
+}
+
+/// The private memory of a capture serves step after step, and the graphs of a run one after the other.
+#[test]
+fn more_steps_in_a_graph_take_no_more_memory() {
+    let wide = Settings { hidden: 300, batch: 7, ..iris() };
+    let half = Settings { dtype: Dtype::F16, fuse: FuseMode::Update, streams: 2, ..wide.clone() };
+    // Large enough that tensors have segments of their own.
+    let large = Settings { hidden: 1100, batch: 40, epochs: 1, steps: Some(3), layers: 4, ..iris() };
+    for base in [wide, half, large] {
+        let most = if base.steps.is_some() { 2 } else { 8 };
+        for (arm, settings) in arms(&base).into_iter().filter(|(_, settings)| settings.sync != SyncMode::Step) {
+            let peaks = |steps: u32| {
+                let stats = train(&several(&settings, steps)).finished().outcome.summary.allocator_stats;
+                let graphs = stats.graph_memory.map_or(0, |memory| memory.used_high);
+                ([stats.reserved_bytes, stats.active_bytes, stats.allocated_bytes].map(|gauge| gauge.all.peak), graphs)
+            };
+            let (one, several) = (peaks(1), peaks(most));
+            assert_eq!(several.0, one.0, "{arm}: reserved, active, allocated");
+            // The simulated driver lets no two graphs share memory: there is one more of them, for single steps.
+            assert!(several.1 <= 2 * one.1, "{arm}: {} and {}", several.1, one.1);
+        }
+    }
+    // With nothing left over it is the same number of graphs.
+    let even = Settings { allocator: BackendKind::StreamOrdered, batch: 5, ..iris() };
+    let used = |steps: u32| {
+        let stats = train(&several(&even, steps)).finished().outcome.summary.allocator_stats;
+        stats.graph_memory.unwrap().used_high
+    };
+    assert!(used(1) > 0);
+    assert_eq!([2, 4, 8, 24].map(used), [used(1); 4]);
+}
+
+#[test]
+fn a_profiled_range_is_crossed_by_no_graph() {
+    let base = Settings { batch: 1, learning_rate: 0.02, steps: Some(120), ..iris() };
+    let expected = train(&base).finished().column("loss");
+    let profile_steps = Some(ProfileSteps { first: 10, last: 59 });
+    let done = train(&Settings { profile_steps, ..several(&base, 8) }).finished();
+    assert_eq!(done.column("loss"), expected);
+    // Steps 1 to 9, 10 to 59, 60 to 120: full graphs and single steps.
+    assert_eq!(count(&done, CallKind::GraphLaunch), (1 + 1) + (6 + 2) + (7 + 5));
+}
+
+/// Sets the flag when it hears of a step.
+#[derive(Debug)]
+struct StopAt(u64, Arc<AtomicBool>);
+
+impl Observer for StopAt {
+    fn step(&self, _: u32, step: u64) {
+        if step == self.0 {
+            self.1.store(true, SeqCst);
+        }
+    }
+}
+
+#[test]
+fn an_interrupted_run_keeps_the_steps_of_its_last_graph() {
+    let base = Settings { batch: 1, learning_rate: 0.02, ..iris() };
+    let whole = train(&base).finished().column("loss");
+    for (arm, settings) in arms(&Settings { check: true, ..graph(&base) }) {
+        let stop = Arc::new(AtomicBool::new(false));
+        let done = train_with(&settings, &stop, Arc::new(StopAt(30, Arc::clone(&stop))));
+        assert!(matches!(done.outcome.error, Some(TrainError::Interrupted)), "{arm}");
+        let steps = if settings.sync == SyncMode::Step { 30 } else { 32 };
+        assert_eq!(done.column("loss"), whole[..steps], "{arm}");
+        assert_eq!(done.json()["check"]["live"], serde_json::json!([]), "{arm}: everything is freed");
+    }
+}
+
+#[test]
+fn the_number_of_steps_in_effect_is_recorded() {
+    let recorded = |settings: &Settings| train(settings).finished().json()["settings"]["graph_steps"].clone();
+    assert_eq!(recorded(&graph(&many())), 8);
+    assert_eq!(recorded(&Settings { sync: SyncMode::Step, ..graph(&many()) }), 1);
+    assert_eq!(recorded(&Settings { sync: SyncMode::Step, ..several(&many(), 1) }), 1);
+    assert_eq!(recorded(&many()), serde_json::Value::Null);
+}
+
+#[test]
+fn steps_that_cannot_be_in_a_graph_are_refused() {
+    let eager = Settings { graph_steps: Some(8), ..iris() };
+    let persistent = Settings { launch: LaunchMode::Persistent, fuse: FuseMode::Update, ..eager.clone() };
+    for (settings, words) in [
+        (eager.clone(), "--graph-steps is for --launch graph"),
+        (persistent, "--graph-steps is for --launch graph"),
+        (several(&iris(), 0), "between 1 and 64, found 0"),
+        (several(&iris(), 65), "between 1 and 64, found 65"),
+        (Settings { sync: SyncMode::Step, ..several(&iris(), 2) }, "use --graph-steps 1 instead of 2"),
+        // What the host copies for each step cannot be in a graph at all.
+        (Settings { loader: LoaderMode::Pinned, ..several(&iris(), 8) }, "--loader resident"),
+    ] {
+        let (outcome, directory) = attempt(&settings, &AtomicBool::new(false), Arc::new(Silent));
+        let error = outcome.unwrap_err();
+        assert_eq!(error.exit_code(), exit::BAD_INPUT);
+        assert!(error.to_string().contains(words) && !error.to_string().contains('\n'), "{error}");
+        assert!(!directory.path().join("record").exists(), "no record of what never began");
+    }
 }

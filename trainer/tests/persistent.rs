@@ -10,7 +10,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use trainer::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::observer::{Observer, Silent};
-use trainer::record::Status;
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use trainer::{Settings, TrainError, exit};
 
@@ -131,13 +130,17 @@ fn a_net_that_does_not_fit_the_kernel_is_told_what_else_there_is() {
     // Few outputs of many inputs for many rows: a tile that the kernel does not have.
     let large = fused(Settings { hidden: 1500, batch: 1024, steps: Some(1), ..digits() }, LaunchMode::Persistent);
     for (settings, part) in [(deep, "too many layers"), (large, "no part of persistent_steps_f32")] {
-        let done = train(&settings);
-        let error = done.outcome.error.as_ref().unwrap();
+        let place = tempfile::TempDir::new().unwrap();
+        let save_start = Some(place.path().join("start.safetensors"));
+        let settings = Settings { save_start, ..settings };
+        let (outcome, directory) = attempt(&settings, &AtomicBool::new(false), Arc::new(Silent));
+        let error = outcome.unwrap_err();
         assert!(matches!(error, TrainError::Input(_)));
+        assert_eq!(error.exit_code(), exit::BAD_INPUT);
         let text = error.to_string();
         assert!(text.contains(part) && text.ends_with("use --launch graph") && !text.contains('\n'), "{text}");
-        assert_eq!(done.outcome.summary.status, Status::Failed);
-        assert_eq!(done.json()["status"], "failed");
+        assert!(!directory.path().join("record").exists(), "no record of what never began");
+        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0, "and no start file");
     }
 }
 

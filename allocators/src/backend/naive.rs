@@ -9,7 +9,9 @@
 //! *Good at* wasting nothing that the driver does not waste itself, and at finding use after free: memory goes
 //! back at once. *Bad at* everything else: the host can never run ahead of the device.
 //!
-//! *Graph capture.* Each request is a `cuMemAlloc` as ever; what is freed in a capture goes back when that is released.
+//! *Graph capture.* What is freed in a capture stays the graph's until that is released. Meanwhile it serves the capture's
+//! next request of exactly its size, so that several steps in one graph take no more than one; every other request is a
+//! `cuMemAlloc` as ever.
 //!
 //! *Source.* `cuMemAlloc`, `cuMemFree`:
 //! <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>; what "raw CUDA" programs do.
@@ -45,8 +47,12 @@ struct State {
 struct Kept {
     /// Blocks that were allocated in it and that the client holds.
     own: BTreeSet<DeviceAddr>,
+    /// Those of them that work on other streams was announced for.
+    shared: BTreeSet<DeviceAddr>,
     /// Blocks that were allocated in it and freed: pinned.
     pinned: BTreeMap<DeviceAddr, (u64, StreamId)>,
+    /// Those of them that later requests of the capture can have, by size.
+    idle: BTreeMap<u64, Vec<DeviceAddr>>,
     /// Blocks from before whose free waits for its end.
     waiting: BTreeMap<DeviceAddr, (u64, StreamId)>,
 }
@@ -90,12 +96,30 @@ impl State {
         if let Some((_, kept)) = self.captures.each().find(|(_, kept)| kept.own.contains(&addr)) {
             kept.own.remove(&addr);
             kept.pinned.insert(addr, block);
+            // What another stream may still use is left alone: nothing says when it is done.
+            if !kept.shared.remove(&addr) {
+                kept.idle.entry(block.0).or_default().push(addr);
+            }
             return true;
         }
         // Any capture may use the block, whatever stream it is freed on, and a graph cannot be made of addresses that are
         // gone.
         let open = self.captures.each().find(|(is_open, _)| *is_open);
         open.map(|(_, kept)| kept.waiting.insert(addr, block)).is_some()
+    }
+
+    /// A block that the open capture of a stream has freed, of exactly this size, for its next request.
+    fn reuse(&mut self, bytes: u64, stream: StreamId) -> Option<DeviceAddr> {
+        let kept = self.captures.open_on(stream)?;
+        let addr = kept.idle.get_mut(&bytes)?.pop()?;
+        kept.pinned.remove(&addr);
+        kept.own.insert(addr);
+        self.live.insert(addr, (bytes, stream));
+        // It was held from the driver all the time; only the client's side moves.
+        let (count, size) = self.held();
+        count.increase(ANY, 1);
+        size.increase(ANY, bytes);
+        Some(addr)
     }
 }
 
@@ -160,6 +184,9 @@ impl DeviceAllocator for Naive {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         request.validate()?;
         let bytes = request.bytes;
+        if let Some(addr) = self.lock().reuse(bytes, stream) {
+            return Ok(Block::new(addr, bytes, bytes, Path::Hit, 0));
+        }
         let addr = match self.driver.mem_alloc(bytes) {
             Ok(addr) => addr,
             Err(error) if error.is_out_of_memory() => {
@@ -220,9 +247,16 @@ impl DeviceAllocator for Naive {
         Ok(Path::DriverFree)
     }
 
-    fn record_use(&self, block: &Block, _stream: StreamId) -> Result<(), AllocError> {
-        // The driver's free waits for every stream, so there is nothing to remember.
-        if self.lock().live.contains_key(&block.addr()) {
+    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
+        let addr = block.addr();
+        let state = &mut *self.lock();
+        if let Some((_, owner)) = state.live.get(&addr) {
+            // The driver's free waits for every stream, so there is nothing to remember outside of captures.
+            if *owner != stream
+                && let Some((_, kept)) = state.captures.each().find(|(_, kept)| kept.own.contains(&addr))
+            {
+                kept.shared.insert(addr);
+            }
             return Ok(());
         }
         Err(AllocError::ForeignBlock {

@@ -125,8 +125,6 @@ pub(crate) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
         assert_eq!(path == Path::Deferred, bench.kind == BackendKind::Naive, "{path}");
     }
     match bench.kind {
-        // What it frees is pinned and nothing else.
-        BackendKind::Naive => assert_eq!(seen.len(), 50),
         // Where a GPU's driver puts what it captures is its own affair.
         BackendKind::StreamOrdered if bench.device == Device::Cuda => assert!(!seen.is_empty()),
         _ => assert_eq!(seen.len(), 1),

@@ -184,6 +184,17 @@ def test_a_record_is_cut_to_the_captured_steps(tmp_path: Path) -> None:
     calls = own_trace.read(tmp_path).calls
     # The page was held before, and is given back by the last free.
     assert [(call.start, call.pages) for call in calls] == [(10, False), (20, False), (30, True)]
+    # Steps of one launch share a range.
+    for line, path in zip(lines, ("step 1", "steps 2 to 9", "steps 2 to 9", "steps 10 to 17", "step 18"), strict=True):
+        line["path"] = f"epoch 1/{path}/graph of 8 steps"
+    (tmp_path / "driver_calls.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings["profile_steps"] = {"first": 2, "last": 17}
+    (tmp_path / "summary.json").write_text(json.dumps({"settings": settings, "blocked_method": "exact"}))
+    assert [call.start for call in own_trace.read(tmp_path).calls] == [10, 20, 30]
+    settings["profile_steps"] = {"first": 3, "last": 17}
+    (tmp_path / "summary.json").write_text(json.dumps({"settings": settings, "blocked_method": "exact"}))
+    with pytest.raises(AnalysisError, match="no step 3"):
+        own_trace.read(tmp_path)
     (tmp_path / "driver_calls.jsonl").write_text("{}\n")
     with pytest.raises(AnalysisError, match="line 1"):
         own_trace.read(tmp_path)

@@ -8,8 +8,9 @@ use flate2::write::GzEncoder;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Version of both files; raised when a field changes its meaning or goes away.
 pub(crate) const SCHEMA_VERSION: u64 = 1;
@@ -156,13 +157,21 @@ pub(crate) fn status_of(folder: &Path, sha256: &str) -> Result<Option<RunStatus>
     serde_json::from_value(value["status"].clone()).map(Some).with_context(|| format!("{}: status", path.display()))
 }
 
-/// Removes a folder if it is there.
+/// Removes a folder if it is there. What a program of a killed runner goes on writing to it is removed too.
 pub(crate) fn remove(folder: &Path) -> Result<()> {
-    match std::fs::remove_dir_all(folder) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("cannot remove {}", folder.display()))
+    /// A program that still writes opens a few files more; each time there is one less for it to do.
+    const TRIES: u32 = 1000;
+    let mut left = TRIES;
+    loop {
+        match std::fs::remove_dir_all(folder) {
+            Ok(()) => return Ok(()),
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty && left > 0 => {
+                left -= 1;
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(error) => return Err(error).with_context(|| format!("cannot remove {}", folder.display())),
         }
-        _ => Ok(()),
     }
 }
 
@@ -198,5 +207,40 @@ pub(crate) fn without_folders(value: &mut Value, folders: &[PathBuf]) {
         Value::Array(values) => values.iter_mut().for_each(|value| without_folders(value, folders)),
         Value::Object(fields) => fields.values_mut().for_each(|value| without_folders(value, folders)),
         _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+    use super::*;
+    use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+
+    #[test]
+    fn a_folder_that_is_written_to_can_be_removed() {
+        let place = tempfile::TempDir::new().unwrap();
+        let (folder, over) = (place.path().join("run"), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            // As a program writes its record in the folder in which it was started.
+            scope.spawn(|| {
+                for number in 0_u64.. {
+                    if over.load(SeqCst) {
+                        break;
+                    }
+                    let _ = std::fs::write(folder.join(format!("record-{}", number % 7)), "text");
+                }
+            });
+            for _ in 0..200 {
+                std::fs::create_dir_all(&folder).unwrap();
+                std::thread::sleep(Duration::from_micros(200));
+                let removed = remove(&folder);
+                over.fetch_or(removed.is_err(), SeqCst);
+                removed.unwrap();
+                assert!(!folder.exists());
+            }
+            over.store(true, SeqCst);
+        });
+        remove(&folder).unwrap();
     }
 }

@@ -1,6 +1,7 @@
 //! `experiments run`: does what specs say, and goes on where it was.
 
 use super::execute::{Experiment, Interrupted};
+use super::lock::{Lock, lock};
 use super::plan::{Run, Shard, plan_on, share};
 use super::programs::{self, Device, Places};
 use super::record::{
@@ -100,6 +101,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         // Said once, instead of by every run.
         CudaDriver::probe().context("--device cuda")?;
     }
+    let _locks = lock_all(&planned)?;
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
     ctrlc::set_handler(move || flag.store(true, std::sync::atomic::Ordering::SeqCst))
@@ -143,6 +145,20 @@ fn interrupted(error: anyhow::Error, planned: &Planned) -> anyhow::Error {
     let name = &planned.source.spec.name;
     ArmFailed::new(INTERRUPTED, format!("interrupted in {name}; what was done is kept, the same command goes on"))
         .into()
+}
+
+/// Takes the locks of all experiments before the first runs.
+fn lock_all(planned: &[Planned]) -> Result<Vec<Lock>> {
+    // One that is named twice is one.
+    let folders: BTreeSet<&Path> = planned.iter().map(|planned| planned.folder.as_path()).collect();
+    let mut locks = Vec::new();
+    for folder in folders {
+        match lock(folder)? {
+            Some(lock) => locks.push(lock),
+            None => say(&format!("note: {} cannot be locked here; run nothing else in it meanwhile", folder.display())),
+        }
+    }
+    Ok(locks)
 }
 
 /// Checks a spec and the folder that it would write to.

@@ -8,6 +8,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 use tempfile::TempDir;
 
+/// After this time a program is taken to hang; a busy machine may well need a hundredth of it.
+pub(crate) const HANGS: Duration = Duration::from_secs(900);
+
 /// A directory to work in.
 pub(crate) struct Place(pub(crate) TempDir);
 
@@ -59,7 +62,7 @@ impl Place {
 
     pub(crate) fn run(&self, arguments: &[&str]) -> Ran {
         let mut command = Command::from_std(self.process(arguments));
-        Ran::of(command.timeout(Duration::from_secs(120)).output().unwrap())
+        Ran::of(command.timeout(HANGS).output().unwrap())
     }
 }
 

@@ -6,15 +6,15 @@ use allocators::{Capture, Graph, Memory};
 use kernels::{Operation, Precision};
 use std::sync::Arc;
 
-/// Work that was captured, with the memory that it uses.
+/// Graphs that were captured one after the other, with the memory that they share.
 #[derive(Debug)]
-pub struct StepGraph {
+pub struct StepGraphs {
     graph: Graph,
-    /// What a launch computes, where the host does.
-    operations: Vec<Box<dyn Operation>>,
+    /// What a launch of each computes, where the host does.
+    operations: Vec<Vec<Box<dyn Operation>>>,
 }
 
-impl StepGraph {
+impl StepGraphs {
     /// Waits for the last launch and gives up the memory.
     ///
     /// # Errors
@@ -25,31 +25,42 @@ impl StepGraph {
 }
 
 impl Device {
-    /// Captures the work that `queue` queues on the stream that is under way; nothing of it runs. All buffers that it
-    /// allocates are gone when it returns.
+    /// Captures the work that `queue` queues on the stream that is under way, as one graph for each number below `count`;
+    /// nothing of it runs. All buffers that a call of it allocates are gone when that returns, so that graphs, which run one
+    /// after another, can share their memory.
     ///
     /// # Errors
     /// Those of the driver and of the allocator, and of `queue`.
-    pub fn capture(&self, memory: &Arc<Memory>, queue: impl FnOnce() -> Result<()>) -> Result<StepGraph> {
+    pub fn capture(
+        &self,
+        memory: &Arc<Memory>,
+        count: usize,
+        mut queue: impl FnMut(usize) -> Result<()>,
+    ) -> Result<StepGraphs> {
         let _range = self.range(format_args!("capture"));
-        let driver = self.driver();
-        let capture = Capture::begin(memory, &driver, self.stream())?;
-        *self.recorded() = matches!(self.engine, Engine::Sim(_)).then(Vec::new);
-        let queued = queue();
-        let operations = self.recorded().take().unwrap_or_default();
-        queued?;
-        Ok(StepGraph { graph: capture.end()?, operations })
+        let mut capture = Capture::begin(memory, &self.driver(), self.stream())?;
+        let mut operations = Vec::with_capacity(count);
+        for number in 0..count {
+            if number > 0 {
+                capture.cut()?;
+            }
+            *self.recorded() = matches!(self.engine, Engine::Sim(_)).then(Vec::new);
+            let queued = queue(number);
+            operations.push(self.recorded().take().unwrap_or_default());
+            queued?;
+        }
+        Ok(StepGraphs { graph: capture.end()?, operations })
     }
 
-    /// Queues captured work on the stream that is under way.
+    /// Queues the graph of this number on the stream that is under way.
     ///
     /// # Errors
     /// Those of the driver, and on the simulated device of the operations.
-    pub fn launch(&self, step: &mut StepGraph) -> Result<()> {
-        step.graph.launch(self.stream())?;
+    pub fn launch(&self, graphs: &mut StepGraphs, number: usize) -> Result<()> {
+        graphs.graph.launch_nth(number, self.stream())?;
         if let Engine::Sim(driver) = &self.engine {
-            for operation in &step.operations {
-                // SAFETY: the memory is pinned as long as the graph lives; buffers from outside are live by the contract
+            for operation in &graphs.operations[number] {
+                // SAFETY: the memory is pinned as long as the graphs live; buffers from outside are live by the contract
                 // of the capture. This device computes on the calling thread alone.
                 unsafe { operation.run_on_host(&SimView(driver)) }?;
             }

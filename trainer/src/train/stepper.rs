@@ -1,14 +1,14 @@
 //! How training steps are queued: operation by operation, as a graph, or many as one kernel.
 
+use super::graphs::GraphStepper;
+use super::persistent::PersistentStepper;
 use crate::data::Split;
-use crate::device::StepGraph;
-use crate::error::{Result, TrainError};
+use crate::error::Result;
 use crate::loader::Loader;
 use crate::mlp::{LossSlot, Mlp};
-use crate::settings::{LaunchMode, Settings, SyncMode};
+use crate::settings::{LaunchMode, Settings};
 use crate::tensor::Context;
 use allocators::DeviceBuffer;
-use kernels::{KernelError, PersistentSteps, Precision};
 use std::ops::Range;
 
 /// What a step works on, besides its batch.
@@ -27,40 +27,8 @@ pub(super) enum Stepper {
     Persistent(Box<PersistentStepper>),
 }
 
-/// Steps as graphs: one for each number of rows, so that a last, smaller batch has its own. Their arguments never change, so
-/// a step's number lies on the device, from where it picks the batch and the slot of the loss.
-pub(super) struct GraphStepper {
-    /// One u32.
-    cursor: DeviceBuffer,
-    /// Of the longest epoch.
-    losses: DeviceBuffer,
-    graphs: Vec<(usize, StepGraph)>,
-}
-
-/// Steps that one kernel does in a row. As with graphs there is one for each number of rows, and the device knows the step.
-pub(super) struct PersistentStepper {
-    /// One u32.
-    cursor: DeviceBuffer,
-    /// Of the longest epoch.
-    losses: DeviceBuffer,
-    precision: Precision,
-    /// Steps that a launch does at most.
-    most: u64,
-    recorded: Vec<RecordedSteps>,
-}
-
-/// What a launch does, with the memory that it uses.
-struct RecordedSteps {
-    rows: usize,
-    launch: PersistentSteps,
-    _buffers: Vec<DeviceBuffer>,
-}
-
-/// Few enough that the run can be interrupted at any time, and that its record has times; enough that a launch costs nothing.
-const MOST_STEPS_AT_ONCE: u64 = 100;
-
 impl Stepper {
-    /// For epochs of at most so many steps; `loader` is told to follow the device.
+    /// For a run with so many steps in all, on so many rows; `loader` is told to follow the device.
     ///
     /// # Errors
     /// Those of the allocator, and of loading kernels.
@@ -69,22 +37,22 @@ impl Stepper {
         settings: &Settings,
         model: &Mlp,
         loader: &mut Loader,
-        most: usize,
+        (rows, steps): (usize, u64),
     ) -> Result<Self> {
         if settings.launch == LaunchMode::Eager {
             return Ok(Self::Eager { losses: None });
         }
         let cursor = context.allocate::<u32>(1)?;
         loader.follow(cursor.addr().get());
-        let losses = context.allocate::<f32>(most)?;
+        // CAST: the steps of an epoch are bounded by the rows of the data set.
+        let in_epoch = rows.div_ceil(settings.batch as usize).min(steps as usize);
+        let losses = context.allocate::<f32>(in_epoch)?;
         if settings.launch == LaunchMode::Graph {
-            return Ok(Self::Graph(Box::new(GraphStepper { cursor, losses, graphs: Vec::new() })));
+            return Ok(Self::Graph(Box::new(GraphStepper::new(settings, (rows, steps), cursor, losses))));
         }
         let precision = model.arithmetic().precision();
         context.device.prepare_persistent(precision)?;
-        let most = if settings.sync == SyncMode::Never { MOST_STEPS_AT_ONCE } else { 1 };
-        let recorded = Vec::new();
-        Ok(Self::Persistent(Box::new(PersistentStepper { cursor, losses, precision, most, recorded })))
+        Ok(Self::Persistent(Box::new(PersistentStepper::new(settings, precision, cursor, losses))))
     }
 
     /// Before the first step of an epoch of so many.
@@ -121,7 +89,8 @@ impl Stepper {
     /// Steps that are queued together, when so many with the same number of rows come next.
     pub(super) fn at_once(&self, alike: u64) -> u64 {
         match self {
-            Self::Eager { .. } | Self::Graph(_) => 1,
+            Self::Eager { .. } => 1,
+            Self::Graph(graphs) => graphs.at_once(alike),
             Self::Persistent(steps) => alike.min(steps.most),
         }
     }
@@ -145,39 +114,8 @@ impl Stepper {
                 let batch = loader.batch(context, of.split, of.order, range)?;
                 of.model.step(context, batch, LossSlot::at(slot + 4 * step), of.learning_rate)
             }
-            Self::Graph(graphs) => {
-                let rows = range.len();
-                let known = graphs.graphs.iter().position(|(of_rows, _)| *of_rows == rows);
-                let place = match known {
-                    Some(place) => place,
-                    None => {
-                        let loss = LossSlot { addr: slot, cursor: Some(graphs.cursor.addr().get()) };
-                        let graph = context.device.capture(&context.memory, || {
-                            let batch = loader.batch(context, of.split, of.order, range)?;
-                            of.model.step(context, batch, loss, of.learning_rate)
-                        })?;
-                        graphs.graphs.push((rows, graph));
-                        graphs.graphs.len() - 1
-                    }
-                };
-                context.device.launch(&mut graphs.graphs[place].1)
-            }
-            Self::Persistent(steps) => {
-                let known = steps.recorded.iter().position(|recorded| recorded.rows == range.len());
-                let place = match known {
-                    Some(place) => place,
-                    None => {
-                        let recorded = steps.record(context, loader, of, range).map_err(explain)?;
-                        steps.recorded.push(recorded);
-                        steps.recorded.len() - 1
-                    }
-                };
-                // CAST: at most `MOST_STEPS_AT_ONCE`.
-                let launch = steps.recorded[place].launch.with_steps(count as u32);
-                // SAFETY: the buffers of the recorded operations are kept beside them; weights, data and losses outlive the
-                // stepper's launches, as they outlive those of single operations.
-                unsafe { context.device.run(&launch) }.map_err(explain)
-            }
+            Self::Graph(graphs) => graphs.step(context, loader, of, (range.len(), count)),
+            Self::Persistent(steps) => steps.step(context, loader, of, (range.len(), count)),
         }
     }
 
@@ -188,42 +126,9 @@ impl Stepper {
     pub(super) fn release(self) -> Result<()> {
         match self {
             Self::Eager { .. } => Ok(()),
-            Self::Graph(graphs) => graphs.graphs.into_iter().try_for_each(|(_, graph)| graph.release()),
+            Self::Graph(graphs) => graphs.release(),
             // Freed on the stream, behind the last launch.
             Self::Persistent(_) => Ok(()),
         }
-    }
-}
-
-impl PersistentStepper {
-    /// The step on the rows `order[range]`, with memory of its own.
-    fn record(
-        &self,
-        context: &Context,
-        loader: &mut Loader,
-        of: &StepOf<'_>,
-        range: Range<usize>,
-    ) -> Result<RecordedSteps> {
-        let rows = range.len();
-        let loss = LossSlot { addr: self.losses.addr().get(), cursor: Some(self.cursor.addr().get()) };
-        let mut recorded = context.device.record(&context.memory, || {
-            let batch = loader.batch(context, of.split, of.order, range)?;
-            of.model.step(context, batch, loss, of.learning_rate)
-        })?;
-        // CAST: some kilobytes.
-        let memory = context.upload(&[0u8; PersistentSteps::MEMORY_BYTES as usize])?;
-        let launch = PersistentSteps::new(self.precision, recorded.operations, 1, memory.addr().get())?;
-        recorded.buffers.push(memory);
-        Ok(RecordedSteps { rows, launch, _buffers: recorded.buffers })
-    }
-}
-
-/// What to do if a net does not fit the kernel.
-fn explain(error: TrainError) -> TrainError {
-    match error {
-        TrainError::Kernel(error @ KernelError::NotPersistent { .. }) => {
-            TrainError::Input(format!("--launch persistent is for small nets and batches: {error}; use --launch graph"))
-        }
-        error => error,
     }
 }
