@@ -1,5 +1,6 @@
 //! Loading the embedded PTX and launching kernels from it.
 
+mod cublaslt;
 mod linear;
 mod persistent;
 
@@ -10,6 +11,9 @@ use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUmodule, CUresult, CUstream};
 
 use crate::error::KernelError;
+use cublaslt::CublasLt;
+pub use cublaslt::cublaslt_version;
+pub(crate) use cublaslt::{LibraryProduct, Operands, name as library_name};
 pub(crate) use linear::LinearArguments;
 use linear::LinearKernels;
 pub use persistent::Cooperation;
@@ -128,7 +132,8 @@ kernels! {
 
 /// Names of all kernels: what [`Operation::name`](crate::Operation::name) can return.
 pub fn kernel_names() -> impl Iterator<Item = &'static str> {
-    Kernel::ALL.iter().map(|kernel| kernel.name()).chain(linear::NAMES.into_iter().flatten()).chain(persistent::NAMES)
+    let own = Kernel::ALL.iter().map(|kernel| kernel.name()).chain(linear::NAMES.into_iter().flatten());
+    own.chain(persistent::NAMES).chain(cublaslt::NAMES.into_iter().flatten())
 }
 
 /// The kernels, compiled for and loaded on one GPU.
@@ -143,6 +148,8 @@ pub struct CudaKernels {
     linear: [OnceLock<LinearKernels>; 5],
     /// Likewise.
     persistent: [OnceLock<PersistentKernel>; 5],
+    /// The library, once it is asked for.
+    cublaslt: OnceLock<CublasLt>,
     /// Most shared memory that a block can have.
     shared_limit: u32,
 }
@@ -175,6 +182,7 @@ impl CudaKernels {
             functions: [std::ptr::null_mut(); Kernel::ALL.len()],
             linear: Default::default(),
             persistent: Default::default(),
+            cublaslt: OnceLock::new(),
             shared_limit: shared_limit()?,
         };
         for source in SOURCES {
@@ -231,6 +239,7 @@ impl Drop for CudaKernels {
             }
             self.linear.iter().filter_map(OnceLock::get).for_each(LinearKernels::unload);
             self.persistent.iter().filter_map(OnceLock::get).for_each(PersistentKernel::unload);
+            self.cublaslt.get().into_iter().for_each(CublasLt::close);
         }
         // SAFETY: this context was current on this thread a moment ago; null stands for none.
         let _ = unsafe { result::ctx::set_current(current.unwrap_or(std::ptr::null_mut())) };
@@ -358,7 +367,8 @@ mod tests {
             assert_eq!(kernel as usize, place);
         }
         let linear = linear::NAMES.len() * linear::NAMES[0].len();
-        assert_eq!(kernel_names().collect::<BTreeSet<_>>().len(), Kernel::ALL.len() + linear + persistent::NAMES.len());
+        let others = persistent::NAMES.len() + cublaslt::NAMES.len() * cublaslt::NAMES[0].len();
+        assert_eq!(kernel_names().collect::<BTreeSet<_>>().len(), Kernel::ALL.len() + linear + others);
     }
 
     #[test]

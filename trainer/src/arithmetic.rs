@@ -2,7 +2,7 @@
 
 use crate::error::{Result, TrainError};
 use clap::ValueEnum;
-use kernels::{Element, GemmAlgorithm, Precision};
+use kernels::{Element, Engine, GemmAlgorithm, Precision};
 use serde::{Deserialize, Serialize};
 
 /// Type of activations, of their gradients and of the weights that products read. Biases, logits, sums and the gradients
@@ -53,6 +53,9 @@ pub enum GemmMode {
     Tiled,
     /// Tensor cores.
     Tensor,
+    /// NVIDIA's cuBLASLt, in any type.
+    #[value(name = "cublaslt")]
+    CublasLt,
 }
 
 /// What is fused into one launch.
@@ -125,10 +128,10 @@ impl Arithmetic {
             format!("--weights half needs --dtype bf16 or f16, found {}", name(self.dtype))
         } else if self.gemm == GemmMode::Tensor && self.dtype == Dtype::F32 {
             "--gemm tensor needs --dtype tf32, bf16 or f16: tensor cores do not multiply f32".to_owned()
-        } else if self.gemm != GemmMode::Tensor && self.dtype != Dtype::F32 {
-            format!("--gemm {} is for --dtype f32; {} needs tensor", name(self.gemm), name(self.dtype))
+        } else if matches!(self.gemm, GemmMode::Naive | GemmMode::Tiled) && self.dtype != Dtype::F32 {
+            format!("--gemm {} is for --dtype f32; {} needs tensor or cublaslt", name(self.gemm), name(self.dtype))
         } else if self.gemm == GemmMode::Naive && self.fuse != FuseMode::None {
-            format!("--fuse {} needs --gemm tiled or tensor, found naive", name(self.fuse))
+            format!("--fuse {} needs --gemm tiled, tensor or cublaslt, found naive", name(self.fuse))
         } else if !self.loss_scale.is_finite() || self.loss_scale <= 0.0 {
             format!("--loss-scale must be a positive number, found {}", self.loss_scale)
         } else {
@@ -161,14 +164,21 @@ impl Arithmetic {
         if self.plain().is_some() { cols } else { self.element().pitch(cols) }
     }
 
-    /// The product of a network in f32 in which nothing is fused; all others are made of linear layers' launches.
+    /// The product of a network in f32 in which nothing is fused; all others, and the library's, are made of linear layers'
+    /// launches.
     #[must_use]
     pub fn plain(&self) -> Option<GemmAlgorithm> {
         match (self.dtype, self.fuse, self.gemm) {
             (Dtype::F32, FuseMode::None, GemmMode::Naive) => Some(GemmAlgorithm::Naive),
-            (Dtype::F32, FuseMode::None, _) => Some(GemmAlgorithm::Tiled),
+            (Dtype::F32, FuseMode::None, GemmMode::Tiled | GemmMode::Tensor) => Some(GemmAlgorithm::Tiled),
             _ => None,
         }
+    }
+
+    /// Whose kernels make the products of linear layers' launches.
+    #[must_use]
+    pub fn engine(&self) -> Engine {
+        if self.gemm == GemmMode::CublasLt { Engine::CublasLt } else { Engine::Own }
     }
 
     /// Whether f32 weights are kept beside those that products read.
@@ -206,6 +216,21 @@ mod tests {
                 assert_eq!(arithmetic.plain().is_some(), *dtype == Dtype::F32 && *fuse == FuseMode::None);
             }
         }
+    }
+
+    #[test]
+    fn the_library_takes_every_type_and_fusion() {
+        for dtype in Dtype::value_variants() {
+            for fuse in FuseMode::value_variants() {
+                let gemm = GemmMode::CublasLt;
+                let arithmetic = Arithmetic { gemm, fuse: *fuse, ..Arithmetic::of(*dtype) }.checked().unwrap();
+                assert_eq!((arithmetic.engine(), arithmetic.plain()), (Engine::CublasLt, None));
+                assert_eq!(arithmetic.pitch(61), arithmetic.element().pitch(61));
+            }
+            assert_eq!(Arithmetic::of(*dtype).engine(), Engine::Own);
+        }
+        assert_eq!(name(GemmMode::CublasLt), "cublaslt");
+        assert_eq!(serde_json::json!(GemmMode::CublasLt), "cublaslt");
     }
 
     #[test]

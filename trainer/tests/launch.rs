@@ -10,7 +10,7 @@ use common::{arms, attempt, digits, iris, train};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use trainer::Settings;
-use trainer::arithmetic::{Dtype, FuseMode, WeightsMode};
+use trainer::arithmetic::{Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::observer::Silent;
 use trainer::settings::{LaunchMode, LoaderMode, SyncMode};
 
@@ -24,6 +24,10 @@ fn steps() -> Vec<(&'static str, Settings)> {
         (
             "f16 update",
             Settings { dtype: Dtype::F16, weights: WeightsMode::Half, fuse: FuseMode::Update, ..base.clone() },
+        ),
+        (
+            "f16 update by cublaslt",
+            Settings { dtype: Dtype::F16, gemm: Some(GemmMode::CublasLt), fuse: FuseMode::Update, ..base.clone() },
         ),
         ("bf16 master", Settings { dtype: Dtype::Bf16, fuse: FuseMode::Update, layers: 4, ..base }),
     ]

@@ -113,6 +113,10 @@ fn what_cannot_be_launched_so_is_refused() {
         (Settings { sync: SyncMode::Op, ..base.clone() }, "--sync step"),
         (Settings { fuse: FuseMode::Epilogue, ..base.clone() }, "--fuse update"),
         (Settings { gemm: Some(GemmMode::Naive), ..base.clone() }, "--fuse update"),
+        (
+            Settings { gemm: Some(GemmMode::CublasLt), ..base.clone() },
+            "leave out --gemm cublaslt, or use --launch graph",
+        ),
         (Settings { streams: 2, ..base.clone() }, "--streams 1"),
     ];
     for (settings, advice) in refused {
