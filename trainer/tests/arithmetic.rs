@@ -233,7 +233,7 @@ fn workspaces(engine: Engine, precision: Precision, widths: &[u32], rows: u32, f
         let (x_pitch, y_pitch) = (pitch(inputs), pitch(outputs));
         let fused = fuse != FuseMode::None;
         let forward = LinearForward {
-            engine: Engine::Own,
+            engine,
             precision,
             rows,
             inputs,
@@ -251,7 +251,7 @@ fn workspaces(engine: Engine, precision: Precision, widths: &[u32], rows: u32, f
             tickets: 0,
         };
         let backward = LinearBackwardInput {
-            engine: Engine::Own,
+            engine,
             precision,
             rows,
             inputs,
@@ -267,7 +267,7 @@ fn workspaces(engine: Engine, precision: Precision, widths: &[u32], rows: u32, f
             tickets: 0,
         };
         let gradient = LinearWeightGradient {
-            engine: Engine::Own,
+            engine,
             precision,
             rows,
             inputs,
@@ -284,7 +284,7 @@ fn workspaces(engine: Engine, precision: Precision, widths: &[u32], rows: u32, f
             tickets: 0,
         };
         let update = LinearUpdate {
-            engine: Engine::Own,
+            engine,
             precision,
             rows,
             inputs,
