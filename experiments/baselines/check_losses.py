@@ -50,7 +50,7 @@ def arguments():
     add("--dtype", choices=("f32", "tf32", "bf16", "f16"), default="f32", help="type of activations and products (default: f32)")
     add("--accumulate", choices=("f32", "f16"), default="f32", help="type of sums (default: f32)")
     add("--weights", choices=("master", "half"), default="master", help="weights that are stepped (default: master)")
-    add("--gemm", choices=("naive", "tiled", "tensor"), help="the trainer's product (default: naive for f32, else tensor)")
+    add("--gemm", choices=("naive", "tiled", "tensor", "cublaslt"), help="the trainer's product (default: naive for f32, else tensor)")
     add("--mode", choices=("eager", "graph", "compile"), default="eager", help="PyTorch's mode (default: eager)")
     add("--tolerance", type=float, default=1e-4, help="largest relative difference in the first hundred steps (default: 1e-4)")
     add("--out", type=Path, metavar="DIR", help="keep start file and records here (default: they are removed)")

@@ -1,5 +1,6 @@
 //! Loading the embedded PTX and launching kernels from it.
 
+mod cublaslt;
 mod linear;
 mod persistent;
 mod warpgroup;
@@ -11,6 +12,9 @@ use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUmodule, CUresult, CUstream};
 
 use crate::error::KernelError;
+use cublaslt::CublasLt;
+pub use cublaslt::cublaslt_version;
+pub(crate) use cublaslt::{LibraryProduct, Operands, name as library_name};
 pub(crate) use linear::LinearArguments;
 use linear::LinearKernels;
 pub use persistent::Cooperation;
@@ -136,6 +140,7 @@ pub fn kernel_names() -> impl Iterator<Item = &'static str> {
         .chain(linear::NAMES.into_iter().flatten())
         .chain(warpgroup::NAMES.into_iter().flatten())
         .chain(persistent::NAMES)
+        .chain(cublaslt::NAMES.into_iter().flatten())
 }
 
 /// The kernels, compiled for and loaded on one GPU.
@@ -150,6 +155,8 @@ pub struct CudaKernels {
     linear: [OnceLock<LinearKernels>; 6],
     /// Likewise, of those that have one.
     persistent: [OnceLock<PersistentKernel>; 5],
+    /// The library, once it is asked for.
+    cublaslt: OnceLock<CublasLt>,
     /// Most shared memory that a block can have.
     shared_limit: u32,
     /// Multiprocessors, of a GPU that has warpgroups and the copy engine.
@@ -184,6 +191,7 @@ impl CudaKernels {
             functions: [std::ptr::null_mut(); Kernel::ALL.len()],
             linear: Default::default(),
             persistent: Default::default(),
+            cublaslt: OnceLock::new(),
             shared_limit: shared_limit()?,
             warpgroups: warpgroups()?,
         };
@@ -241,6 +249,7 @@ impl Drop for CudaKernels {
             }
             self.linear.iter().filter_map(OnceLock::get).for_each(LinearKernels::unload);
             self.persistent.iter().filter_map(OnceLock::get).for_each(PersistentKernel::unload);
+            self.cublaslt.get().into_iter().for_each(CublasLt::close);
         }
         // SAFETY: this context was current on this thread a moment ago; null stands for none.
         let _ = unsafe { result::ctx::set_current(current.unwrap_or(std::ptr::null_mut())) };
@@ -383,7 +392,8 @@ mod tests {
             assert_eq!(kernel as usize, place);
         }
         let linear = linear::NAMES.as_flattened().len() + warpgroup::NAMES.as_flattened().len();
-        assert_eq!(kernel_names().collect::<BTreeSet<_>>().len(), Kernel::ALL.len() + linear + persistent::NAMES.len());
+        let others = persistent::NAMES.len() + cublaslt::NAMES.as_flattened().len();
+        assert_eq!(kernel_names().collect::<BTreeSet<_>>().len(), Kernel::ALL.len() + linear + others);
     }
 
     #[test]

@@ -41,6 +41,7 @@
 //! | [`LinearForward`], [`LinearBackwardInput`], [`LinearWeightGradient`], [`LinearUpdate`] | the product likewise, of operands as stored ([`Precision::Tf32`]: as rounded); then one `ε` of the result, and what storing it changes |
 //! | the same with [`Precision::F16Accumulate`] | the product within `4 √k ε Σ\|a b\| + 2⁻⁹ Σ\|a b\|`, if no sum is above 65504; the host's sums are `f32` |
 //! | the same with [`Precision::F32x3`] | the product within `4 √k ε Σ\|a b\| + 4 ε Σ\|a b\|`: its operands lose at most `ε` each in two parts, and `2 ε` of a product is left out; the host multiplies in `f32` |
+//! | the same with [`Engine::CublasLt`] | as above; the bias, and the step of half weights, may be off by what storing them in the type of the output changes; with [`Precision::Tf32`] the product within `4 √k ε Σ\|a b\| + 2⁻⁹ Σ\|a b\|` of operands as stored, since the library may cut them off instead of rounding |
 //! | [`BiasGradient`], [`MeanLoss`], biases of layers | each within `4 √rows ε Σ\|x\|` of the exact sum (mean: divided by rows) |
 //! | [`SoftmaxCrossEntropy`], [`CrossEntropyLoss`] | losses within `2e-6 (1 + \|x\|)`, gradients within `2e-6 scale` and what storing them changes |
 //! | [`SoftmaxLoss`] | the mean within the mean of the losses' bounds and that of [`MeanLoss`], gradients as above |
@@ -54,6 +55,10 @@
 //! --check` tells whether they agree. The PTX is embedded, so building needs no CUDA and running needs only the driver
 //! (550 or newer) and a GPU of compute capability 7.5 or newer, or what the first line of a source asks for.
 //! [`CudaKernels::load`] has the driver compile it for the GPU.
+//!
+//! The products of linear layers can be those of NVIDIA's cuBLASLt instead ([`Engine::CublasLt`]), which is opened when it is
+//! first asked for and has to be there only then: version 12 or 13, found on the library path. Its workspace is the caller's.
+//! What a launch tells the library is kept by each thread, for as long as the thread lives.
 
 mod cuda;
 mod error;
@@ -66,7 +71,7 @@ mod plan;
 mod precision;
 mod storage;
 
-pub use cuda::{Cooperation, CudaKernels, kernel_names};
+pub use cuda::{Cooperation, CudaKernels, cublaslt_version, kernel_names};
 pub use error::KernelError;
 pub use host::HostMemory;
 pub use operation::{BoxedOperation, Operation, Work};
@@ -77,4 +82,4 @@ pub use ops::{
 };
 pub use phase::Phase;
 pub use plan::{Choice, Product, Tile};
-pub use precision::{Element, Precision};
+pub use precision::{Element, Engine, Precision};

@@ -482,7 +482,7 @@ mod tests {
         let shapes = [[32, 128, 784], [128, 784, 32], [60_000, 128, 784], [128, 784, 60_000]];
         for [m, n, k] in shapes.into_iter().filter(|_| !measured("f32x3")) {
             for product in Product::ALL {
-                let [of_tf32, of_x3] = [Precision::Tf32, Precision::F32x3].map(|one| nearest(product, one, m, n, k));
+                let [of_tf32, of_x3] = [Precision::Tf32, Precision::F32x3].map(|one| nearest(product, one, [m, n, k]));
                 assert_eq!(of_x3, of_tf32);
             }
         }

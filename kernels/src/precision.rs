@@ -1,4 +1,4 @@
-//! Element types, and how products are computed.
+//! Element types, and how and by whom products are computed.
 
 /// How a matrix is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -28,6 +28,24 @@ impl Element {
         // CAST: 16 / bytes is 4 or 8.
         cols.next_multiple_of((16 / self.bytes()) as u32)
     }
+}
+
+/// Whose kernels compute the products of a linear layer.
+///
+/// cuBLASLt's products have the bias and the ReLU of the forward pass behind them. The rest of what an operation says are
+/// kernels of this crate's, in the same launch: the rounding of the bias to a half before the product, the gradient of the
+/// ReLU behind it, the sums and the step of the bias, the rounding of stepped master weights. The update of the weights is
+/// the product itself, added to them.
+///
+/// On the host the two are the same reference. It knows nothing of the library's workspace and takes that of this crate's
+/// kernel for the shape in its place.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Engine {
+    /// The kernels of this crate.
+    #[default]
+    Own,
+    /// NVIDIA's library, which has to be there: [`CudaKernels::prepare_cublaslt`](crate::CudaKernels::prepare_cublaslt).
+    CublasLt,
 }
 
 /// How a product is computed.

@@ -24,67 +24,98 @@ fn run(gpu: &Gpu, case: &Case, skew: usize) -> Vec<u8> {
     })
 }
 
-/// The layers' fused products have tests of their own.
-fn cases(linear: bool) -> impl Iterator<Item = &'static Case> {
-    cases::all().iter().filter(move |case| case.label.starts_with("linear_") == linear)
+/// Whose launches a test is about: linear layers have tests of their own, and cuBLASLt has to be there for its.
+#[derive(Clone, Copy, PartialEq)]
+enum Of {
+    Layers,
+    Library,
+    Others,
 }
 
-fn computes_what_it_says(linear: bool) {
-    let Some(gpu) = Gpu::find() else { return };
-    for case in cases(linear) {
-        let (offsets, _) = case.region(0);
-        let (on_gpu, on_host) = (run(&gpu, case, 0), case.run_on_host(0));
-        case.verify(&offsets, &on_gpu);
-        case.verify(&offsets, &on_host);
-        case.compare(&offsets, &on_gpu, &on_host);
+impl Of {
+    fn gpu(self) -> Option<Gpu> {
+        if self == Self::Library { Gpu::find_with_cublaslt() } else { Gpu::find() }
     }
-}
 
-fn takes_any_address(linear: bool) {
-    let Some(gpu) = Gpu::find() else { return };
-    for case in cases(linear) {
-        // Linear layers read 16 bytes at a time.
-        let skew = if linear { 16 } else { 4 };
-        let (offsets, _) = case.region(skew);
-        case.verify(&offsets, &run(&gpu, case, skew));
+    fn cases(self) -> impl Iterator<Item = &'static Case> {
+        cases::all().iter().filter(move |case| match self {
+            Self::Layers => case.is_linear() && !case.is_of_library(),
+            Self::Library => case.is_of_library(),
+            Self::Others => !case.is_linear(),
+        })
     }
-}
 
-fn gives_the_same_bits_twice(linear: bool) {
-    let Some(gpu) = Gpu::find() else { return };
-    for case in cases(linear) {
-        assert!(run(&gpu, case, 0) == run(&gpu, case, 0), "{}", case.label);
+    fn computes_what_it_says(self) {
+        let Some(gpu) = self.gpu() else { return };
+        for case in self.cases() {
+            let (offsets, _) = case.region(0);
+            let (on_gpu, on_host) = (run(&gpu, case, 0), case.run_on_host(0));
+            case.verify(&offsets, &on_gpu);
+            case.verify(&offsets, &on_host);
+            case.compare(&offsets, &on_gpu, &on_host);
+        }
+    }
+
+    fn takes_any_address(self) {
+        let Some(gpu) = self.gpu() else { return };
+        for case in self.cases() {
+            let skew = if case.is_linear() { 16 } else { 4 };
+            let (offsets, _) = case.region(skew);
+            case.verify(&offsets, &run(&gpu, case, skew));
+        }
+    }
+
+    fn gives_the_same_bits_twice(self) {
+        let Some(gpu) = self.gpu() else { return };
+        for case in self.cases() {
+            assert!(run(&gpu, case, 0) == run(&gpu, case, 0), "{}", case.label);
+        }
     }
 }
 
 #[test]
 fn every_kernel_computes_what_it_says_and_what_the_host_computes() {
-    computes_what_it_says(false);
+    Of::Others.computes_what_it_says();
 }
 
 #[test]
 fn every_linear_kernel_computes_what_it_says_and_what_the_host_computes() {
-    computes_what_it_says(true);
+    Of::Layers.computes_what_it_says();
+}
+
+#[test]
+fn every_product_of_cublaslt_is_what_it_says_and_what_the_host_computes() {
+    Of::Library.computes_what_it_says();
 }
 
 #[test]
 fn addresses_need_only_an_elements_alignment() {
-    takes_any_address(false);
+    Of::Others.takes_any_address();
 }
 
 #[test]
 fn addresses_of_linear_layers_need_only_16_bytes() {
-    takes_any_address(true);
+    Of::Layers.takes_any_address();
+}
+
+#[test]
+fn addresses_of_products_of_cublaslt_need_only_16_bytes() {
+    Of::Library.takes_any_address();
 }
 
 #[test]
 fn two_runs_give_the_same_bits() {
-    gives_the_same_bits_twice(false);
+    Of::Others.gives_the_same_bits_twice();
 }
 
 #[test]
 fn two_runs_of_linear_layers_give_the_same_bits() {
-    gives_the_same_bits_twice(true);
+    Of::Layers.gives_the_same_bits_twice();
+}
+
+#[test]
+fn two_runs_of_cublaslt_give_the_same_bits() {
+    Of::Library.gives_the_same_bits_twice();
 }
 
 #[test]

@@ -7,7 +7,7 @@
 mod gpu;
 
 use gpu::Gpu;
-use kernels::{Choice, LinearBackwardInput, LinearForward, LinearWeightGradient, Precision, Product};
+use kernels::{Choice, Engine, LinearBackwardInput, LinearForward, LinearWeightGradient, Precision, Product};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -42,7 +42,7 @@ impl Operands {
         let (a, b) = match product {
             Product::Forward => (a.clone(), b.clone()),
             Product::Input => (a.clone(), transposed(b, *k)),
-            Product::Gradient => (transposed(a, *k), transposed(b, *k)),
+            Product::Gradient | Product::Update => (transposed(a, *k), transposed(b, *k)),
         };
         let image = &mut Vec::new();
         let (first, second) = (put(image, bytemuck::cast_slice(&a)), put(image, bytemuck::cast_slice(&b)));
@@ -58,6 +58,7 @@ impl Operands {
             let outcome = unsafe {
                 match product {
                     Product::Forward => LinearForward {
+                        engine: Engine::Own,
                         precision,
                         rows: M,
                         inputs: *k,
@@ -76,6 +77,7 @@ impl Operands {
                     }
                     .launch_with(choice, kernels, gpu.stream),
                     Product::Input => LinearBackwardInput {
+                        engine: Engine::Own,
                         precision,
                         rows: M,
                         inputs: N,
@@ -91,7 +93,8 @@ impl Operands {
                         tickets,
                     }
                     .launch_with(choice, kernels, gpu.stream),
-                    Product::Gradient => LinearWeightGradient {
+                    Product::Gradient | Product::Update => LinearWeightGradient {
+                        engine: Engine::Own,
                         precision,
                         rows: *k,
                         inputs: N,

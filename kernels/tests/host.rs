@@ -10,9 +10,9 @@ use std::ptr::NonNull;
 
 use common::{Arena, BASE, cases};
 use kernels::{
-    AddBias, Argmax, ConvertElements, CountCorrect, CrossEntropyLoss, Element, Fill, GatherLabels, GatherRowsU8, Gemm,
-    GemmAlgorithm, GemmLayout, HostMemory, KernelError, LinearForward, LinearUpdate, Operation, Precision, Relu, Sgd,
-    SoftmaxCrossEntropy, SoftmaxLoss, kernel_names,
+    AddBias, Argmax, ConvertElements, CountCorrect, CrossEntropyLoss, Element, Engine, Fill, GatherLabels,
+    GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, HostMemory, KernelError, LinearForward, LinearUpdate, Operation,
+    Precision, Relu, Sgd, SoftmaxCrossEntropy, SoftmaxLoss, Work, kernel_names,
 };
 use proptest::prelude::*;
 
@@ -28,7 +28,7 @@ fn every_operation_computes_what_it_says() {
 fn addresses_need_only_an_elements_alignment() {
     for case in cases::all() {
         // Linear layers read 16 bytes at a time.
-        let skew = if case.label.starts_with("linear_") { 16 } else { 4 };
+        let skew = if case.is_linear() { 16 } else { 4 };
         let (offsets, _) = case.region(skew);
         case.verify(&offsets, &case.run_on_host(skew));
     }
@@ -38,6 +38,7 @@ fn addresses_need_only_an_elements_alignment() {
 fn linear_layers_refuse_what_their_kernels_could_not_read() {
     let arena = Arena::new(&[0; 1024]);
     let layer = LinearForward {
+        engine: Engine::Own,
         precision: Precision::F16,
         rows: 2,
         inputs: 8,
@@ -178,6 +179,7 @@ fn loss() -> SoftmaxLoss {
 /// A layer of four inputs and four outputs, its matrices 64 bytes apart.
 fn layer(precision: Precision) -> LinearForward {
     LinearForward {
+        engine: Engine::Own,
         precision,
         rows: 4,
         inputs: 4,
@@ -198,6 +200,7 @@ fn layer(precision: Precision) -> LinearForward {
 
 fn update(precision: Precision) -> LinearUpdate {
     LinearUpdate {
+        engine: Engine::Own,
         precision,
         rows: 4,
         inputs: 4,
@@ -320,6 +323,32 @@ fn a_linear_kernel_is_named_after_its_precision() {
         assert!(update(precision).name().starts_with(&prefix("gradient")));
         assert!(kernel_names().any(|name| name == update(precision).name()));
     }
+}
+
+/// What the library's launches share with those of this crate, and what not.
+#[test]
+fn the_librarys_launches_are_the_same_operations() {
+    for precision in Precision::ALL {
+        let own = LinearForward { rows: 32, inputs: 8192, outputs: 16, x_pitch: 8192, ..layer(precision) };
+        let own = LinearForward { weight_pitch: 8192, y_pitch: 16, ..own };
+        let library = LinearForward { engine: Engine::CublasLt, ..own };
+        assert_eq!(library.name(), format!("cublaslt_forward_{}", precision.name()));
+        assert_eq!(library.work(), Work { kernel: library.name(), ..own.work() });
+        // Room for the bias in halves; and no counters, since the library has its own.
+        let halves = if precision.element() == Element::F32 { 0 } else { 16 * 2 };
+        assert_eq!(library.workspace_bytes(), own.workspace_bytes() + halves);
+        assert_eq!(library.workspace_bytes_on(None).unwrap(), library.workspace_bytes());
+        assert_eq!(LinearForward { bias: None, ..library }.workspace_bytes(), own.workspace_bytes());
+        assert!(own.tickets() > 0 && library.tickets() == 0);
+        let own = update(precision);
+        let library = LinearUpdate { engine: Engine::CublasLt, ..own };
+        assert_eq!(library.name(), format!("cublaslt_gradient_{}", precision.name()));
+        assert_eq!(library.workspace_bytes(), own.workspace_bytes() + 16, "room for four gradients");
+        assert!(library.phases(0).is_none(), "no persistent kernel has them");
+    }
+    let skewed = LinearForward { engine: Engine::CublasLt, bias: Some(BASE + 260), ..layer(Precision::F32) };
+    assert!(matches!(run(skewed), Err(KernelError::Misaligned { alignment: 16, .. })));
+    assert!(run(LinearForward { engine: Engine::Own, ..skewed }).is_ok());
 }
 
 #[test]
@@ -463,7 +492,7 @@ fn any_element() -> impl Strategy<Value = Element> {
 fn any_small_case() -> impl Strategy<Value = common::Case> {
     let sizes = (1..40_u32, 1..40_u32, 1..40_u32, 0..9_u32);
     let options = (any_element(), 0..Precision::ALL.len(), any::<bool>());
-    (0..22_usize, sizes, options, any::<u64>()).prop_map(|(operation, (m, n, k, more), options, seed)| {
+    (0..23_usize, sizes, options, any::<u64>()).prop_map(|(operation, (m, n, k, more), options, seed)| {
         let (element, precision, flag) = (options.0, Precision::ALL[options.1], options.2);
         let (len, matrix) = (u64::from(m) * u64::from(n), [m, n, n + more]);
         let picked = cases::Picked { rows: m, source_rows: k, cursor: flag };
@@ -494,7 +523,16 @@ fn any_small_case() -> impl Strategy<Value = common::Case> {
             18 => cases::forward(precision, layer, variant, None),
             19 => cases::backward_input(precision, layer, variant, None),
             20 => cases::weight_gradient(precision, layer, variant, None),
-            _ => cases::update(precision, layer, variant, None),
+            21 => cases::update(precision, layer, variant, None),
+            _ => {
+                let how = cases::How { engine: Engine::CublasLt, precision };
+                match more % 4 {
+                    0 => cases::forward(how, layer, variant, None),
+                    1 => cases::backward_input(how, layer, variant, None),
+                    2 => cases::weight_gradient(how, layer, variant, None),
+                    _ => cases::update(how, layer, variant, None),
+                }
+            }
         }
     })
 }

@@ -2,7 +2,7 @@
 
 use crate::error::{Result, TrainError};
 use clap::ValueEnum;
-use kernels::{Element, GemmAlgorithm, Precision};
+use kernels::{Element, Engine, GemmAlgorithm, Precision};
 use serde::{Deserialize, Serialize};
 
 /// Type of activations, of their gradients and of the weights that products read. Biases, logits, sums and the gradients
@@ -53,6 +53,9 @@ pub enum GemmMode {
     Tiled,
     /// Tensor cores; f32 as three products of tf32, as exact as the others.
     Tensor,
+    /// NVIDIA's cuBLASLt, in any type.
+    #[value(name = "cublaslt")]
+    CublasLt,
 }
 
 /// What is fused into one launch.
@@ -123,10 +126,10 @@ impl Arithmetic {
             format!("--accumulate f16 needs --dtype f16, found {}", name(self.dtype))
         } else if self.weights == WeightsMode::Half && !half {
             format!("--weights half needs --dtype bf16 or f16, found {}", name(self.dtype))
-        } else if self.gemm != GemmMode::Tensor && self.dtype != Dtype::F32 {
-            format!("--gemm {} is for --dtype f32; {} needs tensor", name(self.gemm), name(self.dtype))
+        } else if matches!(self.gemm, GemmMode::Naive | GemmMode::Tiled) && self.dtype != Dtype::F32 {
+            format!("--gemm {} is for --dtype f32; {} needs tensor or cublaslt", name(self.gemm), name(self.dtype))
         } else if self.gemm == GemmMode::Naive && self.fuse != FuseMode::None {
-            format!("--fuse {} needs --gemm tiled or tensor, found naive", name(self.fuse))
+            format!("--fuse {} needs --gemm tiled, tensor or cublaslt, found naive", name(self.fuse))
         } else if !self.loss_scale.is_finite() || self.loss_scale <= 0.0 {
             format!("--loss-scale must be a positive number, found {}", self.loss_scale)
         } else {
@@ -160,8 +163,8 @@ impl Arithmetic {
         if self.plain().is_some() { cols } else { self.element().pitch(cols) }
     }
 
-    /// The product of a network in f32 in which nothing is fused, unless tensor cores make it; all others are made of linear
-    /// layers' launches.
+    /// The product of a network in f32 in which nothing is fused, unless tensor cores or the library make it; all others are
+    /// made of linear layers' launches.
     #[must_use]
     pub fn plain(&self) -> Option<GemmAlgorithm> {
         match (self.dtype, self.fuse, self.gemm) {
@@ -169,6 +172,12 @@ impl Arithmetic {
             (Dtype::F32, FuseMode::None, GemmMode::Tiled) => Some(GemmAlgorithm::Tiled),
             _ => None,
         }
+    }
+
+    /// Whose kernels make the products of linear layers' launches.
+    #[must_use]
+    pub fn engine(&self) -> Engine {
+        if self.gemm == GemmMode::CublasLt { Engine::CublasLt } else { Engine::Own }
     }
 
     /// Whether f32 weights are kept beside those that products read.
@@ -217,6 +226,21 @@ mod tests {
             assert_eq!((arithmetic.precision(), arithmetic.plain()), (Precision::F32x3, None));
             assert_eq!((arithmetic.element(), arithmetic.has_master()), (Element::F32, false));
         }
+    }
+
+    #[test]
+    fn the_library_takes_every_type_and_fusion() {
+        for dtype in Dtype::value_variants() {
+            for fuse in FuseMode::value_variants() {
+                let gemm = GemmMode::CublasLt;
+                let arithmetic = Arithmetic { gemm, fuse: *fuse, ..Arithmetic::of(*dtype) }.checked().unwrap();
+                assert_eq!((arithmetic.engine(), arithmetic.plain()), (Engine::CublasLt, None));
+                assert_eq!(arithmetic.pitch(61), arithmetic.element().pitch(61));
+            }
+            assert_eq!(Arithmetic::of(*dtype).engine(), Engine::Own);
+        }
+        assert_eq!(name(GemmMode::CublasLt), "cublaslt");
+        assert_eq!(serde_json::json!(GemmMode::CublasLt), "cublaslt");
     }
 
     #[test]

@@ -238,6 +238,14 @@ impl Device {
         }
     }
 
+    /// The kernels, where they run on a GPU.
+    pub(crate) fn kernels(&self) -> Option<&CudaKernels> {
+        match &self.engine {
+            Engine::Cuda { kernels, .. } => Some(kernels),
+            Engine::Sim(_) => None,
+        }
+    }
+
     /// Tells `log` the names of the kernels that are launched; it hears of the launches themselves as of every call.
     pub fn name_launches(&mut self, log: Arc<CallLog>) {
         self.log = Some(log);

@@ -66,7 +66,7 @@ fn finding(what: &str, state: State, found: impl Into<String>, advice: impl Into
     Finding { what: what.into(), state, found: found.into(), advice: advice.into() }
 }
 
-/// Looks for driver, devices, pools, data and profiler. Starts no training and downloads nothing.
+/// Looks for driver, devices, pools, cuBLASLt, data and profiler. Starts no training and downloads nothing.
 #[must_use]
 pub fn examine(data_dir: Option<&Path>) -> Diagnosis {
     let mut findings = Vec::new();
@@ -106,6 +106,13 @@ fn cuda(findings: &mut Vec<Finding>) {
             findings.push(finding(&name, State::Broken, text, "the kernels need compute capability 7.5 or newer"));
         }
         capabilities(findings, gpu.pools, gpu.vmm);
+    }
+    match kernels::cublaslt_version() {
+        Ok(version) => findings.push(finding("cuBLASLt", State::Ok, version, "")),
+        Err(error) => {
+            let advice = "--gemm cublaslt cannot run; everything else can";
+            findings.push(finding("cuBLASLt", State::Missing, error.to_string(), advice));
+        }
     }
 }
 

@@ -10,7 +10,7 @@ pub mod exit {
     pub const OK: i32 = 0;
     /// It failed while running: out of memory, a driver error, a file that could not be written.
     pub const FAILED: i32 = 1;
-    /// The input was bad: arguments, data files, a profile, a device that is not there.
+    /// The input was bad: arguments, data files, a profile, a device or a library that is not there.
     pub const BAD_INPUT: i32 = 2;
     /// It was interrupted from the keyboard (128 + SIGINT); the record holds what was done.
     pub const INTERRUPTED: i32 = 130;
@@ -86,7 +86,8 @@ impl TrainError {
     #[must_use]
     pub fn exit_code(&self) -> i32 {
         match self {
-            Self::Input(_) | Self::Data(_) | Self::Cuda(_) | Self::Alloc(AllocError::Unsupported { .. }) => {
+            Self::Input(_) | Self::Data(_) | Self::Cuda(_) => exit::BAD_INPUT,
+            Self::Alloc(AllocError::Unsupported { .. }) | Self::Kernel(KernelError::NoCublasLt { .. }) => {
                 exit::BAD_INPUT
             }
             Self::Interrupted => exit::INTERRUPTED,

@@ -13,6 +13,9 @@
 //! | a layer's gradient | product, bias' gradient | the same | one | with the update |
 //! | gradient of its input | product, ReLU's gradient | the same | one | one |
 //! | update | weights, bias | the same | the same | one |
+//!
+//! cuBLASLt's products are launched as those of "other types" are, in f32 too. What it cannot do behind a product are kernels
+//! of ours in the same launch ([`kernels::Engine`]), and count as one with it.
 
 mod layer;
 mod loss;

@@ -111,6 +111,16 @@ pub struct DatasetRecord {
     pub validation_rows: usize,
 }
 
+/// What computed the products of `--gemm cublaslt`.
+#[derive(Clone, Debug, Serialize)]
+pub struct LibraryRecord {
+    /// Version of the library; absent where it took no part.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
+    /// `library`; `reference` on the simulated device, which has none.
+    pub computed_by: &'static str,
+}
+
 /// A file and its checksum.
 #[derive(Clone, Debug, Serialize)]
 pub struct FileRecord {
@@ -209,6 +219,9 @@ pub struct Summary {
     pub settings: EffectiveSettings,
     /// Device.
     pub device: DeviceDescription,
+    /// What computed the products, with `--gemm cublaslt`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cublaslt: Option<LibraryRecord>,
     /// `virtual` on the simulated device, `monotonic` otherwise; every time but `process_s` is on this clock.
     pub clock: &'static str,
     /// Real time of the whole process so far.

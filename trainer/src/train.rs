@@ -6,7 +6,7 @@ mod graphs;
 mod persistent;
 mod stepper;
 
-use crate::arithmetic::{Arithmetic, FuseMode};
+use crate::arithmetic::{Arithmetic, FuseMode, GemmMode};
 use crate::data::{self, DataRequest, Dataset, Progress, Split};
 use crate::device::Device;
 use crate::error::{Result, TrainError};
@@ -16,8 +16,8 @@ use crate::loader::Loader;
 use crate::mlp::{self, Mlp};
 use crate::observer::{Observer, driver_call_log};
 use crate::record::{
-    DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, RecordWriter, SCHEMA_VERSION, STEPS, Status,
-    Summary, TRACE,
+    DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, LibraryRecord, RecordWriter, SCHEMA_VERSION, STEPS,
+    Status, Summary, TRACE,
 };
 use crate::settings::{DeviceChoice, GRAPH_STEPS, LaunchMode, LoaderMode, Settings, SyncMode};
 use crate::stack::Stack;
@@ -68,6 +68,8 @@ pub fn run(
         device.name_launches(Arc::clone(calls));
     }
     device.open_streams(settings.streams)?;
+    // A library that is not there ends the run before there is a record.
+    device.prepare(&settings.arithmetic()?)?;
     observer.device(&device);
     let dataset = load(settings, observer)?;
     observer.dataset(&dataset);
@@ -134,7 +136,7 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
 
 /// Whether a step can be launched as it is to be.
 fn check_launch(settings: &Settings) -> Result<()> {
-    let Settings { launch, loader, sync, fuse, streams, graph_steps, .. } = *settings;
+    let Settings { launch, loader, sync, fuse, streams, graph_steps, gemm, .. } = *settings;
     check_graph_steps(graph_steps, launch, sync)?;
     if launch == LaunchMode::Eager {
         return Ok(());
@@ -146,6 +148,9 @@ fn check_launch(settings: &Settings) -> Result<()> {
         format!("--launch {name} has no launch for each operation: use --sync step instead of op")
     } else if launch == LaunchMode::Persistent && fuse != FuseMode::Update {
         "--launch persistent needs --fuse update: its kernel does all of a step".to_owned()
+    } else if launch == LaunchMode::Persistent && gemm == Some(GemmMode::CublasLt) {
+        "--launch persistent has kernels of its own for products: leave out --gemm cublaslt, or use --launch graph"
+            .to_owned()
     } else if launch == LaunchMode::Persistent && streams != 1 {
         format!("--launch persistent does its steps in one kernel: use --streams 1 instead of {streams}")
     } else if launch == LaunchMode::Persistent && !settings.arithmetic()?.precision().is_persistent() {
@@ -273,6 +278,7 @@ impl Run {
             step_losses: STEPS,
             driver_calls: CallCounts::default(),
             blocked_method: device.blocked_method(),
+            cublaslt: (arithmetic.gemm == GemmMode::CublasLt).then(|| library(&device)).transpose()?,
             idle_costs: device.idle_costs().cloned(),
             allocator_stats: stack.top.stats(),
             latency: Vec::new(),
@@ -314,9 +320,6 @@ impl Run {
             |split: &Split| Loader::new(context, split, dataset.features, settings.batch, settings.loader, &arithmetic);
         let mut loaders = (new_loader(&dataset.train)?, new_loader(&dataset.validation)?);
         let mut left = steps_in_all(settings, dataset);
-        if model.arithmetic().plain().is_none() {
-            context.device.prepare(model.arithmetic().precision())?;
-        }
         let mut stepper = Stepper::new(context, settings, &model, &mut loaders.0, (dataset.train.rows, left))?;
         capture.training_begins(&context.device)?;
         for epoch in 1..=settings.epochs {
@@ -426,6 +429,14 @@ impl Run {
             self.record.write_summary(&self.summary)?;
         }
         Ok(Outcome { directory: self.record.directory().to_owned(), summary: self.summary, error })
+    }
+}
+
+/// Who computes the products that were asked of cuBLASLt.
+fn library(device: &Device) -> Result<LibraryRecord> {
+    match device.kernels() {
+        Some(_) => Ok(LibraryRecord { version: Some(kernels::cublaslt_version()?), computed_by: "library" }),
+        None => Ok(LibraryRecord { version: None, computed_by: "reference" }),
     }
 }
 

@@ -6,11 +6,12 @@
 mod common;
 
 use allocators::BackendKind;
+use allocators::trace::Export;
 use common::{arms, digits, iris, train};
-use kernels::{LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, Precision};
+use kernels::{Engine, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, Precision};
 use trainer::Settings;
 use trainer::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
-use trainer::settings::{LoaderMode, SyncMode};
+use trainer::settings::{LaunchMode, LoaderMode, SyncMode};
 
 const DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16];
 const FUSIONS: [FuseMode; 3] = [FuseMode::None, FuseMode::Epilogue, FuseMode::Update];
@@ -227,7 +228,7 @@ fn large_batches_train_too() {
 }
 
 /// Launches of a network's step that have a workspace. How many do depends on their shapes.
-fn workspaces(precision: Precision, widths: &[u32], rows: u32, fuse: FuseMode) -> u64 {
+fn workspaces(engine: Engine, precision: Precision, widths: &[u32], rows: u32, fuse: FuseMode) -> u64 {
     let pitch = |cols| precision.element().pitch(cols);
     let mut count = 0;
     for (number, pair) in widths.windows(2).enumerate() {
@@ -235,6 +236,7 @@ fn workspaces(precision: Precision, widths: &[u32], rows: u32, fuse: FuseMode) -
         let (x_pitch, y_pitch) = (pitch(inputs), pitch(outputs));
         let fused = fuse != FuseMode::None;
         let forward = LinearForward {
+            engine,
             precision,
             rows,
             inputs,
@@ -252,6 +254,7 @@ fn workspaces(precision: Precision, widths: &[u32], rows: u32, fuse: FuseMode) -
             tickets: 0,
         };
         let backward = LinearBackwardInput {
+            engine,
             precision,
             rows,
             inputs,
@@ -267,6 +270,7 @@ fn workspaces(precision: Precision, widths: &[u32], rows: u32, fuse: FuseMode) -
             tickets: 0,
         };
         let gradient = LinearWeightGradient {
+            engine,
             precision,
             rows,
             inputs,
@@ -283,6 +287,7 @@ fn workspaces(precision: Precision, widths: &[u32], rows: u32, fuse: FuseMode) -
             tickets: 0,
         };
         let update = LinearUpdate {
+            engine,
             precision,
             rows,
             inputs,
@@ -306,6 +311,42 @@ fn workspaces(precision: Precision, widths: &[u32], rows: u32, fuse: FuseMode) -
     count
 }
 
+/// The simulated device has no library, so the reference computes: bit for bit what it does for the trainer's own kernels.
+#[test]
+fn the_librarys_products_are_the_references_on_the_simulated_device() {
+    for (name, settings) in combinations(&iris()) {
+        let library = Settings { gemm: Some(GemmMode::CublasLt), ..settings.clone() };
+        let expected = losses(&library);
+        if settings.arithmetic().unwrap().plain().is_some() {
+            // In f32 without fusion the trainer's own launches are others, whose sums have another order.
+            let (own, library) = (numbers(&settings), numbers(&library));
+            assert!(apart(&own, &library) < 1e-5, "{name}: {own:?} {library:?}");
+        } else {
+            assert_eq!(losses(&settings), expected, "{name}");
+        }
+        let done = train(&Settings { check: true, exports: vec![Export::Perfetto], ..library.clone() }).finished();
+        assert!(done.outcome.summary.check.as_ref().unwrap().is_clean(), "{name}");
+        assert_eq!(done.column("loss"), expected, "{name}, checked");
+        let json = done.json();
+        assert_eq!(json["settings"]["gemm"], "cublaslt");
+        assert_eq!(json["cublaslt"], serde_json::json!({ "computed_by": "reference" }), "{name}");
+        let calls = std::fs::read_to_string(done.path().join("driver_calls.jsonl")).unwrap();
+        let precision = settings.arithmetic().unwrap().precision().name();
+        for product in ["forward", "input", "gradient"] {
+            assert!(calls.contains(&format!("\"cublaslt_{product}_{precision}\"")), "{name}: {product}");
+        }
+        assert!(
+            !calls.contains("\"linear_") && !calls.contains("\"gemm_"),
+            "{name}: a product that is not the library's"
+        );
+        if settings.fuse == FuseMode::Update {
+            let graph = Settings { launch: LaunchMode::Graph, streams: 2, ..library };
+            assert_eq!(losses(&graph), expected, "{name}, graph");
+        }
+    }
+    assert!(train(&iris()).finished().json().get("cublaslt").is_none(), "nobody asked for it");
+}
+
 /// What a step allocates, counted by hand, from the record.
 #[test]
 fn fusion_takes_fewer_tensors() {
@@ -318,7 +359,8 @@ fn fusion_takes_fewer_tensors() {
     for (features, classes, base) in
         shapes.into_iter().chain([(784, 10, with(3, Settings { hidden: 256, ..digits() }))])
     {
-        for (name, settings) in combinations(&base) {
+        let with_library = combinations(&Settings { gemm: Some(GemmMode::CublasLt), ..base.clone() });
+        for (name, settings) in combinations(&base).into_iter().chain(with_library) {
             let layers = settings.layers;
             let counts = train(&settings).finished().column("driver_allocations");
             let n = u64::from(layers);
@@ -334,7 +376,7 @@ fn fusion_takes_fewer_tensors() {
             let widths: Vec<u32> = trainer::mlp::widths(features, settings.hidden, layers, classes);
             let more = match arithmetic.plain() {
                 Some(_) => 0,
-                None => workspaces(arithmetic.precision(), &widths, settings.batch, settings.fuse),
+                None => workspaces(arithmetic.engine(), arithmetic.precision(), &widths, settings.batch, settings.fuse),
             };
             println!("{name}, {layers} layers: {tensors} tensors and {more} workspaces");
             assert_eq!(counts, vec![(tensors + more).to_string(); 2], "{name}, {layers} layers");

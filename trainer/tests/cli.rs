@@ -271,6 +271,8 @@ fn arithmetic_in_effect_is_recorded_and_reported() {
         ("--dtype tf32", serde_json::json!(["tf32", "f32", "master", 1.0, "tensor", "none"])),
         ("--dtype bf16 --weights half", serde_json::json!(["bf16", "f32", "half", 1.0, "tensor", "none"])),
         ("--dtype f16 --fuse update", serde_json::json!(["f16", "f32", "master", 1024.0, "tensor", "update"])),
+        ("--dtype bf16 --gemm cublaslt", serde_json::json!(["bf16", "f32", "master", 1.0, "cublaslt", "none"])),
+        ("--gemm cublaslt --fuse update", serde_json::json!(["f32", "f32", "master", 1.0, "cublaslt", "update"])),
         (
             "--dtype f16 --accumulate f16 --loss-scale 8 --gemm tensor --fuse epilogue",
             serde_json::json!(["f16", "f16", "master", 8.0, "tensor", "epilogue"]),

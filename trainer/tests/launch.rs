@@ -31,6 +31,10 @@ fn steps() -> Vec<(&'static str, Settings)> {
             "f16 update",
             Settings { dtype: Dtype::F16, weights: WeightsMode::Half, fuse: FuseMode::Update, ..base.clone() },
         ),
+        (
+            "f16 update by cublaslt",
+            Settings { dtype: Dtype::F16, gemm: Some(GemmMode::CublasLt), fuse: FuseMode::Update, ..base.clone() },
+        ),
         ("bf16 master", Settings { dtype: Dtype::Bf16, fuse: FuseMode::Update, layers: 4, ..base }),
     ]
 }

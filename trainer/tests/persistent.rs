@@ -112,6 +112,10 @@ fn what_cannot_be_launched_so_is_refused() {
         (Settings { sync: SyncMode::Op, ..base.clone() }, "--sync step"),
         (Settings { fuse: FuseMode::Epilogue, ..base.clone() }, "--fuse update"),
         (Settings { gemm: Some(GemmMode::Naive), ..base.clone() }, "--fuse update"),
+        (
+            Settings { gemm: Some(GemmMode::CublasLt), ..base.clone() },
+            "leave out --gemm cublaslt, or use --launch graph",
+        ),
         (Settings { streams: 2, ..base.clone() }, "--streams 1"),
         (Settings { gemm: Some(GemmMode::Tensor), ..base.clone() }, "use --gemm tiled or --launch graph"),
     ];

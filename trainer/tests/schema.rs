@@ -11,7 +11,7 @@ use common::{Done, arms, digits, iris, train};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use trainer::Settings;
-use trainer::arithmetic::{Dtype, FuseMode};
+use trainer::arithmetic::{Dtype, FuseMode, GemmMode};
 use trainer::settings::{LoaderMode, ProfileSteps, SyncMode};
 
 const DOCUMENT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../analysis/schema.md");
@@ -181,6 +181,7 @@ fn runs() -> Vec<Done> {
         })
         .finished(),
     );
+    runs.push(train(&Settings { gemm: Some(GemmMode::CublasLt), ..iris() }).finished());
     let place = tempfile::TempDir::new().unwrap();
     let save_start = Some(place.path().join("start.safetensors"));
     runs.push(train(&Settings { latency: false, loader: LoaderMode::Copy, save_start, ..iris() }).finished());

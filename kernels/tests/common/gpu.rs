@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::io::Write;
 
 use cudarc::driver::{result, sys};
-use kernels::{CudaKernels, KernelError, Operation};
+use kernels::{CudaKernels, KernelError, Operation, Precision};
 
 /// The first GPU's primary context, current on this thread, with the kernels loaded.
 pub(crate) struct Gpu {
@@ -14,14 +14,16 @@ pub(crate) struct Gpu {
     pub(crate) kernels: Option<CudaKernels>,
 }
 
+/// Says why a test does nothing.
+fn skip<T>(why: &str) -> Option<T> {
+    // Not `eprintln!`: what a passing test prints that way is not shown.
+    let _ = writeln!(std::io::stderr(), "skipped: {why}");
+    None
+}
+
 impl Gpu {
     /// `None`, and a line on stderr, if there is none.
     pub(crate) fn find() -> Option<Self> {
-        let skip = |why: &str| {
-            // Not `eprintln!`: what a passing test prints that way is not shown.
-            let _ = writeln!(std::io::stderr(), "skipped: {why}");
-            None
-        };
         // SAFETY: only tries to open the library. It has to come first: cudarc panics when there is none.
         if !unsafe { sys::is_culib_present() } {
             return skip("no CUDA driver");
@@ -34,6 +36,19 @@ impl Gpu {
         unsafe { result::ctx::set_current(result::primary_ctx::retain(device).unwrap()) }.unwrap();
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
         Some(Self { device, stream, kernels: Some(CudaKernels::load().unwrap()) })
+    }
+
+    /// The same if there is also a cuBLASLt.
+    #[allow(dead_code, reason = "for some tests")]
+    pub(crate) fn find_with_cublaslt() -> Option<Self> {
+        let gpu = Self::find()?;
+        let prepared =
+            Precision::ALL.into_iter().try_for_each(|one| gpu.kernels.as_ref().unwrap().prepare_cublaslt(one));
+        match prepared {
+            Ok(()) => Some(gpu),
+            Err(KernelError::NoCublasLt { why }) => skip(&why),
+            Err(error) => panic!("cuBLASLt is there and fails: {error}"),
+        }
     }
 
     #[allow(dead_code, reason = "not asked where a test chooses how to launch")]

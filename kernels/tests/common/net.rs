@@ -1,8 +1,8 @@
 //! A small net as the operations of a training step, on memory that the test lays out.
 
 use kernels::{
-    Element, GatherLabels, GatherRowsF32, GatherRowsU8, LinearBackwardInput, LinearForward, LinearUpdate, Operation,
-    PersistentSteps, Precision, SoftmaxLoss,
+    Element, Engine, GatherLabels, GatherRowsF32, GatherRowsU8, LinearBackwardInput, LinearForward, LinearUpdate,
+    Operation, PersistentSteps, Precision, SoftmaxLoss,
 };
 
 /// What a net is made of.
@@ -199,6 +199,7 @@ impl Net {
             let (x_pitch, y_pitch) = pitches(number);
             let logits = number == last;
             out.push(Box::new(LinearForward {
+                engine: Engine::Own,
                 precision,
                 rows,
                 inputs: widths[number],
@@ -237,6 +238,7 @@ impl Net {
             let (inputs, outputs) = (widths[number], widths[number + 1]);
             if number > 0 {
                 out.push(Box::new(LinearBackwardInput {
+                    engine: Engine::Own,
                     precision,
                     rows,
                     inputs,
@@ -253,6 +255,7 @@ impl Net {
                 }));
             }
             out.push(Box::new(LinearUpdate {
+                engine: Engine::Own,
                 precision,
                 rows,
                 inputs,

@@ -1,9 +1,10 @@
 //! Training steps as graphs: captured once, launched many times.
 
 use super::{Device, Engine, SimView};
+use crate::arithmetic::Arithmetic;
 use crate::error::Result;
 use allocators::{Capture, Graph, Memory};
-use kernels::{Operation, Precision};
+use kernels::Operation;
 use std::sync::Arc;
 
 /// Graphs that were captured one after the other, with the memory that they share.
@@ -68,14 +69,16 @@ impl Device {
         Ok(())
     }
 
-    /// Has the kernels of a precision ready, which cannot be loaded while a stream is captured.
+    /// Has the kernels of linear layers ready, which cannot be loaded while a stream is captured.
     ///
     /// # Errors
-    /// Those of loading them.
-    pub(crate) fn prepare(&self, precision: Precision) -> Result<()> {
-        match &self.engine {
-            Engine::Cuda { kernels, .. } => Ok(kernels.prepare(precision)?),
-            Engine::Sim(_) => Ok(()),
+    /// Those of loading them; [`KernelError::NoCublasLt`](kernels::KernelError::NoCublasLt) for a library that is not there.
+    pub(crate) fn prepare(&self, arithmetic: &Arithmetic) -> Result<()> {
+        let Some(kernels) = self.kernels() else { return Ok(()) };
+        match arithmetic.engine() {
+            _ if arithmetic.plain().is_some() => Ok(()),
+            kernels::Engine::Own => Ok(kernels.prepare(arithmetic.precision())?),
+            kernels::Engine::CublasLt => Ok(kernels.prepare_cublaslt(arithmetic.precision())?),
         }
     }
 }

@@ -48,6 +48,7 @@ impl Mlp {
             Output::Logits => context.matrix(rows, outputs)?,
         };
         let mut forward = LinearForward {
+            engine: self.arithmetic.engine(),
             precision: self.arithmetic.precision(),
             rows,
             inputs,
@@ -64,7 +65,8 @@ impl Mlp {
             workspace: 0,
             tickets: self.tickets(),
         };
-        let (_workspace, addr) = self.workspace(context, forward.workspace_bytes(), forward.tickets())?;
+        let (_workspace, addr) =
+            self.workspace(context, forward.workspace_bytes_on(context.device.kernels())?, forward.tickets())?;
         forward.workspace = addr;
         // SAFETY: matrices, bias and workspace are live and of these shapes; they are freed on the stream after this
         // launch. The tickets suffice for every launch of the model and are zero between launches.
@@ -128,6 +130,7 @@ impl Mlp {
         }
         let dx = self.activation(context, rows, inputs)?;
         let mut backward = LinearBackwardInput {
+            engine: self.arithmetic.engine(),
             precision: self.arithmetic.precision(),
             rows,
             inputs,
@@ -142,7 +145,8 @@ impl Mlp {
             workspace: 0,
             tickets: self.tickets(),
         };
-        let (_workspace, addr) = self.workspace(context, backward.workspace_bytes(), backward.tickets())?;
+        let (_workspace, addr) =
+            self.workspace(context, backward.workspace_bytes_on(context.device.kernels())?, backward.tickets())?;
         backward.workspace = addr;
         // SAFETY: as for the forward product; a mask is an activation of dx's shape and pitch.
         unsafe { context.device.run(&backward)? };
@@ -179,6 +183,7 @@ impl Mlp {
         let weight = context.pitched(Element::F32, outputs, inputs, layer.weight.pitch)?;
         let bias = if self.fused() { Some(context.matrix(1, outputs)?) } else { None };
         let mut gradient = LinearWeightGradient {
+            engine: self.arithmetic.engine(),
             precision: self.arithmetic.precision(),
             rows,
             inputs,
@@ -196,7 +201,8 @@ impl Mlp {
             tickets: self.tickets(),
         };
         {
-            let (_workspace, addr) = self.workspace(context, gradient.workspace_bytes(), gradient.tickets())?;
+            let (_workspace, addr) =
+                self.workspace(context, gradient.workspace_bytes_on(context.device.kernels())?, gradient.tickets())?;
             gradient.workspace = addr;
             // SAFETY: as for the forward product.
             unsafe { context.device.run(&gradient)? };
@@ -264,6 +270,7 @@ impl Mlp {
         learning_rate: f32,
     ) -> Result<Option<DeviceBuffer>> {
         let mut update = LinearUpdate {
+            engine: self.arithmetic.engine(),
             precision: self.arithmetic.precision(),
             rows: dy.rows,
             inputs: x.cols,
@@ -280,7 +287,8 @@ impl Mlp {
             workspace: 0,
             tickets: self.update_tickets(),
         };
-        let (workspace, addr) = self.workspace(context, update.workspace_bytes(), update.tickets())?;
+        let (workspace, addr) =
+            self.workspace(context, update.workspace_bytes_on(context.device.kernels())?, update.tickets())?;
         update.workspace = addr;
         let _on = context.device.on(Role::Update);
         // SAFETY: as for the forward product; nothing else that is queued before this launch's end reads the weights. The

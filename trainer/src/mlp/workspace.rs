@@ -41,7 +41,7 @@ pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u
     if arithmetic.plain().is_some() {
         return 0;
     }
-    let precision = arithmetic.precision();
+    let (engine, precision) = (arithmetic.engine(), arithmetic.precision());
     let mut most = 0;
     for &rows in batches {
         if arithmetic.fuse != FuseMode::None {
@@ -68,6 +68,7 @@ pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u
             let (x_pitch, y_pitch) = (arithmetic.pitch(inputs), arithmetic.pitch(outputs));
             for y_f32 in [false, true] {
                 let forward = LinearForward {
+                    engine,
                     precision,
                     rows,
                     inputs,
@@ -87,6 +88,7 @@ pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u
                 most = most.max(forward.tickets());
             }
             let backward = LinearBackwardInput {
+                engine,
                 precision,
                 rows,
                 inputs,
@@ -102,6 +104,7 @@ pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u
                 tickets: 0,
             };
             let gradient = LinearWeightGradient {
+                engine,
                 precision,
                 rows,
                 inputs,
@@ -118,6 +121,7 @@ pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u
                 tickets: 0,
             };
             let update = LinearUpdate {
+                engine,
                 precision,
                 rows,
                 inputs,

@@ -2,15 +2,15 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Transposed, check_alignment, linear, product};
-use crate::cuda::{CudaKernels, LinearArguments};
+use super::{Transposed, check_alignment, library_product, linear, product};
+use crate::cuda::{CudaKernels, LibraryProduct, LinearArguments, Operands, library_name};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
-use crate::ops::{area, check_room, or_null, span, total};
+use crate::ops::{ReluBackward, U32, area, check_room, or_null, span, total};
 use crate::phase::Phase;
 use crate::plan::{Choice, Plan, Product};
-use crate::precision::{Element, Precision};
+use crate::precision::{Element, Engine, Precision};
 use crate::storage::{Operand, Stored, with_stored};
 
 /// `dx = dy·weight`, zero where the layer's input was not positive.
@@ -18,6 +18,8 @@ use crate::storage::{Operand, Stored, with_stored};
 pub struct LinearBackwardInput {
     /// Storage of dy, weight, mask and dx, and how products are computed.
     pub precision: Precision,
+    /// Whose kernel makes the product.
+    pub engine: Engine,
     /// Rows of dy and dx: examples.
     pub rows: u32,
     /// Columns of weight and dx.
@@ -77,6 +79,32 @@ impl LinearBackwardInput {
         check_alignment(self.name(), self.element(), &self.arguments())
     }
 
+    fn library(&self) -> LibraryProduct {
+        library_product(Product::Input, self.precision, &self.arguments(), self.element())
+    }
+
+    fn product_out(&self) -> u64 {
+        self.dx
+    }
+
+    fn beside(&self) -> u64 {
+        0
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Operation::launch`].
+    unsafe fn launch_library(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { self.launch_product(cuda, stream, (1.0, 0.0), 0) }?;
+        let Some(mask) = self.mask else { return Ok(()) };
+        let len = span(self.rows, self.inputs, self.dx_pitch);
+        let relu = ReluBackward { element: self.element(), len, y: mask, dy: self.dx, dx: self.dx };
+        // SAFETY: the caller vouches for mask and dx. In place, because each thread reads its elements before it writes them,
+        // and nobody else does either.
+        unsafe { relu.launch(cuda, stream) }
+    }
+
     /// # Safety
     ///
     /// As for [`Operation::run_on_host`].
@@ -119,7 +147,7 @@ impl LinearBackwardInput {
 
 impl Operation for LinearBackwardInput {
     fn name(&self) -> &'static str {
-        self.plan().kernel()
+        self.kernel()
     }
 
     fn work(&self) -> Work {
@@ -127,7 +155,7 @@ impl Operation for LinearBackwardInput {
         let masks = u64::from(self.mask.is_some());
         let inputs = area(self.rows, self.inputs);
         Work {
-            kernel: plan.kernel(),
+            kernel: self.kernel(),
             blocks: plan.blocks,
             iterations: plan.iterations,
             bytes: total([
@@ -154,7 +182,12 @@ impl Operation for LinearBackwardInput {
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
         // SAFETY: the caller vouches for the addresses.
-        unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
+        unsafe {
+            match self.engine {
+                Engine::Own => cuda.launch_linear(&self.plan(), stream, &self.arguments()),
+                Engine::CublasLt => self.launch_library(cuda, stream),
+            }
+        }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
@@ -164,7 +197,7 @@ impl Operation for LinearBackwardInput {
     }
 
     fn phases(&self, _: u64) -> Option<Vec<Phase>> {
-        self.check().ok()?;
+        self.check().ok().filter(|()| self.engine == Engine::Own)?;
         let written = [self.dx, self.workspace, self.tickets];
         Some(vec![Phase::linear(&self.portable_plan(), self.arguments(), self.buffers(), &written)?])
     }

@@ -9,13 +9,13 @@ mod outputs;
 use std::sync::OnceLock;
 
 use bytemuck::Pod;
-use kernels::{Choice, Element, GemmAlgorithm, GemmLayout, Operation, Precision, Product, Tile};
+use kernels::{Choice, Element, Engine, GemmAlgorithm, GemmLayout, Operation, Precision, Product, Tile};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 pub(crate) use gather::{Picked, gather_labels, gather_rows_f32, gather_rows_u8};
 pub(crate) use layers::{add_bias, bias_gradient, convert, fill, gemm, relu, relu_backward, sgd};
-pub(crate) use linear::{backward_input, choices, forward, update, weight_gradient};
+pub(crate) use linear::{How, backward_input, choices, forward, update, weight_gradient};
 pub(crate) use outputs::{
     ALL_BUT_ADVANCE, EVALUATION, TRAINING, advance_cursor, argmax, count_correct, cross_entropy_loss, mean_loss,
     softmax_cross_entropy, softmax_loss,
@@ -251,7 +251,7 @@ fn losses() -> Vec<Case> {
 /// Shapes of updates that stream: with 32 steps of k in a stage and with 64, tiles that are full and tiles that are not.
 const STREAMED: [[u32; 3]; 2] = [[29, 264, 130], [61, 136, 300]];
 
-/// The linear layers' launches: shapes with their planned kernels, and every kernel on one shape.
+/// The linear layers' launches: shapes with their planned kernels and with cuBLASLt's, and every kernel on one shape.
 fn layers() -> Vec<Case> {
     let mut cases = Vec::new();
     for precision in Precision::ALL {
@@ -259,10 +259,13 @@ fn layers() -> Vec<Case> {
             // The models of the largest take longest.
             let variants = if shape == LARGEST { 1 } else { 2 };
             for variant in 0..variants {
-                cases.push(forward(precision, shape, variant, None));
-                cases.push(backward_input(precision, shape, variant, None));
-                cases.push(weight_gradient(precision, shape, variant, None));
-                cases.push(update(precision, shape, variant, None));
+                for engine in [Engine::Own, Engine::CublasLt] {
+                    let how = How { engine, precision };
+                    cases.push(forward(how, shape, variant, None));
+                    cases.push(backward_input(how, shape, variant, None));
+                    cases.push(weight_gradient(how, shape, variant, None));
+                    cases.push(update(how, shape, variant, None));
+                }
             }
         }
         for variant in 0..2 {
