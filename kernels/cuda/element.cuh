@@ -95,6 +95,16 @@ __device__ __forceinline__ void read_elements(const T* __restrict__ from, u32 va
     for (u32 i = 0; i < COUNT; ++i) to[i] = i < valid ? load_float(from[i]) : 0.0f;
 }
 
+// Stores 16 bytes of neighbouring elements at an aligned address.
+template <typename T>
+__device__ __forceinline__ void write_pack(T* __restrict__ to, const float* from) {
+    constexpr u32 PACKED = 16 / sizeof(T);
+    Pack<T> pack;
+#pragma unroll
+    for (u32 i = 0; i < PACKED; ++i) pack.at[i] = Stored<T>::of(from[i]);
+    *reinterpret_cast<Pack<T>*>(to) = pack;
+}
+
 // Stores the first `valid` of `COUNT` values in neighbouring elements, 16 bytes at a time if that is all of them and the
 // address allows it.
 template <u32 COUNT, typename T>
@@ -102,12 +112,7 @@ __device__ __forceinline__ void write_elements(T* __restrict__ to, u32 valid, co
     constexpr u32 PACKED = 16 / sizeof(T);
     if (COUNT % PACKED == 0 && valid >= COUNT && aligned(to, 16)) {
 #pragma unroll
-        for (u32 start = 0; start + PACKED <= COUNT; start += PACKED) {
-            Pack<T> pack;
-#pragma unroll
-            for (u32 i = 0; i < PACKED; ++i) pack.at[i] = Stored<T>::of(from[start + i]);
-            *reinterpret_cast<Pack<T>*>(to + start) = pack;
-        }
+        for (u32 start = 0; start + PACKED <= COUNT; start += PACKED) write_pack(to + start, from + start);
         return;
     }
 #pragma unroll

@@ -6,7 +6,7 @@
 //
 // One thread for 16 bytes of a row of the output, or in a large launch for four such groups (`each`), all of which it asks
 // for before it needs the first. The multiply-add is fused, as in the CPU reference. An index outside the source reads
-// nothing there: it gives a row of NaN, or the label 2^32-1, which is no class.
+// nothing: it gives a row of NaN, or the label 2^32-1, which is no class.
 //
 // With a cursor, which may be null, `indices` is the order of the whole data set, and the batch of step number cursor[0]
 // begins at batch * cursor[0].

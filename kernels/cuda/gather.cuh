@@ -21,6 +21,53 @@ __device__ __forceinline__ float element_of(const u32* words, u32 i, u8) {
 }
 __device__ __forceinline__ float element_of(const u32* words, u32 i, float) { return __uint_as_float(words[i]); }
 
+// Read if `inside`, else zeros: predicates instead of branches, and `volatile`, so that reads follow each other without a
+// stop and none waits until its value is needed.
+__device__ __forceinline__ u32 read_word_if(bool inside, const void* from) {
+    u32 word = 0;
+    asm volatile(
+        "{\n\t"
+        ".reg .pred p;\n\t"
+        "setp.ne.u32 p, %2, 0;\n\t"
+        "@p ld.global.u32 %0, [%1];\n\t"
+        "}"
+        : "+r"(word)
+        : "l"(from), "r"(static_cast<u32>(inside)));
+    return word;
+}
+__device__ __forceinline__ void read_if(bool inside, const void* from, u32 (&words)[1]) {
+    words[0] = read_word_if(inside, from);
+}
+__device__ __forceinline__ void read_if(bool inside, const void* from, u32 (&words)[2]) {
+    words[0] = 0;
+    words[1] = 0;
+    asm volatile(
+        "{\n\t"
+        ".reg .pred p;\n\t"
+        "setp.ne.u32 p, %3, 0;\n\t"
+        "@p ld.global.v2.u32 {%0, %1}, [%2];\n\t"
+        "}"
+        : "+r"(words[0]), "+r"(words[1])
+        : "l"(from), "r"(static_cast<u32>(inside)));
+}
+__device__ __forceinline__ void read_four_if(bool inside, const u32* from, u32* words) {
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) words[i] = 0;
+    asm volatile(
+        "{\n\t"
+        ".reg .pred p;\n\t"
+        "setp.ne.u32 p, %5, 0;\n\t"
+        "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n\t"
+        "}"
+        : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+        : "l"(from), "r"(static_cast<u32>(inside)));
+}
+template <u32 WORDS>
+__device__ __forceinline__ void read_if(bool inside, const void* from, u32 (&words)[WORDS]) {
+#pragma unroll
+    for (u32 i = 0; i < WORDS; i += 4) read_four_if(inside, static_cast<const u32*>(from) + i, words + i);
+}
+
 // All bytes at once where the address allows it: rows of a data set need not be aligned.
 template <u32 COUNT>
 __device__ __forceinline__ void read_source(const u8* __restrict__ from, u32 valid, float (&to)[COUNT]) {
@@ -69,8 +116,7 @@ __device__ __forceinline__ void gather_rows(u32 block, const S* __restrict__ sou
         return {place.row + rows_apart + (wraps ? 1 : 0), wraps ? number - shares : number};
     };
 
-    // If each group is whole and begins where it can be moved at once, no read depends on a branch, and all are on their
-    // way together. What has no place in the output, or no row in the source, reads the first row instead.
+    // If each group is whole and begins where it can be moved at once, all reads are on their way together.
     if (cols % COUNT == 0 && pitch % COUNT == 0 && aligned(source, sizeof(Group) < 16 ? sizeof(Group) : 16) &&
         aligned(out, 16)) {
         PlaceOfShare places[EACH] = {first};
@@ -79,11 +125,11 @@ __device__ __forceinline__ void gather_rows(u32 block, const S* __restrict__ sou
         u32 index[EACH];
         Group groups[EACH];
 #pragma unroll
-        for (u32 i = 0; i < EACH; ++i) index[i] = order[places[i].row < rows ? places[i].row : 0];
+        for (u32 i = 0; i < EACH; ++i) index[i] = read_word_if(places[i].row < rows, order + places[i].row);
 #pragma unroll
         for (u32 i = 0; i < EACH; ++i) {
-            const u64 row = index[i] < source_rows ? index[i] : 0;
-            groups[i] = *reinterpret_cast<const Group*>(source + row * cols + places[i].number * COUNT);
+            const S* from = source + static_cast<u64>(index[i]) * cols + places[i].number * COUNT;
+            read_if(places[i].row < rows && index[i] < source_rows, from, groups[i].words);
         }
 #pragma unroll
         for (u32 i = 0; i < EACH; ++i) {
@@ -92,7 +138,7 @@ __device__ __forceinline__ void gather_rows(u32 block, const S* __restrict__ sou
 #pragma unroll
             for (u32 e = 0; e < COUNT; ++e) values[e] = element_of(groups[i].words, e, S{});
             scale_or_nan(index[i] < source_rows, scale, shift, values);
-            write_elements(out + places[i].row * pitch + places[i].number * COUNT, COUNT, values);
+            write_pack(out + places[i].row * pitch + places[i].number * COUNT, values);
         }
         return;
     }

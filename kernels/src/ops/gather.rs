@@ -21,7 +21,7 @@ use crate::storage::{Stored, with_stored};
 
 /// `out[r,c] = source[indices[r],c] · scale + shift`, from bytes, with a fused multiply-add, rounded to the output's type.
 ///
-/// An index outside the source is an error on the host; on a GPU it reads nothing there and gives a row of NaN.
+/// An index outside the source is an error on the host; on a GPU it reads nothing and gives a row of NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GatherRowsU8 {
     /// Type of the output.
@@ -52,7 +52,7 @@ pub struct GatherRowsU8 {
 
 /// `out[r,c] = source[indices[r],c] · scale + shift`, from `f32`, with a fused multiply-add, rounded to the output's type.
 ///
-/// An index outside the source is an error on the host; on a GPU it reads nothing there and gives a row of NaN.
+/// An index outside the source is an error on the host; on a GPU it reads nothing and gives a row of NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GatherRowsF32 {
     /// Type of the output.
