@@ -27,18 +27,21 @@ __device__ __forceinline__ u64 global_thread() {
     return static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 
-// Butterfly reductions: every lane ends with the same value, and the order of the additions never changes.
+// Butterfly reductions: every lane ends with the same value, and the order of the additions never changes. Of each `LANES`
+// lanes by themselves, if that is less than the warp.
+template <u32 LANES = WARP>
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
-    for (u32 distance = WARP / 2; distance > 0; distance /= 2) {
+    for (u32 distance = LANES / 2; distance > 0; distance /= 2) {
         value += __shfl_xor_sync(ALL_LANES, value, distance);
     }
     return value;
 }
 
+template <u32 LANES = WARP>
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
-    for (u32 distance = WARP / 2; distance > 0; distance /= 2) {
+    for (u32 distance = LANES / 2; distance > 0; distance /= 2) {
         value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, distance));
     }
     return value;

@@ -4,31 +4,38 @@
 //   cross_entropy_loss     the losses alone, for evaluation
 //   mean_loss              out[0] = mean of the losses, in one block; out[cursor[0]] if there is a cursor
 //
-// One warp for each row. The row's maximum is subtracted first, so no exponential overflows. A label that is no class
+// One warp for each row, or half a one for the gradient of up to 16 classes: the other half would only add zeros, so the
+// bits are the same. The row's maximum is subtracted first, so no exponential overflows. A label that is no class
 // gives NaN for the loss and for the row's gradient.
 #include "softmax.cuh"
 
-enum : u32 { ROWS_PER_BLOCK = 4 };
+enum : u32 { ROWS_PER_BLOCK = 4, HALF = WARP / 2 };
 
-template <typename T>
+template <u32 LANES, typename T>
 __device__ __forceinline__ void loss_and_gradient(const float* __restrict__ logits, const u32* __restrict__ labels,
                                                   float* __restrict__ losses, T* __restrict__ dlogits, u32 rows,
                                                   u32 classes, u32 dlogits_pitch, float scale) {
-    const u64 row = static_cast<u64>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.x / WARP;
-    if (row >= rows) return;
-    const u32 lane = threadIdx.x % WARP;
+    const u64 own = static_cast<u64>(blockIdx.x) * (WARP / LANES * ROWS_PER_BLOCK) + threadIdx.x / LANES;
+    // The lanes of a warp meet, so those without a row stay, with the last one.
+    const u64 row = own < rows ? own : rows - 1;
+    const u32 lane = threadIdx.x % LANES;
     const float* x = logits + row * classes;
     const u32 label = labels[row];
-    const RowStatistics statistics = row_statistics(x, classes, lane);
+    const RowStatistics statistics = row_statistics<LANES>(x, classes, lane);
+    if (own >= rows) return;
     if (lane == 0) losses[row] = row_loss(x, classes, label, statistics);
-    write_gradient(x, dlogits + row * dlogits_pitch, classes, label, scale, lane, statistics);
+    write_gradient<LANES>(x, dlogits + row * dlogits_pitch, classes, label, scale, lane, statistics);
 }
 
 #define SOFTMAX_CROSS_ENTROPY(NAME, T)                                                                               \
     extern "C" __global__ void __launch_bounds__(WARP* ROWS_PER_BLOCK)                                               \
         NAME(const float* __restrict__ logits, const u32* __restrict__ labels, float* __restrict__ losses,           \
              T* __restrict__ dlogits, u32 rows, u32 classes, u32 dlogits_pitch, float scale) {                       \
-        loss_and_gradient(logits, labels, losses, dlogits, rows, classes, dlogits_pitch, scale);                     \
+        if (classes <= HALF) {                                                                                       \
+            loss_and_gradient<HALF>(logits, labels, losses, dlogits, rows, classes, dlogits_pitch, scale);           \
+        } else {                                                                                                     \
+            loss_and_gradient<WARP>(logits, labels, losses, dlogits, rows, classes, dlogits_pitch, scale);           \
+        }                                                                                                            \
     }
 
 SOFTMAX_CROSS_ENTROPY(softmax_cross_entropy, float)

@@ -1,4 +1,4 @@
-// Loss and softmax of a row of logits, by one warp. The row's maximum is subtracted first, so no exponential overflows.
+// Loss and softmax of a row of logits, by one warp, or half a warp of 16 `LANES`. The row's maximum is subtracted first, so no exponential overflows.
 #pragma once
 
 #include "element.cuh"
@@ -8,13 +8,14 @@ struct RowStatistics {
     float sum;  // of e^(x - max)
 };
 
+template <u32 LANES = WARP>
 __device__ __forceinline__ RowStatistics row_statistics(const float* __restrict__ x, u32 classes, u32 lane) {
     float max = minus_infinity();
-    for (u64 c = lane; c < classes; c += WARP) max = fmaxf(max, x[c]);
-    max = warp_max(max);
+    for (u64 c = lane; c < classes; c += LANES) max = fmaxf(max, x[c]);
+    max = warp_max<LANES>(max);
     float sum = 0.0f;
-    for (u64 c = lane; c < classes; c += WARP) sum += expf(x[c] - max);
-    return {max, warp_sum(sum)};
+    for (u64 c = lane; c < classes; c += LANES) sum += expf(x[c] - max);
+    return {max, warp_sum<LANES>(sum)};
 }
 
 __device__ __forceinline__ float row_loss(const float* __restrict__ x, u32 classes, u32 label, RowStatistics row) {
@@ -23,10 +24,10 @@ __device__ __forceinline__ float row_loss(const float* __restrict__ x, u32 class
 }
 
 // dlogits = (softmax(x) - onehot(label)) * scale; a label that is no class gives a row of NaN.
-template <typename T>
+template <u32 LANES = WARP, typename T>
 __device__ __forceinline__ void write_gradient(const float* __restrict__ x, T* __restrict__ gradient, u32 classes,
                                                u32 label, float scale, u32 lane, RowStatistics row) {
-    for (u64 c = lane; c < classes; c += WARP) {
+    for (u64 c = lane; c < classes; c += LANES) {
         const float probability = expf(x[c] - row.max) / row.sum;
         const float slope = (probability - (c == label ? 1.0f : 0.0f)) * scale;
         gradient[c] = Stored<T>::of(label < classes ? slope : not_a_number());

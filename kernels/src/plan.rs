@@ -275,7 +275,9 @@ impl Plan {
             Product::Gradient | Product::Update => (false, false),
         };
         let strip = |lines: u64, contiguous: bool| {
-            let padding = if precision == Precision::Tf32 && !contiguous { 32 } else { 16 };
+            // Operands of 32 bits that tensor cores read across their rows.
+            let across = matches!(precision, Precision::Tf32 | Precision::F32x3) && !contiguous;
+            let padding = if across { 32 } else { 16 };
             let (rows, row) = if contiguous { (lines, layout.depth) } else { (layout.depth, lines) };
             rows * (row * element.bytes() + padding)
         };

@@ -85,9 +85,11 @@ impl Operation for SoftmaxCrossEntropy {
 
     fn work(&self) -> Work {
         let elements = area(self.rows, self.classes);
+        // Up to 16 classes take half a warp.
+        let rows_per_block = if 2 * u64::from(self.classes) <= LANES { 2 * ROWS_PER_BLOCK } else { ROWS_PER_BLOCK };
         Work {
             kernel: self.name(),
-            blocks: u64::from(self.rows).div_ceil(ROWS_PER_BLOCK),
+            blocks: u64::from(self.rows).div_ceil(rows_per_block),
             iterations: u64::from(self.classes).div_ceil(LANES),
             bytes: total([(elements, F32 + self.element.bytes()), (self.rows.into(), U32 + F32)]),
             // Maximum, subtraction, exponential and sum; then subtraction, exponential, division, onehot and scale.
