@@ -41,7 +41,7 @@
 //! | [`LinearForward`], [`LinearBackwardInput`], [`LinearWeightGradient`], [`LinearUpdate`] | the product likewise, of operands as stored ([`Precision::Tf32`]: as rounded); then one `ε` of the result, and what storing it changes |
 //! | the same with [`Precision::F16Accumulate`] | the product within `4 √k ε Σ\|a b\| + 2⁻⁹ Σ\|a b\|`, if no sum is above 65504; the host's sums are `f32` |
 //! | the same with [`Precision::F32x3`] | the product within `4 √k ε Σ\|a b\| + 4 ε Σ\|a b\|`: its operands lose at most `ε` each in two parts, and `2 ε` of a product is left out; the host multiplies in `f32` |
-//! | the same with [`Engine::CublasLt`] | as above; the bias, and the step of half weights, may be off by what storing them in the type of the output changes; with [`Precision::Tf32`] the product within `4 √k ε Σ\|a b\| + 2⁻⁹ Σ\|a b\|` of operands as stored, since the library may cut them off instead of rounding |
+//! | the same with [`Engine::CublasLt`] | as above; the product and the bias that is added to it, and the step of half weights, may each be off by what storing it in the type of the output changes; with [`Precision::Tf32`] the product within `4 √k ε Σ\|a b\| + 2⁻⁹ Σ\|a b\|` of operands as stored, since the library may cut them off instead of rounding |
 //! | [`BiasGradient`], [`MeanLoss`], biases of layers | each within `4 √rows ε Σ\|x\|` of the exact sum (mean: divided by rows) |
 //! | [`SoftmaxCrossEntropy`], [`CrossEntropyLoss`] | losses within `2e-6 (1 + \|x\|)`, gradients within `2e-6 scale` and what storing them changes |
 //! | [`SoftmaxLoss`] | the mean within the mean of the losses' bounds and that of [`MeanLoss`], gradients as above |

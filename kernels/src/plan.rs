@@ -413,12 +413,6 @@ fn tables() -> &'static Tables {
                 table[Product::Update as usize][kind].push(measured);
             }
         }
-        for table in &mut tables.portable {
-            // Until it was measured: operands lie in memory and on their way to the tensor cores as in tf32.
-            if table[kind(Precision::F32x3)].is_empty() {
-                table[kind(Precision::F32x3)] = table[kind(Precision::Tf32)].clone();
-            }
-        }
         tables
     })
 }
@@ -476,22 +470,6 @@ mod tests {
             assert!(!portable.tile.needs_warpgroups());
             assert!(plan.workspace_bytes >= portable.workspace_bytes && plan.tickets >= portable.tickets);
         }
-    }
-
-    #[test]
-    fn what_was_not_measured_is_planned_as_tf32() {
-        let measured = |name: &str| H200.lines().filter_map(parse).any(|(_, kind_of, _)| kind_of == kind_named(name));
-        let shapes = [[32, 128, 784], [128, 784, 32], [60_000, 128, 784], [128, 784, 60_000]];
-        for [m, n, k] in shapes.into_iter().filter(|_| !measured("f32x3")) {
-            for product in Product::ALL {
-                let [of_tf32, of_x3] = [Precision::Tf32, Precision::F32x3].map(|one| nearest(product, one, [m, n, k]));
-                assert_eq!(of_x3, of_tf32);
-            }
-        }
-    }
-
-    fn kind_named(name: &str) -> usize {
-        kind(Precision::ALL.into_iter().find(|one| one.name() == name).unwrap())
     }
 
     #[test]

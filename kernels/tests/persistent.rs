@@ -93,7 +93,8 @@ fn on_the_host_each_step_runs_each_operation() {
 
 #[test]
 fn on_a_gpu_the_bits_are_those_of_the_operations_one_by_one() {
-    let Some(gpu) = Gpu::find() else { return };
+    // The kernel of many steps has none of those tiles.
+    let Some(gpu) = Gpu::find_without_warpgroups() else { return };
     let kernels = gpu.kernels.as_ref().unwrap();
     for precision in persistent() {
         for shape in shapes() {

@@ -12,7 +12,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use trainer::Settings;
 use trainer::arithmetic::{Dtype, FuseMode, GemmMode};
-use trainer::settings::{LoaderMode, ProfileSteps, SyncMode};
+use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 
 const DOCUMENT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../analysis/schema.md");
 
@@ -182,6 +182,8 @@ fn runs() -> Vec<Done> {
         .finished(),
     );
     runs.push(train(&Settings { gemm: Some(GemmMode::CublasLt), ..iris() }).finished());
+    let graph = Settings { allocator: BackendKind::StreamOrdered, launch: LaunchMode::Graph, batch: 7, ..iris() };
+    runs.push(train(&graph).finished());
     let place = tempfile::TempDir::new().unwrap();
     let save_start = Some(place.path().join("start.safetensors"));
     runs.push(train(&Settings { latency: false, loader: LoaderMode::Copy, save_start, ..iris() }).finished());

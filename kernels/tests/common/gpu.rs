@@ -38,6 +38,14 @@ impl Gpu {
         Some(Self { device, stream, kernels: Some(CudaKernels::load().unwrap()) })
     }
 
+    /// The same, with the tiles that every GPU has.
+    #[allow(dead_code, reason = "for some tests")]
+    pub(crate) fn find_without_warpgroups() -> Option<Self> {
+        let mut gpu = Self::find()?;
+        gpu.kernels = gpu.kernels.take().map(CudaKernels::without_warpgroups);
+        Some(gpu)
+    }
+
     /// The same if there is also a cuBLASLt.
     #[allow(dead_code, reason = "for some tests")]
     pub(crate) fn find_with_cublaslt() -> Option<Self> {

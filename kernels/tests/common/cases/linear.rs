@@ -44,11 +44,11 @@ impl How {
         }
     }
 
-    /// What the bias may be off: the library takes its rounding to the type of the output.
-    fn bias_tolerance(self, element: Element, bias: f32) -> f64 {
+    /// What the sum with the bias may be off: the library takes both terms as rounded to the type of the output.
+    fn bias_tolerance(self, element: Element, bias: f32, sum: f64) -> f64 {
         match self.engine {
             Engine::Own => 0.0,
-            Engine::CublasLt => stored_tolerance(element, bias.into()),
+            Engine::CublasLt => stored_tolerance(element, bias.into()) + stored_tolerance(element, sum),
         }
     }
 }
@@ -331,7 +331,7 @@ pub(crate) fn forward(how: impl Into<How>, shape: [u32; 3], more: u32, choice: O
             return (sum, allowed);
         }
         let bias = bias[at % outputs as usize];
-        let (sum, allowed) = (sum + f64::from(bias), allowed + how.bias_tolerance(y_element, bias));
+        let (sum, allowed) = (sum + f64::from(bias), allowed + how.bias_tolerance(y_element, bias, sum));
         stored(y_element, (sum.max(0.0), allowed + f64::from(f32::EPSILON) * sum.abs()))
     });
     let mut buffers = vec![x.buffer(), weight.buffer(), input(&bias)];
