@@ -68,7 +68,18 @@ const HALF: u32 = 10;
 const BUCKETS: usize = bucket(MAX_NS) + 1;
 
 /// The bucket of a value: `2 << HALF` of width 1, then `1 << HALF` of each further power of two.
+#[inline(always)]
 const fn bucket(ns: u64) -> usize {
+    // What nearly every call takes, known at once: the next call waits for the count.
+    if ns < 2 << HALF {
+        // CAST: below 2^11.
+        return ns as usize;
+    }
+    wide_bucket(ns)
+}
+
+#[cold]
+const fn wide_bucket(ns: u64) -> usize {
     let shift = 63 - HALF - (ns | ((2 << HALF) - 1)).leading_zeros();
     // CAST: some tens of thousands at most, because the value is at most `MAX_NS`.
     ((shift as usize) << HALF) + (ns >> shift) as usize
