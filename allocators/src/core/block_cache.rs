@@ -171,6 +171,7 @@ impl BlockCache {
     pub fn serve_from_segment(&mut self, segment: BlockRecord, wanted: Wanted, rules: &SplitRules) -> Served {
         debug_assert!(!self.repeat.owes());
         let whole = self.blocks.insert(segment);
+        self.tally.add_segment(segment.bytes());
         let (pool, fit) = (segment.pool(), Fit { index: whole, bytes: segment.bytes() });
         // It is not put into the index, where it need not be the first: another segment may have become free meanwhile.
         let split = rules.split(pool, wanted.rounded, fit.bytes);
@@ -243,6 +244,7 @@ impl BlockCache {
         debug_assert!(!self.repeat.owes());
         let block = self.blocks.get_mut(index);
         self.tally.take_back(block.pool(), block.bytes(), block.requested());
+        self.tally.add_pending(block.bytes());
         block.set_pending(events);
     }
 
@@ -250,6 +252,7 @@ impl BlockCache {
     pub fn release_pending(&mut self, index: BlockIndex, now: u64) {
         debug_assert!(!self.repeat.owes());
         let block = *self.blocks.get(index);
+        self.tally.remove_pending(block.bytes());
         match block.pool() {
             PoolKind::Small => {
                 join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, now)
@@ -272,6 +275,7 @@ impl BlockCache {
             PoolKind::Large => self.large.remove(self.blocks.parts().0, index, block.bytes()),
         }
         self.blocks.remove(index);
+        self.tally.remove_segment(block.bytes());
         Some(block)
     }
 
@@ -281,6 +285,7 @@ impl BlockCache {
         debug_assert!(!self.repeat.owes());
         let index = self.blocks.insert(segment);
         self.blocks.set_freed_at(index, freed_at);
+        self.tally.add_segment(segment.bytes());
         match segment.pool() {
             PoolKind::Small => self.small.insert(self.blocks.parts().0, index, segment.bytes()),
             PoolKind::Large => self.large.insert(self.blocks.parts().0, index, segment.bytes()),
@@ -357,6 +362,7 @@ fn hand_out(
         if was_split {
             tally.shrink_split(pool, rounded);
         } else {
+            tally.begin_segment(bytes);
             tally.add_split(pool, bytes - rounded);
         }
         tally.hand_out(pool, rounded, requested);
@@ -365,6 +371,8 @@ fn hand_out(
     blocks.get_mut(found).set_allocated(requested);
     if was_split {
         tally.remove_split(pool, bytes);
+    } else {
+        tally.begin_segment(bytes);
     }
     tally.hand_out(pool, bytes, requested);
     Served { index: found, addr, bytes, split }
@@ -391,6 +399,8 @@ fn join(
         blocks.set_freed_at(index, now);
         if block.is_split() {
             tally.add_split(pool, block.bytes());
+        } else {
+            tally.end_segment(block.bytes());
         }
         return false;
     }
@@ -426,6 +436,7 @@ fn join(
         tally.grow_split(pool, block.bytes());
     } else {
         tally.remove_split(pool, old_bytes + gone_bytes);
+        tally.end_segment(old_bytes + block.bytes() + gone_bytes);
     }
     blocks.set_freed_at(keeper, now);
     true

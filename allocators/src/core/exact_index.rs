@@ -21,7 +21,7 @@ const _: () = assert!(BINS as u64 == SMALL_SEGMENT / MIN_BLOCK, "the bitmap has 
 /// The free blocks of a small pool and one stream.
 #[derive(Clone, Debug)]
 pub struct ExactIndex {
-    /// Root of each bin's heap; valid where the bin's bit is set.
+    /// Root of each bin's heap.
     roots: Box<[BlockIndex; BINS]>,
     /// A bit for each bin that holds a block.
     words: [u64; WORD],
@@ -84,6 +84,7 @@ impl ExactIndex {
 
     #[inline(always)]
     fn mark_empty(&mut self, bin: usize) {
+        self.roots[bin] = NONE;
         let word = self.words[bin / WORD] ^ BITS[bin % WORD];
         self.words[bin / WORD] = word;
         // Whether it was the word's last is anybody's guess, so this is written without a branch.
@@ -94,14 +95,10 @@ impl ExactIndex {
     #[inline(always)]
     fn put_in(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bin: usize) {
         debug_assert_eq!(bin, bin_of(record(blocks, index).bytes()));
-        let (word, bit) = (self.words[bin / WORD], BITS[bin % WORD]);
-        if word & bit == 0 {
-            self.roots[bin] = index;
-            self.words[bin / WORD] = word | bit;
-            self.summary |= BITS[bin / WORD];
-        } else {
-            self.roots[bin] = meld(blocks, self.roots[bin], index);
-        }
+        // Whether the bin holds a block is anybody's guess, so nobody asks: no block comes after every block.
+        self.roots[bin] = meld(blocks, self.roots[bin], index);
+        self.words[bin / WORD] |= BITS[bin % WORD];
+        self.summary |= BITS[bin / WORD];
     }
 }
 
@@ -175,7 +172,7 @@ impl FreeIndex for ExactIndex {
 // Links of a heap: `left` is the first child, `right` the next sibling, and `up` the sibling before, or the parent for
 // a first child. A root has neither sibling nor `up`.
 
-/// Joins two heaps; returns the root.
+/// Joins two heaps, of which one may be empty; returns the root.
 #[inline(always)]
 fn meld(blocks: &mut [BlockRecord], a: BlockIndex, b: BlockIndex) -> BlockIndex {
     let (root, child) = if record(blocks, a).addr() < record(blocks, b).addr() { (a, b) } else { (b, a) };
