@@ -80,6 +80,7 @@ const fn bucket(ns: u64) -> usize {
 
 #[cold]
 const fn wide_bucket(ns: u64) -> usize {
+    let ns = if ns < MAX_NS { ns } else { MAX_NS };
     let shift = 63 - HALF - (ns | ((2 << HALF) - 1)).leading_zeros();
     // CAST: some tens of thousands at most, because the value is at most `MAX_NS`.
     ((shift as usize) << HALF) + (ns >> shift) as usize
@@ -132,7 +133,7 @@ impl Slot {
             Some(counts) => counts,
             None => first(table),
         };
-        let count = &counts[bucket(ns.min(MAX_NS))];
+        let count = &counts[bucket(ns)];
         // No other thread writes here, so a load and a store lose nothing and cost no locked instruction. They are
         // atomic because readers may look at any time.
         count.store(count.load(Relaxed) + 1, Relaxed);
