@@ -61,7 +61,7 @@ const SLOTTED: usize = SLOTS / 2;
 #[derive(Debug)]
 pub(super) struct ShardTable {
     /// Open addressing by a multiplicative mix of the stream's handle; filled and never emptied.
-    slots: [OnceLock<Arc<Shard>>; SLOTS],
+    slots: Box<[OnceLock<Arc<Shard>>; SLOTS]>,
     /// By number: row `r` holds 2^r shards, so that a shard never moves.
     rows: [OnceLock<Row>; u32::BITS as usize],
     numbers: Mutex<Numbers>,
@@ -97,7 +97,7 @@ fn place(id: u32) -> (usize, usize) {
 impl ShardTable {
     pub(super) fn new() -> Self {
         Self {
-            slots: [const { OnceLock::new() }; SLOTS],
+            slots: Box::new([const { OnceLock::new() }; SLOTS]),
             rows: [const { OnceLock::new() }; u32::BITS as usize],
             numbers: Mutex::new(Numbers::default()),
         }
