@@ -3,6 +3,7 @@
 use crate::device::{DeviceAddr, StreamId};
 use crate::stats::PoolKind;
 use serde::{Deserialize, Serialize};
+use std::iter::Sum;
 
 /// State of a block inside a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,6 +89,22 @@ impl Ledger {
     #[must_use]
     pub fn wasted(&self) -> u64 {
         self.internal + self.soft + self.hard + self.stream + self.pending
+    }
+}
+
+impl Sum for Ledger {
+    /// Adds up ledgers that were told apart alike.
+    fn sum<I: Iterator<Item = Self>>(ledgers: I) -> Self {
+        ledgers.fold(Self::default(), |sum, next| Self {
+            internal: sum.internal + next.internal,
+            soft: sum.soft + next.soft,
+            hard: sum.hard + next.hard,
+            stream: sum.stream + next.stream,
+            pending: sum.pending + next.pending,
+            reserved: sum.reserved + next.reserved,
+            requested: sum.requested + next.requested,
+            attribution: next.attribution,
+        })
     }
 }
 

@@ -128,6 +128,7 @@ impl World {
     }
 
     fn allocate(&mut self, bytes: u64, stream: StreamId) {
+        let peak = self.allocator.ledger_at_peak().reserved;
         let block = match allocate(self.allocator.as_ref(), bytes, stream) {
             Ok(block) => block,
             Err(error) => {
@@ -148,6 +149,11 @@ impl World {
                 dirty.stream == stream || dirty.until_ns <= earliest,
                 "{block:?} is handed to {stream:?} at {earliest} ns, but is in use: {dirty:?}"
             );
+        }
+        let ledger = self.allocator.ledger_at_peak();
+        if self.kind == BackendKind::Caching && ledger.reserved > peak {
+            // It is kept by sums, and should be what a look at every block says.
+            assert_eq!(Some(ledger), self.allocator.snapshot().map(|snapshot| snapshot.ledger(stream)));
         }
         self.allocated += 1;
         self.live.push(Live { block, stream, uses: Vec::new() });

@@ -156,6 +156,25 @@ impl Caching {
         self.searches.load(Relaxed)
     }
 
+    /// A large request, if there is nothing to look at first.
+    #[inline(never)]
+    fn allocate_large(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        if request.bytes <= SMALL_MAX || !self.plain || self.waiting.load(Acquire) != 0 {
+            return self.allocate_any(request, stream);
+        }
+        request.validate()?;
+        let rounded = request.bytes.next_multiple_of(MIN_BLOCK);
+        let shard = self.shards.of_stream(stream);
+        {
+            let mut state = self.totals.enter(shard, &self.shards);
+            let wanted = Wanted { rounded, requested: request.bytes, now: 0 };
+            if let Some(served) = state.cache.serve_large(wanted, &SplitRules::NONE) {
+                return Ok(mint(shard, served, request.bytes, if served.split { Path::Split } else { Path::Hit }));
+            }
+        }
+        self.grow(shard, request.bytes, rounded, true)
+    }
+
     /// Any request, with any settings.
     #[inline(never)]
     fn allocate_any(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
@@ -261,7 +280,10 @@ impl DeviceAllocator for Caching {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         // What most requests are: small, and with nothing to look at first.
         let small = request.align == GUARANTEED_ALIGN && request.bytes.wrapping_sub(1) < SMALL_MAX;
-        if !small || !self.plain || self.waiting.load(Acquire) != 0 {
+        if !small {
+            return self.allocate_large(request, stream);
+        }
+        if !self.plain || self.waiting.load(Acquire) != 0 {
             return self.allocate_any(request, stream);
         }
         let rounded = (request.bytes + (MIN_BLOCK - 1)) & !(MIN_BLOCK - 1);

@@ -3,7 +3,7 @@
 
 use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, record, record_mut, vacate};
 use super::exact_index::ExactIndex;
-use super::free_index::FreeIndex;
+use super::free_index::{Fit, FreeIndex};
 use super::ranged_index::RangedIndex;
 use super::repeat::Repeat;
 use super::rounding::{MIN_BLOCK, SMALL_MAX};
@@ -36,6 +36,15 @@ impl SplitRules {
         let too_large_for_oversize_request =
             bytes >= self.max_split && size >= bytes.saturating_add(self.max_non_split_rounding);
         !oversize_for_small_request && !too_large_for_oversize_request
+    }
+
+    /// Whether a request for `bytes` leaves a rest of a block of `size` that is worth keeping.
+    #[inline(always)]
+    fn split(&self, pool: PoolKind, bytes: u64, size: u64) -> bool {
+        match pool {
+            PoolKind::Small => size - bytes >= MIN_BLOCK,
+            PoolKind::Large => bytes < self.max_split && size - bytes > SMALL_MAX,
+        }
     }
 }
 
@@ -151,8 +160,10 @@ impl BlockCache {
         }
     }
 
+    /// The same for the large pool.
     #[inline(never)]
-    fn serve_large(&mut self, wanted: Wanted, rules: &SplitRules) -> Option<Served> {
+    pub fn serve_large(&mut self, wanted: Wanted, rules: &SplitRules) -> Option<Served> {
+        debug_assert!(!self.repeat.owes());
         serve(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, wanted, rules)
     }
 
@@ -160,16 +171,18 @@ impl BlockCache {
     pub fn serve_from_segment(&mut self, segment: BlockRecord, wanted: Wanted, rules: &SplitRules) -> Served {
         debug_assert!(!self.repeat.owes());
         let whole = self.blocks.insert(segment);
-        match segment.pool() {
-            PoolKind::Small => {
-                self.small.insert(self.blocks.parts().0, whole);
-                hand_out(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, whole, wanted, rules)
-            }
-            PoolKind::Large => {
-                self.large.insert(self.blocks.parts().0, whole);
-                hand_out(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, whole, wanted, rules)
+        self.tally.add_segment(segment.bytes());
+        let (pool, fit) = (segment.pool(), Fit { index: whole, bytes: segment.bytes() });
+        // It is not put into the index, where it need not be the first: another segment may have become free meanwhile.
+        let split = rules.split(pool, wanted.rounded, fit.bytes);
+        let served = hand_out(&mut self.blocks, &mut self.tally, pool, fit, split, wanted);
+        if split {
+            match pool {
+                PoolKind::Small => self.small.insert(self.blocks.parts().0, whole, fit.bytes - served.bytes),
+                PoolKind::Large => self.large.insert(self.blocks.parts().0, whole, fit.bytes - served.bytes),
             }
         }
+        served
     }
 
     /// Takes a block back from the client: reusable at once, and joined with free neighbours; true when it was joined.
@@ -209,8 +222,14 @@ impl BlockCache {
     #[inline(never)]
     pub fn take_back_unshared(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
         self.settle();
-        self.blocks.find_held(index, addr).filter(|block| !block.is_shared())?;
-        Some(self.take_back(index, requested, 0))
+        let block = *self.blocks.find_held(index, addr).filter(|block| !block.is_shared())?;
+        Some(match block.pool() {
+            PoolKind::Small => self.take_back(index, requested, 0),
+            PoolKind::Large => {
+                self.tally.take_back(PoolKind::Large, block.bytes(), requested);
+                join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, 0)
+            }
+        })
     }
 
     #[inline(never)]
@@ -225,6 +244,7 @@ impl BlockCache {
         debug_assert!(!self.repeat.owes());
         let block = self.blocks.get_mut(index);
         self.tally.take_back(block.pool(), block.bytes(), block.requested());
+        self.tally.add_pending(block.bytes());
         block.set_pending(events);
     }
 
@@ -232,6 +252,7 @@ impl BlockCache {
     pub fn release_pending(&mut self, index: BlockIndex, now: u64) {
         debug_assert!(!self.repeat.owes());
         let block = *self.blocks.get(index);
+        self.tally.remove_pending(block.bytes());
         match block.pool() {
             PoolKind::Small => {
                 join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, now)
@@ -250,10 +271,11 @@ impl BlockCache {
             return None;
         }
         match block.pool() {
-            PoolKind::Small => self.small.remove(self.blocks.parts().0, index),
-            PoolKind::Large => self.large.remove(self.blocks.parts().0, index),
+            PoolKind::Small => self.small.remove(self.blocks.parts().0, index, block.bytes()),
+            PoolKind::Large => self.large.remove(self.blocks.parts().0, index, block.bytes()),
         }
         self.blocks.remove(index);
+        self.tally.remove_segment(block.bytes());
         Some(block)
     }
 
@@ -263,9 +285,10 @@ impl BlockCache {
         debug_assert!(!self.repeat.owes());
         let index = self.blocks.insert(segment);
         self.blocks.set_freed_at(index, freed_at);
+        self.tally.add_segment(segment.bytes());
         match segment.pool() {
-            PoolKind::Small => self.small.insert(self.blocks.parts().0, index),
-            PoolKind::Large => self.large.insert(self.blocks.parts().0, index),
+            PoolKind::Small => self.small.insert(self.blocks.parts().0, index, segment.bytes()),
+            PoolKind::Large => self.large.insert(self.blocks.parts().0, index, segment.bytes()),
         }
     }
 
@@ -302,49 +325,54 @@ fn serve(
     wanted: Wanted,
     rules: &SplitRules,
 ) -> Option<Served> {
-    let found = free.best_fit(blocks.records(), wanted.rounded)?;
-    if !rules.allow(wanted.rounded, blocks.get(found).bytes()) {
+    let fit = free.best_fit(blocks.records(), wanted.rounded)?;
+    if !rules.allow(wanted.rounded, fit.bytes) {
         return None;
     }
-    Some(hand_out(free, blocks, tally, pool, found, wanted, rules))
+    let split = rules.split(pool, wanted.rounded, fit.bytes);
+    if !split {
+        free.take(blocks.parts().0, fit);
+    }
+    let served = hand_out(blocks, tally, pool, fit, split, wanted);
+    if split {
+        free.cut(blocks.parts().0, fit, fit.bytes - served.bytes);
+    }
+    Some(served)
 }
 
-/// PyTorch's `alloc_found_block`: splits a block of the index if the rest is worth it, and accounts for what is handed
-/// out.
+/// PyTorch's `alloc_found_block`: cuts the request off a free block if it is to be split, and accounts for what is handed
+/// out. The index is the caller's affair.
 #[inline(always)]
 fn hand_out(
-    free: &mut impl FreeIndex,
     blocks: &mut BlockSlab,
     tally: &mut Tally,
     pool: PoolKind,
-    found: BlockIndex,
+    fit: Fit,
+    split: bool,
     wanted: Wanted,
-    rules: &SplitRules,
 ) -> Served {
     let Wanted { rounded, requested, now } = wanted;
+    let Fit { index: found, bytes } = fit;
     let whole = blocks.get(found);
-    let (addr, was_split, bytes) = (whole.addr(), whole.is_split(), whole.bytes());
-    let rest = bytes - rounded;
-    let split = match pool {
-        PoolKind::Small => rest >= MIN_BLOCK,
-        PoolKind::Large => rounded < rules.max_split && rest > SMALL_MAX,
-    };
+    debug_assert_eq!(whole.bytes(), bytes);
+    let (addr, was_split) = (whole.addr(), whole.is_split());
     if split {
         let front = blocks.split_front(found, rounded, requested);
         blocks.set_freed_at(found, now);
-        free.resized(blocks.parts().0, found, bytes);
         if was_split {
             tally.shrink_split(pool, rounded);
         } else {
-            tally.add_split(pool, rest);
+            tally.begin_segment(bytes);
+            tally.add_split(pool, bytes - rounded);
         }
         tally.hand_out(pool, rounded, requested);
         return Served { index: front, addr, bytes: rounded, split };
     }
-    free.remove(blocks.parts().0, found);
     blocks.get_mut(found).set_allocated(requested);
     if was_split {
         tally.remove_split(pool, bytes);
+    } else {
+        tally.begin_segment(bytes);
     }
     tally.hand_out(pool, bytes, requested);
     Served { index: found, addr, bytes, split }
@@ -367,10 +395,12 @@ fn join(
     let above = record(records, next).is_free();
     if !below && !above {
         record_mut(records, index).set_free();
-        free.insert(records, index);
+        free.insert(records, index, block.bytes());
         blocks.set_freed_at(index, now);
         if block.is_split() {
             tally.add_split(pool, block.bytes());
+        } else {
+            tally.end_segment(block.bytes());
         }
         return false;
     }
@@ -380,9 +410,9 @@ fn join(
     let (keeper, old_bytes) = if below {
         let (mut units, mut beyond) = (block.units(), next);
         if above {
-            free.remove(records, next);
-            let gone = record(records, next);
+            let gone = *record(records, next);
             gone_bytes = gone.bytes();
+            free.remove(records, next, gone_bytes);
             (units, beyond) = (units + gone.units(), gone.next());
             vacate(records, vacant, next);
             tally.merge_splits(pool);
@@ -400,13 +430,13 @@ fn join(
         (next, old_bytes)
     };
     vacate(records, vacant, index);
-    free.resized(records, keeper, old_bytes);
-    let whole = record(records, keeper);
-    if whole.is_split() {
+    free.resized(records, keeper, old_bytes, old_bytes + block.bytes() + gone_bytes);
+    if record(records, keeper).is_split() {
         // By what was not free before: PyTorch counts the whole change at once.
-        tally.grow_split(pool, whole.bytes() - old_bytes - gone_bytes);
+        tally.grow_split(pool, block.bytes());
     } else {
         tally.remove_split(pool, old_bytes + gone_bytes);
+        tally.end_segment(old_bytes + block.bytes() + gone_bytes);
     }
     blocks.set_freed_at(keeper, now);
     true

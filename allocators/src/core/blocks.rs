@@ -7,8 +7,8 @@ use crate::stats::PoolKind;
 
 /// Index of a record in its [`BlockSlab`].
 pub type BlockIndex = u32;
-/// No block. Its record exists and is never live, so that a link may be followed, and what it leads to be written,
-/// without asking whether there is one.
+/// No block. Its record exists and is never live, so that a link may be followed, and its links be written, without asking
+/// whether there is one. It lies above every block.
 pub const NONE: BlockIndex = 0;
 /// The largest block that a record can describe, in bytes: 2 TiB less one block.
 pub const MAX_BLOCK: u64 = u32::MAX as u64 * MIN_BLOCK;
@@ -193,7 +193,7 @@ impl BlockRecord {
 
     #[inline(always)]
     pub(super) fn links_mut(&mut self) -> &mut Links {
-        debug_assert!(self.is_free(), "only free blocks are in an index");
+        debug_assert!(self.is_free() || !self.is_live(), "only free blocks are in an index");
         &mut self.rest
     }
 
@@ -261,7 +261,7 @@ pub struct BlockSlab {
 
 impl Default for BlockSlab {
     fn default() -> Self {
-        let nothing = BlockRecord { place: VACANT, units: 0, prev: NONE, next: NONE, rest: Links::ALONE };
+        let nothing = BlockRecord { place: !FLAGS | VACANT, units: 0, prev: NONE, next: NONE, rest: Links::ALONE };
         Self { records: vec![nothing], vacant: NONE, freed_at: Vec::new() }
     }
 }

@@ -10,7 +10,7 @@
 //! the bins, of which the system backs the pages that are used.
 
 use super::blocks::{BlockIndex, BlockRecord, Links, NONE, record, record_mut};
-use super::free_index::FreeIndex;
+use super::free_index::{Fit, FreeIndex};
 use super::rounding::{MIN_BLOCK, SMALL_SEGMENT};
 
 const WORD: usize = 64;
@@ -21,7 +21,7 @@ const _: () = assert!(BINS as u64 == SMALL_SEGMENT / MIN_BLOCK, "the bitmap has 
 /// The free blocks of a small pool and one stream.
 #[derive(Clone, Debug)]
 pub struct ExactIndex {
-    /// Root of each bin's heap; valid where the bin's bit is set.
+    /// Root of each bin's heap.
     roots: Box<[BlockIndex; BINS]>,
     /// A bit for each bin that holds a block.
     words: [u64; WORD],
@@ -47,10 +47,11 @@ static BITS: [u64; WORD] = {
     bits
 };
 
-/// Number of the bin for a number of units.
+/// Number of the bin for a size in bytes, a multiple of [`MIN_BLOCK`].
 #[inline(always)]
-fn bin_of(units: u32) -> usize {
-    let bin = units as usize - 1;
+fn bin_of(bytes: u64) -> usize {
+    // CAST: at most 2^12.
+    let bin = (bytes / MIN_BLOCK) as usize - 1;
     debug_assert!(bin < BINS);
     // A small pool has no larger blocks, so the remainder changes nothing; it saves checks.
     bin % BINS
@@ -65,55 +66,81 @@ impl ExactIndex {
             return;
         }
         debug_assert_eq!(self.roots[bin], index, "a free block should be in the index");
+        self.mark_empty(bin);
+    }
+
+    /// Takes the first block out of a bin. Its links are not reset.
+    #[inline(always)]
+    fn take_first(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bin: usize) {
+        debug_assert_eq!(self.roots[bin], index);
+        // A root has nothing but children.
+        let children = record(blocks, index).links().left;
+        if children == NONE {
+            self.mark_empty(bin);
+        } else {
+            self.roots[bin] = meld_siblings(blocks, children);
+        }
+    }
+
+    #[inline(always)]
+    fn mark_empty(&mut self, bin: usize) {
+        self.roots[bin] = NONE;
         let word = self.words[bin / WORD] ^ BITS[bin % WORD];
         self.words[bin / WORD] = word;
         // Whether it was the word's last is anybody's guess, so this is written without a branch.
         self.summary = self.summary & !BITS[bin / WORD] | u64::from(word != 0) << (bin / WORD);
     }
 
-    /// Puts a block, whose links are alone, into its bin.
+    /// Puts a block, whose links are alone, into a bin.
     #[inline(always)]
-    fn put_in(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
-        let bin = bin_of(record(blocks, index).units());
-        let (word, bit) = (self.words[bin / WORD], BITS[bin % WORD]);
-        if word & bit == 0 {
-            self.roots[bin] = index;
-            self.words[bin / WORD] = word | bit;
-            self.summary |= BITS[bin / WORD];
-        } else {
-            self.roots[bin] = meld(blocks, self.roots[bin], index);
-        }
+    fn put_in(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bin: usize) {
+        debug_assert_eq!(bin, bin_of(record(blocks, index).bytes()));
+        // Whether the bin holds a block is anybody's guess, so nobody asks: no block comes after every block.
+        self.roots[bin] = meld(blocks, self.roots[bin], index);
+        self.words[bin / WORD] |= BITS[bin % WORD];
+        self.summary |= BITS[bin / WORD];
     }
 }
 
 impl FreeIndex for ExactIndex {
     #[inline(always)]
-    fn insert(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
+    fn insert(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64) {
         *record_mut(blocks, index).links_mut() = Links::ALONE;
-        self.put_in(blocks, index);
+        self.put_in(blocks, index, bin_of(bytes));
     }
 
     #[inline(always)]
-    fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
-        self.take_out(blocks, index, bin_of(record(blocks, index).units()));
+    fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64) {
+        self.take_out(blocks, index, bin_of(bytes));
     }
 
     #[inline(always)]
-    fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64) {
-        // CAST: it was in a record as such.
-        self.take_out(blocks, index, bin_of((bytes / MIN_BLOCK) as u32));
-        self.insert(blocks, index);
+    fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, before: u64, bytes: u64) {
+        self.take_out(blocks, index, bin_of(before));
+        self.insert(blocks, index, bytes);
     }
 
     #[inline(always)]
-    fn best_fit(&self, _blocks: &[BlockRecord], bytes: u64) -> Option<BlockIndex> {
+    fn take(&mut self, blocks: &mut [BlockRecord], fit: Fit) {
+        self.take_first(blocks, fit.index, bin_of(fit.bytes));
+    }
+
+    #[inline(always)]
+    fn cut(&mut self, blocks: &mut [BlockRecord], fit: Fit, rest: u64) {
+        self.take_first(blocks, fit.index, bin_of(fit.bytes));
+        self.insert(blocks, fit.index, rest);
+    }
+
+    /// The bin tells the size, so whether the block has to be cut is known before its record is read.
+    #[inline(always)]
+    fn best_fit(&self, _blocks: &[BlockRecord], bytes: u64) -> Option<Fit> {
         debug_assert!(bytes > 0 && bytes <= SMALL_SEGMENT);
-        // CAST: at most 2^12.
-        let bin = bin_of((bytes / MIN_BLOCK) as u32);
+        let found = |bin: usize| Fit { index: self.roots[bin], bytes: (bin as u64 + 1) * MIN_BLOCK };
+        let bin = bin_of(bytes);
         let (page, slot) = (bin / WORD, bin % WORD);
         let rest = self.words[page] & (u64::MAX << slot);
         if rest != 0 {
-            return Some(self.roots[page * WORD + rest.trailing_zeros() as usize % WORD]);
+            return Some(found(page * WORD + rest.trailing_zeros() as usize % WORD));
         }
         // Twice, because all 64 bits may have to go.
         let above = self.summary & (u64::MAX << page << 1);
@@ -121,7 +148,7 @@ impl FreeIndex for ExactIndex {
             return None;
         }
         let page = above.trailing_zeros() as usize % WORD;
-        Some(self.roots[page * WORD + self.words[page].trailing_zeros() as usize % WORD])
+        Some(found(page * WORD + self.words[page].trailing_zeros() as usize % WORD))
     }
 
     fn in_order(&self, blocks: &[BlockRecord]) -> Vec<BlockIndex> {
@@ -145,7 +172,7 @@ impl FreeIndex for ExactIndex {
 // Links of a heap: `left` is the first child, `right` the next sibling, and `up` the sibling before, or the parent for
 // a first child. A root has neither sibling nor `up`.
 
-/// Joins two heaps; returns the root.
+/// Joins two heaps, of which one may be empty; returns the root.
 #[inline(always)]
 fn meld(blocks: &mut [BlockRecord], a: BlockIndex, b: BlockIndex) -> BlockIndex {
     let (root, child) = if record(blocks, a).addr() < record(blocks, b).addr() { (a, b) } else { (b, a) };

@@ -2,20 +2,36 @@
 
 use super::blocks::{BlockIndex, BlockRecord};
 
+/// A block that fits best.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fit {
+    /// Its record.
+    pub index: BlockIndex,
+    /// Its size, which an index may know without a look at the record.
+    pub bytes: u64,
+}
+
 /// The free blocks of one pool and one stream. Their records are in a slab, which every call is given; an index keeps its
-/// links there.
+/// links there. Sizes are in bytes and are those of the records; callers have them at hand, and a record may be far.
 pub trait FreeIndex {
-    /// Adds a free block.
-    fn insert(&mut self, blocks: &mut [BlockRecord], index: BlockIndex);
+    /// Adds a free block of `bytes`.
+    fn insert(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64);
 
-    /// Removes a block that is in the index.
-    fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex);
+    /// Removes a block of `bytes` that is in the index.
+    fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64);
 
-    /// Puts a block that is in the index, and that had `bytes` before, where its address and size of today belong.
-    fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64);
+    /// Puts a block that is in the index, and that had `before` bytes and has `bytes` now, where its address and size of
+    /// today belong.
+    fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, before: u64, bytes: u64);
 
     /// Best fit: the smallest block with at least `bytes`, ties to the lowest address.
-    fn best_fit(&self, blocks: &[BlockRecord], bytes: u64) -> Option<BlockIndex>;
+    fn best_fit(&self, blocks: &[BlockRecord], bytes: u64) -> Option<Fit>;
+
+    /// Removes what [`best_fit`](Self::best_fit) found.
+    fn take(&mut self, blocks: &mut [BlockRecord], fit: Fit);
+
+    /// Puts what [`best_fit`](Self::best_fit) found where it belongs now that its upper `rest` bytes are left of it.
+    fn cut(&mut self, blocks: &mut [BlockRecord], fit: Fit, rest: u64);
 
     /// Every block by (size, address). Allocates.
     fn in_order(&self, blocks: &[BlockRecord]) -> Vec<BlockIndex>;
@@ -42,7 +58,7 @@ mod tests {
         /// A free block.
         fn add(&mut self, units: u64, addr: u64) -> BlockIndex {
             let block = self.blocks.insert(BlockRecord::segment(addr, units * MIN_BLOCK, PoolKind::Small));
-            self.index.insert(self.blocks.parts().0, block);
+            self.index.insert(self.blocks.parts().0, block, units * MIN_BLOCK);
             block
         }
 
@@ -59,10 +75,12 @@ mod tests {
         let high = bench.add(2, 3 << 20);
         let low = bench.add(2, 2 << 20);
         let fit = |bench: &Bench<I>, units: u64| bench.index.best_fit(bench.blocks.records(), units * MIN_BLOCK);
-        assert_eq!([1, 2, 3, 4].map(|units| fit(&bench, units)), [Some(low), Some(low), Some(large), None]);
+        let found = |index: BlockIndex, units: u64| Some(Fit { index, bytes: units * MIN_BLOCK });
+        let expected = [found(low, 2), found(low, 2), found(large, 3), None];
+        assert_eq!([1, 2, 3, 4].map(|units| fit(&bench, units)), expected);
         assert_eq!(bench.index.in_order(bench.blocks.records()), [low, high, large]);
-        bench.index.remove(bench.blocks.parts().0, low);
-        assert_eq!(fit(&bench, 1), Some(high));
+        bench.index.remove(bench.blocks.parts().0, low, 2 * MIN_BLOCK);
+        assert_eq!(fit(&bench, 1), found(high, 2));
     }
 
     /// Against an ordered set, with sizes that crowd into few bins and sizes that spread over all.
@@ -85,24 +103,38 @@ mod tests {
                 let pick = (random(spread + 1), random(1 << 48), 0);
                 let key = *model.range(pick..).next().or(model.first()).expect("the model should not be empty");
                 model.remove(&key);
-                bench.index.remove(bench.blocks.parts().0, key.2);
+                bench.index.remove(bench.blocks.parts().0, key.2, key.0 * MIN_BLOCK);
                 bench.blocks.remove(key.2);
             }
-            // Something is cut off the front of one, as a split does.
-            let pick = (2 + random(spread), 0, 0);
-            if let Some(key) = model.range(pick..).next().copied() {
+            // Something is cut off the front of one, as a split does: of any, and of the one that fits best.
+            for best in [false, true] {
+                let pick = (2 + random(spread), 0, 0);
+                let Some(key) = model.range(pick..).next().copied() else { continue };
                 let cut = if random(2) == 0 { 1 } else { 1 + random(key.0 - 1) };
+                let (before, rest) = (key.0 * MIN_BLOCK, (key.0 - cut) * MIN_BLOCK);
+                let fit = bench.index.best_fit(bench.blocks.records(), pick.0 * MIN_BLOCK);
+                assert_eq!(fit, Some(Fit { index: key.2, bytes: before }));
                 let front = bench.blocks.split_front(key.2, cut * MIN_BLOCK, 1);
-                bench.index.resized(bench.blocks.parts().0, key.2, key.0 * MIN_BLOCK);
+                let records = bench.blocks.parts().0;
+                match fit {
+                    Some(fit) if best => bench.index.cut(records, fit, rest),
+                    _ => bench.index.resized(records, key.2, before, rest),
+                }
                 bench.blocks.remove(front);
                 bench.blocks.get_mut(key.2).set_prev(NONE);
                 model.remove(&key);
                 model.insert((key.0 - cut, key.1 + cut * MIN_BLOCK, key.2));
             }
             let units = 1 + random(spread);
-            let expected = model.range((units, 0, 0)..).next().map(|key| (key.0, key.1));
-            let found = bench.index.best_fit(bench.blocks.records(), units * MIN_BLOCK).map(|block| bench.seen(block));
-            assert_eq!(found, expected, "{units} units at step {step}");
+            let expected = model.range((units, 0, 0)..).next().copied();
+            let found = bench.index.best_fit(bench.blocks.records(), units * MIN_BLOCK);
+            let seen = found.map(|fit| (bench.seen(fit.index), fit.bytes / MIN_BLOCK));
+            assert_eq!(seen, expected.map(|key| ((key.0, key.1), key.0)), "{units} units at step {step}");
+            if let Some((fit, key)) = found.zip(expected).filter(|_| random(4) == 0) {
+                bench.index.take(bench.blocks.parts().0, fit);
+                bench.blocks.remove(fit.index);
+                model.remove(&key);
+            }
             if step % 1_000 == 0 {
                 let order = bench.index.in_order(bench.blocks.records());
                 let order: Vec<(u64, u64)> = order.into_iter().map(|block| bench.seen(block)).collect();

@@ -1,6 +1,6 @@
 //! Free blocks of a large pool and one stream, and exact best fit among them.
 //!
-//! Blocks lie in bins by size, 32 bins for each doubling. A bitmap of two levels finds the first bin that holds a block;
+//! Blocks lie in bins by size, 128 bins for each doubling. A bitmap of two levels finds the first bin that holds a block;
 //! inside a bin the blocks hang in a tree ordered by (size, address), so the block that is found is the smallest that
 //! fits, the lowest of those, as in PyTorch's ordered set. The tree is a treap (Seidel and Aragon, *Randomized Search
 //! Trees*, 1996) whose priorities are a hash of the record's index, so the same history builds the same tree; its links
@@ -10,15 +10,17 @@
 //! which seldom holds more than a few. No allocation but for the table of bins, made with the first block.
 
 use super::blocks::{BlockIndex, BlockRecord, Links, NONE, record, record_mut};
-use super::free_index::FreeIndex;
-use super::rounding::MIN_BLOCK;
+use super::free_index::{Fit, FreeIndex};
+use super::rounding::{MIN_BLOCK, SMALL_MAX};
 
-/// Bits of the size below its leading one that tell bins apart.
-const STEPS_LOG2: u32 = 5;
+/// Bits of the size below its leading one that tell bins apart: as many as the bitmap has room for, because every block
+/// in the bin of one that is looked for costs a look at its record.
+const STEPS_LOG2: u32 = 7;
 const WORD: usize = 64;
 
 /// The bin of a block of `bytes`, a multiple of [`MIN_BLOCK`] and not 0. Bins are open below and closed above, so that a
-/// whole segment is in one bin with what is left of it when a little is cut off.
+/// whole segment is in one bin with what is left of it when a little is cut off. Sizes up to [`SMALL_MAX`], which a large
+/// pool does not have, share the first.
 ///
 /// A float's exponent and first bits of mantissa are this very scale, so the conversion to one does the work.
 #[inline(always)]
@@ -26,9 +28,10 @@ fn bin_of(bytes: u64) -> usize {
     let units = bytes / MIN_BLOCK;
     // CAST: at most 2^53, where floats are exact; an `i64` converts in one instruction.
     let float = (units.cast_signed() as f64 - 0.5).to_bits();
-    const ONE_HALF: u64 = 0.5f64.to_bits() >> (f64::MANTISSA_DIGITS - 1 - STEPS_LOG2);
-    // CAST: below 2,000, see the test.
-    ((float >> (f64::MANTISSA_DIGITS - 1 - STEPS_LOG2)) - ONE_HALF) as usize
+    // CAST: a constant of 2^11.
+    const LEAST: u64 = ((SMALL_MAX / MIN_BLOCK) as f64).to_bits() >> (f64::MANTISSA_DIGITS - 1 - STEPS_LOG2);
+    // CAST: below 2,700, see the test.
+    (float >> (f64::MANTISSA_DIGITS - 1 - STEPS_LOG2)).saturating_sub(LEAST) as usize
 }
 
 /// The free blocks of one pool and stream. The blocks' records are in a slab that every call is given.
@@ -101,10 +104,9 @@ impl RangedIndex {
 
 impl FreeIndex for RangedIndex {
     #[inline]
-    fn insert(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
-        let record = record_mut(blocks, index);
-        let bin = bin_of(record.bytes());
-        *record.links_mut() = Links::ALONE;
+    fn insert(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64) {
+        let bin = bin_of(bytes);
+        *record_mut(blocks, index).links_mut() = Links::ALONE;
         match self.roots.get_mut(bin) {
             Some(root) if *root == NONE => *root = index,
             Some(root) => {
@@ -118,29 +120,40 @@ impl FreeIndex for RangedIndex {
     }
 
     #[inline]
-    fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
-        self.take_out(blocks, index, bin_of(record(blocks, index).bytes()));
+    fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64) {
+        self.take_out(blocks, index, bin_of(bytes));
     }
 
     #[inline]
-    fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64) {
-        let (record, bin) = (record(blocks, index), bin_of(bytes));
+    fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, before: u64, bytes: u64) {
+        let bin = bin_of(before);
         // Alone in its bin it stays where it is.
-        if !record.links().are_alone() || bin_of(record.bytes()) != bin {
+        if !record(blocks, index).links().are_alone() || bin_of(bytes) != bin {
             self.take_out(blocks, index, bin);
-            self.insert(blocks, index);
+            self.insert(blocks, index, bytes);
         }
     }
 
     #[inline]
-    fn best_fit(&self, blocks: &[BlockRecord], bytes: u64) -> Option<BlockIndex> {
+    fn take(&mut self, blocks: &mut [BlockRecord], fit: Fit) {
+        self.remove(blocks, fit.index, fit.bytes);
+    }
+
+    #[inline]
+    fn cut(&mut self, blocks: &mut [BlockRecord], fit: Fit, rest: u64) {
+        self.resized(blocks, fit.index, fit.bytes, rest);
+    }
+
+    #[inline]
+    fn best_fit(&self, blocks: &[BlockRecord], bytes: u64) -> Option<Fit> {
+        let found = |index: BlockIndex| Fit { index, bytes: record(blocks, index).bytes() };
         let bin = bin_of(bytes);
         let own = self.roots.get(bin).map_or(NONE, |root| first_of_at_least(blocks, *root, bytes));
         if own != NONE {
-            return Some(own);
+            return Some(found(own));
         }
         let bin = self.bin_after(bin)?;
-        Some(first_of_at_least(blocks, self.roots[bin], 0))
+        Some(found(first_of_at_least(blocks, self.roots[bin], 0)))
     }
 
     fn in_order(&self, blocks: &[BlockRecord]) -> Vec<BlockIndex> {

@@ -1,5 +1,6 @@
 //! What one stream's blocks add up to, counted where it happens and added up over the streams when asked.
 
+use crate::snapshot::Ledger;
 use crate::stats::PoolKind;
 
 /// What is counted, of the blocks that the client holds and of the free blocks that cannot go back to the device.
@@ -130,6 +131,12 @@ pub struct Tally {
     pools: [[Level; QUANTITIES]; 2],
     all: [Level; QUANTITIES],
     increases: [[u64; QUANTITIES]; 2],
+    /// Bytes of the segments.
+    segments: u64,
+    /// Bytes of the segments that are one free block.
+    idle: u64,
+    /// Bytes of the blocks whose free waits.
+    pending: u64,
 }
 
 impl Tally {
@@ -192,6 +199,52 @@ impl Tally {
     #[inline(always)]
     pub fn shrink_split(&mut self, pool: PoolKind, bytes: u64) {
         self.decrease(pool, Quantity::SplitBytes, bytes);
+    }
+
+    /// A segment came, as one free block.
+    pub fn add_segment(&mut self, bytes: u64) {
+        self.segments += bytes;
+        self.idle += bytes;
+    }
+
+    /// A segment went, as one free block.
+    pub fn remove_segment(&mut self, bytes: u64) {
+        self.segments -= bytes;
+        self.idle -= bytes;
+    }
+
+    /// A block that was a whole segment is so no longer, or no longer free.
+    #[inline(always)]
+    pub fn begin_segment(&mut self, bytes: u64) {
+        self.idle -= bytes;
+    }
+
+    /// A segment became one free block.
+    #[inline(always)]
+    pub fn end_segment(&mut self, bytes: u64) {
+        self.idle += bytes;
+    }
+
+    /// A block that the client let go of waits.
+    pub fn add_pending(&mut self, bytes: u64) {
+        self.pending += bytes;
+    }
+
+    /// A block has waited long enough.
+    pub fn remove_pending(&mut self, bytes: u64) {
+        self.pending -= bytes;
+    }
+
+    /// Where the bytes of the segments are, for a request on the stream itself (`own`) or on another one.
+    #[must_use]
+    pub fn ledger(&self, own: bool) -> Ledger {
+        let level = |quantity: Quantity| self.all[quantity as usize].current();
+        let (held, requested) = (level(Quantity::Bytes), level(Quantity::Requested));
+        let free = self.segments - held - self.pending;
+        debug_assert_eq!(free, self.idle + level(Quantity::SplitBytes), "a free block is a segment or a part of one");
+        let (soft, hard, stream) = if own { (self.idle, free - self.idle, 0) } else { (0, 0, free) };
+        let (internal, pending) = (held - requested, self.pending);
+        Ledger { reserved: self.segments, requested, internal, pending, soft, hard, stream, ..Ledger::default() }
     }
 
     fn levels(&self, of: impl Fn(&Level) -> u64) -> Figures {

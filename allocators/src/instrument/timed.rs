@@ -68,7 +68,19 @@ const HALF: u32 = 10;
 const BUCKETS: usize = bucket(MAX_NS) + 1;
 
 /// The bucket of a value: `2 << HALF` of width 1, then `1 << HALF` of each further power of two.
+#[inline(always)]
 const fn bucket(ns: u64) -> usize {
+    // What nearly every call takes, known at once: the next call waits for the count.
+    if ns < 2 << HALF {
+        // CAST: below 2^11.
+        return ns as usize;
+    }
+    wide_bucket(ns)
+}
+
+#[cold]
+const fn wide_bucket(ns: u64) -> usize {
+    let ns = if ns < MAX_NS { ns } else { MAX_NS };
     let shift = 63 - HALF - (ns | ((2 << HALF) - 1)).leading_zeros();
     // CAST: some tens of thousands at most, because the value is at most `MAX_NS`.
     ((shift as usize) << HALF) + (ns >> shift) as usize
@@ -121,7 +133,7 @@ impl Slot {
             Some(counts) => counts,
             None => first(table),
         };
-        let count = &counts[bucket(ns.min(MAX_NS))];
+        let count = &counts[bucket(ns)];
         // No other thread writes here, so a load and a store lose nothing and cost no locked instruction. They are
         // atomic because readers may look at any time.
         count.store(count.load(Relaxed) + 1, Relaxed);

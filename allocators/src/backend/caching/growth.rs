@@ -10,7 +10,7 @@ use crate::core::blocks::{BlockIndex, BlockRecord, MAX_BLOCK};
 use crate::core::rounding::{pool_of, segment_size};
 use crate::device::StreamId;
 use crate::error::{AllocError, DriverError, OomReport};
-use crate::snapshot::{BlockState, Ledger, Snapshot};
+use crate::snapshot::{Ledger, Snapshot};
 use crate::stats::{Gauge, PoolKind, PooledGauge, Stats};
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -103,28 +103,10 @@ impl Caching {
     }
 
     /// The ledger of this moment as seen by a request on `stream`: what [`Snapshot::ledger`] says of
-    /// [`all_segments`](Self::all_segments), without making them. The caller holds `growth`.
+    /// [`all_segments`](Self::all_segments), from what each shard counts. The caller holds `growth`.
     fn ledger(&self, stream: StreamId) -> Ledger {
-        let mut ledger = Ledger::default();
-        for shard in self.shards.by_stream() {
-            let state = shard.lock();
-            for (_, block) in state.cache.blocks.iter() {
-                let bytes = block.bytes();
-                ledger.reserved += bytes;
-                match block.state() {
-                    BlockState::Allocated => {
-                        ledger.requested += block.requested();
-                        ledger.internal += bytes - block.requested();
-                    }
-                    BlockState::PendingFree => ledger.pending += bytes,
-                    BlockState::Free if shard.stream != stream => ledger.stream += bytes,
-                    // A free block that is no part of a segment is all of it.
-                    BlockState::Free if block.is_split() => ledger.hard += bytes,
-                    BlockState::Free => ledger.soft += bytes,
-                }
-            }
-        }
-        ledger
+        let shards = self.shards.by_stream();
+        shards.into_iter().map(|shard| shard.lock().cache.tally.ledger(shard.stream == stream)).sum()
     }
 
     /// Peaks start again; see [`DeviceAllocator::reset_peaks`].
