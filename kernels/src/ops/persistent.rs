@@ -13,8 +13,8 @@ use crate::phase::{Phase, groups};
 use crate::precision::Precision;
 
 /// The operations of a training step, done several times by one launch: a kernel whose blocks stay on the GPU and meet where
-/// an operation needs what another has written. Each operation gives the same bits as by
-/// itself in the tiles that every GPU has ([`CudaKernels::without_warpgroups`]).
+/// an operation needs what another has written. Each operation gives the same bits as by itself in the tiles that every GPU
+/// has ([`CudaKernels::without_warpgroups`]).
 ///
 /// A step's operations find out by a cursor how far the steps are; one of them advances it. They can be those of which
 /// [`Operation::phases`] tells: `Gather*`, [`SoftmaxLoss`](crate::SoftmaxLoss) without a count, and the linear layers'
