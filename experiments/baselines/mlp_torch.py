@@ -342,12 +342,13 @@ class Graph(Eager):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     self.captured(load)
-                self.graphs[count] = (fill, graph)
+                # What the graph reads and does not own lives as long as it does.
+                self.graphs[count] = (fill, load, graph)
 
     def run(self, slot, first, count):
         if slot == 0:
             self.at.zero_()
-        fill, graph = self.graphs[count]
+        fill, _, graph = self.graphs[count]
         if fill:
             fill(first)
         graph.replay()
