@@ -35,7 +35,8 @@ impl Element {
 /// cuBLASLt's products have the bias and the ReLU of the forward pass behind them. The rest of what an operation says are
 /// kernels of this crate's, in the same launch: the rounding of the bias to a half before the product, the gradient of the
 /// ReLU behind it, the sums and the step of the bias, the rounding of stepped master weights. The update of the weights is
-/// the product itself, added to them.
+/// the product itself, added to them. Operands are not split: [`Precision::F32x3`] is computed, and called, as
+/// [`Precision::F32`] is.
 ///
 /// On the host the two are the same reference. It knows nothing of the library's workspace and takes that of this crate's
 /// kernel for the shape in its place.

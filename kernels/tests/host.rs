@@ -329,10 +329,12 @@ fn a_linear_kernel_is_named_after_its_precision() {
 #[test]
 fn the_librarys_launches_are_the_same_operations() {
     for precision in Precision::ALL {
+        // It splits no operands, and multiplies f32 as f32.
+        let called = if precision == Precision::F32x3 { "f32" } else { precision.name() };
         let own = LinearForward { rows: 32, inputs: 8192, outputs: 16, x_pitch: 8192, ..layer(precision) };
         let own = LinearForward { weight_pitch: 8192, y_pitch: 16, ..own };
         let library = LinearForward { engine: Engine::CublasLt, ..own };
-        assert_eq!(library.name(), format!("cublaslt_forward_{}", precision.name()));
+        assert_eq!(library.name(), format!("cublaslt_forward_{called}"));
         assert_eq!(library.work(), Work { kernel: library.name(), ..own.work() });
         // Room for the bias in halves; and no counters, since the library has its own.
         let halves = if precision.element() == Element::F32 { 0 } else { 16 * 2 };
@@ -342,7 +344,7 @@ fn the_librarys_launches_are_the_same_operations() {
         assert!(own.tickets() > 0 && library.tickets() == 0);
         let own = update(precision);
         let library = LinearUpdate { engine: Engine::CublasLt, ..own };
-        assert_eq!(library.name(), format!("cublaslt_gradient_{}", precision.name()));
+        assert_eq!(library.name(), format!("cublaslt_gradient_{called}"));
         assert_eq!(library.workspace_bytes(), own.workspace_bytes() + 16, "room for four gradients");
         assert!(library.phases(0).is_none(), "no persistent kernel has them");
     }
