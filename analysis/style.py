@@ -30,6 +30,11 @@ ALLOCATORS = {
     "pytorch-eager": PURPLE,
     "pytorch-graph": ORANGE,
     "pytorch-compile": SKY,
+    # How the trainer launches a step.
+    "eager": VERMILION,
+    "graph": BLUE,
+    "graph, 2 streams": SKY,
+    "persistent": GREEN,
 }
 MARKERS = {
     "naive": "o",
@@ -39,6 +44,10 @@ MARKERS = {
     "pytorch-eager": "D",
     "pytorch-graph": "v",
     "pytorch-compile": "P",
+    "eager": "o",
+    "graph": "s",
+    "graph, 2 streams": "P",
+    "persistent": "^",
 }
 # What the host was doing, in the order in which it is stacked.
 HOST_PARTS = {
