@@ -53,6 +53,20 @@ struct Ring {
 
 enum : u32 { GROUP_THREADS = 4 * WARP };
 
+// For all threads of a block: a stage is full when its copies have been asked for and have arrived, and free when so many
+// consumers have said so.
+template <u32 STAGES>
+__device__ __forceinline__ void prepare_barriers(u32 full, u32 free, u32 consumers) {
+    if (threadIdx.x == 0) {
+        for (u32 stage = 0; stage < STAGES; ++stage) {
+            barrier_init(full + 8 * stage, 1);
+            barrier_init(free + 8 * stage, consumers);
+        }
+        barriers_are_ready();
+    }
+    __syncthreads();
+}
+
 __device__ __forceinline__ u32 align_to_swizzle(u32 address) { return (address + SWIZZLED_ROWS - 1) & ~(SWIZZLED_ROWS - 1); }
 
 // 64 lines of one operand for each of GROUPS warpgroups, by ACROSS of the other. TRANSPOSED: the lines of the warpgroups are
@@ -90,14 +104,7 @@ struct WarpgroupTile {
         const u32 warp = thread / WARP;
         const u32 full = base + BARRIERS;
         const u32 free = full + 8 * STAGES;
-        if (thread == 0) {
-            for (u32 stage = 0; stage < STAGES; ++stage) {
-                barrier_init(full + 8 * stage, 1);
-                barrier_init(free + 8 * stage, CONSUMERS / WARP);
-            }
-            barriers_are_ready();
-        }
-        __syncthreads();
+        prepare_barriers<STAGES>(full, free, CONSUMERS / WARP);
 
         const u32 tiles_down = (p.m + BM - 1) / BM;
         const u32 all_tiles = tiles_down * ((p.n + BN - 1) / BN);
@@ -220,14 +227,7 @@ struct StreamedUpdate {
         const u32 warp = thread / WARP;
         const u32 full = base + ROOM;
         const u32 free = full + 8 * STAGES;
-        if (thread == 0) {
-            for (u32 stage = 0; stage < STAGES; ++stage) {
-                barrier_init(full + 8 * stage, 1);
-                barrier_init(free + 8 * stage, 2);
-            }
-            barriers_are_ready();
-        }
-        __syncthreads();
+        prepare_barriers<STAGES>(full, free, 2);
 
         const u32 tiles_down = (p.m + SIDE - 1) / SIDE;
         const u32 tiles_across = (p.n + SIDE - 1) / SIDE;

@@ -51,7 +51,7 @@ pub enum GemmMode {
     Naive,
     /// Tiles in shared memory.
     Tiled,
-    /// Tensor cores; f32 as three products of tf32, as exact as the others.
+    /// Tensor cores; f32 as three products of tf32, with errors of the size of the others'.
     Tensor,
     /// NVIDIA's cuBLASLt, in any type.
     #[value(name = "cublaslt")]

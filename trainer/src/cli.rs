@@ -173,7 +173,7 @@ struct TrainArgs {
     /// Factor of the gradients until the update [default: 1024 for f16, else 1]
     #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Arithmetic")]
     loss_scale: Option<f32>,
-    /// Matrix product [default: tiled for f32, else tensor]; tensor makes a product of f32 from three of tf32, as exact;
+    /// Matrix product [default: tiled for f32, else tensor]; tensor makes a product of f32 from three of tf32;
     /// cublaslt needs NVIDIA's library on a GPU
     #[arg(long, value_enum, help_heading = "Arithmetic")]
     gemm: Option<GemmMode>,

@@ -6,9 +6,9 @@
 mod common;
 
 use allocators::{BackendKind, CallKind, Profile};
-use common::{Done, arms, attempt, digits, iris, train, train_with};
+use common::{Done, StopAt, arms, attempt, digits, iris, train, train_with};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use trainer::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::observer::{Observer, Silent};
@@ -295,18 +295,6 @@ fn a_profiled_range_is_crossed_by_no_graph() {
     assert_eq!(done.column("loss"), expected);
     // Steps 1 to 9, 10 to 59, 60 to 120: full graphs and single steps.
     assert_eq!(count(&done, CallKind::GraphLaunch), (1 + 1) + (6 + 2) + (7 + 5));
-}
-
-/// Sets the flag when it hears of a step.
-#[derive(Debug)]
-struct StopAt(u64, Arc<AtomicBool>);
-
-impl Observer for StopAt {
-    fn step(&self, _: u32, step: u64) {
-        if step == self.0 {
-            self.1.store(true, SeqCst);
-        }
-    }
 }
 
 #[test]

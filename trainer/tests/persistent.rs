@@ -5,11 +5,11 @@
 mod common;
 
 use allocators::{BackendKind, CallKind};
-use common::{arms, attempt, digits, iris, train, train_with};
+use common::{StopAt, arms, attempt, digits, iris, train, train_with};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::AtomicBool;
 use trainer::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
-use trainer::observer::{Observer, Silent};
+use trainer::observer::Silent;
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use trainer::{Settings, TrainError, exit};
 
@@ -145,18 +145,6 @@ fn a_net_that_does_not_fit_the_kernel_is_told_what_else_there_is() {
         assert!(text.contains(part) && text.ends_with("use --launch graph") && !text.contains('\n'), "{text}");
         assert!(!directory.path().join("record").exists(), "no record of what never began");
         assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0, "and no start file");
-    }
-}
-
-/// Sets the flag when it hears of a step.
-#[derive(Debug)]
-struct StopAt(u64, Arc<AtomicBool>);
-
-impl Observer for StopAt {
-    fn step(&self, _: u32, step: u64) {
-        if step == self.0 {
-            self.1.store(true, SeqCst);
-        }
     }
 }
 

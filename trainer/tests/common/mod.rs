@@ -6,7 +6,7 @@
 use allocators::BackendKind;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Instant;
 use tempfile::TempDir;
 use trainer::data::DatasetName;
@@ -118,4 +118,16 @@ pub(crate) fn train_with(settings: &Settings, stop: &AtomicBool, observer: Arc<d
 /// Runs to its end, good or bad, as long as there is a record.
 pub(crate) fn train(settings: &Settings) -> Done {
     train_with(settings, &AtomicBool::new(false), Arc::new(Silent))
+}
+
+/// Sets the flag when it hears of a step.
+#[derive(Debug)]
+pub(crate) struct StopAt(pub(crate) u64, pub(crate) Arc<AtomicBool>);
+
+impl Observer for StopAt {
+    fn step(&self, _: u32, step: u64) {
+        if step == self.0 {
+            self.1.store(true, SeqCst);
+        }
+    }
 }
