@@ -13,13 +13,14 @@ use cudarc::driver::sys::{
 use super::{LinearArguments, argument, driver_error, load_function, load_module};
 use crate::error::KernelError;
 use crate::ops::grid;
-use crate::plan::{Choice, Plan, Product, Tile, streams};
+use crate::plan::{BackwardPlan, Choice, Plan, Product, Tile, streams};
 use crate::precision::Precision;
 
-/// Kernels of one precision.
-const KERNELS: usize = 6;
-/// Products and tiles in the order of the kernels.
-const PLACES: [(Product, Tile); KERNELS] = [
+/// Kernels of one precision; the last is that of both products of the way back.
+const KERNELS: usize = 7;
+const BACKWARD: usize = KERNELS - 1;
+/// Products and tiles in the order of the others.
+const PLACES: [(Product, Tile); BACKWARD] = [
     (Product::Forward, Tile::Warpgroup),
     (Product::Forward, Tile::WarpgroupThin),
     (Product::Input, Tile::Warpgroup),
@@ -37,6 +38,7 @@ macro_rules! names {
             concat!("linear_input_", $precision, "_warpgroup_thin"),
             concat!("linear_gradient_", $precision, "_warpgroup"),
             concat!("linear_update_", $precision, "_streamed"),
+            concat!("linear_backward_", $precision, "_streamed"),
         ],)*]
     };
 }
@@ -74,6 +76,11 @@ pub(super) fn name(product: Product, precision: Precision, tile: Tile) -> &'stat
     NAMES[index(precision).expect("only 16-bit types have such tiles")][place(product, tile)]
 }
 
+/// Name of the kernel that makes both products of the way back; only 16-bit types have it.
+pub(crate) fn backward_name(precision: Precision) -> Option<&'static str> {
+    index(precision).map(|index| NAMES[index][BACKWARD])
+}
+
 /// The kernels of one precision, loaded.
 pub(super) struct WarpgroupKernels {
     module: CUmodule,
@@ -87,14 +94,18 @@ impl WarpgroupKernels {
         let Some(index) = index(precision) else { return Ok(None) };
         let module = load_module(PTX[index], NAMES[index][0])?;
         let mut functions = [std::ptr::null_mut(); KERNELS];
-        let filled = functions.iter_mut().zip(NAMES[index]).zip(PLACES).try_for_each(|((function, name), place)| {
-            *function = load_function(module, name)?;
-            let plan = Plan::with(place.0, precision, [64, 64, 64], Choice { tile: place.1, splits: 1 });
-            let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function belongs to a module that was just loaded. CAST: below 228 KiB.
-            unsafe { result::function::set_function_attribute(*function, attribute, plan.shared_bytes as i32) }
-                .map_err(|error| driver_error("cuFuncSetAttribute", error))
+        let planned = PLACES.map(|(product, tile)| {
+            Plan::with(product, precision, [64, 64, 64], Choice { tile, splits: 1 }).shared_bytes
         });
+        let shared_bytes = planned.into_iter().chain([BackwardPlan::SHARED_BYTES]);
+        let filled =
+            functions.iter_mut().zip(NAMES[index]).zip(shared_bytes).try_for_each(|((function, name), bytes)| {
+                *function = load_function(module, name)?;
+                let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                // SAFETY: the function belongs to a module that was just loaded. CAST: below 228 KiB.
+                unsafe { result::function::set_function_attribute(*function, attribute, bytes as i32) }
+                    .map_err(|error| driver_error("cuFuncSetAttribute", error))
+            });
         match filled {
             Ok(()) => Ok(Some(Self { module, functions, multiprocessors })),
             Err(error) => {
@@ -152,6 +163,39 @@ impl WarpgroupKernels {
                 (blocks, 1, 1),
                 (plan.threads(), 1, 1),
                 plan.shared_bytes,
+                stream,
+                &mut parameters,
+            )
+        }
+        .map_err(|error| driver_error("cuLaunchKernel", error))
+    }
+
+    /// Queues both products of the way back on `stream`.
+    ///
+    /// # Safety
+    ///
+    /// As for `CudaKernels::launch_backward`.
+    pub(super) unsafe fn launch_backward(
+        &self,
+        plan: &BackwardPlan,
+        stream: CUstream,
+        arguments: &LinearArguments,
+        x: (u64, u32),
+    ) -> Result<(), KernelError> {
+        let LinearArguments { m, n, k, a_pitch, b_pitch, .. } = *arguments;
+        let examples = if m <= 32 { 32 } else { 64 };
+        let dy = tensor_map(arguments.a, [k, m], a_pitch, [64, examples])?;
+        let x = tensor_map(x.0, [n, m], x.1, [64, examples])?;
+        let weight = tensor_map(arguments.b, [n, k], b_pitch, [64, 64])?;
+        let blocks = grid("linear_backward", plan.blocks())?;
+        let mut parameters: [*mut c_void; 4] = [argument(arguments), argument(&dy), argument(&x), argument(&weight)];
+        // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
+        unsafe {
+            result::launch_kernel(
+                self.functions[BACKWARD],
+                (blocks, 1, 1),
+                (BackwardPlan::THREADS, 1, 1),
+                BackwardPlan::SHARED_BYTES,
                 stream,
                 &mut parameters,
             )
