@@ -28,7 +28,7 @@ pub struct LinearBackward {
 
 impl LinearBackward {
     /// One launch for both, if it is faster than two: for half types without master weights, few examples, and rows of weights
-    /// that end on 16 bytes.
+    /// that end on 16 bytes, from 512 inputs on.
     #[must_use]
     pub fn of(input: LinearBackwardInput, update: LinearUpdate) -> Option<Self> {
         let pays = BackwardPlan::pays(input.precision, input.rows, input.inputs, input.outputs);
