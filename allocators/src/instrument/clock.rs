@@ -99,6 +99,7 @@ impl Scale {
     pub(super) const NANOSECONDS: Self = Self { per_tick: 0 };
 
     /// So many ticks in nanoseconds.
+    #[inline(always)]
     pub(super) fn nanoseconds(self, ticks: u64) -> u64 {
         if self.per_tick == 0 { ticks } else { nanoseconds(ticks, self.per_tick) }
     }
