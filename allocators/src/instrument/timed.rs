@@ -227,22 +227,28 @@ impl Timed {
         Self { inner, clock: Reader::new(clock), slots: ThreadLocal::new() }
     }
 
-    /// Keeps an operation that began at `start` and is over.
+    /// This thread's slot. Looked for before the clock is read, and so not between the end of an operation and what comes
+    /// after it.
     #[inline(always)]
-    fn record(&self, operation: Operation, path: Path, start: u64) {
-        let ticks = self.clock.read().saturating_sub(start);
-        let slot = match self.slots.get() {
+    fn slot(&self) -> &Slot {
+        match self.slots.get() {
             Some(slot) => slot,
             None => self.first(),
-        };
+        }
+    }
+
+    /// Keeps an operation that began at `start` and is over.
+    #[inline(always)]
+    fn record(&self, slot: &Slot, operation: Operation, path: Path, start: u64) {
+        let ticks = self.clock.read().saturating_sub(start);
         slot.record(Sample::new(operation, path, ticks), self.clock.scale());
     }
 
     /// Keeps one that failed.
     #[cold]
     #[inline(never)]
-    fn record_failed(&self, operation: Operation, start: u64) {
-        self.record(operation, Path::Failed, start);
+    fn record_failed(&self, slot: &Slot, operation: Operation, start: u64) {
+        self.record(slot, operation, Path::Failed, start);
     }
 
     /// What a thread finds when it comes for the first time.
@@ -292,29 +298,31 @@ impl Timed {
 
 impl DeviceAllocator for Timed {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        let slot = self.slot();
         let start = self.clock.read();
         match self.inner.allocate(request, stream) {
             Ok(block) => {
-                self.record(Operation::Allocate, block.path(), start);
+                self.record(slot, Operation::Allocate, block.path(), start);
                 Ok(block.hand_on())
             }
             Err(error) => {
-                self.record_failed(Operation::Allocate, start);
+                self.record_failed(slot, Operation::Allocate, start);
                 Err(error)
             }
         }
     }
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
+        let slot = self.slot();
         let start = self.clock.read();
         // SAFETY: the caller's promise is the inner allocator's.
         match unsafe { self.inner.deallocate(block, stream) } {
             Ok(path) => {
-                self.record(Operation::Deallocate, path, start);
+                self.record(slot, Operation::Deallocate, path, start);
                 Ok(path)
             }
             Err(error) => {
-                self.record_failed(Operation::Deallocate, start);
+                self.record_failed(slot, Operation::Deallocate, start);
                 Err(error)
             }
         }
