@@ -71,6 +71,16 @@ const BUCKETS: usize = bucket(MAX_NS) + 1;
 /// The bucket of a value: `2 << HALF` of width 1, then `1 << HALF` of each further power of two.
 #[inline(always)]
 const fn bucket(ns: u64) -> usize {
+    // What nearly every call takes.
+    if ns < 2 << HALF {
+        // CAST: below 2^11.
+        return ns as usize;
+    }
+    wide_bucket(ns)
+}
+
+#[cold]
+const fn wide_bucket(ns: u64) -> usize {
     let ns = if ns < MAX_NS { ns } else { MAX_NS };
     let shift = 63 - HALF - (ns | ((2 << HALF) - 1)).leading_zeros();
     // CAST: some tens of thousands at most, because the value is at most `MAX_NS`.
