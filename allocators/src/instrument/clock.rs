@@ -268,6 +268,25 @@ mod tests {
     }
 
     #[test]
+    fn ticks_are_told_as_the_clock_tells_them() {
+        let clock = MonotonicClock::new();
+        let reader = Reader::new(Arc::new(clock));
+        for _ in 0..1_000 {
+            let (before, ticks, after) = (clock.now_ns(), reader.now(), clock.now_ns());
+            let ns = reader.scale().nanoseconds(ticks);
+            // Read at once, so by what is in flight before or after its turn.
+            assert!((before.saturating_sub(10_000)..=after + 10_000).contains(&ns), "{before}, {ns}, {after}");
+        }
+        for scale in [reader.scale(), Scale::NANOSECONDS, Scale { per_tick: u64::MAX / 3 }] {
+            for ns in [0, 1, 10_000, 60_000_000_000, 1 << 55] {
+                let told = scale.nanoseconds(scale.ticks(ns));
+                assert!(told <= ns && ns - told <= 1, "{ns} ns are told as {told} by {scale:?}");
+            }
+        }
+        assert_eq!(Scale { per_tick: 1 }.ticks(u64::MAX), u64::MAX);
+    }
+
+    #[test]
     fn a_handover_between_threads_is_seen_in_the_times() {
         let clock = MonotonicClock::new();
         if !clock.orders_threads() {

@@ -11,8 +11,8 @@ use std::ptr::NonNull;
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(32))]
 pub(super) struct Record {
-    /// Ticks of the clock since its start in the upper 56 bits, which last for half a year at any rate that a processor has;
-    /// then four bits each of action and path.
+    /// Ticks of the clock since its start in the upper 56 bits, which last for five months at 5 GHz; then four bits each of
+    /// action and path.
     pub(super) stamp: u64,
     /// Zero for a refused request.
     pub(super) addr: u64,
@@ -68,8 +68,8 @@ impl Record {
     }
 }
 
-/// Records ahead of the one that is written whose line is asked for: as many as keep a thread busy while a line comes from
-/// memory.
+/// Records ahead of the one that is written whose line is asked for: 1 KiB, which takes a thread longer than a line takes to
+/// come from memory. As no other thread has the line, it can be written at once when it is there.
 const AHEAD: usize = 32;
 
 /// Asks for the line of a record that will be written, of this thread's own room or beyond its end.
@@ -77,9 +77,9 @@ const AHEAD: usize = 32;
 fn prefetch(record: *mut Record) {
     #[cfg(target_arch = "x86_64")]
     {
-        use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: a hint to the processor, which may name any address and changes nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_ET0>(record.cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(record.cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = record;
