@@ -1,7 +1,7 @@
 //! The segments of one stream, their blocks, which of them are free, and what they add up to: what `caching` knows of a
 //! stream without asking a device.
 
-use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, free_alone, record, record_mut, vacate};
+use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, record, record_mut, vacate};
 use super::exact_index::ExactIndex;
 use super::free_index::{Fit, FreeIndex};
 use super::ranged_index::RangedIndex;
@@ -368,7 +368,7 @@ fn hand_out(
         tally.hand_out(pool, rounded, requested);
         return Served { index: front, addr, bytes: rounded, split };
     }
-    blocks.allocate(found, requested);
+    blocks.get_mut(found).set_allocated(requested);
     if was_split {
         tally.remove_split(pool, bytes);
     } else {
@@ -391,10 +391,10 @@ fn join(
 ) -> bool {
     let (prev, next) = (block.prev(), block.next());
     let (records, vacant) = blocks.parts();
-    let (below, above) = (block.is_prev_free(), block.is_next_free());
-    debug_assert_eq!((below, above), (record(records, prev).is_free(), record(records, next).is_free()));
+    let below = record(records, prev).is_free();
+    let above = record(records, next).is_free();
     if !below && !above {
-        free_alone(records, index);
+        record_mut(records, index).set_free();
         free.insert(records, index, block.bytes());
         blocks.set_freed_at(index, now);
         if block.is_split() {
@@ -420,13 +420,13 @@ fn join(
         let keeper = record_mut(records, prev);
         let old_bytes = keeper.bytes();
         keeper.extend_up(units, beyond);
-        record_mut(records, beyond).set_prev_free(prev);
+        record_mut(records, beyond).set_prev(prev);
         (prev, old_bytes)
     } else {
         let keeper = record_mut(records, next);
         let old_bytes = keeper.bytes();
         keeper.extend_down(block.units(), prev);
-        record_mut(records, prev).set_next_free(next);
+        record_mut(records, prev).set_next(next);
         (next, old_bytes)
     };
     vacate(records, vacant, index);

@@ -23,11 +23,6 @@ const PENDING: u64 = 3;
 const LARGE: u64 = 0b0100;
 const SHARED: u64 = 0b1000;
 
-/// In a link to a neighbour: the neighbour is free. So a block that is freed knows whether there is anything to join it with
-/// before a neighbour's record, which may be far, is read. A free block has no free neighbours, so a link of one never has
-/// it; nor has a link to no block.
-const IS_FREE: BlockIndex = 1 << 31;
-
 /// A block of a segment; two to a cache line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(align(32))]
@@ -36,7 +31,6 @@ pub struct BlockRecord {
     place: u64,
     /// Size in units of [`MIN_BLOCK`].
     units: u32,
-    /// The neighbours, and whether they are [free](IS_FREE).
     prev: BlockIndex,
     next: BlockIndex,
     /// Of a free block: its links in the index of free blocks. Of another: the bytes that the client asked for, low
@@ -106,26 +100,14 @@ impl BlockRecord {
     #[must_use]
     #[inline(always)]
     pub fn prev(&self) -> BlockIndex {
-        self.prev & !IS_FREE
+        self.prev
     }
 
     /// Neighbour at the higher address in the same segment, or [`NONE`].
     #[must_use]
     #[inline(always)]
     pub fn next(&self) -> BlockIndex {
-        self.next & !IS_FREE
-    }
-
-    /// Whether the neighbour at the lower address is free.
-    #[inline(always)]
-    pub(super) fn is_prev_free(&self) -> bool {
-        self.prev & IS_FREE != 0
-    }
-
-    /// Whether the neighbour at the higher address is free.
-    #[inline(always)]
-    pub(super) fn is_next_free(&self) -> bool {
-        self.next & IS_FREE != 0
+        self.next
     }
 
     /// Whether the block is only a part of its segment.
@@ -217,7 +199,7 @@ impl BlockRecord {
 
     /// The client has the block, which is in no index any more.
     #[inline(always)]
-    fn set_allocated(&mut self, requested: u64) {
+    pub(super) fn set_allocated(&mut self, requested: u64) {
         self.place = self.place & !STATE | ALLOCATED;
         // CAST: low half and high half.
         self.rest = Links { left: requested as u32, right: (requested >> 32) as u32, up: 0 };
@@ -237,19 +219,19 @@ impl BlockRecord {
     }
 
     #[inline(always)]
-    fn set_free(&mut self) {
+    pub(super) fn set_free(&mut self) {
         self.place = self.place & !STATE | FREE;
         self.rest = Links::ALONE;
     }
 
-    /// Takes in a neighbour of `units` at the higher address; what comes after it is not free.
+    /// Takes in a neighbour of `units` at the higher address.
     #[inline(always)]
     pub(super) fn extend_up(&mut self, units: u32, next: BlockIndex) {
         self.units += units;
         self.next = next;
     }
 
-    /// Takes in a neighbour of `units` at the lower address; what comes before it is not free.
+    /// Takes in a neighbour of `units` at the lower address.
     #[inline(always)]
     pub(super) fn extend_down(&mut self, units: u32, prev: BlockIndex) {
         self.place -= u64::from(units) * MIN_BLOCK;
@@ -257,22 +239,14 @@ impl BlockRecord {
         self.prev = prev;
     }
 
-    /// Another neighbour, which is not free.
-    #[cfg(test)]
+    #[inline(always)]
     pub(super) fn set_prev(&mut self, prev: BlockIndex) {
         self.prev = prev;
     }
 
-    /// Another neighbour at the lower address, which is free.
     #[inline(always)]
-    pub(super) fn set_prev_free(&mut self, prev: BlockIndex) {
-        self.prev = prev | IS_FREE;
-    }
-
-    /// Another neighbour at the higher address, which is free.
-    #[inline(always)]
-    pub(super) fn set_next_free(&mut self, next: BlockIndex) {
-        self.next = next | IS_FREE;
+    pub(super) fn set_next(&mut self, next: BlockIndex) {
+        self.next = next;
     }
 }
 
@@ -296,7 +270,7 @@ impl BlockSlab {
     /// Stores a record.
     ///
     /// # Panics
-    /// With 2^31 live records.
+    /// With 2^32 live records.
     #[inline(always)]
     pub fn insert(&mut self, record: BlockRecord) -> BlockIndex {
         let index = self.vacant;
@@ -312,9 +286,9 @@ impl BlockSlab {
 
     #[cold]
     fn push(&mut self, record: BlockRecord) -> BlockIndex {
-        let index = BlockIndex::try_from(self.records.len()).ok().filter(|index| index & IS_FREE == 0);
+        let index = BlockIndex::try_from(self.records.len());
         self.records.push(record);
-        index.expect("there should be fewer than 2^31 blocks")
+        index.expect("there should be fewer than 2^32 blocks")
     }
 
     /// The records, and the first of the vacant ones.
@@ -379,7 +353,7 @@ impl BlockSlab {
     /// All live records with their indices, in index order.
     pub fn iter(&self) -> impl Iterator<Item = (BlockIndex, &BlockRecord)> {
         let live = self.records.iter().enumerate().filter(|(_, record)| record.is_live());
-        // CAST: `insert` keeps the length below 2^31.
+        // CAST: `insert` keeps the length below 2^32.
         live.map(|(index, record)| (index as BlockIndex, record))
     }
 
@@ -408,7 +382,7 @@ impl BlockSlab {
     /// A record for a new block, which the caller fills in.
     ///
     /// # Panics
-    /// With 2^31 live records.
+    /// With 2^32 live records.
     #[inline(always)]
     fn vacancy(&mut self) -> BlockIndex {
         let index = self.vacant;
@@ -429,7 +403,7 @@ impl BlockSlab {
         debug_assert!(bytes > 0 && bytes < rest.bytes() && bytes.is_multiple_of(MIN_BLOCK));
         // CAST: less than the block has.
         let units = (bytes / MIN_BLOCK) as u32;
-        let mut first = BlockRecord { units, next: index | IS_FREE, ..*rest };
+        let mut first = BlockRecord { units, next: index, ..*rest };
         first.set_allocated(requested);
         rest.place += bytes;
         rest.units -= units;
@@ -437,17 +411,6 @@ impl BlockSlab {
         record_mut(records, first.prev).next = front;
         *record_mut(records, front) = first;
         front
-    }
-
-    /// Gives a whole free block to the client.
-    #[inline(always)]
-    pub(super) fn allocate(&mut self, index: BlockIndex, requested: u64) {
-        let records = self.records.as_mut_slice();
-        let block = record_mut(records, index);
-        block.set_allocated(requested);
-        let (prev, next) = (block.prev, block.next);
-        record_mut(records, prev).next = index;
-        record_mut(records, next).prev = index;
     }
 }
 
@@ -461,17 +424,6 @@ pub(super) fn record(records: &[BlockRecord], index: BlockIndex) -> &BlockRecord
 #[inline(always)]
 pub(super) fn record_mut(records: &mut [BlockRecord], index: BlockIndex) -> &mut BlockRecord {
     &mut records[index as usize]
-}
-
-/// Makes a block free whose neighbours are not.
-#[inline(always)]
-pub(super) fn free_alone(records: &mut [BlockRecord], index: BlockIndex) {
-    let block = record_mut(records, index);
-    debug_assert!(!block.is_prev_free() && !block.is_next_free(), "free neighbours should be joined");
-    block.set_free();
-    let (prev, next) = (block.prev, block.next);
-    record_mut(records, prev).set_next_free(index);
-    record_mut(records, next).set_prev_free(index);
 }
 
 /// Makes a live record vacant.
@@ -522,15 +474,6 @@ mod tests {
         assert_eq!(layout(&slab, middle), expected);
         assert!(slab.get(whole).is_split() && slab.get(whole).is_free() && slab.get(middle).is_allocated());
         assert_eq!([first, middle, whole].map(|index| slab.get(index).requested()), [(1 << 32) + 7, 3, 0]);
-        let free = |slab: &BlockSlab| {
-            [first, middle, whole].map(|index| (slab.get(index).is_prev_free(), slab.get(index).is_next_free()))
-        };
-        assert_eq!(free(&slab), [(false, false), (false, true), (false, false)]);
-        free_alone(slab.parts().0, first);
-        assert_eq!(free(&slab), [(false, false), (true, true), (false, false)]);
-        slab.allocate(whole, 9);
-        assert_eq!(free(&slab), [(false, false), (true, false), (false, false)]);
-        assert_eq!(layout(&slab, whole), expected);
         assert_eq!(slab.iter().count(), 3);
         assert!(slab.find(7).is_none() && slab.find(NONE).is_none());
     }

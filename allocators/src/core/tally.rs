@@ -109,16 +109,9 @@ impl Level {
         let (below, higher) = self.below.overflowing_sub(amount);
         self.below = below;
         if higher {
-            self.raise();
+            self.peak = self.peak.wrapping_sub(below);
+            self.below = 0;
         }
-    }
-
-    /// Makes the level, which is above the peak, the peak. Apart, so that nothing is jumped over where there is none.
-    #[cold]
-    #[inline(never)]
-    fn raise(&mut self) {
-        self.peak = self.peak.wrapping_sub(self.below);
-        self.below = 0;
     }
 
     #[inline(always)]
