@@ -114,13 +114,23 @@ fn events_that_are_taken_while_threads_work_join_without_a_gap() {
 #[test]
 fn histograms_hold_the_operations_of_all_threads() {
     let timed = Timed::new(backend(), Arc::new(MonotonicClock::new()));
+    let count = |wanted: Operation| -> u64 {
+        let of = timed.histograms().into_iter().filter(|(operation, ..)| *operation == wanted);
+        of.map(|(_, _, histogram)| histogram.len()).sum()
+    };
     // Twice, so that threads that have ended and threads that take their place are in it.
     for round in 1..=2 {
-        work(&timed, &AtomicBool::new(false));
-        let count = |wanted: Operation| -> u64 {
-            let of = timed.histograms().into_iter().filter(|(operation, ..)| *operation == wanted);
-            of.map(|(_, _, histogram)| histogram.len()).sum()
-        };
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| work(&timed, &stop));
+            let mut last = (round - 1) * THREADS * PAIRS;
+            while !stop.load(Relaxed) {
+                let now = count(Operation::Allocate);
+                assert!((last..=round * THREADS * PAIRS).contains(&now), "{now} allocations after {last}");
+                last = now;
+                thread::yield_now();
+            }
+        });
         assert_eq!(count(Operation::Allocate), round * THREADS * PAIRS);
         assert_eq!(count(Operation::Deallocate), round * THREADS * PAIRS);
     }

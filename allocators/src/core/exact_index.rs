@@ -37,15 +37,11 @@ impl Default for ExactIndex {
     }
 }
 
-/// Each bit by its number: a load is cheaper than a shift by a variable.
-static BITS: [u64; WORD] = {
-    let (mut bits, mut slot) = ([0; WORD], 0);
-    while slot < WORD {
-        bits[slot] = 1 << slot;
-        slot += 1;
-    }
-    bits
-};
+/// The bit of a number below 64.
+#[inline(always)]
+fn bit(slot: usize) -> u64 {
+    1 << (slot % WORD)
+}
 
 /// Number of the bin for a size in bytes, a multiple of [`MIN_BLOCK`].
 #[inline(always)]
@@ -85,10 +81,11 @@ impl ExactIndex {
     #[inline(always)]
     fn mark_empty(&mut self, bin: usize) {
         self.roots[bin] = NONE;
-        let word = self.words[bin / WORD] ^ BITS[bin % WORD];
+        let word = self.words[bin / WORD] ^ bit(bin);
         self.words[bin / WORD] = word;
         // Whether it was the word's last is anybody's guess, so this is written without a branch.
-        self.summary = self.summary & !BITS[bin / WORD] | u64::from(word != 0) << (bin / WORD);
+        let without = self.summary & !bit(bin / WORD);
+        self.summary = std::hint::select_unpredictable(word == 0, without, self.summary);
     }
 
     /// Puts a block, whose links are alone, into a bin.
@@ -97,8 +94,8 @@ impl ExactIndex {
         debug_assert_eq!(bin, bin_of(record(blocks, index).bytes()));
         // Whether the bin holds a block is anybody's guess, so nobody asks: no block comes after every block.
         self.roots[bin] = meld(blocks, self.roots[bin], index);
-        self.words[bin / WORD] |= BITS[bin % WORD];
-        self.summary |= BITS[bin / WORD];
+        self.words[bin / WORD] |= bit(bin);
+        self.summary |= bit(bin / WORD);
     }
 }
 

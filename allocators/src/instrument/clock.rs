@@ -87,69 +87,89 @@ impl Clock for MonotonicClock {
     }
 }
 
-/// A clock as instruments hold it.
-#[derive(Clone, Debug)]
-pub(super) enum Reader {
-    Machine(MonotonicClock),
-    Other(Arc<dyn Clock>),
+/// How long a tick is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scale {
+    /// Nanoseconds per tick times 2^64; 0 where ticks are nanoseconds.
+    per_tick: u64,
 }
 
-impl Reader {
-    pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
-        clock.machine().map_or(Self::Other(clock), Self::Machine)
+impl Scale {
+    /// Ticks are nanoseconds.
+    pub(super) const NANOSECONDS: Self = Self { per_tick: 0 };
+
+    /// So many ticks in nanoseconds.
+    #[inline(always)]
+    pub(super) fn nanoseconds(self, ticks: u64) -> u64 {
+        if self.per_tick == 0 { ticks } else { nanoseconds(ticks, self.per_tick) }
     }
 
-    #[inline]
-    fn now_ns(&self) -> u64 {
-        match self {
-            Self::Machine(clock) => clock.now_ns(),
-            Self::Other(clock) => clock.now_ns(),
-        }
-    }
-
-    /// As [`Clock::now_ns`], but read while instructions before it may be in flight: to wait for them would take as long
-    /// as a cached allocation does.
-    #[inline]
-    pub(super) fn now_at_once(&self) -> u64 {
-        match self {
-            #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
-            Self::Machine(MonotonicClock(Source::Counter { start, scale })) => {
-                nanoseconds(counter::read_at_once().saturating_sub(*start), *scale)
-            }
-            _ => self.now_ns(),
-        }
-    }
-
-    /// A moment from which [`since`](Self::since) counts. Both are read at once, so an interval is off by what the
-    /// processor has in flight, a few nanoseconds.
-    #[inline]
-    pub(super) fn start(&self) -> u64 {
-        match self {
-            #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
-            Self::Machine(MonotonicClock(Source::Counter { .. })) => counter::read_at_once(),
-            _ => self.now_ns(),
-        }
-    }
-
-    /// Nanoseconds since a [`start`](Self::start).
-    #[inline]
-    pub(super) fn since(&self, start: u64) -> u64 {
-        match self {
-            #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
-            Self::Machine(MonotonicClock(Source::Counter { scale, .. })) => {
-                nanoseconds(counter::read_at_once().saturating_sub(start), *scale)
-            }
-            _ => self.now_ns().saturating_sub(start),
-        }
+    /// So many nanoseconds in ticks.
+    pub(super) fn ticks(self, ns: u64) -> u64 {
+        let ticks = (u128::from(ns) << 64).checked_div(u128::from(self.per_tick)).unwrap_or(u128::from(ns));
+        u64::try_from(ticks).unwrap_or(u64::MAX)
     }
 }
 
 /// Ticks by their scale.
-#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 #[inline]
-fn nanoseconds(ticks: u64, scale: u64) -> u64 {
+fn nanoseconds(ticks: u64, per_tick: u64) -> u64 {
     // CAST: the upper half of the product.
-    ((u128::from(ticks) * u128::from(scale)) >> 64) as u64
+    ((u128::from(ticks) * u128::from(per_tick)) >> 64) as u64
+}
+
+/// A clock as instruments hold it. It is read in ticks, which are turned into nanoseconds when somebody looks: the product
+/// is not much, but the next call waits for what depends on it.
+#[derive(Clone, Debug)]
+pub(super) struct Reader {
+    /// Ticks at the clock's start.
+    start: u64,
+    scale: Scale,
+    /// Where it is not the time-stamp counter.
+    other: Option<Arc<dyn Clock>>,
+}
+
+impl Reader {
+    pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
+        match clock.machine() {
+            #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+            Some(MonotonicClock(Source::Counter { start, scale })) => {
+                Self { start, scale: Scale { per_tick: scale }, other: None }
+            }
+            _ => Self { start: 0, scale: Scale::NANOSECONDS, other: Some(clock) },
+        }
+    }
+
+    /// What its ticks are.
+    pub(super) fn scale(&self) -> Scale {
+        self.scale
+    }
+
+    /// Ticks since some fixed point, read while instructions before may be in flight: to wait for them would take as long
+    /// as a cached allocation does. So an interval is off by a few nanoseconds.
+    #[inline(always)]
+    pub(super) fn read(&self) -> u64 {
+        match &self.other {
+            #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+            None => counter::read_at_once(),
+            #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+            None => 0,
+            Some(clock) => Self::read_other(clock.as_ref()),
+        }
+    }
+
+    /// Ticks since the clock's start, read like [`read`](Self::read).
+    #[inline(always)]
+    pub(super) fn now(&self) -> u64 {
+        self.read().saturating_sub(self.start)
+    }
+
+    /// Apart, so that it takes no registers where the counter is read.
+    #[cold]
+    #[inline(never)]
+    fn read_other(clock: &dyn Clock) -> u64 {
+        clock.now_ns()
+    }
 }
 
 /// The time-stamp counter.
@@ -245,6 +265,25 @@ mod tests {
         // Both saw the same stretch of time, whatever the machine did in between; the bound only catches a wrong unit.
         let between = |ns: u64| (10_000_000..1_000_000_000_000).contains(&ns);
         assert!(between(largest), "{largest} ns for at least 20 ms");
+    }
+
+    #[test]
+    fn ticks_are_told_as_the_clock_tells_them() {
+        let clock = MonotonicClock::new();
+        let reader = Reader::new(Arc::new(clock));
+        for _ in 0..1_000 {
+            let (before, ticks, after) = (clock.now_ns(), reader.now(), clock.now_ns());
+            let ns = reader.scale().nanoseconds(ticks);
+            // Read at once, so by what is in flight before or after its turn.
+            assert!((before.saturating_sub(10_000)..=after + 10_000).contains(&ns), "{before}, {ns}, {after}");
+        }
+        for scale in [reader.scale(), Scale::NANOSECONDS, Scale { per_tick: u64::MAX / 3 }] {
+            for ns in [0, 1, 10_000, 60_000_000_000, 1 << 55] {
+                let told = scale.nanoseconds(scale.ticks(ns));
+                assert!(told <= ns && ns - told <= 1, "{ns} ns are told as {told} by {scale:?}");
+            }
+        }
+        assert_eq!(Scale { per_tick: 1 }.ticks(u64::MAX), u64::MAX);
     }
 
     #[test]

@@ -11,7 +11,8 @@ use std::ptr::NonNull;
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(32))]
 pub(super) struct Record {
-    /// Time in the upper 56 bits, which last for 834 days; then four bits each of action and path.
+    /// Ticks of the clock since its start in the upper 56 bits, which last for five months at 5 GHz; then four bits each of
+    /// action and path.
     pub(super) stamp: u64,
     /// Zero for a refused request.
     pub(super) addr: u64,
@@ -27,9 +28,9 @@ const _: () = assert!(size_of::<Record>() == 32 && Path::COUNT <= 16 && TraceAct
 
 impl Record {
     #[inline(always)]
-    pub(super) fn stamp(time_ns: u64, action: TraceAction, path: Path) -> u64 {
+    pub(super) fn stamp(time: u64, action: TraceAction, path: Path) -> u64 {
         // CAST: the discriminants, which fit four bits.
-        (time_ns.min(u64::MAX >> 8) << 8) | ((action as u64) << 4) | path as u64
+        (time.min(u64::MAX >> 8) << 8) | ((action as u64) << 4) | path as u64
     }
 
     fn of_stream(stream: StreamId) -> Self {
@@ -41,7 +42,8 @@ impl Record {
         (self.stamp >> 4 & 15 == STREAM).then_some(StreamId(self.addr))
     }
 
-    pub(super) fn time_ns(&self) -> u64 {
+    /// In ticks.
+    pub(super) fn time(&self) -> u64 {
         self.stamp >> 8
     }
 
@@ -64,6 +66,23 @@ impl Record {
             path: Path::ALL[path].name(),
         }
     }
+}
+
+/// Records ahead of the one that is written whose line is asked for: 1 KiB, which takes a thread longer than a line takes to
+/// come from memory. As no other thread has the line, it can be written at once when it is there.
+const AHEAD: usize = 32;
+
+/// Asks for the line of a record that will be written, of this thread's own room or beyond its end.
+#[inline(always)]
+fn prefetch(record: *mut Record) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a hint to the processor, which may name any address and changes nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(record.cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = record;
 }
 
 /// Room for records that never moves.
@@ -158,7 +177,7 @@ impl Chunk {
     /// What the record is sorted by.
     pub(super) fn key(&self, at: usize) -> Option<(u64, u64)> {
         let record = self.records().get(at)?;
-        Some((record.time_ns(), self.sequences.get(at).copied().unwrap_or(0)))
+        Some((record.time(), self.sequences.get(at).copied().unwrap_or(0)))
     }
 
     #[inline(always)]
@@ -174,6 +193,7 @@ impl Chunk {
         let next = unsafe { self.room.first.add(self.len) };
         // SAFETY: as above; the room is this chunk's alone.
         unsafe { next.write(record) };
+        prefetch(next.as_ptr().wrapping_add(AHEAD));
         self.len += 1;
     }
 }

@@ -1,5 +1,6 @@
 //! Joins the logs of several threads into one order.
 
+use super::clock::Scale;
 use super::log::{Chunk, Record};
 use super::trace::{TraceAction, TraceEvent};
 use crate::device::StreamId;
@@ -53,15 +54,20 @@ type Heads = BinaryHeap<Reverse<((u64, u64), usize)>>;
 pub(super) struct Merge {
     /// Whether stamps may be the wrong way round by [`SKEW_NS`] and the blocks decide.
     by_blocks: bool,
+    /// What stamps are in.
+    scale: Scale,
+    /// [`SKEW_NS`] in ticks.
+    skew: u64,
     /// Address and bytes of live blocks.
     live: BTreeMap<u64, u64>,
-    last_ns: u64,
+    /// Latest stamp.
+    last: u64,
 }
 
 impl Merge {
     /// An order by stamps, in which blocks decide between close ones if `by_blocks`.
-    pub(super) fn new(by_blocks: bool) -> Self {
-        Self { by_blocks, live: BTreeMap::new(), last_ns: 0 }
+    pub(super) fn new(by_blocks: bool, scale: Scale) -> Self {
+        Self { by_blocks, scale, skew: scale.ticks(SKEW_NS), live: BTreeMap::new(), last: 0 }
     }
 
     /// Whether a record can come next: nothing is handed out that is held, nothing is freed that is not.
@@ -85,8 +91,8 @@ impl Merge {
                 TraceAction::RecordUse | TraceAction::Oom => None,
             };
         }
-        self.last_ns = self.last_ns.max(record.time_ns());
-        record.event(self.last_ns, stream)
+        self.last = self.last.max(record.time());
+        record.event(self.scale.nanoseconds(self.last), stream)
     }
 
     /// Joins logs, each of which is in its thread's order; gives back up to `keep` emptied chunks for each.
@@ -123,14 +129,14 @@ impl Merge {
     /// Takes the log whose record comes next off the heads.
     fn choose(&self, heads: &mut Heads, logs: &[Rest]) -> Option<usize> {
         let first = heads.pop()?;
-        let Reverse(((first_ns, _), log)) = first;
+        let Reverse(((earliest, _), log)) = first;
         if !self.by_blocks || self.fits(logs[log].head()) {
             return Some(log);
         }
         let mut waiting = vec![first];
         let chosen = loop {
             match heads.pop() {
-                Some(Reverse((key, log))) if key.0 <= first_ns.saturating_add(SKEW_NS) => {
+                Some(Reverse((key, log))) if key.0 <= earliest.saturating_add(self.skew) => {
                     if self.fits(logs[log].head()) {
                         break log;
                     }
@@ -174,7 +180,7 @@ mod tests {
 
     #[test]
     fn stamps_that_are_the_wrong_way_round_are_put_right() {
-        let mut merge = Merge::new(true);
+        let mut merge = Merge::new(true, Scale::NANOSECONDS);
         // The second thread is handed a part of what the first freed, and the third the rest; the third's stamp is the
         // earliest.
         let first = [(10, Alloc, 4096, 1024), (105, Free, 4096, 1024)];
@@ -192,7 +198,7 @@ mod tests {
 
     #[test]
     fn what_fits_nowhere_goes_by_its_stamp() {
-        let mut merge = Merge::new(true);
+        let mut merge = Merge::new(true, Scale::NANOSECONDS);
         let stranger = [(50, Free, 512, 512), (60, Alloc, 1024, 512)];
         let other = [(55, Alloc, 4096, 512), (20_000, Free, 4096, 512)];
         // The free waits for what is close behind it, and then goes.
@@ -202,7 +208,7 @@ mod tests {
 
     #[test]
     fn a_counter_decides_alone_where_there_is_one() {
-        let mut merge = Merge::new(false);
+        let mut merge = Merge::new(false, Scale::NANOSECONDS);
         let one = |sequence: u64, action| {
             let mut log = Log::default();
             log.push(record((7, action, 512, 512)), StreamId(1), Some(sequence));
@@ -214,7 +220,7 @@ mod tests {
 
     #[test]
     fn each_record_is_on_its_stream() {
-        let (mut merge, mut log) = (Merge::new(true), Log::default());
+        let (mut merge, mut log) = (Merge::new(true, Scale::NANOSECONDS), Log::default());
         // Streams that change at every step, seldom and never, over the ends of chunks and of what is taken.
         let stream = |at: u64| StreamId(if at < 100_000 { at % 2 * 7 } else { at / 70_000 });
         for (start, end) in [(0, 150_000), (150_000, 150_010), (150_010, 400_000)] {

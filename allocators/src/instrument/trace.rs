@@ -89,13 +89,9 @@ impl EventTrace {
     #[must_use]
     pub fn new(inner: Arc<dyn DeviceAllocator>, clock: Arc<dyn Clock>) -> Self {
         let sequence = (!clock.orders_threads()).then(Sequence::default);
-        Self {
-            inner,
-            clock: Reader::new(clock),
-            merge: Mutex::new(Merge::new(sequence.is_none())),
-            sequence,
-            logs: PerThread::new(),
-        }
+        let clock = Reader::new(clock);
+        let merge = Mutex::new(Merge::new(sequence.is_none(), clock.scale()));
+        Self { inner, clock, merge, sequence, logs: PerThread::new() }
     }
 
     /// The events since the last call, in order. While it empties the buffers other threads' operations wait, so that
@@ -112,21 +108,28 @@ impl EventTrace {
         events
     }
 
-    /// The time and place of an event. Read inside the log, so that whoever takes the events takes either this one with
-    /// all that came before, or none that comes after.
+    /// The time in ticks and the place of an event. Read inside the log, so that whoever takes the events takes either this
+    /// one with all that came before, or none that comes after.
     #[inline(always)]
     fn now(&self) -> (u64, Option<u64>) {
-        let time_ns = self.clock.now_at_once();
+        let time = self.clock.now();
         // Relaxed: all threads see one order of this counter, and that is all that is asked of it.
-        (time_ns, self.sequence.as_ref().map(|Sequence(next)| next.fetch_add(1, Relaxed)))
+        (time, self.sequence.as_ref().map(|Sequence(next)| next.fetch_add(1, Relaxed)))
     }
 
     #[inline(always)]
     fn push(&self, action: TraceAction, addr: u64, size: u64, block: u64, stream: StreamId, path: Path) {
         let mut log = self.logs.enter();
-        let (time_ns, sequence) = self.now();
-        let stamp = Record::stamp(time_ns, action, path);
+        let (time, sequence) = self.now();
+        let stamp = Record::stamp(time, action, path);
         log.push(Record { stamp, addr, size, block }, stream, sequence);
+    }
+
+    /// A request that was refused.
+    #[cold]
+    #[inline(never)]
+    fn push_refused(&self, request: Request, stream: StreamId) {
+        self.push(TraceAction::Oom, 0, request.bytes, 0, stream, Path::Failed);
     }
 }
 
@@ -140,7 +143,7 @@ impl DeviceAllocator for EventTrace {
             }
             Err(error) => {
                 if error.is_out_of_memory() {
-                    self.push(TraceAction::Oom, 0, request.bytes, 0, stream, Path::Failed);
+                    self.push_refused(request, stream);
                 }
                 Err(error)
             }
@@ -151,9 +154,9 @@ impl DeviceAllocator for EventTrace {
         let (addr, size, bytes) = (block.addr().get(), block.requested(), block.bytes());
         let mut log = self.logs.enter();
         // Before the free: once the block is back, another thread may be handed its address.
-        let (time_ns, sequence) = self.now();
+        let (time, sequence) = self.now();
         let mut push = |path: Path| {
-            let stamp = Record::stamp(time_ns, TraceAction::FreeRequested, path);
+            let stamp = Record::stamp(time, TraceAction::FreeRequested, path);
             log.push(Record { stamp, addr, size, block: bytes }, stream, sequence);
         };
         // SAFETY: the caller's promise is the inner allocator's.
