@@ -1,11 +1,11 @@
 // The products of linear.cuh in f32x3 and tf32 on compute capability 9.0, in tiles of 128 x 128.
 //
 // A warpgroup's product takes one operand from registers and the other from shared memory, where tf32 has to have k along its
-// rows. So the blocks' three warpgroups go different ways about the tiles that the copy engine fetches:
+// rows. So a block's four warpgroups go different ways about the tiles that the copy engine fetches:
 //
 //   two multiply   each has 64 lines of the left operand: a thread reads the elements of its own fragments where they came
 //                  to lie, and splits each of them once, in registers
-//   one prepares   it asks for copies, and writes the right operand anew, split, rounded and with k along the rows
+//   two prepare    in turns, they write the right operand anew, split, rounded and with k along the rows; one asks for copies
 //
 // The left operand is A, or, for a gradient, whose inputs are many and whose outputs few, B: then the tile is computed
 // transposed. Blocks stay and take tile after tile, so that copies for the next are under way while one is written.
@@ -24,9 +24,10 @@ struct WarpgroupTileF32 {
         DEPTH = 32,
         STEPS = DEPTH / 8,
         CONSUMERS = 2 * GROUP_THREADS,
-        THREADS = CONSUMERS + GROUP_THREADS,
-        // Registers of a thread that multiplies, and of one that prepares, of the 168 each that a block starts with.
-        CONSUMER_REGISTERS = 208,
+        PREPARERS = 2,
+        THREADS = CONSUMERS + PREPARERS * GROUP_THREADS,
+        // Registers of a thread that multiplies, and of one that prepares, of the 128 each that a block starts with.
+        CONSUMER_REGISTERS = 168,
         PREPARER_REGISTERS = 88,
         GROUP = 4,
         // A thread's groups of four neighbours in a row of C.
@@ -43,7 +44,7 @@ struct WarpgroupTileF32 {
         SLOT_BYTES = TERMS == 3 ? 2 * TILE_BYTES : TILE_BYTES,
         SLOTS_AT = STAGES * STAGE_BYTES,
         ROW_SUMS_AT = SLOTS_AT + SLOTS * SLOT_BYTES,
-        BARRIERS_AT = ROW_SUMS_AT + SIDE * 4,
+        BARRIERS_AT = ROW_SUMS_AT + PREPARERS * SIDE * 4,
         FULL_AT = BARRIERS_AT,
         FREE_AT = FULL_AT + 8 * STAGES,
         READY_AT = FREE_AT + 8 * STAGES,
@@ -94,7 +95,7 @@ struct WarpgroupTileF32 {
         if (threadIdx.x == 0) {
             for (u32 stage = 0; stage < STAGES; ++stage) {
                 barrier_init(base + FULL_AT + 8 * stage, 1);
-                barrier_init(base + FREE_AT + 8 * stage, THREADS / WARP);
+                barrier_init(base + FREE_AT + 8 * stage, (CONSUMERS + GROUP_THREADS) / WARP);
             }
             for (u32 slot = 0; slot < SLOTS; ++slot) {
                 barrier_init(base + READY_AT + 8 * slot, GROUP_THREADS / WARP);
@@ -105,16 +106,16 @@ struct WarpgroupTileF32 {
         __syncthreads();
         const u32 items = tiles(p) * p.splits;
         if (warp >= CONSUMERS / WARP) {
-            if (TERMS == 3) registers_down<PREPARER_REGISTERS>();
+            registers_down<PREPARER_REGISTERS>();
             prepare(p, TRANSPOSED ? b_map : a_map, TRANSPOSED ? a_map : b_map, base, items);
         } else {
-            if (TERMS == 3) registers_up<CONSUMER_REGISTERS>();
+            registers_up<CONSUMER_REGISTERS>();
             consume(p, base, items);
         }
     }
 
 private:
-    // ---- the warpgroup that prepares ----
+    // ---- the warpgroups that prepare ----
 
     // Asks for the copies of item after item.
     struct Courier {
@@ -179,77 +180,90 @@ private:
 
     static __device__ __forceinline__ void prepare(const LinearArguments& p, const TensorMap& left, const TensorMap& right,
                                                    u32 base, u32 items) {
+        const u32 turn = (threadIdx.x - CONSUMERS) / GROUP_THREADS;
         const u32 warp = threadIdx.x / WARP % 4;
         const u32 lane = threadIdx.x % WARP;
+        const bool asks = threadIdx.x == CONSUMERS;
         Courier courier(p, items);
+        if (asks) courier.ask(p, left, right, base, items, 0);
         Ring<STAGES> ring;
         Ring<SLOTS> slot;
         u32 done = 0;
         for (u32 number = blockIdx.x; number < items; number += gridDim.x) {
             const Item item = item_at(p, number);
-            const bool sums = sums_rows(p, item);
             // Of this lane's steps of k, for the 32 lines of the warp.
             float row_sums[32] = {};
             for (u32 trip = 0; trip < item.trips; ++trip) {
-                if (warp == 0 && lane == 0) courier.ask(p, left, right, base, items, done + 1);
-                __syncwarp();
-                barrier_wait(base + FULL_AT + 8 * ring.stage, ring.parity);
-                if (done >= SLOTS) barrier_wait(base + USED_AT + 8 * slot.stage, slot.parity ^ 1);
-                const u32 from = base + ring.stage * STAGE_BYTES + TILE_BYTES;
-                const u32 to = base + SLOTS_AT + slot.stage * SLOT_BYTES;
-                if (RIGHT_LINES) {
-                    // A lane has one step of k, and takes four lines at a time.
-                    const u32 column = TRANSPOSED ? lane / 8 * 8 + lane % 8 / 2 + lane % 2 * 4 : lane;
-#pragma unroll
-                    for (u32 part = 0; part < 8; ++part) {
-                        u32 bits[4];
-                        read_four(from + warp * BOX_BYTES + swizzled(lane, 16 * part), bits);
-#pragma unroll
-                        for (u32 i = 0; i < 4; ++i) {
-                            const u32 row = row_of_line(4 * part + i);
-                            const u32 at = to + 32 * warp * SWIZZLED_ROW + swizzled(row, 4 * column);
-                            u32 big, small;
-                            split(bits[i], big, small);
-                            write_one(at, big);
-                            if (TERMS == 3) write_one(at + TILE_BYTES, small);
-                            if (Epilogue::SUMS_ROWS) row_sums[4 * part + i] += __uint_as_float(bits[i]);
-                        }
+                if (done % PREPARERS == turn) {
+                    barrier_wait(base + FULL_AT + 8 * ring.stage, ring.parity);
+                    if (done >= SLOTS) barrier_wait(base + USED_AT + 8 * slot.stage, slot.parity ^ 1);
+                    prepare_tile(base + ring.stage * STAGE_BYTES + TILE_BYTES, base + SLOTS_AT + slot.stage * SLOT_BYTES, warp, lane,
+                                 row_sums);
+                    show_to_engines();
+                    __syncwarp();
+                    if (lane == 0) {
+                        barrier_arrive(base + READY_AT + 8 * slot.stage);
+                        barrier_arrive(base + FREE_AT + 8 * ring.stage);
                     }
-                } else {
-                    // A lane has four steps of k, and takes every fourth line.
-#pragma unroll
-                    for (u32 part = 0; part < 8; ++part) {
-                        const u32 line = 32 * warp + 4 * part + lane / 8;
-                        u32 bits[4], big[4], small[4];
-                        read_four(from + swizzled(line, lane % 8 * 16), bits);
-#pragma unroll
-                        for (u32 i = 0; i < 4; ++i) split(bits[i], big[i], small[i]);
-                        const u32 at = to + swizzled(row_of_line(line), lane % 8 * 16);
-                        write_four(at, big);
-                        if (TERMS == 3) write_four(at + TILE_BYTES, small);
-                    }
-                }
-                show_to_engines();
-                __syncwarp();
-                if (lane == 0) {
-                    barrier_arrive(base + READY_AT + 8 * slot.stage);
-                    barrier_arrive(base + FREE_AT + 8 * ring.stage);
+                    // Those of the next turns in any case: nobody else asks for them.
+                    if (asks) courier.ask(p, left, right, base, items, done + 1 + PREPARERS);
+                    __syncwarp();
                 }
                 ring.advance();
                 slot.advance();
                 ++done;
             }
-            if (Epilogue::SUMS_ROWS && sums) {
+            if (sums_rows(p, item)) {
 #pragma unroll
                 for (u32 i = 0; i < 32; ++i) {
-                    float sum = row_sums[i];
-#pragma unroll
-                    for (u32 apart = WARP / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
-                    if (lane == i) write_one(base + ROW_SUMS_AT + 4 * (32 * warp + i), __float_as_uint(sum));
+                    const float sum = warp_sum(row_sums[i]);
+                    if (lane == i) write_one(base + ROW_SUMS_AT + 4 * (SIDE * turn + 32 * warp + i), __float_as_uint(sum));
                 }
                 // The others read them between the two.
                 meet(ALL_MEET, THREADS);
                 meet(ALL_MEET, THREADS);
+            }
+        }
+    }
+
+    // A warp's 32 lines of a tile of the right operand.
+    static __device__ __forceinline__ void prepare_tile(u32 from, u32 to, u32 warp, u32 lane, float (&row_sums)[32]) {
+        // A lane has one step of k, and takes four lines at a time; or four steps of k, and every fourth line.
+        const u32 column = TRANSPOSED ? lane / 8 * 8 + lane % 8 / 2 + lane % 2 * 4 : lane;
+        const u32 line = 32 * warp + lane / 8;
+        // So many reads go before the first write, as there are registers for.
+        enum : u32 { AT_ONCE = Epilogue::SUMS_ROWS ? 2 : 4 };
+#pragma unroll
+        for (u32 first = 0; first < 8; first += AT_ONCE) {
+            u32 bits[AT_ONCE][4];
+#pragma unroll
+            for (u32 i = 0; i < AT_ONCE; ++i) {
+                const u32 part = first + i;
+                if (RIGHT_LINES) {
+                    read_four(from + warp * BOX_BYTES + swizzled(lane, 16 * part), bits[i]);
+                } else {
+                    read_four(from + swizzled(line + 4 * part, lane % 8 * 16), bits[i]);
+                }
+            }
+#pragma unroll
+            for (u32 i = 0; i < AT_ONCE; ++i) {
+                const u32 part = first + i;
+                u32 big[4], small[4];
+#pragma unroll
+                for (u32 j = 0; j < 4; ++j) split(bits[i][j], big[j], small[j]);
+                if (RIGHT_LINES) {
+#pragma unroll
+                    for (u32 j = 0; j < 4; ++j) {
+                        const u32 at = to + 32 * warp * SWIZZLED_ROW + swizzled(row_of_line(4 * part + j), 4 * column);
+                        write_one(at, big[j]);
+                        if (TERMS == 3) write_one(at + TILE_BYTES, small[j]);
+                        if (Epilogue::SUMS_ROWS) row_sums[4 * part + j] += __uint_as_float(bits[i][j]);
+                    }
+                } else {
+                    const u32 at = to + swizzled(row_of_line(line + 4 * part), lane % 8 * 16);
+                    write_four(at, big);
+                    if (TERMS == 3) write_four(at + TILE_BYTES, small);
+                }
             }
         }
     }
@@ -319,21 +333,21 @@ private:
             const Item item = item_at(p, number);
             SumsF32<float, SIDE> product;
             product.clear();
-            u32 bits[STEPS][4];
+            u32 big[STEPS][4], small[STEPS][4];
+            // Reads the next elements, to where small parts come to be.
             const auto take = [&] {
                 barrier_wait(base + FULL_AT + 8 * ring.stage, ring.parity);
-                read_left(base + ring.stage * STAGE_BYTES, first, lane, bits);
+                read_left(base + ring.stage * STAGE_BYTES, first, lane, small);
                 __syncwarp();
                 if (lane == 0) barrier_arrive(base + FREE_AT + 8 * ring.stage);
                 ring.advance();
             };
             if (item.trips > 0) take();
             for (u32 trip = 0; trip < item.trips; ++trip) {
-                u32 big[STEPS][4], small[STEPS][4];
 #pragma unroll
                 for (u32 step = 0; step < STEPS; ++step) {
 #pragma unroll
-                    for (u32 i = 0; i < 4; ++i) split(bits[step][i], big[step][i], small[step][i]);
+                    for (u32 i = 0; i < 4; ++i) split(small[step][i], big[step][i], small[step][i]);
                 }
                 barrier_wait(base + READY_AT + 8 * slot.stage, slot.parity);
                 const u32 right = base + SLOTS_AT + slot.stage * SLOT_BYTES;
@@ -344,28 +358,22 @@ private:
 #pragma unroll
                     for (u32 step = 0; step < STEPS; ++step) multiply(batch, big[step], right_at(right + TILE_BYTES, step), true);
                     products_commit();
-                    if (trip + 1 < item.trips) take();
                     products_wait<0>();
                     keep(small);
 #pragma unroll
                     for (u32 i = 0; i < SIDE / 2; ++i) {
                         product.sums[i] += fabsf(batch.sums[i]) < infinity() ? batch.sums[i] : 0.0f;
                     }
-                    products_begin();
-#pragma unroll
-                    for (u32 step = 0; step < STEPS; ++step) multiply(batch, big[step], right_at(right, step), step > 0);
-                    products_commit();
-                    products_wait<0>();
-                    keep(big);
-                } else {
-                    products_begin();
-#pragma unroll
-                    for (u32 step = 0; step < STEPS; ++step) multiply(product, big[step], right_at(right, step), true);
-                    products_commit();
-                    if (trip + 1 < item.trips) take();
-                    products_wait<0>();
-                    keep(big);
                 }
+                products_begin();
+#pragma unroll
+                for (u32 step = 0; step < STEPS; ++step) {
+                    multiply(TERMS == 3 ? batch : product, big[step], right_at(right, step), TERMS == 1 || step > 0);
+                }
+                products_commit();
+                if (trip + 1 < item.trips) take();
+                products_wait<0>();
+                keep(big);
                 if (lane == 0) barrier_arrive(base + USED_AT + 8 * slot.stage);
                 slot.advance();
                 if (TERMS == 3) {
@@ -377,7 +385,12 @@ private:
             const bool has_sums = sums_rows(p, item);
             if (has_sums) {
                 meet(ALL_MEET, THREADS);
-                if (thread < SIDE) row_sum = __uint_as_float(read_one(base + ROW_SUMS_AT + 4 * thread));
+                if (thread < SIDE) {
+#pragma unroll
+                    for (u32 turn = 0; turn < PREPARERS; ++turn) {
+                        row_sum += __uint_as_float(read_one(base + ROW_SUMS_AT + 4 * (SIDE * turn + thread)));
+                    }
+                }
                 meet(ALL_MEET, THREADS);
             }
             finish(p, item, base, product.sums, has_sums && thread < SIDE, row_sum);
