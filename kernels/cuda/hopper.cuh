@@ -57,6 +57,21 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
 __device__ __forceinline__ void meet(u32 number, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
+// The same, and whether any of them says so.
+__device__ __forceinline__ bool meet_any(u32 number, u32 threads, bool says) {
+    u32 any;
+    asm volatile(
+        "{\n\t"
+        ".reg .pred says, any;\n\t"
+        "setp.ne.u32 says, %3, 0;\n\t"
+        "bar.red.or.pred any, %1, %2, says;\n\t"
+        "selp.u32 %0, 1, 0, any;\n\t"
+        "}"
+        : "=r"(any)
+        : "r"(number), "r"(threads), "r"(static_cast<u32>(says))
+        : "memory");
+    return any != 0;
+}
 
 // ---- the copy engine ----
 

@@ -14,6 +14,58 @@
 #include "hopper.cuh"
 #include "linear_epilogues.cuh"
 
+// What an epilogue needs of memory for a group, read some time before.
+template <class Epilogue>
+struct Early;
+
+template <>
+struct Early<ForwardEpilogue<float>> {
+    float bias[4];
+    __device__ __forceinline__ void read(const LinearArguments& p, bool, u32 col, u64) {
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) bias[i] = p.bias != nullptr && col + i < p.n ? __ldg(p.bias + col + i) : 0.0f;
+    }
+    template <bool WHOLE>
+    __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32, u64 at, u32 count, float (&v)[4]) {
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            v[i] += bias[i];
+            if (p.flags & RELU) v[i] = v[i] < 0.0f ? 0.0f : v[i];
+        }
+        write_floats<WHOLE>(static_cast<float*>(p.out) + at, count, v);
+    }
+};
+
+template <>
+struct Early<InputEpilogue<float>> {
+    uint4 mask;
+    __device__ __forceinline__ void read(const LinearArguments& p, bool inside, u32 col, u64 at) {
+        mask = read_16_if(inside && p.mask != nullptr && col < p.n, static_cast<const float*>(p.mask) + at);
+    }
+    template <bool WHOLE>
+    __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32, u64 at, u32 count, float (&v)[4]) {
+        if (p.mask != nullptr) {
+            float x[4];
+            group_values(0.0f, mask, x);
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) v[i] = x[i] > 0.0f ? v[i] : 0.0f;
+        }
+        write_floats<WHOLE>(static_cast<float*>(p.out) + at, count, v);
+    }
+};
+
+template <>
+struct Early<GradientEpilogue<float>> {
+    GradientEpilogue<float>::Held held;
+    __device__ __forceinline__ void read(const LinearArguments& p, bool inside, u32 col, u64 at) {
+        GradientEpilogue<float>::fetch(p, inside && (p.flags & STEP) != 0 && col < p.n, at, held);
+    }
+    template <bool WHOLE>
+    __device__ __forceinline__ void apply(const LinearArguments& p, u32 row, u32 col, u64 at, u32 count, float (&v)[4]) {
+        GradientEpilogue<float>::template apply<WHOLE>(p, row, col, at, count, v, held, true);
+    }
+};
+
 // TERMS: 3 for f32x3, 1 for tf32. RIGHT_LINES: the right operand has its lines along the rows of the matrix, else k. TRANSPOSED:
 // the left operand is B, and it too has its lines along the rows; else it is A, and has k.
 template <class Epilogue, u32 TERMS, bool RIGHT_LINES, bool TRANSPOSED>
@@ -27,8 +79,8 @@ struct WarpgroupTileF32 {
         PREPARERS = 2,
         THREADS = CONSUMERS + PREPARERS * GROUP_THREADS,
         // Registers of a thread that multiplies, and of one that prepares, of the 128 each that a block starts with.
-        CONSUMER_REGISTERS = 168,
-        PREPARER_REGISTERS = 88,
+        CONSUMER_REGISTERS = 176,
+        PREPARER_REGISTERS = 80,
         GROUP = 4,
         // A thread's groups of four neighbours in a row of C.
         GROUPS = SIDE * SIDE / CONSUMERS / GROUP,
@@ -44,7 +96,9 @@ struct WarpgroupTileF32 {
         SLOT_BYTES = TERMS == 3 ? 2 * TILE_BYTES : TILE_BYTES,
         SLOTS_AT = STAGES * STAGE_BYTES,
         ROW_SUMS_AT = SLOTS_AT + SLOTS * SLOT_BYTES,
-        BARRIERS_AT = ROW_SUMS_AT + PREPARERS * SIDE * 4,
+        // For each slot and warp that prepared it, whether there is something in it that is not finite.
+        ODD_AT = ROW_SUMS_AT + PREPARERS * SIDE * 4,
+        BARRIERS_AT = ODD_AT + 16 * SLOTS,
         FULL_AT = BARRIERS_AT,
         FREE_AT = FULL_AT + 8 * STAGES,
         READY_AT = FREE_AT + 8 * STAGES,
@@ -53,7 +107,8 @@ struct WarpgroupTileF32 {
         SHARED_BYTES = LAST_AT + 8 + SWIZZLED_ROWS,
         // Numbers of `meet`.
         CONSUMERS_MEET = 1,
-        ALL_MEET = 2,
+        SUMS_MEET = 2,
+        GROUPS_MEET = 3,
     };
     static_assert(Epilogue::GROUP == GROUP, "f32");
 
@@ -115,56 +170,66 @@ struct WarpgroupTileF32 {
     }
 
 private:
-    // ---- the warpgroups that prepare ----
+    // ---- the thread that asks for copies ----
 
-    // Asks for the copies of item after item.
     struct Courier {
+        const LinearArguments& p;
+        const TensorMap& left;
+        const TensorMap& right;
+        u32 base;
+        u32 items;
         u32 number;
-        Item item;
-        u32 trip = 0;
+        // Of the present item: trips to come, and where they are.
+        u32 trips = 0;
+        u32 left_line = 0;
+        u32 right_line = 0;
+        u32 k = 0;
         u32 asked = 0;
         Ring<STAGES> ring;
 
-        __device__ __forceinline__ Courier(const LinearArguments& p, u32 items) : number(blockIdx.x) {
-            if (number < items) item = item_at(p, number);
-        }
+        __device__ __forceinline__ Courier(const LinearArguments& p, const TensorMap& left, const TensorMap& right, u32 base,
+                                           u32 items)
+            : p(p), left(left), right(right), base(base), items(items), number(blockIdx.x) {}
 
-        // As many as there are free stages, but those of the first `needed` trips in any case.
-        __device__ __forceinline__ void ask(const LinearArguments& p, const TensorMap& left, const TensorMap& right, u32 base,
-                                            u32 items, u32 needed) {
-            while (number < items) {
-                if (trip == item.trips) {
-                    number += gridDim.x;
-                    trip = 0;
-                    if (number < items) item = item_at(p, number);
-                    continue;
-                }
-                const u32 free = base + FREE_AT + 8 * ring.stage;
-                if (asked >= STAGES && !barrier_passed(free, ring.parity ^ 1)) {
-                    if (asked >= needed) return;
-                    barrier_wait(free, ring.parity ^ 1);
-                }
-                const u32 stage = base + ring.stage * STAGE_BYTES;
-                const u32 full = base + FULL_AT + 8 * ring.stage;
-                const u32 k = (item.first_trip + trip) * DEPTH;
-                barrier_expect(full, STAGE_BYTES);
-                load<TRANSPOSED>(stage, left, TRANSPOSED ? item.first_col : item.first_row, k, full);
-                load<RIGHT_LINES>(stage + TILE_BYTES, right, TRANSPOSED ? item.first_row : item.first_col, k, full);
-                ring.advance();
-                ++trip;
-                ++asked;
+        // Whether the next copies have been asked for; not if their stage is not free, or if there are none.
+        __device__ __forceinline__ bool ask() {
+            while (trips == 0) {
+                if (number >= items) return false;
+                const Item item = item_at(p, number);
+                number += gridDim.x;
+                trips = item.trips;
+                left_line = TRANSPOSED ? item.first_col : item.first_row;
+                right_line = TRANSPOSED ? item.first_row : item.first_col;
+                k = item.first_trip * DEPTH;
             }
+            if (asked >= STAGES && !barrier_passed(base + FREE_AT + 8 * ring.stage, ring.parity ^ 1)) return false;
+            const u32 stage = base + ring.stage * STAGE_BYTES;
+            const u32 full = base + FULL_AT + 8 * ring.stage;
+            barrier_expect(full, STAGE_BYTES);
+            load<TRANSPOSED>(stage, left, left_line, k, full);
+            load<RIGHT_LINES>(stage + TILE_BYTES, right, right_line, k, full);
+            ring.advance();
+            k += DEPTH;
+            --trips;
+            ++asked;
+            return true;
         }
-        template <bool LINES>
-        static __device__ __forceinline__ void load(u32 to, const TensorMap& map, u32 line, u32 k, u32 barrier) {
-            if (LINES) {
-#pragma unroll
-                for (u32 box = 0; box < SIDE / 32; ++box) copy_tile(to + box * BOX_BYTES, map, line + 32 * box, k, barrier);
-            } else {
-                copy_tile(to, map, k, line, barrier);
-            }
+        // Asks until the phase of this parity has ended.
+        __device__ __forceinline__ void ask_until(u32 barrier, u32 parity) {
+            while (!barrier_passed(barrier, parity)) ask();
         }
     };
+    template <bool LINES>
+    static __device__ __forceinline__ void load(u32 to, const TensorMap& map, u32 line, u32 k, u32 barrier) {
+        if (LINES) {
+#pragma unroll
+            for (u32 box = 0; box < SIDE / 32; ++box) copy_tile(to + box * BOX_BYTES, map, line + 32 * box, k, barrier);
+        } else {
+            copy_tile(to, map, k, line, barrier);
+        }
+    }
+
+    // ---- the warpgroups that prepare ----
 
     // Which row of the prepared tile has a line of the right operand. A lane's columns in two pieces of eight beside each other
     // are then four neighbours of C.
@@ -174,8 +239,8 @@ private:
 
     static __device__ __forceinline__ void split(u32 bits, u32& big, u32& small) {
         big = rounded_to_tf32(bits);
-        // Of 12 bits the last is dropped, which is as near as rounding and costs less.
-        if (TERMS == 3) small = __float_as_uint(__uint_as_float(bits) - __uint_as_float(big)) & 0xffffe000u;
+        // Of 12 bits the tensor cores drop the last, which is as near as rounding and costs nothing.
+        if (TERMS == 3) small = __float_as_uint(__uint_as_float(bits) - __uint_as_float(big));
     }
 
     static __device__ __forceinline__ void prepare(const LinearArguments& p, const TensorMap& left, const TensorMap& right,
@@ -184,8 +249,7 @@ private:
         const u32 warp = threadIdx.x / WARP % 4;
         const u32 lane = threadIdx.x % WARP;
         const bool asks = threadIdx.x == CONSUMERS;
-        Courier courier(p, items);
-        if (asks) courier.ask(p, left, right, base, items, 0);
+        Courier courier(p, left, right, base, items);
         Ring<STAGES> ring;
         Ring<SLOTS> slot;
         u32 done = 0;
@@ -195,24 +259,35 @@ private:
             float row_sums[32] = {};
             for (u32 trip = 0; trip < item.trips; ++trip) {
                 if (done % PREPARERS == turn) {
+                    if (asks) {
+                        courier.ask_until(base + FULL_AT + 8 * ring.stage, ring.parity);
+                        if (done >= SLOTS) courier.ask_until(base + USED_AT + 8 * slot.stage, slot.parity ^ 1);
+                    }
+                    __syncwarp();
                     barrier_wait(base + FULL_AT + 8 * ring.stage, ring.parity);
                     if (done >= SLOTS) barrier_wait(base + USED_AT + 8 * slot.stage, slot.parity ^ 1);
-                    prepare_tile(base + ring.stage * STAGE_BYTES + TILE_BYTES, base + SLOTS_AT + slot.stage * SLOT_BYTES, warp, lane,
-                                 row_sums);
+                    const bool odd = prepare_tile(base + ring.stage * STAGE_BYTES + TILE_BYTES,
+                                                  base + SLOTS_AT + slot.stage * SLOT_BYTES, warp, lane, row_sums);
+                    if (TERMS == 3) {
+                        const bool any = __any_sync(ALL_LANES, odd);
+                        if (lane == 0) write_one(base + ODD_AT + 16 * slot.stage + 4 * warp, any);
+                    }
                     show_to_engines();
                     __syncwarp();
                     if (lane == 0) {
                         barrier_arrive(base + READY_AT + 8 * slot.stage);
                         barrier_arrive(base + FREE_AT + 8 * ring.stage);
                     }
-                    // Those of the next turns in any case: nobody else asks for them.
-                    if (asks) courier.ask(p, left, right, base, items, done + 1 + PREPARERS);
-                    __syncwarp();
                 }
                 ring.advance();
                 slot.advance();
                 ++done;
             }
+            // Copies for the other warpgroup's last turn, which this one does not wait for.
+            if (asks) {
+                while (courier.asked < done) courier.ask();
+            }
+            __syncwarp();
             if (sums_rows(p, item)) {
 #pragma unroll
                 for (u32 i = 0; i < 32; ++i) {
@@ -220,19 +295,20 @@ private:
                     if (lane == i) write_one(base + ROW_SUMS_AT + 4 * (SIDE * turn + 32 * warp + i), __float_as_uint(sum));
                 }
                 // The others read them between the two.
-                meet(ALL_MEET, THREADS);
-                meet(ALL_MEET, THREADS);
+                meet(SUMS_MEET, THREADS);
+                meet(SUMS_MEET, THREADS);
             }
         }
     }
 
-    // A warp's 32 lines of a tile of the right operand.
-    static __device__ __forceinline__ void prepare_tile(u32 from, u32 to, u32 warp, u32 lane, float (&row_sums)[32]) {
+    // A warp's 32 lines of a tile of the right operand. Returns whether this lane's share has what has no finite parts.
+    static __device__ __forceinline__ bool prepare_tile(u32 from, u32 to, u32 warp, u32 lane, float (&row_sums)[32]) {
         // A lane has one step of k, and takes four lines at a time; or four steps of k, and every fourth line.
         const u32 column = TRANSPOSED ? lane / 8 * 8 + lane % 8 / 2 + lane % 2 * 4 : lane;
         const u32 line = 32 * warp + lane / 8;
         // So many reads go before the first write, as there are registers for.
         enum : u32 { AT_ONCE = Epilogue::SUMS_ROWS ? 2 : 4 };
+        float trace = 0.0f;
 #pragma unroll
         for (u32 first = 0; first < 8; first += AT_ONCE) {
             u32 bits[AT_ONCE][4];
@@ -250,14 +326,17 @@ private:
                 const u32 part = first + i;
                 u32 big[4], small[4];
 #pragma unroll
-                for (u32 j = 0; j < 4; ++j) split(bits[i][j], big[j], small[j]);
+                for (u32 j = 0; j < 4; ++j) {
+                    split(bits[i][j], big[j], small[j]);
+                    if (TERMS == 3) trace += __uint_as_float(small[j]);
+                }
                 if (RIGHT_LINES) {
 #pragma unroll
                     for (u32 j = 0; j < 4; ++j) {
                         const u32 at = to + 32 * warp * SWIZZLED_ROW + swizzled(row_of_line(4 * part + j), 4 * column);
                         write_one(at, big[j]);
                         if (TERMS == 3) write_one(at + TILE_BYTES, small[j]);
-                        if (Epilogue::SUMS_ROWS) row_sums[4 * part + j] += __uint_as_float(bits[i][j]);
+                        if (Epilogue::SUMS_ROWS) add_now(row_sums[4 * part + j], bits[i][j]);
                     }
                 } else {
                     const u32 at = to + swizzled(row_of_line(line + 4 * part), lane % 8 * 16);
@@ -266,6 +345,12 @@ private:
                 }
             }
         }
+        return TERMS == 3 && !(fabsf(trace) < infinity());
+    }
+
+    // Here and not later: what is added would be kept in registers.
+    static __device__ __forceinline__ void add_now(float& sum, u32 bits) {
+        asm volatile("add.f32 %0, %0, %1;" : "+f"(sum) : "f"(__uint_as_float(bits)));
     }
 
     // ---- the warpgroups that multiply ----
@@ -326,7 +411,8 @@ private:
         const u32 first = thread / WARP * 16;
         Ring<STAGES> ring;
         Ring<SLOTS> slot;
-        // A batch of products, where they are added up in f32; see PatchF32x3 in tensor.cuh.
+        // The products of a trip, small terms first; f32 additions do the rest. See PatchF32x3 in tensor.cuh, also for what is not
+        // finite: then a trip's small terms are added by themselves, if they are.
         SumsF32<float, SIDE> batch;
         if (TERMS == 3) batch.clear();
         for (u32 number = blockIdx.x; number < items; number += gridDim.x) {
@@ -344,36 +430,71 @@ private:
             };
             if (item.trips > 0) take();
             for (u32 trip = 0; trip < item.trips; ++trip) {
+                float trace = 0.0f;
 #pragma unroll
                 for (u32 step = 0; step < STEPS; ++step) {
 #pragma unroll
-                    for (u32 i = 0; i < 4; ++i) split(small[step][i], big[step][i], small[step][i]);
+                    for (u32 i = 0; i < 4; ++i) {
+                        split(small[step][i], big[step][i], small[step][i]);
+                        if (TERMS == 3) trace += __uint_as_float(small[step][i]);
+                    }
                 }
                 barrier_wait(base + READY_AT + 8 * slot.stage, slot.parity);
                 const u32 right = base + SLOTS_AT + slot.stage * SLOT_BYTES;
-                if (TERMS == 3) {
+                if (TERMS == 1) {
                     products_begin();
 #pragma unroll
-                    for (u32 step = 0; step < STEPS; ++step) multiply(batch, small[step], right_at(right, step), step > 0);
-#pragma unroll
-                    for (u32 step = 0; step < STEPS; ++step) multiply(batch, big[step], right_at(right + TILE_BYTES, step), true);
+                    for (u32 step = 0; step < STEPS; ++step) multiply(product, big[step], right_at(right, step), true);
                     products_commit();
+                    if (trip + 1 < item.trips) take();
                     products_wait<0>();
-                    keep(small);
+                    keep(big);
+                } else {
+                    u32 odd[4];
+                    read_four(base + ODD_AT + 16 * slot.stage, odd);
+                    const bool finite = fabsf(trace) < infinity() && (odd[0] | odd[1] | odd[2] | odd[3]) == 0;
+                    const bool all_finite = !meet_any(GROUPS_MEET + first / 64, GROUP_THREADS, !finite);
+                    if (all_finite) {
+                        products_begin();
 #pragma unroll
-                    for (u32 i = 0; i < SIDE / 2; ++i) {
-                        product.sums[i] += fabsf(batch.sums[i]) < infinity() ? batch.sums[i] : 0.0f;
+                        for (u32 step = 0; step < STEPS; ++step) multiply(batch, small[step], right_at(right, step), step > 0);
+                        products_commit();
+#pragma unroll
+                        for (u32 step = 0; step < STEPS; ++step) {
+                            multiply(batch, big[step], right_at(right + TILE_BYTES, step), true);
+                        }
+#pragma unroll
+                        for (u32 step = 0; step < STEPS; ++step) multiply(batch, big[step], right_at(right, step), true);
+                        products_commit();
+                        products_wait<1>();
+                        keep(small);
+                        if (trip + 1 < item.trips) take();
+                        products_wait<0>();
+                        keep(big);
+                    } else {
+                        products_begin();
+#pragma unroll
+                        for (u32 step = 0; step < STEPS; ++step) multiply(batch, small[step], right_at(right, step), step > 0);
+#pragma unroll
+                        for (u32 step = 0; step < STEPS; ++step) {
+                            multiply(batch, big[step], right_at(right + TILE_BYTES, step), true);
+                        }
+                        products_commit();
+                        products_wait<0>();
+                        keep(small);
+#pragma unroll
+                        for (u32 i = 0; i < SIDE / 2; ++i) {
+                            product.sums[i] += fabsf(batch.sums[i]) < infinity() ? batch.sums[i] : 0.0f;
+                        }
+                        products_begin();
+#pragma unroll
+                        for (u32 step = 0; step < STEPS; ++step) multiply(batch, big[step], right_at(right, step), step > 0);
+                        products_commit();
+                        if (trip + 1 < item.trips) take();
+                        products_wait<0>();
+                        keep(big);
                     }
                 }
-                products_begin();
-#pragma unroll
-                for (u32 step = 0; step < STEPS; ++step) {
-                    multiply(TERMS == 3 ? batch : product, big[step], right_at(right, step), TERMS == 1 || step > 0);
-                }
-                products_commit();
-                if (trip + 1 < item.trips) take();
-                products_wait<0>();
-                keep(big);
                 if (lane == 0) barrier_arrive(base + USED_AT + 8 * slot.stage);
                 slot.advance();
                 if (TERMS == 3) {
@@ -384,14 +505,14 @@ private:
             float row_sum = 0.0f;
             const bool has_sums = sums_rows(p, item);
             if (has_sums) {
-                meet(ALL_MEET, THREADS);
+                meet(SUMS_MEET, THREADS);
                 if (thread < SIDE) {
 #pragma unroll
                     for (u32 turn = 0; turn < PREPARERS; ++turn) {
                         row_sum += __uint_as_float(read_one(base + ROW_SUMS_AT + 4 * (SIDE * turn + thread)));
                     }
                 }
-                meet(ALL_MEET, THREADS);
+                meet(SUMS_MEET, THREADS);
             }
             finish(p, item, base, product.sums, has_sums && thread < SIDE, row_sum);
         }
@@ -411,17 +532,22 @@ private:
             for (u32 i = 0; i < GROUPS; ++i) write_floats<true>(to + (thread + i * CONSUMERS) * GROUP, GROUP, v[i]);
             if (has_row_sum) to[SIDE * SIDE + thread] = row_sum;
             if (!arrived_last(p, item.tile, base)) return;
+            const float* from = partial + thread * GROUP;
+            float more[GROUPS][GROUP];
 #pragma unroll
-            for (u32 i = 0; i < GROUPS; ++i) load_four_fresh(partial + (thread + i * CONSUMERS) * GROUP, v[i]);
-            for (u32 s = 1; s < p.splits; ++s) {
-                const float* from = partial + static_cast<u64>(s) * SPLIT_SIZE;
-                float more[GROUPS][GROUP];
-#pragma unroll
-                for (u32 i = 0; i < GROUPS; ++i) load_four_fresh(from + (thread + i * CONSUMERS) * GROUP, more[i]);
+            for (u32 i = 0; i < GROUPS; ++i) {
+                load_four_fresh(from + i * CONSUMERS * GROUP, v[i]);
+                load_four_fresh(from + SPLIT_SIZE + i * CONSUMERS * GROUP, more[i]);
+            }
+            for (u32 s = 2; s <= p.splits; ++s) {
+                from += SPLIT_SIZE;
+                // The last time around this reads what it has read before.
+                const float* next = from + (s < p.splits ? SPLIT_SIZE : 0);
 #pragma unroll
                 for (u32 i = 0; i < GROUPS; ++i) {
 #pragma unroll
                     for (u32 j = 0; j < GROUP; ++j) v[i][j] += more[i][j];
+                    load_four_fresh(next + i * CONSUMERS * GROUP, more[i]);
                 }
             }
             if (has_row_sum) {
@@ -439,16 +565,27 @@ private:
         const u32 row = item.first_row + (TRANSPOSED ? 2 * t + g % 2 : first + g);
         const u32 col = item.first_col + (TRANSPOSED ? first + g / 2 * 4 : 4 * t);
         const bool whole = item.first_row + SIDE <= p.m && item.first_col + SIDE <= p.n && p.out_pitch % GROUP == 0;
-        typename Epilogue::Held none;
+        // Several groups' are read before any is written: else each read would be waited for.
+        enum : u32 { AT_ONCE = 8 };
 #pragma unroll
-        for (u32 i = 0; i < GROUPS; ++i) {
-            const u32 this_row = row + 8 * (TRANSPOSED ? i : i % 2);
-            const u32 this_col = col + (TRANSPOSED ? 0 : i / 2 * 16);
-            const u64 at = static_cast<u64>(this_row) * p.out_pitch + this_col;
-            if (whole) {
-                Epilogue::template apply<true>(p, this_row, this_col, at, GROUP, v[i], none, false);
-            } else if (this_row < p.m && this_col < p.n) {
-                Epilogue::template apply<false>(p, this_row, this_col, at, p.n - this_col, v[i], none, false);
+        for (u32 next = 0; next < GROUPS; next += AT_ONCE) {
+            Early<Epilogue> early[AT_ONCE];
+#pragma unroll
+            for (u32 i = next; i < next + AT_ONCE; ++i) {
+                const u32 this_row = row + 8 * (TRANSPOSED ? i : i % 2);
+                const u32 this_col = col + (TRANSPOSED ? 0 : i / 2 * 16);
+                early[i - next].read(p, this_row < p.m, this_col, static_cast<u64>(this_row) * p.out_pitch + this_col);
+            }
+#pragma unroll
+            for (u32 i = next; i < next + AT_ONCE; ++i) {
+                const u32 this_row = row + 8 * (TRANSPOSED ? i : i % 2);
+                const u32 this_col = col + (TRANSPOSED ? 0 : i / 2 * 16);
+                const u64 at = static_cast<u64>(this_row) * p.out_pitch + this_col;
+                if (whole) {
+                    early[i - next].template apply<true>(p, this_row, this_col, at, GROUP, v[i]);
+                } else if (this_row < p.m && this_col < p.n) {
+                    early[i - next].template apply<false>(p, this_row, this_col, at, p.n - this_col, v[i]);
+                }
             }
         }
         if (has_row_sum && item.first_row + thread < p.m) Epilogue::sum(p, item.first_row + thread, row_sum);
