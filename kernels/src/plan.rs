@@ -90,8 +90,8 @@ pub enum Tile {
     Streamed,
 }
 
-/// Threads of a block; those of warpgroups have a warp more, which asks for copies, or with f32 in memory a warpgroup, which
-/// prepares an operand as well.
+/// Threads of a block; those of warpgroups have a warp more, which asks for copies, or with f32 in memory two warpgroups
+/// more, which prepare an operand as well.
 pub(crate) const THREADS: u32 = 256;
 
 /// Layout of a tile's kernel; the figures of `cuda/linear_entry.cuh`.
@@ -287,10 +287,11 @@ impl Plan {
         let sums = layout.slices * layout.rows * (layout.cols + 8) * 4;
         // Swizzled tiles have no padding; two barriers for each stage, and the tiles begin on 1,024 bytes.
         let warpgroup = layout.stages * ((layout.rows + layout.cols) * layout.depth * element.bytes() + 16) + 1024;
-        // From f32 one operand is prepared beside the stages, once for each of a product's terms; besides sums of the rows, and a
-        // word for what one thread has to say.
+        // From f32 one operand is prepared beside the stages, once for each of a product's terms, with four words and two
+        // barriers more; besides, two sums of each row, and a word for what one thread has to say.
         let parts = if precision == Precision::F32x3 { 2 } else { 1 };
-        let prepared = PREPARED * (parts * layout.cols * layout.depth * element.bytes() + 16) + layout.rows * 4 + 8;
+        let prepared =
+            PREPARED * (parts * layout.cols * layout.depth * element.bytes() + 16 + 16) + 2 * layout.rows * 4 + 8;
         let shared_bytes = match choice.tile {
             Tile::Warpgroup if element == Element::F32 => warpgroup + prepared,
             Tile::Warpgroup | Tile::WarpgroupThin => warpgroup,
@@ -318,7 +319,7 @@ impl Plan {
     pub(crate) fn threads(&self) -> u32 {
         match self.tile {
             Tile::WarpgroupThin => 128 + 32,
-            Tile::Warpgroup if self.precision.element() == Element::F32 => 256 + 128,
+            Tile::Warpgroup if self.precision.element() == Element::F32 => 256 + 256,
             Tile::Warpgroup | Tile::Streamed => 256 + 32,
             _ => THREADS,
         }
