@@ -526,35 +526,29 @@ private:
 #pragma unroll
         for (u32 i = 0; i < GROUPS; ++i) group(sums, lane, i, v[i]);
         if (p.splits > 1) {
+            // Blocks meet twice: of a tile's splits some at a time, then those that were last to come.
+            u32 at_once = 2;
+            while (at_once * at_once < p.splits) ++at_once;
+            const u32 gatherings = (p.splits + at_once - 1) / at_once;
             float* partial = p.workspace + static_cast<u64>(item.tile) * p.splits * SPLIT_SIZE;
-            float* to = partial + static_cast<u64>(item.split) * SPLIT_SIZE;
+            u32* tickets = p.tickets + item.tile * (gatherings + 1);
+            u32 ticket = item.split / at_once;
+            u32 split = item.split;
+            for (u32 apart = 1; apart < p.splits; apart *= at_once) {
+                float* own = partial + static_cast<u64>(split) * SPLIT_SIZE;
 #pragma unroll
-            for (u32 i = 0; i < GROUPS; ++i) write_floats<true>(to + (thread + i * CONSUMERS) * GROUP, GROUP, v[i]);
-            if (has_row_sum) to[SIDE * SIDE + thread] = row_sum;
-            if (!arrived_last(p, item.tile, base)) return;
-            const float* from = partial + thread * GROUP;
-            float more[GROUPS][GROUP];
-#pragma unroll
-            for (u32 i = 0; i < GROUPS; ++i) {
-                load_four_fresh(from + i * CONSUMERS * GROUP, v[i]);
-                load_four_fresh(from + SPLIT_SIZE + i * CONSUMERS * GROUP, more[i]);
-            }
-            for (u32 s = 2; s <= p.splits; ++s) {
-                from += SPLIT_SIZE;
-                // The last time around this reads what it has read before.
-                const float* next = from + (s < p.splits ? SPLIT_SIZE : 0);
-#pragma unroll
-                for (u32 i = 0; i < GROUPS; ++i) {
-#pragma unroll
-                    for (u32 j = 0; j < GROUP; ++j) v[i][j] += more[i][j];
-                    load_four_fresh(next + i * CONSUMERS * GROUP, more[i]);
+                for (u32 i = 0; i < GROUPS; ++i) write_floats<true>(own + (thread + i * CONSUMERS) * GROUP, GROUP, v[i]);
+                if (has_row_sum) own[SIDE * SIDE + thread] = row_sum;
+                split -= split % (apart * at_once);
+                const u32 count = min(at_once, (p.splits - split + apart - 1) / apart);
+                if (!arrived_last(tickets + ticket, count, base)) return;
+                add_up(partial + static_cast<u64>(split) * SPLIT_SIZE, static_cast<u64>(apart) * SPLIT_SIZE, count, v);
+                if (has_row_sum) {
+                    row_sum = 0.0f;
+                    const float* from = partial + static_cast<u64>(split) * SPLIT_SIZE + SIDE * SIDE + thread;
+                    for (u32 s = 0; s < count; ++s) row_sum += __ldcg(from + static_cast<u64>(s * apart) * SPLIT_SIZE);
                 }
-            }
-            if (has_row_sum) {
-                row_sum = 0.0f;
-                for (u32 s = 0; s < p.splits; ++s) {
-                    row_sum += __ldcg(partial + static_cast<u64>(s) * SPLIT_SIZE + SIDE * SIDE + thread);
-                }
+                ticket = gatherings;
             }
         }
 
@@ -591,14 +585,37 @@ private:
         if (has_row_sum && item.first_row + thread < p.m) Epilogue::sum(p, item.first_row + thread, row_sum);
     }
 
-    // Whether this block is the last of a tile's to come here; what the others wrote before is then visible to it. The
-    // ticket is left at zero.
-    static __device__ __forceinline__ bool arrived_last(const LinearArguments& p, u32 tile, u32 base) {
+    // The sums of `count` splits, `apart` floats from one to the next, in their order.
+    static __device__ __forceinline__ void add_up(const float* first, u64 apart, u32 count, float (&v)[GROUPS][GROUP]) {
+        const float* from = first + threadIdx.x * GROUP;
+        float more[GROUPS][GROUP];
+#pragma unroll
+        for (u32 i = 0; i < GROUPS; ++i) load_four_fresh(from + i * CONSUMERS * GROUP, v[i]);
+        if (count == 1) return;
+        from += apart;
+#pragma unroll
+        for (u32 i = 0; i < GROUPS; ++i) load_four_fresh(from + i * CONSUMERS * GROUP, more[i]);
+        // Each register is asked for anew as soon as it has been added: reads never stop. The last time around they read again
+        // what they have read before.
+        for (u32 s = 2; s <= count; ++s) {
+            if (s < count) from += apart;
+#pragma unroll
+            for (u32 i = 0; i < GROUPS; ++i) {
+#pragma unroll
+                for (u32 j = 0; j < GROUP; ++j) v[i][j] += more[i][j];
+                load_four_fresh(from + i * CONSUMERS * GROUP, more[i]);
+            }
+        }
+    }
+
+    // Whether this block is the last of `all` to come here; what the others wrote before is then visible to it. The ticket is left
+    // at zero.
+    static __device__ __forceinline__ bool arrived_last(u32* ticket, u32 all, u32 base) {
         __threadfence();
         meet(CONSUMERS_MEET, CONSUMERS);
         if (threadIdx.x == 0) {
-            const bool last = atomicAdd(p.tickets + tile, 1u) == p.splits - 1;
-            if (last) p.tickets[tile] = 0;
+            const bool last = atomicAdd(ticket, 1u) == all - 1;
+            if (last) *ticket = 0;
             __threadfence();
             write_one(base + LAST_AT, last);
         }

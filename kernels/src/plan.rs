@@ -299,6 +299,11 @@ impl Plan {
             _ => stages.max(sums),
         };
         let shared = splits > 1;
+        // Where f32 is prepared for warpgroups, blocks that share a sum meet by the root of their number first.
+        let meetings = match choice.tile {
+            Tile::Warpgroup if element == Element::F32 => splits.div_ceil((splits - 1).isqrt() + 1) + 1,
+            _ => 1,
+        };
         let split_bytes = (layout.rows * layout.cols + layout.rows) * 4;
         Self {
             product,
@@ -310,7 +315,7 @@ impl Plan {
             iterations: trips.div_ceil(splits.into()),
             splits,
             workspace_bytes: if shared { tiles.saturating_mul(splits.into()).saturating_mul(split_bytes) } else { 0 },
-            tickets: if shared { tiles } else { 0 },
+            tickets: if shared { tiles.saturating_mul(meetings.into()) } else { 0 },
             otherwise: None,
         }
     }
@@ -507,5 +512,9 @@ mod tests {
         let alone =
             Plan::with(Product::Forward, Precision::F16, [32, 128, 100], Choice { tile: Tile::Thin16, splits: 16 });
         assert_eq!((alone.splits, alone.workspace_bytes, alone.tickets), (1, 0, 0));
+        let meeting_twice = Choice { tile: Tile::Warpgroup, splits: 18 };
+        let gradient = Plan::with(Product::Gradient, Precision::F32x3, [128, 784, 60_000], meeting_twice);
+        // Seven tiles; five, five, five and three blocks of each, and then the four that were last.
+        assert_eq!((gradient.blocks, gradient.iterations, gradient.tickets), (7 * 18, 105, 7 * 5));
     }
 }
