@@ -5,7 +5,7 @@
 //
 //   two multiply   each has 64 lines of the left operand: a thread reads the elements of its own fragments where they came
 //                  to lie, and splits each of them once, in registers
-//   two prepare    in turns, they write the right operand anew, split, rounded and with k along the rows; one asks for copies
+//   two prepare    in turns, they write the right operand anew, split, rounded and with k along the rows; they ask for the copies
 //
 // The left operand is A, or, for a gradient, whose inputs are many and whose outputs few, B: then the tile is computed
 // transposed. Blocks stay and take tile after tile, so that copies for the next are under way while one is written.
@@ -170,7 +170,9 @@ struct WarpgroupTileF32 {
     }
 
 private:
-    // ---- the thread that asks for copies ----
+    // ---- the threads that ask for copies ----
+
+    // One for each warpgroup that prepares, for the trips that it prepares.
 
     struct Courier {
         const LinearArguments& p;
@@ -178,23 +180,25 @@ private:
         const TensorMap& right;
         u32 base;
         u32 items;
+        u32 turn;
         u32 number;
         // Of the present item: trips to come, and where they are.
         u32 trips = 0;
         u32 left_line = 0;
         u32 right_line = 0;
         u32 k = 0;
+        // Trips that have been asked for, or that others ask for.
         u32 asked = 0;
         Ring<STAGES> ring;
 
         __device__ __forceinline__ Courier(const LinearArguments& p, const TensorMap& left, const TensorMap& right, u32 base,
-                                           u32 items)
-            : p(p), left(left), right(right), base(base), items(items), number(blockIdx.x) {}
+                                           u32 items, u32 turn)
+            : p(p), left(left), right(right), base(base), items(items), turn(turn), number(blockIdx.x) {}
 
-        // Whether the next copies have been asked for; not if their stage is not free, or if there are none.
-        __device__ __forceinline__ bool ask() {
+        // Asks for the copies of one trip, if there are any and their stage is free.
+        __device__ __forceinline__ void ask() {
             while (trips == 0) {
-                if (number >= items) return false;
+                if (number >= items) return;
                 const Item item = item_at(p, number);
                 number += gridDim.x;
                 trips = item.trips;
@@ -202,17 +206,18 @@ private:
                 right_line = TRANSPOSED ? item.first_row : item.first_col;
                 k = item.first_trip * DEPTH;
             }
-            if (asked >= STAGES && !barrier_passed(base + FREE_AT + 8 * ring.stage, ring.parity ^ 1)) return false;
-            const u32 stage = base + ring.stage * STAGE_BYTES;
-            const u32 full = base + FULL_AT + 8 * ring.stage;
-            barrier_expect(full, STAGE_BYTES);
-            load<TRANSPOSED>(stage, left, left_line, k, full);
-            load<RIGHT_LINES>(stage + TILE_BYTES, right, right_line, k, full);
+            if (asked % PREPARERS == turn) {
+                if (asked >= STAGES && !barrier_passed(base + FREE_AT + 8 * ring.stage, ring.parity ^ 1)) return;
+                const u32 stage = base + ring.stage * STAGE_BYTES;
+                const u32 full = base + FULL_AT + 8 * ring.stage;
+                barrier_expect(full, STAGE_BYTES);
+                load<TRANSPOSED>(stage, left, left_line, k, full);
+                load<RIGHT_LINES>(stage + TILE_BYTES, right, right_line, k, full);
+            }
             ring.advance();
             k += DEPTH;
             --trips;
             ++asked;
-            return true;
         }
         // Asks until the phase of this parity has ended.
         __device__ __forceinline__ void ask_until(u32 barrier, u32 parity) {
@@ -248,8 +253,8 @@ private:
         const u32 turn = (threadIdx.x - CONSUMERS) / GROUP_THREADS;
         const u32 warp = threadIdx.x / WARP % 4;
         const u32 lane = threadIdx.x % WARP;
-        const bool asks = threadIdx.x == CONSUMERS;
-        Courier courier(p, left, right, base, items);
+        const bool asks = threadIdx.x % GROUP_THREADS == 0;
+        Courier courier(p, left, right, base, items, turn);
         Ring<STAGES> ring;
         Ring<SLOTS> slot;
         u32 done = 0;
@@ -283,11 +288,6 @@ private:
                 slot.advance();
                 ++done;
             }
-            // Copies for the other warpgroup's last turn, which this one does not wait for.
-            if (asks) {
-                while (courier.asked < done) courier.ask();
-            }
-            __syncwarp();
             if (sums_rows(p, item)) {
 #pragma unroll
                 for (u32 i = 0; i < 32; ++i) {
