@@ -227,10 +227,13 @@ struct SumsF16 {
                      : "l"(a), "l"(b), "n"(static_cast<int>(LINES_A)), "n"(static_cast<int>(LINES_B)));            \
     }
 MULTIPLY(SumsF32, f16, 32, "f32.f16.f16", 16, "+f")
+MULTIPLY(SumsF32, f16, 64, "f32.f16.f16", 32, "+f")
 MULTIPLY(SumsF32, f16, 128, "f32.f16.f16", 64, "+f")
 MULTIPLY(SumsF32, bf16, 32, "f32.bf16.bf16", 16, "+f")
+MULTIPLY(SumsF32, bf16, 64, "f32.bf16.bf16", 32, "+f")
 MULTIPLY(SumsF32, bf16, 128, "f32.bf16.bf16", 64, "+f")
 MULTIPLY(SumsF16, f16, 32, "f16.f16.f16", 8, "+r")
+MULTIPLY(SumsF16, f16, 64, "f16.f16.f16", 16, "+r")
 MULTIPLY(SumsF16, f16, 128, "f16.f16.f16", 32, "+r")
 
 // Adds 8 steps of k in tf32, or puts them in the place of the sums. A comes from registers: each warp's 16 rows in the layout of

@@ -218,7 +218,7 @@ struct LinearTile {
                     const u64 at = static_cast<u64>(row) * p.out_pitch + col;
                     float v[GROUP];
                     product.group(i, v);
-                    if (whole) {
+                    if (whole || (row < p.m && group_is_whole<GROUP>(p, col))) {
                         Epilogue::template apply<true>(p, row, col, at, GROUP, v, held[MAY_HOLD ? i : 0], holds);
                     } else if (row < p.m && col < p.n) {
                         Epilogue::template apply<false>(p, row, col, at, p.n - col, v, held[MAY_HOLD ? i : 0], holds);

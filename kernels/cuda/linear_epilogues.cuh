@@ -30,6 +30,12 @@ enum LinearFlags : u32 {
     STEP = 4,       // gradient: steps weights and bias instead of writing the gradient
 };
 
+// Whether the group of GROUP columns from `col` on lies inside of what is written, with all rows aligned.
+template <u32 GROUP>
+__device__ __forceinline__ bool group_is_whole(const LinearArguments& p, u32 col) {
+    return col + GROUP <= p.n && p.out_pitch % GROUP == 0;
+}
+
 // ---- epilogues ----
 
 // Each takes a group of a row's columns at a time: 16 bytes of the storage type. `WHOLE` says that the group lies inside of

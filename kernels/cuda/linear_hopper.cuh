@@ -177,6 +177,16 @@ struct WarpgroupTile {
     }
 };
 
+// Steps the two weights that lie at `at`.
+template <class T>
+__device__ __forceinline__ void step_pair(unsigned char* at, float scale, float2 slope) {
+    u32* pair = reinterpret_cast<u32*>(at);
+    const u32 both = *pair;
+    const float low = __fmaf_rn(-scale, slope.x, load_float(T{static_cast<u16>(both)}));
+    const float high = __fmaf_rn(-scale, slope.y, load_float(T{static_cast<u16>(both >> 16)}));
+    *pair = Stored<T>::of(low).bits | static_cast<u32>(Stored<T>::of(high).bits) << 16;
+}
+
 // W -= scale * dY^T X for at most 64 examples, and the bias with it; the weights in T, without others beside them. Tiles of
 // 128 x 128 go through shared memory and back.
 template <class T, template <class, u32> class SumsOf>
@@ -284,12 +294,9 @@ struct StreamedUpdate {
 #pragma unroll
                 for (u32 below = 0; below < 2; ++below) {
                     const float2 slope = product.pair(piece, below);
-                    u32* at = reinterpret_cast<u32*>(weights + piece / 8 * BOX_BYTES +
-                                                     swizzled(patch_row + 8 * below, piece % 8 * 16 + lane % 4 * 4));
-                    const u32 both = *at;
-                    const float low = __fmaf_rn(-p.scale, slope.x, load_float(T{static_cast<u16>(both)}));
-                    const float high = __fmaf_rn(-p.scale, slope.y, load_float(T{static_cast<u16>(both >> 16)}));
-                    *at = Stored<T>::of(low).bits | static_cast<u32>(Stored<T>::of(high).bits) << 16;
+                    step_pair<T>(weights + piece / 8 * BOX_BYTES +
+                                     swizzled(patch_row + 8 * below, piece % 8 * 16 + lane % 4 * 4),
+                                 p.scale, slope);
                 }
             }
             show_to_engines();

@@ -68,6 +68,8 @@ struct TileSums {
                 }
             }
         } else if (has_group && col < p.n) {
+            // At the matrix' edge most groups are whole all the same.
+            const bool inside = group_is_whole<GROUP>(p, col);
 #pragma unroll
             for (u32 i = 0; i < GROUPS_EACH; ++i) {
                 if (row + i * ROWS_APART >= p.m) break;
@@ -77,7 +79,11 @@ struct TileSums {
                 } else {
                     add_warps(mine + i * (ROWS_APART * SUM_PITCH), v);
                 }
-                Epilogue::template apply<false>(p, row + i * ROWS_APART, col, at + i * step, p.n - col, v, none, false);
+                if (inside) {
+                    Epilogue::template apply<true>(p, row + i * ROWS_APART, col, at + i * step, GROUP, v, none, false);
+                } else {
+                    Epilogue::template apply<false>(p, row + i * ROWS_APART, col, at + i * step, p.n - col, v, none, false);
+                }
             }
         }
         if (sums_rows && first_row + thread < p.m) {

@@ -23,6 +23,7 @@ pub(crate) use persistent::{
     GatherArguments, LossArguments, MOST_PHASES, PersistentLaunch, PhaseArguments, name as persistent_name,
     no_kernel as no_persistent_kernel,
 };
+pub(crate) use warpgroup::backward_name;
 
 struct Source {
     /// Name of the file, without what follows the point.

@@ -4,6 +4,10 @@
 //! that no rule of thumb gets right, so it is looked up: `plan/*.csv` hold what was measured (`examples/tune_linear.rs`
 //! measures it afresh), and a shape takes the choice of the nearest one that is listed.
 
+mod backward;
+
+pub(crate) use backward::BackwardPlan;
+
 use std::cell::RefCell;
 use std::fmt;
 use std::str::FromStr;

@@ -99,7 +99,12 @@ fn an_operation_names_the_buffers_that_it_works_on() {
             let end = |buffer: &usize| begin(buffer) + case.buffers[*buffer].before.len() as u64;
             !case.picked.iter().any(|buffer| (begin(buffer)..end(buffer)).contains(addr))
         });
-        assert_eq!(operation.buffers(), used, "{}", case.label);
+        // A launch that is made of two on the host takes some buffers twice, and may need more of one than either.
+        used.sort_unstable_by_key(|&(addr, bytes)| (addr, std::cmp::Reverse(bytes)));
+        used.dedup_by_key(|(addr, _)| *addr);
+        let mut named = operation.buffers();
+        named.sort_unstable();
+        assert_eq!(named, used, "{}", case.label);
     }
 }
 

@@ -8,8 +8,8 @@ use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUstream};
 use super::warpgroup::{self, WarpgroupKernels};
 use super::{CudaKernels, argument, driver_error, load_function, load_module};
 use crate::error::KernelError;
-use crate::ops::grid;
-use crate::plan::{Choice, Plan, Product, THREADS, Tile};
+use crate::ops::{LinearBackward, grid};
+use crate::plan::{BackwardPlan, Choice, Plan, Product, THREADS, Tile};
 use crate::precision::Precision;
 
 /// Kernels of one precision.
@@ -219,6 +219,31 @@ impl CudaKernels {
             result::launch_kernel(function, (blocks, 1, 1), (THREADS, 1, 1), plan.shared_bytes, stream, &mut parameters)
         }
         .map_err(|error| driver_error("cuLaunchKernel", error))
+    }
+}
+
+impl CudaKernels {
+    /// Queues both products of the way back on `stream`, if the GPU has a kernel for it; false if not.
+    ///
+    /// # Safety
+    ///
+    /// As for [`launch_linear`](Self::launch_linear), of both products; the plan is that of the layer.
+    pub(crate) unsafe fn launch_backward(
+        &self,
+        plan: &BackwardPlan,
+        stream: CUstream,
+        both: &LinearBackward,
+    ) -> Result<bool, KernelError> {
+        let Some(warpgroup) = &self.linear(both.input.precision)?.warpgroup else { return Ok(false) };
+        let arguments = LinearArguments {
+            bias: both.update.bias,
+            scale: both.update.rate,
+            splits: plan.splits,
+            ..both.input.arguments()
+        };
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { warpgroup.launch_backward(plan, stream, &arguments, (both.update.x, both.update.x_pitch)) }?;
+        Ok(true)
     }
 }
 

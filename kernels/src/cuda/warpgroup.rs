@@ -13,11 +13,11 @@ use cudarc::driver::sys::{
 use super::{LinearArguments, argument, driver_error, load_function, load_module};
 use crate::error::KernelError;
 use crate::ops::grid;
-use crate::plan::{Choice, Plan, Product, Tile, streams};
+use crate::plan::{BackwardPlan, Choice, Plan, Product, Tile, streams};
 use crate::precision::{Element, Precision};
 
-/// Products and tiles in the order of the kernels, of 16-bit types.
-const HALF_PLACES: [(Product, Tile); 6] = [
+/// Products and tiles in the order of the kernels, of 16-bit types. One more kernel makes both products of the way back.
+const HALF_PLACES: [(Product, Tile); BACKWARD] = [
     (Product::Forward, Tile::Warpgroup),
     (Product::Forward, Tile::WarpgroupThin),
     (Product::Input, Tile::Warpgroup),
@@ -25,7 +25,9 @@ const HALF_PLACES: [(Product, Tile); 6] = [
     (Product::Gradient, Tile::Warpgroup),
     (Product::Update, Tile::Streamed),
 ];
-/// The same of f32 in memory.
+/// The place of that one.
+const BACKWARD: usize = 6;
+/// The same of f32 in memory, where there is no such kernel.
 const F32_PLACES: [(Product, Tile); 3] =
     [(Product::Forward, Tile::Warpgroup), (Product::Input, Tile::Warpgroup), (Product::Gradient, Tile::Warpgroup)];
 
@@ -38,6 +40,7 @@ macro_rules! half_names {
             concat!("linear_input_", $precision, "_warpgroup_thin"),
             concat!("linear_gradient_", $precision, "_warpgroup"),
             concat!("linear_update_", $precision, "_streamed"),
+            concat!("linear_backward_", $precision, "_streamed"),
         ]
     };
 }
@@ -91,10 +94,15 @@ pub(super) fn name(product: Product, precision: Precision, tile: Tile) -> &'stat
     NAMES[index(precision).expect("multiply-adds have no such tiles")][place(product, precision, tile)]
 }
 
+/// Name of the kernel that makes both products of the way back; only 16-bit types have it.
+pub(crate) fn backward_name(precision: Precision) -> Option<&'static str> {
+    index(precision).and_then(|index| NAMES[index].get(BACKWARD).copied())
+}
+
 /// The kernels of one precision, loaded.
 pub(super) struct WarpgroupKernels {
     module: CUmodule,
-    /// In the order of the precision's places.
+    /// In the order of the names.
     functions: Vec<CUfunction>,
     multiprocessors: u32,
 }
@@ -104,16 +112,19 @@ impl WarpgroupKernels {
     pub(super) fn load(precision: Precision, multiprocessors: u32) -> Result<Option<Self>, KernelError> {
         let Some(index) = index(precision) else { return Ok(None) };
         let module = load_module(PTX[index], NAMES[index][0])?;
-        let load = |(&name, place): (&&'static str, &(Product, Tile))| {
+        let load = |(&name, bytes): (&&'static str, u32)| {
             let function = load_function(module, name)?;
-            let plan = Plan::with(place.0, precision, [64, 64, 64], Choice { tile: place.1, splits: 1 });
             let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function belongs to a module that was just loaded. CAST: below 228 KiB.
-            unsafe { result::function::set_function_attribute(function, attribute, plan.shared_bytes as i32) }
+            unsafe { result::function::set_function_attribute(function, attribute, bytes as i32) }
                 .map_err(|error| driver_error("cuFuncSetAttribute", error))?;
             Ok(function)
         };
-        let functions = NAMES[index].iter().zip(places(precision)).map(load).collect();
+        let planned = places(precision).iter().map(|&(product, tile)| {
+            Plan::with(product, precision, [64, 64, 64], Choice { tile, splits: 1 }).shared_bytes
+        });
+        let shared_bytes = planned.chain([BackwardPlan::SHARED_BYTES]);
+        let functions = NAMES[index].iter().zip(shared_bytes).map(load).collect();
         match functions {
             Ok(functions) => Ok(Some(Self { module, functions, multiprocessors })),
             Err(error) => {
@@ -172,6 +183,41 @@ impl WarpgroupKernels {
                 (blocks, 1, 1),
                 (plan.threads(), 1, 1),
                 plan.shared_bytes,
+                stream,
+                &mut parameters,
+            )
+        }
+        .map_err(|error| driver_error("cuLaunchKernel", error))
+    }
+
+    /// Queues both products of the way back on `stream`.
+    ///
+    /// # Safety
+    ///
+    /// As for `CudaKernels::launch_backward`.
+    pub(super) unsafe fn launch_backward(
+        &self,
+        plan: &BackwardPlan,
+        stream: CUstream,
+        arguments: &LinearArguments,
+        x: (u64, u32),
+    ) -> Result<(), KernelError> {
+        let LinearArguments { m, n, k, a_pitch, b_pitch, .. } = *arguments;
+        let examples = if m <= 32 { 32 } else { 64 };
+        // Of bf16 the bits are moved likewise.
+        let element = Element::F16;
+        let dy = tensor_map(element, arguments.a, [k, m], a_pitch, [64, examples])?;
+        let x = tensor_map(element, x.0, [n, m], x.1, [64, examples])?;
+        let weight = tensor_map(element, arguments.b, [n, k], b_pitch, [64, 64])?;
+        let blocks = grid("linear_backward", plan.blocks())?;
+        let mut parameters: [*mut c_void; 4] = [argument(arguments), argument(&dy), argument(&x), argument(&weight)];
+        // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
+        unsafe {
+            result::launch_kernel(
+                self.functions[BACKWARD],
+                (blocks, 1, 1),
+                (BackwardPlan::THREADS, 1, 1),
+                BackwardPlan::SHARED_BYTES,
                 stream,
                 &mut parameters,
             )

@@ -21,7 +21,7 @@ pub use cursor::AdvanceCursor;
 pub use fill::Fill;
 pub use gather::{GatherLabels, GatherRowsF32, GatherRowsU8};
 pub use gemm::{Gemm, GemmAlgorithm, GemmLayout};
-pub use linear::{LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient};
+pub use linear::{LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient};
 pub use loss::{CrossEntropyLoss, MeanLoss, SoftmaxCrossEntropy};
 pub use persistent::PersistentSteps;
 pub use relu::{Relu, ReluBackward};

@@ -7,8 +7,8 @@ use crate::error::Result;
 use crate::tensor::{Context, Matrix};
 use allocators::DeviceBuffer;
 use kernels::{
-    AddBias, BiasGradient, Element, Gemm, GemmAlgorithm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate,
-    LinearWeightGradient, Relu, ReluBackward, Sgd,
+    AddBias, BiasGradient, Element, Gemm, GemmAlgorithm, GemmLayout, LinearBackward, LinearBackwardInput,
+    LinearForward, LinearUpdate, LinearWeightGradient, Relu, ReluBackward, Sgd,
 };
 
 /// An f32 product that is all of its launch.
@@ -129,12 +129,23 @@ impl Mlp {
             return plain_product(context, (GemmLayout::NN, algorithm), dy, &layer.weight, shape);
         }
         let dx = self.activation(context, rows, inputs)?;
-        let mut backward = LinearBackwardInput {
+        let mut backward = self.backward_input(layer, dy, mask, &dx);
+        let (_workspace, addr) =
+            self.workspace(context, backward.workspace_bytes_on(context.device.kernels())?, backward.tickets())?;
+        backward.workspace = addr;
+        // SAFETY: as for the forward product; a mask is an activation of dx's shape and pitch.
+        unsafe { context.device.run(&backward)? };
+        Ok(dx)
+    }
+
+    /// The launch of [`input_product`](Self::input_product), without its workspace.
+    fn backward_input(&self, layer: &Linear, dy: &Matrix, mask: Option<&Matrix>, dx: &Matrix) -> LinearBackwardInput {
+        LinearBackwardInput {
             engine: self.arithmetic.engine(),
             precision: self.arithmetic.precision(),
-            rows,
-            inputs,
-            outputs,
+            rows: dy.rows,
+            inputs: layer.weight.cols,
+            outputs: layer.weight.rows,
             dy: dy.addr(),
             dy_pitch: dy.pitch,
             weight: layer.weight.addr(),
@@ -144,13 +155,7 @@ impl Mlp {
             dx_pitch: dx.pitch,
             workspace: 0,
             tickets: self.tickets(),
-        };
-        let (_workspace, addr) =
-            self.workspace(context, backward.workspace_bytes_on(context.device.kernels())?, backward.tickets())?;
-        backward.workspace = addr;
-        // SAFETY: as for the forward product; a mask is an activation of dx's shape and pitch.
-        unsafe { context.device.run(&backward)? };
-        Ok(dx)
+        }
     }
 
     /// The gradient of what went into the ReLU before this layer; `x` is what came out of it.
@@ -269,7 +274,46 @@ impl Mlp {
         x: &Matrix,
         learning_rate: f32,
     ) -> Result<Option<DeviceBuffer>> {
-        let mut update = LinearUpdate {
+        let mut update = self.update_by(layer, dy, x, learning_rate);
+        let (workspace, addr) =
+            self.workspace(context, update.workspace_bytes_on(context.device.kernels())?, update.tickets())?;
+        update.workspace = addr;
+        let _on = context.device.on(Role::Update);
+        // SAFETY: as for the forward product; nothing else that is queued before this launch's end reads the weights. The
+        // caller keeps all that the launch reads, if its stream is another.
+        unsafe { context.device.run(&update)? };
+        Ok(workspace)
+    }
+
+    /// The gradient of a layer's masked input, and then its step, where one launch for both is faster than two.
+    pub(super) fn input_product_and_step(
+        &self,
+        context: &Context,
+        layer: &Linear,
+        dy: &Matrix,
+        x: &Matrix,
+        learning_rate: f32,
+    ) -> Result<Option<Matrix>> {
+        // Addresses do not decide whether there is such a launch: those of dy stand in for what is not there yet.
+        let update = self.update_by(layer, dy, x, learning_rate);
+        if LinearBackward::of(self.backward_input(layer, dy, Some(x), dy), update).is_none() {
+            return Ok(None);
+        }
+        let dx = self.activation(context, dy.rows, layer.weight.cols)?;
+        let mut both = LinearBackward { input: self.backward_input(layer, dy, Some(x), &dx), update };
+        let (_workspace, addr) = self.workspace(context, both.workspace_bytes(), both.tickets())?;
+        both.input.workspace = addr;
+        let (_workspace, addr) = self.workspace(context, update.workspace_bytes(), update.tickets())?;
+        both.update.workspace = addr;
+        // SAFETY: as for the forward product; the mask is an activation of dx's shape and pitch, and nothing else that is
+        // queued before this launch's end reads the weights.
+        unsafe { context.device.run(&both)? };
+        Ok(Some(dx))
+    }
+
+    /// The launch of [`step_layer`](Self::step_layer), without its workspace.
+    fn update_by(&self, layer: &Linear, dy: &Matrix, x: &Matrix, learning_rate: f32) -> LinearUpdate {
+        LinearUpdate {
             engine: self.arithmetic.engine(),
             precision: self.arithmetic.precision(),
             rows: dy.rows,
@@ -286,15 +330,7 @@ impl Mlp {
             bias: layer.bias.addr(),
             workspace: 0,
             tickets: self.update_tickets(),
-        };
-        let (workspace, addr) =
-            self.workspace(context, update.workspace_bytes_on(context.device.kernels())?, update.tickets())?;
-        update.workspace = addr;
-        let _on = context.device.on(Role::Update);
-        // SAFETY: as for the forward product; nothing else that is queued before this launch's end reads the weights. The
-        // caller keeps all that the launch reads, if its stream is another.
-        unsafe { context.device.run(&update)? };
-        Ok(workspace)
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use crate::arithmetic::{Arithmetic, FuseMode};
 use crate::error::Result;
 use crate::tensor::Context;
 use allocators::DeviceBuffer;
-use kernels::{LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, SoftmaxLoss};
+use kernels::{LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, SoftmaxLoss};
 
 impl Mlp {
     /// Address of the tickets; zero if no launch of this model has any.
@@ -138,7 +138,8 @@ pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u
                 workspace: 0,
                 tickets: 0,
             };
-            most = most.max(backward.tickets()).max(gradient.tickets()).max(update.tickets());
+            let both = LinearBackward::of(backward, update).map_or(0, |both| both.tickets());
+            most = most.max(backward.tickets()).max(gradient.tickets()).max(update.tickets()).max(both);
         }
     }
     // CAST: a launch has at most 2^31 blocks.

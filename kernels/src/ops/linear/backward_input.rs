@@ -50,7 +50,7 @@ pub struct LinearBackwardInput {
 linear!(LinearBackwardInput, Product::Input, |self| (self.rows, self.inputs, self.outputs));
 
 impl LinearBackwardInput {
-    fn arguments(&self) -> LinearArguments {
+    pub(crate) fn arguments(&self) -> LinearArguments {
         LinearArguments {
             a: self.dy,
             b: self.weight,
@@ -66,7 +66,7 @@ impl LinearBackwardInput {
         }
     }
 
-    fn check(&self) -> Result<(), KernelError> {
+    pub(super) fn check(&self) -> Result<(), KernelError> {
         self.check_shape()?;
         check_room(
             self.name(),

@@ -80,7 +80,7 @@ impl LinearUpdate {
         }
     }
 
-    fn check(&self) -> Result<(), KernelError> {
+    pub(super) fn check(&self) -> Result<(), KernelError> {
         self.check_shape()?;
         check_room(
             self.name(),

@@ -10,7 +10,7 @@ use kernels::{
 use super::{Data, area, case, input, input_rows, rounded, stored_tolerance, sum_tolerance, within, within_rows};
 use crate::common::{Buffer, Case, Expected, POISON};
 
-const SEED: u64 = 18;
+pub(super) const SEED: u64 = 18;
 
 /// By whom, and how, products are computed.
 #[derive(Clone, Copy, Debug)]
@@ -54,13 +54,13 @@ impl How {
 }
 
 /// An operand as it is stored, and as the product takes it.
-struct Operand {
-    stored: Vec<f32>,
+pub(super) struct Operand {
+    pub(super) stored: Vec<f32>,
     cols: u32,
-    pitch: u32,
+    pub(super) pitch: u32,
     element: Element,
     /// Row after row.
-    values: Vec<f64>,
+    pub(super) values: Vec<f64>,
 }
 
 /// Rounding to 11 bits of significand, ties away from zero.
@@ -86,12 +86,12 @@ fn exponent(value: f64) -> (f64, i32) {
 }
 
 /// Elements that a pitch has beyond those that the element type asks for: a whole number of 16 bytes.
-fn pitch(element: Element, cols: u32, more: u32) -> u32 {
+pub(super) fn pitch(element: Element, cols: u32, more: u32) -> u32 {
     element.pitch(cols) + more * element.pitch(1)
 }
 
 impl Operand {
-    fn new(how: How, data: &mut Data, rows: u32, cols: u32, more: u32) -> Self {
+    pub(super) fn new(how: How, data: &mut Data, rows: u32, cols: u32, more: u32) -> Self {
         let element = how.precision.element();
         let stored = rounded(element, data.floats(area(rows, cols), 1.0));
         let operand = |&value: &f32| if how.rounds_operands() { tf32(value) } else { value.into() };
@@ -99,18 +99,18 @@ impl Operand {
         Self { stored, cols, pitch: pitch(element, cols, more), element, values }
     }
 
-    fn buffer(&self) -> Buffer {
+    pub(super) fn buffer(&self) -> Buffer {
         input_rows(self.element, &self.stored, self.cols, self.pitch)
     }
 
     /// Columns as rows.
-    fn transposed(&self) -> Vec<f64> {
+    pub(super) fn transposed(&self) -> Vec<f64> {
         let (cols, rows) = (self.cols as usize, self.values.len() / self.cols as usize);
         (0..cols).flat_map(|col| (0..rows).map(move |row| row * cols + col)).map(|at| self.values[at]).collect()
     }
 
     /// Sums of the columns as they are stored, each with its tolerance.
-    fn column_sums(&self) -> Vec<(f64, f64)> {
+    pub(super) fn column_sums(&self) -> Vec<(f64, f64)> {
         let rows = (self.stored.len() / self.cols as usize) as u32;
         let sum = |col: usize| {
             let column = || self.stored.iter().skip(col).step_by(self.cols as usize).map(|&value| f64::from(value));
@@ -121,7 +121,7 @@ impl Operand {
 }
 
 /// `a·bᵀ` of rows of `k`, each with how far a device may be from it.
-fn product(how: How, a: &[f64], b: &[f64], k: u32) -> Vec<(f64, f64)> {
+pub(super) fn product(how: How, a: &[f64], b: &[f64], k: u32) -> Vec<(f64, f64)> {
     let mut out = Vec::with_capacity(a.len() / k as usize * (b.len() / k as usize));
     for a in a.chunks_exact(k as usize) {
         for b in b.chunks_exact(k as usize) {
@@ -137,7 +137,7 @@ fn product(how: How, a: &[f64], b: &[f64], k: u32) -> Vec<(f64, f64)> {
 }
 
 /// One operation in f32, and then the rounding to the type of the output.
-fn stored(element: Element, (value, allowed): (f64, f64)) -> (f64, f64) {
+pub(super) fn stored(element: Element, (value, allowed): (f64, f64)) -> (f64, f64) {
     (value, allowed + f64::from(f32::EPSILON) * value.abs() + stored_tolerance(element, value))
 }
 
@@ -307,12 +307,12 @@ pub(crate) fn choices(product: Product, precision: Precision) -> Vec<Choice> {
 }
 
 /// Workspace and tickets of an operation.
-fn shared(workspace_bytes: u64, tickets: u64) -> [Buffer; 2] {
+pub(super) fn shared(workspace_bytes: u64, tickets: u64) -> [Buffer; 2] {
     let workspace = Buffer { before: vec![POISON; workspace_bytes as usize], after: Expected::Anything };
     [workspace, input(&vec![0_u32; tickets as usize])]
 }
 
-fn label([rows, inputs, outputs]: [u32; 3], more: u32) -> String {
+pub(super) fn label([rows, inputs, outputs]: [u32; 3], more: u32) -> String {
     format!("{rows} rows, {inputs} to {outputs}, variant {more}")
 }
 

@@ -1,6 +1,7 @@
 //! The operations on random data, with results computed in `f64` and the tolerance of each, stated here and only here.
 //! The crate's documentation repeats them.
 
+mod backward;
 mod gather;
 mod layers;
 mod linear;
@@ -13,6 +14,7 @@ use kernels::{Choice, Element, Engine, GemmAlgorithm, GemmLayout, Operation, Pre
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+pub(crate) use backward::backward;
 pub(crate) use gather::{Picked, gather_labels, gather_rows_f32, gather_rows_u8};
 pub(crate) use layers::{add_bias, bias_gradient, convert, fill, gemm, relu, relu_backward, sgd};
 pub(crate) use linear::{How, backward_input, choices, forward, update, weight_gradient};
@@ -251,6 +253,11 @@ fn losses() -> Vec<Case> {
 /// Shapes of updates that stream: with 32 steps of k in a stage and with 64, tiles that are full and tiles that are not.
 const STREAMED: [[u32; 3]; 2] = [[29, 264, 130], [61, 136, 300]];
 
+/// Shapes of which both products of the way back are one launch: strips and trips that are full and that are not, alone and
+/// with blocks that share sums; with up to 32 examples and with more.
+const BACK: [[u32; 3]; 6] =
+    [[32, 128, 256], [29, 264, 10], [1, 8, 1000], [31, 200, 1100], [64, 192, 512], [61, 136, 300]];
+
 /// The linear layers' launches: shapes with their planned kernels and with cuBLASLt's, and every kernel on one shape.
 fn layers() -> Vec<Case> {
     let mut cases = Vec::new();
@@ -266,6 +273,11 @@ fn layers() -> Vec<Case> {
                     cases.push(weight_gradient(how, shape, variant, None));
                     cases.push(update(how, shape, variant, None));
                 }
+            }
+        }
+        if precision.element() != Element::F32 {
+            for shape in BACK {
+                cases.extend([0, 1].map(|variant| backward(precision, shape, variant)));
             }
         }
         for variant in 0..2 {
