@@ -172,8 +172,7 @@ struct WarpgroupTileF32 {
 private:
     // ---- the threads that ask for copies ----
 
-    // One for each warpgroup that prepares, for the trips that it prepares.
-
+    // One for each warpgroup that prepares, for its own trips: while one prepares the other asks.
     struct Courier {
         const LinearArguments& p;
         const TensorMap& left;
@@ -411,8 +410,8 @@ private:
         const u32 first = thread / WARP * 16;
         Ring<STAGES> ring;
         Ring<SLOTS> slot;
-        // The products of a trip, small terms first; f32 additions do the rest. See PatchF32x3 in tensor.cuh, also for what is not
-        // finite: then a trip's small terms are added by themselves, if they are.
+        // The products of a trip, small terms first, for tensor cores cut off sums; f32 additions do the rest. Where not all
+        // operands of a trip are finite, its small terms are added by themselves. See PatchF32x3 in tensor.cuh.
         SumsF32<float, SIDE> batch;
         if (TERMS == 3) batch.clear();
         for (u32 number = blockIdx.x; number < items; number += gridDim.x) {
@@ -608,8 +607,8 @@ private:
         }
     }
 
-    // Whether this block is the last of `all` to come here; what the others wrote before is then visible to it. The ticket is left
-    // at zero.
+    // Whether this block is the last of `all` to come here; what the others wrote before is then visible to it. The ticket
+    // is left at zero.
     static __device__ __forceinline__ bool arrived_last(u32* ticket, u32 all, u32 base) {
         __threadfence();
         meet(CONSUMERS_MEET, CONSUMERS);
