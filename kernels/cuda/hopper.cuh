@@ -39,9 +39,38 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "r"(parity)
         : "memory");
 }
+// Whether the phase of this parity has ended.
+__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
+    u32 passed;
+    asm volatile(
+        "{\n\t"
+        ".reg .pred done;\n\t"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, done;\n\t"
+        "}"
+        : "=r"(passed)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return passed != 0;
+}
 // Meets the other threads of `threads` that come here with the same number, which is not 0.
 __device__ __forceinline__ void meet(u32 number, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+// The same, and whether any of them says so.
+__device__ __forceinline__ bool meet_any(u32 number, u32 threads, bool says) {
+    u32 any;
+    asm volatile(
+        "{\n\t"
+        ".reg .pred says, any;\n\t"
+        "setp.ne.u32 says, %3, 0;\n\t"
+        "bar.red.or.pred any, %1, %2, says;\n\t"
+        "selp.u32 %0, 1, 0, any;\n\t"
+        "}"
+        : "=r"(any)
+        : "r"(number), "r"(threads), "r"(static_cast<u32>(says))
+        : "memory");
+    return any != 0;
 }
 
 // ---- the copy engine ----
@@ -76,6 +105,8 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
 // across meets a bank twice: piece c of row r lies at c ^ (r % 8). A tile begins on 1,024 bytes.
 enum : u32 { SWIZZLED_ROW = 128, SWIZZLED_ROWS = 8 * SWIZZLED_ROW };
 
+__device__ __forceinline__ u32 align_to_swizzle(u32 address) { return (address + SWIZZLED_ROWS - 1) & ~(SWIZZLED_ROWS - 1); }
+
 __device__ __forceinline__ u32 swizzled(u32 row, u32 byte) { return row * SWIZZLED_ROW + (byte ^ (row % 8 * 16)); }
 
 // An operand of a product. With k along the rows, `stride` is from 8 lines to the next 8. With lines along the rows,
@@ -85,7 +116,57 @@ __device__ __forceinline__ u64 operand_at(u32 address, u32 leading, u32 stride) 
            static_cast<u64>(stride >> 4) << 32 | static_cast<u64>(1) << 62;
 }
 
+// Words of shared memory, one by one and by twos and fours.
+__device__ __forceinline__ u32 read_one(u32 address) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
+}
+__device__ __forceinline__ void read_two(u32 address, u32& low, u32& high) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(low), "=r"(high) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void read_four(u32 address, u32 (&to)[4]) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ __forceinline__ void write_one(u32 address, u32 word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+__device__ __forceinline__ void write_four(u32 address, const u32 (&from)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+                 : "memory");
+}
+
+// ---- warpgroups ----
+
+// For all threads of a warpgroup: takes registers that others have given up, and gives them up.
+template <u32 REGISTERS>
+__device__ __forceinline__ void registers_up() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <u32 REGISTERS>
+__device__ __forceinline__ void registers_down() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
 // ---- products ----
+
+enum : u32 { GROUP_THREADS = 4 * WARP };
+
+// Which stage of a ring is next, and the parity of its phase.
+template <u32 STAGES>
+struct Ring {
+    u32 stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
 
 // Before the first product of a batch: registers written before are there.
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -132,11 +213,11 @@ struct SumsF16 {
 #define NAMES_32                                                                                                      \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
     "%24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, adds, 1, 1, %34, %35;"
-#define NAMES_64                                                                                                      \
+#define LIST_64                                                                                                       \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
     "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "  \
-    "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, adds, 1, 1, "  \
-    "%66, %67;"
+    "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+#define NAMES_64 LIST_64 "%64, %65, adds, 1, 1, %66, %67;"
 #define MULTIPLY(sums_type, T, N, types, count, kind)                                                              \
     template <bool LINES_A, bool LINES_B>                                                                          \
     __device__ __forceinline__ void multiply(sums_type<T, N>& c, u64 a, u64 b) {                                   \
@@ -154,3 +235,20 @@ MULTIPLY(SumsF32, bf16, 128, "f32.bf16.bf16", 64, "+f")
 MULTIPLY(SumsF16, f16, 32, "f16.f16.f16", 8, "+r")
 MULTIPLY(SumsF16, f16, 64, "f16.f16.f16", 16, "+r")
 MULTIPLY(SumsF16, f16, 128, "f16.f16.f16", 32, "+r")
+
+// Adds 8 steps of k in tf32, or puts them in the place of the sums. A comes from registers: each warp's 16 rows in the layout of
+// mma.m16n8k8. They and the sums must be left alone until `products_wait`; `keep` sees to it. B has k along its rows.
+__device__ __forceinline__ void multiply(SumsF32<float, 128>& c, const u32 (&a)[4], u64 b, bool adds) {
+    asm volatile("{\n\t.reg .pred adds;\n\tsetp.ne.u32 adds, %69, 0;\n\t"
+                 "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 " LIST_64 "{%64, %65, %66, %67}, %68, adds, 1, 1;\n\t}"
+                 : SUMS_64("+f", c.sums, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)));
+}
+// The compiler has no other use for these registers before this point.
+template <u32 STEPS>
+__device__ __forceinline__ void keep(u32 (&a)[STEPS][4]) {
+#pragma unroll
+    for (u32 step = 0; step < STEPS; ++step) {
+        asm volatile("" : "+r"(a[step][0]), "+r"(a[step][1]), "+r"(a[step][2]), "+r"(a[step][3])::"memory");
+    }
+}

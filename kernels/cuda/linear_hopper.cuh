@@ -38,21 +38,6 @@ struct TiledOperand {
     static __device__ __forceinline__ u64 at(u32 address) { return operand_at(address, BOX_BYTES, SWIZZLED_ROWS); }
 };
 
-// Which stage of a ring is next, and the parity of its phase.
-template <u32 STAGES>
-struct Ring {
-    u32 stage = 0;
-    u32 parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-enum : u32 { GROUP_THREADS = 4 * WARP };
-
 // For all threads of a block: a stage is full when its copies have been asked for and have arrived, and free when so many
 // consumers have said so.
 template <u32 STAGES>
@@ -66,8 +51,6 @@ __device__ __forceinline__ void prepare_barriers(u32 full, u32 free, u32 consume
     }
     __syncthreads();
 }
-
-__device__ __forceinline__ u32 align_to_swizzle(u32 address) { return (address + SWIZZLED_ROWS - 1) & ~(SWIZZLED_ROWS - 1); }
 
 // 64 lines of one operand for each of GROUPS warpgroups, by ACROSS of the other. TRANSPOSED: the lines of the warpgroups are
 // columns of C (B's), else rows (A's).

@@ -139,7 +139,7 @@ pub fn kernel_names() -> impl Iterator<Item = &'static str> {
         .iter()
         .map(|kernel| kernel.name())
         .chain(linear::NAMES.into_iter().flatten())
-        .chain(warpgroup::NAMES.into_iter().flatten())
+        .chain(warpgroup::NAMES.into_iter().flatten().copied())
         .chain(persistent::NAMES)
         .chain(cublaslt::NAMES.into_iter().flatten())
 }
@@ -370,7 +370,7 @@ mod tests {
             assert_eq!(entries(ptx), names.into_iter().collect());
         }
         for (ptx, names) in warpgroup::PTX.into_iter().zip(warpgroup::NAMES) {
-            assert_eq!(entries(ptx), names.into_iter().collect());
+            assert_eq!(entries(ptx), names.iter().copied().collect());
         }
         for (ptx, name) in persistent::PTX.into_iter().zip(persistent::NAMES) {
             assert!(ptx.iter().all(|ptx| entries(ptx) == BTreeSet::from([name])));
@@ -400,7 +400,7 @@ mod tests {
         for (place, &kernel) in Kernel::ALL.iter().enumerate() {
             assert_eq!(kernel as usize, place);
         }
-        let linear = linear::NAMES.as_flattened().len() + warpgroup::NAMES.as_flattened().len();
+        let linear = linear::NAMES.as_flattened().len() + warpgroup::NAMES.concat().len();
         let others = persistent::NAMES.len() + cublaslt::NAMES.as_flattened().len();
         assert_eq!(kernel_names().collect::<BTreeSet<_>>().len(), Kernel::ALL.len() + linear + others);
     }

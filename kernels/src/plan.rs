@@ -53,11 +53,12 @@ impl Product {
         }
     }
 
-    /// Those that they can have on compute capability 9.0 besides: of 16-bit types only.
+    /// Those that they can have on compute capability 9.0 besides, where tensor cores multiply.
     #[must_use]
     pub const fn warpgroup_tiles(self, precision: Precision) -> &'static [Tile] {
-        match (precision.element(), self) {
-            (Element::F32, _) => &[],
+        match (precision, self) {
+            (Precision::F32, _) => &[],
+            (Precision::Tf32 | Precision::F32x3, _) => &[Tile::Warpgroup],
             (_, Product::Forward | Product::Input) => &[Tile::Warpgroup, Tile::WarpgroupThin],
             (_, Product::Gradient) => &[Tile::Warpgroup],
             (_, Product::Update) => &[Tile::Warpgroup, Tile::Streamed],
@@ -66,7 +67,7 @@ impl Product {
 }
 
 /// The part of C that one block computes, and how its warps divide it; see `cuda/linear_entry.cuh` and, for those of compute
-/// capability 9.0, `cuda/linear_hopper_entry.cuh`.
+/// capability 9.0, `cuda/linear_hopper_entry.cuh` and `cuda/linear_hopper_f32_entry.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tile {
     /// 32×16; eight warps share out k.
@@ -85,7 +86,7 @@ pub enum Tile {
     Flat,
     /// 16×128; two warps across, four share out k.
     Slim,
-    /// 128×128; two warpgroups, 64 rows each. Compute capability 9.0.
+    /// 128×128; two warpgroups, 64 rows each; or columns, of the gradient of f32. Compute capability 9.0.
     Warpgroup,
     /// 32×64, computed transposed by one warpgroup. Compute capability 9.0.
     WarpgroupThin,
@@ -93,7 +94,8 @@ pub enum Tile {
     Streamed,
 }
 
-/// Threads of a block; those of warpgroups have a warp more, which asks for copies.
+/// Threads of a block; those of warpgroups have a warp more, which asks for copies, or with f32 in memory two warpgroups
+/// more, which prepare an operand as well.
 pub(crate) const THREADS: u32 = 256;
 
 /// Layout of a tile's kernel; the figures of `cuda/linear_entry.cuh`.
@@ -158,7 +160,7 @@ impl Tile {
             Tile::Fine => (32, 64, 1, 32, 2),
             Tile::Flat => (64, 128, 1, 32, 2),
             Tile::Slim => (16, 128, 4, 16, 4),
-            Tile::Warpgroup => (128, 128, 1, 64, 3),
+            Tile::Warpgroup => (128, 128, 1, in_bytes(128), if element.bytes() == 4 { 4 } else { 3 }),
             Tile::WarpgroupThin => (32, 64, 1, 64, 14),
             // All of k at once.
             Tile::Streamed => (128, 128, 1, 64, 1),
@@ -288,13 +290,24 @@ impl Plan {
         let stages = layout.stages * (strip(layout.rows, a_contiguous) + strip(layout.cols, b_contiguous));
         let sums = layout.slices * layout.rows * (layout.cols + 8) * 4;
         // Swizzled tiles have no padding; two barriers for each stage, and the tiles begin on 1,024 bytes.
-        let warpgroup = layout.stages * ((layout.rows + layout.cols) * layout.depth * 2 + 16) + 1024;
+        let warpgroup = layout.stages * ((layout.rows + layout.cols) * layout.depth * element.bytes() + 16) + 1024;
+        // From f32 one operand is prepared beside the stages, once for each of a product's terms, with four words and two
+        // barriers more; besides, two sums of each row, and a word for what one thread has to say.
+        let parts = if precision == Precision::F32x3 { 2 } else { 1 };
+        let prepared =
+            PREPARED * (parts * layout.cols * layout.depth * element.bytes() + 16 + 16) + 2 * layout.rows * 4 + 8;
         let shared_bytes = match choice.tile {
+            Tile::Warpgroup if element == Element::F32 => warpgroup + prepared,
             Tile::Warpgroup | Tile::WarpgroupThin => warpgroup,
             Tile::Streamed => STREAMED_ROOM + 4 * 16 + 1024,
             _ => stages.max(sums),
         };
         let shared = splits > 1;
+        // Where f32 is prepared for warpgroups, blocks that share a sum meet by the root of their number first.
+        let meetings = match choice.tile {
+            Tile::Warpgroup if element == Element::F32 => splits.div_ceil((splits - 1).isqrt() + 1) + 1,
+            _ => 1,
+        };
         let split_bytes = (layout.rows * layout.cols + layout.rows) * 4;
         Self {
             product,
@@ -306,7 +319,7 @@ impl Plan {
             iterations: trips.div_ceil(splits.into()),
             splits,
             workspace_bytes: if shared { tiles.saturating_mul(splits.into()).saturating_mul(split_bytes) } else { 0 },
-            tickets: if shared { tiles } else { 0 },
+            tickets: if shared { tiles.saturating_mul(meetings.into()) } else { 0 },
             otherwise: None,
         }
     }
@@ -315,6 +328,7 @@ impl Plan {
     pub(crate) fn threads(&self) -> u32 {
         match self.tile {
             Tile::WarpgroupThin => 128 + 32,
+            Tile::Warpgroup if self.precision.element() == Element::F32 => 256 + 256,
             Tile::Warpgroup | Tile::Streamed => 256 + 32,
             _ => THREADS,
         }
@@ -347,6 +361,9 @@ impl Plan {
         out
     }
 }
+
+/// Tiles of an operand that are prepared before they are multiplied; `SLOTS` of `cuda/linear_hopper_f32.cuh`.
+const PREPARED: u64 = 3;
 
 /// Shared memory of a streamed update's stages: three with 64 examples, four with 32.
 const STREAMED_ROOM: u64 = 3 * 65_536;
@@ -499,5 +516,9 @@ mod tests {
         let alone =
             Plan::with(Product::Forward, Precision::F16, [32, 128, 100], Choice { tile: Tile::Thin16, splits: 16 });
         assert_eq!((alone.splits, alone.workspace_bytes, alone.tickets), (1, 0, 0));
+        let meeting_twice = Choice { tile: Tile::Warpgroup, splits: 18 };
+        let gradient = Plan::with(Product::Gradient, Precision::F32x3, [128, 784, 60_000], meeting_twice);
+        // Seven tiles; five, five, five and three blocks of each, and then the four that were last.
+        assert_eq!((gradient.blocks, gradient.iterations, gradient.tickets), (7 * 18, 105, 7 * 5));
     }
 }

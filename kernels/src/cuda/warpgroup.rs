@@ -1,5 +1,5 @@
 //! Loading and launching the linear layers' kernels that take warpgroups and the copy engine: compute capability 9.0 and
-//! 16-bit types; a module for each precision.
+//! tensor cores; a module for each precision.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -14,13 +14,10 @@ use super::{LinearArguments, argument, driver_error, load_function, load_module}
 use crate::error::KernelError;
 use crate::ops::grid;
 use crate::plan::{BackwardPlan, Choice, Plan, Product, Tile, streams};
-use crate::precision::Precision;
+use crate::precision::{Element, Precision};
 
-/// Kernels of one precision; the last is that of both products of the way back.
-const KERNELS: usize = 7;
-const BACKWARD: usize = KERNELS - 1;
-/// Products and tiles in the order of the others.
-const PLACES: [(Product, Tile); BACKWARD] = [
+/// Products and tiles in the order of the kernels, of 16-bit types. One more kernel makes both products of the way back.
+const HALF_PLACES: [(Product, Tile); BACKWARD] = [
     (Product::Forward, Tile::Warpgroup),
     (Product::Forward, Tile::WarpgroupThin),
     (Product::Input, Tile::Warpgroup),
@@ -28,10 +25,15 @@ const PLACES: [(Product, Tile); BACKWARD] = [
     (Product::Gradient, Tile::Warpgroup),
     (Product::Update, Tile::Streamed),
 ];
+/// The place of that one.
+const BACKWARD: usize = 6;
+/// The same of f32 in memory, where there is no such kernel.
+const F32_PLACES: [(Product, Tile); 3] =
+    [(Product::Forward, Tile::Warpgroup), (Product::Input, Tile::Warpgroup), (Product::Gradient, Tile::Warpgroup)];
 
-macro_rules! names {
-    ($($precision:literal),*) => {
-        [$([
+macro_rules! half_names {
+    ($precision:literal) => {
+        &[
             concat!("linear_forward_", $precision, "_warpgroup"),
             concat!("linear_forward_", $precision, "_warpgroup_thin"),
             concat!("linear_input_", $precision, "_warpgroup"),
@@ -39,12 +41,22 @@ macro_rules! names {
             concat!("linear_gradient_", $precision, "_warpgroup"),
             concat!("linear_update_", $precision, "_streamed"),
             concat!("linear_backward_", $precision, "_streamed"),
-        ],)*]
+        ]
+    };
+}
+macro_rules! f32_names {
+    ($precision:literal) => {
+        &[
+            concat!("linear_forward_", $precision, "_warpgroup"),
+            concat!("linear_input_", $precision, "_warpgroup"),
+            concat!("linear_gradient_", $precision, "_warpgroup"),
+        ]
     };
 }
 
-/// Entry points by precision: bf16, f16, f16 with sums in f16.
-pub(super) const NAMES: [[&str; KERNELS]; 3] = names!("bf16", "f16", "f16acc");
+/// Entry points by precision: bf16, f16, f16 with sums in f16, tf32, f32 from three products of tf32.
+pub(super) const NAMES: [&[&str]; 5] =
+    [half_names!("bf16"), half_names!("f16"), half_names!("f16acc"), f32_names!("tf32"), f32_names!("f32x3")];
 
 macro_rules! ptx {
     ($($precision:literal),*) => {
@@ -53,38 +65,45 @@ macro_rules! ptx {
 }
 
 /// PTX by precision, each with a NUL at its end.
-pub(super) const PTX: [&str; 3] = ptx!("bf16", "f16", "f16acc");
+pub(super) const PTX: [&str; 5] = ptx!("bf16", "f16", "f16acc", "tf32", "f32x3");
 
 fn index(precision: Precision) -> Option<usize> {
     match precision {
-        Precision::F32 | Precision::Tf32 | Precision::F32x3 => None,
+        Precision::F32 => None,
         Precision::Bf16 => Some(0),
         Precision::F16 => Some(1),
         Precision::F16Accumulate => Some(2),
+        Precision::Tf32 => Some(3),
+        Precision::F32x3 => Some(4),
     }
 }
 
-fn place(product: Product, tile: Tile) -> usize {
+fn places(precision: Precision) -> &'static [(Product, Tile)] {
+    if precision.element() == Element::F32 { &F32_PLACES } else { &HALF_PLACES }
+}
+
+fn place(product: Product, precision: Precision, tile: Tile) -> usize {
     // An update in tiles that do not stream is a gradient's epilogue.
     let product = if tile == Tile::Warpgroup && product == Product::Update { Product::Gradient } else { product };
-    let found = PLACES.iter().position(|place| *place == (product, tile));
+    let found = places(precision).iter().position(|place| *place == (product, tile));
     found.expect("a plan has one of its product's tiles")
 }
 
 /// Name of the kernel of a tile with warpgroups.
 pub(super) fn name(product: Product, precision: Precision, tile: Tile) -> &'static str {
-    NAMES[index(precision).expect("only 16-bit types have such tiles")][place(product, tile)]
+    NAMES[index(precision).expect("multiply-adds have no such tiles")][place(product, precision, tile)]
 }
 
 /// Name of the kernel that makes both products of the way back; only 16-bit types have it.
 pub(crate) fn backward_name(precision: Precision) -> Option<&'static str> {
-    index(precision).map(|index| NAMES[index][BACKWARD])
+    index(precision).and_then(|index| NAMES[index].get(BACKWARD).copied())
 }
 
 /// The kernels of one precision, loaded.
 pub(super) struct WarpgroupKernels {
     module: CUmodule,
-    functions: [CUfunction; KERNELS],
+    /// In the order of the names.
+    functions: Vec<CUfunction>,
     multiprocessors: u32,
 }
 
@@ -93,21 +112,21 @@ impl WarpgroupKernels {
     pub(super) fn load(precision: Precision, multiprocessors: u32) -> Result<Option<Self>, KernelError> {
         let Some(index) = index(precision) else { return Ok(None) };
         let module = load_module(PTX[index], NAMES[index][0])?;
-        let mut functions = [std::ptr::null_mut(); KERNELS];
-        let planned = PLACES.map(|(product, tile)| {
+        let load = |(&name, bytes): (&&'static str, u32)| {
+            let function = load_function(module, name)?;
+            let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function belongs to a module that was just loaded. CAST: below 228 KiB.
+            unsafe { result::function::set_function_attribute(function, attribute, bytes as i32) }
+                .map_err(|error| driver_error("cuFuncSetAttribute", error))?;
+            Ok(function)
+        };
+        let planned = places(precision).iter().map(|&(product, tile)| {
             Plan::with(product, precision, [64, 64, 64], Choice { tile, splits: 1 }).shared_bytes
         });
-        let shared_bytes = planned.into_iter().chain([BackwardPlan::SHARED_BYTES]);
-        let filled =
-            functions.iter_mut().zip(NAMES[index]).zip(shared_bytes).try_for_each(|((function, name), bytes)| {
-                *function = load_function(module, name)?;
-                let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                // SAFETY: the function belongs to a module that was just loaded. CAST: below 228 KiB.
-                unsafe { result::function::set_function_attribute(*function, attribute, bytes as i32) }
-                    .map_err(|error| driver_error("cuFuncSetAttribute", error))
-            });
-        match filled {
-            Ok(()) => Ok(Some(Self { module, functions, multiprocessors })),
+        let shared_bytes = planned.chain([BackwardPlan::SHARED_BYTES]);
+        let functions = NAMES[index].iter().zip(shared_bytes).map(load).collect();
+        match functions {
+            Ok(functions) => Ok(Some(Self { module, functions, multiprocessors })),
             Err(error) => {
                 // SAFETY: loaded above, and nobody has it.
                 let _ = unsafe { result::module::unload(module) };
@@ -130,14 +149,16 @@ impl WarpgroupKernels {
         let LinearArguments { m, n, k, a_pitch, b_pitch, out_pitch, .. } = *arguments;
         debug_assert!(plan.tile != Tile::Streamed || streams([m, n, k]), "plans stream only what can");
         let (rows, cols) = if plan.tile == Tile::WarpgroupThin { (32, 64) } else { (128, 128) };
-        // The kernels' stages have 64 steps of k, or as many as there are examples.
-        let depth = if plan.tile == Tile::Streamed && k <= 32 { 32 } else { 64 };
-        // With k along the rows a box has all lines of a tile, else 64 of them and all steps.
+        let element = plan.precision.element();
+        // A box is 128 bytes wide. The kernels' stages have as many steps of k, or as many as there are examples.
+        let wide = if element == Element::F32 { 32 } else { 64 };
+        let depth = if plan.tile == Tile::Streamed && k <= 32 { 32 } else { wide };
+        // With k along the rows a box has all lines of a tile, else as many as are 128 bytes, and all steps.
         let operand = |address, k_contiguous, lines, pitch, tile_lines| {
             if k_contiguous {
-                tensor_map(address, [k, lines], pitch, [64, tile_lines])
+                tensor_map(element, address, [k, lines], pitch, [wide, tile_lines])
             } else {
-                tensor_map(address, [lines, k], pitch, [64, depth])
+                tensor_map(element, address, [lines, k], pitch, [wide, depth])
             }
         };
         let (a_contiguous, b_contiguous) = match plan.product {
@@ -147,15 +168,14 @@ impl WarpgroupKernels {
         };
         let a = operand(arguments.a, a_contiguous, m, a_pitch, rows)?;
         let b = operand(arguments.b, b_contiguous, n, b_pitch, cols)?;
-        let (out, blocks) = if plan.tile == Tile::Streamed {
-            // Blocks stay, one on each multiprocessor, and take tile after tile.
-            (tensor_map(arguments.out, [n, m], out_pitch, [64, 64])?, plan.blocks.min(self.multiprocessors.into()))
-        } else {
-            (a, plan.blocks)
-        };
+        let streamed = plan.tile == Tile::Streamed;
+        let out = if streamed { tensor_map(element, arguments.out, [n, m], out_pitch, [64, 64])? } else { a };
+        // Some blocks stay, one on each multiprocessor, and take tile after tile.
+        let stay = streamed || element == Element::F32;
+        let blocks = if stay { plan.blocks.min(self.multiprocessors.into()) } else { plan.blocks };
         let blocks = grid(plan.kernel(), blocks)?;
         let mut parameters: [*mut c_void; 4] = [argument(arguments), argument(&a), argument(&b), argument(&out)];
-        let function = self.functions[place(plan.product, plan.tile)];
+        let function = self.functions[place(plan.product, plan.precision, plan.tile)];
         // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
         unsafe {
             result::launch_kernel(
@@ -184,9 +204,11 @@ impl WarpgroupKernels {
     ) -> Result<(), KernelError> {
         let LinearArguments { m, n, k, a_pitch, b_pitch, .. } = *arguments;
         let examples = if m <= 32 { 32 } else { 64 };
-        let dy = tensor_map(arguments.a, [k, m], a_pitch, [64, examples])?;
-        let x = tensor_map(x.0, [n, m], x.1, [64, examples])?;
-        let weight = tensor_map(arguments.b, [n, k], b_pitch, [64, 64])?;
+        // Of bf16 the bits are moved likewise.
+        let element = Element::F16;
+        let dy = tensor_map(element, arguments.a, [k, m], a_pitch, [64, examples])?;
+        let x = tensor_map(element, x.0, [n, m], x.1, [64, examples])?;
+        let weight = tensor_map(element, arguments.b, [n, k], b_pitch, [64, 64])?;
         let blocks = grid("linear_backward", plan.blocks())?;
         let mut parameters: [*mut c_void; 4] = [argument(arguments), argument(&dy), argument(&x), argument(&weight)];
         // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
@@ -209,9 +231,10 @@ impl WarpgroupKernels {
     }
 }
 
-/// A matrix of 16-bit elements as the copy engine sees it, `[cols, rows]`, with rows of 128 bytes swizzled in shared memory.
+/// A matrix as the copy engine sees it, `[cols, rows]`, with rows of 128 bytes swizzled in shared memory.
 /// A calculation on the host: nothing of it stays with the driver.
 fn tensor_map(
+    element: Element,
     address: u64,
     [cols, rows]: [u32; 2],
     pitch: u32,
@@ -219,13 +242,18 @@ fn tensor_map(
 ) -> Result<CUtensorMap, KernelError> {
     let mut map = MaybeUninit::uninit();
     let sizes = [u64::from(cols), u64::from(rows)];
-    let strides = [u64::from(pitch) * 2];
+    let strides = [u64::from(pitch) * element.bytes()];
+    // Bits as they are.
+    let kind = match element {
+        Element::F32 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT32,
+        Element::Bf16 | Element::F16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+    };
     let (boxes, steps) = ([box_cols, box_rows], [1, 1]);
     // SAFETY: the arrays have as many entries as a matrix asks for, and the driver writes the map if it succeeds.
     unsafe {
         sys::cuTensorMapEncodeTiled(
             map.as_mut_ptr(),
-            CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            kind,
             2,
             address as *mut c_void,
             sizes.as_ptr(),

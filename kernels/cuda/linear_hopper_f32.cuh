@@ -1,0 +1,624 @@
+// The products of linear.cuh in f32x3 and tf32 on compute capability 9.0, in tiles of 128 x 128.
+//
+// A warpgroup's product takes one operand from registers and the other from shared memory, where tf32 has to have k along its
+// rows. So a block's four warpgroups go different ways about the tiles that the copy engine fetches:
+//
+//   two multiply   each has 64 lines of the left operand: a thread reads the elements of its own fragments where they came
+//                  to lie, and splits each of them once, in registers
+//   two prepare    in turns, they write the right operand anew, split, rounded and with k along the rows; they ask for the copies
+//
+// The left operand is A, or, for a gradient, whose inputs are many and whose outputs few, B: then the tile is computed
+// transposed. Blocks stay and take tile after tile, so that copies for the next are under way while one is written.
+#pragma once
+
+#include "hopper.cuh"
+#include "linear_epilogues.cuh"
+
+// What an epilogue needs of memory for a group, read some time before.
+template <class Epilogue>
+struct Early;
+
+template <>
+struct Early<ForwardEpilogue<float>> {
+    float bias[4];
+    __device__ __forceinline__ void read(const LinearArguments& p, bool, u32 col, u64) {
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) bias[i] = p.bias != nullptr && col + i < p.n ? __ldg(p.bias + col + i) : 0.0f;
+    }
+    template <bool WHOLE>
+    __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32, u64 at, u32 count, float (&v)[4]) {
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            v[i] += bias[i];
+            if (p.flags & RELU) v[i] = v[i] < 0.0f ? 0.0f : v[i];
+        }
+        write_floats<WHOLE>(static_cast<float*>(p.out) + at, count, v);
+    }
+};
+
+template <>
+struct Early<InputEpilogue<float>> {
+    uint4 mask;
+    __device__ __forceinline__ void read(const LinearArguments& p, bool inside, u32 col, u64 at) {
+        mask = read_16_if(inside && p.mask != nullptr && col < p.n, static_cast<const float*>(p.mask) + at);
+    }
+    template <bool WHOLE>
+    __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32, u64 at, u32 count, float (&v)[4]) {
+        if (p.mask != nullptr) {
+            float x[4];
+            group_values(0.0f, mask, x);
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) v[i] = x[i] > 0.0f ? v[i] : 0.0f;
+        }
+        write_floats<WHOLE>(static_cast<float*>(p.out) + at, count, v);
+    }
+};
+
+template <>
+struct Early<GradientEpilogue<float>> {
+    GradientEpilogue<float>::Held held;
+    __device__ __forceinline__ void read(const LinearArguments& p, bool inside, u32 col, u64 at) {
+        GradientEpilogue<float>::fetch(p, inside && (p.flags & STEP) != 0 && col < p.n, at, held);
+    }
+    template <bool WHOLE>
+    __device__ __forceinline__ void apply(const LinearArguments& p, u32 row, u32 col, u64 at, u32 count, float (&v)[4]) {
+        GradientEpilogue<float>::template apply<WHOLE>(p, row, col, at, count, v, held, true);
+    }
+};
+
+// TERMS: 3 for f32x3, 1 for tf32. RIGHT_LINES: the right operand has its lines along the rows of the matrix, else k. TRANSPOSED:
+// the left operand is B, and it too has its lines along the rows; else it is A, and has k.
+template <class Epilogue, u32 TERMS, bool RIGHT_LINES, bool TRANSPOSED>
+struct WarpgroupTileF32 {
+    enum : u32 {
+        SIDE = 128,
+        // Steps of k in a stage: a row of 128 bytes.
+        DEPTH = 32,
+        STEPS = DEPTH / 8,
+        CONSUMERS = 2 * GROUP_THREADS,
+        PREPARERS = 2,
+        THREADS = CONSUMERS + PREPARERS * GROUP_THREADS,
+        // Registers of a thread that multiplies, and of one that prepares, of the 128 each that a block starts with.
+        CONSUMER_REGISTERS = 176,
+        PREPARER_REGISTERS = 80,
+        GROUP = 4,
+        // A thread's groups of four neighbours in a row of C.
+        GROUPS = SIDE * SIDE / CONSUMERS / GROUP,
+        SPLIT_SIZE = SIDE * SIDE + SIDE,
+
+        TILE_BYTES = SIDE * DEPTH * 4,
+        // With lines along the rows a tile is boxes of 32 lines.
+        BOX_BYTES = 32 * SWIZZLED_ROW,
+        // Tiles as they came; and the right operand, prepared.
+        STAGES = 4,
+        STAGE_BYTES = 2 * TILE_BYTES,
+        SLOTS = 3,
+        SLOT_BYTES = TERMS == 3 ? 2 * TILE_BYTES : TILE_BYTES,
+        SLOTS_AT = STAGES * STAGE_BYTES,
+        ROW_SUMS_AT = SLOTS_AT + SLOTS * SLOT_BYTES,
+        // For each slot and warp that prepared it, whether there is something in it that is not finite.
+        ODD_AT = ROW_SUMS_AT + PREPARERS * SIDE * 4,
+        BARRIERS_AT = ODD_AT + 16 * SLOTS,
+        FULL_AT = BARRIERS_AT,
+        FREE_AT = FULL_AT + 8 * STAGES,
+        READY_AT = FREE_AT + 8 * STAGES,
+        USED_AT = READY_AT + 8 * SLOTS,
+        LAST_AT = USED_AT + 8 * SLOTS,
+        SHARED_BYTES = LAST_AT + 8 + SWIZZLED_ROWS,
+        // Numbers of `meet`.
+        CONSUMERS_MEET = 1,
+        SUMS_MEET = 2,
+        GROUPS_MEET = 3,
+    };
+    static_assert(Epilogue::GROUP == GROUP, "f32");
+
+    // What a block computes at a time: a tile, or its share of one tile's k.
+    struct Item {
+        u32 tile;
+        u32 split;
+        u32 first_row;
+        u32 first_col;
+        u32 first_trip;
+        u32 trips;
+    };
+    static __device__ __forceinline__ u32 tiles(const LinearArguments& p) {
+        return (p.m + SIDE - 1) / SIDE * ((p.n + SIDE - 1) / SIDE);
+    }
+    static __device__ __forceinline__ Item item_at(const LinearArguments& p, u32 number) {
+        const u32 tiles_down = (p.m + SIDE - 1) / SIDE;
+        const u32 all_tiles = tiles(p);
+        const u32 trips_in_all = (p.k + DEPTH - 1) / DEPTH;
+        const u32 trips_each = (trips_in_all + p.splits - 1) / p.splits;
+        Item item;
+        item.tile = number % all_tiles;
+        item.split = number / all_tiles;
+        item.first_row = item.tile % tiles_down * SIDE;
+        item.first_col = item.tile / tiles_down * SIDE;
+        item.first_trip = min(item.split * trips_each, trips_in_all);
+        item.trips = min(trips_each, trips_in_all - item.first_trip);
+        return item;
+    }
+
+    static __device__ __forceinline__ bool sums_rows(const LinearArguments& p, const Item& item) {
+        return Epilogue::SUMS_ROWS && p.bias != nullptr && item.first_col == 0;
+    }
+
+    static __device__ __forceinline__ void run(const LinearArguments& p, const TensorMap& a_map, const TensorMap& b_map,
+                                               unsigned char* dynamic) {
+        const u32 base = align_to_swizzle(shared_address(dynamic));
+        const u32 warp = threadIdx.x / WARP;
+        if (threadIdx.x == 0) {
+            for (u32 stage = 0; stage < STAGES; ++stage) {
+                barrier_init(base + FULL_AT + 8 * stage, 1);
+                barrier_init(base + FREE_AT + 8 * stage, (CONSUMERS + GROUP_THREADS) / WARP);
+            }
+            for (u32 slot = 0; slot < SLOTS; ++slot) {
+                barrier_init(base + READY_AT + 8 * slot, GROUP_THREADS / WARP);
+                barrier_init(base + USED_AT + 8 * slot, CONSUMERS / WARP);
+            }
+            barriers_are_ready();
+        }
+        __syncthreads();
+        const u32 items = tiles(p) * p.splits;
+        if (warp >= CONSUMERS / WARP) {
+            registers_down<PREPARER_REGISTERS>();
+            prepare(p, TRANSPOSED ? b_map : a_map, TRANSPOSED ? a_map : b_map, base, items);
+        } else {
+            registers_up<CONSUMER_REGISTERS>();
+            consume(p, base, items);
+        }
+    }
+
+private:
+    // ---- the threads that ask for copies ----
+
+    // One for each warpgroup that prepares, for its own trips: while one prepares the other asks.
+    struct Courier {
+        const LinearArguments& p;
+        const TensorMap& left;
+        const TensorMap& right;
+        u32 base;
+        u32 items;
+        u32 turn;
+        u32 number;
+        // Of the present item: trips to come, and where they are.
+        u32 trips = 0;
+        u32 left_line = 0;
+        u32 right_line = 0;
+        u32 k = 0;
+        // Trips that have been asked for, or that others ask for.
+        u32 asked = 0;
+        Ring<STAGES> ring;
+
+        __device__ __forceinline__ Courier(const LinearArguments& p, const TensorMap& left, const TensorMap& right, u32 base,
+                                           u32 items, u32 turn)
+            : p(p), left(left), right(right), base(base), items(items), turn(turn), number(blockIdx.x) {}
+
+        // Asks for the copies of one trip, if there are any and their stage is free.
+        __device__ __forceinline__ void ask() {
+            while (trips == 0) {
+                if (number >= items) return;
+                const Item item = item_at(p, number);
+                number += gridDim.x;
+                trips = item.trips;
+                left_line = TRANSPOSED ? item.first_col : item.first_row;
+                right_line = TRANSPOSED ? item.first_row : item.first_col;
+                k = item.first_trip * DEPTH;
+            }
+            if (asked % PREPARERS == turn) {
+                if (asked >= STAGES && !barrier_passed(base + FREE_AT + 8 * ring.stage, ring.parity ^ 1)) return;
+                const u32 stage = base + ring.stage * STAGE_BYTES;
+                const u32 full = base + FULL_AT + 8 * ring.stage;
+                barrier_expect(full, STAGE_BYTES);
+                load<TRANSPOSED>(stage, left, left_line, k, full);
+                load<RIGHT_LINES>(stage + TILE_BYTES, right, right_line, k, full);
+            }
+            ring.advance();
+            k += DEPTH;
+            --trips;
+            ++asked;
+        }
+        // Asks until the phase of this parity has ended.
+        __device__ __forceinline__ void ask_until(u32 barrier, u32 parity) {
+            while (!barrier_passed(barrier, parity)) ask();
+        }
+    };
+    template <bool LINES>
+    static __device__ __forceinline__ void load(u32 to, const TensorMap& map, u32 line, u32 k, u32 barrier) {
+        if (LINES) {
+#pragma unroll
+            for (u32 box = 0; box < SIDE / 32; ++box) copy_tile(to + box * BOX_BYTES, map, line + 32 * box, k, barrier);
+        } else {
+            copy_tile(to, map, k, line, barrier);
+        }
+    }
+
+    // ---- the warpgroups that prepare ----
+
+    // Which row of the prepared tile has a line of the right operand. A lane's columns in two pieces of eight beside each other
+    // are then four neighbours of C.
+    static __device__ __forceinline__ u32 row_of_line(u32 line) {
+        return TRANSPOSED ? line : line / 16 * 16 + line % 4 / 2 * 8 + line % 16 / 4 * 2 + line % 2;
+    }
+
+    static __device__ __forceinline__ void split(u32 bits, u32& big, u32& small) {
+        big = rounded_to_tf32(bits);
+        // Of 12 bits the tensor cores drop the last, which is as near as rounding and costs nothing.
+        if (TERMS == 3) small = __float_as_uint(__uint_as_float(bits) - __uint_as_float(big));
+    }
+
+    static __device__ __forceinline__ void prepare(const LinearArguments& p, const TensorMap& left, const TensorMap& right,
+                                                   u32 base, u32 items) {
+        const u32 turn = (threadIdx.x - CONSUMERS) / GROUP_THREADS;
+        const u32 warp = threadIdx.x / WARP % 4;
+        const u32 lane = threadIdx.x % WARP;
+        const bool asks = threadIdx.x % GROUP_THREADS == 0;
+        Courier courier(p, left, right, base, items, turn);
+        Ring<STAGES> ring;
+        Ring<SLOTS> slot;
+        u32 done = 0;
+        for (u32 number = blockIdx.x; number < items; number += gridDim.x) {
+            const Item item = item_at(p, number);
+            // Of this lane's steps of k, for the 32 lines of the warp.
+            float row_sums[32] = {};
+            for (u32 trip = 0; trip < item.trips; ++trip) {
+                if (done % PREPARERS == turn) {
+                    if (asks) {
+                        courier.ask_until(base + FULL_AT + 8 * ring.stage, ring.parity);
+                        if (done >= SLOTS) courier.ask_until(base + USED_AT + 8 * slot.stage, slot.parity ^ 1);
+                    }
+                    __syncwarp();
+                    barrier_wait(base + FULL_AT + 8 * ring.stage, ring.parity);
+                    if (done >= SLOTS) barrier_wait(base + USED_AT + 8 * slot.stage, slot.parity ^ 1);
+                    const bool odd = prepare_tile(base + ring.stage * STAGE_BYTES + TILE_BYTES,
+                                                  base + SLOTS_AT + slot.stage * SLOT_BYTES, warp, lane, row_sums);
+                    if (TERMS == 3) {
+                        const bool any = __any_sync(ALL_LANES, odd);
+                        if (lane == 0) write_one(base + ODD_AT + 16 * slot.stage + 4 * warp, any);
+                    }
+                    show_to_engines();
+                    __syncwarp();
+                    if (lane == 0) {
+                        barrier_arrive(base + READY_AT + 8 * slot.stage);
+                        barrier_arrive(base + FREE_AT + 8 * ring.stage);
+                    }
+                }
+                ring.advance();
+                slot.advance();
+                ++done;
+            }
+            if (sums_rows(p, item)) {
+#pragma unroll
+                for (u32 i = 0; i < 32; ++i) {
+                    const float sum = warp_sum(row_sums[i]);
+                    if (lane == i) write_one(base + ROW_SUMS_AT + 4 * (SIDE * turn + 32 * warp + i), __float_as_uint(sum));
+                }
+                // The others read them between the two.
+                meet(SUMS_MEET, THREADS);
+                meet(SUMS_MEET, THREADS);
+            }
+        }
+    }
+
+    // A warp's 32 lines of a tile of the right operand. Returns whether this lane's share has what has no finite parts.
+    static __device__ __forceinline__ bool prepare_tile(u32 from, u32 to, u32 warp, u32 lane, float (&row_sums)[32]) {
+        // A lane has one step of k, and takes four lines at a time; or four steps of k, and every fourth line.
+        const u32 column = TRANSPOSED ? lane / 8 * 8 + lane % 8 / 2 + lane % 2 * 4 : lane;
+        const u32 line = 32 * warp + lane / 8;
+        // So many reads go before the first write, as there are registers for.
+        enum : u32 { AT_ONCE = Epilogue::SUMS_ROWS ? 2 : 4 };
+        float trace = 0.0f;
+#pragma unroll
+        for (u32 first = 0; first < 8; first += AT_ONCE) {
+            u32 bits[AT_ONCE][4];
+#pragma unroll
+            for (u32 i = 0; i < AT_ONCE; ++i) {
+                const u32 part = first + i;
+                if (RIGHT_LINES) {
+                    read_four(from + warp * BOX_BYTES + swizzled(lane, 16 * part), bits[i]);
+                } else {
+                    read_four(from + swizzled(line + 4 * part, lane % 8 * 16), bits[i]);
+                }
+            }
+#pragma unroll
+            for (u32 i = 0; i < AT_ONCE; ++i) {
+                const u32 part = first + i;
+                u32 big[4], small[4];
+#pragma unroll
+                for (u32 j = 0; j < 4; ++j) {
+                    split(bits[i][j], big[j], small[j]);
+                    if (TERMS == 3) trace += __uint_as_float(small[j]);
+                }
+                if (RIGHT_LINES) {
+#pragma unroll
+                    for (u32 j = 0; j < 4; ++j) {
+                        const u32 at = to + 32 * warp * SWIZZLED_ROW + swizzled(row_of_line(4 * part + j), 4 * column);
+                        write_one(at, big[j]);
+                        if (TERMS == 3) write_one(at + TILE_BYTES, small[j]);
+                        if (Epilogue::SUMS_ROWS) add_now(row_sums[4 * part + j], bits[i][j]);
+                    }
+                } else {
+                    const u32 at = to + swizzled(row_of_line(line + 4 * part), lane % 8 * 16);
+                    write_four(at, big);
+                    if (TERMS == 3) write_four(at + TILE_BYTES, small);
+                }
+            }
+        }
+        return TERMS == 3 && !(fabsf(trace) < infinity());
+    }
+
+    // Here and not later: what is added would be kept in registers.
+    static __device__ __forceinline__ void add_now(float& sum, u32 bits) {
+        asm volatile("add.f32 %0, %0, %1;" : "+f"(sum) : "f"(__uint_as_float(bits)));
+    }
+
+    // ---- the warpgroups that multiply ----
+
+    // This thread's elements of the left operand, as they came: for each 8 steps of k a fragment. With lines along the rows, two
+    // lines of C beside each other take the fragment's rows lane / 4 and lane / 4 + 8, and two steps of k its columns
+    // lane % 4 and lane % 4 + 4, so that no bank is met twice.
+    static __device__ __forceinline__ void read_left(u32 from, u32 first, u32 lane, u32 (&bits)[STEPS][4]) {
+        const u32 g = lane / 4;
+        const u32 t = lane % 4;
+#pragma unroll
+        for (u32 step = 0; step < STEPS; ++step) {
+            if (TRANSPOSED) {
+                const u32 at = from + first / 32 * BOX_BYTES;
+                const u32 byte = first % 32 * 4 + 8 * g;
+                read_two(at + swizzled(8 * step + 2 * t, byte), bits[step][0], bits[step][1]);
+                read_two(at + swizzled(8 * step + 2 * t + 1, byte), bits[step][2], bits[step][3]);
+            } else {
+                const u32 at = from + (first + g) * SWIZZLED_ROW + 4 * t;
+                bits[step][0] = read_one(at + (32 * step ^ 16 * g));
+                bits[step][1] = read_one(at + 8 * SWIZZLED_ROW + (32 * step ^ 16 * g));
+                bits[step][2] = read_one(at + ((32 * step + 16) ^ 16 * g));
+                bits[step][3] = read_one(at + 8 * SWIZZLED_ROW + ((32 * step + 16) ^ 16 * g));
+            }
+        }
+    }
+
+    static __device__ __forceinline__ u64 right_at(u32 address, u32 step) {
+        return operand_at(address + 32 * step, SWIZZLED_ROWS, SWIZZLED_ROWS);
+    }
+
+    // This thread's group, of the two that it shares with the lane of another row or column.
+    static __device__ __forceinline__ void group(const float (&sums)[SIDE / 2], u32 lane, u32 i, float (&v)[GROUP]) {
+        if (TRANSPOSED) {
+            // Two lanes have two neighbours each, in the same two rows: each takes all four of one row.
+            const bool odd = (lane / 4) % 2 != 0;
+            const float low = odd ? sums[4 * i] : sums[4 * i + 1];
+            const float high = odd ? sums[4 * i + 2] : sums[4 * i + 3];
+            const float other_low = __shfl_xor_sync(0xffffffffu, low, 4);
+            const float other_high = __shfl_xor_sync(0xffffffffu, high, 4);
+            v[0] = odd ? other_low : sums[4 * i];
+            v[1] = odd ? other_high : sums[4 * i + 2];
+            v[2] = odd ? sums[4 * i + 1] : other_low;
+            v[3] = odd ? sums[4 * i + 3] : other_high;
+        } else {
+            const u32 piece = 8 * (i / 2) + 2 * (i % 2);
+            v[0] = sums[piece];
+            v[1] = sums[piece + 1];
+            v[2] = sums[piece + 4];
+            v[3] = sums[piece + 5];
+        }
+    }
+
+    static __device__ __forceinline__ void consume(const LinearArguments& p, u32 base, u32 items) {
+        const u32 thread = threadIdx.x;
+        const u32 lane = thread % WARP;
+        // First of this warp's lines of the left operand.
+        const u32 first = thread / WARP * 16;
+        Ring<STAGES> ring;
+        Ring<SLOTS> slot;
+        // The products of a trip, small terms first, for tensor cores cut off sums; f32 additions do the rest. Where not all
+        // operands of a trip are finite, its small terms are added by themselves. See PatchF32x3 in tensor.cuh.
+        SumsF32<float, SIDE> batch;
+        if (TERMS == 3) batch.clear();
+        for (u32 number = blockIdx.x; number < items; number += gridDim.x) {
+            const Item item = item_at(p, number);
+            SumsF32<float, SIDE> product;
+            product.clear();
+            u32 big[STEPS][4], small[STEPS][4];
+            // Reads the next elements, to where small parts come to be.
+            const auto take = [&] {
+                barrier_wait(base + FULL_AT + 8 * ring.stage, ring.parity);
+                read_left(base + ring.stage * STAGE_BYTES, first, lane, small);
+                __syncwarp();
+                if (lane == 0) barrier_arrive(base + FREE_AT + 8 * ring.stage);
+                ring.advance();
+            };
+            if (item.trips > 0) take();
+            for (u32 trip = 0; trip < item.trips; ++trip) {
+                float trace = 0.0f;
+#pragma unroll
+                for (u32 step = 0; step < STEPS; ++step) {
+#pragma unroll
+                    for (u32 i = 0; i < 4; ++i) {
+                        split(small[step][i], big[step][i], small[step][i]);
+                        if (TERMS == 3) trace += __uint_as_float(small[step][i]);
+                    }
+                }
+                barrier_wait(base + READY_AT + 8 * slot.stage, slot.parity);
+                const u32 right = base + SLOTS_AT + slot.stage * SLOT_BYTES;
+                if (TERMS == 1) {
+                    products_begin();
+#pragma unroll
+                    for (u32 step = 0; step < STEPS; ++step) multiply(product, big[step], right_at(right, step), true);
+                    products_commit();
+                    if (trip + 1 < item.trips) take();
+                    products_wait<0>();
+                    keep(big);
+                } else {
+                    u32 odd[4];
+                    read_four(base + ODD_AT + 16 * slot.stage, odd);
+                    const bool finite = fabsf(trace) < infinity() && (odd[0] | odd[1] | odd[2] | odd[3]) == 0;
+                    const bool all_finite = !meet_any(GROUPS_MEET + first / 64, GROUP_THREADS, !finite);
+                    if (all_finite) {
+                        products_begin();
+#pragma unroll
+                        for (u32 step = 0; step < STEPS; ++step) multiply(batch, small[step], right_at(right, step), step > 0);
+                        products_commit();
+#pragma unroll
+                        for (u32 step = 0; step < STEPS; ++step) {
+                            multiply(batch, big[step], right_at(right + TILE_BYTES, step), true);
+                        }
+#pragma unroll
+                        for (u32 step = 0; step < STEPS; ++step) multiply(batch, big[step], right_at(right, step), true);
+                        products_commit();
+                        products_wait<1>();
+                        keep(small);
+                        if (trip + 1 < item.trips) take();
+                        products_wait<0>();
+                        keep(big);
+                    } else {
+                        products_begin();
+#pragma unroll
+                        for (u32 step = 0; step < STEPS; ++step) multiply(batch, small[step], right_at(right, step), step > 0);
+#pragma unroll
+                        for (u32 step = 0; step < STEPS; ++step) {
+                            multiply(batch, big[step], right_at(right + TILE_BYTES, step), true);
+                        }
+                        products_commit();
+                        products_wait<0>();
+                        keep(small);
+#pragma unroll
+                        for (u32 i = 0; i < SIDE / 2; ++i) {
+                            product.sums[i] += fabsf(batch.sums[i]) < infinity() ? batch.sums[i] : 0.0f;
+                        }
+                        products_begin();
+#pragma unroll
+                        for (u32 step = 0; step < STEPS; ++step) multiply(batch, big[step], right_at(right, step), step > 0);
+                        products_commit();
+                        if (trip + 1 < item.trips) take();
+                        products_wait<0>();
+                        keep(big);
+                    }
+                }
+                if (lane == 0) barrier_arrive(base + USED_AT + 8 * slot.stage);
+                slot.advance();
+                if (TERMS == 3) {
+#pragma unroll
+                    for (u32 i = 0; i < SIDE / 2; ++i) product.sums[i] += batch.sums[i];
+                }
+            }
+            float row_sum = 0.0f;
+            const bool has_sums = sums_rows(p, item);
+            if (has_sums) {
+                meet(SUMS_MEET, THREADS);
+                if (thread < SIDE) {
+#pragma unroll
+                    for (u32 turn = 0; turn < PREPARERS; ++turn) {
+                        row_sum += __uint_as_float(read_one(base + ROW_SUMS_AT + 4 * (SIDE * turn + thread)));
+                    }
+                }
+                meet(SUMS_MEET, THREADS);
+            }
+            finish(p, item, base, product.sums, has_sums && thread < SIDE, row_sum);
+        }
+    }
+
+    static __device__ __forceinline__ void finish(const LinearArguments& p, const Item& item, u32 base,
+                                                  const float (&sums)[SIDE / 2], bool has_row_sum, float row_sum) {
+        const u32 thread = threadIdx.x;
+        const u32 lane = thread % WARP;
+        float v[GROUPS][GROUP];
+#pragma unroll
+        for (u32 i = 0; i < GROUPS; ++i) group(sums, lane, i, v[i]);
+        if (p.splits > 1) {
+            // Blocks meet twice: of a tile's splits some at a time, then those that were last to come.
+            u32 at_once = 2;
+            while (at_once * at_once < p.splits) ++at_once;
+            const u32 gatherings = (p.splits + at_once - 1) / at_once;
+            float* partial = p.workspace + static_cast<u64>(item.tile) * p.splits * SPLIT_SIZE;
+            u32* tickets = p.tickets + item.tile * (gatherings + 1);
+            u32 ticket = item.split / at_once;
+            u32 split = item.split;
+            for (u32 apart = 1; apart < p.splits; apart *= at_once) {
+                float* own = partial + static_cast<u64>(split) * SPLIT_SIZE;
+#pragma unroll
+                for (u32 i = 0; i < GROUPS; ++i) write_floats<true>(own + (thread + i * CONSUMERS) * GROUP, GROUP, v[i]);
+                if (has_row_sum) own[SIDE * SIDE + thread] = row_sum;
+                split -= split % (apart * at_once);
+                const u32 count = min(at_once, (p.splits - split + apart - 1) / apart);
+                if (!arrived_last(tickets + ticket, count, base)) return;
+                add_up(partial + static_cast<u64>(split) * SPLIT_SIZE, static_cast<u64>(apart) * SPLIT_SIZE, count, v);
+                if (has_row_sum) {
+                    row_sum = 0.0f;
+                    const float* from = partial + static_cast<u64>(split) * SPLIT_SIZE + SIDE * SIDE + thread;
+                    for (u32 s = 0; s < count; ++s) row_sum += __ldcg(from + static_cast<u64>(s * apart) * SPLIT_SIZE);
+                }
+                ticket = gatherings;
+            }
+        }
+
+        const u32 first = thread / WARP * 16;
+        const u32 g = lane / 4;
+        const u32 t = lane % 4;
+        // Where this thread's first group is, and from one to the next.
+        const u32 row = item.first_row + (TRANSPOSED ? 2 * t + g % 2 : first + g);
+        const u32 col = item.first_col + (TRANSPOSED ? first + g / 2 * 4 : 4 * t);
+        const bool whole = item.first_row + SIDE <= p.m && item.first_col + SIDE <= p.n && p.out_pitch % GROUP == 0;
+        // Several groups' are read before any is written: else each read would be waited for.
+        enum : u32 { AT_ONCE = 8 };
+#pragma unroll
+        for (u32 next = 0; next < GROUPS; next += AT_ONCE) {
+            Early<Epilogue> early[AT_ONCE];
+#pragma unroll
+            for (u32 i = next; i < next + AT_ONCE; ++i) {
+                const u32 this_row = row + 8 * (TRANSPOSED ? i : i % 2);
+                const u32 this_col = col + (TRANSPOSED ? 0 : i / 2 * 16);
+                early[i - next].read(p, this_row < p.m, this_col, static_cast<u64>(this_row) * p.out_pitch + this_col);
+            }
+#pragma unroll
+            for (u32 i = next; i < next + AT_ONCE; ++i) {
+                const u32 this_row = row + 8 * (TRANSPOSED ? i : i % 2);
+                const u32 this_col = col + (TRANSPOSED ? 0 : i / 2 * 16);
+                const u64 at = static_cast<u64>(this_row) * p.out_pitch + this_col;
+                if (whole) {
+                    early[i - next].template apply<true>(p, this_row, this_col, at, GROUP, v[i]);
+                } else if (this_row < p.m && this_col < p.n) {
+                    early[i - next].template apply<false>(p, this_row, this_col, at, p.n - this_col, v[i]);
+                }
+            }
+        }
+        if (has_row_sum && item.first_row + thread < p.m) Epilogue::sum(p, item.first_row + thread, row_sum);
+    }
+
+    // The sums of `count` splits, `apart` floats from one to the next, in their order.
+    static __device__ __forceinline__ void add_up(const float* first, u64 apart, u32 count, float (&v)[GROUPS][GROUP]) {
+        const float* from = first + threadIdx.x * GROUP;
+        float more[GROUPS][GROUP];
+#pragma unroll
+        for (u32 i = 0; i < GROUPS; ++i) load_four_fresh(from + i * CONSUMERS * GROUP, v[i]);
+        if (count == 1) return;
+        from += apart;
+#pragma unroll
+        for (u32 i = 0; i < GROUPS; ++i) load_four_fresh(from + i * CONSUMERS * GROUP, more[i]);
+        // Each register is asked for anew as soon as it has been added: reads never stop. The last time around they read again
+        // what they have read before.
+        for (u32 s = 2; s <= count; ++s) {
+            if (s < count) from += apart;
+#pragma unroll
+            for (u32 i = 0; i < GROUPS; ++i) {
+#pragma unroll
+                for (u32 j = 0; j < GROUP; ++j) v[i][j] += more[i][j];
+                load_four_fresh(from + i * CONSUMERS * GROUP, more[i]);
+            }
+        }
+    }
+
+    // Whether this block is the last of `all` to come here; what the others wrote before is then visible to it. The ticket
+    // is left at zero.
+    static __device__ __forceinline__ bool arrived_last(u32* ticket, u32 all, u32 base) {
+        __threadfence();
+        meet(CONSUMERS_MEET, CONSUMERS);
+        if (threadIdx.x == 0) {
+            const bool last = atomicAdd(ticket, 1u) == all - 1;
+            if (last) *ticket = 0;
+            __threadfence();
+            write_one(base + LAST_AT, last);
+        }
+        meet(CONSUMERS_MEET, CONSUMERS);
+        return read_one(base + LAST_AT) != 0;
+    }
+};
