@@ -11,60 +11,8 @@
 // transposed. Blocks stay and take tile after tile, so that copies for the next are under way while one is written.
 #pragma once
 
+#include "early_epilogues.cuh"
 #include "hopper.cuh"
-#include "linear_epilogues.cuh"
-
-// What an epilogue needs of memory for a group, read some time before.
-template <class Epilogue>
-struct Early;
-
-template <>
-struct Early<ForwardEpilogue<float>> {
-    float bias[4];
-    __device__ __forceinline__ void read(const LinearArguments& p, bool, u32 col, u64) {
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) bias[i] = p.bias != nullptr && col + i < p.n ? __ldg(p.bias + col + i) : 0.0f;
-    }
-    template <bool WHOLE>
-    __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32, u64 at, u32 count, float (&v)[4]) {
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            v[i] += bias[i];
-            if (p.flags & RELU) v[i] = v[i] < 0.0f ? 0.0f : v[i];
-        }
-        write_floats<WHOLE>(static_cast<float*>(p.out) + at, count, v);
-    }
-};
-
-template <>
-struct Early<InputEpilogue<float>> {
-    uint4 mask;
-    __device__ __forceinline__ void read(const LinearArguments& p, bool inside, u32 col, u64 at) {
-        mask = read_16_if(inside && p.mask != nullptr && col < p.n, static_cast<const float*>(p.mask) + at);
-    }
-    template <bool WHOLE>
-    __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32, u64 at, u32 count, float (&v)[4]) {
-        if (p.mask != nullptr) {
-            float x[4];
-            group_values(0.0f, mask, x);
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) v[i] = x[i] > 0.0f ? v[i] : 0.0f;
-        }
-        write_floats<WHOLE>(static_cast<float*>(p.out) + at, count, v);
-    }
-};
-
-template <>
-struct Early<GradientEpilogue<float>> {
-    GradientEpilogue<float>::Held held;
-    __device__ __forceinline__ void read(const LinearArguments& p, bool inside, u32 col, u64 at) {
-        GradientEpilogue<float>::fetch(p, inside && (p.flags & STEP) != 0 && col < p.n, at, held);
-    }
-    template <bool WHOLE>
-    __device__ __forceinline__ void apply(const LinearArguments& p, u32 row, u32 col, u64 at, u32 count, float (&v)[4]) {
-        GradientEpilogue<float>::template apply<WHOLE>(p, row, col, at, count, v, held, true);
-    }
-};
 
 // TERMS: 3 for f32x3, 1 for tf32. RIGHT_LINES: the right operand has its lines along the rows of the matrix, else k. TRANSPOSED:
 // the left operand is B, and it too has its lines along the rows; else it is A, and has k.
@@ -574,7 +522,7 @@ private:
                 const u32 this_row = row + 8 * (TRANSPOSED ? i : i % 2);
                 const u32 this_col = col + (TRANSPOSED ? 0 : i / 2 * 16);
                 const u64 at = static_cast<u64>(this_row) * p.out_pitch + this_col;
-                if (whole) {
+                if (whole || (this_row < p.m && group_is_whole<GROUP>(p, this_col))) {
                     early[i - next].template apply<true>(p, this_row, this_col, at, GROUP, v[i]);
                 } else if (this_row < p.m && this_col < p.n) {
                     early[i - next].template apply<false>(p, this_row, this_col, at, p.n - this_col, v[i]);
