@@ -20,8 +20,8 @@
 //! - Arithmetic is in `f32`, whatever the element type; storing rounds to nearest, ties to even. Only a [`Precision`] says
 //!   otherwise.
 //! - Addresses are device addresses (`CUdeviceptr`), aligned to their element. Outputs overlap neither inputs nor each
-//!   other; only [`Sgd`], [`LinearUpdate`], [`LinearBackward`] and cursors work in place. Every other output is written as a whole, so it may be
-//!   uninitialised before.
+//!   other; only [`Sgd`], [`LinearUpdate`], [`LinearBackward`] and cursors work in place. Every other output is written as a
+//!   whole, so it may be uninitialised before.
 //! - A cursor is one `u32` on the device, the number of the step: launches whose arguments are frozen in a CUDA graph find by
 //!   it their part of the indices and the slot of their loss. One launch of a step advances it.
 //! - Sizes are at least one: a shape with a zero is an error, not an empty launch.

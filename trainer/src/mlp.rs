@@ -22,7 +22,10 @@
 
 mod layer;
 mod loss;
+mod products;
 mod workspace;
+
+pub use products::{LayerProducts, products};
 
 use crate::arithmetic::{Arithmetic, FuseMode};
 use crate::device::Role;

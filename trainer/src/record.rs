@@ -8,6 +8,7 @@ use crate::data::FileChecksum;
 use crate::error::{Result, TrainError};
 use crate::export::CallLine;
 use crate::latency::Interval;
+use crate::mlp::LayerProducts;
 use crate::settings::{InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::start::StartRecord;
 use allocators::instrument::{CheckReport, InstrumentCost, LatencyRow, TraceEvent};
@@ -222,6 +223,10 @@ pub struct Summary {
     /// What computed the products, with `--gemm cublaslt`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cublaslt: Option<LibraryRecord>,
+    /// The kernels of each layer's products for whole batches, from the first layer to the last; not with `--launch
+    /// persistent`, whose one kernel has the tiles of any GPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub products: Option<Vec<LayerProducts>>,
     /// `virtual` on the simulated device, `monotonic` otherwise; every time but `process_s` is on this clock.
     pub clock: &'static str,
     /// Real time of the whole process so far.

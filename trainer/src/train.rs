@@ -279,6 +279,7 @@ impl Run {
             driver_calls: CallCounts::default(),
             blocked_method: device.blocked_method(),
             cublaslt: (arithmetic.gemm == GemmMode::CublasLt).then(|| library(&device)).transpose()?,
+            products: None,
             idle_costs: device.idle_costs().cloned(),
             allocator_stats: stack.top.stats(),
             latency: Vec::new(),
@@ -321,6 +322,11 @@ impl Run {
         let mut loaders = (new_loader(&dataset.train)?, new_loader(&dataset.validation)?);
         let mut left = steps_in_all(settings, dataset);
         let mut stepper = Stepper::new(context, settings, &model, &mut loaders.0, (dataset.train.rows, left))?;
+        if settings.launch != LaunchMode::Persistent {
+            // CAST: at most the batch, which is a u32.
+            let rows = dataset.train.rows.min(settings.batch as usize) as u32;
+            self.summary.products = Some(mlp::products(&widths, &arithmetic, rows, context.device.kernels())?);
+        }
         capture.training_begins(&context.device)?;
         for epoch in 1..=settings.epochs {
             let rows = epoch::Pass { epoch, settings, dataset, model: &model, stop, observer }.run(

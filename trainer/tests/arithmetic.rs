@@ -358,6 +358,8 @@ fn the_way_back_in_one_launch_changes_no_loss() {
         let done = train(&Settings { exports: vec![Export::Perfetto], ..settings.clone() }).finished();
         let calls = std::fs::read_to_string(done.path().join("driver_calls.jsonl")).unwrap();
         assert_eq!(calls.contains("\"linear_backward_"), half, "{name}");
+        let last = &done.json()["products"][1];
+        assert_eq!(last["input"] == last["weight"], half, "{name}: {last}");
         if half {
             // The library's products are two launches, and the simulated device computes both alike.
             let apart = Settings { gemm: Some(GemmMode::CublasLt), ..settings.clone() };
@@ -368,6 +370,26 @@ fn the_way_back_in_one_launch_changes_no_loss() {
             }
         }
     }
+}
+
+#[test]
+fn the_record_says_which_kernels_multiply() {
+    for (name, settings) in combinations(&iris()) {
+        let done = train(&Settings { exports: vec![Export::Perfetto], ..settings.clone() }).finished();
+        let calls = std::fs::read_to_string(done.path().join("driver_calls.jsonl")).unwrap();
+        let json = done.json();
+        let layers: Vec<_> =
+            json["products"].as_array().unwrap().iter().map(|layer| layer.as_object().unwrap()).collect();
+        assert_eq!(layers.len(), settings.layers as usize, "{name}");
+        for (number, layer) in layers.into_iter().enumerate() {
+            assert_eq!(layer.contains_key("input"), number > 0, "{name}");
+            for kernel in layer.values() {
+                assert!(calls.contains(&kernel.to_string()), "{name}: {kernel} was not launched");
+            }
+        }
+    }
+    let persistent = Settings { fuse: FuseMode::Update, launch: LaunchMode::Persistent, ..iris() };
+    assert!(train(&persistent).finished().json().get("products").is_none());
 }
 
 /// What a step allocates, counted by hand, from the record.

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use cudarc::driver::result;
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUstream};
 
-use super::warpgroup::{self, WarpgroupKernels};
+use super::warpgroup::{self, WarpgroupKernels, backward_name};
 use super::{CudaKernels, argument, driver_error, load_function, load_module};
 use crate::error::KernelError;
 use crate::ops::{LinearBackward, grid};
@@ -180,6 +180,32 @@ impl CudaKernels {
         Ok(slot.get().expect("a slot that was set holds a value"))
     }
 
+    /// What a launch on this GPU makes of a plan.
+    fn taken(&self, kernels: &LinearKernels, plan: &Plan, shape: [u32; 3]) -> Plan {
+        let has_warpgroups = kernels.warpgroup.is_some();
+        let plan = if has_warpgroups { *plan } else { plan.portable(shape) };
+        // Where the planned tile does not fit a multiprocessor, or is not there, a smaller one does the work alone.
+        let smaller = || {
+            let gradient = matches!(plan.product, Product::Gradient | Product::Update);
+            let tile = if gradient { Tile::Fine } else { Tile::Thin16 };
+            Plan::with(plan.product, plan.precision, shape, Choice { tile, splits: 1 })
+        };
+        let is_there = has_warpgroups || !plan.tile.needs_warpgroups();
+        let streams = plan.tile != Tile::Streamed || crate::plan::streams(shape);
+        let fits = plan.shared_bytes <= self.shared_limit;
+        if is_there && streams && fits { plan } else { smaller() }
+    }
+
+    /// Name of the kernel that a launch on this GPU makes of a plan.
+    pub(crate) fn kernel_of(&self, plan: &Plan, shape: [u32; 3]) -> Result<&'static str, KernelError> {
+        Ok(self.taken(self.linear(plan.precision)?, plan, shape).kernel())
+    }
+
+    /// Whether launches of both products of the way back are one kernel on this GPU.
+    pub(crate) fn has_backward(&self, precision: Precision) -> Result<bool, KernelError> {
+        Ok(self.linear(precision)?.warpgroup.is_some() && backward_name(precision).is_some())
+    }
+
     /// Queues a linear layer's product on `stream`.
     ///
     /// # Safety
@@ -193,19 +219,7 @@ impl CudaKernels {
         arguments: &LinearArguments,
     ) -> Result<(), KernelError> {
         let kernels = self.linear(plan.precision)?;
-        let shape = [arguments.m, arguments.n, arguments.k];
-        let has_warpgroups = kernels.warpgroup.is_some();
-        let plan = if has_warpgroups { *plan } else { plan.portable(shape) };
-        // Where the planned tile does not fit a multiprocessor, or is not there, a smaller one does the work alone.
-        let smaller = || {
-            let gradient = matches!(plan.product, Product::Gradient | Product::Update);
-            let tile = if gradient { Tile::Fine } else { Tile::Thin16 };
-            Plan::with(plan.product, plan.precision, shape, Choice { tile, splits: 1 })
-        };
-        let is_there = has_warpgroups || !plan.tile.needs_warpgroups();
-        let streams = plan.tile != Tile::Streamed || crate::plan::streams(shape);
-        let fits = plan.shared_bytes <= self.shared_limit;
-        let plan = if is_there && streams && fits { plan } else { smaller() };
+        let plan = self.taken(kernels, plan, [arguments.m, arguments.n, arguments.k]);
         let arguments = LinearArguments { splits: plan.splits, ..*arguments };
         if let (true, Some(warpgroup)) = (plan.tile.needs_warpgroups(), &kernels.warpgroup) {
             // SAFETY: the caller vouches for the addresses, and the plan's tile is one of these.

@@ -50,6 +50,19 @@ macro_rules! linear {
                 }
             }
 
+            /// Name of the kernel that a launch on this GPU takes: GPUs lack some, and the planned one may not fit. Without a
+            /// GPU, that of the planned one, as in [`Operation::name`].
+            ///
+            /// # Errors
+            ///
+            /// As for [`CudaKernels::prepare`].
+            pub fn kernel_on(&$self, cuda: Option<&CudaKernels>) -> Result<&'static str, KernelError> {
+                match ($self.engine, cuda) {
+                    (Engine::Own, Some(cuda)) => cuda.kernel_of(&$self.plan(), [$m, $n, $k]),
+                    _ => Ok($self.kernel()),
+                }
+            }
+
             /// Bytes of memory that the blocks of the launch need to add up their sums; zero if none share a sum. With
             /// [`Engine::CublasLt`] this is what the simulated device takes, and a GPU needs
             /// [`workspace_bytes_on`](Self::workspace_bytes_on).

@@ -1,11 +1,12 @@
 //! What launches need besides their tensors: memory for sums that blocks share, and tickets.
 
 use super::Mlp;
+use super::products::LayerLaunches;
 use crate::arithmetic::{Arithmetic, FuseMode};
 use crate::error::Result;
 use crate::tensor::Context;
 use allocators::DeviceBuffer;
-use kernels::{LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, SoftmaxLoss};
+use kernels::{LinearBackward, LinearForward, SoftmaxLoss};
 
 impl Mlp {
     /// Address of the tickets; zero if no launch of this model has any.
@@ -41,7 +42,6 @@ pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u
     if arithmetic.plain().is_some() {
         return 0;
     }
-    let (engine, precision) = (arithmetic.engine(), arithmetic.precision());
     let mut most = 0;
     for &rows in batches {
         if arithmetic.fuse != FuseMode::None {
@@ -64,82 +64,11 @@ pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u
             most = most.max(loss.tickets());
         }
         for pair in widths.windows(2) {
-            let (inputs, outputs) = (pair[0], pair[1]);
-            let (x_pitch, y_pitch) = (arithmetic.pitch(inputs), arithmetic.pitch(outputs));
-            for y_f32 in [false, true] {
-                let forward = LinearForward {
-                    engine,
-                    precision,
-                    rows,
-                    inputs,
-                    outputs,
-                    x: 0,
-                    x_pitch,
-                    weight: 0,
-                    weight_pitch: x_pitch,
-                    bias: None,
-                    relu: false,
-                    y: 0,
-                    y_pitch,
-                    y_f32,
-                    workspace: 0,
-                    tickets: 0,
-                };
-                most = most.max(forward.tickets());
-            }
-            let backward = LinearBackwardInput {
-                engine,
-                precision,
-                rows,
-                inputs,
-                outputs,
-                dy: 0,
-                dy_pitch: y_pitch,
-                weight: 0,
-                weight_pitch: x_pitch,
-                mask: None,
-                dx: 0,
-                dx_pitch: x_pitch,
-                workspace: 0,
-                tickets: 0,
-            };
-            let gradient = LinearWeightGradient {
-                engine,
-                precision,
-                rows,
-                inputs,
-                outputs,
-                dy: 0,
-                dy_pitch: y_pitch,
-                x: 0,
-                x_pitch,
-                scale: 1.0,
-                dweight: 0,
-                dweight_pitch: x_pitch,
-                dbias: None,
-                workspace: 0,
-                tickets: 0,
-            };
-            let update = LinearUpdate {
-                engine,
-                precision,
-                rows,
-                inputs,
-                outputs,
-                dy: 0,
-                dy_pitch: y_pitch,
-                x: 0,
-                x_pitch,
-                rate: 0.0,
-                weight: 0,
-                weight_pitch: x_pitch,
-                master: None,
-                bias: 0,
-                workspace: 0,
-                tickets: 0,
-            };
-            let both = LinearBackward::of(backward, update).map_or(0, |both| both.tickets());
-            most = most.max(backward.tickets()).max(gradient.tickets()).max(update.tickets()).max(both);
+            let LayerLaunches { forward, input, gradient, update } = LayerLaunches::new(arithmetic, rows, pair);
+            let logits = LinearForward { y_f32: true, ..forward };
+            let both = LinearBackward::of(input, update).map_or(0, |both| both.tickets());
+            let tickets = [forward.tickets(), logits.tickets(), input.tickets(), gradient.tickets(), update.tickets()];
+            most = tickets.into_iter().fold(most, u64::max).max(both);
         }
     }
     // CAST: a launch has at most 2^31 blocks.

@@ -44,6 +44,15 @@ impl LinearBackward {
         BackwardPlan::of(self.input.precision, self.input.rows, self.input.inputs, self.input.outputs)
     }
 
+    /// Whether a launch on this GPU is one kernel; without a GPU it is.
+    ///
+    /// # Errors
+    ///
+    /// As for [`CudaKernels::prepare`].
+    pub fn is_one_kernel_on(&self, cuda: Option<&CudaKernels>) -> Result<bool, KernelError> {
+        cuda.map_or(Ok(true), |cuda| cuda.has_backward(self.input.precision))
+    }
+
     /// Bytes of memory behind the input's `workspace`.
     #[must_use]
     pub fn workspace_bytes(&self) -> u64 {

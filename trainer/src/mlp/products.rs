@@ -1,0 +1,148 @@
+//! Which kernels a layer's products are, for the record: they depend on shapes and on the GPU.
+
+use crate::arithmetic::{Arithmetic, FuseMode};
+use crate::error::Result;
+use kernels::{
+    CudaKernels, Gemm, GemmLayout, LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate,
+    LinearWeightGradient, Operation,
+};
+use serde::Serialize;
+
+/// The kernels of one layer's products, by their entry points.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct LayerProducts {
+    /// The layer's output.
+    pub forward: &'static str,
+    /// The gradient of the layer's input, which the first layer does not need.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub input: Option<&'static str>,
+    /// The gradient of the weights, or their update.
+    pub weight: &'static str,
+}
+
+/// The kernels of all layers' products of a network with these widths, for batches of so many rows on this GPU; without one,
+/// those that are simulated.
+///
+/// # Errors
+/// As for [`CudaKernels::prepare`].
+pub fn products(
+    widths: &[u32],
+    arithmetic: &Arithmetic,
+    rows: u32,
+    cuda: Option<&CudaKernels>,
+) -> Result<Vec<LayerProducts>> {
+    let of_layer = |(number, pair): (usize, &[u32])| {
+        if let Some(algorithm) = arithmetic.plain() {
+            let (inputs, outputs) = (pair[0], pair[1]);
+            let gemm = |layout, m, n, k| Gemm { layout, algorithm, m, n, k, a: 0, b: 0, c: 0 }.name();
+            return Ok(LayerProducts {
+                forward: gemm(GemmLayout::NT, rows, outputs, inputs),
+                input: (number > 0).then(|| gemm(GemmLayout::NN, rows, inputs, outputs)),
+                weight: gemm(GemmLayout::TN, outputs, inputs, rows),
+            });
+        }
+        let LayerLaunches { forward, input, gradient, update } = LayerLaunches::new(arithmetic, rows, pair);
+        let forward = forward.kernel_on(cuda)?;
+        let steps = arithmetic.fuse == FuseMode::Update;
+        let both = LinearBackward::of(input, update).filter(|_| steps && number > 0);
+        if let Some(both) = both
+            && both.is_one_kernel_on(cuda)?
+        {
+            return Ok(LayerProducts { forward, input: Some(both.name()), weight: both.name() });
+        }
+        Ok(LayerProducts {
+            forward,
+            input: if number > 0 { Some(input.kernel_on(cuda)?) } else { None },
+            weight: if steps { update.kernel_on(cuda)? } else { gradient.kernel_on(cuda)? },
+        })
+    };
+    widths.windows(2).enumerate().map(of_layer).collect()
+}
+
+/// A layer's launches without addresses: what depends on their shapes alone can be asked of them.
+pub(super) struct LayerLaunches {
+    pub(super) forward: LinearForward,
+    pub(super) input: LinearBackwardInput,
+    pub(super) gradient: LinearWeightGradient,
+    pub(super) update: LinearUpdate,
+}
+
+impl LayerLaunches {
+    /// For so many rows, and a layer with these inputs and outputs.
+    pub(super) fn new(arithmetic: &Arithmetic, rows: u32, pair: &[u32]) -> Self {
+        let (engine, precision) = (arithmetic.engine(), arithmetic.precision());
+        let (inputs, outputs) = (pair[0], pair[1]);
+        let (x_pitch, y_pitch) = (arithmetic.pitch(inputs), arithmetic.pitch(outputs));
+        Self {
+            forward: LinearForward {
+                engine,
+                precision,
+                rows,
+                inputs,
+                outputs,
+                x: 0,
+                x_pitch,
+                weight: 0,
+                weight_pitch: x_pitch,
+                bias: None,
+                relu: false,
+                y: 0,
+                y_pitch,
+                y_f32: false,
+                workspace: 0,
+                tickets: 0,
+            },
+            input: LinearBackwardInput {
+                engine,
+                precision,
+                rows,
+                inputs,
+                outputs,
+                dy: 0,
+                dy_pitch: y_pitch,
+                weight: 0,
+                weight_pitch: x_pitch,
+                mask: None,
+                dx: 0,
+                dx_pitch: x_pitch,
+                workspace: 0,
+                tickets: 0,
+            },
+            gradient: LinearWeightGradient {
+                engine,
+                precision,
+                rows,
+                inputs,
+                outputs,
+                dy: 0,
+                dy_pitch: y_pitch,
+                x: 0,
+                x_pitch,
+                scale: 1.0,
+                dweight: 0,
+                dweight_pitch: x_pitch,
+                dbias: None,
+                workspace: 0,
+                tickets: 0,
+            },
+            update: LinearUpdate {
+                engine,
+                precision,
+                rows,
+                inputs,
+                outputs,
+                dy: 0,
+                dy_pitch: y_pitch,
+                x: 0,
+                x_pitch,
+                rate: 0.0,
+                weight: 0,
+                weight_pitch: x_pitch,
+                master: arithmetic.has_master().then_some(0),
+                bias: 0,
+                workspace: 0,
+                tickets: 0,
+            },
+        }
+    }
+}
