@@ -187,6 +187,17 @@ __device__ __forceinline__ void step_pair(unsigned char* at, float scale, float2
     *pair = Stored<T>::of(low).bits | static_cast<u32>(Stored<T>::of(high).bits) << 16;
 }
 
+// Steps the bias of output `row + line` by the sum of dY's column `line`, of the 64 that lie at `lines`.
+template <class T, u32 EXAMPLES>
+__device__ __forceinline__ void step_bias(const LinearArguments& p, const unsigned char* lines, u32 row, u32 line) {
+    float sum = 0.0f;
+#pragma unroll 8
+    for (u32 k = 0; k < EXAMPLES; ++k) {
+        sum += load_float(*reinterpret_cast<const T*>(lines + swizzled(k, line * 2)));
+    }
+    p.bias[row + line] = __fmaf_rn(-p.scale, sum, p.bias[row + line]);
+}
+
 // W -= scale * dY^T X for at most 64 examples, and the bias with it; the weights in T, without others beside them. Tiles of
 // 128 x 128 go through shared memory and back.
 template <class T, template <class, u32> class SumsOf>
@@ -276,13 +287,7 @@ struct StreamedUpdate {
             }
             products_commit();
             if (p.bias != nullptr && col == 0 && in_group < 64 && row + in_group < p.m) {
-                const unsigned char* lines = shared + offset + WEIGHT_BYTES + group * LINES_BYTES;
-                float sum = 0.0f;
-#pragma unroll 8
-                for (u32 k = 0; k < EXAMPLES; ++k) {
-                    sum += load_float(*reinterpret_cast<const T*>(lines + swizzled(k, in_group * 2)));
-                }
-                p.bias[row + in_group] = __fmaf_rn(-p.scale, sum, p.bias[row + in_group]);
+                step_bias<T, EXAMPLES>(p, shared + offset + WEIGHT_BYTES + group * LINES_BYTES, row, in_group);
             }
             products_wait<0>();
 

@@ -105,13 +105,7 @@ struct StreamedBackward {
             }
             products_commit();
             if (p.bias != nullptr && strip == 0 && in_group < 64 && row + in_group < p.k) {
-                const unsigned char* lines = shared + offset + WEIGHT_BYTES;
-                float sum = 0.0f;
-#pragma unroll 8
-                for (u32 k = 0; k < EXAMPLES; ++k) {
-                    sum += load_float(*reinterpret_cast<const T*>(lines + swizzled(k, in_group * 2)));
-                }
-                p.bias[row + in_group] = __fmaf_rn(-p.scale, sum, p.bias[row + in_group]);
+                step_bias<T, EXAMPLES>(p, shared + offset + WEIGHT_BYTES, row, in_group);
             }
             // Both have read the weights.
             products_wait<0>();

@@ -25,7 +25,7 @@ mod loss;
 mod products;
 mod workspace;
 
-pub use products::{LayerProducts, products};
+pub use products::{LayerLaunches, LayerProducts, products};
 
 use crate::arithmetic::{Arithmetic, FuseMode};
 use crate::device::Role;

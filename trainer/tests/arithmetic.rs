@@ -8,9 +8,10 @@ mod common;
 use allocators::BackendKind;
 use allocators::trace::Export;
 use common::{arms, digits, iris, train};
-use kernels::{Engine, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, Precision};
+use kernels::{LinearBackwardInput, LinearForward, LinearWeightGradient};
 use trainer::Settings;
 use trainer::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
+use trainer::mlp::LayerLaunches;
 use trainer::settings::{LaunchMode, LoaderMode, SyncMode};
 
 const DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16];
@@ -228,85 +229,22 @@ fn large_batches_train_too() {
 }
 
 /// Launches of a network's step that have a workspace. How many do depends on their shapes.
-fn workspaces(engine: Engine, precision: Precision, widths: &[u32], rows: u32, fuse: FuseMode) -> u64 {
-    let pitch = |cols| precision.element().pitch(cols);
+fn workspaces(arithmetic: &Arithmetic, widths: &[u32], rows: u32) -> u64 {
+    let fused = arithmetic.fuse != FuseMode::None;
     let mut count = 0;
     for (number, pair) in widths.windows(2).enumerate() {
-        let (inputs, outputs, last) = (pair[0], pair[1], number + 2 == widths.len());
-        let (x_pitch, y_pitch) = (pitch(inputs), pitch(outputs));
-        let fused = fuse != FuseMode::None;
-        let forward = LinearForward {
-            engine,
-            precision,
-            rows,
-            inputs,
-            outputs,
-            x: 0,
-            x_pitch,
-            weight: 0,
-            weight_pitch: x_pitch,
-            bias: fused.then_some(0),
-            relu: fused && !last,
-            y: 0,
-            y_pitch: if last { outputs } else { y_pitch },
-            y_f32: last,
-            workspace: 0,
-            tickets: 0,
-        };
-        let backward = LinearBackwardInput {
-            engine,
-            precision,
-            rows,
-            inputs,
-            outputs,
-            dy: 0,
-            dy_pitch: y_pitch,
-            weight: 0,
-            weight_pitch: x_pitch,
-            mask: fused.then_some(0),
-            dx: 0,
-            dx_pitch: x_pitch,
-            workspace: 0,
-            tickets: 0,
-        };
-        let gradient = LinearWeightGradient {
-            engine,
-            precision,
-            rows,
-            inputs,
-            outputs,
-            dy: 0,
-            dy_pitch: y_pitch,
-            x: 0,
-            x_pitch,
-            scale: 1.0,
-            dweight: 0,
-            dweight_pitch: x_pitch,
-            dbias: fused.then_some(0),
-            workspace: 0,
-            tickets: 0,
-        };
-        let update = LinearUpdate {
-            engine,
-            precision,
-            rows,
-            inputs,
-            outputs,
-            dy: 0,
-            dy_pitch: y_pitch,
-            x: 0,
-            x_pitch,
-            rate: 1.0,
-            weight: 0,
-            weight_pitch: x_pitch,
-            master: None,
-            bias: 0,
-            workspace: 0,
-            tickets: 0,
-        };
-        let step = if fuse == FuseMode::Update { update.workspace_bytes() } else { gradient.workspace_bytes() };
-        let backward = if number > 0 { backward.workspace_bytes() } else { 0 };
-        count += [forward.workspace_bytes(), backward, step].iter().filter(|bytes| **bytes > 0).count() as u64;
+        let last = number + 2 == widths.len();
+        let LayerLaunches { forward, input, gradient, update } =
+            LayerLaunches::new(arithmetic, rows, [pair[0], pair[1]]);
+        let y_pitch = if last { forward.outputs } else { forward.y_pitch };
+        let (bias, relu) = (fused.then_some(0), fused && !last);
+        let forward = LinearForward { bias, relu, y_pitch, y_f32: last, ..forward };
+        let input = LinearBackwardInput { mask: fused.then_some(0), ..input };
+        let gradient = LinearWeightGradient { dbias: fused.then_some(0), ..gradient };
+        let steps = arithmetic.fuse == FuseMode::Update;
+        let weight = if steps { update.workspace_bytes() } else { gradient.workspace_bytes() };
+        let input = if number > 0 { input.workspace_bytes() } else { 0 };
+        count += [forward.workspace_bytes(), input, weight].iter().filter(|bytes| **bytes > 0).count() as u64;
     }
     count
 }
@@ -421,7 +359,7 @@ fn fusion_takes_fewer_tensors() {
             let widths: Vec<u32> = trainer::mlp::widths(features, settings.hidden, layers, classes);
             let more = match arithmetic.plain() {
                 Some(_) => 0,
-                None => workspaces(arithmetic.engine(), arithmetic.precision(), &widths, settings.batch, settings.fuse),
+                None => workspaces(&arithmetic, &widths, settings.batch),
             };
             println!("{name}, {layers} layers: {tensors} tensors and {more} workspaces");
             assert_eq!(counts, vec![(tensors + more).to_string(); 2], "{name}, {layers} layers");

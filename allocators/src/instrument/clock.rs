@@ -153,7 +153,7 @@ impl Reader {
             #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
             None => counter::read_at_once(),
             #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
-            None => 0,
+            None => unreachable!("only the time-stamp counter is read without a clock"),
             Some(clock) => Self::read_other(clock.as_ref()),
         }
     }

@@ -32,8 +32,8 @@ pub fn products(
     cuda: Option<&CudaKernels>,
 ) -> Result<Vec<LayerProducts>> {
     let of_layer = |(number, pair): (usize, &[u32])| {
+        let (inputs, outputs) = (pair[0], pair[1]);
         if let Some(algorithm) = arithmetic.plain() {
-            let (inputs, outputs) = (pair[0], pair[1]);
             let gemm = |layout, m, n, k| Gemm { layout, algorithm, m, n, k, a: 0, b: 0, c: 0 }.name();
             return Ok(LayerProducts {
                 forward: gemm(GemmLayout::NT, rows, outputs, inputs),
@@ -41,7 +41,8 @@ pub fn products(
                 weight: gemm(GemmLayout::TN, outputs, inputs, rows),
             });
         }
-        let LayerLaunches { forward, input, gradient, update } = LayerLaunches::new(arithmetic, rows, pair);
+        let LayerLaunches { forward, input, gradient, update } =
+            LayerLaunches::new(arithmetic, rows, [inputs, outputs]);
         let forward = forward.kernel_on(cuda)?;
         let steps = arithmetic.fuse == FuseMode::Update;
         let both = LinearBackward::of(input, update).filter(|_| steps && number > 0);
@@ -60,18 +61,23 @@ pub fn products(
 }
 
 /// A layer's launches without addresses: what depends on their shapes alone can be asked of them.
-pub(super) struct LayerLaunches {
-    pub(super) forward: LinearForward,
-    pub(super) input: LinearBackwardInput,
-    pub(super) gradient: LinearWeightGradient,
-    pub(super) update: LinearUpdate,
+#[derive(Clone, Copy, Debug)]
+pub struct LayerLaunches {
+    /// The layer's output as that of a hidden layer is stored, with nothing fused.
+    pub forward: LinearForward,
+    /// The gradient of its input, without a mask.
+    pub input: LinearBackwardInput,
+    /// The gradient of its weights, without that of the bias.
+    pub gradient: LinearWeightGradient,
+    /// The update of its weights, and of masters if it has them.
+    pub update: LinearUpdate,
 }
 
 impl LayerLaunches {
     /// For so many rows, and a layer with these inputs and outputs.
-    pub(super) fn new(arithmetic: &Arithmetic, rows: u32, pair: &[u32]) -> Self {
+    #[must_use]
+    pub fn new(arithmetic: &Arithmetic, rows: u32, [inputs, outputs]: [u32; 2]) -> Self {
         let (engine, precision) = (arithmetic.engine(), arithmetic.precision());
-        let (inputs, outputs) = (pair[0], pair[1]);
         let (x_pitch, y_pitch) = (arithmetic.pitch(inputs), arithmetic.pitch(outputs));
         Self {
             forward: LinearForward {

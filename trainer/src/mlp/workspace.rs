@@ -64,7 +64,8 @@ pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u
             most = most.max(loss.tickets());
         }
         for pair in widths.windows(2) {
-            let LayerLaunches { forward, input, gradient, update } = LayerLaunches::new(arithmetic, rows, pair);
+            let LayerLaunches { forward, input, gradient, update } =
+                LayerLaunches::new(arithmetic, rows, [pair[0], pair[1]]);
             let logits = LinearForward { y_f32: true, ..forward };
             let both = LinearBackward::of(input, update).map_or(0, |both| both.tickets());
             let tickets = [forward.tickets(), logits.tickets(), input.tickets(), gradient.tickets(), update.tickets()];
