@@ -4,14 +4,14 @@
 #[cfg(loom)]
 mod primitives {
     pub(crate) use loom::cell::{MutPtr, UnsafeCell};
-    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
+    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
     pub(crate) use loom::sync::{Mutex, MutexGuard};
     pub(crate) use loom::thread::{ThreadId, current, yield_now};
 }
 
 #[cfg(not(loom))]
 mod primitives {
-    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
+    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
     pub(crate) use std::sync::{Mutex, MutexGuard};
     pub(crate) use std::thread::{ThreadId, current, yield_now};
 
@@ -54,7 +54,7 @@ mod primitives {
 
 use primitives::yield_now;
 use primitives::{AtomicBool, MutPtr, UnsafeCell};
-pub(crate) use primitives::{AtomicU32, AtomicU64, AtomicUsize, Mutex, MutexGuard, ThreadId};
+pub(crate) use primitives::{AtomicU64, AtomicUsize, Mutex, MutexGuard, ThreadId};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::PoisonError;
@@ -96,7 +96,7 @@ impl<T> SpinLock<T> {
 
     #[inline]
     pub(crate) fn lock(&self) -> SpinGuard<'_, T> {
-        if self.taken.compare_exchange(false, true, Acquire, Relaxed).is_err() {
+        if self.taken.swap(true, Acquire) {
             self.wait();
         }
         SpinGuard { value: self.value.get_mut(), taken: &self.taken }

@@ -26,6 +26,8 @@ pub(super) struct ShardState {
     pub(super) cache: BlockCache,
     /// Streams that were announced to use a block; blocks that have any are marked `shared`.
     pub(super) uses: BTreeMap<BlockIndex, Vec<StreamId>>,
+    /// Whether levels may be changed without a look at the totals' books.
+    pub(super) admitted: bool,
     /// What all other streams' levels add up to while this one is the tenant of the totals.
     pub(super) others: Figures,
     /// Whether a graph may use its segments, so that none goes back to the device.

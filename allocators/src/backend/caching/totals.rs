@@ -3,8 +3,7 @@
 //! The peak of a sum is not the sum of the peaks, so somebody has to know the sum at the time. Here that is one shard at
 //! a time, the *tenant*: it was told what all the others add up to, and while nobody else changes anything, its own
 //! peaks say how high the sum went. Whoever works on another shard first closes the tenant's account and makes that
-//! shard the tenant, which costs two short locks; work on one stream never does, and reads one shared word that nobody
-//! writes meanwhile.
+//! shard the tenant, which costs two short locks; work on one stream never does, and finds in its own shard that it may.
 //!
 //! So peaks are exact in a program with one thread, whatever its streams, and with several threads as long as they take
 //! turns. After [`TURNS`] changes of thread the account is opened to every shard: each keeps its own peaks, and the sum
@@ -13,23 +12,14 @@
 use super::shard::{Shard, ShardState, ShardTable};
 use crate::core::tally::{Figures, Quantity, Scope};
 use crate::stats::{Gauge, PooledGauge, Stats};
-use crate::sync::{AtomicU32, Mutex, SpinGuard, ThreadId, lock, this_thread};
-use std::sync::atomic::Ordering::{Acquire, Release};
+use crate::sync::{Mutex, SpinGuard, ThreadId, lock, this_thread};
 
 /// Changes of thread after which several threads no longer share exact peaks.
 pub(super) const TURNS: u32 = if cfg!(loom) { 2 } else { 64 };
 
-/// Nobody is the tenant: the accounts are closed.
-const NOBODY: u32 = u32::MAX;
-/// Every shard works on an account of its own.
-const EVERYBODY: u32 = u32::MAX - 1;
-
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct Totals {
-    /// Number of the tenant's shard, [`NOBODY`] or [`EVERYBODY`]. Changed by the holder of `books` only; a thread that
-    /// reads its own shard's number under that shard's lock stays the tenant until it unlocks.
-    tenant: AtomicU32,
     books: Mutex<Books>,
 }
 
@@ -46,9 +36,24 @@ struct Books {
     pending: Figures,
     /// Highest `pending` since every shard has an account of its own.
     pending_peak: Figures,
+    /// Who may change levels. Where that is a shard, it says so itself ([`ShardState::admitted`]), as do all once the
+    /// tenancy is open, each from its next use on.
+    tenancy: Tenancy,
     /// Thread that the tenant's account was opened by.
     thread: Option<ThreadId>,
     turns: u32,
+}
+
+/// Who may change levels.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Tenancy {
+    /// Nobody: the accounts are closed.
+    #[default]
+    Vacant,
+    /// The shard with a number.
+    Shard(u32),
+    /// Every shard, each on an account of its own.
+    Open,
 }
 
 impl Books {
@@ -74,7 +79,7 @@ impl Books {
 
 impl Totals {
     pub(super) fn new() -> Self {
-        Self { tenant: AtomicU32::new(NOBODY), books: Mutex::new(Books::default()) }
+        Self { books: Mutex::new(Books::default()) }
     }
 
     /// Locks a shard for work that changes its levels.
@@ -90,8 +95,7 @@ impl Totals {
     pub(super) fn enter_unsettled<'a>(&self, shard: &'a Shard, table: &ShardTable) -> SpinGuard<'a, ShardState> {
         loop {
             let state = shard.lock_unsettled();
-            let tenant = self.tenant.load(Acquire);
-            if tenant == shard.id || tenant == EVERYBODY {
+            if state.admitted {
                 return state;
             }
             drop(state);
@@ -100,37 +104,45 @@ impl Totals {
     }
 
     /// Closes the tenant's account. Until the books are let go, nobody's levels change, unless they are everybody's.
-    fn close_tenancy(&self, books: &mut Books, table: &ShardTable) -> u32 {
-        let tenant = self.tenant.load(Acquire);
+    fn close_tenancy(books: &mut Books, table: &ShardTable) {
+        let Tenancy::Shard(tenant) = books.tenancy else { return };
         if let Some(shard) = table.by_id(tenant) {
-            // Before the lock: whoever takes the shard's lock after us finds that it is no longer the tenant.
-            self.tenant.store(NOBODY, Release);
-            books.close(&shard.lock());
+            let state = &mut *shard.lock();
+            // Whoever takes the shard's lock after us finds that it is no longer the tenant.
+            state.admitted = false;
+            books.close(state);
         }
-        tenant
+        books.tenancy = Tenancy::Vacant;
     }
 
     #[cold]
     fn admit(&self, shard: &Shard, table: &ShardTable) {
         let books = &mut *lock(&self.books);
-        let tenant = self.tenant.load(Acquire);
-        if tenant == shard.id || tenant == EVERYBODY {
+        if books.tenancy == Tenancy::Open {
+            shard.lock().admitted = true;
             return;
         }
-        self.close_tenancy(books, table);
+        if books.tenancy == Tenancy::Shard(shard.id) {
+            return;
+        }
+        Self::close_tenancy(books, table);
         let thread = this_thread();
         if books.thread.replace(thread).is_some_and(|last| last != thread) {
             books.turns += 1;
         }
         if books.turns < TURNS {
-            books.open(&mut shard.lock());
-            self.tenant.store(shard.id, Release);
+            let state = &mut *shard.lock();
+            books.open(state);
+            state.admitted = true;
+            books.tenancy = Tenancy::Shard(shard.id);
         } else {
+            // No level changes before this is done: shards ask for the books first.
             for shard in table.by_stream() {
                 shard.lock().cache.tally.restart_peaks();
             }
+            shard.lock().admitted = true;
             books.pending_peak = books.pending;
-            self.tenant.store(EVERYBODY, Release);
+            books.tenancy = Tenancy::Open;
         }
     }
 
@@ -142,7 +154,8 @@ impl Totals {
         change: impl FnOnce(&mut ShardState, &mut Figures) -> R,
     ) -> R {
         let books = &mut *lock(&self.books);
-        let everybody = self.close_tenancy(books, table) == EVERYBODY;
+        Self::close_tenancy(books, table);
+        let everybody = books.tenancy == Tenancy::Open;
         let state = &mut *shard.lock();
         let before = state.cache.tally.current();
         let out = change(state, &mut books.pending);
@@ -160,11 +173,13 @@ impl Totals {
     /// Lets the peaks start again from the levels, exact again.
     pub(super) fn restart_peaks(&self, table: &ShardTable) {
         let books = &mut *lock(&self.books);
-        self.close_tenancy(books, table);
-        self.tenant.store(NOBODY, Release);
+        Self::close_tenancy(books, table);
         let mut sums = Figures::default();
         for shard in table.by_stream() {
-            sums = sums.zip(&shard.lock().cache.tally.current(), |sum, own| sum + own);
+            let state = &mut *shard.lock();
+            // Once its level is read it stays, until the books are let go.
+            state.admitted = false;
+            sums = sums.zip(&state.cache.tally.current(), |sum, own| sum + own);
         }
         *books = Books { current: sums, pending: books.pending, ..Books::default() };
         books.reach(&sums, &books.pending.clone());
@@ -173,7 +188,8 @@ impl Totals {
     /// Fills in the gauges of blocks.
     pub(super) fn report(&self, table: &ShardTable, stats: &mut Stats) {
         let books = &mut *lock(&self.books);
-        let everybody = self.close_tenancy(books, table) == EVERYBODY;
+        Self::close_tenancy(books, table);
+        let everybody = books.tenancy == Tenancy::Open;
         let (mut current, mut increases, mut summed) = (Figures::default(), Figures::default(), Figures::default());
         for shard in table.by_stream() {
             let tally = shard.lock().cache.tally;
