@@ -170,7 +170,7 @@ fn contradictions_are_refused_in_one_line() {
     let alloc = |addr, bytes| event(Action::Alloc, addr, bytes);
     let free = |addr, bytes| event(Action::FreeRequested, addr, bytes);
     let segment = |addr, bytes| event(Action::SegmentAlloc, addr, bytes);
-    let cases: [(&[Event], &str); 11] = [
+    let cases: [(&[Event], &str); 12] = [
         (&[alloc(4096, 512), alloc(4352, 512)], "event 2: alloc of 512 bytes at 0x1100 overlaps"),
         (&[alloc(4096, 512), free(4096, 512), free(4096, 512)], "event 3: free of 512 bytes at 0x1000, where no block"),
         (&[alloc(4096, 512), free(4096, 1024)], "event 2: free of 1024 bytes at 0x1000, where 512 bytes"),
@@ -178,6 +178,10 @@ fn contradictions_are_refused_in_one_line() {
         (&[segment(4096, 2 * MIB), free(4096, 512)], "event 2: free of 512 bytes at 0x1000, in a segment"),
         (&[alloc(4096, 1 << 62)], "event 1: alloc of 4611686018427387904 bytes: no device has more than 256 TiB"),
         (&[alloc(u64::MAX - 5, 512)], "event 1: 0xfffffffffffffffa + 512 is no range of addresses"),
+        (
+            &[segment(4099, 2 * MIB)],
+            "event 1: the segment of 2097152 bytes at 0x1003 does not begin at a multiple of 256",
+        ),
         (&[segment(4096, 2 * MIB), segment(8192, 2 * MIB)], "event 2: the segment of 2097152 bytes at 0x2000 overlaps"),
         (&[segment(4096, 0)], "event 1: a segment of 0 bytes"),
         (&[alloc(4096, 512), free(4096, 512), event(Action::RecordUse, 4096, 0)], "event 3: use of 0x1000"),

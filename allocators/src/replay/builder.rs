@@ -4,6 +4,7 @@ use super::op::{BY_DEVICE, Kind, MAX_STREAMS, NO_STREAM, Op, Release};
 use super::ranges::Ranges;
 use super::windows::{Cause, Completion, End, SegmentEvent, Window};
 use super::{MAX_BYTES, ReplayError};
+use crate::allocator::GUARANTEED_ALIGN;
 use crate::trace::{Action, Event};
 use std::collections::{BTreeMap, HashMap};
 
@@ -328,6 +329,13 @@ impl HistoryBuilder {
         let Event { addr, bytes, stream, .. } = *event;
         if bytes == 0 || addr == 0 {
             return Err(wrong(self.number, format!("a segment of {bytes} bytes at {addr:#x}")));
+        }
+        if !addr.is_multiple_of(GUARANTEED_ALIGN) {
+            let what = format!(
+                "the segment of {bytes} bytes at {addr:#x} does not begin at a multiple of {GUARANTEED_ALIGN}, as device \
+                 memory does"
+            );
+            return Err(wrong(self.number, what));
         }
         if let Some((start, size)) = self.held.range(..addr + bytes).next_back()
             && start + size > addr
