@@ -141,59 +141,59 @@ impl fmt::Display for Path {
 /// }
 /// ```
 #[must_use = "a dropped Block leaks device memory; hand it to `deallocate`"]
-#[derive(Debug, PartialEq, Eq)]
+#[derive(PartialEq, Eq)]
 #[repr(C)]
 pub struct Block {
-    addr: DeviceAddr,
+    /// First address, and in its low bits, which are zero for every block, the path: half a cache line in all.
+    place: DeviceAddr,
     bytes: u64,
     requested: u64,
     token: u64,
-    path: Path,
 }
 
 impl Block {
     /// Mints a block; backends only. `token` is the backend's own name for it.
     ///
-    /// Written as it is read: who moves a block copies all but its first word by 16 bytes at a time (`?` on the result of
-    /// an allocation does), and a processor hands a store on to a load at once only if the load lies within it. Word by
-    /// word, each copy of a block that was just made would wait until the stores have left the processor, which takes as
-    /// long as a cached allocation.
+    /// Written as it is read: who moves a block copies it by 16 bytes at a time, and a processor hands a store on to a load
+    /// at once only if the load lies within it. Word by word, each copy of a block that was just made would wait until the
+    /// stores have left the processor, which takes as long as a cached allocation.
     #[inline(always)]
     pub(crate) fn new(addr: DeviceAddr, bytes: u64, requested: u64, path: Path, token: u64) -> Self {
+        debug_assert!(addr.get().is_multiple_of(GUARANTEED_ALIGN), "every backend aligns its blocks");
+        // CAST: the discriminant.
+        let place = addr.with_low_bits(path as u64);
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::{__m128i, _mm_set_epi64x, _mm_storeu_si128};
-            // CAST: the discriminant.
-            let (low, high) = ([bytes, token], [requested, path as u64]);
-            let pair = |at: usize| -> __m128i {
+            let pair = |low: u64, high: u64| -> __m128i {
                 // SAFETY: every x86-64 processor has this instruction, which touches no memory.
-                unsafe { _mm_set_epi64x(high[at].cast_signed(), low[at].cast_signed()) }
+                unsafe { _mm_set_epi64x(high.cast_signed(), low.cast_signed()) }
             };
             let mut block = std::mem::MaybeUninit::<Self>::uninit();
-            let place = block.as_mut_ptr();
-            // SAFETY: all five words of the block, which is laid out as it is declared, are written before it is read;
-            // the last is a `Path`, whose representation is 64 bits wide.
+            let at = block.as_mut_ptr();
+            // SAFETY: all four words of the block, which is laid out as it is declared, are written before it is read; the
+            // first is not zero.
             unsafe {
-                (&raw mut (*place).addr).write(addr);
-                _mm_storeu_si128((&raw mut (*place).bytes).cast(), pair(0));
-                _mm_storeu_si128((&raw mut (*place).token).cast(), pair(1));
+                _mm_storeu_si128((&raw mut (*at).place).cast(), pair(place.get(), bytes));
+                _mm_storeu_si128((&raw mut (*at).requested).cast(), pair(requested, token));
                 block.assume_init()
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
-        Self { addr, bytes, requested, token, path }
+        Self { place, bytes, requested, token }
     }
 
     /// The same block, for an instrument to hand on: written as [`new`](Self::new) writes it.
     #[inline(always)]
     pub(crate) fn hand_on(self) -> Self {
-        Self::new(self.addr, self.bytes, self.requested, self.path, self.token)
+        Self::new(self.addr(), self.bytes, self.requested, self.path(), self.token)
     }
 
     /// First address.
     #[must_use]
+    #[inline(always)]
     pub fn addr(&self) -> DeviceAddr {
-        self.addr
+        self.place.without_low_bits(GUARANTEED_ALIGN - 1)
     }
 
     /// Size after the backend's rounding, in bytes.
@@ -210,13 +210,27 @@ impl Block {
 
     /// How the allocation was served.
     #[must_use]
+    #[inline(always)]
     pub fn path(&self) -> Path {
-        self.path
+        // CAST: below the number of paths, as `new` wrote it.
+        Path::ALL[(self.place.get() % GUARANTEED_ALIGN) as usize]
     }
 
     /// The backend's own name for the block.
     pub(crate) fn token(&self) -> u64 {
         self.token
+    }
+}
+
+impl fmt::Debug for Block {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Block")
+            .field("addr", &self.addr())
+            .field("bytes", &self.bytes)
+            .field("requested", &self.requested)
+            .field("path", &self.path())
+            .field("token", &self.token)
+            .finish()
     }
 }
 
@@ -349,7 +363,7 @@ mod tests {
     fn a_block_reads_back_as_what_it_was_made_of() {
         for (number, path) in (0u64..).zip(Path::ALL) {
             assert_eq!(path as u64, number, "a path is stored by its place in the order");
-            let addr = DeviceAddr::new(0x7f00_0000_0100 + number).unwrap();
+            let addr = DeviceAddr::new(0x7f00_0000_0100 + number * GUARANTEED_ALIGN).unwrap();
             let made = || Block::new(addr, u64::MAX - number, number, path, number << 32 | 7);
             for block in [made(), made().hand_on()] {
                 assert_eq!((block.addr(), block.bytes(), block.requested()), (addr, u64::MAX - number, number));

@@ -48,6 +48,18 @@ impl DeviceAddr {
         NonZeroU64::new(addr).map(Self)
     }
 
+    /// The address with `bits`, which are zero in it, set.
+    #[inline(always)]
+    pub(crate) fn with_low_bits(self, bits: u64) -> Self {
+        Self(self.0 | bits)
+    }
+
+    /// The address without the bits of `mask`, which are not all of it.
+    #[inline(always)]
+    pub(crate) fn without_low_bits(self, mask: u64) -> Self {
+        Self::new(self.get() & !mask).expect("an address should have more than its low bits")
+    }
+
     /// The address as a number, as kernels take it.
     #[must_use]
     pub fn get(self) -> u64 {
