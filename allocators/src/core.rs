@@ -8,6 +8,7 @@ pub mod block_cache;
 pub mod blocks;
 pub mod exact_index;
 pub mod free_index;
+mod join;
 pub mod ranged_index;
 mod repeat;
 pub mod rounding;

@@ -43,6 +43,7 @@ use capture::Pool;
 use growth::Growth;
 use pending::Pending;
 use shard::{Shard, ShardState, ShardTable};
+use std::hint::select_unpredictable;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use totals::Totals;
@@ -310,7 +311,7 @@ impl DeviceAllocator for Caching {
                 joined => joined,
             };
             if let Some(joined) = joined {
-                return Ok(if joined { Path::Coalesce } else { Path::Hit });
+                return Ok(select_unpredictable(joined, Path::Coalesce, Path::Hit));
             }
         }
         self.deallocate_any(&block)

@@ -1,9 +1,10 @@
 //! The segments of one stream, their blocks, which of them are free, and what they add up to: what `caching` knows of a
 //! stream without asking a device.
 
-use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, record, record_mut, vacate};
+use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, record, record_mut, split_front};
 use super::exact_index::ExactIndex;
 use super::free_index::{Fit, FreeIndex};
+use super::join::{FEW, join, join_blindly};
 use super::ranged_index::RangedIndex;
 use super::repeat::Repeat;
 use super::rounding::{MIN_BLOCK, SMALL_MAX};
@@ -172,15 +173,19 @@ impl BlockCache {
         debug_assert!(!self.repeat.owes());
         let whole = self.blocks.insert(segment);
         self.tally.add_segment(segment.bytes());
-        let (pool, fit) = (segment.pool(), Fit { index: whole, bytes: segment.bytes() });
+        let (pool, fit) = (segment.pool(), Fit { index: whole, units: segment.units() });
         // It is not put into the index, where it need not be the first: another segment may have become free meanwhile.
-        let split = rules.split(pool, wanted.rounded, fit.bytes);
-        let served = hand_out(&mut self.blocks, &mut self.tally, pool, fit, split, wanted);
+        let split = rules.split(pool, wanted.rounded, segment.bytes());
+        self.blocks.reserve();
+        let (records, vacant) = self.blocks.parts();
+        let served = hand_out(records, vacant, &mut self.tally, pool, fit, split, wanted);
         if split {
+            let rest = record(records, whole).units();
             match pool {
-                PoolKind::Small => self.small.insert(self.blocks.parts().0, whole, fit.bytes - served.bytes),
-                PoolKind::Large => self.large.insert(self.blocks.parts().0, whole, fit.bytes - served.bytes),
+                PoolKind::Small => self.small.insert(records, whole, rest),
+                PoolKind::Large => self.large.insert(records, whole, rest),
             }
+            self.blocks.set_freed_at(whole, wanted.now);
         }
         served
     }
@@ -193,10 +198,23 @@ impl BlockCache {
         match block.pool() {
             PoolKind::Small => {
                 self.tally.take_back(PoolKind::Small, block.bytes(), requested);
-                join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, now)
+                self.join_small(index, block, now)
             }
-            PoolKind::Large => self.take_back_large(index, requested, now),
+            PoolKind::Large => {
+                self.tally.take_back(PoolKind::Large, block.bytes(), requested);
+                self.join_large(index, block, now)
+            }
         }
+    }
+
+    #[inline(never)]
+    fn join_small(&mut self, index: BlockIndex, block: BlockRecord, now: u64) -> bool {
+        join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, now)
+    }
+
+    #[inline(never)]
+    fn join_large(&mut self, index: BlockIndex, block: BlockRecord, now: u64) -> bool {
+        join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, now)
     }
 
     /// The same for a block of the small pool that the client holds at `addr` and that no other stream was announced to
@@ -213,7 +231,11 @@ impl BlockCache {
             return Some(self.repeat.hold());
         }
         self.tally.take_back(PoolKind::Small, block.bytes(), requested);
-        let joined = join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, 0);
+        let joined = if self.blocks.records().len() <= FEW {
+            join_blindly(&mut self.small, &mut self.blocks, &mut self.tally, index, block)
+        } else {
+            self.join_small(index, block, 0)
+        };
         self.repeat.returned(index, requested);
         Some(joined)
     }
@@ -232,13 +254,6 @@ impl BlockCache {
         })
     }
 
-    #[inline(never)]
-    fn take_back_large(&mut self, index: BlockIndex, requested: u64, now: u64) -> bool {
-        let block = *self.blocks.get(index);
-        self.tally.take_back(PoolKind::Large, block.bytes(), requested);
-        join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, now)
-    }
-
     /// Takes a block back from the client that streams still use: it waits for `events`.
     pub fn defer(&mut self, index: BlockIndex, events: u32) {
         debug_assert!(!self.repeat.owes());
@@ -254,12 +269,8 @@ impl BlockCache {
         let block = *self.blocks.get(index);
         self.tally.remove_pending(block.bytes());
         match block.pool() {
-            PoolKind::Small => {
-                join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, now)
-            }
-            PoolKind::Large => {
-                join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, now)
-            }
+            PoolKind::Small => self.join_small(index, block, now),
+            PoolKind::Large => self.join_large(index, block, now),
         };
     }
 
@@ -271,8 +282,8 @@ impl BlockCache {
             return None;
         }
         match block.pool() {
-            PoolKind::Small => self.small.remove(self.blocks.parts().0, index, block.bytes()),
-            PoolKind::Large => self.large.remove(self.blocks.parts().0, index, block.bytes()),
+            PoolKind::Small => self.small.remove(self.blocks.parts().0, index, block.units()),
+            PoolKind::Large => self.large.remove(self.blocks.parts().0, index, block.units()),
         }
         self.blocks.remove(index);
         self.tally.remove_segment(block.bytes());
@@ -287,8 +298,8 @@ impl BlockCache {
         self.blocks.set_freed_at(index, freed_at);
         self.tally.add_segment(segment.bytes());
         match segment.pool() {
-            PoolKind::Small => self.small.insert(self.blocks.parts().0, index, segment.bytes()),
-            PoolKind::Large => self.large.insert(self.blocks.parts().0, index, segment.bytes()),
+            PoolKind::Small => self.small.insert(self.blocks.parts().0, index, segment.units()),
+            PoolKind::Large => self.large.insert(self.blocks.parts().0, index, segment.units()),
         }
     }
 
@@ -325,40 +336,48 @@ fn serve(
     wanted: Wanted,
     rules: &SplitRules,
 ) -> Option<Served> {
-    let fit = free.best_fit(blocks.records(), wanted.rounded)?;
-    if !rules.allow(wanted.rounded, fit.bytes) {
+    // Nothing is larger than the largest number of units.
+    let units = u32::try_from(wanted.rounded / MIN_BLOCK).ok()?;
+    // Before anything else, so that the records stay where they are.
+    blocks.reserve();
+    let (records, vacant) = blocks.parts();
+    let fit = free.best_fit(records, units)?;
+    let bytes = u64::from(fit.units) * MIN_BLOCK;
+    if !rules.allow(wanted.rounded, bytes) {
         return None;
     }
-    let split = rules.split(pool, wanted.rounded, fit.bytes);
+    let split = rules.split(pool, wanted.rounded, bytes);
     if !split {
-        free.take(blocks.parts().0, fit);
+        free.take(records, fit);
     }
-    let served = hand_out(blocks, tally, pool, fit, split, wanted);
+    let served = hand_out(records, vacant, tally, pool, fit, split, wanted);
     if split {
-        free.cut(blocks.parts().0, fit, fit.bytes - served.bytes);
+        free.cut(records, fit, fit.units - units);
+        blocks.set_freed_at(fit.index, wanted.now);
     }
     Some(served)
 }
 
-/// PyTorch's `alloc_found_block`: cuts the request off a free block if it is to be split, and accounts for what is handed
-/// out. The index is the caller's affair.
+/// PyTorch's `alloc_found_block`: cuts the request off a free block if it is to be split, for which there has to be a
+/// vacant record, and accounts for what is handed out. The index is the caller's affair.
 #[inline(always)]
 fn hand_out(
-    blocks: &mut BlockSlab,
+    records: &mut [BlockRecord],
+    vacant: &mut BlockIndex,
     tally: &mut Tally,
     pool: PoolKind,
     fit: Fit,
     split: bool,
     wanted: Wanted,
 ) -> Served {
-    let Wanted { rounded, requested, now } = wanted;
-    let Fit { index: found, bytes } = fit;
-    let whole = blocks.get(found);
-    debug_assert_eq!(whole.bytes(), bytes);
-    let (addr, was_split) = (whole.addr(), whole.is_split());
+    let Wanted { rounded, requested, .. } = wanted;
+    let found = fit.index;
+    let whole = record_mut(records, found);
+    debug_assert_eq!(whole.units(), fit.units);
+    let (addr, bytes, was_split) = (whole.addr(), u64::from(fit.units) * MIN_BLOCK, whole.is_split());
     if split {
-        let front = blocks.split_front(found, rounded, requested);
-        blocks.set_freed_at(found, now);
+        // CAST: less than the block has.
+        let front = split_front(records, vacant, found, (rounded / MIN_BLOCK) as u32, requested);
         if was_split {
             tally.shrink_split(pool, rounded);
         } else {
@@ -368,7 +387,7 @@ fn hand_out(
         tally.hand_out(pool, rounded, requested);
         return Served { index: front, addr, bytes: rounded, split };
     }
-    blocks.get_mut(found).set_allocated(requested);
+    whole.set_allocated(requested);
     if was_split {
         tally.remove_split(pool, bytes);
     } else {
@@ -376,70 +395,6 @@ fn hand_out(
     }
     tally.hand_out(pool, bytes, requested);
     Served { index: found, addr, bytes, split }
-}
-
-/// Makes a block free and joins it with free neighbours; true when there were any.
-#[inline(always)]
-fn join(
-    free: &mut impl FreeIndex,
-    blocks: &mut BlockSlab,
-    tally: &mut Tally,
-    pool: PoolKind,
-    index: BlockIndex,
-    block: BlockRecord,
-    now: u64,
-) -> bool {
-    let (prev, next) = (block.prev(), block.next());
-    let (records, vacant) = blocks.parts();
-    let below = record(records, prev).is_free();
-    let above = record(records, next).is_free();
-    if !below && !above {
-        record_mut(records, index).set_free();
-        free.insert(records, index, block.bytes());
-        blocks.set_freed_at(index, now);
-        if block.is_split() {
-            tally.add_split(pool, block.bytes());
-        } else {
-            tally.end_segment(block.bytes());
-        }
-        return false;
-    }
-    // A free neighbour takes the block in and keeps its record and, if it can, its place in the index. As PyTorch counts
-    // it: the neighbours were free parts and are gone, the whole is one if it is still a part.
-    let mut gone_bytes = 0;
-    let (keeper, old_bytes) = if below {
-        let (mut units, mut beyond) = (block.units(), next);
-        if above {
-            let gone = *record(records, next);
-            gone_bytes = gone.bytes();
-            free.remove(records, next, gone_bytes);
-            (units, beyond) = (units + gone.units(), gone.next());
-            vacate(records, vacant, next);
-            tally.merge_splits(pool);
-        }
-        let keeper = record_mut(records, prev);
-        let old_bytes = keeper.bytes();
-        keeper.extend_up(units, beyond);
-        record_mut(records, beyond).set_prev(prev);
-        (prev, old_bytes)
-    } else {
-        let keeper = record_mut(records, next);
-        let old_bytes = keeper.bytes();
-        keeper.extend_down(block.units(), prev);
-        record_mut(records, prev).set_next(next);
-        (next, old_bytes)
-    };
-    vacate(records, vacant, index);
-    free.resized(records, keeper, old_bytes, old_bytes + block.bytes() + gone_bytes);
-    if record(records, keeper).is_split() {
-        // By what was not free before: PyTorch counts the whole change at once.
-        tally.grow_split(pool, block.bytes());
-    } else {
-        tally.remove_split(pool, old_bytes + gone_bytes);
-        tally.end_segment(old_bytes + block.bytes() + gone_bytes);
-    }
-    blocks.set_freed_at(keeper, now);
-    true
 }
 
 /// An address out of a record.

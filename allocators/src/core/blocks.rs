@@ -4,6 +4,7 @@
 use super::rounding::MIN_BLOCK;
 use crate::snapshot::BlockState;
 use crate::stats::PoolKind;
+use std::hint::select_unpredictable;
 
 /// Index of a record in its [`BlockSlab`].
 pub type BlockIndex = u32;
@@ -218,6 +219,20 @@ impl BlockRecord {
         self.rest.up
     }
 
+    /// Makes the record that of a free block of the small pool, whose links the index writes.
+    #[inline(always)]
+    pub(super) fn set_small_free(&mut self, addr: u64, units: u32, prev: BlockIndex, next: BlockIndex) {
+        (self.place, self.units, self.prev, self.next) = (addr | FREE, units, prev, next);
+    }
+
+    /// Whether the block is free and has relatives in the index of free blocks.
+    #[inline(always)]
+    pub(super) fn is_free_in_company(&self) -> bool {
+        // One comparison, where two conditions would be two branches: no link is as large as a state that is not `FREE`.
+        let links = u64::from(self.rest.left | self.rest.right | self.rest.up);
+        links > ((self.place & STATE) ^ FREE) << u32::BITS
+    }
+
     #[inline(always)]
     pub(super) fn set_free(&mut self) {
         self.place = self.place & !STATE | FREE;
@@ -379,39 +394,47 @@ impl BlockSlab {
         self.freed_at[index as usize] = searches;
     }
 
-    /// A record for a new block, which the caller fills in.
+    /// Makes sure that there is a vacant record, so that [`split_front`] finds one.
     ///
     /// # Panics
     /// With 2^32 live records.
     #[inline(always)]
-    fn vacancy(&mut self) -> BlockIndex {
-        let index = self.vacant;
-        if index == NONE {
-            return self.push(BlockRecord::segment(0, 0, PoolKind::Small));
+    pub(super) fn reserve(&mut self) {
+        if self.vacant == NONE {
+            self.add_vacant();
         }
-        self.vacant = self.get(index).next;
-        index
     }
 
-    /// Cuts the first `bytes` off a free block for the client. Returns the new block at the front, which is allocated;
-    /// the rest keeps its index.
-    #[inline(always)]
-    pub fn split_front(&mut self, index: BlockIndex, bytes: u64, requested: u64) -> BlockIndex {
-        let front = self.vacancy();
-        let records = self.records.as_mut_slice();
-        let rest = record_mut(records, index);
-        debug_assert!(bytes > 0 && bytes < rest.bytes() && bytes.is_multiple_of(MIN_BLOCK));
-        // CAST: less than the block has.
-        let units = (bytes / MIN_BLOCK) as u32;
-        let mut first = BlockRecord { units, next: index, ..*rest };
-        first.set_allocated(requested);
-        rest.place += bytes;
-        rest.units -= units;
-        rest.prev = front;
-        record_mut(records, first.prev).next = front;
-        *record_mut(records, front) = first;
-        front
+    #[cold]
+    #[inline(never)]
+    fn add_vacant(&mut self) {
+        self.vacant = self.push(BlockRecord { place: VACANT, units: 0, prev: NONE, next: NONE, rest: Links::ALONE });
     }
+}
+
+/// Cuts the first `units` off a free block for the client. Returns the new block at the front, which is allocated and
+/// takes the first vacant record, of which there has to be one; the rest keeps its index.
+#[inline(always)]
+pub(super) fn split_front(
+    records: &mut [BlockRecord],
+    vacant: &mut BlockIndex,
+    index: BlockIndex,
+    units: u32,
+    requested: u64,
+) -> BlockIndex {
+    let front = *vacant;
+    debug_assert_ne!(front, NONE);
+    *vacant = record(records, front).next;
+    let rest = record_mut(records, index);
+    debug_assert!(units > 0 && units < rest.units);
+    let mut first = BlockRecord { units, next: index, ..*rest };
+    first.set_allocated(requested);
+    rest.place += u64::from(units) * MIN_BLOCK;
+    rest.units -= units;
+    rest.prev = front;
+    record_mut(records, first.prev).next = front;
+    *record_mut(records, front) = first;
+    front
 }
 
 /// A record among all.
@@ -424,6 +447,15 @@ pub(super) fn record(records: &[BlockRecord], index: BlockIndex) -> &BlockRecord
 #[inline(always)]
 pub(super) fn record_mut(records: &mut [BlockRecord], index: BlockIndex) -> &mut BlockRecord {
     &mut records[index as usize]
+}
+
+/// Makes a record vacant if `there`, without a branch.
+#[inline(always)]
+pub(super) fn vacate_if(records: &mut [BlockRecord], vacant: &mut BlockIndex, index: BlockIndex, there: bool) {
+    let record = record_mut(records, index);
+    record.place = select_unpredictable(there, VACANT, record.place);
+    record.next = select_unpredictable(there, *vacant, record.next);
+    *vacant = select_unpredictable(there, index, *vacant);
 }
 
 /// Makes a live record vacant.
@@ -467,8 +499,12 @@ mod tests {
         let mut slab = BlockSlab::default();
         let whole = slab.insert(BlockRecord::segment(1 << 20, 100 * MIN_BLOCK, PoolKind::Small));
         assert!(!slab.get(whole).is_split());
-        let first = slab.split_front(whole, 10 * MIN_BLOCK, (1 << 32) + 7);
-        let middle = slab.split_front(whole, 20 * MIN_BLOCK, 3);
+        let mut cut = |units: u32, requested: u64| {
+            slab.reserve();
+            let (records, vacant) = slab.parts();
+            split_front(records, vacant, whole, units, requested)
+        };
+        let (first, middle) = (cut(10, (1 << 32) + 7), cut(20, 3));
         let at = |units: u64| (1 << 20) + units * MIN_BLOCK;
         let expected = [(at(0), 10 * MIN_BLOCK), (at(10), 20 * MIN_BLOCK), (at(30), 70 * MIN_BLOCK)];
         assert_eq!(layout(&slab, middle), expected);

@@ -18,16 +18,15 @@ use super::rounding::{MIN_BLOCK, SMALL_MAX};
 const STEPS_LOG2: u32 = 7;
 const WORD: usize = 64;
 
-/// The bin of a block of `bytes`, a multiple of [`MIN_BLOCK`] and not 0. Bins are open below and closed above, so that a
+/// The bin of a block of `units`, which are not 0. Bins are open below and closed above, so that a
 /// whole segment is in one bin with what is left of it when a little is cut off. Sizes up to [`SMALL_MAX`], which a large
 /// pool does not have, share the first.
 ///
 /// A float's exponent and first bits of mantissa are this very scale, so the conversion to one does the work.
 #[inline(always)]
-fn bin_of(bytes: u64) -> usize {
-    let units = bytes / MIN_BLOCK;
-    // CAST: at most 2^53, where floats are exact; an `i64` converts in one instruction.
-    let float = (units.cast_signed() as f64 - 0.5).to_bits();
+fn bin_of(units: u32) -> usize {
+    // An `i64` converts in one instruction.
+    let float = (i64::from(units) as f64 - 0.5).to_bits();
     // CAST: a constant of 2^11.
     const LEAST: u64 = ((SMALL_MAX / MIN_BLOCK) as f64).to_bits() >> (f64::MANTISSA_DIGITS - 1 - STEPS_LOG2);
     // CAST: below 2,700, see the test.
@@ -104,8 +103,8 @@ impl RangedIndex {
 
 impl FreeIndex for RangedIndex {
     #[inline]
-    fn insert(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64) {
-        let bin = bin_of(bytes);
+    fn insert(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, units: u32) {
+        let bin = bin_of(units);
         *record_mut(blocks, index).links_mut() = Links::ALONE;
         match self.roots.get_mut(bin) {
             Some(root) if *root == NONE => *root = index,
@@ -120,35 +119,35 @@ impl FreeIndex for RangedIndex {
     }
 
     #[inline]
-    fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bytes: u64) {
-        self.take_out(blocks, index, bin_of(bytes));
+    fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, units: u32) {
+        self.take_out(blocks, index, bin_of(units));
     }
 
     #[inline]
-    fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, before: u64, bytes: u64) {
+    fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, before: u32, units: u32) {
         let bin = bin_of(before);
         // Alone in its bin it stays where it is.
-        if !record(blocks, index).links().are_alone() || bin_of(bytes) != bin {
+        if !record(blocks, index).links().are_alone() || bin_of(units) != bin {
             self.take_out(blocks, index, bin);
-            self.insert(blocks, index, bytes);
+            self.insert(blocks, index, units);
         }
     }
 
     #[inline]
     fn take(&mut self, blocks: &mut [BlockRecord], fit: Fit) {
-        self.remove(blocks, fit.index, fit.bytes);
+        self.remove(blocks, fit.index, fit.units);
     }
 
     #[inline]
-    fn cut(&mut self, blocks: &mut [BlockRecord], fit: Fit, rest: u64) {
-        self.resized(blocks, fit.index, fit.bytes, rest);
+    fn cut(&mut self, blocks: &mut [BlockRecord], fit: Fit, rest: u32) {
+        self.resized(blocks, fit.index, fit.units, rest);
     }
 
     #[inline]
-    fn best_fit(&self, blocks: &[BlockRecord], bytes: u64) -> Option<Fit> {
-        let found = |index: BlockIndex| Fit { index, bytes: record(blocks, index).bytes() };
-        let bin = bin_of(bytes);
-        let own = self.roots.get(bin).map_or(NONE, |root| first_of_at_least(blocks, *root, bytes));
+    fn best_fit(&mut self, blocks: &mut [BlockRecord], units: u32) -> Option<Fit> {
+        let found = |index: BlockIndex| Fit { index, units: record(blocks, index).units() };
+        let bin = bin_of(units);
+        let own = self.roots.get(bin).map_or(NONE, |root| first_of_at_least(blocks, *root, units));
         if own != NONE {
             return Some(found(own));
         }
@@ -169,13 +168,13 @@ impl FreeIndex for RangedIndex {
     }
 }
 
-/// The first block of a tree with at least `bytes`, or [`NONE`].
+/// The first block of a tree with at least `units`, or [`NONE`].
 #[inline(always)]
-fn first_of_at_least(blocks: &[BlockRecord], root: BlockIndex, bytes: u64) -> BlockIndex {
+fn first_of_at_least(blocks: &[BlockRecord], root: BlockIndex, units: u32) -> BlockIndex {
     let (mut at, mut found) = (root, NONE);
     while at != NONE {
         let record = record(blocks, at);
-        if record.bytes() >= bytes {
+        if record.units() >= units {
             found = at;
             at = record.links().left;
         } else {
@@ -288,21 +287,19 @@ fn merge(blocks: &mut [BlockRecord], mut low: BlockIndex, mut high: BlockIndex) 
 
 #[cfg(test)]
 mod tests {
-    use super::super::blocks::MAX_BLOCK;
     use super::*;
 
     #[test]
     fn bins_ascend_with_the_size_and_end_below_the_bitmap() {
-        let sizes = (1..70_000u64).map(|units| units * MIN_BLOCK);
-        let large = (16..32).flat_map(|log2| (0..64u64).map(move |part| ((64 + part) << (log2 - 6)) * MIN_BLOCK));
+        let large = (16..32).flat_map(|log2| (0..64u32).map(move |part| (64 + part) << (log2 - 6)));
         let mut last = 0;
-        for bytes in sizes.chain(large.filter(|bytes| *bytes > 70_000 * MIN_BLOCK)) {
-            let bin = bin_of(bytes);
-            assert!(bin >= last, "{bytes}");
+        for units in (1..70_000).chain(large.filter(|units| *units > 70_000)) {
+            let bin = bin_of(units);
+            assert!(bin >= last, "{units}");
             last = bin;
         }
-        assert!(bin_of(MAX_BLOCK) < WORD * WORD);
-        assert_eq!(bin_of(MIN_BLOCK), 0);
-        assert_eq!(bin_of(20 << 20), bin_of((20 << 20) - MIN_BLOCK));
+        assert!(bin_of(u32::MAX) < WORD * WORD);
+        assert_eq!(bin_of(1), 0);
+        assert_eq!(bin_of(40 << 10), bin_of((40 << 10) - 1));
     }
 }

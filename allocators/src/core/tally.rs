@@ -109,9 +109,25 @@ impl Level {
         let (below, higher) = self.below.overflowing_sub(amount);
         self.below = below;
         if higher {
-            self.peak = self.peak.wrapping_sub(below);
-            self.below = 0;
+            self.raise();
         }
+    }
+
+    /// Adds a number of either sign, as its two's complement.
+    #[inline(always)]
+    fn change(&mut self, amount: u64) {
+        self.below = self.below.wrapping_sub(amount);
+        if self.below.cast_signed() < 0 {
+            self.raise();
+        }
+    }
+
+    /// The peak follows a level that went over it.
+    #[cold]
+    #[inline(never)]
+    fn raise(&mut self) {
+        self.peak = self.peak.wrapping_sub(self.below);
+        self.below = 0;
     }
 
     #[inline(always)]
@@ -180,6 +196,26 @@ impl Tally {
     #[inline(always)]
     pub fn remove_split(&mut self, pool: PoolKind, bytes: u64) {
         self.decrease(pool, Quantity::Split, 1);
+        self.decrease(pool, Quantity::SplitBytes, bytes);
+    }
+
+    /// A block of `bytes` in a segment in use became free, and one with `joined` free parts beside it, of which there are
+    /// at most two.
+    #[inline(always)]
+    pub fn join_splits(&mut self, pool: PoolKind, bytes: u64, joined: u64) {
+        // One part more, or as many, or one less, without a branch; by what was not free before, as PyTorch counts the
+        // whole change at once.
+        self.increases[pool as usize][Quantity::Split as usize] += u64::from(joined == 0);
+        for level in [&mut self.pools[pool as usize], &mut self.all] {
+            level[Quantity::Split as usize].change(1u64.wrapping_sub(joined));
+        }
+        self.increase(pool, Quantity::SplitBytes, bytes);
+    }
+
+    /// Free parts of a segment in use are no longer free, or no longer parts.
+    #[inline(always)]
+    pub fn remove_splits(&mut self, pool: PoolKind, parts: u64, bytes: u64) {
+        self.decrease(pool, Quantity::Split, parts);
         self.decrease(pool, Quantity::SplitBytes, bytes);
     }
 

@@ -1,0 +1,122 @@
+//! What becomes of a block that the client lets go of: it is free, and one with the free blocks beside it.
+//!
+//! Twice, for the same result. Which neighbours are free is anybody's guess at every call, and a wrong guess throws away
+//! what a processor has begun, so [`join_blindly`] does the work for both whether they are free or not. With many blocks it
+//! is the other way round: free ones share their bins, which is a branch in any case, and what is read and written in vain
+//! is not in the nearest cache.
+
+use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, record, record_mut, vacate, vacate_if};
+use super::exact_index::ExactIndex;
+use super::free_index::FreeIndex;
+use super::rounding::MIN_BLOCK;
+use super::tally::Tally;
+use crate::stats::PoolKind;
+use std::hint::select_unpredictable;
+
+/// Up to as many records [`join_blindly`] is the faster. With mixed sizes on a Xeon (one run, least of 22 passes each): 58.8
+/// instead of 61.5 ns for a free and an allocation with 64 live blocks, 74.0 instead of 70.7 with 1,024, 100.5 instead of
+/// 91.7 with 16,384.
+pub(super) const FEW: usize = 512;
+
+/// Makes a block free and joins it with free neighbours; true when there were any. `now` counts lookups.
+#[inline(always)]
+pub(super) fn join(
+    free: &mut impl FreeIndex,
+    blocks: &mut BlockSlab,
+    tally: &mut Tally,
+    pool: PoolKind,
+    index: BlockIndex,
+    block: BlockRecord,
+    now: u64,
+) -> bool {
+    let (prev, next) = (block.prev(), block.next());
+    let (records, vacant) = blocks.parts();
+    let below = record(records, prev).is_free();
+    let above = record(records, next).is_free();
+    if !below && !above {
+        record_mut(records, index).set_free();
+        free.insert(records, index, block.units());
+        blocks.set_freed_at(index, now);
+        if block.is_split() {
+            tally.add_split(pool, block.bytes());
+        } else {
+            tally.end_segment(block.bytes());
+        }
+        return false;
+    }
+    // A free neighbour takes the block in and keeps its record and, if it can, its place in the index. As PyTorch counts
+    // it: the neighbours were free parts and are gone, the whole is one if it is still a part.
+    let (keeper, old_units, new_units) = if below {
+        let (mut units, mut beyond) = (block.units(), next);
+        if above {
+            let gone = *record(records, next);
+            free.remove(records, next, gone.units());
+            (units, beyond) = (units + gone.units(), gone.next());
+            vacate(records, vacant, next);
+            tally.merge_splits(pool);
+        }
+        let keeper = record_mut(records, prev);
+        let old_units = keeper.units();
+        keeper.extend_up(units, beyond);
+        record_mut(records, beyond).set_prev(prev);
+        (prev, old_units, old_units + units)
+    } else {
+        let keeper = record_mut(records, next);
+        let old_units = keeper.units();
+        keeper.extend_down(block.units(), prev);
+        record_mut(records, prev).set_next(next);
+        (next, old_units, old_units + block.units())
+    };
+    vacate(records, vacant, index);
+    free.resized(records, keeper, old_units, new_units);
+    if record(records, keeper).is_split() {
+        // By what was not free before: PyTorch counts the whole change at once.
+        tally.grow_split(pool, block.bytes());
+    } else {
+        let bytes = u64::from(new_units) * MIN_BLOCK;
+        tally.remove_split(pool, bytes - block.bytes());
+        tally.end_segment(bytes);
+    }
+    blocks.set_freed_at(keeper, now);
+    true
+}
+
+/// The same for the small pool without a branch on which neighbours are free, nor a count of lookups. The joined block has
+/// the record of the one above, if that was free.
+#[inline(always)]
+pub(super) fn join_blindly(
+    free: &mut ExactIndex,
+    blocks: &mut BlockSlab,
+    tally: &mut Tally,
+    index: BlockIndex,
+    block: BlockRecord,
+) -> bool {
+    let (records, vacant) = blocks.parts();
+    let (prev, next) = (block.prev(), block.next());
+    free.remove_if_free(records, prev);
+    free.remove_if_free(records, next);
+    let (below, above) = (record(records, prev), record(records, next));
+    let (joins_below, joins_above) = (below.is_free(), above.is_free());
+    let keeper = select_unpredictable(joins_above, next, index);
+    let addr = select_unpredictable(joins_below, below.addr(), block.addr());
+    let units = block.units()
+        + select_unpredictable(joins_below, below.units(), 0)
+        + select_unpredictable(joins_above, above.units(), 0);
+    let outer_prev = select_unpredictable(joins_below, below.prev(), prev);
+    let outer_next = select_unpredictable(joins_above, above.next(), next);
+    vacate_if(records, vacant, prev, joins_below);
+    vacate_if(records, vacant, index, joins_above);
+    record_mut(records, keeper).set_small_free(addr, units, outer_prev, outer_next);
+    record_mut(records, outer_prev).set_next(keeper);
+    record_mut(records, outer_next).set_prev(keeper);
+    free.insert(records, keeper, units);
+    let joined = u64::from(joins_below) + u64::from(joins_above);
+    if outer_prev | outer_next != NONE {
+        tally.join_splits(PoolKind::Small, block.bytes(), joined);
+    } else {
+        let bytes = u64::from(units) * MIN_BLOCK;
+        tally.remove_splits(PoolKind::Small, joined, bytes - block.bytes());
+        tally.end_segment(bytes);
+    }
+    joined != 0
+}
