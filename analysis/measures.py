@@ -49,10 +49,11 @@ def measures(run: Run) -> dict[str, Any]:
 
     Times are microseconds, memory bytes. `step_us` is `train_pace`, or, where the record does not tell, the median of
     `step_times` (with `--sync never` their mean); `step_p10_us` and `step_p90_us` are the spread of single steps, which
-    is known where the host waits for each; `epoch_step_us` contains validation.
+    is known where the host waits for each and the record has its table of steps; `epoch_step_us` contains validation.
+    `allocations` are those of the whole run, validation included, over its training steps.
     """
     summary = run.summary
-    times = step_times(run)
+    times = step_times(run) if run.has_steps else pl.Series(dtype=pl.Int64)
     sync = run.settings.get("sync", "never")
     single = times if sync != "never" else times.clear()
     middle = train_pace(run)
@@ -63,7 +64,7 @@ def measures(run: Run) -> dict[str, Any]:
         "step_p10_us": _quantile(single, 0.1),
         "step_p90_us": _quantile(single, 0.9),
         "epoch_step_us": epoch_pace(run),
-        "steps_done": run.steps.height,
+        "steps_done": run.steps.height if run.has_steps else int(run.epochs["steps"].sum()),
     }
     epochs = summary["epochs"][1:] or summary["epochs"]
     steps = sum(epoch["steps"] for epoch in epochs)
@@ -78,6 +79,8 @@ def measures(run: Run) -> dict[str, Any]:
         out["memory_us"] = sum(call["total_ns"] for call in memory) / 1e3 / steps
     for level in ("reserved", "active", "allocated", "requested"):
         out[f"peak_{level}_bytes"] = run.statistic(f"{level}_bytes.all.peak")
+    made = run.statistic("allocation.all.allocated")
+    out["allocations"] = made / out["steps_done"] if made is not None and out["steps_done"] else None
     peak, active = out["peak_reserved_bytes"], out["peak_active_bytes"]
     out["utilisation"] = active / peak if peak and active is not None else None
     for operation in ("allocate", "deallocate"):

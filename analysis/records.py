@@ -98,6 +98,11 @@ class Run:
         """Whether the record holds a file of that name, plain or gzipped."""
         return found(self.path / name) is not None
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether the record holds its table of steps, which a spec need not keep."""
+        return self.has(self.summary.get("step_losses", "steps.csv"))
+
     @cached_property
     def epochs(self) -> pl.DataFrame:
         """One row for each epoch, without its driver calls.
@@ -121,7 +126,8 @@ class Run:
 
         Raises AnalysisError when the file is missing, or a row is cut off or no number.
         """
-        path = self._file(self.summary.get("step_losses", "steps.csv"), "it was killed before its first step")
+        why = "it was not kept" if self.ended else "it was killed before its first step"
+        path = self._file(self.summary.get("step_losses", "steps.csv"), why)
         text = read_bytes(path)
         try:
             frame = pl.read_csv(io.BytesIO(text), schema_overrides=STEP_TYPES, null_values=[""])

@@ -287,6 +287,8 @@ def losses(page: Page, named: list[tuple[str, Run]]) -> None:
     for name, run in named[1:]:
         if any(first.settings.get(key) != run.settings.get(key) for key in work):
             continue
+        if not (first.has_steps and run.has_steps):
+            continue
         apart = loss.difference(run.steps, first.steps)
         greatest = float(apart["relative"].max() or 0.0)  # type: ignore[arg-type]
         said = "equal to the last bit" if greatest == 0 else f"at most {greatest:.1e} apart (relative)"

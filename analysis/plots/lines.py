@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import polars as pl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import style
@@ -82,9 +84,66 @@ def sweep(
     """One setting along the axis in the order in which its values come, one line for each value of `series`."""
     frame = frame.filter(pl.col(value).is_not_null())
     nonempty(frame, unit)
+    figure, axes = style.new()
+    _swept(axes, frame, by, value, series, scale=scale, names=names, colours=colours)
+    axes.set_xlabel(by_label)
+    axes.set_ylabel(unit)
+    axes.set_title(title)
+    figure.legend(loc="outside upper right", ncols=4)
+    return figure
+
+
+def sweeps(
+    frame: pl.DataFrame,
+    *,
+    row: str,
+    column: str,
+    by: str,
+    by_label: str,
+    value: str,
+    unit: str,
+    series: str,
+    title: str = "",
+    colours: dict[str, str] | None = None,
+) -> Figure:
+    """A `sweep` in a panel for each value of `row` and `column`; the panels of a row share their scale.
+
+    Values stand in the order in which they come; the panels' titles are those of both, such as `hidden 128, pinned`.
+    """
+    frame = frame.filter(pl.col(value).is_not_null())
+    nonempty(frame, unit)
+    across = frame[column].unique(maintain_order=True).to_list()
+    down = frame[row].unique(maintain_order=True).to_list()
+    figure, panels = style.new(len(down), len(across), height=0.8 + 2.1 * len(down), sharey="row", squeeze=False)
+    seen: dict[str, Any] = {}
+    for line, one in zip(panels, down, strict=True):
+        for axes, other in zip(line, across, strict=True):
+            part = frame.filter((pl.col(row) == one) & (pl.col(column) == other))
+            nonempty(part, f"{unit} with {row} {one} and {column} {other}")
+            _swept(axes, part, by, value, series, colours=colours)
+            axes.set_title(f"{row.replace('_', ' ')} {one}, {other}", fontsize=9)
+            seen |= {label: mark for mark, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        line[0].set_ylabel(unit)
+    for axes in panels[-1]:
+        axes.set_xlabel(by_label)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=5)
+    return figure
+
+
+def _swept(
+    axes: Axes,
+    frame: pl.DataFrame,
+    by: str,
+    value: str,
+    series: str,
+    *,
+    scale: float = 1.0,
+    names: Callable[[object], str] = str,
+    colours: dict[str, str] | None = None,
+) -> None:
     places = {one: place for place, one in enumerate(frame[by].unique(maintain_order=True).to_list())}
     lines = middle(frame, [series, by], value)
-    figure, axes = style.new()
     tints = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE, style.SKY)
     marks = "osD^vP"
     for number, who in enumerate(lines[series].unique(maintain_order=True).to_list()):
@@ -105,9 +164,4 @@ def sweep(
         )
     axes.set_xticks(list(places.values()), [names(one) for one in places])
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(by_label)
-    axes.set_ylabel(unit)
-    axes.set_title(title)
     style.grid(axes)
-    figure.legend(loc="outside upper right", ncols=4)
-    return figure

@@ -49,6 +49,32 @@ def curves(
     return figure
 
 
+def against(
+    base: pl.DataFrame, runs: list[tuple[str, pl.DataFrame]], *, title: str = "", over: int = 100, name: str = "f32"
+) -> Figure:
+    """How far the losses of each `(name, steps)` lie above those of `base`, in percent; means of the last `over` steps.
+
+    Raises AnalysisError when a run has other steps than `base`.
+    """
+    if not runs:
+        raise AnalysisError("there are no data for the figure of losses against others.")
+    figure, axes = style.new()
+    plain = smooth(base["loss"].to_numpy(), over)
+    for place, (who, steps) in enumerate(runs):
+        if steps.height != base.height:
+            raise AnalysisError(f"{who} has {steps.height} steps and {name} {base.height}, so they do not compare.")
+        # The first mean of so many steps is that of the step with this number.
+        ratio = (smooth(steps["loss"].to_numpy(), over) / plain)[over - 1 :]
+        axes.plot(steps["index"][over - 1 :] + 1, 100 * (ratio - 1), color=CYCLE[place % len(CYCLE)], label=who)
+    axes.axhline(0, color=style.INK, linewidth=0.9)
+    axes.set_xlabel("training step")
+    axes.set_ylabel(f"loss above that of {name}, %\n(means of {over} steps)")
+    axes.set_title(title)
+    style.grid(axes)
+    figure.legend(loc="outside upper right", ncols=3)
+    return figure
+
+
 def difference(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
     """Relative difference of the losses of the same steps: `index`, `ours`, `theirs`, `relative` (absolute value).
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 
 from analysis import calls, histograms, histories, style
 from analysis.errors import AnalysisError
-from analysis.plots import bars, fidelity, flame, latency, lines, loaders, loss, memory, sync
+from analysis.plots import apart, bars, fidelity, flame, latency, lines, loaders, loss, memory, sync
 from analysis.records import Run, load_run
 from analysis.tests.conftest import summary, write_run
 
@@ -126,6 +127,66 @@ def test_sweeps_the_account_and_fidelity(runs: list[tuple[str, Run]]) -> None:
     check(fidelity.scatter(cells), "naive", "caching")
 
 
+def test_sweeps_in_panels() -> None:
+    parts = [frame({"caching": [1.0, 2.0], "naive": [2.0, 3.0]}).with_columns(width=width, kind=pl.lit(kind))
+             for width in (128, 1024) for kind in ("pinned", "resident")]  # fmt: skip
+    told: dict[str, Any] = {
+        "row": "width",
+        "column": "kind",
+        "by": "hidden",
+        "by_label": "streams",
+        "value": "step_us",
+        "unit": "µs",
+    }
+    figure = check(lines.sweeps(pl.concat(parts), series="name", **told), "naive", "caching")
+    titles = ["width 128, pinned", "width 128, resident", "width 1024, pinned", "width 1024, resident"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == titles
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["caching", "naive"]
+    with pytest.raises(AnalysisError, match="with width 1024 and kind resident"):
+        lines.sweeps(pl.concat(parts[:3]), series="name", **told)
+
+
+def test_ratios_are_to_the_fastest_of_a_group() -> None:
+    told = apart.ratios(frame({"naive": [400.0, 100.0], "caching": [100.0, 200.0]}), ["hidden"])
+    assert told.select("hidden", "name", "value").rows() == [
+        (128, "naive", 401.0), (256, "naive", 101.0), (128, "caching", 101.0), (256, "caching", 201.0),
+    ]  # fmt: skip
+    assert told["ratio"].to_list() == pytest.approx([401 / 101, 1.0, 1.0, 201 / 101])
+    assert told["low"].to_list() == pytest.approx([400 / 101, 100 / 101, 100 / 101, 200 / 101])
+    assert told["high"].to_list() == pytest.approx([402 / 101, 102 / 101, 102 / 101, 202 / 101])
+    figure = check(apart.fastest([("all", told)], bound=0.02, group="hidden", title="Ratios"), "naive", "caching")
+    (bound,) = (line for line in figure.axes[0].lines if line.get_linestyle() == "--")
+    assert list(bound.get_ydata()) == [2.0, 2.0]  # type: ignore[arg-type]
+    heights = [height for line in figure.axes[0].lines for height in line.get_ydata()]  # type: ignore[union-attr]
+    assert any(height == pytest.approx(100 * (401 / 101 - 1)) for height in heights)
+
+
+def test_a_change_is_clear_where_the_repeats_do_not_overlap() -> None:
+    data = frame({"naive": [400.0, 401.0], "caching": [100.0, 90.0]}).rename({"hidden": "streams"})
+    told = apart.changes(data, ["name"], "streams", 128)
+    assert told.select("name", "streams", "value", "clear").rows() == [
+        ("naive", 256, 402.0, False), ("caching", 256, 91.0, True),
+    ]  # fmt: skip
+    assert told["change"].to_list() == pytest.approx([402 / 401 - 1, 91 / 101 - 1])
+    assert apart.changes(data.filter(pl.col("streams") == 256), ["name"], "streams", 128).is_empty()
+
+
+def test_losses_against_those_of_f32(tmp_path: Path) -> None:
+    rows = [("f32", "trainer", 0.0, -0.002), ("f32", "pytorch", 0.0, 0.0021), ("bf16", "trainer", 0.1, None)]
+    table = pl.DataFrame(rows, schema=["dtype", "program", "to_f32", "to_other"], orient="row")
+    assert apart.noise_of(table) == 0.0021
+    assert apart.noise_of(table.tail(1)) is None
+    figure = check(apart.from_f32(table.with_columns(kind="dtype")))
+    drawn = {tuple(line.get_xdata()) for line in figure.axes[0].lines}  # type: ignore[arg-type]
+    assert {(0.0, 10.0), (0.0,)} <= drawn
+    check(apart.from_f32(table.tail(1).with_columns(kind="dtype")))
+    base, more = (load_run(write_run(tmp_path / name, losses=add)).steps for name, add in (("a", 0.0), ("b", 0.1)))
+    figure = check(loss.against(base, [("bf16", more)], over=2))
+    assert list(figure.axes[0].lines[0].get_ydata()) == pytest.approx([10.0] * 3)  # type: ignore[arg-type]
+    with pytest.raises(AnalysisError, match="bf16 has 2 steps and f32 4"):
+        loss.against(base, [("bf16", more.head(2))])
+
+
 def test_flames(tmp_path: Path) -> None:
     path = tmp_path / "stacks.txt"
     path.write_text("main;step;launch 60\nmain;step;alloc 30\nmain;load 10\n")
@@ -153,6 +214,13 @@ def test_without_data_there_is_no_figure(runs: list[tuple[str, Run]]) -> None:
         lambda: memory.block_map(histories.lives(runs[0][1].trace).clear(), None, 0, 1),
         lambda: loss.curves([]),
         lambda: loss.differences([]),
+        lambda: loss.against(empty, []),
+        lambda: lines.sweeps(
+            empty, row="name", column="name", by="hidden", by_label="width", value="step_us", unit="µs", series="name"
+        ),
+        lambda: apart.fastest([], bound=0.02),
+        lambda: apart.fastest([("all", empty)], bound=0.02, group="hidden"),
+        lambda: apart.from_f32(pl.DataFrame(schema={"kind": pl.String, "to_f32": pl.Float64})),
         lambda: lines.width(empty),
         lambda: sync.account([]),
         lambda: fidelity.scatter(pl.DataFrame({"name": [], "cell": [], "gpu": [], "sim": []})),

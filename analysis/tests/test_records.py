@@ -50,6 +50,25 @@ def test_measures_are_those_of_the_epochs_after_the_first(run_folder: Path) -> N
     assert told["deallocate_p50_ns"] is None
 
 
+def test_a_record_without_its_table_of_steps_tells_the_rest(tmp_path: Path) -> None:
+    document = summary()
+    document["settings"]["sync"] = "never"
+    document["allocator_stats"]["allocation.all.allocated"] = 62
+    for epoch in document["epochs"]:
+        epoch["train_s"] = 0.0008
+    whole, lean = (load_run(write_run(tmp_path / name, document)) for name in ("whole", "lean"))
+    (tmp_path / "lean" / "steps.csv").unlink()
+    assert (whole.has_steps, lean.has_steps) == (True, False)
+    told = measures(lean)
+    assert told == measures(whole)
+    assert (told["step_us"], told["steps_done"], told["allocations"]) == (400, 4, 15.5)
+    # Single steps are known only from the table.
+    for run in (whole, lean):
+        run.settings["sync"] = "step"
+    assert measures(whole)["step_p10_us"] == 250
+    assert measures(lean)["step_p10_us"] is None
+
+
 def test_parts_of_the_hosts_time_add_up(run_folder: Path) -> None:
     run = load_run(run_folder)
     parts = host_parts(run.driver_calls(-1), 1.0)

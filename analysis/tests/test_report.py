@@ -99,6 +99,14 @@ def test_a_page_names_nothing_outside(tmp_path: Path, records: list[str]) -> Non
     assert "run it with --trace" in text
 
 
+def test_runs_whose_steps_were_not_kept_have_a_page_too(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, summary(name)) for name in ("naive", "caching")]
+    (folders[1] / "steps.csv").unlink()
+    text = report.build(report.gather([str(folder) for folder in folders]))
+    assert f"{folders[1]}: no steps.csv in this run record; it was not kept." in text
+    assert "to the last bit" not in text
+
+
 def test_a_killed_run_is_shown_with_a_word_of_warning(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "killed", summary(status="running"))
     text = report.build(report.gather([str(folder)]))
