@@ -304,7 +304,8 @@ impl Loader {
 /// rounded as the kernels that gather rows round them; padding becomes zero.
 fn fill_rows(split: &Split, picked: &[u32], inputs: &mut [u8], labels: &mut [u32], features: usize, layout: Layout) {
     let rows = inputs.chunks_exact_mut(layout.row_bytes());
-    let copy = |row: u32, out: &mut [f32]| split.features.copy_row(row as usize, out);
+    let source = split.features.rows();
+    let copy = |row: u32, out: &mut [f32]| source.copy(row as usize, out);
     match layout.element {
         Element::F32 => {
             for (out, &row) in rows.zip(picked) {

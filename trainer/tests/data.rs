@@ -354,7 +354,8 @@ fn iris_is_split_in_proportion_and_standardised() {
         assert_eq!(data.validation.labels.iter().filter(|&&label| label == class).count(), 10);
     }
     let mut rows = vec![[0.0f32; 4]; 120];
-    rows.iter_mut().enumerate().for_each(|(row, out)| data.train.features.copy_row(row, out));
+    let features = data.train.features.rows();
+    rows.iter_mut().enumerate().for_each(|(row, out)| features.copy(row, out));
     for feature in 0..4 {
         let mean = rows.iter().map(|row| f64::from(row[feature])).sum::<f64>() / 120.0;
         let variance = rows.iter().map(|row| f64::from(row[feature]).powi(2)).sum::<f64>() / 120.0;

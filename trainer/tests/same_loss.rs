@@ -99,7 +99,7 @@ fn loaders_give_the_same_bits_whatever_the_scale_and_shift() {
             }
             let mut row = vec![0.0; 50];
             let rounded = order.iter().flat_map(|number| {
-                split.features.copy_row(*number as usize, &mut row);
+                split.features.rows().copy(*number as usize, &mut row);
                 row.iter().map(|value| arithmetic.element().round(*value).to_bits()).collect::<Vec<_>>()
             });
             assert_eq!(gathered[0].0, rounded.collect::<Vec<_>>(), "{dtype:?}: one rounding, to nearest");

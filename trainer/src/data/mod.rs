@@ -147,20 +147,42 @@ impl Features {
         self.len() == 0
     }
 
+    /// For reading rows.
+    pub fn rows(&self) -> Rows<'_> {
+        let mut values = [0.0; 256];
+        if let Self::U8 { scale, shift, .. } = self {
+            for (value, byte) in values.iter_mut().zip(0u8..=255) {
+                // Rounded once, as the kernel that gathers rows on the device does: every loader gives the same bits.
+                *value = f32::from(byte).mul_add(*scale, *shift);
+            }
+        }
+        Rows { features: self, values }
+    }
+}
+
+/// Rows of features on the host. What each byte stands for is worked out once: without an instruction for it, which a
+/// program for any x86-64 processor may not assume, a multiply and add with one rounding is a call of a function.
+#[derive(Debug)]
+pub struct Rows<'a> {
+    features: &'a Features,
+    /// By byte.
+    values: [f32; 256],
+}
+
+impl Rows<'_> {
     /// Writes row `row` to `out`, whose length is the row's length.
     ///
     /// # Panics
     /// If the row is not there.
-    pub fn copy_row(&self, row: usize, out: &mut [f32]) {
+    pub fn copy(&self, row: usize, out: &mut [f32]) {
         let range = row * out.len()..(row + 1) * out.len();
-        match self {
-            Self::U8 { bytes, scale, shift } => {
-                // Rounded once, as the kernel that gathers rows on the device does: every loader gives the same bits.
+        match self.features {
+            Features::U8 { bytes, .. } => {
                 for (value, &byte) in out.iter_mut().zip(&bytes[range]) {
-                    *value = f32::from(byte).mul_add(*scale, *shift);
+                    *value = self.values[usize::from(byte)];
                 }
             }
-            Self::F32(values) => out.copy_from_slice(&values[range]),
+            Features::F32(values) => out.copy_from_slice(&values[range]),
         }
     }
 }
@@ -270,7 +292,7 @@ mod tests {
     fn rows_are_scaled() {
         let features = Features::U8 { bytes: vec![0, 255, 51, 102], scale: 1.0 / 255.0, shift: -1.0 };
         let mut row = [0.0; 2];
-        features.copy_row(1, &mut row);
+        features.rows().copy(1, &mut row);
         assert!((row[0] + 0.8).abs() < 1e-6 && (row[1] + 0.6).abs() < 1e-6);
         assert_eq!(features.len(), 4);
     }
