@@ -154,9 +154,10 @@ pub struct Block {
 impl Block {
     /// Mints a block; backends only. `token` is the backend's own name for it.
     ///
-    /// Written as it is read: who moves a block copies it by 16 bytes at a time, and a processor hands a store on to a load
-    /// at once only if the load lies within it. Word by word, each copy of a block that was just made would wait until the
-    /// stores have left the processor, which takes as long as a cached allocation.
+    /// Written as it is read: who moves a block copies the two words in the middle at once (`?` on the result of an
+    /// allocation does), and a processor hands a store on to a load at once only if the load lies within it. Word by word,
+    /// or in halves, each copy of a block that was just made would wait until the stores have left the processor: an
+    /// allocation that is freed at once takes 23 ns then, and 16 like this (Zen 3).
     #[inline(always)]
     pub(crate) fn new(addr: DeviceAddr, bytes: u64, requested: u64, path: Path, token: u64) -> Self {
         debug_assert!(addr.get().is_multiple_of(GUARANTEED_ALIGN), "every backend aligns its blocks");
@@ -165,17 +166,15 @@ impl Block {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::{__m128i, _mm_set_epi64x, _mm_storeu_si128};
-            let pair = |low: u64, high: u64| -> __m128i {
-                // SAFETY: every x86-64 processor has this instruction, which touches no memory.
-                unsafe { _mm_set_epi64x(high.cast_signed(), low.cast_signed()) }
-            };
+            // SAFETY: every x86-64 processor has this instruction, which touches no memory.
+            let middle: __m128i = unsafe { _mm_set_epi64x(requested.cast_signed(), bytes.cast_signed()) };
             let mut block = std::mem::MaybeUninit::<Self>::uninit();
             let at = block.as_mut_ptr();
-            // SAFETY: all four words of the block, which is laid out as it is declared, are written before it is read; the
-            // first is not zero.
+            // SAFETY: all four words of the block, which is laid out as it is declared, are written before it is read.
             unsafe {
-                _mm_storeu_si128((&raw mut (*at).place).cast(), pair(place.get(), bytes));
-                _mm_storeu_si128((&raw mut (*at).requested).cast(), pair(requested, token));
+                (&raw mut (*at).place).write(place);
+                _mm_storeu_si128((&raw mut (*at).bytes).cast(), middle);
+                (&raw mut (*at).token).write(token);
                 block.assume_init()
             }
         }

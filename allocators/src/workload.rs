@@ -119,10 +119,7 @@ impl<'a> Slots<'a> {
                 // SAFETY: nothing uses the block.
                 unsafe { self.allocator.deallocate(block, self.stream)? };
             }
-            match self.allocator.allocate(Request::new(u64::from(step.bytes)), self.stream) {
-                Ok(block) => *slot = Some(block),
-                Err(error) => return Err(error),
-            }
+            *slot = Some(self.allocator.allocate(Request::new(u64::from(step.bytes)), self.stream)?);
         }
         Ok(())
     }
