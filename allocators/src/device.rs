@@ -325,7 +325,7 @@ pub trait PoolDriver {
     /// on an H200). Synchronise first: frees that are still queued keep their memory.
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()>;
 
-    /// Queues an allocation; the address is valid for work queued on `stream` afterwards.
+    /// Queues an allocation; the address, a multiple of at least 256 bytes, is valid for work queued on `stream` afterwards.
     fn mem_alloc_async(&self, pool: PoolId, bytes: u64, stream: StreamId) -> DriverResult<DeviceAddr>;
 
     /// Queues a free.

@@ -96,7 +96,7 @@ impl<T> SpinLock<T> {
 
     #[inline]
     pub(crate) fn lock(&self) -> SpinGuard<'_, T> {
-        if self.taken.swap(true, Acquire) {
+        if self.taken.compare_exchange(false, true, Acquire, Relaxed).is_err() {
             self.wait();
         }
         SpinGuard { value: self.value.get_mut(), taken: &self.taken }

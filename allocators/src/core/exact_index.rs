@@ -89,6 +89,7 @@ impl ExactIndex {
             self.heaps[bin] = without(blocks, self.heaps[bin], index);
             return;
         }
+        debug_assert!(!free || self.heaps[bin] == index, "a free block should be in the index");
         self.heaps[bin] = select_unpredictable(free, NONE, self.heaps[bin]);
         let word = self.words[bin / WORD] ^ (u64::from(free) << (bin % WORD));
         self.words[bin / WORD] = word;

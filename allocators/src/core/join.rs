@@ -120,3 +120,77 @@ pub(super) fn join_blindly(
     }
     joined != 0
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::block_cache::{BlockCache, Served, SplitRules, Wanted};
+    use super::super::rounding::SMALL_SEGMENT;
+    use super::*;
+    use crate::device::StreamId;
+
+    /// What a block is to its client.
+    fn seen(served: &Served) -> (u64, u64, bool) {
+        (served.addr, served.bytes, served.split)
+    }
+
+    fn assert_alike(blind: &mut BlockCache, guided: &BlockCache) {
+        blind.settle();
+        let segments = |cache: &BlockCache| {
+            let mut segments = cache.segments(StreamId(1));
+            segments.sort_by_key(|segment| segment.addr);
+            segments
+        };
+        assert_eq!(segments(blind), segments(guided));
+        let figures = |cache: &BlockCache| [cache.tally.current(), cache.tally.peak(), cache.tally.increases()];
+        assert_eq!(figures(blind), figures(guided));
+        assert_eq!(blind.tally.ledger(true), guided.tally.ledger(true));
+    }
+
+    /// One cache joins without branches, as long as its blocks are few, and the other with them.
+    #[test]
+    fn with_and_without_branches_the_same_becomes_of_blocks() {
+        let (mut blind, mut guided) = (BlockCache::default(), BlockCache::default());
+        let (mut live, mut joins, mut segments) = (Vec::new(), [0; 2], 0);
+        let mut seed = 7u64;
+        let mut random = |below: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 11) % below
+        };
+        for step in 0..20_000 {
+            // Grows, then shrinks, and so on.
+            if random(100) < if step / 500 % 2 == 0 { 45 } else { 55 } && !live.is_empty() {
+                // CAST: below a length.
+                let (one, other, requested): (Served, Served, u64) =
+                    live.swap_remove(random(live.len() as u64) as usize);
+                let joined = blind.take_back_small(one.index, one.addr, requested).expect("the block is live");
+                assert_eq!(guided.take_back(other.index, requested, 0), joined);
+                joins[usize::from(joined)] += 1;
+            } else if live.len() < 200 {
+                let most = 512 << random(11);
+                let requested = 1 + random(most);
+                let wanted = Wanted { rounded: requested.next_multiple_of(MIN_BLOCK), requested, now: 0 };
+                let rules = &SplitRules::NONE;
+                let one = blind.serve_small(wanted.rounded, requested);
+                let other = guided.serve(PoolKind::Small, wanted, rules);
+                let (one, other) = one.zip(other).unwrap_or_else(|| {
+                    segments += 1;
+                    let segment = BlockRecord::segment(segments * SMALL_SEGMENT, SMALL_SEGMENT, PoolKind::Small);
+                    blind.settle();
+                    let serve = |cache: &mut BlockCache| cache.serve_from_segment(segment, wanted, rules);
+                    (serve(&mut blind), serve(&mut guided))
+                });
+                assert_eq!(seen(&one), seen(&other), "step {step}");
+                live.push((one, other, requested));
+            }
+            if step % 100 == 0 {
+                assert_alike(&mut blind, &guided);
+            }
+        }
+        assert!(blind.blocks.records().len() <= FEW && segments > 2 && joins.iter().all(|joins| *joins > 1_000));
+        for (one, other, requested) in live {
+            blind.take_back_small(one.index, one.addr, requested).expect("the block is live");
+            guided.take_back(other.index, requested, 0);
+        }
+        assert_alike(&mut blind, &guided);
+    }
+}
