@@ -389,7 +389,7 @@ fn hand_out(
     }
     whole.set_allocated(requested);
     if was_split {
-        tally.remove_split(pool, bytes);
+        tally.remove_splits(pool, 1, bytes);
     } else {
         tally.begin_segment(bytes);
     }

@@ -13,9 +13,9 @@ use super::tally::Tally;
 use crate::stats::PoolKind;
 use std::hint::select_unpredictable;
 
-/// Up to as many records [`join_blindly`] is the faster. With mixed sizes on a Xeon (one run, least of 22 passes each): 58.8
-/// instead of 61.5 ns for a free and an allocation with 64 live blocks, 74.0 instead of 70.7 with 1,024, 100.5 instead of
-/// 91.7 with 16,384.
+/// Up to as many records [`join_blindly`] is the faster. With mixed sizes on a Xeon (builds in turn in one run): 58.8 instead
+/// of 61.5 ns for a free and an allocation with 64 live blocks (least of 22 times), 74.0 instead of 70.7 with 1,024 and 100.5
+/// instead of 91.7 with 16,384 (of 8).
 pub(super) const FEW: usize = 512;
 
 /// Makes a block free and joins it with free neighbours; true when there were any. `now` counts lookups.
@@ -37,15 +37,10 @@ pub(super) fn join(
         record_mut(records, index).set_free();
         free.insert(records, index, block.units());
         blocks.set_freed_at(index, now);
-        if block.is_split() {
-            tally.add_split(pool, block.bytes());
-        } else {
-            tally.end_segment(block.bytes());
-        }
+        count(tally, pool, &block, block.units(), block.is_split(), 0);
         return false;
     }
-    // A free neighbour takes the block in and keeps its record and, if it can, its place in the index. As PyTorch counts
-    // it: the neighbours were free parts and are gone, the whole is one if it is still a part.
+    // A free neighbour takes the block in and keeps its record and, if it can, its place in the index.
     let (keeper, old_units, new_units) = if below {
         let (mut units, mut beyond) = (block.units(), next);
         if above {
@@ -53,7 +48,6 @@ pub(super) fn join(
             free.remove(records, next, gone.units());
             (units, beyond) = (units + gone.units(), gone.next());
             vacate(records, vacant, next);
-            tally.merge_splits(pool);
         }
         let keeper = record_mut(records, prev);
         let old_units = keeper.units();
@@ -69,14 +63,8 @@ pub(super) fn join(
     };
     vacate(records, vacant, index);
     free.resized(records, keeper, old_units, new_units);
-    if record(records, keeper).is_split() {
-        // By what was not free before: PyTorch counts the whole change at once.
-        tally.grow_split(pool, block.bytes());
-    } else {
-        let bytes = u64::from(new_units) * MIN_BLOCK;
-        tally.remove_split(pool, bytes - block.bytes());
-        tally.end_segment(bytes);
-    }
+    let is_part = record(records, keeper).is_split();
+    count(tally, pool, &block, new_units, is_part, u64::from(below) + u64::from(above));
     blocks.set_freed_at(keeper, now);
     true
 }
@@ -111,14 +99,21 @@ pub(super) fn join_blindly(
     record_mut(records, outer_next).set_prev(keeper);
     free.insert(records, keeper, units);
     let joined = u64::from(joins_below) + u64::from(joins_above);
-    if outer_prev | outer_next != NONE {
-        tally.join_splits(PoolKind::Small, block.bytes(), joined);
+    count(tally, PoolKind::Small, &block, units, outer_prev | outer_next != NONE, joined);
+    joined != 0
+}
+
+/// Counts a block that became free, and one of `units` with `joined` neighbours. As PyTorch counts it: the neighbours were
+/// free parts and are gone, the whole is one if it is still a part.
+#[inline(always)]
+fn count(tally: &mut Tally, pool: PoolKind, block: &BlockRecord, units: u32, is_part: bool, joined: u64) {
+    if is_part {
+        tally.join_splits(pool, block.bytes(), joined);
     } else {
         let bytes = u64::from(units) * MIN_BLOCK;
-        tally.remove_splits(PoolKind::Small, joined, bytes - block.bytes());
+        tally.remove_splits(pool, joined, bytes - block.bytes());
         tally.end_segment(bytes);
     }
-    joined != 0
 }
 
 #[cfg(test)]

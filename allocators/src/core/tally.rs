@@ -192,13 +192,6 @@ impl Tally {
         self.increase(pool, Quantity::SplitBytes, bytes);
     }
 
-    /// A free part of a segment in use is no longer free, or no longer a part.
-    #[inline(always)]
-    pub fn remove_split(&mut self, pool: PoolKind, bytes: u64) {
-        self.decrease(pool, Quantity::Split, 1);
-        self.decrease(pool, Quantity::SplitBytes, bytes);
-    }
-
     /// A block of `bytes` in a segment in use became free, and one with `joined` free parts beside it, of which there are
     /// at most two.
     #[inline(always)]
@@ -217,18 +210,6 @@ impl Tally {
     pub fn remove_splits(&mut self, pool: PoolKind, parts: u64, bytes: u64) {
         self.decrease(pool, Quantity::Split, parts);
         self.decrease(pool, Quantity::SplitBytes, bytes);
-    }
-
-    /// Two free parts of a segment in use became one.
-    #[inline(always)]
-    pub fn merge_splits(&mut self, pool: PoolKind) {
-        self.decrease(pool, Quantity::Split, 1);
-    }
-
-    /// A free part of a segment in use became larger by `bytes`.
-    #[inline(always)]
-    pub fn grow_split(&mut self, pool: PoolKind, bytes: u64) {
-        self.increase(pool, Quantity::SplitBytes, bytes);
     }
 
     /// A free part of a segment in use became smaller by `bytes`.
