@@ -1,7 +1,7 @@
 //! The segments of one stream, their blocks, which of them are free, and what they add up to: what `caching` knows of a
 //! stream without asking a device.
 
-use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, record, record_mut, split_front};
+use super::blocks::{BlockIndex, BlockRecord, BlockSlab, Extent, NONE, record, record_mut, split_front};
 use super::exact_index::ExactIndex;
 use super::free_index::{Fit, FreeIndex};
 use super::join::{FEW, join, join_blindly};
@@ -194,8 +194,9 @@ impl BlockCache {
     /// `requested` is what the client had asked for, `now` counts lookups.
     pub fn take_back(&mut self, index: BlockIndex, requested: u64, now: u64) -> bool {
         debug_assert!(!self.repeat.owes());
-        let block = *self.blocks.get(index);
-        match block.pool() {
+        let record = self.blocks.get(index);
+        let block = record.extent();
+        match record.pool() {
             PoolKind::Small => {
                 self.tally.take_back(PoolKind::Small, block.bytes(), requested);
                 self.join_small(index, block, now)
@@ -208,12 +209,12 @@ impl BlockCache {
     }
 
     #[inline(never)]
-    fn join_small(&mut self, index: BlockIndex, block: BlockRecord, now: u64) -> bool {
+    fn join_small(&mut self, index: BlockIndex, block: Extent, now: u64) -> bool {
         join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, now)
     }
 
     #[inline(never)]
-    fn join_large(&mut self, index: BlockIndex, block: BlockRecord, now: u64) -> bool {
+    fn join_large(&mut self, index: BlockIndex, block: Extent, now: u64) -> bool {
         join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, now)
     }
 
@@ -244,10 +245,11 @@ impl BlockCache {
     #[inline(never)]
     pub fn take_back_unshared(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
         self.settle();
-        let block = *self.blocks.find_held(index, addr).filter(|block| !block.is_shared())?;
-        Some(match block.pool() {
+        let record = self.blocks.find_held(index, addr).filter(|record| !record.is_shared())?;
+        Some(match record.pool() {
             PoolKind::Small => self.take_back(index, requested, 0),
             PoolKind::Large => {
+                let block = record.extent();
                 self.tally.take_back(PoolKind::Large, block.bytes(), requested);
                 join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, 0)
             }
@@ -266,9 +268,10 @@ impl BlockCache {
     /// Makes a block that waited reusable.
     pub fn release_pending(&mut self, index: BlockIndex, now: u64) {
         debug_assert!(!self.repeat.owes());
-        let block = *self.blocks.get(index);
+        let record = self.blocks.get(index);
+        let block = record.extent();
         self.tally.remove_pending(block.bytes());
-        match block.pool() {
+        match record.pool() {
             PoolKind::Small => self.join_small(index, block, now),
             PoolKind::Large => self.join_large(index, block, now),
         };

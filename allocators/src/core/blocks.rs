@@ -39,6 +39,30 @@ pub struct BlockRecord {
     rest: Links,
 }
 
+/// Where a block lies in its segment: what is asked of one that becomes free. Copied number by number: a whole record
+/// would go by way of the stack, which takes longer than what follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Extent {
+    pub(super) addr: u64,
+    pub(super) units: u32,
+    pub(super) prev: BlockIndex,
+    pub(super) next: BlockIndex,
+}
+
+impl Extent {
+    /// Size in bytes.
+    #[inline(always)]
+    pub(super) fn bytes(&self) -> u64 {
+        u64::from(self.units) * MIN_BLOCK
+    }
+
+    /// Whether the block is only a part of its segment.
+    #[inline(always)]
+    pub(super) fn is_split(&self) -> bool {
+        self.prev | self.next != NONE
+    }
+}
+
 /// How a free block hangs in the index of free blocks; what the names mean is the index's affair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Links {
@@ -116,6 +140,11 @@ impl BlockRecord {
     #[inline(always)]
     pub fn is_split(&self) -> bool {
         self.prev | self.next != NONE
+    }
+
+    #[inline(always)]
+    pub(super) fn extent(&self) -> Extent {
+        Extent { addr: self.addr(), units: self.units, prev: self.prev, next: self.next }
     }
 
     /// Whether the client holds the block.
@@ -351,11 +380,12 @@ impl BlockSlab {
         self.records.get(index as usize).filter(|record| record.is_held_at(addr))
     }
 
-    /// A copy of the record of a block of the small pool that the client holds at `addr` and that no other stream was
-    /// announced to use.
+    /// Where a block of the small pool lies that the client holds at `addr` and that no other stream was announced to
+    /// use.
     #[inline(always)]
-    pub(super) fn find_small_unshared(&self, index: BlockIndex, addr: u64) -> Option<BlockRecord> {
-        self.records.get(index as usize).filter(|record| record.place == addr | ALLOCATED).copied()
+    pub(super) fn find_small_unshared(&self, index: BlockIndex, addr: u64) -> Option<Extent> {
+        let record = self.records.get(index as usize).filter(|record| record.place == addr | ALLOCATED)?;
+        Some(Extent { addr, ..record.extent() })
     }
 
     /// All records, the vacant ones included.

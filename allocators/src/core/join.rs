@@ -5,7 +5,7 @@
 //! is the other way round: free ones share their bins, which is a branch in any case, and what is read and written in vain
 //! is not in the nearest cache.
 
-use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, record, record_mut, vacate, vacate_if};
+use super::blocks::{BlockIndex, BlockSlab, Extent, NONE, record, record_mut, vacate, vacate_if};
 use super::exact_index::ExactIndex;
 use super::free_index::FreeIndex;
 use super::rounding::MIN_BLOCK;
@@ -26,23 +26,23 @@ pub(super) fn join(
     tally: &mut Tally,
     pool: PoolKind,
     index: BlockIndex,
-    block: BlockRecord,
+    block: Extent,
     now: u64,
 ) -> bool {
-    let (prev, next) = (block.prev(), block.next());
+    let (prev, next) = (block.prev, block.next);
     let (records, vacant) = blocks.parts();
     let below = record(records, prev).is_free();
     let above = record(records, next).is_free();
     if !below && !above {
         record_mut(records, index).set_free();
-        free.insert(records, index, block.units());
+        free.insert(records, index, block.units);
         blocks.set_freed_at(index, now);
-        count(tally, pool, &block, block.units(), block.is_split(), 0);
+        count(tally, pool, block, block.units, block.is_split(), 0);
         return false;
     }
     // A free neighbour takes the block in and keeps its record and, if it can, its place in the index.
     let (keeper, old_units, new_units) = if below {
-        let (mut units, mut beyond) = (block.units(), next);
+        let (mut units, mut beyond) = (block.units, next);
         if above {
             let gone = *record(records, next);
             free.remove(records, next, gone.units());
@@ -57,14 +57,14 @@ pub(super) fn join(
     } else {
         let keeper = record_mut(records, next);
         let old_units = keeper.units();
-        keeper.extend_down(block.units(), prev);
+        keeper.extend_down(block.units, prev);
         record_mut(records, prev).set_next(next);
-        (next, old_units, old_units + block.units())
+        (next, old_units, old_units + block.units)
     };
     vacate(records, vacant, index);
     free.resized(records, keeper, old_units, new_units);
     let is_part = record(records, keeper).is_split();
-    count(tally, pool, &block, new_units, is_part, u64::from(below) + u64::from(above));
+    count(tally, pool, block, new_units, is_part, u64::from(below) + u64::from(above));
     blocks.set_freed_at(keeper, now);
     true
 }
@@ -77,17 +77,17 @@ pub(super) fn join_blindly(
     blocks: &mut BlockSlab,
     tally: &mut Tally,
     index: BlockIndex,
-    block: BlockRecord,
+    block: Extent,
 ) -> bool {
     let (records, vacant) = blocks.parts();
-    let (prev, next) = (block.prev(), block.next());
+    let (prev, next) = (block.prev, block.next);
     free.remove_if_free(records, prev);
     free.remove_if_free(records, next);
     let (below, above) = (record(records, prev), record(records, next));
     let (joins_below, joins_above) = (below.is_free(), above.is_free());
     let keeper = select_unpredictable(joins_above, next, index);
-    let addr = select_unpredictable(joins_below, below.addr(), block.addr());
-    let units = block.units()
+    let addr = select_unpredictable(joins_below, below.addr(), block.addr);
+    let units = block.units
         + select_unpredictable(joins_below, below.units(), 0)
         + select_unpredictable(joins_above, above.units(), 0);
     let outer_prev = select_unpredictable(joins_below, below.prev(), prev);
@@ -99,14 +99,14 @@ pub(super) fn join_blindly(
     record_mut(records, outer_next).set_prev(keeper);
     free.insert(records, keeper, units);
     let joined = u64::from(joins_below) + u64::from(joins_above);
-    count(tally, PoolKind::Small, &block, units, outer_prev | outer_next != NONE, joined);
+    count(tally, PoolKind::Small, block, units, outer_prev | outer_next != NONE, joined);
     joined != 0
 }
 
 /// Counts a block that became free, and one of `units` with `joined` neighbours. As PyTorch counts it: the neighbours were
 /// free parts and are gone, the whole is one if it is still a part.
 #[inline(always)]
-fn count(tally: &mut Tally, pool: PoolKind, block: &BlockRecord, units: u32, is_part: bool, joined: u64) {
+fn count(tally: &mut Tally, pool: PoolKind, block: Extent, units: u32, is_part: bool, joined: u64) {
     if is_part {
         tally.join_splits(pool, block.bytes(), joined);
     } else {
@@ -119,6 +119,7 @@ fn count(tally: &mut Tally, pool: PoolKind, block: &BlockRecord, units: u32, is_
 #[cfg(test)]
 mod tests {
     use super::super::block_cache::{BlockCache, Served, SplitRules, Wanted};
+    use super::super::blocks::BlockRecord;
     use super::super::rounding::SMALL_SEGMENT;
     use super::*;
     use crate::device::StreamId;

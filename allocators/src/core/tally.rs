@@ -96,56 +96,59 @@ impl Figures {
     }
 }
 
-/// A level, kept as its peak and how far it is below: so an increase sees in its own carry whether it is a new peak.
+/// A level, kept as a mark and how far it is below: so an increase sees in its own carry whether it goes over the mark.
 #[derive(Clone, Copy, Debug, Default)]
 struct Level {
-    peak: u64,
-    below: u64,
+    mark: u64,
+    room: u64,
 }
 
 impl Level {
-    #[inline(always)]
-    fn increase(&mut self, amount: u64) {
-        let (below, higher) = self.below.overflowing_sub(amount);
-        self.below = below;
-        if higher {
-            self.raise();
-        }
+    /// A level at its mark.
+    fn at(mark: u64) -> Self {
+        Self { mark, room: 0 }
     }
 
-    /// Adds a number of either sign, as its two's complement.
+    /// Adds a number of either sign, as its two's complement; true when that went over the mark.
     #[inline(always)]
-    fn change(&mut self, amount: u64) {
-        self.below = self.below.wrapping_sub(amount);
-        if self.below.cast_signed() < 0 {
-            self.raise();
-        }
+    fn change(&mut self, amount: u64) -> bool {
+        self.room = self.room.wrapping_sub(amount);
+        self.room.cast_signed() < 0
     }
 
-    /// The peak follows a level that went over it.
-    #[cold]
-    #[inline(never)]
-    fn raise(&mut self) {
-        self.peak = self.peak.wrapping_sub(self.below);
-        self.below = 0;
+    #[inline(always)]
+    fn increase(&mut self, amount: u64) -> bool {
+        let (room, over) = self.room.overflowing_sub(amount);
+        self.room = room;
+        over
     }
 
     #[inline(always)]
     fn decrease(&mut self, amount: u64) {
-        self.below += amount;
-        debug_assert!(self.below <= self.peak, "a level should not go below zero");
+        self.room += amount;
+        debug_assert!(self.room <= self.mark, "a level should not go below zero");
     }
 
+    /// Also when it went over the mark.
     fn current(self) -> u64 {
-        self.peak - self.below
+        self.mark.wrapping_sub(self.room)
     }
 }
 
 /// Levels of one stream's blocks with their peaks and the sums of all increases.
+///
+/// A pool's level may not pass the pool's peak unseen, nor, together with the other pool's, the peak of both; but nobody
+/// writes the sum of both each time for that. The marks of the two pools are at most their peaks and together at most the
+/// peak of both. So whoever stays below its own mark makes no peak, and who does not looks at everything
+/// ([`look`](Self::look)).
+/// Blocks are kept as a sum, too: a client that always holds as many would look at half of its requests.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tally {
     pools: [[Level; QUANTITIES]; 2],
-    all: [Level; QUANTITIES],
+    /// Blocks of both pools; its mark is their peak.
+    blocks: Level,
+    /// By scope.
+    peaks: [[u64; QUANTITIES]; 3],
     increases: [[u64; QUANTITIES]; 2],
     /// Bytes of the segments.
     segments: u64,
@@ -159,20 +162,50 @@ impl Tally {
     #[inline(always)]
     fn increase(&mut self, pool: PoolKind, quantity: Quantity, amount: u64) {
         self.increases[pool as usize][quantity as usize] += amount;
-        self.pools[pool as usize][quantity as usize].increase(amount);
-        self.all[quantity as usize].increase(amount);
+        if self.pools[pool as usize][quantity as usize].increase(amount) {
+            self.look(pool, quantity);
+        }
     }
 
     #[inline(always)]
     fn decrease(&mut self, pool: PoolKind, quantity: Quantity, amount: u64) {
         self.pools[pool as usize][quantity as usize].decrease(amount);
-        self.all[quantity as usize].decrease(amount);
+    }
+
+    /// Sees to the peaks after a pool's level went over its mark, and sets new marks.
+    #[cold]
+    #[inline(never)]
+    fn look(&mut self, pool: PoolKind, quantity: Quantity) {
+        let [small, large, all] = &mut self.peaks;
+        let [smalls, larges] = &mut self.pools;
+        let (level, peak) = (&mut smalls[quantity as usize], &mut small[quantity as usize]);
+        let (other, other_peak) = (&mut larges[quantity as usize], &mut large[quantity as usize]);
+        let (level, peak, other, other_peak) = match pool {
+            PoolKind::Small => (level, peak, other, other_peak),
+            PoolKind::Large => (other, other_peak, level, peak),
+        };
+        let (own, others, all) = (level.current(), other.current(), &mut all[quantity as usize]);
+        *peak = own.max(*peak);
+        *all = (own + others).max(*all);
+        // What is left below the peak of both goes to the two in halves, but none gets more than it may use.
+        let left = *all - own - others;
+        let wanted = other_peak.saturating_sub(others).min(left);
+        let room = (*peak - own).min(left - wanted.min(left / 2));
+        *level = Level { mark: own + room, room };
+        let room = wanted.min(left - room);
+        *other = Level { mark: others + room, room };
     }
 
     /// A block was handed out.
     #[inline(always)]
     pub fn hand_out(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
-        self.increase(pool, Quantity::Blocks, 1);
+        self.increases[pool as usize][Quantity::Blocks as usize] += 1;
+        if self.pools[pool as usize][Quantity::Blocks as usize].increase(1) {
+            raise(&mut self.pools[pool as usize][Quantity::Blocks as usize]);
+        }
+        if self.blocks.increase(1) {
+            raise(&mut self.blocks);
+        }
         self.increase(pool, Quantity::Bytes, bytes);
         self.increase(pool, Quantity::Requested, requested);
     }
@@ -181,6 +214,7 @@ impl Tally {
     #[inline(always)]
     pub fn take_back(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         self.decrease(pool, Quantity::Blocks, 1);
+        self.blocks.decrease(1);
         self.decrease(pool, Quantity::Bytes, bytes);
         self.decrease(pool, Quantity::Requested, requested);
     }
@@ -199,8 +233,8 @@ impl Tally {
         // One part more, or as many, or one less, without a branch; by what was not free before, as PyTorch counts the
         // whole change at once.
         self.increases[pool as usize][Quantity::Split as usize] += u64::from(joined == 0);
-        for level in [&mut self.pools[pool as usize], &mut self.all] {
-            level[Quantity::Split as usize].change(1u64.wrapping_sub(joined));
+        if self.pools[pool as usize][Quantity::Split as usize].change(1u64.wrapping_sub(joined)) {
+            self.look(pool, Quantity::Split);
         }
         self.increase(pool, Quantity::SplitBytes, bytes);
     }
@@ -255,7 +289,8 @@ impl Tally {
     /// Where the bytes of the segments are, for a request on the stream itself (`own`) or on another one.
     #[must_use]
     pub fn ledger(&self, own: bool) -> Ledger {
-        let level = |quantity: Quantity| self.all[quantity as usize].current();
+        let level =
+            |quantity: Quantity| self.pools.iter().map(|levels| levels[quantity as usize].current()).sum::<u64>();
         let (held, requested) = (level(Quantity::Bytes), level(Quantity::Requested));
         let free = self.segments - held - self.pending;
         debug_assert_eq!(free, self.idle + level(Quantity::SplitBytes), "a free block is a segment or a part of one");
@@ -264,31 +299,36 @@ impl Tally {
         Ledger { reserved: self.segments, requested, internal, pending, soft, hard, stream, ..Ledger::default() }
     }
 
-    fn levels(&self, of: impl Fn(&Level) -> u64) -> Figures {
+    /// Figures of the pools, and what they add up to.
+    fn added_up<T>(pools: &[[T; QUANTITIES]; 2], of: impl Fn(&T) -> u64) -> Figures {
+        let [small, large] = pools.each_ref().map(|figures| figures.each_ref().map(&of));
+        let mut all = small;
+        all.iter_mut().zip(large).for_each(|(sum, figure)| *sum += figure);
         // In the order of the scopes.
-        let [small, large] = &self.pools;
-        Figures([small, large, &self.all].map(|levels| levels.each_ref().map(&of)))
+        Figures([small, large, all])
     }
 
     /// Levels now.
     #[must_use]
     pub fn current(&self) -> Figures {
-        self.levels(|level| level.current())
+        Self::added_up(&self.pools, |level| level.current())
     }
 
     /// Highest levels since the last [`restart_peaks`](Self::restart_peaks).
     #[must_use]
     pub fn peak(&self) -> Figures {
-        self.levels(|level| level.peak)
+        let mut peaks = Figures(self.peaks);
+        let [small, large] = self.pools.map(|levels| levels[Quantity::Blocks as usize].mark);
+        for (scope, mark) in Scope::EACH.into_iter().zip([small, large, self.blocks.mark]) {
+            *peaks.at(scope, Quantity::Blocks) = mark;
+        }
+        peaks
     }
 
     /// Sums of all increases ("allocated" in PyTorch's keys).
     #[must_use]
     pub fn increases(&self) -> Figures {
-        let [small, large] = self.increases;
-        let mut all = small;
-        all.iter_mut().zip(large).for_each(|(sum, increase)| *sum += increase);
-        Figures([small, large, all])
+        Self::added_up(&self.increases, |sum| *sum)
     }
 
     /// Adds what the sums of all increases grew by since they were `before`, so many times more.
@@ -300,8 +340,99 @@ impl Tally {
 
     /// Lets the peaks start again from the levels.
     pub fn restart_peaks(&mut self) {
-        for level in self.pools.iter_mut().flatten().chain(&mut self.all) {
-            *level = Level { peak: level.current(), below: 0 };
+        self.peaks = self.current().0;
+        for level in self.pools.iter_mut().flatten().chain([&mut self.blocks]) {
+            *level = Level::at(level.current());
+        }
+    }
+}
+
+/// The mark follows a level that went over it. Out of the way, because few do.
+#[cold]
+#[inline(never)]
+fn raise(level: &mut Level) {
+    *level = Level::at(level.current());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is counted, without marks.
+    #[derive(Default)]
+    struct Naive {
+        levels: [[u64; QUANTITIES]; 3],
+        peaks: [[u64; QUANTITIES]; 3],
+    }
+
+    impl Naive {
+        fn change(&mut self, pool: PoolKind, quantity: Quantity, up: u64, down: u64) {
+            for scope in [Scope::from(pool), Scope::All] {
+                let level = &mut self.levels[scope as usize][quantity as usize];
+                *level = *level + up - down;
+                let peak = &mut self.peaks[scope as usize][quantity as usize];
+                *peak = *level.max(peak);
+            }
+        }
+    }
+
+    /// Blocks come and go in both pools: few at first, then many and few in turn, at times as many all along.
+    #[test]
+    fn peaks_are_those_of_every_moment() {
+        let mut seed = 5u64;
+        let mut random = |below: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 11) % below
+        };
+        let (mut tally, mut naive) = (Tally::default(), Naive::default());
+        let mut live: Vec<(PoolKind, u64, u64)> = Vec::new();
+        let mut parts = [0u64; 2];
+        for step in 0..200_000u64 {
+            let most = [20, 64, 200][(step / 10_000 % 3) as usize];
+            if live.len() as u64 >= most || (!live.is_empty() && random(100) < 45) {
+                let (pool, bytes, requested) = live.swap_remove(random(live.len() as u64) as usize);
+                tally.take_back(pool, bytes, requested);
+                naive.change(pool, Quantity::Blocks, 0, 1);
+                naive.change(pool, Quantity::Bytes, 0, bytes);
+                naive.change(pool, Quantity::Requested, 0, requested);
+                let joined = random(3).min(parts[pool as usize]);
+                parts[pool as usize] = parts[pool as usize] + 1 - joined;
+                tally.join_splits(pool, bytes, joined);
+                naive.change(pool, Quantity::Split, u64::from(joined == 0), joined.saturating_sub(1));
+                naive.change(pool, Quantity::SplitBytes, bytes, 0);
+            } else {
+                let pool = if random(4) == 0 { PoolKind::Large } else { PoolKind::Small };
+                let most = 1 << (8 + random(12));
+                let requested = 1 + random(most);
+                let bytes = requested.next_multiple_of(512);
+                tally.hand_out(pool, bytes, requested);
+                naive.change(pool, Quantity::Blocks, 1, 0);
+                naive.change(pool, Quantity::Bytes, bytes, 0);
+                naive.change(pool, Quantity::Requested, requested, 0);
+                live.push((pool, bytes, requested));
+                let free = naive.levels[pool as usize][Quantity::SplitBytes as usize];
+                if free >= bytes && random(2) == 0 {
+                    tally.shrink_split(pool, bytes);
+                    naive.change(pool, Quantity::SplitBytes, 0, bytes);
+                } else if parts[pool as usize] > 0 {
+                    let bytes = random(free + 1);
+                    parts[pool as usize] -= 1;
+                    tally.remove_splits(pool, 1, bytes);
+                    naive.change(pool, Quantity::Split, 0, 1);
+                    naive.change(pool, Quantity::SplitBytes, 0, bytes);
+                } else {
+                    parts[pool as usize] += 1;
+                    tally.add_split(pool, bytes);
+                    naive.change(pool, Quantity::Split, 1, 0);
+                    naive.change(pool, Quantity::SplitBytes, bytes, 0);
+                }
+            }
+            if random(30_000) == 0 {
+                tally.restart_peaks();
+                naive.peaks = naive.levels;
+            }
+            assert_eq!(tally.current(), Figures(naive.levels), "step {step}");
+            assert_eq!(tally.peak(), Figures(naive.peaks), "step {step}");
         }
     }
 }

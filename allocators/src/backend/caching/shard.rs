@@ -6,7 +6,9 @@ use crate::core::tally::Figures;
 use crate::device::StreamId;
 use crate::sync::{Mutex, SpinGuard, SpinLock, lock};
 use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
+use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 /// What one stream owns. Threads on streams of their own share nothing here.
 #[derive(Debug)]
@@ -62,8 +64,8 @@ const SLOTTED: usize = SLOTS / 2;
 /// Finds a stream's shard. Shards are made at a stream's first use and live as long as the allocator.
 #[derive(Debug)]
 pub(super) struct ShardTable {
-    /// Open addressing by a multiplicative mix of the stream's handle; filled and never emptied.
-    slots: Box<[OnceLock<Arc<Shard>>; SLOTS]>,
+    /// Open addressing by a multiplicative mix of the stream's handle; null, or a shard of `rows`. Filled and never emptied.
+    slots: Box<[AtomicPtr<Shard>; SLOTS]>,
     /// By number: row `r` holds 2^r shards, so that a shard never moves.
     rows: [OnceLock<Row>; u32::BITS as usize],
     numbers: Mutex<Numbers>,
@@ -82,7 +84,7 @@ impl Numbers {
     }
 }
 
-type Row = Box<[OnceLock<Arc<Shard>>]>;
+type Row = Box<[OnceLock<Box<Shard>>]>;
 
 fn first_slot(stream: StreamId) -> usize {
     // CAST: the shift leaves as many bits as there are slots.
@@ -99,7 +101,7 @@ fn place(id: u32) -> (usize, usize) {
 impl ShardTable {
     pub(super) fn new() -> Self {
         Self {
-            slots: Box::new([const { OnceLock::new() }; SLOTS]),
+            slots: Box::new([const { AtomicPtr::new(ptr::null_mut()) }; SLOTS]),
             rows: [const { OnceLock::new() }; u32::BITS as usize],
             numbers: Mutex::new(Numbers::default()),
         }
@@ -108,19 +110,27 @@ impl ShardTable {
     /// The stream's shard; made when this is its first use.
     #[inline(always)]
     pub(super) fn of_stream(&self, stream: StreamId) -> &Shard {
-        // A `OnceLock` orders making a shard before finding it, which loom cannot see.
+        // A slot orders making a shard before finding it, which loom cannot see.
         #[cfg(loom)]
         drop(lock(&self.numbers));
         let first = first_slot(stream);
-        match self.slots[first % SLOTS].get() {
+        match self.in_slot(first) {
             Some(shard) if shard.stream == stream => shard,
             _ => self.probe(stream, first),
         }
     }
 
+    /// What a slot holds; `slot` may run over.
+    #[inline(always)]
+    fn in_slot(&self, slot: usize) -> Option<&Shard> {
+        // SAFETY: `register` stores nothing but references to shards in `rows`, which are neither moved nor dropped
+        // before the table is, and with `Release`, so the shard is seen as it was made.
+        unsafe { self.slots[slot % SLOTS].load(Acquire).as_ref() }
+    }
+
     fn probe(&self, stream: StreamId, first: usize) -> &Shard {
         for step in 1..SLOTS {
-            match self.slots[(first + step) % SLOTS].get() {
+            match self.in_slot(first + step) {
                 Some(shard) if shard.stream == stream => return shard,
                 Some(_) => {}
                 None => break,
@@ -135,14 +145,14 @@ impl ShardTable {
         if let Some(shard) = numbers.by_stream.get(&stream).and_then(|id| self.by_id(*id)) {
             return shard;
         }
-        let shard = Arc::new(Shard::new(numbers.next(), stream));
         // By number before by stream: a tenant, or the owner of a block, is looked up by number without the lock.
-        let made = self.put(&shard);
-        numbers.by_stream.insert(stream, shard.id);
+        let made = self.put(Shard::new(numbers.next(), stream));
+        numbers.by_stream.insert(stream, made.id);
         if numbers.by_stream.len() <= SLOTTED {
-            let vacant = (0..SLOTS).map(|step| &self.slots[(first + step) % SLOTS]).find(|slot| slot.get().is_none());
+            let mut slots = (0..SLOTS).map(|step| &self.slots[(first + step) % SLOTS]);
             // Only the holder of the numbers fills slots, and at least half of them are vacant.
-            vacant.and_then(|slot| slot.set(shard).ok()).expect("there should be a vacant slot");
+            let vacant = slots.find(|slot| slot.load(Relaxed).is_null()).expect("there should be a vacant slot");
+            vacant.store(ptr::from_ref(made).cast_mut(), Release);
         }
         made
     }
@@ -150,9 +160,9 @@ impl ShardTable {
     /// Makes a shard for a capture of the stream, which the stream does not lead to.
     pub(super) fn make_captured(&self, stream: StreamId) -> &Shard {
         let numbers = &mut *lock(&self.numbers);
-        let shard = Arc::new(Shard::new(numbers.next(), stream));
-        numbers.captured.push(shard.id);
-        self.put(&shard)
+        let made = self.put(Shard::new(numbers.next(), stream));
+        numbers.captured.push(made.id);
+        made
     }
 
     /// Every shard of captures, oldest first.
@@ -166,10 +176,10 @@ impl ShardTable {
     }
 
     /// Files a shard under its number.
-    fn put(&self, shard: &Arc<Shard>) -> &Shard {
+    fn put(&self, shard: Shard) -> &Shard {
         let (row, column) = place(shard.id);
         let row = self.rows[row].get_or_init(|| (0..1usize << row).map(|_| OnceLock::new()).collect());
-        row[column].get_or_init(|| Arc::clone(shard))
+        row[column].get_or_init(|| Box::new(shard))
     }
 
     /// The shard with a number; `None` for a number that was never given.
@@ -200,7 +210,7 @@ mod tests {
                 scope.spawn(|| streams.iter().for_each(|stream| assert_eq!(table.of_stream(*stream).stream, *stream)));
                 // Looks as `of_stream` does, but makes none.
                 for stream in &streams {
-                    let probe = || (0..SLOTS).map(|step| table.slots[(first_slot(*stream) + step) % SLOTS].get());
+                    let probe = || (0..SLOTS).map(|step| table.in_slot(first_slot(*stream) + step));
                     let found = || probe().map_while(|slot| slot).find(|shard| shard.stream == *stream);
                     let shard = std::iter::repeat_with(found).flatten().next().expect("the stream gets a shard");
                     let numbered = table.by_id(shard.id).map(|shard| shard.stream);
