@@ -190,18 +190,21 @@ class Program {
     });
   }
 
-  // Arguments: cases separated by commas, then repeats. Repeats are interleaved.
+  // Arguments: cases separated by commas, then repeats. A repeat goes through all cases, and the next one back, so that a
+  // phase in which somebody else uses the machine does not fall on one case alone.
   int run(int argc, char** argv) {
     if (argc != 3) {
       std::fprintf(stderr, "usage: %s CASE,... REPEATS\n", argv[0]);
       return 2;
     }
     grow(1);
-    std::stringstream cases(argv[1]);
-    for (std::string name; std::getline(cases, name, ',');) {
-      std::string kind = name.substr(0, name.find('/'));
-      uint64_t number = std::strtoull(name.c_str() + kind.size() + 1, nullptr, 10);
-      for (int repeat = 0; repeat < std::atoi(argv[2]); repeat++) {
+    std::vector<std::string> cases;
+    std::stringstream list(argv[1]);
+    for (std::string name; std::getline(list, name, ',');) cases.push_back(name);
+    for (int repeat = 0; repeat < std::atoi(argv[2]); repeat++) {
+      for (const std::string& name : cases) {
+        std::string kind = name.substr(0, name.find('/'));
+        uint64_t number = std::strtoull(name.c_str() + kind.size() + 1, nullptr, 10);
         for (auto& [allocator, measure] : arms_) {
           Sample sample = measure(kind, number);
           std::printf("%s %s %zu %.6f\n", allocator.c_str(), name.c_str(), sample.operations, sample.figure);
@@ -209,6 +212,7 @@ class Program {
           check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
         }
       }
+      std::reverse(cases.begin(), cases.end());
     }
     return 0;
   }

@@ -100,22 +100,23 @@ fn measure_all(
     let jobs = groups.iter().map(|group| group.len() as u64).sum::<u64>();
     let bar = ProgressBar::new(jobs * u64::from(repeats));
     bar.set_style(ProgressStyle::with_template("{bar:30} run {pos}/{len} {msg} [{elapsed} left {eta}]")?);
-    for group in groups {
-        let mut rows: Vec<Row> = group.iter().map(|job| Row::new(job, place.name())).collect();
-        for repeat in 0..repeats {
-            for at in 0..group.len() {
-                // There and back, so that a drift of the machine meets all alike.
-                let at = if repeat % 2 == 0 { at } else { group.len() - 1 - at };
-                let job = &group[at];
-                bar.set_message(format!("{} {}", job.case, job.kind));
-                let sample =
-                    measure::measure(&place, job).with_context(|| format!("{} under '{}'", job.case, job.kind))?;
-                rows[at].add(sample);
-                bar.inc(1);
-            }
+    let mut rows: Vec<Vec<Row>> =
+        groups.iter().map(|group| group.iter().map(|job| Row::new(job, place.name())).collect()).collect();
+    let all: Vec<(usize, usize)> =
+        groups.iter().enumerate().flat_map(|(group, jobs)| (0..jobs.len()).map(move |at| (group, at))).collect();
+    for repeat in 0..repeats {
+        for step in 0..all.len() {
+            // There and back, so that neither a drift of the machine nor a phase in which somebody else uses it falls on
+            // one case alone.
+            let (group, at) = all[if repeat % 2 == 0 { step } else { all.len() - 1 - step }];
+            let job = &groups[group][at];
+            bar.set_message(format!("{} {}", job.case, job.kind));
+            let sample = measure::measure(&place, job).with_context(|| format!("{} under '{}'", job.case, job.kind))?;
+            rows[group][at].add(sample);
+            bar.inc(1);
         }
-        report.rows.extend(rows);
     }
+    report.rows.extend(rows.into_iter().flatten());
     bar.finish_and_clear();
     Ok(())
 }

@@ -198,6 +198,21 @@ impl Caching {
         self.grow(shard, request.bytes, rounded, processed)
     }
 
+    /// A block of the large pool, if there is nothing to look at first.
+    #[inline(never)]
+    fn deallocate_large(&self, block: &Block, stream: StreamId) -> Result<Path, AllocError> {
+        let shard = self.shards.of_stream(stream);
+        // CAST: the upper and the lower half of the token.
+        let (id, index) = ((block.token() >> 32) as u32, block.token() as BlockIndex);
+        if self.plain && shard.id == id {
+            let mut state = self.totals.enter(shard, &self.shards);
+            if let Some(joined) = state.cache.take_back_large(index, block.addr().get(), block.requested()) {
+                return Ok(if joined { Path::Coalesce } else { Path::Hit });
+            }
+        }
+        self.deallocate_any(block)
+    }
+
     /// Any block, and what is none.
     #[inline(never)]
     fn deallocate_any(&self, block: &Block) -> Result<Path, AllocError> {
@@ -300,17 +315,16 @@ impl DeviceAllocator for Caching {
 
     #[inline]
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
+        // The block says what pool it is from, before the lock is taken and the record is here.
+        if block.bytes() > SMALL_MAX {
+            return self.deallocate_large(&block, stream);
+        }
         let shard = self.shards.of_stream(stream);
         // CAST: the upper and the lower half of the token.
         let (id, index) = ((block.token() >> 32) as u32, block.token() as BlockIndex);
         if self.plain && shard.id == id {
             let mut state = self.totals.enter_unsettled(shard, &self.shards);
-            let (addr, requested) = (block.addr().get(), block.requested());
-            let joined = match state.cache.take_back_small(index, addr, requested) {
-                None => state.cache.take_back_unshared(index, addr, requested),
-                joined => joined,
-            };
-            if let Some(joined) = joined {
+            if let Some(joined) = state.cache.take_back_small(index, block.addr().get(), block.requested()) {
                 return Ok(select_unpredictable(joined, Path::Coalesce, Path::Hit));
             }
         }

@@ -1,7 +1,7 @@
 //! The segments of one stream, their blocks, which of them are free, and what they add up to: what `caching` knows of a
 //! stream without asking a device.
 
-use super::blocks::{BlockIndex, BlockRecord, BlockSlab, Extent, NONE, record, record_mut, split_front};
+use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, record, record_mut, split_front};
 use super::exact_index::ExactIndex;
 use super::free_index::{Fit, FreeIndex};
 use super::join::{FEW, join, join_blindly};
@@ -194,27 +194,24 @@ impl BlockCache {
     /// `requested` is what the client had asked for, `now` counts lookups.
     pub fn take_back(&mut self, index: BlockIndex, requested: u64, now: u64) -> bool {
         debug_assert!(!self.repeat.owes());
-        let record = self.blocks.get(index);
-        let block = record.extent();
-        match record.pool() {
-            PoolKind::Small => {
-                self.tally.take_back(PoolKind::Small, block.bytes(), requested);
-                self.join_small(index, block, now)
-            }
-            PoolKind::Large => {
-                self.tally.take_back(PoolKind::Large, block.bytes(), requested);
-                self.join_large(index, block, now)
-            }
+        let block = self.blocks.get(index);
+        self.tally.take_back(block.pool(), block.bytes(), requested);
+        match block.pool() {
+            PoolKind::Small => self.join_small(index, now),
+            PoolKind::Large => self.join_large(index, now),
         }
     }
 
+    // They read the record themselves: to be given what it says, it would have to be written to the stack.
     #[inline(never)]
-    fn join_small(&mut self, index: BlockIndex, block: Extent, now: u64) -> bool {
+    fn join_small(&mut self, index: BlockIndex, now: u64) -> bool {
+        let block = self.blocks.get(index).extent();
         join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, now)
     }
 
     #[inline(never)]
-    fn join_large(&mut self, index: BlockIndex, block: Extent, now: u64) -> bool {
+    fn join_large(&mut self, index: BlockIndex, now: u64) -> bool {
+        let block = self.blocks.get(index).extent();
         join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, now)
     }
 
@@ -222,38 +219,32 @@ impl BlockCache {
     /// use, without a count of lookups; `None` when there is no such block, and nothing was done.
     #[inline(always)]
     pub fn take_back_small(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
-        let known = self.repeat.can_hold(index);
-        if !known && self.repeat.owes() {
-            self.carry_out();
-        }
-        let block = self.blocks.find_small_unshared(index, addr)?;
-        if known {
+        if self.repeat.can_hold(index) {
+            self.blocks.find_small_unshared(index, addr)?;
             // A block that was cut off lies beside the rest, with which it would be joined.
             return Some(self.repeat.hold());
         }
+        if self.repeat.owes() {
+            self.carry_out();
+        }
+        let block = self.blocks.find_small_unshared(index, addr)?;
         self.tally.take_back(PoolKind::Small, block.bytes(), requested);
         let joined = if self.blocks.records().len() <= FEW {
             join_blindly(&mut self.small, &mut self.blocks, &mut self.tally, index, block)
         } else {
-            self.join_small(index, block, 0)
+            self.join_small(index, 0)
         };
         self.repeat.returned(index, requested);
         Some(joined)
     }
 
-    /// The same for a block of either pool.
-    #[inline(never)]
-    pub fn take_back_unshared(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
-        self.settle();
-        let record = self.blocks.find_held(index, addr).filter(|record| !record.is_shared())?;
-        Some(match record.pool() {
-            PoolKind::Small => self.take_back(index, requested, 0),
-            PoolKind::Large => {
-                let block = record.extent();
-                self.tally.take_back(PoolKind::Large, block.bytes(), requested);
-                join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, 0)
-            }
-        })
+    /// The same for the large pool, [settled](Self::settle).
+    #[inline(always)]
+    pub fn take_back_large(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
+        debug_assert!(!self.repeat.owes());
+        let block = self.blocks.find_large_unshared(index, addr)?;
+        self.tally.take_back(PoolKind::Large, block.bytes(), requested);
+        Some(join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, 0))
     }
 
     /// Takes a block back from the client that streams still use: it waits for `events`.
@@ -268,12 +259,11 @@ impl BlockCache {
     /// Makes a block that waited reusable.
     pub fn release_pending(&mut self, index: BlockIndex, now: u64) {
         debug_assert!(!self.repeat.owes());
-        let record = self.blocks.get(index);
-        let block = record.extent();
+        let block = self.blocks.get(index);
         self.tally.remove_pending(block.bytes());
-        match record.pool() {
-            PoolKind::Small => self.join_small(index, block, now),
-            PoolKind::Large => self.join_large(index, block, now),
+        match block.pool() {
+            PoolKind::Small => self.join_small(index, now),
+            PoolKind::Large => self.join_large(index, now),
         };
     }
 

@@ -388,6 +388,13 @@ impl BlockSlab {
         Some(Extent { addr, ..record.extent() })
     }
 
+    /// The same for the large pool.
+    #[inline(always)]
+    pub(super) fn find_large_unshared(&self, index: BlockIndex, addr: u64) -> Option<Extent> {
+        let record = self.records.get(index as usize).filter(|record| record.place == addr | LARGE | ALLOCATED)?;
+        Some(Extent { addr, ..record.extent() })
+    }
+
     /// All records, the vacant ones included.
     #[must_use]
     #[inline(always)]

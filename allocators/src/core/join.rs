@@ -92,8 +92,10 @@ pub(super) fn join_blindly(
         + select_unpredictable(joins_above, above.units(), 0);
     let outer_prev = select_unpredictable(joins_below, below.prev(), prev);
     let outer_next = select_unpredictable(joins_above, above.next(), next);
-    vacate_if(records, vacant, prev, joins_below);
-    vacate_if(records, vacant, index, joins_above);
+    let mut last_vacant = *vacant;
+    vacate_if(records, &mut last_vacant, prev, joins_below);
+    vacate_if(records, &mut last_vacant, index, joins_above);
+    *vacant = last_vacant;
     record_mut(records, keeper).set_small_free(addr, units, outer_prev, outer_next);
     record_mut(records, outer_prev).set_next(keeper);
     record_mut(records, outer_next).set_prev(keeper);
