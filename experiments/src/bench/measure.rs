@@ -173,7 +173,11 @@ fn pairs_in_threads(allocator: &dyn DeviceAllocator, streams: &[StreamId], pairs
         workload::pair(allocator, stream, 4096, pairs)?;
         Ok(start.elapsed())
     };
-    let times = in_threads(streams, |_, stream| work(stream))?;
+    // One thread is this one, as in the cases without threads: another might start on a core that somebody else uses.
+    let times = match streams {
+        [stream] => vec![work(*stream)?],
+        _ => in_threads(streams, |_, stream| work(stream))?,
+    };
     Ok(times)
 }
 
