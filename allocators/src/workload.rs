@@ -6,7 +6,8 @@
 //! | [`Slots::run`] | a random one of N live blocks is freed and one of another size takes its place |
 //!
 //! Sizes and slots are drawn beforehand ([`Sequence`]), so that a timed loop holds the calls through the trait object, a
-//! read of 8 bytes in order and a slot of the live blocks. `experiments/baselines/workload.hpp` draws the same numbers
+//! read of 8 bytes in order and a slot of the live blocks. Each loop is compiled once and not into its callers: there the
+//! copies of a block may be read in other pieces than it was written in, which can double what a call takes. `experiments/baselines/workload.hpp` draws the same numbers
 //! for allocators of other projects.
 
 use crate::allocator::{Block, DeviceAllocator, Request};
@@ -73,6 +74,7 @@ impl Sequence {
 ///
 /// # Errors
 /// The first operation that fails.
+#[inline(never)]
 pub fn pair(allocator: &dyn DeviceAllocator, stream: StreamId, bytes: u64, pairs: u64) -> Result<(), AllocError> {
     for _ in 0..pairs {
         let block = allocator.allocate(Request::new(bytes), stream)?;
@@ -111,6 +113,7 @@ impl<'a> Slots<'a> {
     ///
     /// # Panics
     /// When a step names a slot that is not there.
+    #[inline(never)]
     pub fn run(&mut self, steps: &[Step]) -> Result<(), AllocError> {
         for step in steps {
             // CAST: widening.
