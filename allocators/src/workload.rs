@@ -77,9 +77,12 @@ impl Sequence {
 #[inline(never)]
 pub fn pair(allocator: &dyn DeviceAllocator, stream: StreamId, bytes: u64, pairs: u64) -> Result<(), AllocError> {
     for _ in 0..pairs {
-        let block = allocator.allocate(Request::new(bytes), stream)?;
-        // SAFETY: nothing uses the block.
-        unsafe { allocator.deallocate(block, stream)? };
+        // Not by `?`, which copies the block once more on its way.
+        match allocator.allocate(Request::new(bytes), stream) {
+            // SAFETY: nothing uses the block.
+            Ok(block) => unsafe { allocator.deallocate(block, stream)? },
+            Err(error) => return Err(error),
+        };
     }
     Ok(())
 }
@@ -122,7 +125,11 @@ impl<'a> Slots<'a> {
                 // SAFETY: nothing uses the block.
                 unsafe { self.allocator.deallocate(block, self.stream)? };
             }
-            *slot = Some(self.allocator.allocate(Request::new(u64::from(step.bytes)), self.stream)?);
+            // Not by `?`, as above.
+            match self.allocator.allocate(Request::new(u64::from(step.bytes)), self.stream) {
+                Ok(block) => *slot = Some(block),
+                Err(error) => return Err(error),
+            }
         }
         Ok(())
     }
