@@ -40,7 +40,7 @@ pub struct BlockRecord {
 }
 
 /// Where a block lies in its segment: what is asked of one that becomes free. Copied number by number: a whole record
-/// would go by way of the stack, which takes longer than what follows.
+/// would go by way of the stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
     pub(super) addr: u64,

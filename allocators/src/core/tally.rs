@@ -139,8 +139,8 @@ impl Level {
 ///
 /// A pool's level may not pass the pool's peak unseen, nor, together with the other pool's, the peak of both; but nobody
 /// writes the sum of both each time for that. The marks of the two pools are at most their peaks and together at most the
-/// peak of both. So whoever stays below its own mark makes no peak, and who does not looks at everything.
-/// Blocks are kept as a sum, too: a client that always holds as many would look at half of its requests.
+/// peak of both. So whoever stays below its own mark makes no peak, and whoever goes over it looks at everything.
+/// Blocks are kept as a sum, too: a client that always holds as many would look whenever the pools take turns.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tally {
     pools: [[Level; QUANTITIES]; 2],
