@@ -220,14 +220,14 @@ impl BlockCache {
     #[inline(always)]
     pub fn take_back_small(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
         if self.repeat.can_hold(index) {
-            self.blocks.find_small_unshared(index, addr)?;
+            self.blocks.find_unshared(PoolKind::Small, index, addr)?;
             // A block that was cut off lies beside the rest, with which it would be joined.
             return Some(self.repeat.hold());
         }
         if self.repeat.owes() {
             self.carry_out();
         }
-        let block = self.blocks.find_small_unshared(index, addr)?;
+        let block = self.blocks.find_unshared(PoolKind::Small, index, addr)?;
         self.tally.take_back(PoolKind::Small, block.bytes(), requested);
         let joined = if self.blocks.records().len() <= FEW {
             join_blindly(&mut self.small, &mut self.blocks, &mut self.tally, index, block)
@@ -242,7 +242,7 @@ impl BlockCache {
     #[inline(always)]
     pub fn take_back_large(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
         debug_assert!(!self.repeat.owes());
-        let block = self.blocks.find_large_unshared(index, addr)?;
+        let block = self.blocks.find_unshared(PoolKind::Large, index, addr)?;
         self.tally.take_back(PoolKind::Large, block.bytes(), requested);
         Some(join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, 0))
     }

@@ -24,6 +24,14 @@ const PENDING: u64 = 3;
 const LARGE: u64 = 0b0100;
 const SHARED: u64 = 0b1000;
 
+#[inline(always)]
+fn pool_flag(pool: PoolKind) -> u64 {
+    match pool {
+        PoolKind::Small => 0,
+        PoolKind::Large => LARGE,
+    }
+}
+
 /// A block of a segment; two to a cache line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(align(32))]
@@ -90,8 +98,7 @@ impl BlockRecord {
     pub fn segment(addr: u64, bytes: u64, pool: PoolKind) -> Self {
         debug_assert!(addr & FLAGS == 0 && bytes.is_multiple_of(MIN_BLOCK), "a device should align its segments");
         let units = u32::try_from(bytes / MIN_BLOCK).expect("no segment should be larger than a record can say");
-        let large = if pool == PoolKind::Large { LARGE } else { 0 };
-        Self { place: addr | large | FREE, units, prev: NONE, next: NONE, rest: Links::ALONE }
+        Self { place: addr | pool_flag(pool) | FREE, units, prev: NONE, next: NONE, rest: Links::ALONE }
     }
 
     /// First address.
@@ -380,18 +387,11 @@ impl BlockSlab {
         self.records.get(index as usize).filter(|record| record.is_held_at(addr))
     }
 
-    /// Where a block of the small pool lies that the client holds at `addr` and that no other stream was announced to
-    /// use.
+    /// Where a block of the pool lies that the client holds at `addr` and that no other stream was announced to use.
     #[inline(always)]
-    pub(super) fn find_small_unshared(&self, index: BlockIndex, addr: u64) -> Option<Extent> {
-        let record = self.records.get(index as usize).filter(|record| record.place == addr | ALLOCATED)?;
-        Some(Extent { addr, ..record.extent() })
-    }
-
-    /// The same for the large pool.
-    #[inline(always)]
-    pub(super) fn find_large_unshared(&self, index: BlockIndex, addr: u64) -> Option<Extent> {
-        let record = self.records.get(index as usize).filter(|record| record.place == addr | LARGE | ALLOCATED)?;
+    pub(super) fn find_unshared(&self, pool: PoolKind, index: BlockIndex, addr: u64) -> Option<Extent> {
+        let place = addr | pool_flag(pool) | ALLOCATED;
+        let record = self.records.get(index as usize).filter(|record| record.place == place)?;
         Some(Extent { addr, ..record.extent() })
     }
 
