@@ -47,6 +47,7 @@ pub mod instrument;
 pub mod replay;
 mod snapshot;
 mod stats;
+mod steps;
 mod sync;
 pub mod trace;
 pub mod workload;

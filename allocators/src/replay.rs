@@ -49,6 +49,7 @@ mod capacity;
 mod counting;
 mod driver;
 mod finish;
+mod gaps;
 mod history;
 mod op;
 mod ranges;

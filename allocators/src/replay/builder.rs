@@ -5,6 +5,7 @@ use super::ranges::Ranges;
 use super::windows::{Cause, Completion, End, SegmentEvent, Window};
 use super::{MAX_BYTES, ReplayError};
 use crate::allocator::GUARANTEED_ALIGN;
+use crate::steps;
 use crate::trace::{Action, Event};
 use std::collections::{BTreeMap, HashMap};
 
@@ -129,6 +130,7 @@ impl HistoryBuilder {
     /// with another size), for a size above [`MAX_BYTES`], and for more than [`MAX_STREAMS`] streams.
     pub fn push(&mut self, event: &Event) -> Result<(), ReplayError> {
         self.number += 1;
+        steps::count(1);
         let device = *self.device.get_or_insert(event.device);
         if device != event.device {
             if self.chosen {
@@ -164,13 +166,12 @@ impl HistoryBuilder {
             Action::FreeCompleted => {
                 self.completes = true;
                 if let Some(op) = self.waiting.remove(&event.addr) {
-                    let after_release = self.window.segments.iter().any(|segment| segment.released);
                     self.window.completions.push(Completion {
                         op,
                         addr: event.addr,
                         bytes: event.bytes,
                         stream: event.stream,
-                        after_release,
+                        after_release: self.window.released,
                     });
                 }
                 Ok(())
@@ -356,6 +357,7 @@ impl HistoryBuilder {
         if self.window.segments.is_empty() {
             self.window.reserved = self.reserved;
         }
+        self.window.released = true;
         match self.held.remove(&event.addr) {
             Some(bytes) => self.reserved -= bytes,
             None => {
@@ -406,6 +408,7 @@ impl HistoryBuilder {
         // may have got it. If it was, nothing changes, since the request did not get it.
         let waits = matches!(cause, Cause::Retry | Cause::Device);
         let before = window.before.filter(|_| waits).inspect(|free| self.deferred.push(*free));
+        steps::count(window.completions.len());
         for (free, waited) in window.waited_for(cause).chain(before.map(|free| (free, true))) {
             // What was waited for is not ready yet when the operation asks.
             let ready = op + u32::from(waited);

@@ -6,6 +6,7 @@ use super::history::History;
 use super::op::{BY_DEVICE, Kind, MAX_STREAMS, NEVER, NO_STREAM, Op, Release};
 use super::windows::{Cause, End};
 use crate::backend::CachingSettings;
+use crate::steps;
 use std::collections::BTreeSet;
 
 impl HistoryBuilder {
@@ -158,7 +159,11 @@ impl HistoryBuilder {
             let release = Release::unpack(op.value);
             let ready = if release.ready == BY_DEVICE { NEVER } else { release.ready };
             let own = op.stream();
-            let fit = || ends.range(..=(ready, u32::MAX)).rev().find(|(_, stream)| *stream != own);
+            let other = |stream: &&(u32, u32)| {
+                steps::count(1);
+                stream.1 != own
+            };
+            let fit = || ends.range(..=(ready, u32::MAX)).rev().find(other);
             let user = if announced && last[release.user as usize] <= ready {
                 release.user
             } else if let Some((_, stream)) = fit() {

@@ -1,5 +1,6 @@
 //! Ranges of addresses that have been blocks: what was seen once cannot have been live before the history began.
 
+use crate::steps;
 use std::collections::BTreeMap;
 
 /// A set of addresses, kept as ranges that do not touch.
@@ -23,6 +24,7 @@ impl Ranges {
             start = before;
         }
         while let Some((&next, &last)) = self.0.range(start..=end).next() {
+            steps::count(1);
             self.0.remove(&next);
             end = end.max(last);
         }

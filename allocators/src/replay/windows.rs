@@ -1,8 +1,10 @@
 //! What an allocator did inside one request: which frees it found completed, which segments went and came, and why.
 
+use super::gaps::Gaps;
 use crate::backend::CachingSettings;
 use crate::core::rounding::{SMALL_SEGMENT, pool_of, round_size};
 use crate::stats::PoolKind;
+use crate::steps;
 
 /// A segment that came from the device or went back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +50,8 @@ pub(super) struct Window {
     pub(super) segments: Vec<SegmentEvent>,
     /// Bytes reserved before its first segment event.
     pub(super) reserved: u64,
+    /// Whether a segment has gone back.
+    pub(super) released: bool,
 }
 
 /// The client's event that ends a window.
@@ -89,7 +93,7 @@ pub(super) enum Cause {
 impl Window {
     /// Whether it may have been a call of `empty_cache`.
     pub(super) fn may_be_trim(&self, end: End) -> bool {
-        end == End::Other || self.segments.iter().any(|segment| segment.released)
+        end == End::Other || self.released
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -99,7 +103,7 @@ impl Window {
     /// Why segments went back in this window.
     pub(super) fn cause(&self, settings: &CachingSettings, end: End) -> Cause {
         let released = || self.segments.iter().filter(|segment| segment.released);
-        if released().next().is_none() {
+        if !self.released {
             return match end {
                 End::Alloc { .. } => Cause::Nothing,
                 End::Refused { .. } => Cause::Retry,
@@ -155,17 +159,12 @@ impl Window {
         let rounded = round(bytes);
         let small = pool_of(rounded) == PoolKind::Small;
         let max_split = settings.max_split_size.unwrap_or(u64::MAX);
+        // Blocks that were held up lay between the free parts of segments.
+        let held_up = self.completions.iter().filter(|_| in_use);
+        let gaps = Gaps::between(held_up.map(|done| (done.addr, done.addr + round(done.bytes))));
         self.segments.iter().filter(|segment| segment.released).any(|segment| {
-            let end = segment.addr + segment.bytes;
-            let inside = |done: &&Completion| in_use && (segment.addr..end).contains(&done.addr);
-            // Blocks that were held up lay between its free parts.
-            let mut held_up: Vec<(u64, u64)> =
-                self.completions.iter().filter(inside).map(|done| (done.addr, done.addr + round(done.bytes))).collect();
-            held_up.sort_unstable();
-            held_up.push((end, end));
-            let (_, room) = held_up.iter().fold((segment.addr, 0), |(at, room), (start, next)| {
-                (at.max(*next), room.max(start.saturating_sub(at)))
-            });
+            steps::count(1);
+            let room = gaps.largest_in(segment.addr, segment.addr + segment.bytes);
             segment.stream == stream
                 && (segment.bytes == SMALL_SEGMENT) == small
                 && room >= rounded
@@ -217,6 +216,7 @@ mod tests {
             before: None,
             segments: sizes.iter().map(segment).collect(),
             reserved: reserved * MIB,
+            released: sizes.iter().any(|mib| *mib < 0),
         }
     }
 
