@@ -256,6 +256,21 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         ("layers = 2", "trace = 1", ["small.toml:10", "write trace = true"]),
         ("layers = 2", "weights = \"half\"", ["small.toml:1:", "--weights half needs --dtype bf16 or f16, found f32"]),
         ("layers = 2", "weights = \"hlaf\"", ["small.toml:10", "invalid value 'hlaf'"]),
+        // Options of the runner, and what a command line would understand as one of them.
+        ("layers = 2", "\"save-start\" = \"/x\"", ["small.toml:10", "the runner sets --save-start itself"]),
+        ("layers = 2", "\"save-start=/x\" = 2", ["small.toml:10", "'save-start=/x' is no name of an option"]),
+        ("layers = 2", "\"data-dir=\" = \"/x\"", ["small.toml:10", "'data-dir=' is no name of an option"]),
+        ("layers = 2", "\"--out\" = \"/x\"", ["small.toml:10", "'--out' is no name of an option"]),
+        ("layers = 2", "\"-o\" = \"/x\"", ["small.toml:10", "'-o' is no name of an option"]),
+        ("layers = 2", "o = \"/x\"", ["small.toml:10", "unexpected argument '--o'"]),
+        ("layers = 2", "sav = \"/x\"", ["small.toml:10", "unexpected argument '--sav'"]),
+        ("layers = 2", "save_start = \"/x\"", ["small.toml:10", "'save_start' is no name of an option"]),
+        ("layers = 2", "OUT = \"/x\"", ["small.toml:10", "'OUT' is no name of an option"]),
+        ("layers = 2", "\"\" = \"/x\"", ["small.toml:10", "'' is no name of an option"]),
+        ("layers = 2", "\"layers 2\" = 2", ["small.toml:10", "'layers 2' is no name of an option"]),
+        ("layers = 2", "\"layers\\u0000\" = 2", ["small.toml:10", "is no name of an option"]),
+        ("layers = 2", "layers = \"--out=/x\"", ["small.toml:", "invalid value '--out=/x'"]),
+        ("layers = 2", "dataset = \"iris\\u0000\"", ["small.toml:", "small.toml"]),
     ] {
         assert!(SMALL.contains(from), "{from}");
         place.write("small.toml", SMALL.replacen(from, to, 1));
@@ -277,6 +292,54 @@ fn what_cannot_work_is_refused_before_anything_runs() {
     place.write("small.toml", spec);
     run(&place, &["--histories", "."]).refused(2, &["small.toml:8", "gone.pickle", "--histories"]);
     place.run(&["run", "small.toml", "--device", "cuda"]).refused(2, &["small is not for cuda", "--device sim"]);
+}
+
+#[test]
+fn what_a_spec_names_lies_in_the_folder_of_the_histories() {
+    let place = Place::new();
+    place.write("secret", "{}");
+    std::fs::create_dir(place.at("histories")).unwrap();
+    place.write("histories/--json", "");
+    let absolute = place.at("secret").to_str().unwrap().to_owned();
+    for name in ["../secret", absolute.as_str(), "--json", "-h", "--out=/x", ".", ""] {
+        let spec = format!(
+            "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"replay\"\n\
+             [arms.options]\nhistory = \"{name}\"\n"
+        );
+        place.write("small.toml", spec);
+        run(&place, &["--histories", "histories"]).refused(2, &["small.toml:8", "in the folder of the histories"]);
+    }
+    // Nor the folder from which `bench` starts programs.
+    let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"bench\"\n\
+                [arms.options]\nbaselines = true\nbaselines-dir = \".\"\n";
+    place.write("small.toml", spec);
+    run(&place, &[]).refused(2, &["small.toml:9", "the runner sets --baselines-dir itself"]);
+}
+
+#[test]
+fn a_matrix_that_is_too_large_is_refused_before_it_is_built() {
+    let place = Place::new();
+    let spec = |axes: &str, arms: &str| {
+        format!("name = \"small\"\nquestion = \"?\"\nrepeats = 1\ndevices = [\"sim\"]\n[matrix]\n{axes}{arms}")
+    };
+    // 64 axes of two values are 2^64 cells, which a product of 64 bits counts as none; the keys are not looked at before.
+    let wraps: String = (0..64).map(|axis| format!("axis-{axis} = [1, 2]\n")).collect();
+    // 17 * 600 runs, each arm alone far below the bound.
+    let seeds = format!("seed = {:?}\n", (0..600).collect::<Vec<u32>>());
+    let arms: String = (0..17).map(|arm| format!("[[arms]]\nname = \"a{arm}\"\n")).collect();
+    let repeated = "[sim]\nrepeats = 1000\n";
+    for text in [spec(&wraps, ""), spec(&seeds, &arms), spec(&seeds, repeated)] {
+        place.write("small.toml", text);
+        run(&place, &[]).refused(2, &["small.toml: more than 10000 runs on sim; shorten the matrix"]);
+    }
+    place.write("small.toml", spec("seed = [1]\n", "[[arms]]\nname = \"a\"\n[arms.sim]\nrepeats = 1001\n"));
+    run(&place, &[]).refused(2, &["small.toml:", "repeats lie between 1 and 1000"]);
+    // A file that never ends is not read to its end.
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink("/dev/zero", place.at("endless.toml")).unwrap();
+        place.run(&["run", "endless.toml"]).refused(2, &["endless.toml is longer than 1048576 bytes"]);
+    }
 }
 
 #[test]
@@ -512,10 +575,22 @@ fn keys(record: &Value, spread: &str) -> Vec<String> {
 fn the_records_are_as_the_schema_describes_them() {
     let place = Place::new();
     place.write("small.toml", SMALL);
-    run(&place, &["--shard", "1/8"]).ok();
+    let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--shard", "1/8"]);
+    command.envs([("SLURM_JOB_ID", "57"), ("SLURM_ARRAY_JOB_ID", "55"), ("SLURM_ARRAY_TASK_ID", "2")]);
+    Ran::of(command.output().unwrap()).ok();
     let experiment = json_at(&place.at("out/small/experiment.json"));
     assert_eq!(keys(&experiment, ""), described("experiment.json"));
     let record = json_at(&place.at("out/small/runs/00-naive-5-r0/run.json"));
+    let provenance = described("Provenance");
+    for of in [&experiment["provenance"], &record["provenance"]] {
+        let unknown: Vec<String> = keys(of, "job").into_iter().filter(|key| !provenance.contains(key)).collect();
+        assert_eq!(unknown, [""; 0], "not described");
+        assert!(of["build_profile"].is_string() && of["opt_level"].is_string(), "{of}");
+        assert_eq!(of["job"], json!({"id": "57", "array_id": "55", "array_task": "2"}));
+        if let Some(commit) = of["git_commit"].as_str() {
+            assert!(commit.len() >= 40 && of["git_dirty"].is_boolean(), "{of}");
+        }
+    }
     let mut found = keys(&record, "machine");
     // What not every system tells.
     let mut wanted = described("run.json");

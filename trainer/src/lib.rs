@@ -17,6 +17,7 @@ pub mod loader;
 pub mod mlp;
 pub mod observer;
 mod progress;
+pub mod provenance;
 pub mod record;
 pub mod report;
 pub mod settings;

@@ -3,8 +3,8 @@
 use super::plan::Run;
 use super::programs::{CommandLine, Device, Places, RECORD, command_line};
 use super::record::{
-    Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, now, remove, without_folders, write_compact,
-    write_json,
+    Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, now, provenance, remove, without_folders,
+    write_compact, write_json,
 };
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -152,6 +152,7 @@ impl Experiment<'_> {
             exit_code: None,
             error: None,
             machine,
+            provenance: provenance(),
             files: Vec::new(),
         }
     }

@@ -34,7 +34,8 @@ impl OptionValue {
             Value::Boolean(on) => Some(Self::Switch(*on)),
             Value::Integer(value) => Some(Self::Integer(*value)),
             Value::Float(value) if value.is_finite() => Some(Self::Number(*value)),
-            Value::String(text) => Some(Self::Text(text.clone())),
+            // No command line holds a zero byte.
+            Value::String(text) if !text.contains('\0') => Some(Self::Text(text.clone())),
             _ => None,
         }
     }

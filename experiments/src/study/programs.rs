@@ -4,7 +4,7 @@ use super::plan::{self, Run};
 use super::spec::{DeviceKind, Program, Setting, Source};
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::str::FromStr;
 
@@ -52,7 +52,7 @@ const SHARED_OPTIONS: [&str; 13] = [
     "seed",
     "init",
 ];
-/// Options that the runner sets itself.
+/// Options that the runner sets itself, beside all that take a path.
 const RESERVED: [&str; 8] = ["out", "json", "device", "start", "save-start", "data-dir", "help", "version"];
 /// Where a program writes its record, in the folder in which it runs.
 pub(crate) const RECORD: &str = "record";
@@ -144,18 +144,36 @@ fn argument(program: Program, name: &str, value: &super::options::OptionValue) -
     }
 }
 
+/// A program's long option of exactly this name; what clap would also understand is none.
+fn long_option(program: Program, name: &str) -> Option<clap::Arg> {
+    let whole = if program == Program::Trainer { trainer::cli::command() } else { crate::command() };
+    let command = match program {
+        Program::Pytorch => return None,
+        Program::Trainer => &whole,
+        program => whole.find_subcommand(program.name())?,
+    };
+    command.get_arguments().find(|argument| argument.get_long() == Some(name)).cloned()
+}
+
 /// Whether an option is one without a value; `None` if the program has no such option.
 fn is_switch(program: Program, name: &str) -> Option<bool> {
     if program == Program::Pytorch {
         return PYTORCH_OPTIONS.contains(&name).then_some(false);
     }
-    let whole = if program == Program::Trainer { trainer::cli::command() } else { crate::command() };
-    let command = match program {
-        Program::Trainer => &whole,
-        program => whole.find_subcommand(program.name())?,
-    };
-    let found = command.get_arguments().find(|argument| argument.get_long() == Some(name))?;
-    Some(matches!(found.get_action(), clap::ArgAction::SetTrue))
+    long_option(program, name).map(|found| matches!(found.get_action(), clap::ArgAction::SetTrue))
+}
+
+/// Whether an option is the runner's: a spec, which may come from anywhere, names no file.
+fn is_reserved(program: Program, name: &str) -> bool {
+    let paths = clap::builder::ValueParser::path_buf().type_id();
+    let takes_path = |found: clap::Arg| found.get_value_parser().type_id() == paths;
+    RESERVED.contains(&name) || long_option(program, name).is_some_and(takes_path)
+}
+
+/// Whether a key can be the name of a long option; `out=/x` and `-o` cannot.
+fn is_name(name: &str) -> bool {
+    let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+    name.starts_with(|c: char| c.is_ascii_lowercase()) && name.chars().all(plain)
 }
 
 /// Whether a program takes recorded histories.
@@ -269,14 +287,25 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
     if takes_history(program) && name == "history" {
         let folder = histories.unwrap_or(Path::new(""));
         for value in &setting.values {
-            if histories.is_some() && !folder.join(value.to_string()).is_file() {
+            let path = PathBuf::from(value.to_string());
+            let mut parts = path.components().peekable();
+            let below = parts.peek().is_some() && parts.all(|part| matches!(part, Component::Normal(_)));
+            if !below || value.to_string().starts_with('-') {
+                return here(format!("'{value}' names no file in the folder of the histories"));
+            }
+            if histories.is_some() && !folder.join(path).is_file() {
                 let folder = folder.display();
                 return here(format!("{value} is not in {folder}; name the folder of the histories with --histories"));
             }
         }
         return Ok(());
     }
-    if RESERVED.contains(&name) {
+    if !is_name(name) {
+        return here(format!(
+            "'{name}' is no name of an option; write it without dashes before it, and the value behind ="
+        ));
+    }
+    if is_reserved(program, name) {
         return here(format!("the runner sets --{name} itself; leave it out"));
     }
     let known = is_switch(program, name);
@@ -297,6 +326,10 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
             }
             return here(message);
         }
+    }
+    if known.is_none() {
+        // The program understands it, by another name than its own.
+        return here(format!("--{name} is no option of {}; write its whole name", program.name()));
     }
     Ok(())
 }
@@ -373,6 +406,34 @@ mod tests {
         assert!(names_another("--gc-threshold is a fraction of --memory-limit, which is not given", "gc-threshold"));
         assert!(!names_another("--loss-scale must be a positive number, found 0", "loss-scale"));
         assert!(!names_another("invalid value 'x' for '--dtype <DTYPE>'; write one of f32, bf16", "dtype"));
+    }
+
+    /// All programs with options of their own grammar.
+    const PROGRAMS: [Program; 4] = [Program::Trainer, Program::Replay, Program::Capacity, Program::Bench];
+
+    #[test]
+    fn every_option_that_takes_a_path_is_the_runners() {
+        for (program, names) in [
+            (Program::Trainer, &["out", "save-start", "data-dir", "device", "json", "help", "version"][..]),
+            (Program::Bench, &["baselines-dir", "device", "json"]),
+            (Program::Replay, &["device", "json"]),
+        ] {
+            for name in names {
+                assert!(is_reserved(program, name), "{name}");
+            }
+        }
+        // By its value's name, beside its type: an option of another type that names a file would show here.
+        for program in PROGRAMS {
+            let whole = if program == Program::Trainer { trainer::cli::command() } else { crate::command() };
+            let command = whole.find_subcommand(program.name()).unwrap_or(&whole);
+            for found in command.get_arguments() {
+                let Some(name) = found.get_long() else { continue };
+                let names_file =
+                    found.get_value_names().unwrap_or_default().iter().any(|of| of == "FILE" || of == "DIR");
+                assert!(!names_file || is_reserved(program, name), "{} {name}", program.name());
+                assert!(is_name(name), "{name}");
+            }
+        }
     }
 
     #[test]

@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use trainer::provenance::Provenance;
 
 /// Version of both files; raised when a field changes its meaning or goes away.
 pub(crate) const SCHEMA_VERSION: u64 = 1;
@@ -34,6 +35,8 @@ pub(crate) struct ExperimentRecord<'a> {
     pub(crate) device: &'a str,
     pub(crate) command: Vec<String>,
     pub(crate) code_version: &'a str,
+    /// Of the runner that began it.
+    pub(crate) provenance: Provenance,
     pub(crate) started_at: String,
     pub(crate) runs: &'a [Run],
 }
@@ -96,7 +99,13 @@ pub(crate) struct RunRecord<'a> {
     pub(crate) exit_code: Option<i32>,
     pub(crate) error: Option<String>,
     pub(crate) machine: Machine,
+    pub(crate) provenance: Provenance,
     pub(crate) files: Vec<String>,
+}
+
+/// Of this program, here and now.
+pub(crate) fn provenance() -> Provenance {
+    Provenance::of(trainer::built!())
 }
 
 /// The time, as records have it.

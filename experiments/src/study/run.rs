@@ -5,8 +5,8 @@ use super::lock::{Lock, lock};
 use super::plan::{Run, Shard, plan_on, share};
 use super::programs::{self, Device, Places};
 use super::record::{
-    EXPERIMENT, ExperimentRecord, Machine, RUNS, RunStatus, SCHEMA_VERSION, now, read_json, remove, spec_sha256,
-    status_of, write_json,
+    EXPERIMENT, ExperimentRecord, Machine, RUNS, RunStatus, SCHEMA_VERSION, now, provenance, read_json, remove,
+    spec_sha256, status_of, write_json,
 };
 use super::report::{self, Cell};
 use super::spec::{self, DeviceKind, Program, Source};
@@ -247,7 +247,7 @@ fn run_one(
     }
     let runs_folder = planned.folder.join(RUNS);
     std::fs::create_dir_all(&runs_folder).with_context(|| format!("cannot make {}", runs_folder.display()))?;
-    write_experiment(planned, device, args)?;
+    write_experiment(planned, device)?;
     let experiment = Experiment {
         name: &spec.name,
         sha256: &planned.sha256,
@@ -305,17 +305,12 @@ fn run_one(
 }
 
 /// Writes `experiment.json`, if the experiment is new.
-fn write_experiment(planned: &Planned, device: &Device, args: &RunArgs) -> Result<()> {
+fn write_experiment(planned: &Planned, device: &Device) -> Result<()> {
     let path = planned.folder.join(EXPERIMENT);
     if path.is_file() {
         return Ok(());
     }
     let spec = &planned.source.spec;
-    let mut command: Vec<String> =
-        ["experiments", "run", &spec.name, "--device", &device.shown].map(str::to_owned).into();
-    if let Some(shard) = args.shard {
-        command.extend(["--shard".to_owned(), format!("{}/{}", shard.number, shard.of)]);
-    }
     let record = ExperimentRecord {
         schema_version: SCHEMA_VERSION,
         name: &spec.name,
@@ -323,8 +318,9 @@ fn write_experiment(planned: &Planned, device: &Device, args: &RunArgs) -> Resul
         spec,
         spec_sha256: &planned.sha256,
         device: &device.shown,
-        command,
+        command: ["experiments", "run", &spec.name, "--device", &device.shown].map(str::to_owned).into(),
         code_version: env!("CARGO_PKG_VERSION"),
+        provenance: provenance(),
         started_at: now(),
         runs: &planned.runs,
     };

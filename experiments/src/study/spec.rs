@@ -6,6 +6,8 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt;
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Files of a run that a spec may keep.
@@ -24,6 +26,20 @@ pub(crate) const KEEPABLE: [&str; 10] = [
 
 /// Most runs of one experiment: a typing error in a matrix should not fill a disk.
 const MOST_RUNS: u64 = 10_000;
+
+/// Longest file of a spec, in bytes.
+const LONGEST: u64 = 1 << 20;
+
+/// The text of a spec's file, which may be no file but a device that never ends.
+fn read(path: &Path) -> Result<String> {
+    let fails = || format!("cannot read {}", path.display());
+    let mut bytes = Vec::new();
+    File::open(path).with_context(fails)?.take(LONGEST + 1).read_to_end(&mut bytes).with_context(fails)?;
+    if bytes.len() as u64 > LONGEST {
+        bail!("{} is longer than {LONGEST} bytes, so it is no spec", path.display());
+    }
+    String::from_utf8(bytes).ok().with_context(|| format!("{} is no text in UTF-8, so it is no spec", path.display()))
+}
 
 /// Kinds of devices that a spec makes sense on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize)]
@@ -161,7 +177,7 @@ pub(crate) struct Source {
 impl Source {
     /// Reads and checks a file, but for what only the programs know about their options.
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text = read(path)?;
         let spec = toml::from_str(&text).map_err(|error| {
             let line = error.span().map_or(1, |span| line_of(&text, span.start));
             anyhow!("{}:{line}: {}", path.display(), one_line(error.message()))
@@ -197,12 +213,15 @@ impl Source {
         if spec.question.trim().is_empty() {
             return Err(self.at_key("question", "an experiment answers a question; write it down"));
         }
-        for (repeats, at) in
-            [(Some(spec.repeats), "repeats"), (spec.sim.repeats, "repeats"), (spec.cuda.repeats, "repeats")]
-        {
-            if repeats.is_some_and(|repeats| !(1..=1000).contains(&repeats)) {
-                return Err(self.at_key(at, "repeats lie between 1 and 1000"));
-            }
+        let overrides =
+            [&spec.sim, &spec.cuda].into_iter().chain(spec.arms.iter().flat_map(|arm| [&arm.sim, &arm.cuda]));
+        let (repeats, warm_up): (Vec<Option<u32>>, Vec<Option<u32>>) =
+            overrides.map(|of| (of.repeats, of.warm_up)).chain([(Some(spec.repeats), Some(spec.warm_up))]).unzip();
+        if repeats.into_iter().flatten().any(|repeats| !(1..=1000).contains(&repeats)) {
+            return Err(self.at_key("repeats", "repeats lie between 1 and 1000"));
+        }
+        if warm_up.into_iter().flatten().any(|times| times > 1000) {
+            return Err(self.at_key("warm_up", "warm_up is at most 1000"));
         }
         if spec.devices.is_empty() {
             return Err(self.at_key("devices", "name at least one of \"cuda\" and \"sim\""));
@@ -227,12 +246,17 @@ impl Source {
             }
         }
         for kind in [DeviceKind::Cuda, DeviceKind::Sim] {
+            // Before any of them is built: a product of a few dozen axes is larger than any memory.
+            let mut left = MOST_RUNS;
             for arm in self.spec.arms_on(kind) {
                 let settings = self.settings(&arm, kind)?;
-                let cells: u64 = settings.iter().map(|setting| setting.values.len() as u64).product();
-                if cells * u64::from(spec.repeats) > MOST_RUNS {
-                    bail!("{}: more than {MOST_RUNS} runs; shorten the matrix", self.path.display());
-                }
+                let mut values = settings.iter().map(|setting| setting.values.len() as u64);
+                let repeats = u64::from(spec.repeats_on(&arm, kind));
+                let runs = values.try_fold(repeats, |runs, values| runs.checked_mul(values));
+                let Some(rest) = runs.and_then(|runs| left.checked_sub(runs)) else {
+                    bail!("{}: more than {MOST_RUNS} runs on {kind}; shorten the matrix", self.path.display());
+                };
+                left = rest;
             }
         }
         Ok(())

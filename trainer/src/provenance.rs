@@ -1,0 +1,291 @@
+//! What a record comes from: the code, the host, the driver and the job.
+//!
+//! What cannot be told is absent: a build outside of a checkout has no commit, a host without NVIDIA's driver no release.
+
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+use std::path::Path;
+
+/// What a program was built from, as its build script found it. [`built!`](crate::built) makes it.
+#[derive(Clone, Copy, Debug)]
+pub struct Built {
+    /// Commit, in hexadecimal; empty if unknown.
+    pub commit: &'static str,
+    /// `true` or `false`; empty if unknown.
+    pub dirty: &'static str,
+    /// Name of Cargo's profile.
+    pub profile: &'static str,
+    /// Optimisation level.
+    pub opt_level: &'static str,
+}
+
+/// What the crate that calls this was built from; its build script is the trainer's.
+#[macro_export]
+macro_rules! built {
+    () => {
+        $crate::provenance::Built {
+            commit: env!("BUILT_FROM_COMMIT"),
+            dirty: env!("BUILT_FROM_DIRTY"),
+            profile: env!("BUILT_WITH_PROFILE"),
+            opt_level: env!("BUILT_WITH_OPT_LEVEL"),
+        }
+    };
+}
+
+/// Where a record comes from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Provenance {
+    /// Commit of the sources.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub git_commit: Option<String>,
+    /// Whether the sources differed from that commit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub git_dirty: Option<bool>,
+    /// Cargo's profile: `dev`, `release`, or one's own.
+    pub build_profile: String,
+    /// Optimisation level: `0` to `3`, `s`, `z`.
+    pub opt_level: String,
+    /// Tells this host from others without naming it: 16 hexadecimal digits of a SHA-256.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub host_hash: Option<String>,
+    /// Release of NVIDIA's driver, as `580.159.03`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub driver_release: Option<String>,
+    /// The job of a cluster's scheduler.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job: Option<Job>,
+}
+
+/// A job of Slurm.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Job {
+    /// `SLURM_JOB_ID`.
+    pub id: String,
+    /// `SLURM_ARRAY_JOB_ID`: that of all jobs of an array.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub array_id: Option<String>,
+    /// `SLURM_ARRAY_TASK_ID`: which of them it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub array_task: Option<String>,
+}
+
+impl Provenance {
+    /// Of this process. Reads a few small files of the system.
+    #[must_use]
+    pub fn of(built: Built) -> Self {
+        let root = Path::new("/");
+        Self {
+            git_commit: (!built.commit.is_empty()).then(|| built.commit.to_owned()),
+            git_dirty: built.dirty.parse().ok(),
+            build_profile: built.profile.to_owned(),
+            opt_level: built.opt_level.to_owned(),
+            host_hash: host_hash(root, &|name| std::env::var(name).ok()),
+            driver_release: driver_release(root),
+            job: job(&|name| std::env::var(name).ok()),
+        }
+    }
+}
+
+/// A file of the system without white space around it; `None` if it is not there or empty.
+fn text(root: &Path, name: &str) -> Option<String> {
+    let text = std::fs::read_to_string(root.join(name)).ok()?;
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+}
+
+/// Hash of the machine's number and the host's name. Both, because machines that were set up as copies of one image share
+/// the number, and containers of one machine often do not share the name.
+fn host_hash(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+    let machine = text(root, "etc/machine-id").or_else(|| text(root, "var/lib/dbus/machine-id"));
+    let name =
+        text(root, "proc/sys/kernel/hostname").or_else(|| variable("HOSTNAME")).or_else(|| variable("COMPUTERNAME"));
+    if machine.is_none() && name.is_none() {
+        return None;
+    }
+    let both = format!("{}\n{}", machine.unwrap_or_default(), name.unwrap_or_default());
+    Some(Sha256::digest(both).iter().take(8).map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// The kernel module's release, else that of the library that this process has loaded.
+fn driver_release(root: &Path) -> Option<String> {
+    let is_release = |word: &&str| {
+        let parts: Vec<&str> = word.split('.').collect();
+        let digits = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+        (2..=3).contains(&parts.len()) && parts.iter().all(digits)
+    };
+    let module = text(root, "proc/driver/nvidia/version").and_then(|text| {
+        let line = text.lines().find(|line| line.starts_with("NVRM version:"))?.to_owned();
+        line.split_whitespace().find(is_release).map(str::to_owned)
+    });
+    let listed = || text(root, "sys/module/nvidia/version").filter(|text| is_release(&text.as_str()));
+    let loaded = || {
+        let maps = text(root, "proc/self/maps")?;
+        maps.lines()
+            .find_map(|line| line.rsplit_once("/libcuda.so.").map(|(_, end)| end).filter(is_release).map(str::to_owned))
+    };
+    module.or_else(listed).or_else(loaded)
+}
+
+fn job(variable: &dyn Fn(&str) -> Option<String>) -> Option<Job> {
+    /// Longer than any number of a job.
+    const LONGEST: usize = 64;
+    let plain = |text: &String| {
+        (1..=LONGEST).contains(&text.len())
+            && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.+-".contains(&byte))
+    };
+    let of = |name: &str| variable(name).filter(plain);
+    Some(Job { id: of("SLURM_JOB_ID")?, array_id: of("SLURM_ARRAY_JOB_ID"), array_task: of("SLURM_ARRAY_TASK_ID") })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+    use super::*;
+    use std::process::Command;
+
+    /// A root with these files.
+    fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = root.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        root
+    }
+
+    #[test]
+    fn the_release_is_found_where_systems_say_it() {
+        let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n\
+                      GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n";
+        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (x)\n";
+        let map = "7f00-7f01 r-xp 00000000 08:01 42   /usr/lib/x86_64-linux-gnu/libcuda.so.570.86\n";
+        for (files, wanted) in [
+            (&[("proc/driver/nvidia/version", closed)][..], Some("550.54.15")),
+            (&[("proc/driver/nvidia/version", open), ("proc/self/maps", map)], Some("580.159.03")),
+            (&[("sys/module/nvidia/version", "535.183.01\n")], Some("535.183.01")),
+            (&[("proc/self/maps", map)], Some("570.86")),
+            (&[("proc/self/maps", "7f00-7f01 r-xp 0 08:01 4 /usr/lib/libcuda.so.1\n")], None),
+            (&[("proc/driver/nvidia/version", "garbage")], None),
+            (&[], None),
+        ] {
+            assert_eq!(driver_release(system(files).path()).as_deref(), wanted, "{files:?}");
+        }
+    }
+
+    #[test]
+    fn a_host_is_told_apart_and_not_named() {
+        let none = |_: &str| None;
+        let of = |id: &str, name: &str| {
+            host_hash(system(&[("etc/machine-id", id), ("proc/sys/kernel/hostname", name)]).path(), &none)
+        };
+        let first = of("aa\n", "gpu-node-7\n").unwrap();
+        assert!(first.len() == 16 && first.bytes().all(|byte| byte.is_ascii_hexdigit()), "{first}");
+        assert_eq!(of("aa", "gpu-node-7").as_ref(), Some(&first));
+        assert!(of("ab", "gpu-node-7").unwrap() != first && of("aa", "gpu-node-8").unwrap() != first);
+        assert_eq!(host_hash(system(&[]).path(), &none), None);
+        let named = |name: &str| (name == "HOSTNAME").then(|| "here".to_owned());
+        assert!(host_hash(system(&[]).path(), &named).is_some());
+    }
+
+    #[test]
+    fn a_job_is_there_if_slurm_says_so() {
+        let with = |pairs: &'static [(&str, &str)]| {
+            job(&|name| pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned()))
+        };
+        assert_eq!(with(&[]), None);
+        assert_eq!(with(&[("SLURM_ARRAY_TASK_ID", "3")]), None);
+        assert_eq!(with(&[("SLURM_JOB_ID", "a\u{1b}[2J")]), None);
+        let alone = with(&[("SLURM_JOB_ID", "55")]).unwrap();
+        assert_eq!(serde_json::to_value(alone).unwrap(), serde_json::json!({"id": "55"}));
+        let array = with(&[("SLURM_JOB_ID", "57"), ("SLURM_ARRAY_JOB_ID", "55"), ("SLURM_ARRAY_TASK_ID", "2")]);
+        let wanted = serde_json::json!({"id": "57", "array_id": "55", "array_task": "2"});
+        assert_eq!(serde_json::to_value(array).unwrap(), wanted);
+    }
+
+    #[test]
+    fn what_is_unknown_is_absent() {
+        let built = Built { commit: "", dirty: "", profile: "dev", opt_level: "1" };
+        let found = serde_json::to_value(Provenance::of(built)).unwrap();
+        assert!(found.get("git_commit").is_none() && found.get("git_dirty").is_none(), "{found}");
+        assert_eq!(found["build_profile"], "dev");
+    }
+
+    /// The build script itself, in folders of several kinds; each line that it prints for the compiler.
+    #[test]
+    fn the_build_script_tells_what_it_knows() {
+        let place = tempfile::tempdir().unwrap();
+        let at = |name: &str| place.path().join(name);
+        let script = at("script");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("build.rs");
+        let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+        let compiled = Command::new(&rustc).args(["--edition=2024", "-o"]).arg(&script).arg(&source).status();
+        assert!(compiled.unwrap().success());
+        let run = |package: &str, named: &str| {
+            let mut command = Command::new(&script);
+            command.env("CARGO_MANIFEST_DIR", at(package)).env("CARGO_PKG_NAME", "trainer");
+            command.env("OUT_DIR", at("target/x86/tuned/build/trainer-1/out")).env("PROFILE", "release");
+            command
+                .env("OPT_LEVEL", "3")
+                .env("GPU_ALLOCATORS_COMMIT", named)
+                .env("GIT_CEILING_DIRECTORIES", place.path());
+            let text = String::from_utf8(command.output().unwrap().stdout).unwrap();
+            let of = |name: &str| {
+                let line = text.lines().find_map(|line| line.strip_prefix(&format!("cargo::rustc-env={name}=")));
+                line.unwrap().to_owned()
+            };
+            assert_eq!((of("BUILT_WITH_PROFILE").as_str(), of("BUILT_WITH_OPT_LEVEL").as_str()), ("tuned", "3"));
+            (of("BUILT_FROM_COMMIT"), of("BUILT_FROM_DIRTY"), text)
+        };
+        let known = |found: (String, String, String)| (found.0, found.1);
+        let unknown = (String::new(), String::new());
+        std::fs::create_dir_all(at("w/trainer/src")).unwrap();
+        std::fs::write(at("w/trainer/Cargo.toml"), "").unwrap();
+        assert_eq!(known(run("w/trainer", "")), unknown);
+
+        // What is named counts over what is found, and must be a commit.
+        let hash = "0123456789abcdef0123456789abcdef01234567";
+        assert_eq!(known(run("w/trainer", hash)), (hash.into(), "false".into()));
+        assert_eq!(known(run("w/trainer", &format!("{hash}-dirty"))), (hash.into(), "true".into()));
+        assert!(run("w/trainer", "main").2.contains("cargo::error="));
+
+        // A packed crate.
+        let info = at("w/trainer/.cargo_vcs_info.json");
+        for (dirty, wanted) in [("", "false"), (", \"dirty\": true", "true")] {
+            std::fs::write(
+                &info,
+                format!("{{\"git\": {{\"sha1\": \"{hash}\"{dirty}}}, \"path_in_vcs\": \"trainer\"}}"),
+            )
+            .unwrap();
+            assert_eq!(known(run("w/trainer", "")), (hash.into(), wanted.into()));
+        }
+        std::fs::remove_file(&info).unwrap();
+
+        // A checkout: clean, with a change elsewhere, with one in a source; and one of another project.
+        let git = |arguments: &[&str]| {
+            let mut command = Command::new("git");
+            command.env("GIT_CONFIG_GLOBAL", "/dev/null").env_remove("GIT_DIR").env_remove("GIT_INDEX_FILE");
+            command.args(["-c", "user.name=n", "-c", "user.email=e@e", "-C"]).arg(at("w")).args(arguments);
+            let output = command.output().unwrap();
+            assert!(output.status.success(), "{output:?}");
+            String::from_utf8(output.stdout).unwrap().trim().to_owned()
+        };
+        std::fs::write(at("w/trainer/src/lib.rs"), "").unwrap();
+        std::fs::write(at("w/README"), "").unwrap();
+        git(&["init", "--quiet"]);
+        assert_eq!(known(run("w/trainer", "")), unknown, "nothing is committed yet");
+        git(&["add", "."]);
+        git(&["commit", "--quiet", "-m", "first"]);
+        let commit = git(&["rev-parse", "HEAD"]);
+        let found = run("w/trainer", "");
+        assert!(found.2.contains("logs/HEAD") && found.2.contains("trainer/src"), "{}", found.2);
+        assert_eq!(known(found), (commit.clone(), "false".into()));
+        std::fs::write(at("w/README"), "more").unwrap();
+        assert_eq!(known(run("w/trainer", "")), (commit.clone(), "false".into()));
+        std::fs::write(at("w/trainer/src/lib.rs"), "// more").unwrap();
+        assert_eq!(known(run("w/trainer", "")), (commit, "true".into()));
+        git(&["mv", "trainer", "vendored"]);
+        git(&["commit", "--quiet", "-am", "second"]);
+        assert_eq!(known(run("w/vendored", "")), unknown);
+    }
+}
