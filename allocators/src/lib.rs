@@ -44,6 +44,7 @@ pub mod device;
 mod error;
 mod graph;
 pub mod instrument;
+pub mod output;
 pub mod replay;
 mod snapshot;
 mod stats;

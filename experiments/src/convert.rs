@@ -2,11 +2,12 @@
 
 use crate::compare::ArmFailed;
 use crate::history::no_events;
+use allocators::output::{Existing, OutputFile, OutputProblem};
 use allocators::trace::{
     Action, Ending, Export, Place, Problem, ReadError, ReadOptions, Summary, TraceWriter, WriteError, WriteProblem,
     read_from,
 };
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::fs::File;
@@ -36,7 +37,7 @@ pub(crate) struct ConvertArgs {
 /// Reads a history, writes it in another format and says what went over.
 pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
     let (file, bytes) = open(&args.from)?;
-    free_to_write(&args.out, args.force)?;
+    let out = begin(args)?;
     let bar = ProgressBar::new(bytes);
     // What is no regular file has no size.
     let form = if bytes > 0 {
@@ -47,7 +48,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
     bar.set_style(ProgressStyle::with_template(form)?);
     bar.set_message(args.from.display().to_string());
     let mut tally = Tally::default();
-    let summary = write(args, bar.wrap_read(file), &mut tally)?;
+    let summary = write(args, out, bar.wrap_read(file), &mut tally)?;
     bar.finish_and_clear();
     crate::print(&tally.line(args, &summary))
 }
@@ -63,21 +64,17 @@ fn open(path: &Path) -> Result<(File, u64)> {
     Ok((file, metadata.len()))
 }
 
-/// Refuses what is there without leave, and with leave what is no file: the output takes the place of it.
-fn free_to_write(path: &Path, force: bool) -> Result<()> {
-    match path.symlink_metadata() {
-        Err(_) => Ok(()),
-        Ok(there) if there.is_dir() => bail!("{}: is a directory; name a file in it", path.display()),
-        Ok(there) if !there.is_file() && !there.is_symlink() => {
-            bail!("{}: is no regular file, and the output would take its place; name a file", path.display())
-        }
-        Ok(_) if !force => bail!("{}: is there already; --force writes over it", path.display()),
-        Ok(_) => Ok(()),
-    }
+/// Begins the output, before anything is read.
+fn begin(args: &ConvertArgs) -> Result<OutputFile> {
+    let existing = if args.force { Existing::Replace } else { Existing::Refuse };
+    OutputFile::create(&args.out, existing).map_err(|error| match error.problem {
+        OutputProblem::Exists => anyhow!("{}: is there already; --force writes over it", args.out.display()),
+        _ => error.into(),
+    })
 }
 
-fn write(args: &ConvertArgs, source: impl std::io::Read, tally: &mut Tally) -> Result<Summary> {
-    let mut writer = args.to.create(&args.out)?;
+fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally: &mut Tally) -> Result<Summary> {
+    let mut writer = args.to.begin(out).map_err(unwritten)?;
     let mut sink = |event| {
         let taken = tally.take(args, writer.as_mut(), event);
         taken.map_err(|refused| ReadError::stop(Box::new(refused) as Box<dyn std::error::Error + Send + Sync>))
@@ -126,7 +123,7 @@ fn stopped(args: &ConvertArgs, error: ReadError) -> anyhow::Error {
 /// Exit code 2 where the history does not fit the format, 1 where the operating system failed.
 fn unwritten(error: WriteError) -> anyhow::Error {
     match error.problem {
-        WriteProblem::Io(_) => ArmFailed::at_run_time(&error).into(),
+        WriteProblem::Output(ref problem) if !problem.is_refusal() => ArmFailed::at_run_time(&error).into(),
         _ => error.into(),
     }
 }

@@ -14,16 +14,18 @@ mod replay;
 mod study;
 
 use allocators::device::sim::MemoryCost;
+use allocators::output::{self, Existing, OutputError};
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use comfy_table::{ContentArrangement, Table, presets};
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Exit code for bad input, as the trainer's.
 const BAD_INPUT: u8 = 2;
+const FAILED: u8 = 1;
 
 #[derive(Debug, Parser)]
 #[command(name = "experiments", version, about)]
@@ -99,7 +101,8 @@ fn main() -> ExitCode {
         Command::Fidelity(args) => fidelity::fidelity(&args),
         Command::Compare(args) => compare::compare(&args),
         Command::Bench(args) => bench::bench(&args),
-        Command::Calibrate { device, profile, source, out, measurements } => profile::read(profile.as_deref())
+        Command::Calibrate { device, profile, source, out, measurements } => writable(&out, measurements.as_deref())
+            .and_then(|()| profile::read(profile.as_deref()))
             .and_then(|base| calibrate::calibrate(&device, base, &source))
             .and_then(|found| {
                 profile::write(&found.profile, &out)?;
@@ -121,9 +124,22 @@ fn main() -> ExitCode {
         Err(error) => {
             // A reader that went away is no error, and `eprintln!` would panic.
             let _ = writeln!(std::io::stderr().lock(), "error: {error:#}");
-            ExitCode::from(error.downcast_ref::<compare::ArmFailed>().map_or(BAD_INPUT, |failed| failed.code))
+            ExitCode::from(code(&error))
         }
     }
+}
+
+/// The exit code for an error: bad input, unless it says that something failed on the way.
+fn code(error: &anyhow::Error) -> u8 {
+    match error.downcast_ref::<OutputError>() {
+        Some(error) if !error.problem.is_refusal() => FAILED,
+        _ => error.downcast_ref::<compare::ArmFailed>().map_or(BAD_INPUT, |failed| failed.code),
+    }
+}
+
+/// Refuses names of files before the minutes that measuring takes.
+fn writable(out: &Path, measurements: Option<&Path>) -> Result<()> {
+    Ok(std::iter::once(out).chain(measurements).try_for_each(|path| output::check(path, Existing::Replace))?)
 }
 
 /// The grammar of this program's command line.
@@ -139,12 +155,7 @@ fn print(text: &str) -> Result<()> {
     }
 }
 
-fn fit_kernels(
-    timings: &std::path::Path,
-    base: Option<PathBuf>,
-    l2_bytes: Option<u64>,
-    out: &std::path::Path,
-) -> Result<()> {
+fn fit_kernels(timings: &Path, base: Option<PathBuf>, l2_bytes: Option<u64>, out: &Path) -> Result<()> {
     let mut profile = profile::read(base.as_deref())?;
     profile.l2_bytes = l2_bytes.or(profile.l2_bytes);
     let fits = fit::fit_kernels(&mut profile, timings)?;

@@ -1,6 +1,7 @@
 //! Device profiles as files.
 
 use allocators::Profile;
+use allocators::output::{self, Existing};
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::path::Path;
@@ -18,7 +19,7 @@ pub(crate) fn write(profile: &Profile, path: &Path) -> Result<()> {
     layout(&serde_json::to_value(profile)?, 0, &mut text);
     text.push('\n');
     Profile::from_json(&text).context("the measurements give a profile that cannot be used")?;
-    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    Ok(output::write(path, Existing::Replace, text)?)
 }
 
 /// JSON with one line for each cost: objects are spread out two levels deep, what lies deeper is on one line.

@@ -201,9 +201,9 @@ fn what_is_there_stays_without_leave() {
     #[cfg(unix)]
     {
         let _socket = std::os::unix::net::UnixListener::bind(place.at("socket")).unwrap();
-        convert(&place, &from, "rmm", "socket", &["--force"]).refused(2, &["socket: is no regular file"]);
+        convert(&place, &from, "rmm", "socket", &["--force"]).refused(2, &["socket: is a socket"]);
     }
-    convert(&place, &from, "rmm", "missing/out.csv", &[]).refused(2, &["missing/out.csv: cannot be written"]);
+    convert(&place, &from, "rmm", "missing/out.csv", &[]).refused(2, &["missing/out.csv: there is no folder missing"]);
     assert!(place.files().iter().all(|name| !name.ends_with(".part")), "{:?}", place.files());
 }
 

@@ -1,10 +1,9 @@
 //! Writers: each takes events in order and ends with what was held.
 //!
-//! A file is written under another name and renamed when it is whole, so that nothing half-written looks whole.
+//! Files are written by [`output`](crate::output), so that nothing half-written looks whole.
 
 use super::{Action, Event, MinimallocWriter, PerfettoWriter, RmmWriter, Segment, SnapshotWriter};
-use std::fs::File;
-use std::io::{BufWriter, Write};
+use crate::output::{Existing, OutputError, OutputFile, OutputProblem};
 use std::path::{Path, PathBuf};
 
 /// A file that cannot be written, or events that its format cannot hold.
@@ -21,12 +20,18 @@ pub struct WriteError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WriteProblem {
-    /// The operating system refused.
-    #[error("cannot be written: {0}")]
-    Io(#[from] std::io::Error),
+    /// The file could not be written, or cannot be at all.
+    #[error(transparent)]
+    Output(OutputProblem),
     /// Events that the format cannot hold.
     #[error("{0}")]
     Unfit(String),
+}
+
+impl From<OutputError> for WriteError {
+    fn from(error: OutputError) -> Self {
+        Self { path: error.path, problem: WriteProblem::Output(error.problem) }
+    }
 }
 
 /// Formats that histories are written in.
@@ -96,17 +101,25 @@ impl Export {
         }
     }
 
-    /// Begins a file at `path`, which is there once the writer has finished.
+    /// Begins a file at `path`, which is there once the writer has finished. One that is there is replaced.
     ///
     /// # Errors
     /// [`WriteError`] when the file cannot be made.
     pub fn create(self, path: &Path) -> Result<Box<dyn TraceWriter>, WriteError> {
+        self.begin(OutputFile::create(path, Existing::Replace)?)
+    }
+
+    /// Begins a history in a file.
+    ///
+    /// # Errors
+    /// [`WriteError`] when its first bytes cannot be written.
+    pub fn begin(self, file: OutputFile) -> Result<Box<dyn TraceWriter>, WriteError> {
         Ok(match self {
-            Export::Snapshot => Box::new(SnapshotWriter::pickle(path)?),
-            Export::SnapshotJson => Box::new(SnapshotWriter::json(path)?),
-            Export::Perfetto => Box::new(PerfettoWriter::create(path)?),
-            Export::Rmm => Box::new(RmmWriter::create(path)?),
-            Export::Minimalloc => Box::new(MinimallocWriter::create(path)?),
+            Export::Snapshot => Box::new(SnapshotWriter::pickle(file)?),
+            Export::SnapshotJson => Box::new(SnapshotWriter::json(file)?),
+            Export::Perfetto => Box::new(PerfettoWriter::begin(file)?),
+            Export::Rmm => Box::new(RmmWriter::begin(file)?),
+            Export::Minimalloc => Box::new(MinimallocWriter::begin(file)?),
         })
     }
 }
@@ -146,57 +159,26 @@ pub trait TraceWriter {
     fn finish(self: Box<Self>, ending: &Ending<'_>) -> Result<(), WriteError>;
 }
 
-/// A file that appears when it is whole.
+/// A history's file, whose errors are those of a writer.
 #[derive(Debug)]
-pub(super) struct Fresh {
-    path: PathBuf,
-    part: PathBuf,
-    /// `None` once it is renamed.
-    out: Option<BufWriter<File>>,
-}
+pub(super) struct HistoryFile(OutputFile);
 
-impl Fresh {
-    pub(super) fn create(path: &Path) -> Result<Self, WriteError> {
-        let failed = |error: std::io::Error| WriteError { path: path.to_owned(), problem: error.into() };
-        let name = path.file_name().ok_or_else(|| failed(std::io::ErrorKind::InvalidFilename.into()))?;
-        let part = path.with_file_name(format!(".{}.part", name.to_string_lossy()));
-        let file = File::create(&part).map_err(failed)?;
-        Ok(Self { path: path.to_owned(), part, out: Some(BufWriter::with_capacity(1 << 16, file)) })
-    }
-
-    pub(super) fn error(&self, problem: impl Into<WriteProblem>) -> WriteError {
-        WriteError { path: self.path.clone(), problem: problem.into() }
+impl HistoryFile {
+    pub(super) fn new(file: OutputFile) -> Self {
+        Self(file)
     }
 
     pub(super) fn unfit(&self, text: impl Into<String>) -> WriteError {
-        self.error(WriteProblem::Unfit(text.into()))
+        WriteError { path: self.0.path().to_owned(), problem: WriteProblem::Unfit(text.into()) }
     }
 
     /// Writes with a closure whose error gets the file's name.
-    pub(super) fn put(
-        &mut self,
-        write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<()>,
-    ) -> Result<(), WriteError> {
-        let result = match &mut self.out {
-            Some(out) => write(out),
-            None => Ok(()),
-        };
-        result.map_err(|error| self.error(error))
+    pub(super) fn put(&mut self, write: impl FnOnce(&mut OutputFile) -> std::io::Result<()>) -> Result<(), WriteError> {
+        write(&mut self.0).map_err(|error| self.0.failed(error).into())
     }
 
     /// Gives the file its name.
-    pub(super) fn finish(mut self) -> Result<(), WriteError> {
-        self.put(|out| out.flush())?;
-        self.out = None;
-        std::fs::rename(&self.part, &self.path).map_err(|error| self.error(error))
-    }
-}
-
-impl Drop for Fresh {
-    fn drop(&mut self) {
-        if self.out.take().is_some() {
-            // Nobody is left to hear of a failure; the name says that it is a part.
-            let _ = std::fs::remove_file(&self.part);
-        }
+    pub(super) fn finish(self) -> Result<(), WriteError> {
+        Ok(self.0.finish()?)
     }
 }

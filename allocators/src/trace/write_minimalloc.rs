@@ -4,16 +4,16 @@
 //! history does, whatever the clock's resolution. A free of what was allocated before the history began is a life from
 //! 0; what is never freed lives to the end. Memory is taken for the live buffers only.
 
-use super::write::{Ending, Fresh, TraceWriter, WriteError};
+use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, Event, Export};
+use crate::output::OutputFile;
 use std::collections::BTreeMap;
 use std::io::Write;
-use std::path::Path;
 
 /// Writes a table.
 #[derive(Debug)]
 pub struct MinimallocWriter {
-    file: Fresh,
+    file: HistoryFile,
     /// Beginning and size of the live buffers, by device and address.
     live: BTreeMap<(u16, u64), (u64, u64)>,
     /// Allocations and frees so far.
@@ -26,9 +26,9 @@ impl MinimallocWriter {
     /// Begins a table.
     ///
     /// # Errors
-    /// [`WriteError`] when the file cannot be made.
-    pub fn create(path: &Path) -> Result<Self, WriteError> {
-        let mut file = Fresh::create(path)?;
+    /// [`WriteError`] when its first bytes cannot be written.
+    pub fn begin(file: OutputFile) -> Result<Self, WriteError> {
+        let mut file = HistoryFile::new(file);
         file.put(|out| out.write_all(b"id,lower,upper,size\n"))?;
         Ok(Self { file, live: BTreeMap::new(), now: 0, written: 0, device: None })
     }

@@ -7,12 +7,12 @@
 //!
 //! Memory is taken for the live blocks and for the streams. Source: the Trace Event Format document of Chromium.
 
-use super::write::{Ending, Fresh, TraceWriter, WriteError};
+use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, Event};
 use crate::Bytes;
+use crate::output::OutputFile;
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
-use std::path::Path;
 
 /// A block whose life is under way.
 #[derive(Clone, Copy, Debug)]
@@ -34,7 +34,7 @@ struct Levels {
 /// Writes a timeline.
 #[derive(Debug)]
 pub struct PerfettoWriter {
-    file: Fresh,
+    file: HistoryFile,
     first: bool,
     base_ns: Option<u64>,
     lives: HashMap<(u16, u64), Life>,
@@ -50,9 +50,9 @@ impl PerfettoWriter {
     /// Begins a timeline.
     ///
     /// # Errors
-    /// [`WriteError`] when the file cannot be made.
-    pub fn create(path: &Path) -> Result<Self, WriteError> {
-        let mut file = Fresh::create(path)?;
+    /// [`WriteError`] when its first bytes cannot be written.
+    pub fn begin(file: OutputFile) -> Result<Self, WriteError> {
+        let mut file = HistoryFile::new(file);
         file.put(|out| out.write_all(b"{\"displayTimeUnit\":\"ns\",\"traceEvents\":["))?;
         Ok(Self {
             file,

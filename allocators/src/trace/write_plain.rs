@@ -1,6 +1,6 @@
 //! Plain data, dictionaries and lists, as a pickle or as JSON, written as it comes.
 
-use super::write::{Fresh, WriteError};
+use super::write::{HistoryFile, WriteError};
 use std::collections::HashMap;
 use std::io::Write;
 
@@ -21,19 +21,19 @@ enum Form {
 /// Writes nested plain data.
 #[derive(Debug)]
 pub(super) struct Plain {
-    pub(super) file: Fresh,
+    pub(super) file: HistoryFile,
     form: Form,
     /// Items so far of each container that is open.
     open: Vec<u32>,
 }
 
 impl Plain {
-    pub(super) fn pickle(mut file: Fresh) -> Result<Self, WriteError> {
+    pub(super) fn pickle(mut file: HistoryFile) -> Result<Self, WriteError> {
         file.put(|out| out.write_all(b"\x80\x04"))?;
         Ok(Self { file, form: Form::Pickle { memo: HashMap::new() }, open: Vec::new() })
     }
 
-    pub(super) fn json(file: Fresh) -> Self {
+    pub(super) fn json(file: HistoryFile) -> Self {
         Self { file, form: Form::Json, open: Vec::new() }
     }
 

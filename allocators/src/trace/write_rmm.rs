@@ -3,15 +3,15 @@
 //! Allocations, the client's frees and refused requests; the rest has no place in it. Times are of the day, in UTC if
 //! the history's times count from 1970. The thread is not known and written as 0. A log is of one device.
 
-use super::write::{Ending, Fresh, TraceWriter, WriteError};
+use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, Event};
+use crate::output::OutputFile;
 use std::io::Write;
-use std::path::Path;
 
 /// Writes a log.
 #[derive(Debug)]
 pub struct RmmWriter {
-    file: Fresh,
+    file: HistoryFile,
     device: Option<u16>,
 }
 
@@ -19,9 +19,9 @@ impl RmmWriter {
     /// Begins a log.
     ///
     /// # Errors
-    /// [`WriteError`] when the file cannot be made.
-    pub fn create(path: &Path) -> Result<Self, WriteError> {
-        let mut file = Fresh::create(path)?;
+    /// [`WriteError`] when its first bytes cannot be written.
+    pub fn begin(file: OutputFile) -> Result<Self, WriteError> {
+        let mut file = HistoryFile::new(file);
         file.put(|out| out.write_all(b"Thread,Time,Action,Pointer,Size,Stream\n"))?;
         Ok(Self { file, device: None })
     }

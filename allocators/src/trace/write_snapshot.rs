@@ -7,10 +7,10 @@
 //! Source: `torch/csrc/cuda/Module.cpp`, `torch/utils/viz/MemoryViz.js`.
 
 use super::segment::state_name;
-use super::write::{Ending, Fresh, TraceWriter, WriteError};
+use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::write_plain::Plain;
 use super::{Action, Event, Export, Segment};
-use std::path::Path;
+use crate::output::OutputFile;
 
 /// Writes a snapshot. Events come in the order of their devices: all of device 0, then all of device 1.
 #[derive(Debug)]
@@ -24,17 +24,17 @@ impl SnapshotWriter {
     /// A pickle of protocol 4.
     ///
     /// # Errors
-    /// [`WriteError`] when the file cannot be made.
-    pub fn pickle(path: &Path) -> Result<Self, WriteError> {
-        Self::begin(Plain::pickle(Fresh::create(path)?)?)
+    /// [`WriteError`] when its first bytes cannot be written.
+    pub fn pickle(file: OutputFile) -> Result<Self, WriteError> {
+        Self::begin(Plain::pickle(HistoryFile::new(file))?)
     }
 
     /// JSON; pairs are lists.
     ///
     /// # Errors
-    /// [`WriteError`] when the file cannot be made.
-    pub fn json(path: &Path) -> Result<Self, WriteError> {
-        Self::begin(Plain::json(Fresh::create(path)?))
+    /// [`WriteError`] when its first bytes cannot be written.
+    pub fn json(file: OutputFile) -> Result<Self, WriteError> {
+        Self::begin(Plain::json(HistoryFile::new(file)))
     }
 
     fn begin(mut out: Plain) -> Result<Self, WriteError> {

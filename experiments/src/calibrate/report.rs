@@ -2,8 +2,9 @@
 
 use super::kernels::KernelRate;
 use super::measure::Measurement;
+use allocators::output::{self, Existing};
 use allocators::{Bytes, DeviceDescription};
-use anyhow::{Context, Result};
+use anyhow::Result;
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use serde::Serialize;
 use std::path::Path;
@@ -41,7 +42,7 @@ impl Measurements {
     pub(crate) fn write(&self, path: &Path) -> Result<()> {
         let mut text = serde_json::to_string_pretty(self)?;
         text.push('\n');
-        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+        Ok(output::write(path, Existing::Replace, text)?)
     }
 
     /// Both tables.

@@ -2,6 +2,7 @@
 
 use super::plan::{Options, Run, as_map};
 use super::spec::{Program, Spec};
+use allocators::output::{self, Existing};
 use anyhow::{Context, Result, bail};
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -131,11 +132,7 @@ pub(crate) fn write_compact(path: &Path, value: &Value) -> Result<()> {
 
 fn replace(path: &Path, mut text: String) -> Result<()> {
     text.push('\n');
-    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    let fresh = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
-    std::fs::write(&fresh, text)
-        .and_then(|()| std::fs::rename(&fresh, path))
-        .with_context(|| format!("cannot write {}", path.display()))
+    Ok(output::write(path, Existing::Replace, text)?)
 }
 
 /// Reads a JSON file of a version that this program knows.
@@ -198,7 +195,8 @@ pub(crate) fn compress(path: &Path) -> Result<PathBuf> {
     // No name and no time in the header: the same text gives the same bytes.
     let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
     let bytes = encoder.write_all(&bytes).and_then(|()| encoder.finish()).with_context(fails)?;
-    std::fs::write(&packed, bytes).and_then(|()| std::fs::remove_file(path)).with_context(fails)?;
+    output::write(&packed, Existing::Replace, bytes)?;
+    std::fs::remove_file(path).with_context(fails)?;
     Ok(packed)
 }
 

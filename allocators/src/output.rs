@@ -1,0 +1,395 @@
+//! Files that users name: each appears under its name when it is whole, or not at all.
+//!
+//! What is written goes to a new file beside the target, `.NAME.xxxxxxxxxx.part`, which takes the target's name at the
+//! end. A writer that fails, or is dropped, removes it. Nothing else in the folder is touched: the name of the part is
+//! drawn, and no file that is there is ever opened for it.
+//!
+//! Only regular files are replaced, and only where the caller says so; the new file keeps the permission bits of the
+//! old one, and other hard links keep the old contents. Folders, device nodes, pipes, sockets and streams such as
+//! `/dev/stdout` or `-` are refused. So are symbolic links, dangling ones too: to replace the link would leave its
+//! target as it was, and to follow it would write a file that nobody named. The message says where the link leads. Links
+//! among the folders of a path are followed.
+//!
+//! ```
+//! use allocators::output::{Existing, OutputFile};
+//! use std::io::Write;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let folder = tempfile::tempdir()?;
+//! # let path = folder.path().join("table.csv");
+//! let mut out = OutputFile::create(&path, Existing::Refuse)?;
+//! writeln!(out, "bytes,calls").map_err(|error| out.failed(error))?;
+//! assert!(!path.exists());
+//! out.finish()?;
+//! assert!(path.exists());
+//! # Ok(()) }
+//! ```
+
+use crate::Bytes;
+use fs4::FileExt;
+use std::fmt;
+use std::fs::{FileType, Metadata, OpenOptions};
+use std::io::{self, BufWriter, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use tempfile::NamedTempFile;
+
+/// What becomes of a regular file that has the name already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Existing {
+    /// It stays, and writing is refused.
+    Refuse,
+    /// It is replaced when the new file is whole, if its permissions allow writing to it.
+    Replace,
+}
+
+/// A file that cannot be written, in one line: the file, what is wrong and how to mend it.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: {problem}", path.display())]
+pub struct OutputError {
+    /// The file, as the caller named it.
+    pub path: PathBuf,
+    /// What is wrong. Part of the message, so not a source of its own.
+    pub problem: OutputProblem,
+}
+
+/// What is wrong with a file to be written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OutputProblem {
+    /// A folder, or a path that ends like one.
+    #[error("is a directory; name a file in it")]
+    Directory,
+    /// The empty path.
+    #[error("an empty path names no file; name one")]
+    NoName,
+    /// Standard output and the like.
+    #[error("is a stream, and this output is a file that appears when it is whole; name a file")]
+    Stream,
+    /// A device node, a pipe or a socket.
+    #[error("is a {0}, and the output would take its place; name a file")]
+    Special(&'static str),
+    /// A symbolic link, and where it leads.
+    #[error("is a symbolic link to {}; name the file itself", .0.display())]
+    Link(PathBuf),
+    /// A file is there, and the caller said that it must stay.
+    #[error("is there already; remove it or name another file")]
+    Exists,
+    /// The folder of the file is not there.
+    #[error("there is no folder {}; make it first", .0.display())]
+    NoFolder(PathBuf),
+    /// The operating system allows no file there, or no change of the one that is there.
+    #[error("cannot be made: {0}; name another file")]
+    Denied(io::Error),
+    /// The disk, a quota or a limit on the length of files has no room for it.
+    #[error("cannot be written: {0}")]
+    NoRoom(NoRoom),
+    /// The operating system failed while it was written.
+    #[error("cannot be written: {0}")]
+    Io(io::Error),
+}
+
+impl OutputProblem {
+    /// Whether the name cannot be used at all, rather than that writing failed on the way.
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
+        !matches!(self, Self::NoRoom(_) | Self::Io(_))
+    }
+}
+
+/// How much a file needs where there is less.
+#[derive(Debug)]
+pub struct NoRoom {
+    /// Bytes that it needs.
+    pub needed: u64,
+    /// Whether it needs exactly these; otherwise more would have followed.
+    pub whole: bool,
+    /// Bytes that there is room for, where the file system says it and they are fewer.
+    pub room: Option<u64>,
+    /// What the operating system said.
+    pub error: io::Error,
+}
+
+impl fmt::Display for NoRoom {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let least = if self.whole { "" } else { "at least " };
+        write!(f, "{}; it needs {least}{}", self.error, Bytes(self.needed))?;
+        if let Some(room) = self.room {
+            write!(f, ", and there is room for {}", Bytes(room))?;
+        }
+        let mend = if self.error.kind() == ErrorKind::StorageFull { "make room there" } else { "raise the limit" };
+        write!(f, "; {mend}, or name another place")
+    }
+}
+
+/// A file under way. It implements [`Write`], with a buffer.
+///
+/// Dropping it removes what was written; a process that is killed leaves the part.
+#[derive(Debug)]
+pub struct OutputFile {
+    path: PathBuf,
+    existing: Existing,
+    out: BufWriter<NamedTempFile>,
+    written: u64,
+    /// Bytes that it will have, once that is known.
+    expected: Option<u64>,
+    /// Dropped after the part is gone.
+    listed: Listed,
+}
+
+impl OutputFile {
+    /// Begins a file that will be at `path`.
+    ///
+    /// # Errors
+    /// A refusal where there can be no such file; then nothing was made.
+    pub fn create(path: &Path, existing: Existing) -> Result<Self, OutputError> {
+        let fails = |problem| OutputError { path: path.to_owned(), problem };
+        let there = examine(path, existing).map_err(fails)?;
+        let part = part(path, there.as_ref()).map_err(|error| fails(OutputProblem::Denied(error)))?;
+        let listed = Listed::new(part.path());
+        let out = BufWriter::with_capacity(1 << 16, part);
+        Ok(Self { path: path.to_owned(), existing, out, written: 0, expected: None, listed })
+    }
+
+    /// The name that it will have.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Says how many bytes will be written and takes the room for them, where the file system can, so that a disk that
+    /// is too full is known before the work.
+    ///
+    /// # Errors
+    /// [`OutputProblem::NoRoom`].
+    pub fn expect(&mut self, bytes: u64) -> Result<(), OutputError> {
+        self.expected = Some(bytes);
+        match FileExt::allocate(self.out.get_ref().as_file(), bytes) {
+            Err(error) if is_full(&error) => Err(self.failed(error)),
+            // Some file systems cannot take room ahead; writing will tell.
+            _ => Ok(()),
+        }
+    }
+
+    /// The error of this file for what a write to it returned. A full disk is told with what is needed.
+    #[must_use]
+    pub fn failed(&self, error: io::Error) -> OutputError {
+        let problem = if is_full(&error) {
+            let needed = self.expected.unwrap_or(self.written);
+            // What the part holds comes free when it is removed.
+            let held = self.out.get_ref().as_file().metadata().map_or(0, |part| held(&part));
+            let room = room(&self.path).filter(|_| error.kind() == ErrorKind::StorageFull);
+            let room = room.map(|free| free.saturating_add(held)).filter(|room| *room < needed);
+            OutputProblem::NoRoom(NoRoom { needed, whole: self.expected.is_some(), room, error })
+        } else {
+            OutputProblem::Io(error)
+        };
+        OutputError { path: self.path.clone(), problem }
+    }
+
+    /// Gives the file its name, once its contents are on the disk.
+    ///
+    /// # Errors
+    /// What writing the rest fails with, or a refusal if something has taken the name meanwhile; then nothing is left.
+    pub fn finish(mut self) -> Result<(), OutputError> {
+        self.store().map_err(|error| self.failed(error))?;
+        // It may have taken long to come here.
+        let fails = |path: &Path, problem| OutputError { path: path.to_owned(), problem };
+        examine(&self.path, self.existing).map_err(|problem| fails(&self.path, problem))?;
+        let Self { path, existing, out, listed, .. } = self;
+        // All of it has been written, so taking the buffer apart writes nothing.
+        let part = out.into_inner().map_err(|error| fails(&path, OutputProblem::Io(error.into_error())))?;
+        let named = match existing {
+            Existing::Refuse => part.persist_noclobber(&path),
+            Existing::Replace => part.persist(&path),
+        };
+        drop(listed);
+        match named {
+            Ok(_) => Ok(()),
+            Err(refused) if refused.error.kind() == ErrorKind::AlreadyExists => {
+                Err(fails(&path, OutputProblem::Exists))
+            }
+            Err(refused) => Err(fails(&path, OutputProblem::Io(refused.error))),
+        }
+    }
+
+    /// Puts everything on the disk.
+    fn store(&mut self) -> io::Result<()> {
+        self.out.flush()?;
+        let file = self.out.get_ref().as_file();
+        if self.expected.is_some_and(|expected| expected != self.written) {
+            file.set_len(self.written)?;
+        }
+        // A disk may refuse now what it took before, and after a power cut no name is to be without its bytes.
+        file.sync_all()
+    }
+}
+
+impl Write for OutputFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.out.write(bytes)?;
+        self.written += written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
+
+/// Writes a whole file.
+///
+/// # Errors
+/// Those of [`OutputFile::create`], [`OutputFile::expect`] and [`OutputFile::finish`].
+pub fn write(path: &Path, existing: Existing, contents: impl AsRef<[u8]>) -> Result<(), OutputError> {
+    let contents = contents.as_ref();
+    let mut out = OutputFile::create(path, existing)?;
+    out.expect(contents.len() as u64)?;
+    out.write_all(contents).map_err(|error| out.failed(error))?;
+    out.finish()
+}
+
+/// Whether a file could be begun at `path`, for programs that work long before they write. Nothing is left there.
+///
+/// # Errors
+/// Those of [`OutputFile::create`].
+pub fn check(path: &Path, existing: Existing) -> Result<(), OutputError> {
+    OutputFile::create(path, existing).map(drop)
+}
+
+/// Removes the parts of all files under way, for a process that ends at once, by a signal. A file that is being written
+/// then never gets its name.
+pub fn discard_unfinished() {
+    for part in unfinished().drain(..) {
+        // Nobody is left to hear of a failure; the name says that it is a part.
+        let _ = std::fs::remove_file(part);
+    }
+}
+
+/// Parts of files under way.
+fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
+    static PARTS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+    PARTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A part's place among those.
+#[derive(Debug)]
+struct Listed(PathBuf);
+
+impl Listed {
+    fn new(part: &Path) -> Self {
+        unfinished().push(part.to_owned());
+        Self(part.to_owned())
+    }
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        unfinished().retain(|part| *part != self.0);
+    }
+}
+
+/// What is at `path` now, if it may be replaced.
+fn examine(path: &Path, existing: Existing) -> Result<Option<Metadata>, OutputProblem> {
+    if path.as_os_str().is_empty() {
+        return Err(OutputProblem::NoName);
+    }
+    if path == Path::new("-") || is_stream(path) {
+        return Err(OutputProblem::Stream);
+    }
+    let there = match path.symlink_metadata() {
+        Ok(there) => there,
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            // A slash at the end is dropped by the file name.
+            return match path.as_os_str().as_encoded_bytes().last() {
+                Some(b'/') => Err(OutputProblem::Directory),
+                _ if folder(path).metadata().is_err() => Err(OutputProblem::NoFolder(folder(path).to_owned())),
+                _ => Ok(None),
+            };
+        }
+        Err(error) => return Err(OutputProblem::Denied(error)),
+    };
+    let kind = there.file_type();
+    if kind.is_dir() {
+        return Err(OutputProblem::Directory);
+    }
+    if kind.is_symlink() {
+        return Err(OutputProblem::Link(path.read_link().map_err(OutputProblem::Denied)?));
+    }
+    if !kind.is_file() {
+        return Err(OutputProblem::Special(special(kind)));
+    }
+    match existing {
+        Existing::Refuse => Err(OutputProblem::Exists),
+        // Whoever may write to the folder may replace a file that must not be written to; only opening it tells.
+        Existing::Replace => match OpenOptions::new().write(true).open(path) {
+            Ok(_) => Ok(Some(there)),
+            Err(error) => Err(OutputProblem::Denied(error)),
+        },
+    }
+}
+
+fn is_stream(path: &Path) -> bool {
+    ["/dev/stdout", "/dev/stderr", "/dev/stdin"].into_iter().any(|stream| path == Path::new(stream))
+        || ["/dev/fd", "/proc/self/fd"].into_iter().any(|streams| path.starts_with(streams))
+}
+
+/// What a file is that is neither regular nor a folder nor a link.
+fn special(kind: FileType) -> &'static str {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::FileTypeExt;
+        if kind.is_fifo() {
+            return "pipe";
+        }
+        if kind.is_socket() {
+            return "socket";
+        }
+        if kind.is_char_device() || kind.is_block_device() {
+            return "device";
+        }
+    }
+    let _ = kind;
+    "special file"
+}
+
+/// The folder that a file lies in.
+fn folder(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// Opens a new file under a name that nobody can foresee.
+fn part(path: &Path, there: Option<&Metadata>) -> io::Result<NamedTempFile> {
+    // Enough of the name to recognise it, and so little that the whole is a name that every file system takes.
+    let name: String = path.file_name().unwrap_or_default().to_string_lossy().chars().take(32).collect();
+    let prefix = format!(".{name}.");
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(&prefix).suffix(".part").rand_bytes(10);
+    // The library's own way of opening keeps others from reading, as suits what is only temporary.
+    let part = builder.make_in(folder(path), |part| OpenOptions::new().write(true).create_new(true).open(part))?;
+    if let Some(there) = there {
+        part.as_file().set_permissions(there.permissions())?;
+    }
+    Ok(part)
+}
+
+/// Whether there is no room, or not so much is allowed.
+fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge)
+}
+
+/// Bytes that are free where a file is to lie.
+fn room(path: &Path) -> Option<u64> {
+    fs4::available_space(folder(path)).ok()
+}
+
+/// Bytes that a file takes from the disk.
+fn held(file: &Metadata) -> u64 {
+    #[cfg(unix)]
+    return std::os::unix::fs::MetadataExt::blocks(file) * 512;
+    #[cfg(not(unix))]
+    return file.len();
+}
