@@ -1,11 +1,13 @@
-//! Synthetic workloads: the loops that benchmarks time.
+//! The loops that benchmarks time: calls of recorded programs, and synthetic ones.
 //!
 //! | workload | one operation |
 //! |---|---|
-//! | [`pair`] | one block of a fixed size is allocated and freed |
+//! | [`Recorded::run`] | one allocation of a recorded history, and its free |
 //! | [`Slots::run`] | a random one of N live blocks is freed and one of another size takes its place |
+//! | [`alternate`] | a block of one size is allocated and freed, then one of another size |
+//! | [`pair`] | one block of a fixed size is allocated and freed, so the same block comes back each time |
 //!
-//! Sizes and slots are drawn beforehand ([`Sequence`]), so that a timed loop holds the calls through the trait object, a
+//! Only the first is what a program does; the others each show one thing. Sizes and slots are drawn beforehand ([`Sequence`]), so that a timed loop holds the calls through the trait object, a
 //! read of 8 bytes in order and a slot of the live blocks. Each loop is compiled once and not into its callers: there the
 //! copies of a block may be read in other pieces than it was written in, which can double what a call takes. `experiments/baselines/workload.hpp` draws the same numbers
 //! for allocators of other projects.
@@ -13,6 +15,7 @@
 use crate::allocator::{Block, DeviceAllocator, Request};
 use crate::device::StreamId;
 use crate::error::AllocError;
+use crate::replay::History;
 
 /// SplitMix64 (Steele, Lea, Flood 2014): small, and the same in every language.
 #[derive(Clone, Debug)]
@@ -85,6 +88,173 @@ pub fn pair(allocator: &dyn DeviceAllocator, stream: StreamId, bytes: u64, pairs
         };
     }
     Ok(())
+}
+
+/// Allocates and frees a block of one size, then one of the other, over and over: `pairs` of them in all, an even number.
+///
+/// # Errors
+/// The first operation that fails.
+#[inline(never)]
+pub fn alternate(
+    allocator: &dyn DeviceAllocator,
+    stream: StreamId,
+    bytes: [u64; 2],
+    pairs: u64,
+) -> Result<(), AllocError> {
+    for _ in 0..pairs / 2 {
+        for bytes in bytes {
+            // Not by `?`, as above.
+            match allocator.allocate(Request::new(bytes), stream) {
+                // SAFETY: nothing uses the block.
+                Ok(block) => unsafe { allocator.deallocate(block, stream)? },
+                Err(error) => return Err(error),
+            };
+        }
+    }
+    Ok(())
+}
+
+/// One call of a recorded history.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// Bytes to allocate, or 0 to free what lies in the slot.
+    pub bytes: u64,
+    /// Where the block is kept while it is live.
+    pub slot: u32,
+    /// Number of its stream, from 0.
+    pub stream: u32,
+}
+
+/// The allocations and frees of a recorded history as a loop, without uses on other streams and `empty_cache`, which not
+/// every allocator has.
+#[derive(Clone, Debug)]
+pub struct Recorded {
+    calls: Vec<Call>,
+    slots: u32,
+    streams: u32,
+    allocations: u64,
+}
+
+impl Recorded {
+    /// The calls of a history in order. What it leaves live is freed at the end, so a pass can be followed by another.
+    #[must_use]
+    pub fn new(history: &History) -> Self {
+        let mut calls = Vec::new();
+        let mut live = Vec::new();
+        for call in history.calls() {
+            // CAST: widening.
+            let slot = call.slot as usize;
+            if live.len() <= slot {
+                live.resize(slot + 1, None);
+            }
+            live[slot] = (call.bytes > 0).then_some(call.stream);
+            calls.push(call);
+        }
+        let slots = u32::try_from(live.len()).unwrap_or(u32::MAX);
+        let left = live.iter().zip(0..).filter_map(|(stream, slot)| Some(Call { bytes: 0, slot, stream: (*stream)? }));
+        calls.extend(left);
+        let streams = calls.iter().map(|call| call.stream + 1).max().unwrap_or(0);
+        let allocations = calls.iter().filter(|call| call.bytes > 0).count() as u64;
+        Self { calls, slots, streams, allocations }
+    }
+
+    /// The calls, the frees at the end included.
+    #[must_use]
+    pub fn calls(&self) -> &[Call] {
+        &self.calls
+    }
+
+    /// Most blocks that are live at once; a call's slot is below it.
+    #[must_use]
+    pub fn slots(&self) -> u32 {
+        self.slots
+    }
+
+    /// Streams that the calls name.
+    #[must_use]
+    pub fn streams(&self) -> u32 {
+        self.streams
+    }
+
+    /// Allocations in one pass; there are as many frees.
+    #[must_use]
+    pub fn allocations(&self) -> u64 {
+        self.allocations
+    }
+
+    /// Makes the calls `passes` times.
+    ///
+    /// # Errors
+    /// The first operation that fails; blocks that are live then are given back first.
+    ///
+    /// # Panics
+    /// When there are fewer streams than the calls name.
+    pub fn run(&self, allocator: &dyn DeviceAllocator, streams: &[StreamId], passes: u64) -> Result<(), AllocError> {
+        // CAST: widening.
+        let mut live: Vec<Option<Block>> = (0..self.slots as usize).map(|_| None).collect();
+        for _ in 0..passes {
+            let mut done = 0;
+            let result = self.pass(allocator, streams, &mut live, &mut done);
+            if result.is_err() {
+                self.give_back(allocator, streams, &mut live, done);
+                return result;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the calls once; `done` counts them.
+    #[inline(never)]
+    fn pass(
+        &self,
+        allocator: &dyn DeviceAllocator,
+        streams: &[StreamId],
+        live: &mut [Option<Block>],
+        done: &mut usize,
+    ) -> Result<(), AllocError> {
+        for (at, call) in self.calls.iter().enumerate() {
+            // CAST: widening, both.
+            let (slot, stream) = (&mut live[call.slot as usize], streams[call.stream as usize]);
+            if call.bytes == 0 {
+                if let Some(block) = slot.take() {
+                    // SAFETY: nothing uses the block.
+                    let freed = unsafe { allocator.deallocate(block, stream) };
+                    if let Err(error) = freed {
+                        *done = at;
+                        return Err(error);
+                    }
+                }
+                continue;
+            }
+            // Not by `?`, as above.
+            match allocator.allocate(Request::new(call.bytes), stream) {
+                Ok(block) => *slot = Some(block),
+                Err(error) => {
+                    *done = at;
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees what is live after the first `done` calls.
+    fn give_back(
+        &self,
+        allocator: &dyn DeviceAllocator,
+        streams: &[StreamId],
+        live: &mut [Option<Block>],
+        done: usize,
+    ) {
+        for call in self.calls[..done].iter().rev().filter(|call| call.bytes > 0) {
+            // CAST: widening, both.
+            if let Some(block) = live[call.slot as usize].take() {
+                // The error that matters is the one before.
+                // SAFETY: nothing uses the block.
+                let _ = unsafe { allocator.deallocate(block, streams[call.stream as usize]) };
+            }
+        }
+    }
 }
 
 /// The live blocks of one thread on one stream.
@@ -160,6 +330,9 @@ impl Drop for Slots<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::CachingSettings;
+    use crate::replay::HistoryBuilder;
+    use crate::trace::{Action, Event};
     use crate::{AllocatorSettings, BackendKind, Driver, NullDriver};
     use std::sync::Arc;
 
@@ -188,8 +361,44 @@ mod tests {
             assert_eq!(allocator.stats().allocation.all.current, 100);
             slots.empty().unwrap();
             pair(allocator.as_ref(), StreamId(1), 512, 10).unwrap();
+            alternate(allocator.as_ref(), StreamId(1), [512, 4 << 20], 10).unwrap();
             let stats = allocator.stats().allocation.all;
-            assert_eq!((stats.current, stats.allocated), (0, 1_110));
+            assert_eq!((stats.current, stats.allocated), (0, 1_120));
+        }
+    }
+
+    fn history(events: &[(Action, u64, u64, u64)]) -> History {
+        let mut builder = HistoryBuilder::new(None);
+        for &(action, addr, bytes, stream) in events {
+            builder.push(&Event { action, addr, bytes, stream, device: 0, time_ns: 0 }).unwrap();
+        }
+        builder.finish(&CachingSettings::default()).unwrap()
+    }
+
+    #[test]
+    fn a_recorded_pass_frees_what_the_history_leaves() {
+        let (one, two) = (0x1000, 0x10_0000);
+        let events = [
+            (Action::Alloc, one, 512, 7),
+            (Action::Alloc, two, 4 << 20, 9),
+            (Action::FreeRequested, one, 512, 7),
+            (Action::FreeCompleted, one, 512, 7),
+            (Action::Alloc, one, 1024, 7),
+        ];
+        let recorded = Recorded::new(&history(&events));
+        assert_eq!((recorded.allocations(), recorded.slots(), recorded.streams()), (3, 2, 2));
+        assert_eq!(recorded.calls().iter().filter(|call| call.bytes == 0).count(), 3);
+        let streams = [StreamId(1), StreamId(2)];
+        for kind in BackendKind::ALL {
+            // The second device has no room for the larger block: what was live by then goes back.
+            for (bytes, allocated) in [(1 << 40, 6), (2 << 20, 1)] {
+                let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(bytes));
+                let allocator = AllocatorSettings::new(kind).build(&driver).unwrap();
+                let result = recorded.run(allocator.as_ref(), &streams, 2);
+                assert_eq!(result.is_ok(), bytes > 2 << 20, "{kind}: {result:?}");
+                let stats = allocator.stats().allocation.all;
+                assert_eq!((stats.current, stats.allocated), (0, allocated), "{kind} on {bytes} bytes");
+            }
         }
     }
 }

@@ -25,6 +25,11 @@ from start_file import BadInput
 STARTED = time.perf_counter()
 INSTALL = "pip install torch==2.11.0"
 HALVES = ("bf16", "f16")
+MODES = ("eager", "graph", "compile", "compiled-graph")
+# Steps are CUDA graphs, for which they are prepared.
+GRAPHS = ("graph", "compiled-graph")
+# With --mode, what --compile-mode is unless it is given; other modes compile nothing.
+COMPILE_MODES = {"compile": "reduce-overhead", "compiled-graph": "max-autotune-no-cudagraphs"}
 # What a start decides; the defaults are the trainer's.
 WORK = {"dataset": "mnist", "hidden": 256, "layers": 3, "batch": 64, "epochs": 8, "steps": None, "seed": 42, "init": "kaiming"}
 
@@ -65,10 +70,10 @@ def rate(word):
 def arguments():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--mode", choices=("eager", "graph", "compile"), default="eager", help="how a step runs (default: eager)")
+    add("--mode", choices=MODES, default="eager", help="how a step runs (default: eager)")
     add(
         "--compile-mode", choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-        default="reduce-overhead", help="torch.compile's mode (default: reduce-overhead)",
+        help="torch.compile's mode (default: reduce-overhead; max-autotune-no-cudagraphs for --mode compiled-graph)",
     )  # fmt: skip
     add("--start", metavar="FILE", help="start file; brings the options of the next seven lines, epochs and steps may be fewer")
     add("--dataset", choices=("mnist", "iris", "digits"), help="iris and digits only with --start (default: mnist)")
@@ -133,6 +138,11 @@ def settle(options):
         )
     if options.loader != "workers" and (options.workers or options.pin):
         raise BadInput("--workers and --pin are for --loader workers")
+    if options.compile_mode and options.mode not in COMPILE_MODES:
+        raise BadInput(f"--compile-mode is for --mode {' and '.join(COMPILE_MODES)}")
+    options.compile_mode = options.compile_mode or COMPILE_MODES.get(options.mode)
+    if options.mode == "compiled-graph" and options.compile_mode in ("reduce-overhead", "max-autotune"):
+        raise BadInput(f"--compile-mode {options.compile_mode} captures graphs of its own; with --mode compiled-graph leave it out")
     if options.loader != "resident" and options.rows != "bytes":
         raise BadInput("--rows is for --loader resident")
     arithmetic(options)
@@ -159,8 +169,8 @@ def framework(options):
     if kind not in ("cuda", "cpu") or (number and (kind == "cpu" or not number.isdigit())):
         raise BadInput(f"'{options.device}' is no device: write cuda, cuda:N or cpu")
     if kind == "cpu":
-        if options.mode == "graph" or options.loader == "pinned" or options.pin:
-            raise BadInput("--mode graph, --loader pinned and --pin on need a GPU")
+        if options.mode in GRAPHS or options.loader == "pinned" or options.pin:
+            raise BadInput("--mode graph and compiled-graph, --loader pinned and --pin on need a GPU")
         if options.dtype == "tf32" or options.accumulate == "f16":
             raise BadInput("--dtype tf32 and --accumulate f16 need a GPU")
         if options.fused_sgd and options.weights == "half":
@@ -275,7 +285,7 @@ def summary_of(options, torch, device, data, start, record):
     if device.type == "cuda":
         variable = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         settings["allocator_settings"] = {"backend": torch.cuda.get_allocator_backend(), "conf": variable}
-    if options.mode == "compile":
+    if options.compile_mode:
         settings["compile_mode"] = options.compile_mode
     if options.loader == "resident":
         settings["rows"] = options.rows

@@ -51,7 +51,7 @@ class Run:
         sizes = [min(options.batch, rows)]
         if rows % options.batch and rows > options.batch and left >= in_epoch:
             sizes.append(rows % options.batch)
-        if options.warm_up or options.mode == "graph":
+        if options.warm_up or options.mode in ("graph", "compiled-graph"):
             steps.prepare(sizes, options.warm_up)
         self.synchronise()
         self.summary["set_up_s"] = time.perf_counter() - begun
@@ -95,8 +95,9 @@ class Run:
             self.record.append_steps(done)
             raise
         self.read_losses(steps, done)
-        self.record.append_steps(done)
+        # Where the trainer stops too: the losses are there, nothing is written yet.
         train_s = time.perf_counter() - steps_begun
+        self.record.append_steps(done)
         for row in done:
             if not math.isfinite(row["loss"]):
                 raise Failed(f"the loss became {row['loss']} in epoch {number}, step {row['step']}: {self.advice()}")

@@ -38,7 +38,7 @@ class Arithmetic:
             model.to(self.dtype)
 
     def logits(self, model, x):
-        """Logits in f32."""
+        """Logits in f32; `model` takes rows to its outputs."""
         mixed = self.dtype != torch.float32 and not self.half
         # Each weight is used once in a pass, so there is nothing for autocast to cache, and a graph must not depend on it.
         scope = torch.autocast(self.device.type, self.dtype, cache_enabled=False) if mixed else contextlib.nullcontext()
@@ -354,9 +354,47 @@ class Graph(Eager):
         graph.replay()
 
 
+class CompiledGraph(Graph):
+    """The whole step compiled as one function by `torch.compile` and then captured as one CUDA graph.
+
+    The gradients are those of a function of the weights, and the update is written out: the optimizer and `backward` are
+    where the compiler would end one function and begin another. So products can have the update in their epilogues.
+    """
+
+    def __init__(self, options, *given):
+        super().__init__(options, *given)
+        self.rate = options.lr / self.arithmetic.scale
+        # Without gradients of their own, in the same memory.
+        self.weights = [(layer.weight.detach(), layer.bias.detach()) for layer in linears(self.model)]
+        self.compiled = torch.compile(self.whole, mode=options.compile_mode, dynamic=False, fullgraph=True)
+
+    def outputs(self, weights, x):
+        for number, (weight, bias) in enumerate(weights):
+            x = F.linear(F.relu(x) if number else x, weight, bias)
+        return x
+
+    def whole(self, load, weights, losses, at):
+        """The step that the network is in, as one function that changes the weights, its loss's place and the step's number."""
+        x, y = load()
+
+        def scaled(weights):
+            loss = F.cross_entropy(self.arithmetic.logits(lambda x: self.outputs(weights, x), x), y)
+            return loss * self.arithmetic.scale, loss
+
+        gradients, (_, loss) = torch.func.grad_and_value(scaled, has_aux=True)(weights)
+        for pair, changes in zip(weights, gradients):
+            for weight, gradient in zip(pair, changes):
+                weight.sub_(gradient, alpha=self.rate)
+        losses.index_copy_(0, at, loss.reshape(1))
+        at.add_(1)
+
+    def captured(self, load):
+        self.compiled(load, self.weights, self.losses, self.at)
+
+
 def steps(options, model, arithmetic, source, count):
     """Steps in the mode that the options name, with room for the losses of `count` of them."""
-    kind = {"eager": Eager, "graph": Graph, "compile": Compiled}[options.mode]
+    kind = {"eager": Eager, "graph": Graph, "compile": Compiled, "compiled-graph": CompiledGraph}[options.mode]
     return kind(options, model, arithmetic, source, count)
 
 

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -18,10 +19,15 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CASES = [
-    *(f"pair/{size}" for size in (512, 64 << 10, 1 << 20, 32 << 20)),
     *(f"mixed/{live}" for live in (64, 1024, 16384)),
+    *(f"alternate/{one}/{other}" for one, other in ((4 << 10, 64 << 10), (64 << 10, 4 << 20), (4 << 20, 32 << 20))),
+    *(f"pair/{size}" for size in (512, 64 << 10, 1 << 20, 32 << 20)),
     *(f"threads/{threads}" for threads in (1, 2, 4, 8, 16)),
+    *(f"shared/{threads}" for threads in (2, 4, 8, 16)),
 ]
+# What a case looks like; the name of a history is that of a file given with --history.
+FORMS = (r"(pair|mixed|threads|shared)/[1-9]\d{0,18}", r"alternate/[1-9]\d{0,18}/[1-9]\d{0,18}", r"history/[\w-]+")
+RATES = ("threads", "shared")
 
 
 class Missing(Exception):
@@ -108,9 +114,10 @@ def build(name, folder):
     return binary
 
 
-def measure(name, binary, cases, repeats):
+def measure(name, binary, cases, repeats, histories):
     print(f"running {name}", file=sys.stderr)
-    result = subprocess.run([binary, ",".join(cases), str(repeats)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [binary, ",".join(cases), str(repeats), *(f"{name}={file}" for name, file in histories.items())]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if result.returncode:
         last = result.stderr.strip().splitlines()
         raise Missing(f"{name} ended with {result.returncode}: {last[-1] if last else 'no message'}", "see its message")
@@ -121,7 +128,8 @@ def measure(name, binary, cases, repeats):
         row["operations"] = int(operations)
         row["samples"].append(float(figure))
     for (allocator, case), row in rows.items():
-        threads = int(case.split("/")[1]) if case.startswith("threads/") else 1
+        is_rate = case.split("/")[0] in RATES
+        threads = int(case.split("/")[1]) if is_rate else 1
         samples = row["samples"]
         yield {
             "case": case,
@@ -129,7 +137,7 @@ def measure(name, binary, cases, repeats):
             "program": name,
             "device": "cuda",
             "threads": threads,
-            "unit": "million operations/s" if case.startswith("threads/") else "ns/operation",
+            "unit": "million operations/s" if is_rate else "ns/operation",
             "median": statistics.median(samples),
             "min": min(samples),
             "max": max(samples),
@@ -143,16 +151,20 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=PROGRAMS, action="append", help="one program instead of all")
     parser.add_argument("--build-dir", type=Path, default=Path(tempfile.gettempdir()) / f"allocator-baselines-{os.getuid()}")
+    parser.add_argument("--history", type=Path, action="append", default=[], metavar="FILE",
+                        help="calls that `experiments bench` wrote, NAME.calls for a case history/NAME")  # fmt: skip
     arguments = parser.parse_args()
     cases = arguments.cases.split(",")
-    wrong = [case for case in cases if case.split("/")[0] not in ("pair", "mixed", "threads") or not case.split("/")[-1].isdigit()]
+    histories = {file.stem: file for file in arguments.history}
+    wrong = [case for case in cases if not any(re.fullmatch(form, case) for form in FORMS)]
+    wrong += [case for case in cases if case.startswith("history/") and case.removeprefix("history/") not in histories]
     if wrong or arguments.repeats < 1:
         parser.error(f"no such case: {wrong[0]}" if wrong else "--repeats takes a number from 1 on")
     arguments.build_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     rows, missing = [], []
     for name in arguments.only or PROGRAMS:
         try:
-            rows += measure(name, build(name, arguments.build_dir), cases, arguments.repeats)
+            rows += measure(name, build(name, arguments.build_dir), cases, arguments.repeats, histories)
         except Missing as problem:
             missing.append({"allocator": ALLOCATORS[name], "reason": problem.reason, "remedy": problem.remedy})
     json.dump({"rows": rows, "missing": missing}, sys.stdout, indent=1)

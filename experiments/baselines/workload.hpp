@@ -1,7 +1,7 @@
 // The workloads of `experiments bench` for allocators of other projects: the same numbers, drawn beforehand, and the same
 // loops (allocators/src/workload.rs). A program names its allocators and calls `run`; each line that it prints is
 //     allocator case operations figure
-// in ns per operation (one allocation and one free), for `threads` in million operations per second in total.
+// in ns per operation (one allocation and one free), for `threads` and `shared` in million operations per second in total.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -27,6 +28,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr size_t kPairs = 300'000;
 constexpr size_t kPass = 300'000;
+constexpr size_t kHistoryAllocations = 300'000;
 // Some allocators take 30 us an operation at 16,384 live blocks: a pass ends after this time at the latest.
 constexpr double kPassSeconds = 1.5;
 constexpr size_t kThreadSteps = 16'384;
@@ -77,6 +79,32 @@ struct Sequence {
   }
 };
 
+// A call of a recorded history; 0 bytes free what lies in the slot.
+struct Call {
+  uint64_t bytes;
+  uint32_t slot, stream;
+};
+
+// What `experiments bench` writes: slots and streams, then slot, stream and bytes of each call.
+struct Recorded {
+  uint32_t slots = 0, streams = 0;
+  size_t allocations = 0;
+  std::vector<Call> calls;
+
+  explicit Recorded(const std::string& path) {
+    std::ifstream in(path);
+    in >> slots >> streams;
+    for (Call call; in >> call.slot >> call.stream >> call.bytes;) {
+      calls.push_back(call);
+      allocations += call.bytes > 0;
+    }
+    if (!in.eof() || allocations == 0 || calls.size() != 2 * allocations) {
+      std::fprintf(stderr, "%s: is no list of calls\n", path.c_str());
+      std::exit(2);
+    }
+  }
+};
+
 // `A` has `void* allocate(size_t, cudaStream_t)` and `void free(void*, size_t, cudaStream_t)`.
 template <class A>
 struct Slots {
@@ -116,6 +144,44 @@ Sample pair(A& allocator, cudaStream_t stream, size_t bytes) {
   auto start = Clock::now();
   pairs(kPairs);
   return {kPairs, 1e9 * seconds_since(start) / kPairs};
+}
+
+template <class A>
+Sample alternate(A& allocator, cudaStream_t stream, size_t one, size_t other) {
+  auto pairs = [&](size_t count) {
+    for (size_t at = 0; at < count; at += 2) {
+      for (size_t bytes : {one, other}) allocator.free(allocator.allocate(bytes, stream), bytes, stream);
+    }
+  };
+  pairs(kPairs / 10);
+  auto start = Clock::now();
+  pairs(kPairs);
+  return {kPairs, 1e9 * seconds_since(start) / kPairs};
+}
+
+template <class A>
+Sample history(A& allocator, const std::vector<cudaStream_t>& streams, const Recorded& recorded) {
+  std::vector<std::pair<void*, uint64_t>> live(recorded.slots);
+  auto pass = [&] {
+    for (const Call& call : recorded.calls) {
+      auto& [block, bytes] = live[call.slot];
+      if (call.bytes == 0) {
+        allocator.free(block, bytes, streams[call.stream]);
+      } else {
+        block = allocator.allocate(call.bytes, streams[call.stream]);
+        bytes = call.bytes;
+      }
+    }
+  };
+  pass();
+  size_t passes = 0;
+  auto start = Clock::now();
+  while (passes * recorded.allocations < kHistoryAllocations && seconds_since(start) < kPassSeconds) {
+    pass();
+    passes++;
+  }
+  size_t operations = passes * recorded.allocations;
+  return {operations, 1e9 * seconds_since(start) / operations};
 }
 
 template <class A>
@@ -181,32 +247,48 @@ class Program {
  public:
   template <class A>
   void add(std::string name) {
-    arms_.emplace_back(std::move(name), [this](const std::string& kind, uint64_t number) -> Sample {
+    arms_.emplace_back(std::move(name), [this](const std::string& kind, const std::string& rest) -> Sample {
       A allocator;
+      if (kind == "history") {
+        const Recorded& recorded = histories_.at(rest);
+        grow(recorded.streams);
+        return history(allocator, streams_, recorded);
+      }
+      uint64_t number = std::strtoull(rest.c_str(), nullptr, 10);
+      if (kind == "alternate") {
+        uint64_t other = std::strtoull(rest.c_str() + rest.find('/') + 1, nullptr, 10);
+        return alternate(allocator, streams_[0], number, other);
+      }
       if (kind == "pair") return pair(allocator, streams_[0], number);
       if (kind == "mixed") return mixed(allocator, streams_[0], sequence(number));
       grow(number);
+      if (kind == "shared") return threads(allocator, std::vector<cudaStream_t>(number, streams_[0]), sequences_);
       return threads(allocator, {streams_.begin(), streams_.begin() + number}, sequences_);
     });
   }
 
-  // Arguments: cases separated by commas, then repeats. A repeat goes through all cases, and the next one back, so that a
+  // Arguments: cases separated by commas, repeats, then NAME=FILE of each history. A repeat goes through all cases, and the next one back, so that a
   // phase in which somebody else uses the machine does not fall on one case alone.
   int run(int argc, char** argv) {
-    if (argc != 3) {
-      std::fprintf(stderr, "usage: %s CASE,... REPEATS\n", argv[0]);
+    if (argc < 3) {
+      std::fprintf(stderr, "usage: %s CASE,... REPEATS [NAME=FILE ...]\n", argv[0]);
       return 2;
     }
     grow(1);
+    for (int at = 3; at < argc; at++) {
+      std::string given = argv[at];
+      size_t equals = given.find('=');
+      histories_.try_emplace(given.substr(0, equals), given.substr(equals + 1));
+    }
     std::vector<std::string> cases;
     std::stringstream list(argv[1]);
     for (std::string name; std::getline(list, name, ',');) cases.push_back(name);
     for (int repeat = 0; repeat < std::atoi(argv[2]); repeat++) {
       for (const std::string& name : cases) {
         std::string kind = name.substr(0, name.find('/'));
-        uint64_t number = std::strtoull(name.c_str() + kind.size() + 1, nullptr, 10);
+        std::string rest = name.substr(kind.size() + 1);
         for (auto& [allocator, measure] : arms_) {
-          Sample sample = measure(kind, number);
+          Sample sample = measure(kind, rest);
           std::printf("%s %s %zu %.6f\n", allocator.c_str(), name.c_str(), sample.operations, sample.figure);
           std::fflush(stdout);
           check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
@@ -218,7 +300,8 @@ class Program {
   }
 
  private:
-  std::vector<std::pair<std::string, std::function<Sample(const std::string&, uint64_t)>>> arms_;
+  std::vector<std::pair<std::string, std::function<Sample(const std::string&, const std::string&)>>> arms_;
+  std::map<std::string, Recorded> histories_;
   std::vector<cudaStream_t> streams_;
   std::vector<Sequence> sequences_;
   std::map<uint64_t, Sequence> mixed_;

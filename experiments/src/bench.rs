@@ -7,6 +7,7 @@
 mod apart;
 mod baselines;
 mod cases;
+mod histories;
 mod measure;
 mod report;
 
@@ -39,10 +40,14 @@ pub(crate) struct BenchArgs {
     /// Allocators, separated by commas [default: all]
     #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
     alloc: Vec<BackendKind>,
-    /// Only cases that begin with this, such as `pair` or `mixed/64`; several separated by commas
+    /// Only cases that begin with this, such as `history` or `mixed/64`; several separated by commas
     #[arg(long, value_name = "PATTERN", value_delimiter = ',')]
     case: Vec<String>,
-    /// Numbers of threads of the cases `threads`
+    /// Recorded histories whose allocations and frees are timed; several separated by commas [default: those of the
+    /// sources]
+    #[arg(long, value_name = "FILE", value_delimiter = ',')]
+    history: Vec<PathBuf>,
+    /// Numbers of threads of the cases `threads` and `shared`
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,2,4,8,16",
           value_parser = clap::value_parser!(u32).range(1..=256))]
     threads: Vec<u32>,
@@ -63,7 +68,8 @@ pub(crate) struct BenchArgs {
 /// Runs the cases and prints the table.
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     let kinds = if args.alloc.is_empty() { BackendKind::ALL.to_vec() } else { args.alloc.clone() };
-    let groups = cases::groups(&kinds, &args.threads, &args.case)?;
+    let histories = histories::read(&args.history)?;
+    let groups = cases::groups(&kinds, &args.threads, &histories, &args.case)?;
     if args.baselines && args.device != BenchDevice::Cuda {
         bail!("the baselines need a GPU, and figures of different devices do not compare: add --device cuda");
     }
@@ -74,11 +80,12 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     };
     let most = groups.iter().flatten().map(|job| job.case.threads()).max().unwrap_or(1);
     let mut report = Report::new(driver.as_ref(), args.repeats);
-    measure_all(&driver, most, &groups, args.repeats, &mut report).map_err(failed)?;
+    let place = Place::new(&driver, most, histories).map_err(failed)?;
+    measure_all(&place, &groups, args.repeats, &mut report).map_err(failed)?;
     if let Some(folder) = baselines {
         let mut wanted: Vec<Case> = groups.iter().flatten().map(|job| job.case).collect();
         wanted.dedup();
-        baselines::run(&folder, &wanted, args.repeats, &mut report).map_err(failed)?;
+        baselines::run(&folder, &wanted, place.histories(), args.repeats, &mut report).map_err(failed)?;
     }
     report.warn();
     if args.json { crate::print(&serde_json::to_string_pretty(&report)?) } else { crate::print(&report.table()) }
@@ -89,19 +96,12 @@ fn failed(error: anyhow::Error) -> anyhow::Error {
     ArmFailed::new(1, format!("{error:#}")).into()
 }
 
-fn measure_all(
-    driver: &Arc<dyn Driver>,
-    most_threads: u32,
-    groups: &[Vec<Job>],
-    repeats: u32,
-    report: &mut Report,
-) -> Result<()> {
-    let place = Place::new(driver, most_threads)?;
+fn measure_all(place: &Place, groups: &[Vec<Job>], repeats: u32, report: &mut Report) -> Result<()> {
     let jobs = groups.iter().map(|group| group.len() as u64).sum::<u64>();
     let bar = ProgressBar::new(jobs * u64::from(repeats));
     bar.set_style(ProgressStyle::with_template("{bar:30} run {pos}/{len} {msg} [{elapsed} left {eta}]")?);
     let mut rows: Vec<Vec<Row>> =
-        groups.iter().map(|group| group.iter().map(|job| Row::new(job, place.name())).collect()).collect();
+        groups.iter().map(|group| group.iter().map(|job| Row::new(job, place)).collect()).collect();
     let all: Vec<(usize, usize)> =
         groups.iter().enumerate().flat_map(|(group, jobs)| (0..jobs.len()).map(move |at| (group, at))).collect();
     for repeat in 0..repeats {
@@ -110,8 +110,9 @@ fn measure_all(
             // one case alone.
             let (group, at) = all[if repeat % 2 == 0 { step } else { all.len() - 1 - step }];
             let job = &groups[group][at];
-            bar.set_message(format!("{} {}", job.case, job.kind));
-            let sample = measure::measure(&place, job).with_context(|| format!("{} under '{}'", job.case, job.kind))?;
+            let name = job.case.name(place.histories());
+            bar.set_message(format!("{name} {}", job.kind));
+            let sample = measure::measure(place, job).with_context(|| format!("{name} under '{}'", job.kind))?;
             rows[group][at].add(sample);
             bar.inc(1);
         }

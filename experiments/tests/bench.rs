@@ -19,7 +19,7 @@ fn text(bytes: &[u8]) -> String {
 
 #[test]
 fn the_json_names_what_was_measured_and_where() {
-    let cases = "pair/512,mixed/64,threads/2,instrument/latency/1";
+    let cases = "history/mlp,alternate/4096,pair/512,mixed/64,threads/2,shared,instrument/latency/1";
     let arguments = ["--json", "--case", cases, "--threads", "2", "--alloc", "caching,naive", "--repeats", "2"];
     let output = bench(&arguments);
     assert!(output.status.success(), "{output:?}");
@@ -33,6 +33,12 @@ fn the_json_names_what_was_measured_and_where() {
         .map(|row| format!("{} {}", row["case"].as_str().unwrap(), row["allocator"].as_str().unwrap()))
         .collect();
     let expected = [
+        "history/mlp naive",
+        "history/mlp caching",
+        "alternate/4096/65536 naive",
+        "alternate/4096/65536 caching",
+        "shared/2 naive",
+        "shared/2 caching",
         "pair/512 naive",
         "pair/512 caching",
         "mixed/64 naive",
@@ -70,6 +76,7 @@ fn the_table_has_a_line_for_each_case() {
 fn bad_input_is_one_line() {
     for (arguments, word) in [
         (&["--case", "pear"][..], "no case begins with 'pear'; there are pair/512"),
+        (&["--history", "/nowhere.pickle"], "/nowhere.pickle"),
         (&["--baselines"], "add --device cuda"),
         (&["--baselines", "--device", "cuda", "--baselines-dir", "/nowhere"], "/nowhere holds no run.py"),
     ] {

@@ -1,8 +1,9 @@
 //! A history that is ready to be replayed.
 
 use super::ReplayError;
-use super::op::Op;
+use super::op::{Kind, Op};
 use super::windows::SegmentEvent;
+use crate::workload::Call;
 
 /// A history that is ready to be replayed. Holds 16 bytes for each operation of the client, 8 for each allocation
 /// and 32 for each segment event.
@@ -71,6 +72,18 @@ impl History {
     #[must_use]
     pub fn max_live_bytes(&self) -> u64 {
         self.max_live
+    }
+
+    /// The allocations and frees in order, those of blocks from before the first event first.
+    pub fn calls(&self) -> impl Iterator<Item = Call> + '_ {
+        self.ops.iter().filter_map(|op| {
+            let bytes = match op.kind() {
+                Kind::Alloc => op.value,
+                Kind::Free | Kind::Release => 0,
+                _ => return None,
+            };
+            Some(Call { bytes, slot: op.slot, stream: op.stream() })
+        })
     }
 
     /// Recorded addresses can be handed out and compared.

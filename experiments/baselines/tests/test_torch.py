@@ -142,6 +142,28 @@ def network(given, rows, width=6):
     return model, arithmetic, split, torch.randperm(rows, generator=generator)
 
 
+def test_a_compiled_step_is_an_eager_one():
+    """As it is written, before the compiler sees it: the gradients of a function and an update that is written out."""
+    for weights, scale in (("half", 8.0), ("master", 1.0)):
+        given, runs = options(weights=weights, loss_scale=scale, compile_mode="default"), []
+        for kind in (mlp_torch.Graph, mlp_torch.CompiledGraph):
+            model, arithmetic, split, order = network(given, 10)
+            source = mlp_torch.Resident(split, torch.device("cpu"), "values")
+            steps = kind(given, model, arithmetic, source, 3)
+            source.begin_pass(order)
+            for size in (4, 4, 2):
+                _, load = source.static(size, steps.at, 4)
+                steps.optimizer.zero_grad(set_to_none=True)
+                if kind is mlp_torch.Graph:
+                    steps.captured(load)
+                else:
+                    steps.whole(load, steps.weights, steps.losses, steps.at)
+            runs.append((steps.losses.tolist(), [weight.detach().clone() for weight in model.parameters()]))
+        (eager, first), (whole, second) = runs
+        assert eager == whole and len(set(eager)) == 3
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
 @pytest.mark.parametrize("held", ["bytes", "values"])
 @pytest.mark.parametrize("weights", ["master", "half"])
 def test_what_a_graph_captures_is_an_eager_step(held, weights):

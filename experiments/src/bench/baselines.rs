@@ -1,12 +1,14 @@
 //! Other projects' allocators, measured by programs of their own (`experiments/baselines`).
 
 use super::cases::Case;
+use super::histories::{self, Named};
 use super::report::{Missing, Report, Row};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use tempfile::TempDir;
 
 const PROGRAM: &str = "run.py";
 
@@ -33,14 +35,20 @@ pub(crate) fn find(named: Option<&Path>) -> Result<PathBuf> {
 }
 
 /// Runs the programs on the cases that allocators of other projects share and adds what they found.
-pub(crate) fn run(folder: &Path, cases: &[Case], repeats: u32, report: &mut Report) -> Result<()> {
-    let shared = |case: &&Case| matches!(case, Case::Pair { .. } | Case::Mixed { .. } | Case::Threads { .. });
-    let names: Vec<String> = cases.iter().filter(shared).map(Case::to_string).collect();
+pub(crate) fn run(folder: &Path, cases: &[Case], histories: &[Named], repeats: u32, report: &mut Report) -> Result<()> {
+    let names: Vec<String> = cases.iter().filter(|case| case.is_for_all()).map(|case| case.name(histories)).collect();
     if names.is_empty() {
         return Ok(());
     }
-    let command = Command::new("python3")
-        .arg(folder.join(PROGRAM))
+    let calls = TempDir::new().context("cannot make a folder for the calls of the histories")?;
+    let mut command = Command::new("python3");
+    command.arg(folder.join(PROGRAM));
+    for case in cases {
+        if let Case::History { number } = case {
+            command.arg("--history").arg(histories::write(&histories[*number], calls.path())?);
+        }
+    }
+    let command = command
         .args(["--cases", &names.join(","), "--repeats", &repeats.to_string()])
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())

@@ -1,9 +1,11 @@
 //! What is measured: the cases by name.
 
+use super::histories::Named;
 use allocators::BackendKind;
 use anyhow::{Result, bail};
-use std::fmt;
 
+/// Sizes of the cases `alternate`, in bytes: both of the small pool, one of each, both of the large pool.
+const ALTERNATE_BYTES: [[u64; 2]; 3] = [[4 << 10, 64 << 10], [64 << 10, 4 << 20], [4 << 20, 32 << 20]];
 /// Sizes of the cases `pair`, in bytes.
 const PAIR_BYTES: [u64; 4] = [512, 64 << 10, 1 << 20, 32 << 20];
 /// Live blocks of the cases `mixed`.
@@ -25,58 +27,74 @@ pub(crate) enum Instrument {
 /// One thing that is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Case {
-    /// One size is allocated and freed in turn.
-    Pair { bytes: u64 },
+    /// The allocations and frees of the recorded history with this number.
+    History { number: usize },
     /// A random one of `live` blocks is freed and another allocated.
     Mixed { live: u32 },
+    /// A block of one size is allocated and freed, then one of the other.
+    Alternate { bytes: [u64; 2] },
+    /// One size is allocated and freed in turn, so the same block comes back.
+    Pair { bytes: u64 },
     /// Mixed sizes by threads on streams of their own.
     Threads { threads: u32 },
+    /// Mixed sizes by threads that share one stream.
+    Shared { threads: u32 },
     /// Pairs of 4 KiB under an instrument.
     Instrument { instrument: Instrument, threads: u32 },
     /// Ten million events at full speed, every one of which must be in the trace.
     Events { threads: u32 },
 }
 
-impl fmt::Display for Case {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl Case {
+    /// Its name, as `--case` takes it; `histories` are those that `History` counts.
+    pub(crate) fn name(self, histories: &[Named]) -> String {
         match self {
-            Self::Pair { bytes } => write!(f, "pair/{bytes}"),
-            Self::Mixed { live } => write!(f, "mixed/{live}"),
-            Self::Threads { threads } => write!(f, "threads/{threads}"),
+            Self::History { number } => format!("history/{}", histories[number].name),
+            Self::Mixed { live } => format!("mixed/{live}"),
+            Self::Alternate { bytes: [one, other] } => format!("alternate/{one}/{other}"),
+            Self::Pair { bytes } => format!("pair/{bytes}"),
+            Self::Threads { threads } => format!("threads/{threads}"),
+            Self::Shared { threads } => format!("shared/{threads}"),
             Self::Instrument { instrument, threads } => {
                 let name = match instrument {
                     Instrument::Bare => "bare",
                     Instrument::Latency => "latency",
                     Instrument::Trace => "trace",
                 };
-                write!(f, "instrument/{name}/{threads}")
+                format!("instrument/{name}/{threads}")
             }
-            Self::Events { threads } => write!(f, "trace/events/{threads}"),
+            Self::Events { threads } => format!("trace/events/{threads}"),
         }
     }
-}
 
-impl Case {
     /// Threads that it runs.
     pub(crate) fn threads(self) -> u32 {
         match self {
-            Self::Pair { .. } | Self::Mixed { .. } => 1,
-            Self::Threads { threads } | Self::Instrument { threads, .. } | Self::Events { threads } => threads,
+            Self::History { .. } | Self::Mixed { .. } | Self::Alternate { .. } | Self::Pair { .. } => 1,
+            Self::Threads { threads }
+            | Self::Shared { threads }
+            | Self::Instrument { threads, .. }
+            | Self::Events { threads } => threads,
         }
+    }
+
+    /// Whether allocators of other projects are measured with it too.
+    pub(crate) fn is_for_all(self) -> bool {
+        !matches!(self, Self::Instrument { .. } | Self::Events { .. })
     }
 
     /// What its figures count.
     pub(crate) fn unit(self) -> &'static str {
         match self {
-            Self::Pair { .. } | Self::Mixed { .. } => "ns/operation",
-            Self::Threads { .. } => "million operations/s",
+            Self::History { .. } | Self::Mixed { .. } | Self::Alternate { .. } | Self::Pair { .. } => "ns/operation",
+            Self::Threads { .. } | Self::Shared { .. } => "million operations/s",
             Self::Instrument { .. } => "ns/call",
             Self::Events { .. } => "million events/s",
         }
     }
 
-    fn matches(self, patterns: &[String]) -> bool {
-        let name = self.to_string();
+    fn matches(self, histories: &[Named], patterns: &[String]) -> bool {
+        let name = self.name(histories);
         let fits = |pattern: &String| {
             let pattern = pattern.trim_end_matches('*').trim_end_matches('/');
             name.strip_prefix(pattern)
@@ -96,10 +114,18 @@ pub(crate) struct Job {
 }
 
 /// The wanted cases, in groups whose members are compared and so run in turn.
-pub(crate) fn groups(kinds: &[BackendKind], threads: &[u32], patterns: &[String]) -> Result<Vec<Vec<Job>>> {
-    let mut cases: Vec<Case> = PAIR_BYTES.map(|bytes| Case::Pair { bytes }).to_vec();
+pub(crate) fn groups(
+    kinds: &[BackendKind],
+    threads: &[u32],
+    histories: &[Named],
+    patterns: &[String],
+) -> Result<Vec<Vec<Job>>> {
+    let mut cases: Vec<Case> = (0..histories.len()).map(|number| Case::History { number }).collect();
     cases.extend(MIXED_LIVE.map(|live| Case::Mixed { live }));
+    cases.extend(ALTERNATE_BYTES.map(|bytes| Case::Alternate { bytes }));
+    cases.extend(PAIR_BYTES.map(|bytes| Case::Pair { bytes }));
     cases.extend(threads.iter().map(|threads| Case::Threads { threads: *threads }));
+    cases.extend(threads.iter().filter(|threads| **threads > 1).map(|threads| Case::Shared { threads: *threads }));
     let mut groups: Vec<Vec<Job>> =
         cases.into_iter().map(|case| kinds.iter().map(|kind| Job { case, kind: *kind }).collect()).collect();
     // Instruments wrap every allocator alike; their cost is measured on the one with the cheapest hits.
@@ -113,7 +139,7 @@ pub(crate) fn groups(kinds: &[BackendKind], threads: &[u32], patterns: &[String]
     }
     let all = groups.clone();
     for group in &mut groups {
-        group.retain(|job| job.case.matches(patterns));
+        group.retain(|job| job.case.matches(histories, patterns));
         // What an instrument adds is a difference, so the bare run comes along.
         if let Some(Job { case: Case::Instrument { threads, .. }, kind }) = group.first().copied() {
             let bare = Case::Instrument { instrument: Instrument::Bare, threads };
@@ -124,7 +150,7 @@ pub(crate) fn groups(kinds: &[BackendKind], threads: &[u32], patterns: &[String]
     }
     groups.retain(|group| !group.is_empty());
     if groups.is_empty() {
-        let mut names: Vec<String> = all.iter().flatten().map(|job| job.case.to_string()).collect();
+        let mut names: Vec<String> = all.iter().flatten().map(|job| job.case.name(histories)).collect();
         names.dedup();
         bail!("no case begins with '{}'; there are {}", patterns.join("' or '"), names.join(", "));
     }
@@ -142,8 +168,8 @@ mod tests {
 
     fn names(patterns: &[&str]) -> Vec<String> {
         let patterns: Vec<String> = patterns.iter().map(|pattern| (*pattern).to_owned()).collect();
-        let groups = groups(&BackendKind::ALL, &[1, 4], &patterns).unwrap();
-        let mut names: Vec<String> = groups.iter().flatten().map(|job| job.case.to_string()).collect();
+        let groups = groups(&BackendKind::ALL, &[1, 4], &[], &patterns).unwrap();
+        let mut names: Vec<String> = groups.iter().flatten().map(|job| job.case.name(&[])).collect();
         names.dedup();
         names
     }
@@ -152,10 +178,11 @@ mod tests {
     fn patterns_choose_cases() {
         assert_eq!(names(&["mixed"]), ["mixed/64", "mixed/1024", "mixed/16384"]);
         assert_eq!(names(&["threads/*"]), ["threads/1", "threads/4"]);
-        assert_eq!(names(&["pair/512", "mixed/64"]), ["pair/512", "mixed/64"]);
+        assert_eq!(names(&["pair/512", "mixed/64"]), ["mixed/64", "pair/512"]);
+        assert_eq!(names(&["shared", "alternate/65536"]), ["alternate/65536/4194304", "shared/4"]);
         assert_eq!(names(&["instrument/trace/1"]), ["instrument/bare/1", "instrument/trace/1"]);
         assert!(names(&[]).len() >= 13);
-        let error = groups(&BackendKind::ALL, &[1], &["pear".to_owned()]).unwrap_err().to_string();
+        let error = groups(&BackendKind::ALL, &[1], &[], &["pear".to_owned()]).unwrap_err().to_string();
         assert!(error.contains("'pear'") && error.contains("pair/512") && error.contains("trace/events/1"), "{error}");
     }
 }

@@ -2,6 +2,7 @@
 
 use super::apart::Apart;
 use super::cases::{Case, Instrument, Job, THREAD_LIVE};
+use super::histories::Named;
 use allocators::instrument::{EventTrace, Timed};
 use allocators::workload::{self, Sequence, Slots};
 use allocators::{AllocError, AllocatorSettings, BackendKind, DeviceAllocator, DeviceKind, Driver, StreamId};
@@ -12,6 +13,8 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
+/// Allocations that the passes of a case `history` come to at least.
+const HISTORY_ALLOCATIONS: u64 = 300_000;
 /// Operations of one pass of the cases `mixed`; the second pass is timed.
 const MIXED_PASS: usize = 300_000;
 /// How long the threads of a case `threads` run.
@@ -44,12 +47,14 @@ pub(crate) struct Place {
     /// Steps by case: they are the same in every repeat and under every allocator.
     mixed: BTreeMap<u32, Sequence>,
     threads: Vec<Sequence>,
+    histories: Vec<Named>,
 }
 
 impl Place {
     /// Makes the streams and draws the numbers.
-    pub(crate) fn new(driver: &Arc<dyn Driver>, threads: u32) -> Result<Self> {
-        let streams = (0..threads).map(|_| driver.stream_create()).collect::<Result<_, _>>()?;
+    pub(crate) fn new(driver: &Arc<dyn Driver>, threads: u32, histories: Vec<Named>) -> Result<Self> {
+        let most = histories.iter().map(|history| history.calls.streams()).max().unwrap_or(0).max(threads);
+        let streams = (0..most).map(|_| driver.stream_create()).collect::<Result<_, _>>()?;
         let mixed = [64, 1_024, 16_384].map(|live| (live, Sequence::new(SEED, live, 2 * MIXED_PASS)));
         Ok(Self {
             driver: Arc::clone(driver),
@@ -57,7 +62,13 @@ impl Place {
             kind: driver.describe().kind,
             mixed: mixed.into_iter().collect(),
             threads: (0..u64::from(threads)).map(|at| Sequence::new(SEED + at, THREAD_LIVE, THREAD_STEPS)).collect(),
+            histories,
         })
+    }
+
+    /// The histories whose calls are timed.
+    pub(crate) fn histories(&self) -> &[Named] {
+        &self.histories
     }
 
     /// The device's kind, for the rows.
@@ -96,6 +107,21 @@ pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
     };
     let slow = place.is_slow(job.kind);
     match job.case {
+        Case::History { number } => {
+            let recorded = &place.histories[number].calls;
+            let passes = if slow { 1 } else { HISTORY_ALLOCATIONS.div_ceil(recorded.allocations()) };
+            recorded.run(backend.as_ref(), &place.streams, 1)?;
+            let start = Instant::now();
+            recorded.run(backend.as_ref(), &place.streams, passes)?;
+            Ok(per_operation(start.elapsed(), passes * recorded.allocations()))
+        }
+        Case::Alternate { bytes } => {
+            let pairs = if slow { 1_000 } else { 300_000 };
+            workload::alternate(backend.as_ref(), place.streams[0], bytes, pairs / 10)?;
+            let start = Instant::now();
+            workload::alternate(backend.as_ref(), place.streams[0], bytes, pairs)?;
+            Ok(per_operation(start.elapsed(), pairs))
+        }
         Case::Pair { bytes } => {
             let pairs = if slow { 1_000 } else { 300_000 };
             workload::pair(backend.as_ref(), place.streams[0], bytes, pairs / 10)?;
@@ -115,6 +141,7 @@ pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
             Ok(sample)
         }
         Case::Threads { .. } => throughput(backend.as_ref(), streams, &place.threads),
+        Case::Shared { .. } => throughput(backend.as_ref(), &vec![place.streams[0]; streams.len()], &place.threads),
         Case::Instrument { instrument, threads } => {
             let clock = place.driver.clock();
             let pairs = if slow { 1_000 } else { INSTRUMENT_PAIRS };
@@ -181,7 +208,7 @@ fn pairs_in_threads(allocator: &dyn DeviceAllocator, streams: &[StreamId], pairs
     Ok(times)
 }
 
-/// Mixed sizes by each thread on its stream with live blocks of its own, for a while; in million operations a second.
+/// Mixed sizes by each thread on its stream, which others may share, with live blocks of its own, for a while; in million operations a second.
 fn throughput(allocator: &dyn DeviceAllocator, streams: &[StreamId], sequences: &[Sequence]) -> Result<Sample> {
     let (ready, stop) = (Barrier::new(streams.len() + 1), AtomicBool::new(false));
     let work = |at: usize, stream: StreamId| -> Result<(u64, Instant, Instant), AllocError> {
@@ -237,6 +264,7 @@ fn in_threads<T: Send>(
 mod tests {
     use super::*;
     use crate::bench::cases::groups;
+    use crate::bench::histories;
     use allocators::NullDriver;
 
     #[test]
@@ -248,13 +276,15 @@ mod tests {
     #[test]
     fn streams_and_blocks_go_back() {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 46));
-        let place = Place::new(&driver, 2).unwrap();
-        let patterns = ["pair/512", "threads", "instrument/trace/1"].map(str::to_owned);
-        for job in groups(&BackendKind::ALL, &[2], &patterns).unwrap().into_iter().flatten() {
+        let place = Place::new(&driver, 2, histories::read(&[]).unwrap()).unwrap();
+        let patterns =
+            ["history", "alternate", "pair/512", "threads", "shared", "instrument/trace/1"].map(str::to_owned);
+        for job in groups(&BackendKind::ALL, &[2], place.histories(), &patterns).unwrap().into_iter().flatten() {
             let sample = measure(&place, &job).unwrap();
-            assert!(sample.value.is_finite() && sample.value > 0.0 && sample.operations > 0, "{}", job.case);
+            let name = job.case.name(place.histories());
+            assert!(sample.value.is_finite() && sample.value > 0.0 && sample.operations > 0, "{name}");
             let info = driver.mem_info().unwrap();
-            assert_eq!(info.free, info.total, "{} under {}", job.case, job.kind);
+            assert_eq!(info.free, info.total, "{name} under {}", job.kind);
         }
     }
 }

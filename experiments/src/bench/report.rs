@@ -1,7 +1,7 @@
 //! What was measured, as a table for people and as JSON for machines.
 
 use super::cases::{self, Job};
-use super::measure::Sample;
+use super::measure::{Place, Sample};
 use allocators::{DeviceDescription, Driver};
 use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use serde::{Deserialize, Serialize};
@@ -43,12 +43,12 @@ pub(crate) struct Row {
 
 impl Row {
     /// A row without figures yet.
-    pub(crate) fn new(job: &Job, device: &str) -> Self {
+    pub(crate) fn new(job: &Job, place: &Place) -> Self {
         Self {
-            case: job.case.to_string(),
+            case: job.case.name(place.histories()),
             allocator: job.kind.name().into(),
             program: "experiments".into(),
-            device: device.into(),
+            device: place.name().into(),
             threads: job.case.threads(),
             unit: job.case.unit().into(),
             median: f64::NAN,
@@ -159,10 +159,13 @@ impl Report {
             self.repeats
         );
         for (units, title) in [
-            (&["ns/operation"][..], "time, ns for one allocation and one free; less is better"),
+            (
+                &["ns/operation"][..],
+                "time, ns for one allocation and its free; less is better (`pair` gives out the same block again each time)",
+            ),
             (
                 &["million operations/s"][..],
-                "threads on their own streams, million operations a second in total; more is better",
+                "threads on their own streams, and sharing one (`shared`), million operations a second in total; more is better",
             ),
         ] {
             let rows: Vec<&Row> = self.rows.iter().filter(|row| units.contains(&row.unit.as_str())).collect();
@@ -291,10 +294,13 @@ fn cpu() -> Option<String> {
 mod tests {
     use super::*;
     use crate::bench::cases::Case;
-    use allocators::BackendKind;
+    use allocators::{BackendKind, Driver, NullDriver};
+    use std::sync::Arc;
 
     fn row(values: &[f64], case: Case) -> Row {
-        let mut row = Row::new(&Job { case, kind: BackendKind::Caching }, "null");
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 30));
+        let place = Place::new(&driver, 1, Vec::new()).unwrap();
+        let mut row = Row::new(&Job { case, kind: BackendKind::Caching }, &place);
         for value in values {
             row.add(Sample { value: *value, operations: 10 });
         }
