@@ -4,8 +4,8 @@
 #   bash analysis/test.sh         all of it
 #   bash analysis/test.sh --env   only make the environment, and say where it is
 #
-# Its environment lies in target/analysis-venv and is made anew when the lock changes: by uv if it is there, else by
-# python3 -m venv and pip. Needs Python 3.11 or newer (PYTHON names another one) and, for the page's test, Chromium.
+# Its environment lies in target/analysis-venv, holds the package as it lies here, and is made anew when the lock changes:
+# by uv if it is there, else by python3 -m venv and pip. Needs Python 3.11 or newer (PYTHON names another one) and, for the page's test, Chromium.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,19 +17,21 @@ python="${PYTHON:-python3}"
   echo "error: Python 3.11 or newer is needed; $("$python" --version) is here (PYTHON names another one)" >&2
   exit 2
 }
-stamp="$("$python" --version) $(sha256sum analysis/requirements.lock)"
+stamp="$("$python" --version) $(cat analysis/requirements.lock analysis/pyproject.toml | sha256sum) $PWD"
 if [ "$(cat "$environment/stamp" 2>/dev/null)" != "$stamp" ]; then
   step "environment in $environment"
   rm -rf "$environment"
   mkdir -p target
   if command -v uv > /dev/null; then
     uv venv --quiet --python "$(command -v "$python")" "$environment"
-    uv pip install --quiet --compile-bytecode --require-hashes --python "$environment/bin/python" -r analysis/requirements.lock
+    install() { uv pip install --quiet --compile-bytecode --python "$environment/bin/python" "$@"; }
   else
     "$python" -m venv "$environment"
-    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
-      -r analysis/requirements.lock
+    install() { "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
   fi
+  install --require-hashes -r analysis/requirements.lock
+  # The package itself as it lies here, so that a change to it needs no new environment.
+  install --no-deps --no-build-isolation --editable ./analysis
   echo "$stamp" > "$environment/stamp"
 fi
 bin="$environment/bin"
@@ -53,23 +55,23 @@ if ! headless && [ -n "${CI:-}" ] && [ "$(id -u)" = 0 ] && command -v apt-get > 
     || { apt-get install -qq -y --no-install-recommends chromium > /dev/null 2>&1; } || true
 fi
 
-export PYTHONPATH="$PWD" MPLBACKEND=agg
+export MPLBACKEND=agg
 
 step "ruff"
 "$bin/ruff" check --quiet --config analysis/pyproject.toml analysis
 "$bin/ruff" format --quiet --check --config analysis/pyproject.toml analysis
 
 step "mypy"
-"$bin/mypy" --config-file analysis/pyproject.toml -p analysis
+"$bin/mypy" --config-file analysis/pyproject.toml analysis/src/vramlab analysis/tests
 
 step "pytest"
-tests=(analysis)
+tests=(analysis/tests)
 for folder in experiments/baselines/tests experiments/flame experiments/nsight; do
   if compgen -G "$folder/test_*.py" > /dev/null; then tests+=("$folder"); fi
 done
 "$bin/pytest" -c analysis/pyproject.toml --rootdir . -p no:cacheprovider "${tests[@]}"
 
 step "notebooks, executed afresh"
-"$bin/python" -m analysis notebooks
+"$bin/vramlab" notebooks
 
 step "analysis is well"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from analysis import histograms
+from vramlab import histograms
 
 MIB = 2**20
 CALLS = ("mem_alloc", "mem_free", "mem_alloc_async", "mem_free_async", "stream_synchronize", "kernel_launch")

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from analysis import __main__ as cli
-from analysis.execute import NOTEBOOKS
-from analysis.tests.conftest import summary, write_run
+from tests.conftest import summary, write_run
+from vramlab import __main__ as cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+NOTEBOOKS = ROOT / "analysis" / "notebooks"
 
 
 def ask(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "analysis", *map(str, words)]
+    command = [sys.executable, "-m", "vramlab", *map(str, words)]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, **environment}
     )
@@ -37,7 +37,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["report", good, "-o", tmp_path / "nowhere" / "report.html"], "cannot be written"),
         (["notebooks", tmp_path / "none.ipynb"], "notebooks failed"),
     ]:
-        monkeypatch.setattr(sys, "argv", ["analysis", *map(str, given)])
+        monkeypatch.setattr(sys, "argv", ["vramlab", *map(str, given)])
         assert cli.main() == 2
         err = capsys.readouterr().err.strip()
         assert err.startswith("error: ")
@@ -62,9 +62,7 @@ def test_figures_of_the_readme_are_what_the_results_say(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for path in sorted(tmp_path.iterdir()):
         kept = ROOT / "analysis" / "figures" / path.name
-        assert kept.read_bytes() == path.read_bytes(), (
-            f"{path.name}: draw it again with `python -m analysis readme-figures`"
-        )
+        assert kept.read_bytes() == path.read_bytes(), f"{path.name}: draw it again with `vramlab readme-figures`"
 
 
 def test_a_notebook_without_its_data_fails(tmp_path: Path) -> None:

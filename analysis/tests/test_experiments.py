@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from analysis import experiments
-from analysis.errors import AnalysisError
-from analysis.experiments import load_experiment
-from analysis.tests.conftest import summary, write_experiment
+from tests.conftest import summary, write_experiment
+from vramlab import experiments
+from vramlab.errors import AnalysisError
+from vramlab.experiments import load_experiment
 
 ARMS = [(name, {"alloc": name, "release-threshold": "0"}, summary(name)) for name in ("naive", "caching")]
 

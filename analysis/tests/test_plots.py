@@ -10,11 +10,11 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from analysis import calls, histograms, histories, style
-from analysis.errors import AnalysisError
-from analysis.plots import apart, bars, fidelity, flame, latency, lines, loaders, loss, memory, sync
-from analysis.records import Run, load_run
-from analysis.tests.conftest import summary, write_run
+from tests.conftest import summary, write_run
+from vramlab import calls, histograms, histories, style
+from vramlab.errors import AnalysisError
+from vramlab.plots import apart, bars, fidelity, flame, latency, lines, loaders, loss, memory, sync
+from vramlab.records import Run, load_run
 
 
 def colours(figure: Figure) -> set[str]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from analysis.calls import account, host_parts, longest_blocks
-from analysis.errors import AnalysisError
-from analysis.measures import measures, step_times
-from analysis.records import load_run
-from analysis.tests.conftest import summary, write_run
+from tests.conftest import summary, write_run
+from vramlab.calls import account, host_parts, longest_blocks
+from vramlab.errors import AnalysisError
+from vramlab.measures import measures, step_times
+from vramlab.records import load_run
 
 
 def test_a_record_says_what_was_written(run_folder: Path) -> None:

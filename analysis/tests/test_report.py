@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from analysis import report
-from analysis.errors import AnalysisError
-from analysis.tests import browser
-from analysis.tests.conftest import summary, write_run
+from tests import browser
+from tests.conftest import summary, write_run
+from vramlab import report
+from vramlab.errors import AnalysisError
 
 READY = "document.documentElement?.dataset.ready === 'yes'"
 

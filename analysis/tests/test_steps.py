@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from analysis import steps
-from analysis.errors import AnalysisError
-from analysis.records import load_run
-from analysis.tests.conftest import summary, write_experiment, write_run
+from tests.conftest import summary, write_experiment, write_run
+from vramlab import steps
+from vramlab.errors import AnalysisError
+from vramlab.records import load_run
 
 
 def timed(micros: float, program: str = "trainer", **settings: Any) -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""Where the host's time goes: driver calls by what they are for, of a whole run or call by call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from vramlab.errors import AnalysisError
+from vramlab.records import Run
+
+MEMORY_CALLS = (
+    "mem_alloc",
+    "mem_free",
+    "mem_alloc_async",
+    "mem_free_async",
+    "pool_trim",
+    "mem_address_reserve",
+    "mem_address_free",
+    "mem_create",
+    "mem_map",
+    "mem_set_access",
+    "mem_unmap",
+    "mem_release",
+)
+# Calls that do nothing but wait, or that wait for what they read.
+WAITS = ("stream_synchronize", "device_synchronize", "event_synchronize", "copy_to_host")
+
+
+def host_parts(calls: dict[str, Any] | pl.DataFrame, wall_ms: float) -> dict[str, float]:
+    """Milliseconds of a span of `wall_ms` by what the host was doing; they add up to it.
+
+    `calls` are totals by call, as in the run record.
+    """
+    if isinstance(calls, pl.DataFrame):
+        calls = {row["call"]: row for row in calls.iter_rows(named=True)}
+    total = {name: call["total_ns"] / 1e6 for name, call in calls.items()}
+    blocked = {name: call["blocked_ns"] / 1e6 for name, call in calls.items()}
+    memory = [name for name in MEMORY_CALLS if name in calls]
+    launch, launch_blocked = total.get("kernel_launch", 0.0), blocked.get("kernel_launch", 0.0)
+    known = {
+        "waiting inside alloc and free": sum(blocked[name] for name in memory),
+        "alloc and free themselves": sum(total[name] - blocked[name] for name in memory),
+        "waiting elsewhere (the device is the limit)": launch_blocked + sum(total.get(name, 0.0) for name in WAITS),
+        "launching kernels": launch - launch_blocked,
+    }
+    known["everything else"] = max(0.0, wall_ms - sum(known.values()))
+    return known
+
+
+def account(run: Run, skip_epochs: int = 1) -> pl.DataFrame:
+    """The sync account: calls that took or blocked the host, per step, of the epochs after the first `skip_epochs`.
+
+    Calls of validation are counted too.
+
+    Columns: `call`, `calls_per_step`, `total_us_per_step`, `blocked_us_per_step`, `blocked_share` (of the call's time).
+    A run of so few epochs is counted whole.
+    """
+    epochs = run.summary["epochs"]
+    chosen = epochs[skip_epochs:] or epochs
+    if not chosen:
+        _ = run.epochs  # says why there is nothing
+    steps = sum(epoch["steps"] for epoch in chosen)
+    rows = [{"call": name, **figures} for epoch in chosen for name, figures in epoch.get("driver_calls", {}).items()]
+    if not rows:
+        raise AnalysisError(f"{run.path}: the record counts no driver calls, so it cannot say which ones blocked.")
+    return (
+        pl.DataFrame(rows)
+        .group_by("call")
+        .agg(pl.col("count", "total_ns", "blocked_ns").sum())
+        .filter(pl.col("count") > 0)
+        .select(
+            "call",
+            calls_per_step=pl.col("count") / steps,
+            total_us_per_step=pl.col("total_ns") / 1e3 / steps,
+            blocked_us_per_step=pl.col("blocked_ns") / 1e3 / steps,
+            blocked_share=pl.col("blocked_ns") / pl.col("total_ns").clip(1),
+        )
+        .sort("total_us_per_step", "call", descending=[True, False])
+    )
+
+
+def account_between(calls: pl.DataFrame, start_ns: int, end_ns: int, steps: int) -> pl.DataFrame:
+    """The sync account of calls of `driver_calls.jsonl` that began between two times, per step; as `account`."""
+    inside = calls.filter(pl.col("start_ns").is_between(start_ns, end_ns, closed="left"))
+    if inside.is_empty():
+        raise AnalysisError("no driver call began in the steps that were chosen.")
+    return (
+        inside.group_by("call")
+        .agg(count=pl.len(), total_ns=pl.col("total_ns").sum(), blocked_ns=pl.col("blocked_ns").sum())
+        .select(
+            "call",
+            calls_per_step=pl.col("count") / steps,
+            total_us_per_step=pl.col("total_ns") / 1e3 / steps,
+            blocked_us_per_step=pl.col("blocked_ns") / 1e3 / steps,
+            blocked_share=pl.col("blocked_ns") / pl.col("total_ns").clip(1),
+        )
+        .sort("total_us_per_step", "call", descending=[True, False])
+    )
+
+
+def with_waited_for(calls: pl.DataFrame) -> pl.DataFrame:
+    """The calls with `waited_for`: the kernel that was launched last before each, null where none was.
+
+    Of a call that blocked on one stream, that is the kernel that it waited for.
+    """
+    return calls.with_columns(
+        waited_for=pl.when(pl.col("call") == "kernel_launch").then(pl.col("kernel")).forward_fill().shift(1)
+    )
+
+
+def longest_blocks(calls: pl.DataFrame, count: int = 10) -> pl.DataFrame:
+    """The calls of `driver_calls.jsonl` that blocked the host longest, with what they waited for."""
+    return with_waited_for(calls).filter(pl.col("blocked_ns") > 0).top_k(count, by="blocked_ns")

@@ -1,0 +1,181 @@
+"""The small tables of a capture, made to be kept and published: a folder of gzipped CSV.
+
+    capture.json      schema_version 1, versions, device, span, what was recorded with it
+    calls.csv.gz      start, duration, name, ... of each call
+    work.csv.gz       kernels, copies, fills
+    ranges.csv.gz     NVTX ranges, unless left out
+    marks.csv.gz      NVTX marks, unless left out
+    own.csv.gz        if a run record was given: the calls of its driver_calls.jsonl that lie in the capture
+
+A report of Nsight Systems holds the environment, the processes and the name of the machine; nothing of them is here.
+Times count from the first event. Threads and processes are numbered from 0 in the order in which they appear.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from vramlab.errors import AnalysisError, check_version, read_bytes, read_json
+from vramlab.nsight.capture import Call, Capture, Mark, Overhead, Range, Work
+
+SCHEMA_VERSION = 1
+
+CALLS = ("start", "duration", "name", "thread", "process", "correlation", "ok", "stream", "device", "bytes", "event")
+WORK = ("start", "duration", "kind", "name", "device", "stream", "process", "correlation", "bytes", "pageable")
+RANGES = ("start", "duration", "text", "thread")
+MARKS = ("time", "text", "thread")
+OWN = ("start", "duration", "blocked", "call", "kernel", "bytes", "stream", "pages", "path")
+
+
+class _Numbers:
+    """Small numbers in place of ids that say something about the machine."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+
+    def __call__(self, value: int | None) -> int | None:
+        return None if value is None else self._known.setdefault(value, len(self._known))
+
+
+def write_table(path: Path, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """A gzipped CSV, the same bytes for the same rows. None is an empty field."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    # A name and a time in the header would make the bytes depend on where and when.
+    path.write_bytes(gzip.compress(text.getvalue().encode(), compresslevel=9, mtime=0))
+
+
+def read_table(path: Path, columns: tuple[str, ...]) -> Iterator[list[str]]:
+    """Rows of a gzipped CSV with exactly these columns."""
+    rows = csv.reader(io.StringIO(read_bytes(path).decode()))
+    found = next(rows, [])
+    if tuple(found) != columns:
+        raise AnalysisError(
+            f"{path}: has the columns {', '.join(found) or 'none'} and not {', '.join(columns)}; extract it again."
+        )
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(columns):
+            raise AnalysisError(
+                f"{path}: line {number} has {len(row)} fields and not {len(columns)}; was the file cut off?"
+            )
+        yield row
+
+
+def write(capture: Capture, folder: Path, own: Any = None, ranges: bool = True) -> list[Path]:
+    """Writes a capture, and the own trace that was recorded with it (`own_trace.OwnTrace`); returns the files.
+
+    Without `ranges` there are none of NVTX, which are a third of the size. The folder must not be there or be empty; it
+    appears whole.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise AnalysisError(f"{folder}: is there already; choose another folder, or remove it.")
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    zero = capture.span[0]
+    thread, process = _Numbers(), _Numbers()
+    for call in capture.calls:
+        process(call.process)
+        thread(call.thread)
+    write_table(partial / "calls.csv.gz", CALLS, (
+        (c.start - zero, c.duration, c.name, thread(c.thread), process(c.process), c.correlation, int(c.ok), c.stream,
+         c.device, c.bytes, c.event)
+        for c in capture.calls
+    ))  # fmt: skip
+    write_table(partial / "work.csv.gz", WORK, (
+        (w.start - zero, w.end - w.start, w.kind, w.name, w.device, w.stream, process(w.process), w.correlation,
+         w.bytes, int(w.pageable))
+        for w in capture.work
+    ))  # fmt: skip
+    if ranges:
+        rows = ((r.start - zero, r.end - r.start, r.text, thread(r.thread)) for r in capture.ranges)
+        write_table(partial / "ranges.csv.gz", RANGES, rows)
+        moments = ((m.time - zero, m.text, thread(m.thread)) for m in capture.marks if m.time >= zero)
+        write_table(partial / "marks.csv.gz", MARKS, moments)
+    about: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        **capture.source,
+        "span_ns": capture.span[1] - zero,
+        "threads": {str(thread(key)): name for key, name in capture.threads.items()},
+        "streams": {str(key): name for key, name in capture.streams.items()},
+        # Times that the profiler took for itself: start, end, thread.
+        "overhead": [[o.start - zero, o.end - zero, thread(o.thread)] for o in capture.overhead if o.start >= zero],
+        "notes": capture.notes,
+    }
+    if own is not None:
+        about["own"] = own.about
+        number = {
+            id: place
+            for place, id in enumerate(dict.fromkeys(one.stream for one in own.calls if one.stream is not None))
+        }
+        first = own.calls[0].start if own.calls else 0
+        write_table(partial / "own.csv.gz", OWN, (
+            (o.start - first, o.duration, o.metered, o.call, o.kernel, o.bytes,
+             None if o.stream is None else number[o.stream], int(o.pages), o.path)
+            for o in own.calls
+        ))  # fmt: skip
+    (partial / "capture.json").write_text(json.dumps(about, indent=2) + "\n")
+    if folder.exists():
+        folder.rmdir()
+    partial.rename(folder)
+    return sorted(folder.iterdir())
+
+
+def read(folder: Path) -> Capture:
+    """Reads a folder that `write` wrote.
+
+    Raises AnalysisError when it is none.
+    """
+    about = describe(folder)
+
+    def optional(text: str) -> int | None:
+        return int(text) if text else None
+
+    def table(name: str, columns: tuple[str, ...], make: Callable[[list[str]], Any]) -> list[Any]:
+        path = folder / name
+        if name in ("ranges.csv.gz", "marks.csv.gz") and not path.exists():
+            return []
+        try:
+            return [make(row) for row in read_table(path, columns)]
+        except ValueError as error:
+            raise AnalysisError(f"{path}: {error}; was the file changed by hand?") from error
+
+    calls = table("calls.csv.gz", CALLS, lambda r: Call(
+        start=int(r[0]), end=int(r[0]) + int(r[1]), name=r[2], thread=int(r[3]), process=int(r[4]),
+        correlation=int(r[5]), ok=r[6] == "1",
+        stream=optional(r[7]), device=optional(r[8]), bytes=optional(r[9]), event=optional(r[10]),
+    ))  # fmt: skip
+    work = table("work.csv.gz", WORK, lambda r: Work(
+        start=int(r[0]), end=int(r[0]) + int(r[1]), kind=r[2], name=r[3], device=int(r[4]), stream=int(r[5]),
+        process=int(r[6]), correlation=int(r[7]), bytes=optional(r[8]), pageable=r[9] == "1",
+    ))  # fmt: skip
+    ranges = table("ranges.csv.gz", RANGES, lambda r: Range(int(r[0]), int(r[0]) + int(r[1]), r[2], int(r[3])))
+    marks = table("marks.csv.gz", MARKS, lambda r: Mark(int(r[0]), r[1], int(r[2])))
+    notes = list(about.get("notes", []))
+    if not (folder / "ranges.csv.gz").exists():
+        notes.append("The capture was extracted without NVTX ranges, so calls have no place in the run.")
+    source: dict[str, Any] = {key: about[key] for key in ("nsight_systems", "export_schema", "devices") if key in about}
+    overhead = [Overhead(*one) for one in about.get("overhead", [])]
+    return Capture(
+        overhead=overhead, calls=calls, work=work, ranges=ranges, marks=marks, source=source, notes=notes,
+        threads={int(key): name for key, name in about.get("threads", {}).items()},
+        streams={int(key): name for key, name in about.get("streams", {}).items()}, path=str(folder),
+    )  # fmt: skip
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """capture.json of a folder."""
+    path = folder / "capture.json"
+    if not path.is_file():
+        raise AnalysisError(
+            f"{folder}: no tables of a capture (capture.json is not there); make them with "
+            "`vramlab nsight extract EXPORT.sqlite -o FOLDER`."
+        )
+    return check_version(path, read_json(path), "tables of a capture")

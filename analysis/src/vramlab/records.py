@@ -1,0 +1,232 @@
+"""Run records: the directory that `trainer` and the PyTorch programs leave, as data frames.
+
+`schema.md` beside this file describes every field.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from vramlab import histograms
+from vramlab.errors import AnalysisError, check_version, found, read_bytes, read_json
+
+STEP_TYPES = {
+    "epoch": pl.Int64,
+    "step": pl.Int64,
+    "rows": pl.Int64,
+    "loss": pl.Float64,
+    "host_ns": pl.Int64,
+    "driver_allocations": pl.Int64,
+    "reserved_bytes": pl.Int64,
+    "allocated_bytes": pl.Int64,
+    "active_bytes": pl.Int64,
+    "requested_bytes": pl.Int64,
+}
+DRIVER_CALL_TYPES = {
+    "start_ns": pl.Int64,
+    "total_ns": pl.Int64,
+    "blocked_ns": pl.Int64,
+    "call": pl.String,
+    "kernel": pl.String,
+    "bytes": pl.Int64,
+    "addr": pl.UInt64,
+    "stream": pl.Int64,
+    "ok": pl.Boolean,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run record. What is in `summary.json` is there at once; the other files are read when they are asked for."""
+
+    path: Path
+    summary: dict[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings in effect."""
+        settings: dict[str, Any] = self.summary["settings"]
+        return settings
+
+    @property
+    def allocator(self) -> str:
+        """Name of the allocator; `pytorch` for PyTorch's own."""
+        return str(self.settings["allocator"])
+
+    @property
+    def arm(self) -> str:
+        """The allocator, and for PyTorch the mode: the name under which a figure knows its colour."""
+        mode = self.settings.get("mode")
+        return f"pytorch-{mode}" if self.allocator == "pytorch" and mode else self.allocator
+
+    @property
+    def device(self) -> str:
+        """Name of the device, as `NVIDIA H200 (simulated)`."""
+        return str(self.summary["device"]["name"])
+
+    @property
+    def label(self) -> str:
+        """The run in a few words: what of its settings a reader of a figure asks for."""
+        settings = self.settings
+        words = [self.arm, f"{settings['layers']} layers of {settings['hidden']}", f"batch {settings['batch']}"]
+        if settings.get("dtype", "f32") != "f32":
+            words.append(str(settings["dtype"]))
+        if settings.get("fuse", "none") != "none":
+            words.append(f"fuse {settings['fuse']}")
+        if settings.get("sync", "never") != "never":
+            words.append(f"sync {settings['sync']}")
+        return ", ".join(words)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it ran to its end. A killed run stays `running`."""
+        return bool(self.summary["status"] == "finished")
+
+    def _file(self, name: str, how: str) -> Path:
+        path = found(self.path / name)
+        if path is None:
+            raise AnalysisError(f"{self.path}: no {name} in this run record; {how}.")
+        return path
+
+    def has(self, name: str) -> bool:
+        """Whether the record holds a file of that name, plain or gzipped."""
+        return found(self.path / name) is not None
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the record holds its table of steps, which a spec need not keep."""
+        return self.has(self.summary.get("step_losses", "steps.csv"))
+
+    @cached_property
+    def epochs(self) -> pl.DataFrame:
+        """One row for each epoch, without its driver calls.
+
+        Raises AnalysisError when no epoch ended.
+        """
+        rows = [{k: v for k, v in epoch.items() if not isinstance(v, dict)} for epoch in self.summary["epochs"]]
+        if not rows:
+            status = self.summary["status"]
+            why = {
+                "running": "it was killed, or still runs",
+                "interrupted": "it was interrupted",
+                "failed": f"it failed: {self.summary.get('error', 'no reason given')}",
+            }.get(status, f"its status is {status}")
+            raise AnalysisError(f"{self.path}: the run ended no epoch ({why}), so there is nothing to draw.")
+        return pl.DataFrame(rows, infer_schema_length=None)
+
+    @cached_property
+    def steps(self) -> pl.DataFrame:
+        """`steps.csv`, with `index`, the step's number in the run from 0. Columns that the record lacks are absent.
+
+        Raises AnalysisError when the file is missing, or a row is cut off or no number.
+        """
+        why = "it was not kept" if self.ended else "it was killed before its first step"
+        path = self._file(self.summary.get("step_losses", "steps.csv"), why)
+        text = read_bytes(path)
+        try:
+            frame = pl.read_csv(io.BytesIO(text), schema_overrides=STEP_TYPES, null_values=[""])
+        except pl.exceptions.PolarsError as error:
+            raise AnalysisError(f"{path}: not the table of steps ({str(error).splitlines()[0]}).") from error
+        missing = {"epoch", "step", "loss", "host_ns"} - set(frame.columns)
+        if missing:
+            raise AnalysisError(f"{path}: not the table of steps, columns {', '.join(sorted(missing))} are missing.")
+        if frame.is_empty():
+            raise AnalysisError(f"{path}: no step was finished, so there is nothing to draw.")
+        return frame.with_row_index("index")
+
+    def driver_calls(self, epoch: int | None = None) -> pl.DataFrame:
+        """Totals by call: `call`, `count`, `total_ns`, `blocked_ns`; of the run, or of an epoch (from 1, or −1)."""
+        if epoch is None:
+            calls = self.summary.get("driver_calls", {})
+        else:
+            _ = self.epochs  # says why there is none
+            of = self.summary["epochs"]
+            calls = of[epoch if epoch < 0 else epoch - 1].get("driver_calls", {})
+        rows = [{"call": name, **figures} for name, figures in calls.items()]
+        schema = {"call": pl.String, "count": pl.Int64, "total_ns": pl.Int64, "blocked_ns": pl.Int64}
+        return pl.DataFrame(rows, schema=schema)
+
+    @property
+    def latency(self) -> pl.DataFrame:
+        """Rows of `latency`: operation, path, count and percentiles in ns. Empty where none were recorded."""
+        return pl.DataFrame(self.summary.get("latency", []), infer_schema_length=None)
+
+    @cached_property
+    def histograms(self) -> list[histograms.Recorded]:
+        """The histograms of `latency.hlog`.
+
+        Raises AnalysisError when there are none.
+        """
+        return histograms.load(self._file("latency.hlog", "run it without --latency off, to its end"))
+
+    @cached_property
+    def trace(self) -> pl.DataFrame:
+        """Every allocator operation (`trace.jsonl`)."""
+        from vramlab import histories
+
+        return histories.load_trace(self._file("trace.jsonl", "run it again with --trace"))
+
+    @cached_property
+    def calls(self) -> pl.DataFrame:
+        """Every driver call (`driver_calls.jsonl`)."""
+        path = self._file("driver_calls.jsonl", "run it again with --export perfetto")
+        return read_lines(path, DRIVER_CALL_TYPES, required=("start_ns", "total_ns", "blocked_ns", "call"))
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        """Where reserved − requested went when reserved memory was at its peak; empty if the record does not say."""
+        ledger: dict[str, Any] = self.summary.get("fragmentation", {})
+        return ledger
+
+    def statistic(self, name: str) -> int | None:
+        """One of `allocator_stats`, as `reserved_bytes.all.peak`; None where the allocator does not tell."""
+        value: int | None = self.summary.get("allocator_stats", {}).get(name)
+        return value
+
+
+def read_lines(path: Path, types: dict[str, Any], required: tuple[str, ...]) -> pl.DataFrame:
+    """One JSON object a line, with the columns of `types`; what a line does not say is null.
+
+    Raises AnalysisError when a line is cut off or lacks what is required.
+    """
+    try:
+        frame = pl.read_ndjson(io.BytesIO(read_bytes(path)), schema=types)
+    except pl.exceptions.PolarsError as error:
+        raise AnalysisError(f"{path}: a line is not what is expected ({str(error).splitlines()[0]}).") from error
+    if frame.is_empty():
+        raise AnalysisError(f"{path}: holds nothing.")
+    for column in required:
+        if frame[column].has_nulls():
+            line = int(frame[column].is_null().arg_max() or 0) + 1
+            raise AnalysisError(f"{path}: line {line} has no {column}; is it another kind of file, or cut off?")
+    return frame
+
+
+def load_run(path: str | Path) -> Run:
+    """The run record in a directory, or the one whose `summary.json` is given.
+
+    Raises AnalysisError when there is none, it is of another version, or what every record has is missing.
+    """
+    path = Path(path)
+    if path.name in ("summary.json", "summary.json.gz"):
+        path = path.parent
+    if not path.is_dir():
+        raise AnalysisError(f"{path}: no such directory; give one that `trainer` wrote (under runs/, or its --out).")
+    summary = found(path / "summary.json")
+    if summary is None:
+        if not any(path.iterdir()):
+            raise AnalysisError(f"{path}: an empty directory, no run record.")
+        if (path / "experiment.json").is_file():
+            raise AnalysisError(f"{path}: an experiment, no run; give one of the directories under {path}/runs.")
+        raise AnalysisError(f"{path}: no run record, for there is no summary.json in it.")
+    document = check_version(summary, read_json(summary), "a run record")
+    missing = [key for key in ("status", "settings", "device", "epochs") if key not in document]
+    if missing or "allocator" not in document["settings"]:
+        raise AnalysisError(f"{summary}: no run record, {', '.join(missing) or 'settings.allocator'} is missing.")
+    return Run(path, document)
