@@ -16,11 +16,11 @@ use allocators::{BackendKind, CudaDriver, Driver, NullDriver};
 use anyhow::{Context, Result, bail};
 use cases::{Case, Job};
 use clap::{Args, ValueEnum};
-use indicatif::{ProgressBar, ProgressStyle};
 use measure::Place;
 use report::{Report, Row};
 use std::path::PathBuf;
 use std::sync::Arc;
+use trainer::terminal::Bar;
 
 /// Where the allocators run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -88,7 +88,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
         baselines::run(&folder, &wanted, place.histories(), args.repeats, &mut report).map_err(failed)?;
     }
     report.warn();
-    if args.json { crate::print(&serde_json::to_string_pretty(&report)?) } else { crate::print(&report.table()) }
+    if args.json { crate::print_json(&report) } else { crate::print(&report.table()) }
 }
 
 /// A measurement that broke off is no fault of the command line.
@@ -98,8 +98,7 @@ fn failed(error: anyhow::Error) -> anyhow::Error {
 
 fn measure_all(place: &Place, groups: &[Vec<Job>], repeats: u32, report: &mut Report) -> Result<()> {
     let jobs = groups.iter().map(|group| group.len() as u64).sum::<u64>();
-    let bar = ProgressBar::new(jobs * u64::from(repeats));
-    bar.set_style(ProgressStyle::with_template("{bar:30} run {pos}/{len} {msg} [{elapsed} left {eta}]")?);
+    let bar = Bar::new(jobs * u64::from(repeats), "{bar:30} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
     let mut rows: Vec<Vec<Row>> =
         groups.iter().map(|group| group.iter().map(|job| Row::new(job, place)).collect()).collect();
     let all: Vec<(usize, usize)> =
@@ -111,13 +110,13 @@ fn measure_all(place: &Place, groups: &[Vec<Job>], repeats: u32, report: &mut Re
             let (group, at) = all[if repeat % 2 == 0 { step } else { all.len() - 1 - step }];
             let job = &groups[group][at];
             let name = job.case.name(place.histories());
-            bar.set_message(format!("{name} {}", job.kind));
+            bar.message(format!("{name} {}", job.kind));
             let sample = measure::measure(place, job).with_context(|| format!("{name} under '{}'", job.kind))?;
             rows[group][at].add(sample);
-            bar.inc(1);
+            bar.advance(1);
         }
     }
     report.rows.extend(rows.into_iter().flatten());
-    bar.finish_and_clear();
+    bar.clear();
     Ok(())
 }

@@ -15,9 +15,9 @@ use ::kernels::{CudaKernels, Fill, Operation};
 use allocators::instrument::Clock;
 use allocators::{CudaDriver, DeviceAddr, Driver, DriverResult, Profile, SimDriver, StreamId};
 use anyhow::{Context, Result, bail};
-use indicatif::{ProgressBar, ProgressStyle};
 use report::Measurements;
 use std::sync::Arc;
+use trainer::terminal::Bar;
 
 const MIB: u64 = 1 << 20;
 
@@ -159,18 +159,14 @@ pub(crate) fn calibrate(device: &str, base: Profile, source: &str) -> Result<Cal
     };
     let started_at = jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
     let bench = Bench::new(engine)?;
-    let bar = ProgressBar::new_spinner();
-    bar.set_style(ProgressStyle::with_template("{spinner} {msg} [{elapsed}]")?);
-    let progress = |what: &str| {
-        bar.set_message(what.to_owned());
-        bar.tick();
-    };
+    let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
+    let progress = |what: &str| bar.message(what);
     progress("costs of the profile");
     let profile = costs::costs(&bench, name, base, source)?;
     let calls = measure::measure(&bench, &progress)?;
     progress("kernels");
     let kernels = kernels::rates(&bench).context("kernels")?;
-    bar.finish_and_clear();
+    bar.clear();
     let device = bench.driver().describe();
     let measurements = Measurements {
         schema_version: 1,

@@ -6,9 +6,9 @@ use allocators::{AllocError, BackendKind, Bytes, PoolSettings};
 use anyhow::{Result, bail};
 use clap::Args;
 use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
-use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use std::path::PathBuf;
+use trainer::terminal::Bar;
 
 /// More than any device has; the search ends there.
 const HIGHEST: u64 = 1 << 48;
@@ -70,10 +70,8 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
     }
     let kinds = if args.alloc.is_empty() { BackendKind::ALL.to_vec() } else { args.alloc.clone() };
     let devices = Devices::open(&args.device)?;
-    let bar = ProgressBar::new_spinner();
-    bar.set_style(ProgressStyle::with_template("{spinner} {msg} [{elapsed}]")?);
-    bar.set_message(format!("reading {}", args.file.display()));
-    bar.tick();
+    let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
+    bar.message(format!("reading {}", args.file.display()));
     let Recorded { history, mut settings } = load(&args.file, args.gpu, args.limit.map(|limit| limit.0))?;
     // The device's size is what is searched for; a limit on top of it would be another question.
     settings.memory_limit = None;
@@ -87,8 +85,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
         let progress = |probe: allocators::replay::Probe| {
             tried += 1;
             let outcome = if probe.runs { "runs in" } else { "fails in" };
-            bar.set_message(format!("{kind} {outcome} {} (probe {tried})", Bytes(probe.bytes)));
-            bar.tick();
+            bar.message(format!("{kind} {outcome} {} (probe {tried})", Bytes(probe.bytes)));
         };
         let found = smallest_memory(
             &history,
@@ -118,14 +115,15 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
             probes: found.probes.iter().map(|probe| Tried { bytes: probe.bytes, runs: probe.runs }).collect(),
         });
     }
-    bar.finish_and_clear();
-    if args.json { crate::print(&serde_json::to_string_pretty(&rows)?) } else { crate::print(&report(&rows)) }
+    bar.clear();
+    if args.json { crate::print_json(&rows) } else { crate::print(&report(&rows)) }
 }
 
 fn report(rows: &[Row]) -> String {
     let Some(first) = rows.first() else { return String::new() };
     let best = rows.iter().map(|row| row.capacity_bytes).min().unwrap_or(0);
     let mut table = Table::new();
+    table.force_no_tty();
     let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
     table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
     table.set_header(["allocator", "smallest memory", "lower bound", "ratio", "retries in it", "probes"]);

@@ -6,12 +6,12 @@ use allocators::BackendKind;
 use anyhow::{Context, Result};
 use clap::Args;
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, presets};
-use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 use std::ffi::OsString;
 use std::fmt;
 use std::process::{Command, Stdio};
 use trainer::report::duration;
+use trainer::terminal::Bar;
 
 /// What is compared unless `--arm` says otherwise.
 const ARMS: [&str; 4] = [
@@ -178,20 +178,19 @@ impl std::error::Error for ArmFailed {}
 pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
     let (arms, common) = (args.arms(), args.common());
     let runs = u64::from(args.repeats) * arms.len() as u64;
-    let bar = ProgressBar::new(runs);
-    bar.set_style(ProgressStyle::with_template("{bar:30} run {pos}/{len} {msg} [{elapsed} left {eta}]")?);
+    let bar = Bar::new(runs, "{bar:30} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
     let mut records: Vec<Vec<Value>> = vec![Vec::new(); arms.len()];
     // Repeats are interleaved, so that a drift of the machine meets every arm alike.
     for _ in 0..args.repeats {
         for (arm, records) in arms.iter().zip(&mut records) {
-            bar.set_message(arm.clone());
+            bar.message(arm);
             records.push(run(arm, &common)?);
-            bar.inc(1);
+            bar.advance(1);
         }
     }
-    bar.finish_and_clear();
+    bar.clear();
     let rows = arms.iter().zip(&records).map(|(arm, records)| row(arm, records)).collect::<Result<Vec<Row>>>()?;
-    if args.json { crate::print(&serde_json::to_string_pretty(&rows)?) } else { crate::print(&report(&rows)) }
+    if args.json { crate::print_json(&rows) } else { crate::print(&report(&rows)) }
 }
 
 /// One run of the trainer; its record.
@@ -278,6 +277,7 @@ fn report(rows: &[Row]) -> String {
     let title = format!("{}, data set {}, {} steps an epoch", first.device, first.dataset, first.steps);
     let best = rows.iter().map(|row| row.step_s).fold(f64::INFINITY, f64::min);
     let mut table = Table::new();
+    table.force_no_tty();
     let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
     table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
     table.set_header([

@@ -9,10 +9,10 @@ use allocators::trace::{
 };
 use anyhow::{Result, anyhow};
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use trainer::cli::export_parser;
+use trainer::terminal::Bar;
 
 #[derive(Debug, Args)]
 pub(crate) struct ConvertArgs {
@@ -38,18 +38,17 @@ pub(crate) struct ConvertArgs {
 pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
     let (file, bytes) = open(&args.from)?;
     let out = begin(args)?;
-    let bar = ProgressBar::new(bytes);
     // What is no regular file has no size.
     let form = if bytes > 0 {
-        "{bar:30} convert {bytes}/{total_bytes} {msg} [{elapsed} left {eta}]"
+        "{bar:30} convert {bytes}/{total_bytes} {wide_msg} [{elapsed} left {eta}]"
     } else {
-        "{spinner} convert {bytes} {msg} [{elapsed}]"
+        "{spinner} convert {bytes} {wide_msg} [{elapsed}]"
     };
-    bar.set_style(ProgressStyle::with_template(form)?);
-    bar.set_message(args.from.display().to_string());
+    let bar = Bar::new(bytes, form);
+    bar.message(args.from.display().to_string());
     let mut tally = Tally::default();
-    let summary = write(args, out, bar.wrap_read(file), &mut tally)?;
-    bar.finish_and_clear();
+    let summary = write(args, out, bar.reading(file), &mut tally)?;
+    bar.clear();
     crate::print(&tally.line(args, &summary))
 }
 

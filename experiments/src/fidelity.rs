@@ -111,7 +111,7 @@ pub(crate) fn fidelity(args: &FidelityArgs) -> Result<()> {
     let against = folder(args, args.against.as_deref(), &simulated, "sim")?;
     let report = compare(&Recorded::read(&measured)?, &Recorded::read(&against)?, args.tolerance.0)?;
     if args.json {
-        crate::print(&serde_json::to_string_pretty(&report)?)?;
+        crate::print_json(&report)?;
     } else {
         crate::print(&table(&report))?;
     }
@@ -235,6 +235,7 @@ fn most(calls: &[CallRow], of: fn(&CallRow) -> &Call) -> String {
 
 fn table(report: &Report) -> String {
     let mut table = Table::new();
+    table.force_no_tty();
     let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
     table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
     table.set_header([

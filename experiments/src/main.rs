@@ -18,10 +18,11 @@ use allocators::output::{self, Existing, OutputError};
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use comfy_table::{ContentArrangement, Table, presets};
+use serde::Serialize;
 use std::ffi::OsString;
-use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use trainer::terminal;
 
 /// Exit code for bad input, as the trainer's.
 const BAD_INPUT: u8 = 2;
@@ -95,7 +96,9 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    terminal::report_panics();
+    let cli: Cli = terminal::parse(std::env::args_os().collect());
+    let result = match cli.command {
         Command::Run(args) => study::run(&args),
         Command::List(args) => study::list(&args),
         Command::Fidelity(args) => fidelity::fidelity(&args),
@@ -122,8 +125,7 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // A reader that went away is no error, and `eprintln!` would panic.
-            let _ = writeln!(std::io::stderr().lock(), "error: {error:#}");
+            terminal::fail(format_args!("{error:#}"));
             ExitCode::from(code(&error))
         }
     }
@@ -147,12 +149,14 @@ fn command() -> clap::Command {
     <Cli as clap::CommandFactory>::command()
 }
 
-/// Writes to stdout; a reader that went away (`| head`) is no error.
+/// Writes lines to stdout.
 fn print(text: &str) -> Result<()> {
-    match writeln!(std::io::stdout().lock(), "{text}") {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("cannot write to stdout"),
-        _ => Ok(()),
-    }
+    terminal::print_lines(text).context("cannot write to stdout")
+}
+
+/// Writes one JSON document to stdout.
+fn print_json<T: Serialize>(value: &T) -> Result<()> {
+    terminal::print_json(&serde_json::to_string_pretty(value)?).context("cannot write to stdout")
 }
 
 fn fit_kernels(timings: &Path, base: Option<PathBuf>, l2_bytes: Option<u64>, out: &Path) -> Result<()> {
@@ -160,6 +164,7 @@ fn fit_kernels(timings: &Path, base: Option<PathBuf>, l2_bytes: Option<u64>, out
     profile.l2_bytes = l2_bytes.or(profile.l2_bytes);
     let fits = fit::fit_kernels(&mut profile, timings)?;
     let mut table = Table::new();
+    table.force_no_tty();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
     table.set_header([
         "kernel",

@@ -107,6 +107,7 @@ fn charged_s(profile: &Profile, name: &str, call: &Call) -> f64 {
 
 fn table(rows: &[Row], ns: u64) -> String {
     let mut table = Table::new();
+    table.force_no_tty();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
     table.set_header(["host-bound cell", "blocked", "between calls, ns", "beyond the profile, ns"]);
     for column in table.column_iter_mut().skip(1) {

@@ -6,12 +6,12 @@ use allocators::{BackendKind, Bytes, Ledger, PoolSettings};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
-use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use trainer::cli::{parse_switch, parse_threshold};
 use trainer::report::duration;
+use trainer::terminal::Bar;
 
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
@@ -110,22 +110,21 @@ struct Failure {
 pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
     let kinds = if args.alloc.is_empty() { BackendKind::ALL.to_vec() } else { args.alloc.clone() };
     let devices = Devices::open(&args.device)?;
-    let bar = ProgressBar::new((args.files.len() * kinds.len()) as u64);
-    bar.set_style(ProgressStyle::with_template("{bar:30} replay {pos}/{len} {msg} [{elapsed} left {eta}]")?);
+    let form = "{bar:30} replay {pos}/{len} {wide_msg} [{elapsed} left {eta}]";
+    let bar = Bar::new((args.files.len() * kinds.len()) as u64, form);
     let mut rows = Vec::new();
     for file in &args.files {
-        bar.set_message(format!("reading {}", file.display()));
-        bar.tick();
+        bar.message(format!("reading {}", file.display()));
         let recorded = load(file, args.gpu, args.limit.map(|limit| limit.0))?;
         for &kind in &kinds {
-            bar.set_message(format!("{} under {kind}", file.display()));
+            bar.message(format!("{} under {kind}", file.display()));
             rows.push(run(args, file, &recorded, kind, &devices)?);
-            bar.inc(1);
+            bar.advance(1);
         }
     }
-    bar.finish_and_clear();
+    bar.clear();
     if args.json {
-        return crate::print(&serde_json::to_string_pretty(&rows)?);
+        return crate::print_json(&rows);
     }
     let tables: Vec<String> = rows.chunks(kinds.len()).map(report).collect();
     crate::print(&tables.join("\n\n"))
@@ -284,6 +283,7 @@ fn report(rows: &[Row]) -> String {
         columns.push(Column::plain("other segments", rows, move |row| count(row.segment_mismatches)));
     }
     let mut table = Table::new();
+    table.force_no_tty();
     let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
     table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
     table.set_header(columns.iter().map(|column| column.title));

@@ -3,8 +3,9 @@
 use crate::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::DatasetName;
 use crate::observer::Observer;
-use crate::progress::{Terminal, say};
+use crate::progress::Terminal;
 use crate::settings::{DeviceChoice, GRAPH_STEPS, InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
+use crate::terminal::{fail, parse, print_json, print_lines, report_panics, say};
 use crate::{Result, Settings, TrainError, doctor, exit, record, report, start};
 use allocators::backend::CachingSettings;
 use allocators::instrument::NvtxMode;
@@ -387,13 +388,16 @@ pub fn one_line(error: &clap::Error) -> String {
 #[must_use]
 pub fn main(arguments: Vec<OsString>) -> i32 {
     // A panic is a bug of ours; a person gets one line that says so instead of a backtrace.
-    std::panic::set_hook(Box::new(|panic| say(&format!("error: internal fault, please report it: {panic}"))));
+    report_panics();
     let started = Instant::now();
     let command = arguments.iter().map(|argument| argument.to_string_lossy().into_owned()).collect();
-    let cli = Cli::parse_from(arguments);
+    let cli: Cli = parse(arguments);
     let terminal = Arc::new(Terminal::new());
     let done = match cli.command {
-        Some(Command::Doctor(args)) => return print(&doctor::examine(args.data_dir.as_deref()).show(args.json)),
+        Some(Command::Doctor(args)) => {
+            let text = doctor::examine(args.data_dir.as_deref()).show(args.json);
+            return printed(if args.json { print_json(&text) } else { print_lines(&text) });
+        }
         Some(Command::Start(args)) => write_start(&args, &terminal),
         None => train(&cli.train, command, started, &terminal),
     };
@@ -401,7 +405,7 @@ pub fn main(arguments: Vec<OsString>) -> i32 {
         Ok(code) => code,
         Err(error) => {
             terminal.clear();
-            say(&format!("error: {error}"));
+            fail(&error);
             error.exit_code()
         }
     }
@@ -412,7 +416,7 @@ fn write_start(args: &StartArgs, terminal: &Arc<Terminal>) -> Result<i32> {
     let start = start::run(&args.work.settings(), &args.output, &observer)?;
     terminal.clear();
     if args.json {
-        return Ok(print(&json!(start).to_string()));
+        return Ok(printed(print_json(&json!(start).to_string())));
     }
     say(&format!("start    {} (SHA-256 {})", start.path, start.sha256));
     Ok(exit::OK)
@@ -435,26 +439,28 @@ fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Ar
     let observer: Arc<dyn Observer> = Arc::clone(terminal) as _;
     let outcome = crate::run(&settings, command, started, &stop, &observer)?;
     terminal.clear();
-    let text = if args.json { record::to_json(&outcome.summary)? } else { report::report(&outcome.summary) };
-    let printed = print(&text);
+    let printed = printed(if args.json {
+        print_json(&record::to_json(&outcome.summary)?)
+    } else {
+        print_lines(&report::report(&outcome.summary))
+    });
     say(&format!("record   {}", outcome.directory.display()));
     match outcome.error {
         None => Ok(printed),
         Some(error) => {
-            say(&format!("error: {error}"));
+            fail(&error);
             Ok(error.exit_code())
         }
     }
 }
 
-/// Writes to stdout; a reader that went away (`| head`) is no error.
-fn print(text: &str) -> i32 {
-    use std::io::{ErrorKind, Write};
-    match writeln!(std::io::stdout().lock(), "{}", text.trim_end()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            say(&format!("error: cannot write to stdout: {error}"));
+/// The exit code after writing to standard output.
+fn printed(done: std::io::Result<()>) -> i32 {
+    match done {
+        Ok(()) => exit::OK,
+        Err(error) => {
+            fail(format_args!("cannot write to stdout: {error}"));
             exit::FAILED
         }
-        _ => exit::OK,
     }
 }

@@ -24,6 +24,7 @@ pub mod settings;
 mod stack;
 pub mod start;
 pub mod tensor;
+pub mod terminal;
 mod train;
 
 pub use error::{Result, TrainError, exit};

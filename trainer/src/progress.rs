@@ -7,16 +7,15 @@ use crate::device::Device;
 use crate::observer::Observer;
 use crate::record::{EpochRecord, Summary};
 use crate::report::duration;
+use crate::terminal::Bar;
 use allocators::{Bytes, CallEvent};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use std::io::Write;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
 /// Lines and a progress bar on stderr; the bar only where stderr is a terminal.
 #[derive(Debug)]
 pub(crate) struct Terminal {
-    bar: Mutex<ProgressBar>,
+    bar: Mutex<Bar>,
     epoch: AtomicU32,
     phase: Mutex<Phase>,
 }
@@ -43,21 +42,16 @@ impl std::fmt::Display for Phase {
     }
 }
 
-/// Writes a line to stderr. A reader that went away (`2>&1 | head`) is no error, and `eprintln!` would panic.
-pub(crate) fn say(text: &str) {
-    let _ = writeln!(std::io::stderr().lock(), "{text}");
-}
-
 impl Terminal {
     pub(crate) fn new() -> Self {
-        Self { bar: Mutex::new(ProgressBar::hidden()), epoch: AtomicU32::new(0), phase: Mutex::new(Phase::SetUp) }
+        Self { bar: Mutex::new(Bar::hidden()), epoch: AtomicU32::new(0), phase: Mutex::new(Phase::SetUp) }
     }
 
-    fn bar(&self) -> ProgressBar {
+    fn bar(&self) -> Bar {
         self.bar.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn replace(&self, bar: ProgressBar) {
+    fn replace(&self, bar: Bar) {
         *self.bar.lock().unwrap_or_else(PoisonError::into_inner) = bar;
     }
 
@@ -67,17 +61,12 @@ impl Terminal {
 
     /// Takes the bar off the screen.
     pub(crate) fn clear(&self) {
-        self.bar().finish_and_clear();
+        self.bar().clear();
     }
 
     fn line(&self, text: &str) {
-        // A bar that is drawn must make room; without one the line goes out as it is.
-        self.bar().suspend(|| say(text));
+        self.bar().say(text);
     }
-}
-
-fn style(template: &str) -> ProgressStyle {
-    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ")
 }
 
 impl Observer for Terminal {
@@ -98,17 +87,11 @@ impl Observer for Terminal {
 
     fn download_begin(&self, what: &str, total_bytes: Option<u64>) {
         self.line(&format!("get      {what}"));
-        let bar = match total_bytes {
-            Some(total) => ProgressBar::new(total),
-            None => ProgressBar::new_spinner(),
-        };
-        bar.set_draw_target(ProgressDrawTarget::stderr());
-        bar.set_style(style("{bar:40} {bytes}/{total_bytes} {bytes_per_sec}"));
-        self.replace(bar);
+        self.replace(Bar::new(total_bytes, "{bar:40} {bytes}/{total_bytes} {bytes_per_sec}"));
     }
 
     fn download_advance(&self, bytes: u64) {
-        self.bar().inc(bytes);
+        self.bar().advance(bytes);
     }
 
     fn download_finish(&self) {
@@ -125,18 +108,16 @@ impl Observer for Terminal {
             summary.settings.allocator,
             Bytes(summary.parameter_bytes)
         ));
-        let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
-        bar.set_style(style("{bar:40} step {pos}/{len} {msg} [{elapsed} left {eta}]"));
-        self.replace(bar);
+        self.replace(Bar::new(steps, "{bar:40} step {pos}/{len} {msg} [{elapsed} left {eta}]"));
     }
 
     fn step(&self, epoch: u32, step: u64) {
         self.enter(Phase::Step(epoch, step));
         let bar = self.bar();
         if self.epoch.swap(epoch, Relaxed) != epoch {
-            bar.set_message(format!("epoch {epoch}"));
+            bar.message(format!("epoch {epoch}"));
         }
-        bar.inc(1);
+        bar.advance(1);
     }
 
     fn validation(&self, epoch: u32) {

@@ -7,6 +7,7 @@ use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle,
 
 fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
+    table.force_no_tty();
     // One line under the header; lines between rows would double the length of a report.
     let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
     table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);

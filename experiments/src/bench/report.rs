@@ -5,7 +5,7 @@ use super::measure::{Place, Sample};
 use allocators::{DeviceDescription, Driver};
 use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use serde::{Deserialize, Serialize};
-use std::io::Write;
+use trainer::terminal::say;
 
 /// What a figure holds, for the reader of a figure.
 const INCLUDED: &str = "an operation is one allocation and one free, a call is one of the two; timed is the loop around \
@@ -128,7 +128,6 @@ impl Report {
 
     /// Says on stderr which figures scatter and which baselines are missing.
     pub(crate) fn warn(&self) {
-        let mut err = std::io::stderr().lock();
         let noisy: Vec<String> = self
             .rows
             .iter()
@@ -136,16 +135,15 @@ impl Report {
             .map(|row| format!("{} {}", row.case, row.allocator))
             .collect();
         if !noisy.is_empty() {
-            let _ = writeln!(
-                err,
+            say(&format!(
                 "warning: the repeats differ by more than {:.0} % of their median in {}; close other programs, or take \
                  more --repeats",
                 100.0 * NOISY,
                 noisy.join(", ")
-            );
+            ));
         }
         for missing in &self.missing {
-            let _ = writeln!(err, "warning: {} was not run: {}; {}", missing.allocator, missing.reason, missing.remedy);
+            say(&format!("warning: {} was not run: {}; {}", missing.allocator, missing.reason, missing.remedy));
         }
     }
 
@@ -259,6 +257,7 @@ fn side_by_side(rows: &[&Row]) -> Table {
 
 fn plain_table() -> Table {
     let mut table = Table::new();
+    table.force_no_tty();
     let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
     table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
     table

@@ -28,6 +28,7 @@ pub(crate) struct Measurements {
 
 fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
+    table.force_no_tty();
     let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
     table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
     table.set_header(header);

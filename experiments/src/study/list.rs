@@ -56,9 +56,10 @@ pub(crate) fn list(args: &ListArgs) -> Result<()> {
         });
     }
     if args.json {
-        return crate::print(&serde_json::to_string_pretty(&rows)?);
+        return crate::print_json(&rows);
     }
     let mut table = Table::new();
+    table.force_no_tty();
     let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
     table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
     table.set_header(["spec", "runs on cuda", "runs on sim", "question"]);

@@ -105,6 +105,7 @@ fn bytes(value: f64) -> String {
 /// The table with what should be said about noise.
 pub(crate) fn table(name: &str, question: &str, cells: &[Cell]) -> String {
     let mut table = Table::new();
+    table.force_no_tty();
     let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
     table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
     let mut measures: Vec<Measure> = cells.iter().filter_map(|cell| cell.measure).collect();

@@ -15,12 +15,11 @@ use allocators::CudaDriver;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use comfy_table::{ContentArrangement, LineStyle, Table, presets};
-use indicatif::{ProgressBar, ProgressStyle};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use trainer::terminal::{Bar, say};
 
 /// Exit code after Ctrl-C: 128 and the signal's number.
 const INTERRUPTED: u8 = 130;
@@ -66,11 +65,6 @@ struct Planned {
     runs: Vec<Run>,
     sha256: String,
     folder: PathBuf,
-}
-
-fn say(text: &str) {
-    // A reader that went away is no error, and `eprintln!` would panic.
-    let _ = writeln!(std::io::stderr().lock(), "{text}");
 }
 
 /// The device that was named, else a GPU if all specs are for it and one is there, else the simulated one.
@@ -123,7 +117,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         all.extend(cells);
     }
     if args.json {
-        crate::print(&serde_json::to_string_pretty(&all)?)?;
+        crate::print_json(&all)?;
     }
     report::warnings(&all).iter().for_each(|warning| say(&format!("note: {warning}")));
     match failed.as_slice() {
@@ -208,6 +202,7 @@ fn check_folder(folder: &Path, sha256: &str, device: &Device) -> Result<()> {
 
 fn dry_run(planned: &[Planned], device: &Device, places: &Places, args: &RunArgs) -> Result<()> {
     let mut table = Table::new();
+    table.force_no_tty();
     let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
     table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
     table.set_header(["experiment", "run", "state", "command"]);
@@ -274,27 +269,23 @@ fn run_one(
     }
     make_starts(planned, &experiment, &mut left, &mut failures)?;
     warm_up(planned, &experiment, &left, device.kind)?;
-    let bar = ProgressBar::new(mine.len() as u64);
-    bar.set_style(ProgressStyle::with_template("{prefix} {bar:30} run {pos}/{len} {msg} [{elapsed} left {eta}]")?);
-    bar.set_prefix(spec.name.clone());
-    bar.set_position((mine.len() - left.len()) as u64);
-    // What was done before says nothing about the time that is left.
-    bar.reset_eta();
+    let bar = Bar::new(mine.len() as u64, "{prefix} {bar:20} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
+    bar.prefix(&spec.name);
+    bar.begin_at((mine.len() - left.len()) as u64);
     for run in left {
-        bar.set_message(run.id.clone());
-        bar.tick();
+        bar.message(&run.id);
         let start = starts(planned, run).map(|(name, _)| name);
         match experiment.run(run, start.as_deref()) {
             Ok((_, None)) => {}
             Ok((_, Some(error))) => failures.push((format!("{}/{}", spec.name, run.id), error)),
             Err(error) => {
-                bar.finish_and_clear();
+                bar.clear();
                 return Err(error);
             }
         }
-        bar.inc(1);
+        bar.advance(1);
     }
-    bar.finish_and_clear();
+    bar.clear();
     if planned.runs.iter().all(|run| state(run) == Some(RunStatus::Done)) {
         // They are large, and their seeds make them again.
         remove(&planned.folder.join("start"))?;

@@ -1,0 +1,98 @@
+//! What a person reads in a terminal. Everything that the programs print goes through here: results to standard output,
+//! all else to standard error. Text of files, names and errors is made [visible] first.
+
+mod bar;
+mod escape;
+mod page;
+mod table;
+
+pub use bar::Bar;
+pub use escape::visible;
+pub use page::{Page, Screen};
+pub use table::{Cell, Column, Comparison, Table};
+
+use clap::Parser;
+use std::ffi::OsString;
+use std::io::{ErrorKind, Result, Write};
+
+/// Lines on standard error begin with a word of this width.
+pub(crate) const LABEL: usize = 9;
+
+/// Writes to standard output what has been made visible.
+fn write_out(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match writeln!(out, "{}", text.trim_end()).and_then(|()| out.flush()) {
+        // A reader that went away (`| head`) has what it wanted.
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        done => done,
+    }
+}
+
+/// Prints a JSON document, and nothing else, on standard output.
+///
+/// # Errors
+/// Those of writing; a reader that went away is none.
+pub fn print_json(text: &str) -> Result<()> {
+    write_out(&escape::visible_json(text))
+}
+
+/// Prints lines on standard output.
+///
+/// # Errors
+/// Those of writing; a reader that went away is none.
+pub fn print_lines(text: &str) -> Result<()> {
+    write_out(&escape::visible_lines(text))
+}
+
+/// Writes a line to standard error. It wraps at words where that is a terminal; what follows a label of nine columns
+/// stays beside it.
+pub fn say(text: &str) {
+    let text = visible(text);
+    let labelled = text.get(..LABEL).is_some_and(|label| label.ends_with(' ') && !label.trim().contains(' '));
+    write_err(&page::wrapped(&text, Screen::stderr().width, if labelled { LABEL } else { 0 }));
+}
+
+/// Writes lines to standard error. A reader that went away (`2>&1 | head`) is no error, and `eprintln!` would panic.
+fn write_err(text: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{}", text.trim_end());
+}
+
+/// Writes what went wrong to standard error, on one line: `error: …`.
+pub fn fail(error: impl std::fmt::Display) {
+    say(&format!("error: {error}"));
+}
+
+/// Has a panic print one line that says so instead of a backtrace: it is a fault of this program.
+pub fn report_panics() {
+    std::panic::set_hook(Box::new(|panic| fail(format_args!("internal fault, please report it: {panic}"))));
+}
+
+/// Parses a command line. `--help`, `--version` and arguments that cannot be parsed end the process.
+#[must_use]
+pub fn parse<C: Parser>(arguments: Vec<OsString>) -> C {
+    C::try_parse_from(arguments).unwrap_or_else(|error| {
+        if error.use_stderr() {
+            // Arguments are quoted in it.
+            write_err(&escape::visible_lines(&error.to_string()));
+        } else {
+            // Help in the style of the terminal; nothing of it comes from outside. A reader may go away.
+            let _ = error.print();
+        }
+        std::process::exit(error.exit_code())
+    })
+}
+
+/// A command line of one of the two programs, as the user would type it where this program was started: under `cargo run`,
+/// by its path, or by its name.
+#[must_use]
+pub fn command(program: &str, arguments: &str) -> String {
+    let exe = std::env::current_exe().unwrap_or_default();
+    if std::env::var_os("CARGO").is_some() {
+        let release = exe.parent().is_some_and(|folder| folder.ends_with("release"));
+        return format!("cargo run {}-p {program} -- {arguments}", if release { "--release " } else { "" });
+    }
+    let called = std::env::args_os().next().map(std::path::PathBuf::from).unwrap_or_default();
+    let folder = called.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let path = folder.map_or_else(|| program.to_owned(), |folder| folder.join(program).display().to_string());
+    format!("{path} {arguments}")
+}

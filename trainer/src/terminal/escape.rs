@@ -1,0 +1,101 @@
+//! Control characters made visible, so that a file's name or contents cannot move the cursor, change the title or hide
+//! what stands beside them.
+
+use std::borrow::Cow;
+use std::fmt::Write;
+
+/// Whether a terminal would act on this character instead of showing it: control characters (C0, DEL, C1), line and
+/// paragraph separators, and the marks that turn the direction of writing.
+fn acts(character: char) -> bool {
+    let turns =
+        matches!(character, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    character.is_control() || turns || matches!(character, '\u{2028}' | '\u{2029}')
+}
+
+/// `text` on one line, with what a terminal would act on written out: `\n`, `\x1b`, `\u{202e}`.
+#[must_use]
+pub fn visible(text: &str) -> Cow<'_, str> {
+    if !text.contains(acts) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for character in text.chars() {
+        let code = u32::from(character);
+        // Writing to a string cannot fail.
+        let _ = match character {
+            '\n' => write!(out, "\\n"),
+            '\r' => write!(out, "\\r"),
+            '\t' => write!(out, "\\t"),
+            _ if !acts(character) => write!(out, "{character}"),
+            _ if code < 0x100 => write!(out, "\\x{code:02x}"),
+            _ => write!(out, "\\u{{{code:x}}}"),
+        };
+    }
+    Cow::Owned(out)
+}
+
+/// The same for text whose lines are meant: each of them is made visible.
+pub(super) fn visible_lines(text: &str) -> String {
+    text.split('\n').map(visible).collect::<Vec<_>>().join("\n")
+}
+
+/// The same for JSON, which stays the same document: such characters are in strings only, where they may be written as
+/// `\u001b`. Line ends between values stay.
+pub(super) fn visible_json(text: &str) -> Cow<'_, str> {
+    if !text.contains(|character| acts(character) && character != '\n') {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for character in text.chars() {
+        let _ = if acts(character) && character != '\n' {
+            // Every one of them is in the first 65,536.
+            write!(out, "\\u{:04x}", u32::from(character))
+        } else {
+            write!(out, "{character}")
+        };
+    }
+    Cow::Owned(out)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn what_a_terminal_would_act_on_is_written_out() {
+        for (text, shown) in [
+            ("a\u{1b}[31mred\u{1b}[0m", r"a\x1b[31mred\x1b[0m"),
+            ("one\ntwo\r\tthree", r"one\ntwo\r\tthree"),
+            ("\0\u{7}\u{8}\u{7f}\u{85}\u{9b}2J", r"\x00\x07\x08\x7f\x85\x9b2J"),
+            ("snapshot\u{202e}gnp.exe\u{2066}\u{2069}", r"snapshot\u{202e}gnp.exe\u{2066}\u{2069}"),
+            ("a\u{2028}b\u{200f}", r"a\u{2028}b\u{200f}"),
+        ] {
+            assert_eq!(visible(text), shown);
+            assert!(!visible(text).contains(acts));
+        }
+        for plain in ["", "plain", "größer, 2 × 3 → 6 µs", "日本語"] {
+            assert!(matches!(visible(plain), Cow::Borrowed(same) if same == plain));
+        }
+        assert_eq!(visible_lines("a\u{1b}\nb"), "a\\x1b\nb");
+    }
+
+    #[test]
+    fn every_such_character_is_found() {
+        for code in (0..0x20).chain(0x7f..0xa0).chain(0x202a..0x202f).chain(0x2066..0x206a) {
+            let character = char::from_u32(code).unwrap();
+            assert!(!visible(&character.to_string()).contains(character), "U+{code:04x}");
+        }
+    }
+
+    #[test]
+    fn json_stays_the_same_document() {
+        let value = serde_json::json!({"name": "a\u{1b}[2J\u{9b}\u{202e}\u{7f}\n", "list": [1, "b"]});
+        for text in [value.to_string(), serde_json::to_string_pretty(&value).unwrap()] {
+            let shown = visible_json(&text);
+            assert!(!shown.contains(|character| acts(character) && character != '\n'), "{shown}");
+            assert_eq!(serde_json::from_str::<serde_json::Value>(&shown).unwrap(), value);
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! A page of titles, tables and sentences, laid out for the screen that it is printed on.
+
+use super::escape::visible;
+use super::table::{Comparison, Table};
+use anstream::{AutoStream, ColorChoice};
+use std::io::{IsTerminal, Result};
+use textwrap::{Options, WordSeparator, WordSplitter, WrapAlgorithm};
+
+/// The width of a terminal that does not tell.
+const UNTOLD: usize = 80;
+/// Nothing is laid out for less.
+const NARROWEST: usize = 20;
+
+/// What a page is laid out for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Screen {
+    /// Columns; without, lines are as long as they need to be.
+    pub width: Option<usize>,
+    /// Whether escape sequences for bold are understood.
+    pub styled: bool,
+}
+
+impl Screen {
+    /// Standard output. Its width is `COLUMNS` if that is set, else the terminal's; what goes to a file or another
+    /// program is not cut to any width. It is styled where it is a terminal, unless `NO_COLOR`, `CLICOLOR=0` or
+    /// `TERM=dumb` say no; `CLICOLOR_FORCE` says yes.
+    #[must_use]
+    pub fn stdout() -> Self {
+        let out = std::io::stdout();
+        let columns = std::env::var("COLUMNS").ok().and_then(|text| text.trim().parse().ok());
+        let width =
+            columns.filter(|width| *width > 0).or_else(|| terminal_width(&out)).map(|width| width.max(NARROWEST));
+        Self { width, styled: AutoStream::choice(&out) != ColorChoice::Never }
+    }
+
+    /// Standard error, where only lines are written. What is no terminal gets them whole, whatever `COLUMNS` says:
+    /// programs read them.
+    #[must_use]
+    pub(super) fn stderr() -> Self {
+        let width = terminal_width(&std::io::stderr()).map(|width| width.max(NARROWEST));
+        Self { width, styled: false }
+    }
+}
+
+#[cfg(unix)]
+fn terminal_width<S: IsTerminal + std::os::fd::AsFd>(stream: &S) -> Option<usize> {
+    let told = terminal_size::terminal_size_of(stream).map(|(width, _)| usize::from(width.0));
+    stream.is_terminal().then(|| told.unwrap_or(UNTOLD))
+}
+
+#[cfg(windows)]
+fn terminal_width<S: IsTerminal + std::os::windows::io::AsHandle>(stream: &S) -> Option<usize> {
+    let told = terminal_size::terminal_size_of(stream).map(|(width, _)| usize::from(width.0));
+    stream.is_terminal().then(|| told.unwrap_or(UNTOLD))
+}
+
+/// Lines of at most `width` columns, all but the first indented. Only a word that is longer than a line is broken.
+pub(super) fn wrapped(text: &str, width: Option<usize>, indent: usize) -> String {
+    let Some(width) = width else { return text.to_owned() };
+    let indent = " ".repeat(indent.min(width / 2));
+    let options = Options::new(width)
+        .subsequent_indent(&indent)
+        .word_separator(WordSeparator::AsciiSpace)
+        .word_splitter(WordSplitter::NoHyphenation)
+        .wrap_algorithm(WrapAlgorithm::FirstFit)
+        .break_words(true);
+    textwrap::wrap(text, options).join("\n")
+}
+
+/// What a program prints on standard output, piece by piece. All text is made [visible](super::visible).
+#[derive(Clone, Debug)]
+pub struct Page {
+    screen: Screen,
+    text: String,
+}
+
+impl Page {
+    /// An empty page for a screen.
+    #[must_use]
+    pub fn new(screen: Screen) -> Self {
+        Self { screen, text: String::new() }
+    }
+
+    /// An empty page for standard output.
+    #[must_use]
+    pub fn stdout() -> Self {
+        Self::new(Screen::stdout())
+    }
+
+    /// One line; it wraps at words.
+    pub fn line(&mut self, text: impl AsRef<str>) {
+        self.indented(text.as_ref(), 0);
+    }
+
+    fn indented(&mut self, text: &str, indent: usize) {
+        self.text += wrapped(&visible(text), self.screen.width, indent).trim_end();
+        self.text.push('\n');
+    }
+
+    /// A line that says more about what stands above; it wraps at words and is indented from there.
+    pub fn note(&mut self, text: impl AsRef<str>) {
+        self.indented(text.as_ref(), 2);
+    }
+
+    /// A label of `width` columns with a text beside it, whose lines begin in the same column.
+    pub fn labelled(&mut self, label: &str, width: usize, text: &str) {
+        self.indented(&format!("{label:width$}{text}"), width);
+    }
+
+    /// An empty line, except at the top.
+    pub fn gap(&mut self) {
+        if !self.text.is_empty() {
+            self.text.push('\n');
+        }
+    }
+
+    /// A gap and a line.
+    pub fn title(&mut self, text: impl AsRef<str>) {
+        self.gap();
+        self.line(text);
+    }
+
+    /// A table. Where the screen has no room for all columns, a note names those left out and says that `--json` has
+    /// them.
+    pub fn table(&mut self, table: &Table) {
+        let (text, gone) = table.show(self.screen);
+        self.text += &text;
+        self.text.push('\n');
+        if !gone.is_empty() {
+            self.note(format!("no room for: {}; --json has everything", gone.join(", ")));
+        }
+    }
+
+    /// Subjects side by side.
+    pub fn comparison(&mut self, comparison: &Comparison) {
+        self.text += &comparison.show(self.screen);
+        self.text.push('\n');
+    }
+
+    /// Ends the page: what was found, and the command that goes on from here.
+    pub fn end(&mut self, found: impl AsRef<str>, next: &str) {
+        self.gap();
+        self.line(found);
+        self.next(next);
+    }
+
+    /// The command that goes on from here. Where it is too long for a line, each line but the last ends in a backslash,
+    /// so that all of them can be pasted.
+    pub fn next(&mut self, command: &str) {
+        let text = format!("Next: {}", visible(command));
+        let width = self.screen.width.map(|width| width.saturating_sub(2));
+        self.text += &wrapped(&text, width, 6).replace('\n', " \\\n");
+        self.text.push('\n');
+    }
+
+    /// The page as text.
+    #[must_use]
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Prints the page on standard output. A reader that went away (`| head`) is no error.
+    ///
+    /// # Errors
+    /// Those of writing.
+    pub fn print(self) -> Result<()> {
+        super::write_out(&self.text)
+    }
+}

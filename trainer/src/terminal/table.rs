@@ -1,0 +1,273 @@
+//! Tables that fit: no word is broken, no line is longer than the screen is wide.
+
+use super::escape::visible;
+use super::page::{Screen, wrapped};
+use comfy_table::{Attribute, CellAlignment, ColumnConstraint, ContentArrangement, LineStyle, Width, presets};
+use unicode_width::UnicodeWidthStr;
+
+/// Between two columns.
+const GAP: usize = 2;
+/// A column of text that wraps gets at least this much, unless its longest text needs less.
+const TEXT: usize = 32;
+/// So many subjects stand side by side at most: more are hard to compare, and 80 columns hold no more.
+const SIDE_BY_SIDE: usize = 4;
+
+/// One column.
+#[derive(Clone, Debug)]
+pub struct Column {
+    title: String,
+    right: bool,
+    wraps: bool,
+    priority: u8,
+}
+
+impl Column {
+    /// A column of names.
+    pub fn left(title: impl AsRef<str>) -> Self {
+        Self { title: visible(title.as_ref()).into_owned(), right: false, wraps: false, priority: 0 }
+    }
+
+    /// A column of figures.
+    pub fn right(title: impl AsRef<str>) -> Self {
+        Self { right: true, ..Self::left(title) }
+    }
+
+    /// A column of sentences, which wrap at words.
+    pub fn text(title: impl AsRef<str>) -> Self {
+        Self { wraps: true, ..Self::left(title) }
+    }
+
+    /// Where a screen is too narrow, columns with the highest number are left out first; those with 0 always stay.
+    #[must_use]
+    pub fn priority(self, priority: u8) -> Self {
+        Self { priority, ..self }
+    }
+}
+
+/// What stands in one place of a table.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Cell {
+    text: String,
+    bold: bool,
+}
+
+impl Cell {
+    /// A cell in bold if `bold`.
+    pub fn bold_if(bold: bool, text: impl AsRef<str>) -> Self {
+        Self { text: visible(text.as_ref()).into_owned(), bold }
+    }
+
+    /// A figure, or a dash where there is none.
+    pub fn or_dash(text: Option<impl AsRef<str>>) -> Self {
+        text.map_or_else(|| Self::bold_if(false, "-"), |text| Self::bold_if(false, text))
+    }
+}
+
+impl<T: AsRef<str>> From<T> for Cell {
+    fn from(text: T) -> Self {
+        Self::bold_if(false, text)
+    }
+}
+
+/// Rows under a header.
+#[derive(Clone, Debug)]
+pub struct Table {
+    columns: Vec<Column>,
+    rows: Vec<Vec<Cell>>,
+}
+
+/// Which columns are shown, and how wide each is.
+struct Layout {
+    shown: Vec<usize>,
+    widths: Vec<usize>,
+}
+
+impl Table {
+    /// A table without rows.
+    pub fn new(columns: impl IntoIterator<Item = Column>) -> Self {
+        Self { columns: columns.into_iter().collect(), rows: Vec::new() }
+    }
+
+    /// Adds a row; what is missing at its end is empty.
+    pub fn row<C: Into<Cell>>(&mut self, cells: impl IntoIterator<Item = C>) {
+        let mut row: Vec<Cell> = cells.into_iter().map(Into::into).collect();
+        row.resize(self.columns.len(), Cell::default());
+        self.rows.push(row);
+    }
+
+    /// The table for a screen, and the titles of columns for which it has no room.
+    #[must_use]
+    pub fn show(&self, screen: Screen) -> (String, Vec<String>) {
+        let layout = self.layout(screen.width);
+        let gone = (0..self.columns.len()).filter(|at| !layout.shown.contains(at));
+        let gone = gone.map(|at| self.columns[at].title.clone()).collect();
+        (self.draw(&layout, screen.styled), gone)
+    }
+
+    /// The widest text of a column, its title left out.
+    fn contents(&self, column: usize) -> usize {
+        self.rows.iter().map(|row| row[column].text.width()).max().unwrap_or(0)
+    }
+
+    /// The least width in which a column breaks no word.
+    fn least(&self, column: usize) -> usize {
+        let word = |text: &str| text.split(' ').map(UnicodeWidthStr::width).max().unwrap_or(0);
+        let title = word(&self.columns[column].title);
+        if !self.columns[column].wraps {
+            return title.max(self.contents(column));
+        }
+        let longest = self.rows.iter().map(|row| word(&row[column].text)).max().unwrap_or(0);
+        title.max(longest).max(TEXT.min(self.contents(column)))
+    }
+
+    fn layout(&self, width: Option<usize>) -> Layout {
+        let mut shown: Vec<usize> = (0..self.columns.len()).collect();
+        let total = |widths: &[usize]| widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1);
+        loop {
+            let wanted = |at: &usize| self.contents(*at).max(self.columns[*at].title.width());
+            let wanted: Vec<usize> = shown.iter().map(wanted).collect();
+            let room = width.unwrap_or(usize::MAX);
+            if total(&wanted) <= room {
+                return Layout { shown, widths: wanted };
+            }
+            let mut widths: Vec<usize> = shown.iter().map(|at| self.least(*at)).collect();
+            if total(&widths) <= room {
+                // Titles get their line back from left to right as far as there is room; what is left is for sentences.
+                let mut spare = room - total(&widths);
+                let last = |at: &usize| self.columns[shown[*at]].wraps;
+                let mut order: Vec<usize> = (0..shown.len()).collect();
+                order.sort_by_key(last);
+                for at in order {
+                    let more = wanted[at] - widths[at];
+                    if more <= spare || self.columns[shown[at]].wraps {
+                        widths[at] += more.min(spare);
+                        spare -= more.min(spare);
+                    }
+                }
+                return Layout { shown, widths };
+            }
+            let lowest = shown.iter().rev().max_by_key(|at| self.columns[**at].priority).copied();
+            match lowest.filter(|at| self.columns[*at].priority > 0) {
+                Some(lowest) => shown.retain(|at| *at != lowest),
+                None => {
+                    // Nothing else helps: the widest column makes room, and its words wrap.
+                    while total(&widths) > room {
+                        let Some(widest) = (0..widths.len()).max_by_key(|at| widths[*at]) else { break };
+                        if widths[widest] <= 1 {
+                            break;
+                        }
+                        widths[widest] -= 1;
+                    }
+                    return Layout { shown, widths };
+                }
+            }
+        }
+    }
+
+    /// Whether the screen holds all columns without a word broken.
+    fn fits(&self, width: Option<usize>) -> bool {
+        let least: usize = (0..self.columns.len()).map(|at| self.least(at)).sum();
+        width.is_none_or(|width| least + GAP * self.columns.len().saturating_sub(1) <= width)
+    }
+
+    fn draw(&self, layout: &Layout, styled: bool) -> String {
+        let mut table = comfy_table::Table::new();
+        // One line under the header; lines between rows would double the length of a report.
+        let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
+        table.load_style(style).set_content_arrangement(ContentArrangement::Disabled);
+        let cell = |text: &str, bold: bool, width: usize| {
+            let cell = comfy_table::Cell::new(wrapped(text, Some(width), 0));
+            if bold { cell.add_attribute(Attribute::Bold) } else { cell }
+        };
+        let places = || layout.shown.iter().zip(&layout.widths);
+        table.set_header(places().map(|(at, width)| cell(&self.columns[*at].title, true, *width)));
+        for row in &self.rows {
+            table.add_row(places().map(|(at, width)| cell(&row[*at].text, row[*at].bold, *width)));
+        }
+        for ((number, column), (at, width)) in table.column_iter_mut().enumerate().zip(places()) {
+            // The style has one column of its own between two of the table's.
+            let gap = if number == 0 { 0 } else { GAP - 1 };
+            // CAST: a screen's width and a gap of two.
+            column.set_padding((gap as u16, 0));
+            column.set_constraint(ColumnConstraint::Absolute(Width::Fixed((width + gap) as u16)));
+            if self.columns[*at].right {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+        }
+        if styled {
+            table.enforce_styling()
+        } else {
+            table.force_no_tty()
+        };
+        let lines: Vec<String> = table.lines().map(|line| line.trim_end().to_owned()).collect();
+        lines.join("\n")
+    }
+}
+
+/// Allocators, or whatever is compared, side by side, with metrics going down.
+#[derive(Clone, Debug)]
+pub struct Comparison {
+    corner: String,
+    subjects: Vec<String>,
+    metrics: Vec<(String, Vec<Cell>)>,
+}
+
+impl Comparison {
+    /// A comparison without metrics; `corner` is the title of their names.
+    pub fn new<S: AsRef<str>>(corner: &str, subjects: impl IntoIterator<Item = S>) -> Self {
+        let subjects = subjects.into_iter().map(|subject| subject.as_ref().to_owned()).collect();
+        Self { corner: corner.to_owned(), subjects, metrics: Vec::new() }
+    }
+
+    /// Adds a metric with a cell for each subject.
+    pub fn metric<C: Into<Cell>>(&mut self, name: impl AsRef<str>, cells: impl IntoIterator<Item = C>) {
+        let mut cells: Vec<Cell> = cells.into_iter().map(Into::into).collect();
+        cells.resize(self.subjects.len(), Cell::default());
+        self.metrics.push((name.as_ref().to_owned(), cells));
+    }
+
+    /// Adds a metric of which the smallest value is the best: it is in bold where the values differ. What has no value
+    /// is not ranked.
+    pub fn ranked<C: AsRef<str>>(&mut self, name: impl AsRef<str>, cells: impl IntoIterator<Item = (C, Option<f64>)>) {
+        let cells: Vec<(C, Option<f64>)> = cells.into_iter().collect();
+        let values = || cells.iter().filter_map(|(_, value)| *value).filter(|value| value.is_finite());
+        let best = values().fold(f64::INFINITY, f64::min);
+        let differ = values().any(|value| value != best);
+        let cell = |(text, value): &(C, Option<f64>)| Cell::bold_if(differ && *value == Some(best), text);
+        self.metric(name, cells.iter().map(cell).collect::<Vec<Cell>>());
+    }
+
+    /// The tables for a screen: as many subjects in each as it has room for, four at most.
+    #[must_use]
+    pub fn show(&self, screen: Screen) -> String {
+        let mut tables: Vec<String> = Vec::new();
+        let mut from = 0;
+        while from < self.subjects.len() {
+            let left = self.subjects.len() - from;
+            let mut count = left.min(SIDE_BY_SIDE);
+            let mut table = self.part(from, count);
+            while count > 1 && !table.fits(screen.width) {
+                count -= 1;
+                table = self.part(from, count);
+            }
+            tables.push(table.show(screen).0);
+            from += count;
+        }
+        tables.join("\n\n")
+    }
+
+    fn part(&self, from: usize, count: usize) -> Table {
+        let subjects = self.subjects[from..from + count].iter().map(Column::right);
+        let mut table = Table::new(std::iter::once(Column::left(&self.corner)).chain(subjects));
+        for (name, cells) in &self.metrics {
+            table.row(std::iter::once(Cell::from(name)).chain(cells[from..from + count].iter().cloned()));
+        }
+        table
+    }
+}
+
+impl From<&Cell> for Cell {
+    fn from(cell: &Cell) -> Self {
+        cell.clone()
+    }
+}

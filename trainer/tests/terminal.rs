@@ -1,0 +1,161 @@
+//! What is printed: tables that fit their screen, nothing that a terminal would act on.
+
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+use trainer::terminal::{Cell, Column, Comparison, Page, Screen, Table};
+use unicode_width::UnicodeWidthStr;
+
+fn screen(width: usize) -> Screen {
+    Screen { width: Some(width), styled: false }
+}
+
+const UNBOUNDED: Screen = Screen { width: None, styled: false };
+
+fn table() -> Table {
+    let mut table = Table::new([
+        Column::left("path"),
+        Column::right("driver allocations").priority(1),
+        Column::right("p50"),
+        Column::right("p99").priority(3),
+        Column::right("longest of all").priority(2),
+    ]);
+    table.row(["split", "12345", "1.50 us", "25.4 us", "2.24 ms"]);
+    table.row([
+        Cell::from("driver_alloc"),
+        Cell::from("3"),
+        Cell::bold_if(true, "33.0 us"),
+        Cell::or_dash(None::<&str>),
+    ]);
+    table
+}
+
+#[test]
+fn columns_that_have_no_room_go_by_priority_and_are_named() {
+    let shown = |width: usize| {
+        let (text, gone) = table().show(screen(width));
+        assert!(text.lines().all(|line| line.width() <= width), "{width}:\n{text}");
+        (text, gone)
+    };
+    assert_eq!(table().show(UNBOUNDED), shown(70), "what fits stays as it is");
+    assert!(shown(70).0.contains("driver allocations"), "a title stays on its line where there is room");
+    let (text, _) = shown(60);
+    assert!(text.contains("driver allocations") && !text.contains("longest of all"), "{text}");
+    let (text, gone) = shown(53);
+    assert!(gone.is_empty() && text.contains("allocations") && !text.contains("driver allocations"), "{text}");
+    assert_eq!(shown(52).1, [""; 0]);
+    assert_eq!(shown(51).1, ["p99"]);
+    assert_eq!(shown(42).1, ["p99", "longest of all"]);
+    assert_eq!(shown(33).1, ["driver allocations", "p99", "longest of all"]);
+    for width in 24..80 {
+        let (text, _) = shown(width);
+        for word in ["split", "driver_alloc", "33.0 us", "1.50 us"] {
+            assert!(text.contains(word), "{word} is broken at {width}:\n{text}");
+        }
+    }
+    let mut page = Page::new(screen(42));
+    page.table(&table());
+    let end = "no room for: p99, longest of all; --json\n  has everything\n";
+    assert!(page.text().ends_with(end), "{}", page.text());
+}
+
+#[test]
+fn subjects_stand_side_by_side_and_the_best_is_bold() {
+    let names = ["naive", "caching", "stream-ordered", "stream-ordered --release-threshold 0 --sync step", "another"];
+    let mut comparison = Comparison::new("metric", names);
+    comparison
+        .ranked("step", [("25 us", Some(25.0)), ("9 us", Some(9.0)), ("9 us", Some(9.0)), ("-", None), ("8 us", None)]);
+    comparison.ranked("loss", [("1", Some(1.0)); 5]);
+    comparison.metric("driver calls a batch", ["1", "2", "3", "4", "5"]);
+    for width in [40, 60, 80, 100, 200] {
+        let text = comparison.show(screen(width));
+        assert!(text.lines().all(|line| line.width() <= width), "{width}:\n{text}");
+        for name in names {
+            let words = || name.split(' ').all(|word| text.contains(word));
+            assert!(words(), "{name} is missing or broken at {width}:\n{text}");
+        }
+        let tables = text.matches("driver calls a batch").count();
+        assert_eq!(tables, if width >= 80 { 2 } else { tables.max(2) }, "{width}:\n{text}");
+    }
+    let styled = comparison.show(Screen { width: Some(100), styled: true });
+    let line = styled.lines().find(|line| line.starts_with("step")).unwrap();
+    let bold: Vec<&str> =
+        line.split("\u{1b}[1m").skip(1).map(|part| part.split('\u{1b}').next().unwrap().trim()).collect();
+    assert_eq!(bold, ["9 us", "9 us"], "{styled}");
+    let loss = styled.lines().find(|line| line.starts_with("loss")).unwrap();
+    assert!(!loss.contains('\u{1b}'), "where all are equal none is the best: {loss:?}");
+    assert!(!comparison.show(screen(100)).contains('\u{1b}'));
+}
+
+#[test]
+fn sentences_wrap_at_words_and_commands_can_be_pasted() {
+    let text = "caching asked the driver 3 times, never after step 1; naive 24,866 times";
+    let mut page = Page::new(screen(30));
+    page.note(text);
+    page.end("Done.", "experiments compare --device sim --dataset iris --epochs 2");
+    let (note, end) = page.text().split_once("\n\n").unwrap();
+    assert!(page.text().lines().all(|line| line.width() <= 30), "{}", page.text());
+    assert_eq!(note.split_whitespace().collect::<Vec<_>>().join(" "), text);
+    let command = end.strip_prefix("Done.\nNext: ").unwrap().replace("\\\n", "");
+    let words: Vec<&str> = command.split_whitespace().collect();
+    assert_eq!(words.join(" "), "experiments compare --device sim --dataset iris --epochs 2");
+    // What no screen cuts stays on its line.
+    let mut page = Page::new(UNBOUNDED);
+    page.note(text);
+    assert_eq!(page.text(), format!("{text}\n"));
+    // A word that is longer than the screen is wide is all that is ever broken.
+    let mut page = Page::new(screen(20));
+    page.line(format!("see {}", "x".repeat(45)));
+    assert!(page.text().lines().all(|line| line.width() <= 20), "{}", page.text());
+}
+
+#[test]
+fn what_comes_from_outside_is_made_visible_in_every_part_of_a_page() {
+    let hostile = "a\u{1b}]0;title\u{7}\u{9b}2J\u{202e}b\nc";
+    let mut table = Table::new([Column::text(hostile), Column::right(hostile)]);
+    table.row([hostile, hostile]);
+    let mut comparison = Comparison::new(hostile, [hostile]);
+    comparison.metric(hostile, [hostile]);
+    for width in [Some(40), Some(200), None] {
+        let mut page = Page::new(Screen { width, styled: false });
+        page.title(hostile);
+        page.note(hostile);
+        page.labelled(hostile, 9, hostile);
+        page.table(&table);
+        page.comparison(&comparison);
+        page.end(hostile, hostile);
+        let bad = |character: char| character.is_control() && character != '\n' || character == '\u{202e}';
+        assert!(!page.text().contains(bad), "{:?}", page.text());
+        assert!(page.text().contains("\\x1b]0;title\\x07\\x9b2J"), "{}", page.text());
+    }
+}
+
+#[test]
+fn nothing_is_printed_by_another_way() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let mut folders = ["trainer/src", "experiments/src"].map(|folder| root.join(folder)).to_vec();
+    let mut seen = 0;
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            let name = path.strip_prefix(root).unwrap().to_str().unwrap();
+            if name == "trainer/src/terminal.rs" || name.starts_with("trainer/src/terminal/") {
+                continue;
+            }
+            seen += 1;
+            let text = std::fs::read_to_string(&path).unwrap();
+            for way in ["println!(", "stdout().", "stderr().", "stdout(),", "stderr(),", "indicatif"] {
+                // As a call, not as the name of a format.
+                let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+                let found = code.filter(|line| line.contains(way)).count();
+                assert_eq!(found, 0, "{name} prints by {way} past trainer::terminal");
+            }
+        }
+    }
+    assert!(seen > 40, "the sources were not found");
+}
