@@ -37,12 +37,14 @@
 
 mod allocator;
 pub mod backend;
+pub mod budget;
 mod buffer;
 mod bytes;
 pub mod core;
 pub mod device;
 mod error;
 mod graph;
+pub mod input;
 pub mod instrument;
 pub mod output;
 pub mod replay;

@@ -54,6 +54,7 @@ mod history;
 mod op;
 mod ranges;
 mod report;
+mod room;
 mod run;
 mod settings;
 mod windows;
@@ -66,6 +67,7 @@ pub use report::ReplayReport;
 pub use run::{Addresses, ReplaySettings, replay};
 pub use settings::recorded_settings;
 
+use crate::budget::OverBudget;
 use crate::error::{AllocError, DriverError};
 
 /// Largest size that a history may name, in bytes: 256 TiB, beyond any device. Sums over a history stay in 64 bits.
@@ -92,12 +94,15 @@ pub enum ReplayError {
     /// The device failed.
     #[error(transparent)]
     Driver(#[from] DriverError),
+    /// The history needs more memory than its compilation may take.
+    #[error(transparent)]
+    TooLarge(#[from] OverBudget),
 }
 
 impl ReplayError {
     /// Whether the history is at fault and not the device.
     #[must_use]
     pub fn is_bad_input(&self) -> bool {
-        matches!(self, Self::Event { .. } | Self::History(_))
+        matches!(self, Self::Event { .. } | Self::History(_) | Self::TooLarge(_))
     }
 }

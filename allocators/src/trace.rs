@@ -16,6 +16,7 @@ mod pickle;
 mod read;
 mod rmm;
 mod segment;
+mod settings;
 mod snapshot_json;
 mod stalloc;
 mod write;

@@ -5,6 +5,7 @@
 #[path = "common/mutate.rs"]
 mod mutate;
 
+use allocators::budget::Budget;
 use allocators::trace::{Format, ReadOptions, read_from};
 use mutate::{mutations, seeds};
 use std::path::Path;
@@ -15,7 +16,7 @@ const ROUNDS: u64 = 1500;
 fn parse(bytes: &[u8], formats: &[Format]) -> u32 {
     let mut sound = 0;
     for format in formats.iter().copied().map(Some).chain([None]) {
-        let options = ReadOptions { format, memory_limit: 1 << 26 };
+        let options = ReadOptions { format, budget: Budget::new(1 << 26) };
         match read_from(Box::new(bytes), &options, &mut |_| Ok(())) {
             Ok(_) => sound += 1,
             Err(error) => assert!(!error.to_string().contains('\n'), "an error is one line: {error}"),

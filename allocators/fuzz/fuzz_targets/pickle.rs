@@ -1,6 +1,7 @@
 //! PyTorch's snapshots as pickles.
 #![no_main]
 
+use allocators::budget::Budget;
 use allocators::trace::{Format, ReadOptions, read_from};
 use libfuzzer_sys::fuzz_target;
 
@@ -8,7 +9,7 @@ fuzz_target!(|bytes: &[u8]| {
     // By its content, and as what it is meant to be.
     let formats: &[Format] = &[Format::SnapshotPickle];
     for format in formats.iter().copied().map(Some).chain([None]) {
-        let options = ReadOptions { format, memory_limit: 1 << 26 };
+        let options = ReadOptions { format, budget: Budget::new(1 << 26) };
         if let Err(error) = read_from(Box::new(bytes), &options, &mut |_| Ok(())) {
             assert!(!error.to_string().contains('\n'), "an error is one line");
         }

@@ -5,12 +5,13 @@ use super::ranges::Ranges;
 use super::windows::{Cause, Completion, End, SegmentEvent, Window};
 use super::{MAX_BYTES, ReplayError};
 use crate::allocator::GUARANTEED_ALIGN;
+use crate::budget::{Budget, Claim};
 use crate::steps;
 use crate::trace::{Action, Event};
 use std::collections::{BTreeMap, HashMap};
 
 #[derive(Clone, Copy, Debug)]
-struct Live {
+pub(super) struct Live {
     bytes: u64,
     stream: u32,
     slot: u32,
@@ -39,7 +40,8 @@ pub(super) struct OpenWindow {
     pub(super) end: End,
 }
 
-/// Takes events one at a time. Memory is bounded by what the history makes live at once and by its length.
+/// Takes events one at a time. Memory is what the history makes live at once and 16 to 40 bytes for each
+/// event, all of it claimed from a [budget](Self::within).
 #[derive(Debug)]
 pub struct HistoryBuilder {
     device: Option<u16>,
@@ -51,9 +53,9 @@ pub struct HistoryBuilder {
     pub(super) segments: Vec<SegmentEvent>,
     /// Recorded handles in the order of appearance.
     pub(super) streams: HashMap<u64, u32>,
-    live: BTreeMap<u64, Live>,
-    seen: Ranges,
-    spare_slots: Vec<u32>,
+    pub(super) live: BTreeMap<u64, Live>,
+    pub(super) seen: Ranges,
+    pub(super) spare_slots: Vec<u32>,
     pub(super) slots: u32,
     /// Address and operation of the free that the last event requested.
     pub(super) just_freed: Option<(u64, u32)>,
@@ -61,10 +63,10 @@ pub struct HistoryBuilder {
     pub(super) waiting: HashMap<u64, u32>,
     /// Operations of all frees that did not complete at once, in order.
     pub(super) deferred: Vec<u32>,
-    window: Window,
+    pub(super) window: Window,
     pub(super) open: Vec<OpenWindow>,
     /// Segments that the history made, by address.
-    held: BTreeMap<u64, u64>,
+    pub(super) held: BTreeMap<u64, u64>,
     reserved: u64,
     pub(super) unknown: Vec<Unknown>,
     pub(super) complete: bool,
@@ -75,6 +77,10 @@ pub struct HistoryBuilder {
     allocated: u64,
     current: i64,
     pub(super) highest: i64,
+    /// For the lists.
+    pub(super) claim: Claim,
+    /// For the maps.
+    pub(super) maps: Claim,
 }
 
 pub(super) fn wrong(number: u64, what: impl Into<String>) -> ReplayError {
@@ -85,6 +91,7 @@ impl HistoryBuilder {
     /// A compiler for the events of one device (`None`: there must be only one).
     #[must_use]
     pub fn new(device: Option<u16>) -> Self {
+        let budget = Budget::default();
         Self {
             device,
             chosen: device.is_some(),
@@ -114,6 +121,8 @@ impl HistoryBuilder {
             allocated: 0,
             current: 0,
             highest: 0,
+            claim: budget.claim(),
+            maps: budget.claim(),
         }
     }
 
@@ -128,6 +137,7 @@ impl HistoryBuilder {
     /// # Errors
     /// [`ReplayError::Event`] for an event that contradicts earlier ones (blocks that overlap, a block freed twice or
     /// with another size), for a size above [`MAX_BYTES`], and for more than [`MAX_STREAMS`] streams.
+    /// [`ReplayError::TooLarge`] when the [budget](Self::within) is used up.
     pub fn push(&mut self, event: &Event) -> Result<(), ReplayError> {
         self.number += 1;
         steps::count(1);
@@ -140,6 +150,7 @@ impl HistoryBuilder {
             return Err(wrong(self.number, what));
         }
         self.events += 1;
+        self.make_room()?;
         if self.ops.len() >= BY_DEVICE as usize - 4 {
             return Err(wrong(self.number, "the history has more than four billion operations"));
         }
@@ -381,10 +392,11 @@ impl HistoryBuilder {
     /// Says when frees completed that the allocator found since the client's last event. Where segments went back the
     /// reason depends on the settings, which snapshots name after the events, so that waits for the end.
     pub(super) fn close_window(&mut self, end: End) {
-        let window = std::mem::take(&mut self.window);
-        if window.is_empty() && !(matches!(end, End::Refused { .. }) && window.before.is_some()) {
+        if self.window.is_empty() && !(matches!(end, End::Refused { .. }) && self.window.before.is_some()) {
+            self.window.before = None;
             return;
         }
+        let window = std::mem::take(&mut self.window);
         let open = window.may_be_trim(end).then(|| self.next_op());
         if open.is_some() {
             // Where `empty_cache` stands, if that is what it was.
@@ -398,6 +410,7 @@ impl HistoryBuilder {
             None => {
                 let cause = if matches!(end, End::Refused { .. }) { Cause::Retry } else { Cause::Nothing };
                 self.complete(&window, cause, op);
+                self.reuse(window);
             }
         }
     }

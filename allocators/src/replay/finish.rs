@@ -16,13 +16,15 @@ impl HistoryBuilder {
     /// # Errors
     /// [`ReplayError::Event`] for a free of what was never allocated if that was [not
     /// expected](Self::expect_complete), and [`ReplayError::History`] when deferred frees need more than
-    /// [`MAX_STREAMS`] further streams.
+    /// [`MAX_STREAMS`] further streams. [`ReplayError::TooLarge`] when the [budget](Self::within) is used up.
     pub fn finish(mut self, settings: &CachingSettings) -> Result<History, ReplayError> {
+        self.make_room()?;
         if let Some((addr, op)) = self.just_freed.take() {
             self.waiting.insert(addr, op);
             self.deferred.push(op);
         }
         self.close_window(End::Other);
+        self.make_room_to_finish()?;
         self.explain(settings);
         if let Some(unknown) = self.unknown.first().filter(|_| self.complete) {
             let what = format!("free of {} bytes at {:#x}, which were never allocated", unknown.bytes, unknown.addr);
@@ -37,6 +39,8 @@ impl HistoryBuilder {
         let prologue = self.unknown.len() as u64;
         let before: i64 = self.unknown.iter().map(|block| block.bytes.cast_signed()).sum();
         self.add_prologue();
+        // The history holds it.
+        self.claim.keep();
         let client = |op: &&Op| !matches!(op.kind(), Kind::Nothing | Kind::Refused);
         Ok(History {
             operations: self.ops.iter().filter(client).count() as u64,

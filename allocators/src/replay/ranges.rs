@@ -13,6 +13,11 @@ impl Ranges {
         self.0.range(..end).next_back().is_some_and(|(_, &last)| last > start)
     }
 
+    /// Number of ranges.
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// Adds `start..end`. O(log n) for each range that it joins.
     pub(super) fn insert(&mut self, mut start: u64, mut end: u64) {
         if let Some((&before, &last)) = self.0.range(..=start).next_back()

@@ -1,6 +1,7 @@
 //! A million of whatever a file can hold takes a number of steps that is near a million.
 
 mod compilation;
+mod reading;
 
 use std::cell::Cell;
 

@@ -1,5 +1,6 @@
 //! What is wrong with a file of events, where, and how to mend it.
 
+use crate::budget::OverBudget;
 use std::fmt;
 use std::path::PathBuf;
 
@@ -19,6 +20,11 @@ impl ReadError {
     /// An error at a place; [`read`](super::read) enters the file.
     pub(crate) fn at(place: Place, problem: Problem) -> Self {
         Self { path: PathBuf::new(), place, problem }
+    }
+
+    /// A refused claim at a place.
+    pub(crate) fn over(place: Place, over: OverBudget) -> Self {
+        Self::at(place, Problem::TooLarge(over))
     }
 
     /// An error of the content at a place.
@@ -92,11 +98,8 @@ pub enum Problem {
     #[error("{0}")]
     Content(String),
     /// More than the reader may keep in memory.
-    #[error("the file needs more than {limit} bytes of memory to read; if it is sound, allow more")]
-    TooLarge {
-        /// [`ReadOptions::memory_limit`](super::ReadOptions::memory_limit).
-        limit: u64,
-    },
+    #[error(transparent)]
+    TooLarge(#[from] OverBudget),
     /// Whoever takes the events wants no more.
     #[error("{0}")]
     Stopped(Box<dyn std::error::Error + Send + Sync>),

@@ -1,6 +1,9 @@
 //! Bytes of a file, unpacked if it is compressed, through one buffer.
 
 use super::error::{Place, Problem, ReadError};
+use crate::Bytes;
+use crate::budget::{Budget, Claim};
+use crate::steps;
 use flate2::bufread::MultiGzDecoder;
 use liblzma::bufread::XzDecoder;
 use liblzma::stream::{CONCATENATED, Stream};
@@ -9,8 +12,8 @@ use std::io::{BufRead, BufReader, ErrorKind, Read};
 /// Size of the buffer, which is the most that [`Input::ensure`] can give at once.
 const BUFFER: usize = 1 << 18;
 
-/// Memory that unpacking xz may take: four times what `xz -9` asks for.
-const XZ_MEMORY: u64 = 256 << 20;
+/// Memory that unpacking xz may take, where that is no more than a quarter of the budget: twice what `xz -9` asks for.
+const XZ_MEMORY: u64 = 128 << 20;
 
 /// A reader that knows how far it is.
 pub(crate) struct Input<'a> {
@@ -22,11 +25,14 @@ pub(crate) struct Input<'a> {
     end: usize,
     /// Offset of the buffer's first byte.
     base: u64,
+    /// For unpacking xz.
+    unpacking: Claim,
 }
 
 impl<'a> Input<'a> {
     /// Reads `source`, which is unpacked if it begins like a gzip or xz file.
-    pub(crate) fn new(source: Box<dyn Read + 'a>) -> Result<Self, ReadError> {
+    pub(crate) fn new(source: Box<dyn Read + 'a>, budget: &Budget) -> Result<Self, ReadError> {
+        let mut unpacking = budget.claim();
         let io = |error| ReadError::at(Place::Whole, Problem::Io(error));
         let mut packed = BufReader::with_capacity(BUFFER, source);
         // The buffer is empty, so one call is enough for whatever the source gives at once; a pipe may give less.
@@ -43,13 +49,16 @@ impl<'a> Input<'a> {
         let source: Box<dyn Read + 'a> = if gzip {
             Box::new(MultiGzDecoder::new(whole))
         } else if xz {
-            let stream = Stream::new_stream_decoder(XZ_MEMORY, CONCATENATED)
-                .map_err(|error| io(std::io::Error::other(error)))?;
+            let memory = XZ_MEMORY.min(budget.limit() / 4);
+            // CAST: at most `XZ_MEMORY`.
+            unpacking.add(memory as usize).map_err(|over| ReadError::over(Place::Whole, over))?;
+            let stream =
+                Stream::new_stream_decoder(memory, CONCATENATED).map_err(|error| io(std::io::Error::other(error)))?;
             Box::new(XzDecoder::new_stream(whole, stream))
         } else {
             Box::new(whole)
         };
-        Ok(Self { source, buffer: vec![0; BUFFER], at: 0, end: 0, base: 0 })
+        Ok(Self { source, buffer: vec![0; BUFFER], at: 0, end: 0, base: 0, unpacking })
     }
 
     /// Offset of the next byte.
@@ -66,23 +75,40 @@ impl<'a> Input<'a> {
 
     #[cold]
     fn fill(&mut self, count: usize) -> Result<bool, ReadError> {
-        self.buffer.copy_within(self.at..self.end, 0);
-        // CAST: an index into the buffer.
-        self.base += self.at as u64;
-        self.end -= self.at;
-        self.at = 0;
-        while self.end < count {
+        // A source may give one byte at a time, so what is here moves only where the buffer's end is near.
+        if self.at == self.end || self.at + count > BUFFER || BUFFER - self.end < BUFFER / 4 {
+            steps::count(self.end - self.at);
+            self.buffer.copy_within(self.at..self.end, 0);
+            // CAST: an index into the buffer.
+            self.base += self.at as u64;
+            self.end -= self.at;
+            self.at = 0;
+        }
+        while self.end - self.at < count {
             match self.source.read(&mut self.buffer[self.end..]) {
                 Ok(0) => return Ok(false),
                 Ok(read) => self.end += read,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // CAST: as above.
-                Err(error) => {
-                    return Err(ReadError::at(Place::Byte(self.base + self.end as u64), Problem::Io(error)));
-                }
+                Err(error) => return Err(self.failed(error)),
             }
         }
         Ok(true)
+    }
+
+    fn failed(&self, error: std::io::Error) -> ReadError {
+        // CAST: an index into the buffer.
+        let place = Place::Byte(self.base + self.end as u64);
+        let lzma = error.get_ref().and_then(|error| error.downcast_ref::<liblzma::stream::Error>());
+        if lzma == Some(&liblzma::stream::Error::MemLimit) {
+            let memory = Bytes(self.unpacking.bytes());
+            return ReadError::content(
+                place,
+                format!(
+                    "unpacking takes more than {memory}; unpack it first with xz -d, or allow more with --read-memory"
+                ),
+            );
+        }
+        ReadError::at(place, Problem::Io(error))
     }
 
     /// What is in the buffer.

@@ -2,6 +2,7 @@
 
 use super::error::{Place, ReadError};
 use super::input::Input;
+use crate::steps;
 
 /// Longest line that is read, in bytes; what the formats here write is a thousandth of it.
 pub(super) const LONGEST_LINE: usize = 1 << 16;
@@ -44,6 +45,7 @@ impl<'r, 'i> Lines<'r, 'i> {
         let mut searched = 0;
         loop {
             let bytes = self.input.buffered();
+            steps::count(1);
             if let Some(found) = bytes[searched..].iter().position(|byte| *byte == b'\n') {
                 let length = searched + found;
                 if length <= LONGEST_LINE {

@@ -5,11 +5,12 @@
 //! an address of its own, one behind the other. Times are the file's, counted from its earliest if that is negative;
 //! at equal times what ends goes before what begins. Source: minimalloc `src/converter.cc`.
 
-use super::error::{Place, Problem};
+use super::error::Place;
 use super::input::Input;
 use super::lines::{Lines, clip, columns, fields};
 use super::read::emit_free;
 use super::{Action, Event, Format, ReadError, ReadOptions, Sink, Summary};
+use crate::steps;
 
 /// Names of the columns that are read.
 pub(super) const COLUMNS: [&str; 3] = ["lower", "upper", "size"];
@@ -28,10 +29,7 @@ pub(super) fn read(input: &mut Input<'_>, options: &ReadOptions, sink: &mut Sink
     let header = lines.next()?.unwrap_or_default().to_owned();
     let needed = columns(&header, COLUMNS).map_err(|text| lines.content(text))?;
     let offset = header.split(',').position(|column| column.trim() == "offset");
-    // A row and its two places in the order of events.
-    let cost = size_of::<Row>() + 2 * size_of::<(i64, bool, u32)>();
-    // CAST: a size in memory.
-    let most = u32::try_from(options.memory_limit / cost as u64).unwrap_or(u32::MAX) as usize;
+    let mut claim = options.budget.claim();
     let mut rows: Vec<Row> = Vec::new();
     let mut next = 0_u64;
     while let Some(line) = lines.next()? {
@@ -39,11 +37,11 @@ pub(super) fn read(input: &mut Input<'_>, options: &ReadOptions, sink: &mut Sink
             Ok(row) => row,
             Err(text) => return Err(lines.content(text)),
         };
-        if rows.len() >= most {
-            return Err(ReadError::at(lines.place(), Problem::TooLarge { limit: options.memory_limit }));
-        }
-        rows.push(row);
+        let kept = claim.push(&mut rows, row);
+        kept.map_err(|over| ReadError::over(lines.place(), over))?;
     }
+    let order = 2 * rows.len() * size_of::<(i64, bool, u32)>();
+    claim.add(order).map_err(|over| ReadError::over(Place::Whole, over))?;
     emit(&rows, sink)
 }
 
@@ -77,6 +75,7 @@ fn parse(line: &str, needed: [usize; 3], offset: Option<usize>, next: &mut u64) 
 fn emit(rows: &[Row], sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
     let mut summary = Summary::new(Format::MinimallocCsv);
     let mut order: Vec<(i64, bool, u32)> = Vec::with_capacity(2 * rows.len());
+    steps::count(rows.len());
     for (number, row) in (0_u32..).zip(rows) {
         order.push((row.lower, true, number));
         order.push((row.upper, false, number));

@@ -3,12 +3,14 @@
 //! A pickle is a program for a stack machine that can call any Python function. This machine knows only the
 //! instructions that build data; those that name or call something are refused by name. It runs through the file once:
 //! an event becomes an [`Event`](super::Event) when it is appended to its device's list and is then forgotten, and stack
-//! frames are never built. What stays is the memo, 16 bytes for each thing that the file may refer back to.
+//! frames are never built. What stays is the memo, 16 bytes for each thing that the file may refer back to, and
+//! it is claimed from the budget.
 //!
 //! Source: Python's `Lib/pickle.py` and `pickletools.py`; the structure is that of
 //! `torch/csrc/cuda/Module.cpp`, whose two writers (Python's pickler and PyTorch's own) are both understood.
 
 mod machine;
+mod settings;
 mod snapshot;
 mod store;
 mod words;

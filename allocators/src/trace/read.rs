@@ -3,6 +3,7 @@
 use super::error::{Place, Problem, ReadError};
 use super::input::Input;
 use super::{Action, Event, Segment, jsonl, lines, minimalloc, pickle, rmm, snapshot_json, stalloc};
+use crate::budget::Budget;
 use std::io::Read;
 use std::path::Path;
 
@@ -39,19 +40,13 @@ impl Format {
 }
 
 /// How to read.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct ReadOptions {
     /// The format; `None` tells it by the content.
     pub format: Option<Format>,
-    /// Most bytes that a reader may keep besides its buffers. A snapshot's events are not kept, but what it may refer
-    /// back to is: some 50 bytes an event. Default 1 GiB.
-    pub memory_limit: u64,
-}
-
-impl Default for ReadOptions {
-    fn default() -> Self {
-        Self { format: None, memory_limit: 1 << 30 }
-    }
+    /// What a reader may keep besides its buffers, which take less than 2 MiB. A snapshot's events are not kept, but
+    /// what it may refer back to is: some 50 bytes an event. What the [`Summary`] holds stays claimed. Default 1 GiB.
+    pub budget: Budget,
 }
 
 /// What a file held besides its events.
@@ -132,7 +127,7 @@ pub fn read(path: &Path, options: &ReadOptions, sink: &mut Sink<'_>) -> Result<S
 /// # Errors
 /// Those of [`read`].
 pub fn read_from(source: Box<dyn Read + '_>, options: &ReadOptions, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
-    let mut input = Input::new(source)?;
+    let mut input = Input::new(source, &options.budget)?;
     let format = match options.format {
         Some(format) => format,
         None => detect(&mut input)?,

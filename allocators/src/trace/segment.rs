@@ -75,6 +75,17 @@ impl Segment {
         self.sum(|block| if block.state == BlockState::Free { 0 } else { block.requested_size })
     }
 
+    /// Older snapshots give no addresses of blocks, which are 0 then; they lie one behind the other.
+    pub(super) fn place_blocks(&mut self) {
+        let mut address = self.address;
+        for block in &mut self.blocks {
+            if block.address == 0 {
+                block.address = address;
+            }
+            address = address.wrapping_add(block.size);
+        }
+    }
+
     fn sum(&self, of: impl Fn(&SegmentBlock) -> u64) -> u64 {
         self.blocks.iter().map(of).fold(0, u64::saturating_add)
     }

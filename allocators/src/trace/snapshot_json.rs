@@ -2,117 +2,93 @@
 //!
 //! Events are handed out as they are read. Unknown keys are passed over without being kept.
 
-use super::error::{Place, Problem};
-use super::input::Input;
-use super::pickle::RawEvent;
-use super::{Action, Event, Format, ReadError, ReadOptions, Segment, SegmentBlock, SegmentType, Sink, Summary};
-use crate::snapshot::BlockState;
-use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
-use std::cell::Cell;
-use std::fmt;
-use std::io::Read;
-
-/// Longest string, in bytes, and longest stretch between two strings.
-const LONGEST_RUN: u32 = 1 << 24;
-/// Most bytes of the allocator settings, which are kept.
-const MOST_SETTINGS: u64 = 1 << 20;
-
-/// Reads a snapshot.
-pub(super) fn read(input: &mut Input<'_>, options: &ReadOptions, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
-    let left = Cell::new(u64::MAX);
-    let mut guarded = Guarded { input, run: 0, escaped: false, left: &left };
-    let mut state = State {
-        sink,
-        summary: Summary::new(Format::SnapshotJson),
-        failed: None,
-        left: &left,
-        traced: false,
-        room: options.memory_limit,
-    };
-    let mut json = serde_json::Deserializer::from_reader(&mut guarded);
-    let result = Top(&mut state).deserialize(&mut json).and_then(|()| json.end());
-    let place = Place::Byte(guarded.input.offset());
-    match result {
-        Ok(()) if state.traced => Ok(state.summary),
-        Ok(()) => Err(ReadError::content(place, "the snapshot has no 'device_traces'; it is none, or was cut by hand")),
-        Err(error) => Err(match state.failed {
-            Some(failed) if failed.place == Place::Whole && !matches!(failed.problem, Problem::Stopped(_)) => {
-                ReadError { place, ..failed }
-            }
-            Some(failed) => failed,
-            None if error.is_eof() => ReadError::at(place, Problem::Truncated("the JSON document")),
-            None if error.is_io() => ReadError::at(place, Problem::Io(error.into())),
-            None => ReadError::content(place, format!("{error}; dump the snapshot again")),
-        }),
-    }
-}
-
-/// Bytes with a bound on what the parser can be made to keep.
-struct Guarded<'r, 'i, 'c> {
-    input: &'r mut Input<'i>,
-    /// Bytes since a string began or ended.
-    run: u32,
-    escaped: bool,
-    /// Bytes that may still be read.
-    left: &'c Cell<u64>,
-}
-
-impl Read for Guarded<'_, '_, '_> {
-    #[inline]
-    fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
-        // The parser asks for one byte at a time.
-        let count = match (&mut *out, self.input.buffered().first()) {
-            ([slot], Some(byte)) => {
-                *slot = *byte;
-                self.input.advance(1);
-                1
-            }
-            _ => self.input.read(out)?,
-        };
-        for byte in &out[..count] {
-            self.run += 1;
-            match byte {
-                _ if self.escaped => self.escaped = false,
-                b'\\' => self.escaped = true,
-                b'"' => self.run = 0,
-                _ => {}
-            }
-        }
-        // CAST: a length in memory.
-        let left = self.left.get().saturating_sub(count as u64);
-        self.left.set(left);
-        if self.run > LONGEST_RUN || left == 0 {
-            return Err(std::io::Error::other("a string or the settings are longer than any snapshot's"));
-        }
-        Ok(count)
-    }
-}
-
-struct State<'r, 's, 'c> {
-    sink: &'r mut Sink<'s>,
-    summary: Summary,
-    /// What the sink returned, or an error with a type.
-    failed: Option<ReadError>,
-    left: &'c Cell<u64>,
-    traced: bool,
-    /// Bytes that may still be kept.
-    room: u64,
-}
-
 /// Expands to the part of a [`Visitor`] that says what it wants.
 macro_rules! expecting {
     ($text:literal) => {
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
             f.write_str($text)
         }
     };
 }
 
-/// The outermost dictionary.
-struct Top<'a, 'r, 's, 'c>(&'a mut State<'r, 's, 'c>);
+mod guard;
+mod segments;
+mod settings;
 
-impl<'de> DeserializeSeed<'de> for Top<'_, '_, '_, '_> {
+use self::guard::Guarded;
+use self::segments::Segments;
+use self::settings::{Keep, Node};
+use super::error::{Place, Problem};
+use super::input::Input;
+use super::pickle::RawEvent;
+use super::settings::Room;
+use super::{Action, Event, Format, ReadError, ReadOptions, Sink, Summary};
+use crate::budget::{Claim, OverBudget};
+use crate::steps;
+use serde::Deserialize;
+use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::Value;
+
+/// Reads a snapshot.
+pub(super) fn read(input: &mut Input<'_>, options: &ReadOptions, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
+    let mut guarded = Guarded::new(input);
+    let mut state = State {
+        sink,
+        summary: Summary::new(Format::SnapshotJson),
+        failed: None,
+        over: None,
+        traced: false,
+        claim: options.budget.claim(),
+        room: Room::default(),
+    };
+    let mut json = serde_json::Deserializer::from_reader(&mut guarded);
+    let result = Top(&mut state).deserialize(&mut json).and_then(|()| json.end());
+    let place = Place::Byte(guarded.input.offset());
+    match result {
+        Ok(()) if state.traced => {
+            // The summary holds it.
+            state.claim.keep();
+            Ok(state.summary)
+        }
+        Ok(()) => Err(ReadError::content(place, "the snapshot has no 'device_traces'; it is none, or was cut by hand")),
+        Err(error) => Err(match (state.failed, state.over, guarded.fault) {
+            (Some(failed), ..) => failed,
+            (None, Some(over), _) => ReadError::over(place, over),
+            (None, None, Some(fault)) => ReadError::content(place, fault),
+            _ if error.is_eof() => ReadError::at(place, Problem::Truncated("the JSON document")),
+            _ if error.is_io() => ReadError::at(place, Problem::Io(error.into())),
+            _ => ReadError::content(place, format!("{error}; dump the snapshot again")),
+        }),
+    }
+}
+
+struct State<'r, 's> {
+    sink: &'r mut Sink<'s>,
+    summary: Summary,
+    /// What the sink returned.
+    failed: Option<ReadError>,
+    /// A claim that was refused.
+    over: Option<OverBudget>,
+    traced: bool,
+    /// For the summary.
+    claim: Claim,
+    /// What the settings may still take.
+    room: Room,
+}
+
+impl State<'_, '_> {
+    fn within<T, E: Error>(&mut self, claimed: Result<T, OverBudget>) -> Result<T, E> {
+        claimed.map_err(|over| {
+            self.over = Some(over);
+            E::custom("too large")
+        })
+    }
+}
+
+/// The outermost dictionary.
+struct Top<'a, 'r, 's>(&'a mut State<'r, 's>);
+
+impl<'de> DeserializeSeed<'de> for Top<'_, '_, '_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
@@ -120,33 +96,46 @@ impl<'de> DeserializeSeed<'de> for Top<'_, '_, '_, '_> {
     }
 }
 
-impl<'de> Visitor<'de> for Top<'_, '_, '_, '_> {
+impl<'de> Visitor<'de> for Top<'_, '_, '_> {
     type Value = ();
 
     expecting!("a snapshot's dictionary with 'segments' and 'device_traces'");
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        while let Some(key) = map.next_key::<String>()? {
-            match key.as_str() {
-                "device_traces" => {
+        while let Some(key) = map.next_key()? {
+            match key {
+                Key::DeviceTraces => {
                     self.0.traced = true;
                     map.next_value_seed(Traces(self.0))?;
                 }
-                "segments" => map.next_value_seed(Segments(self.0))?,
-                "allocator_settings" => {
-                    self.0.left.set(MOST_SETTINGS);
-                    self.0.summary.allocator_settings = map.next_value()?;
-                    self.0.left.set(u64::MAX);
+                Key::Segments => map.next_value_seed(Segments(self.0))?,
+                Key::AllocatorSettings => {
+                    let State { room, claim, over, .. } = &mut *self.0;
+                    let mut keep = Keep { room, claim, over };
+                    if let Value::Object(settings) = map.next_value_seed(Node::outermost(&mut keep))? {
+                        self.0.summary.allocator_settings = settings;
+                    }
                 }
-                "external_annotations" => {
+                Key::ExternalAnnotations => {
                     let count: Count = map.next_value()?;
                     self.0.summary.external_annotations = count.0;
                 }
-                _ => drop(map.next_value::<IgnoredAny>()?),
+                Key::Other => drop(map.next_value::<IgnoredAny>()?),
             }
         }
         Ok(())
     }
+}
+
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "snake_case")]
+enum Key {
+    DeviceTraces,
+    Segments,
+    AllocatorSettings,
+    ExternalAnnotations,
+    #[serde(other)]
+    Other,
 }
 
 /// Number of items of a list.
@@ -172,9 +161,9 @@ impl<'de> Deserialize<'de> for Count {
     }
 }
 
-struct Traces<'a, 'r, 's, 'c>(&'a mut State<'r, 's, 'c>);
+struct Traces<'a, 'r, 's>(&'a mut State<'r, 's>);
 
-impl<'de> DeserializeSeed<'de> for Traces<'_, '_, '_, '_> {
+impl<'de> DeserializeSeed<'de> for Traces<'_, '_, '_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
@@ -182,7 +171,7 @@ impl<'de> DeserializeSeed<'de> for Traces<'_, '_, '_, '_> {
     }
 }
 
-impl<'de> Visitor<'de> for Traces<'_, '_, '_, '_> {
+impl<'de> Visitor<'de> for Traces<'_, '_, '_> {
     type Value = ();
 
     expecting!("one list of events for each device");
@@ -198,12 +187,12 @@ impl<'de> Visitor<'de> for Traces<'_, '_, '_, '_> {
 }
 
 /// The events of one device.
-struct Trace<'a, 'r, 's, 'c> {
-    state: &'a mut State<'r, 's, 'c>,
+struct Trace<'a, 'r, 's> {
+    state: &'a mut State<'r, 's>,
     device: u16,
 }
 
-impl<'de> DeserializeSeed<'de> for Trace<'_, '_, '_, '_> {
+impl<'de> DeserializeSeed<'de> for Trace<'_, '_, '_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
@@ -211,7 +200,7 @@ impl<'de> DeserializeSeed<'de> for Trace<'_, '_, '_, '_> {
     }
 }
 
-impl<'de> Visitor<'de> for Trace<'_, '_, '_, '_> {
+impl<'de> Visitor<'de> for Trace<'_, '_, '_> {
     type Value = ();
 
     expecting!("a device's list of events");
@@ -219,6 +208,7 @@ impl<'de> Visitor<'de> for Trace<'_, '_, '_, '_> {
     fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<(), A::Error> {
         let mut number = 0_u64;
         while let Some(fields) = seq.next_element::<Fields>()? {
+            steps::count(1);
             let event = fields.raw().event(self.device).map_err(|field| {
                 A::Error::custom(format_args!("event {number} of device {} has no '{field}'", self.device))
             })?;
@@ -232,7 +222,7 @@ impl<'de> Visitor<'de> for Trace<'_, '_, '_, '_> {
     }
 }
 
-impl Trace<'_, '_, '_, '_> {
+impl Trace<'_, '_, '_> {
     fn emit<E: Error>(&mut self, event: Event) -> Result<(), E> {
         self.state.summary.count(event.device);
         (self.state.sink)(event).map_err(|error| {
@@ -309,108 +299,5 @@ impl<'de> Deserialize<'de> for Handle {
             }
         }
         deserializer.deserialize_u64(Number)
-    }
-}
-
-struct Segments<'a, 'r, 's, 'c>(&'a mut State<'r, 's, 'c>);
-
-impl<'de> DeserializeSeed<'de> for Segments<'_, '_, '_, '_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Segments<'_, '_, '_, '_> {
-    type Value = ();
-
-    expecting!("a list of segments");
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
-        loop {
-            // A segment's blocks are kept before they can be counted, so it may not be longer than what may be kept.
-            self.0.left.set(self.0.room);
-            let next = seq.next_element::<SegmentFields>();
-            if self.0.left.get() == 0 {
-                self.0.failed = Some(ReadError::at(Place::Whole, Problem::TooLarge { limit: self.0.room }));
-            }
-            self.0.left.set(u64::MAX);
-            let Some(fields) = next? else { return Ok(()) };
-            let kept = size_of::<Segment>() + fields.blocks.len() * size_of::<SegmentBlock>();
-            // CAST: a size in memory.
-            self.0.room = self.0.room.saturating_sub(kept as u64);
-            self.0.summary.segments.push(fields.segment());
-        }
-    }
-}
-
-#[derive(Deserialize)]
-struct SegmentFields {
-    #[serde(default)]
-    device: u16,
-    address: u64,
-    total_size: u64,
-    #[serde(default)]
-    stream: Handle,
-    #[serde(default)]
-    segment_type: Pool,
-    #[serde(default)]
-    is_expandable: bool,
-    blocks: Vec<BlockFields>,
-}
-
-#[derive(Clone, Copy, Default, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum Pool {
-    Small,
-    #[default]
-    #[serde(other)]
-    Large,
-}
-
-#[derive(Deserialize)]
-struct BlockFields {
-    address: Option<u64>,
-    size: u64,
-    #[serde(default)]
-    requested_size: u64,
-    state: InBlock,
-}
-
-#[derive(Clone, Copy, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum InBlock {
-    ActiveAllocated,
-    #[serde(alias = "active_awaiting_free")]
-    ActivePendingFree,
-    Inactive,
-}
-
-impl SegmentFields {
-    fn segment(self) -> Segment {
-        let mut next = self.address;
-        let mut block = |block: BlockFields| {
-            let address = block.address.unwrap_or(next);
-            next = next.wrapping_add(block.size);
-            let state = match block.state {
-                InBlock::ActiveAllocated => BlockState::Allocated,
-                InBlock::ActivePendingFree => BlockState::PendingFree,
-                InBlock::Inactive => BlockState::Free,
-            };
-            SegmentBlock { address, size: block.size, requested_size: block.requested_size, state }
-        };
-        Segment {
-            device: self.device,
-            address: self.address,
-            total_size: self.total_size,
-            stream: self.stream.0,
-            segment_type: match self.segment_type {
-                Pool::Small => SegmentType::Small,
-                Pool::Large => SegmentType::Large,
-            },
-            is_expandable: self.is_expandable,
-            blocks: self.blocks.into_iter().map(&mut block).collect(),
-        }
     }
 }

@@ -1,6 +1,7 @@
 //! Pickles that are cut, damaged or meant to do harm.
 
 use crate::common::{fixture, message, read_bytes};
+use allocators::budget::Budget;
 use allocators::trace::{Problem, ReadOptions, read_from};
 
 #[test]
@@ -118,13 +119,13 @@ fn sharing_does_not_grow_and_depth_does_not_recurse() {
 fn memory_is_bounded() {
     // Four bytes of memo for each byte of the file, without end.
     let source = std::io::Read::chain(&b"\x80\x04}"[..], std::io::repeat(0x94));
-    let options = ReadOptions { memory_limit: 1 << 20, ..ReadOptions::default() };
+    let options = ReadOptions { budget: Budget::new(1 << 20), ..ReadOptions::default() };
     let error = read_from(Box::new(source), &options, &mut |_| Ok(())).unwrap_err();
-    assert!(matches!(error.problem, Problem::TooLarge { limit } if limit == 1 << 20), "{error}");
+    assert!(matches!(error.problem, Problem::TooLarge(over) if over.limit == 1 << 20), "{error}");
     for opcode in [b'(', b'}', b']', b'N'] {
         let source = std::io::Read::chain(&b"\x80\x04"[..], std::io::repeat(opcode));
         let error = read_from(Box::new(source), &options, &mut |_| Ok(())).unwrap_err();
-        assert!(matches!(error.problem, Problem::TooLarge { .. }), "{error}");
+        assert!(matches!(error.problem, Problem::TooLarge(_)), "{error}");
     }
 }
 

@@ -1,6 +1,7 @@
 //! Logs that are text: RMM's, STAlloc's, minimalloc's, our own, and a snapshot as JSON.
 
 use crate::common::{fixture, message, read_all, read_bytes};
+use allocators::budget::Budget;
 use allocators::trace::{Action, Event, Format, Place, Problem, ReadError, ReadOptions, read_from};
 
 fn event(action: Action, addr: u64, bytes: u64, stream: u64, time_ns: u64) -> Event {
@@ -196,11 +197,11 @@ fn lines_and_strings_without_end_are_refused() {
     }
     let rows = std::iter::repeat_n("a,0,1,1\n", 1 << 20).collect::<String>();
     let text = format!("id,lower,upper,size\n{rows}");
-    let options = ReadOptions { memory_limit: 1 << 20, ..ReadOptions::default() };
+    let options = ReadOptions { budget: Budget::new(1 << 20), ..ReadOptions::default() };
     let error = read_from(Box::new(text.as_bytes()), &options, &mut |_| Ok(())).unwrap_err();
-    assert!(matches!(error.problem, Problem::TooLarge { .. }), "{error}");
+    assert!(matches!(error.problem, Problem::TooLarge(_)), "{error}");
     let deep = format!("{{\"allocator_settings\":{{\"a\":{}", "[".repeat(1 << 20));
-    assert!(message(deep.as_bytes()).contains("recursion limit"));
+    assert!(message(deep.as_bytes()).contains("nested deeper"));
 }
 
 #[test]

@@ -1,36 +1,40 @@
 //! The stack machine.
 
 use super::snapshot::Spine;
-use super::store::{Object, Store, Value};
+use super::store::{Store, Value};
 use super::words::Word;
+use crate::budget::{Claim, OverBudget};
+use crate::steps;
 use crate::trace::input::Input;
-use crate::trace::{Format, Place, Problem, ReadError, ReadOptions, Sink, Summary};
+use crate::trace::{Place, Problem, ReadError, ReadOptions, Sink, Summary};
 use std::collections::HashMap;
 
 /// Longest string that is looked at; longer ones are passed over.
 const LONGEST_TEXT: u64 = 1 << 12;
 
-/// Instructions between two looks at the memory that is held.
-const LOOK: u32 = 1 << 14;
+/// A memo entry in a table, which holds both sizes for a moment when it doubles at seven eighths.
+const SPARSE_COST: usize = 4 * (size_of::<(u32, Value)>() + 1);
 
 /// Which part of the snapshot is under way: the value of a key of the outermost dictionary, and where it lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) key: Word,
     pub(super) at: usize,
+    /// Up to here every second value above the part's is known to be a key.
+    pub(super) keys_until: usize,
 }
 
 /// The machine and what it has understood so far.
 pub(super) struct Machine<'r, 'i, 's> {
     input: &'r mut Input<'i>,
-    pub(super) limit: u64,
     pub(super) stack: Vec<Value>,
     /// Heights of the stack at which a MARK was set.
     pub(super) marks: Vec<usize>,
     memo: Vec<Value>,
     /// Memo entries whose numbers do not follow on.
     sparse: HashMap<u32, Value>,
-    puts: usize,
+    /// For the stack and the memo.
+    claim: Claim,
     pub(super) store: Store,
     pub(super) part: Option<Part>,
     pub(super) spine: Spine<'r, 's>,
@@ -42,15 +46,14 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
     pub(super) fn new(input: &'r mut Input<'i>, options: &ReadOptions, sink: &'r mut Sink<'s>) -> Self {
         Self {
             input,
-            limit: options.memory_limit,
             stack: Vec::new(),
             marks: Vec::new(),
             memo: Vec::new(),
             sparse: HashMap::new(),
-            puts: 0,
-            store: Store::default(),
+            claim: options.budget.claim(),
+            store: Store::new(&options.budget),
             part: None,
-            spine: Spine { sink, summary: Summary::new(Format::SnapshotPickle), bytes: 0 },
+            spine: Spine::new(sink, &options.budget),
             at: 0,
         }
     }
@@ -62,13 +65,8 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             return Err(self.refuse("without PROTO", "only protocols 2 to 5 are read"));
         }
         self.protocol(protocol)?;
-        let mut until_look = LOOK;
         loop {
-            until_look -= 1;
-            if until_look == 0 {
-                until_look = LOOK;
-                self.check_memory()?;
-            }
+            steps::count(1);
             self.at = self.input.offset();
             let [opcode] = self.take::<1>("the pickle, before STOP")?;
             if opcode == b'.' {
@@ -76,10 +74,9 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             }
             self.step(opcode)?;
         }
-        self.check_memory()?;
         let top = self.pop()?;
         self.finish(top)?;
-        Ok(self.spine.summary)
+        Ok(self.spine.into_summary())
     }
 
     fn step(&mut self, opcode: u8) -> Result<(), ReadError> {
@@ -95,27 +92,28 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             }
             0x94 => {
                 let value = self.peek()?;
-                self.memo.push(value);
-                self.puts += 1;
+                let grown = self.claim.push(&mut self.memo, value);
+                self.within(grown)?;
             }
             b'K' => {
                 let [value] = self.take::<1>("BININT1")?;
-                self.stack.push(Value::Int(i64::from(value)));
+                self.push(Value::Int(i64::from(value)))?;
             }
             b'M' => {
                 let value = u16::from_le_bytes(self.take("BININT2")?);
-                self.stack.push(Value::Int(i64::from(value)));
+                self.push(Value::Int(i64::from(value)))?;
             }
             b'J' => {
                 let value = i32::from_le_bytes(self.take("BININT")?);
-                self.stack.push(Value::Int(i64::from(value)));
+                self.push(Value::Int(i64::from(value)))?;
             }
             0x8a => {
                 let [length] = self.take::<1>("LONG1")?;
                 self.long(u64::from(length))?;
             }
             b'(' => {
-                self.marks.push(self.stack.len());
+                let grown = self.claim.push(&mut self.marks, self.stack.len());
+                self.within(grown)?;
                 let in_trace = self.part.is_some_and(|part| part.key == Word::DeviceTraces);
                 if in_trace && self.stack.last() == Some(&Value::Opaque) {
                     self.skip_references()?;
@@ -161,23 +159,23 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
                 let index = u32::from_le_bytes(self.take("LONG_BINPUT")?);
                 self.put(index)?;
             }
-            0x88 => self.stack.push(Value::Bool(true)),
-            0x89 => self.stack.push(Value::Bool(false)),
-            b'N' => self.stack.push(Value::None),
+            0x88 => self.push(Value::Bool(true))?,
+            0x89 => self.push(Value::Bool(false))?,
+            b'N' => self.push(Value::None)?,
             b'G' => {
                 let value = f64::from_be_bytes(self.take("BINFLOAT")?);
-                self.stack.push(Value::Float(value));
+                self.push(Value::Float(value))?;
             }
-            b')' => self.stack.push(Value::Opaque),
+            b')' => self.push(Value::Opaque)?,
             0x85..=0x87 => {
                 let from = self.below(usize::from(opcode - 0x84))?;
                 self.cut(from);
-                self.stack.push(Value::Opaque);
+                self.push(Value::Opaque)?;
             }
             b't' => {
                 let mark = self.pop_mark()?;
                 self.cut(mark);
-                self.stack.push(Value::Opaque);
+                self.push(Value::Opaque)?;
             }
             b'l' => {
                 let mark = self.pop_mark()?;
@@ -225,8 +223,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             if !self.input.skip(length)? {
                 return Err(self.truncated("a string"));
             }
-            self.stack.push(Value::LostText);
-            return Ok(());
+            return self.push(Value::LostText);
         }
         // CAST: at most LONGEST_TEXT.
         let length = length as usize;
@@ -235,13 +232,13 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         }
         let bytes = &self.input.buffered()[..length];
         let value = match std::str::from_utf8(bytes) {
-            Ok(text) => Word::of(text).map_or_else(|| self.store.text(text), Value::Word),
+            Ok(text) => Word::of(text).map_or_else(|| self.store.text(text), |word| Ok(Value::Word(word))),
             // Python writes lone surrogates, which are no UTF-8; nobody needs such a string.
-            Err(_) => Value::LostText,
+            Err(_) => Ok(Value::LostText),
         };
+        let value = self.within(value)?;
         self.input.advance(length);
-        self.stack.push(value);
-        Ok(())
+        self.push(value)
     }
 
     /// An integer in little-endian two's complement.
@@ -250,8 +247,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             if !self.input.skip(length)? {
                 return Err(self.truncated("an integer"));
             }
-            self.stack.push(Value::Huge);
-            return Ok(());
+            return self.push(Value::Huge);
         }
         // CAST: at most 9.
         let length = length as usize;
@@ -269,8 +265,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             (_, Ok(value)) => Value::Uint(value),
             _ => Value::Huge,
         };
-        self.stack.push(value);
-        Ok(())
+        self.push(value)
     }
 
     fn get(&mut self, index: u32) -> Result<(), ReadError> {
@@ -278,23 +273,26 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         let Some(value) = value else {
             return Err(self.content(format!("memo entry {index} is used before it is made; the file is damaged")));
         };
-        self.stack.push(value);
-        Ok(())
+        self.push(value)
     }
 
     fn put(&mut self, index: u32) -> Result<(), ReadError> {
         let value = self.peek()?;
-        self.puts += 1;
         let at = index as usize;
-        if at < self.memo.len() {
+        let grown = if at < self.memo.len() {
             self.memo[at] = value;
+            Ok(())
         } else if at == self.memo.len() {
-            self.memo.push(value);
+            self.claim.push(&mut self.memo, value)
         } else {
             // A large number must not take the memory of all those before it.
-            self.sparse.insert(index, value);
-        }
-        Ok(())
+            let known = self.sparse.contains_key(&index);
+            let grown = if known { Ok(()) } else { self.claim.add(SPARSE_COST) };
+            grown.map(|()| {
+                self.sparse.insert(index, value);
+            })
+        };
+        self.within(grown)
     }
 
     /// Passes over references to the memo that follow each other: most of a file with stack frames are these, in lists
@@ -325,6 +323,18 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         from.ok_or_else(|| self.content("an instruction finds too few values; the file is damaged"))
     }
 
+    #[inline]
+    fn push(&mut self, value: Value) -> Result<(), ReadError> {
+        let grown = self.claim.push(&mut self.stack, value);
+        self.within(grown)
+    }
+
+    /// The error of a claim, at this place.
+    #[inline]
+    pub(super) fn within<T>(&self, claimed: Result<T, OverBudget>) -> Result<T, ReadError> {
+        claimed.map_err(|over| ReadError::over(Place::Byte(self.at), over))
+    }
+
     fn peek(&self) -> Result<Value, ReadError> {
         let at = self.below(1)?;
         Ok(self.stack[at])
@@ -351,39 +361,37 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
 
     /// Drops the uppermost values.
     pub(super) fn cut(&mut self, height: usize) {
+        steps::count(self.stack.len() - height);
         self.stack.truncate(height);
-        if self.part.is_some_and(|part| part.at >= height) {
-            self.part = None;
+        match &mut self.part {
+            Some(part) if part.at >= height => self.part = None,
+            Some(part) => part.keys_until = part.keys_until.min(height),
+            None => {}
         }
     }
 
-    fn push_container(&mut self, make: fn(&mut Store) -> Option<Value>) -> Result<(), ReadError> {
+    fn push_container(&mut self, make: fn(&mut Store) -> Result<Value, OverBudget>) -> Result<(), ReadError> {
         self.enter_part();
-        let value = if self.is_opaque_here() {
-            Value::Opaque
-        } else {
-            make(&mut self.store).ok_or_else(|| self.too_large())?
-        };
-        self.stack.push(value);
-        Ok(())
+        let value = if self.is_opaque_here() { Ok(Value::Opaque) } else { make(&mut self.store) };
+        let value = self.within(value)?;
+        self.push(value)
     }
 
     fn collect_list(&mut self, mark: usize) -> Result<(), ReadError> {
-        let items = self.stack[mark..].to_vec();
+        let list = self.store.list();
+        let list = self.within(list)?;
+        let kept = self.store.extend(list, &self.stack[mark..]);
+        self.within(kept)?;
         self.cut(mark);
-        let value = self.store.list().ok_or_else(|| self.too_large())?;
-        self.store.kept += items.len();
-        if let Some(list) = self.store.as_list_mut(value) {
-            list.items = items;
-        }
-        self.stack.push(value);
-        Ok(())
+        self.push(list)
     }
 
     fn collect_dict(&mut self, mark: usize) -> Result<(), ReadError> {
-        let value = self.store.dict().ok_or_else(|| self.too_large())?;
-        self.stack.insert(mark, value);
-        self.set_items(mark + 1)
+        let dict = self.store.dict();
+        let dict = self.within(dict)?;
+        self.set_pairs(dict, mark, mark)?;
+        self.cut(mark);
+        self.push(dict)
     }
 
     /// Puts the values above `from` into the dictionary below them.
@@ -393,43 +401,35 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             self.cut(from);
             return Ok(());
         }
-        if !(self.stack.len() - from).is_multiple_of(2) {
-            return Err(self.content("a dictionary is given a key without a value; the file is damaged"));
-        }
-        let in_trace = self.part.is_some_and(|part| part.key == Word::DeviceTraces && target > part.at);
-        match self.stack[target] {
-            Value::Object(handle) => match self.store.get_mut(handle) {
-                Some(Object::Dict(pairs)) => {
-                    let before = pairs.len();
-                    for pair in self.stack[from..].chunks_exact(2) {
-                        let wanted = match pair[0] {
-                            Value::Word(word) => !in_trace || word.is_event_key(),
-                            _ => !in_trace,
-                        };
-                        if wanted {
-                            pairs.push((pair[0], pair[1]));
-                        }
-                    }
-                    let more = pairs.len() - before;
-                    self.store.kept += more;
-                }
-                _ => return Err(self.content("keys are set in what is no dictionary; the file is damaged")),
-            },
-            _ => return Err(self.content("keys are set in what is no dictionary; the file is damaged")),
-        }
+        self.set_pairs(self.stack[target], target, from)?;
         self.cut(from);
         Ok(())
     }
 
-    fn check_memory(&self) -> Result<(), ReadError> {
-        let values = self.stack.len() + self.memo.len() + self.marks.len() / 2;
-        let bytes = values * size_of::<Value>() + self.sparse.len() * 48 + self.store.bytes() + self.spine.bytes;
-        // CAST: a size in memory.
-        if bytes as u64 > self.limit { Err(self.too_large()) } else { Ok(()) }
-    }
-
-    pub(super) fn too_large(&self) -> ReadError {
-        ReadError::at(Place::Byte(self.at), Problem::TooLarge { limit: self.limit })
+    /// Puts the values above `from` into a dictionary that lies, or will lie, at `target`.
+    fn set_pairs(&mut self, dict: Value, target: usize, from: usize) -> Result<(), ReadError> {
+        if !(self.stack.len() - from).is_multiple_of(2) {
+            return Err(self.content("a dictionary is given a key without a value; the file is damaged"));
+        }
+        let in_trace = self.part.is_some_and(|part| part.key == Word::DeviceTraces && target > part.at);
+        let found = match dict {
+            Value::Object(handle) => self.store.dict_and_claim(handle),
+            _ => None,
+        };
+        let Some((pairs, claim)) = found else {
+            return Err(self.content("keys are set in what is no dictionary; the file is damaged"));
+        };
+        let mut grown = Ok(());
+        for pair in self.stack[from..].chunks_exact(2) {
+            let wanted = match pair[0] {
+                Value::Word(word) => !in_trace || word.is_event_key(),
+                _ => !in_trace,
+            };
+            if wanted && grown.is_ok() {
+                grown = claim.push(pairs, (pair[0], pair[1]));
+            }
+        }
+        self.within(grown)
     }
 
     #[cold]

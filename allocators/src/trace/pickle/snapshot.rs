@@ -6,16 +6,33 @@
 use super::machine::{Machine, Part};
 use super::store::{Object, Value};
 use super::words::Word;
+use crate::budget::{Budget, Claim};
 use crate::snapshot::BlockState;
-use crate::trace::{Action, Event, ReadError, Segment, SegmentBlock, SegmentType, Sink, Summary};
-use serde_json::Value as Json;
+use crate::steps;
+use crate::trace::settings::Room;
+use crate::trace::{Action, Event, Format, ReadError, Segment, SegmentBlock, SegmentType, Sink, Summary};
 
 /// What was understood, and who takes the events.
 pub(super) struct Spine<'r, 's> {
     pub(super) sink: &'r mut Sink<'s>,
     pub(super) summary: Summary,
-    /// Roughly the bytes of the summary.
-    pub(super) bytes: usize,
+    /// For the summary.
+    pub(super) claim: Claim,
+    /// What the settings may still take.
+    pub(super) room: Room,
+}
+
+impl<'r, 's> Spine<'r, 's> {
+    pub(super) fn new(sink: &'r mut Sink<'s>, budget: &Budget) -> Self {
+        let summary = Summary::new(Format::SnapshotPickle);
+        Self { sink, summary, claim: budget.claim(), room: Room::default() }
+    }
+
+    /// The summary, which stays claimed.
+    pub(super) fn into_summary(self) -> Summary {
+        self.claim.keep();
+        self.summary
+    }
 }
 
 /// The fields of an event as a snapshot has them.
@@ -52,11 +69,6 @@ impl RawEvent {
     }
 }
 
-/// Most nodes of the settings as JSON; sharing could make few bytes into many.
-const MOST_SETTINGS: usize = 1 << 16;
-/// Deepest nesting of the settings.
-const DEEPEST_SETTINGS: usize = 16;
-
 impl Machine<'_, '_, '_> {
     /// Takes note when the container that comes next is the value of a key of the outermost dictionary.
     pub(super) fn enter_part(&mut self) {
@@ -65,21 +77,26 @@ impl Machine<'_, '_, '_> {
         if !outermost || self.marks.first().is_some_and(|mark| *mark != 1) {
             return;
         }
-        let follows = match self.part {
-            None => true,
-            Some(part) => self.marks.len() == 1 && part.at < at - 1 && self.is_key_position(part.at, at - 1),
-        };
-        if let Value::Word(key) = self.stack[at - 1]
-            && key.is_top_key()
-            && follows
-        {
-            self.part = Some(Part { key, at });
+        let Value::Word(key) = self.stack[at - 1] else { return };
+        if key.is_top_key() && self.is_key_position(at - 1) {
+            self.part = Some(Part { key, at, keys_until: at + 1 });
         }
     }
 
-    /// Whether nothing but whole pairs lie between the value at `value` and the key at `key`.
-    fn is_key_position(&self, value: usize, key: usize) -> bool {
-        (value + 1..key).step_by(2).all(|at| matches!(self.stack[at], Value::Word(_) | Value::Text(_)))
+    /// Whether nothing but whole pairs lie between the part that is under way, if one is, and the key at `key`.
+    ///
+    /// What was found to be a key is not looked at again until it leaves the stack, so all questions together cost no
+    /// more than what was pushed.
+    fn is_key_position(&mut self, key: usize) -> bool {
+        let Some(part) = &mut self.part else { return true };
+        if self.marks.len() != 1 || part.at >= key {
+            return false;
+        }
+        while part.keys_until < key && matches!(self.stack[part.keys_until], Value::Word(_) | Value::Text(_)) {
+            steps::count(1);
+            part.keys_until += 2;
+        }
+        part.keys_until >= key
     }
 
     /// Whether nobody will look into the container that comes next.
@@ -119,7 +136,7 @@ impl Machine<'_, '_, '_> {
                     self.spine.summary.external_annotations += (self.stack.len() - from) as u64;
                     self.count_passed(list, from);
                 }
-                _ => self.keep(from, list),
+                _ => self.keep(from, list)?,
             },
             Some(part) if part.key == Word::DeviceTraces && self.is_trace(part.at, target) => {
                 // CAST: a height of the stack.
@@ -132,16 +149,13 @@ impl Machine<'_, '_, '_> {
                 self.count_passed(list, from);
             }
             Some(part) if part.key == Word::Segments && self.stack[target - 1] == Value::Word(Word::Blocks) => {
-                let mut blocks = Vec::with_capacity(self.stack.len() - from);
                 for at in from..self.stack.len() {
-                    blocks.push(self.take_block(self.stack[at])?);
-                }
-                self.store.kept += blocks.len();
-                if let Some(list) = self.store.as_list_mut(list) {
-                    list.blocks.append(&mut blocks);
+                    let block = self.take_block(self.stack[at])?;
+                    let kept = self.store.push_block(list, block);
+                    self.within(kept)?;
                 }
             }
-            _ => self.keep(from, list),
+            _ => self.keep(from, list)?,
         }
         self.cut(from);
         Ok(())
@@ -178,12 +192,9 @@ impl Machine<'_, '_, '_> {
         }
     }
 
-    fn keep(&mut self, from: usize, list: Value) {
-        let items = self.stack[from..].to_vec();
-        self.store.kept += items.len();
-        if let Some(list) = self.store.as_list_mut(list) {
-            list.items.extend(items);
-        }
+    fn keep(&mut self, from: usize, list: Value) -> Result<(), ReadError> {
+        let kept = self.store.extend(list, &self.stack[from..]);
+        self.within(kept)
     }
 
     fn device(&self, number: u64) -> Result<u16, ReadError> {
@@ -221,6 +232,7 @@ impl Machine<'_, '_, '_> {
             )));
         };
         let mut raw = RawEvent::default();
+        steps::count(pairs.len());
         for (key, value) in &pairs {
             let Value::Word(key) = key else { continue };
             let wrong = match key {
@@ -267,6 +279,7 @@ impl Machine<'_, '_, '_> {
         let pairs = self.take_pairs(value, "a block")?;
         let mut block = SegmentBlock { address: 0, size: 0, requested_size: 0, state: BlockState::Free };
         let mut found = (false, false);
+        steps::count(pairs.len());
         for (key, value) in &pairs {
             let Value::Word(key) = key else { continue };
             match (key, unsigned(*value)) {
@@ -299,6 +312,7 @@ impl Machine<'_, '_, '_> {
         let pairs = self.take_pairs(value, "a segment")?;
         let mut segment = Segment::default();
         let mut found = (false, false);
+        steps::count(pairs.len());
         for (key, value) in &pairs {
             let Value::Word(key) = key else { continue };
             match (key, unsigned(*value)) {
@@ -324,21 +338,9 @@ impl Machine<'_, '_, '_> {
         if found != (true, true) {
             return Err(self.content("a segment has no 'address' or no 'total_size'"));
         }
-        // Older snapshots give no addresses of blocks; they lie one behind the other.
-        let mut address = segment.address;
-        for block in &mut segment.blocks {
-            if block.address == 0 {
-                block.address = address;
-            }
-            address = address.wrapping_add(block.size);
-        }
-        self.spine.bytes += size_of::<Segment>() + segment.blocks.len() * size_of::<SegmentBlock>();
-        // CAST: a size in memory.
-        if self.spine.bytes as u64 > self.limit {
-            return Err(self.too_large());
-        }
-        self.spine.summary.segments.push(segment);
-        Ok(())
+        segment.place_blocks();
+        let kept = self.spine.claim.push(&mut self.spine.summary.segments, segment);
+        self.within(kept)
     }
 
     fn take_blocks(&mut self, value: Value) -> Result<Vec<SegmentBlock>, ReadError> {
@@ -350,23 +352,26 @@ impl Machine<'_, '_, '_> {
             return Err(self.content("'blocks' of a segment should be a list of its own"));
         };
         let mut blocks = list.blocks;
-        for item in list.items {
-            blocks.push(self.take_block(item)?);
+        let mut kept = self.store.hand_over(&blocks, &mut self.spine.claim);
+        for item in &list.items {
+            let block = self.take_block(*item)?;
+            kept = kept.and_then(|()| self.spine.claim.push(&mut blocks, block));
         }
+        self.store.release(list.items);
+        self.within(kept)?;
         Ok(blocks)
     }
 
     /// Hands out the events of a list that was built before it was known to be a device's.
     fn take_kept_events(&mut self, list: Value, device: u64) -> Result<(), ReadError> {
         let device = self.device(device)?;
-        let Some(kept) = self.store.as_list_mut(list) else {
+        let Some(items) = self.store.take_items(list) else {
             return Err(self.content(format!("the trace of device {device} should be a list, found {}", list.kind())));
         };
-        let items = std::mem::take(&mut kept.items);
-        self.store.kept -= items.len();
-        for (number, item) in (0..).zip(items) {
-            self.take_event(item, device, number)?;
+        for (number, item) in (0..).zip(&items) {
+            self.take_event(*item, device, number)?;
         }
+        self.store.release(items);
         // A device without events counts as a device.
         self.spine.summary.has_device(device);
         Ok(())
@@ -380,34 +385,39 @@ impl Machine<'_, '_, '_> {
                  torch.cuda.memory_snapshot()",
             ));
         }
-        let Some(pairs) = self.store.as_dict(top).cloned() else {
+        let pairs = match top {
+            Value::Object(handle) => self.store.take(handle),
+            _ => None,
+        };
+        let Some(Object::Dict(pairs)) = pairs else {
             return Err(self.content(format!("the pickle holds {}, not a snapshot", top.kind())));
         };
         let mut traced = false;
-        for (key, value) in pairs {
+        steps::count(pairs.len());
+        for (key, value) in &pairs {
             let Value::Word(key) = key else { continue };
             match key {
                 Word::DeviceTraces => {
                     traced = true;
-                    for (device, list) in (0..).zip(self.take_items(value, "'device_traces'")?) {
-                        self.take_kept_events(list, device)?;
+                    let lists = self.take_items(*value, "'device_traces'")?;
+                    for (device, list) in (0..).zip(&lists) {
+                        self.take_kept_events(*list, device)?;
                     }
+                    self.store.release(lists);
                 }
                 Word::Segments => {
-                    for segment in self.take_items(value, "'segments'")? {
-                        self.take_segment(segment)?;
+                    let segments = self.take_items(*value, "'segments'")?;
+                    for segment in &segments {
+                        self.take_segment(*segment)?;
                     }
+                    self.store.release(segments);
                 }
-                Word::AllocatorSettings => {
-                    let mut left = MOST_SETTINGS;
-                    if let Json::Object(settings) = self.json(value, DEEPEST_SETTINGS, &mut left) {
-                        self.spine.summary.allocator_settings = settings;
-                    }
-                }
+                Word::AllocatorSettings => self.take_settings(*value)?,
                 Word::ExternalAnnotations => {
+                    let annotations = self.take_items(*value, "'external_annotations'")?;
                     // CAST: a length in memory.
-                    let count = self.take_items(value, "'external_annotations'")?.len() as u64;
-                    self.spine.summary.external_annotations += count;
+                    self.spine.summary.external_annotations += annotations.len() as u64;
+                    self.store.release(annotations);
                 }
                 _ => {}
             }
@@ -418,43 +428,10 @@ impl Machine<'_, '_, '_> {
         Ok(())
     }
 
-    /// The items of a list that were not passed on.
+    /// The items of a list that were not passed on; to be released.
     fn take_items(&mut self, list: Value, what: &str) -> Result<Vec<Value>, ReadError> {
-        match self.store.as_list_mut(list) {
-            Some(list) => {
-                let items = std::mem::take(&mut list.items);
-                self.store.kept -= items.len();
-                Ok(items)
-            }
-            None => Err(self.content(format!("{what} should be a list, found {}", list.kind()))),
-        }
-    }
-
-    fn json(&self, value: Value, depth: usize, left: &mut usize) -> Json {
-        *left = left.saturating_sub(1);
-        if depth == 0 || *left == 0 {
-            return Json::Null;
-        }
-        match value {
-            Value::Bool(value) => value.into(),
-            Value::Int(value) => value.into(),
-            Value::Uint(value) => value.into(),
-            Value::Float(value) => value.into(),
-            Value::Word(_) | Value::Text(_) => self.store.spelling(value).into(),
-            Value::Object(_) => {
-                if let Some(pairs) = self.store.as_dict(value) {
-                    let mut out = serde_json::Map::new();
-                    for (key, value) in pairs {
-                        let Some(key) = self.store.spelling(*key) else { continue };
-                        out.insert(key.to_owned(), self.json(*value, depth - 1, left));
-                    }
-                    return Json::Object(out);
-                }
-                let items = self.store.as_list(value).map(|list| &list.items[..]).unwrap_or_default();
-                Json::Array(items.iter().map(|item| self.json(*item, depth - 1, left)).collect())
-            }
-            Value::None | Value::Huge | Value::LostText | Value::Opaque => Json::Null,
-        }
+        let items = self.store.take_items(list);
+        items.ok_or_else(|| self.content(format!("{what} should be a list, found {}", list.kind())))
     }
 }
 

@@ -1,6 +1,7 @@
 //! Values of the stack machine, and the objects that they refer to.
 
 use super::words::Word;
+use crate::budget::{Budget, Claim, OverBudget};
 use crate::trace::SegmentBlock;
 use std::collections::HashMap;
 
@@ -74,57 +75,107 @@ struct Slot {
 }
 
 /// The objects. Places of those that were taken are used again, so that a long history takes no more than a short one.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Store {
     slots: Vec<Slot>,
     free: Vec<u32>,
     spare: Vec<Pairs>,
-    /// Pairs and items that are kept.
-    pub(super) kept: usize,
     texts: Vec<Box<str>>,
     by_text: HashMap<Box<str>, u32>,
     text_bytes: usize,
+    /// For all of it, and for what the objects hold.
+    claim: Claim,
 }
 
 /// Most bytes of strings without a meaning that are kept. Settings may refer to a string that was first seen in an
 /// event, and those are few and short.
 const MOST_TEXT: usize = 1 << 20;
+/// Beside a string that is kept twice: its places in the list and in the table, both of which double, and what the
+/// system's allocator adds.
+const TEXT_COST: usize = 192;
+/// A list behind its pointer, with what the system's allocator adds.
+const LIST_COST: usize = size_of::<List>() + 16;
+/// Dictionaries that are kept for the next ones, and the largest of them.
+const SPARE: usize = 64;
 
 impl Store {
-    /// Roughly the bytes held.
-    pub(super) fn bytes(&self) -> usize {
-        self.slots.len() * 48 + self.kept * size_of::<(Value, Value)>() + 3 * self.text_bytes
+    pub(super) fn new(budget: &Budget) -> Self {
+        Self {
+            slots: Vec::new(),
+            free: Vec::new(),
+            spare: Vec::with_capacity(SPARE),
+            texts: Vec::new(),
+            by_text: HashMap::new(),
+            text_bytes: 0,
+            claim: budget.claim(),
+        }
     }
 
-    fn add(&mut self, object: Object) -> Option<Value> {
+    fn add(&mut self, object: Object) -> Result<Value, OverBudget> {
         let slot = match self.free.pop() {
             Some(slot) => {
                 self.slots[slot as usize].object = object;
                 slot
             }
             None => {
-                self.slots.push(Slot { generation: 0, object });
-                u32::try_from(self.slots.len() - 1).ok()?
+                self.claim.push(&mut self.slots, Slot { generation: 0, object })?;
+                // Each place may become free, and then there must be room to say so.
+                self.claim.reserve(&mut self.free, self.slots.len())?;
+                let Ok(slot) = u32::try_from(self.slots.len() - 1) else {
+                    // More objects than can be named are more than any budget has room for.
+                    return Err(self.claim.refuse());
+                };
+                slot
             }
         };
-        Some(Value::Object(Handle { slot, generation: self.slots[slot as usize].generation }))
+        Ok(Value::Object(Handle { slot, generation: self.slots[slot as usize].generation }))
     }
 
-    /// A new dictionary; `None` when there are 2^32 objects.
-    pub(super) fn dict(&mut self) -> Option<Value> {
+    /// A new dictionary.
+    pub(super) fn dict(&mut self) -> Result<Value, OverBudget> {
         let pairs = self.spare.pop().unwrap_or_default();
         self.add(Object::Dict(pairs))
     }
 
-    /// A new list; `None` when there are 2^32 objects.
-    pub(super) fn list(&mut self) -> Option<Value> {
+    /// A new list.
+    pub(super) fn list(&mut self) -> Result<Value, OverBudget> {
+        self.claim.add(LIST_COST)?;
         self.add(Object::List(Box::default()))
     }
 
-    /// The object; `None` when it was taken.
-    pub(super) fn get_mut(&mut self, handle: Handle) -> Option<&mut Object> {
-        let slot = self.slots.get_mut(handle.slot as usize)?;
-        (slot.generation == handle.generation).then_some(&mut slot.object)
+    /// Appends to a list.
+    pub(super) fn extend(&mut self, list: Value, items: &[Value]) -> Result<(), OverBudget> {
+        if let Some((list, claim)) = self.list_and_claim(list) {
+            claim.reserve(&mut list.items, items.len())?;
+            list.items.extend_from_slice(items);
+        }
+        Ok(())
+    }
+
+    /// Appends a segment's block to a list.
+    pub(super) fn push_block(&mut self, list: Value, block: SegmentBlock) -> Result<(), OverBudget> {
+        match self.list_and_claim(list) {
+            Some((list, claim)) => claim.push(&mut list.blocks, block),
+            None => Ok(()),
+        }
+    }
+
+    fn list_and_claim(&mut self, value: Value) -> Option<(&mut List, &mut Claim)> {
+        let Value::Object(handle) = value else { return None };
+        let slot = self.slots.get_mut(handle.slot as usize).filter(|slot| slot.generation == handle.generation)?;
+        match &mut slot.object {
+            Object::List(list) => Some((list, &mut self.claim)),
+            _ => None,
+        }
+    }
+
+    /// The pairs of a dictionary and the claim with which they grow; `None` when it is none.
+    pub(super) fn dict_and_claim(&mut self, handle: Handle) -> Option<(&mut Pairs, &mut Claim)> {
+        let slot = self.slots.get_mut(handle.slot as usize).filter(|slot| slot.generation == handle.generation)?;
+        match &mut slot.object {
+            Object::Dict(pairs) => Some((pairs, &mut self.claim)),
+            _ => None,
+        }
     }
 
     /// The dictionary behind a value.
@@ -145,11 +196,7 @@ impl Store {
 
     /// The list behind a value.
     pub(super) fn as_list_mut(&mut self, value: Value) -> Option<&mut List> {
-        let Value::Object(handle) = value else { return None };
-        match self.get_mut(handle)? {
-            Object::List(list) => Some(list),
-            _ => None,
-        }
+        self.list_and_claim(value).map(|(list, _)| list)
     }
 
     fn slot(&self, value: Value) -> Option<&Slot> {
@@ -157,43 +204,62 @@ impl Store {
         self.slots.get(handle.slot as usize).filter(|slot| slot.generation == handle.generation)
     }
 
-    /// Takes an object away; whatever in the memo still names it finds nothing.
+    /// Takes an object away; whatever in the memo still names it finds nothing. What it holds stays claimed until it is
+    /// given to [`recycle`](Self::recycle) or [`release`](Self::release).
     pub(super) fn take(&mut self, handle: Handle) -> Option<Object> {
         let slot = self.slots.get_mut(handle.slot as usize).filter(|slot| slot.generation == handle.generation)?;
         slot.generation = slot.generation.wrapping_add(1);
         self.free.push(handle.slot);
         let object = std::mem::replace(&mut slot.object, Object::Taken);
-        self.kept -= match &object {
-            Object::Taken => 0,
-            Object::Dict(pairs) => pairs.len(),
-            Object::List(list) => list.items.len() + list.blocks.len(),
-        };
+        if matches!(object, Object::List(_)) {
+            self.claim.sub(LIST_COST);
+        }
         Some(object)
     }
 
     /// Keeps the memory of a dictionary that was taken for the next one.
     pub(super) fn recycle(&mut self, mut pairs: Pairs) {
-        if self.spare.len() < 64 && pairs.capacity() <= 64 {
+        if self.spare.len() < SPARE && pairs.capacity() <= 64 {
             pairs.clear();
             self.spare.push(pairs);
+        } else {
+            self.claim.free(pairs);
         }
     }
 
+    /// Frees the items or the blocks of a list that was taken.
+    pub(super) fn release<T>(&mut self, items: Vec<T>) {
+        self.claim.free(items);
+    }
+
+    /// Takes the items of a list; they stay claimed until they are [released](Self::release).
+    pub(super) fn take_items(&mut self, list: Value) -> Option<Vec<Value>> {
+        self.as_list_mut(list).map(|list| std::mem::take(&mut list.items))
+    }
+
+    /// Hands blocks of a list that was taken, with their claim, to who has `claim`.
+    pub(super) fn hand_over(&mut self, blocks: &Vec<SegmentBlock>, claim: &mut Claim) -> Result<(), OverBudget> {
+        let bytes = blocks.capacity() * size_of::<SegmentBlock>();
+        self.claim.sub(bytes);
+        claim.add(bytes)
+    }
+
     /// A string; those that are long, or too many, are forgotten.
-    pub(super) fn text(&mut self, text: &str) -> Value {
+    pub(super) fn text(&mut self, text: &str) -> Result<Value, OverBudget> {
         if let Some(known) = self.by_text.get(text) {
-            return Value::Text(*known);
+            return Ok(Value::Text(*known));
         }
         let cost = text.len() + 32;
         if self.text_bytes + cost > MOST_TEXT {
-            return Value::LostText;
+            return Ok(Value::LostText);
         }
+        self.claim.add(2 * text.len() + TEXT_COST)?;
         self.text_bytes += cost;
         // CAST: below MOST_TEXT.
         let number = self.texts.len() as u32;
         self.texts.push(text.into());
         self.by_text.insert(text.into(), number);
-        Value::Text(number)
+        Ok(Value::Text(number))
     }
 
     /// What a string says, if that was kept.
