@@ -65,7 +65,7 @@ pub use history::History;
 pub use op::MAX_STREAMS;
 pub use report::ReplayReport;
 pub use run::{Addresses, ReplaySettings, replay};
-pub use settings::recorded_settings;
+pub use settings::{recorded_settings, snapshot_settings};
 
 use crate::budget::OverBudget;
 use crate::error::{AllocError, DriverError};

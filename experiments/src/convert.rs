@@ -1,14 +1,19 @@
 //! `experiments convert`: a history in another tool's format.
+//!
+//! What is written can be replayed: events go through the checks of a replay before they are written, and one that
+//! contradicts the ones before it ends the conversion.
 
 use crate::compare::ArmFailed;
-use crate::history::no_events;
+use crate::history::{compile, no_events};
 use allocators::output::{Existing, OutputFile, OutputProblem};
+use allocators::replay::{HistoryBuilder, ReplayError, recorded_settings};
 use allocators::trace::{
     Action, Ending, Export, Place, Problem, ReadError, ReadOptions, Summary, TraceWriter, WriteError, WriteProblem,
     read_from,
 };
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use trainer::cli::export_parser;
@@ -86,6 +91,12 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     if tally.events() == 0 && (!snapshot || summary.segments.is_empty()) {
         return Err(no_events(&args.from, args.gpu, &summary));
     }
+    tally.check_whole(&summary).with_context(|| args.from.display().to_string())?;
+    tally.passed_over = writer.passed_over();
+    if tally.written(args.to) == 0 && tally.events() > 0 {
+        let text = format!("of its {} events none has a place in {}", tally.events(), args.to.name());
+        bail!("{}: {text}; choose another format", args.from.display());
+    }
     let ending = Ending {
         segments: &summary.segments,
         allocator_settings: Some(&summary.allocator_settings),
@@ -102,6 +113,8 @@ enum Refused {
     Write(#[from] WriteError),
     #[error("{0}")]
     Devices(String),
+    #[error(transparent)]
+    History(#[from] ReplayError),
 }
 
 /// The reason that a sink gave for stopping, or the reader's own.
@@ -111,9 +124,7 @@ fn stopped(args: &ConvertArgs, error: ReadError) -> anyhow::Error {
     match reason.downcast::<Refused>() {
         Ok(refused) => match *refused {
             Refused::Write(error) => unwritten(error),
-            devices @ Refused::Devices(_) => {
-                ReadError { path, place, problem: Problem::Stopped(Box::new(devices)) }.into()
-            }
+            refused => ReadError { path, place, problem: Problem::Stopped(Box::new(refused)) }.into(),
         },
         Err(reason) => ReadError { path, place, problem: Problem::Stopped(reason) }.into(),
     }
@@ -130,10 +141,16 @@ fn unwritten(error: WriteError) -> anyhow::Error {
 /// What went over and what did not.
 #[derive(Debug, Default)]
 struct Tally {
+    /// Events of all GPUs.
+    number: u64,
     /// Events of the chosen GPUs by action.
     read: [u64; Action::ALL.len()],
-    /// GPUs they are of, ascending.
-    gpus: std::collections::BTreeSet<u16>,
+    /// Checks of each GPU's events.
+    gpus: BTreeMap<u16, HistoryBuilder>,
+    /// Number of them.
+    gpu_count: usize,
+    /// Events that the writer could not place.
+    passed_over: u64,
 }
 
 impl Tally {
@@ -143,39 +160,59 @@ impl Tally {
         writer: &mut dyn TraceWriter,
         event: allocators::trace::Event,
     ) -> Result<(), Refused> {
+        self.number += 1;
         if args.gpu.is_some_and(|gpu| gpu != event.device) {
             return Ok(());
         }
         // CAST: a small enumeration.
         self.read[event.action as usize] += 1;
-        if self.gpus.last() != Some(&event.device) {
-            self.gpus.insert(event.device);
-            if let (Export::Rmm | Export::Minimalloc, Some(first)) =
-                (args.to, self.gpus.first().filter(|first| **first != event.device))
-            {
-                let (second, format) = (event.device, args.to.name());
-                return Err(Refused::Devices(format!(
-                    "there are events of GPU {first} and of GPU {second}, but {format} holds one GPU's; choose with --gpu"
-                )));
-            }
+        if let (Export::Rmm | Export::Minimalloc, Some((&first, _))) = (args.to, self.gpus.first_key_value())
+            && first != event.device
+        {
+            let (second, format) = (event.device, args.to.name());
+            return Err(Refused::Devices(format!(
+                "there are events of GPU {first} and of GPU {second}, but {format} holds one GPU's; choose with --gpu"
+            )));
         }
+        let checks = self.gpus.entry(event.device).or_insert_with(|| HistoryBuilder::new(Some(event.device)));
+        checks.push(&event).map_err(|error| match error {
+            // Counted as the file has them and as a replay does.
+            ReplayError::Event { what, .. } => ReplayError::Event { number: self.number, what },
+            error => error,
+        })?;
         Ok(writer.event(&event)?)
+    }
+
+    /// What only the whole history tells.
+    fn check_whole(&mut self, summary: &Summary) -> Result<(), ReplayError> {
+        self.gpu_count = self.gpus.len();
+        if self.gpus.is_empty() {
+            return recorded_settings(&summary.allocator_settings).map(|_| ());
+        }
+        std::mem::take(&mut self.gpus).into_values().try_for_each(|checks| compile(checks, summary, None).map(|_| ()))
     }
 
     fn events(&self) -> u64 {
         self.read.iter().sum()
     }
 
+    /// Events that the output holds.
+    fn written(&self, to: Export) -> u64 {
+        let held = Action::ALL.into_iter().zip(self.read).filter(|(action, _)| to.holds(*action));
+        held.map(|(_, count)| count).sum::<u64>().saturating_sub(self.passed_over)
+    }
+
     /// One line for people.
     fn line(&self, args: &ConvertArgs, summary: &Summary) -> String {
         let mut left: Vec<String> = Vec::new();
-        let mut written = 0;
+        let written = self.written(args.to);
         for (action, count) in Action::ALL.into_iter().zip(self.read).filter(|(_, count)| *count > 0) {
-            if args.to.holds(action) {
-                written += count;
-            } else {
+            if !args.to.holds(action) {
                 left.push(format!("{count} {action}"));
             }
+        }
+        if self.passed_over > 0 {
+            left.push(format!("{} of blocks from before the first event", self.passed_over));
         }
         if summary.unknown_actions > 0 {
             left.push(format!("{} of unknown actions", summary.unknown_actions));
@@ -189,7 +226,7 @@ impl Tally {
         }
         let (from, out) = (args.from.display(), args.out.display());
         let (format, to) = (summary.format.name(), args.to.name());
-        let gpus = match self.gpus.len() {
+        let gpus = match self.gpu_count {
             1 => "1 GPU".to_owned(),
             count => format!("{count} GPUs"),
         };
@@ -198,3 +235,6 @@ impl Tally {
         format!("{from} ({format}) to {out} ({to}): {written} events of {gpus}; {left}")
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -19,22 +19,30 @@ pub(crate) struct Recorded {
     pub(crate) settings: CachingSettings,
 }
 
-/// Reads and compiles a file. `limit` is the memory limit under which it was recorded.
+/// Reads and compiles a file. `limit` is the memory limit under which it was recorded, where the file does not say it.
 pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>) -> Result<Recorded> {
     let mut builder = HistoryBuilder::new(gpu);
     let summary = read(path, &ReadOptions::default(), &mut |event| builder.push(&event).map_err(ReadError::stop))?;
+    let recorded = compile(builder, &summary, limit).with_context(|| path.display().to_string())?;
+    if recorded.history.events() == 0 {
+        return Err(no_events(path, gpu, &summary));
+    }
+    Ok(recorded)
+}
+
+/// Ends a compilation with what the file says besides its events.
+pub(crate) fn compile(
+    mut builder: HistoryBuilder,
+    summary: &Summary,
+    limit: Option<u64>,
+) -> Result<Recorded, ReplayError> {
     // PyTorch's snapshots may begin in the middle; other logs begin with their program.
     if !matches!(summary.format, Format::SnapshotPickle | Format::SnapshotJson) {
         builder.expect_complete();
     }
-    let in_file = || path.display().to_string();
-    let mut settings = recorded_settings(&summary.allocator_settings).with_context(in_file)?;
-    settings.memory_limit = limit;
-    let history = builder.finish(&settings).with_context(in_file)?;
-    if history.events() == 0 {
-        return Err(no_events(path, gpu, &summary));
-    }
-    Ok(Recorded { history, settings })
+    let mut settings = recorded_settings(&summary.allocator_settings)?;
+    settings.memory_limit = limit.or(settings.memory_limit);
+    Ok(Recorded { history: builder.finish(&settings)?, settings })
 }
 
 /// A history that holds nothing, or nothing of the chosen GPU.

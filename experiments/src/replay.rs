@@ -132,7 +132,8 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
 
 fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, kind: BackendKind, devices: &Devices) -> Result<Row> {
     let Recorded { history, settings } = recorded;
-    let limit = args.limit.map(|limit| limit.0);
+    // A run of ours says its limit; PyTorch does not.
+    let limit = settings.memory_limit;
     // `caching` keeps its limit itself, on a device that would have more, as PyTorch does.
     let outside = limit.filter(|_| kind != BackendKind::Caching);
     let addresses = match args.addresses {

@@ -6,6 +6,7 @@
 
 use crate::error::{Result, TrainError};
 use crate::record::{DRIVER_CALLS, TRACE};
+use allocators::replay::snapshot_settings;
 use allocators::trace::{
     Action, Ending, Event, Export, ReadError, ReadOptions, Segment, TraceWriter, WriteError, read,
 };
@@ -278,7 +279,8 @@ pub(crate) fn write(
         Fault::Write(error) => unwritten(error),
     })?;
     let segments = snapshot.map(|snapshot| Segment::from_snapshot(snapshot, 0)).unwrap_or_default();
-    let ending = Ending { segments: &segments, allocator_settings: settings.as_object(), devices: 1 };
+    let settings = snapshot_settings(settings);
+    let ending = Ending { segments: &segments, allocator_settings: Some(&settings), devices: 1 };
     for writer in writers {
         writer.finish(&ending).map_err(unwritten)?;
     }

@@ -152,6 +152,12 @@ pub trait TraceWriter {
         Ok(())
     }
 
+    /// Events so far that the format [holds](Export::holds) but that had no place in this file: frees of blocks from
+    /// before the first event, in a log that has to begin with its program.
+    fn passed_over(&self) -> u64 {
+        0
+    }
+
     /// Completes the file.
     ///
     /// # Errors

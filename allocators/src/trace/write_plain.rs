@@ -196,13 +196,19 @@ impl Plain {
         match value {
             Value::Null => self.bytes(b"N"),
             Value::Bool(value) => self.bool(*value),
-            Value::Number(number) => match (number.as_i64(), number.as_f64()) {
-                (Some(value), _) => self.int(value),
-                (None, Some(value)) => {
+            Value::Number(number) => match (number.as_i64(), number.as_u64(), number.as_f64()) {
+                (Some(value), ..) => self.int(value),
+                (None, Some(value), _) => {
+                    // Nine bytes: the highest is for the sign.
+                    self.bytes(&[0x8a, 9])?;
+                    self.bytes(&value.to_le_bytes())?;
+                    self.bytes(&[0])
+                }
+                (None, None, Some(value)) => {
                     self.bytes(b"G")?;
                     self.bytes(&value.to_be_bytes())
                 }
-                (None, None) => self.bytes(b"N"),
+                (None, None, None) => self.bytes(b"N"),
             },
             Value::String(text) => self.text(text),
             Value::Array(items) => {

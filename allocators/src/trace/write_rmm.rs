@@ -1,11 +1,13 @@
 //! RMM's log, for its replay benchmark and whatever reads such logs.
 //!
 //! Allocations, the client's frees and refused requests; the rest has no place in it. Times are of the day, in UTC if
-//! the history's times count from 1970. The thread is not known and written as 0. A log is of one device.
+//! the history's times count from 1970. The thread is not known and written as 0. A log is of one device, and it begins
+//! with its program: frees of what it does not allocate are left out. Memory is taken for the live blocks.
 
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, Event};
 use crate::output::OutputFile;
+use std::collections::HashSet;
 use std::io::Write;
 
 /// Writes a log.
@@ -13,6 +15,9 @@ use std::io::Write;
 pub struct RmmWriter {
     file: HistoryFile,
     device: Option<u16>,
+    /// Addresses of the live blocks.
+    live: HashSet<u64>,
+    passed_over: u64,
 }
 
 impl RmmWriter {
@@ -23,7 +28,7 @@ impl RmmWriter {
     pub fn begin(file: OutputFile) -> Result<Self, WriteError> {
         let mut file = HistoryFile::new(file);
         file.put(|out| out.write_all(b"Thread,Time,Action,Pointer,Size,Stream\n"))?;
-        Ok(Self { file, device: None })
+        Ok(Self { file, device: None, live: HashSet::new(), passed_over: 0 })
     }
 }
 
@@ -37,6 +42,17 @@ impl TraceWriter for RmmWriter {
         };
         if *self.device.get_or_insert(event.device) != event.device {
             return Err(self.file.unfit("the history is of several devices, but an RMM log is of one"));
+        }
+        match event.action {
+            // Empty tensors have no block.
+            Action::Alloc if event.bytes > 0 => {
+                self.live.insert(event.addr);
+            }
+            Action::FreeRequested if !self.live.remove(&event.addr) && event.bytes > 0 => {
+                self.passed_over += 1;
+                return Ok(());
+            }
+            _ => {}
         }
         let micros = event.time_ns / 1000;
         let (seconds, micros) = (micros / 1_000_000, micros % 1_000_000);
@@ -53,6 +69,10 @@ impl TraceWriter for RmmWriter {
             write!(out, ",{bytes},")?;
             if stream == 0 { writeln!(out, "0") } else { writeln!(out, "{stream:#x}") }
         })
+    }
+
+    fn passed_over(&self) -> u64 {
+        self.passed_over
     }
 
     fn finish(self: Box<Self>, _ending: &Ending<'_>) -> Result<(), WriteError> {

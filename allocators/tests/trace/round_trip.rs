@@ -129,6 +129,29 @@ fn rmm_logs_hold_what_they_can_and_become_snapshots() {
 }
 
 #[test]
+fn an_rmm_log_frees_only_what_it_allocates() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("rmm.csv");
+    let event = |action, addr| Event { action, device: 0, addr, bytes: 512, stream: 0, time_ns: 0 };
+    let mut writer = Export::Rmm.create(&path).unwrap();
+    for (action, addr) in
+        [(Action::FreeRequested, 1 << 20), (Action::Alloc, 4096), (Action::FreeRequested, 4096), (Action::Alloc, 8192)]
+    {
+        writer.event(&event(action, addr)).unwrap();
+    }
+    assert_eq!(writer.passed_over(), 1, "the first was live before the history began");
+    writer.finish(&Ending::default()).unwrap();
+    let freed: Vec<u64> = read_all(&path)
+        .unwrap()
+        .0
+        .iter()
+        .filter(|event| event.action == Action::FreeRequested)
+        .map(|event| event.addr)
+        .collect();
+    assert_eq!(freed, [4096]);
+}
+
+#[test]
 fn minimalloc_tables_keep_the_order_of_lives() {
     for path in snapshots() {
         let (events, summary) = read_all(&path).unwrap();
@@ -214,10 +237,10 @@ fn a_writer_that_is_dropped_leaves_nothing() {
 #[test]
 fn formats_hold_what_they_say() {
     let folder = TempDir::new().unwrap();
-    let file = |export: Export, action: Option<Action>| {
+    let file = |export: Export, actions: &[Action]| {
         let path = folder.path().join("out");
         let mut writer = export.create(&path).unwrap();
-        if let Some(action) = action {
+        for &action in actions {
             let event = Event { action, device: 0, addr: 4096, bytes: 512, stream: 1, time_ns: 1000 };
             writer.event(&event).unwrap();
         }
@@ -225,9 +248,10 @@ fn formats_hold_what_they_say() {
         std::fs::read(path).unwrap()
     };
     for export in Export::ALL {
-        let nothing = file(export, None);
         for action in Action::ALL {
-            let changed = file(export, Some(action)) != nothing;
+            // What is freed was allocated.
+            let before: &[Action] = if action == Action::FreeRequested { &[Action::Alloc] } else { &[] };
+            let changed = file(export, &[before, &[action]].concat()) != file(export, before);
             assert_eq!(changed, export.holds(action), "{action} in {}", export.name());
         }
     }

@@ -1,0 +1,102 @@
+//! What a run exports and what `convert` writes, `replay` reads.
+
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use allocators::BackendKind;
+use allocators::trace::{Action, Export};
+use common::Place;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+use trainer::Settings;
+use trainer::data::DatasetName;
+use trainer::observer::{Observer, Silent};
+use trainer::settings::DeviceChoice;
+
+/// Ways of using each allocator; some run out of memory.
+fn arms() -> Vec<(&'static str, Settings)> {
+    let base = Settings {
+        device: DeviceChoice::Sim,
+        dataset: DatasetName::Digits,
+        offline: true,
+        hidden: 40,
+        batch: 64,
+        steps: Some(6),
+        exports: Export::ALL.to_vec(),
+        ..Settings::default()
+    };
+    let with = |allocator| Settings { allocator, ..base.clone() };
+    let mut limited = with(BackendKind::Caching);
+    limited.memory_limit = Some(64 << 20);
+    limited.caching.garbage_collection_threshold = 0.1;
+    limited.caching.max_split_size = Some(20 << 20);
+    limited.caching.roundup_power2_divisions = allocators::core::rounding::Divisions::uniform(4);
+    // Room for the weights, but not for the gradients too.
+    let mut small = with(BackendKind::Caching);
+    small.hidden = 1500;
+    small.memory_limit = Some(24 << 20);
+    let mut keeps_nothing = with(BackendKind::StreamOrdered);
+    keeps_nothing.pool.release_threshold = 0;
+    vec![
+        ("naive", with(BackendKind::Naive)),
+        ("caching", with(BackendKind::Caching)),
+        ("caching under settings", limited),
+        ("caching without memory", small),
+        ("stream-ordered", with(BackendKind::StreamOrdered)),
+        ("stream-ordered that keeps nothing", keeps_nothing),
+    ]
+}
+
+#[test]
+fn every_export_of_every_allocator_is_replayed() {
+    for (name, settings) in arms() {
+        let observer: Arc<dyn Observer> = Arc::new(Silent);
+        let place = Place::new();
+        let record = place.at("record");
+        let settings = Settings { out: Some(record.clone()), ..settings };
+        let run = trainer::run(&settings, vec!["test".into()], Instant::now(), &AtomicBool::new(false), &observer);
+        drop(run.unwrap());
+        let summary: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(record.join("summary.json")).unwrap()).unwrap();
+        let stats = &summary["allocator_stats"];
+        for export in Export::ALL {
+            let file = record.join(export.file_name());
+            let file = file.to_str().unwrap();
+            let ran = place.run(&["replay", file, "--device", "null", "--json"]);
+            if export == Export::Perfetto {
+                assert_eq!(ran.code, Some(2), "a timeline is no history: {ran:#?}");
+                continue;
+            }
+            let rows = ran.rows();
+            assert_eq!(rows.len(), BackendKind::ALL.len(), "{name} as {}", export.name());
+            for row in &rows {
+                let tried = stats["allocation.all.allocated"].as_u64().unwrap();
+                assert_eq!(row["allocations"].as_u64(), Some(tried), "{name} as {}: {row}", export.name());
+                assert_eq!(row["failed_allocations"], 0, "{name} as {}: {row}", export.name());
+                if export.holds(Action::Oom) {
+                    assert_eq!(row["refused_allocations"], stats["num_ooms"], "{name} as {}: {row}", export.name());
+                }
+            }
+            // A snapshot has all that it takes to follow the run address for address.
+            if !matches!(export, Export::Snapshot | Export::SnapshotJson) || settings.allocator != BackendKind::Caching
+            {
+                continue;
+            }
+            let arguments = ["replay", file, "--alloc", "caching", "--addresses", "recorded", "--json"];
+            let row = &place.run(&arguments).rows()[0];
+            assert_eq!(
+                (&row["address_mismatches"], &row["segment_mismatches"]),
+                (&0.into(), &0.into()),
+                "{name}: {row}"
+            );
+            assert_eq!(row["peak_reserved_bytes"], stats["reserved_bytes.all.peak"], "{name}: {row}");
+            assert_eq!(row["limit_bytes"], serde_json::json!(settings.memory_limit), "{name}");
+            for (key, value) in summary["settings"]["allocator_settings"].as_object().unwrap() {
+                assert_eq!(&row["allocator_settings"][key], value, "{name}: {key}");
+            }
+        }
+    }
+}
