@@ -287,8 +287,10 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// `stream` is the stream that the block was allocated on.
     ///
     /// # Errors
-    /// [`AllocError::ForeignBlock`] when the block is not held here; [`AllocError::Driver`] when the driver
-    /// refused. The block is gone from the client's side in either case.
+    /// [`AllocError::ForeignBlock`] when the block is not held here: it is given back in the error, for its owner.
+    /// [`AllocError::Driver`] when the driver refused, or when a stream that was announced to use the block is gone: the
+    /// block is gone from the client's side, and kept until it is safe to use again
+    /// ([`stranded_bytes`](crate::Stats::stranded_bytes)).
     ///
     /// # Safety
     /// Every use of the block is queued before this call, on `stream` or on streams announced with
@@ -318,7 +320,8 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// so what stays can differ from `keep_bytes` by one of them.
     ///
     /// # Errors
-    /// [`AllocError::Driver`] when the driver refused; what had gone back by then is accounted for.
+    /// [`AllocError::Driver`] when the driver refused; what had gone back by then is accounted for. Also, once, when a
+    /// pending free had turned out to wait for a stream that is gone.
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError>;
 
     /// Lets blocks of `stream` come from memory of a new capture; see [graph capture](Self#graph-capture).

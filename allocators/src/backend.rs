@@ -9,13 +9,52 @@ pub use caching::{Caching, CachingSettings};
 pub use naive::Naive;
 pub use stream_ordered::StreamOrdered;
 
-use crate::allocator::DeviceAllocator;
+use crate::allocator::{Block, DeviceAllocator};
 use crate::device::{Driver, PoolSettings};
 use crate::error::AllocError;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Which allocator a block is from: no two of a process share one. Devices hand out the same addresses, so an address does
+/// not tell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct InstanceId(u64);
+
+impl InstanceId {
+    fn next() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Self(NEXT.fetch_add(1, Relaxed))
+    }
+
+    /// As the token of a block.
+    fn get(self) -> u64 {
+        self.0
+    }
+
+    /// Where this allocator begins to number what it has, so that the numbers of two rarely meet: of `n` allocators that
+    /// are made in a row no two begin closer than 2^32 / (3 n) to each other (multiples of the golden ratio).
+    fn first_number(self) -> u32 {
+        // CAST: the remainder is meant.
+        (self.0 as u32).wrapping_mul(0x9E37_79B9)
+    }
+}
+
+const NOT_LIVE: &str = "it is not among the live blocks";
+
+/// The error for a block that is not held here; it holds the block.
+#[cold]
+fn foreign(allocator: &str, block: Block) -> AllocError {
+    AllocError::foreign(allocator, NOT_LIVE, block)
+}
+
+/// The same for a block that the caller keeps.
+#[cold]
+fn not_held(allocator: &str, block: &Block) -> AllocError {
+    AllocError::not_held(allocator, NOT_LIVE, block)
+}
 
 /// A backend by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

@@ -10,6 +10,7 @@ pub mod exact_index;
 pub mod free_index;
 mod join;
 pub mod ranged_index;
+pub(crate) mod ranges;
 mod repeat;
 pub mod rounding;
 pub mod tally;

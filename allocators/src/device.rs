@@ -321,6 +321,14 @@ pub trait PoolDriver {
     /// The pool's counters.
     fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters>;
 
+    /// Highest bytes held from the device: one of the [counters](Self::pool_counters), for the price of one.
+    fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
+        self.pool_counters(pool).map(|counters| counters.reserved_high)
+    }
+
+    /// Lets the highest values of the [counters](Self::pool_counters) start again from the current ones.
+    fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()>;
+
     /// Lets the pool give back memory that is not in use while at least `keep_bytes` stay, in whole granules (32 MiB
     /// on an H200). Synchronise first: frees that are still queued keep their memory.
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()>;

@@ -1,8 +1,10 @@
 //! Typed errors of both seams.
 
+use crate::allocator::Block;
 use crate::bytes::Bytes;
 use crate::device::CallKind;
 use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A driver call that failed.
 ///
@@ -146,6 +148,32 @@ impl fmt::Display for OomReport {
     }
 }
 
+/// A block that an allocator would not take, for who has it to give it to its owner. Copies of an error share it, so it is
+/// handed out once.
+#[derive(Clone, Debug, Default)]
+pub struct Refused(Arc<Mutex<Option<Block>>>);
+
+impl Refused {
+    fn new(block: Block) -> Self {
+        Self(Arc::new(Mutex::new(Some(block))))
+    }
+
+    /// The block; `None` when it was taken before, or never given away.
+    #[must_use]
+    pub fn take(&self) -> Option<Block> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl PartialEq for Refused {
+    /// What else an error says of a block tells it from others.
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Refused {}
+
 /// Why an allocator could not do what it was asked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -174,6 +202,8 @@ pub enum AllocError {
         allocator: String,
         /// What gave it away.
         reason: &'static str,
+        /// The block, if it was to be freed: it is as live as before, and its owner can still free it.
+        block: Refused,
     },
     /// The device has no such API.
     #[error("'{allocator}' needs {capability}, which {device} does not have")]
@@ -215,6 +245,20 @@ pub enum AllocError {
 }
 
 impl AllocError {
+    /// An error for a block that `allocator` does not hold and that was to be freed.
+    #[must_use]
+    pub(crate) fn foreign(allocator: &str, reason: &'static str, block: Block) -> Self {
+        let (addr, bytes) = (block.addr().get(), block.bytes());
+        Self::ForeignBlock { addr, bytes, allocator: allocator.into(), reason, block: Refused::new(block) }
+    }
+
+    /// The same for a block that the caller keeps.
+    #[must_use]
+    pub(crate) fn not_held(allocator: &str, reason: &'static str, block: &Block) -> Self {
+        let (addr, bytes) = (block.addr().get(), block.bytes());
+        Self::ForeignBlock { addr, bytes, allocator: allocator.into(), reason, block: Refused::default() }
+    }
+
     /// Whether memory was short, so that freeing some and asking again may help.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {

@@ -52,7 +52,6 @@ mod finish;
 mod gaps;
 mod history;
 mod op;
-mod ranges;
 mod report;
 mod room;
 mod run;

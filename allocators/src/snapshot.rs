@@ -82,6 +82,10 @@ pub struct Ledger {
     pub requested: u64,
     /// How the parts were told apart.
     pub attribution: Attribution,
+    /// Highest bytes held from the device, if that was more than `reserved`: the peak itself was not seen, and the ledger
+    /// is of the highest level that was. Absent when the ledger is of the peak.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peak_reserved: Option<u64>,
 }
 
 impl Ledger {
@@ -104,6 +108,7 @@ impl Sum for Ledger {
             reserved: sum.reserved + next.reserved,
             requested: sum.requested + next.requested,
             attribution: next.attribution,
+            peak_reserved: None,
         })
     }
 }

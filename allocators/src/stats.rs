@@ -122,6 +122,9 @@ pub struct Stats {
     pub allocated_bytes: PooledGauge,
     /// Bytes held from the device.
     pub reserved_bytes: PooledGauge,
+    /// Names of the gauges whose peaks are upper bounds: `caching` with several threads that do not take turns adds up the
+    /// peaks of streams, which need not have been at the same time. All others are exact.
+    pub upper_bounds: Vec<&'static str>,
     /// Whether the running totals of `reserved_bytes` are known, not only its level and peak.
     pub reserved_totals_known: bool,
     /// Bytes of `active` blocks.
@@ -130,6 +133,10 @@ pub struct Stats {
     pub inactive_split_bytes: Option<PooledGauge>,
     /// Bytes that the client asked for, before rounding, until the block is reusable.
     pub requested_bytes: PooledGauge,
+    /// Bytes of freed blocks that a stream may still use which cannot be waited for, because it is gone. They become
+    /// reusable when the allocator next waits for the whole device: when memory runs out, or at
+    /// [`trim`](crate::DeviceAllocator::trim). Absent while there never were any.
+    pub stranded_bytes: Option<Gauge>,
     /// Blocks of at least `max_split_size`.
     pub oversize_allocations: Option<Gauge>,
     /// Segments of at least `max_split_size`.
@@ -160,10 +167,12 @@ impl Default for Stats {
             inactive_split: None,
             allocated_bytes: gauge,
             reserved_bytes: gauge,
+            upper_bounds: Vec::new(),
             reserved_totals_known: true,
             active_bytes: gauge,
             inactive_split_bytes: None,
             requested_bytes: gauge,
+            stranded_bytes: None,
             oversize_allocations: None,
             oversize_segments: None,
             num_alloc_retries: 0,
@@ -213,7 +222,8 @@ impl Stats {
         {
             gauge.reset_peak();
         }
-        for gauge in [&mut self.oversize_allocations, &mut self.oversize_segments].into_iter().flatten() {
+        let plain = [&mut self.stranded_bytes, &mut self.oversize_allocations, &mut self.oversize_segments];
+        for gauge in plain.into_iter().flatten() {
             gauge.reset_peak();
         }
     }
@@ -248,9 +258,11 @@ impl Stats {
                 }
             }
         }
-        for (name, gauge) in
-            [("oversize_allocations", &self.oversize_allocations), ("oversize_segments", &self.oversize_segments)]
-        {
+        for (name, gauge) in [
+            ("stranded_bytes", &self.stranded_bytes),
+            ("oversize_allocations", &self.oversize_allocations),
+            ("oversize_segments", &self.oversize_segments),
+        ] {
             if let Some(gauge) = gauge {
                 push(name.to_owned(), gauge);
             }

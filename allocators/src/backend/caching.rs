@@ -30,6 +30,7 @@ mod shard;
 mod totals;
 
 use super::captures::Captures;
+use super::{InstanceId, foreign, not_held};
 use crate::allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 use crate::core::block_cache::{Served, SplitRules, Wanted, address};
 use crate::core::blocks::BlockIndex;
@@ -132,7 +133,7 @@ impl Caching {
             },
             plain: plain_rounding && !settings.collects() && settings.max_split_size.is_none(),
             collects: settings.collects(),
-            shards: ShardTable::new(),
+            shards: ShardTable::new(InstanceId::next().first_number()),
             totals: Totals::new(),
             growth: Mutex::new(Growth::new()),
             pending: Mutex::new(Pending::default()),
@@ -200,7 +201,7 @@ impl Caching {
 
     /// A block of the large pool, if there is nothing to look at first.
     #[inline(never)]
-    fn deallocate_large(&self, block: &Block, stream: StreamId) -> Result<Path, AllocError> {
+    fn deallocate_large(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
         let shard = self.shards.of_stream(stream);
         // CAST: the upper and the lower half of the token.
         let (id, index) = ((block.token() >> 32) as u32, block.token() as BlockIndex);
@@ -215,11 +216,11 @@ impl Caching {
 
     /// Any block, and what is none.
     #[inline(never)]
-    fn deallocate_any(&self, block: &Block) -> Result<Path, AllocError> {
-        let shard = self.shard_of(block)?;
+    fn deallocate_any(&self, block: Block) -> Result<Path, AllocError> {
+        let Some(shard) = self.shard_of(&block) else { return Err(foreign(self.name(), block)) };
         let index = {
             let mut state = self.totals.enter(shard, &self.shards);
-            let index = self.find(&state, block)?;
+            let Some(index) = Self::find(&state, &block) else { return Err(foreign(self.name(), block)) };
             if block.bytes() >= self.rules.max_split {
                 lock(&self.oversize_allocations).decrease(1);
             }
@@ -240,35 +241,23 @@ impl Caching {
         }
     }
 
-    #[cold]
-    fn foreign(&self, block: &Block) -> AllocError {
-        AllocError::ForeignBlock {
-            addr: block.addr().get(),
-            bytes: block.bytes(),
-            allocator: self.name().into(),
-            reason: "it is not among the live blocks",
-        }
-    }
-
-    /// The shard that a block says it is from.
-    fn shard_of(&self, block: &Block) -> Result<&Shard, AllocError> {
+    /// The shard that a block says it is from; `None` if that is none of this allocator's.
+    fn shard_of(&self, block: &Block) -> Option<&Shard> {
         // CAST: the upper half of the token.
-        self.shards.by_id((block.token() >> 32) as u32).ok_or_else(|| self.foreign(block))
+        self.shards.by_id((block.token() >> 32) as u32)
     }
 
-    /// The live record behind a block.
+    /// The live record behind a block, if there is one.
     #[inline]
-    fn find(&self, state: &ShardState, block: &Block) -> Result<BlockIndex, AllocError> {
+    fn find(state: &ShardState, block: &Block) -> Option<BlockIndex> {
         // CAST: the lower half of the token.
         let index = block.token() as BlockIndex;
-        if state.cache.blocks.find_held(index, block.addr().get()).is_none() {
-            return Err(self.foreign(block));
-        }
-        Ok(index)
+        state.cache.blocks.find_held(index, block.addr().get()).map(|_| index)
     }
 }
 
-/// The block as the client gets it. Its token is the shard's number and the record's index.
+/// The block as the client gets it. Its token is the shard's number and the record's index. Each allocator counts its shards
+/// from a number of its own, so the comparison of shards that a free makes anyway tells a block of another allocator.
 #[inline(always)]
 fn mint(shard: &Shard, served: Served, requested: u64, path: Path) -> Block {
     let token = u64::from(shard.id) << 32 | u64::from(served.index);
@@ -317,7 +306,7 @@ impl DeviceAllocator for Caching {
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
         // The block says what pool it is from, before the lock is taken and the record is here.
         if block.bytes() > SMALL_MAX {
-            return self.deallocate_large(&block, stream);
+            return self.deallocate_large(block, stream);
         }
         let shard = self.shards.of_stream(stream);
         // CAST: the upper and the lower half of the token.
@@ -328,7 +317,7 @@ impl DeviceAllocator for Caching {
                 return Ok(select_unpredictable(joined, Path::Coalesce, Path::Hit));
             }
         }
-        self.deallocate_any(&block)
+        self.deallocate_any(block)
     }
 
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
@@ -340,6 +329,7 @@ impl DeviceAllocator for Caching {
         let growth = self.lock_growth();
         growth.report(&mut stats);
         self.totals.report(&self.shards, &mut stats);
+        stats.stranded_bytes = lock(&self.pending).stranded_bytes();
         stats.oversize_allocations = Some(*lock(&self.oversize_allocations));
         stats
     }
@@ -347,6 +337,7 @@ impl DeviceAllocator for Caching {
     fn reset_peaks(&self) {
         let growth = &mut *self.lock_growth();
         self.restart_growth_peaks(growth);
+        lock(&self.pending).restart_peaks();
         self.totals.restart_peaks(&self.shards);
         lock(&self.oversize_allocations).reset_peak();
     }
@@ -361,7 +352,9 @@ impl DeviceAllocator for Caching {
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
-        Ok(self.release_cached(&mut self.lock_growth(), keep_bytes)?)
+        let released = self.release_cached(&mut self.lock_growth(), keep_bytes)?;
+        self.tell()?;
+        Ok(released)
     }
 
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {

@@ -17,6 +17,7 @@
 //! <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>; what "raw CUDA" programs do.
 
 use super::captures::{Captures, need_graphs};
+use super::{InstanceId, foreign, not_held};
 use crate::allocator::{Block, CaptureId, DeviceAllocator, Path, Request};
 use crate::device::{DeviceAddr, Driver, StreamId};
 use crate::error::{AllocError, DriverError, OomReport};
@@ -28,6 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// See the [module](self).
 #[derive(Debug)]
 pub struct Naive {
+    id: InstanceId,
     driver: Arc<dyn Driver>,
     state: Mutex<State>,
 }
@@ -129,7 +131,7 @@ impl Naive {
     pub fn new(driver: Arc<dyn Driver>) -> Self {
         // Segments are known from the start: a zero is a figure, an absent one is not.
         let stats = Stats { segment: Some(PooledGauge::default()), ..Stats::default() };
-        Self { driver, state: Mutex::new(State { stats, ..State::default() }) }
+        Self { id: InstanceId::next(), driver, state: Mutex::new(State { stats, ..State::default() }) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -185,7 +187,7 @@ impl DeviceAllocator for Naive {
         request.validate()?;
         let bytes = request.bytes;
         if let Some(addr) = self.lock().reuse(bytes, stream) {
-            return Ok(Block::new(addr, bytes, bytes, Path::Hit, 0));
+            return Ok(Block::new(addr, bytes, bytes, Path::Hit, self.id.get()));
         }
         let addr = match self.driver.mem_alloc(bytes) {
             Ok(addr) => addr,
@@ -221,21 +223,17 @@ impl DeviceAllocator for Naive {
         if state.stats.reserved_bytes.all.current > state.peak.reserved {
             state.peak = state.ledger();
         }
-        Ok(Block::new(addr, bytes, bytes, Path::DriverAlloc, 0))
+        Ok(Block::new(addr, bytes, bytes, Path::DriverAlloc, self.id.get()))
     }
 
     unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
         let addr = block.addr();
+        if block.token() != self.id.get() {
+            return Err(foreign(self.name(), block));
+        }
         // The record goes before the memory: once the driver has it back, another thread may be given the address.
-        let Some((bytes, owner)) = self.lock().live.remove(&addr) else {
-            return Err(AllocError::ForeignBlock {
-                addr: addr.get(),
-                bytes: block.bytes(),
-                allocator: self.name().into(),
-                reason: "it is not among the live blocks",
-            });
-        };
         let mut state = self.lock();
+        let Some((bytes, owner)) = state.live.remove(&addr) else { return Err(foreign(self.name(), block)) };
         let (count, size) = state.held();
         count.decrease(ANY, 1);
         size.decrease(ANY, bytes);
@@ -250,7 +248,7 @@ impl DeviceAllocator for Naive {
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
         let addr = block.addr();
         let state = &mut *self.lock();
-        if let Some((_, owner)) = state.live.get(&addr) {
+        if let Some((_, owner)) = state.live.get(&addr).filter(|_| block.token() == self.id.get()) {
             // The driver's free waits for every stream, so there is nothing to remember outside of captures.
             if *owner != stream
                 && let Some((_, kept)) = state.captures.each().find(|(_, kept)| kept.own.contains(&addr))
@@ -259,12 +257,7 @@ impl DeviceAllocator for Naive {
             }
             return Ok(());
         }
-        Err(AllocError::ForeignBlock {
-            addr: block.addr().get(),
-            bytes: block.bytes(),
-            allocator: self.name().into(),
-            reason: "it is not among the live blocks",
-        })
+        Err(not_held(self.name(), block))
     }
 
     fn stats(&self) -> Stats {

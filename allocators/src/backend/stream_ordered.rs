@@ -19,20 +19,25 @@
 //! *Source.* CUDA programming guide, "Stream-Ordered Memory Allocator":
 //! <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MALLOC__ASYNC.html>.
 
+mod frees;
+
 use super::captures::{Captures, need_graphs};
+use super::{InstanceId, foreign, not_held};
 use crate::allocator::{Block, CaptureId, DeviceAllocator, Path, Request};
+use crate::core::ranges::Ranges;
 use crate::device::{
     DeviceAddr, Driver, GraphDriver, GraphMemory, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
 };
 use crate::error::{AllocError, DriverError, OomReport};
 use crate::snapshot::{Attribution, Ledger, Snapshot};
 use crate::stats::{Gauge, PoolKind, PooledGauge, Stats};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// See the [module](self).
 #[derive(Debug)]
 pub struct StreamOrdered {
+    id: InstanceId,
     driver: Arc<dyn Driver>,
     pool: PoolId,
     settings: PoolSettings,
@@ -44,17 +49,22 @@ struct State {
     stats: Stats,
     live: HashMap<DeviceAddr, LiveBlock>,
     /// Blocks whose free the driver refused: gone from the client's side, still held by the pool.
-    refused: Vec<(DeviceAddr, LiveBlock)>,
+    refused: VecDeque<(DeviceAddr, LiveBlock)>,
+    /// Their bytes.
+    stranded: Gauge,
     captures: Captures<Kept>,
     /// Bytes of blocks that were allocated in captures and are held.
     captured: u64,
     /// The account of graphs' memory as it was last read; absent until the first capture.
     graph_memory: Option<GraphMemory>,
+    /// The ledger when reserved was last seen at a new peak.
     peak: Ledger,
     /// The counters as they were last read, for when the driver does not answer.
     counters: PoolCounters,
-    /// Highest requested bytes at which the pool's counters were read.
-    sampled: u64,
+    /// Addresses of blocks since the pool last may have given memory back: it holds what lies behind them.
+    held: Ranges,
+    /// Whether the driver would not let its peaks start again when it was asked to.
+    stale_peaks: bool,
 }
 
 #[derive(Debug)]
@@ -81,6 +91,9 @@ enum Owner {
     /// A graph.
     Graph,
 }
+
+/// Ranges of addresses that are remembered. A driver's pool has a few.
+const MOST_RANGES: usize = 4_096;
 
 const ANY: PoolKind = PoolKind::Large;
 
@@ -138,7 +151,7 @@ impl StreamOrdered {
             // SAFETY: just created, nothing was allocated from it, and the id goes no further.
             let _ = unsafe { pools.pool_destroy(pool) };
         })?;
-        Ok(Self { driver, pool, settings, state: Mutex::default() })
+        Ok(Self { id: InstanceId::next(), driver, pool, settings, state: Mutex::default() })
     }
 
     fn pools(&self) -> &dyn PoolDriver {
@@ -157,25 +170,27 @@ impl StreamOrdered {
         state.counters
     }
 
-    fn foreign(&self, block: &Block) -> AllocError {
-        AllocError::ForeignBlock {
-            addr: block.addr().get(),
-            bytes: block.bytes(),
-            allocator: self.name().into(),
-            reason: "it is not among the live blocks",
-        }
-    }
-
-    /// Reads the pool's counters when requested bytes reach a new peak, which after the first steps is never: a
-    /// pool grows only for a new peak, so this finds the peak of reserved without a driver call on each request.
-    fn sample(&self, state: &mut State) {
-        let requested = state.requested_of_pool();
-        if requested <= state.sampled {
+    /// Takes the ledger when the pool has grown to a new peak.
+    ///
+    /// A pool that keeps its memory grows only for addresses that it has not handed out before, which after the first
+    /// steps there are none of: so its counters are read without a driver call on each request. One with a release
+    /// threshold gives memory back at anybody's synchronise, so there one counter is read each time.
+    fn watch_growth(&self, state: &mut State, addr: DeviceAddr, bytes: u64) {
+        let (start, end) = (addr.get(), addr.get() + bytes);
+        let may_have_grown = match self.settings.release_threshold {
+            u64::MAX => !state.held.contains(start, end),
+            _ => self.pools().pool_reserved_high(self.pool).is_ok_and(|high| high > state.peak.reserved),
+        };
+        if !may_have_grown {
             return;
         }
-        state.sampled = requested;
+        if state.held.len() == MOST_RANGES {
+            // What is forgotten is only looked at again.
+            state.held = Ranges::default();
+        }
+        state.held.insert(start, end);
         let ledger = self.ledger(state);
-        if ledger.reserved >= state.peak.reserved {
+        if ledger.reserved > state.peak.reserved {
             state.peak = ledger;
         }
     }
@@ -213,81 +228,6 @@ impl StreamOrdered {
         }))
     }
 
-    /// Lets `owner` wait for what was queued on `user`.
-    fn order(&self, user: StreamId, owner: StreamId) -> Result<(), DriverError> {
-        let event = self.driver.event_create(false)?;
-        let ordered = self.driver.event_record(event, user).and_then(|()| self.driver.stream_wait_event(owner, event));
-        // SAFETY: the event goes no further; destroying it does not undo the wait (CUDA frees it when it is done).
-        let destroyed = unsafe { self.driver.event_destroy(event) };
-        ordered.and(destroyed)
-    }
-}
-
-impl StreamOrdered {
-    /// Queues the free of a block that is in no list, or puts it among the refused ones.
-    fn give_back(&self, addr: DeviceAddr, block: LiveBlock) -> Result<(), DriverError> {
-        // Without an event, waiting on the host gives the same order.
-        let ordered = block
-            .uses
-            .iter()
-            .try_for_each(|&user| self.order(user, block.stream).or_else(|_| self.driver.stream_synchronize(user)));
-        // SAFETY: the address was live here; its uses on its own stream were queued before (the client's promise)
-        // and those on other streams are ordered before this point by the waits above.
-        let freed = ordered.and_then(|()| unsafe { self.pools().mem_free_async(addr, block.stream) });
-        let mut state = self.lock();
-        if freed.is_err() {
-            state.refused.push((addr, block));
-            return freed;
-        }
-        state.stats.num_device_free += 1;
-        state.forget(block.bytes);
-        Ok(())
-    }
-
-    /// Whether a free on `stream`, ordered after the work of `uses`, would become a part of a graph.
-    fn is_captured(&self, state: &State, block: &LiveBlock) -> Result<bool, DriverError> {
-        if state.captures.all_ended() {
-            return Ok(false);
-        }
-        for stream in block.uses.iter().chain([&block.stream]) {
-            if state.captures.is_open_on(*stream) || self.driver.stream_is_capturing(*stream)? {
-                return Ok(true);
-            }
-        }
-        Ok(false)
-    }
-
-    /// Frees a block of the pool that is in no list, or lets its free wait for the end of a capture.
-    fn free_now_or_later(&self, addr: DeviceAddr, block: LiveBlock) -> Result<Path, DriverError> {
-        let path = if block.uses.is_empty() { Path::Pool } else { Path::WaitInserted };
-        let mut state = self.lock();
-        // A driver that does not say counts as one that captures: late is safe.
-        let captured = self.is_captured(&state, &block);
-        if !matches!(captured, Ok(false))
-            && let Some(kept) = state.captures.open_of(block.stream)
-        {
-            kept.waiting.push((addr, block));
-            return captured.map(|_| Path::Deferred);
-        }
-        drop(state);
-        self.give_back(addr, block)?;
-        Ok(path)
-    }
-
-    /// Frees a block in the capture that it was allocated in.
-    fn free_in_capture(&self, addr: DeviceAddr, block: &LiveBlock) -> Result<Path, DriverError> {
-        // Work of a joined stream is ordered before the free inside the graph.
-        let ordered = block.uses.iter().try_for_each(|&user| self.order(user, block.stream));
-        // SAFETY: the address was live here; its uses on its own stream were captured before (the client's promise), and
-        // those on joined streams are ordered before this point.
-        let freed = ordered.and_then(|()| unsafe { self.pools().mem_free_async(addr, block.stream) });
-        let mut state = self.lock();
-        // A block that could not be freed in its graph goes with it, or with the next launch.
-        state.forget(block.bytes);
-        state.stats.num_device_free += u64::from(freed.is_ok());
-        freed.map(|()| Path::Pool)
-    }
-
     /// The account of graphs' memory, once there has been a capture.
     fn read_graph_memory(&self, state: &mut State) {
         if state.graph_memory.is_some()
@@ -306,14 +246,11 @@ impl StreamOrdered {
         Ok(before.saturating_sub(graphs.graph_memory()?.reserved))
     }
 
-    /// Tries the frees again that the driver refused; the first error.
-    fn retry_refused(&self) -> Result<(), DriverError> {
-        let refused = std::mem::take(&mut self.lock().refused);
-        let mut outcome = Ok(());
-        for (addr, block) in refused {
-            outcome = outcome.and(self.free_now_or_later(addr, block).map(|_| ()));
-        }
-        outcome
+    /// Lets the pool give memory back.
+    fn trim_pool(&self, keep_bytes: u64) -> Result<(), DriverError> {
+        self.pools().pool_trim_to(self.pool, keep_bytes)?;
+        self.lock().held = Ranges::default();
+        Ok(())
     }
 }
 
@@ -337,9 +274,8 @@ impl DeviceAllocator for StreamOrdered {
             Err(error) if error.is_out_of_memory() => {
                 // Frees that are still queued keep their memory; after a synchronise the pool can reuse or give it
                 // back. RMM and PyTorch retry in the same way.
-                self.retry_refused()?;
-                self.driver.device_synchronize()?;
-                self.pools().pool_trim_to(self.pool, 0)?;
+                self.wait_and_reclaim()?;
+                self.trim_pool(0)?;
                 self.lock().stats.num_alloc_retries += 1;
                 match self.pools().mem_alloc_async(self.pool, bytes, stream) {
                     Ok(addr) => (addr, Path::Retry),
@@ -351,10 +287,8 @@ impl DeviceAllocator for StreamOrdered {
         };
         let mut state = self.lock();
         state.live.insert(addr, LiveBlock { bytes, stream, uses: Vec::new() });
-        if let Some(kept) = state.captures.open_on(stream) {
-            kept.own.insert(addr);
-            state.captured += bytes;
-        }
+        let captured = state.captures.open_on(stream).map(|kept| kept.own.insert(addr)).is_some();
+        state.captured += if captured { bytes } else { 0 };
         state.stats.num_device_alloc += 1;
         let (count, size) = state.held();
         count.increase(ANY, 1);
@@ -362,15 +296,20 @@ impl DeviceAllocator for StreamOrdered {
         let (count, sizes) = state.taken();
         count.increase(ANY, 1);
         sizes.into_iter().for_each(|gauge| gauge.increase(ANY, bytes));
-        self.sample(&mut state);
-        Ok(Block::new(addr, bytes, bytes, path, 0))
+        if !captured {
+            self.watch_growth(&mut state, addr, bytes);
+        }
+        Ok(Block::new(addr, bytes, bytes, path, self.id.get()))
     }
 
     unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
         let addr = block.addr();
         // The record goes before the memory: the pool may hand the address out again at once.
-        let Some(live) = self.lock().live.remove(&addr) else { return Err(self.foreign(&block)) };
+        if block.token() != self.id.get() {
+            return Err(foreign(self.name(), block));
+        }
         let mut state = self.lock();
+        let Some(live) = state.live.remove(&addr) else { return Err(foreign(self.name(), block)) };
         let (count, size) = state.held();
         count.decrease(ANY, 1);
         size.decrease(ANY, live.bytes);
@@ -394,7 +333,8 @@ impl DeviceAllocator for StreamOrdered {
 
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
         let mut state = self.lock();
-        let Some(live) = state.live.get_mut(&block.addr()) else { return Err(self.foreign(block)) };
+        let live = state.live.get_mut(&block.addr()).filter(|_| block.token() == self.id.get());
+        let Some(live) = live else { return Err(not_held(self.name(), block)) };
         if stream != live.stream && !live.uses.contains(&stream) {
             live.uses.push(stream);
         }
@@ -407,17 +347,22 @@ impl DeviceAllocator for StreamOrdered {
         self.read_graph_memory(&mut state);
         let mut stats = state.stats.clone();
         stats.graph_memory = state.graph_memory;
+        stats.stranded_bytes = Some(state.stranded).filter(|gauge| gauge.allocated > 0);
         // Only the level and its peak are known; how much came and went in all is not.
         stats.reserved_totals_known = false;
         stats.reserved_bytes.all =
             Gauge { current: counters.reserved, peak: counters.reserved_high, allocated: 0, freed: 0 };
+        if state.stale_peaks {
+            stats.upper_bounds.push("reserved_bytes");
+        }
         stats
     }
 
     fn reset_peaks(&self) {
         let mut state = self.lock();
         state.stats.reset_peaks();
-        state.sampled = state.requested_of_pool();
+        state.stranded.reset_peak();
+        state.stale_peaks = self.pools().pool_reset_peaks(self.pool).is_err();
         state.peak = self.ledger(&mut state);
     }
 
@@ -426,20 +371,23 @@ impl DeviceAllocator for StreamOrdered {
     }
 
     fn ledger_at_peak(&self) -> Ledger {
-        self.lock().peak
+        let mut state = self.lock();
+        let highest = self.counters(&mut state).reserved_high;
+        let missed = highest > state.peak.reserved && !state.stale_peaks;
+        Ledger { peak_reserved: missed.then_some(highest), ..state.peak }
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
-        self.retry_refused()?;
         // Read first: above its threshold the pool gives memory back at the synchronise already.
         let before = self.pools().pool_counters(self.pool)?.reserved;
         // A capture cannot be waited for.
-        if self.lock().captures.all_ended() {
-            self.driver.device_synchronize()?;
-        }
-        self.pools().pool_trim_to(self.pool, keep_bytes)?;
+        let nothing_captured = self.lock().captures.all_ended();
+        let refused = if nothing_captured { self.wait_and_reclaim() } else { self.retry_refused() };
+        // What the driver refuses, or what a stream that is gone may still use, is no reason to keep the rest.
+        self.trim_pool(keep_bytes)?;
         let released = before.saturating_sub(self.pools().pool_counters(self.pool)?.reserved);
-        Ok(released + self.trim_graph_memory()?)
+        let released = released + self.trim_graph_memory()?;
+        refused.map_err(AllocError::from).map(|()| released)
     }
 
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
@@ -492,9 +440,7 @@ impl Drop for StreamOrdered {
         };
         self.lock().refused.extend(waiting);
         // Errors have nobody to go to; what is refused again goes with the device context.
-        let _ = self.retry_refused();
-        // Frees may still be queued, and an earlier error may surface here instead of the call's own.
-        let _ = self.driver.device_synchronize();
+        let _ = self.wait_and_reclaim();
         for _ in 0..2 {
             // SAFETY: the pool belongs to this allocator alone; blocks still live were leaked by their owners.
             if unsafe { self.pools().pool_destroy(self.pool) }.is_ok() {

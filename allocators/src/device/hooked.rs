@@ -338,6 +338,14 @@ impl<H: Hook> PoolDriver for HookedDriver<H> {
         self.call(CallKind::PoolAttribute, || self.inner_pools().pool_counters(pool))
     }
 
+    fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
+        self.call(CallKind::PoolAttribute, || self.inner_pools().pool_reserved_high(pool))
+    }
+
+    fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {
+        self.call(CallKind::PoolAttribute, || self.inner_pools().pool_reset_peaks(pool))
+    }
+
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {
         self.call(CallKind::PoolTrim, || self.inner_pools().pool_trim_to(pool, keep_bytes))
     }

@@ -233,6 +233,13 @@ impl PoolDriver for NullDriver {
         })
     }
 
+    fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {
+        if let Some((_, counters)) = lock(&self.pools).get_mut(&pool.0) {
+            (counters.reserved_high, counters.used_high) = (counters.reserved, counters.used);
+        }
+        Ok(())
+    }
+
     fn pool_trim_to(&self, _pool: PoolId, _keep_bytes: u64) -> DriverResult<()> {
         Ok(())
     }

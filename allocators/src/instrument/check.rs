@@ -44,6 +44,8 @@ pub struct Checker {
 #[derive(Clone, Copy, Debug)]
 struct Held {
     bytes: u64,
+    /// What the backend calls it.
+    token: u64,
     stream: StreamId,
     /// Whether work on another stream was announced. It may still read the block after the free, so that must not
     /// poison it.
@@ -206,7 +208,7 @@ impl DeviceAllocator for Checker {
         let mut state = self.lock();
         let block = self.inner.allocate(request, stream)?;
         state.report.operations += 1;
-        let (addr, bytes) = (block.addr().get(), block.bytes());
+        let (addr, bytes, token) = (block.addr().get(), block.bytes(), block.token());
         if bytes < request.bytes || !addr.is_multiple_of(request.align) {
             let text = format!("block at {addr:#x} ({bytes} bytes) does not satisfy {request:?}");
             return Err(state.violation(text));
@@ -227,11 +229,11 @@ impl DeviceAllocator for Checker {
         }
         if self.is_captured(&mut state, stream) {
             let own = state.open_on(stream).map(|capture| capture.insert(addr, bytes));
-            state.live.insert(addr, Held { bytes, stream, shared: false, captured: own.is_some() });
+            state.live.insert(addr, Held { bytes, token, stream, shared: false, captured: own.is_some() });
             self.forget(&mut state, &block);
             return Ok(block);
         }
-        state.live.insert(addr, Held { bytes, stream, shared: false, captured: false });
+        state.live.insert(addr, Held { bytes, token, stream, shared: false, captured: false });
         let checked = self.verify(&mut state, &block, stream);
         // SAFETY: the block was just handed out for use on this stream.
         let filled = unsafe { self.driver.fill_bytes(block.addr(), POISON, block.requested(), stream) };
@@ -249,7 +251,10 @@ impl DeviceAllocator for Checker {
         let (addr, bytes, requested) = (block.addr().get(), block.bytes(), block.requested());
         let mut state = self.lock();
         state.report.operations += 1;
-        let Some(held) = state.live.remove(&addr) else {
+        // Another allocator can hold a block at the same address.
+        let token = block.token();
+        let held = state.live.get(&addr).is_some_and(|held| held.token == token).then(|| state.live.remove(&addr));
+        let Some(held) = held.flatten() else {
             let text = format!("free of {addr:#x} ({bytes} bytes), which is not held");
             return Err(state.violation(text));
         };

@@ -1,11 +1,11 @@
 //! Compiles a history: checks it event by event and turns addresses into slots.
 
 use super::op::{BY_DEVICE, Kind, MAX_STREAMS, NO_STREAM, Op, Release};
-use super::ranges::Ranges;
 use super::windows::{Cause, Completion, End, SegmentEvent, Window};
 use super::{MAX_BYTES, ReplayError};
 use crate::allocator::GUARANTEED_ALIGN;
 use crate::budget::{Budget, Claim};
+use crate::core::ranges::Ranges;
 use crate::steps;
 use crate::trace::{Action, Event};
 use std::collections::{BTreeMap, HashMap};

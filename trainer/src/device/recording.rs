@@ -5,7 +5,7 @@ use crate::error::Result;
 use allocators::{DeviceBuffer, Memory};
 use kernels::{Operation, Precision};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 #[derive(Debug, Default)]
 pub(super) struct Recording {
@@ -28,7 +28,7 @@ impl Recording {
 #[derive(Debug)]
 pub(crate) struct Recorded {
     pub(crate) operations: Vec<Box<dyn Operation>>,
-    pub(crate) buffers: Vec<DeviceBuffer>,
+    pub(crate) buffers: Vec<Arc<DeviceBuffer>>,
 }
 
 impl Device {

@@ -12,6 +12,7 @@ use allocators::instrument::NvtxMode;
 use allocators::instrument::nvtx::Ranges;
 use allocators::{AllocatorSettings, BackendKind, DeviceBuffer, Memory};
 use kernels::{KernelError, PersistentSteps, Precision};
+use std::sync::Arc;
 
 /// Steps that one kernel does in a row. As with graphs there is one for each number of rows, and the device knows the step.
 #[derive(Debug)]
@@ -31,7 +32,7 @@ pub(super) struct PersistentStepper {
 struct RecordedSteps {
     rows: usize,
     launch: PersistentSteps,
-    _buffers: Vec<DeviceBuffer>,
+    _buffers: Vec<Arc<DeviceBuffer>>,
 }
 
 /// Few enough that the run can be interrupted at any time, and that its record has times; enough that a launch costs nothing.
@@ -81,7 +82,7 @@ impl PersistentStepper {
         // CAST: some kilobytes.
         let memory = context.upload(&[0u8; PersistentSteps::MEMORY_BYTES as usize])?;
         let launch = PersistentSteps::new(self.precision, recorded.operations, 1, memory.addr().get())?;
-        recorded.buffers.push(memory);
+        recorded.buffers.push(Arc::new(memory));
         Ok(RecordedSteps { rows, launch, _buffers: recorded.buffers })
     }
 }

@@ -1,10 +1,11 @@
 //! Frees that wait for streams other than the block's own.
 
-use super::Caching;
-use crate::allocator::{Block, Path};
+use super::{Caching, not_held};
+use crate::allocator::{Block, DeviceAllocator, Path};
 use crate::core::blocks::BlockIndex;
-use crate::device::{EventId, StreamId};
+use crate::device::{CallKind, EventId, StreamId};
 use crate::error::{AllocError, DriverError};
+use crate::stats::Gauge;
 use crate::sync::lock;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::TryLockError;
@@ -13,7 +14,7 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 /// A block that waits for an event.
 #[derive(Clone, Copy, Debug)]
 struct Waiting {
-    /// Missing where recording it failed or had to wait for the end of a capture; it is recorded later, which is late
+    /// Missing where it could not be made or had to wait for the end of a capture; it is recorded later, which is late
     /// but safe.
     event: Option<EventId>,
     shard: u32,
@@ -27,9 +28,25 @@ pub(super) struct Pending {
     queues: BTreeMap<StreamId, VecDeque<Waiting>>,
     /// Events to use again.
     events: Vec<EventId>,
+    /// Blocks used by streams that take no event any more, by shard and record, and how many such streams each waits
+    /// for. Nothing but a wait for the whole device tells that their work is over, so no request looks at them.
+    stranded: BTreeMap<(u32, BlockIndex), u32>,
+    stranded_bytes: Gauge,
+    /// The first error by which a block was stranded when nobody was freeing it, so that nobody was told.
+    untold: Option<DriverError>,
 }
 
 impl Pending {
+    /// Bytes of stranded blocks; `None` when there never were any.
+    pub(super) fn stranded_bytes(&self) -> Option<Gauge> {
+        Some(self.stranded_bytes).filter(|gauge| gauge.allocated > 0)
+    }
+
+    /// Lets the peak start again.
+    pub(super) fn restart_peaks(&mut self) {
+        self.stranded_bytes.reset_peak();
+    }
+
     /// Every event that waits for its next use.
     pub(super) fn take_events(&mut self) -> Vec<EventId> {
         std::mem::take(&mut self.events)
@@ -86,7 +103,33 @@ impl Caching {
         }
     }
 
-    /// Lets a pending block wait for what is queued on some streams.
+    /// Sets a pending block aside because of a stream that takes no event.
+    fn strand(&self, pending: &mut Pending, shard_id: u32, index: BlockIndex) {
+        let streams = pending.stranded.entry((shard_id, index)).or_insert(0);
+        *streams += 1;
+        if *streams == 1
+            && let Some(shard) = self.shards.by_id(shard_id)
+        {
+            pending.stranded_bytes.increase(shard.lock().cache.blocks.get(index).bytes());
+        }
+    }
+
+    /// Frees stranded blocks once the whole device has been waited for. What cannot be waited for stays aside: while a
+    /// capture is open, and when the device refuses.
+    fn reclaim_stranded(&self, pending: &mut Pending) {
+        if pending.stranded.is_empty() || self.any_capture() || self.driver.device_synchronize().is_err() {
+            return;
+        }
+        for ((shard_id, index), streams) in std::mem::take(&mut pending.stranded) {
+            if let Some(shard) = self.shards.by_id(shard_id) {
+                pending.stranded_bytes.decrease(shard.lock().cache.blocks.get(index).bytes());
+            }
+            (0..streams).for_each(|_| self.complete(shard_id, index));
+        }
+    }
+
+    /// Lets a pending block wait for what is queued on some streams. Where a stream takes no event, because it is gone,
+    /// the block is set aside and the error says so.
     fn wait_for(
         &self,
         pending: &mut Pending,
@@ -99,7 +142,12 @@ impl Caching {
             let event = match self.record_event(pending, user) {
                 Ok(event) => event,
                 Err(error) => {
+                    let may_be_made_later = error.call == CallKind::EventCreate;
                     outcome = Err(error);
+                    if !may_be_made_later {
+                        self.strand(pending, shard, index);
+                        continue;
+                    }
                     None
                 }
             };
@@ -139,41 +187,55 @@ impl Caching {
     }
 
     fn process(&self, pending: &mut Pending) -> Result<(), DriverError> {
-        self.drain(pending, |caching, event| caching.driver.event_query(event))
+        self.drain(pending, false, |caching, event| caching.driver.event_query(event))
     }
 
     /// Waits for every pending free.
     pub(super) fn synchronize_pending(&self) -> Result<(), DriverError> {
-        self.drain(&mut lock(&self.pending), |caching, event| caching.driver.event_synchronize(event).map(|()| true))
+        let pending = &mut *lock(&self.pending);
+        self.drain(pending, true, |caching, event| caching.driver.event_synchronize(event).map(|()| true))?;
+        self.reclaim_stranded(pending);
+        Ok(())
     }
 
-    /// Completes frees from the front of each queue while `done` says so.
+    /// An error that a request would not have been the place to tell, once.
+    pub(super) fn tell(&self) -> Result<(), DriverError> {
+        lock(&self.pending).untold.take().map_or(Ok(()), Err)
+    }
+
+    /// Completes frees from the front of each queue while `done` says so. A stream that takes no event strands the blocks
+    /// that wait for it; `all` says whether it does as well when no event can be made for it now.
     fn drain(
         &self,
         pending: &mut Pending,
+        all: bool,
         done: impl Fn(&Self, EventId) -> Result<bool, DriverError>,
     ) -> Result<(), DriverError> {
         let streams: Vec<StreamId> = pending.queues.keys().copied().collect();
         for stream in streams {
             while let Some(&Waiting { event, shard, index }) = pending.queues.get(&stream).and_then(VecDeque::front) {
-                let event = match event {
-                    Some(event) => event,
-                    None => {
-                        let Some(event) = self.record_event(pending, stream)? else { break };
-                        if let Some(front) = pending.queues.get_mut(&stream).and_then(VecDeque::front_mut) {
+                let recorded = event.map_or_else(|| self.record_event(pending, stream), |event| Ok(Some(event)));
+                let Some(queue) = pending.queues.get_mut(&stream) else { break };
+                match recorded {
+                    Ok(Some(event)) => {
+                        if let Some(front) = queue.front_mut() {
                             front.event = Some(event);
                         }
-                        event
+                        if !done(self, event)? {
+                            break;
+                        }
+                        queue.pop_front();
+                        pending.events.push(event);
+                        self.complete(shard, index);
                     }
-                };
-                if !done(self, event)? {
-                    break;
+                    Ok(None) => break,
+                    Err(error) if error.call == CallKind::EventCreate && !all => break,
+                    Err(error) => {
+                        queue.pop_front();
+                        pending.untold.get_or_insert(error);
+                        self.strand(pending, shard, index);
+                    }
                 }
-                if let Some(queue) = pending.queues.get_mut(&stream) {
-                    queue.pop_front();
-                }
-                pending.events.push(event);
-                self.complete(shard, index);
                 self.waiting.fetch_sub(1, Relaxed);
             }
         }
@@ -196,9 +258,9 @@ impl Caching {
 
     /// Announces a use of a live block by another stream.
     pub(super) fn announce(&self, block: &Block, user: StreamId) -> Result<(), AllocError> {
-        let shard = self.shard_of(block)?;
+        let Some(shard) = self.shard_of(block) else { return Err(not_held(self.name(), block)) };
         let state = &mut *shard.lock();
-        let index = self.find(state, block)?;
+        let Some(index) = Self::find(state, block) else { return Err(not_held(self.name(), block)) };
         if user != shard.stream {
             let uses = state.uses.entry(index).or_default();
             if !uses.contains(&user) {

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicPtr, Ordering::Acquire, Ordering::Relaxed, Orderin
 #[derive(Debug)]
 #[repr(align(128))]
 pub(super) struct Shard {
-    /// Number in the order of first use.
+    /// Number in the order of first use, counted from the table's first.
     pub(super) id: u32,
     /// The stream.
     pub(super) stream: StreamId,
@@ -68,6 +68,8 @@ pub(super) struct ShardTable {
     slots: Box<[AtomicPtr<Shard>; SLOTS]>,
     /// By number: row `r` holds 2^r shards, so that a shard never moves.
     rows: [OnceLock<Row>; u32::BITS as usize],
+    /// Number of the first shard; numbers wrap around.
+    first: u32,
     numbers: Mutex<Numbers>,
 }
 
@@ -79,7 +81,8 @@ struct Numbers {
 }
 
 impl Numbers {
-    fn next(&self) -> u32 {
+    /// Shards so far.
+    fn count(&self) -> u32 {
         u32::try_from(self.by_stream.len() + self.captured.len()).expect("there should be fewer than 2^32 shards")
     }
 }
@@ -91,16 +94,18 @@ fn first_slot(stream: StreamId) -> usize {
     (stream.0.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - SLOTS.ilog2())) as usize
 }
 
-/// Row and column of a number.
-fn place(id: u32) -> (usize, usize) {
-    let position = u64::from(id) + 1;
+/// Row and column of the shard that comes after `before` others.
+fn place(before: u32) -> (usize, usize) {
+    let position = u64::from(before) + 1;
     // CAST: at most 32, and below 2^32.
     (position.ilog2() as usize, (position - (1 << position.ilog2())) as usize)
 }
 
 impl ShardTable {
-    pub(super) fn new() -> Self {
+    /// A table whose shards are numbered from `first` on.
+    pub(super) fn new(first: u32) -> Self {
         Self {
+            first,
             slots: Box::new([const { AtomicPtr::new(ptr::null_mut()) }; SLOTS]),
             rows: [const { OnceLock::new() }; u32::BITS as usize],
             numbers: Mutex::new(Numbers::default()),
@@ -146,7 +151,7 @@ impl ShardTable {
             return shard;
         }
         // By number before by stream: a tenant, or the owner of a block, is looked up by number without the lock.
-        let made = self.put(Shard::new(numbers.next(), stream));
+        let made = self.put(Shard::new(self.first.wrapping_add(numbers.count()), stream));
         numbers.by_stream.insert(stream, made.id);
         if numbers.by_stream.len() <= SLOTTED {
             let mut slots = (0..SLOTS).map(|step| &self.slots[(first + step) % SLOTS]);
@@ -160,7 +165,7 @@ impl ShardTable {
     /// Makes a shard for a capture of the stream, which the stream does not lead to.
     pub(super) fn make_captured(&self, stream: StreamId) -> &Shard {
         let numbers = &mut *lock(&self.numbers);
-        let made = self.put(Shard::new(numbers.next(), stream));
+        let made = self.put(Shard::new(self.first.wrapping_add(numbers.count()), stream));
         numbers.captured.push(made.id);
         made
     }
@@ -177,7 +182,7 @@ impl ShardTable {
 
     /// Files a shard under its number.
     fn put(&self, shard: Shard) -> &Shard {
-        let (row, column) = place(shard.id);
+        let (row, column) = place(shard.id.wrapping_sub(self.first));
         let row = self.rows[row].get_or_init(|| (0..1usize << row).map(|_| OnceLock::new()).collect());
         row[column].get_or_init(|| Box::new(shard))
     }
@@ -185,7 +190,7 @@ impl ShardTable {
     /// The shard with a number; `None` for a number that was never given.
     #[inline]
     pub(super) fn by_id(&self, id: u32) -> Option<&Shard> {
-        let (row, column) = place(id);
+        let (row, column) = place(id.wrapping_sub(self.first));
         self.rows.get(row)?.get()?.get(column)?.get().map(|shard| &**shard)
     }
 
@@ -204,7 +209,7 @@ mod tests {
     #[test]
     fn a_shard_that_can_be_found_by_its_stream_can_be_found_by_its_number() {
         for round in 0..200u64 {
-            let table = ShardTable::new();
+            let table = ShardTable::new(7);
             let streams: Vec<StreamId> = (0..SLOTTED as u64).map(|number| StreamId(round << 16 | number)).collect();
             thread::scope(|scope| {
                 scope.spawn(|| streams.iter().for_each(|stream| assert_eq!(table.of_stream(*stream).stream, *stream)));
@@ -222,19 +227,21 @@ mod tests {
 
     #[test]
     fn each_stream_has_one_shard_however_many_there_are() {
-        let table = ShardTable::new();
+        // Numbers run over the end.
+        let first = u32::MAX - 700;
+        let table = ShardTable::new(first);
         // Handles that crowd, as those of a driver do, and more streams than slots.
         let streams: Vec<StreamId> = (0..2_000u64).map(|number| StreamId(0x7f00_0000_0000 + number * 16)).collect();
         for (number, stream) in streams.iter().enumerate().rev() {
             let shard = table.of_stream(*stream);
-            assert_eq!((shard.stream, shard.id as usize), (*stream, streams.len() - 1 - number));
+            assert_eq!((shard.stream, shard.id.wrapping_sub(first) as usize), (*stream, streams.len() - 1 - number));
         }
         for stream in &streams {
             let shard = table.of_stream(*stream);
             assert!(std::ptr::eq(shard, table.of_stream(*stream)));
             assert!(std::ptr::eq(shard, table.by_id(shard.id).expect("the number was given")));
         }
-        assert!(table.by_id(2_000).is_none() && table.by_id(u32::MAX).is_none());
+        assert!([2_000, u32::MAX].iter().all(|after| table.by_id(first.wrapping_add(*after)).is_none()));
         let order: Vec<StreamId> = table.by_stream().iter().map(|shard| shard.stream).collect();
         assert_eq!(order, streams);
     }

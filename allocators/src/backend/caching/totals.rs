@@ -17,6 +17,17 @@ use crate::sync::{Mutex, SpinGuard, ThreadId, lock, this_thread};
 /// Changes of thread after which several threads no longer share exact peaks.
 pub(super) const TURNS: u32 = if cfg!(loom) { 2 } else { 64 };
 
+/// Gauges whose peaks are sums of the shards' once every shard has an account of its own.
+const SUMMED: [&str; 7] = [
+    "allocation",
+    "active",
+    "inactive_split",
+    "allocated_bytes",
+    "active_bytes",
+    "inactive_split_bytes",
+    "requested_bytes",
+];
+
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct Totals {
@@ -200,6 +211,7 @@ impl Totals {
         if everybody {
             let pending = books.pending_peak;
             books.reach(&summed, &pending);
+            stats.upper_bounds = SUMMED.to_vec();
         }
         let pooled = |quantity: Quantity, peaks: &Figures, pending: Option<&Figures>| {
             let gauge = |scope: Scope| {

@@ -26,7 +26,7 @@ fn raw_pool(pool: PoolId) -> CUmemoryPool {
     pool.0 as CUmemoryPool
 }
 
-/// Sets an attribute of 64 bits: the release threshold.
+/// Sets an attribute of 64 bits: the release threshold, or a peak.
 fn set_wide(pool: CUmemoryPool, attribute: CUmemPool_attribute, mut value: u64) -> DriverResult<()> {
     // SAFETY: `pool` is live (callers), and the pointer is to a live u64, the type that the driver's reference gives
     // for the attributes that callers pass here.
@@ -126,6 +126,17 @@ impl PoolDriver for CudaDriver {
             used: wide(pool, USED)?,
             used_high: wide(pool, USED_HIGH)?,
         })
+    }
+
+    fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
+        self.bind(CallKind::PoolAttribute)?;
+        wide(raw_pool(pool), RESERVED_HIGH)
+    }
+
+    fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {
+        self.bind(CallKind::PoolAttribute)?;
+        // Zero is the one value that the driver takes for them; they then start from the current ones.
+        [RESERVED_HIGH, USED_HIGH].into_iter().try_for_each(|peak| set_wide(raw_pool(pool), peak, 0))
     }
 
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {

@@ -82,6 +82,22 @@ impl PoolDriver for SimDriver {
         })
     }
 
+    fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
+        let costs = self.pool_costs(CallKind::PoolAttribute)?;
+        let mut state = self.lock();
+        state.time.spend(costs.attribute_ns);
+        Ok(state.pool(CallKind::PoolAttribute, pool)?.reserved_high)
+    }
+
+    fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {
+        let costs = self.pool_costs(CallKind::PoolAttribute)?;
+        let mut state = self.lock();
+        state.time.spend(2 * costs.attribute_ns);
+        let pool = state.pool(CallKind::PoolAttribute, pool)?;
+        (pool.reserved_high, pool.used_high) = (pool.heap.held_bytes(), pool.used);
+        Ok(())
+    }
+
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {
         let costs = self.pool_costs(CallKind::PoolTrim)?;
         let state = &mut *self.lock();

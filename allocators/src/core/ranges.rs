@@ -1,25 +1,30 @@
-//! Ranges of addresses that have been blocks: what was seen once cannot have been live before the history began.
+//! Sets of addresses, such as all that have been blocks.
 
 use crate::steps;
 use std::collections::BTreeMap;
 
 /// A set of addresses, kept as ranges that do not touch.
 #[derive(Debug, Default)]
-pub(super) struct Ranges(BTreeMap<u64, u64>);
+pub(crate) struct Ranges(BTreeMap<u64, u64>);
 
 impl Ranges {
     /// Whether any address of `start..end` is in the set. O(log n).
-    pub(super) fn overlaps(&self, start: u64, end: u64) -> bool {
+    pub(crate) fn overlaps(&self, start: u64, end: u64) -> bool {
         self.0.range(..end).next_back().is_some_and(|(_, &last)| last > start)
     }
 
+    /// Whether all addresses of `start..end` are in the set. O(log n).
+    pub(crate) fn contains(&self, start: u64, end: u64) -> bool {
+        self.0.range(..=start).next_back().is_some_and(|(_, &last)| last >= end)
+    }
+
     /// Number of ranges.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 
     /// Adds `start..end`. O(log n) for each range that it joins.
-    pub(super) fn insert(&mut self, mut start: u64, mut end: u64) {
+    pub(crate) fn insert(&mut self, mut start: u64, mut end: u64) {
         if let Some((&before, &last)) = self.0.range(..=start).next_back()
             && last >= start
         {
@@ -48,6 +53,21 @@ mod tests {
             set.insert(start, end);
         }
         assert_eq!(set.0.into_iter().collect::<Vec<_>>(), [(5, 70)]);
+    }
+
+    #[test]
+    fn a_range_is_contained_only_if_all_of_it_is() {
+        let mut set = Ranges::default();
+        for (start, end) in [(10, 20), (20, 30), (40, 50)] {
+            set.insert(start, end);
+        }
+        for (start, end) in [(10, 30), (15, 25), (40, 50), (29, 30)] {
+            assert!(set.contains(start, end), "{start}..{end}");
+        }
+        for (start, end) in [(9, 11), (29, 31), (25, 45), (30, 40), (0, 5), (60, 61)] {
+            assert!(!set.contains(start, end), "{start}..{end}");
+        }
+        assert_eq!(set.len(), 2);
     }
 
     #[test]
