@@ -3,8 +3,11 @@
 
 mod common;
 
-use allocators::backend::{Caching, CachingSettings};
-use allocators::{Block, BlockState, DeviceAllocator, Driver, NullDriver, PoolKind, SimMemory, Stats, StreamId};
+use allocators::backend::{Caching, CachingSettings, StreamOrdered};
+use allocators::{
+    Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, NullDriver, PoolKind,
+    PoolSettings, SimMemory, Stats, StreamId,
+};
 use common::{GIB, MIB, Random, allocate, check_stats, free, sim, work};
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -126,6 +129,7 @@ fn threads_that_take_turns_have_exact_peaks() {
     }
     let stats = caching.stats();
     assert_eq!((stats.allocated_bytes.all.peak, stats.allocation.all.peak), (bytes, 20));
+    assert_eq!(stats.upper_bounds, [""; 0]);
     assert_eq!(stats.active_bytes.all.peak, bytes);
 }
 
@@ -155,4 +159,119 @@ fn threads_at_once_have_peaks_that_are_no_less_than_what_was_held() {
     assert!((THREADS * MIB..=THREADS * (MIB + 512 * 7)).contains(&peak), "{peak}");
     caching.reset_peaks();
     assert_eq!(caching.stats().allocated_bytes.all.peak, 0, "exact again");
+}
+
+#[test]
+fn peaks_that_are_bounds_say_so() {
+    let caching = Caching::new(Arc::new(NullDriver::new(1 << 40)), CachingSettings::default());
+    // More changes of thread than are followed.
+    for turn in 0..200u64 {
+        let stream = StreamId(1 + turn % 2);
+        let round = || free(&caching, allocate(&caching, MIB, stream).unwrap(), stream).unwrap();
+        thread::scope(|scope| scope.spawn(round).join()).unwrap();
+    }
+    let stats = caching.stats();
+    assert!(stats.allocated_bytes.all.peak > MIB, "no more than one block was ever held");
+    for gauge in ["allocated_bytes", "active_bytes", "requested_bytes", "allocation", "inactive_split"] {
+        assert!(stats.upper_bounds.contains(&gauge), "{gauge}: {:?}", stats.upper_bounds);
+    }
+    assert!(!stats.upper_bounds.contains(&"reserved_bytes"), "who grows takes turns");
+    caching.reset_peaks();
+    let stats = caching.stats();
+    assert_eq!((stats.upper_bounds.len(), stats.allocated_bytes.all.peak), (0, 0), "exact again");
+}
+
+/// Fragmentation lets a pool grow while less is asked for than was before.
+#[test]
+fn a_pool_that_grows_below_the_peak_of_requested_has_its_ledger_taken_then() {
+    for threshold in [u64::MAX, 64 * MIB, 0] {
+        let driver: Arc<dyn Driver> = sim(4 * GIB, SimMemory::None);
+        let settings = PoolSettings { release_threshold: threshold, ..PoolSettings::default() };
+        let allocator = StreamOrdered::new(Arc::clone(&driver), settings).unwrap();
+        let stream = driver.stream_create().unwrap();
+        let take = |bytes| allocate(&allocator, bytes, stream).unwrap();
+        let blocks: Vec<_> = (0..8).map(|_| take(16 * MIB)).collect();
+        let mut kept = Vec::new();
+        for (number, block) in blocks.into_iter().enumerate() {
+            if number % 2 == 0 {
+                free(&allocator, block, stream).unwrap();
+            } else {
+                kept.push(block);
+            }
+        }
+        // 64 of 128 MiB are free, in pieces of 16.
+        let large = take(40 * MIB);
+        let (stats, ledger) = (allocator.stats(), allocator.ledger_at_peak());
+        assert!(stats.requested_bytes.all.current < stats.requested_bytes.all.peak);
+        assert_eq!(ledger.reserved, stats.reserved_bytes.all.peak, "{threshold}");
+        assert_eq!((ledger.requested, ledger.peak_reserved), (104 * MIB, None), "{threshold}");
+        assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
+        kept.into_iter().chain([large]).for_each(|block| assert!(free(&allocator, block, stream).is_ok()));
+        allocator.trim(0).unwrap();
+        allocator.reset_peaks();
+        assert_eq!((allocator.stats().reserved_bytes.all.peak, allocator.ledger_at_peak().reserved), (0, 0));
+        // After a trim the same addresses are new ones.
+        let again = take(40 * MIB);
+        let ledger = allocator.ledger_at_peak();
+        assert_eq!((ledger.reserved, ledger.peak_reserved), (64 * MIB, None), "{threshold}");
+        free(&allocator, again, stream).unwrap();
+    }
+}
+
+/// As many synchronises as give memory back that an allocation then takes at an address which was seen before.
+#[test]
+fn a_pool_with_a_threshold_has_its_ledger_taken_at_the_peak_too() {
+    for threshold in [0, 32 * MIB, 96 * MIB] {
+        let driver: Arc<dyn Driver> = sim(4 * GIB, SimMemory::None);
+        let settings = PoolSettings { release_threshold: threshold, ..PoolSettings::default() };
+        let allocator = StreamOrdered::new(Arc::clone(&driver), settings).unwrap();
+        let streams = [(); 2].map(|()| driver.stream_create().unwrap());
+        let (mut random, mut live) = (Random::new(threshold + 1), Vec::new());
+        let (mut highest, mut requested_then) = (0, 0);
+        for step in 0..2_000 {
+            let stream = streams[random.below(2) as usize];
+            if random.below(5) < 3 && live.len() < 12 || live.is_empty() {
+                live.push((allocate(&allocator, 1 + random.below(24 * MIB), stream).unwrap(), stream));
+                let stats = allocator.stats();
+                if stats.reserved_bytes.all.current > highest {
+                    (highest, requested_then) = (stats.reserved_bytes.all.current, stats.requested_bytes.all.current);
+                }
+            } else {
+                let (block, owner) = live.swap_remove(random.below(live.len() as u64) as usize);
+                free(&allocator, block, owner).unwrap();
+            }
+            if random.below(10) == 0 {
+                driver.device_synchronize().unwrap();
+            }
+            let ledger = allocator.ledger_at_peak();
+            assert_eq!((ledger.reserved, ledger.requested), (highest, requested_then), "{threshold}, step {step}");
+            assert_eq!(ledger.peak_reserved, None);
+        }
+        live.into_iter().for_each(|(block, stream)| assert!(free(&allocator, block, stream).is_ok()));
+    }
+}
+
+#[test]
+fn a_peak_that_was_not_seen_is_told_beside_the_ledger() {
+    let device: Arc<dyn Driver> = sim(4 * GIB, SimMemory::None);
+    let faulty = Arc::new(FaultyDriver::new(device));
+    let driver: Arc<dyn Driver> = Arc::clone(&faulty) as _;
+    let allocator = StreamOrdered::new(Arc::clone(&driver), PoolSettings::default()).unwrap();
+    let stream = driver.stream_create().unwrap();
+    let small = allocate(&allocator, 10 * MIB, stream).unwrap();
+    // The counters cannot be read when the pool grows.
+    faulty.fail(CallKind::PoolAttribute, 0, DriverError::ILLEGAL_STATE);
+    let large = allocate(&allocator, 100 * MIB, stream).unwrap();
+    assert_eq!(faulty.injected(), 1);
+    let ledger = allocator.ledger_at_peak();
+    assert_eq!((ledger.reserved, ledger.requested), (32 * MIB, 10 * MIB), "as it was seen");
+    assert_eq!(ledger.peak_reserved, Some(allocator.stats().reserved_bytes.all.peak));
+    free(&allocator, large, stream).unwrap();
+    // Peaks that do not start again are bounds.
+    faulty.fail(CallKind::PoolAttribute, 0, DriverError::ILLEGAL_STATE);
+    allocator.reset_peaks();
+    assert_eq!(allocator.stats().upper_bounds, ["reserved_bytes"]);
+    allocator.reset_peaks();
+    assert_eq!(allocator.stats().upper_bounds, [""; 0]);
+    free(&allocator, small, stream).unwrap();
 }

@@ -254,6 +254,9 @@ pub struct Summary {
     pub idle_costs: Option<IdleCosts>,
     /// Allocator statistics under PyTorch's names.
     pub allocator_stats: Stats,
+    /// Gauges of `allocator_stats` whose peaks are upper bounds.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub upper_bounds: Vec<&'static str>,
     /// Latency of allocator operations.
     pub latency: Vec<LatencyRow>,
     /// Where reserved minus requested went at the peak of reserved.

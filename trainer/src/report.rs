@@ -167,10 +167,16 @@ fn memory(summary: &Summary) -> String {
         ("requested", stats.requested_bytes.all.peak),
     ];
     for (name, bytes) in rows {
-        peaks.add_row([name.to_owned(), bytes.to_string(), Bytes(bytes).to_string()]);
+        let is_bound = stats.upper_bounds.iter().any(|gauge| gauge.strip_suffix("_bytes") == Some(name));
+        let name = if is_bound { format!("{name}, at most") } else { name.to_owned() };
+        peaks.add_row([name, bytes.to_string(), Bytes(bytes).to_string()]);
     }
     let ledger = &summary.fragmentation;
-    let mut parts = table(&["at the peak of reserved", "bytes", ""]);
+    let moment = match ledger.peak_reserved {
+        None => "at the peak of reserved",
+        Some(_) => "at the highest reserved that was seen",
+    };
+    let mut parts = table(&[moment, "bytes", ""]);
     let rows = [
         ("requested", ledger.requested),
         ("internal (rounding)", ledger.internal),

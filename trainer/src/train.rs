@@ -282,6 +282,7 @@ impl Run {
             products: None,
             idle_costs: device.idle_costs().cloned(),
             allocator_stats: stack.top.stats(),
+            upper_bounds: Vec::new(),
             latency: Vec::new(),
             fragmentation: stack.top.ledger_at_peak(),
             instruments: stack.costs.clone(),
@@ -403,6 +404,7 @@ impl Run {
         summary.process_s = self.started.elapsed().as_secs_f64();
         summary.driver_calls = self.context.device.calls();
         summary.allocator_stats = self.stack.top.stats();
+        summary.upper_bounds.clone_from(&summary.allocator_stats.upper_bounds);
         summary.fragmentation = self.stack.top.ledger_at_peak();
         summary.latency = self.stack.timed.as_ref().map(|timed| timed.rows()).unwrap_or_default();
         summary.check = self.stack.checker.as_ref().map(|checker| checker.report());

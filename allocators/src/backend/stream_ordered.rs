@@ -114,6 +114,23 @@ impl State {
         self.stats.requested_bytes.all.current - self.captured
     }
 
+    /// The ledger by the counters as they were last read.
+    fn ledger(&self) -> Ledger {
+        let PoolCounters { reserved, used, .. } = self.counters;
+        let requested = self.requested_of_pool();
+        let waiting = self.captures.kept().flat_map(|kept| &kept.waiting);
+        let pending: u64 = self.refused.iter().chain(waiting).map(|(_, block)| block.bytes).sum();
+        Ledger {
+            internal: used.saturating_sub(requested),
+            soft: reserved.saturating_sub(used.max(requested)),
+            pending,
+            reserved,
+            requested: requested - pending,
+            attribution: Attribution::PoolCounters,
+            ..Ledger::default()
+        }
+    }
+
     /// Accounts for a block that nobody holds any more.
     fn forget(&mut self, bytes: u64) {
         let (count, sizes) = self.taken();
@@ -184,30 +201,15 @@ impl StreamOrdered {
         if !may_have_grown {
             return;
         }
+        let Ok(counters) = self.pools().pool_counters(self.pool) else { return };
+        state.counters = counters;
         if state.held.len() == MOST_RANGES {
             // What is forgotten is only looked at again.
             state.held = Ranges::default();
         }
         state.held.insert(start, end);
-        let ledger = self.ledger(state);
-        if ledger.reserved > state.peak.reserved {
-            state.peak = ledger;
-        }
-    }
-
-    fn ledger(&self, state: &mut State) -> Ledger {
-        let PoolCounters { reserved, used, .. } = self.counters(state);
-        let requested = state.requested_of_pool();
-        let waiting = state.captures.kept().flat_map(|kept| &kept.waiting);
-        let pending: u64 = state.refused.iter().chain(waiting).map(|(_, block)| block.bytes).sum();
-        Ledger {
-            internal: used.saturating_sub(requested),
-            soft: reserved.saturating_sub(used.max(requested)),
-            pending,
-            reserved,
-            requested: requested - pending,
-            attribution: Attribution::PoolCounters,
-            ..Ledger::default()
+        if counters.reserved > state.peak.reserved {
+            state.peak = state.ledger();
         }
     }
 
@@ -363,7 +365,8 @@ impl DeviceAllocator for StreamOrdered {
         state.stats.reset_peaks();
         state.stranded.reset_peak();
         state.stale_peaks = self.pools().pool_reset_peaks(self.pool).is_err();
-        state.peak = self.ledger(&mut state);
+        self.counters(&mut state);
+        state.peak = state.ledger();
     }
 
     fn snapshot(&self) -> Option<Snapshot> {
