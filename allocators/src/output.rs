@@ -25,9 +25,11 @@
 //! # Ok(()) }
 //! ```
 
-use crate::Bytes;
+mod room;
+
+pub use room::{NoRoom, Reserve};
+
 use fs4::FileExt;
-use std::fmt;
 use std::fs::{FileType, Metadata, OpenOptions};
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -97,28 +99,15 @@ impl OutputProblem {
     }
 }
 
-/// How much a file needs where there is less.
-#[derive(Debug)]
-pub struct NoRoom {
-    /// Bytes that it needs.
-    pub needed: u64,
-    /// Whether it needs exactly these; otherwise more would have followed.
-    pub whole: bool,
-    /// Bytes that there is room for, where the file system says it and they are fewer.
-    pub room: Option<u64>,
-    /// What the operating system said.
-    pub error: io::Error,
-}
-
-impl fmt::Display for NoRoom {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let least = if self.whole { "" } else { "at least " };
-        write!(f, "{}; it needs {least}{}", self.error, Bytes(self.needed))?;
-        if let Some(room) = self.room {
-            write!(f, ", and there is room for {}", Bytes(room))?;
-        }
-        let mend = if self.error.kind() == ErrorKind::StorageFull { "make room there" } else { "raise the limit" };
-        write!(f, "; {mend}, or name another place")
+impl OutputError {
+    /// For a file that is written where it lies: what writing at least `needed` bytes more to it failed with.
+    #[must_use]
+    pub fn appending(path: &Path, needed: u64, error: io::Error) -> Self {
+        let problem = match NoRoom::of(folder(path), needed, false, 0, error) {
+            Ok(full) => OutputProblem::NoRoom(full),
+            Err(error) => OutputProblem::Io(error),
+        };
+        Self { path: path.to_owned(), problem }
     }
 }
 
@@ -165,7 +154,7 @@ impl OutputFile {
     pub fn expect(&mut self, bytes: u64) -> Result<(), OutputError> {
         self.expected = Some(bytes);
         match FileExt::allocate(self.out.get_ref().as_file(), bytes) {
-            Err(error) if is_full(&error) => Err(self.failed(error)),
+            Err(error) if room::is_full(&error) => Err(self.failed(error)),
             // Some file systems cannot take room ahead; writing will tell.
             _ => Ok(()),
         }
@@ -174,15 +163,12 @@ impl OutputFile {
     /// The error of this file for what a write to it returned. A full disk is told with what is needed.
     #[must_use]
     pub fn failed(&self, error: io::Error) -> OutputError {
-        let problem = if is_full(&error) {
-            let needed = self.expected.unwrap_or(self.written);
-            // What the part holds comes free when it is removed.
-            let held = self.out.get_ref().as_file().metadata().map_or(0, |part| held(&part));
-            let room = room(&self.path).filter(|_| error.kind() == ErrorKind::StorageFull);
-            let room = room.map(|free| free.saturating_add(held)).filter(|room| *room < needed);
-            OutputProblem::NoRoom(NoRoom { needed, whole: self.expected.is_some(), room, error })
-        } else {
-            OutputProblem::Io(error)
+        let (needed, whole) = self.expected.map_or((self.written, false), |bytes| (bytes, true));
+        // What the part holds comes free when it is removed.
+        let held = self.out.get_ref().as_file().metadata().map_or(0, |part| room::held(&part));
+        let problem = match NoRoom::of(folder(&self.path), needed, whole, held, error) {
+            Ok(full) => OutputProblem::NoRoom(full),
+            Err(error) => OutputProblem::Io(error),
         };
         OutputError { path: self.path.clone(), problem }
     }
@@ -192,7 +178,23 @@ impl OutputFile {
     /// # Errors
     /// What writing the rest fails with, or a refusal if something has taken the name meanwhile; then nothing is left.
     pub fn finish(mut self) -> Result<(), OutputError> {
+        // A disk may refuse now what it took before, and after a power cut no name is to be without its bytes.
+        self.store().and_then(|()| self.out.get_ref().as_file().sync_all()).map_err(|error| self.failed(error))?;
+        self.name()
+    }
+
+    /// [`finish`](Self::finish) without waiting for the disk, for files that are replaced often. After a power cut the
+    /// file may be the old one, or empty.
+    ///
+    /// # Errors
+    /// Those of [`finish`](Self::finish).
+    pub fn finish_unsynced(mut self) -> Result<(), OutputError> {
         self.store().map_err(|error| self.failed(error))?;
+        self.name()
+    }
+
+    /// Gives the part its name.
+    fn name(self) -> Result<(), OutputError> {
         // It may have taken long to come here.
         let fails = |path: &Path, problem| OutputError { path: path.to_owned(), problem };
         examine(&self.path, self.existing).map_err(|problem| fails(&self.path, problem))?;
@@ -213,15 +215,13 @@ impl OutputFile {
         }
     }
 
-    /// Puts everything on the disk.
+    /// Hands everything to the system.
     fn store(&mut self) -> io::Result<()> {
         self.out.flush()?;
-        let file = self.out.get_ref().as_file();
         if self.expected.is_some_and(|expected| expected != self.written) {
-            file.set_len(self.written)?;
+            self.out.get_ref().as_file().set_len(self.written)?;
         }
-        // A disk may refuse now what it took before, and after a power cut no name is to be without its bytes.
-        file.sync_all()
+        Ok(())
     }
 }
 
@@ -374,22 +374,4 @@ fn part(path: &Path, there: Option<&Metadata>) -> io::Result<NamedTempFile> {
         part.as_file().set_permissions(there.permissions())?;
     }
     Ok(part)
-}
-
-/// Whether there is no room, or not so much is allowed.
-fn is_full(error: &io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge)
-}
-
-/// Bytes that are free where a file is to lie.
-fn room(path: &Path) -> Option<u64> {
-    fs4::available_space(folder(path)).ok()
-}
-
-/// Bytes that a file takes from the disk.
-fn held(file: &Metadata) -> u64 {
-    #[cfg(unix)]
-    return std::os::unix::fs::MetadataExt::blocks(file) * 512;
-    #[cfg(not(unix))]
-    return file.len();
 }

@@ -97,6 +97,8 @@ enum Command {
 
 fn main() -> ExitCode {
     terminal::report_panics();
+    // Where the system lets nobody listen, such a limit ends the process, as it would anyway.
+    let _ = trainer::signals::outlive_file_limits();
     let cli: Cli = terminal::parse(std::env::args_os().collect());
     let result = match cli.command {
         Command::Run(args) => study::run(&args),

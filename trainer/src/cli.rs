@@ -5,6 +5,7 @@ use crate::data::DatasetName;
 use crate::observer::Observer;
 use crate::progress::Terminal;
 use crate::settings::{DeviceChoice, GRAPH_STEPS, InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
+use crate::signals::Signals;
 use crate::terminal::{fail, parse, print_json, print_lines, report_panics, say};
 use crate::{Result, Settings, TrainError, doctor, exit, record, report, start};
 use allocators::backend::CachingSettings;
@@ -17,8 +18,7 @@ use serde_json::json;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -29,7 +29,8 @@ Examples:
   trainer start -o start.safetensors            the weights and batches with which a run begins, for other programs
   trainer doctor                                what is there on this machine, and what to do about what is not
 
-Exit codes: 0 done, 1 failed while running, 2 bad input, 130 interrupted (the record holds what was done).";
+Exit codes: 0 done, 1 failed while running, 2 bad input, 130 interrupted (the record holds what was done; 143 by
+SIGTERM, 129 by SIGHUP).";
 
 const START_HELP: &str = "\
 The file holds each layer's initial weights and biases, the order of the training rows in each epoch, and, for iris and
@@ -195,7 +196,7 @@ struct TrainArgs {
     #[arg(long, value_enum, default_value = "never", help_heading = "Training")]
     sync: SyncMode,
 
-    /// Directory for the run record; must not exist [default: a new one under runs/]
+    /// Directory for the run record, new or empty [default: a new one under runs/]
     #[arg(long, value_name = "DIR", help_heading = "Record and instruments")]
     out: Option<PathBuf>,
     /// Write the start file of this run before training, as `trainer start` does
@@ -412,6 +413,7 @@ pub fn main(arguments: Vec<OsString>) -> i32 {
 }
 
 fn write_start(args: &StartArgs, terminal: &Arc<Terminal>) -> Result<i32> {
+    listen()?;
     let observer: Arc<dyn Observer> = Arc::clone(terminal) as _;
     let start = start::run(&args.work.settings(), &args.output, &observer)?;
     terminal.clear();
@@ -424,20 +426,9 @@ fn write_start(args: &StartArgs, terminal: &Arc<Terminal>) -> Result<i32> {
 
 fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Arc<Terminal>) -> Result<i32> {
     let settings = args.settings()?;
-    let stop = Arc::new(AtomicBool::new(false));
-    let flag = Arc::clone(&stop);
-    // The second Ctrl-C ends the process at once, for the case that a step does not end. One key press may arrive
-    // twice, from the terminal and from a parent that passes it on, so the second must come half a second later.
-    let mut first: Option<Instant> = None;
-    let handler = move || {
-        flag.store(true, SeqCst);
-        if first.get_or_insert_with(Instant::now).elapsed() > Duration::from_millis(500) {
-            std::process::exit(exit::INTERRUPTED);
-        }
-    };
-    ctrlc::set_handler(handler).map_err(|error| TrainError::Input(format!("cannot listen for Ctrl-C: {error}")))?;
+    let signals = listen()?;
     let observer: Arc<dyn Observer> = Arc::clone(terminal) as _;
-    let outcome = crate::run(&settings, command, started, &stop, &observer)?;
+    let outcome = crate::run(&settings, command, started, signals.stop(), &observer)?;
     terminal.clear();
     let printed = printed(if args.json {
         print_json(&record::to_json(&outcome.summary)?)
@@ -449,9 +440,13 @@ fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Ar
         None => Ok(printed),
         Some(error) => {
             fail(&error);
-            Ok(error.exit_code())
+            Ok(if matches!(error, TrainError::Interrupted) { signals.exit_code() } else { error.exit_code() })
         }
     }
+}
+
+fn listen() -> Result<Signals> {
+    Signals::listen().map_err(|error| TrainError::Input(format!("cannot listen for Ctrl-C: {error}")))
 }
 
 /// The exit code after writing to standard output.

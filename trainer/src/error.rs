@@ -1,6 +1,7 @@
 //! What can end a run, and the exit code for it.
 
 use crate::data::DataError;
+use allocators::output::OutputError;
 use allocators::{AllocError, CudaUnavailable, DriverError};
 use kernels::KernelError;
 
@@ -12,7 +13,8 @@ pub mod exit {
     pub const FAILED: i32 = 1;
     /// The input was bad: arguments, data files, a profile, a device or a library that is not there.
     pub const BAD_INPUT: i32 = 2;
-    /// It was interrupted from the keyboard (128 + SIGINT); the record holds what was done.
+    /// It was interrupted from the keyboard (128 + SIGINT); the record holds what was done. By another signal the code is
+    /// 128 and that signal's number: 143 for SIGTERM, 129 for SIGHUP.
     pub const INTERRUPTED: i32 = 130;
 }
 
@@ -38,22 +40,20 @@ pub enum TrainError {
     /// A kernel could not be loaded or launched.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// The run record could not be written.
+    /// A file of the run record could not be read back.
     #[error("{path}: {error}; the run record is incomplete")]
     Record {
-        /// File or directory.
-        path: String,
-        /// What went wrong.
-        error: std::io::Error,
-    },
-    /// A start file could not be written to its end.
-    #[error("{path}: {error}; no start file was written")]
-    Start {
         /// The file.
         path: String,
         /// What went wrong.
         error: std::io::Error,
     },
+    /// The run record could not be written.
+    #[error("{0}; the run record is incomplete")]
+    Output(OutputError),
+    /// A start file could not be written to its end.
+    #[error("{0}; no start file was written")]
+    Start(OutputError),
     /// The loss is no longer a number.
     #[error("the loss became {loss} in epoch {epoch}, step {step}: {advice}")]
     Diverged {
@@ -76,7 +76,7 @@ pub enum TrainError {
         /// What to change, with the values in effect.
         advice: String,
     },
-    /// Ctrl-C.
+    /// By a signal.
     #[error("interrupted; what was done so far is in the run record")]
     Interrupted,
 }

@@ -6,9 +6,10 @@
 
 use crate::error::{Result, TrainError};
 use crate::record::{DRIVER_CALLS, TRACE};
+use allocators::output::{OutputError, OutputProblem};
 use allocators::replay::snapshot_settings;
 use allocators::trace::{
-    Action, Ending, Event, Export, ReadError, ReadOptions, Segment, TraceWriter, WriteError, read,
+    Action, Ending, Event, Export, ReadError, ReadOptions, Segment, TraceWriter, WriteError, WriteProblem, read,
 };
 use allocators::{CallEvent, CallKind, Snapshot};
 use serde::{Deserialize, Serialize};
@@ -232,8 +233,8 @@ impl Merge<'_> {
 /// Writes the history of a run into its record, in each of these formats.
 ///
 /// # Errors
-/// [`TrainError::Record`] when the run's own files cannot be read back or the exports cannot be written; none of them
-/// is then left half-written.
+/// [`TrainError::Record`] when the run's own files cannot be read back, [`TrainError::Output`] when the exports cannot be
+/// written; none of them is then left half-written.
 pub(crate) fn write(
     directory: &Path,
     exports: &[Export],
@@ -242,9 +243,12 @@ pub(crate) fn write(
     settings: &serde_json::Value,
 ) -> Result<()> {
     let failed = |path: &Path, error: std::io::Error| TrainError::Record { path: path.display().to_string(), error };
-    let unwritten = |error: WriteError| TrainError::Record {
-        path: error.path.display().to_string(),
-        error: std::io::Error::other(error.problem),
+    let unwritten = |WriteError { path, problem }: WriteError| {
+        let problem = match problem {
+            WriteProblem::Output(problem) => problem,
+            other => OutputProblem::Io(std::io::Error::other(other)),
+        };
+        TrainError::Output(OutputError { path, problem })
     };
     let paths: Vec<_> = exports.iter().map(|export| directory.join(export.file_name())).collect();
     let mut writers = Vec::new();

@@ -59,7 +59,7 @@ impl Intervals {
     /// Writes what was closed since the last time to the record.
     ///
     /// # Errors
-    /// [`TrainError::Record`](crate::error::TrainError::Record) when the file cannot be written.
+    /// [`TrainError::Output`](crate::error::TrainError::Output) when the file cannot be written.
     pub fn flush(&mut self, record: &RecordWriter) -> Result<()> {
         let began = SystemTime::now().checked_sub(self.started.elapsed()).unwrap_or(SystemTime::UNIX_EPOCH);
         record.append_latency(began, &std::mem::take(&mut self.closed))

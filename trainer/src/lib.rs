@@ -21,6 +21,7 @@ pub mod provenance;
 pub mod record;
 pub mod report;
 pub mod settings;
+pub mod signals;
 mod stack;
 pub mod start;
 pub mod tensor;

@@ -1,25 +1,20 @@
 //! The run record: one type for `summary.json`, and the raw data beside it. `analysis/schema.md` describes it.
-//!
-//! The summary is replaced as a whole after each epoch (written beside, then renamed), so a killed run leaves
-//! the record of what it had done. Step rows are appended after each epoch.
+
+mod writer;
+
+pub use writer::RecordWriter;
 
 use crate::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::FileChecksum;
-use crate::error::{Result, TrainError};
-use crate::export::CallLine;
-use crate::latency::Interval;
+use crate::error::Result;
 use crate::mlp::LayerProducts;
+use crate::provenance::Provenance;
 use crate::settings::{InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::start::StartRecord;
-use allocators::instrument::{CheckReport, InstrumentCost, LatencyRow, TraceEvent};
+use allocators::instrument::{CheckReport, InstrumentCost, LatencyRow};
 use allocators::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
-use hdrhistogram::serialization::V2DeflateSerializer;
-use hdrhistogram::serialization::interval_log::{IntervalLogWriterBuilder, Tag};
 use serde::Serialize;
-use std::fs::{File, OpenOptions};
-use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::path::Path;
 
 /// Version of the record; raised when a field changes its meaning or goes away.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -173,7 +168,7 @@ pub enum Status {
     Running,
     /// It did what it was asked.
     Finished,
-    /// By the keyboard.
+    /// By a signal.
     Interrupted,
     /// By an error; see `error`.
     Failed,
@@ -212,6 +207,8 @@ pub struct Summary {
     pub error: Option<String>,
     /// Version of the program.
     pub code_version: String,
+    /// Where the record comes from.
+    pub provenance: Provenance,
     /// Start of the run, UTC.
     pub started_at: String,
     /// Arguments of the program.
@@ -306,172 +303,10 @@ pub const TRACE: &str = "trace.jsonl";
 /// Every driver call.
 pub const DRIVER_CALLS: &str = "driver_calls.jsonl";
 
-/// The directory of a record.
-#[derive(Debug)]
-pub struct RecordWriter {
-    directory: PathBuf,
-}
-
-fn failed(path: &Path) -> impl FnOnce(std::io::Error) -> TrainError {
-    let path = path.display().to_string();
-    move |error| TrainError::Record { path, error }
-}
-
-impl RecordWriter {
-    /// Makes the directory: `out`, which must not exist, or a new one under `runs/`.
-    ///
-    /// # Errors
-    /// [`TrainError::Input`] when it exists or cannot be made.
-    pub fn create(out: Option<&Path>, stamp: &str, label: &str) -> Result<Self> {
-        let refused = |path: &Path, error: &std::io::Error| {
-            TrainError::Input(format!(
-                "cannot write a run record to {}: {error}; choose another directory with --out",
-                path.display()
-            ))
-        };
-        if let Some(path) = out {
-            if path.exists() {
-                return Err(TrainError::Input(format!(
-                    "{} exists already; choose another directory with --out, or remove it",
-                    path.display()
-                )));
-            }
-            std::fs::create_dir_all(path).map_err(|error| refused(path, &error))?;
-            return Self::open(path.to_owned()).map_err(|error| refused(path, &error));
-        }
-        let base = Path::new("runs");
-        std::fs::create_dir_all(base).map_err(|error| refused(base, &error))?;
-        for attempt in 1.. {
-            let suffix = if attempt == 1 { String::new() } else { format!("-{attempt}") };
-            let path = base.join(format!("{stamp}-{label}{suffix}"));
-            match std::fs::create_dir(&path) {
-                Ok(()) => return Self::open(path.clone()).map_err(|error| refused(&path, &error)),
-                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(refused(&path, &error)),
-            }
-        }
-        unreachable!("an unused name is found before the numbers run out")
-    }
-
-    fn open(directory: PathBuf) -> std::io::Result<Self> {
-        let mut steps = File::create(directory.join(STEPS))?;
-        writeln!(
-            steps,
-            "epoch,step,rows,loss,host_ns,driver_allocations,reserved_bytes,allocated_bytes,active_bytes,requested_bytes"
-        )?;
-        Ok(Self { directory })
-    }
-
-    /// The directory.
-    #[must_use]
-    pub fn directory(&self) -> &Path {
-        &self.directory
-    }
-
-    /// Replaces the summary.
-    ///
-    /// # Errors
-    /// [`TrainError::Record`] when the file cannot be written.
-    pub fn write_summary(&self, summary: &Summary) -> Result<()> {
-        let path = self.directory.join(SUMMARY);
-        let fresh = self.directory.join(".summary.json.part");
-        let mut text = to_json(summary)?;
-        text.push('\n');
-        // A reader sees the old summary or the new one, never a part.
-        std::fs::write(&fresh, text).and_then(|()| std::fs::rename(&fresh, &path)).map_err(failed(&path))
-    }
-
-    /// Appends rows for steps.
-    ///
-    /// # Errors
-    /// [`TrainError::Record`] when the file cannot be written.
-    pub fn append_steps(&self, rows: &[StepRow]) -> Result<()> {
-        let path = self.directory.join(STEPS);
-        let write = || -> std::io::Result<()> {
-            let mut out = BufWriter::new(OpenOptions::new().append(true).open(&path)?);
-            for row in rows {
-                writeln!(
-                    out,
-                    "{},{},{},{},{},{},{},{},{},{}",
-                    row.epoch,
-                    row.step,
-                    row.rows,
-                    row.loss.map_or_else(String::new, |loss| loss.to_string()),
-                    row.host_ns,
-                    row.driver_allocations,
-                    row.reserved_bytes,
-                    row.allocated_bytes,
-                    row.active_bytes,
-                    row.requested_bytes
-                )?;
-            }
-            out.flush()
-        };
-        write().map_err(failed(&path))
-    }
-
-    /// Appends trace events.
-    ///
-    /// # Errors
-    /// [`TrainError::Record`] when the file cannot be written.
-    pub fn append_trace(&self, events: &[TraceEvent]) -> Result<()> {
-        self.append_lines(TRACE, events)
-    }
-
-    /// Appends driver calls.
-    ///
-    /// # Errors
-    /// [`TrainError::Record`] when the file cannot be written.
-    pub fn append_driver_calls(&self, calls: &[CallLine]) -> Result<()> {
-        self.append_lines(DRIVER_CALLS, calls)
-    }
-
-    fn append_lines(&self, name: &str, lines: &[impl Serialize]) -> Result<()> {
-        let path = self.directory.join(name);
-        let write = || -> std::io::Result<()> {
-            let mut out = BufWriter::new(OpenOptions::new().create(true).append(true).open(&path)?);
-            for line in lines {
-                serde_json::to_writer(&mut out, line)?;
-                out.write_all(b"\n")?;
-            }
-            out.flush()
-        };
-        write().map_err(failed(&path))
-    }
-
-    /// Appends intervals of the latency histograms, tagged `operation.path`; values are nanoseconds. `began` is the start
-    /// of the process, from which intervals count.
-    ///
-    /// # Errors
-    /// [`TrainError::Record`] when the file cannot be written.
-    pub fn append_latency(&self, began: SystemTime, intervals: &[Interval]) -> Result<()> {
-        let path = self.directory.join(LATENCY);
-        let write = || -> std::io::Result<()> {
-            let mut out = BufWriter::new(OpenOptions::new().create(true).append(true).open(&path)?);
-            let mut serializer = V2DeflateSerializer::new();
-            let mut head = IntervalLogWriterBuilder::new();
-            // The file begins with what holds for all of its lines.
-            if out.get_ref().metadata()?.len() == 0 {
-                head.add_comment("allocator latency in nanoseconds, tag = operation.path").with_start_time(began);
-            }
-            let mut log = head.begin_log_with(&mut out, &mut serializer)?;
-            for interval in intervals {
-                for (operation, path, histogram) in &interval.histograms {
-                    let tag = format!("{}.{}", operation.name(), path.name());
-                    log.write_histogram(histogram, interval.start, interval.length, Tag::new(&tag))
-                        .map_err(|error| std::io::Error::other(format!("{error:?}")))?;
-                }
-            }
-            out.flush()
-        };
-        write().map_err(failed(&path))
-    }
-}
-
 /// The summary as text, for the file and for `--json`.
 ///
 /// # Errors
-/// [`TrainError::Record`] if it cannot be expressed, which the types rule out but for a number that is not finite.
+/// [`TrainError::Output`] if it cannot be expressed, which the types rule out but for a number that is not finite.
 pub fn to_json(summary: &Summary) -> Result<String> {
-    serde_json::to_string_pretty(summary).map_err(|error| failed(Path::new(SUMMARY))(error.into()))
+    serde_json::to_string_pretty(summary).map_err(|error| writer::failed(Path::new(SUMMARY), 0)(error.into()))
 }

@@ -11,11 +11,10 @@ use crate::error::{Result, TrainError};
 use crate::observer::Observer;
 use crate::settings::Settings;
 use crate::{init, loader, train};
+use allocators::output::{self, Existing, OutputError, OutputFile};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
-use std::ffi::OsString;
-use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -87,49 +86,54 @@ impl Tensor<'_> {
 /// device is opened.
 ///
 /// # Errors
-/// Those of settings that cannot work, of loading the data, and of [`write()`].
+/// Those of settings that cannot work, of [`check()`], of loading the data, and of [`write()`].
 pub fn run(settings: &Settings, path: &Path, observer: &Arc<dyn Observer>) -> Result<StartRecord> {
     train::check(settings)?;
+    check(path)?;
     let dataset = train::load(settings, observer)?;
     observer.dataset(&dataset);
     write(path, settings, &dataset)
 }
 
-/// Writes the start file of a run with these settings on this data. A file that is there is replaced when the new one is
-/// whole. Weights are drawn a layer at a time, so memory is needed for the largest layer only.
+/// Whether a start file can be begun there.
 ///
 /// # Errors
-/// [`TrainError::Input`] when the file cannot be made, [`TrainError::Start`] when it cannot be written to its end.
+/// [`TrainError::Input`] when not: the line of [`output`] says why.
+pub fn check(path: &Path) -> Result<()> {
+    output::check(path, Existing::Replace).map_err(unwritten)
+}
+
+/// Writes the start file of a run with these settings on this data. A regular file that is there is replaced when the new
+/// one is whole. Weights are drawn a layer at a time, so memory is needed for the largest layer only.
+///
+/// # Errors
+/// [`TrainError::Input`] when there can be no such file, [`TrainError::Start`] when it cannot be written to its end; a disk
+/// without room for all of it is told before the first byte.
 pub fn write(path: &Path, settings: &Settings, dataset: &Dataset) -> Result<StartRecord> {
     let tensors = tensors(settings, dataset)?;
     let header = header(settings, dataset, &tensors);
-    let mut part = OsString::from(path);
-    part.push(".part");
-    let part = Path::new(&part);
-    // A folder is refused before anything is written.
-    let file = if path.is_dir() { Err(io::Error::from(io::ErrorKind::IsADirectory)) } else { File::create(part) };
-    let file = file.map_err(|error| {
-        TrainError::Input(format!("cannot write a start file to {}: {error}; choose another file", path.display()))
-    })?;
-    let written = (|| {
-        // Values come four bytes at a time; they are hashed and written in large pieces.
-        let mut out = BufWriter::with_capacity(1 << 20, Hashed { inner: file, hash: Sha256::new() });
-        out.write_all(&header)?;
-        tensors.iter().try_for_each(|tensor| tensor.write(settings, &mut out))?;
-        let hashed = out.into_inner().map_err(io::IntoInnerError::into_error)?;
-        std::fs::rename(part, path)?;
-        Ok(hashed.hash.finalize())
-    })();
-    match written {
-        Ok(digest) => {
-            let sha256 = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-            Ok(StartRecord { path: path.display().to_string(), sha256 })
-        }
-        Err(error) => {
-            // The first error says what is wrong; a part that cannot be removed either is recognised by its name.
-            let _ = std::fs::remove_file(part);
-            Err(TrainError::Start { path: path.display().to_string(), error })
-        }
+    let mut file = OutputFile::create(path, Existing::Replace).map_err(unwritten)?;
+    let values: u64 = tensors.iter().map(|tensor| tensor.bytes() as u64).sum();
+    file.expect(header.len() as u64 + values).map_err(unwritten)?;
+    // Values come four bytes at a time; they are hashed and written in large pieces.
+    let mut out = BufWriter::with_capacity(1 << 20, Hashed { inner: &mut file, hash: Sha256::new() });
+    let written = out
+        .write_all(&header)
+        .and_then(|()| tensors.iter().try_for_each(|tensor| tensor.write(settings, &mut out)))
+        .and_then(|()| out.flush());
+    // Without what is left after a failure, which would be written on the way out.
+    let digest = out.into_parts().0.hash.finalize();
+    written.map_err(|error| unwritten(file.failed(error)))?;
+    file.finish().map_err(unwritten)?;
+    let sha256 = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    Ok(StartRecord { path: path.display().to_string(), sha256 })
+}
+
+fn unwritten(error: OutputError) -> TrainError {
+    if error.problem.is_refusal() {
+        TrainError::Input(format!("no start file can be written: {error}"))
+    } else {
+        TrainError::Start(error)
     }
 }
 

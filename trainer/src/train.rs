@@ -15,14 +15,15 @@ use crate::latency::Intervals;
 use crate::loader::Loader;
 use crate::mlp::{self, Mlp};
 use crate::observer::{Observer, driver_call_log};
+use crate::provenance::Provenance;
 use crate::record::{
     DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, LibraryRecord, RecordWriter, SCHEMA_VERSION, STEPS,
     Status, Summary, TRACE,
 };
 use crate::settings::{DeviceChoice, GRAPH_STEPS, LaunchMode, LoaderMode, Settings, SyncMode};
 use crate::stack::Stack;
-use crate::start;
 use crate::tensor::Context;
+use crate::{signals, start};
 use allocators::device::CallObserver;
 use allocators::instrument::nvtx::Ranges;
 use allocators::trace::Export;
@@ -71,16 +72,25 @@ pub fn run(
     // A library that is not there ends the run before there is a record.
     device.prepare(&settings.arithmetic()?)?;
     observer.device(&device);
+    if let Some(path) = &settings.save_start {
+        start::check(path)?;
+    }
     let dataset = load(settings, observer)?;
     observer.dataset(&dataset);
     let steps = steps_in_all(settings, &dataset);
     // Before there is a record, because both can be told from the command line.
     let capture = Capture::new(settings.profile_steps, steps)?;
     persistent::check_fit(settings, &dataset)?;
-    let start = settings.save_start.as_ref().map(|path| start::write(path, settings, &dataset)).transpose()?;
     let mut run = Run::new(settings, command, started, device, &dataset, calls)?;
-    run.summary.start = start;
     run.record.write_summary(&run.summary)?;
+    // After all that can be refused: whoever is refused keeps the start file that was there.
+    if let Some(path) = &settings.save_start {
+        match start::write(path, settings, &dataset) {
+            Ok(start) => run.summary.start = Some(start),
+            Err(error) => return run.finish(Err(error)),
+        }
+        run.record.write_summary(&run.summary)?;
+    }
     observer.begin(settings, &run.summary, steps);
     let ended = run.train(settings, &dataset, capture, stop, observer);
     run.finish(ended)
@@ -248,6 +258,9 @@ impl Run {
             format!("{}-{}", stack.top.name(), if description.kind == DeviceKind::Cuda { "cuda" } else { "sim" });
         let now = jiff::Timestamp::now();
         let stamp = now.strftime("%Y%m%dT%H%M%SZ").to_string();
+        let cublaslt = (arithmetic.gemm == GemmMode::CublasLt).then(|| library(&device)).transpose()?;
+        signals::record_begins();
+        // Last, so that nothing after it fails without a summary.
         let record = RecordWriter::create(settings.out.as_deref(), &stamp, &label)?;
         let summary = Summary {
             schema_version: SCHEMA_VERSION,
@@ -255,6 +268,7 @@ impl Run {
             status: Status::Running,
             error: None,
             code_version: env!("CARGO_PKG_VERSION").into(),
+            provenance: Provenance::of(crate::built!()),
             started_at: now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
             command,
             settings: effective(settings, &arithmetic, &stack, &device, dataset),
@@ -278,7 +292,7 @@ impl Run {
             step_losses: STEPS,
             driver_calls: CallCounts::default(),
             blocked_method: device.blocked_method(),
-            cublaslt: (arithmetic.gemm == GemmMode::CublasLt).then(|| library(&device)).transpose()?,
+            cublaslt,
             products: None,
             idle_costs: device.idle_costs().cloned(),
             allocator_stats: stack.top.stats(),
@@ -411,8 +425,13 @@ impl Run {
     }
 
     fn finish(mut self, ended: Result<()>) -> Result<Outcome> {
+        let rest = self.append_history().and_then(|()| self.append_latency());
         self.update_summary();
-        let mut error = ended.err();
+        // Whatever ends a run, its record says how; what could not be recorded comes before having been interrupted.
+        let mut error = match (ended, rest) {
+            (Ok(()) | Err(TrainError::Interrupted), Err(unrecorded)) => Some(unrecorded),
+            (ended, _) => ended.err(),
+        };
         if let Some(report) = self.summary.check.as_ref().filter(|report| error.is_none() && !report.is_clean()) {
             let first = report.violations.first().cloned();
             let text = first.unwrap_or_else(|| format!("{} blocks were never freed", report.live.len()));
@@ -424,11 +443,9 @@ impl Run {
             Some(_) => Status::Failed,
         };
         self.summary.error = error.as_ref().map(ToString::to_string);
-        self.append_history()?;
-        self.append_latency()?;
         // The record is whole before the exports, which are made from it.
         self.record.write_summary(&self.summary)?;
-        if !self.exports.is_empty() {
+        if !self.exports.is_empty() && !self.record.is_incomplete() {
             if let Err(failed) = self.export() {
                 self.summary.status = Status::Failed;
                 self.summary.error = Some(failed.to_string());

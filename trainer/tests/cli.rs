@@ -8,8 +8,14 @@ mod common;
 #[path = "cli/bad_input.rs"]
 mod bad_input;
 #[cfg(unix)]
+#[path = "cli/files.rs"]
+mod files;
+#[cfg(unix)]
 #[path = "cli/outside.rs"]
 mod outside;
+#[cfg(unix)]
+#[path = "cli/signals.rs"]
+mod signals;
 #[path = "cli/start.rs"]
 mod start;
 

@@ -60,9 +60,12 @@ fn expand(path: &str) -> Vec<String> {
 
 fn described(section: &str) -> BTreeMap<String, Described> {
     let mut out = BTreeMap::new();
-    for row in rows(section, "path") {
+    // Records of every kind have one part in common, which has a section of its own.
+    let shared = rows("Provenance", "path").into_iter().map(|row| ("provenance.", row));
+    let shared = shared.filter(|_| section == "summary.json");
+    for (before, row) in rows(section, "path").into_iter().map(|row| ("", row)).chain(shared) {
         assert_eq!(row.len(), 5, "{row:?}");
-        for path in expand(unquoted(&row[0])) {
+        for path in expand(unquoted(&row[0])).into_iter().map(|path| format!("{before}{path}")) {
             let types = row[1].split(" or ").map(str::to_owned).collect();
             let entry = Described { types, always: row[3] == "always", optional: row[3].starts_with("optional") };
             assert!(out.insert(path.clone(), entry).is_none(), "{path} is described twice");

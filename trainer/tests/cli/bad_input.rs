@@ -120,9 +120,9 @@ fn places_that_cannot_be_written_are_refused() {
     let file = place.write("file", "");
     place.iris(&["--out", &format!("{file}/record")]).refused(&["cannot write a run record", "--out"]);
     place.iris(&["--out", &file]).refused(&["exists already", "--out"]);
-    std::fs::create_dir(place.at("record")).unwrap();
+    place.write("record/mine", "");
     place.iris(&["--out", "record"]).refused(&["record exists already", "--out"]);
-    assert_eq!(std::fs::read_dir(place.at("record")).unwrap().count(), 0, "what was there stays as it was");
+    assert_eq!(std::fs::read_dir(place.at("record")).unwrap().count(), 1, "what was there stays as it was");
     // The default place.
     place.write("runs", "");
     place.iris(&[]).refused(&["cannot write a run record to runs"]);

@@ -1,4 +1,4 @@
-//! What ends a run from outside: signals, and a reader that goes away.
+//! What ends a run from outside: a kill, and a reader that goes away.
 
 use super::*;
 use std::io::{BufRead, BufReader};
@@ -6,17 +6,20 @@ use std::process::{Child, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A run in the background whose stderr is read as it comes.
-struct Background {
-    child: Child,
-    lines: Receiver<String>,
+pub(super) struct Background {
+    pub(super) child: Child,
+    pub(super) lines: Receiver<String>,
 }
 
 impl Background {
-    fn start(place: &Place, arguments: &[&str]) -> Self {
-        let mut command = place.process(arguments);
+    pub(super) fn start(place: &Place, arguments: &[&str]) -> Self {
+        Self::of(place.process(arguments))
+    }
+
+    pub(super) fn of(mut command: std::process::Command) -> Self {
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let (sender, lines) = channel();
         let stderr = BufReader::new(child.stderr.take().unwrap());
@@ -24,7 +27,7 @@ impl Background {
         Self { child, lines }
     }
 
-    fn wait_for(&self, start: &str) {
+    pub(super) fn wait_for(&self, start: &str) {
         let until = Instant::now() + PATIENCE;
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -35,13 +38,13 @@ impl Background {
         }
     }
 
-    fn signal(&self, name: &str) {
+    pub(super) fn signal(&self, name: &str) {
         let sent = std::process::Command::new("kill").args([name, &self.child.id().to_string()]).status();
         assert!(sent.unwrap().success());
     }
 
     /// Exit status, stdout, and the rest of stderr.
-    fn end(mut self) -> (ExitStatus, String, Vec<String>) {
+    pub(super) fn end(mut self) -> (ExitStatus, String, Vec<String>) {
         let mut stdout = self.child.stdout.take().unwrap();
         let reader = std::thread::spawn(move || {
             let mut text = String::new();
@@ -62,28 +65,7 @@ impl Background {
     }
 }
 
-const LONG: [&str; 8] = ["--device", "sim", "--dataset", "digits", "--hidden", "64", "--epochs", "100000"];
-
-#[test]
-fn an_interrupt_ends_a_run_in_order() {
-    let place = Place::new();
-    let run = Background::start(&place, &[&LONG[..], &["--out", "record", "--json"]].concat());
-    run.wait_for("epoch  1 ");
-    // Into the middle of an epoch, which takes some tenths of a second.
-    std::thread::sleep(Duration::from_millis(50));
-    run.signal("-INT");
-    let (status, stdout, lines) = run.end();
-    assert_eq!(status.code(), Some(130), "{lines:?}");
-    let errors: Vec<&String> = lines.iter().filter(|line| line.starts_with("error:")).collect();
-    assert!(errors.len() == 1 && errors[0].contains("interrupted"), "{lines:?}");
-    let json = read_json(&place.at("record/summary.json"));
-    assert_eq!(json["status"], "interrupted");
-    assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), json);
-    let epochs = json["epochs"].as_array().unwrap().len();
-    let losses = column(&place.at("record/steps.csv"), "loss");
-    assert!(epochs >= 1 && (125 * epochs..=125 * (epochs + 1)).contains(&losses.len()), "{}", losses.len());
-    assert!(losses.iter().all(|loss| loss.parse::<f32>().unwrap().is_finite()));
-}
+pub(super) const LONG: [&str; 8] = ["--device", "sim", "--dataset", "digits", "--hidden", "64", "--epochs", "100000"];
 
 #[test]
 fn a_kill_leaves_what_was_done() {

@@ -30,8 +30,12 @@ fn a_run_writes_its_start_and_goes_on() {
 #[test]
 fn a_start_that_cannot_be_written_is_refused() {
     let place = Place::new();
-    for bad in ["nowhere/start.safetensors", "."] {
-        let words = ["cannot write a start file to", bad, "choose another file"];
+    let cases = [
+        ("nowhere/start.safetensors", "there is no folder nowhere; make it first"),
+        (".", "is a directory; name a file"),
+    ];
+    for (bad, said) in cases {
+        let words = ["no start file can be written", bad, said];
         place.run(&["start", "-o", bad, "--dataset", "iris"]).refused(&words);
         place.iris(&["--save-start", bad, "--out", "record"]).refused(&words);
     }

@@ -1,0 +1,223 @@
+//! Files that a user names, and disks that are full.
+
+use super::*;
+use std::os::unix::fs::symlink;
+
+/// Names in a folder, in order.
+fn names(folder: &std::path::Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<String> = entries.map(|name| name.to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_start_file_replaces_regular_files_alone() {
+    let place = Place::new();
+    place.write("target", "old");
+    place.write("out/start.part", "mine");
+    place.write("out/.start.part", "mine too");
+    symlink("../target", place.at("out/link")).unwrap();
+    symlink("nowhere", place.at("out/dangling")).unwrap();
+    std::fs::create_dir(place.at("out/folder")).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(place.at("out/pipe")).status().unwrap().success());
+    let mut cases = vec![
+        ("link", "is a symbolic link to ../target"),
+        ("dangling", "is a symbolic link to nowhere"),
+        ("folder", "is a directory"),
+        ("pipe", "is a pipe"),
+    ];
+    // A null device of our own, where the user may make one.
+    let mut mknod = std::process::Command::new("mknod");
+    if mknod.arg(place.at("out/null")).args(["c", "1", "3"]).output().unwrap().status.success() {
+        cases.push(("null", "is a device"));
+    }
+    let before = names(&place.at("out"));
+    for (name, said) in cases {
+        let path = format!("out/{name}");
+        place.run(&["start", "-o", &path, "--dataset", "iris"]).refused(&[&path, said]);
+        place.iris(&["--save-start", &path, "--out", "record"]).refused(&[&path, said]);
+        assert!(!place.at("record").exists(), "{name}: refused before there is a record");
+    }
+    for stream in ["-", "/dev/stdout"] {
+        place.run(&["start", "-o", stream, "--dataset", "iris"]).refused(&[stream, "is a stream"]);
+    }
+    place.run(&["start", "-o", "out/nowhere/start", "--dataset", "iris"]).refused(&["there is no folder out/nowhere"]);
+    assert_eq!(names(&place.at("out")), before);
+    assert_eq!(std::fs::read(place.at("target")).unwrap(), b"old");
+    assert!(!std::fs::symlink_metadata(place.at("out/pipe")).unwrap().file_type().is_file());
+
+    place.run(&["start", "-o", "out/start", "--dataset", "iris"]).ok();
+    place.iris(&["--save-start", "out/start"]).ok();
+    assert_eq!(std::fs::read(place.at("out/start.part")).unwrap(), b"mine");
+    assert_eq!(std::fs::read(place.at("out/.start.part")).unwrap(), b"mine too");
+    assert_eq!(names(&place.at("out")).len(), before.len() + 1);
+}
+
+#[test]
+fn a_run_that_is_refused_leaves_the_start_file_that_was_there() {
+    let place = Place::new();
+    place.write("start", "old");
+    place.write("record/summary.json", "{}");
+    place.iris(&["--save-start", "start", "--out", "record"]).refused(&["record exists already"]);
+    place.iris(&["--save-start", "start", "--memory-limit", "1K"]).refused(&["--memory-limit"]);
+    assert_eq!(std::fs::read(place.at("start")).unwrap(), b"old");
+}
+
+#[test]
+fn a_record_goes_into_an_empty_directory() {
+    let place = Place::new();
+    std::fs::create_dir(place.at("record")).unwrap();
+    place.iris(&["--out", "record"]).ok();
+    assert_eq!(read_json(&place.at("record/summary.json"))["status"], "finished");
+    place.iris(&["--out", "record"]).refused(&["record exists already and holds a run that finished"]);
+}
+
+/// Runs that are stopped by room, each in the folder `disk` of a place, which goes to `left` afterwards. `None` where a
+/// user may not mount.
+fn on_a_disk(size: &str, runs: &[&[&str]]) -> Option<(Place, Vec<Ran>)> {
+    let place = Place::new();
+    std::fs::create_dir(place.at("disk")).unwrap();
+    let begin = format!("mount -t tmpfs -o size={size} tmpfs disk || exit 77; cd disk");
+    let mut script = vec![begin];
+    for (number, run) in runs.iter().enumerate() {
+        let words: Vec<String> = run.iter().map(|word| format!("'{word}'")).collect();
+        let run = format!("\"$0\" {} >../out{number} 2>../err{number}; echo $? >../code{number}", words.join(" "));
+        script.push(run);
+    }
+    script.push("cp -a . ../left".to_owned());
+    let mut command = std::process::Command::new("unshare");
+    command.args(["--mount", "--map-root-user", "sh", "-c", &script.join("\n"), env!("CARGO_BIN_EXE_trainer")]);
+    place.settle(&mut command);
+    let output = command.output().ok()?;
+    if !place.at("left").exists() {
+        eprintln!("skipped: no disk of one's own: {}", String::from_utf8_lossy(&output.stderr));
+        return None;
+    }
+    let read = |name: String| std::fs::read_to_string(place.at(&name)).unwrap();
+    let ran = (0..runs.len()).map(|number| Ran {
+        code: read(format!("code{number}")).trim().parse().ok(),
+        stdout: read(format!("out{number}")),
+        stderr: read(format!("err{number}")),
+    });
+    let ran = ran.collect();
+    Some((place, ran))
+}
+
+/// A record that says that its run failed for want of room: whole lines, no parts.
+fn assert_closed(record: &std::path::Path, ran: &Ran, file: &str, said: &str) {
+    let line = ran.error(1);
+    for words in [file, said, "it needs at least ", "the run record is incomplete"] {
+        assert!(line.contains(words), "'{words}' is missing: {line}");
+    }
+    let json = read_json(&record.join("summary.json"));
+    assert_eq!(json["status"], "failed");
+    assert_eq!(Some(json["error"].as_str().unwrap()), line.strip_prefix("error: "));
+    let left = names(record);
+    assert!(left.iter().all(|name| !name.ends_with(".part")), "{left:?}");
+    let trace = std::fs::read_to_string(record.join("trace.jsonl")).unwrap();
+    assert!(trace.is_empty() || trace.ends_with('\n'));
+    assert!(trace.lines().all(|line| serde_json::from_str::<Value>(line).is_ok()));
+}
+
+const TRACED: [&str; 13] = [
+    "--device",
+    "sim",
+    "--dataset",
+    "digits",
+    "--hidden",
+    "16",
+    "--epochs",
+    "3",
+    "--trace",
+    "--latency",
+    "off",
+    "--out",
+    "record",
+];
+
+#[test]
+fn a_disk_that_fills_up_is_told_and_the_record_closed() {
+    let again = [&TRACED[..], &["--seed", "1"]].concat();
+    let elsewhere = ["--device", "sim", "--dataset", "iris", "--hidden", "16", "--epochs", "1", "--out", "small"];
+    let Some((place, ran)) = on_a_disk("1m", &[&TRACED, &again, &elsewhere]) else { return };
+    assert_closed(&place.at("left/record"), &ran[0], "record/trace.jsonl", "No space left on device");
+    assert!(ran[0].stderr.contains("make room there, or name another place"), "{:?}", ran[0]);
+    ran[1].error(2);
+    assert!(ran[1].stderr.contains("holds a run that failed; choose another directory"), "{:?}", ran[1]);
+    // The room that was kept for the summary is there again.
+    assert_eq!(ran[2].code, Some(0), "{:?}", ran[2]);
+}
+
+#[test]
+fn on_a_full_disk_nothing_is_begun() {
+    let small: &[&str] = &["--device", "sim", "--dataset", "iris", "--epochs", "1", "--out", "a/record"];
+    let start: &[&str] = &["start", "-o", "start", "--dataset", "iris"];
+    let Some((place, ran)) = on_a_disk("32k", &[small, small, start, &small[..6]]) else { return };
+    for ran in &ran {
+        let line = ran.error(1);
+        assert!(line.contains("No space left on device") && line.contains("make room there"), "{line}");
+    }
+    assert!(ran[2].stderr.contains("start: cannot be written") && ran[2].stderr.contains("it needs "), "{:?}", ran[2]);
+    assert_eq!(names(&place.at("left")), ["a", "runs"]);
+    assert_eq!((names(&place.at("left/a")).len(), names(&place.at("left/runs")).len()), (0, 0));
+}
+
+#[test]
+fn a_start_file_without_room_fails_the_run_before_training() {
+    let run = ["--device", "sim", "--dataset", "iris", "--hidden", "1000", "--out", "record", "--save-start", "start"];
+    let Some((place, ran)) = on_a_disk("1m", &[&run]) else { return };
+    let line = ran[0].error(1);
+    for words in ["start: cannot be written: No space left", "it needs ", "room for ", "no start file was written"] {
+        assert!(line.contains(words), "{line}");
+    }
+    let json = read_json(&place.at("left/record/summary.json"));
+    assert_eq!((&json["status"], &json["start"]), (&"failed".into(), &Value::Null));
+    assert_eq!(names(&place.at("left")), ["record"]);
+}
+
+#[test]
+fn exports_without_room_are_not_left_half_written() {
+    let run = [
+        "--device",
+        "sim",
+        "--dataset",
+        "iris",
+        "--hidden",
+        "16",
+        "--epochs",
+        "20",
+        "--latency",
+        "off",
+        "--out",
+        "record",
+        "--export",
+        "perfetto,snapshot-json",
+    ];
+    // Room for all but half of the exports, and in blocks of at most 4 KiB.
+    let whole = Place::new();
+    whole.run(&run).ok();
+    let length = |name: &str| std::fs::metadata(whole.at("record").join(name)).unwrap().len();
+    let [exports, others]: [u64; 2] = [
+        ["perfetto.json", "snapshot.json"].map(length).iter().sum(),
+        ["driver_calls.jsonl", "steps.csv", "summary.json", "trace.jsonl"].map(|name| length(name) + 4096).iter().sum(),
+    ];
+    let Some((place, ran)) = on_a_disk(&(others + exports / 2).to_string(), &[&run]) else { return };
+    let line = ran[0].error(1);
+    assert!(line.contains("No space left on device") && line.contains("it needs at least "), "{line}");
+    assert!(line.contains("perfetto.json") || line.contains("snapshot.json"), "{line}");
+    let json = read_json(&place.at("left/record/summary.json"));
+    assert_eq!((&json["status"], &json["files"]["exports"]), (&"failed".into(), &Value::Null));
+    assert_eq!(json["epochs"].as_array().unwrap().len(), 20, "what was done before is whole");
+    assert_eq!(names(&place.at("left/record")), ["driver_calls.jsonl", "steps.csv", "summary.json", "trace.jsonl"]);
+}
+
+#[test]
+fn a_limit_on_the_length_of_files_is_told_and_the_record_closed() {
+    let place = Place::new();
+    let mut command = std::process::Command::new("sh");
+    place.settle(command.args(["-c", "ulimit -f 256; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_trainer")]).args(TRACED));
+    let ran = Ran::of(Command::from_std(command));
+    assert_closed(&place.at("record"), &ran, "record/trace.jsonl", "File too large");
+    assert!(ran.stderr.contains("raise the limit"), "{ran:?}");
+}

@@ -1,0 +1,111 @@
+//! Signals that end a run.
+
+use super::outside::{Background, LONG, PATIENCE};
+use super::*;
+use std::os::unix::process::ExitStatusExt;
+use std::time::Duration;
+
+fn recorded(place: &Place) -> Background {
+    Background::start(place, &[&LONG[..], &["--out", "record", "--json"]].concat())
+}
+
+#[test]
+fn a_signal_ends_a_run_in_order() {
+    for (signal, code) in [("-INT", 130), ("-TERM", 143), ("-HUP", 129)] {
+        let place = Place::new();
+        let run = recorded(&place);
+        run.wait_for("epoch  1 ");
+        // Into the middle of an epoch, which takes some tenths of a second.
+        std::thread::sleep(Duration::from_millis(50));
+        run.signal(signal);
+        let (status, stdout, lines) = run.end();
+        assert_eq!(status.code(), Some(code), "{signal}: {lines:?}");
+        let errors: Vec<&String> = lines.iter().filter(|line| line.starts_with("error:")).collect();
+        assert!(errors.len() == 1 && errors[0].contains("interrupted"), "{lines:?}");
+        let json = read_json(&place.at("record/summary.json"));
+        assert_eq!(json["status"], "interrupted");
+        assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap(), json);
+        let epochs = json["epochs"].as_array().unwrap().len();
+        let losses = column(&place.at("record/steps.csv"), "loss");
+        assert!(epochs >= 1 && (125 * epochs..=125 * (epochs + 1)).contains(&losses.len()), "{}", losses.len());
+        assert!(losses.iter().all(|loss| loss.parse::<f32>().unwrap().is_finite()));
+    }
+}
+
+#[test]
+fn a_second_signal_ends_a_run_that_does_not_end() {
+    let place = Place::new();
+    // One step takes minutes.
+    let arguments = ["--device=sim", "--dataset=digits", "--hidden=6000", "--layers=4", "--batch=8000", "--out=record"];
+    let run = Background::start(&place, &arguments);
+    run.wait_for("train ");
+    run.signal("-INT");
+    run.signal("-TERM");
+    let (status, _, lines) = run.end();
+    assert_eq!(status.code(), Some(143), "{lines:?}");
+    assert_eq!(read_json(&place.at("record/summary.json"))["status"], "running");
+    // What the run held for itself on the disk went with it.
+    let left = std::fs::read_dir(place.at("record")).unwrap();
+    assert!(left.map(|entry| entry.unwrap().file_name()).all(|name| !name.to_string_lossy().ends_with(".part")));
+}
+
+#[test]
+fn without_a_record_the_first_signal_ends_it() {
+    let place = Place::new();
+    // A mirror that takes the call and says nothing.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let mirror = format!("http://{}/", silent.local_addr().unwrap());
+    let mut command = place.process(&["--device=sim", "--dataset=mnist", "--out=record"]);
+    command.env("MNIST_MIRROR", mirror);
+    let run = Background::of(command);
+    let _asked = silent.accept().unwrap();
+    run.signal("-TERM");
+    let (status, stdout, lines) = run.end();
+    assert_eq!((status.code(), stdout.as_str()), (Some(143), ""), "{lines:?}");
+    assert!(lines.iter().any(|line| line.contains("interrupted before there was anything to record")), "{lines:?}");
+    assert!(!place.at("record").exists());
+}
+
+#[test]
+fn a_start_file_under_way_goes_with_its_program() {
+    let place = Place::new();
+    // Two gigabytes, which take a while.
+    let run = Background::start(
+        &place,
+        &["start", "-o", "start.safetensors", "--dataset", "iris", "--hidden=16000", "--layers=4"],
+    );
+    let until = std::time::Instant::now() + PATIENCE;
+    while !names(&place).iter().any(|name| name.ends_with(".part")) {
+        assert!(std::time::Instant::now() < until, "no part was begun");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    run.signal("-INT");
+    let (status, _, lines) = run.end();
+    assert_eq!(status.code(), Some(130), "{lines:?}");
+    assert_eq!(names(&place), [""; 0]);
+}
+
+fn names(place: &Place) -> Vec<String> {
+    std::fs::read_dir(place.at("."))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+        .filter(|name| name != "cache")
+        .collect()
+}
+
+/// As under `nohup`.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_hangup_that_is_ignored_stays_so() {
+    let place = Place::new();
+    let mut command = std::process::Command::new("sh");
+    let script = "trap '' HUP; exec \"$0\" \"$@\"";
+    place.settle(command.args(["-c", script, env!("CARGO_BIN_EXE_trainer")]).args(LONG).args(["--out", "record"]));
+    let run = Background::of(command);
+    run.wait_for("epoch  1 ");
+    run.signal("-HUP");
+    run.wait_for("epoch  ");
+    run.signal("-TERM");
+    let (status, _, lines) = run.end();
+    assert_eq!((status.code(), status.signal()), (Some(143), None), "{lines:?}");
+}
