@@ -8,8 +8,11 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 NAMES = (
     "chromium-headless-shell",
@@ -41,6 +44,7 @@ class Browser:
             os.dup2(spare_out, 4)
 
         arguments = ["--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--no-first-run",
+                     "--disable-background-networking", "--disable-component-update", "--disable-sync",
                      "--disable-dev-shm-usage", "--hide-scrollbars", "--window-size=1100,900",
                      f"--user-data-dir={self.profile.name}", "about:blank"]  # fmt: skip
         self.process = subprocess.Popen(
@@ -124,3 +128,20 @@ class Browser:
         os.close(self.write)
         os.close(self.read)
         self.profile.cleanup()
+
+
+def opened() -> Iterator[Browser]:
+    """For a fixture: a browser, closed at the end. Where there is none the test is skipped, on CI it fails."""
+    program = find()
+    if program is None:
+        said = (
+            f"no Chromium on this machine (looked for {', '.join(NAMES)}; CHROMIUM may name it), so the page was NOT "
+            "opened in a browser. On Debian: apt-get install chromium-headless-shell"
+        )
+        if os.environ.get("CI"):
+            pytest.fail(said)
+        print(f"\nWARNING: {said}")
+        pytest.skip(said)
+    browser = Browser(program)
+    yield browser
+    browser.close()

@@ -137,7 +137,7 @@ def broken(folder: Path, kind: str) -> Path:
         ("cut off", "not JSON"),
         ("version", "schema version 2"),
         ("no version", "no schema_version"),
-        ("no settings", "settings, device, epochs is missing"),
+        ("no settings", "settings: is missing, and 2 more"),
         ("experiment", "give one of the directories"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,21 +16,9 @@ from vramlab.errors import AnalysisError
 READY = "document.documentElement?.dataset.ready === 'yes'"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def page() -> Iterator[browser.Browser]:
-    program = browser.find()
-    if program is None:
-        said = (
-            f"no Chromium on this machine (looked for {', '.join(browser.NAMES)}; CHROMIUM may name it), so the page "
-            "was NOT opened in a browser. On Debian: apt-get install chromium-headless-shell"
-        )
-        if os.environ.get("CI"):
-            pytest.fail(said)
-        print(f"\nWARNING: {said}")
-        pytest.skip(said)
-    opened = browser.Browser(program)
-    yield opened
-    opened.close()
+    yield from browser.opened()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from vramlab.errors import AnalysisError
@@ -79,6 +80,8 @@ def main() -> int:
 
         return nsight(sys.argv[2:])
     args = parser().parse_args()
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # of the libraries, on what a record says
     try:
         run(args)
         sys.stdout.flush()

@@ -1,48 +1,102 @@
-"""The one exception whose text is meant for people."""
+"""The one exception whose text is meant for people, and the reading of files that may be cut off, huge or hostile."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
+import zlib
 from pathlib import Path
 from typing import Any
 
 SCHEMA_VERSION = 1
+# No file of a run comes near; one that is larger, or whose compressed form is a bomb, is not read into memory.
+MOST_BYTES = 2**30
+# Levels of arrays and objects in one another. Records have six.
+MOST_DEEP = 32
+# What moves the cursor, hides or reorders text, or is half of a character.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 
 
 class AnalysisError(Exception):
-    """Something that was given cannot be read or drawn. The text is one sentence: what, where, and how to mend it."""
+    """Something that was given cannot be read or drawn. The text is one sentence: what, where, and how to mend it.
+
+    It may quote what a file says and how it is named, so it is made `printable`.
+    """
+
+    def __init__(self, text: str) -> None:
+        """An error with this text."""
+        super().__init__(printable(text))
+
+
+def printable(text: str) -> str:
+    """Text that a terminal, a figure and a page show as it is: control characters as `\\x1b`, `\\u202e`."""
+    return _UNPRINTABLE.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
 
 
 def found(path: Path) -> Path | None:
     """`path`, or its gzipped form beside it, or None if neither is there."""
     for candidate in (path, path.with_name(path.name + ".gz")):
-        if candidate.is_file():
-            return candidate
+        try:
+            if candidate.is_file():
+                return candidate
+        except (OSError, ValueError):  # a name that no file can have
+            return None
     return None
 
 
 def read_bytes(path: Path) -> bytes:
     """Contents of a file that may be gzipped.
 
-    Raises AnalysisError when it cannot be read.
+    Raises AnalysisError when it cannot be read, or has more than `MOST_BYTES`.
     """
     try:
-        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, gzip.BadGzipFile) as error:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data: bytes = file.read(MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise AnalysisError(f"{path}: cannot be read ({reason}).") from error
+    if len(data) > MOST_BYTES:
+        raise AnalysisError(f"{path}: holds more than {MOST_BYTES >> 30} GiB, which no file of a run does.")
+    return data
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 def read_json(path: Path) -> Any:
-    """A JSON document that may be gzipped.
+    """A JSON document that may be gzipped. Its strings are `printable`, its numbers those that 64 bits hold.
 
-    Raises AnalysisError when it cannot be read or is no JSON.
+    Raises AnalysisError when it cannot be read or is no such JSON.
     """
+    return parse_json(read_bytes(path), str(path))
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """As `read_json`, of what was read; `where` is what an error names."""
     try:
-        return json.loads(read_bytes(path))
+        return _plain(json.loads(data, parse_constant=_no_number), MOST_DEEP)
+    except RecursionError as error:
+        raise AnalysisError(f"{where}: nested too deeply; no file of a run is.") from error
     except ValueError as error:
-        raise AnalysisError(f"{path}: not JSON ({error}); was the file cut off?") from error
+        raise AnalysisError(f"{where}: not JSON ({printable(str(error))}); was the file cut off?") from error
+
+
+def _plain(value: Any, deep: int) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, (dict, list)):
+        if not deep:
+            raise ValueError(f"more than {MOST_DEEP} levels")
+        if isinstance(value, list):
+            return [_plain(one, deep - 1) for one in value]
+        return {printable(key): _plain(one, deep - 1) for key, one in value.items()}
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError("a number beyond 64 bits")
+    if isinstance(value, float) and not -1e300 < value < 1e300:
+        raise ValueError("a number beyond 1e300")
+    return value
 
 
 def check_version(path: Path, document: Any, what: str) -> dict[str, Any]:
@@ -50,9 +104,9 @@ def check_version(path: Path, document: Any, what: str) -> dict[str, Any]:
     if not isinstance(document, dict) or "schema_version" not in document:
         raise AnalysisError(f"{path}: no {what}, for it has no schema_version.")
     version = document["schema_version"]
-    if version != SCHEMA_VERSION:
+    if version != SCHEMA_VERSION or isinstance(version, bool):
         raise AnalysisError(
-            f"{path}: {what} of schema version {version}, and this package reads version {SCHEMA_VERSION}; "
+            f"{path}: {what} of schema version {str(version)[:40]}, and this package reads version {SCHEMA_VERSION}; "
             "record it again or take the package that came with it."
         )
     return document

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from vramlab import repository
+from vramlab import output, repository
 from vramlab.errors import AnalysisError
 
 TIMEOUT_S = 240
@@ -96,9 +95,11 @@ def execute(paths: list[Path], *, write: bool) -> None:
             print(f"FAILED {error}", flush=True)
             return path.name
         if write:
-            part = path.with_name(path.name + ".part")
-            nbformat.write(notebook, part)  # type: ignore[no-untyped-call]
-            os.replace(part, path)
+            try:
+                output.write(path, nbformat.writes(notebook) + "\n")  # type: ignore[no-untyped-call]
+            except AnalysisError as error:
+                print(f"FAILED {error}", flush=True)
+                return path.name
         print(f"ok     {path.name}, {seconds:.0f} s", flush=True)
         return None
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import polars as pl
 
-from vramlab import repository
-from vramlab.errors import AnalysisError, check_version, found, read_json
+from vramlab import repository, schema
+from vramlab.errors import AnalysisError, found, read_json
 from vramlab.measures import measures
 from vramlab.records import Run, load_run
 
@@ -167,9 +167,9 @@ def load_experiment(*directories: str | Path) -> Experiment:
                 f"{path}: {'an empty directory' if empty else 'no experiment.json in it'}, so it holds no experiment; "
                 "give a directory that `experiments run` wrote."
             )
-        documents.append(check_version(document, read_json(document), "an experiment"))
+        documents.append(schema.read(document, "an experiment", schema.EXPERIMENT))
         for meta in sorted((path / "runs").glob("*/run.json")):
-            run = check_version(meta, read_json(meta), "a run of an experiment")
+            run = schema.read(meta, "a run of an experiment", schema.RUN)
             entry = Entry(meta.parent, run)
             # A run that one shard lacks and another has: the finished one counts.
             if entry.id not in entries or entry.done:

@@ -12,10 +12,12 @@ import numpy as np
 import polars as pl
 from hdrh.histogram import HdrHistogram
 
-from vramlab.errors import AnalysisError, read_bytes
+from vramlab.errors import AnalysisError, printable, read_bytes
 
 # Paths on which an allocator asks the driver: what a cold start pays and a steady state should not.
 COLD_PATHS = ("driver_alloc", "driver_free", "collect", "retry")
+# A histogram of three digits up to a minute has 27,648.
+MOST_BUCKETS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ def _decode(path: Path, line: int, text: str) -> tuple[Any, Any]:
     except Exception as error:  # its own exceptions derive from nothing narrower
         raise AnalysisError(f"{path}: line {line}: no histogram ({type(error).__name__}).") from error
     # Only the buckets that hold something; its own iterator looks at every bucket up to the greatest value.
+    if histogram.encoder.payload.counts_len > MOST_BUCKETS:
+        raise AnalysisError(f"{path}: line {line}: a histogram of {histogram.encoder.payload.counts_len:,} buckets.")
     counts = np.array([histogram.get_count_at_index(index) for index in range(histogram.encoder.payload.counts_len)])
     held = np.flatnonzero(counts)
     values = [histogram.get_highest_equivalent_value(histogram.get_value_from_index(int(index))) for index in held]
@@ -69,7 +73,8 @@ def load(path: str | Path) -> list[Recorded]:
         except ValueError as error:
             raise AnalysisError(f"{path}: line {number}: its interval is no number.") from error
         values, counts = _decode(path, number, fields[3])
-        out.append(Recorded(operation, way, start, length, counts, values))
+        if len(counts):
+            out.append(Recorded(printable(operation), printable(way), start, length, counts, values))
     if not out:
         raise AnalysisError(f"{path}: holds no histogram.")
     return out

@@ -28,7 +28,11 @@ def load_trace(path: str | Path) -> pl.DataFrame:
     """
     from vramlab.records import read_lines
 
-    return read_lines(Path(path), TRACE_TYPES, required=("time_ns", "action", "size"))
+    trace = read_lines(Path(path), TRACE_TYPES, required=("time_ns", "action", "size", "block", "stream", "path"))
+    nowhere = trace.select((pl.col("addr").is_null() & (pl.col("action") != "oom")).arg_true()).to_series()
+    if len(nowhere):
+        raise AnalysisError(f"{path}: line {int(nowhere[0]) + 1} has no addr; is it another kind of file, or cut off?")
+    return trace
 
 
 def lives(trace: pl.DataFrame) -> pl.DataFrame:
@@ -54,6 +58,8 @@ def segments(calls: pl.DataFrame) -> pl.DataFrame:
     A pool of the driver shows no segments, so for `stream-ordered` there are none.
     """
     events = calls.filter(pl.col("call").is_in(["mem_alloc", "mem_free"]) & pl.col("ok").fill_null(value=True))
+    if events["addr"].has_nulls() or events.filter(pl.col("call") == "mem_alloc")["bytes"].has_nulls():
+        raise AnalysisError("driver_calls.jsonl has an allocation or a free without address or size; is it cut off?")
     events = events.with_columns(at=pl.col("start_ns") + pl.col("total_ns")).with_columns(
         end_ns=pl.when(pl.col("call").shift(-1).over("addr") == "mem_free").then(pl.col("at").shift(-1).over("addr"))
     )

@@ -41,20 +41,26 @@ def frame(runs: list[Run]) -> pl.DataFrame:
         other = "pytorch" if program == "trainer" else "trainer"
         plain = kinds.get((program, *work, "f32", "f32", "master", 1.0))
         alike = kinds.get((other, *work, *how))
-        told = {"to_f32": row["last"] / plain[0]["last"] - 1 if plain else None, "to_other": None, "early": None}
+        told: dict[str, Any] = {"to_f32": _added(row, plain[0]) if plain else None, "to_other": None, "early": None}
         if alike and row["shared"] and alike[0]["shared"]:
             ones, others = (part.head(EARLY) for part in (losses, alike[1]))
             length = min(len(ones), len(others))
             apart = ((ones.head(length) - others.head(length)) / others.head(length)).abs()
-            told |= {"to_other": row["last"] / alike[0]["last"] - 1, "early": apart.max()}
+            told |= {"to_other": _added(row, alike[0]), "early": apart.max()}
         rows.append(row | told)
     order = pl.col("dtype").replace_strict(TYPES, default=len(TYPES))
     table = pl.DataFrame(rows, infer_schema_length=None, strict=False).with_columns(rank=order)
     return table.sort(*WORK, "rank", "accumulate", "weights", "loss_scale", "program").drop("rank", "shared")
 
 
-def _mean(values: pl.Series) -> float:
-    return float(values.mean())  # type: ignore[arg-type]
+def _mean(values: pl.Series) -> float | None:
+    mean = values.mean()
+    return None if mean is None else float(mean)  # type: ignore[arg-type]
+
+
+def _added(row: dict[str, Any], base: dict[str, Any]) -> float | None:
+    """What is added to the last loss of `base`, as a share of it; None where one of them has none."""
+    return float(row["last"] / base["last"] - 1) if row["last"] is not None and base["last"] else None
 
 
 def markdown(table: pl.DataFrame) -> str:
@@ -67,7 +73,7 @@ def markdown(table: pl.DataFrame) -> str:
         for one in lines.iter_rows(named=True):
             shares = ["–" if one[key] is None else f"{100 * one[key]:+.2f} %" for key in ("to_f32", "to_other")]
             early = "–" if one["early"] is None else f"{one['early']:.1e}"
-            scale, last = f"{one['loss_scale']:g}", f"{one['last']:.4f}"
+            scale, last = f"{one['loss_scale']:g}", "–" if one["last"] is None else f"{one['last']:.4f}"
             rows.append(
                 [arithmetic(one), scale, one["program"], one["device"], str(one["steps"]), last, *shares, early]
             )

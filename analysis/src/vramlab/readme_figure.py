@@ -13,7 +13,7 @@ from typing import Any
 import polars as pl
 from matplotlib.figure import Figure
 
-from vramlab import histograms, repository, style
+from vramlab import histograms, output, repository, style
 from vramlab.calls import host_parts
 from vramlab.errors import AnalysisError, read_json
 from vramlab.experiments import results
@@ -91,10 +91,7 @@ def draw(out: Path | None = None) -> list[Path]:
     for name, figure in DRAWN.items():
         path = folder / name
         data = style.png(figure(), dpi=130) if path.suffix == ".png" else style.svg(figure()).encode()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        except OSError as error:
-            raise AnalysisError(f"{path}: cannot be written ({error.strerror}).") from error
+        output.folder(folder)
+        output.write(path, data)
         written.append(path)
     return written

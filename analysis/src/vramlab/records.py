@@ -13,8 +13,8 @@ from typing import Any
 
 import polars as pl
 
-from vramlab import histograms
-from vramlab.errors import AnalysisError, check_version, found, read_bytes, read_json
+from vramlab import histograms, schema
+from vramlab.errors import AnalysisError, found, printable, read_bytes
 
 STEP_TYPES = {
     "epoch": pl.Int64,
@@ -27,6 +27,18 @@ STEP_TYPES = {
     "allocated_bytes": pl.Int64,
     "active_bytes": pl.Int64,
     "requested_bytes": pl.Int64,
+}
+EPOCH_TYPES = {
+    "epoch": pl.Int64,
+    "steps": pl.Int64,
+    "train_loss": pl.Float64,
+    "val_loss": pl.Float64,
+    "val_accuracy": pl.Float64,
+    "wall_s": pl.Float64,
+    "device_s": pl.Float64,
+    "train_s": pl.Float64,
+    "train_device_s": pl.Float64,
+    "device_busy_s": pl.Float64,
 }
 DRIVER_CALL_TYPES = {
     "start_ns": pl.Int64,
@@ -109,7 +121,7 @@ class Run:
 
         Raises AnalysisError when no epoch ended.
         """
-        rows = [{k: v for k, v in epoch.items() if not isinstance(v, dict)} for epoch in self.summary["epochs"]]
+        rows = [{k: v for k, v in epoch.items() if k in EPOCH_TYPES} for epoch in self.summary["epochs"]]
         if not rows:
             status = self.summary["status"]
             why = {
@@ -118,7 +130,8 @@ class Run:
                 "failed": f"it failed: {self.summary.get('error', 'no reason given')}",
             }.get(status, f"its status is {status}")
             raise AnalysisError(f"{self.path}: the run ended no epoch ({why}), so there is nothing to draw.")
-        return pl.DataFrame(rows, infer_schema_length=None)
+        present = [key for key in EPOCH_TYPES if any(key in row for row in rows)]
+        return pl.DataFrame(rows, schema={key: EPOCH_TYPES[key] for key in present}, strict=False)
 
     @cached_property
     def steps(self) -> pl.DataFrame:
@@ -132,13 +145,21 @@ class Run:
         try:
             frame = pl.read_csv(io.BytesIO(text), schema_overrides=STEP_TYPES, null_values=[""])
         except pl.exceptions.PolarsError as error:
-            raise AnalysisError(f"{path}: not the table of steps ({str(error).splitlines()[0]}).") from error
+            raise AnalysisError(f"{path}: not the table of steps ({str(error).splitlines()[0][:120]}).") from error
         missing = {"epoch", "step", "loss", "host_ns"} - set(frame.columns)
         if missing:
             raise AnalysisError(f"{path}: not the table of steps, columns {', '.join(sorted(missing))} are missing.")
         if frame.is_empty():
             raise AnalysisError(f"{path}: no step was finished, so there is nothing to draw.")
-        return frame.with_row_index("index")
+        if frame["loss"].is_null().all():
+            raise AnalysisError(f"{path}: no step has a loss, so there is nothing to draw.")
+        if ((frame["loss"].abs() > 1e39) & frame["loss"].is_finite()).any():
+            raise AnalysisError(f"{path}: a loss is beyond what an f32 can hold.")
+        for column in ("epoch", "step", "host_ns"):
+            if frame[column].has_nulls():
+                raise AnalysisError(f"{path}: not the table of steps, a row has no {column}; is it cut off?")
+        in_range(path, frame.select(column for column in STEP_TYPES if column in frame.columns and column != "loss"))
+        return frame.select(column for column in STEP_TYPES if column in frame.columns).with_row_index("index")
 
     def driver_calls(self, epoch: int | None = None) -> pl.DataFrame:
         """Totals by call: `call`, `count`, `total_ns`, `blocked_ns`; of the run, or of an epoch (from 1, or −1)."""
@@ -148,14 +169,20 @@ class Run:
             _ = self.epochs  # says why there is none
             of = self.summary["epochs"]
             calls = of[epoch if epoch < 0 else epoch - 1].get("driver_calls", {})
+        columns = {"call": pl.String, "count": pl.Int64, "total_ns": pl.Int64, "blocked_ns": pl.Int64}
         rows = [{"call": name, **figures} for name, figures in calls.items()]
-        schema = {"call": pl.String, "count": pl.Int64, "total_ns": pl.Int64, "blocked_ns": pl.Int64}
-        return pl.DataFrame(rows, schema=schema)
+        return pl.DataFrame([{key: row[key] for key in columns} for row in rows], schema=columns)
 
     @property
     def latency(self) -> pl.DataFrame:
         """Rows of `latency`: operation, path, count and percentiles in ns. Empty where none were recorded."""
-        return pl.DataFrame(self.summary.get("latency", []), infer_schema_length=None)
+        rows = [{k: v for k, v in row.items() if k in schema.Latency.__annotations__} for row in self._latency]
+        return pl.DataFrame(rows, infer_schema_length=None)
+
+    @property
+    def _latency(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.summary.get("latency", [])
+        return rows
 
     @cached_property
     def histograms(self) -> list[histograms.Recorded]:
@@ -187,7 +214,21 @@ class Run:
     def statistic(self, name: str) -> int | None:
         """One of `allocator_stats`, as `reserved_bytes.all.peak`; None where the allocator does not tell."""
         value: int | None = self.summary.get("allocator_stats", {}).get(name)
-        return value
+        return None if value is None or value < 0 else value
+
+
+def in_range(path: Path, frame: pl.DataFrame) -> None:
+    """Refuses counts, sizes and times that none can be; sums of what is left stay within 64 bits.
+
+    Raises AnalysisError that names the column and line.
+    """
+    for column in frame.select(pl.selectors.integer()).columns:
+        most = 2**64 - 1 if column == "addr" else 2**53
+        wrong = (pl.col(column) < 0) | (pl.col(column) > most)
+        if (at := frame.select(wrong.arg_true()).to_series()).len():
+            raise AnalysisError(
+                f"{path}: row {int(at[0]) + 1}: {column} is {frame[column][int(at[0])]}, which cannot be."
+            )
 
 
 def read_lines(path: Path, types: dict[str, Any], required: tuple[str, ...]) -> pl.DataFrame:
@@ -198,9 +239,12 @@ def read_lines(path: Path, types: dict[str, Any], required: tuple[str, ...]) -> 
     try:
         frame = pl.read_ndjson(io.BytesIO(read_bytes(path)), schema=types)
     except pl.exceptions.PolarsError as error:
-        raise AnalysisError(f"{path}: a line is not what is expected ({str(error).splitlines()[0]}).") from error
+        raise AnalysisError(f"{path}: a line is not what is expected ({str(error).splitlines()[0][:120]}).") from error
     if frame.is_empty():
         raise AnalysisError(f"{path}: holds nothing.")
+    in_range(path, frame)
+    texts = [name for name, kind in types.items() if kind == pl.String]
+    frame = frame.with_columns(pl.col(name).map_elements(printable, pl.String).cast(pl.String) for name in texts)
     for column in required:
         if frame[column].has_nulls():
             line = int(frame[column].is_null().arg_max() or 0) + 1
@@ -225,8 +269,4 @@ def load_run(path: str | Path) -> Run:
         if (path / "experiment.json").is_file():
             raise AnalysisError(f"{path}: an experiment, no run; give one of the directories under {path}/runs.")
         raise AnalysisError(f"{path}: no run record, for there is no summary.json in it.")
-    document = check_version(summary, read_json(summary), "a run record")
-    missing = [key for key in ("status", "settings", "device", "epochs") if key not in document]
-    if missing or "allocator" not in document["settings"]:
-        raise AnalysisError(f"{summary}: no run record, {', '.join(missing) or 'settings.allocator'} is missing.")
-    return Run(path, document)
+    return Run(path, schema.read(summary, "a run record", schema.SUMMARY))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import html
-import json
-import os
+import base64
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from vramlab import calls, histograms, histories, style
+from vramlab import calls, histograms, histories, output, style
 from vramlab.errors import AnalysisError
 from vramlab.experiments import load_experiment
 from vramlab.measures import measures
@@ -26,20 +27,22 @@ MAP_BLOCKS = 12_000
 
 
 class Page:
-    """Sections of the page, and the figures in them, each under ids of its own."""
+    """What the page holds, from top to bottom; `report.html` makes HTML of it and escapes every text."""
 
     def __init__(self) -> None:
         """An empty page."""
-        self.parts: list[str] = []
+        self.parts: list[dict[str, Any]] = []
         self.figures = 0
         self.title = ""
+
+    def add(self, kind: str, **what: Any) -> None:
+        """A part of a kind that the template knows."""
+        self.parts.append({"kind": kind, **what})
 
     def heading(self, title: str, text: str = "") -> None:
         """A section and, under its title, what it shows."""
         self.title = title
-        self.parts.append(f"<h2>{html.escape(title)}</h2>")
-        if text:
-            self.parts.append(f"<p>{text}</p>")
+        self.add("heading", title=title, text=text)
 
     def figure(self, draw: Callable[[], Figure]) -> None:
         """A figure of this section; where its data are missing the sentence that says how to get them."""
@@ -49,12 +52,12 @@ class Page:
         except AnalysisError as error:
             self.note(str(error))
             return
-        drawn = drawn.replace("<svg", f'<svg role="img" aria-label="{html.escape(self.title)}"', 1)
-        self.parts.append(f'<figure class="drawn">{drawn}</figure>')
+        # matplotlib escapes the texts in it.
+        self.add("figure", title=self.title, svg=Markup(drawn))
 
     def note(self, text: str) -> None:
         """A sentence set apart."""
-        self.parts.append(f'<p class="note">{html.escape(text)}</p>')
+        self.add("note", text=text)
 
 
 def name_runs(runs: list[Run]) -> list[tuple[str, Run]]:
@@ -86,8 +89,8 @@ def name_runs(runs: list[Run]) -> list[tuple[str, Run]]:
     return named
 
 
-def table(runs: list[tuple[str, Run]]) -> str:
-    """The figures by which runs are compared, as an HTML table."""
+def table(runs: list[tuple[str, Run]]) -> dict[str, Any]:
+    """The figures by which runs are compared: columns and rows of texts."""
 
     def time(ns: float | None) -> str:
         return "–" if ns is None else style.si_time(ns)
@@ -117,16 +120,12 @@ def table(runs: list[tuple[str, Run]]) -> str:
             "–" if m["utilisation"] is None else f"{100 * m['utilisation']:.1f} %",
             "–" if m["val_accuracy"] is None else f"{100 * m['val_accuracy']:.2f} %",
         ]
-        dot = f'<i style="background:{style.colour(run.arm)}"></i>'
-        rows.append(
-            f"<tr><th>{dot}{html.escape(cells[0])}</th>" + "".join(f"<td>{c}</td>" for c in cells[1:]) + "</tr>"
-        )
-    head = "".join(f"<th>{column}</th>" for column in columns)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        rows.append({"name": cells[0], "colour": style.colour(run.arm), "cells": cells[1:]})
+    return {"columns": columns, "rows": rows}
 
 
-def settings_table(runs: list[tuple[str, Run]]) -> str:
-    """What each run was, as an HTML table in a fold."""
+def settings_table(runs: list[tuple[str, Run]]) -> list[dict[str, str]]:
+    """What each run was, in words."""
     rows = []
     for name, run in runs:
         told = {**run.settings, **run.settings.get("allocator_settings", {})}
@@ -134,11 +133,8 @@ def settings_table(runs: list[tuple[str, Run]]) -> str:
         data = run.summary.get("dataset", {})
         text = "; ".join(f"{key} {value}" for key, value in told.items() if not isinstance(value, list | dict))
         machine = f"{run.device}; {data.get('source', '')}; version {run.summary.get('code_version', '–')}"
-        rows.append(f"<tr><th>{html.escape(name)}</th><td>{html.escape(machine)}</td><td>{html.escape(text)}</td></tr>")
-    return (
-        "<details><summary>Settings in effect, device and data</summary>"
-        f'<div class="wide"><table class="settings"><tbody>{"".join(rows)}</tbody></table></div></details>'
-    )
+        rows.append({"name": name, "machine": machine, "settings": text})
+    return rows
 
 
 def map_data(run: Run, windows: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
@@ -209,8 +205,8 @@ def build(runs: list[Run]) -> str:
             status = run.summary["status"]
             why = "killed, or still running," if status == "running" else status
             page.note(f"{name}: the run was {why} after epoch {run.epochs.height}; the page shows what it recorded.")
-    page.parts.append(table(named))
-    page.parts.append(settings_table(named))
+    page.add("measures", **table(named))
+    page.add("settings", rows=settings_table(named))
 
     page.heading("Where the host's time goes", "In the last epoch, validation included.")
     counted = [(name, run) for name, run in named if run.summary["epochs"][-1].get("driver_calls")]
@@ -242,11 +238,7 @@ def build(runs: list[Run]) -> str:
         if not run.has("trace.jsonl"):
             page.note(f"{name}: no block map, because operations were not recorded; run it with --trace.")
             continue
-        data = json.dumps(map_data(run, map_windows(run)), separators=(",", ":"))
-        page.parts.append(
-            f'<figure class="map"><figcaption>{html.escape(name)}<span class="pick"></span></figcaption>'
-            f'<canvas></canvas><script type="application/json">{data}</script></figure>'
-        )
+        page.add("map", title=name, data=map_data(run, map_windows(run)))
         levels = map_windows(run)[-1]
         held = histories.reserved(run.calls) if run.has("driver_calls.jsonl") else None
         page.figure(
@@ -296,17 +288,30 @@ def losses(page: Page, named: list[tuple[str, Run]]) -> None:
 
 
 def document(title: str, subtitle: str, page: Page) -> str:
-    """The whole HTML document with its style sheet and script inside."""
-    css, script = (HERE / "report.css").read_text(), (HERE / "report.js").read_text()
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)} on {html.escape(subtitle)}</title>"
-        f'<link rel="icon" href="data:,"><style>{css}</style></head><body><main>'
-        f"<h1>{html.escape(title)} <small>{html.escape(subtitle)}</small></h1>"
-        + "\n".join(page.parts)
-        + f"</main><script>{script}</script></body></html>\n"
-    )
+    """The whole HTML document with its style sheet and script inside.
+
+    Its content-security policy allows these two by their hashes, and nothing else: whatever a record might smuggle in
+    is neither run nor fetched.
+    """
+    css, script = (Markup((HERE / name).read_text()) for name in ("report.css", "report.js"))
+    directives = {
+        "default-src": "'none'",
+        "script-src": _allowed(script),
+        "style-src": _allowed(css),
+        "style-src-attr": "'unsafe-inline'",  # SVG's figures have their colours there
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    policy = "; ".join(f"{name} {value}" for name, value in directives.items())
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "sort_keys": False}
+    template = environment.from_string((HERE / "report.html").read_text())
+    return template.render(title=title, subtitle=subtitle, policy=policy, css=css, script=script, parts=page.parts)
+
+
+def _allowed(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def gather(paths: list[str]) -> list[Run]:
@@ -329,10 +334,5 @@ def write(paths: list[str], out: Path) -> None:
 
     Raises AnalysisError when a run cannot be read or the page not be written.
     """
-    text = build(gather(paths))
-    part = out.with_name(out.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, out)
-    except OSError as error:
-        raise AnalysisError(f"{out}: cannot be written ({error.strerror}).") from error
+    output.check(out)  # before the work
+    output.write(out, build(gather(paths)))

@@ -91,6 +91,8 @@ RC: dict[str, Any] = {
     "lines.markersize": 5,
     "legend.frameon": False,
     "legend.fontsize": 8,
+    # Names are text, not formulas.
+    "text.parse_math": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "figure",
     "figure.dpi": 100,
@@ -229,6 +231,8 @@ def svg(figure: Figure, prefix: str = "", *, inline: bool = False) -> str:
         return text
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # Its style sheet of one rule would hold for the whole page; `report.css` has it for figures.
+    text = re.sub(r"<style\b[^>]*>[^<]*</style>", "", text)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}\1"', text)
     text = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}\1"', text)
     text = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}\1)", text)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import os
 import sys
 from pathlib import Path
 
+from vramlab import output
 from vramlab.errors import AnalysisError
 from vramlab.nsight import attribution, capture, extracted, own_trace, summary
 
@@ -81,12 +83,13 @@ def _report(args: argparse.Namespace) -> None:
     for note in result.capture.notes:
         print(f"note: {note}", file=sys.stderr)
     if args.csv is not None:
-        args.csv.mkdir(parents=True, exist_ok=True)
+        output.folder(args.csv)
         for table in summary.tables(result, agreement):
-            with (args.csv / f"{table.name}.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(table.rows[0]) if table.rows else ["empty"], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(table.rows)
+            text = io.StringIO(newline="")
+            writer = csv.DictWriter(text, list(table.rows[0]) if table.rows else ["empty"], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(table.rows)
+            output.write(args.csv / f"{table.name}.csv", text.getvalue())
             print(f"wrote    {args.csv / table.name}.csv")
         return
     print("\n".join(summary.render(table) for table in summary.tables(result, agreement, args.top)), end="")

@@ -17,10 +17,12 @@ import csv
 import gzip
 import io
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from vramlab import output
 from vramlab.errors import AnalysisError, check_version, read_bytes, read_json
 from vramlab.nsight.capture import Call, Capture, Mark, Overhead, Range, Work
 
@@ -75,10 +77,21 @@ def write(capture: Capture, folder: Path, own: Any = None, ranges: bool = True) 
     Without `ranges` there are none of NVTX, which are a third of the size. The folder must not be there or be empty; it
     appears whole.
     """
+    if folder.is_symlink():
+        raise AnalysisError(f"{folder}: is a symbolic link; name the folder itself.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AnalysisError(f"{folder}: is there already; choose another folder, or remove it.")
-    partial = folder.with_name(folder.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    output.folder(folder.parent)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent) as part:
+        _tables(capture, Path(part) / "whole", own, ranges)
+        if folder.exists():
+            folder.rmdir()
+        (Path(part) / "whole").rename(folder)
+    return sorted(folder.iterdir())
+
+
+def _tables(capture: Capture, partial: Path, own: Any, ranges: bool) -> None:
+    partial.mkdir()
     zero = capture.span[0]
     thread, process = _Numbers(), _Numbers()
     for call in capture.calls:
@@ -122,10 +135,6 @@ def write(capture: Capture, folder: Path, own: Any = None, ranges: bool = True) 
             for o in own.calls
         ))  # fmt: skip
     (partial / "capture.json").write_text(json.dumps(about, indent=2) + "\n")
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
-    return sorted(folder.iterdir())
 
 
 def read(folder: Path) -> Capture:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vramlab import output
 from vramlab.errors import AnalysisError
 from vramlab.nsight.attribution import Attribution
 
@@ -226,12 +228,14 @@ def save(figure: Figure, path: Path) -> None:
     """Writes PNG or SVG, by the file's name; the same bytes each time."""
     if path.suffix not in (".png", ".svg"):
         raise AnalysisError(f"{path}: name a file that ends in .png or .svg.")
-    path.parent.mkdir(parents=True, exist_ok=True)
     import matplotlib
 
+    data = io.BytesIO()
     if path.suffix == ".svg":
         # Ids in the file come from a random number unless they are salted.
         with matplotlib.rc_context({"svg.hashsalt": "timeline"}):
-            figure.savefig(path, metadata={"Date": None})
+            figure.savefig(data, format="svg", metadata={"Date": None})
     else:
-        figure.savefig(path, dpi=110, facecolor="white", metadata={"Software": None})
+        figure.savefig(data, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+    output.folder(path.parent)
+    output.write(path, data.getvalue())

@@ -34,7 +34,8 @@ def over_steps(runs: list[tuple[str, pl.DataFrame]], *, title: str = "") -> Figu
         at = steps["index"] + 1
         levels = [("reserved_bytes", "reserved", style.GREY)]
         within = "active" if _holds(steps, "active_bytes") else "allocated"
-        levels.append((f"{within}_bytes", within, style.SKY))
+        if _holds(steps, f"{within}_bytes"):
+            levels.append((f"{within}_bytes", within, style.SKY))
         if _holds(steps, "requested_bytes"):
             levels.append(("requested_bytes", "requested", style.BLUE))
         for column, label, colour in levels:

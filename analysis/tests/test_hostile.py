@@ -1,0 +1,313 @@
+"""Records that lie: whatever a field says, a reader ends with a page, a table or one sentence, and no script runs."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import browser
+from tests.conftest import summary, write_experiment, write_run
+from tests.hostile import HOSTILE, WRONG, mutations, places, poisoned, replaced
+from tests.test_report import READY
+from vramlab import __main__ as cli
+from vramlab import histograms, losses, records, report, steps, style
+from vramlab.errors import AnalysisError, printable
+from vramlab.plots import latency
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = ROOT / "experiments/results/2026-11-21-sim/where-time-goes/runs/00-naive-r0"
+# Of mutations that a record survives, how many are one whole page.
+EACH = 25
+
+
+def one_line(error: AnalysisError) -> None:
+    """What was said is one line that a terminal shows as it is."""
+    assert printable(str(error)) == str(error)
+
+
+def recorded() -> dict[str, object]:
+    document: dict[str, object] = json.loads((RECORDED / "summary.json").read_text())
+    return document
+
+
+def as_one_page(runs: list[records.Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that the page says and draws, but for turning figures into SVG."""
+    with monkeypatch.context() as patch:
+        patch.setattr(style, "svg", lambda figure, prefix="", *, inline=False: "<svg></svg>")
+        report.build(runs)
+
+
+def ends_well(folder: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> bool:
+    """Whether the record is taken; every command that reads it ends with a sentence or with what it makes."""
+    try:
+        run = records.load_run(folder)
+    except AnalysisError as error:
+        one_line(error)
+        return False
+    try:
+        report.table([(run.arm, run)])
+        report.settings_table([(run.arm, run)])
+        if whole:
+            as_one_page([run], monkeypatch)
+    except AnalysisError as error:
+        one_line(error)
+    for show in (steps.show, losses.show):
+        for as_json in (False, True):
+            try:
+                json.dumps(show([str(folder)], as_json=as_json)).encode()
+            except AnalysisError as error:
+                one_line(error)
+    return True
+
+
+def test_every_field_of_a_summary_mutated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run", trace=True)
+    tried = taken = 0
+    for name, text in mutations(summary()):
+        (folder / "summary.json").write_text(text)
+        try:
+            taken += ends_well(folder, monkeypatch, whole=taken % EACH == 0)
+        except Exception as error:
+            pytest.fail(f"{name}: {type(error).__name__}: {error}")
+        tried += 1
+    # Most of what is wrong is refused; what no reader looks at is left alone.
+    assert tried > 2000
+    assert 0 < taken < tried / 2
+
+
+def test_every_field_of_a_recorded_summary_mutated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "steps.csv").write_bytes((RECORDED / "steps.csv").read_bytes())
+    document = recorded()
+    for at, _ in list(places(document)):
+        for kind in ("null", "text", "huge", "deep"):
+            (folder / "summary.json").write_text(json.dumps(replaced(document, at, WRONG[kind])))
+            try:
+                ends_well(folder, monkeypatch, whole=False)
+            except Exception as error:
+                pytest.fail(f"{at} {kind}: {type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize("file", ["experiment.json", "runs/00-caching-r0/run.json"])
+def test_every_field_of_an_experiment_mutated(tmp_path: Path, file: str) -> None:
+    folder = write_experiment(
+        tmp_path / "e", [("caching", {"hidden": 64}, summary("caching"))], runs=[{"id": "00-caching-r0"}, "01-r0"]
+    )
+    whole = json.loads((folder / file).read_text())
+    refused = 0
+    for name, text in mutations(whole):
+        (folder / file).write_text(text)
+        for read in (report.gather, steps.gather):
+            try:
+                read([str(folder)])
+            except AnalysisError as error:
+                one_line(error)
+                refused += 1
+            except Exception as error:
+                pytest.fail(f"{name}: {type(error).__name__}: {error}")
+    assert refused
+
+
+@pytest.mark.parametrize("file", ["trace.jsonl", "driver_calls.jsonl"])
+def test_every_field_of_a_line_mutated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    folder = write_run(tmp_path / "run", trace=True)
+    lines = (folder / file).read_text().splitlines()
+    taken = 0
+    for place in (0, 1, len(lines) - 1):
+        for name, text in mutations(json.loads(lines[place])):
+            (folder / file).write_text("\n".join([*lines[:place], text, *lines[place + 1 :]]) + "\n")
+            run = records.load_run(folder)
+            try:
+                report.map_data(run, report.map_windows(run))
+                taken += 1
+                if taken % EACH == 0:
+                    as_one_page([run], monkeypatch)
+            except AnalysisError as error:
+                one_line(error)
+            except Exception as error:
+                pytest.fail(f"{name}: {type(error).__name__}: {error}")
+    assert taken
+
+
+@pytest.mark.parametrize("value", ["", "x", "-1", "nan", "inf", "1e308", "9" * 30, "9007199254740993", '"', HOSTILE])
+def test_every_cell_of_the_steps_mutated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    folder = write_run(tmp_path / "run", trace=True)
+    rows = [line.split(",") for line in (folder / "steps.csv").read_text().splitlines()]
+    for row, column in ((r, c) for r in range(len(rows)) for c in range(len(rows[0]))):
+        changed = [list(line) for line in rows]
+        changed[row][column] = value.replace("\ud800", "").replace("\x00", "")
+        (folder / "steps.csv").write_text("\n".join(",".join(line) for line in changed) + "\n")
+        try:
+            ends_well(folder, monkeypatch, whole=row in (0, 2))
+        except Exception as error:
+            pytest.fail(f"row {row}, column {rows[0][column]}: {type(error).__name__}: {error}")
+
+
+def test_histograms_cut_and_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run")
+    log = folder / "latency.hlog"
+    text = log.read_text()
+    for at in range(0, len(text), 7):
+        for changed in (text[:at], text[:at] + "~" + text[at + 1 :], text[:at] + "A" + text[at + 1 :]):
+            log.write_text(changed)
+            try:
+                run = records.load_run(folder)
+                latency.spectrum(histograms.spectrum(run.histograms))
+            except AnalysisError as error:
+                one_line(error)
+            except Exception as error:
+                pytest.fail(f"at {at}: {type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"epochs": [1]}, "epochs[0]"),
+        ({"device": {}}, "device.name: is missing"),
+        ({"step_losses": None}, "step_losses"),
+        ({"step_losses": "../../other"}, "step_losses"),
+    ],
+)
+def test_the_command_says_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+    said: str,
+) -> None:
+    folder = write_run(tmp_path / "run", summary())
+    (folder / "summary.json").write_text(json.dumps(summary() | changes))
+    for command in (["report", "-o", str(tmp_path / "x.html")], ["steps"], ["losses"]):
+        monkeypatch.setattr(sys, "argv", ["vramlab", *command, str(folder)])
+        assert cli.main() == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert said in error
+        assert error.count("\n") == 1
+        assert not (tmp_path / "x.html").exists()
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "[NaN]", "1e999", "9" * 5000, '"\\ud800"', "\xff"])
+def test_what_is_no_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "summary.json").write_bytes(text.encode("latin-1"))
+    monkeypatch.setattr(sys, "argv", ["vramlab", "report", str(folder), "-o", str(tmp_path / "x.html")])
+    assert cli.main() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+def test_a_message_moves_no_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a\x1b]0;title\x07\x1b[2J\u202eb"
+    monkeypatch.setattr(sys, "argv", ["vramlab", "report", str(folder)])
+    assert cli.main() == 2
+    error = capsys.readouterr().err
+    assert "\\x1b]0;title\\x07" in error
+    assert printable(error.rstrip("\n")) == error.rstrip("\n")
+
+
+def hostile_run(folder: Path, keep: frozenset[str]) -> Path:
+    """A record in which every string is hostile, those under the keys of `keep` excepted."""
+    write_run(folder, trace=True)
+    told = poisoned(summary("caching"), keep | {"step_losses"})
+    for where in (told, *told["epochs"]):
+        where["driver_calls"] = {name + HOSTILE: one for name, one in where["driver_calls"].items()}
+    told["settings"]["allocator_settings"] = {"an option" + HOSTILE: HOSTILE}
+    (folder / "summary.json").write_text(json.dumps(told))
+    for file in ("trace.jsonl", "driver_calls.jsonl"):
+        lines = [json.loads(line) for line in (folder / file).read_text().splitlines()]
+        changed = [json.dumps(poisoned(line, keep | {"action"})) for line in lines]
+        (folder / file).write_text("".join(line + "\n" for line in changed).replace("\\ud800", ""))
+    log = (folder / "latency.hlog").read_text()
+    tag = HOSTILE.replace("\ud800", "").replace("\x00", "").replace(",", "")
+    (folder / "latency.hlog").write_text(log.replace("deallocate.hit", f"deallocate.hit{tag}"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[browser.Browser]:
+    yield from browser.opened()
+
+
+def test_no_string_of_a_record_becomes_part_of_the_page(tmp_path: Path, page: browser.Browser) -> None:
+    none, some = frozenset[str](), frozenset({"operation", "call", "status"})
+    first = hostile_run(tmp_path / "'\"><img src=x onerror=window.hacked=4>", none)
+    second = hostile_run(tmp_path / "</script><script>window.hacked=5<", some)
+    later = json.loads((second / "summary.json").read_text())
+    later["settings"]["hidden"] = 65  # so that the two are told apart by more than a number
+    (second / "summary.json").write_text(json.dumps(later))
+    out = tmp_path / "report.html"
+    report.write([str(first), str(second)], out)
+    page.console.clear()
+    page.asked.clear()
+    page.open(out.as_uri(), READY)
+    assert page.console == []
+    assert page.asked == [out.as_uri()]
+    assert page.evaluate("typeof window.hacked") == "undefined"
+    assert page.evaluate("document.querySelectorAll('script').length") == 3
+    assert page.evaluate("document.querySelectorAll('img, iframe, object, embed, form, base, b').length") == 0
+    handlers = (
+        "[...document.querySelectorAll('*')].flatMap(e => [...e.attributes]).filter(a => a.name.startsWith('on'))"
+    )
+    assert page.evaluate(f"{handlers}.length") == 0
+    # It is there, as text: in the table, in the fold, in a figure, in the map's tip.
+    shown = printable(HOSTILE)
+    assert shown in page.evaluate("document.querySelector('tbody th').textContent")
+    assert shown in page.evaluate("document.querySelector('table.settings td').textContent")
+    assert shown in page.evaluate("[...document.querySelectorAll('svg text')].map(e => e.textContent).join()")
+    assert shown in page.evaluate("[...document.querySelectorAll('tbody td')].map(e => e.textContent).join()")
+    assert page.evaluate("document.body.textContent").count("133") == page.evaluate("document.body.textContent").count(
+        "1337"
+    )  # no expression of a template was computed: 7 * 191
+
+
+class Outside(http.server.ThreadingHTTPServer):
+    """A server that a page must not ask for anything."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+
+    def process_request(self, request: object, client_address: object) -> None:
+        self.asked.append(str(client_address))
+        super().process_request(request, client_address)  # type: ignore[arg-type]
+
+
+def test_the_policy_of_the_page_stops_what_escaping_would_miss(tmp_path: Path, page: browser.Browser) -> None:
+    out = tmp_path / "report.html"
+    report.write([str(write_run(tmp_path / "run"))], out)
+    with Outside() as outside:
+        threading.Thread(target=outside.serve_forever, daemon=True).start()
+        there = f"http://127.0.0.1:{outside.server_port}"
+        injected = (
+            f"<script>window.hacked=1</script><img src='x' onerror='window.hacked=2'><img src='{there}/p'>"
+            f"<style>@import '{there}/c'; body {{ display: none }}</style><iframe src='{there}/f'></iframe>"
+            f"<script src='{there}/s'></script><base href='{there}/'><link rel='stylesheet' href='{there}/l'>"
+            f"<script type='module'>import('{there}/m')</script><object data='{there}/o'></object>"
+        )
+        text = out.read_text()
+        out.write_text(text.replace("<main>", f"<main>{injected}", 1))
+        page.open(out.as_uri(), READY)
+        assert page.evaluate("typeof window.hacked") == "undefined"
+        assert page.evaluate("getComputedStyle(document.body).display") == "block"
+        assert outside.asked == []
+        # Without the policy all of it would have happened.
+        out.write_text(re.sub("<meta http-equiv[^>]*>", "", text).replace("<main>", f"<main>{injected}", 1))
+        page.open(out.as_uri(), READY)
+        assert page.evaluate("typeof window.hacked") == "number"
+        assert outside.asked
+        outside.shutdown()
+    page.open("about:blank", "true")
+    page.console.clear()
