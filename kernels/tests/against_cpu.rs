@@ -1,5 +1,5 @@
-//! The CUDA kernels against the same models, with the same tolerances, as the CPU reference. Needs a GPU; says so if
-//! there is none.
+//! The CUDA kernels against the same models, with the same tolerances, as the CPU reference. Needs a GPU; ignored where there
+//! is none.
 
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
@@ -7,6 +7,8 @@ mod common;
 
 #[path = "common/gpu.rs"]
 mod gpu;
+#[path = "../../allocators/tests/common/trials.rs"]
+mod trials;
 
 use common::{Case, cases};
 use gpu::Gpu;
@@ -14,6 +16,8 @@ use kernels::{
     CountCorrect, CrossEntropyLoss, Element, Fill, GatherLabels, GatherRowsU8, KernelError, MeanLoss,
     SoftmaxCrossEntropy, SoftmaxLoss,
 };
+use std::process::ExitCode;
+use trials::trials;
 
 fn run(gpu: &Gpu, case: &Case, skew: usize) -> Vec<u8> {
     let (offsets, image) = case.region(skew);
@@ -33,8 +37,8 @@ enum Of {
 }
 
 impl Of {
-    fn gpu(self) -> Option<Gpu> {
-        if self == Self::Library { Gpu::find_with_cublaslt() } else { Gpu::find() }
+    fn gpu(self) -> Gpu {
+        if self == Self::Library { Gpu::with_cublaslt() } else { Gpu::new() }
     }
 
     fn cases(self) -> impl Iterator<Item = &'static Case> {
@@ -46,7 +50,7 @@ impl Of {
     }
 
     fn computes_what_it_says(self) {
-        let Some(gpu) = self.gpu() else { return };
+        let gpu = self.gpu();
         for case in self.cases() {
             let (offsets, _) = case.region(0);
             let (on_gpu, on_host) = (run(&gpu, case, 0), case.run_on_host(0));
@@ -57,7 +61,7 @@ impl Of {
     }
 
     fn takes_any_address(self) {
-        let Some(gpu) = self.gpu() else { return };
+        let gpu = self.gpu();
         for case in self.cases() {
             let skew = if case.is_linear() { 16 } else { 4 };
             let (offsets, _) = case.region(skew);
@@ -66,61 +70,51 @@ impl Of {
     }
 
     fn gives_the_same_bits_twice(self) {
-        let Some(gpu) = self.gpu() else { return };
+        let gpu = self.gpu();
         for case in self.cases() {
             assert!(run(&gpu, case, 0) == run(&gpu, case, 0), "{}", case.label);
         }
     }
 }
 
-#[test]
 fn every_kernel_computes_what_it_says_and_what_the_host_computes() {
     Of::Others.computes_what_it_says();
 }
 
-#[test]
 fn every_linear_kernel_computes_what_it_says_and_what_the_host_computes() {
     Of::Layers.computes_what_it_says();
 }
 
-#[test]
 fn every_product_of_cublaslt_is_what_it_says_and_what_the_host_computes() {
     Of::Library.computes_what_it_says();
 }
 
-#[test]
 fn addresses_need_only_an_elements_alignment() {
     Of::Others.takes_any_address();
 }
 
-#[test]
 fn addresses_of_linear_layers_need_only_16_bytes() {
     Of::Layers.takes_any_address();
 }
 
-#[test]
 fn addresses_of_products_of_cublaslt_need_only_16_bytes() {
     Of::Library.takes_any_address();
 }
 
-#[test]
 fn two_runs_give_the_same_bits() {
     Of::Others.gives_the_same_bits_twice();
 }
 
-#[test]
 fn two_runs_of_linear_layers_give_the_same_bits() {
     Of::Layers.gives_the_same_bits_twice();
 }
 
-#[test]
 fn two_runs_of_cublaslt_give_the_same_bits() {
     Of::Library.gives_the_same_bits_twice();
 }
 
-#[test]
 fn bad_labels_and_indices_show_and_touch_nothing_else() {
-    let Some(gpu) = Gpu::find() else { return };
+    let gpu = Gpu::new();
     // At 0 two rows of three logits, or a source of six bytes; at 64 labels or indices, the second out of range.
     let mut image = vec![0_u8; 512];
     image[68] = 3;
@@ -195,9 +189,8 @@ fn bad_labels_and_indices_show_and_touch_nothing_else() {
 
 /// In a large launch a thread takes several groups of a row: whole rows of them, rows that end within one, one group a row,
 /// and rows that begin anywhere.
-#[test]
 fn large_batches_are_gathered_as_small_ones_are() {
-    let Some(gpu) = Gpu::find() else { return };
+    let gpu = Gpu::new();
     for (rows, cols, pitch) in [(5_351, 784, 784), (5_400, 785, 788), (1_050_001, 3, 4), (350_003, 10, 10)] {
         for element in [Element::F32, Element::F16] {
             // Twice as many rows of halves make as many groups.
@@ -216,9 +209,8 @@ fn large_batches_are_gathered_as_small_ones_are() {
 }
 
 /// Where reads depend on no branch: the second of three rows is none of the source.
-#[test]
 fn a_bad_index_gives_a_row_of_nan_among_whole_groups() {
-    let Some(gpu) = Gpu::find() else { return };
+    let gpu = Gpu::new();
     let mut image = vec![0_u8; 1024];
     image[..48].iter_mut().zip(1..).for_each(|(byte, value)| *byte = value);
     image[256..268].copy_from_slice(bytemuck::cast_slice(&[2_u32, 3, 0]));
@@ -247,9 +239,30 @@ fn a_bad_index_gives_a_row_of_nan_among_whole_groups() {
     }
 }
 
-#[test]
 fn impossible_launches_are_refused_before_the_driver_sees_them() {
-    let Some(gpu) = Gpu::find() else { return };
+    let gpu = Gpu::new();
     assert!(matches!(gpu.launch(&Fill { len: 0, value: 0.0, out: 0 }), Err(KernelError::Shape { .. })));
     assert!(matches!(gpu.launch(&Fill { len: u64::MAX, value: 0.0, out: 0 }), Err(KernelError::Shape { .. })));
+}
+
+fn main() -> ExitCode {
+    let gpu = Gpu::missing();
+    let library = Gpu::missing_cublaslt();
+    trials::run(trials! {
+        gpu.as_deref() =>
+            every_kernel_computes_what_it_says_and_what_the_host_computes
+            every_linear_kernel_computes_what_it_says_and_what_the_host_computes
+            addresses_need_only_an_elements_alignment
+            addresses_of_linear_layers_need_only_16_bytes
+            two_runs_give_the_same_bits
+            two_runs_of_linear_layers_give_the_same_bits
+            bad_labels_and_indices_show_and_touch_nothing_else
+            large_batches_are_gathered_as_small_ones_are
+            a_bad_index_gives_a_row_of_nan_among_whole_groups
+            impossible_launches_are_refused_before_the_driver_sees_them;
+        library.as_deref() =>
+            every_product_of_cublaslt_is_what_it_says_and_what_the_host_computes
+            addresses_of_products_of_cublaslt_need_only_16_bytes
+            two_runs_of_cublaslt_give_the_same_bits;
+    })
 }

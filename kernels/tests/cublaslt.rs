@@ -1,14 +1,18 @@
 //! cuBLASLt as the trainer uses it: launches that are captured before they ever ran, and handles that come and go. Needs a GPU
-//! and the library; says so if one is not there.
+//! and the library; ignored where one is missing.
 
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 #[path = "common/gpu.rs"]
 mod gpu;
+#[path = "../../allocators/tests/common/trials.rs"]
+mod trials;
 
 use cudarc::driver::{result, sys};
 use gpu::Gpu;
 use kernels::{Element, Engine, LinearForward, LinearUpdate, Operation, Precision};
+use std::process::ExitCode;
+use trials::trials;
 
 /// Offsets in one region of zeros and ones.
 const X: u64 = 0;
@@ -65,10 +69,9 @@ fn fits(gpu: &Gpu, layer: &LinearForward) {
     assert!(bytes <= (REGION as u64 - WORKSPACE), "{bytes} bytes for {layer:?}");
 }
 
-/// Only the first product of all must not be captured, and `find_with_cublaslt` has made that.
-#[test]
+/// Only the first product of all must not be captured, and `with_cublaslt` has made that.
 fn shapes_that_never_ran_can_be_captured() {
-    let Some(gpu) = Gpu::find_with_cublaslt() else { return };
+    let gpu = Gpu::with_cublaslt();
     for (rows, inputs, outputs) in [(64, 784, 784), (61, 33, 17), (1, 1, 1), (128, 784, 10), (200, 512, 512)] {
         let mut captured = None;
         let after = gpu.with_region(&image(), |region| {
@@ -95,10 +98,9 @@ fn shapes_that_never_ran_can_be_captured() {
 }
 
 /// A plan belongs to its handle: one for a GPU that was let go of is not taken for another.
-#[test]
 fn handles_come_and_go() {
     for _ in 0..3 {
-        let Some(gpu) = Gpu::find_with_cublaslt() else { return };
+        let gpu = Gpu::with_cublaslt();
         let mut launched = None;
         let after = gpu.with_region(&image(), |region| {
             let layer = layer(region, 64, 128, 64);
@@ -111,9 +113,8 @@ fn handles_come_and_go() {
 }
 
 /// The address of the bias is part of what is kept about a product, and must not be that of another launch.
-#[test]
 fn launches_with_the_same_shape_have_their_own_bias() {
-    let Some(gpu) = Gpu::find_with_cublaslt() else { return };
+    let gpu = Gpu::with_cublaslt();
     for precision in [Precision::F32, Precision::F16] {
         let mut image = vec![0_u8; REGION];
         for (at, bias) in [(BIAS, 1.0_f32), (BIAS + 4096, 2.0)] {
@@ -143,9 +144,8 @@ fn launches_with_the_same_shape_have_their_own_bias() {
 }
 
 /// Threads share a handle and nothing else.
-#[test]
 fn threads_launch_at_the_same_time() {
-    let Some(gpu) = Gpu::find_with_cublaslt() else { return };
+    let gpu = Gpu::with_cublaslt();
     const LAYERS: usize = 4;
     let kernels = gpu.kernels.as_ref().unwrap();
     let context = result::ctx::get_current().unwrap().unwrap() as usize;
@@ -193,9 +193,8 @@ fn threads_launch_at_the_same_time() {
 }
 
 /// NaN in the operands of a step shows in the weights.
-#[test]
 fn what_is_no_number_reaches_the_weights() {
-    let Some(gpu) = Gpu::find_with_cublaslt() else { return };
+    let gpu = Gpu::with_cublaslt();
     for precision in Precision::ALL {
         let after = gpu.with_region(&vec![0xff_u8; 38 << 20], |region| {
             let update = LinearUpdate {
@@ -223,4 +222,16 @@ fn what_is_no_number_reaches_the_weights() {
         let weights = precision.element().unpack(&after[8192..8192 + 64 * each], 8, 8, 8);
         assert!(weights.iter().all(|weight| weight.is_nan()), "{precision:?}: {weights:?}");
     }
+}
+
+fn main() -> ExitCode {
+    let library = Gpu::missing_cublaslt();
+    trials::run(trials! {
+        library.as_deref() =>
+            shapes_that_never_ran_can_be_captured
+            handles_come_and_go
+            launches_with_the_same_shape_have_their_own_bias
+            threads_launch_at_the_same_time
+            what_is_no_number_reaches_the_weights;
+    })
 }

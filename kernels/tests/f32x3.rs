@@ -5,11 +5,15 @@
 
 #[path = "common/gpu.rs"]
 mod gpu;
+#[path = "../../allocators/tests/common/trials.rs"]
+mod trials;
 
 use gpu::Gpu;
 use kernels::{Choice, Engine, LinearBackwardInput, LinearForward, LinearWeightGradient, Precision, Product, Tile};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use std::process::ExitCode;
+use trials::trials;
 
 /// Rows and columns of C: more than one tile down, not full ones, and rows that begin on 16 bytes.
 const M: u32 = 136;
@@ -154,9 +158,8 @@ fn errors(found: &[f32], exact: &[(f64, f64)]) -> (f64, f64) {
 /// more where the sum is cut off, and less than ε in the root mean square. With few terms multiply-adds round so seldom that this is the larger one; with many
 /// their roundings outgrow it. Sums that tensor cores cut off over all of k would fail: of positive terms they are tens of ε
 /// off.
-#[test]
 fn three_products_of_tf32_are_as_exact_as_multiply_adds() {
-    let Some(gpu) = Gpu::find() else { return };
+    let gpu = Gpu::new();
     let mut random = ChaCha8Rng::seed_from_u64(11);
     for k in [8_u32, 60, 784, 4096] {
         for (kind, least, powers) in [("mixed signs", -1.0, 0), ("positive", 0.0, 0), ("wide", -1.0, 20)] {
@@ -182,9 +185,8 @@ fn three_products_of_tf32_are_as_exact_as_multiply_adds() {
 
 /// Where an operand is infinite or no number, C is what f32 makes of it, whatever the other operand's small part is: zero,
 /// or of the other sign. All other elements are untouched by it.
-#[test]
 fn what_is_not_finite_stays_so_and_stays_where_it_is() {
-    let Some(gpu) = Gpu::find() else { return };
+    let gpu = Gpu::new();
     let k = 64;
     // 1 and 2 have no small part; that of 1 + 2⁻¹² + 2⁻²⁰ is positive, that of 1 + 3·2⁻¹² negative.
     let values = [1.0, -2.0, 1.0 + 2.0_f32.powi(-12) + 2.0_f32.powi(-20), -1.0 - 3.0 * 2.0_f32.powi(-12)];
@@ -218,4 +220,13 @@ fn what_is_not_finite_stays_so_and_stays_where_it_is() {
             }
         }
     }
+}
+
+fn main() -> ExitCode {
+    let gpu = Gpu::missing();
+    trials::run(trials! {
+        gpu.as_deref() =>
+            three_products_of_tf32_are_as_exact_as_multiply_adds
+            what_is_not_finite_stays_so_and_stays_where_it_is;
+    })
 }

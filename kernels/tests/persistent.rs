@@ -6,6 +6,8 @@
 mod gpu;
 #[path = "common/net.rs"]
 mod net;
+#[path = "../../allocators/tests/common/trials.rs"]
+mod trials;
 
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
@@ -15,6 +17,8 @@ use kernels::{
     AdvanceCursor, Cooperation, Element, HostMemory, KernelError, Operation, PersistentSteps, Precision, Relu,
 };
 use net::{Net, Shape};
+use std::process::ExitCode;
+use trials::trials;
 
 const STEPS: u32 = 7;
 
@@ -64,7 +68,6 @@ fn persistent() -> impl Iterator<Item = Precision> {
     Precision::ALL.into_iter().filter(|precision| precision.is_persistent())
 }
 
-#[test]
 fn on_the_host_each_step_runs_each_operation() {
     for precision in persistent() {
         for shape in shapes() {
@@ -91,10 +94,9 @@ fn on_the_host_each_step_runs_each_operation() {
     }
 }
 
-#[test]
 fn on_a_gpu_the_bits_are_those_of_the_operations_one_by_one() {
     // The kernel of many steps has none of those tiles.
-    let Some(gpu) = Gpu::find_without_warpgroups() else { return };
+    let gpu = Gpu::without_warpgroups();
     let kernels = gpu.kernels.as_ref().unwrap();
     for precision in persistent() {
         for shape in shapes() {
@@ -137,9 +139,8 @@ fn on_a_gpu_the_bits_are_those_of_the_operations_one_by_one() {
     }
 }
 
-#[test]
 fn on_a_gpu_many_steps_come_to_their_end() {
-    let Some(gpu) = Gpu::find() else { return };
+    let gpu = Gpu::new();
     let steps = 500;
     let net = Net::new(Precision::F16, &shapes()[0], steps);
     let run = |how| {
@@ -154,7 +155,6 @@ fn on_a_gpu_many_steps_come_to_their_end() {
     assert_eq!(net.differs(&first, &second), None);
 }
 
-#[test]
 fn what_has_no_place_in_the_kernel_is_refused() {
     let net = Net::new(Precision::F16, &shapes()[0], 1);
     let refused = |precision, operations, steps| {
@@ -184,7 +184,6 @@ fn what_has_no_place_in_the_kernel_is_refused() {
     assert!(refused(Precision::F16, wide.operations(BASE), 1).contains("is no part of"));
 }
 
-#[test]
 fn work_is_that_of_all_steps() {
     let net = Net::new(Precision::F16, &shapes()[0], 1);
     let operations = net.operations(BASE);
@@ -200,4 +199,17 @@ fn work_is_that_of_all_steps() {
     buffers.sort_unstable();
     buffers.dedup();
     assert_eq!(buffers.len(), one.buffers().len(), "each buffer once");
+}
+
+fn main() -> ExitCode {
+    let gpu = Gpu::missing();
+    trials::run(trials! {
+        gpu.as_deref() =>
+            on_a_gpu_the_bits_are_those_of_the_operations_one_by_one
+            on_a_gpu_many_steps_come_to_their_end;
+        None =>
+            on_the_host_each_step_runs_each_operation
+            what_has_no_place_in_the_kernel_is_refused
+            work_is_that_of_all_steps;
+    })
 }

@@ -1,7 +1,6 @@
 //! A GPU for tests, if there is one.
 
 use std::ffi::c_int;
-use std::io::Write;
 
 use cudarc::driver::{result, sys};
 use kernels::{CudaKernels, KernelError, Operation, Precision};
@@ -14,49 +13,58 @@ pub(crate) struct Gpu {
     pub(crate) kernels: Option<CudaKernels>,
 }
 
-/// Says why a test does nothing.
-fn skip<T>(why: &str) -> Option<T> {
-    // Not `eprintln!`: what a passing test prints that way is not shown.
-    let _ = writeln!(std::io::stderr(), "skipped: {why}");
-    None
+/// Why there is no GPU to test on, if there is none.
+fn no_gpu() -> Option<String> {
+    // SAFETY: only tries to open the library. It has to come first: cudarc panics when there is none.
+    if !unsafe { sys::is_culib_present() } {
+        return Some("no CUDA driver".into());
+    }
+    let there = result::init().is_ok() && result::device::get_count().is_ok_and(|count| count > 0);
+    (!there).then(|| "no CUDA device".into())
 }
 
 impl Gpu {
-    /// `None`, and a line on stderr, if there is none.
-    pub(crate) fn find() -> Option<Self> {
-        // SAFETY: only tries to open the library. It has to come first: cudarc panics when there is none.
-        if !unsafe { sys::is_culib_present() } {
-            return skip("no CUDA driver");
-        }
-        if result::init().is_err() || !result::device::get_count().is_ok_and(|count| count > 0) {
-            return skip("no CUDA device");
-        }
+    /// Why tests cannot run here: there is no GPU.
+    #[allow(dead_code, reason = "for some tests")]
+    pub(crate) fn missing() -> Option<String> {
+        no_gpu()
+    }
+
+    /// The same, or there is no cuBLASLt.
+    #[allow(dead_code, reason = "for some tests")]
+    pub(crate) fn missing_cublaslt() -> Option<String> {
+        no_gpu().or_else(|| match Self::new().kernels.as_ref()?.prepare_cublaslt(Precision::F32) {
+            Err(KernelError::NoCublasLt { why }) => Some(why),
+            _ => None,
+        })
+    }
+
+    /// Panics where there is none.
+    pub(crate) fn new() -> Self {
+        assert_eq!(no_gpu(), None, "this test needs a GPU");
         let device = result::device::get(0).unwrap();
         // SAFETY: the device exists; the context is released in `drop`.
         unsafe { result::ctx::set_current(result::primary_ctx::retain(device).unwrap()) }.unwrap();
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
-        Some(Self { device, stream, kernels: Some(CudaKernels::load().unwrap()) })
+        Self { device, stream, kernels: Some(CudaKernels::load().unwrap()) }
     }
 
-    /// The same, with the tiles that every GPU has.
+    /// With the tiles that every GPU has.
     #[allow(dead_code, reason = "for some tests")]
-    pub(crate) fn find_without_warpgroups() -> Option<Self> {
-        let mut gpu = Self::find()?;
+    pub(crate) fn without_warpgroups() -> Self {
+        let mut gpu = Self::new();
         gpu.kernels = gpu.kernels.take().map(CudaKernels::without_warpgroups);
-        Some(gpu)
+        gpu
     }
 
-    /// The same if there is also a cuBLASLt.
+    /// With cuBLASLt ready for every precision.
     #[allow(dead_code, reason = "for some tests")]
-    pub(crate) fn find_with_cublaslt() -> Option<Self> {
-        let gpu = Self::find()?;
-        let prepared =
-            Precision::ALL.into_iter().try_for_each(|one| gpu.kernels.as_ref().unwrap().prepare_cublaslt(one));
-        match prepared {
-            Ok(()) => Some(gpu),
-            Err(KernelError::NoCublasLt { why }) => skip(&why),
-            Err(error) => panic!("cuBLASLt is there and fails: {error}"),
+    pub(crate) fn with_cublaslt() -> Self {
+        let gpu = Self::new();
+        for precision in Precision::ALL {
+            gpu.kernels.as_ref().unwrap().prepare_cublaslt(precision).unwrap();
         }
+        gpu
     }
 
     #[allow(dead_code, reason = "not asked where a test chooses how to launch")]
@@ -86,7 +94,7 @@ impl Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         drop(self.kernels.take());
-        // SAFETY: both were made in `find`, and nothing is queued any more.
+        // SAFETY: both were made in `new`, and nothing is queued any more.
         unsafe {
             let _ = result::stream::destroy(self.stream);
             let _ = result::primary_ctx::release(self.device);
