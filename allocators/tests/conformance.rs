@@ -128,12 +128,12 @@ const DEVICES: [(&str, Device); 4] = [
 ];
 
 fn main() -> ExitCode {
-    let no_gpu = CudaDriver::probe().err().map(|why| format!("no CUDA device: {why}"));
+    let no_gpu = CudaDriver::probe().err().map(|_| "no CUDA device");
     let mut all = Vec::new();
     for kind in BackendKind::ALL {
         for (place, device) in DEVICES {
             for (name, room, body) in TESTS {
-                let missing = no_gpu.as_deref().filter(|_| device == Device::Cuda);
+                let missing = no_gpu.filter(|_| device == Device::Cuda);
                 let name = format!("{}_{place}::{name}", kind.name().replace('-', "_"));
                 all.push(trials::trial(name, missing, move || body(&Bench::open(kind, device, *room))));
             }
