@@ -24,15 +24,19 @@ def step_times(run: Run, skip: int | None = None) -> pl.Series:
 
 
 def train_pace(run: Run) -> float | None:
-    """Microseconds of one training step: median over the epochs after the first of `train_s` over its steps.
+    """Microseconds of one training step: median over the epochs after the first.
 
-    None where the record does not tell (`train_s` is younger than the other fields).
+    On a GPU by the GPU's own events, `train_device_s` over the steps: what the host does before the first launch and after
+    the last is not in it, and that differs between programs. Elsewhere by the host's clock, `train_s` over the steps. None
+    where the record has neither (both are younger than the other fields).
     """
     epochs = run.epochs
-    if "train_s" not in epochs.columns:
+    fields = ["train_device_s", "train_s"] if run.summary["device"]["kind"] == "cuda" else ["train_s"]
+    field = next((name for name in fields if name in epochs.columns), None)
+    if field is None:
         return None
     chosen = epochs.slice(1) if epochs.height > 1 else epochs
-    value = (chosen["train_s"] * 1e6 / chosen["steps"]).median()
+    value = (chosen[field] * 1e6 / chosen["steps"]).median()
     return None if value is None else float(value)  # type: ignore[arg-type]
 
 
