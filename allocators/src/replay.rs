@@ -31,6 +31,9 @@
 //!
 //! A log can be explained in more than one way:
 //!
+//! - Where a log announces uses and every free seems to complete at once, those with uses may have completed later, in
+//!   a call of `empty_cache` that released nothing or in the next allocation. The device says when they do, so a replay
+//!   may differ from the log.
 //! - Under a limit, what `empty_cache` right before an allocation released may as well have been released by a retry of
 //!   that allocation. Blocks, segments and every other figure come out the same; only `num_alloc_retries` may differ.
 //! - With `garbage_collection_threshold` or `max_split_size`, what `empty_cache` right before an allocation released may

@@ -165,7 +165,8 @@ impl HistoryBuilder {
         if let Some((addr, op)) = self.just_freed.take() {
             if event.action == Action::FreeCompleted && event.addr == addr {
                 self.completes = true;
-                self.window.before = Some(op);
+                self.window.before =
+                    Some(Completion { op, addr, bytes: event.bytes, stream: event.stream, after_release: false });
                 return Ok(());
             }
             self.waiting.insert(addr, op);
@@ -420,7 +421,7 @@ impl HistoryBuilder {
         // In a retry the free right before is taken for one that was waited for: had its block been free, the request
         // may have got it. If it was, nothing changes, since the request did not get it.
         let waits = matches!(cause, Cause::Retry | Cause::Device);
-        let before = window.before.filter(|_| waits).inspect(|free| self.deferred.push(*free));
+        let before = window.before.filter(|_| waits).map(|done| done.op).inspect(|free| self.deferred.push(*free));
         steps::count(window.completions.len());
         for (free, waited) in window.waited_for(cause).chain(before.map(|free| (free, true))) {
             // What was waited for is not ready yet when the operation asks.

@@ -45,7 +45,7 @@ pub(super) struct Window {
     pub(super) completions: Vec<Completion>,
     /// The operation right before it, if that is a free which completed at once. It may as well have been held up and
     /// completed as the first event of this window.
-    pub(super) before: Option<u32>,
+    pub(super) before: Option<Completion>,
     /// Segments in order.
     pub(super) segments: Vec<SegmentEvent>,
     /// Bytes reserved before its first segment event.
@@ -159,8 +159,10 @@ impl Window {
         let rounded = round(bytes);
         let small = pool_of(rounded) == PoolKind::Small;
         let max_split = settings.max_split_size.unwrap_or(u64::MAX);
-        // Blocks that were held up lay between the free parts of segments.
-        let held_up = self.completions.iter().filter(|_| in_use);
+        // Blocks that were held up lay between the free parts of segments. One that may have been counts among them: if
+        // nothing else served the request, a retry does what the client would have done, whether that block was free
+        // or not.
+        let held_up = self.completions.iter().chain(&self.before).filter(|_| in_use);
         let gaps = Gaps::between(held_up.map(|done| (done.addr, done.addr + round(done.bytes))));
         self.segments.iter().filter(|segment| segment.released).any(|segment| {
             steps::count(1);
@@ -250,6 +252,25 @@ mod tests {
         let cause = |bytes| window.cause(&settings, End::Alloc { bytes, stream: 0 });
         assert_eq!(cause(16 * MIB), Cause::Retry, "a block in it was held up");
         assert_eq!(cause(14 * MIB), Cause::Trim, "there was room behind that block");
+    }
+
+    #[test]
+    fn a_free_right_before_may_have_been_held_up() {
+        let settings = CachingSettings { memory_limit: Some(100 * MIB), ..CachingSettings::default() };
+        let mut window = window(90, &[-20, 20]);
+        let freed = |at: u64, mib: u64| {
+            Some(Completion { op: 0, addr: (1 << 40) + at * MIB, bytes: mib * MIB, stream: 0, after_release: false })
+        };
+        let cause = |window: &Window, mib: u64, limit: u64| {
+            let settings = CachingSettings { memory_limit: Some(limit * MIB), ..settings };
+            window.cause(&settings, End::Alloc { bytes: mib * MIB, stream: 0 })
+        };
+        window.before = freed(0, 20);
+        assert_eq!(cause(&window, 14, 100), Cause::Retry, "its segment was of no use before");
+        assert_eq!(cause(&window, 14, 110), Cause::Trim, "the limit allowed a segment");
+        window.before = freed(0, 5);
+        assert_eq!(cause(&window, 14, 100), Cause::Trim, "there was room behind that block");
+        assert_eq!(window.cause(&settings, End::Refused { bytes: 18 * MIB, stream: 0 }), Cause::Retry);
     }
 
     #[test]
