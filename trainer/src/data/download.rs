@@ -16,14 +16,14 @@ use sha2::{Digest, Sha256};
 use ureq::http::{Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
-use super::error::{one_line, shown};
+use super::error::{one_line, shown, url_without_password, without_passwords};
 use super::mnist::unpacked;
 use super::{Candidate, DataError, DataRequest, DatasetName, Progress, Sources, StandardFile, hex};
 
 /// How long a mirror may take to answer when one has answered before, so that the network is known to be there.
 const ANSWER_WITHIN: Duration = Duration::from_secs(15);
 /// A connection that broke after it gave something is opened again so many times.
-const ATTEMPTS: usize = 4;
+const ATTEMPTS: u32 = 4;
 /// Incompressible data grows by a few bytes in every 64 KiB block when it is compressed.
 const SLACK: u64 = 64 << 10;
 
@@ -57,7 +57,7 @@ enum Failure {
 
 impl Failure {
     fn mirror(problem: impl ToString) -> Self {
-        Self::Mirror { problem: one_line(&problem.to_string()), gained: 0 }
+        Self::Mirror { problem: one_line(&without_passwords(&problem.to_string())), gained: 0 }
     }
 }
 
@@ -87,16 +87,13 @@ impl Session<'_> {
                     self.preferred = mirror;
                     return Ok(());
                 }
-                Err(Failure::Mirror { problem, .. }) => problems.push(format!("{}: {problem}", host(&url))),
+                Err(Failure::Mirror { problem, .. }) => problems.push((host(&url), problem)),
                 Err(Failure::Cache(source)) => {
                     return Err(DataError::Cache { path: shown(&part), source });
                 }
             }
         }
-        if problems.is_empty() {
-            problems.push("MNIST_MIRROR names no mirror".to_owned());
-        }
-        Err(DataError::Download { file: file.name, problems: problems.join("; ") })
+        Err(unavailable(file, &problems))
     }
 
     /// Fetches a file from one mirror, going on where a broken connection left off.
@@ -109,6 +106,7 @@ impl Session<'_> {
         progress: &mut dyn Progress,
     ) -> Result<(), Failure> {
         let mut patience = patience;
+        let mut deadline = None;
         for attempt in 1.. {
             let mut target = OpenOptions::new()
                 .read(true)
@@ -118,7 +116,7 @@ impl Session<'_> {
                 .open(part)
                 .map_err(Failure::Cache)?;
             let start = target.metadata().map_err(Failure::Cache)?.len();
-            let outcome = self.transfer(url, file, &mut target, start, patience, progress);
+            let outcome = self.transfer(url, file, (&mut target, start), patience, &mut deadline, progress);
             match outcome {
                 Ok(()) => {}
                 Err(Failure::Mirror { gained, .. }) if gained > 0 && attempt < ATTEMPTS => {
@@ -150,14 +148,15 @@ impl Session<'_> {
         Err(Failure::mirror("every attempt failed"))
     }
 
-    /// Asks for the bytes from `start` on and writes what comes to `target`.
+    /// Asks for the bytes from `start` on and writes what comes to `target`. The first answer sets the deadline, which
+    /// holds for all attempts.
     fn transfer(
         &mut self,
         url: &str,
         file: &StandardFile,
-        target: &mut File,
-        start: u64,
+        (target, start): (&mut File, u64),
         patience: Duration,
+        deadline: &mut Option<Instant>,
         progress: &mut dyn Progress,
     ) -> Result<(), Failure> {
         let response = answer(url, start, patience, self.sources.stalled_after)?;
@@ -177,6 +176,12 @@ impl Session<'_> {
             return Err(too_long());
         }
 
+        let ahead = total.unwrap_or(limit).saturating_sub(at);
+        // Each attempt may end in a stall.
+        let allowed =
+            self.sources.stalled_after * ATTEMPTS + Duration::from_secs(ahead / self.sources.least_bytes_per_s.max(1));
+        let deadline = *deadline.get_or_insert_with(|| Instant::now() + allowed);
+
         progress.begin(&format!("{}.gz", file.name), total);
         progress.advance(at);
         let mut gained = 0;
@@ -191,7 +196,7 @@ impl Session<'_> {
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                     Err(error) => {
                         return Err(Failure::Mirror {
-                            problem: one_line(&format!("after {at} bytes: {error}")),
+                            problem: one_line(&without_passwords(&format!("after {at} bytes: {error}"))),
                             gained,
                         });
                     }
@@ -203,6 +208,13 @@ impl Session<'_> {
                 at += read as u64;
                 gained += read as u64;
                 progress.advance(read as u64);
+                if Instant::now() > deadline {
+                    // Nothing gained, for it would be no faster the next time.
+                    return Err(Failure::mirror(format!(
+                        "it sent {gained} bytes in {:.1} s, which is too slow",
+                        allowed.as_secs_f64()
+                    )));
+                }
             }
             if total.is_some_and(|total| at < total) {
                 return Err(Failure::Mirror { problem: format!("the connection ended after {at} bytes"), gained });
@@ -240,8 +252,7 @@ fn answer(url: &str, start: u64, patience: Duration, stalled_after: Duration) ->
     let spawned = thread::Builder::new().name("download".to_owned()).spawn(move || give.send(request.call()).ok());
     spawned.map_err(Failure::mirror)?;
     match take.recv_timeout(patience) {
-        Ok(Err(ureq::Error::Io(error))) => Err(Failure::mirror(error)),
-        Ok(answer) => answer.map_err(Failure::mirror),
+        Ok(answer) => answer.map_err(|error| Failure::mirror(in_few_words(&error))),
         Err(RecvTimeoutError::Timeout) => {
             Err(Failure::mirror(format!("no answer within {:.1} s", patience.as_secs_f64())))
         }
@@ -249,9 +260,46 @@ fn answer(url: &str, start: u64, patience: Duration, stalled_after: Duration) ->
     }
 }
 
+/// What kept a request from an answer. The usual reasons come from several layers, each with words of its own.
+fn in_few_words(error: &ureq::Error) -> String {
+    match error {
+        ureq::Error::HostNotFound => "name not found".to_owned(),
+        ureq::Error::Timeout(_) => "no answer in time".to_owned(),
+        ureq::Error::Io(error) => match error.kind() {
+            io::ErrorKind::ConnectionRefused => "connection refused".to_owned(),
+            io::ErrorKind::ConnectionReset => "connection reset".to_owned(),
+            io::ErrorKind::NetworkUnreachable | io::ErrorKind::HostUnreachable => "network unreachable".to_owned(),
+            io::ErrorKind::TimedOut => "no answer in time".to_owned(),
+            // The standard library has no kind for it.
+            _ if error.to_string().starts_with("failed to lookup address") => "name not found".to_owned(),
+            _ => error.to_string(),
+        },
+        _ => error.to_string(),
+    }
+}
+
+/// What all mirrors answered: those that answered alike together.
+fn unavailable(file: &StandardFile, problems: &[(String, String)]) -> DataError {
+    let mut alike: Vec<(Vec<&str>, &str)> = Vec::new();
+    for (host, problem) in problems {
+        match alike.iter_mut().find(|(_, known)| known == problem) {
+            Some((hosts, _)) => hosts.push(host),
+            None => alike.push((vec![host], problem)),
+        }
+    }
+    if alike.is_empty() {
+        let none = "MNIST_MIRROR names no mirror".to_owned();
+        return DataError::Download { file: file.name, problems: none.clone(), brief: none };
+    }
+    let told: Vec<String> = alike.iter().map(|(hosts, problem)| format!("{}: {problem}", hosts.join(", "))).collect();
+    let brief: Vec<&str> = alike.iter().map(|(_, problem)| *problem).collect();
+    DataError::Download { file: file.name, problems: told.join("; "), brief: brief.join("; ") }
+}
+
 /// The part of `url` that says who it was: enough for a message, which names the file itself.
 fn host(url: &str) -> String {
-    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    let url = url_without_password(url);
+    let rest = url.split_once("://").map_or(url.as_str(), |(_, rest)| rest);
     one_line(rest.split_once('/').map_or(rest, |(host, _)| host))
 }
 

@@ -152,6 +152,8 @@ pub enum DataError {
         file: &'static str,
         /// What each mirror answered.
         problems: String,
+        /// The same in few words, without the mirrors' names.
+        brief: String,
     },
     /// The cache cannot be written.
     #[error(
@@ -199,9 +201,51 @@ pub(super) fn one_line(text: &str) -> String {
     })
 }
 
+/// A URL without the name and password that it may hold (`user:password@`).
+pub(super) fn url_without_password(url: &str) -> String {
+    let (scheme, rest) = url.split_at(url.find("://").map_or(0, |at| at + 3));
+    // The last one: a password that was written down raw may hold others.
+    format!("{scheme}{}", rest.rsplit_once('@').map_or(rest, |(_, host)| host))
+}
+
+/// A text without the names and passwords of the URLs in it.
+pub(super) fn without_passwords(text: &str) -> String {
+    let ends = |character: char| character.is_whitespace() || "\"'<>(),;".contains(character);
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(start) = rest.find("://").map(|at| at + 3) {
+        out += &rest[..start];
+        rest = &rest[start..];
+        let url = &rest[..rest.find(ends).unwrap_or(rest.len())];
+        rest = &rest[url.rfind('@').map_or(0, |at| at + 1)..];
+    }
+    out + rest
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn passwords_are_taken_out() {
+        for (text, shown) in [
+            ("https://host/a", "https://host/a"),
+            ("https://me:secret@host:80/a", "https://host:80/a"),
+            ("https://me@host", "https://host"),
+            ("http://me:se/cr@et@host/a", "http://host/a"),
+            (
+                "no proxy http://me:secret@p: refused; \"https://me:secret@q/\"",
+                "no proxy http://p: refused; \"https://q/\"",
+            ),
+            ("write to me@host", "write to me@host"),
+        ] {
+            assert_eq!(without_passwords(text), shown);
+        }
+        for url in ["https://me:secret@host/a", "https://me:s, (e);c@r e/t@host/a"] {
+            assert_eq!(url_without_password(url), "https://host/a");
+        }
+        assert_eq!(url_without_password("me:secret@host"), "host");
+    }
 
     #[test]
     fn a_hostile_file_name_stays_on_one_line() {

@@ -8,7 +8,7 @@ use etcetera::BaseStrategy;
 use serde::Serialize;
 
 use super::DataRequest;
-use super::error::shown;
+use super::error::{shown, url_without_password};
 
 /// One of the four files, as the world knows it.
 #[derive(Debug, Clone)]
@@ -39,6 +39,9 @@ pub struct Sources {
     pub connect_within: Duration,
     /// A download that stands still for so long has failed.
     pub stalled_after: Duration,
+    /// A file may take as long as it would at this rate, and four times `stalled_after` beyond, for each of four attempts;
+    /// then another mirror is asked.
+    pub least_bytes_per_s: u64,
 }
 
 impl Sources {
@@ -68,6 +71,8 @@ impl Sources {
             files,
             connect_within: Duration::from_millis(2500),
             stalled_after: Duration::from_secs(30),
+            // Five minutes for the largest, compressed as the mirrors have it.
+            least_bytes_per_s: 32 << 10,
         }
     }
 
@@ -242,7 +247,7 @@ pub fn locate_mnist_with(request: &DataRequest, sources: &Sources) -> MnistLocat
     } else if candidate.is_none() {
         Download::NoCache
     } else {
-        Download::Possible(sources.mirrors.clone())
+        Download::Possible(sources.mirrors.iter().map(|url| url_without_password(url)).collect())
     };
     MnistLocation { candidate, download }
 }

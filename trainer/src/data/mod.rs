@@ -236,8 +236,13 @@ pub fn load_with(request: &DataRequest, sources: &Sources, progress: &mut dyn Pr
             // What the user pointed at is used or refused, never replaced by something else.
             Err(error) if !sources.user_points_at_mnist(request) => {
                 let mut digits = digits::generate(request.seed);
-                digits.notice =
-                    Some(format!("generated digits stand in for MNIST, so accuracies are not MNIST's: {error}"));
+                digits.notice = Some(match error {
+                    DataError::Download { brief, .. } => format!(
+                        "generated digits stand in for MNIST, which could not be downloaded ({brief}); --data-dir takes \
+                         its files"
+                    ),
+                    error => format!("generated digits stand in for MNIST, so accuracies are not MNIST's: {error}"),
+                });
                 Ok(digits)
             }
             outcome => outcome,

@@ -273,11 +273,82 @@ fn a_stalled_download_ends() {
     }
     let cache = TempDir::new().unwrap();
     let server = serve(packed(), stalls);
-    let sources = Sources { stalled_after: Duration::from_millis(200), ..sources(cache.path(), &[&server.url]) };
+    let sources = Sources {
+        stalled_after: Duration::from_millis(200),
+        least_bytes_per_s: 1,
+        ..sources(cache.path(), &[&server.url])
+    };
     let start = Instant::now();
     let message = message(load_with(&request(DatasetName::Mnist, None), &sources, &mut NoProgress));
     assert!(message.contains("after 2"), "{message}");
     assert!(start.elapsed() < Duration::from_secs(8));
+}
+
+#[test]
+fn a_download_that_trickles_ends() {
+    /// A byte now and then, which is never a stall.
+    fn trickles(stream: &mut TcpStream, body: &[u8], start: Option<usize>, _count: usize) -> std::io::Result<()> {
+        let start = start.unwrap_or(0);
+        let range = format!("Content-Range: bytes {start}-{}/{}\r\n", body.len() - 1, body.len());
+        head(stream, "206 Partial Content", body.len() - start, &range)?;
+        body[start..].iter().try_for_each(|byte| {
+            std::thread::sleep(Duration::from_millis(10));
+            stream.write_all(&[*byte])
+        })
+    }
+    let cache = TempDir::new().unwrap();
+    let (slow, good) = (serve(packed(), trickles), serve(packed(), ranges));
+    // Whatever its size, a file has this long: less than it takes byte by byte.
+    let hurried = |mirrors: &[&str]| Sources {
+        stalled_after: Duration::from_millis(100),
+        least_bytes_per_s: u64::MAX,
+        ..sources(cache.path(), mirrors)
+    };
+    let message = message(load_with(&request(DatasetName::Mnist, None), &hurried(&[&slow.url]), &mut NoProgress));
+    assert!(message.contains("too slow") && message.contains(" bytes in 0.4 s"), "{message}");
+    assert_eq!(slow.asked.lock().unwrap().len(), 1, "it would be no faster the next time");
+    // Another mirror goes on where it had come to.
+    let both = hurried(&[&slow.url, &good.url]);
+    assert_small(&load_with(&request(DatasetName::Mnist, None), &both, &mut NoProgress).unwrap());
+    assert!(good.asked.lock().unwrap()[0].1.is_some());
+}
+
+#[test]
+fn a_password_is_never_shown() {
+    let refused = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let mirrors = [
+        format!("http://me:secret@{refused}/"),
+        "https://me:secret@mirror.invalid/".to_owned(),
+        "https://me:sec/ret@mirror.invalid/".to_owned(),
+        "me:secret@mirror.invalid".to_owned(),
+        "http://me:secret@[::1".to_owned(),
+        "https://me:s;e(cret@mirror.invalid/".to_owned(),
+    ];
+    let all: Vec<&str> = mirrors.iter().map(String::as_str).collect();
+    for mirrors in all.iter().map(std::slice::from_ref).chain([&all[..]]) {
+        let cache = TempDir::new().unwrap();
+        let sources = sources(cache.path(), mirrors);
+        let text = message(load_with(&request(DatasetName::Mnist, None), &sources, &mut NoProgress));
+        let notice = load_with(&request(DatasetName::Auto, None), &sources, &mut NoProgress).unwrap().notice.unwrap();
+        let location = locate_mnist_with(&request(DatasetName::Auto, None), &sources);
+        for shown in [text, notice, location.to_string(), serde_json::to_string(&location).unwrap()] {
+            assert!(!["me:", "sec", "ret@"].iter().any(|part| shown.contains(part)), "{shown}");
+        }
+    }
+}
+
+#[test]
+fn what_keeps_from_the_network_is_one_short_sentence() {
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let refused = format!("http://{closed}/");
+    let cache = TempDir::new().unwrap();
+    let both = sources(cache.path(), &[&refused, &refused]);
+    let message = message(load_with(&request(DatasetName::Mnist, None), &both, &mut NoProgress));
+    assert!(message.contains(&format!("({closed}, {closed}: connection refused)")), "{message}");
+    let notice = load_with(&request(DatasetName::Auto, None), &both, &mut NoProgress).unwrap().notice.unwrap();
+    let said = "generated digits stand in for MNIST, which could not be downloaded (connection refused); \
+                --data-dir takes its files";
+    assert_eq!(notice, said);
 }
 
 #[test]
