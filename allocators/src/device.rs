@@ -24,7 +24,7 @@ pub use graph::{GraphDriver, GraphId, GraphMemory};
 pub use hooked::{CallArguments, CallResult, Hook, HookedDriver};
 pub use metered::{CallEvent, CallObserver, IdleCosts, MeteredDriver};
 pub use null::NullDriver;
-pub use sim::{Profile, SimDriver};
+pub use sim::{HostRoom, Profile, SimDriver};
 
 use crate::error::DriverError;
 use crate::instrument::Clock;

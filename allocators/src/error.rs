@@ -28,6 +28,8 @@ impl DriverError {
     pub const INVALID_VALUE: u32 = 1;
     /// `CUDA_ERROR_OUT_OF_MEMORY`.
     pub const OUT_OF_MEMORY: u32 = 2;
+    /// `CUDA_ERROR_OPERATING_SYSTEM`: the system that the device is driven from refused something.
+    pub const OPERATING_SYSTEM: u32 = 304;
     /// `CUDA_ERROR_INVALID_HANDLE`.
     pub const INVALID_HANDLE: u32 = 400;
     /// `CUDA_ERROR_ILLEGAL_STATE`.
@@ -55,6 +57,7 @@ impl DriverError {
         let name = match code {
             Self::INVALID_VALUE => "CUDA_ERROR_INVALID_VALUE",
             Self::OUT_OF_MEMORY => "CUDA_ERROR_OUT_OF_MEMORY",
+            Self::OPERATING_SYSTEM => "CUDA_ERROR_OPERATING_SYSTEM",
             Self::INVALID_HANDLE => "CUDA_ERROR_INVALID_HANDLE",
             Self::ILLEGAL_ADDRESS => "CUDA_ERROR_ILLEGAL_ADDRESS",
             Self::NOT_SUPPORTED => "CUDA_ERROR_NOT_SUPPORTED",

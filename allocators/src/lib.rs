@@ -63,7 +63,8 @@ pub use device::sim::SimMemory;
 pub use device::{
     CallCounts, CallEvent, CallKind, CallTotals, CudaDeviceInfo, CudaDriver, CudaUnavailable, DeviceAddr,
     DeviceDescription, DeviceKind, Driver, DriverResult, EventId, FaultyDriver, GraphDriver, GraphId, GraphMemory,
-    IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings, Profile, SimDriver, StreamId, VmmDriver,
+    HostRoom, IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings, Profile, SimDriver, StreamId,
+    VmmDriver,
 };
 pub use error::{AllocError, DriverError, OomReport};
 pub use graph::{Capture, Graph};

@@ -192,3 +192,94 @@ fn a_program_takes_its_own_time_between_calls_and_in_none() {
     assert_eq!(clock.now_ns() - launched, 400);
     assert_eq!(sim.blocked_ns(), Some(0), "work is no wait");
 }
+
+/// What a call takes of the host, waits apart, and what it puts behind the work of a stream.
+fn costs(sim: &SimDriver, stream: StreamId, call: impl FnOnce()) -> (u64, u64) {
+    let ready = common::ready_ns(sim, stream);
+    let (before, waited) = (sim.clock().now_ns(), sim.blocked_ns().unwrap());
+    call();
+    let took = sim.clock().now_ns() - before - (sim.blocked_ns().unwrap() - waited);
+    (took, common::ready_ns(sim, stream) - ready)
+}
+
+#[test]
+fn a_pool_pays_for_each_granule_that_it_takes_and_gives_back() {
+    let sim = sim(GIB, SimMemory::None);
+    let (stream, pool, prices) = (sim.stream_create().unwrap(), pool(&sim, 0), sim.profile().pool.clone().unwrap());
+    let mut addr = None;
+    let mut take = |bytes| costs(&sim, stream, || addr = Some(sim.mem_alloc_async(pool, bytes, stream).unwrap())).0;
+    assert_eq!(take(100 * MIB), prices.alloc_ns + 4 * prices.grow_ns_per_granule);
+    assert_eq!(take(MIB), prices.alloc_ns, "there is room in the fourth");
+    assert_eq!(take(64 * MIB), prices.alloc_ns + 2 * prices.grow_ns_per_granule, "what is missing");
+    give(&sim, addr.unwrap(), stream);
+    let synchronise = || costs(&sim, stream, || sim.stream_synchronize(stream).unwrap()).0;
+    let price = sim.profile().queues.stream_synchronize_ns;
+    assert_eq!(synchronise(), price + 2 * prices.release_ns_per_granule);
+    assert_eq!(synchronise(), price, "nothing is left to give back");
+}
+
+#[test]
+fn a_pools_operations_take_time_in_their_stream() {
+    let sim = sim(GIB, SimMemory::None);
+    let (stream, pool, prices) =
+        (sim.stream_create().unwrap(), pool(&sim, u64::MAX), sim.profile().pool.clone().unwrap());
+    let first = sim.mem_alloc_async(pool, MIB, stream).unwrap();
+    // Behind a long kernel, so that the host's own time does not show.
+    common::work(&sim, stream, 50_000_000);
+    let mut addr = None;
+    let (host, device) = costs(&sim, stream, || addr = Some(sim.mem_alloc_async(pool, MIB, stream).unwrap()));
+    assert_eq!((host, device), (prices.alloc_ns, prices.stream_ns));
+    for addr in [first, addr.unwrap()] {
+        assert_eq!(costs(&sim, stream, || give(&sim, addr, stream)), (prices.free_ns, prices.stream_ns));
+    }
+}
+
+#[test]
+fn plain_memory_costs_by_the_pages_that_it_takes_and_gives_back() {
+    let sim = sim(GIB, SimMemory::None);
+    let (stream, plain) = (sim.stream_create().unwrap(), sim.profile().plain.clone());
+    let take = |bytes: u64| {
+        let mut addr = None;
+        let ns = costs(&sim, stream, || addr = Some(sim.mem_alloc(bytes).unwrap())).0;
+        (addr.unwrap(), ns)
+    };
+    // SAFETY: tests free what they allocated, once.
+    let free = |addr| costs(&sim, stream, || unsafe { sim.mem_free(addr) }.unwrap()).0;
+    let ((first, new_page), (second, in_page)) = (take(1000), take(1000));
+    assert_eq!((new_page, in_page), (plain.alloc_ns.at(1000), plain.alloc_in_page_ns));
+    assert_eq!(free(first), plain.free_in_page_ns, "the page stays");
+    assert_eq!(free(second), plain.free_ns.at(1000), "the page goes");
+    assert_ne!(plain.free_ns.at(1000), plain.free_in_page_ns);
+    let (large, ns) = take(100 * MIB);
+    assert_eq!(ns, plain.alloc_ns.at(100 * MIB));
+    assert_eq!(free(large), plain.free_ns.at(100 * MIB));
+}
+
+#[test]
+fn a_block_for_which_the_host_has_no_memory_is_refused_and_leaves_nothing() {
+    let sim = SimDriver::new(common::profile(GIB), SimMemory::Host).with_host_limit(40 * MIB);
+    let (stream, start) = (sim.stream_create().unwrap(), free_bytes(&sim));
+    let pool = pool(&sim, 0);
+    let check = |error: allocators::DriverError| {
+        assert!(!error.is_out_of_memory(), "the device has room: {error}");
+        let text = error.to_string();
+        assert!(text.contains("50 MiB more of this machine's memory") && text.contains("40 MiB"), "{text}");
+    };
+    check(sim.mem_alloc(50 * MIB).unwrap_err());
+    check(sim.mem_alloc_async(pool, 50 * MIB, stream).unwrap_err());
+    check(sim.host_alloc(50 << 20).unwrap_err());
+    sim.device_synchronize().unwrap();
+    assert_eq!(free_bytes(&sim), start);
+    // What was given back can be taken again, as a whole and in other sizes.
+    for bytes in [40 * MIB, 30 * MIB, 40 * MIB] {
+        let addr = sim.mem_alloc(bytes).unwrap();
+        assert!(sim.mem_alloc(20 * MIB).is_err());
+        // SAFETY: allocated above, freed once.
+        unsafe { sim.mem_free(addr) }.unwrap();
+    }
+    let pinned = sim.host_alloc(40 << 20).unwrap();
+    assert!(sim.mem_alloc(MIB).is_err());
+    // SAFETY: allocated above, freed once.
+    unsafe { sim.host_free(pinned, 40 << 20) }.unwrap();
+    assert!(sim.mem_alloc(40 * MIB).is_ok());
+}

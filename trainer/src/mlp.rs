@@ -87,6 +87,18 @@ pub fn parameter_bytes(widths: &[u32], arithmetic: &Arithmetic) -> u64 {
     widths.windows(2).map(layer).fold(0, u64::saturating_add)
 }
 
+/// Host memory that a run on the simulated device cannot do without, in bytes: the weights, beside them the values
+/// that the largest layer begins with, and what the layers put out for a batch.
+#[must_use]
+pub fn least_host_bytes(widths: &[u32], arithmetic: &Arithmetic, batch: u32) -> u64 {
+    let of_layer =
+        |pair: &[u32]| u64::from(pair[0]).saturating_mul(u64::from(pair[1])).saturating_mul(Element::F32.bytes());
+    let largest = widths.windows(2).map(of_layer).max().unwrap_or(0);
+    let outputs: u64 = widths.iter().map(|width| u64::from(*width)).sum();
+    let activations = outputs.saturating_mul(u64::from(batch)).saturating_mul(arithmetic.element().bytes());
+    parameter_bytes(widths, arithmetic).saturating_add(largest).saturating_add(activations)
+}
+
 /// The batch of one step.
 #[derive(Debug)]
 pub struct Batch {

@@ -27,7 +27,7 @@ use crate::{signals, start};
 use allocators::device::CallObserver;
 use allocators::instrument::nvtx::Ranges;
 use allocators::trace::Export;
-use allocators::{AllocatorSettings, BackendKind, Bytes, CallCounts, CallEvent, DeviceKind, Memory};
+use allocators::{AllocatorSettings, BackendKind, Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
 use capture::Capture;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -144,6 +144,16 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
     Ok(())
 }
 
+/// Whether a simulated run finds the memory that it needs; asked before it takes any.
+fn check_host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {
+    let Some(room) = room.filter(|room| room.bytes < least) else { return Ok(()) };
+    Err(TrainError::Input(format!(
+        "this network on the simulated GPU needs at least {} of this machine's memory, and there are {room}: lower --hidden, \
+         --layers or --batch, or use a GPU",
+        Bytes(least)
+    )))
+}
+
 /// Whether a step can be launched as it is to be.
 fn check_launch(settings: &Settings) -> Result<()> {
     let Settings { launch, loader, sync, fuse, streams, graph_steps, gemm, .. } = *settings;
@@ -252,6 +262,9 @@ impl Run {
                 description.name,
                 Bytes(description.total_bytes)
             )));
+        }
+        if description.kind == DeviceKind::Sim {
+            check_host_memory(mlp::least_host_bytes(&widths, &arithmetic, settings.batch), HostRoom::now())?;
         }
         let stack = Stack::build(&allocator_settings(settings), settings, &device)?;
         let label =

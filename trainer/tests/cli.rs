@@ -10,6 +10,9 @@ mod bad_input;
 #[cfg(unix)]
 #[path = "cli/files.rs"]
 mod files;
+#[cfg(target_os = "linux")]
+#[path = "cli/host_memory.rs"]
+mod host_memory;
 #[cfg(unix)]
 #[path = "cli/outside.rs"]
 mod outside;

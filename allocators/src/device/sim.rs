@@ -11,6 +11,7 @@
 
 mod graphs;
 mod heap;
+mod host;
 mod l2;
 mod memory;
 mod pools;
@@ -18,6 +19,7 @@ mod profile;
 mod timeline;
 mod vmm;
 
+pub use host::{HostBound, HostRoom};
 pub use profile::{
     Copies, CostBySize, GraphCosts, KernelCost, MemoryCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues,
     VirtualMemory,
@@ -27,12 +29,13 @@ use super::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
     PoolDriver, StreamId, VmmDriver,
 };
+use crate::bytes::Bytes;
 use crate::error::DriverError;
 use crate::instrument::Clock;
 use graphs::{Graphs, Node};
 use heap::{Heap, Packing};
 use l2::L2;
-use memory::HostMemoryMap;
+use memory::{HostMemoryMap, NoRoom};
 use pools::Pool;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
@@ -161,6 +164,14 @@ impl SimDriver {
         Self { profile, memory, state: Arc::new(Mutex::new(state)) }
     }
 
+    /// The same with at most `bytes` of host memory behind its blocks at a time. Without this the device asks the system
+    /// what it has left before it takes more.
+    #[must_use]
+    pub fn with_host_limit(self, bytes: u64) -> Self {
+        self.lock().host = HostMemoryMap::limited(bytes);
+        self
+    }
+
     /// The profile in use.
     #[must_use]
     pub fn profile(&self) -> &Profile {
@@ -238,12 +249,8 @@ impl SimDriver {
 
     /// Backs a block that was just placed, or undoes the placement.
     fn back(&self, call: CallKind, state: &mut State, addr: u64, bytes: u64) -> DriverResult<DeviceAddr> {
-        if self.memory == SimMemory::Host && !state.host.back(addr, bytes) {
-            return Err(DriverError::new(
-                call,
-                DriverError::OUT_OF_MEMORY,
-                "the host has no memory left to simulate with",
-            ));
+        if self.memory == SimMemory::Host {
+            state.host.back(addr, bytes).map_err(|error| no_host_memory(call, bytes, error))?;
         }
         Ok(DeviceAddr::new(addr).expect("simulated addresses start above zero"))
     }
@@ -254,6 +261,17 @@ impl SimDriver {
         let duration = self.profile.copies.to_device_ns.at(bytes as u64);
         state.time.enqueue(stream.0, self.profile.queues.start_latency_ns, duration);
     }
+}
+
+/// The simulated device has room for a block and the machine that simulates it has not. That is no out-of-memory of the
+/// device, under which allocators would release their caches: what a run does must not depend on where it is simulated.
+fn no_host_memory(call: CallKind, bytes: u64, NoRoom(room): NoRoom) -> DriverError {
+    let left = room.map_or_else(|| "it was refused".to_owned(), |room| format!("there are {room}"));
+    let context = format!(
+        "the simulated GPU needs {} more of this machine's memory, and {left}; use a smaller model or batch, more memory, or a GPU",
+        Bytes(bytes)
+    );
+    DriverError::new(call, DriverError::OPERATING_SYSTEM, context)
 }
 
 fn out_of_memory(call: CallKind) -> DriverError {
@@ -447,14 +465,22 @@ impl Driver for SimDriver {
 
     fn host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>> {
         let layout = host_layout(bytes)?;
-        self.lock().time.spend(self.profile.copies.host_alloc_ns.at(bytes as u64));
+        let mut state = self.lock();
+        state.time.spend(self.profile.copies.host_alloc_ns.at(bytes as u64));
+        let refused = |error| no_host_memory(CallKind::HostAlloc, bytes as u64, error);
+        state.host.ask(bytes as u64).map_err(refused)?;
         // SAFETY: `host_layout` refuses a size of zero.
-        NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(|| out_of_memory(CallKind::HostAlloc))
+        NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(|| {
+            state.host.give(bytes as u64);
+            refused(NoRoom(None))
+        })
     }
 
     unsafe fn host_free(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()> {
         let layout = host_layout(bytes)?;
-        self.lock().time.spend(self.profile.copies.host_free_ns.at(bytes as u64));
+        let mut state = self.lock();
+        state.time.spend(self.profile.copies.host_free_ns.at(bytes as u64));
+        state.host.give(bytes as u64);
         // SAFETY: the caller promises that `ptr` came from `host_alloc` with this size.
         unsafe { dealloc(ptr.as_ptr(), layout) };
         Ok(())

@@ -12,7 +12,7 @@
 
 use super::heap::{Heap, Packing};
 use super::timeline::{Mark, Order};
-use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, SimMemory, State, out_of_memory};
+use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory, out_of_memory};
 use crate::device::{CallKind, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, StreamId};
 use crate::error::DriverError;
 use std::collections::BTreeMap;
@@ -223,10 +223,11 @@ impl SimDriver {
                 let new = || Heap::new(GRAPH_BASE, RANGE, costs.granule_bytes, costs.align_bytes, Packing::Across);
                 let heap = graphs.heap.get_or_insert_with(new);
                 let placed = heap.place(len, budget, |_| Order::Usable).ok_or_else(|| out_of_memory(call))?;
-                if self.memory == SimMemory::Host && !state.host.back(placed.addr, len) {
+                if self.memory == SimMemory::Host
+                    && let Err(error) = state.host.back(placed.addr, len)
+                {
                     heap.free(placed.addr, None);
-                    let context = "the host has no memory left to simulate with";
-                    return Err(DriverError::new(call, DriverError::OUT_OF_MEMORY, context));
+                    return Err(no_host_memory(call, len, error));
                 }
                 graphs.used += len;
                 graphs.used_high = graphs.used_high.max(graphs.used);

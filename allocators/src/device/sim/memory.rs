@@ -4,6 +4,7 @@
 //! is found instead of reading a neighbour. Memory is recycled without clearing it: like a GPU's, it holds
 //! whatever its last owner left. (Fresh memory is zero.)
 
+use super::host::{Allowance, HostRoom};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
@@ -57,33 +58,63 @@ pub(super) struct HostMemoryMap {
     blocks: BTreeMap<u64, HostBlock>,
     spare: HashMap<usize, Vec<HostBlock>>,
     spare_bytes: usize,
+    allowance: Allowance,
 }
 
+/// The host has no memory for a block: what it has left, if it told; it may also have refused without a word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct NoRoom(pub(super) Option<HostRoom>);
+
 impl HostMemoryMap {
-    /// Puts `bytes` of host memory behind `addr`; `false` when the host has none left.
-    pub(super) fn back(&mut self, addr: u64, bytes: u64) -> bool {
-        let Ok(bytes) = usize::try_from(bytes) else { return false };
-        let block = match self.spare.get_mut(&bytes).and_then(Vec::pop) {
+    /// A map that takes at most `limit` bytes at a time.
+    pub(super) fn limited(limit: u64) -> Self {
+        Self { allowance: Allowance::limited(limit), ..Self::default() }
+    }
+
+    /// Puts `bytes` of host memory behind `addr`, if the host has them.
+    pub(super) fn back(&mut self, addr: u64, bytes: u64) -> Result<(), NoRoom> {
+        // CAST: a block that no pointer could reach is as large as none has room for.
+        let size = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let block = match self.spare.get_mut(&size).and_then(Vec::pop) {
             Some(block) => {
-                self.spare_bytes -= bytes;
+                self.spare_bytes -= size;
                 block
             }
-            None => match HostBlock::new(bytes) {
-                Some(block) => block,
-                None => return false,
-            },
+            None => {
+                self.ask(bytes)?;
+                HostBlock::new(size).ok_or_else(|| {
+                    self.allowance.give(bytes);
+                    NoRoom(None)
+                })?
+            }
         };
         self.blocks.insert(addr, block);
-        true
+        Ok(())
+    }
+
+    /// Takes `bytes` of what the host has left, without what lies spare if that is not enough.
+    pub(super) fn ask(&mut self, bytes: u64) -> Result<(), NoRoom> {
+        if self.allowance.take(bytes).is_ok() {
+            return Ok(());
+        }
+        self.spare.clear();
+        self.allowance.give(std::mem::take(&mut self.spare_bytes) as u64);
+        self.allowance.take(bytes).map_err(|room| NoRoom(Some(room)))
+    }
+
+    /// Gives back what was asked for.
+    pub(super) fn give(&mut self, bytes: u64) {
+        self.allowance.give(bytes);
     }
 
     /// Takes the host memory behind `addr` away.
     pub(super) fn unback(&mut self, addr: u64) {
-        if let Some(block) = self.blocks.remove(&addr)
-            && self.spare_bytes + block.bytes <= RECYCLE_LIMIT
-        {
+        let Some(block) = self.blocks.remove(&addr) else { return };
+        if self.spare_bytes + block.bytes <= RECYCLE_LIMIT {
             self.spare_bytes += block.bytes;
             self.spare.entry(block.bytes).or_default().push(block);
+        } else {
+            self.allowance.give(block.bytes as u64);
         }
     }
 
@@ -108,7 +139,8 @@ mod tests {
     #[test]
     fn translation_stays_inside_one_block() {
         let mut map = HostMemoryMap::default();
-        assert!(map.back(1000, 64) && map.back(1064, 64));
+        map.back(1000, 64).unwrap();
+        map.back(1064, 64).unwrap();
         let first = map.translate(1000, 64).unwrap();
         assert_eq!(map.translate(1010, 54).unwrap().as_ptr() as usize, first.as_ptr() as usize + 10);
         for (addr, bytes) in [(1000, 65), (999, 1), (1128, 1), (1010, u64::MAX)] {
@@ -116,5 +148,19 @@ mod tests {
         }
         map.unback(1000);
         assert!(map.translate(1000, 1).is_none());
+    }
+
+    #[test]
+    fn blocks_are_backed_up_to_the_limit_and_what_is_spare_goes_first() {
+        let mut map = HostMemoryMap::limited(1000);
+        map.back(0, 600).unwrap();
+        let NoRoom(room) = map.back(600, 500).unwrap_err();
+        assert_eq!(room.map(|room| room.bytes), Some(400));
+        map.unback(0);
+        // The 600 bytes lie spare now, and another block needs them.
+        map.back(600, 500).unwrap();
+        map.back(1100, 500).unwrap();
+        map.back(0, 1).unwrap_err();
+        map.back(0, u64::MAX).unwrap_err();
     }
 }

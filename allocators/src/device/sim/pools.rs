@@ -6,7 +6,7 @@
 
 use super::heap::{Heap, Packing};
 use super::timeline::Order;
-use super::{PoolMemory, RANGE, SimDriver, SimMemory, State, out_of_memory};
+use super::{PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory, out_of_memory};
 use crate::device::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
 use crate::error::DriverError;
 
@@ -140,13 +140,11 @@ impl PoolDriver for SimDriver {
         if let Some(mark) = placed.wait_for {
             state.time.wait_for_mark(stream.0, mark);
         }
-        if self.memory == SimMemory::Host && !state.host.back(placed.addr, bytes) {
+        if self.memory == SimMemory::Host
+            && let Err(error) = state.host.back(placed.addr, bytes)
+        {
             pool.heap.free(placed.addr, None);
-            return Err(DriverError::new(
-                call,
-                DriverError::OUT_OF_MEMORY,
-                "the host has no memory left to simulate with",
-            ));
+            return Err(no_host_memory(call, bytes, error));
         }
         pool.used += bytes.next_multiple_of(costs.align_bytes);
         pool.used_high = pool.used_high.max(pool.used);

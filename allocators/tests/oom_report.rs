@@ -1,0 +1,43 @@
+//! What an out-of-memory error says of the memory that there was.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+mod common;
+
+use allocators::{AllocError, BackendKind, Driver, OomReport, SimMemory};
+use common::{MIB, allocate, build, free, sim};
+use std::sync::Arc;
+
+fn report(error: AllocError) -> OomReport {
+    let AllocError::OutOfMemory(report) = error else { panic!("{error}") };
+    *report
+}
+
+#[test]
+fn the_largest_free_block_and_the_bytes_of_other_streams_are_named() {
+    let driver: Arc<dyn Driver> = sim(64 * MIB, SimMemory::None);
+    let caching = build(BackendKind::Caching, &driver);
+    let [own, other] = [(); 2].map(|()| driver.stream_create().unwrap());
+    let take = |bytes, stream| allocate(caching.as_ref(), bytes, stream).unwrap();
+    // In segments of 20 MiB: free parts of 3, 5 and 4 MiB between blocks that are held.
+    let blocks = [3, 6, 5, 2, 4].map(|mib| take(mib * MIB, own));
+    let elsewhere = [7, 2].map(|mib| take(mib * MIB, other));
+    let small = take(1000, own);
+    let mut kept = Vec::new();
+    for (number, block) in blocks.into_iter().enumerate() {
+        if number % 2 == 0 { assert!(free(caching.as_ref(), block, own).is_ok()) } else { kept.push((block, own)) }
+    }
+    let [freed, held] = elsewhere;
+    free(caching.as_ref(), freed, other).unwrap();
+    kept.extend([(held, other), (small, own)]);
+    let found = report(allocate(caching.as_ref(), 30 * MIB, own).unwrap_err());
+    assert_eq!(found.reserved_bytes, 42 * MIB);
+    assert_eq!(found.active_bytes, 10 * MIB + 1024);
+    assert_eq!(found.largest_free_bytes, Some(5 * MIB), "{found:?}");
+    // 7 MiB before what is held, 11 behind it.
+    assert_eq!(found.other_streams_free_bytes, Some(18 * MIB));
+    assert_eq!((found.requested_bytes, found.needed_bytes), (30 * MIB, 30 * MIB));
+    assert!(found.to_string().contains("largest free block 5 MiB"), "{found}");
+    for (block, stream) in kept {
+        free(caching.as_ref(), block, stream).unwrap();
+    }
+}
