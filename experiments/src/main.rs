@@ -39,6 +39,8 @@ struct Cli {
 enum Command {
     /// Runs experiments that specs describe, and goes on where it was
     Run(study::RunArgs),
+    /// Says how far experiments are, and who is at work on them
+    Status(study::StatusArgs),
     /// Lists the specs that are there, with their questions
     List(study::ListArgs),
     /// Trains under each allocator and prints one table
@@ -102,6 +104,7 @@ fn main() -> ExitCode {
     let cli: Cli = terminal::parse(std::env::args_os().collect());
     let result = match cli.command {
         Command::Run(args) => study::run(&args),
+        Command::Status(args) => study::status(&args),
         Command::List(args) => study::list(&args),
         Command::Fidelity(args) => fidelity::fidelity(&args),
         Command::Compare(args) => compare::compare(&args),

@@ -1,9 +1,11 @@
-//! `experiments run` and `experiments list`: experiments that are written down as specs.
+//! `experiments run`, `status` and `list`: experiments that are written down as specs.
 //!
 //! A spec is a question and the runs that answer it: programs and options, crossed and repeated. Each run is a process
 //! of its own (a CUDA context and the allocators' caches belong to a process), in an order that the spec's seed gives.
-//! A run's folder appears whole, so whoever is killed goes on where it was, and shards merge by lying together.
+//! A run's folder appears whole, so whoever is killed goes on where it was, and shards merge by
+//! lying together, or work in one folder.
 
+mod child;
 mod execute;
 pub(crate) mod figures;
 mod list;
@@ -16,6 +18,9 @@ pub(crate) mod record;
 mod report;
 pub(crate) mod run;
 pub(crate) mod spec;
+mod status;
+mod work;
 
 pub(crate) use list::{ListArgs, list};
 pub(crate) use run::{RunArgs, run};
+pub(crate) use status::{StatusArgs, status};

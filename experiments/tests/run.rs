@@ -1,61 +1,14 @@
-//! `experiments run` and `experiments list` as a user meets them.
+//! `experiments run` as a user meets it: what it leaves, and what it leaves alone.
 
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
 mod common;
 
-use common::{HANGS, Place, Ran, names};
+use common::experiment::{IDS, SMALL, json_at, run, runs};
+use common::{Place, Ran, names};
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
 use std::path::Path;
-use std::time::{Duration, Instant};
-
-/// A small spec on iris: two allocators, two widths.
-const SMALL: &str = r#"
-name = "small"
-question = "Is it there?"
-repeats = 2
-devices = ["cuda", "sim"]
-keep = ["summary.json", "steps.csv"]
-
-[options]
-dataset = "iris"
-layers = 2
-epochs = 2
-
-[matrix]
-alloc = ["naive", "caching"]
-hidden = [5, 9]
-"#;
-
-fn run(place: &Place, more: &[&str]) -> Ran {
-    place.run(&[&["run", "small.toml", "--device", "sim", "-o", "out"], more].concat())
-}
-
-fn json_at(path: &Path) -> Value {
-    let text = std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-    serde_json::from_str(&text).unwrap()
-}
-
-/// Each run's folder with the text of its `run.json`.
-fn runs(place: &Place, out: &str) -> BTreeMap<String, String> {
-    let folder = place.at(out).join("small/runs");
-    let read = |name: String| (name.clone(), std::fs::read_to_string(folder.join(name).join("run.json")).unwrap());
-    names(&folder).into_iter().map(read).collect()
-}
-
-/// The ids that a spec of eight runs has.
-const IDS: [&str; 8] = [
-    "00-naive-5-r0",
-    "01-naive-5-r1",
-    "02-naive-9-r0",
-    "03-naive-9-r1",
-    "04-caching-5-r0",
-    "05-caching-5-r1",
-    "06-caching-9-r0",
-    "07-caching-9-r1",
-];
 
 #[test]
 fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
@@ -109,61 +62,6 @@ fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
     let again = run(&place, &["--json"]).ok();
     assert_eq!(again.stdout, ran.stdout);
     assert_eq!(runs(&place, "out"), found);
-}
-
-#[test]
-fn a_killed_runner_goes_on_where_it_was() {
-    let place = Place::new();
-    place.write("small.toml", SMALL.replace("hidden = [5, 9]", "hidden = [5, 9]\nseed = [1, 2, 3, 4, 5]"));
-    let arguments = ["run", "small.toml", "--device", "sim", "-o", "out"];
-    let mut child = place.process(&arguments).stdout(std::process::Stdio::null()).spawn().unwrap();
-    let folder = place.at("out/small/runs");
-    let whole = || {
-        let names = if folder.is_dir() { names(&folder) } else { Vec::new() };
-        names.into_iter().filter(|name| !name.starts_with('.')).count()
-    };
-    let begun = Instant::now();
-    while whole() < 3 {
-        assert!(begun.elapsed() < HANGS, "it should have done three runs");
-        assert!(child.try_wait().unwrap().is_none(), "it should be running");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    // SIGKILL: nothing can be tidied up.
-    child.kill().unwrap();
-    child.wait().unwrap();
-    let before: BTreeMap<String, String> = names(&folder)
-        .into_iter()
-        .filter(|name| !name.starts_with('.'))
-        .map(|name| (name.clone(), std::fs::read_to_string(folder.join(name).join("run.json")).unwrap()))
-        .collect();
-    assert!((3..40).contains(&before.len()), "{}", before.len());
-    place.run(&arguments).ok();
-    let after = runs(&place, "out");
-    assert_eq!(after.len(), 40, "nothing is lost, nothing half-written is left");
-    for (id, text) in before {
-        assert_eq!(after[&id], text, "{id} should not be repeated");
-    }
-}
-
-#[test]
-fn shards_put_together_are_the_whole() {
-    let place = Place::new();
-    place.write("small.toml", SMALL);
-    for (shard, out) in [("1/2", "a"), ("2/2", "b")] {
-        place.run(&["run", "small.toml", "--device", "sim", "--shard", shard, "-o", out]).ok();
-    }
-    let (first, second) = (runs(&place, "a"), runs(&place, "b"));
-    assert_eq!((first.len(), second.len()), (4, 4));
-    for id in second.keys() {
-        std::fs::rename(place.at("b/small/runs").join(id), place.at("a/small/runs").join(id)).unwrap();
-    }
-    assert_eq!(runs(&place, "a").keys().collect::<Vec<_>>(), IDS);
-    let merged = place.run(&["run", "small.toml", "--device", "sim", "-o", "a", "--json"]).ok();
-    let done: Vec<u64> = merged.rows().iter().map(|cell| cell["done"].as_u64().unwrap()).collect();
-    assert_eq!(done, [2, 2, 2, 2]);
-    let mut together = first;
-    together.extend(second);
-    assert_eq!(runs(&place, "a"), together, "there was nothing left to do");
 }
 
 #[test]
@@ -227,119 +125,6 @@ fn arms_that_cannot_run_here_are_skipped_with_a_reason() {
     let record: Value = serde_json::from_str(&found["04-theirs-5-r0"]).unwrap();
     assert_eq!((&record["status"], &record["files"]), (&json!("skipped"), &json!([])));
     assert!(!record["error"].as_str().unwrap().is_empty());
-}
-
-#[test]
-fn what_cannot_work_is_refused_before_anything_runs() {
-    let place = Place::new();
-    for (from, to, words) in [
-        // The file.
-        ("question", "qestion", ["small.toml:3", "unknown field `qestion`"]),
-        ("repeats = 2", "repeats = 0", ["small.toml:4", "repeats lie between"]),
-        ("repeats = 2", "repeats = ", ["small.toml:4", "small.toml"]),
-        ("\"small\"", "\"other\"", ["small.toml:2", "the name is 'other' and the file is 'small'"]),
-        ("\"cuda\", ", "\"tpu\", ", ["small.toml:5", "unknown variant `tpu`"]),
-        ("steps.csv", "stops.csv", ["small.toml:6", "no run writes 'stops.csv'"]),
-        ("question = \"Is it there?\"", "question = \"\"", ["small.toml:3", "write it down"]),
-        // The options.
-        ("hidden = ", "hiden = ", ["small.toml:15", "a similar argument exists: '--hidden'"]),
-        ("[5, 9]", "[5, 0]", ["small.toml:15", "--hidden must be at least 1"]),
-        ("[5, 9]", "[5, \"nine\"]", ["small.toml:15", "invalid value 'nine'"]),
-        ("[5, 9]", "[5, 5]", ["small.toml:15", "has the value 5 twice"]),
-        ("[5, 9]", "[]", ["small.toml:15", "has no value"]),
-        ("[5, 9]", "5", ["small.toml:15", "an axis is a list"]),
-        ("\"naive\", ", "\"naiv\", ", ["small.toml:14", "invalid value 'naiv'"]),
-        ("layers = 2", "layers = [2]", ["small.toml:10", "an option has one value"]),
-        ("layers = 2", "hidden = 2", ["small.toml:15", "'hidden' is an option and an axis"]),
-        ("layers = 2", "out = \"here\"", ["small.toml:10", "the runner sets --out itself"]),
-        ("layers = 2", "gc-threshold = 0.5", ["small.toml:1", "--memory-limit, which is not given"]),
-        ("layers = 2", "trace = 1", ["small.toml:10", "write trace = true"]),
-        ("layers = 2", "weights = \"half\"", ["small.toml:1:", "--weights half needs --dtype bf16 or f16, found f32"]),
-        ("layers = 2", "weights = \"hlaf\"", ["small.toml:10", "invalid value 'hlaf'"]),
-        // Options of the runner, and what a command line would understand as one of them.
-        ("layers = 2", "\"save-start\" = \"/x\"", ["small.toml:10", "the runner sets --save-start itself"]),
-        ("layers = 2", "\"save-start=/x\" = 2", ["small.toml:10", "'save-start=/x' is no name of an option"]),
-        ("layers = 2", "\"data-dir=\" = \"/x\"", ["small.toml:10", "'data-dir=' is no name of an option"]),
-        ("layers = 2", "\"--out\" = \"/x\"", ["small.toml:10", "'--out' is no name of an option"]),
-        ("layers = 2", "\"-o\" = \"/x\"", ["small.toml:10", "'-o' is no name of an option"]),
-        ("layers = 2", "o = \"/x\"", ["small.toml:10", "unexpected argument '--o'"]),
-        ("layers = 2", "sav = \"/x\"", ["small.toml:10", "unexpected argument '--sav'"]),
-        ("layers = 2", "save_start = \"/x\"", ["small.toml:10", "'save_start' is no name of an option"]),
-        ("layers = 2", "OUT = \"/x\"", ["small.toml:10", "'OUT' is no name of an option"]),
-        ("layers = 2", "\"\" = \"/x\"", ["small.toml:10", "'' is no name of an option"]),
-        ("layers = 2", "\"layers 2\" = 2", ["small.toml:10", "'layers 2' is no name of an option"]),
-        ("layers = 2", "\"layers\\u0000\" = 2", ["small.toml:10", "is no name of an option"]),
-        ("layers = 2", "layers = \"--out=/x\"", ["small.toml:", "invalid value '--out=/x'"]),
-        ("layers = 2", "dataset = \"iris\\u0000\"", ["small.toml:", "small.toml"]),
-    ] {
-        assert!(SMALL.contains(from), "{from}");
-        place.write("small.toml", SMALL.replacen(from, to, 1));
-        run(&place, &[]).refused(2, &words[1..]);
-        let stderr = run(&place, &["--dry-run"]).stderr;
-        assert!(stderr.contains(words[0]), "{} is missing: {stderr}", words[0]);
-        assert!(!place.at("out").exists(), "{to}");
-    }
-    place.write("small.toml", SMALL);
-    place.run(&["run", "missing.toml"]).refused(2, &["cannot read missing.toml"]);
-    place.run(&["run", "no-such-spec"]).refused(2, &["there is no spec 'no-such-spec'", "width"]);
-    for arguments in [&["--shard", "3/2"][..], &["--device", "tpu"], &["--nonsense"]] {
-        let ran = place.run(&[&["run", "small.toml"], arguments].concat());
-        assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
-    }
-    // Histories that are not there.
-    let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"replay\"\n\
-                [arms.options]\nhistory = \"gone.pickle\"\n";
-    place.write("small.toml", spec);
-    run(&place, &["--histories", "."]).refused(2, &["small.toml:8", "gone.pickle", "--histories"]);
-    place.run(&["run", "small.toml", "--device", "cuda"]).refused(2, &["small is not for cuda", "--device sim"]);
-}
-
-#[test]
-fn what_a_spec_names_lies_in_the_folder_of_the_histories() {
-    let place = Place::new();
-    place.write("secret", "{}");
-    std::fs::create_dir(place.at("histories")).unwrap();
-    place.write("histories/--json", "");
-    let absolute = place.at("secret").to_str().unwrap().to_owned();
-    for name in ["../secret", absolute.as_str(), "--json", "-h", "--out=/x", ".", ""] {
-        let spec = format!(
-            "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"replay\"\n\
-             [arms.options]\nhistory = \"{name}\"\n"
-        );
-        place.write("small.toml", spec);
-        run(&place, &["--histories", "histories"]).refused(2, &["small.toml:8", "in the folder of the histories"]);
-    }
-    // Nor the folder from which `bench` starts programs.
-    let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"bench\"\n\
-                [arms.options]\nbaselines = true\nbaselines-dir = \".\"\n";
-    place.write("small.toml", spec);
-    run(&place, &[]).refused(2, &["small.toml:9", "the runner sets --baselines-dir itself"]);
-}
-
-#[test]
-fn a_matrix_that_is_too_large_is_refused_before_it_is_built() {
-    let place = Place::new();
-    let spec = |axes: &str, arms: &str| {
-        format!("name = \"small\"\nquestion = \"?\"\nrepeats = 1\ndevices = [\"sim\"]\n[matrix]\n{axes}{arms}")
-    };
-    // 64 axes of two values are 2^64 cells, which a product of 64 bits counts as none; the keys are not looked at before.
-    let wraps: String = (0..64).map(|axis| format!("axis-{axis} = [1, 2]\n")).collect();
-    // 17 * 600 runs, each arm alone far below the bound.
-    let seeds = format!("seed = {:?}\n", (0..600).collect::<Vec<u32>>());
-    let arms: String = (0..17).map(|arm| format!("[[arms]]\nname = \"a{arm}\"\n")).collect();
-    let repeated = "[sim]\nrepeats = 1000\n";
-    for text in [spec(&wraps, ""), spec(&seeds, &arms), spec(&seeds, repeated)] {
-        place.write("small.toml", text);
-        run(&place, &[]).refused(2, &["small.toml: more than 10000 runs on sim; shorten the matrix"]);
-    }
-    place.write("small.toml", spec("seed = [1]\n", "[[arms]]\nname = \"a\"\n[arms.sim]\nrepeats = 1001\n"));
-    run(&place, &[]).refused(2, &["small.toml:", "repeats lie between 1 and 1000"]);
-    // A file that never ends is not read to its end.
-    #[cfg(unix)]
-    {
-        std::os::unix::fs::symlink("/dev/zero", place.at("endless.toml")).unwrap();
-        place.run(&["run", "endless.toml"]).refused(2, &["endless.toml is longer than 1048576 bytes"]);
-    }
 }
 
 #[test]
@@ -440,112 +225,6 @@ fn large_files_are_compressed() {
     assert!(text.starts_with("epoch,step,") && text.lines().count() > 3000);
 }
 
-#[test]
-fn a_second_runner_leaves_the_first_alone() {
-    let place = Place::new();
-    place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
-    let mut first = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
-    let mut first = first.stderr(std::process::Stdio::null()).stdout(std::process::Stdio::null()).spawn().unwrap();
-    let (folder, begun) = (place.at("out/small/runs"), Instant::now());
-    let unfinished = || if folder.is_dir() { names(&folder) } else { Vec::new() };
-    while unfinished().is_empty() {
-        assert!(begun.elapsed() < HANGS, "it should have begun a run");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let before = unfinished();
-    for more in [&[][..], &["--again"], &["--shard", "2/2"]] {
-        run(&place, more).refused(2, &["another run is at work in", "out/small;", "with -o"]);
-    }
-    assert_eq!(before.len(), 1);
-    assert_eq!(unfinished(), before, "nothing of the first is gone");
-    assert!(first.try_wait().unwrap().is_none(), "it is still at work");
-    // To look is allowed, and so is another experiment beside it.
-    run(&place, &["--dry-run"]).ok();
-    place.write("other.toml", SMALL.replace("\"small\"", "\"other\""));
-    place.run(&["run", "other.toml", "--device", "sim", "-o", "out"]).ok();
-    // A killed one leaves its lock's file, and no lock.
-    first.kill().unwrap();
-    first.wait().unwrap();
-    assert!(place.at("out/.small.lock").exists());
-    place.write("small.toml", SMALL);
-    run(&place, &["--again"]).ok();
-    assert_eq!(runs(&place, "out").len(), 8);
-    assert_eq!(names(&place.at("out")), ["other", "small"]);
-}
-
-#[cfg(unix)]
-#[test]
-fn ctrl_c_ends_it_cleanly() {
-    let place = Place::new();
-    place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 5000"));
-    let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
-    let child = command.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).spawn().unwrap();
-    let folder = place.at("out/small/runs");
-    let begun = Instant::now();
-    while !folder.is_dir() || names(&folder).is_empty() {
-        assert!(begun.elapsed() < HANGS, "it should have begun a run");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let killed = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-    assert!(killed.success());
-    let ran = Ran::of(child.wait_with_output().unwrap());
-    assert_eq!(ran.code, Some(130), "{ran:#?}");
-    assert!(ran.stderr.contains("interrupted in small; what was done is kept"), "{ran:#?}");
-    assert!(names(&folder).iter().all(|name| !name.starts_with('.')), "{:?}", names(&folder));
-}
-
-#[test]
-fn the_specs_of_the_study_are_listed_and_can_be_planned() {
-    let place = Place::new();
-    let rows = place.run(&["list", "--json"]).rows();
-    let names: Vec<&str> = rows.iter().map(|row| row["name"].as_str().unwrap()).collect();
-    for name in [
-        "where-time-goes",
-        "when-allocations-stop",
-        "caching-vs-stream-ordered",
-        "release-threshold",
-        "reuse-policies",
-        "synchronise",
-        "loader",
-        "initialisation",
-        "loss-against-pytorch",
-        "width",
-        "memory",
-        "iris",
-        "pytorch-histories",
-        "capacity",
-        "pytorch-loaders",
-        "latency",
-        "fidelity",
-        "fast-training",
-        "fast-training-compile",
-        "graph-allocators",
-        "fusion-load",
-        "streams",
-        "full-batch",
-        "half-losses",
-    ] {
-        assert!(names.contains(&name), "{name} is missing: {names:?}");
-    }
-    let text = place.run(&["list"]).ok().stdout;
-    assert!(text.contains("runs on sim") && text.contains("where-time-goes"), "{text}");
-    std::fs::create_dir(place.at("histories")).unwrap();
-    for history in ["mlp", "gpt2", "resnet50", "streams"] {
-        std::fs::write(place.at("histories").join(format!("{history}.pickle.xz")), "").unwrap();
-    }
-    for row in &rows {
-        assert!(row["question"].as_str().unwrap().ends_with('?'), "{row}");
-        for device in row["devices"].as_array().unwrap() {
-            let device = device.as_str().unwrap();
-            let name = row["name"].as_str().unwrap();
-            let plan =
-                place.run(&["run", name, "--device", device, "--dry-run", "--histories", "histories"]).ok().stdout;
-            let runs = row[format!("runs_{device}")].as_u64().unwrap();
-            assert_eq!(plan.lines().filter(|line| line.contains(" to do ")).count() as u64, runs, "{plan}");
-        }
-    }
-}
-
 /// The keys that a section of the schema describes.
 fn described(section: &str) -> Vec<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../analysis/schema.md");
@@ -619,12 +298,7 @@ mkdir record && echo '{"schema_version": 1, "epochs": []}' > record/summary.json
 #[test]
 fn pytorch_gets_the_weights_and_batches_of_its_options() {
     let place = Place::new();
-    // Written by another process: a test beside this one may start a program while the file is open here, which then has it
-    // open for writing too until its own begins, and a file that is open for writing cannot be run.
-    place.file("python.sh", PYTHON);
-    let mut copy = std::process::Command::new("sh");
-    copy.args(["-c", "cp python.sh python && chmod 755 python"]);
-    assert!(copy.current_dir(place.at(".")).status().unwrap().success());
+    place.program("python", PYTHON);
     let python = place.at("python");
     let spec = "name = \"small\"\nquestion = \"?\"\nrepeats = 1\nwarm_up = 1\nstart = true\ndevices = [\"sim\"]\n\
                 [options]\ndataset = \"iris\"\nepochs = 2\nseed = 7\n[matrix]\nhidden = [5, 9]\n\

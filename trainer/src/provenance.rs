@@ -2,7 +2,7 @@
 //!
 //! What cannot be told is absent: a build outside of a checkout has no commit, a host without NVIDIA's driver no release.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::path::Path;
 
@@ -57,7 +57,7 @@ pub struct Provenance {
 }
 
 /// A job of Slurm.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub struct Job {
     /// `SLURM_JOB_ID`.
     pub id: String,

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 /// Whether there is a record that a run will close.
 static RECORDING: AtomicBool = AtomicBool::new(false);
 
-/// Says that there is a record from now on.
-pub(crate) fn record_begins() {
+/// Says that there is a record from now on, so that the first signal is left to who closes it.
+pub fn record_begins() {
     RECORDING.store(true, SeqCst);
 }
 

@@ -1,18 +1,20 @@
 //! One run: a process, and a folder that appears whole.
 
-use super::plan::Run;
+use super::child::Group;
+use super::plan::{Run, Shard};
 use super::programs::{CommandLine, Device, Places, RECORD, command_line};
 use super::record::{
-    Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, now, provenance, remove, without_folders,
-    write_compact, write_json,
+    Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, now, part_of, provenance, remove,
+    without_folders, write_compact, write_json,
 };
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
+use trainer::signals::Signals;
 
 /// What a program prints, where that is its result.
 const RESULT: &str = "result.json";
@@ -29,10 +31,13 @@ pub(crate) struct Experiment<'a> {
     pub(crate) folder: &'a Path,
     pub(crate) device: &'a Device,
     pub(crate) places: &'a Places,
-    pub(crate) stop: &'a AtomicBool,
+    pub(crate) shard: Option<Shard>,
+    /// Runs at the same time.
+    pub(crate) jobs: usize,
+    pub(crate) signals: &'a Signals,
 }
 
-/// Ctrl-C.
+/// A signal has asked the program to end.
 #[derive(Debug, thiserror::Error)]
 #[error("interrupted")]
 pub(crate) struct Interrupted;
@@ -52,7 +57,12 @@ impl Experiment<'_> {
     }
 
     fn part(&self, run: &Run) -> PathBuf {
-        self.folder.join(RUNS).join(format!(".{}.part", run.id))
+        part_of(&self.folder.join(RUNS), &run.id)
+    }
+
+    /// Where a run that is done once more makes room.
+    fn old(&self, run: &Run) -> PathBuf {
+        self.folder.join(RUNS).join(format!(".{}.old", run.id))
     }
 
     /// Runs it and leaves its folder; how it went, and why it failed.
@@ -61,7 +71,7 @@ impl Experiment<'_> {
         let line = command_line(run, self.device, self.places, start)?;
         let (machine, started_at) = (Machine::now(), now());
         let outcome = self.process(&line, &part);
-        if self.stop.load(SeqCst) {
+        if self.signals.stop().load(SeqCst) {
             remove(&part)?;
             return Err(Interrupted.into());
         }
@@ -103,7 +113,7 @@ impl Experiment<'_> {
         let part = self.fresh(run)?;
         let ended = command_line(run, self.device, self.places, start).and_then(|line| self.process(&line, &part));
         remove(&part)?;
-        if self.stop.load(SeqCst) {
+        if self.signals.stop().load(SeqCst) {
             return Err(Interrupted.into());
         }
         // A run that fails will fail again, and then it is recorded.
@@ -112,23 +122,35 @@ impl Experiment<'_> {
 
     /// Writes the file with the trainer's weights and batches, if it is not there; how it failed.
     pub(crate) fn make_start(&self, name: &str, arguments: &[String]) -> Result<Option<String>> {
-        let folder = self.folder.join("start");
         if self.folder.join(name).is_file() {
             return Ok(None);
         }
-        std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        let own = std::env::current_exe().context("cannot find this program's own file")?;
+        // Several shards may make the same file: each in a folder of its own, and it has its name when it is whole.
+        let own =
+            self.shard.map_or_else(|| ".part".to_owned(), |shard| format!(".{}-of-{}.part", shard.number, shard.of));
+        let part = self.folder.join("start").join(own);
+        remove(&part)?;
+        let fresh = part.join(name);
+        let folder = fresh.parent().unwrap_or(&part);
+        std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let program = std::env::current_exe().context("cannot find this program's own file")?;
         let line = CommandLine {
-            program: own.into(),
+            program: program.into(),
             arguments: arguments.iter().map(Into::into).collect(),
             shown: Vec::new(),
-            folder: Some(self.folder.to_owned()),
+            folder: Some(part.clone()),
             prints: false,
         };
-        let ended = self.process(&line, &folder)?;
-        if self.stop.load(SeqCst) {
+        let ended = self.process(&line, &part);
+        if self.signals.stop().load(SeqCst) {
+            remove(&part)?;
             return Err(Interrupted.into());
         }
+        let ended = ended?;
+        let whole = self.folder.join(name);
+        let moved = if ended.status.success() { std::fs::rename(&fresh, &whole) } else { Ok(()) };
+        moved.with_context(|| format!("cannot make {}", whole.display()))?;
+        remove(&part)?;
         Ok((!ended.status.success()).then(|| ended.said.unwrap_or_else(|| "the start file was not written".into())))
     }
 
@@ -145,6 +167,8 @@ impl Experiment<'_> {
             device: &self.device.shown,
             repeat: run.repeat,
             position: run.position,
+            shard: self.shard.map(|shard| shard.to_string()),
+            jobs: self.jobs,
             command: Vec::new(),
             started_at: now(),
             wall_s: 0.0,
@@ -157,6 +181,12 @@ impl Experiment<'_> {
         }
     }
 
+    /// Removes what a killed runner left behind of a run.
+    pub(crate) fn tidy(&self, run: &Run) -> Result<()> {
+        remove(&self.old(run))?;
+        remove(&self.part(run))
+    }
+
     /// An empty folder to work in; one that a killed runner left behind goes.
     fn fresh(&self, run: &Run) -> Result<PathBuf> {
         let part = self.part(run);
@@ -167,13 +197,16 @@ impl Experiment<'_> {
 
     fn publish(&self, run: &Run, part: &Path, record: &RunRecord<'_>) -> Result<()> {
         write_json(&part.join(RUN), record)?;
-        let folder = self.run_folder(run);
-        // One that failed or was skipped before makes room.
-        remove(&folder)?;
-        std::fs::rename(part, &folder).with_context(|| format!("cannot make {}", folder.display()))
+        let (folder, old) = (self.run_folder(run), self.old(run));
+        // One that failed or was skipped before makes room, as a whole: other shards look at it.
+        if folder.exists() {
+            std::fs::rename(&folder, &old).with_context(|| format!("cannot make {}", folder.display()))?;
+        }
+        std::fs::rename(part, &folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        remove(&old)
     }
 
-    /// Starts a process and waits for it; Ctrl-C ends it.
+    /// Starts a process and waits for it; a signal to this program ends it.
     fn process(&self, line: &CommandLine, part: &Path) -> Result<Ended> {
         let (out, err) = (part.join(RESULT), part.join("stderr.txt"));
         let file = |path: &Path| File::create(path).with_context(|| format!("cannot write {}", path.display()));
@@ -185,14 +218,13 @@ impl Experiment<'_> {
             command.env("MNIST_DIR", folder);
         }
         let started = Instant::now();
-        let mut child =
-            command.spawn().with_context(|| format!("cannot start {}", Path::new(&line.program).display()))?;
+        let mut group = Group::start(&mut command)
+            .with_context(|| format!("cannot start {}", Path::new(&line.program).display()))?;
         let status = loop {
-            if self.stop.load(SeqCst) {
-                // Both fail only when it has ended by itself.
-                let _ = child.kill();
+            if self.signals.stop().load(SeqCst) {
+                group.kill();
             }
-            match child.try_wait().context("cannot wait for a run")? {
+            match group.ended()? {
                 Some(status) => break status,
                 None => std::thread::sleep(POLL),
             }

@@ -1,48 +1,274 @@
-//! One runner at a time in an experiment's folder.
+//! Who is at work in an experiment's folder: one runner, or one for each shard.
 //!
-//! The lock is the system's, on a file beside the folder: it goes with the process that holds it, however that ends. The file
-//! itself is removed at the end; one that a killed runner has left means nothing.
+//! The locks are the system's, on files beside the folder: they go with the process that holds them, however that ends. A
+//! file is removed at the end; one that a killed runner has left means nothing. Who takes a lock or looks at others' holds the
+//! folder's gate meanwhile, so nobody comes between.
 
+use super::plan::Shard;
 use anyhow::{Context, Result, bail};
 use fs4::{FileExt, TryLockError};
+use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+use trainer::provenance::Job;
 
-/// The right to write to an experiment's folder. Dropped, it is given up.
+/// How often, and how far apart, a lock is tried that an onlooker may have for a moment.
+const TRIES: u32 = 100;
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// The right to write to an experiment's folder, or to a shard's runs in it. Dropped, it is given up.
 #[derive(Debug)]
 pub(crate) struct Lock {
     path: PathBuf,
     _file: File,
 }
 
-/// Takes the lock of `DIR/<name>`, and makes `DIR` for it; none on a file system that knows no locks.
-///
-/// # Errors
-/// Another runner holds it, or its file cannot be made.
-pub(crate) fn lock(folder: &Path) -> Result<Option<Lock>> {
-    let (Some(out), Some(name)) = (folder.parent(), folder.file_name()) else {
-        bail!("{} is no folder that can be made", folder.display());
+/// Who holds a lock, as its file tells.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Holder {
+    pub(crate) process: u32,
+    pub(crate) host_hash: Option<String>,
+    pub(crate) started_at: String,
+    pub(crate) job: Option<Job>,
+}
+
+impl Holder {
+    fn this() -> Self {
+        let provenance = super::record::provenance();
+        let (host_hash, job) = (provenance.host_hash, provenance.job);
+        Self { process: std::process::id(), host_hash, started_at: super::record::now(), job }
+    }
+}
+
+/// A lock's file.
+#[derive(Debug)]
+pub(crate) struct Found {
+    /// None: that of a runner of all runs.
+    pub(crate) shard: Option<Shard>,
+    /// Whether somebody holds the lock; if not, its runner was killed.
+    pub(crate) held: bool,
+    pub(crate) holder: Option<Holder>,
+    path: PathBuf,
+}
+
+/// Whether a file could be locked.
+enum Taken {
+    Ours(File),
+    Held,
+    /// Somebody has removed it meanwhile.
+    Gone,
+    /// The file system knows no locks.
+    Unsupported,
+}
+
+/// The folder's gate: held for as long as it takes to look at the locks.
+struct Gate(Option<Lock>);
+
+/// `DIR` and `<name>` of `DIR/<name>`.
+fn parts(folder: &Path) -> Result<(&Path, String)> {
+    match (folder.parent(), folder.file_name()) {
+        (Some(out), Some(name)) => Ok((out, name.to_string_lossy().into_owned())),
+        _ => bail!("{} is no folder that can be made", folder.display()),
+    }
+}
+
+fn open(path: &Path) -> std::io::Result<File> {
+    OpenOptions::new().create(true).truncate(false).read(true).write(true).open(path)
+}
+
+/// How a file is locked.
+#[derive(Clone, Copy)]
+enum Way {
+    /// If nobody has it.
+    Try,
+    /// Once nobody has it.
+    Wait,
+    /// Beside others who look.
+    Look,
+}
+
+/// Locks an open file. By a trait: the standard library's own way is newer than the oldest Rust that builds this.
+fn take(file: File, path: &Path, way: Way) -> Result<Taken> {
+    let taken = match way {
+        Way::Try => FileExt::try_lock(&file),
+        Way::Wait => FileExt::lock(&file).map_err(TryLockError::Error),
+        Way::Look => FileExt::try_lock_shared(&file),
     };
-    std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
-    let path = out.join(format!(".{}.lock", name.to_string_lossy()));
-    loop {
-        let fails = || format!("cannot write {}", path.display());
-        let file = OpenOptions::new().create(true).truncate(false).write(true).open(&path).with_context(fails)?;
-        // By its trait: the standard library's own is newer than the oldest Rust that builds this.
-        match FileExt::try_lock(&file) {
-            // Whoever held it before may have removed the file between the two calls; a lock on that one is none.
-            Ok(()) if !is_there(&file, &path) => {}
-            Ok(()) => return Ok(Some(Lock { path, _file: file })),
-            Err(TryLockError::WouldBlock) => bail!(
-                "another run is at work in {}; wait until it has ended, or choose another folder with -o",
-                folder.display()
-            ),
-            Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Unsupported => return Ok(None),
-            Err(TryLockError::Error(error)) => {
-                return Err(error).with_context(|| format!("cannot lock {}", path.display()));
+    match taken {
+        // Whoever held it before may have removed the file between the two calls; a lock on that one is none.
+        Ok(()) if !is_there(&file, path) => Ok(Taken::Gone),
+        Ok(()) => Ok(Taken::Ours(file)),
+        Err(TryLockError::WouldBlock) => Ok(Taken::Held),
+        Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Unsupported => Ok(Taken::Unsupported),
+        Err(TryLockError::Error(error)) => Err(error).with_context(|| format!("cannot lock {}", path.display())),
+    }
+}
+
+impl Gate {
+    /// Waits for it. Nobody holds it for longer than it takes to look at a folder.
+    fn pass(folder: &Path) -> Result<Self> {
+        let (out, name) = parts(folder)?;
+        let path = out.join(format!(".{name}.gate"));
+        loop {
+            let file = open(&path).with_context(|| format!("cannot write {}", path.display()))?;
+            match take(file, &path, Way::Wait)? {
+                Taken::Ours(file) => return Ok(Self(Some(Lock { path, _file: file }))),
+                Taken::Gone | Taken::Held => {}
+                Taken::Unsupported => {
+                    // Whether it could be removed shows in the folder only.
+                    let _ = std::fs::remove_file(&path);
+                    return Ok(Self(None));
+                }
             }
         }
+    }
+}
+
+/// Does something to an experiment's folder that no other runner should see half done.
+pub(crate) fn alone<T>(folder: &Path, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let _gate = Gate::pass(folder)?;
+    work()
+}
+
+/// Takes the lock of `DIR/<name>`, or of a shard of it, and makes `DIR` for it; none on a file system that knows no locks.
+///
+/// # Errors
+/// Another runner of the same runs is at work, or one with another number of shards; or the lock's file cannot be made.
+pub(crate) fn lock(folder: &Path, shard: Option<Shard>) -> Result<Option<Lock>> {
+    let (out, name) = parts(folder)?;
+    std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
+    let gate = Gate::pass(folder)?;
+    if gate.0.is_none() {
+        return Ok(None);
+    }
+    let Some(found) = look(folder)? else { return Ok(None) };
+    let held: Vec<Option<Shard>> = found.iter().filter(|found| found.held).map(|found| found.shard).collect();
+    if let Some(who) = in_the_way(&held, shard) {
+        bail!(
+            "another run is at work in {}{who}; wait until it has ended, or choose another folder with -o",
+            folder.display()
+        );
+    }
+    // What killed runners left of shards of this number tells who goes on with them; the rest tells nothing any more.
+    let tells = |found: &Found| found.held || shard.is_some_and(|new| found.shard.is_some_and(|old| old.of == new.of));
+    for left in found.iter().filter(|found| !tells(found)) {
+        // Whether it could be removed shows in the folder only.
+        let _ = std::fs::remove_file(&left.path);
+    }
+    let path = out.join(file_name(&name, shard));
+    let fails = || format!("cannot write {}", path.display());
+    // The gate keeps other runners away; who only looks, and may not write, has no gate and is gone at once.
+    for _ in 0..TRIES {
+        match take(open(&path).with_context(fails)?, &path, Way::Try)? {
+            Taken::Ours(mut file) => {
+                let text = serde_json::to_string(&Holder::this()).with_context(fails)?;
+                file.set_len(0).and_then(|()| file.write_all(text.as_bytes())).with_context(fails)?;
+                return Ok(Some(Lock { path, _file: file }));
+            }
+            Taken::Unsupported => return Ok(None),
+            Taken::Held | Taken::Gone => std::thread::sleep(PAUSE),
+        }
+    }
+    bail!("cannot lock {}: another program holds it", path.display())
+}
+
+fn file_name(name: &str, shard: Option<Shard>) -> String {
+    shard.map_or_else(|| format!(".{name}.lock"), |shard| format!(".{name}.{}-of-{}.lock", shard.number, shard.of))
+}
+
+/// Who of those at work is in the way of a new one; words that follow the folder's name.
+fn in_the_way(held: &[Option<Shard>], shard: Option<Shard>) -> Option<String> {
+    let list = |shards: &[Shard]| shards.iter().map(ToString::to_string).collect::<Vec<String>>().join(", ");
+    let shards: Vec<Shard> = held.iter().copied().flatten().collect();
+    let whole = shards.len() < held.len();
+    match shard {
+        None if whole => Some(String::new()),
+        None if !shards.is_empty() => Some(format!(", on shard {}", list(&shards))),
+        Some(_) if whole => Some(", on all of its runs".into()),
+        Some(new) if shards.contains(&new) => Some(format!(", on the same shard {new}")),
+        Some(new) if shards.iter().any(|shard| shard.of != new.of) => Some(format!(
+            ", on shard {}: runners that share a folder divide it by the same number, not by {}",
+            list(&shards),
+            new.of
+        )),
+        _ => None,
+    }
+}
+
+/// The files of all locks of a folder.
+fn files(folder: &Path) -> Result<Vec<(Option<Shard>, PathBuf)>> {
+    let (out, name) = parts(folder)?;
+    let entries = match std::fs::read_dir(out) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.with_context(|| format!("cannot read {}", out.display()))?,
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let entry = entry.with_context(|| format!("cannot read {}", out.display()))?;
+        if let Some(shard) = entry.file_name().to_str().and_then(|text| shard_of(text, &name)) {
+            found.push((shard, entry.path()));
+        }
+    }
+    found.sort_by_key(|(shard, _)| shard.map(|shard| (shard.of, shard.number)));
+    Ok(found)
+}
+
+/// All locks of a folder, to be called within its gate; `None` where the file system tells nothing.
+fn look(folder: &Path) -> Result<Option<Vec<Found>>> {
+    /// Longer than any holder's own words.
+    const LONGEST: u64 = 4096;
+    let mut found = Vec::new();
+    for (shard, path) in files(folder)? {
+        let file = match File::open(&path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            file => file.with_context(|| format!("cannot read {}", path.display()))?,
+        };
+        let mut text = String::new();
+        let read = Read::take(&file, LONGEST).read_to_string(&mut text);
+        // One that is being written says nothing yet.
+        let holder = read.ok().and_then(|_| serde_json::from_str(&text).ok());
+        // Shared, for which a file that may only be read is enough.
+        let held = match take(file, &path, Way::Look)? {
+            Taken::Gone => continue,
+            Taken::Unsupported => return Ok(None),
+            Taken::Held => true,
+            Taken::Ours(_) => false,
+        };
+        found.push(Found { shard, held, holder, path });
+    }
+    Ok(Some(found))
+}
+
+/// What the name of a lock's file says; `None` if it is none of this experiment's.
+fn shard_of(file_name: &str, name: &str) -> Option<Option<Shard>> {
+    let rest = file_name.strip_prefix('.')?.strip_prefix(name)?.strip_suffix(".lock")?;
+    if rest.is_empty() {
+        return Some(None);
+    }
+    rest.strip_prefix('.')?.replacen("-of-", "/", 1).parse().ok().map(Some)
+}
+
+/// Who is or was at work in an experiment's folder: locks that are held, and files of locks that killed runners left.
+/// `None` where the file system does not tell.
+///
+/// # Errors
+/// The folder cannot be read.
+pub(crate) fn at_work(folder: &Path) -> Result<Option<Vec<Found>>> {
+    // Nothing is written for somebody who only looks, where there is nothing to be sure of.
+    if files(folder)?.is_empty() {
+        return Ok(Some(Vec::new()));
+    }
+    // Who may not write looks without the gate.
+    let _gate = Gate::pass(folder);
+    look(folder)
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Before it is unlocked, so that nobody's else is removed. A file that stays is no harm.
+        let _ = std::fs::remove_file(&self.path);
     }
 }
 
@@ -60,13 +286,6 @@ fn is_there(_: &File, path: &Path) -> bool {
     path.exists()
 }
 
-impl Drop for Lock {
-    fn drop(&mut self) {
-        // Before it is unlocked, so that nobody's else is removed. A file that stays is no harm.
-        let _ = std::fs::remove_file(&self.path);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
@@ -74,20 +293,72 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
+    fn shard(text: &str) -> Option<Shard> {
+        Some(text.parse().unwrap())
+    }
+
+    fn refused(folder: &Path, shard: Option<Shard>) -> String {
+        lock(folder, shard).unwrap_err().to_string()
+    }
+
     #[test]
     fn a_lock_is_held_once_and_leaves_nothing() {
         let place = tempfile::TempDir::new().unwrap();
         let (folder, other) = (place.path().join("out/one"), place.path().join("out/two"));
-        let held = lock(&folder).unwrap().unwrap();
-        let refused = lock(&folder).unwrap_err().to_string();
-        assert!(refused.starts_with("another run is at work in") && refused.contains("-o"), "{refused}");
-        drop(lock(&other).unwrap().unwrap());
+        let held = lock(&folder, None).unwrap().unwrap();
+        let text = refused(&folder, None);
+        assert!(text.starts_with("another run is at work in") && text.contains("-o"), "{text}");
+        drop(lock(&other, None).unwrap().unwrap());
         drop(held);
-        drop(lock(&folder).unwrap().unwrap());
-        // As a killed runner leaves it.
+        drop(lock(&folder, None).unwrap().unwrap());
+        // As killed runners leave it.
         std::fs::write(place.path().join("out/.one.lock"), "").unwrap();
-        drop(lock(&folder).unwrap().unwrap());
+        std::fs::write(place.path().join("out/.one.2-of-3.lock"), "").unwrap();
+        drop(lock(&folder, None).unwrap().unwrap());
         assert_eq!(std::fs::read_dir(place.path().join("out")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn shards_of_one_count_share_a_folder() {
+        let place = tempfile::TempDir::new().unwrap();
+        let folder = place.path().join("one");
+        let held: Vec<Lock> = ["1/4", "3/4", "4/4"].map(|text| lock(&folder, shard(text)).unwrap().unwrap()).into();
+        for (new, words) in [
+            (None, ", on shard 1/4, 3/4, 4/4; "),
+            (shard("3/4"), ", on the same shard 3/4; "),
+            (shard("2/3"), "divide it by the same number, not by 3; "),
+        ] {
+            let text = refused(&folder, new);
+            assert!(text.contains(words) && text.starts_with("another run is at work in"), "{text}");
+        }
+        // A folder beside it whose name begins alike.
+        drop(lock(&place.path().join("one.2-of-9"), None).unwrap().unwrap());
+        drop(held);
+        let whole = lock(&folder, None).unwrap().unwrap();
+        assert!(refused(&folder, shard("1/4")).contains(", on all of its runs; "));
+        drop(whole);
+        drop(lock(&folder, shard("2/3")).unwrap().unwrap());
+        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn who_is_at_work_is_told_from_who_was() {
+        let place = tempfile::TempDir::new().unwrap();
+        let folder = place.path().join("one");
+        assert!(at_work(&folder).unwrap().unwrap().is_empty());
+        let held = lock(&folder, shard("2/3")).unwrap().unwrap();
+        std::fs::write(place.path().join(".one.1-of-3.lock"), "").unwrap();
+        for name in [".one.lock.part", ".one.x-of-3.lock", ".one.4-of-3.lock", "one.lock", ".two.lock"] {
+            std::fs::write(place.path().join(name), "").unwrap();
+        }
+        let found = at_work(&folder).unwrap().unwrap();
+        let of: Vec<(Option<Shard>, bool)> = found.iter().map(|found| (found.shard, found.held)).collect();
+        assert_eq!(of, [(shard("1/3"), false), (shard("2/3"), true)]);
+        assert_eq!(found[1].holder.as_ref().unwrap().process, std::process::id());
+        assert!(found[0].holder.is_none());
+        // Looking takes nothing away.
+        assert!(refused(&folder, shard("2/3")).contains("the same shard"));
+        drop(held);
     }
 
     #[test]
@@ -95,18 +366,24 @@ mod tests {
         let place = tempfile::TempDir::new().unwrap();
         let (folder, inside) = (place.path().join("one"), AtomicU32::new(0));
         let had: u32 = std::thread::scope(|scope| {
-            let contend = || {
-                let mut had = 0;
-                for _ in 0..300 {
-                    let Ok(held) = lock(&folder) else { continue };
-                    assert_eq!(inside.fetch_add(1, SeqCst), 0, "two have it");
-                    had += 1;
-                    inside.fetch_sub(1, SeqCst);
-                    drop(held);
+            let contend = |sharded: bool| {
+                let (folder, inside) = (&folder, &inside);
+                move || {
+                    let mut had = 0;
+                    for _ in 0..100 {
+                        let Ok(held) = lock(folder, sharded.then(|| "1/2".parse().unwrap())) else { continue };
+                        assert_eq!(inside.fetch_add(1, SeqCst), 0, "two have it");
+                        had += 1;
+                        inside.fetch_sub(1, SeqCst);
+                        drop(held);
+                    }
+                    had
                 }
-                had
             };
-            let threads: Vec<_> = (0..4).map(|_| scope.spawn(contend)).collect();
+            let threads: Vec<_> = (0..4).map(|number| scope.spawn(contend(number % 2 == 0))).collect();
+            // One that only looks is in nobody's way.
+            let onlooker = scope.spawn(|| (0..100).for_each(|_| drop(at_work(&folder).unwrap())));
+            onlooker.join().unwrap();
             threads.into_iter().map(|thread| thread.join().unwrap()).sum()
         });
         assert!(had > 0);

@@ -8,6 +8,7 @@ use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 use serde_json::{Map, Value};
+use std::fmt;
 use std::str::FromStr;
 
 /// Options with their values, in the order in which the spec names them.
@@ -142,6 +143,19 @@ pub(crate) struct Shard {
     pub(crate) of: usize,
 }
 
+impl Shard {
+    /// Whether the run of this number in the plan is its own.
+    pub(crate) fn holds(self, index: usize) -> bool {
+        index % self.of == self.number - 1
+    }
+}
+
+impl fmt::Display for Shard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.number, self.of)
+    }
+}
+
 impl FromStr for Shard {
     type Err = String;
 
@@ -156,7 +170,7 @@ impl FromStr for Shard {
 
 /// The runs of a shard, in the order in which they run.
 pub(crate) fn share(runs: &[Run], shard: Option<Shard>) -> Vec<&Run> {
-    let mine = |index: usize| shard.is_none_or(|shard| index % shard.of == shard.number - 1);
+    let mine = |index: usize| shard.is_none_or(|shard| shard.holds(index));
     let mut out: Vec<&Run> = runs.iter().enumerate().filter(|(index, _)| mine(*index)).map(|(_, run)| run).collect();
     out.sort_by_key(|run| run.position);
     out

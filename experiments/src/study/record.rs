@@ -93,6 +93,9 @@ pub(crate) struct RunRecord<'a> {
     pub(crate) device: &'a str,
     pub(crate) repeat: u32,
     pub(crate) position: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) shard: Option<String>,
+    pub(crate) jobs: usize,
     pub(crate) command: Vec<String>,
     pub(crate) started_at: String,
     pub(crate) wall_s: f64,
@@ -150,13 +153,20 @@ pub(crate) fn read_json(path: &Path) -> Result<Value> {
     }
 }
 
+/// Where a run's record is written before it is whole.
+pub(crate) fn part_of(runs: &Path, id: &str) -> PathBuf {
+    runs.join(format!(".{id}.part"))
+}
+
 /// How far a run is, by its folder.
 pub(crate) fn status_of(folder: &Path, sha256: &str) -> Result<Option<RunStatus>> {
     let path = folder.join(RUN);
-    if !folder.exists() {
-        return Ok(None);
-    }
-    let value = read_json(&path)?;
+    let value = match read_json(&path) {
+        _ if !folder.exists() => return Ok(None),
+        // A folder that another makes room for at this moment is whole a moment later.
+        Err(_) => read_json(&path)?,
+        Ok(value) => value,
+    };
     if value["spec_sha256"].as_str() != Some(sha256) {
         bail!("{} belongs to another version of the spec; choose another folder with -o", path.display());
     }

@@ -8,8 +8,9 @@ use allocators::Bytes;
 use anyhow::Result;
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use serde::Serialize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use trainer::report::duration;
+use trainer::terminal::{Page, command};
 
 /// One cell of the matrix, over its repeats.
 #[derive(Debug, Serialize)]
@@ -171,4 +172,58 @@ pub(crate) fn warnings(cells: &[Cell]) -> Vec<String> {
 /// Where a run lies in an experiment's folder.
 pub(crate) fn folder_of(experiment: &Path, run: &Run) -> std::path::PathBuf {
     experiment.join(super::record::RUNS).join(&run.id)
+}
+
+/// What ran, where its records are, and the next command.
+pub(crate) fn closing(cells: &[Cell], out: &Path) -> Page {
+    let sum = |of: fn(&Cell) -> usize| cells.iter().map(of).sum::<usize>();
+    let (planned, done, failed, skipped) =
+        (sum(|cell| cell.planned), sum(|cell| cell.done), sum(|cell| cell.failed), sum(|cell| cell.skipped));
+    let mut names: Vec<&str> = cells.iter().map(|cell| cell.experiment.as_str()).collect();
+    names.dedup();
+    let out = shown(out);
+    let (what, folder) = match names.as_slice() {
+        [name] => ((*name).to_owned(), out.join(name)),
+        names => (format!("{} experiments", names.len()), out.clone()),
+    };
+    let mut found = format!("{done} of {planned} runs of {what} are done");
+    for (count, how) in [(failed, "failed"), (skipped, "skipped"), (planned - done - failed - skipped, "left")] {
+        if count > 0 {
+            found += &format!(", {count} {how}");
+        }
+    }
+    found += &format!("; the records are in {}.", folder.display());
+    let next = if done == planned {
+        names.first().map_or_else(String::new, |name| drawing(&out.join(name)))
+    } else {
+        command("experiments", &format!("status {}", quoted(&folder.to_string_lossy())))
+    };
+    let mut page = Page::stdout();
+    // It follows the tables.
+    page.line("");
+    page.line(found);
+    page.next(&next);
+    page
+}
+
+/// The command that draws an experiment.
+pub(crate) fn drawing(folder: &Path) -> String {
+    format!("vramlab report {}", quoted(&folder.to_string_lossy()))
+}
+
+/// A path as one would type it here.
+fn shown(path: &Path) -> PathBuf {
+    let here = std::env::current_dir().ok();
+    let below = here.and_then(|here| path.strip_prefix(here).ok().map(Path::to_owned));
+    below.filter(|below| !below.as_os_str().is_empty()).unwrap_or_else(|| path.to_owned())
+}
+
+/// A word of a command line, as a shell takes it.
+pub(crate) fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@+%".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', "'\\''"))
+    }
 }

@@ -1,28 +1,23 @@
 //! `experiments run`: does what specs say, and goes on where it was.
 
-use super::execute::{Experiment, Interrupted};
+use super::execute::Interrupted;
 use super::lock::{Lock, lock};
 use super::plan::{Run, Shard, plan_on, share};
 use super::programs::{self, Device, Places};
-use super::record::{
-    EXPERIMENT, ExperimentRecord, Machine, RUNS, RunStatus, SCHEMA_VERSION, now, provenance, read_json, remove,
-    spec_sha256, status_of, write_json,
-};
+use super::record::{EXPERIMENT, Machine, RunStatus, read_json, spec_sha256, status_of};
 use super::report::{self, Cell};
-use super::spec::{self, DeviceKind, Program, Source};
+use super::spec::{self, DeviceKind, Source};
+use super::work::{Work, start_of, work};
+use crate::FAILED;
 use crate::compare::ArmFailed;
 use allocators::CudaDriver;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use comfy_table::{ContentArrangement, LineStyle, Table, presets};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use trainer::terminal::{Bar, say};
-
-/// Exit code after Ctrl-C: 128 and the signal's number.
-const INTERRUPTED: u8 = 130;
+use trainer::signals::{self, Signals};
+use trainer::terminal::say;
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
@@ -36,9 +31,13 @@ pub(crate) struct RunArgs {
     /// cuda, cuda:N, sim or sim:PROFILE.json [default: cuda if there is a GPU, else sim]
     #[arg(long, value_name = "DEVICE")]
     device: Option<Device>,
-    /// Only every N-th run, beginning with the K-th; shards merge by copying their folders together
+    /// Only every N-th run, beginning with the K-th. Shards may work in one folder at the same time; those of several
+    /// folders merge by copying them together
     #[arg(long, value_name = "K/N")]
     shard: Option<Shard>,
+    /// Runs at the same time, on the simulated GPU only; what is timed in real time still runs alone
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
+    jobs: u16,
     /// Print the runs and their commands, and do nothing
     #[arg(long)]
     dry_run: bool,
@@ -60,11 +59,12 @@ pub(crate) struct RunArgs {
 }
 
 /// A spec that has been checked, with its runs.
-struct Planned {
-    source: Source,
-    runs: Vec<Run>,
-    sha256: String,
-    folder: PathBuf,
+pub(super) struct Planned {
+    pub(super) source: Source,
+    pub(super) runs: Vec<Run>,
+    pub(super) sha256: String,
+    /// `DIR/<name>`, absolute.
+    pub(super) folder: PathBuf,
 }
 
 /// The device that was named, else a GPU if all specs are for it and one is there, else the simulated one.
@@ -92,14 +92,18 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         return dry_run(&planned, &device, &places, args);
     }
     if device.kind == DeviceKind::Cuda {
+        if args.jobs > 1 {
+            bail!(
+                "--jobs is for the simulated GPU: runs that share a GPU would change each other's times; leave it out"
+            );
+        }
         // Said once, instead of by every run.
         CudaDriver::probe().context("--device cuda")?;
     }
-    let _locks = lock_all(&planned)?;
-    let stop = Arc::new(AtomicBool::new(false));
-    let flag = Arc::clone(&stop);
-    ctrlc::set_handler(move || flag.store(true, std::sync::atomic::Ordering::SeqCst))
-        .context("cannot listen for Ctrl-C")?;
+    let _locks = lock_all(&planned, if args.again { None } else { args.shard })?;
+    // What is done is kept, from the first run on.
+    signals::record_begins();
+    let signals = Signals::listen().context("cannot listen for signals")?;
     let machine = Machine::now();
     // Simulated time does not mind. CAST: a count of cores.
     if let Some(load) = machine.load.filter(|load| device.kind == DeviceKind::Cuda && *load > machine.cores as f64) {
@@ -108,18 +112,28 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let mut all: Vec<Cell> = Vec::new();
     let mut failed = Vec::new();
     for planned in &planned {
-        let done = run_one(planned, &device, &places, args, &stop);
-        let (cells, failures) = done.map_err(|error| interrupted(error, planned))?;
+        let done = work(&Work {
+            planned,
+            device: &device,
+            places: &places,
+            shard: args.shard,
+            again: args.again,
+            jobs: usize::from(args.jobs),
+            signals: &signals,
+        });
+        let (cells, failures) = done.map_err(|error| interrupted(error, planned, &signals))?;
         if !args.json {
             crate::print(&report::table(&planned.source.spec.name, &planned.source.spec.question, &cells))?;
         }
         failed.extend(failures);
         all.extend(cells);
     }
+    report::warnings(&all).iter().for_each(|warning| say(&format!("note: {warning}")));
     if args.json {
         crate::print_json(&all)?;
+    } else {
+        report::closing(&all, &out).print().context("cannot write to stdout")?;
     }
-    report::warnings(&all).iter().for_each(|warning| say(&format!("note: {warning}")));
     match failed.as_slice() {
         [] => Ok(()),
         [(first, error), ..] => {
@@ -132,24 +146,28 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     }
 }
 
-fn interrupted(error: anyhow::Error, planned: &Planned) -> anyhow::Error {
+/// Ctrl-C, TERM or HUP as the error that the program ends with.
+fn interrupted(error: anyhow::Error, planned: &Planned, signals: &Signals) -> anyhow::Error {
     if error.downcast_ref::<Interrupted>().is_none() {
         return error;
     }
     let name = &planned.source.spec.name;
-    ArmFailed::new(INTERRUPTED, format!("interrupted in {name}; what was done is kept, the same command goes on"))
-        .into()
+    let code = u8::try_from(signals.exit_code()).unwrap_or(FAILED);
+    ArmFailed::new(code, format!("interrupted in {name}; what was done is kept, the same command goes on")).into()
 }
 
 /// Takes the locks of all experiments before the first runs.
-fn lock_all(planned: &[Planned]) -> Result<Vec<Lock>> {
+fn lock_all(planned: &[Planned], shard: Option<Shard>) -> Result<Vec<Lock>> {
     // One that is named twice is one.
     let folders: BTreeSet<&Path> = planned.iter().map(|planned| planned.folder.as_path()).collect();
     let mut locks = Vec::new();
     for folder in folders {
-        match lock(folder)? {
+        match lock(folder, shard)? {
             Some(lock) => locks.push(lock),
-            None => say(&format!("note: {} cannot be locked here; run nothing else in it meanwhile", folder.display())),
+            None => say(&format!(
+                "note: {} cannot be locked here; have no other runner of the same runs in it meanwhile",
+                folder.display()
+            )),
         }
     }
     Ok(locks)
@@ -173,10 +191,14 @@ fn prepare(source: Source, device: &Device, places: &Places, out: &Path, again: 
 }
 
 /// A folder is new, empty, or holds the same experiment.
-fn check_folder(folder: &Path, sha256: &str, device: &Device) -> Result<()> {
+pub(super) fn check_folder(folder: &Path, sha256: &str, device: &Device) -> Result<()> {
     let path = folder.join(EXPERIMENT);
     if !path.is_file() {
-        let holds_something = std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_some());
+        // What another shard is writing at this moment begins with a dot.
+        let whole = |entry: std::io::Result<std::fs::DirEntry>| {
+            entry.is_ok_and(|entry| !entry.file_name().to_string_lossy().starts_with('.'))
+        };
+        let holds_something = std::fs::read_dir(folder).is_ok_and(|mut entries| entries.any(whole)) && !path.is_file();
         if holds_something || folder.is_file() {
             bail!("{} is there and holds no {EXPERIMENT}; choose another folder with -o", folder.display());
         }
@@ -208,7 +230,7 @@ fn dry_run(planned: &[Planned], device: &Device, places: &Places, args: &RunArgs
     table.set_header(["experiment", "run", "state", "command"]);
     for planned in planned {
         for run in share(&planned.runs, args.shard) {
-            let start = starts(planned, run).map(|(name, _)| name);
+            let start = start_of(&planned.source.spec, run).map(|(name, _)| name);
             let command = programs::command_line(run, device, places, start.as_deref());
             let command = command.map_or_else(|error| format!("skipped: {error}"), |line| line.shown.join(" "));
             let state = match status_of(&report::folder_of(&planned.folder, run), &planned.sha256) {
@@ -220,129 +242,4 @@ fn dry_run(planned: &[Planned], device: &Device, places: &Places, args: &RunArgs
         }
     }
     crate::print(&table.to_string())
-}
-
-/// The start file of a run that takes one, and how it is made.
-fn starts(planned: &Planned, run: &Run) -> Option<(String, Vec<String>)> {
-    (planned.source.spec.start && run.program == Program::Pytorch).then(|| programs::start_file(run))
-}
-
-type Failures = Vec<(String, String)>;
-
-fn run_one(
-    planned: &Planned,
-    device: &Device,
-    places: &Places,
-    args: &RunArgs,
-    stop: &AtomicBool,
-) -> Result<(Vec<Cell>, Failures)> {
-    let spec = &planned.source.spec;
-    if args.again {
-        remove(&planned.folder)?;
-    }
-    let runs_folder = planned.folder.join(RUNS);
-    std::fs::create_dir_all(&runs_folder).with_context(|| format!("cannot make {}", runs_folder.display()))?;
-    write_experiment(planned, device)?;
-    let experiment = Experiment {
-        name: &spec.name,
-        sha256: &planned.sha256,
-        keep: &spec.keep,
-        folder: &planned.folder,
-        device,
-        places,
-        stop,
-    };
-    let mine = share(&planned.runs, args.shard);
-    let state = |run: &Run| status_of(&experiment.run_folder(run), &planned.sha256).ok().flatten();
-    let mut left: Vec<&Run> = mine.iter().copied().filter(|run| state(run) != Some(RunStatus::Done)).collect();
-    let mut failures = Failures::new();
-    if left.iter().any(|run| run.program == Program::Pytorch)
-        && let Some(reason) = programs::pytorch_missing(places, device.kind)
-    {
-        let (skipped, others): (Vec<&Run>, Vec<&Run>) =
-            left.into_iter().partition(|run| run.program == Program::Pytorch);
-        for run in &skipped {
-            experiment.skip(run, &reason)?;
-        }
-        say(&format!("note: {}: {} runs of PyTorch are skipped: {reason}", spec.name, skipped.len()));
-        left = others;
-    }
-    make_starts(planned, &experiment, &mut left, &mut failures)?;
-    warm_up(planned, &experiment, &left, device.kind)?;
-    let bar = Bar::new(mine.len() as u64, "{prefix} {bar:20} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
-    bar.prefix(&spec.name);
-    bar.begin_at((mine.len() - left.len()) as u64);
-    for run in left {
-        bar.message(&run.id);
-        let start = starts(planned, run).map(|(name, _)| name);
-        match experiment.run(run, start.as_deref()) {
-            Ok((_, None)) => {}
-            Ok((_, Some(error))) => failures.push((format!("{}/{}", spec.name, run.id), error)),
-            Err(error) => {
-                bar.clear();
-                return Err(error);
-            }
-        }
-        bar.advance(1);
-    }
-    bar.clear();
-    if planned.runs.iter().all(|run| state(run) == Some(RunStatus::Done)) {
-        // They are large, and their seeds make them again.
-        remove(&planned.folder.join("start"))?;
-    }
-    let cells =
-        report::cells(&spec.name, !spec.arms.is_empty(), &planned.runs, |run| experiment.run_folder(run), state)?;
-    Ok((cells, failures))
-}
-
-/// Writes `experiment.json`, if the experiment is new.
-fn write_experiment(planned: &Planned, device: &Device) -> Result<()> {
-    let path = planned.folder.join(EXPERIMENT);
-    if path.is_file() {
-        return Ok(());
-    }
-    let spec = &planned.source.spec;
-    let record = ExperimentRecord {
-        schema_version: SCHEMA_VERSION,
-        name: &spec.name,
-        question: &spec.question,
-        spec,
-        spec_sha256: &planned.sha256,
-        device: &device.shown,
-        command: ["experiments", "run", &spec.name, "--device", &device.shown].map(str::to_owned).into(),
-        code_version: env!("CARGO_PKG_VERSION"),
-        provenance: provenance(),
-        started_at: now(),
-        runs: &planned.runs,
-    };
-    write_json(&path, &record)
-}
-
-/// Writes the start files of the runs that are left; runs whose file cannot be written fail.
-fn make_starts(
-    planned: &Planned,
-    experiment: &Experiment<'_>,
-    left: &mut Vec<&Run>,
-    failures: &mut Failures,
-) -> Result<()> {
-    let wanted: BTreeMap<String, Vec<String>> = left.iter().filter_map(|run| starts(planned, run)).collect();
-    for (name, arguments) in wanted {
-        let Some(error) = experiment.make_start(&name, &arguments)? else { continue };
-        failures.push((format!("{}/{name}", planned.source.spec.name), error));
-        left.retain(|run| starts(planned, run).is_none_or(|(other, _)| other != name));
-    }
-    Ok(())
-}
-
-/// Runs each cell that has runs left, as often as the spec says, and keeps nothing.
-fn warm_up(planned: &Planned, experiment: &Experiment<'_>, left: &[&Run], kind: DeviceKind) -> Result<()> {
-    let times = planned.source.spec.warm_up_on(kind);
-    for _ in 0..times {
-        let mut seen = BTreeSet::new();
-        for run in left.iter().filter(|run| seen.insert(run.cell)) {
-            let start = starts(planned, run).map(|(name, _)| name);
-            experiment.warm_up(run, start.as_deref())?;
-        }
-    }
-    Ok(())
 }

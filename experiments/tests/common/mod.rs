@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test program uses its part")]
 
+pub(crate) mod experiment;
+
 use assert_cmd::Command;
 use serde_json::Value;
 use std::path::PathBuf;
@@ -42,6 +44,18 @@ impl Place {
         self.file(name, contents).to_str().unwrap().to_owned()
     }
 
+    /// Writes a program that can be run at once.
+    #[cfg(unix)]
+    pub(crate) fn program(&self, name: &str, text: &str) {
+        // By another process: a test beside this one may start a program while the file is open here, which then has it open
+        // for writing too until its own begins, and a file that is open for writing cannot be run.
+        let source = format!("{name}.text");
+        self.file(&source, text);
+        let mut copy = std::process::Command::new("sh");
+        copy.args(["-c", &format!("cp {source} {name} && chmod 755 {name}")]);
+        assert!(copy.current_dir(self.at(".")).status().unwrap().success());
+    }
+
     /// Names of the files, sorted.
     pub(crate) fn files(&self) -> Vec<String> {
         names(&self.at("."))
@@ -52,6 +66,9 @@ impl Place {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_experiments"));
         command.args(arguments).current_dir(self.0.path()).env("GPU_ALLOCATORS_CACHE", self.at("cache"));
         command.env("NO_COLOR", "1");
+        for variable in ["SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"] {
+            command.env_remove(variable);
+        }
         for variable in
             ["MNIST_DIR", "MNIST_MIRROR", "HISTORIES", "PYTHON", "NVTX_INJECTION64_PATH", "NVTX_INJECTION32_PATH"]
         {

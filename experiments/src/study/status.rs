@@ -1,0 +1,340 @@
+//! `experiments status`: how far experiments are, and who is at work on them.
+
+use super::lock::{self, Holder};
+use super::plan::Shard;
+use super::record::{EXPERIMENT, RUN, RUNS, RunStatus, part_of, read_json, status_of};
+use super::report::{drawing, quoted};
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use serde::Serialize;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use trainer::terminal::{self, Column, Page, Table};
+
+#[derive(Debug, Args)]
+pub(crate) struct StatusArgs {
+    /// What `experiments run` was given as --out, or the folder of one experiment in it
+    #[arg(value_name = "DIR")]
+    folder: PathBuf,
+    /// Print one JSON array with an object for each experiment
+    #[arg(long)]
+    json: bool,
+}
+
+/// How far a run is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum State {
+    Done,
+    Running,
+    Failed,
+    Skipped,
+    Left,
+}
+
+#[derive(Debug, Serialize)]
+struct Run {
+    id: String,
+    state: State,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+    /// Whether a killed runner left it unfinished.
+    stale: bool,
+}
+
+/// Runs in each state.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+struct Counts {
+    planned: usize,
+    done: usize,
+    running: usize,
+    failed: usize,
+    skipped: usize,
+    left: usize,
+}
+
+impl Counts {
+    fn of<'a>(runs: impl Iterator<Item = &'a Run>) -> Self {
+        let mut counts = Self::default();
+        for run in runs {
+            counts.planned += 1;
+            *match run.state {
+                State::Done => &mut counts.done,
+                State::Running => &mut counts.running,
+                State::Failed => &mut counts.failed,
+                State::Skipped => &mut counts.skipped,
+                State::Left => &mut counts.left,
+            } += 1;
+        }
+        counts
+    }
+
+    /// Runs that nobody has done and nobody is at.
+    fn open(&self) -> usize {
+        self.failed + self.skipped + self.left
+    }
+}
+
+/// What a runner does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Runner {
+    /// It holds its lock.
+    Running,
+    /// It was killed: its lock's file is there and nobody holds it.
+    Stale,
+    /// There is none.
+    None,
+}
+
+#[derive(Debug, Serialize)]
+struct Part {
+    /// Absent for a runner of all runs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    shard: Option<String>,
+    runner: Runner,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    holder: Option<Holder>,
+    #[serde(flatten)]
+    counts: Counts,
+}
+
+#[derive(Debug, Serialize)]
+struct Status {
+    experiment: String,
+    device: String,
+    #[serde(flatten)]
+    counts: Counts,
+    /// Whether the file system tells who is at work.
+    locks: bool,
+    runners: Vec<Part>,
+    runs: Vec<Run>,
+    #[serde(skip)]
+    command: String,
+    #[serde(skip)]
+    folder: PathBuf,
+}
+
+/// Prints how far the experiments of a folder are.
+pub(crate) fn status(args: &StatusArgs) -> Result<()> {
+    let found = experiments(&args.folder)?.iter().map(|folder| of(folder)).collect::<Result<Vec<Status>>>()?;
+    if args.json {
+        return crate::print_json(&found);
+    }
+    let mut page = Page::stdout();
+    page.table(&table(&found));
+    found.iter().flat_map(Status::notes).for_each(|note| page.line(note));
+    close(&mut page, &found);
+    page.print().context("cannot write to stdout")
+}
+
+/// The folder itself if it holds an experiment, else those in it that do, sorted.
+fn experiments(folder: &Path) -> Result<Vec<PathBuf>> {
+    if folder.join(EXPERIMENT).is_file() {
+        return Ok(vec![folder.to_owned()]);
+    }
+    let entries = std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    let mut found = Vec::new();
+    for entry in entries {
+        let path = entry.with_context(|| format!("cannot read {}", folder.display()))?.path();
+        if path.join(EXPERIMENT).is_file() {
+            found.push(path);
+        }
+    }
+    if found.is_empty() {
+        bail!(
+            "{} holds no {EXPERIMENT}, nor does a folder in it; name what `experiments run` had as --out",
+            folder.display()
+        );
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn of(folder: &Path) -> Result<Status> {
+    let absolute = std::path::absolute(folder).with_context(|| format!("{} is no folder", folder.display()))?;
+    let path = folder.join(EXPERIMENT);
+    let record = read_json(&path)?;
+    let text = |key: &str| {
+        let found = record[key].as_str().map(str::to_owned);
+        found.with_context(|| format!("{} has no {key}, so no experiment wrote it", path.display()))
+    };
+    let (experiment, device, sha256) = (text("name")?, text("device")?, text("spec_sha256")?);
+    let planned = record["runs"].as_array().with_context(|| format!("{} has no runs", path.display()))?;
+    let at_work = lock::at_work(&absolute)?;
+    let found = at_work.as_deref().unwrap_or_default();
+    let is_held =
+        |index: usize| found.iter().any(|lock| lock.held && lock.shard.is_none_or(|shard| shard.holds(index)));
+    let mut runs = Vec::new();
+    let mut shards: Vec<Shard> = found.iter().filter_map(|lock| lock.shard).collect();
+    for (index, run) in planned.iter().enumerate() {
+        let id = run["id"].as_str().filter(|id| is_plain(id));
+        let id = id.with_context(|| format!("{}: the run {index} has no id that names a folder", path.display()))?;
+        let runs_folder = folder.join(RUNS);
+        let (own, begun) = (runs_folder.join(id), part_of(&runs_folder, id).exists());
+        let state = match status_of(&own, &sha256)? {
+            Some(RunStatus::Done) => State::Done,
+            _ if begun && is_held(index) => State::Running,
+            Some(RunStatus::Failed) => State::Failed,
+            Some(RunStatus::Skipped) => State::Skipped,
+            None => State::Left,
+        };
+        let of_run = if state == State::Left { Value::Null } else { read_json(&own.join(RUN)).unwrap_or_default() };
+        let error = of_run["error"].as_str().filter(|_| state != State::Running).map(str::to_owned);
+        // Where no lock tells of shards, the records do.
+        let shard = of_run["shard"].as_str().and_then(|shard| shard.parse::<Shard>().ok());
+        shards.extend(shard.filter(|_| found.is_empty()));
+        runs.push(Run {
+            id: id.to_owned(),
+            state,
+            error,
+            stale: begun && state != State::Running && at_work.is_some(),
+        });
+    }
+    let runners = runners(found, &shards, &runs);
+    // Behind the program's own name.
+    let command = record["command"].as_array().into_iter().flatten().skip(1).filter_map(Value::as_str).map(quoted);
+    let out = folder.parent().filter(|out| !out.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let command = command.chain(["-o".to_owned(), quoted(&out.to_string_lossy())]).collect::<Vec<String>>().join(" ");
+    let (counts, locks) = (Counts::of(runs.iter()), at_work.is_some());
+    Ok(Status { experiment, device, counts, locks, runners, runs, command, folder: folder.to_owned() })
+}
+
+/// A name that leads nowhere else.
+fn is_plain(id: &str) -> bool {
+    !id.is_empty() && !id.starts_with('.') && !id.contains(['/', '\\', '\0'])
+}
+
+/// The runner of all runs, and each shard where all agree on their number.
+fn runners(found: &[lock::Found], shards: &[Shard], runs: &[Run]) -> Vec<Part> {
+    let runner_of = |wanted: Option<Shard>| {
+        let lock = found.iter().find(|lock| lock.shard == wanted);
+        let runner = lock.map_or(Runner::None, |lock| if lock.held { Runner::Running } else { Runner::Stale });
+        (runner, lock.and_then(|lock| lock.holder.clone()))
+    };
+    let mut out = Vec::new();
+    let (runner, holder) = runner_of(None);
+    if runner != Runner::None {
+        out.push(Part { shard: None, runner, holder, counts: Counts::of(runs.iter()) });
+    }
+    let Some(of) = shards.first().map(|shard| shard.of).filter(|of| shards.iter().all(|shard| shard.of == *of)) else {
+        return out;
+    };
+    // More shards than runs have nothing to do.
+    for number in 1..=of.min(runs.len()) {
+        let shard = Shard { number, of };
+        let mine = runs.iter().enumerate().filter(|(index, _)| shard.holds(*index)).map(|(_, run)| run);
+        let (runner, holder) = runner_of(Some(shard));
+        out.push(Part { shard: Some(shard.to_string()), runner, holder, counts: Counts::of(mine) });
+    }
+    out
+}
+
+fn table(found: &[Status]) -> Table {
+    let mut table = Table::new([
+        Column::left("experiment"),
+        Column::left("shard"),
+        Column::right("done"),
+        Column::right("running"),
+        Column::right("failed"),
+        Column::right("skipped"),
+        Column::right("left"),
+        Column::text("runner"),
+    ]);
+    let row = |name: &str, shard: &str, counts: &Counts, runner: String| {
+        let of = [counts.running, counts.failed, counts.skipped, counts.left].map(|count| count.to_string());
+        let [running, failed, skipped, left] = of;
+        let done = format!("{}/{}", counts.done, counts.planned);
+        [name.to_owned(), shard.to_owned(), done, running, failed, skipped, left, runner]
+    };
+    for status in found {
+        let whole = status.runners.iter().find(|part| part.shard.is_none());
+        table.row(row(&status.experiment, "all", &status.counts, whole.map_or_else(String::new, Part::words)));
+        for part in &status.runners {
+            if let Some(shard) = &part.shard {
+                table.row(row("", shard, &part.counts, part.words()));
+            }
+        }
+    }
+    table
+}
+
+impl Part {
+    /// What its runner does, in words.
+    fn words(&self) -> String {
+        let holder = self.holder.as_ref().map_or_else(String::new, |holder| {
+            let job = holder.job.as_ref().map_or_else(String::new, |job| format!(", job {}", job.id));
+            format!("process {}{job}, since {}", holder.process, holder.started_at)
+        });
+        match self.runner {
+            Runner::Running => holder,
+            Runner::Stale if self.counts.open() > 0 => "stale: it was killed".to_owned(),
+            Runner::Stale | Runner::None => String::new(),
+        }
+    }
+}
+
+impl Status {
+    /// What failed, what was left behind, and what cannot be told.
+    fn notes(&self) -> Vec<String> {
+        /// Most failures that are told.
+        const TOLD: usize = 5;
+        let mut out = Vec::new();
+        let failed: Vec<&Run> = self.runs.iter().filter(|run| run.state == State::Failed).collect();
+        for run in failed.iter().take(TOLD) {
+            let error = run.error.as_deref().unwrap_or("it does not say why");
+            out.push(format!("failed: {}/{}: {error}", self.experiment, run.id));
+        }
+        if failed.len() > TOLD {
+            out.push(format!("failed: {} more of {}", failed.len() - TOLD, self.experiment));
+        }
+        for run in self.runs.iter().filter(|run| run.stale) {
+            out.push(format!("stale: {}/{} was begun by a runner that is gone", self.experiment, run.id));
+        }
+        if !self.locks {
+            let name = &self.experiment;
+            out.push(format!(
+                "note: {name} lies on a file system without locks, so nobody can tell which runs are running"
+            ));
+        }
+        out
+    }
+
+    /// The command that goes on with what nobody is at; `None` if there is nothing.
+    fn next(&self) -> Option<String> {
+        if self.counts.open() == 0
+            || self.runners.iter().any(|part| part.shard.is_none() && part.runner == Runner::Running)
+        {
+            return None;
+        }
+        let mut shards = self.runners.iter().filter(|part| part.shard.is_some()).peekable();
+        if shards.peek().is_none() {
+            return Some(self.command.clone());
+        }
+        let part = shards.find(|part| part.runner != Runner::Running && part.counts.open() > 0)?;
+        part.shard.as_ref().map(|shard| format!("{} --shard {shard}", self.command))
+    }
+}
+
+/// One sentence about all of them, and the next command.
+fn close(page: &mut Page, found: &[Status]) {
+    let sum = |of: fn(&Counts) -> usize| found.iter().map(|status| of(&status.counts)).sum::<usize>();
+    let (planned, done, running) = (sum(|of| of.planned), sum(|of| of.done), sum(|of| of.running));
+    let mut text = format!("{done} of {planned} runs are done");
+    for (count, what) in [
+        (running, "running"),
+        (sum(|of| of.failed), "failed"),
+        (sum(|of| of.skipped), "skipped"),
+        (sum(|of| of.left), "left"),
+    ] {
+        if count > 0 {
+            text += &format!(", {count} {what}");
+        }
+    }
+    let go_on = || Some(terminal::command("experiments", &found.iter().find_map(Status::next)?));
+    let draw = || found.first().filter(|_| done == planned).map(|status| drawing(&status.folder));
+    match go_on().or_else(draw) {
+        Some(next) => page.end(format!("{text}."), &next),
+        None => page.title(format!("{text}.")),
+    }
+}

@@ -1,0 +1,207 @@
+//! The work on one experiment: its folder, its start files, and its runs, some of them at the same time.
+
+use super::execute::Experiment;
+use super::lock;
+use super::plan::{Run, Shard, share};
+use super::programs::{self, Device, Places};
+use super::record::{
+    EXPERIMENT, ExperimentRecord, RUNS, RunStatus, SCHEMA_VERSION, now, provenance, remove, status_of, write_json,
+};
+use super::report::{self, Cell};
+use super::run::{Planned, check_folder};
+use super::spec::{DeviceKind, Program, Spec};
+use anyhow::{Context, Result};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Mutex, PoisonError};
+use trainer::signals::Signals;
+use trainer::terminal::{Bar, say};
+
+/// What is to be done.
+pub(super) struct Work<'a> {
+    pub(super) planned: &'a Planned,
+    pub(super) device: &'a Device,
+    pub(super) places: &'a Places,
+    pub(super) shard: Option<Shard>,
+    /// Whether what is there goes first.
+    pub(super) again: bool,
+    /// Runs at the same time.
+    pub(super) jobs: usize,
+    pub(super) signals: &'a Signals,
+}
+
+/// Runs that failed, and why.
+pub(super) type Failures = Vec<(String, String)>;
+
+/// The start file of a run that takes one, and how it is made.
+pub(super) fn start_of(spec: &Spec, run: &Run) -> Option<(String, Vec<String>)> {
+    (spec.start && run.program == Program::Pytorch).then(|| programs::start_file(run))
+}
+
+/// Does what is left of an experiment, or of a shard of it; all its cells, and the runs that failed.
+pub(super) fn work(work: &Work<'_>) -> Result<(Vec<Cell>, Failures)> {
+    let (planned, device) = (work.planned, work.device);
+    let spec = &planned.source.spec;
+    // Shards may begin at the same time.
+    lock::alone(&planned.folder, || {
+        if work.again {
+            remove(&planned.folder)?;
+        }
+        check_folder(&planned.folder, &planned.sha256, device)?;
+        let folder = &planned.folder;
+        std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        write_experiment(planned, device)
+    })?;
+    let runs_folder = planned.folder.join(RUNS);
+    std::fs::create_dir_all(&runs_folder).with_context(|| format!("cannot make {}", runs_folder.display()))?;
+    let experiment = Experiment {
+        name: &spec.name,
+        sha256: &planned.sha256,
+        keep: &spec.keep,
+        folder: &planned.folder,
+        device,
+        places: work.places,
+        shard: work.shard,
+        jobs: work.jobs,
+        signals: work.signals,
+    };
+    let mine = share(&planned.runs, work.shard);
+    mine.iter().try_for_each(|run| experiment.tidy(run))?;
+    let state = |run: &Run| status_of(&experiment.run_folder(run), &planned.sha256).ok().flatten();
+    let mut left: Vec<&Run> = mine.iter().copied().filter(|run| state(run) != Some(RunStatus::Done)).collect();
+    let mut failures = Failures::new();
+    if left.iter().any(|run| run.program == Program::Pytorch)
+        && let Some(reason) = programs::pytorch_missing(work.places, device.kind)
+    {
+        let (skipped, others): (Vec<&Run>, Vec<&Run>) =
+            left.into_iter().partition(|run| run.program == Program::Pytorch);
+        for run in &skipped {
+            experiment.skip(run, &reason)?;
+        }
+        say(&format!("note: {}: {} runs of PyTorch are skipped: {reason}", spec.name, skipped.len()));
+        left = others;
+    }
+    make_starts(spec, &experiment, &mut left, &mut failures)?;
+    warm_up(spec, &experiment, &left, device.kind)?;
+    let bar = Bar::new(mine.len() as u64, "{prefix} {bar:20} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
+    bar.prefix(&spec.name);
+    bar.begin_at((mine.len() - left.len()) as u64);
+    let done = all(&experiment, spec, &left, work.jobs, &bar);
+    bar.clear();
+    failures.extend(done?);
+    if planned.runs.iter().all(|run| state(run) == Some(RunStatus::Done)) {
+        // They are large, and their seeds make them again.
+        remove(&planned.folder.join("start"))?;
+    }
+    let cells =
+        report::cells(&spec.name, !spec.arms.is_empty(), &planned.runs, |run| experiment.run_folder(run), state)?;
+    Ok((cells, failures))
+}
+
+/// Whether a run's figures are real times, which runs beside it would change.
+fn is_timed(run: &Run) -> bool {
+    match run.program {
+        Program::Bench | Program::Pytorch => true,
+        // Their times are simulated, and the record says how many ran at once for the few that are not.
+        Program::Trainer | Program::Replay | Program::Capacity => false,
+    }
+}
+
+/// Does the runs in their order, up to `jobs` of them at the same time, and then those that want the machine for themselves.
+fn all(experiment: &Experiment<'_>, spec: &Spec, left: &[&Run], jobs: usize, bar: &Bar) -> Result<Failures> {
+    let (alone, together): (Vec<&Run>, Vec<&Run>) = left.iter().partition(|run| jobs == 1 || is_timed(run));
+    let mut failures = at_once(experiment, spec, &together, jobs, bar)?;
+    failures.extend(at_once(experiment, spec, &alone, 1, bar)?);
+    failures.sort();
+    Ok(failures.into_iter().map(|(_, id, error)| (format!("{}/{id}", spec.name), error)).collect())
+}
+
+/// Does the runs, `jobs` of them at the same time; place in the order, name and error of those that failed.
+fn at_once(
+    experiment: &Experiment<'_>,
+    spec: &Spec,
+    runs: &[&Run],
+    jobs: usize,
+    bar: &Bar,
+) -> Result<Vec<(usize, String, String)>> {
+    let (next, given_up) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let failed = Mutex::new(Vec::new());
+    let worker = || -> Result<()> {
+        while !given_up.load(SeqCst)
+            && let Some(run) = runs.get(next.fetch_add(1, SeqCst))
+        {
+            bar.message(&run.id);
+            let start = start_of(spec, run).map(|(name, _)| name);
+            match experiment.run(run, start.as_deref()) {
+                Ok((_, None)) => {}
+                Ok((_, Some(error))) => {
+                    failed.lock().unwrap_or_else(PoisonError::into_inner).push((run.position, run.id.clone(), error))
+                }
+                Err(error) => {
+                    // The others end what they are at.
+                    given_up.store(true, SeqCst);
+                    return Err(error);
+                }
+            }
+            bar.advance(1);
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        // A process ends with the thread that started it, so each waits for its own.
+        let workers: Vec<_> = (0..jobs.min(runs.len())).map(|_| scope.spawn(worker)).collect();
+        let ended = workers.into_iter().map(|worker| {
+            // A panic is a fault of this program; it goes on as one.
+            worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        ended.collect::<Vec<Result<()>>>().into_iter().collect::<Result<()>>()
+    })?;
+    Ok(failed.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Writes `experiment.json`, if the experiment is new.
+fn write_experiment(planned: &Planned, device: &Device) -> Result<()> {
+    let path = planned.folder.join(EXPERIMENT);
+    if path.is_file() {
+        return Ok(());
+    }
+    let spec = &planned.source.spec;
+    let record = ExperimentRecord {
+        schema_version: SCHEMA_VERSION,
+        name: &spec.name,
+        question: &spec.question,
+        spec,
+        spec_sha256: &planned.sha256,
+        device: &device.shown,
+        command: ["experiments", "run", &spec.name, "--device", &device.shown].map(str::to_owned).into(),
+        code_version: env!("CARGO_PKG_VERSION"),
+        provenance: provenance(),
+        started_at: now(),
+        runs: &planned.runs,
+    };
+    write_json(&path, &record)
+}
+
+/// Writes the start files of the runs that are left; runs whose file cannot be written fail.
+fn make_starts(spec: &Spec, experiment: &Experiment<'_>, left: &mut Vec<&Run>, failures: &mut Failures) -> Result<()> {
+    let wanted: BTreeMap<String, Vec<String>> = left.iter().filter_map(|run| start_of(spec, run)).collect();
+    for (name, arguments) in wanted {
+        let Some(error) = experiment.make_start(&name, &arguments)? else { continue };
+        failures.push((format!("{}/{name}", spec.name), error));
+        left.retain(|run| start_of(spec, run).is_none_or(|(other, _)| other != name));
+    }
+    Ok(())
+}
+
+/// Runs each cell that has runs left, as often as the spec says, and keeps nothing.
+fn warm_up(spec: &Spec, experiment: &Experiment<'_>, left: &[&Run], kind: DeviceKind) -> Result<()> {
+    let times = spec.warm_up_on(kind);
+    for _ in 0..times {
+        let mut seen = BTreeSet::new();
+        for run in left.iter().filter(|run| seen.insert(run.cell)) {
+            let start = start_of(spec, run).map(|(name, _)| name);
+            experiment.warm_up(run, start.as_deref())?;
+        }
+    }
+    Ok(())
+}

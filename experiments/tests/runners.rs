@@ -1,0 +1,459 @@
+//! Several runners, several runs at once, and how they end.
+
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::experiment::{IDS, SMALL, json_at, run, runs};
+use common::{HANGS, Place, Ran, names};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+#[test]
+fn a_killed_runner_goes_on_where_it_was() {
+    let place = Place::new();
+    place.write("small.toml", SMALL.replace("hidden = [5, 9]", "hidden = [5, 9]\nseed = [1, 2, 3, 4, 5]"));
+    let arguments = ["run", "small.toml", "--device", "sim", "-o", "out"];
+    let mut child = place.process(&arguments).stdout(std::process::Stdio::null()).spawn().unwrap();
+    let folder = place.at("out/small/runs");
+    let whole = || {
+        let names = if folder.is_dir() { names(&folder) } else { Vec::new() };
+        names.into_iter().filter(|name| !name.starts_with('.')).count()
+    };
+    let begun = Instant::now();
+    while whole() < 3 {
+        assert!(begun.elapsed() < HANGS, "it should have done three runs");
+        assert!(child.try_wait().unwrap().is_none(), "it should be running");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // SIGKILL: nothing can be tidied up.
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let before: BTreeMap<String, String> = names(&folder)
+        .into_iter()
+        .filter(|name| !name.starts_with('.'))
+        .map(|name| (name.clone(), std::fs::read_to_string(folder.join(name).join("run.json")).unwrap()))
+        .collect();
+    assert!((3..40).contains(&before.len()), "{}", before.len());
+    place.run(&arguments).ok();
+    let after = runs(&place, "out");
+    assert_eq!(after.len(), 40, "nothing is lost, nothing half-written is left");
+    for (id, text) in before {
+        assert_eq!(after[&id], text, "{id} should not be repeated");
+    }
+}
+
+#[test]
+fn shards_put_together_are_the_whole() {
+    let place = Place::new();
+    place.write("small.toml", SMALL);
+    for (shard, out) in [("1/2", "a"), ("2/2", "b")] {
+        place.run(&["run", "small.toml", "--device", "sim", "--shard", shard, "-o", out]).ok();
+    }
+    let (first, second) = (runs(&place, "a"), runs(&place, "b"));
+    assert_eq!((first.len(), second.len()), (4, 4));
+    for id in second.keys() {
+        std::fs::rename(place.at("b/small/runs").join(id), place.at("a/small/runs").join(id)).unwrap();
+    }
+    assert_eq!(runs(&place, "a").keys().collect::<Vec<_>>(), IDS);
+    let merged = place.run(&["run", "small.toml", "--device", "sim", "-o", "a", "--json"]).ok();
+    let done: Vec<u64> = merged.rows().iter().map(|cell| cell["done"].as_u64().unwrap()).collect();
+    assert_eq!(done, [2, 2, 2, 2]);
+    let mut together = first;
+    together.extend(second);
+    assert_eq!(runs(&place, "a"), together, "there was nothing left to do");
+}
+
+#[test]
+fn a_second_runner_leaves_the_first_alone() {
+    let place = Place::new();
+    place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
+    let mut first = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
+    let mut first = first.stderr(std::process::Stdio::null()).stdout(std::process::Stdio::null()).spawn().unwrap();
+    let (folder, begun) = (place.at("out/small/runs"), Instant::now());
+    let unfinished = || if folder.is_dir() { names(&folder) } else { Vec::new() };
+    while unfinished().is_empty() {
+        assert!(begun.elapsed() < HANGS, "it should have begun a run");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let before = unfinished();
+    for more in [&[][..], &["--again"], &["--shard", "2/2"], &["--shard", "2/2", "--again"]] {
+        run(&place, more).refused(2, &["another run is at work in", "out/small", "with -o"]);
+    }
+    assert_eq!(before.len(), 1);
+    assert_eq!(unfinished(), before, "nothing of the first is gone");
+    assert!(first.try_wait().unwrap().is_none(), "it is still at work");
+    // To look is allowed, and so is another experiment beside it.
+    run(&place, &["--dry-run"]).ok();
+    place.write("other.toml", SMALL.replace("\"small\"", "\"other\""));
+    place.run(&["run", "other.toml", "--device", "sim", "-o", "out"]).ok();
+    // A killed one leaves its lock's file, and no lock.
+    first.kill().unwrap();
+    first.wait().unwrap();
+    assert!(place.at("out/.small.lock").exists());
+    place.write("small.toml", SMALL);
+    run(&place, &["--again"]).ok();
+    assert_eq!(runs(&place, "out").len(), 8);
+    assert_eq!(names(&place.at("out")), ["other", "small"]);
+}
+
+/// Waits until something is so.
+fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !so() {
+        assert!(begun.elapsed() < HANGS, "{what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A runner in the background, whose output is kept.
+fn start(place: &Place, more: &[&str]) -> std::process::Child {
+    let mut command = place.process(&[&["run", "small.toml", "--device", "sim", "-o", "out"], more].concat());
+    command.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).spawn().unwrap()
+}
+
+/// Runs that are being written, and those that are whole.
+fn begun_and_whole(place: &Place) -> (Vec<String>, Vec<String>) {
+    let folder = place.at("out/small/runs");
+    let names = if folder.is_dir() { names(&folder) } else { Vec::new() };
+    names.into_iter().partition(|name| name.starts_with('.'))
+}
+
+fn status(place: &Place) -> Value {
+    place.run(&["status", "out", "--json"]).rows().remove(0)
+}
+
+/// What a program ends with: what it found, and the next command without the program's name, which depends on how it is run.
+fn closing(text: &str) -> [&str; 2] {
+    let lines: Vec<&str> = text.lines().rev().take(2).collect();
+    let next = lines[0].strip_prefix("Next: ").unwrap();
+    [lines[1], next.rsplit_once("experiments ").map_or(next, |(_, rest)| rest.trim_start_matches("-- "))]
+}
+
+fn counts(of: &Value) -> [u64; 5] {
+    ["done", "running", "failed", "skipped", "left"].map(|key| of[key].as_u64().unwrap())
+}
+
+#[test]
+fn four_shards_in_one_folder_do_the_plan_once() {
+    let place = Place::new();
+    place.write("small.toml", SMALL.replace("hidden = [5, 9]", "hidden = [5, 9]\nseed = [1, 2, 3, 4, 5]"));
+    let shards = ["1/4", "2/4", "3/4", "4/4"];
+    let mut at_work: Vec<std::process::Child> = shards.iter().map(|shard| start(&place, &["--shard", shard])).collect();
+    // The second is killed between its first run and its last.
+    let mine = |id: &str, shard: usize| id[..2].parse::<usize>().unwrap() % 4 == shard - 1;
+    let of_second = || begun_and_whole(&place).1.into_iter().filter(|id| mine(id, 2)).collect::<Vec<String>>();
+    until("the second shard should have done two runs", || of_second().len() >= 2);
+    // SIGKILL: nothing can be tidied up.
+    at_work[1].kill().unwrap();
+    let killed = at_work.remove(1).wait_with_output().unwrap();
+    assert_eq!(killed.status.code(), None, "it should have been at work still");
+    let before: Vec<(String, String)> = of_second()
+        .into_iter()
+        .map(|id| (id.clone(), std::fs::read_to_string(place.at("out/small/runs").join(id).join("run.json")).unwrap()))
+        .collect();
+    let told = status(&place);
+    let second = told["runners"].as_array().unwrap().iter().find(|part| part["shard"] == "2/4").unwrap();
+    assert_eq!((&second["runner"], &second["planned"], &second["running"]), (&json!("stale"), &json!(10), &json!(0)));
+    at_work.push(start(&place, &["--shard", "2/4"]));
+    for child in at_work {
+        Ran::of(child.wait_with_output().unwrap()).ok();
+    }
+    let found = runs(&place, "out");
+    let planned = json_at(&place.at("out/small/experiment.json"));
+    let planned: Vec<&str> =
+        planned["runs"].as_array().unwrap().iter().map(|run| run["id"].as_str().unwrap()).collect();
+    assert_eq!(found.keys().collect::<Vec<_>>(), planned, "none is lost, nothing half-written is left");
+    for (index, text) in found.values().enumerate() {
+        let record: Value = serde_json::from_str(text).unwrap();
+        assert_eq!((&record["status"], &record["jobs"]), (&json!("done"), &json!(1)));
+        assert_eq!(record["shard"], format!("{}/4", index % 4 + 1), "each run is its shard's");
+    }
+    for (id, text) in before {
+        assert_eq!(found[&id], text, "{id} should not be repeated");
+    }
+    assert_eq!(names(&place.at("out")), ["small"], "no lock is left");
+    assert_eq!(counts(&status(&place)), [40, 0, 0, 0, 0]);
+}
+
+#[cfg(unix)]
+#[test]
+fn the_jobs_of_an_array_share_a_folder() {
+    let place = Place::new();
+    place.write("small.toml", SMALL);
+    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("slurm.sbatch");
+    let job = |variables: &[(&str, String)]| {
+        let runner = place.process(&[]);
+        let mut shell = std::process::Command::new("bash");
+        shell.arg(&script).args(["small.toml", "out", "--json"]).current_dir(place.at("."));
+        shell.env("EXPERIMENTS", runner.get_program()).env("DEVICE", "sim").env_remove("SHARDS");
+        // As Slurm sets them; none of those that the tests themselves may run under.
+        for name in ["JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "ARRAY_TASK_COUNT", "ARRAY_TASK_MIN", "ARRAY_TASK_STEP"]
+        {
+            shell.env_remove(format!("SLURM_{name}"));
+        }
+        shell.envs(variables.iter().map(|(name, value)| (*name, value.as_str())));
+        shell.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).spawn().unwrap()
+    };
+    let done = |child: std::process::Child| Ran::of(child.wait_with_output().unwrap()).ok();
+    // `--array=10-14:2`: three jobs.
+    let of_array = |task: u32| {
+        let number = |text: &str| text.to_owned();
+        [
+            ("SLURM_JOB_ID", (100 + task).to_string()),
+            ("SLURM_ARRAY_JOB_ID", number("100")),
+            ("SLURM_ARRAY_TASK_ID", task.to_string()),
+            ("SLURM_ARRAY_TASK_COUNT", number("3")),
+            ("SLURM_ARRAY_TASK_MIN", number("10")),
+            ("SLURM_ARRAY_TASK_STEP", number("2")),
+        ]
+    };
+    let jobs = [10, 12, 14].map(|task| job(&of_array(task)));
+    jobs.into_iter().for_each(|child| drop(done(child)));
+    let found = runs(&place, "out");
+    assert_eq!(found.keys().collect::<Vec<_>>(), IDS);
+    for (index, text) in found.values().enumerate() {
+        let record: Value = serde_json::from_str(text).unwrap();
+        let task = 10 + 2 * (index % 3);
+        let wanted = json!({"id": (100 + task).to_string(), "array_id": "100", "array_task": task.to_string()});
+        assert_eq!((&record["shard"], &record["provenance"]["job"]), (&json!(format!("{}/3", index % 3 + 1)), &wanted));
+    }
+    // One of four alone, and a job that is none of an array.
+    std::fs::remove_dir_all(place.at("out")).unwrap();
+    done(job(&[("SLURM_ARRAY_TASK_ID", "2".into()), ("SLURM_ARRAY_TASK_MIN", "2".into()), ("SHARDS", "4".into())]));
+    assert_eq!(runs(&place, "out").into_keys().collect::<Vec<_>>(), [IDS[2], IDS[6]]);
+    done(job(&[]));
+    assert_eq!(runs(&place, "out").into_keys().collect::<Vec<_>>(), IDS);
+}
+
+#[test]
+fn shards_share_a_folder_only_with_shards_of_their_number() {
+    let place = Place::new();
+    place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
+    let mut first = start(&place, &["--shard", "2/8"]);
+    until("it should have begun a run", || !begun_and_whole(&place).0.is_empty());
+    for (more, words) in [
+        (&["--shard", "2/8"][..], "on the same shard 2/8;"),
+        (&["--shard", "2/4"], "not by 4;"),
+        (&[], "on shard 2/8;"),
+        (&["--again"], "on shard 2/8;"),
+    ] {
+        run(&place, more).refused(2, &["another run is at work in", "out/small", words]);
+    }
+    // Its run is running, its lock says by whom, and nobody is at the others.
+    let told = status(&place);
+    assert_eq!(counts(&told), [0, 1, 0, 0, 7]);
+    assert_eq!((&told["experiment"], &told["device"], &told["locks"]), (&json!("small"), &json!("sim"), &json!(true)));
+    let runners = told["runners"].as_array().unwrap();
+    assert_eq!((runners.len(), &runners[1]["runner"], &runners[0]["runner"]), (8, &json!("running"), &json!("none")));
+    assert_eq!(runners[1]["holder"]["process"], first.id());
+    assert_eq!((&told["runs"][1]["state"], &told["runs"][0]["state"]), (&json!("running"), &json!("left")));
+    let text = place.run(&["status", "out/small"]).ok().stdout;
+    assert_eq!(
+        closing(&text),
+        ["0 of 8 runs are done, 1 running, 7 left.", "run small --device sim -o out --shard 1/8"]
+    );
+    first.kill().unwrap();
+    first.wait().unwrap();
+    // What it was at is stale, and its own to do again.
+    let told = status(&place);
+    assert_eq!(counts(&told), [0, 0, 0, 0, 8]);
+    assert_eq!((&told["runners"][1]["runner"], &told["runs"][1]["stale"]), (&json!("stale"), &json!(true)));
+    let text = place.run(&["status", "out/small"]).ok().stdout;
+    assert!(text.contains("stale: small/01-naive-5-r1 was begun by a runner that is gone"), "{text}");
+    assert!(text.contains("stale: it was killed"), "{text}");
+}
+
+#[test]
+fn status_tells_what_failed_and_refuses_what_is_no_experiment() {
+    let place = Place::new();
+    let spec = SMALL.replace("hidden = [5, 9]", "hidden = [5, 900]\nmemory-limit = [\"40K\"]");
+    place.write("small.toml", spec.replace(", \"caching\"", ""));
+    assert_eq!(run(&place, &[]).code, Some(1));
+    let told = status(&place);
+    assert_eq!(counts(&told), [2, 0, 2, 0, 0]);
+    assert!(told["runs"][2]["error"].as_str().unwrap().contains("out of memory"), "{told}");
+    let text = place.run(&["status", "out"]).ok().stdout;
+    assert!(text.contains("failed: small/02-naive-900-40k-r0: "), "{text}");
+    assert_eq!(closing(&text), ["2 of 4 runs are done, 2 failed.", "run small --device sim -o out"]);
+    place.run(&["status", "nowhere"]).refused(2, &["cannot read nowhere"]);
+    place.run(&["status", "."]).refused(2, &[". holds no experiment.json", "--out"]);
+    // Ids that lead elsewhere are nobody's.
+    let path = place.at("out/small/experiment.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    for id in ["../../secret", "", ".hidden", "a/b"] {
+        std::fs::write(&path, text.replace("00-naive-5-40k-r0", id)).unwrap();
+        place.run(&["status", "out"]).refused(2, &["experiment.json: the run 0 has no id"]);
+    }
+}
+
+#[test]
+fn several_simulated_runs_at_once_give_what_one_after_the_other_gives() {
+    let place = Place::new();
+    place.write("small.toml", SMALL);
+    let alone = place.run(&["run", "small.toml", "--device", "sim", "-o", "alone", "--json"]).ok();
+    let together = place.run(&["run", "small.toml", "--device", "sim", "-o", "out", "--jobs", "3", "--json"]).ok();
+    assert_eq!(together.stdout, alone.stdout);
+    for (id, text) in runs(&place, "out") {
+        let (folder, other) = (place.at("out/small/runs").join(&id), place.at("alone/small/runs").join(&id));
+        assert_eq!(std::fs::read(folder.join("steps.csv")).unwrap(), std::fs::read(other.join("steps.csv")).unwrap());
+        let (one, other) = (json_at(&folder.join("summary.json")), json_at(&other.join("summary.json")));
+        assert_eq!((&one["epochs"], &one["allocator_stats"]), (&other["epochs"], &other["allocator_stats"]));
+        let record: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!((&record["jobs"], record["shard"].is_null()), (&json!(3), true));
+    }
+    let ran = run(&place, &["--jobs", "2"]).ok();
+    let wanted = ["8 of 8 runs of small are done; the records are in out/small.", "vramlab report out/small"];
+    assert_eq!(closing(&ran.stdout), wanted, "{ran:#?}");
+    // A GPU is not shared.
+    let cuda = ["run", "small.toml", "--device", "cuda", "-o", "cuda", "--jobs", "2"];
+    place.run(&cuda).refused(2, &["--jobs is for the simulated GPU"]);
+    assert!(!place.at("cuda").exists());
+    // What fails is told in the order of the plan, however many run.
+    let spec = SMALL.replace("hidden = [5, 9]", "hidden = [5, 900]\nmemory-limit = [\"40K\"]");
+    place.write("small.toml", spec);
+    let errors = ["1", "4"].map(|jobs| run(&place, &["--again", "--jobs", jobs]).stderr);
+    assert!(errors[0].contains("6 runs failed; small/0"), "{}", errors[0]);
+    assert_eq!(errors[0], errors[1]);
+}
+
+#[cfg(target_os = "linux")]
+mod ends {
+    use super::*;
+    use rustix::process::{Pid, Signal, kill_process};
+    use std::process::{Child, Command};
+
+    fn send(signal: Signal, to: u32) {
+        kill_process(Pid::from_raw(to.try_into().unwrap()).unwrap(), signal).unwrap();
+    }
+
+    /// Whether this process, and so what it starts, ignores HUP, as under `nohup`.
+    fn ignores_hup() -> bool {
+        let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let mask = text.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+        mask.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() & 1 != 0)
+    }
+
+    /// State and parent of a process; `None` if it is gone.
+    fn look(process: u32) -> Option<(char, u32)> {
+        let text = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+        // Its name, in brackets, may hold anything.
+        let mut fields = text.rsplit_once(") ")?.1.split(' ');
+        Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
+    }
+
+    /// Whether a process is gone, or has ended and nobody has collected it.
+    fn is_over(process: u32) -> bool {
+        look(process).is_none_or(|(state, _)| state == 'Z')
+    }
+
+    /// What a process has started.
+    fn children(process: u32) -> Vec<u32> {
+        let all = std::fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().file_name());
+        let numbers = all.filter_map(|name| name.to_str()?.parse::<u32>().ok());
+        numbers.filter(|number| look(*number).is_some_and(|(_, parent)| parent == process)).collect()
+    }
+
+    /// A runner with some runs of a long experiment begun, and the processes of these.
+    fn long(place: &Place, more: &[&str], runs: usize) -> (Child, Vec<u32>) {
+        place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
+        let child = start(place, more);
+        until("it should have begun its runs", || {
+            begun_and_whole(place).0.len() == runs && children(child.id()).len() == runs
+        });
+        let trainers = children(child.id());
+        (child, trainers)
+    }
+
+    #[test]
+    fn signals_end_the_runner_and_its_trainers_cleanly() {
+        let signals = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)];
+        for (signal, code) in signals.into_iter().filter(|(signal, _)| *signal != Signal::HUP || !ignores_hup()) {
+            for jobs in [1, 3] {
+                let place = Place::new();
+                let (child, trainers) = long(&place, &["--jobs", &jobs.to_string()], jobs);
+                send(signal, child.id());
+                let ran = Ran::of(child.wait_with_output().unwrap());
+                assert_eq!((ran.code, ran.stdout.as_str()), (Some(code), ""), "{signal:?} {ran:#?}");
+                let said = "error: interrupted in small; what was done is kept, the same command goes on";
+                assert_eq!(ran.stderr.lines().last(), Some(said), "{ran:#?}");
+                assert_eq!(begun_and_whole(&place), (Vec::new(), Vec::new()), "{signal:?}");
+                assert!(trainers.iter().all(|trainer| is_over(*trainer)), "{signal:?}");
+                assert_eq!(names(&place.at("out")), ["small"], "no lock is left");
+            }
+        }
+    }
+
+    #[test]
+    fn a_hangup_that_is_ignored_stays_ignored() {
+        let place = Place::new();
+        place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
+        let runner = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
+        // As `nohup` starts it.
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).arg(runner.get_program()).args(runner.get_args());
+        shell.current_dir(place.at(".")).stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::null());
+        let child = shell.spawn().unwrap();
+        until("it should have begun a run", || {
+            !begun_and_whole(&place).0.is_empty() && !children(child.id()).is_empty()
+        });
+        let trainers = children(child.id());
+        send(Signal::HUP, child.id());
+        send(Signal::TERM, child.id());
+        // Both have arrived when it ends, and had the first counted, the code would be its own.
+        assert_eq!(Ran::of(child.wait_with_output().unwrap()).code, Some(143));
+        assert!(trainers.iter().all(|trainer| is_over(*trainer)));
+    }
+
+    #[test]
+    fn a_killed_runner_takes_its_trainers_along() {
+        let place = Place::new();
+        let (mut child, trainers) = long(&place, &["--jobs", "2"], 2);
+        assert!(!trainers.iter().any(|trainer| is_over(*trainer)));
+        send(Signal::KILL, child.id());
+        child.wait().unwrap();
+        until("the trainers should have ended", || trainers.iter().all(|trainer| is_over(*trainer)));
+    }
+
+    /// A stand-in for Python that leaves a process running when it ends, and waits for it if it is told to.
+    const LEAVES: &str = r#"#!/bin/sh
+if [ "$1" = -c ]; then exit 0; fi
+sleep 3600 &
+echo $! > "$STARTED.new" && mv "$STARTED.new" "$STARTED"
+if [ -n "$WAITS" ]; then wait; fi
+mkdir record && echo '{"schema_version": 1, "epochs": []}' > record/summary.json
+"#;
+
+    #[test]
+    fn a_run_ends_with_all_that_it_started() {
+        let place = Place::new();
+        place.program("python", LEAVES);
+        let spec = "name = \"small\"\nquestion = \"?\"\nrepeats = 1\ndevices = [\"sim\"]\n\
+                    [[arms]]\nname = \"theirs\"\nprogram = \"pytorch\"\ndevices = [\"sim\"]\n";
+        place.write("small.toml", spec);
+        let begin = |waits: &str| {
+            let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--again"]);
+            command.env("PYTHON", place.at("python")).env("STARTED", place.at("started")).env("WAITS", waits);
+            command.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).spawn().unwrap()
+        };
+        let left = || {
+            let started = place.at("started");
+            until("the program should have started a process", || started.is_file());
+            let process: u32 = std::fs::read_to_string(&started).unwrap().trim().parse().unwrap();
+            std::fs::remove_file(started).unwrap();
+            process
+        };
+        // By itself.
+        Ran::of(begin("").wait_with_output().unwrap()).ok();
+        let process = left();
+        until("what it left should be ended", || is_over(process));
+        // By a signal to the runner.
+        let child = begin("yes");
+        let process = left();
+        send(Signal::TERM, child.id());
+        assert_eq!(Ran::of(child.wait_with_output().unwrap()).code, Some(143));
+        until("what it left should be ended", || is_over(process));
+    }
+}

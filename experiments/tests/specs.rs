@@ -1,0 +1,174 @@
+//! Specs as a user writes them: which are refused, and those of the study.
+
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::Place;
+use common::experiment::{SMALL, run};
+
+#[test]
+fn what_cannot_work_is_refused_before_anything_runs() {
+    let place = Place::new();
+    for (from, to, words) in [
+        // The file.
+        ("question", "qestion", ["small.toml:3", "unknown field `qestion`"]),
+        ("repeats = 2", "repeats = 0", ["small.toml:4", "repeats lie between"]),
+        ("repeats = 2", "repeats = ", ["small.toml:4", "small.toml"]),
+        ("\"small\"", "\"other\"", ["small.toml:2", "the name is 'other' and the file is 'small'"]),
+        ("\"cuda\", ", "\"tpu\", ", ["small.toml:5", "unknown variant `tpu`"]),
+        ("steps.csv", "stops.csv", ["small.toml:6", "no run writes 'stops.csv'"]),
+        ("question = \"Is it there?\"", "question = \"\"", ["small.toml:3", "write it down"]),
+        // The options.
+        ("hidden = ", "hiden = ", ["small.toml:15", "a similar argument exists: '--hidden'"]),
+        ("[5, 9]", "[5, 0]", ["small.toml:15", "--hidden must be at least 1"]),
+        ("[5, 9]", "[5, \"nine\"]", ["small.toml:15", "invalid value 'nine'"]),
+        ("[5, 9]", "[5, 5]", ["small.toml:15", "has the value 5 twice"]),
+        ("[5, 9]", "[]", ["small.toml:15", "has no value"]),
+        ("[5, 9]", "5", ["small.toml:15", "an axis is a list"]),
+        ("\"naive\", ", "\"naiv\", ", ["small.toml:14", "invalid value 'naiv'"]),
+        ("layers = 2", "layers = [2]", ["small.toml:10", "an option has one value"]),
+        ("layers = 2", "hidden = 2", ["small.toml:15", "'hidden' is an option and an axis"]),
+        ("layers = 2", "out = \"here\"", ["small.toml:10", "the runner sets --out itself"]),
+        ("layers = 2", "gc-threshold = 0.5", ["small.toml:1", "--memory-limit, which is not given"]),
+        ("layers = 2", "trace = 1", ["small.toml:10", "write trace = true"]),
+        ("layers = 2", "weights = \"half\"", ["small.toml:1:", "--weights half needs --dtype bf16 or f16, found f32"]),
+        ("layers = 2", "weights = \"hlaf\"", ["small.toml:10", "invalid value 'hlaf'"]),
+        // Options of the runner, and what a command line would understand as one of them.
+        ("layers = 2", "\"save-start\" = \"/x\"", ["small.toml:10", "the runner sets --save-start itself"]),
+        ("layers = 2", "\"save-start=/x\" = 2", ["small.toml:10", "'save-start=/x' is no name of an option"]),
+        ("layers = 2", "\"data-dir=\" = \"/x\"", ["small.toml:10", "'data-dir=' is no name of an option"]),
+        ("layers = 2", "\"--out\" = \"/x\"", ["small.toml:10", "'--out' is no name of an option"]),
+        ("layers = 2", "\"-o\" = \"/x\"", ["small.toml:10", "'-o' is no name of an option"]),
+        ("layers = 2", "o = \"/x\"", ["small.toml:10", "unexpected argument '--o'"]),
+        ("layers = 2", "sav = \"/x\"", ["small.toml:10", "unexpected argument '--sav'"]),
+        ("layers = 2", "save_start = \"/x\"", ["small.toml:10", "'save_start' is no name of an option"]),
+        ("layers = 2", "OUT = \"/x\"", ["small.toml:10", "'OUT' is no name of an option"]),
+        ("layers = 2", "\"\" = \"/x\"", ["small.toml:10", "'' is no name of an option"]),
+        ("layers = 2", "\"layers 2\" = 2", ["small.toml:10", "'layers 2' is no name of an option"]),
+        ("layers = 2", "\"layers\\u0000\" = 2", ["small.toml:10", "is no name of an option"]),
+        ("layers = 2", "layers = \"--out=/x\"", ["small.toml:", "invalid value '--out=/x'"]),
+        ("layers = 2", "dataset = \"iris\\u0000\"", ["small.toml:", "small.toml"]),
+    ] {
+        assert!(SMALL.contains(from), "{from}");
+        place.write("small.toml", SMALL.replacen(from, to, 1));
+        run(&place, &[]).refused(2, &words[1..]);
+        let stderr = run(&place, &["--dry-run"]).stderr;
+        assert!(stderr.contains(words[0]), "{} is missing: {stderr}", words[0]);
+        assert!(!place.at("out").exists(), "{to}");
+    }
+    place.write("small.toml", SMALL);
+    place.run(&["run", "missing.toml"]).refused(2, &["cannot read missing.toml"]);
+    place.run(&["run", "no-such-spec"]).refused(2, &["there is no spec 'no-such-spec'", "width"]);
+    for arguments in [&["--shard", "3/2"][..], &["--device", "tpu"], &["--nonsense"]] {
+        let ran = place.run(&[&["run", "small.toml"], arguments].concat());
+        assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
+    }
+    // Histories that are not there.
+    let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"replay\"\n\
+                [arms.options]\nhistory = \"gone.pickle\"\n";
+    place.write("small.toml", spec);
+    run(&place, &["--histories", "."]).refused(2, &["small.toml:8", "gone.pickle", "--histories"]);
+    place.run(&["run", "small.toml", "--device", "cuda"]).refused(2, &["small is not for cuda", "--device sim"]);
+}
+
+#[test]
+fn what_a_spec_names_lies_in_the_folder_of_the_histories() {
+    let place = Place::new();
+    place.write("secret", "{}");
+    std::fs::create_dir(place.at("histories")).unwrap();
+    place.write("histories/--json", "");
+    let absolute = place.at("secret").to_str().unwrap().to_owned();
+    for name in ["../secret", absolute.as_str(), "--json", "-h", "--out=/x", ".", ""] {
+        let spec = format!(
+            "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"replay\"\n\
+             [arms.options]\nhistory = \"{name}\"\n"
+        );
+        place.write("small.toml", spec);
+        run(&place, &["--histories", "histories"]).refused(2, &["small.toml:8", "in the folder of the histories"]);
+    }
+    // Nor the folder from which `bench` starts programs.
+    let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"bench\"\n\
+                [arms.options]\nbaselines = true\nbaselines-dir = \".\"\n";
+    place.write("small.toml", spec);
+    run(&place, &[]).refused(2, &["small.toml:9", "the runner sets --baselines-dir itself"]);
+}
+
+#[test]
+fn a_matrix_that_is_too_large_is_refused_before_it_is_built() {
+    let place = Place::new();
+    let spec = |axes: &str, arms: &str| {
+        format!("name = \"small\"\nquestion = \"?\"\nrepeats = 1\ndevices = [\"sim\"]\n[matrix]\n{axes}{arms}")
+    };
+    // 64 axes of two values are 2^64 cells, which a product of 64 bits counts as none; the keys are not looked at before.
+    let wraps: String = (0..64).map(|axis| format!("axis-{axis} = [1, 2]\n")).collect();
+    // 17 * 600 runs, each arm alone far below the bound.
+    let seeds = format!("seed = {:?}\n", (0..600).collect::<Vec<u32>>());
+    let arms: String = (0..17).map(|arm| format!("[[arms]]\nname = \"a{arm}\"\n")).collect();
+    let repeated = "[sim]\nrepeats = 1000\n";
+    for text in [spec(&wraps, ""), spec(&seeds, &arms), spec(&seeds, repeated)] {
+        place.write("small.toml", text);
+        run(&place, &[]).refused(2, &["small.toml: more than 10000 runs on sim; shorten the matrix"]);
+    }
+    place.write("small.toml", spec("seed = [1]\n", "[[arms]]\nname = \"a\"\n[arms.sim]\nrepeats = 1001\n"));
+    run(&place, &[]).refused(2, &["small.toml:", "repeats lie between 1 and 1000"]);
+    // A file that never ends is not read to its end.
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink("/dev/zero", place.at("endless.toml")).unwrap();
+        place.run(&["run", "endless.toml"]).refused(2, &["endless.toml is longer than 1048576 bytes"]);
+    }
+}
+
+#[test]
+fn the_specs_of_the_study_are_listed_and_can_be_planned() {
+    let place = Place::new();
+    let rows = place.run(&["list", "--json"]).rows();
+    let names: Vec<&str> = rows.iter().map(|row| row["name"].as_str().unwrap()).collect();
+    for name in [
+        "where-time-goes",
+        "when-allocations-stop",
+        "caching-vs-stream-ordered",
+        "release-threshold",
+        "reuse-policies",
+        "synchronise",
+        "loader",
+        "initialisation",
+        "loss-against-pytorch",
+        "width",
+        "memory",
+        "iris",
+        "pytorch-histories",
+        "capacity",
+        "pytorch-loaders",
+        "latency",
+        "fidelity",
+        "fast-training",
+        "fast-training-compile",
+        "graph-allocators",
+        "fusion-load",
+        "streams",
+        "full-batch",
+        "half-losses",
+    ] {
+        assert!(names.contains(&name), "{name} is missing: {names:?}");
+    }
+    let text = place.run(&["list"]).ok().stdout;
+    assert!(text.contains("runs on sim") && text.contains("where-time-goes"), "{text}");
+    std::fs::create_dir(place.at("histories")).unwrap();
+    for history in ["mlp", "gpt2", "resnet50", "streams"] {
+        std::fs::write(place.at("histories").join(format!("{history}.pickle.xz")), "").unwrap();
+    }
+    for row in &rows {
+        assert!(row["question"].as_str().unwrap().ends_with('?'), "{row}");
+        for device in row["devices"].as_array().unwrap() {
+            let device = device.as_str().unwrap();
+            let name = row["name"].as_str().unwrap();
+            let plan =
+                place.run(&["run", name, "--device", device, "--dry-run", "--histories", "histories"]).ok().stdout;
+            let runs = row[format!("runs_{device}")].as_u64().unwrap();
+            assert_eq!(plan.lines().filter(|line| line.contains(" to do ")).count() as u64, runs, "{plan}");
+        }
+    }
+}
