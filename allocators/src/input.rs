@@ -1,25 +1,30 @@
-//! Small files that a user names, such as profiles, specs and records, read as a whole but never without bound.
+//! Small files that a user names, such as profiles, specs and records: read as a whole, and never without bound.
 //!
 //! What a name stands for may be a device or a pipe that never ends, and a compressed file unpacks to a thousand times
-//! its size. A reader says how long its files can sensibly be, and what is longer is refused in one line.
+//! its size. A caller says how long its files can sensibly be, and what is longer is refused in one line. Histories are
+//! streamed instead, within a [budget](crate::budget).
 
+use crate::Bytes;
 use flate2::bufread::MultiGzDecoder;
 use std::fs::File;
-use std::io::{BufReader, Error, ErrorKind, Read, Result};
+use std::io::{BufRead, BufReader, Error, ErrorKind, Read, Result, Seek, SeekFrom};
 use std::path::Path;
 
-/// Most bytes of a file that people write: a device profile, a spec. 1 MiB.
+/// Most bytes of a file that people write, such as a device profile or a spec: 1 MiB.
 pub const WRITTEN: u64 = 1 << 20;
 
-/// Most bytes of a file that a run leaves for a program to read whole, such as its summary or its table of steps: 256
-/// MiB.
-pub const RECORDED: u64 = 256 << 20;
+/// Most bytes of a JSON document that a program leaves, such as the summary of a run: 16 MiB. In memory a document can
+/// take thirty times its length.
+pub const DOCUMENT: u64 = 16 << 20;
+
+/// Most bytes of a table that a program leaves, such as the steps of a run: 256 MiB.
+pub const TABLE: u64 = 256 << 20;
 
 /// The bytes of a file, of which there may be at most `limit`.
 ///
 /// # Errors
-/// What the operating system says, [`ErrorKind::IsADirectory`], and [`ErrorKind::FileTooLarge`] for what is longer, each
-/// in one line that does not name the file.
+/// What the operating system says, [`ErrorKind::IsADirectory`], and [`ErrorKind::FileTooLarge`] for what is longer. The
+/// text is one line and does not name the file.
 pub fn read_bytes(path: &Path, limit: u64) -> Result<Vec<u8>> {
     read_whole(open(path)?, limit)
 }
@@ -32,40 +37,111 @@ pub fn read_text(path: &Path, limit: u64) -> Result<String> {
     text(read_bytes(path, limit)?)
 }
 
-/// The text in a file that may be compressed with gzip, of at most `limit` bytes as a file and unpacked.
+/// The text in a file, plain or compressed with gzip, of which there may be at most `limit` bytes when it is unpacked.
 ///
 /// # Errors
 /// Those of [`read_text`], and what the decoder says of a file that was damaged.
 pub fn read_unpacked(path: &Path, limit: u64) -> Result<String> {
     let mut file = BufReader::new(open(path)?);
-    let packed = std::io::BufRead::fill_buf(&mut file)?.starts_with(&[0x1f, 0x8b]);
-    text(if packed { read_whole(MultiGzDecoder::new(file), limit) } else { read_whole(file, limit) }?)
+    let packed = file.fill_buf()?.starts_with(&[0x1f, 0x8b]);
+    text(if packed { read_whole(MultiGzDecoder::new(file), limit)? } else { read_whole(file, limit)? })
+}
+
+/// The last bytes of a file, at most `most`.
+///
+/// # Errors
+/// What the operating system says.
+pub fn read_end(path: &Path, most: u64) -> Result<Vec<u8>> {
+    let mut file = open(path)?;
+    let length = file.seek(SeekFrom::End(0))?;
+    file.seek(SeekFrom::Start(length.saturating_sub(most)))?;
+    let mut bytes = Vec::new();
+    file.take(most).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 fn open(path: &Path) -> Result<File> {
     let file = File::open(path)?;
     if file.metadata()?.is_dir() {
-        return Err(Error::new(ErrorKind::IsADirectory, "is a directory; name a file in it"));
+        return Err(Error::new(ErrorKind::IsADirectory, "it is a directory; name a file in it"));
     }
     Ok(file)
 }
 
-/// Everything in `source`, of which there may be at most `limit` bytes.
-///
-/// # Errors
-/// Those of [`read_bytes`].
-pub fn read_whole(source: impl Read, limit: u64) -> Result<Vec<u8>> {
+fn read_whole(source: impl Read, limit: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     source.take(limit.saturating_add(1)).read_to_end(&mut bytes)?;
     // CAST: a length in memory.
     if bytes.len() as u64 > limit {
         let text =
-            format!("is longer than {}, which no such file is; see whether it is the right one", crate::Bytes(limit));
+            format!("it is longer than {}, which no such file is; see whether it is the right one", Bytes(limit));
         return Err(Error::new(ErrorKind::FileTooLarge, text));
     }
     Ok(bytes)
 }
 
 fn text(bytes: Vec<u8>) -> Result<String> {
-    String::from_utf8(bytes).map_err(|_| Error::new(ErrorKind::InvalidData, "is no text in UTF-8"))
+    String::from_utf8(bytes).map_err(|_| Error::new(ErrorKind::InvalidData, "it is no text in UTF-8"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use tempfile::TempDir;
+
+    fn place() -> (TempDir, std::path::PathBuf) {
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("file");
+        (folder, path)
+    }
+
+    fn packed(bytes: &[u8], times: usize) -> Vec<u8> {
+        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+        (0..times).for_each(|_| encoder.write_all(bytes).unwrap());
+        encoder.finish().unwrap()
+    }
+
+    #[test]
+    fn what_is_no_longer_than_the_limit_is_read() {
+        let (_folder, path) = place();
+        std::fs::write(&path, "twelve bytes").unwrap();
+        assert_eq!(read_text(&path, 12).unwrap(), "twelve bytes");
+        let error = read_text(&path, 11).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::FileTooLarge);
+        assert!(error.to_string().contains("is longer than 11 B"), "{error}");
+        std::fs::write(&path, b"\xff").unwrap();
+        assert_eq!(read_text(&path, 12).unwrap_err().kind(), ErrorKind::InvalidData);
+        assert_eq!(read_bytes(path.parent().unwrap(), 12).unwrap_err().kind(), ErrorKind::IsADirectory);
+        assert_eq!(read_bytes(&path.join("below"), 12).unwrap_err().kind(), ErrorKind::NotADirectory);
+    }
+
+    #[test]
+    fn what_is_packed_is_no_longer_than_the_limit_when_it_is_unpacked() {
+        let (_folder, path) = place();
+        std::fs::write(&path, packed(b"abc", 100)).unwrap();
+        assert_eq!(read_unpacked(&path, 300).unwrap(), "abc".repeat(100));
+        // 64 MiB in 64 KiB.
+        std::fs::write(&path, packed(&vec![b'a'; 1 << 20], 64)).unwrap();
+        assert!(std::fs::metadata(&path).unwrap().len() < 1 << 18);
+        assert_eq!(read_unpacked(&path, WRITTEN).unwrap_err().kind(), ErrorKind::FileTooLarge);
+        std::fs::write(&path, "plain").unwrap();
+        assert_eq!(read_unpacked(&path, WRITTEN).unwrap(), "plain");
+    }
+
+    #[test]
+    fn the_end_of_a_long_file_is_read_alone() {
+        let (_folder, path) = place();
+        std::fs::write(&path, "0123456789").unwrap();
+        assert_eq!(read_end(&path, 4).unwrap(), b"6789");
+        assert_eq!(read_end(&path, 400).unwrap(), b"0123456789");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn devices_that_never_end_are_refused() {
+        for read in [|path: &Path| read_text(path, WRITTEN), |path: &Path| read_unpacked(path, WRITTEN)] {
+            assert_eq!(read(Path::new("/dev/zero")).unwrap_err().kind(), ErrorKind::FileTooLarge);
+        }
+    }
 }

@@ -5,8 +5,10 @@
 #[path = "common/mutate.rs"]
 mod mutate;
 
+use allocators::backend::CachingSettings;
 use allocators::budget::Budget;
-use allocators::trace::{Format, ReadOptions, read_from};
+use allocators::replay::HistoryBuilder;
+use allocators::trace::{Format, ReadError, ReadOptions, read_from};
 use mutate::{mutations, seeds};
 use std::path::Path;
 
@@ -25,8 +27,12 @@ fn parse(bytes: &[u8], formats: &[Format]) -> u32 {
     sound
 }
 
+fn seeds_of(target: &str) -> Vec<Vec<u8>> {
+    seeds(&Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(target))
+}
+
 fn smoke(target: &str, formats: &[Format]) {
-    let seeds = seeds(&Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(target));
+    let seeds = seeds_of(target);
     for seed in &seeds {
         assert!(parse(seed, formats) >= 1, "a seed should be sound");
     }
@@ -50,4 +56,26 @@ fn json() {
 #[test]
 fn csv() {
     smoke("csv", &[Format::RmmCsv, Format::MinimallocCsv, Format::Stalloc]);
+}
+
+/// Reads and compiles; the one line of what is wrong.
+fn compile(bytes: &[u8]) -> Result<(), String> {
+    let options = ReadOptions { format: None, budget: Budget::new(1 << 26) };
+    let mut builder = HistoryBuilder::new(None).within(&options.budget);
+    read_from(Box::new(bytes), &options, &mut |event| builder.push(&event).map_err(ReadError::stop))
+        .map_err(|error| error.to_string())?;
+    let settings = CachingSettings { memory_limit: Some(1 << 20), ..CachingSettings::default() };
+    builder.finish(&settings).map(drop).map_err(|error| error.to_string())
+}
+
+#[test]
+fn compilations() {
+    let seeds: Vec<Vec<u8>> = ["pickle", "json", "csv"].into_iter().flat_map(seeds_of).collect();
+    let windows = seeds_of("json").iter().filter(|seed| compile(seed).is_ok()).count();
+    assert!(windows >= 3, "most seeds should compile, not {windows}");
+    for mutation in mutations(&seeds, ROUNDS / 3) {
+        if let Err(error) = compile(&mutation) {
+            assert!(!error.contains('\n'), "an error is one line: {error}");
+        }
+    }
 }

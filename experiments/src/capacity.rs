@@ -1,6 +1,7 @@
 //! `experiments capacity`: the smallest memory in which a history still runs, by bisection.
 
 use crate::history::{DeviceName, Devices, Recorded, backend, failed, load};
+use crate::reading::ReadArgs;
 use allocators::replay::{ReplayError, smallest_memory};
 use allocators::{AllocError, BackendKind, Bytes, PoolSettings};
 use anyhow::{Result, bail};
@@ -33,6 +34,8 @@ pub(crate) struct CapacityArgs {
     /// Which GPU's events are replayed, where a history holds several
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
+    #[command(flatten)]
+    read: ReadArgs,
     /// Print one JSON array with an object for each allocator
     #[arg(long)]
     json: bool,
@@ -72,7 +75,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
     let devices = Devices::open(&args.device)?;
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     bar.message(format!("reading {}", args.file.display()));
-    let Recorded { history, mut settings } = load(&args.file, args.gpu, args.limit.map(|limit| limit.0))?;
+    let Recorded { history, mut settings } = load(&args.file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
     // The device's size is what is searched for; a limit on top of it would be another question.
     settings.memory_limit = None;
     let mut rows = Vec::new();

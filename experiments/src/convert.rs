@@ -5,11 +5,12 @@
 
 use crate::compare::ArmFailed;
 use crate::history::{compile, no_events};
+use crate::reading::ReadArgs;
+use allocators::budget::Budget;
 use allocators::output::{Existing, OutputFile, OutputProblem};
 use allocators::replay::{HistoryBuilder, ReplayError, recorded_settings};
 use allocators::trace::{
-    Action, Ending, Export, Place, Problem, ReadError, ReadOptions, Summary, TraceWriter, WriteError, WriteProblem,
-    read_from,
+    Action, Ending, Export, Place, Problem, ReadError, Summary, TraceWriter, WriteError, WriteProblem, read_from,
 };
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
@@ -34,6 +35,8 @@ pub(crate) struct ConvertArgs {
     /// Only this GPU's events, where a history holds several
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
+    #[command(flatten)]
+    read: ReadArgs,
     /// Write over OUT if it is there
     #[arg(long)]
     force: bool,
@@ -79,12 +82,13 @@ fn begin(args: &ConvertArgs) -> Result<OutputFile> {
 
 fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally: &mut Tally) -> Result<Summary> {
     let mut writer = args.to.begin(out).map_err(unwritten)?;
+    let options = args.read.options();
+    tally.budget = options.budget.clone();
     let mut sink = |event| {
         let taken = tally.take(args, writer.as_mut(), event);
         taken.map_err(|refused| ReadError::stop(Box::new(refused) as Box<dyn std::error::Error + Send + Sync>))
     };
-    let mut summary =
-        read_from(Box::new(source), &ReadOptions::default(), &mut sink).map_err(|error| stopped(args, error))?;
+    let mut summary = read_from(Box::new(source), &options, &mut sink).map_err(|error| stopped(args, error))?;
     summary.segments.retain(|segment| args.gpu.is_none_or(|gpu| gpu == segment.device));
     // A snapshot taken without a history still says what was held.
     let snapshot = matches!(args.to, Export::Snapshot | Export::SnapshotJson);
@@ -151,6 +155,8 @@ struct Tally {
     gpu_count: usize,
     /// Events that the writer could not place.
     passed_over: u64,
+    /// What reading and checking may hold.
+    budget: Budget,
 }
 
 impl Tally {
@@ -174,7 +180,10 @@ impl Tally {
                 "there are events of GPU {first} and of GPU {second}, but {format} holds one GPU's; choose with --gpu"
             )));
         }
-        let checks = self.gpus.entry(event.device).or_insert_with(|| HistoryBuilder::new(Some(event.device)));
+        let checks = self
+            .gpus
+            .entry(event.device)
+            .or_insert_with(|| HistoryBuilder::new(Some(event.device)).within(&self.budget));
         checks.push(&event).map_err(|error| match error {
             // Counted as the file has them and as a replay does.
             ReplayError::Event { what, .. } => ReplayError::Event { number: self.number, what },

@@ -9,6 +9,7 @@
 
 use allocators::Profile;
 use allocators::device::sim::{KernelCost, MemoryCost};
+use allocators::input::{TABLE, read_text};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -153,7 +154,7 @@ fn fit_from_memory(hot: &KernelCost, timings: &[(&Timing, f64)]) -> MemoryCost {
 
 /// Fits every kernel in `timings` and puts its cost into `profile`.
 pub(crate) fn fit_kernels(profile: &mut Profile, timings: &Path) -> Result<Vec<Fit>> {
-    let text = std::fs::read_to_string(timings).with_context(|| format!("cannot read {}", timings.display()))?;
+    let text = read_text(timings, TABLE).with_context(|| format!("cannot read {}", timings.display()))?;
     let mut by_kernel: BTreeMap<String, Vec<Timing>> = BTreeMap::new();
     for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
         let timing: Timing = serde_json::from_str(line)

@@ -2,9 +2,10 @@
 
 use crate::compare::ArmFailed;
 use crate::profile;
+use crate::reading::ReadArgs;
 use allocators::backend::CachingSettings;
 use allocators::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
-use allocators::trace::{Format, ReadError, ReadOptions, Summary, read};
+use allocators::trace::{Format, ReadError, Summary, read};
 use allocators::{
     AllocatorSettings, BackendKind, CudaDriver, Driver, NullDriver, PoolSettings, Profile, SimDriver, SimMemory,
 };
@@ -20,9 +21,10 @@ pub(crate) struct Recorded {
 }
 
 /// Reads and compiles a file. `limit` is the memory limit under which it was recorded, where the file does not say it.
-pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>) -> Result<Recorded> {
-    let mut builder = HistoryBuilder::new(gpu);
-    let summary = read(path, &ReadOptions::default(), &mut |event| builder.push(&event).map_err(ReadError::stop))?;
+pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Recorded> {
+    let options = reading.options();
+    let mut builder = HistoryBuilder::new(gpu).within(&options.budget);
+    let summary = read(path, &options, &mut |event| builder.push(&event).map_err(ReadError::stop))?;
     let recorded = compile(builder, &summary, limit).with_context(|| path.display().to_string())?;
     if recorded.history.events() == 0 {
         return Err(no_events(path, gpu, &summary));

@@ -10,6 +10,7 @@ mod fit;
 mod history;
 mod profile;
 mod program;
+mod reading;
 mod replay;
 mod study;
 

@@ -1,6 +1,7 @@
 //! Device profiles as files.
 
 use allocators::Profile;
+use allocators::input::{WRITTEN, read_text};
 use allocators::output::{self, Existing};
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -9,7 +10,7 @@ use std::path::Path;
 /// Reads a profile; without a path the built-in one.
 pub(crate) fn read(path: Option<&Path>) -> Result<Profile> {
     let Some(path) = path else { return Ok(Profile::h200()) };
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = read_text(path, WRITTEN).with_context(|| format!("cannot read {}", path.display()))?;
     Profile::from_json(&text).with_context(|| path.display().to_string())
 }
 

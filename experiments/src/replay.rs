@@ -1,6 +1,7 @@
 //! `experiments replay`: recorded histories under each allocator, one object or row for each.
 
 use crate::history::{DeviceName, Devices, Recorded, backend, failed, load};
+use crate::reading::ReadArgs;
 use allocators::replay::{Addresses, ReplayReport, ReplaySettings};
 use allocators::{BackendKind, Bytes, Ledger, PoolSettings};
 use anyhow::Result;
@@ -34,6 +35,8 @@ pub(crate) struct ReplayArgs {
     /// Which GPU's events are replayed, where a history holds several
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
+    #[command(flatten)]
+    read: ReadArgs,
     /// stream-ordered: bytes that the pool keeps at a synchronise; 'max' keeps everything
     #[arg(long, value_name = "BYTES|max", default_value = "max", value_parser = parse_threshold)]
     release_threshold: u64,
@@ -115,7 +118,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
     let mut rows = Vec::new();
     for file in &args.files {
         bar.message(format!("reading {}", file.display()));
-        let recorded = load(file, args.gpu, args.limit.map(|limit| limit.0))?;
+        let recorded = load(file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
         for &kind in &kinds {
             bar.message(format!("{} under {kind}", file.display()));
             rows.push(run(args, file, &recorded, kind, &devices)?);

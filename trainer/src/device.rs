@@ -11,6 +11,7 @@ use crate::error::{Result, TrainError};
 use crate::export::CallLog;
 use crate::settings::{DeviceChoice, SyncMode};
 use allocators::device::CallObserver;
+use allocators::input::{WRITTEN, read_text};
 use allocators::instrument::Clock;
 use allocators::instrument::nvtx::{RangeGuard, Ranges};
 use allocators::{
@@ -380,7 +381,7 @@ fn launch_cost(driver: &Arc<CudaDriver>, kernels: &CudaKernels, stream: StreamId
 }
 
 fn read_profile(path: &Path) -> Result<Profile> {
-    let text = std::fs::read_to_string(path)
+    let text = read_text(path, WRITTEN)
         .map_err(|error| TrainError::Input(format!("{}: cannot read the device profile: {error}", path.display())))?;
     Profile::from_json(&text).map_err(|error| TrainError::Input(format!("{}: {error}", path.display())))
 }

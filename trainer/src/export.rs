@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -133,6 +133,9 @@ struct Merge<'a> {
     writers: &'a mut [Box<dyn TraceWriter>],
 }
 
+/// Longest line of a driver call, in bytes; longer ones are cut, and are no calls.
+const LONGEST_CALL: u64 = 1 << 16;
+
 /// The calls in order, one ahead.
 struct Calls {
     lines: BufReader<File>,
@@ -152,7 +155,7 @@ impl Calls {
     fn advance(&mut self) -> std::io::Result<Option<CallLine>> {
         self.text.clear();
         self.number += 1;
-        let next = match self.lines.read_line(&mut self.text)? {
+        let next = match (&mut self.lines).take(LONGEST_CALL).read_line(&mut self.text)? {
             0 => None,
             _ => Some(serde_json::from_str(&self.text)?),
         };

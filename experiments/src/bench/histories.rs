@@ -1,6 +1,7 @@
 //! The recorded histories whose calls are timed.
 
 use crate::history;
+use crate::reading::ReadArgs;
 use allocators::workload::Recorded;
 use anyhow::{Context, Result, bail};
 use std::fmt::Write as _;
@@ -29,7 +30,7 @@ pub(crate) fn read(named: &[PathBuf]) -> Result<Vec<Named>> {
         if found.iter().any(|other| other.name == name) {
             bail!("{}: another history is called {name} too; rename one", file.display());
         }
-        let calls = Recorded::new(&history::load(file, None, None)?.history);
+        let calls = Recorded::new(&history::load(file, None, None, &ReadArgs::default())?.history);
         if calls.allocations() == 0 {
             bail!("{}: there is no allocation in it", file.display());
         }

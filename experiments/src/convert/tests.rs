@@ -29,8 +29,8 @@ impl Outcomes {
     /// Converts into every format that is read back and replays what was accepted.
     fn convert(&mut self, folder: &Path, bytes: &[u8]) {
         for to in READ_BACK {
-            let args =
-                ConvertArgs { from: "seed".into(), to, out: folder.join(to.file_name()), gpu: None, force: true };
+            let (from, out) = ("seed".into(), folder.join(to.file_name()));
+            let args = ConvertArgs { from, to, out, gpu: None, read: ReadArgs::default(), force: true };
             let mut tally = Tally::default();
             let out = begin(&args).unwrap();
             match write(&args, out, bytes, &mut tally) {
@@ -48,7 +48,7 @@ impl Outcomes {
                         (0..).zip(&summary.events).filter(|(_, events)| **events > 0).map(|(gpu, _)| gpu).collect();
                     for gpu in &gpus {
                         let gpu = (gpus.len() > 1).then_some(*gpu);
-                        if let Err(error) = load(&args.out, gpu, None) {
+                        if let Err(error) = load(&args.out, gpu, None, &args.read) {
                             let kept = std::env::temp_dir().join("refused-by-replay");
                             std::fs::write(&kept, bytes).unwrap();
                             panic!("{} of {}: {error:#}", to.name(), kept.display());
@@ -117,7 +117,7 @@ fn mutated_events_that_are_converted_are_replayed() {
     for name in ["mlp", "gpt2", "resnet50", "streams"] {
         let mut events = Vec::new();
         let path = in_repository("experiments/histories").join(format!("{name}.pickle.xz"));
-        allocators::trace::read(&path, &ReadOptions::default(), &mut |event| {
+        allocators::trace::read(&path, &allocators::trace::ReadOptions::default(), &mut |event| {
             events.push(event);
             Ok(())
         })

@@ -2,6 +2,7 @@
 
 use crate::study::figures::{batches, blocked_share, read_summary, read_text, steady_epochs, step_time};
 use crate::study::record::{EXPERIMENT, RUN, RUNS, read_json};
+use allocators::input::TABLE;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use serde_json::Value;
@@ -121,7 +122,7 @@ fn allocations(folder: &Path) -> Result<Vec<((u64, u64), u64)>> {
     if !["steps.csv", "steps.csv.gz"].iter().any(|name| folder.join(name).is_file()) {
         return Ok(Vec::new());
     }
-    let text = read_text(folder, "steps.csv")?;
+    let text = read_text(folder, "steps.csv", TABLE)?;
     let mut lines = text.lines();
     let header: Vec<&str> = lines.next().unwrap_or_default().split(',').collect();
     let column = |name: &str| {

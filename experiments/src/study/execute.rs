@@ -7,6 +7,7 @@ use super::record::{
     Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, now, part_of, provenance, remove,
     without_folders, write_compact, write_json,
 };
+use allocators::input::{DOCUMENT, read_end, read_text};
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::fs::File;
@@ -20,6 +21,8 @@ use trainer::signals::Signals;
 const RESULT: &str = "result.json";
 /// How often a running process is looked at.
 const POLL: Duration = Duration::from_millis(5);
+/// As much of the end of what a program said as is looked at, in bytes.
+const MOST_SAID: u64 = 64 << 10;
 
 /// What all runs of an experiment share.
 #[derive(Debug)]
@@ -230,7 +233,8 @@ impl Experiment<'_> {
             }
         };
         let wall = started.elapsed();
-        let text = std::fs::read(&err).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+        let said = read_end(&err, MOST_SAID).unwrap_or_default();
+        let text = String::from_utf8_lossy(&said);
         // Whether it could be removed shows in the folder only.
         let _ = std::fs::remove_file(&err);
         let last = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
@@ -251,7 +255,7 @@ impl Experiment<'_> {
         for (from, to) in kept.iter().filter(|(from, _)| std::fs::metadata(from).is_ok_and(|file| file.len() > 0)) {
             std::fs::rename(from, to).with_context(|| format!("cannot move {}", from.display()))?;
             if to.ends_with("summary.json") || to.ends_with(RESULT) {
-                let text = std::fs::read_to_string(to).with_context(|| format!("cannot read {}", to.display()))?;
+                let text = read_text(to, DOCUMENT).with_context(|| format!("cannot read {}", to.display()))?;
                 if let Ok(mut value) = serde_json::from_str::<Value>(&text) {
                     without_folders(&mut value, &folders);
                     write_compact(to, &value)?;

@@ -1,10 +1,9 @@
 //! The main figures of a run, read from its files. All runners and comparisons take them from here, so that one name
 //! means one thing.
 
+use allocators::input::{DOCUMENT, read_unpacked};
 use anyhow::{Context, Result};
-use flate2::read::GzDecoder;
 use serde_json::Value;
-use std::io::Read;
 use std::path::Path;
 
 /// What a run's main figure is.
@@ -48,22 +47,16 @@ pub(crate) struct Figures {
     pub(crate) train_loss: Option<f64>,
 }
 
-/// Reads a file of a record, also where it was compressed.
-pub(crate) fn read_text(folder: &Path, name: &str) -> Result<String> {
+/// Reads a file of a record, also where it was compressed, of at most `limit` bytes.
+pub(crate) fn read_text(folder: &Path, name: &str, limit: u64) -> Result<String> {
     let (plain, packed) = (folder.join(name), folder.join(format!("{name}.gz")));
-    let fails = || format!("cannot read {}", plain.display());
-    if !packed.is_file() {
-        return std::fs::read_to_string(&plain).with_context(fails);
-    }
-    let bytes = std::fs::read(&packed).with_context(fails)?;
-    let mut text = String::new();
-    GzDecoder::new(bytes.as_slice()).read_to_string(&mut text).with_context(fails)?;
-    Ok(text)
+    let path = if packed.is_file() { &packed } else { &plain };
+    read_unpacked(path, limit).with_context(|| format!("cannot read {}", path.display()))
 }
 
 /// The summary of a trainer's run.
 pub(crate) fn read_summary(folder: &Path) -> Result<Value> {
-    let text = read_text(folder, "summary.json")?;
+    let text = read_text(folder, "summary.json", DOCUMENT)?;
     let summary: Value = serde_json::from_str(&text)
         .with_context(|| format!("{} is not JSON", folder.join("summary.json").display()))?;
     let version = &summary["schema_version"];
@@ -160,7 +153,7 @@ pub(crate) fn of_folder(folder: &Path) -> Result<Option<Figures>> {
     if !folder.join("result.json").is_file() && !folder.join("result.json.gz").is_file() {
         return Ok(None);
     }
-    let text = read_text(folder, "result.json")?;
+    let text = read_text(folder, "result.json", DOCUMENT)?;
     let value =
         serde_json::from_str(&text).with_context(|| format!("{} is not JSON", folder.join("result.json").display()))?;
     Ok(of_result(&value))

@@ -2,14 +2,16 @@
 
 use super::plan::{Options, Run, as_map};
 use super::spec::{Program, Spec};
-use allocators::output::{self, Existing};
+use allocators::input::{DOCUMENT, read_text};
+use allocators::output::{self, Existing, OutputFile};
 use anyhow::{Context, Result, bail};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use std::io::{ErrorKind, Write};
+use std::fs::File;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use trainer::provenance::Provenance;
@@ -140,7 +142,7 @@ fn replace(path: &Path, mut text: String) -> Result<()> {
 
 /// Reads a JSON file of a version that this program knows.
 pub(crate) fn read_json(path: &Path) -> Result<Value> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = read_text(path, DOCUMENT).with_context(|| format!("cannot read {}", path.display()))?;
     let value: Value = serde_json::from_str(&text)
         .with_context(|| format!("{} is not JSON, so something else wrote it or it was cut", path.display()))?;
     match value["schema_version"].as_u64() {
@@ -201,11 +203,12 @@ pub(crate) fn compress(path: &Path) -> Result<PathBuf> {
         return Ok(path.to_owned());
     }
     let packed = PathBuf::from(format!("{}.gz", path.display()));
-    let bytes = std::fs::read(path).with_context(fails)?;
+    let mut out = OutputFile::create(&packed, Existing::Replace)?;
     // No name and no time in the header: the same text gives the same bytes.
-    let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
-    let bytes = encoder.write_all(&bytes).and_then(|()| encoder.finish()).with_context(fails)?;
-    output::write(&packed, Existing::Replace, bytes)?;
+    let mut encoder = GzEncoder::new(&mut out, Compression::best());
+    let copied = File::open(path).and_then(|mut file| std::io::copy(&mut file, &mut encoder));
+    copied.and_then(|_| encoder.finish()).with_context(fails)?;
+    out.finish()?;
     std::fs::remove_file(path).with_context(fails)?;
     Ok(packed)
 }

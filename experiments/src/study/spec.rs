@@ -1,13 +1,12 @@
 //! What a spec says: a question, and the runs that answer it. TOML; what is not known is refused with its line.
 
 use super::options::{Entries, OptionValue};
+use allocators::input::{WRITTEN, read_text};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt;
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Files of a run that a spec may keep.
@@ -26,20 +25,6 @@ pub(crate) const KEEPABLE: [&str; 10] = [
 
 /// Most runs of one experiment: a typing error in a matrix should not fill a disk.
 const MOST_RUNS: u64 = 10_000;
-
-/// Longest file of a spec, in bytes.
-const LONGEST: u64 = 1 << 20;
-
-/// The text of a spec's file, which may be no file but a device that never ends.
-fn read(path: &Path) -> Result<String> {
-    let fails = || format!("cannot read {}", path.display());
-    let mut bytes = Vec::new();
-    File::open(path).with_context(fails)?.take(LONGEST + 1).read_to_end(&mut bytes).with_context(fails)?;
-    if bytes.len() as u64 > LONGEST {
-        bail!("{} is longer than {LONGEST} bytes, so it is no spec", path.display());
-    }
-    String::from_utf8(bytes).ok().with_context(|| format!("{} is no text in UTF-8, so it is no spec", path.display()))
-}
 
 /// Kinds of devices that a spec makes sense on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize)]
@@ -177,7 +162,7 @@ pub(crate) struct Source {
 impl Source {
     /// Reads and checks a file, but for what only the programs know about their options.
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        let text = read(path)?;
+        let text = read_text(path, WRITTEN).with_context(|| format!("cannot read {}", path.display()))?;
         let spec = toml::from_str(&text).map_err(|error| {
             let line = error.span().map_or(1, |span| line_of(&text, span.start));
             anyhow!("{}:{line}: {}", path.display(), one_line(error.message()))

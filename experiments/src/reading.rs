@@ -1,0 +1,26 @@
+//! What reading a history may take.
+
+use allocators::Bytes;
+use allocators::budget::Budget;
+use allocators::trace::ReadOptions;
+use clap::Args;
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ReadArgs {
+    /// Most memory that reading the history may take
+    #[arg(long, value_name = "BYTES", default_value = "1GiB")]
+    read_memory: Bytes,
+}
+
+impl Default for ReadArgs {
+    fn default() -> Self {
+        Self { read_memory: Bytes(Budget::DEFAULT) }
+    }
+}
+
+impl ReadArgs {
+    /// Options with a budget of their own: for one history.
+    pub(crate) fn options(&self) -> ReadOptions {
+        ReadOptions { format: None, budget: Budget::new(self.read_memory.0) }
+    }
+}
