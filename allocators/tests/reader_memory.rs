@@ -205,6 +205,29 @@ fn settings_in_json_are_bounded() {
 }
 
 #[test]
+fn what_unpacking_takes_is_bounded() {
+    // A dictionary of 4 MiB, of which the decoder tells before it reads on.
+    let mut encoder = liblzma::write::XzEncoder::new(Vec::new(), 3);
+    std::io::Write::write_all(&mut encoder, b"1 4096 512 0\n").unwrap();
+    let packed = encoder.finish().unwrap();
+    let options = |limit| ReadOptions { budget: Budget::new(limit), ..ReadOptions::default() };
+    let read = |limit| read_from(Box::new(&packed[..]), &options(limit), &mut |_| Ok(()));
+    assert_eq!(read(32 << 20).unwrap().events, [1]);
+    let error = read(8 << 20).unwrap_err().to_string();
+    assert!(error.contains("unpacking takes more than 2 MiB") && error.contains("--read-memory"), "{error}");
+}
+
+#[test]
+fn text_that_never_ends() {
+    for blank in ["\n", " \r\n"] {
+        let (result, peak, _) = read(b"1 4096 512 0\n".to_vec().chain_with(again(blank.as_bytes())));
+        let error = result.unwrap_err();
+        assert!(matches!(error.problem, Problem::Content(_)), "{error}");
+        assert!(peak <= BUFFERS, "{peak} bytes were taken");
+    }
+}
+
+#[test]
 fn tables_that_never_end() {
     refused("buffers", b"id,lower,upper,size\n".to_vec().chain_with(again(b"a,0,1,1\n")));
 }

@@ -12,7 +12,7 @@ use std::io::{BufRead, BufReader, ErrorKind, Read};
 /// Size of the buffer, which is the most that [`Input::ensure`] can give at once.
 const BUFFER: usize = 1 << 18;
 
-/// Memory that unpacking xz may take, where that is no more than a quarter of the budget: twice what `xz -9` asks for.
+/// Memory that unpacking xz takes at most where an eighth of the budget is not more: twice what `xz -9` asks for.
 const XZ_MEMORY: u64 = 128 << 20;
 
 /// A reader that knows how far it is.
@@ -49,9 +49,11 @@ impl<'a> Input<'a> {
         let source: Box<dyn Read + 'a> = if gzip {
             Box::new(MultiGzDecoder::new(whole))
         } else if xz {
-            let memory = XZ_MEMORY.min(budget.limit() / 4);
-            // CAST: at most `XZ_MEMORY`.
-            unpacking.add(memory as usize).map_err(|over| ReadError::over(Place::Whole, over))?;
+            let memory = (budget.limit() / 8).max(XZ_MEMORY.min(budget.limit() / 4));
+            // CAST: what exceeds the address space exceeds the budget of any machine.
+            unpacking
+                .add(usize::try_from(memory).unwrap_or(usize::MAX))
+                .map_err(|over| ReadError::over(Place::Whole, over))?;
             let stream =
                 Stream::new_stream_decoder(memory, CONCATENATED).map_err(|error| io(std::io::Error::other(error)))?;
             Box::new(XzDecoder::new_stream(whole, stream))

@@ -13,11 +13,16 @@ pub(super) struct Lines<'r, 'i> {
     /// Bytes of the line that was given out last.
     given: usize,
     number: u64,
+    /// Bytes of blank lines since the last one that is not.
+    blank: u64,
 }
+
+/// Most bytes of blank lines that follow each other: what goes on like this has no end.
+const MOST_BLANK: u64 = 1 << 24;
 
 impl<'r, 'i> Lines<'r, 'i> {
     pub(super) fn new(input: &'r mut Input<'i>) -> Self {
-        Self { input, given: 0, number: 0 }
+        Self { input, given: 0, number: 0, blank: 0 }
     }
 
     /// The next line that is not blank; `None` at the end.
@@ -28,8 +33,14 @@ impl<'r, 'i> Lines<'r, 'i> {
             self.number += 1;
             let Some((length, given)) = self.find()? else { return Ok(None) };
             self.given = given;
-            let blank = self.input.buffered()[..length].iter().all(u8::is_ascii_whitespace);
-            if !blank {
+            if self.input.buffered()[..length].iter().all(u8::is_ascii_whitespace) {
+                // CAST: a length in the buffer.
+                self.blank += given as u64;
+                if self.blank > MOST_BLANK {
+                    return Err(self.content("there are 16 MiB of blank lines; the file is damaged"));
+                }
+            } else {
+                self.blank = 0;
                 let place = self.place();
                 let bytes = &self.input.buffered()[..length];
                 let text = std::str::from_utf8(bytes)
