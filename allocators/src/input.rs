@@ -81,7 +81,7 @@ fn read_whole(source: impl Read, limit: u64) -> Result<Vec<u8>> {
 }
 
 fn text(bytes: Vec<u8>) -> Result<String> {
-    String::from_utf8(bytes).map_err(|_| Error::new(ErrorKind::InvalidData, "it is no text in UTF-8"))
+    String::from_utf8(bytes).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not valid UTF-8"))
 }
 
 #[cfg(test)]
