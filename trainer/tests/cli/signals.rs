@@ -35,8 +35,8 @@ fn a_signal_ends_a_run_in_order() {
 #[test]
 fn a_second_signal_ends_a_run_that_does_not_end() {
     let place = Place::new();
-    // One step takes minutes.
-    let arguments = ["--device=sim", "--dataset=digits", "--hidden=6000", "--layers=4", "--batch=8000", "--out=record"];
+    // One step takes many seconds.
+    let arguments = ["--device=sim", "--dataset=digits", "--hidden=3000", "--layers=4", "--batch=8000", "--out=record"];
     let run = Background::start(&place, &arguments);
     run.wait_for("train ");
     run.signal("-INT");
@@ -69,10 +69,10 @@ fn without_a_record_the_first_signal_ends_it() {
 #[test]
 fn a_start_file_under_way_goes_with_its_program() {
     let place = Place::new();
-    // Two gigabytes, which take a while.
+    // Half a gigabyte, which takes a while.
     let run = Background::start(
         &place,
-        &["start", "-o", "start.safetensors", "--dataset", "iris", "--hidden=16000", "--layers=4"],
+        &["start", "-o", "start.safetensors", "--dataset", "iris", "--hidden=8000", "--layers=4"],
     );
     let until = std::time::Instant::now() + PATIENCE;
     while !names(&place).iter().any(|name| name.ends_with(".part")) {

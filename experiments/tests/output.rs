@@ -1,0 +1,48 @@
+//! Files that `experiments` writes: whole or not at all, and nothing replaced that is no regular file.
+
+#![cfg(unix)]
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{Place, Ran};
+use std::path::Path;
+
+fn history() -> String {
+    format!("{}/../allocators/tests/fixtures/small.p4.pickle", env!("CARGO_MANIFEST_DIR"))
+}
+
+#[test]
+fn links_stay_whatever_is_written() {
+    let place = Place::new();
+    let target = place.file("target", "old");
+    std::os::unix::fs::symlink("target", place.at("link")).unwrap();
+    let said = ["link: is a symbolic link to target; name the file itself"];
+    place.run(&["convert", &history(), "--to", "rmm", "-o", "link", "--force"]).refused(2, &said);
+    // Before the minutes that measuring takes.
+    let calibrate = ["calibrate", "--device", "sim", "--source", "here"];
+    place.run(&[&calibrate[..], &["-o", "link"]].concat()).refused(2, &said);
+    place.run(&[&calibrate[..], &["-o", "profile.json", "-m", "link"]].concat()).refused(2, &said);
+    let timings = place.write("timings", "");
+    assert_eq!(place.run(&["fit-kernels", &timings, "-o", "link"]).code, Some(2));
+    assert_eq!(std::fs::read_to_string(target).unwrap(), "old");
+    assert_eq!(std::fs::read_link(place.at("link")).unwrap(), Path::new("target"));
+    assert_eq!(place.files(), ["link", "target", "timings"]);
+}
+
+#[test]
+fn what_does_not_fit_is_a_failure_and_leaves_nothing() {
+    for format in ["snapshot", "snapshot-json", "perfetto", "rmm", "minimalloc"] {
+        let place = Place::new();
+        let history = history();
+        let convert = ["convert", &history, "--to", format, "-o", "out"];
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", "ulimit -f 0; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_experiments")]);
+        let ran = Ran::of(shell.args(convert).current_dir(place.at(".")).output().unwrap());
+        ran.refused(1, &["out: cannot be written: File too large", "it needs at least ", "raise the limit"]);
+        assert_eq!(place.files(), [""; 0], "{format}");
+        // With room it goes.
+        place.run(&convert).ok();
+    }
+}
