@@ -11,7 +11,7 @@ such as target/debug; without it Cargo builds and runs them. Then, for each file
   file of the wheel and needs no PyTorch. The wheel (80.6 MB, the one for macOS, because it is the smallest) is
   downloaded by pip into a folder that is removed again; a few seconds. `--wheel` takes one that is there.
 - It holds only instructions that pytorch.org/memory_viz understands, integers that fit 64 bits, and lists in batches of
-  at most 1000.
+  at most 1000. A file that holds others is not unpickled, neither here nor by PyTorch's script: others can run programs.
 - The same as JSON follows `analysis/schema/memory_snapshot.schema.json` (with the package jsonschema, which pip puts
   into the same folder).
 - Written again from a PyTorch snapshot, it says to Python's `pickle` what the original says.
@@ -19,11 +19,13 @@ such as target/debug; without it Cargo builds and runs them. Then, for each file
 Exit code 0 when all is well, 1 when something is not, 2 when a file or a program is missing.
 """
 import argparse
+import io
 import itertools
 import json
 import lzma
 import pickle
 import pickletools
+import struct
 import subprocess
 import sys
 import tempfile
@@ -112,6 +114,8 @@ def check_instructions(data):
         elif opcode.name in ("APPENDS", "SETITEMS"):
             if opcode.name == "APPENDS" and batch > 1000:
                 problems.append(f"byte {at}: {batch} items in one APPENDS")
+            if not marks:
+                return [*problems, f"byte {at}: {opcode.name} without a mark"]
             batch = marks.pop()
         elif opcode.name in ("TUPLE2",):
             batch -= 1
@@ -120,12 +124,52 @@ def check_instructions(data):
     return problems
 
 
+class DataOnly(pickle.Unpickler):
+    """Builds dictionaries, lists, numbers and texts, and nothing that a file names."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"names {module}.{name}, and a snapshot holds only data")
+
+    def persistent_load(self, identifier):
+        raise pickle.UnpicklingError("refers to something outside, and a snapshot holds only data")
+
+
+def load(data):
+    """What a pickle holds, if it is data only."""
+    return DataOnly(io.BytesIO(data)).load()
+
+
+def report(path, problems, said):
+    """Prints the outcome for a file, in lines that move no cursor, and returns whether it is well."""
+    print(shown(f"{'FAILED' if problems else 'ok':7}{path.parent.name}/{path.name}: {said}"))
+    for problem in problems[:20]:
+        print(shown(f"       {problem}"))
+    if len(problems) > 20:
+        print(f"       and {len(problems) - 20} more")
+    return not problems
+
+
+def shown(text):
+    """Text without control characters."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape", "backslashreplace").decode() for one in text)
+
+
 def check(path, original, script, folder):
-    problems = check_instructions(path.read_bytes())
-    snapshot = pickle.loads(path.read_bytes())
-    events = sum(len(trace) for trace in snapshot["device_traces"])
+    data = path.read_bytes()
+    try:
+        problems = check_instructions(data)
+    except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
+        problems = [f"no pickle: {error}"]
+    # PyTorch's script unpickles without a check, so what could do anything but build data is given to nobody.
+    if problems:
+        return report(path, problems, "not loaded")
+    try:
+        snapshot = load(data)
+        events = sum(len(trace) for trace in snapshot["device_traces"])
+    except Exception as error:  # a pickle can raise whatever it likes
+        return report(path, [f"no snapshot: {type(error).__name__}: {str(error)[:200]}"], "not loaded")
     if original is not None:
-        expected = pickle.loads(lzma.open(original).read())
+        expected = load(lzma.open(original).read())
         for key in ["segments", "device_traces", "allocator_settings"]:
             if snapshot[key] != expected[key]:
                 problems.append(f"'{key}' is not what {original.name} says")
@@ -145,10 +189,7 @@ def check(path, original, script, folder):
         else:
             sizes.append(f"{command} {page.stat().st_size} bytes")
             page.unlink()
-    print(f"{'FAILED' if problems else 'ok':7}{path.parent.name}/{path.name}: {events} events; {', '.join(sizes)}")
-    for problem in problems:
-        print(f"       {problem}")
-    return not problems
+    return report(path, problems, f"{events} events; {', '.join(sizes)}")
 
 
 def main():

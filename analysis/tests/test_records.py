@@ -43,9 +43,9 @@ def test_measures_are_those_of_the_epochs_after_the_first(run_folder: Path) -> N
     told = measures(run)
     assert step_times(run).to_list() == [250_000, 250_000][: step_times(run).len()]
     assert told["step_us"] == 250
-    assert told["blocked_us"] == 20
-    assert told["blocked_in"] == "mem_free"
-    assert told["driver_calls"] == 60
+    assert told["epoch_blocked_us"] == 40
+    assert told["epoch_blocked_in"] == "mem_free"
+    assert told["epoch_driver_calls"] == 120
     assert told["utilisation"] == 0.75
     assert told["deallocate_p50_ns"] is None
 
@@ -61,7 +61,7 @@ def test_a_record_without_its_table_of_steps_tells_the_rest(tmp_path: Path) -> N
     assert (whole.has_steps, lean.has_steps) == (True, False)
     told = measures(lean)
     assert told == measures(whole)
-    assert (told["step_us"], told["steps_done"], told["allocations"]) == (400, 4, 15.5)
+    assert (told["step_us"], told["steps_done"], told["allocations"]) == (400, 4, 62)
     # Single steps are known only from the table.
     for run in (whole, lean):
         run.settings["sync"] = "step"
@@ -78,7 +78,7 @@ def test_parts_of_the_hosts_time_add_up(run_folder: Path) -> None:
     assert sum(parts.values()) == pytest.approx(1.0)
     told = account(run)
     assert told["call"].to_list() == ["kernel_launch", "mem_free", "mem_alloc"]
-    assert told["blocked_us_per_step"].to_list() == [0, 20, 0]
+    assert told["blocked_us"].to_list() == [0, 40, 0]
 
 
 def test_a_wait_names_the_kernel_that_was_launched_last(run_folder: Path) -> None:
@@ -98,7 +98,7 @@ def test_what_a_program_cannot_tell_stays_absent(tmp_path: Path) -> None:
     assert run.arm == "pytorch-graph"
     said = measures(run)
     assert said["peak_reserved_bytes"] is None
-    assert "blocked_us" not in said
+    assert (said["blocked_us"], said["epoch_blocked_us"]) == (None, None)
     assert run.driver_calls().is_empty()
     with pytest.raises(AnalysisError, match="counts no driver calls"):
         account(run)

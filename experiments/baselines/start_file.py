@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VERSION = "1"
+# The format's own bound.
+MOST_HEADER = 100_000_000
 WIDTHS = {"F32": 4, "U32": 4, "U8": 1}
 # What a start decides, with how its text is read.
 NUMBERS = ("features", "classes", "train_rows", "validation_rows", "hidden", "layers", "batch", "epochs", "seed")
@@ -42,7 +44,12 @@ class Start:
     def number(self, name):
         """A number in the metadata; `None` where there is none."""
         text = self.metadata.get(name)
-        return None if text is None else int(text)
+        if text is None:
+            return None
+        # int() takes more: signs, blanks, other scripts' digits.
+        if not (text.isascii() and text.isdigit() and len(text) <= 20):
+            raise ValueError(f"{name} is {text[:40]!r} and no number")
+        return int(text)
 
     @property
     def orders(self):
@@ -76,8 +83,9 @@ def read(path):
             raise ValueError(f"its version is {metadata.get('schema_version')}, this program reads version {VERSION}")
         start = Start(str(path), hashlib.sha256(content).hexdigest(), tensors, metadata)
         check(start)
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    except (ValueError, KeyError) as error:
+        # A text of the file that is quoted may hold what moves a terminal's cursor.
+        what = f"{error} is missing" if isinstance(error, KeyError) else ascii(str(error))[1:-1]
         raise BadInput(f"{path} is no start file: {what}; write one with: trainer start -o FILE") from None
     return start
 
@@ -89,21 +97,43 @@ def parse(content):
     (length,) = struct.unpack("<Q", content[:8])
     if length > len(content) - 8:
         raise ValueError("it is cut short")
-    header = json.loads(content[8 : 8 + length])
+    if length > MOST_HEADER:
+        raise ValueError(f"its header has {length} bytes, which none has")
+    try:
+        header = json.loads(content[8 : 8 + length])
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
     metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("its metadata are not texts by name")
     values = memoryview(content)[8 + length :]
     tensors, expected = {}, 0
     for name, entry in header.items():
-        shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-        if entry["dtype"] not in WIDTHS:
-            raise ValueError(f"{name} has values of kind {entry['dtype']}")
-        if end - begin != math.prod(shape) * WIDTHS[entry["dtype"]] or not 0 <= begin <= end <= len(values):
-            raise ValueError(f"{name} does not lie where the header says, the file may be cut short")
-        tensors[name] = Tensor(entry["dtype"], shape, values[begin:end])
+        dtype, shape, (begin, end) = described(name, entry)
+        if end - begin != math.prod(shape) * WIDTHS[dtype] or not 0 <= begin <= end <= len(values):
+            raise ValueError(f"{name[:80]} does not lie where the header says, the file may be cut short")
+        tensors[name] = Tensor(dtype, shape, values[begin:end])
         expected = max(expected, end)
     if expected != len(values):
         raise ValueError("it is longer than its header says")
     return tensors, metadata
+
+
+def described(name, entry):
+    """Kind, shape and place of a tensor, if the header tells them as numbers."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name[:80]} is not described by an object")
+    dtype, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in tuple(WIDTHS):
+        raise ValueError(f"{name[:80]} has values of kind {str(dtype)[:40]}")
+    for what, numbers in (("shape", shape), ("data_offsets", place)):
+        if not isinstance(numbers, list) or not all(type(one) is int and 0 <= one < 2**48 for one in numbers):
+            raise ValueError(f"{what} of {name[:80]} is no list of numbers")
+    if len(shape) > 2 or len(place) != 2:
+        raise ValueError(f"{name[:80]} has not two numbers for its place, or more than two dimensions")
+    return dtype, tuple(shape), place
 
 
 def check(start):
@@ -111,6 +141,12 @@ def check(start):
     for name in NUMBERS:
         if start.number(name) is None:
             raise KeyError(name)
+    # Before anything is as long as there are layers: each has two tensors in the file.
+    if not 1 <= start.number("layers") <= len(start.tensors):
+        raise ValueError(f"it has {len(start.tensors)} tensors, which are not those of {start.number('layers')} layers")
+    files = json.loads(start.metadata["files"])
+    if not isinstance(files, list) or not all(isinstance(one, dict) and isinstance(one.get("path"), str) for one in files):
+        raise ValueError("its files are no list of objects with a path")
     expected = {}
     for layer, (inputs, outputs) in enumerate(zip(start.widths, start.widths[1:])):
         expected[f"layers.{layer}.weight"] = ("F32", (outputs, inputs))

@@ -48,35 +48,76 @@ def host_parts(calls: dict[str, Any] | pl.DataFrame, wall_ms: float) -> dict[str
     return known
 
 
-def account(run: Run, skip_epochs: int = 1) -> pl.DataFrame:
-    """The sync account: calls that took or blocked the host, per step, of the epochs after the first `skip_epochs`.
+# What a call is counted per: its training steps, or whole epochs where a record does not tell training from validation.
+PERIODS = {"step": "training step", "epoch": "epoch, validation included"}
 
-    Calls of validation are counted too.
 
-    Columns: `call`, `calls_per_step`, `total_us_per_step`, `blocked_us_per_step`, `blocked_share` (of the call's time).
-    A run of so few epochs is counted whole.
+def warm(run: Run, skip_epochs: int = 1) -> list[dict[str, Any]]:
+    """The epochs after the first `skip_epochs`; of a run of so few all of them.
+
+    Raises AnalysisError when no epoch ended.
     """
-    epochs = run.summary["epochs"]
-    chosen = epochs[skip_epochs:] or epochs
-    if not chosen:
+    epochs: list[dict[str, Any]] = run.summary["epochs"]
+    if not epochs:
         _ = run.epochs  # says why there is nothing
-    steps = sum(epoch["steps"] for epoch in chosen)
-    rows = [{"call": name, **figures} for epoch in chosen for name, figures in epoch.get("driver_calls", {}).items()]
-    if not rows:
+    return epochs[skip_epochs:] or epochs
+
+
+def told_per(run: Run) -> str | None:
+    """The period by which a record counts driver calls: `step`, `epoch`, or None where it counts none.
+
+    An epoch's `driver_calls` are those of its training and of its validation together, so they are not divided by its
+    training steps; `train_driver_calls`, which older records lack, are those of its training alone.
+    """
+    epochs = warm(run)
+    if all(epoch.get("train_driver_calls") for epoch in epochs):
+        return "step"
+    return "epoch" if any(epoch.get("driver_calls") for epoch in epochs) else None
+
+
+def account(run: Run, skip_epochs: int = 1, per: str | None = None) -> pl.DataFrame:
+    """The sync account: calls that took or blocked the host, of the epochs after the first `skip_epochs`.
+
+    `per` is `step` (a training step) or `epoch` (with its validation); without it what the record tells, see
+    `told_per`.
+
+    Columns: `call`, `calls`, `total_us` and `blocked_us` per that period, `blocked_share` (of the call's time).
+
+    Raises AnalysisError when the record does not tell.
+    """
+    chosen = warm(run, skip_epochs)
+    told = told_per(run)
+    if told is None:
         raise AnalysisError(f"{run.path}: the record counts no driver calls, so it cannot say which ones blocked.")
+    per = per or told
+    if per == "step" and told != "step":
+        raise AnalysisError(
+            f"{run.path}: the record counts the driver calls of training and validation together, so it cannot say how "
+            "many are of a step; run it again with this version."
+        )
+    key, periods = ("train_driver_calls", sum(one["steps"] for one in chosen)) if per == "step" else (
+        "driver_calls", len(chosen))  # fmt: skip
+    names = ("count", "total_ns", "blocked_ns")
+    rows = [
+        {"call": name, **{one: figures[one] for one in names}}
+        for epoch in chosen for name, figures in epoch.get(key, {}).items()
+    ]  # fmt: skip
+    return _account(pl.DataFrame(rows, schema={"call": pl.String, **dict.fromkeys(names, pl.Int64)}), periods)
+
+
+def _account(rows: pl.DataFrame, periods: int) -> pl.DataFrame:
     return (
-        pl.DataFrame(rows)
-        .group_by("call")
+        rows.group_by("call")
         .agg(pl.col("count", "total_ns", "blocked_ns").sum())
         .filter(pl.col("count") > 0)
         .select(
             "call",
-            calls_per_step=pl.col("count") / steps,
-            total_us_per_step=pl.col("total_ns") / 1e3 / steps,
-            blocked_us_per_step=pl.col("blocked_ns") / 1e3 / steps,
+            calls=pl.col("count") / periods,
+            total_us=pl.col("total_ns") / 1e3 / periods,
+            blocked_us=pl.col("blocked_ns") / 1e3 / periods,
             blocked_share=pl.col("blocked_ns") / pl.col("total_ns").clip(1),
         )
-        .sort("total_us_per_step", "call", descending=[True, False])
+        .sort("total_us", "call", descending=[True, False])
     )
 
 
@@ -85,18 +126,7 @@ def account_between(calls: pl.DataFrame, start_ns: int, end_ns: int, steps: int)
     inside = calls.filter(pl.col("start_ns").is_between(start_ns, end_ns, closed="left"))
     if inside.is_empty():
         raise AnalysisError("no driver call began in the steps that were chosen.")
-    return (
-        inside.group_by("call")
-        .agg(count=pl.len(), total_ns=pl.col("total_ns").sum(), blocked_ns=pl.col("blocked_ns").sum())
-        .select(
-            "call",
-            calls_per_step=pl.col("count") / steps,
-            total_us_per_step=pl.col("total_ns") / 1e3 / steps,
-            blocked_us_per_step=pl.col("blocked_ns") / 1e3 / steps,
-            blocked_share=pl.col("blocked_ns") / pl.col("total_ns").clip(1),
-        )
-        .sort("total_us_per_step", "call", descending=[True, False])
-    )
+    return _account(inside.select("call", "total_ns", "blocked_ns", count=pl.lit(1, pl.Int64)), steps)
 
 
 def with_waited_for(calls: pl.DataFrame) -> pl.DataFrame:

@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from vramlab.calls import MEMORY_CALLS
+from vramlab.calls import MEMORY_CALLS, account, told_per
 from vramlab.records import Run
 
 
@@ -54,7 +54,9 @@ def measures(run: Run) -> dict[str, Any]:
     Times are microseconds, memory bytes. `step_us` is `train_pace`, or, where the record does not tell, the median of
     `step_times` (with `--sync never` their mean); `step_p10_us` and `step_p90_us` are the spread of single steps, which
     is known where the host waits for each and the record has its table of steps; `epoch_step_us` contains validation.
-    `allocations` are those of the whole run, validation included, over its training steps.
+    Of driver calls `driver_calls`, `blocked_us`, `blocked_in` (the call that waited most), and of those that take or
+    give memory `memory_calls` and `memory_us` are of one training step; under `epoch_` they are of one epoch with its
+    validation, which is all that older records tell. `allocations` are those of the whole run.
     """
     summary = run.summary
     times = step_times(run) if run.has_steps else pl.Series(dtype=pl.Int64)
@@ -70,28 +72,22 @@ def measures(run: Run) -> dict[str, Any]:
         "epoch_step_us": epoch_pace(run),
         "steps_done": run.steps.height if run.has_steps else int(run.epochs["steps"].sum()),
     }
-    epochs = summary["epochs"][1:] or summary["epochs"]
-    steps = sum(epoch["steps"] for epoch in epochs)
-    calls = [epoch["driver_calls"] for epoch in epochs if "driver_calls" in epoch]
-    if calls:
-        total = {name: sum(c[name]["blocked_ns"] for c in calls if name in c) for name in {n for c in calls for n in c}}
-        out["blocked_us"] = sum(total.values()) / 1e3 / steps
-        out["blocked_in"] = max(total, key=lambda name: (total[name], name)) if any(total.values()) else None
-        out["driver_calls"] = sum(call["count"] for c in calls for call in c.values()) / steps
-        memory = [c[name] for c in calls for name in MEMORY_CALLS if name in c]
-        out["memory_calls"] = sum(call["count"] for call in memory) / steps
-        out["memory_us"] = sum(call["total_ns"] for call in memory) / 1e3 / steps
+    told = told_per(run)
+    for per, before in (("step", ""), ("epoch", "epoch_")):
+        known = told is not None and (per == "epoch" or told == "step")
+        out |= {before + key: one for key, one in _calls(account(run, per=per) if known else None).items()}
     for level in ("reserved", "active", "allocated", "requested"):
         out[f"peak_{level}_bytes"] = run.statistic(f"{level}_bytes.all.peak")
-    made = run.statistic("allocation.all.allocated")
-    out["allocations"] = made / out["steps_done"] if made is not None and out["steps_done"] else None
+    out["allocations"] = run.statistic("allocation.all.allocated")
     peak, active = out["peak_reserved_bytes"], out["peak_active_bytes"]
     out["utilisation"] = active / peak if peak and active is not None else None
     for operation in ("allocate", "deallocate"):
         rows = [row for row in summary.get("latency", []) if row["operation"] == operation]
         most = max(rows, key=lambda row: row["count"], default=None)
-        out[f"{operation}_p50_ns"] = most and most["p50_ns"]
-        out[f"{operation}_p99_ns"] = most and most["p99_ns"]
+        for name in ("p50_ns", "p99_ns"):
+            value = most and most[name]
+            # On a simulated device only driver calls take time; what took none was not measured.
+            out[f"{operation}_{name}"] = None if run.simulated and not value else value
     last = summary["epochs"][-1]
     out |= {
         "train_loss": last.get("train_loss"),
@@ -100,6 +96,21 @@ def measures(run: Run) -> dict[str, Any]:
     }
     out["process_s"] = summary.get("process_s")
     return out
+
+
+def _calls(account: pl.DataFrame | None) -> dict[str, Any]:
+    """Sums over a sync account."""
+    if account is None:
+        return dict.fromkeys(("driver_calls", "blocked_us", "blocked_in", "memory_calls", "memory_us"))
+    memory = account.filter(pl.col("call").is_in(MEMORY_CALLS))
+    waits = account.filter(pl.col("blocked_us") > 0).sort("blocked_us", "call")
+    return {
+        "driver_calls": float(account["calls"].sum()),
+        "blocked_us": float(account["blocked_us"].sum()),
+        "blocked_in": waits["call"][-1] if waits.height else None,
+        "memory_calls": float(memory["calls"].sum()),
+        "memory_us": float(memory["total_us"].sum()),
+    }
 
 
 def _quantile(values: pl.Series, share: float) -> float | None:

@@ -83,6 +83,11 @@ class Run:
         return str(self.summary["device"]["name"])
 
     @property
+    def simulated(self) -> bool:
+        """Whether its times are a simulated device's: only driver calls and the device's work take any."""
+        return bool(self.summary["device"].get("virtual_time") or self.summary.get("clock") == "virtual")
+
+    @property
     def label(self) -> str:
         """The run in a few words: what of its settings a reader of a figure asks for."""
         settings = self.settings

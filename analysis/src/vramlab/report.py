@@ -99,21 +99,23 @@ def table(runs: list[tuple[str, Run]]) -> dict[str, Any]:
         return "–" if value is None else style.si_bytes(value)
 
     columns = [
-        "run", "step", "10–90 % of steps", "host blocked a step", "most in", "driver calls a step", "allocate p50",
+        "run", "step", "10–90 % of steps", "host blocked a step", "driver calls a step",
+        "host blocked an epoch, with validation", "most in", "driver calls an epoch, with validation", "allocate p50",
         "p99", "free p50", "p99", "peak reserved", "peak requested", "utilisation", "validation accuracy",
     ]  # fmt: skip
     rows = []
     for name, run in runs:
         m = measures(run)
         us = {key: None if m.get(key) is None else 1e3 * m[key] for key in ("step_us", "step_p10_us", "step_p90_us")}
-        blocked = m.get("blocked_us")
         cells = [
             name,
             time(us["step_us"]),
             "–" if us["step_p10_us"] is None else f"{time(us['step_p10_us'])} – {time(us['step_p90_us'])}",
-            time(None if blocked is None else 1e3 * blocked),
-            m.get("blocked_in") or "–",
-            "–" if m.get("driver_calls") is None else f"{m['driver_calls']:.1f}",
+            time(None if m["blocked_us"] is None else 1e3 * m["blocked_us"]),
+            "–" if m["driver_calls"] is None else f"{m['driver_calls']:.1f}",
+            time(None if m["epoch_blocked_us"] is None else 1e3 * m["epoch_blocked_us"]),
+            m["epoch_blocked_in"] or "–",
+            "–" if m["epoch_driver_calls"] is None else f"{m['epoch_driver_calls']:,.0f}",
             *(time(m[f"{op}_{p}_ns"]) for op in ("allocate", "deallocate") for p in ("p50", "p99")),
             size(m["peak_reserved_bytes"]),
             size(m["peak_requested_bytes"]),
@@ -209,7 +211,9 @@ def build(runs: list[Run]) -> str:
     page.add("settings", rows=settings_table(named))
 
     page.heading("Where the host's time goes", "In the last epoch, validation included.")
-    counted = [(name, run) for name, run in named if run.summary["epochs"][-1].get("driver_calls")]
+    counted = [
+        (name, run) for name, run in named if calls.told_per(run) and run.summary["epochs"][-1].get("driver_calls")
+    ]
     page.figure(
         lambda: bars.stacked(
             [(name, calls.host_parts(run.driver_calls(-1), run.epochs["wall_s"][-1] * 1e3)) for name, run in counted],
@@ -218,12 +222,21 @@ def build(runs: list[Run]) -> str:
             total=lambda value: f"{value:.4g} ms",
         )
     )
+    older = [name for name, run in counted if calls.told_per(run) != "step"]
+    per = "epoch" if older else "step"
     page.heading(
         "Sync account",
-        "Driver calls that took the host's time, per training step, epochs after the first with their validation. "
+        f"Driver calls that took the host's time, of one {calls.PERIODS[per]}; epochs after the first. "
         "Hatched: waiting for the device.",
     )
-    page.figure(lambda: sync.account([(name, calls.account(run)) for name, run in counted]))
+    if older and counted:
+        page.note(
+            f"{', '.join(older)}: the record counts the driver calls of training and validation together, so they are "
+            "of whole epochs and not of a step."
+        )
+    page.figure(
+        lambda: sync.account([(name, calls.account(run, per=per)) for name, run in counted], period=calls.PERIODS[per])
+    )
     page.heading("Memory after each step")
     page.figure(lambda: memory.over_steps([(name, run.steps) for name, run in named]))
     page.heading("Where reserved memory went", "At the moment when reserved memory was at its peak.")
@@ -253,7 +266,11 @@ def build(runs: list[Run]) -> str:
         if not run.has("latency.hlog"):
             page.note(f"{name}: no histograms in its record.")
     for name, run in timed:
-        page.figure(lambda run=run, name=name: latency.spectrum(histograms.spectrum(run.histograms), title=name))  # type: ignore[misc]
+        page.figure(
+            lambda run=run, name=name: latency.spectrum(  # type: ignore[misc]
+                histograms.spectrum(run.histograms), title=name, simulated=run.simulated
+            )
+        )
     if len(timed) > 1:
         tints = {name: style.colour(run.arm) for name, run in timed}
         page.figure(
@@ -263,6 +280,7 @@ def build(runs: list[Run]) -> str:
                 ),
                 title="all paths together",
                 colours=tints,
+                simulated=all(run.simulated for _, run in timed),
             )
         )
     page.heading("Losses")

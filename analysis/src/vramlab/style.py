@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from typing import Any
 
 import matplotlib
@@ -209,6 +210,63 @@ def label_right(axes: Axes, x: float, entries: list[tuple[float, str, str]], *, 
             fontsize=8,
             annotation_clip=False,
         )
+
+
+# Mean width of a character of the figures' font, as a share of its size.
+_CHARACTER = 0.6
+
+
+def wrapped(text: str, inches: float, *, size: float = 9.0, lines: int = 2) -> str:
+    """A name in lines that fit a width, at most `lines` of them; what is left out is told by `…`."""
+    room = max(int(inches * 72 / (size * _CHARACTER)), 8)
+    parts = textwrap.wrap(text, room, break_on_hyphens=False) or [""]
+    if len(parts) > lines:
+        parts = [*parts[: lines - 1], parts[lines - 1][: room - 2].rstrip() + " …"]
+    return "\n".join(parts)
+
+
+def legend(
+    figure: Figure,
+    handles: Any,
+    names: list[str],
+    *,
+    where: Any = "outside upper right",
+    most: int = 5,
+    title: str = "",
+) -> None:
+    """A legend of as many columns as fit, in a figure that grows by what more than two rows of it take.
+
+    `title` is a note above it.
+    """
+    size = float(RC["legend.fontsize"])
+    shown = [wrapped(name, figure.get_figwidth() - 0.8, size=size, lines=1) for name in names]
+    entry = max((len(name) for name in shown), default=1) * size * _CHARACTER / 72 + 0.55
+    columns = max(1, min(most, len(shown), int((figure.get_figwidth() - 0.2) / entry)))
+    rows = -(-len(shown) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.17 * max(rows + len(title.splitlines()) - 2, 0))
+    figure.legend(handles, shown, loc=where, ncols=columns, title=title or None, title_fontsize=size)
+
+
+def room_for_labels(panels: Any, labels: list[tuple[Any, float]]) -> None:
+    """Sets one scale from 0 for horizontal bars in these axes, on which each label behind its bar ends in the axes.
+
+    `labels` are annotations that begin right of a bar, with where it ends.
+    """
+    figure = panels[0].figure
+    most = max((end for _, end in labels), default=0.0) or 1.0
+    for axes in panels:
+        axes.set_xlim(0, 1.3 * most)
+    figure.draw_without_rendering()  # places the axes
+    renderer = figure.canvas.get_renderer()
+    limit = most
+    for label, end in labels:
+        whole = label.axes.get_window_extent(renderer).width
+        box = label.get_window_extent(renderer)
+        start = label.axes.transData.transform((end, 0))[0]
+        behind = box.x1 - start
+        limit = max(limit, end * whole / max(whole - behind - 2, whole / 8))
+    for axes in panels:
+        axes.set_xlim(0, limit)
 
 
 def png(figure: Figure, dpi: int = 110) -> bytes:

@@ -64,7 +64,8 @@ impl Pass<'_> {
         let (model, learning_rate) = (self.model, settings.learning_rate);
         let of = StepOf { model, split, order: &order, learning_rate };
         let batch = settings.batch as usize;
-        let mut allocations = device.calls().driver_allocations();
+        let training_before = device.calls();
+        let mut allocations = training_before.driver_allocations();
         let mut ended = Ok(());
         let steps_ns = clock.now_ns();
         driver.event_record(first_step, stream)?;
@@ -129,6 +130,7 @@ impl Pass<'_> {
         }
         ended?;
         let train_s = seconds(clock.now_ns() - steps_ns);
+        let train_driver_calls = run.context.device.calls().since(&training_before);
         *left -= steps;
         stepper.end_epoch();
         let mut weighted = 0.0;
@@ -170,6 +172,7 @@ impl Pass<'_> {
             train_device_s: seconds(train_ns),
             device_busy_s: busy,
             driver_calls: device.calls().since(&calls_before),
+            train_driver_calls,
         })
     }
 

@@ -107,6 +107,7 @@ def stacked(
     if not rows:
         raise AnalysisError(f"there are no data for the figure of {unit}.")
     figure, axes = style.new(height=1.25 + 0.42 * len(rows))
+    labels = []
     for row, (_, figures) in enumerate(rows):
         left = 0.0
         for part, colour in parts.items():
@@ -115,16 +116,16 @@ def stacked(
             axes.barh(row, value, left=left, color=colour, height=0.66, label=name if row == 0 else None)
             left += value
         text = total(left) if total else f"{left:.3g}"
-        axes.annotate(text, (left, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.invert_yaxis()
-    axes.margins(x=0.1)
-    axes.set_xlim(left=0)
+        said = axes.annotate(text, (left, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        labels.append((said, left))
+    axes.set_yticks(range(len(rows)), [style.wrapped(name, 2.4) for name, _ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(unit)
     if scale is not None:
         axes.xaxis.set_major_formatter(scale)
     axes.set_title(title)
-    figure.legend(loc="outside lower center", ncols=3)
+    style.legend(figure, *axes.get_legend_handles_labels(), where="outside lower center", most=3)
+    style.room_for_labels([axes], labels)
     return figure
 
 

@@ -25,6 +25,14 @@ PATHS = {
     "failed": style.BLACK,
 }
 
+# What a histogram of a simulated device holds of an operation that made no driver call: 0, or 1, its least value.
+SIMULATED_ZERO_NS = 1
+
+
+def words(ns: float, simulated: bool) -> str:
+    """A latency with its unit; of a simulated device `no driver call` where nothing was timed."""
+    return "no driver call" if simulated and ns <= SIMULATED_ZERO_NS else style.si_time(ns)
+
 
 def nines(axes: Axes, most: float) -> None:
     """An axis on which each nine takes the same room: 0, 90, 99, 99.9 % up to a share `most`."""
@@ -44,14 +52,28 @@ def spectrum(
     title: str = "",
     colours: dict[str, str] | None = None,
     panels: list[str] | None = None,
-    floor: float = 1.0,
+    simulated: bool = False,
 ) -> Figure:
     """Percentile spectra side by side: a panel for each operation, a line for each group.
 
     `frame` is what `histograms.spectrum` makes, or several of them with a column `group` that tells them apart. A group
-    that is an allocator has its colour. Zeros are drawn at `floor` ns.
+    that is an allocator has its colour.
+
+    On a simulated device (`simulated`) only driver calls take time, so what took none was not measured: those shares
+    are left out, and groups that never reached the driver are told below the axes and not drawn.
     """
     nonempty(frame, "latency")
+    idle: list[str] = []
+    if simulated:
+        timed = frame.filter(pl.col("value_ns") > SIMULATED_ZERO_NS)
+        groups = set(timed["group"].unique())
+        idle = [group for group in style.order(frame["group"].to_list()) if group not in groups]
+        if timed.is_empty():
+            raise AnalysisError(
+                f"{', '.join(idle)}: no operation asked the driver, and on a simulated device nothing else takes time, "
+                "so there is no latency to draw."
+            )
+        frame = timed
     operations = [
         name for name in panels or ("allocate", "deallocate") if name in frame["operation"].unique().to_list()
     ]
@@ -72,17 +94,20 @@ def spectrum(
             colour = (colours or PATHS).get(group) or style.colour(group)
             dashes = "--" if group.endswith(" cold") else "-"
             line = axes.plot(
-                1 / (1 - share), np.maximum(one["value_ns"].to_numpy(), floor), color=colour, linestyle=dashes
+                1 / (1 - share), np.maximum(one["value_ns"].to_numpy(), 1.0), color=colour, linestyle=dashes
             )
             seen.setdefault(group, line[0])
             most = max(most, 2.0 * count)
         nines(axes, most)
-        axes.set_yscale("log")
+        style.log_axis(axes)
         style.time_axis(axes, "y")
         axes.set_title(operation, fontsize=9)
         style.grid(axes, "both")
     all_axes[0, 0].set_ylabel("time of one operation")
-    figure.legend(list(seen.values()), list(seen), loc="outside lower center", ncols=min(len(seen), 5))  # type: ignore[call-overload]
+    said = f"not drawn, as on the simulated device only driver calls take time: {', '.join(idle)}" if idle else ""
+    room = 4.6 * len(operations) - 0.4
+    note = style.wrapped(said, room, size=8)
+    style.legend(figure, list(seen.values()), list(seen), where="outside lower center", title=note)
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        figure.suptitle(style.wrapped(title, room, size=10), x=0.01, ha="left", fontsize=10)
     return figure

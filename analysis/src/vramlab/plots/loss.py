@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from vramlab import style
 from vramlab.errors import AnalysisError
@@ -45,7 +46,7 @@ def curves(
     axes.set_ylabel("cross-entropy, nats" + (f" (mean of {over} steps)" if over > 1 else ""))
     axes.set_title(title)
     style.grid(axes)
-    figure.legend(loc="outside upper right", ncols=len(labelled))
+    style.legend(figure, *axes.get_legend_handles_labels())
     return figure
 
 
@@ -102,6 +103,8 @@ def differences(pairs: list[tuple[str, pl.DataFrame]], *, bound: float | None = 
         axes.axhline(bound, color=style.INK, linestyle="--", linewidth=0.9)
         axes.annotate(f"{bound:g}", (1, bound), xytext=(2, 3), textcoords="offset points", fontsize=8)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(bottom=floor)
     axes.set_xlabel("training step")
     axes.set_ylabel("|ours − PyTorch| / PyTorch, loss")

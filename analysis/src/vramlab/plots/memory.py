@@ -26,10 +26,14 @@ def over_steps(runs: list[tuple[str, pl.DataFrame]], *, title: str = "") -> Figu
     runs = [(name, steps) for name, steps in runs if _holds(steps, "reserved_bytes")]
     if not runs:
         raise AnalysisError("there are no data for the figure of memory over steps: no run tells what it reserved.")
-    figure, panels = style.new(
-        1, len(runs), width=max(4.0, min(2.7 * len(runs) + 1, 10)), height=2.9, sharey=True, squeeze=False
-    )
-    for axes, (name, steps) in zip(panels[0], runs, strict=True):
+    columns = min(len(runs), 4)
+    rows = -(-len(runs) // columns)
+    width = max(4.0, min(2.7 * columns + 1, 10))
+    figure, panels = style.new(rows, columns, width=width, height=0.6 + 2.3 * rows, sharey=True, squeeze=False)
+    drawn = list(panels.flat)[: len(runs)]
+    for axes in panels.flat[len(runs) :]:
+        axes.set_visible(False)
+    for axes, (name, steps) in zip(drawn, runs, strict=True):
         nonempty(steps, "memory over steps")
         at = steps["index"] + 1
         levels = [("reserved_bytes", "reserved", style.GREY)]
@@ -40,14 +44,17 @@ def over_steps(runs: list[tuple[str, pl.DataFrame]], *, title: str = "") -> Figu
             levels.append(("requested_bytes", "requested", style.BLUE))
         for column, label, colour in levels:
             axes.plot(at, steps[column], color=colour, label=label, linewidth=2.2 if label != "requested" else 1.0)
-        axes.set_title(name, color=style.colour(name), fontsize=9)
+        axes.set_title(
+            style.wrapped(name, (width - 1.2) / columns - 0.2, lines=3), color=style.colour(name), fontsize=9
+        )
         axes.set_xlabel("training step")
         style.bytes_axis(axes)
         style.grid(axes)
     panels[0, 0].set_ylim(bottom=0)  # shared; set before, it would fix the top as well
-    panels[0, 0].set_ylabel("bytes after the step")
-    handles, labels = max((axes.get_legend_handles_labels() for axes in panels[0]), key=lambda both: len(both[1]))
-    figure.legend(handles, labels, loc="outside upper right", ncols=3)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("bytes after the step")
+    handles, labels = max((axes.get_legend_handles_labels() for axes in drawn), key=lambda both: len(both[1]))
+    style.legend(figure, handles, labels, most=3)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     return figure
@@ -83,7 +90,7 @@ def within_steps(
     axes.set_xlabel("time, µs")
     axes.set_ylabel("bytes")
     style.bytes_axis(axes)
-    axes.set_title(title)
+    axes.set_title(style.wrapped(title, 6.5, size=10))
     style.grid(axes)
     style.label_right(axes, (end_ns - start_ns) / 1e3, ends, gap=0.08)
     return figure

@@ -1,0 +1,191 @@
+"""Where figures put things: no text on another, none beyond the edge, every bar and its label within its axes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.text import Annotation, Text
+
+from tests.conftest import CALLS, summary, write_run
+from vramlab import calls, report, style
+from vramlab.plots import bars, sync
+from vramlab.records import load_run
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = ROOT / "experiments/results/2026-11-21-sim"
+
+
+def texts(figure: Figure) -> list[Text]:
+    """What is written: titles, labels of axes and of bars, legends, names of rows; not the numbers of ticks."""
+    found: list[Text] = [one for one in figure.texts if one.get_text()]
+    for legend in figure.legends:
+        found += [one for one in (*legend.get_texts(), legend.get_title()) if one.get_text()]
+    for axes in figure.axes:
+        if not axes.get_visible():
+            continue
+        found += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]  # type: ignore[attr-defined]
+        found += [one for one in axes.texts if isinstance(one, Annotation)]
+        if axes.patches:
+            found += axes.get_yticklabels()
+    found += [one for one in (figure._suptitle, figure._supxlabel) if one is not None]  # type: ignore[attr-defined]
+    return [one for one in found if one.get_text().strip() and one.get_visible()]
+
+
+def laid_out(figure: Figure) -> None:
+    """Fails where texts overlap or leave the figure, and where bars or their labels leave their axes."""
+    figure.draw_without_rendering()
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    whole = figure.bbox
+    boxes = [(one.get_text(), one.get_window_extent(renderer), one) for one in texts(figure)]
+    for text, box, _ in boxes:
+        inside = box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1 and box.y0 >= whole.y0 - 1 and box.y1 <= whole.y1 + 1
+        assert inside, f"{text!r} leaves the figure: {box} of {whole}"
+    for (one, a, first), (other, b, second) in itertools.combinations(boxes, 2):
+        if first is second:
+            continue
+        wide, high = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+        assert wide <= 1 or high <= 1, f"{one!r} and {other!r} overlap by {wide:.0f} × {high:.0f}"
+    for axes in figure.axes:
+        within(axes, renderer)
+
+
+def within(axes: Axes, renderer: Any) -> None:
+    frame = axes.get_window_extent(renderer)
+    shapes = [one.get_window_extent(renderer) for one in axes.patches if isinstance(one, Rectangle)]
+    shapes += [one.get_window_extent(renderer) for one in axes.texts if isinstance(one, Annotation) and axes.patches]
+    for box in shapes:
+        assert box.x0 >= frame.x0 - 1, f"{box} begins left of {frame}"
+        assert box.x1 <= frame.x1 + 1, f"{box} ends right of {frame}"
+
+
+def runs(folder: Path, count: int) -> list[str]:
+    """Records that differ in several settings, so that their names are long, and by orders of magnitude in time."""
+    paths = []
+    for number in range(count):
+        told = summary(("naive", "caching", "stream-ordered")[number % 3])
+        told["settings"] |= {"hidden": 64 << number, "sync": ("step", "never")[number % 2], "loader": "resident",
+                             "lr": 0.1 / (number + 1), "seed": number}  # fmt: skip
+        for epoch in told["epochs"]:
+            of = {name: dict(one) for name, one in epoch["driver_calls"].items()}
+            for one in of.values():
+                one["total_ns"] *= 1 + 7 * ((count - number) % count)
+                one["blocked_ns"] *= 1 + 7 * ((count - number) % count)
+            epoch["driver_calls"] = of
+        paths.append(str(write_run(folder / f"{number:02}", told, trace=number == 0)))
+    return paths
+
+
+def keep_drawn(monkeypatch: pytest.MonkeyPatch, drawn: list[Figure]) -> None:
+    """Keeps the figures of a page instead of making SVG of them."""
+
+    def keep(figure: Figure, prefix: str = "", *, inline: bool = False) -> str:
+        drawn.append(figure)
+        return "<svg></svg>"
+
+    monkeypatch.setattr(style, "svg", keep)
+
+
+@pytest.mark.parametrize("count", [1, 3, 15])
+def test_the_figures_of_a_report_are_laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    drawn: list[Figure] = []
+    keep_drawn(monkeypatch, drawn)
+    report.build(report.gather(runs(tmp_path, count)))
+    assert len(drawn) >= 6 + count
+    for figure in drawn:
+        laid_out(figure)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_the_longest_bar_of_the_sync_account_is_whole_wherever_it_stands(order: tuple[int, ...]) -> None:
+    folders = sorted((RECORDED / "where-time-goes/runs").iterdir())
+    chosen = [load_run(folders[place]) for place in order]
+    figure = sync.account([(run.arm, calls.account(run)) for run in chosen])
+    laid_out(figure)
+    ends = [bar.get_window_extent().x1 for axes in figure.axes for bar in axes.patches]
+    left = figure.axes[0].get_window_extent().x0
+    # The scale is not wasted either: the longest bar takes most of what its label leaves.
+    assert max(ends) - left > 0.5 * figure.axes[0].get_window_extent().width
+
+
+def test_long_names_and_numbers_keep_their_bars(tmp_path: Path) -> None:
+    rows = [(f"an allocator of a very long name indeed, number {number}", {"a": 10.0**number}) for number in range(9)]
+    laid_out(bars.stacked(rows, {"a": style.BLUE}, unit="ms", total=lambda value: f"{value:,.0f} ms and then some"))
+
+
+def test_fifteen_recorded_runs_are_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    keep_drawn(monkeypatch, drawn)
+    folders = sorted((RECORDED / "fidelity/runs").iterdir())[:15]
+    report.build(report.gather([str(folder) for folder in folders]))
+    for figure in drawn:
+        laid_out(figure)
+
+
+def test_simulated_times_of_nothing_are_not_drawn(tmp_path: Path) -> None:
+    from vramlab import histograms
+    from vramlab.errors import AnalysisError
+    from vramlab.measures import measures
+    from vramlab.plots import latency
+
+    tagged = {"allocate.driver_alloc": [1, 900, 30_000], "allocate.hit": [1] * 90, "deallocate.hit": [1] * 80}
+    histograms.write(tmp_path / "latency.hlog", tagged)
+    frame = histograms.spectrum(histograms.load(tmp_path / "latency.hlog"))
+    figure = latency.spectrum(frame, simulated=True)
+    lowest = min(line.get_ydata().min() for axes in figure.axes for line in axes.lines)  # type: ignore[union-attr]
+    assert lowest > 1
+    assert [one.get_text() for one in figure.legends[0].get_texts()] == ["driver_alloc"]
+    assert "not drawn, as on the simulated device only driver calls take time: hit" in (
+        figure.legends[0].get_title().get_text().replace("\n", " ")
+    )
+    laid_out(figure)
+    # On a GPU a nanosecond is a measurement.
+    assert len(latency.spectrum(frame).axes[0].lines) == 2
+    with pytest.raises(AnalysisError, match="no operation asked the driver"):
+        latency.spectrum(frame.filter(frame["group"] == "hit"), simulated=True)
+
+    told = summary()
+    told["clock"] = "virtual"
+    told["latency"] = [{"operation": "allocate", "path": "hit", "count": 9, "p50_ns": 0, "p99_ns": 0}]
+    run = load_run(write_run(tmp_path / "run", told))
+    assert run.simulated
+    assert measures(run)["allocate_p50_ns"] is None
+    assert "<td>0 ns</td>" not in report.build([run])
+
+
+def test_the_calls_of_validation_are_no_part_of_a_step(tmp_path: Path) -> None:
+    from vramlab.errors import AnalysisError
+    from vramlab.measures import measures
+
+    old = load_run(write_run(tmp_path / "old"))
+    assert calls.told_per(old) == "epoch"
+    with pytest.raises(AnalysisError, match="training and validation together"):
+        calls.account(old, per="step")
+    said = measures(old)
+    assert (said["blocked_us"], said["driver_calls"], said["blocked_in"]) == (None, None, None)
+    assert (said["epoch_blocked_us"], said["epoch_driver_calls"], said["epoch_blocked_in"]) == (40, 120, "mem_free")
+    page = report.build([old])
+    assert "counts the driver calls of training and validation together" in page
+
+    told = summary()
+    for epoch in told["epochs"]:  # half of the calls are the validation's
+        of = epoch["driver_calls"]
+        epoch["train_driver_calls"] = {name: {key: n // 2 for key, n in of[name].items()} for name in CALLS}
+    new = load_run(write_run(tmp_path / "new", told))
+    said = measures(new)
+    assert (said["blocked_us"], said["driver_calls"]) == (10, 30)
+    assert said["blocked_us"] < said["step_us"]
+    assert (said["epoch_blocked_us"], said["epoch_driver_calls"]) == (40, 120)
+    assert calls.account(new)["blocked_us"].sum() == 10
+    page = report.build([new])
+    assert "of one training step" in page
+    # Beside a record that does not tell, both are of an epoch.
+    both = report.build(
+        [old, load_run(write_run(tmp_path / "other", {**told, "settings": new.settings | {"hidden": 65}}))]
+    )
+    assert "of one epoch, validation included" in both
