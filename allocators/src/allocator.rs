@@ -315,6 +315,20 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// Where reserved minus requested went, taken when reserved last reached a new peak.
     fn ledger_at_peak(&self) -> Ledger;
 
+    /// Takes over segments and blocks that another allocator held, before the first allocation: the blocks that are not
+    /// free in the order of the snapshot, each held by the client. Segments come from the device; their addresses in the
+    /// snapshot say nothing but their order. Segments without a block in use are left out where memory is short, since
+    /// an allocator in need would have given them back. `None` when an allocator keeps no segments of its own: then
+    /// nothing was done.
+    ///
+    /// # Errors
+    /// [`AllocError::OutOfMemory`] when memory is short, [`AllocError::InvalidRequest`] when the blocks do not fill their
+    /// segments, [`AllocError::Driver`] for any other failing driver call. Nothing is leaked.
+    fn restore(&self, snapshot: &Snapshot) -> Result<Option<Vec<Block>>, AllocError> {
+        let _ = snapshot;
+        Ok(None)
+    }
+
     /// Waits for blocks whose free is pending, then returns idle memory to the driver while more than `keep_bytes`
     /// stay reserved, and says how many bytes went back. Memory goes in whole segments (a driver's pool: granules),
     /// so what stays can differ from `keep_bytes` by one of them.

@@ -23,9 +23,14 @@
 //!   taken for such calls: a log does not tell a retry on a full device from `empty_cache` right before an allocation.
 //!   With `garbage_collection_threshold` the allocator collects on its own above the threshold, and under
 //!   `max_split_size` it releases oversize segments first.
-//! - **Blocks from before the first event** (recording was switched on late, or the ring buffer overran) show by their
-//!   frees. They are allocated in address order before the first event and reported. Such a history cannot be compared
-//!   address for address, because what else lay in their segments is not known.
+//! - **What was held before the first event** (recording was switched on late, or the ring buffer overran). It is told
+//!   backwards from what was held at the end ([`HistoryBuilder::ends_with`]), by undoing the events: segments, the blocks
+//!   in them, and what lies free between those. [`Caching`](crate::backend::Caching) starts with exactly that, other
+//!   backends with the blocks in address order, and nothing of it is counted. The log does not always tell the sizes of
+//!   blocks of the large pool, where a request may get up to 1 MiB more than it asked for: each is taken to be as small as
+//!   later placements allow, and those of which nothing shows it are counted ([`History::undetermined_blocks`]). A log
+//!   that does not say what was held at the end shows such blocks by their frees only, and cannot be compared address for
+//!   address.
 //! - **Refused requests** (`oom`) never lived. They are replayed at recorded addresses only, where they matter for what
 //!   they made the allocator release.
 //!
@@ -47,6 +52,7 @@
 //! reserved. For other backends the caller takes a device of that size, or [`Limit`](crate::instrument::Limit) where a
 //! device's size is given.
 
+mod beginning;
 mod builder;
 mod capacity;
 mod counting;
@@ -54,6 +60,7 @@ mod driver;
 mod finish;
 mod gaps;
 mod history;
+mod layout;
 mod op;
 mod report;
 mod room;

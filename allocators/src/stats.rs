@@ -228,6 +228,45 @@ impl Stats {
         }
     }
 
+    /// The same figures with sums and counts that start at those of `before`, which were taken earlier; levels and peaks
+    /// stay as they are.
+    #[must_use]
+    pub fn since(&self, before: &Self) -> Self {
+        let gauge = |now: Gauge, before: Gauge| Gauge {
+            allocated: now.allocated.saturating_sub(before.allocated),
+            freed: now.freed.saturating_sub(before.freed),
+            ..now
+        };
+        let option = |now: Option<Gauge>, before: Option<Gauge>| now.map(|now| gauge(now, before.unwrap_or_default()));
+        let pooled = |now: PooledGauge, before: PooledGauge| PooledGauge {
+            all: gauge(now.all, before.all),
+            small_pool: option(now.small_pool, before.small_pool),
+            large_pool: option(now.large_pool, before.large_pool),
+        };
+        let known = |now: Option<PooledGauge>, before: Option<PooledGauge>| {
+            now.map(|now| pooled(now, before.unwrap_or_default()))
+        };
+        Self {
+            allocation: pooled(self.allocation, before.allocation),
+            segment: known(self.segment, before.segment),
+            active: pooled(self.active, before.active),
+            inactive_split: known(self.inactive_split, before.inactive_split),
+            allocated_bytes: pooled(self.allocated_bytes, before.allocated_bytes),
+            reserved_bytes: pooled(self.reserved_bytes, before.reserved_bytes),
+            active_bytes: pooled(self.active_bytes, before.active_bytes),
+            inactive_split_bytes: known(self.inactive_split_bytes, before.inactive_split_bytes),
+            requested_bytes: pooled(self.requested_bytes, before.requested_bytes),
+            oversize_allocations: option(self.oversize_allocations, before.oversize_allocations),
+            oversize_segments: option(self.oversize_segments, before.oversize_segments),
+            num_alloc_retries: self.num_alloc_retries - before.num_alloc_retries,
+            num_ooms: self.num_ooms - before.num_ooms,
+            num_sync_all_streams: self.num_sync_all_streams - before.num_sync_all_streams,
+            num_device_alloc: self.num_device_alloc - before.num_device_alloc,
+            num_device_free: self.num_device_free - before.num_device_free,
+            ..self.clone()
+        }
+    }
+
     /// Every known figure as `("allocated_bytes.all.peak", value)`, in a fixed order.
     #[must_use]
     pub fn entries(&self) -> Vec<(String, u64)> {

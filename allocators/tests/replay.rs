@@ -4,6 +4,7 @@
 
 mod common;
 #[path = "replay/recorder.rs"]
+#[allow(dead_code, reason = "not every test needs all of it")]
 mod recorder;
 
 use allocators::backend::CachingSettings;

@@ -39,7 +39,9 @@ pub(crate) fn compile(
     limit: Option<u64>,
 ) -> Result<Recorded, ReplayError> {
     // PyTorch's snapshots may begin in the middle; other logs begin with their program.
-    if !matches!(summary.format, Format::SnapshotPickle | Format::SnapshotJson) {
+    if matches!(summary.format, Format::SnapshotPickle | Format::SnapshotJson) {
+        builder.ends_with(&summary.segments)?;
+    } else {
         builder.expect_complete();
     }
     let mut settings = recorded_settings(&summary.allocator_settings)?;

@@ -81,6 +81,11 @@ struct Row {
     operations: u64,
     allocations: u64,
     prologue_allocations: u64,
+    prologue_segments: u64,
+    prologue_reserved_bytes: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prologue_problem: Option<String>,
+    undetermined_blocks: u64,
     refused_allocations: u64,
     deferred_frees: u64,
     failed_allocations: u64,
@@ -178,6 +183,10 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, kind: BackendKind, d
         operations: report.operations,
         allocations: report.allocations,
         prologue_allocations: history.prologue_allocations(),
+        prologue_segments: history.prologue_segments().0,
+        prologue_reserved_bytes: history.prologue_segments().1,
+        prologue_problem: history.prologue_problem().map(str::to_owned),
+        undetermined_blocks: history.undetermined_blocks(),
         refused_allocations: history.refused_allocations(),
         deferred_frees: history.deferred_frees(),
         failed_allocations: report.failed_allocations,
@@ -200,6 +209,24 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, kind: BackendKind, d
         driver_calls: report.driver_calls,
         allocator_settings: report.settings,
     })
+}
+
+/// What is said of a history that began late.
+fn beginning(row: &Row) -> Option<String> {
+    let (blocks, segments) = (row.prologue_allocations, row.prologue_segments);
+    if segments == 0 {
+        let why = row.prologue_problem.as_ref().map_or(String::new(), |why| format!(": {why}"));
+        let note = format!("{blocks} blocks were live before the first event; they are allocated first{why}");
+        return (blocks > 0).then_some(note);
+    }
+    let reserved = Bytes(row.prologue_reserved_bytes);
+    let mut note = format!(
+        "{blocks} blocks in {segments} segments ({reserved}) were there before the first event, by what was held at the end"
+    );
+    if row.undetermined_blocks > 0 {
+        note += &format!("; {} of them may be larger, each by up to 1 MiB", row.undetermined_blocks);
+    }
+    Some(note)
 }
 
 /// A column: its title, each row's text, and the row with the best value if there is one.
@@ -305,10 +332,7 @@ fn report(rows: &[Row]) -> String {
         first.allocations,
         size(first.max_live_bytes)
     );
-    if first.prologue_allocations > 0 {
-        let count = first.prologue_allocations;
-        text += &format!("\n{count} blocks were live before the first event; they are allocated first");
-    }
+    text.extend(beginning(first).map(|note| format!("\n{note}")));
     for (row, failure) in rows.iter().filter_map(|row| row.first_failure.as_ref().map(|failure| (row, failure))) {
         text += &format!("\n{}: allocation {} failed first: {}", row.allocator, failure.allocation, failure.error);
     }

@@ -5,6 +5,7 @@
 
 mod common;
 
+use allocators::trace::{Ending, Export, ReadOptions, read};
 use common::Place;
 use serde_json::json;
 use std::fmt::Write as _;
@@ -135,6 +136,42 @@ fn pytorchs_histories_are_followed_address_for_address() {
             assert_eq!(rows[0]["num_alloc_retries"].as_u64() > Some(0), limit.is_some(), "{name}");
         }
     }
+}
+
+#[test]
+fn a_history_that_begins_late_is_followed_from_what_its_end_says() {
+    let whole = Path::new(env!("CARGO_MANIFEST_DIR")).join("histories/gpt2.pickle.xz");
+    let mut events = Vec::new();
+    let mut keep = |event| {
+        events.push(event);
+        Ok(())
+    };
+    let summary = read(&whole, &ReadOptions::default(), &mut keep).unwrap();
+    let place = Place::new();
+    let file = place.at("late.json");
+    let mut writer = Export::SnapshotJson.create(&file).unwrap();
+    events[events.len() * 2 / 5..].iter().for_each(|event| writer.event(event).unwrap());
+    let settings = Some(&summary.allocator_settings);
+    writer.finish(&Ending { segments: &summary.segments, allocator_settings: settings, devices: 1 }).unwrap();
+    let file = file.to_str().unwrap();
+
+    let arguments = ["replay", file, "--alloc", "caching", "--device", "null"];
+    let rows = place.run(&[&arguments[..], &["--addresses", "recorded", "--json"]].concat()).rows();
+    assert_eq!((&rows[0]["address_mismatches"], &rows[0]["segment_mismatches"]), (&json!(0), &json!(0)), "{}", rows[0]);
+    let number = |key: &str| rows[0][key].as_u64().unwrap();
+    assert!(number("prologue_segments") > 10 && number("prologue_allocations") > 100, "{}", rows[0]);
+    assert!(number("prologue_reserved_bytes") <= number("peak_reserved_bytes"), "{}", rows[0]);
+    let table = place.run(&arguments).ok().stdout;
+    assert!(table.contains("were there before the first event, by what was held at the end"), "{table}");
+
+    // Without the segments at the end only what is freed later is known.
+    let mut document: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    document["segments"] = json!([]);
+    let cut = place.write("cut.json", document.to_string());
+    let table = place.run(&["replay", &cut, "--alloc", "naive", "--device", "null"]).ok().stdout;
+    assert!(table.contains("they are allocated first: what it says was held at the end does not follow"), "{table}");
+    let refused = ["replay", &cut, "--alloc", "caching", "--addresses", "recorded"];
+    place.run(&refused).refused(2, &["frees a block from before its first event"]);
 }
 
 #[test]

@@ -26,6 +26,7 @@ mod growth;
 #[cfg(all(test, loom))]
 mod models;
 mod pending;
+mod restore;
 mod shard;
 mod totals;
 
@@ -349,6 +350,10 @@ impl DeviceAllocator for Caching {
 
     fn ledger_at_peak(&self) -> Ledger {
         self.lock_growth().peak
+    }
+
+    fn restore(&self, snapshot: &Snapshot) -> Result<Option<Vec<Block>>, AllocError> {
+        self.take_over(snapshot).map(Some)
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {

@@ -190,6 +190,49 @@ impl BlockCache {
         served
     }
 
+    /// Adds a segment whose blocks are known: sizes in order that add up to it, no two free ones beside each other, each
+    /// with the bytes that the client asked for if it is in use. Returns the records of those in use.
+    pub fn add_segment(&mut self, segment: BlockRecord, parts: &[(u64, Option<u64>)]) -> Vec<BlockIndex> {
+        debug_assert!(!self.repeat.owes());
+        let (pool, whole) = (segment.pool(), segment.bytes());
+        self.tally.add_segment(whole);
+        if let [(_, None)] = parts {
+            let index = self.blocks.insert(segment);
+            self.insert_free(pool, index);
+            return Vec::new();
+        }
+        self.tally.begin_segment(whole);
+        let (mut used, mut last, mut at) = (Vec::new(), NONE, segment.addr());
+        for &(bytes, requested) in parts {
+            let index = self.blocks.insert(BlockRecord::segment(at, bytes, pool));
+            self.blocks.get_mut(index).set_prev(last);
+            if last != NONE {
+                self.blocks.get_mut(last).set_next(index);
+            }
+            (last, at) = (index, at + bytes);
+            match requested {
+                Some(requested) => {
+                    self.blocks.get_mut(index).set_allocated(requested);
+                    self.tally.hand_out(pool, bytes, requested);
+                    used.push(index);
+                }
+                None => {
+                    self.tally.add_split(pool, bytes);
+                    self.insert_free(pool, index);
+                }
+            }
+        }
+        used
+    }
+
+    fn insert_free(&mut self, pool: PoolKind, index: BlockIndex) {
+        let units = self.blocks.get(index).units();
+        match pool {
+            PoolKind::Small => self.small.insert(self.blocks.parts().0, index, units),
+            PoolKind::Large => self.large.insert(self.blocks.parts().0, index, units),
+        }
+    }
+
     /// Takes a block back from the client: reusable at once, and joined with free neighbours; true when it was joined.
     /// `requested` is what the client had asked for, `now` counts lookups.
     pub fn take_back(&mut self, index: BlockIndex, requested: u64, now: u64) -> bool {
@@ -290,10 +333,7 @@ impl BlockCache {
         let index = self.blocks.insert(segment);
         self.blocks.set_freed_at(index, freed_at);
         self.tally.add_segment(segment.bytes());
-        match segment.pool() {
-            PoolKind::Small => self.small.insert(self.blocks.parts().0, index, segment.units()),
-            PoolKind::Large => self.large.insert(self.blocks.parts().0, index, segment.units()),
-        }
+        self.insert_free(segment.pool(), index);
     }
 
     /// Segments and blocks at this moment, in no order. Allocates.

@@ -1,5 +1,6 @@
 //! Compiles a history: checks it event by event and turns addresses into slots.
 
+use super::beginning::{Departed, Pending, Unknown};
 use super::op::{BY_DEVICE, Kind, MAX_STREAMS, NO_STREAM, Op, Release};
 use super::windows::{Cause, Completion, End, SegmentEvent, Window};
 use super::{MAX_BYTES, ReplayError};
@@ -7,7 +8,7 @@ use crate::allocator::GUARANTEED_ALIGN;
 use crate::budget::{Budget, Claim};
 use crate::core::ranges::Ranges;
 use crate::steps;
-use crate::trace::{Action, Event};
+use crate::trace::{Action, Event, Segment, SegmentBlock};
 use std::collections::{BTreeMap, HashMap};
 
 #[derive(Clone, Copy, Debug)]
@@ -17,16 +18,6 @@ pub(super) struct Live {
     slot: u32,
     /// The last stream whose use the history announces.
     user: u32,
-}
-
-/// A free of a block that was live before the first event.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Unknown {
-    pub(super) addr: u64,
-    pub(super) bytes: u64,
-    pub(super) stream: u32,
-    pub(super) slot: u32,
-    pub(super) number: u64,
 }
 
 /// A window in which segments went back; why is decided at the end.
@@ -44,9 +35,9 @@ pub(super) struct OpenWindow {
 /// event, all of it claimed from a [budget](Self::within).
 #[derive(Debug)]
 pub struct HistoryBuilder {
-    device: Option<u16>,
+    pub(super) device: Option<u16>,
     chosen: bool,
-    number: u64,
+    pub(super) number: u64,
     pub(super) events: u64,
     pub(super) ops: Vec<Op>,
     pub(super) addresses: Vec<u64>,
@@ -67,15 +58,26 @@ pub struct HistoryBuilder {
     pub(super) open: Vec<OpenWindow>,
     /// Segments that the history made, by address.
     pub(super) held: BTreeMap<u64, u64>,
+    /// Where the history made segments.
+    pub(super) made: Ranges,
+    /// Segments that the history released without having made them.
+    pub(super) departed: Vec<Departed>,
+    /// Where those lay.
+    pub(super) left: Ranges,
+    /// Bytes reserved beyond those before the first event; below zero it wraps.
     reserved: u64,
     pub(super) unknown: Vec<Unknown>,
+    /// Blocks whose free was requested before the first event.
+    pub(super) pending: Vec<Pending>,
+    /// What was held after the last event, if that was said.
+    pub(super) ending: Option<Vec<Segment>>,
     pub(super) complete: bool,
     pub(super) completes: bool,
     pub(super) expandable: bool,
     pub(super) outside: Option<u64>,
     pub(super) refused: u64,
-    allocated: u64,
-    current: i64,
+    pub(super) allocated: u64,
+    pub(super) current: i64,
     pub(super) highest: i64,
     /// For the lists.
     pub(super) claim: Claim,
@@ -111,8 +113,13 @@ impl HistoryBuilder {
             window: Window::default(),
             open: Vec::new(),
             held: BTreeMap::new(),
+            made: Ranges::default(),
+            departed: Vec::new(),
+            left: Ranges::default(),
             reserved: 0,
             unknown: Vec::new(),
+            pending: Vec::new(),
+            ending: None,
             complete: false,
             completes: false,
             expandable: false,
@@ -130,6 +137,20 @@ impl HistoryBuilder {
     /// their program. Otherwise such blocks were live before the first event.
     pub fn expect_complete(&mut self) {
         self.complete = true;
+    }
+
+    /// Says what was held after the last event ([`Summary::segments`](crate::trace::Summary::segments); those of other
+    /// devices are passed over). From that [`finish`](Self::finish) tells what was held before the first one, for a
+    /// history whose recording began late or lost its beginning.
+    ///
+    /// # Errors
+    /// [`ReplayError::TooLarge`] when the [budget](Self::within) is used up.
+    pub fn ends_with(&mut self, segments: &[Segment]) -> Result<(), ReplayError> {
+        let own = || segments.iter().filter(|segment| self.device.is_none_or(|device| device == segment.device));
+        let size = |segment: &Segment| size_of::<Segment>() + segment.blocks.len() * size_of::<SegmentBlock>();
+        self.claim.add(own().map(size).sum())?;
+        self.ending = Some(own().cloned().collect());
+        Ok(())
     }
 
     /// Takes the next event. O(log n) in the blocks that are live.
@@ -151,7 +172,7 @@ impl HistoryBuilder {
         }
         self.events += 1;
         self.make_room()?;
-        if self.ops.len() >= BY_DEVICE as usize - 4 {
+        if self.ops.len() + self.pending.len() >= BY_DEVICE as usize - 4 {
             return Err(wrong(self.number, "the history has more than four billion operations"));
         }
         if event.action != Action::Oom && event.addr.checked_add(event.bytes).is_none_or(|end| end > 1 << 63) {
@@ -177,7 +198,12 @@ impl HistoryBuilder {
             Action::FreeRequested => self.free(event),
             Action::FreeCompleted => {
                 self.completes = true;
-                if let Some(op) = self.waiting.remove(&event.addr) {
+                let known = self.waiting.remove(&event.addr);
+                let op = match known {
+                    Some(op) => Some(op),
+                    None => self.completion_unknown(event)?,
+                };
+                if let Some(op) = op {
                     self.window.completions.push(Completion {
                         op,
                         addr: event.addr,
@@ -206,7 +232,7 @@ impl HistoryBuilder {
         }
     }
 
-    fn stream(&mut self, handle: u64) -> Result<u32, ReplayError> {
+    pub(super) fn stream(&mut self, handle: u64) -> Result<u32, ReplayError> {
         // CAST: at most `MAX_STREAMS`.
         let next = self.streams.len() as u32;
         if let Some(&known) = self.streams.get(&handle) {
@@ -220,16 +246,19 @@ impl HistoryBuilder {
     }
 
     /// Number of the operation that comes next.
-    fn next_op(&self) -> u32 {
+    pub(super) fn next_op(&self) -> u32 {
         // CAST: `push` bounds the number of operations.
         self.ops.len() as u32
     }
 
     fn slot(&mut self) -> u32 {
-        self.spare_slots.pop().unwrap_or_else(|| {
-            self.slots += 1;
-            self.slots - 1
-        })
+        self.spare_slots.pop().unwrap_or_else(|| self.fresh_slot())
+    }
+
+    /// A slot that no block has been in.
+    pub(super) fn fresh_slot(&mut self) -> u32 {
+        self.slots += 1;
+        self.slots - 1
     }
 
     fn alloc(&mut self, event: &Event) -> Result<(), ReplayError> {
@@ -266,7 +295,7 @@ impl HistoryBuilder {
         Ok(())
     }
 
-    fn inside_a_segment(&self, addr: u64, bytes: u64) -> bool {
+    pub(super) fn inside_a_segment(&self, addr: u64, bytes: u64) -> bool {
         self.held.range(..=addr).next_back().is_some_and(|(start, size)| start + size >= addr + bytes)
     }
 
@@ -284,37 +313,6 @@ impl HistoryBuilder {
         let value = Release { ready: BY_DEVICE, user: live.user }.pack();
         self.ops.push(Op::new(kind, live.stream, live.slot, value));
         self.spare_slots.push(live.slot);
-        self.just_freed = Some((addr, op));
-        Ok(())
-    }
-
-    /// A free of a block that the history did not allocate: one from before its first event, unless an event says
-    /// that something else was there.
-    fn free_unknown(&mut self, event: &Event) -> Result<(), ReplayError> {
-        let Event { addr, bytes, .. } = *event;
-        if bytes == 0 {
-            return Ok(());
-        }
-        if self.seen.overlaps(addr, addr + bytes) {
-            return Err(wrong(self.number, format!("free of {bytes} bytes at {addr:#x}, where no block is live")));
-        }
-        if self.held.range(..addr + bytes).next_back().is_some_and(|(start, size)| start + size > addr) {
-            let what = format!("free of {bytes} bytes at {addr:#x}, in a segment from which they were never allocated");
-            return Err(wrong(self.number, what));
-        }
-        self.seen.insert(addr, addr + bytes);
-        let stream = self.stream(event.stream)?;
-        let slot = self.slots;
-        self.slots += 1;
-        self.unknown.push(Unknown { addr, bytes, stream, slot, number: self.number });
-        self.allocated += bytes;
-        if self.allocated > 1 << 62 {
-            return Err(wrong(self.number, "the history allocates more than 4 EiB in all"));
-        }
-        self.current -= bytes.cast_signed();
-        let op = self.next_op();
-        self.ops.push(Op::new(Kind::Free, stream, slot, Release { ready: BY_DEVICE, user: NO_STREAM }.pack()));
-        self.spare_slots.push(slot);
         self.just_freed = Some((addr, op));
         Ok(())
     }
@@ -360,7 +358,8 @@ impl HistoryBuilder {
             self.window.reserved = self.reserved;
         }
         self.held.insert(addr, bytes);
-        self.reserved += bytes;
+        self.made.insert(addr, addr + bytes);
+        self.reserved = self.reserved.wrapping_add(bytes);
         self.window.segments.push(SegmentEvent { addr, bytes, stream, op: 0, released: false, refused: false });
         Ok(())
     }
@@ -370,13 +369,19 @@ impl HistoryBuilder {
             self.window.reserved = self.reserved;
         }
         self.window.released = true;
-        match self.held.remove(&event.addr) {
-            Some(bytes) => self.reserved -= bytes,
+        let Event { addr, bytes, stream, .. } = *event;
+        match self.held.remove(&addr) {
+            Some(bytes) => self.reserved = self.reserved.wrapping_sub(bytes),
             None => {
                 self.outside.get_or_insert(self.number);
+                let (start, end) = (addr, addr + bytes);
+                if bytes > 0 && addr > 0 && !self.made.overlaps(start, end) && !self.left.overlaps(start, end) {
+                    self.left.insert(start, end);
+                    self.departed.push(Departed { addr, bytes, stream });
+                    self.reserved = self.reserved.wrapping_sub(bytes);
+                }
             }
         }
-        let Event { addr, bytes, stream, .. } = *event;
         self.window.segments.push(SegmentEvent { addr, bytes, stream, op: 0, released: true, refused: false });
     }
 
@@ -421,12 +426,13 @@ impl HistoryBuilder {
         // In a retry the free right before is taken for one that was waited for: had its block been free, the request
         // may have got it. If it was, nothing changes, since the request did not get it.
         let waits = matches!(cause, Cause::Retry | Cause::Device);
-        let before = window.before.filter(|_| waits).map(|done| done.op).inspect(|free| self.deferred.push(*free));
+        let before = window.before.filter(|_| waits).map(|done| done.op);
+        self.deferred.extend(before);
         steps::count(window.completions.len());
         for (free, waited) in window.waited_for(cause).chain(before.map(|free| (free, true))) {
             // What was waited for is not ready yet when the operation asks.
             let ready = op + u32::from(waited);
-            let value = &mut self.ops[free as usize].value;
+            let value = &mut self.op_mut(free).value;
             *value = Release { ready, ..Release::unpack(*value) }.pack();
         }
     }

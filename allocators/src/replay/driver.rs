@@ -48,10 +48,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Segments {
-    fn new(recorded: &[SegmentEvent]) -> Self {
+    fn new(recorded: Vec<SegmentEvent>) -> Self {
         let end = recorded.iter().map(|segment| segment.addr + segment.bytes).max().unwrap_or(0);
         Self {
-            recorded: recorded.to_vec(),
+            recorded,
             next: 0,
             mismatches: 0,
             held: BTreeMap::new(),
@@ -130,13 +130,21 @@ impl Segments {
 
 impl ReplayDriver {
     /// Wraps `inner`; with `recorded`, segments come at those addresses.
-    pub(super) fn new(inner: Arc<dyn Driver>, recorded: Option<&[SegmentEvent]>) -> Self {
+    pub(super) fn new(inner: Arc<dyn Driver>, recorded: Option<Vec<SegmentEvent>>) -> Self {
         Self {
             inner,
             position: AtomicU32::new(0),
             releasing: AtomicU32::new(BY_DEVICE),
             events: Mutex::default(),
             segments: recorded.map(|recorded| Mutex::new(Segments::new(recorded))),
+        }
+    }
+
+    /// Ends what comes before the first event, in which `segments` were to be made: differences count from here.
+    pub(super) fn begin(&self, segments: usize) {
+        if let Some(recorded) = &self.segments {
+            let mut recorded = lock(recorded);
+            (recorded.next, recorded.mismatches) = (segments, 0);
         }
     }
 

@@ -1,7 +1,8 @@
 //! Ends a compilation: what only the whole history tells.
 
 use super::ReplayError;
-use super::builder::{HistoryBuilder, OpenWindow, Unknown, wrong};
+use super::beginning::Beginning;
+use super::builder::{HistoryBuilder, OpenWindow, wrong};
 use super::history::History;
 use super::op::{BY_DEVICE, Kind, MAX_STREAMS, NEVER, NO_STREAM, Op, Release};
 use super::windows::{Cause, End};
@@ -25,27 +26,28 @@ impl HistoryBuilder {
         }
         self.close_window(End::Other);
         self.make_room_to_finish()?;
-        self.explain(settings);
         if let Some(unknown) = self.unknown.first().filter(|_| self.complete) {
             let what = format!("free of {} bytes at {:#x}, which were never allocated", unknown.bytes, unknown.addr);
             return Err(wrong(unknown.number, what));
         }
-        let not_comparable = self.not_comparable();
-        let streams = self.sort_streams();
+        let mut beginning = self.look_back()?;
+        self.explain(settings, beginning.reserved());
+        let streams = self.sort_streams(&mut beginning);
         // A log in which every free completes at once does not tell when those with announced uses did.
         let tells = self.completes && !self.deferred.is_empty();
         let further_streams = if tells { self.defer(streams.len())? } else { self.leave_to_device() };
-        let deferred = if tells { self.deferred.len() as u64 } else { 0 };
-        let prologue = self.unknown.len() as u64;
-        let before: i64 = self.unknown.iter().map(|block| block.bytes.cast_signed()).sum();
-        self.add_prologue();
+        let deferred = self.deferred.iter().filter(|number| tells && !self.is_before(**number)).count() as u64;
+        self.complete_beginning(&mut beginning, settings)?;
+        let not_comparable = self.not_comparable(&beginning);
         // The history holds it.
         self.claim.keep();
         let client = |op: &&Op| !matches!(op.kind(), Kind::Nothing | Kind::Refused);
+        let prologue = beginning.blocks.len() as u64;
         Ok(History {
             operations: self.ops.iter().filter(client).count() as u64,
-            allocations: self.addresses.len() as u64,
-            max_live: (self.highest + before).cast_unsigned(),
+            allocations: self.addresses.len() as u64 + prologue,
+            max_live: (self.highest + beginning.requested().cast_signed()).cast_unsigned(),
+            beginning,
             ops: self.ops,
             addresses: self.addresses,
             segments: self.segments,
@@ -53,17 +55,17 @@ impl HistoryBuilder {
             streams,
             further_streams,
             events: self.events,
-            prologue,
             refused: self.refused,
             deferred,
             not_comparable,
         })
     }
 
-    /// Decides in each window why segments went back.
-    fn explain(&mut self, settings: &CachingSettings) {
+    /// Decides in each window why segments went back; `reserved` bytes were held before the first event.
+    fn explain(&mut self, settings: &CachingSettings, reserved: u64) {
         for open in std::mem::take(&mut self.open) {
             let OpenWindow { mut window, placeholder, first, end } = open;
+            window.reserved = window.reserved.wrapping_add(reserved);
             if settings.garbage_collection_threshold > 0.0 || settings.max_split_size.is_some() {
                 // What goes then depends on what is free, so a free that seems to have completed at once is taken for
                 // one that did.
@@ -85,26 +87,31 @@ impl HistoryBuilder {
         }
     }
 
-    fn not_comparable(&self) -> Option<String> {
+    fn not_comparable(&self, beginning: &Beginning) -> Option<String> {
         if self.expandable {
             return Some("the history was recorded with expandable_segments, which have no fixed address".into());
         }
-        if self.segments.is_empty() {
+        let why = beginning.unknown.as_ref().map_or(String::new(), |why| format!(", and {why}"));
+        if why.is_empty() && self.segments.is_empty() && beginning.segments.is_empty() {
             return Some("the history has no segments whose addresses could be used".into());
         }
+        // What lies outside of the segments that the history makes lies in those from before.
+        if why.is_empty() && !beginning.segments.is_empty() {
+            return None;
+        }
         if let Some(unknown) = self.unknown.first() {
+            let number = unknown.number;
             return Some(format!(
-                "the history is incomplete: event {} frees a block from before its first event",
-                unknown.number
+                "the history is incomplete: event {number} frees a block from before its first event{why}"
             ));
         }
         self.outside.map(|number| {
-            format!("the history is incomplete: event {number} lies in no segment whose allocation it shows")
+            format!("the history is incomplete: event {number} lies in no segment whose allocation it shows{why}")
         })
     }
 
     /// Numbers streams by their handles, as allocators order them; the handles.
-    fn sort_streams(&mut self) -> Vec<u64> {
+    fn sort_streams(&mut self, beginning: &mut Beginning) -> Vec<u64> {
         let mut handles: Vec<(u64, u32)> = self.streams.drain().collect();
         handles.sort_unstable();
         let mut rank = vec![0; handles.len()];
@@ -112,16 +119,16 @@ impl HistoryBuilder {
             // CAST: at most `MAX_STREAMS`.
             rank[*number as usize] = at as u32;
         }
-        for op in self.ops.iter_mut().filter(|op| !matches!(op.kind(), Kind::Trim | Kind::Nothing)) {
+        let frees = self.pending.iter_mut().map(|pending| &mut pending.op);
+        let ops = self.ops.iter_mut().filter(|op| !matches!(op.kind(), Kind::Trim | Kind::Nothing));
+        for op in ops.chain(frees) {
             op.set_stream(rank[op.stream() as usize]);
             if op.kind() == Kind::Release {
                 let release = Release::unpack(op.value);
                 op.value = Release { user: rank[release.user as usize], ..release }.pack();
             }
         }
-        for block in &mut self.unknown {
-            block.stream = rank[block.stream as usize];
-        }
+        beginning.renumber(&rank);
         handles.into_iter().map(|(handle, _)| handle).collect()
     }
 
@@ -140,10 +147,15 @@ impl HistoryBuilder {
     /// it fits, otherwise the one whose last completion is latest, which needs the fewest streams. Other announced uses
     /// are left out: which of them held the block up is not known, and the wrong one would hold up others.
     fn defer(&mut self, recorded: usize) -> Result<u32, ReplayError> {
-        self.deferred.sort_unstable();
-        let mut announced = Vec::with_capacity(self.deferred.len());
-        for &op in &self.deferred {
-            let op = &mut self.ops[op as usize];
+        let mut deferred = std::mem::take(&mut self.deferred);
+        // Frees from before the first event come first, in the order in which they complete.
+        deferred.sort_unstable_by_key(|&number| match self.is_before(number) {
+            true => (0, Release::unpack(self.op_mut(number).value).ready),
+            false => (1, number),
+        });
+        let mut announced = Vec::with_capacity(deferred.len());
+        for &number in &deferred {
+            let op = self.op_mut(number);
             announced.push(op.kind() == Kind::Release);
             op.set_kind(Kind::Free);
         }
@@ -158,8 +170,8 @@ impl HistoryBuilder {
         let mut last = vec![0; recorded];
         // CAST: at most `MAX_STREAMS`.
         let mut ends: BTreeSet<(u32, u32)> = (0..recorded as u32).map(|stream| (0, stream)).collect();
-        for (&op, announced) in self.deferred.iter().zip(announced) {
-            let op = &mut self.ops[op as usize];
+        for (&number, announced) in deferred.iter().zip(announced) {
+            let op = self.op_mut(number);
             let release = Release::unpack(op.value);
             let ready = if release.ready == BY_DEVICE { NEVER } else { release.ready };
             let own = op.stream();
@@ -185,31 +197,8 @@ impl HistoryBuilder {
             op.set_kind(Kind::Release);
             op.value = Release { ready, user }.pack();
         }
+        self.deferred = deferred;
         // CAST: as above.
         Ok((last.len() - recorded) as u32)
-    }
-
-    /// Puts the allocations of what was live before the first event at the front.
-    fn add_prologue(&mut self) {
-        if self.unknown.is_empty() {
-            return;
-        }
-        self.unknown.sort_unstable_by_key(|block| block.addr);
-        // CAST: there is one free for each, and operations are bounded.
-        let shift = self.unknown.len() as u32;
-        let front = |block: &Unknown| Op::new(Kind::Alloc, block.stream, block.slot, block.bytes);
-        let mut ops: Vec<Op> = self.unknown.iter().map(front).collect();
-        ops.append(&mut self.ops);
-        for op in ops.iter_mut().filter(|op| op.kind() == Kind::Release) {
-            let release = Release::unpack(op.value);
-            if release.ready < BY_DEVICE {
-                op.value = Release { ready: release.ready.saturating_add(shift), ..release }.pack();
-            }
-        }
-        self.ops = ops;
-        self.segments.iter_mut().for_each(|segment| segment.op += shift);
-        let mut addresses: Vec<u64> = self.unknown.iter().map(|block| block.addr).collect();
-        addresses.append(&mut self.addresses);
-        self.addresses = addresses;
     }
 }

@@ -1,6 +1,7 @@
 //! A history that is ready to be replayed.
 
 use super::ReplayError;
+use super::beginning::Beginning;
 use super::op::{Kind, Op};
 use super::windows::SegmentEvent;
 use crate::workload::Call;
@@ -22,7 +23,8 @@ pub struct History {
     pub(super) allocations: u64,
     /// Operations of the client.
     pub(super) operations: u64,
-    pub(super) prologue: u64,
+    /// What was held before the first event.
+    pub(super) beginning: Beginning,
     pub(super) refused: u64,
     pub(super) deferred: u64,
     pub(super) max_live: u64,
@@ -43,10 +45,31 @@ impl History {
         self.allocations
     }
 
-    /// Blocks that were live before the first event.
+    /// Blocks that were in use before the first event: held by the client, or waiting for other streams.
     #[must_use]
     pub fn prologue_allocations(&self) -> u64 {
-        self.prologue
+        self.beginning.blocks.len() as u64
+    }
+
+    /// Segments that were held before the first event and their bytes, as far as they are known. Then
+    /// [`Caching`](crate::backend::Caching) starts with them, and [`undetermined_blocks`](Self::undetermined_blocks)
+    /// says what is not known for certain.
+    #[must_use]
+    pub fn prologue_segments(&self) -> (u64, u64) {
+        (self.beginning.segments.len() as u64, self.beginning.reserved())
+    }
+
+    /// Blocks from before the first event whose size the history does not tell: each is as small as what the history
+    /// shows allows, and may be larger by up to 1 MiB.
+    #[must_use]
+    pub fn undetermined_blocks(&self) -> u64 {
+        self.beginning.undetermined
+    }
+
+    /// Why the segments from before the first event are not known, if there were some.
+    #[must_use]
+    pub fn prologue_problem(&self) -> Option<&str> {
+        self.beginning.unknown.as_deref()
     }
 
     /// Requests that the recorded allocator refused.
@@ -76,14 +99,20 @@ impl History {
 
     /// The allocations and frees in order, those of blocks from before the first event first.
     pub fn calls(&self) -> impl Iterator<Item = Call> + '_ {
-        self.ops.iter().filter_map(|op| {
+        let before = self.beginning.blocks.iter().map(|block| Call {
+            bytes: block.requested,
+            slot: block.slot,
+            stream: block.stream,
+        });
+        let ops = self.beginning.frees.iter().chain(&self.ops);
+        before.chain(ops.filter_map(|op| {
             let bytes = match op.kind() {
                 Kind::Alloc => op.value,
                 Kind::Free | Kind::Release => 0,
                 _ => return None,
             };
             Some(Call { bytes, slot: op.slot, stream: op.stream() })
-        })
+        }))
     }
 
     /// Recorded addresses can be handed out and compared.

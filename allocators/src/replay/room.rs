@@ -1,7 +1,7 @@
 //! What a compilation may hold: memory is claimed before it is taken.
 
+use super::beginning::{Beginning, Pending, StartBlock, StartSegment};
 use super::builder::HistoryBuilder;
-use super::op::Op;
 use super::windows::Window;
 use crate::budget::{Budget, OverBudget};
 
@@ -35,26 +35,37 @@ impl HistoryBuilder {
         claim.reserve(&mut self.spare_slots, 1)?;
         claim.reserve(&mut self.deferred, 2)?;
         claim.reserve(&mut self.unknown, 1)?;
+        claim.reserve(&mut self.pending, 1)?;
+        claim.reserve(&mut self.departed, 1)?;
         claim.reserve(&mut self.open, 1)?;
         claim.reserve(&mut self.window.completions, 1)?;
         claim.reserve(&mut self.window.segments, 1)?;
         let maps = (self.live.len() + 1) * in_tree::<u64, super::builder::Live>()
-            + (self.seen.len() + self.held.len() + 2) * in_tree::<u64, u64>()
+            + (self.seen.len() + self.held.len() + self.made.len() + self.left.len() + 4) * in_tree::<u64, u64>()
             + (self.waiting.len() + 1) * in_table::<u64, u32>();
         // In steps, so that most events find what they need.
         self.maps.set(maps.next_multiple_of(1 << 14))
     }
 
-    /// Claims what finishing takes: a copy with what was there before at the front, and each window's free.
+    /// Claims what finishing takes: what was there before the first event, and each window's free.
     pub(super) fn make_room_to_finish(&mut self) -> Result<(), OverBudget> {
-        self.claim.reserve(&mut self.deferred, self.open.len() + 1)?;
-        let front = self.unknown.len();
-        let copies = if front == 0 {
-            0
-        } else {
-            (self.ops.len() + front) * size_of::<Op>() + (self.addresses.len() + front) * size_of::<u64>()
-        };
-        self.claim.add(copies + self.deferred.len())
+        let ending = self.ending.as_deref().unwrap_or_default();
+        let blocks = self.unknown.len() + self.pending.len() + ending.iter().map(|end| end.blocks.len()).sum::<usize>();
+        let segments = self.departed.len() + ending.len();
+        self.claim.reserve(&mut self.deferred, self.open.len() + blocks + 1)?;
+        let block = 2 * size_of::<StartBlock>() + 2 * size_of::<Pending>() + in_table::<u32, u64>();
+        let held = blocks * block + segments * 2 * size_of::<StartSegment>();
+        self.claim.add(held + self.deferred.len() * size_of::<u32>())
+    }
+
+    /// Claims what it takes to follow the placements from what was there before.
+    pub(super) fn make_room_to_follow(&mut self, beginning: &Beginning) -> Result<(), OverBudget> {
+        // Between two blocks that are live at once there is at most one free one.
+        let live = self.slots as usize + beginning.blocks.len();
+        let segments = self.segments.len() + beginning.segments.len();
+        let block = 2 * in_tree::<u64, (u64, u64, u64)>() + in_tree::<(u64, u64, u64), ()>() + 2 * size_of::<u64>();
+        let segment = 2 * in_tree::<u64, (u64, u64, u64)>();
+        self.maps.add(live * block + segments * segment + self.deferred.len() * in_tree::<u32, Vec<u64>>())
     }
 
     /// Takes the memory of a window that has been dealt with for the next one.

@@ -1,6 +1,7 @@
 //! The loop that runs a compiled history.
 
 use super::ReplayError;
+use super::beginning::StartBlock;
 use super::counting::CallCounter;
 use super::driver::ReplayDriver;
 use super::history::History;
@@ -11,6 +12,7 @@ use crate::backend::AllocatorSettings;
 use crate::device::{Driver, HookedDriver, StreamId};
 use crate::error::AllocError;
 use crate::instrument::{Clock, Limit, MonotonicClock};
+use crate::stats::Stats;
 use std::sync::Arc;
 
 /// Where segments lie.
@@ -43,6 +45,9 @@ const TOUCH: u8 = 0xA5;
 
 /// Replays a history on a backend built on `driver`, from an empty cache to the last event; then everything is freed.
 ///
+/// A history that began late starts from what was held before its first event. That is set up before anything is
+/// counted: statistics, driver calls and times are those of the history, and peaks begin at what is held then.
+///
 /// Time is measured around the list of operations alone: `host_ns` holds the backend, the device's part of its driver
 /// calls, and one indirect call and a store for each operation of the history.
 ///
@@ -60,7 +65,8 @@ pub fn replay(
         history.check_comparable()?;
     }
     let counting = Arc::new(HookedDriver::with_hook(Arc::clone(driver), CallCounter::default()));
-    let segments = recorded.then_some(history.segments.as_slice());
+    let segments =
+        recorded.then(|| history.beginning.segment_events().chain(history.segments.iter().copied()).collect());
     let device = Arc::new(ReplayDriver::new(Arc::clone(&counting) as Arc<dyn Driver>, segments));
     let as_driver = Arc::clone(&device) as Arc<dyn Driver>;
     let streams = Streams::new(Arc::clone(driver), history.streams.len() + history.further_streams as usize)?;
@@ -78,22 +84,24 @@ pub fn replay(
         stop: settings.stop_at_failure,
         tally: Tally::default(),
     };
+    let start = run.begin(history, settings.touch)?;
     counting.hook().reset();
     let virtual_clock = driver.describe().virtual_time.then(|| driver.clock());
     let simulated = || virtual_clock.as_ref().map(|clock| clock.now_ns());
     let (clock, simulated_start) = (MonotonicClock::new(), simulated());
-    let start = clock.now_ns();
+    let started = clock.now_ns();
     let outcome = match (recorded, settings.touch) {
+        _ if start.stopped => Ok(()),
         (false, false) => run.all::<false, false>(&history.ops),
         (false, true) => run.all::<false, true>(&history.ops),
         (true, false) => run.all::<true, false>(&history.ops),
         (true, true) => run.all::<true, true>(&history.ops),
     };
-    let host_ns = clock.now_ns() - start;
+    let host_ns = clock.now_ns() - started;
     let simulated_ns = simulated().zip(simulated_start).map(|(end, start)| end - start);
     let driver_calls = counting.hook().read();
     let segment_mismatches = device.segment_mismatches();
-    let (stats, ledger) = (backend.stats(), backend.ledger_at_peak());
+    let (stats, ledger) = (backend.stats().since(&start.stats), backend.ledger_at_peak());
     let tally = std::mem::take(&mut run.tally);
     let freed = run.free_all(history);
     outcome?;
@@ -163,7 +171,73 @@ struct Run<'a> {
     tally: Tally,
 }
 
+/// How a replay starts.
+#[derive(Debug)]
+struct Start {
+    /// Statistics by then.
+    stats: Stats,
+    /// Whether something failed and that ends it.
+    stopped: bool,
+}
+
 impl Run<'_> {
+    /// Sets up what was held before the first event.
+    fn begin(&mut self, history: &History, touched: bool) -> Result<Start, ReplayError> {
+        let beginning = &history.beginning;
+        let mut left: Vec<&StartBlock> = beginning.blocks.iter().collect();
+        let mut stopped = false;
+        if let Some(snapshot) = beginning.snapshot(self.streams) {
+            match self.allocator.restore(&snapshot) {
+                Ok(None) => {}
+                Ok(Some(blocks)) => {
+                    self.tally.allocations += left.len() as u64;
+                    for (start, block) in left.drain(..).zip(blocks) {
+                        self.hold(start, block, touched)?;
+                    }
+                }
+                Err(error) => {
+                    self.tally.allocations += 1;
+                    self.failed(error)?;
+                    self.tally.allocations -= 1;
+                    stopped = self.stop;
+                }
+            }
+        }
+        for start in left {
+            if stopped {
+                break;
+            }
+            self.tally.allocations += 1;
+            match self.allocator.allocate(Request::new(start.requested), self.streams[start.stream as usize]) {
+                Ok(block) => self.hold(start, block, touched)?,
+                Err(error) => {
+                    self.failed(error)?;
+                    stopped = self.stop;
+                }
+            }
+        }
+        for op in &beginning.frees {
+            if touched {
+                self.release::<true>(*op)?
+            } else {
+                self.release::<false>(*op)?
+            };
+        }
+        if !beginning.blocks.is_empty() || !beginning.segments.is_empty() {
+            self.allocator.reset_peaks();
+        }
+        self.driver.begin(beginning.segments.len());
+        Ok(Start { stats: self.allocator.stats(), stopped })
+    }
+
+    fn hold(&mut self, start: &StartBlock, block: Block, touched: bool) -> Result<(), ReplayError> {
+        if touched {
+            self.touch(&block, self.streams[start.stream as usize])?;
+        }
+        self.live[start.slot as usize] = Some(block);
+        Ok(())
+    }
+
     fn all<const RECORDED: bool, const TOUCHED: bool>(&mut self, ops: &[Op]) -> Result<(), ReplayError> {
         for (at, op) in ops.iter().enumerate() {
             match op.kind() {
@@ -274,6 +348,9 @@ impl Run<'_> {
     /// Gives back what the history leaves live.
     fn free_all(&mut self, history: &History) -> Result<(), ReplayError> {
         let mut owners = vec![0; self.live.len()];
+        for block in &history.beginning.blocks {
+            owners[block.slot as usize] = block.stream;
+        }
         // The last allocation of a slot owns it.
         for op in history.ops.iter().filter(|op| op.kind() == Kind::Alloc) {
             owners[op.slot as usize] = op.stream();

@@ -3,7 +3,7 @@
 use super::common::{allocate, free, sim, work};
 use allocators::backend::{Caching, CachingSettings};
 use allocators::device::{CallArguments, CallResult, Hook, HookedDriver};
-use allocators::trace::{Action, Event};
+use allocators::trace::{Action, Event, Segment};
 use allocators::{Block, CallKind, DeviceAllocator, Driver, DriverResult, EventId, SimDriver, SimMemory, StreamId};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -148,6 +148,16 @@ impl Recorder {
 
     pub(crate) fn empty_cache(&self) {
         self.caching.trim(0).unwrap();
+    }
+
+    /// What is held now, with the log's handles.
+    pub(crate) fn segments(&self) -> Vec<Segment> {
+        let mut segments = Segment::from_snapshot(&self.caching.snapshot().unwrap(), 0);
+        for segment in &mut segments {
+            let stream = self.streams.iter().position(|stream| stream.0 == segment.stream).unwrap();
+            segment.stream = Self::handle(stream);
+        }
+        segments
     }
 
     pub(crate) fn events(&self) -> Vec<Event> {

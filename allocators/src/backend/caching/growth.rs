@@ -82,7 +82,7 @@ impl Growth {
         }
     }
 
-    fn removed(&mut self, settings: &CachingSettings, pool: PoolKind, bytes: u64) {
+    pub(super) fn removed(&mut self, settings: &CachingSettings, pool: PoolKind, bytes: u64) {
         self.device_frees += 1;
         self.reserved.decrease(pool, bytes);
         self.segments.decrease(pool, 1);
@@ -118,7 +118,7 @@ impl Caching {
     }
 
     /// PyTorch's `alloc_block`: the address of a new segment; `None` when the limit or the device refuses.
-    fn new_segment(
+    pub(super) fn new_segment(
         &self,
         growth: &mut Growth,
         pool: PoolKind,
@@ -341,7 +341,7 @@ impl Caching {
         Err(self.out_of_memory(growth, shard, requested, rounded))
     }
 
-    fn out_of_memory(&self, growth: &Growth, shard: &Shard, requested: u64, rounded: u64) -> AllocError {
+    pub(super) fn out_of_memory(&self, growth: &Growth, shard: &Shard, requested: u64, rounded: u64) -> AllocError {
         let pool = pool_of(rounded);
         let sizes = |shard: &Shard, pool: PoolKind| {
             let state = shard.lock();
