@@ -308,7 +308,7 @@ pub const DRIVER_CALLS: &str = "driver_calls.jsonl";
 /// The summary as text, for the file and for `--json`.
 ///
 /// # Errors
-/// [`TrainError::Output`] if it cannot be expressed, which the types rule out but for a number that is not finite.
+/// [`TrainError::Output`](crate::TrainError::Output) if it cannot be expressed, which the types rule out but for a number that is not finite.
 pub fn to_json(summary: &Summary) -> Result<String> {
     serde_json::to_string_pretty(summary).map_err(|error| writer::failed(Path::new(SUMMARY), 0)(error.into()))
 }
