@@ -61,11 +61,12 @@ def verdict(place: Path, target: Path, mutant: dict) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="WORDS", help="only mutants whose name contains this")
+    parser.add_argument("--only", default="", metavar="WORDS", help="only mutants whose file or name contains this")
     parser.add_argument("--target", type=Path, help="where cargo builds; kept, so that a second run is faster")
     parser.add_argument("--list", action="store_true", help="name the mutants and run nothing")
     options = parser.parse_args()
-    mutants = [one for one in json.loads((HERE / "mutants.json").read_text()) if options.only in one["name"]]
+    mutants = json.loads((HERE / "mutants.json").read_text())
+    mutants = [one for one in mutants if options.only in f"{one['file']}: {one['name']}"]
     if options.list:
         print("\n".join(f"{one['file']}: {one['name']}" for one in mutants))
         return 0
