@@ -26,9 +26,9 @@ def step_times(run: Run, skip: int | None = None) -> pl.Series:
 def train_pace(run: Run) -> float | None:
     """Microseconds of one training step: median over the epochs after the first.
 
-    On a GPU by the GPU's own events, `train_device_s` over the steps: what the host does before the first launch and after
-    the last is not in it, and that differs between programs. Elsewhere by the host's clock, `train_s` over the steps. None
-    where the record has neither (both are younger than the other fields).
+    On a GPU by the GPU's own events, `train_device_s` over the steps: what the host does before the first launch and
+    after the last is not in it, and that differs between programs. Elsewhere by the host's clock, `train_s` over the
+    steps. None where the record has neither (both are younger than the other fields).
     """
     epochs = run.epochs
     fields = ["train_device_s", "train_s"] if run.summary["device"]["kind"] == "cuda" else ["train_s"]

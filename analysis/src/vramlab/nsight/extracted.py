@@ -187,4 +187,37 @@ def describe(folder: Path) -> dict[str, Any]:
             f"{folder}: no tables of a capture (capture.json is not there); make them with "
             "`vramlab nsight extract EXPORT.sqlite -o FOLDER`."
         )
-    return check_version(path, read_json(path), "tables of a capture")
+    about = check_version(path, read_json(path), "tables of a capture")
+    for key, fits in _DESCRIBED.items():
+        if key in about and not fits(about[key]):
+            raise AnalysisError(f"{path}: {key} is not what `vramlab nsight extract` writes; extract it again.")
+    return about
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        key.isascii() and key.removeprefix("-").isdigit() and len(key) < 20 and isinstance(name, str)
+        for key, name in value.items()
+    )
+
+
+# What is computed with, and what it has to be.
+_DESCRIBED: dict[str, Callable[[Any], bool]] = {
+    "span_ns": _whole,
+    "threads": _names,
+    "streams": _names,
+    "overhead": lambda value: (
+        isinstance(value, list)
+        and all(isinstance(one, list) and len(one) == 3 and all(map(_whole, one)) for one in value)
+    ),
+    "notes": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+    "own": lambda value: (
+        isinstance(value, dict)
+        and isinstance(value.get("settings", {}), dict)
+        and isinstance(value.get("idle_costs", {}), (dict, type(None)))
+    ),
+}

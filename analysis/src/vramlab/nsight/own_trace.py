@@ -99,35 +99,70 @@ def read(record: Path, span: bool = True) -> OwnTrace:
     path = found(record / "driver_calls.jsonl")
     if path is None:
         raise AnalysisError(f"{record}: has no driver_calls.jsonl; run the trainer with --export perfetto.")
-    summary = read_json(found(record / "summary.json") or record / "summary.json")
+    summary = _summary(found(record / "summary.json") or record / "summary.json")
     settings = summary["settings"]
     calls = _pages(_parse(path))
     if span:
         calls = _captured(calls, settings.get("profile_steps"), record)
+    device = summary.get("device")
     about = {
         "settings": {key: settings[key] for key in SETTINGS if key in settings},
         "blocked_method": summary["blocked_method"],
         "idle_costs": summary.get("idle_costs"),
-        "device": summary.get("device", {}).get("name")
-        if isinstance(summary.get("device"), dict)
-        else summary.get("device"),
+        "device": device.get("name") if isinstance(device, dict) else device,
     }
     return OwnTrace(calls, about)
 
 
+def _summary(path: Path) -> dict[str, Any]:
+    """What is used of `summary.json`, if it has the types of a record."""
+    summary: dict[str, Any] = read_json(path)
+    settings = summary.get("settings") if isinstance(summary, dict) else None
+    if not isinstance(settings, dict) or not isinstance(summary.get("blocked_method"), str):
+        raise AnalysisError(f"{path}: no run record, settings or blocked_method is missing.")
+    steps = settings.get("profile_steps")
+    if steps is not None and not (isinstance(steps, dict) and all(_natural(steps.get(k)) for k in ("first", "last"))):
+        raise AnalysisError(f"{path}: no run record, settings.profile_steps is no range of steps.")
+    if not isinstance(summary.get("idle_costs", {}), (dict, type(None))):
+        raise AnalysisError(f"{path}: no run record, idle_costs is no object.")
+    return summary
+
+
+def _natural(value: Any, most: int = 2**63) -> bool:
+    return type(value) is int and 0 <= value < most
+
+
 def _parse(path: Path) -> list[tuple[OwnCall, int | None]]:
     lines = []
-    for number, line in enumerate(read_bytes(path).decode().splitlines(), 1):
+    for number, line in enumerate(read_bytes(path).decode("utf-8", "replace").splitlines(), 1):
         try:
             one = json.loads(line)
+            _check(one)
             call = OwnCall(
                 one["start_ns"], one["total_ns"], one["blocked_ns"], one["call"], one.get("kernel"), one.get("bytes"),
                 one.get("stream"), False, one.get("path", ""),
             )  # fmt: skip
-        except (ValueError, KeyError, TypeError) as error:
-            raise AnalysisError(f"{path}: line {number} is no driver call ({error}); was the file cut off?") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            said = str(error)[:80]
+            raise AnalysisError(f"{path}: line {number} is no driver call ({said}); was the file cut off?") from error
         lines.append((call, one.get("addr")))
     return lines
+
+
+def _check(one: dict[str, Any]) -> None:
+    """Refuses a line whose values are not those of a call.
+
+    Raises ValueError.
+    """
+    for key in ("start_ns", "total_ns", "blocked_ns"):
+        if not _natural(one[key]):
+            raise ValueError(f"{key} is no time")
+    for key, most in (("bytes", 2**44), ("addr", 2**64), ("stream", 2**63)):
+        if one.get(key) is not None and not _natural(one[key], most):
+            raise ValueError(f"{key} is none")
+    for key, missing in (("call", None), ("kernel", ""), ("path", "")):
+        if not isinstance(one.get(key) or missing, str):
+            raise ValueError(f"{key} is no text")
 
 
 def _pages(lines: Iterable[tuple[OwnCall, int | None]]) -> list[OwnCall]:
