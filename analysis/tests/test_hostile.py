@@ -266,7 +266,8 @@ def test_no_string_of_a_record_becomes_part_of_the_page(tmp_path: Path, page: br
     shown = printable(HOSTILE)
     assert shown in page.evaluate("document.querySelector('tbody th').textContent")
     assert shown in page.evaluate("document.querySelector('table.settings td').textContent")
-    assert shown in page.evaluate("[...document.querySelectorAll('svg text')].map(e => e.textContent).join()")
+    script = "</script><script>window.hacked=1</script>"  # long names are cut in figures
+    assert script in page.evaluate("[...document.querySelectorAll('svg text')].map(e => e.textContent).join()")
     assert shown in page.evaluate("[...document.querySelectorAll('tbody td')].map(e => e.textContent).join()")
     assert page.evaluate("document.body.textContent").count("133") == page.evaluate("document.body.textContent").count(
         "1337"

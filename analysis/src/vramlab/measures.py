@@ -31,7 +31,7 @@ def train_pace(run: Run) -> float | None:
     steps. None where the record has neither (both are younger than the other fields).
     """
     epochs = run.epochs
-    fields = ["train_device_s", "train_s"] if run.summary["device"]["kind"] == "cuda" else ["train_s"]
+    fields = ["train_device_s", "train_s"] if run.summary["device"].get("kind") == "cuda" else ["train_s"]
     field = next((name for name in fields if name in epochs.columns), None)
     if field is None:
         return None
