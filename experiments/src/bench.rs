@@ -88,7 +88,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
         baselines::run(&folder, &wanted, place.histories(), args.repeats, &mut report).map_err(failed)?;
     }
     report.warn();
-    if args.json { crate::print_json(&report) } else { crate::print(&report.table()) }
+    if args.json { crate::print_json(&report) } else { crate::print(report.page()) }
 }
 
 /// A measurement that broke off is no fault of the command line.

@@ -6,10 +6,9 @@ use allocators::replay::{ReplayError, smallest_memory};
 use allocators::{AllocError, BackendKind, Bytes, PoolSettings};
 use anyhow::{Result, bail};
 use clap::Args;
-use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use serde::Serialize;
 use std::path::PathBuf;
-use trainer::terminal::Bar;
+use trainer::terminal::{Bar, Cell, Comparison, Page, command, quoted};
 
 /// More than any device has; the search ends there.
 const HIGHEST: u64 = 1 << 48;
@@ -75,7 +74,8 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
     let devices = Devices::open(&args.device)?;
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     bar.message(format!("reading {}", args.file.display()));
-    let Recorded { history, mut settings } = load(&args.file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
+    let Recorded { history, mut settings, .. } =
+        load(&args.file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
     // The device's size is what is searched for; a limit on top of it would be another question.
     settings.memory_limit = None;
     let mut rows = Vec::new();
@@ -119,34 +119,38 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
         });
     }
     bar.clear();
-    if args.json { crate::print_json(&rows) } else { crate::print(&report(&rows)) }
+    if args.json { crate::print_json(&rows) } else { crate::print(report(&rows)) }
 }
 
-fn report(rows: &[Row]) -> String {
-    let Some(first) = rows.first() else { return String::new() };
-    let best = rows.iter().map(|row| row.capacity_bytes).min().unwrap_or(0);
-    let mut table = Table::new();
-    table.force_no_tty();
-    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
-    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
-    table.set_header(["allocator", "smallest memory", "lower bound", "ratio", "retries in it", "probes"]);
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    for row in rows {
-        let cells = [
-            row.allocator.to_string(),
-            Bytes(row.capacity_bytes).to_string(),
-            Bytes(row.max_live_bytes).to_string(),
-            row.ratio.map_or_else(|| "-".to_owned(), |ratio| format!("{ratio:.3}")),
-            row.num_alloc_retries.to_string(),
-            row.probes.len().to_string(),
-        ];
-        let bold = rows.len() > 1 && row.capacity_bytes == best;
-        table.add_row(
-            cells.map(|text| if bold { Cell::new(text).add_attribute(Attribute::Bold) } else { Cell::new(text) }),
-        );
-    }
-    let steps = Bytes(first.granularity_bytes);
-    format!("{} on {}, in steps of {steps}\n{table}", first.trace, first.device)
+fn report(rows: &[Row]) -> Page {
+    let mut page = Page::stdout();
+    let Some(first) = rows.first() else { return page };
+    let mut table = Comparison::new("", rows.iter().map(|row| row.allocator.name()));
+    // CAST: bytes of a device, below 2^53.
+    table.ranked(
+        "smallest memory",
+        rows.iter().map(|row| (Bytes(row.capacity_bytes).to_string(), Some(row.capacity_bytes as f64))),
+    );
+    table.metric("most live at once", rows.iter().map(|row| Bytes(row.max_live_bytes).to_string()));
+    table
+        .metric("ratio of the two", rows.iter().map(|row| Cell::or_dash(row.ratio.map(|ratio| format!("{ratio:.3}")))));
+    table.metric("retries in it", rows.iter().map(|row| row.num_alloc_retries.to_string()));
+    table.metric("sizes tried", rows.iter().map(|row| row.probes.len().to_string()));
+    page.line(format!("{} on {}, in steps of {}", first.trace, first.device, Bytes(first.granularity_bytes)));
+    page.comparison(&table);
+    page.note("nothing runs in less than is live at once");
+    let best = rows.iter().min_by_key(|row| row.capacity_bytes).unwrap_or(first);
+    let worst = rows.iter().max_by_key(|row| row.capacity_bytes).unwrap_or(first);
+    let size = Bytes(best.capacity_bytes);
+    let found = if worst.capacity_bytes == best.capacity_bytes {
+        format!("The history runs in {size}")
+    } else {
+        let (name, most) = (worst.allocator, Bytes(worst.capacity_bytes));
+        format!("{} runs the history in {size}, {name} needs {most}", best.allocator)
+    };
+    let least = Bytes(best.max_live_bytes);
+    let arguments =
+        format!("replay {} --limit {}B --device {}", quoted(&first.trace), best.capacity_bytes, first.device);
+    page.end(format!("{found}; {least} are live at once."), &command("experiments", &arguments));
+    page
 }

@@ -2,16 +2,15 @@
 //! own (a CUDA context and the allocators' caches belong to a process).
 
 use crate::study::figures::{batches, blocked_share, median, steady_epochs, step_time};
-use allocators::BackendKind;
+use allocators::{BackendKind, Bytes};
 use anyhow::{Context, Result};
 use clap::Args;
-use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use serde_json::Value;
 use std::ffi::OsString;
 use std::fmt;
 use std::process::{Command, Stdio};
 use trainer::report::duration;
-use trainer::terminal::Bar;
+use trainer::terminal::{Bar, Cell, Comparison, Page, command, quoted};
 
 /// What is compared unless `--arm` says otherwise.
 const ARMS: [&str; 4] = [
@@ -130,10 +129,15 @@ struct Row {
     /// The same over the epoch's time.
     blocked_share: f64,
     blocked_in: String,
-    allocate_p50_ns: u64,
-    allocate_p99_ns: u64,
-    deallocate_p50_ns: u64,
-    deallocate_p99_ns: u64,
+    /// Of the most frequent path; absent where the simulated device has no cost for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    allocate_p50_ns: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    allocate_p99_ns: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    deallocate_p50_ns: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    deallocate_p99_ns: Option<u64>,
     peak_reserved_bytes: u64,
     peak_requested_bytes: u64,
     /// Peak of active over peak of reserved; absent where nothing was reserved.
@@ -190,7 +194,7 @@ pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
     }
     bar.clear();
     let rows = arms.iter().zip(&records).map(|(arm, records)| row(arm, records)).collect::<Result<Vec<Row>>>()?;
-    if args.json { crate::print_json(&rows) } else { crate::print(&report(&rows)) }
+    if args.json { crate::print_json(&rows) } else { crate::print(report(&rows, &common)) }
 }
 
 /// One run of the trainer; its record.
@@ -256,10 +260,10 @@ fn row(arm: &str, records: &[Value]) -> Result<Row> {
         blocked_ns: calls.values().map(blocked).sum(),
         blocked_share: blocked_share(&last).unwrap_or(f64::NAN),
         blocked_in: most.map_or_else(String::new, |(name, _)| name.clone()),
-        allocate_p50_ns: count(&allocate, "/p50_ns"),
-        allocate_p99_ns: count(&allocate, "/p99_ns"),
-        deallocate_p50_ns: count(&deallocate, "/p50_ns"),
-        deallocate_p99_ns: count(&deallocate, "/p99_ns"),
+        allocate_p50_ns: allocate["p50_ns"].as_u64(),
+        allocate_p99_ns: allocate["p99_ns"].as_u64(),
+        deallocate_p50_ns: deallocate["p50_ns"].as_u64(),
+        deallocate_p99_ns: deallocate["p99_ns"].as_u64(),
         peak_reserved_bytes: reserved,
         peak_requested_bytes: count(record, "/allocator_stats/requested_bytes.all.peak"),
         // CAST: bytes of a device, below 2^53.
@@ -272,53 +276,61 @@ fn row(arm: &str, records: &[Value]) -> Result<Row> {
     })
 }
 
-fn report(rows: &[Row]) -> String {
-    let Some(first) = rows.first() else { return String::new() };
-    let title = format!("{}, data set {}, {} steps an epoch", first.device, first.dataset, first.steps);
+fn report(rows: &[Row], common: &[OsString]) -> Page {
+    let mut page = Page::stdout();
+    let Some(first) = rows.first() else { return page };
+    page.line(format!("{}, data set {}, {} steps an epoch", first.device, first.dataset, first.steps));
+    // CAST: display values.
+    let time = |seconds: f64| duration((seconds * 1e9).round() as u64);
     let best = rows.iter().map(|row| row.step_s).fold(f64::INFINITY, f64::min);
-    let mut table = Table::new();
-    table.force_no_tty();
-    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
-    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
-    table.set_header([
-        "allocator",
-        "step",
-        "to the best",
-        "host blocked",
-        "most in",
-        "driver calls",
-        "alloc p50",
-        "p99",
-        "free p50",
-        "p99",
+    let ns = |of: fn(&Row) -> Option<u64>| rows.iter().map(move |row| Cell::or_dash(of(row).map(duration)));
+    let mut table = Comparison::new("", rows.iter().map(|row| &row.arm));
+    table.ranked("training step", rows.iter().map(|row| (time(row.step_s), Some(row.step_s))));
+    table.metric("to the best", rows.iter().map(|row| format!("{:.2} x", row.step_s / best)));
+    table.metric("host blocked", rows.iter().map(|row| format!("{:.0} %", 100.0 * row.blocked_share)));
+    let blocked_in = |row: &Row| Some(row.blocked_in.replace('_', " ")).filter(|call| !call.is_empty());
+    table.metric("most of it in", rows.iter().map(|row| Cell::or_dash(blocked_in(row))));
+    table.metric("driver calls", rows.iter().map(|row| format!("{:.1}", row.driver_calls_per_batch)));
+    table.metric("allocate p50", ns(|row| row.allocate_p50_ns));
+    table.metric("allocate p99", ns(|row| row.allocate_p99_ns));
+    table.metric("free p50", ns(|row| row.deallocate_p50_ns));
+    table.metric("free p99", ns(|row| row.deallocate_p99_ns));
+    table.ranked(
         "peak reserved",
-        "utilisation",
-        "loss",
-    ]);
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
+        rows.iter().map(|row| (Bytes(row.peak_reserved_bytes).to_string(), Some(row.peak_reserved_bytes as f64))),
+    );
+    let utilisation = |row: &Row| row.utilisation.map(|share| format!("{:.1} %", 100.0 * share));
+    table.metric("utilisation", rows.iter().map(|row| Cell::or_dash(utilisation(row))));
+    table.metric("training loss", rows.iter().map(|row| format!("{:.6}", row.final_train_loss)));
+    page.comparison(&table);
+    page.note("training step: median over the epochs without the first");
+    page.note("host blocked: of the last epoch's time; driver calls: a batch of it; both with the validation");
+    page.note("allocate, free: on the most frequent path");
+    if rows.iter().any(|row| row.allocate_p50_ns.is_none() || row.deallocate_p50_ns.is_none()) {
+        page.note("-: not simulated; of an allocator only its driver calls take simulated time");
     }
-    for row in rows {
-        // CAST: a display value.
-        let time = duration((row.step_s * 1e9).round() as u64);
-        table.add_row([
-            row.arm.clone(),
-            time,
-            format!("{:.2} x", row.step_s / best),
-            format!("{:.0} %", 100.0 * row.blocked_share),
-            row.blocked_in.clone(),
-            format!("{:.1}", row.driver_calls_per_batch),
-            duration(row.allocate_p50_ns),
-            duration(row.allocate_p99_ns),
-            duration(row.deallocate_p50_ns),
-            duration(row.deallocate_p99_ns),
-            allocators::Bytes(row.peak_reserved_bytes).to_string(),
-            row.utilisation.map_or_else(|| "-".to_owned(), |share| format!("{:.1} %", 100.0 * share)),
-            format!("{:.6}", row.final_train_loss),
-        ]);
-    }
-    let note = "step: a training step, median over the epochs without the first; host blocked: of the last epoch's time, \
-                driver calls: a batch of it, both with the validation; alloc, free: most frequent path; utilisation: \
-                peak active of peak reserved";
-    format!("{title}\n{table}\n{note}")
+    page.note("utilisation: peak active of peak reserved");
+    end(rows, common, &mut page);
+    page
+}
+
+/// Which arm is the fastest and what holds the slowest up, and how to watch that.
+fn end(rows: &[Row], common: &[OsString], page: &mut Page) {
+    let order = |a: &&Row, b: &&Row| a.step_s.total_cmp(&b.step_s);
+    let (Some(fastest), Some(slowest)) = (rows.iter().min_by(order), rows.iter().max_by(order)) else { return };
+    let waits = if slowest.blocked_in.is_empty() {
+        "its host never waits".to_owned()
+    } else {
+        format!("its host waits for {:.0} % of an epoch, most in {}", 100.0 * slowest.blocked_share, slowest.blocked_in)
+    };
+    let found = if rows.len() == 1 {
+        format!("'{}' takes {:.2} driver calls a batch; {waits}.", fastest.arm, fastest.driver_calls_per_batch)
+    } else {
+        let times = slowest.step_s / fastest.step_s;
+        format!("'{}' is the fastest; '{}' takes {times:.2} times its step: {waits}.", fastest.arm, slowest.arm)
+    };
+    let options = common.iter().map(|option| quoted(&option.to_string_lossy())).collect::<Vec<_>>().join(" ");
+    // Only the allocator's name was taken off the arm's options.
+    let arm = if slowest.arm.starts_with("--") { slowest.arm.clone() } else { format!("--alloc {}", slowest.arm) };
+    page.end(found, &command("trainer", format!("{arm} {options} --log-driver-calls").replace("  ", " ").trim()));
 }

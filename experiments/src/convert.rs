@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use trainer::cli::export_parser;
-use trainer::terminal::Bar;
+use trainer::terminal::{Bar, Page, command, quoted};
 
 #[derive(Debug, Args)]
 pub(crate) struct ConvertArgs {
@@ -57,7 +57,14 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
     let mut tally = Tally::default();
     let summary = write(args, out, bar.reading(file), &mut tally)?;
     bar.clear();
-    crate::print(&tally.line(args, &summary))
+    let mut page = Page::stdout();
+    page.line(tally.line(args, &summary));
+    let out = quoted(&args.out.to_string_lossy());
+    match args.to {
+        Export::Perfetto => page.line(format!("Next: open {out} in https://ui.perfetto.dev")),
+        _ => page.next(&command("experiments", &format!("replay {out}"))),
+    }
+    crate::print(page)
 }
 
 /// What is read, and its size.

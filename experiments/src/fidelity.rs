@@ -5,9 +5,10 @@ pub(crate) mod recorded;
 
 use crate::compare::ArmFailed;
 use crate::study::figures::median;
+use crate::study::record::{EXPERIMENT, read_json};
+use allocators::CudaDriver;
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use recorded::{Call, Measured, Recorded};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -15,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::str::FromStr;
 use trainer::report::duration;
+use trainer::terminal::{Cell, Column, Page, Table, command, say};
 
 /// Where the host was blocked for less than this share of the time, the calls in which it was say nothing.
 const WORTH_A_LOOK: f64 = 0.05;
@@ -107,13 +109,16 @@ pub(crate) fn fidelity(args: &FidelityArgs) -> Result<()> {
     if args.profile.is_some() && args.against.is_some() {
         bail!("--profile is for new runs, and --against names recorded ones; leave one of them out");
     }
-    let measured = folder(args, args.measured.as_deref(), &args.device, "cuda")?;
-    let against = folder(args, args.against.as_deref(), &simulated, "sim")?;
+    let (measured, against) = match records(args) {
+        Some((measured, against)) => (measured, against.or_else(|| args.against.clone())),
+        None => (folder(args, args.measured.as_deref(), &args.device, "cuda")?, args.against.clone()),
+    };
+    let against = folder(args, against.as_deref(), &simulated, "sim")?;
     let report = compare(&Recorded::read(&measured)?, &Recorded::read(&against)?, args.tolerance.0)?;
     if args.json {
         crate::print_json(&report)?;
     } else {
-        crate::print(&table(&report))?;
+        crate::print(page(&report))?;
     }
     verdict(&report)
 }
@@ -132,6 +137,36 @@ fn verdict(report: &Report) -> Result<()> {
         100.0 * report.tolerance
     );
     Err(ArmFailed::new(1, text).into())
+}
+
+/// Without a GPU: runs of the same spec that were recorded on one, and those of the simulated device beside them unless
+/// others are wanted. Says which.
+fn records(args: &FidelityArgs) -> Option<(PathBuf, Option<PathBuf>)> {
+    if args.measured.is_some() || args.device != "cuda" || CudaDriver::probe().is_ok() {
+        return None;
+    }
+    let stem = Path::new(&args.spec).file_stem()?;
+    let measured = newest(stem, "cuda")?;
+    say(&format!("note     no GPU here: the measured runs are those of {}", measured.display()));
+    let simulated = if args.against.is_none() && args.profile.is_none() { newest(stem, "sim") } else { None };
+    if let Some(folder) = &simulated {
+        let folder = folder.display();
+        say(&format!("note     the simulated runs are those of {folder}; --against names others"));
+    }
+    Some((measured, simulated))
+}
+
+/// The last by name of the recorded experiments with this name on a kind of device: folders begin with their date.
+fn newest(name: &std::ffi::OsStr, kind: &str) -> Option<PathBuf> {
+    let places = [PathBuf::from("experiments/results"), Path::new(env!("CARGO_MANIFEST_DIR")).join("results")];
+    let folder = places.into_iter().find(|folder| folder.is_dir())?;
+    let labels = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path().join(name)));
+    let on_kind = |folder: &PathBuf| {
+        let device =
+            read_json(&folder.join(EXPERIMENT)).ok().and_then(|found| found["device"].as_str().map(str::to_owned));
+        device.is_some_and(|device| device.split(':').next() == Some(kind))
+    };
+    labels.filter(on_kind).max()
 }
 
 /// The folder of an experiment on one device: the recorded one, or that of a run made now.
@@ -233,26 +268,19 @@ fn most(calls: &[CallRow], of: fn(&CallRow) -> &Call) -> String {
     longest.filter(|row| of(row).blocked_s > 0.0).map_or_else(|| "-".to_owned(), |row| row.call.clone())
 }
 
-fn table(report: &Report) -> String {
-    let mut table = Table::new();
-    table.force_no_tty();
-    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
-    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
-    table.set_header([
-        report.axes.join(" ").as_str(),
-        "measured step",
-        "simulated",
-        "difference",
-        "blocked",
-        "simulated",
-        "most in",
-        "simulated",
-        "in the same calls",
-        "steps with other allocations",
+fn page(report: &Report) -> Page {
+    let mut table = Table::new([
+        Column::left(report.axes.join(" ")),
+        Column::right("measured step"),
+        Column::right("simulated step"),
+        Column::right("difference"),
+        Column::right("blocked measured").priority(4),
+        Column::right("blocked simulated").priority(3),
+        Column::right("most in, measured").priority(6),
+        Column::right("most in, simulated").priority(5),
+        Column::right("in the same calls").priority(1),
+        Column::right("steps with other allocations").priority(2),
     ]);
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
     // CAST: display values.
     let time = |seconds: f64| duration((seconds * 1e9).round() as u64);
     for row in &report.cells {
@@ -268,21 +296,29 @@ fn table(report: &Report) -> String {
             row.same_calls.map_or_else(|| "-".to_owned(), |share| format!("{:.0} %", 100.0 * share)),
             format!("{} of {}", row.steps_with_other_allocations, row.steps),
         ];
-        let cell = |text: String| {
-            let cell = Cell::new(text);
-            if row.within { cell } else { cell.add_attribute(Attribute::Bold) }
-        };
-        table.add_row(texts.map(cell));
+        table.row(texts.map(|text| Cell::bold_if(!row.within, text)));
     }
-    let note = format!(
-        "step: a training step, median over epochs without the first and over repeats; blocked: share of the \
-         last epoch's time; in the same calls: the sum over kinds of call of the smaller share, where more than {:.0} % is \
-         waiting. Allowed: {:.0} % of the step time, and at least {:.0} % in the same calls",
-        100.0 * WORTH_A_LOOK,
+    let mut page = Page::stdout();
+    page.table(&table);
+    page.note("step: a training step, median over epochs without the first and over repeats");
+    page.note("blocked: share of the last epoch's time");
+    page.note(format!(
+        "in the same calls: the sum over kinds of call of the smaller share, where more than {:.0} % is waiting",
+        100.0 * WORTH_A_LOOK
+    ));
+    page.note(format!(
+        "allowed: {:.0} % of the step time, and at least {:.0} % in the same calls",
         100.0 * report.tolerance,
         100.0 * SAME_CALLS
+    ));
+    let within = report.cells.iter().filter(|row| row.within).count();
+    let found = format!(
+        "{within} of {} cells are as measured; the largest difference of a step's time is {:.1} %.",
+        report.cells.len(),
+        100.0 * report.worst
     );
-    format!("{table}\n{note}")
+    page.end(found, &command("experiments", "compare --device sim"));
+    page
 }
 
 #[cfg(test)]

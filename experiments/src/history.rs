@@ -1,5 +1,7 @@
 //! What `replay` and `capacity` share: reading a history, naming a device.
 
+mod recorded;
+
 use crate::compare::ArmFailed;
 use crate::profile;
 use crate::reading::ReadArgs;
@@ -10,22 +12,33 @@ use allocators::{
     AllocatorSettings, BackendKind, CudaDriver, Driver, NullDriver, PoolSettings, Profile, SimDriver, SimMemory,
 };
 use anyhow::{Context, Result, anyhow};
+use recorded::Tally;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
+
+pub(crate) use recorded::AsRecorded;
 
 /// A history and the settings under which it was recorded.
 pub(crate) struct Recorded {
     pub(crate) history: History,
     pub(crate) settings: CachingSettings,
+    /// What the program that recorded it held; `None` where the file does not tell.
+    pub(crate) as_recorded: Option<AsRecorded>,
 }
 
 /// Reads and compiles a file. `limit` is the memory limit under which it was recorded, where the file does not say it.
 pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Recorded> {
     let options = reading.options();
     let mut builder = HistoryBuilder::new(gpu).within(&options.budget);
-    let summary = read(path, &options, &mut |event| builder.push(&event).map_err(ReadError::stop))?;
-    let recorded = compile(builder, &summary, limit).with_context(|| path.display().to_string())?;
+    let mut tally = Tally::new(gpu);
+    let mut sink = |event| {
+        tally.take(&event);
+        builder.push(&event).map_err(ReadError::stop)
+    };
+    let summary = read(path, &options, &mut sink)?;
+    let mut recorded = compile(builder, &summary, limit).with_context(|| path.display().to_string())?;
+    recorded.as_recorded = tally.finish(&summary);
     if recorded.history.events() == 0 {
         return Err(no_events(path, gpu, &summary));
     }
@@ -46,7 +59,7 @@ pub(crate) fn compile(
     }
     let mut settings = recorded_settings(&summary.allocator_settings)?;
     settings.memory_limit = limit.or(settings.memory_limit);
-    Ok(Recorded { history: builder.finish(&settings)?, settings })
+    Ok(Recorded { history: builder.finish(&settings)?, settings, as_recorded: None })
 }
 
 /// A history that holds nothing, or nothing of the chosen GPU.

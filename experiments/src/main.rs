@@ -18,12 +18,11 @@ use allocators::device::sim::MemoryCost;
 use allocators::output::{self, Existing, OutputError};
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
-use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use trainer::terminal;
+use trainer::terminal::{self, Column, Page, Table};
 
 /// Exit code for bad input, as the trainer's.
 const BAD_INPUT: u8 = 2;
@@ -116,7 +115,7 @@ fn main() -> ExitCode {
             .and_then(|found| {
                 profile::write(&found.profile, &out)?;
                 measurements.map_or(Ok(()), |path| found.measurements.write(&path))?;
-                print(&found.measurements.tables())
+                print(found.measurements.page(&out))
             }),
         Command::FitKernels { timings, profile, l2_bytes, out } => fit_kernels(&timings, profile, l2_bytes, &out),
         Command::FitProgram(args) => program::fit_program(&args),
@@ -155,9 +154,9 @@ fn command() -> clap::Command {
     <Cli as clap::CommandFactory>::command()
 }
 
-/// Writes lines to stdout.
-fn print(text: &str) -> Result<()> {
-    terminal::print_lines(text).context("cannot write to stdout")
+/// Writes a page to stdout.
+fn print(page: Page) -> Result<()> {
+    page.print().context("cannot write to stdout")
 }
 
 /// Writes one JSON document to stdout.
@@ -169,27 +168,27 @@ fn fit_kernels(timings: &Path, base: Option<PathBuf>, l2_bytes: Option<u64>, out
     let mut profile = profile::read(base.as_deref())?;
     profile.l2_bytes = l2_bytes.or(profile.l2_bytes);
     let fits = fit::fit_kernels(&mut profile, timings)?;
-    let mut table = Table::new();
-    table.force_no_tty();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
-    table.set_header([
-        "kernel",
-        "timings",
-        "fixed ns",
-        "iteration ns",
-        "blocks per wave",
-        "bytes per ns",
-        "worst miss",
-        "from memory: fixed ns",
-        "iteration ns",
-        "bytes per ns",
-        "worst miss",
+    let mut table = Table::new([
+        Column::left("kernel"),
+        Column::right("timings").priority(3),
+        Column::right("fixed ns"),
+        Column::right("iteration ns"),
+        Column::right("blocks per wave").priority(2),
+        Column::right("bytes per ns"),
+        Column::right("worst miss"),
+        Column::right("from memory: fixed ns").priority(6),
+        Column::right("iteration ns").priority(5),
+        Column::right("bytes per ns").priority(4),
+        Column::right("worst miss").priority(1),
     ]);
+    let (mut count, mut off) = (0, 0.0_f64);
     for fit in fits {
         let cold = |of: fn(&MemoryCost) -> f64| {
             fit.cost.from_memory.as_ref().map_or_else(|| "-".to_owned(), |cold| of(cold).to_string())
         };
-        table.add_row([
+        count += 1;
+        off = off.max(fit.worst).max(fit.worst_cold.unwrap_or(0.0));
+        table.row([
             fit.kernel.clone(),
             fit.timings.to_string(),
             fit.cost.fixed_ns.to_string(),
@@ -204,5 +203,14 @@ fn fit_kernels(timings: &Path, base: Option<PathBuf>, l2_bytes: Option<u64>, out
         ]);
     }
     profile::write(&profile, out)?;
-    print(&table.to_string())
+    let mut page = Page::stdout();
+    page.table(&table);
+    let found = format!(
+        "The costs of {count} kernels went to {}; the worst misses a timing by {:.0} %.",
+        out.display(),
+        100.0 * off
+    );
+    let next = format!("fidelity --profile {}", terminal::quoted(&out.to_string_lossy()));
+    page.end(found, &terminal::command("experiments", &next));
+    print(page)
 }

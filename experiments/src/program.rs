@@ -12,9 +12,9 @@ use crate::study::figures::median;
 use allocators::Profile;
 use anyhow::{Result, bail};
 use clap::Args;
-use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use trainer::terminal::{Column, Page, Table, command, quoted};
 
 /// A cell is host-bound where the host was blocked for less than this share of the time.
 const HOST_BOUND: f64 = 0.1;
@@ -56,7 +56,10 @@ pub(crate) fn fit_program(args: &ProgramArgs) -> Result<()> {
     }
     base.program_ns_per_call = mean(&rows);
     profile::write(&base, &args.out)?;
-    crate::print(&table(&rows, base.program_ns_per_call))
+    let mut page = table(&rows, base.program_ns_per_call);
+    let next = format!("fidelity --profile {}", quoted(&args.out.to_string_lossy()));
+    page.next(&command("experiments", &next));
+    crate::print(page)
 }
 
 /// Every cell counts the same. Nothing is left where the calls were quicker than in the profile.
@@ -105,23 +108,26 @@ fn charged_s(profile: &Profile, name: &str, call: &Call) -> f64 {
     each.map_or(call.total_s, |ns| call.count * ns as f64 / 1e9 + call.blocked_s)
 }
 
-fn table(rows: &[Row], ns: u64) -> String {
-    let mut table = Table::new();
-    table.force_no_tty();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
-    table.set_header(["host-bound cell", "blocked", "between calls, ns", "beyond the profile, ns"]);
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
+fn table(rows: &[Row], ns: u64) -> Page {
+    let mut table = Table::new([
+        Column::left("host-bound cell"),
+        Column::right("blocked"),
+        Column::right("between calls, ns"),
+        Column::right("beyond the profile, ns"),
+    ]);
     for row in rows {
-        table.add_row([
+        table.row([
             row.cell.clone(),
             format!("{:.0} %", 100.0 * row.blocked_share),
             format!("{:.0}", row.between),
             format!("{:.0}", row.beyond),
         ]);
     }
-    format!("{table}\nprogram_ns_per_call: {ns}, the mean of the last column; medians over epochs and repeats")
+    let mut page = Page::stdout();
+    page.table(&table);
+    page.note("medians over epochs and repeats");
+    page.title(format!("program_ns_per_call: {ns}, the mean of the last column."));
+    page
 }
 
 #[cfg(test)]

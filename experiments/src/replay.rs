@@ -1,18 +1,18 @@
-//! `experiments replay`: recorded histories under each allocator, one object or row for each.
+//! `experiments replay`: recorded histories under each allocator, one object or column for each.
 
-use crate::history::{DeviceName, Devices, Recorded, backend, failed, load};
+mod report;
+
+use crate::history::{AsRecorded, DeviceName, Devices, Recorded, backend, failed, load};
 use crate::reading::ReadArgs;
 use allocators::replay::{Addresses, ReplayReport, ReplaySettings};
 use allocators::{BackendKind, Bytes, Ledger, PoolSettings};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
-use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use trainer::cli::{parse_switch, parse_threshold};
-use trainer::report::duration;
-use trainer::terminal::Bar;
+use trainer::terminal::{Bar, Page};
 
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
@@ -120,10 +120,11 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
     let devices = Devices::open(&args.device)?;
     let form = "{bar:30} replay {pos}/{len} {wide_msg} [{elapsed} left {eta}]";
     let bar = Bar::new((args.files.len() * kinds.len()) as u64, form);
-    let mut rows = Vec::new();
+    let (mut rows, mut told): (Vec<Row>, Vec<Option<AsRecorded>>) = (Vec::new(), Vec::new());
     for file in &args.files {
         bar.message(format!("reading {}", file.display()));
         let recorded = load(file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
+        told.push(recorded.as_recorded);
         for &kind in &kinds {
             bar.message(format!("{} under {kind}", file.display()));
             rows.push(run(args, file, &recorded, kind, &devices)?);
@@ -134,12 +135,18 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
     if args.json {
         return crate::print_json(&rows);
     }
-    let tables: Vec<String> = rows.chunks(kinds.len()).map(report).collect();
-    crate::print(&tables.join("\n\n"))
+    let mut page = Page::stdout();
+    for (rows, told) in rows.chunks(kinds.len()).zip(&told) {
+        report::report(rows, told.as_ref(), &mut page);
+    }
+    if let Some((rows, told)) = rows.chunks(kinds.len()).next_back().zip(told.last()) {
+        report::end(rows, told.as_ref(), &mut page);
+    }
+    crate::print(page)
 }
 
 fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, kind: BackendKind, devices: &Devices) -> Result<Row> {
-    let Recorded { history, settings } = recorded;
+    let Recorded { history, settings, .. } = recorded;
     // A run of ours says its limit; PyTorch does not.
     let limit = settings.memory_limit;
     // `caching` keeps its limit itself, on a device that would have more, as PyTorch does.
@@ -209,132 +216,4 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, kind: BackendKind, d
         driver_calls: report.driver_calls,
         allocator_settings: report.settings,
     })
-}
-
-/// What is said of a history that began late.
-fn beginning(row: &Row) -> Option<String> {
-    let (blocks, segments) = (row.prologue_allocations, row.prologue_segments);
-    if segments == 0 {
-        let why = row.prologue_problem.as_ref().map_or(String::new(), |why| format!(": {why}"));
-        let note = format!("{blocks} blocks were live before the first event; they are allocated first{why}");
-        return (blocks > 0).then_some(note);
-    }
-    let reserved = Bytes(row.prologue_reserved_bytes);
-    let mut note = format!(
-        "{blocks} blocks in {segments} segments ({reserved}) were there before the first event, by what was held at the end"
-    );
-    if row.undetermined_blocks > 0 {
-        note += &format!("; {} of them may be larger, each by up to 1 MiB", row.undetermined_blocks);
-    }
-    Some(note)
-}
-
-/// A column: its title, each row's text, and the row with the best value if there is one.
-struct Column {
-    title: &'static str,
-    texts: Vec<String>,
-    best: Option<f64>,
-    values: Vec<f64>,
-}
-
-impl Column {
-    fn plain(title: &'static str, rows: &[Row], text: impl Fn(&Row) -> String) -> Self {
-        Self { title, texts: rows.iter().map(text).collect(), best: None, values: Vec::new() }
-    }
-
-    /// The smallest value is the best, where rows differ and nothing failed.
-    fn ranked(title: &'static str, rows: &[Row], text: impl Fn(&Row) -> String, value: impl Fn(&Row) -> f64) -> Self {
-        let worth = |row: &Row| if row.failed_allocations == 0 { value(row) } else { f64::INFINITY };
-        let values: Vec<f64> = rows.iter().map(worth).collect();
-        let best = values.iter().copied().fold(f64::INFINITY, f64::min);
-        let differ = best.is_finite() && values.iter().any(|value| *value != best);
-        Self { values, best: differ.then_some(best), ..Self::plain(title, rows, text) }
-    }
-
-    fn cell(&self, row: usize) -> Cell {
-        let cell = Cell::new(&self.texts[row]);
-        if self.best.is_some() && self.values.get(row).copied() == self.best {
-            return cell.add_attribute(Attribute::Bold);
-        }
-        cell
-    }
-}
-
-fn report(rows: &[Row]) -> String {
-    let Some(first) = rows.first() else { return String::new() };
-    let size = |bytes: u64| Bytes(bytes).to_string();
-    let absent = || "-".to_owned();
-    let mut columns = vec![
-        Column::plain("allocator", rows, |row| row.allocator.to_string()),
-        Column::ranked("failed", rows, |row| row.failed_allocations.to_string(), |row| row.failed_allocations as f64),
-        Column::ranked(
-            "peak reserved",
-            rows,
-            |row| size(row.peak_reserved_bytes),
-            |row| row.peak_reserved_bytes as f64,
-        ),
-        Column::plain("peak active", rows, |row| size(row.peak_active_bytes)),
-        Column::ranked(
-            "utilisation",
-            rows,
-            |row| row.utilisation.map_or_else(absent, |share| format!("{:.1} %", 100.0 * share)),
-            |row| -row.utilisation.unwrap_or(0.0),
-        ),
-        Column::plain("internal", rows, |row| size(row.ledger.internal)),
-        Column::plain("soft", rows, |row| size(row.ledger.soft)),
-        Column::plain("hard", rows, |row| size(row.ledger.hard)),
-        Column::plain("stream", rows, |row| size(row.ledger.stream)),
-        Column::plain("pending", rows, |row| size(row.ledger.pending)),
-        Column::plain("segments +/-", rows, |row| {
-            row.segment_allocs.zip(row.segment_frees).map_or_else(absent, |(made, freed)| format!("{made}/{freed}"))
-        }),
-        Column::plain("retries", rows, |row| row.num_alloc_retries.to_string()),
-        Column::ranked(
-            "driver calls",
-            rows,
-            |row| row.driver_calls.values().sum::<u64>().to_string(),
-            |row| row.driver_calls.values().sum::<u64>() as f64,
-        ),
-    ];
-    if rows.iter().any(|row| row.simulated_s.is_some()) {
-        // CAST: seconds back to nanoseconds, for display.
-        let ns = |row: &Row| row.simulated_s.map_or_else(absent, |seconds| duration((seconds * 1e9).round() as u64));
-        columns.push(Column::ranked("simulated", rows, ns, |row| row.simulated_s.unwrap_or(f64::INFINITY)));
-    }
-    columns.push(Column::ranked(
-        "host ns/op",
-        rows,
-        |row| row.host_ns_per_op.map_or_else(absent, |ns| format!("{ns:.0}")),
-        |row| row.host_ns_per_op.unwrap_or(f64::INFINITY),
-    ));
-    if first.addresses == AddressChoice::Recorded {
-        let count = |count: Option<u64>| count.map_or_else(absent, |count| count.to_string());
-        columns.push(Column::plain("moved", rows, move |row| count(row.address_mismatches)));
-        let count = |count: Option<u64>| count.map_or_else(absent, |count| count.to_string());
-        columns.push(Column::plain("other segments", rows, move |row| count(row.segment_mismatches)));
-    }
-    let mut table = Table::new();
-    table.force_no_tty();
-    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
-    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
-    table.set_header(columns.iter().map(|column| column.title));
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    for row in 0..rows.len() {
-        table.add_row(columns.iter().map(|column| column.cell(row)));
-    }
-    let mut text = format!(
-        "{} on {}: {} events, {} allocations, never more than {} live\n{table}",
-        first.trace,
-        first.device_name,
-        first.events,
-        first.allocations,
-        size(first.max_live_bytes)
-    );
-    text.extend(beginning(first).map(|note| format!("\n{note}")));
-    for (row, failure) in rows.iter().filter_map(|row| row.first_failure.as_ref().map(|failure| (row, failure))) {
-        text += &format!("\n{}: allocation {} failed first: {}", row.allocator, failure.allocation, failure.error);
-    }
-    text
 }

@@ -6,7 +6,7 @@ use crate::observer::Observer;
 use crate::progress::Terminal;
 use crate::settings::{DeviceChoice, GRAPH_STEPS, InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::signals::Signals;
-use crate::terminal::{fail, parse, print_json, print_lines, report_panics, say};
+use crate::terminal::{Page, fail, parse, print_json, report_panics, say};
 use crate::{Result, Settings, TrainError, doctor, exit, record, report, start};
 use allocators::backend::CachingSettings;
 use allocators::instrument::NvtxMode;
@@ -396,8 +396,14 @@ pub fn main(arguments: Vec<OsString>) -> i32 {
     let terminal = Arc::new(Terminal::new());
     let done = match cli.command {
         Some(Command::Doctor(args)) => {
-            let text = doctor::examine(args.data_dir.as_deref()).show(args.json);
-            return printed(if args.json { print_json(&text) } else { print_lines(&text) });
+            let diagnosis = doctor::examine(args.data_dir.as_deref());
+            return printed(if args.json {
+                print_json(&diagnosis.to_json())
+            } else {
+                let mut page = Page::stdout();
+                diagnosis.show(&mut page);
+                page.print()
+            });
         }
         Some(Command::Start(args)) => write_start(&args, &terminal),
         None => train(&cli.train, command, started, &terminal),
@@ -433,7 +439,9 @@ fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Ar
     let printed = printed(if args.json {
         print_json(&record::to_json(&outcome.summary)?)
     } else {
-        print_lines(&report::report(&outcome.summary))
+        let mut page = Page::stdout();
+        report::report(&outcome, &settings, &mut page);
+        page.print()
     });
     say(&format!("record   {}", outcome.directory.display()));
     match outcome.error {

@@ -1,10 +1,14 @@
 //! What is there on this machine, and what to do about what is not.
 
 use crate::data::{self, DataRequest, DatasetName};
+use crate::terminal::{self, Page};
 use allocators::instrument::nvtx;
 use allocators::{Bytes, CudaDriver, Driver, Profile, SimDriver, SimMemory};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+
+/// Names of what is looked for are no longer than this.
+const WHAT: usize = 22;
 
 /// How a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -40,25 +44,38 @@ pub struct Diagnosis {
 }
 
 impl Diagnosis {
-    /// The findings as lines, or as a JSON object.
+    /// The findings as a JSON object.
     #[must_use]
-    pub fn show(&self, json: bool) -> String {
-        if json {
-            return serde_json::to_string_pretty(self).unwrap_or_default();
-        }
-        let mut out = String::new();
+    pub fn to_json(&self) -> String {
+        serde_json::to_string_pretty(self).unwrap_or_default()
+    }
+
+    /// The findings, on which device a run would be, and how to start one.
+    pub fn show(&self, page: &mut Page) {
         for finding in &self.findings {
             let mark = match finding.state {
                 State::Ok => "ok",
                 State::Missing => "--",
                 State::Broken => "!!",
             };
-            out += &format!("{mark}  {:22} {}\n", finding.what, finding.found);
+            page.labelled(&format!("{mark}  {:WHAT$} ", finding.what), WHAT + 5, &finding.found);
             if !finding.advice.is_empty() {
-                out += &format!("    {:22} -> {}\n", "", finding.advice);
+                page.labelled("", WHAT + 5, &format!("-> {}", finding.advice));
             }
         }
-        out
+        let (gpus, bad): (Vec<&Finding>, Vec<&Finding>) = self
+            .findings
+            .iter()
+            .filter(|finding| finding.what.starts_with("GPU "))
+            .partition(|gpu| gpu.state == State::Ok);
+        let broken = self.findings.iter().filter(|finding| finding.state == State::Broken).count();
+        let found = match (gpus.first(), bad.first(), broken) {
+            (Some(gpu), _, 0) => format!("A run takes the {} ({}).", gpu.what, gpu.found),
+            (None, None, 0) => "There is no GPU that can be used; a run takes the simulated one.".to_owned(),
+            _ => format!("{broken} found broken, marked with !! above; --device sim works without it."),
+        };
+        let device = if broken > 0 { "--alloc caching --device sim" } else { "--alloc caching" };
+        page.end(found, &terminal::command("trainer", device));
     }
 }
 

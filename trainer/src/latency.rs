@@ -3,11 +3,62 @@
 use crate::error::Result;
 use crate::record::RecordWriter;
 use allocators::Path;
-use allocators::instrument::{Operation, Timed};
+use allocators::instrument::{LatencyRow, Operation, Timed};
 use hdrhistogram::Histogram;
+use serde::Serialize;
 use std::time::{Duration, Instant, SystemTime};
 
 type Histograms = Vec<(Operation, Path, Histogram<u64>)>;
+
+/// Percentiles of one operation on one path, as the summary tells them, in nanoseconds. The simulated device has no cost
+/// for an allocator's own work, so on its clock an operation without a driver call takes no time; there what would be 0
+/// is absent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LatencyRecord {
+    /// Operation.
+    pub operation: String,
+    /// How it was served.
+    pub path: String,
+    /// Number of operations.
+    pub count: u64,
+    /// Minimum.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min_ns: Option<u64>,
+    /// Median.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub p50_ns: Option<u64>,
+    /// 90th percentile.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub p90_ns: Option<u64>,
+    /// 99th percentile.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub p99_ns: Option<u64>,
+    /// 99.9th percentile.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub p999_ns: Option<u64>,
+    /// Maximum.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_ns: Option<u64>,
+}
+
+impl LatencyRecord {
+    /// What was measured on a clock, `virtual` or `monotonic`.
+    #[must_use]
+    pub fn new(row: LatencyRow, clock: &str) -> Self {
+        let told = |ns: u64| (ns > 0 || clock != "virtual").then_some(ns);
+        Self {
+            min_ns: told(row.min_ns),
+            p50_ns: told(row.p50_ns),
+            p90_ns: told(row.p90_ns),
+            p99_ns: told(row.p99_ns),
+            p999_ns: told(row.p999_ns),
+            max_ns: told(row.max_ns),
+            operation: row.operation,
+            path: row.path,
+            count: row.count,
+        }
+    }
+}
 
 /// What was recorded in one part of a run.
 #[derive(Debug)]

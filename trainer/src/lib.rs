@@ -30,4 +30,4 @@ mod train;
 
 pub use error::{Result, TrainError, exit};
 pub use settings::Settings;
-pub use train::{Outcome, run};
+pub use train::{LastAllocation, Outcome, run};

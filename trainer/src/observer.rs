@@ -5,8 +5,9 @@ use crate::device::Device;
 use crate::record::{EpochRecord, Summary};
 use crate::settings::Settings;
 use allocators::device::CallObserver;
-use allocators::{CallEvent, CallKind};
-use std::sync::Arc;
+use allocators::{CallEvent, CallKind, DeviceAddr};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Hears of progress; every method may be left out.
 pub trait Observer: Send + Sync + std::fmt::Debug {
@@ -38,8 +39,10 @@ pub struct Silent;
 
 impl Observer for Silent {}
 
-/// Passes the calls that move memory on to `observer`.
+/// Passes the calls that move memory on to `observer`. A driver is given an address back and no size; it is known from
+/// the call that gave the address out.
 pub(crate) fn driver_call_log(observer: Arc<dyn Observer>) -> CallObserver {
+    let sizes: Mutex<HashMap<DeviceAddr, u64>> = Mutex::default();
     Box::new(move |event: &CallEvent| {
         let moves_memory = matches!(
             event.kind,
@@ -54,7 +57,23 @@ pub(crate) fn driver_call_log(observer: Arc<dyn Observer>) -> CallObserver {
                 | CallKind::PoolTrim
         );
         if moves_memory {
-            observer.memory_call(event);
+            let mut sizes = sizes.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut bytes = event.bytes;
+            match (event.kind, event.addr) {
+                (CallKind::MemAlloc | CallKind::MemAllocAsync, Some(addr)) if event.ok => {
+                    sizes.insert(addr, bytes);
+                }
+                (CallKind::MemFree | CallKind::MemFreeAsync, Some(addr)) => {
+                    bytes = sizes.get(&addr).copied().unwrap_or(bytes);
+                    // A refused free leaves the memory where it is.
+                    if event.ok {
+                        sizes.remove(&addr);
+                    }
+                }
+                _ => {}
+            }
+            drop(sizes);
+            observer.memory_call(&CallEvent { bytes, ..event.clone() });
         }
     })
 }

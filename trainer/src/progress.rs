@@ -1,50 +1,30 @@
 //! What a person sees on the terminal while a run goes on. Everything here goes to stderr.
 
 use crate::Settings;
+mod calls;
+
 use crate::arithmetic::name;
 use crate::data::Dataset;
 use crate::device::Device;
 use crate::observer::Observer;
 use crate::record::{EpochRecord, Summary};
-use crate::report::duration;
 use crate::terminal::Bar;
 use allocators::{Bytes, CallEvent};
+use calls::{CallLog, Phase};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Lines and a progress bar on stderr; the bar only where stderr is a terminal.
 #[derive(Debug)]
 pub(crate) struct Terminal {
     bar: Mutex<Bar>,
     epoch: AtomicU32,
-    phase: Mutex<Phase>,
-}
-
-/// Where a run is, for the log of driver calls.
-#[derive(Clone, Copy, Debug)]
-enum Phase {
-    SetUp,
-    Step(u32, u64),
-    Validation(u32),
-    /// Between an epoch and the next, or the end.
-    After(u32),
-}
-
-impl std::fmt::Display for Phase {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let text = match self {
-            Self::SetUp => "set-up".to_owned(),
-            Self::Step(epoch, step) => format!("epoch {epoch} step {step}"),
-            Self::Validation(epoch) => format!("epoch {epoch} validation"),
-            Self::After(epoch) => format!("after epoch {epoch}"),
-        };
-        f.pad(&text)
-    }
+    calls: Mutex<CallLog>,
 }
 
 impl Terminal {
     pub(crate) fn new() -> Self {
-        Self { bar: Mutex::new(Bar::hidden()), epoch: AtomicU32::new(0), phase: Mutex::new(Phase::SetUp) }
+        Self { bar: Mutex::new(Bar::hidden()), epoch: AtomicU32::new(0), calls: Mutex::new(CallLog::new()) }
     }
 
     fn bar(&self) -> Bar {
@@ -55,12 +35,19 @@ impl Terminal {
         *self.bar.lock().unwrap_or_else(PoisonError::into_inner) = bar;
     }
 
-    fn enter(&self, phase: Phase) {
-        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
+    fn calls(&self) -> MutexGuard<'_, CallLog> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the bar off the screen.
+    fn enter(&self, phase: Phase) {
+        let lines = self.calls().enter(phase);
+        lines.iter().for_each(|line| self.line(line));
+    }
+
+    /// Writes what is left to say and takes the bar off the screen.
     pub(crate) fn clear(&self) {
+        let lines = self.calls().end();
+        lines.iter().for_each(|line| self.line(line));
         self.bar().clear();
     }
 
@@ -95,7 +82,7 @@ impl Observer for Terminal {
     }
 
     fn download_finish(&self) {
-        self.clear();
+        self.bar().clear();
     }
 
     fn begin(&self, settings: &Settings, summary: &Summary, steps: u64) {
@@ -136,16 +123,8 @@ impl Observer for Terminal {
     }
 
     fn memory_call(&self, event: &CallEvent) {
-        let at = *self.phase.lock().unwrap_or_else(PoisonError::into_inner);
-        let bytes = if event.bytes > 0 { Bytes(event.bytes).to_string() } else { String::new() };
-        let addr = event.addr.map_or_else(String::new, |addr| format!("at {:#x}", addr.get()));
-        let failed = if event.ok { "" } else { " FAILED" };
-        let blocked =
-            if event.blocked_ns > 0 { format!(", blocked {}", duration(event.blocked_ns)) } else { String::new() };
-        let kind = event.kind.name();
-        self.line(&format!(
-            "driver   {at:20} {kind:16} {bytes:>10} {addr}  {}{blocked}{failed}",
-            duration(event.total_ns)
-        ));
+        if let Some(line) = self.calls().call(event) {
+            self.line(&line);
+        }
     }
 }

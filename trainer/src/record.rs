@@ -7,11 +7,12 @@ pub use writer::RecordWriter;
 use crate::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::FileChecksum;
 use crate::error::Result;
+use crate::latency::LatencyRecord;
 use crate::mlp::LayerProducts;
 use crate::provenance::Provenance;
 use crate::settings::{InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::start::StartRecord;
-use allocators::instrument::{CheckReport, InstrumentCost, LatencyRow};
+use allocators::instrument::{CheckReport, InstrumentCost};
 use allocators::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
 use serde::Serialize;
 use std::path::Path;
@@ -257,7 +258,7 @@ pub struct Summary {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub upper_bounds: Vec<&'static str>,
     /// Latency of allocator operations.
-    pub latency: Vec<LatencyRow>,
+    pub latency: Vec<LatencyRecord>,
     /// Where reserved minus requested went at the peak of reserved.
     pub fragmentation: Ledger,
     /// What the instruments cost.

@@ -1,27 +1,13 @@
 //! The account of a run as tables for people.
 
+mod end;
+
 use crate::arithmetic::name;
 use crate::record::{EpochRecord, Status, Summary};
+use crate::settings::Settings;
+use crate::terminal::{Cell, Column, Page, Table};
+use crate::train::Outcome;
 use allocators::{Attribution, Bytes, CallCounts, CallKind};
-use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
-
-fn table(header: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.force_no_tty();
-    // One line under the header; lines between rows would double the length of a report.
-    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
-    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
-    let bold = |text: &&str| Cell::new(text).add_attribute(Attribute::Bold);
-    table.set_header(header.iter().map(bold));
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table
-}
-
-fn titled(title: &str, table: &Table) -> String {
-    format!("\n{title}\n{table}\n")
-}
 
 /// Nanoseconds as people read them.
 #[must_use]
@@ -59,46 +45,56 @@ fn frees(calls: &CallCounts) -> u64 {
     [CallKind::MemFree, CallKind::MemFreeAsync, CallKind::MemRelease].iter().map(|kind| calls.get(*kind).count).sum()
 }
 
-/// The whole report.
-#[must_use]
-pub fn report(summary: &Summary) -> String {
-    let mut out = String::new();
+/// The whole report of a run, with what it found and what to look at next.
+pub fn report(outcome: &Outcome, settings: &Settings, page: &mut Page) {
+    let summary = &outcome.summary;
     if !summary.epochs.is_empty() {
-        out += &epochs(summary);
+        epochs(summary, page);
     }
-    out += &calls(summary);
+    calls(summary, page);
     if !summary.latency.is_empty() {
-        out += &latency(summary);
+        latency(summary, page);
     }
-    out += &memory(summary);
+    memory(summary, page);
     if let Some(check) = &summary.check {
-        out += &format!(
-            "\nchecker: {} operations, {} verified after reuse, {} violations, {} blocks never freed\n",
+        page.title(format!(
+            "checker: {} operations, {} verified after reuse, {} violations, {} blocks never freed",
             check.operations,
             Bytes(check.verified_bytes),
             check.violations.len(),
             check.live.len()
-        );
+        ));
     }
+    page.gap();
     for cost in &summary.instruments {
-        out += &format!("instrument '{}' costs {:.0} ns each time\n", cost.instrument, cost.ns_per_operation);
+        page.line(format!("instrument '{}' costs {:.0} ns each time", cost.instrument, cost.ns_per_operation));
     }
     match summary.status {
         Status::Finished => {}
-        Status::Interrupted => out += "interrupted: the figures are of what was done so far\n",
-        Status::Running | Status::Failed => out += "the run did not finish: the figures are of what was done so far\n",
+        Status::Interrupted => page.line("interrupted: the figures are of what was done so far"),
+        Status::Running | Status::Failed => {
+            page.line("the run did not finish: the figures are of what was done so far");
+        }
     }
-    out
+    end::end(outcome, settings, page);
 }
 
-fn epochs(summary: &Summary) -> String {
+fn epochs(summary: &Summary, page: &mut Page) {
     let clock = if summary.clock == "virtual" { "simulated time" } else { "time" };
-    let header =
-        ["epoch", "train loss", "val loss", "accuracy", clock, "device", "driver allocs", "driver frees", "blocked"];
-    let mut table = table(&header);
+    let mut table = Table::new([
+        Column::right("epoch"),
+        Column::right("train loss"),
+        Column::right("val loss").priority(2),
+        Column::right("accuracy"),
+        Column::right(clock),
+        Column::right("device").priority(3),
+        Column::right("driver allocs"),
+        Column::right("driver frees").priority(1),
+        Column::right("blocked"),
+    ]);
     for epoch in &summary.epochs {
         let EpochRecord { train_loss, val_loss, val_accuracy, wall_s, device_s, driver_calls, .. } = epoch;
-        table.add_row([
+        table.row([
             epoch.epoch.to_string(),
             format!("{train_loss:.4}"),
             format!("{val_loss:.4}"),
@@ -112,54 +108,71 @@ fn epochs(summary: &Summary) -> String {
     }
     let settings = &summary.settings;
     let dtype = name(settings.dtype);
-    titled(&format!("Training with '{}' in {dtype} on {}", settings.allocator, summary.device.name), &table)
+    page.title(format!("Training with '{}' in {dtype} on {}", settings.allocator, summary.device.name));
+    page.table(&table);
 }
 
-fn calls(summary: &Summary) -> String {
-    let mut table = table(&["driver call", "count", "total", "mean", "blocked", "blocked %"]);
+/// A duration on the run's clock; a dash where the simulated device has no cost for it.
+fn modelled(summary: &Summary, ns: u64) -> Cell {
+    Cell::or_dash((ns > 0 || summary.clock != "virtual").then(|| duration(ns)))
+}
+
+fn calls(summary: &Summary, page: &mut Page) {
+    let mut table = Table::new([
+        Column::left("driver call"),
+        Column::right("count"),
+        Column::right("total"),
+        Column::right("mean").priority(1),
+        Column::right("blocked"),
+        Column::right("blocked %"),
+    ]);
     for (kind, totals) in summary.driver_calls.iter() {
+        let took = totals.total_ns > 0;
         // CAST: display values.
         let share = 100.0 * totals.blocked_ns as f64 / totals.total_ns.max(1) as f64;
-        table.add_row([
-            kind.name().to_owned(),
-            totals.count.to_string(),
-            duration(totals.total_ns),
-            duration(totals.total_ns / totals.count),
-            duration(totals.blocked_ns),
-            format!("{share:.0} %"),
+        table.row([
+            kind.name().into(),
+            totals.count.to_string().into(),
+            modelled(summary, totals.total_ns),
+            modelled(summary, totals.total_ns / totals.count.max(1)),
+            Cell::or_dash(took.then(|| duration(totals.blocked_ns))),
+            Cell::or_dash(took.then(|| format!("{share:.0} %"))),
         ]);
     }
-    let how = match summary.blocked_method {
+    page.title("Driver calls of the whole run");
+    page.table(&table);
+    page.note(match summary.blocked_method {
         "exact" => "blocked: time the host waited for the device",
         _ => "blocked: time beyond what the same call takes on this device when it is idle",
-    };
-    titled(&format!("Driver calls of the whole run ({how})"), &table)
+    });
 }
 
-fn latency(summary: &Summary) -> String {
-    let mut table = table(&["operation", "path", "count", "p50", "p90", "p99", "p99.9", "max"]);
+fn latency(summary: &Summary, page: &mut Page) {
+    let mut table = Table::new([
+        Column::left("operation"),
+        Column::left("path"),
+        Column::right("count"),
+        Column::right("p50"),
+        Column::right("p90").priority(2),
+        Column::right("p99"),
+        Column::right("p99.9").priority(3),
+        Column::right("max").priority(1),
+    ]);
     for row in &summary.latency {
-        table.add_row([
-            row.operation.clone(),
-            row.path.clone(),
-            row.count.to_string(),
-            duration(row.p50_ns),
-            duration(row.p90_ns),
-            duration(row.p99_ns),
-            duration(row.p999_ns),
-            duration(row.max_ns),
-        ]);
+        let percentiles = [row.p50_ns, row.p90_ns, row.p99_ns, row.p999_ns, row.max_ns];
+        let names = [row.operation.clone().into(), row.path.clone().into(), row.count.to_string().into()];
+        table.row(names.into_iter().chain(percentiles.map(|ns| Cell::or_dash(ns.map(duration)))));
     }
-    if let Some(column) = table.column_mut(1) {
-        column.set_cell_alignment(CellAlignment::Left);
+    page.title("Allocator latency by path");
+    page.table(&table);
+    if summary.clock == "virtual" {
+        page.note("-: not simulated; of an allocator only its driver calls take simulated time");
     }
-    let note = if summary.clock == "virtual" { " (simulated: only driver calls take time)" } else { "" };
-    titled(&format!("Allocator latency by path{note}"), &table)
 }
 
-fn memory(summary: &Summary) -> String {
+fn memory(summary: &Summary, page: &mut Page) {
     let stats = &summary.allocator_stats;
-    let mut peaks = table(&["peak", "bytes", ""]);
+    let mut peaks = Table::new([Column::left("peak"), Column::right("bytes"), Column::right("")]);
     let rows = [
         ("reserved", stats.reserved_bytes.all.peak),
         ("active", stats.active_bytes.all.peak),
@@ -169,14 +182,14 @@ fn memory(summary: &Summary) -> String {
     for (name, bytes) in rows {
         let is_bound = stats.upper_bounds.iter().any(|gauge| gauge.strip_suffix("_bytes") == Some(name));
         let name = if is_bound { format!("{name}, at most") } else { name.to_owned() };
-        peaks.add_row([name, bytes.to_string(), Bytes(bytes).to_string()]);
+        peaks.row([name, bytes.to_string(), Bytes(bytes).to_string()]);
     }
     let ledger = &summary.fragmentation;
     let moment = match ledger.peak_reserved {
         None => "at the peak of reserved",
         Some(_) => "at the highest reserved that was seen",
     };
-    let mut parts = table(&[moment, "bytes", ""]);
+    let mut parts = Table::new([Column::left(moment), Column::right("bytes"), Column::right("")]);
     let rows = [
         ("requested", ledger.requested),
         ("internal (rounding)", ledger.internal),
@@ -187,15 +200,15 @@ fn memory(summary: &Summary) -> String {
         ("reserved", ledger.reserved),
     ];
     for (name, bytes) in rows {
-        parts.add_row([name.to_owned(), bytes.to_string(), Bytes(bytes).to_string()]);
+        parts.row([name.to_owned(), bytes.to_string(), Bytes(bytes).to_string()]);
     }
-    let note = match ledger.attribution {
-        Attribution::Blocks => "",
-        Attribution::PoolCounters => {
-            " (a driver's pool shows two counters and no blocks: all its free bytes count as soft)"
-        }
-    };
-    titled("Memory", &peaks) + &titled(&format!("Where reserved memory went{note}"), &parts)
+    page.title("Memory");
+    page.table(&peaks);
+    page.title("Where reserved memory went");
+    page.table(&parts);
+    if ledger.attribution == Attribution::PoolCounters {
+        page.note("a driver's pool shows two counters and no blocks: all its free bytes count as soft");
+    }
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ mod table;
 pub use bar::Bar;
 pub use escape::visible;
 pub use page::{Page, Screen};
-pub use table::{Cell, Column, Comparison, Table};
+pub use table::{Cell, Column, Comparison, SIDE_BY_SIDE, Table};
 
 use clap::Parser;
 use std::ffi::OsString;
@@ -36,20 +36,13 @@ pub fn print_json(text: &str) -> Result<()> {
     write_out(&escape::visible_json(text))
 }
 
-/// Prints lines on standard output.
-///
-/// # Errors
-/// Those of writing; a reader that went away is none.
-pub fn print_lines(text: &str) -> Result<()> {
-    write_out(&escape::visible_lines(text))
-}
-
 /// Writes a line to standard error. It wraps at words where that is a terminal; what follows a label of nine columns
 /// stays beside it.
 pub fn say(text: &str) {
-    let text = visible(text);
+    let text = escape::glued(text);
     let labelled = text.get(..LABEL).is_some_and(|label| label.ends_with(' ') && !label.trim().contains(' '));
-    write_err(&page::wrapped(&text, Screen::stderr().width, if labelled { LABEL } else { 0 }));
+    let indent = if labelled { LABEL } else { 0 };
+    write_err(&escape::unglued(&page::wrapped(&text, Screen::stderr().width, indent)));
 }
 
 /// Writes lines to standard error. A reader that went away (`2>&1 | head`) is no error, and `eprintln!` would panic.
@@ -80,6 +73,17 @@ pub fn parse<C: Parser>(arguments: Vec<OsString>) -> C {
         }
         std::process::exit(error.exit_code())
     })
+}
+
+/// A word of a command line as a shell takes it.
+#[must_use]
+pub fn quoted(word: &str) -> String {
+    let plain = |character: char| character.is_alphanumeric() || "-_./:=,+%@".contains(character);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
 }
 
 /// A command line of one of the two programs, as the user would type it where this program was started: under `cargo run`,

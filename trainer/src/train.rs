@@ -11,7 +11,7 @@ use crate::data::{self, DataRequest, Dataset, Progress, Split};
 use crate::device::Device;
 use crate::error::{Result, TrainError};
 use crate::export::{self, CallLog};
-use crate::latency::Intervals;
+use crate::latency::{Intervals, LatencyRecord};
 use crate::loader::Loader;
 use crate::mlp::{self, Mlp};
 use crate::observer::{Observer, driver_call_log};
@@ -43,6 +43,25 @@ pub struct Outcome {
     pub directory: std::path::PathBuf,
     /// Why the run ended early, if it did.
     pub error: Option<TrainError>,
+    /// Where the allocator asked the driver for memory for the last time; `None` where that was before the first step.
+    pub last_allocation: Option<LastAllocation>,
+}
+
+/// A part of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LastAllocation {
+    /// A training step, both numbers from 1.
+    Step {
+        /// Epoch.
+        epoch: u32,
+        /// Step of the epoch.
+        step: u64,
+    },
+    /// The validation after an epoch's steps.
+    Validation {
+        /// Epoch, from 1.
+        epoch: u32,
+    },
 }
 
 /// Trains as the settings say.
@@ -230,6 +249,7 @@ struct Run {
     /// Driver calls for the exports.
     calls: Option<Arc<CallLog>>,
     exports: Vec<Export>,
+    last_allocation: Option<LastAllocation>,
     /// Declared before `context`: the allocator goes before the device that it allocates from.
     stack: Stack,
     context: Context,
@@ -325,7 +345,17 @@ impl Run {
         let memory = Memory::new(Arc::clone(&stack.top));
         let exports = exports(settings);
         let latency = Intervals::new(started);
-        Ok(Self { summary, record, started, latency, calls, exports, stack, context: Context { memory, device } })
+        Ok(Self {
+            summary,
+            record,
+            started,
+            latency,
+            calls,
+            exports,
+            last_allocation: None,
+            stack,
+            context: Context { memory, device },
+        })
     }
 
     fn steps_in_epoch(&self, rows: usize) -> u64 {
@@ -364,6 +394,13 @@ impl Run {
                 &mut capture,
             );
             let (rows, ended) = rows;
+            if let Some(row) = rows.iter().rfind(|row| row.driver_allocations > 0) {
+                self.last_allocation = Some(LastAllocation::Step { epoch, step: row.step });
+            }
+            let in_steps: u64 = rows.iter().map(|row| row.driver_allocations).sum();
+            if ended.as_ref().is_ok_and(|record| record.driver_calls.driver_allocations() > in_steps) {
+                self.last_allocation = Some(LastAllocation::Validation { epoch });
+            }
             self.record.append_steps(&rows)?;
             self.append_history()?;
             self.append_latency()?;
@@ -433,7 +470,8 @@ impl Run {
         summary.allocator_stats = self.stack.top.stats();
         summary.upper_bounds.clone_from(&summary.allocator_stats.upper_bounds);
         summary.fragmentation = self.stack.top.ledger_at_peak();
-        summary.latency = self.stack.timed.as_ref().map(|timed| timed.rows()).unwrap_or_default();
+        let rows = self.stack.timed.as_ref().map(|timed| timed.rows()).unwrap_or_default();
+        summary.latency = rows.into_iter().map(|row| LatencyRecord::new(row, summary.clock)).collect();
         summary.check = self.stack.checker.as_ref().map(|checker| checker.report());
     }
 
@@ -466,7 +504,12 @@ impl Run {
             }
             self.record.write_summary(&self.summary)?;
         }
-        Ok(Outcome { directory: self.record.directory().to_owned(), summary: self.summary, error })
+        Ok(Outcome {
+            directory: self.record.directory().to_owned(),
+            summary: self.summary,
+            error,
+            last_allocation: self.last_allocation,
+        })
     }
 }
 

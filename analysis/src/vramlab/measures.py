@@ -85,7 +85,7 @@ def measures(run: Run) -> dict[str, Any]:
         rows = [row for row in summary.get("latency", []) if row["operation"] == operation]
         most = max(rows, key=lambda row: row["count"], default=None)
         for name in ("p50_ns", "p99_ns"):
-            value = most and most[name]
+            value = most and most.get(name)
             # On a simulated device only driver calls take time; what took none was not measured.
             out[f"{operation}_{name}"] = None if run.simulated and not value else value
     last = summary["epochs"][-1]

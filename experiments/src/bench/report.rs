@@ -3,9 +3,8 @@
 use super::cases::{self, Job};
 use super::measure::{Place, Sample};
 use allocators::{DeviceDescription, Driver};
-use comfy_table::{Attribute, Cell, CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use serde::{Deserialize, Serialize};
-use trainer::terminal::say;
+use trainer::terminal::{Cell, Column, Page, SIDE_BY_SIDE, Table, command, say};
 
 /// What a figure holds, for the reader of a figure.
 const INCLUDED: &str = "an operation is one allocation and one free, a call is one of the two; timed is the loop around \
@@ -148,47 +147,81 @@ impl Report {
     }
 
     /// The figures for people: cases down, allocators across.
-    pub(crate) fn table(&self) -> String {
-        let mut out = format!(
-            "{}, {}, {} cores; median of {} runs (smallest to largest)\n",
+    pub(crate) fn page(&self) -> Page {
+        let mut page = Page::stdout();
+        page.line(format!(
+            "{}, {}, {} cores; median of {} runs (smallest to largest)",
             self.device.name,
             self.cpu.as_deref().unwrap_or("unknown processor"),
             self.cores,
             self.repeats
-        );
-        for (units, title) in [
+        ));
+        for (unit, title) in [
             (
-                &["ns/operation"][..],
+                "ns/operation",
                 "time, ns for one allocation and its free; less is better (`pair` gives out the same block again each time)",
             ),
             (
-                &["million operations/s"][..],
-                "threads on their own streams, and sharing one (`shared`), million operations a second in total; more is better",
+                "million operations/s",
+                "threads on their own streams, and sharing one (`shared`), million operations a second in total; more is \
+                 better",
             ),
         ] {
-            let rows: Vec<&Row> = self.rows.iter().filter(|row| units.contains(&row.unit.as_str())).collect();
+            let rows: Vec<&Row> = self.rows.iter().filter(|row| row.unit == unit).collect();
             if !rows.is_empty() {
-                out += &format!("\n{title}\n{}\n", side_by_side(&rows));
+                page.title(title);
+                side_by_side(&rows, &mut page);
             }
         }
-        out += &self.instruments();
-        out += &format!("\n{}", self.included);
-        out
+        self.instruments(&mut page);
+        page.gap();
+        page.note(self.included);
+        page.end(self.found(), &command("experiments", "compare"));
+        page
     }
 
-    fn instruments(&self) -> String {
+    /// Who is the quickest, and in how many cases.
+    fn found(&self) -> String {
+        let cases: Vec<(&str, u32)> = self.rows.iter().map(|row| (row.case.as_str(), row.threads)).collect();
+        let mut cases = cases;
+        cases.dedup();
+        let mut wins: Vec<(&str, usize)> = Vec::new();
+        let mut compared = 0;
+        for (case, threads) in &cases {
+            let of: Vec<&Row> = self.rows.iter().filter(|row| row.case == *case && row.threads == *threads).collect();
+            let Some(first) = best(&of).filter(|_| of.len() > 1) else { continue };
+            compared += 1;
+            match wins.iter_mut().find(|(name, _)| *name == first.allocator) {
+                Some((_, count)) => *count += 1,
+                None => wins.push((&first.allocator, 1)),
+            }
+        }
+        match wins.iter().max_by_key(|(_, count)| *count) {
+            Some((name, count)) => format!("{name} is the quickest in {count} of {compared} cases."),
+            None => match self.rows.first() {
+                Some(row) => format!("{} takes {} {} in '{}'.", row.allocator, digits(row.median), row.unit, row.case),
+                None => "There was nothing to measure.".to_owned(),
+            },
+        }
+    }
+
+    fn instruments(&self, page: &mut Page) {
         let rows: Vec<&Row> =
             self.rows.iter().filter(|row| matches!(row.unit.as_str(), "ns/call" | "million events/s")).collect();
-        let Some(first) = rows.first() else { return String::new() };
-        let mut table = plain_table();
-        table.set_header(["case", "threads", "figure", "", "added ns per call"]);
-        right_from(&mut table, 1);
+        let Some(first) = rows.first() else { return };
+        let mut table = Table::new([
+            Column::left("case"),
+            Column::right("threads"),
+            Column::right("figure"),
+            Column::right(""),
+            Column::right("added ns per call"),
+        ]);
         for row in &rows {
             let bare = rows.iter().find(|bare| {
                 bare.case.starts_with("instrument/bare/") && bare.threads == row.threads && bare.case != row.case
             });
             let added = bare.filter(|_| !row.is_rate()).map(|bare| format!("{:+.1}", row.median - bare.median));
-            table.add_row([
+            table.row([
                 row.case.clone(),
                 row.threads.to_string(),
                 figure(row),
@@ -196,17 +229,22 @@ impl Report {
                 added.unwrap_or_default(),
             ]);
         }
-        format!(
-            "\ninstruments around '{}', pairs of 4 KiB; several threads have an allocator each and share the instrument\n\
-             {table}\n",
+        page.title(format!(
+            "instruments around '{}', pairs of 4 KiB; several threads have an allocator each and share the instrument",
             first.allocator
-        )
+        ));
+        page.table(&table);
     }
 }
 
+/// The best of one case's rows.
+fn best<'a>(rows: &[&'a Row]) -> Option<&'a Row> {
+    rows.iter().copied().reduce(|best, row| if best.times_better(row) >= 1.0 { best } else { row })
+}
+
 /// Cases down, allocators across, the best of each case in bold; with baselines, how the project's best compares to
-/// theirs.
-fn side_by_side(rows: &[&Row]) -> Table {
+/// theirs. A screen shows four allocators at a time, and the ranges only where there is room for them.
+fn side_by_side(rows: &[&Row], page: &mut Page) {
     let mut names: Vec<&str> = Vec::new();
     let mut cases: Vec<&str> = Vec::new();
     for row in rows {
@@ -218,55 +256,40 @@ fn side_by_side(rows: &[&Row]) -> Table {
         }
     }
     let baselines = rows.iter().any(|row| row.program != "experiments");
-    let mut table = plain_table();
-    let mut header = vec!["case".to_owned()];
-    header.extend(names.iter().map(|name| (*name).to_owned()));
-    header.extend(baselines.then(|| "caching to the best baseline".to_owned()));
-    table.set_header(header);
-    right_from(&mut table, 1);
+    for names in names.chunks(SIDE_BY_SIDE) {
+        let with_ranges = table(rows, &cases, names, false, figure);
+        let narrow = baselines || !page.fits(&with_ranges);
+        let shown = |row: &Row| if narrow { digits(row.median) } else { figure(row) };
+        page.table(&table(rows, &cases, names, baselines, shown));
+        if narrow {
+            page.note("medians; --json has the ranges");
+        }
+    }
+}
+
+fn table(rows: &[&Row], cases: &[&str], names: &[&str], baselines: bool, shown: impl Fn(&Row) -> String) -> Table {
+    let columns = std::iter::once(Column::left("case")).chain(names.iter().map(Column::right));
+    let mut table = Table::new(columns.chain(baselines.then(|| Column::right("caching to the best baseline"))));
     for case in cases {
-        let of: Vec<&Row> = rows.iter().copied().filter(|row| row.case == case).collect();
-        let best = |rows: &mut dyn Iterator<Item = &&Row>| -> Option<Row> {
-            rows.fold(None, |best: Option<Row>, row| match best {
-                Some(best) if best.times_better(row) >= 1.0 => Some(best),
-                _ => Some((*row).clone()),
-            })
-        };
-        let first = best(&mut of.iter());
-        let mut line = vec![Cell::new(case)];
-        for name in &names {
+        let of: Vec<&Row> = rows.iter().copied().filter(|row| row.case == *case).collect();
+        let first = best(&of);
+        let mut line = vec![Cell::from(case)];
+        for name in names {
             let row = of.iter().find(|row| row.allocator == *name);
-            // Beside the baselines there is no room for the ranges; the JSON has them.
-            let shown = |row: &&Row| if baselines { digits(row.median) } else { figure(row) };
-            let cell = Cell::new(row.map(shown).unwrap_or_default());
-            let is_best = row.zip(first.as_ref()).is_some_and(|(row, best)| row.allocator == best.allocator);
-            line.push(if is_best { cell.add_attribute(Attribute::Bold) } else { cell });
+            let is_best = row.zip(first).is_some_and(|(row, best)| of.len() > 1 && row.allocator == best.allocator);
+            line.push(Cell::bold_if(is_best, row.map(|row| shown(row)).unwrap_or_default()));
         }
         if baselines {
             let ours = of.iter().find(|row| row.allocator == "caching");
-            let theirs = best(&mut of.iter().filter(|row| row.program != "experiments"));
+            let theirs: Vec<&Row> = of.iter().copied().filter(|row| row.program != "experiments").collect();
             let ratio = ours
-                .zip(theirs)
-                .map(|(ours, theirs)| format!("{:.2} x ({})", ours.times_better(&theirs), theirs.allocator));
-            line.push(Cell::new(ratio.unwrap_or_default()));
+                .zip(best(&theirs))
+                .map(|(ours, theirs)| format!("{:.2} x ({})", ours.times_better(theirs), theirs.allocator));
+            line.push(Cell::from(ratio.unwrap_or_default()));
         }
-        table.add_row(line);
+        table.row(line);
     }
     table
-}
-
-fn plain_table() -> Table {
-    let mut table = Table::new();
-    table.force_no_tty();
-    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
-    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
-    table
-}
-
-fn right_from(table: &mut Table, column: usize) {
-    for column in table.column_iter_mut().skip(column) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
 }
 
 /// Three digits or so, with the range.

@@ -1,14 +1,14 @@
 //! What calibration measured, as tables for people and JSON for machines.
 
 use super::kernels::KernelRate;
-use super::measure::Measurement;
+use super::measure::{Condition, Measurement};
 use allocators::output::{self, Existing};
 use allocators::{Bytes, DeviceDescription};
 use anyhow::Result;
-use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use serde::Serialize;
 use std::path::Path;
 use trainer::report::duration;
+use trainer::terminal::{Column, Page, Table, command, quoted};
 
 /// Measurements of one device; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
@@ -26,18 +26,6 @@ pub(crate) struct Measurements {
     pub(crate) kernels: Vec<KernelRate>,
 }
 
-fn table(header: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.force_no_tty();
-    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
-    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
-    table.set_header(header);
-    for column in table.column_iter_mut().skip(2) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table
-}
-
 impl Measurements {
     /// Writes them as JSON.
     pub(crate) fn write(&self, path: &Path) -> Result<()> {
@@ -46,11 +34,21 @@ impl Measurements {
         Ok(output::write(path, Existing::Replace, text)?)
     }
 
-    /// Both tables.
-    pub(crate) fn tables(&self) -> String {
-        let mut calls = table(&["call", "when", "size", "p50", "p90", "p99", "max", "samples"]);
+    /// Both tables, what they say, and the run that uses the profile.
+    pub(crate) fn page(&self, profile: &Path) -> Page {
+        let mut page = Page::stdout();
+        let mut calls = Table::new([
+            Column::left("call"),
+            Column::left("when"),
+            Column::right("size"),
+            Column::right("p50"),
+            Column::right("p90").priority(3),
+            Column::right("p99"),
+            Column::right("max").priority(1),
+            Column::right("samples").priority(2),
+        ]);
         for row in &self.calls {
-            calls.add_row([
+            calls.row([
                 row.call.to_owned(),
                 row.condition.text().to_owned(),
                 row.bytes.map_or_else(String::new, |bytes| Bytes(bytes).to_string()),
@@ -61,9 +59,15 @@ impl Measurements {
                 row.samples.to_string(),
             ]);
         }
-        let mut kernels = table(&["kernel", "shape", "time", "GB/s", "GFLOP/s"]);
+        let mut kernels = Table::new([
+            Column::left("kernel"),
+            Column::left("shape"),
+            Column::right("time"),
+            Column::right("GB/s"),
+            Column::right("GFLOP/s"),
+        ]);
         for row in &self.kernels {
-            kernels.add_row([
+            kernels.row([
                 row.kernel.to_owned(),
                 row.shape.clone(),
                 // CAST: a display value.
@@ -73,6 +77,27 @@ impl Measurements {
             ]);
         }
         let name = &self.device.name;
-        format!("{name}: host time of driver calls\n{calls}\n{name}: device time of kernels\n{kernels}")
+        page.line(format!("{name}: host time of driver calls"));
+        page.table(&calls);
+        page.title(format!("{name}: device time of kernels"));
+        page.table(&kernels);
+        let next = format!("--device sim:{} --alloc naive", quoted(&profile.to_string_lossy()));
+        page.end(self.found(profile), &command("trainer", &next));
+        page
+    }
+
+    /// What a free costs beside what an allocation costs, idle and behind a kernel: why allocators cache.
+    fn found(&self, profile: &Path) -> String {
+        let of = |call: &str, condition: Condition| {
+            let mine = self.calls.iter().filter(|row| row.call == call && row.condition == condition);
+            mine.min_by_key(|row| row.bytes).map(|row| duration(row.p50_ns))
+        };
+        let written = format!("The profile went to {}", profile.display());
+        match (of("mem_free", Condition::IdleInPage), of("mem_free", Condition::Busy)) {
+            (Some(idle), Some(busy)) => {
+                format!("{written}: a free takes {idle} on the idle device and {busy} behind a running kernel.")
+            }
+            _ => format!("{written}."),
+        }
     }
 }

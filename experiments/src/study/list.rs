@@ -4,9 +4,9 @@ use super::plan::plan;
 use super::spec::{self, DeviceKind, Source};
 use anyhow::Result;
 use clap::Args;
-use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use serde::Serialize;
 use std::path::PathBuf;
+use trainer::terminal::{Column, Page, Table, command};
 
 #[derive(Debug, Args)]
 pub(crate) struct ListArgs {
@@ -58,17 +58,29 @@ pub(crate) fn list(args: &ListArgs) -> Result<()> {
     if args.json {
         return crate::print_json(&rows);
     }
-    let mut table = Table::new();
-    table.force_no_tty();
-    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
-    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
-    table.set_header(["spec", "runs on cuda", "runs on sim", "question"]);
-    for column in table.column_iter_mut().skip(1).take(2) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
+    crate::print(page(&rows))
+}
+
+fn page(rows: &[Row]) -> Page {
+    let mut table = Table::new([
+        Column::left("spec"),
+        Column::right("cuda runs"),
+        Column::right("sim runs"),
+        Column::text("question"),
+    ]);
     let or_dash = |count: Option<usize>| count.map_or_else(|| "-".to_owned(), |count| count.to_string());
-    for row in &rows {
-        table.add_row([row.name.clone(), or_dash(row.runs_cuda), or_dash(row.runs_sim), row.question.clone()]);
+    for row in rows {
+        table.row([row.name.clone(), or_dash(row.runs_cuda), or_dash(row.runs_sim), row.question.clone()]);
     }
-    crate::print(&table.to_string())
+    let mut page = Page::stdout();
+    page.table(&table);
+    let on_sim = || rows.iter().filter_map(|row| Some((row.runs_sim?, row)));
+    let found = format!("{} questions, {} of which the simulated GPU answers.", rows.len(), on_sim().count());
+    // The quickest to answer without a GPU; where none can be, the first.
+    let first = on_sim().min_by_key(|(runs, _)| *runs).map(|(_, row)| format!("run {} --device sim", row.name));
+    match first.or_else(|| rows.first().map(|row| format!("run {}", row.name))) {
+        Some(next) => page.end(found, &command("experiments", &next)),
+        None => page.title("There is no spec in this folder."),
+    }
+    page
 }

@@ -6,11 +6,10 @@ use super::plan::Run;
 use super::record::RunStatus;
 use allocators::Bytes;
 use anyhow::Result;
-use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Table, presets};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use trainer::report::duration;
-use trainer::terminal::{Page, command};
+use trainer::terminal::{Cell as Text, Column, Page, Table, command};
 
 /// One cell of the matrix, over its repeats.
 #[derive(Debug, Serialize)]
@@ -103,23 +102,24 @@ fn bytes(value: f64) -> String {
     Bytes(value as u64).to_string()
 }
 
-/// The table with what should be said about noise.
-pub(crate) fn table(name: &str, question: &str, cells: &[Cell]) -> String {
-    let mut table = Table::new();
-    table.force_no_tty();
-    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
-    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
+/// The table of an experiment.
+pub(crate) fn table(name: &str, question: &str, cells: &[Cell]) -> Page {
     let mut measures: Vec<Measure> = cells.iter().filter_map(|cell| cell.measure).collect();
     measures.dedup();
     let title = if let [measure] = measures.as_slice() { measure.title() } else { "median" };
     let mut labels: Vec<&str> = cells.iter().map(|cell| cell.title.as_str()).collect();
     labels.dedup();
     let label = if let [label] = labels.as_slice() { label } else { "arm" };
-    table.set_header([label, title, "spread", "host blocked", "driver calls", "peak reserved", "utilisation", "runs"]);
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+    let mut table = Table::new([
+        Column::left(label),
+        Column::right(title),
+        Column::right("spread").priority(1),
+        Column::right("host blocked").priority(3),
+        Column::right("driver calls").priority(4),
+        Column::right("peak reserved").priority(2),
+        Column::right("utilisation").priority(5),
+        Column::right("runs"),
+    ]);
     for cell in cells {
         let main = cell.median.zip(cell.measure).map(|(value, measure)| match measure {
             Measure::Capacity => bytes(value),
@@ -131,23 +131,24 @@ pub(crate) fn table(name: &str, question: &str, cells: &[Cell]) -> String {
                 runs += &format!(" {count} {what}");
             }
         }
-        table.add_row([
-            cell.label.clone(),
-            or_dash(main),
-            or_dash(cell.spread.map(|spread| format!("{:.1} %", 100.0 * spread))),
-            or_dash(cell.blocked_share.map(|share| format!("{:.0} %", 100.0 * share))),
-            or_dash(cell.driver_calls.map(|calls| format!("{calls:.1}"))),
-            or_dash(cell.peak_reserved_bytes.map(bytes)),
-            or_dash(cell.utilisation.map(|share| format!("{:.1} %", 100.0 * share))),
-            runs,
+        table.row([
+            Text::from(&cell.label),
+            Text::or_dash(main),
+            Text::or_dash(cell.spread.map(|spread| format!("{:.1} %", 100.0 * spread))),
+            Text::or_dash(cell.blocked_share.map(|share| format!("{:.0} %", 100.0 * share))),
+            Text::or_dash(cell.driver_calls.map(|calls| format!("{calls:.1}"))),
+            Text::or_dash(cell.peak_reserved_bytes.map(bytes)),
+            Text::or_dash(cell.utilisation.map(|share| format!("{:.1} %", 100.0 * share))),
+            Text::from(runs),
         ]);
     }
-    let note = if measures.contains(&Measure::StepTime) {
-        "\nhost blocked: of the last epoch; driver calls: a batch of it; both with the validation"
-    } else {
-        ""
-    };
-    format!("{name}: {question}\n{table}{note}")
+    let mut page = Page::stdout();
+    page.line(format!("{name}: {question}"));
+    page.table(&table);
+    if measures.contains(&Measure::StepTime) {
+        page.note("host blocked: of the last epoch; driver calls: a batch of it; both with the validation");
+    }
+    page
 }
 
 /// What a reader of the table should be warned of, one line each.

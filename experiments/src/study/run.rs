@@ -13,11 +13,10 @@ use crate::compare::ArmFailed;
 use allocators::CudaDriver;
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use comfy_table::{ContentArrangement, LineStyle, Table, presets};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use trainer::signals::{self, Signals};
-use trainer::terminal::say;
+use trainer::terminal::{Column, Page, Table, say};
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
@@ -123,7 +122,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         });
         let (cells, failures) = done.map_err(|error| interrupted(error, planned, &signals))?;
         if !args.json {
-            crate::print(&report::table(&planned.source.spec.name, &planned.source.spec.question, &cells))?;
+            crate::print(report::table(&planned.source.spec.name, &planned.source.spec.question, &cells))?;
         }
         failed.extend(failures);
         all.extend(cells);
@@ -223,11 +222,8 @@ pub(super) fn check_folder(folder: &Path, sha256: &str, device: &Device) -> Resu
 }
 
 fn dry_run(planned: &[Planned], device: &Device, places: &Places, args: &RunArgs) -> Result<()> {
-    let mut table = Table::new();
-    table.force_no_tty();
-    let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
-    table.load_style(style).set_content_arrangement(ContentArrangement::Dynamic);
-    table.set_header(["experiment", "run", "state", "command"]);
+    let columns = [Column::left("experiment"), Column::left("run"), Column::left("state"), Column::text("command")];
+    let mut table = Table::new(columns);
     for planned in planned {
         for run in share(&planned.runs, args.shard) {
             let start = start_of(&planned.source.spec, run).map(|(name, _)| name);
@@ -238,8 +234,10 @@ fn dry_run(planned: &[Planned], device: &Device, places: &Places, args: &RunArgs
                 Ok(Some(RunStatus::Done)) => "done",
                 _ => "to do",
             };
-            table.add_row([planned.source.spec.name.clone(), run.id.clone(), state.to_owned(), command]);
+            table.row([planned.source.spec.name.clone(), run.id.clone(), state.to_owned(), command]);
         }
     }
-    crate::print(&table.to_string())
+    let mut page = Page::stdout();
+    page.table(&table);
+    crate::print(page)
 }

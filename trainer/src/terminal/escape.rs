@@ -34,6 +34,30 @@ pub fn visible(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
+/// Units that stay beside their number.
+const UNITS: [&str; 13] = ["%", "B", "KiB", "MiB", "GiB", "TiB", "ns", "us", "ms", "s", "x", "steps", "times"];
+/// Stands for a space at which no line ends, until the text is printed.
+const GLUE: char = '\u{a0}';
+
+/// [`visible`] text in which a number and its unit are one word; [`unglued`] before it is printed.
+pub(super) fn glued(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for (number, word) in visible(text).split(' ').enumerate() {
+        let after_number = out.ends_with(|character: char| character.is_ascii_digit());
+        let unit = word.trim_end_matches([',', '.', ';', ':', ')']);
+        if number > 0 {
+            out.push(if after_number && UNITS.contains(&unit) { GLUE } else { ' ' });
+        }
+        out += word;
+    }
+    out
+}
+
+/// The text as it is printed.
+pub(super) fn unglued(text: &str) -> String {
+    text.replace(GLUE, " ")
+}
+
 /// The same for text whose lines are meant: each of them is made visible.
 pub(super) fn visible_lines(text: &str) -> String {
     text.split('\n').map(visible).collect::<Vec<_>>().join("\n")

@@ -1,6 +1,6 @@
 //! A page of titles, tables and sentences, laid out for the screen that it is printed on.
 
-use super::escape::visible;
+use super::escape::{glued, unglued, visible};
 use super::table::{Comparison, Table};
 use anstream::{AutoStream, ColorChoice};
 use std::io::{IsTerminal, Result};
@@ -93,7 +93,7 @@ impl Page {
     }
 
     fn indented(&mut self, text: &str, indent: usize) {
-        self.text += wrapped(&visible(text), self.screen.width, indent).trim_end();
+        self.text += unglued(&wrapped(&glued(text), self.screen.width, indent)).trim_end();
         self.text.push('\n');
     }
 
@@ -129,6 +129,12 @@ impl Page {
         if !gone.is_empty() {
             self.note(format!("no room for: {}; --json has everything", gone.join(", ")));
         }
+    }
+
+    /// Whether the screen has room for all columns of a table.
+    #[must_use]
+    pub fn fits(&self, table: &Table) -> bool {
+        table.fits(self.screen.width)
     }
 
     /// Subjects side by side.

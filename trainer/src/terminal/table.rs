@@ -1,6 +1,6 @@
 //! Tables that fit: no word is broken, no line is longer than the screen is wide.
 
-use super::escape::visible;
+use super::escape::{glued, unglued};
 use super::page::{Screen, wrapped};
 use comfy_table::{Attribute, CellAlignment, ColumnConstraint, ContentArrangement, LineStyle, Width, presets};
 use unicode_width::UnicodeWidthStr;
@@ -10,21 +10,22 @@ const GAP: usize = 2;
 /// A column of text that wraps gets at least this much, unless its longest text needs less.
 const TEXT: usize = 32;
 /// So many subjects stand side by side at most: more are hard to compare, and 80 columns hold no more.
-const SIDE_BY_SIDE: usize = 4;
+pub const SIDE_BY_SIDE: usize = 4;
 
 /// One column.
 #[derive(Clone, Debug)]
 pub struct Column {
     title: String,
     right: bool,
-    wraps: bool,
+    /// The least width to which its texts may wrap; without, they never do.
+    wraps: Option<usize>,
     priority: u8,
 }
 
 impl Column {
     /// A column of names.
     pub fn left(title: impl AsRef<str>) -> Self {
-        Self { title: visible(title.as_ref()).into_owned(), right: false, wraps: false, priority: 0 }
+        Self { title: glued(title.as_ref()), right: false, wraps: None, priority: 0 }
     }
 
     /// A column of figures.
@@ -34,7 +35,7 @@ impl Column {
 
     /// A column of sentences, which wrap at words.
     pub fn text(title: impl AsRef<str>) -> Self {
-        Self { wraps: true, ..Self::left(title) }
+        Self { wraps: Some(TEXT), ..Self::left(title) }
     }
 
     /// Where a screen is too narrow, columns with the highest number are left out first; those with 0 always stay.
@@ -54,7 +55,7 @@ pub struct Cell {
 impl Cell {
     /// A cell in bold if `bold`.
     pub fn bold_if(bold: bool, text: impl AsRef<str>) -> Self {
-        Self { text: visible(text.as_ref()).into_owned(), bold }
+        Self { text: glued(text.as_ref()), bold }
     }
 
     /// A figure, or a dash where there is none.
@@ -100,7 +101,7 @@ impl Table {
     pub fn show(&self, screen: Screen) -> (String, Vec<String>) {
         let layout = self.layout(screen.width);
         let gone = (0..self.columns.len()).filter(|at| !layout.shown.contains(at));
-        let gone = gone.map(|at| self.columns[at].title.clone()).collect();
+        let gone = gone.map(|at| unglued(&self.columns[at].title)).collect();
         (self.draw(&layout, screen.styled), gone)
     }
 
@@ -113,11 +114,9 @@ impl Table {
     fn least(&self, column: usize) -> usize {
         let word = |text: &str| text.split(' ').map(UnicodeWidthStr::width).max().unwrap_or(0);
         let title = word(&self.columns[column].title);
-        if !self.columns[column].wraps {
-            return title.max(self.contents(column));
-        }
+        let Some(least) = self.columns[column].wraps else { return title.max(self.contents(column)) };
         let longest = self.rows.iter().map(|row| word(&row[column].text)).max().unwrap_or(0);
-        title.max(longest).max(TEXT.min(self.contents(column)))
+        title.max(longest).max(least.min(self.contents(column)))
     }
 
     fn layout(&self, width: Option<usize>) -> Layout {
@@ -134,12 +133,12 @@ impl Table {
             if total(&widths) <= room {
                 // Titles get their line back from left to right as far as there is room; what is left is for sentences.
                 let mut spare = room - total(&widths);
-                let last = |at: &usize| self.columns[shown[*at]].wraps;
+                let last = |at: &usize| self.columns[shown[*at]].wraps.is_some();
                 let mut order: Vec<usize> = (0..shown.len()).collect();
                 order.sort_by_key(last);
                 for at in order {
                     let more = wanted[at] - widths[at];
-                    if more <= spare || self.columns[shown[at]].wraps {
+                    if more <= spare || self.columns[shown[at]].wraps.is_some() {
                         widths[at] += more.min(spare);
                         spare -= more.min(spare);
                     }
@@ -165,7 +164,7 @@ impl Table {
     }
 
     /// Whether the screen holds all columns without a word broken.
-    fn fits(&self, width: Option<usize>) -> bool {
+    pub(super) fn fits(&self, width: Option<usize>) -> bool {
         let least: usize = (0..self.columns.len()).map(|at| self.least(at)).sum();
         width.is_none_or(|width| least + GAP * self.columns.len().saturating_sub(1) <= width)
     }
@@ -176,7 +175,7 @@ impl Table {
         let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
         table.load_style(style).set_content_arrangement(ContentArrangement::Disabled);
         let cell = |text: &str, bold: bool, width: usize| {
-            let cell = comfy_table::Cell::new(wrapped(text, Some(width), 0));
+            let cell = comfy_table::Cell::new(unglued(&wrapped(text, Some(width), 0)));
             if bold { cell.add_attribute(Attribute::Bold) } else { cell }
         };
         let places = || layout.shown.iter().zip(&layout.widths);
@@ -257,8 +256,9 @@ impl Comparison {
     }
 
     fn part(&self, from: usize, count: usize) -> Table {
-        let subjects = self.subjects[from..from + count].iter().map(Column::right);
-        let mut table = Table::new(std::iter::once(Column::left(&self.corner)).chain(subjects));
+        let wraps = |column: Column| Column { wraps: Some(0), ..column };
+        let subjects = self.subjects[from..from + count].iter().map(|subject| wraps(Column::right(subject)));
+        let mut table = Table::new(std::iter::once(wraps(Column::left(&self.corner))).chain(subjects));
         for (name, cells) in &self.metrics {
             table.row(std::iter::once(Cell::from(name)).chain(cells[from..from + count].iter().cloned()));
         }

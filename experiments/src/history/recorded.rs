@@ -1,0 +1,104 @@
+//! What the program that recorded a history held itself: the row beside which replays stand.
+
+use allocators::trace::{Action, Event, Format, Summary};
+
+/// A sum that goes up and down from an unknown start.
+#[derive(Clone, Copy, Debug, Default)]
+struct Running {
+    now: i128,
+    highest: i128,
+}
+
+impl Running {
+    fn add(&mut self, by: i128) {
+        self.now += by;
+        self.highest = self.highest.max(self.now);
+    }
+
+    /// The peak of a sum that was `end` at last; `None` where the events do not add up to it.
+    fn peak(self, end: u64) -> Option<u64> {
+        let start = i128::from(end) - self.now;
+        (start >= 0).then(|| u64::try_from(start + self.highest).ok()).flatten()
+    }
+}
+
+/// Adds up the events of one GPU.
+#[derive(Debug)]
+pub(super) struct Tally {
+    gpu: Option<u16>,
+    reserved: Running,
+    requested: Running,
+    segments: (u64, u64),
+}
+
+/// What PyTorch did while it recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct AsRecorded {
+    /// Peak of the bytes held from the device.
+    pub(crate) peak_reserved: u64,
+    /// Peak of the bytes asked for in active blocks.
+    pub(crate) peak_requested: u64,
+    /// Segments obtained from the device and given back to it.
+    pub(crate) segments: (u64, u64),
+}
+
+impl Tally {
+    pub(super) fn new(gpu: Option<u16>) -> Self {
+        Self { gpu, reserved: Running::default(), requested: Running::default(), segments: (0, 0) }
+    }
+
+    pub(super) fn take(&mut self, event: &Event) {
+        if self.gpu.is_some_and(|gpu| gpu != event.device) {
+            return;
+        }
+        let bytes = i128::from(event.bytes);
+        match event.action {
+            Action::Alloc => self.requested.add(bytes),
+            Action::FreeCompleted => self.requested.add(-bytes),
+            Action::SegmentAlloc => self.segments.0 += 1,
+            Action::SegmentFree => self.segments.1 += 1,
+            _ => {}
+        }
+        match event.action {
+            Action::SegmentAlloc | Action::SegmentMap => self.reserved.add(bytes),
+            Action::SegmentFree | Action::SegmentUnmap => self.reserved.add(-bytes),
+            _ => {}
+        }
+    }
+
+    /// The sums, counted back from what was held at the end: a history may begin late. Only PyTorch's snapshots tell
+    /// that, and only those that lost no event in between add up.
+    pub(super) fn finish(self, summary: &Summary) -> Option<AsRecorded> {
+        if !matches!(summary.format, Format::SnapshotPickle | Format::SnapshotJson) {
+            return None;
+        }
+        let mine = || summary.segments.iter().filter(|segment| self.gpu.is_none_or(|gpu| gpu == segment.device));
+        Some(AsRecorded {
+            peak_reserved: self.reserved.peak(mine().map(|segment| segment.total_size).sum())?,
+            peak_requested: self.requested.peak(mine().map(|segment| segment.requested_size()).sum())?,
+            segments: self.segments,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peak_is_counted_back_from_the_end() {
+        let mut sum = Running::default();
+        for by in [5, -3, 10, -20] {
+            sum.add(by);
+        }
+        // It began with 8: 8, 13, 10, 20, 0.
+        assert_eq!(sum.peak(0), Some(20));
+        assert_eq!(sum.peak(4), Some(24));
+        let mut up = Running::default();
+        up.add(9);
+        assert_eq!(up.peak(3), None, "more was taken than is there");
+        let mut down = Running::default();
+        down.add(-9);
+        assert_eq!(down.peak(1), Some(10), "the start may be the peak");
+    }
+}

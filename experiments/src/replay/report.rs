@@ -1,0 +1,175 @@
+//! Replays of one history side by side, beside what the program did that recorded it.
+
+use super::{AddressChoice, Row};
+use crate::history::AsRecorded;
+use allocators::{BackendKind, Bytes};
+use trainer::report::duration;
+use trainer::terminal::{Cell, Comparison, Page, command, quoted};
+
+fn size(bytes: u64) -> String {
+    Bytes(bytes).to_string()
+}
+
+/// The metrics of a comparison whose first column is what was recorded, if the file tells that.
+struct Columns<'a> {
+    rows: &'a [Row],
+    recorded: Option<&'a AsRecorded>,
+    table: Comparison,
+}
+
+impl Columns<'_> {
+    /// A metric of which less is better; what failed is not ranked. `recorded` is the recording program's.
+    fn ranked(
+        &mut self,
+        name: &str,
+        recorded: impl Fn(&AsRecorded) -> Option<String>,
+        cell: impl Fn(&Row) -> Option<(String, f64)>,
+    ) {
+        let first = self.recorded.map(|told| (recorded(told).unwrap_or_else(dash), None));
+        let worth = |row: &Row| {
+            cell(row)
+                .map_or_else(|| (dash(), None), |(text, value)| (text, (row.failed_allocations == 0).then_some(value)))
+        };
+        self.table.ranked(name, first.into_iter().chain(self.rows.iter().map(worth)).collect::<Vec<_>>());
+    }
+
+    /// A metric that is not ranked.
+    fn plain(
+        &mut self,
+        name: &str,
+        recorded: impl Fn(&AsRecorded) -> Option<String>,
+        cell: impl Fn(&Row) -> Option<String>,
+    ) {
+        let first = self.recorded.map(|told| Cell::or_dash(recorded(told)));
+        self.table.metric(name, first.into_iter().chain(self.rows.iter().map(|row| Cell::or_dash(cell(row)))));
+    }
+}
+
+fn dash() -> String {
+    "-".to_owned()
+}
+
+fn untold(_: &AsRecorded) -> Option<String> {
+    None
+}
+
+/// The table of one history's rows, with what should be known about it.
+pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) {
+    let Some(first) = rows.first() else { return };
+    page.title(format!(
+        "{} on {}: {} events, {} allocations, never more than {} live",
+        first.trace,
+        first.device_name,
+        first.events,
+        first.allocations,
+        size(first.max_live_bytes)
+    ));
+    let names = recorded.map(|_| "recorded").into_iter().chain(rows.iter().map(|row| row.allocator.name()));
+    let table = Comparison::new("", names);
+    let mut columns = Columns { rows, recorded, table };
+    // CAST: figures for ranking; counts and bytes far below 2^53.
+    let calls = |row: &Row| row.driver_calls.values().sum::<u64>();
+    let failed = |row: &Row| Some((row.failed_allocations.to_string(), row.failed_allocations as f64));
+    columns.ranked("failed allocations", untold, failed);
+    columns.ranked(
+        "peak reserved",
+        |told| Some(size(told.peak_reserved)),
+        |row| Some((size(row.peak_reserved_bytes), row.peak_reserved_bytes as f64)),
+    );
+    columns.plain("peak active", untold, |row| Some(size(row.peak_active_bytes)));
+    columns.plain("peak requested", |told| Some(size(told.peak_requested)), |row| Some(size(row.peak_requested_bytes)));
+    let percent = |share: f64| format!("{:.1} %", 100.0 * share);
+    columns.ranked("utilisation", untold, |row| row.utilisation.map(|share| (percent(share), -share)));
+    type Part = fn(&Row) -> u64;
+    let parts: [(&str, Part); 6] = [
+        ("requested", |row| row.ledger.requested),
+        ("internal", |row| row.ledger.internal),
+        ("soft", |row| row.ledger.soft),
+        ("hard", |row| row.ledger.hard),
+        ("stream", |row| row.ledger.stream),
+        ("pending", |row| row.ledger.pending),
+    ];
+    for (name, part) in parts {
+        columns.plain(&format!("{name} at peak reserved"), untold, |row| Some(size(part(row))));
+    }
+    let segments = |(made, freed): (u64, u64)| format!("{made}/{freed}");
+    columns.plain(
+        "segments +/-",
+        |told| Some(told.segments).filter(|segments| *segments != (0, 0)).map(segments),
+        |row| row.segment_allocs.zip(row.segment_frees).map(segments),
+    );
+    columns.plain("retries", untold, |row| Some(row.num_alloc_retries.to_string()));
+    columns.ranked("driver calls", untold, |row| Some((calls(row).to_string(), calls(row) as f64)));
+    if rows.iter().any(|row| row.simulated_s.is_some()) {
+        // CAST: seconds back to nanoseconds, for display.
+        let shown = |seconds: f64| (duration((seconds * 1e9).round() as u64), seconds);
+        columns.ranked("simulated time", untold, |row| row.simulated_s.map(shown));
+    }
+    columns.ranked("host ns/operation", untold, |row| row.host_ns_per_op.map(|ns| (format!("{ns:.0}"), ns)));
+    if first.addresses == AddressChoice::Recorded {
+        columns.plain("blocks elsewhere", untold, |row| row.address_mismatches.map(|count| count.to_string()));
+        columns.plain("other segments", untold, |row| row.segment_mismatches.map(|count| count.to_string()));
+    }
+    page.comparison(&columns.table);
+    page.note("utilisation: peak active of peak reserved");
+    if recorded.is_some() {
+        page.note(
+            "recorded: what PyTorch did, as far as its history tells; peak requested: bytes asked for in active blocks",
+        );
+    }
+    if let Some(note) = beginning(first) {
+        page.note(note);
+    }
+    for (row, failure) in rows.iter().filter_map(|row| row.first_failure.as_ref().map(|failure| (row, failure))) {
+        page.note(format!("{}: allocation {} failed first: {}", row.allocator, failure.allocation, failure.error));
+    }
+}
+
+/// What is said of a history that began late.
+fn beginning(row: &Row) -> Option<String> {
+    let (blocks, segments) = (row.prologue_allocations, row.prologue_segments);
+    if segments == 0 {
+        let why = row.prologue_problem.as_ref().map_or(String::new(), |why| format!(": {why}"));
+        let note = format!("{blocks} blocks were live before the first event; they are allocated first{why}");
+        return (blocks > 0).then_some(note);
+    }
+    let reserved = Bytes(row.prologue_reserved_bytes);
+    let mut note = format!(
+        "{blocks} blocks in {segments} segments ({reserved}) were there before the first event, by what was held at the end"
+    );
+    if row.undetermined_blocks > 0 {
+        note += &format!("; {} of them may be larger, each by up to 1 MiB", row.undetermined_blocks);
+    }
+    Some(note)
+}
+
+/// Who needed the least memory and the fewest calls for the last history, and how to find out how little would do.
+pub(super) fn end(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) {
+    let Some(first) = rows.first() else { return };
+    let whole = || rows.iter().filter(|row| row.failed_allocations == 0);
+    let Some(least) = whole().min_by_key(|row| row.peak_reserved_bytes) else {
+        let next = format!("capacity {}", quoted(&first.trace));
+        page.end("No allocator gets through the history in this memory.", &command("experiments", &next));
+        return;
+    };
+    let mut found = format!("{} reserves {} at its peak", least.allocator, size(least.peak_reserved_bytes));
+    if rows.len() > 1 {
+        found += ", the least";
+    }
+    let caching = whole().find(|row| row.allocator == BackendKind::Caching);
+    if let Some((told, caching)) = recorded.zip(caching) {
+        let (ours, theirs) = (caching.peak_reserved_bytes, told.peak_reserved);
+        found += &match ours == theirs {
+            true => format!("; PyTorch reserved {}, and so does caching here", size(theirs)),
+            false => format!("; PyTorch reserved {}, caching here {}", size(theirs), size(ours)),
+        };
+    }
+    let calls = |row: &Row| row.driver_calls.values().sum::<u64>();
+    if let (Some(fewest), Some(most)) = (whole().min_by_key(|row| calls(row)), whole().max_by_key(|row| calls(row)))
+        && calls(fewest) < calls(most)
+    {
+        found +=
+            &format!("; {} makes {} driver calls, {} {}", fewest.allocator, calls(fewest), most.allocator, calls(most));
+    }
+    page.end(format!("{found}."), &command("experiments", &format!("capacity {}", quoted(&first.trace))));
+}
