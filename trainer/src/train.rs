@@ -3,6 +3,7 @@
 mod capture;
 mod epoch;
 mod graphs;
+mod last_allocation;
 mod persistent;
 mod stepper;
 
@@ -29,6 +30,7 @@ use allocators::instrument::nvtx::Ranges;
 use allocators::trace::Export;
 use allocators::{AllocatorSettings, BackendKind, Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
 use capture::Capture;
+pub use last_allocation::LastAllocation;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -45,23 +47,6 @@ pub struct Outcome {
     pub error: Option<TrainError>,
     /// Where the allocator asked the driver for memory for the last time; `None` where that was before the first step.
     pub last_allocation: Option<LastAllocation>,
-}
-
-/// A part of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LastAllocation {
-    /// A training step, both numbers from 1.
-    Step {
-        /// Epoch.
-        epoch: u32,
-        /// Step of the epoch.
-        step: u64,
-    },
-    /// The validation after an epoch's steps.
-    Validation {
-        /// Epoch, from 1.
-        epoch: u32,
-    },
 }
 
 /// Trains as the settings say.
@@ -394,13 +379,7 @@ impl Run {
                 &mut capture,
             );
             let (rows, ended) = rows;
-            if let Some(row) = rows.iter().rfind(|row| row.driver_allocations > 0) {
-                self.last_allocation = Some(LastAllocation::Step { epoch, step: row.step });
-            }
-            let in_steps: u64 = rows.iter().map(|row| row.driver_allocations).sum();
-            if ended.as_ref().is_ok_and(|record| record.driver_calls.driver_allocations() > in_steps) {
-                self.last_allocation = Some(LastAllocation::Validation { epoch });
-            }
+            self.last_allocation = LastAllocation::of_epoch(epoch, &rows, ended.as_ref().ok()).or(self.last_allocation);
             self.record.append_steps(&rows)?;
             self.append_history()?;
             self.append_latency()?;
