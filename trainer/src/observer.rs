@@ -73,7 +73,7 @@ pub(crate) fn driver_call_log(observer: Arc<dyn Observer>) -> CallObserver {
                 _ => {}
             }
             drop(sizes);
-            observer.memory_call(&CallEvent { bytes, ..event.clone() });
+            observer.memory_call(&CallEvent { bytes, ..*event });
         }
     })
 }
