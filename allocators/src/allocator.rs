@@ -318,14 +318,15 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// Takes over segments and blocks that another allocator held, before the first allocation: the blocks that are not
     /// free in the order of the snapshot, each held by the client. Segments come from the device; their addresses in the
     /// snapshot say nothing but their order. Segments without a block in use are left out where memory is short, since
-    /// an allocator in need would have given them back. `None` when an allocator keeps no segments of its own: then
-    /// nothing was done.
+    /// an allocator in need would have given them back. `age` says for how many searches of the cache such a segment had
+    /// been idle, for allocators that collect by age. `None` when an allocator keeps no segments of its own: then nothing
+    /// was done.
     ///
     /// # Errors
     /// [`AllocError::OutOfMemory`] when memory is short, [`AllocError::InvalidRequest`] when the blocks do not fill their
     /// segments, [`AllocError::Driver`] for any other failing driver call. Nothing is leaked.
-    fn restore(&self, snapshot: &Snapshot) -> Result<Option<Vec<Block>>, AllocError> {
-        let _ = snapshot;
+    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
+        let _ = (snapshot, age);
         Ok(None)
     }
 

@@ -28,8 +28,10 @@
 //!   in them, and what lies free between those. [`Caching`](crate::backend::Caching) starts with exactly that, other
 //!   backends with the blocks in address order, and nothing of it is counted. The log does not always tell the sizes of
 //!   blocks of the large pool, where a request may get up to 1 MiB more than it asked for: each is taken to be as small as
-//!   later placements allow, and those of which nothing shows it are counted ([`History::undetermined_blocks`]). A log
-//!   that does not say what was held at the end shows such blocks by their frees only, and cannot be compared address for
+//!   later placements allow, and those of which nothing shows it are counted ([`History::undetermined_blocks`]). How long
+//!   segments had been idle, by which garbage collection chooses, is told from what it chose; inside one collection they
+//!   may go back in another order. In a log that is cut inside a retry under a limit, what the retry had waited for looks
+//!   as if it had always been free. A log that does not say what was held at the end shows such blocks by their frees only, and cannot be compared address for
 //!   address.
 //! - **Refused requests** (`oom`) never lived. They are replayed at recorded addresses only, where they matter for what
 //!   they made the allocator release.
@@ -52,6 +54,7 @@
 //! reserved. For other backends the caller takes a device of that size, or [`Limit`](crate::instrument::Limit) where a
 //! device's size is given.
 
+mod ages;
 mod beginning;
 mod builder;
 mod capacity;

@@ -34,9 +34,6 @@ fn reserved(report: &ReplayReport) -> u64 {
 #[test]
 fn a_recording_without_its_beginning_is_followed_address_for_address() {
     for (name, whole) in recordings() {
-        if name.contains(".gc") {
-            continue;
-        }
         // With the device's own addresses ties between blocks of one size fall out in another way.
         let own = reserved(&run(&whole.cut(0), whole.settings, Addresses::Own)) == whole.peak(0);
         for percent in [10, 40, 70] {
@@ -45,7 +42,10 @@ fn a_recording_without_its_beginning_is_followed_address_for_address() {
             let history = whole.cut(skip);
             history.check_comparable().unwrap();
             let report = run(&history, whole.settings, Addresses::Recorded);
-            assert_eq!((report.address_mismatches, report.segment_mismatches), (Some(0), Some(0)), "{name}");
+            assert_eq!(report.address_mismatches, Some(0), "{name}");
+            // What one collection gives back may go in another order.
+            let collects = whole.settings.garbage_collection_threshold > 0.0;
+            assert!(report.segment_mismatches == Some(0) || collects, "{name}: {:?}", report.segment_mismatches);
             assert_eq!((reserved(&report), report.failed_allocations), (whole.peak(skip), 0), "{name}");
             assert_eq!(report.ledger.reserved, whole.peak(skip), "{name}");
             assert_eq!(report.ledger.wasted(), report.ledger.reserved - report.ledger.requested, "{name}");

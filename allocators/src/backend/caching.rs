@@ -36,7 +36,7 @@ use crate::allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path
 use crate::core::block_cache::{Served, SplitRules, Wanted, address};
 use crate::core::blocks::BlockIndex;
 use crate::core::rounding::{Divisions, MIN_BLOCK, SMALL_MAX, pool_of, round_size};
-use crate::device::{Driver, StreamId};
+use crate::device::{DeviceAddr, Driver, StreamId};
 use crate::error::AllocError;
 use crate::snapshot::{Ledger, Snapshot};
 use crate::stats::{Gauge, PoolKind, Stats};
@@ -352,8 +352,8 @@ impl DeviceAllocator for Caching {
         self.lock_growth().peak
     }
 
-    fn restore(&self, snapshot: &Snapshot) -> Result<Option<Vec<Block>>, AllocError> {
-        self.take_over(snapshot).map(Some)
+    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
+        self.take_over(snapshot, age).map(Some)
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {

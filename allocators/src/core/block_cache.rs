@@ -190,17 +190,13 @@ impl BlockCache {
         served
     }
 
-    /// Adds a segment whose blocks are known: sizes in order that add up to it, no two free ones beside each other, each
-    /// with the bytes that the client asked for if it is in use. Returns the records of those in use.
+    /// Adds a segment whose blocks are known, of which at least one is in use: sizes in order that add up to it, no two
+    /// free ones beside each other, each with the bytes that the client asked for if it is in use. Returns the records of
+    /// those in use.
     pub fn add_segment(&mut self, segment: BlockRecord, parts: &[(u64, Option<u64>)]) -> Vec<BlockIndex> {
         debug_assert!(!self.repeat.owes());
         let (pool, whole) = (segment.pool(), segment.bytes());
         self.tally.add_segment(whole);
-        if let [(_, None)] = parts {
-            let index = self.blocks.insert(segment);
-            self.insert_free(pool, index);
-            return Vec::new();
-        }
         self.tally.begin_segment(whole);
         let (mut used, mut last, mut at) = (Vec::new(), NONE, segment.addr());
         for &(bytes, requested) in parts {

@@ -5,9 +5,9 @@
 
 use super::ReplayError;
 use super::builder::{HistoryBuilder, wrong};
-use super::layout;
 use super::op::{BY_DEVICE, Kind, NO_STREAM, Op, Release};
 use super::windows::{Completion, SegmentEvent};
+use super::{ages, layout};
 use crate::allocator::GUARANTEED_ALIGN;
 use crate::backend::CachingSettings;
 use crate::core::block_cache::address;
@@ -57,6 +57,8 @@ pub(super) struct StartSegment {
     pub(super) bytes: u64,
     pub(super) stream: u32,
     pub(super) pool: PoolKind,
+    /// For how many searches of the large pool it had been idle, as far as that matters.
+    pub(super) age: u64,
 }
 
 /// A block that was in use before the first event.
@@ -108,6 +110,12 @@ impl Beginning {
             released: false,
             refused: false,
         })
+    }
+
+    /// For how many searches the segment at an address had been idle.
+    pub(super) fn age(&self, addr: u64) -> u64 {
+        let found = self.segments.binary_search_by_key(&addr, |segment| segment.addr);
+        found.map_or(0, |number| self.segments[number].age)
     }
 
     /// The segments and their blocks with the streams of a replay; `None` if they are not known.
@@ -247,7 +255,7 @@ impl HistoryBuilder {
         for departed in std::mem::take(&mut self.departed) {
             let Departed { addr, bytes, stream } = departed;
             let pool = if bytes == SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large };
-            beginning.segments.push(StartSegment { addr, bytes, stream: self.stream(stream)?, pool });
+            beginning.segments.push(StartSegment { addr, bytes, stream: self.stream(stream)?, pool, age: 0 });
         }
         let found = match &ending {
             Some(ending) => Ending::of(self, ending),
@@ -276,7 +284,7 @@ impl HistoryBuilder {
             };
             let stream = self.stream(segment.stream)?;
             let (addr, bytes) = (segment.address, segment.total_size);
-            beginning.segments.push(StartSegment { addr, bytes, stream, pool });
+            beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0 });
         }
         for &(addr, requested, bytes, handle) in &found.blocks {
             let (stream, slot) = (self.stream(handle)?, self.fresh_slot());
@@ -322,6 +330,7 @@ impl HistoryBuilder {
         if beginning.unknown.is_none() && !beginning.segments.is_empty() {
             self.make_room_to_follow(beginning)?;
             beginning.unknown = layout::tell_sizes(self, beginning, settings).err();
+            ages::tell_ages(self, beginning, settings);
         }
         if beginning.unknown.is_some() {
             beginning.segments.clear();

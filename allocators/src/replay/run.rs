@@ -187,7 +187,7 @@ impl Run<'_> {
         let mut left: Vec<&StartBlock> = beginning.blocks.iter().collect();
         let mut stopped = false;
         if let Some(snapshot) = beginning.snapshot(self.streams) {
-            match self.allocator.restore(&snapshot) {
+            match self.allocator.restore(&snapshot, &|segment| beginning.age(segment.get())) {
                 Ok(None) => {}
                 Ok(Some(blocks)) => {
                     self.tally.allocations += left.len() as u64;

@@ -6,27 +6,44 @@ use crate::allocator::{Block, Path};
 use crate::core::block_cache::{Served, address};
 use crate::core::blocks::{BlockRecord, MAX_BLOCK};
 use crate::core::rounding::MIN_BLOCK;
+use crate::device::DeviceAddr;
 use crate::error::AllocError;
 use crate::snapshot::{BlockState, SegmentInfo, Snapshot};
 use crate::stats::PoolKind;
+use std::sync::atomic::Ordering::Relaxed;
 
 impl Caching {
     /// See [`restore`](crate::DeviceAllocator::restore).
-    pub(super) fn take_over(&self, snapshot: &Snapshot) -> Result<Vec<Block>, AllocError> {
+    pub(super) fn take_over(
+        &self,
+        snapshot: &Snapshot,
+        age: &dyn Fn(DeviceAddr) -> u64,
+    ) -> Result<Vec<Block>, AllocError> {
         snapshot.segments.iter().try_for_each(check)?;
         let growth = &mut *self.lock_growth();
         let made = self.make_segments(growth, &snapshot.segments)?;
         let mut blocks = Vec::new();
+        // The count of searches only grows, so it starts where the oldest age can be told.
+        let oldest = made.iter().map(|(segment, _)| age(segment.addr)).max().unwrap_or(0);
+        if self.collects {
+            self.searches.fetch_max(oldest, Relaxed);
+        }
         for (segment, addr) in made {
             let shard = self.shards.of_stream(segment.stream);
             let in_use = |state: BlockState| state != BlockState::Free;
+            let record = BlockRecord::segment(addr, segment.bytes, pool_of(segment));
+            let state = &mut *self.totals.enter(shard, &self.shards);
+            if segment.blocks.len() == 1 && !in_use(segment.blocks[0].state) {
+                let freed_at = self.searches.load(Relaxed).saturating_sub(age(segment.addr));
+                state.cache.restore_segment(record, freed_at);
+                continue;
+            }
             let parts: Vec<(u64, Option<u64>)> = segment
                 .blocks
                 .iter()
                 .map(|block| (block.bytes, in_use(block.state).then_some(block.requested)))
                 .collect();
-            let state = &mut *self.totals.enter(shard, &self.shards);
-            let used = state.cache.add_segment(BlockRecord::segment(addr, segment.bytes, pool_of(segment)), &parts);
+            let used = state.cache.add_segment(record, &parts);
             for index in used {
                 let block = *state.cache.blocks.get(index);
                 let served = Served { index, addr: block.addr(), bytes: block.bytes(), split: false };
