@@ -9,8 +9,11 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +75,20 @@ class Newcomer:
         return done.stdout
 
 
+def when_it_listens(request: urllib.request.Request) -> Any:
+    """The answer to a request; a server may say its address before it listens there."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return urllib.request.urlopen(request, timeout=PATIENCE_S)
+        except urllib.error.HTTPError:
+            raise
+        except urllib.error.URLError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
+
+
 @pytest.fixture(scope="module")
 def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
     return Newcomer(tmp_path_factory.mktemp("newcomer"))
@@ -124,7 +141,7 @@ def test_the_lines_of_the_notebook_start_jupyter_and_draw_the_run(newcomer: Newc
                 break
         assert address, "".join(told)
         request = urllib.request.Request(address, headers={"Authorization": "token of-the-test"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with when_it_listens(request) as answer:
             assert json.load(answer)["content"]["cells"][0]["source"].startswith("# Your own run")
     finally:
         late.cancel()
