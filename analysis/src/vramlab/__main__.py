@@ -41,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("nsight", help="which call waited for which kernel, from a capture of Nsight Systems")
     figures = commands.add_parser("readme-figures", help="draw analysis/figures from the recorded results")
     figures.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="another folder to draw into")
+    readme = commands.add_parser("readme", help="compare the README's computed sentences with the recorded results")
+    readme.add_argument("--write", action="store_true", help="put the figures of the records there")
     notebooks = commands.add_parser("notebooks", help="execute the notebooks; without --write they stay as they are")
     notebooks.add_argument("--write", action="store_true", help="keep the outputs in the files")
     notebooks.add_argument("files", nargs="*", type=Path, metavar="FILE", help="[all in analysis/notebooks]")
@@ -54,6 +56,10 @@ def run(args: argparse.Namespace) -> None:
 
         report.write(args.runs, args.out)
         print(f"wrote {args.out}")
+    elif args.command == "readme":
+        from vramlab import quoted
+
+        print(quoted.readme(args.write))
     elif args.command == "steps":
         from vramlab import steps
 

@@ -76,16 +76,19 @@ pub(crate) fn steady_epochs(summary: &Value) -> &[Value] {
     if epochs.len() > 1 { &epochs[1..] } else { epochs }
 }
 
-/// Seconds a step in one epoch: its training alone, or with its validation where a record does not tell them apart.
-fn step_s(epoch: &Value) -> Option<f64> {
-    let time = epoch["train_s"].as_f64().or_else(|| epoch["wall_s"].as_f64())?;
+/// Seconds a step in one epoch: its training alone, by the device's own events on a GPU, because what else programs do in the
+/// host's time differs; or with its validation where a record does not tell them apart.
+fn step_s(epoch: &Value, on_gpu: bool) -> Option<f64> {
+    let by_device = epoch["train_device_s"].as_f64().filter(|_| on_gpu);
+    let time = by_device.or_else(|| epoch["train_s"].as_f64()).or_else(|| epoch["wall_s"].as_f64())?;
     let steps = epoch["steps"].as_f64().filter(|steps| *steps > 0.0)?;
     Some(time / steps)
 }
 
 /// Seconds a training step: the median over the steady epochs.
 pub(crate) fn step_time(summary: &Value) -> Option<f64> {
-    let times: Vec<f64> = steady_epochs(summary).iter().filter_map(step_s).collect();
+    let on_gpu = summary["device"]["kind"] == "cuda";
+    let times: Vec<f64> = steady_epochs(summary).iter().filter_map(|epoch| step_s(epoch, on_gpu)).collect();
     (!times.is_empty()).then(|| median(&times))
 }
 

@@ -1,0 +1,281 @@
+"""The sentences of the README whose figures are computed from the recorded results.
+
+From the repository's root: `vramlab readme` compares them with the README, `vramlab readme --write` puts them there.
+Figures of fewer than five runs come with all that these runs say: the least and the most.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import textwrap
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from vramlab import repository, steps
+from vramlab.errors import AnalysisError
+from vramlab.experiments import results
+from vramlab.measures import middle, train_pace
+from vramlab.records import Run
+from vramlab.repository import results as folder
+
+# Where the README's figures come from.
+H200 = "2026-11-21-h200"
+# Within this share of the measured time a simulated one counts as right, as for `experiments fidelity`.
+TOLERANCE = 0.15
+# Specs with runs of the same networks on both devices, besides `fidelity`, of which a part was fitted.
+UNFITTED = (
+    "caching-vs-stream-ordered",
+    "initialisation",
+    "iris",
+    "latency",
+    "loss-against-pytorch",
+    "memory",
+    "synchronise",
+    "when-allocations-stop",
+    "where-time-goes",
+    "width",
+)
+
+
+def _cells(spec: str, by: list[str], value: str = "step_us") -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Median, least, most and number of the repeats of each cell, by its values of `by`."""
+    rows = middle(results(spec, "h200").frame(), by, value).iter_rows(named=True)
+    return {tuple(row[name] for name in by): row for row in rows}
+
+
+def _span(cell: dict[str, Any]) -> str:
+    low, high = f"{cell['low']:.0f}", f"{cell['high']:.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _runs(cells: Iterable[dict[str, Any]]) -> str:
+    counts = {cell["repeats"] for cell in cells}
+    words = {1: "one run each", 2: "two runs each", 3: "three runs each"}
+    if len(counts) > 1:
+        return f"{min(counts)} to {max(counts)} runs each"
+    only = counts.pop()
+    return words.get(only, f"{only} runs each")
+
+
+def pool() -> str:
+    """`caching` beside `stream-ordered`."""
+    cells = _cells("caching-vs-stream-ordered", ["alloc", "hidden"])
+    parts = []
+    for hidden in (784, 2048):
+        ours, theirs = cells["caching", hidden], cells["stream-ordered", hidden]
+        more = 100 * (theirs["value"] / ours["value"] - 1)
+        parts.append(f"{more:.1f} % slower at width {hidden} ({_span(theirs)} us a step against {_span(ours)})")
+    return f"{', '.join(parts)}; {_runs(cells.values())}"
+
+
+def threshold() -> str:
+    """What the release threshold costs, as far as the runs tell."""
+    cells = _cells("release-threshold", ["sync", "release_threshold"])
+    none, large = cells["step", "0"], [cells["step", name] for name in ("128M", "max")]
+    low, high = min(cell["low"] for cell in large), max(cell["high"] for cell in large)
+    return (
+        f"these runs do not tell: with a synchronise each step {_span(none)} us a step at 0, and {low:.0f} to "
+        f"{high:.0f} at 128M and max, which come to the same here; {_runs([none, *large])}"
+    )
+
+
+def synchronise() -> str:
+    """`caching` with each way of synchronising."""
+    cells = _cells("synchronise", ["alloc", "sync"])
+    never, step, op = (cells["caching", sync] for sync in ("never", "step", "op"))
+    return (
+        f"{_span(never)} us a step without, {_span(step)} with one each step, {_span(op)} with one after each "
+        f"operation; {_runs([never, step, op])}"
+    )
+
+
+def loader() -> str:
+    """`caching` with each loader."""
+    cells = _cells("loader", ["alloc", "loader"])
+    kept, copied, pinned = (cells["caching", name] for name in ("resident", "copy", "pinned"))
+    return (
+        f"{_span(kept)} us a step with data on the device, {_span(copied)} copied, {_span(pinned)} with page-locked "
+        f"buffers; {_runs([kept, copied, pinned])}"
+    )
+
+
+def width() -> str:
+    """`naive` beside `caching`, from narrow to wide."""
+    cells = _cells("width", ["name", "hidden"])
+    widths = sorted(hidden for name, hidden in cells if name == "caching")
+    ratio = {hidden: cells["naive", hidden]["value"] / cells["caching", hidden]["value"] for hidden in widths}
+    most = max(widths, key=lambda hidden: ratio[hidden])
+    first, last = widths[0], widths[-1]
+    eager = [h for h in widths if cells["pytorch-eager", h]["value"] > cells["caching", h]["value"]]
+    graph = all(cells["pytorch-graph", h]["value"] < cells["caching", h]["value"] for h in widths)
+    return (
+        f"`naive` takes {ratio[first]:.1f} times as long as `caching` at {first}, {ratio[most]:.1f} times at {most}, "
+        f"where it is most, {ratio[last]:.1f} times at {last}; PyTorch eager is slower up to {max(eager)}, "
+        f"its captured eager step {'faster everywhere' if graph else 'not faster everywhere'}; {_runs(cells.values())}"
+    )
+
+
+def _beside(table: pl.DataFrame, mode: str, **where: Any) -> dict[int, float]:
+    """By width, the step time of the trainer's graph on one stream over that of PyTorch in `mode`."""
+    said = [pl.col(key).eq_missing(value) for key, value in where.items()]
+    out = {}
+    for hidden, rows in table.filter(*said).group_by("hidden", maintain_order=True):
+        ours = rows.filter((pl.col("program") == "trainer") & (pl.col("launch") == "graph"))
+        ours = ours.filter(~pl.col("how").str.contains("streams 2"))
+        theirs = rows.filter((pl.col("program") == "pytorch") & (pl.col("launch") == mode))
+        if ours.height and theirs.height:
+            out[int(hidden[0])] = float(ours["step_us"].min()) / float(theirs["step_us"].min())  # type: ignore[arg-type]
+    return out
+
+
+def _table(spec: str) -> pl.DataFrame:
+    return steps.frame(steps.gather([str(folder() / H200 / spec)]))
+
+
+def captured() -> str:
+    """Graphs beside PyTorch's captured eager step."""
+    table = _table("fast-training")
+    f16, f32 = _beside(table, "graph", dtype="f16"), _beside(table, "graph", dtype="f32")
+    full = _beside(_table("full-batch"), "graph", dtype="f32")
+    told = {name: [f"{value:.2f}" for value in ratios.values()] for name, ratios in (("f16", f16), ("f32", f32))}
+    return (
+        f"{', '.join(told['f16'][:-1])} and {told['f16'][-1]} of its time in f16 at widths {', '.join(map(str, f16))}, "
+        f"{', '.join(told['f32'][:-1])} and {told['f32'][-1]} in f32, one run each; {next(iter(full.values())):.2f} "
+        f"for all 60,000 rows at once in f32. Times of the GPU's events, graphs under `caching`"
+    )
+
+
+def compiled() -> str:
+    """Graphs beside PyTorch's step that is compiled as a whole and captured, its fastest mode."""
+    table = _table("compiled-step")
+    parts = []
+    for dtype in ("f32", "f16"):
+        ratios = _beside(table, "compiled-graph", dtype=dtype)
+        parts.append(f"{' and '.join(f'{value:.2f}' for value in ratios.values())} of its time in {dtype}")
+        widths = " and ".join(map(str, ratios))
+    return f"{', '.join(parts)}, at widths {widths}; {_runs(table.iter_rows(named=True))}"
+
+
+def _network(run: Run) -> tuple[Any, ...]:
+    """What makes two runs do the same work on two devices."""
+    keys = ("allocator", "hidden", "layers", "batch", "sync", "loader", "init", "latency", "trace")
+    return (
+        *(run.settings.get(key) for key in keys),
+        json.dumps(run.settings.get("allocator_settings"), sort_keys=True),
+    )
+
+
+def unfitted() -> dict[str, Any]:
+    """How far simulated step times are from measured ones outside of what was fitted.
+
+    `cells`: how many; `within`: the share of them within `TOLERANCE`; `contrast`: the most by which the ratio of two
+    allocators in the same network is off, as a factor.
+    """
+    differences, contrast = [], 1.0
+    for spec in UNFITTED:
+        medians: dict[str, dict[tuple[Any, ...], float]] = {}
+        for device in ("h200", "sim"):
+            paces: dict[tuple[Any, ...], list[float]] = {}
+            for entry in results(spec, device).select(program="trainer"):
+                pace = train_pace(entry.record)
+                if pace is not None:
+                    paces.setdefault(_network(entry.record), []).append(pace)
+            medians[device] = {key: statistics.median(values) for key, values in paces.items()}
+        off = {key: medians["sim"][key] / value for key, value in medians["h200"].items() if key in medians["sim"]}
+        differences += [abs(value - 1) for value in off.values()]
+        for one, other in product(off, off):
+            # The same network but for the allocator and its settings.
+            if one[1:-1] == other[1:-1]:
+                contrast = max(contrast, off[one] / off[other])
+    within = sum(value <= TOLERANCE for value in differences) / len(differences)
+    return {"cells": len(differences), "within": within, "contrast": contrast}
+
+
+def hosts() -> str:
+    """How epochs of the README's first table vary over all that was recorded."""
+    times: dict[str, list[float]] = {}
+    for path in sorted((folder() / H200).glob("*/runs/*/summary.json")):
+        summary = json.loads(path.read_text())
+        settings = {"dtype": "f32", "fuse": "none", "launch": "eager", **summary["settings"]}
+        if summary.get("program", "trainer") != "trainer" or summary["dataset"]["name"] != "mnist":
+            continue
+        work = [settings[key] for key in ("hidden", "layers", "batch", "sync", "loader", "dtype", "fuse", "launch")]
+        epochs = [epoch["wall_s"] for epoch in summary["epochs"][1:] if epoch["steps"] == 938]
+        unlimited = settings.get("allocator_settings", {}).get("release_threshold", 2**64 - 1) == 2**64 - 1
+        if work == [784, 4, 64, "never", "resident", "f32", "none", "eager"] and epochs and unlimited:
+            times.setdefault(settings["allocator"], []).append(1e3 * statistics.median(epochs))
+    said = [
+        f"`{name}` {min(times[name]):.0f} to {max(times[name]):.0f} ms ({len(times[name])} runs)"
+        for name in ("naive", "caching", "stream-ordered")
+    ]
+    return (
+        "The table is one comparison. Over all records of this work, on several machines and builds: "
+        f"{', '.join(said)}."
+    )
+
+
+def fidelity() -> str:
+    """What the agreement of the simulated GPU rests on."""
+    told = unfitted()
+    return (
+        "Simulated times are fitted: kernels to timings, the program's own time a call to cells of width 128, and the "
+        "size of the L2 cache was chosen on cells that `experiments fidelity` reports. Of "
+        f"{told['cells']} cells of other specs, which nothing was fitted to, {100 * told['within']:.0f} % are within "
+        f"{100 * TOLERANCE:.0f} %; the ratio of two allocators in one of them is off by up to "
+        f"{told['contrast']:.1f} times."
+    )
+
+
+# Rows of the table of questions, by the question.
+ANSWERS = {
+    "is the driver's pool as good?": pool,
+    "what does threshold 0 cost?": threshold,
+    "what does synchronising cost `caching`?": synchronise,
+    "and copying each batch?": loader,
+    "until which width does the allocator matter?": width,
+    "how fast is a step beside PyTorch's eager step, captured as a CUDA graph?": captured,
+    "and beside PyTorch's fastest, the step compiled as a whole and captured?": compiled,
+}
+# Items of lists, by their first words.
+ITEMS = {"The table is one comparison.": hosts, "Simulated times are fitted:": fidelity}
+
+
+def rewritten(text: str) -> str:
+    """The README with its computed sentences as the records have them now."""
+    for question, answer in ANSWERS.items():
+        row = re.compile(rf"^\| {re.escape(question)} \| .* \| ([^|]*) \|$", re.MULTILINE)
+        text, count = row.subn(lambda found, q=question, a=answer: f"| {q} | {a()} | {found[1]} |", text)  # type: ignore[misc]
+        if count != 1:
+            raise AnalysisError(f"README.md: has {count} rows '{question}', which should be one.")
+    for words, sentence in ITEMS.items():
+        item = re.compile(rf"^- {re.escape(words)}.*\n(?:  .*\n)*", re.MULTILINE)
+        fresh = textwrap.fill(
+            f"- {sentence()}", 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        text, count = item.subn(lambda _, fresh=fresh: fresh + "\n", text)  # type: ignore[misc]
+        if count != 1:
+            raise AnalysisError(f"README.md: has {count} items '{words}', which should be one.")
+    return text
+
+
+def readme(write: bool) -> str:
+    """Compares the README with the records, or puts their figures there; what was found, in one line."""
+    from vramlab import output
+
+    path: Path = repository.root() / "README.md"
+    old = path.read_text()
+    new = rewritten(old)
+    if old == new:
+        return "README.md says what the records say"
+    if not write:
+        pairs = zip(old.splitlines(), new.splitlines(), strict=False)
+        first = next(number for number, (a, b) in enumerate([*pairs, ("", " ")], 1) if a != b)
+        raise AnalysisError(f"README.md:{first}: is not what the records say; `vramlab readme --write` mends it.")
+    output.write(path, new)
+    return "wrote README.md"
