@@ -18,7 +18,7 @@ from typing import Any
 import polars as pl
 
 from vramlab import repository, steps
-from vramlab.errors import AnalysisError
+from vramlab.errors import AnalysisError, read_json
 from vramlab.experiments import results
 from vramlab.measures import middle, train_pace
 from vramlab.records import Run
@@ -232,6 +232,79 @@ def fidelity() -> str:
     )
 
 
+# Columns of the tables of calls: the allocator's name in the record, and as the README has it.
+CALLS = {
+    "caching": "`caching`",
+    "pytorch-c10": "PyTorch",
+    "rmm-pool": "RMM pool",
+    "rmm-arena": "RMM arena",
+    "cuda-malloc-async": "driver's pool",
+    "naive": "`naive`",
+}
+# Their rows: the case, and what the README calls it.
+TIMES = {
+    "history/gpt2": "GPT-2, recorded",
+    "history/resnet50": "ResNet-50, recorded",
+    "history/mlp": "MLP, recorded",
+    "history/streams": "prefetch on a side stream, recorded",
+    "mixed/64": "mixed sizes, 64 live",
+    "mixed/1024": "1,024 live",
+    "mixed/16384": "16,384 live",
+    "alternate/4096/65536": "two sizes in turn, 4 KiB and 64 KiB",
+    "alternate/65536/4194304": "64 KiB and 4 MiB",
+    "alternate/4194304/33554432": "4 MiB and 32 MiB",
+    "pair/512": "the same block again, 512 B",
+    "pair/1048576": "1 MiB",
+    "pair/33554432": "32 MiB",
+}
+RATES = {
+    "threads/1": "1 thread",
+    "threads/4": "4 threads, a stream each",
+    "threads/16": "16 threads, a stream each",
+    "shared/4": "4 threads, one stream",
+    "shared/16": "16 threads, one stream",
+}
+BENCH = "bench.json"
+
+
+def _bench() -> dict[str, Any]:
+    recorded: dict[str, Any] = read_json(folder() / H200 / BENCH)
+    return recorded
+
+
+def _calls(title: str, cases: dict[str, str]) -> str:
+    """A table of calls: a row for each case, a column for each allocator; medians."""
+    found = {(row["case"], row["allocator"]): row["median"] for row in _bench()["rows"]}
+    lines = [f"| {title} | {' | '.join(CALLS.values())} |", "|---|" + "--:|" * len(CALLS)]
+    for case, words in cases.items():
+        values = (found[case, name] for name in CALLS)
+        cells = (f"{value:.2g}" if value < 10 else f"{value:,.0f}" for value in values)
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def noise() -> str:
+    """How far the repeats of `caching` and of PyTorch are apart in the tables of calls."""
+    report = _bench()
+    spans = {}
+    for name in ("caching", "pytorch-c10"):
+        rows = [row for row in report["rows"] if row["allocator"] == name and row["case"].startswith("history/")]
+        spans[name] = ", ".join(
+            f"{row['case'].removeprefix('history/')} {row['min']:.0f} to {row['max']:.0f}" for row in rows
+        )
+        better = [
+            other["median"] / row["median"]
+            for row in report["rows"]
+            for other in report["rows"]
+            if (row["allocator"], other["allocator"]) == ("caching", "pytorch-c10") and row["case"] == other["case"]
+            if row["case"].startswith("history/")
+        ]
+    return (
+        f"Over the {report['repeats']} repeats of the recorded histories `caching` took {spans['caching']} ns, and "
+        f"PyTorch {spans['pytorch-c10']}: by medians {min(better):.1f} to {max(better):.1f} times as long."
+    )
+
+
 # Rows of the table of questions, by the question.
 ANSWERS = {
     "is the driver's pool as good?": pool,
@@ -243,11 +316,24 @@ ANSWERS = {
     "and beside PyTorch's fastest, the step compiled as a whole and captured?": compiled,
 }
 # Items of lists, by their first words.
-ITEMS = {"The table is one comparison.": hosts, "Simulated times are fitted:": fidelity}
+ITEMS = {
+    "The table is one comparison.": hosts,
+    "Simulated times are fitted:": fidelity,
+    "Over the": noise,
+}
 
 
 def rewritten(text: str) -> str:
-    """The README with its computed sentences as the records have them now."""
+    """The README with its computed sentences and tables as the records have them now."""
+    for title, cases in (
+        ("ns for one allocation and its free", TIMES),
+        ("million of them a second, all threads", RATES),
+    ):
+        table = re.compile(rf"^\| {re.escape(title)} \|.*\n(?:\|.*\n)*", re.MULTILINE)
+        fresh = _calls(title, cases)
+        text, count = table.subn(lambda _, fresh=fresh: fresh, text)  # type: ignore[misc]
+        if count != 1:
+            raise AnalysisError(f"README.md: has {count} tables '{title}', which should be one.")
     for question, answer in ANSWERS.items():
         row = re.compile(rf"^\| {re.escape(question)} \| .* \| ([^|]*) \|$", re.MULTILINE)
         text, count = row.subn(lambda found, q=question, a=answer: f"| {q} | {a()} | {found[1]} |", text)  # type: ignore[misc]

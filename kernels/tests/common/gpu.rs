@@ -2,15 +2,22 @@
 
 use std::ffi::c_int;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use cudarc::driver::{result, sys};
 use kernels::{CudaKernels, KernelError, Operation, Precision};
 
-/// The first GPU's primary context, current on this thread, with the kernels loaded.
+/// Whose turn it is. While one thread captures a stream, the driver refuses others' allocations, and calls of theirs can spoil
+/// the capture.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// The first GPU's primary context, current on this thread, with the kernels loaded; one at a time.
 pub(crate) struct Gpu {
     device: c_int,
     pub(crate) stream: sys::CUstream,
     /// `None` only while being dropped: modules go before their context.
     pub(crate) kernels: Option<CudaKernels>,
+    _turn: MutexGuard<'static, ()>,
 }
 
 /// Why there is no GPU to test on, if there is none.
@@ -42,11 +49,13 @@ impl Gpu {
     /// Panics where there is none.
     pub(crate) fn new() -> Self {
         assert_eq!(no_gpu(), None, "this test needs a GPU");
+        // A test that failed has let go of its own context.
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let device = result::device::get(0).unwrap();
         // SAFETY: the device exists; the context is released in `drop`.
         unsafe { result::ctx::set_current(result::primary_ctx::retain(device).unwrap()) }.unwrap();
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
-        Self { device, stream, kernels: Some(CudaKernels::load().unwrap()) }
+        Self { device, stream, kernels: Some(CudaKernels::load().unwrap()), _turn: turn }
     }
 
     /// With the tiles that every GPU has.
