@@ -14,18 +14,16 @@ use std::sync::Arc;
 
 const MIB: u64 = 1 << 20;
 
-/// The repository's histories, and those that may lie beside the checkout.
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
+}
+
+/// The repository's histories, one of them under a limit, and those that may lie beside the checkout.
 fn folders() -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let mut folders = vec![root.join("experiments/histories")];
-    for beside in ["../shared/traces", "../shared/traces/configs"].map(|folder| root.join(folder)) {
-        if beside.is_dir() {
-            folders.push(beside);
-        } else {
-            eprintln!("without {}, which is not there", beside.display());
-        }
-    }
-    folders
+    let beside = ["../shared/traces", "../shared/traces/configs"].map(|folder| root.join(folder));
+    let own = [root.join("experiments/histories"), fixtures()];
+    own.into_iter().chain(beside.into_iter().filter(|folder| folder.is_dir())).collect()
 }
 
 /// A snapshot with what PyTorch says of it.
@@ -94,10 +92,6 @@ fn recordings() -> Vec<Recording> {
     found
 }
 
-fn named(name: &str) -> Option<Recording> {
-    recordings().into_iter().find(|recording| recording.path.ends_with(name))
-}
-
 #[test]
 fn caching_is_pytorch_address_for_address() {
     for recording in recordings() {
@@ -130,7 +124,7 @@ fn caching_is_pytorch_address_for_address() {
 
 #[test]
 fn a_wrong_limit_is_noticed() {
-    let Some(recording) = named("resnet50.limit.pickle.xz") else { return };
+    let recording = Recording::at(fixtures().join("resnet50.limit.pickle.xz")).unwrap();
     // Under a higher limit there is no reason to release what PyTorch released.
     let (history, mut settings) = recording.load();
     settings.memory_limit = Some(7000 * MIB);

@@ -293,6 +293,7 @@ fn a_limit_on_the_length_of_files_is_told_and_nothing_is_left() {
 }
 
 #[test]
+#[ignore = "needs the right to mount a file system; run with --ignored"]
 fn a_full_disk_is_told_and_nothing_is_left() {
     if let Some(folder) = given_folder() {
         let [known, met] = &fails_for_room(&folder.join("out"), 4 << 20)[..] else { panic!("two ways to fail") };
@@ -307,14 +308,12 @@ fn a_full_disk_is_told_and_nothing_is_left() {
     const NOT_ALLOWED: &str = "no file system of one's own here";
     let done = in_process("a_full_disk_is_told_and_nothing_is_left", folder.path(), |command| {
         let mount = "mount -t tmpfs -o size=1m tmpfs \"$OUTPUT_FOLDER/out\"";
-        let script = format!("{mount} || {{ echo {NOT_ALLOWED:?}; exit 1; }}; exec \"$PROGRAM\" --exact \"$TEST\"");
+        let script =
+            format!("{mount} || {{ echo {NOT_ALLOWED:?}; exit 1; }}; exec \"$PROGRAM\" --ignored --exact \"$TEST\"");
         command.env("SCRIPT", script);
         let unshare = "unshare --mount --map-root-user true || { echo \"$0\"; exit 1; }; \
                        exec unshare --mount --map-root-user sh -c \"$SCRIPT\"";
         command.args(["-c", unshare, NOT_ALLOWED]);
     });
-    match done {
-        Err(text) if text.contains(NOT_ALLOWED) => eprintln!("skipped: {text}"),
-        done => done.unwrap(),
-    }
+    done.unwrap();
 }

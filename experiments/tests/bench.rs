@@ -93,15 +93,13 @@ fn bad_input_is_one_line() {
 }
 
 #[test]
+#[ignore = "needs python3; run with --ignored"]
 fn baselines_that_are_missing_are_named_with_a_remedy() {
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("baselines/run.py");
     let mut python = std::process::Command::new("python3");
     // Where everything is installed they run.
     let python = python.arg(program).args(["--cases", "pair/512", "--repeats", "1"]);
-    let Ok(output) = python.output() else {
-        println!("skipped: there is no python3 here");
-        return;
-    };
+    let output = python.output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let found: Value = serde_json::from_slice(&output.stdout).unwrap();
     let (rows, missing) = (found["rows"].as_array().unwrap(), found["missing"].as_array().unwrap());

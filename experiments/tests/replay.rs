@@ -37,14 +37,10 @@ fn steps() -> String {
     text
 }
 
-/// The traces beside the checkout.
-fn trace(name: &str) -> Option<String> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces").join(name);
-    if path.is_file() {
-        return Some(path.to_str().unwrap().to_owned());
-    }
-    eprintln!("skipped: {} is not there", path.display());
-    None
+/// A history of the repository's.
+fn trace(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("histories").join(name);
+    path.to_str().unwrap().to_owned()
 }
 
 #[test]
@@ -236,7 +232,7 @@ fn the_smallest_memory_is_found() {
 
 #[test]
 fn the_lower_bound_lies_below_every_capacity() {
-    let Some(file) = trace("streams.pickle.xz") else { return };
+    let file = trace("streams.pickle.xz");
     let rows = Place::new().run(&["capacity", &file, "--json"]).rows();
     assert_eq!(rows.len(), 3);
     for row in &rows {
