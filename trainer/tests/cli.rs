@@ -22,7 +22,7 @@ mod signals;
 #[path = "cli/start.rs"]
 mod start;
 
-use allocators::{CudaDriver, Profile};
+use allocators::Profile;
 use assert_cmd::Command;
 use common::{column, read_json};
 use flate2::Compression;
