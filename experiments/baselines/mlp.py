@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import mnist_files
 import start_file
-from run_record import SCHEMA_VERSION, Record, code_version, text
+from run_record import SCHEMA_VERSION, Record, code_version, provenance, text
 from start_file import BadInput
 
 STARTED = time.perf_counter()
@@ -296,6 +296,7 @@ def summary_of(options, torch, device, data, start, record):
         "program": "pytorch",
         "status": "running",
         "code_version": code_version(),
+        "provenance": provenance(),
         "framework_version": torch.__version__,
         "started_at": record.started_at,
         "command": sys.argv,

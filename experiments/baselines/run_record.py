@@ -1,9 +1,11 @@
 """Writes the trainer's run record (`analysis/schema.md`) from Python: `summary.json` and `steps.csv`."""
 
+import hashlib
 import json
 import os
 import re
 import struct
+import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -21,6 +23,48 @@ def code_version():
     manifest = Path(__file__).resolve().parents[2] / "Cargo.toml"
     found = re.search(r'^version = "(.+)"$', manifest.read_text(), re.MULTILINE) if manifest.is_file() else None
     return found[1] if found else "unknown"
+
+
+def provenance():
+    """Where a record comes from, as the trainer says it; what cannot be told is absent."""
+    here = Path(__file__).resolve().parent
+
+    def git(*words):
+        try:
+            done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return None if done.returncode else done.stdout.strip()
+
+    def system(*names):
+        for name in names:
+            try:
+                found = Path(name).read_text().strip()
+            except OSError:
+                continue
+            if found:
+                return found
+        return ""
+
+    told = {}
+    if commit := git("rev-parse", "HEAD"):
+        told["git_commit"] = commit
+        changed = git("status", "--porcelain", "--untracked-files=no", ".")
+        if changed is not None:
+            told["git_dirty"] = changed != ""
+    machine, name = system("/etc/machine-id", "/var/lib/dbus/machine-id"), system("/proc/sys/kernel/hostname")
+    if machine or name:
+        told["host_hash"] = hashlib.sha256(f"{machine}\n{name}".encode()).hexdigest()[:16]
+    module = system("/proc/driver/nvidia/version").partition("\n")[0]
+    if release := re.search(r"\s(\d+(?:\.\d+){1,2})\s", f"{module} ") or re.fullmatch(
+        r"(\d+(?:\.\d+){1,2})", system("/sys/module/nvidia/version")
+    ):
+        told["driver_release"] = release[1]
+    variables = {"id": "SLURM_JOB_ID", "array_id": "SLURM_ARRAY_JOB_ID", "array_task": "SLURM_ARRAY_TASK_ID"}
+    job = {key: os.environ[name] for key, name in variables.items() if re.fullmatch(r"[\w.+-]{1,64}", os.environ.get(name, ""))}
+    if "id" in job:
+        told["job"] = job
+    return told
 
 
 def shortest(value):

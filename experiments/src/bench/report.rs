@@ -4,6 +4,7 @@ use super::cases::{self, Job};
 use super::measure::{Place, Sample};
 use allocators::{DeviceDescription, Driver};
 use serde::{Deserialize, Serialize};
+use trainer::provenance::Provenance;
 use trainer::terminal::{Cell, Column, Page, SIDE_BY_SIDE, Table, command, say};
 
 /// What a figure holds, for the reader of a figure.
@@ -95,6 +96,7 @@ pub(crate) struct Missing {
 pub(crate) struct Report {
     schema_version: u32,
     code_version: &'static str,
+    provenance: Provenance,
     date: String,
     device: DeviceDescription,
     cpu: Option<String>,
@@ -114,6 +116,7 @@ impl Report {
         Self {
             schema_version: 1,
             code_version: env!("CARGO_PKG_VERSION"),
+            provenance: Provenance::of(trainer::built!()),
             date: jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
             device: driver.describe(),
             cpu: cpu(),
