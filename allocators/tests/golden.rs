@@ -123,6 +123,31 @@ fn caching_is_pytorch_address_for_address() {
 }
 
 #[test]
+fn a_refused_request_is_described_as_pytorch_does() {
+    for recording in recordings() {
+        let (history, _) = recording.load();
+        let Some(words) = recording.facts["oom"].as_str() else {
+            assert!(history.out_of_memory().is_empty(), "{}", recording.path.display());
+            continue;
+        };
+        let told = history.out_of_memory().last().unwrap();
+        let held = told.held.unwrap();
+        assert!(told.complete && held.free_blocks > 0, "{told}");
+        let mib = |bytes: u64| format!("{:.2} MiB", bytes as f64 / MIB as f64);
+        let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / (1 << 30) as f64);
+        for said in [
+            format!("Tried to allocate {}.", mib(told.requested_bytes)),
+            format!("of which {} is free.", gib(told.device_free_bytes.unwrap())),
+            format!("{} allowed;", gib(told.limit_bytes.unwrap())),
+            format!("{} is allocated by PyTorch", gib(held.allocated_bytes)),
+            format!("{} is reserved by PyTorch", mib(held.reserved_bytes - held.allocated_bytes)),
+        ] {
+            assert!(words.contains(&said), "{}: '{said}' is not in '{words}'", recording.path.display());
+        }
+    }
+}
+
+#[test]
 fn a_wrong_limit_is_noticed() {
     let recording = Recording::at(fixtures().join("resnet50.limit.pickle.xz")).unwrap();
     // Under a higher limit there is no reason to release what PyTorch released.

@@ -8,14 +8,17 @@ mod common;
 mod recorder;
 
 use allocators::backend::CachingSettings;
-use allocators::replay::{Addresses, History, HistoryBuilder, ReplayError, ReplayReport, ReplaySettings, replay};
+use allocators::replay::{
+    Addresses, Held, History, HistoryBuilder, ReplayError, ReplayReport, ReplaySettings, StreamHeld, replay,
+};
 use allocators::trace::{Action, Event};
-use allocators::{AllocatorSettings, BackendKind, DeviceAllocator, Driver, NullDriver, SimMemory};
+use allocators::{AllocatorSettings, BackendKind, BlockState, DeviceAllocator, Driver, NullDriver, SimMemory};
 use common::{GIB, MIB, sim};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::FileFailurePersistence;
 use recorder::Recorder;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 const STREAMS: usize = 3;
@@ -90,6 +93,36 @@ fn figures(stats: &allocators::Stats) -> Vec<(String, u64)> {
     entries
 }
 
+/// Of each of the last refused requests the history says what the allocator held.
+fn check_refusals(history: &History, recorder: &Recorder) {
+    let told = history.out_of_memory();
+    assert_eq!(told.len(), recorder.refusals.len().min(100));
+    for (told, held) in told.iter().rev().zip(recorder.refusals.iter().rev()) {
+        let (mut all, mut live, mut streams) = (Held::default(), 0, BTreeMap::<u64, Held>::new());
+        for segment in &held.segments {
+            for held in [&mut all, streams.entry(segment.stream.0).or_default()] {
+                held.reserved_bytes += segment.bytes;
+                for block in &segment.blocks {
+                    match block.state {
+                        BlockState::Allocated => held.allocated_bytes += block.bytes,
+                        BlockState::PendingFree => held.pending_bytes += block.bytes,
+                        BlockState::Free => {
+                            held.free_bytes += block.bytes;
+                            held.free_blocks += 1;
+                            held.largest_free_bytes = held.largest_free_bytes.max(block.bytes);
+                        }
+                    }
+                }
+            }
+            let own = segment.blocks.iter().filter(|block| block.state == BlockState::Allocated);
+            live += own.map(|block| block.requested).sum::<u64>();
+        }
+        let streams: Vec<StreamHeld> = streams.into_iter().map(|(stream, held)| StreamHeld { stream, held }).collect();
+        assert!(told.complete, "{told}");
+        assert_eq!((told.held, &told.streams, told.live_bytes), (Some(all), &streams, live), "{told}");
+    }
+}
+
 fn check_faithful(settings: CachingSettings, recorder: &Recorder) {
     let mut events = recorder.events();
     if events.iter().all(|event| event.action != Action::FreeCompleted) {
@@ -101,6 +134,7 @@ fn check_faithful(settings: CachingSettings, recorder: &Recorder) {
         assert_eq!(history.allocations(), 0, "only a history without segments cannot be compared");
         return;
     }
+    check_refusals(&history, recorder);
     let report = run(&history, BackendKind::Caching, settings, Addresses::Recorded);
     // Where every free seems to complete at once, a log does not tell when those with announced uses did.
     if history.deferred_frees() == 0 && events.iter().any(|event| event.action == Action::RecordUse) {

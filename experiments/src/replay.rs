@@ -4,7 +4,7 @@ mod report;
 
 use crate::history::{AsRecorded, DeviceName, Devices, Recorded, backend, failed, load};
 use crate::reading::ReadArgs;
-use allocators::replay::{Addresses, ReplayReport, ReplaySettings};
+use allocators::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings};
 use allocators::{BackendKind, Bytes, Ledger, PoolSettings};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -87,6 +87,8 @@ struct Row {
     prologue_problem: Option<String>,
     undetermined_blocks: u64,
     refused_allocations: u64,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    out_of_memory: Vec<OutOfMemory>,
     deferred_frees: u64,
     failed_allocations: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -195,6 +197,7 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, kind: BackendKind, d
         prologue_problem: history.prologue_problem().map(str::to_owned),
         undetermined_blocks: history.undetermined_blocks(),
         refused_allocations: history.refused_allocations(),
+        out_of_memory: history.out_of_memory().to_vec(),
         deferred_frees: history.deferred_frees(),
         failed_allocations: report.failed_allocations,
         address_mismatches: report.address_mismatches,

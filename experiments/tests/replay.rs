@@ -108,6 +108,64 @@ fn a_limit_is_kept_and_a_failure_said() {
 }
 
 #[test]
+fn a_refused_request_is_what_is_said_first() {
+    let place = Place::new();
+    let event = |action: &str, addr: u64, size: u64, stream: u64| {
+        let addr_key = if action == "oom" { "device_free" } else { "addr" };
+        json!({"action": action, addr_key: addr, "size": size, "stream": stream, "time_us": 1})
+    };
+    // 7 of 20 MiB are freed, and 4 in the middle of what is left; 9 of another stream stay.
+    let events = [
+        event("segment_alloc", 1 << 30, 20 * MIB, 0),
+        event("alloc", 1 << 30, 7 * MIB, 0),
+        event("alloc", (1 << 30) + 7 * MIB, 3 * MIB, 0),
+        event("alloc", (1 << 30) + 10 * MIB, 4 * MIB, 0),
+        event("alloc", (1 << 30) + 14 * MIB, 6 * MIB, 0),
+        event("segment_alloc", 2 << 30, 20 * MIB, 5),
+        event("alloc", 2 << 30, 9 * MIB, 5),
+        event("free_requested", 1 << 30, 7 * MIB, 0),
+        event("free_completed", 1 << 30, 7 * MIB, 0),
+        event("free_requested", (1 << 30) + 10 * MIB, 4 * MIB, 0),
+        event("oom", 3 << 30, 8 * MIB, 0),
+        event("free_completed", (1 << 30) + 10 * MIB, 4 * MIB, 0),
+        event("oom", 3 << 30, 8 * MIB, 0),
+    ];
+    let snapshot = json!({"segments": [], "device_traces": [events], "allocator_settings": {}});
+    let file = "oom.json";
+    place.write(file, snapshot.to_string());
+    let text = place.run(&["replay", file, "--alloc", "naive,caching"]).ok().stdout;
+    let said = [
+        "oom.json: out of memory at event 13: 8 MiB asked for on stream 0x0",
+        "  3 GiB free on the device",
+        "  40 MiB reserved, 18 MiB allocated",
+        "  22 MiB free in 3 pieces, largest 11 MiB",
+        "  stream 0x0: 20 MiB reserved, 11 MiB free in 2 pieces, largest 7 MiB",
+        "  stream 0x5: 20 MiB reserved, 11 MiB free in one piece",
+        "  its stream had enough free, but in pieces that were too small",
+        "  one request was refused before it",
+    ];
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(lines[0].ends_with(said[0]), "{text}");
+    assert_eq!(lines[1..said.len()], said[1..], "{text}");
+    assert_eq!(lines.iter().filter(|line| line.contains("out of memory")).count(), 1, "{text}");
+    let rows = place.run(&["replay", file, "--alloc", "caching", "--limit", "1GiB", "--json"]).rows();
+    let told = rows[0]["out_of_memory"].as_array().unwrap();
+    assert_eq!((told.len(), &told[0]["event"], &told[0]["limit_bytes"]), (2, &json!(11), &json!(1u64 << 30)));
+    assert_eq!(told[0]["held"]["pending_bytes"], 4 * MIB);
+    assert_eq!(
+        told[0]["streams"][1],
+        json!({
+            "stream": 5, "reserved_bytes": 20 * MIB, "allocated_bytes": 9 * MIB, "pending_bytes": 0,
+            "free_bytes": 11 * MIB, "free_blocks": 1, "largest_free_bytes": 11 * MIB,
+        })
+    );
+    // Without segments only what lived is known.
+    let lines = [line("alloc", 4096, 1000, 1), line("oom", 0, MIB, 1)].concat();
+    let text = place.run(&["replay", &place.write("own.jsonl", lines), "--alloc", "naive"]).ok().stdout;
+    assert!(text.contains("1000 B live; the history does not show what was reserved"), "{text}");
+}
+
+#[test]
 fn pytorchs_histories_are_followed_address_for_address() {
     let place = Place::new();
     for (name, limit) in [

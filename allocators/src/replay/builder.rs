@@ -1,6 +1,7 @@
 //! Compiles a history: checks it event by event and turns addresses into slots.
 
 use super::beginning::{Departed, Pending, Unknown};
+use super::oom::{Completions, MOST, Refusal};
 use super::op::{BY_DEVICE, Kind, MAX_STREAMS, NO_STREAM, Op, Release};
 use super::windows::{Cause, Completion, End, SegmentEvent, Window};
 use super::{MAX_BYTES, ReplayError};
@@ -76,6 +77,7 @@ pub struct HistoryBuilder {
     pub(super) expandable: bool,
     pub(super) outside: Option<u64>,
     pub(super) refused: u64,
+    pub(super) completions: Completions,
     pub(super) allocated: u64,
     pub(super) current: i64,
     pub(super) highest: i64,
@@ -125,6 +127,7 @@ impl HistoryBuilder {
             expandable: false,
             outside: None,
             refused: 0,
+            completions: Completions::default(),
             allocated: 0,
             current: 0,
             highest: 0,
@@ -192,6 +195,7 @@ impl HistoryBuilder {
             }
             self.waiting.insert(addr, op);
             self.deferred.push(op);
+            self.completions.held_up.push(op);
         }
         match event.action {
             Action::Alloc => self.alloc(event),
@@ -204,6 +208,7 @@ impl HistoryBuilder {
                     None => self.completion_unknown(event)?,
                 };
                 if let Some(op) = op {
+                    self.completions.completed.push((self.next_op(), event.addr));
                     self.window.completions.push(Completion {
                         op,
                         addr: event.addr,
@@ -388,6 +393,12 @@ impl HistoryBuilder {
     fn oom(&mut self, event: &Event) -> Result<(), ReplayError> {
         self.close_window(End::Refused { bytes: event.bytes, stream: event.stream });
         self.refused += 1;
+        let Event { bytes, stream, addr: device_free, .. } = *event;
+        if self.completions.refusals.len() == MOST {
+            self.completions.refusals.pop_front();
+        }
+        let refusal = Refusal { number: self.number, bytes, stream, device_free, op: self.next_op() };
+        self.completions.refusals.push_back(refusal);
         if event.bytes > 0 {
             let stream = self.stream(event.stream)?;
             self.ops.push(Op::new(Kind::Refused, stream, 0, event.bytes));

@@ -38,6 +38,7 @@ impl HistoryBuilder {
         let further_streams = if tells { self.defer(streams.len())? } else { self.leave_to_device() };
         let deferred = self.deferred.iter().filter(|number| tells && !self.is_before(**number)).count() as u64;
         self.complete_beginning(&mut beginning, settings)?;
+        let out_of_memory = self.out_of_memory(&beginning, &streams, settings);
         let not_comparable = self.not_comparable(&beginning);
         // The history holds it.
         self.claim.keep();
@@ -56,6 +57,7 @@ impl HistoryBuilder {
             further_streams,
             events: self.events,
             refused: self.refused,
+            out_of_memory,
             deferred,
             not_comparable,
         })

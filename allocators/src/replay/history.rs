@@ -2,6 +2,7 @@
 
 use super::ReplayError;
 use super::beginning::Beginning;
+use super::oom::OutOfMemory;
 use super::op::{Kind, Op};
 use super::windows::SegmentEvent;
 use crate::workload::Call;
@@ -26,6 +27,7 @@ pub struct History {
     /// What was held before the first event.
     pub(super) beginning: Beginning,
     pub(super) refused: u64,
+    pub(super) out_of_memory: Vec<OutOfMemory>,
     pub(super) deferred: u64,
     pub(super) max_live: u64,
     /// Why addresses cannot be compared.
@@ -76,6 +78,12 @@ impl History {
     #[must_use]
     pub fn refused_allocations(&self) -> u64 {
         self.refused
+    }
+
+    /// What the recorded allocator held at each request that it refused, in order; of more than a hundred the last.
+    #[must_use]
+    pub fn out_of_memory(&self) -> &[OutOfMemory] {
+        &self.out_of_memory
     }
 
     /// Frees that did not complete at once.

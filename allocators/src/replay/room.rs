@@ -2,6 +2,7 @@
 
 use super::beginning::{Beginning, Pending, StartBlock, StartSegment};
 use super::builder::HistoryBuilder;
+use super::memory::Part;
 use super::windows::Window;
 use crate::budget::{Budget, OverBudget};
 
@@ -34,6 +35,8 @@ impl HistoryBuilder {
         claim.reserve(&mut self.segments, self.window.segments.len())?;
         claim.reserve(&mut self.spare_slots, 1)?;
         claim.reserve(&mut self.deferred, 2)?;
+        claim.reserve(&mut self.completions.held_up, 1)?;
+        claim.reserve(&mut self.completions.completed, 1)?;
         claim.reserve(&mut self.unknown, 1)?;
         claim.reserve(&mut self.pending, 1)?;
         claim.reserve(&mut self.departed, 1)?;
@@ -55,7 +58,12 @@ impl HistoryBuilder {
         self.claim.reserve(&mut self.deferred, self.open.len() + blocks + 1)?;
         let block = 2 * size_of::<StartBlock>() + 2 * size_of::<Pending>() + in_table::<u32, u64>();
         let held = blocks * block + segments * 2 * size_of::<StartSegment>();
-        self.claim.add(held + self.deferred.len() * size_of::<u32>())
+        // Followed up to a refused request, blocks have free ones between them.
+        let live = self.slots as usize + self.completions.held_up.len() + blocks;
+        let follow = (2 * live + self.segments.len() + segments + 1) * in_tree::<u64, Part>()
+            + self.slots as usize * size_of::<Option<u64>>();
+        let follow = if self.completions.refusals.is_empty() { 0 } else { follow };
+        self.claim.add(held + follow + self.deferred.len() * size_of::<u32>())
     }
 
     /// Claims what it takes to follow the placements from what was there before.

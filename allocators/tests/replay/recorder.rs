@@ -4,7 +4,9 @@ use super::common::{allocate, free, sim, work};
 use allocators::backend::{Caching, CachingSettings};
 use allocators::device::{CallArguments, CallResult, Hook, HookedDriver};
 use allocators::trace::{Action, Event, Segment};
-use allocators::{Block, CallKind, DeviceAllocator, Driver, DriverResult, EventId, SimDriver, SimMemory, StreamId};
+use allocators::{
+    Block, CallKind, DeviceAllocator, Driver, DriverResult, EventId, SimDriver, SimMemory, Snapshot, StreamId,
+};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
@@ -79,6 +81,8 @@ pub(crate) struct Recorder {
     pub(crate) caching: Caching,
     streams: Vec<StreamId>,
     pub(crate) live: Vec<(Block, usize, bool)>,
+    /// What was held at each refusal, with the log's handles of streams.
+    pub(crate) refusals: Vec<Snapshot>,
     /// Whether uses on other streams are written down, as our own traces do and PyTorch does not.
     pub(crate) writes_uses: bool,
 }
@@ -90,7 +94,7 @@ impl Recorder {
         let inner = Arc::clone(&sim) as Arc<dyn Driver>;
         let watch = Arc::new(HookedDriver::with_hook(inner, Watch::default()));
         let caching = Caching::new(Arc::clone(&watch) as Arc<dyn Driver>, settings);
-        Self { sim, watch, caching, streams, live: Vec::new(), writes_uses: false }
+        Self { sim, watch, caching, streams, live: Vec::new(), refusals: Vec::new(), writes_uses: false }
     }
 
     fn log(&self, event: Event) {
@@ -113,6 +117,12 @@ impl Recorder {
             Err(error) => {
                 assert!(error.is_out_of_memory(), "{error}");
                 self.log(event(Action::Oom, 0, bytes, Self::handle(stream)));
+                let mut held = self.caching.snapshot().unwrap();
+                for segment in &mut held.segments {
+                    let number = self.streams.iter().position(|stream| *stream == segment.stream).unwrap();
+                    segment.stream = StreamId(Self::handle(number));
+                }
+                self.refusals.push(held);
                 false
             }
         }

@@ -53,9 +53,24 @@ fn untold(_: &AsRecorded) -> Option<String> {
     None
 }
 
+/// The last request that the recorded allocator refused: it tells why a program ended.
+fn refusal(row: &Row, page: &mut Page) {
+    let Some(last) = row.out_of_memory.last() else { return };
+    page.title(format!("{}: {}", row.trace, last.to_string().lines().next().unwrap_or_default()));
+    for line in last.to_string().lines().skip(1) {
+        page.note(line);
+    }
+    match row.refused_allocations {
+        1 => {}
+        2 => page.note("  one request was refused before it"),
+        count => page.note(format!("  {} requests were refused before it", count - 1)),
+    }
+}
+
 /// The table of one history's rows, with what should be known about it.
 pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) {
     let Some(first) = rows.first() else { return };
+    refusal(first, page);
     page.title(format!(
         "{} on {}: {} events, {} allocations, never more than {} live",
         first.trace,
