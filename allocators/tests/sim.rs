@@ -57,6 +57,27 @@ fn a_trimmed_pool_keeps_at_least_what_it_is_told_to() {
 }
 
 #[test]
+fn a_pools_peaks_stay_when_it_grows_again_to_less() {
+    let sim = sim(GIB, SimMemory::None);
+    let (stream, pool) = (sim.stream_create().unwrap(), pool(&sim, u64::MAX));
+    let counters = || sim.pool_counters(pool).unwrap();
+    let round = |bytes| {
+        let addr = sim.mem_alloc_async(pool, bytes, stream).unwrap();
+        assert_eq!((counters().reserved, counters().used), (bytes, bytes));
+        give(&sim, addr, stream);
+        sim.device_synchronize().unwrap();
+        sim.pool_trim_to(pool, 0).unwrap();
+        assert_eq!((counters().reserved, counters().used), (0, 0));
+        (counters().reserved_high, counters().used_high)
+    };
+    assert_eq!(round(128 * MIB), (128 * MIB, 128 * MIB));
+    assert_eq!(round(32 * MIB), (128 * MIB, 128 * MIB), "less than before");
+    assert_eq!(sim.pool_reserved_high(pool).unwrap(), 128 * MIB);
+    sim.pool_reset_peaks(pool).unwrap();
+    assert_eq!(round(32 * MIB), (32 * MIB, 32 * MIB), "from the reset on");
+}
+
+#[test]
 fn pools_plain_memory_and_reservations_never_share_addresses() {
     let sim = sim(64 * GIB, SimMemory::None);
     let stream = sim.stream_create().unwrap();
