@@ -77,7 +77,7 @@ fn the_table_has_a_line_for_each_case() {
 #[test]
 fn bad_input_is_one_line() {
     for (arguments, word) in [
-        (&["--case", "pear"][..], "no case begins with 'pear'; there are pair/512"),
+        (&["--case", "pear"][..], "no case begins with 'pear'; there are history/"),
         (&["--history", "/nowhere.pickle"], "/nowhere.pickle"),
         (&["--baselines"], "add --device cuda"),
         (&["--baselines", "--device", "cuda", "--baselines-dir", "/nowhere"], "/nowhere holds no run.py"),
