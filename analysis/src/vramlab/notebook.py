@@ -11,12 +11,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 
 from vramlab import repository, style
 from vramlab.errors import AnalysisError
 from vramlab.experiments import Experiment, results
+from vramlab.plots import bars
 
 # The recorded results that are drawn, the GPU's first. DEVICES=sim reads only those of the simulator.
 DEVICES = os.environ.get("DEVICES", "h200,sim").split(",")
@@ -62,6 +64,17 @@ def rows(head: Sequence[str], body: Iterable[Sequence[Any]]) -> None:
 def us(microseconds: float) -> str:
     """A time given in microseconds, in the unit that suits it."""
     return style.si_time(1e3 * microseconds)
+
+
+def spread(frame: pl.DataFrame, value: str, **where: Any) -> str:
+    """Median of times in microseconds over the rows where columns have these values; of fewer than five runs with all
+    that they say, the least and the most.
+    """
+    middle = us(bars.value_of(frame, value, **where))
+    chosen = frame.filter([pl.col(column) == wanted for column, wanted in where.items()])[value].drop_nulls()
+    if chosen.len() >= 5 or chosen.min() == chosen.max():
+        return middle
+    return f"{middle} ({us(chosen.min())} to {us(chosen.max())})"  # type: ignore[arg-type]
 
 
 def percent(share: float, digits: int = 0) -> str:
