@@ -142,15 +142,18 @@ fn report(rows: &[Row]) -> Page {
     let best = rows.iter().min_by_key(|row| row.capacity_bytes).unwrap_or(first);
     let worst = rows.iter().max_by_key(|row| row.capacity_bytes).unwrap_or(first);
     let size = Bytes(best.capacity_bytes);
+    let with_least = rows.iter().filter(|row| row.capacity_bytes == best.capacity_bytes);
+    let names: Vec<&str> = with_least.map(|row| row.allocator.name()).collect();
     let found = if worst.capacity_bytes == best.capacity_bytes {
         format!("The history runs in {size}")
     } else {
+        let run = if names.len() == 1 { "runs" } else { "run" };
         let (name, most) = (worst.allocator, Bytes(worst.capacity_bytes));
-        format!("{} runs the history in {size}, {name} needs {most}", best.allocator)
+        format!("{} {run} the history in {size}, {name} needs {most}", names.join(" and "))
     };
     let least = Bytes(best.max_live_bytes);
     let arguments =
-        format!("replay {} --limit {}B --device {}", quoted(&first.trace), best.capacity_bytes, first.device);
+        format!("replay {} --limit {}B --device {}", quoted(&first.trace), best.capacity_bytes, quoted(first.device));
     page.end(format!("{found}; {least} are live at once."), &command("experiments", &arguments));
     page
 }

@@ -248,7 +248,7 @@ impl Tally {
         };
         let left =
             if left.is_empty() { "nothing left out".to_owned() } else { format!("left out: {}", left.join(", ")) };
-        format!("{from} ({format}) to {out} ({to}): {written} events of {gpus}; {left}")
+        format!("{from} ({format}) to {out} ({to}): {written} events of {gpus}; {left}.")
     }
 }
 

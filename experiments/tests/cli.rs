@@ -32,8 +32,11 @@ fn compare_has_a_row_for_each_arm() {
         assert!((0.0..=1.0).contains(&number("val_accuracy")));
         assert!(0.0 < number("peak_requested_bytes"));
         assert!(number("peak_requested_bytes") <= number("peak_reserved_bytes"), "{row}");
-        assert!(number("allocate_p50_ns") <= number("allocate_p99_ns"));
-        assert!(number("deallocate_p50_ns") <= number("deallocate_p99_ns"));
+        // A cache's hits take no simulated time, and what was not measured is not there.
+        for (p50, p99) in [("allocate_p50_ns", "allocate_p99_ns"), ("deallocate_p50_ns", "deallocate_p99_ns")] {
+            assert_eq!(row.get(p50).is_none(), row["arm"] == "caching", "{row}");
+            assert!(row["arm"] == "caching" || 0.0 < number(p50) && number(p50) <= number(p99), "{row}");
+        }
         assert!(0.0 < number("utilisation") && number("utilisation") <= 1.0, "{row}");
         assert!(0.0 < number("step_s") && number("step_s") * number("steps") <= number("epoch_s"), "{row}");
         // What was computed does not depend on the allocator.
@@ -258,7 +261,7 @@ fn bad_timings_are_refused() {
     with("missing.json").refused(2, &["cannot read missing.json"]);
     with(&place.write("broken.json", "{")).refused(2, &["broken.json", "not a device profile"]);
     let blocked = format!("{file}/profile.json");
-    place.run(&["fit-kernels", &file, "--out", &blocked]).refused(2, &["cannot write", "profile.json"]);
+    place.run(&["fit-kernels", &file, "--out", &blocked]).refused(2, &["cannot be made", "profile.json"]);
 }
 
 #[test]

@@ -111,3 +111,30 @@ fn what_cannot_be_compared_is_refused() {
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
     fidelity(&place, &["--profile", "slow.json"]).refused(2, &["--profile is for new runs"]);
 }
+
+#[test]
+fn without_a_gpu_the_recorded_runs_are_compared() {
+    let place = Place::new();
+    let mut command = place.process(&["fidelity", "--json"]);
+    let ran = Ran::of(command.env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap());
+    let report = ran.json();
+    // It fails where the simulation is off, not because of what is missing here.
+    assert_eq!(ran.code, Some(if report["within"] == true { 0 } else { 1 }), "{ran:#?}");
+    assert!(report["cells"].as_array().unwrap().len() > 1, "{report}");
+    let said = |words: &str| ran.stderr.lines().any(|line| line.contains(words));
+    assert!(
+        said("no GPU here: the measured runs are those of ") && said("the simulated runs are those of "),
+        "{ran:#?}"
+    );
+    // Nothing was run for it.
+    assert_eq!(place.files(), [""; 0]);
+
+    // In words, one sentence and the next command.
+    let mut command = place.process(&["fidelity"]);
+    let text = Ran::of(command.env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap()).stdout;
+    let mut lines = text.lines().rev();
+    let (next, found) = (lines.next().unwrap(), lines.next().unwrap());
+    assert!(next.starts_with("Next: ") && next.contains("experiments"), "{text}");
+    let count = report["cells"].as_array().unwrap().iter().filter(|cell| cell["within"] == true).count();
+    assert!(found.starts_with(&format!("{count} of ")) && found.ends_with('.'), "{found}");
+}

@@ -284,7 +284,7 @@ fn the_smallest_memory_is_found() {
         assert!(capacity == 8 * MIB || probes.contains(&(capacity - MIB, false)), "{row}");
     }
     let table = place.run(&["capacity", &file, "--alloc", "caching,naive"]).ok().stdout;
-    assert!(table.contains("lower bound") && table.contains("in steps of 2 MiB"), "{table}");
+    assert!(table.contains("smallest memory") && table.contains("in steps of 2 MiB"), "{table}");
 }
 
 #[test]

@@ -436,6 +436,8 @@ fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Ar
     let observer: Arc<dyn Observer> = Arc::clone(terminal) as _;
     let outcome = crate::run(&settings, command, started, signals.stop(), &observer)?;
     terminal.clear();
+    // Before the report, whose last lines are what was found and the next command.
+    say(&format!("record   {}", outcome.directory.display()));
     let printed = printed(if args.json {
         print_json(&record::to_json(&outcome.summary)?)
     } else {
@@ -443,7 +445,6 @@ fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Ar
         report::report(&outcome, &settings, &mut page);
         page.print()
     });
-    say(&format!("record   {}", outcome.directory.display()));
     match outcome.error {
         None => Ok(printed),
         Some(error) => {

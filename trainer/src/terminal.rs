@@ -97,6 +97,6 @@ pub fn command(program: &str, arguments: &str) -> String {
     }
     let called = std::env::args_os().next().map(std::path::PathBuf::from).unwrap_or_default();
     let folder = called.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let path = folder.map_or_else(|| program.to_owned(), |folder| folder.join(program).display().to_string());
+    let path = folder.map_or_else(|| program.to_owned(), |folder| quoted(&folder.join(program).to_string_lossy()));
     format!("{path} {arguments}")
 }

@@ -129,7 +129,7 @@ pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Pag
     page.note("utilisation: peak active of peak reserved");
     if recorded.is_some() {
         page.note(
-            "recorded: what PyTorch did, as far as its history tells; peak requested: bytes asked for in active blocks",
+            "recorded: what the program did, as far as its history tells; peak requested: bytes asked for in active blocks",
         );
     }
     if let Some(note) = beginning(first) {
@@ -175,16 +175,19 @@ pub(super) fn end(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) 
     if let Some((told, caching)) = recorded.zip(caching) {
         let (ours, theirs) = (caching.peak_reserved_bytes, told.peak_reserved);
         found += &match ours == theirs {
-            true => format!("; PyTorch reserved {}, and so does caching here", size(theirs)),
-            false => format!("; PyTorch reserved {}, caching here {}", size(theirs), size(ours)),
+            true => format!("; {} were reserved when it was recorded, and so they are by caching here", size(theirs)),
+            false => {
+                format!("; {} were reserved when it was recorded, caching here reserves {}", size(theirs), size(ours))
+            }
         };
     }
     let calls = |row: &Row| row.driver_calls.values().sum::<u64>();
+    let counted = |count| if count == 1 { "1 driver call".to_owned() } else { format!("{count} driver calls") };
     if let (Some(fewest), Some(most)) = (whole().min_by_key(|row| calls(row)), whole().max_by_key(|row| calls(row)))
         && calls(fewest) < calls(most)
     {
         found +=
-            &format!("; {} makes {} driver calls, {} {}", fewest.allocator, calls(fewest), most.allocator, calls(most));
+            &format!("; {} makes {}, {} {}", fewest.allocator, counted(calls(fewest)), most.allocator, calls(most));
     }
     page.end(format!("{found}."), &command("experiments", &format!("capacity {}", quoted(&first.trace))));
 }

@@ -5,8 +5,8 @@ use super::spec::{self, DeviceKind, Source};
 use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
-use std::path::PathBuf;
-use trainer::terminal::{Column, Page, Table, command};
+use std::path::{Path, PathBuf};
+use trainer::terminal::{Column, Page, Table, command, quoted};
 
 #[derive(Debug, Args)]
 pub(crate) struct ListArgs {
@@ -58,10 +58,10 @@ pub(crate) fn list(args: &ListArgs) -> Result<()> {
     if args.json {
         return crate::print_json(&rows);
     }
-    crate::print(page(&rows))
+    crate::print(page(&rows, args.specs.as_deref()))
 }
 
-fn page(rows: &[Row]) -> Page {
+fn page(rows: &[Row], folder: Option<&Path>) -> Page {
     let mut table = Table::new([
         Column::left("spec"),
         Column::right("cuda runs"),
@@ -75,10 +75,15 @@ fn page(rows: &[Row]) -> Page {
     let mut page = Page::stdout();
     page.table(&table);
     let on_sim = || rows.iter().filter_map(|row| Some((row.runs_sim?, row)));
-    let found = format!("{} questions, {} of which the simulated GPU answers.", rows.len(), on_sim().count());
+    let word = if rows.len() == 1 { "question" } else { "questions" };
+    let found = format!("{} {word}, {} of which the simulated GPU answers.", rows.len(), on_sim().count());
+    let named = |name: &str| match folder {
+        Some(folder) => format!("run {} --specs {}", quoted(name), quoted(&folder.to_string_lossy())),
+        None => format!("run {}", quoted(name)),
+    };
     // The quickest to answer without a GPU; where none can be, the first.
-    let first = on_sim().min_by_key(|(runs, _)| *runs).map(|(_, row)| format!("run {} --device sim", row.name));
-    match first.or_else(|| rows.first().map(|row| format!("run {}", row.name))) {
+    let first = on_sim().min_by_key(|(runs, _)| *runs).map(|(_, row)| format!("{} --device sim", named(&row.name)));
+    match first.or_else(|| rows.first().map(|row| named(&row.name))) {
         Some(next) => page.end(found, &command("experiments", &next)),
         None => page.title("There is no spec in this folder."),
     }

@@ -131,7 +131,7 @@ impl CallLog {
         let text = |(kind, sum): (&'static str, Sum)| {
             let bytes = if sum.bytes > 0 { Bytes(sum.bytes).to_string() } else { String::new() };
             let (total, blocked) = (duration(sum.total_ns), blocked(sum.blocked_ns));
-            format!("driver   {at:20} {kind:16} {bytes:>10} in {} calls  {total}{blocked}", sum.count)
+            format!("driver   {at:14} {kind:9} {bytes:>8} in {} calls  {total}{blocked}", sum.count)
         };
         counted.into_iter().map(text).collect()
     }
@@ -146,7 +146,8 @@ fn line(at: Phase, event: &CallEvent) -> String {
     let addr = event.addr.map_or_else(String::new, |addr| format!("at {:#x}", addr.get()));
     let failed = if event.ok { "" } else { " FAILED" };
     let (kind, blocked) = (event.kind.name(), blocked(event.blocked_ns));
-    format!("driver   {at:20} {kind:16} {bytes:>10} {addr}  {}{blocked}{failed}", duration(event.total_ns))
+    // Most of them fit eighty columns.
+    format!("driver   {at:14} {kind:9} {bytes:>8} {addr}  {}{blocked}{failed}", duration(event.total_ns))
 }
 
 #[cfg(test)]

@@ -1,0 +1,263 @@
+//! What a person sees in a terminal: each program's screen at 80 columns, and what holds at any width.
+
+#![cfg(unix)]
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+#[path = "../../trainer/tests/common/pty.rs"]
+mod pty;
+
+use common::{Place, Ran};
+use pty::{check, show};
+use serde_json::Value;
+use std::path::Path;
+use std::process::Command;
+
+const IRIS: [&str; 10] = ["--device", "sim", "--dataset", "iris", "--epochs", "3", "--hidden", "16", "--layers", "2"];
+
+const SPEC: &str = r#"
+name = "small"
+question = "Does a table of this experiment fit a terminal of eighty columns, with its question above it in words?"
+repeats = 2
+devices = ["sim"]
+keep = ["summary.json"]
+
+[options]
+dataset = "iris"
+layers = 2
+epochs = 2
+
+[matrix]
+alloc = ["naive", "caching", "stream-ordered"]
+sync = ["never", "step"]
+"#;
+
+/// What differs from machine to machine and from run to run.
+const CHANGES: [(&str, &str); 4] = [
+    (r"(?m)^host ns/operation.*$", "host ns/operation [host time]"),
+    (r"--release -p", "-p"),
+    (r"/\S*/(small|history)", "/[folder]/$1"),
+    (r"(?m)^wall.*$", "wall [host time]"),
+];
+
+/// A bench has figures everywhere, and widths that follow them.
+const FIGURES: [(&str, &str); 5] = [
+    (r"(?s)warning: the repeats.*?more\s+--repeats\n", ""),
+    (r"(?m)^null, .*(\n.*)?largest\)$", "null, [processor] (smallest to largest)"),
+    (r"[\d.]+ \([\d.]+-[\d.]+\)", "[ns]"),
+    (r"(takes) [\d.]+", "$1 [ns]"),
+    (r"  +|[─═]+", "  "),
+];
+
+/// The program with nothing of this machine's set-up, and a small history beside it.
+fn place() -> Place {
+    let place = Place::new();
+    place.write("small.toml", SPEC);
+    let run = ["trainer", "--alloc", "caching", "--export", "snapshot-json", "--out", "record"];
+    place.run(&[&run[..], &IRIS].concat()).ok();
+    place
+}
+
+fn screen(place: &Place, arguments: &[&str]) -> String {
+    let shown = show(&mut place.process(arguments), 80, &[]);
+    assert_eq!(shown.code, Some(0), "{}", shown.screen);
+    shown.screen
+}
+
+#[test]
+fn screens_at_80_columns() {
+    let place = place();
+    let history = "record/snapshot.json";
+    let specs = Path::new(env!("CARGO_MANIFEST_DIR")).join("specs");
+    let specs = specs.to_str().unwrap();
+    insta::with_settings!({ filters => CHANGES }, {
+        insta::assert_snapshot!("compare", screen(&place, &[&["compare"], &IRIS[..]].concat()));
+        insta::assert_snapshot!("replay", screen(&place, &["replay", history]));
+        insta::assert_snapshot!("capacity", screen(&place, &["capacity", history]));
+        insta::assert_snapshot!("list", screen(&place, &["list", "--specs", "."]));
+        insta::assert_snapshot!("run", screen(&place, &["run", "small.toml", "--device", "sim", "-o", "out"]));
+    });
+    insta::with_settings!({ filters => FIGURES }, {
+        let bench = ["bench", "--case", "pair/512", "--repeats", "2"];
+        insta::assert_snapshot!("bench", screen(&place, &[&bench[..], &["--alloc", "caching"]].concat()));
+    });
+    // The project's own questions change; that they fit does not.
+    check(&|| place.process(&["list", "--specs", specs]));
+}
+
+#[test]
+fn screens_at_other_widths_and_without_styles() {
+    let place = place();
+    let history = "record/snapshot.json";
+    for arguments in [
+        &[&["compare"], &IRIS[..]].concat()[..],
+        &["replay", history, history],
+        &["replay", history, "--addresses", "recorded"],
+        &["capacity", history],
+        &["run", "small.toml", "--device", "sim", "-o", "out"],
+        &["run", "small.toml", "--device", "sim", "-o", "out", "--dry-run"],
+        &["fidelity", "--measured", "out/small", "--against", "out/small"],
+        &["bench", "--case", "pair/512,instrument", "--threads", "1", "--repeats", "1"],
+        &["convert", history, "--to", "perfetto", "-o", "history.json", "--force"],
+    ] {
+        check(&|| place.process(arguments));
+    }
+}
+
+#[test]
+fn what_comes_from_outside_moves_no_cursor() {
+    let place = place();
+    let hostile = "\u{1b}[2J\u{9b}31m\u{202e}\u{7}";
+    let written = r"\u001b[2J\u202e";
+    let named = |name: &str, text: &str| place.write(&format!("{hostile}{name}"), text);
+    let history =
+        named("history.json", &format!(r#"{{"segments": [{{"{written}": 1}}], "device_traces": "{written}"}}"#));
+    let event = named("trace.jsonl", &format!(r#"{{"operation": "{written}", "path": "{written}"}}"#));
+    let profile = named("profile.json", &format!(r#"{{"{written}": 1}}"#));
+    let spec = named("spec.toml", &format!("name = \"{written}\"\n\"{written}\" = 1\n"));
+    std::fs::create_dir(place.at("questions")).unwrap();
+    let asked = SPEC.replace("Does a table", written);
+    place.write("questions/small.toml", &asked);
+    let device = format!("sim:{profile}");
+    // A recorded run whose state nobody knows.
+    place.run(&["run", "small.toml", "--device", "sim", "-o", "out"]).ok();
+    let run = place.at("out/small/runs").read_dir().unwrap().next().unwrap().unwrap().path().join("run.json");
+    let text = std::fs::read_to_string(&run).unwrap().replace("\"done\"", &format!("\"{written}\""));
+    std::fs::write(&run, text).unwrap();
+    // Not all of them name what they were given.
+    let mut told = 0;
+    for arguments in [
+        &["replay", &history][..],
+        &["replay", &event],
+        &["replay", hostile],
+        &["replay", "record/snapshot.json", "--device", &device],
+        &["capacity", &history],
+        &["convert", &history, "--to", "rmm", "-o", hostile],
+        &["compare", "--arm", hostile],
+        &["compare", "--device", hostile],
+        &["run", &spec],
+        &["run", hostile],
+        &["run", "small.toml", "--device", "sim", "-o", "out"],
+        &["list", "--specs", "questions"],
+        &["list", "--specs", "questions", "--json"],
+        &["list", "--specs", hostile],
+        &["fidelity", "--measured", hostile, "--against", hostile],
+        &["bench", "--case", hostile],
+        &["calibrate", "--device", hostile, "--source", hostile, "--out", hostile],
+        &["fit-kernels", &history, "--out", "x"],
+    ] {
+        let output = place.process(arguments).output().unwrap();
+        let listed = arguments[0] == "list" && arguments[2] == "questions";
+        assert_eq!(output.status.success(), listed, "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        let mut escaped = false;
+        for text in [output.stdout, output.stderr] {
+            let text = String::from_utf8(text).unwrap();
+            let acts = |character: char| (character.is_control() && character != '\n') || character == '\u{202e}';
+            assert!(!text.contains(acts), "{arguments:?}: {text:?}");
+            // As the printer, JSON, or Rust's own quoting write them.
+            escaped |= [r"\x", r"\u"].iter().any(|sign| text.contains(sign));
+        }
+        told += usize::from(escaped);
+    }
+    assert!(told > 12, "{told} outputs show something of it");
+}
+
+/// The last two lines in a pipe: what was found, and the next command.
+fn end(stdout: &str) -> (&str, &str) {
+    let mut lines = stdout.trim_end().lines().rev();
+    let next = lines.next().and_then(|line| line.strip_prefix("Next: "));
+    (lines.next().unwrap_or_default(), next.unwrap_or_else(|| panic!("no next command: {stdout}")))
+}
+
+/// What a program prints that was started by its path.
+fn by_path(place: &Place, arguments: &[&str]) -> String {
+    Ran::of(place.process(arguments).env_remove("CARGO").output().unwrap()).ok().stdout
+}
+
+/// Of rows in JSON the one with the least of a figure, by name.
+fn least<'a>(rows: &'a [Value], figure: &str, name: &str) -> &'a str {
+    let of = |row: &Value| row[figure].as_f64().unwrap();
+    rows.iter().min_by(|a, b| of(a).total_cmp(&of(b))).unwrap()[name].as_str().unwrap()
+}
+
+#[test]
+fn the_last_lines_are_what_was_found_and_the_next_command() {
+    let place = place();
+    let history = "record/snapshot.json";
+    let specs = Path::new(env!("CARGO_MANIFEST_DIR")).join("specs");
+    let specs = specs.to_str().unwrap();
+    let rows = |arguments: &[&str]| place.run(&[arguments, &["--json"]].concat()).rows();
+    let compare = [&["compare"], &IRIS[..]].concat();
+    let compared = rows(&compare);
+    let replayed = rows(&["replay", history]);
+    let fitted = rows(&["capacity", history]);
+    let kept = rows(&["list", "--specs", specs]);
+    let run = ["run", "small.toml", "--device", "sim", "-o", "out"];
+    let bench = ["bench", "--case", "pair/512", "--repeats", "1", "--alloc", "caching"];
+    let fidelity = ["fidelity", "--measured", "out/small", "--against", "out/small"];
+    let convert = ["convert", history, "--to", "rmm", "-o", "history.csv"];
+    for (arguments, words, next_words) in [
+        (
+            &compare[..],
+            vec![format!("'{}' is the fastest", least(&compared, "step_s", "arm"))],
+            "--dataset=iris --hidden=16 --layers=2 --epochs=3 --log-driver-calls",
+        ),
+        (
+            &["replay", history],
+            vec![format!("{} reserves", least(&replayed, "peak_reserved_bytes", "allocator"))],
+            "experiments capacity record/snapshot.json",
+        ),
+        (
+            &["capacity", history],
+            vec![least(&fitted, "capacity_bytes", "allocator").to_owned(), " the history in ".to_owned()],
+            "experiments replay record/snapshot.json --limit ",
+        ),
+        (&["list", "--specs", specs], vec![format!("{} questions", kept.len())], "--device sim"),
+        (&run, vec!["runs of small are done".to_owned(), "out/small".to_owned()], "vramlab report out/small"),
+        (&["status", "out/small"], vec!["runs are done".to_owned()], "vramlab report out/small"),
+        (&fidelity, vec!["cells are as measured".to_owned()], "experiments compare"),
+        (&convert, vec!["to history.csv (rmm): ".to_owned()], "experiments replay history.csv"),
+        (&bench, vec!["caching takes".to_owned()], "experiments compare"),
+    ] {
+        let text = by_path(&place, arguments);
+        let (found, next) = end(&text);
+        assert!(found.ends_with('.') && found.split(' ').count() > 4, "{arguments:?}: {found}");
+        assert!(words.iter().all(|words| found.contains(words)), "{arguments:?}: {words:?} should be in: {found}");
+        assert!(next.contains(next_words), "{arguments:?}: {next}");
+    }
+    let count = std::fs::read_dir(place.at("out/small/runs")).unwrap().count();
+    let text = by_path(&place, &["status", "out/small"]);
+    assert!(end(&text).0.contains(&format!("{count} of {count} runs")), "{text}");
+}
+
+#[test]
+fn the_next_command_can_be_pasted() {
+    let place = place();
+    place.file("a history.json", std::fs::read(place.at("record/snapshot.json")).unwrap());
+    std::fs::create_dir(place.at("my specs")).unwrap();
+    std::fs::rename(place.at("small.toml"), place.at("my specs/small.toml")).unwrap();
+    for (first, steps) in [(&["replay", "a history.json"][..], 3), (&["list", "--specs", "my specs"], 1)] {
+        let mut text = by_path(&place, first);
+        for _ in 0..steps {
+            let next = end(&text).1;
+            let output =
+                Command::new("sh").args(["-c", next]).current_dir(place.at(".")).env_remove("CARGO").output().unwrap();
+            assert!(output.status.success(), "{next}: {}", String::from_utf8_lossy(&output.stderr));
+            text = String::from_utf8(output.stdout).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_pipe_gets_whole_lines() {
+    let place = place();
+    let output = |command: &mut Command| String::from_utf8(command.output().unwrap().stdout).unwrap();
+    let whole = output(place.process(&["list", "--specs", "."]).env_remove("COLUMNS"));
+    assert!(
+        whole.contains("Does a table of this experiment fit a terminal of eighty columns, with its question"),
+        "{whole}"
+    );
+    let narrow = output(place.process(&["list", "--specs", "."]).env("COLUMNS", "60"));
+    assert!(narrow.lines().all(|line| line.chars().count() <= 60), "{narrow}");
+}

@@ -1,0 +1,121 @@
+//! What a person sees in a terminal: the program's screens at 80 columns, and what holds at any width.
+
+#![cfg(unix)]
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+#[path = "common/pty.rs"]
+mod pty;
+
+use pty::{check, show};
+use serde_json::Value;
+use std::process::Command;
+use tempfile::TempDir;
+
+const IRIS: [&str; 8] = ["--device", "sim", "--dataset", "iris", "--hidden", "16", "--epochs", "2"];
+
+fn trainer(place: &TempDir, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.args(arguments).current_dir(place.path()).env("GPU_ALLOCATORS_CACHE", "cache").env("PATH", "/nowhere");
+    for name in ["MNIST_DIR", "MNIST_MIRROR", "NVTX_INJECTION64_PATH", "NVTX_INJECTION32_PATH"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// What differs from machine to machine and from run to run.
+const CHANGES: [(&str, &str); 3] =
+    [(r"costs \d+ ns each time", "costs [host time] each time"), (r"--release -p", "-p"), (r"runs/\S+", "runs/[time]")];
+
+fn of(arguments: &[&str]) -> String {
+    let place = TempDir::new().unwrap();
+    let shown = show(&mut trainer(&place, &[&IRIS, arguments].concat()), 80, &[]);
+    assert_eq!(shown.code, Some(0), "{}", shown.screen);
+    shown.screen
+}
+
+#[test]
+fn a_run_at_80_columns() {
+    insta::with_settings!({ filters => CHANGES }, {
+        insta::assert_snapshot!("caching", of(&["--alloc", "caching"]));
+        insta::assert_snapshot!("naive", of(&["--alloc", "naive", "--log-driver-calls"]));
+    });
+}
+
+#[test]
+fn a_run_at_other_widths_and_without_styles() {
+    let place = TempDir::new().unwrap();
+    check(&|| trainer(&place, &[&IRIS[..], &["--check", "--alloc", "stream-ordered"]].concat()));
+}
+
+#[test]
+fn doctor_at_80_columns_and_others() {
+    let place = TempDir::new().unwrap();
+    check(&|| trainer(&place, &["doctor"]));
+    let shown = show(&mut trainer(&place, &["doctor"]), 80, &[]);
+    // With a driver the screen is the machine's.
+    if shown.screen.contains("libcuda was not found") {
+        insta::with_settings!({ filters => CHANGES }, {
+            insta::assert_snapshot!("doctor", shown.screen);
+        });
+    }
+}
+
+/// The last two lines in a pipe: what was found, and the next command.
+fn end(stdout: &str) -> (&str, &str) {
+    let mut lines = stdout.trim_end().lines().rev();
+    let next = lines.next().and_then(|line| line.strip_prefix("Next: "));
+    (lines.next().unwrap_or_default(), next.unwrap_or_else(|| panic!("no next command: {stdout}")))
+}
+
+#[test]
+fn the_last_lines_are_what_was_found_and_the_next_command() {
+    let place = TempDir::new().unwrap();
+    for allocator in ["naive", "caching", "stream-ordered"] {
+        let run = |more: &[&str]| {
+            let mut command = trainer(&place, &[&IRIS[..], &["--alloc", allocator], more].concat());
+            let output = command.env_remove("CARGO").output().unwrap();
+            String::from_utf8(output.stdout).unwrap()
+        };
+        let text = run(&["--out", &format!("{allocator}-text")]);
+        let record: Value = serde_json::from_str(&run(&["--json", "--out", allocator])).unwrap();
+        let calls = |name: &str| record["driver_calls"][name]["count"].as_u64().unwrap_or(0);
+        let count = calls("mem_alloc") + calls("mem_alloc_async");
+        let times = if count == 1 { "once".to_owned() } else { format!("{count} times") };
+        let (found, next) = end(&text);
+        assert!(found.starts_with(&format!("{allocator} asked the driver for memory {times}, ")), "{found}");
+        assert!(found.ends_with('.'), "{found}");
+        assert!(next.contains("experiments") && next.contains(" compare --device sim --dataset iris"), "{next}");
+    }
+    let output = trainer(&place, &["doctor"]).env_remove("CARGO").output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let (found, next) = end(&text);
+    assert!(found.ends_with('.') && found.contains("GPU") && next.contains("trainer --alloc caching"), "{text}");
+}
+
+#[test]
+fn what_comes_from_outside_moves_no_cursor() {
+    let place = TempDir::new().unwrap();
+    let hostile = "\u{1b}[2J\u{9b}31m\u{202e}\u{7}";
+    let profile = place.path().join(format!("{hostile}.json"));
+    std::fs::write(&profile, format!("{{\"{}\": 1}}", r"\u001b[2J\u202e")).unwrap();
+    let profile = format!("sim:{}", profile.display());
+    for arguments in [
+        &["--device", &profile][..],
+        &["--device", hostile],
+        &["--alloc", hostile],
+        &["--data-dir", hostile, "--dataset", "mnist", "--offline"],
+        &[&IRIS[..], &["--out", hostile]].concat(),
+        &[hostile],
+        &["doctor", "--data-dir", hostile],
+        &["doctor", "--json", "--data-dir", hostile],
+        &[&IRIS[..], &["--json", "--save-start", hostile, "--out", "record"]].concat(),
+    ] {
+        let output = trainer(&place, arguments).output().unwrap();
+        for text in [output.stdout, output.stderr] {
+            let text = String::from_utf8(text).unwrap();
+            let acts = |character: char| (character.is_control() && character != '\n') || character == '\u{202e}';
+            assert!(!text.contains(acts), "{arguments:?}: {text:?}");
+        }
+    }
+}
