@@ -277,6 +277,28 @@ fn plain_memory_costs_by_the_pages_that_it_takes_and_gives_back() {
 }
 
 #[test]
+fn a_free_of_plain_memory_waits_for_all_streams_where_the_profile_says_so() {
+    for drains in [true, false] {
+        let mut profile = common::profile(GIB);
+        profile.plain.free_drains_device = drains;
+        let sim = SimDriver::new(profile, SimMemory::None);
+        let streams = [(); 2].map(|()| sim.stream_create().unwrap());
+        let addr = sim.mem_alloc(MIB).unwrap();
+        for (stream, ns) in streams.into_iter().zip([20_000_000, 50_000_000]) {
+            common::work(&sim, stream, ns);
+        }
+        let ready = streams.map(|stream| common::ready_ns(&sim, stream)).into_iter().max().unwrap();
+        let waited = sim.blocked_ns().unwrap();
+        let before = sim.clock().now_ns();
+        // SAFETY: allocated above, freed once.
+        unsafe { sim.mem_free(addr) }.unwrap();
+        let waits = sim.blocked_ns().unwrap() - waited;
+        assert_eq!(waits, if drains { ready - before } else { 0 });
+        assert_eq!(sim.clock().now_ns() - before, waits + sim.profile().plain.free_ns.at(MIB));
+    }
+}
+
+#[test]
 fn a_block_for_which_the_host_has_no_memory_is_refused_and_leaves_nothing() {
     let sim = SimDriver::new(common::profile(GIB), SimMemory::Host).with_host_limit(40 * MIB);
     let (stream, start) = (sim.stream_create().unwrap(), free_bytes(&sim));
