@@ -1,13 +1,14 @@
 //! One run from settings to record.
 
 mod capture;
+mod check;
 mod epoch;
 mod graphs;
 mod last_allocation;
 mod persistent;
 mod stepper;
 
-use crate::arithmetic::{Arithmetic, FuseMode, GemmMode};
+use crate::arithmetic::{Arithmetic, GemmMode};
 use crate::data::{self, DataRequest, Dataset, Progress, Split};
 use crate::device::Device;
 use crate::error::{Result, TrainError};
@@ -21,7 +22,7 @@ use crate::record::{
     DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, LibraryRecord, RecordWriter, SCHEMA_VERSION, STEPS,
     Status, Summary, TRACE,
 };
-use crate::settings::{DeviceChoice, GRAPH_STEPS, LaunchMode, LoaderMode, Settings, SyncMode};
+use crate::settings::{DeviceChoice, LaunchMode, Settings};
 use crate::stack::Stack;
 use crate::tensor::Context;
 use crate::{signals, start};
@@ -137,7 +138,7 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
     if !settings.learning_rate.is_finite() || settings.learning_rate <= 0.0 {
         return Err(TrainError::Input(format!("--lr must be a positive number, found {}", settings.learning_rate)));
     }
-    check_launch(settings)?;
+    check::launch(settings)?;
     let Arithmetic { loss_scale, .. } = settings.arithmetic()?;
     if !(settings.learning_rate / loss_scale).is_finite() {
         return Err(TrainError::Input(format!(
@@ -146,58 +147,6 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
         )));
     }
     Ok(())
-}
-
-/// Whether a simulated run finds the memory that it needs; asked before it takes any.
-fn check_host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {
-    let Some(room) = room.filter(|room| room.bytes < least) else { return Ok(()) };
-    Err(TrainError::Input(format!(
-        "this network on the simulated GPU needs at least {} of this machine's memory, and there are {room}: lower --hidden, \
-         --layers or --batch, or use a GPU",
-        Bytes(least)
-    )))
-}
-
-/// Whether a step can be launched as it is to be.
-fn check_launch(settings: &Settings) -> Result<()> {
-    let Settings { launch, loader, sync, fuse, streams, graph_steps, gemm, .. } = *settings;
-    check_graph_steps(graph_steps, launch, sync)?;
-    if launch == LaunchMode::Eager {
-        return Ok(());
-    }
-    let name = if launch == LaunchMode::Graph { "graph" } else { "persistent" };
-    let problem = if loader != LoaderMode::Resident {
-        format!("--launch {name} needs --loader resident: it picks its batches on the device")
-    } else if sync == SyncMode::Op {
-        format!("--launch {name} has no launch for each operation: use --sync step instead of op")
-    } else if launch == LaunchMode::Persistent && fuse != FuseMode::Update {
-        "--launch persistent needs --fuse update: its kernel does all of a step".to_owned()
-    } else if launch == LaunchMode::Persistent && gemm == Some(GemmMode::CublasLt) {
-        "--launch persistent has kernels of its own for products: leave out --gemm cublaslt, or use --launch graph"
-            .to_owned()
-    } else if launch == LaunchMode::Persistent && streams != 1 {
-        format!("--launch persistent does its steps in one kernel: use --streams 1 instead of {streams}")
-    } else if launch == LaunchMode::Persistent && !settings.arithmetic()?.precision().is_persistent() {
-        "--launch persistent has no kernel for --dtype f32 with --gemm tensor: use --gemm tiled or --launch graph"
-            .to_owned()
-    } else {
-        return Ok(());
-    };
-    Err(TrainError::Input(problem))
-}
-
-fn check_graph_steps(steps: Option<u32>, launch: LaunchMode, sync: SyncMode) -> Result<()> {
-    let Some(steps) = steps else { return Ok(()) };
-    let problem = if !GRAPH_STEPS.contains(&steps) {
-        format!("--graph-steps lies between {} and {}, found {steps}", GRAPH_STEPS.start(), GRAPH_STEPS.end())
-    } else if launch != LaunchMode::Graph {
-        "--graph-steps is for --launch graph: add that, or leave it out".to_owned()
-    } else if sync == SyncMode::Step && steps > 1 {
-        format!("--sync step waits for each step: use --graph-steps 1 instead of {steps}, or --sync never")
-    } else {
-        return Ok(());
-    };
-    Err(TrainError::Input(problem))
 }
 
 /// The data that the settings ask for.
@@ -269,7 +218,7 @@ impl Run {
             )));
         }
         if description.kind == DeviceKind::Sim {
-            check_host_memory(mlp::least_host_bytes(&widths, &arithmetic, settings.batch), HostRoom::now())?;
+            check::host_memory(mlp::least_host_bytes(&widths, &arithmetic, settings.batch), HostRoom::now())?;
         }
         let stack = Stack::build(&allocator_settings(settings), settings, &device)?;
         let label =

@@ -1,0 +1,58 @@
+//! What a run refuses before it begins.
+
+use crate::arithmetic::{FuseMode, GemmMode};
+use crate::error::{Result, TrainError};
+use crate::settings::{GRAPH_STEPS, LaunchMode, LoaderMode, Settings, SyncMode};
+use allocators::{Bytes, HostRoom};
+
+/// Whether a simulated run finds the memory that it needs; asked before it takes any.
+pub(super) fn host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {
+    let Some(room) = room.filter(|room| room.bytes < least) else { return Ok(()) };
+    Err(TrainError::Input(format!(
+        "this network on the simulated GPU needs at least {} of this machine's memory, and there are {room}: lower --hidden, \
+         --layers or --batch, or use a GPU",
+        Bytes(least)
+    )))
+}
+
+/// Whether a step can be launched as it is to be.
+pub(super) fn launch(settings: &Settings) -> Result<()> {
+    let Settings { launch, loader, sync, fuse, streams, graph_steps, gemm, .. } = *settings;
+    graph_steps_of(graph_steps, launch, sync)?;
+    if launch == LaunchMode::Eager {
+        return Ok(());
+    }
+    let name = if launch == LaunchMode::Graph { "graph" } else { "persistent" };
+    let problem = if loader != LoaderMode::Resident {
+        format!("--launch {name} needs --loader resident: it picks its batches on the device")
+    } else if sync == SyncMode::Op {
+        format!("--launch {name} has no launch for each operation: use --sync step instead of op")
+    } else if launch == LaunchMode::Persistent && fuse != FuseMode::Update {
+        "--launch persistent needs --fuse update: its kernel does all of a step".to_owned()
+    } else if launch == LaunchMode::Persistent && gemm == Some(GemmMode::CublasLt) {
+        "--launch persistent has kernels of its own for products: leave out --gemm cublaslt, or use --launch graph"
+            .to_owned()
+    } else if launch == LaunchMode::Persistent && streams != 1 {
+        format!("--launch persistent does its steps in one kernel: use --streams 1 instead of {streams}")
+    } else if launch == LaunchMode::Persistent && !settings.arithmetic()?.precision().is_persistent() {
+        "--launch persistent has no kernel for --dtype f32 with --gemm tensor: use --gemm tiled or --launch graph"
+            .to_owned()
+    } else {
+        return Ok(());
+    };
+    Err(TrainError::Input(problem))
+}
+
+fn graph_steps_of(steps: Option<u32>, launch: LaunchMode, sync: SyncMode) -> Result<()> {
+    let Some(steps) = steps else { return Ok(()) };
+    let problem = if !GRAPH_STEPS.contains(&steps) {
+        format!("--graph-steps lies between {} and {}, found {steps}", GRAPH_STEPS.start(), GRAPH_STEPS.end())
+    } else if launch != LaunchMode::Graph {
+        "--graph-steps is for --launch graph: add that, or leave it out".to_owned()
+    } else if sync == SyncMode::Step && steps > 1 {
+        format!("--sync step waits for each step: use --graph-steps 1 instead of {steps}, or --sync never")
+    } else {
+        return Ok(());
+    };
+    Err(TrainError::Input(problem))
+}
