@@ -43,9 +43,6 @@
 //!   may differ from the log.
 //! - Under a limit, what `empty_cache` right before an allocation released may as well have been released by a retry of
 //!   that allocation. Blocks, segments and every other figure come out the same; only `num_alloc_retries` may differ.
-//! - A request of the large pool gets a free block whole that is larger by up to 1 MiB. What lies behind a block that
-//!   was held up is taken for free, so a retry that released its segment may be taken for `empty_cache`, and the request
-//!   may then come to lie elsewhere. (One in some 700,000 random histories under a limit.)
 //! - With `garbage_collection_threshold` or `max_split_size`, what `empty_cache` right before an allocation released may
 //!   be taken for what the allocator released itself, and the point at which a free that was held up completed is not
 //!   always told. Then a replay may differ from the log. Without `empty_cache` and without such frees it does not.

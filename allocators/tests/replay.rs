@@ -197,6 +197,38 @@ fn a_refused_request_may_have_waited_for_the_block_freed_last() {
     waits_for_the_block_freed_last(39 * MIB, true);
 }
 
+/// A block that was held up had got a free block whole that was 512 KiB larger. Together with that the free block behind
+/// it would have served the request; without it only a retry explains what went back.
+#[test]
+fn what_lies_behind_a_block_that_was_held_up_may_be_its_own() {
+    let settings = CachingSettings { memory_limit: Some(45 * MIB), ..CachingSettings::default() };
+    let mut recorder = Recorder::new(settings, 16 * GIB, STREAMS);
+    let block = |recorder: &Recorder, bytes: u64| {
+        recorder.live.iter().position(|(live, ..)| live.requested() == bytes).unwrap()
+    };
+    // A segment for the first two, another one for the others.
+    for bytes in [9 * MIB, 11 * MIB, 2 * MIB, 12 * MIB] {
+        assert!(recorder.alloc(bytes, 0));
+    }
+    let (first, larger) = (recorder.live[0].0.addr(), 8 * MIB + MIB / 2);
+    recorder.free(block(&recorder, 9 * MIB));
+    assert!(recorder.alloc(larger, 0));
+    assert_eq!(recorder.live.last().unwrap().0.addr(), first);
+    recorder.free(block(&recorder, 11 * MIB));
+    for (bytes, stream) in [(12 * MIB, 1), (larger, 2)] {
+        recorder.work(stream, 1_000_000_000);
+        recorder.record_use(block(&recorder, bytes), stream);
+        recorder.free(block(&recorder, bytes));
+    }
+    let before = recorder.events().len();
+    // Where 12 MiB become free by waiting it would have fitted, had that been before.
+    assert!(recorder.alloc(11 * MIB + MIB / 4, 0));
+    let actions: Vec<Action> = recorder.events()[before..].iter().map(|event| event.action).collect();
+    let completed = Action::FreeCompleted;
+    assert_eq!(actions, [completed, completed, Action::SegmentFree, Action::SegmentAlloc, Action::Alloc]);
+    check_faithful(settings, &recorder);
+}
+
 proptest! {
     #![proptest_config(cases(400))]
 

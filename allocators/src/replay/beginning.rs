@@ -34,10 +34,10 @@ pub(super) struct Unknown {
 /// A block whose free had been requested before the first event.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pending {
-    addr: u64,
-    bytes: u64,
+    pub(super) addr: u64,
+    pub(super) bytes: u64,
     /// Size, where the end of the history tells it.
-    size: Option<u64>,
+    pub(super) size: Option<u64>,
     /// Its free, which a replay requests before the first event.
     pub(super) op: Op,
 }
@@ -204,7 +204,7 @@ impl HistoryBuilder {
         let op = self.add_pending(addr, bytes, None, stream)?;
         if self.events == 1 {
             // The history may as well have been cut between a free's request and its completion.
-            self.window.before = Some(Completion { op, addr, bytes, stream, after_release: false });
+            self.window.before = Some(Completion { op, addr, bytes, size: None, stream, after_release: false });
             return Ok(None);
         }
         self.deferred.push(op);

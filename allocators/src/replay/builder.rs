@@ -189,8 +189,8 @@ impl HistoryBuilder {
         if let Some((addr, op)) = self.just_freed.take() {
             if event.action == Action::FreeCompleted && event.addr == addr {
                 self.completes = true;
-                self.window.before =
-                    Some(Completion { op, addr, bytes: event.bytes, stream: event.stream, after_release: false });
+                let Event { bytes, stream, .. } = *event;
+                self.window.before = Some(Completion { op, addr, bytes, size: None, stream, after_release: false });
                 return Ok(());
             }
             self.waiting.insert(addr, op);
@@ -213,6 +213,7 @@ impl HistoryBuilder {
                         op,
                         addr: event.addr,
                         bytes: event.bytes,
+                        size: None,
                         stream: event.stream,
                         after_release: self.window.released,
                     });

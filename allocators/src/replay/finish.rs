@@ -4,6 +4,7 @@ use super::ReplayError;
 use super::beginning::Beginning;
 use super::builder::{HistoryBuilder, OpenWindow, wrong};
 use super::history::History;
+use super::memory::When;
 use super::op::{BY_DEVICE, Kind, MAX_STREAMS, NEVER, NO_STREAM, Op, Release};
 use super::windows::{Cause, End};
 use crate::backend::CachingSettings;
@@ -31,6 +32,7 @@ impl HistoryBuilder {
             return Err(wrong(unknown.number, what));
         }
         let mut beginning = self.look_back()?;
+        self.tell_held_up_sizes(&beginning, settings);
         self.explain(settings, beginning.reserved());
         let streams = self.sort_streams(&mut beginning);
         // A log in which every free completes at once does not tell when those with announced uses did.
@@ -61,6 +63,39 @@ impl HistoryBuilder {
             deferred,
             not_comparable,
         })
+    }
+
+    /// Tells how large the blocks were whose frees were held up, where that tells why segments went back.
+    fn tell_held_up_sizes(&mut self, beginning: &Beginning, settings: &CachingSettings) {
+        fn asking(open: &&mut OpenWindow) -> bool {
+            open.window.asks_for_sizes(open.end)
+        }
+        let mut open = std::mem::take(&mut self.open);
+        if let Some(last) = open.iter_mut().rev().find(asking).map(|open| open.placeholder) {
+            // Only sizes are asked for.
+            let streams = vec![0; self.streams.len()];
+            let mut windows = open.iter_mut().filter(asking).peekable();
+            self.follow_memory(beginning, &streams, settings, last, |at, when, memory| {
+                if when == When::After {
+                    return;
+                }
+                let Some(next) = windows.peek_mut() else { return };
+                let arrived = next.placeholder == at;
+                // The block that was freed right before is still there when the operation comes that frees it; one from
+                // before the first event is pending until its window.
+                if let Some(before) = next.window.before.as_mut().filter(|before| before.op == at || arrived) {
+                    before.size = before.size.or(memory.size_of(before.addr));
+                }
+                if arrived {
+                    for held_up in &mut next.window.completions {
+                        steps::count(1);
+                        held_up.size = memory.size_of(held_up.addr);
+                    }
+                    windows.next();
+                }
+            });
+        }
+        self.open = open;
     }
 
     /// Decides in each window why segments went back; `reserved` bytes were held before the first event.

@@ -3,9 +3,13 @@
 //! Blocks lie where the history says. They are as large as PyTorch's allocator makes them: a request takes the front of
 //! a free block, and what is left of it is split off if it is large enough. Free blocks of a segment that touch are one.
 
-use super::oom::{Held, OutOfMemory, Refusal, StreamHeld};
+use super::beginning::Beginning;
+use super::builder::HistoryBuilder;
+use super::oom::{Completions, Held, OutOfMemory, Refusal, StreamHeld};
+use super::op::{Kind, Op};
 use crate::backend::CachingSettings;
 use crate::core::rounding::{MIN_BLOCK, SMALL_MAX, SMALL_SEGMENT, round_size};
+use crate::steps;
 use std::collections::BTreeMap;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,6 +125,11 @@ impl Memory {
         self.parts.insert(start, Part { bytes: end - start, requested: 0, state: State::Free });
     }
 
+    /// Size of the block at an address, if that is in use or pending.
+    pub(super) fn size_of(&self, addr: u64) -> Option<u64> {
+        self.parts.get(&addr).filter(|part| part.state != State::Free).map(|part| part.bytes)
+    }
+
     fn segment_of(&self, addr: u64) -> Option<(u64, Reserved)> {
         let (start, segment) = self.segments.range(..=addr).next_back()?;
         (addr - start < segment.bytes).then_some((*start, *segment))
@@ -165,6 +174,91 @@ impl Held {
                 self.free_blocks += 1;
                 self.largest_free_bytes = self.largest_free_bytes.max(part.bytes);
             }
+        }
+    }
+}
+
+/// When [`follow_memory`](HistoryBuilder::follow_memory) shows the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum When {
+    /// Before frees complete, and segments come and go, that did so right before the operation or inside it.
+    Before,
+    /// After that and before the operation's own block comes or goes.
+    After,
+}
+
+impl HistoryBuilder {
+    /// Follows the memory from the beginning up to operation `last`, and shows it twice for each operation. `streams` are
+    /// the handles. O(n log n).
+    pub(super) fn follow_memory(
+        &self,
+        beginning: &Beginning,
+        streams: &[u64],
+        settings: &CachingSettings,
+        last: u32,
+        mut look: impl FnMut(u32, When, &Memory),
+    ) {
+        let Completions { held_up, completed, .. } = &self.completions;
+        let mut memory = Memory::new(*settings);
+        for segment in beginning.segments.iter().filter(|_| !self.expandable) {
+            memory.reserve(segment.addr, segment.bytes, streams[segment.stream as usize]);
+        }
+        let mut slots: Vec<Option<u64>> = vec![None; self.slots as usize];
+        for block in &beginning.blocks {
+            memory.place(block.addr, block.requested, block.bytes);
+            if block.freed.is_some() {
+                memory.request_free(block.addr);
+            } else {
+                slots[block.slot as usize] = Some(block.addr);
+            }
+        }
+        // Those that are not a part of the beginning yet.
+        for pending in &self.pending {
+            memory.place(pending.addr, pending.bytes, pending.size);
+            memory.request_free(pending.addr);
+        }
+        let mut addresses = self.addresses.iter();
+        let mut held_up = held_up.iter().peekable();
+        let mut completed = completed.iter().peekable();
+        let mut segments = self.segments.iter().filter(|_| !self.expandable).peekable();
+        for at in 0..=last {
+            steps::count(1);
+            look(at, When::Before, &memory);
+            while let Some((_, addr)) = completed.next_if(|(op, _)| *op <= at) {
+                memory.complete(*addr);
+            }
+            while let Some(segment) = segments.next_if(|segment| segment.op <= at) {
+                if segment.released {
+                    memory.release(segment.addr);
+                } else {
+                    memory.reserve(segment.addr, segment.bytes, segment.stream);
+                }
+            }
+            look(at, When::After, &memory);
+            let Some(op) = self.ops.get(at as usize) else { break };
+            let waits = held_up.next_if(|op| **op <= at).is_some() && self.completes;
+            memory.follow(*op, &mut slots, &mut addresses, waits);
+        }
+    }
+}
+
+impl Memory {
+    fn follow(&mut self, op: Op, slots: &mut [Option<u64>], addresses: &mut std::slice::Iter<'_, u64>, waits: bool) {
+        match op.kind() {
+            Kind::Alloc => {
+                if let Some(addr) = addresses.next() {
+                    self.allocate(*addr, op.value);
+                    slots[op.slot as usize] = Some(*addr);
+                }
+            }
+            Kind::Free | Kind::Release => {
+                let Some(addr) = slots[op.slot as usize].take() else { return };
+                self.request_free(addr);
+                if !waits {
+                    self.complete(addr);
+                }
+            }
+            Kind::Use | Kind::Trim | Kind::Refused | Kind::Nothing => {}
         }
     }
 }

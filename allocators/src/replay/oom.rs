@@ -2,8 +2,7 @@
 
 use super::beginning::Beginning;
 use super::builder::HistoryBuilder;
-use super::memory::Memory;
-use super::op::{Kind, Op};
+use super::memory::When;
 use crate::Bytes;
 use crate::backend::CachingSettings;
 use serde::Serialize;
@@ -148,71 +147,15 @@ impl HistoryBuilder {
         streams: &[u64],
         settings: &CachingSettings,
     ) -> Vec<OutOfMemory> {
-        let Completions { held_up, completed, refusals } = &self.completions;
-        let Some(last) = refusals.back() else { return Vec::new() };
-        let mut memory = Memory::new(*settings);
-        for segment in beginning.segments.iter().filter(|_| !self.expandable) {
-            memory.reserve(segment.addr, segment.bytes, streams[segment.stream as usize]);
-        }
-        let mut slots: Vec<Option<u64>> = vec![None; self.slots as usize];
-        for block in &beginning.blocks {
-            memory.place(block.addr, block.requested, block.bytes);
-            if block.freed.is_some() {
-                memory.request_free(block.addr);
-            } else {
-                slots[block.slot as usize] = Some(block.addr);
-            }
-        }
-        let mut addresses = self.addresses.iter();
-        let mut held_up = held_up.iter().peekable();
-        let mut completed = completed.iter().peekable();
-        let mut segments = self.segments.iter().filter(|_| !self.expandable).peekable();
-        let mut refusals = refusals.iter().peekable();
+        let mut refusals = self.completions.refusals.iter().peekable();
+        let Some(last) = self.completions.refusals.back() else { return Vec::new() };
         let shown = !(self.expandable || self.segments.is_empty() && beginning.segments.is_empty());
         let mut found = Vec::new();
-        for at in 0..=last.op {
-            while let Some((_, addr)) = completed.next_if(|(op, _)| *op <= at) {
-                memory.complete(*addr);
-            }
-            while let Some(segment) = segments.next_if(|segment| segment.op <= at) {
-                if segment.released {
-                    memory.release(segment.addr);
-                } else {
-                    memory.reserve(segment.addr, segment.bytes, segment.stream);
-                }
-            }
-            while let Some(refusal) = refusals.next_if(|refusal| refusal.op <= at) {
+        self.follow_memory(beginning, streams, settings, last.op, |at, when, memory| {
+            while let Some(refusal) = refusals.next_if(|refusal| when == When::After && refusal.op <= at) {
                 found.push(memory.describe(refusal, shown, beginning.unknown.is_none()));
             }
-            let Some(op) = self.ops.get(at as usize) else { break };
-            let waits = held_up.next_if(|op| **op <= at).is_some() && self.completes;
-            follow(*op, &mut memory, &mut slots, &mut addresses, waits);
-        }
+        });
         found
-    }
-}
-
-fn follow(
-    op: Op,
-    memory: &mut Memory,
-    slots: &mut [Option<u64>],
-    addresses: &mut std::slice::Iter<'_, u64>,
-    waits: bool,
-) {
-    match op.kind() {
-        Kind::Alloc => {
-            if let Some(addr) = addresses.next() {
-                memory.allocate(*addr, op.value);
-                slots[op.slot as usize] = Some(*addr);
-            }
-        }
-        Kind::Free | Kind::Release => {
-            let Some(addr) = slots[op.slot as usize].take() else { return };
-            memory.request_free(addr);
-            if !waits {
-                memory.complete(addr);
-            }
-        }
-        Kind::Use | Kind::Trim | Kind::Refused | Kind::Nothing => {}
     }
 }

@@ -32,6 +32,8 @@ pub(super) struct Completion {
     pub(super) addr: u64,
     /// Bytes asked for.
     pub(super) bytes: u64,
+    /// Size, where the history shows the block's segment: a request may get more than it asked for.
+    pub(super) size: Option<u64>,
     /// Handle of its stream.
     pub(super) stream: u64,
     /// Whether a segment had gone back before.
@@ -100,6 +102,11 @@ impl Window {
         self.completions.is_empty() && self.segments.is_empty()
     }
 
+    /// Whether the reason for which segments went back hangs on how large blocks were whose frees were held up.
+    pub(super) fn asks_for_sizes(&self, end: End) -> bool {
+        self.released && end != End::Other && !(self.completions.is_empty() && self.before.is_none())
+    }
+
     /// Why segments went back in this window.
     pub(super) fn cause(&self, settings: &CachingSettings, end: End) -> Cause {
         let released = || self.segments.iter().filter(|segment| segment.released);
@@ -163,7 +170,7 @@ impl Window {
         // nothing else served the request, a retry does what the client would have done, whether that block was free
         // or not.
         let held_up = self.completions.iter().chain(&self.before).filter(|_| in_use);
-        let gaps = Gaps::between(held_up.map(|done| (done.addr, done.addr + round(done.bytes))));
+        let gaps = Gaps::between(held_up.map(|done| (done.addr, done.addr + done.size.unwrap_or(round(done.bytes)))));
         self.segments.iter().filter(|segment| segment.released).any(|segment| {
             steps::count(1);
             let room = gaps.largest_in(segment.addr, segment.addr + segment.bytes);
@@ -180,9 +187,9 @@ impl Window {
         let round = |bytes: u64| round_size(bytes, &settings.roundup_power2_divisions);
         let rounded = round(bytes);
         self.completions.iter().any(|done| {
-            let size = round(done.bytes);
+            let size = done.size.unwrap_or(round(done.bytes));
             done.stream == stream
-                && pool_of(size) == pool_of(rounded)
+                && pool_of(round(done.bytes)) == pool_of(rounded)
                 && size >= rounded
                 && settings.max_split_size.is_none_or(|bound| size < bound)
         })
@@ -214,7 +221,7 @@ mod tests {
             refused: false,
         };
         Window {
-            completions: vec![Completion { op: 0, addr: 1, bytes: 512, stream: 0, after_release: false }],
+            completions: vec![Completion { op: 0, addr: 1, bytes: 512, size: None, stream: 0, after_release: false }],
             before: None,
             segments: sizes.iter().map(segment).collect(),
             reserved: reserved * MIB,
@@ -252,6 +259,10 @@ mod tests {
         let cause = |bytes| window.cause(&settings, End::Alloc { bytes, stream: 0 });
         assert_eq!(cause(16 * MIB), Cause::Retry, "a block in it was held up");
         assert_eq!(cause(14 * MIB), Cause::Trim, "there was room behind that block");
+        window.completions[0].size = Some(MIB + 512);
+        let cause = |bytes| window.cause(&settings, End::Alloc { bytes, stream: 0 });
+        assert_eq!(cause(14 * MIB), Cause::Retry, "that block was larger than what was asked for");
+        assert_eq!(cause(13 * MIB), Cause::Trim, "there was room behind it all the same");
     }
 
     #[test]
@@ -259,7 +270,14 @@ mod tests {
         let settings = CachingSettings { memory_limit: Some(100 * MIB), ..CachingSettings::default() };
         let mut window = window(90, &[-20, 20]);
         let freed = |at: u64, mib: u64| {
-            Some(Completion { op: 0, addr: (1 << 40) + at * MIB, bytes: mib * MIB, stream: 0, after_release: false })
+            Some(Completion {
+                op: 0,
+                addr: (1 << 40) + at * MIB,
+                bytes: mib * MIB,
+                size: None,
+                stream: 0,
+                after_release: false,
+            })
         };
         let cause = |window: &Window, mib: u64, limit: u64| {
             let settings = CachingSettings { memory_limit: Some(limit * MIB), ..settings };
@@ -294,7 +312,7 @@ mod tests {
         assert_eq!(window.waited_for(Cause::Retry).collect::<Vec<_>>(), [(0, true)]);
         assert_eq!(window.waited_for(Cause::Collect).collect::<Vec<_>>(), [(0, false)]);
         // A free that completed after a segment had gone was waited for, so the one before it was not.
-        window.completions.push(Completion { op: 1, addr: 1, bytes: 512, stream: 0, after_release: true });
+        window.completions.push(Completion { op: 1, addr: 1, bytes: 512, size: None, stream: 0, after_release: true });
         assert_eq!(window.waited_for(Cause::Retry).collect::<Vec<_>>(), [(0, false), (1, true)]);
     }
 }
