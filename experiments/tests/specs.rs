@@ -146,6 +146,7 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "fidelity",
         "fast-training",
         "fast-training-compile",
+        "compiled-step",
         "graph-allocators",
         "fusion-load",
         "streams",
@@ -155,7 +156,7 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         assert!(names.contains(&name), "{name} is missing: {names:?}");
     }
     let text = place.run(&["list"]).ok().stdout;
-    assert!(text.contains("runs on sim") && text.contains("where-time-goes"), "{text}");
+    assert!(text.contains("sim runs") && text.contains("where-time-goes"), "{text}");
     std::fs::create_dir(place.at("histories")).unwrap();
     for history in ["mlp", "gpt2", "resnet50", "streams"] {
         std::fs::write(place.at("histories").join(format!("{history}.pickle.xz")), "").unwrap();
