@@ -53,6 +53,9 @@ pub struct HistoryBuilder {
     pub(super) just_freed: Option<(u64, u32)>,
     /// Frees that have not completed, by address.
     pub(super) waiting: HashMap<u64, u32>,
+    /// Most of them at once, and most segments that the history made and held at once.
+    pub(super) most_waiting: usize,
+    pub(super) most_held: usize,
     /// Operations of all frees that did not complete at once, in order.
     pub(super) deferred: Vec<u32>,
     pub(super) window: Window,
@@ -111,6 +114,8 @@ impl HistoryBuilder {
             slots: 0,
             just_freed: None,
             waiting: HashMap::new(),
+            most_waiting: 0,
+            most_held: 0,
             deferred: Vec::new(),
             window: Window::default(),
             open: Vec::new(),
@@ -194,6 +199,7 @@ impl HistoryBuilder {
                 return Ok(());
             }
             self.waiting.insert(addr, op);
+            self.most_waiting = self.most_waiting.max(self.waiting.len());
             self.deferred.push(op);
             self.completions.held_up.push(op);
         }
@@ -364,6 +370,7 @@ impl HistoryBuilder {
             self.window.reserved = self.reserved;
         }
         self.held.insert(addr, bytes);
+        self.most_held = self.most_held.max(self.held.len());
         self.made.insert(addr, addr + bytes);
         self.reserved = self.reserved.wrapping_add(bytes);
         self.window.segments.push(SegmentEvent { addr, bytes, stream, op: 0, released: false, refused: false });

@@ -23,6 +23,7 @@ impl HistoryBuilder {
         self.make_room()?;
         if let Some((addr, op)) = self.just_freed.take() {
             self.waiting.insert(addr, op);
+            self.most_waiting = self.most_waiting.max(self.waiting.len());
             self.deferred.push(op);
         }
         self.close_window(End::Other);

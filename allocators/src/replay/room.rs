@@ -59,8 +59,8 @@ impl HistoryBuilder {
         let block = 2 * size_of::<StartBlock>() + 2 * size_of::<Pending>() + in_table::<u32, u64>();
         let held = blocks * block + segments * 2 * size_of::<StartSegment>();
         // Followed up to a refused request or to a window, blocks have free ones between them.
-        let live = self.slots as usize + self.completions.held_up.len() + blocks;
-        let follow = (2 * live + self.segments.len() + segments + 1) * in_tree::<u64, Part>()
+        let live = self.slots as usize + self.most_waiting + blocks;
+        let follow = (2 * live + self.most_held + segments + 1) * in_tree::<u64, Part>()
             + self.slots as usize * size_of::<Option<u64>>();
         let asks = self.open.iter().any(|open| open.window.asks_for_sizes(open.end));
         let follow = if asks || !self.completions.refusals.is_empty() { follow } else { 0 };
