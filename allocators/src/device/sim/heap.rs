@@ -335,6 +335,18 @@ mod tests {
     }
 
     #[test]
+    fn memory_whose_free_has_not_passed_does_not_go_back() {
+        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Across);
+        let block = heap.place(2 * MIB, u64::MAX, usable).unwrap();
+        let mark = Mark { stream: 3, sequence: 9, time_ns: 70 };
+        heap.free(block.addr, Some(mark)).unwrap();
+        assert_eq!((heap.release(0), heap.held_bytes()), (0, 2 * MIB));
+        heap.settle(|_| true);
+        assert_eq!((heap.release(0), heap.held_bytes()), (1, 0));
+        heap.check();
+    }
+
+    #[test]
     fn memory_of_another_stream_follows_the_order() {
         let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Across);
         let block = heap.place(2 * MIB, u64::MAX, usable).unwrap();
