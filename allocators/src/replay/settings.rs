@@ -47,7 +47,8 @@ pub fn recorded_settings(settings: &Map<String, Value>) -> Result<CachingSetting
 /// ([`DeviceAllocator::settings`](crate::DeviceAllocator::settings)).
 ///
 /// Those of `caching` get the names and values that PyTorch gives them: no bound is -1, divisions are a dictionary by
-/// size in MiB. What PyTorch has no name for goes over as it is, but for what is not set.
+/// size in MiB. What PyTorch has no name for goes over as it is, but for what is not set. [`u64::MAX`] says no bound too, and
+/// PyTorch's own tools read no number above [`i64::MAX`].
 #[must_use]
 pub fn snapshot_settings(settings: &Value) -> Map<String, Value> {
     let mut out = Map::new();
@@ -60,6 +61,7 @@ pub fn snapshot_settings(settings: &Value) -> Map<String, Value> {
                 ("roundup_power2_divisions", Value::Object(by_size.collect()))
             }
             (_, Value::Null) => continue,
+            (key, value) if value.as_u64() == Some(u64::MAX) => (key, json!(-1)),
             (key, value) => (key, value.clone()),
         };
         out.insert(key.to_owned(), value);
@@ -139,6 +141,10 @@ mod tests {
             assert!(written.values().all(|value| !value.is_null()), "{written:?}");
         }
         assert!(snapshot_settings(&json!({})).is_empty());
+        // A number that only unsigned 64 bits hold stops PyTorch's viewer.
+        let pool = json!(crate::device::PoolSettings::default());
+        assert_eq!(pool["release_threshold"], json!(u64::MAX));
+        assert_eq!(snapshot_settings(&pool)["release_threshold"], json!(-1));
     }
 
     #[test]

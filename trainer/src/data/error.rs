@@ -209,6 +209,7 @@ pub(super) fn url_without_password(url: &str) -> String {
 }
 
 /// A text without the names and passwords of the URLs in it.
+#[cfg(any(feature = "download", test))]
 pub(super) fn without_passwords(text: &str) -> String {
     let ends = |character: char| character.is_whitespace() || "\"'<>(),;".contains(character);
     let mut out = String::with_capacity(text.len());
