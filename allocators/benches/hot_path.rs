@@ -5,13 +5,13 @@
 #![allow(missing_docs, reason = "Criterion's macros make undocumented functions")]
 #![allow(clippy::unwrap_used, reason = "a benchmark reports a failure by panicking")]
 
-use allocators::instrument::{EventTrace, Timed};
-use allocators::workload::{self, Sequence, Slots};
-use allocators::{AllocatorSettings, BackendKind, DeviceAllocator, Driver, NullDriver, StreamId};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
+use vramlab::histories::workload::{self, Sequence, Slots};
+use vramlab::instruments::{EventTrace, Timed};
+use vramlab::{AllocatorSettings, BackendKind, DeviceAllocator, Driver, NullDriver, StreamId};
 
 const STREAM: StreamId = StreamId(1);
 /// Operations in one iteration, so that a look at the clock is nothing beside them.

@@ -6,12 +6,12 @@
 #![allow(missing_docs, reason = "Criterion's macros make undocumented functions")]
 #![allow(clippy::unwrap_used, reason = "a benchmark reports a failure by panicking")]
 
-use allocators::backend::CachingSettings;
-use allocators::replay::{History, HistoryBuilder};
-use allocators::trace::{Action, Event, ReadOptions, read_from};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
 use std::time::Duration;
+use vramlab::backends::CachingSettings;
+use vramlab::histories::replay::{History, HistoryBuilder};
+use vramlab::histories::trace::{Action, Event, ReadOptions, read_from};
 
 const MANY: usize = 1_000_000;
 const KIB: u64 = 1 << 10;

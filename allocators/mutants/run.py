@@ -34,7 +34,7 @@ def copy_repository(place: Path) -> None:
 
 
 def cargo(place: Path, target: Path, tests: str, *extra: str) -> subprocess.CompletedProcess:
-    command = ["cargo", "test", "--quiet", "--locked", "-p", "allocators", *tests.split(), *extra]
+    command = ["cargo", "test", "--quiet", "--locked", "-p", "vramlab", *tests.split(), *extra]
     environment = {
         **os.environ,
         "CARGO_TARGET_DIR": str(target),

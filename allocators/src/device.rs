@@ -9,80 +9,38 @@
 //! | [`MeteredDriver`] | that of the driver it wraps | the same | counting and timing every call |
 
 mod calls;
+pub(crate) mod clock;
+mod cost;
 mod cuda;
+mod error;
 mod faulty;
 mod graph;
 mod hooked;
+mod ids;
 mod metered;
 mod null;
 pub mod sim;
 
 pub use calls::{CallCounts, CallKind, CallTotals};
+pub use clock::{Clock, MonotonicClock};
+pub use cost::InstrumentCost;
 pub use cuda::{CudaDeviceInfo, CudaDriver, CudaUnavailable, CudaVersion};
+pub use error::DriverError;
 pub use faulty::FaultyDriver;
 pub use graph::{GraphDriver, GraphId, GraphMemory};
 pub use hooked::{CallArguments, CallResult, Hook, HookedDriver};
+pub use ids::{DeviceAddr, EventId, PhysicalHandle, PoolId, StreamId};
 pub use metered::{CallEvent, CallObserver, IdleCosts, MeteredDriver};
 pub use null::NullDriver;
 pub use sim::{HostRoom, Profile, SimDriver};
 
-use crate::error::DriverError;
-use crate::instrument::Clock;
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use std::num::NonZeroU64;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 /// Result of a driver call.
 pub type DriverResult<T> = Result<T, DriverError>;
-
-/// Address in device memory; opaque to the host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct DeviceAddr(NonZeroU64);
-
-impl DeviceAddr {
-    /// Wraps an address; `None` for zero, which no device hands out.
-    #[must_use]
-    pub fn new(addr: u64) -> Option<Self> {
-        NonZeroU64::new(addr).map(Self)
-    }
-
-    /// The address with `bits`, which are zero in it, set.
-    #[inline(always)]
-    pub(crate) fn with_low_bits(self, bits: u64) -> Self {
-        Self(self.0 | bits)
-    }
-
-    /// The address without the bits of `mask`, which are not all of it.
-    #[inline(always)]
-    pub(crate) fn without_low_bits(self, mask: u64) -> Self {
-        Self::new(self.get() & !mask).expect("an address should have more than its low bits")
-    }
-
-    /// The address as a number, as kernels take it.
-    #[must_use]
-    pub fn get(self) -> u64 {
-        self.0.get()
-    }
-
-    /// The address `bytes` further on.
-    ///
-    /// # Panics
-    /// When the address space ends before.
-    #[must_use]
-    pub fn offset(self, bytes: u64) -> Self {
-        Self(self.0.checked_add(bytes).expect("an address inside a block should not overflow"))
-    }
-}
-
-/// A stream of the driver that made it. Ordered by value, as PyTorch orders its streams by handle.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct StreamId(pub u64);
-
-/// An event of the driver that made it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct EventId(pub u64);
 
 /// Free and total memory of the device in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -259,10 +217,6 @@ pub trait Driver: Send + Sync + fmt::Debug {
     }
 }
 
-/// A pool of the driver that made it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PoolId(pub u64);
-
 /// Settings of a stream-ordered pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -343,10 +297,6 @@ pub trait PoolDriver {
     /// ordered before this point of `stream`.
     unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()>;
 }
-
-/// Physical memory that can be mapped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PhysicalHandle(pub u64);
 
 /// Virtual memory management (`cuMemAddressReserve`, `cuMemCreate`, `cuMemMap`, ...).
 /// <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html>

@@ -4,7 +4,7 @@
 //! its size. A caller says how long its files can sensibly be, and what is longer is refused in one line. Histories are
 //! streamed instead, within a [budget](crate::budget).
 
-use crate::Bytes;
+use crate::bytes::Bytes;
 use flate2::bufread::MultiGzDecoder;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Error, ErrorKind, Read, Result, Seek, SeekFrom};

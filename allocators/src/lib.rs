@@ -2,14 +2,14 @@
 //!
 //! Two seams hold this crate together. [`Driver`] is what a device can do: a real GPU ([`CudaDriver`]), a
 //! simulated one ([`SimDriver`]) and doubles for tests. [`DeviceAllocator`] is what an allocator does; every
-//! [backend] implements it, and so does every [instrument], which wraps another
+//! [backend](backends) implements it, and so does every [instrument](instruments), which wraps another
 //! allocator and changes nothing that it returns.
 //!
 //! ```
-//! use allocators::{AllocatorSettings, BackendKind, Driver, Memory, Profile, SimDriver, SimMemory};
+//! use vramlab::{AllocatorSettings, BackendKind, Driver, Memory, Profile, SimDriver, SimMemory};
 //! use std::sync::Arc;
 //!
-//! # fn main() -> Result<(), allocators::AllocError> {
+//! # fn main() -> Result<(), vramlab::AllocError> {
 //! let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::Host));
 //! let stream = driver.stream_create()?;
 //! let allocator = AllocatorSettings::new(BackendKind::Caching).build(&driver)?;
@@ -35,38 +35,32 @@
 //! | reserved | everything held from the device |
 //! | inactive split | free blocks of partly used segments, which cannot go back to the device |
 
-mod allocator;
-pub mod backend;
+pub mod backends;
 pub mod budget;
-mod buffer;
 mod bytes;
-pub mod core;
+pub mod client;
+pub mod contract;
 pub mod device;
-mod error;
-mod graph;
+pub mod histories;
 pub mod input;
-pub mod instrument;
+pub mod instruments;
 pub mod output;
-pub mod replay;
-mod snapshot;
-mod stats;
+pub mod policy;
+mod ranges;
 mod steps;
 mod sync;
-pub mod trace;
-pub mod workload;
 
-pub use allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
-pub use backend::{AllocatorSettings, BackendKind};
-pub use buffer::{DeviceBuffer, Memory, PinnedBuffer};
+pub use backends::{AllocatorSettings, BackendKind};
 pub use bytes::{Bytes, ParseBytesError};
+pub use client::{Capture, DeviceBuffer, Graph, Memory, PinnedBuffer};
+pub use contract::{
+    AllocError, Attribution, Block, BlockInfo, BlockState, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Gauge, Ledger,
+    OomReport, Path, PoolKind, PooledGauge, Request, SegmentInfo, Snapshot, Stats,
+};
 pub use device::sim::SimMemory;
 pub use device::{
     CallCounts, CallEvent, CallKind, CallTotals, CudaDeviceInfo, CudaDriver, CudaUnavailable, DeviceAddr,
-    DeviceDescription, DeviceKind, Driver, DriverResult, EventId, FaultyDriver, GraphDriver, GraphId, GraphMemory,
-    HostRoom, IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings, Profile, SimDriver, StreamId,
-    VmmDriver,
+    DeviceDescription, DeviceKind, Driver, DriverError, DriverResult, EventId, FaultyDriver, GraphDriver, GraphId,
+    GraphMemory, HostRoom, IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings, Profile, SimDriver,
+    StreamId, VmmDriver,
 };
-pub use error::{AllocError, DriverError, OomReport};
-pub use graph::{Capture, Graph};
-pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
-pub use stats::{Gauge, PoolKind, PooledGauge, Stats};

@@ -11,7 +11,7 @@
 //! among the folders of a path are followed.
 //!
 //! ```
-//! use allocators::output::{Existing, OutputFile};
+//! use vramlab::output::{Existing, OutputFile};
 //! use std::io::Write;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -13,10 +13,10 @@ mod threads;
 #[path = "common/trials.rs"]
 mod trials;
 
-use allocators::{BackendKind, CudaDriver, DeviceAllocator, Driver, NullDriver, SimMemory};
 use std::fmt;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vramlab::{BackendKind, CudaDriver, DeviceAllocator, Driver, NullDriver, SimMemory};
 
 /// A device that the suite runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

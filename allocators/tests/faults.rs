@@ -4,13 +4,13 @@
 
 mod common;
 
-use allocators::{
-    AllocError, BackendKind, Block, CallEvent, CallKind, Capture, DeviceAllocator, DeviceBuffer, Driver, DriverError,
-    FaultyDriver, Memory, MeteredDriver, SimDriver, SimMemory, StreamId,
-};
 use common::{MIB, allocate, build, check_nothing_held, check_stats, free, free_bytes, sim, work};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
+use vramlab::{
+    AllocError, BackendKind, Block, CallEvent, CallKind, Capture, DeviceAllocator, DeviceBuffer, Driver, DriverError,
+    FaultyDriver, Memory, MeteredDriver, SimDriver, SimMemory, StreamId,
+};
 
 const ROOM: u64 = 128 * MIB;
 
@@ -199,7 +199,7 @@ fn inject(backend: BackendKind, work: Workload, kind: CallKind, skip: u64, code:
     let start = free_bytes(rig.sim.as_ref());
     let what = format!("{backend}: {kind} number {skip} with code {code}");
     rig.faulty.fail(kind, skip, code);
-    match allocators::AllocatorSettings::new(backend).build(&rig.driver) {
+    match vramlab::AllocatorSettings::new(backend).build(&rig.driver) {
         Err(error) => {
             assert_eq!(rig.faulty.injected(), 1, "{what}: {error}");
             assert!(error.to_string().contains("injected fault"), "{what}: {error}");

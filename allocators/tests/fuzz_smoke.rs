@@ -5,12 +5,12 @@
 #[path = "common/mutate.rs"]
 mod mutate;
 
-use allocators::backend::CachingSettings;
-use allocators::budget::Budget;
-use allocators::replay::HistoryBuilder;
-use allocators::trace::{Format, ReadError, ReadOptions, read_from};
 use mutate::{mutations, seeds};
 use std::path::Path;
+use vramlab::backends::CachingSettings;
+use vramlab::budget::Budget;
+use vramlab::histories::replay::HistoryBuilder;
+use vramlab::histories::trace::{Format, ReadError, ReadOptions, read_from};
 
 /// Mutations of each seed.
 const ROUNDS: u64 = 1500;

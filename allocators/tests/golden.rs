@@ -2,15 +2,15 @@
 //! place every block and to make and release every segment as PyTorch did.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-use allocators::backend::CachingSettings;
-use allocators::replay::{
-    Addresses, History, HistoryBuilder, ReplayReport, ReplaySettings, recorded_settings, replay, smallest_memory,
-};
-use allocators::trace::{ReadError, ReadOptions, read};
-use allocators::{AllocatorSettings, BackendKind, Driver, NullDriver, Profile, SimDriver, SimMemory};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use vramlab::backends::CachingSettings;
+use vramlab::histories::replay::{
+    Addresses, History, HistoryBuilder, ReplayReport, ReplaySettings, recorded_settings, replay, smallest_memory,
+};
+use vramlab::histories::trace::{ReadError, ReadOptions, read};
+use vramlab::{AllocatorSettings, BackendKind, Driver, NullDriver, Profile, SimDriver, SimMemory};
 
 const MIB: u64 = 1 << 20;
 

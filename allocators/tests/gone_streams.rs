@@ -3,13 +3,13 @@
 
 mod common;
 
-use allocators::instrument::{Checker, Limit};
-use allocators::{
+use common::{GIB, KIB, MIB, allocate, build, check_nothing_held, check_stats, free, sim, work};
+use std::sync::Arc;
+use vramlab::instruments::{Checker, Limit};
+use vramlab::{
     AllocError, BackendKind, Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, Request,
     SimDriver, SimMemory, StreamId,
 };
-use common::{GIB, KIB, MIB, allocate, build, check_nothing_held, check_stats, free, sim, work};
-use std::sync::Arc;
 
 const BYTES: u64 = 3 * MIB;
 
@@ -31,7 +31,7 @@ impl Bench {
         allocate(self.allocator.as_ref(), bytes, self.owner).unwrap()
     }
 
-    fn free(&self, block: Block) -> Result<allocators::Path, AllocError> {
+    fn free(&self, block: Block) -> Result<vramlab::Path, AllocError> {
         free(self.allocator.as_ref(), block, self.owner)
     }
 

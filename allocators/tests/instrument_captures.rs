@@ -3,14 +3,14 @@
 
 mod common;
 
-use allocators::instrument::nvtx::Ranges;
-use allocators::instrument::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Timed, TraceAction};
-use allocators::{
+use common::{GIB, KIB, MIB, Random, allocate, build, fill, free, sim};
+use std::sync::Arc;
+use vramlab::instruments::nvtx::Ranges;
+use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Timed, TraceAction};
+use vramlab::{
     AllocError, AllocatorSettings, BackendKind, CallKind, CaptureId, DeviceAllocator, Driver, GraphId, MeteredDriver,
     SimDriver, SimMemory, StreamId,
 };
-use common::{GIB, KIB, MIB, Random, allocate, build, fill, free, sim};
-use std::sync::Arc;
 
 fn begin(driver: &dyn Driver, allocator: &dyn DeviceAllocator, stream: StreamId) -> CaptureId {
     let id = allocator.capture_begin(stream).unwrap();
@@ -143,16 +143,16 @@ impl DeviceAllocator for Forgetful {
         self.0.capture_end(capture)
     }
 
-    fn allocate(&self, request: allocators::Request, stream: StreamId) -> Result<allocators::Block, AllocError> {
+    fn allocate(&self, request: vramlab::Request, stream: StreamId) -> Result<vramlab::Block, AllocError> {
         self.0.allocate(request, stream)
     }
 
-    unsafe fn deallocate(&self, block: allocators::Block, stream: StreamId) -> Result<allocators::Path, AllocError> {
+    unsafe fn deallocate(&self, block: vramlab::Block, stream: StreamId) -> Result<vramlab::Path, AllocError> {
         // SAFETY: passed on.
         unsafe { self.0.deallocate(block, stream) }
     }
 
-    fn record_use(&self, block: &allocators::Block, stream: StreamId) -> Result<(), AllocError> {
+    fn record_use(&self, block: &vramlab::Block, stream: StreamId) -> Result<(), AllocError> {
         self.0.record_use(block, stream)
     }
 
@@ -164,7 +164,7 @@ impl DeviceAllocator for Forgetful {
         self.0.settings()
     }
 
-    fn stats(&self) -> allocators::Stats {
+    fn stats(&self) -> vramlab::Stats {
         self.0.stats()
     }
 
@@ -172,11 +172,11 @@ impl DeviceAllocator for Forgetful {
         self.0.reset_peaks();
     }
 
-    fn snapshot(&self) -> Option<allocators::Snapshot> {
+    fn snapshot(&self) -> Option<vramlab::Snapshot> {
         self.0.snapshot()
     }
 
-    fn ledger_at_peak(&self) -> allocators::Ledger {
+    fn ledger_at_peak(&self) -> vramlab::Ledger {
         self.0.ledger_at_peak()
     }
 

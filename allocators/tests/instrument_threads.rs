@@ -3,13 +3,14 @@
 
 mod common;
 
-use allocators::instrument::{Clock, EventTrace, MonotonicClock, Operation, Timed, TraceAction, TraceEvent};
-use allocators::{BackendKind, DeviceAllocator, Driver, NullDriver, StreamId};
 use common::{GIB, Random, allocate, build, free};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread;
+use vramlab::device::{Clock, MonotonicClock};
+use vramlab::instruments::{EventTrace, Operation, Timed, TraceAction, TraceEvent};
+use vramlab::{BackendKind, DeviceAllocator, Driver, NullDriver, StreamId};
 
 const THREADS: u64 = 8;
 const PAIRS: u64 = 30_000;

@@ -3,15 +3,15 @@
 
 mod common;
 
-use allocators::instrument::nvtx::Ranges;
-use allocators::instrument::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Operation, Timed, TraceAction, measure_cost};
-use allocators::{
-    AllocError, AllocatorSettings, BackendKind, Block, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver,
-    MeteredDriver, Path, PoolSettings, Profile, SimDriver, SimMemory, StreamId,
-};
 use common::{GIB, KIB, MIB, Random, allocate, build, fill, free, read, sim, work, write};
 use std::sync::Arc;
 use std::thread;
+use vramlab::instruments::nvtx::Ranges;
+use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Operation, Timed, TraceAction, measure_cost};
+use vramlab::{
+    AllocError, AllocatorSettings, BackendKind, Block, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver,
+    MeteredDriver, Path, PoolSettings, Profile, SimDriver, SimMemory, StreamId,
+};
 
 struct Bench {
     sim: Arc<SimDriver>,

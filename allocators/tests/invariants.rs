@@ -74,8 +74,8 @@ fn offences(sources: &[Source], bad: impl Fn(&Source, &[&str], usize) -> bool) -
 }
 
 #[test]
-fn backends_core_and_instruments_never_name_cuda() {
-    let folders = ["allocators/src/backend", "allocators/src/core", "allocators/src/instrument"];
+fn backends_policies_and_instruments_never_name_cuda() {
+    let folders = ["allocators/src/backends", "allocators/src/policy", "allocators/src/instruments"];
     let found = offences(&sources(&folders), |_, lines, at| {
         let code = code(lines[at]);
         ["cudarc", "CudaDriver", "device::cuda", "SimDriver"].iter().any(|name| code.contains(name))
@@ -95,33 +95,38 @@ fn only_the_cuda_folder_names_the_binding() {
 fn unsafe_code_is_where_it_is_expected() {
     // Each with what it is needed for.
     let allowed = [
-        "allocators/src/allocator.rs",       // the contract of a free
-        "allocators/src/buffer.rs",          // buffers that keep that contract
-        "allocators/src/device.rs",          // the contracts of a device
-        "allocators/src/device/cuda",        // CUDA
-        "allocators/src/device/graph.rs",    // the contract of a graph
-        "allocators/src/device/hooked.rs",   // passes contracts on
-        "allocators/src/device/metered.rs",  // frees what it measures with
-        "allocators/src/device/null",        // a device
-        "allocators/src/device/sim.rs",      // a device
-        "allocators/src/device/sim/graphs.", // a device's graphs
-        "allocators/src/device/sim/memory.", // host memory behind addresses
-        "allocators/src/device/sim/pools.",  // a device's pools
-        "allocators/src/device/sim/vmm.",    // mappings of host memory
-        "allocators/src/backend/",           // frees
-        "allocators/src/graph.rs",           // destroys graphs
-        "allocators/src/instrument/",        // passes contracts on
-        "allocators/src/sync.rs",            // the lock of a shard
-        "allocators/src/replay/driver.rs",   // passes contracts on
-        "allocators/src/replay/run.rs",      // a client: frees, fills
-        "allocators/src/workload.rs",        // frees
+        "allocators/src/contract/allocator.rs",      // the contract of a free
+        "allocators/src/client/buffer.rs",           // buffers that keep that contract
+        "allocators/src/device/clock.rs",            // the processor's counter
+        "allocators/src/device.rs",                  // the contracts of a device
+        "allocators/src/device/cuda",                // CUDA
+        "allocators/src/device/graph.rs",            // the contract of a graph
+        "allocators/src/device/hooked.rs",           // passes contracts on
+        "allocators/src/device/metered.rs",          // frees what it measures with
+        "allocators/src/device/null",                // a device
+        "allocators/src/device/sim.rs",              // a device
+        "allocators/src/device/sim/graphs.",         // a device's graphs
+        "allocators/src/device/sim/memory.",         // host memory behind addresses
+        "allocators/src/device/sim/pools.",          // a device's pools
+        "allocators/src/device/sim/vmm.",            // mappings of host memory
+        "allocators/src/backends/",                  // frees
+        "allocators/src/client/graph.rs",            // destroys graphs
+        "allocators/src/instruments/",               // passes contracts on
+        "allocators/src/sync.rs",                    // the lock of a shard
+        "allocators/src/histories/replay/driver.rs", // passes contracts on
+        "allocators/src/histories/replay/run.rs",    // a client: frees, fills
+        "allocators/src/histories/workload.rs",      // frees
     ];
     let found = offences(&sources(&["allocators/src"]), |source, lines, at| {
         is_unsafe(lines[at]) && !allowed.iter().any(|name| source.name.starts_with(name))
     });
     assert_eq!(found, [""; 0]);
-    for name in ["allocators/src/core.rs", "allocators/src/device/sim/heap.rs", "allocators/src/device/sim/timeline.rs"]
-    {
+    for name in [
+        "allocators/src/backends/caching/core.rs",
+        "allocators/src/policy.rs",
+        "allocators/src/device/sim/heap.rs",
+        "allocators/src/device/sim/timeline.rs",
+    ] {
         let text = fs::read_to_string(workspace().join(name)).unwrap();
         assert!(text.contains("#![forbid(unsafe_code)]"), "{name} should forbid unsafe code");
     }
@@ -149,17 +154,18 @@ fn only_the_clock_reads_the_time() {
         // A graph is instantiated, which takes no time of ours.
         let code = code(lines[at]).replace("Instantiate", "");
         let reads = ["Instant", "SystemTime"].iter().any(|name| code.contains(name));
-        reads && source.name != "allocators/src/instrument/clock.rs"
+        reads && source.name != "allocators/src/device/clock.rs"
     });
     assert_eq!(found, [""; 0], "time should come from a `Clock`");
 }
 
 #[test]
 fn bookkeeping_knows_no_device_and_no_clock() {
-    let found = offences(&sources(&["allocators/src/core"]), |_, lines, at| {
-        let code = code(lines[at]);
-        ["Driver", "Clock", "Mutex", "Arc<"].iter().any(|name| code.contains(name))
-    });
+    let found =
+        offences(&sources(&["allocators/src/policy", "allocators/src/backends/caching/core"]), |_, lines, at| {
+            let code = code(lines[at]);
+            ["Driver", "Clock", "Mutex", "Arc<"].iter().any(|name| code.contains(name))
+        });
     assert_eq!(found, [""; 0]);
 }
 

@@ -10,16 +10,16 @@ mod recorder;
 #[path = "late/small.rs"]
 mod small;
 
-use allocators::backend::CachingSettings;
-use allocators::replay::{Addresses, History, ReplayReport, ReplaySettings, replay, smallest_memory};
-use allocators::trace::{Action, Event};
-use allocators::{AllocatorSettings, BackendKind, DeviceAllocator, Driver, NullDriver};
 use common::{GIB, MIB};
 use cut::{Whole, recordings};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use recorder::Recorder;
 use std::sync::Arc;
+use vramlab::backends::CachingSettings;
+use vramlab::histories::replay::{Addresses, History, ReplayReport, ReplaySettings, replay, smallest_memory};
+use vramlab::histories::trace::{Action, Event};
+use vramlab::{AllocatorSettings, BackendKind, DeviceAllocator, Driver, NullDriver};
 
 fn run(history: &History, caching: CachingSettings, addresses: Addresses) -> ReplayReport {
     let allocator = AllocatorSettings { caching, ..AllocatorSettings::new(BackendKind::Caching) };
@@ -187,7 +187,7 @@ proptest! {
         divisions in prop_oneof![2 => Just(0u64), 1 => Just(4)],
         at in any::<Index>(),
     ) {
-        let roundup_power2_divisions = allocators::core::rounding::Divisions::uniform(divisions);
+        let roundup_power2_divisions = vramlab::policy::rounding::Divisions::uniform(divisions);
         check_cut(CachingSettings { roundup_power2_divisions, ..CachingSettings::default() }, &steps, at);
     }
 

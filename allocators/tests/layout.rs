@@ -4,11 +4,11 @@
 
 mod common;
 
-use allocators::backend::{Caching, CachingSettings};
-use allocators::instrument::assert_layout;
-use allocators::{AllocError, Block, DeviceAllocator, Driver, Path, SimDriver, SimMemory, StreamId};
 use common::{GIB, KIB, MIB, allocate, free, layout, sim, work};
 use std::sync::Arc;
+use vramlab::backends::{Caching, CachingSettings};
+use vramlab::instruments::assert_layout;
+use vramlab::{AllocError, Block, DeviceAllocator, Driver, Path, SimDriver, SimMemory, StreamId};
 
 type Segments = Vec<Vec<(u64, u64, char)>>;
 

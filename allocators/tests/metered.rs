@@ -3,16 +3,16 @@
 
 mod common;
 
-use allocators::device::{CallEvent, MemInfo};
-use allocators::instrument::Clock;
-use allocators::{
-    CallKind, DeviceAddr, DeviceDescription, Driver, DriverError, EventId, IdleCosts, MeteredDriver, NullDriver,
-    Profile, SimDriver, SimMemory, StreamId,
-};
 use common::{GIB, KIB, MIB};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
+use vramlab::device::Clock;
+use vramlab::device::{CallEvent, MemInfo};
+use vramlab::{
+    CallKind, DeviceAddr, DeviceDescription, Driver, DriverError, EventId, IdleCosts, MeteredDriver, NullDriver,
+    Profile, SimDriver, SimMemory, StreamId,
+};
 
 type DriverResult<T> = Result<T, DriverError>;
 

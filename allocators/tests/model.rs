@@ -8,17 +8,17 @@ mod faulty;
 #[path = "model/pytorch.rs"]
 mod pytorch;
 
-use allocators::backend::CachingSettings;
-use allocators::instrument::assert_layout;
-use allocators::{
-    AllocatorSettings, BackendKind, Block, BlockState, DeviceAllocator, Driver, PoolSettings, SimDriver, SimMemory,
-    StreamId,
-};
 use common::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, ready_ns, sim, work};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use vramlab::backends::CachingSettings;
+use vramlab::instruments::assert_layout;
+use vramlab::{
+    AllocatorSettings, BackendKind, Block, BlockState, DeviceAllocator, Driver, PoolSettings, SimDriver, SimMemory,
+    StreamId,
+};
 
 pub(crate) const STREAMS: usize = 3;
 const ROOM: u64 = 192 * MIB;
@@ -249,7 +249,7 @@ pub(crate) fn caching_settings() -> impl Strategy<Value = CachingSettings> {
                 max_split_size,
                 max_non_split_rounding: rounding * MIB,
                 garbage_collection_threshold,
-                roundup_power2_divisions: allocators::core::rounding::Divisions::uniform(divisions),
+                roundup_power2_divisions: vramlab::policy::rounding::Divisions::uniform(divisions),
                 memory_limit,
                 retry_fit_after_sync,
             }

@@ -3,9 +3,9 @@
 
 mod common;
 
-use allocators::{AllocError, BackendKind, Driver, OomReport, SimMemory};
 use common::{MIB, allocate, build, free, sim};
 use std::sync::Arc;
+use vramlab::{AllocError, BackendKind, Driver, OomReport, SimMemory};
 
 fn report(error: AllocError) -> OomReport {
     let AllocError::OutOfMemory(report) = error else { panic!("{error}") };

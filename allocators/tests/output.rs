@@ -4,7 +4,6 @@
 #![allow(clippy::unwrap_used)]
 #![cfg(unix)]
 
-use allocators::output::{Existing, OutputError, OutputFile, OutputProblem, check, write};
 use std::fs;
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
@@ -14,6 +13,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use tempfile::TempDir;
+use vramlab::output::{Existing, OutputError, OutputFile, OutputProblem, check, write};
 
 const BOTH: [Existing; 2] = [Existing::Refuse, Existing::Replace];
 

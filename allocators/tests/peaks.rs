@@ -3,14 +3,14 @@
 
 mod common;
 
-use allocators::backend::{Caching, CachingSettings, StreamOrdered};
-use allocators::{
-    BackendKind, Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, NullDriver, PoolKind,
-    PoolSettings, SimMemory, Stats, StreamId,
-};
 use common::{GIB, MIB, Random, allocate, build, check_stats, free, sim, work};
 use std::sync::{Arc, Barrier};
 use std::thread;
+use vramlab::backends::{Caching, CachingSettings, StreamOrdered};
+use vramlab::{
+    BackendKind, Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, NullDriver, PoolKind,
+    PoolSettings, SimMemory, Stats, StreamId,
+};
 
 const STREAMS: usize = 4;
 

@@ -1,13 +1,13 @@
 //! What reading and compiling take from the system's allocator, for files that ask for all there is.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-use allocators::backend::CachingSettings;
-use allocators::budget::Budget;
-use allocators::replay::{HistoryBuilder, ReplayError};
-use allocators::trace::{Action, Event, Problem, ReadError, ReadOptions, Summary, read_from};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::io::Read;
+use vramlab::backends::CachingSettings;
+use vramlab::budget::Budget;
+use vramlab::histories::replay::{HistoryBuilder, ReplayError};
+use vramlab::histories::trace::{Action, Event, Problem, ReadError, ReadOptions, Summary, read_from};
 
 std::thread_local! {
     static HELD: Cell<i64> = const { Cell::new(0) };

@@ -3,12 +3,12 @@
 
 mod common;
 
-use allocators::backend::{Caching, CachingSettings};
-use allocators::{AllocError, Block, DeviceAllocator, Driver, Path, SimDriver, SimMemory, StreamId};
 use common::{GIB, MIB, allocate, check_stats, free, sim, work};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use std::sync::Arc;
+use vramlab::backends::{Caching, CachingSettings};
+use vramlab::{AllocError, Block, DeviceAllocator, Driver, Path, SimDriver, SimMemory, StreamId};
 
 const STREAMS: usize = 2;
 
@@ -186,7 +186,7 @@ fn a_thousand_rounds_are_a_thousand_allocations() {
         side.free(block, stream);
     }
     let stats = side.caching.stats();
-    let figures = |gauge: allocators::Gauge| (gauge.current, gauge.peak, gauge.allocated, gauge.freed);
+    let figures = |gauge: vramlab::Gauge| (gauge.current, gauge.peak, gauge.allocated, gauge.freed);
     assert_eq!(figures(stats.allocation.all), (0, 1, 1_000, 1_000));
     assert_eq!(figures(stats.allocated_bytes.all), (0, 1_024, 1_024_000, 1_024_000));
     assert_eq!(figures(stats.requested_bytes.all), (0, 700, 700_000, 700_000));

@@ -7,12 +7,6 @@ mod common;
 #[allow(dead_code, reason = "not every test needs all of it")]
 mod recorder;
 
-use allocators::backend::CachingSettings;
-use allocators::replay::{
-    Addresses, Held, History, HistoryBuilder, ReplayError, ReplayReport, ReplaySettings, StreamHeld, replay,
-};
-use allocators::trace::{Action, Event};
-use allocators::{AllocatorSettings, BackendKind, BlockState, DeviceAllocator, Driver, NullDriver, SimMemory};
 use common::{GIB, MIB, sim};
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -20,6 +14,12 @@ use proptest::test_runner::FileFailurePersistence;
 use recorder::Recorder;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use vramlab::backends::CachingSettings;
+use vramlab::histories::replay::{
+    Addresses, Held, History, HistoryBuilder, ReplayError, ReplayReport, ReplaySettings, StreamHeld, replay,
+};
+use vramlab::histories::trace::{Action, Event};
+use vramlab::{AllocatorSettings, BackendKind, BlockState, DeviceAllocator, Driver, NullDriver, SimMemory};
 
 const STREAMS: usize = 3;
 
@@ -85,7 +85,7 @@ fn record(settings: CachingSettings, writes_uses: bool, steps: &[Step]) -> Recor
 }
 
 /// Everything that the recorded allocator counted, but for what only its own driver calls decide.
-fn figures(stats: &allocators::Stats) -> Vec<(String, u64)> {
+fn figures(stats: &vramlab::Stats) -> Vec<(String, u64)> {
     let mut entries = stats.entries();
     // Frees that complete in the same request join in another order, so what is split in between differs.
     let in_between = |key: &str| key.starts_with("inactive_split") && !key.ends_with("current");

@@ -3,11 +3,11 @@
 
 mod common;
 
-use allocators::device::sim::{KernelCost, MemoryCost};
-use allocators::device::{PoolDriver, PoolId};
-use allocators::{DeviceAddr, Driver, PoolSettings, Profile, SimDriver, SimMemory, StreamId, VmmDriver};
 use common::{GIB, MIB, Random, free_bytes, sim};
 use std::collections::BTreeMap;
+use vramlab::device::sim::{KernelCost, MemoryCost};
+use vramlab::device::{PoolDriver, PoolId};
+use vramlab::{DeviceAddr, Driver, PoolSettings, Profile, SimDriver, SimMemory, StreamId, VmmDriver};
 
 fn give(sim: &SimDriver, addr: DeviceAddr, stream: StreamId) {
     // SAFETY: tests free what they allocated, once.
@@ -303,7 +303,7 @@ fn a_block_for_which_the_host_has_no_memory_is_refused_and_leaves_nothing() {
     let sim = SimDriver::new(common::profile(GIB), SimMemory::Host).with_host_limit(40 * MIB);
     let (stream, start) = (sim.stream_create().unwrap(), free_bytes(&sim));
     let pool = pool(&sim, 0);
-    let check = |error: allocators::DriverError| {
+    let check = |error: vramlab::DriverError| {
         assert!(!error.is_out_of_memory(), "the device has room: {error}");
         let text = error.to_string();
         assert!(text.contains("50 MiB more of this machine's memory") && text.contains("40 MiB"), "{text}");

@@ -3,13 +3,13 @@
 
 mod common;
 
-use allocators::device::PoolId;
-use allocators::{
+use common::{GIB, MIB, fill, free_bytes, ready_ns, sim, work};
+use std::sync::Arc;
+use vramlab::device::PoolId;
+use vramlab::{
     AllocatorSettings, BackendKind, Capture, DeviceAddr, Driver, DriverError, DriverResult, GraphDriver, GraphId,
     Memory, PinnedBuffer, PoolDriver, PoolSettings, SimDriver, SimMemory, StreamId,
 };
-use common::{GIB, MIB, fill, free_bytes, ready_ns, sim, work};
-use std::sync::Arc;
 
 fn give(sim: &SimDriver, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
     // SAFETY: tests free what they allocated, once.

@@ -4,15 +4,15 @@
 
 mod common;
 
-use allocators::backend::CachingSettings;
-use allocators::instrument::{Checker, assert_layout};
-use allocators::{
-    AllocatorSettings, BackendKind, Block, DeviceAllocator, Driver, NullDriver, PoolSettings, SimMemory, StreamId,
-};
 use common::{GIB, MIB, Random, allocate, check_nothing_held, check_stats, free, sim};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;
+use vramlab::backends::CachingSettings;
+use vramlab::instruments::{Checker, assert_layout};
+use vramlab::{
+    AllocatorSettings, BackendKind, Block, DeviceAllocator, Driver, NullDriver, PoolSettings, SimMemory, StreamId,
+};
 
 const THREADS: usize = 16;
 

@@ -12,7 +12,6 @@ mod measure;
 mod report;
 
 use crate::compare::ArmFailed;
-use allocators::{BackendKind, CudaDriver, Driver, NullDriver};
 use anyhow::{Context, Result, bail};
 use cases::{Case, Job};
 use clap::{Args, ValueEnum};
@@ -21,6 +20,7 @@ use report::{Report, Row};
 use std::path::PathBuf;
 use std::sync::Arc;
 use trainer::terminal::Bar;
+use vramlab::{BackendKind, CudaDriver, Driver, NullDriver};
 
 /// Where the allocators run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

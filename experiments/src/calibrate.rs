@@ -12,12 +12,12 @@ mod measure;
 mod report;
 
 use ::kernels::{CudaKernels, Fill, Operation};
-use allocators::instrument::Clock;
-use allocators::{CudaDriver, DeviceAddr, Driver, DriverResult, Profile, SimDriver, StreamId};
 use anyhow::{Context, Result, bail};
 use report::Measurements;
 use std::sync::Arc;
 use trainer::terminal::Bar;
+use vramlab::device::Clock;
+use vramlab::{CudaDriver, DeviceAddr, Driver, DriverResult, Profile, SimDriver, StreamId};
 
 const MIB: u64 = 1 << 20;
 
@@ -154,7 +154,7 @@ pub(crate) fn calibrate(device: &str, base: Profile, source: &str) -> Result<Cal
             let name = driver.info().name.clone();
             (Engine::Cuda(Box::new(CudaKernels::load()?), driver), name)
         }
-        "sim" => (Engine::Sim(Arc::new(SimDriver::new(base.clone(), allocators::SimMemory::Host))), base.name.clone()),
+        "sim" => (Engine::Sim(Arc::new(SimDriver::new(base.clone(), vramlab::SimMemory::Host))), base.name.clone()),
         _ => bail!("'{device}' cannot be calibrated: write cuda or sim"),
     };
     let started_at = jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
@@ -234,7 +234,7 @@ mod tests {
     fn the_simulated_device_waits_where_its_profile_says_so() {
         use super::measure::Condition;
         let profile = Profile::h200();
-        let engine = Engine::Sim(Arc::new(SimDriver::new(profile.clone(), allocators::SimMemory::Host)));
+        let engine = Engine::Sim(Arc::new(SimDriver::new(profile.clone(), vramlab::SimMemory::Host)));
         let calls = measure::measure(&Bench::new(engine).unwrap(), &|_| ()).unwrap();
         let of = |call: &str, condition: Condition, bytes: Option<u64>| {
             let found = calls.iter().find(|row| (row.call, row.condition, row.bytes) == (call, condition, bytes));
@@ -274,7 +274,7 @@ mod tests {
     fn rates_are_those_of_the_profile() {
         let profile = Profile::h200();
         assert!(profile.l2_bytes.is_some(), "the profile should tell cache and memory apart");
-        let engine = Engine::Sim(Arc::new(SimDriver::new(profile.clone(), allocators::SimMemory::Host)));
+        let engine = Engine::Sim(Arc::new(SimDriver::new(profile.clone(), vramlab::SimMemory::Host)));
         let rates = kernels::rates(&Bench::new(engine).unwrap()).unwrap();
         assert!(rates.iter().any(|rate| rate.gflop_per_s.is_some()));
         for rate in &rates {

@@ -2,13 +2,13 @@
 
 use crate::history::{DeviceName, Devices, Recorded, backend, failed, load};
 use crate::reading::ReadArgs;
-use allocators::replay::{ReplayError, smallest_memory};
-use allocators::{AllocError, BackendKind, Bytes, PoolSettings};
 use anyhow::{Result, bail};
 use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 use trainer::terminal::{Bar, Cell, Comparison, Page, command, quoted};
+use vramlab::histories::replay::{ReplayError, smallest_memory};
+use vramlab::{AllocError, BackendKind, Bytes, PoolSettings};
 
 /// More than any device has; the search ends there.
 const HIGHEST: u64 = 1 << 48;
@@ -85,7 +85,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
             made.map_err(|error| ReplayError::History(format!("cannot make a device: {error:#}")))
         };
         let mut tried = 0;
-        let progress = |probe: allocators::replay::Probe| {
+        let progress = |probe: vramlab::histories::replay::Probe| {
             tried += 1;
             let outcome = if probe.runs { "runs in" } else { "fails in" };
             bar.message(format!("{kind} {outcome} {} (probe {tried})", Bytes(probe.bytes)));

@@ -2,7 +2,6 @@
 //! own (a CUDA context and the allocators' caches belong to a process).
 
 use crate::study::figures::{batches, blocked_share, median, steady_epochs, step_time};
-use allocators::{BackendKind, Bytes};
 use anyhow::{Context, Result};
 use clap::Args;
 use serde_json::Value;
@@ -11,6 +10,7 @@ use std::fmt;
 use std::process::{Command, Stdio};
 use trainer::report::duration;
 use trainer::terminal::{Bar, Cell, Comparison, Page, command, quoted};
+use vramlab::{BackendKind, Bytes};
 
 /// What is compared unless `--arm` says otherwise.
 const ARMS: [&str; 4] = [

@@ -6,12 +6,6 @@
 use crate::compare::ArmFailed;
 use crate::history::{compile, no_events};
 use crate::reading::ReadArgs;
-use allocators::budget::Budget;
-use allocators::output::{Existing, OutputFile, OutputProblem};
-use allocators::replay::{HistoryBuilder, ReplayError, recorded_settings};
-use allocators::trace::{
-    Action, Ending, Export, Place, Problem, ReadError, Summary, TraceWriter, WriteError, WriteProblem, read_from,
-};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use std::collections::BTreeMap;
@@ -19,6 +13,12 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use trainer::cli::export_parser;
 use trainer::terminal::{Bar, Page, command, quoted};
+use vramlab::budget::Budget;
+use vramlab::histories::replay::{HistoryBuilder, ReplayError, recorded_settings};
+use vramlab::histories::trace::{
+    Action, Ending, Export, Place, Problem, ReadError, Summary, TraceWriter, WriteError, WriteProblem, read_from,
+};
+use vramlab::output::{Existing, OutputFile, OutputProblem};
 
 #[derive(Debug, Args)]
 pub(crate) struct ConvertArgs {
@@ -171,7 +171,7 @@ impl Tally {
         &mut self,
         args: &ConvertArgs,
         writer: &mut dyn TraceWriter,
-        event: allocators::trace::Event,
+        event: vramlab::histories::trace::Event,
     ) -> Result<(), Refused> {
         self.number += 1;
         if args.gpu.is_some_and(|gpu| gpu != event.device) {

@@ -6,7 +6,6 @@ pub(crate) mod recorded;
 use crate::compare::ArmFailed;
 use crate::study::figures::median;
 use crate::study::record::{EXPERIMENT, read_json};
-use allocators::CudaDriver;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use recorded::{Call, Measured, Recorded};
@@ -17,6 +16,7 @@ use std::process::{Command, Stdio};
 use std::str::FromStr;
 use trainer::report::duration;
 use trainer::terminal::{Cell, Column, Page, Table, command, say};
+use vramlab::CudaDriver;
 
 /// Where the host was blocked for less than this share of the time, the calls in which it was say nothing.
 const WORTH_A_LOOK: f64 = 0.05;

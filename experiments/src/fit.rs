@@ -7,13 +7,13 @@
 //! fitted to the cold timings in the same way. Timings without cold ones have single launches behind a fill of 1 GiB,
 //! which pushes everything out of the cache: those stand in, less what two events around a launch add.
 
-use allocators::Profile;
-use allocators::device::sim::{KernelCost, MemoryCost};
-use allocators::input::{TABLE, read_text};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
+use vramlab::Profile;
+use vramlab::device::sim::{KernelCost, MemoryCost};
+use vramlab::input::{TABLE, read_text};
 
 /// A line of `time_kernels`; what else it holds does not matter here.
 #[derive(Clone, Debug, Deserialize)]

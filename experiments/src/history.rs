@@ -5,17 +5,17 @@ mod recorded;
 use crate::compare::ArmFailed;
 use crate::profile;
 use crate::reading::ReadArgs;
-use allocators::backend::CachingSettings;
-use allocators::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
-use allocators::trace::{Format, ReadError, Summary, read};
-use allocators::{
-    AllocatorSettings, BackendKind, CudaDriver, Driver, NullDriver, PoolSettings, Profile, SimDriver, SimMemory,
-};
 use anyhow::{Context, Result, anyhow};
 use recorded::Tally;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
+use vramlab::backends::CachingSettings;
+use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
+use vramlab::histories::trace::{Format, ReadError, Summary, read};
+use vramlab::{
+    AllocatorSettings, BackendKind, CudaDriver, Driver, NullDriver, PoolSettings, Profile, SimDriver, SimMemory,
+};
 
 pub(crate) use recorded::AsRecorded;
 

@@ -14,8 +14,6 @@ mod reading;
 mod replay;
 mod study;
 
-use allocators::device::sim::MemoryCost;
-use allocators::output::{self, Existing, OutputError};
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use serde::Serialize;
@@ -23,6 +21,8 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use trainer::terminal::{self, Column, Page, Table};
+use vramlab::device::sim::MemoryCost;
+use vramlab::output::{self, Existing, OutputError};
 
 /// Exit code for bad input, as the trainer's.
 const BAD_INPUT: u8 = 2;

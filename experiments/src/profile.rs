@@ -1,11 +1,11 @@
 //! Device profiles as files.
 
-use allocators::Profile;
-use allocators::input::{WRITTEN, read_text};
-use allocators::output::{self, Existing};
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::path::Path;
+use vramlab::Profile;
+use vramlab::input::{WRITTEN, read_text};
+use vramlab::output::{self, Existing};
 
 /// Reads a profile; without a path the built-in one.
 pub(crate) fn read(path: Option<&Path>) -> Result<Profile> {

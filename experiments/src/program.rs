@@ -2,19 +2,19 @@
 //!
 //! Where the host is the bottleneck, an epoch lasts as long as its driver calls and what the trainer does between them.
 //! What is left of the epoch once every call is accounted for as the profile would charge it, divided by the number of
-//! calls, is [`Profile::program_ns_per_call`](allocators::Profile::program_ns_per_call). Calls whose cost does not
+//! calls, is [`Profile::program_ns_per_call`](vramlab::Profile::program_ns_per_call). Calls whose cost does not
 //! depend on a size are accounted for by the profile, plus the time for which they were blocked; all others by what they
 //! took. So it holds both the trainer's own code and what calls cost more between other work than in a loop.
 
 use crate::fidelity::recorded::{Call, Epoch, Measured, Recorded};
 use crate::profile;
 use crate::study::figures::median;
-use allocators::Profile;
 use anyhow::{Result, bail};
 use clap::Args;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use trainer::terminal::{Column, Page, Table, command, quoted};
+use vramlab::Profile;
 
 /// A cell is host-bound where the host was blocked for less than this share of the time.
 const HOST_BOUND: f64 = 0.1;

@@ -1,9 +1,9 @@
 //! What reading a history may take.
 
-use allocators::Bytes;
-use allocators::budget::Budget;
-use allocators::trace::ReadOptions;
 use clap::Args;
+use vramlab::Bytes;
+use vramlab::budget::Budget;
+use vramlab::histories::trace::ReadOptions;
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ReadArgs {

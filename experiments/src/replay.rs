@@ -4,8 +4,6 @@ mod report;
 
 use crate::history::{AsRecorded, DeviceName, Devices, Recorded, backend, failed, load};
 use crate::reading::ReadArgs;
-use allocators::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings};
-use allocators::{BackendKind, Bytes, Ledger, PoolSettings};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -13,6 +11,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use trainer::cli::{parse_switch, parse_threshold};
 use trainer::terminal::{Bar, Page};
+use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings};
+use vramlab::{BackendKind, Bytes, Ledger, PoolSettings};
 
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
@@ -169,8 +169,8 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, kind: BackendKind, d
     let backend = backend(kind, *settings, pool);
     let once = || -> Result<(ReplayReport, String)> {
         let driver = devices.make(outside)?;
-        let report =
-            allocators::replay::replay(history, &backend, &driver, &how).map_err(|error| failed(file, error))?;
+        let report = vramlab::histories::replay::replay(history, &backend, &driver, &how)
+            .map_err(|error| failed(file, error))?;
         Ok((report, driver.describe().name))
     };
     let (report, device_name) = once()?;

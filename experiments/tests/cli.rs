@@ -5,10 +5,10 @@
 
 mod common;
 
-use allocators::Profile;
 use common::{Place, Ran};
 use serde_json::json;
 use std::process::Stdio;
+use vramlab::Profile;
 
 /// `compare` with small networks on iris, for as many epochs as it takes to have a steady one.
 fn compare(place: &Place, before: &[&str], after: &[&str]) -> Ran {

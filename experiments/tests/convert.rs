@@ -5,10 +5,10 @@
 
 mod common;
 
-use allocators::trace::{Action, Event, ReadOptions, Summary, read};
 use common::{Place, Ran};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use vramlab::histories::trace::{Action, Event, ReadOptions, Summary, read};
 
 fn convert(place: &Place, from: &Path, to: &str, out: &str, more: &[&str]) -> Ran {
     let mut command = place.process(&["convert"]);

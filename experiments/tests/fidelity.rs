@@ -5,8 +5,8 @@
 
 mod common;
 
-use allocators::Profile;
 use common::{Place, Ran};
+use vramlab::Profile;
 
 const SPEC: &str = r#"
 name = "small"

@@ -5,11 +5,11 @@
 
 mod common;
 
-use allocators::trace::{Ending, Export, ReadOptions, read};
 use common::Place;
 use serde_json::json;
 use std::fmt::Write as _;
 use std::path::Path;
+use vramlab::histories::trace::{Ending, Export, ReadOptions, read};
 
 const MIB: u64 = 1 << 20;
 

@@ -5,8 +5,6 @@
 
 mod common;
 
-use allocators::BackendKind;
-use allocators::trace::{Action, Export};
 use common::Place;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -15,6 +13,8 @@ use trainer::Settings;
 use trainer::data::DatasetName;
 use trainer::observer::{Observer, Silent};
 use trainer::settings::DeviceChoice;
+use vramlab::BackendKind;
+use vramlab::histories::trace::{Action, Export};
 
 /// Ways of using each allocator; some run out of memory.
 fn arms() -> Vec<(&'static str, Settings)> {
@@ -33,7 +33,7 @@ fn arms() -> Vec<(&'static str, Settings)> {
     limited.memory_limit = Some(64 << 20);
     limited.caching.garbage_collection_threshold = 0.1;
     limited.caching.max_split_size = Some(20 << 20);
-    limited.caching.roundup_power2_divisions = allocators::core::rounding::Divisions::uniform(4);
+    limited.caching.roundup_power2_divisions = vramlab::policy::rounding::Divisions::uniform(4);
     // Room for the weights, but not for the gradients too.
     let mut small = with(BackendKind::Caching);
     small.hidden = 1500;

@@ -8,10 +8,6 @@ use crate::settings::{DeviceChoice, GRAPH_STEPS, InitMode, LaunchMode, LoaderMod
 use crate::signals::Signals;
 use crate::terminal::{Page, fail, parse, print_json, report_panics, say};
 use crate::{Result, Settings, TrainError, doctor, exit, record, report, start};
-use allocators::backend::CachingSettings;
-use allocators::instrument::NvtxMode;
-use allocators::trace::Export;
-use allocators::{BackendKind, Bytes, PoolSettings};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use serde_json::json;
@@ -19,6 +15,10 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
+use vramlab::backends::CachingSettings;
+use vramlab::histories::trace::Export;
+use vramlab::instruments::NvtxMode;
+use vramlab::{BackendKind, Bytes, PoolSettings};
 
 const AFTER_HELP: &str = "\
 Examples:

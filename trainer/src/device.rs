@@ -10,14 +10,6 @@ pub use streams::Role;
 use crate::error::{Result, TrainError};
 use crate::export::CallLog;
 use crate::settings::{DeviceChoice, SyncMode};
-use allocators::device::CallObserver;
-use allocators::input::{WRITTEN, read_text};
-use allocators::instrument::Clock;
-use allocators::instrument::nvtx::{RangeGuard, Ranges};
-use allocators::{
-    CallCounts, CallKind, CudaDriver, DeviceDescription, Driver, IdleCosts, MeteredDriver, Profile, SimDriver,
-    SimMemory, StreamId,
-};
 use kernels::{CudaKernels, Fill, HostMemory, Operation};
 use recording::Recording;
 use std::fmt;
@@ -25,6 +17,14 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use streams::Streams;
+use vramlab::device::CallObserver;
+use vramlab::device::Clock;
+use vramlab::input::{WRITTEN, read_text};
+use vramlab::instruments::nvtx::{RangeGuard, Ranges};
+use vramlab::{
+    CallCounts, CallKind, CudaDriver, DeviceDescription, Driver, IdleCosts, MeteredDriver, Profile, SimDriver,
+    SimMemory, StreamId,
+};
 
 /// How long driver calls waited is known exactly, or estimated; see [`Device::blocked_method`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

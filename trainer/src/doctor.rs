@@ -2,10 +2,10 @@
 
 use crate::data::{self, DataRequest, DatasetName};
 use crate::terminal::{self, Page};
-use allocators::instrument::nvtx;
-use allocators::{Bytes, CudaDriver, Driver, Profile, SimDriver, SimMemory};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+use vramlab::instruments::nvtx;
+use vramlab::{Bytes, CudaDriver, Driver, Profile, SimDriver, SimMemory};
 
 /// Names of what is looked for are no longer than this.
 const WHAT: usize = 22;

@@ -1,9 +1,9 @@
 //! What can end a run, and the exit code for it.
 
 use crate::data::DataError;
-use allocators::output::OutputError;
-use allocators::{AllocError, CudaUnavailable, DriverError};
 use kernels::KernelError;
+use vramlab::output::OutputError;
+use vramlab::{AllocError, CudaUnavailable, DriverError};
 
 /// Exit codes of the program.
 pub mod exit {

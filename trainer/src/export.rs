@@ -6,12 +6,6 @@
 
 use crate::error::{Result, TrainError};
 use crate::record::{DRIVER_CALLS, TRACE};
-use allocators::output::{OutputError, OutputProblem};
-use allocators::replay::snapshot_settings;
-use allocators::trace::{
-    Action, Ending, Event, Export, ReadError, ReadOptions, Segment, TraceWriter, WriteError, WriteProblem, read,
-};
-use allocators::{CallEvent, CallKind, Snapshot};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
@@ -19,6 +13,12 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use vramlab::histories::replay::snapshot_settings;
+use vramlab::histories::trace::{
+    Action, Ending, Event, Export, ReadError, ReadOptions, Segment, TraceWriter, WriteError, WriteProblem, read,
+};
+use vramlab::output::{OutputError, OutputProblem};
+use vramlab::{CallEvent, CallKind, Snapshot};
 
 /// Track of the driver calls on a timeline.
 const TRACK: &str = "driver calls";
@@ -276,7 +276,7 @@ pub(crate) fn write(
     let ended = match (fault, read) {
         (Some(fault), _) => Err(fault),
         // A run that ended before its first operation has an empty trace.
-        (None, Err(error)) if !matches!(error.problem, allocators::trace::Problem::Empty) => {
+        (None, Err(error)) if !matches!(error.problem, vramlab::histories::trace::Problem::Empty) => {
             return Err(failed(&error.path.clone(), std::io::Error::other(error)));
         }
         _ => merge.calls_until(&last),

@@ -2,11 +2,11 @@
 
 use crate::error::Result;
 use crate::record::RecordWriter;
-use allocators::Path;
-use allocators::instrument::{LatencyRow, Operation, Timed};
 use hdrhistogram::Histogram;
 use serde::Serialize;
 use std::time::{Duration, Instant, SystemTime};
+use vramlab::Path;
+use vramlab::instruments::{LatencyRow, Operation, Timed};
 
 type Histograms = Vec<(Operation, Path, Histogram<u64>)>;
 

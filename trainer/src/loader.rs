@@ -7,7 +7,6 @@ use crate::error::Result;
 use crate::mlp::Batch;
 use crate::settings::LoaderMode;
 use crate::tensor::Context;
-use allocators::{DeviceBuffer, Driver, EventId, PinnedBuffer};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use kernels::{Element, GatherLabels, GatherRowsF32, GatherRowsU8};
@@ -16,6 +15,7 @@ use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 use std::ops::Range;
 use std::sync::Arc;
+use vramlab::{DeviceBuffer, Driver, EventId, PinnedBuffer};
 
 /// Page-locked buffers in turn: while one is being copied the next is filled.
 const RING: usize = 4;

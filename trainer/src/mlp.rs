@@ -33,8 +33,8 @@ use crate::error::Result;
 use crate::init;
 use crate::settings::InitMode;
 use crate::tensor::{Context, Matrix};
-use allocators::DeviceBuffer;
 use kernels::Element;
+use vramlab::DeviceBuffer;
 
 /// A linear layer: `y = x · weightᵀ + bias`.
 #[derive(Debug)]

@@ -4,10 +4,10 @@ use crate::data::Dataset;
 use crate::device::Device;
 use crate::record::{EpochRecord, Summary};
 use crate::settings::Settings;
-use allocators::device::CallObserver;
-use allocators::{CallEvent, CallKind, DeviceAddr};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
+use vramlab::device::CallObserver;
+use vramlab::{CallEvent, CallKind, DeviceAddr};
 
 /// Hears of progress; every method may be left out.
 pub trait Observer: Send + Sync + std::fmt::Debug {

@@ -12,10 +12,11 @@ use crate::mlp::LayerProducts;
 use crate::provenance::Provenance;
 use crate::settings::{InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::start::StartRecord;
-use allocators::instrument::{CheckReport, InstrumentCost};
-use allocators::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
 use serde::Serialize;
 use std::path::Path;
+use vramlab::device::InstrumentCost;
+use vramlab::instruments::CheckReport;
+use vramlab::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
 
 /// Version of the record; raised when a field changes its meaning or goes away.
 pub const SCHEMA_VERSION: u32 = 1;

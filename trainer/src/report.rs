@@ -7,7 +7,7 @@ use crate::record::{EpochRecord, Status, Summary};
 use crate::settings::Settings;
 use crate::terminal::{Cell, Column, Page, Table};
 use crate::train::Outcome;
-use allocators::{Attribution, Bytes, CallCounts, CallKind};
+use vramlab::{Attribution, Bytes, CallCounts, CallKind};
 
 /// Nanoseconds as people read them.
 #[must_use]

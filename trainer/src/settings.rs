@@ -3,12 +3,12 @@
 use crate::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::DatasetName;
 use crate::error::Result;
-use allocators::instrument::NvtxMode;
-use allocators::trace::Export;
-use allocators::{BackendKind, PoolSettings};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
+use vramlab::histories::trace::Export;
+use vramlab::instruments::NvtxMode;
+use vramlab::{BackendKind, PoolSettings};
 
 /// When the host waits for the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -132,7 +132,7 @@ pub struct Settings {
     /// Settings of `stream-ordered`.
     pub pool: PoolSettings,
     /// Settings of `caching`, besides the limit.
-    pub caching: allocators::backend::CachingSettings,
+    pub caching: vramlab::backends::CachingSettings,
     /// Device.
     pub device: DeviceChoice,
     /// Data set.
@@ -231,7 +231,7 @@ impl Default for Settings {
             allocator: BackendKind::Caching,
             memory_limit: None,
             pool: PoolSettings::default(),
-            caching: allocators::backend::CachingSettings::default(),
+            caching: vramlab::backends::CachingSettings::default(),
             device: DeviceChoice::Auto,
             dataset: DatasetName::Auto,
             data_dir: None,

@@ -6,10 +6,10 @@
 //! stays so.
 
 use crate::terminal::fail;
-use allocators::output;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::time::{Duration, Instant};
+use vramlab::output;
 
 /// Whether there is a record that a run will close.
 static RECORDING: AtomicBool = AtomicBool::new(false);

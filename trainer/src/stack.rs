@@ -3,11 +3,10 @@
 use crate::device::Device;
 use crate::error::Result;
 use crate::settings::Settings;
-use allocators::instrument::{
-    Checker, EventTrace, InstrumentCost, Limit, MonotonicClock, Nvtx, Timed, measure_cost, measure_cost_on,
-};
-use allocators::{AllocatorSettings, BackendKind, DeviceAllocator, MeteredDriver};
 use std::sync::Arc;
+use vramlab::device::{InstrumentCost, MonotonicClock};
+use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, Timed, measure_cost, measure_cost_on};
+use vramlab::{AllocatorSettings, BackendKind, DeviceAllocator, MeteredDriver};
 
 /// Pairs of operations from which an instrument's cost is taken.
 const PAIRS: u32 = 10_000;

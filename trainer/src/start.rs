@@ -11,13 +11,13 @@ use crate::error::{Result, TrainError};
 use crate::observer::Observer;
 use crate::settings::Settings;
 use crate::{init, loader, train};
-use allocators::output::{self, Existing, OutputError, OutputFile};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
+use vramlab::output::{self, Existing, OutputError, OutputFile};
 
 /// Version of the tensors and metadata in a start file; raised when one changes its meaning or goes away.
 pub const VERSION: u32 = 1;

@@ -2,10 +2,10 @@
 
 use crate::device::Device;
 use crate::error::{Result, TrainError};
-use allocators::{DeviceBuffer, Memory};
 use bytemuck::Pod;
 use kernels::Element;
 use std::sync::Arc;
+use vramlab::{DeviceBuffer, Memory};
 
 /// Device memory and the means to use it, for one run.
 #[derive(Debug)]

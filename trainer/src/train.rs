@@ -26,16 +26,16 @@ use crate::settings::{DeviceChoice, LaunchMode, Settings};
 use crate::stack::Stack;
 use crate::tensor::Context;
 use crate::{signals, start};
-use allocators::device::CallObserver;
-use allocators::instrument::nvtx::Ranges;
-use allocators::trace::Export;
-use allocators::{AllocatorSettings, BackendKind, Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
 use capture::Capture;
 pub use last_allocation::LastAllocation;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use stepper::Stepper;
+use vramlab::device::CallObserver;
+use vramlab::histories::trace::Export;
+use vramlab::instruments::nvtx::Ranges;
+use vramlab::{AllocatorSettings, BackendKind, Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
 
 /// What a finished or ended run leaves.
 #[derive(Debug)]
@@ -414,7 +414,7 @@ impl Run {
         if let Some(report) = self.summary.check.as_ref().filter(|report| error.is_none() && !report.is_clean()) {
             let first = report.violations.first().cloned();
             let text = first.unwrap_or_else(|| format!("{} blocks were never freed", report.live.len()));
-            error = Some(allocators::AllocError::Violation(text).into());
+            error = Some(vramlab::AllocError::Violation(text).into());
         }
         self.summary.status = match &error {
             None => Status::Finished,

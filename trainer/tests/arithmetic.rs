@@ -5,14 +5,14 @@
 
 mod common;
 
-use allocators::BackendKind;
-use allocators::trace::Export;
 use common::{arms, digits, iris, train};
 use kernels::{LinearBackwardInput, LinearForward, LinearWeightGradient};
 use trainer::Settings;
 use trainer::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::mlp::LayerLaunches;
 use trainer::settings::{LaunchMode, LoaderMode, SyncMode};
+use vramlab::BackendKind;
+use vramlab::histories::trace::Export;
 
 const DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16];
 const FUSIONS: [FuseMode; 3] = [FuseMode::None, FuseMode::Epilogue, FuseMode::Update];

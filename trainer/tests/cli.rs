@@ -22,7 +22,6 @@ mod signals;
 #[path = "cli/start.rs"]
 mod start;
 
-use allocators::Profile;
 use assert_cmd::Command;
 use common::{column, read_json};
 use flate2::Compression;
@@ -32,6 +31,7 @@ use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::PathBuf;
 use tempfile::TempDir;
+use vramlab::Profile;
 
 /// A directory to work in, and the program in it with nothing of this machine's set-up.
 struct Place(TempDir);

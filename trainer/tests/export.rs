@@ -5,12 +5,12 @@
 
 mod common;
 
-use allocators::replay::snapshot_settings;
-use allocators::trace::{Action, Event, Export, ReadOptions, Summary, read};
-use allocators::{BackendKind, BlockState};
 use common::{Done, arms, digits, iris, train};
 use std::collections::BTreeMap;
 use trainer::Settings;
+use vramlab::histories::replay::snapshot_settings;
+use vramlab::histories::trace::{Action, Event, Export, ReadOptions, Summary, read};
+use vramlab::{BackendKind, BlockState};
 
 fn history(done: &Done, file: &str) -> (Vec<Event>, Summary) {
     let mut events = Vec::new();

@@ -3,9 +3,6 @@
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
-use allocators::instrument::NvtxMode;
-use allocators::instrument::nvtx::Ranges;
-use allocators::{AllocatorSettings, BackendKind, Memory};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
@@ -14,6 +11,9 @@ use trainer::device::Device;
 use trainer::mlp::{Batch, Linear, LossSlot, Mlp};
 use trainer::settings::{DeviceChoice, InitMode, SyncMode};
 use trainer::tensor::{Context, Matrix};
+use vramlab::instruments::NvtxMode;
+use vramlab::instruments::nvtx::Ranges;
+use vramlab::{AllocatorSettings, BackendKind, Memory};
 
 const ROWS: usize = 6;
 /// Step of the central differences. Their error is about STEP², and that of the f64 losses 1e-16 / STEP.

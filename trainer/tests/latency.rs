@@ -5,7 +5,6 @@
 
 mod common;
 
-use allocators::BackendKind;
 use base64::Engine;
 use common::{Done, digits, train};
 use hdrhistogram::Histogram;
@@ -14,6 +13,7 @@ use hdrhistogram::serialization::interval_log::{IntervalLogIterator, LogEntry};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use trainer::Settings;
+use vramlab::BackendKind;
 
 /// Start, length, tag and histogram of each line of the log.
 fn log(done: &Done) -> Vec<(Duration, Duration, String, Histogram<u64>)> {

@@ -5,7 +5,6 @@
 
 mod common;
 
-use allocators::{BackendKind, CallKind, Profile};
 use common::{Done, StopAt, arms, attempt, digits, iris, train, train_with};
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
@@ -14,6 +13,7 @@ use trainer::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::observer::{Observer, Silent};
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use trainer::{Settings, TrainError, exit};
+use vramlab::{BackendKind, CallKind, Profile};
 
 /// Two epochs whose last batch is smaller, for each kind of step.
 fn steps() -> Vec<(&'static str, Settings)> {

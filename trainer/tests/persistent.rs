@@ -4,7 +4,6 @@
 
 mod common;
 
-use allocators::{BackendKind, CallKind};
 use common::{StopAt, arms, attempt, digits, iris, train, train_with};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -12,6 +11,7 @@ use trainer::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::observer::Silent;
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use trainer::{Settings, TrainError, exit};
+use vramlab::{BackendKind, CallKind};
 
 /// With all of a step in few launches, which `launch` may ask for.
 fn fused(base: Settings, launch: LaunchMode) -> Settings {

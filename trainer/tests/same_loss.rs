@@ -5,9 +5,6 @@
 
 mod common;
 
-use allocators::instrument::NvtxMode;
-use allocators::instrument::nvtx::Ranges;
-use allocators::{AllocatorSettings, BackendKind, CallKind, Memory};
 use common::{Done, arms, attempt, digits, iris, train, train_with};
 use serde_json::Value;
 use std::sync::Arc;
@@ -21,6 +18,9 @@ use trainer::record::Status;
 use trainer::settings::{LoaderMode, SyncMode};
 use trainer::tensor::Context;
 use trainer::{Settings, TrainError, exit};
+use vramlab::instruments::NvtxMode;
+use vramlab::instruments::nvtx::Ranges;
+use vramlab::{AllocatorSettings, BackendKind, CallKind, Memory};
 
 /// The losses of a run as text. The shortest text that reads back as the same f32 stands for its bits.
 fn losses(settings: &Settings) -> Vec<String> {

@@ -5,14 +5,14 @@
 
 mod common;
 
-use allocators::trace::Export;
-use allocators::{BackendKind, CallKind, Path};
 use common::{Done, arms, digits, iris, train};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use trainer::Settings;
 use trainer::arithmetic::{Dtype, FuseMode, GemmMode};
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
+use vramlab::histories::trace::Export;
+use vramlab::{BackendKind, CallKind, Path};
 
 const DOCUMENT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../analysis/schema.md");
 

@@ -1,10 +1,10 @@
 //! Histories of any format, compiled for a replay.
 #![no_main]
 
-use allocators::backend::CachingSettings;
-use allocators::budget::Budget;
-use allocators::replay::HistoryBuilder;
-use allocators::trace::{ReadError, ReadOptions, read_from};
+use vramlab::backends::CachingSettings;
+use vramlab::budget::Budget;
+use vramlab::histories::replay::HistoryBuilder;
+use vramlab::histories::trace::{ReadError, ReadOptions, read_from};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {

@@ -1,8 +1,8 @@
 //! Snapshots as JSON, and our own traces.
 #![no_main]
 
-use allocators::budget::Budget;
-use allocators::trace::{Format, ReadOptions, read_from};
+use vramlab::budget::Budget;
+use vramlab::histories::trace::{Format, ReadOptions, read_from};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {

@@ -24,8 +24,8 @@ mod vmm;
 pub use probe::{CudaDeviceInfo, CudaUnavailable, CudaVersion};
 
 use super::{CallKind, DeviceAddr, DriverResult, StreamId};
-use crate::error::DriverError;
-use crate::instrument::MonotonicClock;
+use crate::device::DriverError;
+use crate::device::MonotonicClock;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUevent, CUmemLocation, CUmemLocationType, CUresult, CUstream};
 use std::cell::Cell;
 use std::fmt;

@@ -2,7 +2,7 @@
 
 use super::hooked::{CallArguments, CallResult, Hook, HookedDriver};
 use super::{CallKind, Driver, DriverResult};
-use crate::error::DriverError;
+use crate::device::DriverError;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -4,7 +4,7 @@ use super::{
     CallKind, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, MemInfo,
     PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
 };
-use crate::instrument::Clock;
+use crate::device::Clock;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;

@@ -9,7 +9,7 @@
 use super::calls::SharedCounts;
 use super::hooked::{CallArguments, CallResult, Hook, HookedDriver};
 use super::{CallCounts, CallKind, DeviceAddr, Driver, DriverResult, NullDriver, StreamId};
-use crate::instrument::{Clock, InstrumentCost};
+use crate::device::{Clock, InstrumentCost};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fmt;

@@ -6,8 +6,8 @@ use super::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
     PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
 };
-use crate::error::DriverError;
-use crate::instrument::{Clock, MonotonicClock};
+use crate::device::DriverError;
+use crate::device::{Clock, MonotonicClock};
 use graphs::Graphs;
 use std::collections::HashMap;
 use std::ptr::NonNull;

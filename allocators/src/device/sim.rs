@@ -30,8 +30,8 @@ use super::{
     PoolDriver, StreamId, VmmDriver,
 };
 use crate::bytes::Bytes;
-use crate::error::DriverError;
-use crate::instrument::Clock;
+use crate::device::Clock;
+use crate::device::DriverError;
 use graphs::{Graphs, Node};
 use heap::{Heap, Packing};
 use l2::L2;

@@ -1,6 +1,6 @@
 //! Room on the disk: how much there is, how much is wanted, and some that is kept.
 
-use crate::Bytes;
+use crate::bytes::Bytes;
 use fs4::FileExt;
 use std::fmt;
 use std::fs::{File, Metadata};

@@ -1,11 +1,11 @@
 //! What the test binaries share: devices of a chosen size, blocks without ceremony, random numbers that repeat.
 #![allow(dead_code, reason = "each test binary uses a part of this")]
 
-use allocators::{
+use std::sync::Arc;
+use vramlab::{
     AllocError, AllocatorSettings, BackendKind, Block, DeviceAddr, DeviceAllocator, Driver, Gauge, Path, PooledGauge,
     Profile, Request, SimDriver, SimMemory, Snapshot, Stats, StreamId,
 };
-use std::sync::Arc;
 
 pub(crate) const KIB: u64 = 1 << 10;
 pub(crate) const MIB: u64 = 1 << 20;
@@ -161,11 +161,11 @@ pub(crate) fn check_nothing_held(stats: &Stats) {
 /// Blocks as (offset in the segment, bytes, state's first letter), segment by segment.
 pub(crate) fn layout(snapshot: &Snapshot) -> Vec<Vec<(u64, u64, char)>> {
     let letter = |state| match state {
-        allocators::BlockState::Allocated => 'A',
-        allocators::BlockState::PendingFree => 'P',
-        allocators::BlockState::Free => 'F',
+        vramlab::BlockState::Allocated => 'A',
+        vramlab::BlockState::PendingFree => 'P',
+        vramlab::BlockState::Free => 'F',
     };
-    let segment = |segment: &allocators::SegmentInfo| {
+    let segment = |segment: &vramlab::SegmentInfo| {
         let base = segment.addr.get();
         segment.blocks.iter().map(|block| (block.addr.get() - base, block.bytes, letter(block.state))).collect()
     };

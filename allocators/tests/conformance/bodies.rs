@@ -4,8 +4,8 @@ use super::{Bench, Device};
 use crate::common::{
     GIB, KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, read, write,
 };
-use allocators::instrument::assert_layout;
-use allocators::{AllocError, BackendKind, Block, BlockState, DeviceAllocator, Path, Request, Snapshot};
+use vramlab::instruments::assert_layout;
+use vramlab::{AllocError, BackendKind, Block, BlockState, DeviceAllocator, Path, Request, Snapshot};
 
 pub(crate) fn zero_bytes_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());

@@ -2,7 +2,7 @@
 
 use super::{Bench, Device};
 use crate::common::{KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, read, write};
-use allocators::{AllocError, BackendKind, Block, CaptureId, DeviceAllocator, GraphId, Path, StreamId};
+use vramlab::{AllocError, BackendKind, Block, CaptureId, DeviceAllocator, GraphId, Path, StreamId};
 
 /// A range of addresses.
 type Range = (u64, u64);

@@ -2,9 +2,9 @@
 
 use super::Bench;
 use crate::common::{Random, allocate, check_nothing_held, check_stats, free, free_bytes, read, write};
-use allocators::{Block, DeviceAllocator};
 use std::sync::mpsc;
 use std::thread;
+use vramlab::{Block, DeviceAllocator};
 
 const THREADS: u64 = 8;
 const OPERATIONS: u64 = 2_000;

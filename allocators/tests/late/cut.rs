@@ -1,11 +1,11 @@
 //! Histories to be cut.
 
-use allocators::backend::CachingSettings;
-use allocators::replay::{History, HistoryBuilder, recorded_settings};
-use allocators::trace::{Action, Event, ReadOptions, Segment, read};
 use serde_json::Value;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use vramlab::backends::CachingSettings;
+use vramlab::histories::replay::{History, HistoryBuilder, recorded_settings};
+use vramlab::histories::trace::{Action, Event, ReadOptions, Segment, read};
 
 const MIB: u64 = 1 << 20;
 

@@ -1,10 +1,10 @@
 //! Beginnings that are small enough to be told by hand.
 
 use super::run;
-use allocators::BlockState;
-use allocators::backend::CachingSettings;
-use allocators::replay::{Addresses, History, HistoryBuilder};
-use allocators::trace::{Action, Event, Segment, SegmentBlock, SegmentType};
+use vramlab::BlockState;
+use vramlab::backends::CachingSettings;
+use vramlab::histories::replay::{Addresses, History, HistoryBuilder};
+use vramlab::histories::trace::{Action, Event, Segment, SegmentBlock, SegmentType};
 
 const MIB: u64 = 1 << 20;
 /// Where the segment of the tests begins.

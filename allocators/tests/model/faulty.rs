@@ -3,13 +3,13 @@
 
 use super::{Op, STREAMS, caching_settings, config, ops, pool_settings};
 use crate::common::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, sim, work};
-use allocators::instrument::assert_layout;
-use allocators::{
+use proptest::prelude::*;
+use std::sync::Arc;
+use vramlab::instruments::assert_layout;
+use vramlab::{
     AllocError, AllocatorSettings, BackendKind, Block, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver,
     SimDriver, SimMemory, StreamId,
 };
-use proptest::prelude::*;
-use std::sync::Arc;
 
 const ROOM: u64 = 160 * MIB;
 

@@ -4,11 +4,11 @@
 
 use super::common::{GIB, MIB, allocate, free, ready_ns, sim, work};
 use super::{Op, STREAMS, caching_settings, config, ops};
-use allocators::backend::{Caching, CachingSettings};
-use allocators::{Block, CallEvent, CallKind, DeviceAllocator, Driver, MeteredDriver, SimDriver, SimMemory, StreamId};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
+use vramlab::backends::{Caching, CachingSettings};
+use vramlab::{Block, CallEvent, CallKind, DeviceAllocator, Driver, MeteredDriver, SimDriver, SimMemory, StreamId};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum State {

@@ -1,14 +1,14 @@
 //! Records what `caching` does in the words of PyTorch's snapshots: the histories that a replay has to follow.
 
 use super::common::{allocate, free, sim, work};
-use allocators::backend::{Caching, CachingSettings};
-use allocators::device::{CallArguments, CallResult, Hook, HookedDriver};
-use allocators::trace::{Action, Event, Segment};
-use allocators::{
-    Block, CallKind, DeviceAllocator, Driver, DriverResult, EventId, SimDriver, SimMemory, Snapshot, StreamId,
-};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
+use vramlab::backends::{Caching, CachingSettings};
+use vramlab::device::{CallArguments, CallResult, Hook, HookedDriver};
+use vramlab::histories::trace::{Action, Event, Segment};
+use vramlab::{
+    Block, CallKind, DeviceAllocator, Driver, DriverResult, EventId, SimDriver, SimMemory, Snapshot, StreamId,
+};
 
 /// What one operation made the allocator do, by the calls that it makes.
 #[derive(Debug, Default)]

@@ -1,8 +1,8 @@
 //! Pickles that are cut, damaged or meant to do harm.
 
 use crate::common::{fixture, message, read_bytes};
-use allocators::budget::Budget;
-use allocators::trace::{Problem, ReadOptions, read_from};
+use vramlab::budget::Budget;
+use vramlab::histories::trace::{Problem, ReadOptions, read_from};
 
 #[test]
 fn a_pickle_cut_anywhere_is_one_error() {

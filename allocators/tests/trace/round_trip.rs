@@ -2,9 +2,9 @@
 
 use crate::common::{fixture, read_all};
 use crate::snapshots::recorded;
-use allocators::trace::{Action, Ending, Event, Export, Format, Summary, WriteProblem};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
+use vramlab::histories::trace::{Action, Ending, Event, Export, Format, Summary, WriteProblem};
 
 fn write(export: Export, path: &Path, events: &[Event], summary: &Summary) {
     let mut writer = export.create(path).unwrap();
@@ -199,7 +199,9 @@ fn the_timeline_adds_up() {
         assert_eq!(phase("i").len(), count(Action::SegmentAlloc) + count(Action::SegmentFree) + count(Action::Oom));
         // The last counters are what the segments say.
         let last = &phase("C").last().copied().unwrap()["args"];
-        let held = |state: &dyn Fn(&allocators::trace::Segment) -> u64| summary.segments.iter().map(state).sum::<u64>();
+        let held = |state: &dyn Fn(&vramlab::histories::trace::Segment) -> u64| {
+            summary.segments.iter().map(state).sum::<u64>()
+        };
         assert_eq!(last["reserved"], held(&|segment| segment.total_size));
         assert_eq!(last["active"], held(&|segment| segment.requested_size()));
         // Times begin at 0, do not go back, and every slice is on a named stream.

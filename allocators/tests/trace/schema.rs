@@ -2,11 +2,11 @@
 //! `analysis/check_memory_viz.py` checks it against the whole schema.
 
 use crate::common::{fixture, read_all};
-use allocators::BlockState;
-use allocators::trace::{Action, Ending, Event, Export, SegmentType};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;
+use vramlab::BlockState;
+use vramlab::histories::trace::{Action, Ending, Event, Export, SegmentType};
 
 fn schema() -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../analysis/schema/memory_snapshot.schema.json");

@@ -1,10 +1,10 @@
 //! PyTorch's snapshots: those recorded on a GPU, and small ones of the same form.
 
 use crate::common::{fixture, read_all, read_bytes};
-use allocators::BlockState;
-use allocators::trace::{Action, Event, Format, SegmentType};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use vramlab::BlockState;
+use vramlab::histories::trace::{Action, Event, Format, SegmentType};
 
 /// Snapshots recorded on an H200, with their numbers of events: the repository's, and those that may lie beside the checkout.
 pub(crate) fn recorded() -> Vec<(PathBuf, u64)> {

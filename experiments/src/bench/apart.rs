@@ -1,9 +1,9 @@
 //! An allocator for each stream behind one trait object: threads that use streams of their own then share nothing but
 //! the instrument around it, and what it costs them is the instrument's.
 
-use allocators::{AllocError, Block, DeviceAllocator, Ledger, Path, Request, Snapshot, Stats, StreamId};
 use anyhow::{Result, ensure};
 use std::sync::Arc;
+use vramlab::{AllocError, Block, DeviceAllocator, Ledger, Path, Request, Snapshot, Stats, StreamId};
 
 /// Sends each call to the allocator of its stream.
 #[derive(Debug)]

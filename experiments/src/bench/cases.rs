@@ -1,8 +1,8 @@
 //! What is measured: the cases by name.
 
 use super::histories::Named;
-use allocators::BackendKind;
 use anyhow::{Result, bail};
+use vramlab::BackendKind;
 
 /// Sizes of the cases `alternate`, in bytes: both of the small pool, one of each, both of the large pool.
 const ALTERNATE_BYTES: [[u64; 2]; 3] = [[4 << 10, 64 << 10], [64 << 10, 4 << 20], [4 << 20, 32 << 20]];

@@ -2,10 +2,10 @@
 
 use crate::history;
 use crate::reading::ReadArgs;
-use allocators::workload::Recorded;
 use anyhow::{Context, Result, bail};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use vramlab::histories::workload::Recorded;
 
 /// A history and what it is called.
 #[derive(Debug)]

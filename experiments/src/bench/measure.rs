@@ -3,15 +3,15 @@
 use super::apart::Apart;
 use super::cases::{Case, Instrument, Job, THREAD_LIVE};
 use super::histories::Named;
-use allocators::instrument::{EventTrace, Timed};
-use allocators::workload::{self, Sequence, Slots};
-use allocators::{AllocError, AllocatorSettings, BackendKind, DeviceAllocator, DeviceKind, Driver, StreamId};
 use anyhow::{Result, ensure};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
+use vramlab::histories::workload::{self, Sequence, Slots};
+use vramlab::instruments::{EventTrace, Timed};
+use vramlab::{AllocError, AllocatorSettings, BackendKind, DeviceAllocator, DeviceKind, Driver, StreamId};
 
 /// Allocations that the passes of a case `history` come to at least.
 const HISTORY_ALLOCATIONS: u64 = 300_000;
@@ -265,7 +265,7 @@ mod tests {
     use super::*;
     use crate::bench::cases::groups;
     use crate::bench::histories;
-    use allocators::NullDriver;
+    use vramlab::NullDriver;
 
     #[test]
     fn a_batch_divides_the_steps() {

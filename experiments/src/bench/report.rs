@@ -2,10 +2,10 @@
 
 use super::cases::{self, Job};
 use super::measure::{Place, Sample};
-use allocators::{DeviceDescription, Driver};
 use serde::{Deserialize, Serialize};
 use trainer::provenance::Provenance;
 use trainer::terminal::{Cell, Column, Page, SIDE_BY_SIDE, Table, command, say};
+use vramlab::{DeviceDescription, Driver};
 
 /// What a figure holds, for the reader of a figure.
 const INCLUDED: &str = "an operation is one allocation and one free, a call is one of the two; timed is the loop around \
@@ -319,8 +319,8 @@ fn cpu() -> Option<String> {
 mod tests {
     use super::*;
     use crate::bench::cases::Case;
-    use allocators::{BackendKind, Driver, NullDriver};
     use std::sync::Arc;
+    use vramlab::{BackendKind, Driver, NullDriver};
 
     fn row(values: &[f64], case: Case) -> Row {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 30));

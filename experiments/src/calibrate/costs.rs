@@ -1,10 +1,10 @@
 //! The costs of a device profile: the median of repeated calls, or device time by events.
 
 use super::{Bench, MIB, median};
-use allocators::device::PoolSettings;
-use allocators::device::sim::{Copies, CostBySize, PlainMemory, PoolMemory, Queues, VirtualMemory};
-use allocators::{DeviceAddr, Profile};
 use anyhow::{Context, Result};
+use vramlab::device::PoolSettings;
+use vramlab::device::sim::{Copies, CostBySize, PlainMemory, PoolMemory, Queues, VirtualMemory};
+use vramlab::{DeviceAddr, Profile};
 
 /// Sizes at which calls that take whole pages are measured.
 pub(super) const PAGE_SIZES: [u64; 3] = [2 * MIB, 32 * MIB, 256 * MIB];

@@ -4,10 +4,10 @@
 //! two, so that neither finds the device idle because of the other.
 
 use super::Bench;
-use allocators::device::{PoolDriver, PoolId, PoolSettings, VmmDriver};
-use allocators::{DeviceAddr, DriverResult};
 use anyhow::{Context, Result};
 use serde::Serialize;
+use vramlab::device::{PoolDriver, PoolId, PoolSettings, VmmDriver};
+use vramlab::{DeviceAddr, DriverResult};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;

@@ -2,13 +2,13 @@
 
 use super::kernels::KernelRate;
 use super::measure::{Condition, Measurement};
-use allocators::output::{self, Existing};
-use allocators::{Bytes, DeviceDescription};
 use anyhow::Result;
 use serde::Serialize;
 use std::path::Path;
 use trainer::report::duration;
 use trainer::terminal::{Column, Page, Table, command, quoted};
+use vramlab::output::{self, Existing};
+use vramlab::{Bytes, DeviceDescription};
 
 /// Measurements of one device; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]

@@ -2,12 +2,12 @@
 
 use crate::study::figures::{batches, blocked_share, read_summary, read_text, steady_epochs, step_time};
 use crate::study::record::{EXPERIMENT, RUN, RUNS, read_json};
-use allocators::input::TABLE;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
+use vramlab::input::TABLE;
 
 /// Calls of one kind, a batch.
 #[derive(Clone, Debug, Default, Serialize)]

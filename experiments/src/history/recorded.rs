@@ -1,6 +1,6 @@
 //! What the program that recorded a history held itself: the row beside which replays stand.
 
-use allocators::trace::{Action, Event, Format, Summary};
+use vramlab::histories::trace::{Action, Event, Format, Summary};
 
 /// A sum that goes up and down from an unknown start.
 #[derive(Clone, Copy, Debug, Default)]

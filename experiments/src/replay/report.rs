@@ -2,9 +2,9 @@
 
 use super::{AddressChoice, Row};
 use crate::history::AsRecorded;
-use allocators::{BackendKind, Bytes};
 use trainer::report::duration;
 use trainer::terminal::{Cell, Comparison, Page, command, quoted};
+use vramlab::{BackendKind, Bytes};
 
 fn size(bytes: u64) -> String {
     Bytes(bytes).to_string()

@@ -7,7 +7,6 @@ use super::record::{
     Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, now, part_of, provenance, remove,
     without_folders, write_compact, write_json,
 };
-use allocators::input::{DOCUMENT, read_end, read_text};
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::fs::File;
@@ -16,6 +15,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 use trainer::signals::Signals;
+use vramlab::input::{DOCUMENT, read_end, read_text};
 
 /// What a program prints, where that is its result.
 const RESULT: &str = "result.json";

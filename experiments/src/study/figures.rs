@@ -1,10 +1,10 @@
 //! The main figures of a run, read from its files. All runners and comparisons take them from here, so that one name
 //! means one thing.
 
-use allocators::input::{DOCUMENT, read_unpacked};
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::path::Path;
+use vramlab::input::{DOCUMENT, read_unpacked};
 
 /// What a run's main figure is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]

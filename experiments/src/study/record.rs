@@ -2,8 +2,6 @@
 
 use super::plan::{Options, Run, as_map};
 use super::spec::{Program, Spec};
-use allocators::input::{DOCUMENT, read_text};
-use allocators::output::{self, Existing, OutputFile};
 use anyhow::{Context, Result, bail};
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -15,6 +13,8 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use trainer::provenance::Provenance;
+use vramlab::input::{DOCUMENT, read_text};
+use vramlab::output::{self, Existing, OutputFile};
 
 /// Version of both files; raised when a field changes its meaning or goes away.
 pub(crate) const SCHEMA_VERSION: u64 = 1;

@@ -4,12 +4,12 @@ use super::figures::{self, Figures, Measure, median};
 use super::noise::{NOISY, outliers, spread};
 use super::plan::Run;
 use super::record::RunStatus;
-use allocators::Bytes;
 use anyhow::Result;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use trainer::report::duration;
 use trainer::terminal::{Cell as Text, Column, Page, Table, command};
+use vramlab::Bytes;
 
 /// One cell of the matrix, over its repeats.
 #[derive(Debug, Serialize)]

@@ -10,13 +10,13 @@ use super::spec::{self, DeviceKind, Source};
 use super::work::{Work, start_of, work};
 use crate::FAILED;
 use crate::compare::ArmFailed;
-use allocators::CudaDriver;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use trainer::signals::{self, Signals};
 use trainer::terminal::{Column, Page, Table, say};
+use vramlab::CudaDriver;
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {

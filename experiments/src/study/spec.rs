@@ -1,13 +1,13 @@
 //! What a spec says: a question, and the runs that answer it. TOML; what is not known is refused with its line.
 
 use super::options::{Entries, OptionValue};
-use allocators::input::{WRITTEN, read_text};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use vramlab::input::{WRITTEN, read_text};
 
 /// Files of a run that a spec may keep.
 pub(crate) const KEEPABLE: [&str; 10] = [

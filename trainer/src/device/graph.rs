@@ -3,9 +3,9 @@
 use super::{Device, Engine, SimView};
 use crate::arithmetic::Arithmetic;
 use crate::error::Result;
-use allocators::{Capture, Graph, Memory};
 use kernels::Operation;
 use std::sync::Arc;
+use vramlab::{Capture, Graph, Memory};
 
 /// Graphs that were captured one after the other, with the memory that they share.
 #[derive(Debug)]

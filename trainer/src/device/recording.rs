@@ -2,10 +2,10 @@
 
 use super::{Device, Engine};
 use crate::error::Result;
-use allocators::{DeviceBuffer, Memory};
 use kernels::{Operation, Precision};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
+use vramlab::{DeviceBuffer, Memory};
 
 #[derive(Debug, Default)]
 pub(super) struct Recording {

@@ -2,8 +2,8 @@
 
 use super::Device;
 use crate::error::Result;
-use allocators::{Driver, EventId, StreamId};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use vramlab::{Driver, EventId, StreamId};
 
 /// Work that can have a stream of its own, in the order in which `--streams` gives them one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,11 +5,11 @@ use crate::arithmetic::FuseMode;
 use crate::device::Role;
 use crate::error::Result;
 use crate::tensor::{Context, Matrix};
-use allocators::DeviceBuffer;
 use kernels::{
     AddBias, BiasGradient, Element, Gemm, GemmAlgorithm, GemmLayout, LinearBackward, LinearBackwardInput,
     LinearForward, LinearUpdate, LinearWeightGradient, Relu, ReluBackward, Sgd,
 };
+use vramlab::DeviceBuffer;
 
 /// An f32 product that is all of its launch.
 fn plain_product(

@@ -4,8 +4,8 @@ use super::{LossSlot, Mlp};
 use crate::arithmetic::FuseMode;
 use crate::error::Result;
 use crate::tensor::{Context, Matrix};
-use allocators::DeviceBuffer;
 use kernels::{AdvanceCursor, CountCorrect, CrossEntropyLoss, MeanLoss, SoftmaxCrossEntropy, SoftmaxLoss};
+use vramlab::DeviceBuffer;
 
 /// Batches of more rows take a launch for the rows and one for their mean, which use the whole GPU.
 const ROWS_IN_ONE_LAUNCH: u32 = 4096;

@@ -5,8 +5,8 @@ use super::products::LayerLaunches;
 use crate::arithmetic::{Arithmetic, FuseMode};
 use crate::error::Result;
 use crate::tensor::Context;
-use allocators::DeviceBuffer;
 use kernels::{LinearBackward, LinearForward, SoftmaxLoss};
+use vramlab::DeviceBuffer;
 
 impl Mlp {
     /// Address of the tickets; zero if no launch of this model has any.

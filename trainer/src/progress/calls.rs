@@ -2,8 +2,8 @@
 //! parts of the run that made few, and counts of those that made many.
 
 use crate::report::duration;
-use allocators::{Bytes, CallEvent, CallKind};
 use std::collections::BTreeMap;
+use vramlab::{Bytes, CallEvent, CallKind};
 
 /// A step, a validation or what lies between with more calls than this is counted: an allocator that asks the driver for
 /// each tensor would fill the screen with every step.
@@ -153,7 +153,7 @@ fn line(at: Phase, event: &CallEvent) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use allocators::DeviceAddr;
+    use vramlab::DeviceAddr;
 
     fn event(kind: CallKind, bytes: u64) -> CallEvent {
         let addr = DeviceAddr::new(0x1000);

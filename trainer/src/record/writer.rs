@@ -8,8 +8,6 @@ use super::{DRIVER_CALLS, LATENCY, STEPS, SUMMARY, Status, StepRow, Summary, TRA
 use crate::error::{Result, TrainError};
 use crate::export::CallLine;
 use crate::latency::Interval;
-use allocators::instrument::TraceEvent;
-use allocators::output::{Existing, OutputError, OutputFile, Reserve};
 use hdrhistogram::serialization::V2DeflateSerializer;
 use hdrhistogram::serialization::interval_log::{IntervalLogWriterBuilder, Tag};
 use serde::Serialize;
@@ -19,6 +17,8 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
+use vramlab::instruments::TraceEvent;
+use vramlab::output::{Existing, OutputError, OutputFile, Reserve};
 
 /// Room that is kept for what a summary grows by from one time to the next.
 const GROWTH: u64 = 64 << 10;

@@ -5,7 +5,7 @@ use crate::record::{Status, Summary};
 use crate::settings::{DeviceChoice, Settings};
 use crate::terminal::{self, Page};
 use crate::train::{LastAllocation, Outcome};
-use allocators::{CallKind, CallTotals};
+use vramlab::{CallKind, CallTotals};
 
 /// Calls that take memory or give it back.
 const MEMORY_CALLS: [(CallKind, &str); 5] = [

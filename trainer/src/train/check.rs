@@ -3,7 +3,7 @@
 use crate::arithmetic::{FuseMode, GemmMode};
 use crate::error::{Result, TrainError};
 use crate::settings::{GRAPH_STEPS, LaunchMode, LoaderMode, Settings, SyncMode};
-use allocators::{Bytes, HostRoom};
+use vramlab::{Bytes, HostRoom};
 
 /// Whether a simulated run finds the memory that it needs; asked before it takes any.
 pub(super) fn host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {

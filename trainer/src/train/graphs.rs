@@ -7,7 +7,7 @@ use crate::loader::Loader;
 use crate::mlp::LossSlot;
 use crate::settings::Settings;
 use crate::tensor::Context;
-use allocators::DeviceBuffer;
+use vramlab::DeviceBuffer;
 
 /// What tells graphs apart: rows in each batch, and steps one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,11 +8,11 @@ use crate::loader::Loader;
 use crate::mlp::{LossSlot, Mlp};
 use crate::settings::{DeviceChoice, LaunchMode, Settings, SyncMode};
 use crate::tensor::Context;
-use allocators::instrument::NvtxMode;
-use allocators::instrument::nvtx::Ranges;
-use allocators::{AllocatorSettings, BackendKind, DeviceBuffer, Memory};
 use kernels::{KernelError, PersistentSteps, Precision};
 use std::sync::Arc;
+use vramlab::instruments::NvtxMode;
+use vramlab::instruments::nvtx::Ranges;
+use vramlab::{AllocatorSettings, BackendKind, DeviceBuffer, Memory};
 
 /// Steps that one kernel does in a row. As with graphs there is one for each number of rows, and the device knows the step.
 #[derive(Debug)]

@@ -8,8 +8,8 @@ use crate::loader::Loader;
 use crate::mlp::{LossSlot, Mlp};
 use crate::settings::{LaunchMode, Settings};
 use crate::tensor::Context;
-use allocators::DeviceBuffer;
 use std::ops::Range;
+use vramlab::DeviceBuffer;
 
 /// What a step works on, besides its batch.
 pub(super) struct StepOf<'a> {

@@ -3,7 +3,6 @@
 // Each test program uses a part of this. The lint on `unwrap` spares only functions marked as tests.
 #![allow(dead_code, clippy::unwrap_used)]
 
-use allocators::BackendKind;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -13,6 +12,7 @@ use trainer::data::DatasetName;
 use trainer::observer::{Observer, Silent};
 use trainer::settings::{DeviceChoice, SyncMode};
 use trainer::{Outcome, Settings};
+use vramlab::BackendKind;
 
 /// Two short epochs of iris on the simulated device.
 pub(crate) fn iris() -> Settings {

@@ -2,11 +2,11 @@
 
 use super::{CudaDriver, address, check, check_for, raw_stream, refusal, size};
 use crate::bytes::Bytes;
+use crate::device::Clock;
 use crate::device::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
     PoolDriver, StreamId, VmmDriver,
 };
-use crate::instrument::Clock;
 use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUresult, CUstream, CUstream_flags, CUstreamCaptureStatus};
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};

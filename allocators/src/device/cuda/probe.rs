@@ -1,8 +1,8 @@
 //! Looking for the driver and its GPUs, without a panic where there is none.
 
 use super::check;
+use crate::device::DriverError;
 use crate::device::{CallKind, DriverResult};
-use crate::error::DriverError;
 use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute, CUresult};
 use std::ffi::{CStr, c_int};
 use std::fmt;

@@ -13,8 +13,8 @@
 use super::heap::{Heap, Packing};
 use super::timeline::{Mark, Order};
 use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory, out_of_memory};
+use crate::device::DriverError;
 use crate::device::{CallKind, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, StreamId};
-use crate::error::DriverError;
 use std::collections::BTreeMap;
 
 /// Between plain memory and pools.

@@ -5,8 +5,8 @@
 //! as on a GPU. That needs Linux; elsewhere only the memory-less device has this capability.
 
 use super::{SimDriver, SimMemory};
+use crate::device::DriverError;
 use crate::device::{CallKind, DeviceAddr, DriverResult, PhysicalHandle, VmmDriver};
-use crate::error::DriverError;
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
 

@@ -1,9 +1,9 @@
 //! Compiling a history.
 
 use super::{MANY, linear};
-use crate::backend::CachingSettings;
-use crate::replay::{History, HistoryBuilder};
-use crate::trace::{Action, Event};
+use crate::backends::CachingSettings;
+use crate::histories::replay::{History, HistoryBuilder};
+use crate::histories::trace::{Action, Event};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;

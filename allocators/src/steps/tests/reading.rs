@@ -1,7 +1,7 @@
 //! Reading files.
 
 use super::{MANY, linear};
-use crate::trace::{ReadError, ReadOptions, Summary, read_from};
+use crate::histories::trace::{ReadError, ReadOptions, Summary, read_from};
 use std::io::Read;
 
 /// Reads `bytes` in a number of steps that is near `items`.

@@ -1,0 +1,394 @@
+//! # `caching`: PyTorch's native policy
+//!
+//! *Policy.* Requests are rounded to 512 bytes and served from a small pool (up to 1 MiB, 2 MiB segments) or a
+//! large pool (20 MiB segments, or 2 MiB multiples from 10 MiB on) by best fit over (stream, size, address).
+//! Blocks are split and coalesced inside their segment; segments go back to the driver only under pressure.
+//!
+//! *Cost.* Allocate and free on a hit: one short lock that only users of the same stream share, O(1) in the number of
+//! blocks but for the few of one size bin, no driver call, no allocation. A miss costs a `cuMemAlloc`; a refused miss
+//! costs a synchronise and the release of every idle segment. What is allocated and freed over and over, with nothing in
+//! between, is only counted after the first round.
+//!
+//! *Graph capture.* A capture has blocks and segments of its own under the same policy, as PyTorch's private pools; the
+//! segments go back to the device when it is released. Nothing is looked at for it while no capture is open.
+//!
+//! *Good at* repeating workloads: after the first step there are no driver calls. *Bad at* sizes that keep
+//! changing (hard fragmentation), and at memory used on several streams (each stream keeps its own blocks).
+//!
+//! *Threads.* Each stream has a shard of its own: its blocks, their free index and its counters. Misses take turns and
+//! hold no shard's lock while they call the device. A block knows its shard and record, so a free looks nothing up by
+//! address, whichever thread it comes from.
+//!
+//! *Source.* PyTorch, `c10/cuda/CUDACachingAllocator.cpp` (2.11), whose rules this follows address for address.
+
+mod capture;
+pub(crate) mod core;
+mod growth;
+#[cfg(all(test, loom))]
+mod models;
+mod pending;
+mod restore;
+mod shard;
+mod totals;
+
+use super::captures::Captures;
+use super::{InstanceId, foreign, not_held};
+use crate::backends::caching::core::block_cache::{Served, SplitRules, Wanted, address};
+use crate::backends::caching::core::blocks::BlockIndex;
+use crate::contract::AllocError;
+use crate::contract::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
+use crate::contract::{Gauge, PoolKind, Stats};
+use crate::contract::{Ledger, Snapshot};
+use crate::device::{DeviceAddr, Driver, StreamId};
+use crate::policy::rounding::{Divisions, MIN_BLOCK, SMALL_MAX, pool_of, round_size};
+use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, lock};
+use capture::Pool;
+use growth::Growth;
+use pending::Pending;
+use shard::{Shard, ShardState, ShardTable};
+use std::hint::select_unpredictable;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use totals::Totals;
+
+/// Settings under PyTorch's names (`PYTORCH_ALLOC_CONF`).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CachingSettings {
+    /// Blocks of at least this size are never split, and smaller requests never take them. `None`: no bound.
+    pub max_split_size: Option<u64>,
+    /// How much larger than the request an unsplittable block may be.
+    pub max_non_split_rounding: u64,
+    /// Fraction of the limit above which idle segments are released before new ones are taken; 0 turns it off.
+    /// Needs `memory_limit`.
+    pub garbage_collection_threshold: f64,
+    /// Rounding to equal steps between powers of two, by size.
+    pub roundup_power2_divisions: Divisions,
+    /// Most bytes that may be reserved (`set_per_process_memory_fraction`).
+    pub memory_limit: Option<u64>,
+    /// After the release of the whole cache has waited for pending frees, look for a free block again before
+    /// asking the device. PyTorch does not, so a block that became free in that wait is missed; off follows it.
+    pub retry_fit_after_sync: bool,
+}
+
+impl Default for CachingSettings {
+    fn default() -> Self {
+        Self {
+            max_split_size: None,
+            max_non_split_rounding: 20 << 20,
+            garbage_collection_threshold: 0.0,
+            roundup_power2_divisions: Divisions::default(),
+            memory_limit: None,
+            retry_fit_after_sync: false,
+        }
+    }
+}
+
+impl CachingSettings {
+    fn max_split(&self) -> u64 {
+        self.max_split_size.unwrap_or(u64::MAX)
+    }
+
+    fn collects(&self) -> bool {
+        self.memory_limit.is_some() && self.garbage_collection_threshold > 0.0
+    }
+}
+
+/// See the [module](self).
+///
+/// Locks are taken in the order `growth`, `pending`, `captures`, the books of `totals`, one shard; after these only
+/// `oversize_allocations` or the table's numbers, which are held over nothing.
+#[derive(Debug)]
+pub struct Caching {
+    driver: Arc<dyn Driver>,
+    settings: CachingSettings,
+    rules: SplitRules,
+    /// Whether nothing is set that a block of the small pool would have to be asked about.
+    plain: bool,
+    /// Whether idle segments are collected, so that searches are counted.
+    collects: bool,
+    shards: ShardTable,
+    totals: Totals,
+    growth: Mutex<Growth>,
+    pending: Mutex<Pending>,
+    /// Entries in `pending` and open captures, so that a request sees without a lock that there are none.
+    waiting: AtomicUsize,
+    captures: Mutex<Captures<Pool>>,
+    /// Open captures.
+    capturing: AtomicUsize,
+    /// Searches of the free blocks of the large pool so far, counted only if garbage is collected; the age of a free
+    /// block is what was added since it became free.
+    searches: AtomicU64,
+    oversize_allocations: Mutex<Gauge>,
+}
+
+impl Caching {
+    /// A caching allocator on `driver`.
+    #[must_use]
+    pub fn new(driver: Arc<dyn Driver>, settings: CachingSettings) -> Self {
+        let plain_rounding = settings.roundup_power2_divisions == Divisions::default();
+        Self {
+            driver,
+            settings,
+            rules: SplitRules {
+                max_split: settings.max_split(),
+                max_non_split_rounding: settings.max_non_split_rounding,
+            },
+            plain: plain_rounding && !settings.collects() && settings.max_split_size.is_none(),
+            collects: settings.collects(),
+            shards: ShardTable::new(InstanceId::next().first_number()),
+            totals: Totals::new(),
+            growth: Mutex::new(Growth::new()),
+            pending: Mutex::new(Pending::default()),
+            waiting: AtomicUsize::new(0),
+            captures: Mutex::new(Captures::default()),
+            capturing: AtomicUsize::new(0),
+            searches: AtomicU64::new(0),
+            oversize_allocations: Mutex::new(Gauge::default()),
+        }
+    }
+
+    fn lock_growth(&self) -> MutexGuard<'_, Growth> {
+        lock(&self.growth)
+    }
+
+    /// Counts a search of the free blocks of the large pool, if garbage is collected; says how many there were.
+    #[inline]
+    fn count_search(&self, pool: PoolKind) -> u64 {
+        if self.collects && pool == PoolKind::Large {
+            return self.searches.fetch_add(1, Relaxed) + 1;
+        }
+        self.searches.load(Relaxed)
+    }
+
+    /// A large request, if there is nothing to look at first.
+    #[inline(never)]
+    fn allocate_large(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        if request.bytes <= SMALL_MAX || !self.plain || self.waiting.load(Acquire) != 0 {
+            return self.allocate_any(request, stream);
+        }
+        request.validate()?;
+        let rounded = request.bytes.next_multiple_of(MIN_BLOCK);
+        let shard = self.shards.of_stream(stream);
+        {
+            let mut state = self.totals.enter(shard, &self.shards);
+            let wanted = Wanted { rounded, requested: request.bytes, now: 0 };
+            if let Some(served) = state.cache.serve_large(wanted, &SplitRules::NONE) {
+                return Ok(mint(shard, served, request.bytes, if served.split { Path::Split } else { Path::Hit }));
+            }
+        }
+        self.grow(shard, request.bytes, rounded, true)
+    }
+
+    /// Any request, with any settings.
+    #[inline(never)]
+    fn allocate_any(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        request.validate()?;
+        let rounded = round_size(request.bytes, &self.settings.roundup_power2_divisions);
+        let pool = pool_of(rounded);
+        let (processed, shard) = match self.waiting.load(Acquire) {
+            0 => (true, self.shards.of_stream(stream)),
+            _ => (self.process_events()?, self.shard_for(stream)),
+        };
+        let wanted = Wanted { rounded, requested: request.bytes, now: self.count_search(pool) };
+        {
+            let mut state = self.totals.enter(shard, &self.shards);
+            if let Some(served) = state.cache.serve(pool, wanted, &self.rules) {
+                let path = if served.split { Path::Split } else { Path::Hit };
+                self.count_oversize(served);
+                return Ok(mint(shard, served, request.bytes, path));
+            }
+        }
+        self.grow(shard, request.bytes, rounded, processed)
+    }
+
+    /// A block of the large pool, if there is nothing to look at first.
+    #[inline(never)]
+    fn deallocate_large(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
+        let shard = self.shards.of_stream(stream);
+        // CAST: the upper and the lower half of the token.
+        let (id, index) = ((block.token() >> 32) as u32, block.token() as BlockIndex);
+        if self.plain && shard.id == id {
+            let mut state = self.totals.enter(shard, &self.shards);
+            if let Some(joined) = state.cache.take_back_large(index, block.addr().get(), block.requested()) {
+                return Ok(if joined { Path::Coalesce } else { Path::Hit });
+            }
+        }
+        self.deallocate_any(block)
+    }
+
+    /// Any block, and what is none.
+    #[inline(never)]
+    fn deallocate_any(&self, block: Block) -> Result<Path, AllocError> {
+        let Some(shard) = self.shard_of(&block) else { return Err(foreign(self.name(), block)) };
+        let index = {
+            let mut state = self.totals.enter(shard, &self.shards);
+            let Some(index) = Self::find(&state, &block) else { return Err(foreign(self.name(), block)) };
+            if block.bytes() >= self.rules.max_split {
+                lock(&self.oversize_allocations).decrease(1);
+            }
+            if !state.cache.blocks.get(index).is_shared() {
+                let joined = state.cache.take_back(index, block.requested(), self.searches.load(Relaxed));
+                return Ok(if joined { Path::Coalesce } else { Path::Hit });
+            }
+            index
+        };
+        self.defer(shard.id, index)
+    }
+
+    /// Counts a block that `max_split_size` makes one of its own.
+    #[inline(always)]
+    fn count_oversize(&self, served: Served) {
+        if served.bytes >= self.rules.max_split {
+            lock(&self.oversize_allocations).increase(1);
+        }
+    }
+
+    /// The shard that a block says it is from; `None` if that is none of this allocator's.
+    fn shard_of(&self, block: &Block) -> Option<&Shard> {
+        // CAST: the upper half of the token.
+        self.shards.by_id((block.token() >> 32) as u32)
+    }
+
+    /// The live record behind a block, if there is one.
+    #[inline]
+    fn find(state: &ShardState, block: &Block) -> Option<BlockIndex> {
+        // CAST: the lower half of the token.
+        let index = block.token() as BlockIndex;
+        state.cache.blocks.find_held(index, block.addr().get()).map(|_| index)
+    }
+}
+
+/// The block as the client gets it. Its token is the shard's number and the record's index. Each allocator counts its shards
+/// from a number of its own, so the comparison of shards that a free makes anyway tells a block of another allocator.
+#[inline(always)]
+fn mint(shard: &Shard, served: Served, requested: u64, path: Path) -> Block {
+    let token = u64::from(shard.id) << 32 | u64::from(served.index);
+    Block::new(address(served.addr), served.bytes, requested, path, token)
+}
+
+impl DeviceAllocator for Caching {
+    fn name(&self) -> &'static str {
+        "caching"
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        let settings = &self.settings;
+        serde_json::json!({
+            "max_split_size": settings.max_split_size,
+            "max_non_split_rounding": settings.max_non_split_rounding,
+            "garbage_collection_threshold": settings.garbage_collection_threshold,
+            "roundup_power2_divisions": settings.roundup_power2_divisions.0,
+            "memory_limit": settings.memory_limit,
+            "retry_fit_after_sync": settings.retry_fit_after_sync,
+        })
+    }
+
+    #[inline]
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        // What most requests are: small, and with nothing to look at first.
+        let small = request.align == GUARANTEED_ALIGN && request.bytes.wrapping_sub(1) < SMALL_MAX;
+        if !small {
+            return self.allocate_large(request, stream);
+        }
+        if !self.plain || self.waiting.load(Acquire) != 0 {
+            return self.allocate_any(request, stream);
+        }
+        let rounded = (request.bytes + (MIN_BLOCK - 1)) & !(MIN_BLOCK - 1);
+        let shard = self.shards.of_stream(stream);
+        {
+            let mut state = self.totals.enter_unsettled(shard, &self.shards);
+            if let Some(served) = state.cache.serve_small(rounded, request.bytes) {
+                return Ok(mint(shard, served, request.bytes, if served.split { Path::Split } else { Path::Hit }));
+            }
+        }
+        self.grow(shard, request.bytes, rounded, true)
+    }
+
+    #[inline]
+    unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
+        // The block says what pool it is from, before the lock is taken and the record is here.
+        if block.bytes() > SMALL_MAX {
+            return self.deallocate_large(block, stream);
+        }
+        let shard = self.shards.of_stream(stream);
+        // CAST: the upper and the lower half of the token.
+        let (id, index) = ((block.token() >> 32) as u32, block.token() as BlockIndex);
+        if self.plain && shard.id == id {
+            let mut state = self.totals.enter_unsettled(shard, &self.shards);
+            if let Some(joined) = state.cache.take_back_small(index, block.addr().get(), block.requested()) {
+                return Ok(select_unpredictable(joined, Path::Coalesce, Path::Hit));
+            }
+        }
+        self.deallocate_any(block)
+    }
+
+    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
+        self.announce(block, stream)
+    }
+
+    fn stats(&self) -> Stats {
+        let mut stats = Stats::with_pools();
+        let growth = self.lock_growth();
+        growth.report(&mut stats);
+        self.totals.report(&self.shards, &mut stats);
+        stats.stranded_bytes = lock(&self.pending).stranded_bytes();
+        stats.oversize_allocations = Some(*lock(&self.oversize_allocations));
+        stats
+    }
+
+    fn reset_peaks(&self) {
+        let growth = &mut *self.lock_growth();
+        self.restart_growth_peaks(growth);
+        lock(&self.pending).restart_peaks();
+        self.totals.restart_peaks(&self.shards);
+        lock(&self.oversize_allocations).reset_peak();
+    }
+
+    fn snapshot(&self) -> Option<Snapshot> {
+        let _growth = self.lock_growth();
+        Some(self.all_segments())
+    }
+
+    fn ledger_at_peak(&self) -> Ledger {
+        self.lock_growth().peak
+    }
+
+    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
+        self.take_over(snapshot, age).map(Some)
+    }
+
+    fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
+        let released = self.release_cached(&mut self.lock_growth(), keep_bytes)?;
+        self.tell()?;
+        Ok(released)
+    }
+
+    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        self.begin_capture(stream)
+    }
+
+    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        self.end_capture(capture)
+    }
+
+    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        self.release_capture(capture)
+    }
+}
+
+impl Drop for Caching {
+    fn drop(&mut self) {
+        self.unpin_all();
+        // Errors have nobody to go to. An error ends a round, so one call that fails once does not keep the rest;
+        // what stays goes with the device context.
+        for _ in 0..2 {
+            if self.release_cached(&mut self.lock_growth(), 0).is_ok() {
+                break;
+            }
+        }
+        for event in lock(&self.pending).take_events() {
+            // SAFETY: the event is in no queue any more and belongs to this allocator alone.
+            let _ = unsafe { self.driver.event_destroy(event) };
+        }
+    }
+}

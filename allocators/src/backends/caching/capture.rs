@@ -1,0 +1,181 @@
+//! Memory of captures: a shard of its own for each, which no stream leads to.
+//!
+//! While a capture is open, `waiting` is not zero, so that every request goes the way on which captures are looked at; and
+//! the stream's live blocks are marked as shared, so that their frees do. Without a capture nothing is looked at.
+
+use super::shard::Shard;
+use super::{BlockIndex, Caching};
+use crate::backends::captures::need_graphs;
+use crate::contract::AllocError;
+use crate::contract::BlockState;
+use crate::contract::{CaptureId, DeviceAllocator};
+use crate::device::StreamId;
+use crate::sync::lock;
+use std::sync::atomic::Ordering::{Acquire, Release};
+
+/// What a capture keeps.
+#[derive(Debug)]
+pub(super) struct Pool {
+    /// Number of its shard.
+    shard: u32,
+    /// Blocks whose free waits for the end, by shard and record.
+    waiting: Vec<(u32, BlockIndex)>,
+}
+
+/// Blocks that are held, and their bytes.
+fn held(shard: &Shard) -> (usize, u64) {
+    let state = shard.lock();
+    let held = state.cache.blocks.iter().filter(|(_, block)| block.state() == BlockState::Allocated);
+    held.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes()))
+}
+
+/// Marks every block that is held as shared, so that its free is looked at.
+fn mark_live(shard: &Shard) {
+    let state = &mut *shard.lock();
+    let held = state.cache.blocks.iter().filter(|(_, block)| block.state() == BlockState::Allocated);
+    for index in held.map(|(index, _)| index).collect::<Vec<_>>() {
+        state.cache.blocks.get_mut(index).share();
+    }
+}
+
+/// Takes that back for blocks that are still held; those that other streams were announced to use stay marked.
+fn unmark(shard: &Shard) {
+    let state = &mut *shard.lock();
+    let marked =
+        state.cache.blocks.iter().filter(|(index, block)| block.is_shared() && !state.uses.contains_key(index));
+    for index in marked.map(|(index, _)| index).collect::<Vec<_>>() {
+        state.cache.blocks.get_mut(index).unshare();
+    }
+}
+
+/// Whether a shard can become another capture's: all of it is free.
+fn is_vacant(shard: &Shard) -> bool {
+    let state = shard.lock();
+    !state.pinned && state.cache.blocks.iter().all(|(_, block)| block.state() == BlockState::Free)
+}
+
+impl Caching {
+    /// Whether any capture is open.
+    pub(super) fn any_capture(&self) -> bool {
+        self.capturing.load(Acquire) != 0
+    }
+
+    /// The shard that serves a stream: that of its open capture, if it has one.
+    pub(super) fn shard_for(&self, stream: StreamId) -> &Shard {
+        let captured = match self.any_capture() {
+            true => lock(&self.captures).open_on(stream).and_then(|pool| self.shards.by_id(pool.shard)),
+            false => None,
+        };
+        captured.unwrap_or_else(|| self.shards.of_stream(stream))
+    }
+
+    pub(super) fn begin_capture(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        need_graphs(self.name(), self.driver.as_ref())?;
+        let captures = &mut *lock(&self.captures);
+        captures.need_none_on(self.name(), stream)?;
+        // One that an earlier capture has left, with what the device would not take back.
+        let spare = self.shards.captured().into_iter().find(|shard| shard.stream == stream && is_vacant(shard));
+        let shard = spare.unwrap_or_else(|| self.shards.make_captured(stream));
+        shard.lock().pinned = true;
+        mark_live(self.shards.of_stream(stream));
+        self.waiting.fetch_add(1, Release);
+        self.capturing.fetch_add(1, Release);
+        Ok(captures.begin(stream, Pool { shard: shard.id, waiting: Vec::new() }))
+    }
+
+    /// Lets the free of a block wait for the end of a capture, if it is the capture's own or its stream's; false when
+    /// there is none to wait for.
+    pub(super) fn defer_to_capture(&self, shard: &Shard, index: BlockIndex) -> bool {
+        let captures = &mut *lock(&self.captures);
+        let Some(pool) = captures.open_on(shard.stream) else { return false };
+        if pool.shard != shard.id && self.shards.is_captured(shard) {
+            // Of an earlier capture of the stream.
+            return false;
+        }
+        self.totals.step(shard, &self.shards, |state, waiting| {
+            let block = *state.cache.blocks.get(index);
+            waiting.add_block(block.pool(), block.bytes(), block.requested());
+            if pool.shard == shard.id {
+                // Other streams used it in the graph, which is over when the capture is.
+                state.uses.remove(&index);
+            }
+            // CAST: one entry for each stream.
+            let events = state.uses.get(&index).map_or(1, |uses| uses.len() as u32);
+            state.cache.defer(index, events);
+        });
+        pool.waiting.push((shard.id, index));
+        true
+    }
+
+    pub(super) fn end_capture(&self, capture: CaptureId) -> Result<(), AllocError> {
+        let (waiting, (blocks, bytes)) = {
+            let captures = &mut *lock(&self.captures);
+            let (stream, pool) = captures.find_open(self.name(), capture)?;
+            let (shard, waiting) = (pool.shard, std::mem::take(&mut pool.waiting));
+            unmark(self.shards.of_stream(stream));
+            captures.end(stream);
+            self.capturing.fetch_sub(1, Release);
+            self.waiting.fetch_sub(1, Release);
+            (waiting, self.shards.by_id(shard).map_or((0, 0), held))
+        };
+        let mut freed = Ok(());
+        for (shard, index) in waiting {
+            freed = freed.and(self.free_after_capture(shard, index));
+        }
+        if blocks > 0 {
+            return Err(AllocError::CaptureLive { allocator: self.name(), blocks, bytes });
+        }
+        Ok(freed?)
+    }
+
+    pub(super) fn release_capture(&self, capture: CaptureId) -> Result<(), AllocError> {
+        let pool = lock(&self.captures).release(self.name(), capture)?;
+        let Some(shard) = self.shards.by_id(pool.shard) else { return Ok(()) };
+        let growth = &mut *self.lock_growth();
+        shard.lock().pinned = false;
+        Ok(self.release_shard(growth, shard)?)
+    }
+
+    /// Lets every segment go back, whatever captures there were; frees that waited for one are carried out.
+    pub(super) fn unpin_all(&self) {
+        let mut captures = std::mem::take(&mut *lock(&self.captures));
+        for (shard, index) in captures.each().flat_map(|(_, pool)| std::mem::take(&mut pool.waiting)) {
+            // An error has nobody to go to; the block then waits like any other.
+            let _ = self.free_after_capture(shard, index);
+        }
+        for shard in self.shards.captured() {
+            shard.lock().pinned = false;
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use crate::backends::{Caching, CachingSettings};
+    use crate::contract::{DeviceAllocator, Request};
+    use crate::device::{Driver, NullDriver, StreamId};
+    use std::sync::Arc;
+    use std::sync::atomic::Ordering::Acquire;
+
+    #[test]
+    fn nothing_is_looked_at_once_a_capture_has_ended() {
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 40));
+        let (caching, stream) = (Caching::new(driver, CachingSettings::default()), StreamId(1));
+        let marked = || {
+            let state = caching.shards.of_stream(stream).lock();
+            state.cache.blocks.iter().filter(|(_, block)| block.is_shared()).count()
+        };
+        let blocks = [100, 3 << 20, 12 << 20].map(|bytes| caching.allocate(Request::new(bytes), stream).unwrap());
+        caching.record_use(&blocks[0], StreamId(2)).unwrap();
+        let id = caching.capture_begin(stream).unwrap();
+        assert_eq!((marked(), caching.waiting.load(Acquire)), (3, 1));
+        caching.capture_end(id).unwrap();
+        // What another stream was announced to use stays marked.
+        assert_eq!((marked(), caching.waiting.load(Acquire), caching.any_capture()), (1, 0, false));
+        for block in blocks {
+            // SAFETY: the null device queues no work.
+            unsafe { caching.deallocate(block, stream) }.unwrap();
+        }
+        caching.capture_release(id).unwrap();
+    }
+}

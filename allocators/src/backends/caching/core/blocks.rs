@@ -1,0 +1,576 @@
+//! Block records in a slab, linked by 32-bit indices: to their address neighbours inside one segment, and inside the
+//! index of free blocks.
+
+use crate::contract::BlockState;
+use crate::contract::PoolKind;
+use crate::policy::rounding::MIN_BLOCK;
+use std::hint::select_unpredictable;
+
+/// Index of a record in its [`BlockSlab`].
+pub(crate) type BlockIndex = u32;
+/// No block. Its record exists and is never live, so that a link may be followed, and its links be written, without asking
+/// whether there is one. It lies above every block.
+pub(crate) const NONE: BlockIndex = 0;
+/// The largest block that a record can describe, in bytes: 2 TiB less one block.
+pub(crate) const MAX_BLOCK: u64 = u32::MAX as u64 * MIN_BLOCK;
+
+/// The low bits of an address, which are zero for every segment and block, hold what is small.
+const FLAGS: u64 = 0xFF;
+const STATE: u64 = 0b0011;
+const VACANT: u64 = 0;
+const FREE: u64 = 1;
+const ALLOCATED: u64 = 2;
+const PENDING: u64 = 3;
+const LARGE: u64 = 0b0100;
+const SHARED: u64 = 0b1000;
+
+#[inline(always)]
+fn pool_flag(pool: PoolKind) -> u64 {
+    match pool {
+        PoolKind::Small => 0,
+        PoolKind::Large => LARGE,
+    }
+}
+
+/// A block of a segment; two to a cache line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(align(32))]
+pub(crate) struct BlockRecord {
+    /// First address, and flags.
+    place: u64,
+    /// Size in units of [`MIN_BLOCK`].
+    units: u32,
+    prev: BlockIndex,
+    next: BlockIndex,
+    /// Of a free block: its links in the index of free blocks. Of another: the bytes that the client asked for, low
+    /// half and high half, and the events that a pending free waits for.
+    rest: Links,
+}
+
+/// Where a block lies in its segment: what is asked of one that becomes free. Copied number by number: a whole record
+/// would go by way of the stack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Extent {
+    pub(super) addr: u64,
+    pub(super) units: u32,
+    pub(super) prev: BlockIndex,
+    pub(super) next: BlockIndex,
+}
+
+impl Extent {
+    /// Size in bytes.
+    #[inline(always)]
+    pub(super) fn bytes(&self) -> u64 {
+        u64::from(self.units) * MIN_BLOCK
+    }
+
+    /// Whether the block is only a part of its segment.
+    #[inline(always)]
+    pub(super) fn is_split(&self) -> bool {
+        self.prev | self.next != NONE
+    }
+}
+
+/// How a free block hangs in the index of free blocks; what the names mean is the index's affair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Links {
+    pub(super) left: BlockIndex,
+    pub(super) right: BlockIndex,
+    pub(super) up: BlockIndex,
+}
+
+impl Links {
+    pub(super) const ALONE: Self = Self { left: NONE, right: NONE, up: NONE };
+
+    #[inline(always)]
+    pub(super) fn are_alone(self) -> bool {
+        self.left | self.right | self.up == NONE
+    }
+}
+
+impl BlockRecord {
+    /// A whole segment as one free block that no index knows yet. `addr` and `bytes` are multiples of 256 and of
+    /// [`MIN_BLOCK`].
+    ///
+    /// # Panics
+    /// For more than [`MAX_BLOCK`].
+    #[must_use]
+    pub(crate) fn segment(addr: u64, bytes: u64, pool: PoolKind) -> Self {
+        debug_assert!(addr & FLAGS == 0 && bytes.is_multiple_of(MIN_BLOCK), "a device should align its segments");
+        let units = u32::try_from(bytes / MIN_BLOCK).expect("no segment should be larger than a record can say");
+        Self { place: addr | pool_flag(pool) | FREE, units, prev: NONE, next: NONE, rest: Links::ALONE }
+    }
+
+    /// First address.
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn addr(&self) -> u64 {
+        self.place & !FLAGS
+    }
+
+    /// Size in bytes.
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn bytes(&self) -> u64 {
+        u64::from(self.units) * MIN_BLOCK
+    }
+
+    /// Size in units of [`MIN_BLOCK`].
+    #[inline(always)]
+    pub(super) fn units(&self) -> u32 {
+        self.units
+    }
+
+    /// Pool of its segment.
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn pool(&self) -> PoolKind {
+        if self.place & LARGE == 0 { PoolKind::Small } else { PoolKind::Large }
+    }
+
+    /// Neighbour at the lower address in the same segment, or [`NONE`].
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn prev(&self) -> BlockIndex {
+        self.prev
+    }
+
+    /// Neighbour at the higher address in the same segment, or [`NONE`].
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn next(&self) -> BlockIndex {
+        self.next
+    }
+
+    /// Whether the block is only a part of its segment.
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn is_split(&self) -> bool {
+        self.prev | self.next != NONE
+    }
+
+    #[inline(always)]
+    pub(super) fn extent(&self) -> Extent {
+        Extent { addr: self.addr(), units: self.units, prev: self.prev, next: self.next }
+    }
+
+    /// Whether the client holds the block.
+    #[cfg(test)]
+    pub(crate) fn is_allocated(&self) -> bool {
+        self.place & STATE == ALLOCATED
+    }
+
+    /// Whether the record is that of a block that the client holds and that begins at `addr`.
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn is_held_at(&self, addr: u64) -> bool {
+        self.place & !(LARGE | SHARED) == addr | ALLOCATED
+    }
+
+    /// Whether the block is free.
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn is_free(&self) -> bool {
+        self.place & STATE == FREE
+    }
+
+    /// Whether the record describes a block.
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn is_live(&self) -> bool {
+        self.place & STATE != VACANT
+    }
+
+    /// State.
+    #[must_use]
+    pub(crate) fn state(&self) -> BlockState {
+        match self.place & STATE {
+            ALLOCATED => BlockState::Allocated,
+            PENDING => BlockState::PendingFree,
+            _ => BlockState::Free,
+        }
+    }
+
+    /// Whether other streams were announced to use the block.
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn is_shared(&self) -> bool {
+        self.place & SHARED != 0
+    }
+
+    /// Other streams are announced to use the block.
+    pub(crate) fn share(&mut self) {
+        self.place |= SHARED;
+    }
+
+    /// Takes [`share`](Self::share) back.
+    pub(crate) fn unshare(&mut self) {
+        self.place &= !SHARED;
+    }
+
+    /// Bytes that the client asked for; 0 when free.
+    #[must_use]
+    pub(crate) fn requested(&self) -> u64 {
+        if self.is_free() { 0 } else { u64::from(self.rest.right) << 32 | u64::from(self.rest.left) }
+    }
+
+    #[inline(always)]
+    pub(super) fn links(&self) -> Links {
+        debug_assert!(self.is_free(), "only free blocks are in an index");
+        self.rest
+    }
+
+    /// Changes the upward link of a free block, or of no block.
+    #[inline(always)]
+    pub(super) fn set_up(&mut self, up: BlockIndex) {
+        debug_assert!(self.is_free() || !self.is_live(), "only free blocks are in an index");
+        self.rest.up = up;
+    }
+
+    #[inline(always)]
+    pub(super) fn links_mut(&mut self) -> &mut Links {
+        debug_assert!(self.is_free() || !self.is_live(), "only free blocks are in an index");
+        &mut self.rest
+    }
+
+    /// The client has the block, which is in no index any more.
+    #[inline(always)]
+    pub(super) fn set_allocated(&mut self, requested: u64) {
+        self.place = self.place & !STATE | ALLOCATED;
+        // CAST: low half and high half.
+        self.rest = Links { left: requested as u32, right: (requested >> 32) as u32, up: 0 };
+    }
+
+    /// The client let go, and `events` events are waited for.
+    pub(super) fn set_pending(&mut self, events: u32) {
+        self.place = self.place & !(STATE | SHARED) | PENDING;
+        self.rest.up = events;
+    }
+
+    /// One of the events is over; says how many are left.
+    pub(crate) fn event_done(&mut self) -> u32 {
+        debug_assert_eq!(self.place & STATE, PENDING);
+        self.rest.up -= 1;
+        self.rest.up
+    }
+
+    /// Makes the record that of a free block of the small pool, whose links the index writes.
+    #[inline(always)]
+    pub(super) fn set_small_free(&mut self, addr: u64, units: u32, prev: BlockIndex, next: BlockIndex) {
+        (self.place, self.units, self.prev, self.next) = (addr | FREE, units, prev, next);
+    }
+
+    /// Whether the block is free and has relatives in the index of free blocks.
+    #[inline(always)]
+    pub(super) fn is_free_in_company(&self) -> bool {
+        // One comparison, where two conditions would be two branches: no link is as large as a state that is not `FREE`.
+        let links = u64::from(self.rest.left | self.rest.right | self.rest.up);
+        links > ((self.place & STATE) ^ FREE) << u32::BITS
+    }
+
+    #[inline(always)]
+    pub(super) fn set_free(&mut self) {
+        self.place = self.place & !STATE | FREE;
+        self.rest = Links::ALONE;
+    }
+
+    /// Takes in a neighbour of `units` at the higher address.
+    #[inline(always)]
+    pub(super) fn extend_up(&mut self, units: u32, next: BlockIndex) {
+        self.units += units;
+        self.next = next;
+    }
+
+    /// Takes in a neighbour of `units` at the lower address.
+    #[inline(always)]
+    pub(super) fn extend_down(&mut self, units: u32, prev: BlockIndex) {
+        self.place -= u64::from(units) * MIN_BLOCK;
+        self.units += units;
+        self.prev = prev;
+    }
+
+    #[inline(always)]
+    pub(super) fn set_prev(&mut self, prev: BlockIndex) {
+        self.prev = prev;
+    }
+
+    #[inline(always)]
+    pub(super) fn set_next(&mut self, next: BlockIndex) {
+        self.next = next;
+    }
+}
+
+/// Records with stable indices; vacant ones are used again, the last first.
+#[derive(Clone, Debug)]
+pub(crate) struct BlockSlab {
+    records: Vec<BlockRecord>,
+    vacant: BlockIndex,
+    /// By index, how many searches there were when the block became free; empty while nobody counts them.
+    freed_at: Vec<u64>,
+}
+
+impl Default for BlockSlab {
+    fn default() -> Self {
+        let nothing = BlockRecord { place: !FLAGS | VACANT, units: 0, prev: NONE, next: NONE, rest: Links::ALONE };
+        Self { records: vec![nothing], vacant: NONE, freed_at: Vec::new() }
+    }
+}
+
+impl BlockSlab {
+    /// Stores a record.
+    ///
+    /// # Panics
+    /// With 2^32 live records.
+    #[inline(always)]
+    pub(crate) fn insert(&mut self, record: BlockRecord) -> BlockIndex {
+        let index = self.vacant;
+        if index == NONE {
+            return self.push(record);
+        }
+        let slot = self.get_mut(index);
+        let vacant = slot.next;
+        *slot = record;
+        self.vacant = vacant;
+        index
+    }
+
+    #[cold]
+    fn push(&mut self, record: BlockRecord) -> BlockIndex {
+        let index = BlockIndex::try_from(self.records.len());
+        self.records.push(record);
+        index.expect("there should be fewer than 2^32 blocks")
+    }
+
+    /// The records, and the first of the vacant ones.
+    #[inline(always)]
+    pub(super) fn parts(&mut self) -> (&mut [BlockRecord], &mut BlockIndex) {
+        (&mut self.records, &mut self.vacant)
+    }
+
+    /// Makes a live record vacant.
+    pub(crate) fn remove(&mut self, index: BlockIndex) {
+        let (records, vacant) = self.parts();
+        vacate(records, vacant, index);
+    }
+
+    /// A record, if the index is live.
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn find(&self, index: BlockIndex) -> Option<&BlockRecord> {
+        self.records.get(index as usize).filter(|record| record.is_live())
+    }
+
+    /// A record.
+    ///
+    /// # Panics
+    /// When the index was never given out, which is a bug in the caller.
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn get(&self, index: BlockIndex) -> &BlockRecord {
+        &self.records[index as usize]
+    }
+
+    /// A record to change.
+    ///
+    /// # Panics
+    /// When the index was never given out, which is a bug in the caller.
+    #[inline(always)]
+    pub(crate) fn get_mut(&mut self, index: BlockIndex) -> &mut BlockRecord {
+        &mut self.records[index as usize]
+    }
+
+    /// The record of a block that the client holds and that begins at `addr`; `None` when there is none at the index.
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn find_held(&self, index: BlockIndex, addr: u64) -> Option<&BlockRecord> {
+        self.records.get(index as usize).filter(|record| record.is_held_at(addr))
+    }
+
+    /// Where a block of the pool lies that the client holds at `addr` and that no other stream was announced to use.
+    #[inline(always)]
+    pub(super) fn find_unshared(&self, pool: PoolKind, index: BlockIndex, addr: u64) -> Option<Extent> {
+        let place = addr | pool_flag(pool) | ALLOCATED;
+        let record = self.records.get(index as usize).filter(|record| record.place == place)?;
+        Some(Extent { addr, ..record.extent() })
+    }
+
+    /// All records, the vacant ones included.
+    #[must_use]
+    #[inline(always)]
+    pub(crate) fn records(&self) -> &[BlockRecord] {
+        &self.records
+    }
+
+    /// All live records with their indices, in index order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (BlockIndex, &BlockRecord)> {
+        let live = self.records.iter().enumerate().filter(|(_, record)| record.is_live());
+        // CAST: `insert` keeps the length below 2^32.
+        live.map(|(index, record)| (index as BlockIndex, record))
+    }
+
+    /// Searches so far when the block became free.
+    #[must_use]
+    pub(crate) fn freed_at(&self, index: BlockIndex) -> u64 {
+        self.freed_at.get(index as usize).copied().unwrap_or(0)
+    }
+
+    /// Notes how many searches there were when the block became free. Zero is not noted: the count only grows.
+    #[inline(always)]
+    pub(crate) fn set_freed_at(&mut self, index: BlockIndex, searches: u64) {
+        if searches > 0 {
+            self.note_freed_at(index, searches);
+        }
+    }
+
+    #[cold]
+    fn note_freed_at(&mut self, index: BlockIndex, searches: u64) {
+        if self.freed_at.len() <= index as usize {
+            self.freed_at.resize(self.records.len(), 0);
+        }
+        self.freed_at[index as usize] = searches;
+    }
+
+    /// Makes sure that there is a vacant record, so that [`split_front`] finds one.
+    ///
+    /// # Panics
+    /// With 2^32 live records.
+    #[inline(always)]
+    pub(super) fn reserve(&mut self) {
+        if self.vacant == NONE {
+            self.add_vacant();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn add_vacant(&mut self) {
+        self.vacant = self.push(BlockRecord { place: VACANT, units: 0, prev: NONE, next: NONE, rest: Links::ALONE });
+    }
+}
+
+/// Cuts the first `units` off a free block for the client. Returns the new block at the front, which is allocated and
+/// takes the first vacant record, of which there has to be one; the rest keeps its index.
+#[inline(always)]
+pub(super) fn split_front(
+    records: &mut [BlockRecord],
+    vacant: &mut BlockIndex,
+    index: BlockIndex,
+    units: u32,
+    requested: u64,
+) -> BlockIndex {
+    let front = *vacant;
+    debug_assert_ne!(front, NONE);
+    *vacant = record(records, front).next;
+    let rest = record_mut(records, index);
+    debug_assert!(units > 0 && units < rest.units);
+    let mut first = BlockRecord { units, next: index, ..*rest };
+    first.set_allocated(requested);
+    rest.place += u64::from(units) * MIN_BLOCK;
+    rest.units -= units;
+    rest.prev = front;
+    record_mut(records, first.prev).next = front;
+    *record_mut(records, front) = first;
+    front
+}
+
+/// A record among all.
+#[inline(always)]
+pub(super) fn record(records: &[BlockRecord], index: BlockIndex) -> &BlockRecord {
+    &records[index as usize]
+}
+
+/// A record among all, to change.
+#[inline(always)]
+pub(super) fn record_mut(records: &mut [BlockRecord], index: BlockIndex) -> &mut BlockRecord {
+    &mut records[index as usize]
+}
+
+/// Makes a record vacant if `there`, without a branch.
+#[inline(always)]
+pub(super) fn vacate_if(records: &mut [BlockRecord], vacant: &mut BlockIndex, index: BlockIndex, there: bool) {
+    let record = record_mut(records, index);
+    record.place = select_unpredictable(there, VACANT, record.place);
+    record.next = select_unpredictable(there, *vacant, record.next);
+    *vacant = select_unpredictable(there, index, *vacant);
+}
+
+/// Makes a live record vacant.
+#[inline(always)]
+pub(super) fn vacate(records: &mut [BlockRecord], vacant: &mut BlockIndex, index: BlockIndex) {
+    let next = std::mem::replace(vacant, index);
+    let record = record_mut(records, index);
+    debug_assert!(record.is_live(), "a record should be removed once");
+    record.place = VACANT;
+    record.next = next;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The blocks of the segment that contains `index`, in address order.
+    fn layout(slab: &BlockSlab, mut index: BlockIndex) -> Vec<(u64, u64)> {
+        while slab.get(index).prev() != NONE {
+            index = slab.get(index).prev();
+        }
+        let mut out = Vec::new();
+        while index != NONE {
+            let block = slab.get(index);
+            if block.next() != NONE {
+                assert_eq!(slab.get(block.next()).prev(), index);
+            }
+            out.push((block.addr(), block.bytes()));
+            index = block.next();
+        }
+        out
+    }
+
+    #[test]
+    fn two_records_are_a_cache_line() {
+        assert_eq!(size_of::<BlockRecord>(), 32);
+    }
+
+    #[test]
+    fn splitting_keeps_the_segment_tiled() {
+        let mut slab = BlockSlab::default();
+        let whole = slab.insert(BlockRecord::segment(1 << 20, 100 * MIN_BLOCK, PoolKind::Small));
+        assert!(!slab.get(whole).is_split());
+        let mut cut = |units: u32, requested: u64| {
+            slab.reserve();
+            let (records, vacant) = slab.parts();
+            split_front(records, vacant, whole, units, requested)
+        };
+        let (first, middle) = (cut(10, (1 << 32) + 7), cut(20, 3));
+        let at = |units: u64| (1 << 20) + units * MIN_BLOCK;
+        let expected = [(at(0), 10 * MIN_BLOCK), (at(10), 20 * MIN_BLOCK), (at(30), 70 * MIN_BLOCK)];
+        assert_eq!(layout(&slab, middle), expected);
+        assert!(slab.get(whole).is_split() && slab.get(whole).is_free() && slab.get(middle).is_allocated());
+        assert_eq!([first, middle, whole].map(|index| slab.get(index).requested()), [(1 << 32) + 7, 3, 0]);
+        assert_eq!(slab.iter().count(), 3);
+        assert!(slab.find(7).is_none() && slab.find(NONE).is_none());
+    }
+
+    #[test]
+    fn a_record_keeps_its_address_in_every_state() {
+        let mut record = BlockRecord::segment(0x7f12_3456_7800, 2 << 20, PoolKind::Large);
+        record.set_allocated(99);
+        record.share();
+        assert!(record.is_allocated() && record.is_shared() && record.requested() == 99);
+        record.set_pending(2);
+        assert!(!record.is_shared() && record.state() == BlockState::PendingFree && record.requested() == 99);
+        assert_eq!((record.event_done(), record.event_done()), (1, 0));
+        record.set_free();
+        assert_eq!((record.addr(), record.bytes(), record.pool()), (0x7f12_3456_7800, 2 << 20, PoolKind::Large));
+    }
+
+    #[test]
+    fn vacant_records_are_used_again() {
+        let mut slab = BlockSlab::default();
+        let record = BlockRecord::segment(512, 512, PoolKind::Small);
+        let indices: Vec<BlockIndex> = (0..4).map(|_| slab.insert(record)).collect();
+        for index in [indices[1], indices[3]] {
+            slab.remove(index);
+        }
+        assert_eq!([slab.insert(record), slab.insert(record), slab.insert(record)], [indices[3], indices[1], 5]);
+    }
+}

@@ -1,0 +1,437 @@
+//! What one stream's blocks add up to, counted where it happens and added up over the streams when asked.
+
+use crate::contract::Ledger;
+use crate::contract::PoolKind;
+
+/// What is counted, of the blocks that the client holds and of the free blocks that cannot go back to the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub(crate) enum Quantity {
+    /// Blocks that the client holds.
+    Blocks,
+    /// Their bytes, after rounding.
+    Bytes,
+    /// The bytes that the client asked for in them.
+    Requested,
+    /// Free blocks of partly used segments.
+    Split,
+    /// Their bytes.
+    SplitBytes,
+}
+
+/// Number of quantities.
+pub(crate) const QUANTITIES: usize = 5;
+
+/// Which blocks a figure is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub(crate) enum Scope {
+    /// The small pool's.
+    Small,
+    /// The large pool's.
+    Large,
+    /// All.
+    All,
+}
+
+impl Scope {
+    /// Every scope.
+    pub(crate) const EACH: [Scope; 3] = [Scope::Small, Scope::Large, Scope::All];
+}
+
+impl From<PoolKind> for Scope {
+    fn from(pool: PoolKind) -> Self {
+        match pool {
+            PoolKind::Small => Scope::Small,
+            PoolKind::Large => Scope::Large,
+        }
+    }
+}
+
+/// One figure for each scope and quantity.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Figures([[u64; QUANTITIES]; 3]);
+
+impl Figures {
+    /// The figure.
+    #[must_use]
+    #[inline]
+    pub(crate) fn get(&self, scope: Scope, quantity: Quantity) -> u64 {
+        self.0[scope as usize][quantity as usize]
+    }
+
+    #[inline]
+    fn at(&mut self, scope: Scope, quantity: Quantity) -> &mut u64 {
+        &mut self.0[scope as usize][quantity as usize]
+    }
+
+    /// Combines two sets figure by figure.
+    #[must_use]
+    pub(crate) fn zip(&self, other: &Self, combine: impl Fn(u64, u64) -> u64) -> Self {
+        let mut out = *self;
+        for (row, others) in out.0.iter_mut().zip(&other.0) {
+            for (figure, other) in row.iter_mut().zip(others) {
+                *figure = combine(*figure, *other);
+            }
+        }
+        out
+    }
+
+    /// Adds a block's figures to the quantities of held blocks, in its pool and over all.
+    pub(crate) fn add_block(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
+        for scope in [pool.into(), Scope::All] {
+            *self.at(scope, Quantity::Blocks) += 1;
+            *self.at(scope, Quantity::Bytes) += bytes;
+            *self.at(scope, Quantity::Requested) += requested;
+        }
+    }
+
+    /// Takes a block's figures away.
+    pub(crate) fn remove_block(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
+        for scope in [pool.into(), Scope::All] {
+            *self.at(scope, Quantity::Blocks) -= 1;
+            *self.at(scope, Quantity::Bytes) -= bytes;
+            *self.at(scope, Quantity::Requested) -= requested;
+        }
+    }
+}
+
+/// A level, kept as a mark and how far it is below: so an increase sees in its own carry whether it goes over the mark.
+#[derive(Clone, Copy, Debug, Default)]
+struct Level {
+    mark: u64,
+    room: u64,
+}
+
+impl Level {
+    /// A level at its mark.
+    fn at(mark: u64) -> Self {
+        Self { mark, room: 0 }
+    }
+
+    /// Adds a number of either sign, as its two's complement; true when that went over the mark.
+    #[inline(always)]
+    fn change(&mut self, amount: u64) -> bool {
+        self.room = self.room.wrapping_sub(amount);
+        self.room.cast_signed() < 0
+    }
+
+    #[inline(always)]
+    fn increase(&mut self, amount: u64) -> bool {
+        let (room, over) = self.room.overflowing_sub(amount);
+        self.room = room;
+        over
+    }
+
+    #[inline(always)]
+    fn decrease(&mut self, amount: u64) {
+        self.room += amount;
+        debug_assert!(self.room <= self.mark, "a level should not go below zero");
+    }
+
+    /// Also when it went over the mark.
+    fn current(self) -> u64 {
+        self.mark.wrapping_sub(self.room)
+    }
+}
+
+/// Levels of one stream's blocks with their peaks and the sums of all increases.
+///
+/// A pool's level may not pass the pool's peak unseen, nor, together with the other pool's, the peak of both; but nobody
+/// writes the sum of both each time for that. The marks of the two pools are at most their peaks and together at most the
+/// peak of both. So whoever stays below its own mark makes no peak, and whoever goes over it looks at everything.
+/// Blocks are kept as a sum, too: a client that always holds as many would look whenever the pools take turns.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Tally {
+    pools: [[Level; QUANTITIES]; 2],
+    /// Blocks of both pools; its mark is their peak.
+    blocks: Level,
+    /// By scope.
+    peaks: [[u64; QUANTITIES]; 3],
+    increases: [[u64; QUANTITIES]; 2],
+    /// Bytes of the segments.
+    segments: u64,
+    /// Bytes of the segments that are one free block.
+    idle: u64,
+    /// Bytes of the blocks whose free waits.
+    pending: u64,
+}
+
+impl Tally {
+    #[inline(always)]
+    fn increase(&mut self, pool: PoolKind, quantity: Quantity, amount: u64) {
+        self.increases[pool as usize][quantity as usize] += amount;
+        if self.pools[pool as usize][quantity as usize].increase(amount) {
+            self.look(pool, quantity);
+        }
+    }
+
+    #[inline(always)]
+    fn decrease(&mut self, pool: PoolKind, quantity: Quantity, amount: u64) {
+        self.pools[pool as usize][quantity as usize].decrease(amount);
+    }
+
+    /// Sees to the peaks after a pool's level went over its mark, and sets new marks.
+    #[cold]
+    #[inline(never)]
+    fn look(&mut self, pool: PoolKind, quantity: Quantity) {
+        let [small, large, all] = &mut self.peaks;
+        let [smalls, larges] = &mut self.pools;
+        let (level, peak) = (&mut smalls[quantity as usize], &mut small[quantity as usize]);
+        let (other, other_peak) = (&mut larges[quantity as usize], &mut large[quantity as usize]);
+        let (level, peak, other, other_peak) = match pool {
+            PoolKind::Small => (level, peak, other, other_peak),
+            PoolKind::Large => (other, other_peak, level, peak),
+        };
+        let (own, others, all) = (level.current(), other.current(), &mut all[quantity as usize]);
+        *peak = own.max(*peak);
+        *all = (own + others).max(*all);
+        // What is left below the peak of both goes to the two in halves, but none gets more than it may use.
+        let left = *all - own - others;
+        let wanted = other_peak.saturating_sub(others).min(left);
+        let room = (*peak - own).min(left - wanted.min(left / 2));
+        *level = Level { mark: own + room, room };
+        let room = wanted.min(left - room);
+        *other = Level { mark: others + room, room };
+    }
+
+    /// A block was handed out.
+    #[inline(always)]
+    pub(crate) fn hand_out(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
+        self.increases[pool as usize][Quantity::Blocks as usize] += 1;
+        if self.pools[pool as usize][Quantity::Blocks as usize].increase(1) {
+            raise(&mut self.pools[pool as usize][Quantity::Blocks as usize]);
+        }
+        if self.blocks.increase(1) {
+            raise(&mut self.blocks);
+        }
+        self.increase(pool, Quantity::Bytes, bytes);
+        self.increase(pool, Quantity::Requested, requested);
+    }
+
+    /// A block is no longer the client's.
+    #[inline(always)]
+    pub(crate) fn take_back(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
+        self.decrease(pool, Quantity::Blocks, 1);
+        self.blocks.decrease(1);
+        self.decrease(pool, Quantity::Bytes, bytes);
+        self.decrease(pool, Quantity::Requested, requested);
+    }
+
+    /// A free block became a part of a segment in use.
+    #[inline(always)]
+    pub(crate) fn add_split(&mut self, pool: PoolKind, bytes: u64) {
+        self.increase(pool, Quantity::Split, 1);
+        self.increase(pool, Quantity::SplitBytes, bytes);
+    }
+
+    /// A block of `bytes` in a segment in use became free, and one with `joined` free parts beside it, of which there are
+    /// at most two.
+    #[inline(always)]
+    pub(crate) fn join_splits(&mut self, pool: PoolKind, bytes: u64, joined: u64) {
+        // One part more, or as many, or one less, without a branch; by what was not free before, as PyTorch counts the
+        // whole change at once.
+        self.increases[pool as usize][Quantity::Split as usize] += u64::from(joined == 0);
+        if self.pools[pool as usize][Quantity::Split as usize].change(1u64.wrapping_sub(joined)) {
+            self.look(pool, Quantity::Split);
+        }
+        self.increase(pool, Quantity::SplitBytes, bytes);
+    }
+
+    /// Free parts of a segment in use are no longer free, or no longer parts.
+    #[inline(always)]
+    pub(crate) fn remove_splits(&mut self, pool: PoolKind, parts: u64, bytes: u64) {
+        self.decrease(pool, Quantity::Split, parts);
+        self.decrease(pool, Quantity::SplitBytes, bytes);
+    }
+
+    /// A free part of a segment in use became smaller by `bytes`.
+    #[inline(always)]
+    pub(crate) fn shrink_split(&mut self, pool: PoolKind, bytes: u64) {
+        self.decrease(pool, Quantity::SplitBytes, bytes);
+    }
+
+    /// A segment came, as one free block.
+    pub(crate) fn add_segment(&mut self, bytes: u64) {
+        self.segments += bytes;
+        self.idle += bytes;
+    }
+
+    /// A segment went, as one free block.
+    pub(crate) fn remove_segment(&mut self, bytes: u64) {
+        self.segments -= bytes;
+        self.idle -= bytes;
+    }
+
+    /// A block that was a whole segment is so no longer, or no longer free.
+    #[inline(always)]
+    pub(crate) fn begin_segment(&mut self, bytes: u64) {
+        self.idle -= bytes;
+    }
+
+    /// A segment became one free block.
+    #[inline(always)]
+    pub(crate) fn end_segment(&mut self, bytes: u64) {
+        self.idle += bytes;
+    }
+
+    /// A block that the client let go of waits.
+    pub(crate) fn add_pending(&mut self, bytes: u64) {
+        self.pending += bytes;
+    }
+
+    /// A block has waited long enough.
+    pub(crate) fn remove_pending(&mut self, bytes: u64) {
+        self.pending -= bytes;
+    }
+
+    /// Where the bytes of the segments are, for a request on the stream itself (`own`) or on another one.
+    #[must_use]
+    pub(crate) fn ledger(&self, own: bool) -> Ledger {
+        let level =
+            |quantity: Quantity| self.pools.iter().map(|levels| levels[quantity as usize].current()).sum::<u64>();
+        let (held, requested) = (level(Quantity::Bytes), level(Quantity::Requested));
+        let free = self.segments - held - self.pending;
+        debug_assert_eq!(free, self.idle + level(Quantity::SplitBytes), "a free block is a segment or a part of one");
+        let (soft, hard, stream) = if own { (self.idle, free - self.idle, 0) } else { (0, 0, free) };
+        let (internal, pending) = (held - requested, self.pending);
+        Ledger { reserved: self.segments, requested, internal, pending, soft, hard, stream, ..Ledger::default() }
+    }
+
+    /// Figures of the pools, and what they add up to.
+    fn added_up<T>(pools: &[[T; QUANTITIES]; 2], of: impl Fn(&T) -> u64) -> Figures {
+        let [small, large] = pools.each_ref().map(|figures| figures.each_ref().map(&of));
+        let mut all = small;
+        all.iter_mut().zip(large).for_each(|(sum, figure)| *sum += figure);
+        // In the order of the scopes.
+        Figures([small, large, all])
+    }
+
+    /// Levels now.
+    #[must_use]
+    pub(crate) fn current(&self) -> Figures {
+        Self::added_up(&self.pools, |level| level.current())
+    }
+
+    /// Highest levels since the last [`restart_peaks`](Self::restart_peaks).
+    #[must_use]
+    pub(crate) fn peak(&self) -> Figures {
+        let mut peaks = Figures(self.peaks);
+        let [small, large] = self.pools.map(|levels| levels[Quantity::Blocks as usize].mark);
+        for (scope, mark) in Scope::EACH.into_iter().zip([small, large, self.blocks.mark]) {
+            *peaks.at(scope, Quantity::Blocks) = mark;
+        }
+        peaks
+    }
+
+    /// Sums of all increases ("allocated" in PyTorch's keys).
+    #[must_use]
+    pub(crate) fn increases(&self) -> Figures {
+        Self::added_up(&self.increases, |sum| *sum)
+    }
+
+    /// Adds what the sums of all increases grew by since they were `before`, so many times more.
+    pub(crate) fn repeat_increases(&mut self, before: &Figures, times: u64) {
+        for (sums, before) in self.increases.iter_mut().zip(&before.0) {
+            sums.iter_mut().zip(before).for_each(|(sum, before)| *sum += (*sum - before) * times);
+        }
+    }
+
+    /// Lets the peaks start again from the levels.
+    pub(crate) fn restart_peaks(&mut self) {
+        self.peaks = self.current().0;
+        for level in self.pools.iter_mut().flatten().chain([&mut self.blocks]) {
+            *level = Level::at(level.current());
+        }
+    }
+}
+
+/// The mark follows a level that went over it. Out of the way, because few do.
+#[cold]
+#[inline(never)]
+fn raise(level: &mut Level) {
+    *level = Level::at(level.current());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is counted, without marks.
+    #[derive(Default)]
+    struct Naive {
+        levels: [[u64; QUANTITIES]; 3],
+        peaks: [[u64; QUANTITIES]; 3],
+    }
+
+    impl Naive {
+        fn change(&mut self, pool: PoolKind, quantity: Quantity, up: u64, down: u64) {
+            for scope in [Scope::from(pool), Scope::All] {
+                let level = &mut self.levels[scope as usize][quantity as usize];
+                *level = *level + up - down;
+                let peak = &mut self.peaks[scope as usize][quantity as usize];
+                *peak = *level.max(peak);
+            }
+        }
+    }
+
+    /// Blocks come and go in both pools: few at first, then many and few in turn, at times as many all along.
+    #[test]
+    fn peaks_are_those_of_every_moment() {
+        let mut seed = 5u64;
+        let mut random = |below: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 11) % below
+        };
+        let (mut tally, mut naive) = (Tally::default(), Naive::default());
+        let mut live: Vec<(PoolKind, u64, u64)> = Vec::new();
+        let mut parts = [0u64; 2];
+        for step in 0..200_000u64 {
+            let most = [20, 64, 200][(step / 10_000 % 3) as usize];
+            if live.len() as u64 >= most || (!live.is_empty() && random(100) < 45) {
+                let (pool, bytes, requested) = live.swap_remove(random(live.len() as u64) as usize);
+                tally.take_back(pool, bytes, requested);
+                naive.change(pool, Quantity::Blocks, 0, 1);
+                naive.change(pool, Quantity::Bytes, 0, bytes);
+                naive.change(pool, Quantity::Requested, 0, requested);
+                let joined = random(3).min(parts[pool as usize]);
+                parts[pool as usize] = parts[pool as usize] + 1 - joined;
+                tally.join_splits(pool, bytes, joined);
+                naive.change(pool, Quantity::Split, u64::from(joined == 0), joined.saturating_sub(1));
+                naive.change(pool, Quantity::SplitBytes, bytes, 0);
+            } else {
+                let pool = if random(4) == 0 { PoolKind::Large } else { PoolKind::Small };
+                let most = 1 << (8 + random(12));
+                let requested = 1 + random(most);
+                let bytes = requested.next_multiple_of(512);
+                tally.hand_out(pool, bytes, requested);
+                naive.change(pool, Quantity::Blocks, 1, 0);
+                naive.change(pool, Quantity::Bytes, bytes, 0);
+                naive.change(pool, Quantity::Requested, requested, 0);
+                live.push((pool, bytes, requested));
+                let free = naive.levels[pool as usize][Quantity::SplitBytes as usize];
+                if free >= bytes && random(2) == 0 {
+                    tally.shrink_split(pool, bytes);
+                    naive.change(pool, Quantity::SplitBytes, 0, bytes);
+                } else if parts[pool as usize] > 0 {
+                    let bytes = random(free + 1);
+                    parts[pool as usize] -= 1;
+                    tally.remove_splits(pool, 1, bytes);
+                    naive.change(pool, Quantity::Split, 0, 1);
+                    naive.change(pool, Quantity::SplitBytes, 0, bytes);
+                } else {
+                    parts[pool as usize] += 1;
+                    tally.add_split(pool, bytes);
+                    naive.change(pool, Quantity::Split, 1, 0);
+                    naive.change(pool, Quantity::SplitBytes, bytes, 0);
+                }
+            }
+            if random(30_000) == 0 {
+                tally.restart_peaks();
+                naive.peaks = naive.levels;
+            }
+            assert_eq!(tally.current(), Figures(naive.levels), "step {step}");
+            assert_eq!(tally.peak(), Figures(naive.peaks), "step {step}");
+        }
+    }
+}

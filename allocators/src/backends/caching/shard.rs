@@ -1,0 +1,248 @@
+//! One stream's part of the allocator, and the table that finds it.
+
+use crate::backends::caching::core::block_cache::BlockCache;
+use crate::backends::caching::core::blocks::BlockIndex;
+use crate::backends::caching::core::tally::Figures;
+use crate::device::StreamId;
+use crate::sync::{Mutex, SpinGuard, SpinLock, lock};
+use std::collections::BTreeMap;
+use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+
+/// What one stream owns. Threads on streams of their own share nothing here.
+#[derive(Debug)]
+#[repr(align(128))]
+pub(super) struct Shard {
+    /// Number in the order of first use, counted from the table's first.
+    pub(super) id: u32,
+    /// The stream.
+    pub(super) stream: StreamId,
+    state: SpinLock<ShardState>,
+}
+
+/// The state behind a shard's lock.
+#[derive(Debug, Default)]
+pub(super) struct ShardState {
+    /// Blocks.
+    pub(super) cache: BlockCache,
+    /// Streams that were announced to use a block; blocks that have any are marked `shared`.
+    pub(super) uses: BTreeMap<BlockIndex, Vec<StreamId>>,
+    /// Whether levels may be changed without a look at the totals' books.
+    pub(super) admitted: bool,
+    /// What all other streams' levels add up to while this one is the tenant of the totals.
+    pub(super) others: Figures,
+    /// Whether a graph may use its segments, so that none goes back to the device.
+    pub(super) pinned: bool,
+}
+
+impl Shard {
+    fn new(id: u32, stream: StreamId) -> Self {
+        Self { id, stream, state: SpinLock::new(ShardState::default()) }
+    }
+
+    /// Never held over a call to the device, and never while another shard's is taken.
+    #[inline]
+    pub(super) fn lock(&self) -> SpinGuard<'_, ShardState> {
+        let mut state = self.state.lock();
+        state.cache.settle();
+        state
+    }
+
+    /// The same with a cache that has not been [settled](BlockCache::settle).
+    #[inline(always)]
+    pub(super) fn lock_unsettled(&self) -> SpinGuard<'_, ShardState> {
+        self.state.lock()
+    }
+}
+
+/// Slots that are looked up without a lock; a power of two.
+const SLOTS: usize = 512;
+/// Streams that get a slot. Those beyond are found under a lock, so that no number of streams makes probing long.
+const SLOTTED: usize = SLOTS / 2;
+
+/// Finds a stream's shard. Shards are made at a stream's first use and live as long as the allocator.
+#[derive(Debug)]
+pub(super) struct ShardTable {
+    /// Open addressing by a multiplicative mix of the stream's handle; null, or a shard of `rows`. Filled and never emptied.
+    slots: Box<[AtomicPtr<Shard>; SLOTS]>,
+    /// By number: row `r` holds 2^r shards, so that a shard never moves.
+    rows: [OnceLock<Row>; u32::BITS as usize],
+    /// Number of the first shard; numbers wrap around.
+    first: u32,
+    numbers: Mutex<Numbers>,
+}
+
+#[derive(Debug, Default)]
+struct Numbers {
+    by_stream: BTreeMap<StreamId, u32>,
+    /// Of shards that no stream leads to, oldest first: the captures'.
+    captured: Vec<u32>,
+}
+
+impl Numbers {
+    /// Shards so far.
+    fn count(&self) -> u32 {
+        u32::try_from(self.by_stream.len() + self.captured.len()).expect("there should be fewer than 2^32 shards")
+    }
+}
+
+type Row = Box<[OnceLock<Box<Shard>>]>;
+
+fn first_slot(stream: StreamId) -> usize {
+    // CAST: the shift leaves as many bits as there are slots.
+    (stream.0.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - SLOTS.ilog2())) as usize
+}
+
+/// Row and column of the shard that comes after `before` others.
+fn place(before: u32) -> (usize, usize) {
+    let position = u64::from(before) + 1;
+    // CAST: at most 32, and below 2^32.
+    (position.ilog2() as usize, (position - (1 << position.ilog2())) as usize)
+}
+
+impl ShardTable {
+    /// A table whose shards are numbered from `first` on.
+    pub(super) fn new(first: u32) -> Self {
+        Self {
+            first,
+            slots: Box::new([const { AtomicPtr::new(ptr::null_mut()) }; SLOTS]),
+            rows: [const { OnceLock::new() }; u32::BITS as usize],
+            numbers: Mutex::new(Numbers::default()),
+        }
+    }
+
+    /// The stream's shard; made when this is its first use.
+    #[inline(always)]
+    pub(super) fn of_stream(&self, stream: StreamId) -> &Shard {
+        // A slot orders making a shard before finding it, which loom cannot see.
+        #[cfg(loom)]
+        drop(lock(&self.numbers));
+        let first = first_slot(stream);
+        match self.in_slot(first) {
+            Some(shard) if shard.stream == stream => shard,
+            _ => self.probe(stream, first),
+        }
+    }
+
+    /// What a slot holds; `slot` may run over.
+    #[inline(always)]
+    fn in_slot(&self, slot: usize) -> Option<&Shard> {
+        // SAFETY: `register` stores nothing but references to shards in `rows`, which are neither moved nor dropped
+        // before the table is, and with `Release`, so the shard is seen as it was made.
+        unsafe { self.slots[slot % SLOTS].load(Acquire).as_ref() }
+    }
+
+    fn probe(&self, stream: StreamId, first: usize) -> &Shard {
+        for step in 1..SLOTS {
+            match self.in_slot(first + step) {
+                Some(shard) if shard.stream == stream => return shard,
+                Some(_) => {}
+                None => break,
+            }
+        }
+        self.register(stream, first)
+    }
+
+    #[cold]
+    fn register(&self, stream: StreamId, first: usize) -> &Shard {
+        let numbers = &mut *lock(&self.numbers);
+        if let Some(shard) = numbers.by_stream.get(&stream).and_then(|id| self.by_id(*id)) {
+            return shard;
+        }
+        // By number before by stream: a tenant, or the owner of a block, is looked up by number without the lock.
+        let made = self.put(Shard::new(self.first.wrapping_add(numbers.count()), stream));
+        numbers.by_stream.insert(stream, made.id);
+        if numbers.by_stream.len() <= SLOTTED {
+            let mut slots = (0..SLOTS).map(|step| &self.slots[(first + step) % SLOTS]);
+            // Only the holder of the numbers fills slots, and at least half of them are vacant.
+            let vacant = slots.find(|slot| slot.load(Relaxed).is_null()).expect("there should be a vacant slot");
+            vacant.store(ptr::from_ref(made).cast_mut(), Release);
+        }
+        made
+    }
+
+    /// Makes a shard for a capture of the stream, which the stream does not lead to.
+    pub(super) fn make_captured(&self, stream: StreamId) -> &Shard {
+        let numbers = &mut *lock(&self.numbers);
+        let made = self.put(Shard::new(self.first.wrapping_add(numbers.count()), stream));
+        numbers.captured.push(made.id);
+        made
+    }
+
+    /// Every shard of captures, oldest first.
+    pub(super) fn captured(&self) -> Vec<&Shard> {
+        lock(&self.numbers).captured.iter().filter_map(|id| self.by_id(*id)).collect()
+    }
+
+    /// Whether a shard is a capture's.
+    pub(super) fn is_captured(&self, shard: &Shard) -> bool {
+        lock(&self.numbers).captured.contains(&shard.id)
+    }
+
+    /// Files a shard under its number.
+    fn put(&self, shard: Shard) -> &Shard {
+        let (row, column) = place(shard.id.wrapping_sub(self.first));
+        let row = self.rows[row].get_or_init(|| (0..1usize << row).map(|_| OnceLock::new()).collect());
+        row[column].get_or_init(|| Box::new(shard))
+    }
+
+    /// The shard with a number; `None` for a number that was never given.
+    #[inline]
+    pub(super) fn by_id(&self, id: u32) -> Option<&Shard> {
+        let (row, column) = place(id.wrapping_sub(self.first));
+        self.rows.get(row)?.get()?.get(column)?.get().map(|shard| &**shard)
+    }
+
+    /// Every shard: those of streams in the order of the streams' handles, then those of captures.
+    pub(super) fn by_stream(&self) -> Vec<&Shard> {
+        let numbers = lock(&self.numbers);
+        numbers.by_stream.values().chain(&numbers.captured).filter_map(|id| self.by_id(*id)).collect()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    #[test]
+    fn a_shard_that_can_be_found_by_its_stream_can_be_found_by_its_number() {
+        for round in 0..200u64 {
+            let table = ShardTable::new(7);
+            let streams: Vec<StreamId> = (0..SLOTTED as u64).map(|number| StreamId(round << 16 | number)).collect();
+            thread::scope(|scope| {
+                scope.spawn(|| streams.iter().for_each(|stream| assert_eq!(table.of_stream(*stream).stream, *stream)));
+                // Looks as `of_stream` does, but makes none.
+                for stream in &streams {
+                    let probe = || (0..SLOTS).map(|step| table.in_slot(first_slot(*stream) + step));
+                    let found = || probe().map_while(|slot| slot).find(|shard| shard.stream == *stream);
+                    let shard = std::iter::repeat_with(found).flatten().next().expect("the stream gets a shard");
+                    let numbered = table.by_id(shard.id).map(|shard| shard.stream);
+                    assert_eq!(numbered, Some(*stream), "round {round}, shard {}", shard.id);
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn each_stream_has_one_shard_however_many_there_are() {
+        // Numbers run over the end.
+        let first = u32::MAX - 700;
+        let table = ShardTable::new(first);
+        // Handles that crowd, as those of a driver do, and more streams than slots.
+        let streams: Vec<StreamId> = (0..2_000u64).map(|number| StreamId(0x7f00_0000_0000 + number * 16)).collect();
+        for (number, stream) in streams.iter().enumerate().rev() {
+            let shard = table.of_stream(*stream);
+            assert_eq!((shard.stream, shard.id.wrapping_sub(first) as usize), (*stream, streams.len() - 1 - number));
+        }
+        for stream in &streams {
+            let shard = table.of_stream(*stream);
+            assert!(std::ptr::eq(shard, table.of_stream(*stream)));
+            assert!(std::ptr::eq(shard, table.by_id(shard.id).expect("the number was given")));
+        }
+        assert!([2_000, u32::MAX].iter().all(|after| table.by_id(first.wrapping_add(*after)).is_none()));
+        let order: Vec<StreamId> = table.by_stream().iter().map(|shard| shard.stream).collect();
+        assert_eq!(order, streams);
+    }
+}

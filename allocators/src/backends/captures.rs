@@ -1,0 +1,116 @@
+//! The captures of an allocator: which streams are in one, and what each keeps. Every backend has such a list.
+
+use crate::contract::AllocError;
+use crate::contract::CaptureId;
+use crate::device::{Driver, StreamId};
+use std::collections::BTreeMap;
+
+/// Captures by number; each keeps a `T`.
+#[derive(Debug)]
+pub(super) struct Captures<T> {
+    open: BTreeMap<StreamId, u64>,
+    all: BTreeMap<u64, (StreamId, T)>,
+    next: u64,
+}
+
+impl<T> Default for Captures<T> {
+    fn default() -> Self {
+        Self { open: BTreeMap::new(), all: BTreeMap::new(), next: 0 }
+    }
+}
+
+/// An error unless the device has graphs.
+pub(super) fn need_graphs(allocator: &'static str, driver: &dyn Driver) -> Result<(), AllocError> {
+    if driver.graphs().is_some() {
+        return Ok(());
+    }
+    Err(AllocError::Unsupported { allocator, capability: "graph capture", device: driver.describe().name })
+}
+
+fn no_capture(allocator: &'static str, capture: CaptureId) -> AllocError {
+    AllocError::Capture { allocator, reason: format!("there is no capture {}, or it has been released", capture.0) }
+}
+
+impl<T> Captures<T> {
+    /// Whether there is none, neither open nor ended.
+    pub(super) fn is_empty(&self) -> bool {
+        self.all.is_empty()
+    }
+
+    /// Whether none is open.
+    pub(super) fn all_ended(&self) -> bool {
+        self.open.is_empty()
+    }
+
+    /// An error if the stream is in a capture.
+    pub(super) fn need_none_on(&self, allocator: &'static str, stream: StreamId) -> Result<(), AllocError> {
+        let Some(open) = self.open.get(&stream) else { return Ok(()) };
+        let reason = format!("stream {} is in capture {open} already; end that one first", stream.0);
+        Err(AllocError::Capture { allocator, reason })
+    }
+
+    /// Opens a capture on a stream that is in none.
+    pub(super) fn begin(&mut self, stream: StreamId, keeps: T) -> CaptureId {
+        self.next += 1;
+        self.open.insert(stream, self.next);
+        self.all.insert(self.next, (stream, keeps));
+        CaptureId(self.next)
+    }
+
+    /// What the open capture of a stream keeps.
+    pub(super) fn open_on(&mut self, stream: StreamId) -> Option<&mut T> {
+        let id = self.open.get(&stream)?;
+        self.all.get_mut(id).map(|(_, keeps)| keeps)
+    }
+
+    /// Whether the stream's capture is open.
+    pub(super) fn is_open_on(&self, stream: StreamId) -> bool {
+        self.open.contains_key(&stream)
+    }
+
+    /// What the open capture of a stream keeps, or some other open one if that stream has none.
+    pub(super) fn open_of(&mut self, stream: StreamId) -> Option<&mut T> {
+        let id = self.open.get(&stream).or_else(|| self.open.values().next())?;
+        self.all.get_mut(id).map(|(_, keeps)| keeps)
+    }
+
+    /// What each capture keeps, and whether that is open.
+    pub(super) fn each(&mut self) -> impl Iterator<Item = (bool, &mut T)> {
+        let open = &self.open;
+        self.all.iter_mut().map(|(id, (stream, keeps))| (open.get(stream) == Some(id), keeps))
+    }
+
+    /// What each capture keeps.
+    pub(super) fn kept(&self) -> impl Iterator<Item = &T> {
+        self.all.values().map(|(_, keeps)| keeps)
+    }
+
+    /// The stream of an open capture and what that keeps.
+    pub(super) fn find_open(
+        &mut self,
+        allocator: &'static str,
+        capture: CaptureId,
+    ) -> Result<(StreamId, &mut T), AllocError> {
+        let (stream, keeps) = self.all.get_mut(&capture.0).ok_or_else(|| no_capture(allocator, capture))?;
+        if self.open.get(stream) != Some(&capture.0) {
+            return Err(AllocError::Capture { allocator, reason: format!("capture {} has ended before", capture.0) });
+        }
+        Ok((*stream, keeps))
+    }
+
+    /// Ends the open capture of a stream.
+    pub(super) fn end(&mut self, stream: StreamId) {
+        self.open.remove(&stream);
+    }
+
+    /// Forgets a capture that has ended; what it kept.
+    pub(super) fn release(&mut self, allocator: &'static str, capture: CaptureId) -> Result<T, AllocError> {
+        let (stream, _) = self.all.get(&capture.0).ok_or_else(|| no_capture(allocator, capture))?;
+        if self.open.get(stream) == Some(&capture.0) {
+            let reason = format!("capture {} has not ended", capture.0);
+            return Err(AllocError::Capture { allocator, reason });
+        }
+        let (_, keeps) = self.all.remove(&capture.0).ok_or_else(|| no_capture(allocator, capture))?;
+        Ok(keeps)
+    }
+}

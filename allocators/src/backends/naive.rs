@@ -1,0 +1,339 @@
+//! # `naive`: the driver for every request
+//!
+//! *Policy.* Each request is one `cuMemAlloc` of exactly the bytes asked for, each free one `cuMemFree`.
+//! Nothing is kept.
+//!
+//! *Cost.* Allocate: one driver call (1 to 31 us on an H200 for tensors below 2 MiB). Free: one driver call that
+//! waits until the whole device is idle, so its cost is the work that is still queued.
+//!
+//! *Good at* wasting nothing that the driver does not waste itself, and at finding use after free: memory goes
+//! back at once. *Bad at* everything else: the host can never run ahead of the device.
+//!
+//! *Graph capture.* What is freed in a capture stays the graph's until that is released. Meanwhile it serves the capture's
+//! next request of exactly its size, so that several steps in one graph take no more than one; every other request is a
+//! `cuMemAlloc` as ever.
+//!
+//! *Source.* `cuMemAlloc`, `cuMemFree`:
+//! <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>; what "raw CUDA" programs do.
+
+use super::captures::{Captures, need_graphs};
+use super::{InstanceId, foreign, not_held};
+use crate::contract::{AllocError, OomReport};
+use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
+use crate::contract::{BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
+use crate::contract::{PoolKind, PooledGauge, Stats};
+use crate::device::DriverError;
+use crate::device::{DeviceAddr, Driver, StreamId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// See the [module](self).
+#[derive(Debug)]
+pub struct Naive {
+    id: InstanceId,
+    driver: Arc<dyn Driver>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    stats: Stats,
+    live: BTreeMap<DeviceAddr, (u64, StreamId)>,
+    /// Blocks whose free the driver refused: gone from the client's side, still held from the device.
+    refused: BTreeMap<DeviceAddr, (u64, StreamId)>,
+    captures: Captures<Kept>,
+    peak: Ledger,
+}
+
+/// What a capture keeps.
+#[derive(Debug, Default)]
+struct Kept {
+    /// Blocks that were allocated in it and that the client holds.
+    own: BTreeSet<DeviceAddr>,
+    /// Those of them that work on other streams was announced for.
+    shared: BTreeSet<DeviceAddr>,
+    /// Blocks that were allocated in it and freed: pinned.
+    pinned: BTreeMap<DeviceAddr, (u64, StreamId)>,
+    /// Those of them that later requests of the capture can have, by size.
+    idle: BTreeMap<u64, Vec<DeviceAddr>>,
+    /// Blocks from before whose free waits for its end.
+    waiting: BTreeMap<DeviceAddr, (u64, StreamId)>,
+}
+
+/// The pool argument of gauges without pools.
+const ANY: PoolKind = PoolKind::Large;
+
+impl State {
+    /// What moves with the client's hold on a block: a count and bytes.
+    fn held(&mut self) -> (&mut PooledGauge, &mut PooledGauge) {
+        (&mut self.stats.allocation, &mut self.stats.allocated_bytes)
+    }
+
+    /// What moves with the driver's: a block is a segment and nothing is rounded.
+    fn taken(&mut self) -> ([&mut PooledGauge; 2], [&mut PooledGauge; 3]) {
+        let stats = &mut self.stats;
+        let segment = stats.segment.get_or_insert_with(PooledGauge::default);
+        let counts = [&mut stats.active, segment];
+        (counts, [&mut stats.reserved_bytes, &mut stats.active_bytes, &mut stats.requested_bytes])
+    }
+
+    fn ledger(&self) -> Ledger {
+        let reserved = self.stats.reserved_bytes.all.current;
+        let pending = self.gone().map(|(_, (bytes, _))| bytes).sum();
+        Ledger { reserved, requested: reserved - pending, pending, ..Ledger::default() }
+    }
+}
+
+impl State {
+    /// Blocks that are gone from the client's side and still held from the device.
+    fn gone(&self) -> impl Iterator<Item = (&DeviceAddr, &(u64, StreamId))> {
+        let kept = self.captures.kept().flat_map(|kept| kept.pinned.iter().chain(&kept.waiting));
+        self.refused.iter().chain(kept)
+    }
+
+    /// Keeps a block that is freed where a capture wants it.
+    fn keep(&mut self, addr: DeviceAddr, block: (u64, StreamId)) -> bool {
+        if self.captures.is_empty() {
+            return false;
+        }
+        if let Some((_, kept)) = self.captures.each().find(|(_, kept)| kept.own.contains(&addr)) {
+            kept.own.remove(&addr);
+            kept.pinned.insert(addr, block);
+            // What another stream may still use is left alone: nothing says when it is done.
+            if !kept.shared.remove(&addr) {
+                kept.idle.entry(block.0).or_default().push(addr);
+            }
+            return true;
+        }
+        // Any capture may use the block, whatever stream it is freed on, and a graph cannot be made of addresses that are
+        // gone.
+        let open = self.captures.each().find(|(is_open, _)| *is_open);
+        open.map(|(_, kept)| kept.waiting.insert(addr, block)).is_some()
+    }
+
+    /// A block that the open capture of a stream has freed, of exactly this size, for its next request.
+    fn reuse(&mut self, bytes: u64, stream: StreamId) -> Option<DeviceAddr> {
+        let kept = self.captures.open_on(stream)?;
+        let addr = kept.idle.get_mut(&bytes)?.pop()?;
+        kept.pinned.remove(&addr);
+        kept.own.insert(addr);
+        self.live.insert(addr, (bytes, stream));
+        // It was held from the driver all the time; only the client's side moves.
+        let (count, size) = self.held();
+        count.increase(ANY, 1);
+        size.increase(ANY, bytes);
+        Some(addr)
+    }
+}
+
+impl Naive {
+    /// A naive allocator on `driver`.
+    #[must_use]
+    pub fn new(driver: Arc<dyn Driver>) -> Self {
+        // Segments are known from the start: a zero is a figure, an absent one is not.
+        let stats = Stats { segment: Some(PooledGauge::default()), ..Stats::default() };
+        Self { id: InstanceId::next(), driver, state: Mutex::new(State { stats, ..State::default() }) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives a block that is in no list back to the driver, or puts it among the refused ones.
+    fn give_back(&self, addr: DeviceAddr, bytes: u64, owner: StreamId) -> Result<(), DriverError> {
+        // SAFETY: the address was live here, so it came from this driver and is freed once. The driver itself waits
+        // for the device, so work queued on any stream is done first.
+        let freed = unsafe { self.driver.mem_free(addr) };
+        let mut state = self.lock();
+        if freed.is_err() {
+            state.refused.insert(addr, (bytes, owner));
+            return freed;
+        }
+        state.stats.num_device_free += 1;
+        let (counts, sizes) = state.taken();
+        counts.into_iter().for_each(|gauge| gauge.decrease(ANY, 1));
+        sizes.into_iter().for_each(|gauge| gauge.decrease(ANY, bytes));
+        Ok(())
+    }
+
+    /// Tries the frees again that the driver refused; the bytes that went, or the first error.
+    fn retry_refused(&self) -> Result<u64, DriverError> {
+        let refused = std::mem::take(&mut self.lock().refused);
+        self.give_all_back(refused)
+    }
+
+    /// Gives blocks back that are in no list; the bytes that went, or the first error.
+    fn give_all_back(&self, blocks: BTreeMap<DeviceAddr, (u64, StreamId)>) -> Result<u64, DriverError> {
+        let (mut released, mut outcome) = (0, Ok(()));
+        for (addr, (bytes, owner)) in blocks {
+            match self.give_back(addr, bytes, owner) {
+                Ok(()) => released += bytes,
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
+        }
+        outcome.map(|()| released)
+    }
+}
+
+impl DeviceAllocator for Naive {
+    fn name(&self) -> &'static str {
+        "naive"
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        serde_json::json!({})
+    }
+
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        request.validate()?;
+        let bytes = request.bytes;
+        if let Some(addr) = self.lock().reuse(bytes, stream) {
+            return Ok(Block::new(addr, bytes, bytes, Path::Hit, self.id.get()));
+        }
+        let addr = match self.driver.mem_alloc(bytes) {
+            Ok(addr) => addr,
+            Err(error) if error.is_out_of_memory() => {
+                let mut state = self.lock();
+                state.stats.num_ooms += 1;
+                return Err(AllocError::OutOfMemory(Box::new(OomReport {
+                    allocator: self.name().into(),
+                    requested_bytes: bytes,
+                    needed_bytes: bytes,
+                    reserved_bytes: state.stats.reserved_bytes.all.current,
+                    active_bytes: state.stats.active_bytes.all.current,
+                    largest_free_bytes: Some(0),
+                    other_streams_free_bytes: Some(0),
+                    limit_bytes: None,
+                    device_bytes: self.driver.mem_info().ok().map(|info| (info.free, info.total)),
+                })));
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let mut state = self.lock();
+        state.live.insert(addr, (bytes, stream));
+        if let Some(kept) = state.captures.open_on(stream) {
+            kept.own.insert(addr);
+        }
+        state.stats.num_device_alloc += 1;
+        let (count, size) = state.held();
+        count.increase(ANY, 1);
+        size.increase(ANY, bytes);
+        let (counts, sizes) = state.taken();
+        counts.into_iter().for_each(|gauge| gauge.increase(ANY, 1));
+        sizes.into_iter().for_each(|gauge| gauge.increase(ANY, bytes));
+        if state.stats.reserved_bytes.all.current > state.peak.reserved {
+            state.peak = state.ledger();
+        }
+        Ok(Block::new(addr, bytes, bytes, Path::DriverAlloc, self.id.get()))
+    }
+
+    unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
+        let addr = block.addr();
+        if block.token() != self.id.get() {
+            return Err(foreign(self.name(), block));
+        }
+        // The record goes before the memory: once the driver has it back, another thread may be given the address.
+        let mut state = self.lock();
+        let Some((bytes, owner)) = state.live.remove(&addr) else { return Err(foreign(self.name(), block)) };
+        let (count, size) = state.held();
+        count.decrease(ANY, 1);
+        size.decrease(ANY, bytes);
+        if state.keep(addr, (bytes, owner)) {
+            return Ok(Path::Deferred);
+        }
+        drop(state);
+        self.give_back(addr, bytes, owner)?;
+        Ok(Path::DriverFree)
+    }
+
+    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
+        let addr = block.addr();
+        let state = &mut *self.lock();
+        if let Some((_, owner)) = state.live.get(&addr).filter(|_| block.token() == self.id.get()) {
+            // The driver's free waits for every stream, so there is nothing to remember outside of captures.
+            if *owner != stream
+                && let Some((_, kept)) = state.captures.each().find(|(_, kept)| kept.own.contains(&addr))
+            {
+                kept.shared.insert(addr);
+            }
+            return Ok(());
+        }
+        Err(not_held(self.name(), block))
+    }
+
+    fn stats(&self) -> Stats {
+        self.lock().stats.clone()
+    }
+
+    fn reset_peaks(&self) {
+        let mut state = self.lock();
+        state.stats.reset_peaks();
+        state.peak = state.ledger();
+    }
+
+    fn snapshot(&self) -> Option<Snapshot> {
+        let segment = |(&addr, &(bytes, stream)): (&DeviceAddr, &(u64, StreamId)), state| SegmentInfo {
+            addr,
+            bytes,
+            stream,
+            pool: None,
+            blocks: vec![BlockInfo { addr, bytes, requested: bytes, state }],
+        };
+        let state = self.lock();
+        let live = state.live.iter().map(|entry| segment(entry, BlockState::Allocated));
+        let gone = state.gone().map(|entry| segment(entry, BlockState::PendingFree));
+        let mut segments: Vec<SegmentInfo> = live.chain(gone).collect();
+        segments.sort_unstable_by_key(|segment| segment.addr);
+        Some(Snapshot { segments })
+    }
+
+    fn ledger_at_peak(&self) -> Ledger {
+        self.lock().peak
+    }
+
+    /// Nothing is kept, so only frees that the driver refused are left to try again.
+    fn trim(&self, _keep_bytes: u64) -> Result<u64, AllocError> {
+        Ok(self.retry_refused()?)
+    }
+
+    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        need_graphs(self.name(), self.driver.as_ref())?;
+        let captures = &mut self.lock().captures;
+        captures.need_none_on(self.name(), stream)?;
+        Ok(captures.begin(stream, Kept::default()))
+    }
+
+    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let (stream, kept) = state.captures.find_open(self.name(), capture)?;
+        let waiting = std::mem::take(&mut kept.waiting);
+        let (blocks, bytes) = (kept.own.len(), kept.own.iter().map(|addr| state.live[addr].0).sum());
+        state.captures.end(stream);
+        drop(guard);
+        let freed = self.give_all_back(waiting);
+        if blocks > 0 {
+            return Err(AllocError::CaptureLive { allocator: self.name(), blocks, bytes });
+        }
+        Ok(freed.map(|_| ())?)
+    }
+
+    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        let kept = self.lock().captures.release(self.name(), capture)?;
+        Ok(self.give_all_back(kept.pinned).map(|_| ())?)
+    }
+}
+
+impl Drop for Naive {
+    fn drop(&mut self) {
+        // Captures that nobody released: their graphs are of no more use without their memory.
+        let mut captures = std::mem::take(&mut self.lock().captures);
+        for (_, kept) in captures.each() {
+            for blocks in [&mut kept.waiting, &mut kept.pinned] {
+                let _ = self.give_all_back(std::mem::take(blocks));
+            }
+        }
+        // Errors have nobody to go to; what is refused again goes with the device context.
+        let _ = self.retry_refused();
+    }
+}

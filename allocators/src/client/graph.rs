@@ -1,0 +1,258 @@
+//! Graphs with the memory that their kernels use: the trainer's side of graph capture.
+
+use crate::client::Memory;
+use crate::contract::AllocError;
+use crate::contract::CaptureId;
+use crate::device::DriverError;
+use crate::device::{Driver, GraphDriver, GraphId, StreamId};
+use std::sync::Arc;
+
+/// A capture that is under way. Work that is queued on the stream, and buffers that are allocated on it, are those of the
+/// graph. Dropped, it ends without one.
+///
+/// A capture can make [several graphs](Self::cut) that use the same memory one after another, as PyTorch's graphs of one pool
+/// do: what a first one frees serves the next.
+///
+/// ```
+/// # use vramlab::{AllocatorSettings, BackendKind, Capture, Driver, Memory, Profile, SimDriver, SimMemory};
+/// # use std::sync::Arc;
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::Host));
+/// let memory = Memory::new(AllocatorSettings::new(BackendKind::Caching).build(&driver)?);
+/// let stream = driver.stream_create()?;
+/// let capture = Capture::begin(&memory, &driver, stream)?;
+/// let activations = memory.allocate(4096, stream)?;
+/// // ... launch kernels on `stream` that use `activations` ...
+/// drop(activations);
+/// let mut graph = capture.end()?;
+/// for _ in 0..1000 {
+///     graph.launch(stream)?;
+/// }
+/// # graph.release()?;
+/// # Ok(()) }
+/// ```
+#[must_use = "a dropped Capture throws away what was captured"]
+#[derive(Debug)]
+pub struct Capture {
+    memory: Arc<Memory>,
+    driver: Arc<dyn Driver>,
+    stream: StreamId,
+    id: Option<CaptureId>,
+    /// Graphs that are whole.
+    made: Vec<GraphId>,
+}
+
+/// What was captured, ready to be launched, and its pinned memory. Dropped, it waits for its last launch, is destroyed and
+/// gives up the memory; an error of that comes back from the next fallible call on the [`Memory`].
+#[derive(Debug)]
+pub struct Graph {
+    memory: Arc<Memory>,
+    driver: Arc<dyn Driver>,
+    /// Until it is released; graphs in the order of their capture.
+    held: Option<(Vec<GraphId>, CaptureId)>,
+    /// Streams that it was launched on since they were last waited for, the one of the last launch at the end.
+    launched_on: Vec<StreamId>,
+}
+
+/// The driver's graphs; whoever holds a capture has asked for them.
+fn graphs(driver: &dyn Driver) -> &dyn GraphDriver {
+    driver.graphs().expect("a capture should have found graphs when it began")
+}
+
+impl Capture {
+    /// Begins to capture `stream`: the allocator first, then the driver.
+    ///
+    /// # Errors
+    /// [`AllocError::Unsupported`] on a device without graphs, those of
+    /// [`DeviceAllocator::capture_begin`](crate::DeviceAllocator::capture_begin), and
+    /// [`AllocError::Driver`] when the driver refuses. Nothing is captured then.
+    pub fn begin(memory: &Arc<Memory>, driver: &Arc<dyn Driver>, stream: StreamId) -> Result<Self, AllocError> {
+        let id = memory.capture_begin(stream)?;
+        let mut capture =
+            Self { memory: Arc::clone(memory), driver: Arc::clone(driver), stream, id: Some(id), made: Vec::new() };
+        let begun = driver.graphs().map(|graphs| graphs.capture_begin(stream)).transpose();
+        match begun {
+            Ok(Some(())) => Ok(capture),
+            Ok(None) => {
+                capture.give_up(id);
+                let (allocator, device) = (memory.allocator().name(), driver.describe().name);
+                Err(AllocError::Unsupported { allocator, capability: "graph capture", device })
+            }
+            Err(error) => {
+                capture.give_up(id);
+                Err(error.into())
+            }
+        }
+    }
+
+    fn over(&self) -> AllocError {
+        AllocError::Capture { allocator: self.memory.allocator().name(), reason: "it is over".into() }
+    }
+
+    /// Makes a graph of what was captured so far and goes on with the next one, which uses the same memory.
+    /// [`Graph::launch_nth`] launches them by number. Buffers of the capture have to be gone, as at its end.
+    ///
+    /// # Errors
+    /// [`AllocError::Driver`] when the capture was not whole, its graph could not be made, or the next one is refused. The
+    /// capture is over then and its memory given up.
+    pub fn cut(&mut self) -> Result<(), AllocError> {
+        let id = self.id.ok_or_else(|| self.over())?;
+        let graphs = graphs(self.driver.as_ref());
+        let made = graphs.capture_end(self.stream);
+        let next = made.and_then(|graph| {
+            self.made.push(graph);
+            graphs.capture_begin(self.stream)
+        });
+        next.map_err(|error| {
+            self.abort();
+            self.give_up(id);
+            error.into()
+        })
+    }
+
+    /// Ends the capture and makes the graph.
+    ///
+    /// # Errors
+    /// [`AllocError::Driver`] when the capture was not whole or its graph could not be made, [`AllocError::CaptureLive`]
+    /// when buffers of the capture are still there. There is no graph then, and its memory is given up.
+    pub fn end(mut self) -> Result<Graph, AllocError> {
+        let id = self.id.take().ok_or_else(|| self.over())?;
+        let made = graphs(self.driver.as_ref()).capture_end(self.stream);
+        if made.is_err() {
+            self.abort();
+        }
+        let ended = self.memory.capture_end(id);
+        let whole = match (made, ended) {
+            (Ok(graph), ended) => {
+                self.made.push(graph);
+                ended
+            }
+            (Err(error), ended) => {
+                self.note(ended);
+                Err(error.into())
+            }
+        };
+        if let Err(error) = whole {
+            self.destroy();
+            self.note(self.memory.capture_release(id));
+            return Err(error);
+        }
+        let (memory, driver) = (Arc::clone(&self.memory), Arc::clone(&self.driver));
+        Ok(Graph { memory, driver, held: Some((std::mem::take(&mut self.made), id)), launched_on: Vec::new() })
+    }
+
+    /// Destroys the graphs that were made.
+    fn destroy(&mut self) {
+        for graph in std::mem::take(&mut self.made) {
+            // SAFETY: made by this capture, never launched, and nobody else has its id.
+            let destroyed = unsafe { graphs(self.driver.as_ref()).graph_destroy(graph) };
+            self.note(destroyed.map_err(AllocError::from));
+        }
+    }
+
+    /// Ends the driver's capture, if there still is one.
+    fn abort(&self) {
+        // A driver that does not say is asked to end it; the answer to that is what counts.
+        if self.driver.stream_is_capturing(self.stream).unwrap_or(true) {
+            let aborted = graphs(self.driver.as_ref()).capture_abort(self.stream);
+            self.note(aborted.map_err(AllocError::from));
+        }
+    }
+
+    /// Gives up the allocator's side of a capture that came to nothing.
+    fn give_up(&mut self, id: CaptureId) {
+        self.id = None;
+        self.note(self.memory.capture_end(id));
+        self.destroy();
+        self.note(self.memory.capture_release(id));
+    }
+
+    /// Keeps an error for the next fallible call. Buffers that are left of a capture that comes to nothing are none: the
+    /// program is on its way out of it.
+    fn note(&self, outcome: Result<(), AllocError>) {
+        if let Err(error) = outcome
+            && !matches!(error, AllocError::CaptureLive { .. })
+        {
+            self.memory.defer(error);
+        }
+    }
+}
+
+impl Drop for Capture {
+    fn drop(&mut self) {
+        if let Some(id) = self.id {
+            self.abort();
+            self.give_up(id);
+        }
+    }
+}
+
+impl Graph {
+    /// Queues everything that was captured on `stream`, which has to outlive the graph; of [several](Capture::cut) graphs the
+    /// first.
+    ///
+    /// # Errors
+    /// Those of [`launch_nth`](Self::launch_nth).
+    pub fn launch(&mut self, stream: StreamId) -> Result<(), DriverError> {
+        self.launch_nth(0, stream)
+    }
+
+    /// Queues one of several graphs, numbered from 0 on in the order of their capture. They share their memory, so a launch
+    /// on another stream than the last one first waits for that on the host.
+    ///
+    /// # Errors
+    /// Those of [`GraphDriver::graph_launch`] and of waiting.
+    ///
+    /// # Panics
+    /// When there is no graph of this number.
+    pub fn launch_nth(&mut self, number: usize, stream: StreamId) -> Result<(), DriverError> {
+        let Some((held, _)) = &self.held else { return Ok(()) };
+        if self.launched_on.last() != Some(&stream) {
+            if let Some(before) = self.launched_on.last().filter(|_| held.len() > 1) {
+                self.driver.stream_synchronize(*before)?;
+            }
+            self.launched_on.retain(|other| *other != stream);
+            self.launched_on.push(stream);
+        }
+        graphs(self.driver.as_ref()).graph_launch(held[number], stream)
+    }
+
+    /// The driver's id, for launches past this type; of several graphs that of the first. Whoever launches it waits for the
+    /// last launch before the graph goes.
+    #[must_use]
+    pub fn id(&self) -> Option<GraphId> {
+        self.held.as_ref().and_then(|(graphs, _)| graphs.first().copied())
+    }
+
+    /// Waits for the last launch, destroys the graph and gives up its memory.
+    ///
+    /// # Errors
+    /// [`AllocError::Driver`] when one of these is refused. Waiting and destroying are then tried once more; if that fails
+    /// as well, the memory stays pinned as long as the allocator lives, because the device may still use it.
+    pub fn release(mut self) -> Result<(), AllocError> {
+        self.give_up()
+    }
+
+    fn give_up(&mut self) -> Result<(), AllocError> {
+        let Some((held, capture)) = &mut self.held else { return Ok(()) };
+        for stream in &self.launched_on {
+            self.driver.stream_synchronize(*stream)?;
+        }
+        while let Some(graph) = held.last().copied() {
+            // SAFETY: the graph is ours, `held` forgets it as soon as it is gone, and its launches have finished.
+            unsafe { graphs(self.driver.as_ref()).graph_destroy(graph) }?;
+            held.pop();
+        }
+        let capture = *capture;
+        self.held = None;
+        self.memory.capture_release(capture)
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        if let Err(error) = self.give_up() {
+            self.memory.defer(error);
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! What every allocator promises: requests, blocks, statistics, snapshots, errors.
+//!
+//! [`DeviceAllocator`] is the upper seam. Backends implement it, instruments wrap it, and programs use it through
+//! [`Memory`](crate::Memory).
+
+mod allocator;
+mod error;
+mod snapshot;
+mod stats;
+
+pub use allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
+pub use error::{AllocError, OomReport, Refused};
+pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
+pub use stats::{Gauge, PoolKind, PooledGauge, Stats};

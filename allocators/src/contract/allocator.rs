@@ -1,0 +1,393 @@
+//! The upper seam: what every backend and every instrument implements.
+
+use crate::contract::AllocError;
+use crate::contract::Stats;
+use crate::contract::{Ledger, Snapshot};
+use crate::device::{DeviceAddr, StreamId};
+use std::fmt;
+
+/// Alignment that every backend guarantees, in bytes. CUDA promises 256 for `cuMemAlloc`.
+pub const GUARANTEED_ALIGN: u64 = 256;
+
+/// Requests above this many bytes are refused as they are: rounding them could overflow.
+const MAX_REQUEST: u64 = 1 << 62;
+
+/// What a client asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Bytes, at least 1.
+    pub bytes: u64,
+    /// Alignment in bytes: a power of two, at most [`GUARANTEED_ALIGN`].
+    pub align: u64,
+}
+
+impl Request {
+    /// A request with the guaranteed alignment.
+    #[must_use]
+    pub fn new(bytes: u64) -> Self {
+        Self { bytes, align: GUARANTEED_ALIGN }
+    }
+
+    /// Checks what no backend could serve.
+    ///
+    /// # Errors
+    /// [`AllocError::InvalidRequest`] for zero bytes, for an alignment that is no power of two or above
+    /// [`GUARANTEED_ALIGN`], and for sizes whose rounding could overflow.
+    #[inline(always)]
+    pub fn validate(self) -> Result<(), AllocError> {
+        // What nearly every request is.
+        if self.align == GUARANTEED_ALIGN && self.bytes.wrapping_sub(1) < MAX_REQUEST {
+            return Ok(());
+        }
+        self.validate_fully()
+    }
+
+    #[cold]
+    fn validate_fully(self) -> Result<(), AllocError> {
+        let reason = if self.bytes == 0 {
+            "zero bytes; an empty tensor needs no memory, so do not allocate it"
+        } else if !self.align.is_power_of_two() || self.align > GUARANTEED_ALIGN {
+            "the alignment must be a power of two of at most 256"
+        } else if self.bytes > MAX_REQUEST {
+            "more than 4 EiB"
+        } else {
+            return Ok(());
+        };
+        Err(AllocError::InvalidRequest { bytes: self.bytes, align: self.align, reason })
+    }
+}
+
+/// How an operation was served; latency is reported by operation and path, because their costs differ by
+/// orders of magnitude.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+// As wide as a copy of a `Block` reads it, see `Block::new`.
+#[repr(u64)]
+pub enum Path {
+    /// A cached block was handed out whole, or a block went back to the cache.
+    Hit,
+    /// A cached block was split.
+    Split,
+    /// A freed block was joined with a free neighbour.
+    Coalesce,
+    /// The free waits for events of other streams.
+    Deferred,
+    /// The allocating or freeing stream was made to wait for another stream's use.
+    WaitInserted,
+    /// The driver's own pool served it (what happened inside is not visible).
+    Pool,
+    /// The driver was asked for memory.
+    DriverAlloc,
+    /// Memory went back to the driver.
+    DriverFree,
+    /// Old cached segments were released first because the garbage collection threshold was passed.
+    Collect,
+    /// The device refused; the cache was released and the device asked again.
+    Retry,
+    /// The operation failed.
+    Failed,
+}
+
+impl Path {
+    /// Number of paths.
+    pub const COUNT: usize = 11;
+    /// Every path, in the order in which reports list them.
+    pub const ALL: [Path; Self::COUNT] = [
+        Path::Hit,
+        Path::Split,
+        Path::Coalesce,
+        Path::Deferred,
+        Path::WaitInserted,
+        Path::Pool,
+        Path::DriverAlloc,
+        Path::DriverFree,
+        Path::Collect,
+        Path::Retry,
+        Path::Failed,
+    ];
+
+    /// Name in reports and records.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Path::Hit => "hit",
+            Path::Split => "split",
+            Path::Coalesce => "coalesce",
+            Path::Deferred => "deferred",
+            Path::WaitInserted => "wait_inserted",
+            Path::Pool => "pool",
+            Path::DriverAlloc => "driver_alloc",
+            Path::DriverFree => "driver_free",
+            Path::Collect => "collect",
+            Path::Retry => "retry",
+            Path::Failed => "failed",
+        }
+    }
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A live block of device memory.
+///
+/// Affine: neither `Clone` nor `Copy`, so freeing it twice does not compile.
+///
+/// ```compile_fail,E0382
+/// fn twice(a: &dyn vramlab::DeviceAllocator, b: vramlab::Block, s: vramlab::StreamId) {
+///     unsafe { a.deallocate(b, s) };
+///     unsafe { a.deallocate(b, s) }; // use of moved value
+/// }
+/// ```
+#[must_use = "a dropped Block leaks device memory; hand it to `deallocate`"]
+#[derive(PartialEq, Eq)]
+#[repr(C, align(16))]
+pub struct Block {
+    bytes: u64,
+    requested: u64,
+    /// First address, and in its low bits, which are zero for every block, the path: half a cache line in all.
+    place: DeviceAddr,
+    token: u64,
+}
+
+const _: () = assert!(size_of::<Block>() == 32, "a block is written in two halves of 16 bytes");
+
+impl Block {
+    /// Mints a block; backends only. `token` is the backend's own name for it.
+    ///
+    /// Written in two halves, as a copy reads it: a processor hands a store on to a load at once only if the load lies
+    /// within it. Otherwise each copy of a block that was just made waits until the stores have left the processor: an
+    /// allocation that is freed at once took 23 ns with pieces that did not match, and takes 16 with these (Zen 3). Aligned,
+    /// so that no half lies in two cache lines.
+    #[inline(always)]
+    pub(crate) fn new(addr: DeviceAddr, bytes: u64, requested: u64, path: Path, token: u64) -> Self {
+        debug_assert!(addr.get().is_multiple_of(GUARANTEED_ALIGN), "every backend aligns its blocks");
+        // CAST: the discriminant.
+        let place = addr.with_low_bits(path as u64);
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{__m128i, _mm_set_epi64x, _mm_store_si128};
+            // SAFETY: every x86-64 processor has this instruction, which touches no memory.
+            let half = |low: u64, high: u64| unsafe { _mm_set_epi64x(high.cast_signed(), low.cast_signed()) };
+            let mut block = std::mem::MaybeUninit::<Self>::uninit();
+            let at = block.as_mut_ptr().cast::<__m128i>();
+            // SAFETY: a block is as large as two halves and aligned like one, and laid out as it is declared. All four
+            // words are written before it is read, and `place` is an address.
+            unsafe {
+                _mm_store_si128(at, half(bytes, requested));
+                _mm_store_si128(at.add(1), half(place.get(), token));
+                block.assume_init()
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        Self { bytes, requested, place, token }
+    }
+
+    /// The same block, for an instrument to hand on: written as [`new`](Self::new) writes it.
+    #[inline(always)]
+    pub(crate) fn hand_on(self) -> Self {
+        Self::new(self.addr(), self.bytes, self.requested, self.path(), self.token)
+    }
+
+    /// First address.
+    #[must_use]
+    #[inline(always)]
+    pub fn addr(&self) -> DeviceAddr {
+        self.place.without_low_bits(GUARANTEED_ALIGN - 1)
+    }
+
+    /// Size after the backend's rounding, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Size that was asked for, in bytes.
+    #[must_use]
+    pub fn requested(&self) -> u64 {
+        self.requested
+    }
+
+    /// How the allocation was served.
+    #[must_use]
+    #[inline(always)]
+    pub fn path(&self) -> Path {
+        // CAST: below the number of paths, as `new` wrote it.
+        Path::ALL[(self.place.get() % GUARANTEED_ALIGN) as usize]
+    }
+
+    /// The backend's own name for the block.
+    pub(crate) fn token(&self) -> u64 {
+        self.token
+    }
+}
+
+impl fmt::Debug for Block {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Block")
+            .field("addr", &self.addr())
+            .field("bytes", &self.bytes)
+            .field("requested", &self.requested)
+            .field("path", &self.path())
+            .field("token", &self.token)
+            .finish()
+    }
+}
+
+/// A capture of the allocator that began it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CaptureId(pub(crate) u64);
+
+/// A device allocator: backends implement it, instruments wrap it.
+///
+/// # Streams
+/// A block may be used by work queued on the stream it was allocated on, after the call returns, and by no
+/// other stream until the two are ordered. Work on another stream must be announced with
+/// [`record_use`](Self::record_use) before the block is freed; the backend then keeps the block until that
+/// work is done.
+///
+/// # Graph capture
+/// A stream's work can be captured into a graph that is launched many times
+/// ([`GraphDriver`](crate::device::GraphDriver)). Its kernels use the same addresses at each launch, so that memory is
+/// *pinned*: nobody else gets it while the graph lives. The order is
+///
+/// 1. [`capture_begin`](Self::capture_begin), then the driver's `capture_begin`;
+/// 2. the work: allocations and frees on the stream, and what uses them;
+/// 3. the driver's `capture_end` (or `capture_abort`), then [`capture_end`](Self::capture_end);
+/// 4. launches, each as often as wanted;
+/// 5. the driver's `graph_destroy` when the last launch has finished, then [`capture_release`](Self::capture_release).
+///
+/// In between, blocks that are allocated on the stream come from memory of that capture alone. One that is freed in the
+/// capture may serve later requests of the same capture, in stream order, and nobody else. Each has to be freed before the
+/// end. A block from before that is freed in the capture stays as it is until the end, and is freed then: its free is no
+/// part of the graph. If captured work uses it, it has to live as long as the graph. One capture at a time runs on a
+/// stream; any number of ended ones live side by side, and memory of a released one can be used again.
+///
+/// Calls on the stream from other threads are ordered with the two ends of the capture by whoever makes them. Streams that
+/// join the capture through an event get no memory of it: allocate on the stream that began.
+/// [`Graph`](crate::Graph) keeps the order by itself.
+pub trait DeviceAllocator: Send + Sync + fmt::Debug {
+    /// Name on the command line and in records.
+    fn name(&self) -> &'static str;
+
+    /// The settings in effect as a JSON object, read back where a driver holds them.
+    fn settings(&self) -> serde_json::Value;
+
+    /// Hands out a block of at least `request.bytes` for use on `stream`.
+    ///
+    /// # Errors
+    /// [`AllocError::OutOfMemory`] when memory is short, [`AllocError::InvalidRequest`] for what can never be
+    /// served, [`AllocError::Driver`] for any other failing driver call. Nothing is leaked and the allocator
+    /// stays usable.
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError>;
+
+    /// Takes a block back and says how.
+    ///
+    /// `stream` is the stream that the block was allocated on.
+    ///
+    /// # Errors
+    /// [`AllocError::ForeignBlock`] when the block is not held here: it is given back in the error, for its owner.
+    /// [`AllocError::Driver`] when the driver refused, or when a stream that was announced to use the block is gone: the
+    /// block is gone from the client's side, and kept until it is safe to use again
+    /// ([`stranded_bytes`](crate::Stats::stranded_bytes)).
+    ///
+    /// # Safety
+    /// Every use of the block is queued before this call, on `stream` or on streams announced with
+    /// [`record_use`](Self::record_use).
+    unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError>;
+
+    /// Announces that work queued so far on `stream` uses the block (PyTorch's `record_stream`).
+    ///
+    /// # Errors
+    /// [`AllocError::ForeignBlock`] when the block is not held here.
+    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError>;
+
+    /// Statistics so far.
+    fn stats(&self) -> Stats;
+
+    /// Lets the peaks of [`stats`](Self::stats) start again from the current values.
+    fn reset_peaks(&self);
+
+    /// Segments and blocks at this moment, in address order; `None` when the backend cannot see them.
+    fn snapshot(&self) -> Option<Snapshot>;
+
+    /// Where reserved minus requested went, taken when reserved last reached a new peak.
+    fn ledger_at_peak(&self) -> Ledger;
+
+    /// Takes over segments and blocks that another allocator held, before the first allocation: the blocks that are not
+    /// free in the order of the snapshot, each held by the client. Segments come from the device; their addresses in the
+    /// snapshot say nothing but their order. Segments without a block in use are left out where memory is short, since
+    /// an allocator in need would have given them back. `age` says for how many searches of the cache such a segment had
+    /// been idle, for allocators that collect by age. `None` when an allocator keeps no segments of its own: then nothing
+    /// was done.
+    ///
+    /// # Errors
+    /// [`AllocError::OutOfMemory`] when memory is short, [`AllocError::InvalidRequest`] when the blocks do not fill their
+    /// segments, [`AllocError::Driver`] for any other failing driver call. Nothing is leaked.
+    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
+        let _ = (snapshot, age);
+        Ok(None)
+    }
+
+    /// Waits for blocks whose free is pending, then returns idle memory to the driver while more than `keep_bytes`
+    /// stay reserved, and says how many bytes went back. Memory goes in whole segments (a driver's pool: granules),
+    /// so what stays can differ from `keep_bytes` by one of them.
+    ///
+    /// # Errors
+    /// [`AllocError::Driver`] when the driver refused; what had gone back by then is accounted for. Also, once, when a
+    /// pending free had turned out to wait for a stream that is gone.
+    fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError>;
+
+    /// Lets blocks of `stream` come from memory of a new capture; see [graph capture](Self#graph-capture).
+    ///
+    /// # Errors
+    /// [`AllocError::Unsupported`] when the allocator or the device has no graphs, [`AllocError::Capture`] when the stream
+    /// is in a capture already.
+    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        let _ = stream;
+        Err(AllocError::Unsupported {
+            allocator: self.name(),
+            capability: "graph capture",
+            device: "this device".into(),
+        })
+    }
+
+    /// Ends a capture, after the driver has: its memory stays pinned, and frees that waited for it are carried out.
+    ///
+    /// # Errors
+    /// [`AllocError::CaptureLive`] when blocks of the capture are still held; [`AllocError::Driver`] when a free that
+    /// waited was refused. The capture has ended in both cases. [`AllocError::Capture`] when it had before.
+    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        Err(AllocError::Capture { allocator: self.name(), reason: format!("there is no capture {}", capture.0) })
+    }
+
+    /// Gives up the memory of a capture that has ended: its graph is gone and the last launch has finished. What is still
+    /// held of it can be freed as ever, unless the driver owns it: then it is gone with the graph and its free is
+    /// [`AllocError::ForeignBlock`].
+    ///
+    /// # Errors
+    /// [`AllocError::Capture`] when there is no such capture or it has not ended; [`AllocError::Driver`] when the driver
+    /// refused to take memory back. What it refused is kept for the next request or [`trim`](Self::trim).
+    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        Err(AllocError::Capture { allocator: self.name(), reason: format!("there is no capture {}", capture.0) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_reads_back_as_what_it_was_made_of() {
+        for (number, path) in (0u64..).zip(Path::ALL) {
+            assert_eq!(path as u64, number, "a path is stored by its place in the order");
+            let addr = DeviceAddr::new(0x7f00_0000_0100 + number * GUARANTEED_ALIGN).unwrap();
+            let made = || Block::new(addr, u64::MAX - number, number, path, number << 32 | 7);
+            for block in [made(), made().hand_on()] {
+                assert_eq!((block.addr(), block.bytes(), block.requested()), (addr, u64::MAX - number, number));
+                assert_eq!((block.path(), block.token()), (path, number << 32 | 7));
+            }
+        }
+    }
+}

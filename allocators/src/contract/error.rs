@@ -1,0 +1,200 @@
+//! Why an allocator could not do what it was asked.
+
+use crate::bytes::Bytes;
+use crate::contract::Block;
+use crate::device::DriverError;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// What was known when an allocation could not be served.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OomReport {
+    /// Backend that gave up.
+    pub allocator: String,
+    /// Bytes asked for.
+    pub requested_bytes: u64,
+    /// Bytes that would have been taken from the device to serve the request, after rounding.
+    pub needed_bytes: u64,
+    /// Bytes held from the device at that moment.
+    pub reserved_bytes: u64,
+    /// Bytes in blocks that the client holds or that a stream still uses.
+    pub active_bytes: u64,
+    /// Largest free block that the request's stream could use; absent when the backend cannot see its blocks.
+    pub largest_free_bytes: Option<u64>,
+    /// Free bytes kept for other streams; absent when the backend cannot see its blocks.
+    pub other_streams_free_bytes: Option<u64>,
+    /// Limit set by the user, if any.
+    pub limit_bytes: Option<u64>,
+    /// Free and total memory of the device, if it answered.
+    pub device_bytes: Option<(u64, u64)>,
+}
+
+impl OomReport {
+    /// One sentence that says what would have helped, from the figures at hand.
+    #[must_use]
+    pub fn advice(&self) -> String {
+        let free = self.reserved_bytes.saturating_sub(self.active_bytes);
+        if let Some(limit) = self.limit_bytes {
+            let short = (self.reserved_bytes + self.needed_bytes).saturating_sub(limit);
+            if short > 0 && self.requested_bytes > free {
+                return format!("raise the limit by at least {}, or use a smaller batch or model", Bytes(short));
+            }
+        }
+        if self.other_streams_free_bytes.is_some_and(|bytes| bytes >= self.requested_bytes) {
+            return "another stream's free blocks would have sufficed: allocate on fewer streams, or trim before this point".into();
+        }
+        if self.largest_free_bytes.is_some_and(|largest| largest < self.requested_bytes) && free >= self.requested_bytes
+        {
+            return "the free bytes would have sufficed but no single block does (fragmentation): allocate large tensors first, or \
+                    lower max_split_size"
+                .into();
+        }
+        "use a smaller batch or model, or free tensors earlier".into()
+    }
+}
+
+impl fmt::Display for OomReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "out of memory: {} asked of '{}' (needs {} from the device), {} reserved, {} active",
+            Bytes(self.requested_bytes),
+            self.allocator,
+            Bytes(self.needed_bytes),
+            Bytes(self.reserved_bytes),
+            Bytes(self.active_bytes)
+        )?;
+        if let Some(largest) = self.largest_free_bytes {
+            write!(f, ", largest free block {}", Bytes(largest))?;
+        }
+        if let Some(limit) = self.limit_bytes {
+            write!(f, ", limit {}", Bytes(limit))?;
+        }
+        if let Some((free, total)) = self.device_bytes {
+            write!(f, ", device {} free of {}", Bytes(free), Bytes(total))?;
+        }
+        write!(f, "; {}", self.advice())
+    }
+}
+
+/// A block that an allocator would not take, for who has it to give it to its owner. Copies of an error share it, so it is
+/// handed out once.
+#[derive(Clone, Debug, Default)]
+pub struct Refused(Arc<Mutex<Option<Block>>>);
+
+impl Refused {
+    fn new(block: Block) -> Self {
+        Self(Arc::new(Mutex::new(Some(block))))
+    }
+
+    /// The block; `None` when it was taken before, or never given away.
+    #[must_use]
+    pub fn take(&self) -> Option<Block> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl PartialEq for Refused {
+    /// What else an error says of a block tells it from others.
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Refused {}
+
+/// Why an allocator could not do what it was asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AllocError {
+    /// Neither the backend nor the device has the memory, after everything releasable was released.
+    #[error("{0}")]
+    OutOfMemory(Box<OomReport>),
+    /// The request can never be served, whatever is free.
+    #[error("invalid request of {bytes} bytes aligned to {align}: {reason}")]
+    InvalidRequest {
+        /// Bytes asked for.
+        bytes: u64,
+        /// Alignment asked for, in bytes.
+        align: u64,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// A block came to an allocator that did not make it, or that no longer holds it.
+    #[error("block at {addr:#x} ({bytes} bytes) is not held by '{allocator}': {reason}")]
+    ForeignBlock {
+        /// Address of the block.
+        addr: u64,
+        /// Size of the block in bytes.
+        bytes: u64,
+        /// Allocator that was asked.
+        allocator: String,
+        /// What gave it away.
+        reason: &'static str,
+        /// The block, if it was to be freed: it is as live as before, and its owner can still free it.
+        block: Refused,
+    },
+    /// The device has no such API.
+    #[error("'{allocator}' needs {capability}, which {device} does not have")]
+    Unsupported {
+        /// Backend that was asked for.
+        allocator: &'static str,
+        /// Missing capability.
+        capability: &'static str,
+        /// Device that lacks it.
+        device: String,
+    },
+    /// A capture ended while blocks that were allocated in it were held.
+    #[error(
+        "{bytes} bytes in {blocks} block(s) of '{allocator}' are still held at the end of the capture that they were allocated in: \
+         free them before the capture ends, or allocate them before it begins"
+    )]
+    CaptureLive {
+        /// Allocator whose capture ended.
+        allocator: &'static str,
+        /// Blocks that are held.
+        blocks: usize,
+        /// Their size in bytes.
+        bytes: u64,
+    },
+    /// A capture cannot begin, end or be released as asked.
+    #[error("graph capture with '{allocator}': {reason}")]
+    Capture {
+        /// Allocator that was asked.
+        allocator: &'static str,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The checker found that a contract was broken.
+    #[error("checker: {0}")]
+    Violation(String),
+    /// A driver call failed for another reason than memory.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+}
+
+impl AllocError {
+    /// An error for a block that `allocator` does not hold and that was to be freed.
+    #[must_use]
+    pub(crate) fn foreign(allocator: &str, reason: &'static str, block: Block) -> Self {
+        let (addr, bytes) = (block.addr().get(), block.bytes());
+        Self::ForeignBlock { addr, bytes, allocator: allocator.into(), reason, block: Refused::new(block) }
+    }
+
+    /// The same for a block that the caller keeps.
+    #[must_use]
+    pub(crate) fn not_held(allocator: &str, reason: &'static str, block: &Block) -> Self {
+        let (addr, bytes) = (block.addr().get(), block.bytes());
+        Self::ForeignBlock { addr, bytes, allocator: allocator.into(), reason, block: Refused::default() }
+    }
+
+    /// Whether memory was short, so that freeing some and asking again may help.
+    #[must_use]
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::OutOfMemory(_) => true,
+            Self::Driver(error) => error.is_out_of_memory(),
+            _ => false,
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Replays recorded histories on any backend and any device.
+//!
+//! A history (see [`trace`](crate::histories::trace)) is compiled once into a [`History`]: a compact list of what the *client*
+//! did, with slot numbers for blocks and stream numbers for handles. [`replay`] then runs that list: no address is
+//! looked up, nothing is hashed and nothing is allocated while the clock runs. [`smallest_memory`] runs it on devices
+//! of different sizes and finds by bisection the smallest one on which every allocation succeeds.
+//!
+//! # What is the client's and what is the allocator's
+//! Allocations, frees, uses on other streams and calls of `empty_cache` are the client's and are replayed on every
+//! backend. Segments, their order and their addresses are the recorded allocator's; with [`Addresses::Recorded`] the
+//! device hands out the recorded addresses, and what the backend does is compared with what was recorded: each
+//! block's address, each segment's address and size, and the order in which segments come and go.
+//!
+//! Logs of PyTorch do not name everything. What is missing is inferred:
+//!
+//! - **Uses on other streams.** A free that does not complete at once was held up by events of other streams. The
+//!   replay announces a use on one other stream before the free and lets its event complete in exactly the allocation
+//!   in which the history shows the free completed. Streams are chosen so that each one's events complete in order;
+//!   where the recorded streams do not suffice, further ones are made. A log in which every free completes at once, as
+//!   our own traces do, does not tell: there the uses that it announces are over when the device says so.
+//! - **`empty_cache`.** Segments that go back without a retry under the limit are a call of the client; so are those
+//!   of which one would have served the request in whose course they seem to go back. Without a limit all of them are
+//!   taken for such calls: a log does not tell a retry on a full device from `empty_cache` right before an allocation.
+//!   With `garbage_collection_threshold` the allocator collects on its own above the threshold, and under
+//!   `max_split_size` it releases oversize segments first.
+//! - **What was held before the first event** (recording was switched on late, or the ring buffer overran). It is told
+//!   backwards from what was held at the end ([`HistoryBuilder::ends_with`]), by undoing the events: segments, the blocks
+//!   in them, and what lies free between those. [`Caching`](crate::backends::Caching) starts with exactly that, other
+//!   backends with the blocks in address order, and nothing of it is counted. The log does not always tell the sizes of
+//!   blocks of the large pool, where a request may get up to 1 MiB more than it asked for: each is taken to be as small as
+//!   later placements allow, and those of which nothing shows it are counted ([`History::undetermined_blocks`]). How long
+//!   segments had been idle, by which garbage collection chooses, is told from what it chose; inside one collection they
+//!   may go back in another order. In a log that is cut inside a retry under a limit, what the retry had waited for looks
+//!   as if it had always been free. A log that does not say what was held at the end shows such blocks by their frees only, and cannot be compared address for
+//!   address.
+//! - **Refused requests** (`oom`) never lived. They are replayed at recorded addresses only, where they matter for what
+//!   they made the allocator release.
+//!
+//! A log can be explained in more than one way:
+//!
+//! - Where a log announces uses and every free seems to complete at once, those with uses may have completed later, in
+//!   a call of `empty_cache` that released nothing or in the next allocation. The device says when they do, so a replay
+//!   may differ from the log.
+//! - Under a limit, what `empty_cache` right before an allocation released may as well have been released by a retry of
+//!   that allocation. Blocks, segments and every other figure come out the same; only `num_alloc_retries` may differ.
+//! - With `garbage_collection_threshold` or `max_split_size`, what `empty_cache` right before an allocation released may
+//!   be taken for what the allocator released itself, and the point at which a free that was held up completed is not
+//!   always told. Then a replay may differ from the log. Without `empty_cache` and without such frees it does not.
+//!
+//! Everything else is exact.
+//!
+//! # Limits
+//! `memory_limit` of [`Caching`](crate::backends::Caching) is PyTorch's memory fraction: at most that many bytes are
+//! reserved. For other backends the caller takes a device of that size, or [`Limit`](crate::instruments::Limit) where a
+//! device's size is given.
+
+mod ages;
+mod beginning;
+mod builder;
+mod capacity;
+mod counting;
+mod driver;
+mod finish;
+mod gaps;
+mod history;
+mod layout;
+mod memory;
+mod oom;
+mod op;
+mod report;
+mod room;
+mod run;
+mod settings;
+mod windows;
+
+pub use builder::HistoryBuilder;
+pub use capacity::{Capacity, Probe, smallest_memory};
+pub use history::History;
+pub use oom::{Held, OutOfMemory, StreamHeld};
+pub use op::MAX_STREAMS;
+pub use report::ReplayReport;
+pub use run::{Addresses, ReplaySettings, replay};
+pub use settings::{recorded_settings, snapshot_settings};
+
+use crate::budget::OverBudget;
+use crate::contract::AllocError;
+use crate::device::DriverError;
+
+/// Largest size that a history may name, in bytes: 256 TiB, beyond any device. Sums over a history stay in 64 bits.
+pub const MAX_BYTES: u64 = 1 << 48;
+
+/// Why a history cannot be replayed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReplayError {
+    /// An event contradicts the ones before it or names what cannot be.
+    #[error("event {number}: {what}")]
+    Event {
+        /// Number of the event, from 1.
+        number: u64,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// The history as a whole cannot be replayed in the way that was asked for.
+    #[error("{0}")]
+    History(String),
+    /// The allocator failed for another reason than memory.
+    #[error(transparent)]
+    Alloc(#[from] AllocError),
+    /// The device failed.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    /// The history needs more memory than its compilation may take.
+    #[error(transparent)]
+    TooLarge(#[from] OverBudget),
+}
+
+impl ReplayError {
+    /// Whether the history is at fault and not the device.
+    #[must_use]
+    pub fn is_bad_input(&self) -> bool {
+        matches!(self, Self::Event { .. } | Self::History(_) | Self::TooLarge(_))
+    }
+}

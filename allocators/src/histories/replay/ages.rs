@@ -1,0 +1,223 @@
+//! How long segments had been idle before the first event, for an allocator that collects garbage by age.
+//!
+//! Garbage collection gives back, in rounds, the idle segments that are at least as old as the mean, each round by
+//! (stream, size, address). So what it took, in what order, and what it left tells how the ages compare. When a segment
+//! became idle is counted in searches of the large pool since the first event, below zero for those before it. Any
+//! numbers that make each collection come out as recorded will do, and each is chosen as high as it can be: from the last
+//! collection to the first, from its last round to its first.
+
+use super::beginning::Beginning;
+use super::builder::HistoryBuilder;
+use super::op::{BY_DEVICE, Kind, NEVER, Op, Release};
+use crate::backends::CachingSettings;
+use crate::contract::PoolKind;
+use crate::policy::rounding::{SMALL_SEGMENT, pool_of, round_size};
+use crate::steps;
+use std::collections::BTreeMap;
+
+/// No age is higher; sums of ages stay in 64 bits.
+const OLDEST: i128 = 1 << 40;
+
+/// When a segment became idle.
+#[derive(Clone, Copy, Debug)]
+enum Since {
+    /// After so many searches.
+    Searches(u64),
+    /// Before the first event; the number of the segment.
+    Before(usize),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Segment {
+    end: u64,
+    stream: u32,
+    /// Blocks in use.
+    used: u32,
+    since: Since,
+}
+
+/// What one request made the allocator give back.
+#[derive(Debug)]
+struct Collection {
+    /// In order; a new round begins at each of the marked ones.
+    taken: Vec<(Since, bool)>,
+    left: Vec<Since>,
+}
+
+/// Sets the ages of the segments of the large pool that were idle. O(n log n) in the operations.
+pub(super) fn tell_ages(history: &HistoryBuilder, beginning: &mut Beginning, settings: &CachingSettings) {
+    if settings.memory_limit.is_none() || settings.garbage_collection_threshold <= 0.0 {
+        return;
+    }
+    let collections = Walk::new(beginning).follow(history, beginning, settings);
+    let mut since: Vec<i128> = vec![0; beginning.segments.len()];
+    let mut chosen = vec![false; since.len()];
+    for collection in collections.iter().rev() {
+        let Collection { taken, left } = collection;
+        let mut end = taken.len();
+        // What is left after the round that is looked at.
+        let mut rest: Vec<Since> = left.clone();
+        while end > 0 {
+            let mut start = end - 1;
+            while start > 0 && !taken[start].1 {
+                start -= 1;
+            }
+            let mut round = &taken[start..end];
+            if rest.is_empty() {
+                // The segments from before the first event are the oldest, so the last round has none of them if it has
+                // others.
+                let old = round.iter().rposition(|(one, _)| matches!(one, Since::Before(_))).map_or(0, |last| last + 1);
+                rest.extend(round[old..].iter().map(|(one, _)| *one));
+                round = &round[..old];
+            }
+            choose(round, &rest, &mut since, &mut chosen);
+            rest.extend(round.iter().map(|(one, _)| *one));
+            end = start;
+        }
+    }
+    for (segment, since) in beginning.segments.iter_mut().zip(since) {
+        // CAST: at most `OLDEST`, and never above zero.
+        segment.age = (-since) as u64;
+    }
+}
+
+/// Chooses one number for the segments of a round from before the first event: the highest with which the mean of all is
+/// lower than what is left.
+fn choose(round: &[(Since, bool)], rest: &[Since], since: &mut [i128], chosen: &mut [bool]) {
+    steps::count(round.len() + rest.len());
+    let value = |one: &Since| match *one {
+        Since::Searches(searches) => i128::from(searches),
+        Since::Before(number) => since[number],
+    };
+    let mut free = Vec::new();
+    let mut sum = rest.iter().map(value).sum::<i128>();
+    for (one, _) in round {
+        match one {
+            Since::Before(number) if !chosen[*number] => free.push(*number),
+            one => sum += value(one),
+        }
+    }
+    let (Some(lowest), false) = (rest.iter().map(value).min(), free.is_empty()) else { return };
+    // CAST: numbers of segments.
+    let (all, count) = ((round.len() + rest.len()) as i128, free.len() as i128);
+    let highest = (all * lowest - sum - 1).div_euclid(count).clamp(-OLDEST, 0);
+    for number in free {
+        (since[number], chosen[number]) = (highest, true);
+    }
+}
+
+/// Which segments are idle while the recorded placements are followed.
+#[derive(Debug)]
+struct Walk {
+    segments: BTreeMap<u64, Segment>,
+    searches: u64,
+    /// Blocks that become free in an operation, by its number.
+    due: BTreeMap<u32, Vec<u64>>,
+}
+
+impl Walk {
+    fn new(beginning: &Beginning) -> Self {
+        let segment = |(number, segment): (usize, &super::beginning::StartSegment)| {
+            let (end, stream) = (segment.addr + segment.bytes, segment.stream);
+            (segment.addr, Segment { end, stream, used: 0, since: Since::Before(number) })
+        };
+        let segments = beginning.segments.iter().enumerate().map(segment).collect();
+        let mut walk = Self { segments, searches: 0, due: BTreeMap::new() };
+        beginning.blocks.iter().for_each(|block| walk.take(block.addr));
+        walk
+    }
+
+    fn follow(
+        mut self,
+        history: &HistoryBuilder,
+        beginning: &Beginning,
+        settings: &CachingSettings,
+    ) -> Vec<Collection> {
+        let mut slots = vec![0; history.slots as usize];
+        for block in &beginning.blocks {
+            slots[block.slot as usize] = block.addr;
+        }
+        for op in &beginning.frees {
+            self.request_free(0, *op, &slots);
+        }
+        let (mut addresses, mut events) = (history.addresses.iter(), history.segments.iter().peekable());
+        let mut collections = Vec::new();
+        // So that time is bounded whatever the history says.
+        let mut budget = 64 * (history.ops.len() + beginning.segments.len());
+        for (number, op) in (0u32..).zip(&history.ops) {
+            steps::count(1);
+            match op.kind() {
+                Kind::Free | Kind::Release => self.request_free(number, *op, &slots),
+                Kind::Use => {}
+                Kind::Alloc | Kind::Refused | Kind::Trim | Kind::Nothing => {
+                    while let Some(entry) = self.due.first_entry().filter(|entry| *entry.key() <= number) {
+                        entry.remove().into_iter().for_each(|addr| self.give_back(addr));
+                    }
+                    let asks = matches!(op.kind(), Kind::Alloc | Kind::Refused);
+                    let large = || pool_of(round_size(op.value, &settings.roundup_power2_divisions)) == PoolKind::Large;
+                    self.searches += u64::from(asks && large());
+                    let mut taken: Vec<(Since, bool)> = Vec::new();
+                    let mut last = None;
+                    while let Some(event) = events.next_if(|event| event.op <= number) {
+                        let gone = self.segments.remove(&event.addr);
+                        if !event.released {
+                            let (end, stream) = (event.addr + event.bytes, op.stream());
+                            let since = Since::Searches(self.searches);
+                            self.segments.insert(event.addr, Segment { end, stream, used: 0, since });
+                        } else if let Some(gone) = gone.filter(|_| event.bytes > SMALL_SEGMENT) {
+                            let place = (gone.stream, event.bytes, event.addr);
+                            taken.push((gone.since, last.replace(place).is_some_and(|last| last > place)));
+                        }
+                    }
+                    if asks && !taken.is_empty() {
+                        let idle = |segment: &&Segment| segment.used == 0;
+                        let left = self.segments.iter().filter(|(start, segment)| segment.end - *start > SMALL_SEGMENT);
+                        let left: Vec<Since> =
+                            left.map(|(_, segment)| segment).filter(idle).map(|segment| segment.since).collect();
+                        let rounds = 1 + taken.iter().filter(|(_, begins)| *begins).count();
+                        let Some(rest) = budget.checked_sub(rounds * (taken.len() + left.len())) else { break };
+                        budget = rest;
+                        collections.push(Collection { taken, left });
+                    }
+                    if op.kind() == Kind::Alloc {
+                        let Some(&addr) = addresses.next() else { break };
+                        slots[op.slot as usize] = addr;
+                        self.take(addr);
+                    }
+                }
+            }
+        }
+        collections
+    }
+
+    fn request_free(&mut self, number: u32, op: Op, slots: &[u64]) {
+        let addr = slots[op.slot as usize];
+        match (op.kind(), Release::unpack(op.value).ready) {
+            (Kind::Release, NEVER) => {}
+            (Kind::Release, ready) if ready != BY_DEVICE && ready > number => {
+                self.due.entry(ready).or_default().push(addr);
+            }
+            _ => self.give_back(addr),
+        }
+    }
+
+    fn segment_of(&mut self, addr: u64) -> Option<&mut Segment> {
+        self.segments.range_mut(..=addr).next_back().map(|(_, segment)| segment).filter(|segment| addr < segment.end)
+    }
+
+    fn take(&mut self, addr: u64) {
+        if let Some(segment) = self.segment_of(addr) {
+            segment.used += 1;
+        }
+    }
+
+    fn give_back(&mut self, addr: u64) {
+        let searches = self.searches;
+        if let Some(segment) = self.segment_of(addr) {
+            segment.used = segment.used.saturating_sub(1);
+            if segment.used == 0 {
+                segment.since = Since::Searches(searches);
+            }
+        }
+    }
+}

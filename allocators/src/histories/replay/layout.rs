@@ -1,0 +1,409 @@
+//! The sizes of the blocks that were in use before the first event.
+//!
+//! A block is as large as its rounded request, but for the large pool, where a request gets a free block whole that is
+//! larger by up to 1 MiB. What lies behind such a block may thus be free or a part of it, and three rules of the
+//! allocator tell:
+//!
+//! - No free block of the large pool is as small as 1 MiB, so a gap of that size is a part of the block before it.
+//! - A free block is handed out from its front. The first block that comes into a gap lies where the one before it ends.
+//! - A request gets the best fit. A gap that would have been a better one than what the request got was smaller.
+//!
+//! So the recorded placements are followed, and an extra that they contradict grows to the least one that they do not.
+//! As that may contradict an earlier placement, they are followed again until nothing changes.
+
+use super::beginning::{Beginning, StartBlock, StartSegment};
+use super::builder::HistoryBuilder;
+use super::op::{BY_DEVICE, Kind, NEVER, Op, Release};
+use super::windows::SegmentEvent;
+use crate::backends::CachingSettings;
+use crate::contract::PoolKind;
+use crate::policy::rounding::{MIN_BLOCK, SMALL_MAX, pool_of, round_size};
+use crate::steps;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Times that the placements are followed. Each time only what the last one changed can change anything.
+const ROUNDS: u32 = 16;
+
+/// A block with a gap behind it that may belong to it.
+#[derive(Clone, Copy, Debug)]
+struct Doubt {
+    /// The block.
+    addr: u64,
+    /// Where it ends if it is as large as its rounded request.
+    base: u64,
+    /// Bytes of the gap that belong to it.
+    extra: u64,
+    /// Whether a placement has shown that.
+    shown: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Segment {
+    end: u64,
+    stream: u32,
+    pool: PoolKind,
+    /// The operation that made it.
+    made: u32,
+}
+
+/// A free block.
+#[derive(Clone, Copy, Debug)]
+struct Free {
+    end: u64,
+    /// The doubt about where it begins.
+    doubt: Option<usize>,
+}
+
+/// Blocks of every segment while the recorded placements are followed.
+#[derive(Debug)]
+struct Layout<'a> {
+    settings: &'a CachingSettings,
+    doubts: &'a mut [Doubt],
+    segments: BTreeMap<u64, Segment>,
+    /// By first address.
+    free: BTreeMap<u64, Free>,
+    /// End of each block that is in use, by first address.
+    used: BTreeMap<u64, u64>,
+    /// Free blocks with a doubt, as best fit sees them: stream, size, address.
+    open: BTreeSet<(u32, u64, u64)>,
+    /// Blocks that become free in an operation, by its number.
+    due: BTreeMap<u32, Vec<u64>>,
+    /// Whether an extra grew.
+    changed: bool,
+    /// Extras that may still grow, so that time is bounded whatever the history says.
+    budget: u64,
+    /// The first allocation, counted from 1, that lies in no segment.
+    outside: Option<u64>,
+}
+
+/// Sets the size of each block of `beginning` and counts those that nothing tells.
+///
+/// # Errors
+/// Why the blocks and the segments do not go together.
+pub(super) fn tell_sizes(
+    history: &HistoryBuilder,
+    beginning: &mut Beginning,
+    settings: &CachingSettings,
+) -> Result<(), String> {
+    let mut doubts = place_blocks(&beginning.segments, &mut beginning.blocks, settings)?;
+    for _ in 0..ROUNDS {
+        let budget = 8 * (history.ops.len() + doubts.len()) as u64;
+        let mut layout = Layout::new(settings, &mut doubts, beginning, budget);
+        layout.follow(beginning, history);
+        if let Some(number) = layout.outside {
+            return Err(format!("allocation {number} lies in no segment that is known"));
+        }
+        if !layout.changed {
+            break;
+        }
+    }
+    let extras: BTreeMap<u64, u64> = doubts.iter().map(|doubt| (doubt.addr, doubt.base + doubt.extra)).collect();
+    for block in &mut beginning.blocks {
+        if let Some(end) = extras.get(&block.addr) {
+            block.bytes = Some(end - block.addr);
+        }
+    }
+    beginning.undetermined = doubts.iter().filter(|doubt| !doubt.shown).count() as u64;
+    Ok(())
+}
+
+/// Sets the sizes that do not depend on what comes later; the others are in doubt.
+fn place_blocks(
+    segments: &[StartSegment],
+    blocks: &mut [StartBlock],
+    settings: &CachingSettings,
+) -> Result<Vec<Doubt>, String> {
+    let mut doubts = Vec::new();
+    let mut at = 0;
+    let mut last = 0;
+    for segment in segments {
+        let end = segment.addr + segment.bytes;
+        if segment.addr < last {
+            return Err(format!("two segments overlap at {:#x}", segment.addr));
+        }
+        last = end;
+        while let Some(block) = blocks.get(at).copied().filter(|block| block.addr < end) {
+            let next = blocks.get(at + 1).map_or(end, |next| next.addr.min(end));
+            let rounded = round_size(block.requested, &settings.roundup_power2_divisions);
+            let base = block.addr + rounded;
+            if block.addr < segment.addr {
+                return Err(outside(block.addr));
+            }
+            if base > next || block.bytes.is_some_and(|bytes| block.addr + bytes > next) {
+                return Err(format!("the block of {} bytes at {:#x} does not fit", block.requested, block.addr));
+            }
+            let gap = next - base;
+            let size = match (segment.pool, block.bytes) {
+                (_, Some(bytes)) => bytes,
+                (PoolKind::Small, _) => rounded,
+                _ if gap <= SMALL_MAX || rounded >= settings.max_split_size.unwrap_or(u64::MAX) => rounded + gap,
+                _ => {
+                    doubts.push(Doubt { addr: block.addr, base, extra: 0, shown: false });
+                    rounded
+                }
+            };
+            blocks[at].bytes = Some(size);
+            blocks[at].stream = segment.stream;
+            at += 1;
+        }
+    }
+    match blocks.get(at) {
+        Some(block) => Err(outside(block.addr)),
+        None => Ok(doubts),
+    }
+}
+
+fn outside(addr: u64) -> String {
+    format!("the block at {addr:#x} lies in no segment that is known")
+}
+
+impl<'a> Layout<'a> {
+    fn new(settings: &'a CachingSettings, doubts: &'a mut [Doubt], beginning: &Beginning, budget: u64) -> Self {
+        let mut layout = Self {
+            settings,
+            doubts,
+            segments: BTreeMap::new(),
+            free: BTreeMap::new(),
+            used: BTreeMap::new(),
+            open: BTreeSet::new(),
+            due: BTreeMap::new(),
+            changed: false,
+            budget,
+            outside: None,
+        };
+        let mut blocks = beginning.blocks.iter().peekable();
+        let mut number = 0;
+        for segment in &beginning.segments {
+            layout.add_segment(segment.addr, segment.bytes, segment.stream, segment.pool, u32::MAX);
+            layout.free.remove(&segment.addr);
+            let end = segment.addr + segment.bytes;
+            let (mut at, mut doubt) = (segment.addr, None);
+            while let Some(block) = blocks.next_if(|block| block.addr < end) {
+                if block.addr > at {
+                    layout.add_free(at, Free { end: block.addr, doubt });
+                }
+                at = block.addr + block.bytes.unwrap_or(block.requested);
+                doubt = None;
+                if let Some(known) = layout.doubts.get(number).filter(|doubt| doubt.addr == block.addr) {
+                    at = known.base + known.extra;
+                    doubt = Some(number).filter(|_| !known.shown);
+                    number += 1;
+                }
+                layout.used.insert(block.addr, at);
+            }
+            if end > at {
+                layout.add_free(at, Free { end, doubt });
+            }
+        }
+        layout
+    }
+
+    /// Follows the recorded placements.
+    fn follow(&mut self, beginning: &Beginning, history: &HistoryBuilder) {
+        let mut slots = vec![0; history.slots as usize];
+        for block in &beginning.blocks {
+            slots[block.slot as usize] = block.addr;
+        }
+        for op in &beginning.frees {
+            self.request_free(0, *op, &slots);
+        }
+        let (mut addresses, mut segments) = (history.addresses.iter(), history.segments.iter().peekable());
+        let mut allocations = 0;
+        for (number, op) in (0u32..).zip(&history.ops) {
+            steps::count(1);
+            match op.kind() {
+                Kind::Alloc | Kind::Trim | Kind::Refused | Kind::Nothing => {
+                    self.complete_frees(number);
+                    if op.kind() == Kind::Refused {
+                        self.search(op.stream(), op.value, (u64::MAX, u64::MAX));
+                    }
+                    while let Some(segment) = segments.next_if(|segment| segment.op <= number) {
+                        self.segment_event(segment, op.stream());
+                    }
+                    if op.kind() == Kind::Alloc {
+                        let Some(&addr) = addresses.next() else { return };
+                        allocations += 1;
+                        slots[op.slot as usize] = addr;
+                        self.place(number, allocations, addr, *op);
+                    }
+                }
+                Kind::Free | Kind::Release => self.request_free(number, *op, &slots),
+                Kind::Use => {}
+            }
+        }
+    }
+
+    fn request_free(&mut self, number: u32, op: Op, slots: &[u64]) {
+        let addr = slots[op.slot as usize];
+        match (op.kind(), Release::unpack(op.value).ready) {
+            (Kind::Release, NEVER) => {}
+            (Kind::Release, ready) if ready != BY_DEVICE && ready > number => {
+                self.due.entry(ready).or_default().push(addr)
+            }
+            _ => self.free_block(addr),
+        }
+    }
+
+    fn complete_frees(&mut self, number: u32) {
+        while let Some(entry) = self.due.first_entry().filter(|entry| *entry.key() <= number) {
+            for addr in entry.remove() {
+                self.free_block(addr);
+            }
+        }
+    }
+
+    fn add_segment(&mut self, addr: u64, bytes: u64, stream: u32, pool: PoolKind, made: u32) {
+        let end = addr + bytes;
+        self.segments.insert(addr, Segment { end, stream, pool, made });
+        self.free.insert(addr, Free { end, doubt: None });
+    }
+
+    fn segment_event(&mut self, event: &SegmentEvent, stream: u32) {
+        let (addr, end) = (event.addr, event.addr + event.bytes);
+        let lost: Vec<u64> = self.free.range(addr..end).map(|(start, _)| *start).collect();
+        for start in lost {
+            self.remove_free(start);
+        }
+        let lost: Vec<u64> = self.used.range(addr..end).map(|(start, _)| *start).collect();
+        for start in lost {
+            self.used.remove(&start);
+        }
+        self.segments.remove(&addr);
+        if !event.released {
+            let pool =
+                if event.bytes == crate::policy::rounding::SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large };
+            self.add_segment(addr, event.bytes, stream, pool, event.op);
+        }
+    }
+
+    fn segment_of(&self, addr: u64) -> Option<(u64, Segment)> {
+        let (start, segment) = self.segments.range(..=addr).next_back()?;
+        (addr < segment.end).then_some((*start, *segment))
+    }
+
+    fn add_free(&mut self, start: u64, free: Free) {
+        if free.doubt.is_some()
+            && let Some((_, segment)) = self.segment_of(start)
+        {
+            self.open.insert((segment.stream, free.end - start, start));
+        }
+        self.free.insert(start, free);
+    }
+
+    fn remove_free(&mut self, start: u64) -> Option<Free> {
+        let free = self.free.remove(&start)?;
+        if free.doubt.is_some()
+            && let Some((_, segment)) = self.segment_of(start)
+        {
+            self.open.remove(&(segment.stream, free.end - start, start));
+        }
+        Some(free)
+    }
+
+    /// A block is reusable; it is joined with its free neighbours.
+    fn free_block(&mut self, addr: u64) {
+        let Some(end) = self.used.remove(&addr) else { return };
+        let Some((first, segment)) = self.segment_of(addr) else { return };
+        let mut joined = (addr, Free { end, doubt: None });
+        // With the block the doubt about its end goes, too.
+        if end < segment.end
+            && let Some(next) = self.remove_free(end)
+        {
+            joined.1.end = next.end;
+        }
+        let before = self.free.range(first..addr).next_back().filter(|(_, free)| free.end == addr);
+        if let Some(start) = before.map(|(start, _)| *start)
+            && let Some(before) = self.remove_free(start)
+        {
+            joined = (start, Free { doubt: before.doubt, ..joined.1 });
+        }
+        self.add_free(joined.0, joined.1);
+    }
+
+    /// A block was placed at `addr`.
+    fn place(&mut self, number: u32, allocation: u64, addr: u64, op: Op) {
+        let Some((_, segment)) = self.segment_of(addr) else {
+            self.outside.get_or_insert(allocation);
+            return;
+        };
+        let Some((start, free)) = self.free.range(..=addr).next_back().map(|(start, free)| (*start, *free)) else {
+            return;
+        };
+        if free.end <= addr {
+            return;
+        }
+        let bytes = free.end - addr;
+        let found = if segment.made == number { (u64::MAX, addr) } else { (bytes, addr) };
+        self.remove_free(start);
+        let mut front = None;
+        match free.doubt.filter(|doubt| addr - self.doubts[*doubt].base <= SMALL_MAX) {
+            Some(doubt) => self.show(doubt, addr),
+            // Another allocator than this one put it there.
+            None if start < addr => front = Some(Free { end: addr, ..free }),
+            None => {}
+        }
+        self.search(op.stream(), op.value, found);
+        if let Some(front) = front {
+            self.add_free(start, front);
+        }
+        let rounded = self.rounded(op.value);
+        let rest = bytes.saturating_sub(rounded);
+        let max_split = self.settings.max_split_size.unwrap_or(u64::MAX);
+        let split = match segment.pool {
+            PoolKind::Small => rest >= MIN_BLOCK,
+            PoolKind::Large => rounded < max_split && rest > SMALL_MAX,
+        };
+        let end = if split { addr + rounded } else { free.end };
+        self.used.insert(addr, end);
+        if end < free.end {
+            self.add_free(end, Free { end: free.end, doubt: None });
+        }
+    }
+
+    fn rounded(&self, bytes: u64) -> u64 {
+        round_size(bytes, &self.settings.roundup_power2_divisions)
+    }
+
+    /// A placement shows where the block before it ends.
+    fn show(&mut self, doubt: usize, end: u64) {
+        let doubt = &mut self.doubts[doubt];
+        let extra = end - doubt.base;
+        self.changed |= doubt.extra != extra;
+        (doubt.extra, doubt.shown) = (extra, true);
+        if let Some(used) = self.used.get_mut(&doubt.addr) {
+            *used = end;
+        }
+    }
+
+    /// A request got the free block `found`, given by size and address: any gap that would have been a better fit was
+    /// smaller than it seems.
+    fn search(&mut self, stream: u32, bytes: u64, found: (u64, u64)) {
+        let rounded = self.rounded(bytes);
+        let max_split = self.settings.max_split_size.unwrap_or(u64::MAX);
+        if pool_of(rounded) == PoolKind::Small || rounded >= max_split {
+            return;
+        }
+        while let Some(&(owner, size, start)) = self.open.range((stream, rounded, 0)..).next() {
+            if owner != stream || (size, start) >= found || size >= max_split || self.budget == 0 {
+                return;
+            }
+            self.budget -= 1;
+            steps::count(1);
+            let Some(free) = self.remove_free(start) else { return };
+            let Some(number) = free.doubt else { return };
+            let by = (size - rounded + 1).next_multiple_of(MIN_BLOCK);
+            let doubt = &mut self.doubts[number];
+            if doubt.extra + by > SMALL_MAX || size - by <= SMALL_MAX {
+                // Then this is not why, and nothing else is known.
+                self.add_free(start, Free { doubt: None, ..free });
+                continue;
+            }
+            doubt.extra += by;
+            self.changed = true;
+            if let Some(used) = self.used.get_mut(&doubt.addr) {
+                *used += by;
+            }
+            self.add_free(start + by, free);
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! What the recorded allocator held when it refused a request.
+
+use super::beginning::Beginning;
+use super::builder::HistoryBuilder;
+use super::memory::When;
+use crate::backends::CachingSettings;
+use crate::bytes::Bytes;
+use serde::Serialize;
+use std::collections::VecDeque;
+use std::fmt;
+
+/// Refused requests that are looked at; a history may have any number, and the last ones tell why a program ended.
+pub(super) const MOST: usize = 100;
+
+/// A request that the recorded allocator refused, and what it held then.
+///
+/// Sizes of blocks are the allocator's and not those that were asked for: rounded, and in the large pool with what was
+/// too little to be split off.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct OutOfMemory {
+    /// Number of the event, from 1.
+    pub event: u64,
+    /// Bytes asked for.
+    pub requested_bytes: u64,
+    /// Recorded handle of the stream.
+    pub stream: u64,
+    /// Bytes free on the device, if the history says so.
+    pub device_free_bytes: Option<u64>,
+    /// Memory limit, if it is known.
+    pub limit_bytes: Option<u64>,
+    /// Bytes asked for in all blocks that the client held.
+    pub live_bytes: u64,
+    /// What was held; `None` where the history does not show segments.
+    pub held: Option<Held>,
+    /// The same by stream, by handle.
+    pub streams: Vec<StreamHeld>,
+    /// Whether the history shows all that was held. If not, there were blocks outside of the segments that it shows.
+    pub complete: bool,
+}
+
+/// Memory of an allocator.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Held {
+    /// Bytes in segments.
+    pub reserved_bytes: u64,
+    /// Bytes in blocks that the client holds.
+    pub allocated_bytes: u64,
+    /// Bytes in blocks that the client has freed and other streams still use.
+    pub pending_bytes: u64,
+    /// Bytes in free blocks.
+    pub free_bytes: u64,
+    /// Number of free blocks.
+    pub free_blocks: u64,
+    /// Bytes of the largest free block.
+    pub largest_free_bytes: u64,
+}
+
+/// Memory of one stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct StreamHeld {
+    /// Recorded handle.
+    pub stream: u64,
+    /// What its segments hold.
+    #[serde(flatten)]
+    pub held: Held,
+}
+
+impl fmt::Display for OutOfMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (asked, stream) = (Bytes(self.requested_bytes), self.stream);
+        write!(f, "out of memory at event {}: {asked} asked for on stream {stream:#x}", self.event)?;
+        if let Some(free) = self.device_free_bytes {
+            write!(f, "\n  {} free on the device", Bytes(free))?;
+        }
+        if let Some(limit) = self.limit_bytes {
+            write!(f, "\n  {} is the limit", Bytes(limit))?;
+        }
+        let Some(held) = &self.held else {
+            return write!(f, "\n  {} live; the history does not show what was reserved", Bytes(self.live_bytes));
+        };
+        write!(f, "\n  {} reserved, {} allocated", Bytes(held.reserved_bytes), Bytes(held.allocated_bytes))?;
+        if held.pending_bytes > 0 {
+            write!(f, ", {} in use by other streams", Bytes(held.pending_bytes))?;
+        }
+        write!(f, "\n  ")?;
+        held.free(f)?;
+        if self.streams.len() > 1 {
+            for StreamHeld { stream, held } in &self.streams {
+                write!(f, "\n  stream {stream:#x}: {} reserved, ", Bytes(held.reserved_bytes))?;
+                held.free(f)?;
+            }
+        }
+        let own = self.streams.iter().find(|held| held.stream == stream).map_or(0, |own| own.held.free_bytes);
+        if own >= self.requested_bytes {
+            write!(f, "\n  its stream had enough free, but in pieces that were too small")?;
+        } else if held.free_bytes >= self.requested_bytes {
+            write!(f, "\n  enough was free in all, but not in one piece of its stream")?;
+        }
+        if !self.complete {
+            write!(f, "\n  the history does not show all that was held; this is what it shows")?;
+        }
+        Ok(())
+    }
+}
+
+impl Held {
+    fn free(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.free_blocks {
+            0 => write!(f, "nothing free"),
+            1 => write!(f, "{} free in one piece", Bytes(self.free_bytes)),
+            pieces => {
+                let (free, largest) = (Bytes(self.free_bytes), Bytes(self.largest_free_bytes));
+                write!(f, "{free} free in {pieces} pieces, largest {largest}")
+            }
+        }
+    }
+}
+
+/// A refused request as the log has it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Refusal {
+    pub(super) number: u64,
+    pub(super) bytes: u64,
+    pub(super) stream: u64,
+    /// Bytes free on the device; 0 where the log does not say.
+    pub(super) device_free: u64,
+    /// The operation before which it was.
+    pub(super) op: u32,
+}
+
+/// What tells when frees completed: operations are where they were requested, this is where they completed.
+#[derive(Debug, Default)]
+pub(super) struct Completions {
+    /// Operations of frees that did not complete at once, in order.
+    pub(super) held_up: Vec<u32>,
+    /// Operation before which the free of the block at an address completed, in order.
+    pub(super) completed: Vec<(u32, u64)>,
+    /// The last refused requests.
+    pub(super) refusals: VecDeque<Refusal>,
+}
+
+impl HistoryBuilder {
+    /// Follows the history from its beginning up to each of its last refused requests. `streams` are the handles.
+    pub(super) fn out_of_memory(
+        &self,
+        beginning: &Beginning,
+        streams: &[u64],
+        settings: &CachingSettings,
+    ) -> Vec<OutOfMemory> {
+        let mut refusals = self.completions.refusals.iter().peekable();
+        let Some(last) = self.completions.refusals.back() else { return Vec::new() };
+        let shown = !(self.expandable || self.segments.is_empty() && beginning.segments.is_empty());
+        let mut found = Vec::new();
+        self.follow_memory(beginning, streams, settings, last.op, |at, when, memory| {
+            while let Some(refusal) = refusals.next_if(|refusal| when == When::After && refusal.op <= at) {
+                found.push(memory.describe(refusal, shown, beginning.unknown.is_none()));
+            }
+        });
+        found
+    }
+}

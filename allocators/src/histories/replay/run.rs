@@ -1,0 +1,367 @@
+//! The loop that runs a compiled history.
+
+use super::ReplayError;
+use super::beginning::StartBlock;
+use super::counting::CallCounter;
+use super::driver::ReplayDriver;
+use super::history::History;
+use super::op::{BY_DEVICE, Kind, NO_STREAM, Op, Release};
+use super::report::ReplayReport;
+use crate::backends::AllocatorSettings;
+use crate::contract::AllocError;
+use crate::contract::Stats;
+use crate::contract::{Block, DeviceAllocator, Request};
+use crate::device::{Clock, MonotonicClock};
+use crate::device::{Driver, HookedDriver, StreamId};
+use crate::instruments::Limit;
+use std::sync::Arc;
+
+/// Where segments lie.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Addresses {
+    /// Where the device puts them.
+    #[default]
+    Own,
+    /// Where they lay when the history was recorded.
+    Recorded,
+}
+
+/// How a history is replayed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReplaySettings {
+    /// Where segments lie.
+    pub addresses: Addresses,
+    /// Fill each block with a byte on its stream, and again on each stream that uses it, so that memory is really
+    /// used and streams are really busy.
+    pub touch: bool,
+    /// Keep the bytes in live blocks at or below this, by [`Limit`]: for backends without a limit of their own on
+    /// devices whose size is given. It costs two atomic additions an operation.
+    pub limit: Option<u64>,
+    /// Stop at the first allocation that fails; times then say nothing.
+    pub stop_at_failure: bool,
+}
+
+/// What blocks are filled with when they are touched.
+const TOUCH: u8 = 0xA5;
+
+/// Replays a history on a backend built on `driver`, from an empty cache to the last event; then everything is freed.
+///
+/// A history that began late starts from what was held before its first event. That is set up before anything is
+/// counted: statistics, driver calls and times are those of the history, and peaks begin at what is held then.
+///
+/// Time is measured around the list of operations alone: `host_ns` holds the backend, the device's part of its driver
+/// calls, and one indirect call and a store for each operation of the history.
+///
+/// # Errors
+/// [`ReplayError::History`] when addresses are to be the recorded ones and cannot; [`ReplayError::Alloc`] when the
+/// backend fails for another reason than memory; [`ReplayError::Driver`] when a stream cannot be made.
+pub fn replay(
+    history: &History,
+    allocator: &AllocatorSettings,
+    driver: &Arc<dyn Driver>,
+    settings: &ReplaySettings,
+) -> Result<ReplayReport, ReplayError> {
+    let recorded = settings.addresses == Addresses::Recorded;
+    if recorded {
+        history.check_comparable()?;
+    }
+    let counting = Arc::new(HookedDriver::with_hook(Arc::clone(driver), CallCounter::default()));
+    let segments =
+        recorded.then(|| history.beginning.segment_events().chain(history.segments.iter().copied()).collect());
+    let device = Arc::new(ReplayDriver::new(Arc::clone(&counting) as Arc<dyn Driver>, segments));
+    let as_driver = Arc::clone(&device) as Arc<dyn Driver>;
+    let streams = Streams::new(Arc::clone(driver), history.streams.len() + history.further_streams as usize)?;
+    let mut backend = allocator.build(&as_driver)?;
+    if let Some(limit) = settings.limit {
+        backend = Arc::new(Limit::new(backend, limit));
+    }
+    let mut run = Run {
+        allocator: backend.as_ref(),
+        driver: device.as_ref(),
+        streams: &streams.ids,
+        // The slots are touched here, so that the first use of each costs the same as the others.
+        live: (0..history.slots).map(|_| None).collect(),
+        addresses: history.addresses.iter(),
+        stop: settings.stop_at_failure,
+        tally: Tally::default(),
+    };
+    let start = run.begin(history, settings.touch)?;
+    counting.hook().reset();
+    let virtual_clock = driver.describe().virtual_time.then(|| driver.clock());
+    let simulated = || virtual_clock.as_ref().map(|clock| clock.now_ns());
+    let (clock, simulated_start) = (MonotonicClock::new(), simulated());
+    let started = clock.now_ns();
+    let outcome = match (recorded, settings.touch) {
+        _ if start.stopped => Ok(()),
+        (false, false) => run.all::<false, false>(&history.ops),
+        (false, true) => run.all::<false, true>(&history.ops),
+        (true, false) => run.all::<true, false>(&history.ops),
+        (true, true) => run.all::<true, true>(&history.ops),
+    };
+    let host_ns = clock.now_ns() - started;
+    let simulated_ns = simulated().zip(simulated_start).map(|(end, start)| end - start);
+    let driver_calls = counting.hook().read();
+    let segment_mismatches = device.segment_mismatches();
+    let (stats, ledger) = (backend.stats().since(&start.stats), backend.ledger_at_peak());
+    let tally = std::mem::take(&mut run.tally);
+    let freed = run.free_all(history);
+    outcome?;
+    freed?;
+    Ok(ReplayReport {
+        allocations: tally.allocations,
+        failed_allocations: tally.failed,
+        first_failure: tally.first_failure,
+        address_mismatches: recorded.then_some(tally.moved),
+        segment_mismatches,
+        stats,
+        ledger,
+        driver_calls,
+        simulated_ns,
+        host_ns,
+        settings: backend.settings(),
+        operations: history.operations,
+    })
+}
+
+/// Streams of the device in ascending order, destroyed with this.
+#[derive(Debug)]
+struct Streams {
+    driver: Arc<dyn Driver>,
+    ids: Vec<StreamId>,
+}
+
+impl Streams {
+    fn new(driver: Arc<dyn Driver>, count: usize) -> Result<Self, ReplayError> {
+        let mut streams = Self { driver, ids: Vec::with_capacity(count) };
+        for _ in 0..count {
+            let id = streams.driver.stream_create()?;
+            streams.ids.push(id);
+        }
+        // Allocators order streams by handle, so the order must be the recorded one.
+        streams.ids.sort_unstable();
+        Ok(streams)
+    }
+}
+
+impl Drop for Streams {
+    fn drop(&mut self) {
+        for &stream in &self.ids {
+            // SAFETY: made here, and declared before the backend, so used by nobody any more. An error has nobody to
+            // go to; the stream goes with the device's context.
+            let _ = unsafe { self.driver.stream_destroy(stream) };
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Tally {
+    allocations: u64,
+    failed: u64,
+    moved: u64,
+    first_failure: Option<(u64, String)>,
+}
+
+#[derive(Debug)]
+struct Run<'a> {
+    allocator: &'a dyn DeviceAllocator,
+    driver: &'a ReplayDriver,
+    streams: &'a [StreamId],
+    live: Vec<Option<Block>>,
+    addresses: std::slice::Iter<'a, u64>,
+    stop: bool,
+    tally: Tally,
+}
+
+/// How a replay starts.
+#[derive(Debug)]
+struct Start {
+    /// Statistics by then.
+    stats: Stats,
+    /// Whether something failed and that ends it.
+    stopped: bool,
+}
+
+impl Run<'_> {
+    /// Sets up what was held before the first event.
+    fn begin(&mut self, history: &History, touched: bool) -> Result<Start, ReplayError> {
+        let beginning = &history.beginning;
+        let mut left: Vec<&StartBlock> = beginning.blocks.iter().collect();
+        let mut stopped = false;
+        if let Some(snapshot) = beginning.snapshot(self.streams) {
+            match self.allocator.restore(&snapshot, &|segment| beginning.age(segment.get())) {
+                Ok(None) => {}
+                Ok(Some(blocks)) => {
+                    self.tally.allocations += left.len() as u64;
+                    for (start, block) in left.drain(..).zip(blocks) {
+                        self.hold(start, block, touched)?;
+                    }
+                }
+                Err(error) => {
+                    self.tally.allocations += 1;
+                    self.failed(error)?;
+                    self.tally.allocations -= 1;
+                    stopped = self.stop;
+                }
+            }
+        }
+        for start in left {
+            if stopped {
+                break;
+            }
+            self.tally.allocations += 1;
+            match self.allocator.allocate(Request::new(start.requested), self.streams[start.stream as usize]) {
+                Ok(block) => self.hold(start, block, touched)?,
+                Err(error) => {
+                    self.failed(error)?;
+                    stopped = self.stop;
+                }
+            }
+        }
+        for op in &beginning.frees {
+            if touched {
+                self.release::<true>(*op)?
+            } else {
+                self.release::<false>(*op)?
+            };
+        }
+        if !beginning.blocks.is_empty() || !beginning.segments.is_empty() {
+            self.allocator.reset_peaks();
+        }
+        self.driver.begin(beginning.segments.len());
+        Ok(Start { stats: self.allocator.stats(), stopped })
+    }
+
+    fn hold(&mut self, start: &StartBlock, block: Block, touched: bool) -> Result<(), ReplayError> {
+        if touched {
+            self.touch(&block, self.streams[start.stream as usize])?;
+        }
+        self.live[start.slot as usize] = Some(block);
+        Ok(())
+    }
+
+    fn all<const RECORDED: bool, const TOUCHED: bool>(&mut self, ops: &[Op]) -> Result<(), ReplayError> {
+        for (at, op) in ops.iter().enumerate() {
+            match op.kind() {
+                Kind::Alloc => {
+                    // CAST: a history has fewer than 2^32 operations.
+                    self.driver.at(at as u32);
+                    let stream = self.streams[op.stream() as usize];
+                    self.tally.allocations += 1;
+                    match self.allocator.allocate(Request::new(op.value), stream) {
+                        Ok(block) => {
+                            if RECORDED && self.addresses.next() != Some(&block.addr().get()) {
+                                self.tally.moved += 1;
+                            }
+                            if TOUCHED {
+                                self.touch(&block, stream)?;
+                            }
+                            self.live[op.slot as usize] = Some(block);
+                        }
+                        Err(error) => {
+                            if RECORDED {
+                                self.addresses.next();
+                                self.tally.moved += 1;
+                            }
+                            self.failed(error)?;
+                            if self.stop {
+                                return Ok(());
+                            }
+                        }
+                    }
+                }
+                Kind::Free => {
+                    if let Some(block) = self.live[op.slot as usize].take() {
+                        // SAFETY: the only uses are the touch, queued on this stream before, and those announced.
+                        unsafe { self.allocator.deallocate(block, self.streams[op.stream() as usize]) }?;
+                    }
+                }
+                Kind::Release => self.release::<TOUCHED>(*op)?,
+                Kind::Use => {
+                    if let Some(block) = &self.live[op.slot as usize] {
+                        self.use_on::<TOUCHED>(block, self.streams[op.stream() as usize])?;
+                    }
+                }
+                Kind::Trim => {
+                    self.driver.at(at as u32);
+                    self.allocator.trim(0)?;
+                }
+                Kind::Refused if RECORDED => {
+                    self.driver.at(at as u32);
+                    self.refused(*op)?;
+                }
+                Kind::Refused | Kind::Nothing => {}
+            }
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn failed(&mut self, error: AllocError) -> Result<(), ReplayError> {
+        if !error.is_out_of_memory() {
+            return Err(error.into());
+        }
+        self.tally.failed += 1;
+        if self.tally.first_failure.is_none() {
+            self.tally.first_failure = Some((self.tally.allocations, error.to_string()));
+        }
+        Ok(())
+    }
+
+    fn use_on<const TOUCHED: bool>(&self, block: &Block, stream: StreamId) -> Result<(), ReplayError> {
+        self.allocator.record_use(block, stream)?;
+        if TOUCHED { self.touch(block, stream) } else { Ok(()) }
+    }
+
+    fn touch(&self, block: &Block, stream: StreamId) -> Result<(), ReplayError> {
+        // SAFETY: the block is held, and it is its own stream or one whose use was announced.
+        unsafe { self.driver.fill_bytes(block.addr(), TOUCH, block.requested(), stream) }?;
+        Ok(())
+    }
+
+    /// A free whose completion the history tells, or that waits for announced uses.
+    fn release<const TOUCHED: bool>(&mut self, op: Op) -> Result<(), ReplayError> {
+        let Release { ready, user } = Release::unpack(op.value);
+        let Some(block) = self.live[op.slot as usize].take() else { return Ok(()) };
+        if user != NO_STREAM {
+            self.use_on::<TOUCHED>(&block, self.streams[user as usize])?;
+        }
+        self.driver.releasing(ready);
+        // SAFETY: as for `Kind::Free`.
+        let freed = unsafe { self.allocator.deallocate(block, self.streams[op.stream() as usize]) };
+        self.driver.releasing(BY_DEVICE);
+        freed?;
+        Ok(())
+    }
+
+    /// A request that was refused. What it made the allocator release is a part of the history; should it succeed
+    /// now, its block goes back at once.
+    fn refused(&mut self, op: Op) -> Result<(), ReplayError> {
+        let stream = self.streams[op.stream() as usize];
+        match self.allocator.allocate(Request::new(op.value), stream) {
+            // SAFETY: nobody has used the block.
+            Ok(block) => unsafe { self.allocator.deallocate(block, stream) }.map(|_| ())?,
+            Err(error) if error.is_out_of_memory() => {}
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
+    }
+
+    /// Gives back what the history leaves live.
+    fn free_all(&mut self, history: &History) -> Result<(), ReplayError> {
+        let mut owners = vec![0; self.live.len()];
+        for block in &history.beginning.blocks {
+            owners[block.slot as usize] = block.stream;
+        }
+        // The last allocation of a slot owns it.
+        for op in history.ops.iter().filter(|op| op.kind() == Kind::Alloc) {
+            owners[op.slot as usize] = op.stream();
+        }
+        for (slot, block) in self.live.iter_mut().enumerate() {
+            if let Some(block) = block.take() {
+                // SAFETY: as for `Kind::Free`.
+                unsafe { self.allocator.deallocate(block, self.streams[owners[slot] as usize]) }?;
+            }
+        }
+        Ok(())
+    }
+}

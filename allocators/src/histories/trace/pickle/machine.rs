@@ -1,0 +1,494 @@
+//! The stack machine.
+
+use super::snapshot::Spine;
+use super::store::{Store, Value};
+use super::words::Word;
+use crate::budget::{Claim, OverBudget};
+use crate::histories::trace::input::Input;
+use crate::histories::trace::{Place, Problem, ReadError, ReadOptions, Sink, Summary};
+use crate::steps;
+use std::collections::HashMap;
+
+/// Longest string that is looked at; longer ones are passed over.
+const LONGEST_TEXT: u64 = 1 << 12;
+
+/// A memo entry in a table, which holds both sizes for a moment when it doubles at seven eighths.
+const SPARSE_COST: usize = 4 * (size_of::<(u32, Value)>() + 1);
+
+/// Which part of the snapshot is under way: the value of a key of the outermost dictionary, and where it lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    pub(super) key: Word,
+    pub(super) at: usize,
+    /// Up to here every second value above the part's is known to be a key.
+    pub(super) keys_until: usize,
+}
+
+/// The machine and what it has understood so far.
+pub(super) struct Machine<'r, 'i, 's> {
+    input: &'r mut Input<'i>,
+    pub(super) stack: Vec<Value>,
+    /// Heights of the stack at which a MARK was set.
+    pub(super) marks: Vec<usize>,
+    memo: Vec<Value>,
+    /// Memo entries whose numbers do not follow on.
+    sparse: HashMap<u32, Value>,
+    /// For the stack and the memo.
+    claim: Claim,
+    pub(super) store: Store,
+    pub(super) part: Option<Part>,
+    pub(super) spine: Spine<'r, 's>,
+    /// Offset of the instruction that runs.
+    at: u64,
+}
+
+impl<'r, 'i, 's> Machine<'r, 'i, 's> {
+    pub(super) fn new(input: &'r mut Input<'i>, options: &ReadOptions, sink: &'r mut Sink<'s>) -> Self {
+        Self {
+            input,
+            stack: Vec::new(),
+            marks: Vec::new(),
+            memo: Vec::new(),
+            sparse: HashMap::new(),
+            claim: options.budget.claim(),
+            store: Store::new(&options.budget),
+            part: None,
+            spine: Spine::new(sink, &options.budget),
+            at: 0,
+        }
+    }
+
+    /// Runs the program and returns what it built.
+    pub(super) fn run(mut self) -> Result<Summary, ReadError> {
+        let [first, protocol] = self.take::<2>("its first two bytes")?;
+        if first != 0x80 {
+            return Err(self.refuse("without PROTO", "only protocols 2 to 5 are read"));
+        }
+        self.protocol(protocol)?;
+        loop {
+            steps::count(1);
+            self.at = self.input.offset();
+            let [opcode] = self.take::<1>("the pickle, before STOP")?;
+            if opcode == b'.' {
+                break;
+            }
+            self.step(opcode)?;
+        }
+        let top = self.pop()?;
+        self.finish(top)?;
+        Ok(self.spine.into_summary())
+    }
+
+    fn step(&mut self, opcode: u8) -> Result<(), ReadError> {
+        match opcode {
+            // By how often they occur in a snapshot.
+            b'h' => {
+                let [index] = self.take::<1>("BINGET")?;
+                self.get(u32::from(index))?;
+            }
+            b'j' => {
+                let index = u32::from_le_bytes(self.take("LONG_BINGET")?);
+                self.get(index)?;
+            }
+            0x94 => {
+                let value = self.peek()?;
+                let grown = self.claim.push(&mut self.memo, value);
+                self.within(grown)?;
+            }
+            b'K' => {
+                let [value] = self.take::<1>("BININT1")?;
+                self.push(Value::Int(i64::from(value)))?;
+            }
+            b'M' => {
+                let value = u16::from_le_bytes(self.take("BININT2")?);
+                self.push(Value::Int(i64::from(value)))?;
+            }
+            b'J' => {
+                let value = i32::from_le_bytes(self.take("BININT")?);
+                self.push(Value::Int(i64::from(value)))?;
+            }
+            0x8a => {
+                let [length] = self.take::<1>("LONG1")?;
+                self.long(u64::from(length))?;
+            }
+            b'(' => {
+                let grown = self.claim.push(&mut self.marks, self.stack.len());
+                self.within(grown)?;
+                let in_trace = self.part.is_some_and(|part| part.key == Word::DeviceTraces);
+                if in_trace && self.stack.last() == Some(&Value::Opaque) {
+                    self.skip_references()?;
+                }
+            }
+            b'}' => self.push_container(Store::dict)?,
+            b']' => self.push_container(Store::list)?,
+            b'u' => {
+                let mark = self.pop_mark()?;
+                self.set_items(mark)?;
+            }
+            b'e' => {
+                let mark = self.pop_mark()?;
+                self.append(mark)?;
+            }
+            b'a' => {
+                let from = self.below(1)?;
+                self.append(from)?;
+            }
+            b's' => {
+                let from = self.below(2)?;
+                self.set_items(from)?;
+            }
+            0x8c => {
+                let [length] = self.take::<1>("SHORT_BINUNICODE")?;
+                self.text(u64::from(length))?;
+            }
+            b'X' => {
+                let length = u32::from_le_bytes(self.take("BINUNICODE")?);
+                self.text(u64::from(length))?;
+            }
+            0x8d => {
+                let length = u64::from_le_bytes(self.take("BINUNICODE8")?);
+                self.text(length)?;
+            }
+            // A frame's length is a hint for buffers.
+            0x95 => drop(self.take::<8>("FRAME")?),
+            b'q' => {
+                let [index] = self.take::<1>("BINPUT")?;
+                self.put(u32::from(index))?;
+            }
+            b'r' => {
+                let index = u32::from_le_bytes(self.take("LONG_BINPUT")?);
+                self.put(index)?;
+            }
+            0x88 => self.push(Value::Bool(true))?,
+            0x89 => self.push(Value::Bool(false))?,
+            b'N' => self.push(Value::None)?,
+            b'G' => {
+                let value = f64::from_be_bytes(self.take("BINFLOAT")?);
+                self.push(Value::Float(value))?;
+            }
+            b')' => self.push(Value::Opaque)?,
+            0x85..=0x87 => {
+                let from = self.below(usize::from(opcode - 0x84))?;
+                self.cut(from);
+                self.push(Value::Opaque)?;
+            }
+            b't' => {
+                let mark = self.pop_mark()?;
+                self.cut(mark);
+                self.push(Value::Opaque)?;
+            }
+            b'l' => {
+                let mark = self.pop_mark()?;
+                self.collect_list(mark)?;
+            }
+            b'd' => {
+                let mark = self.pop_mark()?;
+                self.collect_dict(mark)?;
+            }
+            0x8b => {
+                let length = i32::from_le_bytes(self.take("LONG4")?);
+                let length = u64::try_from(length).map_err(|_| self.content("LONG4 has a negative length"))?;
+                self.long(length)?;
+            }
+            0x80 => {
+                let [protocol] = self.take::<1>("PROTO")?;
+                self.protocol(protocol)?;
+            }
+            other => return Err(self.refused(other)),
+        }
+        Ok(())
+    }
+
+    fn protocol(&self, protocol: u8) -> Result<(), ReadError> {
+        if (2..=5).contains(&protocol) {
+            return Ok(());
+        }
+        Err(self.content(format!("pickle protocol {protocol} is not read, only 2 to 5: dump it with protocol=4")))
+    }
+
+    /// The next bytes of the file.
+    #[inline]
+    fn take<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], ReadError> {
+        if !self.input.ensure(N)? {
+            return Err(self.truncated(what));
+        }
+        let mut out = [0; N];
+        out.copy_from_slice(&self.input.buffered()[..N]);
+        self.input.advance(N);
+        Ok(out)
+    }
+
+    fn text(&mut self, length: u64) -> Result<(), ReadError> {
+        if length > LONGEST_TEXT {
+            if !self.input.skip(length)? {
+                return Err(self.truncated("a string"));
+            }
+            return self.push(Value::LostText);
+        }
+        // CAST: at most LONGEST_TEXT.
+        let length = length as usize;
+        if !self.input.ensure(length)? {
+            return Err(self.truncated("a string"));
+        }
+        let bytes = &self.input.buffered()[..length];
+        let value = match std::str::from_utf8(bytes) {
+            Ok(text) => Word::of(text).map_or_else(|| self.store.text(text), |word| Ok(Value::Word(word))),
+            // Python writes lone surrogates, which are no UTF-8; nobody needs such a string.
+            Err(_) => Ok(Value::LostText),
+        };
+        let value = self.within(value)?;
+        self.input.advance(length);
+        self.push(value)
+    }
+
+    /// An integer in little-endian two's complement.
+    fn long(&mut self, length: u64) -> Result<(), ReadError> {
+        if length > 9 {
+            if !self.input.skip(length)? {
+                return Err(self.truncated("an integer"));
+            }
+            return self.push(Value::Huge);
+        }
+        // CAST: at most 9.
+        let length = length as usize;
+        if !self.input.ensure(length)? {
+            return Err(self.truncated("an integer"));
+        }
+        let bytes = &self.input.buffered()[..length];
+        let negative = bytes.last().is_some_and(|byte| byte & 0x80 != 0);
+        let mut wide = [if negative { 0xff } else { 0 }; 16];
+        wide[..length].copy_from_slice(bytes);
+        let wide = i128::from_le_bytes(wide);
+        self.input.advance(length);
+        let value = match (i64::try_from(wide), u64::try_from(wide)) {
+            (Ok(value), _) => Value::Int(value),
+            (_, Ok(value)) => Value::Uint(value),
+            _ => Value::Huge,
+        };
+        self.push(value)
+    }
+
+    fn get(&mut self, index: u32) -> Result<(), ReadError> {
+        let value = self.memo.get(index as usize).or_else(|| self.sparse.get(&index)).copied();
+        let Some(value) = value else {
+            return Err(self.content(format!("memo entry {index} is used before it is made; the file is damaged")));
+        };
+        self.push(value)
+    }
+
+    fn put(&mut self, index: u32) -> Result<(), ReadError> {
+        let value = self.peek()?;
+        let at = index as usize;
+        let grown = if at < self.memo.len() {
+            self.memo[at] = value;
+            Ok(())
+        } else if at == self.memo.len() {
+            self.claim.push(&mut self.memo, value)
+        } else {
+            // A large number must not take the memory of all those before it.
+            let known = self.sparse.contains_key(&index);
+            let grown = if known { Ok(()) } else { self.claim.add(SPARSE_COST) };
+            grown.map(|()| {
+                self.sparse.insert(index, value);
+            })
+        };
+        self.within(grown)
+    }
+
+    /// Passes over references to the memo that follow each other: most of a file with stack frames are these, in lists
+    /// that nobody looks into.
+    fn skip_references(&mut self) -> Result<(), ReadError> {
+        loop {
+            let bytes = self.input.buffered();
+            let mut at = 0;
+            loop {
+                match bytes[at..] {
+                    [b'h', index, ..] if usize::from(index) < self.memo.len() => at += 2,
+                    [b'j', a, b, c, d, ..] if (u32::from_le_bytes([a, b, c, d]) as usize) < self.memo.len() => at += 5,
+                    _ => break,
+                }
+            }
+            let all = bytes.len() - at < 5;
+            self.input.advance(at);
+            if at == 0 || !all || !self.input.ensure(5)? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Height of the stack below the `count` uppermost values, all of them above the last MARK.
+    fn below(&self, count: usize) -> Result<usize, ReadError> {
+        let floor = self.marks.last().copied().unwrap_or(0);
+        let from = self.stack.len().checked_sub(count).filter(|from| *from >= floor);
+        from.ok_or_else(|| self.content("an instruction finds too few values; the file is damaged"))
+    }
+
+    #[inline]
+    fn push(&mut self, value: Value) -> Result<(), ReadError> {
+        let grown = self.claim.push(&mut self.stack, value);
+        self.within(grown)
+    }
+
+    /// The error of a claim, at this place.
+    #[inline]
+    pub(super) fn within<T>(&self, claimed: Result<T, OverBudget>) -> Result<T, ReadError> {
+        claimed.map_err(|over| ReadError::over(Place::Byte(self.at), over))
+    }
+
+    fn peek(&self) -> Result<Value, ReadError> {
+        let at = self.below(1)?;
+        Ok(self.stack[at])
+    }
+
+    fn pop(&mut self) -> Result<Value, ReadError> {
+        let at = self.below(1)?;
+        let value = self.stack[at];
+        self.cut(at);
+        Ok(value)
+    }
+
+    fn pop_mark(&mut self) -> Result<usize, ReadError> {
+        self.marks.pop().ok_or_else(|| self.content("an instruction finds no MARK; the file is damaged"))
+    }
+
+    /// Index of the container below `from`.
+    pub(super) fn container_below(&self, from: usize) -> Result<usize, ReadError> {
+        let floor = self.marks.last().copied().unwrap_or(0);
+        from.checked_sub(1)
+            .filter(|at| *at >= floor)
+            .ok_or_else(|| self.content("an instruction finds no container; the file is damaged"))
+    }
+
+    /// Drops the uppermost values.
+    pub(super) fn cut(&mut self, height: usize) {
+        steps::count(self.stack.len() - height);
+        self.stack.truncate(height);
+        match &mut self.part {
+            Some(part) if part.at >= height => self.part = None,
+            Some(part) => part.keys_until = part.keys_until.min(height),
+            None => {}
+        }
+    }
+
+    fn push_container(&mut self, make: fn(&mut Store) -> Result<Value, OverBudget>) -> Result<(), ReadError> {
+        self.enter_part();
+        let value = if self.is_opaque_here() { Ok(Value::Opaque) } else { make(&mut self.store) };
+        let value = self.within(value)?;
+        self.push(value)
+    }
+
+    fn collect_list(&mut self, mark: usize) -> Result<(), ReadError> {
+        let list = self.store.list();
+        let list = self.within(list)?;
+        let kept = self.store.extend(list, &self.stack[mark..]);
+        self.within(kept)?;
+        self.cut(mark);
+        self.push(list)
+    }
+
+    fn collect_dict(&mut self, mark: usize) -> Result<(), ReadError> {
+        let dict = self.store.dict();
+        let dict = self.within(dict)?;
+        self.set_pairs(dict, mark, mark)?;
+        self.cut(mark);
+        self.push(dict)
+    }
+
+    /// Puts the values above `from` into the dictionary below them.
+    fn set_items(&mut self, from: usize) -> Result<(), ReadError> {
+        let target = self.container_below(from)?;
+        if self.stack[target] == Value::Opaque {
+            self.cut(from);
+            return Ok(());
+        }
+        self.set_pairs(self.stack[target], target, from)?;
+        self.cut(from);
+        Ok(())
+    }
+
+    /// Puts the values above `from` into a dictionary that lies, or will lie, at `target`.
+    fn set_pairs(&mut self, dict: Value, target: usize, from: usize) -> Result<(), ReadError> {
+        if !(self.stack.len() - from).is_multiple_of(2) {
+            return Err(self.content("a dictionary is given a key without a value; the file is damaged"));
+        }
+        let in_trace = self.part.is_some_and(|part| part.key == Word::DeviceTraces && target > part.at);
+        let found = match dict {
+            Value::Object(handle) => self.store.dict_and_claim(handle),
+            _ => None,
+        };
+        let Some((pairs, claim)) = found else {
+            return Err(self.content("keys are set in what is no dictionary; the file is damaged"));
+        };
+        let mut grown = Ok(());
+        for pair in self.stack[from..].chunks_exact(2) {
+            let wanted = match pair[0] {
+                Value::Word(word) => !in_trace || word.is_event_key(),
+                _ => !in_trace,
+            };
+            if wanted && grown.is_ok() {
+                grown = claim.push(pairs, (pair[0], pair[1]));
+            }
+        }
+        self.within(grown)
+    }
+
+    #[cold]
+    fn truncated(&self, what: &'static str) -> ReadError {
+        // CAST: a length of the buffer.
+        let end = self.input.offset() + self.input.buffered().len() as u64;
+        ReadError::at(Place::Byte(end), Problem::Truncated(what))
+    }
+
+    #[cold]
+    pub(super) fn content(&self, text: impl Into<String>) -> ReadError {
+        ReadError::content(Place::Byte(self.at), text)
+    }
+
+    fn refuse(&self, name: &'static str, why: &'static str) -> ReadError {
+        ReadError::at(Place::Byte(self.at), Problem::Refused { name, why })
+    }
+
+    #[cold]
+    fn refused(&self, opcode: u8) -> ReadError {
+        const RUNS: &str = "it makes Python run code";
+        const NEEDLESS: &str = "no snapshot needs it";
+        let (name, why) = match opcode {
+            b'c' => ("GLOBAL", RUNS),
+            0x93 => ("STACK_GLOBAL", RUNS),
+            b'R' => ("REDUCE", RUNS),
+            b'b' => ("BUILD", RUNS),
+            b'i' => ("INST", RUNS),
+            b'o' => ("OBJ", RUNS),
+            0x81 => ("NEWOBJ", RUNS),
+            0x92 => ("NEWOBJ_EX", RUNS),
+            0x82 => ("EXT1", RUNS),
+            0x83 => ("EXT2", RUNS),
+            0x84 => ("EXT4", RUNS),
+            b'P' => ("PERSID", RUNS),
+            b'Q' => ("BINPERSID", RUNS),
+            0x96 => ("BYTEARRAY8", NEEDLESS),
+            0x97 => ("NEXT_BUFFER", NEEDLESS),
+            0x98 => ("READONLY_BUFFER", NEEDLESS),
+            b'0' => ("POP", NEEDLESS),
+            b'1' => ("POP_MARK", NEEDLESS),
+            b'2' => ("DUP", NEEDLESS),
+            b'F' => ("FLOAT", NEEDLESS),
+            b'I' => ("INT", NEEDLESS),
+            b'L' => ("LONG", NEEDLESS),
+            b'S' => ("STRING", NEEDLESS),
+            b'T' => ("BINSTRING", NEEDLESS),
+            b'U' => ("SHORT_BINSTRING", NEEDLESS),
+            b'V' => ("UNICODE", NEEDLESS),
+            b'B' => ("BINBYTES", NEEDLESS),
+            b'C' => ("SHORT_BINBYTES", NEEDLESS),
+            0x8e => ("BINBYTES8", NEEDLESS),
+            0x8f => ("EMPTY_SET", NEEDLESS),
+            0x90 => ("ADDITEMS", NEEDLESS),
+            0x91 => ("FROZENSET", NEEDLESS),
+            b'g' => ("GET", NEEDLESS),
+            b'p' => ("PUT", NEEDLESS),
+            other => return ReadError::at(Place::Byte(self.at), Problem::UnknownOpcode(other)),
+        };
+        self.refuse(name, why)
+    }
+}

@@ -1,0 +1,460 @@
+//! What the machine's containers mean in a snapshot.
+//!
+//! The part of the snapshot that is under way is told by where its container lies on the stack: a pickle is built from
+//! the outside in, so the outermost dictionary lies at the bottom, above it a key, above that the value under way.
+
+use super::machine::{Machine, Part};
+use super::store::{Object, Value};
+use super::words::Word;
+use crate::budget::{Budget, Claim};
+use crate::contract::BlockState;
+use crate::histories::trace::settings::Room;
+use crate::histories::trace::{Action, Event, Format, ReadError, Segment, SegmentBlock, SegmentType, Sink, Summary};
+use crate::steps;
+
+/// What was understood, and who takes the events.
+pub(super) struct Spine<'r, 's> {
+    pub(super) sink: &'r mut Sink<'s>,
+    pub(super) summary: Summary,
+    /// For the summary.
+    pub(super) claim: Claim,
+    /// What the settings may still take.
+    pub(super) room: Room,
+}
+
+impl<'r, 's> Spine<'r, 's> {
+    pub(super) fn new(sink: &'r mut Sink<'s>, budget: &Budget) -> Self {
+        let summary = Summary::new(Format::SnapshotPickle);
+        Self { sink, summary, claim: budget.claim(), room: Room::default() }
+    }
+
+    /// The summary, which stays claimed.
+    pub(super) fn into_summary(self) -> Summary {
+        self.claim.keep();
+        self.summary
+    }
+}
+
+/// The fields of an event as a snapshot has them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::histories::trace) struct RawEvent {
+    /// Its action; `None` for one that has no counterpart.
+    pub(crate) action: Option<Option<Action>>,
+    pub(crate) addr: Option<u64>,
+    pub(crate) device_free: Option<u64>,
+    pub(crate) size: Option<u64>,
+    pub(crate) stream: u64,
+    pub(crate) time_us: u64,
+}
+
+impl RawEvent {
+    /// The event; `None` for an action that has no counterpart.
+    ///
+    /// # Errors
+    /// The name of a field that is missing or too large.
+    pub(crate) fn event(&self, device: u16) -> Result<Option<Event>, &'static str> {
+        let Some(action) = self.action.ok_or("action")? else { return Ok(None) };
+        let addr = match action {
+            Action::Oom => self.device_free.or(self.addr).ok_or("device_free")?,
+            _ => self.addr.ok_or("addr")?,
+        };
+        Ok(Some(Event {
+            action,
+            device,
+            addr,
+            bytes: self.size.ok_or("size")?,
+            stream: self.stream,
+            time_ns: self.time_us.checked_mul(1000).ok_or("time_us below 2^64 ns")?,
+        }))
+    }
+}
+
+impl Machine<'_, '_, '_> {
+    /// Takes note when the container that comes next is the value of a key of the outermost dictionary.
+    pub(super) fn enter_part(&mut self) {
+        let at = self.stack.len();
+        let outermost = self.marks.len() <= 1 && at >= 2 && at.is_multiple_of(2);
+        if !outermost || self.marks.first().is_some_and(|mark| *mark != 1) {
+            return;
+        }
+        let Value::Word(key) = self.stack[at - 1] else { return };
+        if key.is_top_key() && self.is_key_position(at - 1) {
+            self.part = Some(Part { key, at, keys_until: at + 1 });
+        }
+    }
+
+    /// Whether nothing but whole pairs lie between the part that is under way, if one is, and the key at `key`.
+    ///
+    /// What was found to be a key is not looked at again until it leaves the stack, so all questions together cost no
+    /// more than what was pushed.
+    fn is_key_position(&mut self, key: usize) -> bool {
+        let Some(part) = &mut self.part else { return true };
+        if self.marks.len() != 1 || part.at >= key {
+            return false;
+        }
+        while part.keys_until < key && matches!(self.stack[part.keys_until], Value::Word(_) | Value::Text(_)) {
+            steps::count(1);
+            part.keys_until += 2;
+        }
+        part.keys_until >= key
+    }
+
+    /// Whether nobody will look into the container that comes next.
+    pub(super) fn is_opaque_here(&self) -> bool {
+        let Some(last) = self.stack.last() else { return false };
+        let inside = |key: Word| self.part.is_some_and(|part| part.key == key && part.at < self.stack.len());
+        match last {
+            Value::Word(Word::Frames | Word::ForwardFrames) | Value::Opaque => true,
+            Value::Text(_) | Value::LostText => inside(Word::DeviceTraces) || inside(Word::Segments),
+            _ => inside(Word::ExternalAnnotations),
+        }
+    }
+
+    /// Appends the values above `from` to the list below them, or passes them on where that list is known.
+    pub(super) fn append(&mut self, from: usize) -> Result<(), ReadError> {
+        let target = self.container_below(from)?;
+        let list = self.stack[target];
+        if list == Value::Opaque {
+            self.cut(from);
+            return Ok(());
+        }
+        if self.store.as_list(list).is_none() {
+            return Err(self.content("items are appended to what is no list; the file is damaged"));
+        }
+        match self.part {
+            Some(part) if part.at == target => match part.key {
+                Word::Segments => self.pass(from, list, Self::take_segment)?,
+                Word::DeviceTraces => {
+                    let first = self.passed(list);
+                    for (number, at) in (first..).zip(from..self.stack.len()) {
+                        self.take_kept_events(self.stack[at], number)?;
+                    }
+                    self.count_passed(list, from);
+                }
+                Word::ExternalAnnotations => {
+                    // CAST: a height of the stack.
+                    self.spine.summary.external_annotations += (self.stack.len() - from) as u64;
+                    self.count_passed(list, from);
+                }
+                _ => self.keep(from, list)?,
+            },
+            Some(part) if part.key == Word::DeviceTraces && self.is_trace(part.at, target) => {
+                // CAST: a height of the stack.
+                let device = self.passed(self.stack[part.at]) + (target - part.at - 1) as u64;
+                let device = self.device(device)?;
+                for at in from..self.stack.len() {
+                    let number = self.passed(list) + (at - from) as u64;
+                    self.take_event(self.stack[at], device, number)?;
+                }
+                self.count_passed(list, from);
+            }
+            Some(part) if part.key == Word::Segments && self.stack[target - 1] == Value::Word(Word::Blocks) => {
+                for at in from..self.stack.len() {
+                    let block = self.take_block(self.stack[at])?;
+                    let kept = self.store.push_block(list, block);
+                    self.within(kept)?;
+                }
+            }
+            _ => self.keep(from, list)?,
+        }
+        self.cut(from);
+        Ok(())
+    }
+
+    /// Whether the list at `target` is a device's own within the list at `outer`.
+    fn is_trace(&self, outer: usize, target: usize) -> bool {
+        let marked_above = self.marks.last().is_some_and(|mark| *mark > outer + 1);
+        !marked_above && (target == outer + 1 || self.store.as_list(self.stack[target - 1]).is_some())
+    }
+
+    fn pass(
+        &mut self,
+        from: usize,
+        list: Value,
+        take: fn(&mut Self, Value) -> Result<(), ReadError>,
+    ) -> Result<(), ReadError> {
+        for at in from..self.stack.len() {
+            take(self, self.stack[at])?;
+        }
+        self.count_passed(list, from);
+        Ok(())
+    }
+
+    fn passed(&self, list: Value) -> u64 {
+        self.store.as_list(list).map_or(0, |list| list.passed)
+    }
+
+    fn count_passed(&mut self, list: Value, from: usize) {
+        // CAST: a height of the stack.
+        let count = (self.stack.len() - from) as u64;
+        if let Some(list) = self.store.as_list_mut(list) {
+            list.passed += count;
+        }
+    }
+
+    fn keep(&mut self, from: usize, list: Value) -> Result<(), ReadError> {
+        let kept = self.store.extend(list, &self.stack[from..]);
+        self.within(kept)
+    }
+
+    fn device(&self, number: u64) -> Result<u16, ReadError> {
+        u16::try_from(number).map_err(|_| self.content("there are traces of more than 65,536 devices"))
+    }
+
+    /// The pairs of a dictionary, which is then gone.
+    fn take_pairs(&mut self, value: Value, what: &str) -> Result<super::store::Pairs, ReadError> {
+        if let Value::Object(handle) = value {
+            match self.store.take(handle) {
+                Some(Object::Dict(pairs)) => return Ok(pairs),
+                None => {
+                    return Err(
+                        self.content(format!("{what} is a dictionary that was used before; write it out twice"))
+                    );
+                }
+                _ => {}
+            }
+        }
+        Err(self.content(format!("{what} should be a dictionary, found {}", value.kind())))
+    }
+
+    fn take_event(&mut self, value: Value, device: u16, number: u64) -> Result<(), ReadError> {
+        let pairs = match value {
+            Value::Object(handle) => match self.store.take(handle) {
+                Some(Object::Dict(pairs)) => Some(pairs),
+                _ => None,
+            },
+            _ => None,
+        };
+        let Some(pairs) = pairs else {
+            return Err(self.content(format!(
+                "event {number} of device {device} should be a dictionary of its own, found {}",
+                value.kind()
+            )));
+        };
+        let mut raw = RawEvent::default();
+        steps::count(pairs.len());
+        for (key, value) in &pairs {
+            let Value::Word(key) = key else { continue };
+            let wrong = match key {
+                Word::Action => {
+                    raw.action = match value {
+                        Value::Word(word) => Some(word.action()),
+                        Value::Text(_) | Value::LostText => Some(None),
+                        _ => None,
+                    };
+                    raw.action.is_none()
+                }
+                Word::Addr => set(&mut raw.addr, *value),
+                Word::DeviceFree => set(&mut raw.device_free, *value),
+                Word::Size => set(&mut raw.size, *value),
+                Word::Stream => stream(*value).map(|stream| raw.stream = stream).is_none(),
+                Word::TimeUs => unsigned(*value).map(|time| raw.time_us = time).is_none(),
+                _ => false,
+            };
+            if wrong {
+                return Err(self.content(format!(
+                    "'{}' of event {number} of device {device} is {} that cannot be one; the file is damaged",
+                    key.text(),
+                    value.kind()
+                )));
+            }
+        }
+        self.store.recycle(pairs);
+        match raw.event(device) {
+            Ok(Some(event)) => {
+                self.spine.summary.count(device);
+                (self.spine.sink)(event)
+            }
+            Ok(None) => {
+                self.spine.summary.unknown_actions += 1;
+                Ok(())
+            }
+            Err(field) => {
+                Err(self.content(format!("event {number} of device {device} has no '{field}'; the file is damaged")))
+            }
+        }
+    }
+
+    fn take_block(&mut self, value: Value) -> Result<SegmentBlock, ReadError> {
+        let pairs = self.take_pairs(value, "a block")?;
+        let mut block = SegmentBlock { address: 0, size: 0, requested_size: 0, state: BlockState::Free };
+        let mut found = (false, false);
+        steps::count(pairs.len());
+        for (key, value) in &pairs {
+            let Value::Word(key) = key else { continue };
+            match (key, unsigned(*value)) {
+                (Word::Address, Some(number)) => block.address = number,
+                (Word::Size, Some(number)) => (block.size, found.0) = (number, true),
+                (Word::RequestedSize, Some(number)) => block.requested_size = number,
+                (Word::State, _) => {
+                    block.state = match value {
+                        Value::Word(Word::ActiveAllocated) => BlockState::Allocated,
+                        Value::Word(Word::ActivePendingFree | Word::ActiveAwaitingFree) => BlockState::PendingFree,
+                        Value::Word(Word::Inactive) => BlockState::Free,
+                        _ => return Err(self.content("a block's 'state' is not one of PyTorch's")),
+                    };
+                    found.1 = true;
+                }
+                (Word::Address | Word::Size | Word::RequestedSize, None) => {
+                    return Err(self.content(format!("'{}' of a block should be a size", key.text())));
+                }
+                _ => {}
+            }
+        }
+        self.store.recycle(pairs);
+        if found != (true, true) {
+            return Err(self.content("a block has no 'size' or no 'state'"));
+        }
+        Ok(block)
+    }
+
+    fn take_segment(&mut self, value: Value) -> Result<(), ReadError> {
+        let pairs = self.take_pairs(value, "a segment")?;
+        let mut segment = Segment::default();
+        let mut found = (false, false);
+        steps::count(pairs.len());
+        for (key, value) in &pairs {
+            let Value::Word(key) = key else { continue };
+            match (key, unsigned(*value)) {
+                (Word::Device, Some(number)) => segment.device = self.device(number)?,
+                (Word::Address, Some(number)) => (segment.address, found.0) = (number, true),
+                (Word::TotalSize, Some(number)) => (segment.total_size, found.1) = (number, true),
+                (Word::Stream, _) => {
+                    let number = stream(*value);
+                    segment.stream = number.ok_or_else(|| self.content("'stream' of a segment is no stream"))?;
+                }
+                (Word::SegmentType, _) if *value == Value::Word(Word::Small) => {
+                    segment.segment_type = SegmentType::Small;
+                }
+                (Word::IsExpandable, _) => segment.is_expandable = *value == Value::Bool(true),
+                (Word::Blocks, _) => segment.blocks = self.take_blocks(*value)?,
+                (Word::Device | Word::Address | Word::TotalSize, None) => {
+                    return Err(self.content(format!("'{}' of a segment should be a number", key.text())));
+                }
+                _ => {}
+            }
+        }
+        self.store.recycle(pairs);
+        if found != (true, true) {
+            return Err(self.content("a segment has no 'address' or no 'total_size'"));
+        }
+        segment.place_blocks();
+        let kept = self.spine.claim.push(&mut self.spine.summary.segments, segment);
+        self.within(kept)
+    }
+
+    fn take_blocks(&mut self, value: Value) -> Result<Vec<SegmentBlock>, ReadError> {
+        let list = match value {
+            Value::Object(handle) => self.store.take(handle),
+            _ => None,
+        };
+        let Some(Object::List(list)) = list else {
+            return Err(self.content("'blocks' of a segment should be a list of its own"));
+        };
+        let mut blocks = list.blocks;
+        let mut kept = self.store.hand_over(&blocks, &mut self.spine.claim);
+        for item in &list.items {
+            let block = self.take_block(*item)?;
+            kept = kept.and_then(|()| self.spine.claim.push(&mut blocks, block));
+        }
+        self.store.release(list.items);
+        self.within(kept)?;
+        Ok(blocks)
+    }
+
+    /// Hands out the events of a list that was built before it was known to be a device's.
+    fn take_kept_events(&mut self, list: Value, device: u64) -> Result<(), ReadError> {
+        let device = self.device(device)?;
+        let Some(items) = self.store.take_items(list) else {
+            return Err(self.content(format!("the trace of device {device} should be a list, found {}", list.kind())));
+        };
+        for (number, item) in (0..).zip(&items) {
+            self.take_event(*item, device, number)?;
+        }
+        self.store.release(items);
+        // A device without events counts as a device.
+        self.spine.summary.has_device(device);
+        Ok(())
+    }
+
+    /// Understands what is left when the program ends.
+    pub(super) fn finish(&mut self, top: Value) -> Result<(), ReadError> {
+        if self.store.as_list(top).is_some() {
+            return Err(self.content(
+                "the pickle holds a list, not a snapshot: write it with torch.cuda.memory._dump_snapshot, not from \
+                 torch.cuda.memory_snapshot()",
+            ));
+        }
+        let pairs = match top {
+            Value::Object(handle) => self.store.take(handle),
+            _ => None,
+        };
+        let Some(Object::Dict(pairs)) = pairs else {
+            return Err(self.content(format!("the pickle holds {}, not a snapshot", top.kind())));
+        };
+        let mut traced = false;
+        steps::count(pairs.len());
+        for (key, value) in &pairs {
+            let Value::Word(key) = key else { continue };
+            match key {
+                Word::DeviceTraces => {
+                    traced = true;
+                    let lists = self.take_items(*value, "'device_traces'")?;
+                    for (device, list) in (0..).zip(&lists) {
+                        self.take_kept_events(*list, device)?;
+                    }
+                    self.store.release(lists);
+                }
+                Word::Segments => {
+                    let segments = self.take_items(*value, "'segments'")?;
+                    for segment in &segments {
+                        self.take_segment(*segment)?;
+                    }
+                    self.store.release(segments);
+                }
+                Word::AllocatorSettings => self.take_settings(*value)?,
+                Word::ExternalAnnotations => {
+                    let annotations = self.take_items(*value, "'external_annotations'")?;
+                    // CAST: a length in memory.
+                    self.spine.summary.external_annotations += annotations.len() as u64;
+                    self.store.release(annotations);
+                }
+                _ => {}
+            }
+        }
+        if !traced {
+            return Err(self.content("the snapshot has no 'device_traces'; it is none, or was cut by hand"));
+        }
+        Ok(())
+    }
+
+    /// The items of a list that were not passed on; to be released.
+    fn take_items(&mut self, list: Value, what: &str) -> Result<Vec<Value>, ReadError> {
+        let items = self.store.take_items(list);
+        items.ok_or_else(|| self.content(format!("{what} should be a list, found {}", list.kind())))
+    }
+}
+
+/// Sets a field; true if the value is none that it can have.
+fn set(field: &mut Option<u64>, value: Value) -> bool {
+    *field = unsigned(value);
+    field.is_none()
+}
+
+fn unsigned(value: Value) -> Option<u64> {
+    match value {
+        Value::Int(value) => u64::try_from(value).ok(),
+        Value::Uint(value) => Some(value),
+        _ => None,
+    }
+}
+
+/// Stream handles are pointers; as signed integers they may be negative.
+fn stream(value: Value) -> Option<u64> {
+    match value {
+        // CAST: the same 64 bits.
+        Value::Int(value) => Some(value as u64),
+        Value::Uint(value) => Some(value),
+        _ => None,
+    }
+}

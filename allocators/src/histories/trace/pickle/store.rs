@@ -1,0 +1,273 @@
+//! Values of the stack machine, and the objects that they refer to.
+
+use super::words::Word;
+use crate::budget::{Budget, Claim, OverBudget};
+use crate::histories::trace::SegmentBlock;
+use std::collections::HashMap;
+
+/// A value. Containers are referred to, so that the memo shares them as Python does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Value {
+    None,
+    Bool(bool),
+    Int(i64),
+    /// Beyond `i64`.
+    Uint(u64),
+    /// Beyond `u64`.
+    Huge,
+    Float(f64),
+    /// A string with a meaning.
+    Word(Word),
+    /// Another string.
+    Text(u32),
+    /// A string that was not kept.
+    LostText,
+    Object(Handle),
+    /// A container that nobody looks into.
+    Opaque,
+}
+
+impl Value {
+    pub(super) fn kind(self) -> &'static str {
+        match self {
+            Value::None => "None",
+            Value::Bool(_) => "a bool",
+            Value::Int(_) | Value::Uint(_) | Value::Huge => "an integer",
+            Value::Float(_) => "a float",
+            Value::Word(_) | Value::Text(_) | Value::LostText => "a string",
+            Value::Object(_) | Value::Opaque => "a container",
+        }
+    }
+}
+
+/// Names an object until that is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Handle {
+    slot: u32,
+    generation: u32,
+}
+
+/// Keys and values in the order in which they were set.
+pub(super) type Pairs = Vec<(Value, Value)>;
+
+/// A list.
+#[derive(Debug, Default)]
+pub(super) struct List {
+    /// Its items, but for those that were passed on.
+    pub(super) items: Vec<Value>,
+    /// Items that were passed on.
+    pub(super) passed: u64,
+    /// A segment's blocks.
+    pub(super) blocks: Vec<SegmentBlock>,
+}
+
+#[derive(Debug)]
+pub(super) enum Object {
+    Taken,
+    Dict(Pairs),
+    List(Box<List>),
+}
+
+#[derive(Debug)]
+struct Slot {
+    generation: u32,
+    object: Object,
+}
+
+/// The objects. Places of those that were taken are used again, so that a long history takes no more than a short one.
+#[derive(Debug)]
+pub(super) struct Store {
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    spare: Vec<Pairs>,
+    texts: Vec<Box<str>>,
+    by_text: HashMap<Box<str>, u32>,
+    text_bytes: usize,
+    /// For all of it, and for what the objects hold.
+    claim: Claim,
+}
+
+/// Most bytes of strings without a meaning that are kept. Settings may refer to a string that was first seen in an
+/// event, and those are few and short.
+const MOST_TEXT: usize = 1 << 20;
+/// Beside a string that is kept twice: its places in the list and in the table, both of which double, and what the
+/// system's allocator adds.
+const TEXT_COST: usize = 192;
+/// A list behind its pointer, with what the system's allocator adds.
+const LIST_COST: usize = size_of::<List>() + 16;
+/// Dictionaries that are kept for the next ones, and the largest of them.
+const SPARE: usize = 64;
+
+impl Store {
+    pub(super) fn new(budget: &Budget) -> Self {
+        Self {
+            slots: Vec::new(),
+            free: Vec::new(),
+            spare: Vec::with_capacity(SPARE),
+            texts: Vec::new(),
+            by_text: HashMap::new(),
+            text_bytes: 0,
+            claim: budget.claim(),
+        }
+    }
+
+    fn add(&mut self, object: Object) -> Result<Value, OverBudget> {
+        let slot = match self.free.pop() {
+            Some(slot) => {
+                self.slots[slot as usize].object = object;
+                slot
+            }
+            None => {
+                self.claim.push(&mut self.slots, Slot { generation: 0, object })?;
+                // Each place may become free, and then there must be room to say so.
+                self.claim.reserve(&mut self.free, self.slots.len())?;
+                let Ok(slot) = u32::try_from(self.slots.len() - 1) else {
+                    // More objects than can be named are more than any budget has room for.
+                    return Err(self.claim.refuse());
+                };
+                slot
+            }
+        };
+        Ok(Value::Object(Handle { slot, generation: self.slots[slot as usize].generation }))
+    }
+
+    /// A new dictionary.
+    pub(super) fn dict(&mut self) -> Result<Value, OverBudget> {
+        let pairs = self.spare.pop().unwrap_or_default();
+        self.add(Object::Dict(pairs))
+    }
+
+    /// A new list.
+    pub(super) fn list(&mut self) -> Result<Value, OverBudget> {
+        self.claim.add(LIST_COST)?;
+        self.add(Object::List(Box::default()))
+    }
+
+    /// Appends to a list.
+    pub(super) fn extend(&mut self, list: Value, items: &[Value]) -> Result<(), OverBudget> {
+        if let Some((list, claim)) = self.list_and_claim(list) {
+            claim.reserve(&mut list.items, items.len())?;
+            list.items.extend_from_slice(items);
+        }
+        Ok(())
+    }
+
+    /// Appends a segment's block to a list.
+    pub(super) fn push_block(&mut self, list: Value, block: SegmentBlock) -> Result<(), OverBudget> {
+        match self.list_and_claim(list) {
+            Some((list, claim)) => claim.push(&mut list.blocks, block),
+            None => Ok(()),
+        }
+    }
+
+    fn list_and_claim(&mut self, value: Value) -> Option<(&mut List, &mut Claim)> {
+        let Value::Object(handle) = value else { return None };
+        let slot = self.slots.get_mut(handle.slot as usize).filter(|slot| slot.generation == handle.generation)?;
+        match &mut slot.object {
+            Object::List(list) => Some((list, &mut self.claim)),
+            _ => None,
+        }
+    }
+
+    /// The pairs of a dictionary and the claim with which they grow; `None` when it is none.
+    pub(super) fn dict_and_claim(&mut self, handle: Handle) -> Option<(&mut Pairs, &mut Claim)> {
+        let slot = self.slots.get_mut(handle.slot as usize).filter(|slot| slot.generation == handle.generation)?;
+        match &mut slot.object {
+            Object::Dict(pairs) => Some((pairs, &mut self.claim)),
+            _ => None,
+        }
+    }
+
+    /// The dictionary behind a value.
+    pub(super) fn as_dict(&self, value: Value) -> Option<&Pairs> {
+        match self.slot(value)?.object {
+            Object::Dict(ref pairs) => Some(pairs),
+            _ => None,
+        }
+    }
+
+    /// The list behind a value.
+    pub(super) fn as_list(&self, value: Value) -> Option<&List> {
+        match self.slot(value)?.object {
+            Object::List(ref list) => Some(list),
+            _ => None,
+        }
+    }
+
+    /// The list behind a value.
+    pub(super) fn as_list_mut(&mut self, value: Value) -> Option<&mut List> {
+        self.list_and_claim(value).map(|(list, _)| list)
+    }
+
+    fn slot(&self, value: Value) -> Option<&Slot> {
+        let Value::Object(handle) = value else { return None };
+        self.slots.get(handle.slot as usize).filter(|slot| slot.generation == handle.generation)
+    }
+
+    /// Takes an object away; whatever in the memo still names it finds nothing. What it holds stays claimed until it is
+    /// given to [`recycle`](Self::recycle) or [`release`](Self::release).
+    pub(super) fn take(&mut self, handle: Handle) -> Option<Object> {
+        let slot = self.slots.get_mut(handle.slot as usize).filter(|slot| slot.generation == handle.generation)?;
+        slot.generation = slot.generation.wrapping_add(1);
+        self.free.push(handle.slot);
+        let object = std::mem::replace(&mut slot.object, Object::Taken);
+        if matches!(object, Object::List(_)) {
+            self.claim.sub(LIST_COST);
+        }
+        Some(object)
+    }
+
+    /// Keeps the memory of a dictionary that was taken for the next one.
+    pub(super) fn recycle(&mut self, mut pairs: Pairs) {
+        if self.spare.len() < SPARE && pairs.capacity() <= 64 {
+            pairs.clear();
+            self.spare.push(pairs);
+        } else {
+            self.claim.free(pairs);
+        }
+    }
+
+    /// Frees the items or the blocks of a list that was taken.
+    pub(super) fn release<T>(&mut self, items: Vec<T>) {
+        self.claim.free(items);
+    }
+
+    /// Takes the items of a list; they stay claimed until they are [released](Self::release).
+    pub(super) fn take_items(&mut self, list: Value) -> Option<Vec<Value>> {
+        self.as_list_mut(list).map(|list| std::mem::take(&mut list.items))
+    }
+
+    /// Hands blocks of a list that was taken, with their claim, to who has `claim`.
+    pub(super) fn hand_over(&mut self, blocks: &Vec<SegmentBlock>, claim: &mut Claim) -> Result<(), OverBudget> {
+        let bytes = blocks.capacity() * size_of::<SegmentBlock>();
+        self.claim.sub(bytes);
+        claim.add(bytes)
+    }
+
+    /// A string; those that are long, or too many, are forgotten.
+    pub(super) fn text(&mut self, text: &str) -> Result<Value, OverBudget> {
+        if let Some(known) = self.by_text.get(text) {
+            return Ok(Value::Text(*known));
+        }
+        let cost = text.len() + 32;
+        if self.text_bytes + cost > MOST_TEXT {
+            return Ok(Value::LostText);
+        }
+        self.claim.add(2 * text.len() + TEXT_COST)?;
+        self.text_bytes += cost;
+        // CAST: below MOST_TEXT.
+        let number = self.texts.len() as u32;
+        self.texts.push(text.into());
+        self.by_text.insert(text.into(), number);
+        Ok(Value::Text(number))
+    }
+
+    /// What a string says, if that was kept.
+    pub(super) fn spelling(&self, value: Value) -> Option<&str> {
+        match value {
+            Value::Word(word) => Some(word.text()),
+            Value::Text(number) => self.texts.get(number as usize).map(|text| &**text),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! The strings that a snapshot's structure is made of.
+
+use crate::histories::trace::Action;
+
+macro_rules! words {
+    ($($variant:ident $text:literal,)*) => {
+        /// A string with a meaning.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(u8)]
+        pub(crate) enum Word {
+            $($variant,)*
+        }
+
+        impl Word {
+            /// The word that is spelt like this.
+            pub(crate) fn of(text: &str) -> Option<Word> {
+                match text {
+                    $($text => Some(Word::$variant),)*
+                    _ => None,
+                }
+            }
+
+            /// How it is spelt.
+            pub(crate) fn text(self) -> &'static str {
+                match self {
+                    $(Word::$variant => $text,)*
+                }
+            }
+        }
+    };
+}
+
+words! {
+    Segments "segments",
+    DeviceTraces "device_traces",
+    AllocatorSettings "allocator_settings",
+    ExternalAnnotations "external_annotations",
+    Action "action",
+    Addr "addr",
+    Size "size",
+    Stream "stream",
+    TimeUs "time_us",
+    DeviceFree "device_free",
+    Frames "frames",
+    ForwardFrames "forward_frames",
+    Device "device",
+    Address "address",
+    TotalSize "total_size",
+    RequestedSize "requested_size",
+    SegmentType "segment_type",
+    IsExpandable "is_expandable",
+    Blocks "blocks",
+    State "state",
+    Alloc "alloc",
+    FreeRequested "free_requested",
+    FreeCompleted "free_completed",
+    RecordUse "record_use",
+    SegmentAlloc "segment_alloc",
+    SegmentFree "segment_free",
+    SegmentMap "segment_map",
+    SegmentUnmap "segment_unmap",
+    Snapshot "snapshot",
+    Oom "oom",
+    Small "small",
+    Large "large",
+    ActiveAllocated "active_allocated",
+    ActivePendingFree "active_pending_free",
+    ActiveAwaitingFree "active_awaiting_free",
+    Inactive "inactive",
+}
+
+impl Word {
+    /// The action of this name.
+    pub(crate) fn action(self) -> Option<Action> {
+        Some(match self {
+            Word::Alloc => Action::Alloc,
+            Word::FreeRequested => Action::FreeRequested,
+            Word::FreeCompleted => Action::FreeCompleted,
+            Word::RecordUse => Action::RecordUse,
+            Word::SegmentAlloc => Action::SegmentAlloc,
+            Word::SegmentFree => Action::SegmentFree,
+            Word::SegmentMap => Action::SegmentMap,
+            Word::SegmentUnmap => Action::SegmentUnmap,
+            Word::Snapshot => Action::Snapshot,
+            Word::Oom => Action::Oom,
+            _ => return None,
+        })
+    }
+
+    /// Whether it is a key of an event that the reader needs.
+    pub(crate) fn is_event_key(self) -> bool {
+        matches!(self, Word::Action | Word::Addr | Word::Size | Word::Stream | Word::TimeUs | Word::DeviceFree)
+    }
+
+    /// Whether it is a key of the outermost dictionary.
+    pub(crate) fn is_top_key(self) -> bool {
+        matches!(self, Word::Segments | Word::DeviceTraces | Word::AllocatorSettings | Word::ExternalAnnotations)
+    }
+}

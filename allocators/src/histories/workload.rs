@@ -1,0 +1,404 @@
+//! The loops that benchmarks time: calls of recorded programs, and synthetic ones.
+//!
+//! | workload | one operation |
+//! |---|---|
+//! | [`Recorded::run`] | one allocation of a recorded history, and its free |
+//! | [`Slots::run`] | a random one of N live blocks is freed and one of another size takes its place |
+//! | [`alternate`] | a block of one size is allocated and freed, then one of another size |
+//! | [`pair`] | one block of a fixed size is allocated and freed, so the same block comes back each time |
+//!
+//! Only the first is what a program does; the others each show one thing. Sizes and slots are drawn beforehand ([`Sequence`]), so that a timed loop holds the calls through the trait object, a
+//! read of 8 bytes in order and a slot of the live blocks. Each loop is compiled once and not into its callers: there the
+//! copies of a block may be read in other pieces than it was written in, which can double what a call takes. `experiments/baselines/workload.hpp` draws the same numbers
+//! for allocators of other projects.
+
+use crate::contract::AllocError;
+use crate::contract::{Block, DeviceAllocator, Request};
+use crate::device::StreamId;
+use crate::histories::replay::History;
+
+/// SplitMix64 (Steele, Lea, Flood 2014): small, and the same in every language.
+#[derive(Clone, Debug)]
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// Below `bound`, by multiplication instead of division.
+    fn below(&mut self, bound: u32) -> u32 {
+        // CAST: the upper half of the product is below `bound`.
+        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u32
+    }
+
+    /// 512 · 2^k bytes with k uniform in 0..13, plus a uniform remainder below that.
+    fn size(&mut self) -> u32 {
+        let size = 512 << self.below(13);
+        size + self.below(size)
+    }
+}
+
+/// A free of what is in `slot` and an allocation that takes its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Slot of the live blocks.
+    pub slot: u32,
+    /// Bytes of the new block.
+    pub bytes: u32,
+}
+
+/// Mixed sizes for a number of live blocks: 512 · 2^k bytes with k uniform in 0..13, plus a uniform remainder below that
+/// (512 bytes to 4 MiB, 472 KiB on average).
+#[derive(Clone, Debug)]
+pub struct Sequence {
+    /// Bytes of the blocks to begin with, one a slot.
+    pub fill: Vec<u32>,
+    /// What follows.
+    pub steps: Vec<Step>,
+}
+
+impl Sequence {
+    /// Draws a sequence; equal arguments give equal sequences.
+    #[must_use]
+    pub fn new(seed: u64, slots: u32, steps: usize) -> Self {
+        let mut random = Random(seed);
+        let fill = (0..slots).map(|_| random.size()).collect();
+        let steps = (0..steps).map(|_| Step { slot: random.below(slots), bytes: random.size() }).collect();
+        Self { fill, steps }
+    }
+}
+
+/// Allocates and frees `bytes` over and over.
+///
+/// # Errors
+/// The first operation that fails.
+#[inline(never)]
+pub fn pair(allocator: &dyn DeviceAllocator, stream: StreamId, bytes: u64, pairs: u64) -> Result<(), AllocError> {
+    for _ in 0..pairs {
+        // Not by `?`, which copies the block once more on its way.
+        match allocator.allocate(Request::new(bytes), stream) {
+            // SAFETY: nothing uses the block.
+            Ok(block) => unsafe { allocator.deallocate(block, stream)? },
+            Err(error) => return Err(error),
+        };
+    }
+    Ok(())
+}
+
+/// Allocates and frees a block of one size, then one of the other, over and over: `pairs` of them in all, an even number.
+///
+/// # Errors
+/// The first operation that fails.
+#[inline(never)]
+pub fn alternate(
+    allocator: &dyn DeviceAllocator,
+    stream: StreamId,
+    bytes: [u64; 2],
+    pairs: u64,
+) -> Result<(), AllocError> {
+    for _ in 0..pairs / 2 {
+        for bytes in bytes {
+            // Not by `?`, as above.
+            match allocator.allocate(Request::new(bytes), stream) {
+                // SAFETY: nothing uses the block.
+                Ok(block) => unsafe { allocator.deallocate(block, stream)? },
+                Err(error) => return Err(error),
+            };
+        }
+    }
+    Ok(())
+}
+
+/// One call of a recorded history.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// Bytes to allocate, or 0 to free what lies in the slot.
+    pub bytes: u64,
+    /// Where the block is kept while it is live.
+    pub slot: u32,
+    /// Number of its stream, from 0.
+    pub stream: u32,
+}
+
+/// The allocations and frees of a recorded history as a loop, without uses on other streams and `empty_cache`, which not
+/// every allocator has.
+#[derive(Clone, Debug)]
+pub struct Recorded {
+    calls: Vec<Call>,
+    slots: u32,
+    streams: u32,
+    allocations: u64,
+}
+
+impl Recorded {
+    /// The calls of a history in order. What it leaves live is freed at the end, so a pass can be followed by another.
+    #[must_use]
+    pub fn new(history: &History) -> Self {
+        let mut calls = Vec::new();
+        let mut live = Vec::new();
+        for call in history.calls() {
+            // CAST: widening.
+            let slot = call.slot as usize;
+            if live.len() <= slot {
+                live.resize(slot + 1, None);
+            }
+            live[slot] = (call.bytes > 0).then_some(call.stream);
+            calls.push(call);
+        }
+        let slots = u32::try_from(live.len()).unwrap_or(u32::MAX);
+        let left = live.iter().zip(0..).filter_map(|(stream, slot)| Some(Call { bytes: 0, slot, stream: (*stream)? }));
+        calls.extend(left);
+        let streams = calls.iter().map(|call| call.stream + 1).max().unwrap_or(0);
+        let allocations = calls.iter().filter(|call| call.bytes > 0).count() as u64;
+        Self { calls, slots, streams, allocations }
+    }
+
+    /// The calls, the frees at the end included.
+    #[must_use]
+    pub fn calls(&self) -> &[Call] {
+        &self.calls
+    }
+
+    /// Most blocks that are live at once; a call's slot is below it.
+    #[must_use]
+    pub fn slots(&self) -> u32 {
+        self.slots
+    }
+
+    /// Streams that the calls name.
+    #[must_use]
+    pub fn streams(&self) -> u32 {
+        self.streams
+    }
+
+    /// Allocations in one pass; there are as many frees.
+    #[must_use]
+    pub fn allocations(&self) -> u64 {
+        self.allocations
+    }
+
+    /// Makes the calls `passes` times.
+    ///
+    /// # Errors
+    /// The first operation that fails; blocks that are live then are given back first.
+    ///
+    /// # Panics
+    /// When there are fewer streams than the calls name.
+    pub fn run(&self, allocator: &dyn DeviceAllocator, streams: &[StreamId], passes: u64) -> Result<(), AllocError> {
+        // CAST: widening.
+        let mut live: Vec<Option<Block>> = (0..self.slots as usize).map(|_| None).collect();
+        for _ in 0..passes {
+            let mut done = 0;
+            let result = self.pass(allocator, streams, &mut live, &mut done);
+            if result.is_err() {
+                self.give_back(allocator, streams, &mut live, done);
+                return result;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the calls once; `done` counts them.
+    #[inline(never)]
+    fn pass(
+        &self,
+        allocator: &dyn DeviceAllocator,
+        streams: &[StreamId],
+        live: &mut [Option<Block>],
+        done: &mut usize,
+    ) -> Result<(), AllocError> {
+        for (at, call) in self.calls.iter().enumerate() {
+            // CAST: widening, both.
+            let (slot, stream) = (&mut live[call.slot as usize], streams[call.stream as usize]);
+            if call.bytes == 0 {
+                if let Some(block) = slot.take() {
+                    // SAFETY: nothing uses the block.
+                    let freed = unsafe { allocator.deallocate(block, stream) };
+                    if let Err(error) = freed {
+                        *done = at;
+                        return Err(error);
+                    }
+                }
+                continue;
+            }
+            // Not by `?`, as above.
+            match allocator.allocate(Request::new(call.bytes), stream) {
+                Ok(block) => *slot = Some(block),
+                Err(error) => {
+                    *done = at;
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees what is live after the first `done` calls.
+    fn give_back(
+        &self,
+        allocator: &dyn DeviceAllocator,
+        streams: &[StreamId],
+        live: &mut [Option<Block>],
+        done: usize,
+    ) {
+        for call in self.calls[..done].iter().rev().filter(|call| call.bytes > 0) {
+            // CAST: widening, both.
+            if let Some(block) = live[call.slot as usize].take() {
+                // The error that matters is the one before.
+                // SAFETY: nothing uses the block.
+                let _ = unsafe { allocator.deallocate(block, streams[call.stream as usize]) };
+            }
+        }
+    }
+}
+
+/// The live blocks of one thread on one stream.
+#[derive(Debug)]
+pub struct Slots<'a> {
+    allocator: &'a dyn DeviceAllocator,
+    stream: StreamId,
+    live: Vec<Option<Block>>,
+}
+
+impl<'a> Slots<'a> {
+    /// Allocates one block for each size.
+    ///
+    /// # Errors
+    /// The first allocation that fails.
+    pub fn fill(allocator: &'a dyn DeviceAllocator, stream: StreamId, sizes: &[u32]) -> Result<Self, AllocError> {
+        let mut slots = Self { allocator, stream, live: Vec::with_capacity(sizes.len()) };
+        for bytes in sizes {
+            let block = allocator.allocate(Request::new(u64::from(*bytes)), stream)?;
+            slots.live.push(Some(block));
+        }
+        Ok(slots)
+    }
+
+    /// Takes steps in order: each frees a block and allocates another in its place.
+    ///
+    /// # Errors
+    /// The first operation that fails; the slot of a failing allocation stays empty.
+    ///
+    /// # Panics
+    /// When a step names a slot that is not there.
+    #[inline(never)]
+    pub fn run(&mut self, steps: &[Step]) -> Result<(), AllocError> {
+        for step in steps {
+            // CAST: widening.
+            let slot = &mut self.live[step.slot as usize];
+            if let Some(block) = slot.take() {
+                // SAFETY: nothing uses the block.
+                unsafe { self.allocator.deallocate(block, self.stream)? };
+            }
+            // Not by `?`, as above.
+            match self.allocator.allocate(Request::new(u64::from(step.bytes)), self.stream) {
+                Ok(block) => *slot = Some(block),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Frees what is live.
+    ///
+    /// # Errors
+    /// The first free that fails; the blocks after it are freed all the same.
+    pub fn empty(&mut self) -> Result<(), AllocError> {
+        let mut result = Ok(());
+        for block in self.live.drain(..).flatten() {
+            // SAFETY: nothing uses the block.
+            let freed = unsafe { self.allocator.deallocate(block, self.stream) };
+            result = result.and(freed.map(|_| ()));
+        }
+        result
+    }
+}
+
+impl Drop for Slots<'_> {
+    /// Gives the blocks back that an error left behind.
+    fn drop(&mut self) {
+        // The error that matters is the one that was returned before.
+        let _ = self.empty();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backends::CachingSettings;
+    use crate::histories::replay::HistoryBuilder;
+    use crate::histories::trace::{Action, Event};
+    use crate::{AllocatorSettings, BackendKind, Driver, NullDriver};
+    use std::sync::Arc;
+
+    #[test]
+    fn numbers_are_those_of_the_other_languages() {
+        // The published first outputs of SplitMix64 for the seed 1234567.
+        let mut random = Random(1_234_567);
+        assert_eq!([random.next(), random.next()], [6_457_827_717_110_365_317, 3_203_168_211_198_807_973]);
+        let sequence = Sequence::new(1, 64, 10_000);
+        assert!(sequence.steps.iter().all(|step| step.slot < 64 && (512..4 << 20).contains(&step.bytes)));
+        for k in 0..13 {
+            let share = sequence.steps.iter().filter(|step| (step.bytes / 512) >> k == 1).count();
+            assert!((600..950).contains(&share), "of 10,000 sizes {share} are of 2^{k}");
+        }
+    }
+
+    #[test]
+    fn nothing_stays_behind() {
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 40));
+        for kind in BackendKind::ALL {
+            let allocator = AllocatorSettings::new(kind).build(&driver).unwrap();
+            let sequence = Sequence::new(1, 100, 1_000);
+            let mut slots = Slots::fill(allocator.as_ref(), StreamId(1), &sequence.fill).unwrap();
+            assert_eq!(allocator.stats().allocation.all.current, 100);
+            slots.run(&sequence.steps).unwrap();
+            assert_eq!(allocator.stats().allocation.all.current, 100);
+            slots.empty().unwrap();
+            pair(allocator.as_ref(), StreamId(1), 512, 10).unwrap();
+            alternate(allocator.as_ref(), StreamId(1), [512, 4 << 20], 10).unwrap();
+            let stats = allocator.stats().allocation.all;
+            assert_eq!((stats.current, stats.allocated), (0, 1_120));
+        }
+    }
+
+    fn history(events: &[(Action, u64, u64, u64)]) -> History {
+        let mut builder = HistoryBuilder::new(None);
+        for &(action, addr, bytes, stream) in events {
+            builder.push(&Event { action, addr, bytes, stream, device: 0, time_ns: 0 }).unwrap();
+        }
+        builder.finish(&CachingSettings::default()).unwrap()
+    }
+
+    #[test]
+    fn a_recorded_pass_frees_what_the_history_leaves() {
+        let (one, two) = (0x1000, 0x10_0000);
+        let events = [
+            (Action::Alloc, one, 512, 7),
+            (Action::Alloc, two, 4 << 20, 9),
+            (Action::FreeRequested, one, 512, 7),
+            (Action::FreeCompleted, one, 512, 7),
+            (Action::Alloc, one, 1024, 7),
+        ];
+        let recorded = Recorded::new(&history(&events));
+        assert_eq!((recorded.allocations(), recorded.slots(), recorded.streams()), (3, 2, 2));
+        assert_eq!(recorded.calls().iter().filter(|call| call.bytes == 0).count(), 3);
+        let streams = [StreamId(1), StreamId(2)];
+        for kind in BackendKind::ALL {
+            // The second device has no room for the larger block: what was live by then goes back.
+            for (bytes, allocated) in [(1 << 40, 6), (2 << 20, 1)] {
+                let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(bytes));
+                let allocator = AllocatorSettings::new(kind).build(&driver).unwrap();
+                let result = recorded.run(allocator.as_ref(), &streams, 2);
+                assert_eq!(result.is_ok(), bytes > 2 << 20, "{kind}: {result:?}");
+                let stats = allocator.stats().allocation.all;
+                assert_eq!((stats.current, stats.allocated), (0, allocated), "{kind} on {bytes} bytes");
+            }
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! Instruments: decorators that measure or check and change nothing that an allocator returns.
+//!
+//! | instrument | says |
+//! |---|---|
+//! | [`Timed`] | latency histograms by operation and path |
+//! | [`EventTrace`] | every allocation and free in order |
+//! | [`Nvtx`] | ranges on a profiler's timeline |
+//! | [`Limit`] | refuses what exceeds a byte budget |
+//! | [`Checker`] | broken contracts: overlap, foreign blocks, writes after free, leaks |
+//!
+//! Each reports its own cost, so that a result can say what measuring it added.
+
+/// The methods of `DeviceAllocator` that a decorator passes on unchanged.
+macro_rules! pass_on {
+    (record_use) => {
+        fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
+            self.inner.record_use(block, stream)
+        }
+
+        crate::instruments::pass_on!();
+        crate::instruments::pass_on!(captures);
+    };
+    () => {
+        fn name(&self) -> &'static str {
+            self.inner.name()
+        }
+
+        fn settings(&self) -> serde_json::Value {
+            self.inner.settings()
+        }
+
+        fn stats(&self) -> Stats {
+            self.inner.stats()
+        }
+
+        fn reset_peaks(&self) {
+            self.inner.reset_peaks();
+        }
+
+        fn snapshot(&self) -> Option<Snapshot> {
+            self.inner.snapshot()
+        }
+
+        fn ledger_at_peak(&self) -> Ledger {
+            self.inner.ledger_at_peak()
+        }
+
+        fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
+            self.inner.trim(keep_bytes)
+        }
+    };
+    (captures) => {
+        fn capture_begin(&self, stream: StreamId) -> Result<crate::contract::CaptureId, AllocError> {
+            self.inner.capture_begin(stream)
+        }
+
+        fn capture_end(&self, capture: crate::contract::CaptureId) -> Result<(), AllocError> {
+            self.inner.capture_end(capture)
+        }
+
+        fn capture_release(&self, capture: crate::contract::CaptureId) -> Result<(), AllocError> {
+            self.inner.capture_release(capture)
+        }
+    };
+}
+use pass_on;
+
+mod check;
+mod cost;
+mod limit;
+mod log;
+mod merge;
+pub mod nvtx;
+mod per_thread;
+mod timed;
+mod trace;
+
+pub use check::{CheckReport, Checker, POISON, assert_layout};
+pub use cost::{measure_cost, measure_cost_on};
+pub use limit::Limit;
+pub use nvtx::{Nvtx, NvtxMode};
+pub use timed::{LatencyRow, Operation, Timed};
+pub use trace::{EventTrace, TraceAction, TraceEvent};

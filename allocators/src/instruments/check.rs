@@ -1,0 +1,350 @@
+//! The checker: contracts that are broken are found and named.
+//!
+//! Every byte of a block is filled with `0xFF`, a NaN in every float type, when the block is handed out and again when
+//! it comes back, unless another stream may still read it. So reading memory that was never written, or was freed,
+//! gives NaN; and writing memory that was freed is found when the block is handed out the next time and is no longer
+//! all `0xFF`.
+//!
+//! Nothing is filled or read on a stream that is captured, because the graph would do so at each launch, and memory of a
+//! capture is never filled. There addresses alone are checked: nobody else may be handed them until the capture is released.
+
+use crate::contract::AllocError;
+use crate::contract::Stats;
+use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
+use crate::contract::{BlockState, Ledger, Snapshot};
+use crate::device::{DeviceAddr, Driver, StreamId};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What a byte of memory nobody owns looks like.
+pub const POISON: u8 = 0xFF;
+
+/// What the checker found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CheckReport {
+    /// Operations that were checked.
+    pub operations: u64,
+    /// Bytes that were compared with the poison when they were handed out again.
+    pub verified_bytes: u64,
+    /// Broken contracts, in the order in which they were found.
+    pub violations: Vec<String>,
+    /// Blocks that are still held: address and bytes.
+    pub live: Vec<(u64, u64)>,
+}
+
+/// Checks each operation and keeps memory poisoned. Slow: it fills each block twice and reads it back.
+#[derive(Debug)]
+pub struct Checker {
+    inner: Arc<dyn DeviceAllocator>,
+    driver: Arc<dyn Driver>,
+    state: Mutex<State>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    bytes: u64,
+    /// What the backend calls it.
+    token: u64,
+    stream: StreamId,
+    /// Whether work on another stream was announced. It may still read the block after the free, so that must not
+    /// poison it.
+    shared: bool,
+    /// Whether it is memory of a capture.
+    captured: bool,
+}
+
+/// What is known of a capture.
+#[derive(Debug)]
+struct Captured {
+    stream: StreamId,
+    open: bool,
+    /// Addresses that its blocks had: address, then bytes; joined where they overlap.
+    ranges: BTreeMap<u64, u64>,
+}
+
+impl Captured {
+    fn overlaps(&self, addr: u64, bytes: u64) -> bool {
+        let below = self.ranges.range(..addr + bytes).next_back();
+        below.is_some_and(|(start, len)| start + len > addr)
+    }
+
+    fn insert(&mut self, addr: u64, bytes: u64) {
+        let (mut start, mut end) = (addr, addr + bytes);
+        while let Some((&other, &len)) = self.ranges.range(..end).next_back().filter(|(at, len)| **at + **len > start) {
+            self.ranges.remove(&other);
+            (start, end) = (start.min(other), end.max(other + len));
+        }
+        self.ranges.insert(start, end - start);
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Blocks that the client holds, by address.
+    live: BTreeMap<u64, Held>,
+    /// Ranges that were poisoned when they came back and should be untouched: address, then bytes.
+    poisoned: BTreeMap<u64, u64>,
+    captures: BTreeMap<CaptureId, Captured>,
+    report: CheckReport,
+}
+
+impl State {
+    fn violation(&mut self, text: String) -> AllocError {
+        self.report.violations.push(text.clone());
+        AllocError::Violation(text)
+    }
+
+    /// The open capture of a stream.
+    fn open_on(&mut self, stream: StreamId) -> Option<&mut Captured> {
+        self.captures.values_mut().find(|capture| capture.open && capture.stream == stream)
+    }
+
+    /// Finds a capture whose memory a block must not be.
+    fn pinned_by(&self, addr: u64, bytes: u64, stream: StreamId) -> Option<CaptureId> {
+        let others = self.captures.iter().filter(|(_, capture)| !(capture.open && capture.stream == stream));
+        others.into_iter().find(|(_, capture)| capture.overlaps(addr, bytes)).map(|(id, _)| *id)
+    }
+
+    /// Takes the poisoned ranges inside `addr..addr + bytes` out and returns them, cut to it.
+    fn take_poisoned(&mut self, addr: u64, bytes: u64) -> Vec<(u64, u64)> {
+        let end = addr + bytes;
+        let touching: Vec<(u64, u64)> = self.poisoned.range(..end).rev().map(|(start, len)| (*start, *len)).collect();
+        let mut out = Vec::new();
+        for (start, len) in touching {
+            let stop = start + len;
+            if stop <= addr {
+                break;
+            }
+            self.poisoned.remove(&start);
+            if start < addr {
+                self.poisoned.insert(start, addr - start);
+            }
+            if stop > end {
+                self.poisoned.insert(end, stop - end);
+            }
+            out.push((start.max(addr), stop.min(end) - start.max(addr)));
+        }
+        out
+    }
+}
+
+impl Checker {
+    /// Checks `inner`, whose blocks are memory of `driver`.
+    #[must_use]
+    pub fn new(inner: Arc<dyn DeviceAllocator>, driver: Arc<dyn Driver>) -> Self {
+        Self { inner, driver, state: Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was found so far. At the end of a program every block that is still live is a leak.
+    #[must_use]
+    pub fn report(&self) -> CheckReport {
+        let state = self.lock();
+        let live = state.live.iter().map(|(addr, held)| (*addr, held.bytes)).collect();
+        CheckReport { live, ..state.report.clone() }
+    }
+
+    /// Whether what is queued on the stream becomes a part of a graph. A driver that does not say counts as one that
+    /// captures.
+    fn is_captured(&self, state: &mut State, stream: StreamId) -> bool {
+        if state.open_on(stream).is_some() {
+            return true;
+        }
+        let any = state.captures.values().any(|capture| capture.open);
+        any && self.driver.stream_is_capturing(stream).unwrap_or(true)
+    }
+
+    /// Forgets what was known of the contents of a block, and of its whole segment where that is fresh from the driver.
+    fn forget(&self, state: &mut State, block: &Block) {
+        let (addr, bytes) = (block.addr().get(), block.bytes());
+        state.take_poisoned(addr, bytes);
+        if matches!(block.path(), Path::Hit | Path::Split) {
+            return;
+        }
+        let snapshot = self.inner.snapshot();
+        let segments = snapshot.iter().flat_map(|snapshot| &snapshot.segments);
+        for segment in
+            segments.filter(|segment| (segment.addr.get()..segment.addr.get() + segment.bytes).contains(&addr))
+        {
+            state.take_poisoned(segment.addr.get(), segment.bytes);
+        }
+    }
+
+    /// Contents are only kept by backends that show their segments; a driver's pool may remap what is free.
+    fn verify(&self, state: &mut State, block: &Block, stream: StreamId) -> Result<(), AllocError> {
+        let (addr, bytes) = (block.addr().get(), block.bytes());
+        if !matches!(block.path(), Path::Hit | Path::Split) {
+            self.forget(state, block);
+            return Ok(());
+        }
+        for (start, len) in state.take_poisoned(addr, bytes) {
+            let Some(at) = DeviceAddr::new(start) else { continue };
+            // CAST: the range was handed out by an allocator that holds it.
+            let mut seen = vec![0u8; len as usize];
+            // SAFETY: the range lies in the block that was just handed out.
+            unsafe { self.driver.copy_to_host(&mut seen, at, stream)? };
+            state.report.verified_bytes += len;
+            if let Some(offset) = seen.iter().position(|byte| *byte != POISON) {
+                let text = format!(
+                    "write after free: byte {:#x} of the block at {addr:#x} ({bytes} bytes) changed to {:#04x} while nobody held it",
+                    start + offset as u64,
+                    seen[offset]
+                );
+                return Err(state.violation(text));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl DeviceAllocator for Checker {
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        // Held over the allocation: another thread that is handed a part of a fresh segment must not look at it before this
+        // one has forgotten what lay at its addresses before.
+        let mut state = self.lock();
+        let block = self.inner.allocate(request, stream)?;
+        state.report.operations += 1;
+        let (addr, bytes, token) = (block.addr().get(), block.bytes(), block.token());
+        if bytes < request.bytes || !addr.is_multiple_of(request.align) {
+            let text = format!("block at {addr:#x} ({bytes} bytes) does not satisfy {request:?}");
+            return Err(state.violation(text));
+        }
+        let before = state.live.range(..addr + bytes).next_back().map(|(other, held)| (*other, held.bytes));
+        if let Some((other, len)) = before.filter(|(other, len)| other + len > addr) {
+            let text = format!(
+                "overlap: block at {addr:#x} ({bytes} bytes) was handed out while {other:#x} ({len} bytes) is held"
+            );
+            return Err(state.violation(text));
+        }
+        if let Some(capture) = state.pinned_by(addr, bytes, stream) {
+            let text = format!(
+                "overlap: block at {addr:#x} ({bytes} bytes) was handed out while capture {} pins its memory",
+                capture.0
+            );
+            return Err(state.violation(text));
+        }
+        if self.is_captured(&mut state, stream) {
+            let own = state.open_on(stream).map(|capture| capture.insert(addr, bytes));
+            state.live.insert(addr, Held { bytes, token, stream, shared: false, captured: own.is_some() });
+            self.forget(&mut state, &block);
+            return Ok(block);
+        }
+        state.live.insert(addr, Held { bytes, token, stream, shared: false, captured: false });
+        let checked = self.verify(&mut state, &block, stream);
+        // SAFETY: the block was just handed out for use on this stream.
+        let filled = unsafe { self.driver.fill_bytes(block.addr(), POISON, block.requested(), stream) };
+        if let Err(error) = checked.and(filled.map_err(AllocError::from)) {
+            state.live.remove(&addr);
+            drop(state);
+            // SAFETY: nobody has used the block.
+            let _ = unsafe { self.inner.deallocate(block, stream) };
+            return Err(error);
+        }
+        Ok(block)
+    }
+
+    unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
+        let (addr, bytes, requested) = (block.addr().get(), block.bytes(), block.requested());
+        let mut state = self.lock();
+        state.report.operations += 1;
+        // Another allocator can hold a block at the same address.
+        let token = block.token();
+        let held = state.live.get(&addr).is_some_and(|held| held.token == token).then(|| state.live.remove(&addr));
+        let Some(held) = held.flatten() else {
+            let text = format!("free of {addr:#x} ({bytes} bytes), which is not held");
+            return Err(state.violation(text));
+        };
+        let owner = held.stream;
+        if owner != stream {
+            let text = format!("block at {addr:#x} of stream {} is freed on stream {}", owner.0, stream.0);
+            state.report.violations.push(text);
+        }
+        let quiet = held.shared || held.captured || self.is_captured(&mut state, stream);
+        let filled = if quiet {
+            Ok(())
+        } else {
+            // SAFETY: the block is still ours and its uses were queued before (the caller's promise).
+            unsafe { self.driver.fill_bytes(block.addr(), POISON, requested, stream) }
+        };
+        // SAFETY: the caller's promise is the inner allocator's.
+        let path = unsafe { self.inner.deallocate(block, stream) }?;
+        // The block is back in either case; a failing fill only leaves it without poison.
+        filled?;
+        if !quiet && matches!(path, Path::Hit | Path::Coalesce) {
+            state.poisoned.insert(addr, requested);
+        }
+        Ok(path)
+    }
+
+    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
+        self.inner.record_use(block, stream)?;
+        if let Some(held) = self.lock().live.get_mut(&block.addr().get()) {
+            held.shared |= stream != held.stream;
+        }
+        Ok(())
+    }
+
+    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        let id = self.inner.capture_begin(stream)?;
+        self.lock().captures.insert(id, Captured { stream, open: true, ranges: BTreeMap::new() });
+        Ok(id)
+    }
+
+    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        let ended = self.inner.capture_end(capture);
+        if !matches!(ended, Err(AllocError::Capture { .. }))
+            && let Some(known) = self.lock().captures.get_mut(&capture)
+        {
+            known.open = false;
+        }
+        ended
+    }
+
+    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        // Before the memory: once it is back, another thread may be handed it.
+        let known = self.lock().captures.remove(&capture);
+        let released = self.inner.capture_release(capture);
+        if let (Err(AllocError::Capture { .. }), Some(known)) = (&released, known) {
+            self.lock().captures.insert(capture, known);
+        }
+        released
+    }
+
+    super::pass_on!();
+}
+
+impl CheckReport {
+    /// Whether nothing is wrong, given that the program has ended.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        self.violations.is_empty() && self.live.is_empty()
+    }
+}
+
+/// Panics unless a snapshot keeps the invariants of the whole layout.
+///
+/// # Panics
+/// When blocks do not tile a segment, two free neighbours were not coalesced, segments overlap, or a block is
+/// smaller than what was asked for.
+pub fn assert_layout(snapshot: &Snapshot) {
+    let mut end = 0;
+    for segment in &snapshot.segments {
+        assert!(segment.addr.get() >= end, "segments should not overlap and should be in address order");
+        let mut at = segment.addr.get();
+        let mut free_before = false;
+        for block in &segment.blocks {
+            assert_eq!(block.addr.get(), at, "blocks should tile their segment");
+            assert!(block.bytes > 0 && block.requested <= block.bytes, "a block should hold what was asked for");
+            let free = block.state == BlockState::Free;
+            assert!(!(free && free_before), "two free neighbours should have been coalesced at {at:#x}");
+            free_before = free;
+            at += block.bytes;
+        }
+        end = segment.addr.get() + segment.bytes;
+        assert_eq!(at, end, "blocks should fill their segment");
+    }
+}

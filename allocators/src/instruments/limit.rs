@@ -1,0 +1,113 @@
+//! A byte limit on what the client holds, the same for every backend.
+
+use crate::contract::Stats;
+use crate::contract::{AllocError, OomReport};
+use crate::contract::{Block, DeviceAllocator, Path, Request};
+use crate::contract::{Ledger, Snapshot};
+use crate::device::{DeviceAddr, StreamId};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Refuses an allocation that would take the bytes in live blocks over the limit.
+///
+/// [`Caching`](crate::backends::Caching) has a limit of its own, on reserved bytes, under which it releases its
+/// cache before it gives up; this one is for backends without.
+#[derive(Debug)]
+pub struct Limit {
+    inner: Arc<dyn DeviceAllocator>,
+    limit: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Bytes in `live` and in requests that are being served.
+    held: u64,
+    /// Blocks that were handed out: their bytes and what the backend calls them, by which one of another allocator at the
+    /// same address is told apart.
+    live: HashMap<DeviceAddr, (u64, u64)>,
+}
+
+impl State {
+    /// Takes `bytes` if they fit.
+    fn take(&mut self, bytes: u64, limit: u64) -> bool {
+        let sum = self.held.checked_add(bytes).filter(|sum| *sum <= limit);
+        self.held = sum.unwrap_or(self.held);
+        sum.is_some()
+    }
+}
+
+impl Limit {
+    /// Keeps the blocks that `inner` has handed out through this decorator at or below `limit` bytes. They come back the
+    /// same way: a block that was not handed out here is [`AllocError::ForeignBlock`].
+    #[must_use]
+    pub fn new(inner: Arc<dyn DeviceAllocator>, limit: u64) -> Self {
+        Self { inner, limit, state: Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn refuse(&self, bytes: u64) -> AllocError {
+        let stats = self.inner.stats();
+        AllocError::OutOfMemory(Box::new(OomReport {
+            allocator: self.name().into(),
+            requested_bytes: bytes,
+            needed_bytes: bytes,
+            reserved_bytes: stats.reserved_bytes.all.current,
+            active_bytes: stats.active_bytes.all.current,
+            largest_free_bytes: None,
+            other_streams_free_bytes: None,
+            limit_bytes: Some(self.limit),
+            device_bytes: None,
+        }))
+    }
+}
+
+impl DeviceAllocator for Limit {
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        let bytes = request.bytes;
+        if !self.lock().take(bytes, self.limit) {
+            return Err(self.refuse(bytes));
+        }
+        let block = match self.inner.allocate(request, stream) {
+            Ok(block) => block,
+            Err(error) => {
+                self.lock().held -= bytes;
+                return Err(error);
+            }
+        };
+        let mut state = self.lock();
+        // The block may be larger than the request; what it really takes is counted.
+        if state.take(block.bytes() - bytes, self.limit) {
+            // A block of a graph goes with the graph, and its address may come again.
+            let gone = state.live.insert(block.addr(), (block.bytes(), block.token()));
+            state.held -= gone.map_or(0, |(bytes, _)| bytes);
+            return Ok(block);
+        }
+        state.held -= bytes;
+        drop(state);
+        // SAFETY: nobody has used the block.
+        unsafe { self.inner.deallocate(block, stream) }?;
+        Err(self.refuse(bytes))
+    }
+
+    unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
+        let addr = block.addr();
+        {
+            let mut state = self.lock();
+            if state.live.get(&addr) != Some(&(block.bytes(), block.token())) {
+                return Err(AllocError::foreign(self.name(), "it was not handed out under this limit", block));
+            }
+            state.live.remove(&addr);
+            // Before the memory goes: another thread may be given the address at once. After a failing free, too, the
+            // block is gone from the client's side.
+            state.held -= block.bytes();
+        }
+        // SAFETY: the caller's promise is the inner allocator's.
+        unsafe { self.inner.deallocate(block, stream) }
+    }
+
+    super::pass_on!(record_use);
+}

@@ -1,0 +1,271 @@
+//! What a thread has seen, in the order in which it saw it: records of half a cache line in memory that never moves.
+
+use super::trace::{TraceAction, TraceEvent};
+use crate::contract::Path;
+use crate::device::StreamId;
+use std::alloc::Layout;
+use std::ptr::NonNull;
+
+/// One operation as it is kept: 32 bytes, so that none lies on two cache lines. Its stream is that of the record before
+/// it, unless a [stream record](Self::of_stream) stands between: few threads change streams at every step.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(32))]
+pub(super) struct Record {
+    /// Ticks of the clock since its start in the upper 56 bits, which last for five months at 5 GHz; then four bits each of
+    /// action and path.
+    pub(super) stamp: u64,
+    /// Zero for a refused request.
+    pub(super) addr: u64,
+    pub(super) size: u64,
+    pub(super) block: u64,
+}
+
+/// In the place of an action: what follows is on the stream that stands in the place of the address.
+const STREAM: u64 = 15;
+
+// CAST: widening.
+const _: () = assert!(size_of::<Record>() == 32 && Path::COUNT <= 16 && TraceAction::ALL.len() <= STREAM as usize);
+
+impl Record {
+    #[inline(always)]
+    pub(super) fn stamp(time: u64, action: TraceAction, path: Path) -> u64 {
+        // CAST: the discriminants, which fit four bits.
+        (time.min(u64::MAX >> 8) << 8) | ((action as u64) << 4) | path as u64
+    }
+
+    fn of_stream(stream: StreamId) -> Self {
+        Self { stamp: STREAM << 4, addr: stream.0, size: 0, block: 0 }
+    }
+
+    /// The stream of what follows, if this is no operation.
+    pub(super) fn stream(&self) -> Option<StreamId> {
+        (self.stamp >> 4 & 15 == STREAM).then_some(StreamId(self.addr))
+    }
+
+    /// In ticks.
+    pub(super) fn time(&self) -> u64 {
+        self.stamp >> 8
+    }
+
+    pub(super) fn action(&self) -> TraceAction {
+        // CAST: four bits.
+        TraceAction::ALL[(self.stamp >> 4 & 15) as usize]
+    }
+
+    /// The event, at a time that may have been corrected.
+    pub(super) fn event(&self, time_ns: u64, stream: StreamId) -> TraceEvent {
+        // CAST: four bits.
+        let path = (self.stamp & 15) as usize;
+        TraceEvent {
+            time_ns,
+            action: self.action(),
+            addr: Some(self.addr).filter(|addr| *addr != 0),
+            size: self.size,
+            block: self.block,
+            stream: stream.0,
+            path: Path::ALL[path].name(),
+        }
+    }
+}
+
+/// Records ahead of the one that is written whose line is asked for: 1 KiB, which takes a thread longer than a line takes to
+/// come from memory. As no other thread has the line, it can be written at once when it is there.
+const AHEAD: usize = 32;
+
+/// Asks for the line of a record that will be written, of this thread's own room or beyond its end.
+#[inline(always)]
+fn prefetch(record: *mut Record) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a hint to the processor, which may name any address and changes nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(record.cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = record;
+}
+
+/// Room for records that never moves.
+#[derive(Debug)]
+struct Room {
+    first: NonNull<Record>,
+    records: usize,
+}
+
+// SAFETY: the room owns its memory, and records are plain numbers.
+unsafe impl Send for Room {}
+
+impl Room {
+    const NONE: Self = Self { first: NonNull::dangling(), records: 0 };
+
+    /// From the size of a huge page on, memory is asked for in such pages: a fault for each of 128 records would take as
+    /// long as all else that a trace does.
+    fn layout(records: usize) -> Layout {
+        let layout = Layout::array::<Record>(records).expect("a room should be small");
+        let align = if layout.size() >= Self::HUGE { Self::HUGE } else { layout.align() };
+        layout.align_to(align).expect("the alignment is a power of two")
+    }
+
+    const HUGE: usize = 2 << 20;
+
+    fn new(records: usize) -> Self {
+        let layout = Self::layout(records);
+        assert!(layout.size() > 0);
+        // SAFETY: the layout is not empty.
+        let memory = unsafe { std::alloc::alloc(layout) }.cast::<Record>();
+        let Some(first) = NonNull::new(memory) else { std::alloc::handle_alloc_error(layout) };
+        #[cfg(target_os = "linux")]
+        if layout.align() == Self::HUGE {
+            // Advice only, so whether it is taken does not matter.
+            // SAFETY: the range is the memory that was just allocated.
+            unsafe { libc::madvise(first.as_ptr().cast(), layout.size(), libc::MADV_HUGEPAGE) };
+        }
+        Self { first, records }
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        if self.records > 0 {
+            // SAFETY: `new` allocated it with this layout.
+            unsafe { std::alloc::dealloc(self.first.as_ptr().cast(), Self::layout(self.records)) };
+        }
+    }
+}
+
+/// Records of one thread that were made one after the other.
+#[derive(Debug)]
+pub(super) struct Chunk {
+    room: Room,
+    len: usize,
+    /// Stream of the first record.
+    pub(super) stream: StreamId,
+    /// The order among all threads, where the clock does not tell it; empty where it does.
+    sequences: Vec<u64>,
+}
+
+impl Chunk {
+    /// 128 KiB: most threads that allocate a little need no more.
+    const FIRST: usize = 4_096;
+    /// 2 MiB.
+    const WHOLE: usize = 65_536;
+
+    pub(super) fn none() -> Self {
+        Self { room: Room::NONE, len: 0, stream: StreamId(0), sequences: Vec::new() }
+    }
+
+    fn with_room(records: usize) -> Self {
+        Self { room: Room::new(records), ..Self::none() }
+    }
+
+    /// Whether it can be used again; a log that never began has no room.
+    pub(super) fn has_room(&self) -> bool {
+        self.room.records > 0
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.len = 0;
+        self.sequences.clear();
+    }
+
+    #[inline(always)]
+    pub(super) fn records(&self) -> &[Record] {
+        // SAFETY: the room has had so many records written, and is not written to while it is borrowed.
+        unsafe { std::slice::from_raw_parts(self.room.first.as_ptr(), self.len) }
+    }
+
+    /// What the record is sorted by.
+    pub(super) fn key(&self, at: usize) -> Option<(u64, u64)> {
+        let record = self.records().get(at)?;
+        Some((record.time(), self.sequences.get(at).copied().unwrap_or(0)))
+    }
+
+    #[inline(always)]
+    fn is_full(&self) -> bool {
+        self.len == self.room.records
+    }
+
+    /// Adds a record where there is room.
+    #[inline(always)]
+    fn push(&mut self, record: Record) {
+        debug_assert!(!self.is_full());
+        // SAFETY: fewer records than the room has are written, so the next one is inside.
+        let next = unsafe { self.room.first.add(self.len) };
+        // SAFETY: as above; the room is this chunk's alone.
+        unsafe { next.write(record) };
+        prefetch(next.as_ptr().wrapping_add(AHEAD));
+        self.len += 1;
+    }
+}
+
+/// One thread's records.
+#[derive(Debug)]
+pub(super) struct Log {
+    /// Where records go; has no room before the first.
+    open: Chunk,
+    /// Stream of the last record.
+    stream: StreamId,
+    /// Full chunks, oldest first.
+    full: Vec<Chunk>,
+    /// Emptied chunks, so that a program that takes its events now and then asks the system for memory once.
+    spare: Vec<Chunk>,
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self { open: Chunk::none(), stream: StreamId(0), full: Vec::new(), spare: Vec::new() }
+    }
+}
+
+impl Log {
+    /// Emptied chunks that a thread keeps at most: 10 MiB.
+    pub(super) const SPARE: usize = 5;
+
+    #[inline(always)]
+    pub(super) fn push(&mut self, record: Record, stream: StreamId, sequence: Option<u64>) {
+        if self.stream != stream {
+            self.change(stream, sequence);
+        }
+        self.add(record, sequence);
+    }
+
+    #[inline(always)]
+    fn add(&mut self, record: Record, sequence: Option<u64>) {
+        if self.open.is_full() {
+            self.turn();
+        }
+        self.open.push(record);
+        if let Some(sequence) = sequence {
+            self.open.sequences.push(sequence);
+        }
+    }
+
+    #[cold]
+    fn change(&mut self, stream: StreamId, sequence: Option<u64>) {
+        self.add(Record::of_stream(stream), sequence);
+        self.stream = stream;
+    }
+
+    #[cold]
+    fn turn(&mut self) {
+        let records = if self.open.is_full() && self.open.len == 0 { Chunk::FIRST } else { Chunk::WHOLE };
+        let mut next = self.spare.pop().unwrap_or_else(|| Chunk::with_room(records));
+        next.stream = self.stream;
+        let full = std::mem::replace(&mut self.open, next);
+        if full.len > 0 {
+            self.full.push(full);
+        }
+    }
+
+    /// Everything so far, oldest first.
+    pub(super) fn take(&mut self) -> Vec<Chunk> {
+        self.full.push(std::mem::replace(&mut self.open, Chunk::none()));
+        std::mem::take(&mut self.full)
+    }
+
+    /// Takes emptied chunks to use again, as many as it wants.
+    pub(super) fn keep(&mut self, spare: &mut Vec<Chunk>) {
+        let room = Self::SPARE.saturating_sub(self.spare.len()).min(spare.len());
+        self.spare.extend(spare.drain(..room));
+    }
+}

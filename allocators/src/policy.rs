@@ -1,0 +1,4 @@
+//! The rules that allocators are put together from.
+#![forbid(unsafe_code)]
+
+pub mod rounding;
