@@ -31,8 +31,8 @@ def commands(text: str, after: str) -> list[str]:
     return [line for line in block.splitlines() if line.strip()]
 
 
-def of_readme() -> list[str]:
-    return commands((ROOT / "README.md").read_text(), "\n## Look at a run\n")
+def of_trainer_page() -> list[str]:
+    return commands((ROOT / "trainer/README.md").read_text(), "\n## Look at a run\n")
 
 
 def of_notebook() -> list[str]:
@@ -102,7 +102,7 @@ def split(lines: list[str]) -> tuple[list[str], str]:
 
 
 def test_the_lines_of_the_readme_make_a_page(newcomer: Newcomer) -> None:
-    install, draw = split(of_readme())
+    install, draw = split(of_trainer_page())
     assert "pip install ./analysis" in install
     newcomer.type(*install, draw)
     assert (newcomer.folder / "report.html").read_text().endswith("</html>\n")

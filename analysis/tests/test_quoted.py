@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from vramlab import quoted, repository
+from vramlab import quoted
 from vramlab.errors import AnalysisError
 
 
 @pytest.fixture(scope="module")
-def readme() -> str:
-    return (repository.root() / "README.md").read_text()
+def documents() -> dict[str, str]:
+    return quoted.pages()
 
 
-def test_the_readme_says_what_the_records_say(readme: str) -> None:
-    assert quoted.rewritten(readme) == readme
+def changed(documents: dict[str, str], old: str, new: str) -> dict[str, str]:
+    assert any(old in text for text in documents.values())
+    return {name: text.replace(old, new) for name, text in documents.items()}
 
 
-def test_a_figure_that_was_changed_by_hand_is_put_right(readme: str) -> None:
-    answer = quoted.width()
-    assert answer in readme
-    assert quoted.rewritten(readme.replace(answer, "nowhere")) == readme
+def test_the_documents_say_what_the_records_say(documents: dict[str, str]) -> None:
+    assert quoted.rewritten(documents) == documents
 
 
-def test_a_sentence_that_is_gone_is_named(readme: str) -> None:
-    with pytest.raises(AnalysisError, match="and copying each batch"):
-        quoted.rewritten(readme.replace("and copying each batch?", "and copying?"))
+@pytest.mark.parametrize("figure", [quoted.width, lambda: quoted.epochs().splitlines()[2]])
+def test_a_figure_that_was_changed_by_hand_is_put_right(documents: dict[str, str], figure: Callable[[], str]) -> None:
+    by_hand = changed(documents, figure(), "| nowhere |" if figure().startswith("|") else "nowhere")
+    assert quoted.rewritten(by_hand) == documents
+
+
+def test_a_sentence_that_is_gone_is_named(documents: dict[str, str]) -> None:
+    with pytest.raises(AnalysisError, match="0 places for the row 'and copying each batch"):
+        quoted.rewritten(changed(documents, "and copying each batch?", "and copying?"))
+
+
+def test_a_sentence_that_stands_twice_is_named(documents: dict[str, str]) -> None:
+    twice = documents | {"README.md": documents["README.md"] + documents["experiments/answers.md"]}
+    with pytest.raises(AnalysisError, match="2 places"):
+        quoted.rewritten(twice)
 
 
 def test_what_was_fitted_is_not_counted_as_agreement() -> None:

@@ -1,6 +1,6 @@
-"""The sentences of the README whose figures are computed from the recorded results.
+"""The sentences and tables of the documents whose figures are computed from the recorded results.
 
-From the repository's root: `vramlab readme` compares them with the README, `vramlab readme --write` puts them there.
+From the repository's root: `vramlab readme` compares them with the documents, `vramlab readme --write` puts them there.
 Figures of fewer than five runs come with all that these runs say: the least and the most.
 """
 
@@ -10,9 +10,8 @@ import json
 import re
 import statistics
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -24,7 +23,11 @@ from vramlab.measures import middle, train_pace
 from vramlab.records import Run
 from vramlab.repository import results as folder
 
-# Where the README's figures come from.
+# Documents with computed figures. Each figure has its place in one of them.
+PAGES = ("README.md", "experiments/answers.md")
+# What an arm with settings of its own is called in the README's table.
+ARMS = {"stream-ordered --release-threshold 0 --sync step": "`stream-ordered`, threshold 0, sync each step"}
+# Where the figures come from.
 H200 = "2026-11-21-h200"
 # Within this share of the measured time a simulated one counts as right, as for `experiments fidelity`.
 TOLERANCE = 0.15
@@ -329,45 +332,89 @@ ITEMS = {
 }
 
 
-def rewritten(text: str) -> str:
-    """The README with its computed sentences and tables as the records have them now."""
-    for title, cases in (
-        ("ns for one allocation and its free", TIMES),
-        ("million of them a second, all threads", RATES),
-    ):
-        table = re.compile(rf"^\| {re.escape(title)} \|.*\n(?:\|.*\n)*", re.MULTILINE)
-        fresh = _calls(title, cases)
-        text, count = table.subn(lambda _, fresh=fresh: fresh, text)  # type: ignore[misc]
-        if count != 1:
-            raise AnalysisError(f"README.md: has {count} tables '{title}', which should be one.")
+def epochs() -> str:
+    """The README's table: an epoch under each allocator, on the H200 and on the simulated one."""
+    real, simulated = (read_json(folder() / H200 / f"{device}.json") for device in ("cuda", "sim"))
+    best = min(row["epoch_s"] for row in real)
+    lines = [
+        "| allocator | epoch, H200 | to the best | driver allocations | host blocked, most in | allocate p50 | p99 "
+        "| peak reserved | simulated |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row, other in zip(real, simulated, strict=True):
+        arm = ARMS.get(row["arm"], f"`{row['arm']}`")
+        off = 100 * (other["epoch_s"] / row["epoch_s"] - 1)
+        cells = [
+            f"{1e3 * row['epoch_s']:.0f} ms",
+            f"{row['epoch_s'] / best:.2f}",
+            f"{row['driver_allocations']:,}",
+            f"{row['blocked_ns'] / 1e6:.0f} ms, `{row['blocked_in']}`",
+            _nanoseconds(row["allocate_p50_ns"]),
+            _nanoseconds(row["allocate_p99_ns"]),
+            f"{row['peak_reserved_bytes'] / 2**20:.1f} MiB",
+            f"{1e3 * other['epoch_s']:.0f} ms ({off:+.0f} %)",
+        ]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _nanoseconds(value: float) -> str:
+    if value < 1000:
+        return f"{value:.0f} ns"
+    return f"{value / 1e3:.2f} us" if value < 10_000 else f"{value / 1e3:.1f} us"
+
+
+def pages() -> dict[str, str]:
+    """The documents that have computed sentences and tables, by their path from the repository's root."""
+    return {name: (repository.root() / name).read_text() for name in PAGES}
+
+
+def _once(pages: dict[str, str], what: str, pattern: re.Pattern[str], fresh: Callable[[re.Match[str]], str]) -> None:
+    """Puts a computed piece into the one page that has a place for it."""
+    found = [name for name, text in pages.items() for _ in pattern.finditer(text)]
+    if len(found) != 1:
+        raise AnalysisError(f"{', '.join(pages)}: have {len(found)} places for {what}, which should be one.")
+    pages[found[0]] = pattern.sub(fresh, pages[found[0]])
+
+
+def rewritten(old: dict[str, str]) -> dict[str, str]:
+    """The documents with their computed sentences and tables as the records have them now."""
+    pages = dict(old)
+    tables = {
+        "allocator | epoch, H200": epochs(),
+        "ns for one allocation and its free": _calls("ns for one allocation and its free", TIMES),
+        "million of them a second, all threads": _calls("million of them a second, all threads", RATES),
+    }
+    for title, table in tables.items():
+        pattern = re.compile(rf"^\| {re.escape(title)} \|.*\n(?:\|.*\n)*", re.MULTILINE)
+        _once(pages, f"the table '{title}'", pattern, lambda _, fresh=table: fresh)  # type: ignore[misc]
     for question, answer in ANSWERS.items():
         row = re.compile(rf"^\| {re.escape(question)} \| .* \| ([^|]*) \|$", re.MULTILINE)
-        text, count = row.subn(lambda found, q=question, a=answer: f"| {q} | {a()} | {found[1]} |", text)  # type: ignore[misc]
-        if count != 1:
-            raise AnalysisError(f"README.md: has {count} rows '{question}', which should be one.")
+        said = f"| {question} | {answer()} |"
+        _once(pages, f"the row '{question}'", row, lambda found, said=said: f"{said} {found[1]} |")  # type: ignore[misc]
     for words, sentence in ITEMS.items():
         item = re.compile(rf"^- {re.escape(words)}.*\n(?:  .*\n)*", re.MULTILINE)
         fresh = textwrap.fill(
             f"- {sentence()}", 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
-        text, count = item.subn(lambda _, fresh=fresh: fresh + "\n", text)  # type: ignore[misc]
-        if count != 1:
-            raise AnalysisError(f"README.md: has {count} items '{words}', which should be one.")
-    return text
+        _once(pages, f"the item '{words}'", item, lambda _, fresh=fresh: fresh + "\n")  # type: ignore[misc]
+    return pages
 
 
 def readme(write: bool) -> str:
-    """Compares the README with the records, or puts their figures there; what was found, in one line."""
+    """Compares the documents with the records, or puts their figures there; what was found, in one line."""
     from vramlab import output
 
-    path: Path = repository.root() / "README.md"
-    old = path.read_text()
+    old = pages()
     new = rewritten(old)
-    if old == new:
-        return "README.md says what the records say"
+    stale = [name for name in old if old[name] != new[name]]
+    if not stale:
+        return f"{' and '.join(old)} say what the records say"
     if not write:
-        pairs = zip(old.splitlines(), new.splitlines(), strict=False)
+        name = stale[0]
+        pairs = zip(old[name].splitlines(), new[name].splitlines(), strict=False)
         first = next(number for number, (a, b) in enumerate([*pairs, ("", " ")], 1) if a != b)
-        raise AnalysisError(f"README.md:{first}: is not what the records say; `vramlab readme --write` mends it.")
-    output.write(path, new)
-    return "wrote README.md"
+        raise AnalysisError(f"{name}:{first}: is not what the records say; `vramlab readme --write` mends it.")
+    for name in stale:
+        output.write(repository.root() / name, new[name])
+    return f"wrote {' and '.join(stale)}"
