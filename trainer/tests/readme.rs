@@ -21,7 +21,9 @@ fn the_readme_shows_what_the_program_prints() {
     let printed = [output.stderr, output.stdout].map(|bytes| String::from_utf8(bytes).unwrap()).concat();
     let mut left = printed.as_str();
     for line in shown.lines().filter(|line| *line != "...") {
-        let at = left.find(line).unwrap_or_else(|| panic!("README.md shows '{line}', which the program does not print there"));
+        let at = left
+            .find(line)
+            .unwrap_or_else(|| panic!("README.md shows '{line}', which the program does not print there"));
         left = &left[at + line.len()..];
     }
 }
