@@ -88,6 +88,8 @@ pub struct DeviceDescription {
 
 /// What a device can do.
 ///
+/// No method has a default: a device says of each what it does, and the one wrapper ([`HookedDriver`]) cannot forget one.
+///
 /// # Streams
 /// Calls that take a stream are queued on it and return at once unless they say otherwise. Streams are
 /// non-blocking: they do not wait for the legacy default stream.
@@ -103,9 +105,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     fn clock(&self) -> Arc<dyn Clock>;
 
     /// Nanoseconds that the host has spent waiting for the device so far; `None` when the device cannot tell.
-    fn blocked_ns(&self) -> Option<u64> {
-        None
-    }
+    fn blocked_ns(&self) -> Option<u64>;
 
     /// Free and total memory.
     fn mem_info(&self) -> DriverResult<MemInfo>;
@@ -202,19 +202,13 @@ pub trait Driver: Send + Sync + fmt::Debug {
     unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()>;
 
     /// Stream-ordered pools, if the device has them.
-    fn pools(&self) -> Option<&dyn PoolDriver> {
-        None
-    }
+    fn pools(&self) -> Option<&dyn PoolDriver>;
 
     /// Virtual memory management, if the device has it.
-    fn vmm(&self) -> Option<&dyn VmmDriver> {
-        None
-    }
+    fn vmm(&self) -> Option<&dyn VmmDriver>;
 
     /// Stream capture and graphs, if the device has them.
-    fn graphs(&self) -> Option<&dyn GraphDriver> {
-        None
-    }
+    fn graphs(&self) -> Option<&dyn GraphDriver>;
 }
 
 /// Settings of a stream-ordered pool.
@@ -276,9 +270,7 @@ pub trait PoolDriver {
     fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters>;
 
     /// Highest bytes held from the device: one of the [counters](Self::pool_counters), for the price of one.
-    fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
-        self.pool_counters(pool).map(|counters| counters.reserved_high)
-    }
+    fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64>;
 
     /// Lets the highest values of the [counters](Self::pool_counters) start again from the current ones.
     fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()>;

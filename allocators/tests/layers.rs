@@ -98,3 +98,44 @@ fn what_a_piece_of_code_names_is_found() {
     let text = "use crate::{budget::Claim, device};\nfn a(b: crate::contract::Block) {}\n// crate::histories\n";
     assert_eq!(named(&code(text)), ["budget", "device", "contract"]);
 }
+
+/// The methods of a trait, each as the text from `fn` to its `;` or `{`.
+fn methods<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
+    let start = text.find(&format!("pub trait {name}")).or(text.find(&format!("pub unsafe trait {name}")));
+    let body = &text[start.unwrap_or_else(|| panic!("there is no trait {name}"))..];
+    let body = &body[..body.find("\n}\n").unwrap()];
+    let ends = |at: usize| at + body[at..].find([';', '{']).unwrap() + 1;
+    body.match_indices("    fn ")
+        .chain(body.match_indices("    unsafe fn "))
+        .map(|(at, _)| &body[at..ends(at)])
+        .collect()
+}
+
+#[test]
+fn a_method_that_is_added_to_a_driver_cannot_be_forgotten_by_a_wrapper() {
+    // A method without a default is missed by the compiler where nobody writes it.
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/device");
+    let (own, graph) = (source.with_extension("rs"), source.join("graph.rs"));
+    for (name, file, least) in
+        [("Driver", &own, 27), ("PoolDriver", &own, 9), ("VmmDriver", &own, 8), ("GraphDriver", &graph, 7)]
+    {
+        let text = fs::read_to_string(file).unwrap();
+        let methods = methods(&text, name);
+        assert!(methods.len() >= least, "{name}: {methods:#?}");
+        let with_default: Vec<_> = methods.iter().filter(|method| method.ends_with('{')).collect();
+        assert!(with_default.is_empty(), "{name} has methods with a default: {with_default:#?}");
+    }
+    // And there is one wrapper: the others are devices.
+    let mut files = Vec::new();
+    collect(source.parent().unwrap(), &mut files);
+    let mut found = Vec::new();
+    for file in files {
+        let text = code(&fs::read_to_string(&file).unwrap());
+        found.extend(text.lines().filter_map(|line| {
+            let (_, implementer) = line.split_once(" Driver for ").filter(|(before, _)| before.contains("impl"))?;
+            Some(implementer.trim_end_matches(" {").to_owned())
+        }));
+    }
+    found.sort();
+    assert_eq!(found, ["CudaDriver", "HookedDriver<H>", "NullDriver", "SimDriver"], "a wrapper is a `Hook`");
+}

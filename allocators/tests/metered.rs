@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex};
 use vramlab::device::Clock;
 use vramlab::device::{CallEvent, MemInfo};
 use vramlab::{
-    CallKind, DeviceAddr, DeviceDescription, Driver, DriverError, EventId, IdleCosts, MeteredDriver, NullDriver,
-    Profile, SimDriver, SimMemory, StreamId,
+    CallKind, DeviceAddr, DeviceDescription, Driver, DriverError, EventId, GraphDriver, IdleCosts, MeteredDriver,
+    NullDriver, PoolDriver, Profile, SimDriver, SimMemory, StreamId, VmmDriver,
 };
 
 type DriverResult<T> = Result<T, DriverError>;
@@ -137,6 +137,15 @@ impl Driver for Scripted {
     }
     unsafe fn fill_bytes(&self, _dst: DeviceAddr, _value: u8, _bytes: u64, _stream: StreamId) -> DriverResult<()> {
         self.done(Ok(()))
+    }
+    fn pools(&self) -> Option<&dyn PoolDriver> {
+        None
+    }
+    fn vmm(&self) -> Option<&dyn VmmDriver> {
+        None
+    }
+    fn graphs(&self) -> Option<&dyn GraphDriver> {
+        None
     }
 }
 

@@ -13,7 +13,8 @@ pub struct Faults {
     injected: AtomicU64,
 }
 
-impl Hook for Faults {
+// SAFETY: changes no call.
+unsafe impl Hook for Faults {
     fn around<T: CallResult>(
         &self,
         _inner: &dyn Driver,

@@ -1,4 +1,7 @@
-//! One decorator for drivers: every call of the inner driver passes through a hook.
+//! The one wrapper for drivers: it forwards every call, and a [`Hook`] decides what happens around each.
+//!
+//! The meter, fault injection, counting and replay are hooks. None of them forwards a call itself, and the traits of drivers
+//! have no methods with a default, so a method that is added to a trait cannot be forgotten by a wrapper.
 
 use super::{
     CallKind, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, MemInfo,
@@ -51,8 +54,14 @@ macro_rules! without_address { ($($kind:ty),+) => { $(impl CallResult for $kind 
 without_address!((), u64, MemInfo, StreamId, EventId, PoolId, PoolSettings, PoolCounters, PhysicalHandle, NonNull<u8>);
 without_address!(GraphId, GraphMemory);
 
-/// Stands around each call.
-pub trait Hook: Send + Sync + fmt::Debug {
+/// What a wrapper does around the calls of the driver that it wraps. [`HookedDriver`] forwards the calls, so that a wrapper
+/// is its own few lines: each method here has a default that changes nothing.
+///
+/// # Safety
+/// The driver that results keeps the contract of [`Driver`], given that the wrapped one does. A wrapper that only overrides
+/// [`around`](Self::around) always does so. One that hands out addresses of its own gives them back in
+/// [`mem_free`](Self::mem_free) and names the wrapped driver's address in [`own_addr`](Self::own_addr).
+pub unsafe trait Hook: Send + Sync + fmt::Debug {
     /// Makes the call by `call`, or refuses it.
     ///
     /// # Errors
@@ -63,7 +72,43 @@ pub trait Hook: Send + Sync + fmt::Debug {
         kind: CallKind,
         arguments: CallArguments,
         call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T>;
+    ) -> DriverResult<T> {
+        let _ = (inner, kind, arguments);
+        call()
+    }
+
+    /// A new segment: [`Driver::mem_alloc`].
+    ///
+    /// # Errors
+    /// Those of the call.
+    fn mem_alloc(&self, inner: &dyn Driver, bytes: u64) -> DriverResult<DeviceAddr> {
+        inner.mem_alloc(bytes)
+    }
+
+    /// Returns a segment: [`Driver::mem_free`].
+    ///
+    /// # Errors
+    /// Those of the call.
+    ///
+    /// # Safety
+    /// `addr` came from [`mem_alloc`](Self::mem_alloc) of this hook and is freed once.
+    unsafe fn mem_free(&self, inner: &dyn Driver, addr: DeviceAddr) -> DriverResult<()> {
+        // SAFETY: passed on: by default the address is the inner driver's.
+        unsafe { inner.mem_free(addr) }
+    }
+
+    /// Whether an event has completed: [`Driver::event_query`].
+    ///
+    /// # Errors
+    /// Those of the call.
+    fn event_query(&self, inner: &dyn Driver, event: EventId) -> DriverResult<bool> {
+        inner.event_query(event)
+    }
+
+    /// The wrapped driver's address for one inside memory from [`mem_alloc`](Self::mem_alloc).
+    fn own_addr(&self, addr: DeviceAddr) -> DeviceAddr {
+        addr
+    }
 }
 
 /// A driver whose calls pass through a [`Hook`].
@@ -149,8 +194,8 @@ impl<H: Hook> HookedDriver<H> {
     }
 }
 
-// SAFETY (for every unsafe call below): the contract of each method here is that of the inner driver's method
-// of the same name, so the caller's promise is passed on unchanged.
+// SAFETY (for every unsafe call below): the contract of each method here is that of the inner driver's method of the same
+// name, so the caller's promise is passed on; a hook that hands out addresses of its own promises what they stand for.
 impl<H: Hook> Driver for HookedDriver<H> {
     fn describe(&self) -> DeviceDescription {
         self.inner.describe()
@@ -169,12 +214,12 @@ impl<H: Hook> Driver for HookedDriver<H> {
     }
 
     fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {
-        self.sized(CallKind::MemAlloc, bytes, || self.inner.mem_alloc(bytes))
+        self.sized(CallKind::MemAlloc, bytes, || self.hook.mem_alloc(self.inner.as_ref(), bytes))
     }
 
     unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::MemFree, addr, 0, || unsafe { self.inner.mem_free(addr) })
+        self.at(CallKind::MemFree, addr, 0, || unsafe { self.hook.mem_free(self.inner.as_ref(), addr) })
     }
 
     fn stream_create(&self) -> DriverResult<StreamId> {
@@ -220,7 +265,7 @@ impl<H: Hook> Driver for HookedDriver<H> {
     }
 
     fn event_query(&self, event: EventId) -> DriverResult<bool> {
-        self.with_event(CallKind::EventQuery, event, || self.inner.event_query(event))
+        self.with_event(CallKind::EventQuery, event, || self.hook.event_query(self.inner.as_ref(), event))
     }
 
     fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
@@ -243,7 +288,7 @@ impl<H: Hook> Driver for HookedDriver<H> {
     unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
         self.on(CallKind::CopyToDevice, stream, of_memory(dst, src.len() as u64), || unsafe {
-            self.inner.copy_to_device(dst, src, stream)
+            self.inner.copy_to_device(self.hook.own_addr(dst), src, stream)
         })
     }
 
@@ -256,21 +301,21 @@ impl<H: Hook> Driver for HookedDriver<H> {
     ) -> DriverResult<()> {
         // SAFETY: passed on.
         self.on(CallKind::CopyToDevice, stream, of_memory(dst, bytes as u64), || unsafe {
-            self.inner.copy_to_device_async(dst, src, bytes, stream)
+            self.inner.copy_to_device_async(self.hook.own_addr(dst), src, bytes, stream)
         })
     }
 
     unsafe fn copy_to_host(&self, dst: &mut [u8], src: DeviceAddr, stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
         self.on(CallKind::CopyToHost, stream, of_memory(src, dst.len() as u64), || unsafe {
-            self.inner.copy_to_host(dst, src, stream)
+            self.inner.copy_to_host(dst, self.hook.own_addr(src), stream)
         })
     }
 
     unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
         self.on(CallKind::Memset, stream, of_memory(dst, bytes), || unsafe {
-            self.inner.fill_bytes(dst, value, bytes, stream)
+            self.inner.fill_bytes(self.hook.own_addr(dst), value, bytes, stream)
         })
     }
 

@@ -210,7 +210,8 @@ impl Meter {
     }
 }
 
-impl Hook for Meter {
+// SAFETY: changes no call.
+unsafe impl Hook for Meter {
     fn around<T: CallResult>(
         &self,
         inner: &dyn Driver,

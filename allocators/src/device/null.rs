@@ -4,7 +4,7 @@ mod graphs;
 
 use super::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
-    PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
+    PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
 };
 use crate::device::DriverError;
 use crate::device::{Clock, MonotonicClock};
@@ -200,6 +200,10 @@ impl Driver for NullDriver {
         Some(self)
     }
 
+    fn vmm(&self) -> Option<&dyn VmmDriver> {
+        None
+    }
+
     fn graphs(&self) -> Option<&dyn GraphDriver> {
         Some(self)
     }
@@ -231,6 +235,10 @@ impl PoolDriver for NullDriver {
         found.ok_or_else(|| {
             DriverError::new(CallKind::PoolAttribute, DriverError::INVALID_HANDLE, format!("no pool {}", pool.0))
         })
+    }
+
+    fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
+        self.pool_counters(pool).map(|counters| counters.reserved_high)
     }
 
     fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {

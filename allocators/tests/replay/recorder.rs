@@ -33,7 +33,8 @@ fn event(action: Action, addr: u64, bytes: u64, stream: u64) -> Event {
 #[derive(Debug, Default)]
 struct Watch(Mutex<Log>);
 
-impl Hook for Watch {
+// SAFETY: changes no call.
+unsafe impl Hook for Watch {
     fn around<T: CallResult>(
         &self,
         _inner: &dyn Driver,

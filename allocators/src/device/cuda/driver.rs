@@ -36,6 +36,11 @@ impl Driver for CudaDriver {
         self.clock.clone()
     }
 
+    fn blocked_ns(&self) -> Option<u64> {
+        // CUDA does not tell; the meter estimates it.
+        None
+    }
+
     fn mem_info(&self) -> DriverResult<MemInfo> {
         self.bind(CallKind::MemGetInfo)?;
         let (mut free, mut total) = (0usize, 0usize);

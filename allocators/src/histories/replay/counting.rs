@@ -26,7 +26,8 @@ impl CallCounter {
     }
 }
 
-impl Hook for CallCounter {
+// SAFETY: changes no call.
+unsafe impl Hook for CallCounter {
     fn around<T: CallResult>(
         &self,
         _inner: &dyn Driver,

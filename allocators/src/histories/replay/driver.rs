@@ -2,23 +2,22 @@
 
 use super::op::{BY_DEVICE, NEVER};
 use super::windows::SegmentEvent;
-use crate::device::Clock;
-use crate::device::DriverError;
 use crate::device::{
-    CallKind, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, MemInfo, PoolDriver, StreamId, VmmDriver,
+    CallArguments, CallKind, CallResult, DeviceAddr, Driver, DriverError, DriverResult, EventId, Hook, HookedDriver,
 };
 use std::collections::{BTreeMap, HashMap};
-use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Segments start at multiples of this where the history has no address for them.
 const PAGE: u64 = 2 << 20;
 
 /// Wraps the device on which a history is replayed.
+pub(super) type ReplayDriver = HookedDriver<Replaying>;
+
+/// Where a replay stands, and what it makes of events and segments.
 #[derive(Debug)]
-pub(super) struct ReplayDriver {
-    inner: Arc<dyn Driver>,
+pub(super) struct Replaying {
     /// The operation that is being replayed.
     position: AtomicU32,
     /// At which operation events that are recorded now will have completed.
@@ -128,11 +127,10 @@ impl Segments {
     }
 }
 
-impl ReplayDriver {
-    /// Wraps `inner`; with `recorded`, segments come at those addresses.
-    pub(super) fn new(inner: Arc<dyn Driver>, recorded: Option<Vec<SegmentEvent>>) -> Self {
+impl Replaying {
+    /// With `recorded`, segments come at those addresses.
+    pub(super) fn new(recorded: Option<Vec<SegmentEvent>>) -> Self {
         Self {
-            inner,
             position: AtomicU32::new(0),
             releasing: AtomicU32::new(BY_DEVICE),
             events: Mutex::default(),
@@ -165,152 +163,65 @@ impl ReplayDriver {
             segments.mismatches + (segments.recorded.len() - segments.next) as u64
         })
     }
-
-    fn own(&self, addr: DeviceAddr) -> DeviceAddr {
-        self.segments.as_ref().map_or(addr, |segments| lock(segments).own(addr))
-    }
 }
 
-// SAFETY (for every unsafe call below): the contract of each method here is that of the inner device's method of the
-// same name, and addresses are the device's own for those that were handed out, so the caller's promise is passed on.
-impl Driver for ReplayDriver {
-    fn describe(&self) -> DeviceDescription {
-        self.inner.describe()
-    }
-
-    fn clock(&self) -> Arc<dyn Clock> {
-        self.inner.clock()
-    }
-
-    fn blocked_ns(&self) -> Option<u64> {
-        self.inner.blocked_ns()
-    }
-
-    fn mem_info(&self) -> DriverResult<MemInfo> {
-        self.inner.mem_info()
-    }
-
-    fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {
-        match &self.segments {
-            Some(segments) => lock(segments).mem_alloc(self.inner.as_ref(), self.position.load(Relaxed), bytes),
-            None => self.inner.mem_alloc(bytes),
+// SAFETY: addresses that are handed out stand for segments of the inner device, which `own_addr` and `mem_free` name; what
+// replay says of an event is never earlier than what the inner device says.
+unsafe impl Hook for Replaying {
+    fn around<T: CallResult>(
+        &self,
+        _inner: &dyn Driver,
+        kind: CallKind,
+        arguments: CallArguments,
+        call: impl FnOnce() -> DriverResult<T>,
+    ) -> DriverResult<T> {
+        let Some(event) = arguments.event else { return call() };
+        if kind == CallKind::EventDestroy {
+            lock(&self.events).remove(&event);
         }
-    }
-
-    unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()> {
-        match &self.segments {
-            Some(segments) => lock(segments).mem_free(self.inner.as_ref(), self.position.load(Relaxed), addr),
-            // SAFETY: passed on.
-            None => unsafe { self.inner.mem_free(addr) },
-        }
-    }
-
-    fn stream_create(&self) -> DriverResult<StreamId> {
-        self.inner.stream_create()
-    }
-
-    unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
-        // SAFETY: passed on.
-        unsafe { self.inner.stream_destroy(stream) }
-    }
-
-    fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
-        self.inner.stream_synchronize(stream)
-    }
-
-    fn stream_wait_event(&self, stream: StreamId, event: EventId) -> DriverResult<()> {
-        self.inner.stream_wait_event(stream, event)
-    }
-
-    fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool> {
-        self.inner.stream_is_capturing(stream)
-    }
-
-    fn device_synchronize(&self) -> DriverResult<()> {
-        self.inner.device_synchronize()
-    }
-
-    fn event_create(&self, timing: bool) -> DriverResult<EventId> {
-        self.inner.event_create(timing)
-    }
-
-    unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()> {
-        lock(&self.events).remove(&event);
-        // SAFETY: passed on.
-        unsafe { self.inner.event_destroy(event) }
-    }
-
-    fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
-        self.inner.event_record(event, stream)?;
-        match self.releasing.load(Relaxed) {
-            BY_DEVICE => lock(&self.events).remove(&event),
-            ready => lock(&self.events).insert(event, ready),
+        let result = call()?;
+        match kind {
+            CallKind::EventRecord => match self.releasing.load(Relaxed) {
+                BY_DEVICE => lock(&self.events).remove(&event),
+                ready => lock(&self.events).insert(event, ready),
+            },
+            CallKind::EventSynchronize => lock(&self.events).remove(&event),
+            _ => None,
         };
-        Ok(())
+        Ok(result)
     }
 
-    fn event_query(&self, event: EventId) -> DriverResult<bool> {
-        let done = self.inner.event_query(event)?;
-        match lock(&self.events).get(&event).copied() {
+    fn mem_alloc(&self, inner: &dyn Driver, bytes: u64) -> DriverResult<DeviceAddr> {
+        match &self.segments {
+            Some(segments) => lock(segments).mem_alloc(inner, self.position.load(Relaxed), bytes),
+            None => inner.mem_alloc(bytes),
+        }
+    }
+
+    unsafe fn mem_free(&self, inner: &dyn Driver, addr: DeviceAddr) -> DriverResult<()> {
+        match &self.segments {
+            Some(segments) => lock(segments).mem_free(inner, self.position.load(Relaxed), addr),
+            // SAFETY: the caller promises an address of `mem_alloc`, which is the inner device's where there are no
+            // recorded segments.
+            None => unsafe { inner.mem_free(addr) },
+        }
+    }
+
+    fn event_query(&self, inner: &dyn Driver, event: EventId) -> DriverResult<bool> {
+        let done = inner.event_query(event)?;
+        // Looked up before the match: waiting below must not hold the lock.
+        let ready = lock(&self.events).get(&event).copied();
+        match ready {
             None => Ok(done),
             Some(NEVER) => Ok(false),
             Some(ready) if self.position.load(Relaxed) < ready => Ok(false),
             // The history is ahead of the device.
-            Some(_) if !done => self.inner.event_synchronize(event).map(|()| true),
+            Some(_) if !done => inner.event_synchronize(event).map(|()| true),
             Some(_) => Ok(true),
         }
     }
 
-    fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
-        self.inner.event_synchronize(event)?;
-        lock(&self.events).remove(&event);
-        Ok(())
-    }
-
-    fn event_elapsed_ns(&self, start: EventId, end: EventId) -> DriverResult<u64> {
-        self.inner.event_elapsed_ns(start, end)
-    }
-
-    fn host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>> {
-        self.inner.host_alloc(bytes)
-    }
-
-    unsafe fn host_free(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()> {
-        // SAFETY: passed on.
-        unsafe { self.inner.host_free(ptr, bytes) }
-    }
-
-    unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
-        // SAFETY: passed on.
-        unsafe { self.inner.copy_to_device(self.own(dst), src, stream) }
-    }
-
-    unsafe fn copy_to_device_async(
-        &self,
-        dst: DeviceAddr,
-        src: NonNull<u8>,
-        bytes: usize,
-        stream: StreamId,
-    ) -> DriverResult<()> {
-        // SAFETY: passed on.
-        unsafe { self.inner.copy_to_device_async(self.own(dst), src, bytes, stream) }
-    }
-
-    unsafe fn copy_to_host(&self, dst: &mut [u8], src: DeviceAddr, stream: StreamId) -> DriverResult<()> {
-        // SAFETY: passed on.
-        unsafe { self.inner.copy_to_host(dst, self.own(src), stream) }
-    }
-
-    unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()> {
-        // SAFETY: passed on.
-        unsafe { self.inner.fill_bytes(self.own(dst), value, bytes, stream) }
-    }
-
-    fn pools(&self) -> Option<&dyn PoolDriver> {
-        self.inner.pools()
-    }
-
-    fn vmm(&self) -> Option<&dyn VmmDriver> {
-        self.inner.vmm()
+    fn own_addr(&self, addr: DeviceAddr) -> DeviceAddr {
+        self.segments.as_ref().map_or(addr, |segments| lock(segments).own(addr))
     }
 }

@@ -3,7 +3,7 @@
 use super::ReplayError;
 use super::beginning::StartBlock;
 use super::counting::CallCounter;
-use super::driver::ReplayDriver;
+use super::driver::{ReplayDriver, Replaying};
 use super::history::History;
 use super::op::{BY_DEVICE, Kind, NO_STREAM, Op, Release};
 use super::report::ReplayReport;
@@ -68,7 +68,7 @@ pub fn replay(
     let counting = Arc::new(HookedDriver::with_hook(Arc::clone(driver), CallCounter::default()));
     let segments =
         recorded.then(|| history.beginning.segment_events().chain(history.segments.iter().copied()).collect());
-    let device = Arc::new(ReplayDriver::new(Arc::clone(&counting) as Arc<dyn Driver>, segments));
+    let device = Arc::new(ReplayDriver::with_hook(Arc::clone(&counting) as Arc<dyn Driver>, Replaying::new(segments)));
     let as_driver = Arc::clone(&device) as Arc<dyn Driver>;
     let streams = Streams::new(Arc::clone(driver), history.streams.len() + history.further_streams as usize)?;
     let mut backend = allocator.build(&as_driver)?;
@@ -101,7 +101,7 @@ pub fn replay(
     let host_ns = clock.now_ns() - started;
     let simulated_ns = simulated().zip(simulated_start).map(|(end, start)| end - start);
     let driver_calls = counting.hook().read();
-    let segment_mismatches = device.segment_mismatches();
+    let segment_mismatches = device.hook().segment_mismatches();
     let (stats, ledger) = (backend.stats().since(&start.stats), backend.ledger_at_peak());
     let tally = std::mem::take(&mut run.tally);
     let freed = run.free_all(history);
@@ -227,7 +227,7 @@ impl Run<'_> {
         if !beginning.blocks.is_empty() || !beginning.segments.is_empty() {
             self.allocator.reset_peaks();
         }
-        self.driver.begin(beginning.segments.len());
+        self.driver.hook().begin(beginning.segments.len());
         Ok(Start { stats: self.allocator.stats(), stopped })
     }
 
@@ -244,7 +244,7 @@ impl Run<'_> {
             match op.kind() {
                 Kind::Alloc => {
                     // CAST: a history has fewer than 2^32 operations.
-                    self.driver.at(at as u32);
+                    self.driver.hook().at(at as u32);
                     let stream = self.streams[op.stream() as usize];
                     self.tally.allocations += 1;
                     match self.allocator.allocate(Request::new(op.value), stream) {
@@ -282,11 +282,11 @@ impl Run<'_> {
                     }
                 }
                 Kind::Trim => {
-                    self.driver.at(at as u32);
+                    self.driver.hook().at(at as u32);
                     self.allocator.trim(0)?;
                 }
                 Kind::Refused if RECORDED => {
-                    self.driver.at(at as u32);
+                    self.driver.hook().at(at as u32);
                     self.refused(*op)?;
                 }
                 Kind::Refused | Kind::Nothing => {}
@@ -325,10 +325,10 @@ impl Run<'_> {
         if user != NO_STREAM {
             self.use_on::<TOUCHED>(&block, self.streams[user as usize])?;
         }
-        self.driver.releasing(ready);
+        self.driver.hook().releasing(ready);
         // SAFETY: as for `Kind::Free`.
         let freed = unsafe { self.allocator.deallocate(block, self.streams[op.stream() as usize]) };
-        self.driver.releasing(BY_DEVICE);
+        self.driver.hook().releasing(BY_DEVICE);
         freed?;
         Ok(())
     }
