@@ -1,15 +1,18 @@
 """Compiles CUDA C++ sources to PTX with NVRTC. Called by ptx.sh; needs no GPU, driver or CUDA toolkit.
 
-usage: compile_ptx.py TOOLCHAIN SOURCES OUTPUT
+usage: compile_ptx.py TOOLCHAIN SOURCES STORED [--check]
   TOOLCHAIN  folder that holds the unpacked NVRTC wheel
   SOURCES    folder with *.cu and the headers they include (*.cuh)
-  OUTPUT     folder for one *.ptx for each *.cu
+  STORED     folder with one *.ptx.xz for each *.cu: rewritten where the text differs
+  --check    rewrite nothing, and fail where the text differs
 """
 
 import ctypes
+import lzma
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 # No fast math: results are compared with a CPU reference.
@@ -70,24 +73,58 @@ def compile_source(nvrtc: ctypes.CDLL, source: Path) -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
 
 
-def compile_to(toolchain: Path, source: Path, output: Path) -> None:
-    (output / source.with_suffix(".ptx").name).write_text(compile_source(load_nvrtc(toolchain), source))
+def text_of(toolchain: Path, source: Path) -> tuple[str, bytes]:
+    return source.stem, compile_source(load_nvrtc(toolchain), source).encode("ascii")
+
+
+# The dictionary holds the largest module, and is what a reader sets aside.
+PACKING = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 4 << 20}]
+
+
+def pack(text: bytes) -> bytes:
+    return lzma.compress(text, format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC64, filters=PACKING)
+
+
+def stored_text(packed: Path) -> bytes | None:
+    """What a stored module holds; nothing if it is missing or damaged."""
+    try:
+        return lzma.decompress(packed.read_bytes(), format=lzma.FORMAT_XZ)
+    except (FileNotFoundError, lzma.LZMAError):
+        return None
 
 
 def main() -> int:
-    if len(sys.argv) != 4:
+    arguments = sys.argv[1:]
+    check = arguments[3:] == ["--check"]
+    if len(arguments) != 3 + check:
         print(__doc__, file=sys.stderr)
         return 2
-    toolchain, sources, output = (Path(argument).resolve() for argument in sys.argv[1:])
+    toolchain, sources, stored = (Path(argument).resolve() for argument in arguments[:3])
     # One compiler a process, because its library is not used from several threads.
     try:
         with ProcessPoolExecutor() as pool:
-            compiling = [pool.submit(compile_to, toolchain, source, output) for source in sorted(sources.glob("*.cu"))]
-            for result in compiling:
-                result.result()
+            texts = dict(pool.map(partial(text_of, toolchain), sorted(sources.glob("*.cu"))))
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    stored.mkdir(exist_ok=True)
+    place = {stem: stored / f"{stem}.ptx.xz" for stem in texts}
+    # Texts are compared, not what they are packed to: other versions of the packer may write other bytes.
+    changed = [stem for stem, text in texts.items() if stored_text(place[stem]) != text]
+    extra = sorted(path for path in stored.iterdir() if path not in place.values())
+    names = ", ".join(changed + [path.name for path in extra]) or "none"
+    if check:
+        if changed or extra:
+            print(f"error: PTX differs from its source: {names} (run kernels/ptx.sh and commit kernels/ptx)", file=sys.stderr)
+            return 1
+        print("PTX is up to date")
+        return 0
+    for path in extra:
+        path.unlink()
+    for stem in changed:
+        place[stem].write_bytes(pack(texts[stem]))
+    size = sum(path.stat().st_size for path in place.values())
+    print(f"{len(place)} modules, {sum(map(len, texts.values()))} bytes of text in {size}; changed: {names}")
     return 0
 
 

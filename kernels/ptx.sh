@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Compiles kernels/cuda/*.cu to kernels/ptx/*.ptx with a pinned NVRTC from PyPI. Needs python3 with pip; no GPU, no CUDA.
+# Compiles kernels/cuda/*.cu to kernels/ptx/*.ptx.xz with a pinned NVRTC from PyPI. Needs python3 with pip; no GPU, no CUDA.
 #
-#   kernels/ptx.sh          rewrite the committed PTX
+#   kernels/ptx.sh          rewrite the committed PTX where it differs
 #   kernels/ptx.sh --check  compile afresh and fail when the committed PTX differs
 #
 # The compiler is kept in $PTX_TOOLCHAIN (default: target/ptx-toolchain).
@@ -31,26 +31,4 @@ if [[ ! -e $installed/complete ]]; then
     touch "$installed/complete"
 fi
 
-fresh=$(mktemp -d)
-trap 'rm -rf "$fresh"' EXIT
-python3 "$here/compile_ptx.py" "$installed" "$here/cuda" "$fresh"
-
-stale=()
-for name in $( (cd "$fresh" && ls ./*.ptx; cd "$here/ptx" && ls ./*.ptx 2>/dev/null || true) | sort -u); do
-    name=${name#./}
-    cmp -s "$fresh/$name" "$here/ptx/$name" || stale+=("$name")
-done
-
-if [[ ${1:-} == --check ]]; then
-    if ((${#stale[@]})); then
-        echo "error: PTX differs from its source: ${stale[*]} (run kernels/ptx.sh and commit kernels/ptx)" >&2
-        exit 1
-    fi
-    echo "PTX is up to date"
-    exit 0
-fi
-
-mkdir -p "$here/ptx"
-rm -f "$here"/ptx/*.ptx
-cp "$fresh"/*.ptx "$here/ptx/"
-echo "wrote $(ls "$here"/ptx/*.ptx | wc -l) files, changed: ${stale[*]:-none}"
+python3 "$here/compile_ptx.py" "$installed" "$here/cuda" "$here/ptx" "$@"

@@ -1,21 +1,10 @@
-// What a classifier says, and how often it is right.
+// How often a classifier is right.
 //
-//   argmax         predictions[r] = first class with the greatest logit; one warp for each row
-//   count_correct  out[0] = number of rows whose argmax is the label; one block, one thread for each row
+//   count_correct  out[0] = number of rows whose first class with the greatest logit is the label; one block, one thread for
+//                  each row
 //
 // NaN is never the greatest. A row of nothing but NaN and -infinity is class 0. A label that is no class is never right.
-#include "argmax.cuh"
-
-enum : u32 { ROWS_PER_BLOCK = 4 };
-
-extern "C" __global__ void __launch_bounds__(WARP * ROWS_PER_BLOCK)
-    argmax(const float* __restrict__ logits, u32* __restrict__ predictions, u32 rows, u32 classes) {
-    const u64 row = static_cast<u64>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.x / WARP;
-    if (row >= rows) return;
-    const u32 lane = threadIdx.x % WARP;
-    const u32 best_class = first_greatest(logits + row * classes, classes, lane);
-    if (lane == 0) predictions[row] = best_class;
-}
+#include "common.cuh"
 
 enum : u32 { COUNT_THREADS = 1024 };
 

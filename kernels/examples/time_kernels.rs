@@ -16,9 +16,9 @@ use std::error::Error;
 
 use cudarc::driver::{result, sys};
 use kernels::{
-    AddBias, AdvanceCursor, Argmax, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, CudaKernels,
-    Element, Fill, GatherLabels, GatherRowsF32, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, MeanLoss, Operation,
-    Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss,
+    AddBias, AdvanceCursor, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, CudaKernels, Element, Fill,
+    GatherLabels, GatherRowsF32, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, MeanLoss, Operation, Relu,
+    ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss,
 };
 use serde_json::{Value, json};
 
@@ -212,8 +212,7 @@ fn batches(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, rows:
     let pick = GatherLabels { rows, batch, source, source_rows, indices, cursor, out };
     shapes.push((json!({"rows": rows}), Box::new(pick)));
     shapes.push((judged.clone(), Box::new(CrossEntropyLoss { rows, classes, logits, labels, losses })));
-    shapes.push((judged.clone(), Box::new(CountCorrect { rows, classes, logits, labels, out })));
-    shapes.push((judged, Box::new(Argmax { rows, classes, logits, predictions: third })));
+    shapes.push((judged, Box::new(CountCorrect { rows, classes, logits, labels, out })));
     shapes.push((json!({"rows": rows}), Box::new(MeanLoss { rows, losses: first, out: second, cursor })));
 }
 

@@ -2,10 +2,11 @@
 
 mod cublaslt;
 mod linear;
+mod module;
 mod persistent;
 mod warpgroup;
 
-use std::ffi::{CStr, CString, c_void};
+use std::ffi::c_void;
 use std::sync::OnceLock;
 
 use cudarc::driver::result::{self, DriverError};
@@ -17,6 +18,7 @@ pub use cublaslt::cublaslt_version;
 pub(crate) use cublaslt::{LibraryProduct, Operands, name as library_name};
 pub(crate) use linear::LinearArguments;
 use linear::LinearKernels;
+use module::{Ptx, load_function};
 pub use persistent::Cooperation;
 use persistent::PersistentKernel;
 pub(crate) use persistent::{
@@ -26,11 +28,7 @@ pub(crate) use persistent::{
 pub(crate) use warpgroup::backward_name;
 
 struct Source {
-    /// Name of the file, without what follows the point.
-    #[cfg_attr(not(test), allow(dead_code, reason = "for tests"))]
-    stem: &'static str,
-    /// The PTX, terminated by a NUL as the driver wants it.
-    ptx: &'static str,
+    ptx: Ptx,
     kernels: &'static [Kernel],
 }
 
@@ -53,8 +51,7 @@ macro_rules! kernels {
 
         const SOURCES: &[Source] = &[$(
             Source {
-                stem: $file,
-                ptx: concat!(include_str!(concat!("../ptx/", $file, ".ptx")), "\0"),
+                ptx: module::ptx!($file),
                 kernels: &[$(Kernel::$kernel,)*],
             },
         )*];
@@ -102,7 +99,6 @@ kernels! {
         SoftmaxLossF16 = "softmax_loss_f16",
     }
     "accuracy" {
-        Argmax = "argmax",
         CountCorrect = "count_correct",
     }
     "sgd" {
@@ -155,7 +151,7 @@ pub struct CudaKernels {
     /// By precision, in the order of [`Precision::ALL`](crate::Precision::ALL).
     linear: [OnceLock<LinearKernels>; 6],
     /// Likewise, of those that have one.
-    persistent: [OnceLock<PersistentKernel>; 5],
+    persistent: [OnceLock<PersistentKernel>; persistent::NAMES.len()],
     /// The library, once it is asked for.
     cublaslt: OnceLock<CublasLt>,
     /// Most shared memory that a block can have.
@@ -170,8 +166,9 @@ unsafe impl Send for CudaKernels {}
 unsafe impl Sync for CudaKernels {}
 
 impl CudaKernels {
-    /// Loads the kernels into the current context, those of the linear layers excepted ([`prepare`](Self::prepare)). The driver compiles the PTX for the GPU; it keeps the outcome in
-    /// its own cache on disk, so only a first time takes noticeable time.
+    /// Loads the kernels into the current context, those of the linear layers excepted ([`prepare`](Self::prepare)). The
+    /// embedded PTX is decompressed, and the driver compiles it for the GPU. The driver keeps the outcome in its own cache
+    /// on disk, so only a first time takes noticeable time.
     ///
     /// # Errors
     ///
@@ -197,7 +194,7 @@ impl CudaKernels {
             warpgroups: warpgroups()?,
         };
         for source in SOURCES {
-            let module = load_module(source.ptx, source.kernels[0].name())?;
+            let module = source.ptx.load(source.kernels[0].name())?;
             loaded.modules.push(module);
             for &kernel in source.kernels {
                 loaded.functions[kernel as usize] = load_function(module, kernel.name())?;
@@ -271,27 +268,6 @@ impl std::fmt::Debug for CudaKernels {
     }
 }
 
-/// Has the driver compile PTX, which ends with a NUL. `first` is one of its kernels, for the error.
-fn load_module(ptx: &'static str, first: &'static str) -> Result<CUmodule, KernelError> {
-    let image = CStr::from_bytes_with_nul(ptx.as_bytes()).map_err(|_| KernelError::NoPtx { kernel: first })?;
-    // SAFETY: the image is PTX text with a NUL at its end.
-    unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(|error| match error.0 {
-        CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION => KernelError::DriverTooOld,
-        CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => KernelError::DeviceTooOld,
-        _ => driver_error("cuModuleLoadData", error),
-    })
-}
-
-/// A kernel of a module that is loaded.
-fn load_function(module: CUmodule, kernel: &'static str) -> Result<CUfunction, KernelError> {
-    let name = CString::new(kernel).map_err(|_| KernelError::NoPtx { kernel })?;
-    // SAFETY: the caller has just loaded the module.
-    unsafe { result::module::get_function(module, name) }.map_err(|error| match error.0 {
-        CUresult::CUDA_ERROR_NOT_FOUND => KernelError::NoPtx { kernel },
-        _ => driver_error("cuModuleGetFunction", error),
-    })
-}
-
 /// Most shared memory that a block can have on the current context's device.
 fn shared_limit() -> Result<u32, KernelError> {
     // CAST: the driver answers with a size.
@@ -342,38 +318,38 @@ mod tests {
             .collect()
     }
 
-    fn stems(folder: &str, extension: &str) -> BTreeSet<String> {
+    fn stems(folder: &str, suffix: &str) -> BTreeSet<String> {
         std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(folder))
             .unwrap()
-            .map(|entry| entry.unwrap().path())
-            .filter(|path| path.extension().is_some_and(|found| found == extension))
-            .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
+            .filter_map(|entry| entry.unwrap().file_name().to_str().unwrap().strip_suffix(suffix).map(str::to_owned))
             .collect()
     }
 
+    /// Every module with the kernels that it declares.
+    fn modules() -> Vec<(Ptx, BTreeSet<&'static str>)> {
+        let own =
+            SOURCES.iter().map(|source| (source.ptx, source.kernels.iter().map(|kernel| kernel.name()).collect()));
+        let linear = linear::PTX.into_iter().zip(linear::NAMES).map(|(ptx, names)| (ptx, names.into()));
+        let warpgroup = warpgroup::PTX.into_iter().zip(warpgroup::NAMES);
+        let warpgroup = warpgroup.map(|(ptx, names)| (ptx, names.iter().copied().collect()));
+        let persistent = persistent::PTX.into_iter().zip(persistent::NAMES);
+        let persistent = persistent.flat_map(|(ptx, name)| ptx.map(|ptx| (ptx, BTreeSet::from([name]))));
+        own.chain(linear).chain(warpgroup).chain(persistent).collect()
+    }
+
     #[test]
-    fn each_source_has_its_ptx() {
-        assert_eq!(stems("cuda", "cu"), stems("ptx", "ptx"));
-        assert_eq!(
-            stems("cuda", "cu").len(),
-            SOURCES.len() + linear::PTX.len() + warpgroup::PTX.len() + 2 * persistent::PTX.len()
-        );
+    fn each_source_has_its_ptx_and_each_ptx_is_embedded() {
+        let embedded: BTreeSet<String> = modules().iter().map(|(ptx, _)| ptx.stem.to_owned()).collect();
+        assert_eq!(embedded.len(), modules().len());
+        assert_eq!(stems("cuda", ".cu"), embedded);
+        assert_eq!(stems("ptx", ".ptx.xz"), embedded);
     }
 
     #[test]
     fn each_ptx_holds_exactly_the_declared_kernels() {
-        for source in SOURCES {
-            let declared: BTreeSet<&str> = source.kernels.iter().map(|kernel| kernel.name()).collect();
-            assert_eq!(entries(source.ptx), declared);
-        }
-        for (ptx, names) in linear::PTX.into_iter().zip(linear::NAMES) {
-            assert_eq!(entries(ptx), names.into_iter().collect());
-        }
-        for (ptx, names) in warpgroup::PTX.into_iter().zip(warpgroup::NAMES) {
-            assert_eq!(entries(ptx), names.iter().copied().collect());
-        }
-        for (ptx, name) in persistent::PTX.into_iter().zip(persistent::NAMES) {
-            assert!(ptx.iter().all(|ptx| entries(ptx) == BTreeSet::from([name])));
+        for (ptx, declared) in modules() {
+            let text = ptx.text().unwrap_or_else(|| panic!("{} is damaged", ptx.stem));
+            assert_eq!(entries(text.to_str().unwrap()), declared, "{}", ptx.stem);
         }
     }
 
@@ -387,11 +363,12 @@ mod tests {
 
     #[test]
     fn ptx_is_for_the_stated_architecture_and_names_no_folder() {
-        for source in SOURCES {
-            let header = format!("\n.version 8.4\n.target {}\n", architecture(source.stem));
-            assert!(source.ptx.contains(&header), "{}", source.stem);
-            assert_eq!(source.ptx.find('\0'), Some(source.ptx.len() - 1));
-            assert!(!source.ptx.contains(".file") && !source.ptx.contains("/home") && !source.ptx.contains("/tmp"));
+        for (ptx, _) in modules() {
+            let (stem, text) = (ptx.stem, ptx.text().unwrap());
+            let text = text.to_str().unwrap();
+            let header = format!("\n.version 8.4\n.target {}\n", architecture(stem));
+            assert!(text.contains(&header), "{stem}");
+            assert!(!text.contains(".file") && !text.contains("/home") && !text.contains("/tmp"), "{stem}");
         }
     }
 

@@ -36,7 +36,7 @@
 //! | operations | agreement |
 //! |---|---|
 //! | [`AddBias`], [`Relu`], [`ReluBackward`], [`Sgd`], [`Fill`], [`ConvertElements`], `Gather*` | same bits (of a NaN: a NaN) |
-//! | [`Argmax`], [`CountCorrect`], [`AdvanceCursor`], the count of [`SoftmaxLoss`] | same integers |
+//! | [`CountCorrect`], [`AdvanceCursor`], the count of [`SoftmaxLoss`] | same integers |
 //! | [`Gemm`] | each within `4 √k ε Σ\|a b\|` of the exact product |
 //! | [`LinearForward`], [`LinearBackwardInput`], [`LinearWeightGradient`], [`LinearUpdate`], [`LinearBackward`] | the product likewise, of operands as stored ([`Precision::Tf32`]: as rounded); then one `ε` of the result, and what storing it changes |
 //! | the same with [`Precision::F16Accumulate`] | the product within `4 √k ε Σ\|a b\| + 2⁻⁹ Σ\|a b\|`, if no sum is above 65504; the host's sums are `f32` |
@@ -51,10 +51,10 @@
 //!
 //! # The CUDA side
 //!
-//! `cuda/*.cu` hold the sources and `ptx/*.ptx` what a pinned NVRTC makes of them; `ptx.sh` recompiles and `ptx.sh
-//! --check` tells whether they agree. The PTX is embedded, so building needs no CUDA and running needs only the driver
-//! (550 or newer) and a GPU of compute capability 7.5 or newer, or what the first line of a source asks for.
-//! [`CudaKernels::load`] has the driver compile it for the GPU.
+//! `cuda/*.cu` hold the sources and `ptx/*.ptx.xz` what a pinned NVRTC makes of them, compressed; `ptx.sh` recompiles and
+//! `ptx.sh --check` tells whether they agree. The PTX is embedded as it is stored, so building needs no CUDA and running needs
+//! only the driver (550 or newer) and a GPU of compute capability 7.5 or newer, or what the first line of a source asks for.
+//! [`CudaKernels::load`] decompresses it and has the driver compile it for the GPU.
 //!
 //! The products of linear layers can be those of NVIDIA's cuBLASLt instead ([`Engine::CublasLt`]), which is opened when it is
 //! first asked for and has to be there only then: version 12 or 13, found on the library path. Its workspace is the caller's.
@@ -76,7 +76,7 @@ pub use error::KernelError;
 pub use host::HostMemory;
 pub use operation::{BoxedOperation, Operation, Work};
 pub use ops::{
-    AddBias, AdvanceCursor, Argmax, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, Fill, GatherLabels,
+    AddBias, AdvanceCursor, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, Fill, GatherLabels,
     GatherRowsF32, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, LinearBackward, LinearBackwardInput, LinearForward,
     LinearUpdate, LinearWeightGradient, MeanLoss, PersistentSteps, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy,
     SoftmaxLoss,

@@ -475,6 +475,23 @@ mod tests {
         }
     }
 
+    /// A tile that no shape chooses would be dead weight in every module.
+    #[test]
+    fn every_tile_is_the_fastest_for_some_shape() {
+        let chosen: Vec<_> =
+            H200.lines().filter_map(parse).map(|(of, kind, best)| (of, kind, best.choice.tile)).collect();
+        for precision in Precision::ALL {
+            for product in Product::ALL {
+                // An update by any tile but the streamed one is a gradient's kernel.
+                let own = |tile| product != Product::Update || tile == Tile::Streamed;
+                let of = |tile| if own(tile) { product } else { Product::Gradient };
+                for &tile in product.tiles().iter().chain(product.warpgroup_tiles(precision)) {
+                    assert!(chosen.contains(&(of(tile), kind(precision), tile)), "{product:?} {precision:?} {tile:?}");
+                }
+            }
+        }
+    }
+
     #[test]
     fn a_listed_shape_gets_its_own_choice() {
         for line in H200.lines().skip(1) {

@@ -5,8 +5,9 @@ use std::ffi::c_void;
 use cudarc::driver::result;
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUstream};
 
+use super::module::{Ptx, load_function, ptx};
 use super::warpgroup::{self, WarpgroupKernels, backward_name};
-use super::{CudaKernels, argument, driver_error, load_function, load_module};
+use super::{CudaKernels, argument, driver_error};
 use crate::error::KernelError;
 use crate::ops::{LinearBackward, grid};
 use crate::plan::{BackwardPlan, Choice, Plan, Product, THREADS, Tile};
@@ -39,14 +40,15 @@ macro_rules! names {
 /// Entry points by precision, in the order of [`Precision::ALL`].
 pub(super) const NAMES: [[&str; KERNELS]; 6] = names!("f32", "tf32", "bf16", "f16", "f16acc", "f32x3");
 
-macro_rules! ptx {
-    ($($precision:literal),*) => {
-        [$(concat!(include_str!(concat!("../../ptx/linear_", $precision, ".ptx")), "\0"),)*]
-    };
-}
-
-/// PTX by precision, each with a NUL at its end.
-pub(super) const PTX: [&str; 6] = ptx!("f32", "tf32", "bf16", "f16", "f16acc", "f32x3");
+/// PTX by precision, in the same order.
+pub(super) const PTX: [Ptx; 6] = [
+    ptx!("linear_f32"),
+    ptx!("linear_tf32"),
+    ptx!("linear_bf16"),
+    ptx!("linear_f16"),
+    ptx!("linear_f16acc"),
+    ptx!("linear_f32x3"),
+];
 
 /// The kernels of one precision, loaded.
 pub(super) struct LinearKernels {
@@ -154,7 +156,7 @@ impl CudaKernels {
             return Ok(loaded);
         }
         let names = &NAMES[precision as usize];
-        let module = load_module(PTX[precision as usize], names[0])?;
+        let module = PTX[precision as usize].load(names[0])?;
         let mut functions = [std::ptr::null_mut(); KERNELS];
         let filled = functions.iter_mut().zip(names).try_for_each(|(function, name)| {
             *function = load_function(module, name)?;

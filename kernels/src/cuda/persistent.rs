@@ -8,7 +8,8 @@ use cudarc::driver::sys::{
     CUlaunchAttributeValue, CUlaunchConfig, CUmodule, CUstream,
 };
 
-use super::{CudaKernels, LinearArguments, argument, attribute, driver_error, load_function, load_module};
+use super::module::{Ptx, load_function, ptx};
+use super::{CudaKernels, LinearArguments, argument, attribute, driver_error};
 use crate::error::KernelError;
 use crate::phase::Phase;
 use crate::plan::THREADS;
@@ -23,17 +24,14 @@ pub(super) const NAMES: [&str; 5] = [
     "persistent_steps_f16acc",
 ];
 
-macro_rules! ptx {
-    ($($precision:literal),*) => {
-        [$([
-            concat!(include_str!(concat!("../../ptx/persistent_", $precision, ".ptx")), "\0"),
-            concat!(include_str!(concat!("../../ptx/persistent_cluster_", $precision, ".ptx")), "\0"),
-        ],)*]
-    };
-}
-
-/// PTX by precision, each with a NUL at its end: for any GPU, and for those that have clusters.
-pub(super) const PTX: [[&str; 2]; 5] = ptx!("f32", "tf32", "bf16", "f16", "f16acc");
+/// PTX by precision: for any GPU, and for those that have clusters.
+pub(super) const PTX: [[Ptx; 2]; 5] = [
+    [ptx!("persistent_f32"), ptx!("persistent_cluster_f32")],
+    [ptx!("persistent_tf32"), ptx!("persistent_cluster_tf32")],
+    [ptx!("persistent_bf16"), ptx!("persistent_cluster_bf16")],
+    [ptx!("persistent_f16"), ptx!("persistent_cluster_f16")],
+    [ptx!("persistent_f16acc"), ptx!("persistent_cluster_f16acc")],
+];
 
 /// Phases that the kernel's parameters have room for.
 pub(crate) const MOST_PHASES: usize = 32;
@@ -214,7 +212,7 @@ impl CudaKernels {
             return Ok(loaded);
         }
         let has_clusters = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 9;
-        let module = load_module(PTX[precision as usize][usize::from(has_clusters)], name(precision))?;
+        let module = PTX[precision as usize][usize::from(has_clusters)].load(name(precision))?;
         let loaded = load_function(module, name(precision))
             .and_then(|function| PersistentKernel::new(module, function, self.shared_limit, has_clusters));
         match loaded {

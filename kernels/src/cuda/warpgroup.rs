@@ -10,7 +10,8 @@ use cudarc::driver::sys::{
     CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
 
-use super::{LinearArguments, argument, driver_error, load_function, load_module};
+use super::module::{Ptx, load_function, ptx};
+use super::{LinearArguments, argument, driver_error};
 use crate::error::KernelError;
 use crate::ops::grid;
 use crate::plan::{BackwardPlan, Choice, Plan, Product, Tile, streams};
@@ -58,14 +59,14 @@ macro_rules! f32_names {
 pub(super) const NAMES: [&[&str]; 5] =
     [half_names!("bf16"), half_names!("f16"), half_names!("f16acc"), f32_names!("tf32"), f32_names!("f32x3")];
 
-macro_rules! ptx {
-    ($($precision:literal),*) => {
-        [$(concat!(include_str!(concat!("../../ptx/linear_hopper_", $precision, ".ptx")), "\0"),)*]
-    };
-}
-
-/// PTX by precision, each with a NUL at its end.
-pub(super) const PTX: [&str; 5] = ptx!("bf16", "f16", "f16acc", "tf32", "f32x3");
+/// PTX by precision, in the same order.
+pub(super) const PTX: [Ptx; 5] = [
+    ptx!("linear_hopper_bf16"),
+    ptx!("linear_hopper_f16"),
+    ptx!("linear_hopper_f16acc"),
+    ptx!("linear_hopper_tf32"),
+    ptx!("linear_hopper_f32x3"),
+];
 
 fn index(precision: Precision) -> Option<usize> {
     match precision {
@@ -111,7 +112,7 @@ impl WarpgroupKernels {
     /// Those of a precision, if there are any.
     pub(super) fn load(precision: Precision, multiprocessors: u32) -> Result<Option<Self>, KernelError> {
         let Some(index) = index(precision) else { return Ok(None) };
-        let module = load_module(PTX[index], NAMES[index][0])?;
+        let module = PTX[index].load(NAMES[index][0])?;
         let load = |(&name, bytes): (&&'static str, u32)| {
             let function = load_function(module, name)?;
             let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;

@@ -1,84 +1,15 @@
-//! What a classifier says, and how often it is right; kernels in `cuda/accuracy.cu`.
+//! How often a classifier is right; kernel in `cuda/accuracy.cu`.
 
 use cudarc::driver::sys::CUstream;
 
-use super::{F32, ROWS_PER_BLOCK, U32, WARP_PER_ROW_THREADS, area, check_sizes, grid, total};
+use super::{F32, U32, area, check_sizes, total};
 use crate::cuda::{CudaKernels, Kernel, argument};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory, check_range};
 use crate::operation::{Operation, Work};
 
-/// `predictions[r]` = the first class with the greatest logit. NaN is never the greatest; a row of nothing but NaN and
-/// −∞ is class 0.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Argmax {
-    /// Rows: examples.
-    pub rows: u32,
-    /// Columns: classes.
-    pub classes: u32,
-    /// Address of the logits, `f32[rows,classes]`.
-    pub logits: u64,
-    /// Address of the predictions, `u32[rows]`, written.
-    pub predictions: u64,
-}
-
-/// Classes that a warp takes in one trip.
-const LANES: u64 = 32;
-
-impl Argmax {
-    fn check(&self) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])
-    }
-}
-
-impl Operation for Argmax {
-    fn name(&self) -> &'static str {
-        Kernel::Argmax.name()
-    }
-
-    fn work(&self) -> Work {
-        let elements = area(self.rows, self.classes);
-        Work {
-            kernel: self.name(),
-            blocks: u64::from(self.rows).div_ceil(ROWS_PER_BLOCK),
-            iterations: u64::from(self.classes).div_ceil(LANES),
-            bytes: total([(elements, F32), (self.rows.into(), U32)]),
-            flops: elements,
-        }
-    }
-
-    fn buffers(&self) -> Vec<(u64, u64)> {
-        let elements = area(self.rows, self.classes);
-        vec![(self.logits, total([(elements, F32)])), (self.predictions, total([(self.rows.into(), U32)]))]
-    }
-
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let arguments =
-            [argument(&self.logits), argument(&self.predictions), argument(&self.rows), argument(&self.classes)];
-        // SAFETY: two addresses and two u32, as `accuracy.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(Kernel::Argmax, blocks, WARP_PER_ROW_THREADS, stream, arguments) }
-    }
-
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (logits, predictions) = unsafe {
-            (
-                buffers.read::<f32>(self.logits, area(self.rows, self.classes))?,
-                buffers.write::<u32>(self.predictions, self.rows.into())?,
-            )
-        };
-        for (row, prediction) in logits.chunks_exact(self.classes as usize).zip(predictions) {
-            *prediction = first_greatest(row);
-        }
-        Ok(())
-    }
-}
-
-/// `out[0]` = number of rows whose [`Argmax`] is the label.
+/// `out[0]` = number of rows whose label is the first class with the greatest logit. NaN is never the greatest; a row of
+/// nothing but NaN and −∞ is class 0.
 ///
 /// A label that is no class is an error on the host; on a GPU the row counts as wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

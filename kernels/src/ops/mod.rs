@@ -14,7 +14,7 @@ mod relu;
 mod sgd;
 mod softmax_loss;
 
-pub use accuracy::{Argmax, CountCorrect};
+pub use accuracy::CountCorrect;
 pub use bias::{AddBias, BiasGradient};
 pub use convert::ConvertElements;
 pub use cursor::AdvanceCursor;

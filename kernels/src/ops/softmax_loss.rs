@@ -41,7 +41,7 @@ pub struct SoftmaxLoss {
     pub scale: f32,
     /// Address of the mean of the losses, `f32[1]`, written; with a cursor, that of step 0.
     pub loss: u64,
-    /// Address of the number of rows whose [`Argmax`](crate::Argmax) is the label, `u32[1]`, written, if it is wanted.
+    /// Address of the number of rows whose first class with the greatest logit is the label, `u32[1]`, written, if it is wanted.
     pub correct: Option<u64>,
     /// Address of the number of the step, `u32[1]`, if each step's mean goes behind that of the one before.
     pub cursor: Option<u64>,

@@ -19,7 +19,7 @@ pub(crate) use gather::{Picked, gather_labels, gather_rows_f32, gather_rows_u8};
 pub(crate) use layers::{add_bias, bias_gradient, convert, fill, gemm, relu, relu_backward, sgd};
 pub(crate) use linear::{How, backward_input, choices, forward, update, weight_gradient};
 pub(crate) use outputs::{
-    ALL_BUT_ADVANCE, EVALUATION, TRAINING, advance_cursor, argmax, count_correct, cross_entropy_loss, mean_loss,
+    ALL_BUT_ADVANCE, EVALUATION, TRAINING, advance_cursor, count_correct, cross_entropy_loss, mean_loss,
     softmax_cross_entropy, softmax_loss,
 };
 
@@ -194,7 +194,6 @@ fn whole_matrices() -> Vec<Case> {
         for range in [1.0, 10.0, 1000.0] {
             cases.push(cross_entropy_loss(rows, classes, range, 8));
         }
-        cases.push(argmax(rows, classes, 9));
         cases.push(count_correct(rows, classes, 10));
         cases.extend([false, true].map(|cursor| mean_loss(rows, cursor, 11)));
     }

@@ -1,8 +1,6 @@
 //! Losses and accuracy.
 
-use kernels::{
-    AdvanceCursor, Argmax, CountCorrect, CrossEntropyLoss, Element, MeanLoss, SoftmaxCrossEntropy, SoftmaxLoss,
-};
+use kernels::{AdvanceCursor, CountCorrect, CrossEntropyLoss, Element, MeanLoss, SoftmaxCrossEntropy, SoftmaxLoss};
 
 use super::{
     Data, POISON, area, case, exact, gradient_tolerance, input, loss_tolerance, stored_tolerance, sum_tolerance,
@@ -196,16 +194,6 @@ fn greatest(logits: &[f32], classes: u32) -> Vec<u32> {
         (0..row.len()).rev().max_by(|x, y| number(x).total_cmp(&number(y))).unwrap_or_default() as u32
     };
     logits.chunks(classes as usize).map(of_row).collect()
-}
-
-pub(crate) fn argmax(rows: u32, classes: u32, seed: u64) -> Case {
-    let (logits, greatest) = logits_with_ties(&mut Data::new(seed), rows, classes);
-    case(&format!("{rows}x{classes}"), vec![input(&logits), exact(&greatest)], move |at| Argmax {
-        rows,
-        classes,
-        logits: at[0],
-        predictions: at[1],
-    })
 }
 
 pub(crate) fn count_correct(rows: u32, classes: u32, seed: u64) -> Case {
