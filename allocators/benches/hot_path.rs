@@ -13,7 +13,12 @@ use vramlab::histories::workload::{self, Sequence, Slots};
 use vramlab::instruments::{EventTrace, Timed};
 use vramlab::{AllocatorSettings, BackendKind, DeviceAllocator, Driver, NullDriver, StreamId};
 
-const STREAM: StreamId = StreamId(1);
+const STREAM: StreamId = stream(1);
+
+const fn stream(number: u64) -> StreamId {
+    // SAFETY: given to the null device only, which checks none.
+    unsafe { StreamId::from_raw(number) }
+}
 /// Operations in one iteration, so that a look at the clock is nothing beside them.
 const BATCH: usize = 1_000;
 const STEPS: usize = 16_000;
@@ -60,7 +65,7 @@ fn in_threads(allocator: &dyn DeviceAllocator, threads: u64, rounds: u64) -> Dur
                 let ready = &ready;
                 scope.spawn(move || {
                     let sequence = Sequence::new(at, 64, STEPS);
-                    let mut slots = Slots::fill(allocator, StreamId(at), &sequence.fill).unwrap();
+                    let mut slots = Slots::fill(allocator, stream(at), &sequence.fill).unwrap();
                     slots.run(&sequence.steps[..BATCH]).unwrap();
                     ready.wait();
                     for batch in sequence.steps.chunks_exact(BATCH).cycle().take(rounds as usize) {

@@ -27,9 +27,9 @@ pub use cost::InstrumentCost;
 pub use cuda::{CudaDeviceInfo, CudaDriver, CudaUnavailable, CudaVersion};
 pub use error::DriverError;
 pub use faulty::FaultyDriver;
-pub use graph::{GraphDriver, GraphId, GraphMemory};
+pub use graph::{GraphDriver, GraphMemory};
 pub use hooked::{CallArguments, CallResult, Hook, HookedDriver};
-pub use ids::{DeviceAddr, EventId, PhysicalHandle, PoolId, StreamId};
+pub use ids::{DeviceAddr, EventId, GraphId, PhysicalHandle, PoolId, StreamId};
 pub use metered::{CallEvent, CallObserver, IdleCosts, MeteredDriver};
 pub use null::NullDriver;
 pub use sim::{HostRoom, Profile, SimDriver};
@@ -96,8 +96,21 @@ pub struct DeviceDescription {
 ///
 /// # Errors
 /// Every fallible call returns [`DriverError`] with the driver's code; running out of memory is
-/// `CUDA_ERROR_OUT_OF_MEMORY`. Errors of earlier asynchronous work can surface at any later call.
-pub trait Driver: Send + Sync + fmt::Debug {
+/// `CUDA_ERROR_OUT_OF_MEMORY`. Errors of earlier asynchronous work can surface at any later call. A handle that this driver
+/// did not make, or that was destroyed, is an error (`CUDA_ERROR_INVALID_HANDLE`) wherever it would matter.
+///
+/// # Captures
+/// Work that is queued while its stream is captured runs at each launch of the graph. What an unsafe call below asks for
+/// "until the stream has passed it" is then asked for until the graph is destroyed.
+///
+/// # Safety
+/// Unsafe code builds on what an implementation answers:
+/// - memory from [`host_alloc`](Self::host_alloc) is as large as asked for, initialised, and nobody else's until it is freed;
+/// - an address range from [`mem_alloc`](Self::mem_alloc), [`PoolDriver::mem_alloc_async`] or
+///   [`VmmDriver::address_reserve`] is nobody else's until it is freed;
+/// - safe methods, here and of [`pools`](Self::pools), [`vmm`](Self::vmm) and [`graphs`](Self::graphs), are sound for
+///   whatever arguments: handles of another driver and of things that are gone included.
+pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// What this device is.
     fn describe(&self) -> DeviceDescription;
 

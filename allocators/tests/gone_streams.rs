@@ -5,7 +5,7 @@ mod common;
 
 use common::{GIB, KIB, MIB, allocate, build, check_nothing_held, check_stats, free, sim, work};
 use std::sync::Arc;
-use vramlab::instruments::{Checker, Limit};
+use vramlab::instruments::Limit;
 use vramlab::{
     AllocError, BackendKind, Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, Request,
     SimDriver, SimMemory, StreamId,
@@ -251,7 +251,7 @@ fn the_checker_tells_a_block_of_another_device_from_its_own() {
     mine.free(own).unwrap();
     let driver: Arc<dyn Driver> = sim(GIB, SimMemory::Host);
     let stream = driver.stream_create().unwrap();
-    let checker = Checker::new(build(BackendKind::Caching, &driver), Arc::clone(&driver));
+    let checker = common::checker(build(BackendKind::Caching, &driver), Arc::clone(&driver));
     let held = allocate(&checker, BYTES, stream).unwrap();
     assert_eq!(held.addr(), foreign.addr());
     assert!(matches!(free(&checker, foreign, stream), Err(AllocError::Violation(_))));

@@ -3,10 +3,10 @@
 
 mod common;
 
-use common::{GIB, KIB, MIB, Random, allocate, build, fill, free, sim};
+use common::{GIB, KIB, MIB, Random, allocate, build, fill, free, launch, sim};
 use std::sync::Arc;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Timed, TraceAction};
+use vramlab::instruments::{EventTrace, Limit, Nvtx, NvtxMode, Timed, TraceAction};
 use vramlab::{
     AllocError, AllocatorSettings, BackendKind, CallKind, CaptureId, DeviceAllocator, Driver, GraphId, MeteredDriver,
     SimDriver, SimMemory, StreamId,
@@ -25,7 +25,7 @@ fn end(driver: &dyn Driver, allocator: &dyn DeviceAllocator, id: CaptureId, stre
 }
 
 fn release(driver: &dyn Driver, allocator: &dyn DeviceAllocator, (id, graph): (CaptureId, GraphId), stream: StreamId) {
-    driver.graphs().unwrap().graph_launch(graph, stream).unwrap();
+    launch(driver.graphs().unwrap(), graph, stream).unwrap();
     driver.stream_synchronize(stream).unwrap();
     // SAFETY: captured by a test, used by nobody else, and its launch was waited for.
     unsafe { driver.graphs().unwrap().graph_destroy(graph) }.unwrap();
@@ -94,7 +94,7 @@ fn instruments_change_no_address_of_a_capture() {
         allocator = Arc::new(Timed::new(allocator, driver.clock()));
         allocator = Arc::new(EventTrace::new(allocator, driver.clock()));
         allocator = Arc::new(Nvtx::new(allocator, Ranges::new(NvtxMode::Off)));
-        let checker = Arc::new(Checker::new(allocator, Arc::clone(&driver)));
+        let checker = Arc::new(common::checker(allocator, Arc::clone(&driver)));
         let seen = addresses(driver.as_ref(), checker.as_ref(), stream);
         assert_eq!(seen.len(), expected.len());
         assert_eq!(seen.into_iter().zip(expected).find(|(a, b)| a != b), None, "{kind}");
@@ -105,7 +105,7 @@ fn instruments_change_no_address_of_a_capture() {
 #[test]
 fn the_checker_queues_nothing_in_a_capture_and_goes_on_after_it() {
     let (sim, meter, driver) = metered(SimMemory::Host);
-    let checker = Checker::new(build(BackendKind::Caching, &driver), Arc::clone(&driver));
+    let checker = common::checker(build(BackendKind::Caching, &driver), Arc::clone(&driver));
     let (stream, other) = (sim.stream_create().unwrap(), sim.stream_create().unwrap());
     let before = allocate(&checker, 4096, stream).unwrap();
     let queued = || meter.counts().get(CallKind::Memset).count + meter.counts().get(CallKind::CopyToHost).count;
@@ -136,7 +136,7 @@ struct Forgetful(Arc<dyn DeviceAllocator>);
 impl DeviceAllocator for Forgetful {
     fn capture_begin(&self, _stream: StreamId) -> Result<CaptureId, AllocError> {
         // A capture of a stream that nobody uses.
-        self.0.capture_begin(StreamId(u64::MAX))
+        self.0.capture_begin(common::stream(u64::MAX))
     }
 
     fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
@@ -189,7 +189,7 @@ impl DeviceAllocator for Forgetful {
 fn the_checker_finds_memory_of_a_graph_in_other_hands() {
     let (sim, _, driver) = metered(SimMemory::Host);
     let inner = Arc::new(Forgetful(build(BackendKind::Caching, &driver)));
-    let checker = Checker::new(inner, Arc::clone(&driver));
+    let checker = common::checker(inner, Arc::clone(&driver));
     let stream = sim.stream_create().unwrap();
     let id = checker.capture_begin(stream).unwrap();
     let block = allocate(&checker, 4096, stream).unwrap();

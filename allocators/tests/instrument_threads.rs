@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use vramlab::device::{Clock, MonotonicClock};
 use vramlab::instruments::{EventTrace, Operation, Timed, TraceAction, TraceEvent};
-use vramlab::{BackendKind, DeviceAllocator, Driver, NullDriver, StreamId};
+use vramlab::{BackendKind, DeviceAllocator, Driver, NullDriver};
 
 const THREADS: u64 = 8;
 const PAIRS: u64 = 30_000;
@@ -33,7 +33,7 @@ fn backend() -> Arc<dyn DeviceAllocator> {
 /// Allocates and frees from several threads on one stream, so that addresses pass from thread to thread; some blocks
 /// are held for a while.
 fn work(allocator: &dyn DeviceAllocator, stop: &AtomicBool) {
-    let stream = StreamId(1);
+    let stream = common::stream(1);
     let running = AtomicU64::new(THREADS);
     thread::scope(|scope| {
         for seed in 0..THREADS {

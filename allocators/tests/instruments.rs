@@ -163,7 +163,7 @@ fn a_limit_counts_rounding_and_forgets_a_block_whose_free_failed() {
 }
 
 fn checked(bench: &Bench) -> Checker {
-    Checker::new(build(BackendKind::Caching, &bench.driver), Arc::clone(&bench.driver))
+    common::checker(build(BackendKind::Caching, &bench.driver), Arc::clone(&bench.driver))
 }
 
 #[test]
@@ -231,7 +231,7 @@ fn the_checker_does_not_poison_what_another_stream_may_still_read() {
     let meter = Arc::new(MeteredDriver::new(Arc::clone(&sim) as _, None, None));
     let driver: Arc<dyn Driver> = Arc::clone(&meter) as _;
     let (owner, user) = (sim.stream_create().unwrap(), sim.stream_create().unwrap());
-    let checker = Checker::new(build(BackendKind::Caching, &driver), Arc::clone(&driver));
+    let checker = common::checker(build(BackendKind::Caching, &driver), Arc::clone(&driver));
     let block = allocate(&checker, 4096, owner).unwrap();
     let addr = block.addr();
     fill(sim.as_ref(), addr, 1, 4096, owner);
@@ -251,7 +251,7 @@ fn the_checker_leaks_nothing_when_its_own_calls_fail() {
     let bench = bench(SimMemory::Host);
     let faulty = Arc::new(FaultyDriver::new(Arc::clone(&bench.driver)));
     let driver: Arc<dyn Driver> = Arc::clone(&faulty) as _;
-    let checker = Checker::new(build(BackendKind::Caching, &driver), Arc::clone(&driver));
+    let checker = common::checker(build(BackendKind::Caching, &driver), Arc::clone(&driver));
     for (kind, skip) in [(CallKind::Memset, 0), (CallKind::Memset, 1), (CallKind::CopyToHost, 0)] {
         for _ in 0..2 {
             faulty.fail(kind, skip, DriverError::ILLEGAL_ADDRESS);
@@ -306,7 +306,7 @@ fn instruments_change_no_address() {
         allocator = Arc::new(Timed::new(allocator, driver.clock()));
         allocator = Arc::new(EventTrace::new(allocator, driver.clock()));
         allocator = Arc::new(Nvtx::new(allocator, Ranges::new(NvtxMode::Off)));
-        let checker = Arc::new(Checker::new(allocator, Arc::clone(&driver)));
+        let checker = Arc::new(common::checker(allocator, Arc::clone(&driver)));
         let differs = addresses(checker.as_ref(), &bench).into_iter().zip(expected).find(|(a, b)| a != b);
         assert_eq!(differs, None, "{kind}");
         assert!(checker.report().is_clean(), "{kind}: {:?}", checker.report());

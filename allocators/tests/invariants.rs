@@ -101,6 +101,7 @@ fn unsafe_code_is_where_it_is_expected() {
         "allocators/src/device.rs",                  // the contracts of a device
         "allocators/src/device/cuda",                // CUDA
         "allocators/src/device/graph.rs",            // the contract of a graph
+        "allocators/src/device/ids.rs",              // the contract of a handle
         "allocators/src/device/hooked.rs",           // passes contracts on
         "allocators/src/device/faulty.rs",           // a hook
         "allocators/src/device/metered.rs",          // frees what it measures with

@@ -57,7 +57,8 @@ impl Scripted {
     }
 }
 
-impl Driver for Scripted {
+// SAFETY: addresses are what the script says and nobody uses them, and the null device has no memory.
+unsafe impl Driver for Scripted {
     fn describe(&self) -> DeviceDescription {
         self.null.describe()
     }
@@ -78,7 +79,7 @@ impl Driver for Scripted {
         self.done(Ok(()))
     }
     fn stream_create(&self) -> DriverResult<StreamId> {
-        self.done(Ok(StreamId(1)))
+        self.done(Ok(STREAM))
     }
     unsafe fn stream_destroy(&self, _stream: StreamId) -> DriverResult<()> {
         self.done(Ok(()))
@@ -96,7 +97,7 @@ impl Driver for Scripted {
         self.done(Ok(()))
     }
     fn event_create(&self, _timing: bool) -> DriverResult<EventId> {
-        self.done(Ok(EventId(1)))
+        self.done(Ok(EVENT))
     }
     unsafe fn event_destroy(&self, _event: EventId) -> DriverResult<()> {
         self.done(Ok(()))
@@ -168,7 +169,9 @@ struct Bench {
     events: Arc<Mutex<Vec<CallEvent>>>,
 }
 
-const STREAM: StreamId = StreamId(1);
+const STREAM: StreamId = common::stream(1);
+// SAFETY: the scripted device checks no events.
+const EVENT: EventId = unsafe { EventId::from_raw(1) };
 const BASE: u64 = 1 << 40;
 
 impl Bench {
@@ -279,7 +282,7 @@ fn a_synchronise_waits_for_what_exceeds_its_idle_cost() {
     let bench = Bench::silent();
     for (takes, waits) in [(300, 0), (400, 0), (401, 1), (10_400, 10_000)] {
         assert_eq!(bench.blocked(takes, |driver| driver.stream_synchronize(STREAM)), waits);
-        assert_eq!(bench.blocked(takes, |driver| driver.event_synchronize(EventId(1))), waits);
+        assert_eq!(bench.blocked(takes, |driver| driver.event_synchronize(EVENT)), waits);
         assert_eq!(bench.blocked(takes + 100, |driver| driver.device_synchronize()), waits);
     }
 }
@@ -288,9 +291,9 @@ fn a_synchronise_waits_for_what_exceeds_its_idle_cost() {
 fn calls_that_only_queue_never_wait() {
     let bench = Bench::silent();
     let addr = DeviceAddr::new(BASE).unwrap();
-    assert_eq!(bench.blocked(1_000_000, |driver| driver.event_query(EventId(1))), 0);
-    assert_eq!(bench.blocked(1_000_000, |driver| driver.event_record(EventId(1), STREAM)), 0);
-    assert_eq!(bench.blocked(1_000_000, |driver| driver.stream_wait_event(STREAM, EventId(1))), 0);
+    assert_eq!(bench.blocked(1_000_000, |driver| driver.event_query(EVENT)), 0);
+    assert_eq!(bench.blocked(1_000_000, |driver| driver.event_record(EVENT, STREAM)), 0);
+    assert_eq!(bench.blocked(1_000_000, |driver| driver.stream_wait_event(STREAM, EVENT)), 0);
     assert_eq!(bench.blocked(1_000_000, |driver| driver.mem_info()), 0);
     // SAFETY: the device has no memory.
     assert_eq!(bench.blocked(1_000_000, |driver| unsafe { driver.fill_bytes(addr, 0, 1, STREAM) }), 0);
@@ -341,7 +344,7 @@ fn a_device_that_tells_is_believed() {
     for idle in [None, Some(idle())] {
         let bench = Bench::new(true, idle);
         bench.script.waits_ns.store(700, SeqCst);
-        assert_eq!(bench.blocked(1_000, |driver| driver.event_query(EventId(1))), 700);
+        assert_eq!(bench.blocked(1_000, |driver| driver.event_query(EVENT)), 700);
         assert_eq!(bench.blocked(1_000_000, |driver| driver.stream_synchronize(STREAM)), 0);
         bench.script.waits_ns.store(9, SeqCst);
         let launch = || {

@@ -118,7 +118,7 @@ fn threads_that_take_turns_have_exact_peaks() {
     let caching = Caching::new(Arc::new(NullDriver::new(1 << 40)), CachingSettings::default());
     let mut held = Vec::new();
     for turn in 0..20u64 {
-        let stream = StreamId(1 + turn % 3);
+        let stream = common::stream(1 + turn % 3);
         let caching = &caching;
         let take = move || allocate(caching, 100 * (turn + 1), stream).unwrap();
         held.push((thread::scope(|scope| scope.spawn(take).join()).unwrap(), stream));
@@ -142,7 +142,7 @@ fn threads_at_once_have_peaks_that_are_no_less_than_what_was_held() {
         for number in 0..THREADS {
             let (caching, together) = (&caching, &together);
             scope.spawn(move || {
-                let stream = StreamId(number + 1);
+                let stream = common::stream(number + 1);
                 for round in 0..2_000u64 {
                     let block = allocate(caching, 512 * (1 + round % 7), stream).unwrap();
                     free(caching, block, stream).unwrap();
@@ -166,7 +166,7 @@ fn peaks_that_are_bounds_say_so() {
     let caching = Caching::new(Arc::new(NullDriver::new(1 << 40)), CachingSettings::default());
     // More changes of thread than are followed.
     for turn in 0..200u64 {
-        let stream = StreamId(1 + turn % 2);
+        let stream = common::stream(1 + turn % 2);
         let round = || free(&caching, allocate(&caching, MIB, stream).unwrap(), stream).unwrap();
         thread::scope(|scope| scope.spawn(round).join()).unwrap();
     }

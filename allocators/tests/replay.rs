@@ -100,7 +100,7 @@ fn check_refusals(history: &History, recorder: &Recorder) {
     for (told, held) in told.iter().rev().zip(recorder.refusals.iter().rev()) {
         let (mut all, mut live, mut streams) = (Held::default(), 0, BTreeMap::<u64, Held>::new());
         for segment in &held.segments {
-            for held in [&mut all, streams.entry(segment.stream.0).or_default()] {
+            for held in [&mut all, streams.entry(segment.stream.get()).or_default()] {
                 held.reserved_bytes += segment.bytes;
                 for block in &segment.blocks {
                     match block.state {

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{GIB, MIB, fill, free_bytes, ready_ns, sim, work};
+use common::{GIB, MIB, fill, free_bytes, launch, ready_ns, sim, work};
 use std::sync::Arc;
 use vramlab::device::PoolId;
 use vramlab::{
@@ -47,7 +47,7 @@ fn a_launch_costs_the_host_one_call_and_the_device_a_gap_for_each_node() {
         sim.stream_synchronize(stream).unwrap();
         for _ in 0..3 {
             let start = clock.now_ns();
-            sim.graph_launch(graph, stream).unwrap();
+            launch(sim.as_ref(), graph, stream).unwrap();
             assert_eq!(clock.now_ns() - start, costs.launch_ns, "{nodes} nodes");
             let kernel = sim.profile().kernel_ns("test", 1, 1, 2_000 * 4300, 0.0);
             let expected = start + costs.launch_ns + queues.start_latency_ns + nodes * (kernel + costs.node_gap_ns);
@@ -67,13 +67,13 @@ fn launches_of_one_graph_run_one_after_another() {
     sim.capture_begin(streams[0]).unwrap();
     work(&sim, streams[0], 1_000_000);
     let graph = sim.capture_end(streams[0]).unwrap();
-    sim.graph_launch(graph, streams[0]).unwrap();
+    launch(sim.as_ref(), graph, streams[0]).unwrap();
     let first = ready_ns(&sim, streams[0]);
-    sim.graph_launch(graph, streams[1]).unwrap();
+    launch(sim.as_ref(), graph, streams[1]).unwrap();
     assert!(ready_ns(&sim, streams[1]) >= first + 1_000_000);
     sim.device_synchronize().unwrap();
     destroy(&sim, graph);
-    assert_eq!(sim.graph_launch(graph, streams[0]).unwrap_err().code, DriverError::INVALID_HANDLE);
+    assert_eq!(launch(sim.as_ref(), graph, streams[0]).unwrap_err().code, DriverError::INVALID_HANDLE);
 }
 
 #[test]
@@ -130,7 +130,7 @@ fn a_stream_that_waits_for_the_capture_joins_it() {
     let graph = sim.capture_end(origin).unwrap();
     assert!(!sim.stream_is_capturing(other).unwrap());
     let busy = sim.busy_ns();
-    sim.graph_launch(graph, origin).unwrap();
+    launch(sim.as_ref(), graph, origin).unwrap();
     assert_eq!(sim.busy_ns() - busy, 2 * sim.profile().kernel_ns("test", 1, 1, 1_000 * 4300, 0.0));
     sim.device_synchronize().unwrap();
     destroy(&sim, graph);
@@ -149,10 +149,10 @@ fn captured_copies_and_fills_take_their_time_at_each_launch() {
     fill(sim.as_ref(), addr, 0, MIB, stream);
     let graph = sim.capture_end(stream).unwrap();
     let busy = sim.busy_ns();
-    sim.graph_launch(graph, stream).unwrap();
+    launch(sim.as_ref(), graph, stream).unwrap();
     let first = sim.busy_ns() - busy;
     assert!(first > sim.profile().copies.to_device_ns.at(4096));
-    sim.graph_launch(graph, stream).unwrap();
+    launch(sim.as_ref(), graph, stream).unwrap();
     // By then the data are in the cache.
     assert!(sim.busy_ns() - busy - first <= first);
     sim.device_synchronize().unwrap();

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use vramlab::backends::CachingSettings;
-use vramlab::instruments::{Checker, assert_layout};
+use vramlab::instruments::assert_layout;
 use vramlab::{
     AllocatorSettings, BackendKind, Block, DeviceAllocator, Driver, NullDriver, PoolSettings, SimMemory, StreamId,
 };
@@ -146,7 +146,7 @@ impl Rig {
 /// Every byte poisoned and verified, and every overlap found.
 fn with_the_checker(kind: BackendKind, limit: Option<u64>) {
     let rig = Rig::new(kind, sim(GIB, SimMemory::Host), limit, 20);
-    let checker = Checker::new(Arc::clone(&rig.allocator), Arc::clone(&rig.driver));
+    let checker = common::checker(Arc::clone(&rig.allocator), Arc::clone(&rig.driver));
     rig.run(&checker, operations(1_500), limit);
     let report = checker.report();
     assert!(report.is_clean(), "{:?} {:?}", report.violations, report.live);

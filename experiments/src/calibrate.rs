@@ -74,7 +74,7 @@ impl Bench {
     fn launch(&self, operation: &dyn Operation) -> Result<()> {
         match &self.engine {
             // SAFETY: the kernels belong to this driver's context, and all operations here work inside the buffer.
-            Engine::Cuda(kernels, _) => unsafe { operation.launch(kernels, CudaDriver::raw_stream(self.stream)) }?,
+            Engine::Cuda(kernels, driver) => unsafe { operation.launch(kernels, driver.raw_stream(self.stream)?) }?,
             Engine::Sim(driver) => {
                 let work = operation.work();
                 driver.launch(

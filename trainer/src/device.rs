@@ -272,10 +272,10 @@ impl Device {
         }
         self.driver.count(CallKind::KernelLaunch, stream, || -> Result<()> {
             match &self.engine {
-                Engine::Cuda { kernels, .. } => {
+                Engine::Cuda { kernels, driver } => {
                     // SAFETY: the kernels were loaded in the context that this stream belongs to; the caller keeps the
                     // addresses valid.
-                    unsafe { operation.launch(kernels, CudaDriver::raw_stream(stream)) }?;
+                    unsafe { operation.launch(kernels, driver.raw_stream(stream)?) }?;
                 }
                 Engine::Sim(driver) => {
                     let work = operation.work();
@@ -320,7 +320,8 @@ impl Device {
     fn name_in_profiler(&self) {
         self.ranges.name_thread("trainer");
         for (stream, name) in self.streams.names() {
-            self.ranges.name_stream(stream, name);
+            // SAFETY: streams of the CUDA driver, which this is called for alone, as long as the device lives.
+            unsafe { self.ranges.name_stream(stream, name) };
         }
     }
 
@@ -369,7 +370,7 @@ fn launch_cost(driver: &Arc<CudaDriver>, kernels: &CudaKernels, stream: StreamId
         let start = clock.now_ns();
         // SAFETY: the kernels belong to this driver's context; the target holds the one value and is freed below,
         // after the synchronise.
-        unsafe { fill.launch(kernels, CudaDriver::raw_stream(stream)) }?;
+        unsafe { fill.launch(kernels, driver.raw_stream(stream)?) }?;
         Ok(clock.now_ns() - start)
     };
     let mut times = (0..LAUNCHES).map(timed).collect::<Result<Vec<u64>>>()?;

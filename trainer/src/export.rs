@@ -110,7 +110,7 @@ impl CallLog {
             kernel: kernel.map(str::to_owned),
             bytes: (event.bytes > 0).then_some(event.bytes),
             addr: event.addr.map(|addr| addr.get()),
-            stream: event.stream.map(|stream| stream.0),
+            stream: event.stream.map(|stream| stream.get()),
             path,
             ok: event.ok,
         });

@@ -67,13 +67,15 @@ impl Stack {
         }
         let mut checker = None;
         if settings.check {
-            let layer = Arc::new(Checker::new(top, device.driver()));
+            // SAFETY: the backend was built on this device's driver.
+            let layer = Arc::new(unsafe { Checker::new(top, device.driver()) });
             checker = Some(Arc::clone(&layer));
             top = layer;
             // It fills and reads memory, so its cost is the device's.
             let driver = device.driver();
             costs.push(measure_cost_on("check", 100, &driver, device.stream(), &|inner| {
-                Arc::new(Checker::new(inner, Arc::clone(&driver)))
+                // SAFETY: what is measured is built on this driver.
+                Arc::new(unsafe { Checker::new(inner, Arc::clone(&driver)) })
             })?);
         }
         Ok(Self { top, timed, trace, checker, costs })

@@ -263,7 +263,8 @@ impl Caching {
 #[inline(always)]
 fn mint(shard: &Shard, served: Served, requested: u64, path: Path) -> Block {
     let token = u64::from(shard.id) << 32 | u64::from(served.index);
-    Block::new(address(served.addr), served.bytes, requested, path, token)
+    // SAFETY: a shard hands out a part of a segment that no other record has, until it is given back to it.
+    unsafe { Block::new(address(served.addr), served.bytes, requested, path, token) }
 }
 
 impl DeviceAllocator for Caching {

@@ -8,14 +8,13 @@ use std::collections::BTreeMap;
 /// Captures by number; each keeps a `T`.
 #[derive(Debug)]
 pub(super) struct Captures<T> {
-    open: BTreeMap<StreamId, u64>,
-    all: BTreeMap<u64, (StreamId, T)>,
-    next: u64,
+    open: BTreeMap<StreamId, CaptureId>,
+    all: BTreeMap<CaptureId, (StreamId, T)>,
 }
 
 impl<T> Default for Captures<T> {
     fn default() -> Self {
-        Self { open: BTreeMap::new(), all: BTreeMap::new(), next: 0 }
+        Self { open: BTreeMap::new(), all: BTreeMap::new() }
     }
 }
 
@@ -28,7 +27,7 @@ pub(super) fn need_graphs(allocator: &'static str, driver: &dyn Driver) -> Resul
 }
 
 fn no_capture(allocator: &'static str, capture: CaptureId) -> AllocError {
-    AllocError::Capture { allocator, reason: format!("there is no capture {}, or it has been released", capture.0) }
+    AllocError::Capture { allocator, reason: format!("there is no capture {capture}, or it has been released") }
 }
 
 impl<T> Captures<T> {
@@ -45,16 +44,16 @@ impl<T> Captures<T> {
     /// An error if the stream is in a capture.
     pub(super) fn need_none_on(&self, allocator: &'static str, stream: StreamId) -> Result<(), AllocError> {
         let Some(open) = self.open.get(&stream) else { return Ok(()) };
-        let reason = format!("stream {} is in capture {open} already; end that one first", stream.0);
+        let reason = format!("stream {} is in capture {open} already; end that one first", stream.get());
         Err(AllocError::Capture { allocator, reason })
     }
 
     /// Opens a capture on a stream that is in none.
     pub(super) fn begin(&mut self, stream: StreamId, keeps: T) -> CaptureId {
-        self.next += 1;
-        self.open.insert(stream, self.next);
-        self.all.insert(self.next, (stream, keeps));
-        CaptureId(self.next)
+        let id = CaptureId::next();
+        self.open.insert(stream, id);
+        self.all.insert(id, (stream, keeps));
+        id
     }
 
     /// What the open capture of a stream keeps.
@@ -91,9 +90,9 @@ impl<T> Captures<T> {
         allocator: &'static str,
         capture: CaptureId,
     ) -> Result<(StreamId, &mut T), AllocError> {
-        let (stream, keeps) = self.all.get_mut(&capture.0).ok_or_else(|| no_capture(allocator, capture))?;
-        if self.open.get(stream) != Some(&capture.0) {
-            return Err(AllocError::Capture { allocator, reason: format!("capture {} has ended before", capture.0) });
+        let (stream, keeps) = self.all.get_mut(&capture).ok_or_else(|| no_capture(allocator, capture))?;
+        if self.open.get(stream) != Some(&capture) {
+            return Err(AllocError::Capture { allocator, reason: format!("capture {capture} has ended before") });
         }
         Ok((*stream, keeps))
     }
@@ -105,12 +104,12 @@ impl<T> Captures<T> {
 
     /// Forgets a capture that has ended; what it kept.
     pub(super) fn release(&mut self, allocator: &'static str, capture: CaptureId) -> Result<T, AllocError> {
-        let (stream, _) = self.all.get(&capture.0).ok_or_else(|| no_capture(allocator, capture))?;
-        if self.open.get(stream) == Some(&capture.0) {
-            let reason = format!("capture {} has not ended", capture.0);
+        let (stream, _) = self.all.get(&capture).ok_or_else(|| no_capture(allocator, capture))?;
+        if self.open.get(stream) == Some(&capture) {
+            let reason = format!("capture {capture} has not ended");
             return Err(AllocError::Capture { allocator, reason });
         }
-        let (_, keeps) = self.all.remove(&capture.0).ok_or_else(|| no_capture(allocator, capture))?;
+        let (_, keeps) = self.all.remove(&capture).ok_or_else(|| no_capture(allocator, capture))?;
         Ok(keeps)
     }
 }

@@ -302,7 +302,8 @@ impl DeviceAllocator for StreamOrdered {
         if !captured {
             self.watch_growth(&mut state, addr, bytes);
         }
-        Ok(Block::new(addr, bytes, bytes, path, self.id.get()))
+        // SAFETY: the pool has just handed out this memory, and it goes back with the block.
+        Ok(unsafe { Block::new(addr, bytes, bytes, path, self.id.get()) })
     }
 
     unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {

@@ -3,12 +3,14 @@
 use crate::client::Memory;
 use crate::contract::AllocError;
 use crate::contract::CaptureId;
-use crate::device::DriverError;
-use crate::device::{Driver, GraphDriver, GraphId, StreamId};
+use crate::device::{CallKind, Driver, DriverError, GraphDriver, GraphId, StreamId};
 use std::sync::Arc;
 
 /// A capture that is under way. Work that is queued on the stream, and buffers that are allocated on it, are those of the
 /// graph. Dropped, it ends without one.
+///
+/// The graph keeps the memory of the capture. Memory from before that captured work uses has to live as long as the graph:
+/// who queues that work promises it (see [`Driver`]).
 ///
 /// A capture can make [several graphs](Self::cut) that use the same memory one after another, as PyTorch's graphs of one pool
 /// do: what a first one frees serves the next.
@@ -201,12 +203,14 @@ impl Graph {
     /// on another stream than the last one first waits for that on the host.
     ///
     /// # Errors
-    /// Those of [`GraphDriver::graph_launch`] and of waiting.
-    ///
-    /// # Panics
-    /// When there is no graph of this number.
+    /// Those of [`GraphDriver::graph_launch`] and of waiting; `CUDA_ERROR_INVALID_HANDLE` when there is no graph of this
+    /// number.
     pub fn launch_nth(&mut self, number: usize, stream: StreamId) -> Result<(), DriverError> {
-        let Some((held, _)) = &self.held else { return Ok(()) };
+        let held = self.held.as_ref().map_or(&[][..], |(held, _)| held);
+        let Some(graph) = held.get(number).copied() else {
+            let context = format!("no graph {number} of {}", held.len());
+            return Err(DriverError::new(CallKind::GraphLaunch, DriverError::INVALID_HANDLE, context));
+        };
         if self.launched_on.last() != Some(&stream) {
             if let Some(before) = self.launched_on.last().filter(|_| held.len() > 1) {
                 self.driver.stream_synchronize(*before)?;
@@ -214,14 +218,9 @@ impl Graph {
             self.launched_on.retain(|other| *other != stream);
             self.launched_on.push(stream);
         }
-        graphs(self.driver.as_ref()).graph_launch(held[number], stream)
-    }
-
-    /// The driver's id, for launches past this type; of several graphs that of the first. Whoever launches it waits for the
-    /// last launch before the graph goes.
-    #[must_use]
-    pub fn id(&self) -> Option<GraphId> {
-        self.held.as_ref().and_then(|(graphs, _)| graphs.first().copied())
+        // SAFETY: the capture's memory is pinned: nobody else has its id, so nobody gives it up before this graph is gone. What
+        // else captured work uses, whoever queued it keeps until then (`Driver`, "Captures").
+        unsafe { graphs(self.driver.as_ref()).graph_launch(graph, stream) }
     }
 
     /// Waits for the last launch, destroys the graph and gives up its memory.

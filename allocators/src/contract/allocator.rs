@@ -5,6 +5,7 @@ use crate::contract::Stats;
 use crate::contract::{Ledger, Snapshot};
 use crate::device::{DeviceAddr, StreamId};
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Alignment that every backend guarantees, in bytes. CUDA promises 256 for `cuMemAlloc`.
 pub const GUARANTEED_ALIGN: u64 = 256;
@@ -132,8 +133,12 @@ impl fmt::Display for Path {
 
 /// A live block of device memory.
 ///
-/// Affine: neither `Clone` nor `Copy`, so freeing it twice does not compile.
+/// Affine: neither `Clone` nor `Copy`, so freeing it twice does not compile. Nor does making one up:
 ///
+/// ```compile_fail,E0133
+/// let addr = vramlab::DeviceAddr::new(4096).unwrap();
+/// let forged = vramlab::Block::new(addr, 512, 512, vramlab::Path::Hit, 0); // unsafe
+/// ```
 /// ```compile_fail,E0382
 /// fn twice(a: &dyn vramlab::DeviceAllocator, b: vramlab::Block, s: vramlab::StreamId) {
 ///     unsafe { a.deallocate(b, s) };
@@ -154,14 +159,19 @@ pub struct Block {
 const _: () = assert!(size_of::<Block>() == 32, "a block is written in two halves of 16 bytes");
 
 impl Block {
-    /// Mints a block; backends only. `token` is the backend's own name for it.
+    /// Mints a block, for implementations of [`DeviceAllocator`]. `token` is the allocator's own name for it; it tells blocks
+    /// of this allocator from those of others, also of its own kind, because devices hand out the same addresses.
     ///
-    /// Written in two halves, as a copy reads it: a processor hands a store on to a load at once only if the load lies
-    /// within it. Otherwise each copy of a block that was just made waits until the stores have left the processor: an
-    /// allocation that is freed at once took 23 ns with pieces that did not match, and takes 16 with these (Zen 3). Aligned,
-    /// so that no half lies in two cache lines.
+    /// # Safety
+    /// `addr` is a multiple of [`GUARANTEED_ALIGN`]. From there `bytes` bytes, at least `requested`, are device memory that
+    /// belongs to this block alone: no other live block shares a byte, and none is given back to the device or handed out
+    /// again before the block has come back to the allocator and its uses are done.
+    // Written in two halves, as a copy reads it: a processor hands a store on to a load at once only if the load lies
+    // within it. Otherwise each copy of a block that was just made waits until the stores have left the processor: an
+    // allocation that is freed at once took 23 ns with pieces that did not match, and takes 16 with these (Zen 3). Aligned,
+    // so that no half lies in two cache lines.
     #[inline(always)]
-    pub(crate) fn new(addr: DeviceAddr, bytes: u64, requested: u64, path: Path, token: u64) -> Self {
+    pub unsafe fn new(addr: DeviceAddr, bytes: u64, requested: u64, path: Path, token: u64) -> Self {
         debug_assert!(addr.get().is_multiple_of(GUARANTEED_ALIGN), "every backend aligns its blocks");
         // CAST: the discriminant.
         let place = addr.with_low_bits(path as u64);
@@ -187,7 +197,8 @@ impl Block {
     /// The same block, for an instrument to hand on: written as [`new`](Self::new) writes it.
     #[inline(always)]
     pub(crate) fn hand_on(self) -> Self {
-        Self::new(self.addr(), self.bytes, self.requested, self.path(), self.token)
+        // SAFETY: what held of the block that is consumed holds of this one.
+        unsafe { Self::new(self.addr(), self.bytes, self.requested, self.path(), self.token) }
     }
 
     /// First address.
@@ -217,8 +228,9 @@ impl Block {
         Path::ALL[(self.place.get() % GUARANTEED_ALIGN) as usize]
     }
 
-    /// The backend's own name for the block.
-    pub(crate) fn token(&self) -> u64 {
+    /// The allocator's own name for the block.
+    #[must_use]
+    pub fn token(&self) -> u64 {
         self.token
     }
 }
@@ -235,9 +247,26 @@ impl fmt::Debug for Block {
     }
 }
 
-/// A capture of the allocator that began it.
+/// A capture of the allocator that began it. No two captures of a process share one, so who was not given it cannot end or
+/// release a capture, and another allocator knows nothing of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct CaptureId(pub(crate) u64);
+pub struct CaptureId(u64);
+
+impl CaptureId {
+    /// The next one, for an allocator that begins a capture.
+    #[must_use]
+    pub fn next() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        // Relaxed: only uniqueness matters.
+        Self(NEXT.fetch_add(1, Relaxed))
+    }
+}
+
+impl fmt::Display for CaptureId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
 
 /// A device allocator: backends implement it, instruments wrap it.
 ///
@@ -359,7 +388,7 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// [`AllocError::CaptureLive`] when blocks of the capture are still held; [`AllocError::Driver`] when a free that
     /// waited was refused. The capture has ended in both cases. [`AllocError::Capture`] when it had before.
     fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
-        Err(AllocError::Capture { allocator: self.name(), reason: format!("there is no capture {}", capture.0) })
+        Err(AllocError::Capture { allocator: self.name(), reason: format!("there is no capture {capture}") })
     }
 
     /// Gives up the memory of a capture that has ended: its graph is gone and the last launch has finished. What is still
@@ -370,7 +399,7 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// [`AllocError::Capture`] when there is no such capture or it has not ended; [`AllocError::Driver`] when the driver
     /// refused to take memory back. What it refused is kept for the next request or [`trim`](Self::trim).
     fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
-        Err(AllocError::Capture { allocator: self.name(), reason: format!("there is no capture {}", capture.0) })
+        Err(AllocError::Capture { allocator: self.name(), reason: format!("there is no capture {capture}") })
     }
 }
 
@@ -383,7 +412,8 @@ mod tests {
         for (number, path) in (0u64..).zip(Path::ALL) {
             assert_eq!(path as u64, number, "a path is stored by its place in the order");
             let addr = DeviceAddr::new(0x7f00_0000_0100 + number * GUARANTEED_ALIGN).unwrap();
-            let made = || Block::new(addr, u64::MAX - number, number, path, number << 32 | 7);
+            // SAFETY: nobody uses it.
+            let made = || unsafe { Block::new(addr, u64::MAX - number, number, path, number << 32 | 7) };
             for block in [made(), made().hand_on()] {
                 assert_eq!((block.addr(), block.bytes(), block.requested()), (addr, u64::MAX - number, number));
                 assert_eq!((block.path(), block.token()), (path, number << 32 | 7));

@@ -176,14 +176,14 @@ pub enum AllocError {
 impl AllocError {
     /// An error for a block that `allocator` does not hold and that was to be freed.
     #[must_use]
-    pub(crate) fn foreign(allocator: &str, reason: &'static str, block: Block) -> Self {
+    pub fn foreign(allocator: &str, reason: &'static str, block: Block) -> Self {
         let (addr, bytes) = (block.addr().get(), block.bytes());
         Self::ForeignBlock { addr, bytes, allocator: allocator.into(), reason, block: Refused::new(block) }
     }
 
     /// The same for a block that the caller keeps.
     #[must_use]
-    pub(crate) fn not_held(allocator: &str, reason: &'static str, block: &Block) -> Self {
+    pub fn not_held(allocator: &str, reason: &'static str, block: &Block) -> Self {
         let (addr, bytes) = (block.addr().get(), block.bytes());
         Self::ForeignBlock { addr, bytes, allocator: allocator.into(), reason, block: Refused::default() }
     }

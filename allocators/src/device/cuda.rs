@@ -6,9 +6,11 @@
 //!   unloads the library;
 //! - **the context is current**: each call begins with `bind`, which makes this device's primary context the calling
 //!   thread's;
-//! - **ids are handles**: a [`StreamId`], [`EventId`](super::EventId) or [`PoolId`](super::PoolId) is the value of a handle that
-//!   this driver made. Handles are kept as numbers, so the driver is `Send` and `Sync` with no promise of ours; the API
-//!   itself may be called from any thread.
+//! - **handles are live**: what stands behind a [`StreamId`], [`EventId`], [`PoolId`](super::PoolId),
+//!   [`PhysicalHandle`](super::PhysicalHandle) or [`GraphId`](super::GraphId) is looked up in a table of what this driver made
+//!   and nobody destroyed, and an id that is not in it is an error. Who destroys something promises that no other call uses
+//!   it meanwhile. Handles are kept as numbers, so the driver is `Send` and `Sync` with no promise of ours; the API itself
+//!   may be called from any thread.
 //!
 //! The raw layer is used, not cudarc's safe one, because that one records events around every argument and decides by
 //! itself how memory is freed: both would show in the measurements.
@@ -17,16 +19,18 @@
 
 mod driver;
 mod graphs;
+mod handles;
 mod pools;
 mod probe;
 mod vmm;
 
 pub use probe::{CudaDeviceInfo, CudaUnavailable, CudaVersion};
 
-use super::{CallKind, DeviceAddr, DriverResult, StreamId};
+use super::{CallKind, DeviceAddr, DriverResult, EventId, StreamId};
 use crate::device::DriverError;
 use crate::device::MonotonicClock;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUevent, CUmemLocation, CUmemLocationType, CUresult, CUstream};
+use handles::Handles;
 use std::cell::Cell;
 use std::fmt;
 use std::ptr;
@@ -53,6 +57,7 @@ pub struct CudaDriver {
     info: CudaDeviceInfo,
     elapsed: ElapsedFn,
     clock: Arc<MonotonicClock>,
+    live: Handles,
 }
 
 impl CudaDriver {
@@ -89,6 +94,7 @@ impl CudaDriver {
             info,
             elapsed,
             clock: Arc::new(MonotonicClock::new()),
+            live: Handles::new(),
         };
         driver.bind_to_thread()?;
         Ok(driver)
@@ -106,10 +112,26 @@ impl CudaDriver {
         self.version
     }
 
-    /// The handle behind a stream, as kernel launches and libraries take it.
-    #[must_use]
-    pub fn raw_stream(stream: StreamId) -> CUstream {
-        raw_stream(stream)
+    /// The handle behind a stream of this driver, as kernel launches and libraries take it.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_INVALID_HANDLE` when this driver has no such stream.
+    pub fn raw_stream(&self, stream: StreamId) -> DriverResult<CUstream> {
+        self.stream(CallKind::KernelLaunch, stream)
+    }
+
+    /// CUDA's handle of a live stream of this driver.
+    #[inline]
+    fn stream(&self, call: CallKind, stream: StreamId) -> DriverResult<CUstream> {
+        // CAST: a handle is kept as its value.
+        self.live.streams.get(call, stream.get()).map(|raw| raw as CUstream)
+    }
+
+    /// CUDA's handle of a live event of this driver.
+    #[inline]
+    fn event(&self, call: CallKind, event: EventId) -> DriverResult<CUevent> {
+        // CAST: a handle is kept as its value.
+        self.live.events.get(call, event.get()).map(|raw| raw as CUevent)
     }
 
     /// Makes this device's context current on the calling thread. The methods here do so by themselves; call it before
@@ -227,11 +249,6 @@ fn address(call: CallKind, addr: u64) -> DriverResult<DeviceAddr> {
     DeviceAddr::new(addr).ok_or_else(|| {
         refusal(call, CUresult::CUDA_ERROR_INVALID_VALUE, "the driver handed out the address zero".into())
     })
-}
-
-fn raw_stream(stream: StreamId) -> CUstream {
-    // CAST: the id is the handle's value.
-    stream.0 as CUstream
 }
 
 /// A size as the driver takes it. Where the host has 32 bits a larger one becomes the largest, which the driver

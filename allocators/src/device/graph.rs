@@ -1,10 +1,6 @@
 //! Graphs: the work of a stream captured once and launched many times.
 
-use super::{DriverResult, StreamId};
-
-/// A graph that is ready to be launched, of the driver that made it (`CUgraphExec`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct GraphId(pub u64);
+use super::{DriverResult, GraphId, StreamId};
 
 /// The device's account of memory that graphs allocate for themselves, in bytes. One for the whole device, whoever made
 /// the graphs. Plain memory that captured kernels use is not in it.
@@ -44,9 +40,15 @@ pub trait GraphDriver {
     /// Ends the capture, also one that has become invalid, and throws away what was captured.
     fn capture_abort(&self, stream: StreamId) -> DriverResult<()>;
 
-    /// Queues everything that was captured: one call, whatever the number of kernels. Memory that captured kernels use must
-    /// still be there. Launches of one graph run one after another, also on different streams.
-    fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()>;
+    /// Queues everything that was captured: one call, whatever the number of kernels. Launches of one graph run one after
+    /// another, also on different streams.
+    ///
+    /// A graph that was destroyed, or that another driver made, is `CUDA_ERROR_INVALID_HANDLE`.
+    ///
+    /// # Safety
+    /// The memory that captured work uses has not been given back: blocks of the capture belong to the graph until
+    /// [`capture_release`](crate::DeviceAllocator::capture_release).
+    unsafe fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()>;
 
     /// Destroys a graph; the addresses of its stream-ordered allocations are free for other graphs.
     ///

@@ -196,7 +196,9 @@ impl<H: Hook> HookedDriver<H> {
 
 // SAFETY (for every unsafe call below): the contract of each method here is that of the inner driver's method of the same
 // name, so the caller's promise is passed on; a hook that hands out addresses of its own promises what they stand for.
-impl<H: Hook> Driver for HookedDriver<H> {
+//
+// SAFETY: so what the inner driver promises holds of this one.
+unsafe impl<H: Hook> Driver for HookedDriver<H> {
     fn describe(&self) -> DeviceDescription {
         self.inner.describe()
     }
@@ -345,8 +347,9 @@ impl<H: Hook> GraphDriver for HookedDriver<H> {
         self.on(CallKind::CaptureAbort, stream, CallArguments::default(), || self.inner_graphs().capture_abort(stream))
     }
 
-    fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {
-        self.on(CallKind::GraphLaunch, stream, CallArguments::default(), || {
+    unsafe fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {
+        // SAFETY: passed on.
+        self.on(CallKind::GraphLaunch, stream, CallArguments::default(), || unsafe {
             self.inner_graphs().graph_launch(graph, stream)
         })
     }

@@ -1,4 +1,4 @@
-//! Names of what a driver made: addresses, streams, events, pools, physical memory.
+//! Names of what a driver made: addresses, streams, events, pools, physical memory, graphs.
 
 use std::num::NonZeroU64;
 
@@ -41,18 +41,68 @@ impl DeviceAddr {
     }
 }
 
-/// A stream of the driver that made it. Ordered by value, as PyTorch orders its streams by handle.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct StreamId(pub u64);
+macro_rules! handles {
+    ($($(#[doc = $doc:literal])+ #[derive($($more:ident),*)] $name:ident;)+) => {$(
+        $(#[doc = $doc])+
+        ///
+        /// Made by a driver. Nobody else can make one without `unsafe`, so what holds one to itself knows who uses it:
+        ///
+        /// ```compile_fail,E0423
+        #[doc = concat!("let forged = vramlab::device::", stringify!($name), "(7);")]
+        /// ```
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, $($more),*)]
+        pub struct $name(u64);
 
-/// An event of the driver that made it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct EventId(pub u64);
+        impl $name {
+            /// The handle with this value, for implementations of [`Driver`](super::Driver).
+            ///
+            /// # Safety
+            /// A driver to which the handle is given made it under this value, and the thing that it stands for belongs to
+            /// the caller; or the handle is given to no driver.
+            #[must_use]
+            pub const unsafe fn from_raw(raw: u64) -> Self {
+                Self(raw)
+            }
 
-/// A pool of the driver that made it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PoolId(pub u64);
+            /// Of something that a device of this crate has just made.
+            pub(super) const fn made(raw: u64) -> Self {
+                Self(raw)
+            }
 
-/// Physical memory that can be mapped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PhysicalHandle(pub u64);
+            /// The handle's value.
+            #[must_use]
+            pub const fn get(self) -> u64 {
+                self.0
+            }
+        }
+    )+};
+}
+
+handles! {
+    /// A stream of the driver that made it. Ordered by value, as PyTorch orders its streams by handle.
+    #[derive(PartialOrd, Ord)]
+    StreamId;
+    /// An event of the driver that made it.
+    #[derive(PartialOrd, Ord)]
+    EventId;
+    /// A stream-ordered pool of the driver that made it.
+    #[derive()]
+    PoolId;
+    /// Physical memory that can be mapped, of the driver that made it.
+    #[derive()]
+    PhysicalHandle;
+    /// A graph that is ready to be launched, of the driver that made it.
+    #[derive(PartialOrd, Ord)]
+    GraphId;
+}
+
+impl StreamId {
+    /// Where no stream is known. It has the value of CUDA's legacy default stream, which no driver here makes.
+    pub(crate) const NONE: Self = Self(0);
+
+    /// A stream for tests on devices that check none.
+    #[cfg(test)]
+    pub(crate) const fn numbered(number: u64) -> Self {
+        Self(number)
+    }
+}

@@ -90,7 +90,8 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Driver for NullDriver {
+// SAFETY: there is no memory, addresses count up, and handles are numbers.
+unsafe impl Driver for NullDriver {
     fn describe(&self) -> DeviceDescription {
         DeviceDescription {
             kind: DeviceKind::Null,
@@ -125,7 +126,7 @@ impl Driver for NullDriver {
     }
 
     fn stream_create(&self) -> DriverResult<StreamId> {
-        Ok(StreamId(self.handle()))
+        Ok(StreamId::made(self.handle()))
     }
 
     unsafe fn stream_destroy(&self, _stream: StreamId) -> DriverResult<()> {
@@ -149,7 +150,7 @@ impl Driver for NullDriver {
     }
 
     fn event_create(&self, _timing: bool) -> DriverResult<EventId> {
-        Ok(EventId(self.handle()))
+        Ok(EventId::made(self.handle()))
     }
 
     unsafe fn event_destroy(&self, _event: EventId) -> DriverResult<()> {
@@ -213,27 +214,27 @@ impl PoolDriver for NullDriver {
     fn pool_create(&self, settings: PoolSettings) -> DriverResult<PoolId> {
         let id = self.handle();
         lock(&self.pools).insert(id, (settings, PoolCounters::default()));
-        Ok(PoolId(id))
+        Ok(PoolId::made(id))
     }
 
     unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()> {
-        lock(&self.pools).remove(&pool.0);
+        lock(&self.pools).remove(&pool.get());
         Ok(())
     }
 
     fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings> {
         let pools = lock(&self.pools);
-        let found = pools.get(&pool.0).map(|(settings, _)| *settings);
+        let found = pools.get(&pool.get()).map(|(settings, _)| *settings);
         found.ok_or_else(|| {
-            DriverError::new(CallKind::PoolAttribute, DriverError::INVALID_HANDLE, format!("no pool {}", pool.0))
+            DriverError::new(CallKind::PoolAttribute, DriverError::INVALID_HANDLE, format!("no pool {}", pool.get()))
         })
     }
 
     fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
         let pools = lock(&self.pools);
-        let found = pools.get(&pool.0).map(|(_, counters)| *counters);
+        let found = pools.get(&pool.get()).map(|(_, counters)| *counters);
         found.ok_or_else(|| {
-            DriverError::new(CallKind::PoolAttribute, DriverError::INVALID_HANDLE, format!("no pool {}", pool.0))
+            DriverError::new(CallKind::PoolAttribute, DriverError::INVALID_HANDLE, format!("no pool {}", pool.get()))
         })
     }
 
@@ -242,7 +243,7 @@ impl PoolDriver for NullDriver {
     }
 
     fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {
-        if let Some((_, counters)) = lock(&self.pools).get_mut(&pool.0) {
+        if let Some((_, counters)) = lock(&self.pools).get_mut(&pool.get()) {
             (counters.reserved_high, counters.used_high) = (counters.reserved, counters.used);
         }
         Ok(())
@@ -259,11 +260,11 @@ impl PoolDriver for NullDriver {
             return captured;
         }
         let mut pools = lock(&self.pools);
-        let Some((_, counters)) = pools.get_mut(&pool.0) else {
+        let Some((_, counters)) = pools.get_mut(&pool.get()) else {
             return Err(DriverError::new(
                 CallKind::MemAllocAsync,
                 DriverError::INVALID_HANDLE,
-                format!("no pool {}", pool.0),
+                format!("no pool {}", pool.get()),
             ));
         };
         let addr = self.take(CallKind::MemAllocAsync, bytes)?;
@@ -272,7 +273,7 @@ impl PoolDriver for NullDriver {
         // This pool holds what is handed out and nothing more.
         counters.reserved = counters.used;
         counters.reserved_high = counters.used_high;
-        lock(&self.owners).insert(addr.get(), pool.0);
+        lock(&self.owners).insert(addr.get(), pool.get());
         Ok(addr)
     }
 

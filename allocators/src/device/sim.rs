@@ -120,15 +120,15 @@ impl State {
     }
 
     fn need_stream(&self, call: CallKind, stream: StreamId) -> DriverResult<()> {
-        if self.time.has_stream(stream.0) {
+        if self.time.has_stream(stream.get()) {
             return Ok(());
         }
-        Err(DriverError::new(call, DriverError::INVALID_HANDLE, format!("no stream {}", stream.0)))
+        Err(DriverError::new(call, DriverError::INVALID_HANDLE, format!("no stream {}", stream.get())))
     }
 
     fn recorded(&self, call: CallKind, event: EventId) -> DriverResult<Option<&Recorded>> {
-        let known = self.events.get(&event.0).map(Option::as_ref);
-        known.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, format!("no event {}", event.0)))
+        let known = self.events.get(&event.get()).map(Option::as_ref);
+        known.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, format!("no event {}", event.get())))
     }
 
     /// After a synchronise, each pool above its threshold gives empty granules back.
@@ -210,7 +210,7 @@ impl SimDriver {
         }
         let missed = state.access(buffers);
         let duration = self.profile.kernel_ns(kernel, blocks, iterations, bytes, missed);
-        state.time.enqueue(stream.0, self.profile.queues.start_latency_ns, duration);
+        state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration);
         Ok(())
     }
 
@@ -259,7 +259,7 @@ impl SimDriver {
         // What is copied to the device passes through its cache and stays there.
         state.access(&[(dst.get(), bytes as u64)]);
         let duration = self.profile.copies.to_device_ns.at(bytes as u64);
-        state.time.enqueue(stream.0, self.profile.queues.start_latency_ns, duration);
+        state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration);
     }
 }
 
@@ -278,7 +278,9 @@ fn out_of_memory(call: CallKind) -> DriverError {
     DriverError::new(call, DriverError::OUT_OF_MEMORY, "")
 }
 
-impl Driver for SimDriver {
+// SAFETY: host memory comes from the allocator of this process and is its caller's, heaps place no two blocks at one address
+// (their tests), and handles are looked up.
+unsafe impl Driver for SimDriver {
     fn describe(&self) -> DeviceDescription {
         DeviceDescription {
             kind: DeviceKind::Sim,
@@ -349,14 +351,14 @@ impl Driver for SimDriver {
     fn stream_create(&self) -> DriverResult<StreamId> {
         let mut state = self.lock();
         state.time.spend(self.profile.queues.stream_create_ns);
-        Ok(StreamId(state.time.create_stream()))
+        Ok(StreamId::made(state.time.create_stream()))
     }
 
     unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
         let mut state = self.lock();
         state.need_stream(CallKind::StreamDestroy, stream)?;
         state.refuse_capturing(CallKind::StreamDestroy, stream)?;
-        state.time.destroy_stream(stream.0);
+        state.time.destroy_stream(stream.get());
         Ok(())
     }
 
@@ -364,7 +366,7 @@ impl Driver for SimDriver {
         let mut state = self.lock();
         state.need_stream(CallKind::StreamSynchronize, stream)?;
         state.refuse_capturing(CallKind::StreamSynchronize, stream)?;
-        state.time.synchronize_stream(stream.0);
+        state.time.synchronize_stream(stream.get());
         state.time.spend(self.profile.queues.stream_synchronize_ns);
         state.after_synchronize(&self.profile);
         Ok(())
@@ -380,7 +382,7 @@ impl Driver for SimDriver {
         }
         // Waiting for an event that was never recorded is a no-op, as in CUDA.
         if let Some(recorded) = recorded {
-            state.time.wait_for(stream.0, &recorded);
+            state.time.wait_for(stream.get(), &recorded);
         }
         Ok(())
     }
@@ -406,7 +408,7 @@ impl Driver for SimDriver {
         let id = state.next_event;
         state.next_event += 1;
         state.events.insert(id, None);
-        Ok(EventId(id))
+        Ok(EventId::made(id))
     }
 
     unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()> {
@@ -414,7 +416,7 @@ impl Driver for SimDriver {
         state.recorded(CallKind::EventDestroy, event)?;
         state.time.spend(self.profile.queues.event_destroy_ns);
         state.graphs.forget_event(event);
-        state.events.remove(&event.0);
+        state.events.remove(&event.get());
         Ok(())
     }
 
@@ -426,8 +428,8 @@ impl Driver for SimDriver {
         if state.record_captured(event, stream) {
             return Ok(());
         }
-        let recorded = state.time.record(stream.0);
-        state.events.insert(event.0, Some(recorded));
+        let recorded = state.time.record(stream.get());
+        state.events.insert(event.get(), Some(recorded));
         Ok(())
     }
 
@@ -527,7 +529,7 @@ impl Driver for SimDriver {
         let source = self.need_memory(CallKind::CopyToHost, &state, src, dst.len())?;
         // SAFETY: `source` is valid for `dst.len()` bytes and `dst` is an exclusive slice elsewhere.
         unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), dst.as_mut_ptr(), dst.len()) };
-        state.time.synchronize_stream(stream.0);
+        state.time.synchronize_stream(stream.get());
         state.time.spend(self.profile.copies.to_host_ns.at(dst.len() as u64));
         state.after_synchronize(&self.profile);
         Ok(())
@@ -551,7 +553,7 @@ impl Driver for SimDriver {
         state.time.spend(self.profile.copies.memset_ns);
         let missed = state.access(&[(dst.get(), bytes)]);
         let duration = self.profile.kernel_ns("memset", 1, 1, bytes, missed);
-        state.time.enqueue(stream.0, self.profile.queues.start_latency_ns, duration);
+        state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration);
         Ok(())
     }
 

@@ -355,13 +355,13 @@ mod tests {
         for kind in BackendKind::ALL {
             let allocator = AllocatorSettings::new(kind).build(&driver).unwrap();
             let sequence = Sequence::new(1, 100, 1_000);
-            let mut slots = Slots::fill(allocator.as_ref(), StreamId(1), &sequence.fill).unwrap();
+            let mut slots = Slots::fill(allocator.as_ref(), StreamId::numbered(1), &sequence.fill).unwrap();
             assert_eq!(allocator.stats().allocation.all.current, 100);
             slots.run(&sequence.steps).unwrap();
             assert_eq!(allocator.stats().allocation.all.current, 100);
             slots.empty().unwrap();
-            pair(allocator.as_ref(), StreamId(1), 512, 10).unwrap();
-            alternate(allocator.as_ref(), StreamId(1), [512, 4 << 20], 10).unwrap();
+            pair(allocator.as_ref(), StreamId::numbered(1), 512, 10).unwrap();
+            alternate(allocator.as_ref(), StreamId::numbered(1), [512, 4 << 20], 10).unwrap();
             let stats = allocator.stats().allocation.all;
             assert_eq!((stats.current, stats.allocated), (0, 1_120));
         }
@@ -388,7 +388,7 @@ mod tests {
         let recorded = Recorded::new(&history(&events));
         assert_eq!((recorded.allocations(), recorded.slots(), recorded.streams()), (3, 2, 2));
         assert_eq!(recorded.calls().iter().filter(|call| call.bytes == 0).count(), 3);
-        let streams = [StreamId(1), StreamId(2)];
+        let streams = [StreamId::numbered(1), StreamId::numbered(2)];
         for kind in BackendKind::ALL {
             // The second device has no room for the larger block: what was live by then goes back.
             for (bytes, allocated) in [(1 << 40, 6), (2 << 20, 1)] {

@@ -130,9 +130,12 @@ impl State {
 }
 
 impl Checker {
-    /// Checks `inner`, whose blocks are memory of `driver`.
+    /// Checks `inner`.
+    ///
+    /// # Safety
+    /// The blocks of `inner` are memory of `driver`, which is filled and read here.
     #[must_use]
-    pub fn new(inner: Arc<dyn DeviceAllocator>, driver: Arc<dyn Driver>) -> Self {
+    pub unsafe fn new(inner: Arc<dyn DeviceAllocator>, driver: Arc<dyn Driver>) -> Self {
         Self { inner, driver, state: Mutex::default() }
     }
 
@@ -223,7 +226,7 @@ impl DeviceAllocator for Checker {
         if let Some(capture) = state.pinned_by(addr, bytes, stream) {
             let text = format!(
                 "overlap: block at {addr:#x} ({bytes} bytes) was handed out while capture {} pins its memory",
-                capture.0
+                capture
             );
             return Err(state.violation(text));
         }
@@ -260,7 +263,7 @@ impl DeviceAllocator for Checker {
         };
         let owner = held.stream;
         if owner != stream {
-            let text = format!("block at {addr:#x} of stream {} is freed on stream {}", owner.0, stream.0);
+            let text = format!("block at {addr:#x} of stream {} is freed on stream {}", owner.get(), stream.get());
             state.report.violations.push(text);
         }
         let quiet = held.shared || held.captured || self.is_captured(&mut state, stream);

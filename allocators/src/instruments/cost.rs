@@ -20,7 +20,8 @@ pub fn measure_cost(
     wrap: &dyn Fn(Arc<dyn DeviceAllocator>) -> Arc<dyn DeviceAllocator>,
 ) -> Result<InstrumentCost, AllocError> {
     let null: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 40));
-    measure_cost_on(instrument, pairs, &null, StreamId(1), wrap)
+    let stream = null.stream_create()?;
+    measure_cost_on(instrument, pairs, &null, stream, wrap)
 }
 
 /// The same on a device and stream, by that device's clock: for instruments that use the device.

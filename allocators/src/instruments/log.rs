@@ -34,12 +34,13 @@ impl Record {
     }
 
     fn of_stream(stream: StreamId) -> Self {
-        Self { stamp: STREAM << 4, addr: stream.0, size: 0, block: 0 }
+        Self { stamp: STREAM << 4, addr: stream.get(), size: 0, block: 0 }
     }
 
     /// The stream of what follows, if this is no operation.
     pub(super) fn stream(&self) -> Option<StreamId> {
-        (self.stamp >> 4 & 15 == STREAM).then_some(StreamId(self.addr))
+        // SAFETY: a record with this stamp was made by `of_stream` of a stream that whoever pushed it had.
+        (self.stamp >> 4 & 15 == STREAM).then(|| unsafe { StreamId::from_raw(self.addr) })
     }
 
     /// In ticks.
@@ -62,7 +63,7 @@ impl Record {
             addr: Some(self.addr).filter(|addr| *addr != 0),
             size: self.size,
             block: self.block,
-            stream: stream.0,
+            stream: stream.get(),
             path: Path::ALL[path].name(),
         }
     }
@@ -151,7 +152,7 @@ impl Chunk {
     const WHOLE: usize = 65_536;
 
     pub(super) fn none() -> Self {
-        Self { room: Room::NONE, len: 0, stream: StreamId(0), sequences: Vec::new() }
+        Self { room: Room::NONE, len: 0, stream: StreamId::NONE, sequences: Vec::new() }
     }
 
     fn with_room(records: usize) -> Self {
@@ -213,7 +214,7 @@ pub(super) struct Log {
 
 impl Default for Log {
     fn default() -> Self {
-        Self { open: Chunk::none(), stream: StreamId(0), full: Vec::new(), spare: Vec::new() }
+        Self { open: Chunk::none(), stream: StreamId::NONE, full: Vec::new(), spare: Vec::new() }
     }
 }
 

@@ -109,8 +109,12 @@ impl Merge {
                 spare.push(chunk);
             }
         };
-        let rest =
-            |chunks: Vec<Chunk>| Rest { chunks: chunks.into_iter(), chunk: Chunk::none(), at: 0, stream: StreamId(0) };
+        let rest = |chunks: Vec<Chunk>| Rest {
+            chunks: chunks.into_iter(),
+            chunk: Chunk::none(),
+            at: 0,
+            stream: StreamId::NONE,
+        };
         let mut logs: Vec<Rest> = logs.into_iter().map(rest).collect();
         let mut heads = Heads::new();
         for (log, rest) in logs.iter_mut().enumerate() {
@@ -167,7 +171,7 @@ mod tests {
 
     fn chunk(records: &[(u64, TraceAction, u64, u64)]) -> Vec<Chunk> {
         let mut log = Log::default();
-        records.iter().for_each(|one| log.push(record(*one), StreamId(1), None));
+        records.iter().for_each(|one| log.push(record(*one), StreamId::numbered(1), None));
         log.take()
     }
 
@@ -211,7 +215,7 @@ mod tests {
         let mut merge = Merge::new(false, Scale::NANOSECONDS);
         let one = |sequence: u64, action| {
             let mut log = Log::default();
-            log.push(record((7, action, 512, 512)), StreamId(1), Some(sequence));
+            log.push(record((7, action, 512, 512)), StreamId::numbered(1), Some(sequence));
             log.take()
         };
         let (events, _) = merge.join(vec![one(2, Alloc), one(1, Free), one(0, Alloc)], 1);
@@ -222,7 +226,7 @@ mod tests {
     fn each_record_is_on_its_stream() {
         let (mut merge, mut log) = (Merge::new(true, Scale::NANOSECONDS), Log::default());
         // Streams that change at every step, seldom and never, over the ends of chunks and of what is taken.
-        let stream = |at: u64| StreamId(if at < 100_000 { at % 2 * 7 } else { at / 70_000 });
+        let stream = |at: u64| StreamId::numbered(if at < 100_000 { at % 2 * 7 } else { at / 70_000 });
         for (start, end) in [(0, 150_000), (150_000, 150_010), (150_010, 400_000)] {
             for at in start..end {
                 log.push(record((at, TraceAction::Oom, 0, 0)), stream(at), None);
@@ -230,7 +234,7 @@ mod tests {
             let (events, mut spare) = merge.join(vec![log.take()], 2);
             assert!(spare.len() <= 2);
             log.keep(&mut spare);
-            let expected = (start..end).map(|at| (at, stream(at).0));
+            let expected = (start..end).map(|at| (at, stream(at).get()));
             assert!(events.iter().map(|event| (event.time_ns, event.stream)).eq(expected));
         }
     }

@@ -96,10 +96,14 @@ impl Ranges {
         }
     }
 
-    /// Names a stream of the GPU, which a tool otherwise shows by number. `stream` is a handle of the CUDA driver.
-    pub fn name_stream(self, stream: StreamId, name: &str) {
+    /// Names a stream of the GPU, which a tool otherwise shows by number.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of a [`CudaDriver`](crate::CudaDriver): the tool takes its value for CUDA's handle.
+    pub unsafe fn name_stream(self, stream: StreamId, name: &str) {
         if self.on {
-            stream_names::name(stream, name);
+            // SAFETY: the caller's promise.
+            unsafe { stream_names::name(stream, name) };
         }
     }
 }

@@ -2,9 +2,10 @@
 #![allow(dead_code, reason = "each test binary uses a part of this")]
 
 use std::sync::Arc;
+use vramlab::instruments::Checker;
 use vramlab::{
-    AllocError, AllocatorSettings, BackendKind, Block, DeviceAddr, DeviceAllocator, Driver, Gauge, Path, PooledGauge,
-    Profile, Request, SimDriver, SimMemory, Snapshot, Stats, StreamId,
+    AllocError, AllocatorSettings, BackendKind, Block, DeviceAddr, DeviceAllocator, Driver, DriverError, Gauge,
+    GraphDriver, GraphId, Path, PooledGauge, Profile, Request, SimDriver, SimMemory, Snapshot, Stats, StreamId,
 };
 
 pub(crate) const KIB: u64 = 1 << 10;
@@ -27,6 +28,12 @@ pub(crate) fn build(kind: BackendKind, driver: &Arc<dyn Driver>) -> Arc<dyn Devi
     AllocatorSettings::new(kind).build(driver).unwrap()
 }
 
+/// Checks an allocator that was built on `driver`.
+pub(crate) fn checker(inner: Arc<dyn DeviceAllocator>, driver: Arc<dyn Driver>) -> Checker {
+    // SAFETY: as the sentence above says.
+    unsafe { Checker::new(inner, driver) }
+}
+
 pub(crate) fn allocate(allocator: &dyn DeviceAllocator, bytes: u64, stream: StreamId) -> Result<Block, AllocError> {
     allocator.allocate(Request::new(bytes), stream)
 }
@@ -34,6 +41,12 @@ pub(crate) fn allocate(allocator: &dyn DeviceAllocator, bytes: u64, stream: Stre
 pub(crate) fn free(allocator: &dyn DeviceAllocator, block: Block, stream: StreamId) -> Result<Path, AllocError> {
     // SAFETY: tests queue every use of a block before they free it, on its stream or on announced ones.
     unsafe { allocator.deallocate(block, stream) }
+}
+
+/// Launches a graph whose memory is pinned.
+pub(crate) fn launch(graphs: &dyn GraphDriver, graph: GraphId, stream: StreamId) -> Result<(), DriverError> {
+    // SAFETY: tests release a capture after its last launch.
+    unsafe { graphs.graph_launch(graph, stream) }
 }
 
 pub(crate) fn write(driver: &dyn Driver, addr: DeviceAddr, bytes: &[u8], stream: StreamId) {
@@ -55,6 +68,12 @@ pub(crate) fn fill(driver: &dyn Driver, addr: DeviceAddr, value: u8, bytes: u64,
 
 pub(crate) fn free_bytes(driver: &dyn Driver) -> u64 {
     driver.mem_info().unwrap().free
+}
+
+/// A stream by its number, for devices that check none.
+pub(crate) const fn stream(number: u64) -> StreamId {
+    // SAFETY: given to the null device only, whose streams are numbers, or to allocators, which compare them.
+    unsafe { StreamId::from_raw(number) }
 }
 
 /// Queues a kernel of about `ns` on a simulated stream.

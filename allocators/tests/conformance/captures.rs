@@ -1,7 +1,9 @@
 //! The bodies of the suite for graph capture.
 
 use super::{Bench, Device};
-use crate::common::{KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, read, write};
+use crate::common::{
+    KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, launch, read, write,
+};
 use vramlab::{AllocError, BackendKind, Block, CaptureId, DeviceAllocator, GraphId, Path, StreamId};
 
 /// A range of addresses.
@@ -31,7 +33,7 @@ fn end(bench: &Bench, allocator: &dyn DeviceAllocator, id: CaptureId, stream: St
 fn run_out(bench: &Bench, allocator: &dyn DeviceAllocator, (id, graph): (CaptureId, GraphId), stream: StreamId) {
     let graphs = bench.driver.graphs().unwrap();
     for _ in 0..3 {
-        graphs.graph_launch(graph, stream).unwrap();
+        launch(graphs, graph, stream).unwrap();
     }
     bench.driver.stream_synchronize(stream).unwrap();
     // SAFETY: captured by a test, used by nobody else, and its launches were waited for.
@@ -254,7 +256,7 @@ pub(crate) fn memory_of_a_released_capture_comes_back(bench: &Bench) {
         let id = begin(bench, allocator, stream);
         step(bench, allocator, stream, 7);
         let graph = end(bench, allocator, id, stream);
-        driver.graphs().unwrap().graph_launch(graph, stream).unwrap();
+        launch(driver.graphs().unwrap(), graph, stream).unwrap();
         driver.stream_synchronize(stream).unwrap();
         let now = free_bytes(driver);
         assert!(round == 0 || now + bench.slack() >= least, "round {round} left {now} bytes, earlier ones {least}");
@@ -281,7 +283,7 @@ pub(crate) fn captures_live_side_by_side(bench: &Bench) {
     let held = streams.map(|stream| allocate(allocator, 5 * MIB, stream).unwrap());
     assert!(!overlap(range(&held[0]), range(&held[1])));
     for (stream, block) in streams.into_iter().zip(held) {
-        let mut own = step(bench, allocator, stream, stream.0);
+        let mut own = step(bench, allocator, stream, stream.get());
         own.push(range(&block));
         free(allocator, block, stream).unwrap();
         used.push(own);

@@ -1,6 +1,6 @@
 //! Records what `caching` does in the words of PyTorch's snapshots: the histories that a replay has to follow.
 
-use super::common::{allocate, free, sim, work};
+use super::common::{self, allocate, free, sim, work};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use vramlab::backends::{Caching, CachingSettings};
@@ -121,7 +121,7 @@ impl Recorder {
                 let mut held = self.caching.snapshot().unwrap();
                 for segment in &mut held.segments {
                     let number = self.streams.iter().position(|stream| *stream == segment.stream).unwrap();
-                    segment.stream = StreamId(Self::handle(number));
+                    segment.stream = common::stream(Self::handle(number));
                 }
                 self.refusals.push(held);
                 false
@@ -165,7 +165,7 @@ impl Recorder {
     pub(crate) fn segments(&self) -> Vec<Segment> {
         let mut segments = Segment::from_snapshot(&self.caching.snapshot().unwrap(), 0);
         for segment in &mut segments {
-            let stream = self.streams.iter().position(|stream| stream.0 == segment.stream).unwrap();
+            let stream = self.streams.iter().position(|stream| stream.get() == segment.stream).unwrap();
             segment.stream = Self::handle(stream);
         }
         segments

@@ -47,11 +47,12 @@ impl Streams {
     /// One stream for everything.
     pub(super) fn alone(stream: StreamId) -> Self {
         let of = [stream; Role::ALL.len()];
-        Self { of, count: 1, current: AtomicU64::new(stream.0), events: Vec::new() }
+        Self { of, count: 1, current: AtomicU64::new(stream.get()), events: Vec::new() }
     }
 
     pub(super) fn current(&self) -> StreamId {
-        StreamId(self.current.load(Relaxed))
+        // SAFETY: one of the streams above, which this device made.
+        unsafe { StreamId::from_raw(self.current.load(Relaxed)) }
     }
 
     pub(super) fn names(&self) -> impl Iterator<Item = (StreamId, &'static str)> {
@@ -81,7 +82,7 @@ pub(crate) struct OnStream<'a> {
 
 impl Drop for OnStream<'_> {
     fn drop(&mut self) {
-        self.device.streams.current.store(self.before.0, Relaxed);
+        self.device.streams.current.store(self.before.get(), Relaxed);
     }
 }
 
@@ -112,7 +113,7 @@ impl Device {
     /// Lets what is queued and allocated from now on be on the stream of a role, up to the end of the guard.
     pub(crate) fn on(&self, role: Role) -> OnStream<'_> {
         let before = self.stream();
-        self.streams.current.store(self.stream_of(role).0, Relaxed);
+        self.streams.current.store(self.stream_of(role).get(), Relaxed);
         OnStream { device: self, before }
     }
 

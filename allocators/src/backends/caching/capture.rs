@@ -160,13 +160,13 @@ mod tests {
     #[test]
     fn nothing_is_looked_at_once_a_capture_has_ended() {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 40));
-        let (caching, stream) = (Caching::new(driver, CachingSettings::default()), StreamId(1));
+        let (caching, stream) = (Caching::new(driver, CachingSettings::default()), StreamId::numbered(1));
         let marked = || {
             let state = caching.shards.of_stream(stream).lock();
             state.cache.blocks.iter().filter(|(_, block)| block.is_shared()).count()
         };
         let blocks = [100, 3 << 20, 12 << 20].map(|bytes| caching.allocate(Request::new(bytes), stream).unwrap());
-        caching.record_use(&blocks[0], StreamId(2)).unwrap();
+        caching.record_use(&blocks[0], StreamId::numbered(2)).unwrap();
         let id = caching.capture_begin(stream).unwrap();
         assert_eq!((marked(), caching.waiting.load(Acquire)), (3, 1));
         caching.capture_end(id).unwrap();

@@ -53,7 +53,7 @@ impl Growth {
             device_allocs: 0,
             device_frees: 0,
             peak: Ledger::default(),
-            grown_by: StreamId(0),
+            grown_by: StreamId::NONE,
         }
     }
 

@@ -15,8 +15,8 @@ use loom::sync::Arc;
 use loom::thread;
 
 const MIB: u64 = 1 << 20;
-const A: StreamId = StreamId(1);
-const B: StreamId = StreamId(2);
+const A: StreamId = StreamId::numbered(1);
+const B: StreamId = StreamId::numbered(2);
 
 fn explore(model: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();

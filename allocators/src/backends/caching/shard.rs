@@ -91,7 +91,7 @@ type Row = Box<[OnceLock<Box<Shard>>]>;
 
 fn first_slot(stream: StreamId) -> usize {
     // CAST: the shift leaves as many bits as there are slots.
-    (stream.0.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - SLOTS.ilog2())) as usize
+    (stream.get().wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - SLOTS.ilog2())) as usize
 }
 
 /// Row and column of the shard that comes after `before` others.
@@ -210,7 +210,8 @@ mod tests {
     fn a_shard_that_can_be_found_by_its_stream_can_be_found_by_its_number() {
         for round in 0..200u64 {
             let table = ShardTable::new(7);
-            let streams: Vec<StreamId> = (0..SLOTTED as u64).map(|number| StreamId(round << 16 | number)).collect();
+            let streams: Vec<StreamId> =
+                (0..SLOTTED as u64).map(|number| StreamId::numbered(round << 16 | number)).collect();
             thread::scope(|scope| {
                 scope.spawn(|| streams.iter().for_each(|stream| assert_eq!(table.of_stream(*stream).stream, *stream)));
                 // Looks as `of_stream` does, but makes none.
@@ -231,7 +232,8 @@ mod tests {
         let first = u32::MAX - 700;
         let table = ShardTable::new(first);
         // Handles that crowd, as those of a driver do, and more streams than slots.
-        let streams: Vec<StreamId> = (0..2_000u64).map(|number| StreamId(0x7f00_0000_0000 + number * 16)).collect();
+        let streams: Vec<StreamId> =
+            (0..2_000u64).map(|number| StreamId::numbered(0x7f00_0000_0000 + number * 16)).collect();
         for (number, stream) in streams.iter().enumerate().rev() {
             let shard = table.of_stream(*stream);
             assert_eq!((shard.stream, shard.id.wrapping_sub(first) as usize), (*stream, streams.len() - 1 - number));

@@ -1,6 +1,6 @@
 //! Memory, streams, events and copies on CUDA.
 
-use super::{CudaDriver, address, check, check_for, raw_stream, refusal, size};
+use super::{CudaDriver, address, check, check_for, refusal, size};
 use crate::bytes::Bytes;
 use crate::device::Clock;
 use crate::device::{
@@ -12,12 +12,8 @@ use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-fn raw_event(event: EventId) -> CUevent {
-    // CAST: the id is the handle's value.
-    event.0 as CUevent
-}
-
-impl Driver for CudaDriver {
+// SAFETY: CUDA keeps these promises for live handles, and no others reach it (`handles`).
+unsafe impl Driver for CudaDriver {
     fn describe(&self) -> DeviceDescription {
         let (major, minor) = self.info.compute_capability;
         DeviceDescription {
@@ -75,38 +71,45 @@ impl Driver for CudaDriver {
         // SAFETY: the pointer is to a live handle of the type that the call writes.
         let result = unsafe { sys::cuStreamCreate(&raw mut stream, flags) };
         check(CallKind::StreamCreate, result)?;
-        // CAST: the id is the handle's value.
-        Ok(StreamId(stream as u64))
+        // CAST: a handle is kept as its value.
+        Ok(StreamId::made(self.live.streams.insert(stream as u64)))
     }
 
     unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
         self.bind(CallKind::StreamDestroy)?;
-        // SAFETY: the caller promises a live stream that nobody uses afterwards; queued work still runs to its end.
-        let result = unsafe { sys::cuStreamDestroy_v2(raw_stream(stream)) };
-        check(CallKind::StreamDestroy, result)
+        self.live.streams.remove(CallKind::StreamDestroy, stream.get(), |raw| {
+            // SAFETY: a live stream of this driver, which the caller promises that nobody uses afterwards; queued work still
+            // runs to its end.
+            let result = unsafe { sys::cuStreamDestroy_v2(raw as CUstream) };
+            check(CallKind::StreamDestroy, result)
+        })
     }
 
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
         self.bind(CallKind::StreamSynchronize)?;
-        // SAFETY: the stream is live (ids come from `stream_create`).
-        let result = unsafe { sys::cuStreamSynchronize(raw_stream(stream)) };
+        let stream = self.stream(CallKind::StreamSynchronize, stream)?;
+        // SAFETY: the stream is live (looked up above).
+        let result = unsafe { sys::cuStreamSynchronize(stream) };
         check(CallKind::StreamSynchronize, result)
     }
 
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> DriverResult<()> {
         self.bind(CallKind::StreamWaitEvent)?;
-        // SAFETY: stream and event are live (ids come from `stream_create` and `event_create`); 0 is the default flag.
-        let result = unsafe { sys::cuStreamWaitEvent(raw_stream(stream), raw_event(event), 0) };
+        let stream = self.stream(CallKind::StreamWaitEvent, stream)?;
+        let event = self.event(CallKind::StreamWaitEvent, event)?;
+        // SAFETY: stream and event are live (looked up above); 0 is the default flag.
+        let result = unsafe { sys::cuStreamWaitEvent(stream, event, 0) };
         check(CallKind::StreamWaitEvent, result)
     }
 
     fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool> {
         self.bind(CallKind::StreamIsCapturing)?;
+        let stream = self.stream(CallKind::StreamIsCapturing, stream)?;
         // Room for the status as a number, so that a value that cudarc's enum does not know does no harm.
         let mut status = 0u32;
-        // SAFETY: the stream is live (ids come from `stream_create`), and a u32 has the size and alignment of the
+        // SAFETY: the stream is live (looked up above), and a u32 has the size and alignment of the
         // status.
-        let result = unsafe { sys::cuStreamIsCapturing(raw_stream(stream), (&raw mut status).cast()) };
+        let result = unsafe { sys::cuStreamIsCapturing(stream, (&raw mut status).cast()) };
         check(CallKind::StreamIsCapturing, result)?;
         // CAST: the enum's value. An invalidated capture is still one: it has to be ended.
         Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32)
@@ -128,29 +131,34 @@ impl Driver for CudaDriver {
         // SAFETY: the pointer is to a live handle of the type that the call writes.
         let result = unsafe { sys::cuEventCreate(&raw mut event, flags) };
         check(CallKind::EventCreate, result)?;
-        // CAST: the id is the handle's value.
-        Ok(EventId(event as u64))
+        // CAST: a handle is kept as its value.
+        Ok(EventId::made(self.live.events.insert(event as u64)))
     }
 
     unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()> {
         self.bind(CallKind::EventDestroy)?;
-        // SAFETY: the caller promises a live event that nobody uses afterwards; the driver keeps it while work waits
-        // for it.
-        let result = unsafe { sys::cuEventDestroy_v2(raw_event(event)) };
-        check(CallKind::EventDestroy, result)
+        self.live.events.remove(CallKind::EventDestroy, event.get(), |raw| {
+            // SAFETY: a live event of this driver, which the caller promises that nobody uses afterwards; CUDA keeps it
+            // while work waits for it.
+            let result = unsafe { sys::cuEventDestroy_v2(raw as CUevent) };
+            check(CallKind::EventDestroy, result)
+        })
     }
 
     fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
         self.bind(CallKind::EventRecord)?;
-        // SAFETY: event and stream are live (ids come from `event_create` and `stream_create`).
-        let result = unsafe { sys::cuEventRecord(raw_event(event), raw_stream(stream)) };
+        let stream = self.stream(CallKind::EventRecord, stream)?;
+        let event = self.event(CallKind::EventRecord, event)?;
+        // SAFETY: event and stream are live (looked up above).
+        let result = unsafe { sys::cuEventRecord(event, stream) };
         check(CallKind::EventRecord, result)
     }
 
     fn event_query(&self, event: EventId) -> DriverResult<bool> {
         self.bind(CallKind::EventQuery)?;
-        // SAFETY: the event is live (ids come from `event_create`).
-        match unsafe { sys::cuEventQuery(raw_event(event)) } {
+        let event = self.event(CallKind::EventQuery, event)?;
+        // SAFETY: the event is live (looked up above).
+        match unsafe { sys::cuEventQuery(event) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             result => check(CallKind::EventQuery, result).map(|()| true),
         }
@@ -158,17 +166,20 @@ impl Driver for CudaDriver {
 
     fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
         self.bind(CallKind::EventSynchronize)?;
-        // SAFETY: the event is live (ids come from `event_create`).
-        let result = unsafe { sys::cuEventSynchronize(raw_event(event)) };
+        let event = self.event(CallKind::EventSynchronize, event)?;
+        // SAFETY: the event is live (looked up above).
+        let result = unsafe { sys::cuEventSynchronize(event) };
         check(CallKind::EventSynchronize, result)
     }
 
     fn event_elapsed_ns(&self, start: EventId, end: EventId) -> DriverResult<u64> {
         self.bind(CallKind::EventElapsed)?;
+        let start = self.event(CallKind::EventElapsed, start)?;
+        let end = self.event(CallKind::EventElapsed, end)?;
         let mut milliseconds = 0f32;
-        // SAFETY: both events are live (ids come from `event_create`), the pointer is to a live number of the type
+        // SAFETY: both events are live (looked up above), the pointer is to a live number of the type
         // that the call writes, and the function's type was settled where it was looked up.
-        let result = unsafe { (self.elapsed)(&raw mut milliseconds, raw_event(start), raw_event(end)) };
+        let result = unsafe { (self.elapsed)(&raw mut milliseconds, start, end) };
         check(CallKind::EventElapsed, result)?;
         let nanoseconds = (f64::from(milliseconds) * 1e6).round();
         if nanoseconds >= 0.0 {
@@ -212,16 +223,16 @@ impl Driver for CudaDriver {
             return Ok(());
         }
         self.bind(CallKind::CopyToDevice)?;
+        let stream = self.stream(CallKind::CopyToDevice, stream)?;
         // SAFETY: the caller promises the target; the source is a slice, which the driver has read on return where it
         // stages, and which stays borrowed until the wait below has ended where it does not.
-        let result =
-            unsafe { sys::cuMemcpyHtoDAsync_v2(dst.get(), src.as_ptr().cast(), src.len(), raw_stream(stream)) };
+        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(dst.get(), src.as_ptr().cast(), src.len(), stream) };
         check_for(CallKind::CopyToDevice, result, || Bytes(src.len() as u64).to_string())?;
         if !self.info.host_page_tables {
             return Ok(());
         }
-        // SAFETY: the stream is live (ids come from `stream_create`).
-        let result = unsafe { sys::cuStreamSynchronize(raw_stream(stream)) };
+        // SAFETY: the stream is live (looked up above).
+        let result = unsafe { sys::cuStreamSynchronize(stream) };
         check(CallKind::CopyToDevice, result)
     }
 
@@ -236,8 +247,9 @@ impl Driver for CudaDriver {
             return Ok(());
         }
         self.bind(CallKind::CopyToDevice)?;
+        let stream = self.stream(CallKind::CopyToDevice, stream)?;
         // SAFETY: the caller promises that both sides hold `bytes` bytes until the stream has passed this copy.
-        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(dst.get(), src.as_ptr().cast(), bytes, raw_stream(stream)) };
+        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(dst.get(), src.as_ptr().cast(), bytes, stream) };
         check_for(CallKind::CopyToDevice, result, || Bytes(bytes as u64).to_string())
     }
 
@@ -246,13 +258,13 @@ impl Driver for CudaDriver {
             return Ok(());
         }
         self.bind(CallKind::CopyToHost)?;
+        let stream = self.stream(CallKind::CopyToHost, stream)?;
         // SAFETY: the caller promises the source; the target is a slice, and is borrowed until the wait below has
         // ended.
-        let result =
-            unsafe { sys::cuMemcpyDtoHAsync_v2(dst.as_mut_ptr().cast(), src.get(), dst.len(), raw_stream(stream)) };
+        let result = unsafe { sys::cuMemcpyDtoHAsync_v2(dst.as_mut_ptr().cast(), src.get(), dst.len(), stream) };
         check_for(CallKind::CopyToHost, result, || Bytes(dst.len() as u64).to_string())?;
-        // SAFETY: the stream is live (ids come from `stream_create`).
-        let result = unsafe { sys::cuStreamSynchronize(raw_stream(stream)) };
+        // SAFETY: the stream is live (looked up above).
+        let result = unsafe { sys::cuStreamSynchronize(stream) };
         check(CallKind::CopyToHost, result)
     }
 
@@ -261,8 +273,9 @@ impl Driver for CudaDriver {
             return Ok(());
         }
         self.bind(CallKind::Memset)?;
+        let stream = self.stream(CallKind::Memset, stream)?;
         // SAFETY: the caller promises that `dst` holds `bytes` bytes until the stream has passed this call.
-        let result = unsafe { sys::cuMemsetD8Async(dst.get(), value, size(bytes), raw_stream(stream)) };
+        let result = unsafe { sys::cuMemsetD8Async(dst.get(), value, size(bytes), stream) };
         check_for(CallKind::Memset, result, || Bytes(bytes).to_string())
     }
 

@@ -1,19 +1,16 @@
 //! Stream capture and graphs on CUDA.
 //!
-//! A [`GraphId`] is the handle of an instance (`CUgraphExec`). The graph that it is made from is destroyed as soon as it is
+//! A [`GraphId`] stands for an instance (`CUgraphExec`) and is never used again, so that a launch of a graph that is gone is an
+//! error. The graph that it is made from is destroyed as soon as it is
 //! made, as NVIDIA's sample `graphMemoryNodes` does.
 
-use super::{CudaDriver, check, raw_stream, refusal};
+use super::{CudaDriver, check, refusal};
 use crate::device::{CallKind, DriverResult, GraphDriver, GraphId, GraphMemory, StreamId};
 use cudarc::driver::sys::{
-    self, CUdevice, CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUgraphMem_attribute, CUresult, CUstreamCaptureMode,
+    self, CUdevice, CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUgraphMem_attribute, CUresult, CUstream,
+    CUstreamCaptureMode,
 };
 use std::ptr;
-
-fn raw_graph(graph: GraphId) -> CUgraphExec {
-    // CAST: the id is the handle's value.
-    graph.0 as CUgraphExec
-}
 
 fn attribute(device: CUdevice, attribute: CUgraphMem_attribute) -> DriverResult<u64> {
     let mut value = 0u64;
@@ -25,47 +22,49 @@ fn attribute(device: CUdevice, attribute: CUgraphMem_attribute) -> DriverResult<
 }
 
 /// An instance of a captured graph, uploaded on `stream`.
-fn instantiate(graph: CUgraph, stream: StreamId) -> DriverResult<GraphId> {
+fn instantiate(graph: CUgraph, stream: CUstream) -> DriverResult<CUgraphExec> {
     let call = CallKind::CaptureEnd;
     let mut instance: CUgraphExec = ptr::null_mut();
     let flags = u64::from(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH.0);
     // SAFETY: `graph` is live (the caller made it) and the pointer is to a live handle of the type that the call writes.
     let result = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut instance, graph, flags) };
     check(call, result)?;
-    // SAFETY: the instance was made above, and the stream is live (ids come from `stream_create`).
-    let result = unsafe { sys::cuGraphUpload(instance, raw_stream(stream)) };
+    // SAFETY: the instance was made above, and the stream is live (the caller looked it up).
+    let result = unsafe { sys::cuGraphUpload(instance, stream) };
     if let Err(error) = check(call, result) {
         // Its result does not matter: the error that is returned says what went wrong first.
         // SAFETY: the instance was made above, was never launched, and nobody else has its handle.
         unsafe { sys::cuGraphExecDestroy(instance) };
         return Err(error);
     }
-    // CAST: the id is the handle's value.
-    Ok(GraphId(instance as u64))
+    Ok(instance)
 }
 
 impl GraphDriver for CudaDriver {
     fn capture_begin(&self, stream: StreamId) -> DriverResult<()> {
         self.bind(CallKind::CaptureBegin)?;
+        let stream = self.stream(CallKind::CaptureBegin, stream)?;
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the stream is live (ids come from `stream_create`).
-        let result = unsafe { sys::cuStreamBeginCapture_v2(raw_stream(stream), mode) };
+        // SAFETY: the stream is live (looked up above).
+        let result = unsafe { sys::cuStreamBeginCapture_v2(stream, mode) };
         check(CallKind::CaptureBegin, result)
     }
 
     fn capture_end(&self, stream: StreamId) -> DriverResult<GraphId> {
         let call = CallKind::CaptureEnd;
         self.bind(call)?;
+        let stream = self.stream(call, stream)?;
         let mut graph: CUgraph = ptr::null_mut();
-        // SAFETY: the stream is live (ids come from `stream_create`), and the pointer is to a live handle of the type that
+        // SAFETY: the stream is live (looked up above), and the pointer is to a live handle of the type that
         // the call writes.
-        let result = unsafe { sys::cuStreamEndCapture(raw_stream(stream), &raw mut graph) };
+        let result = unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) };
         check(call, result)?;
         if graph.is_null() {
             let context = "the capture ended without a graph".into();
             return Err(refusal(call, CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, context));
         }
-        let made = instantiate(graph, stream);
+        // CAST: a handle is kept as its value.
+        let made = instantiate(graph, stream).map(|made| GraphId::made(self.live.graphs.insert_once(made as u64)));
         // A failure would leak the host's memory of the graph; the instance does not need it.
         // SAFETY: the graph was captured above, nobody else has its handle, and its instance has a copy of its own.
         unsafe { sys::cuGraphDestroy(graph) };
@@ -75,9 +74,10 @@ impl GraphDriver for CudaDriver {
     fn capture_abort(&self, stream: StreamId) -> DriverResult<()> {
         let call = CallKind::CaptureAbort;
         self.bind(call)?;
+        let stream = self.stream(call, stream)?;
         let mut graph: CUgraph = ptr::null_mut();
         // SAFETY: as in `capture_end`.
-        let result = unsafe { sys::cuStreamEndCapture(raw_stream(stream), &raw mut graph) };
+        let result = unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) };
         if !graph.is_null() {
             // SAFETY: the graph was captured above and nobody else has its handle.
             unsafe { sys::cuGraphDestroy(graph) };
@@ -89,18 +89,24 @@ impl GraphDriver for CudaDriver {
         }
     }
 
-    fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {
+    unsafe fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {
         self.bind(CallKind::GraphLaunch)?;
-        // SAFETY: graph and stream are live (ids come from `capture_end` and `stream_create`).
-        let result = unsafe { sys::cuGraphLaunch(raw_graph(graph), raw_stream(stream)) };
+        let stream = self.stream(CallKind::GraphLaunch, stream)?;
+        // CAST: a handle is kept as its value.
+        let graph = self.live.graphs.get(CallKind::GraphLaunch, graph.get())? as CUgraphExec;
+        // SAFETY: graph and stream are live (looked up above), and so is its memory (the caller's promise).
+        let result = unsafe { sys::cuGraphLaunch(graph, stream) };
         check(CallKind::GraphLaunch, result)
     }
 
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
         self.bind(CallKind::GraphDestroy)?;
-        // SAFETY: the caller promises a graph of this driver that nobody uses afterwards.
-        let result = unsafe { sys::cuGraphExecDestroy(raw_graph(graph)) };
-        check(CallKind::GraphDestroy, result)
+        self.live.graphs.remove(CallKind::GraphDestroy, graph.get(), |raw| {
+            // SAFETY: a live graph of this driver, which no other call finds any more; the caller promises that its last
+            // launch has finished.
+            let result = unsafe { sys::cuGraphExecDestroy(raw as CUgraphExec) };
+            check(CallKind::GraphDestroy, result)
+        })
     }
 
     fn graph_memory(&self) -> DriverResult<GraphMemory> {

@@ -3,7 +3,7 @@
 //! Each pool is made here and is our own: the device's default pool belongs to the whole process, and a threshold set
 //! on it would show in everybody's measurements.
 
-use super::{CudaDriver, address, check, check_for, raw_stream, size};
+use super::{CudaDriver, address, check, check_for, size};
 use crate::bytes::Bytes;
 use crate::device::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
 use cudarc::driver::sys::{
@@ -21,9 +21,12 @@ use CUmemPool_attribute::{
     CU_MEMPOOL_ATTR_USED_MEM_HIGH as USED_HIGH,
 };
 
-fn raw_pool(pool: PoolId) -> CUmemoryPool {
-    // CAST: the id is the handle's value.
-    pool.0 as CUmemoryPool
+impl CudaDriver {
+    /// CUDA's handle of a live pool of this driver.
+    fn pool(&self, call: CallKind, pool: PoolId) -> DriverResult<CUmemoryPool> {
+        // CAST: a handle is kept as its value.
+        self.live.pools.get(call, pool.get()).map(|raw| raw as CUmemoryPool)
+    }
 }
 
 /// Sets an attribute of 64 bits: the release threshold, or a peak.
@@ -95,20 +98,22 @@ impl PoolDriver for CudaDriver {
             unsafe { sys::cuMemPoolDestroy(pool) };
             return Err(error);
         }
-        // CAST: the id is the handle's value.
-        Ok(PoolId(pool as u64))
+        // CAST: a handle is kept as its value.
+        Ok(PoolId::made(self.live.pools.insert(pool as u64)))
     }
 
     unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()> {
         self.bind(CallKind::PoolDestroy)?;
-        // SAFETY: the caller promises a live pool of this driver that is empty and not used afterwards.
-        let result = unsafe { sys::cuMemPoolDestroy(raw_pool(pool)) };
-        check(CallKind::PoolDestroy, result)
+        self.live.pools.remove(CallKind::PoolDestroy, pool.get(), |raw| {
+            // SAFETY: a live pool of this driver; the caller promises that it is empty and not used afterwards.
+            let result = unsafe { sys::cuMemPoolDestroy(raw as CUmemoryPool) };
+            check(CallKind::PoolDestroy, result)
+        })
     }
 
     fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings> {
         self.bind(CallKind::PoolAttribute)?;
-        let pool = raw_pool(pool);
+        let pool = self.pool(CallKind::PoolAttribute, pool)?;
         Ok(PoolSettings {
             release_threshold: wide(pool, RELEASE_THRESHOLD)?,
             reuse_follow_event_dependencies: switch(pool, REUSE_EVENTS)?,
@@ -119,7 +124,7 @@ impl PoolDriver for CudaDriver {
 
     fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
         self.bind(CallKind::PoolAttribute)?;
-        let pool = raw_pool(pool);
+        let pool = self.pool(CallKind::PoolAttribute, pool)?;
         Ok(PoolCounters {
             reserved: wide(pool, RESERVED)?,
             reserved_high: wide(pool, RESERVED_HIGH)?,
@@ -130,38 +135,43 @@ impl PoolDriver for CudaDriver {
 
     fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
         self.bind(CallKind::PoolAttribute)?;
-        wide(raw_pool(pool), RESERVED_HIGH)
+        let pool = self.pool(CallKind::PoolAttribute, pool)?;
+        wide(pool, RESERVED_HIGH)
     }
 
     fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {
         self.bind(CallKind::PoolAttribute)?;
+        let pool = self.pool(CallKind::PoolAttribute, pool)?;
         // Zero is the one value that the driver takes for them; they then start from the current ones.
-        [RESERVED_HIGH, USED_HIGH].into_iter().try_for_each(|peak| set_wide(raw_pool(pool), peak, 0))
+        [RESERVED_HIGH, USED_HIGH].into_iter().try_for_each(|peak| set_wide(pool, peak, 0))
     }
 
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {
         self.bind(CallKind::PoolTrim)?;
+        let pool = self.pool(CallKind::PoolTrim, pool)?;
         // SAFETY: the pool is live (ids come from `pool_create`); trimming touches only memory that is not allocated.
-        let result = unsafe { sys::cuMemPoolTrimTo(raw_pool(pool), size(keep_bytes)) };
+        let result = unsafe { sys::cuMemPoolTrimTo(pool, size(keep_bytes)) };
         check(CallKind::PoolTrim, result)
     }
 
     fn mem_alloc_async(&self, pool: PoolId, bytes: u64, stream: StreamId) -> DriverResult<DeviceAddr> {
         self.bind(CallKind::MemAllocAsync)?;
+        let stream = self.stream(CallKind::MemAllocAsync, stream)?;
+        let pool = self.pool(CallKind::MemAllocAsync, pool)?;
         let mut addr = 0;
         // SAFETY: pool and stream are live (ids come from `pool_create` and `stream_create`) and the pointer is to a
         // live address of the type that the call writes.
-        let result =
-            unsafe { sys::cuMemAllocFromPoolAsync(&raw mut addr, size(bytes), raw_pool(pool), raw_stream(stream)) };
+        let result = unsafe { sys::cuMemAllocFromPoolAsync(&raw mut addr, size(bytes), pool, stream) };
         check_for(CallKind::MemAllocAsync, result, || Bytes(bytes).to_string())?;
         address(CallKind::MemAllocAsync, addr)
     }
 
     unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
         self.bind(CallKind::MemFreeAsync)?;
+        let stream = self.stream(CallKind::MemFreeAsync, stream)?;
         // SAFETY: the caller promises an address from `mem_alloc_async` that is freed once, after its last use in
         // stream order.
-        let result = unsafe { sys::cuMemFreeAsync(addr.get(), raw_stream(stream)) };
+        let result = unsafe { sys::cuMemFreeAsync(addr.get(), stream) };
         check(CallKind::MemFreeAsync, result)
     }
 }

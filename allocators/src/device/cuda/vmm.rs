@@ -60,14 +60,15 @@ impl VmmDriver for CudaDriver {
         // 0.
         let result = unsafe { sys::cuMemCreate(&raw mut handle, size(bytes), &raw const properties, 0) };
         check_for(CallKind::MemCreate, result, || Bytes(bytes).to_string())?;
-        Ok(PhysicalHandle(handle))
+        Ok(PhysicalHandle::made(self.live.physical.insert(handle)))
     }
 
     unsafe fn map(&self, addr: DeviceAddr, bytes: u64, handle: PhysicalHandle) -> DriverResult<()> {
         self.bind(CallKind::MemMap)?;
-        // SAFETY: the caller promises an unmapped piece of one reserved range and a live handle of just this size;
+        let handle = self.live.physical.get(CallKind::MemMap, handle.get())?;
+        // SAFETY: the handle is live; the caller promises an unmapped piece of one reserved range and that it has this size;
         // offset and flags have to be 0.
-        let result = unsafe { sys::cuMemMap(addr.get(), size(bytes), 0, handle.0, 0) };
+        let result = unsafe { sys::cuMemMap(addr.get(), size(bytes), 0, handle, 0) };
         check(CallKind::MemMap, result)
     }
 
@@ -89,8 +90,10 @@ impl VmmDriver for CudaDriver {
 
     unsafe fn release(&self, handle: PhysicalHandle) -> DriverResult<()> {
         self.bind(CallKind::MemRelease)?;
-        // SAFETY: the caller promises a live handle that is released once.
-        let result = unsafe { sys::cuMemRelease(handle.0) };
-        check(CallKind::MemRelease, result)
+        self.live.physical.remove(CallKind::MemRelease, handle.get(), |raw| {
+            // SAFETY: a live handle of this driver, which is released once: it is in no table any more.
+            let result = unsafe { sys::cuMemRelease(raw) };
+            check(CallKind::MemRelease, result)
+        })
     }
 }

@@ -23,7 +23,7 @@ pub(super) struct Graphs {
 
 impl Graphs {
     pub(super) fn is_capturing(&self, stream: StreamId) -> bool {
-        self.captures.contains_key(&stream.0)
+        self.captures.contains_key(&stream.get())
     }
 }
 
@@ -35,7 +35,7 @@ impl NullDriver {
     /// An allocation on a stream that captures; `None` on one that does not.
     pub(super) fn alloc_captured(&self, bytes: u64, stream: StreamId) -> Option<DriverResult<DeviceAddr>> {
         let graphs = &mut *lock(&self.graphs);
-        let own = graphs.captures.get_mut(&stream.0)?;
+        let own = graphs.captures.get_mut(&stream.get())?;
         if let Some(addr) = own.idle.iter().find(|(_, size)| **size == bytes).map(|(addr, _)| *addr) {
             own.idle.remove(&addr);
             own.out.insert(addr, bytes);
@@ -54,7 +54,7 @@ impl NullDriver {
     /// A free on a stream that captures; `None` on one that does not.
     pub(super) fn free_captured(&self, addr: DeviceAddr, stream: StreamId) -> Option<DriverResult<()>> {
         let graphs = &mut *lock(&self.graphs);
-        let own = graphs.captures.get_mut(&stream.0)?;
+        let own = graphs.captures.get_mut(&stream.get())?;
         let Some(bytes) = own.out.remove(&addr.get()) else {
             let context = format!("no block of the capture at {:#x}", addr.get());
             return Some(Err(DriverError::new(CallKind::MemFreeAsync, DriverError::INVALID_VALUE, context)));
@@ -64,7 +64,7 @@ impl NullDriver {
     }
 
     fn end(&self, graphs: &mut Graphs, call: CallKind, stream: StreamId) -> DriverResult<Own> {
-        let own = graphs.captures.remove(&stream.0).ok_or_else(|| illegal(call, "the stream does not capture"))?;
+        let own = graphs.captures.remove(&stream.get()).ok_or_else(|| illegal(call, "the stream does not capture"))?;
         self.capturing.fetch_sub(1, Release);
         Ok(own)
     }
@@ -84,7 +84,7 @@ impl GraphDriver for NullDriver {
         if graphs.is_capturing(stream) {
             return Err(illegal(CallKind::CaptureBegin, "the stream captures already"));
         }
-        graphs.captures.insert(stream.0, Own::default());
+        graphs.captures.insert(stream.get(), Own::default());
         self.capturing.fetch_add(1, Release);
         Ok(())
     }
@@ -94,7 +94,7 @@ impl GraphDriver for NullDriver {
         let own = self.end(graphs, CallKind::CaptureEnd, stream)?;
         let id = self.next_handle.fetch_add(1, Relaxed);
         graphs.graphs.insert(id, own);
-        Ok(GraphId(id))
+        Ok(GraphId::made(id))
     }
 
     fn capture_abort(&self, stream: StreamId) -> DriverResult<()> {
@@ -103,19 +103,19 @@ impl GraphDriver for NullDriver {
         self.drop_own(graphs, CallKind::CaptureAbort, &own)
     }
 
-    fn graph_launch(&self, graph: GraphId, _stream: StreamId) -> DriverResult<()> {
-        if lock(&self.graphs).graphs.contains_key(&graph.0) {
+    unsafe fn graph_launch(&self, graph: GraphId, _stream: StreamId) -> DriverResult<()> {
+        if lock(&self.graphs).graphs.contains_key(&graph.get()) {
             return Ok(());
         }
-        let context = format!("no graph {}", graph.0);
+        let context = format!("no graph {}", graph.get());
         Err(DriverError::new(CallKind::GraphLaunch, DriverError::INVALID_HANDLE, context))
     }
 
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
         let call = CallKind::GraphDestroy;
         let graphs = &mut *lock(&self.graphs);
-        let own = graphs.graphs.remove(&graph.0);
-        let no_graph = || DriverError::new(call, DriverError::INVALID_HANDLE, format!("no graph {}", graph.0));
+        let own = graphs.graphs.remove(&graph.get());
+        let no_graph = || DriverError::new(call, DriverError::INVALID_HANDLE, format!("no graph {}", graph.get()));
         self.drop_own(graphs, call, &own.ok_or_else(no_graph)?)
     }
 

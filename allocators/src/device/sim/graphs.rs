@@ -90,11 +90,11 @@ impl Graphs {
     }
 
     pub(super) fn is_capturing(&self, stream: StreamId) -> bool {
-        self.capturing.contains_key(&stream.0)
+        self.capturing.contains_key(&stream.get())
     }
 
     fn capture(&mut self, stream: StreamId) -> Option<&mut Capture> {
-        self.captures.get_mut(self.capturing.get(&stream.0)?)
+        self.captures.get_mut(self.capturing.get(&stream.get())?)
     }
 
     /// Notes work on a stream that is captured; false when it is not.
@@ -105,7 +105,7 @@ impl Graphs {
     }
 
     pub(super) fn forget_event(&mut self, event: EventId) {
-        self.events.remove(&event.0);
+        self.events.remove(&event.get());
     }
 
     /// Gives blocks back to the heap.
@@ -119,8 +119,8 @@ impl Graphs {
     /// Ends the capture of the stream that began it.
     fn end(&mut self, call: CallKind, stream: StreamId) -> DriverResult<Capture> {
         let illegal = || DriverError::new(call, DriverError::ILLEGAL_STATE, "the stream does not capture");
-        let id = *self.capturing.get(&stream.0).ok_or_else(illegal)?;
-        if self.captures.get(&id).is_some_and(|capture| capture.origin != stream.0) {
+        let id = *self.capturing.get(&stream.get()).ok_or_else(illegal)?;
+        if self.captures.get(&id).is_some_and(|capture| capture.origin != stream.get()) {
             let context = "another stream began the capture";
             return Err(DriverError::new(call, DriverError::STREAM_CAPTURE_UNMATCHED, context));
         }
@@ -151,7 +151,7 @@ impl State {
 
     /// Refuses what waits for an event that was recorded in a capture, or asks after it.
     pub(super) fn refuse_captured_event(&mut self, call: CallKind, event: EventId) -> DriverResult<()> {
-        let Some(id) = self.graphs.events.get(&event.0) else { return Ok(()) };
+        let Some(id) = self.graphs.events.get(&event.get()) else { return Ok(()) };
         if let Some(capture) = self.graphs.captures.get_mut(id) {
             capture.invalid.get_or_insert(call);
         }
@@ -160,13 +160,13 @@ impl State {
 
     /// Records an event on a stream that is captured; false when it is not.
     pub(super) fn record_captured(&mut self, event: EventId, stream: StreamId) -> bool {
-        match self.graphs.capturing.get(&stream.0).copied() {
+        match self.graphs.capturing.get(&stream.get()).copied() {
             Some(capture) => {
-                self.graphs.events.insert(event.0, capture);
+                self.graphs.events.insert(event.get(), capture);
                 true
             }
             None => {
-                self.graphs.events.remove(&event.0);
+                self.graphs.events.remove(&event.get());
                 false
             }
         }
@@ -174,13 +174,13 @@ impl State {
 
     /// Lets a stream wait where that is part of a capture, and join it; false where it is not.
     pub(super) fn wait_captured(&mut self, stream: StreamId, event: EventId, recorded: bool) -> DriverResult<bool> {
-        let (own, of_event) = (self.graphs.capturing.get(&stream.0), self.graphs.events.get(&event.0));
+        let (own, of_event) = (self.graphs.capturing.get(&stream.get()), self.graphs.events.get(&event.get()));
         match (own.copied(), of_event.copied()) {
             (None, None) => Ok(false),
             // A capture cannot wait for work outside of it; an event that was never recorded has none.
             (Some(_), None) if !recorded => Ok(true),
             (None, Some(capture)) => {
-                self.graphs.capturing.insert(stream.0, capture);
+                self.graphs.capturing.insert(stream.get(), capture);
                 Ok(true)
             }
             (Some(own), Some(other)) if own == other => Ok(true),
@@ -210,7 +210,7 @@ impl SimDriver {
         state.time.spend(costs.alloc_ns);
         let Some(len) = bytes.checked_next_multiple_of(costs.align_bytes) else { return Err(out_of_memory(call)) };
         let graphs = &mut state.graphs;
-        let Some(capture) = graphs.capturing.get(&stream.0).and_then(|id| graphs.captures.get_mut(id)) else {
+        let Some(capture) = graphs.capturing.get(&stream.get()).and_then(|id| graphs.captures.get_mut(id)) else {
             return Err(DriverError::new(call, DriverError::ILLEGAL_STATE, "the stream does not capture"));
         };
         let idle = capture.own.idle.iter().find(|(_, size)| **size == len).map(|(addr, _)| *addr);
@@ -278,7 +278,7 @@ impl SimDriver {
     }
 
     fn no_graph(call: CallKind, graph: GraphId) -> DriverError {
-        DriverError::new(call, DriverError::INVALID_HANDLE, format!("no graph {}", graph.0))
+        DriverError::new(call, DriverError::INVALID_HANDLE, format!("no graph {}", graph.get()))
     }
 }
 
@@ -292,9 +292,9 @@ impl GraphDriver for SimDriver {
         }
         let graphs = &mut state.graphs;
         graphs.next += 1;
-        let capture = Capture { origin: stream.0, nodes: Vec::new(), own: Own::default(), invalid: None };
+        let capture = Capture { origin: stream.get(), nodes: Vec::new(), own: Own::default(), invalid: None };
         graphs.captures.insert(graphs.next, capture);
-        graphs.capturing.insert(stream.0, graphs.next);
+        graphs.capturing.insert(stream.get(), graphs.next);
         Ok(())
     }
 
@@ -312,7 +312,7 @@ impl GraphDriver for SimDriver {
         state.graphs.next += 1;
         let id = state.graphs.next;
         state.graphs.graphs.insert(id, Graph { nodes: capture.nodes, own: capture.own, last: None });
-        Ok(GraphId(id))
+        Ok(GraphId::made(id))
     }
 
     fn capture_abort(&self, stream: StreamId) -> DriverResult<()> {
@@ -324,7 +324,7 @@ impl GraphDriver for SimDriver {
         Ok(())
     }
 
-    fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {
+    unsafe fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {
         let call = CallKind::GraphLaunch;
         let state = &mut *self.lock();
         state.need_stream(call, stream)?;
@@ -333,22 +333,22 @@ impl GraphDriver for SimDriver {
             return Err(DriverError::new(call, DriverError::NOT_SUPPORTED, context));
         }
         // Taken out while it runs through the device's clocks.
-        let mut launched = state.graphs.graphs.remove(&graph.0).ok_or_else(|| Self::no_graph(call, graph))?;
+        let mut launched = state.graphs.graphs.remove(&graph.get()).ok_or_else(|| Self::no_graph(call, graph))?;
         state.time.spend(self.profile.graphs.launch_ns);
         if let Some(last) = launched.last {
-            state.time.wait_for_mark(stream.0, last);
+            state.time.wait_for_mark(stream.get(), last);
         }
         let work_ns = launched.nodes.iter().map(|node| self.node_ns(state, node)).sum();
         let gaps_ns = launched.nodes.len() as u64 * self.profile.graphs.node_gap_ns;
-        state.time.enqueue_with_gaps(stream.0, self.profile.queues.start_latency_ns, work_ns, gaps_ns);
-        launched.last = Some(state.time.mark(stream.0));
-        state.graphs.graphs.insert(graph.0, launched);
+        state.time.enqueue_with_gaps(stream.get(), self.profile.queues.start_latency_ns, work_ns, gaps_ns);
+        launched.last = Some(state.time.mark(stream.get()));
+        state.graphs.graphs.insert(graph.get(), launched);
         Ok(())
     }
 
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
         let state = &mut *self.lock();
-        let gone = state.graphs.graphs.remove(&graph.0);
+        let gone = state.graphs.graphs.remove(&graph.get());
         let gone = gone.ok_or_else(|| Self::no_graph(CallKind::GraphDestroy, graph))?;
         gone.own.addresses().for_each(|addr| state.host.unback(addr));
         state.graphs.give_back(&gone.own);

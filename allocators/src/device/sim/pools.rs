@@ -32,8 +32,8 @@ impl SimDriver {
 
 impl State {
     fn pool(&mut self, call: CallKind, pool: PoolId) -> DriverResult<&mut Pool> {
-        let found = self.pools.get_mut(&pool.0);
-        found.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, format!("no pool {}", pool.0)))
+        let found = self.pools.get_mut(&pool.get());
+        found.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, format!("no pool {}", pool.get())))
     }
 }
 
@@ -46,7 +46,7 @@ impl PoolDriver for SimDriver {
         state.next_pool += 1;
         let heap = Heap::new(POOL_BASE + id * RANGE, RANGE, costs.granule_bytes, costs.align_bytes, Packing::Across);
         state.pools.insert(id, Pool { heap, settings, used: 0, used_high: 0, reserved_high: 0 });
-        Ok(PoolId(id))
+        Ok(PoolId::made(id))
     }
 
     unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()> {
@@ -58,7 +58,7 @@ impl PoolDriver for SimDriver {
                 "blocks of the pool are still allocated",
             ));
         }
-        state.pools.remove(&pool.0);
+        state.pools.remove(&pool.get());
         Ok(())
     }
 
@@ -102,7 +102,7 @@ impl PoolDriver for SimDriver {
         let costs = self.pool_costs(CallKind::PoolTrim)?;
         let state = &mut *self.lock();
         state.pool(CallKind::PoolTrim, pool)?;
-        let Some(pool) = state.pools.get_mut(&pool.0) else { return Ok(()) };
+        let Some(pool) = state.pools.get_mut(&pool.get()) else { return Ok(()) };
         pool.heap.settle(|mark| state.time.has_passed(mark));
         let released = pool.heap.release(keep_bytes);
         state.time.spend(costs.attribute_ns + released * costs.release_ns_per_granule);
@@ -122,12 +122,12 @@ impl PoolDriver for SimDriver {
             return self.alloc_captured(state, costs, bytes, stream);
         }
         let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
-        let Some(pool) = state.pools.get_mut(&pool.0) else { return Err(out_of_memory(call)) };
+        let Some(pool) = state.pools.get_mut(&pool.get()) else { return Err(out_of_memory(call)) };
         let (time, settings) = (&state.time, pool.settings);
         let placed = pool.heap.place(bytes, budget, |freed| {
-            let ordered = settings.reuse_follow_event_dependencies && time.is_ordered_after(stream.0, freed);
+            let ordered = settings.reuse_follow_event_dependencies && time.is_ordered_after(stream.get(), freed);
             let finished = settings.reuse_allow_opportunistic && time.has_passed(freed);
-            match (stream.0 == freed.stream || ordered || finished, settings.reuse_allow_internal_dependencies) {
+            match (stream.get() == freed.stream || ordered || finished, settings.reuse_allow_internal_dependencies) {
                 (true, _) => Order::Usable,
                 (false, true) => Order::AfterWait,
                 (false, false) => Order::Unusable,
@@ -136,9 +136,9 @@ impl PoolDriver for SimDriver {
         state.time.spend(costs.alloc_ns);
         let Some(placed) = placed else { return Err(out_of_memory(call)) };
         state.time.spend(placed.new_granules * costs.grow_ns_per_granule);
-        state.time.delay(stream.0, costs.stream_ns);
+        state.time.delay(stream.get(), costs.stream_ns);
         if let Some(mark) = placed.wait_for {
-            state.time.wait_for_mark(stream.0, mark);
+            state.time.wait_for_mark(stream.get(), mark);
         }
         if self.memory == SimMemory::Host
             && let Err(error) = state.host.back(placed.addr, bytes)
@@ -160,7 +160,7 @@ impl PoolDriver for SimDriver {
         if state.graphs.is_capturing(stream) {
             return self.free_captured(state, costs, addr, stream);
         }
-        let mark = state.time.step(stream.0);
+        let mark = state.time.step(stream.get());
         let id = addr.get().checked_sub(POOL_BASE).map(|offset| offset / RANGE);
         let freed = id.and_then(|id| state.pools.get_mut(&id)).and_then(|pool| {
             let len = pool.heap.free(addr.get(), Some(mark))?;
@@ -171,7 +171,7 @@ impl PoolDriver for SimDriver {
             return Err(DriverError::new(call, DriverError::INVALID_VALUE, format!("no block at {:#x}", addr.get())));
         }
         state.time.spend(costs.free_ns);
-        state.time.delay(stream.0, costs.stream_ns);
+        state.time.delay(stream.get(), costs.stream_ns);
         state.host.unback(addr.get());
         Ok(())
     }

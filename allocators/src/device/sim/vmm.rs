@@ -166,7 +166,7 @@ impl VmmDriver for SimDriver {
         space.next_handle += 1;
         space.created += bytes;
         space.handles.insert(id, Handle { bytes, mappings: 0, released: false, host });
-        Ok(PhysicalHandle(id))
+        Ok(PhysicalHandle::made(id))
     }
 
     unsafe fn map(&self, addr: DeviceAddr, bytes: u64, handle: PhysicalHandle) -> DriverResult<()> {
@@ -182,7 +182,7 @@ impl VmmDriver for SimDriver {
         if taken.is_some_and(|(first, mapping)| first + mapping.bytes > addr.get()) {
             return Err(invalid(call, "the range is mapped already"));
         }
-        let known = space.handles.get(&handle.0).filter(|known| !known.released && known.bytes == bytes);
+        let known = space.handles.get(&handle.get()).filter(|known| !known.released && known.bytes == bytes);
         let Some(known) = known else {
             return Err(DriverError::new(call, DriverError::INVALID_HANDLE, "no such handle of that size"));
         };
@@ -191,8 +191,8 @@ impl VmmDriver for SimDriver {
         {
             return Err(super::out_of_memory(call));
         }
-        space.mappings.insert(addr.get(), Mapping { bytes, handle: handle.0, accessible: false });
-        if let Some(known) = space.handles.get_mut(&handle.0) {
+        space.mappings.insert(addr.get(), Mapping { bytes, handle: handle.get(), accessible: false });
+        if let Some(known) = space.handles.get_mut(&handle.get()) {
             known.mappings += 1;
         }
         Ok(())
@@ -241,14 +241,14 @@ impl VmmDriver for SimDriver {
         let call = CallKind::MemRelease;
         let costs = self.vmm_costs(call)?;
         let state = &mut *self.lock();
-        let known = state.vmm.handles.get_mut(&handle.0).filter(|known| !known.released);
+        let known = state.vmm.handles.get_mut(&handle.get()).filter(|known| !known.released);
         let Some(known) = known else {
             return Err(DriverError::new(call, DriverError::INVALID_HANDLE, "no such handle"));
         };
         known.released = true;
         let bytes = known.bytes;
         state.time.spend(costs.release_ns.at(bytes));
-        state.vmm.drop_if_unused(handle.0);
+        state.vmm.drop_if_unused(handle.get());
         Ok(())
     }
 }

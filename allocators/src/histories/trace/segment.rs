@@ -101,7 +101,7 @@ impl Segment {
             device,
             address: segment.addr.get(),
             total_size: segment.bytes,
-            stream: segment.stream.0,
+            stream: segment.stream.get(),
             segment_type: match segment.pool {
                 Some(PoolKind::Small) => SegmentType::Small,
                 None if segment.bytes <= SMALL_SEGMENT => SegmentType::Small,

@@ -136,11 +136,14 @@ fn attached() -> Option<NameStream> {
     })
 }
 
-/// Names a stream for the attached tool, if there is one. `stream` is a handle of the CUDA driver.
-pub(super) fn name(stream: StreamId, name: &str) {
+/// Names a stream for the attached tool, if there is one.
+///
+/// # Safety
+/// `stream` is a live stream of the CUDA driver.
+pub(super) unsafe fn name(stream: StreamId, name: &str) {
     let (Some(function), Ok(name)) = (attached(), CString::new(name)) else { return };
-    // SAFETY: the tool's function; it copies the name and takes the handle as a number to look up.
-    unsafe { function(ptr::without_provenance_mut(stream.0 as usize), name.as_ptr()) };
+    // SAFETY: the tool's function, which copies the name; the handle is CUDA's (the caller's promise).
+    unsafe { function(ptr::without_provenance_mut(stream.get() as usize), name.as_ptr()) };
 }
 
 #[cfg(test)]

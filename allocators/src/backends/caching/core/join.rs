@@ -134,7 +134,7 @@ mod tests {
     fn assert_alike(blind: &mut BlockCache, guided: &BlockCache) {
         blind.settle();
         let segments = |cache: &BlockCache| {
-            let mut segments = cache.segments(StreamId(1));
+            let mut segments = cache.segments(StreamId::numbered(1));
             segments.sort_by_key(|segment| segment.addr);
             segments
         };
