@@ -6,8 +6,7 @@
 //!
 //! *Cost.* Allocate and free on a hit: one short lock that only users of the same stream share, O(1) in the number of
 //! blocks but for the few of one size bin, no driver call, no allocation. A miss costs a `cuMemAlloc`; a refused miss
-//! costs a synchronise and the release of every idle segment. What is allocated and freed over and over, with nothing in
-//! between, is only counted after the first round.
+//! costs a synchronise and the release of every idle segment.
 //!
 //! *Graph capture.* A capture has blocks and segments of its own under the same policy, as PyTorch's private pools; the
 //! segments go back to the device when it is released. Nothing is looked at for it while no capture is open.
@@ -36,17 +35,16 @@ use super::{InstanceId, foreign, not_held};
 use crate::backends::caching::core::block_cache::{Served, SplitRules, Wanted, address};
 use crate::backends::caching::core::blocks::BlockIndex;
 use crate::contract::AllocError;
-use crate::contract::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
+use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
 use crate::contract::{Gauge, PoolKind, Stats};
 use crate::contract::{Ledger, Snapshot};
 use crate::device::{DeviceAddr, Driver, StreamId};
-use crate::policy::rounding::{Divisions, MIN_BLOCK, SMALL_MAX, pool_of, round_size};
+use crate::policy::rounding::{Divisions, pool_of, round_size};
 use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, lock};
 use capture::Pool;
 use growth::Growth;
 use pending::Pending;
 use shard::{Shard, ShardState, ShardTable};
-use std::hint::select_unpredictable;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use totals::Totals;
@@ -102,8 +100,6 @@ pub struct Caching {
     driver: Arc<dyn Driver>,
     settings: CachingSettings,
     rules: SplitRules,
-    /// Whether nothing is set that a block of the small pool would have to be asked about.
-    plain: bool,
     /// Whether idle segments are collected, so that searches are counted.
     collects: bool,
     shards: ShardTable,
@@ -125,7 +121,6 @@ impl Caching {
     /// A caching allocator on `driver`.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, settings: CachingSettings) -> Self {
-        let plain_rounding = settings.roundup_power2_divisions == Divisions::default();
         Self {
             driver,
             settings,
@@ -133,7 +128,6 @@ impl Caching {
                 max_split: settings.max_split(),
                 max_non_split_rounding: settings.max_non_split_rounding,
             },
-            plain: plain_rounding && !settings.collects() && settings.max_split_size.is_none(),
             collects: settings.collects(),
             shards: ShardTable::new(InstanceId::next().first_number()),
             totals: Totals::new(),
@@ -158,81 +152,6 @@ impl Caching {
             return self.searches.fetch_add(1, Relaxed) + 1;
         }
         self.searches.load(Relaxed)
-    }
-
-    /// A large request, if there is nothing to look at first.
-    #[inline(never)]
-    fn allocate_large(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
-        if request.bytes <= SMALL_MAX || !self.plain || self.waiting.load(Acquire) != 0 {
-            return self.allocate_any(request, stream);
-        }
-        request.validate()?;
-        let rounded = request.bytes.next_multiple_of(MIN_BLOCK);
-        let shard = self.shards.of_stream(stream);
-        {
-            let mut state = self.totals.enter(shard, &self.shards);
-            let wanted = Wanted { rounded, requested: request.bytes, now: 0 };
-            if let Some(served) = state.cache.serve_large(wanted, &SplitRules::NONE) {
-                return Ok(mint(shard, served, request.bytes, if served.split { Path::Split } else { Path::Hit }));
-            }
-        }
-        self.grow(shard, request.bytes, rounded, true)
-    }
-
-    /// Any request, with any settings.
-    #[inline(never)]
-    fn allocate_any(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
-        request.validate()?;
-        let rounded = round_size(request.bytes, &self.settings.roundup_power2_divisions);
-        let pool = pool_of(rounded);
-        let (processed, shard) = match self.waiting.load(Acquire) {
-            0 => (true, self.shards.of_stream(stream)),
-            _ => (self.process_events()?, self.shard_for(stream)),
-        };
-        let wanted = Wanted { rounded, requested: request.bytes, now: self.count_search(pool) };
-        {
-            let mut state = self.totals.enter(shard, &self.shards);
-            if let Some(served) = state.cache.serve(pool, wanted, &self.rules) {
-                let path = if served.split { Path::Split } else { Path::Hit };
-                self.count_oversize(served);
-                return Ok(mint(shard, served, request.bytes, path));
-            }
-        }
-        self.grow(shard, request.bytes, rounded, processed)
-    }
-
-    /// A block of the large pool, if there is nothing to look at first.
-    #[inline(never)]
-    fn deallocate_large(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
-        let shard = self.shards.of_stream(stream);
-        // CAST: the upper and the lower half of the token.
-        let (id, index) = ((block.token() >> 32) as u32, block.token() as BlockIndex);
-        if self.plain && shard.id == id {
-            let mut state = self.totals.enter(shard, &self.shards);
-            if let Some(joined) = state.cache.take_back_large(index, block.addr().get(), block.requested()) {
-                return Ok(if joined { Path::Coalesce } else { Path::Hit });
-            }
-        }
-        self.deallocate_any(block)
-    }
-
-    /// Any block, and what is none.
-    #[inline(never)]
-    fn deallocate_any(&self, block: Block) -> Result<Path, AllocError> {
-        let Some(shard) = self.shard_of(&block) else { return Err(foreign(self.name(), block)) };
-        let index = {
-            let mut state = self.totals.enter(shard, &self.shards);
-            let Some(index) = Self::find(&state, &block) else { return Err(foreign(self.name(), block)) };
-            if block.bytes() >= self.rules.max_split {
-                lock(&self.oversize_allocations).decrease(1);
-            }
-            if !state.cache.blocks.get(index).is_shared() {
-                let joined = state.cache.take_back(index, block.requested(), self.searches.load(Relaxed));
-                return Ok(if joined { Path::Coalesce } else { Path::Hit });
-            }
-            index
-        };
-        self.defer(shard.id, index)
     }
 
     /// Counts a block that `max_split_size` makes one of its own.
@@ -284,43 +203,42 @@ impl DeviceAllocator for Caching {
         })
     }
 
-    #[inline]
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
-        // What most requests are: small, and with nothing to look at first.
-        let small = request.align == GUARANTEED_ALIGN && request.bytes.wrapping_sub(1) < SMALL_MAX;
-        if !small {
-            return self.allocate_large(request, stream);
-        }
-        if !self.plain || self.waiting.load(Acquire) != 0 {
-            return self.allocate_any(request, stream);
-        }
-        let rounded = (request.bytes + (MIN_BLOCK - 1)) & !(MIN_BLOCK - 1);
-        let shard = self.shards.of_stream(stream);
+        request.validate()?;
+        let rounded = round_size(request.bytes, &self.settings.roundup_power2_divisions);
+        let pool = pool_of(rounded);
+        // Blocks whose events have completed are free again before the search, as in PyTorch.
+        let (processed, shard) = match self.waiting.load(Acquire) {
+            0 => (true, self.shards.of_stream(stream)),
+            _ => (self.process_events()?, self.shard_for(stream)),
+        };
+        let wanted = Wanted { rounded, requested: request.bytes, now: self.count_search(pool) };
         {
-            let mut state = self.totals.enter_unsettled(shard, &self.shards);
-            if let Some(served) = state.cache.serve_small(rounded, request.bytes) {
+            let mut state = self.totals.enter(shard, &self.shards);
+            if let Some(served) = state.cache.serve(pool, wanted, &self.rules) {
+                self.count_oversize(served);
                 return Ok(mint(shard, served, request.bytes, if served.split { Path::Split } else { Path::Hit }));
             }
         }
-        self.grow(shard, request.bytes, rounded, true)
+        self.grow(shard, request.bytes, rounded, processed)
     }
 
-    #[inline]
-    unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
-        // The block says what pool it is from, before the lock is taken and the record is here.
-        if block.bytes() > SMALL_MAX {
-            return self.deallocate_large(block, stream);
+    unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
+        let Some(shard) = self.shard_of(&block) else { return Err(foreign(self.name(), block)) };
+        let mut state = self.totals.enter(shard, &self.shards);
+        let Some(index) = Self::find(&state, &block) else {
+            drop(state);
+            return Err(foreign(self.name(), block));
+        };
+        if block.bytes() >= self.rules.max_split {
+            lock(&self.oversize_allocations).decrease(1);
         }
-        let shard = self.shards.of_stream(stream);
-        // CAST: the upper and the lower half of the token.
-        let (id, index) = ((block.token() >> 32) as u32, block.token() as BlockIndex);
-        if self.plain && shard.id == id {
-            let mut state = self.totals.enter_unsettled(shard, &self.shards);
-            if let Some(joined) = state.cache.take_back_small(index, block.addr().get(), block.requested()) {
-                return Ok(select_unpredictable(joined, Path::Coalesce, Path::Hit));
-            }
+        if state.cache.blocks.get(index).is_shared() {
+            drop(state);
+            return self.defer(shard.id, index);
         }
-        self.deallocate_any(block)
+        let joined = state.cache.take_back(index, block.requested(), self.searches.load(Relaxed));
+        Ok(if joined { Path::Coalesce } else { Path::Hit })
     }
 
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {

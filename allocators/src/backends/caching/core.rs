@@ -10,5 +10,4 @@ pub(crate) mod exact_index;
 pub(crate) mod free_index;
 mod join;
 pub(crate) mod ranged_index;
-mod repeat;
 pub(crate) mod tally;

@@ -44,14 +44,6 @@ impl Shard {
     /// Never held over a call to the device, and never while another shard's is taken.
     #[inline]
     pub(super) fn lock(&self) -> SpinGuard<'_, ShardState> {
-        let mut state = self.state.lock();
-        state.cache.settle();
-        state
-    }
-
-    /// The same with a cache that has not been [settled](BlockCache::settle).
-    #[inline(always)]
-    pub(super) fn lock_unsettled(&self) -> SpinGuard<'_, ShardState> {
         self.state.lock()
     }
 }

@@ -96,16 +96,8 @@ impl Totals {
     /// Locks a shard for work that changes its levels.
     #[inline(always)]
     pub(super) fn enter<'a>(&self, shard: &'a Shard, table: &ShardTable) -> SpinGuard<'a, ShardState> {
-        let mut state = self.enter_unsettled(shard, table);
-        state.cache.settle();
-        state
-    }
-
-    /// The same with a cache that has not been [settled](crate::backends::caching::core::block_cache::BlockCache::settle).
-    #[inline(always)]
-    pub(super) fn enter_unsettled<'a>(&self, shard: &'a Shard, table: &ShardTable) -> SpinGuard<'a, ShardState> {
         loop {
-            let state = shard.lock_unsettled();
+            let state = shard.lock();
             if state.admitted {
                 return state;
             }

@@ -4,9 +4,8 @@
 use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, record, record_mut, split_front};
 use super::exact_index::ExactIndex;
 use super::free_index::{Fit, FreeIndex};
-use super::join::{FEW, join, join_blindly};
+use super::join::join;
 use super::ranged_index::RangedIndex;
-use super::repeat::Repeat;
 use super::tally::Tally;
 use crate::contract::PoolKind;
 use crate::contract::{BlockInfo, SegmentInfo};
@@ -24,9 +23,6 @@ pub(crate) struct SplitRules {
 }
 
 impl SplitRules {
-    /// Every block may be split, and taken by any request.
-    pub(crate) const NONE: Self = Self { max_split: u64::MAX, max_non_split_rounding: 0 };
-
     /// Whether a request may take a block of `size`.
     #[inline(always)]
     fn allow(&self, bytes: u64, size: u64) -> bool {
@@ -60,10 +56,6 @@ pub(crate) struct BlockCache {
     small: ExactIndex,
     /// Free blocks of the large pool.
     large: RangedIndex,
-    /// What is not on the books; nothing but [`serve_small`](Self::serve_small) and
-    /// [`take_back_small`](Self::take_back_small) may be called, nor anything read, before it was
-    /// [settled](Self::settle).
-    repeat: Repeat,
 }
 
 /// A block that was handed out.
@@ -90,8 +82,6 @@ pub(crate) struct Wanted {
     pub(crate) now: u64,
 }
 
-// Each operation is compiled once for each pool. The small pool's is part of its caller; the large pool's is a call, so
-// that it takes no registers and no room where it is not needed.
 impl BlockCache {
     /// The free blocks of a pool by (size, address). Allocates.
     #[must_use]
@@ -103,74 +93,16 @@ impl BlockCache {
     }
 
     /// PyTorch's `get_free_block` and `alloc_found_block`: hands out the best fit of a pool, if there is one.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn serve(&mut self, pool: PoolKind, wanted: Wanted, rules: &SplitRules) -> Option<Served> {
-        debug_assert!(!self.repeat.owes());
         match pool {
-            PoolKind::Small => {
-                serve(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, wanted, rules)
-            }
-            PoolKind::Large => self.serve_large(wanted, rules),
+            PoolKind::Small => serve(&mut self.small, &mut self.blocks, &mut self.tally, pool, wanted, rules),
+            PoolKind::Large => serve(&mut self.large, &mut self.blocks, &mut self.tally, pool, wanted, rules),
         }
-    }
-
-    /// The same for the small pool, without rules and without a count of lookups. `rounded` must follow from `requested`.
-    #[inline(always)]
-    pub(crate) fn serve_small(&mut self, rounded: u64, requested: u64) -> Option<Served> {
-        if self.repeat.owes() {
-            if let Some((index, split)) = self.repeat.give_again(requested) {
-                let addr = self.blocks.get(index).addr();
-                return Some(Served { index, addr, bytes: rounded, split });
-            }
-            self.carry_out();
-        }
-        let wanted = Wanted { rounded, requested, now: 0 };
-        let rules = &SplitRules::NONE;
-        let served = serve(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, wanted, rules)?;
-        self.repeat.served(served.index, served.split, requested);
-        Some(served)
-    }
-
-    /// Puts on the books what was only counted. Cheap when there is nothing.
-    #[inline(always)]
-    pub(crate) fn settle(&mut self) {
-        if self.repeat.owes() {
-            self.carry_out();
-        }
-        self.repeat.forget();
-    }
-
-    /// All rounds are alike, so one is carried out and the sums of the others are added to it.
-    #[cold]
-    #[inline(never)]
-    fn carry_out(&mut self) {
-        let Some(outstanding) = self.repeat.settle() else { return };
-        let index = outstanding.index;
-        let block = *self.blocks.get(index);
-        let requested = block.requested();
-        if outstanding.rounds > 0 {
-            let before = self.tally.increases();
-            self.take_back(index, requested, 0);
-            let wanted = Wanted { rounded: block.bytes(), requested, now: 0 };
-            let served = self.serve(PoolKind::Small, wanted, &SplitRules::NONE);
-            debug_assert_eq!(served.map(|served| (served.index, served.addr)), Some((index, block.addr())));
-            self.tally.repeat_increases(&before, outstanding.rounds - 1);
-        }
-        if outstanding.held {
-            self.take_back(index, requested, 0);
-        }
-    }
-
-    /// The same for the large pool.
-    #[inline(never)]
-    pub(crate) fn serve_large(&mut self, wanted: Wanted, rules: &SplitRules) -> Option<Served> {
-        debug_assert!(!self.repeat.owes());
-        serve(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, wanted, rules)
     }
 
     /// Hands out the first part of a segment that is not known yet.
     pub(crate) fn serve_from_segment(&mut self, segment: BlockRecord, wanted: Wanted, rules: &SplitRules) -> Served {
-        debug_assert!(!self.repeat.owes());
         let whole = self.blocks.insert(segment);
         self.tally.add_segment(segment.bytes());
         let (pool, fit) = (segment.pool(), Fit { index: whole, units: segment.units() });
@@ -194,7 +126,6 @@ impl BlockCache {
     /// free ones beside each other, each with the bytes that the client asked for if it is in use. Returns the records of
     /// those in use.
     pub(crate) fn add_segment(&mut self, segment: BlockRecord, parts: &[(u64, Option<u64>)]) -> Vec<BlockIndex> {
-        debug_assert!(!self.repeat.owes());
         let (pool, whole) = (segment.pool(), segment.bytes());
         self.tally.add_segment(whole);
         self.tally.begin_segment(whole);
@@ -231,64 +162,26 @@ impl BlockCache {
 
     /// Takes a block back from the client: reusable at once, and joined with free neighbours; true when it was joined.
     /// `requested` is what the client had asked for, `now` counts lookups.
+    #[inline]
     pub(crate) fn take_back(&mut self, index: BlockIndex, requested: u64, now: u64) -> bool {
-        debug_assert!(!self.repeat.owes());
         let block = self.blocks.get(index);
         self.tally.take_back(block.pool(), block.bytes(), requested);
-        match block.pool() {
-            PoolKind::Small => self.join_small(index, now),
-            PoolKind::Large => self.join_large(index, now),
+        self.make_free(index, now)
+    }
+
+    /// Makes a block free and joins it with free neighbours; true when there were any.
+    #[inline]
+    fn make_free(&mut self, index: BlockIndex, now: u64) -> bool {
+        let block = self.blocks.get(index);
+        let (pool, block) = (block.pool(), block.extent());
+        match pool {
+            PoolKind::Small => join(&mut self.small, &mut self.blocks, &mut self.tally, pool, index, block, now),
+            PoolKind::Large => join(&mut self.large, &mut self.blocks, &mut self.tally, pool, index, block, now),
         }
-    }
-
-    // They read the record themselves: to be given what it says, it would have to be written to the stack.
-    #[inline(never)]
-    fn join_small(&mut self, index: BlockIndex, now: u64) -> bool {
-        let block = self.blocks.get(index).extent();
-        join(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, block, now)
-    }
-
-    #[inline(never)]
-    fn join_large(&mut self, index: BlockIndex, now: u64) -> bool {
-        let block = self.blocks.get(index).extent();
-        join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, now)
-    }
-
-    /// The same for a block of the small pool that the client holds at `addr` and that no other stream was announced to
-    /// use, without a count of lookups; `None` when there is no such block, and nothing was done.
-    #[inline(always)]
-    pub(crate) fn take_back_small(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
-        if self.repeat.can_hold(index) {
-            self.blocks.find_unshared(PoolKind::Small, index, addr)?;
-            // A block that was cut off lies beside the rest, with which it would be joined.
-            return Some(self.repeat.hold());
-        }
-        if self.repeat.owes() {
-            self.carry_out();
-        }
-        let block = self.blocks.find_unshared(PoolKind::Small, index, addr)?;
-        self.tally.take_back(PoolKind::Small, block.bytes(), requested);
-        let joined = if self.blocks.records().len() <= FEW {
-            join_blindly(&mut self.small, &mut self.blocks, &mut self.tally, index, block)
-        } else {
-            self.join_small(index, 0)
-        };
-        self.repeat.returned(index, requested);
-        Some(joined)
-    }
-
-    /// The same for the large pool, [settled](Self::settle).
-    #[inline(always)]
-    pub(crate) fn take_back_large(&mut self, index: BlockIndex, addr: u64, requested: u64) -> Option<bool> {
-        debug_assert!(!self.repeat.owes());
-        let block = self.blocks.find_unshared(PoolKind::Large, index, addr)?;
-        self.tally.take_back(PoolKind::Large, block.bytes(), requested);
-        Some(join(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, block, 0))
     }
 
     /// Takes a block back from the client that streams still use: it waits for `events`.
     pub(crate) fn defer(&mut self, index: BlockIndex, events: u32) {
-        debug_assert!(!self.repeat.owes());
         let block = self.blocks.get_mut(index);
         self.tally.take_back(block.pool(), block.bytes(), block.requested());
         self.tally.add_pending(block.bytes());
@@ -297,18 +190,13 @@ impl BlockCache {
 
     /// Makes a block that waited reusable.
     pub(crate) fn release_pending(&mut self, index: BlockIndex, now: u64) {
-        debug_assert!(!self.repeat.owes());
         let block = self.blocks.get(index);
         self.tally.remove_pending(block.bytes());
-        match block.pool() {
-            PoolKind::Small => self.join_small(index, now),
-            PoolKind::Large => self.join_large(index, now),
-        };
+        self.make_free(index, now);
     }
 
     /// Takes a free block that is a whole segment out, record and all; `None` when it is in use by now.
     pub(crate) fn remove_segment(&mut self, index: BlockIndex, addr: u64) -> Option<BlockRecord> {
-        debug_assert!(!self.repeat.owes());
         let block = *self.blocks.find(index)?;
         if block.addr() != addr || !block.is_free() || block.is_split() {
             return None;
@@ -325,7 +213,6 @@ impl BlockCache {
     /// Puts back what [`remove_segment`](Self::remove_segment) took out, as it was when there had been `freed_at`
     /// lookups.
     pub(crate) fn restore_segment(&mut self, segment: BlockRecord, freed_at: u64) {
-        debug_assert!(!self.repeat.owes());
         let index = self.blocks.insert(segment);
         self.blocks.set_freed_at(index, freed_at);
         self.tally.add_segment(segment.bytes());

@@ -4,7 +4,6 @@
 use crate::contract::BlockState;
 use crate::contract::PoolKind;
 use crate::policy::rounding::MIN_BLOCK;
-use std::hint::select_unpredictable;
 
 /// Index of a record in its [`BlockSlab`].
 pub(crate) type BlockIndex = u32;
@@ -254,20 +253,6 @@ impl BlockRecord {
         self.rest.up
     }
 
-    /// Makes the record that of a free block of the small pool, whose links the index writes.
-    #[inline(always)]
-    pub(super) fn set_small_free(&mut self, addr: u64, units: u32, prev: BlockIndex, next: BlockIndex) {
-        (self.place, self.units, self.prev, self.next) = (addr | FREE, units, prev, next);
-    }
-
-    /// Whether the block is free and has relatives in the index of free blocks.
-    #[inline(always)]
-    pub(super) fn is_free_in_company(&self) -> bool {
-        // One comparison, where two conditions would be two branches: no link is as large as a state that is not `FREE`.
-        let links = u64::from(self.rest.left | self.rest.right | self.rest.up);
-        links > ((self.place & STATE) ^ FREE) << u32::BITS
-    }
-
     #[inline(always)]
     pub(super) fn set_free(&mut self) {
         self.place = self.place & !STATE | FREE;
@@ -386,14 +371,6 @@ impl BlockSlab {
         self.records.get(index as usize).filter(|record| record.is_held_at(addr))
     }
 
-    /// Where a block of the pool lies that the client holds at `addr` and that no other stream was announced to use.
-    #[inline(always)]
-    pub(super) fn find_unshared(&self, pool: PoolKind, index: BlockIndex, addr: u64) -> Option<Extent> {
-        let place = addr | pool_flag(pool) | ALLOCATED;
-        let record = self.records.get(index as usize).filter(|record| record.place == place)?;
-        Some(Extent { addr, ..record.extent() })
-    }
-
     /// All records, the vacant ones included.
     #[must_use]
     #[inline(always)]
@@ -483,15 +460,6 @@ pub(super) fn record(records: &[BlockRecord], index: BlockIndex) -> &BlockRecord
 #[inline(always)]
 pub(super) fn record_mut(records: &mut [BlockRecord], index: BlockIndex) -> &mut BlockRecord {
     &mut records[index as usize]
-}
-
-/// Makes a record vacant if `there`, without a branch.
-#[inline(always)]
-pub(super) fn vacate_if(records: &mut [BlockRecord], vacant: &mut BlockIndex, index: BlockIndex, there: bool) {
-    let record = record_mut(records, index);
-    record.place = select_unpredictable(there, VACANT, record.place);
-    record.next = select_unpredictable(there, *vacant, record.next);
-    *vacant = select_unpredictable(there, index, *vacant);
 }
 
 /// Makes a live record vacant.

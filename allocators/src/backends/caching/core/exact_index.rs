@@ -80,22 +80,6 @@ impl ExactIndex {
         }
     }
 
-    /// Takes a block out if it is free, without a branch unless others of its size are. `index` may be no block.
-    #[inline(always)]
-    pub(super) fn remove_if_free(&mut self, blocks: &mut [BlockRecord], index: BlockIndex) {
-        let block = record(blocks, index);
-        let (bin, free) = (bin_of(block.units()), block.is_free());
-        if block.is_free_in_company() {
-            self.heaps[bin] = without(blocks, self.heaps[bin], index);
-            return;
-        }
-        debug_assert!(!free || self.heaps[bin] == index, "a free block should be in the index");
-        self.heaps[bin] = select_unpredictable(free, NONE, self.heaps[bin]);
-        let word = self.words[bin / WORD] ^ (u64::from(free) << (bin % WORD));
-        self.words[bin / WORD] = word;
-        self.summary ^= u64::from(free & (word == 0)) << (bin / WORD);
-    }
-
     #[inline(always)]
     fn mark_empty(&mut self, bin: usize) {
         self.heaps[bin] = NONE;

@@ -34,11 +34,6 @@ pub(crate) enum Scope {
     All,
 }
 
-impl Scope {
-    /// Every scope.
-    pub(crate) const EACH: [Scope; 3] = [Scope::Small, Scope::Large, Scope::All];
-}
-
 impl From<PoolKind> for Scope {
     fn from(pool: PoolKind) -> Self {
         match pool {
@@ -96,58 +91,34 @@ impl Figures {
     }
 }
 
-/// A level, kept as a mark and how far it is below: so an increase sees in its own carry whether it goes over the mark.
+/// How much there is of a quantity, and the most that there was.
 #[derive(Clone, Copy, Debug, Default)]
 struct Level {
-    mark: u64,
-    room: u64,
+    current: u64,
+    peak: u64,
 }
 
 impl Level {
-    /// A level at its mark.
-    fn at(mark: u64) -> Self {
-        Self { mark, room: 0 }
-    }
-
-    /// Adds a number of either sign, as its two's complement; true when that went over the mark.
+    /// Adds a number of either sign, as its two's complement.
     #[inline(always)]
-    fn change(&mut self, amount: u64) -> bool {
-        self.room = self.room.wrapping_sub(amount);
-        self.room.cast_signed() < 0
-    }
-
-    #[inline(always)]
-    fn increase(&mut self, amount: u64) -> bool {
-        let (room, over) = self.room.overflowing_sub(amount);
-        self.room = room;
-        over
+    fn change(&mut self, amount: u64) {
+        self.current = self.current.wrapping_add(amount);
+        self.peak = self.peak.max(self.current);
     }
 
     #[inline(always)]
     fn decrease(&mut self, amount: u64) {
-        self.room += amount;
-        debug_assert!(self.room <= self.mark, "a level should not go below zero");
-    }
-
-    /// Also when it went over the mark.
-    fn current(self) -> u64 {
-        self.mark.wrapping_sub(self.room)
+        debug_assert!(self.current >= amount, "a level should not go below zero");
+        self.current -= amount;
     }
 }
 
 /// Levels of one stream's blocks with their peaks and the sums of all increases.
-///
-/// A pool's level may not pass the pool's peak unseen, nor, together with the other pool's, the peak of both; but nobody
-/// writes the sum of both each time for that. The marks of the two pools are at most their peaks and together at most the
-/// peak of both. So whoever stays below its own mark makes no peak, and whoever goes over it looks at everything.
-/// Blocks are kept as a sum, too: a client that always holds as many would look whenever the pools take turns.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tally {
-    pools: [[Level; QUANTITIES]; 2],
-    /// Blocks of both pools; its mark is their peak.
-    blocks: Level,
     /// By scope.
-    peaks: [[u64; QUANTITIES]; 3],
+    levels: [[Level; QUANTITIES]; 3],
+    /// By pool.
     increases: [[u64; QUANTITIES]; 2],
     /// Bytes of the segments.
     segments: u64,
@@ -161,50 +132,20 @@ impl Tally {
     #[inline(always)]
     fn increase(&mut self, pool: PoolKind, quantity: Quantity, amount: u64) {
         self.increases[pool as usize][quantity as usize] += amount;
-        if self.pools[pool as usize][quantity as usize].increase(amount) {
-            self.look(pool, quantity);
-        }
+        self.levels[pool as usize][quantity as usize].change(amount);
+        self.levels[Scope::All as usize][quantity as usize].change(amount);
     }
 
     #[inline(always)]
     fn decrease(&mut self, pool: PoolKind, quantity: Quantity, amount: u64) {
-        self.pools[pool as usize][quantity as usize].decrease(amount);
-    }
-
-    /// Sees to the peaks after a pool's level went over its mark, and sets new marks.
-    #[cold]
-    #[inline(never)]
-    fn look(&mut self, pool: PoolKind, quantity: Quantity) {
-        let [small, large, all] = &mut self.peaks;
-        let [smalls, larges] = &mut self.pools;
-        let (level, peak) = (&mut smalls[quantity as usize], &mut small[quantity as usize]);
-        let (other, other_peak) = (&mut larges[quantity as usize], &mut large[quantity as usize]);
-        let (level, peak, other, other_peak) = match pool {
-            PoolKind::Small => (level, peak, other, other_peak),
-            PoolKind::Large => (other, other_peak, level, peak),
-        };
-        let (own, others, all) = (level.current(), other.current(), &mut all[quantity as usize]);
-        *peak = own.max(*peak);
-        *all = (own + others).max(*all);
-        // What is left below the peak of both goes to the two in halves, but none gets more than it may use.
-        let left = *all - own - others;
-        let wanted = other_peak.saturating_sub(others).min(left);
-        let room = (*peak - own).min(left - wanted.min(left / 2));
-        *level = Level { mark: own + room, room };
-        let room = wanted.min(left - room);
-        *other = Level { mark: others + room, room };
+        self.levels[pool as usize][quantity as usize].decrease(amount);
+        self.levels[Scope::All as usize][quantity as usize].decrease(amount);
     }
 
     /// A block was handed out.
     #[inline(always)]
     pub(crate) fn hand_out(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
-        self.increases[pool as usize][Quantity::Blocks as usize] += 1;
-        if self.pools[pool as usize][Quantity::Blocks as usize].increase(1) {
-            raise(&mut self.pools[pool as usize][Quantity::Blocks as usize]);
-        }
-        if self.blocks.increase(1) {
-            raise(&mut self.blocks);
-        }
+        self.increase(pool, Quantity::Blocks, 1);
         self.increase(pool, Quantity::Bytes, bytes);
         self.increase(pool, Quantity::Requested, requested);
     }
@@ -213,7 +154,6 @@ impl Tally {
     #[inline(always)]
     pub(crate) fn take_back(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         self.decrease(pool, Quantity::Blocks, 1);
-        self.blocks.decrease(1);
         self.decrease(pool, Quantity::Bytes, bytes);
         self.decrease(pool, Quantity::Requested, requested);
     }
@@ -229,11 +169,10 @@ impl Tally {
     /// at most two.
     #[inline(always)]
     pub(crate) fn join_splits(&mut self, pool: PoolKind, bytes: u64, joined: u64) {
-        // One part more, or as many, or one less, without a branch; by what was not free before, as PyTorch counts the
-        // whole change at once.
+        // The change as a whole, by what was not free before, as PyTorch counts it.
         self.increases[pool as usize][Quantity::Split as usize] += u64::from(joined == 0);
-        if self.pools[pool as usize][Quantity::Split as usize].change(1u64.wrapping_sub(joined)) {
-            self.look(pool, Quantity::Split);
+        for scope in [pool.into(), Scope::All] {
+            self.levels[scope as usize][Quantity::Split as usize].change(1u64.wrapping_sub(joined));
         }
         self.increase(pool, Quantity::SplitBytes, bytes);
     }
@@ -288,8 +227,7 @@ impl Tally {
     /// Where the bytes of the segments are, for a request on the stream itself (`own`) or on another one.
     #[must_use]
     pub(crate) fn ledger(&self, own: bool) -> Ledger {
-        let level =
-            |quantity: Quantity| self.pools.iter().map(|levels| levels[quantity as usize].current()).sum::<u64>();
+        let level = |quantity: Quantity| self.levels[Scope::All as usize][quantity as usize].current;
         let (held, requested) = (level(Quantity::Bytes), level(Quantity::Requested));
         let free = self.segments - held - self.pending;
         debug_assert_eq!(free, self.idle + level(Quantity::SplitBytes), "a free block is a segment or a part of one");
@@ -298,59 +236,34 @@ impl Tally {
         Ledger { reserved: self.segments, requested, internal, pending, soft, hard, stream, ..Ledger::default() }
     }
 
-    /// Figures of the pools, and what they add up to.
-    fn added_up<T>(pools: &[[T; QUANTITIES]; 2], of: impl Fn(&T) -> u64) -> Figures {
-        let [small, large] = pools.each_ref().map(|figures| figures.each_ref().map(&of));
+    /// Levels now.
+    #[must_use]
+    pub(crate) fn current(&self) -> Figures {
+        Figures(self.levels.map(|levels| levels.map(|level| level.current)))
+    }
+
+    /// Highest levels since the last [`restart_peaks`](Self::restart_peaks).
+    #[must_use]
+    pub(crate) fn peak(&self) -> Figures {
+        Figures(self.levels.map(|levels| levels.map(|level| level.peak)))
+    }
+
+    /// Sums of all increases ("allocated" in PyTorch's keys).
+    #[must_use]
+    pub(crate) fn increases(&self) -> Figures {
+        let [small, large] = self.increases;
         let mut all = small;
         all.iter_mut().zip(large).for_each(|(sum, figure)| *sum += figure);
         // In the order of the scopes.
         Figures([small, large, all])
     }
 
-    /// Levels now.
-    #[must_use]
-    pub(crate) fn current(&self) -> Figures {
-        Self::added_up(&self.pools, |level| level.current())
-    }
-
-    /// Highest levels since the last [`restart_peaks`](Self::restart_peaks).
-    #[must_use]
-    pub(crate) fn peak(&self) -> Figures {
-        let mut peaks = Figures(self.peaks);
-        let [small, large] = self.pools.map(|levels| levels[Quantity::Blocks as usize].mark);
-        for (scope, mark) in Scope::EACH.into_iter().zip([small, large, self.blocks.mark]) {
-            *peaks.at(scope, Quantity::Blocks) = mark;
-        }
-        peaks
-    }
-
-    /// Sums of all increases ("allocated" in PyTorch's keys).
-    #[must_use]
-    pub(crate) fn increases(&self) -> Figures {
-        Self::added_up(&self.increases, |sum| *sum)
-    }
-
-    /// Adds what the sums of all increases grew by since they were `before`, so many times more.
-    pub(crate) fn repeat_increases(&mut self, before: &Figures, times: u64) {
-        for (sums, before) in self.increases.iter_mut().zip(&before.0) {
-            sums.iter_mut().zip(before).for_each(|(sum, before)| *sum += (*sum - before) * times);
-        }
-    }
-
     /// Lets the peaks start again from the levels.
     pub(crate) fn restart_peaks(&mut self) {
-        self.peaks = self.current().0;
-        for level in self.pools.iter_mut().flatten().chain([&mut self.blocks]) {
-            *level = Level::at(level.current());
+        for level in self.levels.iter_mut().flatten() {
+            level.peak = level.current;
         }
     }
-}
-
-/// The mark follows a level that went over it. Out of the way, because few do.
-#[cold]
-#[inline(never)]
-fn raise(level: &mut Level) {
-    *level = Level::at(level.current());
 }
 
 #[cfg(test)]
