@@ -1,6 +1,6 @@
 //! Training steps as graphs: captured once, launched many times.
 
-use super::{Device, Engine, SimView};
+use super::Device;
 use crate::arithmetic::Arithmetic;
 use crate::error::Result;
 use kernels::Operation;
@@ -45,9 +45,9 @@ impl Device {
             if number > 0 {
                 capture.cut()?;
             }
-            *self.recorded() = matches!(self.engine, Engine::Sim(_)).then(Vec::new);
+            self.executor.begin_graph();
             let queued = queue(number);
-            operations.push(self.recorded().take().unwrap_or_default());
+            operations.push(self.executor.end_graph());
             queued?;
         }
         Ok(StepGraphs { graph: capture.end()?, operations })
@@ -59,14 +59,9 @@ impl Device {
     /// Those of the driver, and on the simulated device of the operations.
     pub fn launch(&self, graphs: &mut StepGraphs, number: usize) -> Result<()> {
         graphs.graph.launch_nth(number, self.stream())?;
-        if let Engine::Sim(driver) = &self.engine {
-            for operation in &graphs.operations[number] {
-                // SAFETY: the memory is pinned as long as the graphs live; buffers from outside are live by the contract
-                // of the capture. This device computes on the calling thread alone.
-                unsafe { operation.run_on_host(&SimView(driver)) }?;
-            }
-        }
-        Ok(())
+        // SAFETY: the memory is pinned as long as the graphs live; buffers from outside are live by the contract of the
+        // capture.
+        unsafe { self.executor.run_graph(&graphs.operations[number]) }
     }
 
     /// Has the kernels of linear layers ready, which cannot be loaded while a stream is captured.
@@ -74,11 +69,6 @@ impl Device {
     /// # Errors
     /// Those of loading them; [`KernelError::NoCublasLt`](kernels::KernelError::NoCublasLt) for a library that is not there.
     pub(crate) fn prepare(&self, arithmetic: &Arithmetic) -> Result<()> {
-        let Some(kernels) = self.kernels() else { return Ok(()) };
-        match arithmetic.engine() {
-            _ if arithmetic.plain().is_some() => Ok(()),
-            kernels::Engine::Own => Ok(kernels.prepare(arithmetic.precision())?),
-            kernels::Engine::CublasLt => Ok(kernels.prepare_cublaslt(arithmetic.precision())?),
-        }
+        self.executor.prepare(arithmetic)
     }
 }

@@ -1,6 +1,6 @@
 //! Operations that are described now and launched later, as parts of one launch.
 
-use super::{Device, Engine};
+use super::Device;
 use crate::error::Result;
 use kernels::{Operation, Precision};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -51,9 +51,6 @@ impl Device {
     /// # Errors
     /// Those of loading it.
     pub(crate) fn prepare_persistent(&self, precision: Precision) -> Result<()> {
-        match &self.engine {
-            Engine::Cuda { kernels, .. } => Ok(kernels.prepare_persistent(precision)?),
-            Engine::Sim(_) => Ok(()),
-        }
+        self.executor.prepare_persistent(precision)
     }
 }

@@ -1,0 +1,157 @@
+//! The simulated GPU: a launch is charged to its clocks and computed on the host.
+
+use super::executor::{Executor, Parts};
+use crate::arithmetic::Arithmetic;
+use crate::error::Result;
+use kernels::{CudaKernels, HostMemory, Operation, Precision};
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vramlab::device::{CallArguments, CallObserver, CallResult, DriverResult, Hook, HookedDriver};
+use vramlab::instruments::nvtx::Ranges;
+use vramlab::{CallKind, Driver, MeteredDriver, Profile, SimDriver, SimMemory, StreamId};
+
+/// Computes on the host what the simulated GPU is said to compute.
+#[derive(Debug)]
+struct SimExecutor {
+    driver: Arc<SimDriver>,
+    /// Launches of the graph that is being captured.
+    graph: Mutex<Option<Vec<Box<dyn Operation>>>>,
+}
+
+/// Opens a simulated GPU.
+///
+/// # Errors
+/// Those of the driver.
+pub(super) fn open(profile: Profile, observer: Option<CallObserver>) -> Result<Parts> {
+    let driver = Arc::new(SimDriver::new(profile, SimMemory::Host));
+    let stream = driver.stream_create()?;
+    let meter = Arc::new(MeteredDriver::new(Arc::clone(&driver) as Arc<dyn Driver>, None, observer));
+    let executor = Arc::new(SimExecutor { driver, graph: Mutex::default() });
+    let program = Program(Arc::clone(&executor));
+    let with_program = HookedDriver::with_hook(Arc::clone(&meter) as Arc<dyn Driver>, program);
+    Ok(Parts { executor, driver: Arc::new(with_program), meter, stream, idle: None })
+}
+
+/// The program that calls the driver: it takes time of its own after each call, outside of what the meter measures.
+#[derive(Debug)]
+struct Program(Arc<SimExecutor>);
+
+// SAFETY: overrides `around` alone.
+unsafe impl Hook for Program {
+    fn around<T: CallResult>(
+        &self,
+        _inner: &dyn Driver,
+        _kind: CallKind,
+        _arguments: CallArguments,
+        call: impl FnOnce() -> DriverResult<T>,
+    ) -> DriverResult<T> {
+        let result = call();
+        self.0.between_calls();
+        result
+    }
+}
+
+/// Simulated addresses as kernels on the host see them.
+struct SimView<'a>(&'a SimDriver);
+
+impl HostMemory for SimView<'_> {
+    fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>> {
+        self.0.translate(addr, bytes)
+    }
+}
+
+impl SimExecutor {
+    fn graph(&self) -> MutexGuard<'_, Option<Vec<Box<dyn Operation>>>> {
+        self.graph.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Executor for SimExecutor {
+    unsafe fn launch(&self, operation: &dyn Operation, stream: StreamId) -> Result<()> {
+        let work = operation.work();
+        let geometry = (work.blocks, work.iterations);
+        self.driver.launch(stream, work.kernel, geometry, work.bytes, &operation.buffers())?;
+        if let Some(graph) = self.graph().as_mut() {
+            graph.push(operation.boxed());
+            return Ok(());
+        }
+        // SAFETY: `translate` only yields ranges of live blocks; nothing else touches them, because this executor computes on
+        // the calling thread alone.
+        Ok(unsafe { operation.run_on_host(&SimView(&self.driver)) }?)
+    }
+
+    fn between_calls(&self) {
+        self.driver.run_program();
+    }
+
+    /// The host needs no preparation.
+    fn prepare(&self, _arithmetic: &Arithmetic) -> Result<()> {
+        Ok(())
+    }
+
+    fn prepare_persistent(&self, _precision: Precision) -> Result<()> {
+        Ok(())
+    }
+
+    fn begin_graph(&self) {
+        *self.graph() = Some(Vec::new());
+    }
+
+    fn end_graph(&self) -> Vec<Box<dyn Operation>> {
+        self.graph().take().unwrap_or_default()
+    }
+
+    unsafe fn run_graph(&self, operations: &[Box<dyn Operation>]) -> Result<()> {
+        for operation in operations {
+            // SAFETY: the caller vouches for the addresses; this executor computes on the calling thread alone.
+            unsafe { operation.run_on_host(&SimView(&self.driver)) }?;
+        }
+        Ok(())
+    }
+
+    fn kernels(&self) -> Option<&CudaKernels> {
+        None
+    }
+
+    fn busy_ns(&self) -> Option<u64> {
+        Some(self.driver.busy_ns())
+    }
+
+    /// No profiler sees these streams.
+    unsafe fn name_stream(&self, _ranges: Ranges, _stream: StreamId, _name: &str) {}
+
+    fn profile(&self, _on: bool) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+    /// What passes between two calls is the program's own time, whoever listens; and it is in no call.
+    #[test]
+    fn the_program_takes_its_time_between_calls_and_in_none_of_them() {
+        let ended = |listens: bool| {
+            let gap = Arc::new(AtomicU64::new(0));
+            let last = Arc::clone(&gap);
+            let end = AtomicU64::new(0);
+            let observer: CallObserver = Box::new(move |event| {
+                let before = end.swap(event.start_ns + event.total_ns, Relaxed);
+                last.store(event.start_ns - before, Relaxed);
+            });
+            let parts =
+                open(Profile { program_ns_per_call: 500, ..Profile::h200() }, listens.then_some(observer)).unwrap();
+            let clock = parts.driver.clock();
+            let costs = |calls: u64| {
+                let start = clock.now_ns();
+                (0..calls).for_each(|_| assert!(parts.driver.event_create(false).is_ok()));
+                clock.now_ns() - start
+            };
+            assert_eq!(costs(1), Profile::h200().queues.event_create_ns + 500);
+            assert_eq!(costs(3), 3 * (Profile::h200().queues.event_create_ns + 500));
+            assert_eq!(gap.load(Relaxed), if listens { 500 } else { 0 });
+            clock.now_ns()
+        };
+        assert_eq!(ended(true), ended(false));
+    }
+}
