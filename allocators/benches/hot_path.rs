@@ -9,9 +9,10 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
+use vramlab::backends::{self, caching};
 use vramlab::histories::workload::{self, Sequence, Slots};
 use vramlab::instruments::{EventTrace, Timed};
-use vramlab::{AllocatorSettings, BackendKind, DeviceAllocator, Driver, NullDriver, StreamId};
+use vramlab::{Backend, DeviceAllocator, Driver, NullDriver, Selection, StreamId};
 
 const STREAM: StreamId = stream(1);
 
@@ -23,19 +24,19 @@ const fn stream(number: u64) -> StreamId {
 const BATCH: usize = 1_000;
 const STEPS: usize = 16_000;
 
-fn build(kind: BackendKind) -> Arc<dyn DeviceAllocator> {
+fn build(kind: &'static Backend) -> Arc<dyn DeviceAllocator> {
     let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 46));
-    AllocatorSettings::new(kind).build(&driver).unwrap()
+    Selection::of(kind).build(&driver).unwrap()
 }
 
 fn pairs(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("pair");
     group.throughput(Throughput::Elements(BATCH as u64));
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         for bytes in [512, 64 << 10, 1 << 20, 32 << 20] {
             let allocator = build(kind);
             let run = || workload::pair(allocator.as_ref(), STREAM, bytes, BATCH as u64).unwrap();
-            group.bench_function(BenchmarkId::new(kind.name(), bytes), |bencher| bencher.iter(run));
+            group.bench_function(BenchmarkId::new(kind.name, bytes), |bencher| bencher.iter(run));
         }
     }
 }
@@ -43,13 +44,13 @@ fn pairs(criterion: &mut Criterion) {
 fn mixed(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("mixed");
     group.throughput(Throughput::Elements(BATCH as u64));
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         for live in [64, 1_024, 16_384] {
             let (allocator, sequence) = (build(kind), Sequence::new(1, live, STEPS));
             let mut slots = Slots::fill(allocator.as_ref(), STREAM, &sequence.fill).unwrap();
             slots.run(&sequence.steps).unwrap();
             let mut batches = sequence.steps.chunks_exact(BATCH).cycle();
-            group.bench_function(BenchmarkId::new(kind.name(), live), |bencher| {
+            group.bench_function(BenchmarkId::new(kind.name, live), |bencher| {
                 bencher.iter(|| batches.next().map(|batch| slots.run(batch).unwrap()));
             });
         }
@@ -86,11 +87,11 @@ fn in_threads(allocator: &dyn DeviceAllocator, threads: u64, rounds: u64) -> Dur
 fn threads(criterion: &mut Criterion) {
     let cores = thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
     let mut group = criterion.benchmark_group("threads");
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         for threads in [1, 2, 4, 8, 16].into_iter().filter(|threads| *threads <= cores) {
             let allocator = build(kind);
             group.throughput(Throughput::Elements(threads * BATCH as u64));
-            group.bench_function(BenchmarkId::new(kind.name(), threads), |bencher| {
+            group.bench_function(BenchmarkId::new(kind.name, threads), |bencher| {
                 bencher.iter_custom(|rounds| in_threads(allocator.as_ref(), threads, rounds));
             });
         }
@@ -102,11 +103,11 @@ fn instruments(criterion: &mut Criterion) {
     group.throughput(Throughput::Elements(2 * BATCH as u64));
     let clock = NullDriver::new(1).clock();
     let run = |allocator: &dyn DeviceAllocator| workload::pair(allocator, STREAM, 4096, BATCH as u64).unwrap();
-    let bare = build(BackendKind::Caching);
+    let bare = build(&caching::BACKEND);
     group.bench_function("bare", |bencher| bencher.iter(|| run(bare.as_ref())));
-    let timed = Timed::new(build(BackendKind::Caching), Arc::clone(&clock));
+    let timed = Timed::new(build(&caching::BACKEND), Arc::clone(&clock));
     group.bench_function("latency", |bencher| bencher.iter(|| run(&timed)));
-    let trace = EventTrace::new(build(BackendKind::Caching), clock);
+    let trace = EventTrace::new(build(&caching::BACKEND), clock);
     group.bench_function("trace", |bencher| {
         bencher.iter_custom(|rounds| {
             let mut time = Duration::ZERO;

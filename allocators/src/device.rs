@@ -34,6 +34,7 @@ pub use metered::{CallEvent, CallObserver, IdleCosts, MeteredDriver};
 pub use null::NullDriver;
 pub use sim::{HostRoom, Profile, SimDriver};
 
+use crate::settings::{bytes, switch};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ptr::NonNull;
@@ -224,30 +225,20 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn graphs(&self) -> Option<&dyn GraphDriver>;
 }
 
-/// Settings of a stream-ordered pool.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct PoolSettings {
-    /// Bytes that the pool keeps when a synchronise lets it give memory back. CUDA's default is 0;
-    /// `u64::MAX` keeps everything.
-    pub release_threshold: u64,
-    /// Reuse memory freed on another stream when an event or dependency orders the free before the allocation.
-    pub reuse_follow_event_dependencies: bool,
-    /// Reuse memory freed on another stream when that free happens to have completed.
-    pub reuse_allow_opportunistic: bool,
-    /// Reuse memory freed on another stream by inserting a hidden wait.
-    pub reuse_allow_internal_dependencies: bool,
-}
-
-impl Default for PoolSettings {
-    /// Keep everything; CUDA's default reuse policies (all on).
-    fn default() -> Self {
-        Self {
-            release_threshold: u64::MAX,
-            reuse_follow_event_dependencies: true,
-            reuse_allow_opportunistic: true,
-            reuse_allow_internal_dependencies: true,
-        }
+crate::settings! {
+    /// Settings of a stream-ordered pool.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    pub struct PoolSettings {
+        /// Bytes that the pool keeps when a synchronise lets it give memory back; `max` keeps everything, CUDA's own default
+        /// is 0.
+        pub release_threshold: u64 = u64::MAX, bytes().or("max");
+        /// Reuse memory freed on another stream when an event or dependency orders the free before the allocation.
+        pub reuse_follow_event_dependencies: bool = true, switch();
+        /// Reuse memory freed on another stream when that free happens to have completed.
+        pub reuse_allow_opportunistic: bool = true, switch();
+        /// Reuse memory freed on another stream by inserting a hidden wait.
+        pub reuse_allow_internal_dependencies: bool = true, switch();
     }
 }
 

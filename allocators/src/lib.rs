@@ -6,13 +6,14 @@
 //! allocator and changes nothing that it returns.
 //!
 //! ```
-//! use vramlab::{AllocatorSettings, BackendKind, Driver, Memory, Profile, SimDriver, SimMemory};
+//! use vramlab::backends::caching;
+//! use vramlab::{Driver, Memory, Profile, Selection, SimDriver, SimMemory};
 //! use std::sync::Arc;
 //!
 //! # fn main() -> Result<(), vramlab::AllocError> {
 //! let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::Host));
 //! let stream = driver.stream_create()?;
-//! let allocator = AllocatorSettings::new(BackendKind::Caching).build(&driver)?;
+//! let allocator = Selection::of(&caching::BACKEND).build(&driver)?;
 //! let memory = Memory::new(allocator);
 //!
 //! let tensor = memory.allocate(1 << 20, stream)?;
@@ -47,10 +48,11 @@ pub mod instruments;
 pub mod output;
 pub mod policy;
 mod ranges;
+pub mod settings;
 mod steps;
 mod sync;
 
-pub use backends::{AllocatorSettings, BackendKind};
+pub use backends::{Backend, Capabilities, Selection};
 pub use bytes::{Bytes, ParseBytesError};
 pub use client::{Capture, DeviceBuffer, Graph, Memory, PinnedBuffer};
 pub use contract::{

@@ -16,7 +16,8 @@ mod trials;
 use std::fmt;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use vramlab::{BackendKind, CudaDriver, DeviceAllocator, Driver, NullDriver, SimMemory};
+use vramlab::backends;
+use vramlab::{Backend, CudaDriver, DeviceAllocator, Driver, NullDriver, SimMemory};
 
 /// A device that the suite runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +33,7 @@ static GPU: Mutex<()> = Mutex::new(());
 
 /// A backend's kind, and a device with some room.
 struct Bench {
-    kind: BackendKind,
+    kind: &'static Backend,
     device: Device,
     driver: Arc<dyn Driver>,
     _turn: Option<MutexGuard<'static, ()>>,
@@ -46,7 +47,7 @@ impl fmt::Debug for Bench {
 
 impl Bench {
     /// A simulated device has `room` bytes; a GPU has what it has. Panics without a GPU.
-    fn open(kind: BackendKind, device: Device, room: u64) -> Self {
+    fn open(kind: &'static Backend, device: Device, room: u64) -> Self {
         let mut turn = None;
         let driver: Arc<dyn Driver> = match device {
             Device::SimHost => common::sim(room, SimMemory::Host),
@@ -130,11 +131,11 @@ const DEVICES: [(&str, Device); 4] = [
 fn main() -> ExitCode {
     let no_gpu = CudaDriver::probe().err().map(|_| "no CUDA device");
     let mut all = Vec::new();
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         for (place, device) in DEVICES {
             for (name, room, body) in TESTS {
                 let missing = no_gpu.filter(|_| device == Device::Cuda);
-                let name = format!("{}_{place}::{name}", kind.name().replace('-', "_"));
+                let name = format!("{}_{place}::{name}", kind.name.replace('-', "_"));
                 all.push(trials::trial(name, missing, move || body(&Bench::open(kind, device, *room))));
             }
         }

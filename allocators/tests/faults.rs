@@ -7,9 +7,10 @@ mod common;
 use common::{MIB, allocate, build, check_nothing_held, check_stats, free, free_bytes, sim, work};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
+use vramlab::backends::{self, caching, naive, stream_ordered};
 use vramlab::{
-    AllocError, BackendKind, Block, CallEvent, CallKind, Capture, DeviceAllocator, DeviceBuffer, Driver, DriverError,
-    FaultyDriver, Memory, MeteredDriver, SimDriver, SimMemory, StreamId,
+    AllocError, Backend, Block, CallEvent, CallKind, Capture, DeviceAllocator, DeviceBuffer, Driver, DriverError,
+    FaultyDriver, Memory, MeteredDriver, Selection, SimDriver, SimMemory, StreamId,
 };
 
 const ROOM: u64 = 128 * MIB;
@@ -177,29 +178,29 @@ fn plain_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>, streams: [Str
 }
 
 /// Whether the contract lets a failure of this call pass without an error of the allocator's.
-fn may_be_absorbed(backend: BackendKind, kind: CallKind, code: u32) -> bool {
+fn may_be_absorbed(backend: &'static Backend, kind: CallKind, code: u32) -> bool {
     match kind {
         // Only figures in a report or in statistics.
         CallKind::MemGetInfo | CallKind::PoolAttribute | CallKind::GraphMemory => true,
         // Retried after the cache was released.
-        CallKind::MemAlloc => backend == BackendKind::Caching && code == DriverError::OUT_OF_MEMORY,
+        CallKind::MemAlloc => backend == &caching::BACKEND && code == DriverError::OUT_OF_MEMORY,
         CallKind::MemAllocAsync => code == DriverError::OUT_OF_MEMORY,
         // Ordering one stream after another falls back to a wait of the host.
         CallKind::EventCreate | CallKind::EventRecord | CallKind::StreamWaitEvent | CallKind::EventDestroy => {
-            backend == BackendKind::StreamOrdered
+            backend == &stream_ordered::BACKEND
         }
         _ => false,
     }
 }
 
 /// One run in which call number `skip` of `kind` fails; false when there is no such call.
-fn inject(backend: BackendKind, work: Workload, kind: CallKind, skip: u64, code: u32) -> bool {
+fn inject(backend: &'static Backend, work: Workload, kind: CallKind, skip: u64, code: u32) -> bool {
     let rig = Rig::new();
     let streams = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
     let start = free_bytes(rig.sim.as_ref());
     let what = format!("{backend}: {kind} number {skip} with code {code}");
     rig.faulty.fail(kind, skip, code);
-    match vramlab::AllocatorSettings::new(backend).build(&rig.driver) {
+    match Selection::of(backend).build(&rig.driver) {
         Err(error) => {
             assert_eq!(rig.faulty.injected(), 1, "{what}: {error}");
             assert!(error.to_string().contains("injected fault"), "{what}: {error}");
@@ -252,7 +253,7 @@ fn inject(backend: BackendKind, work: Workload, kind: CallKind, skip: u64, code:
 }
 
 /// `fits` says whether the device has room for the whole workload.
-fn every_call_fails_once(backend: BackendKind, work: Workload, fits: bool) {
+fn every_call_fails_once(backend: &'static Backend, work: Workload, fits: bool) {
     let rig = Rig::new();
     let streams = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
     let allocator = build(backend, &rig.driver);
@@ -273,25 +274,25 @@ fn every_call_fails_once(backend: BackendKind, work: Workload, fits: bool) {
 
 #[test]
 fn naive_survives_every_fault() {
-    every_call_fails_once(BackendKind::Naive, plain_workload, false);
-    every_call_fails_once(BackendKind::Naive, captured_workload, true);
+    every_call_fails_once(&naive::BACKEND, plain_workload, false);
+    every_call_fails_once(&naive::BACKEND, captured_workload, true);
 }
 
 #[test]
 fn caching_survives_every_fault() {
-    every_call_fails_once(BackendKind::Caching, plain_workload, false);
-    every_call_fails_once(BackendKind::Caching, captured_workload, true);
+    every_call_fails_once(&caching::BACKEND, plain_workload, false);
+    every_call_fails_once(&caching::BACKEND, captured_workload, true);
 }
 
 #[test]
 fn stream_ordered_survives_every_fault() {
-    every_call_fails_once(BackendKind::StreamOrdered, plain_workload, false);
-    every_call_fails_once(BackendKind::StreamOrdered, captured_workload, true);
+    every_call_fails_once(&stream_ordered::BACKEND, plain_workload, false);
+    every_call_fails_once(&stream_ordered::BACKEND, captured_workload, true);
 }
 
 #[test]
 fn a_fault_while_dropping_leaks_nothing() {
-    for backend in BackendKind::ALL {
+    for backend in backends::all() {
         for kind in [
             CallKind::MemFree,
             CallKind::EventSynchronize,

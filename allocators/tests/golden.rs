@@ -5,12 +5,12 @@
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use vramlab::backends::CachingSettings;
+use vramlab::backends::{self, CachingSettings, caching};
 use vramlab::histories::replay::{
     Addresses, History, HistoryBuilder, ReplayReport, ReplaySettings, recorded_settings, replay, smallest_memory,
 };
 use vramlab::histories::trace::{ReadError, ReadOptions, read};
-use vramlab::{AllocatorSettings, BackendKind, Driver, NullDriver, Profile, SimDriver, SimMemory};
+use vramlab::{Driver, NullDriver, Profile, Selection, SimDriver, SimMemory};
 
 const MIB: u64 = 1 << 20;
 
@@ -75,7 +75,7 @@ fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>) -> (History, CachingS
 }
 
 fn caching(history: &History, caching: CachingSettings, driver: Arc<dyn Driver>) -> ReplayReport {
-    let allocator = AllocatorSettings { caching, ..AllocatorSettings::new(BackendKind::Caching) };
+    let allocator = Selection::with(&caching::BACKEND, &caching);
     let settings = ReplaySettings { addresses: Addresses::Recorded, ..ReplaySettings::default() };
     replay(history, &allocator, &driver, &settings).unwrap()
 }
@@ -161,8 +161,8 @@ fn a_wrong_limit_is_noticed() {
 fn every_backend_runs_every_recording() {
     for recording in recordings() {
         let (history, caching) = recording.load();
-        for kind in BackendKind::ALL {
-            let allocator = AllocatorSettings { caching, ..AllocatorSettings::new(kind) };
+        for kind in backends::all() {
+            let allocator = Selection::with(kind, &caching);
             let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
             let report = replay(&history, &allocator, &driver, &ReplaySettings::default()).unwrap();
             assert_eq!(
@@ -184,8 +184,8 @@ fn the_smallest_memory_runs_and_less_does_not() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../experiments/histories/streams.pickle.xz");
     let (history, _) = load(&path, None, None);
     let device = |bytes: u64| Ok(Arc::new(NullDriver::new(bytes)) as Arc<dyn Driver>);
-    for kind in BackendKind::ALL {
-        let allocator = AllocatorSettings::new(kind);
+    for kind in backends::all() {
+        let allocator = Selection::of(kind);
         let found = smallest_memory(&history, &allocator, 2 * MIB, 1 << 40, device, |_| {}).unwrap();
         assert!(found.bytes >= history.max_live_bytes(), "{kind}");
         let runs = |bytes: u64| {

@@ -5,9 +5,10 @@ mod common;
 
 use common::{GIB, KIB, MIB, allocate, build, check_nothing_held, check_stats, free, sim, work};
 use std::sync::Arc;
+use vramlab::backends::{self, caching, stream_ordered};
 use vramlab::instruments::Limit;
 use vramlab::{
-    AllocError, BackendKind, Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, Request,
+    AllocError, Backend, Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, Request,
     SimDriver, SimMemory, StreamId,
 };
 
@@ -20,7 +21,7 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(kind: BackendKind, room: u64) -> Self {
+    fn new(kind: &'static Backend, room: u64) -> Self {
         let sim = sim(room, SimMemory::None);
         let allocator = build(kind, &(Arc::clone(&sim) as Arc<dyn Driver>));
         let owner = sim.stream_create().unwrap();
@@ -60,7 +61,7 @@ fn is_a_driver_error(error: &AllocError) -> bool {
 
 #[test]
 fn a_block_used_by_a_stream_that_is_gone_is_set_aside_and_the_allocator_goes_on() {
-    for kind in [BackendKind::Caching, BackendKind::StreamOrdered] {
+    for kind in [&caching::BACKEND, &stream_ordered::BACKEND] {
         let bench = Bench::new(kind, GIB);
         let block = bench.announced_to_one_that_is_gone();
         let addr = block.addr();
@@ -90,7 +91,7 @@ fn a_block_used_by_a_stream_that_is_gone_is_set_aside_and_the_allocator_goes_on(
 
 #[test]
 fn when_memory_runs_out_what_was_set_aside_is_waited_for() {
-    for kind in [BackendKind::Caching, BackendKind::StreamOrdered] {
+    for kind in [&caching::BACKEND, &stream_ordered::BACKEND] {
         let bench = Bench::new(kind, 64 * MIB);
         let (large, user) = (bench.allocate(30 * MIB), bench.sim.stream_create().unwrap());
         bench.allocator.record_use(&large, user).unwrap();
@@ -105,7 +106,7 @@ fn when_memory_runs_out_what_was_set_aside_is_waited_for() {
 
 #[test]
 fn a_block_used_by_streams_of_which_one_is_gone_waits_for_the_others_too() {
-    let bench = Bench::new(BackendKind::Caching, GIB);
+    let bench = Bench::new(&caching::BACKEND, GIB);
     let (block, alive) = (bench.announced_to_one_that_is_gone(), bench.sim.stream_create().unwrap());
     bench.allocator.record_use(&block, alive).unwrap();
     work(&bench.sim, alive, 5_000_000);
@@ -120,7 +121,7 @@ fn a_block_used_by_streams_of_which_one_is_gone_waits_for_the_others_too() {
 
 #[test]
 fn a_stream_that_goes_while_the_free_waits_for_a_capture_strands_nothing_else() {
-    let bench = Bench::new(BackendKind::Caching, GIB);
+    let bench = Bench::new(&caching::BACKEND, GIB);
     let driver: Arc<dyn Driver> = Arc::clone(&bench.sim) as _;
     let (block, user) = (bench.allocate(BYTES), bench.sim.stream_create().unwrap());
     bench.allocator.record_use(&block, user).unwrap();
@@ -148,7 +149,7 @@ fn a_stream_that_goes_while_the_free_waits_for_a_capture_strands_nothing_else() 
 
 #[test]
 fn a_device_that_cannot_be_waited_for_keeps_what_was_set_aside() {
-    for kind in [BackendKind::Caching, BackendKind::StreamOrdered] {
+    for kind in [&caching::BACKEND, &stream_ordered::BACKEND] {
         let sim = sim(GIB, SimMemory::None);
         let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
         let allocator = build(kind, &(Arc::clone(&faulty) as Arc<dyn Driver>));
@@ -168,14 +169,14 @@ fn a_device_that_cannot_be_waited_for_keeps_what_was_set_aside() {
 
 #[test]
 fn a_block_whose_own_stream_is_gone_comes_back() {
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         let bench = Bench::new(kind, GIB);
         let gone = bench.sim.stream_create().unwrap();
         let block = allocate(bench.allocator.as_ref(), BYTES, gone).unwrap();
         work(&bench.sim, gone, 1_000_000);
         bench.destroy(gone);
         let freed = free(bench.allocator.as_ref(), block, gone);
-        assert_eq!(freed.is_err(), kind == BackendKind::StreamOrdered, "{kind}: {freed:?}");
+        assert_eq!(freed.is_err(), kind == &stream_ordered::BACKEND, "{kind}: {freed:?}");
         bench.free(bench.allocate(KIB)).unwrap();
         bench.allocator.trim(0).unwrap();
         check_nothing_held(&bench.allocator.stats());
@@ -184,7 +185,7 @@ fn a_block_whose_own_stream_is_gone_comes_back() {
 }
 
 /// Two allocators on two devices that hand out the same addresses, each with one block at the same address.
-fn twins(kind: BackendKind) -> [(Bench, Block); 2] {
+fn twins(kind: &'static Backend) -> [(Bench, Block); 2] {
     let twins = [GIB, 2 * GIB].map(|room| {
         let bench = Bench::new(kind, room);
         let block = bench.allocate(BYTES);
@@ -197,7 +198,7 @@ fn twins(kind: BackendKind) -> [(Bench, Block); 2] {
 
 #[test]
 fn a_block_of_an_allocator_on_another_device_is_refused_and_can_go_to_its_owner() {
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         let [(mine, own), (other, foreign)] = twins(kind);
         let before = mine.allocator.stats();
         let error = mine.allocator.record_use(&foreign, mine.sim.stream_create().unwrap()).unwrap_err();
@@ -217,7 +218,7 @@ fn a_block_of_an_allocator_on_another_device_is_refused_and_can_go_to_its_owner(
 
 #[test]
 fn a_limit_counts_only_what_it_handed_out() {
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         let bench = Bench::new(kind, GIB);
         let limit = Limit::new(Arc::clone(&bench.allocator), BYTES);
         // Twice as much, past the limit.
@@ -247,11 +248,11 @@ fn a_limit_counts_only_what_it_handed_out() {
 
 #[test]
 fn the_checker_tells_a_block_of_another_device_from_its_own() {
-    let [(mine, own), (_, foreign)] = twins(BackendKind::Caching);
+    let [(mine, own), (_, foreign)] = twins(&caching::BACKEND);
     mine.free(own).unwrap();
     let driver: Arc<dyn Driver> = sim(GIB, SimMemory::Host);
     let stream = driver.stream_create().unwrap();
-    let checker = common::checker(build(BackendKind::Caching, &driver), Arc::clone(&driver));
+    let checker = common::checker(build(&caching::BACKEND, &driver), Arc::clone(&driver));
     let held = allocate(&checker, BYTES, stream).unwrap();
     assert_eq!(held.addr(), foreign.addr());
     assert!(matches!(free(&checker, foreign, stream), Err(AllocError::Violation(_))));

@@ -5,10 +5,11 @@ mod common;
 
 use common::{GIB, KIB, MIB, Random, allocate, build, fill, free, launch, sim};
 use std::sync::Arc;
+use vramlab::backends::{self, CachingSettings, caching};
 use vramlab::instruments::nvtx::Ranges;
 use vramlab::instruments::{EventTrace, Limit, Nvtx, NvtxMode, Timed, TraceAction};
 use vramlab::{
-    AllocError, AllocatorSettings, BackendKind, CallKind, CaptureId, DeviceAllocator, Driver, GraphId, MeteredDriver,
+    AllocError, CallKind, CaptureId, DeviceAllocator, Driver, GraphId, MeteredDriver, PoolSettings, Selection,
     SimDriver, SimMemory, StreamId,
 };
 
@@ -80,10 +81,10 @@ fn metered(memory: SimMemory) -> (Arc<SimDriver>, Arc<MeteredDriver>, Arc<dyn Dr
 
 #[test]
 fn instruments_change_no_address_of_a_capture() {
-    for kind in BackendKind::ALL {
-        let mut settings = AllocatorSettings::new(kind);
+    for kind in backends::all() {
+        let mut settings = Selection::of(kind);
         // The checker's fills take time on the device, and opportunistic reuse depends on what is done by when.
-        settings.pool.reuse_allow_opportunistic = false;
+        settings.adopt(&PoolSettings { reuse_allow_opportunistic: false, ..PoolSettings::default() });
         let (plain, _, driver) = metered(SimMemory::Host);
         let stream = plain.stream_create().unwrap();
         let expected = addresses(driver.as_ref(), settings.build(&driver).unwrap().as_ref(), stream);
@@ -105,7 +106,7 @@ fn instruments_change_no_address_of_a_capture() {
 #[test]
 fn the_checker_queues_nothing_in_a_capture_and_goes_on_after_it() {
     let (sim, meter, driver) = metered(SimMemory::Host);
-    let checker = common::checker(build(BackendKind::Caching, &driver), Arc::clone(&driver));
+    let checker = common::checker(build(&caching::BACKEND, &driver), Arc::clone(&driver));
     let (stream, other) = (sim.stream_create().unwrap(), sim.stream_create().unwrap());
     let before = allocate(&checker, 4096, stream).unwrap();
     let queued = || meter.counts().get(CallKind::Memset).count + meter.counts().get(CallKind::CopyToHost).count;
@@ -188,7 +189,7 @@ impl DeviceAllocator for Forgetful {
 #[test]
 fn the_checker_finds_memory_of_a_graph_in_other_hands() {
     let (sim, _, driver) = metered(SimMemory::Host);
-    let inner = Arc::new(Forgetful(build(BackendKind::Caching, &driver)));
+    let inner = Arc::new(Forgetful(build(&caching::BACKEND, &driver)));
     let checker = common::checker(inner, Arc::clone(&driver));
     let stream = sim.stream_create().unwrap();
     let id = checker.capture_begin(stream).unwrap();
@@ -201,7 +202,7 @@ fn the_checker_finds_memory_of_a_graph_in_other_hands() {
 
 #[test]
 fn a_limit_counts_captured_blocks_and_a_trace_lists_them() {
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         let (sim, _, driver) = metered(SimMemory::None);
         let trace = Arc::new(EventTrace::new(build(kind, &driver), driver.clock()));
         let limit = Limit::new(Arc::clone(&trace) as _, 10 * KIB);
@@ -223,9 +224,8 @@ fn a_limit_counts_captured_blocks_and_a_trace_lists_them() {
 #[test]
 fn the_memory_limit_of_caching_counts_segments_of_captures() {
     let (sim, _, driver) = metered(SimMemory::None);
-    let mut settings = AllocatorSettings::new(BackendKind::Caching);
-    settings.caching.memory_limit = Some(45 * MIB);
-    let allocator = settings.build(&driver).unwrap();
+    let settings = CachingSettings { memory_limit: Some(45 * MIB), ..CachingSettings::default() };
+    let allocator = Selection::with(&caching::BACKEND, &settings).build(&driver).unwrap();
     let allocator = allocator.as_ref();
     let stream = sim.stream_create().unwrap();
     // 20 MiB that are idle: the capture cannot use them, but they can go.

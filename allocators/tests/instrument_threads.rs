@@ -8,9 +8,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread;
+use vramlab::backends::caching;
 use vramlab::device::{Clock, MonotonicClock};
 use vramlab::instruments::{EventTrace, Operation, Timed, TraceAction, TraceEvent};
-use vramlab::{BackendKind, DeviceAllocator, Driver, NullDriver};
+use vramlab::{DeviceAllocator, Driver, NullDriver};
 
 const THREADS: u64 = 8;
 const PAIRS: u64 = 30_000;
@@ -27,7 +28,7 @@ impl Clock for Still {
 
 fn backend() -> Arc<dyn DeviceAllocator> {
     let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(64 * GIB));
-    build(BackendKind::Caching, &driver)
+    build(&caching::BACKEND, &driver)
 }
 
 /// Allocates and frees from several threads on one stream, so that addresses pass from thread to thread; some blocks

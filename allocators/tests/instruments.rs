@@ -6,11 +6,12 @@ mod common;
 use common::{GIB, KIB, MIB, Random, allocate, build, fill, free, read, sim, work, write};
 use std::sync::Arc;
 use std::thread;
+use vramlab::backends::{self, caching, naive, stream_ordered};
 use vramlab::instruments::nvtx::Ranges;
 use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Operation, Timed, TraceAction, measure_cost};
 use vramlab::{
-    AllocError, AllocatorSettings, BackendKind, Block, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver,
-    MeteredDriver, Path, PoolSettings, Profile, SimDriver, SimMemory, StreamId,
+    AllocError, Backend, Block, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, MeteredDriver, Path,
+    PoolSettings, Profile, Selection, SimDriver, SimMemory, StreamId,
 };
 
 struct Bench {
@@ -28,7 +29,7 @@ fn bench(memory: SimMemory) -> Bench {
 #[test]
 fn timed_counts_by_operation_and_path() {
     let bench = bench(SimMemory::None);
-    let timed = Timed::new(build(BackendKind::Caching, &bench.driver), bench.sim.clock());
+    let timed = Timed::new(build(&caching::BACKEND, &bench.driver), bench.sim.clock());
     let a = allocate(&timed, 100, bench.stream).unwrap();
     let b = allocate(&timed, 100, bench.stream).unwrap();
     let c = allocate(&timed, 100, bench.stream).unwrap();
@@ -62,7 +63,7 @@ fn timed_counts_by_operation_and_path() {
 #[test]
 fn the_trace_keeps_the_order() {
     let bench = bench(SimMemory::None);
-    let trace = EventTrace::new(build(BackendKind::Caching, &bench.driver), bench.sim.clock());
+    let trace = EventTrace::new(build(&caching::BACKEND, &bench.driver), bench.sim.clock());
     let other = bench.sim.stream_create().unwrap();
     let a = allocate(&trace, 700, bench.stream).unwrap();
     let addr = a.addr().get();
@@ -90,7 +91,7 @@ fn the_trace_keeps_the_order() {
 fn a_trace_of_many_threads_can_be_replayed() {
     // A block must be seen to be freed before its address is seen to be handed out again.
     let bench = bench(SimMemory::None);
-    let trace = EventTrace::new(build(BackendKind::Caching, &bench.driver), bench.sim.clock());
+    let trace = EventTrace::new(build(&caching::BACKEND, &bench.driver), bench.sim.clock());
     thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -114,7 +115,7 @@ fn a_trace_of_many_threads_can_be_replayed() {
 
 #[test]
 fn a_limit_refuses_and_recovers() {
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         let bench = bench(SimMemory::None);
         let limit = Limit::new(build(kind, &bench.driver), 10 * KIB);
         let mut live = Vec::new();
@@ -144,7 +145,7 @@ fn a_limit_refuses_and_recovers() {
 #[test]
 fn a_limit_counts_rounding_and_forgets_a_block_whose_free_failed() {
     let bench = bench(SimMemory::None);
-    let limit = Limit::new(build(BackendKind::Caching, &bench.driver), 800);
+    let limit = Limit::new(build(&caching::BACKEND, &bench.driver), 800);
     let one = allocate(&limit, 1, bench.stream).unwrap();
     assert!(allocate(&limit, 200, bench.stream).is_err(), "two blocks of 512 bytes are more than 800");
     free(&limit, one, bench.stream).unwrap();
@@ -154,7 +155,7 @@ fn a_limit_counts_rounding_and_forgets_a_block_whose_free_failed() {
 
     let faulty = Arc::new(FaultyDriver::new(Arc::clone(&bench.driver)));
     let driver: Arc<dyn Driver> = Arc::clone(&faulty) as _;
-    let limit = Limit::new(build(BackendKind::Naive, &driver), 1000);
+    let limit = Limit::new(build(&naive::BACKEND, &driver), 1000);
     let one = allocate(&limit, 1000, bench.stream).unwrap();
     faulty.fail(CallKind::MemFree, 0, DriverError::ILLEGAL_ADDRESS);
     free(&limit, one, bench.stream).unwrap_err();
@@ -163,7 +164,7 @@ fn a_limit_counts_rounding_and_forgets_a_block_whose_free_failed() {
 }
 
 fn checked(bench: &Bench) -> Checker {
-    common::checker(build(BackendKind::Caching, &bench.driver), Arc::clone(&bench.driver))
+    common::checker(build(&caching::BACKEND, &bench.driver), Arc::clone(&bench.driver))
 }
 
 #[test]
@@ -188,7 +189,7 @@ fn the_checker_finds_a_write_after_free() {
 #[test]
 fn the_checker_finds_leaks_and_foreign_frees() {
     let bench = bench(SimMemory::Host);
-    let (checker, stranger) = (checked(&bench), build(BackendKind::Caching, &bench.driver));
+    let (checker, stranger) = (checked(&bench), build(&caching::BACKEND, &bench.driver));
     let kept = allocate(&checker, 4000, bench.stream).unwrap();
     assert_eq!(checker.report().live, [(kept.addr().get(), 4096)]);
     assert!(!checker.report().is_clean());
@@ -231,7 +232,7 @@ fn the_checker_does_not_poison_what_another_stream_may_still_read() {
     let meter = Arc::new(MeteredDriver::new(Arc::clone(&sim) as _, None, None));
     let driver: Arc<dyn Driver> = Arc::clone(&meter) as _;
     let (owner, user) = (sim.stream_create().unwrap(), sim.stream_create().unwrap());
-    let checker = common::checker(build(BackendKind::Caching, &driver), Arc::clone(&driver));
+    let checker = common::checker(build(&caching::BACKEND, &driver), Arc::clone(&driver));
     let block = allocate(&checker, 4096, owner).unwrap();
     let addr = block.addr();
     fill(sim.as_ref(), addr, 1, 4096, owner);
@@ -251,7 +252,7 @@ fn the_checker_leaks_nothing_when_its_own_calls_fail() {
     let bench = bench(SimMemory::Host);
     let faulty = Arc::new(FaultyDriver::new(Arc::clone(&bench.driver)));
     let driver: Arc<dyn Driver> = Arc::clone(&faulty) as _;
-    let checker = common::checker(build(BackendKind::Caching, &driver), Arc::clone(&driver));
+    let checker = common::checker(build(&caching::BACKEND, &driver), Arc::clone(&driver));
     for (kind, skip) in [(CallKind::Memset, 0), (CallKind::Memset, 1), (CallKind::CopyToHost, 0)] {
         for _ in 0..2 {
             faulty.fail(kind, skip, DriverError::ILLEGAL_ADDRESS);
@@ -293,10 +294,10 @@ fn addresses(allocator: &dyn DeviceAllocator, bench: &Bench) -> Vec<(u64, u64)> 
 
 #[test]
 fn instruments_change_no_address() {
-    for kind in BackendKind::ALL {
-        let mut settings = AllocatorSettings::new(kind);
+    for kind in backends::all() {
+        let mut settings = Selection::of(kind);
         // The checker's fills take time on the device, and opportunistic reuse depends on what is done by when.
-        settings.pool.reuse_allow_opportunistic = false;
+        settings.adopt(&PoolSettings { reuse_allow_opportunistic: false, ..PoolSettings::default() });
         let plain = bench(SimMemory::Host);
         let expected = addresses(settings.build(&plain.driver).unwrap().as_ref(), &plain);
         let bench = bench(SimMemory::Host);
@@ -313,7 +314,7 @@ fn instruments_change_no_address() {
     }
 }
 
-fn metered(kind: BackendKind) -> (Arc<SimDriver>, Arc<MeteredDriver>, Arc<dyn DeviceAllocator>) {
+fn metered(kind: &'static Backend) -> (Arc<SimDriver>, Arc<MeteredDriver>, Arc<dyn DeviceAllocator>) {
     let sim = sim(2 * GIB, SimMemory::None);
     let meter = Arc::new(MeteredDriver::new(Arc::clone(&sim) as _, None, None));
     let driver: Arc<dyn Driver> = Arc::clone(&meter) as _;
@@ -323,7 +324,7 @@ fn metered(kind: BackendKind) -> (Arc<SimDriver>, Arc<MeteredDriver>, Arc<dyn De
 
 #[test]
 fn a_plain_free_waits_for_queued_work_and_an_allocation_does_not() {
-    let (sim, meter, allocator) = metered(BackendKind::Naive);
+    let (sim, meter, allocator) = metered(&naive::BACKEND);
     let stream = sim.stream_create().unwrap();
     for round in 1..=5 {
         let block = allocate(allocator.as_ref(), 4 * MIB, stream).unwrap();
@@ -341,7 +342,7 @@ fn a_plain_free_waits_for_queued_work_and_an_allocation_does_not() {
 
 #[test]
 fn a_hit_makes_no_driver_call() {
-    let (sim, meter, allocator) = metered(BackendKind::Caching);
+    let (sim, meter, allocator) = metered(&caching::BACKEND);
     let stream = sim.stream_create().unwrap();
     let block = allocate(allocator.as_ref(), 4 * MIB, stream).unwrap();
     free(allocator.as_ref(), block, stream).unwrap();
@@ -361,9 +362,8 @@ fn a_pool_gives_memory_back_at_a_synchronise_above_its_threshold() {
     for (release_threshold, kept) in [(0, 0), (64 * MIB, 64 * MIB), (u64::MAX, 192 * MIB)] {
         let sim = sim(2 * GIB, SimMemory::None);
         let driver: Arc<dyn Driver> = Arc::clone(&sim) as _;
-        let mut settings = AllocatorSettings::new(BackendKind::StreamOrdered);
-        settings.pool = PoolSettings { release_threshold, ..PoolSettings::default() };
-        let allocator = settings.build(&driver).unwrap();
+        let settings = PoolSettings { release_threshold, ..PoolSettings::default() };
+        let allocator = Selection::with(&stream_ordered::BACKEND, &settings).build(&driver).unwrap();
         let stream = sim.stream_create().unwrap();
         let blocks: Vec<Block> = (0..6).map(|_| allocate(allocator.as_ref(), 30 * MIB, stream).unwrap()).collect();
         let reserved = || allocator.stats().reserved_bytes.all.current;

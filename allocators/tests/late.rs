@@ -16,13 +16,13 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use recorder::Recorder;
 use std::sync::Arc;
-use vramlab::backends::CachingSettings;
+use vramlab::backends::{self, CachingSettings, caching};
 use vramlab::histories::replay::{Addresses, History, ReplayReport, ReplaySettings, replay, smallest_memory};
 use vramlab::histories::trace::{Action, Event};
-use vramlab::{AllocatorSettings, BackendKind, DeviceAllocator, Driver, NullDriver};
+use vramlab::{DeviceAllocator, Driver, NullDriver, Selection};
 
 fn run(history: &History, caching: CachingSettings, addresses: Addresses) -> ReplayReport {
-    let allocator = AllocatorSettings { caching, ..AllocatorSettings::new(BackendKind::Caching) };
+    let allocator = Selection::with(&caching::BACKEND, &caching);
     let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 50));
     replay(history, &allocator, &driver, &ReplaySettings { addresses, ..ReplaySettings::default() }).unwrap()
 }
@@ -70,9 +70,9 @@ fn every_backend_starts_with_what_was_live() {
     let history = whole.cut(skip);
     let (blocks, live) = whole.live(skip);
     assert!(blocks > 10 && history.prologue_allocations() == blocks);
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         let device = || Arc::new(NullDriver::new(1 << 50)) as Arc<dyn Driver>;
-        let report = replay(&history, &AllocatorSettings::new(kind), &device(), &ReplaySettings::default()).unwrap();
+        let report = replay(&history, &Selection::of(kind), &device(), &ReplaySettings::default()).unwrap();
         let rest = &whole.events[skip..];
         let allocations = rest.iter().filter(|event| event.action == Action::Alloc).count() as u64;
         assert_eq!(report.allocations, history.allocations(), "{kind}");
@@ -80,7 +80,7 @@ fn every_backend_starts_with_what_was_live() {
         assert_eq!(report.stats.allocation.all.allocated, allocations, "{kind}: only those of the history are counted");
         assert!(report.stats.requested_bytes.all.peak >= live && history.max_live_bytes() >= live, "{kind}");
         let device = |bytes: u64| Ok(Arc::new(NullDriver::new(bytes)) as Arc<dyn Driver>);
-        let found = smallest_memory(&history, &AllocatorSettings::new(kind), 2 * MIB, 1 << 40, device, |_| {}).unwrap();
+        let found = smallest_memory(&history, &Selection::of(kind), 2 * MIB, 1 << 40, device, |_| {}).unwrap();
         assert!(found.bytes >= history.max_live_bytes(), "{kind}: what was live takes memory, too");
     }
 }

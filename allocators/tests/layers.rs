@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// From the ground up. Modules of one line may name each other.
 const LAYERS: [&[&str]; 8] = [
-    &["budget", "bytes", "input", "output", "ranges", "steps", "sync"],
+    &["budget", "bytes", "input", "output", "ranges", "settings", "steps", "sync"],
     &["device"],
     &["contract"],
     &["client", "space"],

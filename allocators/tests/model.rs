@@ -13,11 +13,10 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use vramlab::backends::CachingSettings;
+use vramlab::backends::{CachingSettings, caching, naive, stream_ordered};
 use vramlab::instruments::assert_layout;
 use vramlab::{
-    AllocatorSettings, BackendKind, Block, BlockState, DeviceAllocator, Driver, PoolSettings, SimDriver, SimMemory,
-    StreamId,
+    Backend, Block, BlockState, DeviceAllocator, Driver, PoolSettings, Selection, SimDriver, SimMemory, StreamId,
 };
 
 pub(crate) const STREAMS: usize = 3;
@@ -85,7 +84,7 @@ struct Dirty {
 struct World {
     sim: Arc<SimDriver>,
     allocator: Arc<dyn DeviceAllocator>,
-    kind: BackendKind,
+    kind: &'static Backend,
     limit: Option<u64>,
     start: u64,
     streams: Vec<StreamId>,
@@ -95,12 +94,12 @@ struct World {
 }
 
 impl World {
-    fn new(settings: &AllocatorSettings) -> Self {
+    fn new(settings: &Selection) -> Self {
         let sim = sim(ROOM, SimMemory::None);
         let streams = (0..STREAMS).map(|_| sim.stream_create().unwrap()).collect();
         let start = free_bytes(sim.as_ref());
         let allocator = settings.build(&(Arc::clone(&sim) as Arc<dyn Driver>)).unwrap();
-        let (kind, limit) = (settings.kind, settings.caching.memory_limit);
+        let (kind, limit) = (settings.backend(), settings.memory_limit());
         Self { sim, allocator, kind, limit, start, streams, live: Vec::new(), dirty: Vec::new(), allocated: 0 }
     }
 
@@ -151,7 +150,7 @@ impl World {
             );
         }
         let ledger = self.allocator.ledger_at_peak();
-        if self.kind == BackendKind::Caching && ledger.reserved > peak {
+        if self.kind == &caching::BACKEND && ledger.reserved > peak {
             // It is kept by sums, and should be what a look at every block says.
             assert_eq!(Some(ledger), self.allocator.snapshot().map(|snapshot| snapshot.ledger(stream)));
         }
@@ -181,7 +180,7 @@ impl World {
         let reserved = stats.reserved_bytes.all.current;
         assert!(requested <= bytes && bytes <= stats.active_bytes.all.current);
         assert!(self.limit.is_none_or(|limit| stats.reserved_bytes.all.peak <= limit), "the limit was passed");
-        if self.kind != BackendKind::Naive {
+        if self.kind != &naive::BACKEND {
             assert_eq!(self.start - free_bytes(self.sim.as_ref()), reserved, "the device and the account differ");
         }
         let peak = self.allocator.ledger_at_peak();
@@ -229,7 +228,7 @@ impl World {
     }
 }
 
-fn check_history(settings: &AllocatorSettings, ops: &[Op]) {
+fn check_history(settings: &Selection, ops: &[Op]) {
     let mut world = World::new(settings);
     for op in ops {
         world.apply(op);
@@ -272,16 +271,16 @@ proptest! {
 
     #[test]
     fn naive_keeps_the_account(ops in ops(80)) {
-        check_history(&AllocatorSettings::new(BackendKind::Naive), &ops);
+        check_history(&Selection::of(&naive::BACKEND), &ops);
     }
 
     #[test]
     fn caching_keeps_the_account(ops in ops(120), caching in caching_settings()) {
-        check_history(&AllocatorSettings { caching, ..AllocatorSettings::new(BackendKind::Caching) }, &ops);
+        check_history(&Selection::with(&caching::BACKEND, &caching), &ops);
     }
 
     #[test]
     fn stream_ordered_keeps_the_account(ops in ops(80), pool in pool_settings()) {
-        check_history(&AllocatorSettings { pool, ..AllocatorSettings::new(BackendKind::StreamOrdered) }, &ops);
+        check_history(&Selection::with(&stream_ordered::BACKEND, &pool), &ops);
     }
 }

@@ -5,7 +5,8 @@ mod common;
 
 use common::{MIB, allocate, build, free, sim};
 use std::sync::Arc;
-use vramlab::{AllocError, BackendKind, Driver, OomReport, SimMemory};
+use vramlab::backends::caching;
+use vramlab::{AllocError, Driver, OomReport, SimMemory};
 
 fn report(error: AllocError) -> OomReport {
     let AllocError::OutOfMemory(report) = error else { panic!("{error}") };
@@ -15,7 +16,7 @@ fn report(error: AllocError) -> OomReport {
 #[test]
 fn the_largest_free_block_and_the_bytes_of_other_streams_are_named() {
     let driver: Arc<dyn Driver> = sim(64 * MIB, SimMemory::None);
-    let caching = build(BackendKind::Caching, &driver);
+    let caching = build(&caching::BACKEND, &driver);
     let [own, other] = [(); 2].map(|()| driver.stream_create().unwrap());
     let take = |bytes, stream| allocate(caching.as_ref(), bytes, stream).unwrap();
     // In segments of 20 MiB: free parts of 3, 5 and 4 MiB between blocks that are held.

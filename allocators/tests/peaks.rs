@@ -6,9 +6,9 @@ mod common;
 use common::{GIB, MIB, Random, allocate, build, check_stats, free, sim, work};
 use std::sync::{Arc, Barrier};
 use std::thread;
-use vramlab::backends::{Caching, CachingSettings, StreamOrdered};
+use vramlab::backends::{Caching, CachingSettings, StreamOrdered, caching, naive, stream_ordered};
 use vramlab::{
-    BackendKind, Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, NullDriver, PoolKind,
+    Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, NullDriver, PoolKind,
     PoolSettings, SimMemory, Stats, StreamId,
 };
 
@@ -278,7 +278,7 @@ fn a_peak_that_was_not_seen_is_told_beside_the_ledger() {
 
 #[test]
 fn a_peak_that_is_reached_again_keeps_its_ledger() {
-    for kind in [BackendKind::Caching, BackendKind::StreamOrdered] {
+    for kind in [&caching::BACKEND, &stream_ordered::BACKEND] {
         let driver: Arc<dyn Driver> = sim(GIB, SimMemory::None);
         let (allocator, stream) = (build(kind, &driver), driver.stream_create().unwrap());
         let round = |bytes| {
@@ -299,7 +299,7 @@ fn a_peak_that_is_reached_again_keeps_its_ledger() {
 fn a_peak_that_naive_reaches_again_keeps_its_ledger() {
     let faulty = Arc::new(FaultyDriver::new(sim(GIB, SimMemory::None)));
     let driver: Arc<dyn Driver> = Arc::clone(&faulty) as _;
-    let (naive, stream) = (build(BackendKind::Naive, &driver), driver.stream_create().unwrap());
+    let (naive, stream) = (build(&naive::BACKEND, &driver), driver.stream_create().unwrap());
     let take = || allocate(naive.as_ref(), 300_000, stream).unwrap();
     let (first, second) = (take(), take());
     let ledger = naive.ledger_at_peak();

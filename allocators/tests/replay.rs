@@ -14,12 +14,12 @@ use proptest::test_runner::FileFailurePersistence;
 use recorder::Recorder;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use vramlab::backends::CachingSettings;
+use vramlab::backends::{self, CachingSettings, caching, naive, stream_ordered};
 use vramlab::histories::replay::{
     Addresses, Held, History, HistoryBuilder, ReplayError, ReplayReport, ReplaySettings, StreamHeld, replay,
 };
 use vramlab::histories::trace::{Action, Event};
-use vramlab::{AllocatorSettings, BackendKind, BlockState, DeviceAllocator, Driver, NullDriver, SimMemory};
+use vramlab::{Backend, BlockState, DeviceAllocator, Driver, NullDriver, Selection, SimMemory};
 
 const STREAMS: usize = 3;
 
@@ -33,8 +33,8 @@ fn null(bytes: u64) -> Arc<dyn Driver> {
     Arc::new(NullDriver::new(bytes))
 }
 
-fn run(history: &History, kind: BackendKind, caching: CachingSettings, addresses: Addresses) -> ReplayReport {
-    let allocator = AllocatorSettings { caching, ..AllocatorSettings::new(kind) };
+fn run(history: &History, kind: &'static Backend, caching: CachingSettings, addresses: Addresses) -> ReplayReport {
+    let allocator = Selection::with(kind, &caching);
     replay(history, &allocator, &null(1 << 50), &ReplaySettings { addresses, ..ReplaySettings::default() }).unwrap()
 }
 
@@ -135,7 +135,7 @@ fn check_faithful(settings: CachingSettings, recorder: &Recorder) {
         return;
     }
     check_refusals(&history, recorder);
-    let report = run(&history, BackendKind::Caching, settings, Addresses::Recorded);
+    let report = run(&history, &caching::BACKEND, settings, Addresses::Recorded);
     // Where every free seems to complete at once, a log does not tell when those with announced uses did.
     if history.deferred_frees() == 0 && events.iter().any(|event| event.action == Action::RecordUse) {
         assert_eq!(report.allocations, history.allocations());
@@ -320,7 +320,7 @@ fn a_history_that_starts_in_the_middle_is_replayed_but_not_compared() {
     let history = compile(&events, &CachingSettings::default()).unwrap();
     assert_eq!((history.prologue_allocations(), history.allocations()), (2, 3));
     assert_eq!(history.max_live_bytes(), 4 * MIB + 1000);
-    let report = run(&history, BackendKind::Naive, CachingSettings::default(), Addresses::Own);
+    let report = run(&history, &naive::BACKEND, CachingSettings::default(), Addresses::Own);
     assert_eq!(report.stats.requested_bytes.all.peak, history.max_live_bytes());
     assert_eq!(report.stats.allocation.all.current, 1);
     let error = history.check_comparable().unwrap_err().to_string();
@@ -350,11 +350,11 @@ fn other_segments_than_the_recorded_ones_are_counted_and_the_replay_goes_on() {
         event(Action::Alloc, 128 * MIB, 500),
     ];
     let history = compile(&events, &CachingSettings::default()).unwrap();
-    let report = run(&history, BackendKind::Caching, CachingSettings::default(), Addresses::Recorded);
+    let report = run(&history, &caching::BACKEND, CachingSettings::default(), Addresses::Recorded);
     assert_eq!((report.address_mismatches, report.segment_mismatches), (Some(3), Some(2)));
     assert_eq!((report.failed_allocations, report.allocations), (0, 4));
     // Every tensor gets a segment of its own: one is there by chance, one is too much.
-    let report = run(&history, BackendKind::Naive, CachingSettings::default(), Addresses::Recorded);
+    let report = run(&history, &naive::BACKEND, CachingSettings::default(), Addresses::Recorded);
     assert!(report.segment_mismatches >= Some(3) && report.failed_allocations == 0, "{report:#?}");
 }
 
@@ -370,7 +370,7 @@ fn empty_tensors_and_failed_allocations_leave_no_trace() {
     ];
     let history = compile(&events, &CachingSettings::default()).unwrap();
     assert_eq!((history.allocations(), history.max_live_bytes()), (2, 6 * MIB));
-    let allocator = AllocatorSettings::new(BackendKind::Naive);
+    let allocator = Selection::of(&naive::BACKEND);
     let report = replay(&history, &allocator, &null(5 * MIB), &ReplaySettings::default()).unwrap();
     assert_eq!((report.allocations, report.failed_allocations), (2, 1));
     let (number, words) = report.first_failure.unwrap();
@@ -393,7 +393,7 @@ fn announced_uses_hold_blocks_until_the_device_is_done() {
     let peak = |touch| {
         let driver: Arc<dyn Driver> = sim(2 * GIB, SimMemory::None);
         let settings = ReplaySettings { touch, ..ReplaySettings::default() };
-        let report = replay(&history, &AllocatorSettings::new(BackendKind::Caching), &driver, &settings).unwrap();
+        let report = replay(&history, &Selection::of(&caching::BACKEND), &driver, &settings).unwrap();
         report.stats.active_bytes.all.peak
     };
     // On an idle stream the use is over at once; behind the work of filling 30 MiB it is not.
@@ -411,11 +411,11 @@ fn trims_are_the_clients_and_reach_every_backend() {
         event(Action::Snapshot, 0, 0),
     ];
     let history = compile(&events, &CachingSettings::default()).unwrap();
-    let report = run(&history, BackendKind::Caching, CachingSettings::default(), Addresses::Recorded);
+    let report = run(&history, &caching::BACKEND, CachingSettings::default(), Addresses::Recorded);
     assert_eq!((report.address_mismatches, report.segment_mismatches), (Some(0), Some(0)));
     assert_eq!(report.stats.reserved_bytes.all.current, 0);
     let driver: Arc<dyn Driver> = sim(GIB, SimMemory::None);
-    let pool = AllocatorSettings::new(BackendKind::StreamOrdered);
+    let pool = Selection::of(&stream_ordered::BACKEND);
     let report = replay(&history, &pool, &driver, &ReplaySettings::default()).unwrap();
     assert_eq!(report.driver_calls["pool_trim"], 1);
 }
@@ -433,9 +433,9 @@ proptest! {
         let lengths: Vec<usize> = if events.len() < 40 { (1..=events.len()).collect() } else { vec![events.len()] };
         for length in lengths {
             let history = compile(&events[..length], &CachingSettings::default()).unwrap();
-            for kind in BackendKind::ALL {
+            for kind in backends::all() {
                 let driver: Arc<dyn Driver> = sim(room, SimMemory::None);
-                let report = replay(&history, &AllocatorSettings::new(kind), &driver, &ReplaySettings::default()).unwrap();
+                let report = replay(&history, &Selection::of(kind), &driver, &ReplaySettings::default()).unwrap();
                 let ledger = report.ledger;
                 prop_assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
                 prop_assert_eq!(ledger.internal + ledger.soft + ledger.hard + ledger.stream + ledger.pending, ledger.wasted());

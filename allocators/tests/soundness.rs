@@ -10,9 +10,8 @@ use common::{GIB, MIB, build, sim};
 use std::process::ExitCode;
 use std::sync::Arc;
 use trials::trials;
-use vramlab::{
-    AllocError, BackendKind, Capture, CudaDriver, Driver, DriverError, GraphId, Memory, NullDriver, SimMemory, StreamId,
-};
+use vramlab::backends::{self, caching};
+use vramlab::{AllocError, Capture, CudaDriver, Driver, DriverError, GraphId, Memory, NullDriver, SimMemory, StreamId};
 
 /// Values that stand for nothing, at the edges and where handles of drivers lie.
 const FORGED: [u64; 5] = [0, 3, 0x7f00_dead_b000, i64::MAX as u64, u64::MAX];
@@ -77,7 +76,7 @@ fn cuda_sees_no_handle_that_its_driver_did_not_make() {
 }
 
 fn a_capture_of_another_allocator_cannot_be_ended() {
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(GIB));
         let (mine, theirs) = (build(kind, &driver), build(kind, &driver));
         let stream = driver.stream_create().unwrap();
@@ -93,7 +92,7 @@ fn a_capture_of_another_allocator_cannot_be_ended() {
 fn a_graph_that_is_gone_is_not_launched() {
     let drivers: [Arc<dyn Driver>; 2] = [sim(GIB, SimMemory::Host), Arc::new(NullDriver::new(GIB))];
     for driver in drivers {
-        let memory = Memory::new(build(BackendKind::Caching, &driver));
+        let memory = Memory::new(build(&caching::BACKEND, &driver));
         let stream = driver.stream_create().unwrap();
         let capture = Capture::begin(&memory, &driver, stream).unwrap();
         drop(memory.allocate(MIB, stream).unwrap());

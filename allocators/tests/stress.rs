@@ -8,11 +8,9 @@ use common::{GIB, MIB, Random, allocate, check_nothing_held, check_stats, free, 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use vramlab::backends::CachingSettings;
+use vramlab::backends::{CachingSettings, caching, naive, stream_ordered};
 use vramlab::instruments::assert_layout;
-use vramlab::{
-    AllocatorSettings, BackendKind, Block, DeviceAllocator, Driver, NullDriver, PoolSettings, SimMemory, StreamId,
-};
+use vramlab::{Backend, Block, DeviceAllocator, Driver, NullDriver, Selection, SimMemory, StreamId};
 
 const THREADS: usize = 16;
 
@@ -40,13 +38,9 @@ impl Drop for Leaves<'_> {
 }
 
 impl Rig {
-    fn new(kind: BackendKind, driver: Arc<dyn Driver>, limit: Option<u64>, largest_log2: u64) -> Self {
-        let settings = AllocatorSettings {
-            kind,
-            caching: CachingSettings { memory_limit: limit, ..CachingSettings::default() },
-            pool: PoolSettings::default(),
-        };
-        let allocator = settings.build(&driver).unwrap();
+    fn new(kind: &'static Backend, driver: Arc<dyn Driver>, limit: Option<u64>, largest_log2: u64) -> Self {
+        let settings = CachingSettings { memory_limit: limit, ..CachingSettings::default() };
+        let allocator = Selection::with(kind, &settings).build(&driver).unwrap();
         let streams = (0..THREADS).map(|_| driver.stream_create().unwrap()).collect();
         let running = AtomicUsize::new(THREADS);
         Self { allocator, driver, streams, mailbox: Mutex::default(), running, largest_log2 }
@@ -144,47 +138,47 @@ impl Rig {
 }
 
 /// Every byte poisoned and verified, and every overlap found.
-fn with_the_checker(kind: BackendKind, limit: Option<u64>) {
+fn with_the_checker(kind: &'static Backend, limit: Option<u64>) {
     let rig = Rig::new(kind, sim(GIB, SimMemory::Host), limit, 20);
     let checker = common::checker(Arc::clone(&rig.allocator), Arc::clone(&rig.driver));
     rig.run(&checker, operations(1_500), limit);
     let report = checker.report();
     assert!(report.is_clean(), "{:?} {:?}", report.violations, report.live);
-    assert!(kind != BackendKind::Caching || report.verified_bytes > 0);
+    assert!(kind != &caching::BACKEND || report.verified_bytes > 0);
 }
 
 /// As fast as it goes.
-fn at_full_speed(kind: BackendKind, limit: Option<u64>) {
+fn at_full_speed(kind: &'static Backend, limit: Option<u64>) {
     let rig = Rig::new(kind, Arc::new(NullDriver::new(1 << 40)), limit, 25);
     rig.run(rig.allocator.as_ref(), operations(30_000), limit);
 }
 
 #[test]
 fn caching_with_the_checker() {
-    with_the_checker(BackendKind::Caching, None);
+    with_the_checker(&caching::BACKEND, None);
 }
 
 #[test]
 fn caching_with_the_checker_under_a_limit() {
-    with_the_checker(BackendKind::Caching, Some(80 * MIB));
+    with_the_checker(&caching::BACKEND, Some(80 * MIB));
 }
 
 #[test]
 fn stream_ordered_with_the_checker() {
-    with_the_checker(BackendKind::StreamOrdered, None);
+    with_the_checker(&stream_ordered::BACKEND, None);
 }
 
 #[test]
 fn naive_with_the_checker() {
-    with_the_checker(BackendKind::Naive, None);
+    with_the_checker(&naive::BACKEND, None);
 }
 
 #[test]
 fn caching_at_full_speed() {
-    at_full_speed(BackendKind::Caching, None);
+    at_full_speed(&caching::BACKEND, None);
 }
 
 #[test]
 fn caching_at_full_speed_under_a_limit() {
-    at_full_speed(BackendKind::Caching, Some(1200 * MIB));
+    at_full_speed(&caching::BACKEND, Some(1200 * MIB));
 }

@@ -19,8 +19,9 @@ use measure::Place;
 use report::{Report, Row};
 use std::path::PathBuf;
 use std::sync::Arc;
+use trainer::alloc::{self, Selections};
 use trainer::terminal::Bar;
-use vramlab::{BackendKind, CudaDriver, Driver, NullDriver};
+use vramlab::{CudaDriver, Driver, NullDriver};
 
 /// Where the allocators run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -38,8 +39,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_enum, default_value = "null")]
     device: BenchDevice,
     /// Allocators, separated by commas [default: all]
-    #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
-    alloc: Vec<BackendKind>,
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
+    alloc: Vec<Selections>,
     /// Only cases that begin with this, such as `history` or `mixed/64`; several separated by commas
     #[arg(long, value_name = "PATTERN", value_delimiter = ',')]
     case: Vec<String>,
@@ -67,9 +68,9 @@ pub(crate) struct BenchArgs {
 
 /// Runs the cases and prints the table.
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
-    let kinds = if args.alloc.is_empty() { BackendKind::ALL.to_vec() } else { args.alloc.clone() };
+    let chosen = alloc::chosen(&args.alloc);
     let histories = histories::read(&args.history)?;
-    let groups = cases::groups(&kinds, &args.threads, &histories, &args.case)?;
+    let groups = cases::groups(&chosen, &args.threads, &histories, &args.case)?;
     if args.baselines && args.device != BenchDevice::Cuda {
         bail!("the baselines need a GPU, and figures of different devices do not compare: add --device cuda");
     }
@@ -110,8 +111,8 @@ fn measure_all(place: &Place, groups: &[Vec<Job>], repeats: u32, report: &mut Re
             let (group, at) = all[if repeat % 2 == 0 { step } else { all.len() - 1 - step }];
             let job = &groups[group][at];
             let name = job.case.name(place.histories());
-            bar.message(format!("{name} {}", job.kind));
-            let sample = measure::measure(place, job).with_context(|| format!("{name} under '{}'", job.kind))?;
+            bar.message(format!("{name} {}", job.alloc));
+            let sample = measure::measure(place, job).with_context(|| format!("{name} under '{}'", job.alloc))?;
             rows[group][at].add(sample);
             bar.advance(1);
         }

@@ -1,14 +1,15 @@
 //! `experiments capacity`: the smallest memory in which a history still runs, by bisection.
 
-use crate::history::{DeviceName, Devices, Recorded, backend, failed, load};
+use crate::history::{DeviceName, Devices, Recorded, failed, load};
 use crate::reading::ReadArgs;
 use anyhow::{Result, bail};
 use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
+use trainer::alloc::{self, Selections};
 use trainer::terminal::{Bar, Cell, Comparison, Page, command, quoted};
 use vramlab::histories::replay::{ReplayError, smallest_memory};
-use vramlab::{AllocError, BackendKind, Bytes, PoolSettings};
+use vramlab::{AllocError, Bytes, Selection};
 
 /// More than any device has; the search ends there.
 const HIGHEST: u64 = 1 << 48;
@@ -19,8 +20,8 @@ pub(crate) struct CapacityArgs {
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// Allocators, separated by commas [default: all]
-    #[arg(long, value_name = "NAME", value_delimiter = ',')]
-    alloc: Vec<BackendKind>,
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
+    alloc: Vec<Selections>,
     /// sim or sim:PROFILE.json (memory comes in pages and granules, as on a GPU), or null (byte by byte)
     #[arg(long, value_name = "DEVICE", default_value = "sim")]
     device: DeviceName,
@@ -44,7 +45,8 @@ pub(crate) struct CapacityArgs {
 #[derive(Debug, Serialize)]
 struct Row {
     trace: String,
-    allocator: BackendKind,
+    /// As `--alloc` names it.
+    allocator: Selection,
     device: &'static str,
     granularity_bytes: u64,
     max_live_bytes: u64,
@@ -70,7 +72,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
     if matches!(args.device, DeviceName::Cuda(_)) {
         bail!("--device cuda: a GPU's size is given; search on sim or null");
     }
-    let kinds = if args.alloc.is_empty() { BackendKind::ALL.to_vec() } else { args.alloc.clone() };
+    let chosen = alloc::chosen(&args.alloc);
     let devices = Devices::open(&args.device)?;
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     bar.message(format!("reading {}", args.file.display()));
@@ -79,25 +81,20 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
     // The device's size is what is searched for; a limit on top of it would be another question.
     settings.memory_limit = None;
     let mut rows = Vec::new();
-    for &kind in &kinds {
+    for alloc in &chosen {
         let device = |bytes| {
             let made = devices.make(Some(bytes));
             made.map_err(|error| ReplayError::History(format!("cannot make a device: {error:#}")))
         };
+        let mut backend = alloc.clone();
+        backend.adopt(&settings);
         let mut tried = 0;
         let progress = |probe: vramlab::histories::replay::Probe| {
             tried += 1;
             let outcome = if probe.runs { "runs in" } else { "fails in" };
-            bar.message(format!("{kind} {outcome} {} (probe {tried})", Bytes(probe.bytes)));
+            bar.message(format!("{alloc} {outcome} {} (probe {tried})", Bytes(probe.bytes)));
         };
-        let found = smallest_memory(
-            &history,
-            &backend(kind, settings, PoolSettings::default()),
-            args.granularity.0,
-            HIGHEST,
-            device,
-            progress,
-        );
+        let found = smallest_memory(&history, &backend, args.granularity.0, HIGHEST, device, progress);
         let found = found.map_err(|error| match error {
             // A device that lacks what a backend needs was chosen on the command line.
             ReplayError::Alloc(AllocError::Unsupported { .. }) => anyhow::Error::msg(error.to_string()),
@@ -106,7 +103,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
         let bound = history.max_live_bytes();
         rows.push(Row {
             trace: args.file.display().to_string(),
-            allocator: kind,
+            allocator: alloc.clone(),
             device: devices.kind(),
             granularity_bytes: found.granularity,
             max_live_bytes: bound,
@@ -125,7 +122,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
 fn report(rows: &[Row]) -> Page {
     let mut page = Page::stdout();
     let Some(first) = rows.first() else { return page };
-    let mut table = Comparison::new("", rows.iter().map(|row| row.allocator.name()));
+    let mut table = Comparison::new("", rows.iter().map(|row| row.allocator.to_string()));
     // CAST: bytes of a device, below 2^53.
     table.ranked(
         "smallest memory",
@@ -143,12 +140,12 @@ fn report(rows: &[Row]) -> Page {
     let worst = rows.iter().max_by_key(|row| row.capacity_bytes).unwrap_or(first);
     let size = Bytes(best.capacity_bytes);
     let with_least = rows.iter().filter(|row| row.capacity_bytes == best.capacity_bytes);
-    let names: Vec<&str> = with_least.map(|row| row.allocator.name()).collect();
+    let names: Vec<String> = with_least.map(|row| row.allocator.to_string()).collect();
     let found = if worst.capacity_bytes == best.capacity_bytes {
         format!("The history runs in {size}")
     } else {
         let run = if names.len() == 1 { "runs" } else { "run" };
-        let (name, most) = (worst.allocator, Bytes(worst.capacity_bytes));
+        let (name, most) = (&worst.allocator, Bytes(worst.capacity_bytes));
         format!("{} {run} the history in {size}, {name} needs {most}", names.join(" and "))
     };
     let least = Bytes(best.max_live_bytes);

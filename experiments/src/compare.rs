@@ -8,9 +8,10 @@ use serde_json::Value;
 use std::ffi::OsString;
 use std::fmt;
 use std::process::{Command, Stdio};
+use trainer::alloc::{self, Selections};
 use trainer::report::duration;
 use trainer::terminal::{Bar, Cell, Comparison, Page, command, quoted};
-use vramlab::{BackendKind, Bytes};
+use vramlab::Bytes;
 
 /// What is compared unless `--arm` says otherwise.
 const ARMS: [&str; 4] = [
@@ -26,8 +27,8 @@ pub(crate) struct CompareArgs {
     #[arg(long = "arm", value_name = "OPTIONS", allow_hyphen_values = true)]
     arms: Vec<String>,
     /// Allocators, separated by commas: a run of each, instead of --arm
-    #[arg(long, value_name = "NAME,...", value_delimiter = ',', conflicts_with = "arms")]
-    alloc: Vec<BackendKind>,
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list(), conflicts_with = "arms")]
+    alloc: Vec<Selections>,
     /// How many times each run is repeated, in turn
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
@@ -86,7 +87,7 @@ struct CommonArgs {
 impl CompareArgs {
     fn arms(&self) -> Vec<String> {
         if !self.alloc.is_empty() {
-            return self.alloc.iter().map(|kind| format!("--alloc {kind}")).collect();
+            return alloc::chosen(&self.alloc).iter().map(|alloc| format!("--alloc {alloc}")).collect();
         }
         if self.arms.is_empty() { ARMS.map(str::to_owned).to_vec() } else { self.arms.clone() }
     }

@@ -13,9 +13,7 @@ use std::sync::Arc;
 use vramlab::backends::CachingSettings;
 use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
 use vramlab::histories::trace::{Format, ReadError, Summary, read};
-use vramlab::{
-    AllocatorSettings, BackendKind, CudaDriver, Driver, NullDriver, PoolSettings, Profile, SimDriver, SimMemory,
-};
+use vramlab::{CudaDriver, Driver, NullDriver, Profile, SimDriver, SimMemory};
 
 pub(crate) use recorded::AsRecorded;
 
@@ -156,11 +154,6 @@ impl Devices {
             }
         })
     }
-}
-
-/// A backend with the settings of the history, and those of a pool for the one that has one.
-pub(crate) fn backend(kind: BackendKind, caching: CachingSettings, pool: PoolSettings) -> AllocatorSettings {
-    AllocatorSettings { caching, pool, ..AllocatorSettings::new(kind) }
 }
 
 #[cfg(test)]

@@ -2,17 +2,18 @@
 
 mod report;
 
-use crate::history::{AsRecorded, DeviceName, Devices, Recorded, backend, failed, load};
+use crate::history::{AsRecorded, DeviceName, Devices, Recorded, failed, load};
 use crate::reading::ReadArgs;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use trainer::alloc::{self, Selections};
 use trainer::cli::{parse_switch, parse_threshold};
 use trainer::terminal::{Bar, Page};
 use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings};
-use vramlab::{BackendKind, Bytes, Ledger, PoolSettings};
+use vramlab::{Bytes, Ledger, PoolSettings, Selection};
 
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
@@ -20,8 +21,8 @@ pub(crate) struct ReplayArgs {
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Allocators, separated by commas [default: all]
-    #[arg(long, value_name = "NAME", value_delimiter = ',')]
-    alloc: Vec<BackendKind>,
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
+    alloc: Vec<Selections>,
     /// sim, sim:PROFILE.json, null (no costs), cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "sim")]
     device: DeviceName,
@@ -71,7 +72,8 @@ enum AddressChoice {
 #[derive(Debug, Serialize)]
 struct Row {
     trace: String,
-    allocator: BackendKind,
+    /// As `--alloc` names it.
+    allocator: Selection,
     device: &'static str,
     device_name: String,
     addresses: AddressChoice,
@@ -118,18 +120,18 @@ struct Failure {
 
 /// Replays every file under every allocator.
 pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
-    let kinds = if args.alloc.is_empty() { BackendKind::ALL.to_vec() } else { args.alloc.clone() };
+    let chosen = alloc::chosen(&args.alloc);
     let devices = Devices::open(&args.device)?;
     let form = "{bar:30} replay {pos}/{len} {wide_msg} [{elapsed} left {eta}]";
-    let bar = Bar::new((args.files.len() * kinds.len()) as u64, form);
+    let bar = Bar::new((args.files.len() * chosen.len()) as u64, form);
     let (mut rows, mut told): (Vec<Row>, Vec<Option<AsRecorded>>) = (Vec::new(), Vec::new());
     for file in &args.files {
         bar.message(format!("reading {}", file.display()));
         let recorded = load(file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
         told.push(recorded.as_recorded);
-        for &kind in &kinds {
-            bar.message(format!("{} under {kind}", file.display()));
-            rows.push(run(args, file, &recorded, kind, &devices)?);
+        for alloc in &chosen {
+            bar.message(format!("{} under {alloc}", file.display()));
+            rows.push(run(args, file, &recorded, alloc, &devices)?);
             bar.advance(1);
         }
     }
@@ -138,21 +140,29 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
         return crate::print_json(&rows);
     }
     let mut page = Page::stdout();
-    for (rows, told) in rows.chunks(kinds.len()).zip(&told) {
+    for (rows, told) in rows.chunks(chosen.len()).zip(&told) {
         report::report(rows, told.as_ref(), &mut page);
     }
-    if let Some((rows, told)) = rows.chunks(kinds.len()).next_back().zip(told.last()) {
+    if let Some((rows, told)) = rows.chunks(chosen.len()).next_back().zip(told.last()) {
         report::end(rows, told.as_ref(), &mut page);
     }
     crate::print(page)
 }
 
-fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, kind: BackendKind, devices: &Devices) -> Result<Row> {
+fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, alloc: &Selection, devices: &Devices) -> Result<Row> {
     let Recorded { history, settings, .. } = recorded;
+    let mut backend = alloc.clone();
+    backend.adopt(settings);
+    backend.adopt(&PoolSettings {
+        release_threshold: args.release_threshold,
+        reuse_follow_event_dependencies: args.reuse_follow_event_dependencies,
+        reuse_allow_opportunistic: args.reuse_allow_opportunistic,
+        reuse_allow_internal_dependencies: args.reuse_allow_internal_dependencies,
+    });
     // A run of ours says its limit; PyTorch does not.
     let limit = settings.memory_limit;
-    // `caching` keeps its limit itself, on a device that would have more, as PyTorch does.
-    let outside = limit.filter(|_| kind != BackendKind::Caching);
+    // Some keep their limit themselves, on a device that would have more, as PyTorch does.
+    let outside = if backend.set_memory_limit(limit) { None } else { limit };
     let addresses = match args.addresses {
         AddressChoice::Own => Addresses::Own,
         AddressChoice::Recorded => Addresses::Recorded,
@@ -160,13 +170,6 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, kind: BackendKind, d
     let on_gpu = matches!(devices, Devices::Cuda(_));
     let how =
         ReplaySettings { addresses, touch: args.touch, limit: outside.filter(|_| on_gpu), stop_at_failure: false };
-    let pool = PoolSettings {
-        release_threshold: args.release_threshold,
-        reuse_follow_event_dependencies: args.reuse_follow_event_dependencies,
-        reuse_allow_opportunistic: args.reuse_allow_opportunistic,
-        reuse_allow_internal_dependencies: args.reuse_allow_internal_dependencies,
-    };
-    let backend = backend(kind, *settings, pool);
     let once = || -> Result<(ReplayReport, String)> {
         let driver = devices.make(outside)?;
         let report = vramlab::histories::replay::replay(history, &backend, &driver, &how)
@@ -183,7 +186,7 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, kind: BackendKind, d
     let segments = stats.segment.map(|gauge| (gauge.all.allocated, gauge.all.freed));
     Ok(Row {
         trace: file.display().to_string(),
-        allocator: kind,
+        allocator: alloc.clone(),
         device: devices.kind(),
         device_name,
         addresses: args.addresses,

@@ -13,7 +13,7 @@ use trainer::Settings;
 use trainer::data::DatasetName;
 use trainer::observer::{Observer, Silent};
 use trainer::settings::DeviceChoice;
-use vramlab::BackendKind;
+use vramlab::backends::{self, caching};
 use vramlab::histories::trace::{Action, Export};
 
 /// Ways of using each allocator; some run out of memory.
@@ -28,25 +28,20 @@ fn arms() -> Vec<(&'static str, Settings)> {
         exports: Export::ALL.to_vec(),
         ..Settings::default()
     };
-    let with = |allocator| Settings { allocator, ..base.clone() };
-    let mut limited = with(BackendKind::Caching);
-    limited.memory_limit = Some(64 << 20);
-    limited.caching.garbage_collection_threshold = 0.1;
-    limited.caching.max_split_size = Some(20 << 20);
-    limited.caching.roundup_power2_divisions = vramlab::policy::rounding::Divisions::uniform(4);
+    let with = |text: &str| Settings { allocator: text.parse().unwrap(), ..base.clone() };
+    let under =
+        "caching:garbage_collection_threshold=0.1,max_split_size=20M,roundup_power2_divisions=4,memory_limit=64M";
     // Room for the weights, but not for the gradients too.
-    let mut small = with(BackendKind::Caching);
+    let mut small = with("caching");
     small.hidden = 1500;
     small.memory_limit = Some(24 << 20);
-    let mut keeps_nothing = with(BackendKind::StreamOrdered);
-    keeps_nothing.pool.release_threshold = 0;
     vec![
-        ("naive", with(BackendKind::Naive)),
-        ("caching", with(BackendKind::Caching)),
-        ("caching under settings", limited),
+        ("naive", with("naive")),
+        ("caching", with("caching")),
+        ("caching under settings", with(under)),
         ("caching without memory", small),
-        ("stream-ordered", with(BackendKind::StreamOrdered)),
-        ("stream-ordered that keeps nothing", keeps_nothing),
+        ("stream-ordered", with("stream-ordered")),
+        ("stream-ordered that keeps nothing", with("stream-ordered:release_threshold=0")),
     ]
 }
 
@@ -71,7 +66,7 @@ fn every_export_of_every_allocator_is_replayed() {
                 continue;
             }
             let rows = ran.rows();
-            assert_eq!(rows.len(), BackendKind::ALL.len(), "{name} as {}", export.name());
+            assert_eq!(rows.len(), backends::all().len(), "{name} as {}", export.name());
             for row in &rows {
                 let tried = stats["allocation.all.allocated"].as_u64().unwrap();
                 assert_eq!(row["allocations"].as_u64(), Some(tried), "{name} as {}: {row}", export.name());
@@ -81,7 +76,8 @@ fn every_export_of_every_allocator_is_replayed() {
                 }
             }
             // A snapshot has all that it takes to follow the run address for address.
-            if !matches!(export, Export::Snapshot | Export::SnapshotJson) || settings.allocator != BackendKind::Caching
+            if !matches!(export, Export::Snapshot | Export::SnapshotJson)
+                || settings.allocator.backend() != &caching::BACKEND
             {
                 continue;
             }
@@ -93,7 +89,7 @@ fn every_export_of_every_allocator_is_replayed() {
                 "{name}: {row}"
             );
             assert_eq!(row["peak_reserved_bytes"], stats["reserved_bytes.all.peak"], "{name}: {row}");
-            assert_eq!(row["limit_bytes"], serde_json::json!(settings.memory_limit), "{name}");
+            assert_eq!(row["limit_bytes"], summary["settings"]["memory_limit"], "{name}");
             for (key, value) in summary["settings"]["allocator_settings"].as_object().unwrap() {
                 assert_eq!(&row["allocator_settings"][key], value, "{name}: {key}");
             }

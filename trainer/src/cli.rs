@@ -7,7 +7,7 @@ use crate::progress::Terminal;
 use crate::settings::{DeviceChoice, GRAPH_STEPS, InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use crate::signals::Signals;
 use crate::terminal::{Page, fail, parse, print_json, report_panics, say};
-use crate::{Result, Settings, TrainError, doctor, exit, record, report, start};
+use crate::{Result, Settings, TrainError, alloc, doctor, exit, record, report, start};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use serde_json::json;
@@ -18,7 +18,7 @@ use std::time::Instant;
 use vramlab::backends::CachingSettings;
 use vramlab::histories::trace::Export;
 use vramlab::instruments::NvtxMode;
-use vramlab::{BackendKind, Bytes, PoolSettings};
+use vramlab::{Bytes, PoolSettings, Selection};
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -121,8 +121,8 @@ struct WorkArgs {
 #[derive(Debug, Args)]
 struct TrainArgs {
     /// Allocator
-    #[arg(long, value_name = "NAME", default_value = "caching", value_parser = backend_parser(), help_heading = "Allocator")]
-    alloc: BackendKind,
+    #[arg(long, value_name = "NAME", default_value = "caching", value_parser = alloc::one(), help_heading = "Allocator")]
+    alloc: Selection,
     /// Most bytes that the allocator may take, such as 512M
     #[arg(long, value_name = "BYTES", help_heading = "Allocator")]
     memory_limit: Option<Bytes>,
@@ -229,11 +229,6 @@ struct TrainArgs {
     log_driver_calls: bool,
 }
 
-fn backend_parser() -> impl TypedValueParser<Value = BackendKind> {
-    let values = BackendKind::ALL.map(|kind| PossibleValue::new(kind.name()).help(kind.summary()));
-    PossibleValuesParser::new(values).try_map(|name| name.parse::<BackendKind>())
-}
-
 /// Takes the name of an [`Export`]; help lists them all.
 pub fn export_parser() -> impl TypedValueParser<Value = Export> {
     let values = Export::ALL.map(|export| PossibleValue::new(export.name()).help(export.summary()));
@@ -311,20 +306,21 @@ impl TrainArgs {
         if self.max_split_size.is_some_and(|size| size.0 < 20 << 20) {
             return Err(TrainError::Input("--max-split-size must be at least 20M, the size of a large segment".into()));
         }
+        let mut allocator = self.alloc.clone();
+        allocator.adopt(&PoolSettings {
+            release_threshold: self.release_threshold,
+            reuse_follow_event_dependencies: self.reuse_follow_event_dependencies,
+            reuse_allow_opportunistic: self.reuse_allow_opportunistic,
+            reuse_allow_internal_dependencies: self.reuse_allow_internal_dependencies,
+        });
+        allocator.adopt(&CachingSettings {
+            max_split_size: self.max_split_size.map(|bytes| bytes.0),
+            garbage_collection_threshold: self.gc_threshold,
+            ..CachingSettings::default()
+        });
         Ok(Settings {
-            allocator: self.alloc,
+            allocator,
             memory_limit: self.memory_limit.map(|bytes| bytes.0),
-            pool: PoolSettings {
-                release_threshold: self.release_threshold,
-                reuse_follow_event_dependencies: self.reuse_follow_event_dependencies,
-                reuse_allow_opportunistic: self.reuse_allow_opportunistic,
-                reuse_allow_internal_dependencies: self.reuse_allow_internal_dependencies,
-            },
-            caching: CachingSettings {
-                max_split_size: self.max_split_size.map(|bytes| bytes.0),
-                garbage_collection_threshold: self.gc_threshold,
-                ..CachingSettings::default()
-            },
             device: self.device.clone(),
             learning_rate: self.lr,
             sync: self.sync,

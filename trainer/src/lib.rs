@@ -4,6 +4,7 @@
 //! a training step computes goes through [`Context`](tensor::Context), which allocates from the allocator under
 //! study and nowhere else.
 
+pub mod alloc;
 pub mod arithmetic;
 pub mod cli;
 pub mod data;

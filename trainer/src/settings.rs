@@ -6,9 +6,9 @@ use crate::error::Result;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
+use vramlab::Selection;
 use vramlab::histories::trace::Export;
 use vramlab::instruments::NvtxMode;
-use vramlab::{BackendKind, PoolSettings};
 
 /// When the host waits for the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -126,13 +126,9 @@ impl std::str::FromStr for ProfileSteps {
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Allocator.
-    pub allocator: BackendKind,
+    pub allocator: Selection,
     /// Most bytes that it may take.
     pub memory_limit: Option<u64>,
-    /// Settings of `stream-ordered`.
-    pub pool: PoolSettings,
-    /// Settings of `caching`, besides the limit.
-    pub caching: vramlab::backends::CachingSettings,
     /// Device.
     pub device: DeviceChoice,
     /// Data set.
@@ -228,10 +224,8 @@ impl Settings {
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            allocator: BackendKind::Caching,
+            allocator: Selection::default(),
             memory_limit: None,
-            pool: PoolSettings::default(),
-            caching: vramlab::backends::CachingSettings::default(),
             device: DeviceChoice::Auto,
             dataset: DatasetName::Auto,
             data_dir: None,

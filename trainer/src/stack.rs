@@ -6,7 +6,7 @@ use crate::settings::Settings;
 use std::sync::Arc;
 use vramlab::device::{InstrumentCost, MonotonicClock};
 use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, Timed, measure_cost, measure_cost_on};
-use vramlab::{AllocatorSettings, BackendKind, DeviceAllocator, MeteredDriver};
+use vramlab::{DeviceAllocator, MeteredDriver};
 
 /// Pairs of operations from which an instrument's cost is taken.
 const PAIRS: u32 = 10_000;
@@ -32,8 +32,10 @@ impl Stack {
     ///
     /// # Errors
     /// Those of building the backend.
-    pub(crate) fn build(backend: &AllocatorSettings, settings: &Settings, device: &Device) -> Result<Self> {
-        let mut top = backend.build(&device.driver())?;
+    pub(crate) fn build(settings: &Settings, device: &Device) -> Result<Self> {
+        let mut allocator = settings.allocator.clone();
+        let keeps_limit = allocator.set_memory_limit(settings.memory_limit);
+        let mut top = allocator.build(&device.driver())?;
         let mut costs = vec![MeteredDriver::own_cost()?];
         let mut timed = None;
         if settings.latency {
@@ -60,8 +62,8 @@ impl Stack {
                 Arc::new(EventTrace::new(inner, Arc::new(MonotonicClock::new())))
             })?);
         }
-        // `caching` has a limit of its own, under which it releases its cache first.
-        if let Some(limit) = settings.memory_limit.filter(|_| backend.kind != BackendKind::Caching) {
+        // An allocator that keeps to a limit itself releases its cache first.
+        if let Some(limit) = settings.memory_limit.filter(|_| !keeps_limit) {
             top = Arc::new(Limit::new(top, limit));
             costs.push(measure_cost("limit", PAIRS, &|inner| Arc::new(Limit::new(inner, u64::MAX)))?);
         }

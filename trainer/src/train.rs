@@ -35,7 +35,7 @@ use stepper::Stepper;
 use vramlab::device::CallObserver;
 use vramlab::histories::trace::Export;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::{AllocatorSettings, BackendKind, Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
+use vramlab::{Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
 
 /// What a finished or ended run leaves.
 #[derive(Debug)]
@@ -201,7 +201,8 @@ impl Run {
         let widths = network(settings, dataset)?;
         let arithmetic = settings.arithmetic()?;
         let parameter_bytes = mlp::parameter_bytes(&widths, &arithmetic);
-        if let Some(limit) = settings.memory_limit.filter(|limit| *limit < parameter_bytes) {
+        let limit = settings.memory_limit.or(settings.allocator.memory_limit());
+        if let Some(limit) = limit.filter(|limit| *limit < parameter_bytes) {
             return Err(TrainError::Input(format!(
                 "--memory-limit {} is less than the model's weights, {}: raise it, or lower --hidden or --layers",
                 Bytes(limit),
@@ -220,7 +221,7 @@ impl Run {
         if description.kind == DeviceKind::Sim {
             check::host_memory(mlp::least_host_bytes(&widths, &arithmetic, settings.batch), HostRoom::now())?;
         }
-        let stack = Stack::build(&allocator_settings(settings), settings, &device)?;
+        let stack = Stack::build(settings, &device)?;
         let label =
             format!("{}-{}", stack.top.name(), if description.kind == DeviceKind::Cuda { "cuda" } else { "sim" });
         let now = jiff::Timestamp::now();
@@ -497,16 +498,6 @@ pub(crate) fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>
     Ok(widths)
 }
 
-fn allocator_settings(settings: &Settings) -> AllocatorSettings {
-    let mut out = AllocatorSettings::new(settings.allocator);
-    out.pool = settings.pool;
-    out.caching = settings.caching;
-    if settings.allocator == BackendKind::Caching {
-        out.caching.memory_limit = settings.memory_limit;
-    }
-    out
-}
-
 fn effective(
     settings: &Settings,
     arithmetic: &Arithmetic,
@@ -523,7 +514,7 @@ fn effective(
     EffectiveSettings {
         allocator: stack.top.name().into(),
         allocator_settings: stack.top.settings(),
-        memory_limit: settings.memory_limit,
+        memory_limit: settings.memory_limit.or(settings.allocator.memory_limit()),
         device: name,
         dataset: dataset.name.into(),
         hidden: settings.hidden,

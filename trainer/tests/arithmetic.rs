@@ -11,7 +11,7 @@ use trainer::Settings;
 use trainer::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::mlp::LayerLaunches;
 use trainer::settings::{LaunchMode, LoaderMode, SyncMode};
-use vramlab::BackendKind;
+use vramlab::backends::naive;
 use vramlab::histories::trace::Export;
 
 const DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16];
@@ -334,8 +334,8 @@ fn the_record_says_which_kernels_multiply() {
 #[test]
 fn fusion_takes_fewer_tensors() {
     let with = |layers, base| {
-        let (allocator, loader) = (BackendKind::Naive, LoaderMode::Copy);
-        Settings { allocator, loader, layers, epochs: 1, steps: Some(2), ..base }
+        let (allocator, loader) = (&naive::BACKEND, LoaderMode::Copy);
+        Settings { allocator: allocator.into(), loader, layers, epochs: 1, steps: Some(2), ..base }
     };
     let shapes = [1, 2, 3, 5].map(|layers| (4, 3, with(layers, iris())));
     // Wide enough that blocks share sums.

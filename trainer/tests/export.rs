@@ -8,9 +8,10 @@ mod common;
 use common::{Done, arms, digits, iris, train};
 use std::collections::BTreeMap;
 use trainer::Settings;
+use vramlab::BlockState;
+use vramlab::backends::stream_ordered;
 use vramlab::histories::replay::snapshot_settings;
 use vramlab::histories::trace::{Action, Event, Export, ReadOptions, Summary, read};
-use vramlab::{BackendKind, BlockState};
 
 fn history(done: &Done, file: &str) -> (Vec<Event>, Summary) {
     let mut events = Vec::new();
@@ -99,7 +100,7 @@ fn segments_come_before_their_blocks_and_go_after_them() {
         let done = train(&settings).finished();
         let (events, summary) = history(&done, "snapshot.pickle");
         let segments = events.iter().filter(|event| is_segment(event)).count();
-        if settings.allocator == BackendKind::StreamOrdered {
+        if settings.allocator.backend() == &stream_ordered::BACKEND {
             assert_eq!(segments, 0, "{name}: a pool shows no segments");
             continue;
         }

@@ -11,9 +11,10 @@ use trainer::device::Device;
 use trainer::mlp::{Batch, Linear, LossSlot, Mlp};
 use trainer::settings::{DeviceChoice, InitMode, SyncMode};
 use trainer::tensor::{Context, Matrix};
+use vramlab::backends::{self, caching};
 use vramlab::instruments::NvtxMode;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::{AllocatorSettings, BackendKind, Memory};
+use vramlab::{Backend, Memory, Selection};
 
 const ROWS: usize = 6;
 /// Step of the central differences. Their error is about STEP², and that of the f64 losses 1e-16 / STEP.
@@ -73,9 +74,9 @@ struct Setup {
 }
 
 impl Setup {
-    fn new(widths: &[u32], kind: BackendKind, arithmetic: Arithmetic) -> Self {
+    fn new(widths: &[u32], kind: &'static Backend, arithmetic: Arithmetic) -> Self {
         let device = Device::open(&DeviceChoice::Sim, SyncMode::Never, Ranges::new(NvtxMode::Off), None).unwrap();
-        let allocator = AllocatorSettings::new(kind).build(&device.driver()).unwrap();
+        let allocator = Selection::of(kind).build(&device.driver()).unwrap();
         let context = Context { memory: Memory::new(allocator), device };
         let model = Mlp::new(&context, widths, InitMode::Kaiming, 11, arithmetic, &[ROWS as u32]).unwrap();
         // Biases start at zero, where a gradient that forgets them would look right.
@@ -154,7 +155,7 @@ fn bounds(dtype: Dtype) -> Bounds {
     }
 }
 
-fn check(widths: &[u32], kind: BackendKind, arithmetic: Arithmetic) {
+fn check(widths: &[u32], kind: &'static Backend, arithmetic: Arithmetic) {
     let setup = Setup::new(widths, kind, arithmetic);
     let (layers, inputs) = (setup.layers(), setup.inputs());
     let distance = inputs.chunks(widths[0] as usize).map(|row| logits(&layers, row).1).fold(f64::INFINITY, f64::min);
@@ -191,7 +192,7 @@ fn usual() -> Vec<Arithmetic> {
 #[test]
 fn gradients_are_those_of_finite_differences() {
     for widths in [&[7, 5][..], &[7, 9, 5], &[7, 9, 8, 5], &[3, 6, 6, 6, 4]] {
-        check(widths, BackendKind::Caching, Arithmetic::default());
+        check(widths, &caching::BACKEND, Arithmetic::default());
     }
 }
 
@@ -200,17 +201,17 @@ fn gradients_of_every_type_are_those_of_finite_differences() {
     for widths in [&[7, 5][..], &[7, 9, 5], &[7, 9, 8, 5]] {
         for arithmetic in usual() {
             for fuse in [FuseMode::None, FuseMode::Epilogue] {
-                check(widths, BackendKind::Caching, Arithmetic { fuse, ..arithmetic });
+                check(widths, &caching::BACKEND, Arithmetic { fuse, ..arithmetic });
             }
         }
         let summed_in_f16 = Arithmetic { accumulate: Accumulate::F16, ..Arithmetic::of(Dtype::F16) };
-        check(widths, BackendKind::Caching, summed_in_f16);
+        check(widths, &caching::BACKEND, summed_in_f16);
     }
 }
 
 #[test]
 fn gradients_are_the_same_under_every_allocator_and_product() {
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         for gemm in [GemmMode::Naive, GemmMode::Tiled] {
             check(&[7, 9, 8, 5], kind, Arithmetic { gemm, ..Arithmetic::default() });
         }
@@ -224,7 +225,7 @@ fn a_fused_update_goes_against_the_gradient() {
     let widths = [7, 9, 8, 5];
     for arithmetic in usual() {
         let (arithmetic, dtype) = (Arithmetic { fuse: FuseMode::Update, ..arithmetic }, arithmetic.dtype);
-        let setup = Setup::new(&widths, BackendKind::Caching, arithmetic);
+        let setup = Setup::new(&widths, &caching::BACKEND, arithmetic);
         let slot = setup.context.allocate::<f32>(1).unwrap();
         let stepped =
             |layer: &Linear| [setup.read(layer.master.as_ref().unwrap_or(&layer.weight)), setup.read(&layer.bias)];
@@ -254,7 +255,7 @@ fn a_fused_update_goes_against_the_gradient() {
 
 #[test]
 fn a_step_goes_against_the_gradient_to_the_bit() {
-    for kind in BackendKind::ALL {
+    for kind in backends::all() {
         for rate in [0.1f32, 0.37, 1e-3] {
             for arithmetic in usual() {
                 check_step(kind, rate, arithmetic);
@@ -267,7 +268,7 @@ fn a_step_goes_against_the_gradient_to_the_bit() {
     }
 }
 
-fn check_step(kind: BackendKind, rate: f32, arithmetic: Arithmetic) {
+fn check_step(kind: &'static Backend, rate: f32, arithmetic: Arithmetic) {
     let setup = Setup::new(&[7, 9, 8, 5], kind, arithmetic);
     let slot = setup.context.allocate::<f32>(1).unwrap();
     let gradients = setup.model.gradients(&setup.context, setup.batch(), LossSlot::at(slot.addr().get())).unwrap();
@@ -296,7 +297,7 @@ fn check_step(kind: BackendKind, rate: f32, arithmetic: Arithmetic) {
 
 #[test]
 fn a_small_step_lowers_the_loss_as_the_gradient_says() {
-    let setup = Setup::new(&[7, 9, 8, 5], BackendKind::Caching, Arithmetic::default());
+    let setup = Setup::new(&[7, 9, 8, 5], &caching::BACKEND, Arithmetic::default());
     let slot = setup.context.allocate::<f32>(1).unwrap();
     let before = loss(&setup.layers(), &setup.inputs(), &setup.labels);
     let gradients = setup.model.gradients(&setup.context, setup.batch(), LossSlot::at(slot.addr().get())).unwrap();
@@ -323,7 +324,7 @@ fn evaluation_agrees_with_the_reference() {
 }
 
 fn check_evaluation(arithmetic: Arithmetic) {
-    let setup = Setup::new(&[7, 9, 8, 5], BackendKind::Caching, arithmetic);
+    let setup = Setup::new(&[7, 9, 8, 5], &caching::BACKEND, arithmetic);
     let (losses, correct) = (setup.context.allocate::<f32>(1).unwrap(), setup.context.allocate::<u32>(1).unwrap());
     setup.model.evaluate(&setup.context, setup.batch(), losses.addr().get(), correct.addr().get()).unwrap();
     let (layers, inputs) = (setup.layers(), setup.inputs());

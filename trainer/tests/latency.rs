@@ -13,7 +13,7 @@ use hdrhistogram::serialization::interval_log::{IntervalLogIterator, LogEntry};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use trainer::Settings;
-use vramlab::BackendKind;
+use vramlab::backends::{self, caching};
 
 /// Start, length, tag and histogram of each line of the log.
 fn log(done: &Done) -> Vec<(Duration, Duration, String, Histogram<u64>)> {
@@ -31,8 +31,8 @@ fn log(done: &Done) -> Vec<(Duration, Duration, String, Histogram<u64>)> {
 
 #[test]
 fn intervals_together_are_the_whole_run() {
-    for allocator in BackendKind::ALL {
-        let settings = Settings { allocator, epochs: 2, steps: Some(130), ..digits() };
+    for allocator in backends::all() {
+        let settings = Settings { allocator: allocator.into(), epochs: 2, steps: Some(130), ..digits() };
         let done = train(&settings).finished();
         let mut together = BTreeMap::new();
         for (_, _, tag, histogram) in log(&done) {
@@ -43,13 +43,13 @@ fn intervals_together_are_the_whole_run() {
             let word = |key: &str| row[key].as_str().unwrap().to_owned();
             (format!("{}.{}", word("operation"), word("path")), row["count"].as_u64().unwrap())
         });
-        assert_eq!(together, told.collect(), "{}", allocator.name());
+        assert_eq!(together, told.collect(), "{}", allocator);
     }
 }
 
 #[test]
 fn the_first_interval_is_the_cold_start() {
-    let settings = Settings { allocator: BackendKind::Caching, epochs: 2, steps: Some(130), ..digits() };
+    let settings = Settings { allocator: (&caching::BACKEND).into(), epochs: 2, steps: Some(130), ..digits() };
     let done = train(&settings).finished();
     let log = log(&done);
     let mut starts: Vec<Duration> = log.iter().map(|line| line.0).collect();

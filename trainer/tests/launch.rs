@@ -13,7 +13,8 @@ use trainer::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::observer::{Observer, Silent};
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use trainer::{Settings, TrainError, exit};
-use vramlab::{BackendKind, CallKind, Profile};
+use vramlab::backends::{caching, naive, stream_ordered};
+use vramlab::{CallKind, Profile};
 
 /// Two epochs whose last batch is smaller, for each kind of step.
 fn steps() -> Vec<(&'static str, Settings)> {
@@ -106,8 +107,8 @@ fn the_checker_finds_nothing_and_changes_nothing() {
 /// allocated for a step any more.
 #[test]
 fn a_step_of_a_graph_is_one_call() {
-    for allocator in [BackendKind::Naive, BackendKind::Caching, BackendKind::StreamOrdered] {
-        let settings = Settings { allocator, epochs: 3, fuse: FuseMode::Update, batch: 32, ..iris() };
+    for allocator in [&naive::BACKEND, &caching::BACKEND, &stream_ordered::BACKEND] {
+        let settings = Settings { allocator: allocator.into(), epochs: 3, fuse: FuseMode::Update, batch: 32, ..iris() };
         let done = train(&graph(&settings)).finished();
         let epochs = &done.outcome.summary.epochs;
         let calls = |epoch: usize, call: &str| {
@@ -115,14 +116,14 @@ fn a_step_of_a_graph_is_one_call() {
             calls.get(call).map_or(0, |totals| totals["count"].as_u64().unwrap())
         };
         let steps = epochs[0].steps;
-        assert_eq!((0..3).map(|epoch| calls(epoch, "graph_launch")).collect::<Vec<_>>(), [steps; 3], "{allocator:?}");
+        assert_eq!((0..3).map(|epoch| calls(epoch, "graph_launch")).collect::<Vec<_>>(), [steps; 3], "{allocator}");
         // A full batch and the last, smaller one.
-        assert_eq!((0..3).map(|epoch| calls(epoch, "capture_end")).collect::<Vec<_>>(), [2, 0, 0], "{allocator:?}");
+        assert_eq!((0..3).map(|epoch| calls(epoch, "capture_end")).collect::<Vec<_>>(), [2, 0, 0], "{allocator}");
         let single = train(&settings).finished();
         let launches = serde_json::to_value(single.outcome.summary.epochs[1].driver_calls).unwrap();
         let all = launches["kernel_launch"]["count"].as_u64().unwrap();
         let validation = calls(1, "kernel_launch");
-        assert!(validation > 0 && validation + 5 * steps < all, "{allocator:?}: {validation} of {all}");
+        assert!(validation > 0 && validation + 5 * steps < all, "{allocator}: {validation} of {all}");
         assert_eq!(done.json()["settings"]["launch"], "graph");
     }
 }
@@ -214,8 +215,8 @@ impl Observer for Heard {
 
 #[test]
 fn a_graph_is_launched_once_for_its_steps() {
-    for allocator in [BackendKind::Naive, BackendKind::Caching, BackendKind::StreamOrdered] {
-        let base = Settings { allocator, ..many() };
+    for allocator in [&naive::BACKEND, &caching::BACKEND, &stream_ordered::BACKEND] {
+        let base = Settings { allocator: allocator.into(), ..many() };
         for (steps, launches, captures) in [
             // Each of two epochs: full graphs, single steps, the smaller batch.
             (1, 2 * (17 + 1), 2),
@@ -227,8 +228,8 @@ fn a_graph_is_launched_once_for_its_steps() {
         ] {
             let heard = Arc::new(Heard::default());
             let done = train_with(&several(&base, steps), &AtomicBool::new(false), Arc::clone(&heard) as _).finished();
-            assert_eq!(count(&done, CallKind::GraphLaunch), launches, "{allocator:?}, {steps}");
-            assert_eq!(count(&done, CallKind::CaptureEnd), captures, "{allocator:?}, {steps}");
+            assert_eq!(count(&done, CallKind::GraphLaunch), launches, "{allocator}, {steps}");
+            assert_eq!(count(&done, CallKind::CaptureEnd), captures, "{allocator}, {steps}");
             assert_eq!(done.json()["settings"]["graph_steps"], steps);
             let expected = (1..=2).flat_map(|epoch| (1..=18).map(move |step| (epoch, step)));
             assert_eq!(*heard.0.lock().unwrap(), expected.collect::<Vec<_>>(), "every step is heard of, in order");
@@ -277,7 +278,7 @@ fn more_steps_in_a_graph_take_no_more_memory() {
         }
     }
     // With nothing left over it is the same number of graphs.
-    let even = Settings { allocator: BackendKind::StreamOrdered, batch: 5, ..iris() };
+    let even = Settings { allocator: (&stream_ordered::BACKEND).into(), batch: 5, ..iris() };
     let used = |steps: u32| {
         let stats = train(&several(&even, steps)).finished().outcome.summary.allocator_stats;
         stats.graph_memory.unwrap().used_high

@@ -11,7 +11,8 @@ use trainer::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::observer::Silent;
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use trainer::{Settings, TrainError, exit};
-use vramlab::{BackendKind, CallKind};
+use vramlab::CallKind;
+use vramlab::backends::naive;
 
 /// With all of a step in few launches, which `launch` may ask for.
 fn fused(base: Settings, launch: LaunchMode) -> Settings {
@@ -165,7 +166,7 @@ fn an_interrupted_run_keeps_the_steps_of_its_last_launch() {
 #[test]
 fn an_allocator_that_hands_out_memory_anew_does_not_reach_what_is_recorded() {
     // Validation allocates between the launches; a trace shows that no block of a step lies where another one does.
-    let settings = Settings { epochs: 3, trace: true, check: true, allocator: BackendKind::Naive, ..iris() };
+    let settings = Settings { epochs: 3, trace: true, check: true, allocator: (&naive::BACKEND).into(), ..iris() };
     let done = train(&fused(settings, LaunchMode::Persistent)).finished();
     assert_eq!(done.json()["check"]["violations"], serde_json::json!([]));
 }

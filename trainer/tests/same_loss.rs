@@ -18,9 +18,10 @@ use trainer::record::Status;
 use trainer::settings::{LoaderMode, SyncMode};
 use trainer::tensor::Context;
 use trainer::{Settings, TrainError, exit};
+use vramlab::backends::{caching, naive};
 use vramlab::instruments::NvtxMode;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::{AllocatorSettings, BackendKind, CallKind, Memory};
+use vramlab::{CallKind, Memory, Selection};
 
 /// The losses of a run as text. The shortest text that reads back as the same f32 stands for its bits.
 fn losses(settings: &Settings) -> Vec<String> {
@@ -113,7 +114,7 @@ const LOADERS: [LoaderMode; 3] = [LoaderMode::Resident, LoaderMode::Copy, Loader
 fn load(settings: &Settings, split: &Split, order: &[u32], arithmetic: &Arithmetic) -> (Vec<u32>, Vec<u32>) {
     let ranges = Ranges::new(NvtxMode::Off);
     let device = Device::open(&settings.device, SyncMode::Never, ranges, None).unwrap();
-    let allocator = AllocatorSettings::new(BackendKind::Caching).build(&device.driver()).unwrap();
+    let allocator = Selection::of(&caching::BACKEND).build(&device.driver()).unwrap();
     let context = Context { memory: Memory::new(allocator), device };
     let mut loader = Loader::new(&context, split, 50, 4, settings.loader, arithmetic).unwrap();
     loader.begin_pass(&context, order).unwrap();
@@ -185,7 +186,7 @@ fn caching_asks_the_driver_in_the_first_epoch_only() {
 
 #[test]
 fn naive_asks_the_driver_for_each_tensor() {
-    let settings = Settings { allocator: BackendKind::Naive, epochs: 3, trace: true, ..iris() };
+    let settings = Settings { allocator: (&naive::BACKEND).into(), epochs: 3, trace: true, ..iris() };
     let summary = train(&settings).finished().outcome.summary;
     let counts: Vec<u64> =
         summary.epochs.iter().map(|epoch| epoch.driver_calls.get(CallKind::MemAlloc).count).collect();
@@ -211,7 +212,7 @@ fn naive_asks_the_driver_for_each_tensor() {
 /// What an epoch's steps allocate, counted by hand for a network of three layers.
 #[test]
 fn naive_allocates_what_a_step_needs() {
-    let base = Settings { allocator: BackendKind::Naive, loader: LoaderMode::Copy, ..iris() };
+    let base = Settings { allocator: (&naive::BACKEND).into(), loader: LoaderMode::Copy, ..iris() };
     let per_step = |settings: &Settings| -> u64 {
         let counts = train(settings).finished().column("driver_allocations");
         let counts: Vec<u64> = counts.iter().map(|count| count.parse().unwrap()).collect();

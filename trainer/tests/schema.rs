@@ -11,8 +11,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use trainer::Settings;
 use trainer::arithmetic::{Dtype, FuseMode, GemmMode};
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
+use vramlab::backends::{self, stream_ordered};
 use vramlab::histories::trace::Export;
-use vramlab::{BackendKind, CallKind, Path};
+use vramlab::{CallKind, Path};
 
 const DOCUMENT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../analysis/schema.md");
 
@@ -185,13 +186,14 @@ fn runs() -> Vec<Done> {
         .finished(),
     );
     runs.push(train(&Settings { gemm: Some(GemmMode::CublasLt), ..iris() }).finished());
-    let graph = Settings { allocator: BackendKind::StreamOrdered, launch: LaunchMode::Graph, batch: 7, ..iris() };
+    let graph =
+        Settings { allocator: (&stream_ordered::BACKEND).into(), launch: LaunchMode::Graph, batch: 7, ..iris() };
     runs.push(train(&graph).finished());
     let place = tempfile::TempDir::new().unwrap();
     let save_start = Some(place.path().join("start.safetensors"));
     runs.push(train(&Settings { latency: false, loader: LoaderMode::Copy, save_start, ..iris() }).finished());
-    for kind in BackendKind::ALL {
-        let failed = train(&Settings { allocator: kind, memory_limit: Some(8 << 10), trace: true, ..iris() });
+    for kind in backends::all() {
+        let failed = train(&Settings { allocator: kind.into(), memory_limit: Some(8 << 10), trace: true, ..iris() });
         assert!(failed.outcome.error.is_some());
         runs.push(failed);
     }

@@ -31,6 +31,7 @@ mod shard;
 mod totals;
 
 use super::captures::Captures;
+use super::registry::{Backend, Capabilities, GraphCapture, SegmentUse, StreamUse, With};
 use super::{InstanceId, foreign, not_held};
 use crate::backends::caching::core::block_cache::{Served, SplitRules, Wanted, address};
 use crate::backends::caching::core::blocks::BlockIndex;
@@ -39,7 +40,8 @@ use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
 use crate::contract::{Gauge, PoolKind, Stats};
 use crate::contract::{Ledger, Snapshot};
 use crate::device::{DeviceAddr, Driver, StreamId};
-use crate::policy::rounding::{Divisions, pool_of, round_size};
+use crate::policy::rounding::{Divisions, LARGE_SEGMENT, pool_of, round_size};
+use crate::settings::{Settings as _, bytes, fraction, switch, text};
 use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, lock};
 use capture::Pool;
 use growth::Growth;
@@ -49,39 +51,55 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use totals::Totals;
 
-/// Settings under PyTorch's names (`PYTORCH_ALLOC_CONF`).
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct CachingSettings {
-    /// Blocks of at least this size are never split, and smaller requests never take them. `None`: no bound.
-    pub max_split_size: Option<u64>,
-    /// How much larger than the request an unsplittable block may be.
-    pub max_non_split_rounding: u64,
-    /// Fraction of the limit above which idle segments are released before new ones are taken; 0 turns it off.
-    /// Needs `memory_limit`.
-    pub garbage_collection_threshold: f64,
-    /// Rounding to equal steps between powers of two, by size.
-    pub roundup_power2_divisions: Divisions,
-    /// Most bytes that may be reserved (`set_per_process_memory_fraction`).
-    pub memory_limit: Option<u64>,
-    /// After the release of the whole cache has waited for pending frees, look for a free block again before
-    /// asking the device. PyTorch does not, so a block that became free in that wait is missed; off follows it.
-    pub retry_fit_after_sync: bool,
-}
+/// The entry in the [list of backends](super::registry).
+pub static BACKEND: Backend = Backend {
+    name: "caching",
+    summary: "PyTorch's native policy: keeps segments, best fit by stream, size and address",
+    capabilities: Capabilities {
+        graph_capture: GraphCapture::Pinned,
+        streams: StreamUse::Own,
+        segments: SegmentUse::Many,
+        caches: true,
+        coalesces: true,
+        retries: true,
+        snapshot: true,
+        restores: true,
+        follows_pytorch: true,
+        used_elsewhere: Path::Deferred,
+        ..Capabilities::LEAST
+    },
+    constructor: &With(|driver, settings: &CachingSettings| Ok(Arc::new(Caching::new(driver, *settings)))),
+};
 
-impl Default for CachingSettings {
-    fn default() -> Self {
-        Self {
-            max_split_size: None,
-            max_non_split_rounding: 20 << 20,
-            garbage_collection_threshold: 0.0,
-            roundup_power2_divisions: Divisions::default(),
-            memory_limit: None,
-            retry_fit_after_sync: false,
-        }
+crate::settings! {
+    /// Settings under PyTorch's names (`PYTORCH_ALLOC_CONF`).
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    pub struct CachingSettings {
+        /// Blocks of at least this size are never split, and smaller requests never take them.
+        pub max_split_size: Option<u64> = None, bytes().at_least(LARGE_SEGMENT).or("none");
+        /// How much larger than the request an unsplittable block may be.
+        pub max_non_split_rounding: u64 = 20 << 20, bytes();
+        /// Fraction of `memory_limit` above which idle segments are released before new ones are taken; 0 turns it off.
+        pub garbage_collection_threshold: f64 = 0.0, fraction();
+        /// Rounding to equal steps between powers of two.
+        pub roundup_power2_divisions: Divisions = Divisions::default(), text(Divisions::FORM);
+        /// Most bytes that may be reserved (`set_per_process_memory_fraction`).
+        pub memory_limit: Option<u64> = None, bytes().or("none");
+        /// After the release of the whole cache has waited for pending frees, look for a free block again before asking the
+        /// device. PyTorch does not, so a block that became free in that wait is missed; off follows it.
+        pub retry_fit_after_sync: bool = false, switch();
     }
+    check CachingSettings::consistent;
 }
 
 impl CachingSettings {
+    fn consistent(&self) -> Result<(), String> {
+        if self.garbage_collection_threshold > 0.0 && self.memory_limit.is_none() {
+            return Err("garbage_collection_threshold is a fraction of memory_limit, which is not given".to_owned());
+        }
+        Ok(())
+    }
+
     fn max_split(&self) -> u64 {
         self.max_split_size.unwrap_or(u64::MAX)
     }
@@ -188,19 +206,11 @@ fn mint(shard: &Shard, served: Served, requested: u64, path: Path) -> Block {
 
 impl DeviceAllocator for Caching {
     fn name(&self) -> &'static str {
-        "caching"
+        BACKEND.name
     }
 
     fn settings(&self) -> serde_json::Value {
-        let settings = &self.settings;
-        serde_json::json!({
-            "max_split_size": settings.max_split_size,
-            "max_non_split_rounding": settings.max_non_split_rounding,
-            "garbage_collection_threshold": settings.garbage_collection_threshold,
-            "roundup_power2_divisions": settings.roundup_power2_divisions.0,
-            "memory_limit": settings.memory_limit,
-            "retry_fit_after_sync": settings.retry_fit_after_sync,
-        })
+        self.settings.json()
     }
 
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {

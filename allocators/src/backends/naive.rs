@@ -17,6 +17,7 @@
 //! <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>; what "raw CUDA" programs do.
 
 use super::captures::{Captures, need_graphs};
+use super::registry::{Backend, Capabilities, GraphCapture, SegmentUse, StreamUse, With};
 use super::{InstanceId, foreign, not_held};
 use crate::contract::{AllocError, OomReport};
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
@@ -24,8 +25,25 @@ use crate::contract::{BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
 use crate::contract::{PoolKind, PooledGauge, Stats};
 use crate::device::DriverError;
 use crate::device::{DeviceAddr, Driver, StreamId};
+use crate::settings::NoSettings;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The entry in the [list of backends](super::registry).
+pub static BACKEND: Backend = Backend {
+    name: "naive",
+    summary: "asks the driver for each tensor and gives it back (cuMemAlloc, cuMemFree)",
+    capabilities: Capabilities {
+        graph_capture: GraphCapture::Pinned,
+        streams: StreamUse::Any,
+        segments: SegmentUse::One,
+        slow_calls: true,
+        snapshot: true,
+        used_elsewhere: Path::DriverFree,
+        ..Capabilities::LEAST
+    },
+    constructor: &With(|driver, _: &NoSettings| Ok(Arc::new(Naive::new(driver)))),
+};
 
 /// See the [module](self).
 #[derive(Debug)]
@@ -177,7 +195,7 @@ impl Naive {
 
 impl DeviceAllocator for Naive {
     fn name(&self) -> &'static str {
-        "naive"
+        BACKEND.name
     }
 
     fn settings(&self) -> serde_json::Value {

@@ -22,6 +22,7 @@
 mod frees;
 
 use super::captures::{Captures, need_graphs};
+use super::registry::{Backend, Capabilities, GraphCapture, Needs, SegmentUse, StreamUse, With};
 use super::{InstanceId, foreign, not_held};
 use crate::contract::{AllocError, OomReport};
 use crate::contract::{Attribution, Ledger, Snapshot};
@@ -34,6 +35,23 @@ use crate::device::{
 use crate::ranges::Ranges;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The entry in the [list of backends](super::registry).
+pub static BACKEND: Backend = Backend {
+    name: "stream-ordered",
+    summary: "the driver's own pool (cuMemAllocFromPoolAsync, cuMemFreeAsync)",
+    capabilities: Capabilities {
+        graph_capture: GraphCapture::DriverNodes,
+        streams: StreamUse::Any,
+        segments: SegmentUse::Hidden,
+        needs: Needs::Pools,
+        caches: true,
+        retries: true,
+        used_elsewhere: Path::WaitInserted,
+        ..Capabilities::LEAST
+    },
+    constructor: &With(|driver, settings: &PoolSettings| Ok(Arc::new(StreamOrdered::new(driver, *settings)?))),
+};
 
 /// See the [module](self).
 #[derive(Debug)]
@@ -158,7 +176,7 @@ impl StreamOrdered {
     pub fn new(driver: Arc<dyn Driver>, settings: PoolSettings) -> Result<Self, AllocError> {
         let Some(pools) = driver.pools() else {
             return Err(AllocError::Unsupported {
-                allocator: "stream-ordered",
+                allocator: BACKEND.name,
                 capability: "stream-ordered memory pools",
                 device: driver.describe().name,
             });
@@ -259,7 +277,7 @@ impl StreamOrdered {
 
 impl DeviceAllocator for StreamOrdered {
     fn name(&self) -> &'static str {
-        "stream-ordered"
+        BACKEND.name
     }
 
     fn settings(&self) -> serde_json::Value {

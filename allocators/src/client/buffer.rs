@@ -278,14 +278,15 @@ impl Drop for PinnedBuffer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{AllocatorSettings, BackendKind};
+    use crate::Selection;
+    use crate::backends::{self, caching};
     use crate::{Profile, SimDriver, SimMemory};
 
     #[test]
     fn buffers_that_are_held_are_freed_by_who_got_them() {
-        for kind in BackendKind::ALL {
+        for kind in backends::all() {
             let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::Host));
-            let memory = Memory::new(AllocatorSettings::new(kind).build(&driver).unwrap());
+            let memory = Memory::new(Selection::of(kind).build(&driver).unwrap());
             let stream = driver.stream_create().unwrap();
             let allocated = || memory.allocator().stats().allocated_bytes.all.current;
             let ((first, second), held) = memory.hold(|| {
@@ -311,7 +312,7 @@ mod tests {
     impl Bench {
         fn new() -> Self {
             let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
-            let memory = Memory::new(AllocatorSettings::new(BackendKind::Caching).build(&driver).unwrap());
+            let memory = Memory::new(Selection::of(&caching::BACKEND).build(&driver).unwrap());
             Self { memory, stream: driver.stream_create().unwrap() }
         }
 

@@ -16,11 +16,12 @@ use std::sync::Arc;
 /// do: what a first one frees serves the next.
 ///
 /// ```
-/// # use vramlab::{AllocatorSettings, BackendKind, Capture, Driver, Memory, Profile, SimDriver, SimMemory};
+/// # use vramlab::backends::caching;
+/// # use vramlab::{Capture, Driver, Memory, Profile, Selection, SimDriver, SimMemory};
 /// # use std::sync::Arc;
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::Host));
-/// let memory = Memory::new(AllocatorSettings::new(BackendKind::Caching).build(&driver)?);
+/// let memory = Memory::new(Selection::of(&caching::BACKEND).build(&driver)?);
 /// let stream = driver.stream_create()?;
 /// let capture = Capture::begin(&memory, &driver, stream)?;
 /// let activations = memory.allocate(4096, stream)?;

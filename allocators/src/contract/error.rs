@@ -144,6 +144,12 @@ pub enum AllocError {
         /// Device that lacks it.
         device: String,
     },
+    /// An allocator was given settings that are not of its type.
+    #[error("these are settings of another allocator: {found}")]
+    Settings {
+        /// The settings.
+        found: String,
+    },
     /// A capture ended while blocks that were allocated in it were held.
     #[error(
         "{bytes} bytes in {blocks} block(s) of '{allocator}' are still held at the end of the capture that they were allocated in: \

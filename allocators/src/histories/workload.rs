@@ -330,10 +330,10 @@ impl Drop for Slots<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backends::CachingSettings;
+    use crate::backends::{self, CachingSettings};
     use crate::histories::replay::HistoryBuilder;
     use crate::histories::trace::{Action, Event};
-    use crate::{AllocatorSettings, BackendKind, Driver, NullDriver};
+    use crate::{Driver, NullDriver, Selection};
     use std::sync::Arc;
 
     #[test]
@@ -352,8 +352,8 @@ mod tests {
     #[test]
     fn nothing_stays_behind() {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 40));
-        for kind in BackendKind::ALL {
-            let allocator = AllocatorSettings::new(kind).build(&driver).unwrap();
+        for kind in backends::all() {
+            let allocator = Selection::of(kind).build(&driver).unwrap();
             let sequence = Sequence::new(1, 100, 1_000);
             let mut slots = Slots::fill(allocator.as_ref(), StreamId::numbered(1), &sequence.fill).unwrap();
             assert_eq!(allocator.stats().allocation.all.current, 100);
@@ -389,11 +389,11 @@ mod tests {
         assert_eq!((recorded.allocations(), recorded.slots(), recorded.streams()), (3, 2, 2));
         assert_eq!(recorded.calls().iter().filter(|call| call.bytes == 0).count(), 3);
         let streams = [StreamId::numbered(1), StreamId::numbered(2)];
-        for kind in BackendKind::ALL {
+        for kind in backends::all() {
             // The second device has no room for the larger block: what was live by then goes back.
             for (bytes, allocated) in [(1 << 40, 6), (2 << 20, 1)] {
                 let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(bytes));
-                let allocator = AllocatorSettings::new(kind).build(&driver).unwrap();
+                let allocator = Selection::of(kind).build(&driver).unwrap();
                 let result = recorded.run(allocator.as_ref(), &streams, 2);
                 assert_eq!(result.is_ok(), bytes > 2 << 20, "{kind}: {result:?}");
                 let stats = allocator.stats().allocation.all;

@@ -1,6 +1,7 @@
 //! PyTorch's rounding rules (`CUDACachingAllocator`: `round_size`, `get_allocation_size`).
 
 use crate::contract::PoolKind;
+use serde::Serialize;
 
 /// Every block is a multiple of this.
 pub const MIN_BLOCK: u64 = 512;
@@ -20,7 +21,7 @@ pub const DIVISION_INTERVALS: usize = 16;
 const FIRST_INTERVAL_LOG2: u32 = 20;
 
 /// Power-of-two divisions by size interval; 0 or 1 means plain rounding.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Divisions(pub [u64; DIVISION_INTERVALS]);
 
 impl Divisions {

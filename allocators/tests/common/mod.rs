@@ -4,8 +4,8 @@
 use std::sync::Arc;
 use vramlab::instruments::Checker;
 use vramlab::{
-    AllocError, AllocatorSettings, BackendKind, Block, DeviceAddr, DeviceAllocator, Driver, DriverError, Gauge,
-    GraphDriver, GraphId, Path, PooledGauge, Profile, Request, SimDriver, SimMemory, Snapshot, Stats, StreamId,
+    AllocError, Backend, Block, DeviceAddr, DeviceAllocator, Driver, DriverError, Gauge, GraphDriver, GraphId, Path,
+    PooledGauge, Profile, Request, Selection, SimDriver, SimMemory, Snapshot, Stats, StreamId,
 };
 
 pub(crate) const KIB: u64 = 1 << 10;
@@ -24,8 +24,8 @@ pub(crate) fn sim(free: u64, memory: SimMemory) -> Arc<SimDriver> {
     Arc::new(SimDriver::new(profile(free), memory))
 }
 
-pub(crate) fn build(kind: BackendKind, driver: &Arc<dyn Driver>) -> Arc<dyn DeviceAllocator> {
-    AllocatorSettings::new(kind).build(driver).unwrap()
+pub(crate) fn build(kind: &'static Backend, driver: &Arc<dyn Driver>) -> Arc<dyn DeviceAllocator> {
+    Selection::of(kind).build(driver).unwrap()
 }
 
 /// Checks an allocator that was built on `driver`.

@@ -4,8 +4,9 @@ use super::{Bench, Device};
 use crate::common::{
     GIB, KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, read, write,
 };
+use vramlab::backends::{self, SegmentUse, caching, stream_ordered};
 use vramlab::instruments::assert_layout;
-use vramlab::{AllocError, BackendKind, Block, BlockState, DeviceAllocator, Path, Request, Snapshot};
+use vramlab::{AllocError, Block, BlockState, DeviceAllocator, Request, Snapshot};
 
 pub(crate) fn zero_bytes_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
@@ -121,7 +122,7 @@ pub(crate) fn freed_memory_is_used_again_by_its_stream(bench: &Bench) {
         assert_eq!(round(allocator.as_ref()), first, "the same round should need the same memory");
     }
     assert_eq!(allocator.stats().reserved_bytes.all.peak, first);
-    if bench.kind == BackendKind::Caching {
+    if bench.kind == &caching::BACKEND {
         // The small pool's one segment, and one of 20 MiB for 3 and 12 MiB.
         assert_eq!(allocator.stats().num_device_alloc, 2);
     }
@@ -149,9 +150,9 @@ pub(crate) fn statistics_agree_with_what_was_done(bench: &Bench) {
         assert!(stats.requested_bytes.all.current <= stats.allocated_bytes.all.current);
         assert_eq!(stats.active.all.current, live.len() as u64, "nothing is pending on one stream");
         let calls = stats.num_device_alloc - stats.num_device_free;
-        match bench.kind {
-            BackendKind::Caching => assert_eq!(Some(calls), stats.segment.map(|gauge| gauge.all.current)),
-            _ => assert_eq!(calls, live.len() as u64),
+        match bench.kind.capabilities.segments {
+            SegmentUse::Many => assert_eq!(Some(calls), stats.segment.map(|gauge| gauge.all.current)),
+            SegmentUse::One | SegmentUse::Hidden => assert_eq!(calls, live.len() as u64),
         }
     }
     for block in live {
@@ -184,7 +185,7 @@ pub(crate) fn peaks_are_kept_and_start_again(bench: &Bench) {
     for gauge in [stats.allocation, stats.active, stats.allocated_bytes, stats.active_bytes, stats.requested_bytes] {
         assert_eq!(gauge.all.peak, gauge.all.current);
     }
-    if bench.kind != BackendKind::StreamOrdered {
+    if bench.kind != &stream_ordered::BACKEND {
         assert_eq!(stats.reserved_bytes.all.peak, stats.reserved_bytes.all.current);
     }
     assert_eq!(stats.allocation.all.allocated, 4, "running totals go on");
@@ -205,7 +206,7 @@ pub(crate) fn trim_returns_idle_memory(bench: &Bench) {
     let middle = allocator.stats().reserved_bytes.all.current;
     assert_eq!(before - middle, first, "trim should say what went");
     // A driver's pool keeps at least what it is told to, in whole granules.
-    let granule = if bench.kind == BackendKind::StreamOrdered { 32 * MIB } else { 0 };
+    let granule = if bench.kind.capabilities.segments == SegmentUse::Hidden { 32 * MIB } else { 0 };
     assert!(middle <= keep.max(2 * MIB) + granule, "{middle} of {before} stayed");
     let second = allocator.trim(0).unwrap();
     let after = allocator.stats().reserved_bytes.all.current;
@@ -230,12 +231,7 @@ pub(crate) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     allocator.record_use(&one, user).unwrap();
     allocator.record_use(&one, owner).unwrap();
     let path = free(allocator.as_ref(), one, owner).unwrap();
-    let expected = match bench.kind {
-        BackendKind::Naive => Path::DriverFree,
-        BackendKind::Caching => Path::Deferred,
-        BackendKind::StreamOrdered => Path::WaitInserted,
-    };
-    assert_eq!(path, expected);
+    assert_eq!(path, bench.kind.capabilities.used_elsewhere);
     let stats = allocator.stats();
     assert_eq!(stats.allocation.all.current, 0);
     check_stats(&stats);
@@ -244,7 +240,7 @@ pub(crate) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     let again = allocate(allocator.as_ref(), 3 * MIB, owner).unwrap();
     let stats = allocator.stats();
     assert_eq!(stats.active.all.current, 1, "the pending free should be done by now");
-    if bench.kind == BackendKind::Caching {
+    if bench.kind == &caching::BACKEND {
         assert_eq!(stats.reserved_bytes.all.current, reserved, "the block should be used again");
     }
     allocator.record_use(&again, owner).unwrap();
@@ -330,7 +326,7 @@ pub(crate) fn snapshots_are_whole(bench: &Bench) {
             free(allocator.as_ref(), block, owner).unwrap();
         }
         let Some(snapshot) = allocator.snapshot() else {
-            assert_eq!(bench.kind, BackendKind::StreamOrdered, "only the driver's pool hides its blocks");
+            assert!(!bench.kind.capabilities.snapshot, "a snapshot is missing");
             continue;
         };
         assert_layout(&snapshot);
@@ -372,11 +368,11 @@ pub(crate) fn dropping_returns_everything(bench: &Bench) {
 
 pub(crate) fn reports_and_names_are_complete(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
-    assert_eq!(allocator.name(), bench.kind.name());
-    assert_eq!(allocator.name().parse::<BackendKind>().unwrap(), bench.kind);
+    assert_eq!(allocator.name(), bench.kind.name);
+    assert_eq!(backends::find(allocator.name()).unwrap(), bench.kind);
     let error = allocate(allocator.as_ref(), 1 << 45, stream).unwrap_err();
     let AllocError::OutOfMemory(report) = error else { panic!("{error}") };
-    assert_eq!(report.allocator, bench.kind.name());
+    assert_eq!(report.allocator, bench.kind.name);
     assert_eq!(report.requested_bytes, 1 << 45);
     assert!(report.needed_bytes >= 1 << 45);
     let (free, total) = report.device_bytes.unwrap();

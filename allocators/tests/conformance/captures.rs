@@ -4,7 +4,8 @@ use super::{Bench, Device};
 use crate::common::{
     KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, launch, read, write,
 };
-use vramlab::{AllocError, BackendKind, Block, CaptureId, DeviceAllocator, GraphId, Path, StreamId};
+use vramlab::backends::{GraphCapture, naive, stream_ordered};
+use vramlab::{AllocError, Block, CaptureId, DeviceAllocator, GraphId, Path, StreamId};
 
 /// A range of addresses.
 type Range = (u64, u64);
@@ -124,11 +125,11 @@ pub(crate) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
         seen.insert(block.addr());
         fill(bench.driver.as_ref(), block.addr(), 1, block.requested(), stream);
         let path = free(allocator.as_ref(), block, stream).unwrap();
-        assert_eq!(path == Path::Deferred, bench.kind == BackendKind::Naive, "{path}");
+        assert_eq!(path == Path::Deferred, bench.kind == &naive::BACKEND, "{path}");
     }
-    match bench.kind {
+    match bench.kind.capabilities.graph_capture {
         // Where a GPU's driver puts what it captures is its own affair.
-        BackendKind::StreamOrdered if bench.device == Device::Cuda => assert!(!seen.is_empty()),
+        GraphCapture::DriverNodes if bench.device == Device::Cuda => assert!(!seen.is_empty()),
         _ => assert_eq!(seen.len(), 1),
     }
     let graph = end(bench, allocator.as_ref(), id, stream);
@@ -141,7 +142,7 @@ pub(crate) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
 fn check_nothing_held_but_pinned(bench: &Bench, allocator: &dyn DeviceAllocator) {
     let stats = allocator.stats();
     assert_eq!((stats.allocation.all.current, stats.allocated_bytes.all.current), (0, 0));
-    if bench.kind != BackendKind::Naive {
+    if bench.kind != &naive::BACKEND {
         check_nothing_held(&stats);
     }
 }
@@ -168,7 +169,7 @@ pub(crate) fn blocks_left_in_a_capture_are_an_error(bench: &Bench) {
         for block in [a, b] {
             let freed = free(allocator, block, stream);
             // What the driver owned went with the graph.
-            let gone = release_first && bench.kind == BackendKind::StreamOrdered;
+            let gone = release_first && bench.kind == &stream_ordered::BACKEND;
             assert_eq!(matches!(freed, Err(AllocError::ForeignBlock { .. })), gone, "{freed:?}");
             assert!(gone || freed.is_ok(), "{freed:?}");
         }
@@ -328,7 +329,7 @@ pub(crate) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     let start = free_bytes(driver);
     // A GPU's driver takes the memory of a graph's nodes when it makes the graph. If that is too much, driver 580 keeps what
     // it had taken by then: there a node that cannot be is asked for.
-    let driver_nodes = bench.device == Device::Cuda && bench.kind == BackendKind::StreamOrdered;
+    let driver_nodes = bench.device == Device::Cuda && bench.kind == &stream_ordered::BACKEND;
     let part = match bench.device {
         Device::Cuda if driver_nodes => 4 * start,
         Device::Cuda => start / 8,

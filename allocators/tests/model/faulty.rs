@@ -5,10 +5,11 @@ use super::{Op, STREAMS, caching_settings, config, ops, pool_settings};
 use crate::common::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, sim, work};
 use proptest::prelude::*;
 use std::sync::Arc;
+use vramlab::backends::{caching, naive, stream_ordered};
 use vramlab::instruments::assert_layout;
 use vramlab::{
-    AllocError, AllocatorSettings, BackendKind, Block, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver,
-    SimDriver, SimMemory, StreamId,
+    AllocError, Block, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, Selection, SimDriver, SimMemory,
+    StreamId,
 };
 
 const ROOM: u64 = 160 * MIB;
@@ -101,7 +102,7 @@ impl Rig {
     }
 }
 
-fn check_history(settings: &AllocatorSettings, steps: &[(Op, Option<Fault>)]) {
+fn check_history(settings: &Selection, steps: &[(Op, Option<Fault>)]) {
     let sim = sim(ROOM, SimMemory::None);
     let streams: Vec<StreamId> = (0..STREAMS).map(|_| sim.stream_create().unwrap()).collect();
     let start = free_bytes(sim.as_ref());
@@ -138,16 +139,16 @@ proptest! {
 
     #[test]
     fn naive_survives_random_faults(steps in steps(60)) {
-        check_history(&AllocatorSettings::new(BackendKind::Naive), &steps);
+        check_history(&Selection::of(&naive::BACKEND), &steps);
     }
 
     #[test]
     fn caching_survives_random_faults(steps in steps(100), caching in caching_settings()) {
-        check_history(&AllocatorSettings { caching, ..AllocatorSettings::new(BackendKind::Caching) }, &steps);
+        check_history(&Selection::with(&caching::BACKEND, &caching), &steps);
     }
 
     #[test]
     fn stream_ordered_survives_random_faults(steps in steps(60), pool in pool_settings()) {
-        check_history(&AllocatorSettings { pool, ..AllocatorSettings::new(BackendKind::StreamOrdered) }, &steps);
+        check_history(&Selection::with(&stream_ordered::BACKEND, &pool), &steps);
     }
 }

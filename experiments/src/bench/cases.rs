@@ -2,7 +2,7 @@
 
 use super::histories::Named;
 use anyhow::{Result, bail};
-use vramlab::BackendKind;
+use vramlab::Selection;
 
 /// Sizes of the cases `alternate`, in bytes: both of the small pool, one of each, both of the large pool.
 const ALTERNATE_BYTES: [[u64; 2]; 3] = [[4 << 10, 64 << 10], [64 << 10, 4 << 20], [4 << 20, 32 << 20]];
@@ -105,17 +105,17 @@ impl Case {
 }
 
 /// A case under an allocator.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Job {
     /// What.
     pub(crate) case: Case,
     /// Under which allocator.
-    pub(crate) kind: BackendKind,
+    pub(crate) alloc: Selection,
 }
 
 /// The wanted cases, in groups whose members are compared and so run in turn.
 pub(crate) fn groups(
-    kinds: &[BackendKind],
+    chosen: &[Selection],
     threads: &[u32],
     histories: &[Named],
     patterns: &[String],
@@ -127,24 +127,24 @@ pub(crate) fn groups(
     cases.extend(threads.iter().map(|threads| Case::Threads { threads: *threads }));
     cases.extend(threads.iter().filter(|threads| **threads > 1).map(|threads| Case::Shared { threads: *threads }));
     let mut groups: Vec<Vec<Job>> =
-        cases.into_iter().map(|case| kinds.iter().map(|kind| Job { case, kind: *kind }).collect()).collect();
-    // Instruments wrap every allocator alike; their cost is measured on the one with the cheapest hits.
-    let kind = kinds.iter().copied().find(|kind| *kind == BackendKind::Caching).or(kinds.first().copied());
-    if let Some(kind) = kind {
+        cases.into_iter().map(|case| chosen.iter().map(|alloc| Job { case, alloc: alloc.clone() }).collect()).collect();
+    // Instruments wrap every allocator alike; their cost is measured on one with cheap hits.
+    let cheap = |alloc: &&Selection| alloc.backend().capabilities.caches;
+    if let Some(alloc) = chosen.iter().find(cheap).or(chosen.first()) {
         for threads in [1, cores().min(16)].into_iter().take(if cores() > 1 { 2 } else { 1 }) {
-            let of = |instrument| Job { case: Case::Instrument { instrument, threads }, kind };
+            let of = |instrument| Job { case: Case::Instrument { instrument, threads }, alloc: alloc.clone() };
             groups.push([Instrument::Bare, Instrument::Latency, Instrument::Trace].map(of).to_vec());
-            groups.push(vec![Job { case: Case::Events { threads }, kind }]);
+            groups.push(vec![Job { case: Case::Events { threads }, alloc: alloc.clone() }]);
         }
     }
     let all = groups.clone();
     for group in &mut groups {
         group.retain(|job| job.case.matches(histories, patterns));
         // What an instrument adds is a difference, so the bare run comes along.
-        if let Some(Job { case: Case::Instrument { threads, .. }, kind }) = group.first().copied() {
+        if let Some(Job { case: Case::Instrument { threads, .. }, alloc }) = group.first().cloned() {
             let bare = Case::Instrument { instrument: Instrument::Bare, threads };
             if group.iter().all(|job| job.case != bare) {
-                group.insert(0, Job { case: bare, kind });
+                group.insert(0, Job { case: bare, alloc });
             }
         }
     }
@@ -168,7 +168,7 @@ mod tests {
 
     fn names(patterns: &[&str]) -> Vec<String> {
         let patterns: Vec<String> = patterns.iter().map(|pattern| (*pattern).to_owned()).collect();
-        let groups = groups(&BackendKind::ALL, &[1, 4], &[], &patterns).unwrap();
+        let groups = groups(&trainer::alloc::chosen(&[]), &[1, 4], &[], &patterns).unwrap();
         let mut names: Vec<String> = groups.iter().flatten().map(|job| job.case.name(&[])).collect();
         names.dedup();
         names
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(names(&["shared", "alternate/65536"]), ["alternate/65536/4194304", "shared/4"]);
         assert_eq!(names(&["instrument/trace/1"]), ["instrument/bare/1", "instrument/trace/1"]);
         assert!(names(&[]).len() >= 13);
-        let error = groups(&BackendKind::ALL, &[1], &[], &["pear".to_owned()]).unwrap_err().to_string();
+        let error = groups(&trainer::alloc::chosen(&[]), &[1], &[], &["pear".to_owned()]).unwrap_err().to_string();
         assert!(error.contains("'pear'") && error.contains("pair/512") && error.contains("trace/events/1"), "{error}");
     }
 }

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use vramlab::histories::workload::{self, Sequence, Slots};
 use vramlab::instruments::{EventTrace, Timed};
-use vramlab::{AllocError, AllocatorSettings, BackendKind, DeviceAllocator, DeviceKind, Driver, StreamId};
+use vramlab::{AllocError, DeviceAllocator, DeviceKind, Driver, Selection, StreamId};
 
 /// Allocations that the passes of a case `history` come to at least.
 const HISTORY_ALLOCATIONS: u64 = 300_000;
@@ -81,8 +81,8 @@ impl Place {
     }
 
     /// Every operation is a driver call of tens of microseconds, so fewer do.
-    fn is_slow(&self, kind: BackendKind) -> bool {
-        self.kind == DeviceKind::Cuda && kind == BackendKind::Naive
+    fn is_slow(&self, alloc: &Selection) -> bool {
+        self.kind == DeviceKind::Cuda && alloc.backend().capabilities.slow_calls
     }
 }
 
@@ -98,14 +98,14 @@ impl Drop for Place {
 
 /// Runs one case once.
 pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
-    let build = || AllocatorSettings::new(job.kind).build(&place.driver);
+    let build = || job.alloc.build(&place.driver);
     // CAST: a number of threads.
     let streams = &place.streams[..job.case.threads() as usize];
     let backend: Arc<dyn DeviceAllocator> = match job.case {
         Case::Instrument { .. } | Case::Events { .. } if streams.len() > 1 => Arc::new(Apart::new(streams, build)?),
         _ => build()?,
     };
-    let slow = place.is_slow(job.kind);
+    let slow = place.is_slow(&job.alloc);
     match job.case {
         Case::History { number } => {
             let recorded = &place.histories[number].calls;
@@ -279,12 +279,14 @@ mod tests {
         let place = Place::new(&driver, 2, histories::read(&[]).unwrap()).unwrap();
         let patterns =
             ["history", "alternate", "pair/512", "threads", "shared", "instrument/trace/1"].map(str::to_owned);
-        for job in groups(&BackendKind::ALL, &[2], place.histories(), &patterns).unwrap().into_iter().flatten() {
+        for job in
+            groups(&trainer::alloc::chosen(&[]), &[2], place.histories(), &patterns).unwrap().into_iter().flatten()
+        {
             let sample = measure(&place, &job).unwrap();
             let name = job.case.name(place.histories());
             assert!(sample.value.is_finite() && sample.value > 0.0 && sample.operations > 0, "{name}");
             let info = driver.mem_info().unwrap();
-            assert_eq!(info.free, info.total, "{name} under {}", job.kind);
+            assert_eq!(info.free, info.total, "{name} under {}", job.alloc);
         }
     }
 }

@@ -5,7 +5,7 @@ use super::measure::{Place, Sample};
 use serde::{Deserialize, Serialize};
 use trainer::provenance::Provenance;
 use trainer::terminal::{Cell, Column, Page, SIDE_BY_SIDE, Table, command, say};
-use vramlab::{DeviceDescription, Driver};
+use vramlab::{DeviceDescription, Driver, Selection};
 
 /// What a figure holds, for the reader of a figure.
 const INCLUDED: &str = "an operation is one allocation and one free, a call is one of the two; timed is the loop around \
@@ -19,7 +19,7 @@ const NOISY: f64 = 0.25;
 pub(crate) struct Row {
     /// Case.
     pub(crate) case: String,
-    /// Allocator.
+    /// Allocator, as `--alloc` names it.
     pub(crate) allocator: String,
     /// `experiments`, or the baseline program.
     pub(crate) program: String,
@@ -46,7 +46,7 @@ impl Row {
     pub(crate) fn new(job: &Job, place: &Place) -> Self {
         Self {
             case: job.case.name(place.histories()),
-            allocator: job.kind.name().into(),
+            allocator: job.alloc.to_string(),
             program: "experiments".into(),
             device: place.name().into(),
             threads: job.case.threads(),
@@ -272,7 +272,9 @@ fn side_by_side(rows: &[&Row], page: &mut Page) {
 
 fn table(rows: &[&Row], cases: &[&str], names: &[&str], baselines: bool, shown: impl Fn(&Row) -> String) -> Table {
     let columns = std::iter::once(Column::left("case")).chain(names.iter().map(Column::right));
-    let mut table = Table::new(columns.chain(baselines.then(|| Column::right("caching to the best baseline"))));
+    let mut table = Table::new(
+        columns.chain(baselines.then(|| Column::right(format!("{} to the best baseline", Selection::default())))),
+    );
     for case in cases {
         let of: Vec<&Row> = rows.iter().copied().filter(|row| row.case == *case).collect();
         let first = best(&of);
@@ -283,7 +285,7 @@ fn table(rows: &[&Row], cases: &[&str], names: &[&str], baselines: bool, shown: 
             line.push(Cell::bold_if(is_best, row.map(|row| shown(row)).unwrap_or_default()));
         }
         if baselines {
-            let ours = of.iter().find(|row| row.allocator == "caching");
+            let ours = of.iter().find(|row| row.allocator == Selection::default().name());
             let theirs: Vec<&Row> = of.iter().copied().filter(|row| row.program != "experiments").collect();
             let ratio = ours
                 .zip(best(&theirs))
@@ -320,12 +322,12 @@ mod tests {
     use super::*;
     use crate::bench::cases::Case;
     use std::sync::Arc;
-    use vramlab::{BackendKind, Driver, NullDriver};
+    use vramlab::{Driver, NullDriver};
 
     fn row(values: &[f64], case: Case) -> Row {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 30));
         let place = Place::new(&driver, 1, Vec::new()).unwrap();
-        let mut row = Row::new(&Job { case, kind: BackendKind::Caching }, &place);
+        let mut row = Row::new(&Job { case, alloc: Selection::default() }, &place);
         for value in values {
             row.add(Sample { value: *value, operations: 10 });
         }

@@ -4,7 +4,7 @@ use super::{AddressChoice, Row};
 use crate::history::AsRecorded;
 use trainer::report::duration;
 use trainer::terminal::{Cell, Comparison, Page, command, quoted};
-use vramlab::{BackendKind, Bytes};
+use vramlab::Bytes;
 
 fn size(bytes: u64) -> String {
     Bytes(bytes).to_string()
@@ -79,7 +79,8 @@ pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Pag
         first.allocations,
         size(first.max_live_bytes)
     ));
-    let names = recorded.map(|_| "recorded").into_iter().chain(rows.iter().map(|row| row.allocator.name()));
+    let names =
+        recorded.map(|_| "recorded".to_owned()).into_iter().chain(rows.iter().map(|row| row.allocator.to_string()));
     let table = Comparison::new("", names);
     let mut columns = Columns { rows, recorded, table };
     // CAST: figures for ranking; counts and bytes far below 2^53.
@@ -171,13 +172,13 @@ pub(super) fn end(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) 
     if rows.len() > 1 {
         found += ", the least";
     }
-    let caching = whole().find(|row| row.allocator == BackendKind::Caching);
-    if let Some((told, caching)) = recorded.zip(caching) {
-        let (ours, theirs) = (caching.peak_reserved_bytes, told.peak_reserved);
+    let ours = whole().find(|row| row.allocator.backend().capabilities.follows_pytorch);
+    if let Some((told, ours)) = recorded.zip(ours) {
+        let (name, ours, theirs) = (&ours.allocator, ours.peak_reserved_bytes, told.peak_reserved);
         found += &match ours == theirs {
-            true => format!("; {} were reserved when it was recorded, and so they are by caching here", size(theirs)),
+            true => format!("; {} were reserved when it was recorded, and so they are by {name} here", size(theirs)),
             false => {
-                format!("; {} were reserved when it was recorded, caching here reserves {}", size(theirs), size(ours))
+                format!("; {} were reserved when it was recorded, {name} here reserves {}", size(theirs), size(ours))
             }
         };
     }

@@ -12,7 +12,6 @@ use trainer::data::DatasetName;
 use trainer::observer::{Observer, Silent};
 use trainer::settings::{DeviceChoice, SyncMode};
 use trainer::{Outcome, Settings};
-use vramlab::BackendKind;
 
 /// Two short epochs of iris on the simulated device.
 pub(crate) fn iris() -> Settings {
@@ -34,18 +33,16 @@ pub(crate) fn digits() -> Settings {
 
 /// The allocators and the ways of using them that are compared everywhere.
 pub(crate) fn arms(base: &Settings) -> Vec<(&'static str, Settings)> {
-    let with = |allocator| Settings { allocator, ..base.clone() };
-    let mut trimmed = with(BackendKind::StreamOrdered);
-    trimmed.pool.release_threshold = 0;
+    let with = |text: &str| Settings { allocator: text.parse().unwrap(), ..base.clone() };
+    let mut trimmed = with("stream-ordered:release_threshold=0");
     trimmed.sync = SyncMode::Step;
-    let mut collecting = with(BackendKind::Caching);
+    let mut collecting = with("caching:garbage_collection_threshold=0.1");
     collecting.memory_limit = Some(64 << 20);
-    collecting.caching.garbage_collection_threshold = 0.1;
     vec![
-        ("naive", with(BackendKind::Naive)),
-        ("caching", with(BackendKind::Caching)),
+        ("naive", with("naive")),
+        ("caching", with("caching")),
         ("caching with a limit that collects", collecting),
-        ("stream-ordered", with(BackendKind::StreamOrdered)),
+        ("stream-ordered", with("stream-ordered")),
         ("stream-ordered that keeps nothing", trimmed),
     ]
 }

@@ -2,7 +2,7 @@
 
 use super::run::{ReplaySettings, replay};
 use super::{History, ReplayError, ReplayReport};
-use crate::backends::AllocatorSettings;
+use crate::backends::Selection;
 use crate::device::Driver;
 use std::sync::Arc;
 
@@ -44,7 +44,7 @@ pub struct Capacity {
 /// Those of `device` and of [`replay`]; [`ReplayError::History`] when the history does not run in `highest` bytes.
 pub fn smallest_memory(
     history: &History,
-    allocator: &AllocatorSettings,
+    allocator: &Selection,
     granularity: u64,
     highest: u64,
     mut device: impl FnMut(u64) -> Result<Arc<dyn Driver>, ReplayError>,
@@ -67,7 +67,7 @@ pub fn smallest_memory(
     // Upwards from the bound in growing steps: good allocators end near it.
     let mut found = loop {
         if step > most {
-            let text = format!("the history does not run in {highest} bytes under {}", allocator.kind);
+            let text = format!("the history does not run in {highest} bytes under {allocator}");
             return Err(ReplayError::History(text));
         }
         let (runs, report) = probe(step)?;

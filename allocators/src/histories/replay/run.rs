@@ -7,7 +7,7 @@ use super::driver::{ReplayDriver, Replaying};
 use super::history::History;
 use super::op::{BY_DEVICE, Kind, NO_STREAM, Op, Release};
 use super::report::ReplayReport;
-use crate::backends::AllocatorSettings;
+use crate::backends::Selection;
 use crate::contract::AllocError;
 use crate::contract::Stats;
 use crate::contract::{Block, DeviceAllocator, Request};
@@ -57,7 +57,7 @@ const TOUCH: u8 = 0xA5;
 /// backend fails for another reason than memory; [`ReplayError::Driver`] when a stream cannot be made.
 pub fn replay(
     history: &History,
-    allocator: &AllocatorSettings,
+    allocator: &Selection,
     driver: &Arc<dyn Driver>,
     settings: &ReplaySettings,
 ) -> Result<ReplayReport, ReplayError> {

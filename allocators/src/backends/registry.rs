@@ -1,0 +1,217 @@
+//! The backends by name, with their settings and what they can do.
+//!
+//! To add one, write a file beside `naive.rs` that ends in its entry, and name the entry in [`BUILT_IN`]:
+//!
+//! ```
+//! use vramlab::backends::{Backend, Capabilities, With};
+//! use vramlab::settings::NoSettings;
+//! # use vramlab::backends::Naive as Mine;
+//! # use std::sync::Arc;
+//!
+//! pub static BACKEND: Backend = Backend {
+//!     name: "mine",
+//!     summary: "what it does, in one line",
+//!     capabilities: Capabilities { snapshot: true, ..Capabilities::LEAST },
+//!     constructor: &With(|driver, _: &NoSettings| Ok(Arc::new(Mine::new(driver)))),
+//! };
+//!
+//! // A crate of its own enters it when it starts; the library's own stand in `BUILT_IN`.
+//! vramlab::backends::register(&BACKEND).unwrap();
+//! assert!(vramlab::backends::find("mine").is_ok());
+//! ```
+//!
+//! Help, the commands, specs, records, comparisons and the tests that ask something of every backend read this list. None of
+//! them asks for a backend by name: what differs between backends is a setting or a [capability](Capabilities).
+
+mod capabilities;
+mod selection;
+
+pub use capabilities::{Capabilities, GraphCapture, Needs, SegmentUse, StreamUse};
+pub use selection::{Selection, SelectionError, parse_list};
+
+use crate::contract::{AllocError, DeviceAllocator};
+use crate::device::Driver;
+use crate::settings::{Meant, Setting, Settings};
+use serde::{Serialize, Serializer};
+use std::fmt;
+use std::sync::{Arc, PoisonError, RwLock};
+
+/// The backends of this library, in the order in which lists show them.
+const BUILT_IN: &[&Backend] = &[&super::naive::BACKEND, &super::caching::BACKEND, &super::stream_ordered::BACKEND];
+
+/// The backend that commands use where none is named.
+const DEFAULT: &Backend = &super::caching::BACKEND;
+
+/// Those that were [registered](register).
+static REGISTERED: RwLock<Vec<&'static Backend>> = RwLock::new(Vec::new());
+
+/// What an entry of the list says about a backend.
+pub struct Backend {
+    /// Name on command lines and in records: lower-case letters, digits, `-` and `_`. The allocator's
+    /// [`name`](DeviceAllocator::name) is the same.
+    pub name: &'static str,
+    /// One line of help.
+    pub summary: &'static str,
+    /// What it can do.
+    pub capabilities: Capabilities,
+    /// Its settings, and how it is made from them.
+    pub constructor: &'static dyn Constructor,
+}
+
+impl Backend {
+    /// Its settings in their order, with their defaults as values.
+    #[must_use]
+    pub fn settings(&self) -> Vec<Setting> {
+        self.constructor.settings().list()
+    }
+
+    /// Whether it has a setting of this name.
+    #[must_use]
+    pub fn has_setting(&self, name: &str) -> bool {
+        self.constructor.settings().get(name).is_some()
+    }
+}
+
+impl PartialEq for Backend {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for Backend {}
+
+impl fmt::Debug for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, summary, capabilities, constructor } = self;
+        let mut out = f.debug_struct("Backend");
+        out.field("name", name).field("summary", summary).field("capabilities", capabilities);
+        out.field("settings", &constructor.settings()).finish()
+    }
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name)
+    }
+}
+
+impl Serialize for Backend {
+    /// As its name.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name)
+    }
+}
+
+/// Makes an allocator from settings. [`With`] and [`Preset`] are the ones to use.
+pub trait Constructor: Sync {
+    /// The default settings.
+    fn settings(&self) -> Box<dyn Settings>;
+
+    /// An allocator on `driver`. `settings` is what [`settings`](Self::settings) gave, with some of them changed.
+    ///
+    /// # Errors
+    /// [`AllocError::Unsupported`] when the device lacks what the backend needs; [`AllocError::Driver`] when setting it up
+    /// failed.
+    fn build(&self, driver: Arc<dyn Driver>, settings: &dyn Settings) -> Result<Arc<dyn DeviceAllocator>, AllocError>;
+}
+
+/// How a backend is made from settings of type `S`.
+type Build<S> = fn(Arc<dyn Driver>, &S) -> Result<Arc<dyn DeviceAllocator>, AllocError>;
+
+/// A backend with settings of type `S`, whose defaults are the type's.
+#[derive(Debug)]
+pub struct With<S>(pub Build<S>);
+
+impl<S: Settings + Default> Constructor for With<S> {
+    fn settings(&self) -> Box<dyn Settings> {
+        Box::new(S::default())
+    }
+
+    fn build(&self, driver: Arc<dyn Driver>, settings: &dyn Settings) -> Result<Arc<dyn DeviceAllocator>, AllocError> {
+        (self.0)(driver, typed(settings)?)
+    }
+}
+
+/// A backend with settings of type `S` and defaults of its own: a named policy of a family.
+#[derive(Debug)]
+pub struct Preset<S> {
+    /// Its defaults.
+    pub defaults: fn() -> S,
+    /// How it is made.
+    pub build: Build<S>,
+}
+
+impl<S: Settings> Constructor for Preset<S> {
+    fn settings(&self) -> Box<dyn Settings> {
+        Box::new((self.defaults)())
+    }
+
+    fn build(&self, driver: Arc<dyn Driver>, settings: &dyn Settings) -> Result<Arc<dyn DeviceAllocator>, AllocError> {
+        (self.build)(driver, typed(settings)?)
+    }
+}
+
+/// Settings as the type that they are of.
+fn typed<S: Settings>(settings: &dyn Settings) -> Result<&S, AllocError> {
+    settings.get_as().ok_or_else(|| AllocError::Settings { found: format!("{settings:?}") })
+}
+
+/// Why a backend cannot be registered.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RegisterError {
+    /// There is one of this name.
+    #[error("there is an allocator '{0}' already")]
+    Taken(&'static str),
+    /// The name cannot be written on a command line.
+    #[error("'{0}' is no name for an allocator: write lower-case letters, digits, '-' and '_', a letter first")]
+    BadName(&'static str),
+}
+
+/// Enters a backend of another crate, so that every command and test that goes through the list finds it. Call it before
+/// arguments are read. Entering the same one again does nothing.
+///
+/// # Errors
+/// [`RegisterError`] where its name is taken by another or is none.
+pub fn register(backend: &'static Backend) -> Result<(), RegisterError> {
+    let name = backend.name;
+    let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
+    // `all` stands for every backend in lists.
+    if !name.starts_with(|c: char| c.is_ascii_lowercase()) || !name.chars().all(plain) || name == "all" {
+        return Err(RegisterError::BadName(name));
+    }
+    let mut registered = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
+    match BUILT_IN.iter().chain(registered.iter()).find(|other| other.name == name) {
+        Some(other) if std::ptr::eq(*other, backend) => Ok(()),
+        Some(_) => Err(RegisterError::Taken(name)),
+        None => {
+            registered.push(backend);
+            Ok(())
+        }
+    }
+}
+
+/// Every backend: the library's own, then those that were registered, in order.
+#[must_use]
+pub fn all() -> Vec<&'static Backend> {
+    let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
+    BUILT_IN.iter().chain(registered.iter()).copied().collect()
+}
+
+/// No backend has this name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no allocator is called '{name}'{}", Meant { name, among })]
+pub struct UnknownBackend {
+    name: String,
+    among: Vec<&'static str>,
+}
+
+/// The backend of a name.
+///
+/// # Errors
+/// [`UnknownBackend`], which names the nearest and all.
+pub fn find(name: &str) -> Result<&'static Backend, UnknownBackend> {
+    let all = all();
+    let unknown = || UnknownBackend { name: name.to_owned(), among: all.iter().map(|backend| backend.name).collect() };
+    all.iter().find(|backend| backend.name == name).copied().ok_or_else(unknown)
+}

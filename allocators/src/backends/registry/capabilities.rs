@@ -1,0 +1,102 @@
+//! What a backend says it can do, so that commands and tests ask for that and not for a name.
+
+use crate::contract::Path;
+use serde::{Serialize, Serializer};
+
+/// What a backend can do. Tests demand what it says it can, and do not demand what it says it cannot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Capabilities {
+    /// How it serves requests while work is captured into a graph.
+    pub graph_capture: GraphCapture,
+    /// Which free memory can serve a stream.
+    pub streams: StreamUse,
+    /// How blocks lie in segments.
+    pub segments: SegmentUse,
+    /// What a device must have.
+    pub needs: Needs,
+    /// Whether it keeps memory that is freed, so that a repeated request makes no call that takes memory from the device.
+    pub caches: bool,
+    /// Whether each request and each free is a driver call of tens of microseconds. Benchmarks make fewer of them.
+    pub slow_calls: bool,
+    /// Whether a free joins a block with its free neighbours at once.
+    pub coalesces: bool,
+    /// Whether it tries again after it has given back what it holds, when the device has no memory left.
+    pub retries: bool,
+    /// Whether it knows where its blocks lie, so that there are snapshots.
+    pub snapshot: bool,
+    /// Whether it can begin with the segments and blocks of a snapshot.
+    pub restores: bool,
+    /// Whether it does what PyTorch's native allocator does, to the address.
+    pub follows_pytorch: bool,
+    /// How the free of a block goes that another stream was announced to use.
+    #[serde(serialize_with = "by_name")]
+    pub used_elsewhere: Path,
+}
+
+fn by_name<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(path.name())
+}
+
+impl Capabilities {
+    /// What is demanded of every backend. Entries say what theirs can do beyond it.
+    pub const LEAST: Self = Self {
+        graph_capture: GraphCapture::Refused,
+        streams: StreamUse::Own,
+        segments: SegmentUse::Many,
+        needs: Needs::Nothing,
+        caches: false,
+        slow_calls: false,
+        coalesces: false,
+        retries: false,
+        snapshot: false,
+        restores: false,
+        follows_pytorch: false,
+        used_elsewhere: Path::Deferred,
+    };
+}
+
+/// How a backend serves requests while work is captured into a graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GraphCapture {
+    /// It does not: a capture cannot begin.
+    Refused,
+    /// From memory that it keeps for the graph until the capture is released.
+    Pinned,
+    /// The driver takes the memory, as nodes of the graph.
+    DriverNodes,
+}
+
+/// Which free memory can serve a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum StreamUse {
+    /// What was last used on it.
+    Own,
+    /// Also what was last used on another, as soon as that work is done or ordered before.
+    Any,
+}
+
+/// How blocks lie in segments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SegmentUse {
+    /// Each block is a segment.
+    One,
+    /// Several blocks can share a segment.
+    Many,
+    /// The driver does not tell.
+    Hidden,
+}
+
+/// What a device must have for a backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Needs {
+    /// Plain memory, which every device has.
+    Nothing,
+    /// Stream-ordered pools.
+    Pools,
+    /// Virtual memory management.
+    Vmm,
+}

@@ -1,0 +1,307 @@
+//! A backend with settings, as it is written on a command line: `NAME` or `NAME:key=value,key=value`.
+//!
+//! In a list, a comma also separates allocators. What stands between two commas is a setting of the allocator before it if
+//! it has a `=`, and another allocator if it has none or has a `:` before the `=`. So
+//! `naive,caching:max_split_size=32M,memory_limit=1G,stream-ordered` names three. Commas in brackets belong to a value:
+//! `caching:roundup_power2_divisions=[1:4,64:8]`. `all` stands for every backend.
+
+use super::{Backend, UnknownBackend, all, find};
+use crate::contract::{AllocError, DeviceAllocator};
+use crate::device::Driver;
+use crate::settings::{Setting, SettingError, Settings};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::any::Any;
+use std::collections::BTreeSet;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// A backend with the settings that it is to have.
+///
+/// Its text names the settings that were given or differ from the default, in the backend's order. Reading it gives the same
+/// selection.
+#[derive(Debug)]
+pub struct Selection {
+    backend: &'static Backend,
+    settings: Box<dyn Settings>,
+    /// Settings that were set by name, even if to their default: [`adopt`](Self::adopt) leaves them.
+    given: BTreeSet<&'static str>,
+}
+
+/// Setting of backends that keep to a limit themselves.
+const MEMORY_LIMIT: &str = "memory_limit";
+
+/// Why a text selects no backend.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SelectionError {
+    /// No backend has this name.
+    #[error(transparent)]
+    Unknown(#[from] UnknownBackend),
+    /// A setting's name or value is wrong.
+    #[error("{backend}: {error}")]
+    Setting {
+        /// The backend.
+        backend: &'static str,
+        /// What is wrong.
+        error: SettingError,
+    },
+    /// A setting is given twice.
+    #[error("{backend}: '{name}' is given twice")]
+    Twice {
+        /// The backend.
+        backend: &'static str,
+        /// The setting.
+        name: &'static str,
+    },
+    /// The settings do not go together.
+    #[error("{backend}: {reason}")]
+    Together {
+        /// The backend.
+        backend: &'static str,
+        /// Which, and how to mend it.
+        reason: String,
+    },
+    /// The text has another form.
+    #[error("'{text}' is no allocator: {reason}; write NAME or NAME:key=value,key=value")]
+    Form {
+        /// The text.
+        text: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+}
+
+impl Selection {
+    /// A backend with its defaults.
+    #[must_use]
+    pub fn of(backend: &'static Backend) -> Self {
+        Self { backend, settings: backend.constructor.settings(), given: BTreeSet::new() }
+    }
+
+    /// A backend with these settings as far as it has them; the others have their defaults.
+    #[must_use]
+    pub fn with(backend: &'static Backend, settings: &dyn Settings) -> Self {
+        let mut out = Self::of(backend);
+        out.adopt(settings);
+        out
+    }
+
+    /// The backend.
+    #[must_use]
+    pub fn backend(&self) -> &'static Backend {
+        self.backend
+    }
+
+    /// The backend's name.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.backend.name
+    }
+
+    /// The settings.
+    #[must_use]
+    pub fn settings(&self) -> &dyn Settings {
+        self.settings.as_ref()
+    }
+
+    /// Sets one by name.
+    ///
+    /// # Errors
+    /// [`SelectionError::Setting`] where the name or the value is wrong.
+    pub fn set(&mut self, name: &str, value: &str) -> Result<(), SelectionError> {
+        let backend = self.backend.name;
+        self.settings.set(name, value).map_err(|error| SelectionError::Setting { backend, error })?;
+        self.given.extend(self.settings.list().iter().map(|setting| setting.name).filter(|known| *known == name));
+        Ok(())
+    }
+
+    /// Takes over the settings of the same names from another allocator, such as the one that a history was recorded
+    /// under. What was set by name stays. What this backend does not have, or would not take, is left out.
+    pub fn adopt(&mut self, other: &dyn Settings) {
+        if (other as &dyn Any).type_id() == (self.settings() as &dyn Any).type_id() {
+            let before = std::mem::replace(&mut self.settings, other.boxed());
+            for name in &self.given {
+                let _ = before.get(name).map(|value| self.settings.set(name, &value));
+            }
+            return;
+        }
+        for Setting { name, value, .. } in other.list() {
+            if !self.given.contains(name) {
+                let _ = self.settings.set(name, &value);
+            }
+        }
+    }
+
+    /// Sets the most bytes that the allocator may reserve, and says whether it keeps to that itself: whether it has the
+    /// setting `memory_limit`. For others put a [`Limit`](crate::instruments::Limit) around it or make the device smaller.
+    /// A limit that was set by name stays.
+    pub fn set_memory_limit(&mut self, bytes: Option<u64>) -> bool {
+        let has = self.backend.has_setting(MEMORY_LIMIT);
+        if let Some(bytes) = bytes.filter(|_| has && !self.is_given(MEMORY_LIMIT)) {
+            // The setting takes any number of bytes.
+            let _ = self.settings.set(MEMORY_LIMIT, &bytes.to_string());
+        }
+        has
+    }
+
+    /// The most bytes that the allocator may reserve, where it has such a setting.
+    #[must_use]
+    pub fn memory_limit(&self) -> Option<u64> {
+        self.settings.json().get(MEMORY_LIMIT)?.as_u64()
+    }
+
+    /// Whether a setting was set by name.
+    #[must_use]
+    pub fn is_given(&self, name: &str) -> bool {
+        self.given.contains(name)
+    }
+
+    /// Looks at what the settings mean together, for commands that take them from a person.
+    /// [`build`](Self::build) does not: a recorded history says of its allocator what it knows.
+    ///
+    /// # Errors
+    /// [`SelectionError::Together`].
+    pub fn check(&self) -> Result<(), SelectionError> {
+        let together = |reason| SelectionError::Together { backend: self.backend.name, reason };
+        self.settings.check().map_err(together)
+    }
+
+    /// Builds the allocator on a driver.
+    ///
+    /// # Errors
+    /// [`AllocError::Unsupported`] when the device lacks what the backend needs; [`AllocError::Driver`] when setting it up
+    /// failed.
+    pub fn build(&self, driver: &Arc<dyn Driver>) -> Result<Arc<dyn DeviceAllocator>, AllocError> {
+        self.backend.constructor.build(Arc::clone(driver), self.settings.as_ref())
+    }
+}
+
+impl Clone for Selection {
+    fn clone(&self) -> Self {
+        Self { backend: self.backend, settings: self.settings.boxed(), given: self.given.clone() }
+    }
+}
+
+impl PartialEq for Selection {
+    /// Same backend, same values: whether one was written out makes no difference.
+    fn eq(&self, other: &Self) -> bool {
+        self.backend == other.backend && self.settings.list() == other.settings.list()
+    }
+}
+
+impl Default for Selection {
+    /// The allocator that commands use where none is named.
+    fn default() -> Self {
+        Self::of(super::DEFAULT)
+    }
+}
+
+impl From<&'static Backend> for Selection {
+    fn from(backend: &'static Backend) -> Self {
+        Self::of(backend)
+    }
+}
+
+impl fmt::Display for Selection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (now, defaults) = (self.settings.list(), self.backend.settings());
+        let chosen = now.iter().zip(&defaults).filter(|(now, default)| now != default || self.given.contains(now.name));
+        let mut out = self.backend.name.to_owned();
+        for (number, (setting, _)) in chosen.enumerate() {
+            out.push(if number == 0 { ':' } else { ',' });
+            out.push_str(&format!("{}={}", setting.name, setting.value));
+        }
+        f.pad(&out)
+    }
+}
+
+impl FromStr for Selection {
+    type Err = SelectionError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let form = |reason| SelectionError::Form { text: text.to_owned(), reason };
+        let (name, settings) = match text.split_once(':') {
+            None => (text, None),
+            Some((name, settings)) => (name, Some(settings)),
+        };
+        if name.contains('=') || name.contains(',') {
+            return Err(form("a ':' comes before the settings"));
+        }
+        let mut out = Self::of(find(name.trim())?);
+        for part in settings.map(parts).into_iter().flatten() {
+            let (name, value) = part.split_once('=').ok_or_else(|| form("a setting has a '='"))?;
+            let (name, value) = (name.trim(), value.trim());
+            if let Some(name) = out.given.get(name) {
+                return Err(SelectionError::Twice { backend: out.backend.name, name });
+            }
+            out.set(name, value)?;
+        }
+        Ok(out)
+    }
+}
+
+impl Serialize for Selection {
+    /// As its text.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Selection {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// What stands between the commas that are in no brackets.
+fn parts(text: &str) -> Vec<&str> {
+    let (mut depth, mut start, mut out) = (0_u32, 0, Vec::new());
+    for (at, c) in text.char_indices() {
+        match c {
+            '[' => depth += 1,
+            ']' => depth = depth.saturating_sub(1),
+            ',' if depth == 0 => {
+                out.push(&text[start..at]);
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    out.push(&text[start..]);
+    out
+}
+
+/// Whether a part of a list is a setting: it has a `=`, and no `:` before it.
+fn is_setting(part: &str) -> bool {
+    part.find('=').is_some_and(|equals| !part[..equals].contains(':'))
+}
+
+/// Reads a list of allocators, separated by commas; see the [module](self).
+///
+/// # Errors
+/// [`SelectionError`] for the first that is wrong.
+pub fn parse_list(text: &str) -> Result<Vec<Selection>, SelectionError> {
+    let mut written: Vec<String> = Vec::new();
+    for part in parts(text) {
+        match written.last_mut() {
+            Some(before) if is_setting(part) => {
+                before.push(',');
+                before.push_str(part);
+            }
+            _ => written.push(part.to_owned()),
+        }
+    }
+    let mut out = Vec::new();
+    for one in written {
+        if one.trim() == "all" {
+            out.extend(all().into_iter().map(Selection::of));
+        } else {
+            out.push(one.trim().parse()?);
+        }
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,239 @@
+//! Settings that have names: each is declared once, with its type, default, accepted values and help.
+//!
+//! [`settings!`](crate::settings!) makes a struct of them. From the same lines come its `Default`, what help lists, and the
+//! reader of `name=value`, so none of these can say something else than the others.
+//!
+//! ```
+//! use vramlab::settings::{Settings, bytes, switch};
+//!
+//! vramlab::settings! {
+//!     /// Settings of an arena.
+//!     #[derive(Clone, Copy, Debug, PartialEq)]
+//!     pub struct ArenaSettings {
+//!         /// Bytes that are taken from the device at once.
+//!         pub chunk: u64 = 64 << 20, bytes().at_least(4096);
+//!         /// Give chunks back when they are empty.
+//!         pub release: bool = false, switch();
+//!     }
+//! }
+//!
+//! let mut settings = ArenaSettings::default();
+//! settings.set("chunk", "2M").unwrap();
+//! assert_eq!(settings.chunk, 2 << 20);
+//! let error = settings.set("chunk", "12").unwrap_err();
+//! assert_eq!(error.to_string(), "'chunk' takes bytes, such as 512M, at least 4K; found '12'");
+//! let error = settings.set("chunks", "2M").unwrap_err();
+//! assert_eq!(error.to_string(), "there is no setting 'chunks'; did you mean 'chunk'? There are chunk, release");
+//! ```
+
+mod kinds;
+
+pub use kinds::{Choice, Choices, Kind, bytes, choice, fraction, number, switch, text};
+
+use serde::Serialize;
+#[doc(hidden)]
+pub use serde_json;
+use std::any::Any;
+use std::fmt;
+
+/// One setting of a [`Settings`] and the value that it has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Setting {
+    /// Name, as it is written before the `=`.
+    pub name: &'static str,
+    /// Its value, as it is written behind the `=`.
+    pub value: String,
+    /// What it takes: `on or off`.
+    pub takes: String,
+    /// What it does.
+    pub help: String,
+}
+
+/// Why a setting was not set.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SettingError {
+    /// No setting has this name.
+    #[error("there is no setting '{name}'{}", Meant { name, among })]
+    Unknown {
+        /// The name.
+        name: String,
+        /// The names that there are.
+        among: Vec<&'static str>,
+    },
+    /// The setting takes something else.
+    #[error("'{name}' takes {takes}; found '{found}'")]
+    Value {
+        /// The setting.
+        name: &'static str,
+        /// What it takes.
+        takes: String,
+        /// What was written.
+        found: String,
+    },
+}
+
+/// `; did you mean 'x'? There are x, y`.
+pub(crate) struct Meant<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) among: &'a [&'static str],
+}
+
+impl fmt::Display for Meant<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.among, nearest(self.name, self.among.iter().copied())) {
+            ([], _) => f.write_str("; there are none"),
+            (among, Some(near)) => write!(f, "; did you mean '{near}'? There are {}", among.join(", ")),
+            (among, None) => write!(f, "; there are {}", among.join(", ")),
+        }
+    }
+}
+
+/// The name that was probably meant: the most similar one, if any is similar (Jaro-Winkler, 0.7 and above).
+#[must_use]
+pub fn nearest<'a>(name: &str, among: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let similarity = |other: &str| strsim::jaro_winkler(&name.to_lowercase(), other);
+    let scored = among.into_iter().map(|other| (similarity(other), other));
+    scored.filter(|(score, _)| *score >= 0.7).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, other)| other)
+}
+
+/// A struct that [`settings!`](crate::settings!) made: its settings by name.
+pub trait Settings: Any + fmt::Debug + Send + Sync {
+    /// Every setting with the value that it has here, in the order of the declaration.
+    fn list(&self) -> Vec<Setting>;
+
+    /// Sets one from text.
+    ///
+    /// # Errors
+    /// [`SettingError`] where the name or the value is wrong; nothing has changed then.
+    fn set(&mut self, name: &str, value: &str) -> Result<(), SettingError>;
+
+    /// The value of one as text that [`set`](Self::set) takes.
+    fn get(&self, name: &str) -> Option<String>;
+
+    /// All of them as a JSON object.
+    fn json(&self) -> serde_json::Value;
+
+    /// Looks at what the settings mean together. The declaration names the check.
+    ///
+    /// # Errors
+    /// Which of them do not go together, and how to mend it.
+    fn check(&self) -> Result<(), String>;
+
+    /// A copy.
+    fn boxed(&self) -> Box<dyn Settings>;
+}
+
+impl dyn Settings {
+    /// The struct, if it is an `S`.
+    #[must_use]
+    pub fn get_as<S: Settings>(&self) -> Option<&S> {
+        (self as &dyn Any).downcast_ref()
+    }
+
+    /// The struct, if it is an `S`.
+    #[must_use]
+    pub fn get_as_mut<S: Settings>(&mut self) -> Option<&mut S> {
+        (self as &mut dyn Any).downcast_mut()
+    }
+}
+
+/// A documentation comment as one line of plain text.
+#[doc(hidden)]
+#[must_use]
+pub fn one_line(comment: &str) -> String {
+    comment.replace('`', "").split_whitespace().collect::<Vec<_>>().join(" ").trim_end_matches('.').to_owned()
+}
+
+/// Reads a value, or says what is expected.
+#[doc(hidden)]
+pub fn read<T>(name: &'static str, kind: &impl Kind<T>, text: &str) -> Result<T, SettingError> {
+    let wrong = || SettingError::Value { name, takes: kind.takes(), found: text.to_owned() };
+    kind.read(text).ok_or_else(wrong)
+}
+
+/// Declares a struct of [settings](crate::settings). Each has documentation, which help shows, and says
+/// `name: type = default, kind;`. Kinds are functions of [`settings`](mod@crate::settings): `bytes`, `number`, `fraction`,
+/// `switch`, `choice`, `text`. `check path;` at the end names a function `fn(&Self) -> Result<(), String>` that looks at what
+/// they mean together. The struct has to be `Clone` and `Debug`.
+#[macro_export]
+macro_rules! settings {
+    (
+        $(#[$outer:meta])*
+        $visible:vis struct $name:ident {
+            $(
+                $(#[doc = $help:literal])+
+                $field_visible:vis $field:ident : $type:ty = $default:expr, $kind:expr;
+            )*
+        }
+        $(check $check:path;)?
+    ) => {
+        $(#[$outer])*
+        $visible struct $name {
+            $($(#[doc = $help])+ $field_visible $field: $type,)*
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($field: $default,)* }
+            }
+        }
+
+        impl $crate::settings::Settings for $name {
+            fn list(&self) -> Vec<$crate::settings::Setting> {
+                vec![$($crate::settings::Setting {
+                    name: stringify!($field),
+                    value: $crate::settings::Kind::<$type>::write(&$kind, &self.$field),
+                    takes: $crate::settings::Kind::<$type>::takes(&$kind),
+                    help: $crate::settings::one_line(concat!($($help, "\n"),+)),
+                },)*]
+            }
+
+            #[allow(unused_variables, reason = "there may be no settings")]
+            fn set(&mut self, name: &str, value: &str) -> Result<(), $crate::settings::SettingError> {
+                match name {
+                    $(stringify!($field) => {
+                        self.$field = $crate::settings::read::<$type>(stringify!($field), &$kind, value)?;
+                        Ok(())
+                    })*
+                    _ => Err($crate::settings::SettingError::Unknown {
+                        name: name.to_owned(),
+                        among: vec![$(stringify!($field)),*],
+                    }),
+                }
+            }
+
+            fn get(&self, name: &str) -> Option<String> {
+                match name {
+                    $(stringify!($field) => Some($crate::settings::Kind::<$type>::write(&$kind, &self.$field)),)*
+                    _ => None,
+                }
+            }
+
+            fn json(&self) -> $crate::settings::serde_json::Value {
+                #[allow(unused_mut, reason = "there may be no settings")]
+                let mut out = $crate::settings::serde_json::Map::new();
+                $(out.insert(stringify!($field).to_owned(), $crate::settings::serde_json::json!(self.$field));)*
+                $crate::settings::serde_json::Value::Object(out)
+            }
+
+            fn check(&self) -> Result<(), String> {
+                $($check(self)?;)?
+                Ok(())
+            }
+
+            fn boxed(&self) -> Box<dyn $crate::settings::Settings> {
+                Box::new(self.clone())
+            }
+        }
+    };
+}
+
+crate::settings! {
+    /// Settings of what has none.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct NoSettings {}
+}
+
+#[cfg(test)]
+mod tests;

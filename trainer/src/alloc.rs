@@ -1,0 +1,60 @@
+//! How command lines name allocators: `NAME:key=value,...`, one or a list. What names there are is the library's list.
+
+use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
+use clap::error::Error;
+use clap::{Arg, Command};
+use std::ffi::OsStr;
+use vramlab::Selection;
+use vramlab::backends::{SelectionError, all, parse_list};
+
+/// Allocators as one option names them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Selections(pub Vec<Selection>);
+
+impl std::str::FromStr for Selections {
+    type Err = SelectionError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        parse_list(text).map(Self)
+    }
+}
+
+/// Reads a value as a `T`, and lists every allocator in help.
+#[derive(Clone, Debug)]
+struct Named<T>(std::marker::PhantomData<T>);
+
+impl<T> TypedValueParser for Named<T>
+where
+    T: std::str::FromStr<Err = SelectionError> + Clone + Send + Sync + 'static,
+{
+    type Value = T;
+
+    fn parse_ref(&self, command: &Command, argument: Option<&Arg>, value: &OsStr) -> Result<T, Error> {
+        StringValueParser::new().try_map(|text| text.parse::<T>()).parse_ref(command, argument, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(all().into_iter().map(|backend| PossibleValue::new(backend.name).help(backend.summary))))
+    }
+}
+
+/// Takes one allocator.
+#[must_use]
+pub fn one() -> impl TypedValueParser<Value = Selection> {
+    Named::<Selection>(std::marker::PhantomData)
+}
+
+/// Takes a list of allocators; the option may be given several times.
+#[must_use]
+pub fn list() -> impl TypedValueParser<Value = Selections> {
+    Named::<Selections>(std::marker::PhantomData)
+}
+
+/// The allocators that an option named, all of them if it was not given.
+#[must_use]
+pub fn chosen(given: &[Selections]) -> Vec<Selection> {
+    if given.is_empty() {
+        return all().into_iter().map(Selection::of).collect();
+    }
+    given.iter().flat_map(|list| list.0.iter().cloned()).collect()
+}
