@@ -2,12 +2,18 @@
 
 pub mod caching;
 mod captures;
+pub mod lab;
 pub mod naive;
+pub mod pooled;
+pub mod pytorch;
 pub mod registry;
 pub mod stream_ordered;
 
 pub use caching::{Caching, CachingSettings};
+pub use lab::{Lab, LabSettings};
 pub use naive::Naive;
+pub use pooled::{Policy, Pooled};
+pub use pytorch::PyTorch;
 pub use registry::{
     Backend, Capabilities, Constructor, GraphCapture, Needs, Preset, RegisterError, SegmentUse, Selection,
     SelectionError, StreamUse, UnknownBackend, With, all, find, parse_list, register,

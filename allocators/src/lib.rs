@@ -49,6 +49,7 @@ pub mod output;
 pub mod policy;
 mod ranges;
 pub mod settings;
+pub mod space;
 mod steps;
 mod sync;
 

@@ -1,5 +1,25 @@
-//! The rules that allocators are put together from.
-#![forbid(unsafe_code)]
+//! The parts that allocators are put together from: each file decides one thing.
+//!
+//! | part | decides |
+//! |---|---|
+//! | [`size`] | how a request is rounded, which pool serves it, how large its segment is |
+//! | [`fit`] | which free block serves it |
+//! | [`split`] | whether a free block may serve it, and whether the rest is cut off |
+//! | [`stream`] | which streams' free blocks a stream may take, and what that costs |
+//! | [`grow`] | what happens when no free block fits |
+//! | [`source`] | where segments come from |
+//!
+//! A [`Heap`] is what they work on: the [space](crate::space) of an allocator, an index of its free blocks, its source of
+//! segments and the frees that [wait](pending) for other streams.
 
-mod divisions;
-pub mod rounding;
+pub mod fit;
+pub mod grow;
+mod heap;
+pub mod pending;
+pub mod size;
+pub mod source;
+pub mod split;
+pub mod stream;
+
+pub use heap::Heap;
+pub use size::torch as rounding;

@@ -7,7 +7,7 @@ mod common;
 use common::{MIB, allocate, build, check_nothing_held, check_stats, free, free_bytes, sim, work};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-use vramlab::backends::{self, caching, naive, stream_ordered};
+use vramlab::backends::{self, caching, lab, naive, pytorch, stream_ordered};
 use vramlab::{
     AllocError, Backend, Block, CallEvent, CallKind, Capture, DeviceAllocator, DeviceBuffer, Driver, DriverError,
     FaultyDriver, Memory, MeteredDriver, Selection, SimDriver, SimMemory, StreamId,
@@ -183,7 +183,9 @@ fn may_be_absorbed(backend: &'static Backend, kind: CallKind, code: u32) -> bool
         // Only figures in a report or in statistics.
         CallKind::MemGetInfo | CallKind::PoolAttribute | CallKind::GraphMemory => true,
         // Retried after the cache was released.
-        CallKind::MemAlloc => backend == &caching::BACKEND && code == DriverError::OUT_OF_MEMORY,
+        CallKind::MemAlloc => {
+            backend.capabilities.retries && backend != &stream_ordered::BACKEND && code == DriverError::OUT_OF_MEMORY
+        }
         CallKind::MemAllocAsync => code == DriverError::OUT_OF_MEMORY,
         // Ordering one stream after another falls back to a wait of the host.
         CallKind::EventCreate | CallKind::EventRecord | CallKind::StreamWaitEvent | CallKind::EventDestroy => {
@@ -282,6 +284,14 @@ fn naive_survives_every_fault() {
 fn caching_survives_every_fault() {
     every_call_fails_once(&caching::BACKEND, plain_workload, false);
     every_call_fails_once(&caching::BACKEND, captured_workload, true);
+}
+
+#[test]
+fn policies_from_parts_survive_every_fault() {
+    for backend in [&pytorch::BACKEND, &lab::BACKEND] {
+        every_call_fails_once(backend, plain_workload, false);
+        every_call_fails_once(backend, captured_workload, true);
+    }
 }
 
 #[test]

@@ -1,11 +1,11 @@
-//! Real histories: PyTorch 2.11 on an H200, with the statistics that it gave. At the recorded addresses `caching` has to
-//! place every block and to make and release every segment as PyTorch did.
+//! Real histories: PyTorch 2.11 on an H200, with the statistics that it gave. At the recorded addresses `pytorch` and
+//! `caching` have to place every block and to make and release every segment as PyTorch did.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use vramlab::backends::{self, CachingSettings, caching};
+use vramlab::backends::{self, Backend, CachingSettings, caching};
 use vramlab::histories::replay::{
     Addresses, History, HistoryBuilder, ReplayReport, ReplaySettings, recorded_settings, replay, smallest_memory,
 };
@@ -74,8 +74,13 @@ fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>) -> (History, CachingS
     (builder.finish(&settings).unwrap(), settings)
 }
 
-fn caching(history: &History, caching: CachingSettings, driver: Arc<dyn Driver>) -> ReplayReport {
-    let allocator = Selection::with(&caching::BACKEND, &caching);
+fn run(
+    backend: &'static Backend,
+    history: &History,
+    caching: CachingSettings,
+    driver: Arc<dyn Driver>,
+) -> ReplayReport {
+    let allocator = Selection::with(backend, &caching);
     let settings = ReplaySettings { addresses: Addresses::Recorded, ..ReplaySettings::default() };
     replay(history, &allocator, &driver, &settings).unwrap()
 }
@@ -93,33 +98,49 @@ fn recordings() -> Vec<Recording> {
 }
 
 #[test]
-fn caching_is_pytorch_address_for_address() {
+fn those_that_follow_pytorch_do_so_address_for_address() {
+    let all = backends::all().into_iter();
+    // So does the lab while every part is PyTorch's.
+    let following: Vec<_> =
+        all.filter(|backend| backend.capabilities.follows_pytorch).chain([&backends::lab::BACKEND]).collect();
+    assert!(following.len() >= 3, "{following:?}");
     for recording in recordings() {
         let (history, settings) = recording.load();
         let name = recording.path.display();
         assert_eq!(Some(history.events()), recording.number("events"), "{name}");
         let ended = recording.facts["oom"].is_string();
         assert!(history.refused_allocations() > 0 || !ended, "{name}");
-        let devices: [Arc<dyn Driver>; 2] =
-            [Arc::new(NullDriver::new(1 << 50)), Arc::new(SimDriver::new(Profile::h200(), SimMemory::None))];
-        for driver in devices {
-            let report = caching(&history, settings, driver);
-            assert_eq!((report.address_mismatches, report.segment_mismatches), (Some(0), Some(0)), "{name}");
-            assert_eq!((report.failed_allocations, history.prologue_allocations()), (0, 0), "{name}");
-            let mut compared = 0;
-            for (key, ours) in report.stats.entries() {
-                if let Some(value) = recording.number(&key) {
-                    assert_eq!(ours, value, "{name}: {key}");
-                    compared += 1;
-                }
+        assert_eq!(history.prologue_allocations(), 0, "{name}");
+        let devices: [fn() -> Arc<dyn Driver>; 2] =
+            [|| Arc::new(NullDriver::new(1 << 50)), || Arc::new(SimDriver::new(Profile::h200(), SimMemory::None))];
+        for device in devices {
+            // They are one policy, also in what PyTorch says nothing of.
+            let mut first = None;
+            for backend in &following {
+                let report = run(backend, &history, settings, device());
+                follows_pytorch(&report, &recording, &history, &format!("{name} under {backend}"));
+                let said = (report.stats, report.ledger, report.driver_calls);
+                assert_eq!(first.get_or_insert(said.clone()), &said, "{name} under {backend}");
             }
-            assert!(compared >= 11, "{name}: only {compared} statistics to compare");
-            let ledger = report.ledger;
-            assert_eq!(ledger.reserved, report.stats.reserved_bytes.all.peak, "{name}");
-            assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested, "{name}");
-            assert!(history.max_live_bytes() <= report.stats.requested_bytes.all.peak, "{name}");
         }
     }
+}
+
+fn follows_pytorch(report: &ReplayReport, recording: &Recording, history: &History, name: &str) {
+    assert_eq!((report.address_mismatches, report.segment_mismatches), (Some(0), Some(0)), "{name}");
+    assert_eq!(report.failed_allocations, 0, "{name}");
+    let mut compared = 0;
+    for (key, ours) in report.stats.entries() {
+        if let Some(value) = recording.number(&key) {
+            assert_eq!(ours, value, "{name}: {key}");
+            compared += 1;
+        }
+    }
+    assert!(compared >= 11, "{name}: only {compared} statistics to compare");
+    let ledger = report.ledger;
+    assert_eq!(ledger.reserved, report.stats.reserved_bytes.all.peak, "{name}");
+    assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested, "{name}");
+    assert!(history.max_live_bytes() <= report.stats.requested_bytes.all.peak, "{name}");
 }
 
 #[test]
@@ -153,7 +174,7 @@ fn a_wrong_limit_is_noticed() {
     // Under a higher limit there is no reason to release what PyTorch released.
     let (history, mut settings) = recording.load();
     settings.memory_limit = Some(7000 * MIB);
-    let report = caching(&history, settings, Arc::new(NullDriver::new(1 << 50)));
+    let report = run(&caching::BACKEND, &history, settings, Arc::new(NullDriver::new(1 << 50)));
     assert!(report.segment_mismatches > Some(0) && report.address_mismatches > Some(0), "{report:#?}");
 }
 

@@ -5,7 +5,7 @@ mod common;
 
 use common::{GIB, KIB, MIB, allocate, build, check_nothing_held, check_stats, free, sim, work};
 use std::sync::Arc;
-use vramlab::backends::{self, caching, stream_ordered};
+use vramlab::backends::{self, caching, lab, pytorch, stream_ordered};
 use vramlab::instruments::Limit;
 use vramlab::{
     AllocError, Backend, Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, Request,
@@ -61,7 +61,7 @@ fn is_a_driver_error(error: &AllocError) -> bool {
 
 #[test]
 fn a_block_used_by_a_stream_that_is_gone_is_set_aside_and_the_allocator_goes_on() {
-    for kind in [&caching::BACKEND, &stream_ordered::BACKEND] {
+    for kind in [&caching::BACKEND, &pytorch::BACKEND, &lab::BACKEND, &stream_ordered::BACKEND] {
         let bench = Bench::new(kind, GIB);
         let block = bench.announced_to_one_that_is_gone();
         let addr = block.addr();
@@ -91,7 +91,7 @@ fn a_block_used_by_a_stream_that_is_gone_is_set_aside_and_the_allocator_goes_on(
 
 #[test]
 fn when_memory_runs_out_what_was_set_aside_is_waited_for() {
-    for kind in [&caching::BACKEND, &stream_ordered::BACKEND] {
+    for kind in [&caching::BACKEND, &pytorch::BACKEND, &lab::BACKEND, &stream_ordered::BACKEND] {
         let bench = Bench::new(kind, 64 * MIB);
         let (large, user) = (bench.allocate(30 * MIB), bench.sim.stream_create().unwrap());
         bench.allocator.record_use(&large, user).unwrap();
@@ -149,7 +149,7 @@ fn a_stream_that_goes_while_the_free_waits_for_a_capture_strands_nothing_else() 
 
 #[test]
 fn a_device_that_cannot_be_waited_for_keeps_what_was_set_aside() {
-    for kind in [&caching::BACKEND, &stream_ordered::BACKEND] {
+    for kind in [&caching::BACKEND, &pytorch::BACKEND, &lab::BACKEND, &stream_ordered::BACKEND] {
         let sim = sim(GIB, SimMemory::None);
         let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
         let allocator = build(kind, &(Arc::clone(&faulty) as Arc<dyn Driver>));

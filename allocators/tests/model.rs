@@ -1,26 +1,29 @@
-//! Random histories against models: a shadow account for every backend, and PyTorch's rules for `caching`.
+//! Random histories against models: a shadow account for every backend, and `pytorch` beside `caching`.
 //! A thousand histories or so by default; `PROPTEST_CASES` sets another number.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;
 #[path = "model/faulty.rs"]
 mod faulty;
-#[path = "model/pytorch.rs"]
-mod pytorch;
+#[path = "model/twins.rs"]
+mod twins;
 
 use common::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, ready_ns, sim, work};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use vramlab::backends::{CachingSettings, caching, naive, stream_ordered};
+use vramlab::backends::lab::{self, LabSettings};
+use vramlab::backends::{CachingSettings, caching, naive, pytorch, stream_ordered};
 use vramlab::instruments::assert_layout;
+use vramlab::settings::Settings as _;
 use vramlab::{
-    Backend, Block, BlockState, DeviceAllocator, Driver, PoolSettings, Selection, SimDriver, SimMemory, StreamId,
+    Backend, Block, BlockState, DeviceAllocator, Driver, PoolSettings, Selection, SimDriver, SimMemory, Snapshot,
+    StreamId,
 };
 
 pub(crate) const STREAMS: usize = 3;
-const ROOM: u64 = 192 * MIB;
+pub(crate) const ROOM: u64 = 192 * MIB;
 
 /// `cases` histories unless `PROPTEST_CASES` says otherwise; a failing one is printed, not kept in a file.
 pub(crate) fn config(cases: u32) -> ProptestConfig {
@@ -86,6 +89,8 @@ struct World {
     allocator: Arc<dyn DeviceAllocator>,
     kind: &'static Backend,
     limit: Option<u64>,
+    /// Whether free neighbours are always joined.
+    joins: bool,
     start: u64,
     streams: Vec<StreamId>,
     live: Vec<Live>,
@@ -100,7 +105,8 @@ impl World {
         let start = free_bytes(sim.as_ref());
         let allocator = settings.build(&(Arc::clone(&sim) as Arc<dyn Driver>)).unwrap();
         let (kind, limit) = (settings.backend(), settings.memory_limit());
-        Self { sim, allocator, kind, limit, start, streams, live: Vec::new(), dirty: Vec::new(), allocated: 0 }
+        let joins = settings.settings().get("stream").is_none_or(|stream| stream == "own");
+        Self { sim, allocator, kind, limit, joins, start, streams, live: Vec::new(), dirty: Vec::new(), allocated: 0 }
     }
 
     fn apply(&mut self, op: &Op) {
@@ -150,7 +156,7 @@ impl World {
             );
         }
         let ledger = self.allocator.ledger_at_peak();
-        if self.kind == &caching::BACKEND && ledger.reserved > peak {
+        if self.kind.capabilities.restores && ledger.reserved > peak {
             // It is kept by sums, and should be what a look at every block says.
             assert_eq!(Some(ledger), self.allocator.snapshot().map(|snapshot| snapshot.ledger(stream)));
         }
@@ -186,7 +192,11 @@ impl World {
         let peak = self.allocator.ledger_at_peak();
         assert_eq!(peak.wasted(), peak.reserved - peak.requested);
         let Some(snapshot) = self.allocator.snapshot() else { return };
-        assert_layout(&snapshot);
+        if self.joins {
+            assert_layout(&snapshot);
+        } else {
+            assert_tiles(&snapshot);
+        }
         let mut sums: BTreeMap<char, (u64, u64, u64)> = BTreeMap::new();
         for (segment, block) in snapshot.segments.iter().flat_map(|s| s.blocks.iter().map(move |block| (s, block))) {
             let letter = match block.state {
@@ -228,6 +238,20 @@ impl World {
     }
 }
 
+/// Blocks fill their segments, and segments do not overlap.
+fn assert_tiles(snapshot: &Snapshot) {
+    let mut end = 0;
+    for segment in &snapshot.segments {
+        assert!(segment.addr.get() >= end);
+        end = segment.addr.get();
+        for block in &segment.blocks {
+            assert!(block.addr.get() == end && block.bytes > 0 && block.requested <= block.bytes);
+            end += block.bytes;
+        }
+        assert_eq!(end, segment.addr.get() + segment.bytes);
+    }
+}
+
 fn check_history(settings: &Selection, ops: &[Op]) {
     let mut world = World::new(settings);
     for op in ops {
@@ -256,6 +280,20 @@ pub(crate) fn caching_settings() -> impl Strategy<Value = CachingSettings> {
     )
 }
 
+/// A kind for each part of `lab`, as they are written on a command line.
+fn lab_parts() -> impl Strategy<Value = Vec<(&'static str, String)>> {
+    let part = |name: &'static str| {
+        let setting = LabSettings::default().list().into_iter().find(|setting| setting.name == name).unwrap();
+        let kinds: Vec<String> = setting.takes.replace(" or ", ", ").split(", ").map(str::to_owned).collect();
+        prop::sample::select(kinds).prop_map(move |kind| (name, kind))
+    };
+    let segment = (21..28u32).prop_map(|log2| ("segment", (1u64 << log2).to_string()));
+    let parts = (part("size"), part("fit"), part("split"), part("stream"), part("grow"), part("source"), segment);
+    parts.prop_map(|(size, fit, split, stream, grow, source, segment)| {
+        vec![size, fit, split, stream, grow, source, segment]
+    })
+}
+
 pub(crate) fn pool_settings() -> impl Strategy<Value = PoolSettings> {
     let threshold = prop::sample::select(vec![0, 64 * MIB, u64::MAX]);
     (threshold, any::<[bool; 3]>()).prop_map(|(release_threshold, [events, opportunistic, internal])| PoolSettings {
@@ -277,6 +315,21 @@ proptest! {
     #[test]
     fn caching_keeps_the_account(ops in ops(120), caching in caching_settings()) {
         check_history(&Selection::with(&caching::BACKEND, &caching), &ops);
+    }
+
+    #[test]
+    fn pytorch_keeps_the_account(ops in ops(120), settings in caching_settings()) {
+        check_history(&Selection::with(&pytorch::BACKEND, &settings), &ops);
+    }
+
+    /// Whatever parts are put together.
+    #[test]
+    fn lab_keeps_the_account(ops in ops(120), torch in caching_settings(), parts in lab_parts()) {
+        let mut selection = Selection::with(&lab::BACKEND, &torch);
+        for (name, kind) in &parts {
+            selection.set(name, kind).unwrap();
+        }
+        check_history(&selection, &ops);
     }
 
     #[test]

@@ -37,7 +37,13 @@ use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
 
 /// The backends of this library, in the order in which lists show them.
-const BUILT_IN: &[&Backend] = &[&super::naive::BACKEND, &super::caching::BACKEND, &super::stream_ordered::BACKEND];
+const BUILT_IN: &[&Backend] = &[
+    &super::naive::BACKEND,
+    &super::caching::BACKEND,
+    &super::pytorch::BACKEND,
+    &super::lab::BACKEND,
+    &super::stream_ordered::BACKEND,
+];
 
 /// The backend that commands use where none is named.
 const DEFAULT: &Backend = &super::caching::BACKEND;

@@ -1,6 +1,6 @@
 //! How `roundup_power2_divisions` is written: one number for every size, or a list by size in MiB as PyTorch's.
 
-use super::rounding::{DIVISION_INTERVALS, Divisions};
+use super::torch::{DIVISION_INTERVALS, Divisions};
 use std::fmt;
 use std::str::FromStr;
 

@@ -1,0 +1,203 @@
+//! The contract of an allocator over a heap: what every policy that is put together from parts has in common.
+//!
+//! A [`Policy`] says how a request is served and what a free does. [`Pooled`] makes a
+//! [`DeviceAllocator`](crate::DeviceAllocator) of it: one lock, tokens, announced uses, graphs, reports, and the end.
+
+mod captures;
+mod restore;
+
+use super::captures::Captures;
+use super::registry::{Capabilities, GraphCapture, SegmentUse, StreamUse};
+use super::{InstanceId, foreign, not_held};
+use crate::contract::{AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, Request, Snapshot, Stats};
+use crate::device::{DeviceAddr, StreamId};
+use crate::policy::Heap;
+use crate::policy::grow::release_cached;
+use crate::policy::size::Size;
+use crate::space::{BlockId, Owner};
+use captures::Kept;
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The rules of an allocator.
+pub trait Policy: fmt::Debug + Send {
+    /// Name on the command line and in records.
+    fn name(&self) -> &'static str;
+
+    /// The settings in effect as a JSON object.
+    fn settings(&self) -> serde_json::Value;
+
+    /// How requests are rounded.
+    fn size(&self) -> &Size;
+
+    /// Serves a request of `owner` for `bytes`, which are valid. Says which block the client holds now, and how it was served.
+    ///
+    /// # Errors
+    /// [`AllocError::OutOfMemory`], or [`AllocError::Driver`] for any other failing driver call. The heap is right all the
+    /// same.
+    fn allocate(&mut self, heap: &mut Heap, owner: Owner, bytes: u64) -> Result<(BlockId, Path), AllocError>;
+
+    /// Takes a block back that other streams were announced to use: `users`.
+    ///
+    /// # Errors
+    /// Those of the driver. The block is the client's no more.
+    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError>;
+}
+
+/// An allocator whose rules are `P`.
+///
+/// One lock is held over every operation, calls of the device included.
+#[derive(Debug)]
+pub struct Pooled<P: Policy> {
+    /// The upper half of its blocks' tokens.
+    id: u32,
+    name: &'static str,
+    state: Mutex<State<P>>,
+}
+
+#[derive(Debug)]
+struct State<P> {
+    policy: P,
+    heap: Heap,
+    captures: Captures<Kept>,
+}
+
+impl<P: Policy> Pooled<P> {
+    /// What every allocator over a heap can do.
+    pub const CAPABILITIES: Capabilities = Capabilities {
+        graph_capture: GraphCapture::Pinned,
+        streams: StreamUse::Own,
+        segments: SegmentUse::Many,
+        caches: true,
+        coalesces: true,
+        retries: true,
+        snapshot: true,
+        restores: true,
+        used_elsewhere: Path::Deferred,
+        ..Capabilities::LEAST
+    };
+
+    /// An allocator over an empty heap.
+    pub(super) fn over(heap: Heap, policy: P) -> Self {
+        // CAST: two allocators share a number only if 2^32 were made between them.
+        let id = InstanceId::next().get() as u32;
+        let name = policy.name();
+        Self { id, name, state: Mutex::new(State { policy, heap, captures: Captures::default() }) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<P>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The block as the client gets it. Its token is the allocator's number and the record's.
+    fn mint(&self, heap: &Heap, block: BlockId, path: Path) -> Block {
+        let record = &heap.space()[block];
+        let addr = DeviceAddr::new(record.addr).expect("segments do not lie at address zero");
+        let token = u64::from(self.id) << 32 | u64::from(block.number());
+        // SAFETY: segments come from the device aligned, and part `size` rounds to multiples of 256. Blocks of a space do not
+        // overlap, and this one was just taken: it is nobody else's until it comes back and its uses are done.
+        unsafe { Block::new(addr, record.bytes, record.requested, path, token) }
+    }
+
+    /// The held block that a client's block stands for, if it is one of this allocator's.
+    fn find(&self, heap: &Heap, block: &Block) -> Option<BlockId> {
+        // CAST: the upper and the lower half.
+        let (id, number) = ((block.token() >> 32) as u32, block.token() as u32);
+        heap.space().find_held(number, block.addr().get()).filter(|_| id == self.id)
+    }
+}
+
+impl<P: Policy> DeviceAllocator for Pooled<P> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        self.lock().policy.settings()
+    }
+
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        request.validate()?;
+        let state = &mut *self.lock();
+        let private = state.captures.open_on(stream).and_then(|kept| kept.private);
+        let owner = Owner { stream, private };
+        let (block, path) = state.policy.allocate(&mut state.heap, owner, request.bytes)?;
+        state.heap.space_mut().account_mut().note_peak(stream);
+        Ok(self.mint(&state.heap, block, path))
+    }
+
+    unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
+        let state = &mut *self.lock();
+        let Some(held) = self.find(&state.heap, &block) else { return Err(foreign(self.name, block)) };
+        if state.defer_to_capture(held) {
+            return Ok(Path::Deferred);
+        }
+        let users = state.heap.take_uses(held);
+        state.policy.free(&mut state.heap, held, &users)
+    }
+
+    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
+        let state = &mut *self.lock();
+        let Some(held) = self.find(&state.heap, block) else { return Err(not_held(self.name, block)) };
+        state.heap.announce(held, stream);
+        Ok(())
+    }
+
+    fn stats(&self) -> Stats {
+        let state = self.lock();
+        let stranded_bytes = state.heap.pending().stranded_bytes();
+        Stats { stranded_bytes, ..state.heap.space().account().stats().clone() }
+    }
+
+    fn reset_peaks(&self) {
+        self.lock().heap.reset_peaks();
+    }
+
+    fn snapshot(&self) -> Option<Snapshot> {
+        Some(self.lock().heap.space().snapshot())
+    }
+
+    fn ledger_at_peak(&self) -> Ledger {
+        self.lock().heap.space().account().ledger_at_peak()
+    }
+
+    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
+        let state = &mut *self.lock();
+        let held = restore::restore(&mut state.heap, self.name, state.policy.size(), snapshot, age)?;
+        Ok(Some(held.into_iter().map(|block| self.mint(&state.heap, block, Path::DriverAlloc)).collect()))
+    }
+
+    fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
+        let heap = &mut self.lock().heap;
+        let released = release_cached(heap, keep_bytes)?;
+        heap.tell()?;
+        Ok(released)
+    }
+
+    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        self.lock().begin_capture(self.name, stream)
+    }
+
+    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        self.lock().end_capture(self.name, capture)
+    }
+
+    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        self.lock().release_capture(self.name, capture)
+    }
+}
+
+impl<P: Policy> Drop for Pooled<P> {
+    fn drop(&mut self) {
+        let state = &mut *self.lock();
+        state.end_all_captures();
+        // Errors have nobody to go to. An error ends a round, so one call that fails once does not keep the rest; what stays
+        // goes with the device's context.
+        for _ in 0..2 {
+            if release_cached(&mut state.heap, 0).is_ok() {
+                break;
+            }
+        }
+        state.heap.destroy_events();
+    }
+}

@@ -1,0 +1,95 @@
+//! Memory of graphs: each capture has a private pool, which no other request is served from.
+
+use super::{Policy, State};
+use crate::backends::captures::need_graphs;
+use crate::contract::{AllocError, CaptureId};
+use crate::device::{DriverError, StreamId};
+use crate::space::BlockId;
+
+/// What a capture keeps.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    /// Its private pool.
+    pub(super) private: Option<CaptureId>,
+    /// Blocks whose free waits for the end.
+    waiting: Vec<BlockId>,
+}
+
+impl<P: Policy> State<P> {
+    pub(super) fn begin_capture(&mut self, name: &'static str, stream: StreamId) -> Result<CaptureId, AllocError> {
+        need_graphs(name, self.heap.source().driver().as_ref())?;
+        self.captures.need_none_on(name, stream)?;
+        let capture = self.captures.begin(stream, Kept::default());
+        if let Some(kept) = self.captures.open_on(stream) {
+            kept.private = Some(capture);
+        }
+        self.heap.begin_capture(capture);
+        Ok(capture)
+    }
+
+    /// Lets the free of a block wait for the end of its stream's capture; false when there is none to wait for.
+    ///
+    /// A block from before the capture stays as it is until the end. One of the capture's own is reusable at once, unless
+    /// another stream uses it in the graph.
+    pub(super) fn defer_to_capture(&mut self, block: BlockId) -> bool {
+        let owner = self.heap.space()[block].list.owner;
+        let Some(kept) = self.captures.open_on(owner.stream) else { return false };
+        if owner.private == kept.private {
+            // The other streams' work is a part of the graph, and over when that is.
+            if self.heap.take_uses(block).is_empty() {
+                return false;
+            }
+        } else if owner.private.is_some() {
+            // Of an earlier capture of the stream.
+            return false;
+        }
+        self.heap.space_mut().defer(block);
+        kept.waiting.push(block);
+        true
+    }
+
+    /// Frees a block whose free waited for the end of a capture; streams that it was announced to are waited for now.
+    fn free_after_capture(&mut self, block: BlockId) -> Result<(), DriverError> {
+        let users = self.heap.take_uses(block);
+        if users.is_empty() {
+            self.heap.put(block);
+            return Ok(());
+        }
+        self.heap.wait_for(block, &users)
+    }
+
+    pub(super) fn end_capture(&mut self, name: &'static str, capture: CaptureId) -> Result<(), AllocError> {
+        let (stream, kept) = self.captures.find_open(name, capture)?;
+        let waiting = std::mem::take(&mut kept.waiting);
+        self.captures.end(stream);
+        self.heap.end_capture();
+        let (blocks, bytes) = self.heap.space().held_where(|list| list.owner.private == Some(capture));
+        let mut freed = Ok(());
+        for block in waiting {
+            freed = freed.and(self.free_after_capture(block));
+        }
+        if blocks > 0 {
+            return Err(AllocError::CaptureLive { allocator: name, blocks, bytes });
+        }
+        Ok(freed?)
+    }
+
+    pub(super) fn release_capture(&mut self, name: &'static str, capture: CaptureId) -> Result<(), AllocError> {
+        self.captures.release(name, capture)?;
+        self.heap.unpin(capture);
+        for idle in self.heap.idle_segments().iter().filter(|idle| idle.list.owner.private == Some(capture)) {
+            self.heap.release(idle)?;
+        }
+        Ok(())
+    }
+
+    /// Lets every segment go back, whatever captures there were; frees that waited for one are carried out.
+    pub(super) fn end_all_captures(&mut self) {
+        self.heap.unpin_all();
+        let mut captures = std::mem::take(&mut self.captures);
+        for block in captures.each().flat_map(|(_, kept)| std::mem::take(&mut kept.waiting)) {
+            // An error has nobody to go to; the block then waits like any other.
+            let _ = self.free_after_capture(block);
+        }
+    }
+}

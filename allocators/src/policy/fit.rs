@@ -1,0 +1,166 @@
+//! Part `fit`: which free block serves a request.
+//!
+//! Each kind keeps the index of free blocks that it searches. Blocks are told apart by [`FreeList`]: a search looks at one
+//! list and never hands out a block of another.
+#![forbid(unsafe_code)]
+
+use crate::space::{BlockId, FreeBlock, FreeList};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound::{Excluded, Included};
+
+/// The free blocks, with a rule for choosing one.
+#[derive(Clone, Debug)]
+pub enum Fit {
+    /// The smallest block that fits; of equal ones that with the lowest address (PyTorch, RMM's pool, BFC). Insert, remove
+    /// and search take O(log n).
+    Best(BTreeSet<(FreeList, u64, u64, BlockId)>),
+    /// The block with the lowest address that fits. A search looks at every block in front of that.
+    First(ByAddress),
+    /// The first block that fits behind the last one that was chosen, and from the lowest address on when the end is
+    /// reached. A search looks at the blocks in between.
+    Next {
+        /// The free blocks.
+        blocks: ByAddress,
+        /// Address of the block that was chosen last, by list.
+        last: BTreeMap<FreeList, u64>,
+    },
+}
+
+/// Free blocks by list and address: their sizes and names.
+pub type ByAddress = BTreeMap<(FreeList, u64), (u64, BlockId)>;
+
+impl Fit {
+    /// Best fit, with no free block yet.
+    #[must_use]
+    pub fn best() -> Self {
+        Self::Best(BTreeSet::new())
+    }
+
+    /// First fit, with no free block yet.
+    #[must_use]
+    pub fn first() -> Self {
+        Self::First(BTreeMap::new())
+    }
+
+    /// Next fit, with no free block yet.
+    #[must_use]
+    pub fn next() -> Self {
+        Self::Next { blocks: BTreeMap::new(), last: BTreeMap::new() }
+    }
+
+    /// Adds a block that became free.
+    pub fn insert(&mut self, block: FreeBlock) {
+        let FreeBlock { list, addr, bytes, id } = block;
+        match self {
+            Self::Best(blocks) => {
+                blocks.insert((list, bytes, addr, id));
+            }
+            Self::First(blocks) | Self::Next { blocks, .. } => {
+                blocks.insert((list, addr), (bytes, id));
+            }
+        }
+    }
+
+    /// Takes out a block that is no longer free, or no longer of this size.
+    pub fn remove(&mut self, block: FreeBlock) {
+        let FreeBlock { list, addr, bytes, id } = block;
+        let known = match self {
+            Self::Best(blocks) => blocks.remove(&(list, bytes, addr, id)),
+            Self::First(blocks) | Self::Next { blocks, .. } => {
+                blocks.remove(&(list, addr)).is_some_and(|known| known == (bytes, id))
+            }
+        };
+        debug_assert!(known, "{block:?} should be in the index");
+    }
+
+    /// A block of a list that has at least `bytes` and at most `largest`.
+    pub fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
+        if bytes > largest {
+            return None;
+        }
+        let fits = |(_, (size, _)): &(&(FreeList, u64), &(u64, BlockId))| (bytes..=largest).contains(size);
+        match self {
+            Self::Best(blocks) => {
+                let (found, size, _, id) = blocks.range((list, bytes, 0, BlockId::LOWEST)..).next()?;
+                (*found == list && *size <= largest).then_some(*id)
+            }
+            Self::First(blocks) => {
+                let whole = (Included((list, 0)), Included((list, u64::MAX)));
+                blocks.range(whole).find(fits).map(|(_, (_, id))| *id)
+            }
+            Self::Next { blocks, last } => {
+                let at = last.get(&list).copied().unwrap_or(0);
+                let behind = blocks.range((Excluded((list, at)), Included((list, u64::MAX))));
+                let before = blocks.range((Included((list, 0)), Included((list, at))));
+                let (&(_, addr), &(_, id)) = behind.chain(before).find(fits)?;
+                last.insert(list, addr);
+                Some(id)
+            }
+        }
+    }
+
+    /// The lists that have free blocks, in order.
+    #[must_use]
+    pub fn lists(&self) -> Vec<FreeList> {
+        let mut lists: Vec<FreeList> = match self {
+            Self::Best(blocks) => blocks.iter().map(|(list, ..)| *list).collect(),
+            Self::First(blocks) | Self::Next { blocks, .. } => blocks.keys().map(|(list, _)| *list).collect(),
+        };
+        lists.dedup();
+        lists
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::StreamId;
+    use crate::space::Owner;
+
+    fn list(stream: u64) -> FreeList {
+        FreeList { owner: Owner::of(StreamId::numbered(stream)), pool: None }
+    }
+
+    /// Blocks of stream 1 by (address, size), and one of stream 2 that would fit best of all.
+    fn filled(mut fit: Fit) -> Fit {
+        for (stream, addr, bytes) in [(1, 40, 8), (1, 10, 4), (1, 30, 6), (1, 20, 8), (2, 5, 5)] {
+            // CAST: small numbers.
+            fit.insert(FreeBlock { list: list(stream), addr, bytes, id: BlockId::numbered(addr as u32) });
+        }
+        fit
+    }
+
+    fn found(fit: &mut Fit, bytes: u64, largest: u64) -> Option<u32> {
+        fit.find(list(1), bytes, largest).map(BlockId::number)
+    }
+
+    #[test]
+    fn best_takes_the_smallest_and_then_the_lowest() {
+        let mut fit = filled(Fit::best());
+        assert_eq!([1, 5, 7].map(|bytes| found(&mut fit, bytes, 99)), [Some(10), Some(30), Some(20)]);
+        assert_eq!((found(&mut fit, 7, 7), found(&mut fit, 9, 99)), (None, None));
+        assert_eq!(fit.lists(), [list(1), list(2)]);
+    }
+
+    #[test]
+    fn first_takes_the_lowest() {
+        let mut fit = filled(Fit::first());
+        assert_eq!([1, 5, 9].map(|bytes| found(&mut fit, bytes, 99)), [Some(10), Some(20), None]);
+        assert_eq!(found(&mut fit, 5, 6), Some(30), "what is too large is passed over");
+    }
+
+    #[test]
+    fn next_goes_on_where_it_stopped() {
+        let mut fit = filled(Fit::next());
+        assert_eq!([8, 8, 8, 1].map(|bytes| found(&mut fit, bytes, 99)), [Some(20), Some(40), Some(20), Some(30)]);
+    }
+
+    #[test]
+    fn a_removed_block_is_not_found() {
+        for fit in [Fit::best(), Fit::first(), Fit::next()] {
+            let mut fit = filled(fit);
+            fit.remove(FreeBlock { list: list(1), addr: 30, bytes: 6, id: BlockId::numbered(30) });
+            assert_eq!(found(&mut fit, 5, 6), None);
+        }
+    }
+}

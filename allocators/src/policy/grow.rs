@@ -1,0 +1,209 @@
+//! Part `grow`: what happens when no free block fits.
+//!
+//! A [`Ladder`] is a list of [steps](Step). They are taken in order until one gives a block; after the last the request is
+//! refused.
+#![forbid(unsafe_code)]
+
+use super::heap::Heap;
+use crate::contract::{Path, PoolKind};
+use crate::device::DriverError;
+use crate::space::{BlockId, FreeList};
+
+/// A request that no free block fits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Miss {
+    /// The list that a new segment is for.
+    pub list: FreeList,
+    /// Rounded size in bytes.
+    pub bytes: u64,
+    /// Size of a segment for it, by part `size`.
+    pub segment: u64,
+}
+
+/// How large a new segment is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SegmentSize {
+    /// What part `size` says.
+    OfClass,
+    /// What the request needs, and no more.
+    Exact,
+    /// This many bytes, or what the request needs where that is more.
+    Fixed(u64),
+    /// This many bytes to begin with, and twice as many after each (BFC). Where the device has less, half of it, down to what
+    /// the request needs (RMM's pool).
+    Doubling(u64),
+}
+
+/// Something to try.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Give back idle segments of the large pool that are older than the average, while more than `above` bytes are held.
+    /// PyTorch's `garbage_collect_cached_blocks`. It gives no block by itself.
+    CollectGarbage {
+        /// Bytes that may stay.
+        above: u64,
+    },
+    /// Take a segment. PyTorch's `alloc_block`.
+    Segment,
+    /// Give back one idle segment of the stream that is large enough, or else the largest ones of at least `max_split` bytes
+    /// until enough is free; then take a segment. PyTorch's `release_available_cached_blocks`.
+    ReleaseOversize {
+        /// Smallest segment that goes back.
+        max_split: u64,
+    },
+    /// Wait for pending frees, and give back every idle segment. PyTorch's `release_cached_blocks`. It gives no block by
+    /// itself.
+    ReleaseCached,
+    /// Look for a free block again: the wait may have made one.
+    FitAgain,
+    /// Take a segment, and count a retry.
+    SegmentAgain,
+}
+
+/// Steps in order, and how large segments are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ladder {
+    /// What is tried.
+    pub steps: Vec<Step>,
+    /// Size of segments.
+    pub size: SegmentSize,
+}
+
+impl Ladder {
+    /// Takes the steps until one gives a free block that fits; `None` when none does. The path says by what. `again` looks for
+    /// a free block.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn climb(
+        &mut self,
+        heap: &mut Heap,
+        miss: &Miss,
+        again: impl Fn(&mut Heap) -> Result<Option<BlockId>, DriverError>,
+    ) -> Result<Option<(BlockId, Path)>, DriverError> {
+        let mut path = Path::DriverAlloc;
+        for step in self.steps.clone() {
+            let found = match step {
+                Step::CollectGarbage { above } => {
+                    if collect_garbage(heap, above)? {
+                        path = Path::Collect;
+                    }
+                    None
+                }
+                Step::Segment => self.new_segment(heap, miss)?,
+                Step::ReleaseOversize { max_split } => {
+                    path = Path::Retry;
+                    if release_oversize(heap, miss, max_split)? { self.new_segment(heap, miss)? } else { None }
+                }
+                Step::ReleaseCached => {
+                    path = Path::Retry;
+                    release_cached(heap, 0)?;
+                    None
+                }
+                Step::FitAgain => again(heap)?,
+                Step::SegmentAgain => {
+                    heap.space_mut().account_mut().count_retry();
+                    self.new_segment(heap, miss)?
+                }
+            };
+            if let Some(block) = found {
+                return Ok(Some((block, path)));
+            }
+        }
+        heap.space_mut().account_mut().count_refusal();
+        Ok(None)
+    }
+
+    /// Takes a segment of the size that is due.
+    fn new_segment(&mut self, heap: &mut Heap, miss: &Miss) -> Result<Option<BlockId>, DriverError> {
+        let due = match self.size {
+            SegmentSize::OfClass => miss.segment,
+            SegmentSize::Exact => miss.bytes,
+            SegmentSize::Fixed(bytes) => bytes.max(miss.bytes),
+            SegmentSize::Doubling(next) => return self.doubled(heap, miss, next),
+        };
+        heap.new_segment(miss.list, due)
+    }
+
+    fn doubled(&mut self, heap: &mut Heap, miss: &Miss, mut next: u64) -> Result<Option<BlockId>, DriverError> {
+        while next < miss.bytes {
+            next = next.saturating_mul(2);
+        }
+        let mut bytes = next;
+        loop {
+            if let Some(block) = heap.new_segment(miss.list, bytes)? {
+                if bytes == next {
+                    self.size = SegmentSize::Doubling(next.saturating_mul(2));
+                }
+                return Ok(Some(block));
+            }
+            if bytes == miss.bytes {
+                return Ok(None);
+            }
+            bytes = (bytes / 2).next_multiple_of(GRANULE).max(miss.bytes);
+        }
+    }
+}
+
+/// Halved segments are still multiples of this.
+const GRANULE: u64 = 512;
+
+/// PyTorch's `garbage_collect_cached_blocks`: true when anything went.
+fn collect_garbage(heap: &mut Heap, above: u64) -> Result<bool, DriverError> {
+    let target = heap.space().account().reserved().saturating_sub(above);
+    let mut idle = heap.idle_segments();
+    idle.retain(|idle| idle.list.pool != Some(PoolKind::Small));
+    let mut reclaimed = 0;
+    while reclaimed < target && !idle.is_empty() {
+        let mean = idle.iter().map(|idle| idle.age).sum::<u64>() as f64 / idle.len() as f64;
+        let (old, young): (Vec<_>, Vec<_>) = idle.into_iter().partition(|idle| idle.age as f64 >= mean);
+        // The oldest is at least as old as the average, so each round takes some.
+        for idle in old {
+            heap.release(&idle)?;
+            reclaimed += idle.bytes;
+        }
+        idle = young;
+    }
+    Ok(reclaimed > 0)
+}
+
+/// PyTorch's `release_available_cached_blocks`: true when at least as much went as the request needs.
+fn release_oversize(heap: &mut Heap, miss: &Miss, max_split: u64) -> Result<bool, DriverError> {
+    let wanted = miss.bytes.max(max_split);
+    let mut idle = heap.idle_segments();
+    idle.retain(|idle| idle.list == miss.list);
+    // The free block that is next in size may be a part of a segment, which cannot go back.
+    if let Some(block) = heap.find(miss.list, wanted, u64::MAX)
+        && let Some(whole) = idle.iter().find(|idle| idle.segment == heap.space()[block].segment)
+    {
+        heap.release(whole)?;
+        return Ok(true);
+    }
+    let mut released = 0;
+    for idle in idle.iter().rev().filter(|idle| (max_split..wanted).contains(&idle.bytes)) {
+        if released >= wanted {
+            break;
+        }
+        heap.release(idle)?;
+        released += idle.bytes;
+    }
+    Ok(released >= wanted)
+}
+
+/// PyTorch's `release_cached_blocks`: waits for pending frees, then gives idle segments back while more than `keep` bytes are
+/// held. Returns the bytes that went.
+///
+/// # Errors
+/// Those of the driver.
+pub fn release_cached(heap: &mut Heap, keep: u64) -> Result<u64, DriverError> {
+    heap.synchronize()?;
+    let mut released = 0;
+    for idle in heap.idle_segments() {
+        if heap.space().account().reserved() <= keep {
+            break;
+        }
+        heap.release(&idle)?;
+        released += idle.bytes;
+    }
+    Ok(released)
+}

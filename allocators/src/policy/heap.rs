@@ -1,0 +1,332 @@
+//! What the parts of an allocator work on: its memory, the index of its free blocks, its source, its pending frees.
+
+use super::fit::Fit;
+use super::grow::Miss;
+use super::pending::Pending;
+use super::source::Source;
+use super::stream::Stream;
+use crate::contract::{AllocError, CaptureId, OomReport, PoolKind};
+use crate::device::{DeviceAddr, Driver, DriverError, StreamId};
+use crate::space::{BlockId, FreeList, SegmentId, Space};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// See the [module](self). A policy searches it, takes blocks and puts them back, and asks for segments when it has to.
+#[derive(Debug)]
+pub struct Heap {
+    space: Space,
+    fit: Fit,
+    stream: Stream,
+    source: Source,
+    pending: Pending,
+    /// Streams that were announced to use a block.
+    uses: BTreeMap<BlockId, Vec<StreamId>>,
+    /// Private pools whose graphs may still run, so that none of their segments goes back.
+    pinned: BTreeSet<CaptureId>,
+    /// Graphs that are being captured.
+    captures: usize,
+}
+
+/// A segment that no block is taken of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Idle {
+    /// The segment.
+    pub segment: SegmentId,
+    /// Whose free list its blocks are in.
+    pub list: FreeList,
+    /// First address.
+    pub addr: u64,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Searches since it became idle.
+    pub age: u64,
+}
+
+impl Heap {
+    /// An empty heap.
+    #[must_use]
+    pub fn new(space: Space, fit: Fit, stream: Stream, source: Source) -> Self {
+        Self {
+            space,
+            fit,
+            stream,
+            source,
+            pending: Pending::default(),
+            uses: BTreeMap::new(),
+            pinned: BTreeSet::new(),
+            captures: 0,
+        }
+    }
+
+    /// The memory that is held.
+    #[must_use]
+    pub fn space(&self) -> &Space {
+        &self.space
+    }
+
+    pub(crate) fn space_mut(&mut self) -> &mut Space {
+        &mut self.space
+    }
+
+    pub(crate) fn pending(&self) -> &Pending {
+        &self.pending
+    }
+
+    pub(crate) fn source(&self) -> &Source {
+        &self.source
+    }
+
+    fn driver(&self) -> Arc<dyn Driver> {
+        Arc::clone(self.source.driver())
+    }
+
+    // Searching, taking, putting back.
+
+    /// A free block of `list` that has at least `bytes` and at most `largest`, by part `fit`.
+    pub fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
+        self.fit.find(list, bytes, largest)
+    }
+
+    /// The same of other streams whose blocks may be taken, by part `stream`. Later work of the list's stream waits on the
+    /// device until that block's last use is over.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn steal(&mut self, list: FreeList, bytes: u64, largest: u64) -> Result<Option<BlockId>, DriverError> {
+        if matches!(self.stream, Stream::Own) || list.owner.private.is_some() {
+            return Ok(None);
+        }
+        for other in self.fit.lists() {
+            let apart =
+                other.owner.stream != list.owner.stream && other.owner.private.is_none() && other.pool == list.pool;
+            if apart
+                && self.stream.may_steal_from(other.owner.stream)
+                && let Some(block) = self.fit.find(other, bytes, largest)
+            {
+                let driver = self.driver();
+                self.stream.order(driver.as_ref(), other.owner.stream, list.owner.stream)?;
+                return Ok(Some(block));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Hands a free block to the client of `list`, who asked for `requested` bytes: its front `bytes`; the rest stays free.
+    pub fn take(&mut self, block: BlockId, list: FreeList, bytes: u64, requested: u64) {
+        self.fit.remove(self.space.as_free(block));
+        if let Some(rest) = self.space.take(block, bytes, requested) {
+            self.fit.insert(self.space.as_free(rest));
+        }
+        if self.space[block].list.owner != list.owner {
+            self.space.hand_over(block, list.owner);
+        }
+    }
+
+    /// Makes a held or pending block reusable, joined with its free neighbours; true when there were any.
+    pub fn put(&mut self, block: BlockId) -> bool {
+        let joined = self.space.free(block);
+        joined.absorbed.into_iter().flatten().for_each(|gone| self.fit.remove(gone));
+        self.fit.insert(joined.block);
+        let owner = joined.block.list.owner;
+        if owner.private.is_none() {
+            self.stream.freed(self.source.driver().as_ref(), owner.stream);
+        }
+        joined.any()
+    }
+
+    // Segments.
+
+    /// Takes a segment from the source: one free block. `None` when there is no memory.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn new_segment(&mut self, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
+        let Some(addr) = self.source.allocate(bytes, self.space.account().reserved())? else { return Ok(None) };
+        let block = self.space.add_segment(list, addr, bytes);
+        self.fit.insert(self.space.as_free(block));
+        Ok(Some(block))
+    }
+
+    /// Cuts a new segment into blocks that are known, see [`Space::carve`].
+    pub(crate) fn carve(&mut self, whole: BlockId, parts: &[(u64, Option<u64>)]) -> Vec<BlockId> {
+        self.fit.remove(self.space.as_free(whole));
+        let blocks = self.space.carve(whole, parts);
+        for (block, _) in blocks.iter().zip(parts).filter(|(_, (_, requested))| requested.is_none()) {
+            self.fit.insert(self.space.as_free(*block));
+        }
+        blocks
+    }
+
+    /// Segments that can go back to the device, by (pool, stream, size, address): the large pool before the small one.
+    #[must_use]
+    pub fn idle_segments(&self) -> Vec<Idle> {
+        let idle = self.space.segments().filter(|(_, segment)| segment.busy == 0 && !segment.expandable);
+        let free = idle.filter(|(_, segment)| !self.is_pinned(segment.list));
+        let mut found: Vec<Idle> = free
+            .map(|(id, segment)| {
+                let age = self.space.age(segment.first);
+                Idle { segment: id, list: segment.list, addr: segment.addr, bytes: segment.bytes, age }
+            })
+            .collect();
+        let large_first = |idle: &Idle| idle.list.pool == Some(PoolKind::Small);
+        found.sort_unstable_by_key(|idle| (large_first(idle), idle.list.owner, idle.bytes, idle.addr));
+        found
+    }
+
+    /// Gives an idle segment back to the source.
+    ///
+    /// # Errors
+    /// Those of the driver: then it is still held.
+    pub fn release(&mut self, idle: &Idle) -> Result<(), DriverError> {
+        debug_assert_eq!(self.space[idle.segment].busy, 0, "a segment in use should not go back");
+        let addr = DeviceAddr::new(idle.addr).expect("segments do not lie at address zero");
+        // SAFETY: the segment came from the source and none of its blocks is held or pending, so nobody uses it but work
+        // that is queued on the streams that freed its blocks; it is removed below, so it goes back once.
+        unsafe { self.source.release(addr) }?;
+        let gone = self.space.remove_segment(idle.segment);
+        gone.into_iter().for_each(|block| self.fit.remove(block));
+        Ok(())
+    }
+
+    // Frees that wait.
+
+    /// Announces that work on `user` uses a held block.
+    pub(crate) fn announce(&mut self, block: BlockId, user: StreamId) {
+        if user != self.space[block].list.owner.stream {
+            let uses = self.uses.entry(block).or_default();
+            if !uses.contains(&user) {
+                uses.push(user);
+            }
+        }
+    }
+
+    /// The streams that a block was announced to, which are forgotten here.
+    pub(crate) fn take_uses(&mut self, block: BlockId) -> Vec<StreamId> {
+        if self.uses.is_empty() {
+            return Vec::new();
+        }
+        self.uses.remove(&block).unwrap_or_default()
+    }
+
+    /// Takes a held block back that waits for what is queued on some streams; it is reusable when that is done.
+    ///
+    /// # Errors
+    /// Those of the driver; the block waits all the same.
+    pub fn put_after(&mut self, block: BlockId, users: &[StreamId]) -> Result<(), DriverError> {
+        self.space.defer(block);
+        self.wait_for(block, users)
+    }
+
+    /// The same for a block that is pending already.
+    pub(crate) fn wait_for(&mut self, block: BlockId, users: &[StreamId]) -> Result<(), DriverError> {
+        let bytes = self.space[block].bytes;
+        self.pending.wait_for(self.source.driver().as_ref(), block, bytes, users, self.captures > 0)
+    }
+
+    /// Makes blocks reusable whose last use by another stream is over. Does not wait.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn process_events(&mut self) -> Result<(), DriverError> {
+        let mut done = Vec::new();
+        let outcome = self.pending.process(self.source.driver().as_ref(), self.captures > 0, &mut done);
+        done.into_iter().for_each(|block| {
+            self.put(block);
+        });
+        outcome
+    }
+
+    /// The same, waiting until no free is pending.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn synchronize(&mut self) -> Result<(), DriverError> {
+        self.space.account_mut().count_wait();
+        let mut done = Vec::new();
+        let outcome = self.pending.synchronize(self.source.driver().as_ref(), self.captures > 0, &mut done);
+        done.into_iter().for_each(|block| {
+            self.put(block);
+        });
+        outcome
+    }
+
+    /// An error by which a pending free was set aside when nobody was freeing, told once.
+    ///
+    /// # Errors
+    /// That one.
+    pub(crate) fn tell(&mut self) -> Result<(), DriverError> {
+        self.pending.take_untold().map_or(Ok(()), Err)
+    }
+
+    // Graphs.
+
+    /// A graph is being captured, whose memory is the private pool `private`.
+    pub(crate) fn begin_capture(&mut self, private: CaptureId) {
+        self.pinned.insert(private);
+        self.captures += 1;
+    }
+
+    pub(crate) fn end_capture(&mut self) {
+        self.captures -= 1;
+    }
+
+    /// The graph of a private pool is gone.
+    pub(crate) fn unpin(&mut self, private: CaptureId) {
+        self.pinned.remove(&private);
+    }
+
+    /// Whether a graph may use the segments of a list, so that they stay.
+    fn is_pinned(&self, list: FreeList) -> bool {
+        list.owner.private.is_some_and(|private| self.pinned.contains(&private))
+    }
+
+    pub(crate) fn unpin_all(&mut self) {
+        self.pinned.clear();
+        self.captures = 0;
+    }
+
+    // Reports.
+
+    pub(crate) fn reset_peaks(&mut self) {
+        self.space.account_mut().reset_peaks();
+        self.pending.reset_peaks();
+    }
+
+    /// The error for a request for `requested` bytes that no step of a ladder served.
+    pub fn out_of_memory(&self, allocator: &str, miss: &Miss, requested: u64) -> AllocError {
+        AllocError::OutOfMemory(Box::new(self.refusal(allocator, miss.list, requested, miss.segment)))
+    }
+
+    /// What is known when a request of `list` for `requested` bytes is refused, which needed a segment of `needed` bytes.
+    pub(crate) fn refusal(&self, allocator: &str, list: FreeList, requested: u64, needed: u64) -> OomReport {
+        let mut largest = 0;
+        let mut others = 0;
+        for block in self.space.free_blocks() {
+            if block.list == list {
+                largest = block.bytes.max(largest);
+            } else if block.list.owner != list.owner && !self.is_pinned(block.list) {
+                others += block.bytes;
+            }
+        }
+        OomReport {
+            allocator: allocator.into(),
+            requested_bytes: requested,
+            needed_bytes: needed,
+            reserved_bytes: self.space.account().reserved(),
+            active_bytes: self.space.account().stats().active_bytes.all.current,
+            largest_free_bytes: Some(largest),
+            other_streams_free_bytes: Some(others),
+            limit_bytes: self.source.limit(),
+            device_bytes: self.source.driver().mem_info().ok().map(|info| (info.free, info.total)),
+        }
+    }
+
+    /// Destroys every event, at the end.
+    pub(crate) fn destroy_events(&mut self) {
+        let events = [self.pending.take_events(), self.stream.take_events()].concat();
+        for event in events {
+            // SAFETY: the event is in no queue any more and belongs to this heap alone. An error has nobody to go to.
+            let _ = unsafe { self.source.driver().event_destroy(event) };
+        }
+    }
+}

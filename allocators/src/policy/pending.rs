@@ -1,0 +1,220 @@
+//! Frees that wait for streams other than the block's own (PyTorch's `record_stream`).
+//!
+//! A block that other streams were announced to use is not reusable when the client frees it. An event is queued on each of
+//! those streams, and the block is free when the last of them has completed.
+
+use crate::contract::Gauge;
+use crate::device::{CallKind, Driver, DriverError, EventId, StreamId};
+use crate::space::BlockId;
+use std::collections::{BTreeMap, VecDeque};
+
+/// A block that waits for an event.
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    /// Missing where it could not be made, or the stream is being captured; it is recorded later, which is late but safe.
+    event: Option<EventId>,
+    block: BlockId,
+}
+
+/// A block that waits.
+#[derive(Clone, Copy, Debug, Default)]
+struct Left {
+    /// Streams that it still waits for.
+    streams: u32,
+    /// How many of these take no event any more.
+    gone: u32,
+    bytes: u64,
+}
+
+/// The blocks that wait, oldest first by stream.
+#[derive(Debug, Default)]
+pub struct Pending {
+    queues: BTreeMap<StreamId, VecDeque<Waiting>>,
+    left: BTreeMap<BlockId, Left>,
+    /// Events to use again.
+    events: Vec<EventId>,
+    /// Bytes of blocks used by streams that take no event any more, because they are gone. Nothing but a wait for the whole
+    /// device tells that their work is over.
+    stranded: Gauge,
+    /// The first error by which a block was stranded when nobody was freeing it, so that nobody was told.
+    untold: Option<DriverError>,
+}
+
+impl Pending {
+    /// Bytes of blocks that wait for streams that are gone; `None` when there never were any.
+    #[must_use]
+    pub fn stranded_bytes(&self) -> Option<Gauge> {
+        Some(self.stranded).filter(|gauge| gauge.allocated > 0)
+    }
+
+    /// Lets the peak start again.
+    pub(super) fn reset_peaks(&mut self) {
+        self.stranded.reset_peak();
+    }
+
+    /// An error that a request would not have been the place to tell, once.
+    pub(super) fn take_untold(&mut self) -> Option<DriverError> {
+        self.untold.take()
+    }
+
+    /// Every event that waits for its next use.
+    pub(super) fn take_events(&mut self) -> Vec<EventId> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// Queues an event on a stream; `None` while the stream is captured, when it would become a part of the graph.
+    fn record(
+        &mut self,
+        driver: &dyn Driver,
+        stream: StreamId,
+        capturing: bool,
+    ) -> Result<Option<EventId>, DriverError> {
+        if capturing && driver.stream_is_capturing(stream)? {
+            return Ok(None);
+        }
+        let event = match self.events.pop() {
+            Some(event) => event,
+            None => driver.event_create(false)?,
+        };
+        match driver.event_record(event, stream) {
+            Ok(()) => Ok(Some(event)),
+            Err(error) => {
+                self.events.push(event);
+                Err(error)
+            }
+        }
+    }
+
+    /// Lets a block of `bytes` wait for what is queued on `users`. `capturing` says whether any graph is being captured.
+    ///
+    /// # Errors
+    /// Those of the driver. The block waits all the same: where a stream takes no event, for the whole device.
+    pub(super) fn wait_for(
+        &mut self,
+        driver: &dyn Driver,
+        block: BlockId,
+        bytes: u64,
+        users: &[StreamId],
+        capturing: bool,
+    ) -> Result<(), DriverError> {
+        // CAST: one for each stream.
+        self.left.insert(block, Left { streams: users.len() as u32, gone: 0, bytes });
+        let mut outcome = Ok(());
+        for &user in users {
+            let event = match self.record(driver, user, capturing) {
+                Ok(event) => event,
+                Err(error) => {
+                    let may_be_made_later = error.call == CallKind::EventCreate;
+                    outcome = Err(error);
+                    if !may_be_made_later {
+                        self.strand(block);
+                        continue;
+                    }
+                    None
+                }
+            };
+            self.queues.entry(user).or_default().push_back(Waiting { event, block });
+        }
+        outcome
+    }
+
+    fn strand(&mut self, block: BlockId) {
+        let left = self.left.entry(block).or_default();
+        left.gone += 1;
+        if left.gone == 1 {
+            self.stranded.increase(left.bytes);
+        }
+    }
+
+    /// One of the streams of a block is done with it; true when it was the last.
+    fn complete(&mut self, block: BlockId, done: &mut Vec<BlockId>) {
+        let left = self.left.entry(block).or_default();
+        left.streams -= 1;
+        if left.streams == 0 {
+            self.left.remove(&block);
+            done.push(block);
+        }
+    }
+
+    /// PyTorch's `process_events`: notes in `done` the blocks whose events have completed. Each stream's queue is looked at
+    /// until its first event that has not.
+    ///
+    /// # Errors
+    /// Those of the driver; `done` is right all the same.
+    pub(super) fn process(
+        &mut self,
+        driver: &dyn Driver,
+        capturing: bool,
+        done: &mut Vec<BlockId>,
+    ) -> Result<(), DriverError> {
+        self.drain(driver, capturing, false, done, |event| driver.event_query(event))
+    }
+
+    /// Waits for every pending free, and for the whole device where that is the only way.
+    ///
+    /// # Errors
+    /// Those of the driver; `done` is right all the same.
+    pub(super) fn synchronize(
+        &mut self,
+        driver: &dyn Driver,
+        capturing: bool,
+        done: &mut Vec<BlockId>,
+    ) -> Result<(), DriverError> {
+        self.drain(driver, capturing, true, done, |event| driver.event_synchronize(event).map(|()| true))?;
+        // A device that is captured cannot be waited for, and one that refuses to be keeps what was set aside.
+        if self.stranded.current == 0 || capturing || driver.device_synchronize().is_err() {
+            return Ok(());
+        }
+        let stranded: Vec<BlockId> =
+            self.left.iter().filter(|(_, left)| left.gone > 0).map(|(block, _)| *block).collect();
+        for block in stranded {
+            let left = self.left.entry(block).or_default();
+            let gone = std::mem::take(&mut left.gone);
+            self.stranded.decrease(left.bytes);
+            (0..gone).for_each(|_| self.complete(block, done));
+        }
+        Ok(())
+    }
+
+    /// Completes frees from the front of each queue while `is_done` says so. A stream that takes no event strands the blocks
+    /// that wait for it; `all` says whether it does as well when no event can be made for it now.
+    fn drain(
+        &mut self,
+        driver: &dyn Driver,
+        capturing: bool,
+        all: bool,
+        done: &mut Vec<BlockId>,
+        is_done: impl Fn(EventId) -> Result<bool, DriverError>,
+    ) -> Result<(), DriverError> {
+        let streams: Vec<StreamId> = self.queues.keys().copied().collect();
+        for stream in streams {
+            while let Some(&Waiting { event, block }) = self.queues.get(&stream).and_then(VecDeque::front) {
+                let recorded = match event {
+                    Some(event) => Ok(Some(event)),
+                    None => self.record(driver, stream, capturing),
+                };
+                let Some(queue) = self.queues.get_mut(&stream) else { break };
+                match recorded {
+                    Ok(Some(event)) => {
+                        queue[0].event = Some(event);
+                        if !is_done(event)? {
+                            break;
+                        }
+                        queue.pop_front();
+                        self.events.push(event);
+                        self.complete(block, done);
+                    }
+                    Ok(None) => break,
+                    Err(error) if error.call == CallKind::EventCreate && !all => break,
+                    Err(error) => {
+                        queue.pop_front();
+                        self.untold.get_or_insert(error);
+                        self.strand(block);
+                    }
+                }
+            }
+        }
+        self.queues.retain(|_, queue| !queue.is_empty());
+        Ok(())
+    }
+}

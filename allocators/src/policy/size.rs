@@ -1,0 +1,98 @@
+//! Part `size`: how a request is rounded, which pool serves it, and how large a segment for it is.
+#![forbid(unsafe_code)]
+
+mod divisions;
+pub mod torch;
+
+use crate::contract::PoolKind;
+
+/// Segments of policies that have no sizes of their own for them are multiples of this: a page of the device.
+const PAGE: u64 = 2 << 20;
+
+/// A rule for sizes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Size {
+    /// PyTorch: multiples of 512 bytes, or steps between powers of two; a small and a large pool. See [`torch`].
+    Torch(torch::Divisions),
+    /// RMM's pool: multiples of 256 bytes, one pool
+    /// (<https://github.com/rapidsai/rmm>, `pool_memory_resource`).
+    Rmm,
+    /// The BFC allocator of TensorFlow and XLA: multiples of 256 bytes, one pool
+    /// (<https://github.com/openxla/xla>, `bfc_allocator`).
+    Bfc,
+    /// Powers of two from 512 bytes on, one pool: blocks of one size class are all alike, at up to half of each wasted.
+    PowerOfTwo,
+}
+
+impl Size {
+    /// Every block is a multiple of this many bytes.
+    #[must_use]
+    pub fn granule(&self) -> u64 {
+        match self {
+            Self::Torch(_) | Self::PowerOfTwo => torch::MIN_BLOCK,
+            Self::Rmm | Self::Bfc => 256,
+        }
+    }
+
+    /// The size of the block for a request of `bytes`, which are at most 2^62.
+    #[must_use]
+    pub fn round(&self, bytes: u64) -> u64 {
+        match self {
+            Self::Torch(divisions) => torch::round_size(bytes, divisions),
+            Self::Rmm | Self::Bfc => bytes.next_multiple_of(self.granule()),
+            Self::PowerOfTwo => bytes.next_power_of_two().max(self.granule()),
+        }
+    }
+
+    /// The pool that serves a rounded size; `None` where there is only one.
+    #[must_use]
+    pub fn pool(&self, rounded: u64) -> Option<PoolKind> {
+        matches!(self, Self::Torch(_)).then(|| torch::pool_of(rounded))
+    }
+
+    /// The pool of a segment that another allocator made and kept in `pool`.
+    #[must_use]
+    pub(crate) fn pool_of_segment(&self, pool: Option<PoolKind>) -> Option<PoolKind> {
+        matches!(self, Self::Torch(_)).then(|| pool.unwrap_or(PoolKind::Large))
+    }
+
+    /// The size of a segment for a rounded size.
+    #[must_use]
+    pub fn segment(&self, rounded: u64) -> u64 {
+        match self {
+            Self::Torch(_) => torch::segment_size(rounded),
+            _ => rounded.next_multiple_of(PAGE),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: [Size; 4] = [Size::Torch(torch::Divisions([0; 16])), Size::Rmm, Size::Bfc, Size::PowerOfTwo];
+
+    #[test]
+    fn sizes_grow_with_the_request_and_are_whole_granules() {
+        for size in ALL {
+            let mut last = 0;
+            for bytes in (1..70_000).chain([1 << 20, (1 << 20) + 1, 10 << 20, (1 << 40) - 1, 1 << 62]) {
+                let rounded = size.round(bytes);
+                assert!(rounded >= bytes.max(last) && rounded.is_multiple_of(size.granule()), "{size:?} {bytes}");
+                assert_eq!(size.round(rounded), rounded, "{size:?} {bytes}");
+                assert!(size.segment(rounded) >= rounded, "{size:?} {bytes}");
+                last = rounded;
+            }
+        }
+    }
+
+    #[test]
+    fn each_rule_rounds_as_its_original() {
+        let round = |bytes| ALL.map(|size| size.round(bytes));
+        assert_eq!(round(1), [512, 256, 256, 512]);
+        assert_eq!(round(600), [1024, 768, 768, 1024]);
+        assert_eq!(round((1 << 20) + 1), [(1 << 20) + 512, (1 << 20) + 256, (1 << 20) + 256, 2 << 20]);
+        assert_eq!(ALL.map(|size| size.pool(512)), [Some(PoolKind::Small), None, None, None]);
+        assert_eq!(ALL.map(|size| size.segment(3 << 20)), [20 << 20, 4 << 20, 4 << 20, 4 << 20]);
+    }
+}

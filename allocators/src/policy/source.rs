@@ -1,0 +1,81 @@
+//! Part `source`: where segments come from.
+
+use crate::device::{DeviceAddr, Driver, DriverError};
+use std::sync::Arc;
+
+/// A source of segments on a device.
+#[derive(Debug)]
+pub enum Source {
+    /// One call of the driver a segment (`cuMemAlloc`, `cuMemFree`), all at addresses of their own.
+    Plain {
+        /// The device.
+        driver: Arc<dyn Driver>,
+        /// Most bytes that may be held from it at once.
+        limit: Option<u64>,
+    },
+}
+
+impl Source {
+    /// The device.
+    #[must_use]
+    pub fn driver(&self) -> &Arc<dyn Driver> {
+        let Self::Plain { driver, .. } = self;
+        driver
+    }
+
+    /// Most bytes that may be held from the device.
+    #[must_use]
+    pub fn limit(&self) -> Option<u64> {
+        let Self::Plain { limit, .. } = self;
+        *limit
+    }
+
+    /// The address of a new segment; `None` when the device has no memory, or when `reserved` bytes are held and as many
+    /// more would pass the limit.
+    ///
+    /// # Errors
+    /// Any other error of the driver.
+    pub(super) fn allocate(&self, bytes: u64, reserved: u64) -> Result<Option<u64>, DriverError> {
+        let Self::Plain { driver, limit } = self;
+        if limit.is_some_and(|limit| reserved.saturating_add(bytes) > limit) {
+            return Ok(None);
+        }
+        match driver.mem_alloc(bytes) {
+            Ok(addr) => Ok(Some(addr.get())),
+            Err(error) if error.is_out_of_memory() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Gives a segment back, which waits until the whole device is idle.
+    ///
+    /// # Errors
+    /// Those of the driver: then the segment is still held.
+    ///
+    /// # Safety
+    /// The segment came from this source, is given back once, and nobody uses it any more but work that is queued.
+    pub(super) unsafe fn release(&self, addr: DeviceAddr) -> Result<(), DriverError> {
+        let Self::Plain { driver, .. } = self;
+        // SAFETY: the caller promises it, and the call itself waits for queued work.
+        unsafe { driver.mem_free(addr) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::NullDriver;
+
+    #[test]
+    fn a_limit_and_a_full_device_are_no_errors() {
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(4 << 20));
+        let source = Source::Plain { driver: Arc::clone(&driver), limit: Some(3 << 20) };
+        assert_eq!(source.allocate(2 << 20, (1 << 20) + 1).unwrap(), None, "past the limit");
+        let addr = source.allocate(2 << 20, 1 << 20).unwrap().unwrap();
+        let source = Source::Plain { driver, limit: None };
+        assert_eq!(source.allocate(4 << 20, 0).unwrap(), None, "past the device's memory");
+        // SAFETY: made above, and used by nobody.
+        unsafe { source.release(DeviceAddr::new(addr).unwrap()) }.unwrap();
+        assert!(source.allocate(4 << 20, 0).unwrap().is_some());
+    }
+}

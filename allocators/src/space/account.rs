@@ -1,0 +1,252 @@
+//! The account: what blocks and segments add up to, with exact peaks.
+
+use super::FreeList;
+use crate::contract::{Gauge, Ledger, PoolKind, PooledGauge, Stats};
+use crate::device::StreamId;
+use std::collections::BTreeMap;
+
+/// PyTorch's statistics and the ledger, counted as blocks change state. Peaks are exact: one change is counted at a time.
+///
+/// The ledger tells free bytes by the stream that asked for their *segment*.
+#[derive(Clone, Debug)]
+pub struct Account {
+    stats: Stats,
+    /// Segments and blocks of at least this many bytes are counted as oversize.
+    oversize: u64,
+    by_stream: BTreeMap<StreamId, Sums>,
+    peak: Ledger,
+    /// Stream of the request that took reserved memory to its peak.
+    grown_by: StreamId,
+}
+
+/// What the segments that a stream asked for hold, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sums {
+    reserved: u64,
+    /// In segments of which no block is held or pending.
+    idle: u64,
+    held: u64,
+    /// What the client asked for in the held blocks.
+    requested: u64,
+    pending: u64,
+}
+
+impl Sums {
+    fn ledger(&self, own: bool) -> Ledger {
+        let free = self.reserved - self.held - self.pending;
+        let (soft, hard, stream) = if own { (self.idle, free - self.idle, 0) } else { (0, 0, free) };
+        Ledger {
+            internal: self.held - self.requested,
+            soft,
+            hard,
+            stream,
+            pending: self.pending,
+            reserved: self.reserved,
+            requested: self.requested,
+            ..Ledger::default()
+        }
+    }
+}
+
+/// Gauges without pools take no notice of the pool.
+fn pool(list: FreeList) -> PoolKind {
+    list.pool.unwrap_or(PoolKind::Large)
+}
+
+impl Default for Account {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Account {
+    /// An account without pools.
+    #[must_use]
+    pub fn new() -> Self {
+        let gauge = Some(PooledGauge::default());
+        let stats = Stats { segment: gauge, inactive_split: gauge, inactive_split_bytes: gauge, ..Stats::default() };
+        Self::of(stats, u64::MAX)
+    }
+
+    /// An account that also counts by pool, and what is of at least `oversize` bytes.
+    #[must_use]
+    pub fn with_pools(oversize: u64) -> Self {
+        Self::of(Stats::with_pools(), oversize)
+    }
+
+    fn of(stats: Stats, oversize: u64) -> Self {
+        Self { stats, oversize, by_stream: BTreeMap::new(), peak: Ledger::default(), grown_by: StreamId::NONE }
+    }
+
+    /// PyTorch's statistics.
+    #[must_use]
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// Bytes held from the device.
+    #[must_use]
+    pub fn reserved(&self) -> u64 {
+        self.stats.reserved_bytes.all.current
+    }
+
+    /// The ledger of this moment, as a request on `stream` sees it.
+    #[must_use]
+    pub fn ledger(&self, stream: StreamId) -> Ledger {
+        self.by_stream.iter().map(|(owner, sums)| sums.ledger(*owner == stream)).sum()
+    }
+
+    /// The ledger when reserved memory last reached a new peak.
+    #[must_use]
+    pub fn ledger_at_peak(&self) -> Ledger {
+        self.peak
+    }
+
+    /// Notes the ledger if a request of `stream` took reserved memory to a new peak.
+    pub fn note_peak(&mut self, stream: StreamId) {
+        if self.reserved() > self.peak.reserved {
+            self.peak = self.ledger(stream);
+            self.grown_by = stream;
+        }
+    }
+
+    /// Lets every peak start again from the current value.
+    pub fn reset_peaks(&mut self) {
+        self.stats.reset_peaks();
+        self.peak = self.ledger(self.grown_by);
+    }
+
+    /// Counts a device allocation that is tried again after the cache was released.
+    pub fn count_retry(&mut self) {
+        self.stats.num_alloc_retries += 1;
+    }
+
+    /// Counts a request that was refused for lack of memory.
+    pub fn count_refusal(&mut self) {
+        self.stats.num_ooms += 1;
+    }
+
+    /// Counts a wait for all outstanding events.
+    pub fn count_wait(&mut self) {
+        self.stats.num_sync_all_streams += 1;
+    }
+
+    fn sums(&mut self, segment: FreeList) -> &mut Sums {
+        self.by_stream.entry(segment.owner.stream).or_default()
+    }
+
+    /// A gauge that is there from the start, because [`Account::of`] is given nothing else.
+    fn known<T>(gauge: &mut Option<T>) -> &mut T {
+        gauge.as_mut().expect("an account should have been made with this gauge")
+    }
+
+    fn oversize(gauge: &mut Option<Gauge>, change: impl Fn(&mut Gauge)) {
+        gauge.iter_mut().for_each(change);
+    }
+
+    /// Memory came from the device.
+    fn reserve(&mut self, list: FreeList, bytes: u64) {
+        self.stats.reserved_bytes.increase(pool(list), bytes);
+        self.stats.num_device_alloc += 1;
+        self.sums(list).reserved += bytes;
+    }
+
+    fn give_back(&mut self, list: FreeList, bytes: u64) {
+        self.stats.reserved_bytes.decrease(pool(list), bytes);
+        self.stats.num_device_free += 1;
+        self.sums(list).reserved -= bytes;
+    }
+
+    pub(super) fn segment_added(&mut self, list: FreeList, bytes: u64) {
+        self.reserve(list, bytes);
+        self.sums(list).idle += bytes;
+        Self::known(&mut self.stats.segment).increase(pool(list), 1);
+        if bytes >= self.oversize {
+            Self::oversize(&mut self.stats.oversize_segments, |gauge| gauge.increase(1));
+        }
+    }
+
+    pub(super) fn segment_removed(&mut self, list: FreeList, bytes: u64) {
+        self.give_back(list, bytes);
+        self.sums(list).idle -= bytes;
+        Self::known(&mut self.stats.segment).decrease(pool(list), 1);
+        if bytes >= self.oversize {
+            Self::oversize(&mut self.stats.oversize_segments, |gauge| gauge.decrease(1));
+        }
+    }
+
+    /// Memory came behind a part of an expandable segment that is in use, or not, as `busy` says.
+    pub(super) fn mapped(&mut self, list: FreeList, bytes: u64, busy: bool) {
+        self.reserve(list, bytes);
+        if !busy {
+            self.sums(list).idle += bytes;
+        }
+    }
+
+    pub(super) fn unmapped_part(&mut self, list: FreeList, bytes: u64, busy: bool) {
+        self.give_back(list, bytes);
+        if !busy {
+            self.sums(list).idle -= bytes;
+        }
+    }
+
+    /// What was still mapped of an expandable segment that goes.
+    pub(super) fn unmapped(&mut self, list: FreeList, bytes: u64) {
+        if bytes > 0 {
+            self.unmapped_part(list, bytes, false);
+        }
+    }
+
+    /// The first block of a segment is taken.
+    pub(super) fn segment_busy(&mut self, segment: FreeList, mapped: u64) {
+        self.sums(segment).idle -= mapped;
+    }
+
+    /// The last block of a segment became free.
+    pub(super) fn segment_idle(&mut self, segment: FreeList, mapped: u64) {
+        self.sums(segment).idle += mapped;
+    }
+
+    /// The client takes a block.
+    pub(super) fn taken(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
+        let (stats, pool) = (&mut self.stats, pool(list));
+        stats.allocation.increase(pool, 1);
+        stats.allocated_bytes.increase(pool, bytes);
+        stats.active.increase(pool, 1);
+        stats.active_bytes.increase(pool, bytes);
+        stats.requested_bytes.increase(pool, requested);
+        if bytes >= self.oversize {
+            Self::oversize(&mut stats.oversize_allocations, |gauge| gauge.increase(1));
+        }
+        let sums = self.sums(segment);
+        (sums.held, sums.requested) = (sums.held + bytes, sums.requested + requested);
+    }
+
+    /// The client gives a block back, which is pending now.
+    pub(super) fn let_go(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
+        let (stats, pool) = (&mut self.stats, pool(list));
+        stats.allocation.decrease(pool, 1);
+        stats.allocated_bytes.decrease(pool, bytes);
+        if bytes >= self.oversize {
+            Self::oversize(&mut stats.oversize_allocations, |gauge| gauge.decrease(1));
+        }
+        let sums = self.sums(segment);
+        (sums.held, sums.requested) = (sums.held - bytes, sums.requested - requested);
+        sums.pending += bytes;
+    }
+
+    /// A pending block is reusable.
+    pub(super) fn freed(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
+        let (stats, pool) = (&mut self.stats, pool(list));
+        stats.active.decrease(pool, 1);
+        stats.active_bytes.decrease(pool, bytes);
+        stats.requested_bytes.decrease(pool, requested);
+        self.sums(segment).pending -= bytes;
+    }
+
+    /// The number and bytes of free blocks that are parts of segments change by this much in all.
+    pub(super) fn split_changed(&mut self, list: FreeList, blocks: i64, bytes: i64) {
+        Self::known(&mut self.stats.inactive_split).change(pool(list), blocks);
+        Self::known(&mut self.stats.inactive_split_bytes).change(pool(list), bytes);
+    }
+}

@@ -1,0 +1,62 @@
+//! Expandable segments: ranges of addresses whose memory comes and goes in parts.
+
+use super::{BlockId, FreeBlock, FreeList, Joined, Record, Space, State};
+
+impl Space {
+    /// Adds a range of addresses without memory behind it: one unmapped block, which is returned.
+    pub fn add_addresses(&mut self, list: FreeList, addr: u64, bytes: u64) -> BlockId {
+        self.add_whole(list, addr, bytes, State::Unmapped)
+    }
+
+    /// Notes that the front `bytes` of an unmapped block have memory now. They are free, and joined with free memory in
+    /// front of them.
+    ///
+    /// # Panics
+    /// When the block is not unmapped or too small.
+    pub fn map(&mut self, block: BlockId, bytes: u64) -> Joined {
+        let Record { state, bytes: size, list, segment, .. } = self[block];
+        assert!(state == State::Unmapped && bytes <= size, "memory should come where there is none");
+        if bytes < size {
+            self.cut(block, bytes);
+        }
+        let now = self.now();
+        let record = self.record(block);
+        (record.state, record.idle_since) = (State::Free, now);
+        let owner = {
+            let segment = self.segment(segment);
+            segment.mapped += bytes;
+            *segment
+        };
+        debug_assert_eq!(owner.list, list);
+        self.account.mapped(list, bytes, owner.busy > 0);
+        self.join_around(block).0
+    }
+
+    /// Notes that `bytes` of a free block, from `offset` on, have no memory any more. Returns what is left of it in front
+    /// and behind.
+    ///
+    /// # Panics
+    /// When the block is not free, too small, or not of an expandable segment.
+    pub fn unmap(&mut self, block: BlockId, offset: u64, bytes: u64) -> [Option<FreeBlock>; 2] {
+        let Record { state, bytes: size, segment, .. } = self[block];
+        assert!(self[segment].expandable, "memory should go in parts only where it came in parts");
+        assert!(state == State::Free && 0 < bytes && offset + bytes <= size, "only free memory should go");
+        let age = self[block].idle_since;
+        let middle = if offset > 0 { self.cut(block, offset) } else { block };
+        let behind = (offset + bytes < size).then(|| self.cut(middle, bytes));
+        if let Some(behind) = behind {
+            self.record(behind).idle_since = age;
+        }
+        let owner = {
+            let segment = self.segment(segment);
+            segment.mapped -= bytes;
+            *segment
+        };
+        // Addresses are the segment's, whoever had the memory.
+        let record = self.record(middle);
+        (record.state, record.list) = (State::Unmapped, owner.list);
+        self.account.unmapped_part(owner.list, bytes, owner.busy > 0);
+        self.join_around(middle);
+        [(offset > 0).then_some(block), behind].map(|left| left.map(|id| FreeBlock::of(id, &self[id])))
+    }
+}

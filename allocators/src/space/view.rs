@@ -1,0 +1,89 @@
+//! Looking at what is held: blocks by number, segments that are idle, snapshots.
+
+use super::{BlockId, FreeBlock, FreeList, Segment, SegmentId, Space, State};
+use crate::contract::{BlockInfo, BlockState, SegmentInfo, Snapshot};
+use crate::device::DeviceAddr;
+
+fn address(addr: u64) -> DeviceAddr {
+    DeviceAddr::new(addr).expect("segments do not lie at address zero")
+}
+
+impl Space {
+    /// The held block with this number, if it lies at this address.
+    #[must_use]
+    pub fn find_held(&self, number: u32, addr: u64) -> Option<BlockId> {
+        let record = self.blocks.get(number as usize)?.as_ref()?;
+        (record.addr == addr && record.state == State::Held).then_some(BlockId(number))
+    }
+
+    /// A free block as an index of free blocks keeps it.
+    ///
+    /// # Panics
+    /// When there is no such block any more.
+    #[must_use]
+    pub fn as_free(&self, block: BlockId) -> FreeBlock {
+        FreeBlock::of(block, &self[block])
+    }
+
+    /// Every segment, in no order.
+    pub fn segments(&self) -> impl Iterator<Item = (SegmentId, &Segment)> {
+        // CAST: there are fewer than 2^32.
+        let numbered = self.segments.iter().enumerate().map(|(number, segment)| (SegmentId(number as u32), segment));
+        numbered.filter_map(|(id, segment)| segment.as_ref().map(|segment| (id, segment)))
+    }
+
+    /// The blocks of a segment in address order.
+    pub fn blocks_of(&self, segment: SegmentId) -> impl Iterator<Item = BlockId> {
+        std::iter::successors(Some(self[segment].first), |block| self[*block].next)
+    }
+
+    /// Every block that is free, in no order.
+    pub fn free_blocks(&self) -> impl Iterator<Item = FreeBlock> {
+        // CAST: there are fewer than 2^32.
+        let numbered = self.blocks.iter().enumerate().map(|(number, record)| (BlockId(number as u32), record));
+        let known = numbered.filter_map(|(id, record)| record.as_ref().map(|record| (id, record)));
+        known.filter(|(_, record)| record.state == State::Free).map(|(id, record)| FreeBlock::of(id, record))
+    }
+
+    /// Blocks that are held for an owner of a free list, and their bytes.
+    #[must_use]
+    pub fn held_where(&self, wanted: impl Fn(&FreeList) -> bool) -> (usize, u64) {
+        let held = self.blocks.iter().flatten().filter(|block| block.state == State::Held && wanted(&block.list));
+        held.fold((0, 0), |(blocks, bytes), block| (blocks + 1, bytes + block.bytes))
+    }
+
+    /// Segments and blocks in address order. Of an expandable segment each range that has memory is a segment of its own,
+    /// as PyTorch shows it.
+    #[must_use]
+    pub fn snapshot(&self) -> Snapshot {
+        let mut segments = Vec::new();
+        for (id, segment) in self.segments() {
+            let mut open: Option<SegmentInfo> = None;
+            for block in self.blocks_of(id) {
+                let block = &self[block];
+                let state = match block.state {
+                    State::Free => BlockState::Free,
+                    State::Held => BlockState::Allocated,
+                    State::Pending => BlockState::PendingFree,
+                    State::Unmapped => {
+                        segments.extend(open.take());
+                        continue;
+                    }
+                };
+                let info = open.get_or_insert_with(|| SegmentInfo {
+                    addr: address(block.addr),
+                    bytes: 0,
+                    stream: segment.list.owner.stream,
+                    pool: segment.list.pool,
+                    blocks: Vec::new(),
+                });
+                info.bytes += block.bytes;
+                let (addr, bytes, requested) = (address(block.addr), block.bytes, block.requested);
+                info.blocks.push(BlockInfo { addr, bytes, requested, state });
+            }
+            segments.extend(open);
+        }
+        segments.sort_unstable_by_key(|segment| segment.addr);
+        Snapshot { segments }
+    }
+}

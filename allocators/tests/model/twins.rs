@@ -1,0 +1,162 @@
+//! `caching` is `pytorch`, written for speed: side by side on two devices alike they place every block at the same address by
+//! the same path, make the same driver calls at the same time, and say the same of themselves.
+
+use super::common::{GIB, MIB, allocate, free, sim, work};
+use super::{Op, ROOM, STREAMS, caching_settings, config, ops};
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
+use std::sync::{Arc, Mutex};
+use vramlab::backends::{CachingSettings, caching, pytorch};
+use vramlab::policy::size::torch::Divisions;
+use vramlab::{
+    Backend, Block, CallEvent, CallKind, DeviceAllocator, Driver, MeteredDriver, Path, Selection, SimDriver, SimMemory,
+    StreamId,
+};
+
+/// What of a driver call has to be alike.
+type Call = (CallKind, u64, Option<u64>, bool, u64);
+
+/// One of the two, on a device of its own.
+struct Side {
+    sim: Arc<SimDriver>,
+    allocator: Arc<dyn DeviceAllocator>,
+    calls: Arc<Mutex<Vec<Call>>>,
+    streams: Vec<StreamId>,
+    live: Vec<(Block, StreamId)>,
+}
+
+/// What an operation gave.
+#[derive(Debug, PartialEq)]
+enum Outcome {
+    Placed(u64, u64, Path),
+    Freed(Path),
+    Trimmed(u64),
+    Refused(String),
+    Nothing,
+}
+
+impl Side {
+    fn new(backend: &'static Backend, settings: &CachingSettings, room: u64) -> Self {
+        let sim = sim(room, SimMemory::None);
+        let streams = (0..STREAMS).map(|_| sim.stream_create().unwrap()).collect();
+        let calls = Arc::new(Mutex::new(Vec::new()));
+        let seen = Arc::clone(&calls);
+        let observer = Box::new(move |event: &CallEvent| {
+            let addr = event.addr.map(|addr| addr.get());
+            seen.lock().unwrap().push((event.kind, event.bytes, addr, event.ok, event.start_ns));
+        });
+        let driver = MeteredDriver::new(Arc::clone(&sim) as Arc<dyn Driver>, None, Some(observer));
+        let allocator = Selection::with(backend, settings).build(&(Arc::new(driver) as Arc<dyn Driver>)).unwrap();
+        calls.lock().unwrap().clear();
+        Self { sim, allocator, calls, streams, live: Vec::new() }
+    }
+
+    fn apply(&mut self, op: &Op) -> Outcome {
+        match op {
+            Op::Allocate { bytes, stream } => {
+                let stream = self.streams[*stream];
+                match allocate(self.allocator.as_ref(), *bytes, stream) {
+                    Ok(block) => {
+                        let placed = Outcome::Placed(block.addr().get(), block.bytes(), block.path());
+                        self.live.push((block, stream));
+                        placed
+                    }
+                    // The report says who refused.
+                    Err(error) => Outcome::Refused(error.to_string().replace(self.allocator.name(), "either")),
+                }
+            }
+            Op::Free { which } if !self.live.is_empty() => {
+                let (block, stream) = self.live.swap_remove(which.index(self.live.len()));
+                Outcome::Freed(free(self.allocator.as_ref(), block, stream).unwrap())
+            }
+            Op::RecordUse { which, stream } if !self.live.is_empty() => {
+                self.allocator.record_use(&which.get(&self.live).0, self.streams[*stream]).unwrap();
+                Outcome::Nothing
+            }
+            Op::Work { stream, ns } => {
+                work(&self.sim, self.streams[*stream], *ns);
+                Outcome::Nothing
+            }
+            Op::Synchronize { stream } => {
+                self.sim.stream_synchronize(self.streams[*stream]).unwrap();
+                Outcome::Nothing
+            }
+            Op::Trim { keep } => Outcome::Trimmed(self.allocator.trim(*keep).unwrap()),
+            Op::Free { .. } | Op::RecordUse { .. } => Outcome::Nothing,
+        }
+    }
+}
+
+struct Twins([Side; 2]);
+
+impl Twins {
+    fn new(settings: &CachingSettings, room: u64) -> Self {
+        Self([&pytorch::BACKEND, &caching::BACKEND].map(|backend| Side::new(backend, settings, room)))
+    }
+
+    fn apply(&mut self, op: &Op) {
+        let [rules, fast] = &mut self.0;
+        assert_eq!(rules.apply(op), fast.apply(op), "{op:?}");
+        assert_eq!(*rules.calls.lock().unwrap(), *fast.calls.lock().unwrap(), "{op:?}");
+        self.0.iter().for_each(|side| side.calls.lock().unwrap().clear());
+    }
+
+    fn compare(&self) {
+        let [rules, fast] = &self.0;
+        assert_eq!(rules.allocator.stats().entries(), fast.allocator.stats().entries());
+        assert_eq!(rules.allocator.ledger_at_peak(), fast.allocator.ledger_at_peak());
+        assert_eq!(rules.allocator.snapshot(), fast.allocator.snapshot());
+    }
+
+    fn reset_peaks(&self) {
+        self.0.iter().for_each(|side| side.allocator.reset_peaks());
+    }
+}
+
+proptest! {
+    #![proptest_config(config(400))]
+
+    /// On a device with room for everything and on one that is often full.
+    #[test]
+    fn caching_is_pytorch_on_any_operations(ops in ops(200), settings in caching_settings(), tight in any::<bool>()) {
+        let mut twins = Twins::new(&settings, if tight { 96 * MIB } else { 8 * GIB });
+        for (at, op) in ops.iter().enumerate() {
+            twins.apply(op);
+            twins.compare();
+            if at == 100 {
+                twins.reset_peaks();
+            }
+        }
+    }
+}
+
+/// Operations under each of the settings; `TWIN_STEPS` sets another number.
+fn steps() -> usize {
+    std::env::var("TWIN_STEPS").map_or(2_000, |steps| steps.parse().unwrap())
+}
+
+/// Long ones, in which caches grow old.
+#[test]
+fn caching_stays_pytorch() {
+    let plain = CachingSettings::default();
+    let limited = CachingSettings { memory_limit: Some(128 * MIB), ..plain };
+    let collecting = CachingSettings { garbage_collection_threshold: 0.6, ..limited };
+    let unsplit = CachingSettings { max_split_size: Some(24 * MIB), max_non_split_rounding: 4 * MIB, ..collecting };
+    let stepped = CachingSettings { roundup_power2_divisions: Divisions::uniform(8), ..unsplit };
+    let again = CachingSettings { retry_fit_after_sync: true, ..stepped };
+    for settings in [plain, limited, collecting, unsplit, stepped, again] {
+        let (mut twins, mut runner) = (Twins::new(&settings, ROOM), TestRunner::deterministic());
+        let (strategy, mut done) = (ops(1_000), 0);
+        while done < steps() {
+            for op in strategy.new_tree(&mut runner).unwrap().current() {
+                twins.apply(&op);
+                done += 1;
+                if done.is_multiple_of(16) {
+                    twins.compare();
+                }
+            }
+            twins.reset_peaks();
+        }
+    }
+}
