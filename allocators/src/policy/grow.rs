@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::heap::Heap;
-use crate::contract::{Path, PoolKind};
+use crate::contract::{GUARANTEED_ALIGN, Path, PoolKind};
 use crate::device::DriverError;
 use crate::space::{BlockId, FreeList};
 
@@ -140,13 +140,10 @@ impl Ladder {
             if bytes == miss.bytes {
                 return Ok(None);
             }
-            bytes = (bytes / 2).next_multiple_of(GRANULE).max(miss.bytes);
+            bytes = (bytes / 2).next_multiple_of(GUARANTEED_ALIGN).max(miss.bytes);
         }
     }
 }
-
-/// Halved segments are still multiples of this.
-const GRANULE: u64 = 512;
 
 /// PyTorch's `garbage_collect_cached_blocks`: true when anything went.
 fn collect_garbage(heap: &mut Heap, above: u64) -> Result<bool, DriverError> {
@@ -206,4 +203,109 @@ pub fn release_cached(heap: &mut Heap, keep: u64) -> Result<u64, DriverError> {
         released += idle.bytes;
     }
     Ok(released)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{Driver, NullDriver, StreamId};
+    use crate::policy::fit::Fit;
+    use crate::policy::source::Source;
+    use crate::policy::stream::Stream;
+    use crate::space::{Account, Owner, Space};
+    use std::sync::Arc;
+
+    const MIB: u64 = 1 << 20;
+
+    fn heap(room: u64) -> Heap {
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(room));
+        let space = Space::new(Account::with_pools(u64::MAX));
+        Heap::new(space, Fit::best(), Stream::Own, Source::Plain { driver, limit: None })
+    }
+
+    fn list(pool: PoolKind) -> FreeList {
+        FreeList { owner: Owner::of(StreamId::numbered(1)), pool: Some(pool) }
+    }
+
+    fn miss(bytes: u64) -> Miss {
+        Miss { list: list(PoolKind::Large), bytes, segment: bytes.next_multiple_of(2 * MIB) }
+    }
+
+    fn climb(ladder: &mut Ladder, heap: &mut Heap, bytes: u64) -> Option<(u64, Path)> {
+        let found = ladder.climb(heap, &miss(bytes), |heap| Ok(heap.find(list(PoolKind::Large), bytes, u64::MAX)));
+        found.unwrap().map(|(block, path)| (heap.space()[block].bytes, path))
+    }
+
+    /// Takes the whole of a new segment.
+    fn hold(heap: &mut Heap, bytes: u64) -> BlockId {
+        let block = heap.new_segment(list(PoolKind::Large), bytes).unwrap().unwrap();
+        heap.take(block, list(PoolKind::Large), bytes, bytes);
+        block
+    }
+
+    #[test]
+    fn segments_have_the_size_that_is_due() {
+        for (size, sizes) in [
+            (SegmentSize::OfClass, [2 * MIB, 4 * MIB, 10 * MIB]),
+            (SegmentSize::Exact, [256, 3 * MIB, 9 * MIB]),
+            (SegmentSize::Fixed(8 * MIB), [8 * MIB, 8 * MIB, 9 * MIB]),
+            (SegmentSize::Doubling(2 * MIB), [2 * MIB, 4 * MIB, 16 * MIB]),
+        ] {
+            let (mut heap, mut ladder) = (heap(64 * MIB), Ladder { steps: vec![Step::Segment], size });
+            let made = [256, 3 * MIB, 9 * MIB].map(|bytes| climb(&mut ladder, &mut heap, bytes));
+            assert_eq!(made, sizes.map(|bytes| Some((bytes, Path::DriverAlloc))), "{size:?}");
+        }
+    }
+
+    #[test]
+    fn a_doubled_segment_is_halved_down_to_what_is_needed() {
+        let steps = vec![Step::Segment];
+        for (room, bytes, made) in
+            [(9 * MIB, 3 * MIB, Some(8 * MIB)), (3 * MIB, 3 * MIB, Some(3 * MIB)), (MIB, 256, None)]
+        {
+            let mut ladder = Ladder { steps: steps.clone(), size: SegmentSize::Doubling(32 * MIB) };
+            let mut heap = heap(room);
+            // What is left is too small for anything.
+            let _full = made.is_none().then(|| hold(&mut heap, MIB));
+            assert_eq!(climb(&mut ladder, &mut heap, bytes), made.map(|bytes| (bytes, Path::DriverAlloc)));
+        }
+    }
+
+    #[test]
+    fn the_path_says_how_far_up_the_ladder_a_block_was_found() {
+        let all = vec![Step::CollectGarbage { above: 8 * MIB }, Step::Segment, Step::ReleaseCached, Step::SegmentAgain];
+        let mut ladder = Ladder { steps: all, size: SegmentSize::OfClass };
+        let mut heap = heap(16 * MIB);
+        let old = hold(&mut heap, 6 * MIB);
+        assert_eq!(climb(&mut ladder, &mut heap, 2 * MIB), Some((2 * MIB, Path::DriverAlloc)));
+        let young = heap.find(list(PoolKind::Large), 2 * MIB, u64::MAX).unwrap();
+        heap.take(young, list(PoolKind::Large), 2 * MIB, 1);
+        heap.put(old);
+        heap.space_mut().count_search();
+        hold(&mut heap, 2 * MIB);
+        // Ten are held, of which six are idle: they go, because more than eight may not stay.
+        assert_eq!(climb(&mut ladder, &mut heap, 2 * MIB), Some((2 * MIB, Path::Collect)));
+        assert_eq!(heap.space().account().reserved(), 6 * MIB);
+        heap.put(young);
+        assert_eq!(climb(&mut ladder, &mut heap, 14 * MIB), Some((14 * MIB, Path::Retry)));
+        let stats = heap.space().account().stats();
+        assert_eq!((stats.num_alloc_retries, stats.num_sync_all_streams, stats.num_ooms), (1, 1, 0));
+        assert_eq!(climb(&mut ladder, &mut heap, 32 * MIB), None);
+        assert_eq!(heap.space().account().stats().num_ooms, 1);
+    }
+
+    #[test]
+    fn the_smallest_oversize_segment_that_suffices_goes_or_else_the_largest() {
+        let mut heap = heap(64 * MIB);
+        let blocks = [6, 8, 10, 12].map(|mib| hold(&mut heap, mib * MIB));
+        blocks.into_iter().for_each(|block| {
+            heap.put(block);
+        });
+        let left = |heap: &Heap| heap.idle_segments().iter().map(|idle| idle.bytes / MIB).collect::<Vec<_>>();
+        assert!(release_oversize(&mut heap, &miss(7 * MIB), 2 * MIB).unwrap());
+        assert_eq!(left(&heap), [6, 10, 12], "the eight");
+        assert!(release_oversize(&mut heap, &miss(20 * MIB), 2 * MIB).unwrap());
+        assert_eq!(left(&heap), [6], "twelve and ten");
+        assert!(!release_oversize(&mut heap, &miss(20 * MIB), 8 * MIB).unwrap(), "six is not oversize");
+    }
 }
