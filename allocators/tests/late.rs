@@ -16,13 +16,22 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use recorder::Recorder;
 use std::sync::Arc;
-use vramlab::backends::{self, CachingSettings, caching};
+use vramlab::backends::{self, Backend, CachingSettings, caching, lab, pytorch};
 use vramlab::histories::replay::{Addresses, History, ReplayReport, ReplaySettings, replay, smallest_memory};
 use vramlab::histories::trace::{Action, Event};
 use vramlab::{DeviceAllocator, Driver, NullDriver, Selection};
 
 fn run(history: &History, caching: CachingSettings, addresses: Addresses) -> ReplayReport {
-    let allocator = Selection::with(&caching::BACKEND, &caching);
+    run_on(&caching::BACKEND, history, caching, addresses)
+}
+
+fn run_on(
+    backend: &'static Backend,
+    history: &History,
+    caching: CachingSettings,
+    addresses: Addresses,
+) -> ReplayReport {
+    let allocator = Selection::with(backend, &caching);
     let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 50));
     replay(history, &allocator, &driver, &ReplaySettings { addresses, ..ReplaySettings::default() }).unwrap()
 }
@@ -42,6 +51,12 @@ fn a_recording_without_its_beginning_is_followed_address_for_address() {
             let history = whole.cut(skip);
             history.check_comparable().unwrap();
             let report = run(&history, whole.settings, Addresses::Recorded);
+            for backend in [&pytorch::BACKEND, &lab::BACKEND] {
+                let other = run_on(backend, &history, whole.settings, Addresses::Recorded);
+                let said =
+                    |report: &ReplayReport| (report.address_mismatches, report.segment_mismatches, report.ledger);
+                assert_eq!((said(&other), &other.stats), (said(&report), &report.stats), "{name} under {backend}");
+            }
             assert_eq!(report.address_mismatches, Some(0), "{name}");
             // What one collection gives back may go in another order.
             let collects = whole.settings.garbage_collection_threshold > 0.0;

@@ -218,3 +218,75 @@ impl Pending {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{FaultyDriver, NullDriver};
+    use std::sync::Arc;
+
+    const BYTES: u64 = 1 << 20;
+
+    struct Bench {
+        driver: FaultyDriver,
+        streams: [StreamId; 2],
+        pending: Pending,
+    }
+
+    impl Bench {
+        fn new() -> Self {
+            let driver = FaultyDriver::new(Arc::new(NullDriver::new(1 << 30)));
+            let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
+            Self { driver, streams, pending: Pending::default() }
+        }
+
+        /// Blocks that are done.
+        fn process(&mut self) -> Vec<u32> {
+            let mut done = Vec::new();
+            self.pending.process(&self.driver, false, &mut done).unwrap();
+            done.into_iter().map(BlockId::number).collect()
+        }
+
+        fn stranded(&self) -> Option<u64> {
+            self.pending.stranded_bytes().map(|gauge| gauge.current)
+        }
+    }
+
+    #[test]
+    fn a_block_is_done_with_its_last_stream_and_the_events_are_used_again() {
+        let mut bench = Bench::new();
+        let streams = bench.streams;
+        for number in 0..3 {
+            let block = BlockId::numbered(number);
+            bench.pending.wait_for(&bench.driver, block, BYTES, &streams, false).unwrap();
+            assert_eq!(bench.process(), [number]);
+        }
+        assert_eq!((bench.process(), bench.pending.take_events().len()), (vec![], 2));
+        assert_eq!(bench.stranded(), None);
+    }
+
+    #[test]
+    fn an_event_that_cannot_be_made_is_made_later() {
+        let mut bench = Bench::new();
+        let streams = bench.streams;
+        bench.driver.fail(CallKind::EventCreate, 1, DriverError::OUT_OF_MEMORY);
+        let block = BlockId::numbered(4);
+        assert!(bench.pending.wait_for(&bench.driver, block, BYTES, &streams, false).is_err());
+        assert_eq!((bench.process(), bench.stranded()), (vec![4], None));
+    }
+
+    #[test]
+    fn a_stream_that_takes_no_event_is_waited_for_with_the_device() {
+        let mut bench = Bench::new();
+        let streams = bench.streams;
+        bench.driver.fail(CallKind::EventRecord, 0, DriverError::INVALID_HANDLE);
+        let block = BlockId::numbered(4);
+        assert!(bench.pending.wait_for(&bench.driver, block, BYTES, &streams, false).is_err());
+        assert_eq!((bench.process(), bench.stranded()), (vec![], Some(BYTES)));
+        let mut done = Vec::new();
+        bench.pending.synchronize(&bench.driver, true, &mut done).unwrap();
+        assert_eq!((done.len(), bench.stranded()), (0, Some(BYTES)), "not while a graph is captured");
+        bench.pending.synchronize(&bench.driver, false, &mut done).unwrap();
+        assert_eq!((done, bench.stranded()), (vec![block], Some(0)));
+    }
+}

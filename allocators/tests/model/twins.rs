@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex};
 use vramlab::backends::{CachingSettings, caching, pytorch};
 use vramlab::policy::size::torch::Divisions;
 use vramlab::{
-    Backend, Block, CallEvent, CallKind, DeviceAllocator, Driver, MeteredDriver, Path, Selection, SimDriver, SimMemory,
-    StreamId,
+    Backend, Block, CallEvent, CallKind, CaptureId, DeviceAllocator, Driver, GraphId, MeteredDriver, Path, Selection,
+    SimDriver, SimMemory, StreamId,
 };
 
 /// What of a driver call has to be alike.
@@ -24,6 +24,9 @@ struct Side {
     calls: Arc<Mutex<Vec<Call>>>,
     streams: Vec<StreamId>,
     live: Vec<(Block, StreamId)>,
+    /// Captures on the first two streams: open, and ended with their graphs.
+    open: [Option<CaptureId>; 2],
+    ended: Vec<(CaptureId, GraphId)>,
 }
 
 /// What an operation gave.
@@ -49,7 +52,7 @@ impl Side {
         let driver = MeteredDriver::new(Arc::clone(&sim) as Arc<dyn Driver>, None, Some(observer));
         let allocator = Selection::with(backend, settings).build(&(Arc::new(driver) as Arc<dyn Driver>)).unwrap();
         calls.lock().unwrap().clear();
-        Self { sim, allocator, calls, streams, live: Vec::new() }
+        Self { sim, allocator, calls, streams, live: Vec::new(), open: [None; 2], ended: Vec::new() }
     }
 
     fn apply(&mut self, op: &Op) -> Outcome {
@@ -88,6 +91,33 @@ impl Side {
     }
 }
 
+impl Side {
+    /// Begins a capture on a stream, or ends the one that is open there and releases the oldest that has ended.
+    fn capture(&mut self, which: usize) -> Outcome {
+        let (stream, graphs) = (self.streams[which], self.sim.graphs().unwrap());
+        let Some(capture) = self.open[which] else {
+            let capture = self.allocator.capture_begin(stream).unwrap();
+            graphs.capture_begin(stream).unwrap();
+            self.open[which] = Some(capture);
+            return Outcome::Nothing;
+        };
+        self.open[which] = None;
+        let graph = graphs.capture_end(stream).unwrap();
+        let ended = self.allocator.capture_end(capture);
+        self.ended.push((capture, graph));
+        if self.ended.len() > 1 {
+            let (capture, graph) = self.ended.remove(0);
+            // SAFETY: made above, never launched, destroyed once.
+            unsafe { graphs.graph_destroy(graph) }.unwrap();
+            self.allocator.capture_release(capture).unwrap();
+        }
+        ended.map_or_else(
+            |error| Outcome::Refused(error.to_string().replace(self.allocator.name(), "either")),
+            |()| Outcome::Nothing,
+        )
+    }
+}
+
 struct Twins([Side; 2]);
 
 impl Twins {
@@ -100,6 +130,11 @@ impl Twins {
         assert_eq!(rules.apply(op), fast.apply(op), "{op:?}");
         assert_eq!(*rules.calls.lock().unwrap(), *fast.calls.lock().unwrap(), "{op:?}");
         self.0.iter().for_each(|side| side.calls.lock().unwrap().clear());
+    }
+
+    fn capture(&mut self, which: usize) {
+        let [rules, fast] = &mut self.0;
+        assert_eq!(rules.capture(which), fast.capture(which));
     }
 
     fn compare(&self) {
@@ -127,6 +162,31 @@ proptest! {
             if at == 100 {
                 twins.reset_peaks();
             }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(config(200))]
+
+    /// While graphs are captured on two of the streams. Nothing waits for a stream: that would break the capture.
+    #[test]
+    fn caching_is_pytorch_while_graphs_are_captured(
+        ops in ops(200),
+        captures in prop::collection::vec(prop::option::weighted(0.06, 0..2usize), 200),
+        settings in caching_settings(),
+    ) {
+        // With room for everything, no limit is reached, so no ladder waits for a stream that is captured.
+        let settings = CachingSettings { memory_limit: None, garbage_collection_threshold: 0.0, ..settings };
+        let mut twins = Twins::new(&settings, 16 * GIB);
+        for (op, capture) in ops.iter().zip(captures) {
+            if let Some(which) = capture {
+                twins.capture(which);
+            }
+            if !matches!(op, Op::Synchronize { .. } | Op::Trim { .. }) {
+                twins.apply(op);
+            }
+            twins.compare();
         }
     }
 }

@@ -48,10 +48,11 @@ fn unmark(shard: &Shard) {
     }
 }
 
-/// Whether a shard can become another capture's: all of it is free.
+/// Whether a shard can become another capture's: nothing is left in it. PyTorch serves no graph from what the private pool of
+/// another has left.
 fn is_vacant(shard: &Shard) -> bool {
     let state = shard.lock();
-    !state.pinned && state.cache.blocks.iter().all(|(_, block)| block.state() == BlockState::Free)
+    !state.pinned && state.cache.blocks.iter().next().is_none()
 }
 
 impl Caching {
@@ -73,7 +74,7 @@ impl Caching {
         need_graphs(self.name(), self.driver.as_ref())?;
         let captures = &mut *lock(&self.captures);
         captures.need_none_on(self.name(), stream)?;
-        // One that an earlier capture has left, with what the device would not take back.
+        // One that an earlier capture has left.
         let spare = self.shards.captured().into_iter().find(|shard| shard.stream == stream && is_vacant(shard));
         let shard = spare.unwrap_or_else(|| self.shards.make_captured(stream));
         shard.lock().pinned = true;
