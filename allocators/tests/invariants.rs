@@ -181,6 +181,37 @@ fn bookkeeping_knows_no_device_and_no_clock() {
     assert_eq!(found, [""; 0]);
 }
 
+/// Nothing but its own file names a backend; the rest asks the list for settings and capabilities. What the command line's
+/// help says is a default or an example has the name in a longer text.
+#[test]
+fn a_backend_is_named_in_its_file_and_in_the_list() {
+    let all = vramlab::backends::all();
+    // Words that are something else there.
+    let other = [("experiments/src/study/spec.rs", "pytorch")];
+    let sources = sources(&["allocators/src", "trainer/src", "experiments/src"]);
+    let is_test = |source: &Source, at: usize| {
+        let tests = source.text.find("#[cfg(test)]\nmod tests").unwrap_or(source.text.len());
+        source.name.contains("/tests") || source.text[..tests].lines().count() <= at
+    };
+    for backend in &all {
+        let (literal, entry) = (format!("\"{}\"", backend.name), format!("name: \"{}\"", backend.name));
+        let own: Vec<&str> =
+            sources.iter().filter(|source| source.text.contains(&entry)).map(|source| source.name.as_str()).collect();
+        assert_eq!(own.len(), 1, "{} has its entry in one file: {own:?}", backend.name);
+        let found = offences(&sources, |source, lines, at| {
+            let known = other.iter().any(|(file, word)| *file == source.name && *word == backend.name);
+            code(lines[at]).contains(&literal) && !own.contains(&source.name.as_str()) && !known && !is_test(source, at)
+        });
+        assert_eq!(found, [""; 0], "ask for a setting or a capability instead of the name");
+    }
+    let found = offences(&sources, |source, lines, at| {
+        let code = code(lines[at]);
+        let list = source.name.starts_with("allocators/src/backends/registry");
+        code.contains("::BACKEND") && !list && !is_test(source, at)
+    });
+    assert_eq!(found, [""; 0], "ask for a setting or a capability instead of the entry");
+}
+
 #[test]
 fn no_file_is_too_long() {
     let folders = ["allocators", "kernels", "trainer", "experiments"];

@@ -19,7 +19,7 @@ pub(crate) struct CapacityArgs {
     /// History: a PyTorch snapshot or another format of `convert`, plain, .gz or .xz
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Allocators, separated by commas [default: all]
+    /// Allocators with their settings, separated by commas [default: all]
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
     alloc: Vec<Selections>,
     /// sim or sim:PROFILE.json (memory comes in pages and granules, as on a GPU), or null (byte by byte)
@@ -122,7 +122,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
 fn report(rows: &[Row]) -> Page {
     let mut page = Page::stdout();
     let Some(first) = rows.first() else { return page };
-    let mut table = Comparison::new("", rows.iter().map(|row| row.allocator.to_string()));
+    let mut table = Comparison::new("", rows.iter().map(|row| alloc::heading(&row.allocator.to_string())));
     // CAST: bytes of a device, below 2^53.
     table.ranked(
         "smallest memory",

@@ -18,7 +18,7 @@ const ARMS: [&str; 4] = [
     "--alloc naive",
     "--alloc caching",
     "--alloc stream-ordered",
-    "--alloc stream-ordered --release-threshold 0 --sync step",
+    "--alloc stream-ordered:release_threshold=0 --sync step",
 ];
 
 #[derive(Debug, Args)]
@@ -26,7 +26,7 @@ pub(crate) struct CompareArgs {
     /// Trainer options of one run; may be given several times
     #[arg(long = "arm", value_name = "OPTIONS", allow_hyphen_values = true)]
     arms: Vec<String>,
-    /// Allocators, separated by commas: a run of each, instead of --arm
+    /// Allocators with their settings, separated by commas: a run of each, instead of --arm
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list(), conflicts_with = "arms")]
     alloc: Vec<Selections>,
     /// How many times each run is repeated, in turn
@@ -285,7 +285,7 @@ fn report(rows: &[Row], common: &[OsString]) -> Page {
     let time = |seconds: f64| duration((seconds * 1e9).round() as u64);
     let best = rows.iter().map(|row| row.step_s).fold(f64::INFINITY, f64::min);
     let ns = |of: fn(&Row) -> Option<u64>| rows.iter().map(move |row| Cell::or_dash(of(row).map(duration)));
-    let mut table = Comparison::new("", rows.iter().map(|row| &row.arm));
+    let mut table = Comparison::new("", rows.iter().map(|row| alloc::heading(&row.arm)));
     table.ranked("training step", rows.iter().map(|row| (time(row.step_s), Some(row.step_s))));
     table.metric("to the best", rows.iter().map(|row| format!("{:.2} x", row.step_s / best)));
     table.metric("host blocked", rows.iter().map(|row| format!("{:.0} %", 100.0 * row.blocked_share)));

@@ -10,17 +10,16 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use trainer::alloc::{self, Selections};
-use trainer::cli::{parse_switch, parse_threshold};
 use trainer::terminal::{Bar, Page};
 use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings};
-use vramlab::{Bytes, Ledger, PoolSettings, Selection};
+use vramlab::{Bytes, Ledger, Selection};
 
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
     /// Histories: PyTorch snapshots and the other formats of `convert`, plain, .gz or .xz
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Allocators, separated by commas [default: all]
+    /// Allocators with their settings, separated by commas [default: all]; what is not set is as it was recorded
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
     alloc: Vec<Selections>,
     /// sim, sim:PROFILE.json, null (no costs), cuda or cuda:N
@@ -29,8 +28,8 @@ pub(crate) struct ReplayArgs {
     /// Where segments lie: where the device puts them, or where they lay when the history was recorded
     #[arg(long, default_value = "own")]
     addresses: AddressChoice,
-    /// Memory limit, such as 11900MiB: that of the recording, which tells a retry from empty_cache. caching reserves
-    /// no more; others get a device of that size (on a GPU: no more bytes in live blocks)
+    /// Memory limit, such as 11900MiB: that of the recording, which tells a retry from empty_cache. Allocators that keep
+    /// to a limit reserve no more; others get a device of that size (on a GPU: no more bytes in live blocks)
     #[arg(long, value_name = "BYTES")]
     limit: Option<Bytes>,
     /// Which GPU's events are replayed, where a history holds several
@@ -38,18 +37,6 @@ pub(crate) struct ReplayArgs {
     gpu: Option<u16>,
     #[command(flatten)]
     read: ReadArgs,
-    /// stream-ordered: bytes that the pool keeps at a synchronise; 'max' keeps everything
-    #[arg(long, value_name = "BYTES|max", default_value = "max", value_parser = parse_threshold)]
-    release_threshold: u64,
-    /// stream-ordered: reuse memory whose free is ordered before by an event
-    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
-    reuse_follow_event_dependencies: bool,
-    /// stream-ordered: reuse memory of another stream whose free has completed by chance
-    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
-    reuse_allow_opportunistic: bool,
-    /// stream-ordered: reuse memory of another stream behind a hidden wait
-    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
-    reuse_allow_internal_dependencies: bool,
     /// Fill each block on every stream that uses it
     #[arg(long)]
     touch: bool,
@@ -153,12 +140,6 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, alloc: &Selection, d
     let Recorded { history, settings, .. } = recorded;
     let mut backend = alloc.clone();
     backend.adopt(settings);
-    backend.adopt(&PoolSettings {
-        release_threshold: args.release_threshold,
-        reuse_follow_event_dependencies: args.reuse_follow_event_dependencies,
-        reuse_allow_opportunistic: args.reuse_allow_opportunistic,
-        reuse_allow_internal_dependencies: args.reuse_allow_internal_dependencies,
-    });
     // A run of ours says its limit; PyTorch does not.
     let limit = settings.memory_limit;
     // Some keep their limit themselves, on a device that would have more, as PyTorch does.
@@ -190,7 +171,7 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, alloc: &Selection, d
         device: devices.kind(),
         device_name,
         addresses: args.addresses,
-        limit_bytes: limit,
+        limit_bytes: backend.memory_limit().or(limit),
         events: history.events(),
         operations: report.operations,
         allocations: report.allocations,

@@ -22,7 +22,7 @@ fn compare_has_a_row_for_each_arm() {
     let rows = compare(&place, &["--json"], &["--epochs", "3"]).ok().json();
     let rows = rows.as_array().unwrap();
     let arms: Vec<&str> = rows.iter().map(|row| row["arm"].as_str().unwrap()).collect();
-    let trimmed = "stream-ordered --release-threshold 0 --sync step";
+    let trimmed = "stream-ordered:release_threshold=0 --sync step";
     assert_eq!(arms, ["naive", "caching", "stream-ordered", trimmed]);
     for row in rows {
         assert_eq!((&row["dataset"], &row["steps"]), (&"iris".into(), &2.into()));

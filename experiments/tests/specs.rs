@@ -31,7 +31,17 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         ("layers = 2", "layers = [2]", ["small.toml:10", "an option has one value"]),
         ("layers = 2", "hidden = 2", ["small.toml:15", "'hidden' is an option and an axis"]),
         ("layers = 2", "out = \"here\"", ["small.toml:10", "the runner sets --out itself"]),
-        ("layers = 2", "gc-threshold = 0.5", ["small.toml:1", "--memory-limit, which is not given"]),
+        (
+            "layers = 2",
+            "garbage-collection-threshold = 0.5",
+            ["small.toml:10", "naive: there is no setting 'garbage_collection_threshold'"],
+        ),
+        ("layers = 2", "release_threshold = 0", ["small.toml:10", "naive: there is no setting 'release_threshold'"]),
+        (
+            "[\"naive\", ",
+            "[\"stream-ordered:release_threshold=x\", ",
+            ["small.toml:14", "'release_threshold' takes bytes"],
+        ),
         ("layers = 2", "trace = 1", ["small.toml:10", "write trace = true"]),
         ("layers = 2", "weights = \"half\"", ["small.toml:1:", "--weights half needs --dtype bf16 or f16, found f32"]),
         ("layers = 2", "weights = \"hlaf\"", ["small.toml:10", "invalid value 'hlaf'"]),

@@ -1,5 +1,9 @@
 //! How command lines name allocators: `NAME:key=value,...`, one or a list. What names there are is the library's list.
 
+mod listing;
+
+pub use listing::{show, to_json};
+
 use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use clap::error::Error;
 use clap::{Arg, Command};
@@ -48,6 +52,15 @@ pub fn one() -> impl TypedValueParser<Value = Selection> {
 #[must_use]
 pub fn list() -> impl TypedValueParser<Value = Selections> {
     Named::<Selections>(std::marker::PhantomData)
+}
+
+/// An allocator's text as the heading of a column: it can be broken before each setting.
+#[must_use]
+pub fn heading(text: &str) -> String {
+    match text.split_once(':') {
+        Some((name, settings)) => format!("{name}: {}", settings.replace(',', ", ")),
+        None => text.to_owned(),
+    }
 }
 
 /// The allocators that an option named, all of them if it was not given.

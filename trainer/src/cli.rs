@@ -15,18 +15,19 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
-use vramlab::backends::CachingSettings;
+use vramlab::backends;
 use vramlab::histories::trace::Export;
 use vramlab::instruments::NvtxMode;
-use vramlab::{Bytes, PoolSettings, Selection};
+use vramlab::{Bytes, Selection};
 
 const AFTER_HELP: &str = "\
 Examples:
   trainer --alloc caching                       train on a GPU if there is one, else on the simulated one
   trainer --alloc naive --log-driver-calls      watch each tensor go to the driver
-  trainer --alloc stream-ordered --release-threshold 0 --sync step
+  trainer --alloc stream-ordered:release_threshold=0 --sync step
   nsys profile --trace=cuda,nvtx trainer --alloc caching
   trainer start -o start.safetensors            the weights and batches with which a run begins, for other programs
+  trainer allocators                            the allocators with their settings and what they can do
   trainer doctor                                what is there on this machine, and what to do about what is not
 
 Exit codes: 0 done, 1 failed while running, 2 bad input, 130 interrupted (the record holds what was done; 143 by
@@ -53,6 +54,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Lists the allocators with their settings and what they can do
+    Allocators(AllocatorsArgs),
     /// Says what was found on this machine: driver, devices, pools, data, profiler
     Doctor(DoctorArgs),
     /// Writes initial weights and batches to a file from which other programs can do the same work
@@ -70,6 +73,16 @@ struct StartArgs {
     json: bool,
     #[command(flatten)]
     work: WorkArgs,
+}
+
+#[derive(Debug, Args)]
+struct AllocatorsArgs {
+    /// Only these
+    #[arg(value_name = "NAME")]
+    names: Vec<String>,
+    /// Print one JSON array instead of a table
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Debug, Args)]
@@ -120,36 +133,12 @@ struct WorkArgs {
 
 #[derive(Debug, Args)]
 struct TrainArgs {
-    /// Allocator
-    #[arg(long, value_name = "NAME", default_value = "caching", value_parser = alloc::one(), help_heading = "Allocator")]
+    /// Allocator, with settings that are not its defaults; `trainer allocators` lists them
+    #[arg(long, value_name = "NAME[:key=value,...]", default_value_t, value_parser = alloc::one(), help_heading = "Allocator")]
     alloc: Selection,
     /// Most bytes that the allocator may take, such as 512M
     #[arg(long, value_name = "BYTES", help_heading = "Allocator")]
     memory_limit: Option<Bytes>,
-    /// stream-ordered: bytes that the pool keeps at a synchronise; 'max' keeps everything
-    #[arg(long, value_name = "BYTES|max", default_value = "max", value_parser = parse_threshold, help_heading = "Allocator")]
-    release_threshold: u64,
-    /// stream-ordered: reuse memory whose free is ordered before by an event
-    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Allocator")]
-    reuse_follow_event_dependencies: bool,
-    /// stream-ordered: reuse memory of another stream whose free has completed by chance
-    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Allocator")]
-    reuse_allow_opportunistic: bool,
-    /// stream-ordered: reuse memory of another stream behind a hidden wait
-    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Allocator")]
-    reuse_allow_internal_dependencies: bool,
-    /// caching: blocks of at least this size are never split
-    #[arg(long, value_name = "BYTES", help_heading = "Allocator")]
-    max_split_size: Option<Bytes>,
-    /// caching: fraction of --memory-limit above which idle segments are released first (0: off)
-    #[arg(
-        long,
-        value_name = "FRACTION",
-        default_value_t = 0.0,
-        allow_negative_numbers = true,
-        help_heading = "Allocator"
-    )]
-    gc_threshold: f64,
 
     /// auto, cuda, cuda:N, sim or sim:PROFILE.json
     #[arg(long, value_name = "DEVICE", default_value = "auto", help_heading = "Device and data")]
@@ -251,17 +240,6 @@ fn nvtx_parser() -> impl TypedValueParser<Value = NvtxMode> {
     })
 }
 
-/// Takes a release threshold: bytes, or `max` for all.
-///
-/// # Errors
-/// What is wrong with the size.
-pub fn parse_threshold(text: &str) -> std::result::Result<u64, String> {
-    if text == "max" {
-        return Ok(u64::MAX);
-    }
-    text.parse::<Bytes>().map(|bytes| bytes.0).map_err(|error| error.to_string())
-}
-
 /// Takes `on` or `off`.
 ///
 /// # Errors
@@ -294,33 +272,11 @@ impl WorkArgs {
 
 impl TrainArgs {
     fn settings(&self) -> Result<Settings> {
-        if !(0.0..=1.0).contains(&self.gc_threshold) {
-            return Err(TrainError::Input(format!(
-                "--gc-threshold must lie between 0 and 1, found {}",
-                self.gc_threshold
-            )));
-        }
-        if self.gc_threshold > 0.0 && self.memory_limit.is_none() {
-            return Err(TrainError::Input("--gc-threshold is a fraction of --memory-limit, which is not given".into()));
-        }
-        if self.max_split_size.is_some_and(|size| size.0 < 20 << 20) {
-            return Err(TrainError::Input("--max-split-size must be at least 20M, the size of a large segment".into()));
-        }
-        let mut allocator = self.alloc.clone();
-        allocator.adopt(&PoolSettings {
-            release_threshold: self.release_threshold,
-            reuse_follow_event_dependencies: self.reuse_follow_event_dependencies,
-            reuse_allow_opportunistic: self.reuse_allow_opportunistic,
-            reuse_allow_internal_dependencies: self.reuse_allow_internal_dependencies,
-        });
-        allocator.adopt(&CachingSettings {
-            max_split_size: self.max_split_size.map(|bytes| bytes.0),
-            garbage_collection_threshold: self.gc_threshold,
-            ..CachingSettings::default()
-        });
+        let limit = self.memory_limit.map(|bytes| bytes.0);
+        check_allocator(self.alloc.clone(), limit)?;
         Ok(Settings {
-            allocator,
-            memory_limit: self.memory_limit.map(|bytes| bytes.0),
+            allocator: self.alloc.clone(),
+            memory_limit: limit,
             device: self.device.clone(),
             learning_rate: self.lr,
             sync: self.sync,
@@ -346,6 +302,37 @@ impl TrainArgs {
             ..self.work.settings()
         })
     }
+}
+
+/// Refuses an allocator whose settings and limit do not go together.
+fn check_allocator(mut allocator: Selection, limit: Option<u64>) -> Result<()> {
+    if let (Some(_), Some(own)) = (limit, allocator.memory_limit()) {
+        return Err(TrainError::Input(format!(
+            "--memory-limit is given, and --alloc {allocator} has a limit of {} too: leave one of them out",
+            Bytes(own)
+        )));
+    }
+    let keeps = allocator.set_memory_limit(limit);
+    allocator.check().map_err(|error| {
+        let mend = if keeps && allocator.memory_limit().is_none() { "; give --memory-limit" } else { "" };
+        TrainError::Input(format!("--alloc {error}{mend}"))
+    })
+}
+
+/// Lists the allocators.
+fn allocators(args: &AllocatorsArgs) -> Result<i32> {
+    let wanted = args.names.iter().map(|name| backends::find(name)).collect::<std::result::Result<Vec<_>, _>>();
+    let mut wanted = wanted.map_err(|error| TrainError::Input(error.to_string()))?;
+    if wanted.is_empty() {
+        wanted = backends::all();
+    }
+    Ok(printed(if args.json {
+        print_json(&alloc::to_json(&wanted))
+    } else {
+        let mut page = Page::stdout();
+        alloc::show(&wanted, &mut page);
+        page.print()
+    }))
 }
 
 /// The grammar of the command line, for programs that compose one.
@@ -401,6 +388,7 @@ pub fn main(arguments: Vec<OsString>) -> i32 {
                 page.print()
             });
         }
+        Some(Command::Allocators(args)) => allocators(&args),
         Some(Command::Start(args)) => write_start(&args, &terminal),
         None => train(&cli.train, command, started, &terminal),
     };

@@ -26,6 +26,8 @@ pub const SCHEMA_VERSION: u32 = 1;
 pub struct EffectiveSettings {
     /// Allocator's name.
     pub allocator: String,
+    /// The same with the settings that were chosen, as `--alloc` names them.
+    pub alloc: String,
     /// Allocator's settings, as it reports them.
     pub allocator_settings: serde_json::Value,
     /// Most bytes that the allocator may take; `null` without a limit.

@@ -513,6 +513,7 @@ fn effective(
     };
     EffectiveSettings {
         allocator: stack.top.name().into(),
+        alloc: settings.allocator.to_string(),
         allocator_settings: stack.top.settings(),
         memory_limit: settings.memory_limit.or(settings.allocator.memory_limit()),
         device: name,

@@ -193,9 +193,9 @@ fn json_is_the_record_and_nothing_else() {
     for arguments in [
         &["--alloc", "naive"][..],
         &["--alloc", "caching"],
-        &["--alloc", "caching", "--memory-limit", "64M", "--gc-threshold", "0.5", "--max-split-size", "20M"],
+        &["--alloc", "caching:max_split_size=20M,garbage_collection_threshold=0.5", "--memory-limit", "64M"],
         &["--alloc", "stream-ordered"],
-        &["--alloc", "stream-ordered", "--release-threshold", "0", "--sync", "step"],
+        &["--alloc", "stream-ordered:release_threshold=0", "--sync", "step"],
     ] {
         let place = Place::new();
         let more = ["--json", "--out", "record", "--seed", "7", "--check"];
@@ -205,7 +205,8 @@ fn json_is_the_record_and_nothing_else() {
 
         assert_eq!(json["schema_version"], 1);
         assert_eq!(json["status"], "finished");
-        assert_eq!(json["settings"]["allocator"], arguments[1]);
+        assert_eq!(json["settings"]["allocator"], arguments[1].split(':').next().unwrap());
+        assert_eq!(json["settings"]["alloc"], arguments[1]);
         assert_eq!(json["settings"]["seed"], 7);
         assert_eq!(json["device"]["kind"], "sim");
         assert!(json["device"]["name"].as_str().unwrap().contains("simulated"));
@@ -261,8 +262,8 @@ fn json_is_the_record_and_nothing_else() {
 #[test]
 fn effective_settings_are_read_back() {
     let place = Place::new();
-    let threshold = ["--alloc", "stream-ordered", "--release-threshold", "1G", "--reuse-allow-opportunistic", "off"];
-    let json = place.iris(&[&threshold[..], &["--json"]].concat()).ok().json();
+    let threshold = "stream-ordered:release_threshold=1G,reuse_allow_opportunistic=off";
+    let json = place.iris(&["--alloc", threshold, "--json"]).ok().json();
     let found = &json["settings"]["allocator_settings"];
     assert_eq!(found["release_threshold"], 1u64 << 30);
     assert_eq!(found["reuse_allow_opportunistic"], false);
@@ -270,6 +271,10 @@ fn effective_settings_are_read_back() {
     let json = place.iris(&["--alloc", "caching", "--memory-limit", "1.5G", "--latency", "off", "--json"]).ok().json();
     assert_eq!(json["settings"]["memory_limit"], 3u64 << 29);
     assert_eq!(json["settings"]["allocator_settings"]["memory_limit"], 3u64 << 29);
+    let own = place.iris(&["--alloc", "caching:memory_limit=1.5G", "--json"]).ok().json();
+    for key in ["memory_limit", "allocator_settings"] {
+        assert_eq!(own["settings"][key], json["settings"][key], "{key}");
+    }
     assert_eq!(json["settings"]["latency"], false);
     assert_eq!(json["latency"], serde_json::json!([]));
     assert!(json["files"].get("latency").is_none());
@@ -366,7 +371,7 @@ fn driver_calls_are_logged_where_they_happen() {
 fn help_names_every_option_and_the_exit_codes() {
     let place = Place::new();
     let help = place.run(&["--help"]).ok().stdout;
-    let options = "alloc memory-limit release-threshold device dataset data-dir offline loader hidden layers batch epochs \
+    let options = "alloc memory-limit device dataset data-dir offline loader hidden layers batch epochs \
                    steps lr seed init dtype accumulate weights loss-scale gemm fuse launch graph-steps streams sync out json nvtx latency trace check log-driver-calls";
     for option in options.split_whitespace() {
         assert!(help.contains(&format!("--{option}")), "{option}");
@@ -375,6 +380,30 @@ fn help_names_every_option_and_the_exit_codes() {
     assert!(place.run(&["-h"]).ok().stdout.len() < help.len());
     assert!(place.run(&["--version"]).ok().stdout.starts_with("trainer "));
     assert!(place.run(&["doctor", "--help"]).ok().stdout.contains("--data-dir"));
+}
+
+#[test]
+fn allocators_are_listed_with_their_settings() {
+    let place = Place::new();
+    let (text, help) = (place.run(&["allocators"]).ok().stdout, place.run(&["--help"]).ok().stdout);
+    let rows = place.run(&["allocators", "--json"]).ok().json();
+    let rows = rows.as_array().unwrap();
+    assert_eq!(rows.len(), vramlab::backends::all().len());
+    for (row, backend) in rows.iter().zip(vramlab::backends::all()) {
+        assert_eq!((&row["name"], &row["summary"]), (&backend.name.into(), &backend.summary.into()));
+        assert_eq!(row["capabilities"]["snapshot"], backend.capabilities.snapshot);
+        assert!(text.contains(backend.name) && help.contains(backend.name), "{}", backend.name);
+        let settings = row["settings"].as_array().unwrap();
+        assert_eq!(settings.len(), backend.settings().len());
+        for (setting, told) in backend.settings().iter().zip(settings) {
+            assert_eq!((&told["name"], &told["default"]), (&setting.name.into(), &setting.value.as_str().into()));
+            assert!(!told["takes"].as_str().unwrap().is_empty() && !told["help"].as_str().unwrap().is_empty());
+            assert!(text.contains(setting.name), "{}", setting.name);
+        }
+    }
+    let one = place.run(&["allocators", "naive"]).ok().stdout;
+    assert!(one.contains("naive") && !one.contains("release_threshold"), "{one}");
+    place.run(&["allocators", "naiv"]).refused(&["no allocator is called 'naiv'; did you mean 'naive'?"]);
 }
 
 #[test]

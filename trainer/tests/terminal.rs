@@ -62,7 +62,7 @@ fn columns_that_have_no_room_go_by_priority_and_are_named() {
 
 #[test]
 fn subjects_stand_side_by_side_and_the_best_is_bold() {
-    let names = ["naive", "caching", "stream-ordered", "stream-ordered --release-threshold 0 --sync step", "another"];
+    let names = ["naive", "caching", "stream-ordered", "stream-ordered: release_threshold=0 --sync step", "another"];
     let mut comparison = Comparison::new("metric", names);
     comparison
         .ranked("step", [("25 us", Some(25.0)), ("9 us", Some(9.0)), ("9 us", Some(9.0)), ("-", None), ("8 us", None)]);

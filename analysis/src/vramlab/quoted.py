@@ -26,7 +26,12 @@ from vramlab.repository import results as folder
 # Documents with computed figures. Each figure has its place in one of them.
 PAGES = ("README.md", "experiments/answers.md")
 # What an arm with settings of its own is called in the README's table.
-ARMS = {"stream-ordered --release-threshold 0 --sync step": "`stream-ordered`, threshold 0, sync each step"}
+TRIMMED = "`stream-ordered`, threshold 0, sync each step"
+ARMS = {
+    "stream-ordered:release_threshold=0 --sync step": TRIMMED,
+    # As it was written before settings stood behind the name.
+    "stream-ordered --release-threshold 0 --sync step": TRIMMED,
+}
 # Where the figures come from.
 H200 = "2026-11-21-h200"
 # Within this share of the measured time a simulated one counts as right, as for `experiments fidelity`.

@@ -34,7 +34,9 @@ def epoch_host_time() -> Figure:
     runs: list[dict[str, Any]] = read_json(path)
     rows = [
         (
-            run["arm"].replace(" --release-threshold 0 --sync step", ",\nthreshold 0, sync each step"),
+            run["arm"]
+            .replace(":release_threshold=0 --sync step", ",\nthreshold 0, sync each step")
+            .replace(" --release-threshold 0 --sync step", ",\nthreshold 0, sync each step"),
             host_parts(run["driver_calls"], run["epoch_s"] * 1e3),
         )
         for run in runs

@@ -76,6 +76,7 @@ class Settings(TypedDict):
     seed: Annotated[int, Field(ge=0, lt=2**64)]
     lr: Annotated[float, Field(ge=0, le=1e39)]
     init: Text
+    alloc: NotRequired[Text]
     allocator_settings: NotRequired[dict[Text, Any]]
     loader: NotRequired[Text]
     device: NotRequired[Text]

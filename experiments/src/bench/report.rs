@@ -3,6 +3,7 @@
 use super::cases::{self, Job};
 use super::measure::{Place, Sample};
 use serde::{Deserialize, Serialize};
+use trainer::alloc::heading;
 use trainer::provenance::Provenance;
 use trainer::terminal::{Cell, Column, Page, SIDE_BY_SIDE, Table, command, say};
 use vramlab::{DeviceDescription, Driver, Selection};
@@ -271,7 +272,7 @@ fn side_by_side(rows: &[&Row], page: &mut Page) {
 }
 
 fn table(rows: &[&Row], cases: &[&str], names: &[&str], baselines: bool, shown: impl Fn(&Row) -> String) -> Table {
-    let columns = std::iter::once(Column::left("case")).chain(names.iter().map(Column::right));
+    let columns = std::iter::once(Column::left("case")).chain(names.iter().map(|name| Column::right(heading(name))));
     let mut table = Table::new(
         columns.chain(baselines.then(|| Column::right(format!("{} to the best baseline", Selection::default())))),
     );

@@ -2,6 +2,7 @@
 
 use super::{AddressChoice, Row};
 use crate::history::AsRecorded;
+use trainer::alloc::heading;
 use trainer::report::duration;
 use trainer::terminal::{Cell, Comparison, Page, command, quoted};
 use vramlab::Bytes;
@@ -79,8 +80,10 @@ pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Pag
         first.allocations,
         size(first.max_live_bytes)
     ));
-    let names =
-        recorded.map(|_| "recorded".to_owned()).into_iter().chain(rows.iter().map(|row| row.allocator.to_string()));
+    let names = recorded
+        .map(|_| "recorded".to_owned())
+        .into_iter()
+        .chain(rows.iter().map(|row| heading(&row.allocator.to_string())));
     let table = Comparison::new("", names);
     let mut columns = Columns { rows, recorded, table };
     // CAST: figures for ranking; counts and bytes far below 2^53.

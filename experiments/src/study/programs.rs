@@ -7,6 +7,11 @@ use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::str::FromStr;
+use vramlab::Selection;
+use vramlab::backends;
+
+/// The option that names allocators.
+const ALLOC: &str = "alloc";
 
 /// Name of the PyTorch program in the folder of the baselines.
 const PYTORCH: &str = "mlp.py";
@@ -181,15 +186,46 @@ fn takes_history(program: Program) -> bool {
     matches!(program, Program::Replay | Program::Capacity)
 }
 
-/// The options of a run as arguments, its history first.
+/// Whether an option of a spec is a setting of its allocators: no option of the program has this name, an allocator has
+/// such a setting, and the program takes allocators.
+fn is_allocator_setting(program: Program, name: &str) -> bool {
+    let setting = name.replace('-', "_");
+    backends::all().iter().any(|backend| backend.has_setting(&setting))
+        && long_option(program, name).is_none()
+        && long_option(program, ALLOC).is_some()
+}
+
+/// An allocator with settings beside those that its text has. Their names may be written with dashes, as options are.
+fn with_settings(alloc: &str, settings: &[(&str, String)]) -> String {
+    let mut out = alloc.to_owned();
+    for (name, value) in settings {
+        out.push(if out.contains(':') { ',' } else { ':' });
+        out.push_str(&format!("{}={value}", name.replace('-', "_")));
+    }
+    out
+}
+
+/// The options of a run as arguments, its history first. Settings of its allocator are written behind the allocator's name.
 fn arguments(run: &Run) -> Vec<String> {
+    let own = |name: &str| is_allocator_setting(run.program, name);
+    let settings: Vec<(&str, String)> = run
+        .options
+        .iter()
+        .filter(|(name, _)| own(name))
+        .map(|(name, value)| (name.as_str(), value.to_string()))
+        .collect();
     let mut out = Vec::new();
     for (name, value) in &run.options {
         if takes_history(run.program) && name == "history" {
             out.insert(0, value.to_string());
-        } else {
+        } else if name == ALLOC {
+            out.push(format!("--{ALLOC}={}", with_settings(&value.to_string(), &settings)));
+        } else if !own(name) {
             out.extend(argument(run.program, name, value));
         }
+    }
+    if !settings.is_empty() && run.option(ALLOC).is_none() {
+        out.push(format!("--{ALLOC}={}", with_settings(Selection::default().name(), &settings)));
     }
     out
 }
@@ -261,8 +297,18 @@ pub(crate) fn start_file(run: &Run) -> (String, Vec<String>) {
 /// Checks every option of a spec as its program would, on a kind of device, and that histories are there.
 pub(crate) fn check(source: &Source, kind: DeviceKind, histories: Option<&Path>) -> Result<()> {
     for arm in source.spec.arms_on(kind) {
-        for setting in source.settings(&arm, kind)? {
-            check_setting(source, arm.program, &setting, histories)?;
+        let settings = source.settings(&arm, kind)?;
+        let allocators = settings.iter().find(|setting| setting.name == ALLOC);
+        let allocators: Vec<String> = match allocators {
+            Some(setting) => setting.values.iter().map(ToString::to_string).collect(),
+            None => vec![Selection::default().to_string()],
+        };
+        for setting in &settings {
+            if is_allocator_setting(arm.program, &setting.name) {
+                check_allocator_setting(source, setting, &allocators)?;
+            } else {
+                check_setting(source, arm.program, setting, histories)?;
+            }
         }
     }
     // What options mean together: one message for the first cell at fault.
@@ -276,6 +322,18 @@ pub(crate) fn check(source: &Source, kind: DeviceKind, histories: Option<&Path>)
         }
         if let Err(message) = parse(run.program, &arguments(run)) {
             return Err(source.at(0, format!("{}: {message}", run.label(true))));
+        }
+    }
+    Ok(())
+}
+
+/// Checks a setting of allocators with each of those that an arm names.
+fn check_allocator_setting(source: &Source, setting: &Setting, allocators: &[String]) -> Result<()> {
+    // What is wrong with an allocator's own text is said at its place.
+    for alloc in allocators.iter().filter(|alloc| alloc.parse::<Selection>().is_ok()) {
+        for value in &setting.values {
+            let text = with_settings(alloc, &[(&setting.name, value.to_string())]);
+            text.parse::<Selection>().map_err(|error| source.at(setting.offset, error))?;
         }
     }
     Ok(())
@@ -403,7 +461,6 @@ mod tests {
     #[test]
     fn a_message_about_another_option_is_told_from_one_about_this() {
         assert!(names_another("--weights half needs --dtype bf16 or f16, found f32", "weights"));
-        assert!(names_another("--gc-threshold is a fraction of --memory-limit, which is not given", "gc-threshold"));
         assert!(!names_another("--loss-scale must be a positive number, found 0", "loss-scale"));
         assert!(!names_another("invalid value 'x' for '--dtype <DTYPE>'; write one of f32, bf16", "dtype"));
     }

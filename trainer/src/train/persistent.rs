@@ -10,10 +10,10 @@ use crate::settings::{DeviceChoice, LaunchMode, Settings, SyncMode};
 use crate::tensor::Context;
 use kernels::{KernelError, PersistentSteps, Precision};
 use std::sync::Arc;
-use vramlab::backends::naive;
+use vramlab::backends::Naive;
 use vramlab::instruments::NvtxMode;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::{DeviceBuffer, Memory, Selection};
+use vramlab::{DeviceBuffer, Memory};
 
 /// Steps that one kernel does in a row. As with graphs there is one for each number of rows, and the device knows the step.
 #[derive(Debug)]
@@ -116,7 +116,7 @@ pub(super) fn check_fit(settings: &Settings, dataset: &Dataset) -> Result<()> {
 
 fn describe(settings: &Settings, dataset: &Dataset) -> Result<()> {
     let device = Device::open(&DeviceChoice::Sim, SyncMode::Never, Ranges::new(NvtxMode::Off), None)?;
-    let memory = Memory::new(Selection::of(&naive::BACKEND).build(&device.driver())?);
+    let memory = Memory::new(Arc::new(Naive::new(device.driver())));
     let (context, split) = (Context { memory, device }, &dataset.train);
     let (widths, arithmetic) = (super::network(settings, dataset)?, settings.arithmetic()?);
     let model = Mlp::unset(&context, &widths, arithmetic, &super::batches(settings, dataset))?;

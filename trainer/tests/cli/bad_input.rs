@@ -17,14 +17,42 @@ fn numbers_that_cannot_work_are_refused() {
         (["--lr", "-1"], "--lr must be a positive number, found -1"),
         (["--memory-limit", "1K"], "--memory-limit 1 KiB is less than the model's weights"),
         (["--memory-limit", "0"], "--memory-limit 0 B is less than the model's weights"),
-        (["--gc-threshold", "0.5"], "--gc-threshold is a fraction of --memory-limit"),
-        (["--gc-threshold", "-0.5"], "--gc-threshold must lie between 0 and 1"),
-        (["--gc-threshold", "nan"], "--gc-threshold must lie between 0 and 1"),
-        (["--gc-threshold", "1.5"], "--gc-threshold must lie between 0 and 1"),
-        (["--max-split-size", "1M"], "--max-split-size must be at least 20M"),
+        (
+            ["--alloc", "caching:garbage_collection_threshold=0.5"],
+            "garbage_collection_threshold is a fraction of memory_limit, which is not given; give --memory-limit",
+        ),
+        (["--alloc", "caching:memory_limit=1K"], "--memory-limit 1 KiB is less than the model's weights"),
     ] {
         place.iris(&arguments).refused(&[words]);
     }
+    assert!(!place.at("runs").exists(), "nothing ran, so there is nothing to record");
+}
+
+#[test]
+fn allocators_that_mean_nothing_are_refused() {
+    let place = Place::new();
+    for (alloc, words) in [
+        ("cachin", "no allocator is called 'cachin'; did you mean 'caching'? There are naive, "),
+        (
+            "caching:max_split=32M",
+            "caching: there is no setting 'max_split'; did you mean 'max_split_size'? There are ",
+        ),
+        ("caching:max_split_size=1M", "'max_split_size' takes bytes, such as 512M, at least 20M, or none; found '1M'"),
+        ("caching:garbage_collection_threshold=-0.5", "takes a number from 0 to 1; found '-0.5'"),
+        ("caching:garbage_collection_threshold=nan", "takes a number from 0 to 1; found 'nan'"),
+        ("caching:memory_limit=1G,memory_limit=1G", "caching: 'memory_limit' is given twice"),
+        ("caching,naive", "write NAME or NAME:key=value,key=value"),
+        ("naive:x=1", "naive: there is no setting 'x'; there are none"),
+    ] {
+        let ran = place.iris(&["--alloc", alloc]);
+        assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
+        let first = ran.stderr.lines().next().unwrap_or_default();
+        assert!(first.contains(words), "{words}: {first}");
+    }
+    let both = ["--alloc", "caching:memory_limit=1G", "--memory-limit", "2G"];
+    place
+        .iris(&both)
+        .refused(&["--memory-limit is given, and --alloc caching:memory_limit=1G has a limit of 1 GiB too"]);
     assert!(!place.at("runs").exists(), "nothing ran, so there is nothing to record");
 }
 
@@ -68,11 +96,11 @@ fn words_that_mean_nothing_are_refused() {
         ["--device", "sim:"],
         ["--alloc", "nonsense"],
         ["--dataset", "nonsense"],
-        ["--release-threshold", "nonsense"],
-        ["--release-threshold", "99999999999T"],
+        ["--alloc", "stream-ordered:release_threshold=nonsense"],
+        ["--alloc", "stream-ordered:release_threshold=99999999999T"],
         ["--memory-limit", "1e400"],
         ["--memory-limit", "lots"],
-        ["--reuse-allow-opportunistic", "maybe"],
+        ["--alloc", "stream-ordered:reuse_allow_opportunistic=maybe"],
         ["--sync", "nonsense"],
         ["--loader", "nonsense"],
         ["--init", "nonsense"],

@@ -55,6 +55,41 @@ impl Capabilities {
     };
 }
 
+impl Capabilities {
+    /// What it can do, in a few words each; what it cannot is left out.
+    #[must_use]
+    pub fn describe(&self) -> Vec<&'static str> {
+        let said = [
+            match self.needs {
+                Needs::Nothing => "",
+                Needs::Pools => "needs a device with stream-ordered pools",
+                Needs::Vmm => "needs a device with virtual memory management",
+            },
+            match self.graph_capture {
+                GraphCapture::Refused => "",
+                GraphCapture::Pinned => "graph capture, from memory that it keeps",
+                GraphCapture::DriverNodes => "graph capture, by the driver's memory nodes",
+            },
+            match self.streams {
+                StreamUse::Own => "memory stays with its stream",
+                StreamUse::Any => "memory serves any stream",
+            },
+            match self.segments {
+                SegmentUse::One => "a segment for each block",
+                SegmentUse::Many => "several blocks a segment",
+                SegmentUse::Hidden => "",
+            },
+            if self.caches { "keeps freed memory" } else { "" },
+            if self.coalesces { "coalesces at once" } else { "" },
+            if self.retries { "tries again when memory is short" } else { "" },
+            if self.snapshot { "snapshots" } else { "" },
+            if self.restores { "begins with a snapshot's blocks" } else { "" },
+            if self.follows_pytorch { "PyTorch's addresses" } else { "" },
+        ];
+        said.into_iter().filter(|words| !words.is_empty()).collect()
+    }
+}
+
 /// How a backend serves requests while work is captured into a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
