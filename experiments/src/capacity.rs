@@ -45,8 +45,9 @@ pub(crate) struct CapacityArgs {
 #[derive(Debug, Serialize)]
 struct Row {
     trace: String,
+    allocator: &'static str,
     /// As `--alloc` names it.
-    allocator: Selection,
+    alloc: Selection,
     device: &'static str,
     granularity_bytes: u64,
     max_live_bytes: u64,
@@ -103,7 +104,8 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
         let bound = history.max_live_bytes();
         rows.push(Row {
             trace: args.file.display().to_string(),
-            allocator: alloc.clone(),
+            allocator: alloc.name(),
+            alloc: alloc.clone(),
             device: devices.kind(),
             granularity_bytes: found.granularity,
             max_live_bytes: bound,
@@ -122,7 +124,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
 fn report(rows: &[Row]) -> Page {
     let mut page = Page::stdout();
     let Some(first) = rows.first() else { return page };
-    let mut table = Comparison::new("", rows.iter().map(|row| alloc::heading(&row.allocator.to_string())));
+    let mut table = Comparison::new("", rows.iter().map(|row| alloc::heading(&row.alloc.to_string())));
     // CAST: bytes of a device, below 2^53.
     table.ranked(
         "smallest memory",
@@ -140,12 +142,12 @@ fn report(rows: &[Row]) -> Page {
     let worst = rows.iter().max_by_key(|row| row.capacity_bytes).unwrap_or(first);
     let size = Bytes(best.capacity_bytes);
     let with_least = rows.iter().filter(|row| row.capacity_bytes == best.capacity_bytes);
-    let names: Vec<String> = with_least.map(|row| row.allocator.to_string()).collect();
+    let names: Vec<String> = with_least.map(|row| row.alloc.to_string()).collect();
     let found = if worst.capacity_bytes == best.capacity_bytes {
         format!("The history runs in {size}")
     } else {
         let run = if names.len() == 1 { "runs" } else { "run" };
-        let (name, most) = (&worst.allocator, Bytes(worst.capacity_bytes));
+        let (name, most) = (&worst.alloc, Bytes(worst.capacity_bytes));
         format!("{} {run} the history in {size}, {name} needs {most}", names.join(" and "))
     };
     let least = Bytes(best.max_live_bytes);

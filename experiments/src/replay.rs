@@ -59,8 +59,9 @@ enum AddressChoice {
 #[derive(Debug, Serialize)]
 struct Row {
     trace: String,
+    allocator: &'static str,
     /// As `--alloc` names it.
-    allocator: Selection,
+    alloc: Selection,
     device: &'static str,
     device_name: String,
     addresses: AddressChoice,
@@ -167,7 +168,8 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, alloc: &Selection, d
     let segments = stats.segment.map(|gauge| (gauge.all.allocated, gauge.all.freed));
     Ok(Row {
         trace: file.display().to_string(),
-        allocator: alloc.clone(),
+        allocator: alloc.name(),
+        alloc: alloc.clone(),
         device: devices.kind(),
         device_name,
         addresses: args.addresses,

@@ -201,6 +201,7 @@ fn histories_are_replayed_and_named_without_their_folder() {
     let folder = place.at("out/small/runs/01-replay-h.jsonl-stream-ordered-r0");
     let result = json_at(&folder.join("result.json"));
     assert_eq!((&result[0]["trace"], &result[0]["allocator"]), (&json!("h.jsonl"), &json!("stream-ordered")));
+    assert_eq!(result[0]["alloc"], "stream-ordered:release_threshold=0");
     assert_eq!(result[0]["allocator_settings"]["release_threshold"], 0);
     let record = json_at(&folder.join("run.json"));
     assert_eq!(record["files"], json!(["result.json"]));

@@ -34,9 +34,18 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         (
             "layers = 2",
             "garbage-collection-threshold = 0.5",
-            ["small.toml:10", "naive: there is no setting 'garbage_collection_threshold'"],
+            ["small.toml:1", "garbage_collection_threshold is a fraction of memory_limit, which is not given"],
         ),
-        ("layers = 2", "release_threshold = 0", ["small.toml:10", "naive: there is no setting 'release_threshold'"]),
+        (
+            "layers = 2",
+            "garbage_collection_threshold = 2",
+            ["small.toml:10", "'garbage_collection_threshold' takes a number from 0 to 1; found '2'"],
+        ),
+        (
+            "layers = 2",
+            "release_threshold = 0",
+            ["small.toml:10", "no allocator of the arm has a setting 'release_threshold'"],
+        ),
         (
             "[\"naive\", ",
             "[\"stream-ordered:release_threshold=x\", ",

@@ -83,7 +83,7 @@ pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Pag
     let names = recorded
         .map(|_| "recorded".to_owned())
         .into_iter()
-        .chain(rows.iter().map(|row| heading(&row.allocator.to_string())));
+        .chain(rows.iter().map(|row| heading(&row.alloc.to_string())));
     let table = Comparison::new("", names);
     let mut columns = Columns { rows, recorded, table };
     // CAST: figures for ranking; counts and bytes far below 2^53.
@@ -140,7 +140,7 @@ pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Pag
         page.note(note);
     }
     for (row, failure) in rows.iter().filter_map(|row| row.first_failure.as_ref().map(|failure| (row, failure))) {
-        page.note(format!("{}: allocation {} failed first: {}", row.allocator, failure.allocation, failure.error));
+        page.note(format!("{}: allocation {} failed first: {}", row.alloc, failure.allocation, failure.error));
     }
 }
 
@@ -171,13 +171,13 @@ pub(super) fn end(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) 
         page.end("No allocator gets through the history in this memory.", &command("experiments", &next));
         return;
     };
-    let mut found = format!("{} reserves {} at its peak", least.allocator, size(least.peak_reserved_bytes));
+    let mut found = format!("{} reserves {} at its peak", least.alloc, size(least.peak_reserved_bytes));
     if rows.len() > 1 {
         found += ", the least";
     }
-    let ours = whole().find(|row| row.allocator.backend().capabilities.follows_pytorch);
+    let ours = whole().find(|row| row.alloc.backend().capabilities.follows_pytorch);
     if let Some((told, ours)) = recorded.zip(ours) {
-        let (name, ours, theirs) = (&ours.allocator, ours.peak_reserved_bytes, told.peak_reserved);
+        let (name, ours, theirs) = (&ours.alloc, ours.peak_reserved_bytes, told.peak_reserved);
         found += &match ours == theirs {
             true => format!("; {} were reserved when it was recorded, and so they are by {name} here", size(theirs)),
             false => {
@@ -190,8 +190,7 @@ pub(super) fn end(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) 
     if let (Some(fewest), Some(most)) = (whole().min_by_key(|row| calls(row)), whole().max_by_key(|row| calls(row)))
         && calls(fewest) < calls(most)
     {
-        found +=
-            &format!("; {} makes {}, {} {}", fewest.allocator, counted(calls(fewest)), most.allocator, calls(most));
+        found += &format!("; {} makes {}, {} {}", fewest.alloc, counted(calls(fewest)), most.alloc, calls(most));
     }
     page.end(format!("{found}."), &command("experiments", &format!("capacity {}", quoted(&first.trace))));
 }

@@ -195,12 +195,18 @@ fn is_allocator_setting(program: Program, name: &str) -> bool {
         && long_option(program, ALLOC).is_some()
 }
 
-/// An allocator with settings beside those that its text has. Their names may be written with dashes, as options are.
+/// An allocator with those of the settings that it has, beside the ones of its own text: in a matrix of allocators each takes
+/// what is meant for it. Names may be written with dashes, as options are.
 fn with_settings(alloc: &str, settings: &[(&str, String)]) -> String {
+    let name = alloc.split(':').next().unwrap_or_default();
     let mut out = alloc.to_owned();
-    for (name, value) in settings {
-        out.push(if out.contains(':') { ',' } else { ':' });
-        out.push_str(&format!("{}={value}", name.replace('-', "_")));
+    for (setting, value) in settings {
+        let setting = setting.replace('-', "_");
+        // An allocator that is none is refused by its program.
+        if backends::find(name).is_ok_and(|backend| backend.has_setting(&setting)) {
+            out.push(if out.contains(':') { ',' } else { ':' });
+            out.push_str(&format!("{setting}={value}"));
+        }
     }
     out
 }
@@ -327,12 +333,20 @@ pub(crate) fn check(source: &Source, kind: DeviceKind, histories: Option<&Path>)
     Ok(())
 }
 
-/// Checks a setting of allocators with each of those that an arm names.
+/// Checks a setting with each of an arm's allocators that has it; one at least does.
 fn check_allocator_setting(source: &Source, setting: &Setting, allocators: &[String]) -> Result<()> {
+    let name = setting.name.replace('-', "_");
     // What is wrong with an allocator's own text is said at its place.
-    for alloc in allocators.iter().filter(|alloc| alloc.parse::<Selection>().is_ok()) {
+    let chosen = allocators.iter().filter_map(|alloc| Some((alloc, alloc.parse::<Selection>().ok()?)));
+    let has: Vec<&String> =
+        chosen.filter(|(_, chosen)| chosen.backend().has_setting(&name)).map(|(alloc, _)| alloc).collect();
+    if has.is_empty() {
+        let all = allocators.join(", ");
+        return Err(source.at(setting.offset, format!("no allocator of the arm has a setting '{name}': {all}")));
+    }
+    for alloc in has {
         for value in &setting.values {
-            let text = with_settings(alloc, &[(&setting.name, value.to_string())]);
+            let text = with_settings(alloc, &[(&name, value.to_string())]);
             text.parse::<Selection>().map_err(|error| source.at(setting.offset, error))?;
         }
     }
