@@ -22,4 +22,5 @@ pub mod split;
 pub mod stream;
 
 pub use heap::Heap;
-pub use size::torch as rounding;
+// `caching` knows it by this name.
+pub(crate) use size::torch as rounding;

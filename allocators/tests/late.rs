@@ -202,7 +202,7 @@ proptest! {
         divisions in prop_oneof![2 => Just(0u64), 1 => Just(4)],
         at in any::<Index>(),
     ) {
-        let roundup_power2_divisions = vramlab::policy::rounding::Divisions::uniform(divisions);
+        let roundup_power2_divisions = vramlab::policy::size::torch::Divisions::uniform(divisions);
         check_cut(CachingSettings { roundup_power2_divisions, ..CachingSettings::default() }, &steps, at);
     }
 

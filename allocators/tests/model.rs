@@ -275,7 +275,7 @@ pub(crate) fn caching_settings() -> impl Strategy<Value = CachingSettings> {
                 max_split_size,
                 max_non_split_rounding: rounding * MIB,
                 garbage_collection_threshold,
-                roundup_power2_divisions: vramlab::policy::rounding::Divisions::uniform(divisions),
+                roundup_power2_divisions: vramlab::policy::size::torch::Divisions::uniform(divisions),
                 memory_limit,
                 retry_fit_after_sync,
             }

@@ -4,31 +4,37 @@
 //! same requests and the same answers of the device it puts every block at the same address, takes and returns the same
 //! segments, and counts the same statistics. [`caching`](super::caching) follows the same rules, written for speed.
 //!
-//! *Idea.* `cudaMalloc` is slow and `cudaFree` waits for the whole device, so a training step must call neither. The
-//! allocator therefore keeps the segments that it was given, and cuts them into blocks. After the first step the cache has
-//! what a step needs.
+//! *Idea.* `cudaMalloc` is slow and `cudaFree` waits for the whole device, so a training step should call neither. The
+//! allocator therefore keeps the segments that the device gave, and cuts them into blocks. After the first step the cache
+//! has what a step needs.
 //!
-//! *A request*, `allocate`:
-//! 1. Frees that waited for other streams and are due by now are carried out.
+//! *A request* (`allocate`):
+//! 1. Frees that waited for other streams are carried out where these are done.
 //! 2. The size is rounded up to 512 bytes, or to steps between powers of two if `roundup_power2_divisions` says so.
-//! 3. Up to 1 MiB the small pool serves it, above that the large pool. Pools share no segments, so small blocks do not cut
-//!    up large ones.
+//! 3. Up to 1 MiB the small pool serves it, above that the large pool. Pools share no segments, so that small blocks do not
+//!    cut up large ones.
 //! 4. Among the free blocks of its stream and pool the smallest that fits is taken; of equal ones that with the lowest
-//!    address. Other streams' blocks are not looked at: nothing says when their work is done.
-//! 5. When none fits, the `ladder` is climbed: a segment from the device, and if it has no memory, what is
-//!    cached goes back first. Small requests share segments of 2 MiB, those below 10 MiB segments of 20 MiB; larger ones get
-//!    a segment of their own, in multiples of 2 MiB.
-//! 6. What is left of the block is cut off and stays free, if it is worth keeping: at least 512 bytes in the small pool, more
-//!    than 1 MiB in the large one.
+//!    address. Other streams' blocks are not looked at, because work of those streams may still use them.
+//! 5. When none fits, the `ladder` is climbed: a segment from the device, and if it has no memory, what is cached goes back
+//!    first. Small requests share segments of 2 MiB, and those below 10 MiB segments of 20 MiB. Larger ones get a segment of
+//!    their own, in multiples of 2 MiB.
+//! 6. What is left of the block is cut off and stays free, if it is worth keeping: at least 512 bytes in the small pool,
+//!    more than 1 MiB in the large one.
 //!
-//! *A free*, `free`. Work on the block's own stream was queued before, so the block is reusable at once: what
-//! the stream does with it next comes later. It is joined with free neighbours of its segment. When other streams use it
-//! (`record_stream`), it waits for an event on each of them.
+//! *A free* (`free`). The stream's own uses of the block were queued before its next ones will be, so it may reuse the block
+//! at once. The block is joined with free neighbours in its segment. If other streams use it (`record_stream`), it first
+//! waits for an event on each of them.
+//!
+//! *Large blocks* may be kept whole: with `max_split_size` blocks of at least that size are never cut, and serve only
+//! requests that are as large and at most `max_non_split_rounding` smaller.
+//!
+//! *Graphs.* A request of a stream that is being captured is served from a private pool by the same rules. Its `owner` says
+//! so; no other request sees those blocks, and the segments stay until the graph is gone.
 //!
 //! *Good at* programs that repeat themselves. *Bad at* sizes that keep changing: rests pile up between live blocks, in
-//! segments that cannot go back. Bad, too, at blocks that are used on several streams: each stream keeps its own.
+//! segments that cannot go back. Also bad at blocks that are used on several streams: each stream keeps its own.
 //!
-//! *Cost.* Allocate and free: O(log n) in the free blocks, below a microsecond, and no driver call on a hit.
+//! *Cost.* O(log n) in the free blocks for a request and for a free, and no driver call on a hit. One lock for all threads.
 //!
 //! *Source.* PyTorch 2.11, `c10/cuda/CUDACachingAllocator.cpp`; its functions are named where their rules are.
 
@@ -134,21 +140,26 @@ impl Policy for PyTorch {
 
     /// `DeviceCachingAllocator::malloc`.
     fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
+        // 1. `process_events`
         heap.process_events()?;
+        // 2. `round_size`, and 3. `get_pool`
         let bytes = self.size.round(requested);
         let list = FreeList { owner, pool: self.size.pool(bytes) };
         if list.pool == Some(PoolKind::Large) && collect_above(&self.settings).is_some() {
             // Idle segments grow older with each search, for the collection on the ladder.
             heap.space_mut().count_search();
         }
+        // 4. `get_free_block`
         let largest = self.split.largest(bytes);
         let find = |heap: &mut Heap| heap.find(list, bytes, largest);
+        // 5. `get_allocation_size`, and what follows
         let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
         let found = match find(heap) {
             Some(block) => Some((block, Path::Hit)),
             None => self.ladder.climb(heap, &miss, |heap| Ok(find(heap)))?,
         };
         let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
+        // 6. `should_split`, `alloc_found_block`
         let size = heap.space()[block].bytes;
         let cut = self.split.cuts(list.pool, bytes, size);
         heap.take(block, list, if cut { bytes } else { size }, requested);

@@ -156,8 +156,7 @@ fn collect_garbage(heap: &mut Heap, above: u64) -> Result<bool, DriverError> {
         let (old, young): (Vec<_>, Vec<_>) = idle.into_iter().partition(|idle| idle.age as f64 >= mean);
         // The oldest is at least as old as the average, so each round takes some.
         for idle in old {
-            heap.release(&idle)?;
-            reclaimed += idle.bytes;
+            reclaimed += heap.release(idle.segment)?;
         }
         idle = young;
     }
@@ -173,7 +172,7 @@ fn release_oversize(heap: &mut Heap, miss: &Miss, max_split: u64) -> Result<bool
     if let Some(block) = heap.find(miss.list, wanted, u64::MAX)
         && let Some(whole) = idle.iter().find(|idle| idle.segment == heap.space()[block].segment)
     {
-        heap.release(whole)?;
+        heap.release(whole.segment)?;
         return Ok(true);
     }
     let mut released = 0;
@@ -181,8 +180,7 @@ fn release_oversize(heap: &mut Heap, miss: &Miss, max_split: u64) -> Result<bool
         if released >= wanted {
             break;
         }
-        heap.release(idle)?;
-        released += idle.bytes;
+        released += heap.release(idle.segment)?;
     }
     Ok(released >= wanted)
 }
@@ -199,8 +197,7 @@ pub fn release_cached(heap: &mut Heap, keep: u64) -> Result<u64, DriverError> {
         if heap.space().account().reserved() <= keep {
             break;
         }
-        heap.release(&idle)?;
-        released += idle.bytes;
+        released += heap.release(idle.segment)?;
     }
     Ok(released)
 }

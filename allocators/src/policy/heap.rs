@@ -7,7 +7,7 @@ use super::source::Source;
 use super::stream::Stream;
 use crate::contract::{AllocError, CaptureId, OomReport, PoolKind};
 use crate::device::{DeviceAddr, Driver, DriverError, StreamId};
-use crate::space::{BlockId, FreeList, SegmentId, Space};
+use crate::space::{BlockId, FreeList, Segment, SegmentId, Space};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -173,19 +173,24 @@ impl Heap {
         found
     }
 
-    /// Gives an idle segment back to the source.
+    /// Gives an idle segment back to the source. Returns its bytes.
     ///
     /// # Errors
     /// Those of the driver: then it is still held.
-    pub fn release(&mut self, idle: &Idle) -> Result<(), DriverError> {
-        debug_assert_eq!(self.space[idle.segment].busy, 0, "a segment in use should not go back");
-        let addr = DeviceAddr::new(idle.addr).expect("segments do not lie at address zero");
-        // SAFETY: the segment came from the source and none of its blocks is held or pending, so nobody uses it but work
-        // that is queued on the streams that freed its blocks; it is removed below, so it goes back once.
+    ///
+    /// # Panics
+    /// When a block of it is held or pending, or it did not come in one piece.
+    pub fn release(&mut self, segment: SegmentId) -> Result<u64, DriverError> {
+        let Segment { addr, bytes, busy, expandable, .. } = self.space[segment];
+        assert!(busy == 0 && !expandable, "only an idle segment can go back as a whole");
+        let addr = DeviceAddr::new(addr).expect("segments do not lie at address zero");
+        // SAFETY: every segment of the space that is not expandable came from the source, see `new_segment`. None of its
+        // blocks is held or pending, so nobody uses it but work that is queued on the streams that freed its blocks. It is
+        // removed below, so it goes back once.
         unsafe { self.source.release(addr) }?;
-        let gone = self.space.remove_segment(idle.segment);
+        let gone = self.space.remove_segment(segment);
         gone.into_iter().for_each(|block| self.fit.remove(block));
-        Ok(())
+        Ok(bytes)
     }
 
     // Frees that wait.

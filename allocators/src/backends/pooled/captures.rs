@@ -78,7 +78,7 @@ impl<P: Policy> State<P> {
         self.captures.release(name, capture)?;
         self.heap.unpin(capture);
         for idle in self.heap.idle_segments().iter().filter(|idle| idle.list.owner.private == Some(capture)) {
-            self.heap.release(idle)?;
+            self.heap.release(idle.segment)?;
         }
         Ok(())
     }

@@ -78,10 +78,7 @@ fn make_segments<'a>(
 
 fn give_back(heap: &mut Heap, made: Vec<(&SegmentInfo, BlockId)>) -> Result<(), AllocError> {
     for (_, block) in made {
-        let segment = heap.space()[block].segment;
-        for idle in heap.idle_segments().iter().filter(|idle| idle.segment == segment) {
-            heap.release(idle)?;
-        }
+        heap.release(heap.space()[block].segment)?;
     }
     Ok(())
 }

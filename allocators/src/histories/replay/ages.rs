@@ -11,7 +11,7 @@ use super::builder::HistoryBuilder;
 use super::op::{BY_DEVICE, Kind, NEVER, Op, Release};
 use crate::backends::CachingSettings;
 use crate::contract::PoolKind;
-use crate::policy::rounding::{SMALL_SEGMENT, pool_of, round_size};
+use crate::policy::size::torch::{SMALL_SEGMENT, pool_of, round_size};
 use crate::steps;
 use std::collections::BTreeMap;
 

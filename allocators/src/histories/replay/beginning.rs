@@ -15,7 +15,7 @@ use crate::contract::PoolKind;
 use crate::contract::{BlockInfo, BlockState, SegmentInfo, Snapshot};
 use crate::device::StreamId;
 use crate::histories::trace::{Event, Segment, SegmentType};
-use crate::policy::rounding::SMALL_SEGMENT;
+use crate::policy::size::torch::SMALL_SEGMENT;
 use std::collections::HashMap;
 
 /// A block that the client had before the first event and freed after it.

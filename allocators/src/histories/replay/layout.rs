@@ -17,7 +17,7 @@ use super::op::{BY_DEVICE, Kind, NEVER, Op, Release};
 use super::windows::SegmentEvent;
 use crate::backends::CachingSettings;
 use crate::contract::PoolKind;
-use crate::policy::rounding::{MIN_BLOCK, SMALL_MAX, pool_of, round_size};
+use crate::policy::size::torch::{MIN_BLOCK, SMALL_MAX, pool_of, round_size};
 use crate::steps;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -270,8 +270,11 @@ impl<'a> Layout<'a> {
         }
         self.segments.remove(&addr);
         if !event.released {
-            let pool =
-                if event.bytes == crate::policy::rounding::SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large };
+            let pool = if event.bytes == crate::policy::size::torch::SMALL_SEGMENT {
+                PoolKind::Small
+            } else {
+                PoolKind::Large
+            };
             self.add_segment(addr, event.bytes, stream, pool, event.op);
         }
     }

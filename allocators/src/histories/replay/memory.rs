@@ -8,7 +8,7 @@ use super::builder::HistoryBuilder;
 use super::oom::{Completions, Held, OutOfMemory, Refusal, StreamHeld};
 use super::op::{Kind, Op};
 use crate::backends::CachingSettings;
-use crate::policy::rounding::{MIN_BLOCK, SMALL_MAX, SMALL_SEGMENT, round_size};
+use crate::policy::size::torch::{MIN_BLOCK, SMALL_MAX, SMALL_SEGMENT, round_size};
 use crate::steps;
 use std::collections::BTreeMap;
 

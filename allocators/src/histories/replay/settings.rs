@@ -2,7 +2,7 @@
 
 use super::ReplayError;
 use crate::backends::CachingSettings;
-use crate::policy::rounding::{DIVISION_INTERVALS, Divisions};
+use crate::policy::size::torch::{DIVISION_INTERVALS, Divisions};
 use serde_json::{Map, Value, json};
 
 /// The settings of `caching` that correspond to a snapshot's `allocator_settings`; defaults where it says nothing.

@@ -3,7 +3,7 @@
 use super::gaps::Gaps;
 use crate::backends::CachingSettings;
 use crate::contract::PoolKind;
-use crate::policy::rounding::{SMALL_SEGMENT, pool_of, round_size};
+use crate::policy::size::torch::{SMALL_SEGMENT, pool_of, round_size};
 use crate::steps;
 
 /// A segment that came from the device or went back.

@@ -3,7 +3,7 @@
 use super::{Selection, parse_list};
 use crate::backends::{CachingSettings, all, caching, naive, stream_ordered};
 use crate::device::PoolSettings;
-use crate::policy::rounding::Divisions;
+use crate::policy::size::torch::Divisions;
 use crate::settings::Settings;
 
 fn read(text: &str) -> Selection {
