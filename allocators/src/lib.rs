@@ -52,6 +52,7 @@ pub mod settings;
 pub mod space;
 mod steps;
 mod sync;
+pub mod testing;
 
 pub use backends::{Backend, Capabilities, Selection};
 pub use bytes::{Bytes, ParseBytesError};

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the ground up. Modules of one line may name each other.
-const LAYERS: [&[&str]; 8] = [
+const LAYERS: [&[&str]; 9] = [
     &["budget", "bytes", "input", "output", "ranges", "settings", "steps", "sync"],
     &["device"],
     &["contract"],
@@ -14,6 +14,7 @@ const LAYERS: [&[&str]; 8] = [
     &["backends"],
     &["instruments"],
     &["histories"],
+    &["testing"],
 ];
 
 fn layer(module: &str) -> Option<usize> {

@@ -205,8 +205,8 @@ impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
         let Some(block) = self.memory.keep(block, self.stream) else { return };
-        // SAFETY: work is queued through borrows of this buffer, so all of it was queued before this drop, on its
-        // stream or on streams announced with `record_use`.
+        // SAFETY: who queued work on this memory, by an unsafe call, promised that it stays valid until then. On the buffer's own
+        // stream the free comes later by itself; work on others was announced with `record_use` or has been waited for.
         let freed = unsafe { self.memory.allocator.deallocate(block, self.stream) };
         if let Err(error) = freed {
             self.memory.defer(error);

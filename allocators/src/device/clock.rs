@@ -38,7 +38,7 @@ pub struct MonotonicClock(Source);
 
 #[derive(Clone, Copy, Debug)]
 enum Source {
-    #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+    #[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
     Counter {
         start: u64,
         /// Nanoseconds per tick, times 2^64.
@@ -51,7 +51,7 @@ impl MonotonicClock {
     /// A clock that starts now.
     #[must_use]
     pub fn new() -> Self {
-        #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+        #[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
         if let Some(scale) = counter::scale() {
             return Self(Source::Counter { start: counter::read(), scale });
         }
@@ -69,7 +69,7 @@ impl Clock for MonotonicClock {
     #[inline]
     fn now_ns(&self) -> u64 {
         match self.0 {
-            #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+            #[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
             Source::Counter { start, scale } => nanoseconds(counter::read().saturating_sub(start), scale),
             // CAST: 2^64 nanoseconds are 584 years.
             Source::System(start) => start.elapsed().as_nanos() as u64,
@@ -132,7 +132,7 @@ pub(crate) struct Reader {
 impl Reader {
     pub(crate) fn new(clock: Arc<dyn Clock>) -> Self {
         match clock.machine() {
-            #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+            #[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
             Some(MonotonicClock(Source::Counter { start, scale })) => {
                 Self { start, scale: Scale { per_tick: scale }, other: None }
             }
@@ -150,9 +150,9 @@ impl Reader {
     #[inline(always)]
     pub(crate) fn read(&self) -> u64 {
         match &self.other {
-            #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+            #[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
             None => counter::read_at_once(),
-            #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+            #[cfg(not(all(target_os = "linux", target_arch = "x86_64", not(miri))))]
             None => unreachable!("only the time-stamp counter is read without a clock"),
             Some(clock) => Self::read_other(clock.as_ref()),
         }
@@ -173,7 +173,7 @@ impl Reader {
 }
 
 /// The time-stamp counter.
-#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
 mod counter {
     use std::arch::x86_64::{__cpuid, _mm_lfence, _rdtsc};
     use std::sync::OnceLock;

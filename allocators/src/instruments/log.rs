@@ -76,13 +76,13 @@ const AHEAD: usize = 32;
 /// Asks for the line of a record that will be written, of this thread's own room or beyond its end.
 #[inline(always)]
 fn prefetch(record: *mut Record) {
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: a hint to the processor, which may name any address and changes nothing.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(record.cast()) };
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     let _ = record;
 }
 
@@ -115,7 +115,7 @@ impl Room {
         // SAFETY: the layout is not empty.
         let memory = unsafe { std::alloc::alloc(layout) }.cast::<Record>();
         let Some(first) = NonNull::new(memory) else { std::alloc::handle_alloc_error(layout) };
-        #[cfg(target_os = "linux")]
+        #[cfg(all(target_os = "linux", not(miri)))]
         if layout.align() == Self::HUGE {
             // Advice only, so whether it is taken does not matter.
             // SAFETY: the range is the memory that was just allocated.
@@ -186,11 +186,14 @@ impl Chunk {
         self.len == self.room.records
     }
 
-    /// Adds a record where there is room.
+    /// Adds a record.
+    ///
+    /// # Safety
+    /// The chunk is not full.
     #[inline(always)]
-    fn push(&mut self, record: Record) {
+    unsafe fn push(&mut self, record: Record) {
         debug_assert!(!self.is_full());
-        // SAFETY: fewer records than the room has are written, so the next one is inside.
+        // SAFETY: the caller promises that fewer records than the room has are written, so the next one is inside.
         let next = unsafe { self.room.first.add(self.len) };
         // SAFETY: as above; the room is this chunk's alone.
         unsafe { next.write(record) };
@@ -235,7 +238,8 @@ impl Log {
         if self.open.is_full() {
             self.turn();
         }
-        self.open.push(record);
+        // SAFETY: a full chunk was just replaced by one that is not.
+        unsafe { self.open.push(record) };
         if let Some(sequence) = sequence {
             self.open.sequences.push(sequence);
         }
@@ -251,6 +255,7 @@ impl Log {
     fn turn(&mut self) {
         let records = if self.open.is_full() && self.open.len == 0 { Chunk::FIRST } else { Chunk::WHOLE };
         let mut next = self.spare.pop().unwrap_or_else(|| Chunk::with_room(records));
+        assert!(!next.is_full(), "a spare chunk should be empty and have room");
         next.stream = self.stream;
         let full = std::mem::replace(&mut self.open, next);
         if full.len > 0 {

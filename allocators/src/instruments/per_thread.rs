@@ -175,7 +175,7 @@ impl<T> Drop for Inside<'_, T> {
 }
 
 /// Barriers in other threads.
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", not(miri)))]
 mod barrier {
     use std::sync::OnceLock;
 
@@ -200,7 +200,7 @@ mod barrier {
     }
 }
 
-#[cfg(not(target_os = "linux"))]
+#[cfg(not(all(target_os = "linux", not(miri))))]
 mod barrier {
     pub(super) fn register() -> bool {
         false

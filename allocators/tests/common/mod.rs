@@ -3,9 +3,11 @@
 
 use std::sync::Arc;
 use vramlab::instruments::Checker;
+#[allow(unused_imports, reason = "as above")]
+pub(crate) use vramlab::testing::{Random, check_nothing_held, check_stats};
 use vramlab::{
-    AllocError, Backend, Block, DeviceAddr, DeviceAllocator, Driver, DriverError, Gauge, GraphDriver, GraphId, Path,
-    PooledGauge, Profile, Request, Selection, SimDriver, SimMemory, Snapshot, Stats, StreamId,
+    AllocError, Backend, Block, DeviceAddr, DeviceAllocator, Driver, DriverError, GraphDriver, GraphId, Path, Profile,
+    Request, Selection, SimDriver, SimMemory, Snapshot, StreamId,
 };
 
 pub(crate) const KIB: u64 = 1 << 10;
@@ -97,84 +99,6 @@ pub(crate) fn ready_ns(sim: &SimDriver, stream: StreamId) -> u64 {
     // SAFETY: made above, used by nobody else.
     unsafe { sim.stream_destroy(idle) }.unwrap();
     ns
-}
-
-/// Numbers that look random and repeat (xorshift64*).
-#[derive(Debug)]
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
-    }
-
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 16
-    }
-
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound
-    }
-
-    /// Small and large sizes alike: a power of two at random, then a size below it.
-    pub(crate) fn size(&mut self, largest_log2: u64) -> u64 {
-        let log2 = self.below(largest_log2 + 1);
-        1 + self.below(1 << log2)
-    }
-}
-
-fn check_gauge(name: &str, gauge: &Gauge) {
-    assert_eq!(gauge.allocated - gauge.freed, gauge.current, "{name}: {gauge:?}");
-    assert!(gauge.peak >= gauge.current, "{name}: {gauge:?}");
-}
-
-fn check_pooled(name: &str, gauge: &PooledGauge) {
-    check_gauge(name, &gauge.all);
-    if let (Some(small), Some(large)) = (&gauge.small_pool, &gauge.large_pool) {
-        check_gauge(name, small);
-        check_gauge(name, large);
-        assert_eq!(small.current + large.current, gauge.all.current, "{name}");
-        assert_eq!(small.allocated + large.allocated, gauge.all.allocated, "{name}");
-    }
-}
-
-/// What holds of the statistics at every moment.
-pub(crate) fn check_stats(stats: &Stats) {
-    for (name, gauge) in [
-        ("allocation", Some(&stats.allocation)),
-        ("segment", stats.segment.as_ref()),
-        ("active", Some(&stats.active)),
-        ("inactive_split", stats.inactive_split.as_ref()),
-        ("allocated_bytes", Some(&stats.allocated_bytes)),
-        ("reserved_bytes", stats.reserved_totals_known.then_some(&stats.reserved_bytes)),
-        ("active_bytes", Some(&stats.active_bytes)),
-        ("inactive_split_bytes", stats.inactive_split_bytes.as_ref()),
-        ("requested_bytes", Some(&stats.requested_bytes)),
-    ] {
-        if let Some(gauge) = gauge {
-            check_pooled(name, gauge);
-        }
-    }
-    assert!(stats.allocation.all.current <= stats.active.all.current);
-    assert!(stats.allocated_bytes.all.current <= stats.active_bytes.all.current);
-    assert!(stats.requested_bytes.all.current <= stats.active_bytes.all.current);
-    assert!(stats.active_bytes.all.current <= stats.reserved_bytes.all.current, "{stats:#?}");
-    assert!(stats.reserved_bytes.all.current <= stats.reserved_bytes.all.peak);
-    if let Some(inactive) = &stats.inactive_split_bytes {
-        assert!(inactive.all.current + stats.active_bytes.all.current <= stats.reserved_bytes.all.current);
-    }
-}
-
-/// What holds once every block is back and no free is pending.
-pub(crate) fn check_nothing_held(stats: &Stats) {
-    check_stats(stats);
-    for gauge in [stats.allocation, stats.active, stats.allocated_bytes, stats.active_bytes, stats.requested_bytes] {
-        assert_eq!(gauge.all.current, 0, "{stats:#?}");
-        assert_eq!(gauge.all.allocated, gauge.all.freed);
-    }
 }
 
 /// Blocks as (offset in the segment, bytes, state's first letter), segment by segment.

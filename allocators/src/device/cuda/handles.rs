@@ -1,7 +1,8 @@
 //! Which handles are this driver's. CUDA trusts the handles that it is given, so none reaches it that was not made here and
 //! is still live: a forged one, one of another driver and one from before this driver was opened are errors.
 //!
-//! A look-up takes some 15 ns, the calls that need one take 300 ns and more.
+//! A look-up took 16 ns of processor time (15 million in a loop over 64 handles, a Xeon, 2026-11-22).
+//! `profiles/h200.json` has what the calls take that need one.
 #![forbid(unsafe_code)]
 
 use super::{CallKind, DriverResult};

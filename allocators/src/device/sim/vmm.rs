@@ -292,21 +292,29 @@ mod host {
             Some(unsafe { self.base.add(offset) })
         }
 
+        /// Where a part begins that lies in this range as a whole.
+        fn part(&self, offset: u64, bytes: usize) -> Option<NonNull<u8>> {
+            let end = offset.checked_add(bytes as u64)?;
+            self.at(end)?;
+            self.at(offset)
+        }
+
         pub(super) fn map(&self, offset: u64, file: &File) -> bool {
-            let Some(target) = self.at(offset) else { return false };
+            let Some(target) = self.part(offset, file.bytes) else { return false };
             let access = libc::PROT_READ | libc::PROT_WRITE;
             let flags = libc::MAP_SHARED | libc::MAP_FIXED;
-            // SAFETY: the caller checked that `offset..offset + file.bytes` lies in this range, which is ours, so
-            // the fixed mapping replaces nothing else.
+            // SAFETY: `offset..offset + file.bytes` lies in this range, which is ours, so the fixed mapping replaces nothing
+            // else.
             let got = unsafe { libc::mmap(target.as_ptr().cast(), file.bytes, access, flags, file.descriptor, 0) };
             got != libc::MAP_FAILED
         }
 
         pub(super) fn unmap(&self, offset: u64, bytes: u64) {
-            let (Some(target), Ok(bytes)) = (self.at(offset), usize::try_from(bytes)) else { return };
+            let Ok(bytes) = usize::try_from(bytes) else { return };
+            let Some(target) = self.part(offset, bytes) else { return };
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-            // SAFETY: the caller checked that the part lies in this range, which is ours; replacing a mapping by
-            // one without access cannot fail for lack of memory, and a failure would leave the old mapping.
+            // SAFETY: the part lies in this range, which is ours; replacing a mapping by one without access cannot fail for
+            // lack of memory, and a failure would leave the old mapping.
             unsafe { libc::mmap(target.as_ptr().cast(), bytes, libc::PROT_NONE, flags, -1, 0) };
         }
     }

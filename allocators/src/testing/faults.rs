@@ -1,17 +1,16 @@
 //! Every driver call of every backend is made to fail, once each: nothing panics, nothing leaks, the error is
 //! reported where it is not absorbed, and the allocator works on.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-
-use common::{MIB, allocate, build, check_nothing_held, check_stats, free, free_bytes, sim, work};
+use super::support::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, sim, work};
+use super::{Bench, build};
+use crate::backends::{Backend, Capabilities, SegmentUse, Selection};
+use crate::client::{Capture, DeviceBuffer, Memory};
+use crate::contract::{AllocError, Block, DeviceAllocator, Path};
+use crate::device::{
+    CallEvent, CallKind, Driver, DriverError, FaultyDriver, MeteredDriver, SimDriver, StreamId, sim::SimMemory,
+};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-use vramlab::backends::{self, caching, lab, naive, pytorch, stream_ordered};
-use vramlab::{
-    AllocError, Backend, Block, CallEvent, CallKind, Capture, DeviceAllocator, DeviceBuffer, Driver, DriverError,
-    FaultyDriver, Memory, MeteredDriver, Selection, SimDriver, SimMemory, StreamId,
-};
 
 const ROOM: u64 = 128 * MIB;
 
@@ -184,12 +183,13 @@ fn may_be_absorbed(backend: &'static Backend, kind: CallKind, code: u32) -> bool
         CallKind::MemGetInfo | CallKind::PoolAttribute | CallKind::GraphMemory => true,
         // Retried after the cache was released.
         CallKind::MemAlloc => {
-            backend.capabilities.retries && backend != &stream_ordered::BACKEND && code == DriverError::OUT_OF_MEMORY
+            let Capabilities { retries, segments, .. } = backend.capabilities;
+            retries && segments != SegmentUse::Hidden && code == DriverError::OUT_OF_MEMORY
         }
         CallKind::MemAllocAsync => code == DriverError::OUT_OF_MEMORY,
         // Ordering one stream after another falls back to a wait of the host.
         CallKind::EventCreate | CallKind::EventRecord | CallKind::StreamWaitEvent | CallKind::EventDestroy => {
-            backend == &stream_ordered::BACKEND
+            backend.capabilities.used_elsewhere == Path::WaitInserted
         }
         _ => false,
     }
@@ -274,35 +274,17 @@ fn every_call_fails_once(backend: &'static Backend, work: Workload, fits: bool) 
     }
 }
 
-#[test]
-fn naive_survives_every_fault() {
-    every_call_fails_once(&naive::BACKEND, plain_workload, false);
-    every_call_fails_once(&naive::BACKEND, captured_workload, true);
+pub(super) fn every_driver_call_may_fail_once(bench: &Bench) {
+    every_call_fails_once(bench.backend, plain_workload, false);
 }
 
-#[test]
-fn caching_survives_every_fault() {
-    every_call_fails_once(&caching::BACKEND, plain_workload, false);
-    every_call_fails_once(&caching::BACKEND, captured_workload, true);
+pub(super) fn every_driver_call_may_fail_once_around_a_capture(bench: &Bench) {
+    every_call_fails_once(bench.backend, captured_workload, true);
 }
 
-#[test]
-fn policies_from_parts_survive_every_fault() {
-    for backend in [&pytorch::BACKEND, &lab::BACKEND] {
-        every_call_fails_once(backend, plain_workload, false);
-        every_call_fails_once(backend, captured_workload, true);
-    }
-}
-
-#[test]
-fn stream_ordered_survives_every_fault() {
-    every_call_fails_once(&stream_ordered::BACKEND, plain_workload, false);
-    every_call_fails_once(&stream_ordered::BACKEND, captured_workload, true);
-}
-
-#[test]
-fn a_fault_while_dropping_leaks_nothing() {
-    for backend in backends::all() {
+pub(super) fn a_fault_while_dropping_leaks_nothing(bench: &Bench) {
+    let backend = bench.backend;
+    {
         for kind in [
             CallKind::MemFree,
             CallKind::EventSynchronize,

@@ -1,14 +1,14 @@
-//! The bodies of the suite for one thread.
+//! What one thread sees: requests, blocks, statistics, snapshots, trims, running out of memory.
 
-use super::{Bench, Device};
-use crate::common::{
+use super::support::{
     GIB, KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, read, write,
 };
-use vramlab::backends::{self, SegmentUse, caching, stream_ordered};
-use vramlab::instruments::assert_layout;
-use vramlab::{AllocError, Block, BlockState, DeviceAllocator, Request, Snapshot};
+use super::{Bench, Device};
+use crate::backends::{self, SegmentUse};
+use crate::contract::{AllocError, Block, BlockState, DeviceAllocator, Request, Snapshot};
+use crate::instruments::assert_layout;
 
-pub(crate) fn zero_bytes_are_refused(bench: &Bench) {
+pub(super) fn zero_bytes_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let error = allocate(allocator.as_ref(), 0, stream).unwrap_err();
     assert!(matches!(error, AllocError::InvalidRequest { bytes: 0, .. }), "{error}");
@@ -16,7 +16,7 @@ pub(crate) fn zero_bytes_are_refused(bench: &Bench) {
     assert_eq!(allocator.stats().num_device_alloc, 0);
 }
 
-pub(crate) fn a_huge_request_is_refused_and_the_allocator_stays_usable(bench: &Bench) {
+pub(super) fn a_huge_request_is_refused_and_the_allocator_stays_usable(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     for bytes in [1 << 50, 1 << 62, (1 << 62) + 1, 1 << 63, u64::MAX - 511, u64::MAX] {
         let error = allocate(allocator.as_ref(), bytes, stream).unwrap_err();
@@ -29,7 +29,7 @@ pub(crate) fn a_huge_request_is_refused_and_the_allocator_stays_usable(bench: &B
     check_nothing_held(&allocator.stats());
 }
 
-pub(crate) fn alignment_up_to_256_is_kept_and_512_refused(bench: &Bench) {
+pub(super) fn alignment_up_to_256_is_kept_and_512_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let mut blocks = Vec::new();
     for align in (0..=8).map(|log2| 1 << log2) {
@@ -59,7 +59,7 @@ fn assert_disjoint<'a>(blocks: impl Iterator<Item = &'a Block>) {
     }
 }
 
-pub(crate) fn live_blocks_are_disjoint(bench: &Bench) {
+pub(super) fn live_blocks_are_disjoint(bench: &Bench) {
     let (allocator, mut random) = (bench.build(), Random::new(3));
     let streams: Vec<_> = (0..3).map(|_| bench.driver.stream_create().unwrap()).collect();
     let mut live = Vec::new();
@@ -80,7 +80,7 @@ pub(crate) fn live_blocks_are_disjoint(bench: &Bench) {
     }
 }
 
-pub(crate) fn patterns_survive_in_live_blocks(bench: &Bench) {
+pub(super) fn patterns_survive_in_live_blocks(bench: &Bench) {
     if !bench.has_memory() {
         return;
     }
@@ -106,7 +106,7 @@ pub(crate) fn patterns_survive_in_live_blocks(bench: &Bench) {
     check_nothing_held(&allocator.stats());
 }
 
-pub(crate) fn freed_memory_is_used_again_by_its_stream(bench: &Bench) {
+pub(super) fn freed_memory_is_used_again_by_its_stream(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let sizes = [700, 100 * KIB, MIB, 3 * MIB, 12 * MIB];
     let round = |allocator: &dyn DeviceAllocator| {
@@ -122,13 +122,18 @@ pub(crate) fn freed_memory_is_used_again_by_its_stream(bench: &Bench) {
         assert_eq!(round(allocator.as_ref()), first, "the same round should need the same memory");
     }
     assert_eq!(allocator.stats().reserved_bytes.all.peak, first);
-    if bench.kind == &caching::BACKEND {
+    if bench.backend.capabilities.caches && bench.backend.capabilities.segments == SegmentUse::Many {
+        let before = allocator.stats().num_device_alloc;
+        round(allocator.as_ref());
+        assert_eq!(allocator.stats().num_device_alloc, before, "what is kept should serve the round again");
+    }
+    if bench.backend.capabilities.follows_pytorch {
         // The small pool's one segment, and one of 20 MiB for 3 and 12 MiB.
         assert_eq!(allocator.stats().num_device_alloc, 2);
     }
 }
 
-pub(crate) fn statistics_agree_with_what_was_done(bench: &Bench) {
+pub(super) fn statistics_agree_with_what_was_done(bench: &Bench) {
     let (allocator, stream, mut random) = (bench.build(), bench.driver.stream_create().unwrap(), Random::new(8));
     let (mut live, mut allocated, mut freed) = (Vec::new(), 0, 0);
     for step in 0..600 {
@@ -150,7 +155,7 @@ pub(crate) fn statistics_agree_with_what_was_done(bench: &Bench) {
         assert!(stats.requested_bytes.all.current <= stats.allocated_bytes.all.current);
         assert_eq!(stats.active.all.current, live.len() as u64, "nothing is pending on one stream");
         let calls = stats.num_device_alloc - stats.num_device_free;
-        match bench.kind.capabilities.segments {
+        match bench.backend.capabilities.segments {
             SegmentUse::Many => assert_eq!(Some(calls), stats.segment.map(|gauge| gauge.all.current)),
             SegmentUse::One | SegmentUse::Hidden => assert_eq!(calls, live.len() as u64),
         }
@@ -161,7 +166,7 @@ pub(crate) fn statistics_agree_with_what_was_done(bench: &Bench) {
     check_nothing_held(&allocator.stats());
 }
 
-pub(crate) fn peaks_are_kept_and_start_again(bench: &Bench) {
+pub(super) fn peaks_are_kept_and_start_again(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let blocks: Vec<Block> = (0..4).map(|_| allocate(allocator.as_ref(), 12 * MIB, stream).unwrap()).collect();
     let full = allocator.stats();
@@ -185,14 +190,14 @@ pub(crate) fn peaks_are_kept_and_start_again(bench: &Bench) {
     for gauge in [stats.allocation, stats.active, stats.allocated_bytes, stats.active_bytes, stats.requested_bytes] {
         assert_eq!(gauge.all.peak, gauge.all.current);
     }
-    if bench.kind != &stream_ordered::BACKEND {
+    if bench.backend.capabilities.segments != SegmentUse::Hidden {
         assert_eq!(stats.reserved_bytes.all.peak, stats.reserved_bytes.all.current);
     }
     assert_eq!(stats.allocation.all.allocated, 4, "running totals go on");
     free(allocator.as_ref(), kept, stream).unwrap();
 }
 
-pub(crate) fn trim_returns_idle_memory(bench: &Bench) {
+pub(super) fn trim_returns_idle_memory(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let start = free_bytes(bench.driver.as_ref());
     let kept = allocate(allocator.as_ref(), 2 * MIB, stream).unwrap();
@@ -206,7 +211,7 @@ pub(crate) fn trim_returns_idle_memory(bench: &Bench) {
     let middle = allocator.stats().reserved_bytes.all.current;
     assert_eq!(before - middle, first, "trim should say what went");
     // A driver's pool keeps at least what it is told to, in whole granules.
-    let granule = if bench.kind.capabilities.segments == SegmentUse::Hidden { 32 * MIB } else { 0 };
+    let granule = if bench.backend.capabilities.segments == SegmentUse::Hidden { 32 * MIB } else { 0 };
     assert!(middle <= keep.max(2 * MIB) + granule, "{middle} of {before} stayed");
     let second = allocator.trim(0).unwrap();
     let after = allocator.stats().reserved_bytes.all.current;
@@ -222,7 +227,7 @@ pub(crate) fn trim_returns_idle_memory(bench: &Bench) {
     free(allocator.as_ref(), block, stream).unwrap();
 }
 
-pub(crate) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
+pub(super) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     let (allocator, driver) = (bench.build(), bench.driver.as_ref());
     let (owner, user) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
     let one = allocate(allocator.as_ref(), 3 * MIB, owner).unwrap();
@@ -231,7 +236,7 @@ pub(crate) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     allocator.record_use(&one, user).unwrap();
     allocator.record_use(&one, owner).unwrap();
     let path = free(allocator.as_ref(), one, owner).unwrap();
-    assert_eq!(path, bench.kind.capabilities.used_elsewhere);
+    assert_eq!(path, bench.backend.capabilities.used_elsewhere);
     let stats = allocator.stats();
     assert_eq!(stats.allocation.all.current, 0);
     check_stats(&stats);
@@ -240,7 +245,7 @@ pub(crate) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     let again = allocate(allocator.as_ref(), 3 * MIB, owner).unwrap();
     let stats = allocator.stats();
     assert_eq!(stats.active.all.current, 1, "the pending free should be done by now");
-    if bench.kind == &caching::BACKEND {
+    if bench.backend.capabilities.caches && bench.backend.capabilities.segments == SegmentUse::Many {
         assert_eq!(stats.reserved_bytes.all.current, reserved, "the block should be used again");
     }
     allocator.record_use(&again, owner).unwrap();
@@ -248,7 +253,7 @@ pub(crate) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     check_nothing_held(&allocator.stats());
 }
 
-pub(crate) fn a_foreign_block_is_refused(bench: &Bench) {
+pub(super) fn a_foreign_block_is_refused(bench: &Bench) {
     let (mine, other) = (bench.build(), bench.build());
     let stream = bench.driver.stream_create().unwrap();
     let own = allocate(mine.as_ref(), 4096, stream).unwrap();
@@ -267,7 +272,7 @@ pub(crate) fn a_foreign_block_is_refused(bench: &Bench) {
     assert_eq!(other.stats().allocation.all.current, 1);
 }
 
-pub(crate) fn the_peak_ledger_sums_to_what_is_not_in_use(bench: &Bench) {
+pub(super) fn the_peak_ledger_sums_to_what_is_not_in_use(bench: &Bench) {
     let (allocator, driver, mut random) = (bench.build(), bench.driver.as_ref(), Random::new(13));
     let streams: Vec<_> = (0..3).map(|_| driver.stream_create().unwrap()).collect();
     let mut live = Vec::new();
@@ -295,7 +300,7 @@ pub(crate) fn the_peak_ledger_sums_to_what_is_not_in_use(bench: &Bench) {
     }
 }
 
-pub(crate) fn the_peak_ledger_follows_a_reset(bench: &Bench) {
+pub(super) fn the_peak_ledger_follows_a_reset(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     for bytes in [200 * MIB, 60 * MIB] {
         let block = allocate(allocator.as_ref(), bytes, stream).unwrap();
@@ -313,7 +318,7 @@ fn freed_bytes(snapshot: &Snapshot) -> u64 {
     blocks.filter(|block| block.state != BlockState::Allocated).map(|block| block.bytes).sum()
 }
 
-pub(crate) fn snapshots_are_whole(bench: &Bench) {
+pub(super) fn snapshots_are_whole(bench: &Bench) {
     let (allocator, driver, mut random) = (bench.build(), bench.driver.as_ref(), Random::new(21));
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
     let mut live = Vec::new();
@@ -326,7 +331,7 @@ pub(crate) fn snapshots_are_whole(bench: &Bench) {
             free(allocator.as_ref(), block, owner).unwrap();
         }
         let Some(snapshot) = allocator.snapshot() else {
-            assert!(!bench.kind.capabilities.snapshot, "a snapshot is missing");
+            assert!(!bench.backend.capabilities.snapshot, "a snapshot is missing");
             continue;
         };
         assert_layout(&snapshot);
@@ -348,7 +353,7 @@ pub(crate) fn snapshots_are_whole(bench: &Bench) {
     }
 }
 
-pub(crate) fn dropping_returns_everything(bench: &Bench) {
+pub(super) fn dropping_returns_everything(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
     let start = free_bytes(driver);
@@ -366,13 +371,14 @@ pub(crate) fn dropping_returns_everything(bench: &Bench) {
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
 }
 
-pub(crate) fn reports_and_names_are_complete(bench: &Bench) {
+pub(super) fn reports_and_names_are_complete(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
-    assert_eq!(allocator.name(), bench.kind.name);
-    assert_eq!(backends::find(allocator.name()).unwrap(), bench.kind);
+    assert_eq!(allocator.name(), bench.backend.name);
+    backends::register(bench.backend).unwrap();
+    assert_eq!(backends::find(allocator.name()).unwrap(), bench.backend);
     let error = allocate(allocator.as_ref(), 1 << 45, stream).unwrap_err();
     let AllocError::OutOfMemory(report) = error else { panic!("{error}") };
-    assert_eq!(report.allocator, bench.kind.name);
+    assert_eq!(report.allocator, bench.backend.name);
     assert_eq!(report.requested_bytes, 1 << 45);
     assert!(report.needed_bytes >= 1 << 45);
     let (free, total) = report.device_bytes.unwrap();
@@ -381,7 +387,7 @@ pub(crate) fn reports_and_names_are_complete(bench: &Bench) {
     assert_eq!(allocator.stats().num_ooms, 1);
 }
 
-pub(crate) fn out_of_memory_is_reported_and_passes(bench: &Bench) {
+pub(super) fn out_of_memory_is_reported_and_passes(bench: &Bench) {
     let (allocator, driver) = (bench.build(), bench.driver.as_ref());
     let stream = driver.stream_create().unwrap();
     let start = free_bytes(driver);

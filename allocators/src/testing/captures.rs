@@ -1,11 +1,12 @@
-//! The bodies of the suite for graph capture.
+//! Graph capture: memory of a capture is its own, pinned until the release, and nothing is lost.
 
-use super::{Bench, Device};
-use crate::common::{
+use super::support::{
     KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, launch, read, write,
 };
-use vramlab::backends::{GraphCapture, naive, stream_ordered};
-use vramlab::{AllocError, Block, CaptureId, DeviceAllocator, GraphId, Path, StreamId};
+use super::{Bench, Device};
+use crate::backends::GraphCapture;
+use crate::contract::{AllocError, Block, CaptureId, DeviceAllocator, Path};
+use crate::device::{GraphId, StreamId};
 
 /// A range of addresses.
 type Range = (u64, u64);
@@ -84,7 +85,7 @@ fn fill_up(allocator: &dyn DeviceAllocator, streams: [StreamId; 2], seed: u64) -
     (0..80).map(|number| one(streams[number % 2])).collect()
 }
 
-pub(crate) fn captured_memory_is_apart_and_pinned_until_release(bench: &Bench) {
+pub(super) fn captured_memory_is_apart_and_pinned_until_release(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
     let start = free_bytes(driver);
@@ -116,7 +117,7 @@ pub(crate) fn captured_memory_is_apart_and_pinned_until_release(bench: &Bench) {
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
 }
 
-pub(crate) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
+pub(super) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let id = begin(bench, allocator.as_ref(), stream);
     let mut seen = std::collections::BTreeSet::new();
@@ -125,9 +126,9 @@ pub(crate) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
         seen.insert(block.addr());
         fill(bench.driver.as_ref(), block.addr(), 1, block.requested(), stream);
         let path = free(allocator.as_ref(), block, stream).unwrap();
-        assert_eq!(path == Path::Deferred, bench.kind == &naive::BACKEND, "{path}");
+        assert_eq!(path == Path::Deferred, !bench.backend.capabilities.caches, "{path}");
     }
-    match bench.kind.capabilities.graph_capture {
+    match bench.backend.capabilities.graph_capture {
         // Where a GPU's driver puts what it captures is its own affair.
         GraphCapture::DriverNodes if bench.device == Device::Cuda => assert!(!seen.is_empty()),
         _ => assert_eq!(seen.len(), 1),
@@ -142,12 +143,12 @@ pub(crate) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
 fn check_nothing_held_but_pinned(bench: &Bench, allocator: &dyn DeviceAllocator) {
     let stats = allocator.stats();
     assert_eq!((stats.allocation.all.current, stats.allocated_bytes.all.current), (0, 0));
-    if bench.kind != &naive::BACKEND {
+    if bench.backend.capabilities.caches {
         check_nothing_held(&stats);
     }
 }
 
-pub(crate) fn blocks_left_in_a_capture_are_an_error(bench: &Bench) {
+pub(super) fn blocks_left_in_a_capture_are_an_error(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let start = free_bytes(driver);
     let (allocator, stream) = (bench.build(), driver.stream_create().unwrap());
@@ -169,7 +170,7 @@ pub(crate) fn blocks_left_in_a_capture_are_an_error(bench: &Bench) {
         for block in [a, b] {
             let freed = free(allocator, block, stream);
             // What the driver owned went with the graph.
-            let gone = release_first && bench.kind == &stream_ordered::BACKEND;
+            let gone = release_first && bench.backend.capabilities.graph_capture == GraphCapture::DriverNodes;
             assert_eq!(matches!(freed, Err(AllocError::ForeignBlock { .. })), gone, "{freed:?}");
             assert!(gone || freed.is_ok(), "{freed:?}");
         }
@@ -183,7 +184,7 @@ pub(crate) fn blocks_left_in_a_capture_are_an_error(bench: &Bench) {
     }
 }
 
-pub(crate) fn a_block_from_before_is_freed_at_the_end_of_the_capture(bench: &Bench) {
+pub(super) fn a_block_from_before_is_freed_at_the_end_of_the_capture(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream, other) = (bench.build(), driver.stream_create().unwrap(), driver.stream_create().unwrap());
     let allocator = allocator.as_ref();
@@ -227,7 +228,7 @@ pub(crate) fn a_block_from_before_is_freed_at_the_end_of_the_capture(bench: &Ben
     assert_ne!(free(allocator, block, stream).unwrap(), Path::Deferred);
 }
 
-pub(crate) fn a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph(bench: &Bench) {
+pub(super) fn a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream, other) = (bench.build(), driver.stream_create().unwrap(), driver.stream_create().unwrap());
     let allocator = allocator.as_ref();
@@ -247,7 +248,7 @@ pub(crate) fn a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph(
     check_nothing_held(&allocator.stats());
 }
 
-pub(crate) fn memory_of_a_released_capture_comes_back(bench: &Bench) {
+pub(super) fn memory_of_a_released_capture_comes_back(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream) = (bench.build(), driver.stream_create().unwrap());
     let allocator = allocator.as_ref();
@@ -271,7 +272,7 @@ pub(crate) fn memory_of_a_released_capture_comes_back(bench: &Bench) {
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
 }
 
-pub(crate) fn captures_live_side_by_side(bench: &Bench) {
+pub(super) fn captures_live_side_by_side(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
     let allocator = bench.build();
@@ -305,7 +306,7 @@ pub(crate) fn captures_live_side_by_side(bench: &Bench) {
     assert_eq!(allocator.stats().reserved_bytes.all.current, 0);
 }
 
-pub(crate) fn captures_out_of_order_are_refused(bench: &Bench) {
+pub(super) fn captures_out_of_order_are_refused(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream) = (bench.build(), driver.stream_create().unwrap());
     let refused = |outcome: Result<(), AllocError>, word: &str| {
@@ -322,14 +323,15 @@ pub(crate) fn captures_out_of_order_are_refused(bench: &Bench) {
     refused(allocator.capture_end(id), "released");
 }
 
-pub(crate) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
+pub(super) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream) = (bench.build(), driver.stream_create().unwrap());
     let allocator = allocator.as_ref();
     let start = free_bytes(driver);
     // A GPU's driver takes the memory of a graph's nodes when it makes the graph. If that is too much, driver 580 keeps what
     // it had taken by then: there a node that cannot be is asked for.
-    let driver_nodes = bench.device == Device::Cuda && bench.kind == &stream_ordered::BACKEND;
+    let driver_nodes =
+        bench.device == Device::Cuda && bench.backend.capabilities.graph_capture == GraphCapture::DriverNodes;
     let part = match bench.device {
         Device::Cuda if driver_nodes => 4 * start,
         Device::Cuda => start / 8,
@@ -353,4 +355,14 @@ pub(crate) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     allocator.trim(0).unwrap();
     check_nothing_held(&allocator.stats());
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack());
+}
+
+/// Of backends that say so.
+pub(super) fn captures_are_refused(bench: &Bench) {
+    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    let error = allocator.capture_begin(stream).unwrap_err();
+    assert!(matches!(error, AllocError::Unsupported { .. }), "{error}");
+    let block = allocate(allocator.as_ref(), MIB, stream).unwrap();
+    free(allocator.as_ref(), block, stream).unwrap();
+    check_nothing_held(&allocator.stats());
 }

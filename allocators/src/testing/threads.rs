@@ -1,10 +1,10 @@
-//! The bodies of the suite for several threads.
+//! Several threads: streams of their own, and blocks that are freed elsewhere.
 
 use super::Bench;
-use crate::common::{Random, allocate, check_nothing_held, check_stats, free, free_bytes, read, write};
+use super::support::{Random, allocate, check_nothing_held, check_stats, free, free_bytes, read, write};
+use crate::contract::{Block, DeviceAllocator};
 use std::sync::mpsc;
 use std::thread;
-use vramlab::{Block, DeviceAllocator};
 
 const THREADS: u64 = 8;
 const OPERATIONS: u64 = 2_000;
@@ -15,7 +15,7 @@ fn stamp(owner: u64, serial: u64, bytes: u64) -> Vec<u8> {
     word.iter().cycle().take(bytes.min(32) as usize).copied().collect()
 }
 
-pub(crate) fn threads_on_streams_of_their_own(bench: &Bench) {
+pub(super) fn threads_on_streams_of_their_own(bench: &Bench) {
     let start = free_bytes(bench.driver.as_ref());
     let allocator = bench.build();
     thread::scope(|scope| {
@@ -77,7 +77,7 @@ fn work(bench: &Bench, allocator: &dyn DeviceAllocator, owner: u64) {
     driver.stream_synchronize(other).unwrap();
 }
 
-pub(crate) fn a_block_may_be_freed_on_another_thread(bench: &Bench) {
+pub(super) fn a_block_may_be_freed_on_another_thread(bench: &Bench) {
     let allocator = bench.build();
     let stream = bench.driver.stream_create().unwrap();
     let (sender, receiver) = mpsc::sync_channel::<Block>(32);

@@ -1,18 +1,20 @@
 //! Many threads at once: blocks that change hands, streams that share, limits that press, and somebody who reads the
 //! statistics all the while. `STRESS_OPERATIONS` sets the operations of each thread.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-
-use common::{GIB, MIB, Random, allocate, check_nothing_held, check_stats, free, sim};
+use super::Bench;
+use super::support::{GIB, MIB, Random, allocate, check_nothing_held, check_stats, checker, free, sim};
+use crate::backends::{Backend, SegmentUse, Selection};
+use crate::contract::{Block, DeviceAllocator};
+use crate::device::{Driver, NullDriver, StreamId, sim::SimMemory};
+use crate::instruments::assert_layout;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use vramlab::backends::{CachingSettings, caching, naive, stream_ordered};
-use vramlab::instruments::assert_layout;
-use vramlab::{Backend, Block, DeviceAllocator, Driver, NullDriver, Selection, SimMemory, StreamId};
 
 const THREADS: usize = 16;
+
+/// The setting of backends that keep to a limit themselves.
+pub(super) const LIMIT: &str = "memory_limit";
 
 fn operations(default: u64) -> u64 {
     std::env::var("STRESS_OPERATIONS").ok().map_or(default, |text| text.parse().unwrap())
@@ -38,9 +40,12 @@ impl Drop for Leaves<'_> {
 }
 
 impl Rig {
-    fn new(kind: &'static Backend, driver: Arc<dyn Driver>, limit: Option<u64>, largest_log2: u64) -> Self {
-        let settings = CachingSettings { memory_limit: limit, ..CachingSettings::default() };
-        let allocator = Selection::with(kind, &settings).build(&driver).unwrap();
+    fn new(backend: &'static Backend, driver: Arc<dyn Driver>, limit: Option<u64>, largest_log2: u64) -> Self {
+        let mut selection = Selection::of(backend);
+        if let Some(limit) = limit {
+            selection.set(LIMIT, &limit.to_string()).unwrap();
+        }
+        let allocator = selection.build(&driver).unwrap();
         let streams = (0..THREADS).map(|_| driver.stream_create().unwrap()).collect();
         let running = AtomicUsize::new(THREADS);
         Self { allocator, driver, streams, mailbox: Mutex::default(), running, largest_log2 }
@@ -138,47 +143,34 @@ impl Rig {
 }
 
 /// Every byte poisoned and verified, and every overlap found.
-fn with_the_checker(kind: &'static Backend, limit: Option<u64>) {
-    let rig = Rig::new(kind, sim(GIB, SimMemory::Host), limit, 20);
-    let checker = common::checker(Arc::clone(&rig.allocator), Arc::clone(&rig.driver));
+fn with_the_checker(backend: &'static Backend, limit: Option<u64>) {
+    let rig = Rig::new(backend, sim(GIB, SimMemory::Host), limit, 20);
+    let checker = checker(Arc::clone(&rig.allocator), Arc::clone(&rig.driver));
     rig.run(&checker, operations(1_500), limit);
     let report = checker.report();
     assert!(report.is_clean(), "{:?} {:?}", report.violations, report.live);
-    assert!(kind != &caching::BACKEND || report.verified_bytes > 0);
+    let recycles = backend.capabilities.caches && backend.capabilities.segments == SegmentUse::Many;
+    assert!(!recycles || report.verified_bytes > 0, "nothing that was freed came back");
 }
 
 /// As fast as it goes.
-fn at_full_speed(kind: &'static Backend, limit: Option<u64>) {
-    let rig = Rig::new(kind, Arc::new(NullDriver::new(1 << 40)), limit, 25);
+fn at_full_speed(backend: &'static Backend, limit: Option<u64>) {
+    let rig = Rig::new(backend, Arc::new(NullDriver::new(1 << 40)), limit, 25);
     rig.run(rig.allocator.as_ref(), operations(30_000), limit);
 }
 
-#[test]
-fn caching_with_the_checker() {
-    with_the_checker(&caching::BACKEND, None);
+pub(super) fn many_threads_with_the_checker(bench: &Bench) {
+    with_the_checker(bench.backend, None);
 }
 
-#[test]
-fn caching_with_the_checker_under_a_limit() {
-    with_the_checker(&caching::BACKEND, Some(80 * MIB));
+pub(super) fn many_threads_with_the_checker_under_a_limit(bench: &Bench) {
+    with_the_checker(bench.backend, Some(80 * MIB));
 }
 
-#[test]
-fn stream_ordered_with_the_checker() {
-    with_the_checker(&stream_ordered::BACKEND, None);
+pub(super) fn many_threads_at_full_speed(bench: &Bench) {
+    at_full_speed(bench.backend, None);
 }
 
-#[test]
-fn naive_with_the_checker() {
-    with_the_checker(&naive::BACKEND, None);
-}
-
-#[test]
-fn caching_at_full_speed() {
-    at_full_speed(&caching::BACKEND, None);
-}
-
-#[test]
-fn caching_at_full_speed_under_a_limit() {
-    at_full_speed(&caching::BACKEND, Some(1200 * MIB));
+pub(super) fn many_threads_at_full_speed_under_a_limit(bench: &Bench) {
+    at_full_speed(bench.backend, Some(1200 * MIB));
 }

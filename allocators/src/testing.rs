@@ -1,0 +1,277 @@
+//! The conformance suite: what every allocator has to do, as checks that any test harness can run on any backend.
+//!
+//! ```
+//! use vramlab::backends::naive;
+//! use vramlab::testing::{Device, conformance};
+//!
+//! let checks = conformance(&naive::BACKEND, &[Device::Null]);
+//! let first = checks.into_iter().next().unwrap();
+//! assert_eq!(first.name(), "naive_on_null::zero_bytes_are_refused");
+//! first.run(); // panics where the backend does not keep its contract
+//! ```
+//!
+//! A test of a crate of its own gives them to its harness; `allocators/examples/out-of-tree/tests/conformance.rs` does so with
+//! `libtest-mimic`. What a backend says it cannot do ([`Capabilities`]) is not demanded, and what it says it can is.
+#![allow(clippy::unwrap_used, reason = "a check reports a failure by panicking")]
+
+mod blocks;
+mod captures;
+mod faults;
+mod stress;
+mod support;
+mod threads;
+
+pub use support::{Random, check_nothing_held, check_stats};
+
+use crate::backends::{Backend, Capabilities, GraphCapture, Needs, SegmentUse, Selection};
+use crate::contract::{AllocError, DeviceAllocator};
+use crate::device::{CudaDriver, Driver, NullDriver, sim::SimMemory};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use support::{GIB, MIB};
+
+/// A device that checks run on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// The simulated GPU with host memory: what is written is read back.
+    Sim,
+    /// The simulated GPU without memory.
+    SimWithoutMemory,
+    /// The null device.
+    Null,
+    /// The first GPU of the machine. Where there is none, its checks say that they cannot run.
+    Cuda,
+}
+
+impl Device {
+    /// Every device.
+    pub const ALL: [Device; 4] = [Device::Sim, Device::SimWithoutMemory, Device::Null, Device::Cuda];
+
+    fn place(self) -> &'static str {
+        match self {
+            Self::Sim => "on_sim",
+            Self::SimWithoutMemory => "on_sim_without_memory",
+            Self::Null => "on_null",
+            Self::Cuda => "on_cuda",
+        }
+    }
+}
+
+/// One check of the suite.
+pub struct Check {
+    name: String,
+    missing: Option<&'static str>,
+    body: Box<dyn FnOnce() + Send>,
+}
+
+impl Check {
+    /// Its name: `caching_on_sim::live_blocks_are_disjoint`.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Why it cannot run on this machine, if so. Run all the same, it fails.
+    #[must_use]
+    pub fn missing(&self) -> Option<&'static str> {
+        self.missing
+    }
+
+    /// Runs it.
+    ///
+    /// # Panics
+    /// When the backend does not keep its contract. The message says where.
+    pub fn run(self) {
+        (self.body)();
+    }
+}
+
+impl fmt::Debug for Check {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Check").field("name", &self.name).field("missing", &self.missing).finish_non_exhaustive()
+    }
+}
+
+/// Checks on the GPU run one at a time, so that each sees its own use of the device's memory only.
+static GPU: Mutex<()> = Mutex::new(());
+
+/// A backend, and a device with some room.
+struct Bench {
+    backend: &'static Backend,
+    device: Device,
+    driver: Arc<dyn Driver>,
+    _turn: Option<MutexGuard<'static, ()>>,
+}
+
+impl fmt::Debug for Bench {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} on {:?}", self.backend, self.device)
+    }
+}
+
+fn build(backend: &'static Backend, driver: &Arc<dyn Driver>) -> Arc<dyn DeviceAllocator> {
+    Selection::of(backend).build(driver).unwrap()
+}
+
+impl Bench {
+    /// A simulated device has `room` bytes; a GPU has what it has. Panics without a GPU.
+    fn open(backend: &'static Backend, device: Device, room: u64) -> Self {
+        let mut turn = None;
+        let driver: Arc<dyn Driver> = match device {
+            Device::Sim => support::sim(room, SimMemory::Host),
+            Device::SimWithoutMemory => support::sim(room, SimMemory::None),
+            Device::Null => Arc::new(NullDriver::new(room)),
+            Device::Cuda => {
+                turn = Some(GPU.lock().unwrap_or_else(PoisonError::into_inner));
+                Arc::new(CudaDriver::new(0).unwrap())
+            }
+        };
+        Self { backend, device, driver, _turn: turn }
+    }
+
+    fn build(&self) -> Arc<dyn DeviceAllocator> {
+        build(self.backend, &self.driver)
+    }
+
+    fn has_memory(&self) -> bool {
+        matches!(self.device, Device::Sim | Device::Cuda)
+    }
+
+    /// What the device's free memory may differ by though nothing is held: a GPU's driver keeps some for itself.
+    fn slack(&self) -> u64 {
+        if self.device == Device::Cuda { 64 * MIB } else { 0 }
+    }
+}
+
+/// A check: its name, how much room a simulated device has for it, and what it does.
+type Entry = (&'static str, u64, fn(&Bench));
+
+macro_rules! entries {
+    ($room:expr => $($file:ident::$body:ident)+) => { &[$((stringify!($body), $room, $file::$body as fn(&Bench))),+] };
+}
+
+/// Of every backend, on every device.
+const ALWAYS: &[Entry] = entries! { 64 * GIB =>
+    blocks::zero_bytes_are_refused
+    blocks::a_huge_request_is_refused_and_the_allocator_stays_usable
+    blocks::alignment_up_to_256_is_kept_and_512_refused
+    blocks::live_blocks_are_disjoint
+    blocks::patterns_survive_in_live_blocks
+    blocks::freed_memory_is_used_again_by_its_stream
+    blocks::statistics_agree_with_what_was_done
+    blocks::peaks_are_kept_and_start_again
+    blocks::trim_returns_idle_memory
+    blocks::a_recorded_use_delays_the_reuse_only
+    blocks::a_foreign_block_is_refused
+    blocks::the_peak_ledger_sums_to_what_is_not_in_use
+    blocks::the_peak_ledger_follows_a_reset
+    blocks::snapshots_are_whole
+    blocks::dropping_returns_everything
+    blocks::reports_and_names_are_complete
+    threads::threads_on_streams_of_their_own
+    threads::a_block_may_be_freed_on_another_thread
+};
+/// Of every backend, on a device that is soon full.
+const WHEN_FULL: &[Entry] = entries! { 64 * MIB => blocks::out_of_memory_is_reported_and_passes };
+/// Of backends that serve requests in captures.
+const CAPTURES: &[Entry] = entries! { 64 * GIB =>
+    captures::captured_memory_is_apart_and_pinned_until_release
+    captures::memory_freed_in_a_capture_serves_that_capture
+    captures::blocks_left_in_a_capture_are_an_error
+    captures::a_block_from_before_is_freed_at_the_end_of_the_capture
+    captures::a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph
+    captures::memory_of_a_released_capture_comes_back
+    captures::captures_live_side_by_side
+    captures::captures_out_of_order_are_refused
+};
+const CAPTURES_WHEN_FULL: &[Entry] = entries! { 64 * MIB => captures::a_capture_that_runs_out_of_memory_loses_nothing };
+/// Of backends that do not.
+const NO_CAPTURES: &[Entry] = entries! { 64 * GIB => captures::captures_are_refused };
+/// Where calls can be made to fail.
+const FAULTS: &[Entry] = entries! { 0 =>
+    faults::every_driver_call_may_fail_once
+    faults::a_fault_while_dropping_leaks_nothing
+};
+const CAPTURE_FAULTS: &[Entry] = entries! { 0 => faults::every_driver_call_may_fail_once_around_a_capture };
+const STRESS: &[Entry] = entries! { 0 => stress::many_threads_with_the_checker };
+const STRESS_LIMITED: &[Entry] = entries! { 0 => stress::many_threads_with_the_checker_under_a_limit };
+const SPEED: &[Entry] = entries! { 0 => stress::many_threads_at_full_speed };
+const SPEED_LIMITED: &[Entry] = entries! { 0 => stress::many_threads_at_full_speed_under_a_limit };
+/// In place of all others, on a device that lacks what the backend needs.
+const LACKING: &[Entry] = entries! { GIB => lacking::a_device_that_lacks_what_is_needed_is_refused };
+
+mod lacking {
+    use super::{AllocError, Bench, Selection};
+
+    pub(super) fn a_device_that_lacks_what_is_needed_is_refused(bench: &Bench) {
+        let error = Selection::of(bench.backend).build(&bench.driver).unwrap_err();
+        assert!(matches!(error, AllocError::Unsupported { .. }), "{error}");
+    }
+}
+
+/// Whether a device has what a backend needs. A GPU that is not there has everything: its checks cannot run anyway.
+fn has(device: Device, needs: Needs) -> bool {
+    let (pools, vmm) = match device {
+        Device::Cuda => {
+            let gpu = CudaDriver::probe().ok().and_then(|gpus| gpus.into_iter().next());
+            gpu.map_or((true, true), |gpu| (gpu.pools, gpu.vmm))
+        }
+        Device::Null => (true, false),
+        Device::Sim | Device::SimWithoutMemory => {
+            let memory = if device == Device::Sim { SimMemory::Host } else { SimMemory::None };
+            let sim = support::sim(GIB, memory);
+            (sim.pools().is_some(), sim.vmm().is_some())
+        }
+    };
+    match needs {
+        Needs::Nothing => true,
+        Needs::Pools => pools,
+        Needs::Vmm => vmm,
+    }
+}
+
+/// The checks that a backend has to pass on a device.
+fn demanded(backend: &Backend, device: Device) -> Vec<&'static [Entry]> {
+    let Capabilities { graph_capture, needs, segments, .. } = backend.capabilities;
+    if !has(device, needs) {
+        return vec![LACKING];
+    }
+    let captures = graph_capture != GraphCapture::Refused;
+    let limited = backend.has_setting(stress::LIMIT);
+    let mut out = vec![ALWAYS, WHEN_FULL];
+    out.extend(if captures { vec![CAPTURES, CAPTURES_WHEN_FULL] } else { vec![NO_CAPTURES] });
+    match device {
+        Device::SimWithoutMemory => {
+            out.push(FAULTS);
+            out.extend(captures.then_some(CAPTURE_FAULTS));
+        }
+        Device::Sim => {
+            out.push(STRESS);
+            out.extend(limited.then_some(STRESS_LIMITED));
+        }
+        // Counters of a driver's pool are read beside the allocator's own, so while threads work the two are not of one moment.
+        Device::Null if segments != SegmentUse::Hidden => {
+            out.push(SPEED);
+            out.extend(limited.then_some(SPEED_LIMITED));
+        }
+        Device::Null | Device::Cuda => {}
+    }
+    out
+}
+
+/// The suite for a backend with its default settings on some devices.
+#[must_use]
+pub fn conformance(backend: &'static Backend, devices: &[Device]) -> Vec<Check> {
+    let mut out = Vec::new();
+    for &device in devices {
+        let no_gpu = if device == Device::Cuda { CudaDriver::probe().err().map(|_| "no CUDA device") } else { None };
+        for &(name, room, body) in demanded(backend, device).into_iter().flatten() {
+            out.push(Check {
+                name: format!("{}_{}::{name}", backend.name.replace('-', "_"), device.place()),
+                missing: no_gpu,
+                body: Box::new(move || body(&Bench::open(backend, device, room))),
+            });
+        }
+    }
+    out
+}
