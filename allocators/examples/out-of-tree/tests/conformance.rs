@@ -1,0 +1,22 @@
+//! VramLab's conformance suite for this backend: `cargo test`.
+
+use libtest_mimic::{Arguments, Trial};
+use vramlab::testing::{Check, Device, conformance};
+
+fn trial(check: Check) -> Trial {
+    let (name, missing) = (check.name().to_owned(), check.missing());
+    let trial = Trial::test(name, move || {
+        check.run();
+        Ok(())
+    });
+    // Counted as ignored where the machine has no GPU.
+    match missing {
+        Some(why) => trial.with_kind(why).with_ignored_flag(true),
+        None => trial,
+    }
+}
+
+fn main() -> std::process::ExitCode {
+    let checks = conformance(&bump_allocator::BACKEND, &Device::ALL);
+    libtest_mimic::run(&Arguments::from_args(), checks.into_iter().map(trial).collect()).exit_code()
+}
