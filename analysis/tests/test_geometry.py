@@ -13,12 +13,16 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
 
 from tests.conftest import CALLS, summary, write_run
-from vramlab import calls, report, style
+from vramlab import calls, packed, report, style
 from vramlab.plots import bars, sync
 from vramlab.records import load_run
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "experiments/results/2026-11-21-sim"
+
+
+def runs_of(spec: str) -> list[Path]:
+    return [RECORDED / spec / "runs" / run for run in sorted(packed.load(RECORDED / spec).recorded())]
 
 
 def texts(figure: Figure) -> list[Text]:
@@ -103,7 +107,7 @@ def test_the_figures_of_a_report_are_laid_out(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_the_longest_bar_of_the_sync_account_is_whole_wherever_it_stands(order: tuple[int, ...]) -> None:
-    folders = sorted((RECORDED / "where-time-goes/runs").iterdir())
+    folders = runs_of("where-time-goes")
     chosen = [load_run(folders[place]) for place in order]
     figure = sync.account([(run.arm, calls.account(run)) for run in chosen])
     laid_out(figure)
@@ -121,7 +125,7 @@ def test_long_names_and_numbers_keep_their_bars(tmp_path: Path) -> None:
 def test_fifteen_recorded_runs_are_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     keep_drawn(monkeypatch, drawn)
-    folders = sorted((RECORDED / "fidelity/runs").iterdir())[:15]
+    folders = runs_of("fidelity")[:15]
     report.build(report.gather([str(folder) for folder in folders]))
     for figure in drawn:
         laid_out(figure)

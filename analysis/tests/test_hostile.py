@@ -17,7 +17,7 @@ from tests.conftest import summary, write_experiment, write_run
 from tests.hostile import HOSTILE, WRONG, mutations, places, poisoned, replaced
 from tests.test_report import READY
 from vramlab import __main__ as cli
-from vramlab import histograms, losses, records, report, steps, style
+from vramlab import histograms, losses, packed, records, report, steps, style
 from vramlab.errors import AnalysisError, printable
 from vramlab.plots import latency
 
@@ -33,7 +33,7 @@ def one_line(error: AnalysisError) -> None:
 
 
 def recorded() -> dict[str, object]:
-    document: dict[str, object] = json.loads((RECORDED / "summary.json").read_text())
+    document: dict[str, object] = packed.load(RECORDED.parent.parent).document(RECORDED.name, "summary")
     return document
 
 
@@ -84,7 +84,7 @@ def test_every_field_of_a_summary_mutated(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_every_field_of_a_recorded_summary_mutated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run")
-    (folder / "steps.csv").write_bytes((RECORDED / "steps.csv").read_bytes())
+    (folder / "steps.csv").write_bytes(packed.load(RECORDED.parent.parent).file(RECORDED.name, "steps.csv"))
     document = recorded()
     for at, _ in list(places(document)):
         for kind in ("null", "text", "huge", "deep"):

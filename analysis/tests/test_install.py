@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import unpacked
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = "analysis/notebooks/00_your_own_run.ipynb"
 RECORDED = ROOT / "experiments/results/2026-11-21-h200/memory/runs/01-trainer-caching-r0"
@@ -48,7 +50,7 @@ class Newcomer:
         left = shutil.ignore_patterns("__pycache__", "*.egg-info", ".ipynb_checkpoints", "build", "dist")
         shutil.copytree(ROOT / "analysis", folder / "analysis", ignore=left)
         shutil.copytree(ROOT / "experiments/specs", folder / "experiments/specs")
-        shutil.copytree(RECORDED, folder / "runs/mine")
+        unpacked(RECORDED, folder / "runs/mine")
         # The versions of the lock: a new release of a package does not change what this test says.
         lock = (ROOT / "analysis/requirements.lock").read_text()
         pins = [line.removesuffix("\\").strip() for line in lock.splitlines() if re.match(r"[a-zA-Z0-9]", line)]

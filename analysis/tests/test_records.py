@@ -138,7 +138,7 @@ def broken(folder: Path, kind: str) -> Path:
         ("version", "schema version 2"),
         ("no version", "no schema_version"),
         ("no settings", "settings: is missing, and 2 more"),
-        ("experiment", "give one of the directories"),
+        ("experiment", "give one of its runs"),
     ],
 )
 def test_what_is_no_record_is_refused_in_one_sentence(tmp_path: Path, kind: str, said: str) -> None:

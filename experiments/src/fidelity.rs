@@ -4,8 +4,8 @@
 pub(crate) mod recorded;
 
 use crate::compare::ArmFailed;
+use crate::packed;
 use crate::study::figures::median;
-use crate::study::record::{EXPERIMENT, read_json};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use recorded::{Call, Measured, Recorded};
@@ -34,7 +34,7 @@ pub(crate) struct FidelityArgs {
     /// Profile of the simulated GPU [default: the built-in H200]
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
-    /// Runs recorded on a GPU (a folder with experiment.json) instead of new ones
+    /// Runs recorded on a GPU (a folder that `run` or `pack` made) instead of new ones
     #[arg(long, value_name = "DIR")]
     measured: Option<PathBuf>,
     /// Runs recorded on a simulated GPU instead of new ones
@@ -162,8 +162,7 @@ fn newest(name: &std::ffi::OsStr, kind: &str) -> Option<PathBuf> {
     let folder = places.into_iter().find(|folder| folder.is_dir())?;
     let labels = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path().join(name)));
     let on_kind = |folder: &PathBuf| {
-        let device =
-            read_json(&folder.join(EXPERIMENT)).ok().and_then(|found| found["device"].as_str().map(str::to_owned));
+        let device = packed::experiment_of(folder).ok().and_then(|found| found["device"].as_str().map(str::to_owned));
         device.is_some_and(|device| device.split(':').next() == Some(kind))
     };
     labels.filter(on_kind).max()

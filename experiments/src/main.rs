@@ -8,6 +8,7 @@ mod convert;
 mod fidelity;
 mod fit;
 mod history;
+mod packed;
 mod profile;
 mod program;
 mod reading;
@@ -43,6 +44,10 @@ enum Command {
     Status(study::StatusArgs),
     /// Lists the specs that are there, with their questions
     List(study::ListArgs),
+    /// Makes a few tables of a recorded experiment, to be kept, sent and read anywhere
+    Pack(packed::PackArgs),
+    /// Makes the folder of a packed experiment again
+    Unpack(packed::UnpackArgs),
     /// Trains under each allocator and prints one table
     Compare(compare::CompareArgs),
     /// Says how far the simulated GPU is from the real one
@@ -106,6 +111,8 @@ fn main() -> ExitCode {
         Command::Run(args) => study::run(&args),
         Command::Status(args) => study::status(&args),
         Command::List(args) => study::list(&args),
+        Command::Pack(args) => packed::pack(&args),
+        Command::Unpack(args) => packed::unpack(&args),
         Command::Fidelity(args) => fidelity::fidelity(&args),
         Command::Compare(args) => compare::compare(&args),
         Command::Bench(args) => bench::bench(&args),

@@ -21,7 +21,7 @@ const HOST_BOUND: f64 = 0.1;
 
 #[derive(Debug, Args)]
 pub(crate) struct ProgramArgs {
-    /// Runs recorded on a GPU: a folder with experiment.json, as `experiments run fidelity --device cuda` makes
+    /// Runs recorded on a GPU: the folder of an experiment, as `experiments run fidelity --device cuda` makes
     measured: PathBuf,
     /// Profile calibrated on the same machine, whose other costs are kept [default: the built-in H200]
     #[arg(long, value_name = "FILE")]

@@ -22,5 +22,6 @@ mod status;
 mod work;
 
 pub(crate) use list::{ListArgs, list};
+pub(crate) use lock::at_work;
 pub(crate) use run::{RunArgs, run};
-pub(crate) use status::{StatusArgs, status};
+pub(crate) use status::{StatusArgs, experiments_in, is_plain, status};

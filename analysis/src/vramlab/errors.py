@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import re
 import zlib
 from pathlib import Path
@@ -35,8 +36,8 @@ def printable(text: str) -> str:
 
 
 def found(path: Path) -> Path | None:
-    """`path`, or its gzipped form beside it, or None if neither is there."""
-    for candidate in (path, path.with_name(path.name + ".gz")):
+    """`path`, or its compressed form beside it, or None if neither is there."""
+    for candidate in (path, path.with_name(path.name + ".gz"), path.with_name(path.name + ".xz")):
         try:
             if candidate.is_file():
                 return candidate
@@ -45,15 +46,21 @@ def found(path: Path) -> Path | None:
     return None
 
 
+def _opened(path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    return lzma.open(path) if path.suffix == ".xz" else path.open("rb")
+
+
 def read_bytes(path: Path) -> bytes:
-    """Contents of a file that may be gzipped.
+    """Contents of a file that may be compressed with gzip or xz.
 
     Raises AnalysisError when it cannot be read, or has more than `MOST_BYTES`.
     """
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with _opened(path) as file:
             data: bytes = file.read(MOST_BYTES + 1)
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise AnalysisError(f"{path}: cannot be read ({reason}).") from error
     if len(data) > MOST_BYTES:

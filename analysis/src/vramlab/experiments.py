@@ -9,10 +9,11 @@ from typing import Any
 
 import polars as pl
 
-from vramlab import repository, schema
+from vramlab import packed, repository, schema
 from vramlab.errors import AnalysisError, found, read_json
 from vramlab.measures import measures
-from vramlab.records import Run, load_run
+from vramlab.packed import Packed
+from vramlab.records import Run, load_run, packed_run
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Entry:
 
     path: Path
     meta: dict[str, Any]
+    # The packed experiment that it is of, if it is of one.
+    packed: Packed | None = None
 
     @property
     def id(self) -> str:
@@ -45,7 +48,7 @@ class Entry:
     @cached_property
     def record(self) -> Run:
         """Its run record (programs `trainer` and `pytorch`)."""
-        return load_run(self.path)
+        return load_run(self.path) if self.packed is None else packed_run(self.packed, self.path.name)
 
     @cached_property
     def result(self) -> Any:
@@ -54,6 +57,9 @@ class Entry:
         Raises AnalysisError when there is none.
         """
         path = found(self.path / "result.json")
+        told = self.packed.document(self.path.name, "result") if self.packed is not None else None
+        if told is not None:
+            return told
         if path is None:
             raise AnalysisError(
                 f"{self.path}: no result.json; is {self.meta.get('program')} a program that writes one?"
@@ -150,6 +156,11 @@ class Experiment:
         return [one for one in planned if one not in there]
 
 
+def holds_experiment(path: Path) -> bool:
+    """Whether a directory holds an experiment, packed or as `experiments run` leaves it."""
+    return found(path / "experiment.json") is not None or packed.is_packed(path)
+
+
 def load_experiment(*directories: str | Path) -> Experiment:
     """The experiment in a directory; with several, shards of one are put together.
 
@@ -161,11 +172,22 @@ def load_experiment(*directories: str | Path) -> Experiment:
         if not path.is_dir():
             raise AnalysisError(f"{path}: no such directory.")
         document = found(path / "experiment.json")
+        if packed.is_packed(path):
+            tables = packed.load(path)
+            documents.append(tables.experiment)
+            for name in tables.recorded():
+                place = path / "runs" / name
+                told = tables.document(name, "run")
+                run = schema.check(place / "run.json", told, "a run of an experiment", schema.RUN)
+                entry = Entry(place, run, tables)
+                if entry.id not in entries or entry.done:
+                    entries[entry.id] = entry
+            continue
         if document is None:
             empty = not any(path.iterdir())
             raise AnalysisError(
                 f"{path}: {'an empty directory' if empty else 'no experiment.json in it'}, so it holds no experiment; "
-                "give a directory that `experiments run` wrote."
+                "give a directory that `experiments run` or `pack` wrote."
             )
         documents.append(schema.read(document, "an experiment", schema.EXPERIMENT))
         for meta in sorted((path / "runs").glob("*/run.json")):
@@ -192,11 +214,11 @@ def results(spec: str, device: str) -> Experiment:
     Raises AnalysisError when none are there, with the command that makes them.
     """
     root = repository.results()
-    there = sorted(root.glob(f"*-{device}/{spec}/experiment.json"))
+    there = sorted(path for path in root.glob(f"*-{device}/{spec}") if holds_experiment(path))
     if not there:
         kind = "sim" if device == "sim" else "cuda"
         raise AnalysisError(
             f"{root}: no results of '{spec}' on {device}; make them with `experiments run {spec} --device {kind} "
             f"-o {root.name}/DATE-{device}`."
         )
-    return load_experiment(there[-1].parent)
+    return load_experiment(there[-1])

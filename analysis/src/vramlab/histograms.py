@@ -58,9 +58,13 @@ def load(path: str | Path) -> list[Recorded]:
 
     Raises AnalysisError when it is no log or holds no histogram.
     """
-    path = Path(path)
+    return parse(Path(path), read_bytes(Path(path)))
+
+
+def parse(path: Path, data: bytes) -> list[Recorded]:
+    """As `load`, of what the file holds."""
     out = []
-    for number, line in enumerate(read_bytes(path).decode("utf-8", "replace").splitlines(), 1):
+    for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
         if not line.strip() or line.startswith(("#", '"StartTimestamp')):
             continue
         fields = line.split(",")

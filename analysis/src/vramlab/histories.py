@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from vramlab.errors import AnalysisError
+from vramlab.errors import AnalysisError, read_bytes
 
 TRACE_TYPES = {
     "time_ns": pl.Int64,
@@ -26,9 +26,14 @@ def load_trace(path: str | Path) -> pl.DataFrame:
 
     Raises AnalysisError when it cannot be read.
     """
+    return parse_trace(Path(path), read_bytes(Path(path)))
+
+
+def parse_trace(path: Path, data: bytes) -> pl.DataFrame:
+    """As `load_trace`, of what the file holds."""
     from vramlab.records import read_lines
 
-    trace = read_lines(Path(path), TRACE_TYPES, required=("time_ns", "action", "size", "block", "stream", "path"))
+    trace = read_lines(path, TRACE_TYPES, required=("time_ns", "action", "size", "block", "stream", "path"), data=data)
     nowhere = trace.select((pl.col("addr").is_null() & (pl.col("action") != "oom")).arg_true()).to_series()
     if len(nowhere):
         raise AnalysisError(f"{path}: line {int(nowhere[0]) + 1} has no addr; is it another kind of file, or cut off?")

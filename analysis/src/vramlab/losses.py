@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from vramlab.records import Run
+from vramlab.records import Run, losses_of
 from vramlab.steps import TYPES, UNSAID, aligned, arithmetic, gather
 
 # Runs compare where these are equal: the same network, batches and rate.
@@ -31,7 +31,7 @@ def frame(runs: list[Run]) -> pl.DataFrame:
         settings = {**UNSAID, "loss_scale": 1.0, **run.settings}
         program = str(run.summary.get("program", "trainer"))
         row = {key: settings.get(key) for key in [*WORK, *HOW]} | {"program": program, "device": run.device}
-        losses = run.steps["loss"]
+        losses = losses_of(run.steps, str(run.path))
         row["shared"] = program == "trainer" or "start" in run.summary
         row |= {"steps": len(losses), "last": _mean(losses.tail(max(1, len(losses) // 10)))}
         kinds.setdefault((program, *(row[key] for key in WORK), *(row[key] for key in HOW)), (row, losses))

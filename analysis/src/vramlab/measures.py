@@ -18,6 +18,8 @@ def step_times(run: Run, skip: int | None = None) -> pl.Series:
     Without `skip` a quarter of the run is left out, at most 100 steps.
     """
     steps = run.steps
+    if "host_ns" not in steps.columns:
+        return pl.Series(dtype=pl.Int64)
     skip = min(100, steps.height // 4) if skip is None else skip
     spans = steps.select("index", "epoch", ns=pl.col("host_ns").diff().over("epoch"))
     return spans.filter((pl.col("index") >= skip) & pl.col("ns").is_not_null())["ns"]

@@ -16,7 +16,7 @@ from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 
 from vramlab import repository, style
-from vramlab.errors import AnalysisError
+from vramlab.errors import AnalysisError, found
 from vramlab.experiments import Experiment, results
 from vramlab.plots import bars
 
@@ -88,13 +88,18 @@ def change(now: float, before: float) -> str:
     return "as much" if abs(apart) < 0.005 else f"{abs(apart) * 100:.0f} % {'more' if apart > 0 else 'less'}"
 
 
+def _there(path: Path) -> Path | None:
+    return path if path.is_dir() else found(path)
+
+
 def recorded(*parts: str) -> Path:
     """A file or folder in the newest results of the GPU that hold it, such as `recorded("flame", "naive.txt")`.
 
     Raises AnalysisError when none holds it.
     """
     root = repository.results()
-    there = sorted(root.glob("*-h200/" + "/".join(parts)))
+    folders = root.glob("*-h200")
+    there = sorted(path for folder in folders if (path := _there(folder.joinpath(*parts))))
     if not there:
         raise AnalysisError(f"{root}: no {'/'.join(parts)} in the results of a GPU.")
     return there[-1]

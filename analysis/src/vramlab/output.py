@@ -1,7 +1,7 @@
 """Files that users name: each appears under its name when it is whole, or not at all.
 
-The same rules as the programs' (`vramlab::output` in Rust): what is written goes to a new file beside the target, under a
-name that is drawn, and takes the target's name at the end. Only regular files are replaced. Folders, device nodes,
+The same rules as the programs' (`vramlab::output` in Rust): what is written goes to a new file beside the target, under
+a name that is drawn, and takes the target's name at the end. Only regular files are replaced. Folders, device nodes,
 pipes, sockets, streams such as `/dev/stdout` and symbolic links are refused.
 """
 

@@ -18,7 +18,7 @@ import polars as pl
 
 from vramlab import repository, steps
 from vramlab.errors import AnalysisError, read_json
-from vramlab.experiments import results
+from vramlab.experiments import holds_experiment, load_experiment, results
 from vramlab.measures import middle, train_pace
 from vramlab.records import Run
 from vramlab.repository import results as folder
@@ -214,8 +214,11 @@ def unfitted() -> dict[str, Any]:
 def hosts() -> str:
     """How epochs of the README's first table vary over all that was recorded."""
     times: dict[str, list[float]] = {}
-    for path in sorted((folder() / H200).glob("*/runs/*/summary.json")):
-        summary = json.loads(path.read_text())
+    experiments = [load_experiment(path) for path in sorted((folder() / H200).iterdir()) if holds_experiment(path)]
+    for entry in (entry for experiment in experiments for entry in experiment.runs):
+        if entry.meta["program"] != "trainer":
+            continue
+        summary = entry.record.summary
         settings = {"dtype": "f32", "fuse": "none", "launch": "eager", **summary["settings"]}
         if summary.get("program", "trainer") != "trainer" or summary["dataset"]["name"] != "mnist":
             continue

@@ -5,6 +5,7 @@ From the repository's root: `vramlab readme-figures`.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,9 @@ from vramlab import histograms, output, repository, style
 from vramlab.calls import host_parts
 from vramlab.errors import AnalysisError, read_json
 from vramlab.experiments import results
-from vramlab.nsight import attribute, load, timeline
+from vramlab.measures import train_pace
+from vramlab.nsight import attribute, load, own_trace, timeline
+from vramlab.nsight.attribution import Attribution
 from vramlab.plots import bars, latency, lines
 
 
@@ -56,6 +59,46 @@ def step(allocator: str) -> Figure:
     return timeline.draw(result, title=f"NVIDIA H200, one training step under {allocator}", width=9.0)
 
 
+def under_the_profiler(allocator: str, captured: Attribution, length_ns: int) -> tuple[float, float]:
+    """Microseconds of a captured step, and of the same step without the profiler: the median of the runs of `latency`.
+
+    Raises AnalysisError when those runs did other work than the captured one.
+    """
+    paces = []
+    about = own_trace.read(Path(captured.capture.path)).about["settings"]
+    for entry in results("latency", "h200").select(alloc=allocator):
+        other = [key for key in SAME_WORK if key in about and about[key] != entry.record.settings.get(key)]
+        pace = train_pace(entry.record)
+        if other or pace is None:
+            raise AnalysisError(f"{entry.path}: not the work of {captured.capture.path} ({', '.join(other)}).")
+        paces.append(pace)
+    return length_ns / 1e3, statistics.median(paces)
+
+
+def three_timelines() -> Figure:
+    """One training step under each allocator on one scale of time, and how much of each is the profiler's own time."""
+    windows, titles = [], []
+    for allocator in ("naive", "caching", "stream-ordered"):
+        result = attribute(load(recorded() / "nsight" / f"{allocator}-sync-never"))
+        shown = timeline.window(result)
+        # Single operations have their marks below; the outer ranges say where in the step they are.
+        shown.ranges = shown.ranges[1:OUTER]
+        captured, plain = under_the_profiler(allocator, result, shown.length)
+        windows.append(shown)
+        titles.append(
+            f"{allocator}: {captured:.0f} µs as captured, of which {captured - plain:.0f} µs "
+            f"({100 * (1 - plain / captured):.0f} %) are the profiler's own; without it a step takes {plain:.0f} µs"
+        )
+    figure = timeline.draw_windows(windows, titles, width=9.0)
+    figure.axes[-1].set_xlabel(
+        "µs. NVIDIA H200: one training step, 4 layers of width 784, batch 64, MNIST, captured by Nsight Systems.\n"
+        "Without it: medians of the runs of the spec `latency`, the same work on another such machine. What a\n"
+        "captured step takes longer is the profiler's, with the ranges and the trace that a captured run writes.",
+        fontsize=8,
+    )
+    return figure
+
+
 def time_graph() -> Figure:
     """Step time against width, ours and PyTorch's, with the ratio below."""
     return lines.width(
@@ -74,8 +117,13 @@ def latency_spectrum() -> Figure:
     return latency.spectrum(pl.concat(parts), title="NVIDIA H200: one call of the allocator")
 
 
+# What tells the work of two runs apart.
+SAME_WORK = ("allocator", "dataset", "hidden", "layers", "batch", "sync", "loader", "dtype", "gemm", "launch", "fuse")
+# Levels of ranges that a picture of whole steps has: the step, its parts, the layers.
+OUTER = 4
 DRAWN: dict[str, Callable[[], Figure]] = {
     "epoch_host_time.svg": epoch_host_time,
+    "timeline.svg": three_timelines,
     "step_naive.png": partial(step, "naive"),
     "step_caching.png": partial(step, "caching"),
     "time_graph.png": time_graph,

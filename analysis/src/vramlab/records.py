@@ -15,6 +15,8 @@ import polars as pl
 
 from vramlab import histograms, schema
 from vramlab.errors import AnalysisError, found, printable, read_bytes
+from vramlab.packed import Packed, is_packed
+from vramlab.packed import load as load_packed
 
 STEP_TYPES = {
     "epoch": pl.Int64,
@@ -59,6 +61,8 @@ class Run:
 
     path: Path
     summary: dict[str, Any]
+    # Where its files are, if they are in a packed experiment.
+    packed: Packed | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -105,14 +109,21 @@ class Run:
         """Whether it ran to its end. A killed run stays `running`."""
         return bool(self.summary["status"] == "finished")
 
-    def _file(self, name: str, how: str) -> Path:
+    def _file(self, name: str, how: str) -> tuple[Path, bytes]:
+        """A file of the record: its name, and its contents."""
+        if self.packed is not None and self.packed.has(self.path.name, name):
+            return self.path / name, self.packed.file(self.path.name, name)
         path = found(self.path / name)
         if path is None:
+            out = self.packed.manifest["left_out"] if self.packed is not None else []
+            how = "it was left out when the experiment was packed" if name in out else how
             raise AnalysisError(f"{self.path}: no {name} in this run record; {how}.")
-        return path
+        return path, read_bytes(path)
 
     def has(self, name: str) -> bool:
-        """Whether the record holds a file of that name, plain or gzipped."""
+        """Whether the record holds a file of that name, plain or compressed."""
+        if self.packed is not None and self.packed.has(self.path.name, name):
+            return True
         return found(self.path / name) is not None
 
     @property
@@ -140,28 +151,32 @@ class Run:
 
     @cached_property
     def steps(self) -> pl.DataFrame:
-        """`steps.csv`, with `index`, the step's number in the run from 0. Columns that the record lacks are absent.
+        """`steps.csv`, with `index`, the step's number in the run from 0. Columns that the record lacks are absent, and
+        so are those that were left out when it was packed.
 
         Raises AnalysisError when the file is missing, or a row is cut off or no number.
         """
         why = "it was not kept" if self.ended else "it was killed before its first step"
-        path = self._file(self.summary.get("step_losses", "steps.csv"), why)
-        text = read_bytes(path)
+        name = self.summary.get("step_losses", "steps.csv")
+        path, text = self._file(name, why)
         try:
             frame = pl.read_csv(io.BytesIO(text), schema_overrides=STEP_TYPES, null_values=[""])
         except pl.exceptions.PolarsError as error:
             raise AnalysisError(f"{path}: not the table of steps ({str(error).splitlines()[0][:120]}).") from error
-        missing = {"epoch", "step", "loss", "host_ns"} - set(frame.columns)
+        out = self.packed.manifest["left_out"] if self.packed is not None else []
+        needed = {"epoch", "step", "loss", "host_ns"} - {part.removeprefix(f"{name}:") for part in out}
+        missing = needed - set(frame.columns)
         if missing:
             raise AnalysisError(f"{path}: not the table of steps, columns {', '.join(sorted(missing))} are missing.")
         if frame.is_empty():
             raise AnalysisError(f"{path}: no step was finished, so there is nothing to draw.")
-        if frame["loss"].is_null().all():
-            raise AnalysisError(f"{path}: no step has a loss, so there is nothing to draw.")
-        if ((frame["loss"].abs() > 1e39) & frame["loss"].is_finite()).any():
-            raise AnalysisError(f"{path}: a loss is beyond what an f32 can hold.")
+        if "loss" in frame.columns:
+            if frame["loss"].is_null().all():
+                raise AnalysisError(f"{path}: no step has a loss, so there is nothing to draw.")
+            if ((frame["loss"].abs() > 1e39) & frame["loss"].is_finite()).any():
+                raise AnalysisError(f"{path}: a loss is beyond what an f32 can hold.")
         for column in ("epoch", "step", "host_ns"):
-            if frame[column].has_nulls():
+            if column in frame.columns and frame[column].has_nulls():
                 raise AnalysisError(f"{path}: not the table of steps, a row has no {column}; is it cut off?")
         in_range(path, frame.select(column for column in STEP_TYPES if column in frame.columns and column != "loss"))
         return frame.select(column for column in STEP_TYPES if column in frame.columns).with_row_index("index")
@@ -195,20 +210,20 @@ class Run:
 
         Raises AnalysisError when there are none.
         """
-        return histograms.load(self._file("latency.hlog", "run it without --latency off, to its end"))
+        return histograms.parse(*self._file("latency.hlog", "run it without --latency off, to its end"))
 
     @cached_property
     def trace(self) -> pl.DataFrame:
         """Every allocator operation (`trace.jsonl`)."""
         from vramlab import histories
 
-        return histories.load_trace(self._file("trace.jsonl", "run it again with --trace"))
+        return histories.parse_trace(*self._file("trace.jsonl", "run it again with --trace"))
 
     @cached_property
     def calls(self) -> pl.DataFrame:
         """Every driver call (`driver_calls.jsonl`)."""
-        path = self._file("driver_calls.jsonl", "run it again with --export perfetto")
-        return read_lines(path, DRIVER_CALL_TYPES, required=("start_ns", "total_ns", "blocked_ns", "call"))
+        path, data = self._file("driver_calls.jsonl", "run it again with --export perfetto")
+        return read_lines(path, DRIVER_CALL_TYPES, required=("start_ns", "total_ns", "blocked_ns", "call"), data=data)
 
     @property
     def ledger(self) -> dict[str, Any]:
@@ -220,6 +235,16 @@ class Run:
         """One of `allocator_stats`, as `reserved_bytes.all.peak`; None where the allocator does not tell."""
         value: int | None = self.summary.get("allocator_stats", {}).get(name)
         return None if value is None or value < 0 else value
+
+
+def losses_of(steps: pl.DataFrame, who: str) -> pl.Series:
+    """The losses of a table of steps.
+
+    Raises AnalysisError when they were left out of it.
+    """
+    if "loss" not in steps.columns:
+        raise AnalysisError(f"{who}: the losses of the steps were left out when the experiment was packed.")
+    return steps["loss"]
 
 
 def in_range(path: Path, frame: pl.DataFrame) -> None:
@@ -236,13 +261,14 @@ def in_range(path: Path, frame: pl.DataFrame) -> None:
             )
 
 
-def read_lines(path: Path, types: dict[str, Any], required: tuple[str, ...]) -> pl.DataFrame:
-    """One JSON object a line, with the columns of `types`; what a line does not say is null.
+def read_lines(path: Path, types: dict[str, Any], required: tuple[str, ...], data: bytes | None = None) -> pl.DataFrame:
+    """One JSON object a line, with the columns of `types`; what a line does not say is null. `data` is what the file
+    holds, if it was read.
 
     Raises AnalysisError when a line is cut off or lacks what is required.
     """
     try:
-        frame = pl.read_ndjson(io.BytesIO(read_bytes(path)), schema=types)
+        frame = pl.read_ndjson(io.BytesIO(read_bytes(path) if data is None else data), schema=types)
     except pl.exceptions.PolarsError as error:
         raise AnalysisError(f"{path}: a line is not what is expected ({str(error).splitlines()[0][:120]}).") from error
     if frame.is_empty():
@@ -265,13 +291,27 @@ def load_run(path: str | Path) -> Run:
     path = Path(path)
     if path.name in ("summary.json", "summary.json.gz"):
         path = path.parent
+    if path.parent.name == "runs" and is_packed(path.parent.parent):
+        return packed_run(load_packed(path.parent.parent), path.name)
     if not path.is_dir():
         raise AnalysisError(f"{path}: no such directory; give one that `trainer` wrote (under runs/, or its --out).")
     summary = found(path / "summary.json")
     if summary is None:
         if not any(path.iterdir()):
             raise AnalysisError(f"{path}: an empty directory, no run record.")
-        if (path / "experiment.json").is_file():
-            raise AnalysisError(f"{path}: an experiment, no run; give one of the directories under {path}/runs.")
+        if (path / "experiment.json").is_file() or is_packed(path):
+            raise AnalysisError(f"{path}: an experiment, no run; give one of its runs, as {path}/runs/ID.")
         raise AnalysisError(f"{path}: no run record, for there is no summary.json in it.")
     return Run(path, schema.read(summary, "a run record", schema.SUMMARY))
+
+
+def packed_run(packed: Packed, run: str) -> Run:
+    """The record of a run of a packed experiment, which bears the name that it had before.
+
+    Raises AnalysisError when there is none.
+    """
+    path = packed.folder / "runs" / run
+    summary = packed.document(run, "summary") if run in packed.rows else None
+    if summary is None:
+        raise AnalysisError(f"{path}: no run record of that name in the packed experiment.")
+    return Run(path, schema.check(path / "summary.json", summary, "a run record", schema.SUMMARY), packed)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from vramlab import calls, histograms, histories, output, style
 from vramlab.errors import AnalysisError
-from vramlab.experiments import load_experiment
+from vramlab.experiments import holds_experiment, load_experiment
 from vramlab.measures import measures
 from vramlab.plots import bars, latency, loss, memory, sync
 from vramlab.records import Run, load_run
@@ -297,7 +297,7 @@ def losses(page: Page, named: list[tuple[str, Run]]) -> None:
     for name, run in named[1:]:
         if any(first.settings.get(key) != run.settings.get(key) for key in work):
             continue
-        if not (first.has_steps and run.has_steps):
+        if not all(one.has_steps and "loss" in one.steps.columns for one in (first, run)):
             continue
         apart = loss.difference(run.steps, first.steps)
         greatest = float(apart["relative"].max() or 0.0)  # type: ignore[arg-type]
@@ -336,7 +336,7 @@ def gather(paths: list[str]) -> list[Run]:
     """Runs of the given records; an experiment stands for the first repeat of each of its runs."""
     runs: list[Run] = []
     for path in paths:
-        if (Path(path) / "experiment.json").is_file():
+        if holds_experiment(Path(path)):
             experiment = load_experiment(path)
             chosen = [one for one in experiment.runs if one.done and one.meta.get("repeat") == 0]
             runs += [one.record for one in chosen if one.meta.get("program") in ("trainer", "pytorch")]

@@ -202,9 +202,28 @@ class ExperimentRecord(TypedDict, total=False):
     runs: list[Planned | Text]
 
 
+@with_config(CHECKED)
+class Table(TypedDict):
+    """A table of a packed experiment."""
+
+    name: FileName
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+@with_config(CHECKED)
+class Manifest(TypedDict):
+    """`manifest.json`."""
+
+    experiment: ExperimentRecord
+    same_in_all: dict[Text, dict[Text, Any]]
+    left_out: list[Text]
+    tables: list[Table]
+
+
 SUMMARY = TypeAdapter(Summary)
 RUN = TypeAdapter(RunOfExperiment)
 EXPERIMENT = TypeAdapter(ExperimentRecord)
+MANIFEST = TypeAdapter(Manifest)
 
 
 def read(path: Path, what: str, shape: TypeAdapter[Any]) -> dict[str, Any]:
@@ -212,7 +231,12 @@ def read(path: Path, what: str, shape: TypeAdapter[Any]) -> dict[str, Any]:
 
     Raises AnalysisError that names the first key that has not.
     """
-    document = check_version(path, read_json(path), what)
+    return check(path, read_json(path), what, shape)
+
+
+def check(path: Path, document: Any, what: str, shape: TypeAdapter[Any]) -> dict[str, Any]:
+    """The document that `path` holds, if it has the types and ranges of its kind; as `read`."""
+    document = check_version(path, document, what)
     try:
         return cast(dict[str, Any], shape.validate_python(document))
     except ValidationError as error:

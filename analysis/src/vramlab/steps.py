@@ -9,8 +9,8 @@ from typing import Any
 
 import polars as pl
 
-from vramlab.errors import AnalysisError, found
-from vramlab.experiments import load_experiment
+from vramlab.errors import AnalysisError
+from vramlab.experiments import holds_experiment, load_experiment
 from vramlab.measures import middle, train_pace
 from vramlab.records import Run, load_run
 
@@ -31,7 +31,7 @@ def gather(paths: list[str]) -> list[Run]:
     """
     runs: list[Run] = []
     for path in paths:
-        if found(Path(path) / "experiment.json") is None:
+        if not holds_experiment(Path(path)):
             runs.append(load_run(path))
             continue
         experiment = load_experiment(path)

@@ -16,11 +16,14 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from PIL import Image
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY = "#999999"
 # These two are replaced by the page's own colours where a figure becomes part of a page.
+# Of a PNG: lines and grounds have few, and what lies between two of them at an edge is merged.
+COLOURS = 128
 INK, RULE = "#222222", "#d5d5d5"
 
 ALLOCATORS = {
@@ -270,9 +273,13 @@ def room_for_labels(panels: Any, labels: list[tuple[Any, float]]) -> None:
 
 
 def png(figure: Figure, dpi: int = 110) -> bytes:
-    """The figure as PNG, the same bytes each time."""
+    """The figure as PNG, the same bytes each time, with a palette: a third of the size to the same look."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+    plain = Image.open(drawn).convert("RGB")
+    few = plain.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+    few.save(out, "PNG", optimize=True, dpi=(dpi, dpi))
     return out.getvalue()
 
 

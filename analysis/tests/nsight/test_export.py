@@ -123,9 +123,9 @@ def test_a_folder_without_ranges_says_so(tmp_path: Path) -> None:
 
 def test_a_folder_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     extracted.write(load(training(tmp_path / "x.sqlite")), tmp_path / "a")
-    calls = tmp_path / "a" / "calls.csv.gz"
+    calls = tmp_path / "a" / "calls.csv.xz"
     calls.write_bytes(calls.read_bytes()[:200])
-    with pytest.raises(AnalysisError, match=r"calls\.csv\.gz"):
+    with pytest.raises(AnalysisError, match=r"calls\.csv\.xz"):
         load(tmp_path / "a")
 
 

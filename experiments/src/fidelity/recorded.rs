@@ -1,5 +1,6 @@
 //! Recorded runs of an experiment, cell by cell.
 
+use crate::packed;
 use crate::study::figures::{batches, blocked_share, read_summary, read_text, steady_epochs, step_time};
 use crate::study::record::{EXPERIMENT, RUN, RUNS, read_json};
 use anyhow::{Context, Result, bail};
@@ -52,9 +53,8 @@ impl Recorded {
     /// Reads an experiment's folder.
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let name = folder.display().to_string();
-        if !folder.join(EXPERIMENT).is_file() {
-            bail!("{name} holds no {EXPERIMENT}; name the folder that `experiments run` made for the experiment");
-        }
+        let opened = packed::open(folder)?;
+        let folder = opened.path();
         let experiment = read_json(&folder.join(EXPERIMENT))?;
         let runs = experiment["runs"].as_array().map(Vec::as_slice).unwrap_or_default();
         let axes = axes(runs);

@@ -4,6 +4,7 @@ use super::lock::{self, Holder};
 use super::plan::Shard;
 use super::record::{EXPERIMENT, RUN, RUNS, RunStatus, part_of, read_json, status_of};
 use super::report::{drawing, quoted};
+use crate::packed;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde::Serialize;
@@ -117,7 +118,7 @@ struct Status {
 
 /// Prints how far the experiments of a folder are.
 pub(crate) fn status(args: &StatusArgs) -> Result<()> {
-    let found = experiments(&args.folder)?.iter().map(|folder| of(folder)).collect::<Result<Vec<Status>>>()?;
+    let found = experiments_in(&args.folder)?.iter().map(|folder| of(folder)).collect::<Result<Vec<Status>>>()?;
     if args.json {
         return crate::print_json(&found);
     }
@@ -129,15 +130,15 @@ pub(crate) fn status(args: &StatusArgs) -> Result<()> {
 }
 
 /// The folder itself if it holds an experiment, else those in it that do, sorted.
-fn experiments(folder: &Path) -> Result<Vec<PathBuf>> {
-    if folder.join(EXPERIMENT).is_file() {
+pub(crate) fn experiments_in(folder: &Path) -> Result<Vec<PathBuf>> {
+    if packed::holds_experiment(folder) {
         return Ok(vec![folder.to_owned()]);
     }
     let entries = std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
     let mut found = Vec::new();
     for entry in entries {
         let path = entry.with_context(|| format!("cannot read {}", folder.display()))?.path();
-        if path.join(EXPERIMENT).is_file() {
+        if packed::holds_experiment(&path) {
             found.push(path);
         }
     }
@@ -153,7 +154,8 @@ fn experiments(folder: &Path) -> Result<Vec<PathBuf>> {
 
 fn of(folder: &Path) -> Result<Status> {
     let absolute = std::path::absolute(folder).with_context(|| format!("{} is no folder", folder.display()))?;
-    let path = folder.join(EXPERIMENT);
+    let opened = packed::open(folder)?;
+    let path = opened.path().join(EXPERIMENT);
     let record = read_json(&path)?;
     let text = |key: &str| {
         let found = record[key].as_str().map(str::to_owned);
@@ -170,7 +172,7 @@ fn of(folder: &Path) -> Result<Status> {
     for (index, run) in planned.iter().enumerate() {
         let id = run["id"].as_str().filter(|id| is_plain(id));
         let id = id.with_context(|| format!("{}: the run {index} has no id that names a folder", path.display()))?;
-        let runs_folder = folder.join(RUNS);
+        let runs_folder = opened.path().join(RUNS);
         let (own, begun) = (runs_folder.join(id), part_of(&runs_folder, id).exists());
         let state = match status_of(&own, &sha256)? {
             Some(RunStatus::Done) => State::Done,
@@ -196,12 +198,15 @@ fn of(folder: &Path) -> Result<Status> {
     let command = record["command"].as_array().into_iter().flatten().skip(1).filter_map(Value::as_str).map(quoted);
     let out = folder.parent().filter(|out| !out.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let command = command.chain(["-o".to_owned(), quoted(&out.to_string_lossy())]).collect::<Vec<String>>().join(" ");
+    // What is packed can go on once it is unpacked.
+    let unpack = || format!("unpack {} -o runs/unpacked", quoted(&folder.to_string_lossy()));
+    let command = if packed::is_packed(folder) { unpack() } else { command };
     let (counts, locks) = (Counts::of(runs.iter()), at_work.is_some());
     Ok(Status { experiment, device, counts, locks, runners, runs, command, folder: folder.to_owned() })
 }
 
 /// A name that leads nowhere else.
-fn is_plain(id: &str) -> bool {
+pub(crate) fn is_plain(id: &str) -> bool {
     !id.is_empty() && !id.starts_with('.') && !id.contains(['/', '\\', '\0'])
 }
 

@@ -1,11 +1,11 @@
-"""The small tables of a capture, made to be kept and published: a folder of gzipped CSV.
+"""The small tables of a capture, made to be kept and published: a folder of compressed CSV.
 
     capture.json      schema_version 1, versions, device, span, what was recorded with it
-    calls.csv.gz      start, duration, name, ... of each call
-    work.csv.gz       kernels, copies, fills
-    ranges.csv.gz     NVTX ranges, unless left out
-    marks.csv.gz      NVTX marks, unless left out
-    own.csv.gz        if a run record was given: the calls of its driver_calls.jsonl that lie in the capture
+    calls.csv.xz      start, duration, name, ... of each call
+    work.csv.xz       kernels, copies, fills
+    ranges.csv.xz     NVTX ranges, unless left out
+    marks.csv.xz      NVTX marks, unless left out
+    own.csv.xz        if a run record was given: the calls of its driver_calls.jsonl that lie in the capture
 
 A report of Nsight Systems holds the environment, the processes and the name of the machine; nothing of them is here.
 Times count from the first event. Threads and processes are numbered from 0 in the order in which they appear.
@@ -14,16 +14,16 @@ Times count from the first event. Threads and processes are numbered from 0 in t
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
+import lzma
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from vramlab import output
-from vramlab.errors import AnalysisError, check_version, read_bytes, read_json
+from vramlab.errors import AnalysisError, check_version, found, read_bytes, read_json
 from vramlab.nsight.capture import Call, Capture, Mark, Overhead, Range, Work
 
 SCHEMA_VERSION = 1
@@ -32,6 +32,7 @@ CALLS = ("start", "duration", "name", "thread", "process", "correlation", "ok", 
 WORK = ("start", "duration", "kind", "name", "device", "stream", "process", "correlation", "bytes", "pageable")
 RANGES = ("start", "duration", "text", "thread")
 MARKS = ("time", "text", "thread")
+AFTER = "after"
 OWN = ("start", "duration", "blocked", "call", "kernel", "bytes", "stream", "pages", "path")
 
 
@@ -46,28 +47,40 @@ class _Numbers:
 
 
 def write_table(path: Path, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """A gzipped CSV, the same bytes for the same rows. None is an empty field."""
+    """A compressed CSV, the same bytes for the same rows. None is an empty field.
+
+    The first column is a time. It is written as `after`, the time after that of the row before, which is shorter.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    # A name and a time in the header would make the bytes depend on where and when.
-    path.write_bytes(gzip.compress(text.getvalue().encode(), compresslevel=9, mtime=0))
+    writer.writerow([AFTER, *list(columns)[1:]])
+    before = 0
+    for time, *others in rows:
+        writer.writerow([time - before, *others])
+        before = time
+    path.write_bytes(lzma.compress(text.getvalue().encode(), preset=6 | lzma.PRESET_EXTREME))
 
 
 def read_table(path: Path, columns: tuple[str, ...]) -> Iterator[list[str]]:
-    """Rows of a gzipped CSV with exactly these columns."""
+    """Rows of a compressed CSV with exactly these columns, the first as a time again."""
+    gzipped = path.with_suffix(".gz")  # extracted before `after` was written
+    path = gzipped if gzipped.is_file() and not path.is_file() else path
     rows = csv.reader(io.StringIO(read_bytes(path).decode()))
-    found = next(rows, [])
-    if tuple(found) != columns:
+    wanted = columns if path == gzipped else (AFTER, *columns[1:])
+    names = next(rows, [])
+    if tuple(names) != wanted:
         raise AnalysisError(
-            f"{path}: has the columns {', '.join(found) or 'none'} and not {', '.join(columns)}; extract it again."
+            f"{path}: has the columns {', '.join(names) or 'none'} and not {', '.join(wanted)}; extract it again."
         )
+    before = 0
     for number, row in enumerate(rows, 2):
         if len(row) != len(columns):
             raise AnalysisError(
                 f"{path}: line {number} has {len(row)} fields and not {len(columns)}; was the file cut off?"
             )
+        if path != gzipped:
+            before += int(row[0])
+            row[0] = str(before)
         yield row
 
 
@@ -97,21 +110,21 @@ def _tables(capture: Capture, partial: Path, own: Any, ranges: bool) -> None:
     for call in capture.calls:
         process(call.process)
         thread(call.thread)
-    write_table(partial / "calls.csv.gz", CALLS, (
+    write_table(partial / "calls.csv.xz", CALLS, (
         (c.start - zero, c.duration, c.name, thread(c.thread), process(c.process), c.correlation, int(c.ok), c.stream,
          c.device, c.bytes, c.event)
         for c in capture.calls
     ))  # fmt: skip
-    write_table(partial / "work.csv.gz", WORK, (
+    write_table(partial / "work.csv.xz", WORK, (
         (w.start - zero, w.end - w.start, w.kind, w.name, w.device, w.stream, process(w.process), w.correlation,
          w.bytes, int(w.pageable))
         for w in capture.work
     ))  # fmt: skip
     if ranges:
         rows = ((r.start - zero, r.end - r.start, r.text, thread(r.thread)) for r in capture.ranges)
-        write_table(partial / "ranges.csv.gz", RANGES, rows)
+        write_table(partial / "ranges.csv.xz", RANGES, rows)
         moments = ((m.time - zero, m.text, thread(m.thread)) for m in capture.marks if m.time >= zero)
-        write_table(partial / "marks.csv.gz", MARKS, moments)
+        write_table(partial / "marks.csv.xz", MARKS, moments)
     about: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         **capture.source,
@@ -129,7 +142,7 @@ def _tables(capture: Capture, partial: Path, own: Any, ranges: bool) -> None:
             for place, id in enumerate(dict.fromkeys(one.stream for one in own.calls if one.stream is not None))
         }
         first = own.calls[0].start if own.calls else 0
-        write_table(partial / "own.csv.gz", OWN, (
+        write_table(partial / "own.csv.xz", OWN, (
             (o.start - first, o.duration, o.metered, o.call, o.kernel, o.bytes,
              None if o.stream is None else number[o.stream], int(o.pages), o.path)
             for o in own.calls
@@ -149,26 +162,26 @@ def read(folder: Path) -> Capture:
 
     def table(name: str, columns: tuple[str, ...], make: Callable[[list[str]], Any]) -> list[Any]:
         path = folder / name
-        if name in ("ranges.csv.gz", "marks.csv.gz") and not path.exists():
+        if name in ("ranges.csv.xz", "marks.csv.xz") and found(path.with_suffix("")) is None:
             return []
         try:
             return [make(row) for row in read_table(path, columns)]
         except ValueError as error:
             raise AnalysisError(f"{path}: {error}; was the file changed by hand?") from error
 
-    calls = table("calls.csv.gz", CALLS, lambda r: Call(
+    calls = table("calls.csv.xz", CALLS, lambda r: Call(
         start=int(r[0]), end=int(r[0]) + int(r[1]), name=r[2], thread=int(r[3]), process=int(r[4]),
         correlation=int(r[5]), ok=r[6] == "1",
         stream=optional(r[7]), device=optional(r[8]), bytes=optional(r[9]), event=optional(r[10]),
     ))  # fmt: skip
-    work = table("work.csv.gz", WORK, lambda r: Work(
+    work = table("work.csv.xz", WORK, lambda r: Work(
         start=int(r[0]), end=int(r[0]) + int(r[1]), kind=r[2], name=r[3], device=int(r[4]), stream=int(r[5]),
         process=int(r[6]), correlation=int(r[7]), bytes=optional(r[8]), pageable=r[9] == "1",
     ))  # fmt: skip
-    ranges = table("ranges.csv.gz", RANGES, lambda r: Range(int(r[0]), int(r[0]) + int(r[1]), r[2], int(r[3])))
-    marks = table("marks.csv.gz", MARKS, lambda r: Mark(int(r[0]), r[1], int(r[2])))
+    ranges = table("ranges.csv.xz", RANGES, lambda r: Range(int(r[0]), int(r[0]) + int(r[1]), r[2], int(r[3])))
+    marks = table("marks.csv.xz", MARKS, lambda r: Mark(int(r[0]), r[1], int(r[2])))
     notes = list(about.get("notes", []))
-    if not (folder / "ranges.csv.gz").exists():
+    if found(folder / "ranges.csv") is None:
         notes.append("The capture was extracted without NVTX ranges, so calls have no place in the run.")
     source: dict[str, Any] = {key: about[key] for key in ("nsight_systems", "export_schema", "devices") if key in about}
     overhead = [Overhead(*one) for one in about.get("overhead", [])]

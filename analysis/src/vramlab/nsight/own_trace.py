@@ -215,7 +215,7 @@ def _extracted(folder: Path) -> OwnTrace:
 
     calls = [
         OwnCall(int(r[0]), int(r[1]), int(r[2]), r[3], r[4] or None, optional(r[5]), optional(r[6]), r[7] == "1", r[8])
-        for r in extracted.read_table(folder / "own.csv.gz", extracted.OWN)
+        for r in extracted.read_table(folder / "own.csv.xz", extracted.OWN)
     ]
     return OwnTrace(calls, about["own"])
 

@@ -10,6 +10,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from vramlab import style
 from vramlab.errors import AnalysisError
 from vramlab.plots.bars import nonempty
+from vramlab.records import losses_of
 
 CYCLE = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE, style.SKY)
 
@@ -37,7 +38,7 @@ def curves(
     labelled: set[str] = set()
     for name, steps in runs:
         nonempty(steps, "losses")
-        values = smooth(steps["loss"].to_numpy(), over)
+        values = smooth(losses_of(steps, name).to_numpy(), over)
         label = None if name in labelled else name
         axes.plot(steps["index"] + 1, values, color=tints[name], label=label, linewidth=1.2)
         labelled.add(name)
@@ -60,12 +61,12 @@ def against(
     if not runs:
         raise AnalysisError("there are no data for the figure of losses against others.")
     figure, axes = style.new()
-    plain = smooth(base["loss"].to_numpy(), over)
+    plain = smooth(losses_of(base, name).to_numpy(), over)
     for place, (who, steps) in enumerate(runs):
         if steps.height != base.height:
             raise AnalysisError(f"{who} has {steps.height} steps and {name} {base.height}, so they do not compare.")
         # The first mean of so many steps is that of the step with this number.
-        ratio = (smooth(steps["loss"].to_numpy(), over) / plain)[over - 1 :]
+        ratio = (smooth(losses_of(steps, who).to_numpy(), over) / plain)[over - 1 :]
         axes.plot(steps["index"][over - 1 :] + 1, 100 * (ratio - 1), color=CYCLE[place % len(CYCLE)], label=who)
     axes.axhline(0, color=style.INK, linewidth=0.9)
     axes.set_xlabel("training step")

@@ -1,0 +1,155 @@
+//! `experiments pack` and `unpack`: nothing of what is kept changes, and what reads experiments reads both forms.
+
+mod common;
+
+use common::experiment::{IDS, SMALL, json_at};
+use common::{Place, names};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::path::Path;
+
+/// A small study with every kind of file, recorded on the simulated device.
+fn recorded() -> Place {
+    let place = Place::new();
+    let keep = r#"keep = ["summary.json", "steps.csv", "latency.hlog", "trace.jsonl"]"#;
+    let spec = SMALL.replace(r#"keep = ["summary.json", "steps.csv"]"#, keep);
+    place.write("small.toml", spec.replace("[options]\n", "[options]\ntrace = true\n"));
+    place.run(&["run", "small.toml", "--device", "sim", "-o", "out"]).ok();
+    place
+}
+
+/// The files of an experiment by their path, unpacked; documents and their lines as values, because the order of keys
+/// tells nothing.
+fn contents(folder: &Path) -> BTreeMap<String, Value> {
+    let mut found = BTreeMap::new();
+    let mut add = |name: String, path: &Path| {
+        let mut text = String::new();
+        let bytes = std::fs::read(path).unwrap();
+        if name.ends_with(".gz") {
+            flate2::read::GzDecoder::new(bytes.as_slice()).read_to_string(&mut text).unwrap();
+        } else {
+            text = String::from_utf8(bytes).unwrap();
+        }
+        let plain = name.trim_end_matches(".gz");
+        let value = if plain.ends_with(".json") {
+            serde_json::from_str(&text).unwrap()
+        } else if plain.ends_with(".jsonl") {
+            text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()).collect()
+        } else {
+            json!(text)
+        };
+        found.insert(name, value);
+    };
+    add("experiment.json".into(), &folder.join("experiment.json"));
+    for id in names(&folder.join("runs")) {
+        for name in names(&folder.join("runs").join(&id)) {
+            add(format!("{id}/{name}"), &folder.join("runs").join(&id).join(&name));
+        }
+    }
+    found
+}
+
+fn bytes(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    names(folder).into_iter().map(|name| (name.clone(), std::fs::read(folder.join(name)).unwrap())).collect()
+}
+
+#[test]
+fn what_is_packed_comes_back_and_gives_the_same_bytes() {
+    let place = recorded();
+    place.run(&["pack", "out", "-o", "packed"]).ok();
+    place.run(&["unpack", "packed", "-o", "back"]).ok();
+    let (before, after) = (contents(&place.at("out/small")), contents(&place.at("back/small")));
+    assert!(before.len() > 4 * IDS.len(), "{:?}", before.keys());
+    assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
+    before.iter().for_each(|(name, value)| assert_eq!(value, &after[name], "{name}"));
+    assert_eq!(names(&place.at("packed/small")), ["manifest.json", "runs.csv", "series.jsonl.xz"]);
+    place.run(&["pack", "back/small", "-o", "again"]).ok();
+    assert!(bytes(&place.at("packed/small")) == bytes(&place.at("again/small")), "other bytes");
+    // A row a run, in the order of the plan; a text that could be a number is told from one.
+    let table = std::fs::read_to_string(place.at("packed/small/runs.csv")).unwrap();
+    let ids: Vec<&str> = table.lines().skip(1).map(|line| line.split(',').next().unwrap()).collect();
+    assert_eq!(ids, IDS);
+    assert!(table.starts_with("id,arm,program,repeat,status,"), "{table:.80}");
+    let manifest = json_at(&place.at("packed/small/manifest.json"));
+    assert_eq!(manifest["runs"], json!({"planned": 8, "done": 8, "failed": 0, "skipped": 0}));
+    assert_eq!(manifest["same_in_all"]["run"]["options"]["dataset"], "iris");
+    assert_eq!(manifest["left_out"], json!([]));
+}
+
+#[test]
+fn what_is_left_out_is_named_and_all_else_is_there() {
+    let place = recorded();
+    let out = "latency.hlog,trace.jsonl,steps.csv:host_ns,summary.json:command,run.json:machine";
+    place.run(&["pack", "out", "-o", "packed", "--leave-out", out]).ok();
+    let manifest = json_at(&place.at("packed/small/manifest.json"));
+    assert_eq!(manifest["left_out"], json!(out.split(',').collect::<Vec<_>>()));
+    place.run(&["unpack", "packed", "-o", "back"]).ok();
+    let (before, after) = (contents(&place.at("out/small")), contents(&place.at("back/small")));
+    let id = IDS[3];
+    assert_eq!(names(&place.at("back/small/runs").join(id)), ["run.json", "steps.csv", "summary.json"]);
+    let key = |name: &str| format!("{id}/{name}");
+    let mut summary = before[&key("summary.json")].clone();
+    summary.as_object_mut().unwrap().remove("command").unwrap();
+    assert_eq!(after[&key("summary.json")], summary);
+    let mut run = before[&key("run.json")].clone();
+    run.as_object_mut().unwrap().remove("machine").unwrap();
+    run["files"] = json!(["summary.json", "steps.csv"]);
+    assert_eq!(after[&key("run.json")], run);
+    let column = |steps: &Value, name: &str| {
+        let lines: Vec<Vec<String>> =
+            steps.as_str().unwrap().lines().map(|line| line.split(',').map(str::to_owned).collect()).collect();
+        let at = lines[0].iter().position(|found| found == name)?;
+        Some(lines.into_iter().map(|line| line[at].clone()).collect::<Vec<String>>())
+    };
+    let (old, new) = (&before[&key("steps.csv")], &after[&key("steps.csv")]);
+    assert_eq!(column(old, "loss"), column(new, "loss"));
+    assert_eq!((column(old, "host_ns").is_some(), column(new, "host_ns")), (true, None));
+}
+
+#[test]
+fn what_cannot_be_packed_is_refused_and_nothing_is_left() {
+    let place = recorded();
+    let pack = |more: &[&str]| place.run(&[&["pack", "out", "-o", "packed"], more].concat());
+    pack(&["--leave-out", "perfetto.json"]).refused(2, &["--leave-out perfetto.json: no run has that"]);
+    let needed = pack(&["--leave-out", "run.json:status"]);
+    assert!(needed.code == Some(2) && needed.stderr.contains("no run could be told"), "{needed:?}");
+    place.run(&["pack", ".", "-o", "packed"]).refused(2, &[". holds no experiment.json"]);
+    std::fs::write(place.at("out/small/runs").join(IDS[0]).join("notes.txt"), "mine").unwrap();
+    pack(&[]).refused(2, &["notes.txt is no file that run.json names"]);
+    std::fs::remove_file(place.at("out/small/runs").join(IDS[0]).join("notes.txt")).unwrap();
+    std::fs::remove_file(place.at("out/small/runs").join(IDS[0]).join("summary.json")).unwrap();
+    pack(&[]).refused(2, &["run.json names summary.json, which is not there"]);
+    std::fs::remove_dir_all(place.at("out/small/runs").join(IDS[0])).unwrap();
+    pack(&[]).refused(2, &["7 of 8 runs are done", "--incomplete"]);
+    assert!(!place.at("packed").exists());
+    pack(&["--incomplete"]).ok();
+    pack(&["--incomplete"]).refused(2, &["packed/small is there already"]);
+    place.run(&["pack", "packed", "-o", "more"]).refused(2, &["is packed already"]);
+    place.run(&["unpack", "out", "-o", "more"]).refused(2, &["is not packed"]);
+    // The planned run that is missing is still planned.
+    place.run(&["unpack", "packed", "-o", "back"]).ok();
+    assert_eq!(contents(&place.at("out/small")), contents(&place.at("back/small")));
+}
+
+#[test]
+fn commands_read_a_packed_experiment_as_its_folder() {
+    let place = recorded();
+    place.run(&["pack", "out", "-o", "packed"]).ok();
+    let of = |folder: &str| {
+        let same = ["fidelity", "--measured", folder, "--against", folder, "--json"];
+        let status = place.run(&["status", folder, "--json"]).ok();
+        (place.run(&same).ok().json(), status.json())
+    };
+    assert_eq!(of("packed/small"), of("out/small"));
+    let shown = place.run(&["status", "packed"]).ok().stdout;
+    assert!(shown.contains("8 of 8 runs are done.") && shown.contains("vramlab report"), "{shown}");
+    // It is no folder to go on in.
+    place.run(&["run", "small.toml", "--device", "sim", "-o", "packed"]).refused(2, &["experiments unpack"]);
+    let table = place.at("packed/small/runs.csv");
+    let text = std::fs::read_to_string(&table).unwrap();
+    std::fs::write(&table, text.replacen("caching", "Caching", 1)).unwrap();
+    place.run(&["status", "packed"]).refused(2, &["runs.csv is not the file that was packed"]);
+    place.run(&["unpack", "packed", "-o", "back"]).refused(2, &["runs.csv is not the file that was packed"]);
+    assert_eq!(names(&place.at("back")), Vec::<String>::new());
+}
