@@ -142,7 +142,8 @@ fn csv_value(cell: &str) -> Value {
         return Value::Null;
     }
     let number = is_number(cell).then(|| serde_json::from_str::<Value>(cell).ok()).flatten();
-    number.filter(|number| number.to_string() == cell).unwrap_or_else(|| Value::String(cell.to_owned()))
+    let same = |number: &Value| csv_cell(number).as_deref() == Some(cell);
+    number.filter(same).unwrap_or_else(|| Value::String(cell.to_owned()))
 }
 
 fn csv_cell(value: &Value) -> Option<String> {

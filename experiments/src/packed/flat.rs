@@ -22,7 +22,7 @@ pub(super) fn flatten(value: &Value, prefix: &str, depth: Depth) -> Vec<(String,
 
 fn add(value: &Value, pointer: String, depth: Depth, out: &mut Vec<(String, Value)>) {
     match value {
-        Value::Object(fields) if !fields.is_empty() && !(depth == Depth::Tables && is_table(fields)) => {
+        Value::Object(fields) if !(fields.is_empty() || depth == Depth::Tables && is_table(fields)) => {
             for (key, value) in fields {
                 add(value, join(&pointer, key), depth, out);
             }

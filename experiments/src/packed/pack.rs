@@ -33,8 +33,8 @@ pub(crate) struct PackArgs {
     /// Folder in which each experiment gets one of its own
     #[arg(short, long, value_name = "DIR")]
     out: PathBuf,
-    /// What not to keep: a file of the runs, as latency.hlog, or a part of one, as steps.csv:host_ns, summary.json:command or
-    /// 'summary.json:allocator_stats/*_pool.*'
+    /// What not to keep: a file of the runs, as latency.hlog, or a part of one, as steps.csv:host_ns or
+    /// summary.json:command
     #[arg(long, value_name = "WHAT,...", value_delimiter = ',')]
     leave_out: Vec<LeftOut>,
     /// Pack experiments of which some runs failed or are missing
@@ -87,7 +87,7 @@ impl Leaving<'_> {
         let is = |left: &LeftOut| {
             left.file == file
                 && match (&left.part, part) {
-                    (Some(left), Some(part)) => is_at_or_below(part, left) || matches(left, part),
+                    (Some(left), Some(part)) => is_at_or_below(part, left),
                     (None, None) => true,
                     _ => false,
                 }
@@ -96,13 +96,6 @@ impl Leaving<'_> {
         self.found.extend(at);
         at.is_some()
     }
-}
-
-/// Whether a text is what a pattern with stars stands for; a star is any text.
-fn matches(pattern: &str, text: &str) -> bool {
-    let Some((first, others)) = pattern.split_once('*') else { return pattern == text };
-    let Some(rest) = text.strip_prefix(first) else { return false };
-    (0..=rest.len()).any(|at| rest.is_char_boundary(at) && matches(others, &rest[at..]))
 }
 
 /// A planned run, and what was recorded of it.
