@@ -152,7 +152,7 @@ pub fn read<T>(name: &'static str, kind: &impl Kind<T>, text: &str) -> Result<T,
     kind.read(text).ok_or_else(wrong)
 }
 
-/// Declares a struct of [settings](crate::settings). Each has documentation, which help shows, and says
+/// Declares a struct of [settings](mod@crate::settings). Each has documentation, which help shows, and says
 /// `name: type = default, kind;`. Kinds are functions of [`settings`](mod@crate::settings): `bytes`, `number`, `fraction`,
 /// `switch`, `choice`, `text`. `check path;` at the end names a function `fn(&Self) -> Result<(), String>` that looks at what
 /// they mean together. The struct has to be `Clone` and `Debug`.

@@ -2,7 +2,7 @@
 //!
 //! `--alloc lab:fit=first,split=always,grow=doubling` is an allocator that nobody has written down. Each part is chosen by
 //! name; [`policy`](crate::policy) has a file for each, which says what its kinds do and whose they are. With every part from
-//! PyTorch, the default, it places every block as [`pytorch`](super::pytorch) does. So one part at a time can be changed, and
+//! PyTorch, the default, it places every block as [`pytorch`] does. So one part at a time can be changed, and
 //! what a history needs under it compared (`experiments compare`, `replay`, `capacity`).
 //!
 //! | part | kinds |

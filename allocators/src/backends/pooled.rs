@@ -1,7 +1,7 @@
 //! The contract of an allocator over a heap: what every policy that is put together from parts has in common.
 //!
 //! A [`Policy`] says how a request is served and what a free does. [`Pooled`] makes a
-//! [`DeviceAllocator`](crate::DeviceAllocator) of it: one lock, tokens, announced uses, graphs, reports, and the end.
+//! [`DeviceAllocator`] of it: one lock, tokens, announced uses, graphs, reports, and the end.
 
 mod captures;
 mod restore;

@@ -1,6 +1,6 @@
 //! The backends by name, with their settings and what they can do.
 //!
-//! To add one, write a file beside `naive.rs` that ends in its entry, and name the entry in [`BUILT_IN`]:
+//! To add one, write a file beside `naive.rs` that ends in its entry, and name the entry in `BUILT_IN`:
 //!
 //! ```
 //! use vramlab::backends::{Backend, Capabilities, With};

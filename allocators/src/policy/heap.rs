@@ -11,7 +11,7 @@ use crate::space::{BlockId, FreeList, Segment, SegmentId, Space};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// See the [module](self). A policy searches it, takes blocks and puts them back, and asks for segments when it has to.
+/// The memory of an allocator with what its parts need. A policy searches it, takes blocks and puts them back, and asks for segments when it has to.
 #[derive(Debug)]
 pub struct Heap {
     space: Space,

@@ -277,7 +277,7 @@ fn is_setting(part: &str) -> bool {
     part.find('=').is_some_and(|equals| !part[..equals].contains(':'))
 }
 
-/// Reads a list of allocators, separated by commas; see the [module](self).
+/// Reads a list of allocators, separated by commas, as `--alloc` takes it.
 ///
 /// # Errors
 /// [`SelectionError`] for the first that is wrong.
