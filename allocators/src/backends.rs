@@ -16,7 +16,7 @@ pub use pooled::{Policy, Pooled};
 pub use pytorch::PyTorch;
 pub use registry::{
     Backend, Capabilities, Constructor, GraphCapture, Needs, Preset, RegisterError, SegmentUse, Selection,
-    SelectionError, StreamUse, UnknownBackend, With, all, find, parse_list, register,
+    SelectionError, StreamUse, UnknownBackend, With, all, compared, find, parse_list, register,
 };
 pub use stream_ordered::StreamOrdered;
 

@@ -38,7 +38,7 @@ pub(crate) struct BenchArgs {
     /// Where the allocators run
     #[arg(long, value_enum, default_value = "null")]
     device: BenchDevice,
-    /// Allocators with their settings, separated by commas [default: all]
+    /// Allocators with their settings, separated by commas [default: those that place blocks differently; "all" is every one]
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
     alloc: Vec<Selections>,
     /// Only cases that begin with this, such as `history` or `mixed/64`; several separated by commas

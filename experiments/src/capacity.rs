@@ -19,7 +19,7 @@ pub(crate) struct CapacityArgs {
     /// History: a PyTorch snapshot or another format of `convert`, plain, .gz or .xz
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Allocators with their settings, separated by commas [default: all]
+    /// Allocators with their settings, separated by commas [default: those that place blocks differently; "all" is every one]
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
     alloc: Vec<Selections>,
     /// sim or sim:PROFILE.json (memory comes in pages and granules, as on a GPU), or null (byte by byte)

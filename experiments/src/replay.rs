@@ -19,7 +19,7 @@ pub(crate) struct ReplayArgs {
     /// Histories: PyTorch snapshots and the other formats of `convert`, plain, .gz or .xz
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Allocators with their settings, separated by commas [default: all]; what is not set is as it was recorded
+    /// Allocators with their settings, separated by commas [default: those that place blocks differently; "all" is every one]; what is not set is as it was recorded
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
     alloc: Vec<Selections>,
     /// sim, sim:PROFILE.json, null (no costs), cuda or cuda:N

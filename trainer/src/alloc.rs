@@ -9,7 +9,7 @@ use clap::error::Error;
 use clap::{Arg, Command};
 use std::ffi::OsStr;
 use vramlab::Selection;
-use vramlab::backends::{SelectionError, all, parse_list};
+use vramlab::backends::{SelectionError, all, compared, parse_list};
 
 /// Allocators as one option names them.
 #[derive(Clone, Debug, PartialEq)]
@@ -63,11 +63,11 @@ pub fn heading(text: &str) -> String {
     }
 }
 
-/// The allocators that an option named, all of them if it was not given.
+/// The allocators that an option named; if it was not given, those that are worth a column each.
 #[must_use]
 pub fn chosen(given: &[Selections]) -> Vec<Selection> {
     if given.is_empty() {
-        return all().into_iter().map(Selection::of).collect();
+        return compared().into_iter().map(Selection::of).collect();
     }
     given.iter().flat_map(|list| list.0.iter().cloned()).collect()
 }

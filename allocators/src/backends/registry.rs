@@ -45,6 +45,10 @@ const BUILT_IN: &[&Backend] = &[
     &super::stream_ordered::BACKEND,
 ];
 
+/// Those that a comparison leaves out unless they are named: with their default settings they place every block where
+/// `caching` does.
+const LIKE_CACHING: &[&Backend] = &[&super::pytorch::BACKEND, &super::lab::BACKEND];
+
 /// The backend that commands use where none is named.
 const DEFAULT: &Backend = &super::caching::BACKEND;
 
@@ -195,6 +199,12 @@ pub fn register(backend: &'static Backend) -> Result<(), RegisterError> {
             Ok(())
         }
     }
+}
+
+/// The backends that a comparison takes where none is named: [`all`] but those that would only repeat another's column.
+#[must_use]
+pub fn compared() -> Vec<&'static Backend> {
+    all().into_iter().filter(|backend| !LIKE_CACHING.contains(backend)).collect()
 }
 
 /// Every backend: the library's own, then those that were registered, in order.
