@@ -249,6 +249,8 @@ mod tests {
                         break;
                     }
                     let _ = std::fs::write(folder.join(format!("record-{}", number % 7)), "text");
+                    // A program has work to do between two files; one that has none could write for ever.
+                    std::thread::sleep(Duration::from_micros(20));
                 }
             });
             for _ in 0..200 {
