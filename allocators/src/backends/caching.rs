@@ -111,7 +111,7 @@ impl CachingSettings {
 
 /// See the [module](self).
 ///
-/// Locks are taken in the order `growth`, `pending`, `captures`, the books of `totals`, one shard; after these only
+/// Locks are taken in the order `growth`, `pending`, `captures`, the sums of `totals`, one shard; after these only
 /// `oversize_allocations` or the table's numbers, which are held over nothing.
 #[derive(Debug)]
 pub struct Caching {

@@ -28,9 +28,9 @@ pub(super) struct ShardState {
     pub(super) cache: BlockCache,
     /// Streams that were announced to use a block; blocks that have any are marked `shared`.
     pub(super) uses: BTreeMap<BlockIndex, Vec<StreamId>>,
-    /// Whether levels may be changed without a look at the totals' books.
+    /// Whether levels may be changed without taking the lock of the totals.
     pub(super) admitted: bool,
-    /// What all other streams' levels add up to while this one is the tenant of the totals.
+    /// What all other streams' levels add up to while this shard is the one that may change levels.
     pub(super) others: Figures,
     /// Whether a graph may use its segments, so that none goes back to the device.
     pub(super) pinned: bool,
@@ -142,7 +142,7 @@ impl ShardTable {
         if let Some(shard) = numbers.by_stream.get(&stream).and_then(|id| self.by_id(*id)) {
             return shard;
         }
-        // By number before by stream: a tenant, or the owner of a block, is looked up by number without the lock.
+        // By number before by stream: the owner of a block is looked up by number without the lock.
         let made = self.put(Shard::new(self.first.wrapping_add(numbers.count()), stream));
         numbers.by_stream.insert(stream, made.id);
         if numbers.by_stream.len() <= SLOTTED {

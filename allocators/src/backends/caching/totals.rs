@@ -1,9 +1,8 @@
 //! Levels and peaks over all streams, without a counter that all streams write.
 //!
-//! The peak of a sum is not the sum of the peaks, so somebody has to know the sum at the time. Here that is one shard at
-//! a time, the *tenant*: it was told what all the others add up to, and while nobody else changes anything, its own
-//! peaks say how high the sum went. Whoever works on another shard first closes the tenant's account and makes that
-//! shard the tenant, which costs two short locks; work on one stream never does, and finds in its own shard that it may.
+//! The peak of a sum is not the sum of the peaks, so the sum has to be known at each change. One shard at a time may change
+//! its levels. It was told what all the others add up to, so its own peaks say how high the sum went. Work on another shard
+//! first takes that right over, which costs two short locks; work on one stream finds in its own shard that it has it.
 //!
 //! So peaks are exact in a program with one thread, whatever its streams, and with several threads as long as they take
 //! turns. After [`TURNS`] changes of thread the account is opened to every shard: each keeps its own peaks, and the sum
@@ -50,7 +49,7 @@ struct Books {
     /// Who may change levels. Where that is a shard, it says so itself ([`ShardState::admitted`]), as do all once the
     /// tenancy is open, each from its next use on.
     tenancy: Tenancy,
-    /// Thread that the tenant's account was opened by.
+    /// Thread that last took the right over for a shard.
     thread: Option<ThreadId>,
     turns: u32,
 }
@@ -106,12 +105,13 @@ impl Totals {
         }
     }
 
-    /// Closes the tenant's account. Until the books are let go, nobody's levels change, unless they are everybody's.
+    /// Takes the right to change levels from the shard that has it. Until the lock is released no shard gets it, unless all
+    /// have it.
     fn close_tenancy(books: &mut Books, table: &ShardTable) {
         let Tenancy::Shard(tenant) = books.tenancy else { return };
         if let Some(shard) = table.by_id(tenant) {
             let state = &mut *shard.lock();
-            // Whoever takes the shard's lock after us finds that it is no longer the tenant.
+            // Whoever takes the shard's lock after us finds that it may no longer change levels.
             state.admitted = false;
             books.close(state);
         }

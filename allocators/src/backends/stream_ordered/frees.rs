@@ -29,7 +29,7 @@ impl StreamOrdered {
         ordered.and(destroyed)
     }
 
-    /// Queues the free of a block behind its uses; the books are the caller's affair.
+    /// Queues the free of a block behind its uses; the caller does the counting.
     fn queue_free(&self, addr: DeviceAddr, block: &LiveBlock) -> Result<(), DriverError> {
         // Without an event, waiting on the host gives the same order.
         let ordered = block

@@ -85,7 +85,7 @@ impl ExactIndex {
         self.heaps[bin] = NONE;
         let word = self.words[bin / WORD] ^ bit(bin);
         self.words[bin / WORD] = word;
-        // Whether it was the word's last is anybody's guess, so this is written without a branch.
+        // A branch would often be predicted wrongly: whether it was the word's last depends on the program.
         self.summary ^= u64::from(word == 0) << (bin / WORD);
     }
 
@@ -93,7 +93,7 @@ impl ExactIndex {
     #[inline(always)]
     fn put_in(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, bin: usize) {
         debug_assert_eq!(bin, bin_of(record(blocks, index).units()));
-        // Whether the bin holds a block is anybody's guess, so nobody asks: the links of no block may be written.
+        // Without a branch, which would often be predicted wrongly: the links of no block may be written.
         let next = std::mem::replace(&mut self.heaps[bin], index);
         *record_mut(blocks, index).links_mut() = Links { left: NONE, right: next, up: NONE };
         record_mut(blocks, next).set_up(index);
@@ -106,7 +106,7 @@ impl ExactIndex {
     fn first_from(&self, bin: usize) -> Option<usize> {
         let (page, slot) = (bin / WORD, bin % WORD);
         let own = self.words[page] & (u64::MAX << slot);
-        // Twice, because all 64 bits may have to go. Whether the bin's own word holds one is anybody's guess.
+        // Shifted twice, because all 64 bits may have to go. Both words are read, so that no branch is predicted wrongly.
         let above = self.summary & (u64::MAX << page << 1);
         if own == 0 && above == 0 {
             return None;
