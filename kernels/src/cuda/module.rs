@@ -32,9 +32,8 @@ macro_rules! ptx {
 pub(super) use ptx;
 
 impl Ptx {
-    /// The text, with a NUL at its end as the driver wants it; nothing if what is embedded is damaged. Once for each module:
-    /// 6 ms for a megabyte of text, so 4 ms for what every run loads and 10 to 20 ms for the linear layers of one precision
-    /// (one core of a cloud machine, 2026-11-22).
+    /// The text, with a NUL at its end as the driver wants it; nothing if what is embedded is damaged. Called once for
+    /// each module.
     pub(super) fn text(&self) -> Option<CString> {
         let mut text = Vec::new();
         XzDecoder::new(self.packed).read_to_end(&mut text).ok()?;

@@ -1,8 +1,7 @@
 //! Which handles are this driver's. CUDA trusts the handles that it is given, so none reaches it that was not made here and
 //! is still live: a forged one, one of another driver and one from before this driver was opened are errors.
 //!
-//! A look-up took 16 ns of processor time (15 million in a loop over 64 handles, a Xeon, 2026-11-22).
-//! `profiles/h200.json` has what the calls take that need one.
+//! A look-up is one in a hash table behind a lock. Only calls to the driver make one, never a hit in a cache.
 #![forbid(unsafe_code)]
 
 use super::{CallKind, DriverResult};
