@@ -2,6 +2,9 @@
 //! `caching` have to place every block and to make and release every segment as PyTorch did.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
+#[path = "golden/twins.rs"]
+mod twins;
+
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
