@@ -23,7 +23,7 @@ mod threads;
 
 pub use support::{Random, check_nothing_held, check_stats};
 
-use crate::backends::{Backend, Capabilities, GraphCapture, Needs, SegmentUse, Selection};
+use crate::backends::{Backend, Capabilities, GraphCapture, Needs, Selection};
 use crate::contract::{AllocError, DeviceAllocator};
 use crate::device::{CudaDriver, Driver, NullDriver, sim::SimMemory};
 use std::fmt;
@@ -232,7 +232,7 @@ fn has(device: Device, needs: Needs) -> bool {
 
 /// The checks that a backend has to pass on a device.
 fn demanded(backend: &Backend, device: Device) -> Vec<&'static [Entry]> {
-    let Capabilities { graph_capture, needs, segments, .. } = backend.capabilities;
+    let Capabilities { graph_capture, needs, .. } = backend.capabilities;
     if !has(device, needs) {
         return vec![LACKING];
     }
@@ -249,12 +249,11 @@ fn demanded(backend: &Backend, device: Device) -> Vec<&'static [Entry]> {
             out.push(STRESS);
             out.extend(limited.then_some(STRESS_LIMITED));
         }
-        // Counters of a driver's pool are read beside the allocator's own, so while threads work the two are not of one moment.
-        Device::Null if segments != SegmentUse::Hidden => {
+        Device::Null => {
             out.push(SPEED);
             out.extend(limited.then_some(SPEED_LIMITED));
         }
-        Device::Null | Device::Cuda => {}
+        Device::Cuda => {}
     }
     out
 }

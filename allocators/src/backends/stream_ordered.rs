@@ -71,6 +71,8 @@ struct State {
     refused: VecDeque<(DeviceAddr, LiveBlock)>,
     /// Their bytes.
     stranded: Gauge,
+    /// Blocks that are in no list because their free is being queued.
+    leaving: Leaving,
     captures: Captures<Kept>,
     /// Bytes of blocks that were allocated in captures and are held.
     captured: u64,
@@ -84,6 +86,14 @@ struct State {
     held: Ranges,
     /// Whether the driver would not let its peaks start again when it was asked to.
     stale_peaks: bool,
+}
+
+/// Blocks on their way to the pool, which may have them already. The account holds them until the driver has said so; the
+/// statistics do not, since the pool's counters are read beside them.
+#[derive(Clone, Copy, Debug, Default)]
+struct Leaving {
+    blocks: u64,
+    bytes: u64,
 }
 
 #[derive(Debug)]
@@ -128,14 +138,38 @@ impl State {
         (&mut self.stats.active, [&mut self.stats.active_bytes, &mut self.stats.requested_bytes])
     }
 
+    /// A block is in no list from here on, until its free has been queued or refused.
+    fn leave(&mut self, bytes: u64) {
+        self.leaving.blocks += 1;
+        self.leaving.bytes += bytes;
+    }
+
+    /// What was to become of it is decided.
+    fn decided(&mut self, bytes: u64) {
+        self.leaving.blocks -= 1;
+        self.leaving.bytes -= bytes;
+    }
+
+    /// The statistics without what is on its way to the pool.
+    fn stats_now(&self) -> Stats {
+        let Leaving { blocks, bytes } = self.leaving;
+        let mut stats = self.stats.clone();
+        stats.active.decrease(ANY, blocks);
+        stats.active_bytes.decrease(ANY, bytes);
+        stats.requested_bytes.decrease(ANY, bytes);
+        stats
+    }
+
     /// Bytes that the client asked for and the pool has not got back.
     fn requested_of_pool(&self) -> u64 {
-        self.stats.requested_bytes.all.current - self.captured
+        self.stats.requested_bytes.all.current - self.leaving.bytes - self.captured
     }
 
     /// The ledger by the counters as they were last read.
     fn ledger(&self) -> Ledger {
         let PoolCounters { reserved, used, .. } = self.counters;
+        // A driver reads one counter after the other.
+        let used = used.min(reserved);
         let requested = self.requested_of_pool();
         let waiting = self.captures.kept().flat_map(|kept| &kept.waiting);
         let pending: u64 = self.refused.iter().chain(waiting).map(|(_, block)| block.bytes).sum();
@@ -241,7 +275,7 @@ impl StreamOrdered {
             requested_bytes: bytes,
             needed_bytes: bytes,
             reserved_bytes: counters.reserved,
-            active_bytes: state.stats.active_bytes.all.current,
+            active_bytes: state.stats.active_bytes.all.current - state.leaving.bytes,
             largest_free_bytes: None,
             other_streams_free_bytes: None,
             limit_bytes: None,
@@ -341,6 +375,7 @@ impl DeviceAllocator for StreamOrdered {
             return Ok(Path::Pool);
         }
         let nothing_captured = state.captures.all_ended();
+        state.leave(live.bytes);
         drop(state);
         if matches!(owner, Owner::Capture) {
             return Ok(self.free_in_capture(addr, &live)?);
@@ -367,7 +402,7 @@ impl DeviceAllocator for StreamOrdered {
         let mut state = self.lock();
         let counters = self.counters(&mut state);
         self.read_graph_memory(&mut state);
-        let mut stats = state.stats.clone();
+        let mut stats = state.stats_now();
         stats.graph_memory = state.graph_memory;
         stats.stranded_bytes = Some(state.stranded).filter(|gauge| gauge.allocated > 0);
         // Only the level and its peak are known; how much came and went in all is not.
@@ -428,6 +463,7 @@ impl DeviceAllocator for StreamOrdered {
         let waiting = std::mem::take(&mut kept.waiting);
         let (blocks, bytes) = (kept.own.len(), kept.own.iter().map(|addr| state.live[addr].bytes).sum());
         state.captures.end(stream);
+        waiting.iter().for_each(|(_, block)| state.leave(block.bytes));
         drop(guard);
         let mut freed = Ok(());
         for (addr, block) in waiting {

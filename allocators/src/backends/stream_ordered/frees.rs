@@ -8,6 +8,7 @@ use crate::device::{DeviceAddr, StreamId};
 impl State {
     /// Keeps a block whose free the driver refused.
     fn refuse(&mut self, addr: DeviceAddr, block: LiveBlock) {
+        self.decided(block.bytes);
         self.stranded.increase(block.bytes);
         self.refused.push_back((addr, block));
     }
@@ -15,6 +16,7 @@ impl State {
     fn take_refused(&mut self) -> Option<(DeviceAddr, LiveBlock)> {
         let taken = self.refused.pop_front()?;
         self.stranded.decrease(taken.1.bytes);
+        self.leave(taken.1.bytes);
         Some(taken)
     }
 }
@@ -57,6 +59,7 @@ impl StreamOrdered {
 
     fn count_free(&self, bytes: u64) {
         let mut state = self.lock();
+        state.decided(bytes);
         state.stats.num_device_free += 1;
         state.forget(bytes);
     }
@@ -94,7 +97,9 @@ impl StreamOrdered {
         if !matches!(captured, Ok(false))
             && let Some(kept) = state.captures.open_of(block.stream)
         {
+            let bytes = block.bytes;
             kept.waiting.push((addr, block));
+            state.decided(bytes);
             return captured.map(|_| Path::Deferred);
         }
         drop(state);
@@ -110,6 +115,7 @@ impl StreamOrdered {
         // those on joined streams are ordered before this point.
         let freed = ordered.and_then(|()| unsafe { self.pools().mem_free_async(addr, block.stream) });
         let mut state = self.lock();
+        state.decided(block.bytes);
         // A block that could not be freed in its graph goes with it, or with the next launch.
         state.forget(block.bytes);
         state.stats.num_device_free += u64::from(freed.is_ok());
