@@ -20,6 +20,15 @@ macro_rules! pass_on {
         crate::instruments::pass_on!();
         crate::instruments::pass_on!(captures);
     };
+    (restore) => {
+        fn restore(
+            &self,
+            snapshot: &Snapshot,
+            age: &dyn Fn(crate::device::DeviceAddr) -> u64,
+        ) -> Result<Option<Vec<Block>>, AllocError> {
+            self.inner.restore(snapshot, age)
+        }
+    };
     () => {
         fn name(&self) -> &'static str {
             self.inner.name()
@@ -64,6 +73,12 @@ macro_rules! pass_on {
     };
 }
 use pass_on;
+
+/// The stream of each block that [`restore`](crate::DeviceAllocator::restore) hands out, in its order.
+fn restored_streams(snapshot: &crate::contract::Snapshot) -> impl Iterator<Item = crate::device::StreamId> {
+    let held = |block: &&crate::contract::BlockInfo| block.state != crate::contract::BlockState::Free;
+    snapshot.segments.iter().flat_map(move |segment| segment.blocks.iter().filter(held).map(|_| segment.stream))
+}
 
 mod check;
 mod cost;

@@ -10,8 +10,8 @@ use vramlab::backends::{self, caching, naive, stream_ordered};
 use vramlab::instruments::nvtx::Ranges;
 use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Operation, Timed, TraceAction, measure_cost};
 use vramlab::{
-    AllocError, Backend, Block, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, MeteredDriver, Path,
-    PoolSettings, Profile, Selection, SimDriver, SimMemory, StreamId,
+    AllocError, Backend, Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver,
+    MeteredDriver, Path, PoolSettings, Profile, Selection, SimDriver, SimMemory, Snapshot, StreamId,
 };
 
 struct Bench {
@@ -311,6 +311,65 @@ fn instruments_change_no_address() {
         let differs = addresses(checker.as_ref(), &bench).into_iter().zip(expected).find(|(a, b)| a != b);
         assert_eq!(differs, None, "{kind}");
         assert!(checker.report().is_clean(), "{kind}: {:?}", checker.report());
+    }
+}
+
+/// Two streams' blocks, some of them freed.
+fn snapshot_of(kind: &'static Backend, bench: &Bench, other: StreamId) -> Snapshot {
+    let donor = build(kind, &bench.driver);
+    let mut live: Vec<_> = (1..40u64)
+        .map(|n| {
+            let stream = if n % 3 == 0 { other } else { bench.stream };
+            (allocate(donor.as_ref(), n * n * 3_000, stream).unwrap(), stream)
+        })
+        .collect();
+    for at in (0..20).rev() {
+        let (block, stream) = live.swap_remove(at * 2 - at / 2);
+        free(donor.as_ref(), block, stream).unwrap();
+    }
+    let snapshot = donor.snapshot().unwrap();
+    for (block, stream) in live {
+        free(donor.as_ref(), block, stream).unwrap();
+    }
+    snapshot
+}
+
+#[test]
+fn blocks_that_are_taken_over_pass_every_instrument() {
+    for kind in backends::all().into_iter().filter(|kind| kind.capabilities.restores) {
+        let bench = bench(SimMemory::Host);
+        let other = bench.sim.stream_create().unwrap();
+        let snapshot = snapshot_of(kind, &bench, other);
+        let limited = Arc::new(Limit::new(build(kind, &bench.driver), GIB));
+        let timed = Arc::new(Timed::new(Arc::clone(&limited) as _, bench.sim.clock()));
+        let trace = Arc::new(EventTrace::new(timed, bench.sim.clock()));
+        let nvtx = Arc::new(Nvtx::new(Arc::clone(&trace) as _, Ranges::new(NvtxMode::Off)));
+        let checker = common::checker(nvtx, Arc::clone(&bench.driver));
+        let blocks = checker.restore(&snapshot, &|_| 0).unwrap().unwrap_or_else(|| panic!("{kind} says that it can"));
+        let held = |snapshot: &Snapshot| -> Vec<(StreamId, u64, u64)> {
+            let blocks = snapshot.segments.iter().flat_map(|s| s.blocks.iter().map(move |block| (s.stream, block)));
+            let held = blocks.filter(|(_, block)| block.state == BlockState::Allocated);
+            held.map(|(stream, block)| (stream, block.bytes, block.requested)).collect()
+        };
+        let expected = held(&snapshot);
+        assert_eq!(held(&checker.snapshot().unwrap()), expected, "{kind}");
+        assert_eq!((blocks.len(), checker.report().live.len()), (expected.len(), expected.len()), "{kind}");
+        // The trace begins with them.
+        let traced: Vec<_> = trace.take().into_iter().map(|event| (event.action, event.stream, event.block)).collect();
+        let whole: Vec<_> =
+            expected.iter().map(|(stream, bytes, _)| (TraceAction::Alloc, stream.get(), *bytes)).collect();
+        assert_eq!(traced, whole, "{kind}");
+        // The limit counts them.
+        let sum: u64 = expected.iter().map(|(_, bytes, _)| bytes).sum();
+        assert!(allocate(&checker, GIB - sum + 1, bench.stream).is_err(), "{kind}");
+        for (block, (stream, _, _)) in blocks.into_iter().zip(expected) {
+            free(&checker, block, stream).unwrap();
+        }
+        assert!(checker.report().is_clean(), "{kind}: {:?}", checker.report());
+        let small = Limit::new(build(kind, &bench.driver), sum - 1);
+        let error = small.restore(&snapshot, &|_| 0).unwrap_err();
+        assert!(error.is_out_of_memory(), "{kind}: {error}");
+        assert_eq!(small.stats().allocation.all.current, 0, "{kind}");
     }
 }
 

@@ -95,6 +95,15 @@ impl State {
         AllocError::Violation(text)
     }
 
+    /// What is wrong when a block of `bytes` at `addr` shares a byte with one that is held.
+    fn overlap(&self, addr: u64, bytes: u64) -> Option<String> {
+        let before = self.live.range(..addr + bytes).next_back().map(|(other, held)| (*other, held.bytes));
+        let (other, len) = before.filter(|(other, len)| other + len > addr)?;
+        Some(format!(
+            "overlap: block at {addr:#x} ({bytes} bytes) was handed out while {other:#x} ({len} bytes) is held"
+        ))
+    }
+
     /// The open capture of a stream.
     fn open_on(&mut self, stream: StreamId) -> Option<&mut Captured> {
         self.captures.values_mut().find(|capture| capture.open && capture.stream == stream)
@@ -216,11 +225,7 @@ impl DeviceAllocator for Checker {
             let text = format!("block at {addr:#x} ({bytes} bytes) does not satisfy {request:?}");
             return Err(state.violation(text));
         }
-        let before = state.live.range(..addr + bytes).next_back().map(|(other, held)| (*other, held.bytes));
-        if let Some((other, len)) = before.filter(|(other, len)| other + len > addr) {
-            let text = format!(
-                "overlap: block at {addr:#x} ({bytes} bytes) was handed out while {other:#x} ({len} bytes) is held"
-            );
+        if let Some(text) = state.overlap(addr, bytes) {
             return Err(state.violation(text));
         }
         if let Some(capture) = state.pinned_by(addr, bytes, stream) {
@@ -289,6 +294,25 @@ impl DeviceAllocator for Checker {
             held.shared |= stream != held.stream;
         }
         Ok(())
+    }
+
+    /// What blocks that were taken over hold is from before, so they are not filled.
+    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
+        let state = &mut *self.lock();
+        let Some(blocks) = self.inner.restore(snapshot, age)? else { return Ok(None) };
+        // Their segments are fresh from the driver.
+        for segment in self.inner.snapshot().iter().flat_map(|snapshot| &snapshot.segments) {
+            state.take_poisoned(segment.addr.get(), segment.bytes);
+        }
+        for (block, stream) in blocks.iter().zip(super::restored_streams(snapshot)) {
+            let (addr, bytes, token) = (block.addr().get(), block.bytes(), block.token());
+            state.report.operations += 1;
+            if let Some(text) = state.overlap(addr, bytes) {
+                state.report.violations.push(text);
+            }
+            state.live.insert(addr, Held { bytes, token, stream, shared: false, captured: false });
+        }
+        Ok(Some(blocks))
     }
 
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {

@@ -109,5 +109,21 @@ impl DeviceAllocator for Limit {
         unsafe { self.inner.deallocate(block, stream) }
     }
 
+    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
+        let Some(blocks) = self.inner.restore(snapshot, age)? else { return Ok(None) };
+        let bytes = blocks.iter().map(Block::bytes).sum();
+        let mut state = self.lock();
+        if state.take(bytes, self.limit) {
+            state.live.extend(blocks.iter().map(|block| (block.addr(), (block.bytes(), block.token()))));
+            return Ok(Some(blocks));
+        }
+        drop(state);
+        for (block, stream) in blocks.into_iter().zip(super::restored_streams(snapshot)) {
+            // SAFETY: nobody has used the block.
+            unsafe { self.inner.deallocate(block, stream) }?;
+        }
+        Err(self.refuse(bytes))
+    }
+
     super::pass_on!(record_use);
 }

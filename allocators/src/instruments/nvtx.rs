@@ -147,4 +147,5 @@ impl DeviceAllocator for Nvtx {
     }
 
     super::pass_on!(record_use);
+    super::pass_on!(restore);
 }

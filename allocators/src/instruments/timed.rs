@@ -272,6 +272,7 @@ impl DeviceAllocator for Timed {
     }
 
     super::pass_on!(record_use);
+    super::pass_on!(restore);
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@ use crate::contract::Stats;
 use crate::contract::{Block, DeviceAllocator, Path, Request};
 use crate::contract::{Ledger, Snapshot};
 use crate::device::Clock;
-use crate::device::StreamId;
 use crate::device::clock::Reader;
+use crate::device::{DeviceAddr, StreamId};
 use crate::instruments::log::{Log, Record};
 use crate::instruments::merge::Merge;
 use crate::instruments::per_thread::PerThread;
@@ -177,6 +177,16 @@ impl DeviceAllocator for EventTrace {
         let addr = block.addr().get();
         self.push(TraceAction::RecordUse, addr, block.requested(), block.bytes(), stream, Path::Deferred);
         Ok(())
+    }
+
+    /// Blocks that were taken over are in the trace as if they had been allocated then, so that it can be replayed.
+    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
+        let restored = self.inner.restore(snapshot, age)?;
+        for (block, stream) in restored.iter().flatten().zip(super::restored_streams(snapshot)) {
+            let addr = block.addr().get();
+            self.push(TraceAction::Alloc, addr, block.requested(), block.bytes(), stream, block.path());
+        }
+        Ok(restored)
     }
 
     super::pass_on!();
