@@ -18,6 +18,7 @@ mod graph;
 mod hooked;
 mod ids;
 mod metered;
+mod name;
 mod null;
 pub mod sim;
 
@@ -31,6 +32,7 @@ pub use graph::{GraphDriver, GraphMemory};
 pub use hooked::{CallArguments, CallResult, Hook, HookedDriver};
 pub use ids::{DeviceAddr, EventId, GraphId, PhysicalHandle, PoolId, StreamId};
 pub use metered::{CallEvent, CallObserver, IdleCosts, MeteredDriver};
+pub use name::{DeviceName, DeviceNameError};
 pub use null::NullDriver;
 pub use sim::{HostRoom, Profile, SimDriver};
 

@@ -64,7 +64,7 @@ pub use contract::{
 pub use device::sim::SimMemory;
 pub use device::{
     CallCounts, CallEvent, CallKind, CallTotals, CudaDeviceInfo, CudaDriver, CudaUnavailable, DeviceAddr,
-    DeviceDescription, DeviceKind, Driver, DriverError, DriverResult, EventId, FaultyDriver, GraphDriver, GraphId,
-    GraphMemory, HostRoom, IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings, Profile, SimDriver,
-    StreamId, VmmDriver,
+    DeviceDescription, DeviceKind, DeviceName, Driver, DriverError, DriverResult, EventId, FaultyDriver, GraphDriver,
+    GraphId, GraphMemory, HostRoom, IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings, Profile,
+    SimDriver, StreamId, VmmDriver,
 };

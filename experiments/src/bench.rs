@@ -14,30 +14,22 @@ mod report;
 use crate::compare::ArmFailed;
 use anyhow::{Context, Result, bail};
 use cases::{Case, Job};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use measure::Place;
 use report::{Report, Row};
 use std::path::PathBuf;
 use std::sync::Arc;
 use trainer::alloc::{self, Selections};
 use trainer::terminal::Bar;
-use vramlab::{CudaDriver, Driver, NullDriver};
-
-/// Where the allocators run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum BenchDevice {
-    /// A device whose calls cost nothing: the allocator's own bookkeeping
-    Null,
-    /// The first GPU
-    Cuda,
-}
+use vramlab::device::DeviceNameError;
+use vramlab::{CudaDriver, DeviceKind, DeviceName, Driver, NullDriver};
 
 /// Options of `experiments bench`.
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
-    /// Where the allocators run
-    #[arg(long, value_enum, default_value = "null")]
-    device: BenchDevice,
+    /// Where the allocators run: null (calls cost nothing: the allocator's own bookkeeping), cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "null", value_parser = device)]
+    device: DeviceName,
     /// Allocators with their settings, separated by commas [default: those that place blocks differently; "all" is every one]
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
     alloc: Vec<Selections>,
@@ -66,18 +58,22 @@ pub(crate) struct BenchArgs {
     baselines_dir: Option<PathBuf>,
 }
 
+fn device(text: &str) -> Result<DeviceName, DeviceNameError> {
+    DeviceName::among(text, &[DeviceKind::Null, DeviceKind::Cuda])
+}
+
 /// Runs the cases and prints the table.
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     let chosen = alloc::chosen(&args.alloc);
     let histories = histories::read(&args.history)?;
     let groups = cases::groups(&chosen, &args.threads, &histories, &args.case)?;
-    if args.baselines && args.device != BenchDevice::Cuda {
-        bail!("the baselines need a GPU, and figures of different devices do not compare: add --device cuda");
+    if args.baselines && args.device != DeviceName::Cuda(0) {
+        bail!("the baselines need the first GPU, and figures of different devices do not compare: add --device cuda");
     }
     let baselines = args.baselines.then(|| baselines::find(args.baselines_dir.as_deref())).transpose()?;
     let driver: Arc<dyn Driver> = match args.device {
-        BenchDevice::Null => Arc::new(NullDriver::new(1 << 46)),
-        BenchDevice::Cuda => Arc::new(CudaDriver::new(0).context("cannot measure on a GPU")?),
+        DeviceName::Cuda(number) => Arc::new(CudaDriver::new(number).context("cannot measure on a GPU")?),
+        DeviceName::Null | DeviceName::Sim(_) => Arc::new(NullDriver::new(1 << 46)),
     };
     let most = groups.iter().flatten().map(|job| job.case.threads()).max().unwrap_or(1);
     let mut report = Report::new(driver.as_ref(), args.repeats);

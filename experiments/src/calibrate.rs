@@ -17,7 +17,7 @@ use report::Measurements;
 use std::sync::Arc;
 use trainer::terminal::Bar;
 use vramlab::device::Clock;
-use vramlab::{CudaDriver, DeviceAddr, Driver, DriverResult, Profile, SimDriver, StreamId};
+use vramlab::{CudaDriver, DeviceAddr, DeviceName, Driver, DriverResult, Profile, SimDriver, SimMemory, StreamId};
 
 const MIB: u64 = 1 << 20;
 
@@ -145,17 +145,21 @@ pub(crate) struct Calibration {
     pub(crate) measurements: Measurements,
 }
 
-/// Measures the device, `cuda` or `sim`.
-pub(crate) fn calibrate(device: &str, base: Profile, source: &str) -> Result<Calibration> {
+/// Measures a device; `sim` is the one of the base profile.
+pub(crate) fn calibrate(device: &DeviceName, base: Profile, source: &str) -> Result<Calibration> {
     let (engine, name) = match device {
-        "cuda" => {
-            let driver = Arc::new(CudaDriver::new(0)?);
+        DeviceName::Cuda(number) => {
+            let driver = Arc::new(CudaDriver::new(*number)?);
             driver.bind_to_thread()?;
             let name = driver.info().name.clone();
             (Engine::Cuda(Box::new(CudaKernels::load()?), driver), name)
         }
-        "sim" => (Engine::Sim(Arc::new(SimDriver::new(base.clone(), vramlab::SimMemory::Host))), base.name.clone()),
-        _ => bail!("'{device}' cannot be calibrated: write cuda or sim"),
+        DeviceName::Sim(path) => {
+            let profile = path.as_deref().map_or_else(|| Ok(base.clone()), Profile::read)?;
+            let name = profile.name.clone();
+            (Engine::Sim(Arc::new(SimDriver::new(profile, SimMemory::Host))), name)
+        }
+        DeviceName::Null => bail!("the device without costs cannot be calibrated: write cuda or sim"),
     };
     let started_at = jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
     let bench = Bench::new(engine)?;
@@ -190,7 +194,7 @@ mod tests {
     fn the_simulated_device_gives_back_its_profile() {
         // The program's own time is in no call, so calibration does not see it and keeps it.
         let base = Profile { program_ns_per_call: 500, ..Profile::h200() };
-        let calibration = calibrate("sim", base.clone(), "test").unwrap();
+        let calibration = calibrate(&DeviceName::Sim(None), base.clone(), "test").unwrap();
         let found = calibration.profile;
         assert_eq!((found.program_ns_per_call, found.l2_bytes), (500, base.l2_bytes));
         let near = |what: &str, found: u64, truth: u64| {

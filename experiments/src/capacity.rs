@@ -1,6 +1,6 @@
 //! `experiments capacity`: the smallest memory in which a history still runs, by bisection.
 
-use crate::history::{DeviceName, Devices, Recorded, failed, load};
+use crate::history::{Devices, Recorded, failed, load};
 use crate::reading::ReadArgs;
 use anyhow::{Result, bail};
 use clap::Args;
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use trainer::alloc::{self, Selections};
 use trainer::terminal::{Bar, Cell, Comparison, Page, command, quoted};
 use vramlab::histories::replay::{ReplayError, smallest_memory};
-use vramlab::{AllocError, Bytes, Selection};
+use vramlab::{AllocError, Bytes, DeviceKind, DeviceName, Selection};
 
 /// More than any device has; the search ends there.
 const HIGHEST: u64 = 1 << 48;
@@ -48,7 +48,7 @@ struct Row {
     allocator: &'static str,
     /// As `--alloc` names it.
     alloc: Selection,
-    device: &'static str,
+    device: DeviceKind,
     granularity_bytes: u64,
     max_live_bytes: u64,
     capacity_bytes: u64,
@@ -70,7 +70,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
     if args.granularity.0 == 0 || args.granularity.0 > HIGHEST {
         bail!("--granularity {}: steps are at least one byte and at most {}", args.granularity, Bytes(HIGHEST));
     }
-    if matches!(args.device, DeviceName::Cuda(_)) {
+    if args.device.kind() == DeviceKind::Cuda {
         bail!("--device cuda: a GPU's size is given; search on sim or null");
     }
     let chosen = alloc::chosen(&args.alloc);
@@ -106,7 +106,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
             trace: args.file.display().to_string(),
             allocator: alloc.name(),
             alloc: alloc.clone(),
-            device: devices.kind(),
+            device: args.device.kind(),
             granularity_bytes: found.granularity,
             max_live_bytes: bound,
             capacity_bytes: found.bytes,
@@ -152,7 +152,7 @@ fn report(rows: &[Row]) -> Page {
     };
     let least = Bytes(best.max_live_bytes);
     let arguments =
-        format!("replay {} --limit {}B --device {}", quoted(&first.trace), best.capacity_bytes, quoted(first.device));
+        format!("replay {} --limit {}B --device {}", quoted(&first.trace), best.capacity_bytes, first.device);
     page.end(format!("{found}; {least} are live at once."), &command("experiments", &arguments));
     page
 }

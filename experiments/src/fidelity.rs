@@ -16,7 +16,8 @@ use std::process::{Command, Stdio};
 use std::str::FromStr;
 use trainer::report::duration;
 use trainer::terminal::{Cell, Column, Page, Table, command, say};
-use vramlab::CudaDriver;
+use vramlab::device::DeviceNameError;
+use vramlab::{CudaDriver, DeviceKind, DeviceName};
 
 /// Where the host was blocked for less than this share of the time, the calls in which it was say nothing.
 const WORTH_A_LOOK: f64 = 0.05;
@@ -29,8 +30,8 @@ pub(crate) struct FidelityArgs {
     #[arg(short, long, value_name = "DIR", default_value = "runs/fidelity")]
     out: PathBuf,
     /// GPU to run on: cuda or cuda:N
-    #[arg(long, value_name = "DEVICE", default_value = "cuda")]
-    device: String,
+    #[arg(long, value_name = "DEVICE", default_value = "cuda", value_parser = gpu)]
+    device: DeviceName,
     /// Profile of the simulated GPU [default: the built-in H200]
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
@@ -103,17 +104,21 @@ struct Report {
     cells: Vec<Row>,
 }
 
+fn gpu(text: &str) -> Result<DeviceName, DeviceNameError> {
+    DeviceName::among(text, &[DeviceKind::Cuda])
+}
+
 /// Runs what is not recorded, compares, and fails where a cell is beyond the tolerance.
 pub(crate) fn fidelity(args: &FidelityArgs) -> Result<()> {
-    let simulated = args.profile.as_ref().map_or_else(|| "sim".to_owned(), |file| format!("sim:{}", file.display()));
+    let simulated = DeviceName::Sim(args.profile.clone());
     if args.profile.is_some() && args.against.is_some() {
         bail!("--profile is for new runs, and --against names recorded ones; leave one of them out");
     }
     let (measured, against) = match records(args) {
         Some((measured, against)) => (measured, against.or_else(|| args.against.clone())),
-        None => (folder(args, args.measured.as_deref(), &args.device, "cuda")?, args.against.clone()),
+        None => (folder(args, args.measured.as_deref(), &args.device)?, args.against.clone()),
     };
-    let against = folder(args, against.as_deref(), &simulated, "sim")?;
+    let against = folder(args, against.as_deref(), &simulated)?;
     let report = compare(&Recorded::read(&measured)?, &Recorded::read(&against)?, args.tolerance.0)?;
     if args.json {
         crate::print_json(&report)?;
@@ -142,13 +147,13 @@ fn verdict(report: &Report) -> Result<()> {
 /// Without a GPU: runs of the same spec that were recorded on one, and those of the simulated device beside them unless
 /// others are wanted. Says which.
 fn records(args: &FidelityArgs) -> Option<(PathBuf, Option<PathBuf>)> {
-    if args.measured.is_some() || args.device != "cuda" || CudaDriver::probe().is_ok() {
+    if args.measured.is_some() || args.device != DeviceName::Cuda(0) || CudaDriver::probe().is_ok() {
         return None;
     }
     let stem = Path::new(&args.spec).file_stem()?;
-    let measured = newest(stem, "cuda")?;
+    let measured = newest(stem, DeviceKind::Cuda)?;
     say(&format!("note     no GPU here: the measured runs are those of {}", measured.display()));
-    let simulated = if args.against.is_none() && args.profile.is_none() { newest(stem, "sim") } else { None };
+    let simulated = if args.against.is_none() && args.profile.is_none() { newest(stem, DeviceKind::Sim) } else { None };
     if let Some(folder) = &simulated {
         let folder = folder.display();
         say(&format!("note     the simulated runs are those of {folder}; --against names others"));
@@ -157,27 +162,27 @@ fn records(args: &FidelityArgs) -> Option<(PathBuf, Option<PathBuf>)> {
 }
 
 /// The last by name of the recorded experiments with this name on a kind of device: folders begin with their date.
-fn newest(name: &std::ffi::OsStr, kind: &str) -> Option<PathBuf> {
+fn newest(name: &std::ffi::OsStr, kind: DeviceKind) -> Option<PathBuf> {
     let places = [PathBuf::from("experiments/results"), Path::new(env!("CARGO_MANIFEST_DIR")).join("results")];
     let folder = places.into_iter().find(|folder| folder.is_dir())?;
     let labels = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path().join(name)));
     let on_kind = |folder: &PathBuf| {
-        let device = packed::experiment_of(folder).ok().and_then(|found| found["device"].as_str().map(str::to_owned));
-        device.is_some_and(|device| device.split(':').next() == Some(kind))
+        let device = packed::experiment_of(folder).ok().and_then(|found| found["device"].as_str()?.parse().ok());
+        device.is_some_and(|device: DeviceName| device.kind() == kind)
     };
     labels.filter(on_kind).max()
 }
 
 /// The folder of an experiment on one device: the recorded one, or that of a run made now.
-fn folder(args: &FidelityArgs, recorded: Option<&Path>, device: &str, name: &str) -> Result<PathBuf> {
+fn folder(args: &FidelityArgs, recorded: Option<&Path>, device: &DeviceName) -> Result<PathBuf> {
     if let Some(folder) = recorded {
         return Ok(folder.to_owned());
     }
-    let out = args.out.join(name);
+    let out = args.out.join(device.kind().name());
     // A process of its own, so that Ctrl-C and progress are the runner's.
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let mut command = Command::new(program);
-    command.args(["run", &args.spec, "--device", device, "-o"]).arg(&out).stdout(Stdio::null());
+    command.args(["run", &args.spec, "--device", &device.to_string(), "-o"]).arg(&out).stdout(Stdio::null());
     let status = command.status().context("cannot start the runner")?;
     if !status.success() {
         // A process that a signal ended has no exit code.

@@ -1,4 +1,4 @@
-//! What `replay` and `capacity` share: reading a history, naming a device.
+//! What `replay` and `capacity` share: reading a history, opening a device.
 
 mod recorded;
 
@@ -7,13 +7,12 @@ use crate::profile;
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow};
 use recorded::Tally;
-use std::path::{Path, PathBuf};
-use std::str::FromStr;
+use std::path::Path;
 use std::sync::Arc;
 use vramlab::backends::CachingSettings;
 use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
 use vramlab::histories::trace::{Format, ReadError, Summary, read};
-use vramlab::{CudaDriver, Driver, NullDriver, Profile, SimDriver, SimMemory};
+use vramlab::{CudaDriver, DeviceName, Driver, NullDriver, Profile, SimDriver, SimMemory};
 
 pub(crate) use recorded::AsRecorded;
 
@@ -78,32 +77,6 @@ pub(crate) fn failed(path: &Path, error: ReplayError) -> anyhow::Error {
     if bad_input { anyhow::Error::msg(text) } else { ArmFailed::at_run_time(&text).into() }
 }
 
-/// A device by name.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum DeviceName {
-    /// The simulated GPU, with a profile of its own or the built-in one.
-    Sim(Option<PathBuf>),
-    /// The device without costs.
-    Null,
-    /// A GPU by number.
-    Cuda(usize),
-}
-
-impl FromStr for DeviceName {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match text.split_once(':') {
-            None if text == "sim" => Ok(Self::Sim(None)),
-            None if text == "null" => Ok(Self::Null),
-            None if text == "cuda" => Ok(Self::Cuda(0)),
-            Some(("sim", path)) if !path.is_empty() => Ok(Self::Sim(Some(path.into()))),
-            Some(("cuda", number)) if number.parse::<usize>().is_ok() => Ok(Self::Cuda(number.parse().unwrap_or(0))),
-            _ => Err(format!("'{text}' is no device: write sim, sim:PROFILE.json, null, cuda or cuda:N")),
-        }
-    }
-}
-
 /// More than any history can ask for.
 const UNLIMITED: u64 = 1 << 62;
 
@@ -128,15 +101,6 @@ impl Devices {
         })
     }
 
-    /// `sim`, `null` or `cuda`.
-    pub(crate) fn kind(&self) -> &'static str {
-        match self {
-            Self::Sim(_) => "sim",
-            Self::Null => "null",
-            Self::Cuda(_) => "cuda",
-        }
-    }
-
     /// A device; with `bytes`, one that has that many for clients. A GPU has what it has.
     pub(crate) fn make(&self, bytes: Option<u64>) -> Result<Arc<dyn Driver>> {
         Ok(match self {
@@ -153,21 +117,5 @@ impl Devices {
                 Arc::clone(driver) as Arc<dyn Driver>
             }
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn devices_by_name() {
-        assert_eq!("sim".parse(), Ok(DeviceName::Sim(None)));
-        assert_eq!("sim:a:b.json".parse(), Ok(DeviceName::Sim(Some("a:b.json".into()))));
-        assert_eq!("null".parse(), Ok(DeviceName::Null));
-        assert_eq!(["cuda", "cuda:3"].map(str::parse), [Ok(DeviceName::Cuda(0)), Ok(DeviceName::Cuda(3))]);
-        for text in ["", "gpu", "sim:", "cuda:", "cuda:x", "null:1"] {
-            assert!(text.parse::<DeviceName>().unwrap_err().contains("is no device"), "{text}");
-        }
     }
 }

@@ -22,6 +22,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use trainer::terminal::{self, Column, Page, Table};
+use vramlab::DeviceName;
 use vramlab::device::sim::MemoryCost;
 use vramlab::output::{self, Existing, OutputError};
 
@@ -56,9 +57,9 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Measures what driver calls cost on a device and writes a profile for the simulated one
     Calibrate {
-        /// cuda, or sim to see that calibration gives back the profile it runs on
-        #[arg(long, default_value = "cuda")]
-        device: String,
+        /// cuda, cuda:N, or sim or sim:PROFILE.json to see that calibration gives back the profile it runs on
+        #[arg(long, value_name = "DEVICE", default_value = "cuda")]
+        device: DeviceName,
         /// Profile whose kernel costs are kept [default: the built-in H200]
         #[arg(long, value_name = "FILE")]
         profile: Option<PathBuf>,

@@ -4,14 +4,12 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use std::path::Path;
 use vramlab::Profile;
-use vramlab::input::{WRITTEN, read_text};
 use vramlab::output::{self, Existing};
 
 /// Reads a profile; without a path the built-in one.
 pub(crate) fn read(path: Option<&Path>) -> Result<Profile> {
     let Some(path) = path else { return Ok(Profile::h200()) };
-    let text = read_text(path, WRITTEN).with_context(|| format!("cannot read {}", path.display()))?;
-    Profile::from_json(&text).with_context(|| path.display().to_string())
+    Ok(Profile::read(path)?)
 }
 
 /// Writes a profile that has been checked as a reader would check it.

@@ -2,7 +2,7 @@
 
 mod report;
 
-use crate::history::{AsRecorded, DeviceName, Devices, Recorded, failed, load};
+use crate::history::{AsRecorded, Devices, Recorded, failed, load};
 use crate::reading::ReadArgs;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use trainer::alloc::{self, Selections};
 use trainer::terminal::{Bar, Page};
 use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings};
-use vramlab::{Bytes, Ledger, Selection};
+use vramlab::{Bytes, DeviceKind, DeviceName, Ledger, Selection};
 
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
@@ -62,7 +62,7 @@ struct Row {
     allocator: &'static str,
     /// As `--alloc` names it.
     alloc: Selection,
-    device: &'static str,
+    device: DeviceKind,
     device_name: String,
     addresses: AddressChoice,
     limit_bytes: Option<u64>,
@@ -149,7 +149,7 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, alloc: &Selection, d
         AddressChoice::Own => Addresses::Own,
         AddressChoice::Recorded => Addresses::Recorded,
     };
-    let on_gpu = matches!(devices, Devices::Cuda(_));
+    let on_gpu = args.device.kind() == DeviceKind::Cuda;
     let how =
         ReplaySettings { addresses, touch: args.touch, limit: outside.filter(|_| on_gpu), stop_at_failure: false };
     let once = || -> Result<(ReplayReport, String)> {
@@ -170,7 +170,7 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, alloc: &Selection, d
         trace: file.display().to_string(),
         allocator: alloc.name(),
         alloc: alloc.clone(),
-        device: devices.kind(),
+        device: args.device.kind(),
         device_name,
         addresses: args.addresses,
         limit_bytes: backend.memory_limit().or(limit),

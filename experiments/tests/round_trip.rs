@@ -19,7 +19,7 @@ use vramlab::histories::trace::{Action, Export};
 /// Ways of using each allocator; some run out of memory.
 fn arms() -> Vec<(&'static str, Settings)> {
     let base = Settings {
-        device: DeviceChoice::Sim,
+        device: DeviceChoice::Named(vramlab::DeviceName::Sim(None)),
         dataset: DatasetName::Digits,
         offline: true,
         hidden: 40,

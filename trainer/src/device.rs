@@ -17,15 +17,14 @@ use executor::{Executor, Parts};
 use kernels::{CudaKernels, Operation};
 use recording::Recording;
 use std::fmt;
-use std::path::Path;
 use std::sync::Arc;
 use streams::Streams;
 use vramlab::device::CallObserver;
 use vramlab::device::Clock;
-use vramlab::input::{WRITTEN, read_text};
 use vramlab::instruments::nvtx::{RangeGuard, Ranges};
 use vramlab::{
-    CallCounts, CallKind, CudaDriver, DeviceDescription, Driver, IdleCosts, MeteredDriver, Profile, StreamId,
+    CallCounts, CallKind, CudaDriver, DeviceDescription, DeviceName, Driver, IdleCosts, MeteredDriver, Profile,
+    StreamId,
 };
 
 /// A device that allocates, copies and computes, with one compute stream.
@@ -41,6 +40,7 @@ pub struct Device {
     recording: Recording,
     sync: SyncMode,
     ranges: Ranges,
+    name: DeviceName,
     /// Why `auto` chose this device; empty when the device was asked for by name.
     reason: String,
     idle: Option<IdleCosts>,
@@ -55,26 +55,33 @@ impl Device {
     /// [`TrainError::Cuda`] when a GPU was asked for and there is none, [`TrainError::Input`] for a profile that
     /// cannot be read, and whatever setting the device up runs into.
     pub fn open(choice: &DeviceChoice, sync: SyncMode, ranges: Ranges, observer: Option<CallObserver>) -> Result<Self> {
-        let (parts, reason) = match choice {
-            DeviceChoice::Cuda(number) => (cuda::open(*number, observer)?, String::new()),
-            DeviceChoice::Sim => (sim::open(Profile::h200(), observer)?, String::new()),
-            DeviceChoice::SimProfile(path) => (sim::open(read_profile(path)?, observer)?, String::new()),
+        let (name, reason) = match choice {
+            DeviceChoice::Named(name) => (name.clone(), String::new()),
             DeviceChoice::Auto => match CudaDriver::probe() {
                 Ok(found) => {
                     let reason = format!("found {}", found.first().map_or("a GPU", |gpu| gpu.name.as_str()));
-                    (cuda::open(0, observer)?, reason)
+                    (DeviceName::Cuda(0), reason)
                 }
                 Err(missing) => {
                     let reason = missing.to_string();
                     let reason = reason.split([';', ':']).next().unwrap_or_default().trim().to_owned();
-                    (sim::open(Profile::h200(), observer)?, reason)
+                    (DeviceName::Sim(None), reason)
                 }
             },
+        };
+        let refused = |why: String| TrainError::Input(why);
+        let parts = match &name {
+            DeviceName::Cuda(number) => cuda::open(*number, observer)?,
+            DeviceName::Sim(None) => sim::open(Profile::h200(), observer)?,
+            DeviceName::Sim(Some(path)) => {
+                sim::open(Profile::read(path).map_err(|error| refused(error.to_string()))?, observer)?
+            }
+            DeviceName::Null => return Err(refused("a device without memory cannot train".into())),
         };
         let Parts { executor, driver, meter, stream, idle } = parts;
         let streams = Streams::alone(stream);
         let recording = Recording::default();
-        let device = Self { executor, driver, meter, streams, recording, sync, ranges, reason, idle, log: None };
+        let device = Self { executor, driver, meter, streams, recording, sync, ranges, name, reason, idle, log: None };
         device.name_in_profiler();
         Ok(device)
     }
@@ -122,6 +129,12 @@ impl Device {
             log.enter(name);
         }
         DeviceRange { _range: self.ranges.range(name), log: self.log.clone() }
+    }
+
+    /// The name by which it can be asked for.
+    #[must_use]
+    pub fn name(&self) -> &DeviceName {
+        &self.name
     }
 
     /// Why `auto` chose this device; empty when it was asked for by name.
@@ -236,10 +249,4 @@ impl Drop for Device {
     fn drop(&mut self) {
         self.streams.destroy(self.driver.as_ref());
     }
-}
-
-fn read_profile(path: &Path) -> Result<Profile> {
-    let text = read_text(path, WRITTEN)
-        .map_err(|error| TrainError::Input(format!("{}: cannot read the device profile: {error}", path.display())))?;
-    Profile::from_json(&text).map_err(|error| TrainError::Input(format!("{}: {error}", path.display())))
 }

@@ -6,9 +6,9 @@ use crate::error::Result;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
-use vramlab::Selection;
 use vramlab::histories::trace::Export;
 use vramlab::instruments::NvtxMode;
+use vramlab::{DeviceKind, DeviceName, Selection};
 
 /// When the host waits for the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -74,30 +74,19 @@ pub enum DeviceChoice {
     /// A GPU if there is one, else the simulated one.
     #[default]
     Auto,
-    /// The GPU of this number.
-    Cuda(usize),
-    /// The simulated GPU with the built-in profile.
-    Sim,
-    /// The simulated GPU with a profile from a file.
-    SimProfile(PathBuf),
+    /// This one.
+    Named(DeviceName),
 }
 
 impl std::str::FromStr for DeviceChoice {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
-        let unknown = || format!("'{text}' is no device: write auto, cuda, cuda:N, sim or sim:PROFILE.json");
-        match text.split_once(':') {
-            None => match text {
-                "auto" => Ok(Self::Auto),
-                "cuda" => Ok(Self::Cuda(0)),
-                "sim" => Ok(Self::Sim),
-                _ => Err(unknown()),
-            },
-            Some(("cuda", number)) => number.parse().map(Self::Cuda).map_err(|_| unknown()),
-            Some(("sim", path)) if !path.is_empty() => Ok(Self::SimProfile(path.into())),
-            Some(_) => Err(unknown()),
+        if text == "auto" {
+            return Ok(Self::Auto);
         }
+        let name = DeviceName::among(text, &[DeviceKind::Cuda, DeviceKind::Sim]);
+        name.map(Self::Named).map_err(|error| format!("{error}, or auto"))
     }
 }
 

@@ -22,7 +22,7 @@ use crate::record::{
     DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, LibraryRecord, RecordWriter, SCHEMA_VERSION, STEPS,
     Status, Summary, TRACE,
 };
-use crate::settings::{DeviceChoice, LaunchMode, Settings};
+use crate::settings::{LaunchMode, Settings};
 use crate::stack::Stack;
 use crate::tensor::Context;
 use crate::{signals, start};
@@ -35,7 +35,7 @@ use stepper::Stepper;
 use vramlab::device::CallObserver;
 use vramlab::histories::trace::Export;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::{Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
+use vramlab::{Bytes, CallCounts, CallEvent, DeviceKind, DeviceName, HostRoom, Memory};
 
 /// What a finished or ended run leaves.
 #[derive(Debug)]
@@ -222,8 +222,7 @@ impl Run {
             check::host_memory(mlp::least_host_bytes(&widths, &arithmetic, settings.batch), HostRoom::now())?;
         }
         let stack = Stack::build(settings, &device)?;
-        let label =
-            format!("{}-{}", stack.top.name(), if description.kind == DeviceKind::Cuda { "cuda" } else { "sim" });
+        let label = format!("{}-{}", stack.top.name(), description.kind);
         let now = jiff::Timestamp::now();
         let stamp = now.strftime("%Y%m%dT%H%M%SZ").to_string();
         let cublaslt = (arithmetic.gemm == GemmMode::CublasLt).then(|| library(&device)).transpose()?;
@@ -505,11 +504,9 @@ fn effective(
     device: &Device,
     dataset: &Dataset,
 ) -> EffectiveSettings {
-    let name = match (&settings.device, device.describe().kind) {
-        (DeviceChoice::Cuda(number), _) => format!("cuda:{number}"),
-        (DeviceChoice::SimProfile(path), _) => format!("sim:{}", path.display()),
-        (_, DeviceKind::Cuda) => "cuda:0".into(),
-        _ => "sim".into(),
+    let name = match device.name() {
+        DeviceName::Cuda(number) => format!("cuda:{number}"),
+        other => other.to_string(),
     };
     EffectiveSettings {
         allocator: stack.top.name().into(),

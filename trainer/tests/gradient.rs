@@ -14,7 +14,7 @@ use trainer::tensor::{Context, Matrix};
 use vramlab::backends::{self, caching};
 use vramlab::instruments::NvtxMode;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::{Backend, Memory, Selection};
+use vramlab::{Backend, DeviceName, Memory, Selection};
 
 const ROWS: usize = 6;
 /// Step of the central differences. Their error is about STEP², and that of the f64 losses 1e-16 / STEP.
@@ -75,7 +75,13 @@ struct Setup {
 
 impl Setup {
     fn new(widths: &[u32], kind: &'static Backend, arithmetic: Arithmetic) -> Self {
-        let device = Device::open(&DeviceChoice::Sim, SyncMode::Never, Ranges::new(NvtxMode::Off), None).unwrap();
+        let device = Device::open(
+            &DeviceChoice::Named(DeviceName::Sim(None)),
+            SyncMode::Never,
+            Ranges::new(NvtxMode::Off),
+            None,
+        )
+        .unwrap();
         let allocator = Selection::of(kind).build(&device.driver()).unwrap();
         let context = Context { memory: Memory::new(allocator), device };
         let model = Mlp::new(&context, widths, InitMode::Kaiming, 11, arithmetic, &[ROWS as u32]).unwrap();

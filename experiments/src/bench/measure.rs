@@ -72,12 +72,8 @@ impl Place {
     }
 
     /// The device's kind, for the rows.
-    pub(crate) fn name(&self) -> &'static str {
-        match self.kind {
-            DeviceKind::Cuda => "cuda",
-            DeviceKind::Sim => "sim",
-            DeviceKind::Null => "null",
-        }
+    pub(crate) fn kind(&self) -> DeviceKind {
+        self.kind
     }
 
     /// Every operation is a driver call of tens of microseconds, so fewer do.

@@ -49,7 +49,7 @@ impl Row {
             case: job.case.name(place.histories()),
             allocator: job.alloc.to_string(),
             program: "experiments".into(),
-            device: place.name().into(),
+            device: place.kind().name().into(),
             threads: job.case.threads(),
             unit: job.case.unit().into(),
             median: f64::NAN,

@@ -2,7 +2,7 @@
 
 use super::child::Group;
 use super::plan::{Run, Shard};
-use super::programs::{CommandLine, Device, Places, RECORD, command_line};
+use super::programs::{self, CommandLine, Places, RECORD, command_line};
 use super::record::{
     Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, now, part_of, provenance, remove,
     without_folders, write_compact, write_json,
@@ -15,6 +15,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 use trainer::signals::Signals;
+use vramlab::DeviceName;
 use vramlab::input::{DOCUMENT, read_end, read_text};
 
 /// What a program prints, where that is its result.
@@ -32,7 +33,7 @@ pub(crate) struct Experiment<'a> {
     pub(crate) keep: &'a [String],
     /// `DIR/<name>`, absolute.
     pub(crate) folder: &'a Path,
-    pub(crate) device: &'a Device,
+    pub(crate) device: &'a DeviceName,
     pub(crate) places: &'a Places,
     pub(crate) shard: Option<Shard>,
     /// Runs at the same time.
@@ -167,7 +168,7 @@ impl Experiment<'_> {
             arm: &run.arm,
             program: run.program,
             options: run.options.clone(),
-            device: &self.device.shown,
+            device: programs::shown(self.device).to_string(),
             repeat: run.repeat,
             position: run.position,
             shard: self.shard.map(|shard| shard.to_string()),
@@ -277,8 +278,9 @@ impl Experiment<'_> {
         let mut folders = vec![part.to_owned(), self.folder.to_owned(), self.places.histories.clone()];
         folders.extend(self.places.data_dir.clone());
         folders.extend(self.places.baseline.as_ref().and_then(|file| Some(file.parent()?.to_owned())));
-        let profile = self.device.argument.split_once(':').map(|(_, path)| PathBuf::from(path));
-        folders.extend(profile.and_then(|file| file.parent().map(Path::to_owned)));
+        if let DeviceName::Sim(Some(profile)) = self.device {
+            folders.extend(profile.parent().map(Path::to_owned));
+        }
         folders.extend(std::env::current_exe().ok().and_then(|file| Some(file.parent()?.to_owned())));
         folders.extend(std::env::current_dir());
         for variable in ["GPU_ALLOCATORS_CACHE", "XDG_CACHE_HOME", "HOME"] {

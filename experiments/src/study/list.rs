@@ -1,12 +1,13 @@
 //! `experiments list`: the specs that are there.
 
 use super::plan::plan;
-use super::spec::{self, DeviceKind, Source};
+use super::spec::{self, Source};
 use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use trainer::terminal::{Column, Page, Table, command, quoted};
+use vramlab::DeviceKind;
 
 #[derive(Debug, Args)]
 pub(crate) struct ListArgs {

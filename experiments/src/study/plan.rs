@@ -1,7 +1,7 @@
 //! The runs of a spec on a device: cells of the matrix, repeats, their names and their order.
 
 use super::options::OptionValue;
-use super::spec::{DeviceKind, Program, Source};
+use super::spec::{Program, Source};
 use anyhow::{Result, bail};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -10,6 +10,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 use std::fmt;
 use std::str::FromStr;
+use vramlab::DeviceKind;
 
 /// Options with their values, in the order in which the spec names them.
 pub(crate) type Options = Vec<(String, OptionValue)>;

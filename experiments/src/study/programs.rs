@@ -1,14 +1,13 @@
 //! The programs that arms run: their command lines, and what can be said about options before anything runs.
 
 use super::plan::{self, Run};
-use super::spec::{DeviceKind, Program, Setting, Source};
+use super::spec::{Program, Setting, Source};
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::str::FromStr;
-use vramlab::Selection;
 use vramlab::backends;
+use vramlab::{DeviceKind, DeviceName, Selection};
 
 /// The option that names allocators.
 const ALLOC: &str = "alloc";
@@ -62,32 +61,22 @@ const RESERVED: [&str; 8] = ["out", "json", "device", "start", "save-start", "da
 /// Where a program writes its record, in the folder in which it runs.
 pub(crate) const RECORD: &str = "record";
 
-/// The device of an experiment.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Device {
-    pub(crate) kind: DeviceKind,
-    /// As programs take it.
-    pub(crate) argument: String,
-    /// As records name it: without folders.
-    pub(crate) shown: String,
+/// Reads the device of an experiment. Runs start in folders of their own, so a profile is named by its whole path.
+pub(crate) fn device(text: &str) -> std::result::Result<DeviceName, String> {
+    match DeviceName::among(text, &[DeviceKind::Cuda, DeviceKind::Sim]).map_err(|error| error.to_string())? {
+        DeviceName::Sim(Some(path)) => match std::path::absolute(&path) {
+            Ok(path) => Ok(DeviceName::Sim(Some(path))),
+            Err(error) => Err(format!("{}: {error}", path.display())),
+        },
+        device => Ok(device),
+    }
 }
 
-impl FromStr for Device {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let make = |kind, argument: String, shown| Ok(Self { kind, argument, shown });
-        match text.split_once(':') {
-            None if text == "cuda" => make(DeviceKind::Cuda, text.into(), text.into()),
-            None if text == "sim" => make(DeviceKind::Sim, text.into(), text.into()),
-            Some(("cuda", number)) if number.parse::<u32>().is_ok() => make(DeviceKind::Cuda, text.into(), text.into()),
-            Some(("sim", path)) if !path.is_empty() => {
-                let path = std::path::absolute(path).map_err(|error| format!("{path}: {error}"))?;
-                let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-                make(DeviceKind::Sim, format!("sim:{}", path.display()), format!("sim:{name}"))
-            }
-            _ => Err(format!("'{text}' is no device: write cuda, cuda:N, sim or sim:PROFILE.json")),
-        }
+/// The device as records name it: without folders.
+pub(crate) fn shown(device: &DeviceName) -> DeviceName {
+    match device {
+        DeviceName::Sim(Some(path)) => DeviceName::Sim(path.file_name().map(PathBuf::from)),
+        device => device.clone(),
     }
 }
 
@@ -237,7 +226,12 @@ fn arguments(run: &Run) -> Vec<String> {
 }
 
 /// How a run is started. `start` is the file with the trainer's weights and batches.
-pub(crate) fn command_line(run: &Run, device: &Device, places: &Places, start: Option<&str>) -> Result<CommandLine> {
+pub(crate) fn command_line(
+    run: &Run,
+    device: &DeviceName,
+    places: &Places,
+    start: Option<&str>,
+) -> Result<CommandLine> {
     let own = || std::env::current_exe().context("cannot find this program's own file");
     let options = arguments(run);
     let mut line =
@@ -252,7 +246,7 @@ pub(crate) fn command_line(run: &Run, device: &Device, places: &Places, start: O
             line.shown.push("experiments".into());
             push(&mut line, "trainer", "trainer");
             options.iter().for_each(|option| push(&mut line, option, option));
-            push(&mut line, &format!("--device={}", device.argument), &format!("--device={}", device.shown));
+            push(&mut line, &format!("--device={device}"), &format!("--device={}", shown(device)));
             push(&mut line, &format!("--out={RECORD}"), &format!("--out={RECORD}"));
         }
         Program::Pytorch => {
@@ -266,7 +260,7 @@ pub(crate) fn command_line(run: &Run, device: &Device, places: &Places, start: O
                 let start = format!("--start=../../{start}");
                 push(&mut line, &start, &start);
             }
-            let device = if device.kind == DeviceKind::Cuda { device.argument.as_str() } else { "cpu" };
+            let device = if device.kind() == DeviceKind::Cuda { device.to_string() } else { "cpu".into() };
             push(&mut line, &format!("--device={device}"), &format!("--device={device}"));
             push(&mut line, &format!("--out={RECORD}"), &format!("--out={RECORD}"));
         }
@@ -275,10 +269,9 @@ pub(crate) fn command_line(run: &Run, device: &Device, places: &Places, start: O
             line.shown.push("experiments".into());
             push(&mut line, run.program.name(), run.program.name());
             options.iter().for_each(|option| push(&mut line, option, option));
-            let null = run.program == Program::Bench && device.kind == DeviceKind::Sim;
-            let (argument, shown) =
-                if null { ("null", "null") } else { (device.argument.as_str(), device.shown.as_str()) };
-            push(&mut line, &format!("--device={argument}"), &format!("--device={shown}"));
+            let null = run.program == Program::Bench && device.kind() == DeviceKind::Sim;
+            let device = if null { &DeviceName::Null } else { device };
+            push(&mut line, &format!("--device={device}"), &format!("--device={}", shown(device)));
             push(&mut line, "--json", "--json");
             line.prints = true;
             line.folder = takes_history(run.program).then(|| places.histories.clone());
@@ -509,13 +502,14 @@ mod tests {
 
     #[test]
     fn devices_are_shown_without_their_folder() {
-        let of = |text: &str| text.parse::<Device>().unwrap();
-        assert_eq!((of("cuda:1").kind, of("cuda:1").shown), (DeviceKind::Cuda, "cuda:1".to_owned()));
+        let of = |text: &str| device(text).unwrap();
+        assert_eq!(shown(&of("cuda:1")).to_string(), "cuda:1");
         let profile = of("sim:some/where/p.json");
-        assert!(profile.argument.starts_with("sim:/") && profile.argument.ends_with("/some/where/p.json"));
-        assert_eq!(profile.shown, "sim:p.json");
+        let argument = profile.to_string();
+        assert!(argument.starts_with("sim:/") && argument.ends_with("/some/where/p.json"));
+        assert_eq!(shown(&profile).to_string(), "sim:p.json");
         for text in ["", "null", "sim:", "cuda:x", "auto"] {
-            assert!(text.parse::<Device>().unwrap_err().contains("is no device"), "{text}");
+            assert!(device(text).unwrap_err().contains("is no device"), "{text}");
         }
     }
 }

@@ -35,7 +35,7 @@ pub(crate) struct ExperimentRecord<'a> {
     pub(crate) question: &'a str,
     pub(crate) spec: &'a Spec,
     pub(crate) spec_sha256: &'a str,
-    pub(crate) device: &'a str,
+    pub(crate) device: String,
     pub(crate) command: Vec<String>,
     pub(crate) code_version: &'a str,
     /// Of the runner that began it.
@@ -92,7 +92,7 @@ pub(crate) struct RunRecord<'a> {
     pub(crate) program: Program,
     #[serde(serialize_with = "as_map")]
     pub(crate) options: Options,
-    pub(crate) device: &'a str,
+    pub(crate) device: String,
     pub(crate) repeat: u32,
     pub(crate) position: usize,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -3,10 +3,10 @@
 use super::execute::Interrupted;
 use super::lock::{Lock, lock};
 use super::plan::{Run, Shard, plan_on, share};
-use super::programs::{self, Device, Places};
+use super::programs::{self, Places};
 use super::record::{EXPERIMENT, Machine, RunStatus, read_json, spec_sha256, status_of};
 use super::report::{self, Cell};
-use super::spec::{self, DeviceKind, Source};
+use super::spec::{self, Source};
 use super::work::{Work, start_of, work};
 use crate::FAILED;
 use crate::compare::ArmFailed;
@@ -16,7 +16,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use trainer::signals::{self, Signals};
 use trainer::terminal::{Column, Page, Table, say};
-use vramlab::CudaDriver;
+use vramlab::{CudaDriver, DeviceKind, DeviceName};
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
@@ -28,8 +28,8 @@ pub(crate) struct RunArgs {
     #[arg(short, long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// cuda, cuda:N, sim or sim:PROFILE.json [default: cuda if there is a GPU, else sim]
-    #[arg(long, value_name = "DEVICE")]
-    device: Option<Device>,
+    #[arg(long, value_name = "DEVICE", value_parser = programs::device)]
+    device: Option<DeviceName>,
     /// Only every N-th run, beginning with the K-th. Shards may work in one folder at the same time; those of several
     /// folders merge by copying them together
     #[arg(long, value_name = "K/N")]
@@ -67,22 +67,21 @@ pub(super) struct Planned {
 }
 
 /// The device that was named, else a GPU if all specs are for it and one is there, else the simulated one.
-pub(crate) fn choose(named: Option<&Device>, specs: &[Source]) -> Result<Device> {
+pub(crate) fn choose(named: Option<&DeviceName>, specs: &[Source]) -> DeviceName {
     if let Some(device) = named {
-        return Ok(device.clone());
+        return device.clone();
     }
     let all = |kind| specs.iter().all(|source| source.spec.devices.contains(&kind));
-    let name = if all(DeviceKind::Cuda) && CudaDriver::probe().is_ok() { "cuda" } else { "sim" };
-    name.parse().map_err(anyhow::Error::msg)
+    if all(DeviceKind::Cuda) && CudaDriver::probe().is_ok() { DeviceName::Cuda(0) } else { DeviceName::Sim(None) }
 }
 
 /// Runs the specs one after the other.
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let sources =
         args.specs.iter().map(|text| spec::find(text, args.specs_dir.as_deref())).collect::<Result<Vec<_>>>()?;
-    let device = choose(args.device.as_ref(), &sources)?;
+    let device = choose(args.device.as_ref(), &sources);
     let places = Places::new(args.histories.as_deref(), args.data_dir.as_deref())?;
-    let out = args.out.clone().unwrap_or_else(|| PathBuf::from(format!("runs/experiments-{}", device.kind)));
+    let out = args.out.clone().unwrap_or_else(|| PathBuf::from(format!("runs/experiments-{}", device.kind())));
     let out = std::path::absolute(&out).with_context(|| format!("{} is no folder that can be made", out.display()))?;
     // All of them before the first runs: a mistake in the last should not show after an hour.
     let planned = sources.into_iter().map(|source| prepare(source, &device, &places, &out, args.again));
@@ -90,7 +89,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     if args.dry_run {
         return dry_run(&planned, &device, &places, args);
     }
-    if device.kind == DeviceKind::Cuda {
+    if device.kind() == DeviceKind::Cuda {
         if args.jobs > 1 {
             bail!(
                 "--jobs is for the simulated GPU: runs that share a GPU would change each other's times; leave it out"
@@ -105,7 +104,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let signals = Signals::listen().context("cannot listen for signals")?;
     let machine = Machine::now();
     // Simulated time does not mind. CAST: a count of cores.
-    if let Some(load) = machine.load.filter(|load| device.kind == DeviceKind::Cuda && *load > machine.cores as f64) {
+    if let Some(load) = machine.load.filter(|load| device.kind() == DeviceKind::Cuda && *load > machine.cores as f64) {
         say(&format!("note: the machine is busy (load {load:.1} on {} cores); times will be noisy", machine.cores));
     }
     let mut all: Vec<Cell> = Vec::new();
@@ -173,9 +172,9 @@ fn lock_all(planned: &[Planned], shard: Option<Shard>) -> Result<Vec<Lock>> {
 }
 
 /// Checks a spec and the folder that it would write to.
-fn prepare(source: Source, device: &Device, places: &Places, out: &Path, again: bool) -> Result<Planned> {
-    programs::check(&source, device.kind, Some(&places.histories))?;
-    let runs = plan_on(&source, device.kind)?;
+fn prepare(source: Source, device: &DeviceName, places: &Places, out: &Path, again: bool) -> Result<Planned> {
+    programs::check(&source, device.kind(), Some(&places.histories))?;
+    let runs = plan_on(&source, device.kind())?;
     let sha256 = spec_sha256(&source.spec)?;
     let folder = out.join(&source.spec.name);
     if !again {
@@ -190,7 +189,7 @@ fn prepare(source: Source, device: &Device, places: &Places, out: &Path, again: 
 }
 
 /// A folder is new, empty, or holds the same experiment.
-pub(super) fn check_folder(folder: &Path, sha256: &str, device: &Device) -> Result<()> {
+pub(super) fn check_folder(folder: &Path, sha256: &str, device: &DeviceName) -> Result<()> {
     let path = folder.join(EXPERIMENT);
     if !path.is_file() {
         // What another shard is writing at this moment begins with a dot.
@@ -213,18 +212,17 @@ pub(super) fn check_folder(folder: &Path, sha256: &str, device: &Device) -> Resu
             folder.display()
         );
     }
-    let other = found["device"].as_str().unwrap_or("another device");
-    if other != device.shown {
+    let (other, device) = (found["device"].as_str().unwrap_or("another device"), programs::shown(device));
+    if other.parse().as_ref() != Ok(&device) {
         bail!(
-            "{} holds runs on {other}, not on {}; choose another folder with -o, or remove them with --again",
-            folder.display(),
-            device.shown
+            "{} holds runs on {other}, not on {device}; choose another folder with -o, or remove them with --again",
+            folder.display()
         );
     }
     Ok(())
 }
 
-fn dry_run(planned: &[Planned], device: &Device, places: &Places, args: &RunArgs) -> Result<()> {
+fn dry_run(planned: &[Planned], device: &DeviceName, places: &Places, args: &RunArgs) -> Result<()> {
     let columns = [Column::left("experiment"), Column::left("run"), Column::left("state"), Column::text("command")];
     let mut table = Table::new(columns);
     for planned in planned {

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use vramlab::DeviceKind;
 use vramlab::input::{WRITTEN, read_text};
 
 /// Files of a run that a spec may keep.
@@ -25,20 +26,6 @@ pub(crate) const KEEPABLE: [&str; 10] = [
 
 /// Most runs of one experiment: a typing error in a matrix should not fill a disk.
 const MOST_RUNS: u64 = 10_000;
-
-/// Kinds of devices that a spec makes sense on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum DeviceKind {
-    Cuda,
-    Sim,
-}
-
-impl fmt::Display for DeviceKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if *self == Self::Cuda { "cuda" } else { "sim" })
-    }
-}
 
 /// What an arm runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, ValueEnum)]
@@ -208,7 +195,7 @@ impl Source {
         if warm_up.into_iter().flatten().any(|times| times > 1000) {
             return Err(self.at_key("warm_up", "warm_up is at most 1000"));
         }
-        if spec.devices.is_empty() {
+        if spec.devices.is_empty() || spec.devices.contains(&DeviceKind::Null) {
             return Err(self.at_key("devices", "name at least one of \"cuda\" and \"sim\""));
         }
         if let Some(file) = spec.keep.iter().find(|file| !KEEPABLE.contains(&file.as_str())) {

@@ -3,24 +3,25 @@
 use super::execute::Experiment;
 use super::lock;
 use super::plan::{Run, Shard, share};
-use super::programs::{self, Device, Places};
+use super::programs::{self, Places};
 use super::record::{
     EXPERIMENT, ExperimentRecord, RUNS, RunStatus, SCHEMA_VERSION, now, provenance, remove, status_of, write_json,
 };
 use super::report::{self, Cell};
 use super::run::{Planned, check_folder};
-use super::spec::{DeviceKind, Program, Spec};
+use super::spec::{Program, Spec};
 use anyhow::{Context, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Mutex, PoisonError};
 use trainer::signals::Signals;
 use trainer::terminal::{Bar, say};
+use vramlab::{DeviceKind, DeviceName};
 
 /// What is to be done.
 pub(super) struct Work<'a> {
     pub(super) planned: &'a Planned,
-    pub(super) device: &'a Device,
+    pub(super) device: &'a DeviceName,
     pub(super) places: &'a Places,
     pub(super) shard: Option<Shard>,
     /// Whether what is there goes first.
@@ -71,7 +72,7 @@ pub(super) fn work(work: &Work<'_>) -> Result<(Vec<Cell>, Failures)> {
     let mut left: Vec<&Run> = mine.iter().copied().filter(|run| state(run) != Some(RunStatus::Done)).collect();
     let mut failures = Failures::new();
     if left.iter().any(|run| run.program == Program::Pytorch)
-        && let Some(reason) = programs::pytorch_missing(work.places, device.kind)
+        && let Some(reason) = programs::pytorch_missing(work.places, device.kind())
     {
         let (skipped, others): (Vec<&Run>, Vec<&Run>) =
             left.into_iter().partition(|run| run.program == Program::Pytorch);
@@ -82,7 +83,7 @@ pub(super) fn work(work: &Work<'_>) -> Result<(Vec<Cell>, Failures)> {
         left = others;
     }
     make_starts(spec, &experiment, &mut left, &mut failures)?;
-    warm_up(spec, &experiment, &left, device.kind)?;
+    warm_up(spec, &experiment, &left, device.kind())?;
     let bar = Bar::new(mine.len() as u64, "{prefix} {bar:20} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
     bar.prefix(&spec.name);
     bar.begin_at((mine.len() - left.len()) as u64);
@@ -160,20 +161,21 @@ fn at_once(
 }
 
 /// Writes `experiment.json`, if the experiment is new.
-fn write_experiment(planned: &Planned, device: &Device) -> Result<()> {
+fn write_experiment(planned: &Planned, device: &DeviceName) -> Result<()> {
     let path = planned.folder.join(EXPERIMENT);
     if path.is_file() {
         return Ok(());
     }
     let spec = &planned.source.spec;
+    let device = programs::shown(device).to_string();
     let record = ExperimentRecord {
         schema_version: SCHEMA_VERSION,
         name: &spec.name,
         question: &spec.question,
         spec,
         spec_sha256: &planned.sha256,
-        device: &device.shown,
-        command: ["experiments", "run", &spec.name, "--device", &device.shown].map(str::to_owned).into(),
+        device: device.clone(),
+        command: ["experiments", "run", &spec.name, "--device", &device].map(str::to_owned).into(),
         code_version: env!("CARGO_PKG_VERSION"),
         provenance: provenance(),
         started_at: now(),

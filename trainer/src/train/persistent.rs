@@ -13,7 +13,7 @@ use std::sync::Arc;
 use vramlab::backends::Naive;
 use vramlab::instruments::NvtxMode;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::{DeviceBuffer, Memory};
+use vramlab::{DeviceBuffer, DeviceName, Memory};
 
 /// Steps that one kernel does in a row. As with graphs there is one for each number of rows, and the device knows the step.
 #[derive(Debug)]
@@ -115,7 +115,8 @@ pub(super) fn check_fit(settings: &Settings, dataset: &Dataset) -> Result<()> {
 }
 
 fn describe(settings: &Settings, dataset: &Dataset) -> Result<()> {
-    let device = Device::open(&DeviceChoice::Sim, SyncMode::Never, Ranges::new(NvtxMode::Off), None)?;
+    let device =
+        Device::open(&DeviceChoice::Named(DeviceName::Sim(None)), SyncMode::Never, Ranges::new(NvtxMode::Off), None)?;
     let memory = Memory::new(Arc::new(Naive::new(device.driver())));
     let (context, split) = (Context { memory, device }, &dataset.train);
     let (widths, arithmetic) = (super::network(settings, dataset)?, settings.arithmetic()?);

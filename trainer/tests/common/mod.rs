@@ -16,7 +16,7 @@ use trainer::{Outcome, Settings};
 /// Two short epochs of iris on the simulated device.
 pub(crate) fn iris() -> Settings {
     Settings {
-        device: DeviceChoice::Sim,
+        device: DeviceChoice::Named(vramlab::DeviceName::Sim(None)),
         dataset: DatasetName::Iris,
         offline: true,
         hidden: 24,

@@ -1,7 +1,9 @@
 //! Device profiles: what each call costs on a GPU, as JSON. The H200's is built in.
 
+use crate::input::{WRITTEN, read_text};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::path::Path;
 
 /// A cost in nanoseconds as a function of bytes: points `[bytes, ns]` in ascending order, joined by straight
 /// lines; constant before the first point, and beyond the last with the slope of the last line.
@@ -288,6 +290,16 @@ impl Profile {
     #[must_use]
     pub fn h200() -> Self {
         Self::from_json(include_str!("../profiles/h200.json")).expect("the built-in profile should be valid")
+    }
+
+    /// The profile in a file, of at most 1 MiB.
+    ///
+    /// # Errors
+    /// Those of the file and of [`from_json`](Self::from_json), with the file's name.
+    pub fn read(path: &Path) -> Result<Self, ProfileError> {
+        let file = path.display();
+        let text = read_text(path, WRITTEN).map_err(|error| ProfileError(format!("cannot read {file}: {error}")))?;
+        Self::from_json(&text).map_err(|ProfileError(error)| ProfileError(format!("{file}: {error}")))
     }
 
     /// Reads a profile; unknown fields are refused.
