@@ -1,5 +1,5 @@
-//! Random histories against models: a shadow account for every backend, and `pytorch` beside `caching`.
-//! A thousand histories or so by default; `PROPTEST_CASES` sets another number.
+//! Random histories against models: a shadow account for every backend of the list, and `pytorch` beside `caching`.
+//! A thousand histories or so for each by default; `PROPTEST_CASES` sets another number.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;
@@ -11,10 +11,10 @@ mod twins;
 use common::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, ready_ns, sim, work};
 use proptest::prelude::*;
 use proptest::sample::Index;
+use proptest::test_runner::TestRunner;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use vramlab::backends::lab::{self, LabSettings};
-use vramlab::backends::{CachingSettings, caching, naive, pytorch, stream_ordered};
+use vramlab::backends::{self, CachingSettings, LabSettings};
 use vramlab::instruments::assert_layout;
 use vramlab::settings::Settings as _;
 use vramlab::{
@@ -105,8 +105,18 @@ impl World {
         let start = free_bytes(sim.as_ref());
         let allocator = settings.build(&(Arc::clone(&sim) as Arc<dyn Driver>)).unwrap();
         let (kind, limit) = (settings.backend(), settings.memory_limit());
-        let joins = settings.settings().get("stream").is_none_or(|stream| stream == "own");
-        Self { sim, allocator, kind, limit, joins, start, streams, live: Vec::new(), dirty: Vec::new(), allocated: 0 }
+        Self {
+            sim,
+            allocator,
+            kind,
+            limit,
+            joins: joins(settings),
+            start,
+            streams,
+            live: Vec::new(),
+            dirty: Vec::new(),
+            allocated: 0,
+        }
     }
 
     fn apply(&mut self, op: &Op) {
@@ -242,7 +252,7 @@ impl World {
 }
 
 /// Blocks fill their segments, and segments do not overlap.
-fn assert_tiles(snapshot: &Snapshot) {
+pub(crate) fn assert_tiles(snapshot: &Snapshot) {
     let mut end = 0;
     for segment in &snapshot.segments {
         assert!(segment.addr.get() >= end);
@@ -307,36 +317,44 @@ pub(crate) fn pool_settings() -> impl Strategy<Value = PoolSettings> {
     })
 }
 
-proptest! {
-    #![proptest_config(config(1_000))]
-
-    #[test]
-    fn naive_keeps_the_account(ops in ops(80)) {
-        check_history(&Selection::of(&naive::BACKEND), &ops);
-    }
-
-    #[test]
-    fn caching_keeps_the_account(ops in ops(120), caching in caching_settings()) {
-        check_history(&Selection::with(&caching::BACKEND, &caching), &ops);
-    }
-
-    #[test]
-    fn pytorch_keeps_the_account(ops in ops(120), settings in caching_settings()) {
-        check_history(&Selection::with(&pytorch::BACKEND, &settings), &ops);
-    }
-
-    /// Whatever parts are put together.
-    #[test]
-    fn lab_keeps_the_account(ops in ops(120), torch in caching_settings(), parts in lab_parts()) {
-        let mut selection = Selection::with(&lab::BACKEND, &torch);
-        for (name, kind) in &parts {
+/// A backend with settings at random, as far as it has some of those that are drawn here.
+pub(crate) fn selections(backend: &'static Backend) -> impl Strategy<Value = Selection> {
+    // A named policy keeps its own parts in half of the cases.
+    let parts = prop::option::of(lab_parts());
+    (caching_settings(), pool_settings(), parts).prop_map(move |(torch, pool, parts)| {
+        let mut selection = Selection::of(backend);
+        selection.adopt(&torch);
+        selection.adopt(&pool);
+        let is_lab = selection.settings().get_as::<LabSettings>().is_some();
+        for (name, kind) in parts.iter().flatten().filter(|_| is_lab) {
             selection.set(name, kind).unwrap();
         }
-        check_history(&selection, &ops);
-    }
+        selection
+    })
+}
 
-    #[test]
-    fn stream_ordered_keeps_the_account(ops in ops(80), pool in pool_settings()) {
-        check_history(&Selection::with(&stream_ordered::BACKEND, &pool), &ops);
+/// Whether free neighbours are always joined.
+pub(crate) fn joins(selection: &Selection) -> bool {
+    let own = selection.settings().get("stream").is_none_or(|stream| stream == "own");
+    own && selection.backend().capabilities.coalesces
+}
+
+/// Runs a check of every backend of the list, whatever stands there.
+pub(crate) fn of_every_backend<S: Strategy>(
+    cases: u32,
+    history: impl Fn() -> S,
+    check: impl Fn(&Selection, &S::Value),
+) {
+    for backend in backends::all() {
+        let outcome = TestRunner::new(config(cases)).run(&(history(), selections(backend)), |(history, selection)| {
+            check(&selection, &history);
+            Ok(())
+        });
+        outcome.unwrap_or_else(|error| panic!("{backend}: {error}"));
     }
+}
+
+#[test]
+fn every_backend_keeps_the_account() {
+    of_every_backend(1_000, || ops(120), |selection, ops| check_history(selection, ops));
 }

@@ -1,11 +1,10 @@
 //! Random histories on a driver whose calls fail now and then: what fails is reported, what was handed out stays apart,
 //! the account stays right, and nothing is lost.
 
-use super::{Op, STREAMS, caching_settings, config, ops, pool_settings};
+use super::{Op, STREAMS, assert_tiles, joins, of_every_backend, ops};
 use crate::common::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, sim, work};
 use proptest::prelude::*;
 use std::sync::Arc;
-use vramlab::backends::{caching, naive, stream_ordered};
 use vramlab::instruments::assert_layout;
 use vramlab::{
     AllocError, Block, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, Selection, SimDriver, SimMemory,
@@ -108,6 +107,7 @@ fn check_history(settings: &Selection, steps: &[(Op, Option<Fault>)]) {
     let start = free_bytes(sim.as_ref());
     let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
     let allocator = settings.build(&(Arc::clone(&faulty) as Arc<dyn Driver>)).unwrap();
+    let joins = joins(settings);
     let mut rig = Rig { sim, faulty, allocator, streams, live: Vec::new() };
     for (op, fault) in steps {
         if let Some(Fault { kind, skip, code }) = fault {
@@ -119,8 +119,10 @@ fn check_history(settings: &Selection, steps: &[(Op, Option<Fault>)]) {
         let stats = rig.allocator.stats();
         check_stats(&stats);
         assert_eq!(stats.allocation.all.current, rig.live.len() as u64);
-        if let Some(snapshot) = rig.allocator.snapshot() {
-            assert_layout(&snapshot);
+        match rig.allocator.snapshot() {
+            Some(snapshot) if joins => assert_layout(&snapshot),
+            Some(snapshot) => assert_tiles(&snapshot),
+            None => {}
         }
     }
     while let Some((block, stream)) = rig.live.pop() {
@@ -134,21 +136,7 @@ fn check_history(settings: &Selection, steps: &[(Op, Option<Fault>)]) {
     assert_eq!(free_bytes(rig.sim.as_ref()), start, "device memory leaked");
 }
 
-proptest! {
-    #![proptest_config(config(700))]
-
-    #[test]
-    fn naive_survives_random_faults(steps in steps(60)) {
-        check_history(&Selection::of(&naive::BACKEND), &steps);
-    }
-
-    #[test]
-    fn caching_survives_random_faults(steps in steps(100), caching in caching_settings()) {
-        check_history(&Selection::with(&caching::BACKEND, &caching), &steps);
-    }
-
-    #[test]
-    fn stream_ordered_survives_random_faults(steps in steps(60), pool in pool_settings()) {
-        check_history(&Selection::with(&stream_ordered::BACKEND, &pool), &steps);
-    }
+#[test]
+fn every_backend_survives_random_faults() {
+    of_every_backend(700, || steps(80), |selection, steps| check_history(selection, steps));
 }
