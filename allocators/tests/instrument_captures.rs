@@ -3,9 +3,9 @@
 
 mod common;
 
-use common::{GIB, KIB, MIB, Random, allocate, build, fill, free, launch, sim};
+use common::{GIB, KIB, MIB, Random, allocate, build, capturing, fill, free, launch, sim};
 use std::sync::Arc;
-use vramlab::backends::{self, CachingSettings, caching};
+use vramlab::backends::{CachingSettings, caching};
 use vramlab::instruments::nvtx::Ranges;
 use vramlab::instruments::{EventTrace, Limit, Nvtx, NvtxMode, Timed, TraceAction};
 use vramlab::{
@@ -81,7 +81,7 @@ fn metered(memory: SimMemory) -> (Arc<SimDriver>, Arc<MeteredDriver>, Arc<dyn Dr
 
 #[test]
 fn instruments_change_no_address_of_a_capture() {
-    for kind in backends::all() {
+    for kind in capturing() {
         let mut settings = Selection::of(kind);
         // The checker's fills take time on the device, and opportunistic reuse depends on what is done by when.
         settings.adopt(&PoolSettings { reuse_allow_opportunistic: false, ..PoolSettings::default() });
@@ -202,7 +202,7 @@ fn the_checker_finds_memory_of_a_graph_in_other_hands() {
 
 #[test]
 fn a_limit_counts_captured_blocks_and_a_trace_lists_them() {
-    for kind in backends::all() {
+    for kind in capturing() {
         let (sim, _, driver) = metered(SimMemory::None);
         let trace = Arc::new(EventTrace::new(build(kind, &driver), driver.clock()));
         let limit = Limit::new(Arc::clone(&trace) as _, 10 * KIB);

@@ -186,6 +186,75 @@ fn the_checker_finds_a_write_after_free() {
     assert_eq!(checker.stats().allocation.all.current, 0);
 }
 
+/// Shows no segments.
+#[derive(Debug)]
+struct Blind(Arc<dyn DeviceAllocator>);
+
+impl DeviceAllocator for Blind {
+    fn allocate(&self, request: vramlab::Request, stream: StreamId) -> Result<Block, AllocError> {
+        self.0.allocate(request, stream)
+    }
+
+    unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
+        // SAFETY: passed on.
+        unsafe { self.0.deallocate(block, stream) }
+    }
+
+    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
+        self.0.record_use(block, stream)
+    }
+
+    fn name(&self) -> &'static str {
+        "blind"
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        self.0.settings()
+    }
+
+    fn stats(&self) -> vramlab::Stats {
+        self.0.stats()
+    }
+
+    fn reset_peaks(&self) {
+        self.0.reset_peaks();
+    }
+
+    fn snapshot(&self) -> Option<Snapshot> {
+        None
+    }
+
+    fn ledger_at_peak(&self) -> vramlab::Ledger {
+        self.0.ledger_at_peak()
+    }
+
+    fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
+        self.0.trim(keep_bytes)
+    }
+}
+
+#[test]
+fn the_checker_expects_nothing_of_memory_that_went_to_the_device_and_came_back() {
+    let bench = bench(SimMemory::Host);
+    let inner = build(&caching::BACKEND, &bench.driver);
+    for inner in [Arc::clone(&inner), Arc::new(Blind(inner)) as Arc<dyn DeviceAllocator>] {
+        let checker = common::checker(inner, Arc::clone(&bench.driver));
+        let pair = || [0, 1].map(|_| allocate(&checker, 1000, bench.stream).unwrap());
+        let before = pair();
+        let addresses = before.each_ref().map(Block::addr);
+        before.into_iter().for_each(|block| assert!(free(&checker, block, bench.stream).is_ok()));
+        assert_eq!(checker.trim(0).unwrap(), 2 * MIB);
+        let again = pair();
+        assert_eq!(again.each_ref().map(Block::addr), addresses);
+        again.into_iter().for_each(|block| assert!(free(&checker, block, bench.stream).is_ok()));
+        // What stays is looked at.
+        free(&checker, allocate(&checker, 1000, bench.stream).unwrap(), bench.stream).unwrap();
+        checker.trim(0).unwrap();
+        let report = checker.report();
+        assert!(report.is_clean() && report.verified_bytes == 1000, "{report:?}");
+    }
+}
+
 #[test]
 fn the_checker_finds_leaks_and_foreign_frees() {
     let bench = bench(SimMemory::Host);

@@ -3,9 +3,9 @@
 
 mod common;
 
-use common::{GIB, MIB, fill, free_bytes, launch, ready_ns, sim, work};
+use common::{GIB, MIB, capturing, fill, free_bytes, launch, ready_ns, sim, work};
 use std::sync::Arc;
-use vramlab::backends::{self, caching, naive, stream_ordered};
+use vramlab::backends::GraphCapture;
 use vramlab::device::PoolId;
 use vramlab::{
     Capture, DeviceAddr, Driver, DriverError, DriverResult, GraphDriver, GraphId, Memory, PinnedBuffer, PoolDriver,
@@ -197,7 +197,7 @@ fn memory_of_a_graph_is_its_own_and_no_pools() {
 
 #[test]
 fn a_graph_keeps_its_memory_and_gives_it_back() {
-    for kind in backends::all() {
+    for kind in capturing() {
         let sim = sim(GIB, SimMemory::Host);
         let driver: Arc<dyn Driver> = Arc::clone(&sim) as _;
         let start = free_bytes(sim.as_ref());
@@ -215,7 +215,7 @@ fn a_graph_keeps_its_memory_and_gives_it_back() {
         let stats = memory.allocator().stats();
         let used = stats.graph_memory.map(|memory| (memory.used, memory.reserved));
         // Plain memory that a graph uses is the allocator's.
-        let of_driver = kind == &stream_ordered::BACKEND;
+        let of_driver = kind.capabilities.graph_capture == GraphCapture::DriverNodes;
         assert_eq!(used, of_driver.then_some((5 * MIB, 32 * MIB)), "{kind}");
         assert_eq!(stats.entries().iter().filter(|(name, _)| name.starts_with("graph_")).count() > 0, of_driver);
         assert_eq!(stats.reserved_bytes.all.current == 0, of_driver, "{kind}");
@@ -232,7 +232,7 @@ fn a_graph_keeps_its_memory_and_gives_it_back() {
         let kept = memory.allocate(MIB, stream).unwrap();
         assert!(capture.end().is_err(), "{kind}: a buffer is left");
         drop(kept);
-        if kind == &stream_ordered::BACKEND {
+        if of_driver {
             memory.check().unwrap_err();
         }
         let mut graph = Capture::begin(&memory, &driver, stream).unwrap().end().unwrap();
@@ -246,7 +246,7 @@ fn a_graph_keeps_its_memory_and_gives_it_back() {
 
 #[test]
 fn graphs_of_one_capture_share_its_memory() {
-    for kind in backends::all() {
+    for kind in capturing() {
         let sim = sim(GIB, SimMemory::Host);
         let driver: Arc<dyn Driver> = Arc::clone(&sim) as _;
         let start = free_bytes(sim.as_ref());
@@ -272,7 +272,7 @@ fn graphs_of_one_capture_share_its_memory() {
         capture.cut().unwrap();
         step();
         // The simulated driver gives each graph memory of its own.
-        let own = if kind == &stream_ordered::BACKEND { 2 } else { 1 };
+        let own = if kind.capabilities.graph_capture == GraphCapture::DriverNodes { 2 } else { 1 };
         assert!(taken() <= own * of_one, "{kind}");
         let mut graph = capture.end().unwrap();
         for number in [0, 1, 1, 0] {
@@ -295,7 +295,7 @@ fn graphs_of_one_capture_share_its_memory() {
 /// Nothing in a capture says when another stream is done with a block, so that waits for the capture's end.
 #[test]
 fn what_another_stream_uses_serves_no_later_request_of_its_capture() {
-    for kind in [&naive::BACKEND, &caching::BACKEND] {
+    for kind in capturing().filter(|kind| kind.capabilities.graph_capture == GraphCapture::Pinned) {
         let driver: Arc<dyn Driver> = sim(GIB, SimMemory::Host) as _;
         let memory = Memory::new(Selection::of(kind).build(&driver).unwrap());
         let (stream, other) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());

@@ -170,15 +170,19 @@ impl Checker {
         any && self.driver.stream_is_capturing(stream).unwrap_or(true)
     }
 
-    /// Forgets what was known of the contents of a block, and of its whole segment where that is fresh from the driver.
+    /// Forgets what was known of the contents of a block, and of its whole segment where that is fresh from the driver: of
+    /// everything where a backend does not show its segments.
     fn forget(&self, state: &mut State, block: &Block) {
         let (addr, bytes) = (block.addr().get(), block.bytes());
         state.take_poisoned(addr, bytes);
         if matches!(block.path(), Path::Hit | Path::Split) {
             return;
         }
-        let snapshot = self.inner.snapshot();
-        let segments = snapshot.iter().flat_map(|snapshot| &snapshot.segments);
+        let Some(snapshot) = self.inner.snapshot() else {
+            state.poisoned.clear();
+            return;
+        };
+        let segments = snapshot.segments.iter();
         for segment in
             segments.filter(|segment| (segment.addr.get()..segment.addr.get() + segment.bytes).contains(&addr))
         {

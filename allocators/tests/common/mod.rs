@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses a part of this")]
 
 use std::sync::Arc;
+use vramlab::backends::{self, GraphCapture};
 use vramlab::instruments::Checker;
 #[allow(unused_imports, reason = "as above")]
 pub(crate) use vramlab::testing::{Random, check_nothing_held, check_stats};
@@ -24,6 +25,11 @@ pub(crate) fn profile(free: u64) -> Profile {
 /// A simulated device with `free` bytes left for clients.
 pub(crate) fn sim(free: u64, memory: SimMemory) -> Arc<SimDriver> {
     Arc::new(SimDriver::new(profile(free), memory))
+}
+
+/// The backends that serve requests in captures.
+pub(crate) fn capturing() -> impl Iterator<Item = &'static Backend> {
+    backends::all().into_iter().filter(|backend| backend.capabilities.graph_capture != GraphCapture::Refused)
 }
 
 pub(crate) fn build(kind: &'static Backend, driver: &Arc<dyn Driver>) -> Arc<dyn DeviceAllocator> {
