@@ -11,4 +11,4 @@ mod stats;
 pub use allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 pub use error::{AllocError, OomReport, Refused};
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
-pub use stats::{Gauge, PoolKind, PooledGauge, Stats};
+pub use stats::{Gauge, PeakKind, PoolKind, PooledGauge, Stats};

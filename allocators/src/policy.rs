@@ -22,5 +22,3 @@ pub mod split;
 pub mod stream;
 
 pub use heap::Heap;
-// `caching` knows it by this name.
-pub(crate) use size::torch as rounding;

@@ -7,7 +7,7 @@ use crate::record::{EpochRecord, Status, Summary};
 use crate::settings::Settings;
 use crate::terminal::{Cell, Column, Page, Table};
 use crate::train::Outcome;
-use vramlab::{Attribution, Bytes, CallCounts, CallKind};
+use vramlab::{Attribution, Bytes, CallCounts, CallKind, PeakKind};
 
 /// Nanoseconds as people read them.
 #[must_use]
@@ -174,14 +174,17 @@ fn memory(summary: &Summary, page: &mut Page) {
     let stats = &summary.allocator_stats;
     let mut peaks = Table::new([Column::left("peak"), Column::right("bytes"), Column::right("")]);
     let rows = [
-        ("reserved", stats.reserved_bytes.all.peak),
-        ("active", stats.active_bytes.all.peak),
-        ("allocated", stats.allocated_bytes.all.peak),
-        ("requested", stats.requested_bytes.all.peak),
+        ("reserved", stats.reserved_bytes.all),
+        ("active", stats.active_bytes.all),
+        ("allocated", stats.allocated_bytes.all),
+        ("requested", stats.requested_bytes.all),
     ];
-    for (name, bytes) in rows {
-        let is_bound = stats.upper_bounds.iter().any(|gauge| gauge.strip_suffix("_bytes") == Some(name));
-        let name = if is_bound { format!("{name}, at most") } else { name.to_owned() };
+    for (name, gauge) in rows {
+        let bytes = gauge.peak;
+        let name = match gauge.peak_is {
+            PeakKind::Exact => name.to_owned(),
+            PeakKind::AtMost => format!("{name}, at most"),
+        };
         peaks.row([name, bytes.to_string(), Bytes(bytes).to_string()]);
     }
     let ledger = &summary.fragmentation;

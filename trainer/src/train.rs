@@ -396,7 +396,7 @@ impl Run {
         summary.process_s = self.started.elapsed().as_secs_f64();
         summary.driver_calls = self.context.device.calls();
         summary.allocator_stats = self.stack.top.stats();
-        summary.upper_bounds.clone_from(&summary.allocator_stats.upper_bounds);
+        summary.upper_bounds = summary.allocator_stats.upper_bounds();
         summary.fragmentation = self.stack.top.ledger_at_peak();
         let rows = self.stack.timed.as_ref().map(|timed| timed.rows()).unwrap_or_default();
         summary.latency = rows.into_iter().map(|row| LatencyRecord::new(row, summary.clock)).collect();

@@ -27,7 +27,7 @@ use super::{InstanceId, foreign, not_held};
 use crate::contract::{AllocError, OomReport};
 use crate::contract::{Attribution, Ledger, Snapshot};
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
-use crate::contract::{Gauge, PoolKind, PooledGauge, Stats};
+use crate::contract::{Gauge, PeakKind, PoolKind, PooledGauge, Stats};
 use crate::device::DriverError;
 use crate::device::{
     DeviceAddr, Driver, GraphDriver, GraphMemory, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
@@ -407,11 +407,12 @@ impl DeviceAllocator for StreamOrdered {
         stats.stranded_bytes = Some(state.stranded).filter(|gauge| gauge.allocated > 0);
         // Only the level and its peak are known; how much came and went in all is not.
         stats.reserved_totals_known = false;
-        stats.reserved_bytes.all =
-            Gauge { current: counters.reserved, peak: counters.reserved_high, allocated: 0, freed: 0 };
-        if state.stale_peaks {
-            stats.upper_bounds.push("reserved_bytes");
-        }
+        stats.reserved_bytes.all = Gauge {
+            current: counters.reserved,
+            peak: counters.reserved_high,
+            peak_is: if state.stale_peaks { PeakKind::AtMost } else { PeakKind::Exact },
+            ..Gauge::default()
+        };
         stats
     }
 

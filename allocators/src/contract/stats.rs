@@ -4,6 +4,16 @@ use crate::device::GraphMemory;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
+/// What a peak is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PeakKind {
+    /// The highest value that there was.
+    #[default]
+    Exact,
+    /// An upper bound: the value was never higher, and may never have been that high.
+    AtMost,
+}
+
 /// A quantity over time: where it is, how far it went, and how much came and went in all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gauge {
@@ -11,6 +21,8 @@ pub struct Gauge {
     pub current: u64,
     /// Highest value since the start or the last [`Gauge::reset_peak`].
     pub peak: u64,
+    /// Whether `peak` is exact or a bound.
+    pub peak_is: PeakKind,
     /// Sum of all increases ("allocated" in PyTorch's keys).
     pub allocated: u64,
     /// Sum of all decreases ("freed").
@@ -34,7 +46,7 @@ impl Gauge {
 
     /// Lets the peak start again from the current value.
     pub fn reset_peak(&mut self) {
-        self.peak = self.current;
+        (self.peak, self.peak_is) = (self.current, PeakKind::Exact);
     }
 }
 
@@ -122,9 +134,6 @@ pub struct Stats {
     pub allocated_bytes: PooledGauge,
     /// Bytes held from the device.
     pub reserved_bytes: PooledGauge,
-    /// Names of the gauges whose peaks are upper bounds: `caching` with several threads that do not take turns adds up the
-    /// peaks of streams, which need not have been at the same time. All others are exact.
-    pub upper_bounds: Vec<&'static str>,
     /// Whether the running totals of `reserved_bytes` are known, not only its level and peak.
     pub reserved_totals_known: bool,
     /// Bytes of `active` blocks.
@@ -167,7 +176,6 @@ impl Default for Stats {
             inactive_split: None,
             allocated_bytes: gauge,
             reserved_bytes: gauge,
-            upper_bounds: Vec::new(),
             reserved_totals_known: true,
             active_bytes: gauge,
             inactive_split_bytes: None,
@@ -267,11 +275,17 @@ impl Stats {
         }
     }
 
-    /// Every known figure as `("allocated_bytes.all.peak", value)`, in a fixed order.
+    /// Names of the gauges whose peaks are upper bounds ([`PeakKind::AtMost`]). Under `caching` with several threads that do
+    /// not take turns, peaks of streams are added up, which need not have been at the same time.
     #[must_use]
-    pub fn entries(&self) -> Vec<(String, u64)> {
-        let mut out = Vec::with_capacity(128);
-        let pooled: [(&str, Option<&PooledGauge>); 9] = [
+    pub fn upper_bounds(&self) -> Vec<&'static str> {
+        let bound = |gauge: &PooledGauge| gauge.all.peak_is == PeakKind::AtMost;
+        self.pooled().into_iter().filter(|(_, gauge)| gauge.is_some_and(bound)).map(|(name, _)| name).collect()
+    }
+
+    /// The gauges by pool, in a fixed order.
+    fn pooled(&self) -> [(&'static str, Option<&PooledGauge>); 9] {
+        [
             ("allocation", Some(&self.allocation)),
             ("segment", self.segment.as_ref()),
             ("active", Some(&self.active)),
@@ -281,14 +295,20 @@ impl Stats {
             ("active_bytes", Some(&self.active_bytes)),
             ("inactive_split_bytes", self.inactive_split_bytes.as_ref()),
             ("requested_bytes", Some(&self.requested_bytes)),
-        ];
+        ]
+    }
+
+    /// Every known figure as `("allocated_bytes.all.peak", value)`, in a fixed order.
+    #[must_use]
+    pub fn entries(&self) -> Vec<(String, u64)> {
+        let mut out = Vec::with_capacity(128);
         let mut push = |name: String, gauge: &Gauge| {
             let values = [gauge.current, gauge.peak, gauge.allocated, gauge.freed];
             for (key, value) in ["current", "peak", "allocated", "freed"].into_iter().zip(values) {
                 out.push((format!("{name}.{key}"), value));
             }
         };
-        for (name, gauge) in pooled {
+        for (name, gauge) in self.pooled() {
             let Some(gauge) = gauge else { continue };
             push(format!("{name}.all"), &gauge.all);
             for (pool, gauge) in [("small_pool", &gauge.small_pool), ("large_pool", &gauge.large_pool)] {

@@ -1,7 +1,7 @@
-//! Memory of captures: a shard of its own for each, which no stream leads to.
+//! Memory of graph captures (PyTorch's private pools): a shard of its own for each, which no stream leads to.
 //!
-//! While a capture is open, `waiting` is not zero, so that every request goes the way on which captures are looked at; and
-//! the stream's live blocks are marked as shared, so that their frees do. Without a capture nothing is looked at.
+//! While a capture is open, `waiting` is not zero, so that every request looks for one; and the stream's live blocks are
+//! flagged as shared, so that their frees do. Without a capture nothing is looked at.
 
 use super::shard::Shard;
 use super::{BlockIndex, Caching};
@@ -24,38 +24,31 @@ pub(super) struct Pool {
 
 /// Blocks that are held, and their bytes.
 fn held(shard: &Shard) -> (usize, u64) {
-    let state = shard.lock();
-    let held = state.cache.blocks.iter().filter(|(_, block)| block.state() == BlockState::Allocated);
+    let shard = shard.lock();
+    let held = shard.cache().blocks().iter().filter(|(_, block)| block.state() == BlockState::Allocated);
     held.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes()))
-}
-
-/// Marks every block that is held as shared, so that its free is looked at.
-fn mark_live(shard: &Shard) {
-    let state = &mut *shard.lock();
-    let held = state.cache.blocks.iter().filter(|(_, block)| block.state() == BlockState::Allocated);
-    for index in held.map(|(index, _)| index).collect::<Vec<_>>() {
-        state.cache.blocks.get_mut(index).share();
-    }
-}
-
-/// Takes that back for blocks that are still held; those that other streams were announced to use stay marked.
-fn unmark(shard: &Shard) {
-    let state = &mut *shard.lock();
-    let marked =
-        state.cache.blocks.iter().filter(|(index, block)| block.is_shared() && !state.uses.contains_key(index));
-    for index in marked.map(|(index, _)| index).collect::<Vec<_>>() {
-        state.cache.blocks.get_mut(index).unshare();
-    }
 }
 
 /// Whether a shard can become another capture's: nothing is left in it. PyTorch serves no graph from what the private pool of
 /// another has left.
 fn is_vacant(shard: &Shard) -> bool {
-    let state = shard.lock();
-    !state.pinned && state.cache.blocks.iter().next().is_none()
+    let shard = shard.lock();
+    !shard.is_pinned() && shard.cache().blocks().iter().next().is_none()
 }
 
 impl Caching {
+    /// Flags every block that a stream holds as shared, so that its free looks for a capture; or takes that back from
+    /// those that no other stream was announced to use.
+    fn flag_held(&self, shard: &Shard, shared: bool) {
+        let mut counted = self.totals.enter(shard, &self.shards);
+        let (cache, uses) = counted.parts();
+        let held = cache.blocks().iter().filter(|(_, block)| block.state() == BlockState::Allocated);
+        let flagged = held.map(|(index, _)| index).filter(|index| shared || !uses.contains_key(index));
+        for index in flagged.collect::<Vec<_>>() {
+            cache.set_shared(index, shared);
+        }
+    }
+
     /// Whether any capture is open.
     pub(super) fn any_capture(&self) -> bool {
         self.capturing.load(Acquire) != 0
@@ -77,8 +70,8 @@ impl Caching {
         // One that an earlier capture has left.
         let spare = self.shards.captured().into_iter().find(|shard| shard.stream == stream && is_vacant(shard));
         let shard = spare.unwrap_or_else(|| self.shards.make_captured(stream));
-        shard.lock().pinned = true;
-        mark_live(self.shards.of_stream(stream));
+        shard.lock().pin(true);
+        self.flag_held(self.shards.of_stream(stream), true);
         self.waiting.fetch_add(1, Release);
         self.capturing.fetch_add(1, Release);
         Ok(captures.begin(stream, Pool { shard: shard.id, waiting: Vec::new() }))
@@ -93,16 +86,17 @@ impl Caching {
             // Of an earlier capture of the stream.
             return false;
         }
-        self.totals.step(shard, &self.shards, |state, waiting| {
-            let block = *state.cache.blocks.get(index);
+        self.totals.step(shard, &self.shards, |counted, waiting| {
+            let (cache, uses) = counted.parts();
+            let block = *cache.blocks().get(index);
             waiting.add_block(block.pool(), block.bytes(), block.requested());
             if pool.shard == shard.id {
                 // Other streams used it in the graph, which is over when the capture is.
-                state.uses.remove(&index);
+                uses.remove(&index);
             }
             // CAST: one entry for each stream.
-            let events = state.uses.get(&index).map_or(1, |uses| uses.len() as u32);
-            state.cache.defer(index, events);
+            let events = uses.get(&index).map_or(1, |uses| uses.len() as u32);
+            cache.defer(index, events);
         });
         pool.waiting.push((shard.id, index));
         true
@@ -113,7 +107,7 @@ impl Caching {
             let captures = &mut *lock(&self.captures);
             let (stream, pool) = captures.find_open(self.name(), capture)?;
             let (shard, waiting) = (pool.shard, std::mem::take(&mut pool.waiting));
-            unmark(self.shards.of_stream(stream));
+            self.flag_held(self.shards.of_stream(stream), false);
             captures.end(stream);
             self.capturing.fetch_sub(1, Release);
             self.waiting.fetch_sub(1, Release);
@@ -133,7 +127,7 @@ impl Caching {
         let pool = lock(&self.captures).release(self.name(), capture)?;
         let Some(shard) = self.shards.by_id(pool.shard) else { return Ok(()) };
         let growth = &mut *self.lock_growth();
-        shard.lock().pinned = false;
+        shard.lock().pin(false);
         Ok(self.release_shard(growth, shard)?)
     }
 
@@ -145,7 +139,7 @@ impl Caching {
             let _ = self.free_after_capture(shard, index);
         }
         for shard in self.shards.captured() {
-            shard.lock().pinned = false;
+            shard.lock().pin(false);
         }
     }
 }
@@ -162,17 +156,17 @@ mod tests {
     fn nothing_is_looked_at_once_a_capture_has_ended() {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 40));
         let (caching, stream) = (Caching::new(driver, CachingSettings::default()), StreamId::numbered(1));
-        let marked = || {
-            let state = caching.shards.of_stream(stream).lock();
-            state.cache.blocks.iter().filter(|(_, block)| block.is_shared()).count()
+        let flagged = || {
+            let shard = caching.shards.of_stream(stream).lock();
+            shard.cache().blocks().iter().filter(|(_, block)| block.is_shared()).count()
         };
         let blocks = [100, 3 << 20, 12 << 20].map(|bytes| caching.allocate(Request::new(bytes), stream).unwrap());
         caching.record_use(&blocks[0], StreamId::numbered(2)).unwrap();
         let id = caching.capture_begin(stream).unwrap();
-        assert_eq!((marked(), caching.waiting.load(Acquire)), (3, 1));
+        assert_eq!((flagged(), caching.waiting.load(Acquire)), (3, 1));
         caching.capture_end(id).unwrap();
-        // What another stream was announced to use stays marked.
-        assert_eq!((marked(), caching.waiting.load(Acquire), caching.any_capture()), (1, 0, false));
+        // What another stream was announced to use stays flagged.
+        assert_eq!((flagged(), caching.waiting.load(Acquire), caching.any_capture()), (1, 0, false));
         for block in blocks {
             // SAFETY: the null device queues no work.
             unsafe { caching.deallocate(block, stream) }.unwrap();

@@ -1,9 +1,9 @@
-//! What happens when no free block fits: segments from the device, and the ladder that PyTorch climbs when it refuses.
+//! What is done when no free block fits: a segment from the device, and what PyTorch releases when the device refuses one.
 //!
 //! One thread at a time is here. It holds no shard's lock while it calls the device, so that others go on with hits.
 
 use super::shard::Shard;
-use super::{Caching, CachingSettings, mint};
+use super::{Caching, CachingSettings, hand_out};
 use crate::backends::caching::core::block_cache::{Wanted, address};
 use crate::backends::caching::core::blocks::{BlockIndex, BlockRecord, MAX_BLOCK};
 use crate::contract::{AllocError, OomReport};
@@ -12,7 +12,7 @@ use crate::contract::{Gauge, PoolKind, PooledGauge, Stats};
 use crate::contract::{Ledger, Snapshot};
 use crate::device::DriverError;
 use crate::device::StreamId;
-use crate::policy::rounding::{pool_of, segment_size};
+use crate::policy::size::torch::segment_size;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// What is known of the segments as a whole.
@@ -98,7 +98,7 @@ impl Caching {
     pub(super) fn all_segments(&self) -> Snapshot {
         let shards = self.shards.by_stream();
         let mut segments: Vec<_> =
-            shards.into_iter().flat_map(|shard| shard.lock().cache.segments(shard.stream)).collect();
+            shards.into_iter().flat_map(|shard| shard.lock().cache().segments(shard.stream)).collect();
         segments.sort_unstable_by_key(|segment| segment.addr);
         Snapshot { segments }
     }
@@ -107,7 +107,7 @@ impl Caching {
     /// [`all_segments`](Self::all_segments), from what each shard counts. The caller holds `growth`.
     fn ledger(&self, stream: StreamId) -> Ledger {
         let shards = self.shards.by_stream();
-        shards.into_iter().map(|shard| shard.lock().cache.tally.ledger(shard.stream == stream)).sum()
+        shards.into_iter().map(|shard| shard.lock().cache().tally().ledger(shard.stream == stream)).sum()
     }
 
     /// Peaks start again; see [`DeviceAllocator::reset_peaks`].
@@ -145,12 +145,13 @@ impl Caching {
     /// took it meanwhile.
     fn release_segment(&self, growth: &mut Growth, idle: &Idle<'_>) -> Result<u64, DriverError> {
         // The record goes before the memory: another thread may be given the address at once.
-        let Some(segment) = idle.shard.lock().cache.remove_segment(idle.index, idle.addr) else { return Ok(0) };
+        let removed = self.totals.enter(idle.shard, &self.shards).remove_segment(idle.index, idle.addr);
+        let Some(segment) = removed else { return Ok(0) };
         // SAFETY: the block is a whole segment, so its address came from `mem_alloc`; it was free and nobody can take it
         // any more, and no queued work of its own stream or of recorded streams uses it later than the device-wide wait
         // inside the call.
         if let Err(error) = unsafe { self.driver.mem_free(address(segment.addr())) } {
-            idle.shard.lock().cache.restore_segment(segment, idle.freed_at);
+            self.totals.enter(idle.shard, &self.shards).restore_segment(segment, idle.freed_at);
             return Err(error);
         }
         growth.removed(&self.settings, segment.pool(), segment.bytes());
@@ -159,14 +160,15 @@ impl Caching {
 
     /// Idle segments of a shard's pool by (size, address); none where a graph may use them.
     fn idle<'a>(&self, shard: &'a Shard, pool: PoolKind) -> Vec<Idle<'a>> {
-        let state = shard.lock();
-        if state.pinned {
+        let shard_now = shard.lock();
+        let (cache, blocks) = (shard_now.cache(), shard_now.cache().blocks());
+        if shard_now.is_pinned() {
             return Vec::new();
         }
-        let free = state.cache.free_blocks(pool).into_iter().map(|index| (index, state.cache.blocks.get(index)));
+        let free = cache.free_blocks(pool).into_iter().map(|index| (index, blocks.get(index)));
         let whole = free.filter(|(_, block)| !block.is_split());
         let seen = |(index, block): (BlockIndex, &BlockRecord)| {
-            let freed_at = state.cache.blocks.freed_at(index);
+            let freed_at = blocks.freed_at(index);
             Idle { shard, index, addr: block.addr(), bytes: block.bytes(), freed_at }
         };
         whole.map(seen).collect()
@@ -192,9 +194,9 @@ impl Caching {
         // segment is oversize; under a smaller one it may be.
         let idle = self.idle(shard, pool);
         let fit = {
-            let state = shard.lock();
-            let free = state.cache.free_blocks(pool);
-            free.into_iter().find(|index| state.cache.blocks.get(*index).bytes() >= wanted)
+            let shard = shard.lock();
+            let free = shard.cache().free_blocks(pool);
+            free.into_iter().find(|index| shard.cache().blocks().get(*index).bytes() >= wanted)
         };
         if let Some(found) = idle.iter().find(|idle| Some(idle.index) == fit) {
             self.release_segment(growth, found)?;
@@ -269,44 +271,19 @@ impl Caching {
         Ok(())
     }
 
-    /// Hands out a free block of the cache, if one fits.
-    fn fit(&self, shard: &Shard, requested: u64, rounded: u64, path: Path) -> Option<Block> {
-        let wanted = Wanted { rounded, requested, now: self.searches.load(Relaxed) };
-        let state = &mut *self.totals.enter(shard, &self.shards);
-        let served = state.cache.serve(pool_of(rounded), wanted, &self.rules)?;
-        let path = if served.split && path == Path::Hit { Path::Split } else { path };
-        self.count_oversize(served);
-        Some(mint(shard, served, requested, path))
-    }
-
-    /// Cuts a block out of a segment that nobody knows yet.
-    fn cut(&self, shard: &Shard, segment: BlockRecord, requested: u64, rounded: u64, path: Path) -> Block {
-        let wanted = Wanted { rounded, requested, now: self.searches.load(Relaxed) };
-        let state = &mut *self.totals.enter(shard, &self.shards);
-        let served = state.cache.serve_from_segment(segment, wanted, &self.rules);
-        self.count_oversize(served);
-        mint(shard, served, requested, path)
-    }
-
-    /// Takes memory from the device, releasing cached memory as PyTorch does when that is refused. `processed` says
-    /// whether this thread has looked at the pending frees for this request.
+    /// Serves a request that no free block fitted: takes memory from the device, releasing cached memory as PyTorch does when
+    /// that is refused. `processed` says whether this thread has looked at the pending frees for this request.
     #[cold]
-    pub(super) fn grow(
-        &self,
-        shard: &Shard,
-        requested: u64,
-        rounded: u64,
-        processed: bool,
-    ) -> Result<Block, AllocError> {
+    pub(super) fn grow(&self, shard: &Shard, wanted: Wanted, processed: bool) -> Result<Block, AllocError> {
         let growth = &mut *self.lock_growth();
         if !processed {
             self.wait_and_process_events()?;
         }
         // Another thread may have grown this stream's cache, or freed into it, while this one waited.
-        if let Some(block) = self.fit(shard, requested, rounded, Path::Hit) {
-            return Ok(block);
+        if let Some(served) = self.serve_cached(shard, wanted) {
+            return Ok(hand_out(shard, served, wanted.requested, served.path()));
         }
-        let block = self.climb(growth, shard, requested, rounded)?;
+        let block = self.climb(growth, shard, wanted)?;
         if growth.held() > growth.peak.reserved {
             growth.peak = self.ledger(shard.stream);
             debug_assert_eq!(growth.peak.wasted(), growth.peak.reserved - growth.peak.requested);
@@ -315,43 +292,50 @@ impl Caching {
         Ok(block)
     }
 
-    fn climb(&self, growth: &mut Growth, shard: &Shard, requested: u64, rounded: u64) -> Result<Block, AllocError> {
-        let (pool, bytes) = (pool_of(rounded), segment_size(rounded));
-        let done = |addr: u64, path: Path| {
-            Ok(self.cut(shard, BlockRecord::segment(addr, bytes, pool), requested, rounded, path))
-        };
+    /// The steps that PyTorch takes, in order, until one of them gives a block.
+    fn climb(&self, growth: &mut Growth, shard: &Shard, wanted: Wanted) -> Result<Block, AllocError> {
+        let (pool, bytes) = (wanted.pool, segment_size(wanted.rounded));
         let collected = self.collects && self.collect_garbage(growth)?;
         if let Some(addr) = self.new_segment(growth, pool, bytes, false)? {
-            return done(addr, if collected { Path::Collect } else { Path::DriverAlloc });
+            let path = if collected { Path::Collect } else { Path::DriverAlloc };
+            return Ok(self.serve_from_segment(shard, addr, bytes, wanted, path));
         }
-        if self.release_oversize(growth, shard, pool, rounded)?
+        if self.release_oversize(growth, shard, pool, wanted.rounded)?
             && let Some(addr) = self.new_segment(growth, pool, bytes, false)?
         {
-            return done(addr, Path::Retry);
+            return Ok(self.serve_from_segment(shard, addr, bytes, wanted, Path::Retry));
         }
         self.release_cached(growth, 0)?;
         if self.settings.retry_fit_after_sync
-            && let Some(block) = self.fit(shard, requested, rounded, Path::Retry)
+            && let Some(served) = self.serve_cached(shard, wanted)
         {
-            return Ok(block);
+            return Ok(hand_out(shard, served, wanted.requested, Path::Retry));
         }
         if let Some(addr) = self.new_segment(growth, pool, bytes, true)? {
-            return done(addr, Path::Retry);
+            return Ok(self.serve_from_segment(shard, addr, bytes, wanted, Path::Retry));
         }
         growth.ooms += 1;
-        Err(self.out_of_memory(growth, shard, requested, rounded))
+        Err(self.out_of_memory(growth, shard, wanted))
     }
 
-    pub(super) fn out_of_memory(&self, growth: &Growth, shard: &Shard, requested: u64, rounded: u64) -> AllocError {
-        let pool = pool_of(rounded);
+    /// Cuts a block out of a segment that is new.
+    fn serve_from_segment(&self, shard: &Shard, addr: u64, bytes: u64, wanted: Wanted, path: Path) -> Block {
+        let segment = BlockRecord::segment(addr, bytes, wanted.pool);
+        let served = self.totals.enter(shard, &self.shards).serve_from_segment(segment, wanted, &self.split);
+        self.count_oversize(served);
+        hand_out(shard, served, wanted.requested, path)
+    }
+
+    pub(super) fn out_of_memory(&self, growth: &Growth, shard: &Shard, wanted: Wanted) -> AllocError {
+        let Wanted { pool, rounded, requested, .. } = wanted;
         let sizes = |shard: &Shard, pool: PoolKind| {
-            let state = shard.lock();
-            let free = state.cache.free_blocks(pool);
-            free.into_iter().map(|index| state.cache.blocks.get(index).bytes()).collect::<Vec<u64>>()
+            let shard = shard.lock();
+            let free = shard.cache().free_blocks(pool);
+            free.into_iter().map(|index| shard.cache().blocks().get(index).bytes()).collect::<Vec<u64>>()
         };
         // A graph's free blocks are nobody else's, whoever trims.
         let others = self.shards.by_stream().into_iter();
-        let others = others.filter(|other| other.id != shard.id && !other.lock().pinned);
+        let others = others.filter(|other| other.id != shard.id && !other.lock().is_pinned());
         let others =
             others.map(|other| sizes(other, PoolKind::Small).iter().chain(&sizes(other, PoolKind::Large)).sum::<u64>());
         let others = others.sum();

@@ -105,7 +105,7 @@ fn the_peak_is_what_two_streams_held_together() {
             let block = take(&caching, 1024, stream);
             give(&caching, block, stream);
         }
-        // The account of B is open, and closed by the other thread before, while or after this one takes a block.
+        // B has the lease, which the other thread ends before, while or after this one takes a block.
         let other = {
             let caching = Arc::clone(&caching);
             thread::spawn(move || take(&caching, 512, A))

@@ -1,4 +1,4 @@
-//! Frees that wait for streams other than the block's own.
+//! Deferred frees: blocks that another stream was announced to use (`record_stream`) wait for an event on it, as in PyTorch.
 
 use super::{Caching, not_held};
 use crate::backends::caching::core::blocks::BlockIndex;
@@ -83,18 +83,19 @@ impl Caching {
         }
         let pending = &mut *lock(&self.pending);
         let now = self.searches.load(Relaxed);
-        let freed = self.totals.step(shard, &self.shards, |state, waiting| {
-            let uses = state.uses.remove(&index).unwrap_or_default();
-            let block = *state.cache.blocks.get(index);
-            if uses.is_empty() {
-                // Marked for a capture that has ended meanwhile.
-                state.cache.blocks.get_mut(index).unshare();
-                return Err(state.cache.take_back(index, block.requested(), now));
+        let freed = self.totals.step(shard, &self.shards, |counted, waiting| {
+            let (cache, uses) = counted.parts();
+            let users = uses.remove(&index).unwrap_or_default();
+            let block = *cache.blocks().get(index);
+            if users.is_empty() {
+                // Flagged for a capture that has ended meanwhile.
+                cache.set_shared(index, false);
+                return Err(cache.take_back(index, block.requested(), now));
             }
             waiting.add_block(block.pool(), block.bytes(), block.requested());
             // CAST: one entry for each stream.
-            state.cache.defer(index, uses.len() as u32);
-            Ok(uses)
+            cache.defer(index, users.len() as u32);
+            Ok(users)
         });
         match freed {
             Ok(uses) => {
@@ -111,7 +112,7 @@ impl Caching {
         if *streams == 1
             && let Some(shard) = self.shards.by_id(shard_id)
         {
-            pending.stranded_bytes.increase(shard.lock().cache.blocks.get(index).bytes());
+            pending.stranded_bytes.increase(shard.lock().cache().blocks().get(index).bytes());
         }
     }
 
@@ -123,7 +124,7 @@ impl Caching {
         }
         for ((shard_id, index), streams) in std::mem::take(&mut pending.stranded) {
             if let Some(shard) = self.shards.by_id(shard_id) {
-                pending.stranded_bytes.decrease(shard.lock().cache.blocks.get(index).bytes());
+                pending.stranded_bytes.decrease(shard.lock().cache().blocks().get(index).bytes());
             }
             (0..streams).for_each(|_| self.complete(shard_id, index));
         }
@@ -163,7 +164,7 @@ impl Caching {
     pub(super) fn free_after_capture(&self, shard_id: u32, index: BlockIndex) -> Result<(), DriverError> {
         let Some(shard) = self.shards.by_id(shard_id) else { return Ok(()) };
         let pending = &mut *lock(&self.pending);
-        let uses = shard.lock().uses.remove(&index).unwrap_or_default();
+        let uses = shard.lock().uses().remove(&index).unwrap_or_default();
         if uses.is_empty() {
             self.complete(shard_id, index);
             return Ok(());
@@ -248,11 +249,10 @@ impl Caching {
     fn complete(&self, shard_id: u32, index: BlockIndex) {
         let Some(shard) = self.shards.by_id(shard_id) else { return };
         let now = self.searches.load(Relaxed);
-        self.totals.step(shard, &self.shards, |state, waiting| {
-            let block = state.cache.blocks.get_mut(index);
-            if block.event_done() == 0 {
+        self.totals.step(shard, &self.shards, |cache, waiting| {
+            let block = *cache.blocks().get(index);
+            if cache.event_done(index, now) {
                 waiting.remove_block(block.pool(), block.bytes(), block.requested());
-                state.cache.release_pending(index, now);
             }
         });
     }
@@ -260,14 +260,15 @@ impl Caching {
     /// Announces a use of a live block by another stream.
     pub(super) fn announce(&self, block: &Block, user: StreamId) -> Result<(), AllocError> {
         let Some(shard) = self.shard_of(block) else { return Err(not_held(self.name(), block)) };
-        let state = &mut *shard.lock();
-        let Some(index) = Self::find(state, block) else { return Err(not_held(self.name(), block)) };
+        let mut counted = self.totals.enter(shard, &self.shards);
+        let Some(index) = Self::find(&counted, block) else { return Err(not_held(self.name(), block)) };
         if user != shard.stream {
-            let uses = state.uses.entry(index).or_default();
-            if !uses.contains(&user) {
-                uses.push(user);
+            let (cache, uses) = counted.parts();
+            let users = uses.entry(index).or_default();
+            if !users.contains(&user) {
+                users.push(user);
             }
-            state.cache.blocks.get_mut(index).share();
+            cache.set_shared(index, true);
         }
         Ok(())
     }

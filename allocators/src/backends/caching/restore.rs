@@ -1,15 +1,15 @@
-//! Segments and blocks of another allocator, taken over before the first allocation.
+//! Restoring a snapshot: segments and blocks of another allocator, taken over before the first allocation.
 
 use super::growth::Growth;
-use super::{Caching, mint};
-use crate::backends::caching::core::block_cache::{Served, address};
+use super::{Caching, hand_out};
+use crate::backends::caching::core::block_cache::{Served, Wanted, address};
 use crate::backends::caching::core::blocks::{BlockRecord, MAX_BLOCK};
 use crate::contract::AllocError;
 use crate::contract::PoolKind;
 use crate::contract::{Block, Path};
 use crate::contract::{BlockState, SegmentInfo, Snapshot};
 use crate::device::DeviceAddr;
-use crate::policy::rounding::MIN_BLOCK;
+use crate::policy::size::torch::MIN_BLOCK;
 use std::sync::atomic::Ordering::Relaxed;
 
 impl Caching {
@@ -32,10 +32,10 @@ impl Caching {
             let shard = self.shards.of_stream(segment.stream);
             let in_use = |state: BlockState| state != BlockState::Free;
             let record = BlockRecord::segment(addr, segment.bytes, pool_of(segment));
-            let state = &mut *self.totals.enter(shard, &self.shards);
+            let cache = &mut *self.totals.enter(shard, &self.shards);
             if segment.blocks.len() == 1 && !in_use(segment.blocks[0].state) {
                 let freed_at = self.searches.load(Relaxed).saturating_sub(age(segment.addr));
-                state.cache.restore_segment(record, freed_at);
+                cache.restore_segment(record, freed_at);
                 continue;
             }
             let parts: Vec<(u64, Option<u64>)> = segment
@@ -43,12 +43,12 @@ impl Caching {
                 .iter()
                 .map(|block| (block.bytes, in_use(block.state).then_some(block.requested)))
                 .collect();
-            let used = state.cache.add_segment(record, &parts);
+            let used = cache.add_segment(record, &parts);
             for index in used {
-                let block = *state.cache.blocks.get(index);
+                let block = *cache.blocks().get(index);
                 let served = Served { index, addr: block.addr(), bytes: block.bytes(), split: false };
                 self.count_oversize(served);
-                blocks.push(mint(shard, served, block.requested(), Path::DriverAlloc));
+                blocks.push(hand_out(shard, served, block.requested(), Path::DriverAlloc));
             }
         }
         Ok(blocks)
@@ -84,7 +84,9 @@ impl Caching {
                     }
                     Ok(None) => {
                         let shard = self.shards.of_stream(segment.stream);
-                        let error = self.out_of_memory(growth, shard, segment.bytes, segment.bytes);
+                        let bytes = segment.bytes;
+                        let wanted = Wanted { pool: pool_of(segment), rounded: bytes, requested: bytes, now: 0 };
+                        let error = self.out_of_memory(growth, shard, wanted);
                         self.give_back(growth, made)?;
                         return Err(error);
                     }

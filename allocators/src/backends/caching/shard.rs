@@ -1,11 +1,17 @@
-//! One stream's part of the allocator, and the table that finds it.
+//! Shards: each stream has its own blocks, free lists and counts behind a lock of its own, so threads on streams of
+//! their own wait for nobody.
+//!
+//! *Worth.* PyTorch has one lock for all streams of a device. With one thread there is nothing to gain; with sixteen, each
+//! on its own stream, it is what lets all of them work at once (`experiments bench --case threads`). A shard is found by its
+//! stream without a lock, in a hash table whose slots are filled once.
 
 use crate::backends::caching::core::block_cache::BlockCache;
 use crate::backends::caching::core::blocks::BlockIndex;
-use crate::backends::caching::core::tally::Figures;
+use crate::backends::caching::totals::{Lease, Sums};
 use crate::device::StreamId;
 use crate::sync::{Mutex, SpinGuard, SpinLock, lock};
 use std::collections::BTreeMap;
+use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
@@ -23,28 +29,99 @@ pub(super) struct Shard {
 
 /// The state behind a shard's lock.
 #[derive(Debug, Default)]
-pub(super) struct ShardState {
-    /// Blocks.
-    pub(super) cache: BlockCache,
-    /// Streams that were announced to use a block; blocks that have any are marked `shared`.
-    pub(super) uses: BTreeMap<BlockIndex, Vec<StreamId>>,
-    /// Whether levels may be changed without taking the lock of the totals.
-    pub(super) admitted: bool,
-    /// What all other streams' levels add up to while this shard is the one that may change levels.
-    pub(super) others: Figures,
-    /// Whether a graph may use its segments, so that none goes back to the device.
-    pub(super) pinned: bool,
+struct ShardState {
+    cache: BlockCache,
+    uses: Uses,
+    lease: Option<Lease>,
+    pinned: bool,
 }
+
+/// Streams that were announced to use a block (`record_stream`); blocks that have any are flagged as shared.
+pub(super) type Uses = BTreeMap<BlockIndex, Vec<StreamId>>;
 
 impl Shard {
     fn new(id: u32, stream: StreamId) -> Self {
         Self { id, stream, state: SpinLock::new(ShardState::default()) }
     }
 
-    /// Never held over a call to the device, and never while another shard's is taken.
+    /// The shard to look at. No lock of a shard is held over a call to the device, nor while another shard's is taken.
     #[inline]
-    pub(super) fn lock(&self) -> SpinGuard<'_, ShardState> {
-        self.state.lock()
+    pub(super) fn lock(&self) -> Locked<'_> {
+        Locked(self.state.lock())
+    }
+
+    /// The shard to work on; `None` while it may not change its levels.
+    #[inline(always)]
+    pub(super) fn lock_leased(&self) -> Option<Counted<'_>> {
+        let state = self.state.lock();
+        state.lease.is_some().then_some(Counted(state))
+    }
+
+    /// The same for who holds the sums of all shards: nobody else changes any levels meanwhile.
+    pub(super) fn lock_with(&self, _sums: &mut Sums) -> Counted<'_> {
+        Counted(self.state.lock())
+    }
+}
+
+/// A locked shard whose blocks can be looked at, but not changed.
+pub(super) struct Locked<'a>(SpinGuard<'a, ShardState>);
+
+impl Locked<'_> {
+    /// Its blocks.
+    pub(super) fn cache(&self) -> &BlockCache {
+        &self.0.cache
+    }
+
+    /// Whether a graph may use its segments, so that none goes back to the device.
+    pub(super) fn is_pinned(&self) -> bool {
+        self.0.pinned
+    }
+
+    /// Sets [`is_pinned`](Self::is_pinned).
+    pub(super) fn pin(&mut self, pinned: bool) {
+        self.0.pinned = pinned;
+    }
+
+    /// Announced uses.
+    pub(super) fn uses(&mut self) -> &mut Uses {
+        &mut self.0.uses
+    }
+
+    /// What lets it change its levels.
+    pub(super) fn lease(&mut self) -> &mut Option<Lease> {
+        &mut self.0.lease
+    }
+
+    /// Lets the peaks of its counts start again.
+    pub(super) fn restart_peaks(&mut self) {
+        self.0.cache.restart_peaks();
+    }
+}
+
+/// A locked shard that may change its levels: [`Totals`](super::totals::Totals) know of it. Leads to its blocks.
+pub(super) struct Counted<'a>(SpinGuard<'a, ShardState>);
+
+impl Counted<'_> {
+    /// The blocks and the announced uses.
+    pub(super) fn parts(&mut self) -> (&mut BlockCache, &mut Uses) {
+        let state = &mut *self.0;
+        (&mut state.cache, &mut state.uses)
+    }
+}
+
+impl Deref for Counted<'_> {
+    type Target = BlockCache;
+
+    #[inline(always)]
+    fn deref(&self) -> &BlockCache {
+        &self.0.cache
+    }
+}
+
+impl DerefMut for Counted<'_> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut BlockCache {
+        &mut self.0.cache
     }
 }
 
@@ -142,7 +219,7 @@ impl ShardTable {
         if let Some(shard) = numbers.by_stream.get(&stream).and_then(|id| self.by_id(*id)) {
             return shard;
         }
-        // By number before by stream: the owner of a block is looked up by number without the lock.
+        // By number before by stream: the owner of a block or of the lease is looked up by number without the lock.
         let made = self.put(Shard::new(self.first.wrapping_add(numbers.count()), stream));
         numbers.by_stream.insert(stream, made.id);
         if numbers.by_stream.len() <= SLOTTED {

@@ -1,151 +1,142 @@
-//! Levels and peaks over all streams, without a counter that all streams write.
+//! What all shards add up to, and its peaks, without a counter that all streams write.
 //!
-//! The peak of a sum is not the sum of the peaks, so the sum has to be known at each change. One shard at a time may change
-//! its levels. It was told what all the others add up to, so its own peaks say how high the sum went. Work on another shard
-//! first takes that right over, which costs two short locks; work on one stream finds in its own shard that it has it.
+//! The peak of a sum is not the sum of the peaks: somebody has to know the sum at the time. So the right to change levels is
+//! *leased* to one shard at a time. A lease says what all other shards add up to, and while it lasts they do not change; so
+//! the holder's own peaks say how high the sum went. Work on another shard first ends the lease and takes one for that
+//! shard, which costs two short locks. Work on one stream never does.
 //!
-//! So peaks are exact in a program with one thread, whatever its streams, and with several threads as long as they take
-//! turns. After [`TURNS`] changes of thread the account is opened to every shard: each keeps its own peaks, and the sum
-//! of those, an upper bound, is what the peaks can be told to be. [`Totals::restart_peaks`] starts over.
+//! Peaks are therefore exact in a program with one thread, whatever its streams, and with several threads that take turns.
+//! After [`TURNS`] leases that another thread took, every shard gets one without an end. From then on the peaks of all
+//! shards are added up, and the sum is called a bound ([`PeakKind::AtMost`]). [`Totals::restart_peaks`] makes them exact
+//! again.
+//!
+//! *Worth.* One counter for all streams, under a lock of its own or atomic, is written at every call by every thread; that
+//! is what keeps sixteen threads on sixteen streams from going faster than one.
 
-use super::shard::{Shard, ShardState, ShardTable};
+use super::shard::{Counted, Locked, Shard, ShardTable};
 use crate::backends::caching::core::tally::{Figures, Quantity, Scope};
-use crate::contract::{Gauge, PooledGauge, Stats};
-use crate::sync::{Mutex, SpinGuard, ThreadId, lock, this_thread};
+use crate::contract::{Gauge, PeakKind, PooledGauge, Stats};
+use crate::sync::{Mutex, ThreadId, lock, this_thread};
 
-/// Changes of thread after which several threads no longer share exact peaks.
+/// Leases that were taken by another thread than the one before, after which threads no longer wait for each other.
 pub(super) const TURNS: u32 = if cfg!(loom) { 2 } else { 64 };
 
-/// Gauges whose peaks are sums of the shards' once every shard has an account of its own.
-const SUMMED: [&str; 7] = [
-    "allocation",
-    "active",
-    "inactive_split",
-    "allocated_bytes",
-    "active_bytes",
-    "inactive_split_bytes",
-    "requested_bytes",
-];
+/// The right of a shard to change its levels.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Lease {
+    /// What all other shards add up to while it lasts; nothing where all shards have one.
+    others: Figures,
+}
 
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct Totals {
-    books: Mutex<Books>,
+    sums: Mutex<Sums>,
 }
 
-/// What was known when the accounts were last closed.
+/// What was known when the last lease ended.
 #[derive(Debug, Default)]
-struct Books {
+pub(super) struct Sums {
     /// Sum of all shards' levels.
     current: Figures,
-    /// Highest sums. Of `Requested`, pending blocks count as well.
+    /// Highest sums.
     peak: Figures,
-    /// Highest sums of blocks and bytes with pending ones.
+    /// Highest sums with pending blocks.
     active_peak: Figures,
     /// Blocks whose free waits for other streams.
     pending: Figures,
-    /// Highest `pending` since every shard has an account of its own.
+    /// Highest `pending` since every shard has a lease.
     pending_peak: Figures,
-    /// Who may change levels. Where that is a shard, it says so itself ([`ShardState::admitted`]), as do all once the
-    /// tenancy is open, each from its next use on.
-    tenancy: Tenancy,
-    /// Thread that last took the right over for a shard.
+    /// Who has a lease. The shard knows by itself; where all have one, each takes it at its next use.
+    holder: Holder,
+    /// Thread that took the last lease.
     thread: Option<ThreadId>,
     turns: u32,
 }
 
 /// Who may change levels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Tenancy {
-    /// Nobody: the accounts are closed.
+enum Holder {
+    /// No shard.
     #[default]
-    Vacant,
+    Nobody,
     /// The shard with a number.
     Shard(u32),
-    /// Every shard, each on an account of its own.
-    Open,
+    /// Every shard.
+    All,
 }
 
-impl Books {
+impl Sums {
     /// Takes levels that the sums reached into the peaks.
-    fn reach(&mut self, sums: &Figures, pending: &Figures) {
-        let active = sums.zip(pending, |sum, waiting| sum + waiting);
+    fn reach(&mut self, sums: &Figures) {
+        let active = sums.zip(&self.pending, |sum, waiting| sum + waiting);
         self.active_peak = self.active_peak.zip(&active, u64::max);
         self.peak = self.peak.zip(sums, u64::max);
     }
 
-    fn open(&self, state: &mut ShardState) {
-        state.others = self.current.zip(&state.cache.tally.current(), |sum, own| sum - own);
-        state.cache.tally.restart_peaks();
+    /// Gives a shard the lease; its peaks start from its levels.
+    fn begin_lease(&mut self, shard: &mut Locked<'_>) {
+        let others = self.current.zip(&shard.cache().tally().current(), |sum, own| sum - own);
+        shard.restart_peaks();
+        *shard.lease() = Some(Lease { others });
     }
 
-    fn close(&mut self, state: &ShardState) {
-        let reached = state.others.zip(&state.cache.tally.peak(), |others, own| others + own);
-        let pending = self.pending;
-        self.reach(&reached, &pending);
-        self.current = state.others.zip(&state.cache.tally.current(), |others, own| others + own);
+    /// Ends the lease of the one shard that has it. Until the sums are unlocked nobody's levels change then, unless all have
+    /// one.
+    fn end_lease(&mut self, table: &ShardTable) {
+        let Holder::Shard(id) = self.holder else { return };
+        self.holder = Holder::Nobody;
+        let Some(shard) = table.by_id(id) else { return };
+        let shard = &mut shard.lock();
+        let Some(lease) = shard.lease().take() else { return };
+        let tally = shard.cache().tally();
+        self.reach(&lease.others.zip(&tally.peak(), |others, own| others + own));
+        self.current = lease.others.zip(&tally.current(), |others, own| others + own);
     }
 }
 
 impl Totals {
     pub(super) fn new() -> Self {
-        Self { books: Mutex::new(Books::default()) }
+        Self { sums: Mutex::new(Sums::default()) }
     }
 
     /// Locks a shard for work that changes its levels.
     #[inline(always)]
-    pub(super) fn enter<'a>(&self, shard: &'a Shard, table: &ShardTable) -> SpinGuard<'a, ShardState> {
+    pub(super) fn enter<'a>(&self, shard: &'a Shard, table: &ShardTable) -> Counted<'a> {
         loop {
-            let state = shard.lock();
-            if state.admitted {
-                return state;
+            if let Some(counted) = shard.lock_leased() {
+                return counted;
             }
-            drop(state);
-            self.admit(shard, table);
+            self.lease(shard, table);
         }
-    }
-
-    /// Takes the right to change levels from the shard that has it. Until the lock is released no shard gets it, unless all
-    /// have it.
-    fn close_tenancy(books: &mut Books, table: &ShardTable) {
-        let Tenancy::Shard(tenant) = books.tenancy else { return };
-        if let Some(shard) = table.by_id(tenant) {
-            let state = &mut *shard.lock();
-            // Whoever takes the shard's lock after us finds that it may no longer change levels.
-            state.admitted = false;
-            books.close(state);
-        }
-        books.tenancy = Tenancy::Vacant;
     }
 
     #[cold]
-    fn admit(&self, shard: &Shard, table: &ShardTable) {
-        let books = &mut *lock(&self.books);
-        if books.tenancy == Tenancy::Open {
-            shard.lock().admitted = true;
+    fn lease(&self, shard: &Shard, table: &ShardTable) {
+        let sums = &mut *lock(&self.sums);
+        if sums.holder == Holder::All {
+            *shard.lock().lease() = Some(Lease::default());
             return;
         }
-        if books.tenancy == Tenancy::Shard(shard.id) {
+        if sums.holder == Holder::Shard(shard.id) {
             return;
         }
-        Self::close_tenancy(books, table);
+        sums.end_lease(table);
         let thread = this_thread();
-        if books.thread.replace(thread).is_some_and(|last| last != thread) {
-            books.turns += 1;
+        if sums.thread.replace(thread).is_some_and(|last| last != thread) {
+            sums.turns += 1;
         }
-        if books.turns < TURNS {
-            let state = &mut *shard.lock();
-            books.open(state);
-            state.admitted = true;
-            books.tenancy = Tenancy::Shard(shard.id);
+        if sums.turns < TURNS {
+            sums.begin_lease(&mut shard.lock());
+            sums.holder = Holder::Shard(shard.id);
         } else {
-            // No level changes before this is done: shards ask for the books first.
+            // No level changes before this is done: shards ask for a lease first.
             for shard in table.by_stream() {
-                shard.lock().cache.tally.restart_peaks();
+                shard.lock().restart_peaks();
             }
-            shard.lock().admitted = true;
-            books.pending_peak = books.pending;
-            books.tenancy = Tenancy::Open;
+            *shard.lock().lease() = Some(Lease::default());
+            sums.pending_peak = sums.pending;
+            sums.holder = Holder::All;
         }
     }
 
@@ -154,66 +145,61 @@ impl Totals {
         &self,
         shard: &Shard,
         table: &ShardTable,
-        change: impl FnOnce(&mut ShardState, &mut Figures) -> R,
+        change: impl FnOnce(&mut Counted<'_>, &mut Figures) -> R,
     ) -> R {
-        let books = &mut *lock(&self.books);
-        Self::close_tenancy(books, table);
-        let everybody = books.tenancy == Tenancy::Open;
-        let state = &mut *shard.lock();
-        let before = state.cache.tally.current();
-        let out = change(state, &mut books.pending);
-        if everybody {
-            books.pending_peak = books.pending_peak.zip(&books.pending, u64::max);
+        let sums = &mut *lock(&self.sums);
+        sums.end_lease(table);
+        let counted = &mut shard.lock_with(sums);
+        let before = counted.tally().current();
+        let out = change(counted, &mut sums.pending);
+        if sums.holder == Holder::All {
+            sums.pending_peak = sums.pending_peak.zip(&sums.pending, u64::max);
         } else {
-            let rest = books.current.zip(&before, |sum, own| sum - own);
-            books.current = rest.zip(&state.cache.tally.current(), |rest, own| rest + own);
-            let (sums, pending) = (books.current, books.pending);
-            books.reach(&sums, &pending);
+            let rest = sums.current.zip(&before, |sum, own| sum - own);
+            sums.current = rest.zip(&counted.tally().current(), |rest, own| rest + own);
+            sums.reach(&sums.current.clone());
         }
         out
     }
 
     /// Lets the peaks start again from the levels, exact again.
     pub(super) fn restart_peaks(&self, table: &ShardTable) {
-        let books = &mut *lock(&self.books);
-        Self::close_tenancy(books, table);
-        let mut sums = Figures::default();
+        let sums = &mut *lock(&self.sums);
+        sums.end_lease(table);
+        let mut current = Figures::default();
         for shard in table.by_stream() {
-            let state = &mut *shard.lock();
-            // Once its level is read it stays, until the books are let go.
-            state.admitted = false;
-            sums = sums.zip(&state.cache.tally.current(), |sum, own| sum + own);
+            let shard = &mut shard.lock();
+            // Once its levels are read they stay, until the sums are unlocked.
+            *shard.lease() = None;
+            current = current.zip(&shard.cache().tally().current(), |sum, own| sum + own);
         }
-        *books = Books { current: sums, pending: books.pending, ..Books::default() };
-        books.reach(&sums, &books.pending.clone());
+        *sums = Sums { current, pending: sums.pending, ..Sums::default() };
+        sums.reach(&current);
     }
 
     /// Fills in the gauges of blocks.
     pub(super) fn report(&self, table: &ShardTable, stats: &mut Stats) {
-        let books = &mut *lock(&self.books);
-        Self::close_tenancy(books, table);
-        let everybody = books.tenancy == Tenancy::Open;
-        let (mut current, mut increases, mut summed) = (Figures::default(), Figures::default(), Figures::default());
+        let sums = &mut *lock(&self.sums);
+        sums.end_lease(table);
+        let (mut current, mut increases, mut added) = (Figures::default(), Figures::default(), Figures::default());
         for shard in table.by_stream() {
-            let tally = shard.lock().cache.tally;
+            let tally = *shard.lock().cache().tally();
             current = current.zip(&tally.current(), |sum, own| sum + own);
             increases = increases.zip(&tally.increases(), |sum, own| sum + own);
-            summed = summed.zip(&tally.peak(), |sum, own| sum + own);
+            added = added.zip(&tally.peak(), |sum, own| sum + own);
         }
-        if everybody {
-            let pending = books.pending_peak;
-            books.reach(&summed, &pending);
-            stats.upper_bounds = SUMMED.to_vec();
+        let (mut peak, mut active_peak, mut peak_is) = (sums.peak, sums.active_peak, PeakKind::Exact);
+        if sums.holder == Holder::All {
+            let active = added.zip(&sums.pending_peak, |held, waiting| held + waiting);
+            (peak, active_peak) = (peak.zip(&added, u64::max), active_peak.zip(&active, u64::max));
+            peak_is = PeakKind::AtMost;
         }
-        let pooled = |quantity: Quantity, peaks: &Figures, pending: Option<&Figures>| {
+        let pooled = |quantity: Quantity, peaks: &Figures, pending: &Figures| {
             let gauge = |scope: Scope| {
-                let level = current.get(scope, quantity) + pending.map_or(0, |figures| figures.get(scope, quantity));
-                let allocated = match scope {
-                    Scope::All => increases.get(Scope::Small, quantity) + increases.get(Scope::Large, quantity),
-                    pool => increases.get(pool, quantity),
-                };
+                let level = current.get(scope, quantity) + pending.get(scope, quantity);
+                let allocated = increases.get(scope, quantity);
                 let peak = peaks.get(scope, quantity).max(level);
-                Gauge { current: level, peak, allocated, freed: allocated - level }
+                Gauge { current: level, peak, peak_is, allocated, freed: allocated - level }
             };
             PooledGauge {
                 all: gauge(Scope::All),
@@ -221,13 +207,13 @@ impl Totals {
                 large_pool: Some(gauge(Scope::Large)),
             }
         };
-        let (peak, active) = (&books.peak, &books.active_peak);
-        stats.allocation = pooled(Quantity::Blocks, peak, None);
-        stats.allocated_bytes = pooled(Quantity::Bytes, peak, None);
-        stats.active = pooled(Quantity::Blocks, active, Some(&books.pending));
-        stats.active_bytes = pooled(Quantity::Bytes, active, Some(&books.pending));
-        stats.requested_bytes = pooled(Quantity::Requested, active, Some(&books.pending));
-        stats.inactive_split = Some(pooled(Quantity::Split, peak, None));
-        stats.inactive_split_bytes = Some(pooled(Quantity::SplitBytes, peak, None));
+        let none = Figures::default();
+        stats.allocation = pooled(Quantity::Blocks, &peak, &none);
+        stats.allocated_bytes = pooled(Quantity::Bytes, &peak, &none);
+        stats.active = pooled(Quantity::Blocks, &active_peak, &sums.pending);
+        stats.active_bytes = pooled(Quantity::Bytes, &active_peak, &sums.pending);
+        stats.requested_bytes = pooled(Quantity::Requested, &active_peak, &sums.pending);
+        stats.inactive_split = Some(pooled(Quantity::Split, &peak, &none));
+        stats.inactive_split_bytes = Some(pooled(Quantity::SplitBytes, &peak, &none));
     }
 }

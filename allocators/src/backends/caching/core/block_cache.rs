@@ -1,57 +1,26 @@
-//! The segments of one stream, their blocks, which of them are free, and what they add up to: what `caching` knows of a
-//! stream without asking a device.
+//! The segments of one stream, cut into blocks: what `caching` does without asking a device.
+//!
+//! [`BlockCache::serve`] hands a free block out, and [`BlockCache::take_back`] makes one free again. Both are PyTorch's rules
+//! in PyTorch's order. Freed blocks are joined with their free neighbours at once, so every free list is complete at all
+//! times: there is no deferred coalescing, and nothing that a search could miss.
 
-use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, record, record_mut, split_front};
+use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE};
 use super::exact_index::ExactIndex;
-use super::free_index::{Fit, FreeIndex};
-use super::join::join;
+use super::free_index::FreeIndex;
 use super::ranged_index::RangedIndex;
 use super::tally::Tally;
-use crate::contract::PoolKind;
-use crate::contract::{BlockInfo, SegmentInfo};
+use crate::contract::{BlockInfo, Path, PoolKind, SegmentInfo};
 use crate::device::{DeviceAddr, StreamId};
-use crate::policy::rounding::{MIN_BLOCK, SMALL_MAX};
-
-/// When a block may be split, and by whom it may be taken.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct SplitRules {
-    /// Blocks of at least this many bytes are never split, and smaller requests never take them; `u64::MAX` for no
-    /// bound.
-    pub(crate) max_split: u64,
-    /// How much larger than the request such a block may be.
-    pub(crate) max_non_split_rounding: u64,
-}
-
-impl SplitRules {
-    /// Whether a request may take a block of `size`.
-    #[inline(always)]
-    fn allow(&self, bytes: u64, size: u64) -> bool {
-        if self.max_split == u64::MAX {
-            return true;
-        }
-        let oversize_for_small_request = bytes < self.max_split && size >= self.max_split;
-        let too_large_for_oversize_request =
-            bytes >= self.max_split && size >= bytes.saturating_add(self.max_non_split_rounding);
-        !oversize_for_small_request && !too_large_for_oversize_request
-    }
-
-    /// Whether a request for `bytes` leaves a rest of a block of `size` that is worth keeping.
-    #[inline(always)]
-    fn split(&self, pool: PoolKind, bytes: u64, size: u64) -> bool {
-        match pool {
-            PoolKind::Small => size - bytes >= MIN_BLOCK,
-            PoolKind::Large => bytes < self.max_split && size - bytes > SMALL_MAX,
-        }
-    }
-}
+use crate::policy::size::torch::MIN_BLOCK;
+use crate::policy::split::Split;
 
 /// The blocks of one stream.
 #[derive(Debug, Default)]
 pub(crate) struct BlockCache {
     /// What they add up to.
-    pub(crate) tally: Tally,
+    tally: Tally,
     /// Every block.
-    pub(crate) blocks: BlockSlab,
+    blocks: BlockSlab,
     /// Free blocks of the small pool.
     small: ExactIndex,
     /// Free blocks of the large pool.
@@ -71,18 +40,38 @@ pub(crate) struct Served {
     pub(crate) split: bool,
 }
 
+impl Served {
+    /// How the client is told that it was served.
+    #[inline(always)]
+    pub(crate) fn path(&self) -> Path {
+        if self.split { Path::Split } else { Path::Hit }
+    }
+}
+
 /// A request as the cache sees it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
+    /// Pool that serves it.
+    pub(crate) pool: PoolKind,
     /// Bytes, rounded.
     pub(crate) rounded: u64,
     /// Bytes as the client asked for them.
     pub(crate) requested: u64,
-    /// Lookups so far, for the age of free blocks.
+    /// Searches so far, for the age of free blocks.
     pub(crate) now: u64,
 }
 
 impl BlockCache {
+    /// What the blocks add up to.
+    pub(crate) fn tally(&self) -> &Tally {
+        &self.tally
+    }
+
+    /// Every block.
+    pub(crate) fn blocks(&self) -> &BlockSlab {
+        &self.blocks
+    }
+
     /// The free blocks of a pool by (size, address). Allocates.
     #[must_use]
     pub(crate) fn free_blocks(&self, pool: PoolKind) -> Vec<BlockIndex> {
@@ -92,34 +81,89 @@ impl BlockCache {
         }
     }
 
-    /// PyTorch's `get_free_block` and `alloc_found_block`: hands out the best fit of a pool, if there is one.
-    #[inline]
-    pub(crate) fn serve(&mut self, pool: PoolKind, wanted: Wanted, rules: &SplitRules) -> Option<Served> {
-        match pool {
-            PoolKind::Small => serve(&mut self.small, &mut self.blocks, &mut self.tally, pool, wanted, rules),
-            PoolKind::Large => serve(&mut self.large, &mut self.blocks, &mut self.tally, pool, wanted, rules),
+    /// PyTorch's `get_free_block` and `alloc_found_block`: hands out the best fit of the request's pool, if there is one.
+    #[inline(always)]
+    pub(crate) fn serve(&mut self, wanted: Wanted, split: &Split) -> Option<Served> {
+        match wanted.pool {
+            PoolKind::Small => {
+                serve(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, wanted, split)
+            }
+            PoolKind::Large => {
+                serve(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, wanted, split)
+            }
         }
     }
 
-    /// Hands out the first part of a segment that is not known yet.
-    pub(crate) fn serve_from_segment(&mut self, segment: BlockRecord, wanted: Wanted, rules: &SplitRules) -> Served {
+    /// Hands out the first part of a segment that is new. The segment goes into no free list first, where it need not be the
+    /// best fit: another one may have become free meanwhile.
+    pub(crate) fn serve_from_segment(&mut self, segment: BlockRecord, wanted: Wanted, split: &Split) -> Served {
         let whole = self.blocks.insert(segment);
         self.tally.add_segment(segment.bytes());
-        let (pool, fit) = (segment.pool(), Fit { index: whole, units: segment.units() });
-        // It is not put into the index, where it need not be the first: another segment may have become free meanwhile.
-        let split = rules.split(pool, wanted.rounded, segment.bytes());
-        self.blocks.reserve();
-        let (records, vacant) = self.blocks.parts();
-        let served = hand_out(records, vacant, &mut self.tally, pool, fit, split, wanted);
-        if split {
-            let rest = record(records, whole).units();
-            match pool {
-                PoolKind::Small => self.small.insert(records, whole, rest),
-                PoolKind::Large => self.large.insert(records, whole, rest),
-            }
-            self.blocks.set_freed_at(whole, wanted.now);
+        let served = hand_out(&mut self.blocks, &mut self.tally, segment.pool(), whole, wanted, split);
+        if served.split {
+            self.insert_free(whole, wanted.now);
         }
         served
+    }
+
+    /// Takes a block back from the client: reusable at once, and joined with free neighbours; true when there were any.
+    /// `requested` is what the client had asked for, `now` counts searches.
+    #[inline]
+    pub(crate) fn take_back(&mut self, index: BlockIndex, requested: u64, now: u64) -> bool {
+        let block = self.blocks.get(index);
+        self.tally.take_back(block.pool(), block.bytes(), requested);
+        self.make_free(index, now)
+    }
+
+    /// Takes a block back from the client that streams still use: it waits for `events`.
+    pub(crate) fn defer(&mut self, index: BlockIndex, events: u32) {
+        let block = self.blocks.get_mut(index);
+        self.tally.take_back(block.pool(), block.bytes(), block.requested());
+        self.tally.add_pending(block.bytes());
+        block.set_pending(events);
+    }
+
+    /// One of the events that a block waits for is over; true when it was the last, and the block is reusable now.
+    pub(crate) fn event_done(&mut self, index: BlockIndex, now: u64) -> bool {
+        let block = self.blocks.get_mut(index);
+        if block.event_done() > 0 {
+            return false;
+        }
+        self.tally.remove_pending(block.bytes());
+        self.make_free(index, now);
+        true
+    }
+
+    /// Flags a block as used by other streams, so that its free looks at them; or takes that back.
+    pub(crate) fn set_shared(&mut self, index: BlockIndex, shared: bool) {
+        self.blocks.get_mut(index).set_shared(shared);
+    }
+
+    /// Lets the peaks of the counts start again.
+    pub(crate) fn restart_peaks(&mut self) {
+        self.tally.restart_peaks();
+    }
+
+    /// Makes a block free and joins it with free neighbours; true when there were any.
+    #[inline(always)]
+    fn make_free(&mut self, index: BlockIndex, now: u64) -> bool {
+        match self.blocks.get(index).pool() {
+            PoolKind::Small => {
+                make_free(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, now)
+            }
+            PoolKind::Large => {
+                make_free(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, now)
+            }
+        }
+    }
+
+    fn insert_free(&mut self, index: BlockIndex, freed_at: u64) {
+        let (pool, units) = (self.blocks.get(index).pool(), self.blocks.get(index).units());
+        match pool {
+            PoolKind::Small => self.small.insert(self.blocks.records_mut(), index, units),
+            PoolKind::Large => self.large.insert(self.blocks.records_mut(), index, units),
+        }
+        self.blocks.set_freed_at(index, freed_at);
     }
 
     /// Adds a segment whose blocks are known, of which at least one is in use: sizes in order that add up to it, no two
@@ -132,10 +176,7 @@ impl BlockCache {
         let (mut used, mut last, mut at) = (Vec::new(), NONE, segment.addr());
         for &(bytes, requested) in parts {
             let index = self.blocks.insert(BlockRecord::segment(at, bytes, pool));
-            self.blocks.get_mut(index).set_prev(last);
-            if last != NONE {
-                self.blocks.get_mut(last).set_next(index);
-            }
+            self.blocks.link(last, index);
             (last, at) = (index, at + bytes);
             match requested {
                 Some(requested) => {
@@ -145,54 +186,11 @@ impl BlockCache {
                 }
                 None => {
                     self.tally.add_split(pool, bytes);
-                    self.insert_free(pool, index);
+                    self.insert_free(index, 0);
                 }
             }
         }
         used
-    }
-
-    fn insert_free(&mut self, pool: PoolKind, index: BlockIndex) {
-        let units = self.blocks.get(index).units();
-        match pool {
-            PoolKind::Small => self.small.insert(self.blocks.parts().0, index, units),
-            PoolKind::Large => self.large.insert(self.blocks.parts().0, index, units),
-        }
-    }
-
-    /// Takes a block back from the client: reusable at once, and joined with free neighbours; true when it was joined.
-    /// `requested` is what the client had asked for, `now` counts lookups.
-    #[inline]
-    pub(crate) fn take_back(&mut self, index: BlockIndex, requested: u64, now: u64) -> bool {
-        let block = self.blocks.get(index);
-        self.tally.take_back(block.pool(), block.bytes(), requested);
-        self.make_free(index, now)
-    }
-
-    /// Makes a block free and joins it with free neighbours; true when there were any.
-    #[inline]
-    fn make_free(&mut self, index: BlockIndex, now: u64) -> bool {
-        let block = self.blocks.get(index);
-        let (pool, block) = (block.pool(), block.extent());
-        match pool {
-            PoolKind::Small => join(&mut self.small, &mut self.blocks, &mut self.tally, pool, index, block, now),
-            PoolKind::Large => join(&mut self.large, &mut self.blocks, &mut self.tally, pool, index, block, now),
-        }
-    }
-
-    /// Takes a block back from the client that streams still use: it waits for `events`.
-    pub(crate) fn defer(&mut self, index: BlockIndex, events: u32) {
-        let block = self.blocks.get_mut(index);
-        self.tally.take_back(block.pool(), block.bytes(), block.requested());
-        self.tally.add_pending(block.bytes());
-        block.set_pending(events);
-    }
-
-    /// Makes a block that waited reusable.
-    pub(crate) fn release_pending(&mut self, index: BlockIndex, now: u64) {
-        let block = self.blocks.get(index);
-        self.tally.remove_pending(block.bytes());
-        self.make_free(index, now);
     }
 
     /// Takes a free block that is a whole segment out, record and all; `None` when it is in use by now.
@@ -202,8 +200,8 @@ impl BlockCache {
             return None;
         }
         match block.pool() {
-            PoolKind::Small => self.small.remove(self.blocks.parts().0, index, block.units()),
-            PoolKind::Large => self.large.remove(self.blocks.parts().0, index, block.units()),
+            PoolKind::Small => self.small.remove(self.blocks.records_mut(), index, block.units()),
+            PoolKind::Large => self.large.remove(self.blocks.records_mut(), index, block.units()),
         }
         self.blocks.remove(index);
         self.tally.remove_segment(block.bytes());
@@ -211,12 +209,11 @@ impl BlockCache {
     }
 
     /// Puts back what [`remove_segment`](Self::remove_segment) took out, as it was when there had been `freed_at`
-    /// lookups.
+    /// searches.
     pub(crate) fn restore_segment(&mut self, segment: BlockRecord, freed_at: u64) {
         let index = self.blocks.insert(segment);
-        self.blocks.set_freed_at(index, freed_at);
         self.tally.add_segment(segment.bytes());
-        self.insert_free(segment.pool(), index);
+        self.insert_free(index, freed_at);
     }
 
     /// Segments and blocks at this moment, in no order. Allocates.
@@ -242,7 +239,7 @@ impl BlockCache {
     }
 }
 
-/// See [`BlockCache::serve`].
+/// See [`BlockCache::serve`]. `pool` is a constant for the compiler, which makes one function for each pool.
 #[inline(always)]
 fn serve(
     free: &mut impl FreeIndex,
@@ -250,67 +247,93 @@ fn serve(
     tally: &mut Tally,
     pool: PoolKind,
     wanted: Wanted,
-    rules: &SplitRules,
+    split: &Split,
 ) -> Option<Served> {
     // Nothing is larger than the largest number of units.
     let units = u32::try_from(wanted.rounded / MIN_BLOCK).ok()?;
-    // Before anything else, so that the records stay where they are.
-    blocks.reserve();
-    let (records, vacant) = blocks.parts();
-    let fit = free.best_fit(records, units)?;
-    let bytes = u64::from(fit.units) * MIN_BLOCK;
-    if !rules.allow(wanted.rounded, bytes) {
+    let fit = free.best_fit(blocks.records_mut(), units)?;
+    if u64::from(fit.units) * MIN_BLOCK > split.largest(wanted.rounded) {
         return None;
     }
-    let split = rules.split(pool, wanted.rounded, bytes);
-    if !split {
-        free.take(records, fit);
-    }
-    let served = hand_out(records, vacant, tally, pool, fit, split, wanted);
-    if split {
-        free.cut(records, fit, fit.units - units);
+    free.remove(blocks.records_mut(), fit.index, fit.units);
+    let served = hand_out(blocks, tally, pool, fit.index, wanted, split);
+    if served.split {
+        free.insert(blocks.records_mut(), fit.index, fit.units - units);
         blocks.set_freed_at(fit.index, wanted.now);
     }
     Some(served)
 }
 
-/// PyTorch's `alloc_found_block`: cuts the request off a free block if it is to be split, for which there has to be a
-/// vacant record, and accounts for what is handed out. The index is the caller's affair.
+/// PyTorch's `alloc_found_block`: hands out a block that is in no free list, without what is worth keeping of it. The rest
+/// keeps the record; the caller puts it into a free list.
 #[inline(always)]
 fn hand_out(
-    records: &mut [BlockRecord],
-    vacant: &mut BlockIndex,
+    blocks: &mut BlockSlab,
     tally: &mut Tally,
     pool: PoolKind,
-    fit: Fit,
-    split: bool,
+    found: BlockIndex,
     wanted: Wanted,
+    split: &Split,
 ) -> Served {
     let Wanted { rounded, requested, .. } = wanted;
-    let found = fit.index;
-    let whole = record_mut(records, found);
-    debug_assert_eq!(whole.units(), fit.units);
-    let (addr, bytes, was_split) = (whole.addr(), u64::from(fit.units) * MIN_BLOCK, whole.is_split());
-    if split {
-        // CAST: less than the block has.
-        let front = split_front(records, vacant, found, (rounded / MIN_BLOCK) as u32, requested);
-        if was_split {
-            tally.shrink_split(pool, rounded);
+    let whole = blocks.get(found);
+    let (addr, bytes, was_part) = (whole.addr(), whole.bytes(), whole.is_split());
+    if !split.cuts(Some(pool), rounded, bytes) {
+        if was_part {
+            tally.remove_splits(pool, 1, bytes);
         } else {
             tally.begin_segment(bytes);
-            tally.add_split(pool, bytes - rounded);
         }
-        tally.hand_out(pool, rounded, requested);
-        return Served { index: front, addr, bytes: rounded, split };
+        tally.hand_out(pool, bytes, requested);
+        blocks.get_mut(found).set_allocated(requested);
+        return Served { index: found, addr, bytes, split: false };
     }
-    whole.set_allocated(requested);
-    if was_split {
-        tally.remove_splits(pool, 1, bytes);
+    if was_part {
+        tally.shrink_split(pool, rounded);
     } else {
         tally.begin_segment(bytes);
+        tally.add_split(pool, bytes - rounded);
     }
-    tally.hand_out(pool, bytes, requested);
-    Served { index: found, addr, bytes, split }
+    tally.hand_out(pool, rounded, requested);
+    // CAST: less than the block has.
+    let index = blocks.split_front(found, (rounded / MIN_BLOCK) as u32, requested);
+    Served { index, addr, bytes: rounded, split: true }
+}
+
+/// PyTorch's `free_block` and `try_merge_blocks`: makes a block free, and one with the free blocks beside it.
+#[inline(always)]
+fn make_free(
+    free: &mut impl FreeIndex,
+    blocks: &mut BlockSlab,
+    tally: &mut Tally,
+    pool: PoolKind,
+    index: BlockIndex,
+    now: u64,
+) -> bool {
+    let block = blocks.get(index);
+    let (freed, prev, next) = (block.bytes(), block.prev(), block.next());
+    let (below, above) = (blocks.get(prev).is_free(), blocks.get(next).is_free());
+    for (neighbour, joins) in [(prev, below), (next, above)] {
+        if joins {
+            let units = blocks.get(neighbour).units();
+            free.remove(blocks.records_mut(), neighbour, units);
+            blocks.absorb(index, neighbour);
+        }
+    }
+    blocks.get_mut(index).set_free();
+    let whole = blocks.get(index);
+    let (units, bytes, is_part) = (whole.units(), whole.bytes(), whole.is_split());
+    free.insert(blocks.records_mut(), index, units);
+    blocks.set_freed_at(index, now);
+    // As PyTorch counts it: the neighbours were free parts and are gone, the whole is one if it is still a part.
+    let joined = u64::from(below) + u64::from(above);
+    if is_part {
+        tally.join_splits(pool, freed, joined);
+    } else {
+        tally.remove_splits(pool, joined, bytes - freed);
+        tally.end_segment(bytes);
+    }
+    joined > 0
 }
 
 /// An address out of a record.

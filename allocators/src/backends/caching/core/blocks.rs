@@ -1,9 +1,13 @@
-//! Block records in a slab, linked by 32-bit indices: to their address neighbours inside one segment, and inside the
-//! index of free blocks.
+//! Records of blocks: where a block lies, its state and its neighbours, in 32 bytes.
+//!
+//! Records lie in one array and are linked by 32-bit indices: to their address neighbours inside one segment, and inside a
+//! free list, whose links use the room in which a block that is held keeps what the client asked for. So a block needs no
+//! memory of its own besides, two share a cache line, and a block that is handed out carries its record's number: a free
+//! looks nothing up. Index 0 is no block; its record exists, so links may be followed and written without a branch.
 
 use crate::contract::BlockState;
 use crate::contract::PoolKind;
-use crate::policy::rounding::MIN_BLOCK;
+use crate::policy::size::torch::MIN_BLOCK;
 
 /// Index of a record in its [`BlockSlab`].
 pub(crate) type BlockIndex = u32;
@@ -44,30 +48,6 @@ pub(crate) struct BlockRecord {
     /// Of a free block: its links in the index of free blocks. Of another: the bytes that the client asked for, low
     /// half and high half, and the events that a pending free waits for.
     rest: Links,
-}
-
-/// Where a block lies in its segment: what is asked of one that becomes free. Copied number by number: a whole record
-/// would go by way of the stack.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Extent {
-    pub(super) addr: u64,
-    pub(super) units: u32,
-    pub(super) prev: BlockIndex,
-    pub(super) next: BlockIndex,
-}
-
-impl Extent {
-    /// Size in bytes.
-    #[inline(always)]
-    pub(super) fn bytes(&self) -> u64 {
-        u64::from(self.units) * MIN_BLOCK
-    }
-
-    /// Whether the block is only a part of its segment.
-    #[inline(always)]
-    pub(super) fn is_split(&self) -> bool {
-        self.prev | self.next != NONE
-    }
 }
 
 /// How a free block hangs in the index of free blocks; what the names mean is the index's affair.
@@ -148,11 +128,6 @@ impl BlockRecord {
         self.prev | self.next != NONE
     }
 
-    #[inline(always)]
-    pub(super) fn extent(&self) -> Extent {
-        Extent { addr: self.addr(), units: self.units, prev: self.prev, next: self.next }
-    }
-
     /// Whether the client holds the block.
     #[cfg(test)]
     pub(crate) fn is_allocated(&self) -> bool {
@@ -197,14 +172,9 @@ impl BlockRecord {
         self.place & SHARED != 0
     }
 
-    /// Other streams are announced to use the block.
-    pub(crate) fn share(&mut self) {
-        self.place |= SHARED;
-    }
-
-    /// Takes [`share`](Self::share) back.
-    pub(crate) fn unshare(&mut self) {
-        self.place &= !SHARED;
+    /// Sets [`is_shared`](Self::is_shared).
+    pub(super) fn set_shared(&mut self, shared: bool) {
+        self.place = if shared { self.place | SHARED } else { self.place & !SHARED };
     }
 
     /// Bytes that the client asked for; 0 when free.
@@ -258,31 +228,6 @@ impl BlockRecord {
         self.place = self.place & !STATE | FREE;
         self.rest = Links::ALONE;
     }
-
-    /// Takes in a neighbour of `units` at the higher address.
-    #[inline(always)]
-    pub(super) fn extend_up(&mut self, units: u32, next: BlockIndex) {
-        self.units += units;
-        self.next = next;
-    }
-
-    /// Takes in a neighbour of `units` at the lower address.
-    #[inline(always)]
-    pub(super) fn extend_down(&mut self, units: u32, prev: BlockIndex) {
-        self.place -= u64::from(units) * MIN_BLOCK;
-        self.units += units;
-        self.prev = prev;
-    }
-
-    #[inline(always)]
-    pub(super) fn set_prev(&mut self, prev: BlockIndex) {
-        self.prev = prev;
-    }
-
-    #[inline(always)]
-    pub(super) fn set_next(&mut self, next: BlockIndex) {
-        self.next = next;
-    }
 }
 
 /// Records with stable indices; vacant ones are used again, the last first.
@@ -326,16 +271,20 @@ impl BlockSlab {
         index.expect("there should be fewer than 2^32 blocks")
     }
 
-    /// The records, and the first of the vacant ones.
+    /// All records to change, the vacant ones included.
     #[inline(always)]
-    pub(super) fn parts(&mut self) -> (&mut [BlockRecord], &mut BlockIndex) {
-        (&mut self.records, &mut self.vacant)
+    pub(super) fn records_mut(&mut self) -> &mut [BlockRecord] {
+        &mut self.records
     }
 
     /// Makes a live record vacant.
+    #[inline(always)]
     pub(crate) fn remove(&mut self, index: BlockIndex) {
-        let (records, vacant) = self.parts();
-        vacate(records, vacant, index);
+        let next = std::mem::replace(&mut self.vacant, index);
+        let record = self.get_mut(index);
+        debug_assert!(record.is_live(), "a record should be removed once");
+        record.place = VACANT;
+        record.next = next;
     }
 
     /// A record, if the index is live.
@@ -407,47 +356,48 @@ impl BlockSlab {
         self.freed_at[index as usize] = searches;
     }
 
-    /// Makes sure that there is a vacant record, so that [`split_front`] finds one.
+    /// Makes two blocks neighbours, the first at the lower address; either may be [`NONE`].
+    #[inline(always)]
+    pub(super) fn link(&mut self, low: BlockIndex, high: BlockIndex) {
+        self.get_mut(low).next = high;
+        self.get_mut(high).prev = low;
+    }
+
+    /// Cuts the first `units` off a block for the client. Returns the new block at the front, which is allocated; the rest
+    /// keeps its record.
     ///
     /// # Panics
     /// With 2^32 live records.
     #[inline(always)]
-    pub(super) fn reserve(&mut self) {
-        if self.vacant == NONE {
-            self.add_vacant();
+    pub(super) fn split_front(&mut self, index: BlockIndex, units: u32, requested: u64) -> BlockIndex {
+        let rest = self.get_mut(index);
+        debug_assert!(units > 0 && units < rest.units);
+        let mut first = BlockRecord { units, ..*rest };
+        rest.place += u64::from(units) * MIN_BLOCK;
+        rest.units -= units;
+        first.set_allocated(requested);
+        let front = self.insert(first);
+        self.link(first.prev, front);
+        self.link(front, index);
+        front
+    }
+
+    /// Takes a neighbour of the same segment into a block; its record becomes vacant.
+    #[inline(always)]
+    pub(super) fn absorb(&mut self, index: BlockIndex, neighbour: BlockIndex) {
+        let gone = self.get(neighbour);
+        let (units, prev, next) = (gone.units, gone.prev, gone.next);
+        let block = self.get_mut(index);
+        block.units += units;
+        if next == index {
+            block.place -= u64::from(units) * MIN_BLOCK;
+            self.link(prev, index);
+        } else {
+            debug_assert_eq!(prev, index, "only neighbours are joined");
+            self.link(index, next);
         }
+        self.remove(neighbour);
     }
-
-    #[cold]
-    #[inline(never)]
-    fn add_vacant(&mut self) {
-        self.vacant = self.push(BlockRecord { place: VACANT, units: 0, prev: NONE, next: NONE, rest: Links::ALONE });
-    }
-}
-
-/// Cuts the first `units` off a free block for the client. Returns the new block at the front, which is allocated and
-/// takes the first vacant record, of which there has to be one; the rest keeps its index.
-#[inline(always)]
-pub(super) fn split_front(
-    records: &mut [BlockRecord],
-    vacant: &mut BlockIndex,
-    index: BlockIndex,
-    units: u32,
-    requested: u64,
-) -> BlockIndex {
-    let front = *vacant;
-    debug_assert_ne!(front, NONE);
-    *vacant = record(records, front).next;
-    let rest = record_mut(records, index);
-    debug_assert!(units > 0 && units < rest.units);
-    let mut first = BlockRecord { units, next: index, ..*rest };
-    first.set_allocated(requested);
-    rest.place += u64::from(units) * MIN_BLOCK;
-    rest.units -= units;
-    rest.prev = front;
-    record_mut(records, first.prev).next = front;
-    *record_mut(records, front) = first;
-    front
 }
 
 /// A record among all.
@@ -460,16 +410,6 @@ pub(super) fn record(records: &[BlockRecord], index: BlockIndex) -> &BlockRecord
 #[inline(always)]
 pub(super) fn record_mut(records: &mut [BlockRecord], index: BlockIndex) -> &mut BlockRecord {
     &mut records[index as usize]
-}
-
-/// Makes a live record vacant.
-#[inline(always)]
-pub(super) fn vacate(records: &mut [BlockRecord], vacant: &mut BlockIndex, index: BlockIndex) {
-    let next = std::mem::replace(vacant, index);
-    let record = record_mut(records, index);
-    debug_assert!(record.is_live(), "a record should be removed once");
-    record.place = VACANT;
-    record.next = next;
 }
 
 #[cfg(test)]
@@ -503,11 +443,7 @@ mod tests {
         let mut slab = BlockSlab::default();
         let whole = slab.insert(BlockRecord::segment(1 << 20, 100 * MIN_BLOCK, PoolKind::Small));
         assert!(!slab.get(whole).is_split());
-        let mut cut = |units: u32, requested: u64| {
-            slab.reserve();
-            let (records, vacant) = slab.parts();
-            split_front(records, vacant, whole, units, requested)
-        };
+        let mut cut = |units: u32, requested: u64| slab.split_front(whole, units, requested);
         let (first, middle) = (cut(10, (1 << 32) + 7), cut(20, 3));
         let at = |units: u64| (1 << 20) + units * MIN_BLOCK;
         let expected = [(at(0), 10 * MIN_BLOCK), (at(10), 20 * MIN_BLOCK), (at(30), 70 * MIN_BLOCK)];
@@ -522,7 +458,7 @@ mod tests {
     fn a_record_keeps_its_address_in_every_state() {
         let mut record = BlockRecord::segment(0x7f12_3456_7800, 2 << 20, PoolKind::Large);
         record.set_allocated(99);
-        record.share();
+        record.set_shared(true);
         assert!(record.is_allocated() && record.is_shared() && record.requested() == 99);
         record.set_pending(2);
         assert!(!record.is_shared() && record.state() == BlockState::PendingFree && record.requested() == 99);

@@ -1,4 +1,4 @@
-//! What an index of free blocks can do: the exact best fit of PyTorch's ordered set.
+//! What a free list can do: insert, remove, and the best fit by (size, address) of PyTorch's ordered set.
 
 use super::blocks::{BlockIndex, BlockRecord};
 
@@ -12,7 +12,7 @@ pub(crate) struct Fit {
 }
 
 /// The free blocks of one pool and one stream. Their records are in a slab, which every call is given; an index keeps its
-/// links there. Sizes are in units of [`MIN_BLOCK`](crate::policy::rounding::MIN_BLOCK) and are those of the records; callers have
+/// links there. Sizes are in units of [`MIN_BLOCK`](crate::policy::size::torch::MIN_BLOCK) and are those of the records; callers have
 /// them at hand, and a record may be far.
 pub(crate) trait FreeIndex {
     /// Adds a free block of `units`.
@@ -21,18 +21,8 @@ pub(crate) trait FreeIndex {
     /// Removes a block of `units` that is in the index.
     fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, units: u32);
 
-    /// Puts a block that is in the index, and that had `before` units and has `units` now, where its address and size of
-    /// today belong.
-    fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, before: u32, units: u32);
-
     /// Best fit: the smallest block with at least `units`, ties to the lowest address.
     fn best_fit(&mut self, blocks: &mut [BlockRecord], units: u32) -> Option<Fit>;
-
-    /// Removes what [`best_fit`](Self::best_fit) found.
-    fn take(&mut self, blocks: &mut [BlockRecord], fit: Fit);
-
-    /// Puts what [`best_fit`](Self::best_fit) found where it belongs now that its upper `rest` units are left of it.
-    fn cut(&mut self, blocks: &mut [BlockRecord], fit: Fit, rest: u32);
 
     /// Every block by (size, address). Allocates.
     fn in_order(&self, blocks: &[BlockRecord]) -> Vec<BlockIndex>;
@@ -40,12 +30,12 @@ pub(crate) trait FreeIndex {
 
 #[cfg(test)]
 mod tests {
-    use super::super::blocks::{BlockSlab, NONE, split_front};
+    use super::super::blocks::{BlockSlab, NONE};
     use super::super::exact_index::ExactIndex;
     use super::super::ranged_index::RangedIndex;
     use super::*;
     use crate::contract::PoolKind;
-    use crate::policy::rounding::MIN_BLOCK;
+    use crate::policy::size::torch::MIN_BLOCK;
     use std::collections::BTreeSet;
 
     /// An index with its slab.
@@ -59,12 +49,12 @@ mod tests {
         /// A free block.
         fn add(&mut self, units: u32, addr: u64) -> BlockIndex {
             let block = self.blocks.insert(BlockRecord::segment(addr, u64::from(units) * MIN_BLOCK, PoolKind::Small));
-            self.index.insert(self.blocks.parts().0, block, units);
+            self.index.insert(self.blocks.records_mut(), block, units);
             block
         }
 
         fn best_fit(&mut self, units: u32) -> Option<Fit> {
-            self.index.best_fit(self.blocks.parts().0, units)
+            self.index.best_fit(self.blocks.records_mut(), units)
         }
 
         fn seen(&self, block: BlockIndex) -> (u32, u64) {
@@ -83,7 +73,7 @@ mod tests {
         let expected = [found(low, 2), found(low, 2), found(large, 3), None];
         assert_eq!([1, 2, 3, 4].map(|units| bench.best_fit(units)), expected);
         assert_eq!(bench.index.in_order(bench.blocks.records()), [low, high, large]);
-        bench.index.remove(bench.blocks.parts().0, low, 2);
+        bench.index.remove(bench.blocks.records_mut(), low, 2);
         assert_eq!(bench.best_fit(1), found(high, 2));
     }
 
@@ -108,25 +98,17 @@ mod tests {
                 let pick = (random(spread + 1), u64::from(random(1 << 31)) << 17, 0);
                 let key = *model.range(pick..).next().or(model.first()).expect("the model should not be empty");
                 model.remove(&key);
-                bench.index.remove(bench.blocks.parts().0, key.2, key.0);
+                bench.index.remove(bench.blocks.records_mut(), key.2, key.0);
                 bench.blocks.remove(key.2);
             }
-            // Something is cut off the front of one, as a split does: of any, and of the one that fits best.
-            for best in [false, true] {
-                let pick = (2 + random(spread), 0, 0);
-                let Some(key) = model.range(pick..).next().copied() else { continue };
+            // Something is cut off the front of one, as a split does.
+            if let Some(key) = model.range((2 + random(spread), 0, 0)..).next().copied() {
                 let cut = if random(2) == 0 { 1 } else { 1 + random(key.0 - 1) };
-                let fit = bench.best_fit(pick.0);
-                assert_eq!(fit, Some(Fit { index: key.2, units: key.0 }));
-                bench.blocks.reserve();
-                let (records, vacant) = bench.blocks.parts();
-                let front = split_front(records, vacant, key.2, cut, 1);
-                match fit {
-                    Some(fit) if best => bench.index.cut(records, fit, key.0 - cut),
-                    _ => bench.index.resized(records, key.2, key.0, key.0 - cut),
-                }
+                bench.index.remove(bench.blocks.records_mut(), key.2, key.0);
+                let front = bench.blocks.split_front(key.2, cut, 1);
+                bench.index.insert(bench.blocks.records_mut(), key.2, key.0 - cut);
                 bench.blocks.remove(front);
-                bench.blocks.get_mut(key.2).set_prev(NONE);
+                bench.blocks.link(NONE, key.2);
                 model.remove(&key);
                 model.insert((key.0 - cut, key.1 + u64::from(cut) * MIN_BLOCK, key.2));
             }
@@ -136,7 +118,7 @@ mod tests {
             let seen = found.map(|fit| (bench.seen(fit.index), fit.units));
             assert_eq!(seen, expected.map(|key| ((key.0, key.1), key.0)), "{units} units at step {step}");
             if let Some((fit, key)) = found.zip(expected).filter(|_| random(4) == 0) {
-                bench.index.take(bench.blocks.parts().0, fit);
+                bench.index.remove(bench.blocks.records_mut(), fit.index, fit.units);
                 bench.blocks.remove(fit.index);
                 model.remove(&key);
             }

@@ -1,17 +1,19 @@
-//! Free blocks of a large pool and one stream, and exact best fit among them.
+//! Free blocks of the large pool of one stream: best fit through bins by size, 128 for each doubling.
 //!
-//! Blocks lie in bins by size, 128 bins for each doubling. A bitmap of two levels finds the first bin that holds a block;
-//! inside a bin the blocks hang in a tree ordered by (size, address), so the block that is found is the smallest that
-//! fits, the lowest of those, as in PyTorch's ordered set. The tree is a treap (Seidel and Aragon, *Randomized Search
-//! Trees*, 1996) whose priorities are a hash of the record's index, so the same history builds the same tree; its links
-//! live in the block records.
+//! A bitmap of two levels finds the first bin that holds a block; inside a bin the blocks hang in a tree ordered by (size,
+//! address), so the block that is found is the smallest that fits, the lowest of those, as in PyTorch's ordered set. The tree
+//! is a treap (Seidel and Aragon, *Randomized Search Trees*, 1996) whose priorities are a hash of the record's index, so the
+//! same history builds the same tree; its links live in the block records.
 //!
-//! Cost: search, insertion and removal O(1) in the number of bins and expected O(log k) in the k blocks of one bin,
+//! *Worth.* An ordered set (`BTreeSet`) in its place takes half as many instructions again on the histories that live in the
+//! large pool (`experiments/notes/caching.md`).
+//!
+//! *Cost.* Search, insertion and removal O(1) in the number of bins and expected O(log k) in the k blocks of one bin,
 //! which seldom holds more than a few. No allocation but for the table of bins, made with the first block.
 
 use super::blocks::{BlockIndex, BlockRecord, Links, NONE, record, record_mut};
 use super::free_index::{Fit, FreeIndex};
-use crate::policy::rounding::{MIN_BLOCK, SMALL_MAX};
+use crate::policy::size::torch::{MIN_BLOCK, SMALL_MAX};
 
 /// Bits of the size below its leading one that tell bins apart: as many as the bitmap has room for, because every block
 /// in the bin of one that is looked for costs a look at its record.
@@ -121,26 +123,6 @@ impl FreeIndex for RangedIndex {
     #[inline]
     fn remove(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, units: u32) {
         self.take_out(blocks, index, bin_of(units));
-    }
-
-    #[inline]
-    fn resized(&mut self, blocks: &mut [BlockRecord], index: BlockIndex, before: u32, units: u32) {
-        let bin = bin_of(before);
-        // Alone in its bin it stays where it is.
-        if !record(blocks, index).links().are_alone() || bin_of(units) != bin {
-            self.take_out(blocks, index, bin);
-            self.insert(blocks, index, units);
-        }
-    }
-
-    #[inline]
-    fn take(&mut self, blocks: &mut [BlockRecord], fit: Fit) {
-        self.remove(blocks, fit.index, fit.units);
-    }
-
-    #[inline]
-    fn cut(&mut self, blocks: &mut [BlockRecord], fit: Fit, rest: u32) {
-        self.resized(blocks, fit.index, fit.units, rest);
     }
 
     #[inline]

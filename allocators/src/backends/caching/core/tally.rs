@@ -1,4 +1,4 @@
-//! What one stream's blocks add up to, counted where it happens and added up over the streams when asked.
+//! What one stream's blocks add up to: how many and how many bytes are held, requested, and free in parts of segments.
 
 use crate::contract::Ledger;
 use crate::contract::PoolKind;
