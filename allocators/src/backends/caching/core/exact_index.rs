@@ -6,8 +6,8 @@
 //! they are melded into one, whose root is the lowest block, when somebody asks for that. Most blocks leave from the middle
 //! instead, because a neighbour was freed, and there only the links beside them are touched.
 //!
-//! *Worth.* With the index of the large pool here as well, the recorded histories take 13 to 18 % longer; with an ordered set
-//! (`BTreeSet`) in both pools 1.7 to 3 times as long (`experiments/notes/caching.md`).
+//! *Worth.* With the index of the large pool here as well, the recorded histories take 5 to 18 % longer, in 17 to 31 % more
+//! instructions; with an ordered set (`BTreeSet`) in both pools 1.5 to 2.1 times as many (`experiments/notes/caching.md`).
 //!
 //! *Cost.* Insertion O(1); search and removal amortised O(log k) in the k blocks of one size, and O(1) for most. 16 KiB for
 //! the bins, of which the system backs the pages that are used.
