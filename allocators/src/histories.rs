@@ -1,5 +1,6 @@
-//! Histories of allocations: the formats they are kept in, replaying them under any allocator, and made ones.
+//! Histories of allocations: the formats they are kept in, replaying them under any allocator, planning them, and made ones.
 
+pub mod plan;
 pub mod replay;
 pub mod trace;
 pub mod workload;

@@ -1,10 +1,12 @@
 //! `experiments replay`: recorded histories under each allocator, one object or column for each.
 
+mod bound;
 mod report;
 
 use crate::history::{AsRecorded, Devices, Recorded, failed, load};
 use crate::reading::ReadArgs;
 use anyhow::Result;
+use bound::{Bounds, PlanChoice};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -40,6 +42,10 @@ pub(crate) struct ReplayArgs {
     /// Fill each block on every stream that uses it
     #[arg(long)]
     touch: bool,
+    /// Search for a plan, the least memory that is known to be enough for the history: about a second for 10,000
+    /// allocations
+    #[arg(long, default_value = "on")]
+    plan: PlanChoice,
     /// Replays of each pair; host time is their median, everything else is the first's
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeats: u32,
@@ -93,6 +99,8 @@ struct Row {
     peak_allocated_bytes: u64,
     peak_requested_bytes: u64,
     max_live_bytes: u64,
+    #[serde(flatten)]
+    bounds: Bounds,
     utilisation: Option<f64>,
     ledger: Ledger,
     driver_calls: BTreeMap<&'static str, u64>,
@@ -117,9 +125,12 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
         bar.message(format!("reading {}", file.display()));
         let recorded = load(file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
         told.push(recorded.as_recorded);
+        let bounds = Bounds::of(&recorded.history, args.plan, |found| {
+            bar.message(format!("planning {}: {found}", file.display()));
+        });
         for alloc in &chosen {
             bar.message(format!("{} under {alloc}", file.display()));
-            rows.push(run(args, file, &recorded, alloc, &devices)?);
+            rows.push(run(args, file, &recorded, alloc, &devices, bounds)?);
             bar.advance(1);
         }
     }
@@ -137,7 +148,14 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
     crate::print(page)
 }
 
-fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, alloc: &Selection, devices: &Devices) -> Result<Row> {
+fn run(
+    args: &ReplayArgs,
+    file: &Path,
+    recorded: &Recorded,
+    alloc: &Selection,
+    devices: &Devices,
+    bounds: Bounds,
+) -> Result<Row> {
     let Recorded { history, settings, .. } = recorded;
     let mut backend = alloc.clone();
     backend.adopt(settings);
@@ -196,6 +214,7 @@ fn run(args: &ReplayArgs, file: &Path, recorded: &Recorded, alloc: &Selection, d
         peak_allocated_bytes: stats.allocated_bytes.all.peak,
         peak_requested_bytes: stats.requested_bytes.all.peak,
         max_live_bytes: history.max_live_bytes(),
+        bounds,
         utilisation: report.utilisation(),
         ledger: report.ledger,
         // CAST: nanoseconds far below 2^53.

@@ -179,6 +179,7 @@ fn pytorchs_histories_are_followed_address_for_address() {
         for device in ["sim", "null"] {
             let mut arguments =
                 vec!["replay", &file, "--alloc", "caching", "--addresses", "recorded", "--device", device, "--json"];
+            arguments.extend(["--plan", "off"]);
             arguments.extend(limit.iter().flat_map(|limit| ["--limit", limit]));
             let rows = place.run(&arguments).rows();
             assert_eq!(
@@ -189,6 +190,33 @@ fn pytorchs_histories_are_followed_address_for_address() {
             assert_eq!(rows[0]["num_alloc_retries"].as_u64() > Some(0), limit.is_some(), "{name}");
         }
     }
+}
+
+#[test]
+fn what_a_history_needs_is_said_beside_what_allocators_took() {
+    let place = Place::new();
+    // How far a plan may be from the bound; a history of two streams also has one without waits between them.
+    for (name, most) in [("mlp", 1.01), ("gpt2", 1.01), ("resnet50", 1.01), ("streams", 1.05)] {
+        let file = trace(&format!("{name}.pickle.xz"));
+        let rows = place.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json"]).rows();
+        let number = |key: &str| rows[0][key].as_u64().unwrap_or_else(|| panic!("{key}: {}", rows[0]));
+        let (bound, plan) = (number("lower_bound_bytes"), number("plan_bytes"));
+        let ordered = (number("ordered_lower_bound_bytes"), number("ordered_plan_bytes"));
+        // What is asked for is rounded up, and stays in use until its free completes.
+        assert!(number("max_live_bytes") <= bound && bound <= number("peak_active_bytes"), "{name}: {}", rows[0]);
+        assert!(bound <= plan && plan <= number("peak_reserved_bytes"), "{name}: {}", rows[0]);
+        assert!(ordered.0 <= ordered.1 && bound <= ordered.0, "{name}: {}", rows[0]);
+        for (bound, plan) in [(bound, plan), ordered] {
+            assert!(plan as f64 / bound as f64 <= most, "{name}: {plan} for {bound}");
+        }
+        assert_eq!((bound, plan) == ordered, name != "streams", "{name}");
+    }
+    let file = trace("streams.pickle.xz");
+    let text = place.run(&["replay", &file, "--alloc", "naive", "--plan", "off", "--device", "null"]).ok().stdout;
+    assert!(text.contains("bound: at least 765.0 MiB; without waits between streams at least"), "{text}");
+    assert!(!text.contains("a plan needs"), "{text}");
+    let rows = place.run(&["replay", &file, "--alloc", "naive", "--plan", "off", "--device", "null", "--json"]).rows();
+    assert!(rows[0]["lower_bound_bytes"].is_u64() && rows[0]["plan_bytes"].is_null(), "{}", rows[0]);
 }
 
 #[test]

@@ -64,6 +64,7 @@ mod finish;
 mod gaps;
 mod history;
 mod layout;
+mod lifetimes;
 mod memory;
 mod oom;
 mod op;

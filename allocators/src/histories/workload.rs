@@ -19,10 +19,10 @@ use crate::histories::replay::History;
 
 /// SplitMix64 (Steele, Lea, Flood 2014): small, and the same in every language.
 #[derive(Clone, Debug)]
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -31,7 +31,7 @@ impl Random {
     }
 
     /// Below `bound`, by multiplication instead of division.
-    fn below(&mut self, bound: u32) -> u32 {
+    pub(super) fn below(&mut self, bound: u32) -> u32 {
         // CAST: the upper half of the product is below `bound`.
         ((u128::from(self.next()) * u128::from(bound)) >> 64) as u32
     }

@@ -80,6 +80,7 @@ pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Pag
         first.allocations,
         size(first.max_live_bytes)
     ));
+    page.line(first.bounds.to_string());
     let names = recorded
         .map(|_| "recorded".to_owned())
         .into_iter()
@@ -95,6 +96,8 @@ pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Pag
         |told| Some(size(told.peak_reserved)),
         |row| Some((size(row.peak_reserved_bytes), row.peak_reserved_bytes as f64)),
     );
+    let ratio = |bytes: u64| first.bounds.ratio(bytes);
+    columns.plain("reserved / bound", |told| ratio(told.peak_reserved), |row| ratio(row.peak_reserved_bytes));
     columns.plain("peak active", untold, |row| Some(size(row.peak_active_bytes)));
     columns.plain("peak requested", |told| Some(size(told.peak_requested)), |row| Some(size(row.peak_requested_bytes)));
     let percent = |share: f64| format!("{:.1} %", 100.0 * share);

@@ -1,0 +1,92 @@
+//! The plan that every history has: blocks are placed in the order of the history, by best fit.
+
+use super::{CrossStream, Lifetime, NEVER};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// One space in which free ranges are joined with their neighbours.
+#[derive(Debug, Default)]
+struct Space {
+    /// Bytes of free ranges by offset.
+    by_offset: BTreeMap<u64, u64>,
+    /// (bytes, offset) of the same.
+    by_bytes: BTreeSet<(u64, u64)>,
+    /// Where it ends.
+    end: u64,
+}
+
+impl Space {
+    fn remove(&mut self, offset: u64, bytes: u64) {
+        self.by_offset.remove(&offset);
+        self.by_bytes.remove(&(bytes, offset));
+    }
+
+    fn insert(&mut self, offset: u64, bytes: u64) {
+        self.by_offset.insert(offset, bytes);
+        self.by_bytes.insert((bytes, offset));
+    }
+
+    /// The smallest free range that fits, or the end, which grows by what is missing.
+    fn take(&mut self, bytes: u64) -> u64 {
+        let fit = self.by_bytes.range((bytes, 0)..).next().copied();
+        let last = || {
+            self.by_offset.last_key_value().map(|(&at, &free)| (free, at)).filter(|(free, at)| at + free == self.end)
+        };
+        let (free, at) = fit.or_else(last).unwrap_or((0, self.end));
+        if free > 0 {
+            self.remove(at, free);
+        }
+        if free > bytes {
+            self.insert(at + bytes, free - bytes);
+        }
+        self.end = self.end.max(at + bytes);
+        at
+    }
+
+    fn give(&mut self, mut offset: u64, mut bytes: u64) {
+        if let Some((&before, &free)) =
+            self.by_offset.range(..offset).next_back().filter(|(at, free)| **at + **free == offset)
+        {
+            self.remove(before, free);
+            (offset, bytes) = (before, bytes + free);
+        }
+        if let Some(&free) = self.by_offset.get(&(offset + bytes)) {
+            self.remove(offset + bytes, free);
+            bytes += free;
+        }
+        self.insert(offset, bytes);
+    }
+}
+
+/// Offsets, and the bytes that they need. Where the order of streams has to be known, each has a space of its own.
+/// O(n log n).
+pub(super) fn best_fit(lifetimes: &[Lifetime], cross: CrossStream) -> (Vec<u64>, u64) {
+    let space_of = |lifetime: &Lifetime| if cross == CrossStream::AfterWait { 0 } else { lifetime.stream };
+    let mut spaces: BTreeMap<u32, Space> = BTreeMap::new();
+    let mut offsets = Vec::with_capacity(lifetimes.len());
+    // What ends before the allocation that comes now, by its end.
+    let mut ends: BTreeSet<(u32, u32)> = BTreeSet::new();
+    // CAST: a history has fewer than 2^32 allocations.
+    for (now, lifetime) in (0u32..).zip(lifetimes) {
+        while let Some((_, gone)) = ends.first().copied().filter(|(end, _)| *end <= now) {
+            ends.pop_first();
+            let block = &lifetimes[gone as usize];
+            spaces.entry(space_of(block)).or_default().give(offsets[gone as usize], block.bytes());
+        }
+        offsets.push(spaces.entry(space_of(lifetime)).or_default().take(lifetime.bytes()));
+        if lifetime.end != NEVER {
+            // What is freed before the next allocation is free for that one.
+            ends.insert((lifetime.end.max(now + 1), now));
+        }
+    }
+    // The spaces follow one another.
+    let mut base = 0;
+    let mut bases = BTreeMap::new();
+    for (&number, space) in &spaces {
+        bases.insert(number, base);
+        base += space.end;
+    }
+    for (offset, lifetime) in offsets.iter_mut().zip(lifetimes) {
+        *offset += bases[&space_of(lifetime)];
+    }
+    (offsets, base)
+}

@@ -1,0 +1,188 @@
+//! The search for a plan: placing in an order, and finding a better order.
+
+use super::conflicts::Placed;
+use super::{Lifetime, Plan, PlanSettings, online};
+use crate::histories::workload::Random;
+use crate::steps;
+use std::cmp::Reverse;
+
+/// An attempt ends when so many blocks lie above the best plan, because it cannot become better. Attempts take turns: the
+/// first is over sooner, the second tells more about what stands in the way.
+const OFFENDERS: [u32; 2] = [1, 4];
+
+/// A plan that is above the bound by less than this part of it is good enough: 0.012 %.
+const ENOUGH: u64 = 8192;
+
+/// One doubling of the size, in priorities.
+const DOUBLING: u64 = 1 << 16;
+
+/// A search over orders.
+#[derive(Debug)]
+pub(super) struct Search<'a> {
+    lifetimes: &'a [Lifetime],
+    settings: &'a PlanSettings,
+    lower_bound: u64,
+    placed: Placed<'a>,
+    /// Where the blocks lie that this attempt has placed.
+    offsets: Vec<u64>,
+    /// Ranges of the blocks that conflict with the one to be placed.
+    taken: Vec<(u64, u64)>,
+    steps: u64,
+}
+
+/// How an attempt to place all blocks ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Attempt {
+    /// All are placed, in so many bytes.
+    Done(u64),
+    /// Too many lay above the best plan. So many were placed.
+    Worse(usize),
+    /// There are no steps left.
+    OutOfSteps,
+}
+
+impl<'a> Search<'a> {
+    pub(super) fn new(lifetimes: &'a [Lifetime], settings: &'a PlanSettings, lower_bound: u64) -> Self {
+        let placed = Placed::new(lifetimes, settings.cross_stream);
+        let offsets = vec![0; lifetimes.len()];
+        Self { lifetimes, settings, lower_bound, placed, offsets, taken: Vec::new(), steps: 0 }
+    }
+
+    /// The best plan that is found.
+    pub(super) fn run(mut self, mut progress: impl FnMut(u64, u64)) -> Plan {
+        let (mut best, mut bytes) = online::best_fit(self.lifetimes, self.settings.cross_stream);
+        let mut random = Random(self.settings.seed);
+        // CAST: a history has fewer than 2^32 allocations.
+        let mut order: Vec<u32> = (0..self.lifetimes.len() as u32).collect();
+        let mut priorities: Vec<u64> = self.lifetimes.iter().map(|one| log2(one.bytes())).collect();
+        // The first order is that of the sizes themselves; it is gone through whatever comes of it.
+        order.sort_by_cached_key(|&block| (Reverse(self.lifetimes[block as usize].bytes()), self.tie(block)));
+        let mut limit = u64::MAX;
+        let mut offenders = OFFENDERS.iter().cycle();
+        while bytes - self.lower_bound > self.lower_bound / ENOUGH {
+            progress(self.steps, bytes);
+            let offenders = offenders.next().copied().unwrap_or(1);
+            let placed = match self.attempt(&order, limit, offenders) {
+                Attempt::Done(found) => {
+                    if found < bytes {
+                        (bytes, best) = (found, self.offsets.clone());
+                    }
+                    order.len()
+                }
+                Attempt::Worse(placed) => placed,
+                Attempt::OutOfSteps => break,
+            };
+            limit = bytes;
+            // What lies above the bound comes earlier, by half a doubling to one and a half.
+            for &block in &order[..placed] {
+                if self.offsets[block as usize] + self.lifetimes[block as usize].bytes() > self.lower_bound {
+                    // CAST: below 2^16.
+                    priorities[block as usize] += DOUBLING / 2 + u64::from(random.below(DOUBLING as u32));
+                }
+            }
+            order.sort_by_cached_key(|&block| (Reverse(priorities[block as usize]), self.tie(block)));
+            self.steps += order.len() as u64;
+        }
+        progress(self.steps, bytes);
+        Plan { offsets: best, bytes, lower_bound: self.lower_bound, steps: self.steps }
+    }
+
+    /// Of equal blocks the longest-lived comes first, then the one that was allocated first.
+    fn tie(&self, block: u32) -> (Reverse<u32>, u32) {
+        (Reverse(self.lifetimes[block as usize].end.saturating_sub(block)), block)
+    }
+
+    /// Places all blocks in this order, unless as many as `offenders` come to lie above `limit`.
+    fn attempt(&mut self, order: &[u32], limit: u64, offenders: u32) -> Attempt {
+        self.placed.clear();
+        let (mut highest, mut above) = (0, 0);
+        for (count, &block) in order.iter().enumerate() {
+            let top = self.place(block);
+            highest = highest.max(top);
+            above += u32::from(top >= limit);
+            if above == offenders {
+                return Attempt::Worse(count + 1);
+            }
+            if self.steps >= self.settings.steps {
+                return Attempt::OutOfSteps;
+            }
+        }
+        if above > 0 { Attempt::Worse(order.len()) } else { Attempt::Done(highest) }
+    }
+
+    /// Places a block at the lowest offset at which it overlaps none that conflicts with it; its top.
+    fn place(&mut self, block: u32) -> u64 {
+        let (lifetimes, offsets, taken) = (self.lifetimes, &self.offsets, &mut self.taken);
+        taken.clear();
+        let asked = self.placed.each(block, |other| {
+            let offset = offsets[other as usize];
+            taken.push((offset, offset + lifetimes[other as usize].bytes()));
+        });
+        steps::count(taken.len());
+        self.steps += taken.len() as u64 + asked;
+        let bytes = lifetimes[block as usize].bytes();
+        let mut offset = 0;
+        lowest_gap(taken, bytes, &mut offset);
+        self.offsets[block as usize] = offset;
+        self.placed.insert(block);
+        offset + bytes
+    }
+}
+
+/// Moves `offset` up to the lowest place where `bytes` fit between ranges; false when that is behind the last one.
+///
+/// The ranges are sorted only as far as the place lies.
+fn lowest_gap(ranges: &mut [(u64, u64)], bytes: u64, offset: &mut u64) -> bool {
+    const FEW: usize = 24;
+    if ranges.len() > FEW {
+        let middle = ranges.len() / 2;
+        ranges.select_nth_unstable(middle);
+        let (low, high) = ranges.split_at_mut(middle);
+        return lowest_gap(low, bytes, offset) || lowest_gap(high, bytes, offset);
+    }
+    ranges.sort_unstable();
+    for &mut (start, end) in ranges {
+        if *offset + bytes <= start {
+            return true;
+        }
+        *offset = end.max(*offset);
+    }
+    false
+}
+
+/// The binary logarithm, with sixteen bits behind the point that are linear between powers of two. Integers only, so that it
+/// is the same everywhere.
+fn log2(bytes: u64) -> u64 {
+    let Some(power) = bytes.checked_ilog2() else { return 0 };
+    let rest = bytes - (1 << power);
+    // CAST: the quotient is below 2^16.
+    u64::from(power) * DOUBLING + ((u128::from(rest) * u128::from(DOUBLING)) >> power) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lowest_gap_is_found_without_sorting_all() {
+        let gap = |mut ranges: Vec<(u64, u64)>, bytes| {
+            let mut offset = 0;
+            let between = lowest_gap(&mut ranges, bytes, &mut offset);
+            (offset, between)
+        };
+        assert_eq!(gap(vec![], 5), (0, false));
+        assert_eq!(gap(vec![(10, 20), (0, 4)], 6), (4, true));
+        assert_eq!(gap(vec![(10, 20), (0, 4), (2, 8)], 6), (20, false));
+        // A hundred blocks of 8 at multiples of ten; one of them is missing.
+        let row: Vec<(u64, u64)> = (0..100).rev().filter(|at| *at != 61).map(|at| (at * 10, at * 10 + 8)).collect();
+        assert_eq!(gap(row.clone(), 2), (8, true));
+        assert_eq!(gap(row.clone(), 12), (608, true));
+        assert_eq!(gap(row, 13), (998, false));
+    }
+
+    #[test]
+    fn the_logarithm_rises_with_the_size() {
+        assert_eq!([0, 1, 2, 3, 1 << 40].map(log2), [0, 0, DOUBLING, DOUBLING * 3 / 2, 40 * DOUBLING]);
+        assert!((1..5000u64).all(|units| log2(512 * units) < log2(512 * units + 512)));
+    }
+}
