@@ -97,7 +97,7 @@ proptest! {
         prop_assert_eq!(found.offsets.len(), lifetimes.len());
         let top = |block: usize| found.offsets[block] + lifetimes[block].bytes();
         for second in 0..lifetimes.len() {
-            prop_assert!(top(second) <= found.bytes && found.offsets[second] % 512 == 0);
+            prop_assert!(top(second) <= found.bytes && found.offsets[second].is_multiple_of(512));
             for first in 0..second {
                 let apart = top(first) <= found.offsets[second] || top(second) <= found.offsets[first];
                 prop_assert!(apart || !conflict(&lifetimes, first, second, cross), "{} and {}", first, second);
