@@ -252,11 +252,11 @@ def fidelity() -> str:
 # Columns of the tables of calls: the allocator's name in the record, and as the README has it.
 CALLS = {
     "caching": "`caching`",
+    "pytorch": "`pytorch`",
     "pytorch-c10": "PyTorch",
     "rmm-pool": "RMM pool",
     "rmm-arena": "RMM arena",
     "cuda-malloc-async": "driver's pool",
-    "naive": "`naive`",
 }
 # Their rows: the case, and what the README calls it.
 TIMES = {
@@ -267,12 +267,6 @@ TIMES = {
     "mixed/64": "mixed sizes, 64 live",
     "mixed/1024": "1,024 live",
     "mixed/16384": "16,384 live",
-    "alternate/4096/65536": "two sizes in turn, 4 KiB and 64 KiB",
-    "alternate/65536/4194304": "64 KiB and 4 MiB",
-    "alternate/4194304/33554432": "4 MiB and 32 MiB",
-    "pair/512": "the same block again, 512 B",
-    "pair/1048576": "1 MiB",
-    "pair/33554432": "32 MiB",
 }
 RATES = {
     "threads/1": "1 thread",
@@ -322,6 +316,19 @@ def noise() -> str:
     )
 
 
+def waiting() -> str:
+    """What of the time in the driver's two calls for memory is waiting, in the README's table."""
+    calls = read_json(folder() / H200 / "cuda.json")[0]["driver_calls"]
+    total, blocked = (
+        {call: calls[call][key] / 1e6 for call in ("mem_alloc", "mem_free")} for key in ("total_ns", "blocked_ns")
+    )
+    return (
+        f"**It is the free that waits.** Of the time in `cuMemFree` {blocked['mem_free']:.0f} of {total['mem_free']:.0f} ms "
+        f"an epoch are waiting; of that in `cuMemAlloc` {blocked['mem_alloc']:.1f} of {total['mem_alloc']:.0f}. "
+        '"`cudaMalloc` synchronises" is not what this driver does.'
+    )
+
+
 # Rows of the table of questions, by the question.
 ANSWERS = {
     "is the driver's pool as good?": pool,
@@ -334,6 +341,7 @@ ANSWERS = {
 }
 # Items of lists, by their first words.
 ITEMS = {
+    "**It is the free that waits.**": waiting,
     "The table is one comparison.": hosts,
     "Simulated times are fitted:": fidelity,
     "Over the": noise,
