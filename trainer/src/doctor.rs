@@ -4,6 +4,7 @@ use crate::data::{self, DataRequest, DatasetName};
 use crate::terminal::{self, Page};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+use vramlab::backends::{self, Needs};
 use vramlab::instruments::nvtx;
 use vramlab::{Bytes, CudaDriver, Driver, Profile, SimDriver, SimMemory};
 
@@ -133,15 +134,27 @@ fn cuda(findings: &mut Vec<Finding>) {
     }
 }
 
-/// What backends beyond `naive` and `caching` need of a device.
+/// What some backends need of a device.
 fn capabilities(findings: &mut Vec<Finding>, pools: bool, vmm: bool) {
-    let advice = "--alloc stream-ordered cannot run on it; the others can";
-    for (what, there, advice) in [("  stream-ordered pools", pools, advice), ("  virtual memory", vmm, "")] {
+    for (what, there, need) in [("  stream-ordered pools", pools, Needs::Pools), ("  virtual memory", vmm, Needs::Vmm)]
+    {
         if there {
             findings.push(finding(what, State::Ok, "there", ""));
         } else {
-            findings.push(finding(what, State::Missing, "not supported by this device, driver or system", advice));
+            let missing = "not supported by this device, driver or system";
+            findings.push(finding(what, State::Missing, missing, without(need)));
         }
+    }
+}
+
+/// Which backends do not run on a device that lacks something.
+fn without(need: Needs) -> String {
+    let all = backends::all().into_iter();
+    let names: Vec<&str> = all.filter(|one| one.capabilities.needs == need).map(|one| one.name).collect();
+    if names.is_empty() {
+        String::new()
+    } else {
+        format!("--alloc {} cannot run on it; the others can", names.join(", "))
     }
 }
 
@@ -176,4 +189,24 @@ fn profiler(findings: &mut Vec<Finding>) {
 fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).map(|directory| directory.join(name)).find(|candidate| candidate.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_device_lacks_is_said_with_the_backends_that_need_it() {
+        for (pools, vmm, need) in [(false, true, Needs::Pools), (true, false, Needs::Vmm)] {
+            let mut findings = Vec::new();
+            capabilities(&mut findings, pools, vmm);
+            let [told] = findings.iter().filter(|one| one.state != State::Ok).collect::<Vec<_>>()[..] else {
+                panic!("{findings:?}")
+            };
+            for backend in backends::all() {
+                let named = told.advice.split([' ', ',']).any(|word| word == backend.name);
+                assert_eq!(named, backend.capabilities.needs == need, "{backend}: {}", told.advice);
+            }
+        }
+    }
 }
