@@ -87,9 +87,8 @@ impl TrainError {
     pub fn exit_code(&self) -> i32 {
         match self {
             Self::Input(_) | Self::Data(_) | Self::Cuda(_) => exit::BAD_INPUT,
-            Self::Alloc(AllocError::Unsupported { .. }) | Self::Kernel(KernelError::NoCublasLt { .. }) => {
-                exit::BAD_INPUT
-            }
+            Self::Alloc(AllocError::Unsupported { .. } | AllocError::Incapable { .. })
+            | Self::Kernel(KernelError::NoCublasLt { .. }) => exit::BAD_INPUT,
             Self::Interrupted => exit::INTERRUPTED,
             _ => exit::FAILED,
         }

@@ -371,15 +371,11 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// Lets blocks of `stream` come from memory of a new capture; see [graph capture](Self#graph-capture).
     ///
     /// # Errors
-    /// [`AllocError::Unsupported`] when the allocator or the device has no graphs, [`AllocError::Capture`] when the stream
-    /// is in a capture already.
+    /// [`AllocError::Incapable`] when the allocator serves no captures, [`AllocError::Unsupported`] when the device has no
+    /// graphs, [`AllocError::Capture`] when the stream is in a capture already.
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
         let _ = stream;
-        Err(AllocError::Unsupported {
-            allocator: self.name(),
-            capability: "graph capture",
-            device: "this device".into(),
-        })
+        Err(AllocError::Incapable { allocator: self.name(), capability: "graph capture" })
     }
 
     /// Ends a capture, after the driver has: its memory stays pinned, and frees that waited for it are carried out.

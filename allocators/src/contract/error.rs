@@ -144,6 +144,14 @@ pub enum AllocError {
         /// Device that lacks it.
         device: String,
     },
+    /// The allocator does not do this on any device; its [`Capabilities`](crate::backends::Capabilities) say so.
+    #[error("'{allocator}' has no {capability}")]
+    Incapable {
+        /// Allocator that was asked.
+        allocator: &'static str,
+        /// What it lacks.
+        capability: &'static str,
+    },
     /// An allocator was given settings that are not of its type.
     #[error("these are settings of another allocator: {found}")]
     Settings {

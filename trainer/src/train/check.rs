@@ -3,7 +3,8 @@
 use crate::arithmetic::{FuseMode, GemmMode};
 use crate::error::{Result, TrainError};
 use crate::settings::{GRAPH_STEPS, LaunchMode, LoaderMode, Settings, SyncMode};
-use vramlab::{Bytes, HostRoom};
+use vramlab::backends::{self, GraphCapture};
+use vramlab::{Backend, Bytes, HostRoom};
 
 /// Whether a simulated run finds the memory that it needs; asked before it takes any.
 pub(super) fn host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {
@@ -27,6 +28,14 @@ pub(super) fn launch(settings: &Settings) -> Result<()> {
         format!("--launch {name} needs --loader resident: it picks its batches on the device")
     } else if sync == SyncMode::Op {
         format!("--launch {name} has no launch for each operation: use --sync step instead of op")
+    } else if launch == LaunchMode::Graph && !serves_captures(settings.allocator.backend()) {
+        let able: Vec<&str> =
+            backends::all().into_iter().filter(|one| serves_captures(one)).map(|one| one.name).collect();
+        let name = settings.allocator.name();
+        format!(
+            "--launch graph needs an allocator that serves captures, which '{name}' does not: use {}",
+            able.join(", ")
+        )
     } else if launch == LaunchMode::Persistent && fuse != FuseMode::Update {
         "--launch persistent needs --fuse update: its kernel does all of a step".to_owned()
     } else if launch == LaunchMode::Persistent && gemm == Some(GemmMode::CublasLt) {
@@ -43,6 +52,10 @@ pub(super) fn launch(settings: &Settings) -> Result<()> {
     Err(TrainError::Input(problem))
 }
 
+fn serves_captures(backend: &Backend) -> bool {
+    backend.capabilities.graph_capture != GraphCapture::Refused
+}
+
 fn graph_steps_of(steps: Option<u32>, launch: LaunchMode, sync: SyncMode) -> Result<()> {
     let Some(steps) = steps else { return Ok(()) };
     let problem = if !GRAPH_STEPS.contains(&steps) {
@@ -55,4 +68,26 @@ fn graph_steps_of(steps: Option<u32>, launch: LaunchMode, sync: SyncMode) -> Res
         return Ok(());
     };
     Err(TrainError::Input(problem))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vramlab::backends::{Capabilities, naive};
+
+    #[test]
+    fn a_graph_needs_an_allocator_that_serves_captures() {
+        static EAGER: Backend = Backend {
+            name: "eager-only",
+            capabilities: Capabilities { graph_capture: GraphCapture::Refused, ..naive::BACKEND.capabilities },
+            ..naive::BACKEND
+        };
+        for (allocator, refused) in [(&naive::BACKEND, false), (&EAGER, true)] {
+            let settings = Settings { launch: LaunchMode::Graph, allocator: allocator.into(), ..Settings::default() };
+            let told = launch(&settings).err().map(|error| error.to_string());
+            let said = told.as_ref().is_some_and(|text| text.contains("'eager-only'") && text.contains("use naive, "));
+            assert_eq!((told.is_some(), said), (refused, refused), "{told:?}");
+            launch(&Settings { launch: LaunchMode::Eager, ..settings }).unwrap();
+        }
+    }
 }
