@@ -3,11 +3,13 @@
 //! [`DeviceAllocator`] is the upper seam. Backends implement it, instruments wrap it, and programs use it through
 //! [`Memory`](crate::Memory).
 
+mod action;
 mod allocator;
 mod error;
 mod snapshot;
 mod stats;
 
+pub use action::Action;
 pub use allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 pub use error::{AllocError, OomReport, Refused};
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};

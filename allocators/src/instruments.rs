@@ -95,4 +95,4 @@ pub use cost::{measure_cost, measure_cost_on};
 pub use limit::Limit;
 pub use nvtx::{Nvtx, NvtxMode};
 pub use timed::{LatencyRow, Operation, Timed};
-pub use trace::{EventTrace, TraceAction, TraceEvent};
+pub use trace::{EventTrace, TraceEvent};

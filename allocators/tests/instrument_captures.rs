@@ -6,8 +6,9 @@ mod common;
 use common::{GIB, KIB, MIB, Random, allocate, build, capturing, fill, free, launch, sim};
 use std::sync::Arc;
 use vramlab::backends::{CachingSettings, caching};
+use vramlab::contract::Action;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::instruments::{EventTrace, Limit, Nvtx, NvtxMode, Timed, TraceAction};
+use vramlab::instruments::{EventTrace, Limit, Nvtx, NvtxMode, Timed};
 use vramlab::{
     AllocError, CallKind, CaptureId, DeviceAllocator, Driver, GraphId, MeteredDriver, PoolSettings, Selection,
     SimDriver, SimMemory, StreamId,
@@ -215,8 +216,8 @@ fn a_limit_counts_captured_blocks_and_a_trace_lists_them() {
         free(&limit, again, stream).unwrap();
         let graph = end(driver.as_ref(), &limit, id, stream);
         release(driver.as_ref(), &limit, (id, graph), stream);
-        let actions: Vec<TraceAction> = trace.take().iter().map(|event| event.action).collect();
-        let pair = [TraceAction::Alloc, TraceAction::FreeRequested];
+        let actions: Vec<Action> = trace.take().iter().map(|event| event.action).collect();
+        let pair = [Action::Alloc, Action::FreeRequested];
         assert_eq!(actions, [pair, pair].concat(), "{kind}");
     }
 }

@@ -9,8 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use vramlab::backends::caching;
+use vramlab::contract::Action;
 use vramlab::device::{Clock, MonotonicClock};
-use vramlab::instruments::{EventTrace, Operation, Timed, TraceAction, TraceEvent};
+use vramlab::instruments::{EventTrace, Operation, Timed, TraceEvent};
 use vramlab::{DeviceAllocator, Driver, NullDriver};
 
 const THREADS: u64 = 8;
@@ -65,12 +66,12 @@ fn follow(events: &[TraceEvent]) {
     for (at, event) in events.iter().enumerate() {
         let addr = event.addr.unwrap();
         match event.action {
-            TraceAction::Alloc => {
+            Action::Alloc => {
                 let before = live.range(..addr + event.block).next_back().map(|(other, bytes)| other + bytes);
                 assert!(before.is_none_or(|end| end <= addr), "event {at}: {event:?} while it is held");
                 live.insert(addr, event.block);
             }
-            TraceAction::FreeRequested => assert_eq!(live.remove(&addr), Some(event.block), "event {at}: {event:?}"),
+            Action::FreeRequested => assert_eq!(live.remove(&addr), Some(event.block), "event {at}: {event:?}"),
             other => panic!("event {at}: {other:?}"),
         }
     }

@@ -7,8 +7,9 @@ use common::{GIB, KIB, MIB, Random, allocate, build, fill, free, read, sim, work
 use std::sync::Arc;
 use std::thread;
 use vramlab::backends::{self, caching, naive, stream_ordered};
+use vramlab::contract::Action;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Operation, Timed, TraceAction, measure_cost};
+use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Operation, Timed, measure_cost};
 use vramlab::{
     AllocError, Backend, Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver,
     MeteredDriver, Path, PoolSettings, Profile, Selection, SimDriver, SimMemory, Snapshot, StreamId,
@@ -76,10 +77,10 @@ fn the_trace_keeps_the_order() {
     assert_eq!(
         seen,
         [
-            (TraceAction::Alloc, Some(addr), 700, 1024),
-            (TraceAction::RecordUse, Some(addr), 700, 1024),
-            (TraceAction::FreeRequested, Some(addr), 700, 1024),
-            (TraceAction::Oom, None, 1 << 50, 0),
+            (Action::Alloc, Some(addr), 700, 1024),
+            (Action::RecordUse, Some(addr), 700, 1024),
+            (Action::FreeRequested, Some(addr), 700, 1024),
+            (Action::Oom, None, 1 << 50, 0),
         ]
     );
     assert!(events.windows(2).all(|pair| pair[0].time_ns <= pair[1].time_ns));
@@ -106,7 +107,7 @@ fn a_trace_of_many_threads_can_be_replayed() {
     for event in trace.take() {
         let addr = event.addr.unwrap();
         match event.action {
-            TraceAction::Alloc => assert!(live.insert(addr), "{addr:#x} was handed out twice"),
+            Action::Alloc => assert!(live.insert(addr), "{addr:#x} was handed out twice"),
             _ => assert!(live.remove(&addr), "{addr:#x} was freed twice"),
         }
     }
@@ -425,8 +426,7 @@ fn blocks_that_are_taken_over_pass_every_instrument() {
         assert_eq!((blocks.len(), checker.report().live.len()), (expected.len(), expected.len()), "{kind}");
         // The trace begins with them.
         let traced: Vec<_> = trace.take().into_iter().map(|event| (event.action, event.stream, event.block)).collect();
-        let whole: Vec<_> =
-            expected.iter().map(|(stream, bytes, _)| (TraceAction::Alloc, stream.get(), *bytes)).collect();
+        let whole: Vec<_> = expected.iter().map(|(stream, bytes, _)| (Action::Alloc, stream.get(), *bytes)).collect();
         assert_eq!(traced, whole, "{kind}");
         // The limit counts them.
         let sum: u64 = expected.iter().map(|(_, bytes, _)| bytes).sum();

@@ -141,7 +141,8 @@ fn a_refused_request_is_what_is_said_first() {
         "  22 MiB free in 3 pieces, largest 11 MiB",
         "  stream 0x0: 20 MiB reserved, 11 MiB free in 2 pieces, largest 7 MiB",
         "  stream 0x5: 20 MiB reserved, 11 MiB free in one piece",
-        "  its stream had enough free, but in pieces that were too small",
+        "  the free bytes would have sufficed but no single block does (fragmentation): allocate large tensors first, or lower \
+         max_split_size",
         "  one request was refused before it",
     ];
     let lines: Vec<&str> = text.lines().collect();

@@ -40,11 +40,13 @@ impl OomReport {
                 return format!("raise the limit by at least {}, or use a smaller batch or model", Bytes(short));
             }
         }
-        if self.other_streams_free_bytes.is_some_and(|bytes| bytes >= self.requested_bytes) {
+        let others = self.other_streams_free_bytes.unwrap_or(0);
+        let in_pieces = self.largest_free_bytes.is_some_and(|largest| largest < self.requested_bytes);
+        let fragmented = |free: u64| in_pieces && free >= self.requested_bytes;
+        if !fragmented(free.saturating_sub(others)) && others >= self.requested_bytes {
             return "another stream's free blocks would have sufficed: allocate on fewer streams, or trim before this point".into();
         }
-        if self.largest_free_bytes.is_some_and(|largest| largest < self.requested_bytes) && free >= self.requested_bytes
-        {
+        if fragmented(free) {
             return "the free bytes would have sufficed but no single block does (fragmentation): allocate large tensors first, or \
                     lower max_split_size"
                 .into();
@@ -210,5 +212,32 @@ impl AllocError {
             Self::Driver(error) => error.is_out_of_memory(),
             _ => false,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn advice_is_of_what_was_in_the_way() {
+        let advice = |largest, others, limit_bytes| {
+            let (largest_free_bytes, other_streams_free_bytes) = (Some(largest), Some(others));
+            let (reserved_bytes, active_bytes) = (100, 60);
+            let sizes =
+                OomReport { requested_bytes: 20, needed_bytes: 20, reserved_bytes, active_bytes, ..Default::default() };
+            OomReport { largest_free_bytes, other_streams_free_bytes, limit_bytes, ..sizes }.advice()
+        };
+        // 40 are free: 20 of its own stream in pieces, and as many of another.
+        assert!(advice(10, 20, None).contains("fragmentation"));
+        assert!(advice(10, 30, None).contains("another stream"));
+        assert!(advice(10, 15, None).contains("fragmentation"));
+        assert!(advice(20, 0, None).contains("smaller batch"));
+        let short = OomReport { requested_bytes: 50, needed_bytes: 50, reserved_bytes: 100, ..Default::default() };
+        assert!(
+            OomReport { active_bytes: 100, limit_bytes: Some(120), ..short }
+                .advice()
+                .contains("raise the limit by at least 30 B")
+        );
     }
 }

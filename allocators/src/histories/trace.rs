@@ -26,6 +26,7 @@ mod write_plain;
 mod write_rmm;
 mod write_snapshot;
 
+pub use crate::contract::Action;
 pub use error::{Place, Problem, ReadError};
 pub use read::{Format, ReadOptions, Sink, Summary, read, read_from};
 pub use segment::{Segment, SegmentBlock, SegmentType};
@@ -34,82 +35,6 @@ pub use write_minimalloc::MinimallocWriter;
 pub use write_perfetto::PerfettoWriter;
 pub use write_rmm::RmmWriter;
 pub use write_snapshot::SnapshotWriter;
-
-use std::fmt;
-
-/// What happened. The names are those of PyTorch's snapshots, and `record_use`, which they lack.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[repr(u8)]
-pub enum Action {
-    /// A block was handed out; `bytes` were asked for.
-    Alloc,
-    /// The client let go of a block.
-    FreeRequested,
-    /// The block became reusable: with the request, or later when streams still used it.
-    FreeCompleted,
-    /// Work queued on `stream`, not the stream of the allocation, uses the block at `addr`; `bytes` is 0.
-    RecordUse,
-    /// A segment was obtained from the device.
-    SegmentAlloc,
-    /// A segment went back to the device.
-    SegmentFree,
-    /// A part of an expandable segment was mapped.
-    SegmentMap,
-    /// A part of an expandable segment was unmapped.
-    SegmentUnmap,
-    /// A snapshot was taken; `bytes` are active.
-    Snapshot,
-    /// A request of `bytes` was refused; `addr` holds the bytes that were free on the device, 0 where the log does not
-    /// say.
-    Oom,
-}
-
-impl Action {
-    /// Every action.
-    pub const ALL: [Action; 10] = [
-        Action::Alloc,
-        Action::FreeRequested,
-        Action::FreeCompleted,
-        Action::RecordUse,
-        Action::SegmentAlloc,
-        Action::SegmentFree,
-        Action::SegmentMap,
-        Action::SegmentUnmap,
-        Action::Snapshot,
-        Action::Oom,
-    ];
-
-    /// Name in PyTorch's snapshots and in our own traces.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Action::Alloc => "alloc",
-            Action::FreeRequested => "free_requested",
-            Action::FreeCompleted => "free_completed",
-            Action::RecordUse => "record_use",
-            Action::SegmentAlloc => "segment_alloc",
-            Action::SegmentFree => "segment_free",
-            Action::SegmentMap => "segment_map",
-            Action::SegmentUnmap => "segment_unmap",
-            Action::Snapshot => "snapshot",
-            Action::Oom => "oom",
-        }
-    }
-}
-
-impl std::str::FromStr for Action {
-    type Err = ();
-
-    fn from_str(name: &str) -> Result<Self, ()> {
-        Action::ALL.into_iter().find(|action| action.name() == name).ok_or(())
-    }
-}
-
-impl fmt::Display for Action {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
 
 /// One event of a history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! What a thread has seen, in the order in which it saw it: records of half a cache line in memory that never moves.
 
-use super::trace::{TraceAction, TraceEvent};
-use crate::contract::Path;
+use super::trace::TraceEvent;
+use crate::contract::{Action, Path};
 use crate::device::StreamId;
 use std::alloc::Layout;
 use std::ptr::NonNull;
@@ -24,11 +24,11 @@ pub(super) struct Record {
 const STREAM: u64 = 15;
 
 // CAST: widening.
-const _: () = assert!(size_of::<Record>() == 32 && Path::COUNT <= 16 && TraceAction::ALL.len() <= STREAM as usize);
+const _: () = assert!(size_of::<Record>() == 32 && Path::COUNT <= 16 && Action::ALL.len() <= STREAM as usize);
 
 impl Record {
     #[inline(always)]
-    pub(super) fn stamp(time: u64, action: TraceAction, path: Path) -> u64 {
+    pub(super) fn stamp(time: u64, action: Action, path: Path) -> u64 {
         // CAST: the discriminants, which fit four bits.
         (time.min(u64::MAX >> 8) << 8) | ((action as u64) << 4) | path as u64
     }
@@ -48,9 +48,9 @@ impl Record {
         self.stamp >> 8
     }
 
-    pub(super) fn action(&self) -> TraceAction {
+    pub(super) fn action(&self) -> Action {
         // CAST: four bits.
-        TraceAction::ALL[(self.stamp >> 4 & 15) as usize]
+        Action::ALL[(self.stamp >> 4 & 15) as usize]
     }
 
     /// The event, at a time that may have been corrected.

@@ -1,7 +1,8 @@
 //! Joins the logs of several threads into one order.
 
 use super::log::{Chunk, Record};
-use super::trace::{TraceAction, TraceEvent};
+use super::trace::TraceEvent;
+use crate::contract::Action;
 use crate::device::StreamId;
 use crate::device::clock::Scale;
 use std::cmp::Reverse;
@@ -73,12 +74,12 @@ impl Merge {
     /// Whether a record can come next: nothing is handed out that is held, nothing is freed that is not.
     fn fits(&self, record: &Record) -> bool {
         match record.action() {
-            TraceAction::Alloc => {
+            Action::Alloc => {
                 let below = self.live.range(..record.addr.saturating_add(record.block)).next_back();
                 below.is_none_or(|(addr, bytes)| addr.saturating_add(*bytes) <= record.addr)
             }
-            TraceAction::FreeRequested | TraceAction::RecordUse => self.live.contains_key(&record.addr),
-            TraceAction::Oom => true,
+            Action::FreeRequested | Action::RecordUse => self.live.contains_key(&record.addr),
+            _ => true,
         }
     }
 
@@ -86,9 +87,9 @@ impl Merge {
     fn pass(&mut self, record: &Record, stream: StreamId) -> TraceEvent {
         if self.by_blocks {
             match record.action() {
-                TraceAction::Alloc => self.live.insert(record.addr, record.block),
-                TraceAction::FreeRequested => self.live.remove(&record.addr),
-                TraceAction::RecordUse | TraceAction::Oom => None,
+                Action::Alloc => self.live.insert(record.addr, record.block),
+                Action::FreeRequested => self.live.remove(&record.addr),
+                _ => None,
             };
         }
         self.last = self.last.max(record.time());
@@ -165,22 +166,22 @@ mod tests {
     use crate::instruments::log::Log;
 
     /// Time, action, address, bytes.
-    fn record((time, action, addr, block): (u64, TraceAction, u64, u64)) -> Record {
+    fn record((time, action, addr, block): (u64, Action, u64, u64)) -> Record {
         Record { stamp: Record::stamp(time, action, Path::Hit), addr, size: block, block }
     }
 
-    fn chunk(records: &[(u64, TraceAction, u64, u64)]) -> Vec<Chunk> {
+    fn chunk(records: &[(u64, Action, u64, u64)]) -> Vec<Chunk> {
         let mut log = Log::default();
         records.iter().for_each(|one| log.push(record(*one), StreamId::numbered(1), None));
         log.take()
     }
 
-    fn join(merge: &mut Merge, logs: &[&[(u64, TraceAction, u64, u64)]]) -> Vec<(u64, TraceAction, u64)> {
+    fn join(merge: &mut Merge, logs: &[&[(u64, Action, u64, u64)]]) -> Vec<(u64, Action, u64)> {
         let (events, _) = merge.join(logs.iter().map(|log| chunk(log)).collect(), 1);
         events.iter().map(|event| (event.time_ns, event.action, event.addr.unwrap_or(0))).collect()
     }
 
-    use TraceAction::{Alloc, FreeRequested as Free, RecordUse};
+    use Action::{Alloc, FreeRequested as Free, RecordUse};
 
     #[test]
     fn stamps_that_are_the_wrong_way_round_are_put_right() {
@@ -229,7 +230,7 @@ mod tests {
         let stream = |at: u64| StreamId::numbered(if at < 100_000 { at % 2 * 7 } else { at / 70_000 });
         for (start, end) in [(0, 150_000), (150_000, 150_010), (150_010, 400_000)] {
             for at in start..end {
-                log.push(record((at, TraceAction::Oom, 0, 0)), stream(at), None);
+                log.push(record((at, Action::Oom, 0, 0)), stream(at), None);
             }
             let (events, mut spare) = merge.join(vec![log.take()], 2);
             assert!(spare.len() <= 2);

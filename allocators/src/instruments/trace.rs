@@ -1,9 +1,6 @@
 //! Every operation in order, with times.
 
-use crate::contract::AllocError;
-use crate::contract::Stats;
-use crate::contract::{Block, DeviceAllocator, Path, Request};
-use crate::contract::{Ledger, Snapshot};
+use crate::contract::{Action, AllocError, Block, DeviceAllocator, Ledger, Path, Request, Snapshot, Stats};
 use crate::device::Clock;
 use crate::device::clock::Reader;
 use crate::device::{DeviceAddr, StreamId};
@@ -14,21 +11,6 @@ use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What happened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[repr(u8)]
-pub enum TraceAction {
-    /// A block was handed out.
-    Alloc,
-    /// A block came back.
-    FreeRequested,
-    /// Work on another stream was announced.
-    RecordUse,
-    /// A request was refused for lack of memory.
-    Oom,
-}
-
 /// One operation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct TraceEvent {
@@ -36,8 +18,8 @@ pub struct TraceEvent {
     /// life in the trace lies within its life in the allocator, and a free comes before the next allocation at its
     /// address on whatever thread.
     pub time_ns: u64,
-    /// What happened.
-    pub action: TraceAction,
+    /// What happened: one of [`Action::Alloc`], [`Action::FreeRequested`], [`Action::RecordUse`] and [`Action::Oom`].
+    pub action: Action,
     /// First address; absent for a refused request.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub addr: Option<u64>,
@@ -49,10 +31,6 @@ pub struct TraceEvent {
     pub stream: u64,
     /// How it was served.
     pub path: &'static str,
-}
-
-impl TraceAction {
-    pub(super) const ALL: [TraceAction; 4] = [Self::Alloc, Self::FreeRequested, Self::RecordUse, Self::Oom];
 }
 
 /// A counter on a line of its own.
@@ -118,7 +96,7 @@ impl EventTrace {
     }
 
     #[inline(always)]
-    fn push(&self, action: TraceAction, addr: u64, size: u64, block: u64, stream: StreamId, path: Path) {
+    fn push(&self, action: Action, addr: u64, size: u64, block: u64, stream: StreamId, path: Path) {
         let mut log = self.logs.enter();
         let (time, sequence) = self.now();
         let stamp = Record::stamp(time, action, path);
@@ -129,7 +107,7 @@ impl EventTrace {
     #[cold]
     #[inline(never)]
     fn push_refused(&self, request: Request, stream: StreamId) {
-        self.push(TraceAction::Oom, 0, request.bytes, 0, stream, Path::Failed);
+        self.push(Action::Oom, 0, request.bytes, 0, stream, Path::Failed);
     }
 }
 
@@ -138,7 +116,7 @@ impl DeviceAllocator for EventTrace {
         match self.inner.allocate(request, stream) {
             Ok(block) => {
                 let (addr, path) = (block.addr().get(), block.path());
-                self.push(TraceAction::Alloc, addr, request.bytes, block.bytes(), stream, path);
+                self.push(Action::Alloc, addr, request.bytes, block.bytes(), stream, path);
                 Ok(block.hand_on())
             }
             Err(error) => {
@@ -156,7 +134,7 @@ impl DeviceAllocator for EventTrace {
         // Before the free: once the block is back, another thread may be handed its address.
         let (time, sequence) = self.now();
         let mut push = |path: Path| {
-            let stamp = Record::stamp(time, TraceAction::FreeRequested, path);
+            let stamp = Record::stamp(time, Action::FreeRequested, path);
             log.push(Record { stamp, addr, size, block: bytes }, stream, sequence);
         };
         // SAFETY: the caller's promise is the inner allocator's.
@@ -175,7 +153,7 @@ impl DeviceAllocator for EventTrace {
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
         self.inner.record_use(block, stream)?;
         let addr = block.addr().get();
-        self.push(TraceAction::RecordUse, addr, block.requested(), block.bytes(), stream, Path::Deferred);
+        self.push(Action::RecordUse, addr, block.requested(), block.bytes(), stream, Path::Deferred);
         Ok(())
     }
 
@@ -184,7 +162,7 @@ impl DeviceAllocator for EventTrace {
         let restored = self.inner.restore(snapshot, age)?;
         for (block, stream) in restored.iter().flatten().zip(super::restored_streams(snapshot)) {
             let addr = block.addr().get();
-            self.push(TraceAction::Alloc, addr, block.requested(), block.bytes(), stream, block.path());
+            self.push(Action::Alloc, addr, block.requested(), block.bytes(), stream, block.path());
         }
         Ok(restored)
     }

@@ -5,6 +5,7 @@ use super::builder::HistoryBuilder;
 use super::memory::When;
 use crate::backends::CachingSettings;
 use crate::bytes::Bytes;
+use crate::contract::OomReport;
 use serde::Serialize;
 use std::collections::VecDeque;
 use std::fmt;
@@ -65,6 +66,26 @@ pub struct StreamHeld {
     pub held: Held,
 }
 
+impl OutOfMemory {
+    /// The same as an allocator reports it when it happens, as far as the history tells.
+    #[must_use]
+    pub fn report(&self) -> OomReport {
+        let own = self.streams.iter().find(|held| held.stream == self.stream).map(|own| own.held).unwrap_or_default();
+        let held = self.held.unwrap_or_default();
+        OomReport {
+            allocator: "the recorded allocator".into(),
+            requested_bytes: self.requested_bytes,
+            needed_bytes: self.requested_bytes,
+            reserved_bytes: held.reserved_bytes,
+            active_bytes: held.allocated_bytes + held.pending_bytes,
+            largest_free_bytes: self.held.map(|_| own.largest_free_bytes),
+            other_streams_free_bytes: self.held.map(|held| held.free_bytes - own.free_bytes),
+            limit_bytes: self.limit_bytes,
+            device_bytes: None,
+        }
+    }
+}
+
 impl fmt::Display for OutOfMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (asked, stream) = (Bytes(self.requested_bytes), self.stream);
@@ -90,12 +111,7 @@ impl fmt::Display for OutOfMemory {
                 held.free(f)?;
             }
         }
-        let own = self.streams.iter().find(|held| held.stream == stream).map_or(0, |own| own.held.free_bytes);
-        if own >= self.requested_bytes {
-            write!(f, "\n  its stream had enough free, but in pieces that were too small")?;
-        } else if held.free_bytes >= self.requested_bytes {
-            write!(f, "\n  enough was free in all, but not in one piece of its stream")?;
-        }
+        write!(f, "\n  {}", self.report().advice())?;
         if !self.complete {
             write!(f, "\n  the history does not show all that was held; this is what it shows")?;
         }
