@@ -161,7 +161,7 @@ pub(crate) fn calibrate(device: &DeviceName, base: Profile, source: &str) -> Res
         }
         DeviceName::Null => bail!("the device without costs cannot be calibrated: write cuda or sim"),
     };
-    let started_at = jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
+    let started_at = trainer::provenance::now();
     let bench = Bench::new(engine)?;
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     let progress = |what: &str| bar.message(what);

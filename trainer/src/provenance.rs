@@ -5,6 +5,7 @@
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// What a program was built from, as its build script found it. [`built!`](crate::built) makes it.
 #[derive(Clone, Copy, Debug)]
@@ -136,12 +137,24 @@ fn job(variable: &dyn Fn(&str) -> Option<String>) -> Option<Job> {
     Some(Job { id: of("SLURM_JOB_ID")?, array_id: of("SLURM_ARRAY_JOB_ID"), array_task: of("SLURM_ARRAY_TASK_ID") })
 }
 
+/// The time as records have it, in UTC: `2026-11-22T19:37:32Z`.
+#[must_use]
+pub fn now() -> String {
+    utc(SystemTime::now())
+}
+
+fn utc(time: SystemTime) -> String {
+    // A machine whose clock was never set.
+    humantime::format_rfc3339_seconds(time.max(UNIX_EPOCH)).to_string()
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
     use super::*;
     use std::process::Command;
+    use std::time::Duration;
 
     /// A root with these files.
     fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
@@ -152,6 +165,13 @@ mod tests {
             std::fs::write(path, text).unwrap();
         }
         root
+    }
+
+    #[test]
+    fn times_are_whole_seconds_of_utc() {
+        let after = |ms| UNIX_EPOCH + Duration::from_millis(ms);
+        assert_eq!(utc(after(1_700_000_000_999)), "2023-11-14T22:13:20Z");
+        assert_eq!(utc(UNIX_EPOCH - Duration::from_secs(1)), "1970-01-01T00:00:00Z");
     }
 
     #[test]

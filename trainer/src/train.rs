@@ -17,7 +17,7 @@ use crate::latency::{Intervals, LatencyRecord};
 use crate::loader::Loader;
 use crate::mlp::{self, Mlp};
 use crate::observer::{Observer, driver_call_log};
-use crate::provenance::Provenance;
+use crate::provenance::{self, Provenance};
 use crate::record::{
     DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, LibraryRecord, RecordWriter, SCHEMA_VERSION, STEPS,
     Status, Summary, TRACE,
@@ -223,8 +223,8 @@ impl Run {
         }
         let stack = Stack::build(settings, &device)?;
         let label = format!("{}-{}", stack.top.name(), description.kind);
-        let now = jiff::Timestamp::now();
-        let stamp = now.strftime("%Y%m%dT%H%M%SZ").to_string();
+        let started_at = provenance::now();
+        let stamp = started_at.replace(['-', ':'], "");
         let cublaslt = (arithmetic.gemm == GemmMode::CublasLt).then(|| library(&device)).transpose()?;
         signals::record_begins();
         // Last, so that nothing after it fails without a summary.
@@ -236,7 +236,7 @@ impl Run {
             error: None,
             code_version: env!("CARGO_PKG_VERSION").into(),
             provenance: Provenance::of(crate::built!()),
-            started_at: now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
+            started_at,
             command,
             settings: effective(settings, &arithmetic, &stack, &device, dataset),
             clock: if description.virtual_time { "virtual" } else { "monotonic" },

@@ -118,7 +118,7 @@ impl Report {
             schema_version: 1,
             code_version: env!("CARGO_PKG_VERSION"),
             provenance: Provenance::of(trainer::built!()),
-            date: jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
+            date: trainer::provenance::now(),
             device: driver.describe(),
             cpu: cpu(),
             cores: cases::cores(),

@@ -4,8 +4,8 @@ use super::child::Group;
 use super::plan::{Run, Shard};
 use super::programs::{self, CommandLine, Places, RECORD, command_line};
 use super::record::{
-    Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, now, part_of, provenance, remove,
-    without_folders, write_compact, write_json,
+    Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, part_of, provenance, remove, without_folders,
+    write_compact, write_json,
 };
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
+use trainer::provenance::now;
 use trainer::signals::Signals;
 use vramlab::DeviceName;
 use vramlab::input::{DOCUMENT, read_end, read_text};

@@ -38,7 +38,7 @@ impl Holder {
     fn this() -> Self {
         let provenance = super::record::provenance();
         let (host_hash, job) = (provenance.host_hash, provenance.job);
-        Self { process: std::process::id(), host_hash, started_at: super::record::now(), job }
+        Self { process: std::process::id(), host_hash, started_at: trainer::provenance::now(), job }
     }
 }
 

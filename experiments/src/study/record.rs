@@ -114,11 +114,6 @@ pub(crate) fn provenance() -> Provenance {
     Provenance::of(trainer::built!())
 }
 
-/// The time, as records have it.
-pub(crate) fn now() -> String {
-    jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
-}
-
 /// SHA-256 of a spec's content: comments and layout of its file are not in it.
 pub(crate) fn spec_sha256(spec: &Spec) -> Result<String> {
     let text = serde_json::to_string(spec).context("the spec cannot be written as JSON")?;

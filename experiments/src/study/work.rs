@@ -5,7 +5,7 @@ use super::lock;
 use super::plan::{Run, Shard, share};
 use super::programs::{self, Places};
 use super::record::{
-    EXPERIMENT, ExperimentRecord, RUNS, RunStatus, SCHEMA_VERSION, now, provenance, remove, status_of, write_json,
+    EXPERIMENT, ExperimentRecord, RUNS, RunStatus, SCHEMA_VERSION, provenance, remove, status_of, write_json,
 };
 use super::report::{self, Cell};
 use super::run::{Planned, check_folder};
@@ -14,6 +14,7 @@ use anyhow::{Context, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Mutex, PoisonError};
+use trainer::provenance::now;
 use trainer::signals::Signals;
 use trainer::terminal::{Bar, say};
 use vramlab::{DeviceKind, DeviceName};
