@@ -3,7 +3,8 @@
 
 use crate::study::figures::{batches, blocked_share, median, steady_epochs, step_time};
 use anyhow::{Context, Result};
-use clap::Args;
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, Args, FromArgMatches};
 use serde_json::Value;
 use std::ffi::OsString;
 use std::fmt;
@@ -42,46 +43,48 @@ pub(crate) struct CompareArgs {
     rest: Vec<OsString>,
 }
 
-/// The trainer's options that are wanted most, for every run. The trainer says what is wrong with a value.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Of every run, as the trainer's")]
-struct CommonArgs {
-    /// auto, cuda, cuda:N, sim or sim:PROFILE.json
-    #[arg(long, value_name = "DEVICE")]
-    device: Option<String>,
-    /// auto, mnist, iris or digits
-    #[arg(long, value_name = "NAME")]
-    dataset: Option<String>,
-    /// Directory with MNIST's four files
-    #[arg(long, value_name = "DIR")]
-    data_dir: Option<String>,
-    /// Width of the hidden layers
-    #[arg(long, value_name = "N")]
-    hidden: Option<String>,
-    /// Number of linear layers
-    #[arg(long, value_name = "N")]
-    layers: Option<String>,
-    /// Rows in a batch
-    #[arg(long, value_name = "N")]
-    batch: Option<String>,
-    /// Passes over the training set
-    #[arg(long, value_name = "N")]
-    epochs: Option<String>,
-    /// Stop after this many steps in all
-    #[arg(long, value_name = "N")]
-    steps: Option<String>,
-    /// Learning rate
-    #[arg(long, value_name = "RATE")]
-    lr: Option<String>,
-    /// Seed of weights, order and generated data
-    #[arg(long, value_name = "N")]
-    seed: Option<String>,
-    /// When the host waits for the device: never, step or op
-    #[arg(long, value_name = "WHEN")]
-    sync: Option<String>,
-    /// How batches reach the device: copy, pinned or resident
-    #[arg(long, value_name = "HOW")]
-    loader: Option<String>,
+/// The trainer's options that are wanted most.
+const COMMON: [&str; 12] =
+    ["device", "dataset", "data-dir", "hidden", "layers", "batch", "epochs", "steps", "lr", "seed", "sync", "loader"];
+
+/// Those of them that were given, for every run: with values and help as the trainer has them.
+#[derive(Clone, Debug)]
+struct CommonArgs(Vec<OsString>);
+
+impl CommonArgs {
+    fn options() -> Vec<Arg> {
+        let trainer = trainer::cli::command();
+        let common = trainer.get_arguments().filter(|arg| arg.get_long().is_some_and(|name| COMMON.contains(&name)));
+        common.map(|arg| arg.clone().help_heading("Of every run, as the trainer's")).collect()
+    }
+}
+
+impl Args for CommonArgs {
+    fn augment_args(command: clap::Command) -> clap::Command {
+        command.args(Self::options())
+    }
+
+    fn augment_args_for_update(command: clap::Command) -> clap::Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for CommonArgs {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let given = |option: &Arg| {
+            let id = option.get_id().as_str();
+            let value = matches.get_raw(id).filter(|_| matches.value_source(id) == Some(ValueSource::CommandLine));
+            let mut text = OsString::from(format!("--{}=", option.get_long()?));
+            text.push(value?.next_back()?);
+            Some(text)
+        };
+        Ok(Self(Self::options().iter().filter_map(given).collect()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
 }
 
 impl CompareArgs {
@@ -94,23 +97,7 @@ impl CompareArgs {
 
     /// Options of every run; what stands after `--` comes last, so it counts.
     fn common(&self) -> Vec<OsString> {
-        let common = &self.common;
-        let named = [
-            ("device", &common.device),
-            ("dataset", &common.dataset),
-            ("data-dir", &common.data_dir),
-            ("hidden", &common.hidden),
-            ("layers", &common.layers),
-            ("batch", &common.batch),
-            ("epochs", &common.epochs),
-            ("steps", &common.steps),
-            ("lr", &common.lr),
-            ("seed", &common.seed),
-            ("sync", &common.sync),
-            ("loader", &common.loader),
-        ];
-        let given = named.into_iter().filter_map(|(name, value)| Some(format!("--{name}={}", value.as_ref()?).into()));
-        given.chain(self.rest.iter().cloned()).collect()
+        self.common.0.iter().chain(&self.rest).cloned().collect()
     }
 }
 

@@ -11,7 +11,7 @@ use clap::Args;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use trainer::cli::export_parser;
+use trainer::settings::export_parser;
 use trainer::terminal::{Bar, Page, command, quoted};
 use vramlab::budget::Budget;
 use vramlab::histories::replay::{HistoryBuilder, ReplayError, recorded_settings};

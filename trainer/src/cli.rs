@@ -1,24 +1,19 @@
 //! The command line.
 
-use crate::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
-use crate::data::DatasetName;
 use crate::observer::Observer;
 use crate::progress::Terminal;
-use crate::settings::{DeviceChoice, GRAPH_STEPS, InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
+use crate::settings::BEGINNING;
 use crate::signals::Signals;
 use crate::terminal::{Page, fail, parse, print_json, report_panics, say};
 use crate::{Result, Settings, TrainError, alloc, doctor, exit, record, report, start};
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use clap::{Args, Parser, Subcommand};
+use clap::{Arg, Args, Parser, Subcommand};
 use serde_json::json;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
+use vramlab::Bytes;
 use vramlab::backends;
-use vramlab::histories::trace::Export;
-use vramlab::instruments::NvtxMode;
-use vramlab::{Bytes, Selection};
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -59,7 +54,7 @@ enum Command {
     /// Says what was found on this machine: driver, devices, pools, data, profiler
     Doctor(DoctorArgs),
     /// Writes initial weights and batches to a file from which other programs can do the same work
-    #[command(args_override_self = true, after_long_help = START_HELP)]
+    #[command(args_override_self = true, after_long_help = START_HELP, mut_args(if_it_decides))]
     Start(StartArgs),
 }
 
@@ -72,7 +67,14 @@ struct StartArgs {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    work: WorkArgs,
+    settings: Settings,
+}
+
+/// Refuses those options of a run that decide nothing about its beginning, and does not show them.
+fn if_it_decides(option: Arg) -> Arg {
+    let mut taken = ["output", "json", "help"].iter().chain(&BEGINNING);
+    let is_taken = taken.any(|name| option.get_long() == Some(name));
+    if is_taken { option } else { option.hide(true).conflicts_with("output") }
 }
 
 #[derive(Debug, Args)]
@@ -95,217 +97,18 @@ struct DoctorArgs {
     data_dir: Option<PathBuf>,
 }
 
-/// What is computed, whatever the device and the allocator.
-#[derive(Debug, Args)]
-struct WorkArgs {
-    /// Data set; auto is MNIST if it can be had, else generated digits
-    #[arg(long, value_enum, default_value = "auto", help_heading = "Device and data")]
-    dataset: DatasetName,
-    /// Directory with MNIST's four files, plain or .gz [default: MNIST_DIR, then the user cache, then a download]
-    #[arg(long, value_name = "DIR", help_heading = "Device and data")]
-    data_dir: Option<PathBuf>,
-    /// Never download
-    #[arg(long, help_heading = "Device and data")]
-    offline: bool,
-
-    /// Width of the hidden layers
-    #[arg(long, value_name = "N", default_value_t = 256, help_heading = "Training")]
-    hidden: u32,
-    /// Number of linear layers
-    #[arg(long, value_name = "N", default_value_t = 3, help_heading = "Training")]
-    layers: u32,
-    /// Rows in a batch
-    #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Training")]
-    batch: u32,
-    /// Passes over the training set
-    #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Training")]
-    epochs: u32,
-    /// Stop after this many steps in all
-    #[arg(long, value_name = "N", help_heading = "Training")]
-    steps: Option<u64>,
-    /// Seed of weights, order and generated data
-    #[arg(long, value_name = "N", default_value_t = 42, help_heading = "Training")]
-    seed: u64,
-    /// Initial weights
-    #[arg(long, value_enum, default_value = "kaiming", help_heading = "Training")]
-    init: InitMode,
-}
-
 #[derive(Debug, Args)]
 struct TrainArgs {
-    /// Allocator, with settings that are not its defaults; `trainer allocators` lists them
-    #[arg(long, value_name = "NAME[:key=value,...]", default_value_t, value_parser = alloc::one(), help_heading = "Allocator")]
-    alloc: Selection,
-    /// Most bytes that the allocator may take, such as 512M
-    #[arg(long, value_name = "BYTES", help_heading = "Allocator")]
-    memory_limit: Option<Bytes>,
-
-    /// auto, cuda, cuda:N, sim or sim:PROFILE.json
-    #[arg(long, value_name = "DEVICE", default_value = "auto", help_heading = "Device and data")]
-    device: DeviceChoice,
     #[command(flatten)]
-    work: WorkArgs,
-    /// How batches reach the device
-    #[arg(long, value_enum, default_value = "resident", help_heading = "Device and data")]
-    loader: LoaderMode,
-
-    /// Learning rate
-    #[arg(long, value_name = "RATE", default_value_t = 0.1, allow_negative_numbers = true, help_heading = "Training")]
-    lr: f32,
-    /// Type of activations, their gradients and weights
-    #[arg(long, value_enum, default_value = "f32", help_heading = "Arithmetic")]
-    dtype: Dtype,
-    /// Type of sums on tensor cores; f16 only with --dtype f16
-    #[arg(long, value_enum, default_value = "f32", help_heading = "Arithmetic")]
-    accumulate: Accumulate,
-    /// Weights that are stepped; half only with --dtype bf16 or f16
-    #[arg(long, value_enum, default_value = "master", help_heading = "Arithmetic")]
-    weights: WeightsMode,
-    /// Factor of the gradients until the update [default: 1024 for f16, else 1]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Arithmetic")]
-    loss_scale: Option<f32>,
-    /// Matrix product [default: tiled for f32, else tensor]; tensor makes a product of f32 from three of tf32;
-    /// cublaslt needs NVIDIA's library on a GPU
-    #[arg(long, value_enum, help_heading = "Arithmetic")]
-    gemm: Option<GemmMode>,
-    /// What is fused into one launch; not with --gemm naive
-    #[arg(long, value_enum, default_value = "none", help_heading = "Arithmetic")]
-    fuse: FuseMode,
-
-    /// How a step is launched; graph and persistent need --loader resident, persistent also --fuse update and no --gemm tensor for f32
-    #[arg(long, value_enum, default_value = "eager", help_heading = "Training")]
-    launch: LaunchMode,
-    /// Steps of a graph, for --launch graph: fewer launches [default: 8, and 1 with --sync step]
-    #[arg(long, value_name = "N", value_parser = graph_steps_parser(), help_heading = "Training")]
-    graph_steps: Option<u32>,
-    /// Streams: 2 gives weight updates their own (with --fuse update), 3 the loader too, 4 the validation too
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4), help_heading = "Training")]
-    streams: u32,
-    /// When the host waits for the device
-    #[arg(long, value_enum, default_value = "never", help_heading = "Training")]
-    sync: SyncMode,
-
-    /// Directory for the run record, new or empty [default: a new one under runs/]
-    #[arg(long, value_name = "DIR", help_heading = "Record and instruments")]
-    out: Option<PathBuf>,
-    /// Write the start file of this run before training, as `trainer start` does
-    #[arg(long, value_name = "FILE", help_heading = "Record and instruments")]
-    save_start: Option<PathBuf>,
+    settings: Settings,
     /// Print the run record, and nothing else, on stdout
     #[arg(long, help_heading = "Record and instruments")]
     json: bool,
-    /// NVTX ranges; auto is on when a profiler is attached
-    #[arg(long, value_parser = nvtx_parser(), default_value = "auto", value_name = "auto|on|off", help_heading = "Record and instruments")]
-    nvtx: NvtxMode,
-    /// What a profiler captures: these steps of the run, both included, between two waits for the device [default: the
-    /// whole training]
-    #[arg(long, value_name = "FIRST..LAST", help_heading = "Record and instruments")]
-    profile_steps: Option<ProfileSteps>,
-    /// Latency histograms
-    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Record and instruments")]
-    latency: bool,
-    /// Write every allocator operation to the record
-    #[arg(long, help_heading = "Record and instruments")]
-    trace: bool,
-    /// Write the history in these formats, comma separated; implies --trace
-    #[arg(long, value_name = "FORMAT", value_parser = export_parser(), value_delimiter = ',', help_heading = "Record and instruments")]
-    export: Vec<Export>,
-    /// Check the allocator: overlap, writes after free, leaks (slow)
-    #[arg(long, help_heading = "Record and instruments")]
-    check: bool,
-    /// Print each driver call that takes memory or gives it back
-    #[arg(long, help_heading = "Record and instruments")]
-    log_driver_calls: bool,
-}
-
-/// Takes the name of an [`Export`]; help lists them all.
-pub fn export_parser() -> impl TypedValueParser<Value = Export> {
-    let values = Export::ALL.map(|export| PossibleValue::new(export.name()).help(export.summary()));
-    PossibleValuesParser::new(values).map(|name| {
-        // The parser before has refused every other name.
-        Export::ALL.into_iter().find(|export| export.name() == name).unwrap_or(Export::Snapshot)
-    })
-}
-
-fn graph_steps_parser() -> impl TypedValueParser<Value = u32> {
-    let (least, most) = GRAPH_STEPS.into_inner();
-    clap::value_parser!(u32).range(i64::from(least)..=i64::from(most))
-}
-
-fn nvtx_parser() -> impl TypedValueParser<Value = NvtxMode> {
-    PossibleValuesParser::new(["auto", "on", "off"]).map(|name| match name.as_str() {
-        "on" => NvtxMode::On,
-        "off" => NvtxMode::Off,
-        _ => NvtxMode::Auto,
-    })
-}
-
-/// Takes `on` or `off`.
-///
-/// # Errors
-/// Says that those are the two.
-pub fn parse_switch(text: &str) -> std::result::Result<bool, String> {
-    match text {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err("write on or off".into()),
-    }
-}
-
-impl WorkArgs {
-    fn settings(&self) -> Settings {
-        Settings {
-            dataset: self.dataset,
-            data_dir: self.data_dir.clone(),
-            offline: self.offline,
-            hidden: self.hidden,
-            layers: self.layers,
-            batch: self.batch,
-            epochs: self.epochs,
-            steps: self.steps,
-            seed: self.seed,
-            init: self.init,
-            ..Settings::default()
-        }
-    }
-}
-
-impl TrainArgs {
-    fn settings(&self) -> Result<Settings> {
-        let limit = self.memory_limit.map(|bytes| bytes.0);
-        check_allocator(self.alloc.clone(), limit)?;
-        Ok(Settings {
-            allocator: self.alloc.clone(),
-            memory_limit: limit,
-            device: self.device.clone(),
-            learning_rate: self.lr,
-            sync: self.sync,
-            loader: self.loader,
-            dtype: self.dtype,
-            accumulate: self.accumulate,
-            weights: self.weights,
-            loss_scale: self.loss_scale,
-            gemm: self.gemm,
-            fuse: self.fuse,
-            launch: self.launch,
-            graph_steps: self.graph_steps,
-            streams: self.streams,
-            out: self.out.clone(),
-            save_start: self.save_start.clone(),
-            nvtx: self.nvtx,
-            profile_steps: self.profile_steps,
-            latency: self.latency,
-            trace: self.trace,
-            exports: self.export.clone(),
-            check: self.check,
-            log_driver_calls: self.log_driver_calls,
-            ..self.work.settings()
-        })
-    }
 }
 
 /// Refuses an allocator whose settings and limit do not go together.
-fn check_allocator(mut allocator: Selection, limit: Option<u64>) -> Result<()> {
+fn check_allocator(settings: &Settings) -> Result<()> {
+    let (mut allocator, limit) = (settings.allocator.clone(), settings.memory_limit);
     if let (Some(_), Some(own)) = (limit, allocator.memory_limit()) {
         return Err(TrainError::Input(format!(
             "--memory-limit is given, and --alloc {allocator} has a limit of {} too: leave one of them out",
@@ -348,8 +151,8 @@ pub fn command() -> clap::Command {
 pub fn check(options: &[OsString]) -> std::result::Result<(), String> {
     let program = std::iter::once(OsString::from("trainer"));
     let cli = Cli::try_parse_from(program.chain(options.iter().cloned())).map_err(|error| one_line(&error))?;
-    let settings = cli.train.settings().map_err(|error| error.to_string())?;
-    crate::train::check(&settings).map_err(|error| error.to_string())
+    let settings = cli.train.settings;
+    check_allocator(&settings).and_then(|()| crate::train::check(&settings)).map_err(|error| error.to_string())
 }
 
 /// What clap says about a bad command line in several lines, in one.
@@ -405,7 +208,7 @@ pub fn main(arguments: Vec<OsString>) -> i32 {
 fn write_start(args: &StartArgs, terminal: &Arc<Terminal>) -> Result<i32> {
     listen()?;
     let observer: Arc<dyn Observer> = Arc::clone(terminal) as _;
-    let start = start::run(&args.work.settings(), &args.output, &observer)?;
+    let start = start::run(&args.settings, &args.output, &observer)?;
     terminal.clear();
     if args.json {
         return Ok(printed(print_json(&json!(start).to_string())));
@@ -415,10 +218,11 @@ fn write_start(args: &StartArgs, terminal: &Arc<Terminal>) -> Result<i32> {
 }
 
 fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Arc<Terminal>) -> Result<i32> {
-    let settings = args.settings()?;
+    let settings = &args.settings;
+    check_allocator(settings)?;
     let signals = listen()?;
     let observer: Arc<dyn Observer> = Arc::clone(terminal) as _;
-    let outcome = crate::run(&settings, command, started, signals.stop(), &observer)?;
+    let outcome = crate::run(settings, command, started, signals.stop(), &observer)?;
     terminal.clear();
     // Before the report, whose last lines are what was found and the next command.
     say(&format!("record   {}", outcome.directory.display()));
@@ -426,7 +230,7 @@ fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Ar
         print_json(&record::to_json(&outcome.summary)?)
     } else {
         let mut page = Page::stdout();
-        report::report(&outcome, &settings, &mut page);
+        report::report(&outcome, settings, &mut page);
         page.print()
     });
     match outcome.error {

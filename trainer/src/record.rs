@@ -4,13 +4,12 @@ mod writer;
 
 pub use writer::RecordWriter;
 
-use crate::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
-use crate::data::FileChecksum;
+use crate::data::{DatasetName, FileChecksum};
 use crate::error::Result;
 use crate::latency::LatencyRecord;
 use crate::mlp::LayerProducts;
 use crate::provenance::Provenance;
-use crate::settings::{InitMode, LaunchMode, LoaderMode, ProfileSteps, SyncMode};
+use crate::settings::Settings;
 use crate::start::StartRecord;
 use serde::Serialize;
 use std::path::Path;
@@ -21,80 +20,25 @@ use vramlab::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
 /// Version of the record; raised when a field changes its meaning or goes away.
 pub const SCHEMA_VERSION: u32 = 1;
 
-/// Settings in effect, read back where something else decided.
+/// Settings in effect.
 #[derive(Clone, Debug, Serialize)]
 pub struct EffectiveSettings {
     /// Allocator's name.
     pub allocator: String,
-    /// The same with the settings that were chosen, as `--alloc` names them.
-    pub alloc: String,
     /// Allocator's settings, as it reports them.
     pub allocator_settings: serde_json::Value,
-    /// Most bytes that the allocator may take; `null` without a limit.
-    pub memory_limit: Option<u64>,
-    /// Kind of device, with its number or profile: `cuda:0`, `sim`.
-    pub device: String,
-    /// Data set.
-    pub dataset: String,
-    /// Width of the hidden layers.
-    pub hidden: u32,
-    /// Linear layers.
-    pub layers: u32,
-    /// Rows in a batch.
-    pub batch: u32,
-    /// Passes over the training set.
-    pub epochs: u32,
-    /// Bound on the number of steps.
-    pub steps: Option<u64>,
-    /// Learning rate.
-    pub lr: f32,
-    /// Seed.
-    pub seed: u64,
-    /// When the host waits.
-    pub sync: SyncMode,
-    /// How batches reach the device.
-    pub loader: LoaderMode,
-    /// Initial weights.
-    pub init: InitMode,
-    /// Matrix product.
-    pub gemm: GemmMode,
     /// How a product is computed, by the name that it has among the kernels: `f32x3` is three products of tf32.
     pub precision: &'static str,
-    /// What is fused into one launch.
-    pub fuse: FuseMode,
-    /// How a step is launched.
-    pub launch: LaunchMode,
-    /// Steps of a full graph; `null` where steps are not launched as graphs.
-    pub graph_steps: Option<u32>,
-    /// Streams.
-    pub streams: u32,
-    /// Type of the values.
-    pub dtype: Dtype,
-    /// Type of sums on tensor cores.
-    pub accumulate: Accumulate,
-    /// Which weights are stepped.
-    pub weights: WeightsMode,
-    /// Factor of the gradients until the update.
-    pub loss_scale: f32,
-    /// Whether NVTX ranges were emitted.
-    pub nvtx: bool,
-    /// Steps that a profiler was to capture; `null`: the whole training.
-    pub profile_steps: Option<ProfileSteps>,
-    /// Whether latency histograms were recorded.
-    pub latency: bool,
-    /// Whether every allocator operation was recorded.
-    pub trace: bool,
-    /// Formats in which the history is exported.
-    pub export: Vec<&'static str>,
-    /// Whether the checker watched.
-    pub check: bool,
+    /// What was asked for, with what was left open filled in and what something else decided read back.
+    #[serde(flatten)]
+    pub chosen: Settings,
 }
 
 /// The data set that was used.
 #[derive(Clone, Debug, Serialize)]
 pub struct DatasetRecord {
     /// Name.
-    pub name: String,
+    pub name: DatasetName,
     /// Where it came from.
     pub source: String,
     /// SHA-256 of the data.

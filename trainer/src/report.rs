@@ -107,7 +107,7 @@ fn epochs(summary: &Summary, page: &mut Page) {
         ]);
     }
     let settings = &summary.settings;
-    let dtype = name(settings.dtype);
+    let dtype = name(settings.chosen.dtype);
     page.title(format!("Training with '{}' in {dtype} on {}", settings.allocator, summary.device.name));
     page.table(&table);
 }

@@ -1,14 +1,17 @@
 //! What a run was asked to do.
 
+use crate::alloc;
 use crate::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::DatasetName;
 use crate::error::Result;
-use clap::ValueEnum;
-use serde::{Deserialize, Serialize};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::{Args, Parser, ValueEnum};
+use serde::{Deserialize, Serialize, Serializer};
+use std::fmt;
 use std::path::PathBuf;
 use vramlab::histories::trace::Export;
 use vramlab::instruments::NvtxMode;
-use vramlab::{DeviceKind, DeviceName, Selection};
+use vramlab::{Bytes, DeviceKind, DeviceName, ParseBytesError, Selection};
 
 /// When the host waits for the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -90,6 +93,23 @@ impl std::str::FromStr for DeviceChoice {
     }
 }
 
+/// As records have it: with the number of the GPU.
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Named(DeviceName::Cuda(number)) => write!(f, "cuda:{number}"),
+            Self::Named(name) => name.fmt(f),
+        }
+    }
+}
+
+impl Serialize for DeviceChoice {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
 /// Steps of the whole run, counted from 1 on across epochs, both ends included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProfileSteps {
@@ -111,77 +131,178 @@ impl std::str::FromStr for ProfileSteps {
     }
 }
 
-/// Everything that a run was asked to do.
-#[derive(Clone, Debug)]
+/// Everything that a run was asked to do: the options of the command line, with their defaults and help. A record keeps
+/// those that decide what is measured.
+#[derive(Clone, Debug, Args, Serialize)]
 pub struct Settings {
-    /// Allocator.
+    /// Allocator, with settings that are not its defaults; `trainer allocators` lists them
+    #[arg(long = "alloc", value_name = "NAME[:key=value,...]", default_value_t, value_parser = alloc::one(), help_heading = "Allocator")]
+    #[serde(rename = "alloc")]
     pub allocator: Selection,
-    /// Most bytes that it may take.
+    /// Most bytes that the allocator may take, such as 512M
+    #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = "Allocator")]
     pub memory_limit: Option<u64>,
-    /// Device.
+
+    /// auto, cuda, cuda:N, sim or sim:PROFILE.json
+    #[arg(long, value_name = "DEVICE", default_value_t, help_heading = "Device and data")]
     pub device: DeviceChoice,
-    /// Data set.
+    /// Data set; auto is MNIST if it can be had, else generated digits
+    #[arg(long, value_enum, default_value_t, help_heading = "Device and data")]
     pub dataset: DatasetName,
-    /// Where MNIST's files are.
+    /// Directory with MNIST's four files, plain or .gz [default: MNIST_DIR, then the user cache, then a download]
+    #[arg(long, value_name = "DIR", help_heading = "Device and data")]
+    #[serde(skip)]
     pub data_dir: Option<PathBuf>,
-    /// Whether nothing may be downloaded.
+    /// Never download
+    #[arg(long, help_heading = "Device and data")]
+    #[serde(skip)]
     pub offline: bool,
-    /// Width of the hidden layers.
+
+    /// Width of the hidden layers
+    #[arg(long, value_name = "N", default_value_t = 256, help_heading = "Training")]
     pub hidden: u32,
-    /// Number of linear layers.
+    /// Number of linear layers
+    #[arg(long, value_name = "N", default_value_t = 3, help_heading = "Training")]
     pub layers: u32,
-    /// Rows in a batch.
+    /// Rows in a batch
+    #[arg(long, value_name = "N", default_value_t = 64, help_heading = "Training")]
     pub batch: u32,
-    /// Passes over the training set.
+    /// Passes over the training set
+    #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Training")]
     pub epochs: u32,
-    /// Stop after this many steps in all.
+    /// Stop after this many steps in all
+    #[arg(long, value_name = "N", help_heading = "Training")]
     pub steps: Option<u64>,
-    /// Learning rate.
-    pub learning_rate: f32,
-    /// Seed of everything random.
+    /// Seed of weights, order and generated data
+    #[arg(long, value_name = "N", default_value_t = 42, help_heading = "Training")]
     pub seed: u64,
-    /// When the host waits.
-    pub sync: SyncMode,
-    /// How batches reach the device.
-    pub loader: LoaderMode,
-    /// Initial weights.
+    /// Initial weights
+    #[arg(long, value_enum, default_value_t, help_heading = "Training")]
     pub init: InitMode,
-    /// Type of the values.
+    /// How batches reach the device
+    #[arg(long, value_enum, default_value_t, help_heading = "Device and data")]
+    pub loader: LoaderMode,
+
+    /// Learning rate
+    #[arg(
+        long = "lr",
+        value_name = "RATE",
+        default_value_t = 0.1,
+        allow_negative_numbers = true,
+        help_heading = "Training"
+    )]
+    #[serde(rename = "lr")]
+    pub learning_rate: f32,
+    /// Type of activations, their gradients and weights
+    #[arg(long, value_enum, default_value_t, help_heading = "Arithmetic")]
     pub dtype: Dtype,
-    /// Type of sums on tensor cores.
+    /// Type of sums on tensor cores; f16 only with --dtype f16
+    #[arg(long, value_enum, default_value_t, help_heading = "Arithmetic")]
     pub accumulate: Accumulate,
-    /// Which weights are stepped.
+    /// Weights that are stepped; half only with --dtype bf16 or f16
+    #[arg(long, value_enum, default_value_t, help_heading = "Arithmetic")]
     pub weights: WeightsMode,
-    /// Factor of the gradients until the update; `None`: what suits the type.
+    /// Factor of the gradients until the update [default: 1024 for f16, else 1]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Arithmetic")]
     pub loss_scale: Option<f32>,
-    /// Matrix product; `None`: what suits the type.
+    /// Matrix product [default: tiled for f32, else tensor]; tensor makes a product of f32 from three of tf32;
+    /// cublaslt needs NVIDIA's library on a GPU
+    #[arg(long, value_enum, help_heading = "Arithmetic")]
     pub gemm: Option<GemmMode>,
-    /// What is fused into one launch.
+    /// What is fused into one launch; not with --gemm naive
+    #[arg(long, value_enum, default_value_t, help_heading = "Arithmetic")]
     pub fuse: FuseMode,
-    /// How a step is launched.
+
+    /// How a step is launched; graph and persistent need --loader resident, persistent also --fuse update and no --gemm
+    /// tensor for f32
+    #[arg(long, value_enum, default_value_t, help_heading = "Training")]
     pub launch: LaunchMode,
-    /// Steps of a graph, for `launch` as graphs; `None`: what suits.
+    /// Steps of a graph, for --launch graph: fewer launches [default: 8, and 1 with --sync step]
+    #[arg(long, value_name = "N", value_parser = graph_steps_parser(), help_heading = "Training")]
     pub graph_steps: Option<u32>,
-    /// Streams: 1 to 4.
+    /// Streams: 2 gives weight updates their own (with --fuse update), 3 the loader too, 4 the validation too
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4), help_heading = "Training")]
     pub streams: u32,
-    /// Where the run record goes; `None`: a new directory under `runs/`.
+    /// When the host waits for the device
+    #[arg(long, value_enum, default_value_t, help_heading = "Training")]
+    pub sync: SyncMode,
+
+    /// Directory for the run record, new or empty [default: a new one under runs/]
+    #[arg(long, value_name = "DIR", help_heading = "Record and instruments")]
+    #[serde(skip)]
     pub out: Option<PathBuf>,
-    /// Where a start file is written before training.
+    /// Write the start file of this run before training, as `trainer start` does
+    #[arg(long, value_name = "FILE", help_heading = "Record and instruments")]
+    #[serde(skip)]
     pub save_start: Option<PathBuf>,
-    /// NVTX ranges.
+    /// NVTX ranges; auto is on when a profiler is attached
+    #[arg(long, value_parser = nvtx_parser(), default_value = "auto", value_name = "auto|on|off", help_heading = "Record and instruments")]
+    #[serde(serialize_with = "is_on")]
     pub nvtx: NvtxMode,
-    /// Steps that a profiler captures; `None`: the whole training.
+    /// What a profiler captures: these steps of the run, both included, between two waits for the device [default: the
+    /// whole training]
+    #[arg(long, value_name = "FIRST..LAST", help_heading = "Record and instruments")]
     pub profile_steps: Option<ProfileSteps>,
-    /// Whether latency histograms are recorded.
+    /// Latency histograms
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set, help_heading = "Record and instruments")]
     pub latency: bool,
-    /// Whether every allocator operation is written to the record.
+    /// Write every allocator operation to the record
+    #[arg(long, help_heading = "Record and instruments")]
     pub trace: bool,
-    /// Formats in which the history is written to the record at the end; any of them implies `trace`.
+    /// Write the history in these formats, comma separated; implies --trace
+    #[arg(long = "export", value_name = "FORMAT", value_parser = export_parser(), value_delimiter = ',', help_heading = "Record and instruments")]
+    #[serde(rename = "export")]
     pub exports: Vec<Export>,
-    /// Whether the checker watches the allocator.
+    /// Check the allocator: overlap, writes after free, leaks (slow)
+    #[arg(long, help_heading = "Record and instruments")]
     pub check: bool,
-    /// Whether driver allocations are printed as they happen.
+    /// Print each driver call that takes memory or gives it back
+    #[arg(long, help_heading = "Record and instruments")]
+    #[serde(skip)]
     pub log_driver_calls: bool,
+}
+
+/// Names of the options that decide with what weights and batches a run begins.
+pub const BEGINNING: [&str; 10] =
+    ["dataset", "data-dir", "offline", "hidden", "layers", "batch", "epochs", "steps", "seed", "init"];
+
+fn bytes(text: &str) -> std::result::Result<u64, ParseBytesError> {
+    text.parse().map(|Bytes(bytes)| bytes)
+}
+
+/// Takes the name of an [`Export`]; help lists them all.
+pub fn export_parser() -> impl TypedValueParser<Value = Export> {
+    let values = Export::ALL.map(|export| PossibleValue::new(export.name()).help(export.summary()));
+    PossibleValuesParser::new(values).map(|name| {
+        // The parser before has refused every other name.
+        Export::ALL.into_iter().find(|export| export.name() == name).unwrap_or(Export::Snapshot)
+    })
+}
+
+fn graph_steps_parser() -> impl TypedValueParser<Value = u32> {
+    let (least, most) = GRAPH_STEPS.into_inner();
+    clap::value_parser!(u32).range(i64::from(least)..=i64::from(most))
+}
+
+fn nvtx_parser() -> impl TypedValueParser<Value = NvtxMode> {
+    PossibleValuesParser::new(["auto", "on", "off"]).map(|name| match name.as_str() {
+        "on" => NvtxMode::On,
+        "off" => NvtxMode::Off,
+        _ => NvtxMode::Auto,
+    })
+}
+
+/// A record says whether there were ranges.
+fn is_on<S: Serializer>(mode: &NvtxMode, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    serializer.serialize_bool(*mode == NvtxMode::On)
+}
+
+fn parse_switch(text: &str) -> std::result::Result<bool, &'static str> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("write on or off"),
+    }
 }
 
 impl Settings {
@@ -211,42 +332,13 @@ impl Settings {
 }
 
 impl Default for Settings {
+    /// What the command line gives when it says nothing.
     fn default() -> Self {
-        Self {
-            allocator: Selection::default(),
-            memory_limit: None,
-            device: DeviceChoice::Auto,
-            dataset: DatasetName::Auto,
-            data_dir: None,
-            offline: false,
-            hidden: 256,
-            layers: 3,
-            batch: 64,
-            epochs: 8,
-            steps: None,
-            learning_rate: 0.1,
-            seed: 42,
-            sync: SyncMode::default(),
-            loader: LoaderMode::default(),
-            init: InitMode::default(),
-            dtype: Dtype::default(),
-            accumulate: Accumulate::default(),
-            weights: WeightsMode::default(),
-            loss_scale: None,
-            gemm: None,
-            fuse: FuseMode::default(),
-            launch: LaunchMode::default(),
-            graph_steps: None,
-            streams: 1,
-            out: None,
-            save_start: None,
-            nvtx: NvtxMode::default(),
-            profile_steps: None,
-            latency: true,
-            trace: false,
-            exports: Vec::new(),
-            check: false,
-            log_driver_calls: false,
+        #[derive(Parser)]
+        struct Alone {
+            #[command(flatten)]
+            settings: Settings,
         }
+        Alone::parse_from(["trainer"]).settings
     }
 }

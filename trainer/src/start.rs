@@ -6,7 +6,7 @@
 //!
 //! [safetensors]: https://github.com/huggingface/safetensors#format
 
-use crate::data::{Dataset, Features, Split};
+use crate::data::{Dataset, DatasetName, Features, Split};
 use crate::error::{Result, TrainError};
 use crate::observer::Observer;
 use crate::settings::Settings;
@@ -161,7 +161,7 @@ fn tensors<'a>(settings: &Settings, dataset: &'a Dataset) -> Result<Vec<Tensor<'
         values: Values::Order { epoch, rows },
     }));
     // MNIST is large and lies in files that everyone has; the others are made by this program.
-    if dataset.name != "mnist" {
+    if dataset.name != DatasetName::Mnist {
         let splits = [("train", &dataset.train), ("validation", &dataset.validation)];
         out.extend(splits.iter().map(|(name, split)| features(name, split, dataset.features)));
         out.extend(splits.iter().map(|(name, split)| Tensor {
@@ -199,7 +199,7 @@ fn header(settings: &Settings, dataset: &Dataset, tensors: &[Tensor<'_>]) -> Vec
     say("format", "trainer start".into());
     say("schema_version", VERSION.to_string());
     say("code_version", env!("CARGO_PKG_VERSION").into());
-    say("dataset", dataset.name.into());
+    say("dataset", dataset.name.to_string());
     say("source", dataset.source.clone());
     say("checksum", dataset.checksum.clone());
     say("files", json!(dataset.files).to_string());

@@ -22,7 +22,7 @@ use crate::record::{
     DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, LibraryRecord, RecordWriter, SCHEMA_VERSION, STEPS,
     Status, Summary, TRACE,
 };
-use crate::settings::{LaunchMode, Settings};
+use crate::settings::{DeviceChoice, LaunchMode, Settings};
 use crate::stack::Stack;
 use crate::tensor::Context;
 use crate::{signals, start};
@@ -34,8 +34,9 @@ use std::time::Instant;
 use stepper::Stepper;
 use vramlab::device::CallObserver;
 use vramlab::histories::trace::Export;
+use vramlab::instruments::NvtxMode;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::{Bytes, CallCounts, CallEvent, DeviceKind, DeviceName, HostRoom, Memory};
+use vramlab::{Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
 
 /// What a finished or ended run leaves.
 #[derive(Debug)]
@@ -244,7 +245,7 @@ impl Run {
             process_s: started.elapsed().as_secs_f64(),
             first_step_s: None,
             dataset: DatasetRecord {
-                name: dataset.name.into(),
+                name: dataset.name,
                 source: dataset.source.clone(),
                 checksum: dataset.checksum.clone(),
                 files: dataset.files.iter().cloned().map(Into::into).collect(),
@@ -293,7 +294,7 @@ impl Run {
     }
 
     fn steps_in_epoch(&self, rows: usize) -> u64 {
-        rows.div_ceil(self.summary.settings.batch as usize) as u64
+        rows.div_ceil(self.summary.settings.chosen.batch as usize) as u64
     }
 
     fn train(
@@ -504,42 +505,24 @@ fn effective(
     device: &Device,
     dataset: &Dataset,
 ) -> EffectiveSettings {
-    let name = match device.name() {
-        DeviceName::Cuda(number) => format!("cuda:{number}"),
-        other => other.to_string(),
-    };
+    let &Arithmetic { gemm, loss_scale, .. } = arithmetic;
     EffectiveSettings {
         allocator: stack.top.name().into(),
-        alloc: settings.allocator.to_string(),
         allocator_settings: stack.top.settings(),
-        memory_limit: settings.memory_limit.or(settings.allocator.memory_limit()),
-        device: name,
-        dataset: dataset.name.into(),
-        hidden: settings.hidden,
-        layers: settings.layers,
-        batch: settings.batch,
-        epochs: settings.epochs,
-        steps: settings.steps,
-        lr: settings.learning_rate,
-        seed: settings.seed,
-        sync: settings.sync,
-        loader: settings.loader,
-        init: settings.init,
-        gemm: arithmetic.gemm,
         precision: arithmetic.precision().name(),
-        fuse: arithmetic.fuse,
-        launch: settings.launch,
-        graph_steps: settings.steps_in_graph(),
-        streams: settings.streams,
-        dtype: arithmetic.dtype,
-        accumulate: arithmetic.accumulate,
-        weights: arithmetic.weights,
-        loss_scale: arithmetic.loss_scale,
-        nvtx: device.ranges().is_on(),
-        profile_steps: settings.profile_steps,
-        latency: stack.timed.is_some(),
-        trace: stack.trace.is_some(),
-        export: exports(settings).into_iter().map(Export::name).collect(),
-        check: stack.checker.is_some(),
+        chosen: Settings {
+            memory_limit: settings.memory_limit.or(settings.allocator.memory_limit()),
+            device: DeviceChoice::Named(device.name().clone()),
+            dataset: dataset.name,
+            gemm: Some(gemm),
+            loss_scale: Some(loss_scale),
+            graph_steps: settings.steps_in_graph(),
+            nvtx: if device.ranges().is_on() { NvtxMode::On } else { NvtxMode::Off },
+            latency: stack.timed.is_some(),
+            trace: stack.trace.is_some(),
+            exports: exports(settings),
+            check: stack.checker.is_some(),
+            ..settings.clone()
+        },
     }
 }

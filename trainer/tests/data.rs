@@ -88,7 +88,7 @@ fn bytes(split: &Split) -> &[u8] {
 
 fn assert_small(data: &Dataset) {
     let files = small();
-    assert_eq!((data.name, data.features, data.classes), ("mnist", 12, 10));
+    assert_eq!((data.name, data.features, data.classes), (DatasetName::Mnist, 12, 10));
     assert_eq!((data.train.rows, data.validation.rows), (20, 10));
     assert_eq!(bytes(&data.train), &files[0][16..]);
     assert_eq!(data.train.labels, &files[1][8..]);
@@ -116,7 +116,7 @@ fn the_real_mnist_has_its_checksums() {
     let start = Instant::now();
     let data = load_with(&request(DatasetName::Auto, None), &sources, &mut NoProgress).unwrap();
     eprintln!("{} loaded in {:?}", dir.display(), start.elapsed());
-    assert_eq!((data.name, data.notice.as_deref()), ("mnist", None));
+    assert_eq!((data.name, data.notice.as_deref()), (DatasetName::Mnist, None));
     assert_eq!((data.train.rows, data.validation.rows, data.features, data.classes), (60_000, 10_000, 784, 10));
     for (found, standard) in data.files.iter().zip(&sources.files) {
         assert_eq!(found.sha256, standard.sha256);
@@ -264,7 +264,7 @@ fn the_cache_holds_the_standard_files_or_is_refused() {
         "{message}"
     );
     let fallback = load_with(&request(DatasetName::Auto, None), &sources, &mut NoProgress).unwrap();
-    assert_eq!(fallback.name, "digits");
+    assert_eq!(fallback.name, DatasetName::Digits);
     assert!(fallback.notice.unwrap().contains("delete it and run again"));
 }
 
@@ -281,7 +281,7 @@ fn offline_says_so() {
         assert!(message.contains("built without"), "{message}");
     }
     let fallback = load_with(&offline(DatasetName::Auto), &sources, &mut NoProgress).unwrap();
-    assert_eq!(fallback.name, "digits");
+    assert_eq!(fallback.name, DatasetName::Digits);
     assert!(fallback.notice.unwrap().contains("stand in for MNIST"));
 }
 
@@ -321,7 +321,7 @@ fn digits_are_the_same_everywhere() {
     eprintln!("digits generated in {:?}", start.elapsed());
     assert_eq!(
         (data.name, data.source.as_str(), data.features, data.classes),
-        ("digits", "generated, seed 42", 784, 10)
+        (DatasetName::Digits, "generated, seed 42", 784, 10)
     );
     assert_eq!((data.train.rows, data.validation.rows), (8000, 2000));
     // A change here changes every recorded loss curve: say so in the changelog.
@@ -345,7 +345,7 @@ fn iris_is_split_in_proportion_and_standardised() {
     let data = load(42);
     assert_eq!(
         (data.name, data.features, data.classes, data.train.rows, data.validation.rows),
-        ("iris", 4, 3, 120, 30)
+        (DatasetName::Iris, 4, 3, 120, 30)
     );
     for class in 0..3 {
         assert_eq!(data.train.labels.iter().filter(|&&label| label == class).count(), 40);

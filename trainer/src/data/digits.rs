@@ -13,7 +13,7 @@ use std::thread;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::Rng;
 
-use super::{Dataset, Features, Split, checksum_of, seeded, shuffle};
+use super::{Dataset, DatasetName, Features, Split, checksum_of, seeded, shuffle};
 
 const SIDE: usize = 28;
 const PIXELS: usize = SIDE * SIDE;
@@ -84,7 +84,7 @@ const GLYPHS: [&[&[Stroke]]; CLASSES] = [
 pub(super) fn generate(seed: u64) -> Dataset {
     let (train, validation) = (split(seed, b"train   ", TRAIN), split(seed, b"validate", VALIDATION));
     Dataset {
-        name: "digits",
+        name: DatasetName::Digits,
         source: format!("generated, seed {seed}"),
         notice: None,
         files: Vec::new(),

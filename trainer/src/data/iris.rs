@@ -5,7 +5,7 @@
 
 use sha2::{Digest, Sha256};
 
-use super::{DataError, Dataset, Features, FileChecksum, Split, checksum_of, hex, seeded, shuffle};
+use super::{DataError, Dataset, DatasetName, Features, FileChecksum, Split, checksum_of, hex, seeded, shuffle};
 
 const TABLE: &str = include_str!("iris.csv");
 const FILE: &str = "iris.csv";
@@ -47,7 +47,7 @@ pub(super) fn load(seed: u64) -> Result<Dataset, DataError> {
     };
     let (train, validation) = (split(&train), split(&validation));
     Ok(Dataset {
-        name: "iris",
+        name: DatasetName::Iris,
         source: "embedded (Fisher 1936, corrected variant)".to_owned(),
         notice: None,
         files: vec![FileChecksum { path: FILE.to_owned(), sha256: hex(&Sha256::digest(TABLE)) }],

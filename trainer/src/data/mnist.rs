@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use super::error::shown;
 use super::idx::{Idx, IdxKind, IdxLimits, parse_idx};
 use super::locate::{Candidate, Download, MnistLocation, Origin, Sources, locate_mnist_with};
-use super::{DataError, DataRequest, Dataset, Features, FileChecksum, Progress, Split, hex};
+use super::{DataError, DataRequest, Dataset, DatasetName, Features, FileChecksum, Progress, Split, hex};
 
 /// Labels are digits.
 const CLASSES: usize = 10;
@@ -133,7 +133,7 @@ fn read(origin: Origin, directory: &Path, paths: [&PathBuf; 4], sources: &Source
         labels: labels.data,
     };
     Ok(Dataset {
-        name: "mnist",
+        name: DatasetName::Mnist,
         source: format!("{} ({origin})", shown(directory)),
         notice,
         files: checksums,

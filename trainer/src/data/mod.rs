@@ -86,7 +86,7 @@ pub struct FileChecksum {
 #[derive(Debug, Clone)]
 pub struct Dataset {
     /// `mnist`, `iris` or `digits`: never `auto`.
-    pub name: &'static str,
+    pub name: DatasetName,
     /// Where the data came from, for a person to read.
     pub source: String,
     /// One sentence that a person must see, such as why `auto` did not take MNIST.

@@ -67,7 +67,7 @@ fn next(summary: &Summary, settings: &Settings) -> String {
     };
     let device = match &settings.device {
         DeviceChoice::Auto => String::new(),
-        _ => terminal::quoted(&summary.settings.device),
+        _ => terminal::quoted(&summary.settings.chosen.device.to_string()),
     };
     add("device", device, String::new());
     add("dataset", settings.dataset.to_string(), usual.dataset.to_string());

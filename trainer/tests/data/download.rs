@@ -374,7 +374,7 @@ fn auto_decides_soon_without_a_network() {
         let data =
             load_with(&request(DatasetName::Auto, None), &sources(cache.path(), &mirrors), &mut NoProgress).unwrap();
         assert!(start.elapsed() < Duration::from_secs(3), "{mirrors:?}: {:?}", start.elapsed());
-        assert_eq!(data.name, "digits");
+        assert_eq!(data.name, DatasetName::Digits);
         let notice = data.notice.unwrap();
         assert!(
             notice.contains("could not be downloaded") && notice.contains("--data-dir") && !notice.contains('\n'),

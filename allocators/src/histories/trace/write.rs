@@ -4,6 +4,7 @@
 
 use super::{Action, Event, MinimallocWriter, PerfettoWriter, RmmWriter, Segment, SnapshotWriter};
 use crate::output::{Existing, OutputError, OutputFile, OutputProblem};
+use serde::Serialize;
 use std::path::{Path, PathBuf};
 
 /// A file that cannot be written, or events that its format cannot hold.
@@ -35,7 +36,8 @@ impl From<OutputError> for WriteError {
 }
 
 /// Formats that histories are written in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Export {
     /// PyTorch's memory snapshot, for pytorch.org/memory_viz and `torch/cuda/_memory_viz.py`.
     Snapshot,
