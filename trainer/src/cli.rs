@@ -55,7 +55,7 @@ enum Command {
     Doctor(DoctorArgs),
     /// Writes initial weights and batches to a file from which other programs can do the same work
     #[command(args_override_self = true, after_long_help = START_HELP, mut_args(if_it_decides))]
-    Start(StartArgs),
+    Start(Box<StartArgs>),
 }
 
 #[derive(Debug, Args)]
