@@ -7,6 +7,7 @@ pub mod naive;
 pub mod pooled;
 pub mod pytorch;
 pub mod registry;
+pub mod rmm_pool;
 pub mod stream_ordered;
 
 pub use caching::{Caching, CachingSettings};
@@ -18,6 +19,7 @@ pub use registry::{
     Backend, Capabilities, Constructor, GraphCapture, Needs, Preset, RegisterError, SegmentUse, Selection,
     SelectionError, StreamUse, UnknownBackend, With, all, compared, find, parse_list, register,
 };
+pub use rmm_pool::{RmmPool, RmmPoolSettings};
 pub use stream_ordered::StreamOrdered;
 
 use crate::contract::{AllocError, Block};

@@ -90,7 +90,7 @@ mod per_thread;
 mod timed;
 mod trace;
 
-pub use check::{CheckReport, Checker, POISON, assert_layout};
+pub use check::{CheckReport, Checker, POISON, assert_layout, assert_tiled};
 pub use cost::{measure_cost, measure_cost_on};
 pub use limit::Limit;
 pub use nvtx::{Nvtx, NvtxMode};

@@ -330,6 +330,25 @@ impl Space {
         self.record(block).list.owner = owner;
     }
 
+    /// Lets a free block belong to another owner from now on, and joins it with that owner's free neighbours.
+    ///
+    /// # Panics
+    /// When the block is not free.
+    pub fn give(&mut self, block: BlockId, owner: Owner) -> Joined {
+        let Record { state, bytes, segment, .. } = self[block];
+        assert_eq!(state, State::Free, "only a free block can be given away");
+        let counted = |split: bool, bytes: u64| if split { (1, bytes.cast_signed()) } else { (0, 0) };
+        let before = counted(self[block].is_split(), bytes);
+        self.record(block).list.owner = owner;
+        let (joined, count, size) = self.join_around(block);
+        let after = counted(self[joined.block.id].is_split(), joined.block.bytes);
+        if !self[segment].expandable {
+            let list = joined.block.list;
+            self.account.split_changed(list, count + after.0 - before.0, size + after.1 - before.1);
+        }
+        joined
+    }
+
     /// Takes a held block back from the client, while streams may still use it.
     ///
     /// # Panics

@@ -1,10 +1,12 @@
 //! `experiments replay`: recorded histories under each allocator, one object or column for each.
 
+mod against;
 mod bound;
 mod report;
 
 use crate::history::{AsRecorded, Devices, Recorded, failed, load};
 use crate::reading::ReadArgs;
+use against::Compared;
 use anyhow::Result;
 use bound::{Bounds, PlanChoice};
 use clap::{Args, ValueEnum};
@@ -13,7 +15,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use trainer::alloc::{self, Selections};
 use trainer::terminal::{Bar, Page};
-use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings};
+use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings, replay_against};
 use vramlab::{Bytes, DeviceKind, DeviceName, Ledger, Selection};
 
 #[derive(Debug, Args)]
@@ -30,6 +32,9 @@ pub(crate) struct ReplayArgs {
     /// Where segments lie: where the device puts them, or where they lay when the history was recorded
     #[arg(long, default_value = "own")]
     addresses: AddressChoice,
+    /// Compare with where RMM put each block of the history: a file that says it, plain, .gz or .xz
+    #[arg(long, value_name = "FILE", conflicts_with = "addresses")]
+    against: Option<PathBuf>,
     /// Memory limit, such as 11900MiB: that of the recording, which tells a retry from empty_cache. Allocators that keep
     /// to a limit reserve no more; others get a device of that size (on a GPU: no more bytes in live blocks)
     #[arg(long, value_name = "BYTES")]
@@ -59,6 +64,9 @@ pub(crate) struct ReplayArgs {
 enum AddressChoice {
     Own,
     Recorded,
+    /// What an allocator got whose placements a file names.
+    #[value(skip)]
+    Against,
 }
 
 /// One file under one allocator; the keys are described in `analysis/schema.md`.
@@ -71,6 +79,8 @@ struct Row {
     device: DeviceKind,
     device_name: String,
     addresses: AddressChoice,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    against: Option<String>,
     limit_bytes: Option<u64>,
     allocator_settings: serde_json::Value,
     events: u64,
@@ -116,7 +126,11 @@ struct Failure {
 
 /// Replays every file under every allocator.
 pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
-    let chosen = alloc::chosen(&args.alloc);
+    let against = args.against.as_deref().map(|path| Compared::read(path, args)).transpose()?;
+    let chosen = match &against {
+        Some(against) => against.chosen(&args.alloc)?,
+        None => alloc::chosen(&args.alloc),
+    };
     let devices = Devices::open(&args.device)?;
     let form = "{bar:30} replay {pos}/{len} {wide_msg} [{elapsed} left {eta}]";
     let bar = Bar::new((args.files.len() * chosen.len()) as u64, form);
@@ -130,7 +144,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
         });
         for alloc in &chosen {
             bar.message(format!("{} under {alloc}", file.display()));
-            rows.push(run(args, file, &recorded, alloc, &devices, bounds)?);
+            rows.push(run(args, file, &recorded, alloc, &devices, bounds, against.as_ref())?);
             bar.advance(1);
         }
     }
@@ -155,6 +169,7 @@ fn run(
     alloc: &Selection,
     devices: &Devices,
     bounds: Bounds,
+    against: Option<&Compared>,
 ) -> Result<Row> {
     let Recorded { history, settings, .. } = recorded;
     let mut backend = alloc.clone();
@@ -164,7 +179,7 @@ fn run(
     // Some keep their limit themselves, on a device that would have more, as PyTorch does.
     let outside = if backend.set_memory_limit(limit) { None } else { limit };
     let addresses = match args.addresses {
-        AddressChoice::Own => Addresses::Own,
+        AddressChoice::Own | AddressChoice::Against => Addresses::Own,
         AddressChoice::Recorded => Addresses::Recorded,
     };
     let on_gpu = args.device.kind() == DeviceKind::Cuda;
@@ -172,8 +187,11 @@ fn run(
         ReplaySettings { addresses, touch: args.touch, limit: outside.filter(|_| on_gpu), stop_at_failure: false };
     let once = || -> Result<(ReplayReport, String)> {
         let driver = devices.make(outside)?;
-        let report = vramlab::histories::replay::replay(history, &backend, &driver, &how)
-            .map_err(|error| failed(file, error))?;
+        let report = match against {
+            Some(against) => replay_against(history, &backend, &driver, &how, &against.placements),
+            None => vramlab::histories::replay::replay(history, &backend, &driver, &how),
+        };
+        let report = report.map_err(|error| failed(file, error))?;
         Ok((report, driver.describe().name))
     };
     let (report, device_name) = once()?;
@@ -190,7 +208,8 @@ fn run(
         alloc: alloc.clone(),
         device: args.device.kind(),
         device_name,
-        addresses: args.addresses,
+        addresses: if against.is_some() { AddressChoice::Against } else { args.addresses },
+        against: against.map(|against| against.path.display().to_string()),
         limit_bytes: backend.memory_limit().or(limit),
         events: history.events(),
         operations: report.operations,

@@ -328,3 +328,61 @@ fn the_lower_bound_lies_below_every_capacity() {
         assert!(Path::new(row["trace"].as_str().unwrap()).ends_with("streams.pickle.xz"));
     }
 }
+
+/// A snapshot with these events.
+fn snapshot(events: &[serde_json::Value]) -> String {
+    json!({"segments": [], "device_traces": [events], "allocator_settings": {}}).to_string()
+}
+
+#[test]
+fn placements_of_rmm_are_compared_block_by_block() {
+    let place = Place::new();
+    let event = |action: &str, addr: u64, size: u64| json!({"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 1});
+    let [first, second, third] = [1 << 30, (1 << 30) + MIB, (1 << 30) + 4 * MIB];
+    let history = place.write(
+        "history.json",
+        snapshot(&[
+            event("segment_alloc", first, 20 * MIB),
+            event("alloc", first, 1000),
+            event("alloc", second, 2 * MIB),
+            event("free_requested", first, 1000),
+            event("free_completed", first, 1000),
+            event("alloc", third, 300),
+        ]),
+    );
+    let header = "# RMM 26.10 pool, a GPU; upstream blocks, bytes@address: 1048576@2097152 2097152@0\n# a SLOT ...\n";
+    let right = "a 0 1000 0 0 0\na 1 2097152 0 1 0\nf 0\na 2 300 0 0 0\n";
+    let run = |file: &str, further: &[&str]| {
+        place.run(&[&["replay", &history, "--device", "null", "--against", file], further].concat())
+    };
+    let file = place.write("right.txt", format!("{header}{right}"));
+    for further in [&["--json"][..], &["--json", "--alloc", "rmm-pool"]] {
+        let rows = run(&file, further).rows();
+        let row = &rows[0];
+        assert_eq!((rows.len(), &row["alloc"]), (1, &json!("rmm-pool:initial_pool_size=1M")));
+        assert_eq!((&row["addresses"], &row["against"]), (&json!("against"), &json!(file)));
+        assert_eq!((&row["address_mismatches"], &row["segment_mismatches"]), (&json!(0), &json!(0)), "{row}");
+    }
+    let text = run(&file, &[]).ok().stdout;
+    assert!(text.contains("blocks elsewhere") && text.contains("other segments"), "{text}");
+    // One block elsewhere, and a block of the device that RMM took and this pool did not.
+    let other = right.replace("a 2 300 0 0 0", "a 2 300 0 0 512");
+    let header_of_three = header.replace("2097152@0", "2097152@0 256@8388608");
+    let rows = run(&place.write("other.txt", format!("{header_of_three}{other}")), &["--json"]).rows();
+    assert_eq!((&rows[0]["address_mismatches"], &rows[0]["segment_mismatches"]), (&json!(1), &json!(1)));
+
+    run(&file, &["--alloc", "caching"]).refused(2, &["right.txt", "RMM's pool", "write --alloc rmm-pool"]);
+    run(&file, &["--alloc", "rmm-pool:initial_pool_size=2M"]).refused(2, &["right.txt", "leave initial_pool_size out"]);
+    run(&history, &[]).refused(2, &["history.json:1", "does not begin a file of placements"]);
+    run("absent.txt", &[]).refused(2, &["absent.txt"]);
+    let refused = |name: &str, text: String, words: &[&str]| run(&place.write(name, text), &[]).refused(2, words);
+    refused("none.txt", header.to_owned(), &["none.txt", "there is no allocation in it"]);
+    refused("short.txt", format!("{header}a 0 1000 0 0 0\n"), &["history.json", "those of another history"]);
+    refused("size.txt", format!("{header}a 0 1001 0 0 0\n"), &["allocation 1 is of 1000 bytes in the history"]);
+    refused("late.txt", header.to_owned() + &right.replace("f 0\n", "") + "f 0\n", &["after allocation 2"]);
+    refused("room.txt", format!("{header}a 0 1000 0 0 1048000\n"), &["room.txt:3", "by the header"]);
+    let overlaps = header.replace("2097152@0", "2097152@1048576");
+    refused("wrong.txt", format!("{overlaps}{right}"), &["wrong.txt:1", "overlap"]);
+    let both = place.run(&["replay", &history, &history, "--against", &file]);
+    both.refused(2, &["--against compares one history"]);
+}

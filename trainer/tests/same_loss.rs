@@ -53,6 +53,17 @@ fn allocators_do_not_change_the_losses_of_digits() {
 }
 
 #[test]
+fn no_allocator_of_the_list_changes_the_losses() {
+    for base in [iris(), digits()] {
+        let expected = losses(&base);
+        for backend in vramlab::backends::all() {
+            let settings = Settings { allocator: Selection::of(backend), ..base.clone() };
+            assert_eq!(losses(&settings), expected, "{backend}");
+        }
+    }
+}
+
+#[test]
 fn waiting_does_not_change_the_losses() {
     for base in [iris(), digits()] {
         let expected = losses(&base);

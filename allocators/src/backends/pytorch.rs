@@ -180,5 +180,6 @@ pub(super) fn free(heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Resul
     }
     // `free_block`: joined with the free blocks in front of it and behind it, and put into the free list.
     let joined = heap.put(block);
+    heap.told()?;
     Ok(if joined { Path::Coalesce } else { Path::Hit })
 }

@@ -43,11 +43,12 @@ const BUILT_IN: &[&Backend] = &[
     &super::pytorch::BACKEND,
     &super::lab::BACKEND,
     &super::stream_ordered::BACKEND,
+    &super::rmm_pool::BACKEND,
 ];
 
-/// Those that a comparison leaves out unless they are named: with their default settings they place every block where
-/// `caching` does.
-const LIKE_CACHING: &[&Backend] = &[&super::pytorch::BACKEND, &super::lab::BACKEND];
+/// Those that a comparison leaves out unless they are named. With their default settings `pytorch` and `lab` place every block
+/// where `caching` does; the others are there to be studied.
+const NOT_COMPARED: &[&Backend] = &[&super::pytorch::BACKEND, &super::lab::BACKEND, &super::rmm_pool::BACKEND];
 
 /// The backend that commands use where none is named.
 const DEFAULT: &Backend = &super::caching::BACKEND;
@@ -201,10 +202,11 @@ pub fn register(backend: &'static Backend) -> Result<(), RegisterError> {
     }
 }
 
-/// The backends that a comparison takes where none is named: [`all`] but those that would only repeat another's column.
+/// The backends that a comparison takes where none is named: [`all`] but those that would only repeat another's column, or that
+/// few people choose between.
 #[must_use]
 pub fn compared() -> Vec<&'static Backend> {
-    all().into_iter().filter(|backend| !LIKE_CACHING.contains(backend)).collect()
+    all().into_iter().filter(|backend| !NOT_COMPARED.contains(backend)).collect()
 }
 
 /// Every backend: the library's own, then those that were registered, in order.

@@ -54,6 +54,7 @@
 //! reserved. For other backends the caller takes a device of that size, or [`Limit`](crate::instruments::Limit) where a
 //! device's size is given.
 
+mod against;
 mod ages;
 mod beginning;
 mod builder;
@@ -80,7 +81,7 @@ pub use history::History;
 pub use oom::{Held, OutOfMemory, StreamHeld};
 pub use op::MAX_STREAMS;
 pub use report::ReplayReport;
-pub use run::{Addresses, ReplaySettings, replay};
+pub use run::{Addresses, ReplaySettings, replay, replay_against};
 pub use settings::{recorded_settings, snapshot_settings};
 
 use crate::budget::OverBudget;

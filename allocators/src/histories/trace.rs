@@ -13,6 +13,7 @@ mod jsonl;
 mod lines;
 mod minimalloc;
 mod pickle;
+mod placements;
 mod read;
 mod rmm;
 mod segment;
@@ -28,6 +29,8 @@ mod write_snapshot;
 
 pub use crate::contract::Action;
 pub use error::{Place, Problem, ReadError};
+pub(super) use placements::Placed;
+pub use placements::Placements;
 pub use read::{Format, ReadOptions, Sink, Summary, read, read_from};
 pub use segment::{Segment, SegmentBlock, SegmentType};
 pub use write::{Ending, Export, TraceWriter, WriteError, WriteProblem};

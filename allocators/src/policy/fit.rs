@@ -99,15 +99,20 @@ impl Fit {
         }
     }
 
-    /// The lists that have free blocks, in order.
-    #[must_use]
-    pub fn lists(&self) -> Vec<FreeList> {
-        let mut lists: Vec<FreeList> = match self {
-            Self::Best(blocks) => blocks.iter().map(|(list, ..)| *list).collect(),
-            Self::First(blocks) | Self::Next { blocks, .. } => blocks.keys().map(|(list, _)| *list).collect(),
+    /// Takes out every block of a list; they are returned in the order of the index.
+    pub fn drain(&mut self, list: FreeList) -> Vec<FreeBlock> {
+        let blocks: Vec<FreeBlock> = match self {
+            Self::Best(blocks) => {
+                let own = blocks.range((list, 0, 0, BlockId::LOWEST)..).take_while(|(of, ..)| *of == list);
+                own.map(|&(list, bytes, addr, id)| FreeBlock { list, addr, bytes, id }).collect()
+            }
+            Self::First(blocks) | Self::Next { blocks, .. } => {
+                let own = blocks.range((Included((list, 0)), Included((list, u64::MAX))));
+                own.map(|(&(list, addr), &(bytes, id))| FreeBlock { list, addr, bytes, id }).collect()
+            }
         };
-        lists.dedup();
-        lists
+        blocks.iter().for_each(|block| self.remove(*block));
+        blocks
     }
 }
 
@@ -139,7 +144,6 @@ mod tests {
         let mut fit = filled(Fit::best());
         assert_eq!([1, 5, 7].map(|bytes| found(&mut fit, bytes, 99)), [Some(10), Some(30), Some(20)]);
         assert_eq!((found(&mut fit, 7, 7), found(&mut fit, 9, 99)), (None, None));
-        assert_eq!(fit.lists(), [list(1), list(2)]);
     }
 
     #[test]
@@ -161,6 +165,17 @@ mod tests {
             let mut fit = filled(fit);
             fit.remove(FreeBlock { list: list(1), addr: 30, bytes: 6, id: BlockId::numbered(30) });
             assert_eq!(found(&mut fit, 5, 6), None);
+        }
+    }
+
+    #[test]
+    fn a_drained_list_is_empty_and_the_others_are_not() {
+        for fit in [Fit::best(), Fit::first(), Fit::next()] {
+            let mut fit = filled(fit);
+            let mut gone: Vec<u64> = fit.drain(list(1)).iter().map(|block| block.addr).collect();
+            gone.sort_unstable();
+            assert_eq!((gone, found(&mut fit, 1, 99)), (vec![10, 20, 30, 40], None));
+            assert_eq!(fit.find(list(2), 1, 99).map(BlockId::number), Some(5));
         }
     }
 }

@@ -30,8 +30,14 @@ pub enum SegmentSize {
     /// This many bytes, or what the request needs where that is more.
     Fixed(u64),
     /// This many bytes to begin with, and twice as many after each (BFC). Where the device has less, half of it, down to what
-    /// the request needs (RMM's pool).
+    /// the request needs.
     Doubling(u64),
+    /// As much as is held already, so that the pool doubles, or what the request needs where that is more. With a maximum:
+    /// half of what is left up to it. Where the device has less, half of it, down to what the request needs (RMM's pool).
+    AsMuchAgain {
+        /// Most bytes that are held.
+        maximum: Option<u64>,
+    },
 }
 
 /// Something to try.
@@ -54,6 +60,8 @@ pub enum Step {
     /// Wait for pending frees, and give back every idle segment. PyTorch's `release_cached_blocks`. It gives no block by
     /// itself.
     ReleaseCached,
+    /// Wait for pending frees. It gives no block by itself.
+    WaitForFrees,
     /// Look for a free block again: the wait may have made one.
     FitAgain,
     /// Take a segment, and count a retry.
@@ -100,6 +108,11 @@ impl Ladder {
                     release_cached(heap, 0)?;
                     None
                 }
+                Step::WaitForFrees => {
+                    path = Path::Retry;
+                    heap.synchronize()?;
+                    None
+                }
                 Step::FitAgain => again(heap)?,
                 Step::SegmentAgain => {
                     heap.space_mut().account_mut().count_retry();
@@ -121,6 +134,9 @@ impl Ladder {
             SegmentSize::Exact => miss.bytes,
             SegmentSize::Fixed(bytes) => bytes.max(miss.bytes),
             SegmentSize::Doubling(next) => return self.doubled(heap, miss, next),
+            // A graph's memory stays with it, so it gets no more than it needs.
+            SegmentSize::AsMuchAgain { .. } if miss.list.owner.private.is_some() => miss.segment,
+            SegmentSize::AsMuchAgain { maximum } => return as_much_again(heap, miss, maximum),
         };
         heap.new_segment(miss.list, due)
     }
@@ -142,6 +158,27 @@ impl Ladder {
             }
             bytes = (bytes / 2).next_multiple_of(GUARANTEED_ALIGN).max(miss.bytes);
         }
+    }
+}
+
+/// RMM's `size_to_grow` and `try_to_expand`.
+fn as_much_again(heap: &mut Heap, miss: &Miss, maximum: Option<u64>) -> Result<Option<BlockId>, DriverError> {
+    let held = heap.space().account().reserved();
+    let mut due = held.max(miss.bytes);
+    if let Some(maximum) = maximum {
+        let left = maximum.saturating_sub(held).next_multiple_of(GUARANTEED_ALIGN);
+        if miss.bytes > left {
+            return Ok(None);
+        }
+        // Half of it may be no whole number of blocks. RMM leaves it so.
+        due = (left / 2).max(miss.bytes);
+    }
+    loop {
+        let block = heap.new_segment(miss.list, due)?;
+        if block.is_some() || due == miss.bytes {
+            return Ok(block);
+        }
+        due = (due / 2).max(miss.bytes);
     }
 }
 
@@ -266,6 +303,20 @@ mod tests {
             let _full = made.is_none().then(|| hold(&mut heap, MIB));
             assert_eq!(climb(&mut ladder, &mut heap, bytes), made.map(|bytes| (bytes, Path::DriverAlloc)));
         }
+    }
+
+    #[test]
+    fn a_pool_doubles_up_to_half_of_what_is_left() {
+        let grow = |maximum, requests: &[u64]| {
+            let (mut heap, size) = (heap(64 * MIB), SegmentSize::AsMuchAgain { maximum });
+            let mut ladder = Ladder { steps: vec![Step::Segment], size };
+            let made = requests.iter().map(|bytes| climb(&mut ladder, &mut heap, *bytes).map(|(bytes, _)| bytes));
+            made.collect::<Vec<_>>()
+        };
+        assert_eq!(grow(None, &[MIB, 256, 3 * MIB, 256]), [MIB, MIB, 3 * MIB, 5 * MIB].map(Some));
+        assert_eq!(grow(None, &[40 * MIB, 256, 5 * MIB]), [Some(40 * MIB), Some(20 * MIB), None]);
+        let bounded = grow(Some(16 * MIB + 512), &[8 * MIB, 256, 5 * MIB, 256]);
+        assert_eq!(bounded, [Some(8 * MIB + 256), Some(4 * MIB + 128), None, Some(2 * MIB + 128)]);
     }
 
     #[test]

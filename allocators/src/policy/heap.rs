@@ -7,7 +7,7 @@ use super::source::Source;
 use super::stream::Stream;
 use crate::contract::{AllocError, CaptureId, OomReport, PoolKind};
 use crate::device::{DeviceAddr, Driver, DriverError, StreamId};
-use crate::space::{BlockId, FreeList, Segment, SegmentId, Space};
+use crate::space::{BlockId, FreeList, Owner, Segment, SegmentId, Space};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -25,6 +25,8 @@ pub struct Heap {
     pinned: BTreeSet<CaptureId>,
     /// Graphs that are being captured.
     captures: usize,
+    /// The first error by which blocks that were put are of no use to other streams for now.
+    untold: Option<DriverError>,
 }
 
 /// A segment that no block is taken of.
@@ -55,6 +57,7 @@ impl Heap {
             uses: BTreeMap::new(),
             pinned: BTreeSet::new(),
             captures: 0,
+            untold: None,
         }
     }
 
@@ -76,7 +79,7 @@ impl Heap {
         &self.source
     }
 
-    fn driver(&self) -> Arc<dyn Driver> {
+    pub(crate) fn driver(&self) -> Arc<dyn Driver> {
         Arc::clone(self.source.driver())
     }
 
@@ -93,22 +96,58 @@ impl Heap {
     /// # Errors
     /// Those of the driver.
     pub fn steal(&mut self, list: FreeList, bytes: u64, largest: u64) -> Result<Option<BlockId>, DriverError> {
-        if matches!(self.stream, Stream::Own) || list.owner.private.is_some() {
-            return Ok(None);
-        }
-        for other in self.fit.lists() {
-            let apart =
-                other.owner.stream != list.owner.stream && other.owner.private.is_none() && other.pool == list.pool;
-            if apart
-                && self.stream.may_steal_from(other.owner.stream)
-                && let Some(block) = self.fit.find(other, bytes, largest)
-            {
-                let driver = self.driver();
-                self.stream.order(driver.as_ref(), other.owner.stream, list.owner.stream)?;
+        for other in self.others(list) {
+            if let Some(block) = self.fit.find(other, bytes, largest) {
+                self.stream.order(self.source.driver().as_ref(), other.owner.stream, list.owner.stream)?;
                 return Ok(Some(block));
             }
         }
         Ok(None)
+    }
+
+    /// Takes over all free blocks of other streams, one stream after another, until one that fits has come together. Later
+    /// work of the list's stream waits on the device until the last uses of what it took are over. With `record` its own
+    /// event is recorded again behind these waits, for those who take from it before its next free.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn take_over(
+        &mut self,
+        list: FreeList,
+        bytes: u64,
+        largest: u64,
+        record: bool,
+    ) -> Result<Option<BlockId>, DriverError> {
+        for other in self.others(list) {
+            // An event is waited for only where there is something to wait for.
+            if self.fit.find(other, 0, u64::MAX).is_none() {
+                continue;
+            }
+            let driver = self.driver();
+            self.stream.order(driver.as_ref(), other.owner.stream, list.owner.stream)?;
+            for block in self.fit.drain(other) {
+                let joined = self.space.give(block.id, list.owner);
+                joined.absorbed.into_iter().flatten().for_each(|gone| self.fit.remove(gone));
+                self.fit.insert(joined.block);
+            }
+            if record {
+                self.stream.freed(driver.as_ref(), list.owner.stream, self.captures > 0)?;
+            }
+            if let Some(block) = self.fit.find(list, bytes, largest) {
+                return Ok(Some(block));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The lists of other streams that may serve a request of this one.
+    fn others(&mut self, list: FreeList) -> Vec<FreeList> {
+        if matches!(self.stream, Stream::Own) || list.owner.private.is_some() {
+            return Vec::new();
+        }
+        self.stream.came(list.owner.stream);
+        let others = self.stream.others(list.owner.stream).into_iter();
+        others.map(|stream| FreeList { owner: Owner::of(stream), pool: list.pool }).collect()
     }
 
     /// Hands a free block to the client of `list`, who asked for `requested` bytes: its front `bytes`; the rest stays free.
@@ -129,7 +168,8 @@ impl Heap {
         self.fit.insert(joined.block);
         let owner = joined.block.list.owner;
         if owner.private.is_none() {
-            self.stream.freed(self.source.driver().as_ref(), owner.stream);
+            let freed = self.stream.freed(self.source.driver().as_ref(), owner.stream, self.captures > 0);
+            self.untold = self.untold.take().or(freed.err());
         }
         joined.any()
     }
@@ -142,6 +182,9 @@ impl Heap {
     /// Those of the driver.
     pub fn new_segment(&mut self, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
         let Some(addr) = self.source.allocate(bytes, self.space.account().reserved())? else { return Ok(None) };
+        if list.owner.private.is_none() {
+            self.stream.came(list.owner.stream);
+        }
         let block = self.space.add_segment(list, addr, bytes);
         self.fit.insert(self.space.as_free(block));
         Ok(Some(block))
@@ -238,7 +281,7 @@ impl Heap {
         done.into_iter().for_each(|block| {
             self.put(block);
         });
-        outcome
+        self.told().and(outcome)
     }
 
     /// The same, waiting until no free is pending.
@@ -252,7 +295,19 @@ impl Heap {
         done.into_iter().for_each(|block| {
             self.put(block);
         });
-        outcome
+        // A device that is captured cannot be waited for, and one that refuses to be leaves things as they are.
+        if self.captures == 0 && self.stream.sets_aside() && self.source.driver().device_synchronize().is_ok() {
+            self.stream.synchronized();
+        }
+        self.told().and(outcome)
+    }
+
+    /// The error, if there was one, by which a block that was just [put](Self::put) is of no use to other streams for now.
+    ///
+    /// # Errors
+    /// That one.
+    pub(crate) fn told(&mut self) -> Result<(), DriverError> {
+        self.untold.take().map_or(Ok(()), Err)
     }
 
     /// An error by which a pending free was set aside when nobody was freeing, told once.

@@ -1,7 +1,7 @@
 //! Part `stream`: which streams' free blocks a stream may take, and what that costs.
 
 use crate::device::{Driver, DriverError, EventId, StreamId};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// A rule for streams.
 #[derive(Debug)]
@@ -16,37 +16,88 @@ pub enum Stream {
 /// By stream, an event behind the work that came before its last free.
 #[derive(Debug, Default)]
 pub struct LastFrees {
-    events: BTreeMap<StreamId, EventId>,
-    /// Streams whose last free has no event, because the driver refused one: nobody takes their blocks.
-    unordered: BTreeSet<StreamId>,
+    last: BTreeMap<StreamId, LastFree>,
+    /// The streams in the order in which they came, in which their blocks are looked at.
+    order: Vec<StreamId>,
+}
+
+/// What is known of a stream's last free.
+#[derive(Clone, Copy, Debug, Default)]
+struct LastFree {
+    /// Missing until something is freed on the stream: until then all that it has is fresh from the device.
+    event: Option<EventId>,
+    /// Whether the event does not stand behind that free, because the driver refused it or the stream is gone or being
+    /// captured. Then nobody takes the stream's blocks until its next free, or until the whole device was waited for.
+    unordered: bool,
+}
+
+impl LastFrees {
+    fn of(&mut self, stream: StreamId) -> &mut LastFree {
+        let order = &mut self.order;
+        self.last.entry(stream).or_insert_with(|| {
+            order.push(stream);
+            LastFree::default()
+        })
+    }
+
+    fn record(&mut self, driver: &dyn Driver, stream: StreamId, capturing: bool) -> Result<(), DriverError> {
+        let last = self.of(stream);
+        last.unordered = true;
+        // An event that is recorded in a capture becomes a part of the graph.
+        if capturing && driver.stream_is_capturing(stream)? {
+            return Ok(());
+        }
+        let event = match last.event {
+            Some(event) => event,
+            None => *last.event.insert(driver.event_create(false)?),
+        };
+        match driver.event_record(event, stream) {
+            Ok(()) => last.unordered = false,
+            // The stream is gone, and nobody did anything wrong: its blocks wait for the whole device.
+            Err(error) if error.code == DriverError::INVALID_HANDLE => {}
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
 }
 
 impl Stream {
-    /// Notes that a block was freed on a stream.
-    pub(super) fn freed(&mut self, driver: &dyn Driver, stream: StreamId) {
-        let Self::Steal(last) = self else { return };
-        let event = match last.events.get(&stream) {
-            Some(event) => Ok(*event),
-            None => driver.event_create(false),
-        };
-        let recorded = event.and_then(|event| {
-            last.events.insert(stream, event);
-            driver.event_record(event, stream)
-        });
-        if recorded.is_ok() {
-            last.unordered.remove(&stream);
-        } else {
-            last.unordered.insert(stream);
+    /// Notes that a stream has come, unless it is known.
+    pub(super) fn came(&mut self, stream: StreamId) {
+        if let Self::Steal(last) = self {
+            last.of(stream);
         }
     }
 
-    /// Whether a stream's free blocks can be taken by others.
-    #[must_use]
-    pub fn may_steal_from(&self, stream: StreamId) -> bool {
-        match self {
-            Self::Own => false,
-            Self::Steal(last) => !last.unordered.contains(&stream),
+    /// Whether there are streams whose blocks nobody may take.
+    pub(super) fn sets_aside(&self) -> bool {
+        matches!(self, Self::Steal(last) if last.last.values().any(|last| last.unordered))
+    }
+
+    /// Notes that all work on the device is done: everybody's blocks can be taken.
+    pub(super) fn synchronized(&mut self) {
+        if let Self::Steal(last) = self {
+            last.last.values_mut().for_each(|last| last.unordered = false);
         }
+    }
+
+    /// Notes that a block was freed on a stream. `capturing` says whether any graph is being captured.
+    ///
+    /// # Errors
+    /// Those of the driver: then nobody takes the stream's blocks for now.
+    pub(super) fn freed(&mut self, driver: &dyn Driver, stream: StreamId, capturing: bool) -> Result<(), DriverError> {
+        match self {
+            Self::Own => Ok(()),
+            Self::Steal(last) => last.record(driver, stream, capturing),
+        }
+    }
+
+    /// The streams whose blocks a stream may take, in the order in which they came.
+    #[must_use]
+    pub fn others(&self, taker: StreamId) -> Vec<StreamId> {
+        let Self::Steal(last) = self else { return Vec::new() };
+        let free = |stream: &&StreamId| **stream != taker && !last.last.get(stream).is_some_and(|last| last.unordered);
+        last.order.iter().filter(free).copied().collect()
     }
 
     /// Lets later work of `taker` wait for what was queued on `owner` before its last free.
@@ -55,15 +106,18 @@ impl Stream {
     /// Those of the driver: then nothing may be taken.
     pub(super) fn order(&self, driver: &dyn Driver, owner: StreamId, taker: StreamId) -> Result<(), DriverError> {
         let Self::Steal(last) = self else { return Ok(()) };
-        // Without a free, all that the stream has is fresh from the device.
-        last.events.get(&owner).map_or(Ok(()), |event| driver.stream_wait_event(taker, *event))
+        let event = last.last.get(&owner).and_then(|last| last.event);
+        event.map_or(Ok(()), |event| driver.stream_wait_event(taker, event))
     }
 
     /// Every event, for the end.
     pub(super) fn take_events(&mut self) -> Vec<EventId> {
         match self {
             Self::Own => Vec::new(),
-            Self::Steal(last) => std::mem::take(&mut last.events).into_values().collect(),
+            Self::Steal(last) => {
+                last.order.clear();
+                std::mem::take(&mut last.last).into_values().filter_map(|last| last.event).collect()
+            }
         }
     }
 }
@@ -126,5 +180,32 @@ mod tests {
         let (mut heap, [_, taker], _) = freed(Stream::Steal(LastFrees::default()));
         let other = FreeList { pool: Some(PoolKind::Small), ..taker };
         assert_eq!(heap.steal(other, 1, u64::MAX).unwrap(), None);
+    }
+
+    #[test]
+    fn the_stream_that_came_first_is_asked_first() {
+        let (mut heap, [first, second], faulty) = freed(Stream::Steal(LastFrees::default()));
+        let lists = [second, first].map(|list| (list, heap.new_segment(list, BYTES).unwrap().unwrap()));
+        for (list, block) in lists {
+            heap.take(block, list, BYTES, 1);
+            heap.put(block);
+        }
+        let third = FreeList { owner: Owner::of(faulty.stream_create().unwrap()), pool: None };
+        let stolen = heap.steal(third, BYTES, u64::MAX).unwrap().unwrap();
+        assert_eq!(heap.space()[stolen].list, first);
+    }
+
+    #[test]
+    fn what_is_taken_over_is_joined_with_what_the_stream_has() {
+        let (mut heap, [owner, taker], _) = freed(Stream::Steal(LastFrees::default()));
+        let whole = heap.find(owner, BYTES, u64::MAX).unwrap();
+        // Each has a half, and neither half is enough.
+        heap.take(whole, taker, BYTES / 2, 1);
+        heap.put(whole);
+        assert_eq!(heap.steal(taker, BYTES, u64::MAX).unwrap(), None);
+        let block = heap.take_over(taker, BYTES, u64::MAX, false).unwrap().unwrap();
+        assert_eq!((heap.space()[block].bytes, heap.space()[block].list), (BYTES, taker));
+        let split = heap.space().account().stats().inactive_split_bytes.unwrap();
+        assert_eq!((split.all.current, heap.find(owner, 1, u64::MAX)), (0, None));
     }
 }

@@ -6,7 +6,7 @@ use super::support::{GIB, MIB, Random, allocate, check_nothing_held, check_stats
 use crate::backends::{Backend, SegmentUse, Selection};
 use crate::contract::{Block, DeviceAllocator};
 use crate::device::{Driver, NullDriver, StreamId, sim::SimMemory};
-use crate::instruments::assert_layout;
+use crate::instruments::{assert_layout, assert_tiled};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -28,6 +28,7 @@ struct Rig {
     mailbox: Mutex<Vec<(Block, StreamId)>>,
     running: AtomicUsize,
     largest_log2: u64,
+    coalesces: bool,
 }
 
 /// Counts a thread out when it ends, also by a panic: nobody waits for it then.
@@ -48,7 +49,8 @@ impl Rig {
         let allocator = selection.build(&driver).unwrap();
         let streams = (0..THREADS).map(|_| driver.stream_create().unwrap()).collect();
         let running = AtomicUsize::new(THREADS);
-        Self { allocator, driver, streams, mailbox: Mutex::default(), running, largest_log2 }
+        let coalesces = backend.capabilities.coalesces;
+        Self { allocator, driver, streams, mailbox: Mutex::default(), running, largest_log2, coalesces }
     }
 
     fn post(&self, block: Block, stream: StreamId) {
@@ -107,7 +109,11 @@ impl Rig {
             check_stats(&stats);
             assert!(limit.is_none_or(|limit| stats.reserved_bytes.all.peak <= limit), "the limit was passed");
             if let Some(snapshot) = allocator.snapshot() {
-                assert_layout(&snapshot);
+                if self.coalesces {
+                    assert_layout(&snapshot)
+                } else {
+                    assert_tiled(&snapshot)
+                };
                 let ledger = snapshot.ledger(self.streams[0]);
                 assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
             }

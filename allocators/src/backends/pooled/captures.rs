@@ -53,7 +53,7 @@ impl<P: Policy> State<P> {
         let users = self.heap.take_uses(block);
         if users.is_empty() {
             self.heap.put(block);
-            return Ok(());
+            return self.heap.told();
         }
         self.heap.wait_for(block, &users)
     }

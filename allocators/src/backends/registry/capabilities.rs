@@ -18,9 +18,9 @@ pub struct Capabilities {
     pub caches: bool,
     /// Whether each request and each free is a driver call of tens of microseconds. Benchmarks make fewer of them.
     pub slow_calls: bool,
-    /// Whether a free joins a block with its free neighbours at once.
+    /// Whether a free joins a block with its free neighbours at once, whichever stream those are of.
     pub coalesces: bool,
-    /// Whether it tries again after it has given back what it holds, when the device has no memory left.
+    /// Whether it tries again when the device has no memory left: after it has given back what it holds, or for less.
     pub retries: bool,
     /// Whether it knows where its blocks lie, so that there are snapshots.
     pub snapshot: bool,

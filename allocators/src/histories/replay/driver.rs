@@ -40,6 +40,8 @@ struct Segments {
     fresh: u64,
     /// The operation in which the device was made to refuse.
     refused_in: Option<u32>,
+    /// Whether segments come in this order, in whatever operation.
+    anytime: bool,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -56,11 +58,15 @@ impl Segments {
             held: BTreeMap::new(),
             fresh: end.next_multiple_of(PAGE).max(PAGE),
             refused_in: None,
+            anytime: false,
         }
     }
 
     /// The recorded event that is due inside operation `op`. Those of earlier operations never happened.
     fn due(&mut self, op: u32) -> Option<SegmentEvent> {
+        if self.anytime {
+            return self.recorded.get(self.next).copied();
+        }
         while self.recorded.get(self.next).is_some_and(|segment| segment.op < op) {
             self.next += 1;
             self.mismatches += 1;
@@ -136,6 +142,12 @@ impl Replaying {
             events: Mutex::default(),
             segments: recorded.map(|recorded| Mutex::new(Segments::new(recorded))),
         }
+    }
+
+    /// Segments come at the addresses of these, in their order.
+    pub(super) fn in_order(segments: Vec<SegmentEvent>) -> Self {
+        let segments = Segments { anytime: true, ..Segments::new(segments) };
+        Self { segments: Some(Mutex::new(segments)), ..Self::new(None) }
     }
 
     /// Ends what comes before the first event, in which `segments` were to be made: differences count from here.

@@ -14,11 +14,11 @@ pub struct ReplayReport {
     pub failed_allocations: u64,
     /// Number of the first allocation that failed, from 1, and the allocator's words.
     pub first_failure: Option<(u64, String)>,
-    /// Allocations that came at another address than the recorded one, failed ones included; `None` unless
-    /// addresses were recorded.
+    /// Allocations that came at another address than the recorded one, or the one that another allocator put them at, failed
+    /// ones included; `None` when addresses are the device's own.
     pub address_mismatches: Option<u64>,
-    /// Segment events that differ from the recorded ones in kind, order, address or size; `None` unless addresses
-    /// were recorded.
+    /// Segment events that differ from the recorded ones, or from what another allocator took from its device, in kind, order,
+    /// address or size; `None` when addresses are the device's own.
     pub segment_mismatches: Option<u64>,
     /// The backend's settings in effect.
     pub settings: serde_json::Value,

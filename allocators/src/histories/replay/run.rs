@@ -1,6 +1,7 @@
 //! The loop that runs a compiled history.
 
 use super::ReplayError;
+use super::against::{Against, DefaultStream};
 use super::beginning::StartBlock;
 use super::counting::CallCounter;
 use super::driver::{ReplayDriver, Replaying};
@@ -13,6 +14,7 @@ use crate::contract::Stats;
 use crate::contract::{Block, DeviceAllocator, Request};
 use crate::device::{Clock, MonotonicClock};
 use crate::device::{Driver, HookedDriver, StreamId};
+use crate::histories::trace::Placements;
 use crate::instruments::Limit;
 use std::sync::Arc;
 
@@ -61,16 +63,48 @@ pub fn replay(
     driver: &Arc<dyn Driver>,
     settings: &ReplaySettings,
 ) -> Result<ReplayReport, ReplayError> {
-    let recorded = settings.addresses == Addresses::Recorded;
-    if recorded {
-        history.check_comparable()?;
-    }
+    run(history, allocator, driver, settings, None)
+}
+
+/// The same, compared with where another allocator put each block of the history.
+///
+/// The device gives what that allocator got from its own, at the same distances. `empty_cache` is left out, which RMM does not
+/// have; so are requests that were refused when the history was recorded.
+///
+/// # Errors
+/// Those of [`replay`], and [`ReplayError::History`] when the placements are those of another history.
+pub fn replay_against(
+    history: &History,
+    allocator: &Selection,
+    driver: &Arc<dyn Driver>,
+    settings: &ReplaySettings,
+    placements: &Placements,
+) -> Result<ReplayReport, ReplayError> {
+    run(history, allocator, driver, settings, Some(&Against::new(history, placements)?))
+}
+
+fn run(
+    history: &History,
+    allocator: &Selection,
+    driver: &Arc<dyn Driver>,
+    settings: &ReplaySettings,
+    against: Option<&Against>,
+) -> Result<ReplayReport, ReplayError> {
+    let recorded = against.is_some() || settings.addresses == Addresses::Recorded;
     let counting = Arc::new(HookedDriver::with_hook(Arc::clone(driver), CallCounter::default()));
-    let segments =
-        recorded.then(|| history.beginning.segment_events().chain(history.segments.iter().copied()).collect());
-    let device = Arc::new(ReplayDriver::with_hook(Arc::clone(&counting) as Arc<dyn Driver>, Replaying::new(segments)));
+    let replaying = match against {
+        Some(against) => Replaying::in_order(against.upstream.clone()),
+        None if recorded => {
+            history.check_comparable()?;
+            Replaying::new(Some(history.beginning.segment_events().chain(history.segments.iter().copied()).collect()))
+        }
+        None => Replaying::new(None),
+    };
+    let device = Arc::new(ReplayDriver::with_hook(Arc::clone(&counting) as Arc<dyn Driver>, replaying));
     let as_driver = Arc::clone(&device) as Arc<dyn Driver>;
     let streams = Streams::new(Arc::clone(driver), history.streams.len() + history.further_streams as usize)?;
+    let before = against.and_then(|against| against.comes_before);
+    let absent = Streams::new(Arc::clone(driver), usize::from(before == Some(DefaultStream::Absent)))?;
     let mut backend = allocator.build(&as_driver)?;
     if let Some(limit) = settings.limit {
         backend = Arc::new(Limit::new(backend, limit));
@@ -81,10 +115,14 @@ pub fn replay(
         streams: &streams.ids,
         // The slots are touched here, so that the first use of each costs the same as the others.
         live: (0..history.slots).map(|_| None).collect(),
-        addresses: history.addresses.iter(),
+        addresses: against.map_or(&history.addresses, |against| &against.addresses).iter(),
+        against: against.is_some(),
         stop: settings.stop_at_failure,
         tally: Tally::default(),
     };
+    if let Some(default) = before {
+        run.come(if default == DefaultStream::Recorded { streams.ids[0] } else { absent.ids[0] })?;
+    }
     let start = run.begin(history, settings.touch)?;
     counting.hook().reset();
     let virtual_clock = driver.describe().virtual_time.then(|| driver.clock());
@@ -168,6 +206,8 @@ struct Run<'a> {
     streams: &'a [StreamId],
     live: Vec<Option<Block>>,
     addresses: std::slice::Iter<'a, u64>,
+    /// Whether the addresses are those of an allocator other than the recorded one.
+    against: bool,
     stop: bool,
     tally: Tally,
 }
@@ -227,8 +267,21 @@ impl Run<'_> {
         if !beginning.blocks.is_empty() || !beginning.segments.is_empty() {
             self.allocator.reset_peaks();
         }
-        self.driver.hook().begin(beginning.segments.len());
+        if !self.against {
+            self.driver.hook().begin(beginning.segments.len());
+        }
         Ok(Start { stats: self.allocator.stats(), stopped })
+    }
+
+    /// Makes a stream known to the allocator before any other.
+    fn come(&self, stream: StreamId) -> Result<(), ReplayError> {
+        match self.allocator.allocate(Request::new(1), stream) {
+            // SAFETY: nobody has used the block.
+            Ok(block) => unsafe { self.allocator.deallocate(block, stream) }.map(|_| ())?,
+            Err(error) if error.is_out_of_memory() => {}
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
     }
 
     fn hold(&mut self, start: &StartBlock, block: Block, touched: bool) -> Result<(), ReplayError> {
@@ -281,6 +334,7 @@ impl Run<'_> {
                         self.use_on::<TOUCHED>(block, self.streams[op.stream() as usize])?;
                     }
                 }
+                Kind::Trim | Kind::Refused if self.against => {}
                 Kind::Trim => {
                     self.driver.hook().at(at as u32);
                     self.allocator.trim(0)?;

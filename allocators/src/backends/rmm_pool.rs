@@ -1,0 +1,189 @@
+//! # `rmm-pool`: RMM's pool, whose streams take each other's memory
+//!
+//! The policy of `rmm::mr::pool_memory_resource` of NVIDIA's RAPIDS. Given the same requests on the same streams, and the same
+//! memory from the device, it puts every block where RMM puts it (`experiments replay HISTORY --alloc rmm-pool --against FILE`).
+//!
+//! *Idea.* A few large blocks from the device, cut exactly. Each stream has a list of free blocks. A stream that finds nothing
+//! in its own takes from another's, and lets its later work wait on the device for an event: the host never waits.
+//!
+//! *A request* (`allocate`):
+//! 1. The size is rounded up to 256 bytes. There are no classes and no pools.
+//! 2. The smallest block of the own list that fits is taken, of equal ones that with the lowest address.
+//! 3. Else the other streams' lists are looked at, in the order in which the streams came. The first that has a block that
+//!    fits gives it. What is left of the block stays in that list.
+//! 4. Else the lists of the other streams are taken over whole, one after another, each joined with the own list, until a
+//!    block that fits has come together.
+//! 5. Else the device is asked for as much as the pool has already, so that it doubles; for half of that if it refuses, and so
+//!    on down to what the request needs. With a `maximum_pool_size` it is half of what is left up to that.
+//! 6. What is left of a block is always cut off.
+//!
+//! *A free* (`free`). The block is joined with the free blocks beside it that are in the list of its stream, and an event is
+//! recorded on the stream. Blocks from two calls of the device are never joined.
+//!
+//! *The event that is too old.* After step 4 a stream has blocks that others freed. Its own event was recorded before it waited
+//! for those, so a third stream that takes such a block waits for too little, and may write while the first still reads
+//! (<https://github.com/rapidsai/rmm/issues/2489>). `record_after_merge` records the event again, as RMM's fix does
+//! (<https://github.com/rapidsai/rmm/pull/2490>). Without it the pool is RMM's before the fix: no block lies elsewhere, but what
+//! three streams compute may be wrong.
+//!
+//! *What is different from RMM.* Streams are ordered as they came. RMM orders them by the addresses of their events. RMM gives
+//! the first block to the legacy default stream, which no driver here makes; here it is taken at the first request, for the
+//! stream of that, and it is at most half of what the device has. RMM knows nothing of uses on other streams: a free that was
+//! announced (`record_use`) waits for them as in [`pytorch`](super::pytorch). RMM gives memory back at its end only; here also
+//! when the program asks for it (`trim`), if a block of the device is wholly free. Private pools of graphs are
+//! [`Pooled`]'s.
+//!
+//! *Good at* few driver calls and at streams that come and go. *Bad at* memory: doubling reserves up to twice what is needed,
+//! and what a stream took waits for work that has nothing to do with it.
+//!
+//! *Cost.* O(log n) in the free blocks, and in step 3 for each stream. Step 4 goes through whole lists. An event is recorded at
+//! each free. (RMM's lists are searched from the front, so its requests take time in proportion to the free blocks.)
+//!
+//! *Source.* RMM 26.10: `detail/stream_ordered_memory_resource.hpp`, `detail/coalescing_free_list.hpp`,
+//! `detail/pool_memory_resource_impl.cpp`; its functions are named where their rules are.
+
+use super::pooled::{Policy, Pooled};
+use super::registry::{Backend, Capabilities, StreamUse, With};
+use crate::contract::{AllocError, GUARANTEED_ALIGN, Path};
+use crate::device::{Driver, DriverError, StreamId};
+use crate::policy::Heap;
+use crate::policy::fit::Fit;
+use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::size::Size;
+use crate::policy::source::Source;
+use crate::policy::stream::{LastFrees, Stream};
+use crate::settings::{Settings as _, bytes, switch};
+use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use std::sync::Arc;
+
+/// The entry in the [list of backends](super::registry).
+pub static BACKEND: Backend = Backend {
+    name: "rmm-pool",
+    summary: "RMM's pool: exact cuts, streams that take each other's blocks, a pool that doubles",
+    capabilities: Capabilities { streams: StreamUse::Any, coalesces: false, ..Pooled::<RmmPool>::CAPABILITIES },
+    constructor: &With(|driver, settings: &RmmPoolSettings| Ok(Arc::new(RmmPool::new(driver, *settings)))),
+};
+
+crate::settings! {
+    /// Settings of RMM's pool.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct RmmPoolSettings {
+        /// Bytes that are taken from the device at the first request.
+        pub initial_pool_size: u64 = 256 << 20, bytes().at_most(1 << 48);
+        /// Most bytes that are held from the device.
+        pub maximum_pool_size: Option<u64> = None, bytes().at_most(1 << 48).or("none");
+        /// Record a stream's event again when it took over the lists of others: RMM's fix of a race between three streams.
+        pub record_after_merge: bool = true, switch();
+    }
+    check RmmPoolSettings::consistent;
+}
+
+impl RmmPoolSettings {
+    fn consistent(&self) -> Result<(), String> {
+        let Self { initial_pool_size: initial, maximum_pool_size: maximum, .. } = *self;
+        let sizes = [("initial_pool_size", Some(initial)), ("maximum_pool_size", maximum)];
+        for (name, size) in sizes.into_iter().filter_map(|(name, size)| size.map(|size| (name, size))) {
+            if !size.is_multiple_of(GUARANTEED_ALIGN) {
+                return Err(format!("{name} is {size}; RMM's pool takes multiples of {GUARANTEED_ALIGN}"));
+            }
+        }
+        match maximum.filter(|maximum| *maximum < initial) {
+            Some(maximum) => Err(format!(
+                "maximum_pool_size ({maximum}) is less than initial_pool_size ({initial}); make it at least as large"
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+/// RMM's rules, see the [module](self).
+#[derive(Debug)]
+pub struct RmmPool {
+    settings: RmmPoolSettings,
+    size: Size,
+    ladder: Ladder,
+    /// Whether the initial block has been taken.
+    begun: bool,
+}
+
+impl RmmPool {
+    /// An allocator with these rules on a device.
+    #[must_use]
+    pub fn new(driver: Arc<dyn Driver>, settings: RmmPoolSettings) -> Pooled<Self> {
+        let source = Source::Plain { driver, limit: None };
+        let heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Steal(LastFrees::default()), source);
+        // `expand_pool`. RMM gives up then; announced uses, which it does not know, are waited for first.
+        let steps = vec![Step::Segment, Step::WaitForFrees, Step::FitAgain];
+        let size = SegmentSize::AsMuchAgain { maximum: settings.maximum_pool_size };
+        Pooled::over(heap, Self { settings, size: Size::Rmm, ladder: Ladder { steps, size }, begun: false })
+    }
+
+    /// `initialize_pool`: the stream that asks first gets the first block.
+    fn begin(&mut self, heap: &mut Heap, list: FreeList) -> Result<(), DriverError> {
+        // RMM refuses to work where the device has less. Something is left for others then, such as the graphs' pools.
+        let most =
+            heap.driver().mem_info().map_or(u64::MAX, |info| info.free / 2 / GUARANTEED_ALIGN * GUARANTEED_ALIGN);
+        let mut bytes = self.settings.initial_pool_size.min(most);
+        while bytes >= GUARANTEED_ALIGN && heap.new_segment(list, bytes)?.is_none() {
+            bytes /= 2;
+        }
+        self.begun = true;
+        Ok(())
+    }
+
+    /// `get_block`, and its two forms of `get_block_from_other_stream`.
+    fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Option<(BlockId, Path)>, DriverError> {
+        if let Some(block) = heap.find(list, bytes, u64::MAX) {
+            return Ok(Some((block, Path::Hit)));
+        }
+        let found = match heap.steal(list, bytes, u64::MAX)? {
+            Some(block) => Some(block),
+            None => heap.take_over(list, bytes, u64::MAX, self.settings.record_after_merge)?,
+        };
+        Ok(found.map(|block| (block, Path::WaitInserted)))
+    }
+}
+
+impl Policy for RmmPool {
+    fn name(&self) -> &'static str {
+        BACKEND.name
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        self.settings.json()
+    }
+
+    fn size(&self) -> &Size {
+        &self.size
+    }
+
+    /// `do_allocate`.
+    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
+        heap.process_events()?;
+        // 1.
+        let bytes = self.size.round(requested);
+        let list = FreeList { owner, pool: None };
+        if !self.begun && owner.private.is_none() {
+            self.begin(heap, list)?;
+        }
+        // 2. to 5.
+        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
+        let found = match self.find(heap, list, bytes)? {
+            Some(found) => Some(found),
+            None => {
+                let mut ladder = self.ladder.clone();
+                ladder.climb(heap, &miss, |heap| Ok(self.find(heap, list, bytes)?.map(|(block, _)| block)))?
+            }
+        };
+        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
+        // 6. `allocate_from_block`
+        let cut = heap.space()[block].bytes > bytes;
+        heap.take(block, list, bytes, requested);
+        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
+    }
+
+    /// `do_deallocate`.
+    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
+        super::pytorch::free(heap, block, users)
+    }
+}

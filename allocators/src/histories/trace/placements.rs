@@ -1,0 +1,230 @@
+//! Files that say where RMM put each block of a history, with which a replay is compared.
+//!
+//! ```text
+//! # RMM 26.10 pool, NVIDIA H200; upstream blocks, bytes@address: 268435456@268435456 536870912@0
+//! # a SLOT BYTES STREAM UPSTREAM_BLOCK OFFSET | f SLOT
+//! a 0 154389504 0 0 0
+//! f 0
+//! ```
+//!
+//! The header gives what RMM took from the device, in order. Only the addresses' differences mean anything: they decide between
+//! blocks of one size. Each line is an allocation or a free. A slot names a block until it is freed; streams are numbered.
+
+use super::input::Input;
+use super::lines::{Lines, clip};
+use super::{Place, Problem, ReadError};
+use crate::budget::Budget;
+use crate::bytes::Bytes;
+use std::collections::HashMap;
+use std::io::Read;
+use std::path::Path;
+
+/// The lowest address of the file lies here, because no segment lies at zero. A multiple of every alignment that matters.
+const BASE: u64 = 1 << 30;
+
+/// Beyond any device.
+const MOST: u64 = 1 << 48;
+
+/// Where each block of a history was put.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placements {
+    /// The allocator that put them there: `pool` or `arena`.
+    allocator: &'static str,
+    /// The setting, of the backend that follows it, which says how large the first block from the device is.
+    setting: &'static str,
+    /// Whether that block is the default stream's.
+    pub(in crate::histories) default_comes_first: bool,
+    /// Blocks from the device in order: address and bytes.
+    pub(in crate::histories) upstream: Vec<(u64, u64)>,
+    /// Calls in order.
+    pub(in crate::histories) calls: Vec<Placed>,
+}
+
+/// A call with its outcome.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::histories) enum Placed {
+    /// An allocation.
+    Alloc {
+        /// Bytes asked for.
+        bytes: u64,
+        /// Number of the stream.
+        stream: u32,
+        /// Where the block was put.
+        addr: u64,
+    },
+    /// The free of an allocation, of which this is the number, counted from 0.
+    Free(u32),
+}
+
+impl Placements {
+    /// Reads a file, plain or compressed with gzip or xz, within a budget of memory.
+    ///
+    /// # Errors
+    /// [`ReadError`] for what cannot be opened, is no such file, or contradicts itself.
+    pub fn read(path: &Path, budget: &Budget) -> Result<Self, ReadError> {
+        let open = || {
+            let file = std::fs::File::open(path).map_err(|error| ReadError::at(Place::Whole, Problem::Io(error)))?;
+            if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
+                return Err(ReadError::at(Place::Whole, Problem::Directory));
+            }
+            Self::read_from(Box::new(file), budget)
+        };
+        open().map_err(|error| ReadError { path: path.to_owned(), ..error })
+    }
+
+    /// The same from any source; the error names no file.
+    ///
+    /// # Errors
+    /// Those of [`read`](Self::read).
+    pub fn read_from(source: Box<dyn Read + '_>, budget: &Budget) -> Result<Self, ReadError> {
+        let (mut input, mut claim) = (Input::new(source, budget)?, budget.claim());
+        let mut lines = Lines::new(&mut input);
+        let Some(header) = lines.next()? else { return Err(ReadError::at(Place::Whole, Problem::Empty)) };
+        let header = read_header(header);
+        let mut out = header.map_err(|text| lines.content(text))?;
+        // By slot, the number of the allocation that is in it.
+        let (mut slots, mut allocations) = (HashMap::new(), 0);
+        while let Some(line) = lines.next()? {
+            if line.starts_with('#') {
+                continue;
+            }
+            let call = out.read_call(line, &mut slots, &mut allocations);
+            let call = call.map_err(|text| lines.content(text))?;
+            // With room for the slot, and for a list and a table that are grown by doubling.
+            claim.add(2 * size_of::<(Placed, u64, u32)>()).map_err(|over| ReadError::over(lines.place(), over))?;
+            out.calls.push(call);
+        }
+        if allocations == 0 {
+            return Err(lines.content("there is no allocation in it; it was cut short"));
+        }
+        Ok(out)
+    }
+
+    /// The allocator that put the blocks there, in words.
+    #[must_use]
+    pub fn allocator(&self) -> String {
+        format!("RMM's {}", self.allocator)
+    }
+
+    /// A setting and its value in bytes by the file's header. The backend that is to put every block where the file says is the
+    /// one that has this setting.
+    #[must_use]
+    pub fn setting(&self) -> (&'static str, u64) {
+        (self.setting, self.upstream.first().map_or(0, |(_, bytes)| *bytes))
+    }
+
+    fn read_call(&self, line: &str, slots: &mut HashMap<u64, u32>, allocations: &mut u32) -> Result<Placed, String> {
+        let words: Vec<&str> = line.split_ascii_whitespace().collect();
+        let form = || format!("'{}' is neither 'a SLOT BYTES STREAM UPSTREAM_BLOCK OFFSET' nor 'f SLOT'", clip(line));
+        let numbers = words.iter().skip(1).map(|word| word.parse().ok()).collect::<Option<Vec<u64>>>();
+        match (words.first(), numbers.as_deref()) {
+            (Some(&"a"), Some(&[slot, bytes, stream, number, offset])) => {
+                let block = usize::try_from(number).ok().and_then(|number| self.upstream.get(number));
+                let (addr, room) = *block.ok_or_else(|| {
+                    format!("upstream block {number} is not in the header, which has {}", self.upstream.len())
+                })?;
+                if bytes == 0 || offset.checked_add(bytes).is_none_or(|end| end > room) {
+                    return Err(format!(
+                        "{bytes} bytes at offset {offset} do not lie in upstream block {number}, which has {room} by the \
+                         header"
+                    ));
+                }
+                if slots.insert(slot, *allocations).is_some() {
+                    return Err(format!("slot {slot} is taken before it is freed"));
+                }
+                *allocations = allocations.checked_add(1).ok_or("there are more than 2^32 allocations")?;
+                let stream = u32::try_from(stream).map_err(|_| format!("stream {stream} is no small number"))?;
+                Ok(Placed::Alloc { bytes, stream, addr: addr + offset })
+            }
+            (Some(&"f"), Some(&[slot])) => {
+                slots.remove(&slot).map(Placed::Free).ok_or_else(|| format!("slot {slot} is freed but not taken"))
+            }
+            _ => Err(form()),
+        }
+    }
+}
+
+/// The first line.
+fn read_header(line: &str) -> Result<Placements, String> {
+    let wrong = || {
+        format!(
+            "'{}' does not begin a file of placements: expected '# RMM VERSION pool, DEVICE; upstream blocks, \
+             bytes@address: ...', or arena",
+            clip(line)
+        )
+    };
+    let (said, blocks) = line.split_once("bytes@address:").ok_or_else(wrong)?;
+    let said = said.strip_prefix("# RMM ").and_then(|said| said.split_once(',')).ok_or_else(wrong)?;
+    let (allocator, setting, default_comes_first) = match said.0.split_ascii_whitespace().last() {
+        Some("pool") => ("pool", "initial_pool_size", true),
+        Some("arena") => ("arena", "arena_size", false),
+        _ => return Err(wrong()),
+    };
+    let mut upstream = Vec::new();
+    for word in blocks.split_ascii_whitespace() {
+        let block = word.split_once('@').and_then(|(bytes, addr)| Some((addr.parse().ok()?, bytes.parse().ok()?)));
+        let (addr, bytes): (u64, u64) = block.ok_or_else(|| format!("'{}' is no bytes@address", clip(word)))?;
+        if bytes == 0 || bytes > MOST || addr > MOST || !addr.is_multiple_of(256) {
+            return Err(format!("no device has a block {word}"));
+        }
+        upstream.push((BASE + addr, bytes));
+    }
+    if upstream.is_empty() {
+        return Err("the header names no upstream block".to_owned());
+    }
+    let mut sorted = upstream.clone();
+    sorted.sort_unstable();
+    if let Some(pair) = sorted.windows(2).find(|pair| pair[0].0 + pair[0].1 > pair[1].0) {
+        let [first, second] = [pair[0], pair[1]].map(|(addr, bytes)| format!("{}@{}", Bytes(bytes), addr - BASE));
+        return Err(format!("the header's upstream blocks {first} and {second} overlap"));
+    }
+    Ok(Placements { allocator, setting, default_comes_first, upstream, calls: Vec::new() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADER: &str = "# RMM 26.10 pool, a device; upstream blocks, bytes@address: 1024@4096 512@0\n# a SLOT ...\n";
+
+    fn read(text: &str) -> Result<Placements, String> {
+        Placements::read_from(Box::new(text.as_bytes()), &Budget::default()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn calls_and_blocks_are_read() {
+        let pool = read(&format!("{HEADER}a 3 100 0 0 256\na 4 512 1 1 0\nf 3\na 3 1 0 0 0\n")).unwrap();
+        assert_eq!((pool.allocator(), pool.setting()), ("RMM's pool".to_owned(), ("initial_pool_size", 1024)));
+        assert_eq!(pool.upstream, [(BASE + 4096, 1024), (BASE, 512)]);
+        let alloc = |bytes, stream, addr| Placed::Alloc { bytes, stream, addr: BASE + addr };
+        assert_eq!(pool.calls, [alloc(100, 0, 4352), alloc(512, 1, 0), Placed::Free(0), alloc(1, 0, 4096)]);
+        let arena = read("# RMM 1 arena, x; upstream blocks, bytes@address: 512@0\na 0 1 0 0 0\n").unwrap();
+        assert_eq!((arena.allocator(), arena.setting()), ("RMM's arena".to_owned(), ("arena_size", 512)));
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_in_one_line() {
+        for (text, words) in [
+            ("", "is empty"),
+            ("hello\n", "does not begin a file of placements"),
+            ("# RMM 1 bin, x; bytes@address: 512@0\n", "does not begin a file of placements"),
+            ("# RMM 1 pool, x; bytes@address:\n", "names no upstream block"),
+            ("# RMM 1 pool, x; bytes@address: 512\n", "'512' is no bytes@address"),
+            ("# RMM 1 pool, x; bytes@address: 0@0\n", "no device has a block 0@0"),
+            ("# RMM 1 pool, x; bytes@address: 1024@0 512@512\n", "1 KiB@0 and 512 B@512 overlap"),
+            (HEADER, "no allocation in it"),
+            ("a 0 1 0 2 0", ":3: upstream block 2 is not in the header, which has 2"),
+            ("a 0 513 0 1 0", ":3: 513 bytes at offset 0 do not lie in upstream block 1"),
+            ("a 0 1 0 1 18446744073709551615", "do not lie in upstream block 1"),
+            ("a 0 1 0 0 0\na 0 1 0 0 0", ":4: slot 0 is taken before it is freed"),
+            ("f 0", ":3: slot 0 is freed but not taken"),
+            ("a 0 1", ":3: 'a 0 1' is neither"),
+            ("x 0 1", ":3: 'x 0 1' is neither"),
+        ] {
+            let call = text.starts_with(['a', 'f', 'x']);
+            let whole = if call { format!("{HEADER}{text}") } else { text.to_owned() };
+            let error = read(&whole).unwrap_err();
+            assert!(error.contains(words) && !error.contains('\n'), "{text:?}: {error}");
+        }
+    }
+}

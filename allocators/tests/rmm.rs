@@ -1,0 +1,233 @@
+//! RMM's policies: placements worked out by hand, the race between three streams, and what RMM 26.10 did on an H200.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use vramlab::backends::{RmmPool, RmmPoolSettings};
+use vramlab::budget::Budget;
+use vramlab::histories::replay::{
+    History, HistoryBuilder, ReplayError, ReplaySettings, recorded_settings, replay_against,
+};
+use vramlab::histories::trace::{Placements, ReadError, ReadOptions, read};
+use vramlab::{
+    Block, DeviceAllocator, Driver, NullDriver, Profile, Request, Selection, SimDriver, SimMemory, StreamId,
+};
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+
+/// Gives a block back that nobody uses any more.
+fn free(allocator: &dyn DeviceAllocator, block: Block, stream: StreamId) {
+    // SAFETY: the tests queue every use of a block before, on its own stream.
+    unsafe { allocator.deallocate(block, stream) }.unwrap();
+}
+
+fn allocate(allocator: &dyn DeviceAllocator, bytes: u64, stream: StreamId) -> Block {
+    allocator.allocate(Request::new(bytes), stream).unwrap()
+}
+
+/// A pool of 1 MiB, and streams.
+fn pool<const N: usize>(driver: Arc<dyn Driver>, record_after_merge: bool) -> (impl DeviceAllocator, [StreamId; N]) {
+    let streams = std::array::from_fn(|_| driver.stream_create().unwrap());
+    let settings = RmmPoolSettings { initial_pool_size: MIB, record_after_merge, ..RmmPoolSettings::default() };
+    (RmmPool::new(driver, settings), streams)
+}
+
+fn null() -> Arc<dyn Driver> {
+    Arc::new(NullDriver::new(64 * MIB))
+}
+
+#[test]
+fn blocks_are_cut_to_256_bytes_and_the_best_fit_is_taken() {
+    let (pool, [stream]) = pool(null(), false);
+    let sizes = [1, 257, 3 * KIB, 256, 2 * KIB, 256];
+    let blocks = sizes.map(|bytes| allocate(&pool, bytes, stream));
+    let base = blocks[0].addr().get();
+    let at = |block: &Block| block.addr().get() - base;
+    assert_eq!(blocks.each_ref().map(at), [0, 256, 768, 3840, 4096, 6144]);
+    assert_eq!(blocks.each_ref().map(Block::bytes), [256, 512, 3072, 256, 2048, 256]);
+    let [first, _second, three, _fourth, two, _sixth] = blocks;
+    // Holes of 256, 2048 and 3072 bytes: the smallest that fits serves, and what is left of it stays.
+    for hole in [first, three, two] {
+        free(&pool, hole, stream);
+    }
+    let found = [1500, 256, 512, 3072].map(|bytes| allocate(&pool, bytes, stream));
+    assert_eq!(found.each_ref().map(at), [4096, 0, 4096 + 1536, 768]);
+}
+
+#[test]
+fn the_pool_doubles_and_what_the_device_gave_apart_stays_apart() {
+    let (pool, [stream]) = pool(null(), false);
+    let first = allocate(&pool, MIB, stream);
+    let second = allocate(&pool, 256, stream);
+    let reserved = || pool.stats().reserved_bytes.all.current;
+    assert_eq!(reserved(), 2 * MIB);
+    let third = allocate(&pool, 3 * MIB, stream);
+    assert_eq!(reserved(), 5 * MIB, "more than is held");
+    for block in [first, second, third] {
+        free(&pool, block, stream);
+    }
+    // Of 1, 1 and 3 MiB.
+    let largest = allocate(&pool, 4 * MIB, stream);
+    assert_eq!(reserved(), 10 * MIB);
+    free(&pool, largest, stream);
+}
+
+#[test]
+fn a_stream_takes_from_the_first_list_that_fits_then_takes_lists_over() {
+    let (pool, [one, two, three]) = pool(null(), false);
+    let block = allocate(&pool, 512 * KIB, one);
+    let base = block.addr().get();
+    // The rest is the first stream's: the second takes its front, and what is left stays the first's.
+    let taken = allocate(&pool, 256 * KIB, two);
+    assert_eq!((taken.addr().get() - base, taken.path()), (512 * KIB, vramlab::Path::WaitInserted));
+    free(&pool, taken, two);
+    let again = allocate(&pool, 256 * KIB, one);
+    assert_eq!(again.addr().get() - base, 768 * KIB, "the first stream's own rest comes before the second's block");
+    free(&pool, again, one);
+    // [0, 512) is held; [512, 768) is the second's, [768, 1024) the first's. Together they serve the third.
+    let whole = allocate(&pool, 512 * KIB, three);
+    assert_eq!((whole.addr().get() - base, pool.stats().num_device_alloc), (512 * KIB, 1));
+    free(&pool, whole, three);
+    free(&pool, block, one);
+}
+
+#[test]
+fn memory_of_a_stream_that_is_gone_serves_others_once_the_device_was_waited_for() {
+    let mut profile = Profile::h200();
+    profile.total_bytes = profile.context_bytes + 6 * MIB;
+    let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(profile, SimMemory::None));
+    let [gone, other] = [(); 2].map(|()| driver.stream_create().unwrap());
+    let settings = RmmPoolSettings { initial_pool_size: 2 * MIB, ..RmmPoolSettings::default() };
+    let pool = RmmPool::new(Arc::clone(&driver), settings);
+    let block = allocate(&pool, 2 * MIB, gone);
+    // SAFETY: the stream is named once more, to say which one the block was of.
+    unsafe { driver.stream_destroy(gone) }.unwrap();
+    free(&pool, block, gone);
+    let blocks = [(); 3].map(|()| allocate(&pool, 2 * MIB, other));
+    let paths = blocks.each_ref().map(Block::path);
+    assert_eq!(paths, [vramlab::Path::DriverAlloc, vramlab::Path::DriverAlloc, vramlab::Path::Retry]);
+    assert_eq!(pool.stats().num_device_alloc, 3);
+    for block in blocks {
+        free(&pool, block, other);
+    }
+}
+
+/// The first stream takes over a block that the second still works on, and the third takes it from the first. Whether the
+/// third's work begins before the second's is over.
+fn third_overtakes_second(record_after_merge: bool) -> bool {
+    let sim = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
+    let driver: Arc<dyn Driver> = Arc::clone(&sim) as _;
+    let (pool, [one, two, three]) = pool(Arc::clone(&driver), record_after_merge);
+    let [second_done, third_begins] = [(); 2].map(|()| driver.event_create(false).unwrap());
+    let front = allocate(&pool, 512 * KIB, one);
+    let back = allocate(&pool, 512 * KIB, two);
+    let (addr, bytes) = (back.addr().get(), back.bytes());
+    // About a millisecond of work.
+    sim.launch(two, "reads the block", (1, 1), 4_300_000_000, &[(addr, bytes)]).unwrap();
+    driver.event_record(second_done, two).unwrap();
+    free(&pool, back, two);
+    free(&pool, front, one);
+    // Neither list has 768 KiB. The first stream waits for the second, but its event is of before.
+    let joined = allocate(&pool, 768 * KIB, one);
+    let end = joined.addr().get() + joined.bytes();
+    let stolen = allocate(&pool, 256 * KIB, three);
+    assert_eq!((stolen.addr().get(), end), (addr + 256 * KIB, addr + 256 * KIB), "a part of what the second works on");
+    driver.event_record(third_begins, three).unwrap();
+    driver.event_synchronize(third_begins).unwrap();
+    let overtakes = !driver.event_query(second_done).unwrap();
+    free(&pool, stolen, three);
+    free(&pool, joined, one);
+    drop(pool);
+    overtakes
+}
+
+#[test]
+fn an_event_that_is_too_old_lets_a_third_stream_in_and_the_switch_does_not() {
+    assert!(third_overtakes_second(false), "RMM issue 2489");
+    assert!(!third_overtakes_second(true));
+}
+
+/// Placements that stand in the repository or beside it, each with its history.
+fn recordings(kind: &str) -> Vec<(PathBuf, PathBuf)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folders = ["tests/fixtures/rmm", "../../shared/traces/rmm"].map(|folder| root.join(folder));
+    let histories = ["tests/fixtures/rmm", "../../shared/traces", "../../shared/traces/configs"];
+    let mut out = Vec::new();
+    for file in folders.iter().filter_map(|folder| std::fs::read_dir(folder).ok()).flatten() {
+        let file = file.unwrap().path();
+        let Some(name) = file.file_name().unwrap().to_str().unwrap().strip_suffix(&format!(".{kind}.txt.xz")) else {
+            continue;
+        };
+        let found = histories.map(|folder| root.join(folder).join(format!("{name}.pickle.xz")));
+        out.push((found.into_iter().find(|path| path.is_file()).unwrap(), file));
+    }
+    out.sort();
+    assert!(!out.is_empty(), "the repository has some");
+    out
+}
+
+fn load(path: &Path) -> History {
+    let rank = path.to_str().unwrap().split_once(".rank").and_then(|(_, rest)| rest.split('.').next()?.parse().ok());
+    let mut builder = HistoryBuilder::new(rank);
+    let summary =
+        read(path, &ReadOptions::default(), &mut |event| builder.push(&event).map_err(ReadError::stop)).unwrap();
+    builder.finish(&recorded_settings(&summary.allocator_settings).unwrap()).unwrap()
+}
+
+fn check(kind: &str) {
+    for (history, file) in recordings(kind) {
+        let placements = Placements::read(&file, &Budget::default()).unwrap();
+        let mut allocator: Selection = format!("rmm-{kind}").parse().unwrap();
+        let (name, bytes) = placements.setting();
+        allocator.set(name, &bytes.to_string()).unwrap();
+        let history = load(&history);
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 50));
+        let report = replay_against(&history, &allocator, &driver, &ReplaySettings::default(), &placements).unwrap();
+        let found = (report.address_mismatches, report.segment_mismatches, report.failed_allocations);
+        assert_eq!(found, (Some(0), Some(0), 0), "{}", file.display());
+        assert!(report.allocations > 2000, "{}", file.display());
+    }
+}
+
+#[test]
+fn every_block_lies_where_rmms_pool_put_it() {
+    check("pool");
+}
+
+#[test]
+fn another_pool_puts_blocks_elsewhere_and_that_is_counted() {
+    let (history, file) = recordings("pool").into_iter().find(|(path, _)| path.ends_with("streams.pickle.xz")).unwrap();
+    let (history, placements) = (load(&history), Placements::read(&file, &Budget::default()).unwrap());
+    let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 50));
+    let other: Selection = "rmm-pool:initial_pool_size=128M".parse().unwrap();
+    let report = replay_against(&history, &other, &driver, &ReplaySettings::default(), &placements).unwrap();
+    assert!(report.address_mismatches.unwrap() > 100 && report.segment_mismatches.unwrap() > 1, "{report:?}");
+}
+
+#[test]
+fn placements_of_another_history_are_refused() {
+    let files = recordings("pool");
+    let (history, _) = files.iter().find(|(path, _)| path.ends_with("streams.pickle.xz")).unwrap();
+    let history = load(history);
+    let header = "# RMM 26.10 pool, x; upstream blocks, bytes@address: 268435456@0\n";
+    let driver = null();
+    for (calls, words) in [
+        ("a 0 16777216 0 0 0\n", "the file has 1 allocations and the history more"),
+        ("a 0 1024 0 0 0\n", "allocation 1 is of 16777216 bytes in the history and of 1024 in the file"),
+        ("a 0 16777216 0 0 0\nf 0\na 0 8192 0 0 0\n", "after allocation 1, the file frees allocation 1 there"),
+        ("a 0 16777216 0 0 0\na 1 8192 1 0 0\n", "allocation 2 is of another stream"),
+    ] {
+        let placements = Placements::read_from(Box::new(format!("{header}{calls}").as_bytes()), &Budget::default());
+        let error = replay_against(
+            &history,
+            &"rmm-pool".parse().unwrap(),
+            &driver,
+            &ReplaySettings::default(),
+            &placements.unwrap(),
+        );
+        let error = error.unwrap_err();
+        assert!(matches!(error, ReplayError::History(_)) && error.is_bad_input(), "{error}");
+        assert!(error.to_string().contains(words), "{words}: {error}");
+    }
+}
