@@ -5,6 +5,7 @@
 //! | [`size`] | how a request is rounded, which pool serves it, how large its segment is |
 //! | [`fit`] | which free block serves it |
 //! | [`split`] | whether a free block may serve it, and whether the rest is cut off |
+//! | [`join`] | when free neighbours become one block |
 //! | [`stream`] | which streams' free blocks a stream may take, and what that costs |
 //! | [`grow`] | what happens when no free block fits |
 //! | [`source`] | where segments come from |
@@ -15,6 +16,7 @@
 pub mod fit;
 pub mod grow;
 mod heap;
+pub mod join;
 pub mod pending;
 pub mod size;
 pub mod source;

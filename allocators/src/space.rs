@@ -330,7 +330,8 @@ impl Space {
         self.record(block).list.owner = owner;
     }
 
-    /// Lets a free block belong to another owner from now on, and joins it with that owner's free neighbours.
+    /// Lets a free block belong to an owner from now on, who may have had it before, and joins it with that owner's free
+    /// neighbours.
     ///
     /// # Panics
     /// When the block is not free.
@@ -367,6 +368,18 @@ impl Space {
     /// # Panics
     /// When the block is neither held nor pending.
     pub fn free(&mut self, block: BlockId) -> Joined {
+        self.make_free(block, true)
+    }
+
+    /// Makes a block reusable that was held or pending, and leaves it apart from its neighbours, see [`give`](Self::give).
+    ///
+    /// # Panics
+    /// When the block is neither held nor pending.
+    pub fn free_apart(&mut self, block: BlockId) -> FreeBlock {
+        self.make_free(block, false).block
+    }
+
+    fn make_free(&mut self, block: BlockId, join: bool) -> Joined {
         if self[block].state == State::Held {
             self.defer(block);
         }
@@ -375,7 +388,11 @@ impl Space {
         let now = self.now();
         let record = self.record(block);
         (record.state, record.requested, record.idle_since) = (State::Free, 0, now);
-        let (joined, mut count, mut size) = self.join_around(block);
+        let (joined, mut count, mut size) = if join {
+            self.join_around(block)
+        } else {
+            (Joined { absorbed: [None, None], block: FreeBlock::of(block, &self[block]) }, 0, 0)
+        };
         if self[joined.block.id].is_split() {
             (count, size) = (count + 1, size + joined.block.bytes.cast_signed());
         }

@@ -304,10 +304,12 @@ fn lab_parts() -> impl Strategy<Value = Vec<(&'static str, String)>> {
         prop::sample::select(kinds).prop_map(move |kind| (name, kind))
     };
     let segment = (21..28u32).prop_map(|log2| ("segment", (1u64 << log2).to_string()));
-    let parts = (part("size"), part("fit"), part("split"), part("stream"), part("grow"), part("source"), segment);
-    parts.prop_map(|(size, fit, split, stream, grow, source, segment)| {
-        vec![size, fit, split, stream, grow, source, segment]
-    })
+    let placing = (part("size"), part("fit"), part("split"), part("join"));
+    (placing, part("stream"), part("grow"), part("source"), segment).prop_map(
+        |((size, fit, split, join), stream, grow, source, segment)| {
+            vec![size, fit, split, join, stream, grow, source, segment]
+        },
+    )
 }
 
 pub(crate) fn pool_settings() -> impl Strategy<Value = PoolSettings> {
@@ -338,8 +340,8 @@ pub(crate) fn selections(backend: &'static Backend) -> impl Strategy<Value = Sel
 
 /// Whether free neighbours are always joined.
 pub(crate) fn joins(selection: &Selection) -> bool {
-    let own = selection.settings().get("stream").is_none_or(|stream| stream == "own");
-    own && selection.backend().capabilities.coalesces
+    let is = |part: &str, kind: &str| selection.settings().get(part).is_none_or(|chosen| chosen == kind);
+    is("stream", "own") && is("join", "at-free") && selection.backend().capabilities.coalesces
 }
 
 /// Runs a check of every backend of the list, whatever stands there.

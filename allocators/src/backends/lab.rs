@@ -7,9 +7,10 @@
 //!
 //! | part | kinds |
 //! |---|---|
-//! | `size` | `torch`, `rmm`, `bfc`, `power-of-two` |
+//! | `size` | `torch`, `torch-one-pool`, `rmm`, `bfc`, `power-of-two` |
 //! | `fit` | `best`, `first`, `next` |
 //! | `split` | `torch`, `always`, `bfc`, `never` |
+//! | `join` | `at-free`, `on-miss` |
 //! | `stream` | `own`, `steal` |
 //! | `grow` | `torch`, `doubling`, `fixed`, `exact` |
 //! | `source` | `plain` |
@@ -19,8 +20,8 @@
 //! is asked again. RMM's pool and BFC do not do this by default, so that what is compared is how they place blocks and not
 //! when they give up. *A free* is PyTorch's under any parts.
 //!
-//! *Cost.* That of the parts: a search by `first` or `next` takes a step for each block that it passes over, `steal` an event
-//! a free.
+//! *Cost.* That of the parts: a search by `first` or `next` takes a step for each block that it passes over, `join=on-miss` sorts
+//! the free blocks of the list on a miss, `steal` takes an event a free.
 
 use super::caching::CachingSettings;
 use super::pooled::{Policy, Pooled};
@@ -31,6 +32,7 @@ use crate::device::{Driver, StreamId};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
 use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::join::Join;
 use crate::policy::size::Size;
 use crate::policy::size::torch::Divisions;
 use crate::policy::source::Source;
@@ -69,6 +71,8 @@ kinds! {
     SizeKind {
         /// PyTorch.
         Torch "torch",
+        /// PyTorch, without a pool for small requests.
+        TorchOnePool "torch-one-pool",
         /// RMM's pool.
         Rmm "rmm",
         /// TensorFlow's and XLA's.
@@ -95,6 +99,13 @@ kinds! {
         Bfc "bfc",
         /// Never.
         Never "never",
+    }
+    /// When free neighbours become one block, see [`Join`].
+    JoinKind {
+        /// At once.
+        AtFree "at-free",
+        /// When no free block fits.
+        OnMiss "on-miss",
     }
     /// Whose blocks a stream may take, see [`Stream`].
     StreamKind {
@@ -133,6 +144,8 @@ crate::settings! {
         pub fit: FitKind = FitKind::Best, choice();
         /// Whether what is left of a block is cut off.
         pub split: SplitKind = SplitKind::Torch, choice();
+        /// When free neighbours are joined.
+        pub join: JoinKind = JoinKind::AtFree, choice();
         /// Whose free blocks a stream may take.
         pub stream: StreamKind = StreamKind::Own, choice();
         /// What happens when no free block fits.
@@ -177,6 +190,7 @@ impl LabSettings {
     fn size(&self) -> Size {
         match self.size {
             SizeKind::Torch => Size::Torch(self.roundup_power2_divisions),
+            SizeKind::TorchOnePool => Size::TorchOnePool(self.roundup_power2_divisions),
             SizeKind::Rmm => Size::Rmm,
             SizeKind::Bfc => Size::Bfc,
             SizeKind::PowerOfTwo => Size::PowerOfTwo,
@@ -234,7 +248,11 @@ impl Lab {
         };
         let SourceKind::Plain = settings.source;
         let source = Source::Plain { driver, limit: settings.memory_limit };
-        let heap = Heap::new(Space::new(account), settings.fit(), stream, source);
+        let join = match settings.join {
+            JoinKind::AtFree => Join::AtFree,
+            JoinKind::OnMiss => Join::OnMiss,
+        };
+        let heap = Heap::new(Space::new(account), settings.fit(), stream, source).with_join(join);
         let (size, split, ladder) = (settings.size(), settings.split(), settings.ladder());
         Pooled::over(heap, Self { settings, size, split, ladder })
     }
@@ -261,7 +279,11 @@ impl Policy for Lab {
             heap.space_mut().count_search();
         }
         let largest = self.split.largest(bytes);
-        let find = |heap: &mut Heap| match heap.find(list, bytes, largest) {
+        let own = |heap: &mut Heap| {
+            let found = heap.find(list, bytes, largest);
+            if found.is_none() && heap.join(list) { heap.find(list, bytes, largest) } else { found }
+        };
+        let find = |heap: &mut Heap| match own(heap) {
             Some(block) => Ok(Some((block, Path::Hit))),
             None => Ok(heap.steal(list, bytes, largest)?.map(|block| (block, Path::WaitInserted))),
         };

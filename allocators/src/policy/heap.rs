@@ -2,12 +2,13 @@
 
 use super::fit::Fit;
 use super::grow::Miss;
+use super::join::Join;
 use super::pending::Pending;
 use super::source::Source;
 use super::stream::Stream;
 use crate::contract::{AllocError, CaptureId, OomReport, PoolKind};
 use crate::device::{DeviceAddr, Driver, DriverError, StreamId};
-use crate::space::{BlockId, FreeList, Owner, Segment, SegmentId, Space};
+use crate::space::{BlockId, FreeList, Joined, Owner, Segment, SegmentId, Space};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -16,6 +17,7 @@ use std::sync::Arc;
 pub struct Heap {
     space: Space,
     fit: Fit,
+    join: Join,
     stream: Stream,
     source: Source,
     pending: Pending,
@@ -51,6 +53,7 @@ impl Heap {
         Self {
             space,
             fit,
+            join: Join::default(),
             stream,
             source,
             pending: Pending::default(),
@@ -59,6 +62,12 @@ impl Heap {
             captures: 0,
             untold: None,
         }
+    }
+
+    /// The same with another rule for joining free neighbours. Before anything is in it.
+    #[must_use]
+    pub fn with_join(self, join: Join) -> Self {
+        Self { join, ..self }
     }
 
     /// The memory that is held.
@@ -163,7 +172,10 @@ impl Heap {
 
     /// Makes a held or pending block reusable, joined with its free neighbours; true when there were any.
     pub fn put(&mut self, block: BlockId) -> bool {
-        let joined = self.space.free(block);
+        let joined = match self.join {
+            Join::AtFree => self.space.free(block),
+            Join::OnMiss => Joined { absorbed: [None, None], block: self.space.free_apart(block) },
+        };
         joined.absorbed.into_iter().flatten().for_each(|gone| self.fit.remove(gone));
         self.fit.insert(joined.block);
         let owner = joined.block.list.owner;
@@ -172,6 +184,30 @@ impl Heap {
             self.untold = self.untold.take().or(freed.err());
         }
         joined.any()
+    }
+
+    /// Joins the free blocks of a list with their neighbours, where [`Join::OnMiss`] left them apart; true when there were
+    /// any to join. O(n log n) in the blocks.
+    pub fn join(&mut self, list: FreeList) -> bool {
+        if self.join == Join::AtFree {
+            return false;
+        }
+        let mut blocks = self.fit.drain(list);
+        blocks.sort_unstable_by_key(|block| block.addr);
+        let (mut gone, mut any) = (BTreeSet::new(), false);
+        for block in blocks {
+            if gone.contains(&block.id) {
+                continue;
+            }
+            let joined = self.space.give(block.id, list.owner);
+            // What lies in front has been back in the index for a while; what lies behind is not there yet.
+            let [front, behind] = joined.absorbed;
+            front.into_iter().for_each(|front| self.fit.remove(front));
+            gone.extend(behind.map(|behind| behind.id));
+            any |= joined.any();
+            self.fit.insert(joined.block);
+        }
+        any
     }
 
     // Segments.

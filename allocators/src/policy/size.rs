@@ -14,6 +14,8 @@ const PAGE: u64 = 2 << 20;
 pub enum Size {
     /// PyTorch: multiples of 512 bytes, or steps between powers of two; a small and a large pool. See [`torch`].
     Torch(torch::Divisions),
+    /// The same sizes, of blocks and of segments, from one pool: small blocks may lie between large ones.
+    TorchOnePool(torch::Divisions),
     /// RMM's pool: multiples of 256 bytes, one pool
     /// (<https://github.com/rapidsai/rmm>, `pool_memory_resource`).
     Rmm,
@@ -29,7 +31,7 @@ impl Size {
     #[must_use]
     pub fn granule(&self) -> u64 {
         match self {
-            Self::Torch(_) | Self::PowerOfTwo => torch::MIN_BLOCK,
+            Self::Torch(_) | Self::TorchOnePool(_) | Self::PowerOfTwo => torch::MIN_BLOCK,
             Self::Rmm | Self::Bfc => 256,
         }
     }
@@ -38,7 +40,7 @@ impl Size {
     #[must_use]
     pub fn round(&self, bytes: u64) -> u64 {
         match self {
-            Self::Torch(divisions) => torch::round_size(bytes, divisions),
+            Self::Torch(divisions) | Self::TorchOnePool(divisions) => torch::round_size(bytes, divisions),
             Self::Rmm | Self::Bfc => bytes.next_multiple_of(self.granule()),
             Self::PowerOfTwo => bytes.next_power_of_two().max(self.granule()),
         }
@@ -60,7 +62,7 @@ impl Size {
     #[must_use]
     pub fn segment(&self, rounded: u64) -> u64 {
         match self {
-            Self::Torch(_) => torch::segment_size(rounded),
+            Self::Torch(_) | Self::TorchOnePool(_) => torch::segment_size(rounded),
             _ => rounded.next_multiple_of(PAGE),
         }
     }
