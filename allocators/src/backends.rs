@@ -2,6 +2,7 @@
 
 pub mod caching;
 mod captures;
+pub mod expandable;
 pub mod lab;
 pub mod naive;
 pub mod pooled;
@@ -11,6 +12,7 @@ pub mod rmm_pool;
 pub mod stream_ordered;
 
 pub use caching::{Caching, CachingSettings};
+pub use expandable::{ExpandableSettings, PyTorchExpandable};
 pub use lab::{Lab, LabSettings};
 pub use naive::Naive;
 pub use pooled::{Policy, Pooled};

@@ -29,6 +29,7 @@ mod view;
 
 pub use account::Account;
 pub use block::{BlockId, FreeBlock, FreeList, Joined, Owner, Record, SegmentId, State};
+pub use mapping::Unmapped;
 
 use std::ops::Index;
 

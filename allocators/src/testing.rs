@@ -216,7 +216,7 @@ fn has(device: Device, needs: Needs) -> bool {
             let gpu = CudaDriver::probe().ok().and_then(|gpus| gpus.into_iter().next());
             gpu.map_or((true, true), |gpu| (gpu.pools, gpu.vmm))
         }
-        Device::Null => (true, false),
+        Device::Null => (true, true),
         Device::Sim | Device::SimWithoutMemory => {
             let memory = if device == Device::Sim { SimMemory::Host } else { SimMemory::None };
             let sim = support::sim(GIB, memory);

@@ -1,5 +1,6 @@
 //! Real histories: PyTorch 2.11 on an H200, with the statistics that it gave. At the recorded addresses `pytorch` and
-//! `caching` have to place every block and to make and release every segment as PyTorch did.
+//! `caching` have to place every block and to make and release every segment as PyTorch did, and `pytorch-expandable` has to
+//! map and unmap the same parts where the history was recorded under expandable_segments.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 #[path = "golden/twins.rs"]
@@ -8,7 +9,7 @@ mod twins;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use vramlab::backends::{self, Backend, CachingSettings, caching};
+use vramlab::backends::{self, Backend, CachingSettings, caching, expandable};
 use vramlab::histories::replay::{
     Addresses, History, HistoryBuilder, ReplayReport, ReplaySettings, recorded_settings, replay, smallest_memory,
 };
@@ -36,14 +37,16 @@ struct Recording {
     facts: Value,
     /// Memory limit in bytes.
     limit: Option<u64>,
+    /// Whether it was recorded under expandable_segments.
+    expandable: bool,
 }
 
 impl Recording {
     fn at(path: PathBuf) -> Option<Self> {
         let name = path.file_name().unwrap().to_str().unwrap().to_owned();
         let stem = name.strip_suffix(".pickle.xz")?;
-        // Of expandable segments and of the private pools of CUDA graphs a log does not tell enough.
-        if ["expandable", "graph_step", "graphed_callables"].iter().any(|word| stem.contains(word)) {
+        // Of the private pools of CUDA graphs a log does not tell enough.
+        if ["graph_step", "graphed_callables"].iter().any(|word| stem.contains(word)) {
             return None;
         }
         let beside = |name: String| Some(path.with_file_name(name)).filter(|path| path.is_file());
@@ -54,7 +57,8 @@ impl Recording {
             let total = facts["total_memory"].as_f64().unwrap();
             (mib * MIB as f64 / total * total) as u64
         });
-        Some(Self { path, facts, limit })
+        let expandable = stem.contains("expandable");
+        Some(Self { path, facts, limit, expandable })
     }
 
     fn load(&self) -> (History, CachingSettings) {
@@ -88,16 +92,21 @@ fn run(
     replay(history, &allocator, &driver, &settings).unwrap()
 }
 
+/// Those under PyTorch's native policy.
 fn recordings() -> Vec<Recording> {
+    let found: Vec<Recording> = all_recordings().filter(|recording| !recording.expandable).collect();
+    assert!(found.len() >= 11, "the repository has eleven recordings");
+    found
+}
+
+fn all_recordings() -> impl Iterator<Item = Recording> {
     let mut paths: Vec<PathBuf> = folders()
         .into_iter()
         .flat_map(|folder| std::fs::read_dir(folder).unwrap())
         .map(|at| at.unwrap().path())
         .collect();
     paths.sort();
-    let found: Vec<Recording> = paths.into_iter().filter_map(Recording::at).collect();
-    assert!(found.len() >= 11, "the repository has eleven recordings");
-    found
+    paths.into_iter().filter_map(Recording::at)
 }
 
 #[test]
@@ -144,6 +153,50 @@ fn follows_pytorch(report: &ReplayReport, recording: &Recording, history: &Histo
     assert_eq!(ledger.reserved, report.stats.reserved_bytes.all.peak, "{name}");
     assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested, "{name}");
     assert!(history.max_live_bytes() <= report.stats.requested_bytes.all.peak, "{name}");
+}
+
+#[test]
+fn pytorch_expandable_maps_what_pytorch_mapped() {
+    let found: Vec<Recording> = all_recordings().filter(|recording| recording.expandable).collect();
+    assert!(!found.is_empty(), "the repository has one");
+    for recording in found {
+        let (history, settings) = recording.load();
+        let name = recording.path.display();
+        let devices: [fn() -> Arc<dyn Driver>; 2] =
+            [|| Arc::new(NullDriver::new(1 << 50)), || Arc::new(SimDriver::new(Profile::h200(), SimMemory::None))];
+        for device in devices {
+            let report = run(&expandable::BACKEND, &history, settings, device());
+            follows_pytorch(&report, &recording, &history, &format!("{name}"));
+            assert_eq!(report.stats.segment.map(|gauge| gauge.all.allocated), Some(0), "{name}: PyTorch counts none");
+            assert_eq!(report.driver_calls["mem_set_access"], report.stats.num_device_alloc, "{name}: one a part");
+        }
+    }
+}
+
+/// What a program asked for under the native policy, under expandable segments: PyTorch says of the same program what it
+/// reserved there. With several streams the two runs differ in when frees completed.
+#[test]
+fn a_program_needs_what_it_needed_under_expandable_segments() {
+    for recording in recordings() {
+        let name = recording.path.file_name().unwrap().to_str().unwrap();
+        let other = recording.path.with_file_name(name.replace(".pickle.xz", ".expandable.json"));
+        let (history, settings) = recording.load();
+        if !other.is_file() || history.streams().len() > 1 {
+            continue;
+        }
+        let facts: Value = serde_json::from_str(&std::fs::read_to_string(other).unwrap()).unwrap();
+        let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
+        let allocator = Selection::with(&expandable::BACKEND, &settings);
+        let stats = replay(&history, &allocator, &driver, &ReplaySettings::default()).unwrap().stats;
+        let mut compared = 0;
+        for (key, ours) in stats.entries() {
+            if let Some(value) = facts.get(&key).and_then(Value::as_u64) {
+                assert_eq!(ours, value, "{name}: {key}");
+                compared += 1;
+            }
+        }
+        assert!(compared >= 3, "{name}: only {compared} statistics to compare");
+    }
 }
 
 #[test]

@@ -3,11 +3,11 @@
 
 mod common;
 
-use common::{GIB, MIB, Random, free_bytes, sim};
+use common::{GIB, MIB, Random, free_bytes, sim, work};
 use std::collections::BTreeMap;
 use vramlab::device::sim::{KernelCost, MemoryCost};
 use vramlab::device::{PoolDriver, PoolId};
-use vramlab::{DeviceAddr, Driver, PoolSettings, Profile, SimDriver, SimMemory, StreamId, VmmDriver};
+use vramlab::{DeviceAddr, Driver, DriverError, PoolSettings, Profile, SimDriver, SimMemory, StreamId, VmmDriver};
 
 fn give(sim: &SimDriver, addr: DeviceAddr, stream: StreamId) {
     // SAFETY: tests free what they allocated, once.
@@ -325,4 +325,56 @@ fn a_block_for_which_the_host_has_no_memory_is_refused_and_leaves_nothing() {
     // SAFETY: allocated above, freed once.
     unsafe { sim.host_free(pinned, 40 << 20) }.unwrap();
     assert!(sim.mem_alloc(40 * MIB).is_ok());
+}
+
+#[test]
+fn memory_that_queued_work_uses_cannot_be_unmapped() {
+    const PAGE: u64 = 2 << 20;
+    for memory in [SimMemory::None, SimMemory::Host] {
+        let sim = SimDriver::new(Profile::h200(), memory);
+        let vmm = sim.vmm().unwrap();
+        let streams = [sim.stream_create().unwrap(), sim.stream_create().unwrap()];
+        let base = vmm.address_reserve(4 * PAGE).unwrap();
+        let page = |number: u64| DeviceAddr::new(base.get() + number * PAGE).unwrap();
+        // SAFETY: pages of the range, each mapped once; the work below stays inside of them.
+        unsafe {
+            for number in 0..3 {
+                vmm.map(page(number), PAGE, vmm.create(PAGE).unwrap()).unwrap();
+            }
+            vmm.set_access(base, 3 * PAGE).unwrap();
+            work(&sim, streams[0], 1_000_000);
+            sim.fill_bytes(page(0), 1, PAGE, streams[0]).unwrap();
+            sim.launch(streams[1], "test", (1, 1), 1000 * PAGE, &[(page(1).get() + 512, 512)]).unwrap();
+        }
+        // SAFETY: whole mappings; whether work uses them is what is asked.
+        let unmap = |number| unsafe { vmm.unmap(page(number), PAGE) };
+        let refused = |number| unmap(number).is_err_and(|error| error.code == DriverError::ILLEGAL_ADDRESS);
+        assert!(refused(0) && refused(1));
+        unmap(2).unwrap();
+        sim.stream_synchronize(streams[0]).unwrap();
+        unmap(0).unwrap();
+        sim.stream_synchronize(streams[1]).unwrap();
+        unmap(1).unwrap();
+    }
+}
+
+#[test]
+fn memory_that_a_graph_uses_cannot_be_unmapped_while_it_runs() {
+    const PAGE: u64 = 2 << 20;
+    let sim = SimDriver::new(Profile::h200(), SimMemory::None);
+    let (vmm, graphs) = (sim.vmm().unwrap(), sim.graphs().unwrap());
+    let stream = sim.stream_create().unwrap();
+    let base = vmm.address_reserve(PAGE).unwrap();
+    // SAFETY: one page, mapped once; the graph works inside of it.
+    unsafe {
+        vmm.map(base, PAGE, vmm.create(PAGE).unwrap()).unwrap();
+        graphs.capture_begin(stream).unwrap();
+        sim.fill_bytes(base, 1, PAGE, stream).unwrap();
+        let graph = graphs.capture_end(stream).unwrap();
+        work(&sim, stream, 1_000_000);
+        graphs.graph_launch(graph, stream).unwrap();
+        assert!(vmm.unmap(base, PAGE).is_err());
+        sim.stream_synchronize(stream).unwrap();
+        vmm.unmap(base, PAGE).unwrap();
+    }
 }

@@ -163,6 +163,10 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
 
     fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
         let state = &mut *self.lock();
+        // A snapshot does not say where ranges of addresses begin.
+        if state.heap.source().is_expandable() {
+            return Ok(None);
+        }
         let held = restore::restore(&mut state.heap, self.name, state.policy.size(), snapshot, age)?;
         Ok(Some(held.into_iter().map(|block| self.mint(&state.heap, block, Path::DriverAlloc)).collect()))
     }

@@ -41,6 +41,7 @@ const BUILT_IN: &[&Backend] = &[
     &super::naive::BACKEND,
     &super::caching::BACKEND,
     &super::pytorch::BACKEND,
+    &super::expandable::BACKEND,
     &super::lab::BACKEND,
     &super::stream_ordered::BACKEND,
     &super::rmm_pool::BACKEND,
@@ -48,7 +49,8 @@ const BUILT_IN: &[&Backend] = &[
 
 /// Those that a comparison leaves out unless they are named. With their default settings `pytorch` and `lab` place every block
 /// where `caching` does; the others are there to be studied.
-const NOT_COMPARED: &[&Backend] = &[&super::pytorch::BACKEND, &super::lab::BACKEND, &super::rmm_pool::BACKEND];
+const NOT_COMPARED: &[&Backend] =
+    &[&super::pytorch::BACKEND, &super::lab::BACKEND, &super::expandable::BACKEND, &super::rmm_pool::BACKEND];
 
 /// The backend that commands use where none is named.
 const DEFAULT: &Backend = &super::caching::BACKEND;

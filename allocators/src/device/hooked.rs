@@ -60,7 +60,8 @@ without_address!(GraphId, GraphMemory);
 /// # Safety
 /// The driver that results keeps the contract of [`Driver`], given that the wrapped one does. A wrapper that only overrides
 /// [`around`](Self::around) always does so. One that hands out addresses of its own gives them back in
-/// [`mem_free`](Self::mem_free) and names the wrapped driver's address in [`own_addr`](Self::own_addr).
+/// [`mem_free`](Self::mem_free) and [`address_free`](Self::address_free), and names the wrapped driver's address in
+/// [`own_addr`](Self::own_addr).
 pub unsafe trait Hook: Send + Sync + fmt::Debug {
     /// Makes the call by `call`, or refuses it.
     ///
@@ -97,6 +98,27 @@ pub unsafe trait Hook: Send + Sync + fmt::Debug {
         unsafe { inner.mem_free(addr) }
     }
 
+    /// A range of addresses: [`VmmDriver::address_reserve`].
+    ///
+    /// # Errors
+    /// Those of the call.
+    fn address_reserve(&self, inner: &dyn VmmDriver, bytes: u64) -> DriverResult<DeviceAddr> {
+        inner.address_reserve(bytes)
+    }
+
+    /// Gives a range of addresses back: [`VmmDriver::address_free`].
+    ///
+    /// # Errors
+    /// Those of the call.
+    ///
+    /// # Safety
+    /// The range came from [`address_reserve`](Self::address_reserve) of this hook, nothing is mapped in it, and it is given
+    /// back once.
+    unsafe fn address_free(&self, inner: &dyn VmmDriver, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
+        // SAFETY: passed on: by default the address is the inner driver's.
+        unsafe { inner.address_free(addr, bytes) }
+    }
+
     /// Whether an event has completed: [`Driver::event_query`].
     ///
     /// # Errors
@@ -105,7 +127,8 @@ pub unsafe trait Hook: Send + Sync + fmt::Debug {
         inner.event_query(event)
     }
 
-    /// The wrapped driver's address for one inside memory from [`mem_alloc`](Self::mem_alloc).
+    /// The wrapped driver's address for one inside memory from [`mem_alloc`](Self::mem_alloc) or a range from
+    /// [`address_reserve`](Self::address_reserve).
     fn own_addr(&self, addr: DeviceAddr) -> DeviceAddr {
         addr
     }
@@ -418,12 +441,14 @@ impl<H: Hook> VmmDriver for HookedDriver<H> {
     }
 
     fn address_reserve(&self, bytes: u64) -> DriverResult<DeviceAddr> {
-        self.sized(CallKind::MemAddressReserve, bytes, || self.inner_vmm().address_reserve(bytes))
+        self.sized(CallKind::MemAddressReserve, bytes, || self.hook.address_reserve(self.inner_vmm(), bytes))
     }
 
     unsafe fn address_free(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::MemAddressFree, addr, bytes, || unsafe { self.inner_vmm().address_free(addr, bytes) })
+        self.at(CallKind::MemAddressFree, addr, bytes, || unsafe {
+            self.hook.address_free(self.inner_vmm(), addr, bytes)
+        })
     }
 
     fn create(&self, bytes: u64) -> DriverResult<PhysicalHandle> {
@@ -432,17 +457,21 @@ impl<H: Hook> VmmDriver for HookedDriver<H> {
 
     unsafe fn map(&self, addr: DeviceAddr, bytes: u64, handle: PhysicalHandle) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::MemMap, addr, bytes, || unsafe { self.inner_vmm().map(addr, bytes, handle) })
+        self.at(CallKind::MemMap, addr, bytes, || unsafe {
+            self.inner_vmm().map(self.hook.own_addr(addr), bytes, handle)
+        })
     }
 
     unsafe fn set_access(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::MemSetAccess, addr, bytes, || unsafe { self.inner_vmm().set_access(addr, bytes) })
+        self.at(CallKind::MemSetAccess, addr, bytes, || unsafe {
+            self.inner_vmm().set_access(self.hook.own_addr(addr), bytes)
+        })
     }
 
     unsafe fn unmap(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::MemUnmap, addr, bytes, || unsafe { self.inner_vmm().unmap(addr, bytes) })
+        self.at(CallKind::MemUnmap, addr, bytes, || unsafe { self.inner_vmm().unmap(self.hook.own_addr(addr), bytes) })
     }
 
     unsafe fn release(&self, handle: PhysicalHandle) -> DriverResult<()> {

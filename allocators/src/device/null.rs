@@ -1,6 +1,7 @@
 //! A device whose calls cost nothing: addresses only, for benchmarks of bookkeeping.
 
 mod graphs;
+mod vmm;
 
 use super::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
@@ -31,6 +32,7 @@ pub struct NullDriver {
     pools: Mutex<HashMap<u64, (PoolSettings, PoolCounters)>>,
     owners: Mutex<HashMap<u64, u64>>,
     graphs: Mutex<Graphs>,
+    vmm: Mutex<vmm::Vmm>,
     /// Streams that capture, so that an allocation sees without a lock that there are none.
     capturing: AtomicUsize,
     clock: Arc<MonotonicClock>,
@@ -53,6 +55,7 @@ impl NullDriver {
             pools: Mutex::default(),
             owners: Mutex::default(),
             graphs: Mutex::default(),
+            vmm: Mutex::default(),
             capturing: AtomicUsize::new(0),
             clock: Arc::new(MonotonicClock::new()),
         }
@@ -62,15 +65,18 @@ impl NullDriver {
         self.next_handle.fetch_add(1, Relaxed)
     }
 
+    /// Takes bytes of the budget.
+    fn claim(&self, call: CallKind, bytes: u64) -> DriverResult<()> {
+        let fits =
+            self.used.fetch_update(Relaxed, Relaxed, |used| used.checked_add(bytes).filter(|sum| *sum <= self.total));
+        fits.map(|_| ()).map_err(|_| DriverError::new(call, DriverError::OUT_OF_MEMORY, ""))
+    }
+
     fn take(&self, call: CallKind, bytes: u64) -> DriverResult<DeviceAddr> {
         if bytes == 0 {
             return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
         }
-        let fits =
-            self.used.fetch_update(Relaxed, Relaxed, |used| used.checked_add(bytes).filter(|sum| *sum <= self.total));
-        if fits.is_err() {
-            return Err(DriverError::new(call, DriverError::OUT_OF_MEMORY, ""));
-        }
+        self.claim(call, bytes)?;
         let addr = self.next_addr.fetch_add(bytes.next_multiple_of(PAGE), Relaxed);
         lock(&self.sizes).insert(addr, bytes);
         Ok(DeviceAddr::new(addr).expect("addresses start above zero"))
@@ -101,7 +107,7 @@ unsafe impl Driver for NullDriver {
             total_bytes: self.total,
             virtual_time: false,
             pools: true,
-            vmm: false,
+            vmm: true,
         }
     }
 
@@ -202,7 +208,7 @@ unsafe impl Driver for NullDriver {
     }
 
     fn vmm(&self) -> Option<&dyn VmmDriver> {
-        None
+        Some(self)
     }
 
     fn graphs(&self) -> Option<&dyn GraphDriver> {

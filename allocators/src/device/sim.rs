@@ -110,6 +110,12 @@ impl State {
             + self.graphs.held_bytes()
     }
 
+    /// Notes that what was queued last on a stream works on these buffers.
+    fn note_use(&mut self, stream: StreamId, buffers: &[(u64, u64)]) {
+        let (now, end) = (self.time.now_ns(), self.time.mark(stream.get()).time_ns);
+        self.vmm.note_use(buffers, now, end);
+    }
+
     /// Touches buffers in the cache; the share of their bytes that was not in it.
     fn access(&mut self, buffers: &[(u64, u64)]) -> f64 {
         self.l2.as_mut().map_or(0.0, |cache| cache.access(buffers))
@@ -211,6 +217,7 @@ impl SimDriver {
         let missed = state.access(buffers);
         let duration = self.profile.kernel_ns(kernel, blocks, iterations, bytes, missed);
         state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration);
+        state.note_use(stream, buffers);
         Ok(())
     }
 
@@ -260,6 +267,7 @@ impl SimDriver {
         state.access(&[(dst.get(), bytes as u64)]);
         let duration = self.profile.copies.to_device_ns.at(bytes as u64);
         state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration);
+        state.note_use(stream, &[(dst.get(), bytes as u64)]);
     }
 }
 
@@ -554,6 +562,7 @@ unsafe impl Driver for SimDriver {
         let missed = state.access(&[(dst.get(), bytes)]);
         let duration = self.profile.kernel_ns("memset", 1, 1, bytes, missed);
         state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration);
+        state.note_use(stream, &[(dst.get(), bytes)]);
         Ok(())
     }
 

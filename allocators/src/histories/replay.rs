@@ -69,6 +69,7 @@ mod lifetimes;
 mod memory;
 mod oom;
 mod op;
+mod parts;
 mod report;
 mod room;
 mod run;

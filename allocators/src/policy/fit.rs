@@ -6,7 +6,7 @@
 
 use crate::space::{BlockId, FreeBlock, FreeList};
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Bound::{Excluded, Included};
+use std::ops::Bound::{Excluded, Included, Unbounded};
 
 /// The free blocks, with a rule for choosing one.
 #[derive(Clone, Debug)]
@@ -97,6 +97,16 @@ impl Fit {
                 Some(id)
             }
         }
+    }
+
+    /// The block that comes after a free one of its list in the order of best fit: the next in size, then in address.
+    /// `None` after the last, and for other kinds.
+    #[must_use]
+    pub fn next_larger(&self, block: FreeBlock) -> Option<BlockId> {
+        let Self::Best(blocks) = self else { return None };
+        let FreeBlock { list, addr, bytes, id } = block;
+        let (found, _, _, id) = blocks.range((Excluded((list, bytes, addr, id)), Unbounded)).next()?;
+        (*found == list).then_some(*id)
     }
 
     /// Takes out every block of a list; they are returned in the order of the index.

@@ -222,8 +222,8 @@ fn release_oversize(heap: &mut Heap, miss: &Miss, max_split: u64) -> Result<bool
     Ok(released >= wanted)
 }
 
-/// PyTorch's `release_cached_blocks`: waits for pending frees, then gives idle segments back while more than `keep` bytes are
-/// held. Returns the bytes that went.
+/// PyTorch's `release_cached_blocks`: waits for pending frees, then gives idle segments back, and whole handles that are free in
+/// expandable ones, while more than `keep` bytes are held. Returns the bytes that went.
 ///
 /// # Errors
 /// Those of the driver.
@@ -236,7 +236,7 @@ pub fn release_cached(heap: &mut Heap, keep: u64) -> Result<u64, DriverError> {
         }
         released += heap.release(idle.segment)?;
     }
-    Ok(released)
+    Ok(released + heap.release_parts(keep, |_| true)?)
 }
 
 #[cfg(test)]

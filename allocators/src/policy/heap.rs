@@ -1,5 +1,7 @@
 //! What the parts of an allocator work on: its memory, the index of its free blocks, its source, its pending frees.
 
+mod extend;
+
 use super::fit::Fit;
 use super::grow::Miss;
 use super::join::Join;
@@ -20,6 +22,8 @@ pub struct Heap {
     join: Join,
     stream: Stream,
     source: Source,
+    /// Addresses without memory behind them, by list and address: parts of expandable segments.
+    holes: BTreeMap<(FreeList, u64), BlockId>,
     pending: Pending,
     /// Streams that were announced to use a block.
     uses: BTreeMap<BlockId, Vec<StreamId>>,
@@ -56,6 +60,7 @@ impl Heap {
             join: Join::default(),
             stream,
             source,
+            holes: BTreeMap::new(),
             pending: Pending::default(),
             uses: BTreeMap::new(),
             pinned: BTreeSet::new(),
@@ -212,11 +217,15 @@ impl Heap {
 
     // Segments.
 
-    /// Takes a segment from the source: one free block. `None` when there is no memory.
+    /// Takes a segment from the source: one free block. `None` when there is no memory. Where memory comes in parts, a segment
+    /// grows by what a block of `bytes` lacks, see [`extend`](Self::extend).
     ///
     /// # Errors
     /// Those of the driver.
     pub fn new_segment(&mut self, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
+        if self.source.is_expandable() {
+            return self.extend(list, bytes);
+        }
         let Some(addr) = self.source.allocate(bytes, self.space.account().reserved())? else { return Ok(None) };
         if list.owner.private.is_none() {
             self.stream.came(list.owner.stream);
@@ -360,6 +369,12 @@ impl Heap {
     pub(crate) fn begin_capture(&mut self, private: CaptureId) {
         self.pinned.insert(private);
         self.captures += 1;
+    }
+
+    /// Whether a graph is being captured, so that nothing may be waited for.
+    #[must_use]
+    pub fn is_capturing(&self) -> bool {
+        self.captures > 0
     }
 
     pub(crate) fn end_capture(&mut self) {

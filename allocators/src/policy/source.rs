@@ -1,5 +1,10 @@
 //! Part `source`: where segments come from.
 
+mod expandable;
+
+pub use expandable::{Expandable, Sizes};
+
+use crate::contract::PoolKind;
 use crate::device::{DeviceAddr, Driver, DriverError};
 use std::sync::Arc;
 
@@ -13,21 +18,59 @@ pub enum Source {
         /// Most bytes that may be held from it at once.
         limit: Option<u64>,
     },
+    /// Ranges of addresses, each behind which memory comes and goes in parts.
+    Expandable(Expandable),
 }
+
+/// Why a call for whole segments has nothing to do with an expandable source, and one for parts with a plain one.
+const IN_PARTS: &str = "memory of this source should come and go in parts";
+const IN_SEGMENTS: &str = "memory of this source should come and go in whole segments";
 
 impl Source {
     /// The device.
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {
-        let Self::Plain { driver, .. } = self;
-        driver
+        match self {
+            Self::Plain { driver, .. } => driver,
+            Self::Expandable(expandable) => expandable.driver(),
+        }
     }
 
     /// Most bytes that may be held from the device.
     #[must_use]
     pub fn limit(&self) -> Option<u64> {
-        let Self::Plain { limit, .. } = self;
-        *limit
+        match self {
+            Self::Plain { limit, .. } => *limit,
+            Self::Expandable(expandable) => expandable.limit,
+        }
+    }
+
+    /// The source as one whose memory comes in parts.
+    ///
+    /// # Panics
+    /// When it is none.
+    pub(super) fn expandable(&mut self) -> &mut Expandable {
+        match self {
+            Self::Expandable(expandable) => expandable,
+            Self::Plain { .. } => unreachable!("{IN_SEGMENTS}"),
+        }
+    }
+
+    /// Bytes in which memory of a pool comes and goes in parts.
+    ///
+    /// # Panics
+    /// When it does not.
+    pub(super) fn handle_bytes(&self, pool: Option<PoolKind>) -> u64 {
+        match self {
+            Self::Expandable(expandable) => expandable.handle_bytes(pool),
+            Self::Plain { .. } => unreachable!("{IN_SEGMENTS}"),
+        }
+    }
+
+    /// Whether memory comes and goes in parts.
+    #[must_use]
+    pub fn is_expandable(&self) -> bool {
+        matches!(self, Self::Expandable(_))
     }
 
     /// The address of a new segment; `None` when the device has no memory, or when `reserved` bytes are held and as many
@@ -36,7 +79,7 @@ impl Source {
     /// # Errors
     /// Any other error of the driver.
     pub(super) fn allocate(&self, bytes: u64, reserved: u64) -> Result<Option<u64>, DriverError> {
-        let Self::Plain { driver, limit } = self;
+        let Self::Plain { driver, limit } = self else { unreachable!("{IN_PARTS}") };
         if limit.is_some_and(|limit| reserved.saturating_add(bytes) > limit) {
             return Ok(None);
         }
@@ -55,7 +98,7 @@ impl Source {
     /// # Safety
     /// The segment came from this source, is given back once, and nobody uses it any more but work that is queued.
     pub(super) unsafe fn release(&self, addr: DeviceAddr) -> Result<(), DriverError> {
-        let Self::Plain { driver, .. } = self;
+        let Self::Plain { driver, .. } = self else { unreachable!("{IN_PARTS}") };
         // SAFETY: the caller promises it, and the call itself waits for queued work.
         unsafe { driver.mem_free(addr) }
     }

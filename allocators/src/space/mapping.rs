@@ -2,6 +2,15 @@
 
 use super::{BlockId, FreeBlock, FreeList, Joined, Record, Space, State};
 
+/// What became of a free block, a part of which has no memory any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Unmapped {
+    /// What is left of it in front and behind.
+    pub left: [Option<FreeBlock>; 2],
+    /// The unmapped block, and those beside it that are a part of it now.
+    pub hole: Joined,
+}
+
 impl Space {
     /// Adds a range of addresses without memory behind it: one unmapped block, which is returned.
     pub fn add_addresses(&mut self, list: FreeList, addr: u64, bytes: u64) -> BlockId {
@@ -32,12 +41,11 @@ impl Space {
         self.join_around(block).0
     }
 
-    /// Notes that `bytes` of a free block, from `offset` on, have no memory any more. Returns what is left of it in front
-    /// and behind.
+    /// Notes that `bytes` of a free block, from `offset` on, have no memory any more.
     ///
     /// # Panics
     /// When the block is not free, too small, or not of an expandable segment.
-    pub fn unmap(&mut self, block: BlockId, offset: u64, bytes: u64) -> [Option<FreeBlock>; 2] {
+    pub fn unmap(&mut self, block: BlockId, offset: u64, bytes: u64) -> Unmapped {
         let Record { state, bytes: size, segment, .. } = self[block];
         assert!(self[segment].expandable, "memory should go in parts only where it came in parts");
         assert!(state == State::Free && 0 < bytes && offset + bytes <= size, "only free memory should go");
@@ -56,7 +64,7 @@ impl Space {
         let record = self.record(middle);
         (record.state, record.list) = (State::Unmapped, owner.list);
         self.account.unmapped_part(owner.list, bytes, owner.busy > 0);
-        self.join_around(middle);
-        [(offset > 0).then_some(block), behind].map(|left| left.map(|id| FreeBlock::of(id, &self[id])))
+        let left = [(offset > 0).then_some(block), behind].map(|left| left.map(|id| FreeBlock::of(id, &self[id])));
+        Unmapped { left, hole: self.join_around(middle).0 }
     }
 }

@@ -50,6 +50,9 @@ impl Rig {
         let pairs = [
             (CallKind::MemAlloc, CallKind::MemFree),
             (CallKind::MemAllocAsync, CallKind::MemFreeAsync),
+            (CallKind::MemCreate, CallKind::MemRelease),
+            (CallKind::MemMap, CallKind::MemUnmap),
+            (CallKind::MemAddressReserve, CallKind::MemAddressFree),
             (CallKind::PoolCreate, CallKind::PoolDestroy),
             (CallKind::EventCreate, CallKind::EventDestroy),
             (CallKind::StreamCreate, CallKind::StreamDestroy),
@@ -182,7 +185,11 @@ fn may_be_absorbed(backend: &'static Backend, kind: CallKind, code: u32) -> bool
         // Only figures in a report or in statistics.
         CallKind::MemGetInfo | CallKind::PoolAttribute | CallKind::GraphMemory => true,
         // Retried after the cache was released.
-        CallKind::MemAlloc => {
+        CallKind::MemAlloc
+        | CallKind::MemAddressReserve
+        | CallKind::MemCreate
+        | CallKind::MemMap
+        | CallKind::MemSetAccess => {
             let Capabilities { retries, segments, .. } = backend.capabilities;
             retries && segments != SegmentUse::Hidden && code == DriverError::OUT_OF_MEMORY
         }
@@ -287,6 +294,10 @@ pub(super) fn a_fault_while_dropping_leaks_nothing(bench: &Bench) {
     {
         for kind in [
             CallKind::MemFree,
+            CallKind::MemUnmap,
+            CallKind::MemRelease,
+            CallKind::MemAddressFree,
+            CallKind::StreamSynchronize,
             CallKind::EventSynchronize,
             CallKind::EventRecord,
             CallKind::DeviceSynchronize,

@@ -80,6 +80,7 @@ impl<P: Policy> State<P> {
         for idle in self.heap.idle_segments().iter().filter(|idle| idle.list.owner.private == Some(capture)) {
             self.heap.release(idle.segment)?;
         }
+        self.heap.release_parts(0, |list| list.owner.private == Some(capture))?;
         Ok(())
     }
 

@@ -77,6 +77,7 @@ impl Capabilities {
             match self.segments {
                 SegmentUse::One => "a segment for each block",
                 SegmentUse::Many => "several blocks a segment",
+                SegmentUse::Expandable => "segments that grow",
                 SegmentUse::Hidden => "",
             },
             if self.caches { "keeps freed memory" } else { "" },
@@ -87,6 +88,14 @@ impl Capabilities {
             if self.follows_pytorch { "PyTorch's addresses" } else { "" },
         ];
         said.into_iter().filter(|words| !words.is_empty()).collect()
+    }
+}
+
+impl SegmentUse {
+    /// Whether several blocks can share a segment.
+    #[must_use]
+    pub fn is_shared(self) -> bool {
+        matches!(self, Self::Many | Self::Expandable)
     }
 }
 
@@ -120,6 +129,8 @@ pub enum SegmentUse {
     One,
     /// Several blocks can share a segment.
     Many,
+    /// The same, and segments are ranges of addresses whose memory comes and goes in parts. They are not counted.
+    Expandable,
     /// The driver does not tell.
     Hidden,
 }

@@ -342,6 +342,13 @@ impl GraphDriver for SimDriver {
         let gaps_ns = launched.nodes.len() as u64 * self.profile.graphs.node_gap_ns;
         state.time.enqueue_with_gaps(stream.get(), self.profile.queues.start_latency_ns, work_ns, gaps_ns);
         launched.last = Some(state.time.mark(stream.get()));
+        for node in &launched.nodes {
+            match node {
+                Node::Kernel { buffers, .. } => state.note_use(stream, buffers),
+                Node::Copy { dst, bytes } => state.note_use(stream, &[(*dst, *bytes)]),
+                Node::Memory => {}
+            }
+        }
         state.graphs.graphs.insert(graph.get(), launched);
         Ok(())
     }

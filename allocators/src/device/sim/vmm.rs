@@ -45,11 +45,44 @@ pub(super) struct Space {
     next_handle: u64,
     next_addr: u64,
     created: u64,
+    /// What queued work uses.
+    uses: Uses,
+}
+
+/// Ranges that queued work uses, each until a virtual time.
+#[derive(Debug, Default)]
+struct Uses {
+    /// First address, end, and when the work is done.
+    ranges: Vec<(u64, u64, u64)>,
+    /// Length at which those that are over are thrown out next, so that each is looked at a few times only.
+    tidy_at: usize,
+}
+
+impl Uses {
+    fn add(&mut self, range: (u64, u64, u64), now_ns: u64) {
+        if self.ranges.len() >= self.tidy_at {
+            self.ranges.retain(|(_, _, until)| *until > now_ns);
+            self.tidy_at = 2 * self.ranges.len() + 64;
+        }
+        self.ranges.push(range);
+    }
+
+    /// Whether work that uses a part of a range has not finished.
+    fn any(&self, addr: u64, bytes: u64, now_ns: u64) -> bool {
+        self.ranges.iter().any(|(start, end, until)| *start < addr + bytes && addr < *end && *until > now_ns)
+    }
 }
 
 impl Space {
     pub(super) fn created_bytes(&self) -> u64 {
         self.created
+    }
+
+    /// Work that was queued at `now_ns` uses these buffers until `until_ns`.
+    pub(super) fn note_use(&mut self, buffers: &[(u64, u64)], now_ns: u64, until_ns: u64) {
+        for (addr, bytes) in buffers.iter().filter(|(addr, _)| *addr >= BASE) {
+            self.uses.add((*addr, addr + bytes, until_ns), now_ns);
+        }
     }
 
     fn reservation(&self, addr: u64, bytes: u64) -> Option<(u64, &Reservation)> {
@@ -218,11 +251,18 @@ impl VmmDriver for SimDriver {
         let call = CallKind::MemUnmap;
         let costs = self.vmm_costs(call)?;
         let state = &mut *self.lock();
+        let called_ns = state.time.now_ns();
         state.time.spend(costs.unmap_ns.at(bytes));
         let space = &mut state.vmm;
         let Some(starts) = space.tiled(addr.get(), bytes) else {
             return Err(invalid(call, "the range does not consist of whole mappings"));
         };
+        // The real call does not wait: a kernel that still runs would fault, and every later call report it.
+        if space.uses.any(addr.get(), bytes, called_ns) {
+            let text =
+                format!("work that uses {:#x} + {bytes} has not finished, and unmapping does not wait", addr.get());
+            return Err(DriverError::new(call, DriverError::ILLEGAL_ADDRESS, text));
+        }
         if let Some((start, Reservation { host: Some(range), .. })) = space.reservation(addr.get(), bytes) {
             range.unmap(addr.get() - start, bytes);
         }

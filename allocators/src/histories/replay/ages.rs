@@ -140,7 +140,8 @@ impl Walk {
         for op in &beginning.frees {
             self.request_free(0, *op, &slots);
         }
-        let (mut addresses, mut events) = (history.addresses.iter(), history.segments.iter().peekable());
+        let (mut addresses, mut events) =
+            (history.addresses.iter(), history.segments.iter().filter(|event| event.part.is_none()).peekable());
         let mut collections = Vec::new();
         // So that time is bounded whatever the history says.
         let mut budget = 64 * (history.ops.len() + beginning.segments.len());

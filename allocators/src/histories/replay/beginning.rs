@@ -106,6 +106,7 @@ impl Beginning {
             addr: segment.addr,
             bytes: segment.bytes,
             stream: 0,
+            part: None,
             op: 0,
             released: false,
             refused: false,
@@ -270,6 +271,7 @@ impl HistoryBuilder {
         };
         beginning.blocks.sort_unstable_by_key(|block| block.addr);
         beginning.segments.sort_unstable_by_key(|segment| segment.addr);
+        self.unseen = ending.as_deref().and_then(|ending| self.mapped_before(ending));
         let late = !beginning.segments.is_empty() || !beginning.blocks.is_empty();
         beginning.unknown = problem.filter(|_| late).map(str::to_owned);
         Ok(beginning)

@@ -3,10 +3,11 @@
 use super::beginning::{Departed, Pending, Unknown};
 use super::oom::{Completions, MOST, Refusal};
 use super::op::{BY_DEVICE, Kind, MAX_STREAMS, NO_STREAM, Op, Release};
+use super::parts::Mapped;
 use super::windows::{Cause, Completion, End, SegmentEvent, Window};
 use super::{MAX_BYTES, ReplayError};
 use crate::budget::{Budget, Claim};
-use crate::contract::GUARANTEED_ALIGN;
+use crate::contract::{GUARANTEED_ALIGN, PoolKind};
 use crate::histories::trace::{Action, Event, Segment, SegmentBlock};
 use crate::ranges::Ranges;
 use crate::steps;
@@ -62,6 +63,9 @@ pub struct HistoryBuilder {
     pub(super) open: Vec<OpenWindow>,
     /// Segments that the history made, by address.
     pub(super) held: BTreeMap<u64, u64>,
+    /// Parts of expandable segments that are mapped, and the pool of each that ever was.
+    pub(super) mapped: Mapped,
+    pub(super) pools: BTreeMap<u64, PoolKind>,
     /// Where the history made segments.
     pub(super) made: Ranges,
     /// Segments that the history released without having made them.
@@ -78,6 +82,8 @@ pub struct HistoryBuilder {
     pub(super) complete: bool,
     pub(super) completes: bool,
     pub(super) expandable: bool,
+    /// What shows that parts of expandable segments were mapped before the first event.
+    pub(super) unseen: Option<String>,
     pub(super) outside: Option<u64>,
     pub(super) refused: u64,
     pub(super) completions: Completions,
@@ -120,6 +126,8 @@ impl HistoryBuilder {
             window: Window::default(),
             open: Vec::new(),
             held: BTreeMap::new(),
+            mapped: Mapped::default(),
+            pools: BTreeMap::new(),
             made: Ranges::default(),
             departed: Vec::new(),
             left: Ranges::default(),
@@ -130,6 +138,7 @@ impl HistoryBuilder {
             complete: false,
             completes: false,
             expandable: false,
+            unseen: None,
             outside: None,
             refused: 0,
             completions: Completions::default(),
@@ -232,8 +241,9 @@ impl HistoryBuilder {
                 self.segment_free(event);
                 Ok(())
             }
-            Action::SegmentMap | Action::SegmentUnmap => {
-                self.expandable = true;
+            Action::SegmentMap => self.map_part(event),
+            Action::SegmentUnmap => {
+                self.unmap_part(event);
                 Ok(())
             }
             Action::Snapshot => {
@@ -308,7 +318,8 @@ impl HistoryBuilder {
     }
 
     pub(super) fn inside_a_segment(&self, addr: u64, bytes: u64) -> bool {
-        self.held.range(..=addr).next_back().is_some_and(|(start, size)| start + size >= addr + bytes)
+        let plain = self.held.range(..=addr).next_back().is_some_and(|(start, size)| start + size >= addr + bytes);
+        plain || self.mapped.contains(addr, addr + bytes)
     }
 
     fn free(&mut self, event: &Event) -> Result<(), ReplayError> {
@@ -366,36 +377,43 @@ impl HistoryBuilder {
             let what = format!("the segment of {bytes} bytes at {addr:#x} overlaps the one of {size} at {start:#x}");
             return Err(wrong(self.number, what));
         }
-        if self.window.segments.is_empty() {
-            self.window.reserved = self.reserved;
-        }
         self.held.insert(addr, bytes);
-        self.most_held = self.most_held.max(self.held.len());
+        self.most_held = self.most_held.max(self.held.len() + self.mapped.len());
         self.made.insert(addr, addr + bytes);
-        self.reserved = self.reserved.wrapping_add(bytes);
-        self.window.segments.push(SegmentEvent { addr, bytes, stream, op: 0, released: false, refused: false });
+        self.note_segment(SegmentEvent { addr, bytes, stream, part: None, op: 0, released: false, refused: false });
         Ok(())
     }
 
-    fn segment_free(&mut self, event: &Event) {
+    /// Adds a segment or part to the window, and counts its bytes.
+    pub(super) fn note_segment(&mut self, event: SegmentEvent) {
         if self.window.segments.is_empty() {
             self.window.reserved = self.reserved;
         }
-        self.window.released = true;
+        self.window.released |= event.released;
+        let change = if event.released { event.bytes.wrapping_neg() } else { event.bytes };
+        self.reserved = self.reserved.wrapping_add(change);
+        self.window.segments.push(event);
+    }
+
+    fn segment_free(&mut self, event: &Event) {
         let Event { addr, bytes, stream, .. } = *event;
-        match self.held.remove(&addr) {
-            Some(bytes) => self.reserved = self.reserved.wrapping_sub(bytes),
-            None => {
-                self.outside.get_or_insert(self.number);
-                let (start, end) = (addr, addr + bytes);
-                if bytes > 0 && addr > 0 && !self.made.overlaps(start, end) && !self.left.overlaps(start, end) {
-                    self.left.insert(start, end);
-                    self.departed.push(Departed { addr, bytes, stream });
-                    self.reserved = self.reserved.wrapping_sub(bytes);
-                }
-            }
+        let segment = SegmentEvent { addr, bytes, stream, part: None, op: 0, released: true, refused: false };
+        let held = self.held.remove(&addr);
+        let (start, end) = (addr, addr + bytes);
+        let strange = held.is_none();
+        let departed =
+            strange && bytes > 0 && addr > 0 && !self.made.overlaps(start, end) && !self.left.overlaps(start, end);
+        if strange {
+            self.outside.get_or_insert(self.number);
         }
-        self.window.segments.push(SegmentEvent { addr, bytes, stream, op: 0, released: true, refused: false });
+        if departed {
+            self.left.insert(start, end);
+            self.departed.push(Departed { addr, bytes, stream });
+        }
+        // What went is what had come, whatever the event says; of what was never there nothing goes.
+        let before = self.reserved;
+        self.note_segment(segment);
+        self.reserved = before.wrapping_sub(held.unwrap_or(if departed { bytes } else { 0 }));
     }
 
     fn oom(&mut self, event: &Event) -> Result<(), ReplayError> {

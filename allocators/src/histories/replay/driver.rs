@@ -4,6 +4,7 @@ use super::op::{BY_DEVICE, NEVER};
 use super::windows::SegmentEvent;
 use crate::device::{
     CallArguments, CallKind, CallResult, DeviceAddr, Driver, DriverError, DriverResult, EventId, Hook, HookedDriver,
+    VmmDriver,
 };
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -36,8 +37,13 @@ struct Segments {
     mismatches: u64,
     /// Segments that are out: by the address that was handed out, bytes and the device's own address.
     held: BTreeMap<u64, (u64, DeviceAddr)>,
+    /// Ranges of addresses that are out: by the address that was handed out, bytes and the device's own address.
+    ranges: BTreeMap<u64, (u64, DeviceAddr)>,
     /// The next address for a segment that the history does not have.
     fresh: u64,
+    /// Bytes of the part that is due which have been unmapped, and the end of one that was not due.
+    unmapped: u64,
+    strange_end: u64,
     /// The operation in which the device was made to refuse.
     refused_in: Option<u32>,
     /// Whether segments come in this order, in whatever operation.
@@ -48,6 +54,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What a device says that is made to refuse.
+fn refused(call: CallKind) -> DriverError {
+    DriverError::new(call, DriverError::OUT_OF_MEMORY, "as in the history")
+}
+
 impl Segments {
     fn new(recorded: Vec<SegmentEvent>) -> Self {
         let end = recorded.iter().map(|segment| segment.addr + segment.bytes).max().unwrap_or(0);
@@ -56,6 +67,9 @@ impl Segments {
             next: 0,
             mismatches: 0,
             held: BTreeMap::new(),
+            ranges: BTreeMap::new(),
+            unmapped: 0,
+            strange_end: 0,
             fresh: end.next_multiple_of(PAGE).max(PAGE),
             refused_in: None,
             anytime: false,
@@ -70,6 +84,7 @@ impl Segments {
         while self.recorded.get(self.next).is_some_and(|segment| segment.op < op) {
             self.next += 1;
             self.mismatches += 1;
+            self.unmapped = 0;
         }
         self.recorded.get(self.next).filter(|segment| segment.op == op).copied()
     }
@@ -80,12 +95,20 @@ impl Segments {
         below.is_some_and(|(start, (bytes, _))| start + bytes > due.addr)
     }
 
-    fn mem_alloc(&mut self, inner: &dyn Driver, op: u32, bytes: u64) -> DriverResult<DeviceAddr> {
-        let due = self.due(op);
-        if due.is_some_and(|due| due.released && due.refused) && self.refused_in != Some(op) {
+    /// Whether the recorded device refused memory here.
+    fn refuses(&mut self, op: u32) -> bool {
+        let refuses = self.due(op).is_some_and(|due| due.released && due.refused) && self.refused_in != Some(op);
+        if refuses {
             self.refused_in = Some(op);
-            return Err(DriverError::new(CallKind::MemAlloc, DriverError::OUT_OF_MEMORY, "as in the history"));
         }
+        refuses
+    }
+
+    fn mem_alloc(&mut self, inner: &dyn Driver, op: u32, bytes: u64) -> DriverResult<DeviceAddr> {
+        if self.refuses(op) {
+            return Err(refused(CallKind::MemAlloc));
+        }
+        let due = self.due(op);
         let own = inner.mem_alloc(bytes)?;
         let addr = match due {
             Some(due) if !due.released && due.bytes == bytes && !self.overlaps(due) => {
@@ -123,13 +146,75 @@ impl Segments {
         Ok(())
     }
 
+    /// A range of addresses. It begins where the first part lies that was mapped in it.
+    fn address_reserve(&mut self, inner: &dyn VmmDriver, op: u32, bytes: u64) -> DriverResult<DeviceAddr> {
+        let own = inner.address_reserve(bytes)?;
+        self.due(op);
+        let now = self.recorded[self.next..].iter().take_while(|event| event.op == op);
+        let mut first = now.filter(|event| !event.released && event.part.is_some()).map(|event| event.addr);
+        let known = first.find(|addr| !self.ranges.contains_key(addr));
+        let addr = known.unwrap_or_else(|| {
+            let addr = self.fresh;
+            self.fresh = addr.saturating_add(bytes.next_multiple_of(PAGE));
+            addr
+        });
+        self.ranges.insert(addr, (bytes, own));
+        Ok(DeviceAddr::new(addr).expect("recorded parts do not start at zero"))
+    }
+
+    fn address_free(&mut self, inner: &dyn VmmDriver, addr: DeviceAddr) -> DriverResult<()> {
+        let Some(&(bytes, own)) = self.ranges.get(&addr.get()) else {
+            let text = format!("no range at {:#x}", addr.get());
+            return Err(DriverError::new(CallKind::MemAddressFree, DriverError::INVALID_VALUE, text));
+        };
+        // SAFETY: the device handed this address out for the range. The caller promises that nothing is mapped in it, and it is
+        // given back once: it is removed below.
+        unsafe { inner.address_free(own, bytes) }?;
+        self.ranges.remove(&addr.get());
+        Ok(())
+    }
+
+    /// A part was mapped: access is set once for all of it.
+    fn part_mapped(&mut self, op: u32, addr: u64, bytes: u64) {
+        match self.due(op) {
+            Some(due) if !due.released && (due.addr, due.bytes) == (addr, bytes) => self.next += 1,
+            due => {
+                self.mismatches += 1;
+                self.next += usize::from(due.is_some_and(|due| !due.released));
+            }
+        }
+    }
+
+    /// One handle of a part was unmapped.
+    fn handle_unmapped(&mut self, op: u32, addr: u64, bytes: u64) {
+        self.refused_in = None;
+        match self.due(op) {
+            Some(due) if due.released && addr == due.addr + self.unmapped && self.unmapped + bytes <= due.bytes => {
+                self.unmapped += bytes;
+                if self.unmapped == due.bytes {
+                    (self.next, self.unmapped) = (self.next + 1, 0);
+                }
+            }
+            due => {
+                if addr != self.strange_end {
+                    self.mismatches += 1;
+                    self.next += usize::from(due.is_some_and(|due| due.released));
+                }
+                (self.strange_end, self.unmapped) = (addr + bytes, 0);
+            }
+        }
+    }
+
     /// The device's own address for one that was handed out.
     fn own(&self, addr: DeviceAddr) -> DeviceAddr {
-        let found = self.held.range(..=addr.get()).next_back();
-        match found {
-            Some((start, (bytes, own))) if addr.get() < start + bytes => own.offset(addr.get() - start),
-            _ => addr,
+        for out in [&self.held, &self.ranges] {
+            if let Some((start, (bytes, own))) = out.range(..=addr.get()).next_back()
+                && addr.get() < start + bytes
+            {
+                return own.offset(addr.get() - start);
+            }
         }
+        addr
     }
 }
 
@@ -177,7 +262,8 @@ impl Replaying {
     }
 }
 
-// SAFETY: addresses that are handed out stand for segments of the inner device, which `own_addr` and `mem_free` name; what
+// SAFETY: addresses that are handed out stand for segments and ranges of the inner device, which `own_addr`, `mem_free` and
+// `address_free` name; what
 // replay says of an event is never earlier than what the inner device says.
 unsafe impl Hook for Replaying {
     fn around<T: CallResult>(
@@ -187,6 +273,20 @@ unsafe impl Hook for Replaying {
         arguments: CallArguments,
         call: impl FnOnce() -> DriverResult<T>,
     ) -> DriverResult<T> {
+        if let Some(segments) = &self.segments {
+            let op = self.position.load(Relaxed);
+            if kind == CallKind::MemCreate && lock(segments).refuses(op) {
+                return Err(refused(kind));
+            }
+            if let Some(addr) = arguments.addr.filter(|_| matches!(kind, CallKind::MemSetAccess | CallKind::MemUnmap)) {
+                let result = call()?;
+                match kind {
+                    CallKind::MemUnmap => lock(segments).handle_unmapped(op, addr.get(), arguments.bytes),
+                    _ => lock(segments).part_mapped(op, addr.get(), arguments.bytes),
+                }
+                return Ok(result);
+            }
+        }
         let Some(event) = arguments.event else { return call() };
         if kind == CallKind::EventDestroy {
             lock(&self.events).remove(&event);
@@ -216,6 +316,22 @@ unsafe impl Hook for Replaying {
             // SAFETY: the caller promises an address of `mem_alloc`, which is the inner device's where there are no
             // recorded segments.
             None => unsafe { inner.mem_free(addr) },
+        }
+    }
+
+    fn address_reserve(&self, inner: &dyn VmmDriver, bytes: u64) -> DriverResult<DeviceAddr> {
+        match &self.segments {
+            Some(segments) => lock(segments).address_reserve(inner, self.position.load(Relaxed), bytes),
+            None => inner.address_reserve(bytes),
+        }
+    }
+
+    unsafe fn address_free(&self, inner: &dyn VmmDriver, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
+        match &self.segments {
+            Some(segments) => lock(segments).address_free(inner, addr),
+            // SAFETY: the caller promises a range of `address_reserve`, which is the inner device's where there are no recorded
+            // segments.
+            None => unsafe { inner.address_free(addr, bytes) },
         }
     }
 

@@ -126,8 +126,8 @@ impl HistoryBuilder {
     }
 
     fn not_comparable(&self, beginning: &Beginning) -> Option<String> {
-        if self.expandable {
-            return Some("the history was recorded with expandable_segments, which have no fixed address".into());
+        if let Some(unseen) = &self.unseen {
+            return Some(unseen.clone());
         }
         let why = beginning.unknown.as_ref().map_or(String::new(), |why| format!(", and {why}"));
         if why.is_empty() && self.segments.is_empty() && beginning.segments.is_empty() {

@@ -207,7 +207,8 @@ impl<'a> Layout<'a> {
         for op in &beginning.frees {
             self.request_free(0, *op, &slots);
         }
-        let (mut addresses, mut segments) = (history.addresses.iter(), history.segments.iter().peekable());
+        let (mut addresses, mut segments) =
+            (history.addresses.iter(), history.segments.iter().filter(|event| event.part.is_none()).peekable());
         let mut allocations = 0;
         for (number, op) in (0u32..).zip(&history.ops) {
             steps::count(1);

@@ -220,7 +220,7 @@ impl HistoryBuilder {
         let mut addresses = self.addresses.iter();
         let mut held_up = held_up.iter().peekable();
         let mut completed = completed.iter().peekable();
-        let mut segments = self.segments.iter().filter(|_| !self.expandable).peekable();
+        let mut segments = self.segments.iter().filter(|event| !self.expandable && event.part.is_none()).peekable();
         for at in 0..=last {
             steps::count(1);
             look(at, When::Before, &memory);

@@ -45,6 +45,7 @@ impl HistoryBuilder {
         claim.reserve(&mut self.window.segments, 1)?;
         let maps = (self.live.len() + 1) * in_tree::<u64, super::builder::Live>()
             + (self.seen.len() + self.held.len() + self.made.len() + self.left.len() + 4) * in_tree::<u64, u64>()
+            + (self.mapped.len() + self.pools.len() + 4) * in_tree::<u64, u64>()
             + (self.waiting.len() + 1) * in_table::<u64, u32>();
         // In steps, so that most events find what they need.
         self.maps.set(maps.next_multiple_of(1 << 14))

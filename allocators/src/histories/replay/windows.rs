@@ -15,6 +15,8 @@ pub(super) struct SegmentEvent {
     pub(super) bytes: u64,
     /// Handle of its stream.
     pub(super) stream: u64,
+    /// The pool of a part of an expandable segment; `None` for whole segments.
+    pub(super) part: Option<PoolKind>,
     /// The operation inside which it happened.
     pub(super) op: u32,
     /// Whether it went back.
@@ -119,6 +121,9 @@ impl Window {
                 End::Other => Cause::Trim,
             };
         }
+        if self.segments.iter().any(|segment| segment.part.is_some()) {
+            return self.cause_of_parts(settings, end);
+        }
         let taken = self.segments.iter().rev().find(|segment| !segment.released).map(|segment| segment.bytes);
         let serves_once_free;
         let taken = match (end, taken) {
@@ -216,6 +221,7 @@ mod tests {
             addr: 1 << 40,
             bytes: mib.unsigned_abs() * MIB,
             stream: 0,
+            part: None,
             op: 0,
             released: mib < 0,
             refused: false,

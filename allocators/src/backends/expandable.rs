@@ -1,0 +1,246 @@
+//! # `pytorch-expandable`: PyTorch's allocator with expandable segments, to be read
+//!
+//! This is the policy by which PyTorch 2.11 serves `torch.empty(…, device="cuda")` under
+//! `PYTORCH_ALLOC_CONF=expandable_segments:True`. Given the same requests and the same answers of the device it puts every
+//! block at the same address, maps and unmaps the same parts in the same order, and counts the same statistics.
+//!
+//! *Idea.* The native policy ([`pytorch`]) takes segments of fixed sizes. When sizes change, what is left in a segment is
+//! often too small for the next request, and the segment cannot go back while one block in it lives. Here a segment is a range
+//! of addresses that is larger than the device's memory. Memory is put behind it as it is needed, so free memory at its
+//! end is never too small: it grows.
+//!
+//! *A request* (`allocate`):
+//! 1. Frees that waited for other streams are carried out where these are done; the size is rounded up; up to 1 MiB the small
+//!    pool serves it, above that the large pool. All that is as in `pytorch`.
+//! 2. Best fit among the free blocks of the stream and pool, but a block in front of a hole counts as large as both together.
+//!    From the smallest block that fits the search goes on to the next larger one while that counts for less (`find`). So
+//!    memory at the growing end stays whole while there is an inner block.
+//! 3. When none fits, memory is mapped: behind the lowest run of free blocks and holes that is large enough, only what it
+//!    lacks, in whole handles of 2 MiB (small pool) or 20 MiB (large pool). Without such a run a new range of addresses is
+//!    reserved: nine eighths of the device's memory, one for each stream and pool.
+//! 4. Where the limit or the device refuses (`grow`), all pending frees are waited for, all free memory is unmapped in whole
+//!    handles, and mapping is tried again.
+//! 5. What is left of the block is cut off and stays free, from 512 bytes on.
+//!
+//! *A free* is that of `pytorch`. Free blocks are joined over the borders of handles.
+//!
+//! *Graphs.* A private pool has ranges of its own.
+//!
+//! *Known faults* of PyTorch are followed. Each has a setting that mends it:
+//! - After memory was released, free blocks are not searched again (`retry_fit_after_sync`; pytorch #189504).
+//! - A request can need several holes. When the memory ends after the first, what was mapped stays (`rollback`; #188008).
+//! - The limit is compared with a whole segment of the native policy, 20 MiB for 2 MiB, though only what is lacking is mapped.
+//!   So it refuses too early, and by the last handle too late (`limit_shortfall`).
+//! - Each retry releases its handles and creates new ones (`reuse_handles`; #166116).
+//! - Nine eighths of the memory for each stream and pool use up the addresses when there are many streams
+//!   (`expandable_segments_reserve`; #192269).
+//!
+//! Garbage collection and the release of oversize blocks do nothing here: PyTorch passes expandable segments over.
+//!
+//! *Good at* sizes that keep changing, on one stream. *Bad at* several streams: free memory of one serves no other until
+//! a retry has unmapped it. A retry waits for each stream and unmaps everything.
+//!
+//! *Cost.* As `pytorch`, and in 2 a step for each block that is passed over, in 3 a step for each hole. Mapping 20 MiB takes about
+//! 29 µs on an H200, of which `cuMemSetAccess` is 18; `cudaMalloc` takes as long.
+//!
+//! *Source.* PyTorch 2.11, `c10/cuda/CUDACachingAllocator.cpp`; its functions are named where their rules are.
+
+use super::pooled::{Policy, Pooled};
+use super::pytorch;
+use super::registry::{Backend, Capabilities, Needs, SegmentUse, With};
+use crate::backends::CachingSettings;
+use crate::contract::{AllocError, Path};
+use crate::device::{Driver, DriverError, StreamId};
+use crate::policy::Heap;
+use crate::policy::fit::Fit;
+use crate::policy::grow::{Miss, release_cached};
+use crate::policy::size::Size;
+use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, MIN_BLOCK, SMALL_SEGMENT};
+use crate::policy::source::{Expandable, Sizes, Source};
+use crate::policy::split::Split;
+use crate::policy::stream::Stream;
+use crate::settings::{Settings as _, bytes, fraction, switch, text};
+use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use std::sync::Arc;
+
+/// The entry in the [list of backends](super::registry).
+pub static BACKEND: Backend = Backend {
+    name: "pytorch-expandable",
+    summary: "PyTorch's policy with expandable segments: memory is mapped behind large ranges of addresses",
+    capabilities: Capabilities {
+        needs: Needs::Vmm,
+        segments: SegmentUse::Expandable,
+        restores: false,
+        ..Pooled::<PyTorchExpandable>::CAPABILITIES
+    },
+    constructor: &With(|driver, settings: &ExpandableSettings| {
+        Ok(Arc::new(PyTorchExpandable::new(driver, *settings)?))
+    }),
+};
+
+/// PyTorch's own defaults.
+const TORCH: fn() -> CachingSettings = CachingSettings::default;
+
+crate::settings! {
+    /// Settings under PyTorch's names, and switches for its faults.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    pub struct ExpandableSettings {
+        /// Smaller requests never take blocks of at least this size.
+        pub max_split_size: Option<u64> = TORCH().max_split_size, bytes().at_least(20 << 20).or("none");
+        /// How much larger than an oversize request its block may be.
+        pub max_non_split_rounding: u64 = TORCH().max_non_split_rounding, bytes();
+        /// As pytorch has it; it does nothing here.
+        pub garbage_collection_threshold: f64 = TORCH().garbage_collection_threshold, fraction();
+        /// Rounding to equal steps between powers of two.
+        pub roundup_power2_divisions: Divisions = TORCH().roundup_power2_divisions, text(Divisions::FORM);
+        /// Most bytes that may be reserved (`set_per_process_memory_fraction`).
+        pub memory_limit: Option<u64> = TORCH().memory_limit, bytes().or("none");
+        /// After a release, look for a free block before memory is mapped. PyTorch does not.
+        pub retry_fit_after_sync: bool = TORCH().retry_fit_after_sync, switch();
+        /// Unmap what a request got when the memory does not suffice for all of it. PyTorch does not.
+        pub rollback: bool = false, switch();
+        /// Compare the limit with what will be mapped. PyTorch compares it with a segment of its native policy.
+        pub limit_shortfall: bool = false, switch();
+        /// Map the handles that a retry has unmapped, and release only what is left of them. PyTorch releases all.
+        pub reuse_handles: bool = false, switch();
+        /// Addresses that a segment reserves; larger requests are refused. PyTorch: nine eighths of the device's memory.
+        pub expandable_segments_reserve: Option<u64> = None, bytes().at_least(20 << 20).or("none");
+    }
+    check ExpandableSettings::consistent;
+}
+
+impl ExpandableSettings {
+    fn consistent(&self) -> Result<(), String> {
+        let garbage_collection_threshold = self.garbage_collection_threshold;
+        CachingSettings { garbage_collection_threshold, memory_limit: self.memory_limit, ..TORCH() }.check()
+    }
+}
+
+/// PyTorch's rules with expandable segments, see the [module](self).
+#[derive(Debug)]
+pub struct PyTorchExpandable {
+    settings: ExpandableSettings,
+    /// `round_size`, `get_pool`, `get_allocation_size`.
+    size: Size,
+    /// What `get_free_block` says of oversize blocks.
+    split: Split,
+}
+
+impl PyTorchExpandable {
+    /// An allocator with these rules on a device.
+    ///
+    /// # Errors
+    /// [`AllocError::Unsupported`] on a device without virtual memory management.
+    pub fn new(driver: Arc<dyn Driver>, settings: ExpandableSettings) -> Result<Pooled<Self>, AllocError> {
+        let max_split = settings.max_split_size.unwrap_or(u64::MAX);
+        let reserve = settings.expandable_segments_reserve;
+        let sizes = Sizes { small: SMALL_SEGMENT, large: LARGE_SEGMENT, reserve };
+        let source = Expandable::new(BACKEND.name, driver, settings.memory_limit, sizes)?;
+        let space = Space::new(Account::with_pools(max_split));
+        let heap = Heap::new(space, Fit::best(), Stream::Own, Source::Expandable(source));
+        let size = Size::Torch(settings.roundup_power2_divisions);
+        let split = Split::Torch { max_split, max_non_split_rounding: settings.max_non_split_rounding };
+        Ok(Pooled::over(heap, Self { settings, size, split }))
+    }
+
+    /// `get_free_block`.
+    fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Option<BlockId> {
+        let counts_for = |heap: &Heap, block: BlockId| {
+            let hole = heap.hole_behind(block).map_or(0, |hole| heap.space()[hole].bytes);
+            heap.space()[block].bytes + hole
+        };
+        let mut found = heap.find(list, bytes, u64::MAX)?;
+        // Only as long as each counts for less than the one before: the least of all may lie further on.
+        while let Some(next) = heap.next_larger(found).filter(|next| counts_for(heap, *next) < counts_for(heap, found))
+        {
+            found = next;
+        }
+        Some(found).filter(|found| heap.space()[*found].bytes <= self.split.largest(bytes))
+    }
+
+    /// What `malloc` does when no free block fits.
+    fn grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<(BlockId, Path)>, DriverError> {
+        // `alloc_block`
+        if let Some(block) = self.map(heap, miss)? {
+            return Ok(Some((block, Path::DriverAlloc)));
+        }
+        // `release_cached_blocks`: not while a graph is captured, because then nothing can be waited for.
+        if heap.is_capturing() {
+            return Ok(None);
+        }
+        if self.settings.reuse_handles {
+            heap.keep_handles();
+        }
+        let found = self.release_and_map(heap, miss);
+        if self.settings.reuse_handles {
+            heap.release_handles()?;
+        }
+        Ok(found?.map(|block| (block, Path::Retry)))
+    }
+
+    fn release_and_map(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<BlockId>, DriverError> {
+        release_cached(heap, 0)?;
+        if self.settings.retry_fit_after_sync
+            && let Some(block) = self.find(heap, miss.list, miss.bytes)
+        {
+            return Ok(Some(block));
+        }
+        // `alloc_block` with `isRetry`
+        heap.space_mut().account_mut().count_retry();
+        self.map(heap, miss)
+    }
+
+    /// `alloc_block` and `try_allocate_expandable_block`.
+    fn map(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<BlockId>, DriverError> {
+        let reserved = heap.space().account().reserved();
+        let passes_limit = |more: u64| self.settings.memory_limit.is_some_and(|limit| reserved + more > limit);
+        if !self.settings.limit_shortfall && passes_limit(miss.segment) {
+            return Ok(None);
+        }
+        let Some(first) = heap.find_hole(miss.list, miss.bytes)? else { return Ok(None) };
+        if self.settings.limit_shortfall && passes_limit(heap.shortfall(first, miss.bytes)) {
+            return Ok(None);
+        }
+        heap.fill(first, miss.bytes, self.settings.rollback)
+    }
+}
+
+impl Policy for PyTorchExpandable {
+    fn name(&self) -> &'static str {
+        BACKEND.name
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        self.settings.json()
+    }
+
+    fn size(&self) -> &Size {
+        &self.size
+    }
+
+    /// `DeviceCachingAllocator::malloc`.
+    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
+        // `process_events`, `round_size`, `get_pool`
+        heap.process_events()?;
+        let bytes = self.size.round(requested);
+        let list = FreeList { owner, pool: self.size.pool(bytes) };
+        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
+        let found = match self.find(heap, list, bytes) {
+            Some(block) => Some((block, Path::Hit)),
+            None => self.grow(heap, &miss)?,
+        };
+        let Some((block, path)) = found else {
+            heap.space_mut().account_mut().count_refusal();
+            return Err(heap.out_of_memory(BACKEND.name, &miss, requested));
+        };
+        // `should_split`: in both pools from the smallest rest on.
+        let size = heap.space()[block].bytes;
+        let cut = size - bytes >= MIN_BLOCK;
+        heap.take(block, list, if cut { bytes } else { size }, requested);
+        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
+    }
+
+    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
+        pytorch::free(heap, block, users)
+    }
+}

@@ -1,0 +1,249 @@
+//! Expandable segments: a hole gets the memory that a request lacks, and free memory goes back in whole handles.
+//!
+//! A segment is a range of addresses for one free list. Its blocks cover all of it: held, pending and free ones have memory
+//! behind them, holes have none. These are PyTorch's rules (`CUDACachingAllocator.cpp`), each under the name of its function.
+
+use super::Heap;
+use crate::contract::PoolKind;
+use crate::device::DriverError;
+use crate::space::{BlockId, FreeBlock, FreeList, SegmentId, State, Unmapped};
+
+impl Heap {
+    /// The free block that follows in the order of best fit, see [`Fit::next_larger`](crate::policy::fit::Fit::next_larger).
+    #[must_use]
+    pub fn next_larger(&self, block: BlockId) -> Option<BlockId> {
+        self.fit.next_larger(self.space.as_free(block))
+    }
+
+    /// The block behind one, if that is a hole.
+    #[must_use]
+    pub fn hole_behind(&self, block: BlockId) -> Option<BlockId> {
+        self.space[block].next.filter(|next| self.space[*next].state == State::Unmapped)
+    }
+
+    /// Gets a free block of at least `bytes` by putting memory where it lacks, in the lowest place that suffices. `None` when
+    /// there is no memory, or the limit does not allow what is lacking.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn extend(&mut self, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
+        let Some(first) = self.find_hole(list, bytes)? else { return Ok(None) };
+        let reserved = self.space.account().reserved();
+        if self.source.limit().is_some_and(|limit| reserved + self.shortfall(first, bytes) > limit) {
+            return Ok(None);
+        }
+        self.fill(first, bytes, true)
+    }
+
+    /// The first block of a run of free blocks and holes that hold `bytes` together, the lowest run of the list: a new range
+    /// of addresses where none does. `None` when there are no addresses.
+    ///
+    /// PyTorch's `find_expandable_block`. Takes a step for each hole in front, and for each block of the runs behind these.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn find_hole(&mut self, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
+        let usable = |block: &BlockId| {
+            let block = &self.space[*block];
+            matches!(block.state, State::Free | State::Unmapped) && block.list == list
+        };
+        for (_, &hole) in self.holes.range((list, 0)..=(list, u64::MAX)) {
+            let first = self.space[hole].prev.filter(usable).unwrap_or(hole);
+            let run = std::iter::successors(Some(first), |block| self.space[*block].next).take_while(usable);
+            let mut room = 0;
+            if run.map(|block| self.space[block].bytes).any(|size| {
+                room += size;
+                room >= bytes
+            }) {
+                return Ok(Some(first));
+            }
+        }
+        let Some((addr, size)) = self.source.expandable().reserve(list.pool, bytes)? else { return Ok(None) };
+        let hole = self.space.add_addresses(list, addr, size);
+        self.holes.insert((list, addr), hole);
+        Ok(Some(hole))
+    }
+
+    /// Bytes of memory that a run lacks for a block of `bytes`, in whole handles.
+    #[must_use]
+    pub fn shortfall(&self, first: BlockId, bytes: u64) -> u64 {
+        let (mut have, mut lacking, mut next) = (0, 0, Some(first));
+        while let Some(block) = next.filter(|_| have < bytes) {
+            let block = &self.space[block];
+            let mut part = block.bytes;
+            if block.state == State::Unmapped {
+                part = self.whole_handles(block.list, bytes - have).min(part);
+                lacking += part;
+            }
+            (have, next) = (have + part, block.next);
+        }
+        lacking
+    }
+
+    /// Puts memory into the holes of a run until its first block has `bytes`. `None` when the memory does not suffice: what
+    /// came until then stays, free, unless `whole` says that it goes back.
+    ///
+    /// PyTorch's `try_allocate_expandable_block`.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn fill(&mut self, first: BlockId, bytes: u64, whole: bool) -> Result<Option<BlockId>, DriverError> {
+        let (mut block, mut came) = (first, Vec::new());
+        loop {
+            let (have, hole) = match &self.space[block] {
+                unmapped if unmapped.state == State::Unmapped => (0, block),
+                free if free.bytes >= bytes => return Ok(Some(block)),
+                free => (free.bytes, free.next.expect("a run should hold what was asked for")),
+            };
+            let addr = self.space[hole].addr;
+            match self.map(hole, bytes - have) {
+                Ok(Some((grown, part))) => {
+                    came.push((addr, part));
+                    block = grown;
+                }
+                refused => {
+                    // From the last to the first, so that the block keeps its name: it is what is left in front.
+                    while let Some((addr, part)) = came.pop().filter(|_| whole) {
+                        self.unmap(self.space.as_free(block), addr, part)?;
+                    }
+                    return refused.map(|_| None);
+                }
+            }
+        }
+    }
+
+    /// The smallest number of whole handles that hold `bytes`, in bytes.
+    fn whole_handles(&self, list: FreeList, bytes: u64) -> u64 {
+        bytes.next_multiple_of(self.source.handle_bytes(list.pool))
+    }
+
+    /// Puts memory behind the front of a hole: at least `bytes`, or all of it. Returns the free block that it is a part of
+    /// now, and how much came; `None` when the device has no memory.
+    ///
+    /// PyTorch's `map_block`.
+    fn map(&mut self, hole: BlockId, bytes: u64) -> Result<Option<(BlockId, u64)>, DriverError> {
+        let (addr, size, list) = (self.space[hole].addr, self.space[hole].bytes, self.space[hole].list);
+        let (unit, part) = (self.source.handle_bytes(list.pool), self.whole_handles(list, bytes).min(size));
+        // SAFETY: a hole is an unmapped part of a range from `reserve`. Ranges are whole handles, and so are the parts that are
+        // mapped and unmapped, so holes are, too.
+        if !unsafe { self.source.expandable().map(addr, part, unit) }? {
+            return Ok(None);
+        }
+        self.holes.remove(&(list, addr));
+        let joined = self.space.map(hole, part);
+        joined.absorbed.into_iter().flatten().for_each(|gone| self.fit.remove(gone));
+        self.fit.insert(joined.block);
+        if let Some(rest) = self.hole_behind(joined.block.id) {
+            self.holes.insert((list, self.space[rest].addr), rest);
+        }
+        Ok(Some((joined.block.id, part)))
+    }
+
+    /// Takes the memory from a part of a free block, in whole handles. Returns the bytes that went.
+    ///
+    /// # Errors
+    /// Those of the driver. What it did take is accounted for.
+    fn unmap(&mut self, block: FreeBlock, addr: u64, bytes: u64) -> Result<u64, DriverError> {
+        let unit = self.source.handle_bytes(self.space[self.space[block.id].segment].list.pool);
+        // SAFETY: free blocks are mapped, and the part is whole handles. Callers have waited for what used it, or nobody ever
+        // did.
+        let (gone, outcome) = unsafe { self.source.expandable().unmap(addr, bytes, unit) };
+        if gone > 0 {
+            self.fit.remove(block);
+            let Unmapped { left, hole } = self.space.unmap(block.id, addr - block.addr, gone);
+            left.into_iter().flatten().for_each(|left| self.fit.insert(left));
+            for part in hole.absorbed.into_iter().flatten() {
+                self.holes.remove(&(part.list, part.addr));
+            }
+            self.holes.insert((hole.block.list, hole.block.addr), hole.block.id);
+        }
+        outcome.map(|()| gone)
+    }
+
+    /// Takes the whole handles from a free block, those at its end, until `most` bytes have gone. Returns how many went.
+    ///
+    /// PyTorch's `unmap_block`. `cuMemUnmap` does not wait for work that uses the memory, so the stream is waited for first:
+    /// once for each block, as there.
+    fn unmap_block(&mut self, block: FreeBlock, most: u64) -> Result<u64, DriverError> {
+        let segment = self.space[self.space[block.id].segment];
+        let unit = self.source.handle_bytes(segment.list.pool);
+        let offset = block.addr - segment.addr;
+        let (start, end) = (offset.next_multiple_of(unit), (offset + block.bytes) / unit * unit);
+        if start >= end {
+            return Ok(0);
+        }
+        let start = start.max(end.saturating_sub(most.next_multiple_of(unit)));
+        self.wait_for_uses(block.list)?;
+        self.unmap(block, segment.addr + start, end - start)
+    }
+
+    /// Waits for work that uses free blocks of a list.
+    fn wait_for_uses(&self, list: FreeList) -> Result<(), DriverError> {
+        let driver = self.source.driver();
+        // A graph may have been launched on any stream.
+        if list.owner.private.is_some() {
+            return driver.device_synchronize();
+        }
+        match driver.stream_synchronize(list.owner.stream) {
+            // The stream is gone, and its work may not be over.
+            Err(error) if error.code == DriverError::INVALID_HANDLE => driver.device_synchronize(),
+            waited => waited,
+        }
+    }
+
+    /// Takes the memory of free blocks in the lists that `wanted` says from expandable segments while more than `keep` bytes
+    /// are held, and gives back ranges that have none left. Returns the bytes that went. Nothing happens while a graph is being
+    /// captured, because nothing can be waited for then.
+    ///
+    /// In PyTorch's order (`release_blocks`): the large pool before the small one, then private pools; in a pool by stream,
+    /// size and address.
+    ///
+    /// # Errors
+    /// Those of the driver. What went by then is accounted for.
+    pub(crate) fn release_parts(&mut self, keep: u64, wanted: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
+        if !self.source.is_expandable() || self.is_capturing() {
+            return Ok(0);
+        }
+        self.source.expandable().release_again()?;
+        let goes = |list: &FreeList| !self.is_pinned(*list) && wanted(list);
+        let mut free: Vec<FreeBlock> = self.space.free_blocks().filter(|block| goes(&block.list)).collect();
+        free.sort_unstable_by_key(|FreeBlock { list, addr, bytes, .. }| {
+            let private = list.owner.private;
+            let first = if private.is_some() { PoolKind::Small } else { PoolKind::Large };
+            (private, list.pool != Some(first), list.owner.stream, *bytes, *addr)
+        });
+        let mut released = 0;
+        for block in free {
+            let most = self.space.account().reserved().saturating_sub(keep);
+            if most == 0 {
+                break;
+            }
+            released += self.unmap_block(block, most)?;
+        }
+        let empty: Vec<SegmentId> =
+            self.space.segments().filter(|(_, segment)| segment.mapped == 0).map(|(id, _)| id).collect();
+        for id in empty {
+            let segment = self.space[id];
+            // SAFETY: every segment here came from `reserve`, nothing of it is mapped, and it is removed below, so it is given
+            // back once.
+            unsafe { self.source.expandable().give_back(segment.addr, segment.bytes) }?;
+            self.holes.remove(&(segment.list, segment.addr));
+            self.space.remove_segment(id);
+        }
+        Ok(released)
+    }
+
+    /// Lets the memory that goes from now on come back without the device being asked, until
+    /// [`release_handles`](Self::release_handles).
+    pub fn keep_handles(&mut self) {
+        self.source.expandable().keep_spare();
+    }
+
+    /// Gives the device what was kept and did not come back.
+    ///
+    /// # Errors
+    /// Those of the driver; what it refuses is offered again when memory is released the next time.
+    pub fn release_handles(&mut self) -> Result<(), DriverError> {
+        self.source.expandable().release_spare()
+    }
+}

@@ -1,0 +1,357 @@
+//! Ranges of addresses whose memory comes and goes in parts (`cuMemAddressReserve`, `cuMemCreate`, `cuMemMap`).
+//!
+//! Memory comes in handles of one size a range. Every part of a range that is mapped or unmapped is a whole number of them.
+
+use crate::contract::{AllocError, PoolKind};
+use crate::device::{DeviceAddr, Driver, DriverError, PhysicalHandle, VmmDriver};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The most addresses that a range takes, whatever the device says that it has: no GPU has more memory.
+const MOST_RESERVED: u64 = 1 << 43;
+
+/// How large ranges and handles are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// Bytes of a handle in ranges of the small pool.
+    pub small: u64,
+    /// Bytes of a handle in all others.
+    pub large: u64,
+    /// Bytes of addresses in a range; `None` for nine eighths of the device's memory, as PyTorch takes them.
+    pub reserve: Option<u64>,
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub struct Expandable {
+    driver: Arc<dyn Driver>,
+    /// Most bytes that may be mapped at once.
+    pub(super) limit: Option<u64>,
+    sizes: Sizes,
+    /// Handles that are mapped, by address.
+    mapped: BTreeMap<u64, PhysicalHandle>,
+    /// Handles that were unmapped and are mapped again next, by size; `None` when they are released instead.
+    spare: Option<BTreeMap<u64, Vec<PhysicalHandle>>>,
+    /// Handles that the driver did not take back when it was asked to.
+    unreleased: Vec<PhysicalHandle>,
+}
+
+/// Running out of memory is an answer; every other error is one.
+fn unless_full(error: DriverError) -> Result<bool, DriverError> {
+    if error.is_out_of_memory() { Ok(false) } else { Err(error) }
+}
+
+fn address(addr: u64) -> DeviceAddr {
+    DeviceAddr::new(addr).expect("ranges do not begin at address zero")
+}
+
+impl Expandable {
+    /// A source on a device, for the allocator of this name.
+    ///
+    /// # Errors
+    /// [`AllocError::Unsupported`] on a device without virtual memory management; [`AllocError::Driver`] when it does not say
+    /// its granularity.
+    pub fn new(
+        name: &'static str,
+        driver: Arc<dyn Driver>,
+        limit: Option<u64>,
+        sizes: Sizes,
+    ) -> Result<Self, AllocError> {
+        let Some(vmm) = driver.vmm() else {
+            return Err(AllocError::Unsupported {
+                allocator: name,
+                capability: "virtual memory management (pytorch and caching do without it)",
+                device: driver.describe().name,
+            });
+        };
+        let granularity = vmm.granularity()?.max(1);
+        let whole = |bytes: u64| bytes.max(1).next_multiple_of(granularity);
+        let sizes = Sizes { small: whole(sizes.small), large: whole(sizes.large), ..sizes };
+        Ok(Self { driver, limit, sizes, mapped: BTreeMap::new(), spare: None, unreleased: Vec::new() })
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn driver(&self) -> &Arc<dyn Driver> {
+        &self.driver
+    }
+
+    /// Bytes of a handle in the ranges of a pool.
+    #[must_use]
+    pub fn handle_bytes(&self, pool: Option<PoolKind>) -> u64 {
+        if pool == Some(PoolKind::Small) { self.sizes.small } else { self.sizes.large }
+    }
+
+    fn vmm(&self) -> &dyn VmmDriver {
+        self.driver.vmm().expect("a device should not lose its virtual memory management")
+    }
+
+    /// A new range of addresses and its size; `None` when there are no addresses left, or a range could not hold `least`.
+    ///
+    /// # Errors
+    /// Any other error of the driver.
+    pub(in crate::policy) fn reserve(
+        &self,
+        pool: Option<PoolKind>,
+        least: u64,
+    ) -> Result<Option<(u64, u64)>, DriverError> {
+        let total = self.driver.describe().total_bytes.min(MOST_RESERVED / 2);
+        let bytes = self.sizes.reserve.unwrap_or(total + total / 8).min(MOST_RESERVED);
+        let bytes = bytes.max(1).next_multiple_of(self.handle_bytes(pool));
+        if least > bytes {
+            return Ok(None);
+        }
+        match self.vmm().address_reserve(bytes) {
+            Ok(addr) => Ok(Some((addr.get(), bytes))),
+            Err(error) => unless_full(error).map(|_| None),
+        }
+    }
+
+    /// Gives a range back.
+    ///
+    /// # Errors
+    /// Those of the driver: then it is still there.
+    ///
+    /// # Safety
+    /// The range came from [`reserve`](Self::reserve), nothing is mapped in it, and it is given back once.
+    pub(in crate::policy) unsafe fn give_back(&self, addr: u64, bytes: u64) -> Result<(), DriverError> {
+        // SAFETY: the caller promises it.
+        unsafe { self.vmm().address_free(address(addr), bytes) }
+    }
+
+    /// Puts memory behind a part of a range, in handles of `unit` bytes. All handles are made before the first is mapped, and
+    /// access is set once for all of them. False when there is no memory: then nothing is mapped and nothing held.
+    ///
+    /// # Errors
+    /// Any other error of the driver; nothing is mapped then either.
+    ///
+    /// # Safety
+    /// The part lies in a range of [`reserve`](Self::reserve) and is not mapped. Its size is a multiple of `unit`.
+    pub(in crate::policy) unsafe fn map(&mut self, addr: u64, bytes: u64, unit: u64) -> Result<bool, DriverError> {
+        let mut made = Vec::new();
+        for _ in 0..bytes / unit {
+            match self.handle(unit) {
+                Ok(handle) => made.push(handle),
+                Err(error) => {
+                    return self.undo(addr, 0, unit, made, error);
+                }
+            }
+        }
+        for (count, handle) in (0..).zip(&made) {
+            // SAFETY: the caller promises the part, of which this is the piece of handle number `count`; the handle was made
+            // with this size.
+            let mapped = unsafe { self.vmm().map(address(addr + count * unit), unit, *handle) };
+            if let Err(error) = mapped {
+                return self.undo(addr, count, unit, made, error);
+            }
+        }
+        // SAFETY: all of it was mapped above.
+        if let Err(error) = unsafe { self.vmm().set_access(address(addr), bytes) } {
+            return self.undo(addr, made.len() as u64, unit, made, error);
+        }
+        self.mapped.extend((0..).map(|count| addr + count * unit).zip(made));
+        Ok(true)
+    }
+
+    /// A handle to map: one that was unmapped before, or a new one. Spare handles of other sizes make room for it.
+    fn handle(&mut self, unit: u64) -> Result<PhysicalHandle, DriverError> {
+        if let Some(handle) = self.spare.as_mut().and_then(|spare| spare.get_mut(&unit)?.pop()) {
+            return Ok(handle);
+        }
+        loop {
+            match self.vmm().create(unit) {
+                Err(error) if error.is_out_of_memory() => {
+                    let other = self.spare.as_mut().and_then(|spare| spare.values_mut().find_map(Vec::pop));
+                    let Some(other) = other else { return Err(error) };
+                    self.release(other)?;
+                }
+                made => return made,
+            }
+        }
+    }
+
+    /// Takes back what a call had done that failed by `error`: `mapped` of its handles were mapped. That error is the answer,
+    /// unless it says that memory is short and there is another one. What the driver does not unmap stays with its context.
+    fn undo(
+        &mut self,
+        addr: u64,
+        mapped: u64,
+        unit: u64,
+        made: Vec<PhysicalHandle>,
+        error: DriverError,
+    ) -> Result<bool, DriverError> {
+        let mut undone = Ok(());
+        for count in 0..mapped {
+            // SAFETY: `map` mapped this piece as a whole, and nobody has been given its address.
+            let unmapped = unsafe { self.vmm().unmap(address(addr + count * unit), unit) };
+            undone = undone.and(unmapped);
+        }
+        undone = undone.and(self.release_all(made));
+        unless_full(error)?;
+        undone.map(|()| false)
+    }
+
+    fn release(&mut self, handle: PhysicalHandle) -> Result<(), DriverError> {
+        // SAFETY: the handle came from `create`. It is in none of our lists any more, and it enters one again only if the
+        // driver did not take it, so it is released once.
+        let released = unsafe { self.vmm().release(handle) };
+        if released.is_err() {
+            self.unreleased.push(handle);
+        }
+        released
+    }
+
+    /// Takes the memory from a part of a range, one handle after the other. Also how many bytes of it have none now: fewer
+    /// than asked for where the driver refused.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// The part is mapped, in handles of `unit` bytes, and no work that is not finished uses it.
+    pub(in crate::policy) unsafe fn unmap(
+        &mut self,
+        addr: u64,
+        bytes: u64,
+        unit: u64,
+    ) -> (u64, Result<(), DriverError>) {
+        let (mut done, mut outcome) = (0, Ok(()));
+        while done < bytes {
+            let at = addr + done;
+            // SAFETY: the caller promises that nobody uses it; it is one whole mapping.
+            if let Err(error) = unsafe { self.vmm().unmap(address(at), unit) } {
+                return (done, outcome.and(Err(error)));
+            }
+            done += unit;
+            let handle = self.mapped.remove(&at).expect("what is unmapped should have been mapped");
+            match &mut self.spare {
+                Some(spare) => spare.entry(unit).or_default().push(handle),
+                None => outcome = outcome.and(self.release(handle)),
+            }
+        }
+        (done, outcome)
+    }
+
+    /// Lets handles that are unmapped from now on be mapped again before new ones are made, until
+    /// [`release_spare`](Self::release_spare).
+    pub(in crate::policy) fn keep_spare(&mut self) {
+        self.spare.get_or_insert_default();
+    }
+
+    /// Releases the handles that were kept and not mapped again.
+    ///
+    /// # Errors
+    /// Those of the driver; what it refuses is offered again by [`release_again`](Self::release_again).
+    pub(in crate::policy) fn release_spare(&mut self) -> Result<(), DriverError> {
+        let spare = self.spare.take();
+        self.release_all(spare.into_iter().flat_map(BTreeMap::into_values).flatten().collect())
+    }
+
+    /// Releases the handles that the driver did not take before.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(in crate::policy) fn release_again(&mut self) -> Result<(), DriverError> {
+        let refused = std::mem::take(&mut self.unreleased);
+        self.release_all(refused)
+    }
+
+    fn release_all(&mut self, handles: Vec<PhysicalHandle>) -> Result<(), DriverError> {
+        handles.into_iter().fold(Ok(()), |outcome, handle| outcome.and(self.release(handle)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{CallKind, FaultyDriver, NullDriver};
+
+    const MIB: u64 = 1 << 20;
+    const UNIT: u64 = 2 * MIB;
+
+    fn source(room: u64) -> (Expandable, Arc<FaultyDriver>) {
+        let faulty = Arc::new(FaultyDriver::new(Arc::new(NullDriver::new(room))));
+        let sizes = Sizes { small: UNIT, large: 10 * UNIT, reserve: Some(64 * MIB) };
+        let driver = Arc::clone(&faulty) as Arc<dyn Driver>;
+        (Expandable::new("test", driver, None, sizes).unwrap(), faulty)
+    }
+
+    fn free_bytes(source: &Expandable) -> u64 {
+        source.driver().mem_info().unwrap().free
+    }
+
+    #[test]
+    fn a_call_that_fails_leaves_nothing_mapped_and_nothing_held() {
+        for (call, number) in
+            [CallKind::MemCreate, CallKind::MemMap].into_iter().flat_map(|call| [0, 1, 2].map(|number| (call, number)))
+        {
+            fails_whole(call, number);
+        }
+        fails_whole(CallKind::MemSetAccess, 0);
+    }
+
+    fn fails_whole(call: CallKind, number: u64) {
+        for code in [DriverError::OUT_OF_MEMORY, DriverError::ILLEGAL_ADDRESS] {
+            let (mut source, faulty) = source(64 * MIB);
+            let (addr, bytes) = source.reserve(Some(PoolKind::Small), UNIT).unwrap().unwrap();
+            let before = free_bytes(&source);
+            faulty.fail(call, number, code);
+            // SAFETY: a part of the range, of which nothing is mapped.
+            let mapped = unsafe { source.map(addr, 3 * UNIT, UNIT) };
+            match code {
+                DriverError::OUT_OF_MEMORY => assert_eq!(mapped, Ok(false), "{call} {number}"),
+                _ => assert_eq!(mapped.unwrap_err().call, call),
+            }
+            assert_eq!((faulty.injected(), free_bytes(&source)), (1, before), "{call} {number}");
+            // SAFETY: as above; then nobody uses it, and nothing is mapped any more.
+            unsafe {
+                assert_eq!(source.map(addr, 3 * UNIT, UNIT), Ok(true), "{call} {number}: the addresses are free");
+                assert_eq!(source.unmap(addr, 3 * UNIT, UNIT), (3 * UNIT, Ok(())));
+                source.give_back(addr, bytes).unwrap();
+            }
+            assert_eq!(free_bytes(&source), before);
+        }
+    }
+
+    #[test]
+    fn a_handle_that_the_driver_does_not_take_is_offered_again() {
+        let (mut source, faulty) = source(64 * MIB);
+        let (addr, _) = source.reserve(None, 1).unwrap().unwrap();
+        let before = free_bytes(&source);
+        // SAFETY: a part of the range, of which nothing is mapped; nobody uses it.
+        unsafe {
+            assert_eq!(source.map(addr, 20 * MIB, 20 * MIB), Ok(true));
+            faulty.fail(CallKind::MemRelease, 0, DriverError::ILLEGAL_ADDRESS);
+            let (done, outcome) = source.unmap(addr, 20 * MIB, 20 * MIB);
+            assert_eq!((done, outcome.unwrap_err().call), (20 * MIB, CallKind::MemRelease));
+        }
+        assert_eq!(free_bytes(&source), before - 20 * MIB);
+        source.release_again().unwrap();
+        assert_eq!(free_bytes(&source), before);
+    }
+
+    #[test]
+    fn spare_handles_are_mapped_before_new_ones_and_make_room_for_others() {
+        let (mut source, _) = source(4 * MIB);
+        let (addr, _) = source.reserve(Some(PoolKind::Small), 1).unwrap().unwrap();
+        // SAFETY: parts of the range, mapped where nothing is mapped and unmapped where nobody uses them.
+        unsafe {
+            assert_eq!(source.map(addr, 2 * UNIT, UNIT), Ok(true));
+            source.keep_spare();
+            source.unmap(addr, 2 * UNIT, UNIT).1.unwrap();
+            assert_eq!(free_bytes(&source), 0, "kept");
+            assert_eq!(source.map(addr, UNIT, UNIT), Ok(true));
+            assert_eq!(source.map(addr + UNIT, 2 * UNIT, 2 * UNIT), Ok(false), "one of two is in use");
+            assert_eq!(free_bytes(&source), UNIT, "the other made room in vain");
+        }
+        source.release_spare().unwrap();
+    }
+
+    #[test]
+    fn a_request_that_no_range_holds_takes_no_addresses() {
+        let (source, _) = source(64 * MIB);
+        assert_eq!(source.reserve(None, 81 * MIB).unwrap(), None);
+        // Whole handles.
+        assert_eq!(source.reserve(None, 80 * MIB).unwrap().unwrap().1, 80 * MIB);
+    }
+}
