@@ -1,6 +1,7 @@
 //! What a backend says it can do, so that commands and tests ask for that and not for a name.
 
 use crate::contract::Path;
+use crate::policy::size::torch::LARGE_SEGMENT;
 use serde::{Serialize, Serializer};
 
 /// What a backend can do. Tests demand what it says it can, and do not demand what it says it cannot.
@@ -96,6 +97,12 @@ impl SegmentUse {
     #[must_use]
     pub fn is_shared(self) -> bool {
         matches!(self, Self::Many | Self::Expandable)
+    }
+
+    /// By how many bytes a memory limit may be passed: PyTorch compares it before it knows how many whole handles it maps.
+    #[must_use]
+    pub fn over_limit(self) -> u64 {
+        if self == Self::Expandable { LARGE_SEGMENT - 1 } else { 0 }
     }
 }
 

@@ -111,7 +111,7 @@ impl Segments {
         let due = self.due(op);
         let own = inner.mem_alloc(bytes)?;
         let addr = match due {
-            Some(due) if !due.released && due.bytes == bytes && !self.overlaps(due) => {
+            Some(due) if !due.released && due.part.is_none() && due.bytes == bytes && !self.overlaps(due) => {
                 self.next += 1;
                 due.addr
             }
