@@ -257,7 +257,12 @@ impl Expandable {
     }
 
     fn release_all(&mut self, handles: Vec<PhysicalHandle>) -> Result<(), DriverError> {
-        handles.into_iter().fold(Ok(()), |outcome, handle| outcome.and(self.release(handle)))
+        // Each is offered, whatever the driver says of another.
+        let mut outcome = Ok(());
+        for handle in handles {
+            outcome = outcome.and(self.release(handle));
+        }
+        outcome
     }
 }
 
