@@ -209,9 +209,10 @@ pub(super) fn trim_returns_idle_memory(bench: &Bench) {
     }
     let before = allocator.stats().reserved_bytes.all.current;
     let keep = before / 2;
-    // A segment goes back as a whole, so the one with the block that is still held stays, however large it is.
+    // Where a segment goes back as a whole, the one with the block that is still held stays, however large it is.
+    let in_parts = bench.backend.capabilities.segments == SegmentUse::Expandable;
     let holds = |segment: &SegmentInfo| segment.blocks.iter().any(|block| block.state == BlockState::Allocated);
-    let in_use = allocator.snapshot().map(|snapshot| {
+    let in_use = allocator.snapshot().filter(|_| !in_parts).map(|snapshot| {
         let segments = snapshot.segments.iter().filter(|segment| holds(segment));
         segments.map(|segment| segment.bytes).sum::<u64>()
     });

@@ -71,6 +71,7 @@ impl Against {
             addr,
             bytes,
             stream: 0,
+            part: None,
             op: 0,
             released: false,
             refused: false,
