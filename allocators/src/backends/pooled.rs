@@ -77,7 +77,23 @@ impl<P: Policy> Pooled<P> {
         ..Capabilities::LEAST
     };
 
-    /// An allocator over an empty heap.
+    /// An allocator over a heap, with a policy of another crate.
+    ///
+    /// # Safety
+    /// What the policy names goes to clients as memory of their own, and nothing here looks whether it may. The policy
+    /// promises:
+    /// - The block that [`allocate`](Policy::allocate) names was [taken](Heap::take) for `owner` in this call, with at least
+    ///   the bytes that were asked for, and was not put back.
+    /// - A taken block is put back once, and only in the [`free`](Policy::free) of that block: by [`Heap::put`] if `users` is
+    ///   empty or the owner's later work is behind theirs, else by [`Heap::put_after`] with all of them.
+    /// - [`size`](Policy::size) always gives the same rule, and blocks are multiples of its granule.
+    ///
+    /// The heap is new: no block of it is taken, and its part `fit` was given to nobody else.
+    pub unsafe fn new(heap: Heap, policy: P) -> Self {
+        Self::over(heap, policy)
+    }
+
+    /// The same with a policy of this library, which keeps those promises.
     pub(super) fn over(heap: Heap, policy: P) -> Self {
         // CAST: two allocators share a number only if 2^32 were made between them.
         let id = InstanceId::next().get() as u32;
@@ -95,7 +111,8 @@ impl<P: Policy> Pooled<P> {
         let addr = DeviceAddr::new(record.addr).expect("segments do not lie at address zero");
         let token = u64::from(self.id) << 32 | u64::from(block.number());
         // SAFETY: segments come from the device aligned, and part `size` rounds to multiples of 256. Blocks of a space do not
-        // overlap, and this one was just taken: it is nobody else's until it comes back and its uses are done.
+        // overlap, and the policy promises (see `new`) that this one was just taken, and that it stays so until it comes back
+        // and its uses are done.
         unsafe { Block::new(addr, record.bytes, record.requested, path, token) }
     }
 

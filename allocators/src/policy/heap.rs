@@ -51,9 +51,13 @@ pub struct Idle {
 }
 
 impl Heap {
-    /// An empty heap.
+    /// An empty heap, of parts that know of no block yet.
+    ///
+    /// # Panics
+    /// When the space holds a segment: it would not be the source's, to which idle segments go back.
     #[must_use]
     pub fn new(space: Space, fit: Fit, stream: Stream, source: Source) -> Self {
+        assert!(space.segments().next().is_none(), "a heap begins empty");
         Self {
             space,
             fit,

@@ -10,6 +10,8 @@
 //! *Streams.* A segment belongs to the stream that it was made for. If another stream was announced to use a block, the owner
 //! is made to wait for that stream when the block is freed.
 
+pub mod snug;
+
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

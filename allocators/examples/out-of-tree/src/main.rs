@@ -1,9 +1,11 @@
-//! The trainer with one allocator more: `cargo run -- --alloc bump`.
+//! The trainer with two allocators more: `cargo run -- --alloc bump`, or `snug`.
 
 fn main() {
-    if let Err(error) = vramlab::backends::register(&bump_allocator::BACKEND) {
-        eprintln!("bump-allocator: {error}");
-        std::process::exit(2);
+    for backend in [&bump_allocator::BACKEND, &bump_allocator::snug::BACKEND] {
+        if let Err(error) = vramlab::backends::register(backend) {
+            eprintln!("bump-allocator: {error}");
+            std::process::exit(2);
+        }
     }
     std::process::exit(trainer::cli::main(std::env::args_os().collect()));
 }

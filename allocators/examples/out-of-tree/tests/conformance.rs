@@ -1,4 +1,4 @@
-//! VramLab's conformance suite for this backend: `cargo test`.
+//! VramLab's conformance suite for these backends: `cargo test`.
 
 use libtest_mimic::{Arguments, Trial};
 use vramlab::testing::{Check, Device, conformance};
@@ -17,6 +17,7 @@ fn trial(check: Check) -> Trial {
 }
 
 fn main() -> std::process::ExitCode {
-    let checks = conformance(&bump_allocator::BACKEND, &Device::ALL);
-    libtest_mimic::run(&Arguments::from_args(), checks.into_iter().map(trial).collect()).exit_code()
+    let backends = [&bump_allocator::BACKEND, &bump_allocator::snug::BACKEND];
+    let checks = backends.into_iter().flat_map(|backend| conformance(backend, &Device::ALL));
+    libtest_mimic::run(&Arguments::from_args(), checks.map(trial).collect()).exit_code()
 }
