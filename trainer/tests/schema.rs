@@ -121,6 +121,7 @@ fn below(path: &str, key: &str) -> String {
         "" => key.to_owned(),
         "allocator_stats" => format!("{path}[\"{key}\"]"),
         _ if path.ends_with("driver_calls") => format!("{path}.<call>"),
+        "settings.allocator_settings" => format!("{path}.<setting>"),
         _ => format!("{path}.{key}"),
     }
 }
@@ -200,11 +201,22 @@ fn runs() -> Vec<Done> {
     runs
 }
 
+/// What an allocator's settings mean stands in the list of backends, so the document does not name them again.
+fn lists_every_setting(summary: &Value) {
+    let settings = &summary["settings"];
+    let backend = backends::find(settings["allocator"].as_str().unwrap()).unwrap();
+    let written: BTreeSet<&str> =
+        settings["allocator_settings"].as_object().unwrap().keys().map(String::as_str).collect();
+    assert_eq!(written, backend.settings().iter().map(|setting| setting.name).collect(), "{backend}");
+}
+
 #[test]
 fn every_key_of_the_record_is_described_and_every_description_is_kept() {
     let (mut summaries, mut traces, mut calls) = (Walk::default(), Walk::default(), Walk::default());
     for done in runs() {
-        summaries.visit("", &done.json());
+        let json = done.json();
+        lists_every_setting(&json);
+        summaries.visit("", &json);
         if let Ok(text) = std::fs::read_to_string(done.path().join("trace.jsonl")) {
             text.lines().for_each(|line| traces.visit("", &serde_json::from_str(line).unwrap()));
         }
