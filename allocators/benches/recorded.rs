@@ -7,13 +7,15 @@
 //!     --toggle-collect='*Caching as *DeviceAllocator>::deallocate' PROGRAM gpt2 2
 //! ```
 //!
-//! Arguments: a case (a history's name, `mixed/LIVE`, or `all`), passes over it, and samples. With several samples it
-//! prints nanoseconds for an allocation and its free: the least and the median. `experiments bench` is what figures are
-//! quoted from.
+//! Arguments: a case (a history's name, `mixed/LIVE`, `threads/THREADS`, or `all`), passes over it, and samples. With several
+//! samples it prints nanoseconds for an allocation and its free: the least and the median. In `threads` each thread does
+//! `mixed/64` on a stream of its own, and the figure is the time for which one of all their pairs stands. `experiments bench`
+//! is what figures are quoted from.
 #![allow(clippy::unwrap_used, reason = "a benchmark reports a failure by panicking")]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 use vramlab::backends::{Caching, CachingSettings};
 use vramlab::histories::replay::HistoryBuilder;
@@ -91,6 +93,24 @@ fn main() {
             for _ in 0..passes {
                 slots.run(&sequence.steps).unwrap();
             }
+        });
+    }
+    for threads in [1, 2, 4, 8, 16] {
+        let name = format!("threads/{threads}");
+        if case != "all" && case != name {
+            continue;
+        }
+        let (allocator, streams) = caching(threads);
+        let sequences: Vec<_> = (1..=threads).map(|seed| Sequence::new(u64::from(seed), 64, STEPS)).collect();
+        let fill = |sequence: &Sequence, stream| Slots::fill(&allocator, stream, &sequence.fill).unwrap();
+        let work = sequences.iter().zip(streams).map(|(sequence, stream)| (fill(sequence, stream), &sequence.steps));
+        let mut work: Vec<_> = work.collect();
+        sample(&name, samples, passes * STEPS as u64 * u64::from(threads), || {
+            thread::scope(|scope| {
+                for (slots, steps) in &mut work {
+                    scope.spawn(|| (0..passes).for_each(|_| slots.run(steps).unwrap()));
+                }
+            });
         });
     }
 }
