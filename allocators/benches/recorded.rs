@@ -3,8 +3,7 @@
 //! ```text
 //! cargo bench -p vramlab --bench recorded --no-run     # prints the program's path
 //! valgrind --tool=callgrind --branch-sim=yes --callgrind-out-file=/dev/null \
-//!     --toggle-collect='*Caching as *DeviceAllocator>::allocate' \
-//!     --toggle-collect='*Caching as *DeviceAllocator>::deallocate' PROGRAM gpt2 2
+//!     --toggle-collect='*Caching as *allocate' PROGRAM gpt2 2 1 # `deallocate` ends in that, too
 //! ```
 //!
 //! Arguments: a case (a history's name, `mixed/LIVE`, `threads/THREADS`, or `all`), passes over it, and samples. With several

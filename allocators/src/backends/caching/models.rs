@@ -1,5 +1,5 @@
 //! Models of what threads do to one another, run through all interleavings by loom:
-//! `RUSTFLAGS="--cfg loom" cargo test -p allocators --lib --release models`.
+//! `RUSTFLAGS="--cfg loom" cargo test -p vramlab --lib --release models`.
 //!
 //! The code is the allocator's own, on loom's atomics and mutexes; the device is the null one. Interleavings are
 //! explored up to three preemptions, which is where nearly all races show (Musuvathi and Qadeer, *Iterative Context

@@ -1,9 +1,9 @@
 //! Shards: each stream has its own blocks, free lists and counts behind a lock of its own, so threads on streams of
 //! their own wait for nobody.
 //!
-//! *Worth.* PyTorch has one lock for all streams of a device. With one thread there is nothing to gain; with sixteen, each
-//! on its own stream, it is what lets all of them work at once (`experiments bench --case threads`). A shard is found by its
-//! stream without a lock, in a hash table whose slots are filled once.
+//! *Worth.* With one thread nothing. Sixteen threads make 187 million allocations and frees a second on streams of their
+//! own, and 2.1 million where they share one stream and so one lock (`experiments/notes/caching.md`). A shard is found by
+//! its stream without a lock, in a hash table whose slots are filled once.
 
 use crate::backends::caching::core::block_cache::BlockCache;
 use crate::backends::caching::core::blocks::BlockIndex;

@@ -10,8 +10,8 @@
 //! shards are added up, and the sum is called a bound ([`PeakKind::AtMost`]). [`Totals::restart_peaks`] makes them exact
 //! again.
 //!
-//! *Worth.* One counter for all streams, under a lock of its own or atomic, is written at every call by every thread; that
-//! is what keeps sixteen threads on sixteen streams from going faster than one.
+//! *Worth.* Exact peaks without a line of memory that every thread writes at every call. What such a line would cost sixteen
+//! threads has not been measured by itself (`experiments/notes/caching.md`).
 
 use super::shard::{Counted, Locked, Shard, ShardTable};
 use crate::backends::caching::core::tally::{Figures, Quantity, Scope};

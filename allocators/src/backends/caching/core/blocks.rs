@@ -4,6 +4,9 @@
 //! free list, whose links use the room in which a block that is held keeps what the client asked for. So a block needs no
 //! memory of its own besides, two share a cache line, and a block that is handed out carries its record's number: a free
 //! looks nothing up. Index 0 is no block; its record exists, so links may be followed and written without a branch.
+//!
+//! *Worth.* With 64 bytes a record the recorded histories take the same time, mixed sizes with 16,384 live blocks 10 % longer
+//! (`experiments/notes/caching.md`).
 
 use crate::contract::BlockState;
 use crate::contract::PoolKind;

@@ -270,7 +270,7 @@ impl Tally {
 mod tests {
     use super::*;
 
-    /// What is counted, without marks.
+    /// Levels and peaks, each changed by itself.
     #[derive(Default)]
     struct Naive {
         levels: [[u64; QUANTITIES]; 3],
