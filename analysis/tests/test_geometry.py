@@ -161,6 +161,12 @@ def test_simulated_times_of_nothing_are_not_drawn(tmp_path: Path) -> None:
     assert measures(run)["allocate_p50_ns"] is None
     assert "<td>0 ns</td>" not in report.build([run])
 
+    # As the trainer writes it: no percentiles where none were measured.
+    told["latency"] = [{"operation": "allocate", "path": "hit", "count": 9}]
+    run = load_run(write_run(tmp_path / "plain", told))
+    assert measures(run)["allocate_p99_ns"] is None
+    assert "<td>0 ns</td>" not in report.build([run])
+
 
 def test_the_calls_of_validation_are_no_part_of_a_step(tmp_path: Path) -> None:
     from vramlab.errors import AnalysisError

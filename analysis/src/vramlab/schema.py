@@ -121,8 +121,9 @@ class Latency(TypedDict):
     operation: Text
     path: Text
     count: Natural
-    p50_ns: Natural
-    p99_ns: Natural
+    # Where nothing was measured, as on the simulated device, they are absent.
+    p50_ns: NotRequired[Natural]
+    p99_ns: NotRequired[Natural]
     p90_ns: NotRequired[Natural]
     p999_ns: NotRequired[Natural]
     min_ns: NotRequired[Natural]
