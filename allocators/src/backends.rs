@@ -5,6 +5,7 @@ mod captures;
 pub mod expandable;
 pub mod lab;
 pub mod naive;
+pub mod plan;
 pub mod pooled;
 pub mod pytorch;
 pub mod registry;
@@ -15,6 +16,7 @@ pub use caching::{Caching, CachingSettings};
 pub use expandable::{ExpandableSettings, PyTorchExpandable};
 pub use lab::{Lab, LabSettings};
 pub use naive::Naive;
+pub use plan::{Plan, PlanFile, PlanSettings, PlanTable};
 pub use pooled::{Policy, Pooled};
 pub use pytorch::PyTorch;
 pub use registry::{

@@ -9,6 +9,7 @@ mod fidelity;
 mod fit;
 mod history;
 mod packed;
+mod plan;
 mod profile;
 mod program;
 mod reading;
@@ -93,6 +94,8 @@ enum Command {
     Convert(convert::ConvertArgs),
     /// Replays recorded histories under each allocator
     Replay(replay::ReplayArgs),
+    /// Places the blocks of a recorded history so that it needs little memory, for the allocator `plan`
+    Plan(plan::PlanArgs),
     /// Finds the smallest memory in which a recorded history still runs under each allocator
     Capacity(capacity::CapacityArgs),
     /// Is the trainer; `compare` and `run` start it in a process of its own for each run
@@ -129,6 +132,7 @@ fn main() -> ExitCode {
         Command::FitProgram(args) => program::fit_program(&args),
         Command::Convert(args) => convert::convert(&args),
         Command::Replay(args) => replay::replay(&args),
+        Command::Plan(args) => plan::plan(&args),
         Command::Capacity(args) => capacity::capacity(&args),
         Command::Trainer { arguments } => {
             let program = std::iter::once(OsString::from("trainer"));

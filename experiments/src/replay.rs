@@ -112,6 +112,10 @@ struct Row {
     #[serde(flatten)]
     bounds: Bounds,
     utilisation: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    planned_allocations: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unplanned_allocations: Option<u64>,
     ledger: Ledger,
     driver_calls: BTreeMap<&'static str, u64>,
     simulated_s: Option<f64>,
@@ -131,6 +135,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
         Some(against) => against.chosen(&args.alloc)?,
         None => alloc::chosen(&args.alloc),
     };
+    chosen.iter().try_for_each(Selection::check)?;
     let devices = Devices::open(&args.device)?;
     let form = "{bar:30} replay {pos}/{len} {wide_msg} [{elapsed} left {eta}]";
     let bar = Bar::new((args.files.len() * chosen.len()) as u64, form);
@@ -235,6 +240,8 @@ fn run(
         max_live_bytes: history.max_live_bytes(),
         bounds,
         utilisation: report.utilisation(),
+        planned_allocations: stats.num_planned,
+        unplanned_allocations: stats.num_unplanned,
         ledger: report.ledger,
         // CAST: nanoseconds far below 2^53.
         simulated_s: report.simulated_ns.map(|ns| ns as f64 / 1e9),

@@ -42,6 +42,17 @@ pub trait Policy: fmt::Debug + Send {
     /// # Errors
     /// Those of the driver. The block is the client's no more.
     fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError>;
+
+    /// Whether it can begin with segments of another allocator.
+    fn restores(&self) -> bool {
+        true
+    }
+
+    /// Adds what it counts itself to the statistics.
+    fn count(&self, _stats: &mut Stats) {}
+
+    /// Ends: events go back to the heap.
+    fn end(&mut self, _heap: &mut Heap) {}
 }
 
 /// An allocator whose rules are `P`.
@@ -163,7 +174,9 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
     fn stats(&self) -> Stats {
         let state = self.lock();
         let stranded_bytes = state.heap.pending().stranded_bytes();
-        Stats { stranded_bytes, ..state.heap.space().account().stats().clone() }
+        let mut stats = Stats { stranded_bytes, ..state.heap.space().account().stats().clone() };
+        state.policy.count(&mut stats);
+        stats
     }
 
     fn reset_peaks(&self) {
@@ -181,7 +194,7 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
     fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
         let state = &mut *self.lock();
         // A snapshot does not say where ranges of addresses begin.
-        if state.heap.source().is_expandable() {
+        if state.heap.source().is_expandable() || !state.policy.restores() {
             return Ok(None);
         }
         let held = restore::restore(&mut state.heap, self.name, state.policy.size(), snapshot, age)?;
@@ -219,6 +232,7 @@ impl<P: Policy> Drop for Pooled<P> {
                 break;
             }
         }
+        state.policy.end(&mut state.heap);
         state.heap.destroy_events();
     }
 }

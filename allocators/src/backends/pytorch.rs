@@ -82,8 +82,13 @@ impl PyTorch {
         // Best fit by (stream, size, address), and no block of another stream.
         let source = Source::Plain { driver, limit: settings.memory_limit };
         let heap = Heap::new(space, Fit::best(), Stream::Own, source);
+        Pooled::over(heap, Self::rules(settings))
+    }
+
+    /// The rules by themselves, for policies that fall back on them.
+    pub(super) fn rules(settings: CachingSettings) -> Self {
         let size = Size::Torch(settings.roundup_power2_divisions);
-        Pooled::over(heap, Self { size, split: split(&settings), ladder: Self::ladder(&settings), settings })
+        Self { size, split: split(&settings), ladder: Self::ladder(&settings), settings }
     }
 
     /// What is done when no free block fits, in order, until one of the steps gives a block.

@@ -45,12 +45,18 @@ const BUILT_IN: &[&Backend] = &[
     &super::lab::BACKEND,
     &super::stream_ordered::BACKEND,
     &super::rmm_pool::BACKEND,
+    &super::plan::BACKEND,
 ];
 
-/// Those that a comparison leaves out unless they are named. With their default settings `pytorch` and `lab` place every block
-/// where `caching` does; the others are there to be studied.
-const NOT_COMPARED: &[&Backend] =
-    &[&super::pytorch::BACKEND, &super::lab::BACKEND, &super::expandable::BACKEND, &super::rmm_pool::BACKEND];
+/// Those that a comparison leaves out unless they are named. With their default settings `pytorch`, `lab` and `plan` place every
+/// block where `caching` does; the others are there to be studied.
+const NOT_COMPARED: &[&Backend] = &[
+    &super::pytorch::BACKEND,
+    &super::lab::BACKEND,
+    &super::expandable::BACKEND,
+    &super::rmm_pool::BACKEND,
+    &super::plan::BACKEND,
+];
 
 /// The backend that commands use where none is named.
 const DEFAULT: &Backend = &super::caching::BACKEND;

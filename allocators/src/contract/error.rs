@@ -160,6 +160,16 @@ pub enum AllocError {
         /// The settings.
         found: String,
     },
+    /// A file that the settings name cannot be used.
+    #[error("'{allocator}' cannot use {}: {reason}", path.display())]
+    File {
+        /// Backend that was asked for.
+        allocator: &'static str,
+        /// The file.
+        path: std::path::PathBuf,
+        /// What is wrong with it, and how to mend it.
+        reason: String,
+    },
     /// A capture ended while blocks that were allocated in it were held.
     #[error(
         "{bytes} bytes in {blocks} block(s) of '{allocator}' are still held at the end of the capture that they were allocated in: \

@@ -159,6 +159,10 @@ pub struct Stats {
     /// The device's account of memory that belongs to graphs, for a backend whose captured blocks are such memory; absent
     /// before its first capture.
     pub graph_memory: Option<GraphMemory>,
+    /// Requests that were served where a plan says; absent without a plan.
+    pub num_planned: Option<u64>,
+    /// Requests that were not, because the plan does not have them or its place was not free; absent without a plan.
+    pub num_unplanned: Option<u64>,
     /// Allocation calls to the driver that succeeded.
     pub num_device_alloc: u64,
     /// Free calls to the driver that succeeded.
@@ -187,6 +191,8 @@ impl Default for Stats {
             num_ooms: 0,
             num_sync_all_streams: 0,
             graph_memory: None,
+            num_planned: None,
+            num_unplanned: None,
             num_device_alloc: 0,
             num_device_free: 0,
         }
@@ -269,6 +275,8 @@ impl Stats {
             num_alloc_retries: self.num_alloc_retries - before.num_alloc_retries,
             num_ooms: self.num_ooms - before.num_ooms,
             num_sync_all_streams: self.num_sync_all_streams - before.num_sync_all_streams,
+            num_planned: self.num_planned.map(|now| now - before.num_planned.unwrap_or(0)),
+            num_unplanned: self.num_unplanned.map(|now| now - before.num_unplanned.unwrap_or(0)),
             num_device_alloc: self.num_device_alloc - before.num_device_alloc,
             num_device_free: self.num_device_free - before.num_device_free,
             ..self.clone()
@@ -334,6 +342,9 @@ impl Stats {
             ("num_device_free", self.num_device_free),
         ] {
             out.push((name.to_owned(), value));
+        }
+        for (name, value) in [("num_planned", self.num_planned), ("num_unplanned", self.num_unplanned)] {
+            out.extend(value.map(|value| (name.to_owned(), value)));
         }
         if let Some(memory) = &self.graph_memory {
             for (name, current, peak) in [

@@ -55,11 +55,11 @@ mod search;
 pub use bound::lower_bound;
 pub use overlap::Overlap;
 
+use crate::backends::plan::PlanTable;
 use search::Search;
 use std::fmt;
 
-/// Blocks are multiples of this, in bytes, as PyTorch's are.
-pub const UNIT: u64 = 512;
+pub use crate::backends::plan::UNIT;
 
 /// The end of what is never free again.
 pub const NEVER: u32 = u32::MAX;
@@ -145,6 +145,17 @@ impl Plan {
     pub fn gap(&self) -> f64 {
         // CAST: bytes of a device, below 2^53.
         if self.lower_bound == 0 { 0.0 } else { self.bytes as f64 / self.lower_bound as f64 - 1.0 }
+    }
+
+    /// The plan as the backend [`plan`](mod@crate::backends::plan) follows it.
+    ///
+    /// # Panics
+    /// When there are not as many lifetimes as offsets.
+    #[must_use]
+    pub fn table(&self, lifetimes: &[Lifetime]) -> PlanTable {
+        assert_eq!(lifetimes.len(), self.offsets.len(), "an offset for each block");
+        let blocks = lifetimes.iter().zip(&self.offsets).map(|(one, offset)| (one.requested, one.stream, *offset));
+        PlanTable::new(self.bytes, blocks.collect())
     }
 
     /// Two blocks that conflict and overlap, if there are such: then it is no plan for these lifetimes. O(n · b), where b is

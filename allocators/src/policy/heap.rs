@@ -1,5 +1,6 @@
 //! What the parts of an allocator work on: its memory, the index of its free blocks, its source, its pending frees.
 
+mod arena;
 mod extend;
 
 use super::fit::Fit;
@@ -9,8 +10,9 @@ use super::pending::Pending;
 use super::source::Source;
 use super::stream::Stream;
 use crate::contract::{AllocError, CaptureId, OomReport, PoolKind};
-use crate::device::{DeviceAddr, Driver, DriverError, StreamId};
+use crate::device::{DeviceAddr, Driver, DriverError, EventId, StreamId};
 use crate::space::{BlockId, FreeList, Joined, Owner, Segment, SegmentId, Space};
+use arena::Arena;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -25,6 +27,8 @@ pub struct Heap {
     /// Addresses without memory behind them, by list and address: parts of expandable segments.
     holes: BTreeMap<(FreeList, u64), BlockId>,
     pending: Pending,
+    /// Where a plan says where blocks lie.
+    arena: Option<Arena>,
     /// Streams that were announced to use a block.
     uses: BTreeMap<BlockId, Vec<StreamId>>,
     /// Private pools whose graphs may still run, so that none of their segments goes back.
@@ -66,6 +70,7 @@ impl Heap {
             source,
             holes: BTreeMap::new(),
             pending: Pending::default(),
+            arena: None,
             uses: BTreeMap::new(),
             pinned: BTreeSet::new(),
             captures: 0,
@@ -181,6 +186,9 @@ impl Heap {
 
     /// Makes a held or pending block reusable, joined with its free neighbours; true when there were any.
     pub fn put(&mut self, block: BlockId) -> bool {
+        if let Some(joined) = self.put_in_arena(block) {
+            return joined;
+        }
         let joined = match self.join {
             Join::AtFree => self.space.free(block),
             Join::OnMiss => Joined { absorbed: [None, None], block: self.space.free_apart(block) },
@@ -281,7 +289,9 @@ impl Heap {
         // removed below, so it goes back once.
         unsafe { self.source.release(addr) }?;
         let gone = self.space.remove_segment(segment);
-        gone.into_iter().for_each(|block| self.fit.remove(block));
+        if !self.forget_arena(segment) {
+            gone.into_iter().for_each(|block| self.fit.remove(block));
+        }
         Ok(bytes)
     }
 
@@ -312,6 +322,19 @@ impl Heap {
     pub fn put_after(&mut self, block: BlockId, users: &[StreamId]) -> Result<(), DriverError> {
         self.space.defer(block);
         self.wait_for(block, users)
+    }
+
+    /// Queues an event on a stream; `None` while the stream is captured. It goes back by [`reuse`](Self::reuse).
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(crate) fn record_event(&mut self, stream: StreamId) -> Result<Option<EventId>, DriverError> {
+        self.pending.record(self.source.driver().as_ref(), stream, self.captures > 0)
+    }
+
+    /// Takes back an event that nobody waits for any more.
+    pub(crate) fn reuse(&mut self, event: EventId) {
+        self.pending.reuse(event);
     }
 
     /// The same for a block that is pending already.

@@ -62,8 +62,13 @@ impl Pending {
         std::mem::take(&mut self.events)
     }
 
+    /// Keeps an event for its next use.
+    pub(super) fn reuse(&mut self, event: EventId) {
+        self.events.push(event);
+    }
+
     /// Queues an event on a stream; `None` while the stream is captured, when it would become a part of the graph.
-    fn record(
+    pub(super) fn record(
         &mut self,
         driver: &dyn Driver,
         stream: StreamId,

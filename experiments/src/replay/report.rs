@@ -121,6 +121,9 @@ pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Pag
         |row| row.segment_allocs.zip(row.segment_frees).map(segments),
     );
     columns.plain("retries", untold, |row| Some(row.num_alloc_retries.to_string()));
+    if rows.iter().any(|row| row.unplanned_allocations.is_some()) {
+        columns.plain("not as planned", untold, |row| row.unplanned_allocations.map(|count| count.to_string()));
+    }
     columns.ranked("driver calls", untold, |row| Some((calls(row).to_string(), calls(row) as f64)));
     if rows.iter().any(|row| row.simulated_s.is_some()) {
         // CAST: seconds back to nanoseconds, for display.

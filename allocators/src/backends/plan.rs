@@ -1,0 +1,252 @@
+//! # `plan`: a program that repeats itself is served where an offline plan says
+//!
+//! *Idea.* Training steps ask for the same blocks in the same order. Whoever has seen one run knows when each block comes and
+//! goes, and can place them all beforehand ([`histories::plan`](mod@crate::histories::plan)). That needs hardly
+//! more than what is in use at once, and no search at run time. `experiments plan HISTORY -o FILE` makes the plan of a recorded
+//! history, a PyTorch snapshot or the event trace of an earlier run of the trainer; `--alloc plan:file=FILE` follows it.
+//!
+//! *A request* is looked up in the plan: the block that is due, if it has as many bytes and its stream is the same, or one that
+//! is due within the next 256. If every byte of its place is free, it is served there. The first one takes the arena from
+//! the device, one segment of the plan's size. Where the program departs from the plan, the request is served by
+//! [`pytorch`](super::pytorch)'s rules from other segments, and counted (`num_unplanned`; the others are `num_planned`). The
+//! plan is never changed.
+//!
+//! *A free* joins the block with free neighbours. If other streams use it, it waits for events on them first.
+//!
+//! *Streams.* Within a stream memory can be used again at once. A plan also says where memory goes from one stream to another,
+//! but what it was made from ran at another speed. So each free records an event if the plan has several streams, and a block
+//! that gets another stream's memory asks for it: if the work is not over, its stream is made to wait on the device (with
+//! `wait=off` the request is served elsewhere). Where no event could be recorded, the memory stays with its stream.
+//!
+//! *Graphs.* Requests of a capture are served from private pools by `pytorch`'s rules.
+//!
+//! *Good at* programs whose shapes do not change. *Bad at* all others: then the arena is reserved besides what they need.
+//! Without a file, the default, it is `pytorch` that begins with no segment of a snapshot.
+//!
+//! *Cost.* O(log n) in the free blocks, a comparison for a request that is due, and up to 256 for one that is not. An event a
+//! free with several streams.
+//!
+//! *Source.* STAlloc (2025) serves from a profiled plan with a dynamic rest; static planners of compilers (TVM, TFLite) do the
+//! same without a rest.
+
+mod order;
+mod table;
+
+pub use table::{Placement, PlanFile, PlanTable};
+
+use super::caching::CachingSettings;
+use super::pooled::{Policy, Pooled};
+use super::pytorch::{self, PyTorch};
+use super::registry::{Backend, Capabilities, With};
+use crate::contract::{AllocError, Path, Stats};
+use crate::device::{Driver, StreamId};
+use crate::policy::Heap;
+use crate::policy::fit::Fit;
+use crate::policy::size::Size;
+use crate::policy::source::Source;
+use crate::policy::stream::Stream;
+use crate::settings::{Settings as _, bytes, switch, text};
+use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use order::{LastOwners, Order};
+use std::sync::Arc;
+use table::Course;
+
+/// Blocks of a plan are multiples of this, in bytes.
+pub const UNIT: u64 = 512;
+
+/// The entry in the [list of backends](super::registry).
+pub static BACKEND: Backend = Backend {
+    name: "plan",
+    summary: "serves a program that repeats itself where an offline plan says, and falls back on pytorch's rules",
+    capabilities: Capabilities { restores: false, ..Pooled::<Plan>::CAPABILITIES },
+    constructor: &With(|driver, settings: &PlanSettings| Ok(Arc::new(Plan::new(driver, settings)?))),
+};
+
+crate::settings! {
+    /// Which plan is followed, and how.
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    pub struct PlanSettings {
+        /// The plan, as `experiments plan` writes it.
+        pub file: PlanFile = PlanFile::default(), text("the name of a file, or none");
+        /// Let a stream wait for another one whose memory it gets, rather than serve it from elsewhere.
+        pub wait: bool = true, switch();
+        /// Most bytes that may be reserved, the arena included.
+        pub memory_limit: Option<u64> = None, bytes().or("none");
+    }
+    check PlanSettings::readable;
+}
+
+impl PlanSettings {
+    fn table(&self) -> Result<Option<PlanTable>, AllocError> {
+        let read = |path: &std::path::PathBuf| {
+            let refused = |reason| AllocError::File { allocator: BACKEND.name, path: path.clone(), reason };
+            PlanTable::read(path).map_err(refused)
+        };
+        self.file.0.as_ref().map(read).transpose()
+    }
+
+    fn readable(&self) -> Result<(), String> {
+        self.table().map(|_| ()).map_err(|error| error.to_string())
+    }
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub struct Plan {
+    settings: PlanSettings,
+    fallback: PyTorch,
+    planned: Option<Planned>,
+}
+
+/// A plan that is followed.
+#[derive(Debug)]
+struct Planned {
+    course: Course,
+    /// Only kept if the plan has several streams.
+    owners: LastOwners,
+    /// Where the arena began that the owners are of.
+    arena: Option<u64>,
+    /// Whether the device had no memory for the arena. It is asked again when something was given back.
+    refused_at: Option<u64>,
+    served: u64,
+    elsewhere: u64,
+}
+
+impl Plan {
+    /// An allocator that follows a plan on a device.
+    ///
+    /// # Errors
+    /// [`AllocError::File`] when the plan cannot be read.
+    pub fn new(driver: Arc<dyn Driver>, settings: &PlanSettings) -> Result<Pooled<Self>, AllocError> {
+        let planned = settings.table()?.map(|table| Planned {
+            course: Course::new(table),
+            owners: LastOwners::default(),
+            arena: None,
+            refused_at: None,
+            served: 0,
+            elsewhere: 0,
+        });
+        let source = Source::Plain { driver, limit: settings.memory_limit };
+        let heap = Heap::new(Space::new(Account::with_pools(u64::MAX)), Fit::best(), Stream::Own, source);
+        let rules = CachingSettings { memory_limit: settings.memory_limit, ..CachingSettings::default() };
+        Ok(Pooled::over(heap, Self { settings: settings.clone(), fallback: PyTorch::rules(rules), planned }))
+    }
+}
+
+impl Planned {
+    /// The arena's address, where there is one or the device gives it.
+    fn arena(&mut self, heap: &mut Heap, stream: StreamId) -> Result<(Option<u64>, Path), AllocError> {
+        let mut path = Path::Hit;
+        if heap.arena().is_none() {
+            let given_back = heap.space().account().stats().num_device_free;
+            if self.refused_at == Some(given_back) {
+                return Ok((None, path));
+            }
+            // A list without a pool: no request of the other rules is served from it.
+            let list = FreeList { owner: Owner::of(stream), pool: None };
+            let taken = heap.new_arena(list, self.course.bytes())?;
+            self.refused_at = (!taken).then_some(given_back);
+            path = Path::DriverAlloc;
+        }
+        if self.arena != heap.arena() || path == Path::DriverAlloc {
+            // The device gave it back when all work on it was over.
+            self.owners.clear(heap);
+            self.arena = heap.arena();
+        }
+        Ok((self.arena, path))
+    }
+
+    /// Serves a request where the plan says; `None` when it is none of the plan's, or its place is not free.
+    fn serve(
+        &mut self,
+        heap: &mut Heap,
+        stream: StreamId,
+        requested: u64,
+        wait: bool,
+    ) -> Result<Option<(BlockId, Path)>, AllocError> {
+        let Some(offset) = self.course.find(requested, stream) else { return Ok(None) };
+        let (Some(_), mut path) = self.arena(heap, stream)? else { return Ok(None) };
+        let bytes = requested.next_multiple_of(UNIT);
+        if !heap.is_free_in_arena(offset, bytes) {
+            return Ok(None);
+        }
+        if self.course.has_streams() {
+            let range = offset..offset + bytes;
+            match self.owners.before(heap, &range, stream)? {
+                Order::Known => {}
+                Order::Waits(events) if wait => {
+                    for event in events {
+                        heap.source().driver().stream_wait_event(stream, event)?;
+                    }
+                    path = Path::WaitInserted;
+                }
+                Order::Waits(_) | Order::Unknown => return Ok(None),
+            }
+            self.owners.take(heap, range, stream);
+        }
+        Ok(Some((heap.take_in_arena(offset, bytes, Owner::of(stream), requested), path)))
+    }
+}
+
+impl Policy for Plan {
+    fn name(&self) -> &'static str {
+        BACKEND.name
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        self.settings.json()
+    }
+
+    fn size(&self) -> &Size {
+        self.fallback.size()
+    }
+
+    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
+        if let Some(planned) = &mut self.planned {
+            if owner.private.is_none() {
+                heap.process_events()?;
+                if let Some(served) = planned.serve(heap, owner.stream, requested, self.settings.wait)? {
+                    planned.served += 1;
+                    return Ok(served);
+                }
+            }
+            planned.elsewhere += 1;
+        }
+        self.fallback.allocate(heap, owner, requested).map_err(|error| match error {
+            AllocError::OutOfMemory(mut report) => {
+                report.allocator = BACKEND.name.into();
+                AllocError::OutOfMemory(report)
+            }
+            error => error,
+        })
+    }
+
+    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
+        let addr = heap.space()[block].addr;
+        let mut recorded = Ok(());
+        if let Some((planned, arena)) = self.planned.as_mut().zip(heap.arena())
+            && planned.course.has_streams()
+            && (arena..arena + planned.course.bytes()).contains(&addr)
+        {
+            recorded = planned.owners.free(heap, addr - arena);
+        }
+        let path = pytorch::free(heap, block, users)?;
+        recorded?;
+        Ok(path)
+    }
+
+    fn restores(&self) -> bool {
+        false
+    }
+
+    fn count(&self, stats: &mut Stats) {
+        stats.num_planned = self.planned.as_ref().map(|planned| planned.served);
+        stats.num_unplanned = self.planned.as_ref().map(|planned| planned.elsewhere);
+    }
+
+    fn end(&mut self, heap: &mut Heap) {
+        if let Some(planned) = &mut self.planned {
+            planned.owners.clear(heap);
+        }
+    }
+}

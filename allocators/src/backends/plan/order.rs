@@ -1,0 +1,151 @@
+//! Which stream had each byte of the arena last, so that a stream gets another's memory only behind its work.
+
+use crate::device::{DriverError, EventId, StreamId};
+use crate::policy::Heap;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// What is known of the last use of a block's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LastUse {
+    /// The client holds it, or it was freed and no event says when its work is over.
+    Unknown,
+    /// It is over when this event is.
+    Before(EventId),
+    /// It is over.
+    Over,
+}
+
+/// A block that was there last, or is there now.
+#[derive(Clone, Copy, Debug)]
+struct Owner {
+    stream: StreamId,
+    last_use: LastUse,
+    /// Ranges of its memory that nobody had since.
+    ranges: u32,
+}
+
+/// What lies at an offset: where it ends, and whose it is.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    end: u64,
+    owner: u32,
+}
+
+/// What has to happen before a stream can have some memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Nothing.
+    Known,
+    /// Its later work has to wait for these events.
+    Waits(Vec<EventId>),
+    /// It cannot have it.
+    Unknown,
+}
+
+/// The last owner of each byte of the arena. O(log n) an operation, and an event for each free.
+#[derive(Debug, Default)]
+pub(super) struct LastOwners {
+    /// By offset.
+    pieces: BTreeMap<u64, Piece>,
+    owners: Vec<Owner>,
+    vacant: Vec<u32>,
+}
+
+impl LastOwners {
+    fn overlapping(&self, range: &Range<u64>) -> Vec<(u64, Piece)> {
+        let first = self.pieces.range(..range.start).next_back().filter(|(_, piece)| piece.end > range.start);
+        let rest = self.pieces.range(range.clone());
+        first.into_iter().chain(rest).map(|(start, piece)| (*start, *piece)).collect()
+    }
+
+    /// Whether a stream can have a range that is free. While a graph is captured no event is asked for.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(super) fn before(
+        &mut self,
+        heap: &mut Heap,
+        range: &Range<u64>,
+        stream: StreamId,
+    ) -> Result<Order, DriverError> {
+        let mut waits = Vec::new();
+        for (_, piece) in self.overlapping(range) {
+            let owner = &mut self.owners[piece.owner as usize];
+            match owner.last_use {
+                _ if owner.stream == stream => {}
+                LastUse::Over => {}
+                LastUse::Unknown => return Ok(Order::Unknown),
+                LastUse::Before(_) if heap.is_capturing() => return Ok(Order::Unknown),
+                LastUse::Before(event) => {
+                    if heap.source().driver().event_query(event)? {
+                        owner.last_use = LastUse::Over;
+                        heap.reuse(event);
+                    } else if !waits.contains(&event) {
+                        waits.push(event);
+                    }
+                }
+            }
+        }
+        Ok(if waits.is_empty() { Order::Known } else { Order::Waits(waits) })
+    }
+
+    /// A stream has a range now.
+    pub(super) fn take(&mut self, heap: &mut Heap, range: Range<u64>, stream: StreamId) {
+        for (start, piece) in self.overlapping(&range) {
+            self.pieces.remove(&start);
+            let mut left = 0;
+            for (start, end) in [(start, range.start.min(piece.end)), (range.end.max(start), piece.end)] {
+                if start < end {
+                    self.pieces.insert(start, Piece { end, owner: piece.owner });
+                    left += 1;
+                }
+            }
+            let owner = &mut self.owners[piece.owner as usize];
+            owner.ranges = owner.ranges - 1 + left;
+            if owner.ranges == 0 {
+                if let LastUse::Before(event) = owner.last_use {
+                    heap.reuse(event);
+                }
+                self.vacant.push(piece.owner);
+            }
+        }
+        let owner = Owner { stream, last_use: LastUse::Unknown, ranges: 1 };
+        let number = match self.vacant.pop() {
+            Some(number) => {
+                self.owners[number as usize] = owner;
+                number
+            }
+            None => {
+                self.owners.push(owner);
+                // CAST: one for each range of memory at most.
+                self.owners.len() as u32 - 1
+            }
+        };
+        self.pieces.insert(range.start, Piece { end: range.end, owner: number });
+    }
+
+    /// The block at an offset is freed: its uses are over when what its stream was given until now is done.
+    ///
+    /// # Errors
+    /// Those of the driver: then only its own stream can have the memory.
+    pub(super) fn free(&mut self, heap: &mut Heap, offset: u64) -> Result<(), DriverError> {
+        let Some(piece) = self.pieces.get(&offset).copied() else { return Ok(()) };
+        let owner = &mut self.owners[piece.owner as usize];
+        if let Some(event) = heap.record_event(owner.stream)? {
+            owner.last_use = LastUse::Before(event);
+        }
+        Ok(())
+    }
+
+    /// Forgets everything: the memory is gone, or the allocator ends.
+    pub(super) fn clear(&mut self, heap: &mut Heap) {
+        self.pieces.clear();
+        self.vacant.clear();
+        for owner in self.owners.drain(..).filter(|owner| owner.ranges > 0) {
+            if let LastUse::Before(event) = owner.last_use {
+                heap.reuse(event);
+            }
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! `experiments plan`: where the blocks of a recorded history are placed so that it needs little memory.
+
+use crate::history::load;
+use crate::reading::ReadArgs;
+use anyhow::Result;
+use clap::Args;
+use serde::Serialize;
+use std::path::PathBuf;
+use trainer::terminal::{Bar, Page, command, quoted};
+use vramlab::Bytes;
+use vramlab::histories::plan::{CrossStream, PlanSettings, plan as place};
+use vramlab::output::{self, Existing};
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    /// History: a PyTorch snapshot or another format of `convert`, plain, .gz or .xz
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Where the plan goes, for `--alloc plan:file=FILE`
+    #[arg(short, long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Let memory go from one stream to another only where the history shows that the work is over, so that no stream waits
+    #[arg(long)]
+    known_order: bool,
+    /// Most steps of the search; thirty million take about a second
+    #[arg(long, value_name = "N", default_value_t = PlanSettings::MOST_STEPS)]
+    steps: u64,
+    /// Seed of the search
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Memory limit of the recording, which tells a retry from empty_cache
+    #[arg(long, value_name = "BYTES")]
+    limit: Option<Bytes>,
+    /// Which GPU's events are planned, where a history holds several
+    #[arg(long, value_name = "N")]
+    gpu: Option<u16>,
+    #[command(flatten)]
+    read: ReadArgs,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What was found; the keys are described in `analysis/schema.md`.
+#[derive(Debug, Serialize)]
+struct Found {
+    trace: String,
+    allocations: usize,
+    lower_bound_bytes: u64,
+    plan_bytes: u64,
+    gap: f64,
+    steps: u64,
+    seed: u64,
+    known_order: bool,
+}
+
+/// Plans a history.
+pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
+    if let Some(out) = &args.out {
+        output::check(out, Existing::Replace)?;
+    }
+    let bar = Bar::new(args.steps, "{bar:30} {percent} % {wide_msg} [{elapsed} left {eta}]");
+    bar.message(format!("reading {}", args.file.display()));
+    let recorded = load(&args.file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
+    let lifetimes = recorded.history.lifetimes();
+    let cross_stream = if args.known_order { CrossStream::KnownOrder } else { CrossStream::AfterWait };
+    let settings = PlanSettings { cross_stream, steps: args.steps, seed: args.seed };
+    let mut done = 0;
+    let found = place(&lifetimes, &settings, |steps, bytes| {
+        bar.advance(steps - done);
+        done = steps;
+        bar.message(format!("{} are enough", Bytes(bytes)));
+    });
+    bar.clear();
+    if let Some(out) = &args.out {
+        output::write(out, Existing::Replace, found.table(&lifetimes).to_json())?;
+    }
+    let trace = args.file.display().to_string();
+    if args.json {
+        return crate::print_json(&Found {
+            trace,
+            allocations: lifetimes.len(),
+            lower_bound_bytes: found.lower_bound,
+            plan_bytes: found.bytes,
+            gap: found.gap(),
+            steps: found.steps,
+            seed: args.seed,
+            known_order: args.known_order,
+        });
+    }
+    let mut page = Page::stdout();
+    page.line(format!(
+        "{trace}: {} allocations, at least {} in use at once",
+        lifetimes.len(),
+        Bytes(found.lower_bound)
+    ));
+    let said = format!("A plan of {} serves them, {:.2} % above that.", Bytes(found.bytes), 100.0 * found.gap());
+    let next = match &args.out {
+        Some(out) => {
+            let alloc = format!("plan:file={}", out.display());
+            format!("replay {} --alloc caching,{}", quoted(&trace), quoted(&alloc))
+        }
+        None => format!("plan {} -o plan.json", quoted(&trace)),
+    };
+    page.end(said, &command("experiments", &next));
+    crate::print(page)
+}
