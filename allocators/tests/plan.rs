@@ -2,10 +2,12 @@
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 use proptest::prelude::*;
-use vramlab::backends::CachingSettings;
+use std::sync::Arc;
+use vramlab::backends::{CachingSettings, pytorch};
 use vramlab::histories::plan::{CrossStream, Lifetime, NEVER, Overlap, Plan, PlanSettings, lower_bound, plan};
-use vramlab::histories::replay::HistoryBuilder;
+use vramlab::histories::replay::{History, HistoryBuilder, ReplaySettings, replay};
 use vramlab::histories::trace::{Action, Event};
+use vramlab::{Driver, NullDriver, Selection};
 
 fn cases(cases: u32) -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
@@ -220,4 +222,36 @@ fn a_log_without_completions_has_them_at_once_and_shows_no_order() {
         event(Alloc, 2, 512, 2),
     ];
     assert_eq!(told(&events), [(512, 0, 1, NEVER), (512, 0, NEVER, NEVER), (512, 1, NEVER, NEVER)]);
+}
+
+#[test]
+fn frees_that_complete_at_once_need_less() {
+    use Action::{Alloc, FreeCompleted, FreeRequested};
+    let events = [
+        event(Alloc, 1, 1 << 20, 0),
+        event(FreeRequested, 1, 1 << 20, 0), // another stream uses it
+        event(Alloc, 2, 1 << 20, 0),
+        event(FreeRequested, 2, 1 << 20, 0),
+        event(FreeCompleted, 2, 1 << 20, 0),
+        event(FreeCompleted, 1, 1 << 20, 0),
+        event(Alloc, 3, 1 << 20, 0),
+    ];
+    let mut builder = HistoryBuilder::new(None);
+    events.iter().try_for_each(|event| builder.push(event)).unwrap();
+    let mut history = builder.finish(&CachingSettings::default()).unwrap();
+    let active = |history: &History| {
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 30));
+        let report = replay(history, &Selection::of(&pytorch::BACKEND), &driver, &ReplaySettings::default()).unwrap();
+        (
+            report.stats.active_bytes.all.peak,
+            lower_bound(&history.lifetimes(), CrossStream::AfterWait),
+            report.operations,
+        )
+    };
+    assert_eq!((active(&history), history.deferred_frees()), ((2 << 20, 2 << 20, 5), 1));
+    history.complete_at_once();
+    // The first block is gone when the second one comes.
+    assert_eq!((active(&history), history.deferred_frees()), ((1 << 20, 1 << 20, 5), 0));
+    assert_eq!(history.lifetimes()[0].end, 1);
+    assert!(history.check_comparable().is_err());
 }

@@ -8,7 +8,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 use trainer::terminal::{Bar, Page, command, quoted};
 use vramlab::Bytes;
-use vramlab::histories::plan::{CrossStream, PlanSettings, plan as place};
+use vramlab::histories::plan::{CrossStream, PlanSettings, plan as place, stitched};
 use vramlab::output::{self, Existing};
 
 #[derive(Debug, Args)]
@@ -49,6 +49,7 @@ struct Found {
     lower_bound_bytes: u64,
     plan_bytes: u64,
     gap: f64,
+    stitched_bytes: u64,
     steps: u64,
     seed: u64,
     known_order: bool,
@@ -83,6 +84,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
             lower_bound_bytes: found.lower_bound,
             plan_bytes: found.bytes,
             gap: found.gap(),
+            stitched_bytes: stitched(&lifetimes),
             steps: found.steps,
             seed: args.seed,
             known_order: args.known_order,
@@ -94,6 +96,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         lifetimes.len(),
         Bytes(found.lower_bound)
     ));
+    page.line(format!("an allocator that stitches free pages of 2 MiB would reserve {}", Bytes(stitched(&lifetimes))));
     let said = format!("A plan of {} serves them, {:.2} % above that.", Bytes(found.bytes), 100.0 * found.gap());
     let next = match &args.out {
         Some(out) => {

@@ -32,6 +32,9 @@ pub(crate) struct ReplayArgs {
     /// Where segments lie: where the device puts them, or where they lay when the history was recorded
     #[arg(long, default_value = "own")]
     addresses: AddressChoice,
+    /// When frees complete that waited for other streams: as recorded, or at once, as if no stream had used another's blocks
+    #[arg(long, default_value = "recorded", conflicts_with = "against")]
+    completion: Completion,
     /// Compare with where RMM put each block of the history: a file that says it, plain, .gz or .xz
     #[arg(long, value_name = "FILE", conflicts_with = "addresses")]
     against: Option<PathBuf>,
@@ -69,6 +72,13 @@ enum AddressChoice {
     Against,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Completion {
+    Recorded,
+    Instant,
+}
+
 /// One file under one allocator; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
 struct Row {
@@ -79,6 +89,7 @@ struct Row {
     device: DeviceKind,
     device_name: String,
     addresses: AddressChoice,
+    completion: Completion,
     #[serde(skip_serializing_if = "Option::is_none")]
     against: Option<String>,
     limit_bytes: Option<u64>,
@@ -142,7 +153,10 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
     let (mut rows, mut told): (Vec<Row>, Vec<Option<AsRecorded>>) = (Vec::new(), Vec::new());
     for file in &args.files {
         bar.message(format!("reading {}", file.display()));
-        let recorded = load(file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
+        let mut recorded = load(file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
+        if args.completion == Completion::Instant {
+            recorded.history.complete_at_once();
+        }
         told.push(recorded.as_recorded);
         let bounds = Bounds::of(&recorded.history, args.plan, |found| {
             bar.message(format!("planning {}: {found}", file.display()));
@@ -214,6 +228,7 @@ fn run(
         device: args.device.kind(),
         device_name,
         addresses: if against.is_some() { AddressChoice::Against } else { args.addresses },
+        completion: args.completion,
         against: against.map(|against| against.path.display().to_string()),
         limit_bytes: backend.memory_limit().or(limit),
         events: history.events(),

@@ -51,9 +51,11 @@ mod conflicts;
 mod online;
 mod overlap;
 mod search;
+mod stitched;
 
 pub use bound::lower_bound;
 pub use overlap::Overlap;
+pub use stitched::stitched;
 
 use crate::backends::plan::PlanTable;
 use search::Search;

@@ -59,6 +59,7 @@ mod ages;
 mod beginning;
 mod builder;
 mod capacity;
+mod completion;
 mod counting;
 mod driver;
 mod finish;

@@ -57,36 +57,48 @@ impl Space {
     }
 }
 
-/// Offsets, and the bytes that they need. Where the order of streams has to be known, each has a space of its own.
-/// O(n log n).
-pub(super) fn best_fit(lifetimes: &[Lifetime], cross: CrossStream) -> (Vec<u64>, u64) {
-    let space_of = |lifetime: &Lifetime| if cross == CrossStream::AfterWait { 0 } else { lifetime.stream };
+/// Offsets of the blocks of a kind, and where the space of each stream ends. Where the order of streams need not be known, there
+/// is one space. O(n log n).
+pub(super) fn spaces(
+    lifetimes: &[Lifetime],
+    cross: CrossStream,
+    kind: impl Fn(&Lifetime) -> bool,
+) -> (Vec<u64>, BTreeMap<u32, u64>) {
     let mut spaces: BTreeMap<u32, Space> = BTreeMap::new();
-    let mut offsets = Vec::with_capacity(lifetimes.len());
+    let mut offsets = vec![0; lifetimes.len()];
     // What ends before the allocation that comes now, by its end.
     let mut ends: BTreeSet<(u32, u32)> = BTreeSet::new();
     // CAST: a history has fewer than 2^32 allocations.
-    for (now, lifetime) in (0u32..).zip(lifetimes) {
+    for (now, lifetime) in (0u32..).zip(lifetimes).filter(|(_, one)| kind(one)) {
         while let Some((_, gone)) = ends.first().copied().filter(|(end, _)| *end <= now) {
             ends.pop_first();
             let block = &lifetimes[gone as usize];
-            spaces.entry(space_of(block)).or_default().give(offsets[gone as usize], block.bytes());
+            spaces.entry(space_of(block, cross)).or_default().give(offsets[gone as usize], block.bytes());
         }
-        offsets.push(spaces.entry(space_of(lifetime)).or_default().take(lifetime.bytes()));
+        offsets[now as usize] = spaces.entry(space_of(lifetime, cross)).or_default().take(lifetime.bytes());
         if lifetime.end != NEVER {
             // What is freed before the next allocation is free for that one.
             ends.insert((lifetime.end.max(now + 1), now));
         }
     }
-    // The spaces follow one another.
+    (offsets, spaces.into_iter().map(|(number, space)| (number, space.end)).collect())
+}
+
+fn space_of(lifetime: &Lifetime, cross: CrossStream) -> u32 {
+    if cross == CrossStream::AfterWait { 0 } else { lifetime.stream }
+}
+
+/// Offsets, and the bytes that they need: the spaces follow one another.
+pub(super) fn best_fit(lifetimes: &[Lifetime], cross: CrossStream) -> (Vec<u64>, u64) {
+    let (mut offsets, ends) = spaces(lifetimes, cross, |_| true);
     let mut base = 0;
     let mut bases = BTreeMap::new();
-    for (&number, space) in &spaces {
+    for (number, end) in ends {
         bases.insert(number, base);
-        base += space.end;
+        base += end;
     }
     for (offset, lifetime) in offsets.iter_mut().zip(lifetimes) {
-        *offset += bases[&space_of(lifetime)];
+        *offset += bases[&space_of(lifetime, cross)];
     }
     (offsets, base)
 }
