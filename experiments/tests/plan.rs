@@ -48,3 +48,22 @@ fn a_history_that_is_replayed_by_its_plan_needs_what_the_plan_says() {
     place.run(&["replay", &file, "--alloc", &format!("plan:file={bad}")]).refused(2, &["bad.json", "experiments plan"]);
     place.run(&["plan", "missing.pickle"]).refused(2, &["missing.pickle"]);
 }
+
+#[test]
+fn a_training_run_follows_the_plan_of_an_earlier_one() {
+    let place = Place::new();
+    let train = |alloc: &str, out: &str| {
+        let arguments =
+            ["trainer", "--alloc", alloc, "--device", "sim", "--dataset", "iris", "--epochs", "2", "--out", out];
+        place.run(&[&arguments[..], &["--export", "snapshot-json"]].concat()).ok();
+        let path = place.at(out).join("summary.json");
+        let summary: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        summary["allocator_stats"].clone()
+    };
+    train("caching", "first");
+    let made = place.run(&["plan", "first/snapshot.json", "-o", "plan.json", "--json"]).ok().stdout;
+    let made: serde_json::Value = serde_json::from_str(&made).unwrap();
+    let stats = train("plan:file=plan.json", "second");
+    assert_eq!((&stats["num_planned"], &stats["num_unplanned"]), (&made["allocations"], &json!(0)));
+    assert_eq!(stats["reserved_bytes.all.peak"], made["plan_bytes"]);
+}
