@@ -342,3 +342,32 @@ impl Default for Settings {
         Alone::parse_from(["trainer"]).settings
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The defaults are read from the command line, so it has to take an empty one.
+    #[test]
+    fn what_is_not_said_is_auto() {
+        let settings = Settings::default();
+        assert_eq!((settings.device, settings.dataset, settings.steps), (DeviceChoice::Auto, DatasetName::Auto, None));
+    }
+
+    #[test]
+    fn what_decides_the_beginning_are_options() {
+        let command = Settings::augment_args(clap::Command::new("trainer"));
+        for name in BEGINNING {
+            assert!(command.get_arguments().any(|option| option.get_long() == Some(name)), "{name}");
+        }
+    }
+
+    #[test]
+    fn devices_are_read_as_they_are_written() {
+        for text in ["auto", "cuda:0", "cuda:3", "sim", "sim:a.json"] {
+            assert_eq!(text.parse::<DeviceChoice>().map(|device| device.to_string()), Ok(text.to_owned()));
+        }
+        let error = "null".parse::<DeviceChoice>().unwrap_err();
+        assert_eq!(error, "'null' is no device for this: write cuda, cuda:N, sim or sim:PROFILE.json, or auto");
+    }
+}
