@@ -1,21 +1,28 @@
 //! The backends: one file each, and the [list](registry) of their names, settings and capabilities.
 
+pub mod bfc;
 pub mod caching;
 mod captures;
+pub mod cupy;
 pub mod expandable;
 pub mod lab;
 pub mod naive;
+pub mod paddle;
 pub mod plan;
 pub mod pooled;
 pub mod pytorch;
 pub mod registry;
 pub mod rmm_pool;
 pub mod stream_ordered;
+pub mod tlsf;
 
+pub use bfc::{Bfc, BfcSettings};
 pub use caching::{Caching, CachingSettings};
+pub use cupy::{CuPy, CuPySettings};
 pub use expandable::{ExpandableSettings, PyTorchExpandable};
 pub use lab::{Lab, LabSettings};
 pub use naive::Naive;
+pub use paddle::{Paddle, PaddleSettings};
 pub use plan::{Plan, PlanFile, PlanSettings, PlanTable};
 pub use pooled::{Policy, Pooled};
 pub use pytorch::PyTorch;
@@ -25,6 +32,7 @@ pub use registry::{
 };
 pub use rmm_pool::{RmmPool, RmmPoolSettings};
 pub use stream_ordered::StreamOrdered;
+pub use tlsf::{Tlsf, TlsfSettings};
 
 use crate::contract::{AllocError, Block};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

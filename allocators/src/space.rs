@@ -26,6 +26,7 @@ mod account;
 mod arena;
 mod block;
 mod mapping;
+mod parts;
 mod view;
 
 pub use account::Account;

@@ -190,7 +190,8 @@ fn bookkeeping_knows_no_device_and_no_clock() {
 fn a_backend_is_named_in_its_file_and_in_the_list() {
     let all = vramlab::backends::all();
     // Words that are something else there.
-    let other = [("experiments/src/study/spec.rs", "pytorch")];
+    let lab = "allocators/src/backends/lab.rs";
+    let other = [("experiments/src/study/spec.rs", "pytorch"), (lab, "bfc"), (lab, "tlsf")];
     let sources = sources(&["allocators/src", "trainer/src", "experiments/src"]);
     let is_test = |source: &Source, at: usize| {
         let tests = source.text.find("#[cfg(test)]\nmod tests").unwrap_or(source.text.len());

@@ -8,7 +8,7 @@
 //! | part | kinds |
 //! |---|---|
 //! | `size` | `torch`, `torch-one-pool`, `rmm`, `bfc`, `power-of-two` |
-//! | `fit` | `best`, `first`, `next` |
+//! | `fit` | `best`, `first`, `next`, `tlsf` |
 //! | `split` | `torch`, `always`, `bfc`, `never` |
 //! | `join` | `at-free`, `on-miss` |
 //! | `stream` | `own`, `steal` |
@@ -36,7 +36,7 @@ use crate::policy::join::Join;
 use crate::policy::size::Size;
 use crate::policy::size::torch::Divisions;
 use crate::policy::source::Source;
-use crate::policy::split::Split;
+use crate::policy::split::{BFC_LARGEST_REST, Split};
 use crate::policy::stream::{LastFrees, Stream};
 use crate::settings::{Choice, Choices, Settings as _, bytes, choice, fraction, switch, text};
 use crate::space::{Account, BlockId, FreeList, Owner, Space};
@@ -88,6 +88,8 @@ kinds! {
         First "first",
         /// The next one.
         Next "next",
+        /// One of the first size class in which all fit.
+        Tlsf "tlsf",
     }
     /// Whether blocks are split, see [`Split`].
     SplitKind {
@@ -202,6 +204,7 @@ impl LabSettings {
             FitKind::Best => Fit::best(),
             FitKind::First => Fit::first(),
             FitKind::Next => Fit::next(),
+            FitKind::Tlsf => Fit::tlsf(),
         }
     }
 
@@ -209,7 +212,7 @@ impl LabSettings {
         match self.split {
             SplitKind::Torch => pytorch::split(&self.torch()),
             SplitKind::Always => Split::Always,
-            SplitKind::Bfc => Split::Bfc,
+            SplitKind::Bfc => Split::Bfc { largest_rest: BFC_LARGEST_REST },
             SplitKind::Never => Split::Never,
         }
     }

@@ -37,7 +37,7 @@ pub trait Policy: fmt::Debug + Send {
     /// same.
     fn allocate(&mut self, heap: &mut Heap, owner: Owner, bytes: u64) -> Result<(BlockId, Path), AllocError>;
 
-    /// Takes a block back that other streams were announced to use: `users`.
+    /// Takes a block back that other streams were announced to use: `users`. It is held, or pending since a capture.
     ///
     /// # Errors
     /// Those of the driver. The block is the client's no more.
@@ -202,10 +202,10 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
-        let heap = &mut self.lock().heap;
-        let released = release_cached(heap, keep_bytes)?;
-        heap.tell()?;
-        Ok(released)
+        let state = &mut *self.lock();
+        let released = release_cached(&mut state.heap, keep_bytes);
+        state.heap.tell()?;
+        Ok(released?)
     }
 
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {

@@ -45,6 +45,10 @@ const BUILT_IN: &[&Backend] = &[
     &super::lab::BACKEND,
     &super::stream_ordered::BACKEND,
     &super::rmm_pool::BACKEND,
+    &super::bfc::BACKEND,
+    &super::tlsf::BACKEND,
+    &super::cupy::BACKEND,
+    &super::paddle::BACKEND,
     &super::plan::BACKEND,
 ];
 
@@ -55,6 +59,10 @@ const NOT_COMPARED: &[&Backend] = &[
     &super::lab::BACKEND,
     &super::expandable::BACKEND,
     &super::rmm_pool::BACKEND,
+    &super::bfc::BACKEND,
+    &super::tlsf::BACKEND,
+    &super::cupy::BACKEND,
+    &super::paddle::BACKEND,
     &super::plan::BACKEND,
 ];
 

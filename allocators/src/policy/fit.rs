@@ -4,9 +4,16 @@
 //! list and never hands out a block of another.
 #![forbid(unsafe_code)]
 
+mod lowest;
+mod oldest;
+pub mod tlsf;
+
 use crate::space::{BlockId, FreeBlock, FreeList};
+use lowest::Lowest;
+use oldest::Oldest;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound::{Excluded, Included, Unbounded};
+use tlsf::Tlsf;
 
 /// The free blocks, with a rule for choosing one.
 #[derive(Clone, Debug)]
@@ -14,8 +21,14 @@ pub enum Fit {
     /// The smallest block that fits; of equal ones that with the lowest address (PyTorch, RMM's pool, BFC). Insert, remove
     /// and search take O(log n).
     Best(BTreeSet<(FreeList, u64, u64, BlockId)>),
-    /// The block with the lowest address that fits. A search looks at every block in front of that.
-    First(ByAddress),
+    /// The smallest block that fits; of equal ones that which was made first (CuPy). O(log n).
+    Oldest(Oldest),
+    /// The block with the lowest address that fits. A search looks at one block of each larger power of two, and
+    /// at those of its own that lie in front of what it finds.
+    First(Lowest),
+    /// Two-level segregated fit: any block of the first class in which all fit. See [`tlsf`]. A search takes a few instructions
+    /// and one look into a tree.
+    Tlsf(Tlsf),
     /// The first block that fits behind the last one that was chosen, and from the lowest address on when the end is
     /// reached. A search looks at the blocks in between.
     Next {
@@ -39,13 +52,33 @@ impl Fit {
     /// First fit, with no free block yet.
     #[must_use]
     pub fn first() -> Self {
-        Self::First(BTreeMap::new())
+        Self::First(Lowest::default())
+    }
+
+    /// Best fit, the oldest of equal blocks, with no free block yet.
+    #[must_use]
+    pub fn oldest() -> Self {
+        Self::Oldest(Oldest::default())
+    }
+
+    /// Two-level segregated fit, with no free block yet.
+    #[must_use]
+    pub fn tlsf() -> Self {
+        Self::Tlsf(Tlsf::default())
     }
 
     /// Next fit, with no free block yet.
     #[must_use]
     pub fn next() -> Self {
         Self::Next { blocks: BTreeMap::new(), last: BTreeMap::new() }
+    }
+
+    /// Adds a block that was just made: it came from the device, or a cut left it.
+    pub fn insert_new(&mut self, block: FreeBlock) {
+        if let Self::Oldest(blocks) = self {
+            blocks.made(block.id);
+        }
+        self.insert(block);
     }
 
     /// Adds a block that became free.
@@ -55,7 +88,10 @@ impl Fit {
             Self::Best(blocks) => {
                 blocks.insert((list, bytes, addr, id));
             }
-            Self::First(blocks) | Self::Next { blocks, .. } => {
+            Self::Oldest(blocks) => blocks.insert(block),
+            Self::First(blocks) => blocks.insert(block),
+            Self::Tlsf(blocks) => blocks.insert(block),
+            Self::Next { blocks, .. } => {
                 blocks.insert((list, addr), (bytes, id));
             }
         }
@@ -66,9 +102,10 @@ impl Fit {
         let FreeBlock { list, addr, bytes, id } = block;
         let known = match self {
             Self::Best(blocks) => blocks.remove(&(list, bytes, addr, id)),
-            Self::First(blocks) | Self::Next { blocks, .. } => {
-                blocks.remove(&(list, addr)).is_some_and(|known| known == (bytes, id))
-            }
+            Self::Oldest(blocks) => blocks.remove(block),
+            Self::First(blocks) => blocks.remove(block),
+            Self::Tlsf(blocks) => blocks.remove(block),
+            Self::Next { blocks, .. } => blocks.remove(&(list, addr)).is_some_and(|known| known == (bytes, id)),
         };
         debug_assert!(known, "{block:?} should be in the index");
     }
@@ -84,10 +121,9 @@ impl Fit {
                 let (found, size, _, id) = blocks.range((list, bytes, 0, BlockId::LOWEST)..).next()?;
                 (*found == list && *size <= largest).then_some(*id)
             }
-            Self::First(blocks) => {
-                let whole = (Included((list, 0)), Included((list, u64::MAX)));
-                blocks.range(whole).find(fits).map(|(_, (_, id))| *id)
-            }
+            Self::Oldest(blocks) => blocks.find(list, bytes, largest),
+            Self::First(blocks) => blocks.find(list, bytes, largest),
+            Self::Tlsf(blocks) => blocks.find(list, bytes, largest),
             Self::Next { blocks, last } => {
                 let at = last.get(&list).copied().unwrap_or(0);
                 let behind = blocks.range((Excluded((list, at)), Included((list, u64::MAX))));
@@ -116,7 +152,10 @@ impl Fit {
                 let own = blocks.range((list, 0, 0, BlockId::LOWEST)..).take_while(|(of, ..)| *of == list);
                 own.map(|&(list, bytes, addr, id)| FreeBlock { list, addr, bytes, id }).collect()
             }
-            Self::First(blocks) | Self::Next { blocks, .. } => {
+            Self::Oldest(blocks) => blocks.of(list),
+            Self::First(blocks) => blocks.of(list),
+            Self::Tlsf(blocks) => blocks.of(list),
+            Self::Next { blocks, .. } => {
                 let own = blocks.range((Included((list, 0)), Included((list, u64::MAX))));
                 own.map(|(&(list, addr), &(bytes, id))| FreeBlock { list, addr, bytes, id }).collect()
             }
@@ -171,7 +210,7 @@ mod tests {
 
     #[test]
     fn a_removed_block_is_not_found() {
-        for fit in [Fit::best(), Fit::first(), Fit::next()] {
+        for fit in [Fit::best(), Fit::oldest(), Fit::first(), Fit::next()] {
             let mut fit = filled(fit);
             fit.remove(FreeBlock { list: list(1), addr: 30, bytes: 6, id: BlockId::numbered(30) });
             assert_eq!(found(&mut fit, 5, 6), None);
@@ -180,12 +219,56 @@ mod tests {
 
     #[test]
     fn a_drained_list_is_empty_and_the_others_are_not() {
-        for fit in [Fit::best(), Fit::first(), Fit::next()] {
+        for fit in [Fit::best(), Fit::oldest(), Fit::first(), Fit::next()] {
             let mut fit = filled(fit);
             let mut gone: Vec<u64> = fit.drain(list(1)).iter().map(|block| block.addr).collect();
             gone.sort_unstable();
             assert_eq!((gone, found(&mut fit, 1, 99)), (vec![10, 20, 30, 40], None));
             assert_eq!(fit.find(list(2), 1, 99).map(BlockId::number), Some(5));
         }
+    }
+
+    #[test]
+    fn the_oldest_of_equal_blocks_is_taken() {
+        let block = |addr: u64, bytes| {
+            // CAST: a small number.
+            FreeBlock { list: list(1), addr, bytes, id: BlockId::numbered(addr as u32) }
+        };
+        let mut fit = Fit::oldest();
+        for at in [30, 10, 20] {
+            fit.insert_new(block(at, 8));
+        }
+        assert_eq!(found(&mut fit, 8, 99), Some(30));
+        // What is taken and comes back keeps its age, whatever its size was in between.
+        fit.remove(block(30, 8));
+        assert_eq!(found(&mut fit, 8, 99), Some(10));
+        fit.insert(block(30, 9));
+        assert_eq!(found(&mut fit, 9, 99), Some(30));
+        fit.remove(block(30, 9));
+        fit.insert(block(30, 8));
+        assert_eq!(found(&mut fit, 8, 99), Some(30));
+        // A name that is given to another block makes it the youngest.
+        fit.remove(block(30, 8));
+        fit.insert_new(block(30, 8));
+        assert_eq!(found(&mut fit, 8, 99), Some(10));
+    }
+
+    #[test]
+    fn tlsf_takes_what_became_free_last_of_the_first_class_that_surely_fits() {
+        let unit = tlsf::UNIT;
+        let block = |addr: u64, units: u64| {
+            // CAST: a small number.
+            FreeBlock { list: list(1), addr, bytes: units * unit, id: BlockId::numbered(addr as u32) }
+        };
+        let mut fit = Fit::tlsf();
+        // 64 and 65 units are of one class, 66 and 67 of the next.
+        for (at, units) in [(10, 64), (20, 65), (30, 66), (40, 67), (50, 1000)] {
+            fit.insert(block(at, units));
+        }
+        let mut of = |units: u64, largest: u64| found(&mut fit, units * unit, largest * unit);
+        assert_eq!(of(64, 5000), Some(20), "the last of its class");
+        assert_eq!(of(65, 5000), Some(40), "65 units are there, and missed");
+        assert_eq!(of(67, 5000), Some(50), "and so are 67");
+        assert_eq!((of(64, 64), of(66, 66), of(1001, 5000)), (Some(10), Some(30), None));
     }
 }

@@ -27,7 +27,7 @@ pub enum SegmentSize {
     OfClass,
     /// What the request needs, and no more.
     Exact,
-    /// This many bytes, or what the request needs where that is more.
+    /// This many bytes, or what the request needs where that is more, or where the device has less.
     Fixed(u64),
     /// This many bytes to begin with, and twice as many after each (BFC). Where the device has less, half of it, down to what
     /// the request needs.
@@ -37,6 +37,13 @@ pub enum SegmentSize {
     AsMuchAgain {
         /// Most bytes that are held.
         maximum: Option<u64>,
+    },
+    /// A region of `next` bytes, doubled until the request fits, or what is left up to the limit; twice as many the next time,
+    /// unless the request has just doubled it. Where the device has less, nine tenths of it, and so on down to what the
+    /// request needs (TensorFlow's and XLA's BFC).
+    Region {
+        /// Bytes of the next region.
+        next: u64,
     },
 }
 
@@ -62,6 +69,9 @@ pub enum Step {
     ReleaseCached,
     /// Wait for pending frees. It gives no block by itself.
     WaitForFrees,
+    /// Give back every idle segment if the source's limit then leaves room for what the request needs. It gives no block by
+    /// itself. BFC's `DeallocateFreeRegions`.
+    ReleaseIfEnough,
     /// Look for a free block again: the wait may have made one.
     FitAgain,
     /// Take a segment, and count a retry.
@@ -113,6 +123,14 @@ impl Ladder {
                     heap.synchronize()?;
                     None
                 }
+                Step::ReleaseIfEnough => {
+                    let idle: u64 = heap.idle_segments().iter().map(|idle| idle.bytes).sum();
+                    if idle > 0 && miss.bytes <= room(heap).saturating_add(idle) {
+                        path = Path::Retry;
+                        release_cached(heap, 0)?;
+                    }
+                    None
+                }
                 Step::FitAgain => again(heap)?,
                 Step::SegmentAgain => {
                     heap.space_mut().account_mut().count_retry();
@@ -132,13 +150,46 @@ impl Ladder {
         let due = match self.size {
             SegmentSize::OfClass => miss.segment,
             SegmentSize::Exact => miss.bytes,
-            SegmentSize::Fixed(bytes) => bytes.max(miss.bytes),
             SegmentSize::Doubling(next) => return self.doubled(heap, miss, next),
             // A graph's memory stays with it, so it gets no more than it needs.
-            SegmentSize::AsMuchAgain { .. } if miss.list.owner.private.is_some() => miss.segment,
+            SegmentSize::AsMuchAgain { .. } | SegmentSize::Region { .. } | SegmentSize::Fixed(_)
+                if miss.list.owner.private.is_some() =>
+            {
+                miss.segment
+            }
+            SegmentSize::Region { next } => return self.region(heap, miss, next),
+            SegmentSize::Fixed(bytes) if bytes <= miss.bytes => miss.bytes,
+            SegmentSize::Fixed(bytes) => match heap.new_segment(miss.list, bytes)? {
+                Some(block) => return Ok(Some(block)),
+                None => miss.bytes,
+            },
             SegmentSize::AsMuchAgain { maximum } => return as_much_again(heap, miss, maximum),
         };
         heap.new_segment(miss.list, due)
+    }
+
+    /// BFC's `Extend`.
+    fn region(&mut self, heap: &mut Heap, miss: &Miss, mut next: u64) -> Result<Option<BlockId>, DriverError> {
+        let available = room(heap) / GUARANTEED_ALIGN * GUARANTEED_ALIGN;
+        if miss.bytes > available {
+            return Ok(None);
+        }
+        let grown = next < miss.bytes;
+        while next < miss.bytes {
+            next = next.saturating_mul(2);
+        }
+        let mut bytes = next.min(available);
+        while bytes >= miss.bytes {
+            if let Some(block) = heap.new_segment(miss.list, bytes)? {
+                // Not where it was refused: a request that nothing can serve should not make the next region huge.
+                self.size = SegmentSize::Region { next: if grown { next } else { next.saturating_mul(2) } };
+                return Ok(Some(block));
+            }
+            // CAST: in 32-bit floating point and cut, as there. Newer versions take a step where that rounds up to no less.
+            let less = ((bytes as f32 * 0.9) as u64).next_multiple_of(GUARANTEED_ALIGN);
+            bytes = less.min(bytes - GUARANTEED_ALIGN);
+        }
+        Ok(None)
     }
 
     fn doubled(&mut self, heap: &mut Heap, miss: &Miss, mut next: u64) -> Result<Option<BlockId>, DriverError> {
@@ -159,6 +210,11 @@ impl Ladder {
             bytes = (bytes / 2).next_multiple_of(GUARANTEED_ALIGN).max(miss.bytes);
         }
     }
+}
+
+/// Bytes that the source's limit leaves.
+fn room(heap: &Heap) -> u64 {
+    heap.source().limit().map_or(u64::MAX, |limit| limit.saturating_sub(heap.space().account().reserved()))
 }
 
 /// RMM's `size_to_grow` and `try_to_expand`.
@@ -303,6 +359,36 @@ mod tests {
             let _full = made.is_none().then(|| hold(&mut heap, MIB));
             assert_eq!(climb(&mut ladder, &mut heap, bytes), made.map(|bytes| (bytes, Path::DriverAlloc)));
         }
+    }
+
+    /// Sizes of the segments that a heap asks for, of which the device refuses those of more than `most`.
+    fn regions(limit: Option<u64>, most: u64, next: u64, requests: &[u64]) -> Vec<Option<u64>> {
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(most));
+        let mut heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Own, Source::Plain { driver, limit });
+        let mut ladder = Ladder { steps: vec![Step::Segment], size: SegmentSize::Region { next } };
+        requests.iter().map(|bytes| climb(&mut ladder, &mut heap, *bytes).map(|(bytes, _)| bytes)).collect()
+    }
+
+    #[test]
+    fn regions_double_but_not_twice_for_one_request() {
+        // 2 MiB, then 4; 40 MiB takes 8 to 64 and that is the size of the next one, too; then 128.
+        let made = regions(None, 1 << 40, 2 * MIB, &[256, 256, 40 * MIB, 256, 256]);
+        assert_eq!(made, [2, 4, 64, 64, 128].map(|mib| Some(mib * MIB)));
+    }
+
+    #[test]
+    fn the_last_region_is_what_the_limit_leaves_in_whole_blocks() {
+        let made = regions(Some(7 * MIB + 300), 1 << 40, 2 * MIB, &[256, 256, 2 * MIB, 256, 256]);
+        assert_eq!(made, [Some(2 * MIB), Some(4 * MIB), None, Some(MIB + 256), None]);
+    }
+
+    #[test]
+    fn a_refused_region_shrinks_by_tenths_in_single_precision() {
+        // From 2^30: 966367744, 869731072, 782758144, 704482304, 634034176. In double precision the last two would be larger by
+        // 256.
+        let made = regions(None, 640_000_000, 1 << 30, &[256]);
+        assert_eq!(made, [Some(634_034_176)]);
+        assert_eq!(regions(None, MIB, 2 * MIB, &[MIB + 256]), [None], "never less than the request");
     }
 
     #[test]

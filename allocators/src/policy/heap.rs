@@ -11,7 +11,7 @@ use super::source::Source;
 use super::stream::Stream;
 use crate::contract::{AllocError, CaptureId, OomReport, PoolKind};
 use crate::device::{DeviceAddr, Driver, DriverError, EventId, StreamId};
-use crate::space::{BlockId, FreeList, Joined, Owner, Segment, SegmentId, Space};
+use crate::space::{BlockId, FreeList, Joined, Owner, Segment, SegmentId, Space, State};
 use arena::Arena;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -149,9 +149,7 @@ impl Heap {
             let driver = self.driver();
             self.stream.order(driver.as_ref(), other.owner.stream, list.owner.stream)?;
             for block in self.fit.drain(other) {
-                let joined = self.space.give(block.id, list.owner);
-                joined.absorbed.into_iter().flatten().for_each(|gone| self.fit.remove(gone));
-                self.fit.insert(joined.block);
+                self.give(block.id, list);
             }
             if record {
                 self.stream.freed(driver.as_ref(), list.owner.stream, self.captures > 0)?;
@@ -177,11 +175,31 @@ impl Heap {
     pub fn take(&mut self, block: BlockId, list: FreeList, bytes: u64, requested: u64) {
         self.fit.remove(self.space.as_free(block));
         if let Some(rest) = self.space.take(block, bytes, requested) {
-            self.fit.insert(self.space.as_free(rest));
+            self.fit.insert_new(self.space.as_free(rest));
         }
         if self.space[block].list.owner != list.owner {
             self.space.hand_over(block, list.owner);
         }
+    }
+
+    /// The same with the last `bytes` of the block; what lies in front of them stays free. Returns the block that is held.
+    pub fn take_end(&mut self, block: BlockId, list: FreeList, bytes: u64, requested: u64) -> BlockId {
+        self.fit.remove(self.space.as_free(block));
+        let held = self.space.take_end(block, bytes, requested);
+        if held != block {
+            self.fit.insert(self.space.as_free(block));
+        }
+        if self.space[held].list.owner != list.owner {
+            self.space.hand_over(held, list.owner);
+        }
+        held
+    }
+
+    /// Puts a block that the index does not have now on a list, joined with free neighbours of that.
+    fn give(&mut self, block: BlockId, list: FreeList) {
+        let joined = self.space.give(block, list.owner);
+        joined.absorbed.into_iter().flatten().for_each(|gone| self.fit.remove(gone));
+        self.fit.insert(joined.block);
     }
 
     /// Makes a held or pending block reusable, joined with its free neighbours; true when there were any.
@@ -243,7 +261,7 @@ impl Heap {
             self.stream.came(list.owner.stream);
         }
         let block = self.space.add_segment(list, addr, bytes);
-        self.fit.insert(self.space.as_free(block));
+        self.fit.insert_new(self.space.as_free(block));
         Ok(Some(block))
     }
 
@@ -315,12 +333,14 @@ impl Heap {
         self.uses.remove(&block).unwrap_or_default()
     }
 
-    /// Takes a held block back that waits for what is queued on some streams; it is reusable when that is done.
+    /// Takes a held or pending block back that waits for what is queued on some streams; it is reusable when that is done.
     ///
     /// # Errors
     /// Those of the driver; the block waits all the same.
     pub fn put_after(&mut self, block: BlockId, users: &[StreamId]) -> Result<(), DriverError> {
-        self.space.defer(block);
+        if self.space[block].state == State::Held {
+            self.space.defer(block);
+        }
         self.wait_for(block, users)
     }
 

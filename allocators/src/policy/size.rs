@@ -22,6 +22,8 @@ pub enum Size {
     /// The BFC allocator of TensorFlow and XLA: multiples of 256 bytes, one pool
     /// (<https://github.com/openxla/xla>, `bfc_allocator`).
     Bfc,
+    /// Multiples of so many bytes, a multiple of 256; one pool.
+    Multiple(u64),
     /// Powers of two from 512 bytes on, one pool: blocks of one size class are all alike, at up to half of each wasted.
     PowerOfTwo,
 }
@@ -33,6 +35,7 @@ impl Size {
         match self {
             Self::Torch(_) | Self::TorchOnePool(_) | Self::PowerOfTwo => torch::MIN_BLOCK,
             Self::Rmm | Self::Bfc => 256,
+            Self::Multiple(bytes) => *bytes,
         }
     }
 
@@ -41,7 +44,7 @@ impl Size {
     pub fn round(&self, bytes: u64) -> u64 {
         match self {
             Self::Torch(divisions) | Self::TorchOnePool(divisions) => torch::round_size(bytes, divisions),
-            Self::Rmm | Self::Bfc => bytes.next_multiple_of(self.granule()),
+            Self::Rmm | Self::Bfc | Self::Multiple(_) => bytes.next_multiple_of(self.granule()),
             Self::PowerOfTwo => bytes.next_power_of_two().max(self.granule()),
         }
     }

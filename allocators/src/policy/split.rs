@@ -17,14 +17,17 @@ pub enum Split {
     },
     /// Every rest is kept (RMM's pool).
     Always,
-    /// A rest is kept when it is as large as the request, or larger than a bound: 128 MiB (BFC).
-    Bfc,
+    /// A rest is kept when it is as large as the request, or as a bound (BFC).
+    Bfc {
+        /// The bound.
+        largest_rest: u64,
+    },
     /// None is: a block serves as a whole, however large it is.
     Never,
 }
 
-/// The largest rest that BFC leaves in a block although it could cut it off.
-const BFC_LARGEST_REST: u64 = 128 << 20;
+/// The bound that TensorFlow and XLA have by default, and ONNX Runtime as `max_dead_bytes_per_chunk`.
+pub const BFC_LARGEST_REST: u64 = 128 << 20;
 
 impl Split {
     /// The largest block that may serve a request of this rounded size.
@@ -35,7 +38,7 @@ impl Split {
             Self::Torch { max_split: u64::MAX, .. } => u64::MAX,
             Self::Torch { max_split, .. } if bytes < max_split => max_split - 1,
             Self::Torch { max_non_split_rounding, .. } => bytes.saturating_add(max_non_split_rounding) - 1,
-            Self::Always | Self::Bfc | Self::Never => u64::MAX,
+            Self::Always | Self::Bfc { .. } | Self::Never => u64::MAX,
         }
     }
 
@@ -50,7 +53,7 @@ impl Split {
                 PoolKind::Large => bytes < max_split && rest > SMALL_MAX,
             },
             Self::Always => rest > 0,
-            Self::Bfc => rest > 0 && (rest >= bytes || rest >= BFC_LARGEST_REST),
+            Self::Bfc { largest_rest } => rest > 0 && (rest >= bytes || rest >= largest_rest),
             Self::Never => false,
         }
     }
@@ -89,7 +92,7 @@ mod tests {
             (200 * MIB, 328 * MIB, true, true),
         ] {
             assert_eq!(Split::Always.cuts(None, bytes, size), always, "{bytes} of {size}");
-            assert_eq!(Split::Bfc.cuts(None, bytes, size), bfc, "{bytes} of {size}");
+            assert_eq!(Split::Bfc { largest_rest: BFC_LARGEST_REST }.cuts(None, bytes, size), bfc, "{bytes} of {size}");
             assert!(!Split::Never.cuts(None, bytes, size));
         }
     }

@@ -3,7 +3,7 @@
 use super::{Policy, State};
 use crate::backends::captures::need_graphs;
 use crate::contract::{AllocError, CaptureId};
-use crate::device::{DriverError, StreamId};
+use crate::device::StreamId;
 use crate::space::BlockId;
 
 /// What a capture keeps.
@@ -49,13 +49,9 @@ impl<P: Policy> State<P> {
     }
 
     /// Frees a block whose free waited for the end of a capture; streams that it was announced to are waited for now.
-    fn free_after_capture(&mut self, block: BlockId) -> Result<(), DriverError> {
+    fn free_after_capture(&mut self, block: BlockId) -> Result<(), AllocError> {
         let users = self.heap.take_uses(block);
-        if users.is_empty() {
-            self.heap.put(block);
-            return self.heap.told();
-        }
-        self.heap.wait_for(block, &users)
+        self.policy.free(&mut self.heap, block, &users).map(|_| ())
     }
 
     pub(super) fn end_capture(&mut self, name: &'static str, capture: CaptureId) -> Result<(), AllocError> {
@@ -71,7 +67,7 @@ impl<P: Policy> State<P> {
         if blocks > 0 {
             return Err(AllocError::CaptureLive { allocator: name, blocks, bytes });
         }
-        Ok(freed?)
+        freed
     }
 
     pub(super) fn release_capture(&mut self, name: &'static str, capture: CaptureId) -> Result<(), AllocError> {

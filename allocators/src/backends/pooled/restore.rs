@@ -30,10 +30,17 @@ pub(super) fn restore(
             heap.space_mut().set_age(whole, age(segment.addr));
             continue;
         }
-        let parts: Vec<(u64, Option<u64>)> =
-            segment.blocks.iter().map(|block| (block.bytes, in_use(block).then_some(block.requested))).collect();
+        let mut parts: Vec<(u64, Option<u64>)> = Vec::with_capacity(segment.blocks.len());
+        for block in &segment.blocks {
+            let requested = in_use(block).then_some(block.requested);
+            match parts.last_mut() {
+                // Free neighbours that were of different streams are of one now.
+                Some((bytes, None)) if requested.is_none() => *bytes += block.bytes,
+                _ => parts.push((block.bytes, requested)),
+            }
+        }
         let blocks = heap.carve(whole, &parts);
-        held.extend(blocks.into_iter().zip(&segment.blocks).filter(|(_, block)| in_use(block)).map(|(id, _)| id));
+        held.extend(blocks.into_iter().zip(&parts).filter(|(_, part)| part.1.is_some()).map(|(id, _)| id));
     }
     Ok(held)
 }
@@ -92,7 +99,6 @@ fn check(segment: &SegmentInfo, size: &Size) -> Result<(), AllocError> {
         || !sizes.clone().all(whole)
         || sum != Some(segment.bytes)
         || segment.blocks.iter().any(|block| block.requested > block.bytes)
-        || !segment.blocks.windows(2).all(|pair| pair.iter().any(in_use))
     {
         return Err(AllocError::InvalidRequest {
             bytes: segment.bytes,

@@ -1,0 +1,201 @@
+//! # `bfc`: best fit with coalescing, of TensorFlow, XLA and JAX
+//!
+//! The policy of `tsl::BFCAllocator`, from which ONNX Runtime's arena comes.
+//!
+//! *Idea.* Regions from the device grow in powers of two, so there are few calls. A free block is cut only when what is left
+//! would be worth something, and is joined with its neighbours when it is free again.
+//!
+//! *A request* (`allocate`):
+//! 1. The size is rounded up to 256 bytes.
+//! 2. The smallest free block that fits is taken; of equal ones that with the lowest address. (There it stands in one of 21 bins
+//!    by power of two. The bins are looked at from the smallest up, each in order of size, so this is the best fit.)
+//! 3. The block is cut if it is at least twice as large as the request, or if `max_dead_bytes_per_chunk` would be left. Else the
+//!    request gets all of it.
+//! 4. When none fits, a region is taken: at first of `initial_region`, and twice as much each time; a request that is larger
+//!    doubles it until it fits, and then that is the size of the next one, too. Never more than `memory_limit` leaves. If the
+//!    device refuses, nine tenths of it are asked for (in 32-bit floating point), and so on down to what is needed.
+//! 5. Then pending frees are waited for; with `garbage_collection` the regions of which nothing is used go back if that makes
+//!    enough room, and a region is asked for again.
+//!
+//! *A free* (`free`). The block is joined with the free block behind it, then with the one in front of it.
+//!
+//! *Without growth* (`allow_growth=off`, as JAX has it by default with three quarters of the device) the first region is the
+//! whole `memory_limit`.
+//!
+//! *ONNX Runtime* has two settings more. With `extend=same-as-requested` a region is as large as the request (there it is
+//! `kSameAsRequested`). `max_dead_bytes_per_chunk` is what is fixed at 128 MiB in the others.
+//!
+//! *What is different.* There one stream does all the work, or a time stamp in each block says when all streams may have it.
+//! Here a block is its stream's; where that has none, another stream's is taken and its last use waited for on the device, as
+//! ONNX Runtime does; and before a request is refused, the free blocks of all streams are put together. The debugging statistics
+//! are not modelled, nor is the retry that sleeps for up to ten seconds.
+//!
+//! *Good at* few driver calls, and at large blocks that are not cut up. *Bad at* memory: blocks that are not cut waste up to
+//! half of themselves, and a region that doubles may never be needed.
+//!
+//! *Cost.* O(log n) in the free blocks for a request and for a free. An event is recorded at each free.
+//!
+//! *Source.* XLA `xla/tsl/framework/bfc_allocator.cc` (`AllocateRawInternal`, `FindChunkPtr`, `Extend`, `Coalesce`,
+//! `DeallocateFreeRegions`); ONNX Runtime `onnxruntime/core/framework/bfc_arena.cc`.
+
+use super::pooled::{Policy, Pooled};
+use super::registry::{Backend, Capabilities, StreamUse, With};
+use crate::contract::{AllocError, GUARANTEED_ALIGN, Path};
+use crate::device::{Driver, DriverError, StreamId};
+use crate::policy::Heap;
+use crate::policy::fit::Fit;
+use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::size::Size;
+use crate::policy::source::Source;
+use crate::policy::split::{BFC_LARGEST_REST, Split};
+use crate::policy::stream::{LastFrees, Stream};
+use crate::settings::{Choice, Choices, Settings as _, bytes, choice, switch};
+use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use serde::Serialize;
+use std::sync::Arc;
+
+/// The entry in the [list of backends](super::registry).
+pub static BACKEND: Backend = Backend {
+    name: "bfc",
+    summary: "best fit with coalescing, of TensorFlow, XLA and ONNX Runtime: regions that double, few cuts",
+    capabilities: Capabilities { streams: StreamUse::Any, coalesces: false, ..Pooled::<Bfc>::CAPABILITIES },
+    constructor: &With(|driver, settings: &BfcSettings| Ok(Arc::new(Bfc::new(driver, *settings)))),
+};
+
+/// How large a region is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Extend {
+    /// Twice as large as the last one.
+    NextPowerOfTwo,
+    /// As large as the request.
+    SameAsRequested,
+}
+
+impl Choices for Extend {
+    const ALL: &'static [Choice<Self>] = &[
+        Choice { name: "next-power-of-two", value: Self::NextPowerOfTwo },
+        Choice { name: "same-as-requested", value: Self::SameAsRequested },
+    ];
+}
+
+crate::settings! {
+    /// Settings of BFC.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct BfcSettings {
+        /// Most bytes that may be reserved.
+        pub memory_limit: Option<u64> = None, bytes().or("none");
+        /// Take regions as they are needed, and not the whole limit at once.
+        pub allow_growth: bool = true, switch();
+        /// Bytes of the first region.
+        pub initial_region: u64 = 2 << 20, bytes().at_least(GUARANTEED_ALIGN).at_most(1 << 48);
+        /// How large a region is: ONNX Runtime's arena_extend_strategy.
+        pub extend: Extend = Extend::NextPowerOfTwo, choice();
+        /// A rest of as many bytes is cut off from any block.
+        pub max_dead_bytes_per_chunk: u64 = BFC_LARGEST_REST, bytes();
+        /// Give regions back that are wholly free before a request is refused.
+        pub garbage_collection: bool = false, switch();
+    }
+    check BfcSettings::consistent;
+}
+
+impl BfcSettings {
+    fn consistent(&self) -> Result<(), String> {
+        if !self.initial_region.is_multiple_of(GUARANTEED_ALIGN) {
+            let Self { initial_region, .. } = self;
+            return Err(format!(
+                "initial_region is {initial_region}; regions are multiples of {GUARANTEED_ALIGN} bytes"
+            ));
+        }
+        if self.allow_growth {
+            return Ok(());
+        }
+        match (self.memory_limit, self.extend) {
+            (None, _) => Err("allow_growth=off takes the whole memory_limit at once; set memory_limit, too".to_owned()),
+            (_, Extend::SameAsRequested) => {
+                Err("allow_growth=off and extend=same-as-requested contradict each other; leave one out".to_owned())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// BFC's rules, see the [module](self).
+#[derive(Debug)]
+pub struct Bfc {
+    settings: BfcSettings,
+    size: Size,
+    split: Split,
+    ladder: Ladder,
+}
+
+impl Bfc {
+    /// An allocator with these rules on a device.
+    #[must_use]
+    pub fn new(driver: Arc<dyn Driver>, settings: BfcSettings) -> Pooled<Self> {
+        let source = Source::Plain { driver, limit: settings.memory_limit };
+        let heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Steal(LastFrees::default()), source);
+        let mut steps = vec![Step::Segment, Step::WaitForFrees, Step::FitAgain];
+        if settings.garbage_collection {
+            steps.extend([Step::ReleaseIfEnough, Step::SegmentAgain]);
+        }
+        let whole = settings.memory_limit.filter(|_| !settings.allow_growth);
+        let size = match settings.extend {
+            Extend::NextPowerOfTwo => SegmentSize::Region { next: whole.unwrap_or(settings.initial_region).max(1) },
+            Extend::SameAsRequested => SegmentSize::Exact,
+        };
+        let split = Split::Bfc { largest_rest: settings.max_dead_bytes_per_chunk };
+        Pooled::over(heap, Self { settings, size: Size::Bfc, split, ladder: Ladder { steps, size } })
+    }
+}
+
+/// `FindChunkPtr`, among the stream's own blocks first.
+fn find(heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Option<(BlockId, Path)>, DriverError> {
+    match heap.find(list, bytes, u64::MAX) {
+        Some(block) => Ok(Some((block, Path::Hit))),
+        None => Ok(heap.steal(list, bytes, u64::MAX)?.map(|block| (block, Path::WaitInserted))),
+    }
+}
+
+impl Policy for Bfc {
+    fn name(&self) -> &'static str {
+        BACKEND.name
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        self.settings.json()
+    }
+
+    fn size(&self) -> &Size {
+        &self.size
+    }
+
+    /// `AllocateRawInternal`.
+    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
+        heap.process_events()?;
+        // 1. and 2.
+        let bytes = self.size.round(requested);
+        let list = FreeList { owner, pool: None };
+        // 4. and 5.
+        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
+        let again = |heap: &mut Heap| match find(heap, list, bytes)? {
+            Some((block, _)) => Ok(Some(block)),
+            None => heap.take_over(list, bytes, u64::MAX, true),
+        };
+        let found = match find(heap, list, bytes)? {
+            Some(found) => Some(found),
+            None => self.ladder.climb(heap, &miss, again)?,
+        };
+        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
+        // 3.
+        let size = heap.space()[block].bytes;
+        let cut = self.split.cuts(None, bytes, size);
+        heap.take(block, list, if cut { bytes } else { size }, requested);
+        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
+    }
+
+    /// `DeallocateRawInternal`, `Coalesce`.
+    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
+        super::pytorch::free(heap, block, users)
+    }
+}

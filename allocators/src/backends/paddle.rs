@@ -1,0 +1,131 @@
+//! # `paddle`: PaddlePaddle's growing best fit, which hands out the end of a block
+//!
+//! The policy of `AutoGrowthBestFitAllocator`, PaddlePaddle's default, with its `StreamSafe` wrapper.
+//!
+//! *Idea.* Best fit over chunks that are taken as they are needed. A block is cut at its *end*, so the free part stays where it
+//! is and only becomes shorter. All others here hand out the front.
+//!
+//! *A request* (`allocate`):
+//! 1. The size is rounded up to 256 bytes.
+//! 2. Of the stream's free blocks the smallest that fits is taken; of equal ones that with the lowest address.
+//! 3. Its last bytes are handed out. What lies in front of them stays free.
+//! 4. When none fits, a chunk of `chunk_size` is taken, or of what the request needs if that is more. Its end is handed out,
+//!    too. If the device has no memory, the chunks of which nothing is used go back, and it is asked again.
+//!
+//! *A free* (`free`). The block is joined with the free blocks in front of it and behind it. If other streams use it, it first
+//! waits for an event on each of them.
+//!
+//! *What is different from PaddlePaddle.* The events stand behind the work that was queued before the free; there they stand
+//! behind what was queued when the use was announced.
+//!
+//! *Good at* what other best-fit allocators are good at. *Bad at* sizes that keep changing, and at small chunks: with the
+//! default of 1 MiB most larger requests are a call of the device.
+//!
+//! *Cost.* O(log n) in the free blocks for a request and for a free.
+//!
+//! *Source.* PaddlePaddle `paddle/phi/core/memory/allocation/auto_growth_best_fit_allocator.cc`,
+//! `stream_safe_cuda_allocator.cc`; its functions are named where their rules are.
+
+use super::pooled::{Policy, Pooled};
+use super::registry::{Backend, With};
+use crate::contract::{AllocError, GUARANTEED_ALIGN, Path};
+use crate::device::{Driver, StreamId};
+use crate::policy::Heap;
+use crate::policy::fit::Fit;
+use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::size::Size;
+use crate::policy::source::Source;
+use crate::policy::stream::Stream;
+use crate::settings::{Settings as _, bytes};
+use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use std::sync::Arc;
+
+/// The entry in the [list of backends](super::registry).
+pub static BACKEND: Backend = Backend {
+    name: "paddle",
+    summary: "PaddlePaddle's growing best fit, which hands out the end of a block",
+    capabilities: Pooled::<Paddle>::CAPABILITIES,
+    constructor: &With(|driver, settings: &PaddleSettings| Ok(Arc::new(Paddle::new(driver, *settings)))),
+};
+
+crate::settings! {
+    /// Settings of PaddlePaddle's growing best fit.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct PaddleSettings {
+        /// Bytes of a chunk, if the request does not need more: FLAGS_auto_growth_chunk_size_in_mb.
+        pub chunk_size: u64 = 1 << 20, bytes().at_least(GUARANTEED_ALIGN).at_most(1 << 48);
+        /// Most bytes that may be reserved.
+        pub memory_limit: Option<u64> = None, bytes().or("none");
+    }
+    check PaddleSettings::consistent;
+}
+
+impl PaddleSettings {
+    fn consistent(&self) -> Result<(), String> {
+        match self.chunk_size.is_multiple_of(GUARANTEED_ALIGN) {
+            true => Ok(()),
+            false => {
+                Err(format!("chunk_size is {}; chunks are multiples of {GUARANTEED_ALIGN} bytes", self.chunk_size))
+            }
+        }
+    }
+}
+
+/// PaddlePaddle's rules, see the [module](self).
+#[derive(Debug)]
+pub struct Paddle {
+    settings: PaddleSettings,
+    size: Size,
+    ladder: Ladder,
+}
+
+impl Paddle {
+    /// An allocator with these rules on a device.
+    #[must_use]
+    pub fn new(driver: Arc<dyn Driver>, settings: PaddleSettings) -> Pooled<Self> {
+        let source = Source::Plain { driver, limit: settings.memory_limit };
+        let heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Own, source);
+        // `FreeIdleChunks`, and the device again.
+        let steps = vec![Step::Segment, Step::ReleaseCached, Step::FitAgain, Step::SegmentAgain];
+        let ladder = Ladder { steps, size: SegmentSize::Fixed(settings.chunk_size) };
+        Pooled::over(heap, Self { settings, size: Size::Multiple(GUARANTEED_ALIGN), ladder })
+    }
+}
+
+impl Policy for Paddle {
+    fn name(&self) -> &'static str {
+        BACKEND.name
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        self.settings.json()
+    }
+
+    fn size(&self) -> &Size {
+        &self.size
+    }
+
+    /// `AllocateImpl`.
+    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
+        heap.process_events()?;
+        // 1.
+        let bytes = self.size.round(requested);
+        let list = FreeList { owner, pool: None };
+        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
+        let find = |heap: &mut Heap| heap.find(list, bytes, u64::MAX);
+        // 2. and 4.
+        let found = match find(heap) {
+            Some(block) => Some((block, Path::Hit)),
+            None => self.ladder.climb(heap, &miss, |heap| Ok(find(heap)))?,
+        };
+        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
+        // 3.
+        let held = heap.take_end(block, list, bytes, requested);
+        Ok((held, if held != block && path == Path::Hit { Path::Split } else { path }))
+    }
+
+    /// `FreeImpl`.
+    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
+        super::pytorch::free(heap, block, users)
+    }
+}

@@ -1,0 +1,129 @@
+//! # `tlsf`: two-level segregated fit
+//!
+//! The allocator of real-time systems: a request and a free take the same few steps however many blocks there are.
+//!
+//! *Idea.* Free blocks stand in lists by size class, each a power of two cut into 32 parts, and bitmaps say which lists have
+//! any. A request goes to the first list in which *every* block is large enough, so it never has to look at a second one.
+//!
+//! *A request* (`allocate`):
+//! 1. The size is rounded up to 512 bytes.
+//! 2. In the first class of which all blocks fit and that has one, the block that became free last is taken. A block of
+//!    exactly the wanted size may be missed, if smaller ones are of its class.
+//! 3. What is left of it is cut off.
+//! 4. When none fits, a segment of `segment` bytes is taken, or of what the request needs if that is more. If the device has no
+//!    memory, pending frees are waited for, idle segments go back, and it is asked again.
+//!
+//! *A free* (`free`). The block is joined with the free blocks in front of it and behind it, and put first in its list. Blocks
+//! of different segments are never joined.
+//!
+//! *What is different from the original.* The lists lie in host memory and blocks have no headers, because the host cannot
+//! write the device's memory; so a block has no overhead and the smallest is one unit of 512 bytes. Sizes are not bounded by
+//! 4 GiB. Each stream has lists of its own.
+//!
+//! *Good at* even times. *Bad at* memory that is nearly full: what is missed, up to 3 % below each size, counts then.
+//!
+//! *Cost.* One look into two bitmaps and a step into a search tree for a request and for a free.
+//!
+//! *Source.* M. Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", 2004;
+//! <https://github.com/mattconte/tlsf>. The classes are in [`fit::tlsf`](crate::policy::fit::tlsf).
+
+use super::pooled::{Policy, Pooled};
+use super::registry::{Backend, With};
+use crate::contract::{AllocError, Path};
+use crate::device::{Driver, StreamId};
+use crate::policy::Heap;
+use crate::policy::fit::{Fit, tlsf::UNIT};
+use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::size::Size;
+use crate::policy::source::Source;
+use crate::policy::stream::Stream;
+use crate::settings::{Settings as _, bytes};
+use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use std::sync::Arc;
+
+/// The entry in the [list of backends](super::registry).
+pub static BACKEND: Backend = Backend {
+    name: "tlsf",
+    summary: "two-level segregated fit: a few steps however many blocks there are",
+    capabilities: Pooled::<Tlsf>::CAPABILITIES,
+    constructor: &With(|driver, settings: &TlsfSettings| Ok(Arc::new(Tlsf::new(driver, *settings)))),
+};
+
+crate::settings! {
+    /// Settings of two-level segregated fit.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct TlsfSettings {
+        /// Bytes of a segment, if the request does not need more.
+        pub segment: u64 = 32 << 20, bytes().at_least(2 << 20).at_most(1 << 48);
+        /// Most bytes that may be reserved.
+        pub memory_limit: Option<u64> = None, bytes().or("none");
+    }
+    check TlsfSettings::consistent;
+}
+
+impl TlsfSettings {
+    fn consistent(&self) -> Result<(), String> {
+        match self.segment.is_multiple_of(UNIT) {
+            true => Ok(()),
+            false => Err(format!("segment is {}; blocks are multiples of {UNIT} bytes", self.segment)),
+        }
+    }
+}
+
+/// The rules, see the [module](self).
+#[derive(Debug)]
+pub struct Tlsf {
+    settings: TlsfSettings,
+    size: Size,
+    ladder: Ladder,
+}
+
+impl Tlsf {
+    /// An allocator with these rules on a device.
+    #[must_use]
+    pub fn new(driver: Arc<dyn Driver>, settings: TlsfSettings) -> Pooled<Self> {
+        let source = Source::Plain { driver, limit: settings.memory_limit };
+        let heap = Heap::new(Space::new(Account::new()), Fit::tlsf(), Stream::Own, source);
+        let steps = vec![Step::Segment, Step::ReleaseCached, Step::FitAgain, Step::SegmentAgain];
+        let ladder = Ladder { steps, size: SegmentSize::Fixed(settings.segment) };
+        Pooled::over(heap, Self { settings, size: Size::Multiple(UNIT), ladder })
+    }
+}
+
+impl Policy for Tlsf {
+    fn name(&self) -> &'static str {
+        BACKEND.name
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        self.settings.json()
+    }
+
+    fn size(&self) -> &Size {
+        &self.size
+    }
+
+    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
+        heap.process_events()?;
+        // 1.
+        let bytes = self.size.round(requested);
+        let list = FreeList { owner, pool: None };
+        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
+        let find = |heap: &mut Heap| heap.find(list, bytes, u64::MAX);
+        // 2. `search_suitable_block`, and 4.
+        let found = match find(heap) {
+            Some(block) => Some((block, Path::Hit)),
+            None => self.ladder.climb(heap, &miss, |heap| Ok(find(heap)))?,
+        };
+        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
+        // 3. `block_trim_free`
+        let cut = heap.space()[block].bytes > bytes;
+        heap.take(block, list, bytes, requested);
+        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
+    }
+
+    /// `tlsf_free`: `block_merge_prev`, `block_merge_next`, `block_insert`.
+    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
+        super::pytorch::free(heap, block, users)
+    }
+}
