@@ -239,9 +239,9 @@ fn every_backend_runs_every_recording() {
     for recording in recordings() {
         let (history, caching) = recording.load();
         for kind in backends::all() {
-            // Regions that double do not fit where PyTorch's segments just do.
-            let own = kind.has_setting("allow_growth");
-            let allocator = if own { Selection::of(kind) } else { Selection::with(kind, &caching) };
+            // Other policies' segments need not fit where PyTorch's just do, so they get no limit.
+            let like_pytorch = kind.has_setting("max_split_size");
+            let allocator = if like_pytorch { Selection::with(kind, &caching) } else { Selection::of(kind) };
             let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
             let report = replay(&history, &allocator, &driver, &ReplaySettings::default()).unwrap();
             assert_eq!(
