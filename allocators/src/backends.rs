@@ -12,6 +12,7 @@ pub mod plan;
 pub mod pooled;
 pub mod pytorch;
 pub mod registry;
+pub mod remap;
 pub mod rmm_pool;
 pub mod stream_ordered;
 pub mod tlsf;
@@ -30,6 +31,7 @@ pub use registry::{
     Backend, Capabilities, Constructor, GraphCapture, Needs, Preset, RegisterError, SegmentUse, Selection,
     SelectionError, StreamUse, UnknownBackend, With, all, compared, find, parse_list, register,
 };
+pub use remap::{Remap, RemapSettings};
 pub use rmm_pool::{RmmPool, RmmPoolSettings};
 pub use stream_ordered::StreamOrdered;
 pub use tlsf::{Tlsf, TlsfSettings};

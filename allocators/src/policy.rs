@@ -17,6 +17,7 @@ pub mod fit;
 pub mod grow;
 mod heap;
 pub mod join;
+mod pages;
 pub mod pending;
 pub mod size;
 pub mod source;

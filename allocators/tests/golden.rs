@@ -3,6 +3,8 @@
 //! map and unmap the same parts where the history was recorded under expandable_segments.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
+#[path = "golden/remap.rs"]
+mod remap;
 #[path = "golden/twins.rs"]
 mod twins;
 

@@ -70,7 +70,11 @@ fn every_export_of_every_allocator_is_replayed() {
             for row in &rows {
                 let tried = stats["allocation.all.allocated"].as_u64().unwrap();
                 assert_eq!(row["allocations"].as_u64(), Some(tried), "{name} as {}: {row}", export.name());
-                assert_eq!(row["failed_allocations"], 0, "{name} as {}: {row}", export.name());
+                // What fitted into a limit under PyTorch's rules may not fit under others.
+                let alike = backends::find(row["allocator"].as_str().unwrap()).unwrap().capabilities.follows_pytorch;
+                if alike || stats["num_ooms"] == 0 {
+                    assert_eq!(row["failed_allocations"], 0, "{name} as {}: {row}", export.name());
+                }
                 if export.holds(Action::Oom) {
                     assert_eq!(row["refused_allocations"], stats["num_ooms"], "{name} as {}: {row}", export.name());
                 }

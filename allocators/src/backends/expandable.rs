@@ -143,19 +143,8 @@ impl PyTorchExpandable {
         Ok(Pooled::over(heap, Self { settings, size, split }))
     }
 
-    /// `get_free_block`.
     fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Option<BlockId> {
-        let counts_for = |heap: &Heap, block: BlockId| {
-            let hole = heap.hole_behind(block).map_or(0, |hole| heap.space()[hole].bytes);
-            heap.space()[block].bytes + hole
-        };
-        let mut found = heap.find(list, bytes, u64::MAX)?;
-        // Only as long as each counts for less than the one before: the least of all may lie further on.
-        while let Some(next) = heap.next_larger(found).filter(|next| counts_for(heap, *next) < counts_for(heap, found))
-        {
-            found = next;
-        }
-        Some(found).filter(|found| heap.space()[*found].bytes <= self.split.largest(bytes))
+        find(heap, list, bytes, self.split.largest(bytes))
     }
 
     /// What `malloc` does when no free block fits.
@@ -198,11 +187,25 @@ impl PyTorchExpandable {
             return Ok(None);
         }
         let Some(first) = heap.find_hole(miss.list, miss.bytes)? else { return Ok(None) };
-        if self.settings.limit_shortfall && passes_limit(heap.shortfall(first, miss.bytes)) {
+        if self.settings.limit_shortfall && passes_limit(heap.shortfall(first, miss.bytes, 1)) {
             return Ok(None);
         }
-        heap.fill(first, miss.bytes, self.settings.rollback)
+        heap.fill(first, miss.bytes, 1, self.settings.rollback)
     }
+}
+
+/// `get_free_block`: a block of at least `bytes` that is not larger than `largest`.
+pub(super) fn find(heap: &mut Heap, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
+    let counts_for = |heap: &Heap, block: BlockId| {
+        let hole = heap.hole_behind(block).map_or(0, |hole| heap.space()[hole].bytes);
+        heap.space()[block].bytes + hole
+    };
+    let mut found = heap.find(list, bytes, u64::MAX)?;
+    // Only as long as each counts for less than the one before: the least of all may lie further on.
+    while let Some(next) = heap.next_larger(found).filter(|next| counts_for(heap, *next) < counts_for(heap, found)) {
+        found = next;
+    }
+    Some(found).filter(|found| heap.space()[*found].bytes <= largest)
 }
 
 impl Policy for PyTorchExpandable {

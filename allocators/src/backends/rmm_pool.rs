@@ -60,7 +60,12 @@ use std::sync::Arc;
 pub static BACKEND: Backend = Backend {
     name: "rmm-pool",
     summary: "RMM's pool: exact cuts, streams that take each other's blocks, a pool that doubles",
-    capabilities: Capabilities { streams: StreamUse::Any, coalesces: false, ..Pooled::<RmmPool>::CAPABILITIES },
+    capabilities: Capabilities {
+        streams: StreamUse::Any,
+        coalesces: false,
+        keeps_segments: true,
+        ..Pooled::<RmmPool>::CAPABILITIES
+    },
     constructor: &With(|driver, settings: &RmmPoolSettings| Ok(Arc::new(RmmPool::new(driver, *settings)))),
 };
 

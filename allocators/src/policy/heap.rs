@@ -2,10 +2,12 @@
 
 mod arena;
 mod extend;
+mod take_pages;
 
 use super::fit::Fit;
 use super::grow::Miss;
 use super::join::Join;
+use super::pages::Pages;
 use super::pending::Pending;
 use super::source::Source;
 use super::stream::Stream;
@@ -26,6 +28,8 @@ pub struct Heap {
     source: Source,
     /// Addresses without memory behind them, by list and address: parts of expandable segments.
     holes: BTreeMap<(FreeList, u64), BlockId>,
+    /// When pages were used last, for policies that take them.
+    pages: Option<Pages>,
     pending: Pending,
     /// Where a plan says where blocks lie.
     arena: Option<Arena>,
@@ -69,6 +73,7 @@ impl Heap {
             stream,
             source,
             holes: BTreeMap::new(),
+            pages: None,
             pending: Pending::default(),
             arena: None,
             uses: BTreeMap::new(),
@@ -207,12 +212,14 @@ impl Heap {
         if let Some(joined) = self.put_in_arena(block) {
             return joined;
         }
+        let freed = self.space[block].addr..self.space[block].addr + self.space[block].bytes;
         let joined = match self.join {
             Join::AtFree => self.space.free(block),
             Join::OnMiss => Joined { absorbed: [None, None], block: self.space.free_apart(block) },
         };
         joined.absorbed.into_iter().flatten().for_each(|gone| self.fit.remove(gone));
         self.fit.insert(joined.block);
+        self.note_pages(freed, joined.block);
         let owner = joined.block.list.owner;
         if owner.private.is_none() {
             let freed = self.stream.freed(self.source.driver().as_ref(), owner.stream, self.captures > 0);
@@ -481,7 +488,8 @@ impl Heap {
 
     /// Destroys every event, at the end.
     pub(crate) fn destroy_events(&mut self) {
-        let events = [self.pending.take_events(), self.stream.take_events()].concat();
+        let pages = self.pages.as_mut().map_or_else(Vec::new, Pages::take_events);
+        let events = [self.pending.take_events(), self.stream.take_events(), pages].concat();
         for event in events {
             // SAFETY: the event is in no queue any more and belongs to this heap alone. An error has nobody to go to.
             let _ = unsafe { self.source.driver().event_destroy(event) };

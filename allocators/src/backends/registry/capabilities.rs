@@ -23,6 +23,9 @@ pub struct Capabilities {
     pub coalesces: bool,
     /// Whether it tries again when the device has no memory left: after it has given back what it holds, or for less.
     pub retries: bool,
+    /// Whether it refuses a request without giving idle segments back first, so that a larger piece than it has cannot be had
+    /// when all is free. A trim gives them back.
+    pub keeps_segments: bool,
     /// Whether it knows where its blocks lie, so that there are snapshots.
     pub snapshot: bool,
     /// Whether it can begin with the segments and blocks of a snapshot.
@@ -49,6 +52,7 @@ impl Capabilities {
         slow_calls: false,
         coalesces: false,
         retries: false,
+        keeps_segments: false,
         snapshot: false,
         restores: false,
         follows_pytorch: false,
@@ -84,6 +88,7 @@ impl Capabilities {
             if self.caches { "keeps freed memory" } else { "" },
             if self.coalesces { "coalesces at once" } else { "" },
             if self.retries { "tries again when memory is short" } else { "" },
+            if self.keeps_segments { "keeps its segments until it is trimmed" } else { "" },
             if self.snapshot { "snapshots" } else { "" },
             if self.restores { "begins with a snapshot's blocks" } else { "" },
             if self.follows_pytorch { "PyTorch's addresses" } else { "" },

@@ -29,10 +29,10 @@ impl Heap {
     pub fn extend(&mut self, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
         let Some(first) = self.find_hole(list, bytes)? else { return Ok(None) };
         let reserved = self.space.account().reserved();
-        if self.source.limit().is_some_and(|limit| reserved + self.shortfall(first, bytes) > limit) {
+        if self.source.limit().is_some_and(|limit| reserved + self.shortfall(first, bytes, 1) > limit) {
             return Ok(None);
         }
-        self.fill(first, bytes, true)
+        self.fill(first, bytes, 1, true)
     }
 
     /// The first block of a run of free blocks and holes that hold `bytes` together, the lowest run of the list: a new range
@@ -64,15 +64,15 @@ impl Heap {
         Ok(Some(hole))
     }
 
-    /// Bytes of memory that a run lacks for a block of `bytes`, in whole handles.
+    /// Bytes of memory that a run lacks for a block of `bytes`, in multiples of so many handles.
     #[must_use]
-    pub fn shortfall(&self, first: BlockId, bytes: u64) -> u64 {
+    pub fn shortfall(&self, first: BlockId, bytes: u64, handles: u64) -> u64 {
         let (mut have, mut lacking, mut next) = (0, 0, Some(first));
         while let Some(block) = next.filter(|_| have < bytes) {
             let block = &self.space[block];
             let mut part = block.bytes;
             if block.state == State::Unmapped {
-                part = self.whole_handles(block.list, bytes - have).min(part);
+                part = self.whole_handles(block.list, bytes - have, handles).min(part);
                 lacking += part;
             }
             (have, next) = (have + part, block.next);
@@ -80,14 +80,20 @@ impl Heap {
         lacking
     }
 
-    /// Puts memory into the holes of a run until its first block has `bytes`. `None` when the memory does not suffice: what
+    /// Puts memory into the holes of a run until its first block has `bytes`, in multiples of so many handles. `None` when the memory does not suffice: what
     /// came until then stays, free, unless `whole` says that it goes back.
     ///
     /// PyTorch's `try_allocate_expandable_block`.
     ///
     /// # Errors
     /// Those of the driver.
-    pub fn fill(&mut self, first: BlockId, bytes: u64, whole: bool) -> Result<Option<BlockId>, DriverError> {
+    pub fn fill(
+        &mut self,
+        first: BlockId,
+        bytes: u64,
+        handles: u64,
+        whole: bool,
+    ) -> Result<Option<BlockId>, DriverError> {
         let (mut block, mut came) = (first, Vec::new());
         loop {
             let (have, hole) = match &self.space[block] {
@@ -96,7 +102,7 @@ impl Heap {
                 free => (free.bytes, free.next.expect("a run should hold what was asked for")),
             };
             let addr = self.space[hole].addr;
-            match self.map(hole, bytes - have) {
+            match self.map(hole, bytes - have, handles) {
                 Ok(Some((grown, part))) => {
                     came.push((addr, part));
                     block = grown;
@@ -112,18 +118,18 @@ impl Heap {
         }
     }
 
-    /// The smallest number of whole handles that hold `bytes`, in bytes.
-    fn whole_handles(&self, list: FreeList, bytes: u64) -> u64 {
-        bytes.next_multiple_of(self.source.handle_bytes(list.pool))
+    /// The smallest multiple of so many handles that holds `bytes`, in bytes.
+    fn whole_handles(&self, list: FreeList, bytes: u64, handles: u64) -> u64 {
+        bytes.next_multiple_of(self.source.handle_bytes(list.pool) * handles)
     }
 
     /// Puts memory behind the front of a hole: at least `bytes`, or all of it. Returns the free block that it is a part of
     /// now, and how much came; `None` when the device has no memory.
     ///
     /// PyTorch's `map_block`.
-    fn map(&mut self, hole: BlockId, bytes: u64) -> Result<Option<(BlockId, u64)>, DriverError> {
+    fn map(&mut self, hole: BlockId, bytes: u64, handles: u64) -> Result<Option<(BlockId, u64)>, DriverError> {
         let (addr, size, list) = (self.space[hole].addr, self.space[hole].bytes, self.space[hole].list);
-        let (unit, part) = (self.source.handle_bytes(list.pool), self.whole_handles(list, bytes).min(size));
+        let (unit, part) = (self.source.handle_bytes(list.pool), self.whole_handles(list, bytes, handles).min(size));
         // SAFETY: a hole is an unmapped part of a range from `reserve`. Ranges are whole handles, and so are the parts that are
         // mapped and unmapped, so holes are, too.
         if !unsafe { self.source.expandable().map(addr, part, unit) }? {
@@ -143,7 +149,7 @@ impl Heap {
     ///
     /// # Errors
     /// Those of the driver. What it did take is accounted for.
-    fn unmap(&mut self, block: FreeBlock, addr: u64, bytes: u64) -> Result<u64, DriverError> {
+    pub(super) fn unmap(&mut self, block: FreeBlock, addr: u64, bytes: u64) -> Result<u64, DriverError> {
         let unit = self.source.handle_bytes(self.space[self.space[block.id].segment].list.pool);
         // SAFETY: free blocks are mapped, and the part is whole handles. Callers have waited for what used it, or nobody ever
         // did.

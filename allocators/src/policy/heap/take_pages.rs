@@ -1,0 +1,91 @@
+//! Pages of free memory are taken from where they lie, to be mapped somewhere else.
+
+use super::Heap;
+use crate::device::DriverError;
+use crate::policy::pages::Pages;
+use crate::space::{BlockId, FreeBlock, State};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+impl Heap {
+    /// The same, and it notes when each page is used last, so that pages [can be taken](Self::take_pages). A free that leaves
+    /// whole pages free records an event.
+    #[must_use]
+    pub fn with_pages(self) -> Self {
+        Self { pages: Some(Pages::default()), ..self }
+    }
+
+    /// Notes that a block became free which lay at `freed` and is a part of `block` now.
+    pub(super) fn note_pages(&mut self, freed: Range<u64>, block: FreeBlock) {
+        let Some(pages) = &mut self.pages else { return };
+        let page = self.source.handle_bytes(block.list.pool);
+        let (start, end) = (freed.start / page * page, freed.end.next_multiple_of(page));
+        let start = start.max(block.addr.next_multiple_of(page));
+        let end = end.min((block.addr + block.bytes) / page * page);
+        if start < end && block.list.owner.private.is_none() {
+            let driver = self.source.driver().as_ref();
+            let noted = pages.freed(driver, block.list.owner.stream, (start, end, page), self.captures > 0);
+            self.untold = self.untold.take().or(noted.err());
+        }
+    }
+
+    /// Unmaps pages of at least `bytes`, those that have been free longest, wherever they lie but in `keep`. Only such as nobody
+    /// uses any more; with `wait` the host waits for the work that used them. Returns how many bytes it found.
+    ///
+    /// O(n log n) in the pages that are free.
+    ///
+    /// # Errors
+    /// Those of the driver. What it did take is accounted for.
+    pub fn take_pages(&mut self, bytes: u64, keep: &Range<u64>, wait: bool) -> Result<u64, DriverError> {
+        if self.is_capturing() {
+            return Ok(0);
+        }
+        let Some(mut pages) = self.pages.take() else { return Ok(0) };
+        let driver = self.driver();
+        let mut outcome = pages.poll_all(driver.as_ref(), false);
+        let mut free: Vec<(u64, u64, u64, BlockId)> = Vec::new();
+        let blocks = self.space.free_blocks().filter(|block| block.list.owner.private.is_none());
+        for FreeBlock { list, addr, bytes, id } in blocks {
+            let page = self.source.handle_bytes(list.pool);
+            let mut at = addr.next_multiple_of(page);
+            while at + page <= addr + bytes {
+                if at + page <= keep.start || keep.end <= at {
+                    free.push((pages.last_free(at), at, page, id));
+                }
+                at += page;
+            }
+        }
+        free.sort_unstable();
+        let mut found = 0;
+        let mut taken: BTreeMap<BlockId, Vec<(u64, u64)>> = BTreeMap::new();
+        for (_, at, page, block) in free {
+            if found >= bytes || outcome.is_err() {
+                break;
+            }
+            match pages.is_over(driver.as_ref(), at, wait) {
+                Ok(true) => {
+                    pages.forget(at);
+                    taken.entry(block).or_default().push((at, page));
+                    found += page;
+                }
+                Ok(false) => {}
+                Err(error) => outcome = Err(error),
+            }
+        }
+        self.pages = Some(pages);
+        outcome?;
+        for (block, mut at) in taken {
+            // From the last to the first, so that the block keeps its name: it is what is left in front.
+            at.sort_unstable();
+            while let Some((mut start, bytes)) = at.pop() {
+                let end = start + bytes;
+                while let Some((before, _)) = at.pop_if(|(before, bytes)| *before + *bytes == start) {
+                    start = before;
+                }
+                debug_assert_eq!(self.space[block].state, State::Free);
+                self.unmap(self.space.as_free(block), start, end - start)?;
+            }
+        }
+        Ok(found)
+    }
+}

@@ -1,0 +1,178 @@
+//! When pages of free memory were last used, and whether that work is over.
+//!
+//! A page is a handle of an expandable source. It can be taken from one place and mapped at another when all of it is free and
+//! the work that used it is over. The work of a stream is over up to a free when the event is that was recorded there.
+#![forbid(unsafe_code)]
+
+use crate::device::{Driver, DriverError, EventId, StreamId};
+use std::collections::{BTreeMap, VecDeque};
+
+/// Events of a stream that wait for this many are looked at, so that there are never many more.
+const MANY: usize = 256;
+
+/// See the [module](self).
+#[derive(Debug, Default)]
+pub(super) struct Pages {
+    /// Frees so far.
+    frees: u64,
+    /// By address of a page, the stream and the number of the last free that touched it. Pages that were never used are not here.
+    last: BTreeMap<u64, (StreamId, u64)>,
+    streams: BTreeMap<StreamId, Frees>,
+    /// Events to use again.
+    events: Vec<EventId>,
+}
+
+/// Frees on a stream.
+#[derive(Debug, Default)]
+struct Frees {
+    /// Those whose work may not be over, oldest first. An event is missing where none could be recorded; it is recorded
+    /// later, which is late but safe.
+    waiting: VecDeque<(u64, Option<EventId>)>,
+    /// The last one whose work is over.
+    over: u64,
+}
+
+/// A stream that is gone takes no event.
+fn unless_gone(error: DriverError) -> Result<(), DriverError> {
+    if error.code == DriverError::INVALID_HANDLE { Ok(()) } else { Err(error) }
+}
+
+impl Pages {
+    /// Notes that the pages from `start` to `end`, each `page` bytes, became free on a stream.
+    ///
+    /// # Errors
+    /// Those of the driver: the pages are of no use for now.
+    pub(super) fn freed(
+        &mut self,
+        driver: &dyn Driver,
+        stream: StreamId,
+        (start, end, page): (u64, u64, u64),
+        capturing: bool,
+    ) -> Result<(), DriverError> {
+        self.frees += 1;
+        let mut at = start;
+        while at < end {
+            self.last.insert(at, (stream, self.frees));
+            at += page;
+        }
+        // A stream that is gone takes no event; its pages stay where they are.
+        let event = self.record(driver, stream, capturing).or_else(|error| unless_gone(error).map(|()| None));
+        let frees = self.streams.entry(stream).or_default();
+        frees.waiting.push_back((self.frees, event.clone().unwrap_or(None)));
+        if frees.waiting.len() > MANY {
+            self.poll(driver, stream, capturing)?;
+        }
+        event.map(|_| ())
+    }
+
+    /// `None` while the stream is captured, when the event would become a part of the graph.
+    fn record(
+        &mut self,
+        driver: &dyn Driver,
+        stream: StreamId,
+        capturing: bool,
+    ) -> Result<Option<EventId>, DriverError> {
+        if capturing && driver.stream_is_capturing(stream)? {
+            return Ok(None);
+        }
+        let event = match self.events.pop() {
+            Some(event) => event,
+            None => driver.event_create(false)?,
+        };
+        match driver.event_record(event, stream) {
+            Ok(()) => Ok(Some(event)),
+            Err(error) => {
+                self.events.push(event);
+                Err(error)
+            }
+        }
+    }
+
+    /// Finds out which frees of a stream are over by now.
+    fn poll(&mut self, driver: &dyn Driver, stream: StreamId, capturing: bool) -> Result<(), DriverError> {
+        while let Some(event) = self.oldest(driver, stream, capturing)? {
+            if !driver.event_query(event)? {
+                break;
+            }
+            self.pop(stream);
+        }
+        Ok(())
+    }
+
+    /// The event of the oldest free of a stream that may not be over, recorded now where it is missing.
+    fn oldest(
+        &mut self,
+        driver: &dyn Driver,
+        stream: StreamId,
+        capturing: bool,
+    ) -> Result<Option<EventId>, DriverError> {
+        let front = |pages: &Self| pages.streams.get(&stream).and_then(|frees| frees.waiting.front().copied());
+        let Some((_, event)) = front(self) else { return Ok(None) };
+        if event.is_some() {
+            return Ok(event);
+        }
+        let event = self.record(driver, stream, capturing)?;
+        if let Some((_, missing)) = self.streams.get_mut(&stream).and_then(|frees| frees.waiting.front_mut()) {
+            *missing = event;
+        }
+        Ok(event)
+    }
+
+    fn pop(&mut self, stream: StreamId) {
+        if let Some(frees) = self.streams.get_mut(&stream)
+            && let Some((number, event)) = frees.waiting.pop_front()
+        {
+            frees.over = number;
+            self.events.extend(event);
+        }
+    }
+
+    /// Looks at every stream. One that is gone keeps its pages.
+    ///
+    /// # Errors
+    /// The first of the driver; all were looked at.
+    pub(super) fn poll_all(&mut self, driver: &dyn Driver, capturing: bool) -> Result<(), DriverError> {
+        let streams: Vec<StreamId> = self.streams.keys().copied().collect();
+        let mut outcome = Ok(());
+        for stream in streams {
+            let polled = self.poll(driver, stream, capturing);
+            outcome = outcome.and(polled.or_else(unless_gone));
+        }
+        outcome
+    }
+
+    /// Number of the free that touched a page last; 0 for a page that was never used.
+    pub(super) fn last_free(&self, page: u64) -> u64 {
+        self.last.get(&page).map_or(0, |(_, number)| *number)
+    }
+
+    /// Whether the work that used a page is over. With `wait` the host waits for it, and for nothing that was queued later.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(super) fn is_over(&mut self, driver: &dyn Driver, page: u64, wait: bool) -> Result<bool, DriverError> {
+        let Some(&(stream, number)) = self.last.get(&page) else { return Ok(true) };
+        while self.streams.get(&stream).is_some_and(|frees| frees.over < number) {
+            let oldest = self.oldest(driver, stream, false);
+            let Some(event) = oldest.or_else(|error| unless_gone(error).map(|()| None))? else { return Ok(false) };
+            if !wait {
+                return Ok(false);
+            }
+            driver.event_synchronize(event)?;
+            self.pop(stream);
+        }
+        Ok(true)
+    }
+
+    /// A page is somewhere else now.
+    pub(super) fn forget(&mut self, page: u64) {
+        self.last.remove(&page);
+    }
+
+    /// Every event, for the end.
+    pub(super) fn take_events(&mut self) -> Vec<EventId> {
+        let waiting = std::mem::take(&mut self.streams).into_values().flat_map(|frees| frees.waiting);
+        let waiting: Vec<EventId> = waiting.filter_map(|(_, event)| event).collect();
+        std::mem::take(&mut self.events).into_iter().chain(waiting).collect()
+    }
+}
