@@ -172,13 +172,15 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "streams",
         "full-batch",
         "half-losses",
+        "family",
+        "rules",
     ] {
         assert!(names.contains(&name), "{name} is missing: {names:?}");
     }
     let text = place.run(&["list"]).ok().stdout;
     assert!(text.contains("sim runs") && text.contains("where-time-goes"), "{text}");
-    std::fs::create_dir(place.at("histories")).unwrap();
-    for history in ["mlp", "gpt2", "resnet50", "streams"] {
+    std::fs::create_dir_all(place.at("histories/ranks")).unwrap();
+    for history in ["mlp", "gpt2", "resnet50", "streams", "ranks/gpt2_ddp.rank0", "ranks/gpt2_fsdp1.rank0"] {
         std::fs::write(place.at("histories").join(format!("{history}.pickle.xz")), "").unwrap();
     }
     for row in &rows {

@@ -323,8 +323,9 @@ def waiting() -> str:
         {call: calls[call][key] / 1e6 for call in ("mem_alloc", "mem_free")} for key in ("total_ns", "blocked_ns")
     )
     return (
-        f"**It is the free that waits.** Of the time in `cuMemFree` {blocked['mem_free']:.0f} of {total['mem_free']:.0f} ms "
-        f"an epoch are waiting; of that in `cuMemAlloc` {blocked['mem_alloc']:.1f} of {total['mem_alloc']:.0f}. "
+        "**It is the free that waits.** Of the time in `cuMemFree` "
+        f"{blocked['mem_free']:.0f} of {total['mem_free']:.0f} ms an epoch are waiting; of that in "
+        f"`cuMemAlloc` {blocked['mem_alloc']:.1f} of {total['mem_alloc']:.0f}. "
         '"`cudaMalloc` synchronises" is not what this driver does.'
     )
 
@@ -380,6 +381,47 @@ def _nanoseconds(value: float) -> str:
     return f"{value / 1e3:.2f} us" if value < 10_000 else f"{value / 1e3:.1f} us"
 
 
+# Columns of the table of histories: the allocator, and as the page has it.
+FAMILY = {
+    "caching": "PyTorch (`caching`)",
+    "pytorch-expandable": "expandable segments",
+    "remap": "`remap`",
+    "remap:steal=always": "`remap`, always",
+    "rmm-pool": "RMM's pool",
+    "bfc": "`bfc`",
+    "stream-ordered": "`stream-ordered`",
+}
+# Their rows.
+HISTORIES = {
+    "mlp": "MLP",
+    "gpt2": "GPT-2, lengths vary",
+    "resnet50": "ResNet-50",
+    "streams": "prefetch on a side stream",
+    "ranks/gpt2_ddp.rank0": "GPT-2, DDP, one of two ranks",
+    "ranks/gpt2_fsdp1.rank0": "GPT-2, FSDP, one of two ranks",
+}
+RESERVED = "peak reserved over the bound"
+
+
+def family() -> str:
+    """The table of recorded histories: the bound, the plan, and what each policy reserves over the bound."""
+    experiment = results("family", "h200")
+    named = pl.col("history").str.replace(r"\.pickle\.xz$", "")
+    frame, plans = (experiment.replays(arm=arm).with_columns(history=named) for arm in ("replay", "plan"))
+    planned = {row["history"]: row["plan_bytes"] for row in plans.iter_rows(named=True)}
+    lines = [
+        f"| {RESERVED} | bound | a plan of the whole | {' | '.join(FAMILY.values())} |",
+        "|---|" + "--:|" * (len(FAMILY) + 2),
+    ]
+    for history, words in HISTORIES.items():
+        rows = {row["alloc"]: row for row in frame.filter(pl.col("history") == history).iter_rows(named=True)}
+        bound, plan = rows["caching"]["lower_bound_bytes"], planned[history]
+        cells = [f"{bound / 2**20:,.0f} MiB", f"{plan / bound:.3f}"]
+        cells += [f"{rows[name]['peak_reserved_bytes'] / bound:.3f}" for name in FAMILY]
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def pages() -> dict[str, str]:
     """The documents that have computed sentences and tables, by their path from the repository's root."""
     return {name: (repository.root() / name).read_text() for name in PAGES}
@@ -398,6 +440,7 @@ def rewritten(old: dict[str, str]) -> dict[str, str]:
     pages = dict(old)
     tables = {
         "allocator | epoch, H200": epochs(),
+        RESERVED: family(),
         "ns for one allocation and its free": _calls("ns for one allocation and its free", TIMES),
         "million of them a second, all threads": _calls("million of them a second, all threads", RATES),
     }
