@@ -8,7 +8,7 @@
 //! *A request* is looked up in the plan: the block that is due, if it has as many bytes and its stream is the same, or one that
 //! is due within the next 256. If every byte of its place is free, it is served there. The first one takes the arena from
 //! the device, one segment of the plan's size. Where the program departs from the plan, the request is served by
-//! [`pytorch`](super::pytorch)'s rules from other segments, and counted (`num_unplanned`; the others are `num_planned`). The
+//! [`pytorch`]'s rules from other segments, and counted (`num_unplanned`; the others are `num_planned`). The
 //! plan is never changed.
 //!
 //! *A free* joins the block with free neighbours. If other streams use it, it waits for events on them first.

@@ -21,7 +21,7 @@ pub struct Sizes {
     pub reserve: Option<u64>,
 }
 
-/// See the [module](self).
+/// Ranges of addresses, and the handles that are mapped behind them.
 #[derive(Debug)]
 pub struct Expandable {
     driver: Arc<dyn Driver>,
