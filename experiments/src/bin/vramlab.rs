@@ -1,0 +1,7 @@
+//! Answers questions about a recorded history of PyTorch's allocator.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    experiments::vramlab()
+}

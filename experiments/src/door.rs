@@ -1,0 +1,34 @@
+//! The command line of `vramlab`, for those who come with a snapshot of PyTorch's allocator and a question.
+
+use crate::{capacity, convert, replay};
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// Why is more memory reserved than used, which lines do it, and which setting mends it?
+///
+/// Reads snapshots that `torch.cuda.memory._dump_snapshot` wrote.
+#[derive(Debug, Parser)]
+#[command(name = "vramlab", version)]
+pub(crate) struct Door {
+    #[command(subcommand)]
+    command: Question,
+}
+
+#[derive(Debug, Subcommand)]
+enum Question {
+    /// Replays recorded histories under each allocator
+    Replay(replay::ReplayArgs),
+    /// Finds the smallest memory in which a recorded history still runs under each allocator
+    Capacity(capacity::CapacityArgs),
+    /// Writes a recorded history in another tool's format
+    Convert(convert::ConvertArgs),
+}
+
+/// Answers.
+pub(crate) fn run(door: Door) -> Result<()> {
+    match door.command {
+        Question::Replay(args) => replay::replay(&args),
+        Question::Capacity(args) => capacity::capacity(&args),
+        Question::Convert(args) => convert::convert(&args),
+    }
+}
