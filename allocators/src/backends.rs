@@ -13,6 +13,7 @@ pub mod pooled;
 pub mod pytorch;
 pub mod registry;
 pub mod remap;
+pub mod rmm_arena;
 pub mod rmm_pool;
 pub mod stream_ordered;
 pub mod tlsf;
@@ -32,6 +33,7 @@ pub use registry::{
     SelectionError, StreamUse, UnknownBackend, With, all, compared, find, parse_list, register,
 };
 pub use remap::{Remap, RemapSettings};
+pub use rmm_arena::{RmmArena, RmmArenaSettings};
 pub use rmm_pool::{RmmPool, RmmPoolSettings};
 pub use stream_ordered::StreamOrdered;
 pub use tlsf::{Tlsf, TlsfSettings};

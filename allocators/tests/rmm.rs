@@ -3,14 +3,15 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use vramlab::backends::{RmmPool, RmmPoolSettings};
+use vramlab::backends::{RmmArena, RmmArenaSettings, RmmPool, RmmPoolSettings};
 use vramlab::budget::Budget;
 use vramlab::histories::replay::{
     History, HistoryBuilder, ReplayError, ReplaySettings, recorded_settings, replay_against,
 };
 use vramlab::histories::trace::{Placements, ReadError, ReadOptions, read};
 use vramlab::{
-    Block, DeviceAllocator, Driver, NullDriver, Profile, Request, Selection, SimDriver, SimMemory, StreamId,
+    Block, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, NullDriver, Profile, Request, Selection,
+    SimDriver, SimMemory, StreamId,
 };
 
 const KIB: u64 = 1 << 10;
@@ -196,6 +197,11 @@ fn every_block_lies_where_rmms_pool_put_it() {
 }
 
 #[test]
+fn every_block_lies_where_rmms_arena_put_it() {
+    check("arena");
+}
+
+#[test]
 fn another_pool_puts_blocks_elsewhere_and_that_is_counted() {
     let (history, file) = recordings("pool").into_iter().find(|(path, _)| path.ends_with("streams.pickle.xz")).unwrap();
     let (history, placements) = (load(&history), Placements::read(&file, &Budget::default()).unwrap());
@@ -230,4 +236,135 @@ fn placements_of_another_history_are_refused() {
         assert!(matches!(error, ReplayError::History(_)) && error.is_bad_input(), "{error}");
         assert!(error.to_string().contains(words), "{words}: {error}");
     }
+}
+
+/// An arena of 16 MiB with two streams, on a device with `room`.
+fn arena(room: u64) -> (impl DeviceAllocator, [StreamId; 2]) {
+    let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(room));
+    let streams = [(); 2].map(|()| driver.stream_create().unwrap());
+    (RmmArena::new(driver, RmmArenaSettings { arena_size: Some(16 * MIB) }), streams)
+}
+
+#[test]
+fn small_blocks_come_from_superblocks_of_their_stream_and_large_ones_from_the_global_arena() {
+    let (arena, [one, two]) = arena(64 * MIB);
+    let base = allocate(&arena, 100, one);
+    let at = |block: &Block| block.addr().get() - base.addr().get();
+    let small = allocate(&arena, 100, two);
+    assert_eq!(at(&small), MIB, "a superblock of 1 MiB for each stream");
+    let again = allocate(&arena, MIB - 256, one);
+    assert_eq!(at(&again), 256, "exactly what is left of the first");
+    let large = allocate(&arena, 3 * MIB + 1, two);
+    assert_eq!((at(&large), large.bytes()), (2 * MIB, 3 * MIB + 256));
+    free(&arena, large, two);
+    // It was joined with the rest of the arena, of which the next superblock is cut.
+    let next = allocate(&arena, MIB, one);
+    assert_eq!(at(&next), 2 * MIB);
+    let rest = allocate(&arena, 13 * MIB, one);
+    assert_eq!(at(&rest), 3 * MIB);
+    assert_eq!(arena.stats().num_device_alloc, 1);
+    for block in [base, again, next, rest] {
+        free(&arena, block, one);
+    }
+    free(&arena, small, two);
+}
+
+#[test]
+fn a_superblock_in_which_large_blocks_are_in_use_serves_a_stream() {
+    let (arena, [one, two]) = arena(64 * MIB);
+    // Each in a superblock of its own size, but the last: what is left behind it is no superblock.
+    let blocks = [8 * MIB, 4 * MIB, 3 * MIB + MIB / 2].map(|bytes| allocate(&arena, bytes, one));
+    let base = blocks[0].addr().get();
+    let at = |block: &Block| block.addr().get() - base;
+    let small = allocate(&arena, 256, two);
+    assert_eq!(at(&small), 15 * MIB + MIB / 2);
+    let [first, second, third] = blocks;
+    // The third block's superblock is the second stream's now, and so is the range that it leaves.
+    free(&arena, third, one);
+    let again = allocate(&arena, MIB, two);
+    assert_eq!(at(&again), 12 * MIB);
+    // What lies between the two is the second stream's, until nothing else is left.
+    let taken_back = allocate(&arena, 2 * MIB, one);
+    assert_eq!((at(&taken_back), taken_back.path()), (13 * MIB, vramlab::Path::Retry));
+    for block in [first, second, taken_back] {
+        free(&arena, block, one);
+    }
+    for block in [small, again] {
+        free(&arena, block, two);
+    }
+    let whole = allocate(&arena, 16 * MIB, one);
+    assert_eq!(at(&whole), 0);
+    free(&arena, whole, one);
+}
+
+#[test]
+fn an_arena_that_is_full_takes_every_superblock_back() {
+    let (arena, [one, two]) = arena(64 * MIB);
+    let (first, second) = (allocate(&arena, 256, one), allocate(&arena, 256, two));
+    let large = allocate(&arena, 14 * MIB, one);
+    let base = first.addr().get();
+    free(&arena, first, one);
+    // Both streams keep their superblocks, though the first one's is empty, and nothing else is left. The request needs more than
+    // one superblock, and the second is in use, so taking them back does not help.
+    let error = arena.allocate(Request::new(MIB + 1), one).unwrap_err();
+    let vramlab::AllocError::OutOfMemory(report) = error else { panic!("{error}") };
+    assert_eq!((report.largest_free_bytes, report.needed_bytes), (Some(MIB), MIB + 256));
+    // They are the global arena's now. The one in use serves the first stream as soon as the empty one is taken.
+    let found = [MIB, 256].map(|bytes| allocate(&arena, bytes, one));
+    assert_eq!(found.each_ref().map(|block| block.addr().get() - base), [0, MIB + 256]);
+    assert_eq!((arena.stats().num_alloc_retries, arena.stats().num_ooms), (1, 1));
+    for block in found.into_iter().chain([large]) {
+        free(&arena, block, one);
+    }
+    free(&arena, second, two);
+    let whole = allocate(&arena, 16 * MIB, two);
+    assert_eq!((whole.addr().get(), whole.path()), (base, vramlab::Path::Retry));
+    free(&arena, whole, two);
+}
+
+#[test]
+fn an_arena_that_the_device_refuses_is_no_arena_unless_its_size_is_the_devices_business() {
+    let (arena, [one, _]) = self::arena(8 * MIB);
+    let error = arena.allocate(Request::new(1), one).unwrap_err();
+    let vramlab::AllocError::OutOfMemory(report) = error else { panic!("{error}") };
+    assert_eq!((report.needed_bytes, report.reserved_bytes, arena.stats().num_ooms), (16 * MIB, 0, 1));
+    for (refusals, bytes) in [(0, 20 * MIB), (1, 10 * MIB)] {
+        let driver = Arc::new(FaultyDriver::new(Arc::new(NullDriver::new(40 * MIB))));
+        let stream = driver.stream_create().unwrap();
+        let arena = RmmArena::new(Arc::clone(&driver) as Arc<dyn Driver>, RmmArenaSettings::default());
+        if refusals > 0 {
+            driver.fail(CallKind::MemAlloc, 0, DriverError::OUT_OF_MEMORY);
+        }
+        free(&arena, allocate(&arena, 1, stream), stream);
+        let reserved = arena.stats().reserved_bytes.all.current;
+        assert_eq!((reserved, driver.injected()), (bytes, refusals), "half of what is free, or half of that");
+    }
+    // A simulated GPU that computes has no more memory than its host.
+    let sim = SimDriver::new(Profile::h200(), SimMemory::Host).with_host_limit(2048 * MIB);
+    let stream = sim.stream_create().unwrap();
+    let arena = RmmArena::new(Arc::new(sim), RmmArenaSettings::default());
+    free(&arena, allocate(&arena, 1, stream), stream);
+    assert_eq!(arena.stats().reserved_bytes.all.current, 1024 * MIB);
+}
+
+/// Whether the host waits for the stream when a block of `bytes` is freed behind a millisecond of work.
+fn host_waits(bytes: u64) -> bool {
+    let sim = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
+    let driver: Arc<dyn Driver> = Arc::clone(&sim) as _;
+    let (stream, done) = (driver.stream_create().unwrap(), driver.event_create(false).unwrap());
+    let arena = RmmArena::new(Arc::clone(&driver), RmmArenaSettings::default());
+    let block = allocate(&arena, bytes, stream);
+    sim.launch(stream, "reads the block", (1, 1), 4_300_000_000, &[(block.addr().get(), bytes)]).unwrap();
+    driver.event_record(done, stream).unwrap();
+    free(&arena, block, stream);
+    let waits = driver.event_query(done).unwrap();
+    drop(arena);
+    // SAFETY: nobody waits for it any more.
+    unsafe { driver.event_destroy(done) }.unwrap();
+    waits
+}
+
+#[test]
+fn a_large_block_is_waited_for_and_a_small_one_is_not() {
+    assert_eq!([MIB, MIB + 1].map(host_waits), [false, true]);
 }

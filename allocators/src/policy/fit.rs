@@ -4,7 +4,7 @@
 //! list and never hands out a block of another.
 #![forbid(unsafe_code)]
 
-mod lowest;
+pub mod lowest;
 mod oldest;
 pub mod tlsf;
 
@@ -25,7 +25,7 @@ pub enum Fit {
     Oldest(Oldest),
     /// The block with the lowest address that fits. A search looks at one block of each larger power of two, and
     /// at those of its own that lie in front of what it finds.
-    First(Lowest),
+    First(Lowest<FreeList, BlockId>),
     /// Two-level segregated fit: any block of the first class in which all fit. See [`tlsf`]. A search takes a few instructions
     /// and one look into a tree.
     Tlsf(Tlsf),
@@ -89,7 +89,7 @@ impl Fit {
                 blocks.insert((list, bytes, addr, id));
             }
             Self::Oldest(blocks) => blocks.insert(block),
-            Self::First(blocks) => blocks.insert(block),
+            Self::First(blocks) => blocks.insert(list, addr, bytes, id),
             Self::Tlsf(blocks) => blocks.insert(block),
             Self::Next { blocks, .. } => {
                 blocks.insert((list, addr), (bytes, id));
@@ -103,7 +103,7 @@ impl Fit {
         let known = match self {
             Self::Best(blocks) => blocks.remove(&(list, bytes, addr, id)),
             Self::Oldest(blocks) => blocks.remove(block),
-            Self::First(blocks) => blocks.remove(block),
+            Self::First(blocks) => blocks.remove(list, addr, bytes, id),
             Self::Tlsf(blocks) => blocks.remove(block),
             Self::Next { blocks, .. } => blocks.remove(&(list, addr)).is_some_and(|known| known == (bytes, id)),
         };
@@ -122,7 +122,7 @@ impl Fit {
                 (*found == list && *size <= largest).then_some(*id)
             }
             Self::Oldest(blocks) => blocks.find(list, bytes, largest),
-            Self::First(blocks) => blocks.find(list, bytes, largest),
+            Self::First(blocks) => blocks.find(list, bytes, largest).map(|(_, id)| id),
             Self::Tlsf(blocks) => blocks.find(list, bytes, largest),
             Self::Next { blocks, last } => {
                 let at = last.get(&list).copied().unwrap_or(0);
@@ -153,7 +153,9 @@ impl Fit {
                 own.map(|&(list, bytes, addr, id)| FreeBlock { list, addr, bytes, id }).collect()
             }
             Self::Oldest(blocks) => blocks.of(list),
-            Self::First(blocks) => blocks.of(list),
+            Self::First(blocks) => {
+                blocks.of(list).map(|(addr, bytes, id)| FreeBlock { list, addr, bytes, id }).collect()
+            }
             Self::Tlsf(blocks) => blocks.of(list),
             Self::Next { blocks, .. } => {
                 let own = blocks.range((Included((list, 0)), Included((list, u64::MAX))));

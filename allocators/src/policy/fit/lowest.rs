@@ -1,47 +1,53 @@
-//! Free blocks in bins by size, so that the lowest one that is large enough is found without passing over all smaller ones.
+//! Free ranges in bins by size, so that the lowest one that is large enough is found without passing over all smaller ones.
 
-use crate::space::{BlockId, FreeBlock, FreeList};
 use std::collections::BTreeMap;
 
-/// Free blocks by list, then by the power of two below their size, then by address: their sizes and names.
-#[derive(Clone, Debug, Default)]
-pub struct Lowest(BTreeMap<(FreeList, u32), BTreeMap<u64, (u64, BlockId)>>);
+/// Free ranges by list, then by the power of two below their size, then by address: their sizes, and what is kept of each.
+#[derive(Clone, Debug)]
+pub struct Lowest<List, Kept>(BTreeMap<(List, u32), BTreeMap<u64, (u64, Kept)>>);
+
+impl<List, Kept> Default for Lowest<List, Kept> {
+    fn default() -> Self {
+        Self(BTreeMap::new())
+    }
+}
 
 fn bin(bytes: u64) -> u32 {
     bytes.max(1).ilog2()
 }
 
-impl Lowest {
-    pub(super) fn insert(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) {
-        self.0.entry((list, bin(bytes))).or_default().insert(addr, (bytes, id));
+impl<List: Copy + Ord, Kept: Copy + PartialEq> Lowest<List, Kept> {
+    /// Adds a range.
+    pub fn insert(&mut self, list: List, addr: u64, bytes: u64, kept: Kept) {
+        self.0.entry((list, bin(bytes))).or_default().insert(addr, (bytes, kept));
     }
 
-    /// False when it is not there.
-    pub(super) fn remove(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) -> bool {
+    /// Takes a range out; false when it is not there.
+    pub fn remove(&mut self, list: List, addr: u64, bytes: u64, kept: Kept) -> bool {
         let key = (list, bin(bytes));
-        let Some(blocks) = self.0.get_mut(&key) else { return false };
-        let known = blocks.remove(&addr).is_some_and(|known| known == (bytes, id));
-        if blocks.is_empty() {
+        let Some(ranges) = self.0.get_mut(&key) else { return false };
+        let known = ranges.remove(&addr).is_some_and(|known| known == (bytes, kept));
+        if ranges.is_empty() {
             self.0.remove(&key);
         }
         known
     }
 
-    /// The block with the lowest address of those that have `bytes` to `largest`. In all bins but the first and the last the
-    /// lowest block will do.
-    pub(super) fn find(&self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
-        let mut lowest: Option<(u64, BlockId)> = None;
-        for blocks in self.0.range((list, bin(bytes))..=(list, bin(largest))).map(|(_, blocks)| blocks) {
-            let below = blocks.iter().take_while(|(addr, _)| lowest.is_none_or(|(lowest, _)| **addr < lowest));
+    /// The address of the lowest range that has `bytes` to `largest`, and what is kept of it. In all bins but the first and the
+    /// last the lowest range will do.
+    pub fn find(&self, list: List, bytes: u64, largest: u64) -> Option<(u64, Kept)> {
+        let mut lowest: Option<(u64, Kept)> = None;
+        for ranges in self.0.range((list, bin(bytes))..=(list, bin(largest))).map(|(_, ranges)| ranges) {
+            let below = ranges.iter().take_while(|(addr, _)| lowest.is_none_or(|(lowest, _)| **addr < lowest));
             let mut fits = below.filter(|(_, (size, _))| (bytes..=largest).contains(size));
-            lowest = fits.next().map(|(addr, (_, id))| (*addr, *id)).or(lowest);
+            lowest = fits.next().map(|(addr, (_, kept))| (*addr, *kept)).or(lowest);
         }
-        lowest.map(|(_, id)| id)
+        lowest
     }
 
-    /// The blocks of a list.
-    pub(super) fn of(&self, list: FreeList) -> Vec<FreeBlock> {
-        let bins = self.0.range((list, 0)..=(list, u32::MAX)).flat_map(|(_, blocks)| blocks);
-        bins.map(|(&addr, &(bytes, id))| FreeBlock { list, addr, bytes, id }).collect()
+    /// The ranges of a list: address, size, and what is kept.
+    pub fn of(&self, list: List) -> impl Iterator<Item = (u64, u64, Kept)> {
+        let bins = self.0.range((list, 0)..=(list, u32::MAX)).flat_map(|(_, ranges)| ranges);
+        bins.map(|(&addr, &(bytes, kept))| (addr, bytes, kept))
     }
 }

@@ -1,0 +1,435 @@
+//! # `rmm-arena`: RMM's arenas, cut from one block of the device
+//!
+//! The policy of `rmm::mr::arena_memory_resource` of NVIDIA's RAPIDS, without its size classes. Given the same requests on the
+//! same streams it puts every block where RMM puts it (`experiments replay HISTORY --alloc rmm-arena --against FILE`).
+//!
+//! *Idea.* One large block is taken from the device and cut into superblocks. Each stream has an arena of superblocks for its
+//! small requests, so streams do not get in each other's way. Large requests are served from the global arena. Its memory
+//! serves every stream, because the host waits for a stream before it takes a large block back.
+//!
+//! *A request* (`allocate`):
+//! 1. The size is rounded up to 256 bytes.
+//! 2. Above 1 MiB the global arena serves it. The lowest free range that is large enough is chosen, and with it the superblock
+//!    that it lies in. If that superblock is empty and at least 1 MiB larger than the request, it is cut, so that a superblock
+//!    of the request's size remains. The request gets the front of the range.
+//! 3. Up to 1 MiB the stream's arena serves it: again from the lowest free range that is large enough.
+//! 4. If there is none, the stream's arena gets a superblock of the global arena. It is chosen as in 2; an empty and large one is
+//!    cut to 1 MiB. Large blocks may be in use in it.
+//! 5. If there is none, the host waits for the device. All superblocks of streams go back to the global arena, also those with
+//!    blocks in use. Then the request is tried again.
+//!
+//! *A free* (`free`). A small block goes back to its stream's arena at once. The host waits for the stream first if the block
+//! is large, or if its superblock is no longer in the stream's arena. Free ranges of one superblock are joined. An empty
+//! superblock of the global arena is joined with empty ones beside it; streams keep theirs.
+//!
+//! *What is different from RMM.* The block is taken from the device at the first request. As in RMM it is half of what is free
+//! unless `arena_size` says otherwise. Where the device refuses that half, it is 1 GiB or less. (A simulated GPU that computes
+//! has no more memory than its host.) RMM knows nothing of uses on other streams: a free that was announced (`record_use`)
+//! waits for them as in [`pytorch`](super::pytorch). RMM gives the block back at its end only; here also when the program asks
+//! for it (`trim`) and nothing of it is in use. RMM has an arena for each thread that uses the per-thread default stream,
+//! which no driver here makes. Private pools of graphs are [`Pooled`]'s.
+//!
+//! *Good at* small requests from many streams, and at driver calls: it makes one. *Bad at* asynchronous work, since each free
+//! of more than 1 MiB waits for its stream, and at sharing the device: its size never changes.
+//!
+//! *Cost.* O(log n) in the free ranges, and a step for each lower range of the request's power of two that is too small. Giving a
+//! superblock to another arena takes a step for each free range in it. (RMM's sets are searched from the front.)
+//!
+//! *Source.* RMM 26.10: `detail/arena.hpp`, `detail/arena_memory_resource_impl.cpp`; its functions are named where their rules are.
+
+use super::pooled::{Policy, Pooled};
+use super::pytorch;
+use super::registry::{Backend, Capabilities, StreamUse, With};
+use crate::contract::{AllocError, GUARANTEED_ALIGN, Path};
+use crate::device::{Driver, DriverError, StreamId};
+use crate::policy::Heap;
+use crate::policy::fit::Fit;
+use crate::policy::fit::lowest::Lowest;
+use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::size::Size;
+use crate::policy::source::Source;
+use crate::policy::stream::Stream;
+use crate::settings::{Settings as _, bytes};
+use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The entry in the [list of backends](super::registry).
+pub static BACKEND: Backend = Backend {
+    name: "rmm-arena",
+    summary: "RMM's arenas: one block of the device, cut into superblocks for each stream and for large requests",
+    capabilities: Capabilities {
+        streams: StreamUse::Any,
+        coalesces: false,
+        keeps_segments: true,
+        restores: false,
+        ..Pooled::<RmmArena>::CAPABILITIES
+    },
+    constructor: &With(|driver, settings: &RmmArenaSettings| Ok(Arc::new(RmmArena::new(driver, *settings)))),
+};
+
+/// Most bytes that are taken where the device refuses half of what is free.
+const SMALLER: u64 = 1 << 30;
+
+/// `superblock::minimum_size`, and the largest request that a stream's arena serves.
+const SUPERBLOCK: u64 = 1 << 20;
+
+crate::settings! {
+    /// Settings of RMM's arenas.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct RmmArenaSettings {
+        /// Bytes that are taken from the device at the first request; by default half of what is free then.
+        pub arena_size: Option<u64> = None, bytes().at_least(SUPERBLOCK).at_most(1 << 48).or("auto");
+    }
+    check RmmArenaSettings::consistent;
+}
+
+impl RmmArenaSettings {
+    fn consistent(&self) -> Result<(), String> {
+        match self.arena_size.filter(|size| !size.is_multiple_of(GUARANTEED_ALIGN)) {
+            Some(size) => Err(format!("arena_size is {size}; RMM's arena takes multiples of {GUARANTEED_ALIGN}")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// RMM's rules, see the [module](self).
+#[derive(Debug)]
+pub struct RmmArena {
+    settings: RmmArenaSettings,
+    size: Size,
+    /// For graphs.
+    ladder: Ladder,
+    /// Whose the block of the device is on the heap's account.
+    home: Option<FreeList>,
+    arenas: Arenas,
+    /// Frees that wait for other streams, by offset: their bytes.
+    pending: BTreeMap<u64, u64>,
+}
+
+impl RmmArena {
+    /// An allocator with these rules on a device.
+    #[must_use]
+    pub fn new(driver: Arc<dyn Driver>, settings: RmmArenaSettings) -> Pooled<Self> {
+        let source = Source::Plain { driver, limit: None };
+        let heap = Heap::new(Space::new(Account::new()), Fit::first(), Stream::Own, source);
+        let steps = vec![Step::Segment, Step::WaitForFrees, Step::FitAgain];
+        let ladder = Ladder { steps, size: SegmentSize::OfClass };
+        let (arenas, pending) = (Arenas::default(), BTreeMap::new());
+        Pooled::over(heap, Self { settings, size: Size::Rmm, ladder, home: None, arenas, pending })
+    }
+
+    /// `global_arena::initialize`: takes the block from the device. False when it has no memory for it.
+    fn begin(&mut self, heap: &mut Heap, list: FreeList) -> Result<bool, DriverError> {
+        (self.home, self.arenas) = (None, Arenas::default());
+        self.pending.clear();
+        let half = |bytes: u64| bytes / 2 / GUARANTEED_ALIGN * GUARANTEED_ALIGN;
+        let mut bytes = match self.settings.arena_size {
+            Some(bytes) => bytes,
+            None => half(heap.driver().mem_info()?.free),
+        };
+        while bytes >= SUPERBLOCK {
+            match heap.new_arena(list, bytes) {
+                Ok(true) => {
+                    (self.home, self.arenas) = (Some(list), Arenas::of(bytes));
+                    return Ok(true);
+                }
+                refused if self.settings.arena_size.is_some() => return refused,
+                // What a simulated GPU says when its host has no memory.
+                Err(error) if error.code != DriverError::OPERATING_SYSTEM => return Err(error),
+                _ => bytes = half(bytes).min(SMALLER),
+            }
+        }
+        Ok(false)
+    }
+
+    /// Frees what waited for streams that are done by now.
+    fn note_completed(&mut self, heap: &Heap) {
+        self.pending.retain(|offset, bytes| {
+            let completed = heap.is_free_in_arena(*offset, *bytes);
+            if completed {
+                self.arenas.free(*offset, *bytes);
+            }
+            !completed
+        });
+    }
+
+    /// `arena_memory_resource_impl::defragment`: waits for the device and takes every superblock back from the streams.
+    fn defragment(&mut self, heap: &mut Heap) -> Result<(), DriverError> {
+        // While a graph is captured the device cannot be waited for.
+        if !heap.is_capturing() {
+            heap.synchronize()?;
+            self.note_completed(heap);
+            heap.driver().device_synchronize()?;
+            self.arenas.clean();
+        }
+        Ok(())
+    }
+
+    fn refuse(&self, heap: &mut Heap, list: FreeList, requested: u64, needed: u64) -> AllocError {
+        heap.space_mut().account_mut().count_refusal();
+        let mut report = heap.refusal(BACKEND.name, self.home.unwrap_or(list), requested, needed);
+        // Not what lies side by side in two superblocks.
+        report.largest_free_bytes = Some(self.arenas.largest_free());
+        AllocError::OutOfMemory(Box::new(report))
+    }
+
+    /// A request in a capture.
+    fn allocate_private(
+        &mut self,
+        heap: &mut Heap,
+        list: FreeList,
+        bytes: u64,
+        requested: u64,
+    ) -> Result<(BlockId, Path), AllocError> {
+        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
+        let found = match heap.find(list, bytes, u64::MAX) {
+            Some(block) => Some((block, Path::Hit)),
+            None => self.ladder.climb(heap, &miss, |heap| Ok(heap.find(list, bytes, u64::MAX)))?,
+        };
+        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
+        let cut = heap.space()[block].bytes > bytes;
+        heap.take(block, list, bytes, requested);
+        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
+    }
+}
+
+impl Policy for RmmArena {
+    fn name(&self) -> &'static str {
+        BACKEND.name
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        self.settings.json()
+    }
+
+    fn size(&self) -> &Size {
+        &self.size
+    }
+
+    /// `arena_memory_resource_impl::allocate`.
+    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
+        let processed = heap.process_events();
+        self.note_completed(heap);
+        processed?;
+        // 1.
+        let bytes = self.size.round(requested);
+        let list = FreeList { owner, pool: None };
+        if owner.private.is_some() {
+            return self.allocate_private(heap, list, bytes, requested);
+        }
+        // A trim may have given it back.
+        let begins = heap.arena().is_none();
+        if begins && !self.begin(heap, list)? {
+            let needed = self.settings.arena_size.unwrap_or(bytes).max(bytes);
+            return Err(self.refuse(heap, list, requested, needed));
+        }
+        // 2. to 4.
+        let mut path = if begins { Path::DriverAlloc } else { Path::Hit };
+        let mut found = self.arenas.allocate(owner.stream, bytes);
+        // 5.
+        if found.is_none() {
+            path = Path::Retry;
+            self.defragment(heap)?;
+            heap.space_mut().account_mut().count_retry();
+            found = self.arenas.allocate(owner.stream, bytes);
+        }
+        let Some((offset, cut)) = found else { return Err(self.refuse(heap, list, requested, bytes)) };
+        let block = heap.take_in_arena(offset, bytes, owner, requested);
+        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
+    }
+
+    /// `arena_memory_resource_impl::deallocate`.
+    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
+        let record = &heap.space()[block];
+        let (owner, bytes, addr) = (record.list.owner, record.bytes, record.addr);
+        let Some(arena) = heap.arena().filter(|_| owner.private.is_none()) else {
+            return pytorch::free(heap, block, users);
+        };
+        let offset = addr - arena;
+        let stays_with_stream = bytes <= SUPERBLOCK && self.arenas.holder(offset) == Some(owner.stream);
+        let waited = if stays_with_stream { Ok(()) } else { wait(heap.driver().as_ref(), owner.stream) };
+        if waited.is_err() || !users.is_empty() {
+            self.pending.insert(offset, bytes);
+            // What the host could not wait for is one more use.
+            let own = waited.is_err().then_some(owner.stream);
+            let users: Vec<StreamId> = users.iter().copied().chain(own).collect();
+            let put = heap.put_after(block, &users);
+            waited.and(put)?;
+            return Ok(Path::Deferred);
+        }
+        heap.put(block);
+        let joined = self.arenas.free(offset, bytes);
+        Ok(if joined { Path::Coalesce } else { Path::Hit })
+    }
+
+    /// Its superblocks are not another allocator's segments.
+    fn restores(&self) -> bool {
+        false
+    }
+}
+
+/// Lets the host wait for a stream, or for the whole device where the stream is gone.
+fn wait(driver: &dyn Driver, stream: StreamId) -> Result<(), DriverError> {
+    match driver.stream_synchronize(stream) {
+        Err(error) if error.code == DriverError::INVALID_HANDLE => driver.device_synchronize(),
+        outcome => outcome,
+    }
+}
+
+/// What is free, and whose it is. Ranges are offsets from the beginning of the block.
+#[derive(Debug, Default)]
+struct Arenas {
+    /// By offset. They cover the whole block.
+    superblocks: BTreeMap<u64, Superblock>,
+    /// Free ranges of each holder's superblocks.
+    free: Lowest<Holder, ()>,
+}
+
+/// The stream whose arena has a superblock; `None` for the global arena.
+type Holder = Option<StreamId>;
+
+/// A part of the block.
+#[derive(Debug)]
+struct Superblock {
+    bytes: u64,
+    holder: Holder,
+    /// Free ranges by offset: their bytes. No two of them touch.
+    free: BTreeMap<u64, u64>,
+}
+
+impl Superblock {
+    fn is_empty(&self) -> bool {
+        self.free.first_key_value().is_some_and(|(_, bytes)| *bytes == self.bytes)
+    }
+}
+
+impl Arenas {
+    /// A global arena of one superblock.
+    fn of(bytes: u64) -> Self {
+        let mut arenas = Self::default();
+        arenas.insert_empty(0, bytes);
+        arenas
+    }
+
+    fn insert_empty(&mut self, start: u64, bytes: u64) {
+        self.superblocks.insert(start, Superblock { bytes, holder: None, free: BTreeMap::from([(start, bytes)]) });
+        self.free.insert(None, start, bytes, ());
+    }
+
+    /// The superblock that an offset lies in.
+    fn start_of(&self, offset: u64) -> u64 {
+        let below = self.superblocks.range(..=offset).next_back();
+        *below.expect("superblocks should cover every block").0
+    }
+
+    fn superblock(&mut self, start: u64) -> &mut Superblock {
+        self.superblocks.get_mut(&start).expect("a superblock should be there until it is joined with another")
+    }
+
+    /// Whose arena an offset lies in.
+    fn holder(&self, offset: u64) -> Holder {
+        self.superblocks[&self.start_of(offset)].holder
+    }
+
+    /// `arena::allocate_sync`: takes a range for a stream. Its offset, and whether it was cut off a larger one.
+    fn allocate(&mut self, stream: StreamId, bytes: u64) -> Option<(u64, bool)> {
+        let holder = (bytes <= SUPERBLOCK).then_some(stream);
+        let own = holder.and_then(|_| self.free.find(holder, bytes, u64::MAX)).map(|(offset, ())| offset);
+        let offset = own.or_else(|| self.acquire(holder, bytes))?;
+        // `superblock::first_fit`
+        let start = self.start_of(offset);
+        let size = self.superblock(start).free.remove(&offset).expect("what was found should be free");
+        self.free.remove(holder, offset, size, ());
+        if bytes < size {
+            self.superblock(start).free.insert(offset + bytes, size - bytes);
+            self.free.insert(holder, offset + bytes, size - bytes, ());
+        }
+        Some((offset, bytes < size))
+    }
+
+    /// `global_arena::acquire`, `first_fit`: gives the global arena's first superblock with room to a holder. The offset of its
+    /// first range that is large enough.
+    fn acquire(&mut self, holder: Holder, bytes: u64) -> Option<u64> {
+        let (offset, ()) = self.free.find(None, bytes, u64::MAX)?;
+        let (start, due) = (self.start_of(offset), bytes.max(SUPERBLOCK));
+        let superblock = &self.superblocks[&start];
+        let whole = superblock.bytes;
+        if superblock.is_empty() && whole >= due + SUPERBLOCK {
+            self.free.remove(None, start, whole, ());
+            self.insert_empty(start, due);
+            self.insert_empty(start + due, whole - due);
+        }
+        self.hand(start, holder);
+        Some(offset)
+    }
+
+    /// Gives a superblock to a holder, with all that is in it.
+    fn hand(&mut self, start: u64, holder: Holder) {
+        let superblock = self.superblocks.get_mut(&start).expect("only a superblock can be given away");
+        let before = std::mem::replace(&mut superblock.holder, holder);
+        if before != holder {
+            for (&offset, &bytes) in &superblock.free {
+                self.free.remove(before, offset, bytes, ());
+                self.free.insert(holder, offset, bytes, ());
+            }
+        }
+    }
+
+    /// `superblock::coalesce`, `global_arena::deallocate_sync`: makes a range free. True when it was joined with another.
+    fn free(&mut self, offset: u64, bytes: u64) -> bool {
+        let start = self.start_of(offset);
+        let superblock = self.superblocks.get_mut(&start).expect("what is freed should be in a superblock");
+        let (mut low, mut high) = (offset, offset + bytes);
+        if let Some(behind) = superblock.free.remove(&high) {
+            self.free.remove(superblock.holder, high, behind, ());
+            high += behind;
+        }
+        let front = superblock.free.range(..offset).next_back().map(|(at, bytes)| (*at, *bytes));
+        if let Some((at, front)) = front.filter(|(at, bytes)| at + bytes == offset) {
+            superblock.free.remove(&at);
+            self.free.remove(superblock.holder, at, front, ());
+            low = at;
+        }
+        superblock.free.insert(low, high - low);
+        self.free.insert(superblock.holder, low, high - low, ());
+        self.join(start);
+        high - low > bytes
+    }
+
+    /// `global_arena::coalesce`: joins a superblock of the global arena with those beside it, if they are empty.
+    fn join(&mut self, start: u64) {
+        let empty = |superblock: &Superblock| superblock.holder.is_none() && superblock.is_empty();
+        let Some(own) = self.superblocks.get(&start).filter(|own| empty(own)) else { return };
+        let end = start + own.bytes;
+        let before = self.superblocks.range(..start).next_back();
+        let before = before.filter(|(_, before)| empty(before)).map(|(at, before)| (*at, before.bytes));
+        let behind = self.superblocks.get(&end).filter(|behind| empty(behind)).map(|behind| (end, behind.bytes));
+        let (mut low, mut high) = (start, end);
+        for (at, bytes) in before.into_iter().chain(behind) {
+            (low, high) = (low.min(at), high.max(at + bytes));
+            self.superblocks.remove(&at);
+            self.free.remove(None, at, bytes, ());
+        }
+        if (low, high) != (start, end) {
+            self.superblocks.remove(&start);
+            self.free.remove(None, start, end - start, ());
+            self.insert_empty(low, high - low);
+        }
+    }
+
+    /// `arena::clean` of every stream: the global arena gets all superblocks.
+    fn clean(&mut self) {
+        let held = self.superblocks.iter().filter(|(_, superblock)| superblock.holder.is_some());
+        let held: Vec<u64> = held.map(|(start, _)| *start).collect();
+        for start in held {
+            self.hand(start, None);
+            self.join(start);
+        }
+    }
+
+    /// The largest range that is free.
+    fn largest_free(&self) -> u64 {
+        self.superblocks.values().flat_map(|superblock| superblock.free.values()).max().copied().unwrap_or(0)
+    }
+}
