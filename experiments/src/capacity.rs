@@ -7,7 +7,7 @@ use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 use trainer::alloc::{self, Selections};
-use trainer::terminal::{Bar, Cell, Comparison, Page, command, quoted};
+use trainer::terminal::{Bar, Cell, Comparison, Page, quoted};
 use vramlab::histories::replay::{ReplayError, smallest_memory};
 use vramlab::{AllocError, Bytes, DeviceKind, DeviceName, Selection};
 
@@ -153,6 +153,6 @@ fn report(rows: &[Row]) -> Page {
     let least = Bytes(best.max_live_bytes);
     let arguments =
         format!("replay {} --limit {}B --device {}", quoted(&first.trace), best.capacity_bytes, first.device);
-    page.end(format!("{found}; {least} are live at once."), &command("experiments", &arguments));
+    page.end(format!("{found}; {least} are live at once."), &crate::next_command(&arguments));
     page
 }

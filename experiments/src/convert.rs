@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use trainer::settings::export_parser;
-use trainer::terminal::{Bar, Page, command, quoted};
+use trainer::terminal::{Bar, Page, quoted};
 use vramlab::budget::Budget;
 use vramlab::histories::replay::{HistoryBuilder, ReplayError, recorded_settings};
 use vramlab::histories::trace::{
@@ -62,7 +62,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
     let out = quoted(&args.out.to_string_lossy());
     match args.to {
         Export::Perfetto => page.line(format!("Next: open {out} in https://ui.perfetto.dev")),
-        _ => page.next(&command("experiments", &format!("replay {out}"))),
+        _ => page.next(&crate::next_command(&format!("replay {out}"))),
     }
     crate::print(page)
 }

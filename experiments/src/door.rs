@@ -1,6 +1,6 @@
 //! The command line of `vramlab`, for those who come with a snapshot of PyTorch's allocator and a question.
 
-use crate::{capacity, convert, replay};
+use crate::{advise, capacity, convert, replay};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
@@ -16,6 +16,8 @@ pub(crate) struct Door {
 
 #[derive(Debug, Subcommand)]
 enum Question {
+    /// Says which setting of PyTorch's allocator mends a history, and what it would reserve under it
+    Advise(advise::AdviseArgs),
     /// Replays recorded histories under each allocator
     Replay(replay::ReplayArgs),
     /// Finds the smallest memory in which a recorded history still runs under each allocator
@@ -27,6 +29,7 @@ enum Question {
 /// Answers.
 pub(crate) fn run(door: Door) -> Result<()> {
     match door.command {
+        Question::Advise(args) => advise::advise(&args),
         Question::Replay(args) => replay::replay(&args),
         Question::Capacity(args) => capacity::capacity(&args),
         Question::Convert(args) => convert::convert(&args),

@@ -1,4 +1,4 @@
-//! What `replay` and `capacity` share: reading a history, opening a device.
+//! What the commands that replay share: reading a history, opening a device.
 
 mod recorded;
 
@@ -7,6 +7,7 @@ use crate::profile;
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow};
 use recorded::Tally;
+use serde_json::{Map, Value};
 use std::path::Path;
 use std::sync::Arc;
 use vramlab::backends::CachingSettings;
@@ -22,10 +23,22 @@ pub(crate) struct Recorded {
     pub(crate) settings: CachingSettings,
     /// What the program that recorded it held; `None` where the file does not tell.
     pub(crate) as_recorded: Option<AsRecorded>,
+    /// The allocator's settings as the file names them.
+    pub(crate) allocator_settings: Map<String, Value>,
 }
 
 /// Reads and compiles a file. `limit` is the memory limit under which it was recorded, where the file does not say it.
 pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Recorded> {
+    load_under(path, gpu, reading, |_| limit)
+}
+
+/// The same where what the recording program held says which limit it had.
+pub(crate) fn load_under(
+    path: &Path,
+    gpu: Option<u16>,
+    reading: &ReadArgs,
+    limit: impl FnOnce(Option<&AsRecorded>) -> Option<u64>,
+) -> Result<Recorded> {
     let options = reading.options();
     let mut builder = HistoryBuilder::new(gpu).within(&options.budget);
     let mut tally = Tally::new(gpu);
@@ -34,8 +47,10 @@ pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &
         builder.push(&event).map_err(ReadError::stop)
     };
     let summary = read(path, &options, &mut sink)?;
+    let as_recorded = tally.finish(&summary);
+    let limit = limit(as_recorded.as_ref());
     let mut recorded = compile(builder, &summary, limit).with_context(|| path.display().to_string())?;
-    recorded.as_recorded = tally.finish(&summary);
+    recorded.as_recorded = as_recorded;
     if recorded.history.events() == 0 {
         return Err(no_events(path, gpu, &summary));
     }
@@ -56,7 +71,8 @@ pub(crate) fn compile(
     }
     let mut settings = recorded_settings(&summary.allocator_settings)?;
     settings.memory_limit = limit.or(settings.memory_limit);
-    Ok(Recorded { history: builder.finish(&settings)?, settings, as_recorded: None })
+    let allocator_settings = summary.allocator_settings.clone();
+    Ok(Recorded { history: builder.finish(&settings)?, settings, as_recorded: None, allocator_settings })
 }
 
 /// A history that holds nothing, or nothing of the chosen GPU.

@@ -1,6 +1,7 @@
 //! The programs `experiments` (runs the trainer under several allocators, compares what it recorded, measures device profiles)
 //! and `vramlab` (answers questions about a recorded history of PyTorch's allocator).
 
+mod advise;
 mod bench;
 mod calibrate;
 mod capacity;
@@ -24,6 +25,7 @@ use serde::Serialize;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::OnceLock;
 use trainer::terminal::{self, Column, Page, Table};
 use vramlab::DeviceName;
 use vramlab::device::sim::MemoryCost;
@@ -111,7 +113,7 @@ enum Command {
 /// The program `experiments`, from its command line to its exit code.
 #[must_use]
 pub fn experiments() -> ExitCode {
-    started();
+    started("experiments");
     let cli: Cli = terminal::parse(std::env::args_os().collect());
     let result = match cli.command {
         Command::Run(args) => study::run(&args),
@@ -147,12 +149,16 @@ pub fn experiments() -> ExitCode {
 /// The program `vramlab`, from its command line to its exit code.
 #[must_use]
 pub fn vramlab() -> ExitCode {
-    started();
+    started("vramlab");
     ended(door::run(terminal::parse(std::env::args_os().collect())))
 }
 
+/// The program that runs.
+static PROGRAM: OnceLock<&str> = OnceLock::new();
+
 /// What both programs do first.
-fn started() {
+fn started(program: &'static str) {
+    PROGRAM.get_or_init(|| program);
     terminal::report_panics();
     // Where the system lets nobody listen, such a limit ends the process, as it would anyway.
     let _ = trainer::signals::outlive_file_limits();
@@ -185,6 +191,11 @@ fn writable(out: &Path, measurements: Option<&Path>) -> Result<()> {
 /// The grammar of this program's command line.
 fn command() -> clap::Command {
     <Cli as clap::CommandFactory>::command()
+}
+
+/// A command line of the program that runs, to go on with.
+fn next_command(arguments: &str) -> String {
+    terminal::command(PROGRAM.get().copied().unwrap_or("experiments"), arguments)
 }
 
 /// Writes a page to stdout.

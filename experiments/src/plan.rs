@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
-use trainer::terminal::{Bar, Page, command, quoted};
+use trainer::terminal::{Bar, Page, quoted};
 use vramlab::Bytes;
 use vramlab::histories::plan::{CrossStream, PlanSettings, plan as place, stitched};
 use vramlab::output::{self, Existing};
@@ -105,6 +105,6 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         }
         None => format!("plan {} -o plan.json", quoted(&trace)),
     };
-    page.end(said, &command("experiments", &next));
+    page.end(said, &crate::next_command(&next));
     crate::print(page)
 }

@@ -8,7 +8,7 @@ use crate::history::{AsRecorded, Devices, Recorded, failed, load};
 use crate::reading::ReadArgs;
 use against::Compared;
 use anyhow::Result;
-use bound::{Bounds, PlanChoice};
+pub(crate) use bound::{Bounds, PlanChoice};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -203,7 +203,7 @@ fn run(
     };
     let on_gpu = args.device.kind() == DeviceKind::Cuda;
     let how =
-        ReplaySettings { addresses, touch: args.touch, limit: outside.filter(|_| on_gpu), stop_at_failure: false };
+        ReplaySettings { addresses, touch: args.touch, limit: outside.filter(|_| on_gpu), ..ReplaySettings::default() };
     let once = || -> Result<(ReplayReport, String)> {
         let driver = devices.make(outside)?;
         let report = match against {

@@ -86,14 +86,16 @@ pub fn quoted(word: &str) -> String {
     }
 }
 
-/// A command line of one of the two programs, as the user would type it where this program was started: under `cargo run`,
+/// A command line of one of the programs, as the user would type it where this program was started: under `cargo run`,
 /// by its path, or by its name.
 #[must_use]
 pub fn command(program: &str, arguments: &str) -> String {
     let exe = std::env::current_exe().unwrap_or_default();
     if std::env::var_os("CARGO").is_some() {
         let release = exe.parent().is_some_and(|folder| folder.ends_with("release"));
-        return format!("cargo run {}-p {program} -- {arguments}", if release { "--release " } else { "" });
+        // The crate `experiments` has two programs.
+        let package = if program == "vramlab" { "experiments --bin vramlab" } else { program };
+        return format!("cargo run {}-p {package} -- {arguments}", if release { "--release " } else { "" });
     }
     let called = std::env::args_os().next().map(std::path::PathBuf::from).unwrap_or_default();
     let folder = called.parent().filter(|folder| !folder.as_os_str().is_empty());

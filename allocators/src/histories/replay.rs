@@ -33,8 +33,8 @@
 //!   may go back in another order. In a log that is cut inside a retry under a limit, what the retry had waited for looks
 //!   as if it had always been free. A log that does not say what was held at the end shows such blocks by their frees only, and cannot be compared address for
 //!   address.
-//! - **Refused requests** (`oom`) never lived. They are replayed at recorded addresses only, where they matter for what
-//!   they made the allocator release.
+//! - **Refused requests** (`oom`) never lived. They are replayed at recorded addresses, where they matter for what they made
+//!   the allocator release, and where it is asked whether they would be refused again ([`ReplaySettings::ask_again`]).
 //!
 //! A log can be explained in more than one way:
 //!
@@ -78,7 +78,7 @@ mod settings;
 mod windows;
 
 pub use builder::HistoryBuilder;
-pub use capacity::{Capacity, Probe, smallest_memory};
+pub use capacity::{Capacity, Probe, smallest_in, smallest_memory};
 pub use history::History;
 pub use oom::{Held, OutOfMemory, StreamHeld};
 pub use op::MAX_STREAMS;

@@ -9,14 +9,14 @@ use vramlab::histories::replay::History;
 
 /// Whether a plan is searched for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum PlanChoice {
+pub(crate) enum PlanChoice {
     On,
     Off,
 }
 
 /// The bounds of a history; the keys are described in `analysis/schema.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub(super) struct Bounds {
+pub(crate) struct Bounds {
     lower_bound_bytes: u64,
     plan_bytes: Option<u64>,
     ordered_lower_bound_bytes: u64,
@@ -25,7 +25,7 @@ pub(super) struct Bounds {
 
 impl Bounds {
     /// Those of a history. `progress` hears what is known so far.
-    pub(super) fn of(history: &History, choice: PlanChoice, mut progress: impl FnMut(&str)) -> Self {
+    pub(crate) fn of(history: &History, choice: PlanChoice, mut progress: impl FnMut(&str)) -> Self {
         let lifetimes = history.lifetimes();
         let mut search = |cross_stream| {
             let settings = PlanSettings { cross_stream, ..PlanSettings::for_blocks(lifetimes.len()) };

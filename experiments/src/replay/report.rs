@@ -4,7 +4,7 @@ use super::{AddressChoice, Row};
 use crate::history::AsRecorded;
 use trainer::alloc::heading;
 use trainer::report::duration;
-use trainer::terminal::{Cell, Comparison, Page, command, quoted};
+use trainer::terminal::{Cell, Comparison, Page, quoted};
 use vramlab::Bytes;
 
 fn size(bytes: u64) -> String {
@@ -174,7 +174,7 @@ pub(super) fn end(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) 
     let whole = || rows.iter().filter(|row| row.failed_allocations == 0);
     let Some(least) = whole().min_by_key(|row| row.peak_reserved_bytes) else {
         let next = format!("capacity {}", quoted(&first.trace));
-        page.end("No allocator gets through the history in this memory.", &command("experiments", &next));
+        page.end("No allocator gets through the history in this memory.", &crate::next_command(&next));
         return;
     };
     let mut found = format!("{} reserves {} at its peak", least.alloc, size(least.peak_reserved_bytes));
@@ -198,5 +198,5 @@ pub(super) fn end(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) 
     {
         found += &format!("; {} makes {}, {} {}", fewest.alloc, counted(calls(fewest)), most.alloc, calls(most));
     }
-    page.end(format!("{found}."), &command("experiments", &format!("capacity {}", quoted(&first.trace))));
+    page.end(format!("{found}."), &crate::next_command(&format!("capacity {}", quoted(&first.trace))));
 }

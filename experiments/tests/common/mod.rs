@@ -63,7 +63,11 @@ impl Place {
 
     /// The program, in this directory, without what the environment might add.
     pub(crate) fn process(&self, arguments: &[&str]) -> std::process::Command {
-        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_experiments"));
+        self.process_of(env!("CARGO_BIN_EXE_experiments"), arguments)
+    }
+
+    fn process_of(&self, program: &str, arguments: &[&str]) -> std::process::Command {
+        let mut command = std::process::Command::new(program);
         command.args(arguments).current_dir(self.0.path()).env("GPU_ALLOCATORS_CACHE", self.at("cache"));
         command.env("NO_COLOR", "1");
         for variable in ["SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"] {
@@ -80,6 +84,14 @@ impl Place {
     pub(crate) fn run(&self, arguments: &[&str]) -> Ran {
         let mut command = Command::from_std(self.process(arguments));
         Ran::of(command.timeout(HANGS).output().unwrap())
+    }
+}
+
+impl Place {
+    /// The program `vramlab`, in the same way.
+    pub(crate) fn vramlab(&self, arguments: &[&str]) -> Ran {
+        let process = self.process_of(env!("CARGO_BIN_EXE_vramlab"), arguments);
+        Ran::of(Command::from_std(process).timeout(HANGS).output().unwrap())
     }
 }
 

@@ -48,13 +48,30 @@ pub fn smallest_memory(
     granularity: u64,
     highest: u64,
     mut device: impl FnMut(u64) -> Result<Arc<dyn Driver>, ReplayError>,
-    mut progress: impl FnMut(Probe),
+    progress: impl FnMut(Probe),
 ) -> Result<Capacity, ReplayError> {
     let settings = ReplaySettings { stop_at_failure: true, ..ReplaySettings::default() };
+    let run = |bytes| replay(history, allocator, &device(bytes)?, &settings);
+    let found = smallest_in(history.max_live_bytes(), granularity, highest, run, progress)?;
+    found.ok_or_else(|| ReplayError::History(format!("the history does not run in {highest} bytes under {allocator}")))
+}
+
+/// The same search where `run` replays in so many bytes, in whatever way, from `least` bytes on. `None` when nothing up to
+/// `highest` runs.
+///
+/// # Errors
+/// Those of `run`.
+pub fn smallest_in(
+    least: u64,
+    granularity: u64,
+    highest: u64,
+    mut run: impl FnMut(u64) -> Result<ReplayReport, ReplayError>,
+    mut progress: impl FnMut(Probe),
+) -> Result<Option<Capacity>, ReplayError> {
     let mut probes = Vec::new();
     let mut probe = |steps: u64| -> Result<(bool, ReplayReport), ReplayError> {
         let bytes = steps * granularity;
-        let report = replay(history, allocator, &device(bytes)?, &settings)?;
+        let report = run(bytes)?;
         let probe = Probe { bytes, runs: report.failed_allocations == 0 };
         progress(probe);
         probes.push(probe);
@@ -62,13 +79,12 @@ pub fn smallest_memory(
     };
     let most = highest / granularity;
     // Below what the client holds at once nothing can run, so that needs no probe.
-    let least = history.max_live_bytes().div_ceil(granularity);
+    let least = least.div_ceil(granularity);
     let (mut fails, mut step) = (least.saturating_sub(1), least.max(1));
     // Upwards from the bound in growing steps: good allocators end near it.
     let mut found = loop {
         if step > most {
-            let text = format!("the history does not run in {highest} bytes under {allocator}");
-            return Err(ReplayError::History(text));
+            return Ok(None);
         }
         let (runs, report) = probe(step)?;
         if runs {
@@ -84,5 +100,5 @@ pub fn smallest_memory(
             (false, _) => fails = middle,
         }
     }
-    Ok(Capacity { bytes: found.0 * granularity, granularity, probes, report: found.1 })
+    Ok(Some(Capacity { bytes: found.0 * granularity, granularity, probes, report: found.1 }))
 }

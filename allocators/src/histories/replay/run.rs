@@ -41,6 +41,9 @@ pub struct ReplaySettings {
     pub limit: Option<u64>,
     /// Stop at the first allocation that fails; times then say nothing.
     pub stop_at_failure: bool,
+    /// Ask again for what was refused when the history was recorded, also where addresses are the device's own: what is
+    /// refused now counts as failed, and what is not goes back at once.
+    pub ask_again: bool,
 }
 
 /// What blocks are filled with when they are touched.
@@ -118,6 +121,7 @@ fn run(
         addresses: against.map_or(&history.addresses, |against| &against.addresses).iter(),
         against: against.is_some(),
         stop: settings.stop_at_failure,
+        ask_again: settings.ask_again,
         tally: Tally::default(),
     };
     if let Some(default) = before {
@@ -209,6 +213,7 @@ struct Run<'a> {
     /// Whether the addresses are those of an allocator other than the recorded one.
     against: bool,
     stop: bool,
+    ask_again: bool,
     tally: Tally,
 }
 
@@ -339,9 +344,12 @@ impl Run<'_> {
                     self.driver.hook().at(at as u32);
                     self.allocator.trim(0)?;
                 }
-                Kind::Refused if RECORDED => {
+                Kind::Refused if RECORDED || self.ask_again => {
                     self.driver.hook().at(at as u32);
                     self.refused(*op)?;
+                    if self.stop && self.tally.failed > 0 {
+                        return Ok(());
+                    }
                 }
                 Kind::Refused | Kind::Nothing => {}
             }
@@ -394,6 +402,7 @@ impl Run<'_> {
         match self.allocator.allocate(Request::new(op.value), stream) {
             // SAFETY: nobody has used the block.
             Ok(block) => unsafe { self.allocator.deallocate(block, stream) }.map(|_| ())?,
+            Err(error) if self.ask_again => self.failed(error)?,
             Err(error) if error.is_out_of_memory() => {}
             Err(error) => return Err(error.into()),
         }

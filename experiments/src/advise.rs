@@ -1,0 +1,287 @@
+//! `vramlab advise`: what a recorded history would have reserved under PyTorch's settings, and which of them mends it.
+
+mod conf;
+mod evaluate;
+mod happened;
+mod report;
+mod search;
+
+use crate::reading::ReadArgs;
+use crate::replay::{Bounds, PlanChoice};
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use conf::Conf;
+use evaluate::{Of, Outcome, Setting, Trial, bound, cores, in_parallel};
+use happened::{Happened, LimitSource};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use trainer::terminal::{Bar, Page};
+use vramlab::backends::{all, compared};
+use vramlab::histories::replay::OutOfMemory;
+use vramlab::{Bytes, Selection};
+
+/// Settings that are looked at closely.
+const CLOSELY: usize = 6;
+/// Rounds in which settings around the best are tried.
+const ROUNDS: usize = 2;
+/// A limit below this is a slip: the allocator takes no less from a device.
+const LEAST_LIMIT: u64 = 2 << 20;
+
+#[derive(Debug, Args)]
+pub(crate) struct AdviseArgs {
+    /// Histories: snapshots that torch.cuda.memory._dump_snapshot wrote, plain, .gz or .xz, and the other formats of `convert`
+    #[arg(required = true, value_name = "SNAPSHOT")]
+    files: Vec<PathBuf>,
+    /// Memory that PyTorch may reserve, such as 24GiB [default: what the history says, if memory ran out in it]
+    #[arg(long, value_name = "BYTES")]
+    limit: Option<String>,
+    /// Settings to look at instead of searching, as PYTORCH_ALLOC_CONF has them; may be given several times
+    #[arg(long, value_name = "STRING", allow_hyphen_values = true)]
+    conf: Vec<String>,
+    /// Compare with every allocator of the list, not only with the most common
+    #[arg(long)]
+    all: bool,
+    /// Which GPU's events are looked at, where a history holds several
+    #[arg(long, value_name = "N")]
+    gpu: Option<u16>,
+    #[command(flatten)]
+    read: ReadArgs,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What is said of one history; the keys are described in `analysis/schema.md`.
+#[derive(Debug, Serialize)]
+struct Advice {
+    trace: String,
+    events: u64,
+    allocations: u64,
+    streams: usize,
+    recorded: AsItRan,
+    limit_bytes: Option<u64>,
+    limit_source: Option<LimitSource>,
+    verdict: Verdict,
+    /// Least memory in which any setting runs.
+    needed_bytes: Option<u64>,
+    settings: Vec<Setting>,
+    also_tried: Vec<Outcome<Of>>,
+    other_allocators: Vec<Outcome<Other>>,
+    /// Most bytes asked for at once, what was refused included.
+    live_bytes: u64,
+    #[serde(flatten)]
+    bounds: Bounds,
+    unknown: Unknown,
+    #[serde(skip)]
+    happened: String,
+}
+
+/// What the recording program had.
+#[derive(Debug, Serialize)]
+struct AsItRan {
+    conf: Conf,
+    peak_reserved_bytes: Option<u64>,
+    peak_requested_bytes: Option<u64>,
+    /// The replay under the same settings.
+    replayed: Outcome<Of>,
+    /// How far that is from what was recorded, in percent of it: how far the other figures can be trusted. Absent where the
+    /// limit is another one or not known.
+    replayed_off_percent: Option<f64>,
+    out_of_memory: Option<OutOfMemory>,
+}
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Verdict {
+    /// The first setting is better than what ran.
+    Change,
+    /// What ran is as good as any.
+    Keep,
+    /// Memory runs out under every setting.
+    OutOfMemory,
+}
+
+/// What no replay can tell.
+#[derive(Debug, Serialize)]
+struct Unknown {
+    /// Frees that waited for other streams: when these were done depends on timing.
+    deferred_frees: u64,
+    /// What was held before the first event.
+    prologue_allocations: u64,
+    prologue_reserved_bytes: u64,
+    undetermined_blocks: u64,
+    /// Bytes free on the device when memory ran out.
+    device_free_bytes: Option<u64>,
+}
+
+/// An allocator other than PyTorch's.
+#[derive(Clone, Debug, Serialize)]
+struct Other {
+    alloc: Selection,
+}
+
+/// The search's way, drawn on standard error.
+const FORM: &str = "{bar:30} {msg} {pos}/{len} {prefix} [{elapsed} left {eta}]";
+
+/// Answers for each file.
+pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
+    let confs = confs(&args.conf)?;
+    let limit = args.limit.as_deref().map(limit).transpose()?;
+    let [file] = args.files.as_slice() else { bail!("one snapshot at a time") };
+    let advice = of(file, args, limit, &confs)?;
+    if args.json {
+        return crate::print_json(&advice);
+    }
+    let mut page = Page::stdout();
+    report::report(&advice, args.all, &mut page);
+    report::end(&advice, &mut page);
+    crate::print(page)
+}
+
+/// The settings of the command line.
+fn confs(texts: &[String]) -> Result<Vec<Conf>> {
+    let mut out: Vec<Conf> = Vec::new();
+    for text in texts {
+        let conf: Conf = text.parse().with_context(|| format!("--conf {text:?}"))?;
+        if out.iter().any(|other| other.text() == conf.text()) {
+            bail!("--conf {text:?} is given twice");
+        }
+        out.push(conf);
+    }
+    Ok(out)
+}
+
+fn limit(text: &str) -> Result<u64> {
+    let Bytes(bytes) = text.parse().with_context(|| format!("--limit {text}"))?;
+    if bytes < LEAST_LIMIT {
+        bail!("--limit {text}: that is {}, less than an allocator can take; write a unit, such as 24GiB", Bytes(bytes));
+    }
+    Ok(bytes)
+}
+
+/// Says everything of one history.
+fn of(file: &Path, args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Result<Advice> {
+    let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
+    bar.message(format!("reading {}", file.display()));
+    let happened = Happened::read(file, args.gpu, limit, &args.read)?;
+    bar.clear();
+    let history = &happened.history;
+    let trial = Trial::new(file, history, happened.limit.map(|(limit, _)| limit))?;
+    let (recorded, threads) = (&happened.conf, cores());
+    let (bounds, found) = std::thread::scope(|scope| {
+        let bounds = scope.spawn(|| Bounds::of(history, PlanChoice::On, |_| {}));
+        let found = compare(&trial, recorded, given, args.all, threads);
+        (bounds.join(), found)
+    });
+    // A panic there has been reported.
+    let bounds = bounds.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    let Found { replayed, settings, also_tried, others } = found?;
+    let runs = settings.first().filter(|first| !first.outcome.out_of_memory);
+    let verdict = match runs {
+        None => Verdict::OutOfMemory,
+        Some(first) if first.conf().acts_as(recorded) => Verdict::Keep,
+        Some(_) => Verdict::Change,
+    };
+    Ok(Advice {
+        trace: file.display().to_string(),
+        events: history.events(),
+        allocations: history.allocations(),
+        streams: history.streams().len(),
+        recorded: AsItRan {
+            conf: recorded.clone(),
+            peak_reserved_bytes: happened.as_recorded.map(|told| told.peak_reserved),
+            peak_requested_bytes: happened.as_recorded.map(|told| told.peak_requested),
+            replayed_off_percent: happened.as_recorded.filter(|_| happened.repeats).map(|told| {
+                // CAST: bytes of a device, below 2^53.
+                100.0 * (replayed.peak_reserved_bytes as f64 / told.peak_reserved.max(1) as f64 - 1.0)
+            }),
+            replayed,
+            out_of_memory: happened.out_of_memory().cloned(),
+        },
+        limit_bytes: happened.limit.map(|(limit, _)| limit),
+        limit_source: happened.limit.map(|(_, source)| source),
+        verdict,
+        needed_bytes: settings.iter().filter_map(|setting| setting.smallest_memory_bytes).min(),
+        settings,
+        also_tried,
+        other_allocators: others,
+        live_bytes: bound(history),
+        bounds,
+        unknown: Unknown {
+            deferred_frees: history.deferred_frees(),
+            prologue_allocations: history.prologue_allocations(),
+            prologue_reserved_bytes: history.prologue_segments().1,
+            undetermined_blocks: history.undetermined_blocks(),
+            device_free_bytes: happened.out_of_memory().and_then(|last| last.device_free_bytes),
+        },
+        happened: happened.to_string(),
+    })
+}
+
+/// What replays found.
+#[derive(Debug)]
+struct Found {
+    replayed: Outcome<Of>,
+    settings: Vec<Setting>,
+    also_tried: Vec<Outcome<Of>>,
+    others: Vec<Outcome<Other>>,
+}
+
+/// Replays under the settings of the command line, or under those of a search.
+fn compare(trial: &Trial, recorded: &Conf, given: &[Conf], all_others: bool, threads: usize) -> Result<Found> {
+    let limited = trial.limit.is_some();
+    let run = |confs: &[Conf], message: &str| -> Result<Vec<Outcome<Of>>> {
+        let bar = Bar::new(confs.len() as u64, FORM);
+        bar.message(message);
+        let done = in_parallel(threads, confs, |conf| {
+            let outcome = trial.run(conf);
+            bar.advance(1);
+            outcome
+        });
+        bar.clear();
+        done
+    };
+    let (mut outcomes, close) = if given.is_empty() {
+        let mut tried = search::grid(recorded, limited);
+        let mut outcomes = run(&tried, "settings")?;
+        for _ in 0..ROUNDS {
+            search::rank(&mut outcomes, recorded);
+            let best = |expandable| outcomes.iter().find(|outcome| outcome.of.conf.expandable == expandable);
+            let near = [best(false), best(true)].into_iter().flatten();
+            let near = near.flat_map(|outcome| search::around(&outcome.of.conf, limited)).collect();
+            let fresh = search::new_ones(near, &mut tried);
+            outcomes.extend(run(&fresh, "settings around the best")?);
+        }
+        search::rank(&mut outcomes, recorded);
+        (outcomes.clone(), search::distinct(&outcomes, CLOSELY))
+    } else {
+        let mut outcomes = run(given, "settings")?;
+        search::rank(&mut outcomes, recorded);
+        (outcomes.clone(), outcomes)
+    };
+    let replayed = match outcomes.iter().find(|outcome| outcome.of.conf.acts_as(recorded)) {
+        Some(outcome) => outcome.clone(),
+        None => trial.run(recorded)?,
+    };
+    let bar = Bar::new(close.len() as u64, FORM);
+    bar.message("smallest memory");
+    let mut settings = in_parallel(threads, &close, |outcome| {
+        let setting = trial.closely(outcome.clone());
+        bar.advance(1);
+        setting
+    })?;
+    bar.clear();
+    if settings.iter().all(|setting| setting.outcome.out_of_memory) {
+        settings.sort_by_key(|setting| setting.smallest_memory_bytes.unwrap_or(u64::MAX));
+    }
+    for (at, setting) in settings.iter_mut().enumerate() {
+        setting.rank = at + 1;
+    }
+    outcomes.retain(|outcome| !settings.iter().any(|setting| setting.conf().text() == outcome.of.conf.text()));
+    let others = if all_others { all() } else { compared() };
+    let others: Vec<Selection> =
+        others.into_iter().filter(|backend| !backend.capabilities.follows_pytorch).map(Selection::of).collect();
+    let others = in_parallel(threads, &others, |alloc| trial.under(Other { alloc: alloc.clone() }, alloc))?;
+    Ok(Found { replayed, settings, also_tried: outcomes, others })
+}

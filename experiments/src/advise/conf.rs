@@ -1,0 +1,414 @@
+//! PyTorch's own syntax for its allocator's settings, as `PYTORCH_ALLOC_CONF` takes it.
+
+use serde::{Serialize, Serializer};
+use serde_json::{Map, Value};
+use std::fmt;
+use std::str::FromStr;
+use vramlab::Selection;
+use vramlab::backends::{Backend, CachingSettings, caching, expandable, stream_ordered};
+use vramlab::histories::replay::recorded_settings;
+
+const MIB: u64 = 1 << 20;
+/// The smallest value of both settings that are in MiB: a segment of the large pool.
+const LEAST_MIB: u64 = 20;
+/// Most MiB that are taken; PyTorch cuts larger ones off.
+const MOST_MIB: u64 = 1 << 40;
+
+/// Longest line that a screen of 80 columns shows with its indent.
+const LINE: usize = 78;
+
+/// What PyTorch 2.11 knows. Those marked are its own affair: they say nothing of where a block lies on the device.
+const KEYS: [(&str, Form); 18] = [
+    ("backend", Form::Backend),
+    ("expandable_segments", Form::Switch),
+    ("max_split_size_mb", Form::Mebibytes),
+    ("max_non_split_rounding_mb", Form::Mebibytes),
+    ("garbage_collection_threshold", Form::Fraction),
+    ("roundup_power2_divisions", Form::Divisions),
+    ("large_segment_size_mb", Form::LargeSegment),
+    ("per_process_memory_fraction", Form::Limit),
+    ("expandable_segments_reserve", Form::Ignored),
+    ("expandable_segments_reserve_by_class", Form::Ignored),
+    ("graph_capture_record_stream_reuse", Form::IgnoredSwitch),
+    ("throw_on_cudamalloc_oom", Form::IgnoredSwitch),
+    ("release_lock_on_cudamalloc", Form::IgnoredSwitch),
+    ("pinned_use_cuda_host_register", Form::IgnoredSwitch),
+    ("pinned_use_background_threads", Form::IgnoredSwitch),
+    ("pinned_num_register_threads", Form::Ignored),
+    ("pinned_reserve_segment_size_mb", Form::Ignored),
+    ("pinned_free_catch_all", Form::Ignored),
+];
+
+/// How a key's value is written, and what it is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    Backend,
+    Switch,
+    Mebibytes,
+    Fraction,
+    Divisions,
+    LargeSegment,
+    Limit,
+    /// Read over: it changes no placement of a replay.
+    Ignored,
+    IgnoredSwitch,
+}
+
+/// Settings of PyTorch's allocator, with the text that says them.
+#[derive(Clone, Debug)]
+pub(crate) struct Conf {
+    text: String,
+    pub(super) malloc_async: bool,
+    pub(super) expandable: bool,
+    /// Without a limit.
+    pub(super) settings: CachingSettings,
+}
+
+impl Conf {
+    /// PyTorch's defaults.
+    pub(super) fn torch() -> Self {
+        Self { text: String::new(), malloc_async: false, expandable: false, settings: CachingSettings::default() }
+    }
+
+    /// Native or expandable segments with these settings; the text is made for them.
+    pub(super) fn of(expandable: bool, settings: CachingSettings) -> Self {
+        let mut out = Self { text: String::new(), malloc_async: false, expandable, settings };
+        out.text = out.written();
+        out
+    }
+
+    /// The settings that a snapshot names.
+    ///
+    /// # Errors
+    /// Those of a snapshot whose settings PyTorch would not accept.
+    pub(super) fn recorded(told: &Map<String, Value>) -> anyhow::Result<Self> {
+        let mut settings = recorded_settings(told)?;
+        let is_on = |key: &str| told.get(key).and_then(Value::as_bool).unwrap_or(false);
+        let expandable = is_on("expandable_segments");
+        let line = told.get("PYTORCH_CUDA_ALLOC_CONF").and_then(Value::as_str).unwrap_or_default();
+        // The line may have been left behind by a later change; it counts where it says the same as the values.
+        if let Ok(said) = line.parse::<Self>()
+            && (said.malloc_async || said.expandable == expandable)
+        {
+            let known = CachingSettings { memory_limit: None, ..settings };
+            // Snapshots do not name it.
+            let rounding = said.settings.max_non_split_rounding;
+            if said.settings == (CachingSettings { max_non_split_rounding: rounding, ..known }) {
+                return Ok(said);
+            }
+        }
+        settings.memory_limit = None;
+        settings.retry_fit_after_sync = false;
+        Ok(Self::of(expandable, settings))
+    }
+
+    /// As `PYTORCH_ALLOC_CONF` has it.
+    pub(super) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The text, or words for an empty one.
+    pub(super) fn shown(&self) -> &str {
+        if self.text.is_empty() { "PyTorch's defaults" } else { &self.text }
+    }
+
+    /// The line of a shell that sets it.
+    pub(super) fn export(&self) -> String {
+        match self.text.as_str() {
+            "" => "unset PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF".to_owned(),
+            text if text.contains(['[', '>', ' ']) => format!("export PYTORCH_ALLOC_CONF='{text}'"),
+            text => format!("export PYTORCH_ALLOC_CONF={text}"),
+        }
+    }
+
+    /// The same in lines that fit a screen where one does not: a shell puts them together again.
+    pub(super) fn export_lines(&self) -> Vec<String> {
+        let whole = self.export();
+        if whole.len() <= LINE {
+            return vec![whole];
+        }
+        let plain: String = self.text.chars().filter(|c| *c != ' ').collect();
+        let parts = parts(&plain);
+        let line = |(at, part): (usize, &&str)| match at {
+            0 => format!("export PYTORCH_ALLOC_CONF='{part}'"),
+            _ => format!("PYTORCH_ALLOC_CONF+=',{part}'"),
+        };
+        parts.iter().enumerate().map(line).collect()
+    }
+
+    /// Whether it says something only where a limit is set (`set_per_process_memory_fraction`).
+    pub(super) fn needs_limit(&self) -> bool {
+        self.settings.garbage_collection_threshold > 0.0 && !self.expandable && !self.malloc_async
+    }
+
+    /// Number of settings that are not PyTorch's defaults.
+    pub(super) fn changes(&self) -> usize {
+        let (now, torch) = (&self.settings, CachingSettings::default());
+        let changed = [
+            self.malloc_async,
+            self.expandable,
+            now.max_split_size != torch.max_split_size,
+            now.max_non_split_rounding != torch.max_non_split_rounding,
+            now.garbage_collection_threshold != torch.garbage_collection_threshold,
+            now.roundup_power2_divisions != torch.roundup_power2_divisions,
+        ];
+        changed.into_iter().filter(|changed| *changed).count()
+    }
+
+    /// Whether both make the allocator do the same.
+    pub(super) fn acts_as(&self, other: &Self) -> bool {
+        let kind = |conf: &Self| (conf.malloc_async, conf.expandable);
+        kind(self) == kind(other) && (self.malloc_async || self.settings == other.settings)
+    }
+
+    /// The backend that follows it. `limit`: most bytes that it may reserve, if it keeps to one itself.
+    pub(super) fn selection(&self) -> Selection {
+        let backend: &'static Backend = match self {
+            Self { malloc_async: true, .. } => &stream_ordered::BACKEND,
+            Self { expandable: true, .. } => &expandable::BACKEND,
+            _ => &caching::BACKEND,
+        };
+        if self.malloc_async { Selection::of(backend) } else { Selection::with(backend, &self.settings) }
+    }
+
+    fn written(&self) -> String {
+        let (now, torch) = (&self.settings, CachingSettings::default());
+        let mut parts = Vec::new();
+        if self.malloc_async {
+            parts.push("backend:cudaMallocAsync".to_owned());
+        }
+        if self.expandable {
+            parts.push("expandable_segments:True".to_owned());
+        }
+        if let Some(bytes) = now.max_split_size {
+            parts.push(format!("max_split_size_mb:{}", bytes / MIB));
+        }
+        if now.max_non_split_rounding != torch.max_non_split_rounding {
+            parts.push(format!("max_non_split_rounding_mb:{}", now.max_non_split_rounding / MIB));
+        }
+        if now.roundup_power2_divisions != torch.roundup_power2_divisions {
+            parts.push(format!("roundup_power2_divisions:{}", now.roundup_power2_divisions));
+        }
+        if now.garbage_collection_threshold > 0.0 {
+            parts.push(format!("garbage_collection_threshold:{}", now.garbage_collection_threshold));
+        }
+        parts.join(",")
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> Result<(), ParseConfError> {
+        let wrong =
+            |expected: &'static str| ParseConfError::Value { key: key.to_owned(), value: value.to_owned(), expected };
+        let switch = || match value {
+            "True" => Ok(true),
+            "False" => Ok(false),
+            _ => Err(wrong("write True or False")),
+        };
+        let whole = || value.parse::<u64>().map_err(|_| wrong("write a whole number"));
+        let Some((_, form)) = KEYS.iter().find(|(name, _)| *name == key.replace("hip", "cuda")) else {
+            return Err(ParseConfError::Key(key.to_owned()));
+        };
+        match form {
+            Form::Backend => match value {
+                "native" => self.malloc_async = false,
+                "cudaMallocAsync" | "hipMallocAsync" => self.malloc_async = true,
+                _ => return Err(wrong("write native or cudaMallocAsync")),
+            },
+            Form::Switch => self.expandable = switch()?,
+            Form::Mebibytes => {
+                let bytes = whole()?.min(MOST_MIB) * MIB;
+                if bytes < LEAST_MIB * MIB {
+                    return Err(wrong("PyTorch takes 20 or more"));
+                }
+                match key {
+                    "max_split_size_mb" => self.settings.max_split_size = Some(bytes),
+                    _ => self.settings.max_non_split_rounding = bytes,
+                }
+            }
+            Form::Fraction => {
+                let fraction = value.parse::<f64>().ok().filter(|fraction| *fraction > 0.0 && *fraction < 1.0);
+                self.settings.garbage_collection_threshold =
+                    fraction.ok_or_else(|| wrong("write a fraction between 0 and 1"))?;
+            }
+            Form::Divisions => {
+                let divisions = value.parse().ok().filter(|_| value != "off" && value != "0");
+                self.settings.roundup_power2_divisions =
+                    divisions.ok_or_else(|| wrong("write a power of two, or a list such as [256:1,512:2,>:4]"))?;
+            }
+            Form::LargeSegment if whole()? != LEAST_MIB => {
+                return Err(wrong("only 20 can be replayed, PyTorch's default"));
+            }
+            Form::Limit if value.parse() != Ok(1.0) => {
+                return Err(wrong("a history does not tell the device's memory; leave it out and say --limit BYTES"));
+            }
+            Form::IgnoredSwitch => _ = switch()?,
+            Form::LargeSegment | Form::Limit | Form::Ignored => {}
+        }
+        Ok(())
+    }
+}
+
+impl Serialize for Conf {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.text)
+    }
+}
+
+/// Why a text is no setting of PyTorch's allocator.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum ParseConfError {
+    #[error("'{0}' is no setting of PyTorch's allocator; there are {Names}")]
+    Key(String),
+    #[error("{key}:{value}: {expected}")]
+    Value { key: String, value: String, expected: &'static str },
+    #[error("'{0}': write key:value,key:value")]
+    Form(String),
+}
+
+/// The names of all settings.
+struct Names;
+
+impl fmt::Display for Names {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&KEYS.map(|(name, _)| name).join(", "))
+    }
+}
+
+impl FromStr for Conf {
+    type Err = ParseConfError;
+
+    /// As PyTorch reads it: blanks say nothing, and of a key that stands twice the last counts.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut out = Self { text: text.trim().to_owned(), ..Self::torch() };
+        let plain: String = text.chars().filter(|c| *c != ' ').collect();
+        let parts = parts(&plain);
+        let last = parts.len() - 1;
+        for (at, part) in parts.into_iter().enumerate() {
+            // PyTorch lets the last comma stand alone, and the whole text be empty.
+            if part.is_empty() && at == last {
+                continue;
+            }
+            let (key, value) =
+                part.split_once(':').ok_or_else(|| match KEYS.iter().any(|(name, _)| *name == part) {
+                    false if !part.contains(['=', '[', ']']) && !part.is_empty() => {
+                        ParseConfError::Key(part.to_owned())
+                    }
+                    _ => ParseConfError::Form(part.to_owned()),
+                })?;
+            out.set(key, value)?;
+        }
+        Ok(out)
+    }
+}
+
+/// What stands between the commas that are in no brackets; at least one part.
+fn parts(text: &str) -> Vec<&str> {
+    let (mut depth, mut start, mut out) = (0_u32, 0, Vec::new());
+    for (at, c) in text.char_indices() {
+        match c {
+            '[' => depth += 1,
+            ']' => depth = depth.saturating_sub(1),
+            ',' if depth == 0 => {
+                out.push(&text[start..at]);
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    out.push(&text[start..]);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn read(text: &str) -> Conf {
+        text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
+    }
+
+    #[test]
+    fn reads_what_pytorch_reads() {
+        assert!(read("").acts_as(&Conf::torch()) && read("backend:native,").acts_as(&Conf::torch()));
+        let all = read("garbage_collection_threshold:0.8, max_split_size_mb:64,roundup_power2_divisions:4");
+        let CachingSettings { max_split_size, garbage_collection_threshold, roundup_power2_divisions, .. } =
+            all.settings;
+        assert_eq!((max_split_size, garbage_collection_threshold), (Some(64 * MIB), 0.8));
+        assert!(roundup_power2_divisions.0.iter().all(|count| *count == 4));
+        // As a snapshot shows what PyTorch made of it.
+        let list = read("roundup_power2_divisions:[256:1,512:2,1024:4,>:8],expandable_segments:True");
+        assert_eq!(list.settings.roundup_power2_divisions.0, [1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 4, 8, 8, 8, 8, 8]);
+        assert!(list.expandable && list.selection().name() == "pytorch-expandable");
+        assert_eq!(read("max_non_split_rounding_mb:64").settings.max_non_split_rounding, 64 * MIB);
+        assert_eq!(read("backend:cudaMallocAsync").selection().name(), "stream-ordered");
+        // What says nothing of the device's memory is read over; the last of two counts.
+        let host = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8,release_lock_on_hipmalloc:False";
+        assert!(read(host).acts_as(&Conf::torch()));
+        assert!(!read("expandable_segments:True,expandable_segments:False").expandable);
+        assert_eq!(read(host).text(), host);
+    }
+
+    #[test]
+    fn refuses_what_pytorch_refuses_and_what_no_replay_can_follow() {
+        for (text, words) in [
+            ("max_split_mb:64", "'max_split_mb' is no setting of PyTorch's allocator; there are backend, expandable_"),
+            ("max_split_size_mb:19", "PyTorch takes 20 or more"),
+            ("max_split_size_mb:-1", "whole number"),
+            ("max_split_size_mb", "key:value"),
+            ("max_split_size_mb=64", "key:value"),
+            ("max_split_size_mb:64,,expandable_segments:True", "key:value"),
+            ("expandable_segments:true", "True or False"),
+            ("garbage_collection_threshold:1", "between 0 and 1"),
+            ("garbage_collection_threshold:nan", "between 0 and 1"),
+            ("roundup_power2_divisions:3", "power of two"),
+            ("roundup_power2_divisions:[256:1,128:2]", "power of two"),
+            ("backend:jemalloc", "native or cudaMallocAsync"),
+            ("large_segment_size_mb:40", "only 20"),
+            ("per_process_memory_fraction:0.5", "--limit"),
+            ("pinned_use_cuda_host_register:yes", "True or False"),
+        ] {
+            let error = text.parse::<Conf>().unwrap_err().to_string();
+            assert!(error.contains(words) && !error.contains('\n'), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_is_written_reads_back() {
+        let divisions = "[4:0,>:8]".parse().unwrap();
+        let settings = CachingSettings {
+            max_split_size: Some(96 * MIB),
+            max_non_split_rounding: 64 * MIB,
+            garbage_collection_threshold: 0.6,
+            roundup_power2_divisions: divisions,
+            ..CachingSettings::default()
+        };
+        for conf in [Conf::of(false, settings), Conf::of(true, settings), Conf::of(false, CachingSettings::default())] {
+            assert!(read(conf.text()).acts_as(&conf), "{}", conf.text());
+        }
+        assert_eq!(
+            Conf::of(true, CachingSettings::default()).export(),
+            "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+        );
+        let lines = Conf::of(false, settings).export_lines();
+        assert_eq!(
+            lines[..2],
+            ["export PYTORCH_ALLOC_CONF='max_split_size_mb:96'", "PYTORCH_ALLOC_CONF+=',max_non_split_rounding_mb:64'"]
+        );
+        assert!(lines.len() == 4 && lines.iter().all(|line| line.len() <= LINE));
+        assert!(Conf::of(false, settings).export().contains("='"), "brackets and > are the shell's");
+    }
+
+    #[test]
+    fn a_snapshot_says_what_it_ran_under() {
+        let recorded = |told: Value| Conf::recorded(told.as_object().unwrap()).unwrap();
+        let divisions = json!({"1": 4, "2": 8});
+        let told = json!({"PYTORCH_CUDA_ALLOC_CONF": "max_non_split_rounding_mb:64,max_split_size_mb:128",
+            "max_split_size": 128 << 20, "expandable_segments": false, "garbage_collection_threshold": 0.0});
+        assert_eq!(recorded(told).text(), "max_non_split_rounding_mb:64,max_split_size_mb:128");
+        // A line that says something else is not what ran.
+        let told = json!({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "max_split_size": -1,
+            "expandable_segments": true, "roundup_power2_divisions": divisions, "memory_limit": 5});
+        assert_eq!(recorded(told).text(), "expandable_segments:True,roundup_power2_divisions:[1:4,2:8]");
+        assert!(recorded(json!({})).acts_as(&Conf::torch()));
+    }
+}

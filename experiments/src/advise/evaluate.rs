@@ -1,0 +1,206 @@
+//! What a history would do under one setting: a replay with the memory that there is, and the least memory that would do.
+
+use super::conf::Conf;
+use crate::history::{Devices, failed};
+use anyhow::Result;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use vramlab::histories::replay::{
+    History, OutOfMemory, ReplayError, ReplayReport, ReplaySettings, replay, smallest_in,
+};
+use vramlab::{DeviceName, Selection};
+
+const MIB: u64 = 1 << 20;
+/// Steps in which memory is looked for.
+const STEP: u64 = 2 * MIB;
+/// More than any device has; the search ends there.
+const HIGHEST: u64 = 1 << 45;
+
+/// A history, and the memory in which it is to run.
+#[derive(Debug)]
+pub(super) struct Trial<'a> {
+    path: &'a Path,
+    pub(super) history: &'a History,
+    /// The same with every free complete at once; `None` where that is so anyway.
+    instant: Option<History>,
+    devices: Devices,
+    /// Most bytes that may be reserved.
+    pub(super) limit: Option<u64>,
+    /// Memory of a device in which everything fits.
+    room: u64,
+}
+
+/// What a replay came to. `T` is what was replayed.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Outcome<T> {
+    #[serde(flatten)]
+    pub(super) of: T,
+    /// Under the limit, if there is one.
+    pub(super) peak_reserved_bytes: u64,
+    pub(super) peak_active_bytes: u64,
+    pub(super) out_of_memory: bool,
+    pub(super) failed_allocations: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) first_failure: Option<String>,
+    pub(super) num_alloc_retries: u64,
+    pub(super) driver_calls: BTreeMap<&'static str, u64>,
+    /// Time in driver calls, as they take on an H200.
+    pub(super) simulated_s: Option<f64>,
+}
+
+impl<T> Outcome<T> {
+    fn new(of: T, report: ReplayReport) -> Self {
+        Self {
+            of,
+            peak_reserved_bytes: report.stats.reserved_bytes.all.peak,
+            peak_active_bytes: report.stats.active_bytes.all.peak,
+            out_of_memory: report.failed_allocations > 0,
+            failed_allocations: report.failed_allocations,
+            first_failure: report.first_failure.map(|(_, error)| error),
+            num_alloc_retries: report.stats.num_alloc_retries,
+            driver_calls: report.driver_calls,
+            // CAST: nanoseconds far below 2^53.
+            simulated_s: report.simulated_ns.map(|ns| ns as f64 / 1e9),
+        }
+    }
+
+    pub(super) fn calls(&self) -> u64 {
+        self.driver_calls.values().sum()
+    }
+
+    pub(super) fn seconds(&self) -> f64 {
+        self.simulated_s.unwrap_or(0.0)
+    }
+}
+
+/// A setting that was looked at closely.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Setting {
+    pub(super) rank: usize,
+    #[serde(flatten)]
+    pub(super) outcome: Outcome<Of>,
+    /// The least limit under which every request is served; `None` when none was found.
+    pub(super) smallest_memory_bytes: Option<u64>,
+    /// Peak reserved if every free completed at once.
+    pub(super) instant_peak_reserved_bytes: u64,
+    pub(super) export: String,
+}
+
+/// Names a setting in JSON.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Of {
+    pub(super) conf: Conf,
+}
+
+impl Setting {
+    pub(super) fn conf(&self) -> &Conf {
+        &self.outcome.of.conf
+    }
+}
+
+impl<'a> Trial<'a> {
+    pub(super) fn new(path: &'a Path, history: &'a History, limit: Option<u64>) -> Result<Self> {
+        let devices = Devices::open(&DeviceName::Sim(None))?;
+        let instant = (history.deferred_frees() > 0).then(|| {
+            let mut instant = history.clone();
+            instant.complete_at_once();
+            instant
+        });
+        let least = bound(history);
+        // No policy takes so much more; expandable segments reserve addresses by it.
+        let room = least.max(limit.unwrap_or(0)).saturating_mul(8).clamp(1 << 38, HIGHEST);
+        Ok(Self { path, history, instant, devices, limit, room })
+    }
+
+    fn replay(
+        &self,
+        history: &History,
+        of: &Selection,
+        limit: Option<u64>,
+        stop: bool,
+    ) -> Result<ReplayReport, ReplayError> {
+        let mut selection = of.clone();
+        let keeps_to_it = selection.set_memory_limit(limit);
+        let device = limit.filter(|_| !keeps_to_it).unwrap_or(self.room);
+        let made = self.devices.make(Some(device));
+        let driver = made.map_err(|error| ReplayError::History(format!("cannot make a device: {error:#}")))?;
+        let how = ReplaySettings { stop_at_failure: stop, ask_again: true, ..ReplaySettings::default() };
+        replay(history, &selection, &driver, &how)
+    }
+
+    /// Replays under a backend and its settings.
+    pub(super) fn under<T>(&self, of: T, selection: &Selection) -> Result<Outcome<T>> {
+        let report = self.replay(self.history, selection, self.limit, false);
+        Ok(Outcome::new(of, report.map_err(|error| failed(self.path, error))?))
+    }
+
+    /// Replays under PyTorch's settings.
+    pub(super) fn run(&self, conf: &Conf) -> Result<Outcome<Of>> {
+        self.under(Of { conf: conf.clone() }, &conf.selection())
+    }
+
+    /// What takes several replays: the least memory, and the peak with instant completion.
+    pub(super) fn closely(&self, outcome: Outcome<Of>) -> Result<Setting> {
+        let conf = &outcome.of.conf;
+        let selection = conf.selection();
+        let told = |error| failed(self.path, error);
+        let in_limit = |bytes| self.replay(self.history, &selection, Some(bytes), true);
+        let found = smallest_in(bound(self.history), STEP, HIGHEST, in_limit, |_| {}).map_err(told)?;
+        let instant_peak_reserved_bytes = match &self.instant {
+            Some(instant) => {
+                let report = self.replay(instant, &selection, self.limit, false).map_err(told)?;
+                report.stats.reserved_bytes.all.peak
+            }
+            None => outcome.peak_reserved_bytes,
+        };
+        Ok(Setting {
+            rank: 0,
+            export: conf.export(),
+            smallest_memory_bytes: found.map(|found| found.bytes),
+            instant_peak_reserved_bytes,
+            outcome,
+        })
+    }
+}
+
+/// Most bytes in use at once, what was asked for and refused included: no allocator does with less.
+pub(super) fn bound(history: &History) -> u64 {
+    let refused = |refused: &OutOfMemory| refused.live_bytes + refused.requested_bytes;
+    history.out_of_memory().iter().map(refused).max().unwrap_or(0).max(history.max_live_bytes())
+}
+
+/// Does `work` for each item on so many threads; results in the order of the items.
+pub(super) fn in_parallel<T: Sync, R: Send>(
+    threads: usize,
+    items: &[T],
+    work: impl Fn(&T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let next = AtomicUsize::new(0);
+    let results: Mutex<Vec<(usize, Result<R>)>> = Mutex::new(Vec::with_capacity(items.len()));
+    std::thread::scope(|scope| {
+        for _ in 0..threads.clamp(1, items.len().max(1)) {
+            scope.spawn(|| {
+                while let Some((at, item)) = Some(next.fetch_add(1, Relaxed)).and_then(|at| Some((at, items.get(at)?)))
+                {
+                    let result = work(item);
+                    let failed = result.is_err();
+                    results.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push((at, result));
+                    if failed {
+                        next.store(items.len(), Relaxed);
+                    }
+                }
+            });
+        }
+    });
+    let mut results = results.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    results.sort_by_key(|(at, _)| *at);
+    results.into_iter().map(|(_, result)| result).collect()
+}
+
+/// Threads of this machine.
+pub(super) fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}

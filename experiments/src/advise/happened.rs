@@ -1,0 +1,137 @@
+//! What the history itself says: what it ran under, whether memory ran out, and which limit it had.
+
+use super::conf::Conf;
+use crate::history::{AsRecorded, Recorded, load_under};
+use crate::reading::ReadArgs;
+use anyhow::Result;
+use serde::Serialize;
+use std::fmt;
+use std::path::Path;
+use vramlab::Bytes;
+use vramlab::histories::replay::{History, OutOfMemory};
+use vramlab::policy::size::Size;
+
+/// How the limit is known under which settings are compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum LimitSource {
+    /// `--limit`.
+    Given,
+    /// The history names it.
+    Recorded,
+    /// What was reserved when memory ran out, with what the device still had.
+    OutOfMemory,
+}
+
+/// A history and what it says.
+#[derive(Debug)]
+pub(super) struct Happened {
+    pub(super) history: History,
+    pub(super) conf: Conf,
+    pub(super) as_recorded: Option<AsRecorded>,
+    pub(super) limit: Option<(u64, LimitSource)>,
+    /// Whether a replay under the same settings and that limit should do what the history shows.
+    pub(super) repeats: bool,
+}
+
+impl Happened {
+    /// Reads a file. `limit` is the memory that there is to be.
+    pub(super) fn read(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Self> {
+        // A program that held more than the limit ran under another one, if any.
+        let its_own =
+            |told: Option<&AsRecorded>| limit.filter(|limit| told.is_none_or(|told| told.peak_reserved <= *limit));
+        let mut recorded = load_under(path, gpu, reading, its_own)?;
+        let known = recorded.settings.memory_limit;
+        let inferred = inferred_limit(&recorded);
+        if known.is_none()
+            && let Some(inferred) = inferred
+            // With the limit, what went back before memory ran out is told from calls of `empty_cache`. It is not quite
+            // the limit, so the history may contradict it.
+            && let Ok(again) = load_under(path, gpu, reading, |_| Some(inferred))
+        {
+            recorded = again;
+        }
+        let limit = match (limit, known) {
+            (Some(limit), _) => Some((limit, LimitSource::Given)),
+            (None, Some(limit)) => Some((limit, LimitSource::Recorded)),
+            (None, None) => inferred.map(|limit| (limit, LimitSource::OutOfMemory)),
+        };
+        let conf = Conf::recorded(&recorded.allocator_settings)?;
+        let Recorded { history, as_recorded, .. } = recorded;
+        let repeats = match limit {
+            None | Some((_, LimitSource::Recorded)) => true,
+            Some((limit, LimitSource::Given)) => as_recorded.is_some_and(|told| told.peak_reserved <= limit),
+            Some((_, LimitSource::OutOfMemory)) => false,
+        };
+        Ok(Self { history, conf, as_recorded, limit, repeats })
+    }
+
+    /// The last request that was refused when the history was recorded.
+    pub(super) fn out_of_memory(&self) -> Option<&OutOfMemory> {
+        self.history.out_of_memory().last()
+    }
+}
+
+/// The memory that there was when it ran out: what was reserved, and what the device still had where that was less than the
+/// segment that it was asked for. Where it had more, a limit refused it, of which the history shows the least that it can
+/// have been.
+fn inferred_limit(recorded: &Recorded) -> Option<u64> {
+    let last = recorded.history.out_of_memory().last()?;
+    let most = recorded.as_recorded.map_or(0, |told| told.peak_reserved);
+    let size = Size::Torch(recorded.settings.roundup_power2_divisions);
+    let segment = size.segment(size.round(last.requested_bytes));
+    let left = last.device_free_bytes.filter(|free| *free < segment).unwrap_or(0);
+    let at_end = last.held.filter(|_| last.complete).map_or(0, |held| held.reserved_bytes + left);
+    Some(most.max(at_end)).filter(|limit| *limit > 0)
+}
+
+impl fmt::Display for Happened {
+    /// One or two sentences.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let events = self.history.events();
+        if let Some(last) = self.out_of_memory() {
+            write!(f, "Out of memory at event {} of {events}: {} asked for", last.event, Bytes(last.requested_bytes))?;
+            if let Some(held) = &last.held {
+                write!(
+                    f,
+                    " while {} were reserved, {} of them allocated",
+                    Bytes(held.reserved_bytes),
+                    Bytes(held.allocated_bytes)
+                )?;
+                if held.pending_bytes > 0 {
+                    write!(f, ", {} waiting for other streams", Bytes(held.pending_bytes))?;
+                }
+                match held.free_blocks {
+                    0 => write!(f, " and nothing free")?,
+                    1 => write!(f, " and {} free in one piece", Bytes(held.free_bytes))?,
+                    pieces => {
+                        let (free, largest) = (Bytes(held.free_bytes), Bytes(held.largest_free_bytes));
+                        write!(f, " and {free} free in {pieces} pieces, the largest {largest}")?;
+                    }
+                }
+            } else {
+                write!(f, " while {} were live", Bytes(last.live_bytes))?;
+            }
+            f.write_str(".")?;
+            if let before @ 1.. = self.history.refused_allocations() - 1 {
+                write!(f, " It was refused {before} times before.")?;
+            }
+            return Ok(());
+        }
+        match &self.as_recorded {
+            Some(told) => {
+                let (reserved, requested) = (told.peak_reserved, told.peak_requested);
+                write!(
+                    f,
+                    "Memory did not run out. At most {} were reserved and {} asked for",
+                    Bytes(reserved),
+                    Bytes(requested)
+                )?;
+                // CAST: bytes of a device, below 2^53.
+                let unused = 100.0 * reserved.saturating_sub(requested) as f64 / reserved.max(1) as f64;
+                write!(f, ": {unused:.1} % of the one is not in the other.")
+            }
+            None => write!(f, "Memory did not run out. At most {} were live.", Bytes(self.history.max_live_bytes())),
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! The answer as a screen: what happened, what would help, what cannot, and what nobody knows.
+
+use super::evaluate::{Outcome, Setting};
+use super::{Advice, LimitSource, Other, Verdict};
+use trainer::report::duration;
+use trainer::terminal::{Page, quoted};
+use vramlab::Bytes;
+
+/// Settings behind the first that are shown.
+const NEXT_BEST: usize = 2;
+
+/// Adds the answer for one history.
+pub(super) fn report(advice: &Advice, all: bool, page: &mut Page) {
+    let (events, streams) = (counted(advice.events, "event"), counted(advice.streams as u64, "stream"));
+    page.title(format!("{}: {events}, {streams}", advice.trace));
+    what_happened(advice, page);
+    what_helps(advice, page);
+    what_cannot(advice, all, page);
+    what_is_unknown(advice, page);
+}
+
+/// Ends the page with the command that goes on from a history.
+pub(super) fn end(advice: &Advice, page: &mut Page) {
+    page.gap();
+    let limit = advice.limit_bytes.map_or(String::new(), |limit| format!(" --limit {limit}B"));
+    let arguments = format!("replay {} --alloc caching,pytorch-expandable{limit}", quoted(&advice.trace));
+    page.next(&crate::next_command(&arguments));
+}
+
+pub(super) fn counted(count: u64, what: &str) -> String {
+    if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }
+}
+
+/// A paragraph under a title.
+fn say(page: &mut Page, text: impl AsRef<str>) {
+    page.labelled("", 2, text.as_ref());
+}
+
+/// What belongs to the line above.
+fn detail(page: &mut Page, text: impl AsRef<str>) {
+    page.labelled("", 4, text.as_ref());
+}
+
+fn what_happened(advice: &Advice, page: &mut Page) {
+    page.title("What happened");
+    say(page, &advice.happened);
+    let recorded = &advice.recorded;
+    let mut under = format!("It ran under {}.", recorded.conf.shown());
+    if let Some(off) = recorded.replayed_off_percent {
+        under += &match off {
+            0.0 => " Replayed under that it reserves the same to the byte.".to_owned(),
+            off => {
+                let more = if off > 0.0 { "more" } else { "less" };
+                format!(" Replayed under that it reserves {:.2} % {more}.", off.abs())
+            }
+        };
+    }
+    say(page, under);
+    if let Some((limit, source)) = advice.limit_bytes.zip(advice.limit_source) {
+        let limit = Bytes(limit);
+        say(
+            page,
+            match source {
+                LimitSource::Given => format!("What follows is for a limit of {limit}."),
+                LimitSource::Recorded => format!("Its limit was {limit}; what follows is for that."),
+                LimitSource::OutOfMemory => {
+                    format!("There was room for {limit} or little more; what follows is for that (--limit sets it).")
+                }
+            },
+        );
+    }
+}
+
+/// What a setting would reserve, need and cost.
+fn figures(setting: &Setting, now: Option<&Outcome<super::Of>>) -> String {
+    let Setting { outcome, smallest_memory_bytes, instant_peak_reserved_bytes, .. } = setting;
+    let reserved = Bytes(outcome.peak_reserved_bytes);
+    let mut out = match outcome.out_of_memory {
+        true => format!("runs out of memory with {reserved} reserved"),
+        false => format!("reserves {reserved}"),
+    };
+    if let Some(now) = now.filter(|now| !now.out_of_memory && now.peak_reserved_bytes > outcome.peak_reserved_bytes) {
+        // CAST: bytes of a device, below 2^53.
+        let less = 100.0 * (1.0 - outcome.peak_reserved_bytes as f64 / now.peak_reserved_bytes.max(1) as f64);
+        out += &format!(", {less:.1} % less");
+    }
+    if *instant_peak_reserved_bytes != outcome.peak_reserved_bytes {
+        out += &format!(" ({} if no stream waited)", Bytes(*instant_peak_reserved_bytes));
+    }
+    out += &match smallest_memory_bytes {
+        Some(least) if outcome.out_of_memory => format!(", needs {}", Bytes(*least)),
+        Some(least) => format!(", runs in {} or more", Bytes(*least)),
+        None => ", and runs in no memory that was tried".to_owned(),
+    };
+    format!("{out}; {}", cost(outcome))
+}
+
+fn cost<T>(outcome: &Outcome<T>) -> String {
+    let mut out = counted(outcome.calls(), "driver call");
+    match outcome.num_alloc_retries {
+        0 => {}
+        1 => out += " and 1 release of the cache",
+        retries => out += &format!(" and {retries} releases of the cache"),
+    }
+    // CAST: seconds back to nanoseconds, for display.
+    out + &format!(", {} in them", duration((outcome.seconds() * 1e9).round() as u64))
+}
+
+fn what_helps(advice: &Advice, page: &mut Page) {
+    let Some(first) = advice.settings.first() else { return };
+    let tried = counted((advice.settings.len() + advice.also_tried.len()) as u64, "setting");
+    let recorded = &advice.recorded;
+    let now = &recorded.replayed;
+    page.title("What would help");
+    match advice.verdict {
+        Verdict::OutOfMemory => {
+            let needed = advice.needed_bytes.map_or("more".to_owned(), |bytes| Bytes(bytes).to_string());
+            say(page, format!("No setting mends this: you need {needed} ({tried} tried). It takes the least under"));
+        }
+        Verdict::Keep => {
+            say(page, format!("No change: of {tried} none reserves less by more than half a percent. What ran"));
+        }
+        Verdict::Change => {}
+    }
+    if advice.verdict == Verdict::Keep {
+        detail(page, figures(first, None));
+    } else {
+        first.conf().export_lines().iter().for_each(|line| say(page, line));
+        detail(page, figures(first, Some(now)));
+        let what = if now.out_of_memory { "runs out of memory with" } else { "reserves" };
+        let reserved = Bytes(now.peak_reserved_bytes);
+        say(page, format!("as it ran: {what} {reserved}; {}", cost(now)));
+        if recorded.conf.changes() > 0 {
+            say(page, "PYTORCH_CUDA_ALLOC_CONF goes before it where both are set.");
+        }
+    }
+    if first.conf().needs_limit() {
+        say(page, "Garbage is collected under torch.cuda.set_per_process_memory_fraction only.");
+    }
+    let others = advice.settings[1..].iter().filter(|setting| !setting.conf().acts_as(&recorded.conf));
+    let next: Vec<&Setting> = others.take(NEXT_BEST).collect();
+    if !next.is_empty() {
+        page.title("Next best");
+    }
+    for setting in next {
+        say(page, setting.conf().shown());
+        detail(page, figures(setting, None));
+    }
+}
+
+fn what_cannot(advice: &Advice, all: bool, page: &mut Page) {
+    page.title("What no setting can do");
+    say(page, format!("{} are asked for at once; {}.", Bytes(advice.live_bytes), advice.bounds));
+    let other = |outcome: &Outcome<Other>| {
+        let ran_out = if outcome.out_of_memory { " (runs out)" } else { "" };
+        format!("{} {}{ran_out}", outcome.of.alloc, Bytes(outcome.peak_reserved_bytes))
+    };
+    let mut others: Vec<&Outcome<Other>> = advice.other_allocators.iter().collect();
+    others.sort_by_key(|outcome| (outcome.out_of_memory, outcome.peak_reserved_bytes));
+    if !others.is_empty() {
+        let list: Vec<String> = others.into_iter().map(other).collect();
+        let rest = if all { "." } else { "; --all has the rest." };
+        say(page, format!("Other allocators: {}{rest}", list.join(", ")));
+    }
+}
+
+fn what_is_unknown(advice: &Advice, page: &mut Page) {
+    page.title("What this does not know");
+    let unknown = &advice.unknown;
+    if unknown.deferred_frees > 0 {
+        let frees = counted(unknown.deferred_frees, "free");
+        say(page, format!("{frees} waited for other streams; when these were done depends on timing."));
+    }
+    if unknown.prologue_allocations > 0 || unknown.prologue_reserved_bytes > 0 {
+        let (blocks, reserved) =
+            (counted(unknown.prologue_allocations, "block"), Bytes(unknown.prologue_reserved_bytes));
+        say(page, format!("What came before the recording: it began with {blocks} in {reserved} of segments."));
+    }
+    if advice.recorded.out_of_memory.is_some() {
+        say(page, "What the program would have done after memory ran out.");
+    }
+    match unknown.device_free_bytes {
+        Some(free) => say(
+            page,
+            format!(
+                "Memory that is not the allocator's (context, NCCL, cuBLAS): {} were free on the device.",
+                Bytes(free)
+            ),
+        ),
+        None => say(page, "Memory that is not the allocator's: context, NCCL, cuBLAS. The snapshot does not tell."),
+    }
+    say(page, "Programs that choose by free memory, as cuDNN does, choose otherwise when there is more or less.");
+}

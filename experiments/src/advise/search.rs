@@ -1,0 +1,236 @@
+//! Which settings are tried: a coarse grid, then around the best of each kind; and which of them is best.
+
+use super::conf::Conf;
+use super::evaluate::{Of, Outcome};
+use vramlab::backends::CachingSettings;
+use vramlab::policy::size::torch::Divisions;
+
+const MIB: u64 = 1 << 20;
+
+/// Settings whose peaks differ by less are as good as each other: then fewer changes and cheaper calls decide.
+const AS_GOOD: f64 = 0.005;
+
+/// Bounds for splitting, in MiB.
+const SPLITS: [u64; 6] = [32, 64, 128, 256, 512, 1024];
+/// Steps between two powers of two.
+const DIVISIONS: [u64; 4] = [2, 4, 8, 16];
+/// Shares of the limit above which idle segments go back.
+const THRESHOLDS: [f64; 3] = [0.6, 0.8, 0.9];
+
+fn divided(settings: CachingSettings, count: u64) -> CachingSettings {
+    CachingSettings { roundup_power2_divisions: Divisions::uniform(count), ..settings }
+}
+
+fn split(settings: CachingSettings, mib: u64) -> CachingSettings {
+    CachingSettings { max_split_size: Some(mib * MIB), ..settings }
+}
+
+/// The coarse grid, the recorded setting first. Garbage is collected under a limit only.
+pub(super) fn grid(recorded: &Conf, limited: bool) -> Vec<Conf> {
+    let plain = CachingSettings::default();
+    let mut out = vec![recorded.clone(), Conf::torch()];
+    for expandable in [false, true] {
+        out.push(Conf::of(expandable, plain));
+        out.extend(DIVISIONS.map(|count| Conf::of(expandable, divided(plain, count))));
+    }
+    for mib in SPLITS {
+        let split = split(plain, mib);
+        out.push(Conf::of(false, split));
+        out.extend([4, 8].map(|count| Conf::of(false, divided(split, count))));
+        out.push(Conf::of(false, CachingSettings { max_non_split_rounding: mib.max(64) * MIB, ..split }));
+    }
+    if limited {
+        for garbage_collection_threshold in THRESHOLDS {
+            let collects = CachingSettings { garbage_collection_threshold, ..plain };
+            out.push(Conf::of(false, collects));
+            out.extend([128, 512].map(|mib| Conf::of(false, split(collects, mib))));
+            out.push(Conf::of(false, divided(collects, 8)));
+        }
+    }
+    let mut distinct = Vec::new();
+    new_ones(out, &mut distinct);
+    distinct
+}
+
+/// What lies around a setting: one value changed at a time.
+pub(super) fn around(conf: &Conf, limited: bool) -> Vec<Conf> {
+    let now = conf.settings;
+    let mut out = Vec::new();
+    let mut with = |settings| out.push(Conf::of(conf.expandable, settings));
+    let counts = now.roundup_power2_divisions.0;
+    if let Some(&count) = counts.iter().find(|count| **count > 1) {
+        with(divided(now, 0));
+        with(divided(now, count * 2));
+        if count > 2 {
+            with(divided(now, count / 2));
+        }
+        // Only larger requests rounded, or only smaller ones.
+        for at in [2, 4, 6, 8] {
+            for above in [true, false] {
+                let mut list = [0; 16];
+                let rounded = if above { &mut list[at..] } else { &mut list[..at] };
+                rounded.fill(count);
+                with(CachingSettings { roundup_power2_divisions: Divisions(list), ..now });
+            }
+        }
+    } else {
+        DIVISIONS.iter().for_each(|count| with(divided(now, *count)));
+    }
+    // Expandable segments pass the rest over.
+    if !conf.expandable {
+        if let Some(bytes) = now.max_split_size {
+            for (up, down) in [(2, 1), (1, 2), (3, 2), (2, 3)] {
+                with(split(now, (bytes / MIB * up / down).max(20)));
+            }
+            for factor in [2, 8] {
+                with(CachingSettings { max_non_split_rounding: now.max_non_split_rounding * factor, ..now });
+            }
+        }
+        if limited {
+            let threshold = now.garbage_collection_threshold;
+            let near = if threshold > 0.0 { vec![threshold - 0.1, threshold + 0.05] } else { THRESHOLDS.to_vec() };
+            for threshold in near.into_iter().filter(|threshold| (0.25..1.0).contains(threshold)) {
+                // Two digits, as people write it.
+                let garbage_collection_threshold = (threshold * 100.0).round() / 100.0;
+                with(CachingSettings { garbage_collection_threshold, ..now });
+            }
+        }
+    }
+    out
+}
+
+/// Adds those of `confs` to `tried` that do something else than all that are there; returns them.
+pub(super) fn new_ones(confs: Vec<Conf>, tried: &mut Vec<Conf>) -> Vec<Conf> {
+    let mut fresh = Vec::new();
+    for conf in confs {
+        if !tried.iter().any(|other| other.acts_as(&conf)) {
+            tried.push(conf.clone());
+            fresh.push(conf);
+        }
+    }
+    fresh
+}
+
+/// Puts the best first. What runs out of memory comes last. Among the others the peak decides, and where peaks are as good
+/// as each other, whether anything has to be changed (`recorded` does not), how much, and the time in driver calls.
+pub(super) fn rank(outcomes: &mut Vec<Outcome<Of>>, recorded: &Conf) {
+    let mut left = std::mem::take(outcomes);
+    while !left.is_empty() {
+        let runs: Vec<&Outcome<Of>> = left.iter().filter(|outcome| !outcome.out_of_memory).collect();
+        let next = if runs.is_empty() {
+            let failed = |outcome: &Outcome<Of>| (outcome.failed_allocations, outcome.of.conf.changes());
+            (0..left.len()).min_by_key(|at| failed(&left[*at]))
+        } else {
+            let least = runs.iter().map(|outcome| outcome.peak_reserved_bytes).min().unwrap_or(0);
+            // CAST: bytes of a device, below 2^53.
+            let good = |outcome: &Outcome<Of>| {
+                !outcome.out_of_memory && outcome.peak_reserved_bytes as f64 <= least as f64 * (1.0 + AS_GOOD)
+            };
+            let cost = |outcome: &Outcome<Of>| {
+                let conf = &outcome.of.conf;
+                (!conf.acts_as(recorded), conf.changes(), outcome.calls())
+            };
+            (0..left.len()).filter(|at| good(&left[*at])).min_by_key(|at| cost(&left[*at]))
+        };
+        // There is one: those that run have a least one, and otherwise all are looked at.
+        outcomes.push(left.remove(next.unwrap_or(0)));
+    }
+}
+
+/// The best of what is ranked, and others behind it that differ from those before by more than a value: at most `count`.
+pub(super) fn distinct(ranked: &[Outcome<Of>], count: usize) -> Vec<Outcome<Of>> {
+    let keys = |conf: &Conf| {
+        let now = &conf.settings;
+        let rounds = now.roundup_power2_divisions != Divisions::default();
+        (
+            conf.malloc_async,
+            conf.expandable,
+            now.max_split_size.is_some(),
+            now.garbage_collection_threshold > 0.0,
+            rounds,
+        )
+    };
+    let mut out: Vec<Outcome<Of>> = Vec::new();
+    for outcome in ranked {
+        if out.len() < count && !out.iter().any(|taken| keys(&taken.of.conf) == keys(&outcome.of.conf)) {
+            out.push(outcome.clone());
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    fn outcome(conf: &str, peak: u64, failed: u64, calls: u64) -> Outcome<Of> {
+        Outcome {
+            of: Of { conf: conf.parse().unwrap() },
+            peak_reserved_bytes: peak,
+            peak_active_bytes: 0,
+            out_of_memory: failed > 0,
+            failed_allocations: failed,
+            first_failure: None,
+            num_alloc_retries: 0,
+            driver_calls: BTreeMap::from([("mem_alloc", calls)]),
+            simulated_s: None,
+        }
+    }
+
+    fn order(outcomes: &[Outcome<Of>]) -> Vec<&str> {
+        outcomes.iter().map(|outcome| outcome.of.conf.text()).collect()
+    }
+
+    #[test]
+    fn the_least_memory_comes_first_and_small_differences_do_not_count() {
+        let list = [
+            outcome("max_split_size_mb:32", 900, 2, 1),
+            outcome("roundup_power2_divisions:4", 1000, 0, 10),
+            outcome("expandable_segments:True,roundup_power2_divisions:8", 999, 0, 5),
+            outcome("expandable_segments:True", 1003, 0, 50),
+            outcome("", 1100, 0, 1),
+            outcome("max_split_size_mb:64", 1100, 1, 1),
+        ];
+        let mut ranked = list.to_vec();
+        rank(&mut ranked, &Conf::torch());
+        let fewer_calls = "roundup_power2_divisions:4";
+        assert_eq!(order(&ranked)[..2], [fewer_calls, "expandable_segments:True"]);
+        assert_eq!(order(&ranked)[3..], ["", "max_split_size_mb:64", "max_split_size_mb:32"]);
+        // What ran already is not changed for nothing.
+        let mut ranked = list.to_vec();
+        rank(&mut ranked, &"expandable_segments:True".parse().unwrap());
+        assert_eq!(order(&ranked)[0], "expandable_segments:True");
+    }
+
+    #[test]
+    fn nothing_is_tried_twice_and_garbage_only_under_a_limit() {
+        for limited in [false, true] {
+            let mut tried = grid(&Conf::torch(), limited);
+            for (at, conf) in tried.iter().enumerate() {
+                assert!(!tried[..at].iter().any(|other| other.acts_as(conf)), "{}", conf.text());
+                assert!(limited || !conf.needs_limit());
+                // What is proposed can be exported.
+                assert!(conf.text().parse::<Conf>().unwrap().acts_as(conf), "{}", conf.text());
+            }
+            for conf in tried.clone() {
+                let near = new_ones(around(&conf, limited), &mut tried);
+                assert!(near.iter().all(|conf| conf.text().parse::<Conf>().unwrap().acts_as(conf)));
+                assert!(limited || !near.iter().any(Conf::needs_limit));
+            }
+        }
+    }
+
+    #[test]
+    fn the_next_best_are_of_another_kind() {
+        let ranked = [
+            "roundup_power2_divisions:4",
+            "roundup_power2_divisions:8",
+            "max_split_size_mb:32",
+            "",
+            "expandable_segments:True",
+        ]
+        .map(|conf| outcome(conf, 1, 0, 0));
+        assert_eq!(order(&distinct(&ranked, 3)), ["roundup_power2_divisions:4", "max_split_size_mb:32", ""]);
+    }
+}

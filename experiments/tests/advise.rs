@@ -1,0 +1,229 @@
+//! `vramlab advise` as a user meets it.
+
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{Place, Ran};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+const MIB: u64 = 1 << 20;
+
+/// A history of the repository's.
+fn history(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("histories").join(format!("{name}.pickle.xz"));
+    path.to_str().unwrap().to_owned()
+}
+
+fn event(action: &str, addr: u64, size: u64) -> Value {
+    let addr_key = if action == "oom" { "device_free" } else { "addr" };
+    json!({"action": action, addr_key: addr, "size": size, "stream": 0, "time_us": 1})
+}
+
+/// A snapshot of what ran under `roundup_power2_divisions:2`, in which 33 MiB take 48; the second such request is refused by a
+/// device that has 40 MiB left.
+fn rounded_out_of_memory(place: &Place) -> String {
+    let events = [
+        event("segment_alloc", 1 << 30, 48 * MIB),
+        event("alloc", 1 << 30, 33 * MIB),
+        event("oom", 40 * MIB, 33 * MIB),
+    ];
+    let block = json!({"address": 1 << 30, "size": 48 * MIB, "requested_size": 33 * MIB, "state": "active_allocated"});
+    let segment = json!({"device": 0, "address": 1 << 30, "total_size": 48 * MIB, "stream": 0, "segment_type": "large",
+        "segment_pool_id": [0, 0], "is_expandable": false, "blocks": [block]});
+    let sizes: serde_json::Map<String, Value> = (0..16).map(|at| ((1_u64 << at).to_string(), json!(2))).collect();
+    let settings = json!({"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:2", "max_split_size": -1,
+        "garbage_collection_threshold": 0.0, "expandable_segments": false, "roundup_power2_divisions": sizes});
+    let snapshot = json!({"segments": [segment], "device_traces": [events], "allocator_settings": settings});
+    place.write("oom.json", snapshot.to_string())
+}
+
+fn setting<'a>(advice: &'a Value, conf: &str) -> &'a Value {
+    let found = advice["settings"].as_array().unwrap().iter().find(|setting| setting["conf"] == conf);
+    found.unwrap_or_else(|| panic!("no {conf}: {advice}"))
+}
+
+#[test]
+fn a_setting_that_mends_an_out_of_memory_is_found_and_said() {
+    let place = Place::new();
+    let file = rounded_out_of_memory(&place);
+    let advice = place.vramlab(&["advise", &file, "--json"]).ok().json();
+    assert_eq!((&advice["limit_bytes"], &advice["limit_source"]), (&json!(88 * MIB), &json!("out-of-memory")));
+    assert_eq!(advice["recorded"]["replayed"]["out_of_memory"], true, "{advice}");
+    assert_eq!((&advice["verdict"], &advice["live_bytes"]), (&json!("change"), &json!(66 * MIB)));
+    let first = &advice["settings"][0];
+    assert_eq!((&first["out_of_memory"], &first["rank"]), (&json!(false), &json!(1)));
+    assert!(first["peak_reserved_bytes"].as_u64() <= Some(68 * MIB), "{first}");
+    // Two segments of 34 MiB, and not a step less.
+    let plain = place.vramlab(&["advise", &file, "--conf", "", "--json"]).ok().json();
+    let plain = setting(&plain, "");
+    assert_eq!((&plain["peak_reserved_bytes"], &plain["smallest_memory_bytes"]), (&json!(68 * MIB), &json!(68 * MIB)));
+    let told = place.vramlab(&["advise", &file]).ok().stdout;
+    let said = [
+        "Out of memory at event 3 of 3: 33 MiB asked for while 48 MiB were reserved, 48 MiB of them allocated and nothing free.",
+        "It ran under roundup_power2_divisions:2.",
+        "There was room for 88 MiB or little more; what follows is for that (--limit sets it).",
+        "as it ran: runs out of memory with 48 MiB;",
+        "66 MiB are asked for at once;",
+        "What the program would have done after memory ran out.",
+        "40 MiB were free on the device.",
+        "vramlab -- replay ",
+    ];
+    for words in said {
+        assert!(told.contains(words), "{words}: {told}");
+    }
+    assert!(told.contains(first["export"].as_str().unwrap()), "{told}");
+}
+
+#[test]
+fn where_no_setting_helps_it_says_what_is_needed() {
+    let place = Place::new();
+    let file = rounded_out_of_memory(&place);
+    let advice = place.vramlab(&["advise", &file, "--limit", "60MiB", "--json"]).ok().json();
+    assert_eq!((&advice["verdict"], &advice["limit_source"]), (&json!("out-of-memory"), &json!("given")));
+    assert_eq!(advice["needed_bytes"], 68 * MIB);
+    assert!(advice["settings"].as_array().unwrap().iter().all(|setting| setting["out_of_memory"] == true));
+    let told = place.vramlab(&["advise", &file, "--limit", "60MiB"]).ok().stdout;
+    assert!(told.contains("No setting mends this: you need 68 MiB"), "{told}");
+}
+
+/// Its `streams` is one program's own recording, whose peak its JSON says.
+#[test]
+fn a_recorded_program_is_followed_and_settings_are_ranked_by_what_they_reserve() {
+    let place = Place::new();
+    let advice = place.vramlab(&["advise", &history("mlp"), "--json"]).ok().json();
+    let recorded = &advice["recorded"];
+    assert_eq!(recorded["replayed"]["peak_reserved_bytes"], recorded["peak_reserved_bytes"]);
+    assert_eq!(recorded["replayed_off_percent"], 0.0);
+    assert!(advice["limit_bytes"].is_null() && recorded["out_of_memory"].is_null());
+    let settings = advice["settings"].as_array().unwrap();
+    let tried = advice["also_tried"].as_array().unwrap();
+    assert!(settings.len() > 2 && settings.len() + tried.len() > 20, "{advice}");
+    let least = |list: &[Value]| list.iter().map(|one| one["peak_reserved_bytes"].as_u64().unwrap()).min().unwrap();
+    let best = settings[0]["peak_reserved_bytes"].as_u64().unwrap() as f64;
+    assert!(best <= least(settings).min(least(tried)) as f64 * 1.005);
+    for (at, one) in settings.iter().enumerate() {
+        let (smallest, live) = (one["smallest_memory_bytes"].as_u64().unwrap(), advice["live_bytes"].as_u64().unwrap());
+        assert!(smallest >= live && one["rank"] == at + 1 && one["out_of_memory"] == false, "{one}");
+    }
+    // What no setting can do: less than the bound.
+    let bound = advice["lower_bound_bytes"].as_u64().unwrap();
+    assert!(bound <= advice["plan_bytes"].as_u64().unwrap() && bound <= least(settings));
+    let other = advice["other_allocators"].as_array().unwrap();
+    assert!(other.iter().any(|other| other["alloc"] == "stream-ordered"), "{other:?}");
+}
+
+#[test]
+fn given_settings_are_the_only_ones_in_pytorchs_own_words() {
+    let place = Place::new();
+    let confs = [
+        "expandable_segments:True",
+        "max_split_size_mb:32, roundup_power2_divisions:[256:1,512:2,1024:4,>:8]",
+        "garbage_collection_threshold:0.6",
+        "backend:cudaMallocAsync",
+        "",
+    ];
+    let mut arguments = vec!["advise", "h", "--limit", "300MiB", "--json"];
+    let file = history("mlp");
+    arguments[1] = &file;
+    confs.iter().for_each(|conf| arguments.extend(["--conf", conf]));
+    let advice = place.vramlab(&arguments).ok().json();
+    let told: BTreeSet<&str> =
+        advice["settings"].as_array().unwrap().iter().map(|setting| setting["conf"].as_str().unwrap()).collect();
+    assert_eq!(told, BTreeSet::from(confs));
+    assert_eq!(advice["also_tried"], json!([]));
+    for key in ["peak_reserved_bytes", "smallest_memory_bytes"] {
+        assert!(confs.iter().all(|conf| setting(&advice, conf)[key].as_u64() > Some(0)), "{key}: {advice}");
+    }
+    let ranked = advice["settings"].as_array().unwrap();
+    let peaks: Vec<u64> = ranked.iter().map(|one| one["peak_reserved_bytes"].as_u64().unwrap()).collect();
+    assert!(peaks.windows(2).all(|pair| pair[0] as f64 <= pair[1] as f64 * 1.005), "{peaks:?}");
+}
+
+#[test]
+fn the_answer_is_one_screen() {
+    let place = Place::new();
+    let mut process = std::process::Command::new(env!("CARGO_BIN_EXE_vramlab"));
+    process.args(["advise", &history("streams")]).env("COLUMNS", "80").env("NO_COLOR", "1");
+    let text = Ran::of(process.current_dir(place.at(".")).output().unwrap()).ok().stdout;
+    let titles = ["What happened", "What would help", "Next best", "What no setting can do", "What this does not know"];
+    let at: Vec<usize> =
+        titles.iter().map(|title| text.find(title).unwrap_or_else(|| panic!("{title}: {text}"))).collect();
+    assert!(at.is_sorted(), "{text}");
+    assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+    assert!(text.lines().count() <= 48, "{text}");
+    assert!(text.contains("frees waited for other streams") && text.contains("if no stream waited"), "{text}");
+}
+
+#[test]
+fn bad_input_gets_one_line() {
+    let place = Place::new();
+    let (file, junk) = (rounded_out_of_memory(&place), place.write("junk.pickle", "no snapshot\n"));
+    let refused =
+        |arguments: &[&str], words: &[&str]| place.vramlab(&[&["advise"], arguments].concat()).refused(2, words);
+    refused(&[&junk], &["junk.pickle"]);
+    refused(&["gone.pickle"], &["gone.pickle"]);
+    refused(&[&file, "--limit", "24"], &["--limit 24:", "24 B", "24GiB"]);
+    refused(&[&file, "--limit", "lots"], &["'lots' is not a size"]);
+    refused(
+        &[&file, "--conf", "max_split:64"],
+        &["'max_split' is no setting of PyTorch's allocator", "max_split_size_mb"],
+    );
+    refused(&[&file, "--conf", "max_split_size_mb:8"], &["max_split_size_mb:8: PyTorch takes 20 or more"]);
+    refused(&[&file, "--conf", "", "--conf", " "], &["given twice"]);
+    refused(&[&file, "--gpu", "3"], &["no event of GPU 3"]);
+}
+
+/// Where a key of the JSON stands, as `analysis/schema.md` writes it.
+fn paths(value: &Value, at: &str, out: &mut BTreeSet<String>) {
+    match value {
+        // The names in it are the driver's, and a report of its own is described elsewhere.
+        Value::Object(_) if at.ends_with("driver_calls") || at.ends_with("recorded.out_of_memory") => {}
+        Value::Object(map) => {
+            for (key, value) in map {
+                let path = if at.is_empty() { key.clone() } else { format!("{at}.{key}") };
+                paths(value, &path, out);
+                out.insert(path);
+            }
+        }
+        Value::Array(items) => items.iter().for_each(|item| paths(item, &format!("{at}[]"), out)),
+        _ => {}
+    }
+}
+
+#[test]
+fn every_key_is_described() {
+    let place = Place::new();
+    let schema = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../analysis/schema.md")).unwrap();
+    let section = schema.split("\n# Advice\n").nth(1).and_then(|rest| rest.split("\n# ").next()).unwrap();
+    let described: BTreeSet<String> = section
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `"))
+        .flat_map(|line| {
+            line.split(" | ")
+                .next()
+                .unwrap_or_default()
+                .split(", ")
+                .map(|name| name.trim_matches('`').to_owned())
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    let mut written = BTreeSet::new();
+    for arguments in [&["--limit", "70MiB"][..], &["--limit", "10MiB"]] {
+        let advice =
+            place.vramlab(&[&["advise", &rounded_out_of_memory(&place), "--json"], arguments].concat()).ok().json();
+        paths(&advice, "", &mut written);
+    }
+    // What every replay says is described once.
+    let same = |path: &String| {
+        let replay = ["also_tried[].", "recorded.replayed.", "other_allocators[]."];
+        replay.iter().fold(path.clone(), |path, prefix| path.replace(prefix, "settings[]."))
+    };
+    let written: BTreeSet<String> =
+        written.iter().map(same).map(|path| path.replace("settings[].alloc", "other_allocators[].alloc")).collect();
+    assert_eq!(written.difference(&described).collect::<Vec<_>>(), Vec::<&String>::new(), "written and not described");
+    assert_eq!(described.difference(&written).collect::<Vec<_>>(), Vec::<&String>::new(), "described and not written");
+}
