@@ -1,6 +1,6 @@
 //! The command line of `vramlab`, for those who come with a snapshot of PyTorch's allocator and a question.
 
-use crate::{advise, capacity, convert, replay};
+use crate::{advise, capacity, convert, replay, report};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
@@ -24,6 +24,8 @@ enum Question {
     Capacity(capacity::CapacityArgs),
     /// Writes a recorded history in another tool's format
     Convert(convert::ConvertArgs),
+    /// Makes one offline page of recorded histories and runs: block maps, ledgers, settings compared
+    Report(report::ReportArgs),
 }
 
 /// Answers.
@@ -33,5 +35,6 @@ pub(crate) fn run(door: Door) -> Result<()> {
         Question::Replay(args) => replay::replay(&args),
         Question::Capacity(args) => capacity::capacity(&args),
         Question::Convert(args) => convert::convert(&args),
+        Question::Report(args) => report::report(&args),
     }
 }

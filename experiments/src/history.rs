@@ -6,7 +6,6 @@ use crate::compare::ArmFailed;
 use crate::profile;
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow};
-use recorded::Tally;
 use serde_json::{Map, Value};
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +14,7 @@ use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, recorded_
 use vramlab::histories::trace::{Format, ReadError, Summary, read};
 use vramlab::{CudaDriver, DeviceName, Driver, NullDriver, Profile, SimDriver, SimMemory};
 
-pub(crate) use recorded::AsRecorded;
+pub(crate) use recorded::{AsRecorded, Tally};
 
 /// A history and the settings under which it was recorded.
 pub(crate) struct Recorded {

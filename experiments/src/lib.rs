@@ -17,6 +17,7 @@ mod profile;
 mod program;
 mod reading;
 mod replay;
+mod report;
 mod study;
 
 use anyhow::{Context, Result};
@@ -102,6 +103,8 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Finds the smallest memory in which a recorded history still runs under each allocator
     Capacity(capacity::CapacityArgs),
+    /// Makes one offline page of recorded histories and runs: block maps, ledgers, settings compared
+    Report(report::ReportArgs),
     /// Is the trainer; `compare` and `run` start it in a process of its own for each run
     #[command(hide = true)]
     Trainer {
@@ -138,6 +141,7 @@ pub fn experiments() -> ExitCode {
         Command::Replay(args) => replay::replay(&args),
         Command::Plan(args) => plan::plan(&args),
         Command::Capacity(args) => capacity::capacity(&args),
+        Command::Report(args) => report::report(&args),
         Command::Trainer { arguments } => {
             let program = std::iter::once(OsString::from("trainer"));
             std::process::exit(trainer::cli::main(program.chain(arguments).collect()));

@@ -1,7 +1,7 @@
 //! `experiments replay`: recorded histories under each allocator, one object or column for each.
 
 mod against;
-mod bound;
+pub(crate) mod bound;
 mod report;
 
 use crate::history::{AsRecorded, Devices, Recorded, failed, load};

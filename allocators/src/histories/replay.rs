@@ -75,6 +75,7 @@ mod report;
 mod room;
 mod run;
 mod settings;
+mod watched;
 mod windows;
 
 pub use builder::HistoryBuilder;
@@ -83,8 +84,9 @@ pub use history::History;
 pub use oom::{Held, OutOfMemory, StreamHeld};
 pub use op::MAX_STREAMS;
 pub use report::ReplayReport;
-pub use run::{Addresses, ReplaySettings, replay, replay_against};
+pub use run::{Addresses, ReplaySettings, replay, replay_against, replay_watched};
 pub use settings::{recorded_settings, snapshot_settings};
+pub use watched::{BlockPlace, SegmentChange, Watched};
 
 use crate::budget::OverBudget;
 use crate::contract::AllocError;

@@ -24,7 +24,7 @@ impl Running {
 
 /// Adds up the events of one GPU.
 #[derive(Debug)]
-pub(super) struct Tally {
+pub(crate) struct Tally {
     gpu: Option<u16>,
     reserved: Running,
     requested: Running,
@@ -43,11 +43,11 @@ pub(crate) struct AsRecorded {
 }
 
 impl Tally {
-    pub(super) fn new(gpu: Option<u16>) -> Self {
+    pub(crate) fn new(gpu: Option<u16>) -> Self {
         Self { gpu, reserved: Running::default(), requested: Running::default(), segments: (0, 0) }
     }
 
-    pub(super) fn take(&mut self, event: &Event) {
+    pub(crate) fn take(&mut self, event: &Event) {
         if self.gpu.is_some_and(|gpu| gpu != event.device) {
             return;
         }
@@ -68,7 +68,7 @@ impl Tally {
 
     /// The sums, counted back from what was held at the end: a history may begin late. Only PyTorch's snapshots tell
     /// that, and only those that lost no event in between add up.
-    pub(super) fn finish(self, summary: &Summary) -> Option<AsRecorded> {
+    pub(crate) fn finish(self, summary: &Summary) -> Option<AsRecorded> {
         if !matches!(summary.format, Format::SnapshotPickle | Format::SnapshotJson) {
             return None;
         }

@@ -17,8 +17,8 @@ pub(crate) enum PlanChoice {
 /// The bounds of a history; the keys are described in `analysis/schema.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Bounds {
-    lower_bound_bytes: u64,
-    plan_bytes: Option<u64>,
+    pub(crate) lower_bound_bytes: u64,
+    pub(crate) plan_bytes: Option<u64>,
     ordered_lower_bound_bytes: u64,
     ordered_plan_bytes: Option<u64>,
 }
@@ -49,7 +49,7 @@ impl Bounds {
     }
 
     /// So many bytes over the lower bound.
-    pub(super) fn ratio(&self, bytes: u64) -> Option<String> {
+    pub(crate) fn ratio(&self, bytes: u64) -> Option<String> {
         ratio(bytes, self.lower_bound_bytes).map(|ratio| format!("{ratio:.3}"))
     }
 }

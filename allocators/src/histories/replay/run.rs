@@ -8,10 +8,11 @@ use super::driver::{ReplayDriver, Replaying};
 use super::history::History;
 use super::op::{BY_DEVICE, Kind, NO_STREAM, Op, Release};
 use super::report::ReplayReport;
+use super::watched::{SegmentWatch, Watched};
 use crate::backends::Selection;
 use crate::contract::AllocError;
 use crate::contract::Stats;
-use crate::contract::{Block, DeviceAllocator, Request};
+use crate::contract::{Block, DeviceAllocator, Path, Request};
 use crate::device::{Clock, MonotonicClock};
 use crate::device::{Driver, HookedDriver, StreamId};
 use crate::histories::trace::Placements;
@@ -66,7 +67,21 @@ pub fn replay(
     driver: &Arc<dyn Driver>,
     settings: &ReplaySettings,
 ) -> Result<ReplayReport, ReplayError> {
-    run(history, allocator, driver, settings, None)
+    run(history, allocator, driver, settings, None, None)
+}
+
+/// The same, and tells into `watched` where each block lay and what was held. Blocks are not filled.
+///
+/// # Errors
+/// Those of [`replay`].
+pub fn replay_watched(
+    history: &History,
+    allocator: &Selection,
+    driver: &Arc<dyn Driver>,
+    settings: &ReplaySettings,
+    watched: &mut Watched,
+) -> Result<ReplayReport, ReplayError> {
+    run(history, allocator, driver, &ReplaySettings { touch: false, ..*settings }, None, Some(watched))
 }
 
 /// The same, compared with where another allocator put each block of the history.
@@ -83,7 +98,7 @@ pub fn replay_against(
     settings: &ReplaySettings,
     placements: &Placements,
 ) -> Result<ReplayReport, ReplayError> {
-    run(history, allocator, driver, settings, Some(&Against::new(history, placements)?))
+    run(history, allocator, driver, settings, Some(&Against::new(history, placements)?), None)
 }
 
 fn run(
@@ -92,6 +107,7 @@ fn run(
     driver: &Arc<dyn Driver>,
     settings: &ReplaySettings,
     against: Option<&Against>,
+    watched: Option<&mut Watched>,
 ) -> Result<ReplayReport, ReplayError> {
     let recorded = against.is_some() || settings.addresses == Addresses::Recorded;
     let counting = Arc::new(HookedDriver::with_hook(Arc::clone(driver), CallCounter::default()));
@@ -105,6 +121,9 @@ fn run(
     };
     let device = Arc::new(ReplayDriver::with_hook(Arc::clone(&counting) as Arc<dyn Driver>, replaying));
     let as_driver = Arc::clone(&device) as Arc<dyn Driver>;
+    let segments =
+        watched.is_some().then(|| Arc::new(HookedDriver::with_hook(Arc::clone(&as_driver), SegmentWatch::default())));
+    let as_driver = segments.as_ref().map_or(as_driver, |segments| Arc::clone(segments) as Arc<dyn Driver>);
     let streams = Streams::new(Arc::clone(driver), history.streams.len() + history.further_streams as usize)?;
     let before = against.and_then(|against| against.comes_before);
     let absent = Streams::new(Arc::clone(driver), usize::from(before == Some(DefaultStream::Absent)))?;
@@ -123,6 +142,8 @@ fn run(
         stop: settings.stop_at_failure,
         ask_again: settings.ask_again,
         tally: Tally::default(),
+        watched,
+        segments: segments.as_ref().map(|segments| segments.hook()),
     };
     if let Some(default) = before {
         run.come(if default == DefaultStream::Recorded { streams.ids[0] } else { absent.ids[0] })?;
@@ -135,10 +156,12 @@ fn run(
     let started = clock.now_ns();
     let outcome = match (recorded, settings.touch) {
         _ if start.stopped => Ok(()),
-        (false, false) => run.all::<false, false>(&history.ops),
-        (false, true) => run.all::<false, true>(&history.ops),
-        (true, false) => run.all::<true, false>(&history.ops),
-        (true, true) => run.all::<true, true>(&history.ops),
+        (false, _) if run.watched.is_some() => run.all::<false, false, true>(&history.ops),
+        (true, _) if run.watched.is_some() => run.all::<true, false, true>(&history.ops),
+        (false, false) => run.all::<false, false, false>(&history.ops),
+        (false, true) => run.all::<false, true, false>(&history.ops),
+        (true, false) => run.all::<true, false, false>(&history.ops),
+        (true, true) => run.all::<true, true, false>(&history.ops),
     };
     let host_ns = clock.now_ns() - started;
     let simulated_ns = simulated().zip(simulated_start).map(|(end, start)| end - start);
@@ -146,6 +169,12 @@ fn run(
     let segment_mismatches = device.hook().segment_mismatches();
     let (stats, ledger) = (backend.stats().since(&start.stats), backend.ledger_at_peak());
     let tally = std::mem::take(&mut run.tally);
+    if let (Some(watched), Some(segments)) = (run.watched.take(), run.segments) {
+        watched.segments = segments.take();
+        if let Some(stream) = run.streams.first() {
+            watched.end(run.allocator, *stream);
+        }
+    }
     let freed = run.free_all(history);
     outcome?;
     freed?;
@@ -215,6 +244,9 @@ struct Run<'a> {
     stop: bool,
     ask_again: bool,
     tally: Tally,
+    /// Is told where each block lay.
+    watched: Option<&'a mut Watched>,
+    segments: Option<&'a SegmentWatch>,
 }
 
 /// How a replay starts.
@@ -238,7 +270,7 @@ impl Run<'_> {
                 Ok(Some(blocks)) => {
                     self.tally.allocations += left.len() as u64;
                     for (start, block) in left.drain(..).zip(blocks) {
-                        self.hold(start, block, touched)?;
+                        self.hold(start, block, None, touched)?;
                     }
                 }
                 Err(error) => {
@@ -255,7 +287,10 @@ impl Run<'_> {
             }
             self.tally.allocations += 1;
             match self.allocator.allocate(Request::new(start.requested), self.streams[start.stream as usize]) {
-                Ok(block) => self.hold(start, block, touched)?,
+                Ok(block) => {
+                    let path = block.path();
+                    self.hold(start, block, Some(path), touched)?;
+                }
                 Err(error) => {
                     self.failed(error)?;
                     stopped = self.stop;
@@ -289,7 +324,10 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn hold(&mut self, start: &StartBlock, block: Block, touched: bool) -> Result<(), ReplayError> {
+    fn hold(&mut self, start: &StartBlock, block: Block, path: Option<Path>, touched: bool) -> Result<(), ReplayError> {
+        if let Some(watched) = &mut self.watched {
+            watched.served(&block, path, self.allocator, self.streams[start.stream as usize]);
+        }
         if touched {
             self.touch(&block, self.streams[start.stream as usize])?;
         }
@@ -297,7 +335,10 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn all<const RECORDED: bool, const TOUCHED: bool>(&mut self, ops: &[Op]) -> Result<(), ReplayError> {
+    fn all<const RECORDED: bool, const TOUCHED: bool, const WATCHED: bool>(
+        &mut self,
+        ops: &[Op],
+    ) -> Result<(), ReplayError> {
         for (at, op) in ops.iter().enumerate() {
             match op.kind() {
                 Kind::Alloc => {
@@ -305,8 +346,14 @@ impl Run<'_> {
                     self.driver.hook().at(at as u32);
                     let stream = self.streams[op.stream() as usize];
                     self.tally.allocations += 1;
+                    if WATCHED {
+                        self.watch();
+                    }
                     match self.allocator.allocate(Request::new(op.value), stream) {
                         Ok(block) => {
+                            if WATCHED && let Some(watched) = &mut self.watched {
+                                watched.served(&block, Some(block.path()), self.allocator, stream);
+                            }
                             if RECORDED && self.addresses.next() != Some(&block.addr().get()) {
                                 self.tally.moved += 1;
                             }
@@ -357,10 +404,20 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// Says which allocation comes next.
+    fn watch(&self) {
+        if let (Some(watched), Some(segments)) = (&self.watched, self.segments) {
+            segments.at(watched.places.len());
+        }
+    }
+
     #[cold]
     fn failed(&mut self, error: AllocError) -> Result<(), ReplayError> {
         if !error.is_out_of_memory() {
             return Err(error.into());
+        }
+        if let Some(watched) = &mut self.watched {
+            watched.failed();
         }
         self.tally.failed += 1;
         if self.tally.first_failure.is_none() {

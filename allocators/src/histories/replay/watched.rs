@@ -1,0 +1,200 @@
+//! What a replay says on the way: where each block lay, which memory was held from the device, and how the ledger went.
+
+use crate::contract::{Block, DeviceAllocator, Ledger, Path};
+use crate::device::{CallArguments, CallKind, CallResult, DeviceAddr, Driver, DriverResult, Hook, StreamId};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+/// Where a replay put a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockPlace {
+    /// First address; 0 if the request failed.
+    pub addr: u64,
+    /// Size of the block, after rounding; 0 if the request failed.
+    pub bytes: u64,
+    /// How the request was served. `None` for a block that was held before the first event and not asked for again.
+    pub path: Option<Path>,
+}
+
+/// Memory that an allocator took from the device, or gave back to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SegmentChange {
+    /// Number of the allocation in whose course it happened, or after which, from 0.
+    pub allocation: usize,
+    /// First address.
+    pub addr: u64,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Whether it was taken.
+    pub taken: bool,
+}
+
+/// What a replay says on the way. It is kept beside the replay, so it changes nothing but the host's time.
+#[derive(Debug, Default)]
+pub struct Watched {
+    /// One for each allocation in order: first the blocks that were held before the first event, in address order.
+    pub places: Vec<BlockPlace>,
+    /// In order. Empty for an allocator that takes its memory from a pool of the driver, which shows no segments.
+    pub segments: Vec<SegmentChange>,
+    /// Ledgers as the requesting stream saw them, each with the number of its allocation. The last is that after the last
+    /// operation, with the number of allocations.
+    pub ledgers: Vec<(usize, Ledger)>,
+    /// Allocations between two ledgers; 0 takes none.
+    every: usize,
+}
+
+impl Watched {
+    /// Takes a ledger after each `every` allocations (0: none). A ledger costs a snapshot of the allocator.
+    #[must_use]
+    pub fn every(every: usize) -> Self {
+        Self { every, ..Self::default() }
+    }
+
+    pub(super) fn served(&mut self, block: &Block, by: Option<Path>, allocator: &dyn DeviceAllocator, at: StreamId) {
+        self.places.push(BlockPlace { addr: block.addr().get(), bytes: block.bytes(), path: by });
+        if self.every > 0 && self.places.len().is_multiple_of(self.every) {
+            self.take_ledger(self.places.len() - 1, allocator, at);
+        }
+    }
+
+    pub(super) fn failed(&mut self) {
+        self.places.push(BlockPlace { addr: 0, bytes: 0, path: Some(Path::Failed) });
+    }
+
+    /// The ledger after the last operation.
+    pub(super) fn end(&mut self, allocator: &dyn DeviceAllocator, stream: StreamId) {
+        if self.every > 0 {
+            self.take_ledger(self.places.len(), allocator, stream);
+        }
+    }
+
+    fn take_ledger(&mut self, allocation: usize, allocator: &dyn DeviceAllocator, stream: StreamId) {
+        if let Some(snapshot) = allocator.snapshot() {
+            self.ledgers.push((allocation, snapshot.ledger(stream)));
+        }
+    }
+}
+
+/// Notes what is taken from the device and given back.
+#[derive(Debug, Default)]
+pub(super) struct SegmentWatch {
+    allocation: AtomicUsize,
+    seen: Mutex<Seen>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    changes: Vec<SegmentChange>,
+    /// Bytes of what was taken in one call, by address: the call that gives it back names no size.
+    held: HashMap<u64, u64>,
+}
+
+impl SegmentWatch {
+    /// Says how many allocations there were.
+    pub(super) fn at(&self, allocation: usize) {
+        self.allocation.store(allocation, Relaxed);
+    }
+
+    pub(super) fn take(&self) -> Vec<SegmentChange> {
+        std::mem::take(&mut self.seen.lock().unwrap_or_else(PoisonError::into_inner).changes)
+    }
+
+    fn saw(&self, kind: CallKind, arguments: CallArguments, made: Option<DeviceAddr>) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let given = arguments.addr.map_or(0, DeviceAddr::get);
+        let (addr, bytes, taken) = match kind {
+            CallKind::MemAlloc => (made.map_or(0, DeviceAddr::get), arguments.bytes, true),
+            CallKind::MemFree => (given, seen.held.remove(&given).unwrap_or(0), false),
+            CallKind::MemMap => (given, arguments.bytes, true),
+            _ => (given, arguments.bytes, false),
+        };
+        if kind == CallKind::MemAlloc {
+            seen.held.insert(addr, bytes);
+        }
+        seen.changes.push(SegmentChange { allocation: self.allocation.load(Relaxed), addr, bytes, taken });
+    }
+}
+
+// SAFETY: changes no call.
+unsafe impl Hook for SegmentWatch {
+    fn around<T: CallResult>(
+        &self,
+        _inner: &dyn Driver,
+        kind: CallKind,
+        arguments: CallArguments,
+        call: impl FnOnce() -> DriverResult<T>,
+    ) -> DriverResult<T> {
+        let result = call()?;
+        if matches!(kind, CallKind::MemAlloc | CallKind::MemFree | CallKind::MemMap | CallKind::MemUnmap) {
+            self.saw(kind, arguments, result.addr());
+        }
+        Ok(result)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backends::{CachingSettings, Selection};
+    use crate::contract::Action;
+    use crate::device::NullDriver;
+    use crate::histories::replay::{Addresses, HistoryBuilder, ReplaySettings, replay, replay_watched};
+    use crate::histories::trace::Event;
+    use std::sync::Arc;
+
+    #[test]
+    fn a_replay_says_where_its_blocks_lay_and_what_it_held() {
+        const MIB: u64 = 1 << 20;
+        let mut builder = HistoryBuilder::new(None);
+        let mut push = |action, addr, bytes| {
+            builder.push(&Event { action, device: 0, addr, bytes, stream: 0, time_ns: 0 }).unwrap();
+        };
+        push(Action::SegmentAlloc, 64 * MIB, 2 * MIB);
+        push(Action::Alloc, 64 * MIB, 1000);
+        push(Action::Alloc, 64 * MIB + 1024, 500);
+        push(Action::SegmentAlloc, 32 * MIB, 20 * MIB);
+        push(Action::Alloc, 32 * MIB, 3 * MIB);
+        push(Action::FreeRequested, 64 * MIB, 1000);
+        push(Action::FreeCompleted, 64 * MIB, 1000);
+        builder.expect_complete();
+        let history = builder.finish(&CachingSettings::default()).unwrap();
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 40));
+        let selection: Selection = "caching".parse().unwrap();
+        let settings = ReplaySettings { addresses: Addresses::Recorded, ..ReplaySettings::default() };
+        let mut watched = Watched::every(2);
+        let report = replay_watched(&history, &selection, &driver, &settings, &mut watched).unwrap();
+        let plain = replay(&history, &selection, &driver, &settings).unwrap();
+        assert_eq!((&report.stats, &report.ledger), (&plain.stats, &plain.ledger), "watching changes nothing");
+        let place = |addr, bytes, path| BlockPlace { addr, bytes, path: Some(path) };
+        let expected = [
+            place(64 * MIB, 1024, Path::DriverAlloc),
+            place(64 * MIB + 1024, 512, Path::Split),
+            place(32 * MIB, 3 * MIB, Path::DriverAlloc),
+        ];
+        assert_eq!(watched.places, expected);
+        let taken = |allocation, addr, bytes| SegmentChange { allocation, addr, bytes, taken: true };
+        assert_eq!(watched.segments[..2], [taken(0, 64 * MIB, 2 * MIB), taken(2, 32 * MIB, 20 * MIB)]);
+        let ledgers: Vec<(usize, u64, u64)> =
+            watched.ledgers.iter().map(|(at, ledger)| (*at, ledger.requested, ledger.reserved)).collect();
+        assert_eq!(ledgers, [(1, 1500, 2 * MIB), (3, 3 * MIB + 500, 22 * MIB)], "after two, and at the end");
+    }
+
+    #[test]
+    fn an_allocation_that_fails_has_no_place() {
+        let mut builder = HistoryBuilder::new(None);
+        for addr in [1 << 30, 2 << 30] {
+            let event = Event { action: Action::Alloc, device: 0, addr, bytes: 1 << 24, stream: 0, time_ns: 0 };
+            builder.push(&event).unwrap();
+        }
+        builder.expect_complete();
+        let history = builder.finish(&CachingSettings::default()).unwrap();
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 24));
+        let mut watched = Watched::default();
+        let settings = ReplaySettings::default();
+        replay_watched(&history, &"naive".parse().unwrap(), &driver, &settings, &mut watched).unwrap();
+        let bytes: Vec<u64> = watched.places.iter().map(|place| place.bytes).collect();
+        assert_eq!((bytes, watched.places[1].path), (vec![1 << 24, 0], Some(Path::Failed)));
+        assert!(watched.ledgers.is_empty());
+    }
+}

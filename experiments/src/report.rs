@@ -1,0 +1,182 @@
+//! `vramlab report`: one page of HTML for histories and runs, which works offline.
+//!
+//! It shows where the blocks lay over time, how much was reserved, active and asked for, how the unused part divides up, and
+//! what other allocators would have made of the same program.
+
+mod columns;
+mod lanes;
+mod maps;
+mod page;
+mod python;
+mod recording;
+mod source;
+mod told;
+
+use crate::history::Devices;
+use crate::reading::ReadArgs;
+use crate::replay::bound::{Bounds, PlanChoice};
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use maps::Replayed;
+use page::Numbers;
+use source::{Input, Source};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use told::{HistoryData, PageData};
+use trainer::alloc::{self, Selections};
+use trainer::terminal::{Bar, Page, say};
+use vramlab::histories::replay::Addresses;
+use vramlab::output::{self, Existing, OutputFile};
+use vramlab::{Bytes, DeviceName, Selection};
+
+/// Those that a page compares where none is named: PyTorch's two policies, and three that choose blocks otherwise.
+const COMPARED: &str = "caching,pytorch-expandable,rmm-pool,bfc,tlsf";
+
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// Histories (PyTorch snapshots and the other formats of `convert`, plain, .gz or .xz) and folders of runs that were
+    /// recorded with --trace or --export
+    #[arg(required = true, value_name = "SNAPSHOT|RUN")]
+    inputs: Vec<PathBuf>,
+    /// Page to write; one that is there is replaced
+    #[arg(short, long, value_name = "FILE", default_value = "report.html")]
+    out: PathBuf,
+    /// Open it in the browser
+    #[arg(long)]
+    open: bool,
+    /// Allocators that are compared, with their settings, separated by commas [default: caching, pytorch-expandable,
+    /// rmm-pool, bfc, tlsf]; what is not set is as it was recorded
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
+    alloc: Vec<Selections>,
+    /// Memory limit of the recording, such as 11900MiB, which tells a retry from empty_cache
+    #[arg(long, value_name = "BYTES")]
+    limit: Option<Bytes>,
+    /// Which GPU's events are shown, where a history holds several
+    #[arg(long, value_name = "N")]
+    gpu: Option<u16>,
+    /// Search for a plan, the least memory that is known to be enough: about a second for 10,000 allocations
+    #[arg(long, default_value = "on")]
+    plan: PlanChoice,
+    #[command(flatten)]
+    read: ReadArgs,
+}
+
+/// Makes the page.
+pub(crate) fn report(args: &ReportArgs) -> Result<()> {
+    let inputs: Vec<Input> = args.inputs.iter().map(|path| Input::of(path)).collect();
+    output::check(&args.out, Existing::Replace)?;
+    let eventless = inputs.iter().find_map(|input| match input {
+        Input::Eventless(folder) => Some(folder),
+        _ => None,
+    });
+    match eventless {
+        None => write(args, &inputs)?,
+        // The other page shows runs by their records, and only runs.
+        Some(_) if !inputs.iter().any(|input| matches!(input, Input::History(_))) => python::page(args)?,
+        Some(folder) => bail!(
+            "{}: there are no events in this folder; record the run with --trace, or name runs alone",
+            folder.display()
+        ),
+    }
+    if args.open {
+        open(args);
+    }
+    Ok(())
+}
+
+fn write(args: &ReportArgs, inputs: &[Input]) -> Result<()> {
+    let chosen = match args.alloc.is_empty() {
+        true => vramlab::backends::parse_list(COMPARED)?,
+        false => alloc::chosen(&args.alloc),
+    };
+    chosen.iter().try_for_each(Selection::check)?;
+    let devices = Devices::open(&DeviceName::Sim(None))?;
+    let bar = Bar::new(
+        (inputs.len() * (chosen.len() + 3)) as u64,
+        "{bar:30} report {pos}/{len} {wide_msg} [{elapsed} left {eta}]",
+    );
+    let mut numbers = Numbers::default();
+    let mut histories = Vec::new();
+    for (input, path) in inputs.iter().zip(&args.inputs) {
+        bar.message(format!("reading {}", path.display()));
+        let source = Source::read(input, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
+        bar.advance(1);
+        histories.push(shown(&source, &chosen, &devices, args, &bar, &mut numbers)?);
+    }
+    bar.clear();
+    let names: Vec<&str> = histories.iter().map(|history| history.name.as_str()).collect();
+    let title = format!("GPU memory: {}", names.join(", "));
+    let events: u64 = histories.iter().map(|history| history.events).sum();
+    let document = page::document(&title, &PageData { title: &title, histories: &histories }, &numbers)?;
+    let mut out = OutputFile::create(&args.out, Existing::Replace)?;
+    std::io::Write::write_all(&mut out, document.as_bytes()).map_err(|error| out.failed(error))?;
+    out.finish()?;
+    let mut page = Page::stdout();
+    page.line(format!(
+        "{}: {events} events of {}, {} under {} allocators; the page has {}.",
+        args.out.display(),
+        if histories.len() == 1 { "one history".to_owned() } else { format!("{} histories", histories.len()) },
+        if histories.len() == 1 { "replayed" } else { "each replayed" },
+        chosen.len(),
+        Bytes(document.len() as u64)
+    ));
+    if !args.open {
+        page.line(format!("Next: open {} in a browser", trainer::terminal::quoted(&args.out.to_string_lossy())));
+    }
+    crate::print(page)
+}
+
+/// Everything about one history.
+fn shown(
+    source: &Source,
+    chosen: &[Selection],
+    devices: &Devices,
+    args: &ReportArgs,
+    bar: &Bar,
+    numbers: &mut Numbers,
+) -> Result<HistoryData> {
+    let name = &source.name;
+    bar.message(format!("{name}: how its requests were served"));
+    let served = as_it_was(source, devices)?;
+    bar.advance(1);
+    let bounds = Bounds::of(&source.history, args.plan, |found| bar.message(format!("planning {name}: {found}")));
+    bar.advance(1);
+    let mut others = Vec::new();
+    for selection in chosen {
+        bar.message(format!("{name} under {selection}"));
+        let replayed = maps::replayed(source, selection, devices, Addresses::Own)?;
+        others.extend(replayed.map(|replayed| (selection.clone(), replayed)));
+        bar.advance(1);
+    }
+    bar.message(format!("{name}: packing"));
+    told::history(source, served.as_ref(), bounds, &others, numbers).with_context(|| name.clone())
+}
+
+/// The replay that puts every block where it was recorded, if there is one; else one whose ledger stands for it.
+fn as_it_was(source: &Source, devices: &Devices) -> Result<Option<Replayed>> {
+    let mut own = source.allocator.clone().map_or_else(Vec::new, |own| vec![own]);
+    own.extend(vramlab::backends::parse_list("caching,pytorch-expandable")?);
+    for candidate in &own {
+        if let Some(found) = maps::replayed(source, candidate, devices, Addresses::Recorded)?
+            && found.as_recorded
+        {
+            return Ok(Some(found));
+        }
+    }
+    maps::replayed(source, &own[0], devices, Addresses::Own)
+}
+
+/// Shows the page. Where that fails the page is there all the same.
+fn open(args: &ReportArgs) {
+    let (program, first) = match std::env::consts::OS {
+        "macos" => ("open", None),
+        "windows" => ("cmd", Some(["/C", "start", ""])),
+        _ => ("xdg-open", None),
+    };
+    let mut command = Command::new(program);
+    command.args(first.into_iter().flatten()).arg(&args.out);
+    let started = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    if !started.is_ok_and(|status| status.success()) {
+        say(&format!("note: no browser could be started by {program}; open {} yourself", args.out.display()));
+    }
+}

@@ -1,0 +1,155 @@
+// Numbers: reading the columns, and what they say when they are added up.
+
+const formatBytes = (n) => {
+  const unit = n >= 2 ** 40 ? 4 : n >= 2 ** 30 ? 3 : n >= 2 ** 20 ? 2 : n >= 1024 ? 1 : 0;
+  const value = n / 1024 ** unit;
+  const text = unit === 0 || Number.isInteger(value) || value >= 100 ? value.toFixed(0) : value.toPrecision(3);
+  return text + [" B", " KiB", " MiB", " GiB", " TiB"][unit];
+};
+const formatTime = (ns) => {
+  const size = Math.abs(ns);
+  const [scale, unit] = size >= 1e9 ? [1e9, " s"] : size >= 1e6 ? [1e6, " ms"] : size >= 1e3 ? [1e3, " µs"] : [1, " ns"];
+  return parseFloat((ns / scale).toPrecision(4)) + unit;
+};
+const formatCount = (n) => n.toLocaleString("en-US");
+const formatAddress = (n) => "0x" + n.toString(16);
+
+// Whole numbers: differences in groups of seven bits, lowest first, the sign in the lowest bit.
+class Columns {
+  constructor(bytes) {
+    this.bytes = bytes;
+    this.at = 0;
+  }
+  varint() {
+    let value = 0, scale = 1;
+    for (;;) {
+      const byte = this.bytes[this.at++];
+      value += (byte & 127) * scale;
+      if (byte < 128) return value;
+      scale *= 128;
+    }
+  }
+  next(Kind) {
+    const length = this.varint(), column = new Kind(length);
+    let last = 0;
+    for (let i = 0; i < length; i++) {
+      const step = this.varint(), half = Math.floor(step / 2);
+      last += step % 2 === 0 ? half : -half - 1;
+      column[i] = last;
+    }
+    return column;
+  }
+}
+
+const readColumns = async (number) => {
+  const element = document.getElementById("numbers-" + number);
+  const text = atob(element.textContent);
+  element.remove();
+  const packed = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) packed[i] = text.charCodeAt(i);
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Columns(new Uint8Array(await new Response(stream).arrayBuffer()));
+};
+
+// One map: where each block lies, what was held from the device. Places are addresses without the gaps between lanes.
+const readMap = async (about, history) => {
+  const columns = await readColumns(about.group);
+  const map = { about, laneAddress: columns.next(Float64Array), laneBytes: columns.next(Float64Array) };
+  map.place = columns.next(Float64Array);
+  map.size = columns.next(Float64Array);
+  map.path = columns.next(Uint8Array);
+  map.segmentStart = columns.next(Uint32Array);
+  map.segmentEnd = columns.next(Uint32Array);
+  map.segmentPlace = columns.next(Float64Array);
+  map.segmentBytes = columns.next(Float64Array);
+  map.segmentStream = columns.next(Uint32Array);
+  for (let i = 0; i < map.place.length; i++) map.place[i] *= about.unit;
+  for (let i = 0; i < map.segmentStart.length; i++) {
+    map.segmentPlace[i] *= about.unit;
+    map.segmentEnd[i] += map.segmentStart[i];
+  }
+  map.lanePlace = new Float64Array(map.laneBytes.length + 1);
+  for (let i = 0; i < map.laneBytes.length; i++) map.lanePlace[i + 1] = map.lanePlace[i] + map.laneBytes[i];
+  map.top = Math.max(map.lanePlace[map.laneBytes.length], 1);
+  map.reserved = about.segments ? levels(history.events, map.segmentStart, map.segmentEnd, map.segmentBytes) : null;
+  map.active = levels(history.events, history.start, history.end, map.size);
+  return map;
+};
+
+// The level after each event of what is held from `start` until `end`.
+const levels = (events, start, end, bytes) => {
+  const level = new Float64Array(events + 1);
+  for (let i = 0; i < start.length; i++) {
+    level[start[i]] += bytes[i];
+    if (end[i] < events) level[end[i]] -= bytes[i];
+  }
+  for (let i = 1; i <= events; i++) level[i] += level[i - 1];
+  level[events] = events > 0 ? level[events - 1] : 0;
+  return level;
+};
+
+// A place as an address, and the other way round; null where nothing lies.
+const addressOf = (map, place) => {
+  const lane = Math.min(before(map.lanePlace, place), map.laneAddress.length - 1);
+  return map.laneAddress[lane] + (place - map.lanePlace[lane]);
+};
+const placeOf = (map, address) => {
+  const lane = before(map.laneAddress, address);
+  if (lane < 0 || address >= map.laneAddress[lane] + map.laneBytes[lane]) return null;
+  return map.lanePlace[lane] + (address - map.laneAddress[lane]);
+};
+// The last position in ascending numbers that is not above a value; -1 if all are.
+const before = (numbers, value) => {
+  let low = 0, high = numbers.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (numbers[middle] <= value) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
+};
+
+const readHistory = async (about) => {
+  const columns = await readColumns(about.lives);
+  const history = { about, events: about.events, time: columns.next(Float64Array) };
+  history.start = columns.next(Uint32Array);
+  history.freed = columns.next(Uint32Array);
+  history.end = columns.next(Uint32Array);
+  history.bytes = columns.next(Float64Array);
+  history.stream = columns.next(Uint32Array);
+  history.stack = columns.next(Uint32Array);
+  history.before = columns.next(Uint8Array);
+  const count = history.start.length;
+  for (let i = 0; i < count; i++) {
+    history.freed[i] += history.start[i];
+    history.end[i] += history.freed[i];
+  }
+  history.requested = levels(history.events, history.start, history.freed, history.bytes);
+  history.maps = about.maps.map((one) => ({ about: one, ready: null }));
+  history.map = (number) => (history.maps[number].ready ??= readMap(about.maps[number], history));
+  if (about.ledger) {
+    const ledger = await readColumns(about.ledger.group);
+    history.ledger = { event: ledger.next(Uint32Array) };
+    for (const part of LEDGER_PARTS) history.ledger[part.key] = ledger.next(Float64Array);
+  }
+  // Where events stand on the axis: by number, or by the log's time.
+  history.byNumber = new Float64Array(history.events + 1).map((_, i) => i);
+  if (about.timed) {
+    history.byTime = new Float64Array(history.events + 1);
+    history.byTime.set(history.time);
+    // What happens at the last event is seen too.
+    const last = history.events > 0 ? history.time[history.events - 1] : 0;
+    history.byTime[history.events] = last + Math.max(last / 400, 1);
+  }
+  return history;
+};
+
+// Bottom to top; the names are those of the ledger that `replay` prints.
+const LEDGER_PARTS = [
+  { key: "requested", name: "asked for", tint: "#3b6fb6", says: "bytes that the program asked for and holds" },
+  { key: "internal", name: "rounding", tint: "#8fb8de", says: "rounding inside blocks that the program holds" },
+  { key: "pending", name: "waits for a stream", tint: "#b07aa1", says: "freed, but work of another stream may still use it" },
+  { key: "hard", name: "pinned", tint: "#d1495b", says: "free, in segments that are partly in use: cannot go back to the device" },
+  { key: "stream", name: "other streams'", tint: "#edae49", says: "free, but in segments of streams other than the one that asks" },
+  { key: "soft", name: "idle segments", tint: "#9aa5a0", says: "free, in segments that are wholly free: could go back to the device" },
+];

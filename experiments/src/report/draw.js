@@ -1,0 +1,170 @@
+// What a panel shows: blocks at their addresses over time, or blocks stacked one on the other.
+
+// From light (small) to dark (large), readable without colour vision: the middle of cividis.
+const RAMP = [0xead156, 0xbcaf6f, 0x908f78, 0x686f77, 0x3e506d, 0x14356c];
+const DISTINCT = [0x4477aa, 0xee6677, 0x228833, 0xccbb44, 0x66ccee, 0xaa3377, 0xe69f00, 0x009e73, 0x882255, 0x999933];
+const REST = 0x9a9a9a;
+
+const mixed = (low, high, at) => {
+  const part = (shift) => {
+    const from = (low >> shift) & 255, to = (high >> shift) & 255;
+    return Math.round(from + (to - from) * at) << shift;
+  };
+  return part(16) | part(8) | part(0);
+};
+// On dark paper the other way round: what is large stands out.
+let darkPaper = false;
+const ramped = (value, least, most) => {
+  const at = most > least ? (Math.log(Math.max(value, 1)) - Math.log(least)) / (Math.log(most) - Math.log(least)) : 1;
+  const near = Math.min(Math.max(at, 0), 1), place = (darkPaper ? 1 - near : near) * (RAMP.length - 1), low = Math.min(Math.floor(place), RAMP.length - 2);
+  return mixed(RAMP[low], RAMP[low + 1], place - low);
+};
+const css = (tint) => "#" + tint.toString(16).padStart(6, "0");
+
+// Colours of all blocks by what the reader wants to tell apart, and the legend that explains them.
+const TINTS = {
+  size: { name: "size" },
+  line: { name: "line", needs: (about) => about.lines.length > 0 },
+  stream: { name: "stream", needs: (about) => about.streams.length > 1 },
+  path: { name: "path", needs: (about, map) => map.path.some((path) => path > 0) },
+  age: { name: "lifetime" },
+};
+const tintBlocks = (kind, history, map) => {
+  const count = history.start.length, tint = new Uint32Array(count);
+  darkPaper = matchMedia("(prefers-color-scheme: dark)").matches;
+  if (kind === "size" || kind === "age") {
+    const value = kind === "size" ? (i) => history.bytes[i] : (i) => history.end[i] - history.start[i];
+    let least = Infinity, most = 1;
+    for (let i = 0; i < count; i++) {
+      least = Math.min(least, Math.max(value(i), 1));
+      most = Math.max(most, value(i));
+    }
+    for (let i = 0; i < count; i++) tint[i] = ramped(value(i), least, most);
+    // What is much smaller is one colour, or all that fills a map would be one.
+    least = Math.max(least, kind === "size" ? most / 8192 : 1);
+    const text = kind === "size" ? formatBytes : (n) => formatCount(n) + (n === 1 ? " event" : " events");
+    const steps = [0, 0.25, 0.5, 0.75, 1].map((at) => Math.exp(Math.log(least) + (Math.log(most) - Math.log(least)) * at));
+    const legend = count === 0 ? [] : steps.map((n, i) => [ramped(n, least, most), (i === 0 && kind === "size" ? "up to " : "") + text(Math.round(n))]);
+    return { tint, legend: legend.filter((one, i) => i === 0 || one[1] !== legend[i - 1][1]) };
+  }
+  const group = kind === "line" ? (i) => history.lineOf[history.stack[i]] : kind === "stream" ? (i) => history.stream[i] : (i) => map.path[i];
+  const name = kind === "line" ? (n) => history.lineNames[n] || "not recorded"
+    : kind === "stream" ? (n) => "stream " + history.about.streams[n]
+    : (n) => history.about.paths[n] || "not known";
+  // The groups with the most bytes over time get colours of their own.
+  const weight = new Map();
+  for (let i = 0; i < count; i++) {
+    weight.set(group(i), (weight.get(group(i)) || 0) + history.bytes[i] * (1 + history.end[i] - history.start[i]));
+  }
+  const order = [...weight].sort((a, b) => b[1] - a[1]).map(([key]) => key), colour = new Map();
+  order.forEach((key, i) => colour.set(key, i < DISTINCT.length ? DISTINCT[i] : REST));
+  for (let i = 0; i < count; i++) tint[i] = colour.get(group(i));
+  const legend = order.slice(0, DISTINCT.length).map((key) => [colour.get(key), name(key)]);
+  if (order.length > DISTINCT.length) legend.push([REST, formatCount(order.length - DISTINCT.length) + " others"]);
+  return { tint, legend };
+};
+
+// The narrowest that a block is drawn, in pixels: what pins a segment is often small.
+const LEAST = 0.6;
+
+// Blocks at their addresses. Returns those that are large enough for an outline.
+const drawMap = (raster, history, map, xs, view, tint) => {
+  const wide = raster.width / (view.x1 - view.x0), tall = raster.height / (view.y1 - view.y0);
+  const box = (start, end, place, bytes) => {
+    let x0 = (xs[start] - view.x0) * wide, x1 = (xs[end] - view.x0) * wide;
+    let y1 = raster.height - (place - view.y0) * tall, y0 = y1 - bytes * tall;
+    if (x1 - x0 < LEAST) x1 = x0 + LEAST;
+    if (y1 - y0 < LEAST) y0 = y1 - LEAST;
+    return [x0, y0, x1, y1];
+  };
+  for (let i = 0; i < map.segmentStart.length; i++) {
+    if (xs[map.segmentEnd[i]] < view.x0 || xs[map.segmentStart[i]] > view.x1) continue;
+    raster.hold(...box(map.segmentStart[i], map.segmentEnd[i], map.segmentPlace[i], map.segmentBytes[i]));
+  }
+  const outlined = [], { start, end } = history, { place, size } = map;
+  for (let i = 0; i < start.length; i++) {
+    const from = xs[start[i]], to = xs[end[i]], low = place[i], bytes = size[i];
+    if (to < view.x0 || from > view.x1 || low > view.y1 || low + bytes < view.y0 || bytes === 0) continue;
+    let x0 = (from - view.x0) * wide, x1 = (to - view.x0) * wide;
+    const y1 = raster.height - (low - view.y0) * tall;
+    let y0 = y1 - bytes * tall;
+    if (x1 - x0 < LEAST) x1 = x0 + LEAST;
+    if (y1 - y0 < LEAST) y0 = y1 - LEAST;
+    raster.block(x0, y0, x1, y1, tint[i]);
+    if (x1 - x0 > 5 && y1 - y0 > 4 && outlined.length < 3000) outlined.push([x0, y0, x1, y1]);
+  }
+  return outlined;
+};
+
+// Blocks that are live, stacked in the order of their allocation. Each column of pixels shows the moment within it at which
+// most is live, so that no peak is lost.
+const drawStack = (raster, history, map, xs, view, tint, level) => {
+  const tall = raster.height / (view.y1 - view.y0);
+  walkStack(history, columnsOf(history, xs, view, raster.width, level), (column, blocks) => {
+    let sum = 0;
+    for (let i = blocks.next[0]; i !== 0; i = blocks.next[i]) {
+      const bytes = map.size[i - 1];
+      if (sum + bytes > view.y0 && sum < view.y1) {
+        const y1 = raster.height - (sum - view.y0) * tall;
+        raster.block(column, y1 - bytes * tall, column + 1, y1, tint[i - 1]);
+      }
+      sum += bytes;
+    }
+  });
+  return [];
+};
+
+// For each column of pixels the event after which most is live.
+const columnsOf = (history, xs, view, width, level) => {
+  const at = new Int32Array(width);
+  let event = Math.max(before(xs, view.x0), 0);
+  for (let column = 0; column < width; column++) {
+    const stop = view.x0 + ((view.x1 - view.x0) * (column + 1)) / width;
+    let best = event;
+    while (event + 1 < history.events && xs[event + 1] < stop) {
+      event++;
+      if (level[event] > level[best]) best = event;
+    }
+    // Before the first event and after the last nothing is known.
+    const start = view.x0 + ((view.x1 - view.x0) * column) / width;
+    at[column] = stop < xs[0] || start > xs[history.events] ? -1 : best;
+  }
+  return at;
+};
+
+// Goes through the history once and hands out the blocks that are live after each of these events, in the order of their
+// allocation, as a chain that begins behind number 0; numbers count from 1. `moments` ascend; -1 is left out.
+const walkStack = (history, moments, then) => {
+  const { start, end } = history, count = start.length;
+  history.byEnd ??= endOrder(history);
+  const next = new Int32Array(count + 1), last = new Int32Array(count + 1);
+  let tail = 0, begun = 0, ended = 0;
+  for (let column = 0; column < moments.length; column++) {
+    const moment = moments[column];
+    if (moment < 0) continue;
+    for (; begun < count && start[begun] <= moment; begun++) {
+      const number = begun + 1;
+      next[tail] = number;
+      last[number] = tail;
+      next[number] = 0;
+      tail = number;
+    }
+    for (; ended < count && end[history.byEnd[ended]] <= moment; ended++) {
+      const number = history.byEnd[ended] + 1;
+      next[last[number]] = next[number];
+      if (next[number] !== 0) last[next[number]] = last[number];
+      else tail = last[number];
+    }
+    then(column, { next });
+  }
+};
+
+// Blocks in the order of their ends.
+const endOrder = (history) => {
+  const { end, events } = history, at = new Uint32Array(events + 2);
+  for (let i = 0; i < end.length; i++) at[end[i] + 1]++;
+  for (let i = 1; i < at.length; i++) at[i] += at[i - 1];
+  const order = new Uint32Array(end.length);
+  for (let i = 0; i < end.length; i++) order[at[end[i]]++] = i;
+  return order;
+};

@@ -1,0 +1,78 @@
+// The page from top to bottom.
+
+const shared = { sameScale: false, highest: 0 };
+
+// Stacks by their line: those that end in the same line of the user's code belong together.
+const nameLines = (history) => {
+  const names = [""], numbers = new Map([["", 0]]);
+  history.lineOf = new Uint32Array(history.about.lines.length + 1);
+  history.about.lines.forEach(({ line }, i) => {
+    if (!numbers.has(line)) {
+      numbers.set(line, names.length);
+      names.push(line);
+    }
+    history.lineOf[i + 1] = numbers.get(line);
+  });
+  history.lineNames = names;
+};
+
+// What tells files apart: their names, with as many folders as that takes.
+const shortNames = (names) => {
+  const parts = names.map((name) => name.split("/").filter((part) => part !== ""));
+  for (let take = 1; take < 12; take++) {
+    const short = parts.map((part) => part.slice(-take).join("/"));
+    if (new Set(short).size === names.length) return short;
+  }
+  return names.map((name, i) => name + (names.indexOf(name) < i ? ` (${i + 1})` : ""));
+};
+
+const run = async () => {
+  const page = document.getElementById("page"), data = JSON.parse(document.getElementById("data").textContent);
+  const names = shortNames(data.histories.map((one) => one.name));
+  data.histories.forEach((one, i) => { one.title = names[i]; });
+  const head = make("header", page);
+  make("h1", head, {}, data.histories.length === 1 ? "GPU memory of " + names[0] : "GPU memory of " + data.histories.length + " histories");
+  const several = data.histories.length > 1, axes = [];
+  if (several) {
+    const box = make("label", head, { class: "same" }), same = make("input", box, { type: "checkbox" });
+    box.append(" same scale for all levels");
+    same.addEventListener("change", () => {
+      shared.sameScale = same.checked;
+      for (const axis of axes) axis.draw();
+    });
+  }
+  figuresTable(page, data.histories);
+  const grid = make("div", page, { class: several ? "histories several" : "histories" });
+  const places = data.histories.map((about) => {
+    const place = make("section", grid, { class: "history" });
+    make("h2", place, {}, several ? about.title : "Blocks over time").title = about.name;
+    for (const note of about.notes) make("p", place, { class: "note" }, note);
+    for (const mark of about.marks.filter(({ kind }) => kind === "oom").slice(0, 3)) {
+      make("p", place, { class: "note alarm" }, `Event ${formatCount(mark.start + 1)}: ${mark.text}`);
+    }
+    const panels = make("div", place, { class: "panels" });
+    const compared = make("section", place, { class: "compared" });
+    make("h3", compared, {}, "The same program under other allocators");
+    make("p", compared, { class: "quiet" }, "Replays; the first line is what PyTorch recorded, where the log says it. The plan knows the whole history in advance.");
+    settingsTable(compared, about);
+    return panels;
+  });
+  for (const [i, about] of data.histories.entries()) {
+    const history = await readHistory(about);
+    nameLines(history);
+    const axis = new Axis(history), panel = new Panel(places[i], history, axis, 0);
+    axes.push(axis);
+    await panel.begin();
+    panel.draw();
+    const reserved = panel.map.reserved ?? panel.map.active;
+    shared.highest = reserved.reduce((a, b) => Math.max(a, b), shared.highest);
+    if (i === 0) requestAnimationFrame(() => requestAnimationFrame((now) => { document.documentElement.dataset.first = now.toFixed(0); }));
+  }
+  const again = () => { for (const axis of axes) for (const panel of axis.panels) panel.paint(); };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  document.documentElement.dataset.ready = "yes";
+};
+run().catch((error) => {
+  make("p", document.getElementById("page"), { class: "note alarm" }, "This page could not be drawn: " + error.message + ". It needs a browser of 2023 or later.");
+  console.error(error);
+});

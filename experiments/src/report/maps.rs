@@ -1,0 +1,184 @@
+//! Block maps: where the blocks of a history lay when it was recorded, and where they lie under other allocators.
+
+use super::columns::Columns;
+use super::lanes::Lanes;
+use super::recording::{Held, NEVER, Recording};
+use super::source::Source;
+use crate::history::{Devices, failed};
+use anyhow::Result;
+use std::collections::BTreeMap;
+use vramlab::histories::replay::{
+    Addresses, BlockPlace, ReplayReport, ReplaySettings, SegmentChange, Watched, replay_watched,
+};
+use vramlab::{Ledger, Path, Selection};
+
+/// Ledgers over a history; more than a screen has columns.
+const LEDGERS: usize = 1500;
+
+/// A map before it is packed: one place for each block of the recording.
+pub(super) struct Map {
+    pub(super) name: String,
+    pub(super) places: Vec<BlockPlace>,
+    pub(super) segments: Vec<Held>,
+    /// Allocations that failed.
+    pub(super) failed: u64,
+}
+
+/// A replay as the page shows it.
+pub(super) struct Replayed {
+    pub(super) map: Map,
+    pub(super) report: ReplayReport,
+    /// Ledgers by event.
+    pub(super) ledgers: Vec<(u32, Ledger)>,
+    /// Whether every block and every segment lay where it was recorded.
+    pub(super) as_recorded: bool,
+}
+
+/// A backend with what it can take over from the settings that a history was recorded under, and the size of the device
+/// that stands for the limit which it does not keep itself.
+fn prepared(source: &Source, selection: &Selection) -> (Selection, Option<u64>) {
+    let mut backend = selection.clone();
+    backend.adopt(&source.settings);
+    let limit = source.settings.memory_limit;
+    let outside = if backend.set_memory_limit(limit) { None } else { limit };
+    (backend, outside)
+}
+
+/// Replays a history and says where its blocks lay. `None` if the addresses are to be the recorded ones and cannot be.
+///
+/// # Errors
+/// Those of a replay.
+pub(super) fn replayed(
+    source: &Source,
+    selection: &Selection,
+    devices: &Devices,
+    addresses: Addresses,
+) -> Result<Option<Replayed>> {
+    let recorded = addresses == Addresses::Recorded;
+    if recorded && source.history.check_comparable().is_err() {
+        return Ok(None);
+    }
+    let (backend, outside) = prepared(source, selection);
+    // CAST: allocations of a history that is in memory.
+    let every = (source.history.allocations() as usize).div_ceil(LEDGERS).max(1);
+    let mut watched = Watched::every(every);
+    let settings = ReplaySettings { addresses, ..ReplaySettings::default() };
+    let driver = devices.make(outside)?;
+    let report = replay_watched(&source.history, &backend, &driver, &settings, &mut watched)
+        .map_err(|error| failed(&source.file, error))?;
+    let events = events_of_allocations(&source.recording, &source.history, watched.places.len());
+    let Some(events) = events else { return Ok(None) };
+    // CAST: a history that can be replayed has fewer than 2^32 events.
+    let end = source.recording.events() as u32;
+    let ledgers = watched.ledgers.iter().map(|(at, ledger)| (*events.get(*at).unwrap_or(&end), *ledger)).collect();
+    let places = aligned(&source.recording, watched.places, recorded);
+    let map = Map {
+        name: selection.to_string(),
+        places,
+        segments: segments(&watched.segments, &events),
+        failed: report.failed_allocations,
+    };
+    let same = |mismatches: Option<u64>| mismatches == Some(0);
+    let as_recorded = same(report.address_mismatches) && report.segment_mismatches.unwrap_or(0) == 0;
+    Ok(Some(Replayed { map, report, ledgers, as_recorded }))
+}
+
+/// The event of each allocation of a replay: first those of blocks from before the first event. `None` where a replay has
+/// others than the recording.
+fn events_of_allocations(
+    recording: &Recording,
+    history: &vramlab::histories::replay::History,
+    places: usize,
+) -> Option<Vec<u32>> {
+    // CAST: a number of blocks in memory.
+    let before = history.prologue_allocations() as usize;
+    let made = recording.blocks[recording.before()..].iter().map(|life| life.start);
+    let events: Vec<u32> = std::iter::repeat_n(0, before).chain(made).collect();
+    (events.len() == places).then_some(events)
+}
+
+/// A place for each block of the recording. Blocks from before the first event are found by their address, or by their
+/// order where another allocator placed them.
+fn aligned(recording: &Recording, places: Vec<BlockPlace>, recorded: bool) -> Vec<BlockPlace> {
+    let nowhere = BlockPlace { addr: 0, bytes: 0, path: None };
+    let (known, made) = places.split_at(places.len() - (recording.blocks.len() - recording.before()));
+    let before = &recording.blocks[..recording.before()];
+    let mut out: Vec<BlockPlace> = if recorded {
+        let by_addr: BTreeMap<u64, BlockPlace> = known.iter().map(|place| (place.addr, *place)).collect();
+        before.iter().map(|life| by_addr.get(&life.addr).copied().unwrap_or(nowhere)).collect()
+    } else if known.len() == before.len() {
+        known.to_vec()
+    } else {
+        vec![nowhere; before.len()]
+    };
+    out.extend_from_slice(made);
+    out
+}
+
+/// Lives of what was taken from the device, counted in events.
+fn segments(changes: &[SegmentChange], events: &[u32]) -> Vec<Held> {
+    let mut held = super::recording::Ranges::default();
+    for change in changes {
+        let at = events.get(change.allocation).or(events.last()).copied().unwrap_or(0);
+        if change.taken {
+            held.take(at, change.addr, change.bytes, NEVER);
+        } else {
+            held.give_back(at, change.addr, change.bytes, None);
+        }
+    }
+    held.finish()
+}
+
+/// The map of the recording itself. Sizes of blocks and paths are those of `told`, where somebody tells them.
+pub(super) fn recorded(recording: &Recording, told: Option<&[BlockPlace]>, name: &str) -> Map {
+    let place = |(number, life): (usize, &super::recording::Life)| {
+        let told = told.and_then(|told| told.get(number)).filter(|place| place.addr == life.addr);
+        let bytes = told.map_or(life.bytes, |place| place.bytes).max(life.bytes);
+        BlockPlace { addr: life.addr, bytes, path: told.and_then(|place| place.path) }
+    };
+    let places = recording.blocks.iter().enumerate().map(place).collect();
+    Map { name: name.to_owned(), places, segments: recording.segments.clone(), failed: 0 }
+}
+
+/// Column of lives as the page reads them: start and length, where what never ends has a length beyond the last event.
+pub(super) fn length(start: u32, end: u32, events: usize) -> u64 {
+    // CAST: a history that can be replayed has fewer than 2^32 events.
+    let end = if end == NEVER { events as u64 } else { u64::from(end) };
+    end - u64::from(start)
+}
+
+impl Map {
+    /// The columns that `data.js` reads, and the unit of places.
+    pub(super) fn columns(&self, events: usize) -> (Columns, u64) {
+        let placed = || self.places.iter().filter(|place| place.bytes > 0);
+        let lanes = Lanes::of(
+            self.segments.iter().map(|held| (held.addr, held.bytes)),
+            placed().map(|place| (place.addr, place.bytes)),
+        );
+        let at = |addr| lanes.place(addr).unwrap_or(0);
+        let used = placed().map(|place| at(place.addr)).chain(self.segments.iter().map(|held| at(held.addr)));
+        let unit = 1 << used.fold(0, |bits, place| bits | place).trailing_zeros().min(12);
+        let mut columns = Columns::default();
+        columns.push(lanes.list().iter().map(|lane| lane.addr));
+        columns.push(lanes.list().iter().map(|lane| lane.bytes));
+        columns.push(self.places.iter().map(|place| if place.bytes == 0 { 0 } else { at(place.addr) / unit }));
+        columns.push(self.places.iter().map(|place| place.bytes));
+        columns.push(self.places.iter().map(|place| match (place.bytes, place.path) {
+            // CAST: a small enumeration.
+            (_, Some(path)) => path as u64 + 1,
+            (_, None) => 0,
+        }));
+        columns.push(self.segments.iter().map(|held| u64::from(held.start)));
+        columns.push(self.segments.iter().map(|held| length(held.start, held.end, events)));
+        columns.push(self.segments.iter().map(|held| at(held.addr) / unit));
+        columns.push(self.segments.iter().map(|held| held.bytes));
+        columns
+            .push(self.segments.iter().map(|held| if held.stream == NEVER { 0 } else { u64::from(held.stream) + 1 }));
+        (columns, unit)
+    }
+}
+
+/// Names of the paths in the order of their numbers in a map; 0 is that nobody tells.
+pub(super) fn path_names() -> Vec<&'static str> {
+    std::iter::once("").chain(Path::ALL.into_iter().map(Path::name)).collect()
+}

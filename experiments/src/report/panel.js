@@ -1,0 +1,519 @@
+// One history under one allocator: the block map, the levels below it, and what the pointer and the keys do there.
+
+const make = (kind, parent, attributes = {}, text = "") => {
+  const element = document.createElement(kind);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text) element.textContent = text;
+  if (parent) parent.appendChild(element);
+  return element;
+};
+
+// What all panels of a history share: which part of the time they show, and the moment that was chosen.
+class Axis {
+  constructor(history) {
+    this.history = history;
+    this.byTime = false;
+    this.xs = history.byNumber;
+    this.moment = null;
+    this.panels = [];
+    this.view = this.whole();
+  }
+  whole() {
+    return { x0: 0, x1: Math.max(this.xs[this.history.events], 1) };
+  }
+  show(x0, x1) {
+    const { x1: end } = this.whole(), least = this.byTime ? Math.max(end / 1e7, 10) : 8;
+    const span = Math.min(Math.max(x1 - x0, least), end), middle = (x0 + x1) / 2;
+    const from = Math.min(Math.max(middle - span / 2, 0), end - span);
+    this.view = { x0: from, x1: from + span };
+    this.draw();
+  }
+  // The same part of the history, counted the other way.
+  count(byTime) {
+    const events = [this.view.x0, this.view.x1].map((x) => Math.max(before(this.xs, x), 0));
+    this.byTime = byTime;
+    this.xs = byTime ? this.history.byTime : this.history.byNumber;
+    this.show(this.xs[events[0]], this.xs[Math.min(events[1], this.history.events)]);
+  }
+  eventAt(x) {
+    return Math.min(Math.max(before(this.xs, x), 0), Math.max(this.history.events - 1, 0));
+  }
+  choose(event) {
+    this.moment = event === null ? null : Math.min(Math.max(event, 0), Math.max(this.history.events - 1, 0));
+    const x = event === null ? null : this.xs[this.moment];
+    if (x !== null && (x < this.view.x0 || x > this.view.x1)) {
+      const half = (this.view.x1 - this.view.x0) / 2;
+      this.show(x - half, x + half);
+    } else this.draw();
+  }
+  draw() {
+    for (const panel of this.panels) panel.later();
+  }
+}
+
+const STRIP = 17;
+
+class Panel {
+  constructor(parent, history, axis, number) {
+    Object.assign(this, { history, axis, number, kind: "map", colour: null, selected: -1, found: [], waiting: false });
+    axis.panels.push(this);
+    this.root = make("section", parent, { class: "panel" });
+    this.tools = make("div", this.root, { class: "tools" });
+    this.legend = make("div", this.root, { class: "legend" });
+    const about = "Arrow keys move, + and - zoom in time, Page Up and Page Down in memory, Home shows all; full stop and comma go "
+      + "from event to event; slash searches.";
+    this.canvas = make("canvas", this.root, { class: "blocks", tabindex: "0", role: "img", "aria-label": "Blocks over time. " + about });
+    make("p", this.root, { class: "hint" }, "Wheel: zoom in time, with Shift in memory. Drag: move, with Shift: zoom to a box. Click: choose a block and a moment. " + about);
+    this.levelsKey = make("div", this.root, { class: "legend" });
+    this.levels = make("canvas", this.root, { class: "levels", role: "img", "aria-label": "Memory reserved, active and asked for over time" });
+    if (history.ledger && number === 0) {
+      this.ledgerKey = make("div", this.root, { class: "legend" });
+      this.ledger = make("canvas", this.root, { class: "levels", role: "img", "aria-label": "Reserved memory by what it is used for, over time" });
+    }
+    this.details = make("div", this.root, { class: "details", "aria-live": "polite" });
+    this.tip = make("div", this.root, { class: "tip" });
+    this.tip.hidden = true;
+  }
+  async begin() {
+    this.first = await this.history.map(0);
+    await this.show(this.number);
+    this.controls();
+    this.listen();
+    new ResizeObserver(() => this.later()).observe(this.root);
+  }
+  // Another allocator's map of the same program.
+  async show(number) {
+    this.number = number;
+    this.map = await this.history.map(number);
+    const { about } = this.history, allowed = (kind) => !TINTS[kind].needs || TINTS[kind].needs(about, this.map);
+    if (!this.colour || !allowed(this.colour)) this.colour = allowed("line") ? "line" : "size";
+    this.allowed = Object.keys(TINTS).filter(allowed);
+    this.view = this.everything();
+    this.paint();
+  }
+  everything() {
+    if (this.kind === "map") return { y0: 0, y1: this.map.top };
+    return { y0: 0, y1: this.map.active.reduce((a, b) => Math.max(a, b), 1) * 1.03 };
+  }
+  paint() {
+    const { tint, legend } = tintBlocks(this.colour, this.history, this.map);
+    this.tint = tint;
+    this.legend.replaceChildren();
+    if (this.map.about.segments && this.kind === "map") legend.unshift([null, "held, not in use"]);
+    for (const [colour, text] of legend) this.key(this.legend, colour === null ? "var(--held)" : css(colour), text).title = text;
+    const up = this.kind === "map" ? "up: addresses, without the gaps between segments" : "up: bytes in live blocks, in the order of their allocation";
+    make("span", this.legend, { class: "quiet" }, up);
+    this.levelsKey.replaceChildren();
+    if (this.map.reserved) this.key(this.levelsKey, LEVEL_TINTS.reserved, "reserved");
+    if (this.number > 0 && this.first.reserved) this.key(this.levelsKey, LEVEL_TINTS.recorded, "reserved as recorded (dashed)");
+    this.key(this.levelsKey, LEVEL_TINTS.active, "active");
+    this.key(this.levelsKey, LEVEL_TINTS.requested, "asked for");
+    this.key(this.levelsKey, null, "lower bound " + formatBytes(this.history.about.lower_bound_bytes) + " (dotted)");
+    if (this.history.about.plan_bytes) this.key(this.levelsKey, null, "a plan needs " + formatBytes(this.history.about.plan_bytes) + " (dashed)");
+    if (this.ledger) {
+      const { allocator, as_recorded } = this.history.about.ledger;
+      this.ledgerKey.replaceChildren();
+      for (const { tint: colour, name, says } of LEDGER_PARTS) this.key(this.ledgerKey, colour, name).title = says;
+      const how = as_recorded ? "; its replay puts every block where it was recorded" : " in a replay, not as recorded: no replay puts every block where it was";
+      make("span", this.ledgerKey, { class: "quiet" }, "ledger of " + allocator + how);
+    }
+    this.later();
+  }
+  key(parent, colour, text) {
+    const item = make("span", parent, { class: "key" });
+    if (colour) make("i", item).style.background = colour;
+    item.append(text);
+    return item;
+  }
+  controls() {
+    const choice = (label, options, chosen, then) => {
+      const box = make("label", this.tools, {}, label + " "), select = make("select", box);
+      for (const [value, text] of options) make("option", select, { value }, text);
+      select.value = String(chosen);
+      select.addEventListener("change", () => then(select.value));
+      return select;
+    };
+    choice("show", [["map", "block map"], ["stack", "live blocks, stacked"]], this.kind, (kind) => {
+      this.kind = kind;
+      this.view = this.everything();
+      this.paint();
+    }).dataset.tool = "kind";
+    const colours = () => this.allowed.map((kind) => [kind, TINTS[kind].name]);
+    if (this.history.maps.length > 1) {
+      const names = this.history.about.maps.map((map, i) => [String(i), map.name + (map.failed ? ` (${formatCount(map.failed)} requests failed)` : "")]);
+      choice("under", names, this.number, async (value) => {
+        await this.show(Number(value));
+        const tint = this.colours;
+        tint.replaceChildren();
+        for (const [kind, text] of colours()) make("option", tint, { value: kind }, text);
+        tint.value = this.colour;
+      }).dataset.tool = "map";
+    }
+    this.colours = choice("colour by", colours(), this.colour, (colour) => {
+      this.colour = colour;
+      this.paint();
+    });
+    this.colours.dataset.tool = "colour";
+    if (this.history.byTime) {
+      choice("axis", [["", "events"], ["time", "time"]], this.axis.byTime ? "time" : "", (value) => this.axis.count(value === "time")).dataset.tool = "axis";
+    }
+    const button = (text, title, then) => {
+      const element = make("button", this.tools, { type: "button", title, "aria-label": title }, text);
+      element.addEventListener("click", then);
+      return element;
+    };
+    button("+", "zoom in", () => this.zoomTime(0.5));
+    button("−", "zoom out", () => this.zoomTime(2));
+    button("all", "show everything", () => this.home());
+    const form = make("form", this.tools, { role: "search" });
+    this.search = make("input", form, { type: "search", placeholder: this.history.about.lines.length ? "address or line" : "address, such as 0x7f…", "aria-label": "find a block" });
+    this.answer = make("output", form);
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.find(this.search.value);
+    });
+    if (this.axis.panels.length === 1 && this.history.maps.length > 1) {
+      button("beside…", "show another allocator beside this one", async () => {
+        const panel = new Panel(this.root.parentElement, this.history, this.axis, Math.min(this.number + 1, this.history.maps.length - 1));
+        this.root.parentElement.classList.add("beside");
+        await panel.begin();
+        this.axis.draw();
+      });
+    }
+  }
+  later() {
+    if (this.waiting) return;
+    this.waiting = true;
+    requestAnimationFrame(() => {
+      this.waiting = false;
+      this.draw();
+    });
+  }
+  area() {
+    const top = MARGIN.top + STRIP;
+    return { w: Math.max(this.canvas.clientWidth - MARGIN.left - MARGIN.right, 10), top, h: Math.max(this.canvas.clientHeight - top - MARGIN.bottom, 10) };
+  }
+  draw() {
+    if (!this.map || this.root.clientWidth === 0) return;
+    const began = performance.now();
+    const { pen, scale, w } = prepared(this.canvas), { top, h } = this.area(), tint = colours();
+    const width = Math.max(Math.round(w * scale), 1), height = Math.max(Math.round(h * scale), 1);
+    if (this.raster?.width !== width || this.raster?.height !== height) this.raster = new Raster(width, height);
+    else this.raster.clear();
+    const view = { ...this.axis.view, ...this.view }, paint = this.kind === "map" ? drawMap : drawStack;
+    const outlined = paint(this.raster, this.history, this.map, this.axis.xs, view, this.tint, this.map.active);
+    const left = Math.round(MARGIN.left * scale), above = Math.round(top * scale);
+    pen.canvas.getContext("2d").putImageData(this.raster.image(tint.paper, tint.held), left, above);
+    pen.save();
+    pen.beginPath();
+    pen.rect(MARGIN.left, top, w, h);
+    pen.clip();
+    pen.strokeStyle = tint.paperText;
+    pen.lineWidth = 1;
+    pen.globalAlpha = 0.65;
+    pen.beginPath();
+    for (const [x0, y0, x1, y1] of outlined) pen.rect(MARGIN.left + x0 / scale, top + y0 / scale, (x1 - x0) / scale, (y1 - y0) / scale);
+    pen.stroke();
+    pen.globalAlpha = 1;
+    if (this.kind === "map") this.drawLanes(pen, tint, w, top, h);
+    if (this.selected >= 0 && this.kind === "map") this.outline(pen, tint, w, top, h);
+    pen.restore();
+    this.drawAxes(pen, tint, w, top, h);
+    this.drawStrip(pen, tint, w);
+    drawMoment(pen, this, tint, w, top, h);
+    drawLevels(this.levels, this);
+    if (this.ledger) drawLedger(this.ledger, this);
+    this.tell();
+    this.root.dataset.drawn = String(this.history.start.length);
+    this.root.dataset.took = (performance.now() - began).toFixed(1);
+    this.root.dataset.view = [view.x0, view.x1, view.y0, view.y1].join(" ");
+  }
+  // Lines between lanes: addresses in between are left out.
+  drawLanes(pen, tint, w, top, h) {
+    const { y0, y1 } = this.view, y = (place) => top + h * (1 - (place - y0) / (y1 - y0));
+    const { lanePlace, laneBytes } = this.map;
+    let last = Infinity;
+    pen.fillStyle = tint.paperText;
+    pen.globalAlpha = 0.8;
+    for (let i = Math.max(before(lanePlace, y0), 0); i < laneBytes.length && lanePlace[i] <= y1; i++) {
+      const at = y(lanePlace[i]);
+      if (last - at < 3) continue;
+      pen.fillRect(MARGIN.left, Math.round(at), w, 1);
+      last = at;
+    }
+    pen.globalAlpha = 1;
+  }
+  outline(pen, tint, w, top, h) {
+    const { history, map, selected: i } = this, { x0, x1 } = this.axis.view, { y0, y1 } = this.view, xs = this.axis.xs;
+    const x = (at) => MARGIN.left + ((at - x0) / (x1 - x0)) * w, y = (place) => top + h * (1 - (place - y0) / (y1 - y0));
+    const left = Math.max(x(xs[history.start[i]]), MARGIN.left - 4), right = Math.min(x(xs[history.end[i]]), MARGIN.left + w + 4);
+    const upper = y(map.place[i] + map.size[i]), lower = y(map.place[i]);
+    for (const [colour, width] of [[tint.paperText, 4], [tint.accent, 2]]) {
+      pen.strokeStyle = colour;
+      pen.lineWidth = width;
+      pen.strokeRect(left, upper, Math.max(right - left, 2), Math.max(lower - upper, 2));
+    }
+  }
+  drawAxes(pen, tint, w, top, h) {
+    const { y0, y1 } = this.view, y = (place) => top + h * (1 - (place - y0) / (y1 - y0));
+    pen.strokeStyle = tint.ink;
+    pen.lineWidth = 1;
+    pen.strokeRect(MARGIN.left - 0.5, top - 0.5, w + 1, h + 1);
+    for (const tick of ticks(y0, y1, Math.max(Math.floor(h / 60), 2), true)) {
+      axisText(pen, tint.ink, MARGIN.left - 6, Math.max(y(tick) + 4, top + 9), formatBytes(tick), "right");
+      pen.fillStyle = tint.ink;
+      pen.fillRect(MARGIN.left - 4, Math.round(y(tick)), 4, 1);
+    }
+    drawTimeAxis(pen, this.axis, tint, w, top + h);
+  }
+  // Ranges that the program named, above the map.
+  drawStrip(pen, tint, w) {
+    const { x0, x1 } = this.axis.view, xs = this.axis.xs, x = (event) => MARGIN.left + ((xs[event] - x0) / (x1 - x0)) * w;
+    this.strip = [];
+    pen.save();
+    pen.beginPath();
+    pen.rect(MARGIN.left, 0, w, MARGIN.top + STRIP);
+    pen.clip();
+    let filled = -Infinity;
+    for (const mark of this.history.about.marks) {
+      if (mark.kind !== "annotation") continue;
+      const left = x(mark.start), right = Math.max(x(mark.end ?? mark.start), left + 1.5);
+      if (right < MARGIN.left || left > MARGIN.left + w) continue;
+      // Closer together than can be seen.
+      if (right - filled < 0.7) continue;
+      filled = right;
+      this.strip.push([left, right, mark.text]);
+      pen.fillStyle = tint.accent;
+      pen.globalAlpha = 0.25;
+      pen.fillRect(left, 2, right - left, STRIP);
+      pen.globalAlpha = 1;
+      const seen = Math.max(left, MARGIN.left);
+      if (Math.min(right, MARGIN.left + w) - seen > 40) {
+        pen.save();
+        pen.beginPath();
+        pen.rect(seen, 0, Math.min(right, MARGIN.left + w) - seen - 2, STRIP + 4);
+        pen.clip();
+        axisText(pen, tint.ink, seen + 3, 14, mark.text, "left");
+        pen.restore();
+      }
+    }
+    pen.restore();
+  }
+  toX(x) {
+    const { w } = this.area(), { x0, x1 } = this.axis.view;
+    return x0 + ((x - MARGIN.left) / w) * (x1 - x0);
+  }
+  toY(y) {
+    const { top, h } = this.area(), { y0, y1 } = this.view;
+    return y0 + (1 - (y - top) / h) * (y1 - y0);
+  }
+  // The block at a point of the canvas; -1 if there is none.
+  at(x, y) {
+    const { history, map } = this, when = this.toX(x), where = this.toY(y), xs = this.axis.xs;
+    if (this.kind === "map") {
+      // A block that is drawn thinner than a pixel can be pointed at all the same.
+      const { w, h } = this.area(), near = ((this.axis.view.x1 - this.axis.view.x0) / w) * 0.7, thin = ((this.view.y1 - this.view.y0) / h) * 0.7;
+      let best = -1;
+      for (let i = 0; i < history.start.length; i++) {
+        if (map.size[i] === 0 || xs[history.start[i]] > when + near || xs[history.end[i]] < when - near) continue;
+        if (map.place[i] > where + thin || map.place[i] + map.size[i] < where - thin) continue;
+        if (xs[history.start[i]] <= when && when < xs[history.end[i]] && map.place[i] <= where && where < map.place[i] + map.size[i]) return i;
+        best = i;
+      }
+      return best;
+    }
+    const { w } = this.area(), column = Math.floor(x - MARGIN.left);
+    if (column < 0 || column >= w) return -1;
+    const scale = window.devicePixelRatio || 1, width = Math.max(Math.round(w * scale), 1);
+    const moment = columnsOf(history, xs, this.axis.view, width, map.active)[Math.min(Math.floor(column * scale), width - 1)];
+    let hit = -1, sum = 0;
+    walkStack(history, [moment], (_, blocks) => {
+      for (let i = blocks.next[0]; i !== 0 && hit < 0; i = blocks.next[i]) {
+        if (where >= sum && where < sum + map.size[i - 1]) hit = i - 1;
+        sum += map.size[i - 1];
+      }
+    });
+    return hit;
+  }
+  // What a block is, in lines of text.
+  describe(i) {
+    const { history, map } = this, { about } = history, lines = [];
+    const rounded = map.size[i] !== history.bytes[i] ? ", block of " + formatBytes(map.size[i]) : "";
+    lines.push(formatBytes(history.bytes[i]) + " asked for (" + formatCount(history.bytes[i]) + " bytes)" + rounded);
+    if (map.size[i] > 0) lines.push("at " + formatAddress(addressOf(map, map.place[i])) + (map.path[i] ? ", served by " + about.paths[map.path[i]] : "") + ", stream " + about.streams[history.stream[i]]);
+    else lines.push("no memory: the request failed, stream " + about.streams[history.stream[i]]);
+    const when = (event) => "event " + formatCount(event + 1) + (history.byTime ? " (" + formatTime(history.time[event]) + ")" : "");
+    const open = history.end[i] >= history.events, from = history.start[i], to = Math.min(history.end[i], history.events - 1);
+    const age = formatCount(history.end[i] - from) + " events" + (history.byTime ? ", " + formatTime(history.time[to] - history.time[from]) : "");
+    lines.push((history.before[i] ? "there before the first event" : "allocated at " + when(from)) + (open ? ", held to the end: at least " : ", free again at " + when(history.end[i]) + ": lives ") + age);
+    const wait = history.end[i] - history.freed[i];
+    if (history.freed[i] < history.events && wait > 1) lines.push("freed at " + when(history.freed[i]) + ", then waited " + formatCount(wait) + " events for other streams");
+    const stack = history.stack[i] > 0 ? about.lines[history.stack[i] - 1] : null;
+    if (stack) lines.push(stack.line);
+    return { lines, stack };
+  }
+  hover(x, y) {
+    const named = y < MARGIN.top + STRIP && this.strip?.findLast(([left, right]) => x >= left && x <= right);
+    const i = named ? -1 : this.at(x, y);
+    this.tip.hidden = i < 0 && !named;
+    if (this.tip.hidden) return;
+    this.tip.textContent = named ? named[2] : this.describe(i).lines.join("\n");
+    const room = this.root.clientWidth - this.tip.offsetWidth - 4;
+    this.tip.style.left = Math.max(Math.min(x + 14, room), 0) + "px";
+    const below = this.canvas.offsetTop + y + 16;
+    this.tip.style.top = (y + this.tip.offsetHeight + 24 > this.canvas.clientHeight ? below - this.tip.offsetHeight - 26 : below) + "px";
+  }
+  zoomTime(factor, at) {
+    const { x0, x1 } = this.axis.view, fixed = at ?? (x0 + x1) / 2;
+    this.axis.show(fixed - (fixed - x0) * factor, fixed + (x1 - fixed) * factor);
+  }
+  zoomMemory(factor, at) {
+    const { y0, y1 } = this.view, fixed = at ?? (y0 + y1) / 2;
+    this.showMemory(fixed - (fixed - y0) * factor, fixed + (y1 - fixed) * factor);
+  }
+  showMemory(y0, y1) {
+    const { y1: top } = this.everything(), span = Math.min(Math.max(y1 - y0, 512), top), middle = (y0 + y1) / 2;
+    const from = Math.min(Math.max(middle - span / 2, 0), top - span);
+    this.view = { y0: from, y1: from + span };
+    this.later();
+  }
+  move(right, up) {
+    const { x0, x1 } = this.axis.view, { y0, y1 } = this.view, dx = (x1 - x0) * right, dy = (y1 - y0) * up;
+    if (up) this.showMemory(y0 + dy, y1 + dy);
+    if (right) this.axis.show(x0 + dx, x1 + dx);
+  }
+  home() {
+    this.view = this.everything();
+    const { x0, x1 } = this.axis.whole();
+    this.axis.show(x0, x1);
+  }
+  choose(i, moment) {
+    this.selected = i;
+    this.axis.choose(moment);
+  }
+  // Blocks at an address, or of a line; the same question again goes to the next of them.
+  find(question) {
+    const text = question.trim(), { history, map } = this;
+    if (text !== this.asked) {
+      this.asked = text;
+      this.found = text === "" ? [] : this.search_(text);
+      this.next = 0;
+    }
+    if (this.found.length === 0) {
+      this.answer.textContent = text === "" ? "" : "no block";
+      return;
+    }
+    const i = this.found[this.next];
+    this.answer.textContent = `${formatCount(this.next + 1)} of ${formatCount(this.found.length)}`;
+    this.next = (this.next + 1) % this.found.length;
+    const from = this.axis.xs[history.start[i]], to = this.axis.xs[history.end[i]], wide = Math.max(to - from, this.axis.byTime ? 1000 : 10);
+    this.kind === "map" && this.showMemory(map.place[i] - map.size[i] * 2, map.place[i] + map.size[i] * 3);
+    this.selected = i;
+    this.axis.moment = history.start[i];
+    this.axis.show(from - wide / 2, to + wide / 2);
+  }
+  search_(text) {
+    const { history, map } = this, out = [], plain = text.toLowerCase().replace(/^[bs](?=[0-9a-f]{6})/, "").replace(/_\d+$/, "");
+    const guesses = /^0x[0-9a-f]+$/.test(plain) ? [parseInt(plain, 16)] : /^\d+$/.test(plain) ? [Number(plain), parseInt(plain, 16)]
+      : /^[0-9a-f]{4,}$/.test(plain) ? [parseInt(plain, 16)] : [];
+    for (const address of guesses) {
+      const place = placeOf(map, address);
+      if (place === null) continue;
+      for (let i = 0; i < history.start.length; i++) if (map.size[i] > 0 && map.place[i] <= place && place < map.place[i] + map.size[i]) out.push(i);
+      if (out.length) return out;
+    }
+    if (guesses.length) return out;
+    const wanted = new Set();
+    history.about.lines.forEach(({ line, stack }, n) => {
+      if ([line, ...stack].some((frame) => frame.toLowerCase().includes(text.toLowerCase()))) wanted.add(n + 1);
+    });
+    for (let i = 0; wanted.size && i < history.start.length; i++) if (wanted.has(history.stack[i])) out.push(i);
+    return out;
+  }
+  // The block and the moment that were chosen, in words.
+  tell() {
+    const { axis, history, map } = this, key = [this.selected, axis.moment, this.number].join();
+    if (key === this.told) return;
+    this.told = key;
+    this.details.replaceChildren();
+    if (this.selected >= 0) {
+      const { lines, stack } = this.describe(this.selected);
+      make("h3", this.details, {}, "Block");
+      make("pre", this.details, { class: "block" }, lines.join("\n"));
+      if (stack && stack.stack.length > 1) {
+        const all = make("details", this.details);
+        make("summary", all, {}, "whole stack");
+        make("pre", all, {}, stack.stack.join("\n"));
+      }
+    }
+    if (axis.moment !== null) tellMoment(this.details, history, map, axis.moment);
+  }
+  listen() {
+    const { canvas } = this;
+    let drag = null;
+    const point = (event) => {
+      const box = canvas.getBoundingClientRect();
+      return { x: event.clientX - box.left, y: event.clientY - box.top };
+    };
+    canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      const { x, y } = point(event), turned = event.deltaY || event.deltaX, factor = Math.exp(Math.max(Math.min(turned, 200), -200) / 250);
+      if (event.shiftKey) this.zoomMemory(factor, this.toY(y));
+      else this.zoomTime(factor, this.toX(x));
+    }, { passive: false });
+    canvas.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;
+      drag = { ...point(event), box: event.shiftKey, moved: false, view: this.view, time: this.axis.view };
+      canvas.setPointerCapture(event.pointerId);
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      const here = point(event);
+      if (!drag) return this.hover(here.x, here.y);
+      this.tip.hidden = true;
+      if (Math.abs(here.x - drag.x) + Math.abs(here.y - drag.y) < 4 && !drag.moved) return;
+      drag.moved = true;
+      if (drag.box) {
+        drag.to = here;
+        this.draw();
+        const pen = canvas.getContext("2d");
+        pen.strokeStyle = colours().accent;
+        pen.strokeRect(drag.x, drag.y, here.x - drag.x, here.y - drag.y);
+        return;
+      }
+      const { w, h } = this.area(), { x0, x1 } = drag.time, { y0, y1 } = drag.view;
+      const dx = ((drag.x - here.x) / w) * (x1 - x0), dy = ((here.y - drag.y) / h) * (y1 - y0);
+      this.showMemory(y0 + dy, y1 + dy);
+      this.axis.show(x0 + dx, x1 + dx);
+    });
+    canvas.addEventListener("pointerup", (event) => {
+      if (!drag) return;
+      const { x, y, to, moved } = drag;
+      drag = null;
+      if (to) {
+        const [x0, x1] = [this.toX(Math.min(x, to.x)), this.toX(Math.max(x, to.x))];
+        this.showMemory(this.toY(Math.max(y, to.y)), this.toY(Math.min(y, to.y)));
+        this.axis.show(x0, x1);
+      } else if (!moved) {
+        const here = point(event);
+        this.choose(this.at(here.x, here.y), this.axis.eventAt(this.toX(here.x)));
+      }
+    });
+    canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+    canvas.addEventListener("dblclick", () => this.home());
+    this.levels.addEventListener("click", (event) => {
+      const box = this.levels.getBoundingClientRect();
+      this.axis.choose(this.axis.eventAt(this.toX(event.clientX - box.left)));
+    });
+    const step = (by) => this.axis.choose((this.axis.moment ?? this.axis.eventAt(this.axis.view.x0)) + by);
+    const keys = {
+      ArrowLeft: () => this.move(-0.15, 0), ArrowRight: () => this.move(0.15, 0), ArrowUp: () => this.move(0, 0.15), ArrowDown: () => this.move(0, -0.15),
+      "+": () => this.zoomTime(0.5), "=": () => this.zoomTime(0.5), "-": () => this.zoomTime(2), PageUp: () => this.zoomMemory(0.5), PageDown: () => this.zoomMemory(2),
+      Home: () => this.home(), ".": () => step(1), ",": () => step(-1), "/": () => this.search.focus(), Escape: () => this.choose(-1, null),
+    };
+    canvas.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || !keys[event.key]) return;
+      event.preventDefault();
+      keys[event.key]();
+    });
+  }
+}

@@ -1,0 +1,201 @@
+//! What the page is made from: histories, and the folders of runs that recorded one.
+
+use super::recording::{Mark, Recorder, Recording};
+use crate::history::{AsRecorded, Tally, compile, no_events};
+use crate::reading::ReadArgs;
+use anyhow::{Context, Result};
+use serde::Deserialize;
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use vramlab::backends::CachingSettings;
+use vramlab::histories::replay::{BlockPlace, History, HistoryBuilder};
+use vramlab::histories::trace::{ReadError, Summary, read};
+use vramlab::{Bytes, Path as Served, Selection};
+
+/// The events of a run in its folder, best first: an export names segments, the trace does not.
+const LOGS: [&str; 4] = ["snapshot.pickle", "snapshot.json", "trace.jsonl", "trace.jsonl.gz"];
+
+/// Something that the command line names.
+#[derive(Debug)]
+pub(super) enum Input {
+    /// A file with a history.
+    History(PathBuf),
+    /// A run that recorded its events, and the file that has them.
+    Run { folder: PathBuf, log: PathBuf },
+    /// A folder without events.
+    Eventless(PathBuf),
+}
+
+impl Input {
+    pub(super) fn of(path: &Path) -> Self {
+        if !path.is_dir() {
+            return Self::History(path.to_owned());
+        }
+        let folder = path.to_owned();
+        match LOGS.iter().map(|name| path.join(name)).find(|log| log.is_file()) {
+            Some(log) => Self::Run { folder, log },
+            None => Self::Eventless(folder),
+        }
+    }
+}
+
+/// A figure with its name, for the table over all histories.
+pub(super) type Figure = (&'static str, String);
+
+/// A history, ready to be shown and replayed.
+pub(super) struct Source {
+    /// As the command line names it.
+    pub(super) name: String,
+    pub(super) file: PathBuf,
+    pub(super) recording: Recording,
+    pub(super) summary: Summary,
+    pub(super) history: History,
+    pub(super) settings: CachingSettings,
+    pub(super) as_recorded: Option<AsRecorded>,
+    /// What the record of a run says of it.
+    pub(super) figures: Vec<Figure>,
+    /// The allocator that a run had.
+    pub(super) allocator: Option<Selection>,
+    /// How each allocation was served, in order, where the log says it.
+    pub(super) served: Option<Vec<BlockPlace>>,
+}
+
+impl Source {
+    /// Reads what is to be shown.
+    ///
+    /// # Errors
+    /// Those of reading a history; what is wrong with a run's record.
+    pub(super) fn read(input: &Input, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Self> {
+        let (file, folder) = match input {
+            Input::History(file) => (file, None),
+            Input::Run { folder, log } => (log, Some(folder)),
+            Input::Eventless(folder) => anyhow::bail!("{}: there are no events in this folder", folder.display()),
+        };
+        let mut source = history(file, gpu, limit, reading)?;
+        if let Some(folder) = folder {
+            source.name = folder.display().to_string();
+            source.add_record(folder)?;
+        }
+        Ok(source)
+    }
+
+    /// Takes over what a run's record says.
+    fn add_record(&mut self, folder: &Path) -> Result<()> {
+        let path = folder.join("summary.json");
+        let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        let record: Value = serde_json::from_str(&text)
+            .with_context(|| format!("{}: is no record of a run; it was cut short or damaged", path.display()))?;
+        self.allocator = record["settings"]["alloc"].as_str().and_then(|text| text.parse().ok());
+        self.figures = record_figures(&record);
+        self.recording.marks.extend(steps(&folder.join("steps.csv"), &self.recording)?);
+        let trace = LOGS[2..].iter().map(|name| folder.join(name)).find(|trace| trace.is_file());
+        if let Some(trace) = trace {
+            let served = served(&trace).with_context(|| trace.display().to_string())?;
+            self.served = (served.len() == self.recording.blocks.len()).then_some(served);
+        }
+        Ok(())
+    }
+}
+
+fn history(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Source> {
+    let options = reading.options();
+    let mut builder = HistoryBuilder::new(gpu).within(&options.budget);
+    let mut tally = Tally::new(gpu);
+    let mut recorder = Recorder::new(gpu);
+    let mut sink = |event| {
+        tally.take(&event);
+        recorder.take(&event, 0);
+        builder.push(&event).map_err(ReadError::stop)
+    };
+    let summary = read(file, &options, &mut sink)?;
+    let compiled = compile(builder, &summary, limit).with_context(|| file.display().to_string())?;
+    if compiled.history.events() == 0 {
+        return Err(no_events(file, gpu, &summary));
+    }
+    Ok(Source {
+        name: file.display().to_string(),
+        file: file.to_owned(),
+        recording: recorder.finish(&summary),
+        as_recorded: tally.finish(&summary),
+        summary,
+        history: compiled.history,
+        settings: compiled.settings,
+        figures: Vec::new(),
+        allocator: None,
+        served: None,
+    })
+}
+
+/// The headline figures of a run's record. What it does not say is left out.
+fn record_figures(record: &Value) -> Vec<Figure> {
+    let mut out: Vec<Figure> = Vec::new();
+    let text = |value: &Value| value.as_str().map(str::to_owned);
+    let bytes = |value: &Value| value.as_u64().map(|bytes| Bytes(bytes).to_string());
+    let mut add = |name, value: Option<String>| out.extend(value.map(|value| (name, value)));
+    add("allocator", text(&record["settings"]["alloc"]).or_else(|| text(&record["settings"]["allocator"])));
+    add("device", text(&record["device"]["name"]));
+    add("data", text(&record["dataset"]["name"]));
+    add("status", text(&record["status"]));
+    let epochs = record["epochs"].as_array().map_or(&[][..], Vec::as_slice);
+    if let Some(last) = epochs.last() {
+        add("epochs", Some(epochs.len().to_string()));
+        let step = last["wall_s"].as_f64().zip(last["steps"].as_f64().filter(|steps| *steps > 0.0));
+        add("mean step, last epoch", step.map(|(wall, steps)| format!("{:.1} us", 1e6 * wall / steps)));
+        add("validation accuracy", last["val_accuracy"].as_f64().map(|share| format!("{:.2} %", 100.0 * share)));
+    }
+    let stats = &record["allocator_stats"];
+    add("peak reserved, whole run", bytes(&stats["reserved_bytes.all.peak"]));
+    add("peak active, whole run", bytes(&stats["active_bytes.all.peak"]));
+    add("peak requested, whole run", bytes(&stats["requested_bytes.all.peak"]));
+    out
+}
+
+/// A line where each step ends, by the run's clock.
+fn steps(path: &Path, recording: &Recording) -> Result<Vec<Mark>> {
+    #[derive(Deserialize)]
+    struct Row {
+        epoch: u64,
+        step: u64,
+        host_ns: u64,
+    }
+    if !path.is_file() {
+        return Ok(Vec::new());
+    }
+    let mut rows = csv::Reader::from_path(path).with_context(|| path.display().to_string())?;
+    let mut out = Vec::new();
+    for row in rows.deserialize() {
+        let Row { epoch, step, host_ns } = row.with_context(|| path.display().to_string())?;
+        // CAST: a history that can be replayed has fewer than 2^32 events.
+        let start = recording.times_ns.partition_point(|time| *time <= host_ns) as u32;
+        out.push(Mark { kind: "step", text: format!("end of step {step} of epoch {epoch}"), start, end: None });
+    }
+    Ok(out)
+}
+
+/// What a run's own trace says of each allocation and PyTorch's form of it does not.
+fn served(path: &Path) -> Result<Vec<BlockPlace>> {
+    #[derive(Deserialize)]
+    struct Line<'l> {
+        #[serde(borrow)]
+        action: std::borrow::Cow<'l, str>,
+        #[serde(default)]
+        addr: u64,
+        block: u64,
+        #[serde(borrow)]
+        path: std::borrow::Cow<'l, str>,
+    }
+    let file = std::fs::File::open(path)?;
+    let packed = path.extension().is_some_and(|end| end == "gz");
+    let source: Box<dyn Read> = if packed { Box::new(flate2::read::MultiGzDecoder::new(file)) } else { Box::new(file) };
+    let mut out = Vec::new();
+    for (number, text) in BufReader::new(source).lines().enumerate() {
+        let text = text?;
+        let line: Line<'_> = serde_json::from_str(&text).with_context(|| format!("line {}", number + 1))?;
+        if line.action == "alloc" {
+            let path = Served::ALL.into_iter().find(|path| path.name() == line.path);
+            out.push(BlockPlace { addr: line.addr, bytes: line.block, path });
+        }
+    }
+    Ok(out)
+}

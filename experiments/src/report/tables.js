@@ -1,0 +1,88 @@
+// What the page says in words: figures, settings compared, the moment that was chosen.
+
+const table = (parent, head, rows) => {
+  const wide = make("div", parent, { class: "wide" }), element = make("table", wide);
+  const top = make("tr", make("thead", element));
+  for (const text of head) make("th", top, {}, text);
+  const body = make("tbody", element);
+  for (const cells of rows) {
+    const row = make("tr", body);
+    cells.forEach((cell, i) => {
+      const element = make(i === 0 ? "th" : "td", row);
+      if (cell instanceof Node) element.append(cell);
+      else element.textContent = cell;
+    });
+  }
+  return element;
+};
+
+// One column a history, one row a figure, in the order in which they come up.
+const figuresTable = (parent, histories) => {
+  const names = [];
+  for (const { figures } of histories) {
+    for (const [name] of figures) if (!names.includes(name)) names.push(name);
+  }
+  const value = (figures, name) => figures.find(([known]) => known === name)?.[1] ?? "–";
+  table(parent, ["", ...histories.map((one) => one.title)], names.map((name) => [name, ...histories.map(({ figures }) => value(figures, name))])).classList.add("figures");
+};
+
+// Peak reserved under each allocator as a bar, with what a plan and any allocator at all would need.
+const settingsTable = (parent, about) => {
+  const most = Math.max(...about.settings.map((one) => one.peak_reserved_bytes), 1);
+  const bar = (bytes, kind) => {
+    const place = make("span", null, { class: "bar" });
+    const fill = make("i", place, { class: kind });
+    fill.style.width = Math.max((100 * bytes) / most, 0.3) + "%";
+    return place;
+  };
+  const over = (bytes) => (about.lower_bound_bytes > 0 ? (bytes / about.lower_bound_bytes).toFixed(3) : "–");
+  const count = (n) => (n === null ? "–" : formatCount(n));
+  const rows = [...about.settings].sort((a, b) => b.measured - a.measured || (a.failed > 0) - (b.failed > 0) || a.peak_reserved_bytes - b.peak_reserved_bytes)
+    .map((one) => [one.name, formatBytes(one.peak_reserved_bytes), bar(one.peak_reserved_bytes, one.measured ? "measured" : one.failed ? "failed" : "replayed"),
+      over(one.peak_reserved_bytes), count(one.retries), count(one.failed), count(one.driver_calls)]);
+  if (about.plan_bytes !== null) rows.push(["a plan", formatBytes(about.plan_bytes), bar(about.plan_bytes, "bound"), over(about.plan_bytes), "–", "–", "–"]);
+  rows.push(["lower bound", formatBytes(about.lower_bound_bytes), bar(about.lower_bound_bytes, "bound"), over(about.lower_bound_bytes), "–", "–", "–"]);
+  table(parent, ["allocator", "peak reserved", "", "times the bound", "retries", "requests that failed", "driver calls"], rows).classList.add("settings");
+};
+
+// What an event did, as far as lives tell it.
+const happened = (history, map, event) => {
+  const out = [], say = (verb, i) => out.push(verb + " " + formatBytes(history.bytes[i]) + (map.size[i] > 0 ? " at " + formatAddress(addressOf(map, map.place[i])) : ""));
+  for (let i = before(history.start, event); i >= 0 && history.start[i] === event && !history.before[i]; i--) say("allocation of", i);
+  for (let i = 0; i < history.start.length && history.start[i] <= event; i++) {
+    if (history.freed[i] === event && !(history.before[i] && event === 0)) say("request to free", i);
+    if (history.end[i] === event && history.freed[i] !== event) say("free completed of", i);
+  }
+  for (let i = 0; i < map.segmentStart.length; i++) {
+    if (map.segmentStart[i] === event && event > 0) out.push("segment of " + formatBytes(map.segmentBytes[i]) + " taken from the device");
+    if (map.segmentEnd[i] === event) out.push("segment of " + formatBytes(map.segmentBytes[i]) + " given back to the device");
+  }
+  for (const mark of history.about.marks) if (mark.start === event && mark.kind !== "annotation") out.push(mark.text);
+  return out;
+};
+
+const tellMoment = (parent, history, map, event) => {
+  make("h3", parent, {}, "After event " + formatCount(event + 1) + " of " + formatCount(history.events) + (history.byTime ? ", at " + formatTime(history.time[event]) : ""));
+  const facts = happened(history, map, event);
+  if (facts.length) make("p", parent, { class: "happened" }, facts.slice(0, 6).join("; "));
+  const level = [];
+  if (map.reserved) level.push("reserved " + formatBytes(map.reserved[event]));
+  level.push("active " + formatBytes(map.active[event]), "asked for " + formatBytes(history.requested[event]));
+  make("p", parent, {}, level.join(", "));
+  // What is live, by line where lines are known, else by size.
+  const byLine = history.about.lines.length > 0, groups = new Map();
+  let live = 0;
+  for (let i = 0; i < history.start.length && history.start[i] <= event; i++) {
+    if (history.end[i] <= event || map.size[i] === 0) continue;
+    live++;
+    const key = byLine ? history.lineNames[history.lineOf[history.stack[i]]] || "not recorded" : formatBytes(history.bytes[i]);
+    const group = groups.get(key) ?? groups.set(key, { blocks: 0, bytes: 0 }).get(key);
+    group.blocks++;
+    group.bytes += map.size[i];
+  }
+  const order = [...groups].sort((a, b) => b[1].bytes - a[1].bytes).slice(0, 8);
+  if (order.length) {
+    make("p", parent, { class: "quiet" }, formatCount(live) + (live === 1 ? " block is live" : " blocks are live") + "; the most, by " + (byLine ? "line" : "size") + ":");
+    table(parent, [byLine ? "line" : "size", "bytes", "blocks"], order.map(([key, { blocks, bytes }]) => [key, formatBytes(bytes), formatCount(blocks)]));
+  }
+};

@@ -1,0 +1,287 @@
+//! What the page says in words and figures; its script reads this as JSON.
+
+use super::columns::Columns;
+use super::maps::{self, Map, Replayed, length};
+use super::page::Numbers;
+use super::recording::{Mark, NEVER};
+use super::source::{Figure, Source};
+use crate::replay::bound::Bounds;
+use anyhow::Result;
+use serde::Serialize;
+use vramlab::{Bytes, Ledger, Selection};
+
+/// The page.
+#[derive(Debug, Serialize)]
+pub(super) struct PageData<'p> {
+    pub(super) title: &'p str,
+    pub(super) histories: &'p [HistoryData],
+}
+
+/// One history.
+#[derive(Debug, Serialize)]
+pub(super) struct HistoryData {
+    pub(super) name: String,
+    pub(super) events: u64,
+    /// Whether its events have times.
+    timed: bool,
+    streams: Vec<String>,
+    paths: Vec<&'static str>,
+    /// By number of stack, from 1.
+    lines: Vec<LineData>,
+    figures: Vec<Figure>,
+    notes: Vec<String>,
+    marks: Vec<MarkData>,
+    /// Group of columns with times and lives.
+    lives: usize,
+    maps: Vec<MapData>,
+    ledger: Option<LedgerData>,
+    settings: Vec<SettingData>,
+    lower_bound_bytes: u64,
+    plan_bytes: Option<u64>,
+}
+
+/// A stack in words.
+#[derive(Debug, Serialize)]
+pub(super) struct LineData {
+    /// The innermost frame of the user's own code.
+    line: String,
+    /// All frames, innermost first.
+    stack: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct MarkData {
+    kind: &'static str,
+    text: String,
+    start: u32,
+    end: Option<u32>,
+}
+
+/// A block map.
+#[derive(Debug, Serialize)]
+struct MapData {
+    name: String,
+    group: usize,
+    unit: u64,
+    /// Whether segments are known.
+    segments: bool,
+    failed: u64,
+}
+
+/// The ledger over time.
+#[derive(Debug, Serialize)]
+struct LedgerData {
+    group: usize,
+    /// The allocator whose replay told it.
+    allocator: String,
+    /// Whether that replay put every block where it was recorded.
+    as_recorded: bool,
+}
+
+/// A setting of PyTorch, or another allocator, and what it comes to.
+#[derive(Debug, Serialize)]
+struct SettingData {
+    name: String,
+    peak_reserved_bytes: u64,
+    retries: Option<u64>,
+    failed: u64,
+    driver_calls: Option<u64>,
+    /// Whether it was measured and not replayed.
+    measured: bool,
+}
+
+/// Puts a history together and its numbers into the page.
+pub(super) fn history(
+    source: &Source,
+    served: Option<&Replayed>,
+    bounds: Bounds,
+    others: &[(Selection, Replayed)],
+    numbers: &mut Numbers,
+) -> Result<HistoryData> {
+    let recording = &source.recording;
+    let exact = served.filter(|served| served.as_recorded);
+    let told = source.served.as_deref().or(exact.map(|served| served.map.places.as_slice()));
+    let recorded = maps::recorded(recording, told, "as recorded");
+    let mut notes = notes(source, told.is_some());
+    let lives = numbers.add(&lives(source))?;
+    let mut shown = vec![pack(&recorded, recording.events(), numbers, true)?];
+    let mut left_out = Vec::new();
+    for (selection, other) in others {
+        match pack(&other.map, recording.events(), numbers, false)? {
+            Some(map) => shown.push(Some(map)),
+            None => left_out.push(selection.to_string()),
+        }
+    }
+    if !left_out.is_empty() {
+        notes.push(format!("No map of {}: the page would have more than 15 MB.", left_out.join(", ")));
+    }
+    let ledger = match served.filter(|served| !served.ledgers.is_empty()) {
+        Some(served) => Some(LedgerData {
+            group: numbers.add(&ledger(&served.ledgers))?,
+            allocator: served.map.name.clone(),
+            as_recorded: served.as_recorded,
+        }),
+        None => None,
+    };
+    Ok(HistoryData {
+        name: source.name.clone(),
+        events: recording.events() as u64,
+        timed: recording.times_ns.iter().any(|time| *time != recording.times_ns[0]),
+        streams: recording.streams.iter().map(|stream| stream_name(*stream)).collect(),
+        paths: maps::path_names(),
+        lines: Vec::new(),
+        figures: figures(source, exact, bounds),
+        notes,
+        marks: recording.marks.iter().map(MarkData::of).collect(),
+        lives,
+        maps: shown.into_iter().flatten().collect(),
+        ledger,
+        settings: settings(source, others),
+        lower_bound_bytes: bounds.lower_bound_bytes,
+        plan_bytes: bounds.plan_bytes,
+    })
+}
+
+impl MarkData {
+    fn of(mark: &Mark) -> Self {
+        Self { kind: mark.kind, text: mark.text.clone(), start: mark.start, end: mark.end }
+    }
+}
+
+/// Small numbers as they are, pointers in hexadecimal.
+fn stream_name(handle: u64) -> String {
+    if handle < 1 << 16 { handle.to_string() } else { format!("{handle:#x}") }
+}
+
+fn pack(map: &Map, events: usize, numbers: &mut Numbers, always: bool) -> Result<Option<MapData>> {
+    let (columns, unit) = map.columns(events);
+    let group = if always { Some(numbers.add(&columns)?) } else { numbers.add_if_small(&columns)? };
+    let (name, segments, failed) = (map.name.clone(), !map.segments.is_empty(), map.failed);
+    Ok(group.map(|group| MapData { name, group, unit, segments, failed }))
+}
+
+/// Times of events, and lives of blocks counted in events.
+fn lives(source: &Source) -> Columns {
+    let recording = &source.recording;
+    let events = recording.events();
+    let first = recording.times_ns.first().copied().unwrap_or(0);
+    let mut columns = Columns::default();
+    // Logs of several threads may step back by a little; a page's time does not.
+    let mut latest = 0;
+    let times: Vec<u64> = (recording.times_ns.iter())
+        .map(|time| {
+            latest = latest.max(time.saturating_sub(first));
+            latest
+        })
+        .collect();
+    columns.push(times.into_iter());
+    let blocks = || recording.blocks.iter();
+    columns.push(blocks().map(|life| u64::from(life.start)));
+    columns.push(blocks().map(|life| length(life.start, life.freed, events)));
+    columns.push(blocks().map(|life| match life.freed {
+        NEVER => 0,
+        freed => length(freed, life.end, events),
+    }));
+    columns.push(blocks().map(|life| life.bytes));
+    columns.push(blocks().map(|life| u64::from(life.stream)));
+    columns.push(blocks().map(|life| u64::from(life.stack)));
+    columns.push(blocks().map(|life| u64::from(life.before)));
+    columns
+}
+
+fn ledger(ledgers: &[(u32, Ledger)]) -> Columns {
+    let mut columns = Columns::default();
+    columns.push(ledgers.iter().map(|(event, _)| u64::from(*event)));
+    let parts: [fn(&Ledger) -> u64; 6] = [
+        |ledger| ledger.requested,
+        |ledger| ledger.internal,
+        |ledger| ledger.pending,
+        |ledger| ledger.hard,
+        |ledger| ledger.stream,
+        |ledger| ledger.soft,
+    ];
+    for part in parts {
+        columns.push(ledgers.iter().map(|(_, ledger)| part(ledger)));
+    }
+    columns
+}
+
+fn figures(source: &Source, exact: Option<&Replayed>, bounds: Bounds) -> Vec<Figure> {
+    let (history, recording) = (&source.history, &source.recording);
+    let mut out = source.figures.clone();
+    out.push(("events", recording.events().to_string()));
+    out.push(("allocations", history.allocations().to_string()));
+    let span = recording.times_ns.iter().max().zip(recording.times_ns.first());
+    if let Some(seconds) = span.map(|(last, first)| (last - first) as f64 / 1e9).filter(|seconds| *seconds > 0.0) {
+        out.push(("time", format!("{seconds:.3} s")));
+    }
+    if let Some(recorded) = source.as_recorded {
+        out.push(("peak reserved, recorded", Bytes(recorded.peak_reserved).to_string()));
+        out.push(("segments taken, given back", format!("{}, {}", recorded.segments.0, recorded.segments.1)));
+    }
+    if let Some(exact) = exact {
+        let stats = &exact.report.stats;
+        out.push(("peak in blocks", Bytes(stats.active_bytes.all.peak).to_string()));
+        out.push(("retries", stats.num_alloc_retries.to_string()));
+    }
+    out.push(("peak asked for", Bytes(history.max_live_bytes()).to_string()));
+    out.push(("lower bound", Bytes(bounds.lower_bound_bytes).to_string()));
+    if let Some(plan) = bounds.plan_bytes {
+        out.push(("a plan needs", Bytes(plan).to_string()));
+    }
+    if history.refused_allocations() > 0 {
+        out.push(("refused requests", history.refused_allocations().to_string()));
+    }
+    if history.deferred_frees() > 0 {
+        out.push(("frees that waited for other streams", history.deferred_frees().to_string()));
+    }
+    out
+}
+
+fn notes(source: &Source, served: bool) -> Vec<String> {
+    let (history, summary) = (&source.history, &source.summary);
+    let mut out = Vec::new();
+    if source.recording.before() > 0 {
+        out.push(format!(
+            "{} blocks were there before the first event; they are told from what was held at the end.",
+            source.recording.before()
+        ));
+    }
+    out.extend(
+        history.prologue_problem().map(|why| format!("What was reserved before the first event is not known: {why}.")),
+    );
+    if source.recording.segments.is_empty() {
+        out.push("The log names no segments, so the map has only blocks.".to_owned());
+    }
+    if !served {
+        out.push(
+            "No replay put every block where it was recorded, so paths and rounded sizes are not known; blocks are drawn \
+             with the bytes that were asked for."
+                .to_owned(),
+        );
+    }
+    if summary.unknown_actions > 0 {
+        out.push(format!("{} events of unknown actions were left out.", summary.unknown_actions));
+    }
+    out
+}
+
+fn settings(source: &Source, others: &[(Selection, Replayed)]) -> Vec<SettingData> {
+    let recorded = source.as_recorded.map(|recorded| SettingData {
+        name: "as recorded".to_owned(),
+        peak_reserved_bytes: recorded.peak_reserved,
+        retries: None,
+        failed: source.history.refused_allocations(),
+        driver_calls: None,
+        measured: true,
+    });
+    let replayed = others.iter().map(|(selection, Replayed { report, .. })| SettingData {
+        name: selection.to_string(),
+        peak_reserved_bytes: report.stats.reserved_bytes.all.peak,
+        retries: Some(report.stats.num_alloc_retries),
+        failed: report.failed_allocations,
+        driver_calls: Some(report.driver_calls.values().sum()),
+        measured: false,
+    });
+    recorded.into_iter().chain(replayed).collect()
+}

@@ -1,0 +1,156 @@
+//! `vramlab report` as a user meets it; `analysis/tests/test_history_page.py` opens its page in a browser.
+
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{Place, Ran};
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// A line of our own trace.
+fn line(time_ns: u64, action: &str, addr: u64, bytes: u64) -> String {
+    let path = if time_ns == 0 { "driver_alloc" } else { "hit" };
+    json!({"time_ns": time_ns, "action": action, "addr": addr, "size": bytes, "block": bytes, "stream": 1, "path": path})
+        .to_string()
+        + "\n"
+}
+
+/// Two blocks, of which one is freed.
+fn trace() -> String {
+    [
+        line(0, "alloc", 1 << 30, 1 << 22),
+        line(500, "alloc", 2 << 30, 700),
+        line(900, "free_requested", 1 << 30, 1 << 22),
+    ]
+    .concat()
+}
+
+fn vramlab(place: &Place, arguments: &[&str]) -> std::process::Command {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_vramlab"));
+    command.args(arguments).current_dir(place.at(".")).env("NO_COLOR", "1");
+    command
+}
+
+fn report(place: &Place, arguments: &[&str]) -> Ran {
+    Ran::of(vramlab(place, &[&["report"], arguments].concat()).output().unwrap())
+}
+
+/// The texts and figures of a page.
+fn data(place: &Place, page: &str) -> Value {
+    let text = std::fs::read_to_string(place.at(page)).unwrap();
+    let start = text.split("id=\"data\">").nth(1).unwrap();
+    serde_json::from_str(start.split("</script>").next().unwrap()).unwrap()
+}
+
+#[test]
+fn a_page_holds_each_history_with_its_maps_and_bounds() {
+    let place = Place::new();
+    place.write("a.jsonl", trace());
+    let mlp = Path::new(env!("CARGO_MANIFEST_DIR")).join("histories/mlp.pickle.xz");
+    let ran = report(&place, &["a.jsonl", mlp.to_str().unwrap(), "--alloc", "caching,naive", "-o", "page.html"]).ok();
+    assert!(ran.stdout.contains("2 histories, each replayed under 2 allocators"), "{}", ran.stdout);
+    let data = data(&place, "page.html");
+    let [small, mlp] = data["histories"].as_array().unwrap().as_slice() else { panic!("{data}") };
+    assert_eq!((&small["name"], &small["events"]), (&json!("a.jsonl"), &json!(4)));
+    let names = |history: &Value, key: &str| -> Vec<String> {
+        history[key].as_array().unwrap().iter().map(|one| one["name"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(names(small, "maps"), ["as recorded", "caching", "naive"]);
+    assert_eq!(names(small, "settings"), ["caching", "naive"], "the log does not say what was reserved");
+    assert_eq!(names(mlp, "settings"), ["as recorded", "caching", "naive"]);
+    // What PyTorch recorded, and the replay that does the same.
+    let peak = |number: usize| mlp["settings"][number]["peak_reserved_bytes"].as_u64().unwrap();
+    assert_eq!(peak(0), peak(1));
+    assert!(mlp["lower_bound_bytes"].as_u64().unwrap() <= mlp["plan_bytes"].as_u64().unwrap());
+    assert_eq!((&mlp["ledger"]["allocator"], &mlp["ledger"]["as_recorded"]), (&json!("caching"), &json!(true)));
+    assert_eq!(mlp["maps"][0]["segments"], true);
+}
+
+#[test]
+fn a_run_is_shown_by_its_events_with_its_record() {
+    let place = Place::new();
+    std::fs::create_dir(place.at("run")).unwrap();
+    place.file("run/trace.jsonl", trace());
+    place.file("run/steps.csv", "epoch,step,rows,loss,host_ns\n1,1,64,2.3,600\n1,2,64,2.2,2000\n");
+    let record = json!({
+        "status": "finished", "settings": {"alloc": "naive"}, "device": {"name": "a device"},
+        "epochs": [{"wall_s": 0.002, "steps": 2, "val_accuracy": 0.5}],
+        "allocator_stats": {"reserved_bytes.all.peak": 4 << 20}
+    });
+    place.file("run/summary.json", record.to_string());
+    report(&place, &["run", "--alloc", "caching", "--plan", "off"]).ok();
+    let data = data(&place, "report.html");
+    let history = &data["histories"][0];
+    let figures: Vec<(&str, &str)> = (history["figures"].as_array().unwrap().iter())
+        .map(|figure| (figure[0].as_str().unwrap(), figure[1].as_str().unwrap()))
+        .collect();
+    let expected =
+        [("allocator", "naive"), ("mean step, last epoch", "1000.0 us"), ("peak reserved, whole run", "4 MiB")];
+    for figure in expected {
+        assert!(figures.contains(&figure), "{figure:?}: {figures:?}");
+    }
+    assert_eq!(history["plan_bytes"], Value::Null);
+    let marks: Vec<(&str, u64)> = (history["marks"].as_array().unwrap().iter())
+        .map(|mark| (mark["text"].as_str().unwrap(), mark["start"].as_u64().unwrap()))
+        .collect();
+    assert_eq!(marks, [("end of step 1 of epoch 1", 2), ("end of step 2 of epoch 1", 4)]);
+}
+
+#[test]
+fn what_files_are_called_stays_text() {
+    let place = Place::new();
+    let hostile = "x<!--<script>'\"&.jsonl";
+    place.write(hostile, trace());
+    report(&place, &[hostile, "--alloc", "naive", "--plan", "off"]).ok();
+    let text = std::fs::read_to_string(place.at("report.html")).unwrap();
+    assert!(!text.contains("<!--"));
+    assert_eq!(data(&place, "report.html")["histories"][0]["name"], hostile);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_name_that_is_no_text_is_shown_as_well_as_can_be() {
+    use std::os::unix::ffi::OsStrExt;
+    let place = Place::new();
+    let name = std::ffi::OsStr::from_bytes(b"a\xff.jsonl");
+    std::fs::write(place.0.path().join(name), trace()).unwrap();
+    let output = vramlab(&place, &["report", "--alloc", "naive"]).arg(name).output().unwrap();
+    Ran::of(output).ok();
+    assert_eq!(data(&place, "report.html")["histories"][0]["name"], "a\u{fffd}.jsonl");
+}
+
+#[test]
+fn what_cannot_be_shown_gets_one_line_and_leaves_no_page() {
+    let place = Place::new();
+    place.write("a.jsonl", trace());
+    std::fs::create_dir(place.at("run")).unwrap();
+    report(&place, &["missing.pickle"]).refused(2, &["missing.pickle"]);
+    report(&place, &["a.jsonl", "run"]).refused(2, &["run: there are no events", "--trace"]);
+    report(&place, &["a.jsonl", "-o", "no/page.html"]).refused(2, &["no/page.html"]);
+    place.file("run/trace.jsonl", trace());
+    report(&place, &["run"]).refused(2, &["run/summary.json"]);
+    place.file("run/summary.json", "{\"status\":");
+    report(&place, &["run"]).refused(2, &["run/summary.json", "no record of a run"]);
+    assert!(!place.at("report.html").exists());
+}
+
+#[cfg(unix)]
+#[test]
+fn runs_without_events_go_to_the_analysis_package() {
+    let place = Place::new();
+    std::fs::create_dir(place.at("run")).unwrap();
+    // Stands for a Python that has the package, or has not.
+    place.program("python3", "#!/bin/sh\n[ \"$1\" = -c ] && exit $HAS\necho \"$@\" > asked\nexit $ENDS\n");
+    let run = |has: &str, ends: &str| {
+        let path = format!("{}:{}", place.at(".").display(), std::env::var("PATH").unwrap());
+        let mut command = vramlab(&place, &["report", "run", "-o", "page.html"]);
+        Ran::of(command.env("PATH", path).env("HAS", has).env("ENDS", ends).output().unwrap())
+    };
+    run("1", "0").refused(2, &["run: ", "pip install ./analysis", "--trace"]);
+    run("0", "0").ok();
+    assert_eq!(std::fs::read_to_string(place.at("asked")).unwrap(), "-m vramlab report run --out page.html\n");
+    assert_eq!(run("0", "2").code, Some(2));
+    assert_eq!(run("0", "3").code, Some(1));
+}
