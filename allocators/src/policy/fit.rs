@@ -4,15 +4,17 @@
 //! list and never hands out a block of another.
 #![forbid(unsafe_code)]
 
+mod best;
 pub mod lowest;
 mod oldest;
 pub mod tlsf;
 
 use crate::space::{BlockId, FreeBlock, FreeList};
+use best::Best;
 use lowest::Lowest;
 use oldest::Oldest;
-use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Bound::{Excluded, Included, Unbounded};
+use std::collections::BTreeMap;
+use std::ops::Bound::{Excluded, Included};
 use tlsf::Tlsf;
 
 /// The free blocks, with a rule for choosing one.
@@ -20,7 +22,7 @@ use tlsf::Tlsf;
 pub enum Fit {
     /// The smallest block that fits; of equal ones that with the lowest address (PyTorch, RMM's pool, BFC). Insert, remove
     /// and search take O(log n).
-    Best(BTreeSet<(FreeList, u64, u64, BlockId)>),
+    Best(Best),
     /// The smallest block that fits; of equal ones that which was made first (CuPy). O(log n).
     Oldest(Oldest),
     /// The block with the lowest address that fits. A search looks at one block of each larger power of two, and
@@ -46,7 +48,7 @@ impl Fit {
     /// Best fit, with no free block yet.
     #[must_use]
     pub fn best() -> Self {
-        Self::Best(BTreeSet::new())
+        Self::Best(Best::default())
     }
 
     /// First fit, with no free block yet.
@@ -85,9 +87,7 @@ impl Fit {
     pub fn insert(&mut self, block: FreeBlock) {
         let FreeBlock { list, addr, bytes, id } = block;
         match self {
-            Self::Best(blocks) => {
-                blocks.insert((list, bytes, addr, id));
-            }
+            Self::Best(blocks) => blocks.insert(block),
             Self::Oldest(blocks) => blocks.insert(block),
             Self::First(blocks) => blocks.insert(list, addr, bytes, id),
             Self::Tlsf(blocks) => blocks.insert(block),
@@ -101,7 +101,7 @@ impl Fit {
     pub fn remove(&mut self, block: FreeBlock) {
         let FreeBlock { list, addr, bytes, id } = block;
         let known = match self {
-            Self::Best(blocks) => blocks.remove(&(list, bytes, addr, id)),
+            Self::Best(blocks) => blocks.remove(block),
             Self::Oldest(blocks) => blocks.remove(block),
             Self::First(blocks) => blocks.remove(list, addr, bytes, id),
             Self::Tlsf(blocks) => blocks.remove(block),
@@ -117,10 +117,7 @@ impl Fit {
         }
         let fits = |(_, (size, _)): &(&(FreeList, u64), &(u64, BlockId))| (bytes..=largest).contains(size);
         match self {
-            Self::Best(blocks) => {
-                let (found, size, _, id) = blocks.range((list, bytes, 0, BlockId::LOWEST)..).next()?;
-                (*found == list && *size <= largest).then_some(*id)
-            }
+            Self::Best(blocks) => blocks.find(list, bytes).filter(|(size, _)| *size <= largest).map(|(_, id)| id),
             Self::Oldest(blocks) => blocks.find(list, bytes, largest),
             Self::First(blocks) => blocks.find(list, bytes, largest).map(|(_, id)| id),
             Self::Tlsf(blocks) => blocks.find(list, bytes, largest),
@@ -140,18 +137,13 @@ impl Fit {
     #[must_use]
     pub fn next_larger(&self, block: FreeBlock) -> Option<BlockId> {
         let Self::Best(blocks) = self else { return None };
-        let FreeBlock { list, addr, bytes, id } = block;
-        let (found, _, _, id) = blocks.range((Excluded((list, bytes, addr, id)), Unbounded)).next()?;
-        (*found == list).then_some(*id)
+        blocks.after(block)
     }
 
     /// Takes out every block of a list; they are returned in the order of the index.
     pub fn drain(&mut self, list: FreeList) -> Vec<FreeBlock> {
         let blocks: Vec<FreeBlock> = match self {
-            Self::Best(blocks) => {
-                let own = blocks.range((list, 0, 0, BlockId::LOWEST)..).take_while(|(of, ..)| *of == list);
-                own.map(|&(list, bytes, addr, id)| FreeBlock { list, addr, bytes, id }).collect()
-            }
+            Self::Best(blocks) => blocks.of(list),
             Self::Oldest(blocks) => blocks.of(list),
             Self::First(blocks) => {
                 blocks.of(list).map(|(addr, bytes, id)| FreeBlock { list, addr, bytes, id }).collect()

@@ -191,6 +191,9 @@ impl Pending {
         done: &mut Vec<BlockId>,
         is_done: impl Fn(EventId) -> Result<bool, DriverError>,
     ) -> Result<(), DriverError> {
+        if self.queues.is_empty() {
+            return Ok(());
+        }
         let streams: Vec<StreamId> = self.queues.keys().copied().collect();
         for stream in streams {
             while let Some(&Waiting { event, block }) = self.queues.get(&stream).and_then(VecDeque::front) {
