@@ -13,4 +13,4 @@ pub use action::Action;
 pub use allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 pub use error::{AllocError, OomReport, Refused};
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
-pub use stats::{Gauge, PeakKind, PoolKind, PooledGauge, Stats};
+pub use stats::{Gauge, PeakKind, PoolKind, PooledGauge, Stats, Steals};

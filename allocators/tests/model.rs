@@ -326,16 +326,26 @@ pub(crate) fn pool_settings() -> impl Strategy<Value = PoolSettings> {
     })
 }
 
+/// How pages move, and how large they are: also such as no range of addresses begins at a multiple of.
+fn pages() -> impl Strategy<Value = [(&'static str, &'static str); 2]> {
+    let steal = prop::sample::select(vec!["pressure", "always", "1", "1.2"]);
+    let handle = prop::sample::select(vec!["2M", "4M", "6M"]);
+    (steal, handle).prop_map(|(steal, handle)| [("steal", steal), ("handle", handle)])
+}
+
 /// A backend with settings at random, as far as it has some of those that are drawn here.
 pub(crate) fn selections(backend: &'static Backend) -> impl Strategy<Value = Selection> {
     // A named policy keeps its own parts in half of the cases.
     let parts = prop::option::of(lab_parts());
-    (caching_settings(), pool_settings(), parts).prop_map(move |(torch, pool, parts)| {
+    (caching_settings(), pool_settings(), parts, pages()).prop_map(move |(torch, pool, parts, pages)| {
         let mut selection = Selection::of(backend);
         selection.adopt(&torch);
         selection.adopt(&pool);
         let is_lab = selection.settings().get_as::<LabSettings>().is_some();
         for (name, kind) in parts.iter().flatten().filter(|_| is_lab) {
+            selection.set(name, kind).unwrap();
+        }
+        for (name, kind) in pages.into_iter().filter(|(name, _)| backend.has_setting(name)) {
             selection.set(name, kind).unwrap();
         }
         selection

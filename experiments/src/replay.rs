@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use trainer::alloc::{self, Selections};
 use trainer::terminal::{Bar, Page};
-use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings, replay_against};
+use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings, Requests, replay_against};
 use vramlab::{Bytes, DeviceKind, DeviceName, Ledger, Selection};
 
 #[derive(Debug, Args)]
@@ -129,8 +129,28 @@ struct Row {
     unplanned_allocations: Option<u64>,
     ledger: Ledger,
     driver_calls: BTreeMap<&'static str, u64>,
+    driver_s: Option<f64>,
+    requests: BTreeMap<&'static str, ByPath>,
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    steals: Option<Moved>,
     simulated_s: Option<f64>,
     host_ns_per_op: Option<f64>,
+}
+
+/// Requests that were served in one way.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct ByPath {
+    count: u64,
+    driver_calls: u64,
+    driver_s: Option<f64>,
+}
+
+/// Free pages that were mapped elsewhere.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Moved {
+    num_steals: u64,
+    num_stolen_pages: u64,
+    num_stolen_bytes: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -220,6 +240,12 @@ fn run(
     }
     times.sort_by(|a, b| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal));
     let stats = &report.stats;
+    // CAST: nanoseconds far below 2^53.
+    let seconds = |ns: u64| report.driver_ns.map(|_| ns as f64 / 1e9);
+    let by_path = |requests: &Requests| {
+        let &Requests { count, driver_calls, driver_ns } = requests;
+        ByPath { count, driver_calls, driver_s: seconds(driver_ns) }
+    };
     let segments = stats.segment.map(|gauge| (gauge.all.allocated, gauge.all.freed));
     Ok(Row {
         trace: file.display().to_string(),
@@ -262,6 +288,13 @@ fn run(
         simulated_s: report.simulated_ns.map(|ns| ns as f64 / 1e9),
         host_ns_per_op: times[times.len() / 2],
         first_failure: report.first_failure.map(|(allocation, error)| Failure { allocation, error }),
+        driver_s: report.driver_ns.and_then(seconds),
+        requests: report.requests.iter().map(|(path, requests)| (*path, by_path(requests))).collect(),
+        steals: stats.steals.map(|moved| Moved {
+            num_steals: moved.requests,
+            num_stolen_pages: moved.pages,
+            num_stolen_bytes: moved.bytes,
+        }),
         driver_calls: report.driver_calls,
         allocator_settings: report.settings,
     })

@@ -2,15 +2,16 @@
 //!
 //! *Idea.* With expandable segments ([`pytorch-expandable`](super::expandable)) free memory can serve a request only where it
 //! lies: in one piece, on its own stream and in its own pool. The memory itself is not bound to a place, only its address is. So
-//! here memory is pages of 2 MiB, and a request that lacks some takes pages that are free elsewhere before it is refused. No
-//! live block moves and no address changes; only what lies behind free addresses does.
+//! here memory is pages, of 2 MiB unless `handle` says otherwise, and a request that lacks some takes pages that are free
+//! elsewhere before it is refused. No live block moves and no address changes; only what lies behind free addresses does.
 //!
 //! *A request* is placed as `pytorch-expandable` places it. When no free block fits, the lowest run of free blocks and holes
 //! that is large enough gets the memory it lacks (`grow`):
 //! 1. New pages from the device, ten at a time in the large pool, so that with room to spare there are as many mappings as there.
 //! 2. When the limit or the device refuses, pages that are free: those that have been free longest, wherever they lie,
 //!    whichever stream and pool had them. They are unmapped there and mapped here, with one `cuMemSetAccess` a run of pages. With
-//!    `steal=always` this comes first.
+//!    `steal=always` this comes first, with `steal=1.05` where reserved memory would pass 1.05 times the most bytes that were
+//!    active. What is lacking then comes from the device.
 //! 3. When these do not suffice, frees that are pending and pages that are still in use are waited for, the oldest first.
 //!
 //! *Safe.* `cuMemUnmap` does not wait, and a wait on the device would not protect the old address. So a page is taken only when
@@ -23,12 +24,19 @@
 //! release or creation of memory, but an unmap and a map a page and the access of each run: 15, 0.7 and 22 µs on an H200
 //! (`experiments calibrate`).
 //!
+//! *Larger pages* (`handle=8M`) take fewer calls, because a page is one handle of the device, and serve less well, because one
+//! small block keeps all of a page. PyTorch's GPT-2 takes 1,480 handles of 8 MiB for 5,912 of 2 MiB, and runs in 1.008 times
+//! its live bytes instead of 1.004. A program of 80 MiB runs in 1.10 times instead of 1.05 (`experiments capacity`, simulated
+//! H200).
+//!
 //! *Cost.* As `pytorch-expandable`, an event a free, and O(n log n) in the free pages for a steal.
 //!
 //! *Others.* GMLake maps the pages of several free blocks a second time into a new range and keeps both, so each page lists the
 //! blocks over it; it does so for one stream, and for requests of at least 512 MiB. Here a page has one place. The VPMM of
 //! openvm's stark-backend also harvests free regions into a hole, but maps them twice until an event has passed, and grows by the
 //! shortfall before it harvests.
+
+mod steal;
 
 use super::expandable::find;
 use super::pooled::{Policy, Pooled};
@@ -43,10 +51,10 @@ use crate::policy::size::Size;
 use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, MIN_BLOCK, SMALL_SEGMENT};
 use crate::policy::source::{Expandable, Sizes, Source};
 use crate::policy::stream::Stream;
-use crate::settings::{Choice, Choices, Settings as _, bytes, choice, text};
+use crate::settings::{Settings as _, bytes, text};
 use crate::space::{Account, BlockId, FreeList, Owner, Space};
-use serde::Serialize;
 use std::sync::Arc;
+pub use steal::{ParseStealError, Ratio, Steal};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -62,32 +70,30 @@ pub static BACKEND: Backend = Backend {
     constructor: &With(|driver, settings: &RemapSettings| Ok(Arc::new(Remap::new(driver, *settings)?))),
 };
 
-/// When free pages are taken before new ones.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub enum Steal {
-    /// When the limit or the device refuses new ones.
-    #[serde(rename = "pressure")]
-    Pressure,
-    /// Always.
-    #[serde(rename = "always")]
-    Always,
-}
-
-impl Choices for Steal {
-    const ALL: &'static [Choice<Self>] =
-        &[Choice { name: "pressure", value: Self::Pressure }, Choice { name: "always", value: Self::Always }];
-}
-
 crate::settings! {
     /// Settings of `remap`.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct RemapSettings {
-        /// When free pages are taken before new ones.
-        pub steal: Steal = Steal::Pressure, choice();
+        /// When free pages are taken before new ones: when those are refused, always, or when reserved memory would pass so
+        /// many times the most bytes that were active.
+        pub steal: Steal = Steal::Pressure, text(steal::FORM);
+        /// Bytes of a page, which is one handle of the device; multiples of 2M.
+        pub handle: u64 = PAGE, bytes().at_least(PAGE).at_most(1 << 30);
         /// Rounding to equal steps between powers of two.
         pub roundup_power2_divisions: Divisions = Divisions::default(), text(Divisions::FORM);
         /// Most bytes that may be reserved.
         pub memory_limit: Option<u64> = None, bytes().or("none");
+    }
+    check RemapSettings::consistent;
+}
+
+impl RemapSettings {
+    fn consistent(&self) -> Result<(), String> {
+        if self.handle.is_multiple_of(PAGE) {
+            return Ok(());
+        }
+        let handle = self.handle;
+        Err(format!("handle is {handle} bytes, and devices make handles of multiples of {PAGE}; write handle=4M or so"))
     }
 }
 
@@ -96,37 +102,47 @@ crate::settings! {
 pub struct Remap {
     settings: RemapSettings,
     size: Size,
+    /// Handles that are mapped at a time in the large pool: as much memory as one of `pytorch-expandable`.
+    large: u64,
 }
 
-/// A page.
+/// The smallest page, and the default.
 const PAGE: u64 = SMALL_SEGMENT;
 
 impl Remap {
-    /// An allocator with these rules on a device.
+    /// An allocator with these rules on a device. A page is a multiple of what the device makes handles of.
     ///
     /// # Errors
     /// [`AllocError::Unsupported`] on a device without virtual memory management.
     pub fn new(driver: Arc<dyn Driver>, settings: RemapSettings) -> Result<Pooled<Self>, AllocError> {
-        let sizes = Sizes { small: PAGE, large: PAGE, reserve: None };
+        let sizes = Sizes { small: settings.handle, large: settings.handle, reserve: None };
         let source = Expandable::new(BACKEND.name, driver, settings.memory_limit, sizes)?;
+        let handle = source.handle_bytes(Some(PoolKind::Large));
         let space = Space::new(Account::with_pools(u64::MAX));
         let heap = Heap::new(space, Fit::best(), Stream::Own, Source::Expandable(source)).with_pages();
         let size = Size::Torch(settings.roundup_power2_divisions);
-        Ok(Pooled::over(heap, Self { settings, size }))
+        let settings = RemapSettings { handle, ..settings };
+        Ok(Pooled::over(heap, Self { settings, size, large: LARGE_SEGMENT.div_ceil(handle) }))
     }
 
     /// What happens when no free block fits.
     fn grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<(BlockId, Path)>, DriverError> {
-        if self.settings.steal == Steal::Always
-            && let Some(block) = self.map_free_pages(heap, miss, true, false)?
-        {
+        let limit = self.settings.memory_limit.unwrap_or(u64::MAX);
+        let active = heap.space().account().stats().active_bytes.all;
+        let new_up_to = self.settings.steal.new_memory_up_to(active.peak.max(active.current + miss.bytes));
+        if new_up_to < limit {
+            if let Some(block) = self.map_new_pages(heap, miss, new_up_to)? {
+                return Ok(Some((block, Path::DriverAlloc)));
+            }
+            if let Some(found) = self.map_free_pages(heap, miss, new_up_to, false)? {
+                return Ok(Some(found));
+            }
+        }
+        if let Some(block) = self.map_new_pages(heap, miss, limit)? {
             return Ok(Some((block, Path::DriverAlloc)));
         }
-        if let Some(block) = self.map_new_pages(heap, miss)? {
-            return Ok(Some((block, Path::DriverAlloc)));
-        }
-        if let Some(block) = self.map_free_pages(heap, miss, false, false)? {
-            return Ok(Some((block, Path::Collect)));
+        if let Some(found) = self.map_free_pages(heap, miss, limit, false)? {
+            return Ok(Some(found));
         }
         if heap.is_capturing() {
             return Ok(None);
@@ -136,32 +152,33 @@ impl Remap {
             return Ok(Some((block, Path::Retry)));
         }
         heap.space_mut().account_mut().count_retry();
-        Ok(self.map_free_pages(heap, miss, false, true)?.map(|block| (block, Path::Retry)))
+        Ok(self.map_free_pages(heap, miss, limit, true)?.map(|(block, _)| (block, Path::Retry)))
     }
 
-    /// Maps new pages: in the large pool as many at a time as a handle of `pytorch-expandable` has.
-    fn map_new_pages(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<BlockId>, DriverError> {
-        let pages = if miss.list.pool == Some(PoolKind::Large) { LARGE_SEGMENT / PAGE } else { 1 };
+    /// Maps new pages where no more than `most` bytes are reserved then: in the large pool as many at a time as a handle of
+    /// `pytorch-expandable` has.
+    fn map_new_pages(&self, heap: &mut Heap, miss: &Miss, most: u64) -> Result<Option<BlockId>, DriverError> {
+        let pages = if miss.list.pool == Some(PoolKind::Large) { self.large } else { 1 };
         let Some(first) = heap.find_hole(miss.list, miss.bytes)? else { return Ok(None) };
-        if self.lacks(heap, heap.shortfall(first, miss.bytes, pages)) > 0 {
+        if passes(most, heap, heap.shortfall(first, miss.bytes, pages)) > 0 {
             return Ok(None);
         }
         heap.fill(first, miss.bytes, pages, true)
     }
 
-    /// Maps pages that are free elsewhere, and new ones where these do not suffice. With `all` every page that is lacking is
-    /// taken from elsewhere if it can, else only those that the limit or the device refuses.
+    /// Maps pages that are free elsewhere for what would pass `most` bytes, and new ones for the rest. Fewer may be found;
+    /// then new ones take their place as far as the limit allows.
     fn map_free_pages(
         &self,
         heap: &mut Heap,
         miss: &Miss,
-        all: bool,
+        most: u64,
         wait: bool,
-    ) -> Result<Option<BlockId>, DriverError> {
+    ) -> Result<Option<(BlockId, Path)>, DriverError> {
         let Some(first) = heap.find_hole(miss.list, miss.bytes)? else { return Ok(None) };
         let shortfall = heap.shortfall(first, miss.bytes, 1);
         // A device does not say how much of it it would give.
-        let wanted = if all || self.settings.memory_limit.is_none() { shortfall } else { self.lacks(heap, shortfall) };
+        let wanted = if most == u64::MAX { shortfall } else { passes(most, heap, shortfall).min(shortfall) };
         let start = heap.space()[first].addr;
         heap.keep_handles();
         let mapped = self.map_taken(heap, miss, wanted, start, wait);
@@ -176,21 +193,27 @@ impl Remap {
         wanted: u64,
         start: u64,
         wait: bool,
-    ) -> Result<Option<BlockId>, DriverError> {
-        heap.take_pages(wanted, &(start..start + miss.bytes), wait)?;
+    ) -> Result<Option<(BlockId, Path)>, DriverError> {
+        let taken = heap.take_pages(wanted, &(start..start + miss.bytes), wait)?;
         // The run is the same, but its first block may have another name.
         let Some(first) = heap.find_hole(miss.list, miss.bytes)? else { return Ok(None) };
-        if self.lacks(heap, heap.shortfall(first, miss.bytes, 1)) > 0 {
+        let limit = self.settings.memory_limit.unwrap_or(u64::MAX);
+        if passes(limit, heap, heap.shortfall(first, miss.bytes, 1)) > 0 {
             return Ok(None);
         }
-        heap.fill(first, miss.bytes, 1, true)
+        let path = if taken > 0 { Path::Steal } else { Path::DriverAlloc };
+        Ok(heap.fill(first, miss.bytes, 1, true)?.map(|block| (block, path)))
     }
+}
 
-    /// By how much `more` bytes would pass the limit.
-    fn lacks(&self, heap: &Heap, more: u64) -> u64 {
-        let reserved = heap.space().account().reserved();
-        self.settings.memory_limit.map_or(0, |limit| (reserved + more).saturating_sub(limit))
-    }
+/// By how much `more` bytes would pass `most`.
+fn passes(most: u64, heap: &Heap, more: u64) -> u64 {
+    (heap.space().account().reserved() + more).saturating_sub(most)
+}
+
+/// Pages that were taken so far.
+fn stolen_pages(heap: &Heap) -> u64 {
+    heap.space().account().stats().steals.map_or(0, |steals| steals.pages)
 }
 
 impl Policy for Remap {
@@ -210,10 +233,17 @@ impl Policy for Remap {
         heap.process_events()?;
         let bytes = self.size.round(requested);
         let list = FreeList { owner, pool: self.size.pool(bytes) };
-        let miss = Miss { list, bytes, segment: bytes.next_multiple_of(PAGE) };
+        let miss = Miss { list, bytes, segment: bytes.next_multiple_of(self.settings.handle) };
         let found = match find(heap, list, bytes, u64::MAX) {
             Some(block) => Some((block, Path::Hit)),
-            None => self.grow(heap, &miss)?,
+            None => {
+                let before = stolen_pages(heap);
+                let grown = self.grow(heap, &miss);
+                if stolen_pages(heap) > before {
+                    heap.space_mut().account_mut().count_stolen(1, 0, 0);
+                }
+                grown?
+            }
         };
         let Some((block, path)) = found else {
             heap.space_mut().account_mut().count_refusal();

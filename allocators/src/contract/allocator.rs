@@ -82,6 +82,8 @@ pub enum Path {
     DriverFree,
     /// Old cached segments were released first because the garbage collection threshold was passed.
     Collect,
+    /// Free pages that lay elsewhere were mapped for it.
+    Steal,
     /// The device refused; the cache was released and the device asked again.
     Retry,
     /// The operation failed.
@@ -90,7 +92,7 @@ pub enum Path {
 
 impl Path {
     /// Number of paths.
-    pub const COUNT: usize = 11;
+    pub const COUNT: usize = 12;
     /// Every path, in the order in which reports list them.
     pub const ALL: [Path; Self::COUNT] = [
         Path::Hit,
@@ -102,6 +104,7 @@ impl Path {
         Path::DriverAlloc,
         Path::DriverFree,
         Path::Collect,
+        Path::Steal,
         Path::Retry,
         Path::Failed,
     ];
@@ -119,6 +122,7 @@ impl Path {
             Path::DriverAlloc => "driver_alloc",
             Path::DriverFree => "driver_free",
             Path::Collect => "collect",
+            Path::Steal => "steal",
             Path::Retry => "retry",
             Path::Failed => "failed",
         }

@@ -118,6 +118,27 @@ impl PooledGauge {
     }
 }
 
+/// Pages of free memory that were unmapped where they lay, to be mapped where memory was lacking.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Steals {
+    /// Requests for which some were taken.
+    pub requests: u64,
+    /// Pages that were taken.
+    pub pages: u64,
+    /// Bytes in them.
+    pub bytes: u64,
+}
+
+impl Steals {
+    fn since(self, before: Self) -> Self {
+        Self {
+            requests: self.requests - before.requests,
+            pages: self.pages - before.pages,
+            bytes: self.bytes - before.bytes,
+        }
+    }
+}
+
 /// What an allocator did, in PyTorch's terms. A quantity that a backend cannot know is `None` and is left
 /// out of the serialised form; it is never reported as zero.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -163,6 +184,8 @@ pub struct Stats {
     pub num_planned: Option<u64>,
     /// Requests that were not, because the plan does not have them or its place was not free; absent without a plan.
     pub num_unplanned: Option<u64>,
+    /// Free pages that were mapped elsewhere; absent for a policy that does not move pages.
+    pub steals: Option<Steals>,
     /// Allocation calls to the driver that succeeded.
     pub num_device_alloc: u64,
     /// Free calls to the driver that succeeded.
@@ -193,6 +216,7 @@ impl Default for Stats {
             graph_memory: None,
             num_planned: None,
             num_unplanned: None,
+            steals: None,
             num_device_alloc: 0,
             num_device_free: 0,
         }
@@ -277,6 +301,7 @@ impl Stats {
             num_sync_all_streams: self.num_sync_all_streams - before.num_sync_all_streams,
             num_planned: self.num_planned.map(|now| now - before.num_planned.unwrap_or(0)),
             num_unplanned: self.num_unplanned.map(|now| now - before.num_unplanned.unwrap_or(0)),
+            steals: self.steals.map(|now| now.since(before.steals.unwrap_or_default())),
             num_device_alloc: self.num_device_alloc - before.num_device_alloc,
             num_device_free: self.num_device_free - before.num_device_free,
             ..self.clone()
@@ -345,6 +370,10 @@ impl Stats {
         }
         for (name, value) in [("num_planned", self.num_planned), ("num_unplanned", self.num_unplanned)] {
             out.extend(value.map(|value| (name.to_owned(), value)));
+        }
+        if let Some(Steals { requests, pages, bytes }) = self.steals {
+            let counts = [("num_steals", requests), ("num_stolen_pages", pages), ("num_stolen_bytes", bytes)];
+            out.extend(counts.map(|(name, value)| (name.to_owned(), value)));
         }
         if let Some(memory) = &self.graph_memory {
             for (name, current, peak) in [

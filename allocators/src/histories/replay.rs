@@ -80,6 +80,7 @@ mod windows;
 
 pub use builder::HistoryBuilder;
 pub use capacity::{Capacity, Probe, smallest_in, smallest_memory};
+pub use counting::Requests;
 pub use history::History;
 pub use oom::{Held, OutOfMemory, StreamHeld};
 pub use op::MAX_STREAMS;

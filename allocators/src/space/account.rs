@@ -131,6 +131,15 @@ impl Account {
         self.stats.num_sync_all_streams += 1;
     }
 
+    /// Counts pages that were taken from where they lay, and a request for which that was done: `(0, 0, 0)` says that some may
+    /// be.
+    pub fn count_stolen(&mut self, requests: u64, pages: u64, bytes: u64) {
+        let steals = self.stats.steals.get_or_insert_default();
+        steals.requests += requests;
+        steals.pages += pages;
+        steals.bytes += bytes;
+    }
+
     fn sums(&mut self, segment: FreeList) -> &mut Sums {
         self.by_stream.entry(segment.owner.stream).or_default()
     }

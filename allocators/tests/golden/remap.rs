@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use vramlab::backends::{expandable, remap};
 use vramlab::histories::replay::{History, ReplayReport, ReplaySettings, replay};
-use vramlab::{Driver, NullDriver, Selection};
+use vramlab::{Driver, NullDriver, Profile, Selection, SimDriver, SimMemory};
 
 fn history(name: &str) -> History {
     load(&Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../experiments/histories/{name}.pickle.xz")), None, None)
@@ -52,4 +52,80 @@ fn pages_that_are_always_taken_first_keep_reserved_at_what_is_active() {
         let ratio = stats.reserved_bytes.all.peak as f64 / stats.active_bytes.all.peak as f64;
         assert!(ratio <= most, "{name}: {ratio}");
     }
+}
+
+/// Peak reserved over peak active.
+fn ratio(report: &ReplayReport) -> f64 {
+    report.stats.reserved_bytes.all.peak as f64 / report.stats.active_bytes.all.peak as f64
+}
+
+#[test]
+fn a_ratio_bounds_what_is_reserved_and_moves_fewer_pages_the_higher_it_is() {
+    for name in ["gpt2", "resnet50"] {
+        let history = history(name);
+        let mut moved = Vec::new();
+        for steal in ["always", "1.01", "1.02", "1.05", "pressure"] {
+            let report = run(&history, &format!("remap:steal={steal}"), 1 << 50);
+            let most = steal.parse().unwrap_or(f64::INFINITY);
+            assert!(ratio(&report) <= most, "{name}, {steal}: {}", ratio(&report));
+            moved.push(report.stats.steals.unwrap().pages);
+        }
+        assert!(moved.is_sorted_by(|more, fewer| more >= fewer) && moved[0] > 0, "{name}: {moved:?}");
+        assert_eq!(moved.last(), Some(&0), "{name}");
+    }
+}
+
+#[test]
+fn larger_handles_take_fewer_calls_and_more_memory() {
+    for name in ["gpt2", "resnet50", "streams"] {
+        let history = history(name);
+        let mut found = Vec::new();
+        for mib in [2, 4, 8, 16, 32] {
+            let report = run(&history, &format!("remap:steal=always,handle={mib}M"), 1 << 50);
+            assert_eq!(report.stats.reserved_bytes.all.peak % (mib * MIB), 0, "{name}, {mib}");
+            assert_eq!(report.settings["handle"], mib * MIB);
+            found.push((report.driver_calls["mem_create"] + report.driver_calls["mem_map"], ratio(&report)));
+        }
+        assert!(found.is_sorted_by(|(more, _), (fewer, _)| more > fewer), "{name}: {found:?}");
+        assert!(found[0].1 < found[4].1, "{name}: {found:?}");
+    }
+}
+
+#[test]
+fn a_handle_that_no_device_makes_is_refused_in_one_line() {
+    let refused = "remap:handle=3M".parse::<Selection>().unwrap().check().unwrap_err().to_string();
+    assert!(refused.contains("handle is 3145728 bytes") && refused.contains("handle=4M"), "{refused}");
+    assert!("remap:handle=1M".parse::<Selection>().unwrap_err().to_string().contains("at least 2M"));
+}
+
+/// What a steal costs stands in the report beside what a retry costs.
+#[test]
+fn the_report_says_what_steals_and_retries_cost() {
+    let history = history("resnet50");
+    // CAST: bytes of a device, below 2^53.
+    let limit = (history.max_live_bytes() as f64 * 1.018) as u64;
+    let cost = |allocator: &str, path: &str| {
+        let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
+        let allocator = format!("{allocator}:memory_limit={limit}").parse::<Selection>().unwrap();
+        let report = replay(&history, &allocator, &driver, &ReplaySettings::default()).unwrap();
+        assert_eq!(report.driver_ns, report.simulated_ns, "nothing else takes time there");
+        let served: u64 = report.requests.values().map(|requests| requests.count).sum();
+        assert_eq!(served, report.allocations);
+        let within: u64 = report.requests.values().map(|requests| requests.driver_calls).sum();
+        assert!(within <= report.driver_calls.values().sum());
+        (report.requests[path], report)
+    };
+    let (steals, report) = cost("remap", "steal");
+    let moved = report.stats.steals.unwrap();
+    assert_eq!((moved.requests, moved.pages), (steals.count, report.driver_calls["mem_unmap"]));
+    assert_eq!(moved.bytes, moved.pages * 2 * MIB);
+    assert!(steals.driver_calls > moved.pages && steals.driver_ns > 0);
+    let (retries, report) = cost("pytorch-expandable", "retry");
+    assert_eq!(
+        (retries.count + report.failed_allocations, report.stats.steals),
+        (report.stats.num_alloc_retries, None)
+    );
+    assert!(retries.driver_ns > 0 && report.requests.contains_key("driver_alloc"));
+    // Nothing takes time on the null device, and so nothing is said of it.
+    assert_eq!(run(&history, "remap", limit).driver_ns, None);
 }

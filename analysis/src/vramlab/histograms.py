@@ -15,7 +15,7 @@ from hdrh.histogram import HdrHistogram
 from vramlab.errors import AnalysisError, printable, read_bytes
 
 # Paths on which an allocator asks the driver: what a cold start pays and a steady state should not.
-COLD_PATHS = ("driver_alloc", "driver_free", "collect", "retry")
+COLD_PATHS = ("driver_alloc", "driver_free", "collect", "steal", "retry")
 # A histogram of three digits up to a minute has 27,648.
 MOST_BUCKETS = 1_000_000
 

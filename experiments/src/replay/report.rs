@@ -1,6 +1,6 @@
 //! Replays of one history side by side, beside what the program did that recorded it.
 
-use super::{AddressChoice, Row};
+use super::{AddressChoice, ByPath, Moved, Row};
 use crate::history::AsRecorded;
 use trainer::alloc::heading;
 use trainer::report::duration;
@@ -9,6 +9,15 @@ use vramlab::Bytes;
 
 fn size(bytes: u64) -> String {
     Bytes(bytes).to_string()
+}
+
+impl ByPath {
+    /// What one of the requests cost in driver calls, on average; `None` where calls take no time.
+    fn each(&self) -> Option<String> {
+        // CAST: counts, and nanoseconds for display.
+        let (count, ns) = (self.count as f64, self.driver_s? * 1e9);
+        Some(format!("{} in {:.0} calls", duration((ns / count).round() as u64), self.driver_calls as f64 / count))
+    }
 }
 
 /// The metrics of a comparison whose first column is what was recorded, if the file tells that.
@@ -121,6 +130,20 @@ pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Pag
         |row| row.segment_allocs.zip(row.segment_frees).map(segments),
     );
     columns.plain("retries", untold, |row| Some(row.num_alloc_retries.to_string()));
+    if rows.iter().any(|row| row.steals.is_some()) {
+        let pages = |moved: &Moved| format!("{} ({})", moved.num_stolen_pages, size(moved.num_stolen_bytes));
+        columns.plain("steals", untold, |row| row.steals.map(|moved| moved.num_steals.to_string()));
+        columns.plain("pages stolen", untold, |row| row.steals.as_ref().map(pages));
+    }
+    // What it costs that no free block fits, beside one another.
+    for (path, what) in [("driver_alloc", "grows"), ("steal", "steals pages"), ("retry", "tries again")] {
+        let cost = |row: &Row| row.requests.get(path).and_then(ByPath::each);
+        if rows.iter().any(|row| row.steals.is_some() || row.num_alloc_retries > 0)
+            && rows.iter().any(|row| cost(row).is_some())
+        {
+            columns.plain(&format!("a request that {what}"), untold, cost);
+        }
+    }
     if rows.iter().any(|row| row.unplanned_allocations.is_some()) {
         columns.plain("not as planned", untold, |row| row.unplanned_allocations.map(|count| count.to_string()));
     }

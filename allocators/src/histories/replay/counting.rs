@@ -1,28 +1,58 @@
-//! Counts driver calls by kind, without a clock.
+//! Counts driver calls by kind, and what those calls took.
 
-use crate::device::{CallArguments, CallKind, CallResult, Driver, DriverResult, Hook};
+use crate::contract::Path;
+use crate::device::{CallArguments, CallKind, CallResult, Clock, DeviceKind, Driver, DriverResult, Hook};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// One count for each kind of call. A call costs one atomic addition more.
+/// One count for each kind of call, and the time in all of them. A call costs two atomic additions more, and two looks at the
+/// clock where calls take time.
 #[derive(Debug)]
-pub(super) struct CallCounter([AtomicU64; CallKind::ALL.len()]);
+pub(super) struct CallCounter {
+    kinds: [AtomicU64; CallKind::ALL.len()],
+    all: AtomicU64,
+    ns: AtomicU64,
+    /// The device's clock; `None` on a device whose calls cost nothing.
+    clock: Option<Arc<dyn Clock>>,
+}
 
-impl Default for CallCounter {
-    fn default() -> Self {
-        Self(std::array::from_fn(|_| AtomicU64::new(0)))
-    }
+/// Driver calls and the host's time in them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Spent {
+    pub(super) calls: u64,
+    pub(super) ns: u64,
 }
 
 impl CallCounter {
+    pub(super) fn new(driver: &dyn Driver) -> Self {
+        let takes_time = driver.describe().kind != DeviceKind::Null;
+        Self {
+            kinds: std::array::from_fn(|_| AtomicU64::new(0)),
+            all: AtomicU64::new(0),
+            ns: AtomicU64::new(0),
+            clock: takes_time.then(|| driver.clock()),
+        }
+    }
+
     /// Calls so far by name; kinds that were not called are left out.
     pub(super) fn read(&self) -> BTreeMap<&'static str, u64> {
-        let counts = CallKind::ALL.iter().map(|&kind| (kind.name(), self.0[kind as usize].load(Relaxed)));
+        let counts = CallKind::ALL.iter().map(|&kind| (kind.name(), self.kinds[kind as usize].load(Relaxed)));
         counts.filter(|(_, count)| *count > 0).collect()
     }
 
     pub(super) fn reset(&self) {
-        self.0.iter().for_each(|count| count.store(0, Relaxed));
+        self.kinds.iter().chain([&self.all, &self.ns]).for_each(|count| count.store(0, Relaxed));
+    }
+
+    /// All calls so far.
+    pub(super) fn spent(&self) -> Spent {
+        Spent { calls: self.all.load(Relaxed), ns: self.ns.load(Relaxed) }
+    }
+
+    /// Whether calls take time that was measured.
+    pub(super) fn measures(&self) -> bool {
+        self.clock.is_some()
     }
 }
 
@@ -36,7 +66,45 @@ unsafe impl Hook for CallCounter {
         call: impl FnOnce() -> DriverResult<T>,
     ) -> DriverResult<T> {
         // CAST: the kind's position in `ALL`.
-        self.0[kind as usize].fetch_add(1, Relaxed);
-        call()
+        self.kinds[kind as usize].fetch_add(1, Relaxed);
+        self.all.fetch_add(1, Relaxed);
+        let Some(clock) = &self.clock else { return call() };
+        let start = clock.now_ns();
+        let result = call();
+        self.ns.fetch_add(clock.now_ns().saturating_sub(start), Relaxed);
+        result
+    }
+}
+
+/// Requests that were served in one way, and what they cost the driver.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Requests {
+    /// How many.
+    pub count: u64,
+    /// Driver calls inside them.
+    pub driver_calls: u64,
+    /// The host's time in these calls, waits included; 0 on a device whose calls cost nothing.
+    pub driver_ns: u64,
+}
+
+/// Requests by how they were served.
+#[derive(Debug, Default)]
+pub(super) struct ByPath([Requests; Path::COUNT]);
+
+impl ByPath {
+    /// Adds a request that began when the driver had done `before` and is served when it has done `now`.
+    #[inline]
+    pub(super) fn add(&mut self, path: Path, before: Spent, now: Spent) {
+        // CAST: the path's position in `ALL`.
+        let requests = &mut self.0[path as usize];
+        requests.count += 1;
+        requests.driver_calls += now.calls - before.calls;
+        requests.driver_ns += now.ns - before.ns;
+    }
+
+    /// Those that occurred, by name.
+    pub(super) fn read(&self) -> BTreeMap<&'static str, Requests> {
+        let named = Path::ALL.iter().map(|path| path.name()).zip(self.0);
+        named.filter(|(_, requests)| requests.count > 0).collect()
     }
 }

@@ -1,5 +1,6 @@
 //! What a replay found.
 
+use super::counting::Requests;
 use crate::contract::Ledger;
 use crate::contract::Stats;
 use std::collections::BTreeMap;
@@ -28,6 +29,10 @@ pub struct ReplayReport {
     pub ledger: Ledger,
     /// Driver calls made while the history was replayed, by name; streams and teardown are not counted.
     pub driver_calls: BTreeMap<&'static str, u64>,
+    /// The host's time in these calls by the device's clock, waits included; `None` on a device whose calls cost nothing.
+    pub driver_ns: Option<u64>,
+    /// Requests by how they were served ([`Path::name`](crate::Path::name)), each with the driver calls inside it.
+    pub requests: BTreeMap<&'static str, Requests>,
     /// Time spent in driver calls by the simulated clock; `None` on a device with real time.
     pub simulated_ns: Option<u64>,
     /// The machine's time for the whole list of operations.

@@ -3,7 +3,7 @@
 use super::ReplayError;
 use super::against::{Against, DefaultStream};
 use super::beginning::StartBlock;
-use super::counting::CallCounter;
+use super::counting::{ByPath, CallCounter};
 use super::driver::{ReplayDriver, Replaying};
 use super::history::History;
 use super::op::{BY_DEVICE, Kind, NO_STREAM, Op, Release};
@@ -56,7 +56,7 @@ const TOUCH: u8 = 0xA5;
 /// counted: statistics, driver calls and times are those of the history, and peaks begin at what is held then.
 ///
 /// Time is measured around the list of operations alone: `host_ns` holds the backend, the device's part of its driver
-/// calls, and one indirect call and a store for each operation of the history.
+/// calls, and an indirect call, a store and a few additions for each operation of the history.
 ///
 /// # Errors
 /// [`ReplayError::History`] when addresses are to be the recorded ones and cannot; [`ReplayError::Alloc`] when the
@@ -110,7 +110,7 @@ fn run(
     watched: Option<&mut Watched>,
 ) -> Result<ReplayReport, ReplayError> {
     let recorded = against.is_some() || settings.addresses == Addresses::Recorded;
-    let counting = Arc::new(HookedDriver::with_hook(Arc::clone(driver), CallCounter::default()));
+    let counting = Arc::new(HookedDriver::with_hook(Arc::clone(driver), CallCounter::new(driver.as_ref())));
     let replaying = match against {
         Some(against) => Replaying::in_order(against.upstream.clone()),
         None if recorded => {
@@ -134,6 +134,7 @@ fn run(
     let mut run = Run {
         allocator: backend.as_ref(),
         driver: device.as_ref(),
+        calls: counting.hook(),
         streams: &streams.ids,
         // The slots are touched here, so that the first use of each costs the same as the others.
         live: (0..history.slots).map(|_| None).collect(),
@@ -165,7 +166,8 @@ fn run(
     };
     let host_ns = clock.now_ns() - started;
     let simulated_ns = simulated().zip(simulated_start).map(|(end, start)| end - start);
-    let driver_calls = counting.hook().read();
+    let (driver_calls, spent) = (counting.hook().read(), counting.hook().spent());
+    let driver_ns = counting.hook().measures().then_some(spent.ns);
     let segment_mismatches = device.hook().segment_mismatches();
     let (stats, ledger) = (backend.stats().since(&start.stats), backend.ledger_at_peak());
     let tally = std::mem::take(&mut run.tally);
@@ -187,6 +189,8 @@ fn run(
         stats,
         ledger,
         driver_calls,
+        driver_ns,
+        requests: tally.requests.read(),
         simulated_ns,
         host_ns,
         settings: backend.settings(),
@@ -230,12 +234,14 @@ struct Tally {
     failed: u64,
     moved: u64,
     first_failure: Option<(u64, String)>,
+    requests: ByPath,
 }
 
 #[derive(Debug)]
 struct Run<'a> {
     allocator: &'a dyn DeviceAllocator,
     driver: &'a ReplayDriver,
+    calls: &'a CallCounter,
     streams: &'a [StreamId],
     live: Vec<Option<Block>>,
     addresses: std::slice::Iter<'a, u64>,
@@ -349,7 +355,11 @@ impl Run<'_> {
                     if WATCHED {
                         self.watch();
                     }
-                    match self.allocator.allocate(Request::new(op.value), stream) {
+                    let before = self.calls.spent();
+                    let served = self.allocator.allocate(Request::new(op.value), stream);
+                    let path = served.as_ref().map_or(Path::Failed, Block::path);
+                    self.tally.requests.add(path, before, self.calls.spent());
+                    match served {
                         Ok(block) => {
                             if WATCHED && let Some(watched) = &mut self.watched {
                                 watched.served(&block, Some(block.path()), self.allocator, stream);

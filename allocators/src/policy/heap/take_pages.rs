@@ -12,16 +12,21 @@ impl Heap {
     /// whole pages free records an event.
     #[must_use]
     pub fn with_pages(self) -> Self {
-        Self { pages: Some(Pages::default()), ..self }
+        let mut heap = Self { pages: Some(Pages::default()), ..self };
+        heap.space.account_mut().count_stolen(0, 0, 0);
+        heap
     }
 
     /// Notes that a block became free which lay at `freed` and is a part of `block` now.
     pub(super) fn note_pages(&mut self, freed: Range<u64>, block: FreeBlock) {
         let Some(pages) = &mut self.pages else { return };
-        let page = self.source.handle_bytes(block.list.pool);
-        let (start, end) = (freed.start / page * page, freed.end.next_multiple_of(page));
-        let start = start.max(block.addr.next_multiple_of(page));
-        let end = end.min((block.addr + block.bytes) / page * page);
+        let segment = &self.space[self.space[block.id].segment];
+        let page = self.source.handle_bytes(segment.list.pool);
+        // A range begins with a whole page, wherever it lies.
+        let base = segment.addr;
+        let offset = block.addr - base;
+        let start = ((freed.start - base) / page * page).max(offset.next_multiple_of(page)) + base;
+        let end = (freed.end - base).next_multiple_of(page).min((offset + block.bytes) / page * page) + base;
         if start < end && block.list.owner.private.is_none() {
             let driver = self.source.driver().as_ref();
             let noted = pages.freed(driver, block.list.owner.stream, (start, end, page), self.captures > 0);
@@ -37,7 +42,7 @@ impl Heap {
     /// # Errors
     /// Those of the driver. What it did take is accounted for.
     pub fn take_pages(&mut self, bytes: u64, keep: &Range<u64>, wait: bool) -> Result<u64, DriverError> {
-        if self.is_capturing() {
+        if bytes == 0 || self.is_capturing() {
             return Ok(0);
         }
         let Some(mut pages) = self.pages.take() else { return Ok(0) };
@@ -47,7 +52,8 @@ impl Heap {
         let blocks = self.space.free_blocks().filter(|block| block.list.owner.private.is_none());
         for FreeBlock { list, addr, bytes, id } in blocks {
             let page = self.source.handle_bytes(list.pool);
-            let mut at = addr.next_multiple_of(page);
+            let base = self.space[self.space[id].segment].addr;
+            let mut at = base + (addr - base).next_multiple_of(page);
             while at + page <= addr + bytes {
                 if at + page <= keep.start || keep.end <= at {
                     free.push((pages.last_free(at), at, page, id));
@@ -56,7 +62,7 @@ impl Heap {
             }
         }
         free.sort_unstable();
-        let mut found = 0;
+        let (mut found, mut count) = (0, 0);
         let mut taken: BTreeMap<BlockId, Vec<(u64, u64)>> = BTreeMap::new();
         for (_, at, page, block) in free {
             if found >= bytes || outcome.is_err() {
@@ -66,7 +72,7 @@ impl Heap {
                 Ok(true) => {
                     pages.forget(at);
                     taken.entry(block).or_default().push((at, page));
-                    found += page;
+                    (found, count) = (found + page, count + 1);
                 }
                 Ok(false) => {}
                 Err(error) => outcome = Err(error),
@@ -86,6 +92,7 @@ impl Heap {
                 self.unmap(self.space.as_free(block), start, end - start)?;
             }
         }
+        self.space.account_mut().count_stolen(0, count, found);
         Ok(found)
     }
 }

@@ -21,6 +21,7 @@ PATHS = {
     "driver_alloc": style.VERMILION,
     "driver_free": style.ORANGE,
     "collect": "#882255",
+    "steal": "#AA4499",
     "retry": "#332288",
     "failed": style.BLACK,
 }
