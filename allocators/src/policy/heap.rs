@@ -356,12 +356,12 @@ impl Heap {
     /// # Errors
     /// Those of the driver.
     pub(crate) fn record_event(&mut self, stream: StreamId) -> Result<Option<EventId>, DriverError> {
-        self.pending.record(self.source.driver().as_ref(), stream, self.captures > 0)
+        self.pending.events().record(self.source.driver().as_ref(), stream, self.captures > 0)
     }
 
     /// Takes back an event that nobody waits for any more.
     pub(crate) fn reuse(&mut self, event: EventId) {
-        self.pending.reuse(event);
+        self.pending.events().reuse(event);
     }
 
     /// The same for a block that is pending already.
@@ -489,7 +489,7 @@ impl Heap {
     /// Destroys every event, at the end.
     pub(crate) fn destroy_events(&mut self) {
         let pages = self.pages.as_mut().map_or_else(Vec::new, Pages::take_events);
-        let events = [self.pending.take_events(), self.stream.take_events(), pages].concat();
+        let events = [self.pending.events().take(), self.stream.take_events(), pages].concat();
         for event in events {
             // SAFETY: the event is in no queue any more and belongs to this heap alone. An error has nobody to go to.
             let _ = unsafe { self.source.driver().event_destroy(event) };

@@ -4,6 +4,7 @@
 //! the work that used it is over. The work of a stream is over up to a free when the event is that was recorded there.
 #![forbid(unsafe_code)]
 
+use super::events::Events;
 use crate::device::{Driver, DriverError, EventId, StreamId};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -18,8 +19,7 @@ pub(super) struct Pages {
     /// By address of a page, the stream and the number of the last free that touched it. Pages that were never used are not here.
     last: BTreeMap<u64, (StreamId, u64)>,
     streams: BTreeMap<StreamId, Frees>,
-    /// Events to use again.
-    events: Vec<EventId>,
+    events: Events,
 }
 
 /// Frees on a stream.
@@ -56,36 +56,13 @@ impl Pages {
             at += page;
         }
         // A stream that is gone takes no event; its pages stay where they are.
-        let event = self.record(driver, stream, capturing).or_else(|error| unless_gone(error).map(|()| None));
+        let event = self.events.record(driver, stream, capturing).or_else(|error| unless_gone(error).map(|()| None));
         let frees = self.streams.entry(stream).or_default();
         frees.waiting.push_back((self.frees, event.clone().unwrap_or(None)));
         if frees.waiting.len() > MANY {
             self.poll(driver, stream, capturing)?;
         }
         event.map(|_| ())
-    }
-
-    /// `None` while the stream is captured, when the event would become a part of the graph.
-    fn record(
-        &mut self,
-        driver: &dyn Driver,
-        stream: StreamId,
-        capturing: bool,
-    ) -> Result<Option<EventId>, DriverError> {
-        if capturing && driver.stream_is_capturing(stream)? {
-            return Ok(None);
-        }
-        let event = match self.events.pop() {
-            Some(event) => event,
-            None => driver.event_create(false)?,
-        };
-        match driver.event_record(event, stream) {
-            Ok(()) => Ok(Some(event)),
-            Err(error) => {
-                self.events.push(event);
-                Err(error)
-            }
-        }
     }
 
     /// Finds out which frees of a stream are over by now.
@@ -111,7 +88,7 @@ impl Pages {
         if event.is_some() {
             return Ok(event);
         }
-        let event = self.record(driver, stream, capturing)?;
+        let event = self.events.record(driver, stream, capturing)?;
         if let Some((_, missing)) = self.streams.get_mut(&stream).and_then(|frees| frees.waiting.front_mut()) {
             *missing = event;
         }
@@ -123,7 +100,7 @@ impl Pages {
             && let Some((number, event)) = frees.waiting.pop_front()
         {
             frees.over = number;
-            self.events.extend(event);
+            event.into_iter().for_each(|event| self.events.reuse(event));
         }
     }
 
@@ -173,6 +150,6 @@ impl Pages {
     pub(super) fn take_events(&mut self) -> Vec<EventId> {
         let waiting = std::mem::take(&mut self.streams).into_values().flat_map(|frees| frees.waiting);
         let waiting: Vec<EventId> = waiting.filter_map(|(_, event)| event).collect();
-        std::mem::take(&mut self.events).into_iter().chain(waiting).collect()
+        self.events.take().into_iter().chain(waiting).collect()
     }
 }

@@ -3,6 +3,7 @@
 //! A block that other streams were announced to use is not reusable when the client frees it. An event is queued on each of
 //! those streams, and the block is free when the last of them has completed.
 
+use super::events::Events;
 use crate::contract::Gauge;
 use crate::device::{CallKind, Driver, DriverError, EventId, StreamId};
 use crate::space::BlockId;
@@ -31,8 +32,7 @@ struct Left {
 pub struct Pending {
     queues: BTreeMap<StreamId, VecDeque<Waiting>>,
     left: BTreeMap<BlockId, Left>,
-    /// Events to use again.
-    events: Vec<EventId>,
+    events: Events,
     /// Bytes of blocks used by streams that take no event any more, because they are gone. Nothing but a wait for the whole
     /// device tells that their work is over.
     stranded: Gauge,
@@ -57,37 +57,9 @@ impl Pending {
         self.untold.take()
     }
 
-    /// Every event that waits for its next use.
-    pub(super) fn take_events(&mut self) -> Vec<EventId> {
-        std::mem::take(&mut self.events)
-    }
-
-    /// Keeps an event for its next use.
-    pub(super) fn reuse(&mut self, event: EventId) {
-        self.events.push(event);
-    }
-
-    /// Queues an event on a stream; `None` while the stream is captured, when it would become a part of the graph.
-    pub(super) fn record(
-        &mut self,
-        driver: &dyn Driver,
-        stream: StreamId,
-        capturing: bool,
-    ) -> Result<Option<EventId>, DriverError> {
-        if capturing && driver.stream_is_capturing(stream)? {
-            return Ok(None);
-        }
-        let event = match self.events.pop() {
-            Some(event) => event,
-            None => driver.event_create(false)?,
-        };
-        match driver.event_record(event, stream) {
-            Ok(()) => Ok(Some(event)),
-            Err(error) => {
-                self.events.push(event);
-                Err(error)
-            }
-        }
+    /// The events that wait for their next use.
+    pub(super) fn events(&mut self) -> &mut Events {
+        &mut self.events
     }
 
     /// Lets a block of `bytes` wait for what is queued on `users`. `capturing` says whether any graph is being captured.
@@ -106,7 +78,7 @@ impl Pending {
         self.left.insert(block, Left { streams: users.len() as u32, gone: 0, bytes });
         let mut outcome = Ok(());
         for &user in users {
-            let event = match self.record(driver, user, capturing) {
+            let event = match self.events.record(driver, user, capturing) {
                 Ok(event) => event,
                 Err(error) => {
                     let may_be_made_later = error.call == CallKind::EventCreate;
@@ -199,7 +171,7 @@ impl Pending {
             while let Some(&Waiting { event, block }) = self.queues.get(&stream).and_then(VecDeque::front) {
                 let recorded = match event {
                     Some(event) => Ok(Some(event)),
-                    None => self.record(driver, stream, capturing),
+                    None => self.events.record(driver, stream, capturing),
                 };
                 let Some(queue) = self.queues.get_mut(&stream) else { break };
                 match recorded {
@@ -209,7 +181,7 @@ impl Pending {
                             break;
                         }
                         queue.pop_front();
-                        self.events.push(event);
+                        self.events.reuse(event);
                         self.complete(block, done);
                     }
                     Ok(None) => break,
@@ -269,7 +241,7 @@ mod tests {
             bench.pending.wait_for(&bench.driver, block, BYTES, &streams, false).unwrap();
             assert_eq!(bench.process(), [number]);
         }
-        assert_eq!((bench.process(), bench.pending.take_events().len()), (vec![], 2));
+        assert_eq!((bench.process(), bench.pending.events().take().len()), (vec![], 2));
         assert_eq!(bench.stranded(), None);
     }
 

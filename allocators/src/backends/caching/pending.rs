@@ -2,11 +2,9 @@
 
 use super::{Caching, not_held};
 use crate::backends::caching::core::blocks::BlockIndex;
-use crate::contract::AllocError;
-use crate::contract::Gauge;
-use crate::contract::{Block, DeviceAllocator, Path};
-use crate::device::DriverError;
-use crate::device::{CallKind, EventId, StreamId};
+use crate::contract::{AllocError, Block, DeviceAllocator, Gauge, Path};
+use crate::device::{CallKind, DriverError, EventId, StreamId};
+use crate::policy::events::Events;
 use crate::sync::lock;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::TryLockError;
@@ -27,8 +25,7 @@ struct Waiting {
 pub(super) struct Pending {
     /// By stream that is waited for, oldest first.
     queues: BTreeMap<StreamId, VecDeque<Waiting>>,
-    /// Events to use again.
-    events: Vec<EventId>,
+    events: Events,
     /// Blocks used by streams that take no event any more, by shard and record, and how many such streams each waits
     /// for. Nothing but a wait for the whole device tells that their work is over, so no request looks at them.
     stranded: BTreeMap<(u32, BlockIndex), u32>,
@@ -50,7 +47,7 @@ impl Pending {
 
     /// Every event that waits for its next use.
     pub(super) fn take_events(&mut self) -> Vec<EventId> {
-        std::mem::take(&mut self.events)
+        self.events.take()
     }
 }
 
@@ -58,20 +55,7 @@ impl Caching {
     /// Queues an event behind the work that a pending free waits for; `None` while the stream is captured, when it would
     /// become a part of the graph.
     fn record_event(&self, pending: &mut Pending, stream: StreamId) -> Result<Option<EventId>, DriverError> {
-        if self.any_capture() && self.driver.stream_is_capturing(stream)? {
-            return Ok(None);
-        }
-        let event = match pending.events.pop() {
-            Some(event) => event,
-            None => self.driver.event_create(false)?,
-        };
-        match self.driver.event_record(event, stream) {
-            Ok(()) => Ok(Some(event)),
-            Err(error) => {
-                pending.events.push(event);
-                Err(error)
-            }
-        }
+        pending.events.record(self.driver.as_ref(), stream, self.any_capture())
     }
 
     /// A free of a block that was announced to other streams.
@@ -227,7 +211,7 @@ impl Caching {
                             break;
                         }
                         queue.pop_front();
-                        pending.events.push(event);
+                        pending.events.reuse(event);
                         self.complete(shard, index);
                     }
                     Ok(None) => break,
