@@ -58,7 +58,13 @@ use std::sync::Arc;
 pub static BACKEND: Backend = Backend {
     name: "bfc",
     summary: "best fit with coalescing, of TensorFlow, XLA and ONNX Runtime: regions that double, few cuts",
-    capabilities: Capabilities { streams: StreamUse::Any, coalesces: false, ..Pooled::<Bfc>::CAPABILITIES },
+    capabilities: Capabilities {
+        streams: StreamUse::Any,
+        coalesces: false,
+        // Without `garbage_collection`, as there.
+        keeps_segments: true,
+        ..Pooled::<Bfc>::CAPABILITIES
+    },
     constructor: &With(|driver, settings: &BfcSettings| Ok(Arc::new(Bfc::new(driver, *settings)))),
 };
 
