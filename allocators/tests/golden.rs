@@ -15,7 +15,7 @@ use vramlab::backends::{self, Backend, CachingSettings, caching, expandable};
 use vramlab::histories::replay::{
     Addresses, History, HistoryBuilder, ReplayReport, ReplaySettings, recorded_settings, replay, smallest_memory,
 };
-use vramlab::histories::trace::{ReadError, ReadOptions, read};
+use vramlab::histories::trace::{Action, Event, ReadError, ReadOptions, read};
 use vramlab::{Driver, NullDriver, Profile, Selection, SimDriver, SimMemory};
 
 const MIB: u64 = 1 << 20;
@@ -63,10 +63,13 @@ impl Recording {
         Some(Self { path, facts, limit, expandable })
     }
 
+    /// A rank of several sees the GPUs of all.
+    fn gpu(&self) -> Option<u16> {
+        self.facts["rank"].as_u64().map(|rank| u16::try_from(rank).unwrap())
+    }
+
     fn load(&self) -> (History, CachingSettings) {
-        // A rank of several sees the GPUs of all.
-        let gpu = self.facts["rank"].as_u64().map(|rank| u16::try_from(rank).unwrap());
-        load(&self.path, gpu, self.limit)
+        load(&self.path, self.gpu(), self.limit)
     }
 
     fn number(&self, key: &str) -> Option<u64> {
@@ -75,11 +78,17 @@ impl Recording {
 }
 
 fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>) -> (History, CachingSettings) {
+    load_with(path, gpu, limit, &[])
+}
+
+/// A history with further events at its end.
+fn load_with(path: &Path, gpu: Option<u16>, limit: Option<u64>, further: &[Event]) -> (History, CachingSettings) {
     let mut builder = HistoryBuilder::new(gpu);
     let summary =
         read(path, &ReadOptions::default(), &mut |event| builder.push(&event).map_err(ReadError::stop)).unwrap();
     let mut settings = recorded_settings(&summary.allocator_settings).unwrap();
     settings.memory_limit = limit;
+    further.iter().for_each(|event| builder.push(event).unwrap());
     (builder.finish(&settings).unwrap(), settings)
 }
 
@@ -224,6 +233,31 @@ fn a_refused_request_is_described_as_pytorch_does() {
             assert!(words.contains(&said), "{}: '{said}' is not in '{words}'", recording.path.display());
         }
     }
+}
+
+/// A request that would be refused behind the last event finds what PyTorch says it held then.
+#[test]
+fn what_was_held_is_what_pytorch_held() {
+    let (mut expandable, mut whole) = (0, 0);
+    for recording in all_recordings().filter(|recording| recording.number("reserved_bytes.all.current").is_some()) {
+        let name = recording.path.display();
+        let device = recording.gpu().unwrap_or(0);
+        let refused = Event { action: Action::Oom, device, addr: 0, bytes: 1 << 40, stream: 0, time_ns: 0 };
+        let (history, _) = load_with(&recording.path, recording.gpu(), recording.limit, &[refused]);
+        let told = history.out_of_memory().last().unwrap();
+        let held = told.held.unwrap();
+        assert!(told.complete, "{name}: {told}");
+        for (key, ours) in [
+            ("reserved_bytes.all.current", held.reserved_bytes),
+            ("allocated_bytes.all.current", held.allocated_bytes),
+            ("active_bytes.all.current", held.allocated_bytes + held.pending_bytes),
+        ] {
+            assert!(recording.number(key).is_none_or(|theirs| theirs == ours), "{name}: {key}: {told}");
+        }
+        assert_eq!(held.free_bytes, held.reserved_bytes - held.allocated_bytes - held.pending_bytes, "{name}");
+        *(if recording.expandable { &mut expandable } else { &mut whole }) += 1;
+    }
+    assert!(expandable > 0 && whole > 0, "the repository has both");
 }
 
 #[test]

@@ -123,6 +123,56 @@ fn check_refusals(history: &History, recorder: &Recorder) {
     }
 }
 
+#[test]
+fn of_expandable_segments_a_refused_request_shows_what_was_mapped() {
+    let (base, small) = (1 << 40, 1 << 50);
+    let at = |mib: u64| base + mib * MIB;
+    let freed = |addr, bytes| [Action::FreeRequested, Action::FreeCompleted].map(|action| event(action, addr, bytes));
+    let [first, first_done] = freed(at(0), 12 * MIB);
+    let [middle, middle_done] = freed(at(17), 10 * MIB);
+    let events = [
+        event(Action::SegmentMap, at(0), 20 * MIB),
+        event(Action::Alloc, at(0), 12 * MIB),
+        event(Action::Alloc, at(12), 5 * MIB),
+        // What is left at the end and what is mapped behind it are one block.
+        event(Action::SegmentMap, at(20), 20 * MIB),
+        event(Action::Alloc, at(17), 10 * MIB),
+        event(Action::SegmentMap, small, 2 * MIB),
+        event(Action::Alloc, small, 1000),
+        first,
+        first_done,
+        event(Action::Oom, 1 << 30, 30 * MIB),
+        middle,
+        middle_done,
+        // Of the free memory behind 17 MiB a whole handle goes back.
+        event(Action::SegmentUnmap, at(20), 20 * MIB),
+        event(Action::Oom, 1 << 30, 30 * MIB),
+        // However little is left of a block is cut off.
+        event(Action::Alloc, at(0), 12 * MIB - 512),
+        event(Action::Oom, 1 << 30, 30 * MIB),
+    ];
+    let history = compile(&events, &CachingSettings::default()).unwrap();
+    let told = history.out_of_memory();
+    let held = |reserved_bytes, allocated_bytes, free_blocks, largest_free_bytes| Held {
+        reserved_bytes,
+        allocated_bytes,
+        pending_bytes: 0,
+        free_bytes: reserved_bytes - allocated_bytes,
+        free_blocks,
+        largest_free_bytes,
+    };
+    let expected = [
+        held(42 * MIB, 15 * MIB + 1024, 3, 13 * MIB),
+        held(22 * MIB, 5 * MIB + 1024, 3, 12 * MIB),
+        held(22 * MIB, 17 * MIB + 512, 3, 3 * MIB),
+    ];
+    assert_eq!(told.iter().map(|told| told.held).collect::<Vec<_>>(), expected.map(Some));
+    assert!(
+        told.iter().all(|told| told.complete && told.streams == [StreamHeld { stream: 0, held: told.held.unwrap() }])
+    );
+    assert!(told[0].to_string().contains("42 MiB reserved"), "{}", told[0]);
+}
+
 fn check_faithful(settings: CachingSettings, recorder: &Recorder) {
     let mut events = recorder.events();
     if events.iter().all(|event| event.action != Action::FreeCompleted) {

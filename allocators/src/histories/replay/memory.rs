@@ -2,11 +2,13 @@
 //!
 //! Blocks lie where the history says. They are as large as PyTorch's allocator makes them: a request takes the front of
 //! a free block, and what is left of it is split off if it is large enough. Free blocks of a segment that touch are one.
+//! Parts of an expandable segment that touch are one segment here, which grows and shrinks.
 
 use super::beginning::Beginning;
 use super::builder::HistoryBuilder;
 use super::oom::{Completions, Held, OutOfMemory, Refusal, StreamHeld};
 use super::op::{Kind, Op};
+use super::windows::SegmentEvent;
 use crate::backends::CachingSettings;
 use crate::policy::size::torch::{MIN_BLOCK, SMALL_MAX, SMALL_SEGMENT, round_size};
 use crate::steps;
@@ -30,6 +32,8 @@ pub(super) struct Part {
 struct Reserved {
     bytes: u64,
     stream: u64,
+    /// Whether it is made of parts of an expandable segment.
+    expandable: bool,
 }
 
 #[derive(Debug)]
@@ -49,7 +53,7 @@ impl Memory {
 
     /// A segment comes from the device.
     pub(super) fn reserve(&mut self, addr: u64, bytes: u64, stream: u64) {
-        self.segments.insert(addr, Reserved { bytes, stream });
+        self.segments.insert(addr, Reserved { bytes, stream, expandable: false });
         self.parts.insert(addr, Part { bytes, requested: 0, state: State::Free });
     }
 
@@ -58,6 +62,57 @@ impl Memory {
         let Some(segment) = self.segments.remove(&addr) else { return };
         while let Some((&part, _)) = self.parts.range(addr..addr + segment.bytes).next() {
             self.parts.remove(&part);
+        }
+    }
+
+    /// Memory comes behind a part of an expandable segment. It joins what touches it.
+    fn map(&mut self, addr: u64, bytes: u64, stream: u64) {
+        let joins = |segment: &Reserved| segment.expandable && segment.stream == stream;
+        let (mut start, mut end) = (addr, addr + bytes);
+        if let Some(behind) = self.segments.get(&end).copied().filter(joins) {
+            self.segments.remove(&end);
+            end += behind.bytes;
+        }
+        let front = self.segments.range(..addr).next_back().map(|(at, segment)| (*at, *segment));
+        if let Some((at, _)) = front.filter(|(at, front)| at + front.bytes == addr && joins(front)) {
+            start = at;
+        }
+        self.segments.insert(start, Reserved { bytes: end - start, stream, expandable: true });
+        // As a free that completes, so that it joins the free blocks beside it.
+        self.parts.insert(addr, Part { bytes, requested: 0, state: State::Pending });
+        self.complete(addr);
+    }
+
+    /// A part of an expandable segment goes back, of which nothing is in use.
+    fn unmap(&mut self, addr: u64, bytes: u64) {
+        let end = addr + bytes;
+        let Some((start, segment)) = self.segment_of(addr).filter(|(_, segment)| segment.expandable) else { return };
+        let last = start + segment.bytes;
+        self.segments.remove(&start);
+        for (from, to) in [(start, addr), (end, last)] {
+            if from < to {
+                self.segments.insert(from, Reserved { bytes: to - from, ..segment });
+            }
+        }
+        let first = self.parts.range(start..=addr).next_back().map_or(addr, |(at, _)| *at);
+        let within: Vec<(u64, Part)> = self.parts.range(first..end).map(|(at, part)| (*at, *part)).collect();
+        for (at, part) in within {
+            self.parts.remove(&at);
+            for (from, to) in [(at, addr.min(at + part.bytes)), (end.max(at), at + part.bytes)] {
+                if from < to {
+                    self.parts.insert(from, Part { bytes: to - from, ..part });
+                }
+            }
+        }
+    }
+
+    /// A segment or a part of one comes or goes.
+    fn apply(&mut self, event: &SegmentEvent) {
+        match (event.part, event.released) {
+            (None, false) => self.reserve(event.addr, event.bytes, event.stream),
+            (None, true) => self.release(event.addr),
+            (Some(_), false) => self.map(event.addr, event.bytes, event.stream),
+            (Some(_), true) => self.unmap(event.addr, event.bytes),
         }
     }
 
@@ -85,7 +140,7 @@ impl Memory {
         let left = room - size;
         let splits = if known {
             left > 0
-        } else if self.segment_of(addr).is_some_and(|(_, segment)| segment.bytes == SMALL_SEGMENT) {
+        } else if self.segment_of(addr).is_some_and(|(_, of)| of.expandable || of.bytes == SMALL_SEGMENT) {
             left >= MIN_BLOCK
         } else {
             left > SMALL_MAX && self.settings.max_split_size.is_none_or(|bound| size < bound)
@@ -200,7 +255,7 @@ impl HistoryBuilder {
     ) {
         let Completions { held_up, completed, .. } = &self.completions;
         let mut memory = Memory::new(*settings);
-        for segment in beginning.segments.iter().filter(|_| !self.expandable) {
+        for segment in &beginning.segments {
             memory.reserve(segment.addr, segment.bytes, streams[segment.stream as usize]);
         }
         let mut slots: Vec<Option<u64>> = vec![None; self.slots as usize];
@@ -220,7 +275,7 @@ impl HistoryBuilder {
         let mut addresses = self.addresses.iter();
         let mut held_up = held_up.iter().peekable();
         let mut completed = completed.iter().peekable();
-        let mut segments = self.segments.iter().filter(|event| !self.expandable && event.part.is_none()).peekable();
+        let mut segments = self.segments.iter().peekable();
         for at in 0..=last {
             steps::count(1);
             look(at, When::Before, &memory);
@@ -228,11 +283,7 @@ impl HistoryBuilder {
                 memory.complete(*addr);
             }
             while let Some(segment) = segments.next_if(|segment| segment.op <= at) {
-                if segment.released {
-                    memory.release(segment.addr);
-                } else {
-                    memory.reserve(segment.addr, segment.bytes, segment.stream);
-                }
+                memory.apply(segment);
             }
             look(at, When::After, &memory);
             let Some(op) = self.ops.get(at as usize) else { break };

@@ -165,7 +165,7 @@ impl HistoryBuilder {
     ) -> Vec<OutOfMemory> {
         let mut refusals = self.completions.refusals.iter().peekable();
         let Some(last) = self.completions.refusals.back() else { return Vec::new() };
-        let shown = !(self.expandable || self.segments.is_empty() && beginning.segments.is_empty());
+        let shown = !(self.segments.is_empty() && beginning.segments.is_empty());
         let mut found = Vec::new();
         self.follow_memory(beginning, streams, settings, last.op, |at, when, memory| {
             while let Some(refusal) = refusals.next_if(|refusal| when == When::After && refusal.op <= at) {
