@@ -201,8 +201,11 @@ pub(super) fn find(heap: &mut Heap, list: FreeList, bytes: u64, largest: u64) ->
         heap.space()[block].bytes + hole
     };
     let mut found = heap.find(list, bytes, u64::MAX)?;
-    // Only as long as each counts for less than the one before: the least of all may lie further on.
-    while let Some(next) = heap.next_larger(found).filter(|next| counts_for(heap, *next) < counts_for(heap, found)) {
+    // Only as long as each counts for less than the one before: the least of all may lie further on. Behind a block without
+    // a hole there is none that counts for less.
+    while heap.hole_behind(found).is_some()
+        && let Some(next) = heap.next_larger(found).filter(|next| counts_for(heap, *next) < counts_for(heap, found))
+    {
         found = next;
     }
     Some(found).filter(|found| heap.space()[*found].bytes <= largest)
