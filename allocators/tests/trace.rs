@@ -5,6 +5,8 @@
 mod common;
 #[path = "trace/hostile_pickle.rs"]
 mod hostile_pickle;
+#[path = "trace/origins.rs"]
+mod origins;
 #[path = "trace/round_trip.rs"]
 mod round_trip;
 #[path = "trace/schema.rs"]

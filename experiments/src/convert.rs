@@ -4,7 +4,7 @@
 //! contradicts the ones before it ends the conversion.
 
 use crate::compare::ArmFailed;
-use crate::history::{compile, no_events};
+use crate::history::{compile, no_events, say_cut};
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
@@ -57,6 +57,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
     let mut tally = Tally::default();
     let summary = write(args, out, bar.reading(file), &mut tally)?;
     bar.clear();
+    say_cut(&args.from, &summary);
     let mut page = Page::stdout();
     page.line(tally.line(args, &summary));
     let out = quoted(&args.out.to_string_lossy());

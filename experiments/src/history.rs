@@ -9,9 +9,10 @@ use anyhow::{Context, Result, anyhow};
 use serde_json::{Map, Value};
 use std::path::Path;
 use std::sync::Arc;
+use trainer::terminal;
 use vramlab::backends::CachingSettings;
 use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
-use vramlab::histories::trace::{Format, ReadError, Summary, read};
+use vramlab::histories::trace::{ReadError, Summary, read};
 use vramlab::{CudaDriver, DeviceName, Driver, NullDriver, Profile, SimDriver, SimMemory};
 
 pub(crate) use recorded::{AsRecorded, Tally};
@@ -46,6 +47,7 @@ pub(crate) fn load_under(
         builder.push(&event).map_err(ReadError::stop)
     };
     let summary = read(path, &options, &mut sink)?;
+    say_cut(path, &summary);
     let as_recorded = tally.finish(&summary);
     let limit = limit(as_recorded.as_ref());
     let mut recorded = compile(builder, &summary, limit).with_context(|| path.display().to_string())?;
@@ -56,6 +58,13 @@ pub(crate) fn load_under(
     Ok(recorded)
 }
 
+/// Says in one line that a file was cut short, if it was.
+pub(crate) fn say_cut(path: &Path, summary: &Summary) {
+    if let Some(cut) = summary.cut {
+        terminal::say(&format!("warning: {}: {cut}", path.display()));
+    }
+}
+
 /// Ends a compilation with what the file says besides its events.
 pub(crate) fn compile(
     mut builder: HistoryBuilder,
@@ -63,10 +72,10 @@ pub(crate) fn compile(
     limit: Option<u64>,
 ) -> Result<Recorded, ReplayError> {
     // PyTorch's snapshots may begin in the middle; other logs begin with their program.
-    if matches!(summary.format, Format::SnapshotPickle | Format::SnapshotJson) {
-        builder.ends_with(&summary.segments)?;
-    } else {
-        builder.expect_complete();
+    match summary.ending() {
+        Some(segments) => builder.ends_with(segments)?,
+        None if summary.cut.is_some() => {}
+        None => builder.expect_complete(),
     }
     let mut settings = recorded_settings(&summary.allocator_settings)?;
     settings.memory_limit = limit.or(settings.memory_limit);

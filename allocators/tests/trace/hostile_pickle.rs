@@ -5,16 +5,51 @@ use vramlab::budget::Budget;
 use vramlab::histories::trace::{Problem, ReadOptions, read_from};
 
 #[test]
-fn a_pickle_cut_anywhere_is_one_error() {
+fn a_pickle_cut_anywhere_is_read_as_far_as_it_is_whole() {
     for name in ["small.p2.pickle", "small.p4.pickle", "small.torch.pickle"] {
         let bytes = std::fs::read(fixture(name)).unwrap();
+        let (all, summary) = read_bytes(&bytes).unwrap();
+        assert_eq!(summary.cut, None);
+        let (mut most, mut whole) = (0, 0);
         for length in 1..bytes.len() {
-            let error = read_bytes(&bytes[..length]).expect_err("a part is no whole");
-            assert!(matches!(error.problem, Problem::Truncated(_)), "{length}: {error}");
+            let (events, part) = match read_bytes(&bytes[..length]) {
+                Ok(read) => read,
+                Err(error) => {
+                    assert!(matches!(error.problem, Problem::Truncated(_)), "{length}: {error}");
+                    assert_eq!(most, 0, "{name}: {length} bytes should hold what fewer did");
+                    continue;
+                }
+            };
+            let cut = part.cut.unwrap();
+            assert_eq!((cut.at, cut.events), (length as u64, events.len() as u64), "{name}");
+            assert!(all.starts_with(&events) && events.len() >= most, "{name}: {length}");
+            most = events.len();
+            if cut.ends_known {
+                assert_eq!((events.len(), &part.segments), (all.len(), &summary.segments), "{name}: {length}");
+                whole += 1;
+            } else {
+                assert!(part.segments.is_empty() && part.ending().is_none(), "{name}: {length}");
+            }
+            if cut.settings_known {
+                assert_eq!(part.allocator_settings, summary.allocator_settings, "{name}: {length}");
+            }
         }
-        read_bytes(&bytes).unwrap();
+        assert_eq!(most, all.len(), "{name}");
+        assert!(whole > 0, "{name}: the events and what was held after them come before the last byte");
     }
     assert!(message(b"").contains("empty"));
+}
+
+#[test]
+fn a_packed_snapshot_that_breaks_off_is_read_too() {
+    let bytes = std::fs::read(fixture("small.p4.pickle")).unwrap();
+    let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::none());
+    std::io::Write::write_all(&mut gzip, &bytes).unwrap();
+    let packed = gzip.finish().unwrap();
+    let (events, summary) = read_bytes(&packed[..packed.len() - 100]).unwrap();
+    assert!(summary.cut.is_some() && !events.is_empty());
+    let said = summary.cut.unwrap().to_string();
+    assert!(said.contains("was cut short at byte") && !said.contains('\n'), "{said}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! What the program that recorded a history held itself: the row beside which replays stand.
 
-use vramlab::histories::trace::{Action, Event, Format, Summary};
+use vramlab::histories::trace::{Action, Event, Summary};
 
 /// A sum that goes up and down from an unknown start.
 #[derive(Clone, Copy, Debug, Default)]
@@ -69,10 +69,8 @@ impl Tally {
     /// The sums, counted back from what was held at the end: a history may begin late. Only PyTorch's snapshots tell
     /// that, and only those that lost no event in between add up.
     pub(crate) fn finish(self, summary: &Summary) -> Option<AsRecorded> {
-        if !matches!(summary.format, Format::SnapshotPickle | Format::SnapshotJson) {
-            return None;
-        }
-        let mine = || summary.segments.iter().filter(|segment| self.gpu.is_none_or(|gpu| gpu == segment.device));
+        let held = summary.ending()?;
+        let mine = || held.iter().filter(|segment| self.gpu.is_none_or(|gpu| gpu == segment.device));
         Some(AsRecorded {
             peak_reserved: self.reserved.peak(mine().map(|segment| segment.total_size).sum())?,
             peak_requested: self.requested.peak(mine().map(|segment| segment.requested_size()).sum())?,

@@ -27,6 +27,8 @@ pub(crate) struct Input<'a> {
     base: u64,
     /// For unpacking xz.
     unpacking: Claim,
+    /// Compressed data that broke off: they end the input.
+    broken: Option<std::io::Error>,
 }
 
 impl<'a> Input<'a> {
@@ -60,7 +62,12 @@ impl<'a> Input<'a> {
         } else {
             Box::new(whole)
         };
-        Ok(Self { source, buffer: vec![0; BUFFER], at: 0, end: 0, base: 0, unpacking })
+        Ok(Self { source, buffer: vec![0; BUFFER], at: 0, end: 0, base: 0, unpacking, broken: None })
+    }
+
+    /// Fails if the compressed data broke off, for formats that do not tell by their content whether they are whole.
+    pub(crate) fn check_whole(&mut self) -> Result<(), ReadError> {
+        self.broken.take().map_or(Ok(()), |error| Err(self.failed(error)))
     }
 
     /// Offset of the next byte.
@@ -91,6 +98,10 @@ impl<'a> Input<'a> {
                 Ok(0) => return Ok(false),
                 Ok(read) => self.end += read,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
+                    self.broken = Some(error);
+                    return Ok(false);
+                }
                 Err(error) => return Err(self.failed(error)),
             }
         }

@@ -2,8 +2,9 @@
 
 use super::error::{Place, Problem, ReadError};
 use super::input::Input;
-use super::{Action, Event, Segment, jsonl, lines, minimalloc, pickle, rmm, snapshot_json, stalloc};
+use super::{Action, Event, Origin, Origins, Segment, jsonl, lines, minimalloc, pickle, rmm, snapshot_json, stalloc};
 use crate::budget::Budget;
+use std::fmt;
 use std::io::Read;
 use std::path::Path;
 
@@ -66,6 +67,37 @@ pub struct Summary {
     pub external_annotations: u64,
     /// Bytes read, after unpacking.
     pub bytes: u64,
+    /// Where the file was cut short, if it was and is a snapshot that is read as far as it is whole.
+    pub cut: Option<Cut>,
+}
+
+/// Where a snapshot ends before its end, because the program that wrote it was killed or the copy was not completed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// Bytes that are there, after unpacking.
+    pub at: u64,
+    /// Events that were read.
+    pub events: u64,
+    /// Whether all events are there and what was held after them. If not, [`Summary::segments`] is empty: what was held
+    /// at the end says nothing of the moment at which the events break off.
+    pub ends_known: bool,
+    /// Whether the allocator's settings are there.
+    pub settings_known: bool,
+}
+
+impl fmt::Display for Cut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the file was cut short at byte {}: its first {} events were read", self.at, self.events)?;
+        match (self.ends_known, self.settings_known) {
+            (true, true) => write!(f, " and nothing that matters is missing"),
+            (true, false) => write!(f, ", the allocator's settings are missing and taken to be PyTorch's defaults"),
+            (false, true) => write!(f, ", what came after them and what was held at the end is missing"),
+            (false, false) => write!(
+                f,
+                ", what came after them and the settings are missing; the settings are taken to be PyTorch's defaults"
+            ),
+        }
+    }
 }
 
 impl Summary {
@@ -78,6 +110,7 @@ impl Summary {
             allocator_settings: serde_json::Map::new(),
             external_annotations: 0,
             bytes: 0,
+            cut: None,
         }
     }
 
@@ -93,6 +126,13 @@ impl Summary {
         self.events[usize::from(device)] += 1;
     }
 
+    /// What was held when the events ended; `None` where the file does not say.
+    #[must_use]
+    pub fn ending(&self) -> Option<&[Segment]> {
+        let snapshot = matches!(self.format, Format::SnapshotPickle | Format::SnapshotJson);
+        (snapshot && self.cut.is_none_or(|cut| cut.ends_known)).then_some(&self.segments)
+    }
+
     /// Events of all devices.
     #[must_use]
     pub fn all_events(&self) -> u64 {
@@ -103,23 +143,20 @@ impl Summary {
 /// Takes events as they are read; its error ends the reading ([`ReadError::stop`]).
 pub type Sink<'a> = dyn FnMut(Event) -> Result<(), ReadError> + 'a;
 
+/// As [`Sink`], with where each event came from.
+pub type OriginSink<'a> = dyn FnMut(Event, Origin, &Origins) -> Result<(), ReadError> + 'a;
+
 /// Reads a file of events, plain or compressed with gzip or xz, and hands them to `sink` in the order of the file:
 /// those of one device after those of another in a snapshot of several.
 ///
 /// The format and the compression are told by the content. Events pass through bounded memory; the sink has got all
-/// events before an error by the time it is returned.
+/// events before an error by the time it is returned. A snapshot that was cut short is read as far as it is whole, and
+/// [`Summary::cut`] says so.
 ///
 /// # Errors
 /// [`ReadError`] for what cannot be opened, understood or kept within `options`, and what the sink returns.
 pub fn read(path: &Path, options: &ReadOptions, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
-    let mut open = || {
-        let file = std::fs::File::open(path).map_err(|error| ReadError::at(Place::Whole, Problem::Io(error)))?;
-        if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
-            return Err(ReadError::at(Place::Whole, Problem::Directory));
-        }
-        read_from(Box::new(file), options, sink)
-    };
-    open().map_err(|error| ReadError { path: path.to_owned(), ..error })
+    named(path, || read_from(Box::new(open(path)?), options, sink))
 }
 
 /// As [`read`], from any source; the error names no file.
@@ -127,21 +164,86 @@ pub fn read(path: &Path, options: &ReadOptions, sink: &mut Sink<'_>) -> Result<S
 /// # Errors
 /// Those of [`read`].
 pub fn read_from(source: Box<dyn Read + '_>, options: &ReadOptions, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
+    Ok(run(source, options, &mut |event, _, _| sink(event), false)?.0)
+}
+
+/// As [`read`], with where each event came from: stack frames, categories, annotations. Only snapshots say that.
+///
+/// # Errors
+/// Those of [`read`].
+pub fn read_origins(
+    path: &Path,
+    options: &ReadOptions,
+    sink: &mut OriginSink<'_>,
+) -> Result<(Summary, Origins), ReadError> {
+    named(path, || read_origins_from(Box::new(open(path)?), options, sink))
+}
+
+/// As [`read_origins`], from any source; the error names no file.
+///
+/// # Errors
+/// Those of [`read`].
+pub fn read_origins_from(
+    source: Box<dyn Read + '_>,
+    options: &ReadOptions,
+    sink: &mut OriginSink<'_>,
+) -> Result<(Summary, Origins), ReadError> {
+    run(source, options, sink, true)
+}
+
+fn open(path: &Path) -> Result<std::fs::File, ReadError> {
+    let file = std::fs::File::open(path).map_err(|error| ReadError::at(Place::Whole, Problem::Io(error)))?;
+    if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
+        return Err(ReadError::at(Place::Whole, Problem::Directory));
+    }
+    Ok(file)
+}
+
+fn named<T>(path: &Path, read: impl FnOnce() -> Result<T, ReadError>) -> Result<T, ReadError> {
+    read().map_err(|error| ReadError { path: path.to_owned(), ..error })
+}
+
+/// Who takes the events, and what is kept of where they came from.
+pub(super) struct Receiver<'s> {
+    sink: &'s mut OriginSink<'s>,
+    pub(super) origins: Origins,
+    /// Whether anybody wants to know where they came from.
+    pub(super) wants_origins: bool,
+}
+
+impl Receiver<'_> {
+    pub(super) fn take(&mut self, event: Event, origin: Origin) -> Result<(), ReadError> {
+        (self.sink)(event, origin, &self.origins)
+    }
+}
+
+fn run<'s>(
+    source: Box<dyn Read + '_>,
+    options: &ReadOptions,
+    sink: &'s mut OriginSink<'s>,
+    wants_origins: bool,
+) -> Result<(Summary, Origins), ReadError> {
     let mut input = Input::new(source, &options.budget)?;
     let format = match options.format {
         Some(format) => format,
         None => detect(&mut input)?,
     };
-    let mut summary = match format {
-        Format::SnapshotPickle => pickle::read(&mut input, options, sink),
-        Format::SnapshotJson => snapshot_json::read(&mut input, options, sink),
-        Format::RmmCsv => rmm::read(&mut input, sink),
-        Format::Stalloc => stalloc::read(&mut input, sink),
-        Format::MinimallocCsv => minimalloc::read(&mut input, options, sink),
-        Format::Jsonl => jsonl::read(&mut input, sink),
-    }?;
+    let mut receiver = Receiver { sink, origins: Origins::new(&options.budget), wants_origins };
+    let mut plain = |event| receiver.take(event, Origin::default());
+    let result = match format {
+        Format::SnapshotPickle => pickle::read(&mut input, options, &mut receiver),
+        Format::SnapshotJson => snapshot_json::read(&mut input, options, &mut receiver),
+        Format::RmmCsv => rmm::read(&mut input, &mut plain),
+        Format::Stalloc => stalloc::read(&mut input, &mut plain),
+        Format::MinimallocCsv => minimalloc::read(&mut input, options, &mut plain),
+        Format::Jsonl => jsonl::read(&mut input, &mut plain),
+    };
+    if !matches!(format, Format::SnapshotPickle | Format::SnapshotJson) {
+        input.check_whole()?;
+    }
+    let mut summary = result?;
     summary.bytes = input.offset();
-    Ok(summary)
+    Ok((summary, receiver.origins))
 }
 
 /// A free in a format that does not say when it completed: at once.

@@ -12,17 +12,20 @@ macro_rules! expecting {
 }
 
 mod guard;
+mod origins;
 mod segments;
 mod settings;
 
 use self::guard::Guarded;
+use self::origins::{Annotations, Name, Stack};
 use self::segments::Segments;
 use self::settings::{Keep, Node};
 use super::error::{Place, Problem};
 use super::input::Input;
 use super::pickle::RawEvent;
+use super::read::Receiver;
 use super::settings::Room;
-use super::{Action, Event, Format, ReadError, ReadOptions, Sink, Summary};
+use super::{Action, Cut, Event, Format, Origin, ReadError, ReadOptions, Summary};
 use crate::budget::{Claim, OverBudget};
 use crate::steps;
 use serde::Deserialize;
@@ -30,14 +33,20 @@ use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Seq
 use serde_json::Value;
 
 /// Reads a snapshot.
-pub(super) fn read(input: &mut Input<'_>, options: &ReadOptions, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
+pub(super) fn read(
+    input: &mut Input<'_>,
+    options: &ReadOptions,
+    receiver: &mut Receiver<'_>,
+) -> Result<Summary, ReadError> {
     let mut guarded = Guarded::new(input);
     let mut state = State {
-        sink,
+        receiver,
         summary: Summary::new(Format::SnapshotJson),
         failed: None,
         over: None,
-        traced: false,
+        traced: Part::Missing,
+        segments: Part::Missing,
+        settings: Part::Missing,
         claim: options.budget.claim(),
         room: Room::default(),
     };
@@ -45,12 +54,21 @@ pub(super) fn read(input: &mut Input<'_>, options: &ReadOptions, sink: &mut Sink
     let result = Top(&mut state).deserialize(&mut json).and_then(|()| json.end());
     let place = Place::Byte(guarded.input.offset());
     match result {
-        Ok(()) if state.traced => {
+        Ok(()) if state.traced == Part::Whole => {
             // The summary holds it.
             state.claim.keep();
             Ok(state.summary)
         }
         Ok(()) => Err(ReadError::content(place, "the snapshot has no 'device_traces'; it is none, or was cut by hand")),
+        Err(error)
+            if error.is_eof()
+                && state.failed.is_none()
+                && state.over.is_none()
+                && guarded.fault.is_none()
+                && state.summary.all_events() > 0 =>
+        {
+            Ok(state.cut(place))
+        }
         Err(error) => Err(match (state.failed, state.over, guarded.fault) {
             (Some(failed), ..) => failed,
             (None, Some(over), _) => ReadError::over(place, over),
@@ -62,14 +80,24 @@ pub(super) fn read(input: &mut Input<'_>, options: &ReadOptions, sink: &mut Sink
     }
 }
 
+/// How much there is of a value of the outermost dictionary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    Missing,
+    Begun,
+    Whole,
+}
+
 struct State<'r, 's> {
-    sink: &'r mut Sink<'s>,
+    receiver: &'r mut Receiver<'s>,
     summary: Summary,
     /// What the sink returned.
     failed: Option<ReadError>,
     /// A claim that was refused.
     over: Option<OverBudget>,
-    traced: bool,
+    traced: Part,
+    segments: Part,
+    settings: Part,
     /// For the summary.
     claim: Claim,
     /// What the settings may still take.
@@ -77,6 +105,22 @@ struct State<'r, 's> {
 }
 
 impl State<'_, '_> {
+    /// What there is of a document that breaks off.
+    fn cut(mut self, place: Place) -> Summary {
+        let cut = Cut {
+            at: if let Place::Byte(at) = place { at } else { 0 },
+            events: self.summary.all_events(),
+            ends_known: (self.traced, self.segments) == (Part::Whole, Part::Whole),
+            settings_known: self.settings == Part::Whole,
+        };
+        if !cut.ends_known {
+            self.summary.segments.clear();
+        }
+        self.summary.cut = Some(cut);
+        self.claim.keep();
+        self.summary
+    }
+
     fn within<T, E: Error>(&mut self, claimed: Result<T, OverBudget>) -> Result<T, E> {
         claimed.map_err(|over| {
             self.over = Some(over);
@@ -105,20 +149,24 @@ impl<'de> Visitor<'de> for Top<'_, '_, '_> {
         while let Some(key) = map.next_key()? {
             match key {
                 Key::DeviceTraces => {
-                    self.0.traced = true;
+                    self.0.traced = Part::Begun;
                     map.next_value_seed(Traces(self.0))?;
+                    self.0.traced = Part::Whole;
                 }
-                Key::Segments => map.next_value_seed(Segments(self.0))?,
+                Key::Segments => {
+                    map.next_value_seed(Segments(self.0))?;
+                    self.0.segments = Part::Whole;
+                }
                 Key::AllocatorSettings => {
                     let State { room, claim, over, .. } = &mut *self.0;
                     let mut keep = Keep { room, claim, over };
                     if let Value::Object(settings) = map.next_value_seed(Node::outermost(&mut keep))? {
                         self.0.summary.allocator_settings = settings;
                     }
+                    self.0.settings = Part::Whole;
                 }
                 Key::ExternalAnnotations => {
-                    let count: Count = map.next_value()?;
-                    self.0.summary.external_annotations = count.0;
+                    self.0.summary.external_annotations = map.next_value_seed(Annotations(self.0))?;
                 }
                 Key::Other => drop(map.next_value::<IgnoredAny>()?),
             }
@@ -136,29 +184,6 @@ enum Key {
     ExternalAnnotations,
     #[serde(other)]
     Other,
-}
-
-/// Number of items of a list.
-struct Count(u64);
-
-impl<'de> Deserialize<'de> for Count {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Items;
-        impl<'de> Visitor<'de> for Items {
-            type Value = Count;
-
-            expecting!("a list");
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Count, A::Error> {
-                let mut count = 0;
-                while seq.next_element::<IgnoredAny>()?.is_some() {
-                    count += 1;
-                }
-                Ok(Count(count))
-            }
-        }
-        deserializer.deserialize_seq(Items)
-    }
 }
 
 struct Traces<'a, 'r, 's>(&'a mut State<'r, 's>);
@@ -207,13 +232,13 @@ impl<'de> Visitor<'de> for Trace<'_, '_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<(), A::Error> {
         let mut number = 0_u64;
-        while let Some(fields) = seq.next_element::<Fields>()? {
+        while let Some((raw, origin)) = seq.next_element_seed(Fields(self.state))? {
             steps::count(1);
-            let event = fields.raw().event(self.device).map_err(|field| {
+            let event = raw.event(self.device).map_err(|field| {
                 A::Error::custom(format_args!("event {number} of device {} has no '{field}'", self.device))
             })?;
             match event {
-                Some(event) => self.emit::<A::Error>(event)?,
+                Some(event) => self.emit::<A::Error>(event, origin)?,
                 None => self.state.summary.unknown_actions += 1,
             }
             number += 1;
@@ -223,9 +248,9 @@ impl<'de> Visitor<'de> for Trace<'_, '_, '_> {
 }
 
 impl Trace<'_, '_, '_> {
-    fn emit<E: Error>(&mut self, event: Event) -> Result<(), E> {
+    fn emit<E: Error>(&mut self, event: Event, origin: Origin) -> Result<(), E> {
         self.state.summary.count(event.device);
-        (self.state.sink)(event).map_err(|error| {
+        self.state.receiver.take(event, origin).map_err(|error| {
             self.state.failed = Some(error);
             E::custom("stopped")
         })
@@ -233,28 +258,55 @@ impl Trace<'_, '_, '_> {
 }
 
 /// An event's fields.
+struct Fields<'a, 'r, 's>(&'a mut State<'r, 's>);
+
 #[derive(Deserialize)]
-struct Fields {
-    action: Option<Known>,
-    addr: Option<u64>,
-    device_free: Option<u64>,
-    size: Option<u64>,
-    #[serde(default)]
-    stream: Handle,
-    #[serde(default)]
-    time_us: u64,
+#[serde(field_identifier, rename_all = "snake_case")]
+enum EventKey {
+    Action,
+    Addr,
+    DeviceFree,
+    Size,
+    Stream,
+    TimeUs,
+    Frames,
+    Category,
+    UserMetadata,
+    #[serde(other)]
+    Other,
 }
 
-impl Fields {
-    fn raw(&self) -> RawEvent {
-        RawEvent {
-            action: self.action.as_ref().map(|known| known.0),
-            addr: self.addr,
-            device_free: self.device_free,
-            size: self.size,
-            stream: self.stream.0,
-            time_us: self.time_us,
+impl<'de> DeserializeSeed<'de> for Fields<'_, '_, '_> {
+    type Value = (RawEvent, Origin);
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
+    type Value = (RawEvent, Origin);
+
+    expecting!("an event's dictionary");
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let (mut raw, mut origin) = (RawEvent::default(), Origin::default());
+        let wanted = self.0.receiver.wants_origins;
+        while let Some(key) = map.next_key()? {
+            match key {
+                EventKey::Action => raw.action = map.next_value::<Option<Known>>()?.map(|known| known.0),
+                EventKey::Addr => raw.addr = map.next_value()?,
+                EventKey::DeviceFree => raw.device_free = map.next_value()?,
+                EventKey::Size => raw.size = map.next_value()?,
+                EventKey::Stream => raw.stream = map.next_value::<Handle>()?.0,
+                EventKey::TimeUs => raw.time_us = map.next_value()?,
+                EventKey::Frames if wanted => origin.stack = map.next_value_seed(Stack(self.0))?,
+                EventKey::Category if wanted => origin.category = map.next_value_seed(Name(self.0))?,
+                EventKey::UserMetadata if wanted => origin.note = map.next_value_seed(Name(self.0))?,
+                _ => drop(map.next_value::<IgnoredAny>()?),
+            }
         }
+        Ok((raw, origin))
     }
 }
 

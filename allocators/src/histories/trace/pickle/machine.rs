@@ -1,11 +1,13 @@
 //! The stack machine.
 
+use super::frames::Stacks;
 use super::snapshot::Spine;
 use super::store::{Store, Value};
 use super::words::Word;
 use crate::budget::{Claim, OverBudget};
 use crate::histories::trace::input::Input;
-use crate::histories::trace::{Place, Problem, ReadError, ReadOptions, Sink, Summary};
+use crate::histories::trace::read::Receiver;
+use crate::histories::trace::{Place, Problem, ReadError, ReadOptions, Summary};
 use crate::steps;
 use std::collections::HashMap;
 
@@ -26,16 +28,17 @@ pub(super) struct Part {
 
 /// The machine and what it has understood so far.
 pub(super) struct Machine<'r, 'i, 's> {
-    input: &'r mut Input<'i>,
+    pub(super) input: &'r mut Input<'i>,
     pub(super) stack: Vec<Value>,
     /// Heights of the stack at which a MARK was set.
     pub(super) marks: Vec<usize>,
-    memo: Vec<Value>,
+    pub(super) memo: Vec<Value>,
     /// Memo entries whose numbers do not follow on.
     sparse: HashMap<u32, Value>,
     /// For the stack and the memo.
     claim: Claim,
     pub(super) store: Store,
+    pub(super) stacks: Stacks,
     pub(super) part: Option<Part>,
     pub(super) spine: Spine<'r, 's>,
     /// Offset of the instruction that runs.
@@ -43,7 +46,7 @@ pub(super) struct Machine<'r, 'i, 's> {
 }
 
 impl<'r, 'i, 's> Machine<'r, 'i, 's> {
-    pub(super) fn new(input: &'r mut Input<'i>, options: &ReadOptions, sink: &'r mut Sink<'s>) -> Self {
+    pub(super) fn new(input: &'r mut Input<'i>, options: &ReadOptions, receiver: &'r mut Receiver<'s>) -> Self {
         Self {
             input,
             stack: Vec::new(),
@@ -51,9 +54,10 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             memo: Vec::new(),
             sparse: HashMap::new(),
             claim: options.budget.claim(),
-            store: Store::new(&options.budget),
+            store: Store::new(&options.budget, receiver.wants_origins),
+            stacks: Stacks::new(&options.budget),
             part: None,
-            spine: Spine::new(sink, &options.budget),
+            spine: Spine::new(receiver, &options.budget),
             at: 0,
         }
     }
@@ -65,18 +69,28 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             return Err(self.refuse("without PROTO", "only protocols 2 to 5 are read"));
         }
         self.protocol(protocol)?;
+        match self.steps() {
+            Err(ReadError { problem: Problem::Truncated(what), .. }) => self.keep_what_is_whole(what)?,
+            stopped => {
+                stopped?;
+                let top = self.pop()?;
+                self.finish(top)?;
+            }
+        }
+        Ok(self.spine.into_summary())
+    }
+
+    /// Runs up to STOP.
+    fn steps(&mut self) -> Result<(), ReadError> {
         loop {
             steps::count(1);
             self.at = self.input.offset();
             let [opcode] = self.take::<1>("the pickle, before STOP")?;
             if opcode == b'.' {
-                break;
+                return Ok(());
             }
             self.step(opcode)?;
         }
-        let top = self.pop()?;
-        self.finish(top)?;
-        Ok(self.spine.into_summary())
     }
 
     fn step(&mut self, opcode: u8) -> Result<(), ReadError> {
@@ -115,9 +129,21 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
                 let grown = self.claim.push(&mut self.marks, self.stack.len());
                 self.within(grown)?;
                 let in_trace = self.part.is_some_and(|part| part.key == Word::DeviceTraces);
-                if in_trace && self.stack.last() == Some(&Value::Opaque) {
-                    self.skip_references()?;
+                match self.stack.last() {
+                    Some(Value::Opaque) if in_trace => self.skip_references()?,
+                    Some(Value::Stack(stack)) => self.refer_to_frames(*stack)?,
+                    _ => {}
                 }
+            }
+            b'}' if self.is_frame_next() => {
+                let frame = self.stacks.new_frame();
+                let frame = self.within(frame)?;
+                self.push(frame)?;
+            }
+            b']' if self.is_stack_next() => {
+                let stack = self.stacks.new_stack();
+                let stack = self.within(stack)?;
+                self.push(stack)?;
             }
             b'}' => self.push_container(Store::dict)?,
             b']' => self.push_container(Store::list)?,
@@ -295,27 +321,6 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         self.within(grown)
     }
 
-    /// Passes over references to the memo that follow each other: most of a file with stack frames are these, in lists
-    /// that nobody looks into.
-    fn skip_references(&mut self) -> Result<(), ReadError> {
-        loop {
-            let bytes = self.input.buffered();
-            let mut at = 0;
-            loop {
-                match bytes[at..] {
-                    [b'h', index, ..] if usize::from(index) < self.memo.len() => at += 2,
-                    [b'j', a, b, c, d, ..] if (u32::from_le_bytes([a, b, c, d]) as usize) < self.memo.len() => at += 5,
-                    _ => break,
-                }
-            }
-            let all = bytes.len() - at < 5;
-            self.input.advance(at);
-            if at == 0 || !all || !self.input.ensure(5)? {
-                return Ok(());
-            }
-        }
-    }
-
     /// Height of the stack below the `count` uppermost values, all of them above the last MARK.
     fn below(&self, count: usize) -> Result<usize, ReadError> {
         let floor = self.marks.last().copied().unwrap_or(0);
@@ -395,13 +400,13 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
     }
 
     /// Puts the values above `from` into the dictionary below them.
-    fn set_items(&mut self, from: usize) -> Result<(), ReadError> {
+    pub(super) fn set_items(&mut self, from: usize) -> Result<(), ReadError> {
         let target = self.container_below(from)?;
-        if self.stack[target] == Value::Opaque {
-            self.cut(from);
-            return Ok(());
+        match self.stack[target] {
+            Value::Opaque => {}
+            Value::Frame(frame) => self.set_frame(frame, from)?,
+            dict => self.set_pairs(dict, target, from)?,
         }
-        self.set_pairs(self.stack[target], target, from)?;
         self.cut(from);
         Ok(())
     }
@@ -419,10 +424,10 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         let Some((pairs, claim)) = found else {
             return Err(self.content("keys are set in what is no dictionary; the file is damaged"));
         };
-        let mut grown = Ok(());
+        let (mut grown, origins) = (Ok(()), self.spine.receiver.wants_origins);
         for pair in self.stack[from..].chunks_exact(2) {
             let wanted = match pair[0] {
-                Value::Word(word) => !in_trace || word.is_event_key(),
+                Value::Word(word) => !in_trace || word.is_event_key() || origins && word.is_origin_key(),
                 _ => !in_trace,
             };
             if wanted && grown.is_ok() {
@@ -433,10 +438,14 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
     }
 
     #[cold]
-    fn truncated(&self, what: &'static str) -> ReadError {
+    pub(super) fn truncated(&self, what: &'static str) -> ReadError {
+        ReadError::at(Place::Byte(self.end()), Problem::Truncated(what))
+    }
+
+    /// Bytes of the input up to what is in the buffer.
+    pub(super) fn end(&self) -> u64 {
         // CAST: a length of the buffer.
-        let end = self.input.offset() + self.input.buffered().len() as u64;
-        ReadError::at(Place::Byte(end), Problem::Truncated(what))
+        self.input.offset() + self.input.buffered().len() as u64
     }
 
     #[cold]

@@ -45,7 +45,9 @@ impl Machine<'_, '_, '_> {
                 }
                 Json::Array(items)
             }
-            Value::None | Value::Huge | Value::LostText | Value::Opaque => Json::Null,
+            Value::None | Value::Huge | Value::LostText | Value::Stack(_) | Value::Frame(_) | Value::Opaque => {
+                Json::Null
+            }
         })
     }
 

@@ -8,24 +8,27 @@ use super::store::{Object, Value};
 use super::words::Word;
 use crate::budget::{Budget, Claim};
 use crate::contract::BlockState;
+use crate::histories::trace::read::Receiver;
 use crate::histories::trace::settings::Room;
-use crate::histories::trace::{Action, Event, Format, ReadError, Segment, SegmentBlock, SegmentType, Sink, Summary};
+use crate::histories::trace::{Action, Event, Format, Origin, ReadError, Segment, SegmentBlock, SegmentType, Summary};
 use crate::steps;
 
 /// What was understood, and who takes the events.
 pub(super) struct Spine<'r, 's> {
-    pub(super) sink: &'r mut Sink<'s>,
+    pub(super) receiver: &'r mut Receiver<'s>,
     pub(super) summary: Summary,
     /// For the summary.
     pub(super) claim: Claim,
     /// What the settings may still take.
     pub(super) room: Room,
+    /// Where the blocks of the segment under way came from, by address. No more than its list of blocks has.
+    block_origins: Vec<(u64, Origin)>,
 }
 
 impl<'r, 's> Spine<'r, 's> {
-    pub(super) fn new(sink: &'r mut Sink<'s>, budget: &Budget) -> Self {
+    pub(super) fn new(receiver: &'r mut Receiver<'s>, budget: &Budget) -> Self {
         let summary = Summary::new(Format::SnapshotPickle);
-        Self { sink, summary, claim: budget.claim(), room: Room::default() }
+        Self { receiver, summary, claim: budget.claim(), room: Room::default(), block_origins: Vec::new() }
     }
 
     /// The summary, which stays claimed.
@@ -105,7 +108,11 @@ impl Machine<'_, '_, '_> {
         let inside = |key: Word| self.part.is_some_and(|part| part.key == key && part.at < self.stack.len());
         match last {
             Value::Word(Word::Frames | Word::ForwardFrames) | Value::Opaque => true,
-            Value::Text(_) | Value::LostText => inside(Word::DeviceTraces) || inside(Word::Segments),
+            Value::Text(_) | Value::LostText => {
+                inside(Word::DeviceTraces) || inside(Word::Segments) || inside(Word::ExternalAnnotations)
+            }
+            // An annotation follows on the list or on another annotation.
+            Value::Object(_) if self.spine.receiver.wants_origins => false,
             _ => inside(Word::ExternalAnnotations),
         }
     }
@@ -114,9 +121,17 @@ impl Machine<'_, '_, '_> {
     pub(super) fn append(&mut self, from: usize) -> Result<(), ReadError> {
         let target = self.container_below(from)?;
         let list = self.stack[target];
-        if list == Value::Opaque {
-            self.cut(from);
-            return Ok(());
+        match list {
+            Value::Opaque => {
+                self.cut(from);
+                return Ok(());
+            }
+            Value::Stack(stack) => {
+                self.append_frames(stack, from)?;
+                self.cut(from);
+                return Ok(());
+            }
+            _ => {}
         }
         if self.store.as_list(list).is_none() {
             return Err(self.content("items are appended to what is no list; the file is damaged"));
@@ -134,7 +149,7 @@ impl Machine<'_, '_, '_> {
                 Word::ExternalAnnotations => {
                     // CAST: a height of the stack.
                     self.spine.summary.external_annotations += (self.stack.len() - from) as u64;
-                    self.count_passed(list, from);
+                    self.pass(from, list, Self::take_annotation)?;
                 }
                 _ => self.keep(from, list)?,
             },
@@ -162,7 +177,7 @@ impl Machine<'_, '_, '_> {
     }
 
     /// Whether the list at `target` is a device's own within the list at `outer`.
-    fn is_trace(&self, outer: usize, target: usize) -> bool {
+    pub(super) fn is_trace(&self, outer: usize, target: usize) -> bool {
         let marked_above = self.marks.last().is_some_and(|mark| *mark > outer + 1);
         !marked_above && (target == outer + 1 || self.store.as_list(self.stack[target - 1]).is_some())
     }
@@ -259,11 +274,12 @@ impl Machine<'_, '_, '_> {
                 )));
             }
         }
+        let origin = self.origin(&pairs)?;
         self.store.recycle(pairs);
         match raw.event(device) {
             Ok(Some(event)) => {
                 self.spine.summary.count(device);
-                (self.spine.sink)(event)
+                self.spine.receiver.take(event, origin)
             }
             Ok(None) => {
                 self.spine.summary.unknown_actions += 1;
@@ -301,9 +317,14 @@ impl Machine<'_, '_, '_> {
                 _ => {}
             }
         }
+        let origin = self.origin(&pairs)?;
         self.store.recycle(pairs);
         if found != (true, true) {
             return Err(self.content("a block has no 'size' or no 'state'"));
+        }
+        if block.state != BlockState::Free && block.address > 0 && origin != Origin::default() {
+            let kept = self.spine.claim.push(&mut self.spine.block_origins, (block.address, origin));
+            self.within(kept)?;
         }
         Ok(block)
     }
@@ -334,11 +355,18 @@ impl Machine<'_, '_, '_> {
                 _ => {}
             }
         }
+        let origin = self.origin(&pairs)?;
         self.store.recycle(pairs);
         if found != (true, true) {
             return Err(self.content("a segment has no 'address' or no 'total_size'"));
         }
         segment.place_blocks();
+        let origins = &mut self.spine.receiver.origins;
+        let mut kept = origins.set_segment(segment.device, segment.address, origin);
+        for (address, origin) in self.spine.block_origins.drain(..) {
+            kept = kept.and_then(|()| origins.set_block(segment.device, address, origin));
+        }
+        self.within(kept)?;
         let kept = self.spine.claim.push(&mut self.spine.summary.segments, segment);
         self.within(kept)
     }
@@ -417,6 +445,9 @@ impl Machine<'_, '_, '_> {
                     let annotations = self.take_items(*value, "'external_annotations'")?;
                     // CAST: a length in memory.
                     self.spine.summary.external_annotations += annotations.len() as u64;
+                    for annotation in &annotations {
+                        self.take_annotation(*annotation)?;
+                    }
                     self.store.release(annotations);
                 }
                 _ => {}

@@ -23,6 +23,10 @@ pub(super) enum Value {
     /// A string that was not kept.
     LostText,
     Object(Handle),
+    /// A list of frames, by its number in [`Stacks`](super::frames::Stacks).
+    Stack(u32),
+    /// A frame, by its number there.
+    Frame(u32),
     /// A container that nobody looks into.
     Opaque,
 }
@@ -35,7 +39,7 @@ impl Value {
             Value::Int(_) | Value::Uint(_) | Value::Huge => "an integer",
             Value::Float(_) => "a float",
             Value::Word(_) | Value::Text(_) | Value::LostText => "a string",
-            Value::Object(_) | Value::Opaque => "a container",
+            Value::Object(_) | Value::Stack(_) | Value::Frame(_) | Value::Opaque => "a container",
         }
     }
 }
@@ -83,6 +87,7 @@ pub(super) struct Store {
     texts: Vec<Box<str>>,
     by_text: HashMap<Box<str>, u32>,
     text_bytes: usize,
+    most_text: usize,
     /// For all of it, and for what the objects hold.
     claim: Claim,
 }
@@ -90,6 +95,8 @@ pub(super) struct Store {
 /// Most bytes of strings without a meaning that are kept. Settings may refer to a string that was first seen in an
 /// event, and those are few and short.
 const MOST_TEXT: usize = 1 << 20;
+/// The same where names of functions and files are wanted.
+const MOST_NAMES: usize = 1 << 26;
 /// Beside a string that is kept twice: its places in the list and in the table, both of which double, and what the
 /// system's allocator adds.
 const TEXT_COST: usize = 192;
@@ -99,7 +106,7 @@ const LIST_COST: usize = size_of::<List>() + 16;
 const SPARE: usize = 64;
 
 impl Store {
-    pub(super) fn new(budget: &Budget) -> Self {
+    pub(super) fn new(budget: &Budget, names: bool) -> Self {
         Self {
             slots: Vec::new(),
             free: Vec::new(),
@@ -107,6 +114,7 @@ impl Store {
             texts: Vec::new(),
             by_text: HashMap::new(),
             text_bytes: 0,
+            most_text: if names { MOST_NAMES } else { MOST_TEXT },
             claim: budget.claim(),
         }
     }
@@ -250,12 +258,12 @@ impl Store {
             return Ok(Value::Text(*known));
         }
         let cost = text.len() + 32;
-        if self.text_bytes + cost > MOST_TEXT {
+        if self.text_bytes + cost > self.most_text {
             return Ok(Value::LostText);
         }
         self.claim.add(2 * text.len() + TEXT_COST)?;
         self.text_bytes += cost;
-        // CAST: below MOST_TEXT.
+        // CAST: below MOST_NAMES.
         let number = self.texts.len() as u32;
         self.texts.push(text.into());
         self.by_text.insert(text.into(), number);

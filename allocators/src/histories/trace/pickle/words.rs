@@ -43,6 +43,13 @@ words! {
     DeviceFree "device_free",
     Frames "frames",
     ForwardFrames "forward_frames",
+    Name "name",
+    Filename "filename",
+    Line "line",
+    Category "category",
+    UserMetadata "user_metadata",
+    Stage "stage",
+    Start "START",
     Device "device",
     Address "address",
     TotalSize "total_size",
@@ -90,6 +97,11 @@ impl Word {
     /// Whether it is a key of an event that the reader needs.
     pub(crate) fn is_event_key(self) -> bool {
         matches!(self, Word::Action | Word::Addr | Word::Size | Word::Stream | Word::TimeUs | Word::DeviceFree)
+    }
+
+    /// Whether it is a key that says where an event came from.
+    pub(crate) fn is_origin_key(self) -> bool {
+        matches!(self, Word::Frames | Word::Category | Word::UserMetadata)
     }
 
     /// Whether it is a key of the outermost dictionary.

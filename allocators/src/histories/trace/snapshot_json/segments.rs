@@ -1,8 +1,9 @@
 //! What was held when the snapshot was taken.
 
+use super::origins::Stack;
 use super::{Handle, State};
 use crate::contract::BlockState;
-use crate::histories::trace::{Segment, SegmentBlock, SegmentType};
+use crate::histories::trace::{Origin, Segment, SegmentBlock, SegmentType, StackId};
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
@@ -52,6 +53,7 @@ enum Key {
     SegmentType,
     IsExpandable,
     Blocks,
+    Frames,
     #[serde(other)]
     Other,
 }
@@ -63,7 +65,9 @@ impl<'de> Visitor<'de> for One<'_, '_, '_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Segment, A::Error> {
         let (mut address, mut total_size, mut blocks) = (None, None, None);
-        let mut segment = Segment::default();
+        let (mut segment, mut origin) = (Segment::default(), Origin::default());
+        let wanted = self.0.receiver.wants_origins;
+        let mut origins = Vec::new();
         while let Some(key) = map.next_key()? {
             match key {
                 Key::Device => segment.device = map.next_value()?,
@@ -73,14 +77,22 @@ impl<'de> Visitor<'de> for One<'_, '_, '_> {
                 Key::SegmentType => segment.segment_type = map.next_value::<Pool>()?.into(),
                 Key::IsExpandable => segment.is_expandable = map.next_value()?,
                 Key::Blocks if blocks.is_some() => return Err(A::Error::duplicate_field("blocks")),
-                Key::Blocks => blocks = Some(map.next_value_seed(Blocks(self.0))?),
-                Key::Other => drop(map.next_value::<IgnoredAny>()?),
+                Key::Blocks => blocks = Some(map.next_value_seed(Blocks(self.0, &mut origins))?),
+                Key::Frames if wanted => origin.stack = map.next_value_seed(Stack(self.0))?,
+                Key::Frames | Key::Other => drop(map.next_value::<IgnoredAny>()?),
             }
         }
         segment.address = address.ok_or_else(|| A::Error::missing_field("address"))?;
         segment.total_size = total_size.ok_or_else(|| A::Error::missing_field("total_size"))?;
         segment.blocks = blocks.ok_or_else(|| A::Error::missing_field("blocks"))?;
         segment.place_blocks();
+        let mut kept = self.0.receiver.origins.set_segment(segment.device, segment.address, origin);
+        for (block, origin) in segment.blocks.iter().zip(&origins).filter(|(block, _)| block.state != BlockState::Free)
+        {
+            kept = kept.and_then(|()| self.0.receiver.origins.set_block(segment.device, block.address, *origin));
+        }
+        self.0.claim.free(origins);
+        self.0.within(kept)?;
         Ok(segment)
     }
 }
@@ -102,8 +114,8 @@ impl From<Pool> for SegmentType {
     }
 }
 
-/// The blocks of a segment.
-struct Blocks<'a, 'r, 's>(&'a mut State<'r, 's>);
+/// The blocks of a segment, and where each came from if that is wanted.
+struct Blocks<'a, 'r, 's>(&'a mut State<'r, 's>, &'a mut Vec<Origin>);
 
 impl<'de> DeserializeSeed<'de> for Blocks<'_, '_, '_> {
     type Value = Vec<SegmentBlock>;
@@ -120,22 +132,67 @@ impl<'de> Visitor<'de> for Blocks<'_, '_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
         let mut blocks = Vec::new();
-        while let Some(fields) = seq.next_element::<BlockFields>()? {
-            let kept = self.0.claim.push(&mut blocks, fields.block());
+        while let Some((block, stack)) = seq.next_element_seed(BlockFields(self.0))? {
+            let mut kept = self.0.claim.push(&mut blocks, block);
+            if self.0.receiver.wants_origins {
+                let origin = Origin { stack, ..Origin::default() };
+                kept = kept.and_then(|()| self.0.claim.push(self.1, origin));
+            }
             self.0.within(kept)?;
         }
         Ok(blocks)
     }
 }
 
+/// A block.
+struct BlockFields<'a, 'r, 's>(&'a mut State<'r, 's>);
+
 #[derive(Deserialize)]
-struct BlockFields {
-    #[serde(default)]
-    address: u64,
-    size: u64,
-    #[serde(default)]
-    requested_size: u64,
-    state: InBlock,
+#[serde(field_identifier, rename_all = "snake_case")]
+enum BlockKey {
+    Address,
+    Size,
+    RequestedSize,
+    State,
+    Frames,
+    #[serde(other)]
+    Other,
+}
+
+impl<'de> DeserializeSeed<'de> for BlockFields<'_, '_, '_> {
+    type Value = (SegmentBlock, StackId);
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for BlockFields<'_, '_, '_> {
+    type Value = (SegmentBlock, StackId);
+
+    expecting!("a block's dictionary");
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut block = SegmentBlock { address: 0, size: 0, requested_size: 0, state: BlockState::Free };
+        let (mut size, mut state, mut stack) = (None, None, StackId::default());
+        while let Some(key) = map.next_key()? {
+            match key {
+                BlockKey::Address => block.address = map.next_value()?,
+                BlockKey::Size => size = Some(map.next_value()?),
+                BlockKey::RequestedSize => block.requested_size = map.next_value()?,
+                BlockKey::State => state = Some(map.next_value::<InBlock>()?),
+                BlockKey::Frames if self.0.receiver.wants_origins => stack = map.next_value_seed(Stack(self.0))?,
+                BlockKey::Frames | BlockKey::Other => drop(map.next_value::<IgnoredAny>()?),
+            }
+        }
+        block.size = size.ok_or_else(|| A::Error::missing_field("size"))?;
+        block.state = match state.ok_or_else(|| A::Error::missing_field("state"))? {
+            InBlock::ActiveAllocated => BlockState::Allocated,
+            InBlock::ActivePendingFree => BlockState::PendingFree,
+            InBlock::Inactive => BlockState::Free,
+        };
+        Ok((block, stack))
+    }
 }
 
 #[derive(Clone, Copy, Deserialize)]
@@ -145,15 +202,4 @@ enum InBlock {
     #[serde(alias = "active_awaiting_free")]
     ActivePendingFree,
     Inactive,
-}
-
-impl BlockFields {
-    fn block(self) -> SegmentBlock {
-        let state = match self.state {
-            InBlock::ActiveAllocated => BlockState::Allocated,
-            InBlock::ActivePendingFree => BlockState::PendingFree,
-            InBlock::Inactive => BlockState::Free,
-        };
-        SegmentBlock { address: self.address, size: self.size, requested_size: self.requested_size, state }
-    }
 }

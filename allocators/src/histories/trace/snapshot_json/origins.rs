@@ -1,0 +1,203 @@
+//! Where events came from: stack frames and annotations, which are numbered as they are read.
+
+use super::State;
+use crate::histories::trace::{Annotation, Frame, StackId, TextId};
+use serde::Deserialize;
+use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+
+/// A list of frames.
+pub(super) struct Stack<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
+
+impl<'de> DeserializeSeed<'de> for Stack<'_, '_, '_> {
+    type Value = StackId;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<StackId, D::Error> {
+        deserializer.deserialize_seq(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Stack<'_, '_, '_> {
+    type Value = StackId;
+
+    expecting!("a list of frames");
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<StackId, A::Error> {
+        let mut numbers = Vec::new();
+        while let Some(frame) = seq.next_element_seed(One(self.0))? {
+            let number = self.0.receiver.origins.frame(frame);
+            let number = self.0.within(number)?;
+            let kept = self.0.claim.push(&mut numbers, number);
+            self.0.within(kept)?;
+        }
+        let stack = self.0.receiver.origins.stack(&numbers);
+        self.0.claim.free(numbers);
+        self.0.within(stack)
+    }
+}
+
+/// One frame.
+struct One<'a, 'r, 's>(&'a mut State<'r, 's>);
+
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "snake_case")]
+enum FrameKey {
+    Name,
+    Filename,
+    Line,
+    #[serde(other)]
+    Other,
+}
+
+impl<'de> DeserializeSeed<'de> for One<'_, '_, '_> {
+    type Value = Frame;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Frame, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for One<'_, '_, '_> {
+    type Value = Frame;
+
+    expecting!("a frame's dictionary");
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Frame, A::Error> {
+        let mut frame = Frame::default();
+        while let Some(key) = map.next_key()? {
+            match key {
+                FrameKey::Name => frame.name = map.next_value_seed(Name(self.0))?,
+                FrameKey::Filename => frame.filename = map.next_value_seed(Name(self.0))?,
+                FrameKey::Line => {
+                    let line = map.next_value::<Option<i64>>()?.unwrap_or(0);
+                    frame.line = u32::try_from(line).unwrap_or(0);
+                }
+                FrameKey::Other => drop(map.next_value::<IgnoredAny>()?),
+            }
+        }
+        Ok(frame)
+    }
+}
+
+/// A text; nothing for what is none.
+pub(super) struct Name<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
+
+impl<'de> DeserializeSeed<'de> for Name<'_, '_, '_> {
+    type Value = TextId;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<TextId, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl Visitor<'_> for Name<'_, '_, '_> {
+    type Value = TextId;
+
+    expecting!("a text");
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<TextId, E> {
+        let text = self.0.receiver.origins.text(text);
+        self.0.within(text)
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<TextId, E> {
+        Ok(TextId::default())
+    }
+}
+
+/// The list of annotations; their number is its value.
+pub(super) struct Annotations<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
+
+impl<'de> DeserializeSeed<'de> for Annotations<'_, '_, '_> {
+    type Value = u64;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<u64, D::Error> {
+        deserializer.deserialize_seq(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Annotations<'_, '_, '_> {
+    type Value = u64;
+
+    expecting!("a list of annotations");
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<u64, A::Error> {
+        let mut count = 0;
+        if !self.0.receiver.wants_origins {
+            while seq.next_element::<IgnoredAny>()?.is_some() {
+                count += 1;
+            }
+            return Ok(count);
+        }
+        while let Some(annotation) = seq.next_element_seed(OneAnnotation(self.0))? {
+            count += 1;
+            if let Some(annotation) = annotation {
+                let kept = self.0.receiver.origins.annotate(annotation);
+                self.0.within(kept)?;
+            }
+        }
+        Ok(count)
+    }
+}
+
+/// One annotation; `None` for what is none.
+struct OneAnnotation<'a, 'r, 's>(&'a mut State<'r, 's>);
+
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "snake_case")]
+enum AnnotationKey {
+    Name,
+    Stage,
+    Device,
+    TimeUs,
+    #[serde(other)]
+    Other,
+}
+
+impl<'de> DeserializeSeed<'de> for OneAnnotation<'_, '_, '_> {
+    type Value = Option<Annotation>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for OneAnnotation<'_, '_, '_> {
+    type Value = Option<Annotation>;
+
+    expecting!("an annotation's dictionary");
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut annotation = Annotation { name: TextId::default(), device: None, start: false, time_ns: 0 };
+        let wanted = self.0.receiver.wants_origins;
+        while let Some(key) = map.next_key()? {
+            match key {
+                AnnotationKey::Name if wanted => annotation.name = map.next_value_seed(Name(self.0))?,
+                AnnotationKey::Stage if wanted => {
+                    let stage = map.next_value_seed(Name(self.0))?;
+                    annotation.start = self.0.receiver.origins.spelt(stage) == "START";
+                }
+                AnnotationKey::Device if wanted => {
+                    let device = map.next_value::<Option<i64>>()?;
+                    annotation.device = device.and_then(|device| u16::try_from(device).ok());
+                }
+                AnnotationKey::TimeUs if wanted => {
+                    annotation.time_ns = map.next_value::<u64>()?.saturating_mul(1000);
+                }
+                _ => drop(map.next_value::<IgnoredAny>()?),
+            }
+        }
+        Ok(Some(annotation))
+    }
+
+    fn visit_str<E: Error>(self, _: &str) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+
+    fn visit_u64<E: Error>(self, _: u64) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+}
