@@ -1,6 +1,6 @@
 //! The command line of `vramlab`, for those who come with a snapshot of PyTorch's allocator and a question.
 
-use crate::{advise, capacity, convert, replay, report};
+use crate::{advise, capacity, convert, explain, replay, report};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
@@ -18,6 +18,8 @@ pub(crate) struct Door {
 enum Question {
     /// Says which setting of PyTorch's allocator mends a history, and what it would reserve under it
     Advise(advise::AdviseArgs),
+    /// Says who holds memory at the peak, where reserved memory went, and why
+    Explain(explain::ExplainArgs),
     /// Replays recorded histories under each allocator
     Replay(replay::ReplayArgs),
     /// Finds the smallest memory in which a recorded history still runs under each allocator
@@ -32,6 +34,7 @@ enum Question {
 pub(crate) fn run(door: Door) -> Result<()> {
     match door.command {
         Question::Advise(args) => advise::advise(&args),
+        Question::Explain(args) => explain::explain(&args),
         Question::Replay(args) => replay::replay(&args),
         Question::Capacity(args) => capacity::capacity(&args),
         Question::Convert(args) => convert::convert(&args),

@@ -8,6 +8,7 @@ mod capacity;
 mod compare;
 mod convert;
 mod door;
+mod explain;
 mod fidelity;
 mod fit;
 mod history;
@@ -105,6 +106,8 @@ enum Command {
     Capacity(capacity::CapacityArgs),
     /// Makes one offline page of recorded histories and runs: block maps, ledgers, settings compared
     Report(report::ReportArgs),
+    /// Says who holds memory at the peak of a recorded history, where reserved memory went, and why
+    Explain(explain::ExplainArgs),
     /// Is the trainer; `compare` and `run` start it in a process of its own for each run
     #[command(hide = true)]
     Trainer {
@@ -142,6 +145,7 @@ pub fn experiments() -> ExitCode {
         Command::Plan(args) => plan::plan(&args),
         Command::Capacity(args) => capacity::capacity(&args),
         Command::Report(args) => report::report(&args),
+        Command::Explain(args) => explain::explain(&args),
         Command::Trainer { arguments } => {
             let program = std::iter::once(OsString::from("trainer"));
             std::process::exit(trainer::cli::main(program.chain(arguments).collect()));

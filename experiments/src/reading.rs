@@ -19,6 +19,11 @@ impl Default for ReadArgs {
 }
 
 impl ReadArgs {
+    /// A part of the memory, for each of so many readings at a time.
+    pub(crate) fn shared(&self, readings: u64) -> Self {
+        Self { read_memory: Bytes(self.read_memory.0 / readings.max(1)) }
+    }
+
     /// Options with a budget of their own: for one history.
     pub(crate) fn options(&self) -> ReadOptions {
         ReadOptions { format: None, budget: Budget::new(self.read_memory.0) }

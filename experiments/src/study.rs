@@ -23,5 +23,6 @@ mod work;
 
 pub(crate) use list::{ListArgs, list};
 pub(crate) use lock::at_work;
+pub(crate) use plan::Shard;
 pub(crate) use run::{RunArgs, run};
 pub(crate) use status::{StatusArgs, experiments_in, is_plain, status};

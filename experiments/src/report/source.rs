@@ -1,7 +1,7 @@
 //! What the page is made from: histories, and the folders of runs that recorded one.
 
 use super::recording::{Mark, Recorder, Recording};
-use crate::history::{AsRecorded, Tally, compile, no_events};
+use crate::history::{AsRecorded, Tally, compile, no_events, say_cut};
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result};
 use serde::Deserialize;
@@ -109,6 +109,7 @@ fn history(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs
         builder.push(&event).map_err(ReadError::stop)
     };
     let summary = read(file, &options, &mut sink)?;
+    say_cut(file, &summary);
     let compiled = compile(builder, &summary, limit).with_context(|| file.display().to_string())?;
     if compiled.history.events() == 0 {
         return Err(no_events(file, gpu, &summary));

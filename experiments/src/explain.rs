@@ -1,0 +1,281 @@
+//! `vramlab explain`: who holds memory at the peak, where reserved memory went, when that was, and which requests miss.
+//!
+//! It looks at what the recorded allocator did, and replays nothing but the question what frees cost that wait.
+
+mod causes;
+mod explanation;
+mod holes;
+mod lines;
+mod memory;
+mod moments;
+mod ranks;
+mod recording;
+mod report;
+mod survey;
+
+pub(crate) use explanation::Explanation;
+
+use crate::reading::ReadArgs;
+use crate::study::Shard;
+use anyhow::{Result, anyhow, bail};
+use clap::Args;
+use explanation::{Grew, Moment, Who};
+use lines::Lines;
+use memory::Memory;
+use moments::{Held, grew, held, moment, who};
+use recording::Recording;
+use std::path::{Path, PathBuf};
+use survey::Survey;
+use trainer::terminal::{Bar, Page};
+use vramlab::histories::replay::{Addresses, HistoryBuilder, ReplaySettings, replay};
+use vramlab::histories::trace::{Action, Event};
+use vramlab::{Bytes, Selection};
+
+#[derive(Debug, Args)]
+pub(crate) struct ExplainArgs {
+    /// Histories: PyTorch snapshots and the other formats of `convert`, plain, .gz or .xz; of several, as of the ranks of a
+    /// job, one table and then the worst
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    #[command(flatten)]
+    how: How,
+    /// Rows of each table
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    top: u16,
+    /// Of several histories only every Nth, from the Kth on
+    #[arg(long, value_name = "K/N")]
+    shard: Option<Shard>,
+    /// Print one JSON object with everything
+    #[arg(long)]
+    json: bool,
+}
+
+/// How a history is looked at.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct How {
+    /// Every stack frame; otherwise those of libraries, of PyTorch, Python and C++ are folded
+    #[arg(long)]
+    pub(crate) frames: bool,
+    /// What grew between two points: numbers of events, or names of annotations, which begin there [default: from the lowest
+    /// point of the second quarter to that of the last]
+    #[arg(long, num_args = 2, value_names = ["A", "B"])]
+    pub(crate) between: Option<Vec<String>>,
+    /// Memory limit under which the history was recorded, such as 24GiB: it tells a retry from empty_cache
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) limit: Option<Bytes>,
+    /// Which GPU's events are explained, where a history holds several
+    #[arg(long, value_name = "N")]
+    pub(crate) gpu: Option<u16>,
+    #[command(flatten)]
+    pub(crate) read: ReadArgs,
+}
+
+/// Explains, and prints it.
+pub(crate) fn explain(args: &ExplainArgs) -> Result<()> {
+    let share = |(index, _): &(usize, &PathBuf)| args.shard.is_none_or(|shard| shard.holds(*index));
+    let files: Vec<&PathBuf> = args.files.iter().enumerate().filter(share).map(|(_, file)| file).collect();
+    match files[..] {
+        [] => bail!("there are fewer histories than shards: {} of them", args.files.len()),
+        [file] if args.files.len() == 1 => {
+            let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
+            bar.message(format!("reading {}", file.display()));
+            let found = explanation(&args.how, file)?;
+            bar.clear();
+            if args.json {
+                return crate::print_json(&found);
+            }
+            let mut page = Page::stdout();
+            report::report(&found, args, &mut page);
+            report::end(&found, &mut page);
+            crate::print(page)
+        }
+        _ => ranks::ranks(args, &files),
+    }
+}
+
+/// Explains one history.
+///
+/// # Errors
+/// What is wrong with the file, in one line.
+pub(crate) fn explanation(how: &How, file: &Path) -> Result<Explanation> {
+    let recording = Recording::read(file, how)?;
+    let mut lines = Lines::new(&recording.origins, how.frames);
+    let survey = survey::survey(&recording, &mut lines);
+    let between = between(how, &recording, &survey)?;
+    let scenes = scenes(&recording, &mut lines, &survey, between.as_ref());
+    let mut found = put_together(file, &recording, survey, scenes);
+    if found.reserved.pending.deferred_frees > 0 {
+        found.reserved.pending.replayed_reserved_bytes = replayed(&recording, false);
+        found.reserved.pending.replayed_instant_reserved_bytes = replayed(&recording, true);
+    }
+    Ok(found)
+}
+
+/// Two points between which something may have grown.
+struct Between {
+    from: usize,
+    to: usize,
+    named: Vec<String>,
+}
+
+fn between(how: &How, recording: &Recording, survey: &Survey) -> Result<Option<Between>> {
+    let Some(named) = &how.between else {
+        // Less than one part in a hundred is no growth.
+        let points = survey.low_early.zip(survey.low_late);
+        let points = points.filter(|((_, early), (_, late))| *late > early + early / 100);
+        return Ok(points.map(|((from, _), (to, _))| Between { from, to, named: Vec::new() }));
+    };
+    let point = |name: &String| match name.parse::<u64>() {
+        Ok(number) => {
+            let index = number.checked_sub(recording.skipped + 1).and_then(|index| usize::try_from(index).ok());
+            index.filter(|index| *index < recording.events.len()).ok_or_else(|| {
+                let (first, last) = (recording.skipped + 1, recording.number(recording.events.len().saturating_sub(1)));
+                anyhow!("--between {name}: the events have the numbers {first} to {last}")
+            })
+        }
+        Err(_) => recording.begins(name).ok_or_else(|| {
+            anyhow!("--between: no annotation of the history is named '{name}', or nothing happens after it begins")
+        }),
+    };
+    let [from, to] = &named[..] else { bail!("--between wants two points") };
+    let (from, to) = (point(from)?, point(to)?);
+    if from >= to {
+        bail!("--between: the first point, {}, is not before the second, {}", named[0], named[1]);
+    }
+    Ok(Some(Between { from, to, named: named.clone() }))
+}
+
+/// What is described of single moments.
+struct Scenes {
+    peak_active: Moment,
+    peak_reserved: Moment,
+    end: Moment,
+    who: Vec<Who>,
+    grew: Option<Grew>,
+    peaks: Vec<Moment>,
+    reserved: explanation::WhereItWent,
+}
+
+/// Goes through the history once more and looks around at its peaks.
+fn scenes(recording: &Recording, lines: &mut Lines<'_>, survey: &Survey, between: Option<&Between>) -> Scenes {
+    let last = recording.events.len().saturating_sub(1);
+    let (active, reserved) = (survey.peak_active.0, survey.peak_reserved.0);
+    let refused = survey.refused.back().map(|(index, _)| *index);
+    let scene = refused.unwrap_or(reserved);
+    let mut memory = Memory::new(recording);
+    let (mut at_active, mut at_reserved, mut end) = (Moment::default(), Moment::default(), Moment::default());
+    let (mut whos, mut peaks, mut went) = (Vec::new(), Vec::new(), None);
+    let (mut from, mut to): (Option<Held>, Option<Held>) = (None, None);
+    let mut sorted = survey.peaks.clone();
+    sorted.sort_unstable();
+    let mut look = |index: usize, memory: &Memory, lines: &mut Lines<'_>| {
+        if index == active {
+            at_active = moment(recording, memory, lines, index);
+            whos.push(who(recording, memory, lines, index, "peak_active"));
+        }
+        if index == reserved {
+            at_reserved = moment(recording, memory, lines, index);
+        }
+        if index == scene {
+            let at = if refused.is_some() { "out_of_memory" } else { "peak_reserved" };
+            went = Some(holes::where_it_went(recording, memory, lines, survey, index, at));
+            if index != active {
+                whos.push(who(recording, memory, lines, index, at));
+            }
+        }
+        if sorted.binary_search(&index).is_ok() {
+            peaks.push((index, moment(recording, memory, lines, index)));
+        }
+        if let Some(between) = between {
+            if index == between.from {
+                from = Some(held(recording, memory, lines, index));
+            } else if index == between.to {
+                to = Some(held(recording, memory, lines, index));
+            }
+        }
+        if index == last {
+            end = moment(recording, memory, lines, index);
+        }
+    };
+    if recording.events.is_empty() {
+        look(0, &memory, lines);
+    }
+    for (index, event) in recording.events.iter().enumerate() {
+        // CAST: bounded when the history was read.
+        memory.apply(recording, event, index as u32, recording.completes_at_once(index));
+        look(index, &memory, lines);
+    }
+    let went = went.unwrap_or_else(|| holes::where_it_went(recording, &memory, lines, survey, last, "peak_reserved"));
+    whos.sort_by_key(|who| who.at != "peak_active");
+    peaks.sort_by_key(|(index, _)| survey.peaks.iter().position(|peak| peak == index));
+    let named = between.map(|between| between.named.clone()).unwrap_or_default();
+    let grew = from.zip(to).and_then(|(from, to)| grew(&from, &to, named, lines));
+    Scenes {
+        peak_active: at_active,
+        peak_reserved: at_reserved,
+        end,
+        who: whos,
+        grew,
+        peaks: peaks.into_iter().map(|(_, moment)| moment).collect(),
+        reserved: went,
+    }
+}
+
+fn put_together(file: &Path, recording: &Recording, survey: Survey, scenes: Scenes) -> Explanation {
+    Explanation {
+        trace: file.display().to_string(),
+        format: recording.summary.format.name(),
+        gpu: recording.device,
+        events: recording.events.len() as u64,
+        allocations: survey.allocations,
+        frames: recording.origins.has_frames(),
+        annotations: recording.origins.annotations().len() as u64,
+        cut: recording.summary.cut.map(|cut| cut.to_string()),
+        blocks_before: recording.before.blocks.len() as u64,
+        segments_before: recording.before.segments.len() as u64,
+        limit_bytes: recording.settings.memory_limit,
+        peak_active: scenes.peak_active,
+        peak_reserved: scenes.peak_reserved,
+        end: scenes.end,
+        out_of_memory: survey.refused.into_iter().map(|(_, refused)| refused).collect(),
+        refused: survey.num_refused,
+        who: scenes.who,
+        grew: scenes.grew,
+        reserved: scenes.reserved,
+        peaks: scenes.peaks,
+        retries: survey.retries.into_iter().map(|(_, retry)| retry).collect(),
+        num_retries: survey.num_retries,
+        num_releases: survey.num_releases,
+        timeline: survey.timeline,
+        shapes: survey.shapes,
+    }
+}
+
+/// What the recorded policy reserves at its peak on a device without end, with frees that complete as recorded or at once;
+/// `None` for a history that cannot be replayed.
+fn replayed(recording: &Recording, instant: bool) -> Option<u64> {
+    let mut builder = HistoryBuilder::new(Some(recording.device));
+    let mut expandable = false;
+    for event in &recording.events {
+        let recording::Recorded { action, addr, bytes, stream, time_ns, .. } = *event;
+        expandable |= action == Action::SegmentMap;
+        builder.push(&Event { action, device: recording.device, addr, bytes, stream, time_ns }).ok()?;
+    }
+    let mut compiled = crate::history::compile(builder, &recording.summary, recording.settings.memory_limit).ok()?;
+    if instant {
+        compiled.history.complete_at_once();
+    }
+    let name = if expandable { "pytorch-expandable" } else { "caching" };
+    let mut selection: Selection = name.parse().ok()?;
+    selection.adopt(&compiled.settings);
+    let how = ReplaySettings {
+        addresses: Addresses::Own,
+        touch: false,
+        limit: None,
+        stop_at_failure: false,
+        ask_again: false,
+    };
+    let driver = crate::history::Devices::Null.make(None).ok()?;
+    let report = replay(&compiled.history, &selection, &driver, &how).ok()?;
+    Some(report.stats.reserved_bytes.all.peak)
+}

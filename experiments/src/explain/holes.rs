@@ -1,0 +1,238 @@
+//! Where reserved memory went: by part, by stream and pool, and which blocks keep what is free.
+
+use super::explanation::{Keeper, Part, Pending, PendingStream, Pinned, Stranded, StreamUse, WhereItWent};
+use super::lines::Lines;
+use super::memory::{BEFORE, Memory, Pool, Segment};
+use super::moments::{line_of, moment};
+use super::recording::Recording;
+use super::survey::Survey;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use vramlab::Bytes;
+
+/// Segments that are described, and blocks of each.
+const SEGMENTS: usize = 1000;
+const KEEPERS: usize = 100;
+
+/// A segment counts as mostly free from this share on.
+const MOSTLY: f64 = 0.5;
+
+fn pool_name(pool: Pool) -> &'static str {
+    if pool.small { "small" } else { "large" }
+}
+
+/// What lies in a segment.
+struct Inside {
+    active: u64,
+    pending: u64,
+    free: u64,
+    blocks: u64,
+}
+
+fn inside(memory: &Memory, start: u64, segment: &Segment) -> Inside {
+    let mut out = Inside { active: 0, pending: 0, free: 0, blocks: 0 };
+    for block in memory.blocks.range(start..start + segment.bytes).map(|(_, block)| block) {
+        out.active += block.bytes;
+        out.blocks += 1;
+        out.pending += if block.pending.is_some() { block.bytes } else { 0 };
+    }
+    out.free = memory.free_ranges(start, segment.bytes).map(|(_, bytes)| bytes).sum();
+    out
+}
+
+/// Where it went at the moment after an event, as a request on that event's stream sees it.
+pub(super) fn where_it_went(
+    recording: &Recording,
+    memory: &Memory,
+    lines: &mut Lines<'_>,
+    survey: &Survey,
+    index: usize,
+    at: &'static str,
+) -> WhereItWent {
+    let stream = recording
+        .events
+        .get(index)
+        .map_or_else(|| memory.segments.values().next().map_or(0, |segment| segment.stream), |event| event.stream);
+    let mut uses: BTreeMap<Pool, StreamUse> = BTreeMap::new();
+    let mut pinned: Vec<(u64, Segment, Inside)> = Vec::new();
+    for (&start, segment) in &memory.segments {
+        let inside = inside(memory, start, segment);
+        let pool = segment.pool();
+        let row = uses.entry(pool).or_insert_with(|| StreamUse {
+            stream: pool.stream,
+            pool: pool_name(pool),
+            largest_hole_bytes: memory.largest(pool),
+            ..StreamUse::default()
+        });
+        row.segments += 1;
+        row.reserved_bytes += segment.bytes;
+        row.active_bytes += inside.active;
+        row.pending_bytes += inside.pending;
+        if inside.blocks == 0 {
+            row.soft_bytes += inside.free;
+        } else {
+            row.hard_bytes += inside.free;
+            // CAST: a share of bytes.
+            if inside.free as f64 > MOSTLY * segment.bytes as f64 {
+                pinned.push((start, *segment, inside));
+            }
+        }
+    }
+    let mut streams: Vec<StreamUse> = uses.into_values().collect();
+    streams.sort_by_key(|row| (Reverse(row.reserved_bytes), row.stream, row.pool));
+    pinned.sort_by_key(|(start, _, inside)| (Reverse(inside.free), *start));
+    let count = pinned.len() as u64;
+    let pinned_free_bytes = pinned.iter().map(|(_, _, inside)| inside.free).sum();
+    pinned.truncate(SEGMENTS);
+    let pinned = pinned
+        .into_iter()
+        .map(|(start, segment, inside)| describe(recording, memory, lines, index, start, segment, &inside))
+        .collect();
+    WhereItWent {
+        at,
+        moment: moment(recording, memory, lines, index),
+        stream,
+        parts: parts(memory, &streams, stream),
+        stranded: stranded(recording, &streams, survey, lines, index),
+        streams,
+        pending: pending(recording, survey, lines),
+        pinned,
+        pinned_segments: count,
+        pinned_free_bytes,
+    }
+}
+
+fn describe(
+    recording: &Recording,
+    memory: &Memory,
+    lines: &mut Lines<'_>,
+    index: usize,
+    start: u64,
+    segment: Segment,
+    inside: &Inside,
+) -> Pinned {
+    let mut blocks: Vec<_> = memory.blocks.range(start..start + segment.bytes).collect();
+    blocks.sort_by_key(|(addr, block)| (Reverse(block.bytes), **addr));
+    blocks.truncate(KEEPERS);
+    let keeper = |(addr, block): (&u64, &super::memory::Block)| {
+        let (line, nearby) = line_of(block, lines);
+        let born = (block.born != BEFORE).then_some(block.born as usize);
+        let time = |index: usize| recording.since_start(index);
+        Keeper {
+            address: *addr,
+            bytes: block.bytes,
+            line,
+            nearby,
+            pending: block.pending.is_some(),
+            age_events: born.map(|born| (index - born) as u64),
+            age_ns: born.and_then(|born| Some(time(index)?.saturating_sub(time(born)?))),
+        }
+    };
+    Pinned {
+        address: start,
+        bytes: segment.bytes,
+        free_bytes: inside.free,
+        stream: segment.stream,
+        pool: pool_name(segment.pool()),
+        blocks: inside.blocks,
+        keepers: blocks.into_iter().map(keeper).collect(),
+    }
+}
+
+/// The five parts between what was asked for and what is reserved, and what was asked for itself.
+fn parts(memory: &Memory, streams: &[StreamUse], stream: u64) -> Vec<Part> {
+    let sum = |of: &dyn Fn(&StreamUse) -> u64| streams.iter().map(of).sum::<u64>();
+    let own = |row: &StreamUse| row.stream == stream;
+    let pending = sum(&|row| row.pending_bytes);
+    let requested: u64 = memory
+        .blocks
+        .iter()
+        .filter(|(addr, block)| block.pending.is_none() && memory.segment_of(**addr).is_some())
+        .map(|(_, block)| block.requested)
+        .sum();
+    let active = sum(&|row| row.active_bytes);
+    let internal = (active - pending).saturating_sub(requested);
+    let soft = sum(&|row| if own(row) { row.soft_bytes } else { 0 });
+    let hard = sum(&|row| if own(row) { row.hard_bytes } else { 0 });
+    let other = sum(&|row| if own(row) { 0 } else { row.soft_bytes + row.hard_bytes });
+    let reserved = sum(&|row| row.reserved_bytes);
+    let part = |name, bytes, what: &str| {
+        // CAST: shares for display.
+        let share = if reserved == 0 { 0.0 } else { 100.0 * bytes as f64 / reserved as f64 };
+        Part { name, bytes, sentence: format!("{} ({share:.1} %) {what}", Bytes(bytes)) }
+    };
+    vec![
+        part("requested", requested, "is what the program asked for and holds"),
+        part("internal", internal, "is lost inside blocks: requests are rounded up, and small rests are not split off"),
+        part("soft", soft, "is free in whole segments: empty_cache, or a retry, gives it back"),
+        part("hard", hard, "is free between blocks that are in use: it cannot go back, and serves only what fits"),
+        part("stream", other, "is free in other streams' segments, which this stream cannot use"),
+        part("pending", pending, "is freed but waits for other streams (record_stream)"),
+    ]
+}
+
+/// Free memory of streams on which nothing is asked for after this moment.
+fn stranded(
+    recording: &Recording,
+    streams: &[StreamUse],
+    survey: &Survey,
+    lines: &mut Lines<'_>,
+    index: usize,
+) -> Vec<Stranded> {
+    let mut out: BTreeMap<u64, Stranded> = BTreeMap::new();
+    for row in streams {
+        let last = survey.last_request.get(&row.stream).copied();
+        // Near the end of a history every stream but one has had its last request.
+        let rest = recording.events.len() / 10;
+        let over = last.is_none_or(|last| last <= index && recording.events.len() - last > rest);
+        let goes_on = recording.events.get(index).is_some_and(|event| event.stream == row.stream);
+        if !over || goes_on || row.soft_bytes + row.hard_bytes == 0 {
+            continue;
+        }
+        let stack = last.map(|last| recording.events[last].origin.stack).filter(|stack| !stack.is_empty());
+        let stranded = out.entry(row.stream).or_insert_with(|| Stranded {
+            stream: row.stream,
+            free_bytes: 0,
+            returnable_bytes: 0,
+            last_request: last.map_or(0, |last| recording.number(last)),
+            line: stack.and_then(|stack| lines.line_of(stack)),
+        });
+        stranded.free_bytes += row.soft_bytes + row.hard_bytes;
+        stranded.returnable_bytes += row.soft_bytes;
+    }
+    let mut out: Vec<Stranded> = out.into_values().collect();
+    out.sort_by_key(|stranded| (Reverse(stranded.free_bytes), stranded.stream));
+    out
+}
+
+fn pending(recording: &Recording, survey: &Survey, lines: &mut Lines<'_>) -> Pending {
+    let mut streams: Vec<PendingStream> = survey
+        .waits
+        .iter()
+        .map(|(stream, waits)| {
+            let most = waits
+                .stacks
+                .iter()
+                .filter(|(stack, _)| !stack.is_empty())
+                .max_by_key(|(stack, bytes)| (**bytes, **stack));
+            PendingStream {
+                stream: *stream,
+                deferred_frees: waits.frees,
+                peak_bytes: waits.peak,
+                longest_events: waits.longest,
+                line: most.and_then(|(stack, _)| lines.line_of(*stack)),
+            }
+        })
+        .collect();
+    streams.sort_by_key(|row| (Reverse(row.peak_bytes), row.stream));
+    let (event, peak_bytes) = survey.pending_peak;
+    Pending {
+        deferred_frees: survey.deferred,
+        peak_bytes,
+        peak_event: if peak_bytes > 0 { recording.number(event) } else { 0 },
+        streams,
+        peak_active_instant_bytes: survey.peak_allocated,
+        replayed_reserved_bytes: None,
+        replayed_instant_reserved_bytes: None,
+    }
+}

@@ -1,0 +1,247 @@
+//! What was held at a moment, and by whom.
+
+use super::explanation::{Grew, Growth, Moment, Named, Node, Share, SizeShare, Who};
+use super::lines::{LineId, Lines};
+use super::memory::{BEFORE, Block, Memory, Pool};
+use super::recording::Recording;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
+use vramlab::histories::trace::TextId;
+
+/// Rows that are kept of a list; a program has fewer lines than that.
+const ROWS: usize = 1000;
+
+/// The moment after an event.
+pub(super) fn moment(recording: &Recording, memory: &Memory, lines: &mut Lines<'_>, index: usize) -> Moment {
+    let totals = memory.totals;
+    let stream = recording.events.get(index).map_or(0, |event| event.stream);
+    let there = !recording.events.is_empty();
+    Moment {
+        event: if there { recording.number(index) } else { 0 },
+        time_ns: recording.since_start(index),
+        reserved_bytes: totals.reserved,
+        active_bytes: totals.active,
+        requested_bytes: totals.requested,
+        pending_bytes: totals.pending,
+        largest_hole_bytes: memory.largest(Pool { stream, small: false }),
+        annotation: recording.annotation(index).map(str::to_owned),
+        line: if memory.near.is_empty() { None } else { lines.line_of(memory.near) },
+    }
+}
+
+/// Where a block came from, as far as it is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Source {
+    Line(LineId),
+    /// It has no frames; the last line before it.
+    Nearby(LineId),
+    /// Before the first event.
+    Before,
+    Untold,
+}
+
+impl Source {
+    fn label(self, lines: &Lines<'_>) -> String {
+        match self {
+            Self::Line(line) | Self::Nearby(line) => lines.label(line),
+            Self::Before => "before the recording began".to_owned(),
+            Self::Untold => "no frames".to_owned(),
+        }
+    }
+}
+
+/// The line of a block, and whether it is only near.
+pub(super) fn line_of(block: &Block, lines: &mut Lines<'_>) -> (String, bool) {
+    let (source, _, _) = source(block, lines);
+    (source.label(lines), matches!(source, Source::Nearby(_)))
+}
+
+/// Source, place in a library, and calls from the outside in.
+fn source(block: &Block, lines: &mut Lines<'_>) -> (Source, Option<LineId>, Vec<LineId>) {
+    if !block.origin.stack.is_empty() {
+        let folded = lines.fold(block.origin.stack);
+        let Some(line) = folded.line() else { return (Source::Untold, None, Vec::new()) };
+        let inside = folded.inside.filter(|inside| *inside != line);
+        return (Source::Line(line), inside, folded.path);
+    }
+    if block.born == BEFORE {
+        return (Source::Before, None, Vec::new());
+    }
+    let folded = if block.near.is_empty() { None } else { Some(lines.fold(block.near)) };
+    match folded.and_then(|folded| Some((folded.line()?, folded.path))) {
+        Some((line, path)) => (Source::Nearby(line), None, path),
+        None => (Source::Untold, None, Vec::new()),
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Sum {
+    bytes: u64,
+    blocks: u64,
+    oldest: u64,
+}
+
+impl Sum {
+    fn add(&mut self, block: &Block, age: u64) {
+        self.bytes += block.bytes;
+        self.blocks += 1;
+        self.oldest = self.oldest.max(age);
+    }
+}
+
+type Key = (Source, Option<LineId>);
+
+/// Live bytes by line, for [`grew`].
+pub(super) struct Held {
+    moment: Moment,
+    lines: BTreeMap<Key, Sum>,
+}
+
+/// What each line holds.
+pub(super) fn held(recording: &Recording, memory: &Memory, lines: &mut Lines<'_>, index: usize) -> Held {
+    let mut sums: BTreeMap<Key, Sum> = BTreeMap::new();
+    for block in memory.blocks.values() {
+        let (source, inside, _) = source(block, lines);
+        sums.entry((source, inside)).or_default().add(block, 0);
+    }
+    Held { moment: moment(recording, memory, lines, index), lines: sums }
+}
+
+/// What grew from one moment to another; `None` where nothing did.
+pub(super) fn grew(from: &Held, to: &Held, named: Vec<String>, lines: &Lines<'_>) -> Option<Grew> {
+    let mut rows = Vec::new();
+    for (key, after) in &to.lines {
+        let before = from.lines.get(key).copied().unwrap_or_default();
+        if after.bytes > before.bytes {
+            rows.push(Growth {
+                line: key.0.label(lines),
+                inside: key.1.map(|inside| lines.label(inside)),
+                nearby: matches!(key.0, Source::Nearby(_)),
+                before_bytes: before.bytes,
+                after_bytes: after.bytes,
+                before_blocks: before.blocks,
+                after_blocks: after.blocks,
+            });
+        }
+    }
+    rows.sort_by_key(|row| (Reverse(row.after_bytes - row.before_bytes), row.line.clone()));
+    rows.truncate(ROWS);
+    let grew = Grew { from: from.moment.clone(), to: to.moment.clone(), named, lines: rows };
+    (!grew.lines.is_empty()).then_some(grew)
+}
+
+/// Who holds what.
+pub(super) fn who(
+    recording: &Recording,
+    memory: &Memory,
+    lines: &mut Lines<'_>,
+    index: usize,
+    at: &'static str,
+) -> Who {
+    let mut sums: HashMap<Key, Sum> = HashMap::new();
+    let (mut sizes, mut categories, mut notes) = (HashMap::new(), HashMap::new(), HashMap::new());
+    let mut root = Branch::default();
+    for block in memory.blocks.values() {
+        // CAST: an index, which fits in 32 bits.
+        let age = if block.born == BEFORE { index as u64 + 1 } else { index as u64 - u64::from(block.born) };
+        let (source, inside, path) = source(block, lines);
+        sums.entry((source, inside)).or_default().add(block, age);
+        let size: &mut Sum = sizes.entry(block.requested).or_default();
+        size.add(block, age);
+        let category: &mut Sum = categories.entry(block.origin.category).or_default();
+        category.add(block, age);
+        let note: &mut Sum = notes.entry(block.origin.note).or_default();
+        note.add(block, age);
+        let ends = match source {
+            Source::Nearby(_) => Step::Unframed,
+            Source::Line(_) => inside.map_or(Step::Here, Step::Call),
+            Source::Before => Step::Before,
+            Source::Untold => Step::Untold,
+        };
+        root.add(&path, ends, block);
+    }
+    let mut rows: Vec<(Key, Sum)> = sums.into_iter().collect();
+    rows.sort_by_key(|(key, sum)| (Reverse(sum.bytes), *key));
+    rows.truncate(ROWS);
+    let share = |((source, inside), sum): (Key, Sum)| Share {
+        line: source.label(lines),
+        inside: inside.map(|inside| lines.label(inside)),
+        nearby: matches!(source, Source::Nearby(_)),
+        bytes: sum.bytes,
+        blocks: sum.blocks,
+        oldest_events: sum.oldest,
+    };
+    let shares = rows.into_iter().map(share).collect();
+    let mut sizes: Vec<SizeShare> = sizes
+        .into_iter()
+        .map(|(requested_bytes, sum)| SizeShare { requested_bytes, blocks: sum.blocks, bytes: sum.bytes })
+        .collect();
+    sizes.sort_by_key(|size| (Reverse(size.bytes), size.requested_bytes));
+    sizes.truncate(ROWS);
+    Who {
+        at,
+        moment: moment(recording, memory, lines, index),
+        lines: shares,
+        tree: root.node("all".to_owned(), lines),
+        sizes,
+        categories: named(recording, categories),
+        notes: named(recording, notes),
+    }
+}
+
+/// Sums by text, none if no text says anything.
+fn named(recording: &Recording, sums: HashMap<TextId, Sum>) -> Vec<Named> {
+    if sums.keys().all(|text| text.is_empty()) {
+        return Vec::new();
+    }
+    let name =
+        |text: TextId| if text.is_empty() { "none".to_owned() } else { recording.origins.spelt(text).to_owned() };
+    let mut out: Vec<Named> =
+        sums.into_iter().map(|(text, sum)| Named { name: name(text), bytes: sum.bytes, blocks: sum.blocks }).collect();
+    out.sort_by_key(|named| (Reverse(named.bytes), named.name.clone()));
+    out.truncate(ROWS);
+    out
+}
+
+/// What follows on a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Step {
+    Call(LineId),
+    /// The block itself.
+    Here,
+    Unframed,
+    Before,
+    Untold,
+}
+
+#[derive(Debug, Default)]
+struct Branch {
+    sum: Sum,
+    below: BTreeMap<Step, Branch>,
+}
+
+impl Branch {
+    fn add(&mut self, path: &[LineId], ends: Step, block: &Block) {
+        let mut at = self;
+        at.sum.add(block, 0);
+        for step in path.iter().map(|line| Step::Call(*line)).chain([ends]).filter(|step| *step != Step::Here) {
+            at = at.below.entry(step).or_default();
+            at.sum.add(block, 0);
+        }
+    }
+
+    fn node(&self, name: String, lines: &Lines<'_>) -> Node {
+        let below = |(step, branch): (&Step, &Branch)| {
+            let name = match step {
+                Step::Call(line) => lines.label(*line),
+                Step::Unframed => "without frames, after this line".to_owned(),
+                Step::Before => "before the recording began".to_owned(),
+                Step::Here | Step::Untold => "no frames".to_owned(),
+            };
+            branch.node(name, lines)
+        };
+        let mut children: Vec<Node> = self.below.iter().map(below).collect();
+        children.sort_by_key(|child| (Reverse(child.bytes), child.name.clone()));
+        Node { name, bytes: self.sum.bytes, blocks: self.sum.blocks, children }
+    }
+}

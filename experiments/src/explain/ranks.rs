@@ -1,0 +1,187 @@
+//! Several histories, such as those of the ranks of a job: one table, what stands out first, then the worst in full.
+
+use super::explanation::Explanation;
+use super::{ExplainArgs, How, explanation, report};
+use anyhow::{Result, anyhow};
+use serde::Serialize;
+use std::num::NonZero;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use trainer::terminal::{Bar, Cell, Column, Page, Table, fail};
+use vramlab::Bytes;
+
+/// What is kept of each history.
+#[derive(Clone, Debug, Serialize)]
+struct Rank {
+    trace: String,
+    events: u64,
+    peak_reserved_bytes: u64,
+    peak_active_bytes: u64,
+    /// Reserved less active at the peak of reserved.
+    unused_bytes: u64,
+    pending_peak_bytes: u64,
+    num_retries: u64,
+    refused: u64,
+    /// How far the reserved peak is from that of the middle rank, in parts of that.
+    off: f64,
+    line: Option<String>,
+    cut: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Ranks {
+    ranks: Vec<Rank>,
+    unread: Vec<Unread>,
+    /// The first of the table.
+    worst: Explanation,
+}
+
+#[derive(Debug, Serialize)]
+struct Unread {
+    trace: String,
+    error: String,
+}
+
+impl Rank {
+    fn of(found: &Explanation) -> Self {
+        let peak = &found.peak_reserved;
+        Self {
+            trace: found.trace.clone(),
+            events: found.events,
+            peak_reserved_bytes: peak.reserved_bytes,
+            peak_active_bytes: found.peak_active.active_bytes,
+            unused_bytes: peak.reserved_bytes.saturating_sub(peak.active_bytes),
+            pending_peak_bytes: found.reserved.pending.peak_bytes,
+            num_retries: found.num_retries,
+            refused: found.refused,
+            off: 0.0,
+            line: found.who.first().and_then(|who| who.lines.first()).map(|share| share.line.clone()),
+            cut: found.cut.clone(),
+        }
+    }
+
+    /// What a row is sorted by: who ran out of memory, who retried, who is far from the others, who has most.
+    fn order(&self, other: &Self) -> std::cmp::Ordering {
+        let counts = |rank: &Self| (rank.refused, rank.num_retries);
+        counts(other)
+            .cmp(&counts(self))
+            .then(other.off.abs().total_cmp(&self.off.abs()))
+            .then(other.peak_reserved_bytes.cmp(&self.peak_reserved_bytes))
+            .then(self.trace.cmp(&other.trace))
+    }
+}
+
+/// Explains each history, at most as many at a time as there are processors and memory for, and prints one table.
+pub(super) fn ranks(args: &ExplainArgs, files: &[&PathBuf]) -> Result<()> {
+    let form = "{bar:30} explain {pos}/{len} {wide_msg} [{elapsed} left {eta}]";
+    let bar = Bar::new(files.len() as u64, form);
+    let (mut ranks, unread) = read(&args.how, files, &bar);
+    bar.clear();
+    for unread in &unread {
+        fail(format_args!("{}; the others go on without it", unread.error));
+    }
+    if ranks.is_empty() {
+        return Err(anyhow!("none of the {} histories could be read", files.len()));
+    }
+    compare(&mut ranks);
+    // The first is read once more: of hundreds only a row each is kept.
+    let worst = explanation(&args.how, ranks[0].trace.as_ref())?;
+    if args.json {
+        return crate::print_json(&Ranks { ranks, unread, worst });
+    }
+    let mut page = Page::stdout();
+    table(&ranks, args, &mut page);
+    report::report(&worst, args, &mut page);
+    report::end(&worst, &mut page);
+    crate::print(page)
+}
+
+/// A row of each history that can be read.
+fn read(how: &How, files: &[&PathBuf], bar: &Bar) -> (Vec<Rank>, Vec<Unread>) {
+    let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(files.len());
+    // All readings together stay within what one may take.
+    let read = how.read.shared(threads as u64);
+    let how = &How { read, ..how.clone() };
+    let (next, out) = (AtomicUsize::new(0), Mutex::new((Vec::new(), Vec::new())));
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(file) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let found = explanation(how, file).map(|found| Rank::of(&found));
+                    let mut out = out.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                    match found {
+                        Ok(rank) => out.0.push(rank),
+                        Err(error) => {
+                            let (trace, error) = (file.display().to_string(), format!("{error:#}"));
+                            out.1.push(Unread { trace, error });
+                        }
+                    }
+                    bar.advance(1);
+                }
+            });
+        }
+    });
+    out.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Says how far each is from the middle, and puts what stands out first.
+fn compare(ranks: &mut [Rank]) {
+    let mut peaks: Vec<u64> = ranks.iter().map(|rank| rank.peak_reserved_bytes).collect();
+    peaks.sort_unstable();
+    // CAST: bytes far below 2^53.
+    let middle = peaks[(peaks.len() - 1) / 2] as f64;
+    for rank in ranks.iter_mut() {
+        let off = (rank.peak_reserved_bytes as f64 - middle) / middle;
+        rank.off = if middle > 0.0 { off } else { 0.0 };
+    }
+    ranks.sort_by(Rank::order);
+}
+
+fn table(ranks: &[Rank], args: &ExplainArgs, page: &mut Page) {
+    page.line(format!("{} histories, what stands out first", ranks.len()));
+    let mut table = Table::new([
+        Column::left("history"),
+        Column::right("reserved"),
+        Column::right("from the middle").priority(1),
+        Column::right("active"),
+        Column::right("unused").priority(2),
+        Column::right("waits at most").priority(3),
+        Column::right("retries"),
+        Column::right("refused"),
+    ]);
+    let names = short_names(ranks);
+    let shown = usize::from(args.top).max(8);
+    for (rank, name) in ranks.iter().zip(&names).take(shown) {
+        let size = |bytes| Cell::from(Bytes(bytes).to_string());
+        table.row([
+            Cell::from(name),
+            size(rank.peak_reserved_bytes),
+            Cell::from(format!("{:+.1} %", 100.0 * rank.off)),
+            size(rank.peak_active_bytes),
+            size(rank.unused_bytes),
+            size(rank.pending_peak_bytes),
+            Cell::from(rank.num_retries.to_string()),
+            Cell::from(rank.refused.to_string()),
+        ]);
+    }
+    page.table(&table);
+    if ranks.len() > shown {
+        page.note(format!(
+            "{} more are within {:.1} % of the middle, or like these; --top shows more",
+            ranks.len() - shown,
+            {
+                let rest = ranks.iter().skip(shown).map(|rank| 100.0 * rank.off.abs());
+                rest.fold(0.0, f64::max)
+            }
+        ));
+    }
+    page.title(format!("In full: {}", names[0]));
+}
+
+/// The files' names without what all of them begin with.
+fn short_names(ranks: &[Rank]) -> Vec<String> {
+    let folder = |rank: &Rank| rank.trace.rfind('/').map_or(0, |at| at + 1);
+    let common = ranks.iter().all(|rank| rank.trace[..folder(rank)] == ranks[0].trace[..folder(&ranks[0])]);
+    ranks.iter().map(|rank| rank.trace[if common { folder(rank) } else { 0 }..].to_owned()).collect()
+}

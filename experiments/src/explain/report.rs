@@ -1,0 +1,224 @@
+//! What a person reads: the answer first, then who, where, when and what repeats; the top of each.
+
+mod where_when;
+
+use super::ExplainArgs;
+use super::explanation::{Explanation, Moment, Node, Who};
+use trainer::report::duration;
+use trainer::terminal::{Column, Page, Table, command, quoted};
+use vramlab::Bytes;
+
+/// Lines of a tree, its depth, and the least share of the whole that a line has.
+const TREE: usize = 12;
+const LEAST: f64 = 0.03;
+
+fn size(bytes: u64) -> String {
+    Bytes(bytes).to_string()
+}
+
+fn percent(part: u64, whole: u64) -> String {
+    // CAST: shares for display.
+    if whole == 0 { "-".to_owned() } else { format!("{:.1} %", 100.0 * part as f64 / whole as f64) }
+}
+
+/// A count with its noun.
+fn counted(count: u64, noun: &str) -> String {
+    match (count, noun.ends_with("ry")) {
+        (1, _) => format!("1 {noun}"),
+        (_, true) => format!("{count} {}ies", &noun[..noun.len() - 1]),
+        _ => format!("{count} {noun}s"),
+    }
+}
+
+/// When a moment was, for the end of a sentence.
+fn when(moment: &Moment) -> String {
+    let mut out = format!("event {}", moment.event);
+    if let Some(time) = moment.time_ns {
+        out += &format!(", {} in", duration(time));
+    }
+    if let Some(annotation) = &moment.annotation {
+        out += &format!(", in {annotation}");
+    }
+    if let Some(line) = &moment.line {
+        out += &format!(", at {line}");
+    }
+    out
+}
+
+/// A line with the place in a library that it went through.
+fn place(line: &str, inside: Option<&str>, nearby: bool) -> String {
+    let line = if nearby { format!("~ {line}") } else { line.to_owned() };
+    inside.map_or(line.clone(), |inside| format!("{line} > {inside}"))
+}
+
+/// All of it.
+pub(super) fn report(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    headline(found, page);
+    for (number, who) in found.who.iter().enumerate() {
+        self::who(found, who, args, number == 0, page);
+    }
+    grew(found, args, page);
+    where_when::where_it_went(found, args, page);
+    where_when::when(found, args, page);
+    where_when::shapes(found, args, page);
+}
+
+/// What happened, in a few sentences.
+fn headline(found: &Explanation, page: &mut Page) {
+    let (active, reserved) = (&found.peak_active, &found.peak_reserved);
+    if let Some(last) = found.out_of_memory.last() {
+        page.line(format!(
+            "{}: out of memory at {}: {} asked for on stream {:#x}",
+            found.trace,
+            when(&last.moment),
+            size(last.requested_bytes),
+            last.stream
+        ));
+        page.note(where_when::refusal(found, last));
+    } else if reserved.reserved_bytes == 0 {
+        page.line(format!(
+            "{}: at most {} in use; it does not show what was reserved",
+            found.trace,
+            size(active.active_bytes)
+        ));
+    } else {
+        page.line(format!(
+            "{}: at most {} reserved, of which {} ({}) were in use",
+            found.trace,
+            size(reserved.reserved_bytes),
+            size(reserved.active_bytes),
+            percent(reserved.active_bytes, reserved.reserved_bytes)
+        ));
+    }
+    if let Some(cut) = &found.cut {
+        page.note(format!("{cut}; all that follows is about what is there"));
+    }
+    if found.blocks_before + found.segments_before > 0 && found.events > 0 {
+        page.note(format!(
+            "the recording began late: {} and {} were there before its first event, or are told from its end",
+            counted(found.blocks_before, "block"),
+            counted(found.segments_before, "segment")
+        ));
+    }
+    if found.events == 0 {
+        page.note("no events were recorded, so this is only what was held when the snapshot was taken");
+    }
+}
+
+fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &mut Page) {
+    let top = usize::from(args.top);
+    let moment = &who.moment;
+    let what = match who.at {
+        "peak_active" => "Who held memory at the peak of use",
+        "out_of_memory" => "Who held memory when it ran out",
+        _ => "Who held memory at the peak of reserved",
+    };
+    page.title(format!("{what}: {} ({})", size(moment.active_bytes), when(moment)));
+    if !found.frames {
+        let mut table = Table::new([
+            Column::right("bytes"),
+            Column::right("share"),
+            Column::right("blocks"),
+            Column::left("of size"),
+        ]);
+        for row in who.sizes.iter().take(top) {
+            let share = percent(row.bytes, moment.active_bytes);
+            table.row([size(row.bytes), share, row.blocks.to_string(), size(row.requested_bytes)]);
+        }
+        page.table(&table);
+        if first {
+            page.note(
+                "no stack frames were recorded, so lines are not known; record with \
+                 torch.cuda.memory._record_memory_history(stacks=\"python\")",
+            );
+        }
+        return;
+    }
+    // The second list is short: what differs is where the memory went.
+    let top = if first { top } else { top.min(3) };
+    let mut table =
+        Table::new([Column::right("bytes"), Column::right("share"), Column::right("blocks"), Column::text("line")]);
+    for row in who.lines.iter().take(top) {
+        table.row([
+            size(row.bytes),
+            percent(row.bytes, moment.active_bytes),
+            row.blocks.to_string(),
+            place(&row.line, row.inside.as_deref(), row.nearby),
+        ]);
+    }
+    page.table(&table);
+    let rest = &who.lines[who.lines.len().min(top)..];
+    if !rest.is_empty() {
+        let bytes: u64 = rest.iter().map(|row| row.bytes).sum();
+        page.note(format!("{} more hold {}", counted(rest.len() as u64, "line"), size(bytes)));
+    }
+    if !first {
+        return;
+    }
+    let nearby = who.lines.iter().any(|row| row.nearby);
+    if nearby {
+        page.note(
+            "~: blocks without frames, as the backward pass makes them on a thread without Python; the line ran last",
+        );
+    }
+    for (name, list) in [("category", &who.categories), ("note", &who.notes)] {
+        if !list.is_empty() {
+            let rows = list.iter().take(top).map(|row| format!("{} {}", row.name, size(row.bytes)));
+            page.note(format!("by {name}: {}", rows.collect::<Vec<String>>().join(", ")));
+        }
+    }
+    if who.tree.children.iter().any(|child| child.children.len() > 1) || who.tree.children.len() > 1 {
+        page.gap();
+        page.line("By call, from the outside in:");
+        let mut left = TREE;
+        tree(&who.tree, who.tree.bytes, 0, &mut left, page);
+    }
+}
+
+/// The branches that hold a good part.
+fn tree(node: &Node, whole: u64, depth: usize, left: &mut usize, page: &mut Page) {
+    for child in &node.children {
+        // CAST: shares for display.
+        if *left == 0 || (child.bytes as f64) < LEAST * whole as f64 {
+            return;
+        }
+        *left -= 1;
+        let indent = "  ".repeat(depth.min(10));
+        page.labelled(&format!("{:>10}  ", size(child.bytes)), 12, &format!("{indent}{}", child.name));
+        tree(child, whole, depth + 1, left, page);
+    }
+}
+
+fn grew(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    let Some(grew) = &found.grew else { return };
+    let (from, to) = (&grew.from, &grew.to);
+    let more = |after: u64, before: u64| match after >= before {
+        true => format!("+{}", size(after - before)),
+        false => format!("-{}", size(before - after)),
+    };
+    let between = match &grew.named[..] {
+        [a, b] => format!("between {a} and {b}"),
+        _ => format!(
+            "from the lowest point of the second quarter (event {}) to that of the last (event {})",
+            from.event, to.event
+        ),
+    };
+    page.title(format!("What grew {between}: {}", more(to.requested_bytes, from.requested_bytes)));
+    let mut table =
+        Table::new([Column::right("more"), Column::right("now"), Column::right("blocks"), Column::text("line")]);
+    for row in grew.lines.iter().take(usize::from(args.top)) {
+        table.row([
+            more(row.after_bytes, row.before_bytes),
+            size(row.after_bytes),
+            format!("{} -> {}", row.before_blocks, row.after_blocks),
+            place(&row.line, row.inside.as_deref(), row.nearby),
+        ]);
+    }
+    page.table(&table);
+}
+
+/// What follows from it.
+pub(super) fn end(found: &Explanation, page: &mut Page) {
+    page.gap();
+    page.next(&command("vramlab", &format!("advise {}", quoted(&found.trace))));
+}

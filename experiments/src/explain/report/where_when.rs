@@ -1,0 +1,308 @@
+//! The second half of the page: where reserved memory went, when, and which sizes miss.
+
+use super::{counted, percent, place, size, when as said};
+use crate::explain::ExplainArgs;
+use crate::explain::explanation::{Explanation, Pinned, Refused, Retry};
+use trainer::report::duration;
+use trainer::terminal::{Column, Page, Table};
+
+/// Why a request was refused, in a sentence.
+pub(super) fn refusal(found: &Explanation, last: &Refused) -> String {
+    let moment = &last.moment;
+    let mut out = format!(
+        "{} were reserved and {} in use; {} was free where the request could go, the largest piece {}: {}",
+        size(moment.reserved_bytes),
+        size(moment.active_bytes),
+        size(last.free_bytes),
+        size(moment.largest_hole_bytes),
+        last.cause.words()
+    );
+    match (found.limit_bytes, last.device_free_bytes) {
+        (Some(limit), _) => {
+            let room = limit.saturating_sub(moment.reserved_bytes);
+            out += &format!("; the limit of {} leaves {}", size(limit), size(room));
+        }
+        (None, Some(free)) if free > last.requested_bytes => {
+            out += &format!(
+                "; the device had {} free, so a limit of the process refused it (set_per_process_memory_fraction)",
+                size(free)
+            );
+        }
+        (None, Some(free)) => out += &format!("; the device had {} free", size(free)),
+        (None, None) => {}
+    }
+    if found.refused > 1 {
+        out += &format!("; {} before it", counted(found.refused - 1, "refused request"));
+    }
+    out
+}
+
+/// Where reserved memory went.
+pub(super) fn where_it_went(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    let went = &found.reserved;
+    let reserved = went.moment.reserved_bytes;
+    if reserved == 0 {
+        return;
+    }
+    let at = if went.at == "out_of_memory" { "when memory ran out" } else { "at the peak" };
+    page.title(format!("Where {} reserved went {at} ({})", size(reserved), said(&went.moment)));
+    for part in went.parts.iter().filter(|part| part.bytes > 0) {
+        page.labelled(&format!("  {:<10}", part.name), 12, &part.sentence);
+    }
+    if went.streams.len() > 1 {
+        let mut table = Table::new([
+            Column::left("stream"),
+            Column::left("pool"),
+            Column::right("reserved"),
+            Column::right("active"),
+            Column::right("waits").priority(2),
+            Column::right("soft"),
+            Column::right("hard"),
+            Column::right("largest hole").priority(1),
+        ]);
+        for row in went.streams.iter().take(usize::from(args.top).max(4)) {
+            table.row([
+                format!("{:#x}", row.stream),
+                row.pool.to_owned(),
+                size(row.reserved_bytes),
+                size(row.active_bytes),
+                size(row.pending_bytes),
+                size(row.soft_bytes),
+                size(row.hard_bytes),
+                size(row.largest_hole_bytes),
+            ]);
+        }
+        page.table(&table);
+    }
+    for stranded in went.stranded.iter().take(usize::from(args.top)) {
+        let last = match (&stranded.line, stranded.last_request) {
+            (_, 0) => "nothing is asked for on it".to_owned(),
+            (Some(line), event) => format!("its last request is event {event}, at {line}"),
+            (None, event) => format!("its last request is event {event}"),
+        };
+        page.note(format!(
+            "stranded: {} free in stream {:#x}, which is used no more ({last}); empty_cache would give {} back",
+            size(stranded.free_bytes),
+            stranded.stream,
+            size(stranded.returnable_bytes)
+        ));
+    }
+    pending(found, args, page);
+    pinned(found, args, page);
+}
+
+fn pending(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    let pending = &found.reserved.pending;
+    if pending.peak_bytes == 0 {
+        return;
+    }
+    page.note(format!(
+        "{} waited for other streams (record_stream), at most {} at once (event {})",
+        counted(pending.deferred_frees, "free"),
+        size(pending.peak_bytes),
+        pending.peak_event
+    ));
+    let active = found.peak_active.active_bytes;
+    let mut text = format!(
+        "peak in use {} as recorded, {} had they completed at once",
+        size(active),
+        size(pending.peak_active_instant_bytes)
+    );
+    if let (Some(recorded), Some(instant)) = (pending.replayed_reserved_bytes, pending.replayed_instant_reserved_bytes)
+    {
+        text += &format!("; replayed, {} and {} are reserved", size(recorded), size(instant));
+    }
+    page.note(text);
+    for row in pending.streams.iter().filter(|row| row.peak_bytes > 0).take(usize::from(args.top).min(3)) {
+        let line = row.line.as_ref().map_or_else(String::new, |line| format!(", most of it from {line}"));
+        page.note(format!(
+            "blocks of stream {:#x}: {}, at most {} at once, for up to {}{line}",
+            row.stream,
+            counted(row.deferred_frees, "such free"),
+            size(row.peak_bytes),
+            counted(row.longest_events, "event")
+        ));
+    }
+}
+
+fn pinned(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    let went = &found.reserved;
+    if went.pinned.is_empty() {
+        return;
+    }
+    page.title(format!(
+        "Which blocks pin the holes: {} free in {} that {} mostly free and cannot go back",
+        size(went.pinned_free_bytes),
+        counted(went.pinned_segments, "segment"),
+        if went.pinned_segments == 1 { "is" } else { "are" }
+    ));
+    let mut table = Table::new([
+        Column::right("segment"),
+        Column::right("free"),
+        Column::right("blocks"),
+        Column::right("in use"),
+        Column::right("age"),
+        Column::text("kept by"),
+    ]);
+    for row in went.pinned.iter().take(usize::from(args.top)) {
+        let (line, age) = keeper(row);
+        table.row([
+            size(row.bytes),
+            size(row.free_bytes),
+            row.blocks.to_string(),
+            size(row.bytes - row.free_bytes),
+            age,
+            line,
+        ]);
+    }
+    page.table(&table);
+    page.note("kept by: the line of the segment's largest block; age: since that was allocated");
+}
+
+/// The largest block of a segment and its age.
+fn keeper(row: &Pinned) -> (String, String) {
+    let Some(first) = row.keepers.first() else { return (String::new(), "-".to_owned()) };
+    let mut line = place(&first.line, None, first.nearby);
+    if first.pending {
+        line += ", waits for other streams";
+    }
+    let others: Vec<&String> =
+        row.keepers.iter().map(|keeper| &keeper.line).filter(|line| **line != first.line).collect();
+    if !others.is_empty() {
+        line += &match others.len() {
+            1 => " and a block of another line".to_owned(),
+            count => format!(" and {count} blocks of other lines"),
+        };
+    }
+    let age = match (first.age_ns, first.age_events) {
+        (Some(ns), _) => duration(ns),
+        (None, Some(events)) => counted(events, "event"),
+        (None, None) => "old".to_owned(),
+    };
+    (line, age)
+}
+
+/// When it was.
+pub(super) fn when(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    let top = usize::from(args.top);
+    if found.peaks.len() > 1 {
+        page.title("When: the highest peaks of use");
+        let mut table = Table::new([
+            Column::right("event"),
+            Column::right("time").priority(1),
+            Column::right("active"),
+            Column::right("reserved"),
+            Column::right("largest hole"),
+            Column::text("where"),
+        ]);
+        for moment in found.peaks.iter().take(top) {
+            let place = [moment.annotation.clone(), moment.line.clone()];
+            table.row([
+                moment.event.to_string(),
+                moment.time_ns.map_or_else(|| "-".to_owned(), duration),
+                size(moment.active_bytes),
+                size(moment.reserved_bytes),
+                size(moment.largest_hole_bytes),
+                place.into_iter().flatten().collect::<Vec<String>>().join(", "),
+            ]);
+        }
+        page.table(&table);
+    }
+    hole(found, page);
+    if found.num_retries > 0 {
+        page.title(format!("{}, in which memory went back to the device:", counted(found.num_retries, "retry")));
+        for retry in found.retries.iter().rev().take(top) {
+            page.note(retried(retry));
+        }
+    }
+    if found.num_releases > 0 {
+        page.note(format!("besides, memory went back {} by empty_cache", counted(found.num_releases, "time")));
+    }
+}
+
+/// How large a request would have succeeded.
+fn hole(found: &Explanation, page: &mut Page) {
+    let reserved = &found.peak_reserved;
+    if reserved.reserved_bytes == 0 {
+        return;
+    }
+    let Some(least) = found.timeline.iter().min_by_key(|point| point.largest_hole_bytes) else { return };
+    let most = found.timeline.iter().max_by_key(|point| point.largest_hole_bytes).unwrap_or(least);
+    let end = &found.end;
+    page.title(format!(
+        "How large a request would have succeeded without the driver: {} at the peak, {} at the end; at most {} (around event \
+         {}), at least {} (around event {})",
+        size(reserved.largest_hole_bytes),
+        size(end.largest_hole_bytes),
+        size(most.largest_hole_bytes),
+        most.event,
+        size(least.largest_hole_bytes),
+        least.event
+    ));
+    if let Some(limit) = found.limit_bytes {
+        let room = limit.saturating_sub(end.reserved_bytes);
+        page.note(format!("under the limit of {} the driver would give {} more at the end", size(limit), size(room)));
+    }
+}
+
+fn retried(retry: &Retry) -> String {
+    let kind = match retry.kind {
+        "garbage_collection" => "garbage collection",
+        "retry_or_empty_cache" => "retry (or empty_cache right before it)",
+        other => other,
+    };
+    format!(
+        "{kind} at {}: {} asked for, {}; {} in {} went back, and {}",
+        said(&retry.moment),
+        size(retry.requested_bytes),
+        retry.cause.words(),
+        size(retry.released_bytes),
+        counted(retry.released_segments, "segment"),
+        if retry.succeeded { "it was served" } else { "it was refused" }
+    )
+}
+
+/// Which sizes miss.
+pub(super) fn shapes(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    if found.shapes.is_empty() {
+        return;
+    }
+    let taken: u64 = found.shapes.iter().map(|shape| shape.taken_bytes).sum();
+    let misses: u64 = found.shapes.iter().map(|shape| shape.misses).sum();
+    page.title(format!(
+        "Which sizes miss: {} of {} took {} from the device",
+        counted(misses, "request"),
+        found.allocations,
+        size(taken)
+    ));
+    let mut table = Table::new([
+        Column::right("size"),
+        Column::right("asked"),
+        Column::right("missed"),
+        Column::right("took"),
+        Column::left("mostly because"),
+        Column::text("line").priority(1),
+    ]);
+    for shape in found.shapes.iter().take(usize::from(args.top)) {
+        table.row([
+            size(shape.requested_bytes),
+            shape.requests.to_string(),
+            shape.misses.to_string(),
+            size(shape.taken_bytes),
+            shape.cause.words().to_owned(),
+            shape.line.clone().unwrap_or_default(),
+        ]);
+    }
+    page.table(&table);
+    let mut causes: Vec<(&'static str, u64)> = Vec::new();
+    for cause in crate::explain::explanation::Cause::ALL {
+        let of = |shape: &crate::explain::explanation::Shape| {
+            shape.causes.iter().filter(|(other, _)| *other == cause).map(|(_, count)| count).sum::<u64>()
+        };
+        causes.push((cause.words(), found.shapes.iter().map(of).sum()));
+    }
+    causes.retain(|(_, count)| *count > 0);
+    causes.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    let list = causes.iter().map(|(words, count)| format!("{words}: {count} ({})", percent(*count, misses)));
+    page.note(format!("all misses: {}", list.collect::<Vec<String>>().join("; ")));
+}
