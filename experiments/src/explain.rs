@@ -23,7 +23,7 @@ use explanation::{Grew, Moment, Who};
 use lines::Lines;
 use memory::Memory;
 use moments::{Held, grew, held, moment, who};
-use recording::Recording;
+use recording::{Recording, START};
 use std::path::{Path, PathBuf};
 use survey::Survey;
 use trainer::terminal::{Bar, Page};
@@ -158,7 +158,7 @@ struct Scenes {
 
 /// Goes through the history once more and looks around at its peaks.
 fn scenes(recording: &Recording, lines: &mut Lines<'_>, survey: &Survey, between: Option<&Between>) -> Scenes {
-    let last = recording.events.len().saturating_sub(1);
+    let last = recording.events.len().checked_sub(1).unwrap_or(START);
     let (active, reserved) = (survey.peak_active.0, survey.peak_reserved.0);
     let refused = survey.refused.back().map(|(index, _)| *index);
     let scene = refused.unwrap_or(reserved);
@@ -197,9 +197,7 @@ fn scenes(recording: &Recording, lines: &mut Lines<'_>, survey: &Survey, between
             end = moment(recording, memory, lines, index);
         }
     };
-    if recording.events.is_empty() {
-        look(0, &memory, lines);
-    }
+    look(START, &memory, lines);
     for (index, event) in recording.events.iter().enumerate() {
         // CAST: bounded when the history was read.
         memory.apply(recording, event, index as u32, recording.completes_at_once(index));

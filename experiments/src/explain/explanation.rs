@@ -62,7 +62,7 @@ pub(crate) struct Moment {
 /// A request that was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Refused {
-    pub(crate) requested_bytes: u64,
+    pub(crate) asked_bytes: u64,
     pub(crate) stream: u64,
     /// Free on the device, where the log says it.
     pub(crate) device_free_bytes: Option<u64>,
@@ -308,7 +308,7 @@ pub(crate) struct Keeper {
 /// A request during which memory went back to the device.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Retry {
-    pub(crate) requested_bytes: u64,
+    pub(crate) asked_bytes: u64,
     pub(crate) stream: u64,
     pub(crate) released_bytes: u64,
     pub(crate) released_segments: u64,

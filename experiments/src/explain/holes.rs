@@ -4,7 +4,7 @@ use super::explanation::{Keeper, Part, Pending, PendingStream, Pinned, Stranded,
 use super::lines::Lines;
 use super::memory::{BEFORE, Memory, Pool, Segment};
 use super::moments::{line_of, moment};
-use super::recording::Recording;
+use super::recording::{Recording, START};
 use super::survey::Survey;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -124,7 +124,7 @@ fn describe(
             line,
             nearby,
             pending: block.pending.is_some(),
-            age_events: born.map(|born| (index - born) as u64),
+            age_events: born.map(|born| index.saturating_sub(born) as u64),
             age_ns: born.and_then(|born| Some(time(index)?.saturating_sub(time(born)?))),
         }
     };
@@ -184,7 +184,7 @@ fn stranded(
         let last = survey.last_request.get(&row.stream).copied();
         // Near the end of a history every stream but one has had its last request.
         let rest = recording.events.len() / 10;
-        let over = last.is_none_or(|last| last <= index && recording.events.len() - last > rest);
+        let over = last.is_none_or(|last| index != START && last <= index && recording.events.len() - last > rest);
         let goes_on = recording.events.get(index).is_some_and(|event| event.stream == row.stream);
         if !over || goes_on || row.soft_bytes + row.hard_bytes == 0 {
             continue;
@@ -229,7 +229,7 @@ fn pending(recording: &Recording, survey: &Survey, lines: &mut Lines<'_>) -> Pen
     Pending {
         deferred_frees: survey.deferred,
         peak_bytes,
-        peak_event: if peak_bytes > 0 { recording.number(event) } else { 0 },
+        peak_event: if peak_bytes > 0 && event != START { recording.number(event) } else { 0 },
         streams,
         peak_active_instant_bytes: survey.peak_allocated,
         replayed_reserved_bytes: None,

@@ -3,7 +3,7 @@
 use super::explanation::{Grew, Growth, Moment, Named, Node, Share, SizeShare, Who};
 use super::lines::{LineId, Lines};
 use super::memory::{BEFORE, Block, Memory, Pool};
-use super::recording::Recording;
+use super::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use vramlab::histories::trace::TextId;
@@ -15,9 +15,8 @@ const ROWS: usize = 1000;
 pub(super) fn moment(recording: &Recording, memory: &Memory, lines: &mut Lines<'_>, index: usize) -> Moment {
     let totals = memory.totals;
     let stream = recording.events.get(index).map_or(0, |event| event.stream);
-    let there = !recording.events.is_empty();
     Moment {
-        event: if there { recording.number(index) } else { 0 },
+        event: if index == START { 0 } else { recording.number(index) },
         time_ns: recording.since_start(index),
         reserved_bytes: totals.reserved,
         active_bytes: totals.active,
@@ -143,7 +142,11 @@ pub(super) fn who(
     let mut root = Branch::default();
     for block in memory.blocks.values() {
         // CAST: an index, which fits in 32 bits.
-        let age = if block.born == BEFORE { index as u64 + 1 } else { index as u64 - u64::from(block.born) };
+        let age = match (index, block.born) {
+            (START, _) => 0,
+            (_, BEFORE) => index as u64 + 1,
+            (_, born) => index as u64 - u64::from(born),
+        };
         let (source, inside, path) = source(block, lines);
         sums.entry((source, inside)).or_default().add(block, age);
         let size: &mut Sum = sizes.entry(block.requested).or_default();

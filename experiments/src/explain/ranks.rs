@@ -78,11 +78,11 @@ pub(super) fn ranks(args: &ExplainArgs, files: &[&PathBuf]) -> Result<()> {
     let bar = Bar::new(files.len() as u64, form);
     let (mut ranks, unread) = read(&args.how, files, &bar);
     bar.clear();
+    if let (true, Some(first)) = (ranks.is_empty(), unread.first()) {
+        return Err(anyhow!("none of the {} histories could be read; {}", files.len(), first.error));
+    }
     for unread in &unread {
         fail(format_args!("{}; the others go on without it", unread.error));
-    }
-    if ranks.is_empty() {
-        return Err(anyhow!("none of the {} histories could be read", files.len()));
     }
     compare(&mut ranks);
     // The first is read once more: of hundreds only a row each is kept.

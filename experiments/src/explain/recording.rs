@@ -13,6 +13,9 @@ use vramlab::histories::trace::{
     Action, Annotation, Event, Format, Origin, Origins, ReadError, SegmentType, Summary, TextId, read_origins,
 };
 
+/// The index of what was there before the first event.
+pub(super) const START: usize = usize::MAX;
+
 /// The events of one GPU and what else its history says.
 pub(super) struct Recording {
     pub(super) events: Vec<Recorded>,

@@ -32,7 +32,10 @@ fn counted(count: u64, noun: &str) -> String {
 
 /// When a moment was, for the end of a sentence.
 fn when(moment: &Moment) -> String {
-    let mut out = format!("event {}", moment.event);
+    let mut out = match moment.event {
+        0 => "before the first event".to_owned(),
+        event => format!("event {event}"),
+    };
     if let Some(time) = moment.time_ns {
         out += &format!(", {} in", duration(time));
     }
@@ -54,8 +57,13 @@ fn place(line: &str, inside: Option<&str>, nearby: bool) -> String {
 /// All of it.
 pub(super) fn report(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
     headline(found, page);
+    let first = found.who.first().map_or(0, |who| who.moment.active_bytes);
     for (number, who) in found.who.iter().enumerate() {
-        self::who(found, who, args, number == 0, page);
+        // What is all but the same is not said twice; --json has both.
+        let active = who.moment.active_bytes;
+        if number == 0 || active < first - first / 50 {
+            self::who(found, who, args, number == 0, page);
+        }
     }
     grew(found, args, page);
     where_when::where_it_went(found, args, page);
@@ -71,7 +79,7 @@ fn headline(found: &Explanation, page: &mut Page) {
             "{}: out of memory at {}: {} asked for on stream {:#x}",
             found.trace,
             when(&last.moment),
-            size(last.requested_bytes),
+            size(last.asked_bytes),
             last.stream
         ));
         page.note(where_when::refusal(found, last));
@@ -150,7 +158,10 @@ fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &m
     let rest = &who.lines[who.lines.len().min(top)..];
     if !rest.is_empty() {
         let bytes: u64 = rest.iter().map(|row| row.bytes).sum();
-        page.note(format!("{} more hold {}", counted(rest.len() as u64, "line"), size(bytes)));
+        page.note(match rest.len() {
+            1 => format!("another line holds {}", size(bytes)),
+            count => format!("{count} more lines hold {}", size(bytes)),
+        });
     }
     if !first {
         return;

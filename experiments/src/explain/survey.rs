@@ -5,7 +5,7 @@ use super::explanation::{Cause, Point, Refused, Retry, Shape};
 use super::lines::Lines;
 use super::memory::{BEFORE, Memory, Pool, Totals};
 use super::moments::moment;
-use super::recording::{Recorded, Recording};
+use super::recording::{Recorded, Recording, START};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use vramlab::histories::trace::{Action, StackId};
 
@@ -89,11 +89,12 @@ pub(super) fn survey(recording: &Recording, lines: &mut Lines<'_>) -> Survey {
     let mut shapes: BTreeMap<u64, Tally> = BTreeMap::new();
     let mut window = Window::default();
     let (count, start) = (recording.events.len(), memory.totals);
-    out.peak_active.1 = start.active;
-    out.peak_reserved.1 = start.reserved;
+    out.peak_active = (START, start.active);
+    out.peak_reserved = (START, start.reserved);
+    out.pending_peak = (START, start.pending);
     out.peak_allocated = start.active - start.pending;
     let stretch = count.div_ceil(POINTS).max(1);
-    let mut climb = Climb::default();
+    let mut climb = Climb { best: (START, start.active), ..Climb::default() };
     let empties = empty_cache_stacks(recording);
     for (index, event) in recording.events.iter().enumerate() {
         // CAST: bounded when the history was read.
@@ -301,7 +302,7 @@ impl Survey {
             self.retries.pop_front();
         }
         let retry = Retry {
-            requested_bytes: event.bytes,
+            asked_bytes: event.bytes,
             stream: event.stream,
             released_bytes: window.released,
             released_segments: window.segments,
@@ -320,7 +321,7 @@ impl Survey {
             self.refused.pop_front();
         }
         let refused = Refused {
-            requested_bytes: event.bytes,
+            asked_bytes: event.bytes,
             stream: event.stream,
             device_free_bytes: Some(event.addr).filter(|free| *free > 0),
             cause: cause(memory, &recording.settings, event.bytes, event.stream),

@@ -22,7 +22,7 @@ pub(super) fn refusal(found: &Explanation, last: &Refused) -> String {
             let room = limit.saturating_sub(moment.reserved_bytes);
             out += &format!("; the limit of {} leaves {}", size(limit), size(room));
         }
-        (None, Some(free)) if free > last.requested_bytes => {
+        (None, Some(free)) if free > last.asked_bytes => {
             out += &format!(
                 "; the device had {} free, so a limit of the process refused it (set_per_process_memory_fraction)",
                 size(free)
@@ -210,7 +210,10 @@ pub(super) fn when(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
     }
     hole(found, page);
     if found.num_retries > 0 {
-        page.title(format!("{}, in which memory went back to the device:", counted(found.num_retries, "retry")));
+        page.title(format!(
+            "Memory went back to the device during {}, the last of them:",
+            counted(found.num_retries, "request")
+        ));
         for retry in found.retries.iter().rev().take(top) {
             page.note(retried(retry));
         }
@@ -254,7 +257,7 @@ fn retried(retry: &Retry) -> String {
     format!(
         "{kind} at {}: {} asked for, {}; {} in {} went back, and {}",
         said(&retry.moment),
-        size(retry.requested_bytes),
+        size(retry.asked_bytes),
         retry.cause.words(),
         size(retry.released_bytes),
         counted(retry.released_segments, "segment"),
