@@ -10,6 +10,7 @@ pub mod naive;
 pub mod paddle;
 pub mod plan;
 pub mod pooled;
+mod private_pools;
 pub mod pytorch;
 pub mod registry;
 pub mod remap;

@@ -6,11 +6,13 @@
 mod action;
 mod allocator;
 mod error;
+mod private_pool;
 mod snapshot;
 mod stats;
 
 pub use action::Action;
 pub use allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 pub use error::{AllocError, OomReport, Refused};
+pub use private_pool::PrivatePool;
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
 pub use stats::{Gauge, PeakKind, PoolKind, PooledGauge, Stats, Steals};

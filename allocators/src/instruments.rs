@@ -19,6 +19,7 @@ macro_rules! pass_on {
 
         crate::instruments::pass_on!();
         crate::instruments::pass_on!(captures);
+        crate::instruments::pass_on!(pools);
     };
     (restore) => {
         fn restore(
@@ -69,6 +70,27 @@ macro_rules! pass_on {
 
         fn capture_release(&self, capture: crate::contract::CaptureId) -> Result<(), AllocError> {
             self.inner.capture_release(capture)
+        }
+    };
+    (pools) => {
+        fn pool_create(&self) -> Result<crate::contract::PrivatePool, AllocError> {
+            self.inner.pool_create()
+        }
+
+        fn pool_begin(&self, pool: crate::contract::PrivatePool, stream: StreamId) -> Result<(), AllocError> {
+            self.inner.pool_begin(pool, stream)
+        }
+
+        fn pool_end(&self, stream: StreamId) -> Result<(), AllocError> {
+            self.inner.pool_end(stream)
+        }
+
+        fn pool_release(&self, pool: crate::contract::PrivatePool) -> Result<(), AllocError> {
+            self.inner.pool_release(pool)
+        }
+
+        fn pool_trim(&self, pool: crate::contract::PrivatePool) -> Result<u64, AllocError> {
+            self.inner.pool_trim(pool)
         }
     };
 }

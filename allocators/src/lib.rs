@@ -59,7 +59,7 @@ pub use bytes::{Bytes, ParseBytesError};
 pub use client::{Capture, DeviceBuffer, Graph, Memory, PinnedBuffer};
 pub use contract::{
     AllocError, Attribution, Block, BlockInfo, BlockState, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Gauge, Ledger,
-    OomReport, Path, PeakKind, PoolKind, PooledGauge, Request, SegmentInfo, Snapshot, Stats, Steals,
+    OomReport, Path, PeakKind, PoolKind, PooledGauge, PrivatePool, Request, SegmentInfo, Snapshot, Stats, Steals,
 };
 pub use device::sim::SimMemory;
 pub use device::{

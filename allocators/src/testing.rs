@@ -17,6 +17,7 @@
 mod blocks;
 mod captures;
 mod faults;
+mod private_pools;
 mod stress;
 mod support;
 mod threads;
@@ -187,6 +188,15 @@ const CAPTURES: &[Entry] = entries! { 64 * GIB =>
 const CAPTURES_WHEN_FULL: &[Entry] = entries! { 64 * MIB => captures::a_capture_that_runs_out_of_memory_loses_nothing };
 /// Of backends that do not.
 const NO_CAPTURES: &[Entry] = entries! { 64 * GIB => captures::captures_are_refused };
+/// Of backends with private pools.
+const POOLS: &[Entry] = entries! { 64 * GIB =>
+    private_pools::a_private_pool_shares_no_memory
+    private_pools::memory_of_a_private_pool_stays_until_it_is_released
+    private_pools::a_recorded_use_delays_the_reuse_in_a_private_pool
+    private_pools::private_pools_out_of_order_are_refused
+};
+/// Of backends without.
+const NO_POOLS: &[Entry] = entries! { 64 * GIB => private_pools::private_pools_are_refused };
 /// Where calls can be made to fail.
 const FAULTS: &[Entry] = entries! { 0 =>
     faults::every_driver_call_may_fail_once
@@ -232,7 +242,7 @@ fn has(device: Device, needs: Needs) -> bool {
 
 /// The checks that a backend has to pass on a device.
 fn demanded(backend: &Backend, device: Device) -> Vec<&'static [Entry]> {
-    let Capabilities { graph_capture, needs, .. } = backend.capabilities;
+    let Capabilities { graph_capture, needs, private_pools, .. } = backend.capabilities;
     if !has(device, needs) {
         return vec![LACKING];
     }
@@ -240,6 +250,7 @@ fn demanded(backend: &Backend, device: Device) -> Vec<&'static [Entry]> {
     let limited = backend.has_setting(stress::LIMIT);
     let mut out = vec![ALWAYS, WHEN_FULL];
     out.extend(if captures { vec![CAPTURES, CAPTURES_WHEN_FULL] } else { vec![NO_CAPTURES] });
+    out.push(if private_pools { POOLS } else { NO_POOLS });
     match device {
         Device::SimWithoutMemory => {
             out.push(FAULTS);

@@ -3,6 +3,8 @@
 //! map and unmap the same parts where the history was recorded under expandable_segments.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
+#[path = "golden/pools.rs"]
+mod pools;
 #[path = "golden/remap.rs"]
 mod remap;
 #[path = "golden/twins.rs"]
@@ -47,10 +49,6 @@ impl Recording {
     fn at(path: PathBuf) -> Option<Self> {
         let name = path.file_name().unwrap().to_str().unwrap().to_owned();
         let stem = name.strip_suffix(".pickle.xz")?;
-        // Of the private pools of CUDA graphs a log does not tell enough.
-        if ["graph_step", "graphed_callables"].iter().any(|word| stem.contains(word)) {
-            return None;
-        }
         let beside = |name: String| Some(path.with_file_name(name)).filter(|path| path.is_file());
         let facts = beside(format!("{stem}.json")).or_else(|| beside(format!("{stem}.default.json"))).unwrap();
         let facts: Value = serde_json::from_str(&std::fs::read_to_string(facts).unwrap()).unwrap();
@@ -89,6 +87,7 @@ fn load_with(path: &Path, gpu: Option<u16>, limit: Option<u64>, further: &[Event
     let mut settings = recorded_settings(&summary.allocator_settings).unwrap();
     settings.memory_limit = limit;
     further.iter().for_each(|event| builder.push(event).unwrap());
+    builder.ends_with(&summary.segments).unwrap();
     (builder.finish(&settings).unwrap(), settings)
 }
 

@@ -103,6 +103,10 @@ struct Row {
     #[serde(skip_serializing_if = "Option::is_none")]
     prologue_problem: Option<String>,
     undetermined_blocks: u64,
+    private_pools: u64,
+    private_pools_kept: bool,
+    private_pool_allocations: u64,
+    undetermined_pool_allocations: u64,
     refused_allocations: u64,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     out_of_memory: Vec<OutOfMemory>,
@@ -265,6 +269,10 @@ fn run(
         prologue_reserved_bytes: history.prologue_segments().1,
         prologue_problem: history.prologue_problem().map(str::to_owned),
         undetermined_blocks: history.undetermined_blocks(),
+        private_pools: history.private_pools(),
+        private_pools_kept: report.private_pools,
+        private_pool_allocations: history.private_pool_allocations(),
+        undetermined_pool_allocations: history.undetermined_pool_allocations(),
         refused_allocations: history.refused_allocations(),
         out_of_memory: history.out_of_memory().to_vec(),
         deferred_frees: history.deferred_frees(),

@@ -9,7 +9,7 @@
 //! Blocks are split and coalesced inside their segment; segments go back to the driver only under pressure.
 //!
 //! *Where to look.* `Caching::serve` and `Caching::free` below are the two paths. What is done when no block fits is in
-//! `growth`, uses on other streams in `pending`, graph captures in `capture`. What makes it fast is one file each, with a
+//! `growth`, uses on other streams in `pending`, graph captures in `capture`, private pools in `pool`. What makes it fast is one file each, with a
 //! paragraph that says what it is and what it is worth:
 //!
 //! | file | what |
@@ -18,6 +18,7 @@
 //! | `totals` | exact peaks over all streams without a counter that all write |
 //! | `core/exact_index` | free blocks of the small pool: a bin for each size |
 //! | `core/ranged_index` | free blocks of the large pool: 128 bins a doubling |
+//! | `pool` | a private pool has shards of its own |
 //! | `core/blocks` | 32 bytes a block, linked by indices |
 //!
 //! *Cost.* Allocate and free on a hit: one short lock that only users of the same stream share, O(1) in the number of
@@ -41,6 +42,7 @@ mod growth;
 #[cfg(all(test, loom))]
 mod models;
 mod pending;
+mod pool;
 mod restore;
 mod shard;
 mod totals;
@@ -51,7 +53,7 @@ use super::{InstanceId, foreign, not_held};
 use crate::backends::caching::core::block_cache::{BlockCache, Served, Wanted, address};
 use crate::backends::caching::core::blocks::BlockIndex;
 use crate::contract::AllocError;
-use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
+use crate::contract::{Block, CaptureId, DeviceAllocator, Path, PrivatePool, Request};
 use crate::contract::{Gauge, PoolKind, Stats};
 use crate::contract::{Ledger, Snapshot};
 use crate::device::{DeviceAddr, Driver, StreamId};
@@ -62,6 +64,7 @@ use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, lock};
 use capture::Pool;
 use growth::Growth;
 use pending::Pending;
+use pool::Pools;
 use shard::{Shard, ShardTable};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -80,6 +83,7 @@ pub static BACKEND: Backend = Backend {
         retries: true,
         snapshot: true,
         restores: true,
+        private_pools: true,
         follows_pytorch: true,
         used_elsewhere: Path::Deferred,
         ..Capabilities::LEAST
@@ -127,7 +131,7 @@ impl CachingSettings {
 
 /// See the [module](self).
 ///
-/// Locks are taken in the order `growth`, `pending`, `captures`, the sums of `totals`, one shard; after these only
+/// Locks are taken in the order `growth`, `pending`, `captures`, `pools`, the sums of `totals`, one shard; after these only
 /// `oversize_allocations` or the table's numbers, which are held over nothing.
 #[derive(Debug)]
 pub struct Caching {
@@ -143,11 +147,13 @@ pub struct Caching {
     totals: Totals,
     growth: Mutex<Growth>,
     pending: Mutex<Pending>,
-    /// Entries in `pending` and open captures, so that a request sees without a lock that there are none.
+    /// Entries in `pending`, open captures and streams in private pools, so that a request sees without a lock that there are
+    /// none.
     waiting: AtomicUsize,
     captures: Mutex<Captures<Pool>>,
     /// Open captures.
     capturing: AtomicUsize,
+    pools: Mutex<Pools>,
     /// Searches of the free blocks of the large pool so far, counted only if garbage is collected; the age of a free
     /// block is what was added since it became free.
     searches: AtomicU64,
@@ -174,6 +180,7 @@ impl Caching {
             waiting: AtomicUsize::new(0),
             captures: Mutex::new(Captures::default()),
             capturing: AtomicUsize::new(0),
+            pools: Mutex::new(Pools::default()),
             searches: AtomicU64::new(0),
             oversize_allocations: Mutex::new(Gauge::default()),
         }
@@ -186,7 +193,7 @@ impl Caching {
     /// PyTorch's `malloc`.
     fn serve(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         request.validate()?;
-        // Blocks whose events have completed are free again before the search. Captures are looked for with them.
+        // Blocks whose events have completed are free again before the search. Captures and pools are looked for with them.
         let (processed, shard) = match self.waiting.load(Acquire) {
             0 => (true, self.shards.of_stream(stream)),
             _ => (self.process_events()?, self.shard_for(stream)),
@@ -337,6 +344,26 @@ impl DeviceAllocator for Caching {
 
     fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
         self.release_capture(capture)
+    }
+
+    fn pool_create(&self) -> Result<PrivatePool, AllocError> {
+        Ok(self.create_pool())
+    }
+
+    fn pool_begin(&self, pool: PrivatePool, stream: StreamId) -> Result<(), AllocError> {
+        self.begin_pool(pool, stream)
+    }
+
+    fn pool_end(&self, stream: StreamId) -> Result<(), AllocError> {
+        self.end_pool(stream)
+    }
+
+    fn pool_release(&self, pool: PrivatePool) -> Result<(), AllocError> {
+        self.release_pool(pool)
+    }
+
+    fn pool_trim(&self, pool: PrivatePool) -> Result<u64, AllocError> {
+        self.trim_pool(pool)
     }
 }
 

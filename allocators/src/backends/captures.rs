@@ -50,9 +50,14 @@ impl<T> Captures<T> {
 
     /// Opens a capture on a stream that is in none.
     pub(super) fn begin(&mut self, stream: StreamId, keeps: T) -> CaptureId {
+        self.begin_with(stream, |_| keeps)
+    }
+
+    /// The same, where what it keeps depends on its number.
+    pub(super) fn begin_with(&mut self, stream: StreamId, keeps: impl FnOnce(CaptureId) -> T) -> CaptureId {
         let id = CaptureId::next();
         self.open.insert(stream, id);
-        self.all.insert(id, (stream, keeps));
+        self.all.insert(id, (stream, keeps(id)));
         id
     }
 

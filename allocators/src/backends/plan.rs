@@ -58,7 +58,7 @@ pub const UNIT: u64 = 512;
 pub static BACKEND: Backend = Backend {
     name: "plan",
     summary: "serves a program that repeats itself where an offline plan says, and falls back on pytorch's rules",
-    capabilities: Capabilities { restores: false, ..Pooled::<Plan>::CAPABILITIES },
+    capabilities: Capabilities { restores: false, private_pools: false, ..Pooled::<Plan>::CAPABILITIES },
     constructor: &With(|driver, settings: &PlanSettings| Ok(Arc::new(Plan::new(driver, settings)?))),
 };
 
@@ -236,6 +236,11 @@ impl Policy for Plan {
     }
 
     fn restores(&self) -> bool {
+        false
+    }
+
+    /// A plan knows of one pool.
+    fn has_private_pools(&self) -> bool {
         false
     }
 

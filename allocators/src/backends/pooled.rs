@@ -7,9 +7,12 @@ mod captures;
 mod restore;
 
 use super::captures::Captures;
+use super::private_pools::PrivatePools;
 use super::registry::{Capabilities, GraphCapture, SegmentUse, StreamUse};
 use super::{InstanceId, foreign, not_held};
-use crate::contract::{AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, Request, Snapshot, Stats};
+use crate::contract::{
+    AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats,
+};
 use crate::device::{DeviceAddr, StreamId};
 use crate::policy::Heap;
 use crate::policy::grow::release_cached;
@@ -48,6 +51,11 @@ pub trait Policy: fmt::Debug + Send {
         true
     }
 
+    /// Whether it has [private pools](DeviceAllocator#private-pools).
+    fn has_private_pools(&self) -> bool {
+        true
+    }
+
     /// Adds what it counts itself to the statistics.
     fn count(&self, _stats: &mut Stats) {}
 
@@ -71,6 +79,7 @@ struct State<P> {
     policy: P,
     heap: Heap,
     captures: Captures<Kept>,
+    pools: PrivatePools,
 }
 
 impl<P: Policy> Pooled<P> {
@@ -84,6 +93,7 @@ impl<P: Policy> Pooled<P> {
         retries: true,
         snapshot: true,
         restores: true,
+        private_pools: true,
         used_elsewhere: Path::Deferred,
         ..Capabilities::LEAST
     };
@@ -109,7 +119,8 @@ impl<P: Policy> Pooled<P> {
         // CAST: two allocators share a number only if 2^32 were made between them.
         let id = InstanceId::next().get() as u32;
         let name = policy.name();
-        Self { id, name, state: Mutex::new(State { policy, heap, captures: Captures::default() }) }
+        let state = State { policy, heap, captures: Captures::default(), pools: PrivatePools::default() };
+        Self { id, name, state: Mutex::new(state) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State<P>> {
@@ -147,7 +158,8 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         request.validate()?;
         let state = &mut *self.lock();
-        let private = state.captures.open_on(stream).and_then(|kept| kept.private);
+        let captured = state.captures.open_on(stream).and_then(|kept| kept.private);
+        let private = captured.or_else(|| state.pools.of(stream).map(PrivatePool::id));
         let owner = Owner { stream, private };
         let (block, path) = state.policy.allocate(&mut state.heap, owner, request.bytes)?;
         state.heap.space_mut().account_mut().note_peak(stream);
@@ -218,6 +230,38 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
 
     fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
         self.lock().release_capture(self.name, capture)
+    }
+
+    fn pool_create(&self) -> Result<PrivatePool, AllocError> {
+        let state = &mut *self.lock();
+        if !state.policy.has_private_pools() {
+            return Err(AllocError::Incapable { allocator: self.name, capability: "private pools" });
+        }
+        let pool = state.pools.create();
+        state.heap.pin(pool.id());
+        Ok(pool)
+    }
+
+    fn pool_begin(&self, pool: PrivatePool, stream: StreamId) -> Result<(), AllocError> {
+        self.lock().pools.begin(self.name, pool, stream)
+    }
+
+    fn pool_end(&self, stream: StreamId) -> Result<(), AllocError> {
+        self.lock().pools.end(self.name, stream)
+    }
+
+    fn pool_release(&self, pool: PrivatePool) -> Result<(), AllocError> {
+        let state = &mut *self.lock();
+        let private = state.pools.release(self.name, pool)?;
+        state.heap.unpin(private);
+        Ok(())
+    }
+
+    fn pool_trim(&self, pool: PrivatePool) -> Result<u64, AllocError> {
+        let state = &mut *self.lock();
+        state.pools.need_released(self.name, pool)?;
+        state.heap.process_events()?;
+        Ok(state.heap.release_private(pool.id())?)
     }
 }
 

@@ -28,8 +28,9 @@
 //! *Large blocks* may be kept whole: with `max_split_size` blocks of at least that size are never cut, and serve only
 //! requests that are as large and at most `max_non_split_rounding` smaller.
 //!
-//! *Graphs.* A request of a stream that is being captured is served from a private pool by the same rules. Its `owner` says
-//! so; no other request sees those blocks, and the segments stay until the graph is gone.
+//! *Private pools.* A request of a stream that is being captured into a graph, or that a program lets into a private pool, is
+//! served from that pool by the same rules. Its `owner` says so; no other request sees those blocks, and the segments stay
+//! until the graph is gone or the pool is released.
 //!
 //! *Good at* programs that repeat themselves. *Bad at* sizes that keep changing: rests pile up between live blocks, in
 //! segments that cannot go back. Also bad at blocks that are used on several streams: each stream keeps its own.

@@ -1,7 +1,7 @@
 //! The upper seam: what every backend and every instrument implements.
 
-use crate::contract::AllocError;
 use crate::contract::Stats;
+use crate::contract::{AllocError, PrivatePool};
 use crate::contract::{Ledger, Snapshot};
 use crate::device::{DeviceAddr, StreamId};
 use std::fmt;
@@ -301,6 +301,21 @@ impl fmt::Display for CaptureId {
 /// Calls on the stream from other threads are ordered with the two ends of the capture by whoever makes them. Streams that
 /// join the capture through an event get no memory of it: allocate on the stream that began.
 /// [`Graph`](crate::Graph) keeps the order by itself.
+///
+/// # Private pools
+/// A program can keep some of its memory apart from the rest: that of its CUDA graphs, or of a part of the program
+/// (`torch.cuda.MemPool`). The order is
+///
+/// 1. [`pool_create`](Self::pool_create);
+/// 2. [`pool_begin`](Self::pool_begin), requests of that stream, [`pool_end`](Self::pool_end), as often as wanted and for as many
+///    streams as wanted;
+/// 3. [`pool_release`](Self::pool_release) when nobody will ask the pool for memory again, and then, for memory that should
+///    go back at once, [`pool_trim`](Self::pool_trim).
+///
+/// A pool follows the allocator's rules, and each stream has its own part of it. Its memory serves no other request, not even
+/// of the same stream, and a request of the pool is served from no other memory. A block is freed as any other, wherever its
+/// stream's requests go then. Segments of the pool stay until it is released, also when the cache is emptied. While a stream is
+/// captured, the capture comes before the pool.
 pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// Name on the command line and in records.
     fn name(&self) -> &'static str;
@@ -401,6 +416,51 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// refused to take memory back. What it refused is kept for the next request or [`trim`](Self::trim).
     fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
         Err(AllocError::Capture { allocator: self.name(), reason: format!("there is no capture {capture}") })
+    }
+
+    /// Makes a private pool, which holds nothing yet; see [private pools](Self#private-pools).
+    ///
+    /// # Errors
+    /// [`AllocError::Incapable`] when the allocator has none.
+    fn pool_create(&self) -> Result<PrivatePool, AllocError> {
+        Err(AllocError::Incapable { allocator: self.name(), capability: "private pools" })
+    }
+
+    /// Lets later requests of `stream` be served from a private pool (PyTorch's `beginAllocateToPool`).
+    ///
+    /// # Errors
+    /// [`AllocError::PrivatePool`] when there is no such pool, or it was released, or the stream is in one already.
+    fn pool_begin(&self, pool: PrivatePool, stream: StreamId) -> Result<(), AllocError> {
+        let _ = stream;
+        Err(AllocError::PrivatePool { allocator: self.name(), reason: format!("there is no pool {pool}") })
+    }
+
+    /// Lets later requests of `stream` be served as they were before (PyTorch's `endAllocateToPool`).
+    ///
+    /// # Errors
+    /// [`AllocError::PrivatePool`] when the stream is in none.
+    fn pool_end(&self, stream: StreamId) -> Result<(), AllocError> {
+        let reason = format!("stream {} is in no pool", stream.get());
+        Err(AllocError::PrivatePool { allocator: self.name(), reason })
+    }
+
+    /// Says that nobody will ask a private pool for memory again (PyTorch's `releasePool`). Its idle segments go back when idle
+    /// memory goes back the next time: by [`trim`](Self::trim), or because memory is short. Blocks of it that are held can be
+    /// freed as ever.
+    ///
+    /// # Errors
+    /// [`AllocError::PrivatePool`] when there is no such pool, or it was released before, or a stream is in it.
+    fn pool_release(&self, pool: PrivatePool) -> Result<(), AllocError> {
+        Err(AllocError::PrivatePool { allocator: self.name(), reason: format!("there is no pool {pool}") })
+    }
+
+    /// Gives back what is idle of a released private pool, and nothing else (PyTorch's `emptyCache` of a pool); says how many
+    /// bytes. Waits for no work: blocks that other streams still use stay.
+    ///
+    /// # Errors
+    /// [`AllocError::PrivatePool`] when the pool has not been released; [`AllocError::Driver`] when the driver refused.
+    fn pool_trim(&self, pool: PrivatePool) -> Result<u64, AllocError> {
+        Err(AllocError::PrivatePool { allocator: self.name(), reason: format!("there is no pool {pool}") })
     }
 }
 

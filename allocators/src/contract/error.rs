@@ -183,6 +183,14 @@ pub enum AllocError {
         /// Their size in bytes.
         bytes: u64,
     },
+    /// A private pool cannot be used or released as asked.
+    #[error("private pool of '{allocator}': {reason}")]
+    PrivatePool {
+        /// Allocator that was asked.
+        allocator: &'static str,
+        /// Why not.
+        reason: String,
+    },
     /// A capture cannot begin, end or be released as asked.
     #[error("graph capture with '{allocator}': {reason}")]
     Capture {

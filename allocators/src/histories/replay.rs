@@ -33,6 +33,10 @@
 //!   may go back in another order. In a log that is cut inside a retry under a limit, what the retry had waited for looks
 //!   as if it had always been free. A log that does not say what was held at the end shows such blocks by their frees only, and cannot be compared address for
 //!   address.
+//! - **Private pools** of CUDA graphs and `MemPool`s, which events do not name. A block's pool is that of the segment, or the range of
+//!   addresses, that it lies in, and of those that are gone at the end the placements tell which cannot be of one pool. Allocators
+//!   that [have private pools](crate::DeviceAllocator#private-pools) keep them apart. What fits more than one pool is counted
+//!   ([`History::undetermined_pool_allocations`]). A history that began late does not tell.
 //! - **Refused requests** (`oom`) never lived. They are replayed at recorded addresses, where they matter for what they made
 //!   the allocator release, and where it is asked whether they would be refused again ([`ReplaySettings::ask_again`]).
 //!
@@ -71,6 +75,8 @@ mod memory;
 mod oom;
 mod op;
 mod parts;
+mod pools;
+mod private;
 mod report;
 mod room;
 mod run;

@@ -346,6 +346,7 @@ impl DeviceAllocator for Checker {
     }
 
     super::pass_on!();
+    super::pass_on!(pools);
 }
 
 impl CheckReport {

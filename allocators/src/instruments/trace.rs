@@ -169,4 +169,5 @@ impl DeviceAllocator for EventTrace {
 
     super::pass_on!();
     super::pass_on!(captures);
+    super::pass_on!(pools);
 }

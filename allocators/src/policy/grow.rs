@@ -238,11 +238,11 @@ fn as_much_again(heap: &mut Heap, miss: &Miss, maximum: Option<u64>) -> Result<O
     }
 }
 
-/// PyTorch's `garbage_collect_cached_blocks`: true when anything went.
+/// PyTorch's `garbage_collect_cached_blocks`, which leaves private pools alone: true when anything went.
 fn collect_garbage(heap: &mut Heap, above: u64) -> Result<bool, DriverError> {
     let target = heap.space().account().reserved().saturating_sub(above);
     let mut idle = heap.idle_segments();
-    idle.retain(|idle| idle.list.pool != Some(PoolKind::Small));
+    idle.retain(|idle| idle.list.pool != Some(PoolKind::Small) && idle.list.owner.private.is_none());
     let mut reclaimed = 0;
     while reclaimed < target && !idle.is_empty() {
         let mean = idle.iter().map(|idle| idle.age).sum::<u64>() as f64 / idle.len() as f64;

@@ -35,7 +35,7 @@ pub struct Heap {
     arena: Option<Arena>,
     /// Streams that were announced to use a block.
     uses: BTreeMap<BlockId, Vec<StreamId>>,
-    /// Private pools whose graphs may still run, so that none of their segments goes back.
+    /// Private pools whose graphs may still run, or that may still be asked for memory, so that none of their segments goes back.
     pinned: BTreeSet<CaptureId>,
     /// Graphs that are being captured.
     captures: usize,
@@ -282,7 +282,8 @@ impl Heap {
         blocks
     }
 
-    /// Segments that can go back to the device, by (pool, stream, size, address): the large pool before the small one.
+    /// Segments that can go back to the device, by (pool, stream, size, address): the large pool before the small one, then the
+    /// private pools one after another, each with its small pool first (PyTorch's `release_cached_blocks`).
     #[must_use]
     pub fn idle_segments(&self) -> Vec<Idle> {
         let idle = self.space.segments().filter(|(_, segment)| segment.busy == 0 && !segment.expandable);
@@ -293,8 +294,11 @@ impl Heap {
                 Idle { segment: id, list: segment.list, addr: segment.addr, bytes: segment.bytes, age }
             })
             .collect();
-        let large_first = |idle: &Idle| idle.list.pool == Some(PoolKind::Small);
-        found.sort_unstable_by_key(|idle| (large_first(idle), idle.list.owner, idle.bytes, idle.addr));
+        found.sort_unstable_by_key(|idle| {
+            let Owner { stream, private } = idle.list.owner;
+            let first = if private.is_some() { PoolKind::Small } else { PoolKind::Large };
+            (private, idle.list.pool != Some(first), stream, idle.bytes, idle.addr)
+        });
         found
     }
 
@@ -421,8 +425,25 @@ impl Heap {
 
     /// A graph is being captured, whose memory is the private pool `private`.
     pub(crate) fn begin_capture(&mut self, private: CaptureId) {
-        self.pinned.insert(private);
+        self.pin(private);
         self.captures += 1;
+    }
+
+    /// Lets the segments of a private pool stay until [`unpin`](Self::unpin).
+    pub(crate) fn pin(&mut self, private: CaptureId) {
+        self.pinned.insert(private);
+    }
+
+    /// Gives back what is idle of a private pool that is not pinned. Returns the bytes that went.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(crate) fn release_private(&mut self, private: CaptureId) -> Result<u64, DriverError> {
+        let mut released = 0;
+        for idle in self.idle_segments().iter().filter(|idle| idle.list.owner.private == Some(private)) {
+            released += self.release(idle.segment)?;
+        }
+        Ok(released + self.release_parts(0, |list| list.owner.private == Some(private))?)
     }
 
     /// Whether a graph is being captured, so that nothing may be waited for.
@@ -435,7 +456,7 @@ impl Heap {
         self.captures -= 1;
     }
 
-    /// The graph of a private pool is gone.
+    /// The graph of a private pool is gone, or nobody asks the pool for memory any more.
     pub(crate) fn unpin(&mut self, private: CaptureId) {
         self.pinned.remove(&private);
     }

@@ -56,12 +56,12 @@ pub enum State {
 pub struct Owner {
     /// The stream that allocates it.
     pub stream: StreamId,
-    /// The capture to whose private pool it belongs, if it does.
+    /// The private pool that it belongs to, if it does: a capture's, or one that the program [made](crate::contract::PrivatePool).
     pub private: Option<CaptureId>,
 }
 
 impl Owner {
-    /// A stream outside of any capture.
+    /// A stream outside of any capture and private pool.
     #[must_use]
     pub fn of(stream: StreamId) -> Self {
         Self { stream, private: None }

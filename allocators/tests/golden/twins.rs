@@ -11,7 +11,7 @@ use vramlab::histories::replay::{Addresses, ReplaySettings, replay};
 use vramlab::settings::Settings;
 use vramlab::{
     AllocError, Block, CallEvent, CallKind, CaptureId, DeviceAddr, DeviceAllocator, Driver, Ledger, MeteredDriver,
-    Path, Profile, Request, Selection, SimDriver, SimMemory, Snapshot, Stats, StreamId,
+    Path, PrivatePool, Profile, Request, Selection, SimDriver, SimMemory, Snapshot, Stats, StreamId,
 };
 
 /// Places at which the two are compared as a whole.
@@ -172,6 +172,28 @@ impl DeviceAllocator for Watched {
 
     fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
         self.inner.capture_release(capture)
+    }
+
+    fn pool_create(&self) -> Result<PrivatePool, AllocError> {
+        self.inner.pool_create()
+    }
+
+    fn pool_begin(&self, pool: PrivatePool, stream: StreamId) -> Result<(), AllocError> {
+        self.inner.pool_begin(pool, stream)
+    }
+
+    fn pool_end(&self, stream: StreamId) -> Result<(), AllocError> {
+        self.inner.pool_end(stream)
+    }
+
+    fn pool_release(&self, pool: PrivatePool) -> Result<(), AllocError> {
+        self.inner.pool_release(pool)
+    }
+
+    fn pool_trim(&self, pool: PrivatePool) -> Result<u64, AllocError> {
+        let result = self.inner.pool_trim(pool);
+        self.step(result.as_ref().map_or_else(|error| self.refused(error), |bytes| Outcome::Trimmed(*bytes)));
+        result
     }
 }
 

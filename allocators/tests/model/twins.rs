@@ -4,14 +4,15 @@
 use super::common::{GIB, MIB, allocate, free, sim, work};
 use super::{Op, ROOM, STREAMS, caching_settings, config, ops};
 use proptest::prelude::*;
+use proptest::sample::Index;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 use std::sync::{Arc, Mutex};
 use vramlab::backends::{CachingSettings, caching, pytorch};
 use vramlab::policy::size::torch::Divisions;
 use vramlab::{
-    Backend, Block, CallEvent, CallKind, CaptureId, DeviceAllocator, Driver, GraphId, MeteredDriver, Path, Selection,
-    SimDriver, SimMemory, StreamId,
+    Backend, Block, CallEvent, CallKind, CaptureId, DeviceAllocator, Driver, GraphId, MeteredDriver, Path, PrivatePool,
+    Selection, SimDriver, SimMemory, StreamId,
 };
 
 /// What of a driver call has to be alike.
@@ -27,6 +28,27 @@ struct Side {
     /// Captures on the first two streams: open, and ended with their graphs.
     open: [Option<CaptureId>; 2],
     ended: Vec<(CaptureId, GraphId)>,
+    /// Private pools that are not released, and which of them each stream is in.
+    pools: Vec<PrivatePool>,
+    routes: Vec<Option<PrivatePool>>,
+}
+
+/// Something that a program does with private pools.
+#[derive(Clone, Debug)]
+enum PoolOp {
+    /// Lets a stream into a pool, or into a new one.
+    Enter {
+        stream: usize,
+        which: Index,
+    },
+    Leave {
+        stream: usize,
+    },
+    /// Releases a pool, and gives back what is idle of it.
+    Release {
+        which: Index,
+        now: bool,
+    },
 }
 
 /// What an operation gave.
@@ -52,7 +74,8 @@ impl Side {
         let driver = MeteredDriver::new(Arc::clone(&sim) as Arc<dyn Driver>, None, Some(observer));
         let allocator = Selection::with(backend, settings).build(&(Arc::new(driver) as Arc<dyn Driver>)).unwrap();
         calls.lock().unwrap().clear();
-        Self { sim, allocator, calls, streams, live: Vec::new(), open: [None; 2], ended: Vec::new() }
+        let (live, ended, pools) = (Vec::new(), Vec::new(), Vec::new());
+        Self { sim, allocator, calls, streams, live, open: [None; 2], ended, pools, routes: vec![None; STREAMS] }
     }
 
     fn apply(&mut self, op: &Op) -> Outcome {
@@ -118,6 +141,43 @@ impl Side {
     }
 }
 
+impl Side {
+    fn leave(&mut self, stream: usize) {
+        if self.routes[stream].take().is_some() {
+            self.allocator.pool_end(self.streams[stream]).unwrap();
+        }
+    }
+
+    fn pool(&mut self, op: &PoolOp) -> Outcome {
+        match op {
+            PoolOp::Enter { stream, which } => {
+                let which = which.index(self.pools.len() + 1);
+                if which == self.pools.len() {
+                    self.pools.push(self.allocator.pool_create().unwrap());
+                }
+                self.leave(*stream);
+                self.allocator.pool_begin(self.pools[which], self.streams[*stream]).unwrap();
+                self.routes[*stream] = Some(self.pools[which]);
+            }
+            PoolOp::Leave { stream } => self.leave(*stream),
+            PoolOp::Release { which, now } if !self.pools.is_empty() => {
+                let pool = self.pools.swap_remove(which.index(self.pools.len()));
+                (0..STREAMS)
+                    .filter(|stream| self.routes[*stream] == Some(pool))
+                    .collect::<Vec<_>>()
+                    .into_iter()
+                    .for_each(|stream| self.leave(stream));
+                self.allocator.pool_release(pool).unwrap();
+                if *now {
+                    return Outcome::Trimmed(self.allocator.pool_trim(pool).unwrap());
+                }
+            }
+            PoolOp::Release { .. } => {}
+        }
+        Outcome::Nothing
+    }
+}
+
 struct Twins([Side; 2]);
 
 impl Twins {
@@ -135,6 +195,13 @@ impl Twins {
     fn capture(&mut self, which: usize) {
         let [rules, fast] = &mut self.0;
         assert_eq!(rules.capture(which), fast.capture(which));
+    }
+
+    fn pool(&mut self, op: &PoolOp) {
+        let [rules, fast] = &mut self.0;
+        assert_eq!(rules.pool(op), fast.pool(op), "{op:?}");
+        assert_eq!(*rules.calls.lock().unwrap(), *fast.calls.lock().unwrap(), "{op:?}");
+        self.0.iter().for_each(|side| side.calls.lock().unwrap().clear());
     }
 
     fn compare(&self) {
@@ -186,6 +253,34 @@ proptest! {
             if !matches!(op, Op::Synchronize { .. } | Op::Trim { .. }) {
                 twins.apply(op);
             }
+            twins.compare();
+        }
+    }
+}
+
+fn pool_op() -> impl Strategy<Value = PoolOp> {
+    prop_oneof![
+        3 => (0..STREAMS, any::<Index>()).prop_map(|(stream, which)| PoolOp::Enter { stream, which }),
+        2 => (0..STREAMS).prop_map(|stream| PoolOp::Leave { stream }),
+        1 => (any::<Index>(), any::<bool>()).prop_map(|(which, now)| PoolOp::Release { which, now }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(config(300))]
+
+    /// While some requests are for private pools, also where memory is short.
+    #[test]
+    fn caching_is_pytorch_with_private_pools(
+        ops in ops(200),
+        pools in prop::collection::vec(prop::option::weighted(0.15, pool_op()), 200),
+        settings in caching_settings(),
+        tight in any::<bool>(),
+    ) {
+        let mut twins = Twins::new(&settings, if tight { 128 * MIB } else { 8 * GIB });
+        for (op, pool) in ops.iter().zip(pools) {
+            pool.iter().for_each(|pool| twins.pool(pool));
+            twins.apply(op);
             twins.compare();
         }
     }

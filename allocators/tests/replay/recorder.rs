@@ -1,13 +1,14 @@
-//! Records what `caching` does in the words of PyTorch's snapshots: the histories that a replay has to follow.
+//! Records what an allocator does in the words of PyTorch's snapshots: the histories that a replay has to follow.
 
 use super::common::{self, allocate, free, sim, work};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
-use vramlab::backends::{Caching, CachingSettings};
+use vramlab::backends::{CachingSettings, caching};
 use vramlab::device::{CallArguments, CallResult, Hook, HookedDriver};
 use vramlab::histories::trace::{Action, Event, Segment};
 use vramlab::{
-    Block, CallKind, DeviceAllocator, Driver, DriverResult, EventId, SimDriver, SimMemory, Snapshot, StreamId,
+    Backend, Block, CallKind, DeviceAddr, DeviceAllocator, Driver, DriverResult, EventId, PrivatePool, Selection,
+    SimDriver, SimMemory, Snapshot, StreamId, VmmDriver,
 };
 
 /// What one operation made the allocator do, by the calls that it makes.
@@ -18,10 +19,15 @@ struct Log {
     waiting: HashMap<EventId, u64>,
     /// By block: size, stream, events that are missing.
     pending: HashMap<u64, (u64, u64, usize)>,
-    /// By segment: size and stream.
-    sizes: HashMap<u64, (u64, u64)>,
-    /// The stream of the request that is being served.
+    /// By segment: size, stream and pool.
+    sizes: HashMap<u64, (u64, u64, u64)>,
+    /// The same of ranges of addresses, by first address.
+    ranges: BTreeMap<u64, (u64, u64, u64)>,
+    /// Parts of them that are mapped: end by first address.
+    mapped: BTreeMap<u64, u64>,
+    /// The stream and the pool of the request that is being served.
     stream: u64,
+    pool: u64,
     /// The block that is being freed.
     freeing: Option<(u64, u64, u64)>,
 }
@@ -47,13 +53,22 @@ unsafe impl Hook for Watch {
         match (&result, kind) {
             (Ok(made), CallKind::MemAlloc) => {
                 let addr = made.addr().unwrap().get();
-                log.sizes.insert(addr, (arguments.bytes, log.stream));
+                log.sizes.insert(addr, (arguments.bytes, log.stream, log.pool));
                 log.events.push(event(Action::SegmentAlloc, addr, arguments.bytes, log.stream));
             }
             (Ok(_), CallKind::MemFree) => {
                 let addr = arguments.addr.unwrap().get();
-                let (bytes, stream) = log.sizes.remove(&addr).unwrap();
+                let (bytes, stream, _) = log.sizes.remove(&addr).unwrap();
                 log.events.push(event(Action::SegmentFree, addr, bytes, stream));
+            }
+            (Ok(_), CallKind::MemSetAccess) => {
+                let addr = arguments.addr.unwrap().get();
+                log.events.push(event(Action::SegmentMap, addr, arguments.bytes, log.stream));
+                log.map(addr, addr + arguments.bytes);
+            }
+            (Ok(_), CallKind::MemUnmap) => {
+                let addr = arguments.addr.unwrap().get();
+                log.unmap(addr, arguments.bytes);
             }
             (Ok(_), CallKind::EventRecord) => {
                 let (addr, bytes, stream) = log.freeing.unwrap();
@@ -73,13 +88,50 @@ unsafe impl Hook for Watch {
         }
         result
     }
+
+    fn address_reserve(&self, inner: &dyn VmmDriver, bytes: u64) -> DriverResult<DeviceAddr> {
+        let made = inner.address_reserve(bytes)?;
+        let log = &mut *self.0.lock().unwrap();
+        log.ranges.insert(made.get(), (bytes, log.stream, log.pool));
+        Ok(made)
+    }
 }
 
-/// `caching` on a simulated device, watched.
+impl Log {
+    /// A part was mapped; those of a range that touch are one.
+    fn map(&mut self, mut addr: u64, mut end: u64) {
+        if let Some(behind) = self.mapped.remove(&end) {
+            end = behind;
+        }
+        if let Some((&before, _)) = self.mapped.range(..addr).next_back().filter(|(_, until)| **until == addr) {
+            addr = before;
+        }
+        self.mapped.insert(addr, end);
+    }
+
+    /// A handle was unmapped; those of one block are one event.
+    fn unmap(&mut self, addr: u64, bytes: u64) {
+        let (&first, &until) = self.mapped.range(..=addr).next_back().unwrap();
+        self.mapped.remove(&first);
+        for (start, end) in [(first, addr), (addr + bytes, until)].into_iter().filter(|(start, end)| start < end) {
+            self.mapped.insert(start, end);
+        }
+        let (_, &(_, stream, _)) = self.ranges.range(..=addr).next_back().unwrap();
+        match self.events.last_mut() {
+            Some(last) if last.action == Action::SegmentUnmap && last.addr + last.bytes == addr => last.bytes += bytes,
+            _ => self.events.push(event(Action::SegmentUnmap, addr, bytes, stream)),
+        }
+    }
+}
+
+/// An allocator on a simulated device, watched: `caching`, unless another is asked for.
 pub(crate) struct Recorder {
     sim: Arc<SimDriver>,
     watch: Arc<HookedDriver<Watch>>,
-    pub(crate) caching: Caching,
+    pub(crate) caching: Arc<dyn DeviceAllocator>,
+    /// Private pools, and which each stream is in.
+    pools: Vec<PrivatePool>,
+    routes: Vec<Option<usize>>,
     streams: Vec<StreamId>,
     pub(crate) live: Vec<(Block, usize, bool)>,
     /// What was held at each refusal, with the log's handles of streams.
@@ -90,12 +142,46 @@ pub(crate) struct Recorder {
 
 impl Recorder {
     pub(crate) fn new(settings: CachingSettings, room: u64, streams: usize) -> Self {
+        Self::of(&caching::BACKEND, settings, room, streams)
+    }
+
+    pub(crate) fn of(backend: &'static Backend, settings: CachingSettings, room: u64, streams: usize) -> Self {
         let sim = sim(room, SimMemory::None);
+        let routes = vec![None; streams];
         let streams = (0..streams).map(|_| sim.stream_create().unwrap()).collect();
         let inner = Arc::clone(&sim) as Arc<dyn Driver>;
         let watch = Arc::new(HookedDriver::with_hook(inner, Watch::default()));
-        let caching = Caching::new(Arc::clone(&watch) as Arc<dyn Driver>, settings);
-        Self { sim, watch, caching, streams, live: Vec::new(), refusals: Vec::new(), writes_uses: false }
+        let caching = Selection::with(backend, &settings).build(&(Arc::clone(&watch) as Arc<dyn Driver>)).unwrap();
+        let (live, refusals, pools) = (Vec::new(), Vec::new(), Vec::new());
+        Self { sim, watch, caching, pools, routes, streams, live, refusals, writes_uses: false }
+    }
+
+    /// Makes a private pool; its number.
+    pub(crate) fn make_pool(&mut self) -> usize {
+        self.pools.push(self.caching.pool_create().unwrap());
+        self.pools.len() - 1
+    }
+
+    /// Lets a stream's requests go to a pool, or to none.
+    pub(crate) fn enter(&mut self, stream: usize, pool: Option<usize>) {
+        let before = std::mem::replace(&mut self.routes[stream], pool);
+        if before != pool {
+            before.inspect(|_| self.caching.pool_end(self.streams[stream]).unwrap());
+            pool.inspect(|pool| self.caching.pool_begin(self.pools[*pool], self.streams[stream]).unwrap());
+        }
+    }
+
+    /// Releases a pool, and gives its idle memory back at once or with the next that goes.
+    pub(crate) fn release_pool(&mut self, pool: usize, now: bool) {
+        for stream in 0..self.routes.len() {
+            if self.routes[stream] == Some(pool) {
+                self.enter(stream, None);
+            }
+        }
+        self.caching.pool_release(self.pools[pool]).unwrap();
+        if now {
+            self.caching.pool_trim(self.pools[pool]).unwrap();
+        }
     }
 
     fn log(&self, event: Event) {
@@ -108,8 +194,13 @@ impl Recorder {
     }
 
     pub(crate) fn alloc(&mut self, bytes: u64, stream: usize) -> bool {
-        self.watch.hook().0.lock().unwrap().stream = Self::handle(stream);
-        match allocate(&self.caching, bytes, self.streams[stream]) {
+        {
+            let log = &mut *self.watch.hook().0.lock().unwrap();
+            log.stream = Self::handle(stream);
+            // PyTorch counts them from 1.
+            log.pool = self.routes[stream].map_or(0, |pool| pool as u64 + 1);
+        }
+        match allocate(self.caching.as_ref(), bytes, self.streams[stream]) {
             Ok(block) => {
                 self.log(event(Action::Alloc, block.addr().get(), bytes, Self::handle(stream)));
                 self.live.push((block, stream, false));
@@ -135,7 +226,7 @@ impl Recorder {
         let handle = Self::handle(stream);
         self.log(event(Action::FreeRequested, addr, bytes, handle));
         self.watch.hook().0.lock().unwrap().freeing = Some((addr, bytes, handle));
-        free(&self.caching, block, self.streams[stream]).unwrap();
+        free(self.caching.as_ref(), block, self.streams[stream]).unwrap();
         self.watch.hook().0.lock().unwrap().freeing = None;
         if !shared {
             self.log(event(Action::FreeCompleted, addr, bytes, handle));
@@ -164,9 +255,16 @@ impl Recorder {
     /// What is held now, with the log's handles.
     pub(crate) fn segments(&self) -> Vec<Segment> {
         let mut segments = Segment::from_snapshot(&self.caching.snapshot().unwrap(), 0);
+        let log = &*self.watch.hook().0.lock().unwrap();
         for segment in &mut segments {
             let stream = self.streams.iter().position(|stream| stream.get() == segment.stream).unwrap();
             segment.stream = Self::handle(stream);
+            let (_, _, pool) = match log.sizes.get(&segment.address) {
+                Some(segment) => segment,
+                None => log.ranges.range(..=segment.address).next_back().unwrap().1,
+            };
+            segment.is_expandable = !log.sizes.contains_key(&segment.address);
+            segment.pool_id = Some((0, *pool));
         }
         segments
     }

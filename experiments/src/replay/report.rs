@@ -168,6 +168,9 @@ pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Pag
     if let Some(note) = beginning(first) {
         page.note(note);
     }
+    for note in pools(rows) {
+        page.note(note);
+    }
     for (row, failure) in rows.iter().filter_map(|row| row.first_failure.as_ref().map(|failure| (row, failure))) {
         page.note(format!("{}: allocation {} failed first: {}", row.alloc, failure.allocation, failure.error));
     }
@@ -189,6 +192,30 @@ fn beginning(row: &Row) -> Option<String> {
         note += &format!("; {} of them may be larger, each by up to 1 MiB", row.undetermined_blocks);
     }
     Some(note)
+}
+
+/// What is said of a history with private pools.
+fn pools(rows: &[Row]) -> Vec<String> {
+    let Some(first) = rows.first() else { return Vec::new() };
+    let (pools, undetermined) = (first.private_pools, first.undetermined_pool_allocations);
+    let mut notes = Vec::new();
+    if pools > 0 || undetermined > 0 {
+        let counted = if pools == 1 { "1 private pool".to_owned() } else { format!("{pools} private pools") };
+        let mut note = format!(
+            "{counted} (CUDA graphs, MemPool), told from the segments that blocks lay in: {} of {} blocks",
+            first.private_pool_allocations, first.allocations
+        );
+        if undetermined > 0 {
+            note += &format!("; the pool of {undetermined} blocks cannot be told, and the likeliest is taken");
+        }
+        notes.push(note);
+    }
+    let without: Vec<String> =
+        rows.iter().filter(|row| pools > 0 && !row.private_pools_kept).map(|row| row.alloc.to_string()).collect();
+    if !without.is_empty() {
+        notes.push(format!("served from one pool, without private ones: {}", without.join(", ")));
+    }
+    notes
 }
 
 /// Who needed the least memory and the fewest calls for the last history, and how to find out how little would do.

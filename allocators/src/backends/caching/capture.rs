@@ -29,11 +29,14 @@ fn held(shard: &Shard) -> (usize, u64) {
     held.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes()))
 }
 
-/// Whether a shard can become another capture's: nothing is left in it. PyTorch serves no graph from what the private pool of
-/// another has left.
-fn is_vacant(shard: &Shard) -> bool {
-    let shard = shard.lock();
-    !shard.is_pinned() && shard.cache().blocks().iter().next().is_none()
+/// Makes a shard another private pool's if nothing is left in it; true if so. PyTorch serves no pool from what another has left.
+fn claim(shard: &Shard, private: CaptureId) -> bool {
+    let mut shard = shard.lock();
+    let vacant = !shard.is_pinned() && shard.cache().blocks().iter().next().is_none();
+    if vacant {
+        shard.pin(private);
+    }
+    vacant
 }
 
 impl Caching {
@@ -54,27 +57,35 @@ impl Caching {
         self.capturing.load(Acquire) != 0
     }
 
-    /// The shard that serves a stream: that of its open capture, if it has one.
+    /// The shard that serves a stream: that of its open capture, if it has one, or of the private pool that it is in.
     pub(super) fn shard_for(&self, stream: StreamId) -> &Shard {
         let captured = match self.any_capture() {
             true => lock(&self.captures).open_on(stream).and_then(|pool| self.shards.by_id(pool.shard)),
             false => None,
         };
-        captured.unwrap_or_else(|| self.shards.of_stream(stream))
+        captured.or_else(|| self.shard_in_pool(stream)).unwrap_or_else(|| self.shards.of_stream(stream))
     }
 
     pub(super) fn begin_capture(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
         need_graphs(self.name(), self.driver.as_ref())?;
         let captures = &mut *lock(&self.captures);
         captures.need_none_on(self.name(), stream)?;
-        // One that an earlier capture has left.
-        let spare = self.shards.captured().into_iter().find(|shard| shard.stream == stream && is_vacant(shard));
-        let shard = spare.unwrap_or_else(|| self.shards.make_captured(stream));
-        shard.lock().pin(true);
+        let pool = |capture| Pool { shard: self.private_shard(stream, capture).id, waiting: Vec::new() };
+        let capture = captures.begin_with(stream, pool);
         self.flag_held(self.shards.of_stream(stream), true);
         self.waiting.fetch_add(1, Release);
         self.capturing.fetch_add(1, Release);
-        Ok(captures.begin(stream, Pool { shard: shard.id, waiting: Vec::new() }))
+        Ok(capture)
+    }
+
+    /// A shard for a stream's part of a private pool, pinned: one that an earlier pool has left, or a new one.
+    pub(super) fn private_shard(&self, stream: StreamId, private: CaptureId) -> &Shard {
+        let mut own = self.shards.private().into_iter().filter(|shard| shard.stream == stream);
+        own.find(|shard| claim(shard, private)).unwrap_or_else(|| {
+            let made = self.shards.make_private(stream);
+            made.lock().pin(private);
+            made
+        })
     }
 
     /// Lets the free of a block wait for the end of a capture, if it is the capture's own or its stream's; false when
@@ -82,7 +93,7 @@ impl Caching {
     pub(super) fn defer_to_capture(&self, shard: &Shard, index: BlockIndex) -> bool {
         let captures = &mut *lock(&self.captures);
         let Some(pool) = captures.open_on(shard.stream) else { return false };
-        if pool.shard != shard.id && self.shards.is_captured(shard) {
+        if pool.shard != shard.id && self.shards.is_private(shard) {
             // Of an earlier capture of the stream.
             return false;
         }
@@ -127,8 +138,9 @@ impl Caching {
         let pool = lock(&self.captures).release(self.name(), capture)?;
         let Some(shard) = self.shards.by_id(pool.shard) else { return Ok(()) };
         let growth = &mut *self.lock_growth();
-        shard.lock().pin(false);
-        Ok(self.release_shard(growth, shard)?)
+        shard.lock().unpin();
+        self.release_private(growth, capture)?;
+        Ok(())
     }
 
     /// Lets every segment go back, whatever captures there were; frees that waited for one are carried out.
@@ -138,8 +150,8 @@ impl Caching {
             // An error has nobody to go to; the block then waits like any other.
             let _ = self.free_after_capture(shard, index);
         }
-        for shard in self.shards.captured() {
-            shard.lock().pin(false);
+        for shard in self.shards.private() {
+            shard.lock().unpin();
         }
     }
 }

@@ -6,13 +6,14 @@ use super::shard::Shard;
 use super::{Caching, CachingSettings, hand_out};
 use crate::backends::caching::core::block_cache::{Wanted, address};
 use crate::backends::caching::core::blocks::{BlockIndex, BlockRecord, MAX_BLOCK};
-use crate::contract::{AllocError, OomReport};
+use crate::contract::{AllocError, CaptureId, OomReport};
 use crate::contract::{Block, DeviceAllocator, Path};
 use crate::contract::{Gauge, PoolKind, PooledGauge, Stats};
 use crate::contract::{Ledger, Snapshot};
 use crate::device::DriverError;
 use crate::device::StreamId;
 use crate::policy::size::torch::segment_size;
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// What is known of the segments as a whole.
@@ -174,9 +175,26 @@ impl Caching {
         whole.map(seen).collect()
     }
 
-    /// The same of every stream, by (stream, size, address).
+    /// The same of every stream, by (stream, size, address). Those of private pools are not among them.
     fn all_idle(&self, pool: PoolKind) -> Vec<Idle<'_>> {
-        self.shards.by_stream().into_iter().flat_map(|shard| self.idle(shard, pool)).collect()
+        self.shards.of_streams().into_iter().flat_map(|shard| self.idle(shard, pool)).collect()
+    }
+
+    /// Idle segments of private pools, one pool after another, each by (small pool before large, stream, size, address).
+    fn private_idle(&self) -> Vec<Idle<'_>> {
+        let mut pools: BTreeMap<_, Vec<&Shard>> = BTreeMap::new();
+        for shard in self.shards.private() {
+            let private = shard.lock().private();
+            pools.entry(private).or_default().push(shard);
+        }
+        let mut idle = Vec::new();
+        for shards in pools.values_mut() {
+            shards.sort_unstable_by_key(|shard| shard.stream);
+            for pool in [PoolKind::Small, PoolKind::Large] {
+                idle.extend(shards.iter().flat_map(|shard| self.idle(shard, pool)));
+            }
+        }
+        idle
     }
 
     /// PyTorch's `release_available_cached_blocks`: under `max_split_size`, gives back just enough oversize segments of
@@ -245,13 +263,16 @@ impl Caching {
     }
 
     /// PyTorch's `release_cached_blocks`: waits for pending frees, then gives back idle segments, large pool first, each
-    /// pool by (stream, size, address), until at most `keep` bytes are reserved.
+    /// pool by (stream, size, address), then those of private pools, until at most `keep` bytes are reserved.
     pub(super) fn release_cached(&self, growth: &mut Growth, keep: u64) -> Result<u64, DriverError> {
         growth.synchronizations += 1;
         self.synchronize_pending()?;
         let mut released = 0;
-        for pool in [PoolKind::Large, PoolKind::Small] {
-            for idle in self.all_idle(pool) {
+        // Each is looked for when those before it are gone.
+        let large: fn(&Self) -> Vec<Idle<'_>> = |caching| caching.all_idle(PoolKind::Large);
+        let small: fn(&Self) -> Vec<Idle<'_>> = |caching| caching.all_idle(PoolKind::Small);
+        for of in [large, small, Self::private_idle] {
+            for idle in of(self) {
                 if growth.held() <= keep {
                     return Ok(released);
                 }
@@ -261,14 +282,15 @@ impl Caching {
         Ok(released)
     }
 
-    /// Gives back what is idle of a shard's segments.
-    pub(super) fn release_shard(&self, growth: &mut Growth, shard: &Shard) -> Result<(), DriverError> {
-        for pool in [PoolKind::Large, PoolKind::Small] {
-            for idle in self.idle(shard, pool) {
-                self.release_segment(growth, &idle)?;
+    /// Gives back what is idle of a private pool, and says how many bytes went.
+    pub(super) fn release_private(&self, growth: &mut Growth, private: CaptureId) -> Result<u64, DriverError> {
+        let mut released = 0;
+        for idle in self.private_idle() {
+            if idle.shard.lock().private() == Some(private) {
+                released += self.release_segment(growth, &idle)?;
             }
         }
-        Ok(())
+        Ok(released)
     }
 
     /// Serves a request that no free block fitted: takes memory from the device, releasing cached memory as PyTorch does when

@@ -8,6 +8,7 @@
 use crate::backends::caching::core::block_cache::BlockCache;
 use crate::backends::caching::core::blocks::BlockIndex;
 use crate::backends::caching::totals::{Lease, Sums};
+use crate::contract::CaptureId;
 use crate::device::StreamId;
 use crate::sync::{Mutex, SpinGuard, SpinLock, lock};
 use std::collections::BTreeMap;
@@ -34,6 +35,7 @@ struct ShardState {
     uses: Uses,
     lease: Option<Lease>,
     pinned: bool,
+    private: Option<CaptureId>,
 }
 
 /// Streams that were announced to use a block (`record_stream`); blocks that have any are flagged as shared.
@@ -77,9 +79,19 @@ impl Locked<'_> {
         self.0.pinned
     }
 
-    /// Sets [`is_pinned`](Self::is_pinned).
-    pub(super) fn pin(&mut self, pinned: bool) {
-        self.0.pinned = pinned;
+    /// Makes it a part of a private pool, which [pins](Self::is_pinned) it.
+    pub(super) fn pin(&mut self, private: CaptureId) {
+        (self.0.private, self.0.pinned) = (Some(private), true);
+    }
+
+    /// Lets its segments go back to the device.
+    pub(super) fn unpin(&mut self) {
+        self.0.pinned = false;
+    }
+
+    /// The private pool that it is a part of.
+    pub(super) fn private(&self) -> Option<CaptureId> {
+        self.0.private
     }
 
     /// Announced uses.
@@ -145,14 +157,14 @@ pub(super) struct ShardTable {
 #[derive(Debug, Default)]
 struct Numbers {
     by_stream: BTreeMap<StreamId, u32>,
-    /// Of shards that no stream leads to, oldest first: the captures'.
-    captured: Vec<u32>,
+    /// Of shards that no stream leads to, oldest first: those of private pools, captures' and others.
+    private: Vec<u32>,
 }
 
 impl Numbers {
     /// Shards so far.
     fn count(&self) -> u32 {
-        u32::try_from(self.by_stream.len() + self.captured.len()).expect("there should be fewer than 2^32 shards")
+        u32::try_from(self.by_stream.len() + self.private.len()).expect("there should be fewer than 2^32 shards")
     }
 }
 
@@ -231,22 +243,22 @@ impl ShardTable {
         made
     }
 
-    /// Makes a shard for a capture of the stream, which the stream does not lead to.
-    pub(super) fn make_captured(&self, stream: StreamId) -> &Shard {
+    /// Makes a shard for a stream's part of a private pool, which the stream does not lead to.
+    pub(super) fn make_private(&self, stream: StreamId) -> &Shard {
         let numbers = &mut *lock(&self.numbers);
         let made = self.put(Shard::new(self.first.wrapping_add(numbers.count()), stream));
-        numbers.captured.push(made.id);
+        numbers.private.push(made.id);
         made
     }
 
-    /// Every shard of captures, oldest first.
-    pub(super) fn captured(&self) -> Vec<&Shard> {
-        lock(&self.numbers).captured.iter().filter_map(|id| self.by_id(*id)).collect()
+    /// Every shard of private pools, oldest first.
+    pub(super) fn private(&self) -> Vec<&Shard> {
+        lock(&self.numbers).private.iter().filter_map(|id| self.by_id(*id)).collect()
     }
 
-    /// Whether a shard is a capture's.
-    pub(super) fn is_captured(&self, shard: &Shard) -> bool {
-        lock(&self.numbers).captured.contains(&shard.id)
+    /// Whether a shard is a private pool's.
+    pub(super) fn is_private(&self, shard: &Shard) -> bool {
+        lock(&self.numbers).private.contains(&shard.id)
     }
 
     /// Files a shard under its number.
@@ -263,10 +275,15 @@ impl ShardTable {
         self.rows.get(row)?.get()?.get(column)?.get().map(|shard| &**shard)
     }
 
-    /// Every shard: those of streams in the order of the streams' handles, then those of captures.
+    /// The shards of streams in the order of the streams' handles.
+    pub(super) fn of_streams(&self) -> Vec<&Shard> {
+        lock(&self.numbers).by_stream.values().filter_map(|id| self.by_id(*id)).collect()
+    }
+
+    /// Every shard: those of streams in the order of the streams' handles, then those of private pools.
     pub(super) fn by_stream(&self) -> Vec<&Shard> {
         let numbers = lock(&self.numbers);
-        numbers.by_stream.values().chain(&numbers.captured).filter_map(|id| self.by_id(*id)).collect()
+        numbers.by_stream.values().chain(&numbers.private).filter_map(|id| self.by_id(*id)).collect()
     }
 }
 

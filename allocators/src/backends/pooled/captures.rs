@@ -73,10 +73,7 @@ impl<P: Policy> State<P> {
     pub(super) fn release_capture(&mut self, name: &'static str, capture: CaptureId) -> Result<(), AllocError> {
         self.captures.release(name, capture)?;
         self.heap.unpin(capture);
-        for idle in self.heap.idle_segments().iter().filter(|idle| idle.list.owner.private == Some(capture)) {
-            self.heap.release(idle.segment)?;
-        }
-        self.heap.release_parts(0, |list| list.owner.private == Some(capture))?;
+        self.heap.release_private(capture)?;
         Ok(())
     }
 

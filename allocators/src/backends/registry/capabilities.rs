@@ -30,6 +30,8 @@ pub struct Capabilities {
     pub snapshot: bool,
     /// Whether it can begin with the segments and blocks of a snapshot.
     pub restores: bool,
+    /// Whether a program can keep some of its memory apart, in [private pools](crate::DeviceAllocator#private-pools).
+    pub private_pools: bool,
     /// Whether it does what PyTorch's native allocator does, to the address.
     pub follows_pytorch: bool,
     /// How the free of a block goes that another stream was announced to use.
@@ -55,6 +57,7 @@ impl Capabilities {
         keeps_segments: false,
         snapshot: false,
         restores: false,
+        private_pools: false,
         follows_pytorch: false,
         used_elsewhere: Path::Deferred,
     };
@@ -91,6 +94,7 @@ impl Capabilities {
             if self.keeps_segments { "keeps its segments until it is trimmed" } else { "" },
             if self.snapshot { "snapshots" } else { "" },
             if self.restores { "begins with a snapshot's blocks" } else { "" },
+            if self.private_pools { "private pools" } else { "" },
             if self.follows_pytorch { "PyTorch's addresses" } else { "" },
         ];
         said.into_iter().filter(|words| !words.is_empty()).collect()

@@ -6,6 +6,7 @@
 use super::ReplayError;
 use super::builder::{HistoryBuilder, wrong};
 use super::op::{BY_DEVICE, Kind, NO_STREAM, Op, Release};
+use super::pools::Named;
 use super::windows::{Completion, SegmentEvent};
 use super::{ages, layout};
 use crate::backends::CachingSettings;
@@ -271,6 +272,7 @@ impl HistoryBuilder {
         };
         beginning.blocks.sort_unstable_by_key(|block| block.addr);
         beginning.segments.sort_unstable_by_key(|segment| segment.addr);
+        self.pool_names = ending.as_deref().and_then(Named::of);
         self.unseen = ending.as_deref().and_then(|ending| self.mapped_before(ending));
         let late = !beginning.segments.is_empty() || !beginning.blocks.is_empty();
         beginning.unknown = problem.filter(|_| late).map(str::to_owned);

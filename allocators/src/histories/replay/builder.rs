@@ -4,6 +4,7 @@ use super::beginning::{Departed, Pending, Unknown};
 use super::oom::{Completions, MOST, Refusal};
 use super::op::{BY_DEVICE, Kind, MAX_STREAMS, NO_STREAM, Op, Release};
 use super::parts::Mapped;
+use super::pools::Named;
 use super::windows::{Cause, Completion, End, SegmentEvent, Window};
 use super::{MAX_BYTES, ReplayError};
 use crate::budget::{Budget, Claim};
@@ -79,6 +80,8 @@ pub struct HistoryBuilder {
     pub(super) pending: Vec<Pending>,
     /// What was held after the last event, if that was said.
     pub(super) ending: Option<Vec<Segment>>,
+    /// Whose pool that says, if it says all.
+    pub(super) pool_names: Option<Vec<Named>>,
     pub(super) complete: bool,
     pub(super) completes: bool,
     pub(super) expandable: bool,
@@ -135,6 +138,7 @@ impl HistoryBuilder {
             unknown: Vec::new(),
             pending: Vec::new(),
             ending: None,
+            pool_names: None,
             complete: false,
             completes: false,
             expandable: false,

@@ -41,6 +41,7 @@ impl HistoryBuilder {
         let further_streams = if tells { self.defer(streams.len())? } else { self.leave_to_device() };
         let deferred = self.deferred.iter().filter(|number| tells && !self.is_before(**number)).count() as u64;
         self.complete_beginning(&mut beginning, settings)?;
+        let pools = self.tell_pools(&beginning, &streams, settings)?;
         let out_of_memory = self.out_of_memory(&beginning, &streams, settings);
         let not_comparable = self.not_comparable(&beginning);
         // The history holds it.
@@ -62,6 +63,7 @@ impl HistoryBuilder {
             refused: self.refused,
             out_of_memory,
             deferred,
+            pools,
             not_comparable,
         })
     }

@@ -4,6 +4,7 @@ use super::ReplayError;
 use super::beginning::Beginning;
 use super::oom::OutOfMemory;
 use super::op::{Kind, Op};
+use super::pools::PrivatePools;
 use super::windows::SegmentEvent;
 use crate::histories::workload::Call;
 
@@ -30,6 +31,7 @@ pub struct History {
     pub(super) out_of_memory: Vec<OutOfMemory>,
     pub(super) deferred: u64,
     pub(super) max_live: u64,
+    pub(super) pools: PrivatePools,
     /// Why addresses cannot be compared.
     pub(super) not_comparable: Option<String>,
 }
@@ -72,6 +74,25 @@ impl History {
     #[must_use]
     pub fn prologue_problem(&self) -> Option<&str> {
         self.beginning.unknown.as_deref()
+    }
+
+    /// Private pools of the program: those of CUDA graphs and `MemPool`s, as far as the history tells.
+    #[must_use]
+    pub fn private_pools(&self) -> u64 {
+        u64::from(self.pools.count)
+    }
+
+    /// Allocations from private pools.
+    #[must_use]
+    pub fn private_pool_allocations(&self) -> u64 {
+        self.pools.allocations
+    }
+
+    /// Allocations whose pool the history does not tell: their segment is gone at the end, and more than one pool would have
+    /// served them as was recorded. They are replayed in the likeliest.
+    #[must_use]
+    pub fn undetermined_pool_allocations(&self) -> u64 {
+        self.pools.undetermined
     }
 
     /// Requests that the recorded allocator refused.

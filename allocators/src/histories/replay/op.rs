@@ -32,9 +32,17 @@ pub(super) struct Op {
     pub(super) value: u64,
     /// Where the block is kept.
     pub(super) slot: u32,
-    /// Kind in the lowest byte, stream number above it.
+    /// Kind in the lowest byte, above it twelve bits for the stream's number, and twelve for the private pool's.
     code: u32,
 }
+
+/// Where the private pool begins in a code.
+const POOL_SHIFT: u32 = 20;
+
+/// Most private pools of a history. They are numbered from 1.
+pub(super) const MAX_POOLS: u32 = (1 << (u32::BITS - POOL_SHIFT)) - 1;
+
+const _: () = assert!(MAX_STREAMS <= 1 << (POOL_SHIFT - 8), "a stream's number has twelve bits");
 
 impl Op {
     pub(super) fn new(kind: Kind, stream: u32, slot: u32, value: u64) -> Self {
@@ -54,26 +62,37 @@ impl Op {
         }
     }
 
-    /// Number of the stream; at most [`MAX_STREAMS`], so 24 bits are plenty.
+    /// Number of the stream, below [`MAX_STREAMS`].
     pub(super) fn stream(self) -> u32 {
-        self.code >> 8
+        (self.code & ((1 << POOL_SHIFT) - 1)) >> 8
+    }
+
+    /// Number of the private pool that it is for; 0 for none.
+    pub(super) fn pool(self) -> u32 {
+        self.code >> POOL_SHIFT
     }
 
     pub(super) fn set_kind(&mut self, kind: Kind) {
-        *self = Self::new(kind, self.stream(), self.slot, self.value);
+        *self = Self::new(kind, self.stream(), self.slot, self.value).of_pool(self.pool());
     }
 
     pub(super) fn set_stream(&mut self, stream: u32) {
-        *self = Self::new(self.kind(), stream, self.slot, self.value);
+        *self = Self::new(self.kind(), stream, self.slot, self.value).of_pool(self.pool());
+    }
+
+    /// The same for a private pool.
+    pub(super) fn of_pool(self, pool: u32) -> Self {
+        Self { code: self.code & ((1 << POOL_SHIFT) - 1) | pool << POOL_SHIFT, ..self }
     }
 }
 
 impl fmt::Debug for Op {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (kind, stream) = (self.kind(), self.stream());
+        let (kind, stream, pool) = (self.kind(), self.stream(), self.pool());
         f.debug_struct("Op")
             .field("kind", &kind)
             .field("stream", &stream)
+            .field("pool", &pool)
             .field("slot", &self.slot)
             .field("value", &self.value)
             .finish()
@@ -118,7 +137,9 @@ mod tests {
         for kind in [Kind::Alloc, Kind::Free, Kind::Release, Kind::Use, Kind::Trim, Kind::Refused, Kind::Nothing] {
             op.set_kind(kind);
             op.set_stream(kind as u32 + 4000);
-            assert_eq!((op.kind(), op.stream(), op.slot, op.value), (kind, kind as u32 + 4000, 9, 11));
+            op = op.of_pool(MAX_POOLS - kind as u32);
+            let fields = (op.kind(), op.stream(), op.pool(), op.slot, op.value);
+            assert_eq!(fields, (kind, kind as u32 + 4000, MAX_POOLS - kind as u32, 9, 11));
         }
         let release = Release { ready: BY_DEVICE, user: NO_STREAM };
         assert_eq!(Release::unpack(release.pack()), release);

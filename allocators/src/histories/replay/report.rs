@@ -39,6 +39,8 @@ pub struct ReplayReport {
     pub host_ns: u64,
     /// Operations: allocations, frees, uses and trims.
     pub operations: u64,
+    /// Whether the allocator kept the private pools of the history apart. If not, one pool served all.
+    pub private_pools: bool,
 }
 
 impl ReplayReport {

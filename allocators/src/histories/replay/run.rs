@@ -7,6 +7,7 @@ use super::counting::{ByPath, CallCounter};
 use super::driver::{ReplayDriver, Replaying};
 use super::history::History;
 use super::op::{BY_DEVICE, Kind, NO_STREAM, Op, Release};
+use super::private::Pools;
 use super::report::ReplayReport;
 use super::watched::{SegmentWatch, Watched};
 use crate::backends::Selection;
@@ -142,6 +143,7 @@ fn run(
         against: against.is_some(),
         stop: settings.stop_at_failure,
         ask_again: settings.ask_again,
+        pools: None,
         tally: Tally::default(),
         watched,
         segments: segments.as_ref().map(|segments| segments.hook()),
@@ -150,6 +152,10 @@ fn run(
         run.come(if default == DefaultStream::Recorded { streams.ids[0] } else { absent.ids[0] })?;
     }
     let start = run.begin(history, settings.touch)?;
+    let pooled = against.is_none() && allocator.backend().capabilities.private_pools;
+    if pooled && history.private_pools() > 0 {
+        run.pools = Some(Pools::new(history, backend.as_ref(), &streams.ids)?);
+    }
     counting.hook().reset();
     let virtual_clock = driver.describe().virtual_time.then(|| driver.clock());
     let simulated = || virtual_clock.as_ref().map(|clock| clock.now_ns());
@@ -164,6 +170,7 @@ fn run(
         (true, false) => run.all::<true, false, false>(&history.ops),
         (true, true) => run.all::<true, true, false>(&history.ops),
     };
+    let private_pools = run.pools.is_some();
     let host_ns = clock.now_ns() - started;
     let simulated_ns = simulated().zip(simulated_start).map(|(end, start)| end - start);
     let (driver_calls, spent) = (counting.hook().read(), counting.hook().spent());
@@ -195,6 +202,7 @@ fn run(
         host_ns,
         settings: backend.settings(),
         operations: history.operations,
+        private_pools,
     })
 }
 
@@ -249,6 +257,8 @@ struct Run<'a> {
     against: bool,
     stop: bool,
     ask_again: bool,
+    /// The private pools of the history, if the allocator keeps them.
+    pools: Option<Pools<'a>>,
     tally: Tally,
     /// Is told where each block lay.
     watched: Option<&'a mut Watched>,
@@ -345,10 +355,24 @@ impl Run<'_> {
         &mut self,
         ops: &[Op],
     ) -> Result<(), ReplayError> {
+        match self.pools.is_some() {
+            true => self.each::<RECORDED, TOUCHED, WATCHED, true>(ops),
+            false => self.each::<RECORDED, TOUCHED, WATCHED, false>(ops),
+        }
+    }
+
+    fn each<const RECORDED: bool, const TOUCHED: bool, const WATCHED: bool, const POOLS: bool>(
+        &mut self,
+        ops: &[Op],
+    ) -> Result<(), ReplayError> {
         for (at, op) in ops.iter().enumerate() {
+            if POOLS {
+                // CAST: a history has fewer than 2^32 operations.
+                self.choose_pool(at as u32, *op)?;
+            }
             match op.kind() {
                 Kind::Alloc => {
-                    // CAST: a history has fewer than 2^32 operations.
+                    // CAST: as above.
                     self.driver.hook().at(at as u32);
                     let stream = self.streams[op.stream() as usize];
                     self.tally.allocations += 1;
@@ -399,7 +423,13 @@ impl Run<'_> {
                 Kind::Trim | Kind::Refused if self.against => {}
                 Kind::Trim => {
                     self.driver.hook().at(at as u32);
-                    self.allocator.trim(0)?;
+                    if let Some(pools) = &mut self.pools {
+                        pools.trim(at as u32)?;
+                    }
+                    // What only a private pool gave back lies, without such, in a cache that the client did not empty.
+                    if op.pool() == 0 {
+                        self.allocator.trim(0)?;
+                    }
                 }
                 Kind::Refused if RECORDED || self.ask_again => {
                     self.driver.hook().at(at as u32);
@@ -419,6 +449,16 @@ impl Run<'_> {
         if let (Some(watched), Some(segments)) = (&self.watched, self.segments) {
             segments.at(watched.places.len());
         }
+    }
+
+    /// Releases the pools that are due, and lets a request go to its own.
+    fn choose_pool(&mut self, at: u32, op: Op) -> Result<(), ReplayError> {
+        let Some(pools) = &mut self.pools else { return Ok(()) };
+        pools.release_until(at)?;
+        if matches!(op.kind(), Kind::Alloc | Kind::Refused) {
+            pools.enter(op.stream() as usize, op.pool())?;
+        }
+        Ok(())
     }
 
     #[cold]

@@ -50,6 +50,9 @@ pub struct Segment {
     pub stream: u64,
     /// Pool.
     pub segment_type: SegmentType,
+    /// The pool that it is of, as PyTorch names it (`segment_pool_id`): both zero for the default pool. `None` where the file does
+    /// not say.
+    pub pool_id: Option<(u64, u64)>,
     /// Whether it is a range of an expandable segment.
     pub is_expandable: bool,
     /// Blocks in address order.
@@ -107,6 +110,7 @@ impl Segment {
                 None if segment.bytes <= SMALL_SEGMENT => SegmentType::Small,
                 _ => SegmentType::Large,
             },
+            pool_id: None,
             is_expandable: false,
             blocks: segment
                 .blocks

@@ -79,7 +79,9 @@ impl SnapshotWriter {
         out.key("segment_type")?;
         out.word(segment.segment_type.name())?;
         out.key("segment_pool_id")?;
-        out.pair(0, 0)?;
+        let (first, second) = segment.pool_id.unwrap_or_default();
+        // CAST: as they were read.
+        out.pair(first as i64, second as i64)?;
         out.key("is_expandable")?;
         out.bool(segment.is_expandable)?;
         out.key("frames")?;

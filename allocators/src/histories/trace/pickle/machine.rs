@@ -195,13 +195,11 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             b')' => self.push(Value::Opaque)?,
             0x85..=0x87 => {
                 let from = self.below(usize::from(opcode - 0x84))?;
-                self.cut(from);
-                self.push(Value::Opaque)?;
+                self.tuple(from)?;
             }
             b't' => {
                 let mark = self.pop_mark()?;
-                self.cut(mark);
-                self.push(Value::Opaque)?;
+                self.tuple(mark)?;
             }
             b'l' => {
                 let mark = self.pop_mark()?;
@@ -373,6 +371,21 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             Some(part) => part.keys_until = part.keys_until.min(height),
             None => {}
         }
+    }
+
+    /// Makes a tuple of the values from `from` on.
+    fn tuple(&mut self, from: usize) -> Result<(), ReadError> {
+        let key = from.checked_sub(1).map(|key| self.stack[key]);
+        let tuple = match self.stack[from..] {
+            [Value::Int(first), Value::Int(second)] if key == Some(Value::Word(Word::SegmentPoolId)) => {
+                // PyTorch counts pools from 1. What is larger is no name of one.
+                let pair = u32::try_from(first).ok().zip(u32::try_from(second).ok());
+                pair.map_or(Value::Opaque, |(first, second)| Value::Pair(first, second))
+            }
+            _ => Value::Opaque,
+        };
+        self.cut(from);
+        self.push(tuple)
     }
 
     fn push_container(&mut self, make: fn(&mut Store) -> Result<Value, OverBudget>) -> Result<(), ReadError> {

@@ -45,9 +45,13 @@ impl Machine<'_, '_, '_> {
                 }
                 Json::Array(items)
             }
-            Value::None | Value::Huge | Value::LostText | Value::Stack(_) | Value::Frame(_) | Value::Opaque => {
-                Json::Null
-            }
+            Value::None
+            | Value::Huge
+            | Value::LostText
+            | Value::Stack(_)
+            | Value::Frame(_)
+            | Value::Pair(..)
+            | Value::Opaque => Json::Null,
         })
     }
 

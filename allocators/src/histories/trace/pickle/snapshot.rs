@@ -347,6 +347,11 @@ impl Machine<'_, '_, '_> {
                 (Word::SegmentType, _) if *value == Value::Word(Word::Small) => {
                     segment.segment_type = SegmentType::Small;
                 }
+                (Word::SegmentPoolId, _) => {
+                    if let Value::Pair(first, second) = *value {
+                        segment.pool_id = Some((u64::from(first), u64::from(second)));
+                    }
+                }
                 (Word::IsExpandable, _) => segment.is_expandable = *value == Value::Bool(true),
                 (Word::Blocks, _) => segment.blocks = self.take_blocks(*value)?,
                 (Word::Device | Word::Address | Word::TotalSize, None) => {

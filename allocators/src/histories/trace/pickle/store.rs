@@ -27,6 +27,8 @@ pub(super) enum Value {
     Stack(u32),
     /// A frame, by its number there.
     Frame(u32),
+    /// Two numbers that name a pool.
+    Pair(u32, u32),
     /// A container that nobody looks into.
     Opaque,
 }
@@ -39,7 +41,7 @@ impl Value {
             Value::Int(_) | Value::Uint(_) | Value::Huge => "an integer",
             Value::Float(_) => "a float",
             Value::Word(_) | Value::Text(_) | Value::LostText => "a string",
-            Value::Object(_) | Value::Stack(_) | Value::Frame(_) | Value::Opaque => "a container",
+            Value::Object(_) | Value::Stack(_) | Value::Frame(_) | Value::Pair(..) | Value::Opaque => "a container",
         }
     }
 }

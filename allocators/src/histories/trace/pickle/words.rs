@@ -55,6 +55,7 @@ words! {
     TotalSize "total_size",
     RequestedSize "requested_size",
     SegmentType "segment_type",
+    SegmentPoolId "segment_pool_id",
     IsExpandable "is_expandable",
     Blocks "blocks",
     State "state",

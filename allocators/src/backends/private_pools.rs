@@ -1,0 +1,79 @@
+//! The private pools of an allocator: which there are, and which streams' requests go to one.
+
+use crate::contract::{AllocError, CaptureId, PrivatePool};
+use crate::device::StreamId;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Pools that are not released, and the streams that are in one.
+#[derive(Debug, Default)]
+pub(super) struct PrivatePools {
+    alive: BTreeSet<PrivatePool>,
+    routes: BTreeMap<StreamId, PrivatePool>,
+}
+
+fn refused<T>(allocator: &'static str, reason: String) -> Result<T, AllocError> {
+    Err(AllocError::PrivatePool { allocator, reason })
+}
+
+impl PrivatePools {
+    /// Makes a pool.
+    pub(super) fn create(&mut self) -> PrivatePool {
+        let pool = PrivatePool::next();
+        self.alive.insert(pool);
+        pool
+    }
+
+    /// An error unless a pool is one of these.
+    fn need(&self, allocator: &'static str, pool: PrivatePool) -> Result<(), AllocError> {
+        if self.alive.contains(&pool) {
+            return Ok(());
+        }
+        refused(allocator, format!("there is no pool {pool}, or it has been released"))
+    }
+
+    /// Lets a stream's requests go to a pool.
+    pub(super) fn begin(
+        &mut self,
+        allocator: &'static str,
+        pool: PrivatePool,
+        stream: StreamId,
+    ) -> Result<(), AllocError> {
+        self.need(allocator, pool)?;
+        if let Some(other) = self.routes.get(&stream) {
+            return refused(allocator, format!("stream {} is in pool {other}; end that first", stream.get()));
+        }
+        self.routes.insert(stream, pool);
+        Ok(())
+    }
+
+    /// Lets a stream's requests go where they went before.
+    pub(super) fn end(&mut self, allocator: &'static str, stream: StreamId) -> Result<(), AllocError> {
+        match self.routes.remove(&stream) {
+            Some(_) => Ok(()),
+            None => refused(allocator, format!("stream {} is in no pool", stream.get())),
+        }
+    }
+
+    /// The pool that a stream's requests go to.
+    pub(super) fn of(&self, stream: StreamId) -> Option<PrivatePool> {
+        self.routes.get(&stream).copied()
+    }
+
+    /// Lets nobody ask a pool for memory any more; its number as an owner.
+    pub(super) fn release(&mut self, allocator: &'static str, pool: PrivatePool) -> Result<CaptureId, AllocError> {
+        self.need(allocator, pool)?;
+        if let Some((stream, _)) = self.routes.iter().find(|(_, route)| **route == pool) {
+            return refused(allocator, format!("stream {} is in pool {pool}; end that first", stream.get()));
+        }
+        self.alive.remove(&pool);
+        Ok(pool.id())
+    }
+
+    /// An error while a pool may be asked for memory.
+    pub(super) fn need_released(&self, allocator: &'static str, pool: PrivatePool) -> Result<(), AllocError> {
+        if self.alive.contains(&pool) {
+            return refused(allocator, format!("pool {pool} has not been released"));
+        }
+        Ok(())
+    }
+}

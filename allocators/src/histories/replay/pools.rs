@@ -1,0 +1,134 @@
+//! Private pools: which blocks of a history lay in memory that CUDA graphs or `MemPool`s kept apart.
+//!
+//! PyTorch's events do not name the pool. A block is of the pool of its segment, or of the range of addresses where segments
+//! expand, and a snapshot names the pools of those that are held at the end. Of the others the placements tell, which are
+//! followed from the first event on:
+//!
+//! - *Two segments are of different pools* if a request of one would have been served better from the other. A new segment is
+//!   taken only if no free block of the pool fits, and of those that fit the best is taken.
+//! - *Two ranges of a stream are of different pools* if both have memory at once: a pool has one for small blocks and one for
+//!   large ones.
+//! - *A segment is of a private pool* if it was idle and stayed when the client emptied the cache. It is of another pool than
+//!   those that went.
+//! - *Where nothing speaks against it*, segments that a stream takes blocks from in turn are of one pool, and that is the default
+//!   pool.
+//!
+//! What fits that is not always one answer. Blocks whose segment fits another pool as well are counted. The placements are the
+//! same in either case.
+
+mod evidence;
+mod labels;
+mod refine;
+
+use super::beginning::Beginning;
+use super::builder::HistoryBuilder;
+use super::op::{Kind, MAX_POOLS};
+use crate::backends::CachingSettings;
+use crate::budget::OverBudget;
+use crate::histories::trace::Segment;
+use evidence::Walk;
+use labels::Labels;
+
+/// The name of PyTorch's default pool.
+const DEFAULT: (u64, u64) = (0, 0);
+
+/// A range of addresses whose pool a snapshot names.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Named {
+    addr: u64,
+    end: u64,
+    pool: (u64, u64),
+}
+
+impl Named {
+    /// Those of some segments in address order; `None` unless all are named.
+    pub(super) fn of(segments: &[Segment]) -> Option<Vec<Self>> {
+        let named = |segment: &Segment| {
+            let (addr, end) = (segment.address, segment.address.saturating_add(segment.total_size));
+            segment.pool_id.map(|pool| Self { addr, end, pool })
+        };
+        segments.iter().map(named).collect()
+    }
+}
+
+/// What is known of the private pools of a history.
+#[derive(Clone, Debug, Default)]
+pub(super) struct PrivatePools {
+    /// How many there are. Operations name them by number, from 1.
+    pub(super) count: u32,
+    /// From which operation on each that was released is asked for no more memory, in order.
+    pub(super) released: Vec<(u32, u32)>,
+    /// In which operation which of them gives back by itself what is idle, in order. An operation with the number of a pool empties
+    /// no other cache.
+    pub(super) trimmed: Vec<(u32, u32)>,
+    /// Allocations from them.
+    pub(super) allocations: u64,
+    /// Allocations whose pool the history does not tell.
+    pub(super) undetermined: u64,
+}
+
+impl HistoryBuilder {
+    /// Tells the pool of each allocation and writes it into the operations. `streams` are the handles.
+    ///
+    /// # Errors
+    /// [`OverBudget`] when following the placements needs more memory than there is.
+    pub(super) fn tell_pools(
+        &mut self,
+        beginning: &Beginning,
+        streams: &[u64],
+        settings: &CachingSettings,
+    ) -> Result<PrivatePools, OverBudget> {
+        let Some(names) = self.pool_names.take() else { return Ok(PrivatePools::default()) };
+        if !beginning.segments.is_empty() || !beginning.blocks.is_empty() {
+            return Ok(self.not_told(&names));
+        }
+        self.make_room_to_follow(beginning)?;
+        let mut walk = Walk::new(settings, streams);
+        walk.follow(self)?;
+        walk.name(&names);
+        if !walk.tells_of_pools() {
+            return Ok(PrivatePools::default());
+        }
+        Ok(self.write_pools(&walk, &Labels::of(&walk)))
+    }
+
+    /// Where recording began late, the pools of what was there before are not told: all of it is taken for the default pool's.
+    fn not_told(&self, names: &[Named]) -> PrivatePools {
+        let in_private = |addr: &&u64| {
+            let before = names.partition_point(|named| named.addr <= **addr);
+            before.checked_sub(1).is_some_and(|at| **addr < names[at].end && names[at].pool != DEFAULT)
+        };
+        // CAST: a number of operations.
+        let undetermined = self.addresses.iter().filter(in_private).count() as u64;
+        PrivatePools { undetermined, ..PrivatePools::default() }
+    }
+
+    fn write_pools(&mut self, walk: &Walk<'_>, labels: &Labels) -> PrivatePools {
+        let mut told = PrivatePools { count: labels.count.min(MAX_POOLS), ..PrivatePools::default() };
+        let pool_of = |unit: u32| labels.of.get(unit as usize).copied().filter(|pool| *pool <= MAX_POOLS).unwrap_or(0);
+        let mut units = walk.allocations.iter();
+        let mut last = vec![0; walk.streams.len()];
+        for op in &mut self.ops {
+            match op.kind() {
+                Kind::Alloc => {
+                    let Some(&unit) = units.next() else { break };
+                    let pool = pool_of(unit);
+                    told.allocations += u64::from(pool > 0);
+                    told.undetermined += u64::from(labels.undetermined.get(unit as usize) == Some(&true));
+                    last[op.stream() as usize] = pool;
+                    *op = op.of_pool(pool);
+                }
+                // It was refused by the pool that the stream was in.
+                Kind::Refused => *op = op.of_pool(last[op.stream() as usize]),
+                _ => {}
+            }
+        }
+        let known = |of: &[(u32, u32)]| of.iter().copied().filter(|(_, pool)| *pool <= MAX_POOLS).collect();
+        (told.released, told.trimmed) = (known(&labels.released), known(&labels.trims));
+        for &op in &labels.partial {
+            let trim = &mut self.ops[op as usize];
+            *trim = trim.of_pool(1);
+        }
+        told
+    }
+}

@@ -1,0 +1,240 @@
+//! Puts segments together that are of one pool, and says which.
+
+use super::DEFAULT;
+use super::evidence::{Gone, Returned, Unit, Walk};
+use super::refine::Pools;
+use crate::steps;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Which pool each segment is of.
+#[derive(Debug, Default)]
+pub(super) struct Labels {
+    /// Number of private pools.
+    pub(super) count: u32,
+    /// The pool of each segment: 0 for the default pool.
+    pub(super) of: Vec<u32>,
+    /// Whether it could be of another one as well.
+    pub(super) undetermined: Vec<bool>,
+    /// Operations before which a pool was released, by pool.
+    pub(super) released: Vec<(u32, u32)>,
+    /// Operations in which a released pool's idle memory went by itself, and the pool, in order.
+    pub(super) trims: Vec<(u32, u32)>,
+    /// Those in which nothing else went.
+    pub(super) partial: Vec<u32>,
+}
+
+/// Segments that are taken for one pool's.
+#[derive(Clone, Debug)]
+struct Group {
+    units: Vec<u32>,
+    name: Option<(u64, u64)>,
+    /// Whether it cannot be the default pool.
+    private: bool,
+    /// In which releases something of it went, in which run of each.
+    gone: BTreeMap<u32, u32>,
+    /// In which something idle stayed; true where all that was idle and released went.
+    stayed: BTreeMap<u32, bool>,
+    first: u32,
+    last: u32,
+}
+
+impl Group {
+    fn is_private(&self) -> bool {
+        self.private || self.name.is_some_and(|name| name != DEFAULT)
+    }
+
+    fn is_default(&self) -> bool {
+        self.name == Some(DEFAULT)
+    }
+}
+
+/// Groups under way.
+struct Grouping<'a> {
+    walk: &'a Walk<'a>,
+    /// Segments that are of another pool than each.
+    apart: Vec<Vec<u32>>,
+    groups: Vec<Option<Group>>,
+    of: Vec<usize>,
+}
+
+impl Labels {
+    /// Puts together what a stream takes blocks from in turn, most often first, while nothing speaks against it.
+    pub(super) fn of(walk: &Walk<'_>) -> Self {
+        let mut grouping = Grouping::new(walk);
+        let partial = grouping.take_releases();
+        grouping.join_named();
+        for (_, releases) in &partial {
+            grouping.join_all(releases);
+        }
+        let mut turns: Vec<((u32, u32), u32)> = walk.in_turn.iter().map(|(pair, count)| (*pair, *count)).collect();
+        turns.sort_unstable_by_key(|(pair, count)| (std::cmp::Reverse(*count), *pair));
+        for ((first, second), _) in turns {
+            grouping.join(first, second);
+        }
+        grouping.take_default();
+        let mut pools = Pools::new(walk, grouping.members(), partial.iter().map(|(op, _)| *op).collect());
+        pools.refine();
+        pools.number()
+    }
+}
+
+impl<'a> Grouping<'a> {
+    fn new(walk: &'a Walk<'a>) -> Self {
+        let mut apart = vec![Vec::new(); walk.units.len()];
+        for &(first, second) in &walk.apart {
+            apart[first as usize].push(second);
+            apart[second as usize].push(first);
+        }
+        let alone = |(number, unit): (u32, &Unit)| {
+            let (gone, stayed) = (BTreeMap::new(), BTreeMap::new());
+            let Unit { name, first, last, .. } = *unit;
+            Some(Group { units: vec![number], name, private: false, gone, stayed, first, last })
+        };
+        let groups = (0u32..).zip(&walk.units).map(alone).collect();
+        Self { walk, apart, groups, of: (0..walk.units.len()).collect() }
+    }
+
+    fn group(&self, unit: u32) -> Option<&Group> {
+        self.groups[self.of[unit as usize]].as_ref()
+    }
+
+    fn group_mut(&mut self, unit: u32) -> Option<&mut Group> {
+        self.groups[self.of[unit as usize]].as_mut()
+    }
+
+    /// Takes note of what went and what stayed in each release. Returns the operations that gave memory of one private pool back,
+    /// and what went: something of the default pool was idle and stayed.
+    fn take_releases(&mut self) -> Vec<(u32, Vec<u32>)> {
+        let walk = self.walk;
+        let mut partial = Vec::new();
+        // A private pool that was released is asked for nothing more, so a range that was is the default pool's.
+        let asked_again = |release: &Returned, gone: &Gone| walk.units[gone.unit as usize].last > release.op;
+        let default: BTreeSet<u32> = (walk.releases.iter())
+            .flat_map(|release| release.gone.iter().filter(|gone| asked_again(release, gone)).map(|gone| gone.unit))
+            .collect();
+        let is_default = |unit: &u32| walk.units[*unit as usize].name == Some(DEFAULT) || default.contains(unit);
+        for release in &walk.releases {
+            let of_one_pool = release.trim && release.stayed.iter().any(is_default);
+            for gone in &release.gone {
+                let Some(group) = self.group_mut(gone.unit) else { continue };
+                group.private |= (of_one_pool || gone.private) && !is_default(&gone.unit);
+                group.gone.insert(release.op, gone.run);
+            }
+            for unit in &release.stayed {
+                let Some(group) = self.group_mut(*unit) else { continue };
+                // Nothing idle of the default pool stays where that is released.
+                group.private |= release.trim && !of_one_pool;
+                group.stayed.insert(release.op, release.trim && !of_one_pool);
+            }
+            if of_one_pool {
+                partial.push((release.op, release.gone.iter().map(|gone| gone.unit).collect()));
+            }
+        }
+        partial
+    }
+
+    fn join_named(&mut self) {
+        let mut known: BTreeMap<(u64, u64), u32> = BTreeMap::new();
+        for (number, unit) in (0u32..).zip(&self.walk.units) {
+            let Some(name) = unit.name else { continue };
+            match known.get(&name) {
+                Some(&first) => self.merge(first, number),
+                None => {
+                    known.insert(name, number);
+                }
+            }
+        }
+    }
+
+    fn join_all(&mut self, units: &[u32]) {
+        for pair in units.windows(2) {
+            self.join(pair[0], pair[1]);
+        }
+    }
+
+    /// Puts two segments and all that is with them together, unless something speaks against it.
+    fn join(&mut self, first: u32, second: u32) {
+        if self.of[first as usize] != self.of[second as usize] && self.fits(first, second) {
+            self.merge(first, second);
+        }
+    }
+
+    fn fits(&self, first: u32, second: u32) -> bool {
+        let (Some(a), Some(b)) = (self.group(first), self.group(second)) else { return false };
+        let same_name = a.name.is_none() || b.name.is_none() || a.name == b.name;
+        let clash = a.is_private() && b.is_default() || b.is_private() && a.is_default();
+        let stays = |one: &Group, other: &Group| one.gone.keys().any(|op| other.stayed.contains_key(op));
+        if !same_name || clash || stays(a, b) || stays(b, a) {
+            return false;
+        }
+        // A private pool is asked for nothing more when it was released, and goes back in one run.
+        if !a.is_default() && !b.is_default() {
+            let released = a.gone.keys().next().into_iter().chain(b.gone.keys().next()).min();
+            let full = a.stayed.iter().chain(&b.stayed).filter(|(_, full)| **full).map(|(op, _)| *op).max();
+            let together = a.gone.iter().all(|(op, run)| b.gone.get(op).is_none_or(|other| other == run));
+            if !together || released.is_some_and(|released| *released <= a.last.max(b.last).max(full.unwrap_or(0))) {
+                return false;
+            }
+        }
+        let (few, other) = if a.units.len() < b.units.len() { (a, second) } else { (b, first) };
+        let other = self.of[other as usize];
+        few.units.iter().all(|unit| {
+            steps::count(1);
+            self.apart[*unit as usize].iter().all(|apart| self.of[*apart as usize] != other)
+        })
+    }
+
+    fn merge(&mut self, first: u32, second: u32) {
+        let (mut into, mut from) = (self.of[first as usize], self.of[second as usize]);
+        if into == from {
+            return;
+        }
+        let units = |at: usize| self.groups[at].as_ref().map_or(0, |group| group.units.len());
+        if units(into) < units(from) {
+            (into, from) = (from, into);
+        }
+        let Some(gone) = self.groups[from].take() else { return };
+        gone.units.iter().for_each(|unit| self.of[*unit as usize] = into);
+        if let Some(group) = &mut self.groups[into] {
+            group.units.extend(gone.units);
+            group.name = group.name.or(gone.name);
+            group.private |= gone.private;
+            group.gone.extend(gone.gone);
+            group.stayed.extend(gone.stayed);
+            (group.first, group.last) = (group.first.min(gone.first), group.last.max(gone.last));
+        }
+    }
+
+    /// Gives the default pool every group without a name that it may have, in the order in which they were first used.
+    fn take_default(&mut self) {
+        let mut nameless: Vec<(u32, u32)> = self
+            .groups
+            .iter()
+            .flatten()
+            .filter(|group| group.name.is_none())
+            .map(|group| (group.first, group.units[0]))
+            .collect();
+        nameless.sort_unstable();
+        let default = self.groups.iter().flatten().find(|group| group.is_default());
+        let mut default = default.map(|group| group.units[0]);
+        for (_, unit) in nameless {
+            match default {
+                Some(default) => self.join(unit, default),
+                None => {
+                    if let Some(group) = self.group_mut(unit).filter(|group| !group.is_private()) {
+                        group.name = Some(DEFAULT);
+                        default = Some(unit);
+                    }
+                }
+            }
+        }
+    }
+
+    /// What is of one pool, by number: the default pool is 0.
+    fn members(&self) -> Vec<Vec<u32>> {
+        let default = self.groups.iter().flatten().filter(|group| group.is_default());
+        let private = self.groups.iter().flatten().filter(|group| !group.is_default());
+        let default = default.flat_map(|group| group.units.iter().copied()).collect();
+        std::iter::once(default).chain(private.map(|group| group.units.clone())).collect()
+    }
+}

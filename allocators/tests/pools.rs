@@ -1,0 +1,268 @@
+//! Private pools in histories: whatever a program did with them, the recorded placements tell enough that a replay puts every
+//! block where it lay.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+mod common;
+#[path = "replay/recorder.rs"]
+#[allow(dead_code, reason = "not every test needs all of it")]
+mod recorder;
+
+use common::{GIB, MIB};
+use proptest::prelude::*;
+use proptest::sample::Index;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
+use recorder::Recorder;
+use std::sync::Arc;
+use vramlab::backends::{CachingSettings, caching, expandable};
+use vramlab::histories::replay::{Addresses, History, HistoryBuilder, ReplayReport, ReplaySettings, replay};
+use vramlab::{Backend, Driver, NullDriver, Selection};
+
+const STREAMS: usize = 3;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Alloc {
+        bytes: u64,
+        stream: usize,
+    },
+    Free {
+        which: Index,
+    },
+    Use {
+        which: Index,
+        stream: usize,
+    },
+    Work {
+        stream: usize,
+        ns: u64,
+    },
+    EmptyCache,
+    /// Lets a stream into one of the pools, or into a new one, or out again.
+    Enter {
+        stream: usize,
+        which: Index,
+    },
+    Leave {
+        stream: usize,
+    },
+    Release {
+        which: Index,
+        now: bool,
+    },
+}
+
+fn steps(length: usize) -> impl Strategy<Value = Vec<Step>> {
+    let sizes = prop_oneof![3 => 1..MIB, 3 => MIB..12 * MIB, 2 => 10 * MIB..50 * MIB];
+    let stream = || prop_oneof![3 => Just(0usize), 1 => 1..STREAMS];
+    let step = prop_oneof![
+        24 => (sizes, stream()).prop_map(|(bytes, stream)| Step::Alloc { bytes, stream }),
+        20 => any::<Index>().prop_map(|which| Step::Free { which }),
+        2 => (any::<Index>(), 0..STREAMS).prop_map(|(which, stream)| Step::Use { which, stream }),
+        4 => (0..STREAMS, 1_000..900_000u64).prop_map(|(stream, ns)| Step::Work { stream, ns }),
+        1 => Just(Step::EmptyCache),
+        3 => (stream(), any::<Index>()).prop_map(|(stream, which)| Step::Enter { stream, which }),
+        2 => stream().prop_map(|stream| Step::Leave { stream }),
+        1 => (any::<Index>(), any::<bool>()).prop_map(|(which, now)| Step::Release { which, now }),
+    ];
+    prop::collection::vec(step, 1..length)
+}
+
+fn record(backend: &'static Backend, steps: &[Step]) -> Recorder {
+    let mut recorder = Recorder::of(backend, CachingSettings::default(), 64 * GIB, STREAMS);
+    // Those that are not released.
+    let mut pools: Vec<usize> = Vec::new();
+    for step in steps {
+        match step {
+            Step::Alloc { bytes, stream } => assert!(recorder.alloc(*bytes, *stream)),
+            Step::Free { which } if !recorder.live.is_empty() => recorder.free(which.index(recorder.live.len())),
+            Step::Use { which, stream } if !recorder.live.is_empty() => {
+                recorder.record_use(which.index(recorder.live.len()), *stream);
+            }
+            Step::Work { stream, ns } => recorder.work(*stream, *ns),
+            Step::EmptyCache => recorder.empty_cache(),
+            Step::Enter { stream, which } => {
+                let at = which.index(pools.len() + 1);
+                if at == pools.len() {
+                    pools.push(recorder.make_pool());
+                }
+                recorder.enter(*stream, Some(pools[at]));
+            }
+            Step::Leave { stream } => recorder.enter(*stream, None),
+            Step::Release { which, now } if !pools.is_empty() => {
+                let pool = pools.swap_remove(which.index(pools.len()));
+                recorder.release_pool(pool, *now);
+            }
+            Step::Free { .. } | Step::Use { .. } | Step::Release { .. } => {}
+        }
+    }
+    recorder
+}
+
+fn compile(recorder: &Recorder) -> History {
+    let mut builder = HistoryBuilder::new(None);
+    recorder.events().iter().try_for_each(|event| builder.push(event)).unwrap();
+    builder.ends_with(&recorder.segments()).unwrap();
+    builder.finish(&CachingSettings::default()).unwrap()
+}
+
+fn run(history: &History, backend: &'static Backend) -> ReplayReport {
+    let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 50));
+    let settings = ReplaySettings { addresses: Addresses::Recorded, ..ReplaySettings::default() };
+    replay(history, &Selection::of(backend), &driver, &settings).unwrap()
+}
+
+/// Blocks elsewhere and other segments, if the history can be compared.
+fn differs(backend: &'static Backend, steps: &[Step]) -> Option<(u64, u64, u64, u64)> {
+    let recorder = record(backend, steps);
+    let history = compile(&recorder);
+    history.check_comparable().ok()?;
+    let report = run(&history, backend);
+    let peak = |stats: &vramlab::Stats| stats.reserved_bytes.all.peak;
+    let (moved, segments) = (report.address_mismatches.unwrap(), report.segment_mismatches.unwrap());
+    Some((moved, segments, peak(&report.stats), peak(&recorder.caching.stats())))
+}
+
+/// Of programs that let streams into pools and out again at random, and release pools at any time, few have a course that the
+/// placements do not tell: mostly where several calls lie between two events.
+#[test]
+fn programs_with_private_pools_are_replayed_block_for_block() {
+    for backend in [&caching::BACKEND, &expandable::BACKEND] {
+        let (strategy, mut runner) = (steps(200), TestRunner::deterministic());
+        let (mut compared, mut other) = (0, 0);
+        for _ in 0..200 {
+            let steps = strategy.new_tree(&mut runner).unwrap().current();
+            let Some((moved, segments, ours, theirs)) = differs(backend, &steps) else { continue };
+            compared += 1;
+            other += u64::from((moved, segments) != (0, 0) || ours != theirs);
+        }
+        assert!(compared > 150 && other * 33 < compared, "{backend}: {other} of {compared} differ");
+    }
+}
+
+/// A program with pools, of which the history is to tell everything.
+struct Program(Recorder, &'static Backend);
+
+/// On which stream: that of the program, and two for captures.
+const MAIN: usize = 0;
+const CAPTURE: usize = 1;
+const SIDE: usize = 2;
+
+impl Program {
+    /// Blocks of these sizes in KiB on a stream, which may be in a pool; where they are in the list of live ones.
+    fn take(&mut self, stream: usize, pool: Option<usize>, kib: &[u64]) {
+        self.0.enter(stream, pool);
+        for kib in kib {
+            assert!(self.0.alloc(kib << 10, stream));
+        }
+        self.0.enter(stream, None);
+    }
+
+    /// Frees the last blocks.
+    fn drop_last(&mut self, count: usize) {
+        for _ in 0..count {
+            self.0.free(self.0.live.len() - 1);
+        }
+    }
+
+    fn check(&self, pools: u64, allocations: u64, undetermined: u64) {
+        let history = compile(&self.0);
+        let told =
+            (history.private_pools(), history.private_pool_allocations(), history.undetermined_pool_allocations());
+        assert_eq!(told, (pools, allocations, undetermined), "{}", self.1);
+        let report = run(&history, self.1);
+        assert_eq!((report.address_mismatches, report.segment_mismatches), (Some(0), Some(0)), "{}", self.1);
+        assert_eq!(report.stats.reserved_bytes, self.0.caching.stats().reserved_bytes, "{}", self.1);
+    }
+}
+
+fn programs() -> impl Iterator<Item = Program> {
+    [&caching::BACKEND, &expandable::BACKEND]
+        .into_iter()
+        .map(|backend| Program(Recorder::of(backend, CachingSettings::default(), 64 * GIB, STREAMS), backend))
+}
+
+#[test]
+fn a_pool_that_is_held_at_the_end_is_named() {
+    for mut program in programs() {
+        program.take(MAIN, None, &[100, 5_000]);
+        program.drop_last(2);
+        let pool = program.0.make_pool();
+        program.take(MAIN, Some(pool), &[100, 5_000, 30_000]);
+        program.take(MAIN, None, &[100, 5_000]);
+        program.check(1, 3, 0);
+    }
+}
+
+#[test]
+fn a_pool_that_is_gone_is_told_by_new_segments() {
+    for mut program in programs() {
+        program.take(MAIN, None, &[100, 5_000]);
+        let pool = program.0.make_pool();
+        // The default pool has room for all of it.
+        program.take(MAIN, Some(pool), &[100, 5_000, 200, 6_000]);
+        program.drop_last(4);
+        program.take(MAIN, None, &[100]);
+        program.0.release_pool(pool, false);
+        program.0.empty_cache();
+        program.take(MAIN, None, &[5_000]);
+        program.check(1, 4, 0);
+    }
+}
+
+#[test]
+fn a_pool_that_gives_its_memory_back_by_itself_leaves_the_cache_alone() {
+    for mut program in programs() {
+        program.take(MAIN, None, &[100, 5_000, 40_000]);
+        program.drop_last(1);
+        let pool = program.0.make_pool();
+        program.take(MAIN, Some(pool), &[100, 5_000, 30_000]);
+        program.drop_last(3);
+        program.0.release_pool(pool, true);
+        // What was idle then is still there.
+        program.take(MAIN, None, &[40_000]);
+        program.check(1, 3, 0);
+    }
+}
+
+#[test]
+fn graphs_share_a_pool_with_other_work_between_and_a_side_stream() {
+    for mut program in programs() {
+        program.take(MAIN, None, &[300, 7_000, 25_000]);
+        // What a capture asks for before it begins comes from the default pool.
+        program.take(CAPTURE, None, &[1]);
+        let pool = program.0.make_pool();
+        program.take(CAPTURE, Some(pool), &[100, 5_000, 30_000]);
+        program.drop_last(2);
+        program.take(SIDE, Some(pool), &[900]);
+        program.take(CAPTURE, None, &[1]);
+        program.take(MAIN, None, &[600]);
+        program.0.empty_cache();
+        program.take(CAPTURE, Some(pool), &[5_000, 2_000, 100]);
+        program.check(1, 7, 0);
+    }
+}
+
+#[test]
+fn two_pools_of_a_stream_are_kept_apart() {
+    for mut program in programs() {
+        program.take(MAIN, None, &[300, 7_000]);
+        let pools = [0, 1].map(|_| program.0.make_pool());
+        for pool in pools {
+            program.take(CAPTURE, Some(pool), &[100, 5_000, 6_000]);
+            program.drop_last(1);
+        }
+        for pool in pools {
+            program.take(CAPTURE, Some(pool), &[300, 6_000]);
+        }
+        program.0.empty_cache();
+        // The first one's blocks are freed, and go with the next release of the cache.
+        for _ in 0..2 {
+            program.0.free(2);
+        }
+        program.0.release_pool(pools[0], false);
+        program.0.empty_cache();
+        program.take(MAIN, None, &[7_000]);
+        program.check(2, 10, 0);
+    }
+}
