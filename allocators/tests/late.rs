@@ -19,7 +19,7 @@ use std::sync::Arc;
 use vramlab::backends::{self, Backend, CachingSettings, caching, lab, pytorch};
 use vramlab::histories::replay::{Addresses, History, ReplayReport, ReplaySettings, replay, smallest_memory};
 use vramlab::histories::trace::{Action, Event};
-use vramlab::{DeviceAllocator, Driver, NullDriver, Selection};
+use vramlab::{Driver, NullDriver, Selection};
 
 fn run(history: &History, caching: CachingSettings, addresses: Addresses) -> ReplayReport {
     run_on(&caching::BACKEND, history, caching, addresses)

@@ -19,7 +19,7 @@ use vramlab::histories::replay::{
     Addresses, Held, History, HistoryBuilder, ReplayError, ReplayReport, ReplaySettings, StreamHeld, replay,
 };
 use vramlab::histories::trace::{Action, Event};
-use vramlab::{Backend, BlockState, DeviceAllocator, Driver, NullDriver, Selection, SimMemory};
+use vramlab::{Backend, BlockState, Driver, NullDriver, Selection, SimMemory};
 
 const STREAMS: usize = 3;
 
