@@ -87,7 +87,9 @@ fn load_with(path: &Path, gpu: Option<u16>, limit: Option<u64>, further: &[Event
     let mut settings = recorded_settings(&summary.allocator_settings).unwrap();
     settings.memory_limit = limit;
     further.iter().for_each(|event| builder.push(event).unwrap());
-    builder.ends_with(&summary.segments).unwrap();
+    if further.is_empty() {
+        builder.ends_with(&summary.segments).unwrap();
+    }
     (builder.finish(&settings).unwrap(), settings)
 }
 
