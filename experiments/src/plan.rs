@@ -8,7 +8,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 use trainer::terminal::{Bar, Page, quoted};
 use vramlab::Bytes;
-use vramlab::histories::plan::{CrossStream, PlanSettings, plan as place, stitched};
+use vramlab::histories::plan::{CrossStream, PlanSettings, misses, plan as place, stitched};
 use vramlab::output::{self, Existing};
 
 #[derive(Debug, Args)]
@@ -50,6 +50,8 @@ struct Found {
     plan_bytes: u64,
     gap: f64,
     stitched_bytes: u64,
+    segment_requests: u64,
+    stitchable_requests: u64,
     steps: u64,
     seed: u64,
     known_order: bool,
@@ -77,6 +79,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         output::write(out, Existing::Replace, found.table(&lifetimes).to_json())?;
     }
     let trace = args.file.display().to_string();
+    let misses = misses(&lifetimes);
     if args.json {
         return crate::print_json(&Found {
             trace,
@@ -85,6 +88,8 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
             plan_bytes: found.bytes,
             gap: found.gap(),
             stitched_bytes: stitched(&lifetimes),
+            segment_requests: misses.requests,
+            stitchable_requests: misses.stitchable,
             steps: found.steps,
             seed: args.seed,
             known_order: args.known_order,
@@ -97,6 +102,10 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         Bytes(found.lower_bound)
     ));
     page.line(format!("an allocator that stitches free pages of 2 MiB would reserve {}", Bytes(stitched(&lifetimes))));
+    page.line(format!(
+        "stitching would serve {} of the {} requests for which PyTorch's native policy takes a large segment",
+        misses.stitchable, misses.requests
+    ));
     let said = format!("A plan of {} serves them, {:.2} % above that.", Bytes(found.bytes), 100.0 * found.gap());
     let next = match &args.out {
         Some(out) => {

@@ -27,6 +27,9 @@ fn a_history_that_is_replayed_by_its_plan_needs_what_the_plan_says() {
         let made: serde_json::Value =
             serde_json::from_str(&place.run(&[&made[..], order].concat()).ok().stdout).unwrap();
         assert_eq!(made["known_order"], !order.is_empty());
+        let count = |key: &str| made[key].as_u64().unwrap();
+        assert!(0 < count("segment_requests") && count("segment_requests") < count("allocations") / 10, "{made}");
+        assert!(count("stitchable_requests") < count("segment_requests"), "{made}");
         for device in ["sim", "null"] {
             let rows =
                 place.run(&["replay", &file, "--alloc", &alloc, "--device", device, "--plan", "off", "--json"]).rows();

@@ -48,12 +48,14 @@
 
 mod bound;
 mod conflicts;
+mod misses;
 mod online;
 mod overlap;
 mod search;
 mod stitched;
 
 pub use bound::lower_bound;
+pub use misses::{Misses, misses};
 pub use overlap::Overlap;
 pub use stitched::stitched;
 

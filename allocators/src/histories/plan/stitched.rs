@@ -4,9 +4,9 @@ use super::{CrossStream, Lifetime, online};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What is mapped as a whole, in bytes: the granularity of `cuMemCreate`.
-const PAGE: u64 = 2 << 20;
+pub(super) const PAGE: u64 = 2 << 20;
 /// Blocks up to this size come from segments of their own kind, as PyTorch's small pool.
-const SMALL: u64 = 1 << 20;
+pub(super) const SMALL: u64 = 1 << 20;
 
 /// Bytes that an allocator would reserve that stitches: GMLake (ASPLOS 2024), at its best. A block above 1 MiB is made of as
 /// many pages of 2 MiB as it needs, from any free pages of its stream; so it needs new ones only if there are not enough, and
