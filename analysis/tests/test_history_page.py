@@ -194,7 +194,7 @@ def test_it_draws_everything_and_asks_nobody(written: Path, page: browser.Browse
     assert rows[3:] == ["a plan", "lower bound"]
     figures = dict(
         page.evaluate(
-            "[...document.querySelectorAll('table.figures tbody tr')].map(r => [...r.children].map(c => c.textContent))"
+            "[...document.querySelectorAll('dl.figures div')].map(r => [...r.children].map(c => c.textContent))"
         )
     )
     assert figures["peak reserved, recorded"] == "80 MiB"

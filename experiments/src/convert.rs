@@ -4,7 +4,8 @@
 //! contradicts the ones before it ends the conversion.
 
 use crate::compare::ArmFailed;
-use crate::history::{compile, no_events, say_cut};
+use crate::history::served::as_recorded;
+use crate::history::{Recorded, compile, no_events, say_cut};
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
@@ -14,9 +15,10 @@ use std::path::{Path, PathBuf};
 use trainer::settings::export_parser;
 use trainer::terminal::{Bar, Page, quoted};
 use vramlab::budget::Budget;
-use vramlab::histories::replay::{HistoryBuilder, ReplayError, recorded_settings};
+use vramlab::histories::replay::{BlockPlace, HistoryBuilder, ReplayError, recorded_settings};
 use vramlab::histories::trace::{
-    Action, Ending, Export, Place, Problem, ReadError, Summary, TraceWriter, WriteError, WriteProblem, read_from,
+    Action, Ending, Export, Format, Place, Problem, ReadError, Summary, TraceWriter, WriteError, WriteProblem,
+    read_from,
 };
 use vramlab::output::{Existing, OutputFile, OutputProblem};
 
@@ -103,7 +105,12 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     if tally.events() == 0 && (!snapshot || summary.segments.is_empty()) {
         return Err(no_events(&args.from, args.gpu, &summary));
     }
-    tally.check_whole(&summary).with_context(|| args.from.display().to_string())?;
+    let histories = tally.check_whole(&summary).with_context(|| args.from.display().to_string())?;
+    if args.to == Export::Perfetto {
+        for (gpu, recorded) in &histories {
+            writer.served(*gpu, served(args, &summary, recorded)?);
+        }
+    }
     tally.passed_over = writer.passed_over();
     if tally.written(args.to) == 0 && tally.events() > 0 {
         let text = format!("of its {} events none has a place in {}", tally.events(), args.to.name());
@@ -116,6 +123,20 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     };
     writer.finish(&ending).map_err(unwritten)?;
     Ok(summary)
+}
+
+/// How each allocation was served, by the log itself or by a replay that puts every block where it was; none where neither
+/// tells.
+fn served(args: &ConvertArgs, summary: &Summary, recorded: &Recorded) -> Result<Vec<BlockPlace>> {
+    if summary.format == Format::Jsonl {
+        // What is read twice must be a file.
+        let told = args.from.is_file().then(|| trainer::served::served(&args.from));
+        return Ok(told.and_then(Result::ok).unwrap_or_default());
+    }
+    let places = as_recorded(&recorded.history, &recorded.settings);
+    // CAST: blocks of a history in memory.
+    let before = recorded.history.prologue_allocations() as usize;
+    Ok(places.map_or_else(Vec::new, |mut places| places.split_off(before.min(places.len()))))
 }
 
 /// Why an event went no further.
@@ -201,12 +222,13 @@ impl Tally {
     }
 
     /// What only the whole history tells.
-    fn check_whole(&mut self, summary: &Summary) -> Result<(), ReplayError> {
+    fn check_whole(&mut self, summary: &Summary) -> Result<Vec<(u16, Recorded)>, ReplayError> {
         self.gpu_count = self.gpus.len();
         if self.gpus.is_empty() {
-            return recorded_settings(&summary.allocator_settings).map(|_| ());
+            recorded_settings(&summary.allocator_settings)?;
         }
-        std::mem::take(&mut self.gpus).into_values().try_for_each(|checks| compile(checks, summary, None).map(|_| ()))
+        let checked = std::mem::take(&mut self.gpus).into_iter();
+        checked.map(|(gpu, checks)| Ok((gpu, compile(checks, summary, None)?))).collect()
     }
 
     fn events(&self) -> u64 {

@@ -1,6 +1,7 @@
 //! What the commands that replay share: reading a history, opening a device.
 
 mod recorded;
+pub(crate) mod served;
 
 use crate::compare::ArmFailed;
 use crate::profile;

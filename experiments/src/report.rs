@@ -7,6 +7,7 @@ mod columns;
 mod lanes;
 mod maps;
 mod page;
+mod places;
 mod python;
 mod recording;
 mod source;

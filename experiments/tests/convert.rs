@@ -124,7 +124,7 @@ fn each_format_holds_what_the_line_says() {
     assert!(line.contains(&format!("(perfetto): {left} events of 1 GPU")), "{line}");
     let json: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string(place.at("perfetto.json")).unwrap()).unwrap();
-    let begun = json["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "b").count();
+    let begun = json["traceEvents"].as_array().unwrap().iter().filter(|event| event["cat"] == "block").count();
     assert_eq!(begun, count(&events, &[Action::Alloc]), "one life for each allocation");
     assert_eq!(place.files(), ["minimalloc.csv", "perfetto.json", "rmm.csv"]);
 }

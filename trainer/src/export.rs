@@ -20,8 +20,9 @@ use vramlab::histories::trace::{
 use vramlab::output::{OutputError, OutputProblem};
 use vramlab::{CallEvent, CallKind, Snapshot};
 
-/// Track of the driver calls on a timeline.
+/// Tracks of a timeline: the driver calls, and the ranges in which they were made, such as steps and layers.
 const TRACK: &str = "driver calls";
+const RANGES: &str = "steps and layers";
 
 /// One driver call, as a line of `driver_calls.jsonl`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -128,9 +129,18 @@ struct Merge<'a> {
     calls: Calls,
     /// Size and stream of the segments that are held.
     segments: BTreeMap<u64, (u64, u64)>,
+    /// The ranges around the last call, from the outside in.
+    ranges: Vec<Range>,
     /// Frees of segments by the operation under way, for after it.
     held_back: Vec<Event>,
     writers: &'a mut [Box<dyn TraceWriter>],
+}
+
+/// A range of a run, from the first call in it to the last so far.
+struct Range {
+    name: String,
+    start_ns: u64,
+    end_ns: u64,
 }
 
 /// Longest line of a driver call, in bytes; longer ones are cut, and are no calls.
@@ -196,6 +206,7 @@ impl Merge<'_> {
             for writer in self.writers.iter_mut() {
                 writer.slice(TRACK, name, call.start_ns, call.total_ns).map_err(Fault::Write)?;
             }
+            self.range(&call)?;
             let Some(addr) = call.addr.filter(|_| call.ok) else { continue };
             let time_ns = call.start_ns.saturating_add(call.total_ns);
             let segment = Event { action: Action::SegmentAlloc, addr, time_ns, ..*operation };
@@ -219,9 +230,53 @@ impl Merge<'_> {
         Ok(())
     }
 
+    /// Takes note of the ranges around a call, and writes those that ended before it.
+    fn range(&mut self, call: &CallLine) -> std::result::Result<(), Fault> {
+        let names: Vec<&str> = call.path.split('/').filter(|name| !name.is_empty()).collect();
+        let same = self.ranges.iter().zip(&names).take_while(|(range, name)| range.name == **name).count();
+        self.close(same)?;
+        let (start_ns, end_ns) = (call.start_ns, call.start_ns.saturating_add(call.total_ns));
+        self.ranges.iter_mut().for_each(|range| range.end_ns = end_ns);
+        let opened = names[same..].iter().map(|name| Range { name: (*name).to_owned(), start_ns, end_ns });
+        self.ranges.extend(opened);
+        Ok(())
+    }
+
+    /// Writes the innermost ranges, until so many are left.
+    fn close(&mut self, left: usize) -> std::result::Result<(), Fault> {
+        for range in self.ranges.drain(left..).rev() {
+            for writer in self.writers.iter_mut() {
+                writer
+                    .slice(RANGES, &range.name, range.start_ns, range.end_ns - range.start_ns)
+                    .map_err(Fault::Write)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Says in which range a block was asked for: that of the driver call that comes next, which is mostly its first use.
+    fn say_where(&mut self) {
+        let path = self.calls.next.as_ref().map_or("", |call| call.path.as_str());
+        let of = |kind: &str| path.split('/').find(|name| name.starts_with(kind));
+        let (step, layer) = (of("step"), of("layer"));
+        let mut arguments = vec![("range", path)];
+        arguments.extend(step.map(|step| ("step", step)));
+        arguments.extend(layer.map(|layer| ("layer", layer)));
+        // The step is an argument; blocks of the same part of each step go by the same name.
+        let part: Vec<&str> =
+            path.split('/').filter(|name| !name.starts_with("step") && !name.starts_with("epoch")).collect();
+        let part = part.join("/");
+        if !path.is_empty() {
+            self.writers.iter_mut().for_each(|writer| writer.say(&part, &arguments));
+        }
+    }
+
     fn event(&mut self, event: &Event) -> std::result::Result<(), Fault> {
         if event.action != Action::FreeCompleted {
             self.calls_until(event)?;
+        }
+        if event.action == Action::Alloc {
+            self.say_where();
         }
         self.write(event)?;
         if event.action == Action::FreeCompleted {
@@ -262,6 +317,7 @@ pub(crate) fn write(
     let mut merge = Merge {
         calls: Calls::open(&calls).map_err(|error| failed(&calls, error))?,
         segments: BTreeMap::new(),
+        ranges: Vec::new(),
         held_back: Vec::new(),
         writers: &mut writers,
     };
@@ -279,7 +335,7 @@ pub(crate) fn write(
         (None, Err(error)) if !matches!(error.problem, vramlab::histories::trace::Problem::Empty) => {
             return Err(failed(&error.path.clone(), std::io::Error::other(error)));
         }
-        _ => merge.calls_until(&last),
+        _ => merge.calls_until(&last).and_then(|()| merge.close(0)),
     };
     ended.map_err(|fault| match fault {
         Fault::Calls(error) => failed(&calls, error),
@@ -288,6 +344,11 @@ pub(crate) fn write(
     let segments = snapshot.map(|snapshot| Segment::from_snapshot(snapshot, 0)).unwrap_or_default();
     let settings = snapshot_settings(settings);
     let ending = Ending { segments: &segments, allocator_settings: Some(&settings), devices: 1 };
+    if exports.contains(&Export::Perfetto) {
+        let trace = directory.join(TRACE);
+        let served = crate::served::served(&trace).map_err(|error| failed(&trace, error))?;
+        writers.iter_mut().for_each(|writer| writer.served(0, served.clone()));
+    }
     for writer in writers {
         writer.finish(&ending).map_err(unwritten)?;
     }

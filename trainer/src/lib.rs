@@ -21,6 +21,7 @@ mod progress;
 pub mod provenance;
 pub mod record;
 pub mod report;
+pub mod served;
 pub mod settings;
 pub mod signals;
 mod stack;

@@ -127,7 +127,17 @@ fn the_timeline_names_kernels_and_adds_up() {
     let done = train(&exporting(&digits())).finished();
     let timeline = common::read_json(&done.path().join("perfetto.json"));
     let events = timeline["traceEvents"].as_array().unwrap();
-    let slices: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
+    let slices: Vec<_> = events.iter().filter(|event| event["ph"] == "X" && event["cat"] == "host").collect();
+    let track = |name: &str| {
+        let named = events.iter().find(|event| event["name"] == "thread_name" && event["args"]["name"] == name);
+        named.unwrap_or_else(|| panic!("no track {name}"))["tid"].clone()
+    };
+    let (slices, ranges): (Vec<_>, Vec<_>) =
+        slices.into_iter().partition(|slice| slice["tid"] == track("driver calls"));
+    assert!(ranges.iter().all(|range| range["tid"] == track("steps and layers")));
+    assert!(
+        ranges.iter().any(|range| range["name"] == "step 1") && ranges.iter().any(|range| range["name"] == "layer 2")
+    );
     let calls: u64 =
         done.json()["driver_calls"].as_object().unwrap().values().map(|kind| kind["count"].as_u64().unwrap()).sum();
     assert_eq!(slices.len() as u64, calls, "every call is a slice");
@@ -146,8 +156,12 @@ fn the_timeline_names_kernels_and_adds_up() {
     let stats = &done.outcome.summary.allocator_stats;
     assert_eq!(peak("reserved"), stats.reserved_bytes.all.peak);
     assert_eq!(peak("requested"), stats.requested_bytes.all.peak);
-    let phase = |name: &str| events.iter().filter(|event| event["ph"] == name).count();
-    assert_eq!(phase("b"), phase("e"), "every block was freed");
+    let blocks: Vec<_> = events.iter().filter(|event| event["cat"] == "block").collect();
+    assert_eq!(blocks.len() as u64, stats.allocation.all.allocated, "each block once");
+    assert!(blocks.iter().all(|block| block["args"]["freed"] != "never"), "every block was freed");
+    assert!(blocks.iter().all(|block| block["args"]["path"].is_string() && block["args"]["block"].is_u64()));
+    let layers = blocks.iter().filter(|block| block["args"]["layer"] == "layer 2" && block["args"]["step"].is_string());
+    assert!(layers.count() > 0, "blocks say their step and layer");
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use crate::common::{fixture, read_all};
 use crate::snapshots::recorded;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 use vramlab::histories::trace::{Action, Ending, Event, Export, Format, Summary, WriteProblem};
@@ -194,9 +195,13 @@ fn the_timeline_adds_up() {
         let trace = trace["traceEvents"].as_array().unwrap();
         let phase = |name: &str| trace.iter().filter(|event| event["ph"] == name).collect::<Vec<_>>();
         let count = |action| events.iter().filter(|event| event.action == action).count();
-        assert_eq!(phase("b").len(), count(Action::Alloc));
-        assert_eq!(phase("e").len(), count(Action::FreeCompleted));
-        assert_eq!(phase("i").len(), count(Action::SegmentAlloc) + count(Action::SegmentFree) + count(Action::Oom));
+        let (blocks, others): (Vec<_>, Vec<_>) = trace.iter().partition(|event| event["cat"] == "block");
+        assert_eq!(blocks.len(), count(Action::Alloc), "each block once");
+        let kept = blocks.iter().filter(|block| block["args"]["freed"] == "never").count();
+        let begun = blocks.iter().map(|block| block["args"]["addr"].as_str().unwrap()).collect::<BTreeSet<_>>();
+        assert!(kept <= begun.len() && kept + count(Action::FreeCompleted) >= blocks.len());
+        let instants = others.iter().filter(|event| event["ph"] == "i").count();
+        assert_eq!(instants, count(Action::SegmentAlloc) + count(Action::SegmentFree) + count(Action::Oom));
         // The last counters are what the segments say.
         let last = &phase("C").last().copied().unwrap()["args"];
         let held = |state: &dyn Fn(&vramlab::histories::trace::Segment) -> u64| {
@@ -206,8 +211,8 @@ fn the_timeline_adds_up() {
         assert_eq!(last["active"], held(&|segment| segment.requested_size()));
         // Times begin at 0, do not go back, and every slice is on a named stream.
         let mut before = 0.0;
-        let mut named = std::collections::BTreeSet::new();
-        for event in trace {
+        let mut named = BTreeSet::new();
+        for event in &others {
             if event["ph"] == "M" {
                 named.insert((event["pid"].as_u64(), event["tid"].as_u64()));
                 continue;
@@ -216,6 +221,27 @@ fn the_timeline_adds_up() {
             assert!(now >= before);
             before = now;
             assert!(named.contains(&(event["pid"].as_u64(), event["tid"].as_u64())), "{event}");
+        }
+        let counters: BTreeSet<(u64, &str)> = phase("C")
+            .iter()
+            .flat_map(|counter| {
+                let keys = counter["args"].as_object().unwrap().keys();
+                keys.map(|key| (counter["pid"].as_u64().unwrap(), key.as_str()))
+            })
+            .collect();
+        let tracks = named.iter().filter(|(_, thread)| *thread != Some(0)).count();
+        assert!(tracks + counters.len() <= 50, "{tracks} threads and {counters:?}");
+        // Slices of one track do not overlap.
+        let mut ends: BTreeMap<(u64, u64), Vec<(f64, f64)>> = BTreeMap::new();
+        for block in blocks.iter().filter(|block| block["ph"] == "X") {
+            let number = |key: &str| block[key].as_f64().unwrap();
+            let track = (block["pid"].as_u64().unwrap(), block["tid"].as_u64().unwrap());
+            assert!(named.contains(&(Some(track.0), Some(track.1))));
+            ends.entry(track).or_default().push((number("ts"), number("ts") + number("dur")));
+        }
+        for spans in ends.values_mut() {
+            spans.sort_by(|a, b| a.partial_cmp(b).unwrap());
+            assert!(spans.windows(2).all(|pair| pair[0].1 <= pair[1].0 + 1e-6));
         }
     }
 }

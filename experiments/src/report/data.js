@@ -109,6 +109,12 @@ const before = (numbers, value) => {
   return low - 1;
 };
 
+// The frames of a stack, the innermost first.
+const framesOf = (history, stack) => {
+  const from = stack > 0 ? history.stackEnd[stack - 1] : 0, to = stack > 0 ? history.stackEnd[stack] : 0;
+  return Array.from(history.stackFrames.subarray(from, to), (frame) => history.about.frames[frame]);
+};
+
 const readHistory = async (about) => {
   const columns = await readColumns(about.lives);
   const history = { about, events: about.events, time: columns.next(Float64Array) };
@@ -132,6 +138,13 @@ const readHistory = async (about) => {
     history.ledger = { event: ledger.next(Uint32Array) };
     for (const part of LEDGER_PARTS) history.ledger[part.key] = ledger.next(Float64Array);
   }
+  // Stacks by number from 1: the line of the user's code that each is known by, and its frames.
+  history.lineNames = ["", ...about.lines];
+  const stacks = (about.stacks ?? null) === null ? null : await readColumns(about.stacks), empty = new Uint32Array(0);
+  history.lineOf = Uint32Array.from([0, ...(stacks ? stacks.next(Uint32Array) : empty)]);
+  history.stackEnd = Uint32Array.from([0, ...(stacks ? stacks.next(Uint32Array) : empty)]);
+  history.stackFrames = stacks ? stacks.next(Uint32Array) : empty;
+  for (let i = 1; i < history.stackEnd.length; i++) history.stackEnd[i] += history.stackEnd[i - 1];
   // Where events stand on the axis: by number, or by the log's time.
   history.byNumber = new Float64Array(history.events + 1).map((_, i) => i);
   if (about.timed) {

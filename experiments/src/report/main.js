@@ -2,20 +2,6 @@
 
 const shared = { sameScale: false, highest: 0 };
 
-// Stacks by their line: those that end in the same line of the user's code belong together.
-const nameLines = (history) => {
-  const names = [""], numbers = new Map([["", 0]]);
-  history.lineOf = new Uint32Array(history.about.lines.length + 1);
-  history.about.lines.forEach(({ line }, i) => {
-    if (!numbers.has(line)) {
-      numbers.set(line, names.length);
-      names.push(line);
-    }
-    history.lineOf[i + 1] = numbers.get(line);
-  });
-  history.lineNames = names;
-};
-
 // What tells files apart: their names, with as many folders as that takes.
 const shortNames = (names) => {
   const parts = names.map((name) => name.split("/").filter((part) => part !== ""));
@@ -59,7 +45,6 @@ const run = async () => {
   });
   for (const [i, about] of data.histories.entries()) {
     const history = await readHistory(about);
-    nameLines(history);
     const axis = new Axis(history), panel = new Panel(places[i], history, axis, 0);
     axes.push(axis);
     await panel.begin();

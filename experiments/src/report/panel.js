@@ -63,7 +63,7 @@ class Panel {
     const about = "Arrow keys move, + and - zoom in time, Page Up and Page Down in memory, Home shows all; full stop and comma go "
       + "from event to event; slash searches.";
     this.canvas = make("canvas", this.root, { class: "blocks", tabindex: "0", role: "img", "aria-label": "Blocks over time. " + about });
-    make("p", this.root, { class: "hint" }, "Wheel: zoom in time, with Shift in memory. Drag: move, with Shift: zoom to a box. Click: choose a block and a moment. " + about);
+    if (axis.panels.length === 1) make("p", this.root, { class: "hint" }, "Wheel: zoom in time, with Shift in memory. Drag: move, with Shift: zoom to a box. Click: choose a block and a moment. " + about);
     this.levelsKey = make("div", this.root, { class: "legend" });
     this.levels = make("canvas", this.root, { class: "levels", role: "img", "aria-label": "Memory reserved, active and asked for over time" });
     if (history.ledger && number === 0) {
@@ -154,7 +154,7 @@ class Panel {
       this.paint();
     });
     this.colours.dataset.tool = "colour";
-    if (this.history.byTime) {
+    if (this.history.byTime && this.axis.panels.length === 1) {
       choice("axis", [["", "events"], ["time", "time"]], this.axis.byTime ? "time" : "", (value) => this.axis.count(value === "time")).dataset.tool = "axis";
     }
     const button = (text, title, then) => {
@@ -174,7 +174,7 @@ class Panel {
     });
     if (this.axis.panels.length === 1 && this.history.maps.length > 1) {
       button("beside…", "show another allocator beside this one", async () => {
-        const panel = new Panel(this.root.parentElement, this.history, this.axis, Math.min(this.number + 1, this.history.maps.length - 1));
+        const panel = new Panel(this.root.parentElement, this.history, this.axis, this.number + 1 < this.history.maps.length ? this.number + 1 : 0);
         this.root.parentElement.classList.add("beside");
         await panel.begin();
         this.axis.draw();
@@ -348,16 +348,16 @@ class Panel {
     lines.push((history.before[i] ? "there before the first event" : "allocated at " + when(from)) + (open ? ", held to the end: at least " : ", free again at " + when(history.end[i]) + ": lives ") + age);
     const wait = history.end[i] - history.freed[i];
     if (history.freed[i] < history.events && wait > 1) lines.push("freed at " + when(history.freed[i]) + ", then waited " + formatCount(wait) + " events for other streams");
-    const stack = history.stack[i] > 0 ? about.lines[history.stack[i] - 1] : null;
-    if (stack) lines.push(stack.line);
-    return { lines, stack };
+    const line = history.lineNames[history.lineOf[history.stack[i]]];
+    if (line) lines.push(line);
+    return lines;
   }
   hover(x, y) {
     const named = y < MARGIN.top + STRIP && this.strip?.findLast(([left, right]) => x >= left && x <= right);
     const i = named ? -1 : this.at(x, y);
     this.tip.hidden = i < 0 && !named;
     if (this.tip.hidden) return;
-    this.tip.textContent = named ? named[2] : this.describe(i).lines.join("\n");
+    this.tip.textContent = named ? named[2] : this.describe(i).join("\n");
     const room = this.root.clientWidth - this.tip.offsetWidth - 4;
     this.tip.style.left = Math.max(Math.min(x + 14, room), 0) + "px";
     const below = this.canvas.offsetTop + y + 16;
@@ -423,10 +423,10 @@ class Panel {
       if (out.length) return out;
     }
     if (guesses.length) return out;
-    const wanted = new Set();
-    history.about.lines.forEach(({ line, stack }, n) => {
-      if ([line, ...stack].some((frame) => frame.toLowerCase().includes(text.toLowerCase()))) wanted.add(n + 1);
-    });
+    const says = (frame) => frame.toLowerCase().includes(text.toLowerCase()), wanted = new Set();
+    for (let stack = 1; stack < history.lineOf.length; stack++) {
+      if (says(history.lineNames[history.lineOf[stack]]) || framesOf(history, stack).some(says)) wanted.add(stack);
+    }
     for (let i = 0; wanted.size && i < history.start.length; i++) if (wanted.has(history.stack[i])) out.push(i);
     return out;
   }
@@ -437,13 +437,13 @@ class Panel {
     this.told = key;
     this.details.replaceChildren();
     if (this.selected >= 0) {
-      const { lines, stack } = this.describe(this.selected);
+      const stack = framesOf(history, history.stack[this.selected]);
       make("h3", this.details, {}, "Block");
-      make("pre", this.details, { class: "block" }, lines.join("\n"));
-      if (stack && stack.stack.length > 1) {
+      make("pre", this.details, { class: "block" }, this.describe(this.selected).join("\n"));
+      if (stack.length > 1) {
         const all = make("details", this.details);
         make("summary", all, {}, "whole stack");
-        make("pre", all, {}, stack.stack.join("\n"));
+        make("pre", all, {}, stack.join("\n"));
       }
     }
     if (axis.moment !== null) tellMoment(this.details, history, map, axis.moment);

@@ -1,17 +1,17 @@
 //! What the page is made from: histories, and the folders of runs that recorded one.
 
+use super::places::Places;
 use super::recording::{Mark, Recorder, Recording};
 use crate::history::{AsRecorded, Tally, compile, no_events, say_cut};
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 use serde_json::Value;
-use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
 use vramlab::histories::replay::{BlockPlace, History, HistoryBuilder};
 use vramlab::histories::trace::{ReadError, Summary, read};
-use vramlab::{Bytes, Path as Served, Selection};
+use vramlab::{Bytes, Selection};
 
 /// The events of a run in its folder, best first: an export names segments, the trace does not.
 const LOGS: [&str; 4] = ["snapshot.pickle", "snapshot.json", "trace.jsonl", "trace.jsonl.gz"];
@@ -53,6 +53,7 @@ pub(super) struct Source {
     pub(super) history: History,
     pub(super) settings: CachingSettings,
     pub(super) as_recorded: Option<AsRecorded>,
+    pub(super) places: Places,
     /// What the record of a run says of it.
     pub(super) figures: Vec<Figure>,
     /// The allocator that a run had.
@@ -91,7 +92,7 @@ impl Source {
         self.recording.marks.extend(steps(&folder.join("steps.csv"), &self.recording)?);
         let trace = LOGS[2..].iter().map(|name| folder.join(name)).find(|trace| trace.is_file());
         if let Some(trace) = trace {
-            let served = served(&trace).with_context(|| trace.display().to_string())?;
+            let served = trainer::served::served(&trace).with_context(|| trace.display().to_string())?;
             self.served = (served.len() == self.recording.blocks.len()).then_some(served);
         }
         Ok(())
@@ -122,6 +123,7 @@ fn history(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs
         summary,
         history: compiled.history,
         settings: compiled.settings,
+        places: Places::default(),
         figures: Vec::new(),
         allocator: None,
         served: None,
@@ -170,33 +172,6 @@ fn steps(path: &Path, recording: &Recording) -> Result<Vec<Mark>> {
         // CAST: a history that can be replayed has fewer than 2^32 events.
         let start = recording.times_ns.partition_point(|time| *time <= host_ns) as u32;
         out.push(Mark { kind: "step", text: format!("end of step {step} of epoch {epoch}"), start, end: None });
-    }
-    Ok(out)
-}
-
-/// What a run's own trace says of each allocation and PyTorch's form of it does not.
-fn served(path: &Path) -> Result<Vec<BlockPlace>> {
-    #[derive(Deserialize)]
-    struct Line<'l> {
-        #[serde(borrow)]
-        action: std::borrow::Cow<'l, str>,
-        #[serde(default)]
-        addr: u64,
-        block: u64,
-        #[serde(borrow)]
-        path: std::borrow::Cow<'l, str>,
-    }
-    let file = std::fs::File::open(path)?;
-    let packed = path.extension().is_some_and(|end| end == "gz");
-    let source: Box<dyn Read> = if packed { Box::new(flate2::read::MultiGzDecoder::new(file)) } else { Box::new(file) };
-    let mut out = Vec::new();
-    for (number, text) in BufReader::new(source).lines().enumerate() {
-        let text = text?;
-        let line: Line<'_> = serde_json::from_str(&text).with_context(|| format!("line {}", number + 1))?;
-        if line.action == "alloc" {
-            let path = Served::ALL.into_iter().find(|path| path.name() == line.path);
-            out.push(BlockPlace { addr: line.addr, bytes: line.block, path });
-        }
     }
     Ok(out)
 }

@@ -18,6 +18,15 @@ const table = (parent, head, rows) => {
 
 // One column a history, one row a figure, in the order in which they come up.
 const figuresTable = (parent, histories) => {
+  if (histories.length === 1) {
+    const list = make("dl", parent, { class: "figures" });
+    for (const [name, value] of histories[0].figures) {
+      const item = make("div", list);
+      make("dt", item, {}, name);
+      make("dd", item, {}, value);
+    }
+    return;
+  }
   const names = [];
   for (const { figures } of histories) {
     for (const [name] of figures) if (!names.includes(name)) names.push(name);

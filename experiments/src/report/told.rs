@@ -26,8 +26,11 @@ pub(super) struct HistoryData {
     timed: bool,
     streams: Vec<String>,
     paths: Vec<&'static str>,
-    /// By number of stack, from 1.
-    lines: Vec<LineData>,
+    /// Lines of the user's code, and frames of stacks, in words.
+    lines: Vec<String>,
+    frames: Vec<String>,
+    /// Group of columns with the stacks, where there are any.
+    stacks: Option<usize>,
     figures: Vec<Figure>,
     notes: Vec<String>,
     marks: Vec<MarkData>,
@@ -38,15 +41,6 @@ pub(super) struct HistoryData {
     settings: Vec<SettingData>,
     lower_bound_bytes: u64,
     plan_bytes: Option<u64>,
-}
-
-/// A stack in words.
-#[derive(Debug, Serialize)]
-pub(super) struct LineData {
-    /// The innermost frame of the user's own code.
-    line: String,
-    /// All frames, innermost first.
-    stack: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -129,7 +123,9 @@ pub(super) fn history(
         timed: recording.times_ns.iter().any(|time| *time != recording.times_ns[0]),
         streams: recording.streams.iter().map(|stream| stream_name(*stream)).collect(),
         paths: maps::path_names(),
-        lines: Vec::new(),
+        stacks: source.places.columns().map(|columns| numbers.add(&columns)).transpose()?,
+        lines: source.places.lines.clone(),
+        frames: source.places.frames.clone(),
         figures: figures(source, exact, bounds),
         notes,
         marks: recording.marks.iter().map(MarkData::of).collect(),

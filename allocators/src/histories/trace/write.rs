@@ -3,6 +3,7 @@
 //! Files are written by [`output`](crate::output), so that nothing half-written looks whole.
 
 use super::{Action, Event, MinimallocWriter, PerfettoWriter, RmmWriter, Segment, SnapshotWriter};
+use crate::histories::replay::BlockPlace;
 use crate::output::{Existing, OutputError, OutputFile, OutputProblem};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -153,6 +154,13 @@ pub trait TraceWriter {
     fn slice(&mut self, _track: &str, _name: &str, _start_ns: u64, _total_ns: u64) -> Result<(), WriteError> {
         Ok(())
     }
+
+    /// Says where in the program the next event comes from, for formats that show it: a name, and arguments such as the step
+    /// and the layer. The others pass over it.
+    fn say(&mut self, _name: &str, _arguments: &[(&'static str, &str)]) {}
+
+    /// Says how each allocation of a device was served, in their order, for formats that show it; the others pass over it.
+    fn served(&mut self, _device: u16, _places: Vec<BlockPlace>) {}
 
     /// Events so far that the format [holds](Export::holds) but that had no place in this file: frees of blocks from
     /// before the first event, in a log that has to begin with its program.

@@ -1,27 +1,55 @@
 //! Chrome's trace events as JSON, for ui.perfetto.dev: counters, lives of blocks, and what happened when.
 //!
-//! A device is a process and a stream is a thread of it. Counters: `requested`, bytes in blocks from allocation to the
-//! client's free; `active`, the same until the free has completed; `reserved`, bytes in segments, in histories that
-//! have segments. A block's life is an async slice on its stream from allocation to completed free. Segments, refused
-//! requests and uses on other streams are instants. Times are microseconds with decimals from the first event.
+//! A device is a process. Counters: `requested`, bytes in blocks from allocation to the client's free; `active`, the same until
+//! the free has completed; `reserved`, bytes in segments, in histories that have segments. Segments, refused requests and uses on
+//! other streams are instants on the thread of their stream.
 //!
-//! Memory is taken for the live blocks and for the streams. Source: the Trace Event Format document of Chromium.
+//! A block's life is a slice from its allocation to the completed free. Slices of one track must not overlap, and thousands of
+//! blocks live at once, so the largest blocks get the tracks that there are; the others are instants on the thread of their
+//! stream. Both carry the same arguments: address, bytes, stream, how the request was served, and where in the program it was
+//! made, as far as that is known. A file has at most 50 tracks, which is what a person can look through; more than
+//! eight devices have some more.
+//!
+//! Times are microseconds with decimals from the first event. Memory is taken for all blocks of the history, some 50 bytes each.
+//! Source: the Trace Event Format document of Chromium.
+
+mod lanes;
 
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, Event};
 use crate::bytes::Bytes;
+use crate::histories::replay::BlockPlace;
 use crate::output::OutputFile;
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
 
-/// A block whose life is under way.
+/// Most tracks of a timeline.
+const MOST_TRACKS: usize = 50;
+/// Most streams that have a thread of their own; those of a device that come later share one.
+const MOST_STREAMS: usize = 16;
+/// Most tracks for blocks of a device.
+const MOST_LANES: usize = 24;
+/// Counters of a device.
+const COUNTERS: usize = 3;
+
+/// A block's life.
 #[derive(Clone, Copy, Debug)]
 struct Life {
-    id: u64,
+    start: u64,
+    /// `None` for a block that was never free again.
+    end: Option<u64>,
+    addr: u64,
     bytes: u64,
-    thread: u64,
+    stream: u64,
+    thread: u32,
+    device: u16,
     requested: bool,
+    /// Number of what was said of it, 0 for nothing.
+    said: u32,
 }
+
+/// What was said of a block: a name, and arguments.
+type Said = (String, Vec<(&'static str, String)>);
 
 /// Levels of one device.
 #[derive(Clone, Copy, Debug, Default)]
@@ -37,13 +65,25 @@ pub struct PerfettoWriter {
     file: HistoryFile,
     first: bool,
     base_ns: Option<u64>,
-    lives: HashMap<(u16, u64), Life>,
-    next_life: u64,
+    latest_ns: u64,
+    /// All, in the order of their allocation.
+    lives: Vec<Life>,
+    /// Those that are live.
+    live: HashMap<(u16, u64), usize>,
     levels: BTreeMap<u16, Levels>,
     /// Thread of each stream.
-    threads: HashMap<(u16, u64), u64>,
+    threads: HashMap<(u16, u64), u32>,
+    /// The thread that streams of a device share, and the threads that there are.
+    shared: BTreeMap<u16, u32>,
+    thread_count: u32,
     /// Thread of each named track, of process 0.
     tracks: BTreeMap<String, u64>,
+    /// What is said of the next block, and all that was said.
+    next_said: u32,
+    said: Vec<Said>,
+    numbers: HashMap<Said, u32>,
+    /// How each allocation of a device was served.
+    served: BTreeMap<u16, Vec<BlockPlace>>,
 }
 
 impl PerfettoWriter {
@@ -58,11 +98,18 @@ impl PerfettoWriter {
             file,
             first: true,
             base_ns: None,
-            lives: HashMap::new(),
-            next_life: 1,
+            latest_ns: 0,
+            lives: Vec::new(),
+            live: HashMap::new(),
             levels: BTreeMap::new(),
             threads: HashMap::new(),
+            shared: BTreeMap::new(),
+            thread_count: 0,
             tracks: BTreeMap::new(),
+            next_said: 0,
+            said: Vec::new(),
+            numbers: HashMap::new(),
+            served: BTreeMap::new(),
         })
     }
 
@@ -88,30 +135,106 @@ impl PerfettoWriter {
         })
     }
 
-    fn thread(&mut self, device: u16, stream: u64) -> Result<u64, WriteError> {
+    fn thread(&mut self, device: u16, stream: u64) -> Result<u32, WriteError> {
         if let Some(thread) = self.threads.get(&(device, stream)) {
             return Ok(*thread);
         }
-        // CAST: a number of streams.
-        let thread = self.threads.len() as u64 + 1;
+        let own = self.threads.len() < MOST_STREAMS;
+        let thread = match self.shared.get(&device) {
+            Some(shared) if !own => *shared,
+            _ => {
+                self.thread_count += 1;
+                let name = if own { format!("stream {stream:#x}") } else { "other streams".to_owned() };
+                self.name("thread_name", process(device), self.thread_count.into(), &name)?;
+                if !own {
+                    self.shared.insert(device, self.thread_count);
+                }
+                self.thread_count
+            }
+        };
         self.threads.insert((device, stream), thread);
-        self.name("thread_name", process(device), thread, &format!("stream {stream:#x}"))?;
         Ok(thread)
     }
 
-    fn life(&mut self, phase: char, ts: Micros, device: u16, addr: u64, life: Life) -> Result<(), WriteError> {
-        let (pid, thread, id, bytes) = (process(device), life.thread, life.id, life.bytes);
-        self.put(|out| {
-            write!(
-                out,
-                "{{\"ph\":\"{phase}\",\"cat\":\"block\",\"id\":\"{id}\",\"pid\":{pid},\"tid\":{thread},\"ts\":{ts},\
-                 \"name\":\"{}\",\"args\":{{\"addr\":\"{addr:#x}\",\"bytes\":{bytes}}}}}",
-                Bytes(bytes)
-            )
-        })
+    /// A block as a slice of a track, or as an instant where it has none.
+    fn life(&mut self, life: &Life, track: Option<u64>, place: Option<BlockPlace>) -> Result<(), WriteError> {
+        let base = self.base_ns.unwrap_or(0);
+        let end = life.end.unwrap_or(self.latest_ns).max(life.start);
+        let micros = |time: u64| Micros(i128::from(time) - i128::from(base));
+        let nothing = (String::new(), Vec::new());
+        let said = std::mem::take(&mut self.said);
+        let (name, arguments) = (life.said as usize).checked_sub(1).and_then(|at| said.get(at)).unwrap_or(&nothing);
+        let size = Bytes(life.bytes).to_string();
+        let name = if name.is_empty() { size } else { format!("{name} ({size})") };
+        let put = self.put(|out| {
+            write!(out, "{{\"cat\":\"block\",\"pid\":{},\"ts\":{}", process(life.device), micros(life.start))?;
+            match track {
+                Some(track) => {
+                    write!(out, ",\"ph\":\"X\",\"tid\":{track},\"dur\":{}", Micros((end - life.start).into()))?
+                }
+                None => write!(out, ",\"ph\":\"i\",\"s\":\"t\",\"tid\":{}", life.thread)?,
+            }
+            out.write_all(b",\"name\":")?;
+            serde_json::to_writer(&mut *out, &name)?;
+            let (addr, bytes, stream) = (life.addr, life.bytes, life.stream);
+            write!(out, ",\"args\":{{\"addr\":\"{addr:#x}\",\"bytes\":{bytes},\"stream\":\"{stream:#x}\"")?;
+            if let Some(BlockPlace { bytes, path: Some(path), .. }) = place {
+                write!(out, ",\"block\":{bytes},\"path\":\"{path}\"")?;
+            }
+            if life.end.is_none() {
+                out.write_all(b",\"freed\":\"never\"")?;
+            } else if track.is_none() {
+                write!(out, ",\"freed\":{}", micros(end))?;
+            }
+            for (key, value) in arguments {
+                write!(out, ",\"{key}\":")?;
+                serde_json::to_writer(&mut *out, value)?;
+            }
+            out.write_all(b"}}")
+        });
+        self.said = said;
+        put
     }
 
-    fn instant(&mut self, ts: Micros, event: &Event, thread: u64) -> Result<(), WriteError> {
+    /// Tracks for blocks that each device can have beside all that is there.
+    fn lanes(&self) -> usize {
+        // CAST: a number of threads.
+        let used = self.tracks.len() + self.thread_count as usize + COUNTERS * self.levels.len();
+        let left = MOST_TRACKS.saturating_sub(used) / self.levels.len().max(1);
+        left.min(MOST_LANES)
+    }
+
+    /// Writes the blocks, the largest on tracks of their own.
+    fn blocks(&mut self) -> Result<(), WriteError> {
+        let most = self.lanes();
+        let lives = std::mem::take(&mut self.lives);
+        let spans: Vec<lanes::Span> = lives.iter().map(|life| lanes::Span::of(life, self.latest_ns)).collect();
+        let found = lanes::assign(&spans, most);
+        let mut named: BTreeMap<(u16, usize), u64> = BTreeMap::new();
+        let mut numbers: BTreeMap<u16, usize> = BTreeMap::new();
+        for (life, lane) in lives.iter().zip(found) {
+            let number = numbers.entry(life.device).or_default();
+            let place = self.served.get(&life.device).and_then(|places| places.get(*number)).copied();
+            *number += 1;
+            let track = match lane.map(|lane| (life.device, lane)) {
+                None => None,
+                Some(key) => Some(match named.get(&key) {
+                    Some(thread) => *thread,
+                    None => {
+                        self.thread_count += 1;
+                        let thread = u64::from(self.thread_count);
+                        self.name("thread_name", process(life.device), thread, &format!("blocks {}", key.1 + 1))?;
+                        named.insert(key, thread);
+                        thread
+                    }
+                }),
+            };
+            self.life(life, track, place)?;
+        }
+        Ok(())
+    }
+
+    fn instant(&mut self, ts: Micros, event: &Event, thread: u32) -> Result<(), WriteError> {
         let (pid, action, addr, bytes) = (process(event.device), event.action, event.addr, event.bytes);
         let key = if action == Action::Oom { "device_free" } else { "addr" };
         self.put(|out| {
@@ -164,22 +287,25 @@ impl TraceWriter for PerfettoWriter {
             self.name("process_name", process(device), 0, &format!("device {device}"))?;
         }
         let ts = self.micros(event.time_ns);
+        self.latest_ns = self.latest_ns.max(event.time_ns);
         let thread = self.thread(device, event.stream)?;
         let mut levels = self.levels.get(&device).copied().unwrap_or_default();
+        let said = std::mem::take(&mut self.next_said);
         match event.action {
             Action::Alloc => {
-                let life = Life { id: self.next_life, bytes: event.bytes, thread, requested: true };
-                self.next_life += 1;
-                if let Some(lost) = self.lives.insert(key, life) {
+                if let Some(lost) = self.live.insert(key, self.lives.len()) {
+                    let lost = &mut self.lives[lost];
                     levels.active = levels.active.saturating_sub(lost.bytes);
                     levels.requested = levels.requested.saturating_sub(if lost.requested { lost.bytes } else { 0 });
-                    self.life('e', ts, device, event.addr, lost)?;
+                    lost.end = Some(event.time_ns);
                 }
                 levels.active = levels.active.saturating_add(event.bytes);
                 levels.requested = levels.requested.saturating_add(event.bytes);
-                self.life('b', ts, device, event.addr, life)?;
+                let Event { addr, bytes, stream, time_ns: start, .. } = *event;
+                let life = Life { start, end: None, addr, bytes, stream, thread, device, requested: true, said };
+                self.lives.push(life);
             }
-            Action::FreeRequested => match self.lives.get_mut(&key) {
+            Action::FreeRequested => match self.live.get(&key).map(|at| &mut self.lives[*at]) {
                 Some(life) if life.requested => {
                     life.requested = false;
                     levels.requested = levels.requested.saturating_sub(life.bytes);
@@ -187,10 +313,11 @@ impl TraceWriter for PerfettoWriter {
                 _ => {}
             },
             Action::FreeCompleted => {
-                if let Some(life) = self.lives.remove(&key) {
+                if let Some(at) = self.live.remove(&key) {
+                    let life = &mut self.lives[at];
+                    life.end = Some(event.time_ns);
                     levels.active = levels.active.saturating_sub(life.bytes);
                     levels.requested = levels.requested.saturating_sub(if life.requested { life.bytes } else { 0 });
-                    self.life('e', ts, device, event.addr, life)?;
                 }
             }
             Action::SegmentAlloc | Action::SegmentMap => {
@@ -226,13 +353,35 @@ impl TraceWriter for PerfettoWriter {
         };
         let (ts, dur) = (self.micros(start_ns), Micros(total_ns.into()));
         self.put(|out| {
-            write!(out, "{{\"ph\":\"X\",\"pid\":0,\"tid\":{thread},\"ts\":{ts},\"dur\":{dur},\"name\":")?;
+            write!(
+                out,
+                "{{\"ph\":\"X\",\"cat\":\"host\",\"pid\":0,\"tid\":{thread},\"ts\":{ts},\"dur\":{dur},\"name\":"
+            )?;
             serde_json::to_writer(&mut *out, name)?;
             out.write_all(b"}")
         })
     }
 
+    fn say(&mut self, name: &str, arguments: &[(&'static str, &str)]) {
+        let said: Said = (name.to_owned(), arguments.iter().map(|(key, value)| (*key, (*value).to_owned())).collect());
+        self.next_said = match self.numbers.get(&said) {
+            Some(number) => *number,
+            None => {
+                self.said.push(said.clone());
+                // CAST: what can be said of fewer than 2^32 blocks.
+                let number = self.said.len() as u32;
+                self.numbers.insert(said, number);
+                number
+            }
+        };
+    }
+
+    fn served(&mut self, device: u16, places: Vec<BlockPlace>) {
+        self.served.insert(device, places);
+    }
+
     fn finish(mut self: Box<Self>, _ending: &Ending<'_>) -> Result<(), WriteError> {
+        self.blocks()?;
         self.file.put(|out| out.write_all(b"\n]}\n"))?;
         self.file.finish()
     }
