@@ -15,7 +15,7 @@ use evaluate::{Of, Outcome, Setting, Trial, bound, cores, in_parallel};
 use happened::{Happened, LimitSource};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use trainer::terminal::{Bar, Page};
+use trainer::terminal::{Bar, Page, Screen};
 use vramlab::backends::{all, compared};
 use vramlab::histories::replay::OutOfMemory;
 use vramlab::{Bytes, Selection};
@@ -137,6 +137,19 @@ pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
     report::report(&advice, args.all, &mut page);
     report::end(&advice, &mut page);
     crate::print(page)
+}
+
+/// The answer for one history as it is printed on 80 columns, for the page of `report`.
+///
+/// # Errors
+/// As those of the command.
+pub(crate) fn screen(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<String> {
+    let (files, conf, read) = (Vec::new(), Vec::new(), reading.clone());
+    let args = AdviseArgs { files, limit: None, conf, all: false, gpu, read, json: false };
+    let advice = of(file, &args, limit, &[])?;
+    let mut page = Page::new(Screen { width: Some(80), styled: false });
+    report::report(&advice, false, &mut page);
+    Ok(page.text().to_owned())
 }
 
 /// The settings of the command line.

@@ -5,7 +5,7 @@
 mod causes;
 mod explanation;
 mod holes;
-mod lines;
+pub(crate) mod lines;
 mod memory;
 mod moments;
 mod ranks;
@@ -26,7 +26,7 @@ use moments::{Held, grew, held, moment, who};
 use recording::{Recording, START};
 use std::path::{Path, PathBuf};
 use survey::Survey;
-use trainer::terminal::{Bar, Page};
+use trainer::terminal::{Bar, Page, Screen};
 use vramlab::histories::replay::{Addresses, HistoryBuilder, ReplaySettings, replay};
 use vramlab::histories::trace::{Action, Event};
 use vramlab::{Bytes, Selection};
@@ -91,6 +91,19 @@ pub(crate) fn explain(args: &ExplainArgs) -> Result<()> {
         }
         _ => ranks::ranks(args, &files),
     }
+}
+
+/// What is printed on one history on 80 columns, for the page of `report`.
+///
+/// # Errors
+/// As those of the command.
+pub(crate) fn screen(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<String> {
+    let how = How { gpu, limit: limit.map(Bytes), read: reading.clone(), ..How::default() };
+    let found = explanation(&how, file)?;
+    let args = ExplainArgs { files: Vec::new(), how, top: 5, shard: None, json: false };
+    let mut page = Page::new(Screen { width: Some(80), styled: false });
+    report::report(&found, &args, &mut page);
+    Ok(page.text().to_owned())
 }
 
 /// Explains one history.

@@ -17,13 +17,13 @@ use crate::history::Devices;
 use crate::reading::ReadArgs;
 use crate::replay::bound::{Bounds, PlanChoice};
 use anyhow::{Context, Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use maps::Replayed;
 use page::Numbers;
 use source::{Input, Source};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use told::{HistoryData, PageData};
+use told::{HistoryData, PageData, Words};
 use trainer::alloc::{self, Selections};
 use trainer::terminal::{Bar, Page, say};
 use vramlab::histories::replay::Addresses;
@@ -58,8 +58,18 @@ pub(crate) struct ReportArgs {
     /// Search for a plan, the least memory that is known to be enough: about a second for 10,000 allocations
     #[arg(long, default_value = "on")]
     plan: PlanChoice,
+    /// Search for the setting of PyTorch that mends each snapshot, as `advise` does: seconds for 40,000 events
+    #[arg(long, default_value = "on")]
+    advise: Switch,
     #[command(flatten)]
     read: ReadArgs,
+}
+
+/// Whether something is done that takes time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Switch {
+    On,
+    Off,
 }
 
 /// Makes the page.
@@ -92,17 +102,19 @@ fn write(args: &ReportArgs, inputs: &[Input]) -> Result<()> {
     };
     chosen.iter().try_for_each(Selection::check)?;
     let devices = Devices::open(&DeviceName::Sim(None))?;
+    // These have bars of their own.
+    let words: Vec<Vec<Words>> = inputs.iter().map(|input| words(input, args)).collect();
     let bar = Bar::new(
         (inputs.len() * (chosen.len() + 3)) as u64,
         "{bar:30} report {pos}/{len} {wide_msg} [{elapsed} left {eta}]",
     );
     let mut numbers = Numbers::default();
     let mut histories = Vec::new();
-    for (input, path) in inputs.iter().zip(&args.inputs) {
+    for ((input, path), words) in inputs.iter().zip(&args.inputs).zip(words) {
         bar.message(format!("reading {}", path.display()));
         let source = Source::read(input, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
         bar.advance(1);
-        histories.push(shown(&source, &chosen, &devices, args, &bar, &mut numbers)?);
+        histories.push(shown(&source, &chosen, &devices, args, &bar, &mut numbers)?.with(words));
     }
     bar.clear();
     let names: Vec<&str> = histories.iter().map(|history| history.name.as_str()).collect();
@@ -125,6 +137,29 @@ fn write(args: &ReportArgs, inputs: &[Input]) -> Result<()> {
         page.line(format!("Next: open {} in a browser", trainer::terminal::quoted(&args.out.to_string_lossy())));
     }
     crate::print(page)
+}
+
+/// What the commands for questions say of an input. One that has no answer says why.
+fn words(input: &Input, args: &ReportArgs) -> Vec<Words> {
+    let (file, snapshot) = match input {
+        Input::History(file) => (file, true),
+        Input::Run { log, .. } => (log, false),
+        Input::Eventless(_) => return Vec::new(),
+    };
+    let limit = args.limit.map(|limit| limit.0);
+    let answer = |title, command, answer: Result<String>| match answer {
+        Ok(text) => Words { title, command, text, answered: true },
+        Err(error) => Words { title, command, text: format!("{error:#}"), answered: false },
+    };
+    let mut out = Vec::new();
+    // PyTorch's settings say nothing of a run that had another allocator.
+    if snapshot && args.advise == Switch::On {
+        let text = crate::advise::screen(file, args.gpu, limit, &args.read);
+        out.push(answer("What would help", "advise", text));
+    }
+    let text = crate::explain::screen(file, args.gpu, limit, &args.read);
+    out.push(answer("Where the memory went", "explain", text));
+    out
 }
 
 /// Everything about one history.

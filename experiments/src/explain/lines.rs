@@ -81,19 +81,41 @@ impl<'r> Lines<'r> {
 
     /// A place in words: `train.py:14 gpt2`.
     pub(super) fn label(&self, line: LineId) -> String {
-        let frame = self.frames[line.0 as usize];
-        let (name, file) = (self.origins.spelt(frame.name), self.origins.spelt(frame.filename));
-        match (file, frame.line) {
-            ("" | "??", _) => name.to_owned(),
-            // What has no lines, as a layer of a network.
-            (file, 0) => format!("{} {name}", short(file)),
-            (file, line) => format!("{}:{line} {name}", short(file)),
-        }
+        place(self.origins, self.frames[line.0 as usize], short)
     }
 
     /// The user's line of a stack in words.
     pub(super) fn line_of(&mut self, stack: StackId) -> Option<String> {
         self.fold(stack).line().map(|line| self.label(line))
+    }
+}
+
+/// The line that a stack is known by: the innermost of the user's code; where there is none, the innermost of a library, or
+/// of PyTorch.
+pub(crate) fn line_of(origins: &Origins, stack: StackId) -> Option<String> {
+    let (mut library, mut plumbing) = (None, None);
+    for frame in origins.frames(stack) {
+        match Kind::of(origins.spelt(frame.filename)) {
+            Kind::User => return Some(place(origins, frame, short)),
+            Kind::Library => library = library.or(Some(frame)),
+            Kind::PyTorch => plumbing = plumbing.or(Some(frame)),
+        }
+    }
+    library.or(plumbing).map(|frame| place(origins, frame, short))
+}
+
+/// A frame in words, with its whole path.
+pub(crate) fn words(origins: &Origins, frame: Frame) -> String {
+    place(origins, frame, |file| file)
+}
+
+fn place(origins: &Origins, frame: Frame, shown: fn(&str) -> &str) -> String {
+    let (name, file) = (origins.spelt(frame.name), origins.spelt(frame.filename));
+    match (file, frame.line) {
+        ("" | "??", _) => name.to_owned(),
+        // What has no lines, as a layer of a network.
+        (file, 0) => format!("{} {name}", shown(file)),
+        (file, line) => format!("{}:{line} {name}", shown(file)),
     }
 }
 

@@ -1,6 +1,30 @@
 //! Where in the program blocks come from: stacks of frames, each kept once.
 
 use super::columns::Columns;
+use super::recording::{Mark, Recording};
+use crate::explain::lines::{line_of, words};
+use std::collections::HashMap;
+use vramlab::histories::trace::{Frame, Origins, StackId, TextId};
+
+/// Numbers of stacks in the order in which they come up, from 1; the empty stack has 0.
+#[derive(Debug, Default)]
+pub(super) struct Stacks {
+    numbers: HashMap<StackId, u32>,
+    list: Vec<StackId>,
+}
+
+impl Stacks {
+    pub(super) fn number(&mut self, stack: StackId) -> u32 {
+        if stack.is_empty() {
+            return 0;
+        }
+        *self.numbers.entry(stack).or_insert_with(|| {
+            self.list.push(stack);
+            // CAST: stacks have numbers of 32 bits.
+            self.list.len() as u32
+        })
+    }
+}
 
 /// Stacks by number, from 1; 0 is that nothing is known.
 #[derive(Debug, Default)]
@@ -14,6 +38,32 @@ pub(super) struct Places {
 }
 
 impl Places {
+    /// These stacks in words.
+    pub(super) fn of(origins: &Origins, stacks: &Stacks) -> Self {
+        let mut out = Self::default();
+        let mut lines: HashMap<String, u32> = HashMap::new();
+        let mut frames: HashMap<Frame, u32> = HashMap::new();
+        for stack in &stacks.list {
+            let line = line_of(origins, *stack).map_or(0, |line| {
+                *lines.entry(line).or_insert_with_key(|line| {
+                    out.lines.push(line.clone());
+                    // CAST: no more than stacks.
+                    out.lines.len() as u32
+                })
+            });
+            let numbers = origins.frames(*stack).map(|frame| {
+                *frames.entry(frame).or_insert_with(|| {
+                    out.frames.push(words(origins, frame));
+                    // CAST: frames have numbers of 32 bits.
+                    (out.frames.len() - 1) as u32
+                })
+            });
+            let numbers = numbers.collect();
+            out.stacks.push((line, numbers));
+        }
+        out
+    }
+
     /// The columns that `data.js` reads, where there are stacks.
     pub(super) fn columns(&self) -> Option<Columns> {
         if self.stacks.is_empty() {
@@ -26,4 +76,26 @@ impl Places {
         columns.push(frames.into_iter().map(u64::from));
         Some(columns)
     }
+}
+
+/// Ranges that the program named, in the order of their beginnings. One that does not end lasts to the end; an end without
+/// a beginning is left out.
+pub(super) fn annotations(origins: &Origins, gpu: Option<u16>, recording: &Recording) -> Vec<Mark> {
+    let mut out: Vec<Mark> = Vec::new();
+    let mut open: HashMap<TextId, Vec<usize>> = HashMap::new();
+    // CAST: a history that can be replayed has fewer than 2^32 events.
+    let event = |time_ns: u64| recording.times_ns.partition_point(|time| *time < time_ns) as u32;
+    let elsewhere = |device: Option<u16>| gpu.zip(device).is_some_and(|(gpu, device)| gpu != device);
+    for annotation in origins.annotations().iter().filter(|annotation| !elsewhere(annotation.device)) {
+        let at = event(annotation.time_ns);
+        if annotation.start {
+            open.entry(annotation.name).or_default().push(out.len());
+            let text = origins.spelt(annotation.name).to_owned();
+            out.push(Mark { kind: "annotation", text, start: at, end: Some(event(u64::MAX)) });
+        } else if let Some(begun) = open.get_mut(&annotation.name).and_then(Vec::pop) {
+            out[begun].end = Some(at);
+        }
+    }
+    out.sort_by_key(|mark| mark.start);
+    out
 }

@@ -216,11 +216,12 @@ impl Recorder {
         })
     }
 
-    /// The whole, with what the file says was held at the end.
-    pub(super) fn finish(mut self, summary: &Summary) -> Recording {
+    /// The whole, with what the file says was held at the end; `stack` has the number of the stack that allocated a block
+    /// which is held then.
+    pub(super) fn finish(mut self, summary: &Summary, mut stack: impl FnMut(u16, u64) -> u32) -> Recording {
         let gpu = self.gpu;
         for segment in summary.segments.iter().filter(|segment| gpu.is_none_or(|gpu| gpu == segment.device)) {
-            self.held_at_the_end(segment);
+            self.held_at_the_end(segment, &mut stack);
         }
         let mut recording = self.recording;
         self.before.sort_by_key(|life| life.addr);
@@ -229,7 +230,7 @@ impl Recorder {
         recording
     }
 
-    fn held_at_the_end(&mut self, segment: &Segment) {
+    fn held_at_the_end(&mut self, segment: &Segment, stack_of: &mut impl FnMut(u16, u64) -> u32) {
         use vramlab::contract::BlockState;
         let stream = self.stream(segment.stream);
         self.ranges.ends_with(segment.address, segment.total_size, stream);
@@ -239,7 +240,8 @@ impl Recorder {
             }
             let freed = if block.state == BlockState::PendingFree { 0 } else { NEVER };
             let bytes = if block.requested_size == 0 { block.size } else { block.requested_size };
-            self.was_there(Life { freed, ..Life::before(block.address, bytes, stream) });
+            let stack = stack_of(segment.device, block.address);
+            self.was_there(Life { freed, stack, ..Life::before(block.address, bytes, stream) });
         }
     }
 }
@@ -290,7 +292,7 @@ mod tests {
             blocks: vec![block(512, BlockState::Allocated), block(4096, BlockState::Allocated)],
             ..Segment::default()
         };
-        let found = recorder(&events).finish(&summary(vec![end]));
+        let found = recorder(&events).finish(&summary(vec![end]), |_, _| 5);
         let lives: Vec<(u32, u32, u32, u64, bool)> =
             found.blocks.iter().map(|life| (life.start, life.freed, life.end, life.addr, life.before)).collect();
         let expected = [
@@ -315,7 +317,7 @@ mod tests {
             (Action::SegmentUnmap, 120, 60),
             (Action::SegmentUnmap, 20, 30),
         ];
-        let found = recorder(&events).finish(&summary(Vec::new()));
+        let found = recorder(&events).finish(&summary(Vec::new()), |_, _| 0);
         let held: Vec<(u32, u32, u64, u64)> =
             found.segments.iter().map(|held| (held.start, held.end, held.addr, held.bytes)).collect();
         let expected = [(0, 3, 20, 30), (0, NEVER, 100, 20), (0, 2, 120, 30), (1, 2, 150, 30), (1, NEVER, 180, 20)];

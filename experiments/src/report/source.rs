@@ -1,6 +1,6 @@
 //! What the page is made from: histories, and the folders of runs that recorded one.
 
-use super::places::Places;
+use super::places::{Places, Stacks, annotations};
 use super::recording::{Mark, Recorder, Recording};
 use crate::history::{AsRecorded, Tally, compile, no_events, say_cut};
 use crate::reading::ReadArgs;
@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
 use vramlab::histories::replay::{BlockPlace, History, HistoryBuilder};
-use vramlab::histories::trace::{ReadError, Summary, read};
+use vramlab::histories::trace::{Event, Origin, Origins, ReadError, Summary, read_origins};
 use vramlab::{Bytes, Selection};
 
 /// The events of a run in its folder, best first: an export names segments, the trace does not.
@@ -104,26 +104,29 @@ fn history(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs
     let mut builder = HistoryBuilder::new(gpu).within(&options.budget);
     let mut tally = Tally::new(gpu);
     let mut recorder = Recorder::new(gpu);
-    let mut sink = |event| {
+    let mut stacks = Stacks::default();
+    let mut sink = |event: Event, origin: Origin, _: &Origins| {
         tally.take(&event);
-        recorder.take(&event, 0);
+        recorder.take(&event, stacks.number(origin.stack));
         builder.push(&event).map_err(ReadError::stop)
     };
-    let summary = read(file, &options, &mut sink)?;
+    let (summary, origins) = read_origins(file, &options, &mut sink)?;
     say_cut(file, &summary);
     let compiled = compile(builder, &summary, limit).with_context(|| file.display().to_string())?;
     if compiled.history.events() == 0 {
         return Err(no_events(file, gpu, &summary));
     }
+    let mut recording = recorder.finish(&summary, |device, addr| stacks.number(origins.block(device, addr).stack));
+    recording.marks.extend(annotations(&origins, gpu, &recording));
     Ok(Source {
         name: file.display().to_string(),
         file: file.to_owned(),
-        recording: recorder.finish(&summary),
+        recording,
         as_recorded: tally.finish(&summary),
         summary,
         history: compiled.history,
         settings: compiled.settings,
-        places: Places::default(),
+        places: Places::of(&origins, &stacks),
         figures: Vec::new(),
         allocator: None,
         served: None,

@@ -41,6 +41,17 @@ pub(super) struct HistoryData {
     settings: Vec<SettingData>,
     lower_bound_bytes: u64,
     plan_bytes: Option<u64>,
+    words: Vec<Words>,
+}
+
+/// What a command says of a history.
+#[derive(Debug, Serialize)]
+pub(super) struct Words {
+    pub(super) title: &'static str,
+    pub(super) command: &'static str,
+    pub(super) text: String,
+    /// Whether that is an answer, and not why there is none.
+    pub(super) answered: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -135,7 +146,15 @@ pub(super) fn history(
         settings: settings(source, others),
         lower_bound_bytes: bounds.lower_bound_bytes,
         plan_bytes: bounds.plan_bytes,
+        words: Vec::new(),
     })
+}
+
+impl HistoryData {
+    /// With what commands say of it.
+    pub(super) fn with(self, words: Vec<Words>) -> Self {
+        Self { words, ..self }
+    }
 }
 
 impl MarkData {
