@@ -49,7 +49,11 @@ fn a_page_holds_each_history_with_its_maps_and_bounds() {
     let place = Place::new();
     place.write("a.jsonl", trace());
     let mlp = Path::new(env!("CARGO_MANIFEST_DIR")).join("histories/mlp.pickle.xz");
-    let ran = report(&place, &["a.jsonl", mlp.to_str().unwrap(), "--alloc", "caching,naive", "--advise", "off", "-o", "page.html"]).ok();
+    let ran = report(
+        &place,
+        &["a.jsonl", mlp.to_str().unwrap(), "--alloc", "caching,naive", "--advise", "off", "-o", "page.html"],
+    )
+    .ok();
     assert!(ran.stdout.contains("2 histories, each replayed under 2 allocators"), "{}", ran.stdout);
     let data = data(&place, "page.html");
     let [small, mlp] = data["histories"].as_array().unwrap().as_slice() else { panic!("{data}") };

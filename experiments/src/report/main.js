@@ -37,16 +37,16 @@ const run = async () => {
       make("p", place, { class: "note alarm" }, `Event ${formatCount(mark.start + 1)}: ${mark.text}`);
     }
     const panels = make("div", place, { class: "panels" });
+    const compared = make("section", place, { class: "compared" });
+    make("h3", compared, {}, "The same program under other allocators");
+    make("p", compared, { class: "quiet" }, "Replays; the first line is what PyTorch recorded, where the log says it. The plan knows the whole history in advance.");
+    settingsTable(compared, about);
     const answers = make("div", place, { class: "answers" });
     for (const { title, command, text, answered } of about.words) {
       const answer = make("section", answers);
       make("h3", answer, {}, `${title} (${command})`);
       make(answered ? "pre" : "p", answer, answered ? {} : { class: "note" }, text);
     }
-    const compared = make("section", place, { class: "compared" });
-    make("h3", compared, {}, "The same program under other allocators");
-    make("p", compared, { class: "quiet" }, "Replays; the first line is what PyTorch recorded, where the log says it. The plan knows the whole history in advance.");
-    settingsTable(compared, about);
     return panels;
   });
   for (const [i, about] of data.histories.entries()) {
