@@ -3,13 +3,16 @@
 //! What is written can be replayed: events go through the checks of a replay before they are written, and one that
 //! contradicts the ones before it ends the conversion.
 
+mod annotations;
+
 use crate::compare::ArmFailed;
+use crate::explain::lines::{line_of, words};
 use crate::history::served::as_recorded;
 use crate::history::{Recorded, compile, no_events, say_cut};
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use trainer::settings::export_parser;
@@ -17,8 +20,8 @@ use trainer::terminal::{Bar, Page, quoted};
 use vramlab::budget::Budget;
 use vramlab::histories::replay::{BlockPlace, HistoryBuilder, ReplayError, recorded_settings};
 use vramlab::histories::trace::{
-    Action, Ending, Export, Format, Place, Problem, ReadError, Summary, TraceWriter, WriteError, WriteProblem,
-    read_from,
+    Action, Ending, Event, Export, Format, Origin, Origins, Place, Problem, ReadError, StackId, Summary, TraceWriter,
+    WriteError, WriteProblem, read_origins_from,
 };
 use vramlab::output::{Existing, OutputFile, OutputProblem};
 
@@ -94,11 +97,16 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     let mut writer = args.to.begin(out).map_err(unwritten)?;
     let options = args.read.options();
     tally.budget = options.budget.clone();
-    let mut sink = |event| {
+    let mut named = Named::default();
+    let mut sink = |event: Event, origin: Origin, origins: &Origins| {
+        if args.to == Export::Perfetto && event.action == Action::Alloc {
+            named.say(writer.as_mut(), origin, origins);
+        }
         let taken = tally.take(args, writer.as_mut(), event);
         taken.map_err(|refused| ReadError::stop(Box::new(refused) as Box<dyn std::error::Error + Send + Sync>))
     };
-    let mut summary = read_from(Box::new(source), &options, &mut sink).map_err(|error| stopped(args, error))?;
+    let (mut summary, origins) =
+        read_origins_from(Box::new(source), &options, &mut sink).map_err(|error| stopped(args, error))?;
     summary.segments.retain(|segment| args.gpu.is_none_or(|gpu| gpu == segment.device));
     // A snapshot taken without a history still says what was held.
     let snapshot = matches!(args.to, Export::Snapshot | Export::SnapshotJson);
@@ -107,6 +115,7 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     }
     let histories = tally.check_whole(&summary).with_context(|| args.from.display().to_string())?;
     if args.to == Export::Perfetto {
+        tally.ranges = annotations::write(writer.as_mut(), &origins, args.gpu).map_err(unwritten)?;
         for (gpu, recorded) in &histories {
             writer.served(*gpu, served(args, &summary, recorded)?);
         }
@@ -123,6 +132,30 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     };
     writer.finish(&ending).map_err(unwritten)?;
     Ok(summary)
+}
+
+/// Stacks in words, each once.
+#[derive(Default)]
+struct Named(HashMap<StackId, (String, String)>);
+
+impl Named {
+    /// Says where the next block comes from: its line, the frames around it, and what the program noted.
+    fn say(&mut self, writer: &mut dyn TraceWriter, origin: Origin, origins: &Origins) {
+        let (line, stack) = self.0.entry(origin.stack).or_insert_with(|| {
+            let frames: Vec<String> = origins.frames(origin.stack).map(|frame| words(origins, frame)).collect();
+            (line_of(origins, origin.stack).unwrap_or_default(), frames.join("\n"))
+        });
+        let said = [
+            ("line", line.as_str()),
+            ("stack", stack.as_str()),
+            ("category", origins.spelt(origin.category)),
+            ("note", origins.spelt(origin.note)),
+        ];
+        let said: Vec<(&'static str, &str)> = said.into_iter().filter(|(_, text)| !text.is_empty()).collect();
+        if !said.is_empty() {
+            writer.say(line, &said);
+        }
+    }
 }
 
 /// How each allocation was served, by the log itself or by a replay that puts every block where it was; none where neither
@@ -184,17 +217,14 @@ struct Tally {
     gpu_count: usize,
     /// Events that the writer could not place.
     passed_over: u64,
+    /// Annotations that the output holds.
+    ranges: u64,
     /// What reading and checking may hold.
     budget: Budget,
 }
 
 impl Tally {
-    fn take(
-        &mut self,
-        args: &ConvertArgs,
-        writer: &mut dyn TraceWriter,
-        event: vramlab::histories::trace::Event,
-    ) -> Result<(), Refused> {
+    fn take(&mut self, args: &ConvertArgs, writer: &mut dyn TraceWriter, event: Event) -> Result<(), Refused> {
         self.number += 1;
         if args.gpu.is_some_and(|gpu| gpu != event.device) {
             return Ok(());
@@ -256,8 +286,9 @@ impl Tally {
         if summary.unknown_actions > 0 {
             left.push(format!("{} of unknown actions", summary.unknown_actions));
         }
-        if summary.external_annotations > 0 {
-            left.push(format!("{} annotations", summary.external_annotations));
+        let annotations = summary.external_annotations.saturating_sub(self.ranges);
+        if annotations > 0 {
+            left.push(format!("{annotations} annotations"));
         }
         let others = summary.all_events().saturating_sub(self.events());
         if others > 0 {

@@ -247,3 +247,40 @@ fn a_snapshot_without_a_history_keeps_its_segments() {
     assert_eq!(read_all(&place.at("held.pickle")).1.segments.len(), 2);
     convert(&place, &from, "perfetto", "held.perfetto", &[]).refused(2, &["there are no events"]);
 }
+
+#[test]
+fn a_timeline_names_lines_and_ranges_on_few_tracks() {
+    let place = Place::new();
+    // Sixty blocks at once, more than there are tracks; what the program says may hold anything.
+    let hostile = "a\"</script>\\ \u{1}";
+    let frames = serde_json::json!([
+        {"name": "empty", "filename": "/x/site-packages/torch/_ops.py", "line": 5},
+        {"name": hostile, "filename": "train.py", "line": 7},
+    ]);
+    let event = |action: &str, addr: u64, bytes: u64, time_us: u64| serde_json::json!({"action": action, "addr": addr, "size": bytes, "stream": 0, "time_us": time_us, "frames": frames});
+    let mut events = vec![event("segment_alloc", 1 << 30, 2 << 20, 1)];
+    events.extend((0..60).map(|at| event("alloc", (1 << 30) + at * 1024, 1000 - at, 10 + at)));
+    let range = |stage: &str, time_us: u64| serde_json::json!({"stage": stage, "name": hostile, "device": 0, "time_us": time_us});
+    let snapshot = serde_json::json!({
+        "segments": [], "device_traces": [events], "allocator_settings": {},
+        "external_annotations": [range("START", 20), range("END", 30), range("START", 40)],
+    });
+    let from = place.file("a.json", snapshot.to_string());
+    let line = convert(&place, &from, "perfetto", "p.json", &[]).line();
+    assert!(line.contains("61 events of 1 GPU; left out: 1 annotations"), "{line}");
+    let read: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(place.at("p.json")).unwrap()).unwrap();
+    let events = read["traceEvents"].as_array().unwrap();
+    let blocks: Vec<_> = events.iter().filter(|event| event["cat"] == "block").collect();
+    assert_eq!(blocks.len(), 60);
+    assert_eq!(blocks.iter().filter(|block| block["ph"] == "X").count(), 24, "the largest have tracks");
+    for block in &blocks {
+        assert_eq!(block["args"]["line"], format!("train.py:7 {hostile}"));
+        assert!(block["name"].as_str().unwrap().starts_with("train.py:7"), "{block}");
+        assert!(block["args"]["stack"].as_str().unwrap().starts_with("/x/site-packages/torch/_ops.py:5 empty\n"));
+    }
+    let tracks = events.iter().filter(|event| event["name"] == "thread_name").count();
+    assert_eq!(tracks, 24 + 2, "blocks, one stream, annotations");
+    let host: Vec<_> = events.iter().filter(|event| event["cat"] == "host").collect();
+    assert_eq!(host.len(), 1);
+    assert_eq!((&host[0]["name"], host[0]["dur"].as_f64()), (&serde_json::json!(hostile), Some(10.0)));
+}
