@@ -20,6 +20,7 @@ mod ids;
 mod metered;
 mod name;
 mod null;
+mod plain;
 pub mod sim;
 
 pub use calls::{CallCounts, CallKind, CallTotals};

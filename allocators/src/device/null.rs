@@ -3,6 +3,7 @@
 mod graphs;
 mod vmm;
 
+use super::plain::PlainRange;
 use super::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
     PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
@@ -16,11 +17,14 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// Memory of pools gets addresses upwards from here, plain memory downwards from the other end.
 const BASE: u64 = 1 << 41;
+const PLAIN_BASE: u64 = 1 << 46;
+const PLAIN_END: u64 = 1 << 51;
 /// Segments start at multiples of this, as a GPU's do.
 const PAGE: u64 = 2 << 20;
 
-/// Hands out fresh addresses up to a budget; work is done as soon as it is queued. There is no memory behind
+/// Hands out addresses up to a budget, those of plain memory in the order of a GPU's driver; work is done as soon as it is queued. There is no memory behind
 /// the addresses, so copies are refused.
 #[derive(Debug)]
 pub struct NullDriver {
@@ -29,6 +33,7 @@ pub struct NullDriver {
     next_handle: AtomicU64,
     used: AtomicU64,
     sizes: Mutex<HashMap<u64, u64>>,
+    plain: Mutex<PlainRange>,
     pools: Mutex<HashMap<u64, (PoolSettings, PoolCounters)>>,
     owners: Mutex<HashMap<u64, u64>>,
     graphs: Mutex<Graphs>,
@@ -52,6 +57,7 @@ impl NullDriver {
             next_handle: AtomicU64::new(1),
             used: AtomicU64::new(0),
             sizes: Mutex::default(),
+            plain: Mutex::new(PlainRange::new(PLAIN_BASE, PLAIN_END - PLAIN_BASE, PAGE)),
             pools: Mutex::default(),
             owners: Mutex::default(),
             graphs: Mutex::default(),
@@ -72,14 +78,20 @@ impl NullDriver {
         fits.map(|_| ()).map_err(|_| DriverError::new(call, DriverError::OUT_OF_MEMORY, ""))
     }
 
-    fn take(&self, call: CallKind, bytes: u64) -> DriverResult<DeviceAddr> {
+    fn take(&self, call: CallKind, bytes: u64, place: impl FnOnce() -> DriverResult<u64>) -> DriverResult<DeviceAddr> {
         if bytes == 0 {
             return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
         }
         self.claim(call, bytes)?;
-        let addr = self.next_addr.fetch_add(bytes.next_multiple_of(PAGE), Relaxed);
+        let addr = place()?;
         lock(&self.sizes).insert(addr, bytes);
         Ok(DeviceAddr::new(addr).expect("addresses start above zero"))
+    }
+
+    /// Memory of pools, at addresses that nobody had.
+    fn take_async(&self, bytes: u64) -> DriverResult<DeviceAddr> {
+        let fresh = || Ok(self.next_addr.fetch_add(bytes.next_multiple_of(PAGE), Relaxed));
+        self.take(CallKind::MemAllocAsync, bytes, fresh)
     }
 
     fn give(&self, call: CallKind, addr: DeviceAddr) -> DriverResult<u64> {
@@ -96,7 +108,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-// SAFETY: there is no memory, addresses count up, and handles are numbers.
+// SAFETY: there is no memory, no two blocks have the same addresses, and handles are numbers.
 unsafe impl Driver for NullDriver {
     fn describe(&self) -> DeviceDescription {
         DeviceDescription {
@@ -124,11 +136,18 @@ unsafe impl Driver for NullDriver {
     }
 
     fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {
-        self.take(CallKind::MemAlloc, bytes)
+        self.take(CallKind::MemAlloc, bytes, || {
+            lock(&self.plain).place(bytes, u64::MAX).ok_or_else(|| {
+                self.used.fetch_sub(bytes, Relaxed);
+                DriverError::new(CallKind::MemAlloc, DriverError::OUT_OF_MEMORY, "no addresses")
+            })
+        })
     }
 
     unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()> {
-        self.give(CallKind::MemFree, addr).map(|_| ())
+        self.give(CallKind::MemFree, addr)?;
+        lock(&self.plain).free(addr.get());
+        Ok(())
     }
 
     fn stream_create(&self) -> DriverResult<StreamId> {
@@ -273,7 +292,7 @@ impl PoolDriver for NullDriver {
                 format!("no pool {}", pool.get()),
             ));
         };
-        let addr = self.take(CallKind::MemAllocAsync, bytes)?;
+        let addr = self.take_async(bytes)?;
         counters.used += bytes;
         counters.used_high = counters.used_high.max(counters.used);
         // This pool holds what is handed out and nothing more.

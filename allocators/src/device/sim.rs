@@ -25,6 +25,7 @@ pub use profile::{
     VirtualMemory,
 };
 
+use super::plain::PlainRange;
 use super::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
     PoolDriver, StreamId, VmmDriver,
@@ -74,7 +75,7 @@ struct State {
     /// Plain memory smaller than a page, packed into pages.
     small: Heap,
     /// Plain memory in pages of its own.
-    large: Heap,
+    large: PlainRange,
     pools: BTreeMap<u64, Pool>,
     next_pool: u64,
     events: BTreeMap<u64, Option<Recorded>>,
@@ -121,8 +122,13 @@ impl State {
         self.l2.as_mut().map_or(0.0, |cache| cache.access(buffers))
     }
 
-    fn plain_of(&mut self, addr: u64) -> &mut Heap {
-        if addr < LARGE_BASE { &mut self.small } else { &mut self.large }
+    /// Takes plain memory back; its bytes, and whether pages went back to the device with it.
+    fn free_plain(&mut self, addr: u64) -> Option<(u64, bool)> {
+        if addr >= LARGE_BASE {
+            return Some((self.large.free(addr)?, true));
+        }
+        let bytes = self.small.free(addr, None)?;
+        Some((bytes, self.small.release(0) > 0))
     }
 
     fn need_stream(&self, call: CallKind, stream: StreamId) -> DriverResult<()> {
@@ -157,7 +163,7 @@ impl SimDriver {
         let state = State {
             time: Timeline::new(profile.queues.depth),
             small: Heap::new(SMALL_BASE, RANGE, page, profile.plain.align_bytes, Packing::Within),
-            large: Heap::new(LARGE_BASE, RANGE, page, page, Packing::Across),
+            large: PlainRange::new(LARGE_BASE, RANGE, page),
             pools: BTreeMap::new(),
             next_pool: 0,
             events: BTreeMap::new(),
@@ -325,22 +331,24 @@ unsafe impl Driver for SimDriver {
         let mut state = self.lock();
         let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
         let costs = &self.profile.plain;
-        let heap = if bytes < costs.page_bytes { &mut state.small } else { &mut state.large };
-        let Some(placed) = heap.place(bytes, budget, |_| Order::Usable) else {
+        let placed = if bytes < costs.page_bytes {
+            let placed = state.small.place(bytes, budget, |_| Order::Usable);
+            placed.map(|placed| (placed.addr, placed.new_granules > 0))
+        } else {
+            state.large.place(bytes, budget).map(|addr| (addr, true))
+        };
+        let Some((addr, takes_pages)) = placed else {
             state.time.spend(costs.alloc_in_page_ns);
             return Err(out_of_memory(call));
         };
-        state.time.spend(if placed.new_granules > 0 { costs.alloc_ns.at(bytes) } else { costs.alloc_in_page_ns });
-        self.back(call, &mut state, placed.addr, bytes).inspect_err(|_| {
-            state.plain_of(placed.addr).free(placed.addr, None);
-            state.plain_of(placed.addr).release(0);
-        })
+        state.time.spend(if takes_pages { costs.alloc_ns.at(bytes) } else { costs.alloc_in_page_ns });
+        self.back(call, &mut state, addr, bytes).inspect_err(|_| _ = state.free_plain(addr))
     }
 
     unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()> {
         let mut state = self.lock();
         let costs = &self.profile.plain;
-        let Some(bytes) = state.plain_of(addr.get()).free(addr.get(), None) else {
+        let Some((bytes, pages_went)) = state.free_plain(addr.get()) else {
             return Err(DriverError::new(
                 CallKind::MemFree,
                 DriverError::INVALID_VALUE,
@@ -350,8 +358,7 @@ unsafe impl Driver for SimDriver {
         if costs.free_drains_device {
             state.time.synchronize_device();
         }
-        let released = state.plain_of(addr.get()).release(0);
-        state.time.spend(if released > 0 { costs.free_ns.at(bytes) } else { costs.free_in_page_ns });
+        state.time.spend(if pages_went { costs.free_ns.at(bytes) } else { costs.free_in_page_ns });
         state.host.unback(addr.get());
         Ok(())
     }

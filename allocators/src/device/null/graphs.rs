@@ -41,7 +41,7 @@ impl NullDriver {
             own.out.insert(addr, bytes);
             return Some(Ok(DeviceAddr::new(addr).expect("addresses start above zero")));
         }
-        Some(self.take(CallKind::MemAllocAsync, bytes).inspect(|addr| {
+        Some(self.take_async(bytes).inspect(|addr| {
             own.out.insert(addr.get(), bytes);
             let memory = &mut graphs.memory;
             memory.used += bytes;
