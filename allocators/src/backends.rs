@@ -31,7 +31,8 @@ pub use pooled::{Policy, Pooled};
 pub use pytorch::PyTorch;
 pub use registry::{
     Backend, Capabilities, Constructor, GraphCapture, Needs, Preset, RegisterError, SegmentUse, Selection,
-    SelectionError, StreamUse, UnknownBackend, With, all, compared, find, parse_list, register,
+    SelectionError, StreamUse, TorchAllocator, UnknownBackend, With, all, compared, find, of_torch, parse_list,
+    register,
 };
 pub use remap::{Remap, RemapSettings};
 pub use rmm_arena::{RmmArena, RmmArenaSettings};

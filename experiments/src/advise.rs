@@ -3,11 +3,13 @@
 mod conf;
 mod evaluate;
 mod happened;
+mod ranks;
 mod report;
 mod search;
 
 use crate::reading::ReadArgs;
 use crate::replay::{Bounds, PlanChoice};
+use crate::study::plan::Shard;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use conf::Conf;
@@ -41,6 +43,9 @@ pub(crate) struct AdviseArgs {
     /// Compare with every allocator of the list, not only with the most common
     #[arg(long)]
     all: bool,
+    /// Look at a share of the histories only: every N-th, beginning with the K-th, as the jobs of a Slurm array do
+    #[arg(long, value_name = "K/N")]
+    shard: Option<Shard>,
     /// Which GPU's events are looked at, where a history holds several
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
@@ -128,14 +133,30 @@ const FORM: &str = "{bar:30} {msg} {pos}/{len} {prefix} [{elapsed} left {eta}]";
 pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
     let confs = confs(&args.conf)?;
     let limit = args.limit.as_deref().map(limit).transpose()?;
-    let [file] = args.files.as_slice() else { bail!("one snapshot at a time") };
-    let advice = of(file, args, limit, &confs)?;
-    if args.json {
-        return crate::print_json(&advice);
-    }
+    let mine = |at: usize| args.shard.is_none_or(|shard| shard.holds(at));
+    let files: Vec<PathBuf> =
+        args.files.iter().enumerate().filter(|(at, _)| mine(*at)).map(|(_, file)| file.clone()).collect();
     let mut page = Page::stdout();
-    report::report(&advice, args.all, &mut page);
-    report::end(&advice, &mut page);
+    match (files.as_slice(), args.shard) {
+        ([], Some(shard)) => {
+            bail!("--shard {shard}: there are {} histories; none is left for this share", args.files.len())
+        }
+        ([file], None) => {
+            let advice = of(file, args, limit, &confs)?;
+            if args.json {
+                return crate::print_json(&advice);
+            }
+            report::report(&advice, args.all, &mut page);
+            report::end(&advice, &mut page);
+        }
+        (files, _) => {
+            let found = ranks::of(files, args, limit, &confs)?;
+            if args.json {
+                return crate::print_json(&found);
+            }
+            ranks::report(&found, args.all, &mut page);
+        }
+    }
     crate::print(page)
 }
 
@@ -145,7 +166,7 @@ pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
 /// As those of the command.
 pub(crate) fn screen(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<String> {
     let (files, conf, read) = (Vec::new(), Vec::new(), reading.clone());
-    let args = AdviseArgs { files, limit: None, conf, all: false, gpu, read, json: false };
+    let args = AdviseArgs { files, limit: None, conf, all: false, shard: None, gpu, read, json: false };
     let advice = of(file, &args, limit, &[])?;
     let mut page = Page::new(Screen { width: Some(80), styled: false });
     report::report(&advice, false, &mut page);
@@ -171,6 +192,31 @@ fn limit(text: &str) -> Result<u64> {
         bail!("--limit {text}: that is {}, less than an allocator can take; write a unit, such as 24GiB", Bytes(bytes));
     }
     Ok(bytes)
+}
+
+/// A setting's figures for a comparison with what really happened.
+#[derive(Debug)]
+pub(crate) struct Predicted {
+    pub(crate) conf: String,
+    pub(crate) peak_reserved_bytes: u64,
+    pub(crate) out_of_memory: bool,
+    pub(crate) num_alloc_retries: u64,
+}
+
+/// What a history would do under settings, the best first, and how many of its frees waited for other streams.
+pub(crate) fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Result<(Vec<Predicted>, u64)> {
+    let happened = Happened::read(file, None, limit, &ReadArgs::default())?;
+    let trial = Trial::new(file, &happened.history, limit)?;
+    let confs = self::confs(confs)?;
+    let mut outcomes = in_parallel(cores(), &confs, |conf| trial.run(conf))?;
+    search::rank(&mut outcomes, &happened.conf);
+    let predicted = outcomes.into_iter().map(|outcome| Predicted {
+        conf: outcome.of.conf.text().to_owned(),
+        peak_reserved_bytes: outcome.peak_reserved_bytes,
+        out_of_memory: outcome.out_of_memory,
+        num_alloc_retries: outcome.num_alloc_retries,
+    });
+    Ok((predicted.collect(), happened.history.deferred_frees()))
 }
 
 /// Says everything of one history.

@@ -1,14 +1,15 @@
 //! The command line of `vramlab`, for those who come with a snapshot of PyTorch's allocator and a question.
 
-use crate::{advise, capacity, convert, explain, replay, report};
+use crate::{advise, capacity, convert, explain, python, replay, report};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
+use std::ffi::OsString;
 
 /// Why is more memory reserved than used, which lines do it, and which setting mends it?
 ///
 /// Reads snapshots that `torch.cuda.memory._dump_snapshot` wrote.
 #[derive(Debug, Parser)]
-#[command(name = "vramlab", version)]
+#[command(name = "vramlab", version, after_help = python::HELP)]
 pub(crate) struct Door {
     #[command(subcommand)]
     command: Question,
@@ -28,6 +29,9 @@ enum Question {
     Convert(convert::ConvertArgs),
     /// Makes one offline page of recorded histories and runs: block maps, ledgers, settings compared
     Report(report::ReportArgs),
+    /// A command of the analysis package.
+    #[command(external_subcommand)]
+    InPython(Vec<OsString>),
 }
 
 /// Answers.
@@ -39,5 +43,6 @@ pub(crate) fn run(door: Door) -> Result<()> {
         Question::Capacity(args) => capacity::capacity(&args),
         Question::Convert(args) => convert::convert(&args),
         Question::Report(args) => report::report(&args),
+        Question::InPython(arguments) => python::run(&arguments),
     }
 }

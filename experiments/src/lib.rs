@@ -16,10 +16,12 @@ mod packed;
 mod plan;
 mod profile;
 mod program;
+mod python;
 mod reading;
 mod replay;
 mod report;
 mod study;
+mod truth;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
@@ -108,6 +110,8 @@ enum Command {
     Report(report::ReportArgs),
     /// Says who holds memory at the peak of a recorded history, where reserved memory went, and why
     Explain(explain::ExplainArgs),
+    /// Compares what `vramlab advise` says that programs would reserve with what PyTorch really did
+    AdviseTruth(truth::TruthArgs),
     /// Is the trainer; `compare` and `run` start it in a process of its own for each run
     #[command(hide = true)]
     Trainer {
@@ -146,6 +150,7 @@ pub fn experiments() -> ExitCode {
         Command::Capacity(args) => capacity::capacity(&args),
         Command::Report(args) => report::report(&args),
         Command::Explain(args) => explain::explain(&args),
+        Command::AdviseTruth(args) => truth::truth(&args),
         Command::Trainer { arguments } => {
             let program = std::iter::once(OsString::from("trainer"));
             std::process::exit(trainer::cli::main(program.chain(arguments).collect()));

@@ -70,7 +70,7 @@ fn a_setting_that_mends_an_out_of_memory_is_found_and_said() {
         "66 MiB are asked for at once;",
         "What the program would have done after memory ran out.",
         "40 MiB were free on the device.",
-        "vramlab -- replay ",
+        "Next: ",
     ];
     for words in said {
         assert!(told.contains(words), "{words}: {told}");
@@ -143,6 +143,61 @@ fn given_settings_are_the_only_ones_in_pytorchs_own_words() {
     assert!(peaks.windows(2).all(|pair| pair[0] as f64 <= pair[1] as f64 * 1.005), "{peaks:?}");
 }
 
+/// Two ranks of one job: the second has less, and one setting has to do for both.
+#[test]
+fn ranks_get_one_setting_and_a_table() {
+    let place = Place::new();
+    let files = ["ranks/gpt2_fsdp1.rank0", "ranks/gpt2_fsdp1.rank1"].map(history);
+    let confs = ["--conf", "", "--conf", "expandable_segments:True"];
+    let arguments = [&["advise", &files[0], &files[1]], &confs[..]].concat();
+    let found = place.vramlab(&[&arguments[..], &["--json"]].concat()).ok().json();
+    let ranks = found["ranks"].as_array().unwrap();
+    assert_eq!(ranks.len(), 2);
+    for (at, one) in found["settings"].as_array().unwrap().iter().enumerate() {
+        let of = |key: &str| ranks.iter().map(move |rank| rank["settings"][at][key].as_u64().unwrap()).max();
+        for key in ["peak_reserved_bytes", "smallest_memory_bytes"] {
+            assert_eq!(one[key].as_u64(), of(key), "{one}");
+        }
+        assert_eq!((&one["rank"], &one["out_of_memory"]), (&json!(at + 1), &json!(false)));
+    }
+    let most = ranks.iter().max_by_key(|rank| rank["recorded_peak_reserved_bytes"].as_u64()).unwrap();
+    assert_eq!(found["worst"]["trace"], most["trace"]);
+    let table = place.vramlab(&arguments).ok().stdout;
+    for words in
+        ["2 histories", "gpt2_fsdp1.rank1.pickle.xz", "1. PyTorch's defaults", "every rank runs in", "What happened"]
+    {
+        assert!(table.contains(words), "{words}: {table}");
+    }
+    // A share has the table too, and its own histories only.
+    let share = place.vramlab(&[&arguments[..], &["--shard", "2/2", "--json"]].concat()).ok().json();
+    assert_eq!(share["ranks"].as_array().unwrap().len(), 1);
+    assert_eq!(share["worst"]["trace"], files[1]);
+    place.vramlab(&["advise", &files[0], "--shard", "2/2"]).refused(2, &["--shard 2/2: there are 1 histories"]);
+}
+
+/// The program hands commands that it does not have on to the Python package.
+#[cfg(unix)]
+#[test]
+fn commands_of_the_package_are_handed_on() {
+    use std::process::Command;
+    let place = Place::new();
+    place.vramlab(&["advize"]).refused(2, &["'advize' is no command"]);
+    let run = |there: bool| {
+        // An interpreter that says what it was asked for.
+        let finds = if there { "exit 0" } else { "exit 1" };
+        place.program("python3", &format!("#!/bin/sh\ncase $1 in -c) {finds};; *) echo \"$@\"; exit 3;; esac\n"));
+        let mut process = Command::new(env!("CARGO_BIN_EXE_vramlab"));
+        let path = format!("{}:/bin:/usr/bin", place.at(".").display());
+        process.args(["steps", "runs/a", "--json"]).current_dir(place.at(".")).env("PATH", path);
+        Ran::of(process.output().unwrap())
+    };
+    run(false).refused(2, &["steps: the analysis package has this command", "pip install ./analysis"]);
+    let ran = run(true);
+    assert_eq!((ran.code, ran.stdout.trim()), (Some(3), "-m vramlab steps runs/a --json"), "{ran:?}");
+    let help = place.vramlab(&["--help"]).ok().stdout;
+    assert!(help.contains("steps, losses, nsight") && help.contains("advise"), "{help}");
+}
+
 #[test]
 fn the_answer_is_one_screen() {
     let place = Place::new();
@@ -198,7 +253,12 @@ fn paths(value: &Value, at: &str, out: &mut BTreeSet<String>) {
 fn every_key_is_described() {
     let place = Place::new();
     let schema = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../analysis/schema.md")).unwrap();
-    let section = schema.split("\n# Advice\n").nth(1).and_then(|rest| rest.split("\n# ").next()).unwrap();
+    let section = schema
+        .split("\n# Advice\n")
+        .nth(1)
+        .and_then(|rest| rest.split("\n## ").next())
+        .and_then(|rest| rest.split("\n# ").next())
+        .unwrap();
     let described: BTreeSet<String> = section
         .lines()
         .filter_map(|line| line.strip_prefix("| `"))
@@ -212,6 +272,11 @@ fn every_key_is_described() {
         })
         .collect();
     let mut written = BTreeSet::new();
+    let files = ["gpt2_fsdp1.rank0", "gpt2_fsdp1.rank1"].map(|name| history(&format!("ranks/{name}")));
+    let ranks = place.vramlab(&["advise", &files[0], &files[1], "--conf", "", "--json"]).ok().json();
+    paths(&ranks, "", &mut written);
+    // The rest of these is what one history has.
+    written.retain(|path| !path.starts_with("worst.") && !path.starts_with("ranks[].settings[]"));
     for arguments in [&["--limit", "70MiB"][..], &["--limit", "10MiB"]] {
         let advice =
             place.vramlab(&[&["advise", &rounded_out_of_memory(&place), "--json"], arguments].concat()).ok().json();

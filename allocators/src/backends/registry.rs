@@ -236,6 +236,28 @@ pub fn all() -> Vec<&'static Backend> {
     BUILT_IN.iter().chain(registered.iter()).copied().collect()
 }
 
+/// Which of its allocators PyTorch takes (`backend` and `expandable_segments` of `PYTORCH_ALLOC_CONF`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum TorchAllocator {
+    /// `backend:native`
+    #[default]
+    Native,
+    /// `expandable_segments:True`
+    Expandable,
+    /// `backend:cudaMallocAsync`
+    MallocAsync,
+}
+
+/// The backend that follows one of PyTorch's allocators.
+#[must_use]
+pub fn of_torch(allocator: TorchAllocator) -> &'static Backend {
+    match allocator {
+        TorchAllocator::Native => &super::caching::BACKEND,
+        TorchAllocator::Expandable => &super::expandable::BACKEND,
+        TorchAllocator::MallocAsync => &super::stream_ordered::BACKEND,
+    }
+}
+
 /// No backend has this name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no allocator is called '{name}'{}", Meant { name, among })]

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use std::fmt;
 use std::str::FromStr;
 use vramlab::Selection;
-use vramlab::backends::{Backend, CachingSettings, caching, expandable, stream_ordered};
+use vramlab::backends::{CachingSettings, TorchAllocator, of_torch};
 use vramlab::histories::replay::recorded_settings;
 
 const MIB: u64 = 1 << 20;
@@ -161,14 +161,14 @@ impl Conf {
         kind(self) == kind(other) && (self.malloc_async || self.settings == other.settings)
     }
 
-    /// The backend that follows it. `limit`: most bytes that it may reserve, if it keeps to one itself.
+    /// The backend that follows it.
     pub(super) fn selection(&self) -> Selection {
-        let backend: &'static Backend = match self {
-            Self { malloc_async: true, .. } => &stream_ordered::BACKEND,
-            Self { expandable: true, .. } => &expandable::BACKEND,
-            _ => &caching::BACKEND,
-        };
-        if self.malloc_async { Selection::of(backend) } else { Selection::with(backend, &self.settings) }
+        match self {
+            // It has none of the settings.
+            Self { malloc_async: true, .. } => Selection::of(of_torch(TorchAllocator::MallocAsync)),
+            Self { expandable: true, .. } => Selection::with(of_torch(TorchAllocator::Expandable), &self.settings),
+            _ => Selection::with(of_torch(TorchAllocator::Native), &self.settings),
+        }
     }
 
     fn written(&self) -> String {

@@ -26,12 +26,18 @@ pub(super) struct Trial<'a> {
     pub(super) history: &'a History,
     /// The same with every free complete at once; `None` where that is so anyway.
     instant: Option<History>,
+    /// The same with frees that waited for other streams completing earlier or later.
+    otherwise: Vec<History>,
     devices: Devices,
     /// Most bytes that may be reserved.
     pub(super) limit: Option<u64>,
     /// Memory of a device in which everything fits.
     room: u64,
 }
+
+/// By how much longer or shorter than when it was recorded other streams may take: with another setting the program runs at
+/// another pace.
+const PACES: [f64; 4] = [0.5, 0.75, 1.5, 2.0];
 
 /// What a replay came to. `T` is what was replayed.
 #[derive(Clone, Debug, Serialize)]
@@ -40,15 +46,25 @@ pub(super) struct Outcome<T> {
     pub(super) of: T,
     /// Under the limit, if there is one.
     pub(super) peak_reserved_bytes: u64,
+    /// The mean of that and the peaks with other streams at another pace.
+    pub(super) expected_peak_reserved_bytes: u64,
     pub(super) peak_active_bytes: u64,
     pub(super) out_of_memory: bool,
-    pub(super) failed_allocations: u64,
+    /// The request that is refused; the replay ends there.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) first_failure: Option<String>,
+    pub(super) first_failure: Option<Failure>,
     pub(super) num_alloc_retries: u64,
     pub(super) driver_calls: BTreeMap<&'static str, u64>,
     /// Time in driver calls, as they take on an H200.
     pub(super) simulated_s: Option<f64>,
+}
+
+/// A refused request.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Failure {
+    /// From 1.
+    pub(super) allocation: u64,
+    pub(super) error: String,
 }
 
 impl<T> Outcome<T> {
@@ -56,10 +72,10 @@ impl<T> Outcome<T> {
         Self {
             of,
             peak_reserved_bytes: report.stats.reserved_bytes.all.peak,
+            expected_peak_reserved_bytes: report.stats.reserved_bytes.all.peak,
             peak_active_bytes: report.stats.active_bytes.all.peak,
             out_of_memory: report.failed_allocations > 0,
-            failed_allocations: report.failed_allocations,
-            first_failure: report.first_failure.map(|(_, error)| error),
+            first_failure: report.first_failure.map(|(allocation, error)| Failure { allocation, error }),
             num_alloc_retries: report.stats.num_alloc_retries,
             driver_calls: report.driver_calls,
             // CAST: nanoseconds far below 2^53.
@@ -104,15 +120,19 @@ impl Setting {
 impl<'a> Trial<'a> {
     pub(super) fn new(path: &'a Path, history: &'a History, limit: Option<u64>) -> Result<Self> {
         let devices = Devices::open(&DeviceName::Sim(None))?;
-        let instant = (history.deferred_frees() > 0).then(|| {
-            let mut instant = history.clone();
-            instant.complete_at_once();
-            instant
-        });
+        let waits = history.deferred_frees() > 0;
+        let changed = |change: &dyn Fn(&mut History)| {
+            let mut other = history.clone();
+            change(&mut other);
+            other
+        };
+        let instant = waits.then(|| changed(&History::complete_at_once));
+        let otherwise = PACES.iter().filter(|_| waits).map(|pace| changed(&|other| other.complete_at_pace(*pace)));
+        let otherwise = otherwise.collect();
         let least = bound(history);
         // No policy takes so much more; expandable segments reserve addresses by it.
         let room = least.max(limit.unwrap_or(0)).saturating_mul(8).clamp(1 << 38, HIGHEST);
-        Ok(Self { path, history, instant, devices, limit, room })
+        Ok(Self { path, history, instant, otherwise, devices, limit, room })
     }
 
     fn replay(
@@ -131,10 +151,18 @@ impl<'a> Trial<'a> {
         replay(history, &selection, &driver, &how)
     }
 
-    /// Replays under a backend and its settings.
+    /// Replays under a backend and its settings, up to the first request that is refused: there programs end.
     pub(super) fn under<T>(&self, of: T, selection: &Selection) -> Result<Outcome<T>> {
-        let report = self.replay(self.history, selection, self.limit, false);
-        Ok(Outcome::new(of, report.map_err(|error| failed(self.path, error))?))
+        let replayed = |history: &History| {
+            self.replay(history, selection, self.limit, true).map_err(|error| failed(self.path, error))
+        };
+        let mut outcome = Outcome::new(of, replayed(self.history)?);
+        let mut sum = outcome.peak_reserved_bytes;
+        for other in &self.otherwise {
+            sum += replayed(other)?.stats.reserved_bytes.all.peak;
+        }
+        outcome.expected_peak_reserved_bytes = sum / (1 + self.otherwise.len() as u64);
+        Ok(outcome)
     }
 
     /// Replays under PyTorch's settings.
@@ -151,7 +179,7 @@ impl<'a> Trial<'a> {
         let found = smallest_in(bound(self.history), STEP, HIGHEST, in_limit, |_| {}).map_err(told)?;
         let instant_peak_reserved_bytes = match &self.instant {
             Some(instant) => {
-                let report = self.replay(instant, &selection, self.limit, false).map_err(told)?;
+                let report = self.replay(instant, &selection, self.limit, true).map_err(told)?;
                 report.stats.reserved_bytes.all.peak
             }
             None => outcome.peak_reserved_bytes,

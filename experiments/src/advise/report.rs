@@ -75,9 +75,9 @@ fn what_happened(advice: &Advice, page: &mut Page) {
 fn figures(setting: &Setting, now: Option<&Outcome<super::Of>>) -> String {
     let Setting { outcome, smallest_memory_bytes, instant_peak_reserved_bytes, .. } = setting;
     let reserved = Bytes(outcome.peak_reserved_bytes);
-    let mut out = match outcome.out_of_memory {
-        true => format!("runs out of memory with {reserved} reserved"),
-        false => format!("reserves {reserved}"),
+    let mut out = match &outcome.first_failure {
+        Some(failure) => format!("runs out of memory at allocation {} with {reserved} reserved", failure.allocation),
+        None => format!("reserves {reserved}"),
     };
     if let Some(now) = now.filter(|now| !now.out_of_memory && now.peak_reserved_bytes > outcome.peak_reserved_bytes) {
         // CAST: bytes of a device, below 2^53.

@@ -118,13 +118,16 @@ pub(super) fn rank(outcomes: &mut Vec<Outcome<Of>>, recorded: &Conf) {
     while !left.is_empty() {
         let runs: Vec<&Outcome<Of>> = left.iter().filter(|outcome| !outcome.out_of_memory).collect();
         let next = if runs.is_empty() {
-            let failed = |outcome: &Outcome<Of>| (outcome.failed_allocations, outcome.of.conf.changes());
-            (0..left.len()).min_by_key(|at| failed(&left[*at]))
+            // What goes on for longer needs less, as far as that tells.
+            let reached =
+                |outcome: &Outcome<Of>| outcome.first_failure.as_ref().map_or(0, |failure| failure.allocation);
+            let key = |outcome: &Outcome<Of>| (std::cmp::Reverse(reached(outcome)), outcome.of.conf.changes());
+            (0..left.len()).min_by_key(|at| key(&left[*at]))
         } else {
-            let least = runs.iter().map(|outcome| outcome.peak_reserved_bytes).min().unwrap_or(0);
+            let least = runs.iter().map(|outcome| outcome.expected_peak_reserved_bytes).min().unwrap_or(0);
             // CAST: bytes of a device, below 2^53.
             let good = |outcome: &Outcome<Of>| {
-                !outcome.out_of_memory && outcome.peak_reserved_bytes as f64 <= least as f64 * (1.0 + AS_GOOD)
+                !outcome.out_of_memory && outcome.expected_peak_reserved_bytes as f64 <= least as f64 * (1.0 + AS_GOOD)
             };
             let cost = |outcome: &Outcome<Of>| {
                 let conf = &outcome.of.conf;
@@ -162,16 +165,17 @@ pub(super) fn distinct(ranked: &[Outcome<Of>], count: usize) -> Vec<Outcome<Of>>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::advise::evaluate::Failure;
     use std::collections::BTreeMap;
 
-    fn outcome(conf: &str, peak: u64, failed: u64, calls: u64) -> Outcome<Of> {
+    fn outcome(conf: &str, peak: u64, fails_at: u64, calls: u64) -> Outcome<Of> {
         Outcome {
             of: Of { conf: conf.parse().unwrap() },
             peak_reserved_bytes: peak,
+            expected_peak_reserved_bytes: peak,
             peak_active_bytes: 0,
-            out_of_memory: failed > 0,
-            failed_allocations: failed,
-            first_failure: None,
+            out_of_memory: fails_at > 0,
+            first_failure: (fails_at > 0).then(|| Failure { allocation: fails_at, error: String::new() }),
             num_alloc_retries: 0,
             driver_calls: BTreeMap::from([("mem_alloc", calls)]),
             simulated_s: None,
@@ -196,7 +200,7 @@ mod tests {
         rank(&mut ranked, &Conf::torch());
         let fewer_calls = "roundup_power2_divisions:4";
         assert_eq!(order(&ranked)[..2], [fewer_calls, "expandable_segments:True"]);
-        assert_eq!(order(&ranked)[3..], ["", "max_split_size_mb:64", "max_split_size_mb:32"]);
+        assert_eq!(order(&ranked)[3..], ["", "max_split_size_mb:32", "max_split_size_mb:64"]);
         // What ran already is not changed for nothing.
         let mut ranked = list.to_vec();
         rank(&mut ranked, &"expandable_segments:True".parse().unwrap());

@@ -2,6 +2,7 @@
 
 use super::ReportArgs;
 use crate::compare::ArmFailed;
+use crate::python;
 use anyhow::{Result, bail};
 use std::process::{Command, Stdio};
 
@@ -10,20 +11,14 @@ use std::process::{Command, Stdio};
 /// # Errors
 /// One line where the package is not there; what it says itself goes to the terminal.
 pub(super) fn page(args: &ReportArgs) -> Result<()> {
-    let there = Command::new("python3")
-        .args(["-c", "import vramlab.report"])
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status();
-    if !there.is_ok_and(|status| status.success()) {
+    if !python::has("vramlab.__main__") {
         bail!(
             "{}: a run without events is shown by the analysis package, which python3 does not have here; install it \
              (pip install ./analysis), or record the run with --trace",
             args.inputs.iter().find(|path| path.is_dir()).unwrap_or(&args.inputs[0]).display()
         );
     }
-    let mut command = Command::new("python3");
+    let mut command = Command::new(python::interpreter());
     command.args(["-m", "vramlab", "report"]).args(&args.inputs).arg("--out").arg(&args.out);
     match command.stdin(Stdio::null()).status() {
         Ok(status) if status.success() => Ok(()),

@@ -54,7 +54,8 @@ impl Caching {
         Ok(blocks)
     }
 
-    /// Takes the segments from the device, in order; those without a block in use only if there is memory for all.
+    /// Takes the segments from the device, the last first: drivers hand addresses out from the top downwards, so they come to lie
+    /// in their order. Those without a block in use only if there is memory for all.
     fn make_segments<'a>(
         &self,
         growth: &mut Growth,
@@ -63,7 +64,7 @@ impl Caching {
         let in_use = |segment: &SegmentInfo| segment.blocks.iter().any(|block| block.state != BlockState::Free);
         let mut made: Vec<(&SegmentInfo, u64)> = Vec::with_capacity(segments.len());
         let mut cached = true;
-        for segment in segments {
+        for segment in segments.iter().rev() {
             if !cached && !in_use(segment) {
                 continue;
             }
@@ -97,6 +98,7 @@ impl Caching {
                 }
             }
         }
+        made.reverse();
         Ok(made)
     }
 

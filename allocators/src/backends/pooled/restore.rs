@@ -45,7 +45,8 @@ pub(super) fn restore(
     Ok(held)
 }
 
-/// Takes the segments from the device, in order; those without a block in use only if there is memory for all.
+/// Takes the segments from the device, the last first: drivers hand addresses out from the top downwards, so they come to lie
+/// in their order. Those without a block in use only if there is memory for all.
 fn make_segments<'a>(
     heap: &mut Heap,
     name: &'static str,
@@ -54,7 +55,7 @@ fn make_segments<'a>(
 ) -> Result<Vec<(&'a SegmentInfo, BlockId)>, AllocError> {
     let mut made: Vec<(&SegmentInfo, BlockId)> = Vec::with_capacity(segments.len());
     let mut short = false;
-    for segment in segments {
+    for segment in segments.iter().rev() {
         let list = FreeList { owner: Owner::of(segment.stream), pool: size.pool_of_segment(segment.pool) };
         while !(short && is_idle(segment)) {
             match heap.new_segment(list, segment.bytes) {
@@ -80,6 +81,7 @@ fn make_segments<'a>(
             }
         }
     }
+    made.reverse();
     Ok(made)
 }
 

@@ -101,9 +101,9 @@ impl Beginning {
         self.segments.iter().map(|segment| segment.bytes).sum()
     }
 
-    /// The segments as the allocator's first events.
+    /// The segments as the allocator's first events: from the highest address downwards, as allocators restore them.
     pub(super) fn segment_events(&self) -> impl Iterator<Item = SegmentEvent> + '_ {
-        self.segments.iter().map(|segment| SegmentEvent {
+        self.segments.iter().rev().map(|segment| SegmentEvent {
             addr: segment.addr,
             bytes: segment.bytes,
             stream: 0,

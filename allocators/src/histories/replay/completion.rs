@@ -1,7 +1,7 @@
-//! A history as it would have been if no free had waited for other streams.
+//! A history as it would have been if other streams had been done earlier or later.
 
 use super::history::History;
-use super::op::{BY_DEVICE, Kind, NO_STREAM, Release};
+use super::op::{BY_DEVICE, Kind, NEVER, NO_STREAM, Release};
 
 impl History {
     /// Makes every free complete at once, as if no other stream had used the block (PyTorch's `record_stream` left out): what
@@ -25,5 +25,24 @@ impl History {
         self.further_streams = 0;
         self.deferred = 0;
         self.not_comparable = Some("every free is made to complete at once, other than when it was recorded".into());
+    }
+
+    /// Makes each free that waited for other streams wait `pace` times as long, counted in operations of the history. With
+    /// other settings a program runs at another pace, and how far the streams are then is not known: what a replay needs at
+    /// several paces says how much depends on it. What had not completed at the end still does not. Recorded addresses can no
+    /// longer be compared.
+    pub fn complete_at_pace(&mut self, pace: f64) {
+        let last = self.ops.len();
+        for (at, op) in self.ops.iter_mut().enumerate().filter(|(_, op)| op.kind() == Kind::Release) {
+            let Release { ready, user } = Release::unpack(op.value);
+            if ready == NEVER || ready == BY_DEVICE {
+                continue;
+            }
+            // CAST: numbers of operations, below 2^32; a fraction of one is dropped.
+            let waits = (f64::from(ready.saturating_sub(at as u32)) * pace) as usize;
+            // CAST: as above.
+            op.value = Release { ready: (at + waits).min(last) as u32, user }.pack();
+        }
+        self.not_comparable = Some("frees are made to complete at another pace than when it was recorded".into());
     }
 }

@@ -1,0 +1,214 @@
+//! Several histories at once, as of the ranks of a job: one setting for all of them, and which rank is unlike the others.
+
+use super::conf::Conf;
+use super::evaluate::{Of, Outcome, Setting, Trial, bound, cores, in_parallel};
+use super::happened::Happened;
+use super::{Advice, AdviseArgs, FORM, search};
+use anyhow::Result;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use trainer::terminal::{Bar, Cell, Column, Page, Table};
+use vramlab::Bytes;
+
+/// Settings that are looked at closely on every rank.
+const CLOSELY: usize = 3;
+
+/// What is said of all; the keys are described in `analysis/schema.md`.
+#[derive(Debug, Serialize)]
+pub(super) struct Ranks {
+    /// The ranks least like the others first.
+    ranks: Vec<Rank>,
+    settings: Vec<ForAll>,
+    /// The rank that needs most, in full.
+    worst: Advice,
+}
+
+/// One history.
+#[derive(Debug, Serialize)]
+struct Rank {
+    trace: String,
+    recorded_peak_reserved_bytes: Option<u64>,
+    live_bytes: u64,
+    ran_out_of_memory: bool,
+    limit_bytes: Option<u64>,
+    /// The same settings on each rank, in the order of those for all.
+    settings: Vec<Setting>,
+}
+
+impl Rank {
+    /// What it had reserved, or would have.
+    fn reserved(&self) -> u64 {
+        let replayed = self.settings.first().map_or(0, |setting| setting.outcome.peak_reserved_bytes);
+        self.recorded_peak_reserved_bytes.unwrap_or(replayed)
+    }
+}
+
+/// A setting under which all ranks run: the worst of their figures.
+#[derive(Debug, Serialize)]
+struct ForAll {
+    rank: usize,
+    conf: Conf,
+    export: String,
+    peak_reserved_bytes: u64,
+    smallest_memory_bytes: Option<u64>,
+    out_of_memory: bool,
+    /// The history that needs most under it.
+    worst: String,
+}
+
+/// The first look at a history.
+struct First {
+    recorded: Conf,
+    outcomes: Vec<Outcome<Of>>,
+}
+
+/// Looks at every file twice: under all settings, then closely under those that are best for all. No more histories are in
+/// memory at a time than there are threads.
+pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Result<Ranks> {
+    let threads = cores();
+    let load = |file: &PathBuf| Happened::read(file, args.gpu, limit, &args.read);
+    let trial = |file: &PathBuf, happened: &Happened, work: &mut dyn FnMut(&Trial) -> Result<()>| {
+        work(&Trial::new(file, &happened.history, happened.limit.map(|(limit, _)| limit))?)
+    };
+    let bar = Bar::new(2 * files.len() as u64, FORM);
+    bar.message("histories");
+    let firsts = in_parallel(threads, files, |file| {
+        let happened = load(file)?;
+        let mut outcomes = Vec::new();
+        trial(file, &happened, &mut |trial| {
+            let grid =
+                if given.is_empty() { search::grid(&Conf::torch(), trial.limit.is_some()) } else { given.to_vec() };
+            let own = given.is_empty() && !grid.iter().any(|conf| conf.acts_as(&happened.conf));
+            let own = own.then(|| happened.conf.clone());
+            for conf in grid.iter().chain(&own) {
+                outcomes.push(trial.run(conf)?);
+            }
+            Ok(())
+        })?;
+        bar.advance(1);
+        Ok(First { recorded: happened.conf, outcomes })
+    })?;
+    let most = if given.is_empty() { CLOSELY } else { given.len() };
+    let chosen = for_all(&firsts, most);
+    let mut ranks = in_parallel(threads, files, |file| {
+        let happened = load(file)?;
+        let mut settings = Vec::new();
+        trial(file, &happened, &mut |trial| {
+            for conf in &chosen {
+                settings.push(trial.closely(trial.run(conf)?)?);
+            }
+            Ok(())
+        })?;
+        bar.advance(1);
+        Ok(Rank {
+            trace: file.display().to_string(),
+            recorded_peak_reserved_bytes: happened.as_recorded.map(|told| told.peak_reserved),
+            live_bytes: bound(&happened.history),
+            ran_out_of_memory: happened.out_of_memory().is_some(),
+            limit_bytes: happened.limit.map(|(limit, _)| limit),
+            settings,
+        })
+    })?;
+    bar.clear();
+    for rank in &mut ranks {
+        rank.settings.iter_mut().enumerate().for_each(|(at, setting)| setting.rank = at + 1);
+    }
+    let settings = (0..chosen.len()).map(|at| worst_of(&ranks, at)).collect();
+    outliers_first(&mut ranks);
+    let worst = ranks.iter().max_by_key(|rank| {
+        let first = rank.settings.first();
+        (rank.ran_out_of_memory, first.map(|first| first.outcome.out_of_memory), rank.reserved())
+    });
+    let worst = worst.map_or(files[0].clone(), |rank| PathBuf::from(&rank.trace));
+    Ok(Ranks { settings, worst: super::of(&worst, args, limit, given)?, ranks })
+}
+
+/// The settings that are best for all: each is as good as it is on the rank that needs most.
+fn for_all(firsts: &[First], most: usize) -> Vec<Conf> {
+    let Some(one) = firsts.first() else { return Vec::new() };
+    let on =
+        |first: &First, conf: &Conf| first.outcomes.iter().find(|other| other.of.conf.text() == conf.text()).cloned();
+    let mut worst: Vec<Outcome<Of>> = Vec::new();
+    for outcome in &one.outcomes {
+        let everywhere: Option<Vec<Outcome<Of>>> = firsts.iter().map(|first| on(first, &outcome.of.conf)).collect();
+        // A setting that some rank was not tried under is that of one rank alone.
+        let key = |outcome: &Outcome<Of>| (outcome.out_of_memory, outcome.expected_peak_reserved_bytes);
+        worst.extend(everywhere.and_then(|all| all.into_iter().max_by_key(key)));
+    }
+    search::rank(&mut worst, &one.recorded);
+    search::distinct(&worst, most).into_iter().map(|outcome| outcome.of.conf).collect()
+}
+
+fn worst_of(ranks: &[Rank], at: usize) -> ForAll {
+    let each = || ranks.iter().map(|rank| (rank, &rank.settings[at]));
+    let key = |(_, setting): &(&Rank, &Setting)| (setting.outcome.out_of_memory, setting.outcome.peak_reserved_bytes);
+    let (worst, first) = each().max_by_key(key).unwrap_or((&ranks[0], &ranks[0].settings[at]));
+    let least: Option<Vec<u64>> = each().map(|(_, setting)| setting.smallest_memory_bytes).collect();
+    ForAll {
+        rank: at + 1,
+        conf: first.conf().clone(),
+        export: first.export.clone(),
+        peak_reserved_bytes: each().map(|(_, setting)| setting.outcome.peak_reserved_bytes).max().unwrap_or(0),
+        smallest_memory_bytes: least.and_then(|least| least.into_iter().max()),
+        out_of_memory: each().any(|(_, setting)| setting.outcome.out_of_memory),
+        worst: worst.trace.clone(),
+    }
+}
+
+/// Ranks that ran out of memory first, then those whose peak is farthest from the median.
+fn outliers_first(ranks: &mut [Rank]) {
+    let mut peaks: Vec<u64> = ranks.iter().map(Rank::reserved).collect();
+    peaks.sort_unstable();
+    let median = peaks.get(peaks.len() / 2).copied().unwrap_or(0);
+    ranks.sort_by_key(|rank| (!rank.ran_out_of_memory, std::cmp::Reverse(rank.reserved().abs_diff(median))));
+}
+
+/// The table over the ranks, then the worst in full.
+pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
+    let mut table = Table::new([
+        Column::text("history"),
+        Column::left("memory"),
+        Column::right("reserved"),
+        Column::right("asked for").priority(2),
+        Column::right("under 1"),
+        Column::right("runs in").priority(1),
+    ]);
+    let size = |bytes: u64| Bytes(bytes).to_string();
+    for rank in &found.ranks {
+        let first = rank.settings.first();
+        let name =
+            Path::new(&rank.trace).file_name().map_or(rank.trace.clone(), |name| name.to_string_lossy().into_owned());
+        let state = if rank.ran_out_of_memory { "ran out" } else { "sufficed" };
+        table.row([
+            Cell::from(name),
+            Cell::bold_if(rank.ran_out_of_memory, state),
+            Cell::or_dash(rank.recorded_peak_reserved_bytes.map(size)),
+            Cell::from(size(rank.live_bytes)),
+            Cell::or_dash(first.map(|first| {
+                let reserved = size(first.outcome.peak_reserved_bytes);
+                if first.outcome.out_of_memory { format!("{reserved} (runs out)") } else { reserved }
+            })),
+            Cell::or_dash(first.and_then(|first| first.smallest_memory_bytes).map(size)),
+        ]);
+    }
+    page.line(format!("{} histories, those least like the others first", found.ranks.len()));
+    page.gap();
+    page.table(&table);
+    for setting in &found.settings {
+        page.title(format!("{}. {}", setting.rank, setting.conf.shown()));
+        setting.conf.export_lines().iter().for_each(|line| page.labelled("", 2, line));
+        let runs = match (setting.out_of_memory, setting.smallest_memory_bytes) {
+            (true, Some(least)) => format!("runs out of memory; every rank would run in {}", size(least)),
+            (true, None) => "runs out of memory".to_owned(),
+            (false, Some(least)) => format!("every rank runs in {} or more", size(least)),
+            (false, None) => "every rank runs".to_owned(),
+        };
+        page.labelled(
+            "",
+            2,
+            &format!("reserves {} at most ({}); {runs}", size(setting.peak_reserved_bytes), setting.worst),
+        );
+    }
+    super::report::report(&found.worst, all, page);
+    super::report::end(&found.worst, page);
+}
