@@ -121,15 +121,11 @@ impl fmt::Display for Happened {
         match &self.as_recorded {
             Some(told) => {
                 let (reserved, requested) = (told.peak_reserved, told.peak_requested);
-                write!(
-                    f,
-                    "Memory did not run out. At most {} were reserved and {} asked for",
-                    Bytes(reserved),
-                    Bytes(requested)
-                )?;
                 // CAST: bytes of a device, below 2^53.
-                let unused = 100.0 * reserved.saturating_sub(requested) as f64 / reserved.max(1) as f64;
-                write!(f, ": {unused:.1} % of the one is not in the other.")
+                let above = 100.0 * (reserved as f64 / requested.max(1) as f64 - 1.0);
+                let (reserved, requested) = (Bytes(reserved), Bytes(requested));
+                write!(f, "Memory did not run out. At most {reserved} were reserved, ")?;
+                write!(f, "{above:.1} % more than the {requested} that were asked for at most.")
             }
             None => write!(f, "Memory did not run out. At most {} were live.", Bytes(self.history.max_live_bytes())),
         }
