@@ -31,7 +31,7 @@ pub(crate) struct ConvertArgs {
     /// plain, .gz or .xz
     #[arg(value_name = "IN")]
     from: PathBuf,
-    /// Format to write; stack frames, annotations and whatever else it has no place for are left out
+    /// Format to write; what it has no place for is left out, as stack frames and annotations by all but snapshots
     #[arg(long, value_name = "FORMAT", value_parser = export_parser())]
     to: Export,
     /// File to write; it appears when it is whole
@@ -102,7 +102,7 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
         if args.to == Export::Perfetto && event.action == Action::Alloc {
             named.say(writer.as_mut(), origin, origins);
         }
-        let taken = tally.take(args, writer.as_mut(), event);
+        let taken = tally.take(args, writer.as_mut(), event, origin, origins);
         taken.map_err(|refused| ReadError::stop(Box::new(refused) as Box<dyn std::error::Error + Send + Sync>))
     };
     let (mut summary, origins) =
@@ -129,6 +129,7 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
         segments: &summary.segments,
         allocator_settings: Some(&summary.allocator_settings),
         devices: u16::try_from(summary.events.len()).unwrap_or(u16::MAX),
+        origins: Some(&origins),
     };
     writer.finish(&ending).map_err(unwritten)?;
     Ok(summary)
@@ -224,7 +225,14 @@ struct Tally {
 }
 
 impl Tally {
-    fn take(&mut self, args: &ConvertArgs, writer: &mut dyn TraceWriter, event: Event) -> Result<(), Refused> {
+    fn take(
+        &mut self,
+        args: &ConvertArgs,
+        writer: &mut dyn TraceWriter,
+        event: Event,
+        origin: Origin,
+        origins: &Origins,
+    ) -> Result<(), Refused> {
         self.number += 1;
         if args.gpu.is_some_and(|gpu| gpu != event.device) {
             return Ok(());
@@ -248,7 +256,7 @@ impl Tally {
             ReplayError::Event { what, .. } => ReplayError::Event { number: self.number, what },
             error => error,
         })?;
-        Ok(writer.event(&event)?)
+        Ok(writer.event_from(&event, origin, origins)?)
     }
 
     /// What only the whole history tells.
@@ -287,7 +295,7 @@ impl Tally {
             left.push(format!("{} of unknown actions", summary.unknown_actions));
         }
         let annotations = summary.external_annotations.saturating_sub(self.ranges);
-        if annotations > 0 {
+        if annotations > 0 && !matches!(args.to, Export::Snapshot | Export::SnapshotJson) {
             left.push(format!("{annotations} annotations"));
         }
         let others = summary.all_events().saturating_sub(self.events());

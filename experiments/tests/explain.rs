@@ -463,6 +463,24 @@ fn the_ledger_is_that_of_the_replay() {
     agrees(&place, &place.write("holes.json", holes().text()));
 }
 
+#[test]
+fn a_run_of_ours_names_layers_and_roles() {
+    let place = Place::new();
+    let run = ["trainer", "--device", "sim", "--dataset", "iris", "--epochs", "2", "--hidden", "256", "--layers", "3"];
+    place.run(&[&run[..], &["--alloc", "caching", "--export", "snapshot,snapshot-json", "--out", "run"]].concat()).ok();
+    for file in ["run/snapshot.pickle", "run/snapshot.json"] {
+        let found = found(&place, &[file, "--between", "epoch 1 step 2", "epoch 2 step 1"]);
+        let lines: Vec<&str> =
+            found["who"][0]["lines"].as_array().unwrap().iter().map(|row| row["line"].as_str().unwrap()).collect();
+        for wanted in ["layer 3 weights gradient", "layer 2 weights gradient", "set-up parameters or data"] {
+            assert!(lines.contains(&wanted), "{wanted}: {lines:?}");
+        }
+        let children = found["who"][0]["tree"]["children"].as_array().unwrap();
+        assert!(children.iter().any(|child| child["name"] == "training backward"), "{children:?}");
+        assert_eq!(found["peak_active"]["annotation"].as_str().map(|name| name.starts_with("epoch ")), Some(true));
+    }
+}
+
 /// A recorded history that is not in the repository.
 fn recorded(name: &str) -> Option<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces/configs");

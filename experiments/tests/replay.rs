@@ -234,7 +234,9 @@ fn a_history_that_begins_late_is_followed_from_what_its_end_says() {
     let mut writer = Export::SnapshotJson.create(&file).unwrap();
     events[events.len() * 2 / 5..].iter().for_each(|event| writer.event(event).unwrap());
     let settings = Some(&summary.allocator_settings);
-    writer.finish(&Ending { segments: &summary.segments, allocator_settings: settings, devices: 1 }).unwrap();
+    writer
+        .finish(&Ending { segments: &summary.segments, allocator_settings: settings, devices: 1, origins: None })
+        .unwrap();
     let file = file.to_str().unwrap();
 
     let arguments = ["replay", file, "--alloc", "caching", "--device", "null"];

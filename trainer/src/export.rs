@@ -4,18 +4,22 @@
 //! run's clock, and together they are a history with segments. They are read back from the record at the end, so a run
 //! of any length takes no more memory than its live blocks.
 
+mod roles;
+
 use crate::error::{Result, TrainError};
 use crate::record::{DRIVER_CALLS, TRACE};
+use roles::Roles;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt::{self, Write as _};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use vramlab::budget::OverBudget;
 use vramlab::histories::replay::snapshot_settings;
 use vramlab::histories::trace::{
-    Action, Ending, Event, Export, ReadError, ReadOptions, Segment, TraceWriter, WriteError, WriteProblem, read,
+    Action, Ending, Event, Export, Origin, ReadError, ReadOptions, Segment, TraceWriter, WriteError, WriteProblem, read,
 };
 use vramlab::output::{OutputError, OutputProblem};
 use vramlab::{CallEvent, CallKind, Snapshot};
@@ -133,6 +137,7 @@ struct Merge<'a> {
     ranges: Vec<Range>,
     /// Frees of segments by the operation under way, for after it.
     held_back: Vec<Event>,
+    roles: Roles,
     writers: &'a mut [Box<dyn TraceWriter>],
 }
 
@@ -146,38 +151,55 @@ struct Range {
 /// Longest line of a driver call, in bytes; longer ones are cut, and are no calls.
 const LONGEST_CALL: u64 = 1 << 16;
 
-/// The calls in order, one ahead.
+/// So many calls are looked at to find the work that comes next.
+const MOST_AHEAD: usize = 256;
+
+/// The calls in order, those that come next ahead.
 struct Calls {
     lines: BufReader<File>,
     text: String,
-    number: u64,
-    next: Option<CallLine>,
+    ahead: VecDeque<CallLine>,
 }
 
 impl Calls {
     fn open(path: &Path) -> std::io::Result<Self> {
         let lines = BufReader::new(File::open(path)?);
-        let mut calls = Self { lines, text: String::new(), number: 0, next: None };
-        calls.advance()?;
-        Ok(calls)
+        Ok(Self { lines, text: String::new(), ahead: VecDeque::new() })
     }
 
-    fn advance(&mut self) -> std::io::Result<Option<CallLine>> {
+    /// Reads one more; false at the end.
+    fn read(&mut self) -> std::io::Result<bool> {
         self.text.clear();
-        self.number += 1;
-        let next = match (&mut self.lines).take(LONGEST_CALL).read_line(&mut self.text)? {
-            0 => None,
-            _ => Some(serde_json::from_str(&self.text)?),
-        };
-        Ok(std::mem::replace(&mut self.next, next))
+        if (&mut self.lines).take(LONGEST_CALL).read_line(&mut self.text)? == 0 {
+            return Ok(false);
+        }
+        self.ahead.push_back(serde_json::from_str(&self.text)?);
+        Ok(true)
     }
 
     /// The next call that had ended by then.
     fn until(&mut self, time_ns: u64) -> std::io::Result<Option<CallLine>> {
-        match &self.next {
-            Some(call) if call.start_ns.saturating_add(call.total_ns) <= time_ns => self.advance(),
-            _ => Ok(None),
+        if self.ahead.is_empty() && !self.read()? {
+            return Ok(None);
         }
+        let ended = |call: &CallLine| call.start_ns.saturating_add(call.total_ns) <= time_ns;
+        Ok(if self.ahead.front().is_some_and(ended) { self.ahead.pop_front() } else { None })
+    }
+
+    /// The first call that queues work and had not ended by then.
+    fn work_after(&mut self, time_ns: u64) -> std::io::Result<Option<&CallLine>> {
+        let mut at = 0;
+        while at < MOST_AHEAD {
+            if at == self.ahead.len() && !self.read()? {
+                break;
+            }
+            let call = &self.ahead[at];
+            if roles::is_work(call) && call.start_ns.saturating_add(call.total_ns) > time_ns {
+                return Ok(self.ahead.get(at));
+            }
+            at += 1;
+        }
+        Ok(None)
     }
 }
 
@@ -187,17 +209,23 @@ enum Fault {
     Write(WriteError),
 }
 
+impl From<OverBudget> for Fault {
+    fn from(over: OverBudget) -> Self {
+        Self::Calls(std::io::Error::other(over))
+    }
+}
+
 impl Merge<'_> {
-    fn write(&mut self, event: &Event) -> std::result::Result<(), Fault> {
+    fn write(&mut self, event: &Event, origin: Origin) -> std::result::Result<(), Fault> {
         for writer in self.writers.iter_mut() {
-            writer.event(event).map_err(Fault::Write)?;
+            writer.event_from(event, origin, &self.roles.origins).map_err(Fault::Write)?;
         }
         Ok(())
     }
 
     /// Passes on the calls that were made by the end of an operation. A call takes time, so those that ended by the
     /// end of this operation and not by the end of the one before were made in this one.
-    fn calls_until(&mut self, operation: &Event) -> std::result::Result<(), Fault> {
+    fn calls_until(&mut self, operation: &Event, origin: Origin) -> std::result::Result<(), Fault> {
         while let Some(call) = self.calls.until(operation.time_ns).map_err(Fault::Calls)? {
             let name = match &call.kernel {
                 Some(kernel) => kernel,
@@ -213,7 +241,7 @@ impl Merge<'_> {
             if call.call == CallKind::MemAlloc.name() {
                 let bytes = call.bytes.unwrap_or(0);
                 self.segments.insert(addr, (bytes, operation.stream));
-                self.write(&Event { bytes, ..segment })?;
+                self.write(&Event { bytes, ..segment }, origin)?;
             } else if call.call == CallKind::MemFree.name() {
                 let Some((bytes, stream)) = self.segments.remove(&addr) else { continue };
                 let free = Event { action: Action::SegmentFree, bytes, stream, ..segment };
@@ -223,7 +251,7 @@ impl Merge<'_> {
                 if inside {
                     self.held_back.push(Event { time_ns: operation.time_ns, ..free });
                 } else {
-                    self.write(&free)?;
+                    self.write(&free, Origin::default())?;
                 }
             }
         }
@@ -256,7 +284,7 @@ impl Merge<'_> {
 
     /// Says in which range a block was asked for: that of the driver call that comes next, which is mostly its first use.
     fn say_where(&mut self) {
-        let path = self.calls.next.as_ref().map_or("", |call| call.path.as_str());
+        let path = self.calls.ahead.front().map_or("", |call| call.path.as_str());
         let of = |kind: &str| path.split('/').find(|name| name.starts_with(kind));
         let (step, layer) = (of("step"), of("layer"));
         let mut arguments = vec![("range", path)];
@@ -272,16 +300,25 @@ impl Merge<'_> {
     }
 
     fn event(&mut self, event: &Event) -> std::result::Result<(), Fault> {
+        let mut origin = Origin::default();
+        match event.action {
+            Action::Alloc => {
+                let work = self.calls.work_after(event.time_ns).map_err(Fault::Calls)?;
+                origin = self.roles.allocated(event, work)?;
+            }
+            Action::FreeRequested => self.roles.freed(event.addr),
+            _ => {}
+        }
         if event.action != Action::FreeCompleted {
-            self.calls_until(event)?;
+            self.calls_until(event, origin)?;
         }
         if event.action == Action::Alloc {
             self.say_where();
         }
-        self.write(event)?;
+        self.write(event, origin)?;
         if event.action == Action::FreeCompleted {
             for free in std::mem::take(&mut self.held_back) {
-                self.write(&free)?;
+                self.write(&free, Origin::default())?;
             }
         }
         Ok(())
@@ -319,6 +356,7 @@ pub(crate) fn write(
         segments: BTreeMap::new(),
         ranges: Vec::new(),
         held_back: Vec::new(),
+        roles: Roles::new(),
         writers: &mut writers,
     };
     let mut fault = None;
@@ -335,15 +373,20 @@ pub(crate) fn write(
         (None, Err(error)) if !matches!(error.problem, vramlab::histories::trace::Problem::Empty) => {
             return Err(failed(&error.path.clone(), std::io::Error::other(error)));
         }
-        _ => merge.calls_until(&last).and_then(|()| merge.close(0)),
+        _ => merge
+            .calls_until(&last, Origin::default())
+            .and_then(|()| merge.close(0))
+            .and_then(|()| Ok(merge.roles.finish(end_ns)?)),
     };
     ended.map_err(|fault| match fault {
         Fault::Calls(error) => failed(&calls, error),
         Fault::Write(error) => unwritten(error),
     })?;
+    let origins = merge.roles.origins;
     let segments = snapshot.map(|snapshot| Segment::from_snapshot(snapshot, 0)).unwrap_or_default();
     let settings = snapshot_settings(settings);
-    let ending = Ending { segments: &segments, allocator_settings: Some(&settings), devices: 1 };
+    let ending =
+        Ending { segments: &segments, allocator_settings: Some(&settings), devices: 1, origins: Some(&origins) };
     if exports.contains(&Export::Perfetto) {
         let trace = directory.join(TRACE);
         let served = crate::served::served(&trace).map_err(|error| failed(&trace, error))?;

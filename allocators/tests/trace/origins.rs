@@ -4,7 +4,9 @@ use crate::common::fixture;
 use serde_json::Value;
 use std::path::Path;
 use vramlab::budget::Budget;
-use vramlab::histories::trace::{Event, Origin, Origins, ReadOptions, StackId, read_origins, read_origins_from};
+use vramlab::histories::trace::{
+    Ending, Event, Export, Origin, Origins, ReadOptions, StackId, read_origins, read_origins_from,
+};
 
 /// A frame: function, file, line.
 type Spelt = (String, String, u32);
@@ -163,4 +165,60 @@ fn what_origins_take_is_bounded() {
     let error = read_origins_from(Box::new(&bytes[..]), &options, &mut |_, _, _| Ok(())).unwrap_err();
     assert!(error.to_string().contains("--read-memory"), "{error}");
     assert_eq!(budget.held(), 0);
+}
+
+#[test]
+fn frames_categories_notes_and_annotations_survive_being_written() {
+    let spelling = |origins: &Origins, origin: Origin| {
+        let text = |text| origins.spelt(text).to_owned();
+        (spelt(origins, origin.stack), text(origin.category), text(origin.note))
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let told = folder.path().join("told.json");
+    std::fs::write(&told, SNAPSHOT).unwrap();
+    for path in [fixture("small.p4.pickle"), told] {
+        let (events, origins) = read(&path);
+        let summary = vramlab::histories::trace::read(&path, &ReadOptions::default(), &mut |_| Ok(())).unwrap();
+        for export in [Export::Snapshot, Export::SnapshotJson] {
+            let out = folder.path().join(export.file_name());
+            let mut writer = export.create(&out).unwrap();
+            for (event, origin) in &events {
+                writer.event_from(event, *origin, &origins).unwrap();
+            }
+            let origins_at_end = Some(&origins);
+            writer
+                .finish(&Ending { segments: &summary.segments, origins: origins_at_end, ..Ending::default() })
+                .unwrap();
+            let (again, also) = read(&out);
+            let all = |events: &[(Event, Origin)], origins: &Origins| {
+                events.iter().map(|(event, origin)| (*event, spelling(origins, *origin))).collect::<Vec<_>>()
+            };
+            assert_eq!(all(&again, &also), all(&events, &origins));
+            let named = |origins: &Origins| {
+                let all = origins.annotations().iter();
+                all.map(|of| (origins.spelt(of.name).to_owned(), of.start, of.device, of.time_ns)).collect::<Vec<_>>()
+            };
+            assert_eq!(named(&also), named(&origins));
+            for segment in &summary.segments {
+                let (device, at) = (segment.device, segment.address);
+                assert_eq!(spelling(&also, also.segment(device, at)), spelling(&origins, origins.segment(device, at)));
+                for block in &segment.blocks {
+                    let at = block.address;
+                    assert_eq!(spelling(&also, also.block(device, at)), spelling(&origins, origins.block(device, at)));
+                }
+            }
+        }
+    }
+    // What recurs is written once: the pickle of a hundred events with one stack is not a hundred stacks long.
+    let (events, origins) = read(&folder.path().join("told.json"));
+    let size = |count: usize| {
+        let out = folder.path().join("many.pickle");
+        let mut writer = Export::Snapshot.create(&out).unwrap();
+        for _ in 0..count {
+            writer.event_from(&events[0].0, events[0].1, &origins).unwrap();
+        }
+        writer.finish(&Ending::default()).unwrap();
+        std::fs::metadata(&out).unwrap().len()
+    };
+    assert!(size(100) - size(99) < 64, "{} bytes an event", size(100) - size(99));
 }

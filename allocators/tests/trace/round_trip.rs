@@ -15,7 +15,9 @@ fn write(export: Export, path: &Path, events: &[Event], summary: &Summary) {
     assert!(!path.exists(), "a file in the making should not have its name");
     let devices = u16::try_from(summary.events.len()).unwrap();
     let settings = Some(&summary.allocator_settings);
-    writer.finish(&Ending { segments: &summary.segments, allocator_settings: settings, devices }).unwrap();
+    writer
+        .finish(&Ending { segments: &summary.segments, allocator_settings: settings, devices, origins: None })
+        .unwrap();
     assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "nothing else should be left");
 }
 

@@ -99,10 +99,8 @@ pub(super) fn ranks(args: &ExplainArgs, files: &[&PathBuf]) -> Result<()> {
 
 /// A row of each history that can be read.
 fn read(how: &How, files: &[&PathBuf], bar: &Bar) -> (Vec<Rank>, Vec<Unread>) {
-    let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(files.len());
-    // All readings together stay within what one may take.
-    let read = how.read.shared(threads as u64);
-    let how = &How { read, ..how.clone() };
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let threads = cores.min(files.len()).min(at_once(files));
     let (next, out) = (AtomicUsize::new(0), Mutex::new((Vec::new(), Vec::new())));
     std::thread::scope(|scope| {
         for _ in 0..threads {
@@ -125,6 +123,22 @@ fn read(how: &How, files: &[&PathBuf], bar: &Bar) -> (Vec<Rank>, Vec<Unread>) {
     out.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
+/// So much memory is for all readings together, and so much is taken by one of a small file.
+const TOGETHER: u64 = 8 << 30;
+const SMALL: u64 = 64 << 20;
+
+/// How many of these files may be read at a time.
+fn at_once(files: &[&PathBuf]) -> usize {
+    let need = |file: &&PathBuf| {
+        let bytes = std::fs::metadata(file).map_or(0, |metadata| metadata.len());
+        // Snapshots become a tenth to a thirtieth when they are packed.
+        let packed = file.extension().is_some_and(|end| end == "xz" || end == "gz");
+        bytes.saturating_mul(if packed { 45 } else { 2 }).max(SMALL)
+    };
+    let most = files.iter().map(need).max().unwrap_or(SMALL);
+    usize::try_from(TOGETHER / most).unwrap_or(1).max(1)
+}
+
 /// Says how far each is from the middle, and puts what stands out first.
 fn compare(ranks: &mut [Rank]) {
     let mut peaks: Vec<u64> = ranks.iter().map(|rank| rank.peak_reserved_bytes).collect();
@@ -143,7 +157,7 @@ fn table(ranks: &[Rank], args: &ExplainArgs, page: &mut Page) {
     let mut table = Table::new([
         Column::left("history"),
         Column::right("reserved"),
-        Column::right("from the middle").priority(1),
+        Column::right("vs median").priority(1),
         Column::right("active"),
         Column::right("unused").priority(2),
         Column::right("waits at most").priority(3),
@@ -168,7 +182,7 @@ fn table(ranks: &[Rank], args: &ExplainArgs, page: &mut Page) {
     page.table(&table);
     if ranks.len() > shown {
         page.note(format!(
-            "{} more are within {:.1} % of the middle, or like these; --top shows more",
+            "{} more are within {:.1} % of the median, or like these; --top shows more",
             ranks.len() - shown,
             {
                 let rest = ranks.iter().skip(shown).map(|rank| 100.0 * rank.off.abs());

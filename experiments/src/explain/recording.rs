@@ -76,7 +76,7 @@ impl Recording {
     /// Reads a file.
     pub(super) fn read(path: &Path, how: &How) -> Result<Self> {
         let (gpu, limit) = (how.gpu, how.limit);
-        let options = how.read.options();
+        let options = how.read.keeping(path);
         let mut claim = options.budget.claim();
         let (mut events, mut number, mut device, mut skipped) = (Vec::new(), 0_u64, gpu, 0);
         let (summary, origins) = read_origins(path, &options, &mut |event, origin, _| {

@@ -91,15 +91,21 @@ fn headline(found: &Explanation, page: &mut Page) {
         ));
     } else {
         page.line(format!(
-            "{}: at most {} reserved, of which {} ({}) were in use",
+            "{}: at most {} reserved and at most {} in use ({})",
             found.trace,
             size(reserved.reserved_bytes),
-            size(reserved.active_bytes),
-            percent(reserved.active_bytes, reserved.reserved_bytes)
+            size(active.active_bytes),
+            percent(active.active_bytes, reserved.reserved_bytes)
         ));
+        if reserved.active_bytes < active.active_bytes - active.active_bytes / 20 {
+            page.note(format!(
+                "when reserved reached its peak only {} were in use: what was free then did not serve what was asked for",
+                size(reserved.active_bytes)
+            ));
+        }
     }
-    if let Some(cut) = &found.cut {
-        page.note(format!("{cut}; all that follows is about what is there"));
+    if found.cut.is_some() {
+        page.note(format!("the file was cut short: this is about its first {}", counted(found.events, "event")));
     }
     if found.blocks_before + found.segments_before > 0 && found.events > 0 {
         page.note(format!(

@@ -2,7 +2,7 @@
 //!
 //! Files are written by [`output`](crate::output), so that nothing half-written looks whole.
 
-use super::{Action, Event, MinimallocWriter, PerfettoWriter, RmmWriter, Segment, SnapshotWriter};
+use super::{Action, Event, MinimallocWriter, Origin, Origins, PerfettoWriter, RmmWriter, Segment, SnapshotWriter};
 use crate::histories::replay::BlockPlace;
 use crate::output::{Existing, OutputError, OutputFile, OutputProblem};
 use serde::Serialize;
@@ -136,6 +136,8 @@ pub struct Ending<'a> {
     pub allocator_settings: Option<&'a serde_json::Map<String, serde_json::Value>>,
     /// Number of devices, if more than those that had events.
     pub devices: u16,
+    /// Annotations, and where blocks and segments came from that were held, for formats that have a place for that.
+    pub origins: Option<&'a Origins>,
 }
 
 /// Takes the events of a history in order and makes a file of them.
@@ -145,6 +147,14 @@ pub trait TraceWriter {
     /// # Errors
     /// [`WriteError`] when it cannot be written or the format cannot hold it.
     fn event(&mut self, event: &Event) -> Result<(), WriteError>;
+
+    /// Takes the next event and where it came from, for formats that have a place for that; the others leave it out.
+    ///
+    /// # Errors
+    /// Those of [`event`](Self::event).
+    fn event_from(&mut self, event: &Event, _origin: Origin, _origins: &Origins) -> Result<(), WriteError> {
+        self.event(event)
+    }
 
     /// Takes something that the host did, such as a driver call, for formats that show it; the others pass over it.
     /// Slices of one track must not overlap unless one holds the other.

@@ -1,6 +1,7 @@
 //! Plain data, dictionaries and lists, as a pickle or as JSON, written as it comes.
 
 use super::write::{HistoryFile, WriteError};
+use super::{Frame, StackId, TextId};
 use std::collections::HashMap;
 use std::io::Write;
 
@@ -11,11 +12,20 @@ const BATCH: u32 = 1000;
 /// How plain data is written.
 #[derive(Debug)]
 enum Form {
-    /// Protocol 4, with the instructions that PyTorch's viewer knows. Strings that recur are memoized.
+    /// Protocol 4, with the instructions that PyTorch's viewer knows. What recurs is memoized.
     Pickle {
-        memo: HashMap<&'static str, u32>,
+        memo: HashMap<Recurring, u32>,
     },
     Json,
+}
+
+/// What a pickle writes once and refers to from then on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Recurring {
+    Word(&'static str),
+    Text(TextId),
+    Frame(Frame),
+    Stack(StackId),
 }
 
 /// Writes nested plain data.
@@ -100,26 +110,34 @@ impl Plain {
 
     /// A string that recurs.
     pub(super) fn word(&mut self, text: &'static str) -> Result<(), WriteError> {
-        let Form::Pickle { memo } = &mut self.form else { return self.text(text) };
-        // CAST: a handful of strings.
-        let next = memo.len() as u32;
-        match memo.get(text) {
-            Some(index) => {
-                let index = *index;
-                match u8::try_from(index) {
-                    Ok(index) => self.bytes(&[b'h', index]),
-                    Err(_) => {
-                        self.bytes(b"j")?;
-                        self.bytes(&index.to_le_bytes())
-                    }
-                }
-            }
-            None => {
-                memo.insert(text, next);
-                self.text(text)?;
-                self.bytes(b"\x94")
+        if self.again(Recurring::Word(text))? {
+            return Ok(());
+        }
+        self.text(text)?;
+        self.keep(Recurring::Word(text))
+    }
+
+    /// Refers to what was written before; false if it was not, or where nothing is referred to.
+    pub(super) fn again(&mut self, what: Recurring) -> Result<bool, WriteError> {
+        let Form::Pickle { memo } = &self.form else { return Ok(false) };
+        let Some(&index) = memo.get(&what) else { return Ok(false) };
+        match u8::try_from(index) {
+            Ok(index) => self.bytes(&[b'h', index])?,
+            Err(_) => {
+                self.bytes(b"j")?;
+                self.bytes(&index.to_le_bytes())?;
             }
         }
+        Ok(true)
+    }
+
+    /// Keeps what was just written, to be referred to.
+    pub(super) fn keep(&mut self, what: Recurring) -> Result<(), WriteError> {
+        let Form::Pickle { memo } = &mut self.form else { return Ok(()) };
+        // CAST: a pickle of more than four billion different things has no room on any disk.
+        let next = memo.len() as u32;
+        memo.insert(what, next);
+        self.bytes(b"\x94")
     }
 
     pub(super) fn text(&mut self, text: &str) -> Result<(), WriteError> {

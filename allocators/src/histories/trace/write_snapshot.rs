@@ -1,15 +1,17 @@
 //! PyTorch's memory snapshot, as a pickle and as JSON, with exactly PyTorch's keys.
 //!
 //! Read by pytorch.org/memory_viz (the pickle), `torch/cuda/_memory_viz.py` (the pickle), mosaic (either) and by
-//! [`read`](super::read()). `record_use` events are left out, because PyTorch has no name for them. Times are whole
+//! [`read`](super::read()). `record_use` events are left out, because PyTorch has no name for them. Stack frames that
+//! recur are shared. Times are whole
 //! microseconds. Integers are of 64 bits and signed; what does not fit is an error.
 //!
 //! Source: `torch/csrc/cuda/Module.cpp`, `torch/utils/viz/MemoryViz.js`.
 
 use super::segment::state_name;
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
-use super::write_plain::Plain;
-use super::{Action, Event, Export, Segment};
+use super::write_plain::{Plain, Recurring};
+use super::{Action, Event, Export, Origin, Origins, Segment, StackId, TextId};
+use crate::contract::BlockState;
 use crate::output::OutputFile;
 
 /// Writes a snapshot. Events come in the order of their devices: all of device 0, then all of device 1.
@@ -58,7 +60,45 @@ impl SnapshotWriter {
         Ok(())
     }
 
-    fn segment(&mut self, segment: &Segment) -> Result<(), WriteError> {
+    /// The value of the key `frames`.
+    fn frames(&mut self, stack: StackId, origins: Option<&Origins>) -> Result<(), WriteError> {
+        let Some(origins) = origins.filter(|_| !stack.is_empty()) else {
+            self.out.begin_list()?;
+            return self.out.end_list();
+        };
+        if self.out.again(Recurring::Stack(stack))? {
+            return Ok(());
+        }
+        self.out.begin_list()?;
+        for frame in origins.frames(stack) {
+            self.out.item()?;
+            if self.out.again(Recurring::Frame(frame))? {
+                continue;
+            }
+            self.out.begin_dict()?;
+            for (key, text) in [("name", frame.name), ("filename", frame.filename)] {
+                self.out.key(key)?;
+                self.text(text, origins)?;
+            }
+            self.out.key("line")?;
+            self.out.int(i64::from(frame.line))?;
+            self.out.end_dict()?;
+            self.out.keep(Recurring::Frame(frame))?;
+        }
+        self.out.end_list()?;
+        self.out.keep(Recurring::Stack(stack))
+    }
+
+    fn text(&mut self, text: TextId, origins: &Origins) -> Result<(), WriteError> {
+        if self.out.again(Recurring::Text(text))? {
+            return Ok(());
+        }
+        self.out.text(origins.spelt(text))?;
+        self.out.keep(Recurring::Text(text))
+    }
+
+    fn segment(&mut self, segment: &Segment, origins: Option<&Origins>) -> Result<(), WriteError> {
+        let came = origins.map(|origins| origins.segment(segment.device, segment.address)).unwrap_or_default();
         let out = &mut self.out;
         out.begin_dict()?;
         out.key("device")?;
@@ -85,11 +125,11 @@ impl SnapshotWriter {
         out.key("is_expandable")?;
         out.bool(segment.is_expandable)?;
         out.key("frames")?;
-        out.begin_list()?;
-        out.end_list()?;
-        out.key("blocks")?;
-        out.begin_list()?;
+        self.frames(came.stack, origins)?;
+        self.out.key("blocks")?;
+        self.out.begin_list()?;
         for block in &segment.blocks {
+            let out = &mut self.out;
             out.item()?;
             out.begin_dict()?;
             for (key, value) in
@@ -101,17 +141,16 @@ impl SnapshotWriter {
             out.key("state")?;
             out.word(state_name(block.state))?;
             out.key("frames")?;
-            out.begin_list()?;
-            out.end_list()?;
-            out.end_dict()?;
+            let held = block.state != BlockState::Free;
+            let came = origins.filter(|_| held).map(|origins| origins.block(segment.device, block.address));
+            self.frames(came.unwrap_or_default().stack, origins)?;
+            self.out.end_dict()?;
         }
-        out.end_list()?;
-        out.end_dict()
+        self.out.end_list()?;
+        self.out.end_dict()
     }
-}
 
-impl TraceWriter for SnapshotWriter {
-    fn event(&mut self, event: &Event) -> Result<(), WriteError> {
+    fn put(&mut self, event: &Event, origin: Origin, origins: Option<&Origins>) -> Result<(), WriteError> {
         // Both forms hold the same.
         if !Export::Snapshot.holds(event.action) {
             return Ok(());
@@ -141,8 +180,31 @@ impl TraceWriter for SnapshotWriter {
         out.key("compile_context")?;
         out.word("N/A")?;
         out.key("user_metadata")?;
-        out.word("")?;
-        out.end_dict()
+        match origins.filter(|_| !origin.note.is_empty()) {
+            Some(origins) => self.text(origin.note, origins)?,
+            None => self.out.word("")?,
+        }
+        if let Some(origins) = origins {
+            if !origin.category.is_empty() {
+                self.out.key("category")?;
+                self.text(origin.category, origins)?;
+            }
+            if !origin.stack.is_empty() {
+                self.out.key("frames")?;
+                self.frames(origin.stack, Some(origins))?;
+            }
+        }
+        self.out.end_dict()
+    }
+}
+
+impl TraceWriter for SnapshotWriter {
+    fn event(&mut self, event: &Event) -> Result<(), WriteError> {
+        self.put(event, Origin::default(), None)
+    }
+
+    fn event_from(&mut self, event: &Event, origin: Origin, origins: &Origins) -> Result<(), WriteError> {
+        self.put(event, origin, Some(origins))
     }
 
     fn finish(mut self: Box<Self>, ending: &Ending<'_>) -> Result<(), WriteError> {
@@ -154,7 +216,7 @@ impl TraceWriter for SnapshotWriter {
         self.out.begin_list()?;
         for segment in ending.segments {
             self.out.item()?;
-            self.segment(segment)?;
+            self.segment(segment, ending.origins)?;
         }
         self.out.end_list()?;
         self.out.key("allocator_settings")?;
@@ -162,6 +224,23 @@ impl TraceWriter for SnapshotWriter {
         self.out.value(&serde_json::Value::Object(settings))?;
         self.out.key("external_annotations")?;
         self.out.begin_list()?;
+        if let Some(origins) = ending.origins {
+            for annotation in origins.annotations() {
+                self.out.item()?;
+                self.out.begin_dict()?;
+                self.out.key("stage")?;
+                self.out.word(if annotation.start { "START" } else { "END" })?;
+                self.out.key("name")?;
+                self.text(annotation.name, origins)?;
+                if let Some(device) = annotation.device {
+                    self.out.key("device")?;
+                    self.out.int(i64::from(device))?;
+                }
+                self.out.key("time_us")?;
+                self.out.size("time", annotation.time_ns / 1000)?;
+                self.out.end_dict()?;
+            }
+        }
         self.out.end_list()?;
         self.out.end_dict()?;
         self.out.finish()

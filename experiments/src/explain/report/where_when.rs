@@ -127,7 +127,8 @@ fn pending(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
 
 fn pinned(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
     let went = &found.reserved;
-    if went.pinned.is_empty() {
+    // Less than a part in two hundred is not worth a table; --json has it.
+    if went.pinned.is_empty() || went.pinned_free_bytes < went.moment.reserved_bytes / 200 {
         return;
     }
     page.title(format!(
