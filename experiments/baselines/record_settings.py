@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Records what PyTorch really reserves under each of its settings, to hold `vramlab advise` to.
+
+    python3 experiments/baselines/record_settings.py -o DIR [--only NAME] [--jobs N]
+
+Five programs whose sizes vary, ten settings, each pair in a process of its own: DIR/NAME.SETTING.json has PyTorch's
+statistics at the end, the setting and the limit; DIR/NAME.default.pickle.xz the history under the defaults, from which
+`advise` predicts the others. Limits lie 35 % of the way from the most memory in blocks to the most reserved, both as under
+the defaults. Needs a GPU with 20 GB a job and PyTorch 2.11; 2 minutes with 8 jobs on an H200.
+
+Exit codes: 0 done, 1 failed while recording, 2 bad input.
+"""
+
+import argparse
+import json
+import lzma
+import os
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from record_histories import BadInput, Failed, Parser, framework, positive, write
+
+PROGRAMS = ("generate", "moe", "scales", "unet", "prefetch")
+SPLIT = "garbage_collection_threshold:0.8,max_split_size_mb:64,roundup_power2_divisions:4"
+SETTINGS = {
+    "default": ("", False),
+    "expandable": ("expandable_segments:True", False),
+    "split128": ("max_split_size_mb:128", False),
+    "split32": ("max_split_size_mb:32", False),
+    "roundup8": ("roundup_power2_divisions:8", False),
+    "rounduplist": ("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]", False),
+    "limit": ("", True),
+    "expandable_limit": ("expandable_segments:True", True),
+    "gc": ("garbage_collection_threshold:0.6", True),
+    "gcsplit": (SPLIT, True),
+}
+MIB = 2**20
+
+
+def arguments():
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="folder for the files; made if need be")
+    parser.add_argument("--only", choices=PROGRAMS, metavar="NAME", help=f"one of {', '.join(PROGRAMS)} (default: all)")
+    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="programs at a time on the GPU (default: 1)")
+    parser.add_argument("--setting", choices=SETTINGS, help=argparse.SUPPRESS)
+    parser.add_argument("--limit-mib", type=int, default=0, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def record(name, setting, limit_mib, output):
+    """Runs one program in this process and writes its statistics, and its history where that is asked for."""
+    torch = framework()
+    from settings_workloads import WORKLOADS
+
+    torch.manual_seed(0)
+    torch.cuda.init()
+    device = torch.device("cuda")
+    total = torch.cuda.get_device_properties(device).total_memory
+    if limit_mib:
+        torch.cuda.set_per_process_memory_fraction(limit_mib * MIB / total)
+    torch.cuda.memory._record_memory_history(context=None)
+    refused = None
+    try:
+        kept = WORKLOADS[name](device, 1 + PROGRAMS.index(name))
+        torch.cuda.synchronize()
+        del kept
+    except torch.OutOfMemoryError as error:
+        refused = str(error).splitlines()[0]
+    stats = torch.cuda.memory_stats()
+    facts = {
+        "workload": name,
+        "config": setting,
+        "conf": SETTINGS[setting][0],
+        "limit_mib": limit_mib,
+        "total_memory": total,
+        "oom": refused,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(device),
+        "stats": {key: value for key, value in stats.items() if isinstance(value, int) and ("." not in key or ".all." in key)},
+    }
+    if setting == "default":
+        snapshot = pickle.dumps(torch.cuda.memory._snapshot(), protocol=4)
+        write(output / f"{name}.default.pickle.xz", lzma.compress(snapshot, preset=9))
+    write(output / f"{name}.{setting}.json", (json.dumps(facts, indent=1) + "\n").encode())
+    print(f"{name} {setting}: peak reserved {stats['reserved_bytes.all.peak'] / MIB:.0f} MiB{', out of memory' * bool(refused)}")
+
+
+def start(name, setting, limit_mib, output):
+    """The same in a process of its own, whose settings are as PyTorch reads them at its start."""
+    conf = SETTINGS[setting][0]
+    environment = {**os.environ, **({"PYTORCH_ALLOC_CONF": conf} if conf else {})}
+    command = [sys.executable, __file__, "-o", str(output), "--only", name, "--setting", setting, "--limit-mib", str(limit_mib)]
+    if subprocess.run(command, env=environment).returncode:
+        raise Failed(f"{name} under {setting} was not recorded")
+
+
+def limit(name, output):
+    """The limit in MiB for this program, from its run under the defaults."""
+    stats = json.loads((output / f"{name}.default.json").read_text())["stats"]
+    active, reserved = (stats[f"{kind}_bytes.all.peak"] / MIB for kind in ("active", "reserved"))
+    return int(active + 0.35 * (reserved - active)) + 1
+
+
+def main():
+    try:
+        options = arguments()
+        options.output.mkdir(parents=True, exist_ok=True)
+        if options.setting:
+            record(options.only, options.setting, options.limit_mib, options.output)
+            return 0
+        framework()
+        programs = [options.only] if options.only else PROGRAMS
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(lambda name: start(name, "default", 0, options.output), programs))
+            limits = {name: limit(name, options.output) for name in programs}
+            pairs = [(name, setting) for name in programs for setting in SETTINGS if setting != "default"]
+            for done in [pool.submit(start, n, s, limits[n] if SETTINGS[s][1] else 0, options.output) for n, s in pairs]:
+                done.result()
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: cannot write to {options.output}: {error.strerror}; choose another folder with -o", file=sys.stderr)
+        return 2
+    except (Failed, RuntimeError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
