@@ -13,15 +13,6 @@ const MOST: usize = 64;
 /// Size and address.
 type Key = (u64, u64);
 
-/// Whether one comes before another. As one number they are compared without a branch.
-fn before((bytes, addr): Key, (than_bytes, than_addr): Key) -> bool {
-    let joined = |high: u64, low: u64| u128::from(high) << 64 | u128::from(low);
-    joined(bytes, addr) < joined(than_bytes, than_addr)
-}
-
-/// Lists that are looked through before the search halves them: more than most programs have.
-const FEW: usize = 8;
-
 /// The free blocks of every list.
 #[derive(Clone, Debug, Default)]
 pub struct Best {
@@ -42,8 +33,8 @@ impl Sorted {
     /// The piece that has the first block from a key on, and its place there: behind the last where the next piece begins
     /// with it.
     fn seek(&self, key: Key) -> (usize, usize) {
-        let piece = self.firsts.partition_point(|first| !before(key, *first)).saturating_sub(1);
-        let place = self.pieces.get(piece).map_or(0, |piece| piece.partition_point(|(other, _)| before(*other, key)));
+        let piece = self.firsts.partition_point(|first| *first <= key).saturating_sub(1);
+        let place = self.pieces.get(piece).map_or(0, |piece| piece.partition_point(|(other, _)| *other < key));
         (piece, place)
     }
 
@@ -95,18 +86,13 @@ impl Sorted {
 }
 
 impl Best {
-    /// Where a list is, or would be.
-    fn place(&self, list: FreeList) -> Result<usize, usize> {
-        let few = self.lists.iter().take(FEW).position(|(other, _)| *other == list);
-        few.map_or_else(|| self.lists.binary_search_by_key(&list, |(list, _)| *list), Ok)
-    }
-
     fn of_list(&self, list: FreeList) -> Option<&Sorted> {
-        self.place(list).ok().map(|at| &self.lists[at].1)
+        let at = self.lists.binary_search_by_key(&list, |(list, _)| *list).ok()?;
+        Some(&self.lists[at].1)
     }
 
     pub(super) fn insert(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) {
-        let at = self.place(list).unwrap_or_else(|at| {
+        let at = self.lists.binary_search_by_key(&list, |(list, _)| *list).unwrap_or_else(|at| {
             self.lists.insert(at, (list, Sorted::default()));
             at
         });
@@ -115,7 +101,7 @@ impl Best {
 
     /// False when it is not there.
     pub(super) fn remove(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) -> bool {
-        let Ok(at) = self.place(list) else { return false };
+        let Ok(at) = self.lists.binary_search_by_key(&list, |(list, _)| *list) else { return false };
         let blocks = &mut self.lists[at].1;
         let known = blocks.remove((bytes, addr), id);
         // A list of a graph is not used again once its memory has gone.
