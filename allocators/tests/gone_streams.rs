@@ -197,7 +197,7 @@ fn a_block_whose_own_stream_is_gone_comes_back() {
 
 /// Two allocators on two devices that hand out the same addresses, each with one block at the same address.
 fn twins(kind: &'static Backend) -> [(Bench, Block); 2] {
-    let twins = [GIB, 2 * GIB].map(|room| {
+    let twins = [GIB, GIB].map(|room| {
         let bench = Bench::new(kind, room);
         let block = bench.allocate(BYTES);
         (bench, block)

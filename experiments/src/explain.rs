@@ -27,6 +27,7 @@ use recording::{Recording, START};
 use std::path::{Path, PathBuf};
 use survey::Survey;
 use trainer::terminal::{Bar, Page, Screen};
+use vramlab::backends::{TorchAllocator, of_torch};
 use vramlab::histories::replay::{Addresses, HistoryBuilder, ReplaySettings, replay};
 use vramlab::histories::trace::{Action, Event};
 use vramlab::{Bytes, Selection};
@@ -276,8 +277,8 @@ fn replayed(recording: &Recording, instant: bool) -> Option<u64> {
     if instant {
         compiled.history.complete_at_once();
     }
-    let name = if expandable { "pytorch-expandable" } else { "caching" };
-    let mut selection: Selection = name.parse().ok()?;
+    let mut selection =
+        Selection::of(of_torch(if expandable { TorchAllocator::Expandable } else { TorchAllocator::Native }));
     selection.adopt(&compiled.settings);
     let how = ReplaySettings {
         addresses: Addresses::Own,

@@ -72,6 +72,7 @@ mod history;
 mod layout;
 mod lifetimes;
 mod memory;
+mod near;
 mod oom;
 mod op;
 mod parts;

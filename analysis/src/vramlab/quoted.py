@@ -16,7 +16,7 @@ from typing import Any
 
 import polars as pl
 
-from vramlab import repository, steps
+from vramlab import repository, steps, truth
 from vramlab.errors import AnalysisError, read_json
 from vramlab.experiments import holds_experiment, load_experiment, results
 from vramlab.measures import middle, train_pace
@@ -346,6 +346,7 @@ ITEMS = {
     "The table is one comparison.": hosts,
     "Simulated times are fitted:": fidelity,
     "Over the": noise,
+    "**How far it is off.**": truth.sentence,
 }
 
 
@@ -441,6 +442,7 @@ def rewritten(old: dict[str, str]) -> dict[str, str]:
     tables = {
         "allocator | epoch, H200": epochs(),
         RESERVED: family(),
+        truth.TITLE: truth.table(),
         "ns for one allocation and its free": _calls("ns for one allocation and its free", TIMES),
         "million of them a second, all threads": _calls("million of them a second, all threads", RATES),
     }

@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 from matplotlib.figure import Figure
 
-from vramlab import histograms, output, repository, style
+from vramlab import histograms, output, repository, style, truth
 from vramlab.calls import host_parts
 from vramlab.errors import AnalysisError, read_json
 from vramlab.experiments import results
@@ -128,6 +128,7 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "step_caching.png": partial(step, "caching"),
     "time_graph.png": time_graph,
     "latency_spectrum.png": latency_spectrum,
+    "advise.png": truth.draw,
 }
 
 

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use vramlab::histories::replay::{
-    History, OutOfMemory, ReplayError, ReplayReport, ReplaySettings, replay, smallest_in,
+    Addresses, History, OutOfMemory, ReplayError, ReplayReport, ReplaySettings, replay, smallest_in,
 };
 use vramlab::{DeviceName, Selection};
 
@@ -147,7 +147,12 @@ impl<'a> Trial<'a> {
         let device = limit.filter(|_| !keeps_to_it).unwrap_or(self.room);
         let made = self.devices.make(Some(device));
         let driver = made.map_err(|error| ReplayError::History(format!("cannot make a device: {error:#}")))?;
-        let how = ReplaySettings { stop_at_failure: stop, ask_again: true, ..ReplaySettings::default() };
+        let how = ReplaySettings {
+            addresses: Addresses::Near,
+            stop_at_failure: stop,
+            ask_again: true,
+            ..ReplaySettings::default()
+        };
         replay(history, &selection, &driver, &how)
     }
 

@@ -1,5 +1,6 @@
 //! The device of a replay: events complete where the history says so, and segments come at recorded addresses.
 
+use super::near::Near;
 use super::op::{BY_DEVICE, NEVER};
 use super::windows::SegmentEvent;
 use crate::device::{
@@ -26,6 +27,7 @@ pub(super) struct Replaying {
     /// Recorded events that complete by the history: first operation at which they have.
     events: Mutex<HashMap<EventId, u32>>,
     segments: Option<Mutex<Segments>>,
+    near: Option<Mutex<Near>>,
 }
 
 /// Recorded segments and what became of them.
@@ -226,7 +228,13 @@ impl Replaying {
             releasing: AtomicU32::new(BY_DEVICE),
             events: Mutex::default(),
             segments: recorded.map(|recorded| Mutex::new(Segments::new(recorded))),
+            near: None,
         }
+    }
+
+    /// Segments come near these.
+    pub(super) fn near(segments: impl Iterator<Item = SegmentEvent>) -> Self {
+        Self { near: Some(Mutex::new(Near::new(segments))), ..Self::new(None) }
     }
 
     /// Segments come at the addresses of these, in their order.
@@ -304,18 +312,20 @@ unsafe impl Hook for Replaying {
     }
 
     fn mem_alloc(&self, inner: &dyn Driver, bytes: u64) -> DriverResult<DeviceAddr> {
-        match &self.segments {
-            Some(segments) => lock(segments).mem_alloc(inner, self.position.load(Relaxed), bytes),
-            None => inner.mem_alloc(bytes),
+        match (&self.segments, &self.near) {
+            (Some(segments), _) => lock(segments).mem_alloc(inner, self.position.load(Relaxed), bytes),
+            (None, Some(near)) => lock(near).mem_alloc(inner, bytes),
+            (None, None) => inner.mem_alloc(bytes),
         }
     }
 
     unsafe fn mem_free(&self, inner: &dyn Driver, addr: DeviceAddr) -> DriverResult<()> {
-        match &self.segments {
-            Some(segments) => lock(segments).mem_free(inner, self.position.load(Relaxed), addr),
+        match (&self.segments, &self.near) {
+            (Some(segments), _) => lock(segments).mem_free(inner, self.position.load(Relaxed), addr),
+            (None, Some(near)) => lock(near).mem_free(inner, addr),
             // SAFETY: the caller promises an address of `mem_alloc`, which is the inner device's where there are no
             // recorded segments.
-            None => unsafe { inner.mem_free(addr) },
+            (None, None) => unsafe { inner.mem_free(addr) },
         }
     }
 
@@ -350,6 +360,10 @@ unsafe impl Hook for Replaying {
     }
 
     fn own_addr(&self, addr: DeviceAddr) -> DeviceAddr {
-        self.segments.as_ref().map_or(addr, |segments| lock(segments).own(addr))
+        match (&self.segments, &self.near) {
+            (Some(segments), _) => lock(segments).own(addr),
+            (None, Some(near)) => lock(near).own(addr),
+            (None, None) => addr,
+        }
     }
 }

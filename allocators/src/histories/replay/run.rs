@@ -28,6 +28,10 @@ pub enum Addresses {
     Own,
     /// Where they lay when the history was recorded.
     Recorded,
+    /// Each where the recorded program's next one of its size lay, further ones below: for settings other than the recorded
+    /// ones, of which it is not known where the driver would have put their segments. As [`Addresses::Own`] where the history
+    /// cannot be compared, and for ranges of addresses (expandable segments).
+    Near,
 }
 
 /// How a history is replayed.
@@ -117,6 +121,9 @@ fn run(
         None if recorded => {
             history.check_comparable()?;
             Replaying::new(Some(history.beginning.segment_events().chain(history.segments.iter().copied()).collect()))
+        }
+        None if settings.addresses == Addresses::Near && history.check_comparable().is_ok() => {
+            Replaying::near(history.beginning.segment_events().chain(history.segments.iter().copied()))
         }
         None => Replaying::new(None),
     };

@@ -407,6 +407,11 @@ impl<'a> Walk<'a> {
     /// had a better one are of other pools.
     fn compare(&mut self, unit: u32, rounded: u64, found: (u64, u64)) {
         let Unit { stream, class, .. } = self.units[unit as usize];
+        // A log that put a block where it does not fit.
+        if found < (rounded, 0) {
+            self.strange += 1;
+            return;
+        }
         let Some(shelf) = self.shelves.get(&(stream, class)) else { return };
         let max_split = self.settings.max_split_size.unwrap_or(u64::MAX);
         // Of oversize blocks PyTorch has more to say; they tell nothing here.

@@ -1,0 +1,89 @@
+//! Segments near where they were recorded, for a replay under other settings than those of the recording.
+//!
+//! Between free blocks of one size allocators take the one with the lowest address, so what a setting would have done depends on
+//! where the driver would have put its segments. A driver has things of its own in the range that a model does not know; the
+//! history shows what they left. A segment comes where the recorded program's next one of that size was. Further ones come
+//! below all of these, as the driver fills the range from the top downwards, in the order of the device's own addresses.
+
+use super::windows::SegmentEvent;
+use crate::device::{CallKind, DeviceAddr, Driver, DriverError, DriverResult};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+/// Distances between addresses are kept in multiples of this.
+const GRANULE: u64 = 32 << 20;
+
+/// What the recording had, and what is out.
+#[derive(Debug)]
+pub(super) struct Near {
+    /// Addresses of recorded segments in their order, by size.
+    recorded: HashMap<u64, VecDeque<u64>>,
+    /// The lowest recorded address.
+    lowest: u64,
+    /// How far the device's own addresses are moved down to lie below the recorded ones.
+    down: Option<u64>,
+    /// By the address that was handed out: bytes and the device's own address.
+    held: BTreeMap<u64, (u64, DeviceAddr)>,
+}
+
+impl Near {
+    pub(super) fn new(segments: impl Iterator<Item = SegmentEvent>) -> Self {
+        let mut near = Self { recorded: HashMap::new(), lowest: u64::MAX, down: None, held: BTreeMap::new() };
+        for segment in segments.filter(|segment| !segment.released && segment.part.is_none()) {
+            near.recorded.entry(segment.bytes).or_default().push_back(segment.addr);
+            near.lowest = near.lowest.min(segment.addr);
+        }
+        near
+    }
+
+    /// Whether nothing is out in a range of addresses.
+    fn is_free(&self, addr: u64, bytes: u64) -> bool {
+        let below = self.held.range(..addr.saturating_add(bytes)).next_back();
+        below.is_none_or(|(start, (held, _))| start + held <= addr)
+    }
+
+    /// Below the recorded ones, or the device's own address where there is no room.
+    fn below(&mut self, own: DeviceAddr, bytes: u64) -> u64 {
+        let end = own.get().saturating_add(bytes).next_multiple_of(GRANULE);
+        let down = *self.down.get_or_insert(end.saturating_sub(self.lowest / GRANULE * GRANULE));
+        own.get().checked_sub(down).filter(|addr| *addr > 0 && self.is_free(*addr, bytes)).unwrap_or(own.get())
+    }
+
+    pub(super) fn mem_alloc(&mut self, inner: &dyn Driver, bytes: u64) -> DriverResult<DeviceAddr> {
+        let own = inner.mem_alloc(bytes)?;
+        let mut next = None;
+        while let Some(addr) = self.recorded.get_mut(&bytes).and_then(VecDeque::pop_front) {
+            if self.is_free(addr, bytes) {
+                next = Some(addr);
+                break;
+            }
+        }
+        let addr = next.unwrap_or_else(|| self.below(own, bytes));
+        let Some(handed) = DeviceAddr::new(addr).filter(|_| self.is_free(addr, bytes)) else {
+            // SAFETY: it was handed out above, and nobody has seen it.
+            unsafe { inner.mem_free(own) }?;
+            let text = format!("no address for {bytes} bytes beside the recorded ones");
+            return Err(DriverError::new(CallKind::MemAlloc, DriverError::INVALID_VALUE, text));
+        };
+        self.held.insert(addr, (bytes, own));
+        Ok(handed)
+    }
+
+    pub(super) fn mem_free(&mut self, inner: &dyn Driver, addr: DeviceAddr) -> DriverResult<()> {
+        let Some(&(_, own)) = self.held.get(&addr.get()) else {
+            let text = format!("no segment at {:#x}", addr.get());
+            return Err(DriverError::new(CallKind::MemFree, DriverError::INVALID_VALUE, text));
+        };
+        // SAFETY: the device handed this address out for the segment, which is freed once: it is removed below.
+        unsafe { inner.mem_free(own) }?;
+        self.held.remove(&addr.get());
+        Ok(())
+    }
+
+    /// The device's own address for one that was handed out.
+    pub(super) fn own(&self, addr: DeviceAddr) -> DeviceAddr {
+        match self.held.range(..=addr.get()).next_back() {
+            Some((start, (bytes, own))) if addr.get() < start + bytes => own.offset(addr.get() - start),
+            _ => addr,
+        }
+    }
+}
