@@ -391,6 +391,38 @@ fn a_history_that_starts_in_the_middle_is_replayed_but_not_compared() {
     assert!(history.check_comparable().unwrap_err().to_string().contains("event 3 lies in no segment"));
 }
 
+/// Two free blocks of one size, in segments of 40 and of 20 MiB. The one at the lower address is taken; only the other's
+/// segment may be released where it is empty.
+#[test]
+fn between_blocks_of_one_size_a_replay_near_the_recording_takes_the_one_that_lay_lower() {
+    for (first, second, reserved) in [(64 * MIB, 128 * MIB, 80 * MIB), (128 * MIB, 64 * MIB, 100 * MIB)] {
+        let free = |addr, bytes| [event(Action::FreeRequested, addr, bytes), event(Action::FreeCompleted, addr, bytes)];
+        let mut events = vec![
+            event(Action::SegmentAlloc, first, 40 * MIB),
+            event(Action::Alloc, first, 40 * MIB),
+            event(Action::SegmentAlloc, second, 20 * MIB),
+            event(Action::Alloc, second, 20 * MIB),
+        ];
+        events.extend(free(first, 40 * MIB));
+        events.push(event(Action::Alloc, first, 20 * MIB));
+        events.extend(free(second, 20 * MIB));
+        if first < second {
+            events.push(event(Action::Alloc, first + 20 * MIB, 20 * MIB));
+            events.push(event(Action::SegmentFree, second, 20 * MIB));
+        } else {
+            events.push(event(Action::Alloc, second, 20 * MIB));
+        }
+        events.push(event(Action::SegmentAlloc, 256 * MIB, 40 * MIB));
+        events.push(event(Action::Alloc, 256 * MIB, 40 * MIB));
+        let history = compile(&events, &CachingSettings::default()).unwrap();
+        let report = run(&history, &caching::BACKEND, CachingSettings::default(), Addresses::Near);
+        assert_eq!((report.stats.reserved_bytes.all.peak, report.failed_allocations), (reserved, 0));
+        // An allocator that asks for sizes which were not recorded gets addresses below.
+        let report = run(&history, &naive::BACKEND, CachingSettings::default(), Addresses::Near);
+        assert_eq!((report.failed_allocations, report.stats.reserved_bytes.all.current), (0, 120 * MIB));
+    }
+}
+
 #[test]
 fn parts_that_come_and_go_elsewhere_are_counted() {
     let events = [

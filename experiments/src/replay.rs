@@ -29,7 +29,8 @@ pub(crate) struct ReplayArgs {
     /// sim, sim:PROFILE.json, null (no costs), cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "sim")]
     device: DeviceName,
-    /// Where segments lie: where the device puts them, or where they lay when the history was recorded
+    /// Where segments lie: where the device puts them; where they lay when the history was recorded; or each where the next
+    /// recorded one of its size lay, others below (near), to say what other settings would have done
     #[arg(long, default_value = "own")]
     addresses: AddressChoice,
     /// When frees complete that waited for other streams: as recorded, or at once, as if no stream had used another's blocks
@@ -67,6 +68,7 @@ pub(crate) struct ReplayArgs {
 enum AddressChoice {
     Own,
     Recorded,
+    Near,
     /// What an allocator got whose placements a file names.
     #[value(skip)]
     Against,
@@ -224,6 +226,7 @@ fn run(
     let addresses = match args.addresses {
         AddressChoice::Own | AddressChoice::Against => Addresses::Own,
         AddressChoice::Recorded => Addresses::Recorded,
+        AddressChoice::Near => Addresses::Near,
     };
     let on_gpu = args.device.kind() == DeviceKind::Cuda;
     let how =

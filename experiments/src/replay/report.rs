@@ -154,7 +154,7 @@ pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Pag
         columns.ranked("simulated time", untold, |row| row.simulated_s.map(shown));
     }
     columns.ranked("host ns/operation", untold, |row| row.host_ns_per_op.map(|ns| (format!("{ns:.0}"), ns)));
-    if first.addresses != AddressChoice::Own {
+    if !matches!(first.addresses, AddressChoice::Own | AddressChoice::Near) {
         columns.plain("blocks elsewhere", untold, |row| row.address_mismatches.map(|count| count.to_string()));
         columns.plain("other segments", untold, |row| row.segment_mismatches.map(|count| count.to_string()));
     }
