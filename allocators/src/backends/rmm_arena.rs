@@ -25,7 +25,7 @@
 //! *What is different from RMM.* The block is taken from the device at the first request. As in RMM it is half of what is free
 //! unless `arena_size` says otherwise. Where the device refuses that half, it is 1 GiB or less. (A simulated GPU that computes
 //! has no more memory than its host.) RMM knows nothing of uses on other streams: a free that was announced (`record_use`)
-//! waits for them as in [`pytorch`](super::pytorch). RMM gives the block back at its end only; here also when the program asks
+//! waits for them as in [`pytorch`]. RMM gives the block back at its end only; here also when the program asks
 //! for it (`trim`) and nothing of it is in use. RMM has an arena for each thread that uses the per-thread default stream,
 //! which no driver here makes. Private pools of graphs are [`Pooled`]'s.
 //!

@@ -76,6 +76,8 @@ def sentence() -> str:
     def said(later: bool) -> str:
         one = off.filter((pl.col("deferred_frees") == 0) & (pl.col("later") == later))
         near, exact = one.filter(pl.col("off") <= NEAR).height, one.filter(pl.col("off") == 0).height
+        if exact == one.height:
+            return f"all {one.height} are right to the byte"
         return f"{near} of {one.height} are within 1 % ({exact} to the byte, the worst {one['off'].max():.1f} % off)"
 
     several = off.filter(pl.col("deferred_frees") > 0)
@@ -105,11 +107,17 @@ def draw() -> Figure:
     axes.set_yscale("symlog", linthresh=NEAR)
     ticks = (-10, -5, -1, 0, 1, 5, 10, 30)
     axes.set_yticks(ticks, [f"{tick:+d} %" if tick else "0" for tick in ticks])
-    axes.set_xticks(range(len(names)), [words.replace(", ", ",\n") for words in PROGRAMS.values()], fontsize=7)
+    axes.set_xticks(range(len(names)), [_folded(words) for words in PROGRAMS.values()], fontsize=7)
     axes.set_ylabel("predicted peak reserved, off by")
     axes.legend(ncols=3, fontsize=7, loc="upper left")
     axes.set_title("advise, from a history under the defaults, beside what PyTorch reserved on an H200")
     return figure
+
+
+def _folded(words: str) -> str:
+    """A name on two lines, as an axis has room for it."""
+    first, comma, rest = words.partition(", ")
+    return f"{first},\n{rest}" if comma else first.replace(" ", "\n", 1)
 
 
 def _percent(off: float | None) -> str:
