@@ -1,4 +1,4 @@
-"""What `vramlab advise` predicted, beside what PyTorch really reserved: tables that `experiments advise-truth` wrote."""
+"""What `vramlab advise` predicted beside what PyTorch really reserved: tables that `experiments advise-truth` wrote."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MIB = 2**20
 
 
 def pairs() -> pl.DataFrame:
-    """A row for each program, setting and limit: what was predicted from the history under the defaults, what really was.
+    """A row for each program, setting and limit: what was predicted from the history under the defaults, and what was.
 
     Raises AnalysisError when no table is there.
     """
@@ -44,7 +44,8 @@ def pairs() -> pl.DataFrame:
         raise AnalysisError(f"{repository.results()}: no advise-truth.csv; `experiments advise-truth` writes it.")
     types = {"conf": pl.String, "limit_bytes": pl.Int64, "off_percent": pl.Float64}
     frames = [
-        pl.read_csv(file, schema_overrides=types).with_columns(later=pl.lit(file.stem.endswith("-later"))) for file in files
+        pl.read_csv(file, schema_overrides=types).with_columns(later=pl.lit(file.stem.endswith("-later")))
+        for file in files
     ]
     frame = pl.concat(frames).with_columns(conf=pl.col("conf").fill_null(""))
     # Some settings were recorded twice.
@@ -78,14 +79,15 @@ def sentence() -> str:
         near, exact = one.filter(pl.col("off") <= NEAR).height, one.filter(pl.col("off") == 0).height
         if exact == one.height:
             return f"all {one.height} are right to the byte"
-        return f"{near} of {one.height} are within 1 % ({exact} to the byte, the worst {one['off'].max():.1f} % off)"
+        worst = max(one["off"].to_list())
+        return f"{near} of {one.height} are within 1 % ({exact} to the byte, the worst {worst:.1f} % off)"
 
-    several = off.filter(pl.col("deferred_frees") > 0)
+    several = off.filter(pl.col("deferred_frees") > 0)["off"].to_list()
     right = frame.filter(pl.col("real_out_of_memory") == pl.col("predicted_out_of_memory"))
     return (
-        f"**How far it is off.** Of pairs of program and setting {said(False)} for the programs that it was made on, and "
-        f"{said(True)} for others. Where frees wait for other streams, timing decides: "
-        f"{several.filter(pl.col('off') <= 5).height} of {several.height} are within 5 %, the worst {several['off'].max():.0f} % "
+        f"**How far it is off.** Of pairs of program and setting {said(False)} for the programs that it was made on, "
+        f"and {said(True)} for others. Where frees wait for other streams, timing decides: "
+        f"{sum(one <= 5 for one in several)} of {len(several)} are within 5 %, the worst {max(several):.0f} % "
         f"off. Whether memory runs out was right in {right.height} of {frame.height}."
     )
 
@@ -96,7 +98,9 @@ def draw() -> Figure:
     figure, axes = style.new(1, 1, height=3.6)
     names = list(PROGRAMS)
     colours = (style.BLUE, style.GREEN, style.VERMILION, style.ORANGE, style.PURPLE)
-    groups = [(pl.col("conf") == conf, words, colour) for (conf, words), colour in zip(SHOWN.items(), colours, strict=True)]
+    groups = [
+        (pl.col("conf") == conf, words, colour) for (conf, words), colour in zip(SHOWN.items(), colours, strict=True)
+    ]
     groups.append((~pl.col("conf").is_in(list(SHOWN)), "others", style.GREY))
     for number, (which, words, colour) in enumerate(groups):
         some = frame.filter(which)
