@@ -19,8 +19,11 @@
 //!   where the recorded streams do not suffice, further ones are made. A log in which every free completes at once, as
 //!   our own traces do, does not tell: there the uses that it announces are over when the device says so.
 //! - **`empty_cache`.** Segments that go back without a retry under the limit are a call of the client; so are those
-//!   of which one would have served the request in whose course they seem to go back. Without a limit all of them are
-//!   taken for such calls: a log does not tell a retry on a full device from `empty_cache` right before an allocation.
+//!   of which one would have served the request in whose course they seem to go back. Where no limit is known, the device
+//!   may have been full. Two things show that it was: a request was refused (`oom`), and as many bytes would have been
+//!   reserved here as there; or what became free in the request would have served it, had it been free before. What
+//!   neither shows is taken for `empty_cache`: events name a request only where it failed, and a retry that went well
+//!   looks like `empty_cache` right before an allocation.
 //!   With `garbage_collection_threshold` the allocator collects on its own above the threshold, and under
 //!   `max_split_size` it releases oversize segments first.
 //! - **What was held before the first event** (recording was switched on late, or the ring buffer overran). It is told
@@ -45,8 +48,8 @@
 //! - Where a log announces uses and every free seems to complete at once, those with uses may have completed later, in
 //!   a call of `empty_cache` that released nothing or in the next allocation. The device says when they do, so a replay
 //!   may differ from the log.
-//! - Under a limit, what `empty_cache` right before an allocation released may as well have been released by a retry of
-//!   that allocation. Blocks, segments and every other figure come out the same; only `num_alloc_retries` may differ.
+//! - Under a limit or on a full device, what `empty_cache` right before an allocation released may as well have been released
+//!   by a retry of that allocation. Blocks, segments and every other figure come out the same; only `num_alloc_retries` may differ.
 //! - With `garbage_collection_threshold` or `max_split_size`, what `empty_cache` right before an allocation released may
 //!   be taken for what the allocator released itself, and the point at which a free that was held up completed is not
 //!   always told. Then a replay may differ from the log. Without `empty_cache` and without such frees it does not.

@@ -75,6 +75,8 @@ pub struct HistoryBuilder {
     pub(super) left: Ranges,
     /// Bytes reserved beyond those before the first event; below zero it wraps.
     reserved: u64,
+    /// The most that it was.
+    pub(super) most_reserved: i64,
     pub(super) unknown: Vec<Unknown>,
     /// Blocks whose free was requested before the first event.
     pub(super) pending: Vec<Pending>,
@@ -135,6 +137,7 @@ impl HistoryBuilder {
             departed: Vec::new(),
             left: Ranges::default(),
             reserved: 0,
+            most_reserved: 0,
             unknown: Vec::new(),
             pending: Vec::new(),
             ending: None,
@@ -396,6 +399,7 @@ impl HistoryBuilder {
         self.window.released |= event.released;
         let change = if event.released { event.bytes.wrapping_neg() } else { event.bytes };
         self.reserved = self.reserved.wrapping_add(change);
+        self.most_reserved = self.most_reserved.max(self.reserved.cast_signed());
         self.window.segments.push(event);
     }
 
@@ -427,7 +431,8 @@ impl HistoryBuilder {
         if self.completions.refusals.len() == MOST {
             self.completions.refusals.pop_front();
         }
-        let refusal = Refusal { number: self.number, bytes, stream, device_free, op: self.next_op() };
+        let (number, op, reserved) = (self.number, self.next_op(), self.reserved);
+        let refusal = Refusal { number, bytes, stream, device_free, reserved, op };
         self.completions.refusals.push_back(refusal);
         if event.bytes > 0 {
             let stream = self.stream(event.stream)?;
@@ -466,7 +471,7 @@ impl HistoryBuilder {
     pub(super) fn complete(&mut self, window: &Window, cause: Cause, op: u32) {
         // In a retry the free right before is taken for one that was waited for: had its block been free, the request
         // may have got it. If it was, nothing changes, since the request did not get it.
-        let waits = matches!(cause, Cause::Retry | Cause::Device);
+        let waits = matches!(cause, Cause::Retry | Cause::Full | Cause::Device);
         let before = window.before.filter(|_| waits).map(|done| done.op);
         self.deferred.extend(before);
         steps::count(window.completions.len());

@@ -48,6 +48,8 @@ struct Segments {
     strange_end: u64,
     /// The operation in which the device was made to refuse.
     refused_in: Option<u32>,
+    /// The operation whose request was refused: in it the recorded device gave no more than the history shows.
+    refused_op: Option<u32>,
     /// Whether segments come in this order, in whatever operation.
     anytime: bool,
 }
@@ -74,6 +76,7 @@ impl Segments {
             strange_end: 0,
             fresh: end.next_multiple_of(PAGE).max(PAGE),
             refused_in: None,
+            refused_op: None,
             anytime: false,
         }
     }
@@ -99,7 +102,11 @@ impl Segments {
 
     /// Whether the recorded device refused memory here.
     fn refuses(&mut self, op: u32) -> bool {
-        let refuses = self.due(op).is_some_and(|due| due.released && due.refused) && self.refused_in != Some(op);
+        let due = self.due(op);
+        if self.refused_op == Some(op) {
+            return due.is_none_or(|due| due.released);
+        }
+        let refuses = due.is_some_and(|due| due.released && due.refused) && self.refused_in != Some(op);
         if refuses {
             self.refused_in = Some(op);
         }
@@ -254,6 +261,14 @@ impl Replaying {
     /// Says which operation comes now. Costs a store.
     pub(super) fn at(&self, op: u32) {
         self.position.store(op, Relaxed);
+    }
+
+    /// Says that the request of the operation that comes now was refused.
+    pub(super) fn at_refused(&self, op: u32) {
+        self.at(op);
+        if let Some(segments) = &self.segments {
+            lock(segments).refused_op = Some(op);
+        }
     }
 
     /// Says when events complete that are recorded from now on.

@@ -103,9 +103,11 @@ impl HistoryBuilder {
 
     /// Decides in each window why segments went back; `reserved` bytes were held before the first event.
     fn explain(&mut self, settings: &CachingSettings, reserved: u64) {
+        let refused_from = self.refused_from(settings, reserved).filter(|_| settings.memory_limit.is_none());
         for open in std::mem::take(&mut self.open) {
             let OpenWindow { mut window, placeholder, first, end } = open;
             window.reserved = window.reserved.wrapping_add(reserved);
+            window.refused_from = refused_from;
             if settings.garbage_collection_threshold > 0.0 || settings.max_split_size.is_some() {
                 // What goes then depends on what is free, so a free that seems to have completed at once is taken for
                 // one that did.
@@ -119,7 +121,7 @@ impl HistoryBuilder {
             self.complete(&window, cause, if trims { placeholder } else { placeholder + 1 });
             let count = window.segments.len();
             for segment in self.segments[first..first + count].iter_mut().filter(|segment| segment.released) {
-                segment.refused = cause == Cause::Device;
+                segment.refused = matches!(cause, Cause::Full | Cause::Device);
                 if trims {
                     segment.op = placeholder;
                 }

@@ -6,6 +6,7 @@ use super::memory::When;
 use crate::backends::CachingSettings;
 use crate::bytes::Bytes;
 use crate::contract::OomReport;
+use crate::policy::size::torch::{round_size, segment_size};
 use serde::Serialize;
 use std::collections::VecDeque;
 use std::fmt;
@@ -140,6 +141,8 @@ pub(super) struct Refusal {
     pub(super) stream: u64,
     /// Bytes free on the device; 0 where the log does not say.
     pub(super) device_free: u64,
+    /// Bytes reserved beyond those before the first event; below zero it wraps.
+    pub(super) reserved: u64,
     /// The operation before which it was.
     pub(super) op: u32,
 }
@@ -156,6 +159,18 @@ pub(super) struct Completions {
 }
 
 impl HistoryBuilder {
+    /// From how many reserved bytes on the device refused, as far as refused requests tell: that many and no more than those
+    /// were reserved at any time. `before` bytes were held before the first event.
+    pub(super) fn refused_from(&self, settings: &CachingSettings, before: u64) -> Option<u64> {
+        let lacked = |refusal: &Refusal| {
+            let needed = segment_size(round_size(refusal.bytes, &settings.roundup_power2_divisions));
+            let free = Some(refusal.device_free).filter(|free| *free > 0);
+            refusal.reserved.wrapping_add(before).saturating_add(free.map_or(needed, |free| needed.min(free + 1)))
+        };
+        let least = self.completions.refusals.iter().map(lacked).min()?;
+        Some(least.max(self.most_reserved.wrapping_add_unsigned(before).cast_unsigned().saturating_add(1)))
+    }
+
     /// Follows the history from its beginning up to each of its last refused requests. `streams` are the handles.
     pub(super) fn out_of_memory(
         &self,

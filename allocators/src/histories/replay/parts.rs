@@ -127,7 +127,11 @@ impl Window {
             return Cause::Trim;
         }
         let over = |limit: u64| self.reserved.saturating_add(segment_size(rounded)) > limit;
-        if settings.memory_limit.is_some_and(over) { Cause::Retry } else { otherwise }
+        match settings.memory_limit {
+            Some(limit) if over(limit) => Cause::Retry,
+            None if otherwise == Cause::Trim && self.is_refused(segment_size(rounded)) => Cause::Full,
+            _ => otherwise,
+        }
     }
 }
 

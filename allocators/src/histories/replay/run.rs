@@ -439,7 +439,7 @@ impl Run<'_> {
                     }
                 }
                 Kind::Refused if RECORDED || self.ask_again => {
-                    self.driver.hook().at(at as u32);
+                    self.driver.hook().at_refused(at as u32);
                     self.refused(*op)?;
                     if self.stop && self.tally.failed > 0 {
                         return Ok(());

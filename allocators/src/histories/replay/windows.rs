@@ -54,6 +54,8 @@ pub(super) struct Window {
     pub(super) segments: Vec<SegmentEvent>,
     /// Bytes reserved before its first segment event.
     pub(super) reserved: u64,
+    /// From how many reserved bytes on the device refused, where no limit is known and refused requests tell.
+    pub(super) refused_from: Option<u64>,
     /// Whether a segment has gone back.
     pub(super) released: bool,
 }
@@ -90,7 +92,9 @@ pub(super) enum Cause {
     Collect,
     /// The limit refused, everything pending was waited for, and the cache was released.
     Retry,
-    /// The device refused where no limit did.
+    /// The same, but it was the device that refused.
+    Full,
+    /// The device refused where no limit did, and not everything was waited for.
     Device,
 }
 
@@ -125,7 +129,7 @@ impl Window {
             return self.cause_of_parts(settings, end);
         }
         let taken = self.segments.iter().rev().find(|segment| !segment.released).map(|segment| segment.bytes);
-        let serves_once_free;
+        let (serves_once_free, serves_by_waiting);
         let taken = match (end, taken) {
             (End::Other, _) | (End::Alloc { .. }, None) => return Cause::Trim,
             // Had one of the segments been there, the request would have got it: they were gone before.
@@ -136,13 +140,18 @@ impl Window {
             }
             (End::Refused { .. }, _) => return Cause::Retry,
             (End::Alloc { bytes, stream }, Some(taken)) => {
+                // Of a segment that stays such a block serves what comes after `empty_cache`.
+                serves_by_waiting = self.held_up_fits(settings, bytes, stream, |done| !self.is_gone(done.addr));
                 serves_once_free = self.could_have_served(settings, bytes, stream, false)
-                    || self.held_up_fits(settings, bytes, stream);
+                    || self.held_up_fits(settings, bytes, stream, |_| true);
                 taken
             }
         };
         let oversize = settings.max_split_size.is_some_and(|bound| released().all(|segment| segment.bytes >= bound));
         let Some(limit) = settings.memory_limit else {
+            if settings.max_split_size.is_none() && (self.is_refused(taken) || serves_by_waiting) {
+                return Cause::Full;
+            }
             // Oversize segments go largest first and only as many as are needed; `empty_cache` goes smallest first.
             let sizes: Vec<u64> = released().map(|segment| segment.bytes).collect();
             let enough = sizes.iter().sum::<u64>() >= taken && sizes.windows(2).all(|pair| pair[0] >= pair[1]);
@@ -162,6 +171,11 @@ impl Window {
         } else {
             Cause::Trim
         }
+    }
+
+    /// Whether the device refused so many bytes more, as far as refused requests tell.
+    pub(super) fn is_refused(&self, bytes: u64) -> bool {
+        self.refused_from.is_some_and(|least| self.reserved.saturating_add(bytes) >= least)
     }
 
     /// Whether a free part of a segment that went back would have fitted a request, when the blocks that were held up
@@ -187,13 +201,27 @@ impl Window {
         })
     }
 
-    /// Whether a block that was held up would have fitted a request.
-    fn held_up_fits(&self, settings: &CachingSettings, bytes: u64, stream: u64) -> bool {
+    /// Whether an address lies in a segment that went back.
+    fn is_gone(&self, addr: u64) -> bool {
+        let mut gone = self.segments.iter().filter(|segment| segment.released);
+        gone.any(|segment| addr >= segment.addr && addr - segment.addr < segment.bytes)
+    }
+
+    /// Whether one of the blocks that were held up would have fitted a request.
+    fn held_up_fits(
+        &self,
+        settings: &CachingSettings,
+        bytes: u64,
+        stream: u64,
+        mut asked: impl FnMut(&Completion) -> bool,
+    ) -> bool {
         let round = |bytes: u64| round_size(bytes, &settings.roundup_power2_divisions);
         let rounded = round(bytes);
         self.completions.iter().any(|done| {
+            steps::count(1);
             let size = done.size.unwrap_or(round(done.bytes));
-            done.stream == stream
+            asked(done)
+                && done.stream == stream
                 && pool_of(round(done.bytes)) == pool_of(rounded)
                 && size >= rounded
                 && settings.max_split_size.is_none_or(|bound| size < bound)
@@ -203,7 +231,7 @@ impl Window {
     /// Whether each completed free was found by waiting for it, after no free block had fitted, and not by asking.
     pub(super) fn waited_for(&self, cause: Cause) -> impl Iterator<Item = (u32, bool)> + '_ {
         let some_after = self.completions.iter().any(|done| done.after_release);
-        let retry = cause == Cause::Retry && !some_after;
+        let retry = matches!(cause, Cause::Retry | Cause::Full) && !some_after;
         self.completions.iter().map(move |done| (done.op, done.after_release || retry))
     }
 }
@@ -231,6 +259,7 @@ mod tests {
             before: None,
             segments: sizes.iter().map(segment).collect(),
             reserved: reserved * MIB,
+            refused_from: None,
             released: sizes.iter().any(|mib| *mib < 0),
         }
     }
@@ -249,6 +278,25 @@ mod tests {
             window(90, &[-20]).cause(&CachingSettings::default(), End::Refused { bytes: 100 * MIB, stream: 0 }),
             Cause::Retry
         );
+    }
+
+    #[test]
+    fn refused_requests_tell_a_retry_on_a_full_device() {
+        let settings = CachingSettings::default();
+        let told = |mib: u64| Window { refused_from: Some(mib * MIB), ..window(90, &[-20, 20]) };
+        assert_eq!(told(110).cause(&settings, ALLOC), Cause::Full);
+        assert_eq!(told(111).cause(&settings, ALLOC), Cause::Trim, "the device had that much");
+        let fits = End::Alloc { bytes: 20 * MIB, stream: 0 };
+        assert_eq!(told(110).cause(&settings, fits), Cause::Trim, "what went back would have served it");
+        // A block of a segment that stays, which is free now, would have served it after `empty_cache`.
+        let mut waited = window(90, &[-20, 20]);
+        waited.completions[0] = Completion { addr: 1 << 41, bytes: 30 * MIB, ..waited.completions[0] };
+        let cause = |window: &Window, mib: u64| window.cause(&settings, End::Alloc { bytes: mib * MIB, stream: 0 });
+        assert_eq!((cause(&waited, 30), cause(&waited, 31)), (Cause::Full, Cause::Trim));
+        waited.completions[0].addr = 1 << 40;
+        assert_eq!(cause(&waited, 30), Cause::Trim, "it went with its segment");
+        // All that was pending is waited for, as in a retry under a limit.
+        assert_eq!(told(110).waited_for(Cause::Full).collect::<Vec<_>>(), [(0, true)]);
     }
 
     #[test]
