@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Records what PyTorch really reserves under each of its settings, to hold `vramlab advise` to.
 
-    python3 experiments/baselines/record_settings.py -o DIR [--only NAME] [--jobs N]
+    python3 experiments/baselines/record_settings.py -o DIR [--only NAME]... [--jobs N]
 
-Five programs whose sizes vary, ten settings, each pair in a process of its own: DIR/NAME.SETTING.json has PyTorch's
+Eight programs whose sizes vary, ten settings, each pair in a process of its own: DIR/NAME.SETTING.json has PyTorch's
 statistics at the end, the setting and the limit; DIR/NAME.default.pickle.xz the history under the defaults, from which
 `advise` predicts the others. Limits lie 35 % of the way from the most memory in blocks to the most reserved, both as under
-the defaults. Needs a GPU with 20 GB a job and PyTorch 2.11; 2 minutes with 8 jobs on an H200.
+the defaults. Needs a GPU with 20 GB a job and PyTorch 2.11; 3 minutes with 8 jobs on an H200.
 
 Exit codes: 0 done, 1 failed while recording, 2 bad input.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from record_histories import BadInput, Failed, Parser, framework, positive, write
 
-PROGRAMS = ("generate", "moe", "scales", "unet", "prefetch")
+PROGRAMS = ("generate", "moe", "scales", "unet", "prefetch", "adapters", "adversaries", "rollouts")
 SPLIT = "garbage_collection_threshold:0.8,max_split_size_mb:64,roundup_power2_divisions:4"
 SETTINGS = {
     "default": ("", False),
@@ -43,7 +43,8 @@ MIB = 2**20
 def arguments():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="folder for the files; made if need be")
-    parser.add_argument("--only", choices=PROGRAMS, metavar="NAME", help=f"one of {', '.join(PROGRAMS)} (default: all)")
+    only = f"one of {', '.join(PROGRAMS)}, more than once for several (default: all)"
+    parser.add_argument("--only", choices=PROGRAMS, action="append", metavar="NAME", help=only)
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="programs at a time on the GPU (default: 1)")
     parser.add_argument("--setting", choices=SETTINGS, help=argparse.SUPPRESS)
     parser.add_argument("--limit-mib", type=int, default=0, help=argparse.SUPPRESS)
@@ -109,10 +110,10 @@ def main():
         options = arguments()
         options.output.mkdir(parents=True, exist_ok=True)
         if options.setting:
-            record(options.only, options.setting, options.limit_mib, options.output)
+            record(options.only[0], options.setting, options.limit_mib, options.output)
             return 0
         framework()
-        programs = [options.only] if options.only else PROGRAMS
+        programs = options.only or PROGRAMS
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(lambda name: start(name, "default", 0, options.output), programs))
             limits = {name: limit(name, options.output) for name in programs}

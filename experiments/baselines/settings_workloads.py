@@ -9,6 +9,7 @@ import torch
 from history_workloads import Gpt, resnet, streams
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def generate(device, seed, width=1024, heads=16, layers=12, requests=14):
@@ -143,4 +144,114 @@ def prefetch(device, seed):
     return streams(device, 120, seed, rows=12000, width=384)
 
 
-WORKLOADS = {"generate": generate, "moe": moe, "scales": scales, "unet": unet, "prefetch": prefetch}
+class Adapted(nn.Module):
+    """A frozen layer with a trained product of two narrow matrices beside it."""
+
+    def __init__(self, frozen, rank=16):
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+
+    def forward(self, x):
+        return self.frozen(x) + self.up(self.down(x))
+
+
+def adapters(device, seed, steps=10, parts=3):
+    """Adapters for a frozen language model: blocks are computed again in the backward pass, gradients of three texts are summed."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = Gpt(layers=16, width=1024, heads=16).requires_grad_(False)
+    for block in model.blocks:
+        block.qkv, block.project = Adapted(block.qkv), Adapted(block.project)
+    model = model.to(device)
+    words = model.words.num_embeddings
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        for _ in range(parts):
+            batch, length = draw.randint(1, 6), draw.randint(100, 1000)
+            text = torch.randint(words, (batch, length), generator=generator).to(device)
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                x = model.words(text) + model.places(torch.arange(length, device=device))
+                for block in model.blocks:
+                    x = checkpoint(block, x, use_reentrant=False)
+                # The loss takes the words in pieces, as their scores are the largest tensors.
+                pieces = zip(model.last(x).split(256, 1), text.split(256, 1), strict=True)
+                loss = sum(F.cross_entropy((x @ model.words.weight.T).flatten(0, 1).float(), y.flatten()) for x, y in pieces)
+            (loss / parts).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def adversaries(device, seed, steps=20):
+    """A generator of images against a discriminator; the size of the images grows during the training."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    widths = (512, 256, 128, 64, 32)
+    rising, falling = [nn.Linear(128, 512 * 16), nn.Unflatten(1, (512, 4, 4))], []
+    for inputs, outputs in zip(widths, widths[1:], strict=False):
+        rising += [nn.Upsample(scale_factor=2), nn.Conv2d(inputs, outputs, 3, 1, 1), nn.BatchNorm2d(outputs), nn.ReLU()]
+        falling = [nn.Conv2d(outputs, inputs, 4, 2, 1), nn.LeakyReLU(0.2), *falling]
+    makes = nn.Sequential(*rising, nn.Conv2d(widths[-1], 3, 3, 1, 1)).to(device)
+    judges = nn.Sequential(nn.Conv2d(3, widths[-1], 3, 1, 1), *falling, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(8192, 1))
+    judges = judges.to(device)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=2e-4, betas=(0.5, 0.999)) for model in (makes, judges)]
+    for step in range(steps):
+        batch, side = draw.randint(32, 160), 64 * (1 + step * 3 // steps)
+        real = torch.randn(batch, 3, side, side, generator=generator).to(device)
+        made = F.interpolate(makes(torch.randn(batch, 128, generator=generator).to(device)), size=side, mode="bilinear")
+        loss = F.softplus(judges(made.detach())).mean() + F.softplus(-judges(real)).mean()
+        optimizers[1].zero_grad(set_to_none=True)
+        loss.backward()
+        optimizers[1].step()
+        loss = F.softplus(-judges(made)).mean()
+        optimizers[0].zero_grad(set_to_none=True)
+        loss.backward()
+        optimizers[0].step()
+    return makes, judges, optimizers
+
+
+def rollouts(device, seed, rounds=6, width=512):
+    """Reinforcement learning: games of differing length are kept as they are played, then learnt from in shuffled parts."""
+    draw = random.Random(seed)
+    body = nn.Sequential(nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Flatten())
+    model = nn.Sequential(body, nn.Linear(64 * 9 * 9, width), nn.ReLU(), nn.Linear(width, 19)).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2.5e-4)
+    for _ in range(rounds):
+        seen, told = [], []
+        games, turns = draw.randint(16, 96), draw.randint(40, 160)
+        state = torch.rand(games, 4, 84, 84, device=device)
+        with torch.no_grad():
+            for turn in range(turns):
+                out = model(state)
+                seen.append(state)
+                told.append(out)
+                state = torch.cat([state[:, 1:], torch.rand(games, 1, 84, 84, device=device)], 1)
+                if turn % 16 == 15 and games > 8:
+                    # Some games are over.
+                    games -= draw.randint(0, games // 4)
+                    state = state[:games].clone()
+        states, scores = torch.cat(seen), torch.cat(told)
+        del seen, told, state
+        for _ in range(2):
+            for rows in torch.randperm(len(states), device=device).split(draw.randint(500, 2000)):
+                loss = F.mse_loss(model(states[rows]), scores[rows] + 0.1)
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                optimizer.step()
+        del states, scores
+    return model, optimizer
+
+
+WORKLOADS = {
+    "generate": generate,
+    "moe": moe,
+    "scales": scales,
+    "unet": unet,
+    "prefetch": prefetch,
+    "adapters": adapters,
+    "adversaries": adversaries,
+    "rollouts": rollouts,
+}
