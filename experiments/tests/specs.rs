@@ -180,7 +180,15 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
     let text = place.run(&["list"]).ok().stdout;
     assert!(text.contains("sim runs") && text.contains("where-time-goes"), "{text}");
     std::fs::create_dir_all(place.at("histories/ranks")).unwrap();
-    for history in ["mlp", "gpt2", "resnet50", "streams", "ranks/gpt2_ddp.rank0", "ranks/gpt2_fsdp1.rank0"] {
+    for history in [
+        "mlp",
+        "gpt2",
+        "resnet50",
+        "streams",
+        "ranks/gpt2_ddp.rank0",
+        "ranks/gpt2_fsdp1.rank0",
+        "ranks/gpt2_fsdp1.rank1",
+    ] {
         std::fs::write(place.at("histories").join(format!("{history}.pickle.xz")), "").unwrap();
     }
     for row in &rows {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use vramlab::backends::{expandable, remap};
 use vramlab::histories::replay::{History, ReplayReport, ReplaySettings, replay};
-use vramlab::{Driver, NullDriver, Profile, Selection, SimDriver, SimMemory};
+use vramlab::{BlockState, Driver, NullDriver, Profile, Request, Selection, SimDriver, SimMemory};
 
 fn history(name: &str) -> History {
     load(&Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../experiments/histories/{name}.pickle.xz")), None, None)
@@ -51,6 +51,49 @@ fn pages_that_are_always_taken_first_keep_reserved_at_what_is_active() {
         let stats = run(&history(name), "remap:steal=always", 1 << 50).stats;
         let ratio = stats.reserved_bytes.all.peak as f64 / stats.active_bytes.all.peak as f64;
         assert!(ratio <= most, "{name}: {ratio}");
+    }
+}
+
+/// Memory grows only when no page is free as a whole: what is reserved beyond what is active lies in pages that are partly in use.
+#[test]
+fn whole_pages_are_taken_before_memory_grows() {
+    let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 50));
+    let streams = [(); 3].map(|()| driver.stream_create().unwrap());
+    let allocator = "remap:steal=always".parse::<Selection>().unwrap().build(&driver).unwrap();
+    let reserved = || allocator.stats().reserved_bytes.all.current;
+    let whole_pages = || {
+        let segments = allocator.snapshot().unwrap().segments;
+        let free = segments.iter().flat_map(|segment| &segment.blocks).filter(|block| block.state == BlockState::Free);
+        free.map(|block| {
+            let end = (block.addr.get() + block.bytes) / (2 * MIB);
+            end.saturating_sub(block.addr.get().div_ceil(2 * MIB))
+        })
+        .sum::<u64>()
+    };
+    let (mut live, mut random, mut grown) = (Vec::new(), 1u64, 0);
+    let mut draw = |below: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (random >> 33) % below
+    };
+    for _ in 0..2_000 {
+        let stream = streams[draw(3) as usize];
+        let most = if draw(3) == 0 { MIB } else { 30 * MIB };
+        let before = reserved();
+        live.push((allocator.allocate(Request::new(1 + draw(most)), stream).unwrap(), stream));
+        if reserved() > before {
+            grown += 1;
+            assert_eq!(whole_pages(), 0, "{} bytes were taken", reserved() - before);
+        }
+        while live.len() as u64 > 20 + draw(40) {
+            let (block, stream) = live.swap_remove(draw(live.len() as u64) as usize);
+            // SAFETY: nobody has used the block.
+            unsafe { allocator.deallocate(block, stream) }.unwrap();
+        }
+    }
+    assert!(grown > 40 && allocator.stats().steals.unwrap().pages > 1_000, "{grown}: {:?}", allocator.stats());
+    for (block, stream) in live {
+        // SAFETY: nobody has used the block.
+        unsafe { allocator.deallocate(block, stream) }.unwrap();
     }
 }
 
