@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -25,8 +26,19 @@ SAID = HOSTILE.encode(errors="ignore").decode()
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[browser.Browser]:
+def chromium() -> Iterator[browser.Browser]:
     yield from browser.opened()
+
+
+@pytest.fixture
+def page(chromium: browser.Browser) -> Iterator[browser.Browser]:
+    """The browser. Whatever a test does there, the console stays empty and nothing is asked for but the page."""
+    chromium.console.clear()
+    chromium.asked.clear()
+    yield chromium
+    chromium.evaluate("1")
+    assert chromium.console == []
+    assert all(address.startswith("file:") and address.endswith(".html") for address in chromium.asked)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +69,8 @@ def snapshot() -> dict[str, Any]:
 
     def add(action: str, addr: int, size: int, stream: int = 0, line: int = 1) -> None:
         event = {"action": action, "addr": addr, "size": size, "stream": stream, "time_us": 1000 + 10 * len(events)}
-        events.append({**event, "frames": frames(line)})
+        category = {"category": f"weights{SAID}"} if line == 7 else {}
+        events.append({**event, **category, "frames": frames(line)})
 
     add("segment_alloc", BASE, 40 * MIB)
     add("alloc", BASE, 40 * MIB - 100, line=7)
@@ -190,7 +203,7 @@ def test_it_draws_everything_and_asks_nobody(written: Path, page: browser.Browse
     assert page.evaluate("[...document.querySelectorAll('.panel')].map(p => p.dataset.drawn)") == ["22"]
     assert view(page) == [0, 65, 0, 80 * MIB]
     assert pixels(page) > 2
-    rows = page.evaluate("[...document.querySelectorAll('table.settings tbody th')].map(e => e.textContent)")
+    rows = page.evaluate("[...document.querySelectorAll('.compared tbody th')].map(e => e.textContent)")
     assert rows[0] == "as recorded"
     assert sorted(rows[1:3]) == ["caching", "pytorch-expandable"]
     assert rows[3:] == ["a plan", "lower bound"]
@@ -211,12 +224,25 @@ def test_the_pointer_learns_what_a_block_is(written: Path, page: browser.Browser
     said = page.evaluate("document.querySelector('.tip').hidden ? '' : document.querySelector('.tip').textContent")
     assert "40.0 MiB asked for (41,942,940 bytes), block of 40 MiB" in said
     assert f"at {BASE:#x}, served by driver_alloc, stream 0" in said
+    assert "in a segment of 40 MiB (large requests), stream 0" in said
+    assert f"category weights{SAID}" in said
     assert "allocated at event 2 (10 µs), held to the end" in said
     # The innermost line of the user's own code, whatever it is called.
     assert "train.py:7 step" in said
     assert SAID in said
-    mouse(page, "mouseMoved", point(page, 30, 14 * MIB))
-    assert page.evaluate("document.querySelector('.tip').hidden"), "held from the device, but no block"
+    mouse(page, "mouseMoved", point(page, 30.4, 14 * MIB))
+    # Held from the device, but no block: the segment, and what is free of it at that moment.
+    assert page.evaluate("document.querySelector('.tip').textContent").split("\n") == [
+        f"Segment of 20 MiB (large requests), stream 3 at {BASE - 64 * MIB:#x}",
+        "taken from the device at event 3 (20 µs), held to the end",
+        "after event 31 (300 µs): 1 block with 8 MiB, 12 MiB free, the largest piece 12 MiB",
+    ]
+    assert page.evaluate("document.querySelector('.panel').dataset.frames") == "3"
+    mouse(page, "mouseMoved", point(page, 1.5, 14 * MIB))
+    assert page.evaluate("document.querySelector('.tip').hidden"), "before that segment was taken"
+    # The range of the program that a block was allocated in.
+    mouse(page, "mouseMoved", point(page, 14.5, 24 * MIB))
+    assert f"during step 1{SAID}" in page.evaluate("document.querySelector('.tip').textContent")
 
 
 def test_lines_and_ranges_are_told_apart(written: Path, page: browser.Browser) -> None:
@@ -235,8 +261,50 @@ def test_lines_and_ranges_are_told_apart(written: Path, page: browser.Browser) -
     stack = page.evaluate("document.querySelector('.details details pre').textContent")
     assert stack.startswith("/env/site-packages/torch/nn/modules/linear.py:125 forward\n")
     assert page.evaluate("window.hacked") is None
-    answers = page.evaluate("[...document.querySelectorAll('.answers h3')].map(e => e.textContent)")
+    choose(page, "colour", "category")
+    legend = page.evaluate("[...document.querySelectorAll('.panel .legend')][0].textContent")
+    assert f"weights{SAID}" in legend
+    assert "not recorded" in legend
+
+
+def test_answers_are_drawn_from_their_figures(written: Path, program: Path, page: browser.Browser) -> None:
+    opened(page, written)
+    answers = page.evaluate("[...document.querySelectorAll('.answer h3')].map(e => e.textContent)")
     assert answers == ["What would help (advise)", "Where the memory went (explain)"]
+
+    def said(command: str) -> Any:
+        arguments = [str(program), command, "a.pickle", "--json"]
+        return json.loads(subprocess.run(arguments, cwd=written.parent, check=True, capture_output=True).stdout)
+
+    def texts(selector: str) -> list[str]:
+        found: list[str] = page.evaluate(
+            f"[...document.querySelectorAll('.answer {selector}')].map(e => e.textContent)"
+        )
+        return found
+
+    advice, explained = said("advise"), said("explain")
+    rows = page.evaluate(
+        "[...document.querySelector('.answer table.confs').tBodies[0].rows].map(r =>"
+        " [r.cells[0].textContent, parseFloat(r.querySelector('.bar i').style.width)])"
+    )
+    assert [name for name, _ in rows[1:]] == [one["conf"] or "PyTorch's defaults" for one in advice["settings"]]
+    peaks = [one["peak_reserved_bytes"] for one in (advice["recorded"]["replayed"], *advice["settings"])]
+    for (_, width), peak in zip(rows, peaks, strict=True):
+        assert width / rows[0][1] == pytest.approx(peak / peaks[0], rel=1e-3)
+    # The parts of what was reserved fill the bar; lines are those of the explanation, in its order.
+    parts = page.evaluate("[...document.querySelectorAll('.answer .parts i')].map(e => parseFloat(e.style.flexGrow))")
+    whole = explained["reserved"]["moment"]["reserved_bytes"]
+    assert parts == pytest.approx([p["bytes"] / whole for p in explained["reserved"]["parts"] if p["bytes"]], rel=1e-4)
+    lines = [one["line"] for one in explained["who"][0]["lines"]]
+    assert len(lines) > 1
+    shown = [text for text in texts(".answer td.left, .answer th.left") if any(text.startswith(line) for line in lines)]
+    assert [text.split(" › ")[0] for text in shown[: len(lines)]] == lines
+    assert texts(".answer pre") == [], "no screen of a terminal"
+    # A moment that the explanation names is a way to the map.
+    event = explained["who"][0]["moment"]["event"]
+    page.evaluate("document.querySelector('.answer h4 button.way').click()")
+    drawn(page)
+    assert f"After event {event} of 65" in page.evaluate("document.querySelector('.details').textContent")
 
 
 def test_it_zooms_and_moves(written: Path, page: browser.Browser) -> None:
@@ -339,6 +407,44 @@ def test_other_views(written: Path, page: browser.Browser) -> None:
     assert page.evaluate("document.querySelectorAll('.panel').length") == 2
     assert view(page, 1)[:2] == view(page)[:2], "both show the same time"
     assert page.console == []
+
+
+def test_segments_at_a_moment(written: Path, page: browser.Browser) -> None:
+    opened(page, written)
+    choose(page, "kind", "segments")
+    box = page.evaluate(
+        "(() => { const b = document.querySelector('canvas.blocks').getBoundingClientRect();"
+        " return [b.left, b.top, b.width, b.height]; })()"
+    )
+
+    def told(row: int, share: float) -> str:
+        """What is at this share of a row: the largest segment fills the first, two of half its size the second."""
+        wide, tall = box[2] - 86, (box[3] - 45) / 2
+        mouse(page, "mouseMoved", (box[0] + 76 + wide * share, box[1] + 23 + tall * (row + 0.5)))
+        said: str = page.evaluate(
+            "document.querySelector('.tip').hidden ? '' : document.querySelector('.tip').textContent"
+        )
+        return said
+
+    # Of 80 MiB in three segments, when most was reserved: after event 5, before the block that comes and goes.
+    assert page.evaluate("document.querySelector('.panel').dataset.frames") == "3"
+    assert told(0, 0.5).startswith("40.0 MiB asked for")
+    assert told(1, 0.1).startswith("8 MiB asked for")
+    assert told(1, 0.4).startswith(f"Segment of 20 MiB (large requests), stream 3 at {BASE - 64 * MIB:#x}")
+    # The events around the chosen one, each a way to it.
+    page.evaluate("document.querySelector('canvas.blocks').focus({preventScroll: true})")
+    press(page, ".")
+    listed = page.evaluate("[...document.querySelectorAll('.events li')].map(e => [e.value, e.textContent])")
+    assert listed[:3] == [
+        [1, "segment of 40 MiB taken from the device"],
+        [2, f"allocation of 40.0 MiB at {BASE:#x}"],
+        [3, "segment of 20 MiB taken from the device"],
+    ]
+    page.evaluate("document.querySelectorAll('.events button')[0].click()")
+    drawn(page)
+    assert "After event 1 of 65" in page.evaluate("document.querySelector('.details').textContent")
+    assert page.evaluate("document.querySelector('.panel').dataset.frames") == "1"
+    assert told(0, 0.5).startswith("Segment of 40 MiB")
 
 
 def test_several_histories_stand_side_by_side(program: Path, tmp_path: Path, page: browser.Browser) -> None:

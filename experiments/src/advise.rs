@@ -16,8 +16,9 @@ use conf::Conf;
 use evaluate::{Of, Outcome, Setting, Trial, bound, cores, in_parallel};
 use happened::{Happened, LimitSource};
 use serde::Serialize;
+use serde_json::Value;
 use std::path::{Path, PathBuf};
-use trainer::terminal::{Bar, Page, Screen};
+use trainer::terminal::{Bar, Page};
 use vramlab::backends::{all, compared};
 use vramlab::histories::replay::OutOfMemory;
 use vramlab::{Bytes, Selection};
@@ -160,17 +161,19 @@ pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
     crate::print(page)
 }
 
-/// The answer for one history as it is printed on 80 columns, for the page of `report`.
+/// The answer for one history as `--json` has it, with the sentences of the screen, for the page of `report`.
 ///
 /// # Errors
 /// As those of the command.
-pub(crate) fn screen(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<String> {
+pub(crate) fn answer(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Value> {
     let (files, conf, read) = (Vec::new(), Vec::new(), reading.clone());
     let args = AdviseArgs { files, limit: None, conf, all: false, shard: None, gpu, read, json: false };
     let advice = of(file, &args, limit, &[])?;
-    let mut page = Page::new(Screen { width: Some(80), styled: false });
-    report::report(&advice, false, &mut page);
-    Ok(page.text().to_owned())
+    let mut out = serde_json::to_value(&advice)?;
+    out["happened"] = report::happened(&advice).into();
+    out["bound"] = report::least(&advice).into();
+    out["not_known"] = report::unknown(&advice).into();
+    Ok(out)
 }
 
 /// The settings of the command line.

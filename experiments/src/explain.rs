@@ -24,9 +24,10 @@ use lines::Lines;
 use memory::Memory;
 use moments::{Held, grew, held, moment, who};
 use recording::{Recording, START};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use survey::Survey;
-use trainer::terminal::{Bar, Page, Screen};
+use trainer::terminal::{Bar, Page};
 use vramlab::backends::{TorchAllocator, of_torch};
 use vramlab::histories::replay::{Addresses, HistoryBuilder, ReplaySettings, replay};
 use vramlab::histories::trace::{Action, Event};
@@ -94,17 +95,17 @@ pub(crate) fn explain(args: &ExplainArgs) -> Result<()> {
     }
 }
 
-/// What is printed on one history on 80 columns, for the page of `report`.
+/// The explanation of one history as `--json` has it, with sentences of the screen, for the page of `report`.
 ///
 /// # Errors
 /// As those of the command.
-pub(crate) fn screen(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<String> {
+pub(crate) fn answer(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Value> {
     let how = How { gpu, limit: limit.map(Bytes), read: reading.clone(), ..How::default() };
     let found = explanation(&how, file)?;
-    let args = ExplainArgs { files: Vec::new(), how, top: 5, shard: None, json: false };
-    let mut page = Page::new(Screen { width: Some(80), styled: false });
-    report::report(&found, &args, &mut page);
-    Ok(page.text().to_owned())
+    let mut out = serde_json::to_value(&found)?;
+    out["skipped"] = found.skipped.into();
+    out["sentences"] = serde_json::to_value(report::sentences(&found))?;
+    Ok(out)
 }
 
 /// Explains one history.
@@ -238,6 +239,7 @@ fn put_together(file: &Path, recording: &Recording, survey: Survey, scenes: Scen
         trace: file.display().to_string(),
         format: recording.summary.format.name(),
         gpu: recording.device,
+        skipped: recording.skipped,
         events: recording.events.len() as u64,
         allocations: survey.allocations,
         frames: recording.origins.has_frames(),

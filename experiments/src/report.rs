@@ -3,6 +3,7 @@
 //! It shows where the blocks lay over time, how much was reserved, active and asked for, how the unused part divides up, and
 //! what other allocators would have made of the same program.
 
+mod browser;
 mod columns;
 mod lanes;
 mod maps;
@@ -22,10 +23,9 @@ use maps::Replayed;
 use page::Numbers;
 use source::{Input, Source};
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
-use told::{HistoryData, PageData, Words};
+use told::{Answers, HistoryData, PageData};
 use trainer::alloc::{self, Selections};
-use trainer::terminal::{Bar, Page, say};
+use trainer::terminal::{Bar, Page};
 use vramlab::histories::replay::Addresses;
 use vramlab::output::{self, Existing, OutputFile};
 use vramlab::{Bytes, DeviceName, Selection};
@@ -42,7 +42,8 @@ pub(crate) struct ReportArgs {
     /// Page to write; one that is there is replaced
     #[arg(short, long, value_name = "FILE", default_value = "report.html")]
     out: PathBuf,
-    /// Open it in the browser
+    /// Open it in the browser: the first of BROWSER that starts, else the desktop's own. Where none starts the exit code is 1,
+    /// and the page is there all the same
     #[arg(long)]
     open: bool,
     /// Allocators that are compared, with their settings, separated by commas [default: caching, pytorch-expandable,
@@ -89,10 +90,7 @@ pub(crate) fn report(args: &ReportArgs) -> Result<()> {
             folder.display()
         ),
     }
-    if args.open {
-        open(args);
-    }
-    Ok(())
+    if args.open { browser::open(&args.out) } else { Ok(()) }
 }
 
 fn write(args: &ReportArgs, inputs: &[Input]) -> Result<()> {
@@ -103,18 +101,18 @@ fn write(args: &ReportArgs, inputs: &[Input]) -> Result<()> {
     chosen.iter().try_for_each(Selection::check)?;
     let devices = Devices::open(&DeviceName::Sim(None))?;
     // These have bars of their own.
-    let words: Vec<Vec<Words>> = inputs.iter().map(|input| words(input, args)).collect();
+    let answers: Vec<Answers> = inputs.iter().map(|input| answers(input, args)).collect();
     let bar = Bar::new(
         (inputs.len() * (chosen.len() + 3)) as u64,
         "{bar:30} report {pos}/{len} {wide_msg} [{elapsed} left {eta}]",
     );
     let mut numbers = Numbers::default();
     let mut histories = Vec::new();
-    for ((input, path), words) in inputs.iter().zip(&args.inputs).zip(words) {
+    for ((input, path), answers) in inputs.iter().zip(&args.inputs).zip(answers) {
         bar.message(format!("reading {}", path.display()));
         let source = Source::read(input, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
         bar.advance(1);
-        histories.push(shown(&source, &chosen, &devices, args, &bar, &mut numbers)?.with(words));
+        histories.push(shown(&source, &chosen, &devices, args, &bar, &mut numbers)?.with(answers));
     }
     bar.clear();
     let names: Vec<&str> = histories.iter().map(|history| history.name.as_str()).collect();
@@ -139,27 +137,19 @@ fn write(args: &ReportArgs, inputs: &[Input]) -> Result<()> {
     crate::print(page)
 }
 
-/// What the commands for questions say of an input. One that has no answer says why.
-fn words(input: &Input, args: &ReportArgs) -> Vec<Words> {
+/// What the commands for questions say of an input.
+fn answers(input: &Input, args: &ReportArgs) -> Answers {
     let (file, snapshot) = match input {
         Input::History(file) => (file, true),
         Input::Run { log, .. } => (log, false),
-        Input::Eventless(_) => return Vec::new(),
+        Input::Eventless(_) => return Answers { advise: None, explain: None },
     };
     let limit = args.limit.map(|limit| limit.0);
-    let answer = |title, command, answer: Result<String>| match answer {
-        Ok(text) => Words { title, command, text, answered: true },
-        Err(error) => Words { title, command, text: format!("{error:#}"), answered: false },
-    };
-    let mut out = Vec::new();
     // PyTorch's settings say nothing of a run that had another allocator.
-    if snapshot && args.advise == Switch::On {
-        let text = crate::advise::screen(file, args.gpu, limit, &args.read);
-        out.push(answer("What would help", "advise", text));
-    }
-    let text = crate::explain::screen(file, args.gpu, limit, &args.read);
-    out.push(answer("Where the memory went", "explain", text));
-    out
+    let advise = (snapshot && args.advise == Switch::On)
+        .then(|| crate::advise::answer(file, args.gpu, limit, &args.read).into());
+    let explain = Some(crate::explain::answer(file, args.gpu, limit, &args.read).into());
+    Answers { advise, explain }
 }
 
 /// Everything about one history.
@@ -200,19 +190,4 @@ fn as_it_was(source: &Source, devices: &Devices) -> Result<Option<Replayed>> {
         }
     }
     maps::replayed(source, &own[0], devices, Addresses::Own)
-}
-
-/// Shows the page. Where that fails the page is there all the same.
-fn open(args: &ReportArgs) {
-    let (program, first) = match std::env::consts::OS {
-        "macos" => ("open", None),
-        "windows" => ("cmd", Some(["/C", "start", ""])),
-        _ => ("xdg-open", None),
-    };
-    let mut command = Command::new(program);
-    command.args(first.into_iter().flatten()).arg(&args.out);
-    let started = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
-    if !started.is_ok_and(|status| status.success()) {
-        say(&format!("note: no browser could be started by {program}; open {} yourself", args.out.display()));
-    }
 }

@@ -158,3 +158,37 @@ fn runs_without_events_go_to_the_analysis_package() {
     assert_eq!(run("0", "2").code, Some(2));
     assert_eq!(run("0", "3").code, Some(1));
 }
+
+#[cfg(unix)]
+#[test]
+fn the_page_is_opened_by_the_browser_that_is_named() {
+    let place = Place::new();
+    place.write("a.jsonl", trace());
+    place.program("fake", "#!/bin/sh\nprintf '%s\\n' \"$@\" > asked\n");
+    place.program("bad", "#!/bin/sh\nexit 3\n");
+    place.program("xdg-open", "#!/bin/sh\nprintf 'desktop %s\\n' \"$@\" > asked\n");
+    let here = place.at(".").canonicalize().unwrap();
+    let run = |browser: &str, path: &Path| {
+        let _ = std::fs::remove_file(place.at("asked"));
+        let arguments = ["report", "a.jsonl", "--alloc", "naive", "--plan", "off", "--open", "-o", "the page.html"];
+        let mut command = vramlab(&place, &arguments);
+        command.env("BROWSER", browser).env("PATH", path);
+        Ran::of(command.output().unwrap())
+    };
+    let asked = || std::fs::read_to_string(place.at("asked")).unwrap();
+    let page = here.join("the page.html").display().to_string();
+    let both = format!("{0}/bad:{0}/fake --tab %s", here.display());
+    run(&both, Path::new("/nowhere")).ok();
+    assert_eq!(asked(), format!("--tab\n{page}\n"), "the first that starts, with the page as one word");
+    run("", &here).ok();
+    assert_eq!(asked(), format!("desktop {page}\n"));
+    // Where none opens, that is one line and exit code 1, and the page is there.
+    std::fs::remove_file(place.at("the page.html")).unwrap();
+    let bad = format!("{}/bad", here.display());
+    let ran = run(&bad, Path::new("/nowhere"));
+    assert_eq!((ran.code, ran.stderr.lines().count()), (Some(1), 1), "{ran:#?}");
+    let words = ["error: no browser", "/bad", "xdg-open", &page];
+    assert!(words.iter().all(|word| ran.stderr.contains(word)), "{ran:#?}");
+    assert!(place.at("the page.html").is_file());
+    assert!(!place.at("asked").exists());
+}

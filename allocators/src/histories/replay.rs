@@ -97,7 +97,7 @@ pub use op::MAX_STREAMS;
 pub use report::ReplayReport;
 pub use run::{Addresses, ReplaySettings, replay, replay_against, replay_watched};
 pub use settings::{recorded_settings, snapshot_settings};
-pub use watched::{BlockPlace, SegmentChange, Watched};
+pub use watched::{BlockPlace, LedgerAt, SegmentChange, Watched};
 
 use crate::budget::OverBudget;
 use crate::contract::AllocError;

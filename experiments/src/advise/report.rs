@@ -43,7 +43,12 @@ fn detail(page: &mut Page, text: impl AsRef<str>) {
 
 fn what_happened(advice: &Advice, page: &mut Page) {
     page.title("What happened");
-    say(page, &advice.happened);
+    happened(advice).iter().for_each(|sentence| say(page, sentence));
+}
+
+/// What happened, and under which limit settings are compared.
+pub(super) fn happened(advice: &Advice) -> Vec<String> {
+    let mut out = vec![advice.happened.clone()];
     let recorded = &advice.recorded;
     let mut under = format!("It ran under {}.", recorded.conf.shown());
     if let Some(off) = recorded.replayed_off_percent {
@@ -55,20 +60,18 @@ fn what_happened(advice: &Advice, page: &mut Page) {
             }
         };
     }
-    say(page, under);
+    out.push(under);
     if let Some((limit, source)) = advice.limit_bytes.zip(advice.limit_source) {
         let limit = Bytes(limit);
-        say(
-            page,
-            match source {
-                LimitSource::Given => format!("What follows is for a limit of {limit}."),
-                LimitSource::Recorded => format!("Its limit was {limit}; what follows is for that."),
-                LimitSource::OutOfMemory => {
-                    format!("There was room for {limit} or little more; what follows is for that (--limit sets it).")
-                }
-            },
-        );
+        out.push(match source {
+            LimitSource::Given => format!("What follows is for a limit of {limit}."),
+            LimitSource::Recorded => format!("Its limit was {limit}; what follows is for that."),
+            LimitSource::OutOfMemory => {
+                format!("There was room for {limit} or little more; what follows is for that (--limit sets it).")
+            }
+        });
     }
+    out
 }
 
 /// What a setting would reserve, need and cost.
@@ -150,7 +153,7 @@ fn what_helps(advice: &Advice, page: &mut Page) {
 
 fn what_cannot(advice: &Advice, all: bool, page: &mut Page) {
     page.title("What no setting can do");
-    say(page, format!("{} are asked for at once; {}.", Bytes(advice.live_bytes), advice.bounds));
+    say(page, least(advice));
     let other = |outcome: &Outcome<Other>| {
         let ran_out = if outcome.out_of_memory { " (runs out)" } else { "" };
         format!("{} {}{ran_out}", outcome.of.alloc, Bytes(outcome.peak_reserved_bytes))
@@ -164,30 +167,40 @@ fn what_cannot(advice: &Advice, all: bool, page: &mut Page) {
     }
 }
 
+/// What is asked for at once, and what that needs at least.
+pub(super) fn least(advice: &Advice) -> String {
+    format!("{} are asked for at once; {}.", Bytes(advice.live_bytes), advice.bounds)
+}
+
 fn what_is_unknown(advice: &Advice, page: &mut Page) {
     page.title("What this does not know");
+    unknown(advice).iter().for_each(|sentence| say(page, sentence));
+}
+
+/// What no replay can tell.
+pub(super) fn unknown(advice: &Advice) -> Vec<String> {
+    let mut out = Vec::new();
     let unknown = &advice.unknown;
     if unknown.deferred_frees > 0 {
         let frees = counted(unknown.deferred_frees, "free");
-        say(page, format!("{frees} waited for other streams; when these were done depends on timing."));
+        out.push(format!("{frees} waited for other streams; when these were done depends on timing."));
     }
     if unknown.prologue_allocations > 0 || unknown.prologue_reserved_bytes > 0 {
         let (blocks, reserved) =
             (counted(unknown.prologue_allocations, "block"), Bytes(unknown.prologue_reserved_bytes));
-        say(page, format!("What came before the recording: it began with {blocks} in {reserved} of segments."));
+        out.push(format!("What came before the recording: it began with {blocks} in {reserved} of segments."));
     }
     if advice.recorded.out_of_memory.is_some() {
-        say(page, "What the program would have done after memory ran out.");
+        out.push("What the program would have done after memory ran out.".to_owned());
     }
-    match unknown.device_free_bytes {
-        Some(free) => say(
-            page,
-            format!(
-                "Memory that is not the allocator's (context, NCCL, cuBLAS): {} were free on the device.",
-                Bytes(free)
-            ),
+    out.push(match unknown.device_free_bytes {
+        Some(free) => format!(
+            "Memory that is not the allocator's (context, NCCL, cuBLAS): {} were free on the device.",
+            Bytes(free)
         ),
-        None => say(page, "Memory that is not the allocator's: context, NCCL, cuBLAS. The snapshot does not tell."),
-    }
-    say(page, "Programs that choose by free memory, as cuDNN does, choose otherwise when there is more or less.");
+        None => "Memory that is not the allocator's: context, NCCL, cuBLAS. The snapshot does not tell.".to_owned(),
+    });
+    let chosen = "Programs that choose by free memory, as cuDNN does, choose otherwise when there is more or less.";
+    out.push(chosen.to_owned());
+    out
 }

@@ -8,6 +8,9 @@ pub(crate) struct Explanation {
     pub(crate) trace: String,
     pub(crate) format: &'static str,
     pub(crate) gpu: u16,
+    /// Events of other GPUs that stand before the first in the file.
+    #[serde(skip)]
+    pub(crate) skipped: u64,
     pub(crate) events: u64,
     pub(crate) allocations: u64,
     /// Whether any event has stack frames.

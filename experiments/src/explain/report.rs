@@ -3,7 +3,8 @@
 mod where_when;
 
 use super::ExplainArgs;
-use super::explanation::{Explanation, Moment, Node, Who};
+use super::explanation::{Cause, Explanation, Moment, Node, Who};
+use serde::Serialize;
 use trainer::report::duration;
 use trainer::terminal::{Column, Page, Table, command, quoted};
 use vramlab::Bytes;
@@ -56,7 +57,13 @@ fn place(line: &str, inside: Option<&str>, nearby: bool) -> String {
 
 /// All of it.
 pub(super) fn report(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
-    headline(found, page);
+    let headline = headline(found);
+    for (number, sentence) in headline.iter().enumerate() {
+        match number {
+            0 => page.line(format!("{}: {sentence}", found.trace)),
+            _ => page.note(sentence),
+        };
+    }
     let first = found.who.first().map_or(0, |who| who.moment.active_bytes);
     for (number, who) in found.who.iter().enumerate() {
         // What is all but the same is not said twice; --json has both.
@@ -71,52 +78,72 @@ pub(super) fn report(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
     where_when::shapes(found, args, page);
 }
 
-/// What happened, in a few sentences.
-fn headline(found: &Explanation, page: &mut Page) {
+/// What the page of `report` takes over from the screen.
+#[derive(Debug, Serialize)]
+pub(super) struct Sentences {
+    headline: Vec<String>,
+    /// What memory is stranded, and what waits for other streams.
+    streams: Vec<String>,
+    /// One for each of `retries`.
+    retries: Vec<String>,
+    /// Words for each cause.
+    causes: Vec<(Cause, &'static str)>,
+}
+
+/// The sentences for a page.
+pub(super) fn sentences(found: &Explanation) -> Sentences {
+    let mut streams: Vec<String> = found.reserved.stranded.iter().map(where_when::stranded).collect();
+    streams.extend(where_when::pending(found));
+    Sentences {
+        headline: headline(found),
+        streams,
+        retries: found.retries.iter().map(where_when::retried).collect(),
+        causes: Cause::ALL.into_iter().map(|cause| (cause, cause.words())).collect(),
+    }
+}
+
+/// What happened, in a few sentences; the first is the answer.
+fn headline(found: &Explanation) -> Vec<String> {
     let (active, reserved) = (&found.peak_active, &found.peak_reserved);
+    let mut out = Vec::new();
     if let Some(last) = found.out_of_memory.last() {
-        page.line(format!(
-            "{}: out of memory at {}: {} asked for on stream {:#x}",
-            found.trace,
+        out.push(format!(
+            "out of memory at {}: {} asked for on stream {:#x}",
             when(&last.moment),
             size(last.asked_bytes),
             last.stream
         ));
-        page.note(where_when::refusal(found, last));
+        out.push(where_when::refusal(found, last));
     } else if reserved.reserved_bytes == 0 {
-        page.line(format!(
-            "{}: at most {} in use; it does not show what was reserved",
-            found.trace,
-            size(active.active_bytes)
-        ));
+        out.push(format!("at most {} in use; it does not show what was reserved", size(active.active_bytes)));
     } else {
-        page.line(format!(
-            "{}: at most {} reserved and at most {} in use ({})",
-            found.trace,
+        out.push(format!(
+            "at most {} reserved and at most {} in use ({})",
             size(reserved.reserved_bytes),
             size(active.active_bytes),
             percent(active.active_bytes, reserved.reserved_bytes)
         ));
         if reserved.active_bytes < active.active_bytes - active.active_bytes / 20 {
-            page.note(format!(
+            out.push(format!(
                 "when reserved reached its peak only {} were in use: what was free then did not serve what was asked for",
                 size(reserved.active_bytes)
             ));
         }
     }
     if found.cut.is_some() {
-        page.note(format!("the file was cut short: this is about its first {}", counted(found.events, "event")));
+        out.push(format!("the file was cut short: this is about its first {}", counted(found.events, "event")));
     }
     if found.blocks_before + found.segments_before > 0 && found.events > 0 {
-        page.note(format!(
+        out.push(format!(
             "the recording began late: {} and {} were there before its first event, or are told from its end",
             counted(found.blocks_before, "block"),
             counted(found.segments_before, "segment")
         ));
     }
     if found.events == 0 {
-        page.note("no events were recorded, so this is only what was held when the snapshot was taken");
+        out.push("no events were recorded, so this is only what was held when the snapshot was taken".to_owned());
     }
+    out
 }
 
 fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &mut Page) {

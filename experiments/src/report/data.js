@@ -63,6 +63,8 @@ const readMap = async (about, history) => {
   map.segmentPlace = columns.next(Float64Array);
   map.segmentBytes = columns.next(Float64Array);
   map.segmentStream = columns.next(Uint32Array);
+  map.segmentPool = columns.next(Uint32Array);
+  map.segmentBefore = columns.next(Uint8Array);
   for (let i = 0; i < map.place.length; i++) map.place[i] *= about.unit;
   for (let i = 0; i < map.segmentStart.length; i++) {
     map.segmentPlace[i] *= about.unit;
@@ -124,6 +126,7 @@ const readHistory = async (about) => {
   history.bytes = columns.next(Float64Array);
   history.stream = columns.next(Uint32Array);
   history.stack = columns.next(Uint32Array);
+  history.category = columns.next(Uint32Array);
   history.before = columns.next(Uint8Array);
   const count = history.start.length;
   for (let i = 0; i < count; i++) {
@@ -133,6 +136,11 @@ const readHistory = async (about) => {
   history.requested = levels(history.events, history.start, history.freed, history.bytes);
   history.maps = about.maps.map((one) => ({ about: one, ready: null }));
   history.map = (number) => (history.maps[number].ready ??= readMap(about.maps[number], history));
+  const explained = about.answers.explain?.said, points = explained?.timeline ?? [];
+  if (points.length && explained.peak_reserved.reserved_bytes > 0) {
+    const at = (point) => Math.min(Math.max(point.event - 1 - explained.skipped, 0), Math.max(history.events - 1, 0));
+    history.hole = { event: Uint32Array.from(points, at), bytes: Float64Array.from(points, (point) => point.largest_hole_bytes) };
+  }
   if (about.ledger) {
     const ledger = await readColumns(about.ledger.group);
     history.ledger = { event: ledger.next(Uint32Array) };

@@ -25,9 +25,18 @@ const css = (tint) => "#" + tint.toString(16).padStart(6, "0");
 const TINTS = {
   size: { name: "size" },
   line: { name: "line", needs: (about) => about.lines.length > 0 },
+  category: { name: "category", needs: (about) => about.categories.length > 0 },
   stream: { name: "stream", needs: (about) => about.streams.length > 1 },
   path: { name: "path", needs: (about, map) => map.path.some((path) => path > 0) },
   age: { name: "lifetime" },
+};
+// The size below which blocks fill less than a fiftieth of what all fill over time.
+const smallestSeen = (history) => {
+  const filled = new Float64Array(256), step = (bytes) => Math.floor(4 * Math.log2(Math.max(bytes, 1)));
+  for (let i = 0; i < history.start.length; i++) filled[step(history.bytes[i])] += history.bytes[i] * (history.end[i] - history.start[i]);
+  let left = filled.reduce((a, b) => a + b, 0) / 50, at = 0;
+  while (at < 255 && (left -= filled[at]) > 0) at++;
+  return 2 ** (at / 4);
 };
 const tintBlocks = (kind, history, map) => {
   const count = history.start.length, tint = new Uint32Array(count);
@@ -39,18 +48,20 @@ const tintBlocks = (kind, history, map) => {
       least = Math.min(least, Math.max(value(i), 1));
       most = Math.max(most, value(i));
     }
+    // What fills little of the map is one colour, or all that fills it would be one.
+    if (kind === "size") least = Math.max(least, smallestSeen(history));
     for (let i = 0; i < count; i++) tint[i] = ramped(value(i), least, most);
-    // What is much smaller is one colour, or all that fills a map would be one.
-    least = Math.max(least, kind === "size" ? most / 8192 : 1);
     const text = kind === "size" ? formatBytes : (n) => formatCount(n) + (n === 1 ? " event" : " events");
     const steps = [0, 0.25, 0.5, 0.75, 1].map((at) => Math.exp(Math.log(least) + (Math.log(most) - Math.log(least)) * at));
     const legend = count === 0 ? [] : steps.map((n, i) => [ramped(n, least, most), (i === 0 && kind === "size" ? "up to " : "") + text(Math.round(n))]);
     return { tint, legend: legend.filter((one, i) => i === 0 || one[1] !== legend[i - 1][1]) };
   }
-  const group = kind === "line" ? (i) => history.lineOf[history.stack[i]] : kind === "stream" ? (i) => history.stream[i] : (i) => map.path[i];
-  const name = kind === "line" ? (n) => history.lineNames[n] || "not recorded"
-    : kind === "stream" ? (n) => "stream " + history.about.streams[n]
-    : (n) => history.about.paths[n] || "not known";
+  const [group, name] = {
+    line: [(i) => history.lineOf[history.stack[i]], (n) => history.lineNames[n] || "not recorded"],
+    category: [(i) => history.category[i], (n) => history.about.categories[n - 1] ?? "not recorded"],
+    stream: [(i) => history.stream[i], (n) => "stream " + history.about.streams[n]],
+    path: [(i) => map.path[i], (n) => history.about.paths[n] || "not known"],
+  }[kind];
   // The groups with the most bytes over time get colours of their own.
   const weight = new Map();
   for (let i = 0; i < count; i++) {
@@ -67,7 +78,10 @@ const tintBlocks = (kind, history, map) => {
 // The narrowest that a block is drawn, in pixels: what pins a segment is often small.
 const LEAST = 0.6;
 
-// Blocks at their addresses. Returns those that are large enough for an outline.
+// Segments are framed where they are at least so high, in pixels.
+const FRAMED = 5;
+
+// Blocks at their addresses. Returns those that are large enough for an outline, and the frames of segments.
 const drawMap = (raster, history, map, xs, view, tint) => {
   const wide = raster.width / (view.x1 - view.x0), tall = raster.height / (view.y1 - view.y0);
   const box = (start, end, place, bytes) => {
@@ -77,9 +91,13 @@ const drawMap = (raster, history, map, xs, view, tint) => {
     if (y1 - y0 < LEAST) y0 = y1 - LEAST;
     return [x0, y0, x1, y1];
   };
+  const frames = [];
   for (let i = 0; i < map.segmentStart.length; i++) {
     if (xs[map.segmentEnd[i]] < view.x0 || xs[map.segmentStart[i]] > view.x1) continue;
-    raster.hold(...box(map.segmentStart[i], map.segmentEnd[i], map.segmentPlace[i], map.segmentBytes[i]));
+    if (map.segmentPlace[i] > view.y1 || map.segmentPlace[i] + map.segmentBytes[i] < view.y0) continue;
+    const at = box(map.segmentStart[i], map.segmentEnd[i], map.segmentPlace[i], map.segmentBytes[i]);
+    raster.hold(...at);
+    if (at[3] - at[1] >= FRAMED && at[2] - at[0] >= FRAMED && frames.length < 3000) frames.push([...at, i]);
   }
   const outlined = [], { start, end } = history, { place, size } = map;
   for (let i = 0; i < start.length; i++) {
@@ -93,7 +111,7 @@ const drawMap = (raster, history, map, xs, view, tint) => {
     raster.block(x0, y0, x1, y1, tint[i]);
     if (x1 - x0 > 5 && y1 - y0 > 4 && outlined.length < 3000) outlined.push([x0, y0, x1, y1]);
   }
-  return outlined;
+  return { outlined, frames };
 };
 
 // Blocks that are live, stacked in the order of their allocation. Each column of pixels shows the moment within it at which
@@ -111,7 +129,7 @@ const drawStack = (raster, history, map, xs, view, tint, level) => {
       sum += bytes;
     }
   });
-  return [];
+  return { outlined: [], frames: [] };
 };
 
 // For each column of pixels the event after which most is live.

@@ -76,6 +76,17 @@ const highest = (history, xs, view, width, level) => {
   return out;
 };
 
+// The last of these values at the end of each column of pixels.
+const held = ({ event, bytes }, axis, columns) => {
+  const { x0, x1 } = axis.view, out = new Float64Array(columns);
+  for (let column = 0, at = 0; column < columns; column++) {
+    const stop = x0 + ((x1 - x0) * (column + 1)) / columns;
+    while (at + 1 < event.length && axis.xs[event[at]] < stop) at++;
+    out[column] = bytes[at];
+  }
+  return out;
+};
+
 const drawLevels = (canvas, panel) => {
   const { pen, height, w } = prepared(canvas), { history, axis, map } = panel, tint = colours();
   const h = height - MARGIN.top - MARGIN.bottom, columns = Math.round(w);
@@ -123,6 +134,7 @@ const drawLevels = (canvas, panel) => {
   area(active, LEVEL_TINTS.active, 0.35);
   line(active, LEVEL_TINTS.active);
   line(requested, LEVEL_TINTS.requested);
+  if (panel.number === 0 && history.hole) line(held(history.hole, axis, columns), LEVEL_TINTS.hole);
   if (recorded) line(recorded, LEVEL_TINTS.recorded, [5, 3]);
   for (const [bytes, dash] of [[bound, [2, 3]], [plan, [7, 3]]]) {
     if (!bytes || bytes > top) continue;
@@ -138,7 +150,7 @@ const drawLevels = (canvas, panel) => {
   drawTimeAxis(pen, axis, tint, w, MARGIN.top + h);
   drawMoment(pen, panel, tint, w, MARGIN.top, h);
 };
-const LEVEL_TINTS = { reserved: "#7d7d7d", active: "#3b6fb6", requested: "#228833", recorded: "#b3541e" };
+const LEVEL_TINTS = { reserved: "#7d7d7d", active: "#3b6fb6", requested: "#228833", recorded: "#b3541e", hole: "#aa3377" };
 
 const drawLedger = (canvas, panel) => {
   const { pen, height, w } = prepared(canvas), { history, axis } = panel, tint = colours();

@@ -31,34 +31,39 @@ const run = async () => {
   const grid = make("div", page, { class: several ? "histories several" : "histories" });
   const places = data.histories.map((about) => {
     const place = make("section", grid, { class: "history" });
-    make("h2", place, {}, several ? about.title : "Blocks over time").title = about.name;
+    if (several) make("h2", place, {}, about.title).title = about.name;
     for (const note of about.notes) make("p", place, { class: "note" }, note);
     for (const mark of about.marks.filter(({ kind }) => kind === "oom").slice(0, 3)) {
       make("p", place, { class: "note alarm" }, `Event ${formatCount(mark.start + 1)}: ${mark.text}`);
     }
+    drawVerdict(place, about);
+    make("h3", place, {}, "Blocks over time");
     const panels = make("div", place, { class: "panels" });
     const compared = make("section", place, { class: "compared" });
     make("h3", compared, {}, "The same program under other allocators");
     make("p", compared, { class: "quiet" }, "Replays; the first line is what PyTorch recorded, where the log says it. The plan knows the whole history in advance.");
     settingsTable(compared, about);
-    const answers = make("div", place, { class: "answers" });
-    for (const { title, command, text, answered } of about.words) {
-      const answer = make("section", answers);
-      make("h3", answer, {}, `${title} (${command})`);
-      make(answered ? "pre" : "p", answer, answered ? {} : { class: "note" }, text);
-    }
-    return panels;
+    const way = { to: null };
+    // The map is drawn before them.
+    const answer = () => {
+      answerOf(place, about.answers.advise, "What would help (advise)", drawAdvice);
+      answerOf(place, about.answers.explain, "Where the memory went (explain)", (part, found) => drawExplanation(part, found, way));
+    };
+    return { panels, way, answer };
   });
   for (const [i, about] of data.histories.entries()) {
     const history = await readHistory(about);
-    const axis = new Axis(history), panel = new Panel(places[i], history, axis, 0);
+    const axis = new Axis(history), panel = new Panel(places[i].panels, history, axis, 0);
     axes.push(axis);
     await panel.begin();
+    places[i].way.to = (event, address) => panel.reach(event, address);
     panel.draw();
     const reserved = panel.map.reserved ?? panel.map.active;
     shared.highest = reserved.reduce((a, b) => Math.max(a, b), shared.highest);
     if (i === 0) requestAnimationFrame(() => requestAnimationFrame((now) => { document.documentElement.dataset.first = now.toFixed(0); }));
   }
+  await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+  for (const { answer } of places) answer();
   const again = () => { for (const axis of axes) for (const panel of axis.panels) panel.paint(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   document.documentElement.dataset.ready = "yes";

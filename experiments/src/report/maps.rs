@@ -2,13 +2,13 @@
 
 use super::columns::Columns;
 use super::lanes::Lanes;
-use super::recording::{Held, NEVER, Recording};
+use super::recording::{Held, NEVER, Pool, Recording};
 use super::source::Source;
 use crate::history::{Devices, failed};
 use anyhow::Result;
 use std::collections::BTreeMap;
 use vramlab::histories::replay::{
-    Addresses, BlockPlace, ReplayReport, ReplaySettings, SegmentChange, Watched, replay_watched,
+    Addresses, BlockPlace, LedgerAt, ReplayReport, ReplaySettings, SegmentChange, Watched, replay_watched,
 };
 use vramlab::{Ledger, Path, Selection};
 
@@ -60,7 +60,7 @@ pub(super) fn replayed(
     }
     let (backend, outside) = prepared(source, selection);
     // CAST: allocations of a history that is in memory.
-    let every = (source.history.allocations() as usize).div_ceil(LEDGERS).max(1);
+    let every = (2 * source.history.allocations() as usize).div_ceil(LEDGERS).max(1);
     let mut watched = Watched::every(every);
     let settings = ReplaySettings { addresses, ..ReplaySettings::default() };
     let driver = devices.make(outside)?;
@@ -68,14 +68,12 @@ pub(super) fn replayed(
         .map_err(|error| failed(&source.file, error))?;
     let events = events_of_allocations(&source.recording, &source.history, watched.places.len());
     let Some(events) = events else { return Ok(None) };
-    // CAST: a history that can be replayed has fewer than 2^32 events.
-    let end = source.recording.events() as u32;
-    let ledgers = watched.ledgers.iter().map(|(at, ledger)| (*events.get(*at).unwrap_or(&end), *ledger)).collect();
+    let ledgers = ledgers(&watched.ledgers, &events, &source.recording);
     let places = aligned(&source.recording, watched.places, recorded);
     let map = Map {
         name: selection.to_string(),
         places,
-        segments: segments(&watched.segments, &events),
+        segments: segments(&watched.segments, &events, &source.recording),
         failed: report.failed_allocations,
     };
     let same = |mismatches: Option<u64>| mismatches == Some(0);
@@ -97,6 +95,25 @@ fn events_of_allocations(
     (events.len() == places).then_some(events)
 }
 
+/// Ledgers by the event after which they were taken: the later of the last allocation and the last request to free. That
+/// after the last operation stands behind all events.
+fn ledgers(taken: &[LedgerAt], events: &[u32], recording: &Recording) -> Vec<(u32, Ledger)> {
+    let before = recording.blocks[..recording.before()].iter().filter(|life| life.freed == 0).count();
+    let requests = recording.blocks.iter().map(|life| life.freed).filter(|freed| *freed != NEVER);
+    let mut requests: Vec<u32> = requests.collect();
+    requests.sort_unstable();
+    // Those that were asked for before the first event are not asked for again.
+    requests.drain(..before);
+    let nth = |list: &[u32], count: usize| count.checked_sub(1).and_then(|at| list.get(at)).copied().unwrap_or(0);
+    let place = |at: &LedgerAt| (nth(events, at.allocations).max(nth(&requests, at.frees)), at.ledger);
+    let mut out: Vec<(u32, Ledger)> = taken.iter().map(place).collect();
+    if let Some(last) = out.last_mut() {
+        // CAST: a history that can be replayed has fewer than 2^32 events.
+        last.0 = recording.events() as u32;
+    }
+    out
+}
+
 /// A place for each block of the recording. Blocks from before the first event are found by their address, or by their
 /// order where another allocator placed them.
 fn aligned(recording: &Recording, places: Vec<BlockPlace>, recorded: bool) -> Vec<BlockPlace> {
@@ -115,13 +132,18 @@ fn aligned(recording: &Recording, places: Vec<BlockPlace>, recorded: bool) -> Ve
     out
 }
 
-/// Lives of what was taken from the device, counted in events.
-fn segments(changes: &[SegmentChange], events: &[u32]) -> Vec<Held> {
+/// Lives of what was taken from the device, counted in events; each is of the stream that asked for it.
+fn segments(changes: &[SegmentChange], events: &[u32], recording: &Recording) -> Vec<Held> {
     let mut held = super::recording::Ranges::default();
+    let made = &recording.blocks[recording.before()..];
+    let before = events.len() - made.len();
     for change in changes {
         let at = events.get(change.allocation).or(events.last()).copied().unwrap_or(0);
         if change.taken {
-            held.take(at, change.addr, change.bytes, NEVER);
+            let asked = change.allocation.checked_sub(before).and_then(|number| made.get(number));
+            let stream = asked.map_or(NEVER, |life| life.stream);
+            let (addr, bytes, pool) = (change.addr, change.bytes, Pool::default());
+            held.take(Held { start: at, end: NEVER, addr, bytes, stream, pool, before: change.allocation < before });
         } else {
             held.give_back(at, change.addr, change.bytes, None);
         }
@@ -174,7 +196,24 @@ impl Map {
         columns.push(self.segments.iter().map(|held| held.bytes));
         columns
             .push(self.segments.iter().map(|held| if held.stream == NEVER { 0 } else { u64::from(held.stream) + 1 }));
+        let pools = self.pools();
+        // CAST: a position in a short list.
+        let pool = |held: &Held| pools.iter().position(|pool| *pool == held.pool.words()).unwrap_or(0) as u64;
+        columns.push(self.segments.iter().map(pool));
+        columns.push(self.segments.iter().map(|held| u64::from(held.before)));
         (columns, unit)
+    }
+
+    /// What segments are for, in words, in the order in which it comes up; first that nobody tells.
+    pub(super) fn pools(&self) -> Vec<String> {
+        let mut out = vec![String::new()];
+        for held in &self.segments {
+            let words = held.pool.words();
+            if !out.contains(&words) {
+                out.push(words);
+            }
+        }
+        out
     }
 }
 

@@ -20,9 +20,12 @@ const SCRIPT: &str = concat!(
     include_str!("data.js"),
     include_str!("raster.js"),
     include_str!("draw.js"),
+    include_str!("segments.js"),
     include_str!("levels.js"),
+    include_str!("words.js"),
     include_str!("panel.js"),
     include_str!("tables.js"),
+    include_str!("answers.js"),
     include_str!("main.js"),
     "})();\n"
 );

@@ -88,26 +88,29 @@ class Panel {
     const { about } = this.history, allowed = (kind) => !TINTS[kind].needs || TINTS[kind].needs(about, this.map);
     if (!this.colour || !allowed(this.colour)) this.colour = allowed("line") ? "line" : "size";
     this.allowed = Object.keys(TINTS).filter(allowed);
+    if (this.kind === "segments" && !this.map.about.segments) this.kind = "map";
     this.view = this.everything();
     this.paint();
   }
   everything() {
-    if (this.kind === "map") return { y0: 0, y1: this.map.top };
+    if (this.kind !== "stack") return { y0: 0, y1: this.map.top };
     return { y0: 0, y1: this.map.active.reduce((a, b) => Math.max(a, b), 1) * 1.03 };
   }
   paint() {
     const { tint, legend } = tintBlocks(this.colour, this.history, this.map);
     this.tint = tint;
     this.legend.replaceChildren();
-    if (this.map.about.segments && this.kind === "map") legend.unshift([null, "held, not in use"]);
+    if (this.map.about.segments && this.kind !== "stack") legend.unshift([null, "held, not in use"]);
     for (const [colour, text] of legend) this.key(this.legend, colour === null ? "var(--held)" : css(colour), text).title = text;
-    const up = this.kind === "map" ? "up: addresses, without the gaps between segments" : "up: bytes in live blocks, in the order of their allocation";
-    make("span", this.legend, { class: "quiet" }, up);
+    const up = this.kind === "segments" ? "each bar: a segment, the largest first; full stop and comma go from event to event" : this.kind === "map" ? "up: addresses, without the gaps between segments" : "up: bytes in live blocks, in the order of their allocation";
+    const framed = this.map.about.segments && this.kind === "map" ? "; frames: segments" + (this.history.about.streams.length > 1 ? ", in the colour of their stream" : "") : "";
+    make("span", this.legend, { class: "quiet" }, up + framed);
     this.levelsKey.replaceChildren();
     if (this.map.reserved) this.key(this.levelsKey, LEVEL_TINTS.reserved, "reserved");
     if (this.number > 0 && this.first.reserved) this.key(this.levelsKey, LEVEL_TINTS.recorded, "reserved as recorded (dashed)");
     this.key(this.levelsKey, LEVEL_TINTS.active, "active");
     this.key(this.levelsKey, LEVEL_TINTS.requested, "asked for");
+    if (this.number === 0 && this.history.hole) this.key(this.levelsKey, LEVEL_TINTS.hole, "largest hole").title = "How large a request would have succeeded without the driver";
     this.key(this.levelsKey, null, "lower bound " + formatBytes(this.history.about.lower_bound_bytes) + " (dotted)");
     if (this.history.about.plan_bytes) this.key(this.levelsKey, null, "a plan needs " + formatBytes(this.history.about.plan_bytes) + " (dashed)");
     if (this.ledger) {
@@ -133,17 +136,22 @@ class Panel {
       select.addEventListener("change", () => then(select.value));
       return select;
     };
-    choice("show", [["map", "block map"], ["stack", "live blocks, stacked"]], this.kind, (kind) => {
+    const views = [["map", "block map"], ["stack", "live blocks, stacked"]];
+    if (this.map.about.segments) views.push(["segments", "segments at a moment"]);
+    this.kinds = choice("show", views, this.kind, (kind) => {
+      if (kind === "segments" && !this.map.about.segments) kind = this.kinds.value = "map";
       this.kind = kind;
       this.view = this.everything();
       this.paint();
-    }).dataset.tool = "kind";
+    });
+    this.kinds.dataset.tool = "kind";
     const colours = () => this.allowed.map((kind) => [kind, TINTS[kind].name]);
     if (this.history.maps.length > 1) {
       const names = this.history.about.maps.map((map, i) => [String(i), map.name + (map.failed ? ` (${formatCount(map.failed)} requests failed)` : "")]);
       choice("under", names, this.number, async (value) => {
         await this.show(Number(value));
         const tint = this.colours;
+        this.kinds.value = this.kind;
         tint.replaceChildren();
         for (const [kind, text] of colours()) make("option", tint, { value: kind }, text);
         tint.value = this.colour;
@@ -198,10 +206,36 @@ class Panel {
     const began = performance.now();
     const { pen, scale, w } = prepared(this.canvas), { top, h } = this.area(), tint = colours();
     const width = Math.max(Math.round(w * scale), 1), height = Math.max(Math.round(h * scale), 1);
+    if (this.kind === "segments") this.drawRows(pen, tint, { top, w, h });
+    else this.drawOverTime(pen, tint, { scale, top, w, h, width, height });
+    drawLevels(this.levels, this);
+    if (this.ledger) drawLedger(this.ledger, this);
+    this.tell();
+    this.root.dataset.drawn = String(this.history.start.length);
+    this.root.dataset.took = (performance.now() - began).toFixed(1);
+    const { x0, x1, y0, y1 } = { ...this.axis.view, ...this.view };
+    this.root.dataset.view = [x0, x1, y0, y1].join(" ");
+  }
+  // Segments after the chosen event; where none is chosen, when most was reserved.
+  drawRows(pen, tint, area) {
+    const event = this.axis.moment ?? this.highest();
+    this.cells = drawSegments(pen, tint, this, event, area);
+    this.root.dataset.frames = String(this.cells.filter(({ block }) => block < 0).length);
+    axisText(pen, tint.ink, MARGIN.left, MARGIN.top + 9, "after " + eventWords(this.history, event), "left");
+  }
+  // The event after which most is reserved, for the first time.
+  highest() {
+    const { reserved } = this.map;
+    return reserved ? reserved.reduce((best, bytes, i) => (bytes > reserved[best] ? i : best), 0) : 0;
+  }
+  cellAt(x, y) {
+    return this.cells?.findLast((cell) => cell.x0 <= x && x <= cell.x1 && cell.y0 <= y && y <= cell.y1);
+  }
+  drawOverTime(pen, tint, { scale, top, w, h, width, height }) {
     if (this.raster?.width !== width || this.raster?.height !== height) this.raster = new Raster(width, height);
     else this.raster.clear();
     const view = { ...this.axis.view, ...this.view }, paint = this.kind === "map" ? drawMap : drawStack;
-    const outlined = paint(this.raster, this.history, this.map, this.axis.xs, view, this.tint, this.map.active);
+    const { outlined, frames } = paint(this.raster, this.history, this.map, this.axis.xs, view, this.tint, this.map.active);
     const left = Math.round(MARGIN.left * scale), above = Math.round(top * scale);
     pen.canvas.getContext("2d").putImageData(this.raster.image(tint.paper, tint.held), left, above);
     pen.save();
@@ -216,17 +250,13 @@ class Panel {
     pen.stroke();
     pen.globalAlpha = 1;
     if (this.kind === "map") this.drawLanes(pen, tint, w, top, h);
+    drawFrames(pen, tint, this, frames, scale, { top, w });
+    this.root.dataset.frames = String(frames.length);
     if (this.selected >= 0 && this.kind === "map") this.outline(pen, tint, w, top, h);
     pen.restore();
     this.drawAxes(pen, tint, w, top, h);
     this.drawStrip(pen, tint, w);
     drawMoment(pen, this, tint, w, top, h);
-    drawLevels(this.levels, this);
-    if (this.ledger) drawLedger(this.ledger, this);
-    this.tell();
-    this.root.dataset.drawn = String(this.history.start.length);
-    this.root.dataset.took = (performance.now() - began).toFixed(1);
-    this.root.dataset.view = [view.x0, view.x1, view.y0, view.y1].join(" ");
   }
   // Lines between lanes: addresses in between are left out.
   drawLanes(pen, tint, w, top, h) {
@@ -309,6 +339,7 @@ class Panel {
   }
   // The block at a point of the canvas; -1 if there is none.
   at(x, y) {
+    if (this.kind === "segments") return this.cellAt(x, y)?.block ?? -1;
     const { history, map } = this, when = this.toX(x), where = this.toY(y), xs = this.axis.xs;
     if (this.kind === "map") {
       // A block that is drawn thinner than a pixel can be pointed at all the same.
@@ -335,29 +366,22 @@ class Panel {
     });
     return hit;
   }
-  // What a block is, in lines of text.
-  describe(i) {
-    const { history, map } = this, { about } = history, lines = [];
-    const rounded = map.size[i] !== history.bytes[i] ? ", block of " + formatBytes(map.size[i]) : "";
-    lines.push(formatBytes(history.bytes[i]) + " asked for (" + formatCount(history.bytes[i]) + " bytes)" + rounded);
-    if (map.size[i] > 0) lines.push("at " + formatAddress(addressOf(map, map.place[i])) + (map.path[i] ? ", served by " + about.paths[map.path[i]] : "") + ", stream " + about.streams[history.stream[i]]);
-    else lines.push("no memory: the request failed, stream " + about.streams[history.stream[i]]);
-    const when = (event) => "event " + formatCount(event + 1) + (history.byTime ? " (" + formatTime(history.time[event]) + ")" : "");
-    const open = history.end[i] >= history.events, from = history.start[i], to = Math.min(history.end[i], history.events - 1);
-    const age = formatCount(history.end[i] - from) + " events" + (history.byTime ? ", " + formatTime(history.time[to] - history.time[from]) : "");
-    lines.push((history.before[i] ? "there before the first event" : "allocated at " + when(from)) + (open ? ", held to the end: at least " : ", free again at " + when(history.end[i]) + ": lives ") + age);
-    const wait = history.end[i] - history.freed[i];
-    if (history.freed[i] < history.events && wait > 1) lines.push("freed at " + when(history.freed[i]) + ", then waited " + formatCount(wait) + " events for other streams");
-    const line = history.lineNames[history.lineOf[history.stack[i]]];
-    if (line) lines.push(line);
-    return lines;
+  // The segment at a point of the map; -1 if there is none.
+  segmentAt(x, y) {
+    const { map } = this, xs = this.axis.xs, when = this.toX(x), where = this.toY(y);
+    if (this.kind === "segments") return this.cellAt(x, y)?.segment ?? -1;
+    if (this.kind !== "map") return -1;
+    for (let i = 0; i < map.segmentStart.length; i++) {
+      if (xs[map.segmentStart[i]] <= when && when < xs[map.segmentEnd[i]] && map.segmentPlace[i] <= where && where < map.segmentPlace[i] + map.segmentBytes[i]) return i;
+    }
+    return -1;
   }
   hover(x, y) {
-    const named = y < MARGIN.top + STRIP && this.strip?.findLast(([left, right]) => x >= left && x <= right);
-    const i = named ? -1 : this.at(x, y);
-    this.tip.hidden = i < 0 && !named;
+    const named = this.kind !== "segments" && y < MARGIN.top + STRIP && this.strip?.findLast(([left, right]) => x >= left && x <= right);
+    const i = named ? -1 : this.at(x, y), segment = named || i >= 0 ? -1 : this.segmentAt(x, y);
+    this.tip.hidden = i < 0 && !named && segment < 0;
     if (this.tip.hidden) return;
-    this.tip.textContent = named ? named[2] : this.describe(i).join("\n");
+    this.tip.textContent = named ? named[2] : (i >= 0 ? describeBlock(this.history, this.map, i) : describeSegment(this.history, this.map, segment, this.kind === "segments" ? this.axis.moment ?? this.highest() : this.axis.eventAt(this.toX(x)))).join("\n");
     const room = this.root.clientWidth - this.tip.offsetWidth - 4;
     this.tip.style.left = Math.max(Math.min(x + 14, room), 0) + "px";
     const below = this.canvas.offsetTop + y + 16;
@@ -391,12 +415,25 @@ class Panel {
     this.selected = i;
     this.axis.choose(moment);
   }
+  // Shows a moment, and what lay at an address then.
+  reach(event, address) {
+    const { history, map } = this, place = address === null ? null : placeOf(map, address), moment = Math.min(event, Math.max(history.events - 1, 0));
+    if (place !== null && this.kind === "map") {
+      const lies = (i) => map.size[i] > 0 && map.place[i] <= place && place < map.place[i] + map.size[i] && history.start[i] <= moment && moment < history.end[i];
+      const i = history.start.findIndex((_, i) => lies(i)), bytes = i < 0 ? 1 << 20 : map.size[i];
+      this.selected = i;
+      this.showMemory(place - 4 * bytes, place + 5 * bytes);
+    }
+    this.axis.choose(moment);
+    this.canvas.scrollIntoView({ block: "center" });
+    this.canvas.focus({ preventScroll: true });
+  }
   // Blocks at an address, or of a line; the same question again goes to the next of them.
   find(question) {
     const text = question.trim(), { history, map } = this;
     if (text !== this.asked) {
       this.asked = text;
-      this.found = text === "" ? [] : this.search_(text);
+      this.found = text === "" ? [] : searchBlocks(history, map, text);
       this.next = 0;
     }
     if (this.found.length === 0) {
@@ -412,24 +449,6 @@ class Panel {
     this.axis.moment = history.start[i];
     this.axis.show(from - wide / 2, to + wide / 2);
   }
-  search_(text) {
-    const { history, map } = this, out = [], plain = text.toLowerCase().replace(/^[bs](?=[0-9a-f]{6})/, "").replace(/_\d+$/, "");
-    const guesses = /^0x[0-9a-f]+$/.test(plain) ? [parseInt(plain, 16)] : /^\d+$/.test(plain) ? [Number(plain), parseInt(plain, 16)]
-      : /^[0-9a-f]{4,}$/.test(plain) ? [parseInt(plain, 16)] : [];
-    for (const address of guesses) {
-      const place = placeOf(map, address);
-      if (place === null) continue;
-      for (let i = 0; i < history.start.length; i++) if (map.size[i] > 0 && map.place[i] <= place && place < map.place[i] + map.size[i]) out.push(i);
-      if (out.length) return out;
-    }
-    if (guesses.length) return out;
-    const says = (frame) => frame.toLowerCase().includes(text.toLowerCase()), wanted = new Set();
-    for (let stack = 1; stack < history.lineOf.length; stack++) {
-      if (says(history.lineNames[history.lineOf[stack]]) || framesOf(history, stack).some(says)) wanted.add(stack);
-    }
-    for (let i = 0; wanted.size && i < history.start.length; i++) if (wanted.has(history.stack[i])) out.push(i);
-    return out;
-  }
   // The block and the moment that were chosen, in words.
   tell() {
     const { axis, history, map } = this, key = [this.selected, axis.moment, this.number].join();
@@ -439,14 +458,14 @@ class Panel {
     if (this.selected >= 0) {
       const stack = framesOf(history, history.stack[this.selected]);
       make("h3", this.details, {}, "Block");
-      make("pre", this.details, { class: "block" }, this.describe(this.selected).join("\n"));
+      make("pre", this.details, { class: "block" }, describeBlock(history, map, this.selected).join("\n"));
       if (stack.length > 1) {
         const all = make("details", this.details);
         make("summary", all, {}, "whole stack");
         make("pre", all, {}, stack.join("\n"));
       }
     }
-    if (axis.moment !== null) tellMoment(this.details, history, map, axis.moment);
+    if (axis.moment !== null) tellMoment(this.details, history, map, axis.moment, (event) => axis.choose(event));
   }
   listen() {
     const { canvas } = this;
@@ -495,10 +514,11 @@ class Panel {
         this.axis.show(x0, x1);
       } else if (!moved) {
         const here = point(event);
-        this.choose(this.at(here.x, here.y), this.axis.eventAt(this.toX(here.x)));
+        this.choose(this.at(here.x, here.y), this.kind === "segments" ? this.axis.moment : this.axis.eventAt(this.toX(here.x)));
       }
     });
     canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+    canvas.addEventListener("pointercancel", () => { drag = null; });
     canvas.addEventListener("dblclick", () => this.home());
     this.levels.addEventListener("click", (event) => {
       const box = this.levels.getBoundingClientRect();

@@ -1,28 +1,48 @@
 //! Where in the program blocks come from: stacks of frames, each kept once.
 
 use super::columns::Columns;
-use super::recording::{Mark, Recording};
+use super::recording::{Came, Mark, Recording};
 use crate::explain::lines::{line_of, words};
 use std::collections::HashMap;
-use vramlab::histories::trace::{Frame, Origins, StackId, TextId};
+use std::hash::Hash;
+use vramlab::histories::trace::{Frame, Origin, Origins, StackId, TextId};
 
-/// Numbers of stacks in the order in which they come up, from 1; the empty stack has 0.
-#[derive(Debug, Default)]
-pub(super) struct Stacks {
-    numbers: HashMap<StackId, u32>,
-    list: Vec<StackId>,
+/// What comes up, numbered in that order from 1.
+#[derive(Debug)]
+struct Numbered<T> {
+    numbers: HashMap<T, u32>,
+    list: Vec<T>,
 }
 
-impl Stacks {
-    pub(super) fn number(&mut self, stack: StackId) -> u32 {
-        if stack.is_empty() {
-            return 0;
-        }
-        *self.numbers.entry(stack).or_insert_with(|| {
-            self.list.push(stack);
-            // CAST: stacks have numbers of 32 bits.
+impl<T> Default for Numbered<T> {
+    fn default() -> Self {
+        Self { numbers: HashMap::new(), list: Vec::new() }
+    }
+}
+
+impl<T: Copy + Eq + Hash> Numbered<T> {
+    fn number(&mut self, one: T) -> u32 {
+        *self.numbers.entry(one).or_insert_with(|| {
+            self.list.push(one);
+            // CAST: stacks and texts have numbers of 32 bits.
             self.list.len() as u32
         })
+    }
+}
+
+/// Numbers of stacks and of categories; the empty ones have 0.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    stacks: Numbered<StackId>,
+    categories: Numbered<TextId>,
+}
+
+impl Known {
+    pub(super) fn number(&mut self, origin: Origin) -> Came {
+        Came {
+            stack: if origin.stack.is_empty() { 0 } else { self.stacks.number(origin.stack) },
+            category: if origin.category.is_empty() { 0 } else { self.categories.number(origin.category) },
+        }
     }
 }
 
@@ -35,15 +55,18 @@ pub(super) struct Places {
     pub(super) frames: Vec<String>,
     /// The line that a stack is known by, from 1 (0: none), and its frames, the innermost first.
     pub(super) stacks: Vec<(u32, Vec<u32>)>,
+    /// PyTorch's categories.
+    pub(super) categories: Vec<String>,
 }
 
 impl Places {
-    /// These stacks in words.
-    pub(super) fn of(origins: &Origins, stacks: &Stacks) -> Self {
-        let mut out = Self::default();
+    /// What is known, in words.
+    pub(super) fn of(origins: &Origins, known: &Known) -> Self {
+        let categories = known.categories.list.iter().map(|category| origins.spelt(*category).to_owned());
+        let mut out = Self { categories: categories.collect(), ..Self::default() };
         let mut lines: HashMap<String, u32> = HashMap::new();
         let mut frames: HashMap<Frame, u32> = HashMap::new();
-        for stack in &stacks.list {
+        for stack in &known.stacks.list {
             let line = line_of(origins, *stack).map_or(0, |line| {
                 *lines.entry(line).or_insert_with_key(|line| {
                     out.lines.push(line.clone());

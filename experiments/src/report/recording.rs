@@ -1,7 +1,7 @@
 //! What the page shows of a history: lives of blocks and segments, counted in events.
 
 use std::collections::{BTreeMap, HashMap};
-use vramlab::histories::trace::{Action, Event, Segment, Summary};
+use vramlab::histories::trace::{Action, Event, Segment, SegmentType, Summary};
 
 /// The end of what is never given back.
 pub(super) const NEVER: u32 = u32::MAX;
@@ -19,10 +19,17 @@ pub(super) struct Life {
     pub(super) bytes: u64,
     /// Position in [`Recording::streams`].
     pub(super) stream: u32,
-    /// Number of the stack that allocated it, 0 if that is not known.
-    pub(super) stack: u32,
+    /// Where it came from.
+    pub(super) came: Came,
     /// Whether it was there before the first event.
     pub(super) before: bool,
+}
+
+/// Where a block came from: numbers of a stack and of a category, 0 where that is not known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Came {
+    pub(super) stack: u32,
+    pub(super) category: u32,
 }
 
 /// Memory held from the device. Times are numbers of events.
@@ -32,8 +39,36 @@ pub(super) struct Held {
     pub(super) end: u32,
     pub(super) addr: u64,
     pub(super) bytes: u64,
+    /// Position in [`Recording::streams`], [`NEVER`] where nobody tells.
     pub(super) stream: u32,
+    pub(super) pool: Pool,
+    /// Whether it was there before the first event.
+    pub(super) before: bool,
 }
+
+/// What a segment is for, as far as it is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Pool {
+    /// Whether it serves small requests, or others.
+    pub(super) small: Option<bool>,
+    /// Whether it is a part of an expandable segment.
+    pub(super) expandable: bool,
+    /// The private pool that it belongs to, such as that of a CUDA graph. Only those that are held at the end are told.
+    pub(super) private: Option<(u64, u64)>,
+}
+
+impl Pool {
+    /// In a few words; empty where nothing is known.
+    pub(super) fn words(self) -> String {
+        let kind = self.small.map(|small| if small { "small requests" } else { "large requests" }.to_owned());
+        let expandable = self.expandable.then(|| "expandable".to_owned());
+        let private = self.private.map(|(major, minor)| format!("private pool {major}.{minor}"));
+        kind.into_iter().chain(expandable).chain(private).collect::<Vec<String>>().join(", ")
+    }
+}
+
+/// PyTorch's segments for small requests have this size, and no others are that small.
+const SMALL_SEGMENT: u64 = 2 << 20;
 
 /// Something that happened at an event, or between two.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,11 +112,11 @@ pub(super) struct Ranges {
 }
 
 impl Ranges {
-    pub(super) fn take(&mut self, at: u32, addr: u64, bytes: u64, stream: u32) {
+    pub(super) fn take(&mut self, held: Held) {
         // What a damaged log holds twice ends where the second begins.
-        self.give_back(at, addr, bytes, None);
-        if bytes > 0 {
-            self.now.insert(addr, Held { start: at, end: NEVER, addr, bytes, stream });
+        self.give_back(held.start, held.addr, held.bytes, None);
+        if held.bytes > 0 {
+            self.now.insert(held.addr, held);
         }
     }
 
@@ -109,22 +144,25 @@ impl Ranges {
 
     fn was_there(&mut self, at: u32, from: u64, to: u64, stream: Option<u32>) {
         if let (true, Some(stream)) = (from < to, stream) {
-            self.past.push(Held { start: 0, end: at, addr: from, bytes: to - from, stream });
+            let pool = Pool::default();
+            self.past.push(Held { start: 0, end: at, addr: from, bytes: to - from, stream, pool, before: true });
         }
     }
 
     /// What is held at the end and was not taken was there all the time.
-    fn ends_with(&mut self, addr: u64, bytes: u64, stream: u32) {
+    fn ends_with(&mut self, addr: u64, bytes: u64, stream: u32, pool: Pool) {
         let (mut from, end) = (addr, addr.saturating_add(bytes));
-        let held: Vec<Held> = self.now.range(..end).map(|(_, held)| *held).collect();
-        for held in held.iter().filter(|held| held.addr + held.bytes > addr) {
+        let held = Held { start: 0, end: NEVER, addr, bytes, stream, pool, before: true };
+        let there = |from: u64, to: u64| Held { addr: from, bytes: to - from, ..held };
+        for held in self.now.range_mut(..end).map(|(_, held)| held).filter(|held| held.addr + held.bytes > addr) {
+            held.pool = pool;
             if from < held.addr {
-                self.past.push(Held { start: 0, end: NEVER, addr: from, bytes: held.addr - from, stream });
+                self.past.push(there(from, held.addr));
             }
             from = from.max(held.addr + held.bytes);
         }
         if from < end {
-            self.past.push(Held { start: 0, end: NEVER, addr: from, bytes: end - from, stream });
+            self.past.push(there(from, end));
         }
     }
 
@@ -155,8 +193,8 @@ impl Recorder {
         Self { gpu, ..Self::default() }
     }
 
-    /// Takes the next event, and the number of the stack that it came from (0: not known).
-    pub(super) fn take(&mut self, event: &Event, stack: u32) {
+    /// Takes the next event, and where it came from.
+    pub(super) fn take(&mut self, event: &Event, came: Came) {
         if self.gpu.is_some_and(|gpu| gpu != event.device) {
             return;
         }
@@ -171,7 +209,7 @@ impl Recorder {
                 if let Some(lost) = self.live.insert(addr, (false, self.recording.blocks.len())) {
                     self.life(lost).end = at;
                 }
-                let life = Life { start: at, freed: NEVER, end: NEVER, addr, bytes, stream, stack, before: false };
+                let life = Life { start: at, freed: NEVER, end: NEVER, addr, bytes, stream, came, before: false };
                 self.recording.blocks.push(life);
             }
             Action::FreeRequested => {
@@ -188,7 +226,11 @@ impl Recorder {
                 let life = self.life(place);
                 (life.freed, life.end) = (life.freed.min(at), at);
             }
-            Action::SegmentAlloc | Action::SegmentMap => self.ranges.take(at, addr, bytes, stream),
+            Action::SegmentAlloc | Action::SegmentMap => {
+                let expandable = event.action == Action::SegmentMap;
+                let pool = Pool { small: Some(bytes <= SMALL_SEGMENT), expandable, private: None };
+                self.ranges.take(Held { start: at, end: NEVER, addr, bytes, stream, pool, before: false });
+            }
             Action::SegmentFree | Action::SegmentUnmap => self.ranges.give_back(at, addr, bytes, Some(stream)),
             Action::Oom => {
                 let text = format!("out of memory: a request of {} was refused", vramlab::Bytes(bytes));
@@ -216,12 +258,11 @@ impl Recorder {
         })
     }
 
-    /// The whole, with what the file says was held at the end; `stack` has the number of the stack that allocated a block
-    /// which is held then.
-    pub(super) fn finish(mut self, summary: &Summary, mut stack: impl FnMut(u16, u64) -> u32) -> Recording {
+    /// The whole, with what the file says was held at the end; `came` says where a block came from that is held then.
+    pub(super) fn finish(mut self, summary: &Summary, mut came: impl FnMut(u16, u64) -> Came) -> Recording {
         let gpu = self.gpu;
         for segment in summary.segments.iter().filter(|segment| gpu.is_none_or(|gpu| gpu == segment.device)) {
-            self.held_at_the_end(segment, &mut stack);
+            self.held_at_the_end(segment, &mut came);
         }
         let mut recording = self.recording;
         self.before.sort_by_key(|life| life.addr);
@@ -230,25 +271,30 @@ impl Recorder {
         recording
     }
 
-    fn held_at_the_end(&mut self, segment: &Segment, stack_of: &mut impl FnMut(u16, u64) -> u32) {
+    fn held_at_the_end(&mut self, segment: &Segment, came: &mut impl FnMut(u16, u64) -> Came) {
         use vramlab::contract::BlockState;
         let stream = self.stream(segment.stream);
-        self.ranges.ends_with(segment.address, segment.total_size, stream);
+        let pool = Pool {
+            small: Some(segment.segment_type == SegmentType::Small),
+            expandable: segment.is_expandable,
+            private: segment.pool_id.filter(|pool| *pool != (0, 0)),
+        };
+        self.ranges.ends_with(segment.address, segment.total_size, stream, pool);
         for block in segment.blocks.iter().filter(|block| block.state != BlockState::Free) {
             if self.live.contains_key(&block.address) {
                 continue;
             }
             let freed = if block.state == BlockState::PendingFree { 0 } else { NEVER };
             let bytes = if block.requested_size == 0 { block.size } else { block.requested_size };
-            let stack = stack_of(segment.device, block.address);
-            self.was_there(Life { freed, stack, ..Life::before(block.address, bytes, stream) });
+            let came = came(segment.device, block.address);
+            self.was_there(Life { freed, came, ..Life::before(block.address, bytes, stream) });
         }
     }
 }
 
 impl Life {
     fn before(addr: u64, bytes: u64, stream: u32) -> Self {
-        Self { start: 0, freed: NEVER, end: NEVER, addr, bytes, stream, stack: 0, before: true }
+        Self { start: 0, freed: NEVER, end: NEVER, addr, bytes, stream, came: Came::default(), before: true }
     }
 }
 
@@ -261,7 +307,7 @@ mod tests {
     fn recorder(events: &[(Action, u64, u64)]) -> Recorder {
         let mut recorder = Recorder::new(None);
         for (time_ns, &(action, addr, bytes)) in (0..).zip(events) {
-            recorder.take(&Event { action, device: 0, addr, bytes, stream: 7, time_ns }, 0);
+            recorder.take(&Event { action, device: 0, addr, bytes, stream: 7, time_ns }, Came::default());
         }
         recorder
     }
@@ -292,7 +338,7 @@ mod tests {
             blocks: vec![block(512, BlockState::Allocated), block(4096, BlockState::Allocated)],
             ..Segment::default()
         };
-        let found = recorder(&events).finish(&summary(vec![end]), |_, _| 5);
+        let found = recorder(&events).finish(&summary(vec![end]), |_, _| Came::default());
         let lives: Vec<(u32, u32, u32, u64, bool)> =
             found.blocks.iter().map(|life| (life.start, life.freed, life.end, life.addr, life.before)).collect();
         let expected = [
@@ -317,7 +363,7 @@ mod tests {
             (Action::SegmentUnmap, 120, 60),
             (Action::SegmentUnmap, 20, 30),
         ];
-        let found = recorder(&events).finish(&summary(Vec::new()), |_, _| 0);
+        let found = recorder(&events).finish(&summary(Vec::new()), |_, _| Came::default());
         let held: Vec<(u32, u32, u64, u64)> =
             found.segments.iter().map(|held| (held.start, held.end, held.addr, held.bytes)).collect();
         let expected = [(0, 3, 20, 30), (0, NEVER, 100, 20), (0, 2, 120, 30), (1, 2, 150, 30), (1, NEVER, 180, 20)];

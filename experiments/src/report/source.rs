@@ -1,6 +1,6 @@
 //! What the page is made from: histories, and the folders of runs that recorded one.
 
-use super::places::{Places, Stacks, annotations};
+use super::places::{Known, Places, annotations};
 use super::recording::{Mark, Recorder, Recording};
 use crate::history::{AsRecorded, Tally, compile, no_events, say_cut};
 use crate::reading::ReadArgs;
@@ -104,10 +104,10 @@ fn history(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs
     let mut builder = HistoryBuilder::new(gpu).within(&options.budget);
     let mut tally = Tally::new(gpu);
     let mut recorder = Recorder::new(gpu);
-    let mut stacks = Stacks::default();
+    let mut known = Known::default();
     let mut sink = |event: Event, origin: Origin, _: &Origins| {
         tally.take(&event);
-        recorder.take(&event, stacks.number(origin.stack));
+        recorder.take(&event, known.number(origin));
         builder.push(&event).map_err(ReadError::stop)
     };
     let (summary, origins) = read_origins(file, &options, &mut sink)?;
@@ -116,7 +116,7 @@ fn history(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs
     if compiled.history.events() == 0 {
         return Err(no_events(file, gpu, &summary));
     }
-    let mut recording = recorder.finish(&summary, |device, addr| stacks.number(origins.block(device, addr).stack));
+    let mut recording = recorder.finish(&summary, |device, addr| known.number(origins.block(device, addr)));
     recording.marks.extend(annotations(&origins, gpu, &recording));
     Ok(Source {
         name: file.display().to_string(),
@@ -126,7 +126,7 @@ fn history(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs
         summary,
         history: compiled.history,
         settings: compiled.settings,
-        places: Places::of(&origins, &stacks),
+        places: Places::of(&origins, &known),
         figures: Vec::new(),
         allocator: None,
         served: None,

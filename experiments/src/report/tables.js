@@ -2,13 +2,14 @@
 
 const table = (parent, head, rows) => {
   const wide = make("div", parent, { class: "wide" }), element = make("table", wide);
-  const top = make("tr", make("thead", element));
-  for (const text of head) make("th", top, {}, text);
+  const top = make("tr", make("thead", element)), words = (i) => rows[0]?.[i] instanceof Node && rows[0][i].classList.contains("words");
+  head.forEach((text, i) => make("th", top, words(i) ? { class: "left" } : {}, text));
   const body = make("tbody", element);
   for (const cells of rows) {
     const row = make("tr", body);
     cells.forEach((cell, i) => {
       const element = make(i === 0 ? "th" : "td", row);
+      if (words(i)) element.className = "left";
       if (cell instanceof Node) element.append(cell);
       else element.textContent = cell;
     });
@@ -38,19 +39,13 @@ const figuresTable = (parent, histories) => {
 // Peak reserved under each allocator as a bar, with what a plan and any allocator at all would need.
 const settingsTable = (parent, about) => {
   const most = Math.max(...about.settings.map((one) => one.peak_reserved_bytes), 1);
-  const bar = (bytes, kind) => {
-    const place = make("span", null, { class: "bar" });
-    const fill = make("i", place, { class: kind });
-    fill.style.width = Math.max((100 * bytes) / most, 0.3) + "%";
-    return place;
-  };
   const over = (bytes) => (about.lower_bound_bytes > 0 ? (bytes / about.lower_bound_bytes).toFixed(3) : "–");
   const count = (n) => (n === null ? "–" : formatCount(n));
   const rows = [...about.settings].sort((a, b) => b.measured - a.measured || (a.failed > 0) - (b.failed > 0) || a.peak_reserved_bytes - b.peak_reserved_bytes)
-    .map((one) => [one.name, formatBytes(one.peak_reserved_bytes), bar(one.peak_reserved_bytes, one.measured ? "measured" : one.failed ? "failed" : "replayed"),
+    .map((one) => [one.name, formatBytes(one.peak_reserved_bytes), bar(one.peak_reserved_bytes, most, one.measured ? "measured" : one.failed ? "failed" : "replayed"),
       over(one.peak_reserved_bytes), count(one.retries), count(one.failed), count(one.driver_calls)]);
-  if (about.plan_bytes !== null) rows.push(["a plan", formatBytes(about.plan_bytes), bar(about.plan_bytes, "bound"), over(about.plan_bytes), "–", "–", "–"]);
-  rows.push(["lower bound", formatBytes(about.lower_bound_bytes), bar(about.lower_bound_bytes, "bound"), over(about.lower_bound_bytes), "–", "–", "–"]);
+  if (about.plan_bytes !== null) rows.push(["a plan", formatBytes(about.plan_bytes), bar(about.plan_bytes, most, "bound"), over(about.plan_bytes), "–", "–", "–"]);
+  rows.push(["lower bound", formatBytes(about.lower_bound_bytes), bar(about.lower_bound_bytes, most, "bound"), over(about.lower_bound_bytes), "–", "–", "–"]);
   table(parent, ["allocator", "peak reserved", "", "times the bound", "retries", "requests that failed", "driver calls"], rows).classList.add("settings");
 };
 
@@ -63,17 +58,23 @@ const happened = (history, map, event) => {
     if (history.end[i] === event && history.freed[i] !== event) say("free completed of", i);
   }
   for (let i = 0; i < map.segmentStart.length; i++) {
-    if (map.segmentStart[i] === event && event > 0) out.push("segment of " + formatBytes(map.segmentBytes[i]) + " taken from the device");
+    if (map.segmentStart[i] === event && !map.segmentBefore[i]) out.push("segment of " + formatBytes(map.segmentBytes[i]) + " taken from the device");
     if (map.segmentEnd[i] === event) out.push("segment of " + formatBytes(map.segmentBytes[i]) + " given back to the device");
   }
   for (const mark of history.about.marks) if (mark.start === event && mark.kind !== "annotation") out.push(mark.text);
   return out;
 };
 
-const tellMoment = (parent, history, map, event) => {
+const AROUND = 4;
+const tellMoment = (parent, history, map, event, choose) => {
   make("h3", parent, {}, "After event " + formatCount(event + 1) + " of " + formatCount(history.events) + (history.byTime ? ", at " + formatTime(history.time[event]) : ""));
-  const facts = happened(history, map, event);
-  if (facts.length) make("p", parent, { class: "happened" }, facts.slice(0, 6).join("; "));
+  // What the events around it did.
+  const from = Math.max(event - AROUND, 0), to = Math.min(event + AROUND, history.events - 1), list = make("ol", parent, { class: "events" });
+  for (let at = from; at <= to; at++) {
+    const item = make("li", list, { value: String(at + 1), ...(at === event ? { "aria-current": "true" } : {}) }), facts = happened(history, map, at);
+    const button = make("button", item, { type: "button", class: "way" }, facts.slice(0, 6).join("; ") || "–");
+    button.addEventListener("click", () => choose(at));
+  }
   const level = [];
   if (map.reserved) level.push("reserved " + formatBytes(map.reserved[event]));
   level.push("active " + formatBytes(map.active[event]), "asked for " + formatBytes(history.requested[event]));

@@ -8,6 +8,7 @@ use super::source::{Figure, Source};
 use crate::replay::bound::Bounds;
 use anyhow::Result;
 use serde::Serialize;
+use serde_json::Value;
 use vramlab::{Bytes, Ledger, Selection};
 
 /// The page.
@@ -29,6 +30,8 @@ pub(super) struct HistoryData {
     /// Lines of the user's code, and frames of stacks, in words.
     lines: Vec<String>,
     frames: Vec<String>,
+    /// PyTorch's categories of memory, from 1.
+    categories: Vec<String>,
     /// Group of columns with the stacks, where there are any.
     stacks: Option<usize>,
     figures: Vec<Figure>,
@@ -41,17 +44,29 @@ pub(super) struct HistoryData {
     settings: Vec<SettingData>,
     lower_bound_bytes: u64,
     plan_bytes: Option<u64>,
-    words: Vec<Words>,
+    answers: Answers,
 }
 
-/// What a command says of a history.
+/// What the commands for questions say of a history. One that has no answer says why.
 #[derive(Debug, Serialize)]
-pub(super) struct Words {
-    pub(super) title: &'static str,
-    pub(super) command: &'static str,
-    pub(super) text: String,
-    /// Whether that is an answer, and not why there is none.
-    pub(super) answered: bool,
+pub(super) struct Answers {
+    /// Absent for runs: PyTorch's settings say nothing of those.
+    pub(super) advise: Option<Answer>,
+    pub(super) explain: Option<Answer>,
+}
+
+/// What a command says, as its `--json` does, or why it says nothing.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Answer {
+    Said(Value),
+    Failed(String),
+}
+
+impl From<Result<Value>> for Answer {
+    fn from(answer: Result<Value>) -> Self {
+        answer.map_or_else(|error| Self::Failed(format!("{error:#}")), Self::Said)
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -70,6 +85,8 @@ struct MapData {
     unit: u64,
     /// Whether segments are known.
     segments: bool,
+    /// What segments are for, in words.
+    pools: Vec<String>,
     failed: u64,
 }
 
@@ -137,6 +154,7 @@ pub(super) fn history(
         stacks: source.places.columns().map(|columns| numbers.add(&columns)).transpose()?,
         lines: source.places.lines.clone(),
         frames: source.places.frames.clone(),
+        categories: source.places.categories.clone(),
         figures: figures(source, exact, bounds),
         notes,
         marks: recording.marks.iter().map(MarkData::of).collect(),
@@ -146,14 +164,14 @@ pub(super) fn history(
         settings: settings(source, others),
         lower_bound_bytes: bounds.lower_bound_bytes,
         plan_bytes: bounds.plan_bytes,
-        words: Vec::new(),
+        answers: Answers { advise: None, explain: None },
     })
 }
 
 impl HistoryData {
     /// With what commands say of it.
-    pub(super) fn with(self, words: Vec<Words>) -> Self {
-        Self { words, ..self }
+    pub(super) fn with(self, answers: Answers) -> Self {
+        Self { answers, ..self }
     }
 }
 
@@ -172,7 +190,7 @@ fn pack(map: &Map, events: usize, numbers: &mut Numbers, always: bool) -> Result
     let (columns, unit) = map.columns(events);
     let group = if always { Some(numbers.add(&columns)?) } else { numbers.add_if_small(&columns)? };
     let (name, segments, failed) = (map.name.clone(), !map.segments.is_empty(), map.failed);
-    Ok(group.map(|group| MapData { name, group, unit, segments, failed }))
+    Ok(group.map(|group| MapData { name, group, unit, segments, pools: map.pools(), failed }))
 }
 
 /// Times of events, and lives of blocks counted in events.
@@ -199,7 +217,8 @@ fn lives(source: &Source) -> Columns {
     }));
     columns.push(blocks().map(|life| life.bytes));
     columns.push(blocks().map(|life| u64::from(life.stream)));
-    columns.push(blocks().map(|life| u64::from(life.stack)));
+    columns.push(blocks().map(|life| u64::from(life.came.stack)));
+    columns.push(blocks().map(|life| u64::from(life.came.category)));
     columns.push(blocks().map(|life| u64::from(life.before)));
     columns
 }
@@ -269,11 +288,14 @@ fn notes(source: &Source, served: bool) -> Vec<String> {
         out.push("The log names no segments, so the map has only blocks.".to_owned());
     }
     if !served {
-        out.push(
-            "No replay put every block where it was recorded, so paths and rounded sizes are not known; blocks are drawn \
-             with the bytes that were asked for."
-                .to_owned(),
-        );
+        let mut note =
+            "No replay put every block where it was recorded, so paths and rounded sizes are not known; blocks are \
+                        drawn with the bytes that were asked for."
+                .to_owned();
+        if history.refused_allocations() > 0 && source.settings.memory_limit.is_none() {
+            note += " Memory ran out: given the limit that there was (--limit) a replay may do what the program did.";
+        }
+        out.push(note);
     }
     if summary.unknown_actions > 0 {
         out.push(format!("{} events of unknown actions were left out.", summary.unknown_actions));

@@ -420,8 +420,16 @@ impl Run<'_> {
                         // SAFETY: the only uses are the touch, queued on this stream before, and those announced.
                         unsafe { self.allocator.deallocate(block, self.streams[op.stream() as usize]) }?;
                     }
+                    if WATCHED {
+                        self.freed(*op);
+                    }
                 }
-                Kind::Release => self.release::<TOUCHED>(*op)?,
+                Kind::Release => {
+                    self.release::<TOUCHED>(*op)?;
+                    if WATCHED {
+                        self.freed(*op);
+                    }
+                }
                 Kind::Use => {
                     if let Some(block) = &self.live[op.slot as usize] {
                         self.use_on::<TOUCHED>(block, self.streams[op.stream() as usize])?;
@@ -449,6 +457,13 @@ impl Run<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Says that there was a request to free.
+    fn freed(&mut self, op: Op) {
+        if let Some(watched) = &mut self.watched {
+            watched.freed(self.allocator, self.streams[op.stream() as usize]);
+        }
     }
 
     /// Says which allocation comes next.

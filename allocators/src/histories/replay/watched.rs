@@ -37,15 +37,26 @@ pub struct Watched {
     pub places: Vec<BlockPlace>,
     /// In order. Empty for an allocator that takes its memory from a pool of the driver, which shows no segments.
     pub segments: Vec<SegmentChange>,
-    /// Ledgers as the requesting stream saw them, each with the number of its allocation. The last is that after the last
-    /// operation, with the number of allocations.
-    pub ledgers: Vec<(usize, Ledger)>,
-    /// Allocations between two ledgers; 0 takes none.
+    /// Ledgers as the stream of the operation saw them, in order. The last is that after the last operation.
+    pub ledgers: Vec<LedgerAt>,
+    /// Operations between two ledgers; 0 takes none.
     every: usize,
+    frees: usize,
+}
+
+/// A ledger on the way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LedgerAt {
+    /// Allocations that there had been by then.
+    pub allocations: usize,
+    /// Requests to free that there had been by then.
+    pub frees: usize,
+    /// What there was.
+    pub ledger: Ledger,
 }
 
 impl Watched {
-    /// Takes a ledger after each `every` allocations (0: none). A ledger costs a snapshot of the allocator.
+    /// Takes a ledger after each `every` allocations and frees (0: none). A ledger costs a snapshot of the allocator.
     #[must_use]
     pub fn every(every: usize) -> Self {
         Self { every, ..Self::default() }
@@ -53,8 +64,17 @@ impl Watched {
 
     pub(super) fn served(&mut self, block: &Block, by: Option<Path>, allocator: &dyn DeviceAllocator, at: StreamId) {
         self.places.push(BlockPlace { addr: block.addr().get(), bytes: block.bytes(), path: by });
-        if self.every > 0 && self.places.len().is_multiple_of(self.every) {
-            self.take_ledger(self.places.len() - 1, allocator, at);
+        self.ledger_if_due(allocator, at);
+    }
+
+    pub(super) fn freed(&mut self, allocator: &dyn DeviceAllocator, at: StreamId) {
+        self.frees += 1;
+        self.ledger_if_due(allocator, at);
+    }
+
+    fn ledger_if_due(&mut self, allocator: &dyn DeviceAllocator, at: StreamId) {
+        if self.every > 0 && (self.places.len() + self.frees).is_multiple_of(self.every) {
+            self.take_ledger(allocator, at);
         }
     }
 
@@ -65,13 +85,14 @@ impl Watched {
     /// The ledger after the last operation.
     pub(super) fn end(&mut self, allocator: &dyn DeviceAllocator, stream: StreamId) {
         if self.every > 0 {
-            self.take_ledger(self.places.len(), allocator, stream);
+            self.take_ledger(allocator, stream);
         }
     }
 
-    fn take_ledger(&mut self, allocation: usize, allocator: &dyn DeviceAllocator, stream: StreamId) {
+    fn take_ledger(&mut self, allocator: &dyn DeviceAllocator, stream: StreamId) {
         if let Some(snapshot) = allocator.snapshot() {
-            self.ledgers.push((allocation, snapshot.ledger(stream)));
+            let ledger = snapshot.ledger(stream);
+            self.ledgers.push(LedgerAt { allocations: self.places.len(), frees: self.frees, ledger });
         }
     }
 }
@@ -175,9 +196,9 @@ mod tests {
         assert_eq!(watched.places, expected);
         let taken = |allocation, addr, bytes| SegmentChange { allocation, addr, bytes, taken: true };
         assert_eq!(watched.segments[..2], [taken(0, 64 * MIB, 2 * MIB), taken(2, 32 * MIB, 20 * MIB)]);
-        let ledgers: Vec<(usize, u64, u64)> =
-            watched.ledgers.iter().map(|(at, ledger)| (*at, ledger.requested, ledger.reserved)).collect();
-        assert_eq!(ledgers, [(1, 1500, 2 * MIB), (3, 3 * MIB + 500, 22 * MIB)], "after two, and at the end");
+        let told = |at: &LedgerAt| (at.allocations, at.frees, at.ledger.requested, at.ledger.reserved);
+        let expected = [(2, 0, 1500, 2 * MIB), (3, 1, 3 * MIB + 500, 22 * MIB), (3, 1, 3 * MIB + 500, 22 * MIB)];
+        assert_eq!(watched.ledgers.iter().map(told).collect::<Vec<_>>(), expected, "after each two, and at the end");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::{counted, percent, place, size, when as said};
 use crate::explain::ExplainArgs;
-use crate::explain::explanation::{Explanation, Pinned, Refused, Retry};
+use crate::explain::explanation::{Explanation, Pinned, Refused, Retry, Stranded};
 use trainer::report::duration;
 use trainer::terminal::{Column, Page, Table};
 
@@ -75,33 +75,41 @@ pub(super) fn where_it_went(found: &Explanation, args: &ExplainArgs, page: &mut 
         page.table(&table);
     }
     for stranded in went.stranded.iter().take(usize::from(args.top)) {
-        let last = match (&stranded.line, stranded.last_request) {
-            (_, 0) => "nothing is asked for on it".to_owned(),
-            (Some(line), event) => format!("its last request is event {event}, at {line}"),
-            (None, event) => format!("its last request is event {event}"),
-        };
-        page.note(format!(
-            "stranded: {} free in stream {:#x}, which is used no more ({last}); empty_cache would give {} back",
-            size(stranded.free_bytes),
-            stranded.stream,
-            size(stranded.returnable_bytes)
-        ));
+        page.note(self::stranded(stranded));
     }
-    pending(found, args, page);
+    for sentence in pending(found).into_iter().take(2 + usize::from(args.top).min(3)) {
+        page.note(sentence);
+    }
     pinned(found, args, page);
 }
 
-fn pending(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
+/// Memory that nobody can use any more, in a sentence.
+pub(super) fn stranded(stranded: &Stranded) -> String {
+    let last = match (&stranded.line, stranded.last_request) {
+        (_, 0) => "nothing is asked for on it".to_owned(),
+        (Some(line), event) => format!("its last request is event {event}, at {line}"),
+        (None, event) => format!("its last request is event {event}"),
+    };
+    format!(
+        "stranded: {} free in stream {:#x}, which is used no more ({last}); empty_cache would give {} back",
+        size(stranded.free_bytes),
+        stranded.stream,
+        size(stranded.returnable_bytes)
+    )
+}
+
+/// What frees cost that wait: two sentences on all, then one on each stream.
+pub(super) fn pending(found: &Explanation) -> Vec<String> {
     let pending = &found.reserved.pending;
     if pending.peak_bytes == 0 {
-        return;
+        return Vec::new();
     }
-    page.note(format!(
+    let mut out = vec![format!(
         "{} waited for other streams (record_stream), at most {} at once (event {})",
         counted(pending.deferred_frees, "free"),
         size(pending.peak_bytes),
         pending.peak_event
-    ));
+    )];
     let active = found.peak_active.active_bytes;
     let mut text = format!(
         "peak in use {} as recorded, {} had they completed at once",
@@ -112,10 +120,10 @@ fn pending(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
     {
         text += &format!("; replayed, {} and {} are reserved", size(recorded), size(instant));
     }
-    page.note(text);
-    for row in pending.streams.iter().filter(|row| row.peak_bytes > 0).take(usize::from(args.top).min(3)) {
+    out.push(text);
+    for row in pending.streams.iter().filter(|row| row.peak_bytes > 0) {
         let line = row.line.as_ref().map_or_else(String::new, |line| format!(", most of it from {line}"));
-        page.note(format!(
+        out.push(format!(
             "blocks of stream {:#x}: {}, at most {} at once, for up to {}{line}",
             row.stream,
             counted(row.deferred_frees, "such free"),
@@ -123,6 +131,7 @@ fn pending(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
             counted(row.longest_events, "event")
         ));
     }
+    out
 }
 
 fn pinned(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
@@ -249,7 +258,8 @@ fn hole(found: &Explanation, page: &mut Page) {
     }
 }
 
-fn retried(retry: &Retry) -> String {
+/// Why memory went back, in a sentence.
+pub(super) fn retried(retry: &Retry) -> String {
     let kind = match retry.kind {
         "garbage_collection" => "garbage collection",
         "retry_or_empty_cache" => "retry (or empty_cache right before it)",
