@@ -1,4 +1,8 @@
-"""A headless Chromium, spoken to over its own debugging pipe: no driver and no package in between."""
+"""A headless Chromium, spoken to over its own debugging pipe: no driver and no package in between.
+
+How long pages of `vramlab report` take from navigation to their first complete drawing, five times each, is printed by
+python3 -m tests.browser PAGE.html... (in analysis/).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -145,3 +150,22 @@ def opened() -> Iterator[Browser]:
     browser = Browser(program)
     yield browser
     browser.close()
+
+
+def main(pages: list[str], times: int = 5) -> None:
+    """Opens each page several times and says when it was first drawn."""
+    program = find()
+    if program is None or not pages:
+        sys.exit("error: name pages of `vramlab report`, and have Chromium on this machine (CHROMIUM names it)")
+    browser = Browser(program)
+    for page in pages:
+        path, first = Path(page).resolve(), []
+        for _ in range(times):
+            browser.open(path.as_uri(), "document.documentElement?.dataset.ready === 'yes'")
+            first.append(int(browser.evaluate("document.documentElement.dataset.first")))
+        print(f"{page}: {path.stat().st_size / 1e6:.1f} MB, drawn after {min(first)} to {max(first)} ms")
+    browser.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
