@@ -30,7 +30,7 @@ pub use cuda::{CudaDeviceInfo, CudaDriver, CudaUnavailable, CudaVersion};
 pub use error::DriverError;
 pub use faulty::FaultyDriver;
 pub use graph::{GraphDriver, GraphMemory};
-pub use hooked::{CallArguments, CallResult, Hook, HookedDriver};
+pub use hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
 pub use ids::{DeviceAddr, EventId, GraphId, PhysicalHandle, PoolId, StreamId};
 pub use metered::{CallEvent, CallObserver, IdleCosts, MeteredDriver};
 pub use name::{DeviceName, DeviceNameError};

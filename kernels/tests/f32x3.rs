@@ -8,10 +8,10 @@ mod gpu;
 #[path = "../../allocators/tests/common/trials.rs"]
 mod trials;
 
+use chacha20::ChaCha8Rng;
 use gpu::Gpu;
 use kernels::{Choice, Engine, LinearBackwardInput, LinearForward, LinearWeightGradient, Precision, Product, Tile};
 use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 use std::process::ExitCode;
 use trials::trials;
 

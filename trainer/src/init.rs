@@ -1,8 +1,8 @@
 //! Initial weights.
 
 use crate::settings::InitMode;
+use chacha20::ChaCha8Rng;
 use rand::SeedableRng;
-use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal, StandardUniform};
 
 const NORMAL_DEVIATION: f64 = 0.05;

@@ -3,8 +3,8 @@
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
+use chacha20::ChaCha8Rng;
 use rand::SeedableRng;
-use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
 use trainer::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::device::Device;

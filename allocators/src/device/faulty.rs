@@ -1,6 +1,6 @@
 //! Fault injection: the k-th call of a kind fails, once.
 
-use super::hooked::{CallArguments, CallResult, Hook, HookedDriver};
+use super::hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
 use super::{CallKind, Driver, DriverResult};
 use crate::device::DriverError;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -15,13 +15,9 @@ pub struct Faults {
 
 // SAFETY: changes no call.
 unsafe impl Hook for Faults {
-    fn around<T: CallResult>(
-        &self,
-        _inner: &dyn Driver,
-        kind: CallKind,
-        _arguments: CallArguments,
-        call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T> {
+    type Before = ();
+
+    fn before(&self, _inner: &dyn Driver, kind: CallKind, _arguments: CallArguments) -> DriverResult<()> {
         let mut plan = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((planned, left, code)) = plan.as_mut()
             && *planned == kind
@@ -34,9 +30,10 @@ unsafe impl Hook for Faults {
             }
             *left -= 1;
         }
-        drop(plan);
-        call()
+        Ok(())
     }
+
+    fn after(&self, _inner: &dyn Driver, _kind: CallKind, _arguments: CallArguments, (): (), _outcome: CallOutcome) {}
 }
 
 /// A driver whose calls can be made to fail. The inner driver does not see a call that fails here.

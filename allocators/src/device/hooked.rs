@@ -26,57 +26,66 @@ pub struct CallArguments {
 }
 
 /// What a hook can learn from the result of a call.
-pub trait CallResult {
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CallOutcome {
+    /// Whether the call succeeded.
+    pub ok: bool,
     /// The address that the call produced, if it produces one.
-    fn addr(&self) -> Option<DeviceAddr> {
-        None
-    }
-
+    pub addr: Option<DeviceAddr>,
     /// The answer of a call that asks whether something is so.
-    fn answer(&self) -> Option<bool> {
-        None
+    pub answer: Option<bool>,
+}
+
+trait CallResult {
+    /// What a call that succeeded lets a hook know.
+    fn outcome(&self) -> CallOutcome {
+        CallOutcome { ok: true, ..CallOutcome::default() }
     }
 }
 
 impl CallResult for bool {
-    fn answer(&self) -> Option<bool> {
-        Some(*self)
+    fn outcome(&self) -> CallOutcome {
+        CallOutcome { ok: true, answer: Some(*self), ..CallOutcome::default() }
     }
 }
 
 impl CallResult for DeviceAddr {
-    fn addr(&self) -> Option<DeviceAddr> {
-        Some(*self)
+    fn outcome(&self) -> CallOutcome {
+        CallOutcome { ok: true, addr: Some(*self), ..CallOutcome::default() }
     }
 }
 
-macro_rules! without_address { ($($kind:ty),+) => { $(impl CallResult for $kind {})+ }; }
-without_address!((), u64, MemInfo, StreamId, EventId, PoolId, PoolSettings, PoolCounters, PhysicalHandle, NonNull<u8>);
-without_address!(GraphId, GraphMemory);
+macro_rules! only_success { ($($kind:ty),+) => { $(impl CallResult for $kind {})+ }; }
+only_success!((), u64, MemInfo, StreamId, EventId, PoolId, PoolSettings, PoolCounters, PhysicalHandle, NonNull<u8>);
+only_success!(GraphId, GraphMemory);
 
 /// What a wrapper does around the calls of the driver that it wraps. [`HookedDriver`] forwards the calls, so that a wrapper
 /// is its own few lines: each method here has a default that changes nothing.
 ///
 /// # Safety
 /// The driver that results keeps the contract of [`Driver`], given that the wrapped one does. A wrapper that only overrides
-/// [`around`](Self::around) always does so. One that hands out addresses of its own gives them back in
+/// [`before`](Self::before) and [`after`](Self::after) always does so. One that hands out addresses of its own gives them back in
 /// [`mem_free`](Self::mem_free) and [`address_free`](Self::address_free), and names the wrapped driver's address in
 /// [`own_addr`](Self::own_addr).
 pub unsafe trait Hook: Send + Sync + fmt::Debug {
-    /// Makes the call by `call`, or refuses it.
+    /// What the hook remembers from before a call until after it.
+    type Before;
+
+    /// Comes before each call, and may refuse it.
     ///
     /// # Errors
-    /// The call's own, or one that the hook makes up.
-    fn around<T: CallResult>(
+    /// One that the hook makes up: the call is not made, and [`after`](Self::after) does not come.
+    fn before(&self, inner: &dyn Driver, kind: CallKind, arguments: CallArguments) -> DriverResult<Self::Before>;
+
+    /// Comes after each call that was made.
+    fn after(
         &self,
         inner: &dyn Driver,
         kind: CallKind,
         arguments: CallArguments,
-        call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T> {
-        let _ = (inner, kind, arguments);
-        call()
-    }
+        before: Self::Before,
+        outcome: CallOutcome,
+    );
 
     /// A new segment: [`Driver::mem_alloc`].
     ///
@@ -162,8 +171,22 @@ impl<H: Hook> HookedDriver<H> {
         &self.hook
     }
 
+    fn around<T: CallResult>(
+        &self,
+        kind: CallKind,
+        arguments: CallArguments,
+        call: impl FnOnce() -> DriverResult<T>,
+    ) -> DriverResult<T> {
+        let inner = self.inner.as_ref();
+        let before = self.hook.before(inner, kind, arguments)?;
+        let result = call();
+        let outcome = result.as_ref().map_or(CallOutcome::default(), CallResult::outcome);
+        self.hook.after(inner, kind, arguments, before, outcome);
+        result
+    }
+
     fn call<T: CallResult>(&self, kind: CallKind, call: impl FnOnce() -> DriverResult<T>) -> DriverResult<T> {
-        self.hook.around(self.inner.as_ref(), kind, CallArguments::default(), call)
+        self.around(kind, CallArguments::default(), call)
     }
 
     fn sized<T: CallResult>(
@@ -172,7 +195,7 @@ impl<H: Hook> HookedDriver<H> {
         bytes: u64,
         call: impl FnOnce() -> DriverResult<T>,
     ) -> DriverResult<T> {
-        self.hook.around(self.inner.as_ref(), kind, CallArguments { bytes, ..CallArguments::default() }, call)
+        self.around(kind, CallArguments { bytes, ..CallArguments::default() }, call)
     }
 
     fn at<T: CallResult>(
@@ -182,7 +205,7 @@ impl<H: Hook> HookedDriver<H> {
         bytes: u64,
         call: impl FnOnce() -> DriverResult<T>,
     ) -> DriverResult<T> {
-        self.hook.around(self.inner.as_ref(), kind, of_memory(addr, bytes), call)
+        self.around(kind, of_memory(addr, bytes), call)
     }
 
     fn on<T: CallResult>(
@@ -192,7 +215,7 @@ impl<H: Hook> HookedDriver<H> {
         arguments: CallArguments,
         call: impl FnOnce() -> DriverResult<T>,
     ) -> DriverResult<T> {
-        self.hook.around(self.inner.as_ref(), kind, CallArguments { stream: Some(stream), ..arguments }, call)
+        self.around(kind, CallArguments { stream: Some(stream), ..arguments }, call)
     }
 
     fn with_event<T: CallResult>(
@@ -201,7 +224,7 @@ impl<H: Hook> HookedDriver<H> {
         event: EventId,
         call: impl FnOnce() -> DriverResult<T>,
     ) -> DriverResult<T> {
-        self.hook.around(self.inner.as_ref(), kind, of_event(event), call)
+        self.around(kind, of_event(event), call)
     }
 
     fn inner_pools(&self) -> &dyn PoolDriver {

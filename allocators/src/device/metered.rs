@@ -7,7 +7,7 @@
 //! on an H200 with driver 580.159, 2026-11-21). The meter follows the pages by address to tell the two apart.
 
 use super::calls::SharedCounts;
-use super::hooked::{CallArguments, CallResult, Hook, HookedDriver};
+use super::hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
 use super::{CallCounts, CallKind, DeviceAddr, Driver, DriverResult, NullDriver, StreamId};
 use crate::device::{Clock, InstrumentCost};
 use serde::{Deserialize, Serialize};
@@ -212,18 +212,23 @@ impl Meter {
 
 // SAFETY: changes no call.
 unsafe impl Hook for Meter {
-    fn around<T: CallResult>(
+    /// What the device had waited so far, where it can tell, and the time.
+    type Before = (Option<u64>, u64);
+
+    fn before(&self, inner: &dyn Driver, _kind: CallKind, _arguments: CallArguments) -> DriverResult<Self::Before> {
+        Ok((inner.blocked_ns(), self.clock.now_ns()))
+    }
+
+    fn after(
         &self,
         inner: &dyn Driver,
         kind: CallKind,
         arguments: CallArguments,
-        call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T> {
-        let blocked_before = inner.blocked_ns();
-        let start_ns = self.clock.now_ns();
-        let result = call();
+        (blocked_before, start_ns): Self::Before,
+        outcome: CallOutcome,
+    ) {
         let total_ns = self.clock.now_ns().saturating_sub(start_ns);
-        let addr = arguments.addr.or_else(|| result.as_ref().ok().and_then(CallResult::addr));
+        let addr = arguments.addr.or(outcome.addr);
         let (bytes, blocked_ns) = match (blocked_before, inner.blocked_ns()) {
             (Some(before), Some(after)) => (arguments.bytes, after - before),
             _ => self.estimate(kind, arguments, addr, total_ns),
@@ -231,9 +236,8 @@ unsafe impl Hook for Meter {
         self.counts.add(kind, total_ns, blocked_ns);
         if let Some(observer) = &self.observer {
             let stream = arguments.stream;
-            observer(&CallEvent { kind, bytes, addr, stream, start_ns, total_ns, blocked_ns, ok: result.is_ok() });
+            observer(&CallEvent { kind, bytes, addr, stream, start_ns, total_ns, blocked_ns, ok: outcome.ok });
         }
-        result
     }
 }
 

@@ -4,7 +4,7 @@ use super::common::{self, allocate, free, sim, work};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 use vramlab::backends::{CachingSettings, caching};
-use vramlab::device::{CallArguments, CallResult, Hook, HookedDriver};
+use vramlab::device::{CallArguments, CallOutcome, Hook, HookedDriver};
 use vramlab::histories::trace::{Action, Event, Segment};
 use vramlab::{
     Backend, Block, CallKind, DeviceAddr, DeviceAllocator, Driver, DriverResult, EventId, PrivatePool, Selection,
@@ -41,41 +41,40 @@ struct Watch(Mutex<Log>);
 
 // SAFETY: changes no call.
 unsafe impl Hook for Watch {
-    fn around<T: CallResult>(
-        &self,
-        _inner: &dyn Driver,
-        kind: CallKind,
-        arguments: CallArguments,
-        call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T> {
-        let result = call();
+    type Before = ();
+
+    fn before(&self, _inner: &dyn Driver, _kind: CallKind, _arguments: CallArguments) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn after(&self, _inner: &dyn Driver, kind: CallKind, arguments: CallArguments, (): (), outcome: CallOutcome) {
         let log = &mut *self.0.lock().unwrap();
-        match (&result, kind) {
-            (Ok(made), CallKind::MemAlloc) => {
-                let addr = made.addr().unwrap().get();
+        match (outcome.ok, kind) {
+            (true, CallKind::MemAlloc) => {
+                let addr = outcome.addr.unwrap().get();
                 log.sizes.insert(addr, (arguments.bytes, log.stream, log.pool));
                 log.events.push(event(Action::SegmentAlloc, addr, arguments.bytes, log.stream));
             }
-            (Ok(_), CallKind::MemFree) => {
+            (true, CallKind::MemFree) => {
                 let addr = arguments.addr.unwrap().get();
                 let (bytes, stream, _) = log.sizes.remove(&addr).unwrap();
                 log.events.push(event(Action::SegmentFree, addr, bytes, stream));
             }
-            (Ok(_), CallKind::MemSetAccess) => {
+            (true, CallKind::MemSetAccess) => {
                 let addr = arguments.addr.unwrap().get();
                 log.events.push(event(Action::SegmentMap, addr, arguments.bytes, log.stream));
                 log.map(addr, addr + arguments.bytes);
             }
-            (Ok(_), CallKind::MemUnmap) => {
+            (true, CallKind::MemUnmap) => {
                 let addr = arguments.addr.unwrap().get();
                 log.unmap(addr, arguments.bytes);
             }
-            (Ok(_), CallKind::EventRecord) => {
+            (true, CallKind::EventRecord) => {
                 let (addr, bytes, stream) = log.freeing.unwrap();
                 log.waiting.insert(arguments.event.unwrap(), addr);
                 log.pending.entry(addr).or_insert((bytes, stream, 0)).2 += 1;
             }
-            (Ok(answer), CallKind::EventQuery | CallKind::EventSynchronize) if answer.answer() != Some(false) => {
+            (true, CallKind::EventQuery | CallKind::EventSynchronize) if outcome.answer != Some(false) => {
                 let addr = log.waiting.remove(&arguments.event.unwrap()).unwrap();
                 let pending = log.pending.get_mut(&addr).unwrap();
                 pending.2 -= 1;
@@ -86,7 +85,6 @@ unsafe impl Hook for Watch {
             }
             _ => {}
         }
-        result
     }
 
     fn address_reserve(&self, inner: &dyn VmmDriver, bytes: u64) -> DriverResult<DeviceAddr> {

@@ -3,9 +3,9 @@
 use super::options::OptionValue;
 use super::spec::{Program, Source};
 use anyhow::{Result, bail};
+use chacha20::ChaCha8Rng;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
-use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::fmt;

@@ -10,8 +10,8 @@
 
 use std::thread;
 
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::Rng;
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 
 use super::{Dataset, DatasetName, Features, Split, checksum_of, seeded, shuffle};
 
@@ -107,10 +107,10 @@ fn split(seed: u64, purpose: &[u8; 8], rows: usize) -> Split {
     let share = rows.div_ceil(threads);
     thread::scope(|scope| {
         for (part, (images, labels)) in bytes.chunks_mut(share * PIXELS).zip(labels.chunks(share)).enumerate() {
-            let key = &rng;
+            let key = rng.get_seed();
             scope.spawn(move || {
                 for (row, (image, &label)) in images.chunks_exact_mut(PIXELS).zip(labels).enumerate() {
-                    let mut rng = key.clone();
+                    let mut rng = ChaCha8Rng::from_seed(key);
                     // Stream 0 ordered the labels.
                     rng.set_stream((part * share + row) as u64 + 1);
                     rng.set_word_pos(0);

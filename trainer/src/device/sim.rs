@@ -6,7 +6,7 @@ use crate::error::Result;
 use kernels::{CudaKernels, HostMemory, Operation, Precision};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use vramlab::device::{CallArguments, CallObserver, CallResult, DriverResult, Hook, HookedDriver};
+use vramlab::device::{CallArguments, CallObserver, CallOutcome, DriverResult, Hook, HookedDriver};
 use vramlab::instruments::nvtx::Ranges;
 use vramlab::{CallKind, Driver, MeteredDriver, Profile, SimDriver, SimMemory, StreamId};
 
@@ -36,18 +36,16 @@ pub(super) fn open(profile: Profile, observer: Option<CallObserver>) -> Result<P
 #[derive(Debug)]
 struct Program(Arc<SimExecutor>);
 
-// SAFETY: overrides `around` alone.
+// SAFETY: changes no call.
 unsafe impl Hook for Program {
-    fn around<T: CallResult>(
-        &self,
-        _inner: &dyn Driver,
-        _kind: CallKind,
-        _arguments: CallArguments,
-        call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T> {
-        let result = call();
+    type Before = ();
+
+    fn before(&self, _inner: &dyn Driver, _kind: CallKind, _arguments: CallArguments) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn after(&self, _inner: &dyn Driver, _kind: CallKind, _arguments: CallArguments, (): (), _outcome: CallOutcome) {
         self.0.between_calls();
-        result
     }
 }
 

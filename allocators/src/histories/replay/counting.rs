@@ -1,7 +1,7 @@
 //! Counts driver calls by kind, and what those calls took.
 
 use crate::contract::Path;
-use crate::device::{CallArguments, CallKind, CallResult, Clock, DeviceKind, Driver, DriverResult, Hook};
+use crate::device::{CallArguments, CallKind, CallOutcome, Clock, DeviceKind, Driver, DriverResult, Hook};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -58,21 +58,27 @@ impl CallCounter {
 
 // SAFETY: changes no call.
 unsafe impl Hook for CallCounter {
-    fn around<T: CallResult>(
-        &self,
-        _inner: &dyn Driver,
-        kind: CallKind,
-        _arguments: CallArguments,
-        call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T> {
+    /// When the call began, where calls take time.
+    type Before = Option<u64>;
+
+    fn before(&self, _inner: &dyn Driver, kind: CallKind, _arguments: CallArguments) -> DriverResult<Option<u64>> {
         // CAST: the kind's position in `ALL`.
         self.kinds[kind as usize].fetch_add(1, Relaxed);
         self.all.fetch_add(1, Relaxed);
-        let Some(clock) = &self.clock else { return call() };
-        let start = clock.now_ns();
-        let result = call();
-        self.ns.fetch_add(clock.now_ns().saturating_sub(start), Relaxed);
-        result
+        Ok(self.clock.as_ref().map(|clock| clock.now_ns()))
+    }
+
+    fn after(
+        &self,
+        _inner: &dyn Driver,
+        _kind: CallKind,
+        _arguments: CallArguments,
+        start: Option<u64>,
+        _outcome: CallOutcome,
+    ) {
+        if let (Some(clock), Some(start)) = (&self.clock, start) {
+            self.ns.fetch_add(clock.now_ns().saturating_sub(start), Relaxed);
+        }
     }
 }
 

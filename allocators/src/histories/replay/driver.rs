@@ -4,7 +4,7 @@ use super::near::Near;
 use super::op::{BY_DEVICE, NEVER};
 use super::windows::SegmentEvent;
 use crate::device::{
-    CallArguments, CallKind, CallResult, DeviceAddr, Driver, DriverError, DriverResult, EventId, Hook, HookedDriver,
+    CallArguments, CallKind, CallOutcome, DeviceAddr, Driver, DriverError, DriverResult, EventId, Hook, HookedDriver,
     VmmDriver,
 };
 use std::collections::{BTreeMap, HashMap};
@@ -289,41 +289,45 @@ impl Replaying {
 // `address_free` name; what
 // replay says of an event is never earlier than what the inner device says.
 unsafe impl Hook for Replaying {
-    fn around<T: CallResult>(
-        &self,
-        _inner: &dyn Driver,
-        kind: CallKind,
-        arguments: CallArguments,
-        call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T> {
-        if let Some(segments) = &self.segments {
-            let op = self.position.load(Relaxed);
-            if kind == CallKind::MemCreate && lock(segments).refuses(op) {
-                return Err(refused(kind));
-            }
-            if let Some(addr) = arguments.addr.filter(|_| matches!(kind, CallKind::MemSetAccess | CallKind::MemUnmap)) {
-                let result = call()?;
-                match kind {
-                    CallKind::MemUnmap => lock(segments).handle_unmapped(op, addr.get(), arguments.bytes),
-                    _ => lock(segments).part_mapped(op, addr.get(), arguments.bytes),
-                }
-                return Ok(result);
-            }
+    type Before = ();
+
+    fn before(&self, _inner: &dyn Driver, kind: CallKind, arguments: CallArguments) -> DriverResult<()> {
+        if kind == CallKind::MemCreate
+            && let Some(segments) = &self.segments
+            && lock(segments).refuses(self.position.load(Relaxed))
+        {
+            return Err(refused(kind));
         }
-        let Some(event) = arguments.event else { return call() };
-        if kind == CallKind::EventDestroy {
+        if kind == CallKind::EventDestroy
+            && let Some(event) = arguments.event
+        {
             lock(&self.events).remove(&event);
         }
-        let result = call()?;
-        match kind {
-            CallKind::EventRecord => match self.releasing.load(Relaxed) {
-                BY_DEVICE => lock(&self.events).remove(&event),
-                ready => lock(&self.events).insert(event, ready),
-            },
-            CallKind::EventSynchronize => lock(&self.events).remove(&event),
-            _ => None,
-        };
-        Ok(result)
+        Ok(())
+    }
+
+    fn after(&self, _inner: &dyn Driver, kind: CallKind, arguments: CallArguments, (): (), outcome: CallOutcome) {
+        if !outcome.ok {
+            return;
+        }
+        if let (Some(segments), Some(addr)) = (&self.segments, arguments.addr) {
+            let op = self.position.load(Relaxed);
+            match kind {
+                CallKind::MemUnmap => lock(segments).handle_unmapped(op, addr.get(), arguments.bytes),
+                CallKind::MemSetAccess => lock(segments).part_mapped(op, addr.get(), arguments.bytes),
+                _ => {}
+            }
+        }
+        let Some(event) = arguments.event else { return };
+        match (kind, self.releasing.load(Relaxed)) {
+            (CallKind::EventRecord, BY_DEVICE) | (CallKind::EventSynchronize, _) => {
+                lock(&self.events).remove(&event);
+            }
+            (CallKind::EventRecord, ready) => {
+                lock(&self.events).insert(event, ready);
+            }
+            _ => {}
+        }
     }
 
     fn mem_alloc(&self, inner: &dyn Driver, bytes: u64) -> DriverResult<DeviceAddr> {

@@ -1,7 +1,7 @@
 //! What a replay says on the way: where each block lay, which memory was held from the device, and how the ledger went.
 
 use crate::contract::{Block, DeviceAllocator, Ledger, Path};
-use crate::device::{CallArguments, CallKind, CallResult, DeviceAddr, Driver, DriverResult, Hook, StreamId};
+use crate::device::{CallArguments, CallKind, CallOutcome, DeviceAddr, Driver, DriverResult, Hook, StreamId};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
@@ -139,18 +139,17 @@ impl SegmentWatch {
 
 // SAFETY: changes no call.
 unsafe impl Hook for SegmentWatch {
-    fn around<T: CallResult>(
-        &self,
-        _inner: &dyn Driver,
-        kind: CallKind,
-        arguments: CallArguments,
-        call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T> {
-        let result = call()?;
-        if matches!(kind, CallKind::MemAlloc | CallKind::MemFree | CallKind::MemMap | CallKind::MemUnmap) {
-            self.saw(kind, arguments, result.addr());
+    type Before = ();
+
+    fn before(&self, _inner: &dyn Driver, _kind: CallKind, _arguments: CallArguments) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn after(&self, _inner: &dyn Driver, kind: CallKind, arguments: CallArguments, (): (), outcome: CallOutcome) {
+        let changes = matches!(kind, CallKind::MemAlloc | CallKind::MemFree | CallKind::MemMap | CallKind::MemUnmap);
+        if changes && outcome.ok {
+            self.saw(kind, arguments, outcome.addr);
         }
-        Ok(result)
     }
 }
 

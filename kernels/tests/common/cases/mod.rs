@@ -10,9 +10,9 @@ mod outputs;
 use std::sync::OnceLock;
 
 use bytemuck::Pod;
+use chacha20::ChaCha8Rng;
 use kernels::{Choice, Element, Engine, GemmAlgorithm, GemmLayout, Operation, Precision, Product, Tile};
 use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 
 pub(crate) use backward::backward;
 pub(crate) use gather::{Picked, gather_labels, gather_rows_f32, gather_rows_u8};
