@@ -17,6 +17,8 @@ use std::io::{ErrorKind, Result, Write};
 
 /// Lines on standard error begin with a word of this width.
 pub(crate) const LABEL: usize = 9;
+/// The exit code after a fault of the program, as Rust's own.
+const FAULT: i32 = 101;
 
 /// Writes to standard output what has been made visible.
 fn write_out(text: &str) -> Result<()> {
@@ -55,9 +57,14 @@ pub fn fail(error: impl std::fmt::Display) {
     say(&format!("error: {error}"));
 }
 
-/// Has a panic print one line that says so instead of a backtrace: it is a fault of this program.
+/// Has a panic in any thread end the process with one line that says so instead of a backtrace: it is a fault of this
+/// program. Nothing unwinds (release builds have no code for it), so files under way are removed here.
 pub fn report_panics() {
-    std::panic::set_hook(Box::new(|panic| fail(format_args!("internal fault, please report it: {panic}"))));
+    std::panic::set_hook(Box::new(|panic| {
+        fail(format_args!("internal fault, please report it: {panic}"));
+        vramlab::output::discard_unfinished();
+        std::process::exit(FAULT)
+    }));
 }
 
 /// Parses a command line. `--help`, `--version` and arguments that cannot be parsed end the process.

@@ -3,9 +3,12 @@
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
+use std::io::Write;
 use std::path::Path;
+use std::process::Command;
 use trainer::terminal::{Cell, Column, Comparison, Page, Screen, Table};
 use unicode_width::UnicodeWidthStr;
+use vramlab::output::{Existing, OutputFile};
 
 fn screen(width: usize) -> Screen {
     Screen { width: Some(width), styled: false }
@@ -129,6 +132,32 @@ fn what_comes_from_outside_is_made_visible_in_every_part_of_a_page() {
         assert!(!page.text().contains(bad), "{:?}", page.text());
         assert!(page.text().contains("\\x1b]0;title\\x07\\x9b2J"), "{}", page.text());
     }
+}
+
+/// The test beside it runs this in a process of its own.
+#[test]
+#[ignore = "ends its process"]
+fn panics_in_a_thread() {
+    trainer::terminal::report_panics();
+    let folder = std::env::var_os("PANICS_IN").unwrap();
+    let mut file = OutputFile::create(&Path::new(&folder).join("half"), Existing::Refuse).unwrap();
+    file.write_all(b"half").unwrap();
+    std::thread::spawn(|| panic!("meant")).join().unwrap();
+}
+
+#[test]
+fn a_panic_is_one_line_and_leaves_nothing_half_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--ignored", "--exact", "panics_in_a_thread", "--nocapture"]).env("PANICS_IN", folder.path());
+    let ran = command.output().unwrap();
+    let stderr = String::from_utf8(ran.stderr).unwrap();
+    assert!(stderr.starts_with("error: internal fault, please report it: "), "{stderr}");
+    assert!(stderr.contains("meant") && !stderr.contains("backtrace"), "{stderr}");
+    assert_eq!(ran.status.code(), Some(101));
+    // The process ended there: the harness did not come to count.
+    assert!(!String::from_utf8_lossy(&ran.stdout).contains("test result"));
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
 }
 
 #[test]
