@@ -19,9 +19,9 @@ PROGRAMS = {
     "unet": "U-Net, sizes vary",
     "streams": "prefetch",
     "prefetch": "prefetch, larger",
-    "adapters": "GPT-2, adapters",
-    "adversaries": "adversarial images",
-    "rollouts": "reinforcement learning",
+    "adapters": "GPT adapters",
+    "adversaries": "image GAN",
+    "rollouts": "RL rollouts",
 }
 # Settings that have a column in the table.
 COLUMNS = {
