@@ -80,6 +80,34 @@ fn a_recording_without_its_beginning_is_followed_address_for_address() {
     }
 }
 
+/// Graphs were captured before recording began. Their memory has a name at the end and serves nobody else.
+#[test]
+fn memory_of_graphs_from_before_is_kept_apart() {
+    for (name, whole) in cut::graphs() {
+        for percent in [25, 30, 45, 60, 80] {
+            let (name, skip) = (format!("{name} without {percent} %"), whole.events.len() * percent / 100);
+            let history = whole.cut(skip);
+            history.check_comparable().unwrap();
+            assert!(history.private_pools() > 0 && history.private_pool_allocations() == 0, "{name}");
+            for backend in [&caching::BACKEND, &pytorch::BACKEND] {
+                let report = run_on(backend, &history, whole.settings, Addresses::Recorded);
+                let mismatches = (report.address_mismatches, report.segment_mismatches, report.private_pools);
+                assert_eq!(mismatches, (Some(0), Some(0), true), "{name} under {backend}");
+                assert_eq!((reserved(&report), report.failed_allocations), (whole.peak(skip), 0), "{name}");
+            }
+            // The others start with the same blocks, too.
+            for kind in backends::all() {
+                let report = run_on(kind, &history, CachingSettings::default(), Addresses::Own);
+                assert_eq!(
+                    (report.allocations, report.failed_allocations),
+                    (history.allocations(), 0),
+                    "{name} {kind}"
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn every_backend_starts_with_what_was_live() {
     let (_, whole) = recordings().into_iter().find(|(name, _)| name.ends_with("mlp.pickle.xz")).unwrap();

@@ -209,7 +209,9 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         if state.heap.source().is_expandable() || !state.policy.restores() {
             return Ok(None);
         }
-        let held = restore::restore(&mut state.heap, self.name, state.policy.size(), snapshot, age)?;
+        let pools = &state.pools;
+        let owner = |stream| Owner { stream, private: pools.of(stream).map(PrivatePool::id) };
+        let held = restore::restore(&mut state.heap, (self.name, state.policy.size(), &owner), snapshot, age)?;
         Ok(Some(held.into_iter().map(|block| self.mint(&state.heap, block, Path::DriverAlloc)).collect()))
     }
 

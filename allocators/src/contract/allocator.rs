@@ -368,7 +368,8 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// free in the order of the snapshot, each held by the client. Segments come from the device; their addresses in the
     /// snapshot say nothing but their order. Segments without a block in use are left out where memory is short, since
     /// an allocator in need would have given them back. `age` says for how many searches of the cache such a segment had
-    /// been idle, for allocators that collect by age. `None` when an allocator keeps no segments of its own: then nothing
+    /// been idle, for allocators that collect by age. Segments of a stream that is in a [private pool](Self::pool_begin) become
+    /// that pool's; such may be taken over one pool after another. `None` when an allocator keeps no segments of its own: then nothing
     /// was done.
     ///
     /// # Errors

@@ -39,7 +39,9 @@
 //! - **Private pools** of CUDA graphs and `MemPool`s, which events do not name. A block's pool is that of the segment, or the range of
 //!   addresses, that it lies in, and of those that are gone at the end the placements tell which cannot be of one pool. Allocators
 //!   that [have private pools](crate::DeviceAllocator#private-pools) keep them apart. What fits more than one pool is counted
-//!   ([`History::undetermined_pool_allocations`]). A history that began late does not tell.
+//!   ([`History::undetermined_pool_allocations`]). In a history that began late the segments that are held at the end have a name,
+//!   and with it all blocks in them: so memory of graphs that were captured before is kept apart. Blocks in segments that are gone
+//!   are taken for the default pool's, and counted.
 //! - **Refused requests** (`oom`) never lived. They are replayed at recorded addresses, where they matter for what they made
 //!   the allocator release, and where it is asked whether they would be refused again ([`ReplaySettings::ask_again`]).
 //!

@@ -75,13 +75,24 @@ pub(crate) fn recordings() -> Vec<(String, Whole)> {
     found
 }
 
+/// Programs that capture graphs in their first third.
+pub(crate) fn graphs() -> Vec<(String, Whole)> {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let names = ["graph_step", "graphed_callables"].map(|name| format!("{name}.default"));
+    names.into_iter().map(|name| (name.clone(), whole(&fixtures.join(format!("{name}.pickle.xz")), &name))).collect()
+}
+
 fn load(path: &Path) -> Option<Whole> {
     let name = path.file_name().unwrap().to_str().unwrap().to_owned();
     let stem = name.strip_suffix(".pickle.xz")?;
-    // Of expandable segments and of the private pools of CUDA graphs a log does not tell enough.
+    // Of expandable segments and, cut anywhere, of the private pools of CUDA graphs a log does not tell enough.
     if ["expandable", "graph_step", "graphed_callables"].iter().any(|word| stem.contains(word)) {
         return None;
     }
+    Some(whole(path, stem))
+}
+
+fn whole(path: &Path, stem: &str) -> Whole {
     let beside = |name: String| Some(path.with_file_name(name)).filter(|path| path.is_file());
     let facts = beside(format!("{stem}.json")).or_else(|| beside(format!("{stem}.default.json"))).unwrap();
     let facts: Value = serde_json::from_str(&std::fs::read_to_string(facts).unwrap()).unwrap();
@@ -100,5 +111,5 @@ fn load(path: &Path) -> Option<Whole> {
     let summary = read(path, &ReadOptions::default(), &mut keep).unwrap();
     let mut settings = recorded_settings(&summary.allocator_settings).unwrap();
     settings.memory_limit = limit;
-    Some(Whole { events, segments: summary.segments, settings })
+    Whole { events, segments: summary.segments, settings }
 }

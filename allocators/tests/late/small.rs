@@ -1,8 +1,8 @@
 //! Beginnings that are small enough to be told by hand.
 
-use super::run;
+use super::{run, run_on};
 use vramlab::BlockState;
-use vramlab::backends::CachingSettings;
+use vramlab::backends::{CachingSettings, caching, pytorch};
 use vramlab::histories::replay::{Addresses, History, HistoryBuilder};
 use vramlab::histories::trace::{Action, Event, Segment, SegmentBlock, SegmentType};
 
@@ -50,6 +50,34 @@ fn compile(events: &[Event], segments: &[Segment]) -> History {
 fn moved(history: &History) -> (Option<u64>, Option<u64>) {
     let report = run(history, CachingSettings::default(), Addresses::Recorded);
     (report.address_mismatches, report.segment_mismatches)
+}
+
+#[test]
+fn a_gap_of_a_private_pool_serves_only_that_pool() {
+    // At first: of a private pool 4 MiB held and 16 MiB free.
+    let other = BASE + 512 * MIB;
+    let events = [
+        event(Action::SegmentAlloc, other, 20 * MIB),
+        alloc(other, 6 * MIB),
+        // The graph is captured again.
+        alloc(BASE + 4 * MIB, 5 * MIB),
+    ];
+    let moved = |names: [Option<(u64, u64)>; 2]| {
+        let mut segments = [segment(&[4096, 5120, -11264]), segment(&[6144, -14336])];
+        segments[1].address = other;
+        let mut at = other;
+        for block in &mut segments[1].blocks {
+            (block.address, at) = (at, at + block.size);
+        }
+        segments.iter_mut().zip(names).for_each(|(segment, name)| segment.pool_id = name);
+        let history = compile(&events, &segments);
+        let told = (history.private_pools(), history.private_pool_allocations());
+        let reports = [&caching::BACKEND, &pytorch::BACKEND]
+            .map(|backend| run_on(backend, &history, CachingSettings::default(), Addresses::Recorded));
+        (told, history.undetermined_pool_allocations(), reports.map(|report| report.address_mismatches.unwrap()))
+    };
+    assert_eq!(moved([Some((0, 1)), Some((0, 0))]), ((1, 1), 0, [0, 0]));
+    assert_eq!(moved([None, None]), ((0, 0), 0, [2, 2]), "without names the gap serves anybody");
 }
 
 #[test]

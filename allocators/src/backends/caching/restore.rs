@@ -29,7 +29,7 @@ impl Caching {
             self.searches.fetch_max(oldest, Relaxed);
         }
         for (segment, addr) in made {
-            let shard = self.shards.of_stream(segment.stream);
+            let shard = self.shard_for(segment.stream);
             let in_use = |state: BlockState| state != BlockState::Free;
             let record = BlockRecord::segment(addr, segment.bytes, pool_of(segment));
             let cache = &mut *self.totals.enter(shard, &self.shards);
@@ -84,7 +84,7 @@ impl Caching {
                         }
                     }
                     Ok(None) => {
-                        let shard = self.shards.of_stream(segment.stream);
+                        let shard = self.shard_for(segment.stream);
                         let bytes = segment.bytes;
                         let wanted = Wanted { pool: pool_of(segment), rounded: bytes, requested: bytes, now: 0 };
                         let error = self.out_of_memory(growth, shard, wanted);

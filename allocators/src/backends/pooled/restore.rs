@@ -1,7 +1,7 @@
 //! Segments and blocks of another allocator, taken over before the first allocation.
 
 use crate::contract::{AllocError, BlockInfo, BlockState, SegmentInfo, Snapshot};
-use crate::device::DeviceAddr;
+use crate::device::{DeviceAddr, StreamId};
 use crate::policy::Heap;
 use crate::policy::size::Size;
 use crate::space::{BlockId, FreeList, Owner};
@@ -14,16 +14,19 @@ fn is_idle(segment: &SegmentInfo) -> bool {
     !segment.blocks.iter().any(in_use)
 }
 
+/// The allocator's name, how it rounds, and whom the segments of a stream serve.
+type Rules<'a> = (&'static str, &'a Size, &'a dyn Fn(StreamId) -> Owner);
+
 /// See [`restore`](crate::DeviceAllocator::restore). Returns the blocks that the client holds.
 pub(super) fn restore(
     heap: &mut Heap,
-    name: &'static str,
-    size: &Size,
+    rules: Rules<'_>,
     snapshot: &Snapshot,
     age: &dyn Fn(DeviceAddr) -> u64,
 ) -> Result<Vec<BlockId>, AllocError> {
+    let (_, size, _) = rules;
     snapshot.segments.iter().try_for_each(|segment| check(segment, size))?;
-    let made = make_segments(heap, name, size, &snapshot.segments)?;
+    let made = make_segments(heap, rules, &snapshot.segments)?;
     let mut held = Vec::new();
     for (segment, whole) in made {
         if is_idle(segment) {
@@ -49,14 +52,13 @@ pub(super) fn restore(
 /// in their order. Those without a block in use only if there is memory for all.
 fn make_segments<'a>(
     heap: &mut Heap,
-    name: &'static str,
-    size: &Size,
+    (name, size, owner): Rules<'_>,
     segments: &'a [SegmentInfo],
 ) -> Result<Vec<(&'a SegmentInfo, BlockId)>, AllocError> {
     let mut made: Vec<(&SegmentInfo, BlockId)> = Vec::with_capacity(segments.len());
     let mut short = false;
     for segment in segments.iter().rev() {
-        let list = FreeList { owner: Owner::of(segment.stream), pool: size.pool_of_segment(segment.pool) };
+        let list = FreeList { owner: owner(segment.stream), pool: size.pool_of_segment(segment.pool) };
         while !(short && is_idle(segment)) {
             match heap.new_segment(list, segment.bytes) {
                 Ok(Some(block)) => {

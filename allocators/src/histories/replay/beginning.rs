@@ -8,7 +8,7 @@ use super::builder::{HistoryBuilder, wrong};
 use super::op::{BY_DEVICE, Kind, NO_STREAM, Op, Release};
 use super::pools::Named;
 use super::windows::{Completion, SegmentEvent};
-use super::{ages, layout};
+use super::{ages, layout, pools};
 use crate::backends::CachingSettings;
 use crate::backends::caching::core::block_cache::address;
 use crate::contract::GUARANTEED_ALIGN;
@@ -60,6 +60,8 @@ pub(super) struct StartSegment {
     pub(super) pool: PoolKind,
     /// For how many searches of the large pool it had been idle, as far as that matters.
     pub(super) age: u64,
+    /// The private pool that it serves, by number from 1; 0 for none, or where that is not told.
+    pub(super) private: u32,
 }
 
 /// A block that was in use before the first event.
@@ -101,9 +103,12 @@ impl Beginning {
         self.segments.iter().map(|segment| segment.bytes).sum()
     }
 
-    /// The segments as the allocator's first events: from the highest address downwards, as allocators restore them.
-    pub(super) fn segment_events(&self) -> impl Iterator<Item = SegmentEvent> + '_ {
-        self.segments.iter().rev().map(|segment| SegmentEvent {
+    /// The segments as the allocator's first events: from the highest address downwards, as allocators restore them, and where
+    /// those of private pools are `apart` one pool after another.
+    pub(super) fn segment_events(&self, apart: bool) -> impl Iterator<Item = SegmentEvent> + use<> {
+        let mut segments = self.segments.clone();
+        segments.sort_by_key(|segment| (if apart { segment.private } else { 0 }, std::cmp::Reverse(segment.addr)));
+        segments.into_iter().map(|segment| SegmentEvent {
             addr: segment.addr,
             bytes: segment.bytes,
             stream: 0,
@@ -120,14 +125,21 @@ impl Beginning {
         found.map_or(0, |number| self.segments[number].age)
     }
 
-    /// The segments and their blocks with the streams of a replay; `None` if they are not known.
-    pub(super) fn snapshot(&self, streams: &[StreamId]) -> Option<Snapshot> {
-        if self.segments.is_empty() {
-            return None;
-        }
+    /// The private pool of what lies at an address.
+    pub(super) fn private_at(&self, addr: u64) -> u32 {
+        let before = self.segments.partition_point(|segment| segment.addr <= addr);
+        before.checked_sub(1).map_or(0, |number| self.segments[number].private)
+    }
+
+    /// The segments of a private pool (`None`: all of them) and their blocks with the streams of a replay; `None` if there are
+    /// none that are known.
+    pub(super) fn snapshot(&self, streams: &[StreamId], private: Option<u32>) -> Option<Snapshot> {
+        let own = || self.segments.iter().filter(|segment| private.is_none_or(|private| private == segment.private));
+        own().next()?;
         let mut blocks = self.blocks.iter().peekable();
         let segment = |segment: &StartSegment| {
             let (mut at, end) = (segment.addr, segment.addr + segment.bytes);
+            while blocks.next_if(|block| block.addr < at).is_some() {}
             let mut parts = Vec::new();
             let mut part = |at: &mut u64, bytes: u64, requested: u64, state: BlockState| {
                 parts.push(BlockInfo { addr: address(*at), bytes, requested, state });
@@ -152,7 +164,7 @@ impl Beginning {
                 blocks: parts,
             }
         };
-        Some(Snapshot { segments: self.segments.iter().map(segment).collect() })
+        Some(Snapshot { segments: own().map(segment).collect() })
     }
 
     /// Changes the numbers of streams.
@@ -257,8 +269,16 @@ impl HistoryBuilder {
         for departed in std::mem::take(&mut self.departed) {
             let Departed { addr, bytes, stream } = departed;
             let pool = if bytes == SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large };
-            beginning.segments.push(StartSegment { addr, bytes, stream: self.stream(stream)?, pool, age: 0 });
+            beginning.segments.push(StartSegment {
+                addr,
+                bytes,
+                stream: self.stream(stream)?,
+                pool,
+                age: 0,
+                private: 0,
+            });
         }
+        self.pool_names = ending.as_deref().and_then(Named::of);
         let found = match &ending {
             Some(ending) => Ending::of(self, ending),
             None => Err("it does not say what was held at the end"),
@@ -272,7 +292,6 @@ impl HistoryBuilder {
         };
         beginning.blocks.sort_unstable_by_key(|block| block.addr);
         beginning.segments.sort_unstable_by_key(|segment| segment.addr);
-        self.pool_names = ending.as_deref().and_then(Named::of);
         self.unseen = ending.as_deref().and_then(|ending| self.mapped_before(ending));
         let late = !beginning.segments.is_empty() || !beginning.blocks.is_empty();
         beginning.unknown = problem.filter(|_| late).map(str::to_owned);
@@ -288,7 +307,8 @@ impl HistoryBuilder {
             };
             let stream = self.stream(segment.stream)?;
             let (addr, bytes) = (segment.address, segment.total_size);
-            beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0 });
+            let private = self.pool_names.as_deref().map_or(0, |names| pools::number_at(names, addr));
+            beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private });
         }
         for &(addr, requested, bytes, handle) in &found.blocks {
             let (stream, slot) = (self.stream(handle)?, self.fresh_slot());

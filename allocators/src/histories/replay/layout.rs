@@ -14,6 +14,7 @@
 use super::beginning::{Beginning, StartBlock, StartSegment};
 use super::builder::HistoryBuilder;
 use super::op::{BY_DEVICE, Kind, NEVER, Op, Release};
+use super::pools::number_at;
 use super::windows::SegmentEvent;
 use crate::backends::CachingSettings;
 use crate::contract::PoolKind;
@@ -44,6 +45,8 @@ struct Segment {
     pool: PoolKind,
     /// The operation that made it.
     made: u32,
+    /// Whether requests other than a private pool's are not served from it.
+    private: bool,
 }
 
 /// A free block.
@@ -174,9 +177,11 @@ impl<'a> Layout<'a> {
         let mut blocks = beginning.blocks.iter().peekable();
         let mut number = 0;
         for segment in &beginning.segments {
-            layout.add_segment(segment.addr, segment.bytes, segment.stream, segment.pool, u32::MAX);
+            let private = segment.private > 0;
+            let (end, made) = (segment.addr + segment.bytes, u32::MAX);
+            layout
+                .add_segment(segment.addr, Segment { end, stream: segment.stream, pool: segment.pool, made, private });
             layout.free.remove(&segment.addr);
-            let end = segment.addr + segment.bytes;
             let (mut at, mut doubt) = (segment.addr, None);
             while let Some(block) = blocks.next_if(|block| block.addr < end) {
                 if block.addr > at {
@@ -186,7 +191,7 @@ impl<'a> Layout<'a> {
                 doubt = None;
                 if let Some(known) = layout.doubts.get(number).filter(|doubt| doubt.addr == block.addr) {
                     at = known.base + known.extra;
-                    doubt = Some(number).filter(|_| !known.shown);
+                    doubt = Some(number).filter(|_| !known.shown && !private);
                     number += 1;
                 }
                 layout.used.insert(block.addr, at);
@@ -219,7 +224,9 @@ impl<'a> Layout<'a> {
                         self.search(op.stream(), op.value, (u64::MAX, u64::MAX));
                     }
                     while let Some(segment) = segments.next_if(|segment| segment.op <= number) {
-                        self.segment_event(segment, op.stream());
+                        let names = history.pool_names.as_deref();
+                        let private = names.is_some_and(|names| number_at(names, segment.addr) > 0);
+                        self.segment_event(segment, op.stream(), private);
                     }
                     if op.kind() == Kind::Alloc {
                         let Some(&addr) = addresses.next() else { return };
@@ -253,13 +260,12 @@ impl<'a> Layout<'a> {
         }
     }
 
-    fn add_segment(&mut self, addr: u64, bytes: u64, stream: u32, pool: PoolKind, made: u32) {
-        let end = addr + bytes;
-        self.segments.insert(addr, Segment { end, stream, pool, made });
-        self.free.insert(addr, Free { end, doubt: None });
+    fn add_segment(&mut self, addr: u64, segment: Segment) {
+        self.segments.insert(addr, segment);
+        self.free.insert(addr, Free { end: segment.end, doubt: None });
     }
 
-    fn segment_event(&mut self, event: &SegmentEvent, stream: u32) {
+    fn segment_event(&mut self, event: &SegmentEvent, stream: u32, private: bool) {
         let (addr, end) = (event.addr, event.addr + event.bytes);
         let lost: Vec<u64> = self.free.range(addr..end).map(|(start, _)| *start).collect();
         for start in lost {
@@ -276,7 +282,7 @@ impl<'a> Layout<'a> {
             } else {
                 PoolKind::Large
             };
-            self.add_segment(addr, event.bytes, stream, pool, event.op);
+            self.add_segment(addr, Segment { end, stream, pool, made: event.op, private });
         }
     }
 
@@ -346,7 +352,9 @@ impl<'a> Layout<'a> {
             None if start < addr => front = Some(Free { end: addr, ..free }),
             None => {}
         }
-        self.search(op.stream(), op.value, found);
+        if !segment.private {
+            self.search(op.stream(), op.value, found);
+        }
         if let Some(front) = front {
             self.add_free(start, front);
         }

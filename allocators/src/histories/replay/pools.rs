@@ -26,8 +26,10 @@ use super::op::{Kind, MAX_POOLS};
 use crate::backends::CachingSettings;
 use crate::budget::OverBudget;
 use crate::histories::trace::Segment;
+use crate::steps;
 use evidence::Walk;
 use labels::Labels;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The name of PyTorch's default pool.
 const DEFAULT: (u64, u64) = (0, 0);
@@ -38,17 +40,29 @@ pub(super) struct Named {
     addr: u64,
     end: u64,
     pool: (u64, u64),
+    /// The number of the private pool, from 1 in the order of names; 0 for the default pool.
+    number: u32,
 }
 
 impl Named {
     /// Those of some segments in address order; `None` unless all are named.
     pub(super) fn of(segments: &[Segment]) -> Option<Vec<Self>> {
+        let pools: BTreeSet<(u64, u64)> = segments.iter().filter_map(|segment| segment.pool_id).collect();
+        let private = pools.into_iter().filter(|pool| *pool != DEFAULT);
+        let numbers: BTreeMap<(u64, u64), u32> = private.zip(1..=MAX_POOLS).collect();
         let named = |segment: &Segment| {
             let (addr, end) = (segment.address, segment.address.saturating_add(segment.total_size));
-            segment.pool_id.map(|pool| Self { addr, end, pool })
+            let number = |pool| numbers.get(&pool).copied().unwrap_or(0);
+            segment.pool_id.map(|pool| Self { addr, end, pool, number: number(pool) })
         };
         segments.iter().map(named).collect()
     }
+}
+
+/// The number of the private pool that is named at an address; 0 where none is.
+pub(super) fn number_at(names: &[Named], addr: u64) -> u32 {
+    let before = names.partition_point(|named| named.addr <= addr);
+    before.checked_sub(1).map(|at| names[at]).filter(|named| addr < named.end).map_or(0, |named| named.number)
 }
 
 /// What is known of the private pools of a history.
@@ -80,7 +94,7 @@ impl HistoryBuilder {
     ) -> Result<PrivatePools, OverBudget> {
         let Some(names) = self.pool_names.take() else { return Ok(PrivatePools::default()) };
         if !beginning.segments.is_empty() || !beginning.blocks.is_empty() {
-            return Ok(self.not_told(&names));
+            return self.tell_by_name(&names, beginning, streams);
         }
         self.make_room_to_follow(beginning)?;
         let mut walk = Walk::new(settings, streams);
@@ -89,25 +103,65 @@ impl HistoryBuilder {
         if !walk.tells_of_pools() {
             return Ok(PrivatePools::default());
         }
-        Ok(self.write_pools(&walk, &Labels::of(&walk)))
+        let labels = Labels::of(&walk);
+        Ok(self.write_pools(&walk.allocations, &labels, streams.len()))
     }
 
-    /// Where recording began late, the pools of what was there before are not told: all of it is taken for the default pool's.
-    fn not_told(&self, names: &[Named]) -> PrivatePools {
-        let in_private = |addr: &&u64| {
-            let before = names.partition_point(|named| named.addr <= **addr);
-            before.checked_sub(1).is_some_and(|at| **addr < names[at].end && names[at].pool != DEFAULT)
+    /// Where recording began late, placements do not tell: what lay in which pool before is not known. Segments that are held at
+    /// the end have a name, and with it all blocks in them. What lay in others is taken for the default pool's.
+    fn tell_by_name(
+        &mut self,
+        names: &[Named],
+        beginning: &Beginning,
+        streams: &[u64],
+    ) -> Result<PrivatePools, OverBudget> {
+        let count = names.iter().map(|named| named.number).max().unwrap_or(0);
+        if count == 0 {
+            return Ok(PrivatePools::default());
+        }
+        let mut allocations: Vec<u32> = Vec::new();
+        self.claim.reserve(&mut allocations, self.addresses.len())?;
+        // Segments while they are held: end and number, from 1. 0 is where none is known.
+        let mut held: BTreeMap<u64, (u64, u32)> = BTreeMap::new();
+        let mut units = 1;
+        let mut make = |held: &mut BTreeMap<u64, (u64, u32)>, addr, bytes| {
+            held.insert(addr, (addr + bytes, units));
+            units += 1;
+            units
         };
-        // CAST: a number of operations.
-        let undetermined = self.addresses.iter().filter(in_private).count() as u64;
-        PrivatePools { undetermined, ..PrivatePools::default() }
+        let mut made = 1;
+        for segment in &beginning.segments {
+            made = make(&mut held, segment.addr, segment.bytes);
+        }
+        let (mut addresses, mut segments) = (self.addresses.iter(), self.segments.iter().peekable());
+        for number in 0..=self.next_op() {
+            steps::count(1);
+            while let Some(segment) = segments.next_if(|segment| segment.op <= number) {
+                match segment.released {
+                    true => drop(held.remove(&segment.addr)),
+                    false => made = make(&mut held, segment.addr, segment.bytes),
+                }
+            }
+            if self.ops.get(number as usize).is_some_and(|op| op.kind() == Kind::Alloc) {
+                let Some(addr) = addresses.next() else { break };
+                let unit = held.range(..=addr).next_back().filter(|(_, (end, _))| addr < end);
+                allocations.push(unit.map_or(0, |(_, (_, unit))| *unit));
+            }
+        }
+        let mut labels = Labels { count, of: vec![0; made as usize], ..Labels::default() };
+        labels.undetermined = vec![true; made as usize];
+        for (addr, (_, unit)) in held {
+            labels.of[unit as usize] = number_at(names, addr);
+            labels.undetermined[unit as usize] = false;
+        }
+        Ok(self.write_pools(&allocations, &labels, streams.len()))
     }
 
-    fn write_pools(&mut self, walk: &Walk<'_>, labels: &Labels) -> PrivatePools {
+    fn write_pools(&mut self, allocations: &[u32], labels: &Labels, streams: usize) -> PrivatePools {
         let mut told = PrivatePools { count: labels.count.min(MAX_POOLS), ..PrivatePools::default() };
         let pool_of = |unit: u32| labels.of.get(unit as usize).copied().filter(|pool| *pool <= MAX_POOLS).unwrap_or(0);
-        let mut units = walk.allocations.iter();
-        let mut last = vec![0; walk.streams.len()];
+        let mut units = allocations.iter();
+        let mut last = vec![0; streams];
         for op in &mut self.ops {
             match op.kind() {
                 Kind::Alloc => {

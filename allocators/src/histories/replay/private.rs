@@ -63,6 +63,11 @@ impl<'a> Pools<'a> {
         if pool != 0 { self.allocator.pool_begin(self.pool(pool), self.streams[stream]) } else { Ok(()) }
     }
 
+    /// Lets no stream's requests go to a pool.
+    pub(super) fn leave(&mut self) -> Result<(), AllocError> {
+        (0..self.current.len()).try_for_each(|stream| self.enter(stream, 0))
+    }
+
     /// Gives back in operation `op` what is idle of released pools.
     pub(super) fn trim(&mut self, op: u32) -> Result<(), AllocError> {
         while let Some((&(_, pool), rest)) = self.trimmed.split_first().filter(|((at, _), _)| *at <= op) {

@@ -2,7 +2,7 @@
 
 use super::ReplayError;
 use super::against::{Against, DefaultStream};
-use super::beginning::StartBlock;
+use super::beginning::{Beginning, StartBlock};
 use super::counting::{ByPath, CallCounter};
 use super::driver::{ReplayDriver, Replaying};
 use super::history::History;
@@ -115,15 +115,19 @@ fn run(
     watched: Option<&mut Watched>,
 ) -> Result<ReplayReport, ReplayError> {
     let recorded = against.is_some() || settings.addresses == Addresses::Recorded;
+    let keeps = allocator.backend().capabilities.private_pools;
+    let pooled = against.is_none() && keeps && history.private_pools() > 0;
     let counting = Arc::new(HookedDriver::with_hook(Arc::clone(driver), CallCounter::new(driver.as_ref())));
     let replaying = match against {
         Some(against) => Replaying::in_order(against.upstream.clone()),
         None if recorded => {
             history.check_comparable()?;
-            Replaying::new(Some(history.beginning.segment_events().chain(history.segments.iter().copied()).collect()))
+            Replaying::new(Some(
+                history.beginning.segment_events(pooled).chain(history.segments.iter().copied()).collect(),
+            ))
         }
         None if settings.addresses == Addresses::Near && history.check_comparable().is_ok() => {
-            Replaying::near(history.beginning.segment_events().chain(history.segments.iter().copied()))
+            Replaying::near(history.beginning.segment_events(pooled).chain(history.segments.iter().copied()))
         }
         None => Replaying::new(None),
     };
@@ -158,11 +162,10 @@ fn run(
     if let Some(default) = before {
         run.come(if default == DefaultStream::Recorded { streams.ids[0] } else { absent.ids[0] })?;
     }
-    let start = run.begin(history, settings.touch)?;
-    let pooled = against.is_none() && allocator.backend().capabilities.private_pools;
-    if pooled && history.private_pools() > 0 {
+    if pooled {
         run.pools = Some(Pools::new(history, backend.as_ref(), &streams.ids)?);
     }
+    let start = run.begin(history, settings.touch)?;
     counting.hook().reset();
     let virtual_clock = driver.describe().virtual_time.then(|| driver.clock());
     let simulated = || virtual_clock.as_ref().map(|clock| clock.now_ns());
@@ -285,9 +288,49 @@ impl Run<'_> {
     /// Sets up what was held before the first event.
     fn begin(&mut self, history: &History, touched: bool) -> Result<Start, ReplayError> {
         let beginning = &history.beginning;
-        let mut left: Vec<&StartBlock> = beginning.blocks.iter().collect();
         let mut stopped = false;
-        if let Some(snapshot) = beginning.snapshot(self.streams) {
+        match self.pools.is_some() {
+            true => {
+                for pool in 0..=history.private_pools() {
+                    // CAST: operations name the pools in 16 bits or fewer.
+                    stopped |= self.begin_pool(beginning, Some(pool as u32), stopped, touched)?;
+                }
+            }
+            false => stopped = self.begin_pool(beginning, None, stopped, touched)?,
+        }
+        for op in &beginning.frees {
+            if touched {
+                self.release::<true>(*op)?
+            } else {
+                self.release::<false>(*op)?
+            };
+        }
+        if !beginning.blocks.is_empty() || !beginning.segments.is_empty() {
+            self.allocator.reset_peaks();
+        }
+        if !self.against {
+            self.driver.hook().begin(beginning.segments.len());
+        }
+        Ok(Start { stats: self.allocator.stats(), stopped })
+    }
+
+    /// Sets up what was held before the first event of a pool (0: the default pool), or of all of them. True when something failed
+    /// and that ends the replay.
+    fn begin_pool(
+        &mut self,
+        beginning: &Beginning,
+        pool: Option<u32>,
+        mut stopped: bool,
+        touched: bool,
+    ) -> Result<bool, ReplayError> {
+        let own = |block: &&StartBlock| pool.is_none_or(|pool| beginning.private_at(block.addr) == pool);
+        let mut left: Vec<&StartBlock> = beginning.blocks.iter().filter(own).collect();
+        if let (Some(pool), Some(pools)) = (pool, &mut self.pools) {
+            for segment in beginning.segments.iter().filter(|segment| segment.private == pool) {
+                pools.enter(segment.stream as usize, pool)?;
+            }
+        }
+        if let Some(snapshot) = beginning.snapshot(self.streams, pool) {
             match self.allocator.restore(&snapshot, &|segment| beginning.age(segment.get())) {
                 Ok(None) => {}
                 Ok(Some(blocks)) => {
@@ -320,20 +363,10 @@ impl Run<'_> {
                 }
             }
         }
-        for op in &beginning.frees {
-            if touched {
-                self.release::<true>(*op)?
-            } else {
-                self.release::<false>(*op)?
-            };
+        if let Some(pools) = &mut self.pools {
+            pools.leave()?;
         }
-        if !beginning.blocks.is_empty() || !beginning.segments.is_empty() {
-            self.allocator.reset_peaks();
-        }
-        if !self.against {
-            self.driver.hook().begin(beginning.segments.len());
-        }
-        Ok(Start { stats: self.allocator.stats(), stopped })
+        Ok(stopped)
     }
 
     /// Makes a stream known to the allocator before any other.
