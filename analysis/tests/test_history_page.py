@@ -409,6 +409,22 @@ def test_other_views(written: Path, page: browser.Browser) -> None:
     assert page.console == []
 
 
+def test_ranges_within_ranges_are_shown_below_them(program: Path, tmp_path: Path, page: browser.Browser) -> None:
+    nested = snapshot()
+    outer = [
+        {"stage": stage, "name": "epoch", "device": 0, "time_us": at} for stage, at in (("START", 1001), ("END", 1500))
+    ]
+    nested["external_annotations"] = [outer[0], *nested["external_annotations"], outer[1]]
+    (tmp_path / "a.pickle").write_bytes(pickle.dumps(nested, 4))
+    run(program, tmp_path, "a.pickle", "--alloc", "caching", "--plan", "off", "--advise", "off")
+    opened(page, tmp_path / "report.html")
+    x, _ = point(page, 16, 0)
+    top = page.evaluate("document.querySelector('canvas.blocks').getBoundingClientRect().top")
+    for lower, name in ((10, "epoch"), (27, f"step 1{SAID}")):
+        mouse(page, "mouseMoved", (x, top + lower))
+        assert page.evaluate("document.querySelector('.tip').textContent") == name
+
+
 def test_segments_at_a_moment(written: Path, page: browser.Browser) -> None:
     opened(page, written)
     choose(page, "kind", "segments")

@@ -153,6 +153,16 @@ const readHistory = async (about) => {
   history.stackEnd = Uint32Array.from([0, ...(stacks ? stacks.next(Uint32Array) : empty)]);
   history.stackFrames = stacks ? stacks.next(Uint32Array) : empty;
   for (let i = 1; i < history.stackEnd.length; i++) history.stackEnd[i] += history.stackEnd[i - 1];
+  // How deep each range of the program lies in others, and how many of these levels are shown.
+  const ends = [], last = (mark) => mark.end ?? Infinity;
+  history.strips = 1;
+  history.depth = about.marks.map((mark) => {
+    if (mark.kind !== "annotation") return 0;
+    while (ends.length && ends.at(-1) <= mark.start) ends.pop();
+    ends.push(last(mark));
+    history.strips = Math.max(history.strips, Math.min(ends.length, 3));
+    return ends.length - 1;
+  });
   // Where events stand on the axis: by number, or by the log's time.
   history.byNumber = new Float64Array(history.events + 1).map((_, i) => i);
   if (about.timed) {

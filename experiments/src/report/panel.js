@@ -197,8 +197,11 @@ class Panel {
       this.draw();
     });
   }
+  strips() {
+    return STRIP * this.history.strips;
+  }
   area() {
-    const top = MARGIN.top + STRIP;
+    const top = MARGIN.top + this.strips();
     return { w: Math.max(this.canvas.clientWidth - MARGIN.left - MARGIN.right, 10), top, h: Math.max(this.canvas.clientHeight - top - MARGIN.bottom, 10) };
   }
   draw() {
@@ -221,6 +224,7 @@ class Panel {
     const event = this.axis.moment ?? this.highest();
     this.cells = drawSegments(pen, tint, this, event, area);
     this.root.dataset.frames = String(this.cells.filter(({ block }) => block < 0).length);
+    this.strip = [];
     axisText(pen, tint.ink, MARGIN.left, MARGIN.top + 9, "after " + eventWords(this.history, event), "left");
   }
   // The event after which most is reserved, for the first time.
@@ -296,38 +300,32 @@ class Panel {
     }
     drawTimeAxis(pen, this.axis, tint, w, top + h);
   }
-  // Ranges that the program named, above the map.
+  // Ranges that the program named, above the map; those that lie in others are below them.
   drawStrip(pen, tint, w) {
-    const { x0, x1 } = this.axis.view, xs = this.axis.xs, x = (event) => MARGIN.left + ((xs[event] - x0) / (x1 - x0)) * w;
+    const { history } = this, { x0, x1 } = this.axis.view, xs = this.axis.xs, x = (event) => MARGIN.left + ((xs[event] - x0) / (x1 - x0)) * w;
+    const filled = new Array(history.strips).fill(-Infinity), end = MARGIN.left + w;
     this.strip = [];
-    pen.save();
-    pen.beginPath();
-    pen.rect(MARGIN.left, 0, w, MARGIN.top + STRIP);
-    pen.clip();
-    let filled = -Infinity;
-    for (const mark of this.history.about.marks) {
-      if (mark.kind !== "annotation") continue;
-      const left = x(mark.start), right = Math.max(x(mark.end ?? mark.start), left + 1.5);
-      if (right < MARGIN.left || left > MARGIN.left + w) continue;
+    for (const [i, mark] of history.about.marks.entries()) {
+      const depth = history.depth[i];
+      if (mark.kind !== "annotation" || depth >= history.strips) continue;
+      const left = x(mark.start), right = Math.max(x(mark.end ?? history.events), left + 1.5);
       // Closer together than can be seen.
-      if (right - filled < 0.7) continue;
-      filled = right;
-      this.strip.push([left, right, mark.text]);
+      if (right < MARGIN.left || left > end || right - filled[depth] < 0.7) continue;
+      filled[depth] = right;
+      const from = Math.max(left, MARGIN.left), to = Math.min(right, end), upper = 2 + depth * STRIP;
+      this.strip.push([left, right, upper, mark.text]);
       pen.fillStyle = tint.accent;
-      pen.globalAlpha = 0.25;
-      pen.fillRect(left, 2, right - left, STRIP);
+      pen.globalAlpha = 0.25 - 0.06 * depth;
+      pen.fillRect(from, upper, to - from - (to - from > 3 ? 1 : 0), STRIP - (history.strips > 1 ? 1 : 0));
       pen.globalAlpha = 1;
-      const seen = Math.max(left, MARGIN.left);
-      if (Math.min(right, MARGIN.left + w) - seen > 40) {
-        pen.save();
-        pen.beginPath();
-        pen.rect(seen, 0, Math.min(right, MARGIN.left + w) - seen - 2, STRIP + 4);
-        pen.clip();
-        axisText(pen, tint.ink, seen + 3, 14, mark.text, "left");
-        pen.restore();
-      }
+      if (to - from <= 40) continue;
+      pen.save();
+      pen.beginPath();
+      pen.rect(from, upper, to - from - 2, STRIP);
+      pen.clip();
+      axisText(pen, tint.ink, from + 3, upper + 12, mark.text, "left");
+      pen.restore();
     }
-    pen.restore();
   }
   toX(x) {
     const { w } = this.area(), { x0, x1 } = this.axis.view;
@@ -377,11 +375,11 @@ class Panel {
     return -1;
   }
   hover(x, y) {
-    const named = this.kind !== "segments" && y < MARGIN.top + STRIP && this.strip?.findLast(([left, right]) => x >= left && x <= right);
+    const named = this.strip?.findLast(([left, right, upper]) => x >= left && x <= right && y >= upper && y < upper + STRIP);
     const i = named ? -1 : this.at(x, y), segment = named || i >= 0 ? -1 : this.segmentAt(x, y);
     this.tip.hidden = i < 0 && !named && segment < 0;
     if (this.tip.hidden) return;
-    this.tip.textContent = named ? named[2] : (i >= 0 ? describeBlock(this.history, this.map, i) : describeSegment(this.history, this.map, segment, this.kind === "segments" ? this.axis.moment ?? this.highest() : this.axis.eventAt(this.toX(x)))).join("\n");
+    this.tip.textContent = named ? named[3] : (i >= 0 ? describeBlock(this.history, this.map, i) : describeSegment(this.history, this.map, segment, this.kind === "segments" ? this.axis.moment ?? this.highest() : this.axis.eventAt(this.toX(x)))).join("\n");
     const room = this.root.clientWidth - this.tip.offsetWidth - 4;
     this.tip.style.left = Math.max(Math.min(x + 14, room), 0) + "px";
     const below = this.canvas.offsetTop + y + 16;

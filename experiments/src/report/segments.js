@@ -17,11 +17,11 @@ const segmentName = (history, map, segment) => {
     + (stream > 0 ? ", stream " + history.about.streams[stream - 1] : "");
 };
 
-// Ranges of the program that an event lies in, the outermost first, and the step that it belongs to.
+// Ranges of the program that an event lies in, the outermost first; where it names none, the step that the event belongs to.
 const rangesAt = (about, event) => {
   const out = about.marks.filter((mark) => mark.kind === "annotation" && mark.start <= event && event < (mark.end ?? Infinity)).map((mark) => mark.text);
   const step = about.marks.find((mark) => mark.kind === "step" && event < mark.start);
-  if (step) out.unshift(step.text.replace("end of ", ""));
+  if (step && !out.length) out.push(step.text.replace("end of ", ""));
   return out.join(" / ");
 };
 
