@@ -4,6 +4,10 @@
 //! end. Whatever a reader keeps for longer than a few hundred kilobytes is therefore claimed from a [`Budget`] *before*
 //! the memory is taken, and a claim that exceeds it ends the reading with one line.
 
+mod list;
+
+pub use list::LongList;
+
 use crate::bytes::Bytes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

@@ -64,6 +64,10 @@ struct Advice {
     events: u64,
     allocations: u64,
     streams: usize,
+    /// Where the file was cut short, if it was.
+    cut: Option<String>,
+    #[serde(skip)]
+    settings_known: bool,
     recorded: AsItRan,
     limit_bytes: Option<u64>,
     limit_source: Option<LimitSource>,
@@ -250,6 +254,8 @@ fn of(file: &Path, args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Res
         events: history.events(),
         allocations: history.allocations(),
         streams: history.streams().len(),
+        cut: happened.cut.map(|cut| cut.to_string()),
+        settings_known: happened.cut.is_none_or(|cut| cut.settings_known),
         recorded: AsItRan {
             conf: recorded.clone(),
             peak_reserved_bytes: happened.as_recorded.map(|told| told.peak_reserved),

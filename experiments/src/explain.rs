@@ -3,6 +3,7 @@
 //! It looks at what the recorded allocator did, and replays nothing but the question what frees cost that wait.
 
 mod causes;
+mod events;
 mod explanation;
 mod holes;
 pub(crate) mod lines;
@@ -215,7 +216,7 @@ fn scenes(recording: &Recording, lines: &mut Lines<'_>, survey: &Survey, between
     look(START, &memory, lines);
     for (index, event) in recording.events.iter().enumerate() {
         // CAST: bounded when the history was read.
-        memory.apply(recording, event, index as u32, recording.completes_at_once(index));
+        memory.apply(recording, &event, index as u32, recording.completes_at_once(index));
         look(index, &memory, lines);
     }
     let went = went.unwrap_or_else(|| holes::where_it_went(recording, &memory, lines, survey, last, "peak_reserved"));
@@ -270,8 +271,8 @@ fn put_together(file: &Path, recording: &Recording, survey: Survey, scenes: Scen
 fn replayed(recording: &Recording, instant: bool) -> Option<u64> {
     let mut builder = HistoryBuilder::new(Some(recording.device));
     let mut expandable = false;
-    for event in &recording.events {
-        let recording::Recorded { action, addr, bytes, stream, time_ns, .. } = *event;
+    for event in recording.events.iter() {
+        let events::Recorded { action, addr, bytes, stream, time_ns, .. } = event;
         expandable |= action == Action::SegmentMap;
         builder.push(&Event { action, device: recording.device, addr, bytes, stream, time_ns }).ok()?;
     }

@@ -8,12 +8,13 @@ use crate::profile;
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow};
 use serde_json::{Map, Value};
-use std::path::Path;
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 use trainer::terminal;
 use vramlab::backends::CachingSettings;
 use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
-use vramlab::histories::trace::{ReadError, Summary, read};
+use vramlab::histories::trace::{Cut, ReadError, Summary, read};
 use vramlab::{CudaDriver, DeviceName, Driver, NullDriver, Profile, SimDriver, SimMemory};
 
 pub(crate) use recorded::{AsRecorded, Tally};
@@ -26,6 +27,10 @@ pub(crate) struct Recorded {
     pub(crate) as_recorded: Option<AsRecorded>,
     /// The allocator's settings as the file names them.
     pub(crate) allocator_settings: Map<String, Value>,
+    /// Where the file was cut short, if it was.
+    pub(crate) cut: Option<Cut>,
+    /// What was held from the device at the peak, as far as the events show it: at least so much.
+    pub(crate) seen_reserved: u64,
 }
 
 /// Reads and compiles a file. `limit` is the memory limit under which it was recorded, where the file does not say it.
@@ -49,10 +54,10 @@ pub(crate) fn load_under(
     };
     let summary = read(path, &options, &mut sink)?;
     say_cut(path, &summary);
-    let as_recorded = tally.finish(&summary);
+    let (seen_reserved, as_recorded) = (tally.seen_reserved(), tally.finish(&summary));
     let limit = limit(as_recorded.as_ref());
     let mut recorded = compile(builder, &summary, limit).with_context(|| path.display().to_string())?;
-    recorded.as_recorded = as_recorded;
+    (recorded.as_recorded, recorded.seen_reserved) = (as_recorded, seen_reserved);
     if recorded.history.events() == 0 {
         return Err(no_events(path, gpu, &summary));
     }
@@ -61,7 +66,11 @@ pub(crate) fn load_under(
 
 /// Says in one line that a file was cut short, if it was.
 pub(crate) fn say_cut(path: &Path, summary: &Summary) {
-    if let Some(cut) = summary.cut {
+    // Some commands read a file more than once.
+    static SAID: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+    if let Some(cut) = summary.cut
+        && SAID.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(path.to_owned())
+    {
         terminal::say(&format!("warning: {}: {cut}", path.display()));
     }
 }
@@ -75,13 +84,20 @@ pub(crate) fn compile(
     // PyTorch's snapshots may begin in the middle; other logs begin with their program.
     match summary.ending() {
         Some(segments) => builder.ends_with(segments)?,
-        None if summary.cut.is_some() => {}
+        None if summary.cut.is_some() => builder.breaks_off(),
         None => builder.expect_complete(),
     }
     let mut settings = recorded_settings(&summary.allocator_settings)?;
     settings.memory_limit = limit.or(settings.memory_limit);
     let allocator_settings = summary.allocator_settings.clone();
-    Ok(Recorded { history: builder.finish(&settings)?, settings, as_recorded: None, allocator_settings })
+    Ok(Recorded {
+        history: builder.finish(&settings)?,
+        settings,
+        as_recorded: None,
+        allocator_settings,
+        cut: summary.cut,
+        seen_reserved: 0,
+    })
 }
 
 /// A history that holds nothing, or nothing of the chosen GPU.

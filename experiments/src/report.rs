@@ -124,11 +124,11 @@ fn write(args: &ReportArgs, inputs: &[Input]) -> Result<()> {
     out.finish()?;
     let mut page = Page::stdout();
     page.line(format!(
-        "{}: {events} events of {}, {} under {} allocators; the page has {}.",
+        "{}: {events} events of {}, {} under {}; the page has {}.",
         args.out.display(),
         if histories.len() == 1 { "one history".to_owned() } else { format!("{} histories", histories.len()) },
         if histories.len() == 1 { "replayed" } else { "each replayed" },
-        chosen.len(),
+        if chosen.len() == 1 { "one allocator".to_owned() } else { format!("{} allocators", chosen.len()) },
         Bytes(document.len() as u64)
     ));
     if !args.open {

@@ -434,6 +434,90 @@ fn ranks_stand_in_one_table_with_what_stands_out_first() {
     explain(&place, &["rank4.json", "rank4.json"]).refused(2, &["none of the 2 histories"]);
 }
 
+/// A snapshot as Python's pickler writes it (protocol 4): strings and containers are entered in the memo, and frames are
+/// shared; each event has a list of frames of its own.
+fn pickled(events: u32) -> Vec<u8> {
+    let mut out = b"\x80\x04\x95\0\0\0\0\0\0\0\0}\x94(".to_vec();
+    let mut entered = 1_u32;
+    let mut texts: Vec<(&str, u32)> = Vec::new();
+    let mut text =
+        |out: &mut Vec<u8>, entered: &mut u32, text: &'static str| match texts.iter().find(|(known, _)| *known == text)
+        {
+            Some((_, number)) => out.extend([&b"j"[..], &number.to_le_bytes()].concat()),
+            None => {
+                out.extend([&[0x8c, text.len() as u8][..], text.as_bytes(), &[0x94]].concat());
+                texts.push((text, *entered));
+                *entered += 1;
+            }
+        };
+    let open = |out: &mut Vec<u8>, entered: &mut u32, what: u8| {
+        out.extend([what, 0x94, b'(']);
+        *entered += 1;
+    };
+    text(&mut out, &mut entered, "segments");
+    out.extend(b"]\x94");
+    entered += 1;
+    text(&mut out, &mut entered, "device_traces");
+    open(&mut out, &mut entered, b']');
+    open(&mut out, &mut entered, b']');
+    let mut frame = None;
+    for number in 0..events {
+        let action =
+            if number % 3 == 0 { "alloc" } else { ["free_requested", "free_completed"][number as usize % 3 - 1] };
+        open(&mut out, &mut entered, b'}');
+        text(&mut out, &mut entered, "action");
+        text(&mut out, &mut entered, action);
+        let long = |value: u64| [&[0x8a, 8][..], &value.to_le_bytes()].concat();
+        let values = [
+            ("addr", long(BASE)),
+            ("size", b"J\0\0\x20\0".to_vec()),
+            ("stream", b"K\0".to_vec()),
+            ("time_us", long(number.into())),
+        ];
+        for (key, value) in values {
+            text(&mut out, &mut entered, key);
+            out.extend(value);
+        }
+        text(&mut out, &mut entered, "frames");
+        open(&mut out, &mut entered, b']');
+        if let Some(frame) = frame {
+            out.extend([&b"j"[..], &u32::to_le_bytes(frame)].concat());
+        } else {
+            frame = Some(entered);
+            open(&mut out, &mut entered, b'}');
+            for (key, value) in [("name", "step"), ("filename", "/home/me/train.py")] {
+                text(&mut out, &mut entered, key);
+                text(&mut out, &mut entered, value);
+            }
+            text(&mut out, &mut entered, "line");
+            out.extend(b"K\x07u");
+        }
+        out.extend(b"eu");
+        // Lists come in batches.
+        if number % 1000 == 999 {
+            out.extend(b"e(");
+        }
+    }
+    out.extend(b"eeu.");
+    out
+}
+
+#[test]
+fn reading_takes_less_memory_than_the_file_has_bytes() {
+    let place = Place::new();
+    let snapshot = pickled(300_000);
+    let file = place.at("large.pickle");
+    std::fs::write(&file, &snapshot).unwrap();
+    let file = file.to_str().unwrap();
+    let within = |bytes: usize| explain(&place, &[file, "--json", "--read-memory", &format!("{bytes}B")]);
+    let found: Value = serde_json::from_str(&within(snapshot.len()).ok().stdout).unwrap();
+    assert_eq!(
+        (&found["events"], &found["who"][0]["lines"][0]["line"]),
+        (&json!(300_000), &json!("me/train.py:7 step"))
+    );
+    within(snapshot.len() / 4).refused(2, &["large.pickle", "of memory to read, and the limit is", "--read-memory"]);
+}
+
 /// The ledger is that of a replay which put every block and segment where it was recorded.
 fn agrees(place: &Place, file: &str) {
     let found = found(place, &[file]);

@@ -9,6 +9,7 @@ use std::fmt;
 use std::path::Path;
 use vramlab::Bytes;
 use vramlab::histories::replay::{History, OutOfMemory};
+use vramlab::histories::trace::Cut;
 use vramlab::policy::size::Size;
 
 /// How the limit is known under which settings are compared.
@@ -32,6 +33,9 @@ pub(super) struct Happened {
     pub(super) limit: Option<(u64, LimitSource)>,
     /// Whether a replay under the same settings and that limit should do what the history shows.
     pub(super) repeats: bool,
+    pub(super) cut: Option<Cut>,
+    /// What was reserved at the peak, as far as the events alone show it.
+    seen_reserved: u64,
 }
 
 impl Happened {
@@ -57,13 +61,13 @@ impl Happened {
             (None, None) => inferred.map(|limit| (limit, LimitSource::OutOfMemory)),
         };
         let conf = Conf::recorded(&recorded.allocator_settings)?;
-        let Recorded { history, as_recorded, .. } = recorded;
+        let Recorded { history, as_recorded, cut, seen_reserved, .. } = recorded;
         let repeats = match limit {
             None | Some((_, LimitSource::Recorded)) => true,
             Some((limit, LimitSource::Given)) => as_recorded.is_some_and(|told| told.peak_reserved <= limit),
             Some((_, LimitSource::OutOfMemory)) => false,
         };
-        Ok(Self { history, conf, as_recorded, limit, repeats })
+        Ok(Self { history, conf, as_recorded, limit, repeats, cut, seen_reserved })
     }
 
     /// The last request that was refused when the history was recorded.
@@ -127,7 +131,13 @@ impl fmt::Display for Happened {
                 write!(f, "Memory did not run out. At most {reserved} were reserved, ")?;
                 write!(f, "{above:.1} % more than the {requested} that were asked for at most.")
             }
-            None => write!(f, "Memory did not run out. At most {} were live.", Bytes(self.history.max_live_bytes())),
+            None => {
+                f.write_str("Memory did not run out. ")?;
+                if self.seen_reserved > 0 {
+                    write!(f, "At least {} were reserved. ", Bytes(self.seen_reserved))?;
+                }
+                write!(f, "At most {} were live.", Bytes(self.history.max_live_bytes()))
+            }
         }
     }
 }

@@ -4,7 +4,8 @@ use super::conf::Conf;
 use super::evaluate::{Of, Outcome, Setting, Trial, bound, cores, in_parallel};
 use super::happened::Happened;
 use super::{Advice, AdviseArgs, FORM, search};
-use anyhow::Result;
+use crate::reading::{Unread, at_once, say_unread};
+use anyhow::{Result, bail};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use trainer::terminal::{Bar, Cell, Column, Page, Table};
@@ -12,12 +13,16 @@ use vramlab::Bytes;
 
 /// Settings that are looked at closely on every rank.
 const CLOSELY: usize = 3;
+/// Rows of the table.
+const SHOWN: usize = 8;
 
 /// What is said of all; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
 pub(super) struct Ranks {
     /// The ranks least like the others first.
     ranks: Vec<Rank>,
+    /// Those that could not be read.
+    unread: Vec<Unread>,
     settings: Vec<ForAll>,
     /// The rank that needs most, in full.
     worst: Advice,
@@ -63,17 +68,20 @@ struct First {
 }
 
 /// Looks at every file twice: under all settings, then closely under those that are best for all. No more histories are in
-/// memory at a time than there are threads.
+/// memory at a time than there are threads, and of large ones fewer.
 pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Result<Ranks> {
-    let threads = cores();
+    let threads = cores().min(at_once(files));
     let load = |file: &PathBuf| Happened::read(file, args.gpu, limit, &args.read);
     let trial = |file: &PathBuf, happened: &Happened, work: &mut dyn FnMut(&Trial) -> Result<()>| {
         work(&Trial::new(file, &happened.history, happened.limit.map(|(limit, _)| limit))?)
     };
     let bar = Bar::new(2 * files.len() as u64, FORM);
     bar.message("histories");
-    let firsts = in_parallel(threads, files, |file| {
-        let happened = load(file)?;
+    let looked = in_parallel(threads, files, |file| {
+        let happened = match load(file) {
+            Ok(happened) => happened,
+            Err(error) => return Ok(Err(Unread::of(file, &error))),
+        };
         let mut outcomes = Vec::new();
         trial(file, &happened, &mut |trial| {
             let grid =
@@ -86,11 +94,25 @@ pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given
             Ok(())
         })?;
         bar.advance(1);
-        Ok(First { recorded: happened.conf, outcomes })
+        Ok(Ok(First { recorded: happened.conf, outcomes }))
     })?;
+    let (mut readable, mut firsts, mut unread) = (Vec::new(), Vec::new(), Vec::new());
+    for (file, looked) in files.iter().zip(looked) {
+        match looked {
+            Ok(first) => {
+                readable.push(file.clone());
+                firsts.push(first);
+            }
+            Err(error) => unread.push(error),
+        }
+    }
+    if let (true, Some(first)) = (firsts.is_empty(), unread.first()) {
+        bail!("none of the {} histories could be read; {}", files.len(), first.error);
+    }
+    say_unread(&unread);
     let most = if given.is_empty() { CLOSELY } else { given.len() };
     let chosen = for_all(&firsts, most);
-    let mut ranks = in_parallel(threads, files, |file| {
+    let mut ranks = in_parallel(threads, &readable, |file| {
         let happened = load(file)?;
         let mut settings = Vec::new();
         trial(file, &happened, &mut |trial| {
@@ -119,8 +141,8 @@ pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given
         let first = rank.settings.first();
         (rank.ran_out_of_memory, first.map(|first| first.outcome.out_of_memory), rank.reserved())
     });
-    let worst = worst.map_or(files[0].clone(), |rank| PathBuf::from(&rank.trace));
-    Ok(Ranks { settings, worst: super::of(&worst, args, limit, given)?, ranks })
+    let worst = worst.map_or(readable[0].clone(), |rank| PathBuf::from(&rank.trace));
+    Ok(Ranks { settings, worst: super::of(&worst, args, limit, given)?, ranks, unread })
 }
 
 /// The settings that are best for all: each is as good as it is on the rank that needs most.
@@ -163,6 +185,11 @@ fn outliers_first(ranks: &mut [Rank]) {
     ranks.sort_by_key(|rank| (!rank.ran_out_of_memory, std::cmp::Reverse(rank.reserved().abs_diff(median))));
 }
 
+/// A file's name without its folder.
+fn name(trace: &str) -> String {
+    Path::new(trace).file_name().map_or_else(|| trace.to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
 /// The table over the ranks, then the worst in full.
 pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
     let mut table = Table::new([
@@ -174,10 +201,9 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
         Column::right("runs in").priority(1),
     ]);
     let size = |bytes: u64| Bytes(bytes).to_string();
-    for rank in &found.ranks {
+    for rank in found.ranks.iter().take(SHOWN) {
         let first = rank.settings.first();
-        let name =
-            Path::new(&rank.trace).file_name().map_or(rank.trace.clone(), |name| name.to_string_lossy().into_owned());
+        let name = name(&rank.trace);
         let state = if rank.ran_out_of_memory { "ran out" } else { "sufficed" };
         table.row([
             Cell::from(name),
@@ -194,6 +220,9 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
     page.line(format!("{} histories, those least like the others first", found.ranks.len()));
     page.gap();
     page.table(&table);
+    if let more @ 1.. = found.ranks.len().saturating_sub(SHOWN) {
+        page.note(format!("{more} more are nearer to the median; --json has all"));
+    }
     for setting in &found.settings {
         page.title(format!("{}. {}", setting.rank, setting.conf.shown()));
         setting.conf.export_lines().iter().for_each(|line| page.labelled("", 2, line));
@@ -206,7 +235,7 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
         page.labelled(
             "",
             2,
-            &format!("reserves {} at most ({}); {runs}", size(setting.peak_reserved_bytes), setting.worst),
+            &format!("reserves {} at most ({}); {runs}", size(setting.peak_reserved_bytes), name(&setting.worst)),
         );
     }
     super::report::report(&found.worst, all, page);

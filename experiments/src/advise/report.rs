@@ -48,11 +48,20 @@ fn what_happened(advice: &Advice, page: &mut Page) {
 
 /// What happened, and under which limit settings are compared.
 pub(super) fn happened(advice: &Advice) -> Vec<String> {
-    let mut out = vec![advice.happened.clone()];
+    let mut out = Vec::new();
+    if advice.cut.is_some() {
+        let events = counted(advice.events, "event");
+        out.push(format!("The file was cut short: this is about its first {events}."));
+    }
     let recorded = &advice.recorded;
-    let mut under = format!("It ran under {}.", recorded.conf.shown());
+    // Long lines break at spaces only.
+    let conf = recorded.conf.shown().replace(',', ", ");
+    let mut text = match advice.settings_known {
+        true => format!("{} It ran under {conf}.", advice.happened),
+        false => format!("{} Its settings are missing, and taken to be {conf}.", advice.happened),
+    };
     if let Some(off) = recorded.replayed_off_percent {
-        under += &match off {
+        text += &match off {
             0.0 => " Replayed under that it reserves the same to the byte.".to_owned(),
             off => {
                 let more = if off > 0.0 { "more" } else { "less" };
@@ -60,7 +69,7 @@ pub(super) fn happened(advice: &Advice) -> Vec<String> {
             }
         };
     }
-    out.push(under);
+    out.push(text);
     if let Some((limit, source)) = advice.limit_bytes.zip(advice.limit_source) {
         let limit = Bytes(limit);
         out.push(match source {
@@ -85,28 +94,28 @@ fn figures(setting: &Setting, now: Option<&Outcome<super::Of>>) -> String {
     if let Some(now) = now.filter(|now| !now.out_of_memory && now.peak_reserved_bytes > outcome.peak_reserved_bytes) {
         // CAST: bytes of a device, below 2^53.
         let less = 100.0 * (1.0 - outcome.peak_reserved_bytes as f64 / now.peak_reserved_bytes.max(1) as f64);
-        out += &format!(", {less:.1} % less");
+        out += &format!(" (-{less:.1} %)");
     }
     if *instant_peak_reserved_bytes != outcome.peak_reserved_bytes {
         out += &format!(" ({} if no stream waited)", Bytes(*instant_peak_reserved_bytes));
     }
     out += &match smallest_memory_bytes {
         Some(least) if outcome.out_of_memory => format!(", needs {}", Bytes(*least)),
-        Some(least) => format!(", runs in {} or more", Bytes(*least)),
+        Some(least) => format!(", runs in {}", Bytes(*least)),
         None => ", and runs in no memory that was tried".to_owned(),
     };
     format!("{out}; {}", cost(outcome))
 }
 
 fn cost<T>(outcome: &Outcome<T>) -> String {
-    let mut out = counted(outcome.calls(), "driver call");
-    match outcome.num_alloc_retries {
-        0 => {}
-        1 => out += " and 1 release of the cache",
-        retries => out += &format!(" and {retries} releases of the cache"),
-    }
     // CAST: seconds back to nanoseconds, for display.
-    out + &format!(", {} in them", duration((outcome.seconds() * 1e9).round() as u64))
+    let time = duration((outcome.seconds() * 1e9).round() as u64);
+    let out = format!("{time} in {}", counted(outcome.calls(), "driver call"));
+    match outcome.num_alloc_retries {
+        0 => out,
+        1 => out + " and 1 release of the cache",
+        retries => out + &format!(" and {retries} releases of the cache"),
+    }
 }
 
 fn what_helps(advice: &Advice, page: &mut Page) {
@@ -121,7 +130,7 @@ fn what_helps(advice: &Advice, page: &mut Page) {
             say(page, format!("No setting mends this: you need {needed} ({tried} tried). It takes the least under"));
         }
         Verdict::Keep => {
-            say(page, format!("No change: of {tried} none reserves less by more than half a percent. What ran"));
+            say(page, format!("No change: none of {tried} reserves half a percent less than what ran, which"));
         }
         Verdict::Change => {}
     }
@@ -194,13 +203,11 @@ pub(super) fn unknown(advice: &Advice) -> Vec<String> {
         out.push("What the program would have done after memory ran out.".to_owned());
     }
     out.push(match unknown.device_free_bytes {
-        Some(free) => format!(
-            "Memory that is not the allocator's (context, NCCL, cuBLAS): {} were free on the device.",
-            Bytes(free)
-        ),
-        None => "Memory that is not the allocator's: context, NCCL, cuBLAS. The snapshot does not tell.".to_owned(),
+        Some(free) => {
+            format!("Memory outside the allocator (context, NCCL, cuBLAS); {} were free on the device.", Bytes(free))
+        }
+        None => "Memory outside the allocator (context, NCCL, cuBLAS).".to_owned(),
     });
-    let chosen = "Programs that choose by free memory, as cuDNN does, choose otherwise when there is more or less.";
-    out.push(chosen.to_owned());
+    out.push("What programs choose by free memory, as cuDNN does its algorithms.".to_owned());
     out
 }

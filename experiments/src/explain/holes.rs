@@ -189,7 +189,10 @@ fn stranded(
         if !over || goes_on || row.soft_bytes + row.hard_bytes == 0 {
             continue;
         }
-        let stack = last.map(|last| recording.events[last].origin.stack).filter(|stack| !stack.is_empty());
+        let stack = last
+            .and_then(|last| recording.events.get(last))
+            .map(|event| event.origin.stack)
+            .filter(|stack| !stack.is_empty());
         let stranded = out.entry(row.stream).or_insert_with(|| Stranded {
             stream: row.stream,
             free_bytes: 0,

@@ -4,7 +4,8 @@
 //! and what is left is split off if it is large enough. Free blocks of a segment that touch are one. Other formats say
 //! nothing of sizes; there a block is as large as what was asked for.
 
-use super::recording::{Recorded, Recording};
+use super::events::Recorded;
+use super::recording::Recording;
 use std::collections::{BTreeMap, BTreeSet};
 use vramlab::PoolKind;
 use vramlab::backends::CachingSettings;

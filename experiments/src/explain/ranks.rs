@@ -2,13 +2,14 @@
 
 use super::explanation::Explanation;
 use super::{ExplainArgs, How, explanation, report};
+use crate::reading::{Unread, at_once, say_unread};
 use anyhow::{Result, anyhow};
 use serde::Serialize;
 use std::num::NonZero;
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use trainer::terminal::{Bar, Cell, Column, Page, Table, fail};
+use trainer::terminal::{Bar, Cell, Column, Page, Table};
 use vramlab::Bytes;
 
 /// What is kept of each history.
@@ -35,12 +36,6 @@ struct Ranks {
     unread: Vec<Unread>,
     /// The first of the table.
     worst: Explanation,
-}
-
-#[derive(Debug, Serialize)]
-struct Unread {
-    trace: String,
-    error: String,
 }
 
 impl Rank {
@@ -81,9 +76,7 @@ pub(super) fn ranks(args: &ExplainArgs, files: &[&PathBuf]) -> Result<()> {
     if let (true, Some(first)) = (ranks.is_empty(), unread.first()) {
         return Err(anyhow!("none of the {} histories could be read; {}", files.len(), first.error));
     }
-    for unread in &unread {
-        fail(format_args!("{}; the others go on without it", unread.error));
-    }
+    say_unread(&unread);
     compare(&mut ranks);
     // The first is read once more: of hundreds only a row each is kept.
     let worst = explanation(&args.how, ranks[0].trace.as_ref())?;
@@ -111,8 +104,7 @@ fn read(how: &How, files: &[&PathBuf], bar: &Bar) -> (Vec<Rank>, Vec<Unread>) {
                     match found {
                         Ok(rank) => out.0.push(rank),
                         Err(error) => {
-                            let (trace, error) = (file.display().to_string(), format!("{error:#}"));
-                            out.1.push(Unread { trace, error });
+                            out.1.push(Unread::of(file, &error));
                         }
                     }
                     bar.advance(1);
@@ -121,22 +113,6 @@ fn read(how: &How, files: &[&PathBuf], bar: &Bar) -> (Vec<Rank>, Vec<Unread>) {
         }
     });
     out.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
-
-/// So much memory is for all readings together, and so much is taken by one of a small file.
-const TOGETHER: u64 = 8 << 30;
-const SMALL: u64 = 64 << 20;
-
-/// How many of these files may be read at a time.
-fn at_once(files: &[&PathBuf]) -> usize {
-    let need = |file: &&PathBuf| {
-        let bytes = std::fs::metadata(file).map_or(0, |metadata| metadata.len());
-        // Snapshots become a tenth to a thirtieth when they are packed.
-        let packed = file.extension().is_some_and(|end| end == "xz" || end == "gz");
-        bytes.saturating_mul(if packed { 45 } else { 2 }).max(SMALL)
-    };
-    let most = files.iter().map(need).max().unwrap_or(SMALL);
-    usize::try_from(TOGETHER / most).unwrap_or(1).max(1)
 }
 
 /// Says how far each is from the middle, and puts what stands out first.

@@ -1,13 +1,13 @@
 //! A history in memory: its events with where they came from, and what was there before the first of them.
 
 use super::How;
+use super::events::{Events, Recorded};
 use crate::history::{no_events, say_cut};
 use anyhow::{Context, Result, anyhow};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 use vramlab::BlockState;
 use vramlab::backends::CachingSettings;
-use vramlab::budget::Claim;
 use vramlab::histories::replay::{MAX_BYTES, recorded_settings};
 use vramlab::histories::trace::{
     Action, Annotation, Event, Format, Origin, Origins, ReadError, SegmentType, Summary, TextId, read_origins,
@@ -18,7 +18,7 @@ pub(super) const START: usize = usize::MAX;
 
 /// The events of one GPU and what else its history says.
 pub(super) struct Recording {
-    pub(super) events: Vec<Recorded>,
+    pub(super) events: Events,
     pub(super) origins: Origins,
     pub(super) summary: Summary,
     pub(super) settings: CachingSettings,
@@ -30,19 +30,6 @@ pub(super) struct Recording {
     pub(super) before: Before,
     /// Times at which an annotation begins or ends, and the innermost one from then on.
     ranges: Vec<(u64, Option<TextId>)>,
-    /// For the events.
-    _claim: Claim,
-}
-
-/// An event, and where it came from.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Recorded {
-    pub(super) addr: u64,
-    pub(super) bytes: u64,
-    pub(super) stream: u64,
-    pub(super) time_ns: u64,
-    pub(super) origin: Origin,
-    pub(super) action: Action,
 }
 
 /// What was there before the first event, as far as the history tells it.
@@ -77,8 +64,8 @@ impl Recording {
     pub(super) fn read(path: &Path, how: &How) -> Result<Self> {
         let (gpu, limit) = (how.gpu, how.limit);
         let options = how.read.keeping(path);
-        let mut claim = options.budget.claim();
-        let (mut events, mut number, mut device, mut skipped) = (Vec::new(), 0_u64, gpu, 0);
+        let mut events = Events::new(&options.budget);
+        let (mut number, mut device, mut skipped) = (0_u64, gpu, 0);
         let (summary, origins) = read_origins(path, &options, &mut |event, origin, _| {
             number += 1;
             let Event { action, addr, bytes, stream, time_ns, .. } = event;
@@ -102,7 +89,7 @@ impl Recording {
                 return Err(ReadError::stop(format!("event {number}: {addr:#x} + {bytes} is no range of addresses")));
             }
             let recorded = Recorded { addr, bytes, stream, time_ns, origin, action };
-            claim.push(&mut events, recorded).map_err(ReadError::stop)
+            events.push(recorded).map_err(ReadError::stop)
         })?;
         say_cut(path, &summary);
         let held = summary.segments.iter().map(|segment| segment.device);
@@ -125,7 +112,6 @@ impl Recording {
             skipped,
             before: Before::default(),
             ranges: Vec::new(),
-            _claim: claim,
         };
         out.before = out.look_back();
         out.ranges = out.annotated();
@@ -171,7 +157,7 @@ impl Recording {
         let all = self.origins.annotations().iter().filter(|annotation| annotation.start && mine(annotation.device));
         let found =
             all.filter(|annotation| self.origins.spelt(annotation.name) == name).map(|found| found.time_ns).min()?;
-        let index = self.events.partition_point(|event| event.time_ns < found);
+        let index = self.events.at_time(found);
         (index < self.events.len()).then_some(index)
     }
 
@@ -222,8 +208,8 @@ impl Recording {
             expandable,
             small: self.is_small(addr, bytes, expandable),
         };
-        for event in &self.events {
-            let Recorded { addr, bytes, stream, .. } = *event;
+        for event in self.events.iter() {
+            let Recorded { addr, bytes, stream, .. } = event;
             match event.action {
                 Action::Alloc => drop(live.insert(addr, false)),
                 Action::FreeRequested | Action::FreeCompleted => {

@@ -1,11 +1,12 @@
 //! One pass over a history: where its peaks are, which requests missed, when memory went back, what waited.
 
 use super::causes::cause;
+use super::events::Recorded;
 use super::explanation::{Cause, Point, Refused, Retry, Shape};
 use super::lines::Lines;
 use super::memory::{BEFORE, Memory, Pool, Totals};
 use super::moments::moment;
-use super::recording::{Recorded, Recording, START};
+use super::recording::{Recording, START};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use vramlab::histories::trace::{Action, StackId};
 
@@ -110,12 +111,12 @@ pub(super) fn survey(recording: &Recording, lines: &mut Lines<'_>) -> Survey {
             });
         }
         if event.action == Action::FreeRequested && !recording.completes_at_once(index) {
-            out.waits_begin(&memory, event);
+            out.waits_begin(&memory, &event);
         }
         if event.action == Action::FreeCompleted {
-            out.waits_end(&memory, event, number);
+            out.waits_end(&memory, &event, number);
         }
-        memory.apply(recording, event, number, recording.completes_at_once(index));
+        memory.apply(recording, &event, number, recording.completes_at_once(index));
         let totals = memory.totals;
         match event.action {
             Action::SegmentAlloc | Action::SegmentMap => window.taken += event.bytes,
@@ -149,7 +150,7 @@ pub(super) fn survey(recording: &Recording, lines: &mut Lines<'_>) -> Survey {
                 out.num_releases += u64::from(window.released > 0);
             }
         }
-        out.take_levels(event, index, count, totals);
+        out.take_levels(&event, index, count, totals);
         climb.take(index, totals.active);
         if index % stretch == 0 {
             out.timeline.push(Point::default());
@@ -165,8 +166,8 @@ pub(super) fn survey(recording: &Recording, lines: &mut Lines<'_>) -> Survey {
 }
 
 /// The request in whose course segments come and go at an event.
-fn next_request(recording: &Recording, index: usize) -> Option<&Recorded> {
-    let next = recording.events[index..].iter().find(|event| {
+fn next_request(recording: &Recording, index: usize) -> Option<Recorded> {
+    let next = recording.events.iter_from(index).find(|event| {
         !matches!(
             event.action,
             Action::SegmentAlloc
@@ -282,7 +283,7 @@ impl Survey {
             self.num_releases += 1;
             return;
         }
-        let event = &recording.events[index];
+        let Some(event) = recording.events.get(index) else { return };
         let settings = &recording.settings;
         let over = settings.memory_limit.map(|limit| probe.reserved + window.taken.max(event.bytes) > limit);
         let kind = match over {
@@ -315,7 +316,7 @@ impl Survey {
     }
 
     fn refuse(&mut self, recording: &Recording, lines: &mut Lines<'_>, memory: &Memory, index: usize) {
-        let event = &recording.events[index];
+        let Some(event) = recording.events.get(index) else { return };
         self.num_refused += 1;
         if self.refused.len() == MOST {
             self.refused.pop_front();

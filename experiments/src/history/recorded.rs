@@ -7,12 +7,19 @@ use vramlab::histories::trace::{Action, Event, Summary};
 struct Running {
     now: i128,
     highest: i128,
+    lowest: i128,
 }
 
 impl Running {
     fn add(&mut self, by: i128) {
         self.now += by;
         self.highest = self.highest.max(self.now);
+        self.lowest = self.lowest.min(self.now);
+    }
+
+    /// The least that the peak can have been: no sum was ever negative.
+    fn least_peak(self) -> u64 {
+        u64::try_from(self.highest - self.lowest).unwrap_or(u64::MAX)
     }
 
     /// The peak of a sum that was `end` at last; `None` where the events do not add up to it.
@@ -66,6 +73,11 @@ impl Tally {
         }
     }
 
+    /// What was held from the device at the peak, as far as the events alone say it.
+    pub(crate) fn seen_reserved(&self) -> u64 {
+        self.reserved.least_peak()
+    }
+
     /// The sums, counted back from what was held at the end: a history may begin late. Only PyTorch's snapshots tell
     /// that, and only those that lost no event in between add up.
     pub(crate) fn finish(self, summary: &Summary) -> Option<AsRecorded> {
@@ -92,6 +104,8 @@ mod tests {
         // It began with 8: 8, 13, 10, 20, 0.
         assert_eq!(sum.peak(0), Some(20));
         assert_eq!(sum.peak(4), Some(24));
+        // Where the end is not known, with as little as there can have been.
+        assert_eq!(sum.least_peak(), 20);
         let mut up = Running::default();
         up.add(9);
         assert_eq!(up.peak(3), None, "more was taken than is there");

@@ -86,6 +86,7 @@ pub struct HistoryBuilder {
     pub(super) pool_names: Option<Vec<Named>>,
     pub(super) complete: bool,
     pub(super) completes: bool,
+    pub(super) breaks_off: bool,
     pub(super) expandable: bool,
     /// What shows that parts of expandable segments were mapped before the first event.
     pub(super) unseen: Option<String>,
@@ -144,6 +145,7 @@ impl HistoryBuilder {
             pool_names: None,
             complete: false,
             completes: false,
+            breaks_off: false,
             expandable: false,
             unseen: None,
             outside: None,
@@ -155,6 +157,11 @@ impl HistoryBuilder {
             claim: budget.claim(),
             maps: budget.claim(),
         }
+    }
+
+    /// Says that events are missing after the last one, which may be the completion of a free: the file was cut short.
+    pub fn breaks_off(&mut self) {
+        self.breaks_off = true;
     }
 
     /// Lets [`finish`](Self::finish) refuse frees of blocks that the history did not allocate: for logs that begin with

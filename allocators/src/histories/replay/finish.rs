@@ -21,7 +21,7 @@ impl HistoryBuilder {
     /// [`MAX_STREAMS`] further streams. [`ReplayError::TooLarge`] when the [budget](Self::within) is used up.
     pub fn finish(mut self, settings: &CachingSettings) -> Result<History, ReplayError> {
         self.make_room()?;
-        if let Some((addr, op)) = self.just_freed.take() {
+        if let Some((addr, op)) = self.just_freed.take().filter(|_| !self.breaks_off) {
             self.waiting.insert(addr, op);
             self.most_waiting = self.most_waiting.max(self.waiting.len());
             self.deferred.push(op);

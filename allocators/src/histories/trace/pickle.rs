@@ -13,6 +13,7 @@
 mod cut;
 mod frames;
 mod machine;
+mod memo;
 mod settings;
 mod snapshot;
 mod store;

@@ -46,7 +46,7 @@ pub struct ReadOptions {
     /// The format; `None` tells it by the content.
     pub format: Option<Format>,
     /// What a reader may keep besides its buffers, which take less than 2 MiB. A snapshot's events are not kept, but
-    /// what it may refer back to is: some 50 bytes an event. What the [`Summary`] holds stays claimed. Default 1 GiB.
+    /// what it may refer back to is: some 20 bytes an event. What the [`Summary`] holds stays claimed. Default 1 GiB.
     pub budget: Budget,
 }
 

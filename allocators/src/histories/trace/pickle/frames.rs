@@ -91,11 +91,11 @@ impl Machine<'_, '_, '_> {
             let mut taken = 0;
             loop {
                 let (index, bytes) = match self.input.buffered()[taken..] {
-                    [b'h', index, ..] => (usize::from(index), 2),
-                    [b'j', a, b, c, d, ..] => (u32::from_le_bytes([a, b, c, d]) as usize, 5),
+                    [b'h', index, ..] => (u32::from(index), 2),
+                    [b'j', a, b, c, d, ..] => (u32::from_le_bytes([a, b, c, d]), 5),
                     _ => break,
                 };
-                let Some(value) = self.memo.get(index).copied() else { break };
+                let Some(value) = self.memo.get(index) else { break };
                 if !take(self, value) {
                     self.input.advance(taken);
                     return Ok(());

@@ -1,6 +1,7 @@
 //! The stack machine.
 
 use super::frames::Stacks;
+use super::memo::Memo;
 use super::snapshot::Spine;
 use super::store::{Store, Value};
 use super::words::Word;
@@ -9,13 +10,9 @@ use crate::histories::trace::input::Input;
 use crate::histories::trace::read::Receiver;
 use crate::histories::trace::{Place, Problem, ReadError, ReadOptions, Summary};
 use crate::steps;
-use std::collections::HashMap;
 
 /// Longest string that is looked at; longer ones are passed over.
 const LONGEST_TEXT: u64 = 1 << 12;
-
-/// A memo entry in a table, which holds both sizes for a moment when it doubles at seven eighths.
-const SPARSE_COST: usize = 4 * (size_of::<(u32, Value)>() + 1);
 
 /// Which part of the snapshot is under way: the value of a key of the outermost dictionary, and where it lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,10 +29,8 @@ pub(super) struct Machine<'r, 'i, 's> {
     pub(super) stack: Vec<Value>,
     /// Heights of the stack at which a MARK was set.
     pub(super) marks: Vec<usize>,
-    pub(super) memo: Vec<Value>,
-    /// Memo entries whose numbers do not follow on.
-    sparse: HashMap<u32, Value>,
-    /// For the stack and the memo.
+    pub(super) memo: Memo,
+    /// For the stack.
     claim: Claim,
     pub(super) store: Store,
     pub(super) stacks: Stacks,
@@ -51,8 +46,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             input,
             stack: Vec::new(),
             marks: Vec::new(),
-            memo: Vec::new(),
-            sparse: HashMap::new(),
+            memo: Memo::new(&options.budget),
             claim: options.budget.claim(),
             store: Store::new(&options.budget, receiver.wants_origins),
             stacks: Stacks::new(&options.budget),
@@ -106,7 +100,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             }
             0x94 => {
                 let value = self.peek()?;
-                let grown = self.claim.push(&mut self.memo, value);
+                let grown = self.memo.add(value);
                 self.within(grown)?;
             }
             b'K' => {
@@ -293,7 +287,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
     }
 
     fn get(&mut self, index: u32) -> Result<(), ReadError> {
-        let value = self.memo.get(index as usize).or_else(|| self.sparse.get(&index)).copied();
+        let value = self.memo.get(index);
         let Some(value) = value else {
             return Err(self.content(format!("memo entry {index} is used before it is made; the file is damaged")));
         };
@@ -302,21 +296,8 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
 
     fn put(&mut self, index: u32) -> Result<(), ReadError> {
         let value = self.peek()?;
-        let at = index as usize;
-        let grown = if at < self.memo.len() {
-            self.memo[at] = value;
-            Ok(())
-        } else if at == self.memo.len() {
-            self.claim.push(&mut self.memo, value)
-        } else {
-            // A large number must not take the memory of all those before it.
-            let known = self.sparse.contains_key(&index);
-            let grown = if known { Ok(()) } else { self.claim.add(SPARSE_COST) };
-            grown.map(|()| {
-                self.sparse.insert(index, value);
-            })
-        };
-        self.within(grown)
+        let kept = self.memo.put(index, value);
+        self.within(kept)
     }
 
     /// Height of the stack below the `count` uppermost values, all of them above the last MARK.

@@ -53,6 +53,22 @@ pub(super) struct Handle {
     generation: u32,
 }
 
+/// Bits of a slot's number: more objects at once are more than any budget has room for.
+const SLOT_BITS: u32 = 28;
+
+impl Handle {
+    /// All of it in sixty bits.
+    pub(super) fn bits(self) -> u64 {
+        u64::from(self.slot) | u64::from(self.generation) << SLOT_BITS
+    }
+
+    /// What [`bits`](Self::bits) gave.
+    pub(super) fn from_bits(bits: u64) -> Self {
+        // CAST: each part within its bits.
+        Self { slot: (bits & ((1 << SLOT_BITS) - 1)) as u32, generation: (bits >> SLOT_BITS) as u32 }
+    }
+}
+
 /// Keys and values in the order in which they were set.
 pub(super) type Pairs = Vec<(Value, Value)>;
 
@@ -131,10 +147,8 @@ impl Store {
                 self.claim.push(&mut self.slots, Slot { generation: 0, object })?;
                 // Each place may become free, and then there must be room to say so.
                 self.claim.reserve(&mut self.free, self.slots.len())?;
-                let Ok(slot) = u32::try_from(self.slots.len() - 1) else {
-                    // More objects than can be named are more than any budget has room for.
-                    return Err(self.claim.refuse());
-                };
+                let slot = u32::try_from(self.slots.len() - 1).ok().filter(|slot| slot >> SLOT_BITS == 0);
+                let Some(slot) = slot else { return Err(self.claim.refuse()) };
                 slot
             }
         };

@@ -12,6 +12,9 @@ macro_rules! words {
         }
 
         impl Word {
+            /// Every word, each at the place of its number.
+            pub(crate) const ALL: &[Word] = &[$(Word::$variant,)*];
+
             /// The word that is spelt like this.
             pub(crate) fn of(text: &str) -> Option<Word> {
                 match text {
