@@ -151,7 +151,7 @@ mod tests {
         for first in numbers {
             values.extend([Value::Text(first), Value::Stack(first), Value::Frame(first)]);
             values.extend(numbers.map(|second| Value::Pair(first, second)));
-            let bits = u64::from(first) << 28 | (1 << 28) - 1;
+            let bits = u64::from(first) << 28 | 0x0fff_ffff;
             values.extend([Value::Object(Handle::from_bits(bits)), Value::Int(-i64::from(first))]);
         }
         values.extend([Value::None, Value::Bool(true), Value::Bool(false), Value::LostText, Value::Opaque]);
