@@ -2,9 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 use std::sync::Arc;
-use vramlab::backends::{Naive, Preset, RegisterError, With, all, find, naive, register};
+use vramlab::backends::{Naive, Needs, Preset, RegisterError, With, all, find, naive, register};
 use vramlab::settings::{NoSettings, number};
-use vramlab::{Backend, Capabilities, Driver, NullDriver, Selection};
+use vramlab::{Backend, Capabilities, Driver, NullDriver, Profile, Selection, SimDriver, SimMemory};
 
 vramlab::settings! {
     /// Settings of the test's backend.
@@ -68,4 +68,28 @@ mod named_statics {
     pub(crate) static EMPTY: Backend = named("");
     pub(crate) static COMMA: Backend = named("a,b");
     pub(crate) static DIGIT: Backend = named("1a");
+}
+
+#[test]
+fn a_device_that_lacks_what_a_backend_needs_is_refused_with_what_does_without() {
+    let device = || {
+        let profile = Profile { vmm: None, pool: None, ..Profile::h200() };
+        Arc::new(SimDriver::new(profile, SimMemory::None)) as Arc<dyn Driver>
+    };
+    let mut refused = 0;
+    for backend in all() {
+        let built = Selection::of(backend).build(&device());
+        if backend.capabilities.needs == Needs::Nothing {
+            built.unwrap();
+            continue;
+        }
+        let text = built.unwrap_err().to_string();
+        assert!(text.contains(backend.name) && text.contains("H200") && !text.contains('\n'), "{text}");
+        let (names, _) = text.split_once('(').unwrap().1.split_once(" do without").unwrap();
+        for name in names.split(" and ") {
+            assert_eq!(find(name).unwrap().capabilities.needs, Needs::Nothing, "{text}");
+        }
+        refused += 1;
+    }
+    assert!(refused >= 3, "{refused}");
 }

@@ -211,7 +211,7 @@ impl StreamOrdered {
         let Some(pools) = driver.pools() else {
             return Err(AllocError::Unsupported {
                 allocator: BACKEND.name,
-                capability: "stream-ordered memory pools",
+                capability: "stream-ordered memory pools (pytorch and caching do without them)",
                 device: driver.describe().name,
             });
         };
