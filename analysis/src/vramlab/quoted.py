@@ -316,6 +316,33 @@ def noise() -> str:
     )
 
 
+def waiting_frees() -> str:
+    """What frees that wait for other streams cost PyTorch's rules, and what streams bring that take from each other."""
+    frame = results("family", "sim").replays(arm="completion")
+    peak = {(row["history"], row["alloc"], row["completion"]): row for row in frame.iter_rows(named=True)}
+
+    def change(now: float, before: float) -> str:
+        apart = 100 * (now / before - 1)
+        return "as much" if abs(apart) < 0.05 else f"{abs(apart):.1f} % {'more' if apart > 0 else 'less'}"
+
+    waits, lends = [], []
+    for name in frame["history"].unique(maintain_order=True):
+        words = HISTORIES.get(name.removesuffix(".pickle.xz"))
+        if words is None:
+            continue
+        own, at_once = (peak[name, "lab", how] for how in ("recorded", "instant"))
+        more = (own["peak_active_bytes"] - at_once["peak_active_bytes"]) / 2**20
+        active = f" ({more:,.0f} MiB more are active)" if more >= 1 else ""
+        waits.append(f"{words} {change(own['peak_reserved_bytes'], at_once['peak_reserved_bytes'])}{active}")
+        lent = peak[name, "lab:stream=steal", "recorded"]["peak_reserved_bytes"]
+        lends.append(f"{words} {change(lent, own['peak_reserved_bytes'])}")
+    return (
+        "**What frees cost that wait for other streams.** Under PyTorch's rules programs reserve, beside the same "
+        f"frees at once: {'; '.join(waits)}. "
+        f"Where streams take from each other they reserve, beside that: {'; '.join(lends)}."
+    )
+
+
 def waiting() -> str:
     """What of the time in the driver's two calls for memory is waiting, in the README's table."""
     calls = read_json(folder() / H200 / "cuda.json")[0]["driver_calls"]
@@ -342,6 +369,7 @@ ANSWERS = {
 }
 # Items of lists, by their first words.
 ITEMS = {
+    "**What frees cost that wait for other streams.**": waiting_frees,
     "**It is the free that waits.**": waiting,
     "The table is one comparison.": hosts,
     "Simulated times are fitted:": fidelity,
