@@ -163,6 +163,15 @@ fn who_what_keeps_it_and_what_is_stranded() {
     // Blocks without frames are told by what ran last.
     let all = explain(&place, &[&file]).ok().stdout;
     assert!(all.contains("stranded: 30 MiB free in stream 0x7") && all.contains("warm_up"), "{all}");
+    let useless = "what was free then did not serve what was asked for";
+    assert!(all.contains(useless), "{all}");
+    // The rest of a first segment is not what failed to serve.
+    let mut first = Story::default();
+    first.segment(0, 20 * MIB, 0);
+    first.alloc(0, 2 * MIB, 0, json!([]));
+    first.alloc(2 * MIB, 10 * MIB, 0, json!([]));
+    let screen = explain(&place, &[&place.write("first.json", first.text())]).ok().stdout;
+    assert!(!screen.contains(useless), "{screen}");
     // Unfolded, the innermost frame is the line.
     let unfolded = self::found(&place, &[&file, "--frames"]);
     let rows = unfolded["who"].as_array().unwrap().iter().find(|who| who["at"] == "peak_reserved").unwrap();

@@ -123,7 +123,10 @@ fn headline(found: &Explanation) -> Vec<String> {
             size(active.active_bytes),
             percent(active.active_bytes, reserved.reserved_bytes)
         ));
-        if reserved.active_bytes < active.active_bytes - active.active_bytes / 20 {
+        // The largest hole may be what is left of the segment that was taken then.
+        let free = reserved.reserved_bytes.saturating_sub(reserved.active_bytes + reserved.largest_hole_bytes);
+        let little = active.active_bytes / 20;
+        if reserved.active_bytes < active.active_bytes - little && free > little {
             out.push(format!(
                 "when reserved reached its peak only {} were in use: what was free then did not serve what was asked for",
                 size(reserved.active_bytes)
