@@ -294,7 +294,8 @@ mod tests {
 
     #[test]
     fn a_shard_that_can_be_found_by_its_stream_can_be_found_by_its_number() {
-        for round in 0..200u64 {
+        // Miri runs a thread at a time, slowly, and changes threads where it likes.
+        for round in 0..if cfg!(miri) { 2 } else { 200u64 } {
             let table = ShardTable::new(7);
             let streams: Vec<StreamId> =
                 (0..SLOTTED as u64).map(|number| StreamId::numbered(round << 16 | number)).collect();
