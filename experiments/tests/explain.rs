@@ -1,14 +1,15 @@
-//! `explain` on small histories whose answers are known, and on recorded ones.
+//! `explain` on small histories whose answers are known.
 
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
 mod common;
 
-use common::{Place, Ran};
+use common::Place;
+use common::explain::{agrees, explain, found, part};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 const MIB: u64 = 1 << 20;
 const BASE: u64 = 1 << 40;
@@ -70,20 +71,6 @@ impl Story {
         })
         .to_string()
     }
-}
-
-fn explain(place: &Place, arguments: &[&str]) -> Ran {
-    place.run(&[&["explain"], arguments].concat())
-}
-
-fn found(place: &Place, arguments: &[&str]) -> Value {
-    let ran = explain(place, &[arguments, &["--json"]].concat()).ok();
-    serde_json::from_str(&ran.stdout).unwrap_or_else(|error| panic!("{error}: {}", ran.stdout))
-}
-
-fn part(found: &Value, name: &str) -> u64 {
-    let parts = found["reserved"]["parts"].as_array().unwrap();
-    parts.iter().find(|part| part["name"] == name).unwrap()["bytes"].as_u64().unwrap()
 }
 
 /// A hole that one block keeps, a stream that is used once, and a request that only that stream could have served.
@@ -443,173 +430,10 @@ fn ranks_stand_in_one_table_with_what_stands_out_first() {
     explain(&place, &["rank4.json", "rank4.json"]).refused(2, &["none of the 2 histories"]);
 }
 
-/// A snapshot as Python's pickler writes it (protocol 4): strings and containers are entered in the memo, and frames are
-/// shared; each event has a list of frames of its own.
-fn pickled(events: u32) -> Vec<u8> {
-    let mut out = b"\x80\x04\x95\0\0\0\0\0\0\0\0}\x94(".to_vec();
-    let mut entered = 1_u32;
-    let mut texts: Vec<(&str, u32)> = Vec::new();
-    let mut text =
-        |out: &mut Vec<u8>, entered: &mut u32, text: &'static str| match texts.iter().find(|(known, _)| *known == text)
-        {
-            Some((_, number)) => out.extend([&b"j"[..], &number.to_le_bytes()].concat()),
-            None => {
-                out.extend([&[0x8c, text.len() as u8][..], text.as_bytes(), &[0x94]].concat());
-                texts.push((text, *entered));
-                *entered += 1;
-            }
-        };
-    let open = |out: &mut Vec<u8>, entered: &mut u32, what: u8| {
-        out.extend([what, 0x94, b'(']);
-        *entered += 1;
-    };
-    text(&mut out, &mut entered, "segments");
-    out.extend(b"]\x94");
-    entered += 1;
-    text(&mut out, &mut entered, "device_traces");
-    open(&mut out, &mut entered, b']');
-    open(&mut out, &mut entered, b']');
-    let mut frame = None;
-    for number in 0..events {
-        let action =
-            if number % 3 == 0 { "alloc" } else { ["free_requested", "free_completed"][number as usize % 3 - 1] };
-        open(&mut out, &mut entered, b'}');
-        text(&mut out, &mut entered, "action");
-        text(&mut out, &mut entered, action);
-        let long = |value: u64| [&[0x8a, 8][..], &value.to_le_bytes()].concat();
-        let values = [
-            ("addr", long(BASE)),
-            ("size", b"J\0\0\x20\0".to_vec()),
-            ("stream", b"K\0".to_vec()),
-            ("time_us", long(number.into())),
-        ];
-        for (key, value) in values {
-            text(&mut out, &mut entered, key);
-            out.extend(value);
-        }
-        text(&mut out, &mut entered, "frames");
-        open(&mut out, &mut entered, b']');
-        if let Some(frame) = frame {
-            out.extend([&b"j"[..], &u32::to_le_bytes(frame)].concat());
-        } else {
-            frame = Some(entered);
-            open(&mut out, &mut entered, b'}');
-            for (key, value) in [("name", "step"), ("filename", "/home/me/train.py")] {
-                text(&mut out, &mut entered, key);
-                text(&mut out, &mut entered, value);
-            }
-            text(&mut out, &mut entered, "line");
-            out.extend(b"K\x07u");
-        }
-        out.extend(b"eu");
-        // Lists come in batches.
-        if number % 1000 == 999 {
-            out.extend(b"e(");
-        }
-    }
-    out.extend(b"eeu.");
-    out
-}
-
-#[test]
-fn reading_takes_less_memory_than_the_file_has_bytes() {
-    let place = Place::new();
-    let snapshot = pickled(300_000);
-    let file = place.at("large.pickle");
-    std::fs::write(&file, &snapshot).unwrap();
-    let file = file.to_str().unwrap();
-    let within = |bytes: usize| explain(&place, &[file, "--json", "--read-memory", &format!("{bytes}B")]);
-    let found: Value = serde_json::from_str(&within(snapshot.len()).ok().stdout).unwrap();
-    assert_eq!(
-        (&found["events"], &found["who"][0]["lines"][0]["line"]),
-        (&json!(300_000), &json!("me/train.py:7 step"))
-    );
-    within(snapshot.len() / 4).refused(2, &["large.pickle", "of memory to read, and the limit is", "--read-memory"]);
-}
-
-/// The ledger is that of a replay which put every block and segment where it was recorded.
-fn agrees(place: &Place, file: &str) {
-    let found = found(place, &[file]);
-    let arguments =
-        ["replay", file, "--addresses", "recorded", "--alloc", "caching", "--device", "null", "--plan", "off"];
-    let rows = place.run(&[&arguments[..], &["--json"]].concat()).rows();
-    assert_eq!((&rows[0]["address_mismatches"], &rows[0]["segment_mismatches"]), (&json!(0), &json!(0)), "{file}");
-    assert_eq!(found["peak_reserved"]["reserved_bytes"], rows[0]["peak_reserved_bytes"], "{file}");
-    assert_eq!(found["peak_active"]["active_bytes"], rows[0]["peak_active_bytes"], "{file}");
-    if found["reserved"]["at"] == "peak_reserved" {
-        for name in ["requested", "internal", "soft", "hard", "stream", "pending"] {
-            assert_eq!(json!(part(&found, name)), rows[0]["ledger"][name], "{file}: {name}");
-        }
-    }
-    let parts: u64 =
-        found["reserved"]["parts"].as_array().unwrap().iter().map(|part| part["bytes"].as_u64().unwrap()).sum();
-    assert_eq!(json!(parts), found["reserved"]["moment"]["reserved_bytes"], "{file}");
-}
-
 #[test]
 fn the_ledger_is_that_of_the_replay() {
     let place = Place::new();
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../allocators/tests/fixtures");
-    for name in ["resnet50.roundup8", "resnet50.split32"] {
-        agrees(&place, fixtures.join(format!("{name}.pickle.xz")).to_str().unwrap());
-    }
     agrees(&place, &place.write("holes.json", holes().text()));
-}
-
-#[test]
-fn a_run_of_ours_names_layers_and_roles() {
-    let place = Place::new();
-    let run = ["trainer", "--device", "sim", "--dataset", "iris", "--epochs", "2", "--hidden", "256", "--layers", "3"];
-    place.run(&[&run[..], &["--alloc", "caching", "--export", "snapshot,snapshot-json", "--out", "run"]].concat()).ok();
-    for file in ["run/snapshot.pickle", "run/snapshot.json"] {
-        let found = found(&place, &[file, "--between", "epoch 1 step 2", "epoch 2 step 1"]);
-        let lines: Vec<&str> =
-            found["who"][0]["lines"].as_array().unwrap().iter().map(|row| row["line"].as_str().unwrap()).collect();
-        for wanted in ["layer 3 weights gradient", "layer 2 weights gradient", "set-up parameters or data"] {
-            assert!(lines.contains(&wanted), "{wanted}: {lines:?}");
-        }
-        let children = found["who"][0]["tree"]["children"].as_array().unwrap();
-        assert!(children.iter().any(|child| child["name"] == "training backward"), "{children:?}");
-        assert_eq!(found["peak_active"]["annotation"].as_str().map(|name| name.starts_with("epoch ")), Some(true));
-    }
-}
-
-/// A recorded history that is not in the repository.
-fn recorded(name: &str) -> Option<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces/configs");
-    let path = folder.join(format!("{name}.pickle.xz"));
-    if !path.exists() {
-        println!("skipped: {} is not here", path.display());
-    }
-    path.exists().then_some(path)
-}
-
-#[test]
-fn recorded_programs_are_explained() {
-    let place = Place::new();
-    if let Some(path) = recorded("gpt2.frames") {
-        let path = path.to_str().unwrap();
-        agrees(&place, path);
-        let found = found(&place, &[path]);
-        let lines = found["who"][0]["lines"].as_array().unwrap();
-        assert!(lines.iter().take(5).all(|row| row["line"].as_str().unwrap().starts_with("train.py:")), "{lines:?}");
-        assert!(found["annotations"].as_u64() > Some(0));
-        let screen = explain(&place, &[path]).ok().stdout;
-        assert!(screen.contains("eager_attention_forward"), "{screen}");
-    }
-    for name in ["gpt2_fsdp1.rank0", "gpt2_ddp.rank0", "streams.split32"] {
-        if let Some(path) = recorded(name) {
-            agrees(&place, path.to_str().unwrap());
-        }
-    }
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../allocators/tests/fixtures");
-    let found = found(&place, &[fixtures.join("resnet50.gcsplit.pickle.xz").to_str().unwrap()]);
-    let last = found["out_of_memory"].as_array().unwrap().last().unwrap();
-    assert_eq!((&last["asked_bytes"], &last["reserved_bytes"]), (&json!(28 * MIB), &json!(6_283_067_392_u64)));
-    assert_eq!(last["cause"], "pieces");
-    // PyTorch counted five segments that went back.
-    let kinds: Vec<&Value> = found["retries"].as_array().unwrap().iter().map(|retry| &retry["kind"]).collect();
-    assert_eq!(kinds, ["garbage_collection"; 5]);
 }
 
 /// The keys of an object, of what is in it too, as paths.

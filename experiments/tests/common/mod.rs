@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test program uses its part")]
 
 pub(crate) mod experiment;
+pub(crate) mod explain;
 
 use assert_cmd::Command;
 use serde_json::Value;
