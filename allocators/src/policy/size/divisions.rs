@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn every_pattern_reads_back() {
         // Three values for the intervals: all patterns of the first eight, the rest as the last of them.
-        for pattern in 0..3_u32.pow(8) {
+        for pattern in (0..3_u32.pow(8)).step_by(if cfg!(miri) { 97 } else { 1 }) {
             let mut out = Divisions::default();
             let mut rest = pattern;
             for at in 0..DIVISION_INTERVALS {
