@@ -6,7 +6,7 @@
 Eight programs whose sizes vary, ten settings, each pair in a process of its own: DIR/NAME.SETTING.json has PyTorch's
 statistics at the end, the setting and the limit; DIR/NAME.default.pickle.xz the history under the defaults, from which
 `advise` predicts the others. Limits lie 35 % of the way from the most memory in blocks to the most reserved, both as under
-the defaults. Needs a GPU with 20 GB a job and PyTorch 2.11; 3 minutes with 8 jobs on an H200.
+the defaults. Needs PyTorch 2.11 and a GPU with up to 30 GB a job.
 
 Exit codes: 0 done, 1 failed while recording, 2 bad input.
 """

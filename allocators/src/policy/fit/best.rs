@@ -143,7 +143,7 @@ mod tests {
         let mut random = Random::new(3);
         let list = |stream| FreeList { owner: Owner::of(StreamId::numbered(stream)), pool: None };
         let (mut index, mut model) = (Best::default(), BTreeSet::new());
-        // Miri takes milliseconds a step.
+        // Miri is slow.
         let steps: u64 = if cfg!(miri) { 600 } else { 60_000 };
         for step in 0..steps {
             // It grows to some thousands, shrinks to nothing, and grows again; sizes are often equal.
