@@ -69,7 +69,9 @@ tests=(analysis/tests)
 for folder in experiments/baselines/tests experiments/flame experiments/nsight; do
   if compgen -G "$folder/test_*.py" > /dev/null; then tests+=("$folder"); fi
 done
-"$bin/pytest" -c analysis/pyproject.toml --rootdir . -p no:cacheprovider "${tests[@]}"
+# Each core takes a file at a time: what a file prepares once is for all of its tests.
+"$bin/pytest" -c analysis/pyproject.toml --rootdir . -p no:cacheprovider \
+  --numprocesses auto --maxprocesses 4 --dist loadscope "${tests[@]}"
 
 step "notebooks, executed afresh"
 "$bin/vramlab" notebooks

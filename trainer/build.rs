@@ -10,7 +10,7 @@ use std::process::Command;
 const SOURCES: [&str; 6] =
     ["Cargo.toml", "Cargo.lock", "allocators/Cargo.toml", "allocators/src", "kernels/Cargo.toml", "kernels/src"];
 /// The commit of sources that lie outside of a checkout: a hash, with `-dirty` behind it if they differ from it.
-const NAMED: &str = "GPU_ALLOCATORS_COMMIT";
+const NAMED: &str = "VRAMLAB_COMMIT";
 
 /// Commit, and whether the sources differ from it.
 #[derive(Default)]

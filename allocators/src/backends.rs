@@ -20,7 +20,7 @@ pub mod stream_ordered;
 pub mod tlsf;
 
 pub use bfc::{Bfc, BfcSettings};
-pub use caching::{Caching, CachingSettings};
+pub use caching::{Caching, CachingSettings, ExpandableCachingSettings};
 pub use cupy::{CuPy, CuPySettings};
 pub use expandable::{ExpandableSettings, PyTorchExpandable};
 pub use lab::{Lab, LabSettings};
@@ -31,8 +31,8 @@ pub use pooled::{Policy, Pooled};
 pub use pytorch::PyTorch;
 pub use registry::{
     Backend, Capabilities, Constructor, GraphCapture, Needs, Preset, RegisterError, SegmentUse, Selection,
-    SelectionError, StreamUse, TorchAllocator, UnknownBackend, With, all, compared, find, of_torch, parse_list,
-    register,
+    SelectionError, StreamUse, TorchAllocator, UnknownBackend, Varying, With, all, compared, find, of_torch,
+    parse_list, register,
 };
 pub use remap::{Remap, RemapSettings};
 pub use rmm_arena::{RmmArena, RmmArenaSettings};
@@ -41,31 +41,6 @@ pub use stream_ordered::StreamOrdered;
 pub use tlsf::{Tlsf, TlsfSettings};
 
 use crate::contract::{AllocError, Block};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-
-/// Which allocator a block is from: no two of a process share one. Devices hand out the same addresses, so an address does
-/// not tell.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct InstanceId(u64);
-
-impl InstanceId {
-    fn next() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        Self(NEXT.fetch_add(1, Relaxed))
-    }
-
-    /// As the token of a block.
-    fn get(self) -> u64 {
-        self.0
-    }
-
-    /// Where this allocator begins to number what it has, so that the numbers of two rarely meet: of `n` allocators that
-    /// are made in a row no two begin closer than 2^32 / (3 n) to each other (multiples of the golden ratio).
-    fn first_number(self) -> u32 {
-        // CAST: the remainder is meant.
-        (self.0 as u32).wrapping_mul(0x9E37_79B9)
-    }
-}
 
 const NOT_LIVE: &str = "it is not among the live blocks";
 

@@ -9,6 +9,7 @@ mod error;
 mod private_pool;
 mod snapshot;
 mod stats;
+mod token;
 
 pub use action::Action;
 pub use allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
@@ -16,3 +17,4 @@ pub use error::{AllocError, OomReport, Refused};
 pub use private_pool::PrivatePool;
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
 pub use stats::{Gauge, PeakKind, PoolKind, PooledGauge, Stats, Steals};
+pub use token::{Token, Tokens};

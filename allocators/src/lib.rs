@@ -45,6 +45,7 @@ pub mod device;
 pub mod histories;
 pub mod input;
 pub mod instruments;
+mod ordered;
 pub mod output;
 pub mod policy;
 mod ranges;
@@ -60,6 +61,7 @@ pub use client::{Capture, DeviceBuffer, Graph, Memory, PinnedBuffer};
 pub use contract::{
     AllocError, Attribution, Block, BlockInfo, BlockState, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Gauge, Ledger,
     OomReport, Path, PeakKind, PoolKind, PooledGauge, PrivatePool, Request, SegmentInfo, Snapshot, Stats, Steals,
+    Token, Tokens,
 };
 pub use device::sim::SimMemory;
 pub use device::{

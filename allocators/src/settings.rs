@@ -122,6 +122,12 @@ pub trait Settings: Any + fmt::Debug + Send + Sync {
 
     /// A copy.
     fn boxed(&self) -> Box<dyn Settings>;
+
+    /// Takes all values over from settings that these add to, those included that [`set`](Self::set) would refuse; false where
+    /// they add to none of that type.
+    fn take_over(&mut self, _other: &dyn Settings) -> bool {
+        false
+    }
 }
 
 impl dyn Settings {

@@ -53,8 +53,8 @@ mod primitives {
 }
 
 use primitives::yield_now;
-use primitives::{AtomicBool, MutPtr, UnsafeCell};
-pub(crate) use primitives::{AtomicU64, AtomicUsize, Mutex, MutexGuard, ThreadId};
+pub(crate) use primitives::{AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, ThreadId};
+use primitives::{MutPtr, UnsafeCell};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::PoisonError;

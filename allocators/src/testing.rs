@@ -12,6 +12,8 @@
 //!
 //! A test of a crate of its own gives them to its harness; `allocators/examples/out-of-tree/tests/conformance.rs` does so with
 //! `libtest-mimic`. What a backend says it cannot do ([`Capabilities`]) is not demanded, and what it says it can is.
+
+// Every function here is `#[inline]`: it is compiled where it is used, by tests, and not into each program.
 #![allow(clippy::unwrap_used, reason = "a check reports a failure by panicking")]
 
 mod blocks;
@@ -24,7 +26,7 @@ mod threads;
 
 pub use support::{Random, check_nothing_held, check_stats};
 
-use crate::backends::{Backend, Capabilities, GraphCapture, Needs, Selection};
+use crate::backends::{Capabilities, GraphCapture, Needs, Selection};
 use crate::contract::{AllocError, DeviceAllocator};
 use crate::device::{CudaDriver, Driver, NullDriver, sim::SimMemory};
 use std::fmt;
@@ -48,6 +50,7 @@ impl Device {
     /// Every device.
     pub const ALL: [Device; 4] = [Device::Sim, Device::SimWithoutMemory, Device::Null, Device::Cuda];
 
+    #[inline]
     fn place(self) -> &'static str {
         match self {
             Self::Sim => "on_sim",
@@ -68,12 +71,14 @@ pub struct Check {
 impl Check {
     /// Its name: `caching_on_sim::live_blocks_are_disjoint`.
     #[must_use]
+    #[inline]
     pub fn name(&self) -> &str {
         &self.name
     }
 
     /// Why it cannot run on this machine, if so. Run all the same, it fails.
     #[must_use]
+    #[inline]
     pub fn missing(&self) -> Option<&'static str> {
         self.missing
     }
@@ -82,12 +87,14 @@ impl Check {
     ///
     /// # Panics
     /// When the backend does not keep its contract. The message says where.
+    #[inline]
     pub fn run(self) {
         (self.body)();
     }
 }
 
 impl fmt::Debug for Check {
+    #[inline]
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Check").field("name", &self.name).field("missing", &self.missing).finish_non_exhaustive()
     }
@@ -96,27 +103,25 @@ impl fmt::Debug for Check {
 /// Checks on the GPU run one at a time, so that each sees its own use of the device's memory only.
 static GPU: Mutex<()> = Mutex::new(());
 
-/// A backend, and a device with some room.
+/// A backend with settings, and a device with some room.
 struct Bench {
-    backend: &'static Backend,
+    selection: Selection,
     device: Device,
     driver: Arc<dyn Driver>,
     _turn: Option<MutexGuard<'static, ()>>,
 }
 
 impl fmt::Debug for Bench {
+    #[inline]
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} on {:?}", self.backend, self.device)
+        write!(f, "{} on {:?}", self.selection, self.device)
     }
-}
-
-fn build(backend: &'static Backend, driver: &Arc<dyn Driver>) -> Arc<dyn DeviceAllocator> {
-    Selection::of(backend).build(driver).unwrap()
 }
 
 impl Bench {
     /// A simulated device has `room` bytes; a GPU has what it has. Panics without a GPU.
-    fn open(backend: &'static Backend, device: Device, room: u64) -> Self {
+    #[inline]
+    fn open(selection: Selection, device: Device, room: u64) -> Self {
         let mut turn = None;
         let driver: Arc<dyn Driver> = match device {
             Device::Sim => support::sim(room, SimMemory::Host),
@@ -127,18 +132,26 @@ impl Bench {
                 Arc::new(CudaDriver::new(0).unwrap())
             }
         };
-        Self { backend, device, driver, _turn: turn }
+        Self { selection, device, driver, _turn: turn }
     }
 
+    #[inline]
     fn build(&self) -> Arc<dyn DeviceAllocator> {
-        build(self.backend, &self.driver)
+        self.selection.build(&self.driver).unwrap()
     }
 
+    #[inline]
+    fn capabilities(&self) -> Capabilities {
+        self.selection.capabilities()
+    }
+
+    #[inline]
     fn has_memory(&self) -> bool {
         matches!(self.device, Device::Sim | Device::Cuda)
     }
 
     /// What the device's free memory may differ by though nothing is held: a GPU's driver keeps some for itself.
+    #[inline]
     fn slack(&self) -> u64 {
         if self.device == Device::Cuda { 64 * MIB } else { 0 }
     }
@@ -159,6 +172,7 @@ const ALWAYS: &[Entry] = entries! { 64 * GIB =>
     blocks::live_blocks_are_disjoint
     blocks::patterns_survive_in_live_blocks
     blocks::freed_memory_is_used_again_by_its_stream
+    blocks::freed_memory_stays_with_its_stream_where_that_is_said
     blocks::statistics_agree_with_what_was_done
     blocks::peaks_are_kept_and_start_again
     blocks::trim_returns_idle_memory
@@ -211,15 +225,17 @@ const SPEED_LIMITED: &[Entry] = entries! { 0 => stress::many_threads_at_full_spe
 const LACKING: &[Entry] = entries! { GIB => lacking::a_device_that_lacks_what_is_needed_is_refused };
 
 mod lacking {
-    use super::{AllocError, Bench, Selection};
+    use super::{AllocError, Bench};
 
+    #[inline]
     pub(super) fn a_device_that_lacks_what_is_needed_is_refused(bench: &Bench) {
-        let error = Selection::of(bench.backend).build(&bench.driver).unwrap_err();
+        let error = bench.selection.build(&bench.driver).unwrap_err();
         assert!(matches!(error, AllocError::Unsupported { .. }), "{error}");
     }
 }
 
 /// Whether a device has what a backend needs. A GPU that is not there has everything: its checks cannot run anyway.
+#[inline]
 fn has(device: Device, needs: Needs) -> bool {
     let (pools, vmm) = match device {
         Device::Cuda => {
@@ -240,14 +256,15 @@ fn has(device: Device, needs: Needs) -> bool {
     }
 }
 
-/// The checks that a backend has to pass on a device.
-fn demanded(backend: &Backend, device: Device) -> Vec<&'static [Entry]> {
-    let Capabilities { graph_capture, needs, private_pools, .. } = backend.capabilities;
+/// The checks that a backend with these settings has to pass on a device.
+#[inline]
+fn demanded(selection: &Selection, device: Device) -> Vec<&'static [Entry]> {
+    let Capabilities { graph_capture, needs, private_pools, .. } = selection.capabilities();
     if !has(device, needs) {
         return vec![LACKING];
     }
     let captures = graph_capture != GraphCapture::Refused;
-    let limited = backend.has_setting(stress::LIMIT);
+    let limited = selection.backend().has_setting(stress::LIMIT);
     let mut out = vec![ALWAYS, WHEN_FULL];
     out.extend(if captures { vec![CAPTURES, CAPTURES_WHEN_FULL] } else { vec![NO_CAPTURES] });
     out.push(if private_pools { POOLS } else { NO_POOLS });
@@ -269,17 +286,21 @@ fn demanded(backend: &Backend, device: Device) -> Vec<&'static [Entry]> {
     out
 }
 
-/// The suite for a backend with its default settings on some devices.
+/// The suite on some devices, for a backend with its default settings (`&BACKEND`) or for a [`Selection`]. The name of each
+/// check begins with the selection's text, with `_` for what is no letter and no digit.
 #[must_use]
-pub fn conformance(backend: &'static Backend, devices: &[Device]) -> Vec<Check> {
-    let mut out = Vec::new();
+#[inline]
+pub fn conformance(of: impl Into<Selection>, devices: &[Device]) -> Vec<Check> {
+    let (selection, mut out) = (of.into(), Vec::new());
+    let place = selection.to_string().replace(|c: char| !c.is_ascii_alphanumeric(), "_");
     for &device in devices {
         let no_gpu = if device == Device::Cuda { CudaDriver::probe().err().map(|_| "no CUDA device") } else { None };
-        for &(name, room, body) in demanded(backend, device).into_iter().flatten() {
+        for &(name, room, body) in demanded(&selection, device).into_iter().flatten() {
+            let selection = selection.clone();
             out.push(Check {
-                name: format!("{}_{}::{name}", backend.name.replace('-', "_"), device.place()),
+                name: format!("{place}_{}::{name}", device.place()),
                 missing: no_gpu,
-                body: Box::new(move || body(&Bench::open(backend, device, room))),
+                body: Box::new(move || body(&Bench::open(selection, device, room))),
             });
         }
     }

@@ -1,17 +1,30 @@
-//! The conformance suite ([`vramlab::testing`]) for every backend of the library on every device.
+//! The conformance suite ([`vramlab::testing`]) for every backend of the library on every device, and with the settings that
+//! change what a backend can do.
 //!
 //! A CUDA device is used when there is one; without, its tests are ignored.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 #[path = "common/trials.rs"]
 mod trials;
 
 use std::process::ExitCode;
+use vramlab::Selection;
 use vramlab::backends;
-use vramlab::testing::{Device, conformance};
+use vramlab::testing::{Check, Device, conformance};
+
+/// What the capabilities of their backends depend on.
+const VARIED: [&str; 5] = [
+    "caching:expandable_segments=on",
+    "lab:source=expandable",
+    "lab:stream=steal",
+    "lab:join=on-miss",
+    "bfc:garbage_collection=on",
+];
 
 fn main() -> ExitCode {
-    let checks = backends::all().into_iter().flat_map(|backend| conformance(backend, &Device::ALL));
-    trials::run(
-        checks.map(|check| trials::trial(check.name().to_owned(), check.missing(), move || check.run())).collect(),
-    )
+    let of_backends = backends::all().into_iter().map(Selection::of);
+    let checks =
+        of_backends.chain(VARIED.map(|text| text.parse().unwrap())).flat_map(|of| conformance(of, &Device::ALL));
+    let trial = |check: Check| trials::trial(check.name().to_owned(), check.missing(), move || check.run());
+    trials::run(checks.map(trial).collect())
 }

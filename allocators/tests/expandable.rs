@@ -1,11 +1,12 @@
 //! Expandable segments step by step: what is mapped and unmapped, in which order, and what each setting mends.
+//! `caching` does the same as far as it has the settings.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;
 
 use common::{MIB, allocate, check_stats, fill, free, layout, profile, sim, work};
 use std::sync::{Arc, Mutex};
-use vramlab::backends::expandable;
+use vramlab::backends::Needs;
 use vramlab::{
     AllocError, Block, CallEvent, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, MeteredDriver, Path,
     Request, Selection, SimDriver, SimMemory, StreamId,
@@ -19,16 +20,25 @@ struct Bench {
 }
 
 impl Bench {
-    /// An allocator with these settings on a device of `mib` MiB.
+    /// `pytorch-expandable` with these settings on a device of `mib` MiB.
     fn new(mib: u64, settings: &str) -> Self {
+        let separator = if settings.is_empty() { "" } else { ":" };
+        Self::of(mib, &format!("pytorch-expandable{separator}{settings}"))
+    }
+
+    /// The same, and `caching`, under a memory limit.
+    fn both(mib: u64, limit: &str) -> [Self; 2] {
+        let rules = format!("pytorch-expandable:memory_limit={limit}");
+        [rules, format!("caching:expandable_segments=true,memory_limit={limit}")].map(|alloc| Self::of(mib, &alloc))
+    }
+
+    fn of(mib: u64, selection: &str) -> Self {
         let sim = sim(mib * MIB, SimMemory::None);
         let calls = Arc::new(Mutex::new(Vec::new()));
         let seen = Arc::clone(&calls);
         let observer = Box::new(move |event: &CallEvent| seen.lock().unwrap().push(event.kind));
         let driver: Arc<dyn Driver> = Arc::new(MeteredDriver::new(Arc::clone(&sim) as _, None, Some(observer)));
-        let separator = if settings.is_empty() { "" } else { ":" };
-        let selection: Selection = format!("pytorch-expandable{separator}{settings}").parse().unwrap();
-        let allocator = selection.build(&driver).unwrap();
+        let allocator = selection.parse::<Selection>().unwrap().build(&driver).unwrap();
         let stream = sim.stream_create().unwrap();
         Self { sim, calls, allocator, stream }
     }
@@ -67,8 +77,13 @@ impl Bench {
 
 #[test]
 fn a_retry_unmaps_whole_handles_and_maps_what_is_lacking() {
+    for bench in Bench::both(1000, "100M") {
+        retry_unmaps_whole_handles(&bench);
+    }
+}
+
+fn retry_unmaps_whole_handles(bench: &Bench) {
     use CallKind::{MemCreate, MemMap, MemRelease, MemSetAccess, MemUnmap, StreamSynchronize};
-    let bench = Bench::new(1000, "memory_limit=100M");
     let first = bench.allocate(30);
     let second = bench.allocate(30);
     assert_eq!(bench.layout(), [[(0, 30, 'A'), (30, 30, 'A')]]);
@@ -204,14 +219,31 @@ fn a_smaller_reserve_makes_more_ranges_and_refuses_what_none_holds() {
 fn a_device_without_virtual_memory_is_refused_with_what_can() {
     let driver: Arc<dyn Driver> =
         Arc::new(SimDriver::new(vramlab::Profile { vmm: None, ..profile(MIB) }, SimMemory::None));
-    let error = Selection::of(&expandable::BACKEND).build(&driver).unwrap_err();
-    assert!(matches!(error, AllocError::Unsupported { .. }));
-    let text = error.to_string();
-    assert!(text.contains("virtual memory management") && text.contains("pytorch and caching"), "{text}");
+    for (of, setting) in [
+        ("pytorch-expandable", ""),
+        ("caching:expandable_segments=on", "expandable_segments"),
+        ("lab:source=expandable", "source=expandable"),
+    ] {
+        let of: Selection = of.parse().unwrap();
+        assert_eq!(of.capabilities().needs, Needs::Vmm, "{of}");
+        let error = of.build(&driver).unwrap_err();
+        assert!(matches!(error, AllocError::Unsupported { .. }));
+        let text = error.to_string();
+        assert!(text.contains("virtual memory management") && text.contains("pytorch and caching"), "{text}");
+        // Where it is a setting that the device cannot serve, that is named.
+        assert!(text.contains(setting) && text.contains(" for ") != setting.is_empty(), "{text}");
+    }
 }
 
 #[test]
 fn a_fault_in_a_mapping_is_an_error_and_one_of_memory_a_retry() {
+    for of in ["pytorch-expandable", "caching:expandable_segments=on", "lab:source=expandable"] {
+        fault_in_a_mapping(of);
+    }
+}
+
+fn fault_in_a_mapping(of: &str) {
+    let of: Selection = of.parse().unwrap();
     for call in [CallKind::MemAddressReserve, CallKind::MemCreate, CallKind::MemMap, CallKind::MemSetAccess] {
         for (number, code) in [0, 1, 2]
             .into_iter()
@@ -220,7 +252,7 @@ fn a_fault_in_a_mapping_is_an_error_and_one_of_memory_a_retry() {
             let faulty = Arc::new(FaultyDriver::new(sim(1000 * MIB, SimMemory::None)));
             let driver = Arc::clone(&faulty) as Arc<dyn Driver>;
             let stream = driver.stream_create().unwrap();
-            let allocator = Selection::of(&expandable::BACKEND).build(&driver).unwrap();
+            let allocator = of.build(&driver).unwrap();
             faulty.fail(call, number, code);
             let block = allocator.allocate(Request::new(50 * MIB), stream);
             if faulty.injected() == 0 {
@@ -242,13 +274,38 @@ fn a_fault_in_a_mapping_is_an_error_and_one_of_memory_a_retry() {
 
 #[test]
 fn memory_is_unmapped_only_when_its_stream_has_finished() {
-    let bench = Bench::new(1000, "memory_limit=40M");
-    let block = bench.allocate(20);
-    work(&bench.sim, bench.stream, 1_000_000);
-    fill(bench.sim.as_ref(), block.addr(), 1, 20 * MIB, bench.stream);
-    let queued = common::ready_ns(&bench.sim, bench.stream);
-    bench.free(block);
-    // The simulated device would fault if the allocator did not wait.
-    let _again = bench.allocate(40);
-    assert!(bench.sim.clock().now_ns() >= queued);
+    for bench in Bench::both(1000, "40M") {
+        let block = bench.allocate(20);
+        work(&bench.sim, bench.stream, 1_000_000);
+        fill(bench.sim.as_ref(), block.addr(), 1, 20 * MIB, bench.stream);
+        let queued = common::ready_ns(&bench.sim, bench.stream);
+        bench.free(block);
+        // The simulated device would fault if the allocator did not wait.
+        let _again = bench.allocate(40);
+        assert!(bench.sim.clock().now_ns() >= queued);
+    }
+}
+
+/// Two holes are filled for a request, and the memory ends after the first. What came is reserved, more than ever before, but
+/// only a request that is served notes what lay where at that peak.
+#[test]
+fn a_peak_that_a_refused_request_made_is_noted_with_the_next_that_is_served() {
+    let ledgers = Bench::both(60, "1G").map(|bench| {
+        let [first, second] = [20, 20].map(|mib| bench.allocate(mib));
+        bench.free(first);
+        bench.allocator.trim(20 * MIB).unwrap();
+        bench.free(second);
+        let captured = bench.sim.stream_create().unwrap();
+        let capture = bench.allocator.capture_begin(captured).unwrap();
+        bench.allocator.reset_peaks();
+        let before = bench.allocator.ledger_at_peak();
+        assert!(bench.try_allocate(80).unwrap_err().is_out_of_memory());
+        assert_eq!((bench.reserved(), bench.allocator.ledger_at_peak()), (40, before));
+        bench.allocator.capture_end(capture).unwrap();
+        let block = bench.allocate(2);
+        assert_eq!(block.path(), Path::Split);
+        bench.allocator.ledger_at_peak()
+    });
+    assert_eq!(ledgers[0], ledgers[1]);
+    assert_eq!((ledgers[0].reserved, ledgers[0].requested), (40 * MIB, 2 * MIB));
 }

@@ -1,6 +1,6 @@
 //! Real histories: PyTorch 2.11 on an H200, with the statistics that it gave. At the recorded addresses `pytorch` and
-//! `caching` have to place every block and to make and release every segment as PyTorch did, and `pytorch-expandable` has to
-//! map and unmap the same parts where the history was recorded under expandable_segments.
+//! `caching` have to place every block and to make and release every segment as PyTorch did; `pytorch-expandable`, and `caching`
+//! with that setting, have to map and unmap the same parts where the history was recorded under expandable_segments.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 #[path = "golden/pools.rs"]
@@ -99,9 +99,22 @@ fn run(
     caching: CachingSettings,
     driver: Arc<dyn Driver>,
 ) -> ReplayReport {
-    let allocator = Selection::with(backend, &caching);
+    run_under(&Selection::with(backend, &caching), history, driver)
+}
+
+fn run_under(allocator: &Selection, history: &History, driver: Arc<dyn Driver>) -> ReplayReport {
     let settings = ReplaySettings { addresses: Addresses::Recorded, ..ReplaySettings::default() };
-    replay(history, &allocator, &driver, &settings).unwrap()
+    replay(history, allocator, &driver, &settings).unwrap()
+}
+
+/// PyTorch's rules with expandable segments, and the same written for speed.
+const EXPANDABLE: [&str; 2] = ["pytorch-expandable", "caching:expandable_segments=on"];
+
+/// An allocator with the settings of a recording.
+fn under(allocator: &str, settings: &CachingSettings) -> Selection {
+    let mut allocator: Selection = allocator.parse().unwrap();
+    allocator.adopt(settings);
+    allocator
 }
 
 /// Those under PyTorch's native policy.
@@ -124,9 +137,7 @@ fn all_recordings() -> impl Iterator<Item = Recording> {
 #[test]
 fn those_that_follow_pytorch_do_so_address_for_address() {
     let all = backends::all().into_iter();
-    // So does the lab while every part is PyTorch's.
-    let following: Vec<_> =
-        all.filter(|backend| backend.capabilities.follows_pytorch).chain([&backends::lab::BACKEND]).collect();
+    let following: Vec<_> = all.filter(|backend| backend.capabilities.follows_pytorch).collect();
     assert!(following.len() >= 3, "{following:?}");
     for recording in recordings() {
         let (history, settings) = recording.load();
@@ -176,9 +187,14 @@ fn pytorch_expandable_maps_what_pytorch_mapped() {
         let name = recording.path.display();
         let devices: [fn() -> Arc<dyn Driver>; 2] =
             [|| Arc::new(NullDriver::new(1 << 50)), || Arc::new(SimDriver::new(Profile::h200(), SimMemory::None))];
-        for device in devices {
-            let report = run(&expandable::BACKEND, &history, settings, device());
-            follows_pytorch(&report, &recording, &history, &format!("{name}"));
+        let mut put_together = Selection::with(&backends::lab::BACKEND, &settings);
+        put_together.set("source", "expandable").unwrap();
+        for (device, allocator) in devices.into_iter().flat_map(|device| {
+            let [rules, fast] = EXPANDABLE.map(|text| under(text, &settings));
+            [rules, fast, put_together.clone()].map(|allocator| (device, allocator))
+        }) {
+            let report = run_under(&allocator, &history, device());
+            follows_pytorch(&report, &recording, &history, &format!("{name} under {allocator}"));
             assert_eq!(report.stats.segment.map(|gauge| gauge.all.allocated), Some(0), "{name}: PyTorch counts none");
             assert_eq!(report.driver_calls["mem_set_access"], report.stats.num_device_alloc, "{name}: one a part");
         }

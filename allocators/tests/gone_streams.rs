@@ -9,7 +9,7 @@ use vramlab::backends::{self, caching, stream_ordered};
 use vramlab::instruments::Limit;
 use vramlab::{
     AllocError, Backend, Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, Request,
-    SimDriver, SimMemory, StreamId,
+    Selection, SimDriver, SimMemory, StreamId,
 };
 
 const BYTES: u64 = 3 * MIB;
@@ -21,9 +21,9 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(kind: &'static Backend, room: u64) -> Self {
+    fn new(kind: &Selection, room: u64) -> Self {
         let sim = sim(room, SimMemory::None);
-        let allocator = build(kind, &(Arc::clone(&sim) as Arc<dyn Driver>));
+        let allocator = kind.build(&(Arc::clone(&sim) as Arc<dyn Driver>)).unwrap();
         let owner = sim.stream_create().unwrap();
         Self { sim, allocator, owner }
     }
@@ -55,9 +55,11 @@ impl Bench {
     }
 }
 
-/// Backends that keep freed memory: their frees wait for other streams while they go on. The others wait at once.
-fn keeping() -> impl Iterator<Item = &'static Backend> {
-    backends::all().into_iter().filter(|backend| backend.capabilities.caches)
+/// Backends whose frees wait for other streams while they go on. The others wait at once, or for the device.
+fn keeping() -> impl Iterator<Item = Selection> {
+    let expandable: Selection = "caching:expandable_segments=on".parse().unwrap();
+    let all = backends::all().into_iter().map(Selection::of).chain([expandable]);
+    all.filter(|kind| kind.capabilities().sets_aside)
 }
 
 fn is_a_driver_error(error: &AllocError) -> bool {
@@ -67,7 +69,7 @@ fn is_a_driver_error(error: &AllocError) -> bool {
 #[test]
 fn a_block_used_by_a_stream_that_is_gone_is_set_aside_and_the_allocator_goes_on() {
     for kind in keeping() {
-        let bench = Bench::new(kind, GIB);
+        let bench = Bench::new(&kind, GIB);
         let block = bench.announced_to_one_that_is_gone();
         let (addr, bytes) = (block.addr(), block.bytes());
         assert_eq!(bench.stranded(), None, "{kind}: absent while there never were any");
@@ -97,13 +99,13 @@ fn a_block_used_by_a_stream_that_is_gone_is_set_aside_and_the_allocator_goes_on(
 #[test]
 fn when_memory_runs_out_what_was_set_aside_is_waited_for() {
     for kind in keeping() {
-        let bench = Bench::new(kind, 64 * MIB);
+        let bench = Bench::new(&kind, 64 * MIB);
         let (large, user) = (bench.allocate(30 * MIB), bench.sim.stream_create().unwrap());
         bench.allocator.record_use(&large, user).unwrap();
         bench.destroy(user);
         bench.free(large).unwrap_err();
         // More than is left beside it; what stays in its segment is had again in the same size.
-        let (most, bytes) = if kind.capabilities.keeps_segments { (2, 30 * MIB) } else { (1, 60 * MIB) };
+        let (most, bytes) = if kind.capabilities().keeps_segments { (2, 30 * MIB) } else { (1, 60 * MIB) };
         let mut later = Vec::new();
         while later.len() < most && bench.stranded() != Some(0) {
             later.push(bench.allocate(bytes));
@@ -116,7 +118,7 @@ fn when_memory_runs_out_what_was_set_aside_is_waited_for() {
 
 #[test]
 fn a_block_used_by_streams_of_which_one_is_gone_waits_for_the_others_too() {
-    let bench = Bench::new(&caching::BACKEND, GIB);
+    let bench = Bench::new(&Selection::of(&caching::BACKEND), GIB);
     let (block, alive) = (bench.announced_to_one_that_is_gone(), bench.sim.stream_create().unwrap());
     bench.allocator.record_use(&block, alive).unwrap();
     work(&bench.sim, alive, 5_000_000);
@@ -131,7 +133,7 @@ fn a_block_used_by_streams_of_which_one_is_gone_waits_for_the_others_too() {
 
 #[test]
 fn a_stream_that_goes_while_the_free_waits_for_a_capture_strands_nothing_else() {
-    let bench = Bench::new(&caching::BACKEND, GIB);
+    let bench = Bench::new(&Selection::of(&caching::BACKEND), GIB);
     let driver: Arc<dyn Driver> = Arc::clone(&bench.sim) as _;
     let (block, user) = (bench.allocate(BYTES), bench.sim.stream_create().unwrap());
     bench.allocator.record_use(&block, user).unwrap();
@@ -162,7 +164,7 @@ fn a_device_that_cannot_be_waited_for_keeps_what_was_set_aside() {
     for kind in keeping() {
         let sim = sim(GIB, SimMemory::None);
         let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
-        let allocator = build(kind, &(Arc::clone(&faulty) as Arc<dyn Driver>));
+        let allocator = kind.build(&(Arc::clone(&faulty) as Arc<dyn Driver>)).unwrap();
         let owner = sim.stream_create().unwrap();
         let bench = Bench { sim, allocator, owner };
         let block = bench.announced_to_one_that_is_gone();
@@ -181,7 +183,7 @@ fn a_device_that_cannot_be_waited_for_keeps_what_was_set_aside() {
 #[test]
 fn a_block_whose_own_stream_is_gone_comes_back() {
     for kind in backends::all() {
-        let bench = Bench::new(kind, GIB);
+        let bench = Bench::new(&Selection::of(kind), GIB);
         let gone = bench.sim.stream_create().unwrap();
         let block = allocate(bench.allocator.as_ref(), BYTES, gone).unwrap();
         work(&bench.sim, gone, 1_000_000);
@@ -198,7 +200,7 @@ fn a_block_whose_own_stream_is_gone_comes_back() {
 /// Two allocators on two devices that hand out the same addresses, each with one block at the same address.
 fn twins(kind: &'static Backend) -> [(Bench, Block); 2] {
     let twins = [GIB, GIB].map(|room| {
-        let bench = Bench::new(kind, room);
+        let bench = Bench::new(&Selection::of(kind), room);
         let block = bench.allocate(BYTES);
         (bench, block)
     });
@@ -228,9 +230,35 @@ fn a_block_of_an_allocator_on_another_device_is_refused_and_can_go_to_its_owner(
 }
 
 #[test]
+fn a_block_of_any_other_allocator_is_refused() {
+    // Several of each, so that allocators of two kinds that counted by themselves would meet.
+    let kinds = || backends::all().into_iter().chain(backends::all()).chain(backends::all());
+    let held: Vec<(Bench, Block)> = kinds()
+        .map(|kind| {
+            let bench = Bench::new(&Selection::of(kind), GIB);
+            let block = bench.allocate(BYTES);
+            (bench, block)
+        })
+        .collect();
+    let mut at_one_address = 0;
+    for ((mine, own), (_, foreign)) in held.iter().flat_map(|mine| held.iter().map(move |other| (mine, other))) {
+        if own.addr() == foreign.addr() && own != foreign {
+            let error = mine.allocator.record_use(foreign, mine.owner).unwrap_err();
+            assert!(matches!(error, AllocError::ForeignBlock { .. }), "{}: {error}", mine.allocator.name());
+            at_one_address += 1;
+        }
+        assert_eq!(own.token() == foreign.token(), own == foreign, "{own:?} and {foreign:?}");
+    }
+    assert!(at_one_address > held.len());
+    for (bench, block) in held {
+        bench.free(block).unwrap();
+    }
+}
+
+#[test]
 fn a_limit_counts_only_what_it_handed_out() {
     for kind in backends::all() {
-        let bench = Bench::new(kind, GIB);
+        let bench = Bench::new(&Selection::of(kind), GIB);
         let limit = Limit::new(Arc::clone(&bench.allocator), BYTES);
         // Twice as much, past the limit.
         let direct = bench.allocate(2 * BYTES);

@@ -62,6 +62,12 @@ fn is_unsafe(line: &str) -> bool {
         && !code.contains("\"unsafe")
 }
 
+/// Whether a line is a test's.
+fn is_test(source: &Source, at: usize) -> bool {
+    let tests = source.text.find("#[cfg(test)]\nmod tests").unwrap_or(source.text.len());
+    source.name.contains("/tests") || source.text[..tests].lines().count() <= at
+}
+
 /// Lines of all sources for which `bad` holds, as `name:line`.
 fn offences(sources: &[Source], bad: impl Fn(&Source, &[&str], usize) -> bool) -> Vec<String> {
     let mut out = Vec::new();
@@ -76,9 +82,10 @@ fn offences(sources: &[Source], bad: impl Fn(&Source, &[&str], usize) -> bool) -
 #[test]
 fn backends_policies_and_instruments_never_name_cuda() {
     let folders = ["allocators/src/backends", "allocators/src/policy", "allocators/src/instruments"];
-    let found = offences(&sources(&folders), |_, lines, at| {
+    let found = offences(&sources(&folders), |source, lines, at| {
         let code = code(lines[at]);
-        ["cudarc", "CudaDriver", "device::cuda", "SimDriver"].iter().any(|name| code.contains(name))
+        let device = ["cudarc", "CudaDriver", "device::cuda", "SimDriver"].iter().any(|name| code.contains(name));
+        device && !is_test(source, at)
     });
     assert_eq!(found, [""; 0], "a backend should speak to `Driver`");
 }
@@ -195,10 +202,6 @@ fn a_backend_is_named_in_its_file_and_in_the_list() {
     let lab = "allocators/src/backends/lab.rs";
     let other = [("experiments/src/study/spec.rs", "pytorch"), (lab, "bfc"), (lab, "tlsf")];
     let sources = sources(&["allocators/src", "trainer/src", "experiments/src"]);
-    let is_test = |source: &Source, at: usize| {
-        let tests = source.text.find("#[cfg(test)]\nmod tests").unwrap_or(source.text.len());
-        source.name.contains("/tests") || source.text[..tests].lines().count() <= at
-    };
     for backend in &all {
         let (literal, entry) = (format!("\"{}\"", backend.name), format!("name: \"{}\"", backend.name));
         let own: Vec<&str> =
@@ -216,6 +219,10 @@ fn a_backend_is_named_in_its_file_and_in_the_list() {
         code.contains("::BACKEND") && !list && !is_test(source, at)
     });
     assert_eq!(found, [""; 0], "ask for a setting or a capability instead of the entry");
+    let found = offences(&sources, |source, lines, at| {
+        code(lines[at]).contains("backend().capabilities") && !is_test(source, at)
+    });
+    assert_eq!(found, [""; 0], "settings change what a backend can do: ask the selection");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// From the ground up. Modules of one line may name each other.
 const LAYERS: [&[&str]; 9] = [
-    &["budget", "bytes", "input", "output", "ranges", "settings", "steps", "sync"],
+    &["budget", "bytes", "input", "ordered", "output", "ranges", "settings", "steps", "sync"],
     &["device"],
     &["contract"],
     &["client", "space"],
@@ -98,6 +98,24 @@ fn every_module_has_its_layer() {
 fn what_a_piece_of_code_names_is_found() {
     let text = "use crate::{budget::Claim, device};\nfn a(b: crate::contract::Block) {}\n// crate::histories\n";
     assert_eq!(named(&code(text)), ["budget", "device", "contract"]);
+}
+
+#[test]
+fn the_suite_is_compiled_by_tests_alone() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = vec![source.join("testing.rs")];
+    collect(&source.join("testing"), &mut files);
+    assert!(files.len() > 5, "{files:?}");
+    for file in files {
+        let text = fs::read_to_string(&file).unwrap();
+        let code = code(&text);
+        let lines: Vec<&str> = code.lines().map(str::trim).collect();
+        for pair in lines.windows(2) {
+            let words = pair[1].trim_start_matches("pub(super) ").trim_start_matches("pub ");
+            let is_function = words.starts_with("fn ") || words.starts_with("const fn ");
+            assert!(!is_function || pair[0] == "#[inline]", "{}: `{}` is not `#[inline]`", file.display(), pair[1]);
+        }
+    }
 }
 
 /// The methods of a trait, each as the text from `fn` to its `;` or `{`.

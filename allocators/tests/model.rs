@@ -14,12 +14,11 @@ use proptest::sample::Index;
 use proptest::test_runner::TestRunner;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use vramlab::backends::{self, CachingSettings, LabSettings, SegmentUse};
+use vramlab::backends::{self, CachingSettings, Capabilities, LabSettings, SegmentUse};
 use vramlab::instruments::assert_layout;
 use vramlab::settings::Settings as _;
 use vramlab::{
-    Backend, Block, BlockState, DeviceAllocator, Driver, PoolSettings, Selection, SimDriver, SimMemory, Snapshot,
-    StreamId,
+    Block, BlockState, DeviceAllocator, Driver, PoolSettings, Selection, SimDriver, SimMemory, Snapshot, StreamId,
 };
 
 pub(crate) const STREAMS: usize = 3;
@@ -87,10 +86,8 @@ struct Dirty {
 struct World {
     sim: Arc<SimDriver>,
     allocator: Arc<dyn DeviceAllocator>,
-    kind: &'static Backend,
+    can: Capabilities,
     limit: Option<u64>,
-    /// Whether free neighbours are always joined.
-    joins: bool,
     start: u64,
     streams: Vec<StreamId>,
     live: Vec<Live>,
@@ -104,13 +101,11 @@ impl World {
         let streams = (0..STREAMS).map(|_| sim.stream_create().unwrap()).collect();
         let start = free_bytes(sim.as_ref());
         let allocator = settings.build(&(Arc::clone(&sim) as Arc<dyn Driver>)).unwrap();
-        let (kind, limit) = (settings.backend(), settings.memory_limit());
         Self {
             sim,
             allocator,
-            kind,
-            limit,
-            joins: joins(settings),
+            can: settings.capabilities(),
+            limit: settings.memory_limit(),
             start,
             streams,
             live: Vec::new(),
@@ -166,7 +161,7 @@ impl World {
             );
         }
         let ledger = self.allocator.ledger_at_peak();
-        if self.kind.capabilities.restores && ledger.reserved > peak {
+        if self.can.restores && ledger.reserved > peak {
             // It is kept by sums, and should be what a look at every block says.
             assert_eq!(Some(ledger), self.allocator.snapshot().map(|snapshot| snapshot.ledger(stream)));
         }
@@ -195,13 +190,13 @@ impl World {
         assert_eq!(stats.allocated_bytes.all.current, bytes);
         let reserved = stats.reserved_bytes.all.current;
         assert!(requested <= bytes && bytes <= stats.active_bytes.all.current);
-        let over = self.kind.capabilities.segments.over_limit();
+        let over = self.can.segments.over_limit();
         assert!(self.limit.is_none_or(|limit| stats.reserved_bytes.all.peak <= limit + over), "the limit was passed");
         // The device packs what is smaller than a page, so it may hold a little more; a pool takes whole granules.
         let taken = self.start - free_bytes(self.sim.as_ref());
         let whole_pages =
             |snapshot: Snapshot| snapshot.segments.iter().all(|segment| segment.bytes.is_multiple_of(2 * MIB));
-        let is_pool = self.kind.capabilities.segments == SegmentUse::Hidden;
+        let is_pool = self.can.segments == SegmentUse::Hidden;
         if self.allocator.snapshot().map_or(is_pool, whole_pages) {
             assert_eq!(taken, reserved, "the device and the account differ");
         }
@@ -209,7 +204,7 @@ impl World {
         let peak = self.allocator.ledger_at_peak();
         assert_eq!(peak.wasted(), peak.reserved - peak.requested);
         let Some(snapshot) = self.allocator.snapshot() else { return };
-        if self.joins {
+        if self.can.coalesces {
             assert_layout(&snapshot);
         } else {
             assert_tiles(&snapshot);
@@ -233,7 +228,7 @@ impl World {
         assert_eq!(stats.requested_bytes.all.current, allocated.2 + pending.2);
         assert_eq!(reserved, allocated.1 + pending.1 + split.1 + sum('F').1);
         // PyTorch counts neither expandable segments nor what is free in them.
-        let counted = self.kind.capabilities.segments != SegmentUse::Expandable;
+        let counted = self.can.segments != SegmentUse::Expandable;
         let if_counted = |value: u64| if counted { value } else { 0 };
         assert_eq!(stats.segment.unwrap().all.current, if_counted(snapshot.segments.len() as u64));
         if let (Some(count), Some(bytes)) = (stats.inactive_split, stats.inactive_split_bytes) {
@@ -311,7 +306,14 @@ fn lab_parts() -> impl Strategy<Value = Vec<(&'static str, String)>> {
     let placing = (part("size"), part("fit"), part("split"), part("join"));
     (placing, part("stream"), part("grow"), part("source"), segment).prop_map(
         |((size, fit, split, join), stream, grow, source, segment)| {
-            vec![size, fit, split, join, stream, grow, source, segment]
+            let mut parts = vec![source, size, fit, split, segment];
+            // Ranges of addresses go with these only.
+            let with_ranges = |grow: &str| if grow == "torch" { grow.to_owned() } else { "exact".to_owned() };
+            match parts[0].1.as_str() {
+                "expandable" => parts.push(("grow", with_ranges(&grow.1))),
+                _ => parts.extend([join, stream, grow]),
+            }
+            parts
         },
     )
 }
@@ -327,35 +329,32 @@ pub(crate) fn pool_settings() -> impl Strategy<Value = PoolSettings> {
 }
 
 /// How pages move, and how large they are: also such as no range of addresses begins at a multiple of.
-fn pages() -> impl Strategy<Value = [(&'static str, &'static str); 2]> {
+fn pages() -> impl Strategy<Value = [(&'static str, &'static str); 3]> {
     let steal = prop::sample::select(vec!["pressure", "always", "1", "1.2"]);
     let handle = prop::sample::select(vec!["2M", "4M", "6M"]);
-    (steal, handle).prop_map(|(steal, handle)| [("steal", steal), ("handle", handle)])
+    let small_pool = prop::sample::select(vec!["on", "off"]);
+    (steal, handle, small_pool)
+        .prop_map(|(steal, handle, small)| [("steal", steal), ("handle", handle), ("small_pool", small)])
 }
 
-/// A backend with settings at random, as far as it has some of those that are drawn here.
-pub(crate) fn selections(backend: &'static Backend) -> impl Strategy<Value = Selection> {
+/// A backend with further settings at random, as far as it has some of those that are drawn here.
+pub(crate) fn selections(of: &Selection) -> impl Strategy<Value = Selection> {
+    let of = of.clone();
     // A named policy keeps its own parts in half of the cases.
     let parts = prop::option::of(lab_parts());
     (caching_settings(), pool_settings(), parts, pages()).prop_map(move |(torch, pool, parts, pages)| {
-        let mut selection = Selection::of(backend);
+        let mut selection = of.clone();
         selection.adopt(&torch);
         selection.adopt(&pool);
         let is_lab = selection.settings().get_as::<LabSettings>().is_some();
         for (name, kind) in parts.iter().flatten().filter(|_| is_lab) {
             selection.set(name, kind).unwrap();
         }
-        for (name, kind) in pages.into_iter().filter(|(name, _)| backend.has_setting(name)) {
+        for (name, kind) in pages.into_iter().filter(|(name, _)| of.backend().has_setting(name)) {
             selection.set(name, kind).unwrap();
         }
         selection
     })
-}
-
-/// Whether free neighbours are always joined.
-pub(crate) fn joins(selection: &Selection) -> bool {
-    let is = |part: &str, kind: &str| selection.settings().get(part).is_none_or(|chosen| chosen == kind);
-    is("stream", "own") && is("join", "at-free") && selection.backend().capabilities.coalesces
 }
 
 /// Runs a check of every backend of the list, whatever stands there.
@@ -364,12 +363,13 @@ pub(crate) fn of_every_backend<S: Strategy>(
     history: impl Fn() -> S,
     check: impl Fn(&Selection, &S::Value),
 ) {
-    for backend in backends::all() {
-        let outcome = TestRunner::new(config(cases)).run(&(history(), selections(backend)), |(history, selection)| {
+    let expandable: Selection = "caching:expandable_segments=on".parse().unwrap();
+    for of in backends::all().into_iter().map(Selection::of).chain([expandable]) {
+        let outcome = TestRunner::new(config(cases)).run(&(history(), selections(&of)), |(history, selection)| {
             check(&selection, &history);
             Ok(())
         });
-        outcome.unwrap_or_else(|error| panic!("{backend}: {error}"));
+        outcome.unwrap_or_else(|error| panic!("{of}: {error}"));
     }
 }
 

@@ -67,7 +67,7 @@ fn planned(program: &[Step], cross_stream: CrossStream) -> plan::PlanTable {
             let end = at + 1 + u32::try_from(step.keep).unwrap();
             let stream = u32::try_from(step.stream).unwrap();
             // Nobody says when other streams are done.
-            Lifetime { requested: step.bytes, stream, end, end_elsewhere: NEVER }
+            Lifetime { requested: step.bytes, stream, pool: 0, end, end_elsewhere: NEVER }
         })
         .collect();
     let settings = vramlab::histories::plan::PlanSettings { cross_stream, steps: 20_000, seed: 0 };

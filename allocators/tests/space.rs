@@ -255,10 +255,12 @@ impl World {
 
 #[test]
 fn blocks_tile_and_sums_are_what_a_recount_says() {
+    let mut most_held = 0;
     for seed in 0..4 {
         let mut world = World::new(seed);
         for step in 0..steps() / 4 {
             world.step();
+            most_held = most_held.max(world.blocks(|state| state == State::Held).len());
             if step % 1_000 == 999 {
                 world.space.account_mut().reset_peaks();
                 // From here on the recount's peaks start at the levels, too.
@@ -267,8 +269,8 @@ fn blocks_tile_and_sums_are_what_a_recount_says() {
                 world.check(stream(1));
             }
         }
-        assert!(world.blocks(|state| state == State::Held).len() + world.space.segments().count() > 0);
     }
+    assert!(most_held > 1, "something was checked");
 }
 
 #[test]

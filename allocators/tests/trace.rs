@@ -7,6 +7,8 @@ mod common;
 mod hostile_pickle;
 #[path = "trace/origins.rs"]
 mod origins;
+#[path = "trace/pieces.rs"]
+mod pieces;
 #[path = "trace/round_trip.rs"]
 mod round_trip;
 #[path = "trace/schema.rs"]

@@ -98,6 +98,17 @@ def test_results_of_replays_are_there() -> None:
     assert frame["capacity_bytes"].min() > 0  # type: ignore[operator]
 
 
+def test_a_table_of_runs_may_be_plain(folder: Path) -> None:
+    before = packed.load(folder)
+    plain = lzma.decompress((folder / packed.TABLE).read_bytes())
+    (folder / packed.TABLE).unlink()
+    manifest = json.loads((folder / packed.MANIFEST).read_text())
+    next(table for table in manifest["tables"] if table["name"] == packed.TABLE)["name"] = packed.PLAIN_TABLE
+    (folder / packed.MANIFEST).write_text(json.dumps(manifest))
+    resealed(folder, packed.PLAIN_TABLE, plain)
+    assert packed.load(folder).rows == before.rows
+
+
 def test_a_table_that_was_changed_is_refused(folder: Path) -> None:
     for name in (packed.TABLE, packed.SERIES):
         whole = (folder / name).read_bytes()
@@ -117,7 +128,8 @@ def _read(folder: Path) -> None:
 
 def test_hostile_tables_are_refused_in_one_line(folder: Path) -> None:
     series = lzma.decompress((folder / packed.SERIES).read_bytes())
-    table = (folder / packed.TABLE).read_bytes()
+    table = lzma.decompress((folder / packed.TABLE).read_bytes())
+    rows = (table + b"a,b\n", b'id\n"\n', table.replace(b"naive", b"[naive"), b"id\n\xff\n")
     tables: list[tuple[str, bytes]] = [
         (packed.SERIES, lzma.compress(data))
         for data in (
@@ -130,8 +142,8 @@ def test_hostile_tables_are_refused_in_one_line(folder: Path) -> None:
             series.replace(b'"epoch":[1,', b'"epoch":[', 1),
         )
     ]
-    tables += [(packed.SERIES, b"no xz"), (packed.TABLE, table + b"a,b\n"), (packed.TABLE, b'id\n"\n')]
-    tables += [(packed.TABLE, table.replace(b"naive", b"[naive")), (packed.TABLE, b"id\n\xff\n")]
+    tables += [(packed.TABLE, lzma.compress(data)) for data in rows]
+    tables += [(packed.SERIES, b"no xz"), (packed.TABLE, b"no xz")]
     for name, data in tables:
         whole = (folder / name).read_bytes()
         resealed(folder, name, data)

@@ -22,7 +22,7 @@ def folders(data_dir, recorded=None):
     if os.environ.get("MNIST_DIR"):
         return [Path(os.environ["MNIST_DIR"])]
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = os.environ.get("GPU_ALLOCATORS_CACHE") or Path(caches) / "gpu-allocators"
+    cache = os.environ.get("VRAMLAB_CACHE") or Path(caches) / "vramlab"
     return [*([recorded] if recorded else []), Path(cache) / "mnist"]
 
 

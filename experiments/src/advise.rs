@@ -35,7 +35,7 @@ pub(crate) struct AdviseArgs {
     /// Histories: snapshots that torch.cuda.memory._dump_snapshot wrote, plain, .gz or .xz, and the other formats of `convert`
     #[arg(required = true, value_name = "SNAPSHOT")]
     files: Vec<PathBuf>,
-    /// Memory that PyTorch may reserve, such as 24GiB [default: what the history says, if memory ran out in it]
+    /// Memory that PyTorch may reserve, such as 24GiB [default: what the history says, if memory ran out or garbage was collected]
     #[arg(long, value_name = "BYTES")]
     limit: Option<String>,
     /// Settings to look at instead of searching, as PYTORCH_ALLOC_CONF has them; may be given several times
@@ -108,7 +108,7 @@ enum Verdict {
     Change,
     /// What ran is as good as any.
     Keep,
-    /// Memory runs out under every setting.
+    /// Memory runs out under every setting, or more is reserved than there is.
     OutOfMemory,
 }
 
@@ -123,6 +123,8 @@ struct Unknown {
     undetermined_blocks: u64,
     /// Bytes free on the device when memory ran out.
     device_free_bytes: Option<u64>,
+    /// There was a memory limit, which the history does not tell.
+    limit: bool,
 }
 
 /// An allocator other than PyTorch's.
@@ -144,7 +146,9 @@ pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
     let mut page = Page::stdout();
     match (files.as_slice(), args.shard) {
         ([], Some(shard)) => {
-            bail!("--shard {shard}: there are {} histories; none is left for this share", args.files.len())
+            let are = if args.files.len() == 1 { "is" } else { "are" };
+            let histories = ranks::histories(args.files.len());
+            bail!("--shard {shard}: there {are} {histories}; none is left for this share")
         }
         ([file], None) => {
             let advice = of(file, args, limit, &confs)?;
@@ -213,7 +217,8 @@ pub(crate) struct Predicted {
 /// What a history would do under settings, the best first, and how many of its frees waited for other streams.
 pub(crate) fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Result<(Vec<Predicted>, u64)> {
     let happened = Happened::read(file, None, limit, &ReadArgs::default())?;
-    let trial = Trial::new(file, &happened.history, limit)?;
+    // As under a limit of PyTorch's, which expandable segments may pass.
+    let trial = Trial::new(file, &happened.history, limit, false)?;
     let confs = self::confs(confs)?;
     let mut outcomes = in_parallel(cores(), &confs, |conf| trial.run(conf))?;
     search::rank(&mut outcomes, &happened.conf);
@@ -233,7 +238,7 @@ fn of(file: &Path, args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Res
     let happened = Happened::read(file, args.gpu, limit, &args.read)?;
     bar.clear();
     let history = &happened.history;
-    let trial = Trial::new(file, history, happened.limit.map(|(limit, _)| limit))?;
+    let trial = happened.trial(file)?;
     let (recorded, threads) = (&happened.conf, cores());
     let (bounds, found) = std::thread::scope(|scope| {
         let bounds = scope.spawn(|| Bounds::of(history, PlanChoice::On, |_| {}));
@@ -243,7 +248,7 @@ fn of(file: &Path, args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Res
     // A panic there has been reported.
     let bounds = bounds.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let Found { replayed, settings, also_tried, others } = found?;
-    let runs = settings.first().filter(|first| !first.outcome.out_of_memory);
+    let runs = settings.first().filter(|first| first.outcome.runs());
     let verdict = match runs {
         None => Verdict::OutOfMemory,
         Some(first) if first.conf().acts_as(recorded) => Verdict::Keep,
@@ -282,6 +287,7 @@ fn of(file: &Path, args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Res
             prologue_reserved_bytes: history.prologue_segments().1,
             undetermined_blocks: history.undetermined_blocks(),
             device_free_bytes: happened.out_of_memory().and_then(|last| last.device_free_bytes),
+            limit: happened.limit_missing,
         },
         happened: happened.to_string(),
     })
@@ -340,7 +346,7 @@ fn compare(trial: &Trial, recorded: &Conf, given: &[Conf], all_others: bool, thr
         setting
     })?;
     bar.clear();
-    if settings.iter().all(|setting| setting.outcome.out_of_memory) {
+    if settings.iter().all(|setting| !setting.outcome.runs()) {
         settings.sort_by_key(|setting| setting.smallest_memory_bytes.unwrap_or(u64::MAX));
     }
     for (at, setting) in settings.iter_mut().enumerate() {
@@ -349,7 +355,7 @@ fn compare(trial: &Trial, recorded: &Conf, given: &[Conf], all_others: bool, thr
     outcomes.retain(|outcome| !settings.iter().any(|setting| setting.conf().text() == outcome.of.conf.text()));
     let others = if all_others { all() } else { compared() };
     let others: Vec<Selection> =
-        others.into_iter().filter(|backend| !backend.capabilities.follows_pytorch).map(Selection::of).collect();
+        others.into_iter().map(Selection::of).filter(|alloc| !alloc.capabilities().follows_pytorch).collect();
     let others = in_parallel(threads, &others, |alloc| trial.under(Other { alloc: alloc.clone() }, alloc))?;
     Ok(Found { replayed, settings, also_tried: outcomes, others })
 }

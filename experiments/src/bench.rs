@@ -22,7 +22,7 @@ use std::sync::Arc;
 use trainer::alloc::{self, Selections};
 use trainer::terminal::Bar;
 use vramlab::device::DeviceNameError;
-use vramlab::{CudaDriver, DeviceKind, DeviceName, Driver, NullDriver};
+use vramlab::{CudaDriver, DeviceKind, DeviceName, Driver, NullDriver, Selection};
 
 /// Options of `experiments bench`.
 #[derive(Debug, Args)]
@@ -65,6 +65,7 @@ fn device(text: &str) -> Result<DeviceName, DeviceNameError> {
 /// Runs the cases and prints the table.
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     let chosen = alloc::chosen(&args.alloc);
+    chosen.iter().try_for_each(Selection::check)?;
     let histories = histories::read(&args.history)?;
     let groups = cases::groups(&chosen, &args.threads, &histories, &args.case)?;
     if args.baselines && args.device != DeviceName::Cuda(0) {

@@ -1,6 +1,6 @@
 //! `experiments capacity`: the smallest memory in which a history still runs, by bisection.
 
-use crate::history::{Devices, Recorded, failed, load};
+use crate::history::{Devices, Recorded, failed, load, warn_of_limit};
 use crate::reading::ReadArgs;
 use anyhow::{Result, bail};
 use clap::Args;
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use trainer::alloc::{self, Selections};
 use trainer::terminal::{Bar, Cell, Comparison, Page, quoted};
 use vramlab::histories::replay::{ReplayError, smallest_memory};
-use vramlab::{AllocError, Bytes, DeviceKind, DeviceName, Selection};
+use vramlab::{Bytes, DeviceKind, DeviceName, Selection};
 
 /// More than any device has; the search ends there.
 const HIGHEST: u64 = 1 << 48;
@@ -74,11 +74,13 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
         bail!("--device cuda: a GPU's size is given; search on sim or null");
     }
     let chosen = alloc::chosen(&args.alloc);
+    chosen.iter().try_for_each(Selection::check)?;
     let devices = Devices::open(&args.device)?;
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     bar.message(format!("reading {}", args.file.display()));
-    let Recorded { history, mut settings, .. } =
-        load(&args.file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
+    let recorded = load(&args.file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
+    warn_of_limit(&args.file, &recorded);
+    let Recorded { history, mut settings, .. } = recorded;
     // The device's size is what is searched for; a limit on top of it would be another question.
     settings.memory_limit = None;
     let mut rows = Vec::new();
@@ -96,11 +98,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
             bar.message(format!("{alloc} {outcome} {} (probe {tried})", Bytes(probe.bytes)));
         };
         let found = smallest_memory(&history, &backend, args.granularity.0, HIGHEST, device, progress);
-        let found = found.map_err(|error| match error {
-            // A device that lacks what a backend needs was chosen on the command line.
-            ReplayError::Alloc(AllocError::Unsupported { .. }) => anyhow::Error::msg(error.to_string()),
-            error => failed(&args.file, error),
-        })?;
+        let found = found.map_err(|error| failed(&args.file, error))?;
         let bound = history.max_live_bytes();
         rows.push(Row {
             trace: args.file.display().to_string(),
@@ -118,10 +116,10 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
         });
     }
     bar.clear();
-    if args.json { crate::print_json(&rows) } else { crate::print(report(&rows)) }
+    if args.json { crate::print_json(&rows) } else { crate::print(report(&rows, args)) }
 }
 
-fn report(rows: &[Row]) -> Page {
+fn report(rows: &[Row], args: &CapacityArgs) -> Page {
     let mut page = Page::stdout();
     let Some(first) = rows.first() else { return page };
     let mut table = Comparison::new("", rows.iter().map(|row| alloc::heading(&row.alloc.to_string())));
@@ -151,8 +149,16 @@ fn report(rows: &[Row]) -> Page {
         format!("{} {run} the history in {size}, {name} needs {most}", names.join(" and "))
     };
     let least = Bytes(best.max_live_bytes);
+    // The allocators that the figure is of: others may need more than that.
+    let alloc = if names.len() == rows.len() && args.alloc.is_empty() {
+        String::new()
+    } else {
+        format!(" --alloc {}", quoted(&names.join(",")))
+    };
+    let device = quoted(&args.device.to_string());
+    let gpu = args.gpu.map_or_else(String::new, |gpu| format!(" --gpu {gpu}"));
     let arguments =
-        format!("replay {} --limit {}B --device {}", quoted(&first.trace), best.capacity_bytes, first.device);
+        format!("replay {}{alloc} --limit {}B --device {device}{gpu}", quoted(&first.trace), best.capacity_bytes);
     page.end(format!("{found}; {least} are live at once."), &crate::next_command(&arguments));
     page
 }

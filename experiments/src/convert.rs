@@ -121,6 +121,7 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
         }
     }
     tally.passed_over = writer.passed_over();
+    tally.stood_in = writer.stood_in();
     if tally.written(args.to) == 0 && tally.events() > 0 {
         let text = format!("of its {} events none has a place in {}", tally.events(), args.to.name());
         bail!("{}: {text}; choose another format", args.from.display());
@@ -218,6 +219,8 @@ struct Tally {
     gpu_count: usize,
     /// Events that the writer could not place.
     passed_over: u64,
+    /// Completions of frees that the writer took for frees.
+    stood_in: u64,
     /// Annotations that the output holds.
     ranges: u64,
     /// What reading and checking may hold.
@@ -276,7 +279,7 @@ impl Tally {
     /// Events that the output holds.
     fn written(&self, to: Export) -> u64 {
         let held = Action::ALL.into_iter().zip(self.read).filter(|(action, _)| to.holds(*action));
-        held.map(|(_, count)| count).sum::<u64>().saturating_sub(self.passed_over)
+        held.map(|(_, count)| count).sum::<u64>().saturating_sub(self.passed_over) + self.stood_in
     }
 
     /// One line for people.
@@ -284,7 +287,8 @@ impl Tally {
         let mut left: Vec<String> = Vec::new();
         let written = self.written(args.to);
         for (action, count) in Action::ALL.into_iter().zip(self.read).filter(|(_, count)| *count > 0) {
-            if !args.to.holds(action) {
+            let count = if action == Action::FreeCompleted { count - self.stood_in.min(count) } else { count };
+            if !args.to.holds(action) && count > 0 {
                 left.push(format!("{count} {action}"));
             }
         }
@@ -310,7 +314,15 @@ impl Tally {
         };
         let left =
             if left.is_empty() { "nothing left out".to_owned() } else { format!("left out: {}", left.join(", ")) };
-        format!("{from} ({format}) to {out} ({to}): {written} events of {gpus}; {left}.")
+        // A snapshot keeps what was recorded, and a log of RMM what the client asked for.
+        let lives = matches!(args.to, Export::Perfetto | Export::Minimalloc);
+        let count = |action: Action| self.read[action as usize]; // CAST: the number of the action.
+        let ends = if lives && count(Action::FreeRequested) > 0 && count(Action::FreeCompleted) == 0 {
+            " It has no free_completed events: blocks are shown live until their addresses are used again."
+        } else {
+            ""
+        };
+        format!("{from} ({format}) to {out} ({to}): {written} events of {gpus}; {left}.{ends}")
     }
 }
 

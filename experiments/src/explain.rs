@@ -3,11 +3,11 @@
 //! It looks at what the recorded allocator did, and replays nothing but the question what frees cost that wait.
 
 mod causes;
-mod events;
+mod checkpoints;
+mod climb;
 mod explanation;
 mod holes;
 pub(crate) mod lines;
-mod memory;
 mod moments;
 mod ranks;
 mod recording;
@@ -19,17 +19,18 @@ pub(crate) use explanation::Explanation;
 use crate::reading::ReadArgs;
 use crate::study::Shard;
 use anyhow::{Result, anyhow, bail};
+use checkpoints::Checkpoints;
 use clap::Args;
 use explanation::{Grew, Moment, Who};
 use lines::Lines;
-use memory::Memory;
-use moments::{Held, grew, held, moment, who};
+use moments::{Held, grew, held, moment, told, who};
 use recording::{Recording, START};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use survey::Survey;
 use trainer::terminal::{Bar, Page};
 use vramlab::backends::{TorchAllocator, of_torch};
+use vramlab::histories::recorded::{Memory, Recorded};
 use vramlab::histories::replay::{Addresses, HistoryBuilder, ReplaySettings, replay};
 use vramlab::histories::trace::{Action, Event};
 use vramlab::{Bytes, Selection};
@@ -116,9 +117,11 @@ pub(crate) fn answer(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading:
 pub(crate) fn explanation(how: &How, file: &Path) -> Result<Explanation> {
     let recording = Recording::read(file, how)?;
     let mut lines = Lines::new(&recording.origins, how.frames);
-    let survey = survey::survey(&recording, &mut lines);
-    let between = between(how, &recording, &survey)?;
-    let scenes = scenes(&recording, &mut lines, &survey, between.as_ref());
+    let named = between_named(how, &recording)?;
+    let points = named.iter().flat_map(|named| [named.from, named.to]).collect::<Vec<usize>>();
+    let (survey, checkpoints) = survey::survey(&recording, &mut lines, &points);
+    let between = named.or_else(|| between_lows(&survey));
+    let scenes = scenes(&recording, &mut lines, &survey, &checkpoints, between.as_ref());
     let mut found = put_together(file, &recording, survey, scenes);
     if found.reserved.pending.deferred_frees > 0 {
         found.reserved.pending.replayed_reserved_bytes = replayed(&recording, false);
@@ -134,13 +137,17 @@ struct Between {
     named: Vec<String>,
 }
 
-fn between(how: &How, recording: &Recording, survey: &Survey) -> Result<Option<Between>> {
-    let Some(named) = &how.between else {
-        // Less than one part in a hundred is no growth.
-        let points = survey.low_early.zip(survey.low_late);
-        let points = points.filter(|((_, early), (_, late))| *late > early + early / 100);
-        return Ok(points.map(|((from, _), (to, _))| Between { from, to, named: Vec::new() }));
-    };
+/// From the lowest point of the second quarter to that of the last.
+fn between_lows(survey: &Survey) -> Option<Between> {
+    // Less than one part in a hundred is no growth.
+    let points = survey.low_early.zip(survey.low_late);
+    let points = points.filter(|((_, early), (_, late))| *late > early + early / 100);
+    points.map(|((from, _), (to, _))| Between { from, to, named: Vec::new() })
+}
+
+/// The points that were asked for.
+fn between_named(how: &How, recording: &Recording) -> Result<Option<Between>> {
+    let Some(named) = &how.between else { return Ok(None) };
     let point = |name: &String| match name.parse::<u64>() {
         Ok(number) => {
             let index = number.checked_sub(recording.skipped + 1).and_then(|index| usize::try_from(index).ok());
@@ -172,18 +179,21 @@ struct Scenes {
     reserved: explanation::WhereItWent,
 }
 
-/// Goes through the history once more and looks around at its peaks.
-fn scenes(recording: &Recording, lines: &mut Lines<'_>, survey: &Survey, between: Option<&Between>) -> Scenes {
+/// Looks around at the moments that were found.
+fn scenes(
+    recording: &Recording,
+    lines: &mut Lines<'_>,
+    survey: &Survey,
+    checkpoints: &Checkpoints<'_>,
+    between: Option<&Between>,
+) -> Scenes {
     let last = recording.events.len().checked_sub(1).unwrap_or(START);
     let (active, reserved) = (survey.peak_active.0, survey.peak_reserved.0);
-    let refused = survey.refused.back().map(|(index, _)| *index);
+    let refused = survey.last_refused();
     let scene = refused.unwrap_or(reserved);
-    let mut memory = Memory::new(recording);
     let (mut at_active, mut at_reserved, mut end) = (Moment::default(), Moment::default(), Moment::default());
     let (mut whos, mut peaks, mut went) = (Vec::new(), Vec::new(), None);
     let (mut from, mut to): (Option<Held>, Option<Held>) = (None, None);
-    let mut sorted = survey.peaks.clone();
-    sorted.sort_unstable();
     let mut look = |index: usize, memory: &Memory, lines: &mut Lines<'_>| {
         if index == active {
             at_active = moment(recording, memory, lines, index);
@@ -199,9 +209,6 @@ fn scenes(recording: &Recording, lines: &mut Lines<'_>, survey: &Survey, between
                 whos.push(who(recording, memory, lines, index, at));
             }
         }
-        if sorted.binary_search(&index).is_ok() {
-            peaks.push((index, moment(recording, memory, lines, index)));
-        }
         if let Some(between) = between {
             if index == between.from {
                 from = Some(held(recording, memory, lines, index));
@@ -213,15 +220,25 @@ fn scenes(recording: &Recording, lines: &mut Lines<'_>, survey: &Survey, between
             end = moment(recording, memory, lines, index);
         }
     };
-    look(START, &memory, lines);
-    for (index, event) in recording.events.iter().enumerate() {
-        // CAST: bounded when the history was read.
-        memory.apply(recording, &event, index as u32, recording.completes_at_once(index));
-        look(index, &memory, lines);
+    let whole: Vec<usize> = [active, reserved, scene, last]
+        .into_iter()
+        .chain(between.into_iter().flat_map(|at| [at.from, at.to]))
+        .collect();
+    // In order, in which lines get their numbers, and the beginning first.
+    let mut all: Vec<usize> = whole.iter().copied().chain(survey.peaks.iter().map(|peak| peak.index)).collect();
+    all.sort_unstable_by_key(|index| index.wrapping_add(1));
+    all.dedup();
+    for index in all {
+        if let Some(at) = survey.peaks.iter().position(|peak| peak.index == index) {
+            peaks.push((at, told(recording, &survey.peaks[at], lines)));
+        }
+        if whole.contains(&index) {
+            look(index, &checkpoints.memory_at(index), lines);
+        }
     }
-    let went = went.unwrap_or_else(|| holes::where_it_went(recording, &memory, lines, survey, last, "peak_reserved"));
+    let went = went.unwrap_or_default();
     whos.sort_by_key(|who| who.at != "peak_active");
-    peaks.sort_by_key(|(index, _)| survey.peaks.iter().position(|peak| peak == index));
+    peaks.sort_by_key(|(at, _)| *at);
     let named = between.map(|between| between.named.clone()).unwrap_or_default();
     let grew = from.zip(to).and_then(|(from, to)| grew(&from, &to, named, lines));
     Scenes {
@@ -272,7 +289,7 @@ fn replayed(recording: &Recording, instant: bool) -> Option<u64> {
     let mut builder = HistoryBuilder::new(Some(recording.device));
     let mut expandable = false;
     for event in recording.events.iter() {
-        let events::Recorded { action, addr, bytes, stream, time_ns, .. } = event;
+        let Recorded { action, addr, bytes, stream, time_ns, .. } = event;
         expandable |= action == Action::SegmentMap;
         builder.push(&Event { action, device: recording.device, addr, bytes, stream, time_ns }).ok()?;
     }

@@ -1,5 +1,6 @@
 //! What the commands that replay share: reading a history, opening a device.
 
+mod collections;
 mod recorded;
 pub(crate) mod served;
 
@@ -7,6 +8,7 @@ use crate::compare::ArmFailed;
 use crate::profile;
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow};
+use collections::Collections;
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -15,8 +17,9 @@ use trainer::terminal;
 use vramlab::backends::CachingSettings;
 use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
 use vramlab::histories::trace::{Cut, ReadError, Summary, read};
-use vramlab::{CudaDriver, DeviceName, Driver, NullDriver, Profile, SimDriver, SimMemory};
+use vramlab::{AllocError, Bytes, CudaDriver, DeviceName, Driver, NullDriver, Profile, SimDriver, SimMemory};
 
+pub(crate) use collections::LimitTold;
 pub(crate) use recorded::{AsRecorded, Tally};
 
 /// A history and the settings under which it was recorded.
@@ -31,6 +34,8 @@ pub(crate) struct Recorded {
     pub(crate) cut: Option<Cut>,
     /// What was held from the device at the peak, as far as the events show it: at least so much.
     pub(crate) seen_reserved: u64,
+    /// What its garbage collections tell of the memory limit.
+    pub(crate) limit_told: LimitTold,
 }
 
 /// Reads and compiles a file. `limit` is the memory limit under which it was recorded, where the file does not say it.
@@ -47,9 +52,10 @@ pub(crate) fn load_under(
 ) -> Result<Recorded> {
     let options = reading.options();
     let mut builder = HistoryBuilder::new(gpu).within(&options.budget);
-    let mut tally = Tally::new(gpu);
+    let (mut tally, mut collections) = (Tally::new(gpu), Collections::new(gpu));
     let mut sink = |event| {
         tally.take(&event);
+        collections.take(&event);
         builder.push(&event).map_err(ReadError::stop)
     };
     let summary = read(path, &options, &mut sink)?;
@@ -58,6 +64,7 @@ pub(crate) fn load_under(
     let limit = limit(as_recorded.as_ref());
     let mut recorded = compile(builder, &summary, limit).with_context(|| path.display().to_string())?;
     (recorded.as_recorded, recorded.seen_reserved) = (as_recorded, seen_reserved);
+    recorded.limit_told = collections.finish(&summary, &recorded.settings);
     if recorded.history.events() == 0 {
         return Err(no_events(path, gpu, &summary));
     }
@@ -73,6 +80,19 @@ pub(crate) fn say_cut(path: &Path, summary: &Summary) {
     {
         terminal::say(&format!("warning: {}: {cut}", path.display()));
     }
+}
+
+/// Warns where garbage was collected under a limit that neither the file nor the command line names: what went then is taken for
+/// frees of the program's own.
+pub(crate) fn warn_of_limit(path: &Path, recorded: &Recorded) {
+    let most = match recorded.limit_told {
+        _ if recorded.settings.memory_limit.is_some() => return,
+        LimitTold::Nothing => return,
+        LimitTold::Some => String::new(),
+        LimitTold::Below(below) => format!("; it was {} or less: --limit {}B", Bytes(below - 1), below - 1),
+    };
+    let what = "garbage was collected under a memory limit; without --limit that counts as calls of empty_cache";
+    terminal::say(&format!("warning: {}: {what}{most}", path.display()));
 }
 
 /// Ends a compilation with what the file says besides its events.
@@ -97,6 +117,7 @@ pub(crate) fn compile(
         allocator_settings,
         cut: summary.cut,
         seen_reserved: 0,
+        limit_told: LimitTold::Nothing,
     })
 }
 
@@ -111,8 +132,12 @@ pub(crate) fn no_events(path: &Path, gpu: Option<u16>, summary: &Summary) -> any
     }
 }
 
-/// An error of a replay: exit code 2 where the history is at fault, 1 where the device is.
+/// An error of a replay: exit code 2 where the history or the command line is at fault, 1 where the device is.
 pub(crate) fn failed(path: &Path, error: ReplayError) -> anyhow::Error {
+    // The allocator and the device are chosen on the command line; the history has nothing to do with it.
+    if let ReplayError::Alloc(AllocError::Unsupported { .. } | AllocError::File { .. }) = error {
+        return anyhow::Error::msg(error.to_string());
+    }
     let bad_input = error.is_bad_input();
     let text = format!("{}: {error}", path.display());
     if bad_input { anyhow::Error::msg(text) } else { ArmFailed::at_run_time(&text).into() }

@@ -5,9 +5,9 @@ mod advise;
 mod bench;
 mod calibrate;
 mod capacity;
+mod command_line;
 mod compare;
 mod convert;
-mod door;
 mod explain;
 mod fidelity;
 mod fit;
@@ -23,7 +23,7 @@ mod report;
 mod study;
 mod truth;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::{Parser, Subcommand};
 use serde::Serialize;
 use std::ffi::OsString;
@@ -125,6 +125,19 @@ enum Command {
 pub fn experiments() -> ExitCode {
     started("experiments");
     let cli: Cli = terminal::parse(std::env::args_os().collect());
+    if matches!(
+        cli.command,
+        Command::Convert(_)
+            | Command::Replay(_)
+            | Command::Plan(_)
+            | Command::Capacity(_)
+            | Command::Report(_)
+            | Command::Explain(_)
+            | Command::Pack(_)
+            | Command::Unpack(_)
+    ) {
+        end_with_signals();
+    }
     let result = match cli.command {
         Command::Run(args) => study::run(&args),
         Command::Status(args) => study::status(&args),
@@ -163,7 +176,17 @@ pub fn experiments() -> ExitCode {
 #[must_use]
 pub fn vramlab() -> ExitCode {
     started("vramlab");
-    ended(door::run(terminal::parse(std::env::args_os().collect())))
+    let arguments: command_line::Arguments = terminal::parse(std::env::args_os().collect());
+    if !arguments.is_in_python() {
+        end_with_signals();
+    }
+    ended(command_line::run(arguments))
+}
+
+/// Has signals end the program with no unfinished file left behind.
+fn end_with_signals() {
+    // Where the system lets nobody listen, a signal ends the process as it would anyway.
+    let _ = trainer::signals::end_at_once();
 }
 
 /// The program that runs.
@@ -213,12 +236,17 @@ fn next_command(arguments: &str) -> String {
 
 /// Writes a page to stdout.
 fn print(page: Page) -> Result<()> {
-    page.print().context("cannot write to stdout")
+    page.print().map_err(|error| unprinted(&error))
 }
 
 /// Writes one JSON document to stdout.
 fn print_json<T: Serialize>(value: &T) -> Result<()> {
-    terminal::print_json(&serde_json::to_string_pretty(value)?).context("cannot write to stdout")
+    terminal::print_json(&serde_json::to_string_pretty(value)?).map_err(|error| unprinted(&error))
+}
+
+/// A full disk behind stdout is no fault of the input.
+fn unprinted(error: &impl std::fmt::Display) -> anyhow::Error {
+    compare::ArmFailed::at_run_time(&format!("cannot write to stdout: {error}")).into()
 }
 
 fn fit_kernels(timings: &Path, base: Option<PathBuf>, l2_bytes: Option<u64>, out: &Path) -> Result<()> {

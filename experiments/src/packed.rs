@@ -1,12 +1,13 @@
 //! `experiments pack` and `unpack`: a recorded experiment as a few tables, to be kept, sent and read anywhere.
 //!
 //! `experiments run` leaves a folder a run. Packed, an experiment is three files: `manifest.json` says what was run and
-//! holds what all runs share; `runs.csv` has a row a run; `series.jsonl.xz` has the longer tables of the runs, a line a
+//! holds what all runs share; `runs.csv.xz` has a row a run; `series.jsonl.xz` has the longer tables of the runs, a line a
 //! run and table, a JSON array a column. The same folder gives the same bytes, and unpacking gives back what was kept.
 //! `analysis/schema.md` describes the files. Commands that read experiments take both forms, through [`open`].
 
 mod cell;
 mod columns;
+mod compressed;
 mod flat;
 mod manifest;
 mod pack;
@@ -25,7 +26,9 @@ pub(crate) use unpack::{UnpackArgs, unpack};
 /// What was run, and what all runs share.
 pub(crate) const MANIFEST: &str = "manifest.json";
 /// A row a run.
-const TABLE: &str = "runs.csv";
+const TABLE: &str = "runs.csv.xz";
+/// The same table as earlier versions packed it.
+const PLAIN_TABLE: &str = "runs.csv";
 /// The longer tables of the runs.
 const SERIES: &str = "series.jsonl.xz";
 

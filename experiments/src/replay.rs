@@ -4,7 +4,7 @@ mod against;
 pub(crate) mod bound;
 mod report;
 
-use crate::history::{AsRecorded, Devices, Recorded, failed, load};
+use crate::history::{AsRecorded, Devices, Recorded, failed, load, warn_of_limit};
 use crate::reading::ReadArgs;
 use against::Compared;
 use anyhow::Result;
@@ -180,6 +180,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
     for file in &args.files {
         bar.message(format!("reading {}", file.display()));
         let mut recorded = load(file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
+        warn_of_limit(file, &recorded);
         if args.completion == Completion::Instant {
             recorded.history.complete_at_once();
         }

@@ -4,7 +4,7 @@
 //! defaults, without a limit, is replayed under the settings of the other runs. Nothing of these runs is known to the replay.
 
 use crate::advise::{Predicted, predict};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use serde::Serialize;
 use serde_json::Value;
@@ -84,7 +84,11 @@ pub(crate) fn truth(args: &TruthArgs) -> Result<()> {
     bar.clear();
     if pairs.is_empty() {
         let folders: Vec<String> = args.folders.iter().map(|folder| folder.display().to_string()).collect();
-        bail!("{}: no program has a history under PyTorch's defaults and statistics beside it", folders.join(", "));
+        bail!(
+            "{}: no program has a history under PyTorch's defaults (PROGRAM.pickle.xz) and statistics of the same run beside it \
+             (PROGRAM.json); experiments/baselines/record_settings.py records both",
+            folders.join(", ")
+        );
     }
     if let Some(out) = &args.out {
         let mut writer = csv::Writer::from_writer(Vec::new());
@@ -97,7 +101,8 @@ pub(crate) fn truth(args: &TruthArgs) -> Result<()> {
 
 /// The JSON files of a folder, sorted by name.
 fn json_files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(folder).with_context(|| folder.display().to_string())?;
+    let cannot = "name a folder with histories and statistics";
+    let entries = std::fs::read_dir(folder).map_err(|error| anyhow!("{}: {error}; {cannot}", folder.display()))?;
     let mut paths = Vec::new();
     for entry in entries {
         let path = entry.with_context(|| folder.display().to_string())?.path();
@@ -112,7 +117,8 @@ fn json_files(folder: &Path) -> Result<Vec<PathBuf>> {
 /// What a file of statistics says; `None` where it holds something else.
 fn run_of(path: &Path) -> Result<Option<Run>> {
     let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
-    let facts: Value = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
+    let facts: Value = serde_json::from_str(&text)
+        .map_err(|error| anyhow!("{}: it is no JSON ({error}); record it anew, or move it away", path.display()))?;
     let number = |key: &str| facts.get(key).or_else(|| facts.get("stats")?.get(key)).and_then(Value::as_u64);
     let Some(peak_reserved) = number("reserved_bytes.all.peak") else { return Ok(None) };
     let stem = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
@@ -135,7 +141,9 @@ fn run_of(path: &Path) -> Result<Option<Run>> {
         conf: conf.to_owned(),
         limit,
         peak_reserved,
-        out_of_memory: facts.get("oom").is_some_and(|oom| !oom.is_null()),
+        // A program may catch the error and go on.
+        out_of_memory: facts.get("oom").is_some_and(|oom| !oom.is_null())
+            || number("num_ooms").is_some_and(|ooms| ooms > 0),
         retries: number("num_alloc_retries").unwrap_or(0),
         history: histories.find(|path| path.is_file()),
     }))

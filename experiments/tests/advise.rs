@@ -90,6 +90,132 @@ fn where_no_setting_helps_it_says_what_is_needed() {
     assert!(told.contains("No setting mends this: you need 68 MiB"), "{told}");
 }
 
+/// A program that ran under `garbage_collection_threshold:0.5` and a limit of 200 MiB: with 110 reserved, 60 of them idle, 80 more
+/// are asked for.
+fn collected(place: &Place, whole: bool) -> String {
+    let at = |gib: u64| gib << 30;
+    let mut events = Vec::new();
+    for (gib, mib) in [(1, 60), (2, 50), (3, 80)] {
+        if gib == 3 {
+            for action in ["free_requested", "free_completed"] {
+                events.push(event(action, at(1), 60 * MIB));
+            }
+            events.push(event("segment_free", at(1), 60 * MIB));
+        }
+        events.push(event("segment_alloc", at(gib), mib * MIB));
+        events.push(event("alloc", at(gib), mib * MIB));
+    }
+    let segment = |gib: u64, mib: u64| {
+        let block =
+            json!({"address": at(gib), "size": mib * MIB, "requested_size": mib * MIB, "state": "active_allocated"});
+        json!({"device": 0, "address": at(gib), "total_size": mib * MIB, "stream": 0, "segment_type": "large",
+            "segment_pool_id": [0, 0], "is_expandable": false, "blocks": [block]})
+    };
+    let settings = json!({"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.5", "max_split_size": -1,
+        "garbage_collection_threshold": 0.5, "expandable_segments": false, "roundup_power2_divisions": {}});
+    let mut snapshot = json!({"segments": [segment(2, 50), segment(3, 80)], "device_traces": [events]});
+    snapshot["allocator_settings"] = settings;
+    if !whole {
+        snapshot["segments"] = json!([]);
+    }
+    place.write("collected.json", snapshot.to_string())
+}
+
+/// PyTorch collects garbage under a limit only, so its collections tell of one: without it these frees would be replayed as the
+/// program's own, and no other setting would seem to reserve more.
+#[test]
+fn collections_tell_the_limit() {
+    let place = Place::new();
+    let file = collected(&place, true);
+    let confs = ["--conf", "", "--conf", "garbage_collection_threshold:0.5"];
+    let advice = place.vramlab(&[&["advise", &file, "--json"], &confs[..]].concat()).ok().json();
+    assert_eq!((&advice["limit_bytes"], &advice["limit_source"]), (&json!(220 * MIB - 1), &json!("collections")));
+    assert_eq!(
+        (&advice["recorded"]["replayed_off_percent"], &advice["unknown"]["limit"]),
+        (&json!(0.0), &json!(false))
+    );
+    assert_eq!(setting(&advice, "")["peak_reserved_bytes"], 190 * MIB);
+    assert_eq!(setting(&advice, "garbage_collection_threshold:0.5")["peak_reserved_bytes"], 130 * MIB);
+    let told = place.vramlab(&["advise", &file]).ok().stdout;
+    let told = told.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(told.contains("Garbage was collected, which PyTorch does under a memory limit only: "), "{told}");
+    // Where the segments of the end do not add up with the events, nobody knows how much was reserved.
+    let cut = place.vramlab(&["advise", &collected(&place, false), "--json"]).ok().json();
+    assert_eq!((&cut["limit_bytes"], &cut["unknown"]["limit"]), (&Value::Null, &json!(true)), "{cut}");
+    let told = place.vramlab(&["advise", &collected(&place, false)]).ok().stdout;
+    assert!(told.contains("Give it with --limit"), "{told}");
+    let file = collected(&place, true);
+    // On a larger GPU: what was collected was collected under the smaller limit all the same.
+    let larger = [&["advise", &file, "--json", "--limit", "1GiB"], &confs[..]].concat();
+    let advice = place.vramlab(&larger).ok().json();
+    assert_eq!((&advice["limit_source"], &advice["recorded"]["replayed_off_percent"]), (&json!("given"), &Value::Null));
+    for conf in ["", "garbage_collection_threshold:0.5"] {
+        assert_eq!(setting(&advice, conf)["peak_reserved_bytes"], 190 * MIB, "{conf}");
+    }
+}
+
+#[test]
+fn other_commands_ask_for_the_limit_of_collections() {
+    let place = Place::new();
+    let asked = "without --limit that counts as calls of empty_cache";
+    for (whole, most) in
+        [(true, format!("; it was 220.0 MiB or less: --limit {}B", 220 * MIB - 1)), (false, String::new())]
+    {
+        let file = collected(&place, whole);
+        for command in [&["replay", &file, "--device", "null"][..], &["capacity", &file], &["plan", &file]] {
+            let said = place.run(command).ok().stderr;
+            assert!(said.contains(&format!("{asked}{most}\n")), "{said}");
+            let said = place.run(&[command, &["--limit", "200MiB"]].concat()).ok().stderr;
+            assert!(!said.contains("warning"), "{said}");
+        }
+    }
+}
+
+/// As what a replay does not follow: a segment that is larger than PyTorch would have taken for the request.
+#[test]
+fn a_replay_that_is_off_is_said_first_and_percentages_are_of_what_was_recorded() {
+    let place = Place::new();
+    let events = [event("segment_alloc", 1 << 30, 100 * MIB), event("alloc", 1 << 30, 33 * MIB)];
+    let blocks = json!([
+        {"address": 1 << 30, "size": 33 * MIB, "requested_size": 33 * MIB, "state": "active_allocated"},
+        {"address": (1 << 30) + 33 * MIB, "size": 67 * MIB, "requested_size": 0, "state": "inactive"},
+    ]);
+    let segment = json!({"device": 0, "address": 1 << 30, "total_size": 100 * MIB, "stream": 0, "segment_type": "large",
+        "segment_pool_id": [0, 0], "is_expandable": false, "blocks": blocks});
+    let file = place.write(
+        "off.json",
+        json!({"segments": [segment], "device_traces": [events], "allocator_settings": {}}).to_string(),
+    );
+    let told = place.vramlab(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
+    let help = told.split("What would help").nth(1).unwrap();
+    let first = "Take this with care: what ran is replayed with 66.0 % less than was reserved.";
+    assert!(help.trim_start().starts_with(first), "{told}");
+    assert!(help.contains("reserves 40 MiB (-60.0 %)"), "{told}");
+    assert!(help.contains("as it ran: reserved 100 MiB; its replay reserves 34 MiB;"), "{told}");
+}
+
+/// Pages are mapped whole, and a request is checked by its own size.
+#[test]
+fn what_reserves_more_than_the_given_limit_is_not_the_advice() {
+    let place = Place::new();
+    let arguments = ["advise", &history("mlp"), "--limit", "80MiB"];
+    let advice = place.vramlab(&[&arguments[..], &["--json"]].concat()).ok().json();
+    assert_eq!(advice["verdict"], "out-of-memory");
+    let first = &advice["settings"][0];
+    assert_eq!((&first["over_limit"], &first["out_of_memory"]), (&json!(true), &json!(false)));
+    assert_eq!(first["smallest_memory_bytes"], advice["needed_bytes"]);
+    let needed = advice["needed_bytes"].as_u64().unwrap();
+    let told = place.vramlab(&arguments).ok().stdout;
+    assert!(told.contains(&format!("No setting mends this: you need {} MiB", needed / MIB)), "{told}");
+    assert!(told.contains("more than the limit") && told.contains("set_per_process_memory_fraction"), "{told}");
+    // That much is enough, and is not passed.
+    let limit = format!("{}MiB", needed / MIB);
+    let advice = place.vramlab(&["advise", &history("mlp"), "--limit", &limit, "--json"]).ok().json();
+    assert!(
+        advice["verdict"] != "out-of-memory" && advice["settings"][0]["peak_reserved_bytes"].as_u64() <= Some(needed)
+    );
+}
+
 /// Its `streams` is one program's own recording, whose peak its JSON says.
 #[test]
 fn a_recorded_program_is_followed_and_settings_are_ranked_by_what_they_reserve() {
@@ -172,7 +298,7 @@ fn ranks_get_one_setting_and_a_table() {
     let share = place.vramlab(&[&arguments[..], &["--shard", "2/2", "--json"]].concat()).ok().json();
     assert_eq!(share["ranks"].as_array().unwrap().len(), 1);
     assert_eq!(share["worst"]["trace"], files[1]);
-    place.vramlab(&["advise", &files[0], "--shard", "2/2"]).refused(2, &["--shard 2/2: there are 1 histories"]);
+    place.vramlab(&["advise", &files[0], "--shard", "2/2"]).refused(2, &["--shard 2/2: there is 1 history;"]);
 }
 
 /// What cannot be read is left out, and of many histories the table shows those unlike the others.
@@ -250,7 +376,9 @@ fn commands_of_the_package_are_handed_on() {
 fn the_answer_is_one_screen() {
     let place = Place::new();
     let mut process = std::process::Command::new(env!("CARGO_BIN_EXE_vramlab"));
-    process.args(["advise", &history("streams")]).env("COLUMNS", "80").env("NO_COLOR", "1");
+    // A path as short as a user's: a long one takes lines of its own.
+    std::fs::copy(history("streams"), place.at("streams.pickle.xz")).unwrap();
+    process.args(["advise", "streams.pickle.xz"]).env("COLUMNS", "80").env("NO_COLOR", "1");
     let text = Ran::of(process.current_dir(place.at(".")).output().unwrap()).ok().stdout;
     let titles = ["What happened", "What would help", "Next best", "What no setting can do", "What this does not know"];
     let at: Vec<usize> =
@@ -258,6 +386,15 @@ fn the_answer_is_one_screen() {
     assert!(at.is_sorted(), "{text}");
     assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
     assert!(text.lines().count() <= 36, "{text}");
+    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    for said in [
+        "765.0 MiB asked for at most, frees that waited included.",
+        "441.8 MiB are asked for at once. With frees that wait for other streams as they did, at least 765.0 MiB (a plan: ",
+        "; if besides no stream may wait to reuse another's block, ",
+        "Settings run in less where PyTorch, out of memory, waits for these frees.",
+    ] {
+        assert!(words.contains(said), "{said}: {text}");
+    }
     assert!(text.contains("frees waited for other streams") && text.contains("if no stream waited"), "{text}");
 }
 

@@ -87,3 +87,21 @@ fn the_table_is_made_again_from_the_histories() {
     let again = "make it again: experiments advise-truth FOLDER... -o experiments/results/advise-truth.csv";
     assert_eq!(pairs(&made), pairs(&kept), "{again}");
 }
+
+#[test]
+fn folders_without_pairs_are_refused_with_the_mend() {
+    let place = Place::new();
+    place.run(&["advise-truth", "nowhere"]).refused(2, &["nowhere: No such file", "; name a folder with histories"]);
+    for folder in ["empty", "alone"] {
+        std::fs::create_dir(place.at(folder)).unwrap();
+    }
+    // Statistics alone are no pair.
+    place.write("a.default.json", r#"{"stats": {"reserved_bytes.all.peak": 1}}"#);
+    std::fs::rename(place.at("a.default.json"), place.at("alone/a.default.json")).unwrap();
+    for folder in ["empty", "alone"] {
+        let words = [folder, "(PROGRAM.pickle.xz)", "(PROGRAM.json)", "record_settings.py records both"];
+        place.run(&["advise-truth", folder]).refused(2, &words);
+    }
+    place.write("b.json", "torn");
+    place.run(&["advise-truth", "."]).refused(2, &["b.json: it is no JSON", "record it anew"]);
+}

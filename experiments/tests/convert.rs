@@ -6,6 +6,7 @@
 mod common;
 
 use common::{Place, Ran};
+use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use vramlab::histories::trace::{Action, Event, ReadOptions, Summary, read};
@@ -153,6 +154,37 @@ fn other_formats_become_snapshots() {
         };
         assert!(!events.is_empty());
         assert_eq!(told(&again), told(&events), "{name}");
+    }
+}
+
+/// PyTorch can leave out one of a free's two events (`skip_actions`).
+#[test]
+fn one_event_of_a_free_is_enough() {
+    let place = Place::new();
+    let part = |action: &str, frees: [&str; 2]| {
+        let event =
+            |action: &str, size: u64| json!({"action": action, "addr": 4096, "size": size, "stream": 0, "time_us": 1});
+        let events: Vec<Value> = [512, 1024]
+            .into_iter()
+            .flat_map(|size| [event("alloc", size), event(frees[0], size), event(frees[1], size)])
+            .filter(|event| event["action"] != action)
+            .collect();
+        place.write("part.json", json!({"segments": [], "device_traces": [events]}).to_string())
+    };
+    let frees = ["free_requested", "free_completed"];
+    let without_requests = PathBuf::from(part(frees[0], frees));
+    let ran = convert(&place, &without_requests, "rmm", "rmm.csv", &[]).ok();
+    assert!(ran.stdout.contains("4 events of 1 GPU; nothing left out."), "{}", ran.stdout);
+    assert_eq!(count(&read_all(&place.at("rmm.csv")).0, &[Action::FreeRequested]), 2);
+    let without_completions = PathBuf::from(part(frees[1], frees));
+    for (to, said) in [("minimalloc", true), ("perfetto", true), ("rmm", false)] {
+        let ran = convert(&place, &without_completions, to, "part.out", &["--force"]).ok();
+        let words = ran.stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(
+            words.contains("It has no free_completed events: blocks are shown live until"),
+            said,
+            "{to}: {words}"
+        );
     }
 }
 

@@ -348,6 +348,13 @@ fn a_late_recording_and_one_without_events() {
     assert_eq!((&found["events"], &found["end"]["reserved_bytes"]), (&json!(0), &json!(20 * MIB)));
     assert_eq!(found["who"][0]["lines"][0]["line"], "proj/train.py:2 weights");
     assert_eq!(found["reserved"]["pinned"][0]["free_bytes"], json!(16 * MIB));
+    // Which streams are still used and which settings would help is not told.
+    assert_eq!(found["reserved"]["stranded"], json!([]));
+    let screen = explain(&place, &[&place.write("none.json", story.text())]).ok().stdout;
+    assert!(
+        screen.contains("Next: call torch.cuda.memory._record_memory_history") && !screen.contains("advise"),
+        "{screen}"
+    );
     // A block of before goes, another stays.
     story.free(4 * MIB, 10 * MIB, 0);
     let found = self::found(&place, &[&place.write("late.json", story.text())]);
@@ -475,4 +482,51 @@ fn every_key_is_described() {
         .filter(|path| !described.contains(path.rsplit('.').next().unwrap().trim_end_matches("[]")))
         .collect();
     assert!(missing.is_empty(), "not described: {missing:?}");
+}
+
+/// The same work with events of some actions left out, as `skip_actions` does.
+fn without(story: &Story, actions: &[&str]) -> Story {
+    let kept = |event: &&Value| !actions.contains(&event["action"].as_str().unwrap());
+    Story { events: story.events.iter().filter(kept).cloned().collect(), ..Story::default() }
+}
+
+#[test]
+fn one_event_of_a_free_is_enough() {
+    let place = Place::new();
+    let mut story = Story::default();
+    story.segment(0, 20 * MIB, 0);
+    for _ in 0..3 {
+        story.alloc(0, 12 * MIB, 0, json!([]));
+        story.alloc(12 * MIB, 8 * MIB, 0, json!([]));
+        story.free(0, 12 * MIB, 0);
+        story.alloc(0, 3 * MIB, 0, json!([]));
+        story.free(12 * MIB, 8 * MIB, 0);
+        story.free(0, 3 * MIB, 0);
+    }
+    let whole = self::found(&place, &[&place.write("whole.json", story.text())]);
+    let replayed = |file: &str| {
+        let arguments = ["replay", file, "--alloc", "caching", "--device", "null", "--plan", "off", "--json"];
+        let rows = place.run(&arguments).rows();
+        ["peak_reserved_bytes", "peak_active_bytes"].map(|figure| rows[0][figure].clone())
+    };
+    let expected = replayed(&place.at("whole.json").display().to_string());
+    for action in ["free_requested", "free_completed"] {
+        let file = place.write("part.json", without(&story, &[action]).text());
+        let found = self::found(&place, &[&file]);
+        for (at, figure) in
+            [("peak_active", "active_bytes"), ("peak_active", "requested_bytes"), ("end", "active_bytes")]
+        {
+            assert_eq!(found[at][figure], whole[at][figure], "{action}: {at}");
+        }
+        assert_eq!(found["reserved"]["pending"]["deferred_frees"], json!(0), "{action}");
+        assert_eq!(replayed(&file), expected, "{action}");
+    }
+    let file = place.write("none.json", without(&story, &["alloc"]).text());
+    explain(&place, &[&file]).refused(2, &["has no alloc events", "skip_actions"]);
+    place.vramlab(&["advise", &file]).refused(2, &["no alloc event comes before it"]);
+    // The recording begins between the two events of a free, for which nothing waited.
+    let at = story.events.iter().position(|event| event["action"] == "free_completed").unwrap();
+    let cut = Story { events: story.events.split_off(at), ..Story::default() };
+    let found = self::found(&place, &[&place.write("cut.json", cut.text())]);
+    assert_eq!(found["reserved"]["pending"]["peak_bytes"], json!(0));
 }

@@ -46,3 +46,38 @@ fn what_does_not_fit_is_a_failure_and_leaves_nothing() {
         place.run(&convert).ok();
     }
 }
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_behind_stdout_is_a_failure_at_run_time() {
+    let place = Place::new();
+    let history = history();
+    for arguments in [&["explain", &history][..], &["explain", &history, "--json"]] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_vramlab"));
+        program.args(arguments).current_dir(place.at(".")).stdout(full);
+        Ran::of(program.output().unwrap()).refused(1, &["cannot write to stdout: No space left on device"]);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn signals_leave_no_unfinished_file() {
+    use std::process::{Command, Stdio};
+    for (signal, code) in [("-INT", 130), ("-TERM", 143)] {
+        let place = Place::new();
+        assert!(Command::new("mkfifo").arg(place.at("in")).status().unwrap().success());
+        let mut program = Command::new(env!("CARGO_BIN_EXE_vramlab"));
+        program.args(["convert", "in", "--to", "rmm", "-o", "out"]).current_dir(place.at("."));
+        let mut program = program.stderr(Stdio::null()).spawn().unwrap();
+        // It goes on when the program reads, which then waits for more.
+        let pipe = std::fs::File::options().write(true).open(place.at("in")).unwrap();
+        while place.files().len() < 2 && program.try_wait().unwrap().is_none() {
+            std::thread::yield_now();
+        }
+        assert!(Command::new("kill").args([signal, &program.id().to_string()]).status().unwrap().success());
+        assert_eq!(program.wait().unwrap().code(), Some(code), "{signal}");
+        drop(pipe);
+        assert_eq!(place.files(), ["in"], "{signal}");
+    }
+}

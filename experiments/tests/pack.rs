@@ -6,6 +6,7 @@ mod common;
 
 use common::experiment::{IDS, SMALL, json_at};
 use common::{Place, names};
+use ring::digest::{SHA256, digest};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -52,6 +53,17 @@ fn contents(folder: &Path) -> BTreeMap<String, Value> {
     found
 }
 
+fn unxz(path: &Path) -> String {
+    let mut text = String::new();
+    let bytes = std::fs::read(path).unwrap();
+    liblzma::read::XzDecoder::new(bytes.as_slice()).read_to_string(&mut text).unwrap();
+    text
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 fn bytes(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     names(folder).into_iter().map(|name| (name.clone(), std::fs::read(folder.join(name)).unwrap())).collect()
 }
@@ -65,11 +77,11 @@ fn what_is_packed_comes_back_and_gives_the_same_bytes() {
     assert!(before.len() > 4 * IDS.len(), "{:?}", before.keys());
     assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
     before.iter().for_each(|(name, value)| assert_eq!(value, &after[name], "{name}"));
-    assert_eq!(names(&place.at("packed/small")), ["manifest.json", "runs.csv", "series.jsonl.xz"]);
+    assert_eq!(names(&place.at("packed/small")), ["manifest.json", "runs.csv.xz", "series.jsonl.xz"]);
     place.run(&["pack", "back/small", "-o", "again"]).ok();
     assert!(bytes(&place.at("packed/small")) == bytes(&place.at("again/small")), "other bytes");
     // A row a run, in the order of the plan; a text that could be a number is told from one.
-    let table = std::fs::read_to_string(place.at("packed/small/runs.csv")).unwrap();
+    let table = unxz(&place.at("packed/small/runs.csv.xz"));
     let ids: Vec<&str> = table.lines().skip(1).map(|line| line.split(',').next().unwrap()).collect();
     assert_eq!(ids, IDS);
     assert!(table.starts_with("id,arm,program,repeat,status,"), "{table:.80}");
@@ -77,6 +89,24 @@ fn what_is_packed_comes_back_and_gives_the_same_bytes() {
     assert_eq!(manifest["runs"], json!({"planned": 8, "done": 8, "failed": 0, "skipped": 0}));
     assert_eq!(manifest["same_in_all"]["run"]["options"]["dataset"], "iris");
     assert_eq!(manifest["left_out"], json!([]));
+}
+
+#[test]
+fn a_table_of_runs_that_an_earlier_version_packed_is_read() {
+    let place = recorded();
+    place.run(&["pack", "out", "-o", "packed"]).ok();
+    place.run(&["unpack", "packed", "-o", "back"]).ok();
+    let folder = place.at("packed/small");
+    let table = unxz(&folder.join("runs.csv.xz"));
+    std::fs::remove_file(folder.join("runs.csv.xz")).unwrap();
+    std::fs::write(folder.join("runs.csv"), &table).unwrap();
+    let mut manifest = json_at(&folder.join("manifest.json"));
+    manifest["tables"][0]["name"] = json!("runs.csv");
+    manifest["tables"][0]["bytes"] = json!(table.len());
+    manifest["tables"][0]["sha256"] = json!(sha256(table.as_bytes()));
+    std::fs::write(folder.join("manifest.json"), manifest.to_string()).unwrap();
+    place.run(&["unpack", "packed", "-o", "plain"]).ok();
+    assert_eq!(contents(&place.at("plain/small")), contents(&place.at("back/small")));
 }
 
 #[test]
@@ -148,10 +178,11 @@ fn commands_read_a_packed_experiment_as_its_folder() {
     assert!(shown.contains("8 of 8 runs are done.") && shown.contains("vramlab report"), "{shown}");
     // It is no folder to go on in.
     place.run(&["run", "small.toml", "--device", "sim", "-o", "packed"]).refused(2, &["experiments unpack"]);
-    let table = place.at("packed/small/runs.csv");
-    let text = std::fs::read_to_string(&table).unwrap();
-    std::fs::write(&table, text.replacen("caching", "Caching", 1)).unwrap();
-    place.run(&["status", "packed"]).refused(2, &["runs.csv is not the file that was packed"]);
-    place.run(&["unpack", "packed", "-o", "back"]).refused(2, &["runs.csv is not the file that was packed"]);
+    let table = place.at("packed/small/runs.csv.xz");
+    let mut changed = std::fs::read(&table).unwrap();
+    *changed.last_mut().unwrap() ^= 1;
+    std::fs::write(&table, changed).unwrap();
+    place.run(&["status", "packed"]).refused(2, &["runs.csv.xz is not the file that was packed"]);
+    place.run(&["unpack", "packed", "-o", "back"]).refused(2, &["runs.csv.xz is not the file that was packed"]);
     assert_eq!(names(&place.at("back")), Vec::<String>::new());
 }

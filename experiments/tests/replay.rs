@@ -141,8 +141,8 @@ fn a_refused_request_is_what_is_said_first() {
         "  22 MiB free in 3 pieces, largest 11 MiB",
         "  stream 0x0: 20 MiB reserved, 11 MiB free in 2 pieces, largest 7 MiB",
         "  stream 0x5: 20 MiB reserved, 11 MiB free in one piece",
-        "  the free bytes would have sufficed but no single block does (fragmentation): allocate large tensors first, or lower \
-         max_split_size",
+        "  the free bytes would have sufficed but no single block does (fragmentation): allocate large tensors first, or set \
+         max_split_size, or use expandable segments (expandable_segments)",
         "  one request was refused before it",
     ];
     let lines: Vec<&str> = text.lines().collect();
@@ -220,6 +220,33 @@ fn what_a_history_needs_is_said_beside_what_allocators_took() {
     assert!(rows[0]["lower_bound_bytes"].is_u64() && rows[0]["plan_bytes"].is_null(), "{}", rows[0]);
 }
 
+/// What PyTorch reserved is set beside an allocator that follows it, and beside no other.
+#[test]
+fn what_was_reserved_is_compared_under_the_policy_that_was_recorded() {
+    let place = Place::new();
+    let said = |file: &str, alloc: &str| {
+        let text = place.run(&["replay", file, "--alloc", alloc, "--plan", "off", "--device", "null"]).ok().stdout;
+        text.contains("were reserved when it was recorded").then_some(text)
+    };
+    let native = trace("streams.pickle.xz");
+    let expandable = trace("../../allocators/tests/fixtures/streams.expandable.pickle.xz");
+    for (file, alloc) in [
+        (&native, "caching:expandable_segments=on"),
+        (&native, "caching:retry_fit_after_sync=on"),
+        (&native, "lab:fit=first"),
+        (&expandable, "caching"),
+        (&expandable, "lab"),
+    ] {
+        assert_eq!(said(file, alloc), None, "{file} under {alloc}");
+    }
+    for (file, alloc) in [(&native, "caching"), (&native, "lab"), (&expandable, "pytorch-expandable")] {
+        let text = said(file, alloc).unwrap_or_else(|| panic!("{file} under {alloc}"));
+        assert!(text.contains(&format!("and so they are by {alloc} here")), "{text}");
+    }
+    let text = said(&native, "caching:expandable_segments=on,lab").unwrap();
+    assert!(text.contains("by lab here"), "{text}");
+}
+
 #[test]
 fn a_history_that_begins_late_is_followed_from_what_its_end_says() {
     let whole = Path::new(env!("CARGO_MANIFEST_DIR")).join("histories/gpt2.pickle.xz");
@@ -285,6 +312,12 @@ fn what_cannot_be_replayed_is_refused_in_one_line() {
     place.run(&["replay", &write("empty.jsonl", &[])]).refused(2, &["empty.jsonl"]);
     place.run(&["replay", &file, "--gpu", "3"]).refused(2, &["good.jsonl", "no event of GPU 3", "those of 0"]);
     place.run(&["replay", &file, "--device", "sim:missing.json"]).refused(2, &["missing.json"]);
+    // The allocator is at fault, not the history.
+    for command in ["replay", "capacity"] {
+        let ran = place.run(&[command, &file, "--alloc", "plan:file=nope"]);
+        ran.refused(2, &["error: plan: cannot use nope: ", "; `experiments plan HISTORY --out FILE` writes plans"]);
+        assert!(!ran.stderr.contains("good.jsonl"), "{ran:?}");
+    }
     place.run(&["capacity", &file, "--device", "cuda"]).refused(2, &["--device cuda"]);
     place.run(&["capacity", &file, "--granularity", "0"]).refused(2, &["--granularity"]);
     for arguments in [&["replay", &file, "--alloc", "best"][..], &["replay"], &["replay", &file, "--device", "gpu"]] {
@@ -316,6 +349,38 @@ fn the_smallest_memory_is_found() {
     }
     let table = place.run(&["capacity", &file, "--alloc", "caching,naive"]).ok().stdout;
     assert!(table.contains("smallest memory") && table.contains("in steps of 2 MiB"), "{table}");
+}
+
+#[test]
+fn the_next_command_replays_those_that_the_smallest_memory_is_of() {
+    let place = Place::new();
+    let file = place.write("a.jsonl", steps());
+    for (given, found) in [
+        // Of two the one that needs less, with its settings.
+        ("caching:max_split_size=20M,remap", &["remap"][..]),
+        ("pytorch:max_split_size=20M", &["pytorch:max_split_size=20M"]),
+        (
+            "pytorch,caching:roundup_power2_divisions=[1:4,>:8]",
+            &["pytorch", "caching:roundup_power2_divisions=[1:4,>:8]"],
+        ),
+    ] {
+        let asked = ["capacity", &file, "--alloc", given, "--gpu", "0"];
+        let size = place.run(&[&asked[..], &["--json"]].concat()).rows().iter().map(capacity_of).min().unwrap();
+        let page = place.run(&asked).ok().stdout;
+        let next = page.lines().last().unwrap();
+        let (_, arguments) = next.split_once("experiments ").unwrap_or_else(|| panic!("{next}"));
+        let arguments: Vec<&str> =
+            arguments.trim_start_matches("-- ").split(' ').map(|word| word.trim_matches('\'')).collect();
+        assert!(arguments.contains(&format!("{size}B").as_str()), "{next}");
+        let rows = place.run(&[&arguments[..], &["--json"]].concat()).rows();
+        let replayed: Vec<&str> = rows.iter().map(|row| row["alloc"].as_str().unwrap()).collect();
+        assert_eq!(replayed, found, "{next}");
+        assert!(rows.iter().all(|row| row["failed_allocations"] == 0), "{rows:?}");
+    }
+}
+
+fn capacity_of(row: &serde_json::Value) -> u64 {
+    row["capacity_bytes"].as_u64().unwrap()
 }
 
 #[test]

@@ -211,7 +211,7 @@ fn the_last_lines_are_what_was_found_and_the_next_command() {
         (
             &["capacity", history],
             vec![least(&fitted, "capacity_bytes", "allocator").to_owned(), " the history in ".to_owned()],
-            "experiments replay record/snapshot.json --limit ",
+            "experiments replay record/snapshot.json --alloc naive,caching --limit ",
         ),
         (&["list", "--specs", specs], vec![format!("{} questions", kept.len())], "--device sim"),
         (&run, vec!["runs of small are done".to_owned(), "out/small".to_owned()], "vramlab report out/small"),

@@ -115,11 +115,8 @@ fn check_allocator(settings: &Settings) -> Result<()> {
             Bytes(own)
         )));
     }
-    let keeps = allocator.set_memory_limit(limit);
-    allocator.check().map_err(|error| {
-        let mend = if keeps && allocator.memory_limit().is_none() { "; give --memory-limit" } else { "" };
-        TrainError::Input(format!("--alloc {error}{mend}"))
-    })
+    allocator.set_memory_limit(limit);
+    allocator.check().map_err(|error| TrainError::Input(format!("--alloc {error}")))
 }
 
 /// Lists the allocators.

@@ -2,8 +2,8 @@
 //!
 //! What cannot be told is absent: a build outside of a checkout has no commit, a host without NVIDIA's driver no release.
 
+use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -103,7 +103,7 @@ fn host_hash(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<S
         return None;
     }
     let both = format!("{}\n{}", machine.unwrap_or_default(), name.unwrap_or_default());
-    Some(Sha256::digest(both).iter().take(8).map(|byte| format!("{byte:02x}")).collect())
+    Some(digest(&SHA256, both.as_bytes()).as_ref().iter().take(8).map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// The kernel module's release, else that of the library that this process has loaded.
@@ -245,10 +245,7 @@ mod tests {
             let mut command = Command::new(&script);
             command.env("CARGO_MANIFEST_DIR", at(package)).env("CARGO_PKG_NAME", "trainer");
             command.env("OUT_DIR", at("target/x86/tuned/build/trainer-1/out")).env("PROFILE", "release");
-            command
-                .env("OPT_LEVEL", "3")
-                .env("GPU_ALLOCATORS_COMMIT", named)
-                .env("GIT_CEILING_DIRECTORIES", place.path());
+            command.env("OPT_LEVEL", "3").env("VRAMLAB_COMMIT", named).env("GIT_CEILING_DIRECTORIES", place.path());
             let text = String::from_utf8(command.output().unwrap().stdout).unwrap();
             let of = |name: &str| {
                 let line = text.lines().find_map(|line| line.strip_prefix(&format!("cargo::rustc-env={name}=")));

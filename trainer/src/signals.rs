@@ -63,6 +63,18 @@ pub fn outlive_file_limits() -> std::io::Result<()> {
     Ok(())
 }
 
+/// Has the first signal end the process at once, with the parts of unfinished files removed: for programs that keep no
+/// record.
+///
+/// # Errors
+/// When the system lets nobody listen.
+pub fn end_at_once() -> std::io::Result<()> {
+    listen(|signal| {
+        output::discard_unfinished();
+        std::process::exit(128 + signal);
+    })
+}
+
 #[derive(Debug)]
 struct Heard {
     signals: Signals,

@@ -11,9 +11,9 @@ use crate::error::{Result, TrainError};
 use crate::observer::Observer;
 use crate::settings::Settings;
 use crate::{init, loader, train};
+use ring::digest::{Context, SHA256};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
-use sha2::{Digest, Sha256};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -116,16 +116,16 @@ pub fn write(path: &Path, settings: &Settings, dataset: &Dataset) -> Result<Star
     let values: u64 = tensors.iter().map(|tensor| tensor.bytes() as u64).sum();
     file.expect(header.len() as u64 + values).map_err(unwritten)?;
     // Values come four bytes at a time; they are hashed and written in large pieces.
-    let mut out = BufWriter::with_capacity(1 << 20, Hashed { inner: &mut file, hash: Sha256::new() });
+    let mut out = BufWriter::with_capacity(1 << 20, Hashed { inner: &mut file, hash: Context::new(&SHA256) });
     let written = out
         .write_all(&header)
         .and_then(|()| tensors.iter().try_for_each(|tensor| tensor.write(settings, &mut out)))
         .and_then(|()| out.flush());
     // Without what is left after a failure, which would be written on the way out.
-    let digest = out.into_parts().0.hash.finalize();
+    let digest = out.into_parts().0.hash.finish();
     written.map_err(|error| unwritten(file.failed(error)))?;
     file.finish().map_err(unwritten)?;
-    let sha256 = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    let sha256 = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
     Ok(StartRecord { path: path.display().to_string(), sha256 })
 }
 
@@ -238,7 +238,7 @@ fn header(settings: &Settings, dataset: &Dataset, tensors: &[Tensor<'_>]) -> Vec
 /// Hashes what is written through it.
 struct Hashed<W> {
     inner: W,
-    hash: Sha256,
+    hash: Context,
 }
 
 impl<W: Write> Write for Hashed<W> {

@@ -52,7 +52,7 @@ impl Place {
     }
 
     fn settle(&self, command: &mut std::process::Command) {
-        command.current_dir(self.0.path()).env("GPU_ALLOCATORS_CACHE", self.at("cache"));
+        command.current_dir(self.0.path()).env("VRAMLAB_CACHE", self.at("cache"));
         for variable in ["MNIST_DIR", "MNIST_MIRROR", "NVTX_INJECTION64_PATH", "NVTX_INJECTION32_PATH"] {
             command.env_remove(variable);
         }
@@ -281,6 +281,30 @@ fn effective_settings_are_read_back() {
 }
 
 #[test]
+fn a_memory_limit_is_of_reserved_bytes_where_the_allocator_has_one() {
+    let place = Place::new();
+    // More than the run's live blocks need, less than a segment of most allocators.
+    let limit = 64u64 << 10;
+    let mut refused = 0;
+    for backend in vramlab::backends::all() {
+        let ran = place.iris(&["--alloc", backend.name, "--memory-limit", "64K", "--latency", "off", "--json"]);
+        let keeps_reserved = vramlab::Selection::of(backend).set_memory_limit(None);
+        if keeps_reserved && ran.code == Some(1) {
+            assert!(ran.error(1).contains("out of memory"), "{backend}");
+            refused += 1;
+            continue;
+        }
+        let json = ran.ok().json();
+        let peak = |bytes: &str| json["allocator_stats"][format!("{bytes}.all.peak")].as_u64().unwrap();
+        assert!(peak("allocated_bytes") <= limit, "{backend}");
+        assert!(!keeps_reserved || peak("reserved_bytes") <= limit, "{backend}");
+        // Its first segment alone is of 256 MiB.
+        assert!(backend.name != "rmm-pool" || peak("reserved_bytes") > limit);
+    }
+    assert!(refused > 0);
+}
+
+#[test]
 fn arithmetic_in_effect_is_recorded_and_reported() {
     let place = Place::new();
     let usual = serde_json::json!(["f32", "f32", "master", 1.0, "tiled", "none"]);
@@ -431,6 +455,26 @@ fn doctor_says_what_is_there() {
 }
 
 // ---- failures while running ----------------------------------------------------------------------------------------
+
+#[test]
+fn a_run_that_fails_gives_its_events_back() {
+    // Events that are still held when the record is written: those of the loaders and the streams.
+    let held = |arguments: &[&str], code: i32| {
+        let place = Place::new();
+        let ran = place.iris(&[&["--out", "record", "--alloc", "naive"], arguments].concat());
+        assert_eq!(ran.code, Some(code), "{arguments:?}");
+        let calls = &read_json(&place.at("record/summary.json"))["driver_calls"];
+        let [made, gone] =
+            ["event_create", "event_destroy"].map(|call| calls[call]["count"].as_u64().unwrap_or_default());
+        assert!(made > gone, "{arguments:?}: the loaders' events are held");
+        made - gone
+    };
+    let after_success = held(&[], 0);
+    // In the first epoch's losses, and in the validation after it.
+    for failing in [&["--lr", "1e30"][..], &["--lr", "1e30", "--steps", "1"]] {
+        assert_eq!(held(failing, 1), after_success, "{failing:?}");
+    }
+}
 
 #[test]
 fn failures_at_run_time_leave_a_record() {

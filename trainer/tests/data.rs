@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use sha2::{Digest, Sha256};
+use ring::digest::{SHA256, digest};
 use tempfile::TempDir;
 use trainer::data::{
     DataError, DataRequest, Dataset, DatasetName, Download, Features, NoProgress, Origin, Sources, Split, load_with,
@@ -43,7 +43,7 @@ fn gz(bytes: &[u8]) -> Vec<u8> {
 }
 
 fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+    digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Nothing anywhere: an empty cache, no mirror, and the standard files' sums.

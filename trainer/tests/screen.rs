@@ -16,7 +16,7 @@ const IRIS: [&str; 8] = ["--device", "sim", "--dataset", "iris", "--hidden", "16
 
 fn trainer(place: &TempDir, arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-    command.args(arguments).current_dir(place.path()).env("GPU_ALLOCATORS_CACHE", "cache").env("PATH", "/nowhere");
+    command.args(arguments).current_dir(place.path()).env("VRAMLAB_CACHE", "cache").env("PATH", "/nowhere");
     for name in ["MNIST_DIR", "MNIST_MIRROR", "NVTX_INJECTION64_PATH", "NVTX_INJECTION32_PATH"] {
         command.env_remove(name);
     }

@@ -39,7 +39,7 @@
 //! `DeallocateFreeRegions`); ONNX Runtime `onnxruntime/core/framework/bfc_arena.cc`.
 
 use super::pooled::{Policy, Pooled};
-use super::registry::{Backend, Capabilities, StreamUse, With};
+use super::registry::{Backend, Capabilities, StreamUse, Varying};
 use crate::contract::{AllocError, GUARANTEED_ALIGN, Path};
 use crate::device::{Driver, DriverError, StreamId};
 use crate::policy::Heap;
@@ -61,11 +61,17 @@ pub static BACKEND: Backend = Backend {
     capabilities: Capabilities {
         streams: StreamUse::Any,
         coalesces: false,
-        // Without `garbage_collection`, as there.
         keeps_segments: true,
         ..Pooled::<Bfc>::CAPABILITIES
     },
-    constructor: &With(|driver, settings: &BfcSettings| Ok(Arc::new(Bfc::new(driver, *settings)))),
+    compared: false,
+    constructor: &Varying {
+        capabilities: |default, settings: &BfcSettings| Capabilities {
+            keeps_segments: !settings.garbage_collection,
+            ..default
+        },
+        build: |driver, settings| Ok(Arc::new(Bfc::new(driver, *settings))),
+    },
 };
 
 /// How large a region is.

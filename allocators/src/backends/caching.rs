@@ -8,6 +8,10 @@
 //! large pool (20 MiB segments, or 2 MiB multiples from 10 MiB on) by best fit over (stream, size, address).
 //! Blocks are split and coalesced inside their segment; segments go back to the driver only under pressure.
 //!
+//! *Expandable segments.* With `expandable_segments` the same holds of [`pytorch-expandable`](super::expandable) with its
+//! defaults. Only what is done when no free block fits differs (`expand`), and the search where memory ends at a hole
+//! (`core/block_cache/holes`).
+//!
 //! *Where to look.* `Caching::serve` and `Caching::free` below are the two paths. What is done when no block fits is in
 //! `growth`, uses on other streams in `pending`, graph captures in `capture`, private pools in `pool`. What makes it fast is one file each, with a
 //! paragraph that says what it is and what it is worth:
@@ -18,6 +22,7 @@
 //! | `totals` | exact peaks over all streams without a counter that all write |
 //! | `core/exact_index` | free blocks of the small pool: a bin for each size |
 //! | `core/ranged_index` | free blocks of the large pool: 128 bins a doubling |
+//! | `core/small_index` | free blocks of the small pool that are larger than a native segment |
 //! | `pool` | a private pool has shards of its own |
 //! | `core/blocks` | 32 bytes a block, linked by indices |
 //!
@@ -38,34 +43,40 @@
 
 mod capture;
 pub(crate) mod core;
+mod expand;
 mod growth;
 #[cfg(all(test, loom))]
 mod models;
 mod pending;
 mod pool;
 mod restore;
+mod settings;
 mod shard;
 mod totals;
 
+pub(super) use settings::expandable_segments;
+pub use settings::{CachingSettings, ExpandableCachingSettings};
+
 use super::captures::Captures;
-use super::registry::{Backend, Capabilities, GraphCapture, SegmentUse, StreamUse, With};
-use super::{InstanceId, foreign, not_held};
-use crate::backends::caching::core::block_cache::{BlockCache, Served, Wanted, address};
+use super::registry::{Backend, Capabilities, GraphCapture, Needs, SegmentUse, StreamUse, Varying};
+use super::{foreign, not_held};
+use crate::backends::caching::core::block_cache::{BlockCache, Served, Wanted};
 use crate::backends::caching::core::blocks::BlockIndex;
 use crate::contract::AllocError;
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, PrivatePool, Request};
-use crate::contract::{Gauge, PoolKind, Stats};
+use crate::contract::{Gauge, PoolKind, Stats, Token, Tokens};
 use crate::contract::{Ledger, Snapshot};
 use crate::device::{DeviceAddr, Driver, StreamId};
-use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, pool_of, round_size};
+use crate::policy::size::torch::{pool_of, round_size};
 use crate::policy::split::Split;
-use crate::settings::{Settings as _, bytes, fraction, switch, text};
-use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, lock};
+use crate::settings::Settings as _;
+use crate::sync::{AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, lock};
 use capture::Pool;
+use expand::Expansion;
 use growth::Growth;
 use pending::Pending;
 use pool::Pools;
-use shard::{Shard, ShardTable};
+use shard::{SHARDS, Shard, ShardTable};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use totals::Totals;
@@ -79,6 +90,7 @@ pub static BACKEND: Backend = Backend {
         streams: StreamUse::Own,
         segments: SegmentUse::Many,
         caches: true,
+        sets_aside: true,
         coalesces: true,
         retries: true,
         snapshot: true,
@@ -88,46 +100,29 @@ pub static BACKEND: Backend = Backend {
         used_elsewhere: Path::Deferred,
         ..Capabilities::LEAST
     },
-    constructor: &With(|driver, settings: &CachingSettings| Ok(Arc::new(Caching::new(driver, *settings)))),
+    compared: true,
+    constructor: &Varying {
+        capabilities: |native, settings: &ExpandableCachingSettings| match settings.expandable_segments {
+            true => Capabilities {
+                needs: Needs::Vmm,
+                segments: SegmentUse::Expandable,
+                restores: false,
+                follows_pytorch: false,
+                ..native
+            },
+            false => Capabilities { follows_pytorch: settings.torch.follows_pytorch(), ..native },
+        },
+        build: |driver, settings| {
+            Ok(Arc::new(match settings.expandable_segments {
+                true => Caching::expandable(driver, settings.torch)?,
+                false => Caching::new(driver, settings.torch),
+            }))
+        },
+    },
 };
 
-crate::settings! {
-    /// Settings under PyTorch's names (`PYTORCH_ALLOC_CONF`).
-    #[derive(Clone, Copy, Debug, PartialEq)]
-    pub struct CachingSettings {
-        /// Blocks of at least this size are never split, and smaller requests never take them.
-        pub max_split_size: Option<u64> = None, bytes().at_least(LARGE_SEGMENT).or("none");
-        /// How much larger than the request an unsplittable block may be.
-        pub max_non_split_rounding: u64 = 20 << 20, bytes();
-        /// Fraction of `memory_limit` above which idle segments are released before new ones are taken; 0 turns it off.
-        pub garbage_collection_threshold: f64 = 0.0, fraction();
-        /// Rounding to equal steps between powers of two.
-        pub roundup_power2_divisions: Divisions = Divisions::default(), text(Divisions::FORM);
-        /// Most bytes that may be reserved (`set_per_process_memory_fraction`).
-        pub memory_limit: Option<u64> = None, bytes().or("none");
-        /// After the release of the whole cache has waited for pending frees, look for a free block again before asking the
-        /// device. PyTorch does not, so a block that became free in that wait is missed; off follows it.
-        pub retry_fit_after_sync: bool = false, switch();
-    }
-    check CachingSettings::consistent;
-}
-
-impl CachingSettings {
-    fn consistent(&self) -> Result<(), String> {
-        if self.garbage_collection_threshold > 0.0 && self.memory_limit.is_none() {
-            return Err("garbage_collection_threshold is a fraction of memory_limit, which is not given".to_owned());
-        }
-        Ok(())
-    }
-
-    fn max_split(&self) -> u64 {
-        self.max_split_size.unwrap_or(u64::MAX)
-    }
-
-    fn collects(&self) -> bool {
-        self.memory_limit.is_some() && self.garbage_collection_threshold > 0.0
-    }
-}
+/// More than anything waits.
+const EXPANDABLE: usize = 1 << (usize::BITS - 1);
 
 /// See the [module](self).
 ///
@@ -148,7 +143,7 @@ pub struct Caching {
     growth: Mutex<Growth>,
     pending: Mutex<Pending>,
     /// Entries in `pending`, open captures and streams in private pools, so that a request sees without a lock that there are
-    /// none.
+    /// none. [`EXPANDABLE`] more where segments are: so the same look tells.
     waiting: AtomicUsize,
     captures: Mutex<Captures<Pool>>,
     /// Open captures.
@@ -158,31 +153,50 @@ pub struct Caching {
     /// block is what was added since it became free.
     searches: AtomicU64,
     oversize_allocations: Mutex<Gauge>,
+    /// Whether more is reserved than at the peak that was noted, because a request that was refused has mapped some of it.
+    peak_due: AtomicBool,
 }
 
 impl Caching {
     /// A caching allocator on `driver`.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, settings: CachingSettings) -> Self {
+        let CachingSettings { max_non_split_rounding, .. } = settings;
+        let split = Split::Torch { max_split: settings.max_split(), max_non_split_rounding };
+        Self::with(driver, settings, split, None)
+    }
+
+    /// One with expandable segments.
+    ///
+    /// # Errors
+    /// [`AllocError::Unsupported`] on a device without virtual memory management; [`AllocError::Driver`] when it does not say
+    /// its granularity.
+    pub fn expandable(driver: Arc<dyn Driver>, settings: CachingSettings) -> Result<Self, AllocError> {
+        let CachingSettings { max_non_split_rounding, .. } = settings;
+        let split = Split::TorchExpandable { max_split: settings.max_split(), max_non_split_rounding };
+        let expansion = Expansion::new(Arc::clone(&driver), &settings)?;
+        Ok(Self::with(driver, settings, split, Some(expansion)))
+    }
+
+    fn with(driver: Arc<dyn Driver>, settings: CachingSettings, split: Split, expansion: Option<Expansion>) -> Self {
         Self {
             driver,
             settings,
-            split: Split::Torch {
-                max_split: settings.max_split(),
-                max_non_split_rounding: settings.max_non_split_rounding,
-            },
+            split,
             max_split: settings.max_split(),
-            collects: settings.collects(),
-            shards: ShardTable::new(InstanceId::next().first_number()),
+            // PyTorch passes expandable segments over.
+            collects: settings.collects() && expansion.is_none(),
+            shards: ShardTable::new(Tokens::owners(SHARDS)),
             totals: Totals::new(),
-            growth: Mutex::new(Growth::new()),
+            waiting: AtomicUsize::new(if expansion.is_some() { EXPANDABLE } else { 0 }),
+            growth: Mutex::new(Growth::new(expansion)),
             pending: Mutex::new(Pending::default()),
-            waiting: AtomicUsize::new(0),
             captures: Mutex::new(Captures::default()),
             capturing: AtomicUsize::new(0),
             pools: Mutex::new(Pools::default()),
             searches: AtomicU64::new(0),
             oversize_allocations: Mutex::new(Gauge::default()),
+            peak_due: AtomicBool::new(false),
         }
     }
 
@@ -196,21 +210,50 @@ impl Caching {
         // Blocks whose events have completed are free again before the search. Captures and pools are looked for with them.
         let (processed, shard) = match self.waiting.load(Acquire) {
             0 => (true, self.shards.of_stream(stream)),
+            EXPANDABLE.. => return self.serve_in_ranges(request, stream),
             _ => (self.process_events()?, self.shard_for(stream)),
         };
-        let rounded = round_size(request.bytes, &self.settings.roundup_power2_divisions);
-        let pool = pool_of(rounded);
-        let wanted = Wanted { pool, rounded, requested: request.bytes, now: self.count_search(pool) };
+        let wanted = self.wanted(request);
         match self.serve_cached(shard, wanted) {
             Some(served) => Ok(hand_out(shard, served, request.bytes, served.path())),
             None => self.grow(shard, wanted, processed),
         }
     }
 
+    /// The same where segments are expandable.
+    #[inline(never)]
+    fn serve_in_ranges(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        let (processed, shard) = match self.waiting.load(Acquire) {
+            EXPANDABLE => (true, self.shards.of_stream(stream)),
+            _ => (self.process_events()?, self.shard_for(stream)),
+        };
+        let wanted = self.wanted(request);
+        let Some(served) = self.serve_expandable(shard, wanted) else { return self.grow(shard, wanted, processed) };
+        if self.peak_due.load(Relaxed) {
+            self.note_peak(&mut self.lock_growth(), stream);
+        }
+        Ok(hand_out(shard, served, request.bytes, served.path()))
+    }
+
+    #[inline(always)]
+    fn wanted(&self, request: Request) -> Wanted {
+        let rounded = round_size(request.bytes, &self.settings.roundup_power2_divisions);
+        let pool = pool_of(rounded);
+        Wanted { pool, rounded, requested: request.bytes, now: self.count_search(pool) }
+    }
+
     /// Takes the best fit out of a stream's cache; `None` when nothing fits.
     #[inline(always)]
     fn serve_cached(&self, shard: &Shard, wanted: Wanted) -> Option<Served> {
         let served = self.totals.enter(shard, &self.shards).serve(wanted, &self.split)?;
+        self.count_oversize(served);
+        Some(served)
+    }
+
+    /// The same where segments are expandable.
+    #[inline(always)]
+    fn serve_expandable(&self, shard: &Shard, wanted: Wanted) -> Option<Served> {
+        let served = self.totals.enter(shard, &self.shards).serve_expandable(wanted, &self.split)?;
         self.count_oversize(served);
         Some(served)
     }
@@ -254,26 +297,25 @@ impl Caching {
 
     /// The shard that a block says it is from; `None` if that is none of this allocator's.
     fn shard_of(&self, block: &Block) -> Option<&Shard> {
-        // CAST: the upper half of the token.
-        self.shards.by_id((block.token() >> 32) as u32)
+        self.shards.by_id(block.token().parts().0)
     }
 
     /// The live record behind a block, if there is one.
     #[inline]
     fn find(cache: &BlockCache, block: &Block) -> Option<BlockIndex> {
-        // CAST: the lower half of the token.
-        let index = block.token() as BlockIndex;
+        let (_, index): (_, BlockIndex) = block.token().parts();
         cache.blocks().find_held(index, block.addr().get()).map(|_| index)
     }
 }
 
-/// The block as the client gets it. Its token is the shard's number and the record's index. Each allocator counts its shards
-/// from a number of its own, so the comparison of shards that a free makes anyway tells a block of another allocator.
+/// The block as the client gets it. Its token is the shard's number and the record's index. No other allocator has
+/// the number of one of the first [`SHARDS`] shards, so the comparison of shards that a free makes anyway tells a block of
+/// another allocator.
 #[inline(always)]
 fn hand_out(shard: &Shard, served: Served, requested: u64, path: Path) -> Block {
-    let token = u64::from(shard.id) << 32 | u64::from(served.index);
+    let token = Token::of(shard.id, served.index);
     // SAFETY: a shard hands out a part of a segment that no other record has, until it is given back to it.
-    unsafe { Block::new(address(served.addr), served.bytes, requested, path, token) }
+    unsafe { Block::new(DeviceAddr::handed_out(served.addr), served.bytes, requested, path, token) }
 }
 
 impl DeviceAllocator for Caching {
@@ -282,7 +324,8 @@ impl DeviceAllocator for Caching {
     }
 
     fn settings(&self) -> serde_json::Value {
-        self.settings.json()
+        let (torch, expandable_segments) = (self.settings, self.is_expandable());
+        ExpandableCachingSettings { torch, expandable_segments }.json()
     }
 
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
@@ -304,6 +347,11 @@ impl DeviceAllocator for Caching {
         self.totals.report(&self.shards, &mut stats);
         stats.stranded_bytes = lock(&self.pending).stranded_bytes();
         stats.oversize_allocations = Some(*lock(&self.oversize_allocations));
+        if self.is_expandable() {
+            // PyTorch does not count what is free in expandable segments.
+            let Stats { inactive_split, inactive_split_bytes, .. } = Stats::with_pools();
+            (stats.inactive_split, stats.inactive_split_bytes) = (inactive_split, inactive_split_bytes);
+        }
         stats
     }
 
@@ -325,12 +373,16 @@ impl DeviceAllocator for Caching {
     }
 
     fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
+        // A snapshot does not say where ranges of addresses begin.
+        if self.is_expandable() {
+            return Ok(None);
+        }
         self.take_over(snapshot, age).map(Some)
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
         let released = self.release_cached(&mut self.lock_growth(), keep_bytes)?;
-        self.tell()?;
+        self.take_pending_error()?;
         Ok(released)
     }
 

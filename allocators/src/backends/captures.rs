@@ -3,18 +3,18 @@
 use crate::contract::AllocError;
 use crate::contract::CaptureId;
 use crate::device::{Driver, StreamId};
-use std::collections::BTreeMap;
+use crate::ordered::OrderedMap;
 
 /// Captures by number; each keeps a `T`.
 #[derive(Debug)]
 pub(super) struct Captures<T> {
-    open: BTreeMap<StreamId, CaptureId>,
-    all: BTreeMap<CaptureId, (StreamId, T)>,
+    open: OrderedMap<StreamId, CaptureId>,
+    all: OrderedMap<CaptureId, (StreamId, T)>,
 }
 
 impl<T> Default for Captures<T> {
     fn default() -> Self {
-        Self { open: BTreeMap::new(), all: BTreeMap::new() }
+        Self { open: OrderedMap::new(), all: OrderedMap::new() }
     }
 }
 

@@ -46,6 +46,7 @@ pub static BACKEND: Backend = Backend {
     name: "cupy",
     summary: "CuPy's pool: segments of exactly what was asked for, cut exactly, one set of blocks a stream",
     capabilities: Pooled::<CuPy>::CAPABILITIES,
+    compared: false,
     constructor: &With(|driver, settings: &CuPySettings| Ok(Arc::new(CuPy::new(driver, *settings)))),
 };
 

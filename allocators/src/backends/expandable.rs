@@ -3,6 +3,7 @@
 //! This is the policy by which PyTorch 2.11 serves `torch.empty(…, device="cuda")` under
 //! `PYTORCH_ALLOC_CONF=expandable_segments:True`. Given the same requests and the same answers of the device it puts every
 //! block at the same address, maps and unmaps the same parts in the same order, and counts the same statistics.
+//! `caching:expandable_segments=true` follows the same rules, written for speed.
 //!
 //! *Idea.* The native policy ([`pytorch`]) takes segments of fixed sizes. When sizes change, what is left in a segment is
 //! often too small for the next request, and the segment cannot go back while one block in it lives. Here a segment is a range
@@ -60,7 +61,7 @@ use crate::policy::Heap;
 use crate::policy::fit::Fit;
 use crate::policy::grow::{Miss, release_cached};
 use crate::policy::size::Size;
-use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, MIN_BLOCK, SMALL_SEGMENT};
+use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, SMALL_SEGMENT};
 use crate::policy::source::{Expandable, Sizes, Source};
 use crate::policy::split::Split;
 use crate::policy::stream::Stream;
@@ -78,6 +79,7 @@ pub static BACKEND: Backend = Backend {
         restores: false,
         ..Pooled::<PyTorchExpandable>::CAPABILITIES
     },
+    compared: false,
     constructor: &With(|driver, settings: &ExpandableSettings| {
         Ok(Arc::new(PyTorchExpandable::new(driver, *settings)?))
     }),
@@ -127,7 +129,7 @@ pub struct PyTorchExpandable {
     settings: ExpandableSettings,
     /// `round_size`, `get_pool`, `get_allocation_size`.
     size: Size,
-    /// What `get_free_block` says of oversize blocks.
+    /// `should_split`, and what `get_free_block` says of oversize blocks.
     split: Split,
 }
 
@@ -137,15 +139,20 @@ impl PyTorchExpandable {
     /// # Errors
     /// [`AllocError::Unsupported`] on a device without virtual memory management.
     pub fn new(driver: Arc<dyn Driver>, settings: ExpandableSettings) -> Result<Pooled<Self>, AllocError> {
-        let max_split = settings.max_split_size.unwrap_or(u64::MAX);
         let reserve = settings.expandable_segments_reserve;
         let sizes = Sizes { small: SMALL_SEGMENT, large: LARGE_SEGMENT, reserve };
         let source = Expandable::new(BACKEND.name, driver, settings.memory_limit, sizes)?;
-        let space = Space::new(Account::with_pools(max_split));
+        let space = Space::new(Account::with_pools(settings.max_split_size.unwrap_or(u64::MAX)));
         let heap = Heap::new(space, Fit::best(), Stream::Own, Source::Expandable(source));
+        Ok(Pooled::over(heap, Self::rules(settings)))
+    }
+
+    /// The rules alone, for a heap of somebody else's.
+    pub(super) fn rules(settings: ExpandableSettings) -> Self {
         let size = Size::Torch(settings.roundup_power2_divisions);
-        let split = Split::Torch { max_split, max_non_split_rounding: settings.max_non_split_rounding };
-        Ok(Pooled::over(heap, Self { settings, size, split }))
+        let max_split = settings.max_split_size.unwrap_or(u64::MAX);
+        let split = Split::TorchExpandable { max_split, max_non_split_rounding: settings.max_non_split_rounding };
+        Self { settings, size, split }
     }
 
     fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Option<BlockId> {
@@ -153,13 +160,21 @@ impl PyTorchExpandable {
     }
 
     /// What `malloc` does when no free block fits.
-    fn grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<(BlockId, Path)>, DriverError> {
+    pub(super) fn grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<(BlockId, Path)>, DriverError> {
+        let grown = self.try_to_grow(heap, miss)?;
+        if grown.is_none() {
+            heap.space_mut().account_mut().count_refusal();
+        }
+        Ok(grown)
+    }
+
+    fn try_to_grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<(BlockId, Path)>, DriverError> {
         // `alloc_block`
         if let Some(block) = self.map(heap, miss)? {
             return Ok(Some((block, Path::DriverAlloc)));
         }
-        // `release_cached_blocks`: not while a graph is captured, because then nothing can be waited for.
-        if heap.is_capturing() {
+        // `release_cached_blocks`: not for a private pool, nor while a graph is captured. Then nothing can be waited for.
+        if heap.is_capturing() || miss.list.owner.private.is_some() {
             return Ok(None);
         }
         if self.settings.reuse_handles {
@@ -196,6 +211,16 @@ impl PyTorchExpandable {
             return Ok(None);
         }
         heap.fill(first, miss.bytes, 1, self.settings.rollback)
+    }
+}
+
+/// Says of which setting a device lacks what is needed, where it is not the backend.
+pub(super) fn needed_for(setting: &'static str) -> impl Fn(AllocError) -> AllocError {
+    move |error| match error {
+        AllocError::Unsupported { allocator, device, .. } => {
+            AllocError::Unsupported { allocator, capability: setting, device }
+        }
+        other => other,
     }
 }
 
@@ -240,13 +265,10 @@ impl Policy for PyTorchExpandable {
             Some(block) => Some((block, Path::Hit)),
             None => self.grow(heap, &miss)?,
         };
-        let Some((block, path)) = found else {
-            heap.space_mut().account_mut().count_refusal();
-            return Err(heap.out_of_memory(BACKEND.name, &miss, requested));
-        };
+        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
         // `should_split`: in both pools from the smallest rest on.
         let size = heap.space()[block].bytes;
-        let cut = size - bytes >= MIN_BLOCK;
+        let cut = self.split.cuts(list.pool, bytes, size);
         heap.take(block, list, if cut { bytes } else { size }, requested);
         Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
     }

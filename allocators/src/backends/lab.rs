@@ -13,20 +13,25 @@
 //! | `join` | `at-free`, `on-miss` |
 //! | `stream` | `own`, `steal` |
 //! | `grow` | `torch`, `doubling`, `fixed`, `exact` |
-//! | `source` | `plain` |
+//! | `source` | `plain`, `expandable` |
 //!
 //! *A request* is rounded; then a free block of its own stream is looked for, then one of another stream if `stream` allows
 //! it, then the ladder of `grow` is climbed. Every ladder ends like PyTorch's: what is cached goes back to the device, and it
 //! is asked again. RMM's pool and BFC do not do this by default, so that what is compared is how they place blocks and not
-//! when they give up. *A free* is PyTorch's under any parts.
+//! when they give up. *A free* is PyTorch's, but for `join=on-miss`, under which the block is put away as it is.
+//!
+//! *With `source=expandable`* memory is mapped behind ranges of addresses, and with every other part from PyTorch it places each
+//! block as [`pytorch-expandable`](super::expandable) does. `grow=exact` maps handles of 2 MiB in both pools. A range belongs to
+//! one stream, and free neighbours are joined at once, so it goes with `stream=own`, `join=at-free` and no other `grow`.
 //!
 //! *Cost.* That of the parts: a search by `first` or `next` takes a step for each block that it passes over, `join=on-miss` sorts
 //! the free blocks of the list on a miss, `steal` takes an event a free.
 
-use super::caching::CachingSettings;
+use super::caching::{CachingSettings, expandable_segments};
+use super::expandable::{self, ExpandableSettings, PyTorchExpandable};
 use super::pooled::{Policy, Pooled};
 use super::pytorch::{self, PyTorch, collect_above};
-use super::registry::{Backend, With};
+use super::registry::{Backend, Capabilities, Needs, SegmentUse, StreamUse, Varying};
 use crate::contract::{AllocError, Path, PoolKind};
 use crate::device::{Driver, StreamId};
 use crate::policy::Heap;
@@ -34,8 +39,8 @@ use crate::policy::fit::Fit;
 use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
 use crate::policy::join::Join;
 use crate::policy::size::Size;
-use crate::policy::size::torch::Divisions;
-use crate::policy::source::Source;
+use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, SMALL_SEGMENT};
+use crate::policy::source::{Expandable, Sizes, Source};
 use crate::policy::split::{BFC_LARGEST_REST, Split};
 use crate::policy::stream::{LastFrees, Stream};
 use crate::settings::{Choice, Choices, Settings as _, bytes, choice, fraction, switch, text};
@@ -47,8 +52,13 @@ use std::sync::Arc;
 pub static BACKEND: Backend = Backend {
     name: "lab",
     summary: "a policy put together from parts: size, fit, split, stream, grow, source",
-    capabilities: Pooled::<Lab>::CAPABILITIES,
-    constructor: &With(|driver, settings: &LabSettings| Ok(Arc::new(Lab::new(driver, *settings)))),
+    capabilities: Capabilities { follows_pytorch: true, ..Pooled::<Lab>::CAPABILITIES },
+    // With its default settings it places every block where `caching` does.
+    compared: false,
+    constructor: &Varying {
+        capabilities: |default, settings: &LabSettings| settings.capabilities(default),
+        build: |driver, settings| Ok(Arc::new(Lab::new(driver, *settings)?)),
+    },
 };
 
 /// A kind of each part by name.
@@ -131,6 +141,8 @@ kinds! {
     SourceKind {
         /// One driver call each.
         Plain "plain",
+        /// Parts of large ranges of addresses.
+        Expandable "expandable",
     }
 }
 
@@ -186,7 +198,83 @@ impl LabSettings {
     }
 
     fn consistent(&self) -> Result<(), String> {
-        self.torch().check()
+        self.torch().check()?;
+        let goes = self.stream == StreamKind::Own
+            && self.join == JoinKind::AtFree
+            && matches!(self.grow, GrowKind::Torch | GrowKind::Exact);
+        if self.source == SourceKind::Plain || goes {
+            return Ok(());
+        }
+        Err("source=expandable goes with stream=own, join=at-free and grow=torch or grow=exact; write source=plain"
+            .into())
+    }
+
+    /// What can be set against free memory in pieces.
+    fn against_fragmentation(&self) -> Option<String> {
+        let expandable = Self { source: SourceKind::Expandable, ..*self };
+        let parts = expandable.consistent().is_ok().then_some("source=expandable");
+        if self.source == SourceKind::Expandable {
+            None
+        } else if self.split == SplitKind::Torch {
+            self.torch().against_fragmentation(parts)
+        } else {
+            parts.map(expandable_segments)
+        }
+    }
+
+    /// What can be done with these parts, of what can be done with PyTorch's.
+    fn capabilities(&self, torch: Capabilities) -> Capabilities {
+        let Self { size, fit, split, join, stream, grow, source, .. } = *self;
+        let parts = (size, fit, split, grow, source);
+        let are_torch = parts == (SizeKind::Torch, FitKind::Best, SplitKind::Torch, GrowKind::Torch, SourceKind::Plain);
+        // Free neighbours that other streams may still use wait to be joined.
+        let coalesces = join == JoinKind::AtFree && stream == StreamKind::Own;
+        let of_parts = Capabilities {
+            streams: if stream == StreamKind::Steal { StreamUse::Any } else { torch.streams },
+            coalesces,
+            follows_pytorch: are_torch && coalesces && self.torch().follows_pytorch(),
+            ..torch
+        };
+        match source {
+            SourceKind::Plain => of_parts,
+            SourceKind::Expandable => {
+                Capabilities { needs: Needs::Vmm, segments: SegmentUse::Expandable, restores: false, ..of_parts }
+            }
+        }
+    }
+
+    /// What happens with `source=expandable` when no free block fits.
+    fn expandable(&self) -> PyTorchExpandable {
+        let CachingSettings {
+            max_split_size,
+            max_non_split_rounding,
+            garbage_collection_threshold,
+            roundup_power2_divisions,
+            memory_limit,
+            retry_fit_after_sync,
+        } = self.torch();
+        PyTorchExpandable::rules(ExpandableSettings {
+            max_split_size,
+            max_non_split_rounding,
+            garbage_collection_threshold,
+            roundup_power2_divisions,
+            memory_limit,
+            retry_fit_after_sync,
+            ..ExpandableSettings::default()
+        })
+    }
+
+    /// Where memory comes from.
+    fn source(&self, driver: Arc<dyn Driver>) -> Result<Source, AllocError> {
+        let limit = self.memory_limit;
+        if self.source == SourceKind::Plain {
+            return Ok(Source::Plain { driver, limit });
+        }
+        let large = if self.grow == GrowKind::Exact { SMALL_SEGMENT } else { LARGE_SEGMENT };
+        let sizes = Sizes { small: SMALL_SEGMENT, large, reserve: None };
+        let needed = "virtual memory management for source=expandable (pytorch and caching do without it)";
+        let source = Expandable::new(BACKEND.name, driver, limit, sizes).map_err(expandable::needed_for(needed))?;
+        Ok(Source::Expandable(source))
     }
 
     fn size(&self) -> Size {
@@ -235,12 +323,16 @@ pub struct Lab {
     size: Size,
     split: Split,
     ladder: Ladder,
+    /// With `source=expandable`, instead of the ladder.
+    expandable: Option<PyTorchExpandable>,
 }
 
 impl Lab {
     /// An allocator with these parts on a device.
-    #[must_use]
-    pub fn new(driver: Arc<dyn Driver>, settings: LabSettings) -> Pooled<Self> {
+    ///
+    /// # Errors
+    /// [`AllocError::Unsupported`] with `source=expandable` on a device without virtual memory management.
+    pub fn new(driver: Arc<dyn Driver>, settings: LabSettings) -> Result<Pooled<Self>, AllocError> {
         let account = match settings.size {
             SizeKind::Torch => Account::with_pools(settings.max_split_size.unwrap_or(u64::MAX)),
             _ => Account::new(),
@@ -249,15 +341,23 @@ impl Lab {
             StreamKind::Own => Stream::Own,
             StreamKind::Steal => Stream::Steal(LastFrees::default()),
         };
-        let SourceKind::Plain = settings.source;
-        let source = Source::Plain { driver, limit: settings.memory_limit };
+        let source = settings.source(driver)?;
         let join = match settings.join {
             JoinKind::AtFree => Join::AtFree,
             JoinKind::OnMiss => Join::OnMiss,
         };
         let heap = Heap::new(Space::new(account), settings.fit(), stream, source).with_join(join);
         let (size, split, ladder) = (settings.size(), settings.split(), settings.ladder());
-        Pooled::over(heap, Self { settings, size, split, ladder })
+        let expandable = (settings.source == SourceKind::Expandable).then(|| settings.expandable());
+        Ok(Pooled::over(heap, Self { settings, size, split, ladder, expandable }))
+    }
+
+    /// The size of the segment that a miss takes, by which PyTorch's rules compare with the limit.
+    fn segment(&self, bytes: u64) -> u64 {
+        match (&self.expandable, self.settings.grow) {
+            (Some(_), GrowKind::Exact) => bytes.next_multiple_of(SMALL_SEGMENT),
+            _ => self.size.segment(bytes),
+        }
     }
 }
 
@@ -270,6 +370,10 @@ impl Policy for Lab {
         self.settings.json()
     }
 
+    fn against_fragmentation(&self) -> Option<String> {
+        self.settings.against_fragmentation()
+    }
+
     fn size(&self) -> &Size {
         &self.size
     }
@@ -278,11 +382,15 @@ impl Policy for Lab {
         heap.process_events()?;
         let bytes = self.size.round(requested);
         let list = FreeList { owner, pool: self.size.pool(bytes) };
-        if list.pool != Some(PoolKind::Small) && collect_above(&self.settings.torch()).is_some() {
+        let is_plain = self.expandable.is_none();
+        if is_plain && list.pool != Some(PoolKind::Small) && collect_above(&self.settings.torch()).is_some() {
             heap.space_mut().count_search();
         }
         let largest = self.split.largest(bytes);
         let own = |heap: &mut Heap| {
+            if !is_plain {
+                return expandable::find(heap, list, bytes, largest);
+            }
             let found = heap.find(list, bytes, largest);
             if found.is_none() && heap.join(list) { heap.find(list, bytes, largest) } else { found }
         };
@@ -290,14 +398,17 @@ impl Policy for Lab {
             Some(block) => Ok(Some((block, Path::Hit))),
             None => Ok(heap.steal(list, bytes, largest)?.map(|block| (block, Path::WaitInserted))),
         };
-        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
-        let found = match find(heap)? {
-            Some(found) => Some(found),
-            None => self.ladder.climb(heap, &miss, |heap| Ok(find(heap)?.map(|(block, _)| block)))?,
+        let miss = Miss { list, bytes, segment: self.segment(bytes) };
+        let found = match (find(heap)?, &self.expandable) {
+            (Some(found), _) => Some(found),
+            (None, Some(expandable)) => expandable.grow(heap, &miss)?,
+            (None, None) => self.ladder.climb(heap, &miss, |heap| Ok(find(heap)?.map(|(block, _)| block)))?,
         };
         let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
         let size = heap.space()[block].bytes;
-        let cut = self.split.cuts(list.pool, bytes, size);
+        // PyTorch keeps every rest in ranges that grow, as in its small pool.
+        let pool = if is_plain { list.pool } else { Some(PoolKind::Small) };
+        let cut = self.split.cuts(pool, bytes, size);
         heap.take(block, list, if cut { bytes } else { size }, requested);
         Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
     }

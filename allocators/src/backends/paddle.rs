@@ -45,6 +45,7 @@ pub static BACKEND: Backend = Backend {
     name: "paddle",
     summary: "PaddlePaddle's growing best fit, which hands out the end of a block",
     capabilities: Pooled::<Paddle>::CAPABILITIES,
+    compared: false,
     constructor: &With(|driver, settings: &PaddleSettings| Ok(Arc::new(Paddle::new(driver, *settings)))),
 };
 

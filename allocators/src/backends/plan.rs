@@ -37,7 +37,7 @@ pub use table::{Placement, PlanFile, PlanTable};
 use super::caching::CachingSettings;
 use super::pooled::{Policy, Pooled};
 use super::pytorch::{self, PyTorch};
-use super::registry::{Backend, Capabilities, With};
+use super::registry::{Backend, Capabilities, StreamUse, Varying};
 use crate::contract::{AllocError, Path, Stats};
 use crate::device::{Driver, StreamId};
 use crate::policy::Heap;
@@ -59,7 +59,16 @@ pub static BACKEND: Backend = Backend {
     name: "plan",
     summary: "serves a program that repeats itself where an offline plan says, and falls back on pytorch's rules",
     capabilities: Capabilities { restores: false, private_pools: false, ..Pooled::<Plan>::CAPABILITIES },
-    constructor: &With(|driver, settings: &PlanSettings| Ok(Arc::new(Plan::new(driver, settings)?))),
+    // Without a plan it places every block where `caching` does.
+    compared: false,
+    constructor: &Varying {
+        // A plan says where memory goes from one stream to another.
+        capabilities: |default, settings: &PlanSettings| match settings.file.0 {
+            Some(_) => Capabilities { streams: StreamUse::Any, ..default },
+            None => default,
+        },
+        build: |driver, settings| Ok(Arc::new(Plan::new(driver, settings)?)),
+    },
 };
 
 crate::settings! {
@@ -76,17 +85,24 @@ crate::settings! {
     check PlanSettings::readable;
 }
 
+/// How a file is mended.
+const HOW_TO: &str = "`experiments plan HISTORY --out FILE` writes plans";
+
 impl PlanSettings {
     fn table(&self) -> Result<Option<PlanTable>, AllocError> {
         let read = |path: &std::path::PathBuf| {
             let refused = |reason| AllocError::File { allocator: BACKEND.name, path: path.clone(), reason };
-            PlanTable::read(path).map_err(refused)
+            PlanTable::read(path).map_err(|reason| refused(format!("{reason}; {HOW_TO}")))
         };
         self.file.0.as_ref().map(read).transpose()
     }
 
     fn readable(&self) -> Result<(), String> {
-        self.table().map(|_| ()).map_err(|error| error.to_string())
+        self.table().map(|_| ()).map_err(|error| match error {
+            // Who asks names the allocator.
+            AllocError::File { path, reason, .. } => format!("cannot use {}: {reason}", path.display()),
+            other => other.to_string(),
+        })
     }
 }
 

@@ -9,9 +9,9 @@ mod restore;
 use super::captures::Captures;
 use super::private_pools::PrivatePools;
 use super::registry::{Capabilities, GraphCapture, SegmentUse, StreamUse};
-use super::{InstanceId, foreign, not_held};
+use super::{foreign, not_held};
 use crate::contract::{
-    AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats,
+    AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats, Tokens,
 };
 use crate::device::{DeviceAddr, StreamId};
 use crate::policy::Heap;
@@ -56,6 +56,11 @@ pub trait Policy: fmt::Debug + Send {
         true
     }
 
+    /// What its user can set against free memory in pieces, for errors: `set max_split_size`. `None` where there is nothing.
+    fn against_fragmentation(&self) -> Option<String> {
+        None
+    }
+
     /// Adds what it counts itself to the statistics.
     fn count(&self, _stats: &mut Stats) {}
 
@@ -68,8 +73,7 @@ pub trait Policy: fmt::Debug + Send {
 /// One lock is held over every operation, calls of the device included.
 #[derive(Debug)]
 pub struct Pooled<P: Policy> {
-    /// The upper half of its blocks' tokens.
-    id: u32,
+    tokens: Tokens,
     name: &'static str,
     state: Mutex<State<P>>,
 }
@@ -89,6 +93,7 @@ impl<P: Policy> Pooled<P> {
         streams: StreamUse::Own,
         segments: SegmentUse::Many,
         caches: true,
+        sets_aside: true,
         coalesces: true,
         retries: true,
         snapshot: true,
@@ -116,22 +121,20 @@ impl<P: Policy> Pooled<P> {
 
     /// The same with a policy of this library, which keeps those promises.
     pub(super) fn over(heap: Heap, policy: P) -> Self {
-        // CAST: two allocators share a number only if 2^32 were made between them.
-        let id = InstanceId::next().get() as u32;
         let name = policy.name();
         let state = State { policy, heap, captures: Captures::default(), pools: PrivatePools::default() };
-        Self { id, name, state: Mutex::new(state) }
+        Self { tokens: Tokens::next(), name, state: Mutex::new(state) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State<P>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The block as the client gets it. Its token is the allocator's number and the record's.
+    /// The block as the client gets it. Its token names the record.
     fn mint(&self, heap: &Heap, block: BlockId, path: Path) -> Block {
         let record = &heap.space()[block];
-        let addr = DeviceAddr::new(record.addr).expect("segments do not lie at address zero");
-        let token = u64::from(self.id) << 32 | u64::from(block.number());
+        let addr = DeviceAddr::handed_out(record.addr);
+        let token = self.tokens.of_record(block.number());
         // SAFETY: segments come from the device aligned, and part `size` rounds to multiples of 256. Blocks of a space do not
         // overlap, and the policy promises (see `new`) that this one was just taken, and that it stays so until it comes back
         // and its uses are done.
@@ -140,9 +143,7 @@ impl<P: Policy> Pooled<P> {
 
     /// The held block that a client's block stands for, if it is one of this allocator's.
     fn find(&self, heap: &Heap, block: &Block) -> Option<BlockId> {
-        // CAST: the upper and the lower half.
-        let (id, number) = ((block.token() >> 32) as u32, block.token() as u32);
-        heap.space().find_held(number, block.addr().get()).filter(|_| id == self.id)
+        heap.space().find_held(self.tokens.record(block.token())?, block.addr().get())
     }
 }
 
@@ -161,7 +162,8 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         let captured = state.captures.open_on(stream).and_then(|kept| kept.private);
         let private = captured.or_else(|| state.pools.of(stream).map(PrivatePool::id));
         let owner = Owner { stream, private };
-        let (block, path) = state.policy.allocate(&mut state.heap, owner, request.bytes)?;
+        let served = state.policy.allocate(&mut state.heap, owner, request.bytes);
+        let (block, path) = served.map_err(|error| error.with_setting(|| state.policy.against_fragmentation()))?;
         state.heap.space_mut().account_mut().note_peak(stream);
         Ok(self.mint(&state.heap, block, path))
     }
@@ -218,7 +220,7 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
         let state = &mut *self.lock();
         let released = release_cached(&mut state.heap, keep_bytes);
-        state.heap.tell()?;
+        state.heap.take_pending_error()?;
         Ok(released?)
     }
 

@@ -2,13 +2,13 @@
 
 use crate::contract::{AllocError, CaptureId, PrivatePool};
 use crate::device::StreamId;
-use std::collections::{BTreeMap, BTreeSet};
+use crate::ordered::{OrderedMap, OrderedSet};
 
 /// Pools that are not released, and the streams that are in one.
 #[derive(Debug, Default)]
 pub(super) struct PrivatePools {
-    alive: BTreeSet<PrivatePool>,
-    routes: BTreeMap<StreamId, PrivatePool>,
+    alive: OrderedSet<PrivatePool>,
+    routes: OrderedMap<StreamId, PrivatePool>,
 }
 
 fn refused<T>(allocator: &'static str, reason: String) -> Result<T, AllocError> {

@@ -41,7 +41,7 @@
 
 use super::caching::CachingSettings;
 use super::pooled::{Policy, Pooled};
-use super::registry::{Backend, Capabilities, With};
+use super::registry::{Backend, Capabilities, TorchAllocator, Varying, of_torch};
 use crate::contract::{AllocError, Path, PoolKind};
 use crate::device::{Driver, StreamId};
 use crate::policy::Heap;
@@ -60,7 +60,15 @@ pub static BACKEND: Backend = Backend {
     name: "pytorch",
     summary: "PyTorch's native policy as text: the rules that caching follows, put together from parts",
     capabilities: Capabilities { follows_pytorch: true, ..Pooled::<PyTorch>::CAPABILITIES },
-    constructor: &With(|driver, settings: &CachingSettings| Ok(Arc::new(PyTorch::new(driver, *settings)))),
+    // With its default settings it places every block where `caching` does.
+    compared: false,
+    constructor: &Varying {
+        capabilities: |default, settings: &CachingSettings| Capabilities {
+            follows_pytorch: settings.follows_pytorch(),
+            ..default
+        },
+        build: |driver, settings| Ok(Arc::new(PyTorch::new(driver, *settings))),
+    },
 };
 
 /// PyTorch's rules, see the [module](self).
@@ -144,6 +152,10 @@ impl Policy for PyTorch {
         &self.size
     }
 
+    fn against_fragmentation(&self) -> Option<String> {
+        self.settings.against_fragmentation(Some(of_torch(TorchAllocator::Expandable).name))
+    }
+
     /// `DeviceCachingAllocator::malloc`.
     fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
         // 1. `process_events`
@@ -186,6 +198,6 @@ pub(super) fn free(heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Resul
     }
     // `free_block`: joined with the free blocks in front of it and behind it, and put into the free list.
     let joined = heap.put(block);
-    heap.told()?;
+    heap.take_event_error()?;
     Ok(if joined { Path::Coalesce } else { Path::Hit })
 }

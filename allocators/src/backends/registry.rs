@@ -12,6 +12,7 @@
 //!     name: "mine",
 //!     summary: "what it does, in one line",
 //!     capabilities: Capabilities { snapshot: true, ..Capabilities::LEAST },
+//!     compared: true,
 //!     constructor: &With(|driver, _: &NoSettings| Ok(Arc::new(Mine::new(driver)))),
 //! };
 //!
@@ -54,22 +55,6 @@ const BUILT_IN: &[&Backend] = &[
     &super::plan::BACKEND,
 ];
 
-/// Those that a comparison leaves out unless they are named. With their default settings `pytorch`, `lab` and `plan` place every
-/// block where `caching` does; the others are there to be studied.
-const NOT_COMPARED: &[&Backend] = &[
-    &super::pytorch::BACKEND,
-    &super::lab::BACKEND,
-    &super::expandable::BACKEND,
-    &super::remap::BACKEND,
-    &super::rmm_pool::BACKEND,
-    &super::rmm_arena::BACKEND,
-    &super::bfc::BACKEND,
-    &super::tlsf::BACKEND,
-    &super::cupy::BACKEND,
-    &super::paddle::BACKEND,
-    &super::plan::BACKEND,
-];
-
 /// The backend that commands use where none is named.
 const DEFAULT: &Backend = &super::caching::BACKEND;
 
@@ -83,8 +68,11 @@ pub struct Backend {
     pub name: &'static str,
     /// One line of help.
     pub summary: &'static str,
-    /// What it can do.
+    /// What it can do with its default settings. [`Selection::capabilities`] says it for others.
     pub capabilities: Capabilities,
+    /// Whether comparisons take it when no allocators are named. One that would repeat another's column, or that few people
+    /// choose between, says `false`.
+    pub compared: bool,
     /// Its settings, and how it is made from them.
     pub constructor: &'static dyn Constructor,
 }
@@ -113,10 +101,10 @@ impl Eq for Backend {}
 
 impl fmt::Debug for Backend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { name, summary, capabilities, constructor } = self;
+        let Self { name, summary, capabilities, compared, constructor } = self;
         let mut out = f.debug_struct("Backend");
         out.field("name", name).field("summary", summary).field("capabilities", capabilities);
-        out.field("settings", &constructor.settings()).finish()
+        out.field("compared", compared).field("settings", &constructor.settings()).finish()
     }
 }
 
@@ -133,10 +121,16 @@ impl Serialize for Backend {
     }
 }
 
-/// Makes an allocator from settings. [`With`] and [`Preset`] are the ones to use.
+/// Makes an allocator from settings. [`With`], [`Varying`] and [`Preset`] are the ones to use.
 pub trait Constructor: Sync {
     /// The default settings.
     fn settings(&self) -> Box<dyn Settings>;
+
+    /// What an allocator with these settings can do. `default` is what it can do with the default ones.
+    fn capabilities(&self, default: Capabilities, settings: &dyn Settings) -> Capabilities {
+        let _ = settings;
+        default
+    }
 
     /// An allocator on `driver`. `settings` is what [`settings`](Self::settings) gave, with some of them changed.
     ///
@@ -160,6 +154,30 @@ impl<S: Settings + Default> Constructor for With<S> {
 
     fn build(&self, driver: Arc<dyn Driver>, settings: &dyn Settings) -> Result<Arc<dyn DeviceAllocator>, AllocError> {
         (self.0)(driver, typed(settings)?)
+    }
+}
+
+/// A backend with settings of type `S`, some of which change what it can do.
+#[derive(Debug)]
+pub struct Varying<S> {
+    /// What it can do with these settings, from what it can do with the default ones.
+    pub capabilities: fn(Capabilities, &S) -> Capabilities,
+    /// How it is made.
+    pub build: Build<S>,
+}
+
+impl<S: Settings + Default> Constructor for Varying<S> {
+    fn settings(&self) -> Box<dyn Settings> {
+        Box::new(S::default())
+    }
+
+    fn capabilities(&self, default: Capabilities, settings: &dyn Settings) -> Capabilities {
+        // Settings of another type build nothing.
+        settings.get_as().map_or(default, |settings| (self.capabilities)(default, settings))
+    }
+
+    fn build(&self, driver: Arc<dyn Driver>, settings: &dyn Settings) -> Result<Arc<dyn DeviceAllocator>, AllocError> {
+        (self.build)(driver, typed(settings)?)
     }
 }
 
@@ -222,11 +240,10 @@ pub fn register(backend: &'static Backend) -> Result<(), RegisterError> {
     }
 }
 
-/// The backends that a comparison takes where none is named: [`all`] but those that would only repeat another's column, or that
-/// few people choose between.
+/// The backends that a comparison takes where none is named: those whose entries [say so](Backend::compared).
 #[must_use]
 pub fn compared() -> Vec<&'static Backend> {
-    all().into_iter().filter(|backend| !NOT_COMPARED.contains(backend)).collect()
+    all().into_iter().filter(|backend| backend.compared).collect()
 }
 
 /// Every backend: the library's own, then those that were registered, in order.

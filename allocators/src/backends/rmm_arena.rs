@@ -65,6 +65,7 @@ pub static BACKEND: Backend = Backend {
         restores: false,
         ..Pooled::<RmmArena>::CAPABILITIES
     },
+    compared: false,
     constructor: &With(|driver, settings: &RmmArenaSettings| Ok(Arc::new(RmmArena::new(driver, *settings)))),
 };
 

@@ -66,6 +66,7 @@ pub static BACKEND: Backend = Backend {
         keeps_segments: true,
         ..Pooled::<RmmPool>::CAPABILITIES
     },
+    compared: false,
     constructor: &With(|driver, settings: &RmmPoolSettings| Ok(Arc::new(RmmPool::new(driver, *settings)))),
 };
 

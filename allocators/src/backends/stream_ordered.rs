@@ -4,9 +4,9 @@
 //! `cuMemFreeAsync` on the block's stream. What the pool keeps is set by its release threshold (here: everything,
 //! unless told otherwise; CUDA's default is nothing), what it reuses across streams by its three reuse policies.
 //!
-//! *Cost.* Allocate and free: one driver call each, 0.3 to 0.4 us on an H200 while the pool has room; 27 us more
-//! for each 32 MiB that it has to take from the device. With a low threshold each synchronise gives free memory
-//! back at about 32 us for 32 MiB.
+//! *Cost.* Allocate and free: one driver call each, 0.4 us on an H200 while the pool has room; 29 us more for each 32 MiB
+//! that it has to take from the device. With a low threshold each synchronise gives free memory back, at 36 us for 32 MiB
+//! (`experiments calibrate`, 2026-11-21).
 //!
 //! *Graph capture.* The driver captures allocations and frees as nodes of the graph. That memory is not the pool's: it
 //! belongs to the graph, and the device accounts for it ([`Stats::graph_memory`]). Reserved bytes and the ledger do not
@@ -23,17 +23,18 @@ mod frees;
 
 use super::captures::{Captures, need_graphs};
 use super::registry::{Backend, Capabilities, GraphCapture, Needs, SegmentUse, StreamUse, With};
-use super::{InstanceId, foreign, not_held};
+use super::{foreign, not_held};
 use crate::contract::{AllocError, OomReport};
 use crate::contract::{Attribution, Ledger, Snapshot};
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
-use crate::contract::{Gauge, PeakKind, PoolKind, PooledGauge, Stats};
+use crate::contract::{Gauge, PeakKind, PoolKind, PooledGauge, Stats, Tokens};
 use crate::device::DriverError;
 use crate::device::{
     DeviceAddr, Driver, GraphDriver, GraphMemory, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
 };
+use crate::ordered::OrderedSet;
 use crate::ranges::Ranges;
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The entry in the [list of backends](super::registry).
@@ -46,17 +47,19 @@ pub static BACKEND: Backend = Backend {
         segments: SegmentUse::Hidden,
         needs: Needs::Pools,
         caches: true,
+        sets_aside: true,
         retries: true,
         used_elsewhere: Path::WaitInserted,
         ..Capabilities::LEAST
     },
+    compared: true,
     constructor: &With(|driver, settings: &PoolSettings| Ok(Arc::new(StreamOrdered::new(driver, *settings)?))),
 };
 
 /// See the [module](self).
 #[derive(Debug)]
 pub struct StreamOrdered {
-    id: InstanceId,
+    tokens: Tokens,
     driver: Arc<dyn Driver>,
     pool: PoolId,
     settings: PoolSettings,
@@ -107,7 +110,7 @@ struct LiveBlock {
 #[derive(Debug, Default)]
 struct Kept {
     /// Blocks that were allocated in it and that the client holds.
-    own: BTreeSet<DeviceAddr>,
+    own: OrderedSet<DeviceAddr>,
     /// Blocks from before whose free waits for its end.
     waiting: Vec<(DeviceAddr, LiveBlock)>,
 }
@@ -221,7 +224,7 @@ impl StreamOrdered {
             // SAFETY: just created, nothing was allocated from it, and the id goes no further.
             let _ = unsafe { pools.pool_destroy(pool) };
         })?;
-        Ok(Self { id: InstanceId::next(), driver, pool, settings, state: Mutex::default() })
+        Ok(Self { tokens: Tokens::next(), driver, pool, settings, state: Mutex::default() })
     }
 
     fn pools(&self) -> &dyn PoolDriver {
@@ -280,6 +283,7 @@ impl StreamOrdered {
             other_streams_free_bytes: None,
             limit_bytes: None,
             device_bytes: self.driver.mem_info().ok().map(|info| (info.free, info.total)),
+            against_fragmentation: None,
         }))
     }
 
@@ -355,13 +359,13 @@ impl DeviceAllocator for StreamOrdered {
             self.watch_growth(&mut state, addr, bytes);
         }
         // SAFETY: the pool has just handed out this memory, and it goes back with the block.
-        Ok(unsafe { Block::new(addr, bytes, bytes, path, self.id.get()) })
+        Ok(unsafe { Block::new(addr, bytes, bytes, path, self.tokens.token()) })
     }
 
     unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
         let addr = block.addr();
         // The record goes before the memory: the pool may hand the address out again at once.
-        if block.token() != self.id.get() {
+        if block.token() != self.tokens.token() {
             return Err(foreign(self.name(), block));
         }
         let mut state = self.lock();
@@ -390,7 +394,7 @@ impl DeviceAllocator for StreamOrdered {
 
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
         let mut state = self.lock();
-        let live = state.live.get_mut(&block.addr()).filter(|_| block.token() == self.id.get());
+        let live = state.live.get_mut(&block.addr()).filter(|_| block.token() == self.tokens.token());
         let Some(live) = live else { return Err(not_held(self.name(), block)) };
         if stream != live.stream && !live.uses.contains(&stream) {
             live.uses.push(stream);

@@ -46,6 +46,7 @@ pub static BACKEND: Backend = Backend {
     name: "tlsf",
     summary: "two-level segregated fit: a few steps however many blocks there are",
     capabilities: Pooled::<Tlsf>::CAPABILITIES,
+    compared: false,
     constructor: &With(|driver, settings: &TlsfSettings| Ok(Arc::new(Tlsf::new(driver, *settings)))),
 };
 

@@ -4,7 +4,7 @@ use crate::contract::AllocError;
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
 use crate::device::DriverError;
 use crate::device::{DeviceAddr, Driver, StreamId};
-use std::collections::BTreeMap;
+use crate::ordered::OrderedMap;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,7 +24,7 @@ pub struct Memory {
 struct Holds {
     next: u64,
     /// By number. A buffer that is dropped during several belongs to all of them.
-    open: BTreeMap<u64, Vec<Arc<DeviceBuffer>>>,
+    open: OrderedMap<u64, Vec<Arc<DeviceBuffer>>>,
 }
 
 /// One call of [`Memory::hold`]. Where its work panics, its buffers are freed.

@@ -1,9 +1,10 @@
 //! The upper seam: what every backend and every instrument implements.
 
 use crate::contract::Stats;
-use crate::contract::{AllocError, PrivatePool};
+use crate::contract::{AllocError, PrivatePool, Token};
 use crate::contract::{Ledger, Snapshot};
 use crate::device::{DeviceAddr, StreamId};
+use crate::ordered::Key;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -141,7 +142,8 @@ impl fmt::Display for Path {
 ///
 /// ```compile_fail,E0133
 /// let addr = vramlab::DeviceAddr::new(4096).unwrap();
-/// let forged = vramlab::Block::new(addr, 512, 512, vramlab::Path::Hit, 0); // unsafe
+/// let token = vramlab::Tokens::next().token();
+/// let forged = vramlab::Block::new(addr, 512, 512, vramlab::Path::Hit, token); // unsafe
 /// ```
 /// ```compile_fail,E0382
 /// fn twice(a: &dyn vramlab::DeviceAllocator, b: vramlab::Block, s: vramlab::StreamId) {
@@ -157,14 +159,15 @@ pub struct Block {
     requested: u64,
     /// First address, and in its low bits, which are zero for every block, the path: half a cache line in all.
     place: DeviceAddr,
-    token: u64,
+    token: Token,
 }
 
 const _: () = assert!(size_of::<Block>() == 32, "a block is written in two halves of 16 bytes");
 
 impl Block {
-    /// Mints a block, for implementations of [`DeviceAllocator`]. `token` is the allocator's own name for it; it tells blocks
-    /// of this allocator from those of others, also of its own kind, because devices hand out the same addresses.
+    /// Mints a block, for implementations of [`DeviceAllocator`]. `token` is one of the allocator's
+    /// [`Tokens`](super::Tokens): it tells its blocks from those of others, also of its own kind, because devices hand out the
+    /// same addresses. An allocator refuses a block whose token is not one of its own.
     ///
     /// # Safety
     /// `addr` is a multiple of [`GUARANTEED_ALIGN`]. From there `bytes` bytes, at least `requested`, are device memory that
@@ -176,7 +179,7 @@ impl Block {
     // number by number, the recorded histories take 3 to 6 % longer (`experiments/notes/caching.md`). Aligned, so that no half
     // lies in two cache lines.
     #[inline(always)]
-    pub unsafe fn new(addr: DeviceAddr, bytes: u64, requested: u64, path: Path, token: u64) -> Self {
+    pub unsafe fn new(addr: DeviceAddr, bytes: u64, requested: u64, path: Path, token: Token) -> Self {
         debug_assert!(addr.get().is_multiple_of(GUARANTEED_ALIGN), "every backend aligns its blocks");
         // CAST: the discriminant.
         let place = addr.with_low_bits(path as u64);
@@ -191,7 +194,7 @@ impl Block {
             // words are written before it is read, and `place` is an address.
             unsafe {
                 _mm_store_si128(at, half(bytes, requested));
-                _mm_store_si128(at.add(1), half(place.get(), token));
+                _mm_store_si128(at.add(1), half(place.get(), token.get()));
                 block.assume_init()
             }
         }
@@ -233,9 +236,10 @@ impl Block {
         Path::ALL[(self.place.get() % GUARANTEED_ALIGN) as usize]
     }
 
-    /// The allocator's own name for the block.
+    /// What says which allocator it is from.
     #[must_use]
-    pub fn token(&self) -> u64 {
+    #[inline(always)]
+    pub fn token(&self) -> Token {
         self.token
     }
 }
@@ -264,6 +268,12 @@ impl CaptureId {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         // Relaxed: only uniqueness matters.
         Self(NEXT.fetch_add(1, Relaxed))
+    }
+}
+
+impl Key for CaptureId {
+    fn number(self) -> u64 {
+        self.0
     }
 }
 
@@ -474,11 +484,13 @@ mod tests {
         for (number, path) in (0u64..).zip(Path::ALL) {
             assert_eq!(path as u64, number, "a path is stored by its place in the order");
             let addr = DeviceAddr::new(0x7f00_0000_0100 + number * GUARANTEED_ALIGN).unwrap();
+            // CAST: few paths.
+            let token = Token::of(number as u32, 7);
             // SAFETY: nobody uses it.
-            let made = || unsafe { Block::new(addr, u64::MAX - number, number, path, number << 32 | 7) };
+            let made = || unsafe { Block::new(addr, u64::MAX - number, number, path, token) };
             for block in [made(), made().hand_on()] {
                 assert_eq!((block.addr(), block.bytes(), block.requested()), (addr, u64::MAX - number, number));
-                assert_eq!((block.path(), block.token()), (path, number << 32 | 7));
+                assert_eq!((block.path(), block.token()), (path, token));
             }
         }
     }

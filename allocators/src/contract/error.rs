@@ -27,6 +27,9 @@ pub struct OomReport {
     pub limit_bytes: Option<u64>,
     /// Free and total memory of the device, if it answered.
     pub device_bytes: Option<(u64, u64)>,
+    /// What its user can change about the allocator against free memory in pieces, such as `set max_split_size`; absent
+    /// where it has no such setting.
+    pub against_fragmentation: Option<String>,
 }
 
 impl OomReport {
@@ -47,9 +50,9 @@ impl OomReport {
             return "another stream's free blocks would have sufficed: allocate on fewer streams, or trim before this point".into();
         }
         if fragmented(free) {
-            return "the free bytes would have sufficed but no single block does (fragmentation): allocate large tensors first, or \
-                    lower max_split_size"
-                .into();
+            let found = "the free bytes would have sufficed but no single block does (fragmentation): allocate large tensors first";
+            let setting = self.against_fragmentation.iter();
+            return setting.fold(found.to_owned(), |text, setting| format!("{text}, or {setting}"));
         }
         "use a smaller batch or model, or free tensors earlier".into()
     }
@@ -222,6 +225,15 @@ impl AllocError {
         Self::ForeignBlock { addr, bytes, allocator: allocator.into(), reason, block: Refused::default() }
     }
 
+    /// The same, with what can be changed about the allocator if memory was free, but in pieces.
+    #[must_use]
+    pub(crate) fn with_setting(mut self, against_fragmentation: impl FnOnce() -> Option<String>) -> Self {
+        if let Self::OutOfMemory(report) = &mut self {
+            report.against_fragmentation = against_fragmentation();
+        }
+        self
+    }
+
     /// Whether memory was short, so that freeing some and asking again may help.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {
@@ -249,8 +261,12 @@ mod tests {
         // 40 are free: 20 of its own stream in pieces, and as many of another.
         assert!(advice(10, 20, None).contains("fragmentation"));
         assert!(advice(10, 30, None).contains("another stream"));
-        assert!(advice(10, 15, None).contains("fragmentation"));
+        assert!(advice(10, 15, None).ends_with("(fragmentation): allocate large tensors first"));
         assert!(advice(20, 0, None).contains("smaller batch"));
+        let pieces =
+            OomReport { requested_bytes: 20, reserved_bytes: 100, largest_free_bytes: Some(10), ..Default::default() };
+        let pieces = OomReport { against_fragmentation: Some("set a bound".into()), ..pieces };
+        assert!(pieces.advice().ends_with("(fragmentation): allocate large tensors first, or set a bound"));
         let short = OomReport { requested_bytes: 50, needed_bytes: 50, reserved_bytes: 100, ..Default::default() };
         assert!(
             OomReport { active_bytes: 100, limit_bytes: Some(120), ..short }

@@ -1,5 +1,6 @@
 //! Names of what a driver made: addresses, streams, events, pools, physical memory, graphs.
 
+use crate::ordered::Key;
 use std::num::NonZeroU64;
 
 /// Address in device memory; opaque to the host.
@@ -11,6 +12,15 @@ impl DeviceAddr {
     #[must_use]
     pub fn new(addr: u64) -> Option<Self> {
         NonZeroU64::new(addr).map(Self)
+    }
+
+    /// An address that a device has handed out.
+    ///
+    /// # Panics
+    /// When it is zero, which no device hands out.
+    #[inline]
+    pub(crate) fn handed_out(addr: u64) -> Self {
+        Self::new(addr).expect("no segment and no range should lie at address zero")
     }
 
     /// The address with `bits`, which are zero in it, set.
@@ -38,6 +48,12 @@ impl DeviceAddr {
     #[must_use]
     pub fn offset(self, bytes: u64) -> Self {
         Self(self.0.checked_add(bytes).expect("an address inside a block should not overflow"))
+    }
+}
+
+impl Key for DeviceAddr {
+    fn number(self) -> u64 {
+        self.get()
     }
 }
 
@@ -94,6 +110,12 @@ handles! {
     /// A graph that is ready to be launched, of the driver that made it.
     #[derive(PartialOrd, Ord)]
     GraphId;
+}
+
+impl Key for StreamId {
+    fn number(self) -> u64 {
+        self.0
+    }
 }
 
 impl StreamId {

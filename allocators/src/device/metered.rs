@@ -3,7 +3,7 @@
 //! The simulated device knows exactly how long a call waited. A GPU does not tell, so there the wait is what a
 //! call took *beyond the same call's cost on an idle device*, which [`IdleCosts::measure`] takes at the start
 //! of the run. Plain memory has two such costs, because the driver packs small blocks into 2 MiB pages: about 1 us
-//! when the block's page is held already and about 31 us when pages are taken or given back (`experiments calibrate`
+//! when the block's page is held already and about 33 us when pages are taken or given back (`experiments calibrate`
 //! on an H200 with driver 580.159, 2026-11-21). The meter follows the pages by address to tell the two apart.
 
 use super::calls::SharedCounts;

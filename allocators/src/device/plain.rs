@@ -13,6 +13,7 @@
 //! chunks that found a gap, are where this puts them but for some in the driver's own gaps.
 #![forbid(unsafe_code)]
 
+use crate::ordered::OrderedMap;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Chunks are multiples of this.
@@ -27,11 +28,11 @@ pub(in crate::device) struct PlainRange {
     /// Addresses that no chunk has, by start: length.
     gaps: BTreeMap<u64, u64>,
     /// The starts of gaps by the logarithm of their length, so that the highest that fits is found without a look at each.
-    gaps_by_size: BTreeMap<u32, BTreeSet<u64>>,
+    gaps_by_size: OrderedMap<u32, BTreeSet<u64>>,
     /// By start.
-    chunks: BTreeMap<u64, Chunk>,
+    chunks: OrderedMap<u64, Chunk>,
     /// Chunks by their largest free range, and of those with the same by age: number and start.
-    by_room: BTreeMap<u64, BTreeSet<(u64, u64)>>,
+    by_room: OrderedMap<u64, BTreeSet<(u64, u64)>>,
     /// Blocks by start: length.
     blocks: BTreeMap<u64, u64>,
     held: u64,
@@ -63,9 +64,9 @@ impl PlainRange {
             granule,
             page,
             gaps: BTreeMap::new(),
-            gaps_by_size: BTreeMap::new(),
-            chunks: BTreeMap::new(),
-            by_room: BTreeMap::new(),
+            gaps_by_size: OrderedMap::new(),
+            chunks: OrderedMap::new(),
+            by_room: OrderedMap::new(),
             blocks: BTreeMap::new(),
             held: 0,
             next: 0,
@@ -134,7 +135,7 @@ impl PlainRange {
         let number = self.next;
         self.next += 1;
         self.chunks.insert(start, Chunk { number, bytes, free: BTreeMap::from([(start, bytes)]) });
-        self.by_room.entry(bytes).or_default().insert((number, start));
+        self.by_room.or_default(bytes).insert((number, start));
         Some(start)
     }
 
@@ -162,7 +163,7 @@ impl PlainRange {
         if before != after {
             self.forget_room(before, (number, start));
             if after > 0 {
-                self.by_room.entry(after).or_default().insert((number, start));
+                self.by_room.or_default(after).insert((number, start));
             }
         }
         result
@@ -180,7 +181,7 @@ impl PlainRange {
     fn add_gap(&mut self, start: u64, bytes: u64) {
         if bytes > 0 {
             self.gaps.insert(start, bytes);
-            self.gaps_by_size.entry(bytes.ilog2()).or_default().insert(start);
+            self.gaps_by_size.or_default(bytes.ilog2()).insert(start);
         }
     }
 

@@ -33,13 +33,13 @@ use super::{
 use crate::bytes::Bytes;
 use crate::device::Clock;
 use crate::device::DriverError;
+use crate::ordered::OrderedMap;
 use graphs::{Graphs, Node};
 use heap::{Heap, Packing};
 use l2::L2;
 use memory::{HostMemoryMap, NoRoom};
 use pools::Pool;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard};
 use timeline::{Order, Recorded, Timeline};
@@ -76,9 +76,9 @@ struct State {
     small: Heap,
     /// Plain memory in pages of its own.
     large: PlainRange,
-    pools: BTreeMap<u64, Pool>,
+    pools: OrderedMap<u64, Pool>,
     next_pool: u64,
-    events: BTreeMap<u64, Option<Recorded>>,
+    events: OrderedMap<u64, Option<Recorded>>,
     next_event: u64,
     host: HostMemoryMap,
     vmm: vmm::Space,
@@ -164,9 +164,9 @@ impl SimDriver {
             time: Timeline::new(profile.queues.depth),
             small: Heap::new(SMALL_BASE, RANGE, page, profile.plain.align_bytes, Packing::Within),
             large: PlainRange::new(LARGE_BASE, RANGE, page),
-            pools: BTreeMap::new(),
+            pools: OrderedMap::new(),
             next_pool: 0,
-            events: BTreeMap::new(),
+            events: OrderedMap::new(),
             next_event: 1,
             host: HostMemoryMap::default(),
             vmm: vmm::Space::default(),

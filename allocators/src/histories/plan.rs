@@ -19,12 +19,16 @@
 //!
 //! - [`AfterWait`](CrossStream::AfterWait): the new owner's stream is made to wait for an event behind the free. Every
 //!   allocator could do that, so this is the plan that policies are compared with.
-//! - [`KnownOrder`](CrossStream::KnownOrder): memory changes streams only where the host has seen that the work is over.
+//! - [`KnownOrder`](CrossStream::KnownOrder): memory changes streams or pools only where the host has seen that the work is over.
 //!   Each stream has a clock that says up to which free its work is known to be done. Logs do not name the waits between
 //!   streams, so the host's observations (frees that complete late) are all that moves these clocks. It is the plan of a
 //!   policy that never waits, as PyTorch's.
 //!
 //! With one stream the two are the same.
+//!
+//! # Private pools
+//! A captured CUDA graph writes to the memory of its pool at each launch, whether a block there was freed or not. So memory
+//! of a private pool serves its other blocks only, until the program has released the pool.
 //!
 //! # The search
 //! 1. An online best fit gives the first plan, in O(n log n). It is what is left where the rest would take too long.
@@ -33,15 +37,15 @@
 //! 3. As long as a block's top lies above the bound, blocks that do move forward in the order, and all are placed
 //!    again: "squeaky wheel" optimisation (Joslin and Clements 1999). The best plan is kept.
 //!
-//! The search ends at the bound (or within 0.012 % of it), or when it has made [`PlanSettings::steps`] steps. A step is a conflicting block that is
-//! looked at, or a block that is sorted. Nothing reads a clock, so the same history gives the same plan everywhere.
+//! The search ends at the bound (or within 0.012 % of it), or when it has made [`PlanSettings::steps`] steps. A step is a block
+//! that is looked at or sorted, or two lists of byte ranges that are looked at. Nothing reads a clock, so the same history
+//! gives the same plan everywhere.
 //!
 //! # What a history does not tell
 //! - Blocks from before the first event are in use from the beginning, in address order, and blocks that are never freed are
 //!   in use to the end.
 //! - Requests that the recorded allocator refused never lived, and are left out.
 //! - In a log that does not say when frees complete, they complete at once.
-//! - Segments of graphs' private pools stay while the graph lives. The plan knows blocks only, so it uses that memory again.
 //!
 //! *Source.* The heuristic is that of TensorFlow Lite's and TVM's memory planners (greedy by size) with the search added;
 //! exact solvers are <https://github.com/google/minimalloc> and TelaMalloc (ASPLOS 2023).
@@ -49,6 +53,7 @@
 mod bound;
 mod conflicts;
 mod misses;
+mod occupied;
 mod online;
 mod overlap;
 mod search;
@@ -76,10 +81,20 @@ pub struct Lifetime {
     pub requested: u64,
     /// Number of the stream.
     pub stream: u32,
-    /// Number of the first allocation of the same stream that can have the memory, or [`NEVER`].
+    /// Number of the private pool that it lies in, from 1; 0 for none.
+    pub pool: u32,
+    /// Number of the first allocation of the same stream and pool that can have the memory, or [`NEVER`].
     pub end: u32,
-    /// The same for other streams if nobody waits for them. Not before `end`.
+    /// The same for other streams if nobody waits for them, and for what lies outside its private pool. Not before `end`.
     pub end_elsewhere: u32,
+}
+
+/// Blocks that have memory from each other as soon as it is free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Group {
+    pool: u32,
+    /// 0 where streams wait for each other.
+    stream: u32,
 }
 
 impl Lifetime {
@@ -89,10 +104,27 @@ impl Lifetime {
         self.requested.next_multiple_of(UNIT)
     }
 
-    /// The number of the first allocation of a stream that can have the memory.
+    /// The number of the first allocation that can have the memory, if it is like `other`.
     #[must_use]
-    pub fn end_for(&self, stream: u32, cross: CrossStream) -> u32 {
-        if cross == CrossStream::AfterWait || stream == self.stream { self.end } else { self.end_elsewhere }
+    pub fn end_for(&self, other: &Lifetime, cross: CrossStream) -> u32 {
+        if self.group(cross) == other.group(cross) { self.end } else { self.end_outside(cross) }
+    }
+
+    /// The end of allocation `number` as a point of time, of which a history of so many allocations has as many.
+    fn end_within(&self, number: u32, allocations: usize) -> usize {
+        // What is freed before the next allocation has lived all the same. `NEVER` lies behind the last.
+        (self.end.max(number + 1) as usize).min(allocations)
+    }
+
+    fn group(&self, cross: CrossStream) -> Group {
+        let stream = if cross == CrossStream::AfterWait { 0 } else { self.stream };
+        Group { pool: self.pool, stream }
+    }
+
+    /// The number of the first allocation of another group that can have the memory.
+    fn end_outside(&self, cross: CrossStream) -> u32 {
+        let waits = cross == CrossStream::AfterWait && self.pool == 0;
+        if waits { self.end } else { self.end_elsewhere.max(self.end) }
     }
 }
 
@@ -185,7 +217,7 @@ impl fmt::Display for Plan {
 ///
 /// O(n log n) and at most [`PlanSettings::steps`] steps more, with some 100 bytes of memory for each block.
 #[must_use]
-pub fn plan(lifetimes: &[Lifetime], settings: &PlanSettings, progress: impl FnMut(u64, u64)) -> Plan {
+pub fn plan(lifetimes: &[Lifetime], settings: &PlanSettings, mut progress: impl FnMut(u64, u64)) -> Plan {
     let lower_bound = lower_bound(lifetimes, settings.cross_stream);
-    Search::new(lifetimes, settings, lower_bound).run(progress)
+    Search::new(lifetimes, settings, lower_bound).run(&mut progress)
 }

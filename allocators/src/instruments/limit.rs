@@ -1,17 +1,18 @@
 //! A byte limit on what the client holds, the same for every backend.
 
-use crate::contract::Stats;
 use crate::contract::{AllocError, OomReport};
 use crate::contract::{Block, DeviceAllocator, Path, Request};
 use crate::contract::{Ledger, Snapshot};
+use crate::contract::{Stats, Token};
 use crate::device::{DeviceAddr, StreamId};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Refuses an allocation that would take the bytes in live blocks over the limit.
 ///
-/// [`Caching`](crate::backends::Caching) has a limit of its own, on reserved bytes, under which it releases its
-/// cache before it gives up; this one is for backends without.
+/// What the backend reserves beyond them, it does not bound. Most backends have a limit of their own, on reserved bytes:
+/// the setting `memory_limit`, under which they release what is idle before they give up. This one is for backends without,
+/// see [`Selection::set_memory_limit`](crate::Selection::set_memory_limit).
 #[derive(Debug)]
 pub struct Limit {
     inner: Arc<dyn DeviceAllocator>,
@@ -25,7 +26,7 @@ struct State {
     held: u64,
     /// Blocks that were handed out: their bytes and what the backend calls them, by which one of another allocator at the
     /// same address is told apart.
-    live: HashMap<DeviceAddr, (u64, u64)>,
+    live: HashMap<DeviceAddr, (u64, Token)>,
 }
 
 impl State {
@@ -61,6 +62,7 @@ impl Limit {
             other_streams_free_bytes: None,
             limit_bytes: Some(self.limit),
             device_bytes: None,
+            against_fragmentation: None,
         }))
     }
 }

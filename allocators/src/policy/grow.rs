@@ -65,7 +65,7 @@ pub enum Step {
         max_split: u64,
     },
     /// Wait for pending frees, and give back every idle segment. PyTorch's `release_cached_blocks`. It gives no block by
-    /// itself.
+    /// itself. Here the ladder ends for a request of a private pool, and while a graph is captured.
     ReleaseCached,
     /// Wait for pending frees. It gives no block by itself.
     WaitForFrees,
@@ -113,6 +113,8 @@ impl Ladder {
                     path = Path::Retry;
                     if release_oversize(heap, miss, max_split)? { self.new_segment(heap, miss)? } else { None }
                 }
+                // `captures_underway`
+                Step::ReleaseCached if heap.is_capturing() || miss.list.owner.private.is_some() => break,
                 Step::ReleaseCached => {
                     path = Path::Retry;
                     release_cached(heap, 0)?;

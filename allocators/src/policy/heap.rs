@@ -13,6 +13,7 @@ use super::source::Source;
 use super::stream::Stream;
 use crate::contract::{AllocError, CaptureId, OomReport, PoolKind};
 use crate::device::{DeviceAddr, Driver, DriverError, EventId, StreamId};
+use crate::ordered::OrderedSet;
 use crate::space::{BlockId, FreeList, Joined, Owner, Segment, SegmentId, Space, State};
 use arena::Arena;
 use std::collections::{BTreeMap, BTreeSet};
@@ -36,11 +37,11 @@ pub struct Heap {
     /// Streams that were announced to use a block.
     uses: BTreeMap<BlockId, Vec<StreamId>>,
     /// Private pools whose graphs may still run, or that may still be asked for memory, so that none of their segments goes back.
-    pinned: BTreeSet<CaptureId>,
+    pinned: OrderedSet<CaptureId>,
     /// Graphs that are being captured.
     captures: usize,
     /// The first error by which blocks that were put are of no use to other streams for now.
-    untold: Option<DriverError>,
+    event_error: Option<DriverError>,
 }
 
 /// A segment that no block is taken of.
@@ -77,9 +78,9 @@ impl Heap {
             pending: Pending::default(),
             arena: None,
             uses: BTreeMap::new(),
-            pinned: BTreeSet::new(),
+            pinned: OrderedSet::new(),
             captures: 0,
-            untold: None,
+            event_error: None,
         }
     }
 
@@ -223,7 +224,7 @@ impl Heap {
         let owner = joined.block.list.owner;
         if owner.private.is_none() {
             let freed = self.stream.freed(self.source.driver().as_ref(), owner.stream, self.captures > 0);
-            self.untold = self.untold.take().or(freed.err());
+            self.event_error = self.event_error.take().or(freed.err());
         }
         joined.any()
     }
@@ -384,7 +385,7 @@ impl Heap {
         done.into_iter().for_each(|block| {
             self.put(block);
         });
-        self.told().and(outcome)
+        self.take_event_error().and(outcome)
     }
 
     /// The same, waiting until no free is pending.
@@ -402,23 +403,23 @@ impl Heap {
         if self.captures == 0 && self.stream.sets_aside() && self.source.driver().device_synchronize().is_ok() {
             self.stream.synchronized();
         }
-        self.told().and(outcome)
+        self.take_event_error().and(outcome)
     }
 
     /// The error, if there was one, by which a block that was just [put](Self::put) is of no use to other streams for now.
     ///
     /// # Errors
     /// That one.
-    pub(crate) fn told(&mut self) -> Result<(), DriverError> {
-        self.untold.take().map_or(Ok(()), Err)
+    pub(crate) fn take_event_error(&mut self) -> Result<(), DriverError> {
+        self.event_error.take().map_or(Ok(()), Err)
     }
 
-    /// An error by which a pending free was set aside when nobody was freeing, told once.
+    /// An error by which a pending free was set aside when nobody was freeing. It is given once.
     ///
     /// # Errors
     /// That one.
-    pub(crate) fn tell(&mut self) -> Result<(), DriverError> {
-        self.pending.take_untold().map_or(Ok(()), Err)
+    pub(crate) fn take_pending_error(&mut self) -> Result<(), DriverError> {
+        self.pending.take_error().map_or(Ok(()), Err)
     }
 
     // Graphs.
@@ -504,6 +505,8 @@ impl Heap {
             other_streams_free_bytes: Some(others),
             limit_bytes: self.source.limit(),
             device_bytes: self.source.driver().mem_info().ok().map(|info| (info.free, info.total)),
+            // What a policy can be told, it says itself.
+            against_fragmentation: None,
         }
     }
 
@@ -517,3 +520,6 @@ impl Heap {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

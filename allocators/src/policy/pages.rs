@@ -153,3 +153,78 @@ impl Pages {
         self.events.take().into_iter().chain(waiting).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{CallKind, FaultyDriver, NullDriver, Profile, SimDriver, sim::SimMemory};
+    use std::sync::Arc;
+
+    const PAGE: u64 = 2 << 20;
+
+    /// Work of some microseconds.
+    fn work(driver: &SimDriver, stream: StreamId) {
+        driver.launch(stream, "work", (1, 1), 1 << 20, &[]).unwrap();
+    }
+
+    #[test]
+    fn a_page_is_over_when_the_work_before_its_last_free_is() {
+        let driver = SimDriver::new(Profile::h200(), SimMemory::None);
+        let stream = driver.stream_create().unwrap();
+        let mut pages = Pages::default();
+        work(&driver, stream);
+        pages.freed(&driver, stream, (0, 2 * PAGE, PAGE), false).unwrap();
+        work(&driver, stream);
+        pages.freed(&driver, stream, (PAGE, 3 * PAGE, PAGE), false).unwrap();
+        assert_eq!([0, PAGE, 2 * PAGE, 3 * PAGE].map(|page| pages.last_free(page)), [1, 2, 2, 0]);
+
+        assert!(pages.is_over(&driver, 3 * PAGE, false).unwrap(), "nothing ever used it");
+        assert!(!pages.is_over(&driver, 0, false).unwrap());
+        // Waiting for the first page waits for nothing that was queued later.
+        assert!(pages.is_over(&driver, 0, true).unwrap());
+        assert!(!pages.is_over(&driver, PAGE, false).unwrap());
+        driver.device_synchronize().unwrap();
+        pages.poll_all(&driver, false).unwrap();
+        assert!(pages.is_over(&driver, 2 * PAGE, false).unwrap());
+        pages.forget(PAGE);
+        assert_eq!(pages.last_free(PAGE), 0);
+        assert_eq!(pages.take_events().len(), 2);
+    }
+
+    #[test]
+    fn an_event_that_could_not_be_made_is_made_later() {
+        let driver = FaultyDriver::new(Arc::new(NullDriver::new(1 << 30)));
+        let stream = driver.stream_create().unwrap();
+        let mut pages = Pages::default();
+        driver.fail(CallKind::EventRecord, 0, DriverError::ILLEGAL_STATE);
+        assert!(pages.freed(&driver, stream, (0, PAGE, PAGE), false).is_err());
+        assert!(!pages.is_over(&driver, 0, false).unwrap(), "no event says so");
+        pages.poll_all(&driver, false).unwrap();
+        assert!(pages.is_over(&driver, 0, false).unwrap());
+    }
+
+    #[test]
+    fn pages_of_a_stream_that_is_gone_are_never_over() {
+        let driver = FaultyDriver::new(Arc::new(NullDriver::new(1 << 30)));
+        let stream = driver.stream_create().unwrap();
+        let gone = || driver.fail(CallKind::EventRecord, 0, DriverError::INVALID_HANDLE);
+        let mut pages = Pages::default();
+        gone();
+        pages.freed(&driver, stream, (0, PAGE, PAGE), false).unwrap();
+        gone();
+        pages.poll_all(&driver, false).unwrap();
+        gone();
+        assert!(!pages.is_over(&driver, 0, true).unwrap());
+    }
+
+    #[test]
+    fn there_are_never_many_events() {
+        let driver = NullDriver::new(1 << 30);
+        let stream = driver.stream_create().unwrap();
+        let mut pages = Pages::default();
+        for free in 0..10 * MANY as u64 {
+            pages.freed(&driver, stream, (free % 7 * PAGE, (free % 7 + 1) * PAGE, PAGE), false).unwrap();
+        }
+        assert!(pages.take_events().len() <= MANY + 1);
+    }
+}

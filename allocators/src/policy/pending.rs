@@ -36,8 +36,8 @@ pub struct Pending {
     /// Bytes of blocks used by streams that take no event any more, because they are gone. Nothing but a wait for the whole
     /// device tells that their work is over.
     stranded: Gauge,
-    /// The first error by which a block was stranded when nobody was freeing it, so that nobody was told.
-    untold: Option<DriverError>,
+    /// The first error by which a block was stranded when nobody was freeing it, until somebody takes it.
+    error: Option<DriverError>,
 }
 
 impl Pending {
@@ -53,8 +53,8 @@ impl Pending {
     }
 
     /// An error that a request would not have been the place to tell, once.
-    pub(super) fn take_untold(&mut self) -> Option<DriverError> {
-        self.untold.take()
+    pub(super) fn take_error(&mut self) -> Option<DriverError> {
+        self.error.take()
     }
 
     /// The events that wait for their next use.
@@ -188,7 +188,7 @@ impl Pending {
                     Err(error) if error.call == CallKind::EventCreate && !all => break,
                     Err(error) => {
                         queue.pop_front();
-                        self.untold.get_or_insert(error);
+                        self.error.get_or_insert(error);
                         self.strand(block);
                     }
                 }

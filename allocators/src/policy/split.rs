@@ -15,6 +15,14 @@ pub enum Split {
         /// How much larger than the request such a block may be.
         max_non_split_rounding: u64,
     },
+    /// PyTorch with expandable segments: a rest is kept from 512 bytes on in both pools. The bounds are those of
+    /// [`Torch`](Self::Torch), but a block that is too large is cut all the same when it serves because memory was asked for.
+    TorchExpandable {
+        /// As there.
+        max_split: u64,
+        /// As there.
+        max_non_split_rounding: u64,
+    },
     /// Every rest is kept (RMM's pool).
     Always,
     /// A rest is kept when it is as large as the request, or as a bound (BFC).
@@ -35,9 +43,13 @@ impl Split {
     pub fn largest(&self, bytes: u64) -> u64 {
         match *self {
             // PyTorch's `get_free_block`.
-            Self::Torch { max_split: u64::MAX, .. } => u64::MAX,
-            Self::Torch { max_split, .. } if bytes < max_split => max_split - 1,
-            Self::Torch { max_non_split_rounding, .. } => bytes.saturating_add(max_non_split_rounding) - 1,
+            Self::Torch { max_split: u64::MAX, .. } | Self::TorchExpandable { max_split: u64::MAX, .. } => u64::MAX,
+            Self::Torch { max_split, .. } | Self::TorchExpandable { max_split, .. } if bytes < max_split => {
+                max_split - 1
+            }
+            Self::Torch { max_non_split_rounding, .. } | Self::TorchExpandable { max_non_split_rounding, .. } => {
+                bytes.saturating_add(max_non_split_rounding) - 1
+            }
             Self::Always | Self::Bfc { .. } | Self::Never => u64::MAX,
         }
     }
@@ -52,6 +64,7 @@ impl Split {
                 PoolKind::Small => rest >= MIN_BLOCK,
                 PoolKind::Large => bytes < max_split && rest > SMALL_MAX,
             },
+            Self::TorchExpandable { .. } => rest >= MIN_BLOCK,
             Self::Always => rest > 0,
             Self::Bfc { largest_rest } => rest > 0 && (rest >= bytes || rest >= largest_rest),
             Self::Never => false,
@@ -80,6 +93,15 @@ mod tests {
         assert_eq!(split.largest(2 * MIB), 30 * MIB - 1);
         assert_eq!(split.largest(30 * MIB), 50 * MIB - 1);
         assert!(!split.cuts(Some(PoolKind::Large), 30 * MIB, 49 * MIB));
+    }
+
+    #[test]
+    fn torch_cuts_expandable_blocks_of_any_size() {
+        let split = Split::TorchExpandable { max_split: 30 * MIB, max_non_split_rounding: 20 * MIB };
+        for pool in [PoolKind::Small, PoolKind::Large] {
+            assert!(split.cuts(Some(pool), 40 * MIB, 40 * MIB + 512) && !split.cuts(Some(pool), MIB, MIB));
+        }
+        assert_eq!((split.largest(2 * MIB), split.largest(30 * MIB)), (30 * MIB - 1, 50 * MIB - 1));
     }
 
     #[test]

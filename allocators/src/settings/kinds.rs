@@ -168,7 +168,7 @@ impl Kind<f64> for Fraction {
 #[derive(Clone, Debug)]
 pub struct Switch(());
 
-/// `on` or `off`.
+/// `on` or `off`; `true` and `false`, as PyTorch writes them in small letters or not, are read as well.
 #[must_use]
 pub fn switch() -> Switch {
     Switch(())
@@ -181,8 +181,8 @@ impl Kind<bool> for Switch {
 
     fn read(&self, text: &str) -> Option<bool> {
         match text {
-            "on" => Some(true),
-            "off" => Some(false),
+            "on" | "true" | "True" => Some(true),
+            "off" | "false" | "False" => Some(false),
             _ => None,
         }
     }

@@ -84,7 +84,7 @@ fn what_a_setting_does_not_take_is_refused_and_changes_nothing() {
         ("bins", "-1", "a whole number from 1 to 64"),
         ("threshold", "nan", "a number from 0 to 1"),
         ("threshold", "1.01", "a number from 0 to 1"),
-        ("again", "true", "on or off"),
+        ("again", "yes", "on or off"),
         ("fit", "worst", "best or first"),
     ] {
         let error = settings.set(name, text).unwrap_err().to_string();

@@ -2,10 +2,17 @@
 
 use crate::contract::{CaptureId, PoolKind};
 use crate::device::StreamId;
+use crate::ordered::Key;
 
 /// Names a block of a [`Space`](super::Space) while it exists; names of blocks that are gone are used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockId(pub(super) u32);
+
+impl Key for BlockId {
+    fn number(self) -> u64 {
+        self.0.into()
+    }
+}
 
 impl BlockId {
     /// The lowest name.

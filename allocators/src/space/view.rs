@@ -4,10 +4,6 @@ use super::{BlockId, FreeBlock, FreeList, Segment, SegmentId, Space, State};
 use crate::contract::{BlockInfo, BlockState, SegmentInfo, Snapshot};
 use crate::device::DeviceAddr;
 
-fn address(addr: u64) -> DeviceAddr {
-    DeviceAddr::new(addr).expect("segments do not lie at address zero")
-}
-
 impl Space {
     /// The held block with this number, if it lies at this address.
     #[must_use]
@@ -71,14 +67,14 @@ impl Space {
                     }
                 };
                 let info = open.get_or_insert_with(|| SegmentInfo {
-                    addr: address(block.addr),
+                    addr: DeviceAddr::handed_out(block.addr),
                     bytes: 0,
                     stream: segment.list.owner.stream,
                     pool: segment.list.pool,
                     blocks: Vec::new(),
                 });
                 info.bytes += block.bytes;
-                let (addr, bytes, requested) = (address(block.addr), block.bytes, block.requested);
+                let (addr, bytes, requested) = (DeviceAddr::handed_out(block.addr), block.bytes, block.requested);
                 info.blocks.push(BlockInfo { addr, bytes, requested, state });
             }
             segments.extend(open);

@@ -4,10 +4,11 @@ use super::support::{
     GIB, KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, read, write,
 };
 use super::{Bench, Device};
-use crate::backends::{self, SegmentUse};
+use crate::backends::{self, SegmentUse, StreamUse};
 use crate::contract::{AllocError, Block, BlockState, DeviceAllocator, Request, SegmentInfo, Snapshot};
 use crate::instruments::{assert_layout, assert_tiled};
 
+#[inline]
 pub(super) fn zero_bytes_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let error = allocate(allocator.as_ref(), 0, stream).unwrap_err();
@@ -16,6 +17,7 @@ pub(super) fn zero_bytes_are_refused(bench: &Bench) {
     assert_eq!(allocator.stats().num_device_alloc, 0);
 }
 
+#[inline]
 pub(super) fn a_huge_request_is_refused_and_the_allocator_stays_usable(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     for bytes in [1 << 50, 1 << 62, (1 << 62) + 1, 1 << 63, u64::MAX - 511, u64::MAX] {
@@ -29,6 +31,7 @@ pub(super) fn a_huge_request_is_refused_and_the_allocator_stays_usable(bench: &B
     check_nothing_held(&allocator.stats());
 }
 
+#[inline]
 pub(super) fn alignment_up_to_256_is_kept_and_512_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let mut blocks = Vec::new();
@@ -51,6 +54,7 @@ pub(super) fn alignment_up_to_256_is_kept_and_512_refused(bench: &Bench) {
 }
 
 /// Panics when two blocks share a byte.
+#[inline]
 fn assert_disjoint<'a>(blocks: impl Iterator<Item = &'a Block>) {
     let mut ranges: Vec<(u64, u64)> = blocks.map(|block| (block.addr().get(), block.bytes())).collect();
     ranges.sort_unstable();
@@ -59,6 +63,7 @@ fn assert_disjoint<'a>(blocks: impl Iterator<Item = &'a Block>) {
     }
 }
 
+#[inline]
 pub(super) fn live_blocks_are_disjoint(bench: &Bench) {
     let (allocator, mut random) = (bench.build(), Random::new(3));
     let streams: Vec<_> = (0..3).map(|_| bench.driver.stream_create().unwrap()).collect();
@@ -80,6 +85,7 @@ pub(super) fn live_blocks_are_disjoint(bench: &Bench) {
     }
 }
 
+#[inline]
 pub(super) fn patterns_survive_in_live_blocks(bench: &Bench) {
     if !bench.has_memory() {
         return;
@@ -106,6 +112,7 @@ pub(super) fn patterns_survive_in_live_blocks(bench: &Bench) {
     check_nothing_held(&allocator.stats());
 }
 
+#[inline]
 pub(super) fn freed_memory_is_used_again_by_its_stream(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let sizes = [700, 100 * KIB, MIB, 3 * MIB, 12 * MIB];
@@ -122,17 +129,34 @@ pub(super) fn freed_memory_is_used_again_by_its_stream(bench: &Bench) {
         assert_eq!(round(allocator.as_ref()), first, "the same round should need the same memory");
     }
     assert_eq!(allocator.stats().reserved_bytes.all.peak, first);
-    if bench.backend.capabilities.caches && bench.backend.capabilities.segments.is_shared() {
+    if bench.capabilities().caches && bench.capabilities().segments.is_shared() {
         let before = allocator.stats().num_device_alloc;
         round(allocator.as_ref());
         assert_eq!(allocator.stats().num_device_alloc, before, "what is kept should serve the round again");
     }
-    if bench.backend.capabilities.follows_pytorch {
+    if bench.capabilities().follows_pytorch {
         // The small pool's one segment, and one of 20 MiB for 3 and 12 MiB.
         assert_eq!(allocator.stats().num_device_alloc, 2);
     }
 }
 
+#[inline]
+pub(super) fn freed_memory_stays_with_its_stream_where_that_is_said(bench: &Bench) {
+    let (allocator, driver) = (bench.build(), bench.driver.as_ref());
+    let [owner, other] = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
+    let block = allocate(allocator.as_ref(), 40 * MIB, owner).unwrap();
+    let reserved = allocator.stats().reserved_bytes.all.current;
+    free(allocator.as_ref(), block, owner).unwrap();
+    // Nothing of its work is left.
+    driver.device_synchronize().unwrap();
+    let block = allocate(allocator.as_ref(), 40 * MIB, other).unwrap();
+    let grows = allocator.stats().reserved_bytes.all.current > reserved;
+    // Where it may serve others, new memory may still come first.
+    assert!(grows || bench.capabilities().streams == StreamUse::Any, "another stream has the memory");
+    free(allocator.as_ref(), block, other).unwrap();
+}
+
+#[inline]
 pub(super) fn statistics_agree_with_what_was_done(bench: &Bench) {
     let (allocator, stream, mut random) = (bench.build(), bench.driver.stream_create().unwrap(), Random::new(8));
     let (mut live, mut allocated, mut freed) = (Vec::new(), 0, 0);
@@ -155,7 +179,7 @@ pub(super) fn statistics_agree_with_what_was_done(bench: &Bench) {
         assert!(stats.requested_bytes.all.current <= stats.allocated_bytes.all.current);
         assert_eq!(stats.active.all.current, live.len() as u64, "nothing is pending on one stream");
         let calls = stats.num_device_alloc - stats.num_device_free;
-        match bench.backend.capabilities.segments {
+        match bench.capabilities().segments {
             // Calls map parts of segments.
             SegmentUse::Expandable => assert!(calls > 0 || live.is_empty()),
             SegmentUse::Many => assert_eq!(Some(calls), stats.segment.map(|gauge| gauge.all.current)),
@@ -168,6 +192,7 @@ pub(super) fn statistics_agree_with_what_was_done(bench: &Bench) {
     check_nothing_held(&allocator.stats());
 }
 
+#[inline]
 pub(super) fn peaks_are_kept_and_start_again(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let blocks: Vec<Block> = (0..4).map(|_| allocate(allocator.as_ref(), 12 * MIB, stream).unwrap()).collect();
@@ -192,13 +217,14 @@ pub(super) fn peaks_are_kept_and_start_again(bench: &Bench) {
     for gauge in [stats.allocation, stats.active, stats.allocated_bytes, stats.active_bytes, stats.requested_bytes] {
         assert_eq!(gauge.all.peak, gauge.all.current);
     }
-    if bench.backend.capabilities.segments != SegmentUse::Hidden {
+    if bench.capabilities().segments != SegmentUse::Hidden {
         assert_eq!(stats.reserved_bytes.all.peak, stats.reserved_bytes.all.current);
     }
     assert_eq!(stats.allocation.all.allocated, 4, "running totals go on");
     free(allocator.as_ref(), kept, stream).unwrap();
 }
 
+#[inline]
 pub(super) fn trim_returns_idle_memory(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let start = free_bytes(bench.driver.as_ref());
@@ -210,7 +236,7 @@ pub(super) fn trim_returns_idle_memory(bench: &Bench) {
     let before = allocator.stats().reserved_bytes.all.current;
     let keep = before / 2;
     // Where a segment goes back as a whole, the one with the block that is still held stays, however large it is.
-    let in_parts = bench.backend.capabilities.segments == SegmentUse::Expandable;
+    let in_parts = bench.capabilities().segments == SegmentUse::Expandable;
     let holds = |segment: &SegmentInfo| segment.blocks.iter().any(|block| block.state == BlockState::Allocated);
     let in_use = allocator.snapshot().filter(|_| !in_parts).map(|snapshot| {
         let segments = snapshot.segments.iter().filter(|segment| holds(segment));
@@ -220,7 +246,7 @@ pub(super) fn trim_returns_idle_memory(bench: &Bench) {
     let middle = allocator.stats().reserved_bytes.all.current;
     assert_eq!(before - middle, first, "trim should say what went");
     // A driver's pool keeps at least what it is told to, in whole granules.
-    let granule = if bench.backend.capabilities.segments == SegmentUse::Hidden { 32 * MIB } else { 0 };
+    let granule = if bench.capabilities().segments == SegmentUse::Hidden { 32 * MIB } else { 0 };
     assert!(middle <= keep.max(in_use.unwrap_or(2 * MIB)) + granule, "{middle} of {before} stayed");
     let second = allocator.trim(0).unwrap();
     let after = allocator.stats().reserved_bytes.all.current;
@@ -239,6 +265,7 @@ pub(super) fn trim_returns_idle_memory(bench: &Bench) {
     free(allocator.as_ref(), block, stream).unwrap();
 }
 
+#[inline]
 pub(super) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     let (allocator, driver) = (bench.build(), bench.driver.as_ref());
     let (owner, user) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
@@ -248,7 +275,7 @@ pub(super) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     allocator.record_use(&one, user).unwrap();
     allocator.record_use(&one, owner).unwrap();
     let path = free(allocator.as_ref(), one, owner).unwrap();
-    assert_eq!(path, bench.backend.capabilities.used_elsewhere);
+    assert_eq!(path, bench.capabilities().used_elsewhere);
     let stats = allocator.stats();
     assert_eq!(stats.allocation.all.current, 0);
     check_stats(&stats);
@@ -257,7 +284,7 @@ pub(super) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     let again = allocate(allocator.as_ref(), 3 * MIB, owner).unwrap();
     let stats = allocator.stats();
     assert_eq!(stats.active.all.current, 1, "the pending free should be done by now");
-    if bench.backend.capabilities.caches && bench.backend.capabilities.segments.is_shared() {
+    if bench.capabilities().caches && bench.capabilities().segments.is_shared() {
         assert_eq!(stats.reserved_bytes.all.current, reserved, "the block should be used again");
     }
     allocator.record_use(&again, owner).unwrap();
@@ -265,6 +292,7 @@ pub(super) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     check_nothing_held(&allocator.stats());
 }
 
+#[inline]
 pub(super) fn a_foreign_block_is_refused(bench: &Bench) {
     let (mine, other) = (bench.build(), bench.build());
     let stream = bench.driver.stream_create().unwrap();
@@ -279,11 +307,23 @@ pub(super) fn a_foreign_block_is_refused(bench: &Bench) {
         other => panic!("a foreign block was taken: {other:?}"),
     }
     assert_eq!(mine.stats(), before, "a refusal should change nothing");
+    // Another device hands out the same addresses: only the token tells. There may be one GPU.
+    if bench.device != Device::Cuda {
+        let elsewhere = Bench::open(bench.selection.clone(), bench.device, GIB);
+        let (theirs, there) = (elsewhere.build(), elsewhere.driver.stream_create().unwrap());
+        let strange = allocate(theirs.as_ref(), 4096, there).unwrap();
+        let error = mine.record_use(&strange, stream).unwrap_err();
+        assert!(matches!(error, AllocError::ForeignBlock { .. }), "{error}");
+        let error = free(mine.as_ref(), strange, stream).unwrap_err();
+        assert!(matches!(error, AllocError::ForeignBlock { .. }), "{error}");
+        assert_eq!(mine.stats(), before, "a refusal should change nothing");
+    }
     free(mine.as_ref(), own, stream).unwrap();
     check_nothing_held(&mine.stats());
     assert_eq!(other.stats().allocation.all.current, 1);
 }
 
+#[inline]
 pub(super) fn the_peak_ledger_sums_to_what_is_not_in_use(bench: &Bench) {
     let (allocator, driver, mut random) = (bench.build(), bench.driver.as_ref(), Random::new(13));
     let streams: Vec<_> = (0..3).map(|_| driver.stream_create().unwrap()).collect();
@@ -312,6 +352,7 @@ pub(super) fn the_peak_ledger_sums_to_what_is_not_in_use(bench: &Bench) {
     }
 }
 
+#[inline]
 pub(super) fn the_peak_ledger_follows_a_reset(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     for bytes in [200 * MIB, 60 * MIB] {
@@ -325,11 +366,13 @@ pub(super) fn the_peak_ledger_follows_a_reset(bench: &Bench) {
     }
 }
 
+#[inline]
 fn freed_bytes(snapshot: &Snapshot) -> u64 {
     let blocks = snapshot.segments.iter().flat_map(|segment| &segment.blocks);
     blocks.filter(|block| block.state != BlockState::Allocated).map(|block| block.bytes).sum()
 }
 
+#[inline]
 pub(super) fn snapshots_are_whole(bench: &Bench) {
     let (allocator, driver, mut random) = (bench.build(), bench.driver.as_ref(), Random::new(21));
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
@@ -343,10 +386,10 @@ pub(super) fn snapshots_are_whole(bench: &Bench) {
             free(allocator.as_ref(), block, owner).unwrap();
         }
         let Some(snapshot) = allocator.snapshot() else {
-            assert!(!bench.backend.capabilities.snapshot, "a snapshot is missing");
+            assert!(!bench.capabilities().snapshot, "a snapshot is missing");
             continue;
         };
-        if bench.backend.capabilities.coalesces {
+        if bench.capabilities().coalesces {
             assert_layout(&snapshot)
         } else {
             assert_tiled(&snapshot)
@@ -369,6 +412,7 @@ pub(super) fn snapshots_are_whole(bench: &Bench) {
     }
 }
 
+#[inline]
 pub(super) fn dropping_returns_everything(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
@@ -387,14 +431,16 @@ pub(super) fn dropping_returns_everything(bench: &Bench) {
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
 }
 
+#[inline]
 pub(super) fn reports_and_names_are_complete(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
-    assert_eq!(allocator.name(), bench.backend.name);
-    backends::register(bench.backend).unwrap();
-    assert_eq!(backends::find(allocator.name()).unwrap(), bench.backend);
+    let backend = bench.selection.backend();
+    assert_eq!(allocator.name(), backend.name);
+    backends::register(backend).unwrap();
+    assert_eq!(backends::find(allocator.name()).unwrap(), backend);
     let error = allocate(allocator.as_ref(), 1 << 45, stream).unwrap_err();
     let AllocError::OutOfMemory(report) = error else { panic!("{error}") };
-    assert_eq!(report.allocator, bench.backend.name);
+    assert_eq!(report.allocator, backend.name);
     assert_eq!(report.requested_bytes, 1 << 45);
     assert!(report.needed_bytes >= 1 << 45);
     let (free, total) = report.device_bytes.unwrap();
@@ -403,6 +449,7 @@ pub(super) fn reports_and_names_are_complete(bench: &Bench) {
     assert_eq!(allocator.stats().num_ooms, 1);
 }
 
+#[inline]
 pub(super) fn out_of_memory_is_reported_and_passes(bench: &Bench) {
     let (allocator, driver) = (bench.build(), bench.driver.as_ref());
     let stream = driver.stream_create().unwrap();
@@ -433,7 +480,7 @@ pub(super) fn out_of_memory_is_reported_and_passes(bench: &Bench) {
     for _ in 0..2 {
         live.push(allocate(allocator.as_ref(), part, stream).unwrap());
     }
-    let pieces = if bench.backend.capabilities.keeps_segments { 1 } else { live.len() as u64 / 2 };
+    let pieces = if bench.capabilities().keeps_segments { 1 } else { live.len() as u64 / 2 };
     let whole = pieces * part;
     for block in live {
         free(allocator.as_ref(), block, stream).unwrap();

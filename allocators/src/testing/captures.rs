@@ -11,20 +11,24 @@ use crate::device::{GraphId, StreamId};
 /// A range of addresses.
 type Range = (u64, u64);
 
+#[inline]
 fn range(block: &Block) -> Range {
     (block.addr().get(), block.bytes())
 }
 
+#[inline]
 fn overlap(a: Range, b: Range) -> bool {
     a.0 < b.0 + b.1 && b.0 < a.0 + a.1
 }
 
+#[inline]
 fn begin(bench: &Bench, allocator: &dyn DeviceAllocator, stream: StreamId) -> CaptureId {
     let id = allocator.capture_begin(stream).unwrap();
     bench.driver.graphs().unwrap().capture_begin(stream).unwrap();
     id
 }
 
+#[inline]
 fn end(bench: &Bench, allocator: &dyn DeviceAllocator, id: CaptureId, stream: StreamId) -> GraphId {
     let graph = bench.driver.graphs().unwrap().capture_end(stream).unwrap();
     allocator.capture_end(id).unwrap();
@@ -32,6 +36,7 @@ fn end(bench: &Bench, allocator: &dyn DeviceAllocator, id: CaptureId, stream: St
 }
 
 /// Launches a graph a few times, waits, destroys it and releases its memory.
+#[inline]
 fn run_out(bench: &Bench, allocator: &dyn DeviceAllocator, (id, graph): (CaptureId, GraphId), stream: StreamId) {
     let graphs = bench.driver.graphs().unwrap();
     for _ in 0..3 {
@@ -44,6 +49,7 @@ fn run_out(bench: &Bench, allocator: &dyn DeviceAllocator, (id, graph): (Capture
 }
 
 /// Allocates and frees in a capture, with work between; the addresses that it used.
+#[inline]
 fn step(bench: &Bench, allocator: &dyn DeviceAllocator, stream: StreamId, seed: u64) -> Vec<Range> {
     let (mut random, mut live, mut used) = (Random::new(seed), Vec::<Block>::new(), Vec::new());
     for _ in 0..60 {
@@ -65,6 +71,7 @@ fn step(bench: &Bench, allocator: &dyn DeviceAllocator, stream: StreamId, seed: 
 }
 
 /// Fails when any of some blocks shares a byte with any of some ranges.
+#[inline]
 fn assert_apart<'a>(blocks: impl Iterator<Item = &'a Block>, ranges: &[Range]) {
     for block in blocks {
         let shared = ranges.iter().find(|other| overlap(range(block), **other));
@@ -72,6 +79,7 @@ fn assert_apart<'a>(blocks: impl Iterator<Item = &'a Block>, ranges: &[Range]) {
     }
 }
 
+#[inline]
 fn free_all(allocator: &dyn DeviceAllocator, blocks: Vec<(Block, StreamId)>) {
     for (block, stream) in blocks {
         free(allocator, block, stream).unwrap();
@@ -79,12 +87,14 @@ fn free_all(allocator: &dyn DeviceAllocator, blocks: Vec<(Block, StreamId)>) {
 }
 
 /// Blocks of many sizes on two streams.
+#[inline]
 fn fill_up(allocator: &dyn DeviceAllocator, streams: [StreamId; 2], seed: u64) -> Vec<(Block, StreamId)> {
     let mut random = Random::new(seed);
     let mut one = |stream: StreamId| (allocate(allocator, random.size(23), stream).unwrap(), stream);
     (0..80).map(|number| one(streams[number % 2])).collect()
 }
 
+#[inline]
 pub(super) fn captured_memory_is_apart_and_pinned_until_release(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
@@ -117,6 +127,7 @@ pub(super) fn captured_memory_is_apart_and_pinned_until_release(bench: &Bench) {
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
 }
 
+#[inline]
 pub(super) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let id = begin(bench, allocator.as_ref(), stream);
@@ -126,9 +137,9 @@ pub(super) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
         seen.insert(block.addr());
         fill(bench.driver.as_ref(), block.addr(), 1, block.requested(), stream);
         let path = free(allocator.as_ref(), block, stream).unwrap();
-        assert_eq!(path == Path::Deferred, !bench.backend.capabilities.caches, "{path}");
+        assert_eq!(path == Path::Deferred, !bench.capabilities().caches, "{path}");
     }
-    match bench.backend.capabilities.graph_capture {
+    match bench.capabilities().graph_capture {
         // Where a GPU's driver puts what it captures is its own affair.
         GraphCapture::DriverNodes if bench.device == Device::Cuda => assert!(!seen.is_empty()),
         _ => assert_eq!(seen.len(), 1),
@@ -140,14 +151,16 @@ pub(super) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
 }
 
 /// The client holds nothing; naive's pinned blocks still count as active.
+#[inline]
 fn check_nothing_held_but_pinned(bench: &Bench, allocator: &dyn DeviceAllocator) {
     let stats = allocator.stats();
     assert_eq!((stats.allocation.all.current, stats.allocated_bytes.all.current), (0, 0));
-    if bench.backend.capabilities.caches {
+    if bench.capabilities().caches {
         check_nothing_held(&stats);
     }
 }
 
+#[inline]
 pub(super) fn blocks_left_in_a_capture_are_an_error(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let start = free_bytes(driver);
@@ -170,7 +183,7 @@ pub(super) fn blocks_left_in_a_capture_are_an_error(bench: &Bench) {
         for block in [a, b] {
             let freed = free(allocator, block, stream);
             // What the driver owned went with the graph.
-            let gone = release_first && bench.backend.capabilities.graph_capture == GraphCapture::DriverNodes;
+            let gone = release_first && bench.capabilities().graph_capture == GraphCapture::DriverNodes;
             assert_eq!(matches!(freed, Err(AllocError::ForeignBlock { .. })), gone, "{freed:?}");
             assert!(gone || freed.is_ok(), "{freed:?}");
         }
@@ -184,6 +197,7 @@ pub(super) fn blocks_left_in_a_capture_are_an_error(bench: &Bench) {
     }
 }
 
+#[inline]
 pub(super) fn a_block_from_before_is_freed_at_the_end_of_the_capture(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream, other) = (bench.build(), driver.stream_create().unwrap(), driver.stream_create().unwrap());
@@ -228,6 +242,7 @@ pub(super) fn a_block_from_before_is_freed_at_the_end_of_the_capture(bench: &Ben
     assert_ne!(free(allocator, block, stream).unwrap(), Path::Deferred);
 }
 
+#[inline]
 pub(super) fn a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream, other) = (bench.build(), driver.stream_create().unwrap(), driver.stream_create().unwrap());
@@ -248,6 +263,7 @@ pub(super) fn a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph(
     check_nothing_held(&allocator.stats());
 }
 
+#[inline]
 pub(super) fn memory_of_a_released_capture_comes_back(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream) = (bench.build(), driver.stream_create().unwrap());
@@ -272,6 +288,7 @@ pub(super) fn memory_of_a_released_capture_comes_back(bench: &Bench) {
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
 }
 
+#[inline]
 pub(super) fn captures_live_side_by_side(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
@@ -306,6 +323,7 @@ pub(super) fn captures_live_side_by_side(bench: &Bench) {
     assert_eq!(allocator.stats().reserved_bytes.all.current, 0);
 }
 
+#[inline]
 pub(super) fn captures_out_of_order_are_refused(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream) = (bench.build(), driver.stream_create().unwrap());
@@ -323,6 +341,7 @@ pub(super) fn captures_out_of_order_are_refused(bench: &Bench) {
     refused(allocator.capture_end(id), "released");
 }
 
+#[inline]
 pub(super) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream) = (bench.build(), driver.stream_create().unwrap());
@@ -330,8 +349,7 @@ pub(super) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     let start = free_bytes(driver);
     // A GPU's driver takes the memory of a graph's nodes when it makes the graph. If that is too much, driver 580 keeps what
     // it had taken by then: there a node that cannot be is asked for.
-    let driver_nodes =
-        bench.device == Device::Cuda && bench.backend.capabilities.graph_capture == GraphCapture::DriverNodes;
+    let driver_nodes = bench.device == Device::Cuda && bench.capabilities().graph_capture == GraphCapture::DriverNodes;
     let part = match bench.device {
         Device::Cuda if driver_nodes => 4 * start,
         Device::Cuda => start / 8,
@@ -358,6 +376,7 @@ pub(super) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
 }
 
 /// Of backends that say so.
+#[inline]
 pub(super) fn captures_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let error = allocator.capture_begin(stream).unwrap_err();

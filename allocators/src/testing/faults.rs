@@ -1,9 +1,9 @@
 //! Every driver call of every backend is made to fail, once each: nothing panics, nothing leaks, the error is
 //! reported where it is not absorbed, and the allocator works on.
 
+use super::Bench;
 use super::support::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, sim, work};
-use super::{Bench, build};
-use crate::backends::{Backend, Capabilities, SegmentUse, Selection};
+use crate::backends::{Capabilities, SegmentUse, Selection};
 use crate::client::{Capture, DeviceBuffer, Memory};
 use crate::contract::{AllocError, Block, DeviceAllocator, Path};
 use crate::device::{
@@ -23,6 +23,7 @@ struct Rig {
 }
 
 impl Rig {
+    #[inline]
     fn new() -> Self {
         let sim = sim(ROOM, SimMemory::None);
         let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
@@ -33,10 +34,12 @@ impl Rig {
         Self { sim, faulty, driver, calls }
     }
 
+    #[inline]
     fn count(&self, kind: CallKind) -> usize {
         self.calls.lock().unwrap().iter().filter(|call| **call == (kind, true)).count()
     }
 
+    #[inline]
     fn kinds(&self) -> BTreeMap<CallKind, u64> {
         let mut kinds = BTreeMap::new();
         for (kind, _) in self.calls.lock().unwrap().iter() {
@@ -46,6 +49,7 @@ impl Rig {
     }
 
     /// What was made and not destroyed.
+    #[inline]
     fn leaks(&self) -> Vec<(CallKind, usize)> {
         let pairs = [
             (CallKind::MemAlloc, CallKind::MemFree),
@@ -70,6 +74,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
+    #[inline]
     fn allocate(&mut self, bytes: u64, stream: StreamId) {
         match allocate(self.allocator, bytes, stream) {
             Ok(block) => self.live.push((block, stream)),
@@ -78,6 +83,7 @@ impl Run<'_> {
         check_stats(&self.allocator.stats());
     }
 
+    #[inline]
     fn free_first(&mut self) {
         if !self.live.is_empty() {
             let (block, stream) = self.live.remove(0);
@@ -86,6 +92,7 @@ impl Run<'_> {
         check_stats(&self.allocator.stats());
     }
 
+    #[inline]
     fn trim(&mut self, keep: u64) {
         self.errors.extend(self.allocator.trim(keep).err());
         check_stats(&self.allocator.stats());
@@ -93,6 +100,7 @@ impl Run<'_> {
 }
 
 /// Small and large blocks, uses on another stream, pending frees, trims, and a full device.
+#[inline]
 fn workload(allocator: &dyn DeviceAllocator, sim: &SimDriver, streams: [StreamId; 2]) -> Vec<AllocError> {
     let [owner, user] = streams;
     let mut run = Run { allocator, live: Vec::new(), errors: Vec::new() };
@@ -132,6 +140,7 @@ fn workload(allocator: &dyn DeviceAllocator, sim: &SimDriver, streams: [StreamId
 }
 
 /// A graph, with blocks of its own and ones from before that are freed in it, some of them used on another stream.
+#[inline]
 fn captured_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>, streams: [StreamId; 2]) -> Vec<AllocError> {
     let (memory, mut errors) = (Memory::new(Arc::clone(allocator)), Vec::new());
     let [owner, user] = streams;
@@ -175,12 +184,14 @@ fn captured_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>, streams: [
 /// What a run does.
 type Workload = fn(&Rig, &Arc<dyn DeviceAllocator>, [StreamId; 2]) -> Vec<AllocError>;
 
+#[inline]
 fn plain_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>, streams: [StreamId; 2]) -> Vec<AllocError> {
     workload(allocator.as_ref(), &rig.sim, streams)
 }
 
 /// Whether the contract lets a failure of this call pass without an error of the allocator's.
-fn may_be_absorbed(backend: &'static Backend, kind: CallKind, code: u32) -> bool {
+#[inline]
+fn may_be_absorbed(can: Capabilities, kind: CallKind, code: u32) -> bool {
     match kind {
         // Only figures in a report or in statistics.
         CallKind::MemGetInfo | CallKind::PoolAttribute | CallKind::GraphMemory => true,
@@ -190,26 +201,26 @@ fn may_be_absorbed(backend: &'static Backend, kind: CallKind, code: u32) -> bool
         | CallKind::MemCreate
         | CallKind::MemMap
         | CallKind::MemSetAccess => {
-            let Capabilities { retries, segments, .. } = backend.capabilities;
-            retries && segments != SegmentUse::Hidden && code == DriverError::OUT_OF_MEMORY
+            can.retries && can.segments != SegmentUse::Hidden && code == DriverError::OUT_OF_MEMORY
         }
         CallKind::MemAllocAsync => code == DriverError::OUT_OF_MEMORY,
         // Ordering one stream after another falls back to a wait of the host.
         CallKind::EventCreate | CallKind::EventRecord | CallKind::StreamWaitEvent | CallKind::EventDestroy => {
-            backend.capabilities.used_elsewhere == Path::WaitInserted
+            can.used_elsewhere == Path::WaitInserted
         }
         _ => false,
     }
 }
 
 /// One run in which call number `skip` of `kind` fails; false when there is no such call.
-fn inject(backend: &'static Backend, work: Workload, kind: CallKind, skip: u64, code: u32) -> bool {
+#[inline]
+fn inject(selection: &Selection, work: Workload, kind: CallKind, skip: u64, code: u32) -> bool {
     let rig = Rig::new();
     let streams = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
     let start = free_bytes(rig.sim.as_ref());
-    let what = format!("{backend}: {kind} number {skip} with code {code}");
+    let what = format!("{selection}: {kind} number {skip} with code {code}");
     rig.faulty.fail(kind, skip, code);
-    match Selection::of(backend).build(&rig.driver) {
+    match selection.build(&rig.driver) {
         Err(error) => {
             assert_eq!(rig.faulty.injected(), 1, "{what}: {error}");
             assert!(error.to_string().contains("injected fault"), "{what}: {error}");
@@ -224,7 +235,7 @@ fn inject(backend: &'static Backend, work: Workload, kind: CallKind, skip: u64, 
             // A refusal for lack of memory is a typed report of its own.
             let ran_out = code == DriverError::OUT_OF_MEMORY && errors.iter().any(AllocError::is_out_of_memory);
             assert!(
-                !hit || reported || ran_out || may_be_absorbed(backend, kind, code),
+                !hit || reported || ran_out || may_be_absorbed(selection.capabilities(), kind, code),
                 "{what} went unreported: {errors:?}"
             );
             // The allocator still works, and everything comes back.
@@ -262,12 +273,13 @@ fn inject(backend: &'static Backend, work: Workload, kind: CallKind, skip: u64, 
 }
 
 /// `fits` says whether the device has room for the whole workload.
-fn every_call_fails_once(backend: &'static Backend, work: Workload, fits: bool) {
+#[inline]
+fn every_call_fails_once(selection: &Selection, work: Workload, fits: bool) {
     let rig = Rig::new();
     let streams = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
-    let allocator = build(backend, &rig.driver);
+    let allocator = selection.build(&rig.driver).unwrap();
     let errors = work(&rig, &allocator, streams);
-    assert_eq!(errors.is_empty(), fits, "{backend}: {errors:?}");
+    assert_eq!(errors.is_empty(), fits, "{selection}: {errors:?}");
     drop(allocator);
     assert_eq!(rig.leaks(), []);
     let kinds = rig.kinds();
@@ -275,22 +287,25 @@ fn every_call_fails_once(backend: &'static Backend, work: Workload, fits: bool) 
     for (kind, calls) in kinds {
         for code in [DriverError::OUT_OF_MEMORY, DriverError::ILLEGAL_ADDRESS] {
             // A few more than the undisturbed run makes: a failure can lead to calls that it never made.
-            let hits = (0..calls + 3).filter(|skip| inject(backend, work, kind, *skip, code)).count();
-            assert!(hits as u64 >= calls, "{backend}: {kind} failed {hits} times of {calls}");
+            let hits = (0..calls + 3).filter(|skip| inject(selection, work, kind, *skip, code)).count();
+            assert!(hits as u64 >= calls, "{selection}: {kind} failed {hits} times of {calls}");
         }
     }
 }
 
+#[inline]
 pub(super) fn every_driver_call_may_fail_once(bench: &Bench) {
-    every_call_fails_once(bench.backend, plain_workload, false);
+    every_call_fails_once(&bench.selection, plain_workload, false);
 }
 
+#[inline]
 pub(super) fn every_driver_call_may_fail_once_around_a_capture(bench: &Bench) {
-    every_call_fails_once(bench.backend, captured_workload, true);
+    every_call_fails_once(&bench.selection, captured_workload, true);
 }
 
+#[inline]
 pub(super) fn a_fault_while_dropping_leaks_nothing(bench: &Bench) {
-    let backend = bench.backend;
+    let selection = &bench.selection;
     {
         for kind in [
             CallKind::MemFree,
@@ -307,7 +322,7 @@ pub(super) fn a_fault_while_dropping_leaks_nothing(bench: &Bench) {
                 let rig = Rig::new();
                 let [owner, user] = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
                 let start = free_bytes(rig.sim.as_ref());
-                let allocator = build(backend, &rig.driver);
+                let allocator = selection.build(&rig.driver).unwrap();
                 let blocks = [100, 3 * MIB, 12 * MIB].map(|bytes| allocate(allocator.as_ref(), bytes, owner).unwrap());
                 work(&rig.sim, user, 900_000);
                 for block in blocks {
@@ -317,8 +332,8 @@ pub(super) fn a_fault_while_dropping_leaks_nothing(bench: &Bench) {
                 rig.faulty.fail(kind, skip, DriverError::ILLEGAL_ADDRESS);
                 drop(allocator);
                 rig.faulty.clear();
-                assert_eq!(free_bytes(rig.sim.as_ref()), start, "{backend}: {kind} number {skip} in drop");
-                assert_eq!(rig.leaks(), [], "{backend}: {kind} number {skip} in drop");
+                assert_eq!(free_bytes(rig.sim.as_ref()), start, "{selection}: {kind} number {skip} in drop");
+                assert_eq!(rig.leaks(), [], "{selection}: {kind} number {skip} in drop");
             }
         }
     }

@@ -8,14 +8,17 @@ use crate::device::StreamId;
 /// A range of addresses.
 type Range = (u64, u64);
 
+#[inline]
 fn range(block: &Block) -> Range {
     (block.addr().get(), block.addr().get() + block.bytes())
 }
 
+#[inline]
 fn overlap(a: Range, b: Range) -> bool {
     a.0 < b.1 && b.0 < a.1
 }
 
+#[inline]
 fn assert_apart(blocks: &[Block], ranges: &[Range]) {
     for block in blocks {
         let shared = ranges.iter().find(|other| overlap(range(block), **other));
@@ -24,6 +27,7 @@ fn assert_apart(blocks: &[Block], ranges: &[Range]) {
 }
 
 /// Forty blocks of many sizes, written to.
+#[inline]
 fn forty(bench: &Bench, allocator: &dyn DeviceAllocator, stream: StreamId, seed: u64) -> Vec<Block> {
     let mut random = Random::new(seed);
     let one = |_| {
@@ -35,6 +39,7 @@ fn forty(bench: &Bench, allocator: &dyn DeviceAllocator, stream: StreamId, seed:
 }
 
 /// The same from a pool.
+#[inline]
 fn forty_of(
     bench: &Bench,
     allocator: &dyn DeviceAllocator,
@@ -49,6 +54,7 @@ fn forty_of(
 }
 
 /// Frees some blocks; where they lay.
+#[inline]
 fn free_all(allocator: &dyn DeviceAllocator, blocks: Vec<Block>, stream: StreamId) -> Vec<Range> {
     let lay = blocks.iter().map(range).collect();
     for block in blocks {
@@ -57,6 +63,7 @@ fn free_all(allocator: &dyn DeviceAllocator, blocks: Vec<Block>, stream: StreamI
     lay
 }
 
+#[inline]
 pub(super) fn a_private_pool_shares_no_memory(bench: &Bench) {
     let streams = [0, 1].map(|_| bench.driver.stream_create().unwrap());
     let allocator = bench.build();
@@ -87,6 +94,7 @@ pub(super) fn a_private_pool_shares_no_memory(bench: &Bench) {
     free_all(allocator, blocks, streams[0]);
 }
 
+#[inline]
 pub(super) fn memory_of_a_private_pool_stays_until_it_is_released(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let stream = driver.stream_create().unwrap();
@@ -121,6 +129,7 @@ pub(super) fn memory_of_a_private_pool_stays_until_it_is_released(bench: &Bench)
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
 }
 
+#[inline]
 pub(super) fn a_recorded_use_delays_the_reuse_in_a_private_pool(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let [own, other] = [0, 1].map(|_| driver.stream_create().unwrap());
@@ -135,7 +144,7 @@ pub(super) fn a_recorded_use_delays_the_reuse_in_a_private_pool(bench: &Bench) {
     free(allocator, block, own).unwrap();
     driver.device_synchronize().unwrap();
     let again = allocate(allocator, 3 * MIB, own).unwrap();
-    assert!(!bench.backend.capabilities.caches || overlap(range(&again), lay), "its use is over");
+    assert!(!bench.capabilities().caches || overlap(range(&again), lay), "its use is over");
     free(allocator, again, own).unwrap();
     allocator.pool_end(own).unwrap();
     allocator.pool_release(pool).unwrap();
@@ -143,6 +152,7 @@ pub(super) fn a_recorded_use_delays_the_reuse_in_a_private_pool(bench: &Bench) {
     check_nothing_held(&allocator.stats());
 }
 
+#[inline]
 pub(super) fn private_pools_out_of_order_are_refused(bench: &Bench) {
     let stream = bench.driver.stream_create().unwrap();
     let (allocator, stranger) = (bench.build(), bench.build());
@@ -165,6 +175,7 @@ pub(super) fn private_pools_out_of_order_are_refused(bench: &Bench) {
 }
 
 /// Of backends that say so.
+#[inline]
 pub(super) fn private_pools_are_refused(bench: &Bench) {
     let error = bench.build().pool_create().unwrap_err();
     assert!(matches!(error, AllocError::Incapable { .. }), "{error}");

@@ -3,7 +3,7 @@
 
 use super::Bench;
 use super::support::{GIB, MIB, Random, allocate, check_nothing_held, check_stats, checker, free, sim};
-use crate::backends::{Backend, Selection};
+use crate::backends::{Capabilities, Selection};
 use crate::contract::{Block, DeviceAllocator};
 use crate::device::{Driver, NullDriver, StreamId, sim::SimMemory};
 use crate::instruments::{assert_layout, assert_tiled};
@@ -16,6 +16,7 @@ const THREADS: usize = 16;
 /// The setting of backends that keep to a limit themselves.
 pub(super) const LIMIT: &str = "memory_limit";
 
+#[inline]
 fn operations(default: u64) -> u64 {
     std::env::var("STRESS_OPERATIONS").ok().map_or(default, |text| text.parse().unwrap())
 }
@@ -37,29 +38,34 @@ struct Rig {
 struct Leaves<'a>(&'a AtomicUsize);
 
 impl Drop for Leaves<'_> {
+    #[inline]
     fn drop(&mut self) {
         self.0.fetch_sub(1, SeqCst);
     }
 }
 
 impl Rig {
-    fn new(backend: &'static Backend, driver: Arc<dyn Driver>, limit: Option<u64>, largest_log2: u64) -> Self {
-        let mut selection = Selection::of(backend);
+    #[inline]
+    fn new(selection: &Selection, driver: Arc<dyn Driver>, limit: Option<u64>, largest_log2: u64) -> Self {
+        let mut selection = selection.clone();
         if let Some(limit) = limit {
             selection.set(LIMIT, &limit.to_string()).unwrap();
         }
         let allocator = selection.build(&driver).unwrap();
         let streams = (0..THREADS).map(|_| driver.stream_create().unwrap()).collect();
         let running = AtomicUsize::new(THREADS);
-        let (coalesces, over_limit) = (backend.capabilities.coalesces, backend.capabilities.segments.over_limit());
+        let Capabilities { coalesces, segments, .. } = selection.capabilities();
+        let over_limit = segments.over_limit();
         let mailbox = Mutex::default();
         Self { allocator, driver, streams, mailbox, running, largest_log2, coalesces, over_limit }
     }
 
+    #[inline]
     fn post(&self, block: Block, stream: StreamId) {
         self.mailbox.lock().unwrap().push((block, stream));
     }
 
+    #[inline]
     fn work(&self, allocator: &dyn DeviceAllocator, thread: usize, operations: u64) {
         let _leaves = Leaves(&self.running);
         let (mut random, own) = (Random::new(thread as u64 + 1), self.streams[thread]);
@@ -105,6 +111,7 @@ impl Rig {
     }
 
     /// Statistics, layout and ledger while the others work.
+    #[inline]
     fn watch(&self, allocator: &dyn DeviceAllocator, limit: Option<u64>) -> u64 {
         let mut looks = 0;
         while self.running.load(SeqCst) > 0 {
@@ -132,6 +139,7 @@ impl Rig {
         looks
     }
 
+    #[inline]
     fn run(&self, allocator: &dyn DeviceAllocator, operations: u64, limit: Option<u64>) {
         let looks = thread::scope(|scope| {
             for thread in 0..THREADS {
@@ -153,34 +161,41 @@ impl Rig {
 }
 
 /// Every byte poisoned and verified, and every overlap found.
-fn with_the_checker(backend: &'static Backend, limit: Option<u64>) {
-    let rig = Rig::new(backend, sim(GIB, SimMemory::Host), limit, 20);
+#[inline]
+fn with_the_checker(selection: &Selection, limit: Option<u64>) {
+    let rig = Rig::new(selection, sim(GIB, SimMemory::Host), limit, 20);
     let checker = checker(Arc::clone(&rig.allocator), Arc::clone(&rig.driver));
     rig.run(&checker, operations(1_500), limit);
     let report = checker.report();
     assert!(report.is_clean(), "{:?} {:?}", report.violations, report.live);
-    let recycles = backend.capabilities.caches && backend.capabilities.segments.is_shared();
+    let Capabilities { caches, segments, .. } = selection.capabilities();
+    let recycles = caches && segments.is_shared();
     assert!(!recycles || report.verified_bytes > 0, "nothing that was freed came back");
 }
 
 /// As fast as it goes.
-fn at_full_speed(backend: &'static Backend, limit: Option<u64>) {
-    let rig = Rig::new(backend, Arc::new(NullDriver::new(1 << 40)), limit, 25);
+#[inline]
+fn at_full_speed(selection: &Selection, limit: Option<u64>) {
+    let rig = Rig::new(selection, Arc::new(NullDriver::new(1 << 40)), limit, 25);
     rig.run(rig.allocator.as_ref(), operations(30_000), limit);
 }
 
+#[inline]
 pub(super) fn many_threads_with_the_checker(bench: &Bench) {
-    with_the_checker(bench.backend, None);
+    with_the_checker(&bench.selection, None);
 }
 
+#[inline]
 pub(super) fn many_threads_with_the_checker_under_a_limit(bench: &Bench) {
-    with_the_checker(bench.backend, Some(80 * MIB));
+    with_the_checker(&bench.selection, Some(80 * MIB));
 }
 
+#[inline]
 pub(super) fn many_threads_at_full_speed(bench: &Bench) {
-    at_full_speed(bench.backend, None);
+    at_full_speed(&bench.selection, None);
 }
 
+#[inline]
 pub(super) fn many_threads_at_full_speed_under_a_limit(bench: &Bench) {
-    at_full_speed(bench.backend, Some(1200 * MIB));
+    at_full_speed(&bench.selection, Some(1200 * MIB));
 }

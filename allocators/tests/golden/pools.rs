@@ -1,9 +1,10 @@
 //! Programs with CUDA graphs, whose private pools the events do not name: they are told from the segments.
 
-use super::{Recording, all_recordings, run};
+use super::{EXPANDABLE, MIB, Recording, all_recordings, run, run_under, under};
 use std::sync::Arc;
 use vramlab::NullDriver;
-use vramlab::backends::{caching, expandable, plan, pytorch};
+use vramlab::backends::{plan, remap};
+use vramlab::histories::plan::{CrossStream, lower_bound};
 use vramlab::histories::replay::History;
 
 /// Those with graphs, and the others.
@@ -27,9 +28,8 @@ fn private_pools_are_told_and_kept() {
         assert_eq!((history.private_pools(), history.undetermined_pool_allocations()), (pools, 0), "{name}");
         assert!(history.private_pool_allocations() > 20, "{name}");
         let expands = recording.expandable;
-        let kinds = if expands { vec![&expandable::BACKEND] } else { vec![&pytorch::BACKEND, &caching::BACKEND] };
-        for kind in kinds {
-            let report = run(kind, &history, settings, Arc::new(NullDriver::new(1 << 50)));
+        for kind in if expands { EXPANDABLE } else { ["pytorch", "caching"] } {
+            let report = run_under(&under(kind, &settings), &history, Arc::new(NullDriver::new(1 << 50)));
             let mismatches = (report.address_mismatches, report.segment_mismatches);
             assert_eq!((mismatches, report.private_pools), ((Some(0), Some(0)), true), "{name} under {kind}");
             let peak = report.stats.reserved_bytes.all.peak;
@@ -43,6 +43,22 @@ fn private_pools_are_told_and_kept() {
         found += 1;
     }
     assert!(found >= 4, "the repository has four");
+}
+
+/// Graphs keep what their blocks had, so that there is no running in what is live at once, and `remap` can take no page of theirs.
+#[test]
+fn remap_needs_hardly_more_than_graphs_keep_and_others_hold() {
+    for (recording, history) in recordings(true) {
+        let name = recording.path.display();
+        let bound = lower_bound(&history.lifetimes(), CrossStream::AfterWait);
+        assert!(history.max_live_bytes() < bound, "{name}: graphs keep memory");
+        assert!(Some(bound) <= recording.number("reserved_bytes.all.peak"), "{name}: PyTorch shows that it is a bound");
+        // CAST: bytes of a device, below 2^53. Small and large blocks of each stream and pool have pages of their own.
+        let device = (bound as f64 * 1.04) as u64 / (2 * MIB) * 2 * MIB;
+        let (_, settings) = recording.load();
+        let report = run(&remap::BACKEND, &history, settings, Arc::new(NullDriver::new(device)));
+        assert_eq!(report.failed_allocations, 0, "{name} in {device} bytes for {bound}");
+    }
 }
 
 #[test]

@@ -54,6 +54,15 @@ fn pages_that_are_always_taken_first_keep_reserved_at_what_is_active() {
     }
 }
 
+#[test]
+fn with_small_blocks_between_large_ones_programs_of_one_stream_reserve_hardly_more_than_is_active() {
+    for name in ["gpt2", "resnet50", "mlp"] {
+        let report = run(&history(name), "remap:steal=always,small_pool=off", 1 << 50);
+        assert!(ratio(&report) <= 1.02, "{name}: {}", ratio(&report));
+        assert_eq!(report.stats.active_bytes.small_pool, None, "there is one pool");
+    }
+}
+
 /// Memory grows only when no page is free as a whole: what is reserved beyond what is active lies in pages that are partly in use.
 #[test]
 fn whole_pages_are_taken_before_memory_grows() {

@@ -1,12 +1,12 @@
-//! `caching` beside `pytorch` on every recorded history: each operation has the same outcome by the same path and makes the
+//! `caching` beside `pytorch`, and with expandable segments beside `pytorch-expandable`, on every recorded history: each operation has the same outcome by the same path and makes the
 //! same driver calls at the same time, and at a few hundred places along the way both say the same of themselves.
 //!
 //! The random operations of `model/twins.rs` reach rules that no recorded program does; here caches are as large and as
 //! old as a program makes them.
 
-use super::{Recording, recordings};
+use super::{EXPANDABLE, Recording, all_recordings, recordings, under};
 use std::sync::{Arc, Mutex};
-use vramlab::backends::{Backend, Constructor, caching, pytorch};
+use vramlab::backends::{Backend, Capabilities, Constructor};
 use vramlab::histories::replay::{Addresses, ReplaySettings, replay};
 use vramlab::settings::Settings;
 use vramlab::{
@@ -53,7 +53,7 @@ struct Log {
 /// Makes a backend that is watched.
 #[derive(Debug)]
 struct Watch {
-    of: &'static Backend,
+    of: Selection,
     /// Steps from one look to the next.
     stride: usize,
     log: Arc<Mutex<Log>>,
@@ -61,7 +61,11 @@ struct Watch {
 
 impl Constructor for Watch {
     fn settings(&self) -> Box<dyn Settings> {
-        self.of.constructor.settings()
+        self.of.settings().boxed()
+    }
+
+    fn capabilities(&self, default: Capabilities, settings: &dyn Settings) -> Capabilities {
+        self.of.backend().constructor.capabilities(default, settings)
     }
 
     fn build(&self, driver: Arc<dyn Driver>, settings: &dyn Settings) -> Result<Arc<dyn DeviceAllocator>, AllocError> {
@@ -71,7 +75,7 @@ impl Constructor for Watch {
             log.lock().unwrap().calls.push((event.kind, event.bytes, addr, event.ok, event.start_ns));
         });
         let driver: Arc<dyn Driver> = Arc::new(MeteredDriver::new(driver, None, Some(observer)));
-        let inner = self.of.constructor.build(driver, settings)?;
+        let inner = self.of.backend().constructor.build(driver, settings)?;
         Ok(Arc::new(Watched { inner, stride: self.stride, log: Arc::clone(&self.log) }))
     }
 }
@@ -99,9 +103,10 @@ impl Watched {
         Look { step, stats: stats.entries(), ledger: self.inner.ledger_at_peak(), snapshot }
     }
 
-    /// The report says who refused.
+    /// The report says who refused, and what expandable segments are called there.
     fn refused(&self, error: &AllocError) -> Outcome {
-        Outcome::Refused(error.to_string().replace(self.inner.name(), "either"))
+        let text = error.to_string().replace("(pytorch-expandable)", "(expandable_segments=on)");
+        Outcome::Refused(text.replace(self.inner.name(), "either"))
     }
 }
 
@@ -206,36 +211,48 @@ impl Drop for Watched {
 }
 
 /// What a backend does with a history.
-fn watch(of: &'static Backend, recording: &Recording) -> Log {
+fn watch(of: &str, recording: &Recording) -> Log {
     let (history, settings) = recording.load();
+    let of = under(of, &settings);
+    let Backend { name, summary, capabilities, compared, .. } = *of.backend();
     let stride = usize::try_from((history.events() / LOOKS).max(1)).unwrap();
     let log = Arc::new(Mutex::new(Log::default()));
     // An entry of the list lives as long as the program: some hundred bytes each are left behind.
     let constructor = Box::leak(Box::new(Watch { of, stride, log: Arc::clone(&log) }));
-    let backend: &'static Backend =
-        Box::leak(Box::new(Backend { name: of.name, summary: of.summary, capabilities: of.capabilities, constructor }));
+    let backend: &'static Backend = Box::leak(Box::new(Backend { name, summary, capabilities, compared, constructor }));
     let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
     let run = ReplaySettings { addresses: Addresses::Recorded, ..ReplaySettings::default() };
-    replay(&history, &Selection::with(backend, &settings), &driver, &run).unwrap();
+    replay(&history, &Selection::of(backend), &driver, &run).unwrap();
     std::mem::take(&mut *log.lock().unwrap())
 }
 
 /// Fails with the first place where two lists differ.
 fn assert_same<T: PartialEq + std::fmt::Debug>(what: &str, rules: &[T], fast: &[T]) {
     if let Some(at) = rules.iter().zip(fast).position(|(rules, fast)| rules != fast) {
-        panic!("{what} {at}: pytorch {:#?}, caching {:#?}", rules[at], fast[at]);
+        panic!("{what} {at}: rules {:#?}, caching {:#?}", rules[at], fast[at]);
     }
     assert_eq!(rules.len(), fast.len(), "{what}");
 }
 
+/// Fails with the first place where two backends differ on a history.
+fn assert_twins(twins: [&str; 2], recording: &Recording) {
+    let name = recording.path.display();
+    let [rules, fast] = twins.map(|of| watch(of, recording));
+    assert_same(&format!("{name}: step"), &rules.steps, &fast.steps);
+    assert_same(&format!("{name}: driver call"), &rules.calls, &fast.calls);
+    assert_same(&format!("{name}: look"), &rules.looks, &fast.looks);
+    assert!(!rules.calls.is_empty() && rules.looks.len() as u64 > LOOKS / 2, "{name}: {} looks", rules.looks.len());
+}
+
 #[test]
 fn caching_is_pytorch_on_every_recorded_history() {
-    for recording in recordings() {
-        let name = recording.path.display();
-        let [rules, fast] = [&pytorch::BACKEND, &caching::BACKEND].map(|backend| watch(backend, &recording));
-        assert_same(&format!("{name}: step"), &rules.steps, &fast.steps);
-        assert_same(&format!("{name}: driver call"), &rules.calls, &fast.calls);
-        assert_same(&format!("{name}: look"), &rules.looks, &fast.looks);
-        assert!(!rules.calls.is_empty() && rules.looks.len() as u64 > LOOKS / 2, "{name}: {} looks", rules.looks.len());
+    recordings().iter().for_each(|recording| assert_twins(["pytorch", "caching"], recording));
+}
+
+/// Also on those that were recorded under other settings: their requests are such that others are mapped and released.
+#[test]
+fn caching_is_pytorch_expandable_on_every_recorded_history() {
+    for recording in all_recordings() {
+        assert_twins(EXPANDABLE, &recording);
     }
 }

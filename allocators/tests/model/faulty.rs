@@ -1,7 +1,7 @@
 //! Random histories on a driver whose calls fail now and then: what fails is reported, what was handed out stays apart,
 //! the account stays right, and nothing is lost.
 
-use super::{Op, STREAMS, assert_tiles, joins, of_every_backend, ops};
+use super::{Op, STREAMS, assert_tiles, of_every_backend, ops};
 use crate::common::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, sim, work};
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -107,7 +107,7 @@ fn check_history(settings: &Selection, steps: &[(Op, Option<Fault>)]) {
     let start = free_bytes(sim.as_ref());
     let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
     let allocator = settings.build(&(Arc::clone(&faulty) as Arc<dyn Driver>)).unwrap();
-    let joins = joins(settings);
+    let joins = settings.capabilities().coalesces;
     let mut rig = Rig { sim, faulty, allocator, streams, live: Vec::new() };
     for (op, fault) in steps {
         if let Some(Fault { kind, skip, code }) = fault {

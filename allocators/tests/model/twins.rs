@@ -1,5 +1,6 @@
-//! `caching` is `pytorch`, written for speed: side by side on two devices alike they place every block at the same address by
-//! the same path, make the same driver calls at the same time, and say the same of themselves.
+//! `caching` is `pytorch`, written for speed, and with expandable segments `pytorch-expandable`: side by side on two devices
+//! alike they place every block at the same address by the same path, make the same driver calls at the same time, and say the
+//! same of themselves.
 
 use super::common::{GIB, MIB, allocate, free, sim, work};
 use super::{Op, ROOM, STREAMS, caching_settings, config, ops};
@@ -8,11 +9,11 @@ use proptest::sample::Index;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 use std::sync::{Arc, Mutex};
-use vramlab::backends::{CachingSettings, caching, pytorch};
+use vramlab::backends::CachingSettings;
 use vramlab::policy::size::torch::Divisions;
 use vramlab::{
-    Backend, Block, CallEvent, CallKind, CaptureId, DeviceAllocator, Driver, GraphId, MeteredDriver, Path, PrivatePool,
-    Selection, SimDriver, SimMemory, StreamId,
+    AllocError, Block, CallEvent, CallKind, CaptureId, DeviceAllocator, Driver, DriverError, FaultyDriver, GraphId,
+    MeteredDriver, Path, PrivatePool, Selection, SimDriver, SimMemory, StreamId,
 };
 
 /// What of a driver call has to be alike.
@@ -21,6 +22,7 @@ type Call = (CallKind, u64, Option<u64>, bool, u64);
 /// One of the two, on a device of its own.
 struct Side {
     sim: Arc<SimDriver>,
+    faulty: Arc<FaultyDriver>,
     allocator: Arc<dyn DeviceAllocator>,
     calls: Arc<Mutex<Vec<Call>>>,
     streams: Vec<StreamId>,
@@ -62,7 +64,7 @@ enum Outcome {
 }
 
 impl Side {
-    fn new(backend: &'static Backend, settings: &CachingSettings, room: u64) -> Self {
+    fn new(of: &str, settings: &CachingSettings, room: u64) -> Self {
         let sim = sim(room, SimMemory::None);
         let streams = (0..STREAMS).map(|_| sim.stream_create().unwrap()).collect();
         let calls = Arc::new(Mutex::new(Vec::new()));
@@ -71,11 +73,21 @@ impl Side {
             let addr = event.addr.map(|addr| addr.get());
             seen.lock().unwrap().push((event.kind, event.bytes, addr, event.ok, event.start_ns));
         });
-        let driver = MeteredDriver::new(Arc::clone(&sim) as Arc<dyn Driver>, None, Some(observer));
-        let allocator = Selection::with(backend, settings).build(&(Arc::new(driver) as Arc<dyn Driver>)).unwrap();
+        let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
+        let mut allocator: Selection = of.parse().unwrap();
+        allocator.adopt(settings);
+        let driver = MeteredDriver::new(Arc::clone(&faulty) as Arc<dyn Driver>, None, Some(observer));
+        let allocator = allocator.build(&(Arc::new(driver) as Arc<dyn Driver>)).unwrap();
         calls.lock().unwrap().clear();
         let (live, ended, pools) = (Vec::new(), Vec::new(), Vec::new());
-        Self { sim, allocator, calls, streams, live, open: [None; 2], ended, pools, routes: vec![None; STREAMS] }
+        let (open, routes) = ([None; 2], vec![None; STREAMS]);
+        Self { sim, faulty, allocator, calls, streams, live, open, ended, pools, routes }
+    }
+
+    /// The report says who refused, and what expandable segments are called there.
+    fn refused(&self, error: &AllocError) -> Outcome {
+        let text = error.to_string().replace("(pytorch-expandable)", "(expandable_segments=on)");
+        Outcome::Refused(text.replace(self.allocator.name(), "either"))
     }
 
     fn apply(&mut self, op: &Op) -> Outcome {
@@ -88,13 +100,12 @@ impl Side {
                         self.live.push((block, stream));
                         placed
                     }
-                    // The report says who refused.
-                    Err(error) => Outcome::Refused(error.to_string().replace(self.allocator.name(), "either")),
+                    Err(error) => self.refused(&error),
                 }
             }
             Op::Free { which } if !self.live.is_empty() => {
                 let (block, stream) = self.live.swap_remove(which.index(self.live.len()));
-                Outcome::Freed(free(self.allocator.as_ref(), block, stream).unwrap())
+                free(self.allocator.as_ref(), block, stream).map_or_else(|error| self.refused(&error), Outcome::Freed)
             }
             Op::RecordUse { which, stream } if !self.live.is_empty() => {
                 self.allocator.record_use(&which.get(&self.live).0, self.streams[*stream]).unwrap();
@@ -108,7 +119,7 @@ impl Side {
                 self.sim.stream_synchronize(self.streams[*stream]).unwrap();
                 Outcome::Nothing
             }
-            Op::Trim { keep } => Outcome::Trimmed(self.allocator.trim(*keep).unwrap()),
+            Op::Trim { keep } => self.allocator.trim(*keep).map_or_else(|error| self.refused(&error), Outcome::Trimmed),
             Op::Free { .. } | Op::RecordUse { .. } => Outcome::Nothing,
         }
     }
@@ -134,10 +145,7 @@ impl Side {
             unsafe { graphs.graph_destroy(graph) }.unwrap();
             self.allocator.capture_release(capture).unwrap();
         }
-        ended.map_or_else(
-            |error| Outcome::Refused(error.to_string().replace(self.allocator.name(), "either")),
-            |()| Outcome::Nothing,
-        )
+        ended.map_or_else(|error| self.refused(&error), |()| Outcome::Nothing)
     }
 }
 
@@ -180,9 +188,19 @@ impl Side {
 
 struct Twins([Side; 2]);
 
+/// Rules, and the same written for speed.
+type Pair = [&'static str; 2];
+
+const NATIVE: Pair = ["pytorch", "caching"];
+const EXPANDABLE: Pair = ["pytorch-expandable", "caching:expandable_segments=on"];
+
+fn pairs() -> impl Strategy<Value = Pair> {
+    prop::sample::select(vec![NATIVE, EXPANDABLE])
+}
+
 impl Twins {
-    fn new(settings: &CachingSettings, room: u64) -> Self {
-        Self([&pytorch::BACKEND, &caching::BACKEND].map(|backend| Side::new(backend, settings, room)))
+    fn new(pair: Pair, settings: &CachingSettings, room: u64) -> Self {
+        Self(pair.map(|of| Side::new(of, settings, room)))
     }
 
     fn apply(&mut self, op: &Op) {
@@ -217,12 +235,17 @@ impl Twins {
 }
 
 proptest! {
-    #![proptest_config(config(400))]
+    #![proptest_config(config(500))]
 
     /// On a device with room for everything and on one that is often full.
     #[test]
-    fn caching_is_pytorch_on_any_operations(ops in ops(200), settings in caching_settings(), tight in any::<bool>()) {
-        let mut twins = Twins::new(&settings, if tight { 96 * MIB } else { 8 * GIB });
+    fn caching_is_pytorch_on_any_operations(
+        pair in pairs(),
+        ops in ops(200),
+        settings in caching_settings(),
+        tight in any::<bool>(),
+    ) {
+        let mut twins = Twins::new(pair, &settings, if tight { 96 * MIB } else { 8 * GIB });
         for (at, op) in ops.iter().enumerate() {
             twins.apply(op);
             twins.compare();
@@ -234,18 +257,19 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(config(200))]
+    #![proptest_config(config(250))]
 
     /// While graphs are captured on two of the streams. Nothing waits for a stream: that would break the capture.
     #[test]
     fn caching_is_pytorch_while_graphs_are_captured(
+        pair in pairs(),
         ops in ops(200),
         captures in prop::collection::vec(prop::option::weighted(0.06, 0..2usize), 200),
         settings in caching_settings(),
     ) {
         // With room for everything, no limit is reached, so no ladder waits for a stream that is captured.
         let settings = CachingSettings { memory_limit: None, garbage_collection_threshold: 0.0, ..settings };
-        let mut twins = Twins::new(&settings, 16 * GIB);
+        let mut twins = Twins::new(pair, &settings, 16 * GIB);
         for (op, capture) in ops.iter().zip(captures) {
             if let Some(which) = capture {
                 twins.capture(which);
@@ -267,20 +291,63 @@ fn pool_op() -> impl Strategy<Value = PoolOp> {
 }
 
 proptest! {
-    #![proptest_config(config(300))]
+    #![proptest_config(config(400))]
 
     /// While some requests are for private pools, also where memory is short.
     #[test]
     fn caching_is_pytorch_with_private_pools(
+        pair in pairs(),
         ops in ops(200),
         pools in prop::collection::vec(prop::option::weighted(0.15, pool_op()), 200),
         settings in caching_settings(),
         tight in any::<bool>(),
     ) {
-        let mut twins = Twins::new(&settings, if tight { 128 * MIB } else { 8 * GIB });
+        let mut twins = Twins::new(pair, &settings, if tight { 128 * MIB } else { 8 * GIB });
         for (op, pool) in ops.iter().zip(pools) {
             pool.iter().for_each(|pool| twins.pool(pool));
             twins.apply(op);
+            twins.compare();
+        }
+    }
+}
+
+/// The call after the next few of a kind fails.
+fn fault() -> impl Strategy<Value = (CallKind, u64, u32)> {
+    let kinds = vec![
+        CallKind::MemAddressReserve,
+        CallKind::MemCreate,
+        CallKind::MemMap,
+        CallKind::MemSetAccess,
+        CallKind::MemUnmap,
+        CallKind::MemRelease,
+        CallKind::MemAddressFree,
+        CallKind::StreamSynchronize,
+        CallKind::EventQuery,
+        CallKind::EventSynchronize,
+    ];
+    let code = prop::sample::select(vec![DriverError::OUT_OF_MEMORY, DriverError::ILLEGAL_ADDRESS]);
+    (prop::sample::select(kinds), 0..4u64, code)
+}
+
+proptest! {
+    #![proptest_config(config(200))]
+
+    /// While calls of the device fail now and then: both say so of the same operation, and keep the same.
+    #[test]
+    fn caching_is_pytorch_expandable_where_calls_fail(
+        ops in ops(200),
+        faults in prop::collection::vec(prop::option::weighted(0.3, fault()), 200),
+        settings in caching_settings(),
+    ) {
+        let mut twins = Twins::new(EXPANDABLE, &settings, ROOM);
+        for (op, fault) in ops.iter().zip(faults) {
+            for side in &twins.0 {
+                if let Some((kind, skip, code)) = fault {
+                    side.faulty.fail(kind, skip, code);
+                }
+            }
+            twins.apply(op);
+            twins.0.iter().for_each(|side| side.faulty.clear());
             twins.compare();
         }
     }
@@ -300,8 +367,9 @@ fn caching_stays_pytorch() {
     let unsplit = CachingSettings { max_split_size: Some(24 * MIB), max_non_split_rounding: 4 * MIB, ..collecting };
     let stepped = CachingSettings { roundup_power2_divisions: Divisions::uniform(8), ..unsplit };
     let again = CachingSettings { retry_fit_after_sync: true, ..stepped };
-    for settings in [plain, limited, collecting, unsplit, stepped, again] {
-        let (mut twins, mut runner) = (Twins::new(&settings, ROOM), TestRunner::deterministic());
+    let each = [plain, limited, collecting, unsplit, stepped, again];
+    for (pair, settings) in [NATIVE, EXPANDABLE].into_iter().flat_map(|pair| each.map(|settings| (pair, settings))) {
+        let (mut twins, mut runner) = (Twins::new(pair, &settings, ROOM), TestRunner::deterministic());
         let (strategy, mut done) = (ops(1_000), 0);
         while done < steps() {
             for op in strategy.new_tree(&mut runner).unwrap().current() {

@@ -7,8 +7,8 @@ use vramlab::backends::{CachingSettings, caching};
 use vramlab::device::{CallArguments, CallOutcome, Hook, HookedDriver};
 use vramlab::histories::trace::{Action, Event, Segment};
 use vramlab::{
-    Backend, Block, CallKind, DeviceAddr, DeviceAllocator, Driver, DriverResult, EventId, PrivatePool, Selection,
-    SimDriver, SimMemory, Snapshot, StreamId, VmmDriver,
+    Block, CallKind, DeviceAddr, DeviceAllocator, Driver, DriverResult, EventId, PrivatePool, Selection, SimDriver,
+    SimMemory, Snapshot, StreamId, VmmDriver,
 };
 
 /// What one operation made the allocator do, by the calls that it makes.
@@ -140,16 +140,18 @@ pub(crate) struct Recorder {
 
 impl Recorder {
     pub(crate) fn new(settings: CachingSettings, room: u64, streams: usize) -> Self {
-        Self::of(&caching::BACKEND, settings, room, streams)
+        Self::of(&Selection::of(&caching::BACKEND), settings, room, streams)
     }
 
-    pub(crate) fn of(backend: &'static Backend, settings: CachingSettings, room: u64, streams: usize) -> Self {
+    pub(crate) fn of(backend: &Selection, settings: CachingSettings, room: u64, streams: usize) -> Self {
         let sim = sim(room, SimMemory::None);
         let routes = vec![None; streams];
         let streams = (0..streams).map(|_| sim.stream_create().unwrap()).collect();
         let inner = Arc::clone(&sim) as Arc<dyn Driver>;
         let watch = Arc::new(HookedDriver::with_hook(inner, Watch::default()));
-        let caching = Selection::with(backend, &settings).build(&(Arc::clone(&watch) as Arc<dyn Driver>)).unwrap();
+        let mut backend = backend.clone();
+        backend.adopt(&settings);
+        let caching = backend.build(&(Arc::clone(&watch) as Arc<dyn Driver>)).unwrap();
         let (live, refusals, pools) = (Vec::new(), Vec::new(), Vec::new());
         Self { sim, watch, caching, pools, routes, streams, live, refusals, writes_uses: false }
     }

@@ -154,6 +154,36 @@ fn an_rmm_log_frees_only_what_it_allocates() {
     assert_eq!(freed, [4096]);
 }
 
+/// PyTorch can leave out the requests of frees (`skip_actions`).
+#[test]
+fn an_rmm_log_takes_a_completion_without_a_request_for_the_free() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("rmm.csv");
+    let mut writer = Export::Rmm.create(&path).unwrap();
+    let steps = [
+        (Action::Alloc, 4096, 512),
+        (Action::FreeCompleted, 4096, 512),
+        (Action::Alloc, 4096, 1024),
+        (Action::FreeRequested, 4096, 1024),
+        // It belongs to the request before it; the next one to a block from before the history.
+        (Action::FreeCompleted, 4096, 1024),
+        (Action::FreeCompleted, 8192, 1024),
+    ];
+    for (action, addr, bytes) in steps {
+        writer.event(&Event { action, device: 0, addr, bytes, stream: 0, time_ns: 0 }).unwrap();
+    }
+    assert_eq!((writer.stood_in(), writer.passed_over()), (1, 0));
+    writer.finish(&Ending::default()).unwrap();
+    let read = read_all(&path).unwrap().0;
+    let kept: Vec<_> = read
+        .iter()
+        .filter(|event| event.action != Action::FreeCompleted)
+        .map(|event| (event.action, event.bytes))
+        .collect();
+    let free = Action::FreeRequested;
+    assert_eq!(kept, [(Action::Alloc, 512), (free, 512), (Action::Alloc, 1024), (free, 1024)]);
+}
+
 #[test]
 fn minimalloc_tables_keep_the_order_of_lives() {
     for path in snapshots() {

@@ -1,7 +1,7 @@
 """Packed experiments: what `experiments pack` makes of the folder that `experiments run` leaves.
 
-`schema.md` describes the three files: `manifest.json` says what was run and holds what all runs share, `runs.csv` has a
-row a run, `series.jsonl.xz` has the longer tables of the runs, a line a run and table.
+`schema.md` describes the three files: `manifest.json` says what was run and holds what all runs share, `runs.csv.xz`
+has a row a run, `series.jsonl.xz` has the longer tables of the runs, a line a run and table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from vramlab import schema
 from vramlab.errors import MOST_BYTES, AnalysisError, parse_json, printable, read_bytes
 
 MANIFEST = "manifest.json"
-TABLE = "runs.csv"
+TABLE = "runs.csv.xz"
+# The same table as earlier versions packed it.
+PLAIN_TABLE = "runs.csv"
 SERIES = "series.jsonl.xz"
 # Documents of a run besides `run.json`: the first part of the pointers of what they say.
 DOCUMENTS = ("summary", "result")
@@ -134,9 +136,9 @@ def load(folder: Path) -> Packed:
     Raises AnalysisError when it is none, or its tables are not those that were packed.
     """
     manifest = schema.read(folder / MANIFEST, "a packed experiment", schema.MANIFEST)
-    data = {name: _checked(folder, manifest, name) for name in (TABLE, SERIES)}
+    plain, packed, series = (_checked(folder, manifest, name) for name in (PLAIN_TABLE, TABLE, SERIES))
     rows: dict[str, dict[str, Any]] = {}
-    table = data[TABLE]
+    path, table = (folder / PLAIN_TABLE, plain) if plain is not None else (folder / TABLE, packed)
     if table is None:
         raise AnalysisError(f"{folder / MANIFEST}: names no {TABLE}.")
     csv.field_size_limit(2**27)
@@ -145,17 +147,17 @@ def load(folder: Path) -> Packed:
         names = next(reader, [])
         for cells in reader:
             if len(cells) != len(names):
-                raise AnalysisError(f"{folder / TABLE}: line {reader.line_num}: has {len(cells)} cells.")
+                raise AnalysisError(f"{path}: line {reader.line_num}: has {len(cells)} cells.")
             row = {
-                printable(name): _cell(cell, f"{folder / TABLE}: line {reader.line_num}")
+                printable(name): _cell(cell, f"{path}: line {reader.line_num}")
                 for name, cell in zip(names, cells, strict=True)
                 if cell
             }
             rows[str(row.get("id"))] = row
     except (csv.Error, UnicodeDecodeError) as error:
-        raise AnalysisError(f"{folder / TABLE}: not a table of comma-separated values ({error}).") from error
+        raise AnalysisError(f"{path}: not a table of comma-separated values ({error}).") from error
     lines: dict[str, dict[str, tuple[str, bytes]]] = {}
-    for number, line in enumerate((data[SERIES] or b"").splitlines(), 1):
+    for number, line in enumerate((series or b"").splitlines(), 1):
         found = _LINE.match(line)
         if found is None:
             raise AnalysisError(f"{folder / SERIES}: line {number}: not what `experiments pack` writes.")

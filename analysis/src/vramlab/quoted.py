@@ -416,6 +416,7 @@ FAMILY = {
     "pytorch-expandable": "expandable segments",
     "remap": "`remap`",
     "remap:steal=always": "`remap`, always",
+    "remap:steal=always,small_pool=off": "the same, one pool",
     "rmm-pool": "RMM's pool",
     "bfc": "`bfc`",
     "stream-ordered": "`stream-ordered`",

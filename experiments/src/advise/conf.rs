@@ -89,13 +89,9 @@ impl Conf {
         // The line may have been left behind by a later change; it counts where it says the same as the values.
         if let Ok(said) = line.parse::<Self>()
             && (said.malloc_async || said.expandable == expandable)
+            && said.settings == (CachingSettings { memory_limit: None, ..settings })
         {
-            let known = CachingSettings { memory_limit: None, ..settings };
-            // Snapshots do not name it.
-            let rounding = said.settings.max_non_split_rounding;
-            if said.settings == (CachingSettings { max_non_split_rounding: rounding, ..known }) {
-                return Ok(said);
-            }
+            return Ok(said);
         }
         settings.memory_limit = None;
         settings.retry_fit_after_sync = false;
@@ -128,12 +124,17 @@ impl Conf {
             return vec![whole];
         }
         let plain: String = self.text.chars().filter(|c| *c != ' ').collect();
-        let parts = parts(&plain);
-        let line = |(at, part): (usize, &&str)| match at {
-            0 => format!("export PYTORCH_ALLOC_CONF='{part}'"),
-            _ => format!("PYTORCH_ALLOC_CONF+=',{part}'"),
-        };
-        parts.iter().enumerate().map(line).collect()
+        // In double quotes a shell takes a backslash and the end of the line away, and PyTorch reads over blanks.
+        let mut lines = vec!["export PYTORCH_ALLOC_CONF=\"".to_owned()];
+        for part in plain.split_inclusive(',') {
+            match lines.last_mut() {
+                Some(line) if line.len() + part.len() < LINE => *line += part,
+                _ => lines.push(part.to_owned()),
+            }
+        }
+        let last = lines.len() - 1;
+        let end = |(at, line): (usize, String)| line + if at == last { "\"" } else { "\\" };
+        lines.into_iter().enumerate().map(end).collect()
     }
 
     /// Whether it says something only where a limit is set (`set_per_process_memory_fraction`).
@@ -391,10 +392,13 @@ mod tests {
         );
         let lines = Conf::of(false, settings).export_lines();
         assert_eq!(
-            lines[..2],
-            ["export PYTORCH_ALLOC_CONF='max_split_size_mb:96'", "PYTORCH_ALLOC_CONF+=',max_non_split_rounding_mb:64'"]
+            lines,
+            [
+                "export PYTORCH_ALLOC_CONF=\"max_split_size_mb:96,max_non_split_rounding_mb:64,\\",
+                "roundup_power2_divisions:[4:0,>:8],garbage_collection_threshold:0.6\""
+            ]
         );
-        assert!(lines.len() == 4 && lines.iter().all(|line| line.len() <= LINE));
+        assert!(lines.iter().all(|line| line.len() <= LINE));
         assert!(Conf::of(false, settings).export().contains("='"), "brackets and > are the shell's");
     }
 

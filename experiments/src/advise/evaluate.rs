@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use vramlab::histories::replay::{
-    Addresses, History, OutOfMemory, ReplayError, ReplayReport, ReplaySettings, replay, smallest_in,
+    Addresses, Capacity, History, OutOfMemory, ReplayError, ReplayReport, ReplaySettings, replay, smallest_in,
 };
 use vramlab::{DeviceName, Selection};
 
@@ -31,6 +31,8 @@ pub(super) struct Trial<'a> {
     devices: Devices,
     /// Most bytes that may be reserved.
     pub(super) limit: Option<u64>,
+    /// Whether it is the memory of a device, too.
+    of_device: bool,
     /// Memory of a device in which everything fits.
     room: u64,
 }
@@ -50,6 +52,9 @@ pub(super) struct Outcome<T> {
     pub(super) expected_peak_reserved_bytes: u64,
     pub(super) peak_active_bytes: u64,
     pub(super) out_of_memory: bool,
+    /// More is reserved than the limit that was given, as expandable segments can: a request is checked by its own size, and pages are mapped
+    /// whole.
+    pub(super) over_limit: bool,
     /// The request that is refused; the replay ends there.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) first_failure: Option<Failure>,
@@ -75,12 +80,18 @@ impl<T> Outcome<T> {
             expected_peak_reserved_bytes: report.stats.reserved_bytes.all.peak,
             peak_active_bytes: report.stats.active_bytes.all.peak,
             out_of_memory: report.failed_allocations > 0,
+            over_limit: false,
             first_failure: report.first_failure.map(|(allocation, error)| Failure { allocation, error }),
             num_alloc_retries: report.stats.num_alloc_retries,
             driver_calls: report.driver_calls,
             // CAST: nanoseconds far below 2^53.
             simulated_s: report.simulated_ns.map(|ns| ns as f64 / 1e9),
         }
+    }
+
+    /// Whether it runs in the memory that there is.
+    pub(super) fn runs(&self) -> bool {
+        !self.out_of_memory && !self.over_limit
     }
 
     pub(super) fn calls(&self) -> u64 {
@@ -98,7 +109,7 @@ pub(super) struct Setting {
     pub(super) rank: usize,
     #[serde(flatten)]
     pub(super) outcome: Outcome<Of>,
-    /// The least limit under which every request is served; `None` when none was found.
+    /// The least limit under which every request is served and no more is reserved; `None` when none was found.
     pub(super) smallest_memory_bytes: Option<u64>,
     /// Peak reserved if every free completed at once.
     pub(super) instant_peak_reserved_bytes: u64,
@@ -118,7 +129,7 @@ impl Setting {
 }
 
 impl<'a> Trial<'a> {
-    pub(super) fn new(path: &'a Path, history: &'a History, limit: Option<u64>) -> Result<Self> {
+    pub(super) fn new(path: &'a Path, history: &'a History, limit: Option<u64>, of_device: bool) -> Result<Self> {
         let devices = Devices::open(&DeviceName::Sim(None))?;
         let waits = history.deferred_frees() > 0;
         let changed = |change: &dyn Fn(&mut History)| {
@@ -132,7 +143,7 @@ impl<'a> Trial<'a> {
         let least = bound(history);
         // No policy takes so much more; expandable segments reserve addresses by it.
         let room = least.max(limit.unwrap_or(0)).saturating_mul(8).clamp(1 << 38, HIGHEST);
-        Ok(Self { path, history, instant, otherwise, devices, limit, room })
+        Ok(Self { path, history, instant, otherwise, devices, limit, of_device, room })
     }
 
     fn replay(
@@ -162,6 +173,8 @@ impl<'a> Trial<'a> {
             self.replay(history, selection, self.limit, true).map_err(|error| failed(self.path, error))
         };
         let mut outcome = Outcome::new(of, replayed(self.history)?);
+        let limit = self.limit.filter(|_| self.of_device && !outcome.out_of_memory);
+        outcome.over_limit = limit.is_some_and(|limit| outcome.peak_reserved_bytes > limit);
         let mut sum = outcome.peak_reserved_bytes;
         for other in &self.otherwise {
             sum += replayed(other)?.stats.reserved_bytes.all.peak;
@@ -182,6 +195,10 @@ impl<'a> Trial<'a> {
         let told = |error| failed(self.path, error);
         let in_limit = |bytes| self.replay(self.history, &selection, Some(bytes), true);
         let found = smallest_in(bound(self.history), STEP, HIGHEST, in_limit, |_| {}).map_err(told)?;
+        let smallest_memory_bytes = match found {
+            Some(Capacity { bytes, report, .. }) => Some(enough(bytes, report, in_limit).map_err(told)?),
+            None => None,
+        };
         let instant_peak_reserved_bytes = match &self.instant {
             Some(instant) => {
                 let report = self.replay(instant, &selection, self.limit, true).map_err(told)?;
@@ -189,13 +206,28 @@ impl<'a> Trial<'a> {
             }
             None => outcome.peak_reserved_bytes,
         };
-        Ok(Setting {
-            rank: 0,
-            export: conf.export(),
-            smallest_memory_bytes: found.map(|found| found.bytes),
-            instant_peak_reserved_bytes,
-            outcome,
-        })
+        Ok(Setting { rank: 0, export: conf.export(), smallest_memory_bytes, instant_peak_reserved_bytes, outcome })
+    }
+}
+
+/// The least memory from `bytes` on, in which a history runs, that holds all that is then reserved, too. Expandable segments pass
+/// their limit, as no device lets them.
+fn enough(
+    mut bytes: u64,
+    mut report: ReplayReport,
+    mut run: impl FnMut(u64) -> Result<ReplayReport, ReplayError>,
+) -> Result<u64, ReplayError> {
+    let mut step = STEP;
+    loop {
+        let peak = report.stats.reserved_bytes.all.peak;
+        if report.failed_allocations == 0 && peak <= bytes {
+            return Ok(bytes);
+        }
+        // With more memory less is given back, so that the peak may rise with it, but not beyond what is reserved without a
+        // limit. Growing steps keep the replays few.
+        bytes = (bytes + step).max(if report.failed_allocations == 0 { peak.next_multiple_of(STEP) } else { 0 });
+        step += step.div_ceil(4).next_multiple_of(STEP);
+        report = run(bytes)?;
     }
 }
 
@@ -212,7 +244,7 @@ pub(super) fn in_parallel<T: Sync, R: Send>(
     work: impl Fn(&T) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
     let next = AtomicUsize::new(0);
-    let results: Mutex<Vec<(usize, Result<R>)>> = Mutex::new(Vec::with_capacity(items.len()));
+    let results: Mutex<Vec<Option<Result<R>>>> = Mutex::new(items.iter().map(|_| None).collect());
     std::thread::scope(|scope| {
         for _ in 0..threads.clamp(1, items.len().max(1)) {
             scope.spawn(|| {
@@ -220,7 +252,7 @@ pub(super) fn in_parallel<T: Sync, R: Send>(
                 {
                     let result = work(item);
                     let failed = result.is_err();
-                    results.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push((at, result));
+                    results.lock().unwrap_or_else(std::sync::PoisonError::into_inner)[at] = Some(result);
                     if failed {
                         next.store(items.len(), Relaxed);
                     }
@@ -228,9 +260,8 @@ pub(super) fn in_parallel<T: Sync, R: Send>(
             });
         }
     });
-    let mut results = results.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-    results.sort_by_key(|(at, _)| *at);
-    results.into_iter().map(|(_, result)| result).collect()
+    let results = results.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    results.into_iter().flatten().collect()
 }
 
 /// Threads of this machine.

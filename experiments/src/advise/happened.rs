@@ -1,7 +1,8 @@
 //! What the history itself says: what it ran under, whether memory ran out, and which limit it had.
 
 use super::conf::Conf;
-use crate::history::{AsRecorded, Recorded, load_under};
+use super::evaluate::Trial;
+use crate::history::{AsRecorded, LimitTold, Recorded, load_under};
 use crate::reading::ReadArgs;
 use anyhow::Result;
 use serde::Serialize;
@@ -22,6 +23,8 @@ pub(super) enum LimitSource {
     Recorded,
     /// What was reserved when memory ran out, with what the device still had.
     OutOfMemory,
+    /// When garbage was collected (`garbage_collection_threshold`): just below what the first of the collections allows.
+    Collections,
 }
 
 /// A history and what it says.
@@ -33,6 +36,8 @@ pub(super) struct Happened {
     pub(super) limit: Option<(u64, LimitSource)>,
     /// Whether a replay under the same settings and that limit should do what the history shows.
     pub(super) repeats: bool,
+    /// Whether there was a limit that is not known.
+    pub(super) limit_missing: bool,
     pub(super) cut: Option<Cut>,
     /// What was reserved at the peak, as far as the events alone show it.
     seen_reserved: u64,
@@ -46,28 +51,44 @@ impl Happened {
             |told: Option<&AsRecorded>| limit.filter(|limit| told.is_none_or(|told| told.peak_reserved <= *limit));
         let mut recorded = load_under(path, gpu, reading, its_own)?;
         let known = recorded.settings.memory_limit;
-        let inferred = inferred_limit(&recorded);
-        if known.is_none()
-            && let Some(inferred) = inferred
+        let told = recorded.limit_told;
+        let inferred = match (inferred_limit(&recorded), told) {
+            (Some(limit), _) => Some((limit, LimitSource::OutOfMemory)),
+            (None, LimitTold::Below(below)) => Some((below - 1, LimitSource::Collections)),
+            (None, _) => None,
+        };
+        // One that is given may be for another GPU: the history was recorded under less.
+        let other = matches!(told, LimitTold::Below(below) if known.is_some_and(|known| known >= below));
+        let mut limit_missing = known.is_none() && told == LimitTold::Some;
+        if (known.is_none() || limit.is_some() && other)
+            && let Some((inferred, source)) = inferred
+        {
             // With the limit, what went back before memory ran out is told from calls of `empty_cache`. It is not quite
             // the limit, so the history may contradict it.
-            && let Ok(again) = load_under(path, gpu, reading, |_| Some(inferred))
-        {
-            recorded = again;
+            match load_under(path, gpu, reading, |_| Some(inferred)) {
+                Ok(again) => recorded = again,
+                Err(_) => limit_missing = source == LimitSource::Collections,
+            }
         }
         let limit = match (limit, known) {
             (Some(limit), _) => Some((limit, LimitSource::Given)),
             (None, Some(limit)) => Some((limit, LimitSource::Recorded)),
-            (None, None) => inferred.map(|limit| (limit, LimitSource::OutOfMemory)),
+            (None, None) => inferred.filter(|_| !limit_missing),
         };
         let conf = Conf::recorded(&recorded.allocator_settings)?;
         let Recorded { history, as_recorded, cut, seen_reserved, .. } = recorded;
         let repeats = match limit {
-            None | Some((_, LimitSource::Recorded)) => true,
-            Some((limit, LimitSource::Given)) => as_recorded.is_some_and(|told| told.peak_reserved <= limit),
+            None | Some((_, LimitSource::Recorded | LimitSource::Collections)) => true,
+            Some((limit, LimitSource::Given)) => !other && as_recorded.is_some_and(|told| told.peak_reserved <= limit),
             Some((_, LimitSource::OutOfMemory)) => false,
         };
-        Ok(Self { history, conf, as_recorded, limit, repeats, cut, seen_reserved })
+        Ok(Self { history, conf, as_recorded, limit, repeats, limit_missing, cut, seen_reserved })
+    }
+
+    /// What replays it in the memory that there is to be.
+    pub(super) fn trial<'a>(&'a self, path: &'a Path) -> Result<Trial<'a>> {
+        let of_device = self.limit.is_some_and(|(_, source)| source == LimitSource::Given);
+        Trial::new(path, &self.history, self.limit.map(|(limit, _)| limit), of_device)
     }
 
     /// The last request that was refused when the history was recorded.
@@ -118,7 +139,8 @@ impl fmt::Display for Happened {
             }
             f.write_str(".")?;
             if let before @ 1.. = self.history.refused_allocations() - 1 {
-                write!(f, " It was refused {before} times before.")?;
+                let times = if before == 1 { "once".to_owned() } else { format!("{before} times") };
+                write!(f, " It was refused {times} before.")?;
             }
             return Ok(());
         }
@@ -129,7 +151,11 @@ impl fmt::Display for Happened {
                 let above = 100.0 * (reserved as f64 / requested.max(1) as f64 - 1.0);
                 let (reserved, requested) = (Bytes(reserved), Bytes(requested));
                 write!(f, "Memory did not run out. At most {reserved} were reserved, ")?;
-                write!(f, "{above:.1} % more than the {requested} that were asked for at most.")
+                write!(f, "{above:.1} % more than the {requested} ")?;
+                f.write_str(match self.history.deferred_frees() {
+                    0 => "that were asked for at most.",
+                    _ => "asked for at most, frees that waited included.",
+                })
             }
             None => {
                 f.write_str("Memory did not run out. ")?;

@@ -3,11 +3,13 @@
 use super::conf::Conf;
 use super::evaluate::{Of, Outcome, Setting, Trial, bound, cores, in_parallel};
 use super::happened::Happened;
+use super::report::at_least;
 use super::{Advice, AdviseArgs, FORM, search};
 use crate::reading::{Unread, at_once, say_unread};
 use anyhow::{Result, bail};
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::collections::BTreeSet;
+use std::path::{Component, Path, PathBuf};
 use trainer::terminal::{Bar, Cell, Column, Page, Table};
 use vramlab::Bytes;
 
@@ -57,6 +59,8 @@ struct ForAll {
     peak_reserved_bytes: u64,
     smallest_memory_bytes: Option<u64>,
     out_of_memory: bool,
+    /// On some rank more is reserved than the limit that was given.
+    over_limit: bool,
     /// The history that needs most under it.
     worst: String,
 }
@@ -72,9 +76,8 @@ struct First {
 pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Result<Ranks> {
     let threads = cores().min(at_once(files));
     let load = |file: &PathBuf| Happened::read(file, args.gpu, limit, &args.read);
-    let trial = |file: &PathBuf, happened: &Happened, work: &mut dyn FnMut(&Trial) -> Result<()>| {
-        work(&Trial::new(file, &happened.history, happened.limit.map(|(limit, _)| limit))?)
-    };
+    let trial =
+        |file: &PathBuf, happened: &Happened, work: &mut dyn FnMut(&Trial) -> Result<()>| work(&happened.trial(file)?);
     let bar = Bar::new(2 * files.len() as u64, FORM);
     bar.message("histories");
     let looked = in_parallel(threads, files, |file| {
@@ -107,7 +110,7 @@ pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given
         }
     }
     if let (true, Some(first)) = (firsts.is_empty(), unread.first()) {
-        bail!("none of the {} histories could be read; {}", files.len(), first.error);
+        bail!("none of the {} could be read; {}", histories(files.len()), first.error);
     }
     say_unread(&unread);
     let most = if given.is_empty() { CLOSELY } else { given.len() };
@@ -154,7 +157,8 @@ fn for_all(firsts: &[First], most: usize) -> Vec<Conf> {
     for outcome in &one.outcomes {
         let everywhere: Option<Vec<Outcome<Of>>> = firsts.iter().map(|first| on(first, &outcome.of.conf)).collect();
         // A setting that some rank was not tried under is that of one rank alone.
-        let key = |outcome: &Outcome<Of>| (outcome.out_of_memory, outcome.expected_peak_reserved_bytes);
+        let key =
+            |outcome: &Outcome<Of>| (outcome.out_of_memory, outcome.over_limit, outcome.expected_peak_reserved_bytes);
         worst.extend(everywhere.and_then(|all| all.into_iter().max_by_key(key)));
     }
     search::rank(&mut worst, &one.recorded);
@@ -173,6 +177,7 @@ fn worst_of(ranks: &[Rank], at: usize) -> ForAll {
         peak_reserved_bytes: each().map(|(_, setting)| setting.outcome.peak_reserved_bytes).max().unwrap_or(0),
         smallest_memory_bytes: least.and_then(|least| least.into_iter().max()),
         out_of_memory: each().any(|(_, setting)| setting.outcome.out_of_memory),
+        over_limit: each().any(|(_, setting)| setting.outcome.over_limit),
         worst: worst.trace.clone(),
     }
 }
@@ -185,9 +190,24 @@ fn outliers_first(ranks: &mut [Rank]) {
     ranks.sort_by_key(|rank| (!rank.ran_out_of_memory, std::cmp::Reverse(rank.reserved().abs_diff(median))));
 }
 
-/// A file's name without its folder.
-fn name(trace: &str) -> String {
-    Path::new(trace).file_name().map_or_else(|| trace.to_owned(), |name| name.to_string_lossy().into_owned())
+/// As much of a path as tells it from the others: the file's name, or where some are the same, what follows the folders that
+/// all have in common.
+fn name(trace: &str, all: &[&str]) -> String {
+    let file = |trace: &str| Path::new(trace).file_name().map(|name| name.to_string_lossy().into_owned());
+    let names: Vec<Option<String>> = all.iter().map(|trace| file(trace)).collect();
+    let distinct: BTreeSet<&Option<String>> = names.iter().collect();
+    if distinct.len() == names.len() {
+        return file(trace).unwrap_or_else(|| trace.to_owned());
+    }
+    let parts: Vec<Component<'_>> = Path::new(trace).components().collect();
+    let common = |at: usize| all.iter().all(|other| Path::new(other).components().nth(at) == parts.get(at).copied());
+    let start = (0..parts.len() - 1).find(|at| !common(*at)).unwrap_or(parts.len() - 1);
+    parts[start..].iter().collect::<PathBuf>().display().to_string()
+}
+
+/// So many histories, in words.
+pub(super) fn histories(count: usize) -> String {
+    if count == 1 { "1 history".to_owned() } else { format!("{count} histories") }
 }
 
 /// The table over the ranks, then the worst in full.
@@ -201,9 +221,10 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
         Column::right("runs in").priority(1),
     ]);
     let size = |bytes: u64| Bytes(bytes).to_string();
+    let all_traces: Vec<&str> = found.ranks.iter().map(|rank| rank.trace.as_str()).collect();
     for rank in found.ranks.iter().take(SHOWN) {
         let first = rank.settings.first();
-        let name = name(&rank.trace);
+        let name = name(&rank.trace, &all_traces);
         let state = if rank.ran_out_of_memory { "ran out" } else { "sufficed" };
         table.row([
             Cell::from(name),
@@ -214,10 +235,13 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
                 let reserved = size(first.outcome.peak_reserved_bytes);
                 if first.outcome.out_of_memory { format!("{reserved} (runs out)") } else { reserved }
             })),
-            Cell::or_dash(first.and_then(|first| first.smallest_memory_bytes).map(size)),
+            Cell::or_dash(first.and_then(|first| first.smallest_memory_bytes).map(at_least)),
         ]);
     }
-    page.line(format!("{} histories, those least like the others first", found.ranks.len()));
+    match found.ranks.len() {
+        1 => page.line("1 history"),
+        count => page.line(format!("{}, those least like the others first", histories(count))),
+    }
     page.gap();
     page.table(&table);
     if let more @ 1.. = found.ranks.len().saturating_sub(SHOWN) {
@@ -226,18 +250,38 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
     for setting in &found.settings {
         page.title(format!("{}. {}", setting.rank, setting.conf.shown()));
         setting.conf.export_lines().iter().for_each(|line| page.labelled("", 2, line));
-        let runs = match (setting.out_of_memory, setting.smallest_memory_bytes) {
-            (true, Some(least)) => format!("runs out of memory; every rank would run in {}", size(least)),
+        let runs = match (setting.out_of_memory, setting.smallest_memory_bytes.map(at_least)) {
+            (true, Some(least)) => format!("runs out of memory; every rank would run in {least}"),
             (true, None) => "runs out of memory".to_owned(),
-            (false, Some(least)) => format!("every rank runs in {} or more", size(least)),
+            (false, Some(least)) if setting.over_limit => format!("that is over the limit; every rank runs in {least}"),
+            (false, Some(least)) => format!("every rank runs in {least} or more"),
             (false, None) => "every rank runs".to_owned(),
         };
         page.labelled(
             "",
             2,
-            &format!("reserves {} at most ({}); {runs}", size(setting.peak_reserved_bytes), name(&setting.worst)),
+            &format!(
+                "reserves {} at most ({}); {runs}",
+                size(setting.peak_reserved_bytes),
+                name(&setting.worst, &all_traces)
+            ),
         );
     }
     super::report::report(&found.worst, all, page);
     super::report::end(&found.worst, page);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_tells_a_history_from_the_others() {
+        let same = ["job/0/snap.pickle", "job/1/snap.pickle", "job/1/b/snap.pickle"];
+        let names: Vec<String> = same.iter().map(|trace| name(trace, &same)).collect();
+        assert_eq!(names, ["0/snap.pickle", "1/snap.pickle", "1/b/snap.pickle"]);
+        let other = ["job/0/a.pickle", "job/1/b.pickle"];
+        assert_eq!(name(other[1], &other), "b.pickle");
+        assert_eq!(name("snap.pickle", &["snap.pickle", "snap.pickle"]), "snap.pickle", "given twice");
+    }
 }

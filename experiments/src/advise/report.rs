@@ -2,10 +2,13 @@
 
 use super::evaluate::{Outcome, Setting};
 use super::{Advice, LimitSource, Other, Verdict};
+use crate::replay::Bounds;
 use trainer::report::duration;
 use trainer::terminal::{Page, quoted};
 use vramlab::Bytes;
 
+/// Replays that are farther from what was recorded, in percent, are to be taken with care.
+const TRUSTED: f64 = 1.0;
 /// Settings behind the first that are shown.
 const NEXT_BEST: usize = 2;
 
@@ -29,6 +32,21 @@ pub(super) fn end(advice: &Advice, page: &mut Page) {
 
 pub(super) fn counted(count: u64, what: &str) -> String {
     if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }
+}
+
+/// Memory that has to be had: shown so that what is shown is enough.
+pub(super) fn at_least(bytes: u64) -> String {
+    let shown = Bytes(bytes).to_string();
+    // As many digits as are shown, the last one more.
+    let (number, unit) = shown.split_once(' ').unwrap_or((&shown, "B"));
+    let enough = |text: &str| text.parse::<Bytes>().is_ok_and(|Bytes(read)| read >= bytes);
+    match number.split_once('.').map(|(_, digits)| digits.len()) {
+        Some(digits) if !enough(&shown) => {
+            let step = 0.1_f64.powi(i32::try_from(digits).unwrap_or(0));
+            format!("{:.digits$} {unit}", number.parse::<f64>().unwrap_or(0.0) + step)
+        }
+        _ => shown,
+    }
 }
 
 /// A paragraph under a title.
@@ -78,30 +96,46 @@ pub(super) fn happened(advice: &Advice) -> Vec<String> {
             LimitSource::OutOfMemory => {
                 format!("There was room for {limit} or little more; what follows is for that (--limit sets it).")
             }
+            LimitSource::Collections => format!(
+                "Garbage was collected, which PyTorch does under a memory limit only: {limit} or less, by what was reserved \
+                 then. What follows is for that (--limit sets it)."
+            ),
         });
+    }
+    if advice.unknown.limit {
+        out.push(
+            "Garbage may have been collected, which PyTorch does under a memory limit only. Give it with --limit: without it \
+             what follows takes these frees for the program's own."
+                .to_owned(),
+        );
     }
     out
 }
 
 /// What a setting would reserve, need and cost.
-fn figures(setting: &Setting, now: Option<&Outcome<super::Of>>) -> String {
+fn figures(setting: &Setting, now: Option<u64>) -> String {
     let Setting { outcome, smallest_memory_bytes, instant_peak_reserved_bytes, .. } = setting;
     let reserved = Bytes(outcome.peak_reserved_bytes);
     let mut out = match &outcome.first_failure {
         Some(failure) => format!("runs out of memory at allocation {} with {reserved} reserved", failure.allocation),
+        None if outcome.over_limit => format!("reserves {reserved}, more than the limit"),
         None => format!("reserves {reserved}"),
     };
-    if let Some(now) = now.filter(|now| !now.out_of_memory && now.peak_reserved_bytes > outcome.peak_reserved_bytes) {
+    if let Some(now) = now.filter(|now| *now > outcome.peak_reserved_bytes) {
         // CAST: bytes of a device, below 2^53.
-        let less = 100.0 * (1.0 - outcome.peak_reserved_bytes as f64 / now.peak_reserved_bytes.max(1) as f64);
+        let less = 100.0 * (1.0 - outcome.peak_reserved_bytes as f64 / now.max(1) as f64);
         out += &format!(" (-{less:.1} %)");
     }
     if *instant_peak_reserved_bytes != outcome.peak_reserved_bytes {
         out += &format!(" ({} if no stream waited)", Bytes(*instant_peak_reserved_bytes));
     }
     out += &match smallest_memory_bytes {
-        Some(least) if outcome.out_of_memory => format!(", needs {}", Bytes(*least)),
-        Some(least) => format!(", runs in {}", Bytes(*least)),
+        Some(least) if !outcome.runs() => format!(", needs {}", at_least(*least)),
+        // Under a limit PyTorch counts the whole segment that a request would take, of which expandable segments map a part.
+        Some(least) if *least > outcome.peak_reserved_bytes.next_multiple_of(2 << 20) => {
+            format!(", runs in {} (a limit counts whole segments)", at_least(*least))
+        }
+        Some(least) => format!(", runs in {}", at_least(*least)),
         None => ", and runs in no memory that was tried".to_owned(),
     };
     format!("{out}; {}", cost(outcome))
@@ -120,17 +154,37 @@ fn cost<T>(outcome: &Outcome<T>) -> String {
 
 fn what_helps(advice: &Advice, page: &mut Page) {
     let Some(first) = advice.settings.first() else { return };
-    let tried = counted((advice.settings.len() + advice.also_tried.len()) as u64, "setting");
+    let tried = advice.settings.len() + advice.also_tried.len();
+    let settings = counted(tried as u64, "setting");
     let recorded = &advice.recorded;
     let now = &recorded.replayed;
     page.title("What would help");
+    let off = recorded.replayed_off_percent.filter(|off| off.abs() > TRUSTED);
+    let ran = recorded.peak_reserved_bytes.filter(|_| off.is_some());
+    let against = ran.or((!now.out_of_memory).then_some(now.peak_reserved_bytes));
+    if let Some(off) = off {
+        let more = if off > 0.0 { "more" } else { "less" };
+        let off = off.abs();
+        say(page, format!("Take this with care: what ran is replayed with {off:.1} % {more} than was reserved."));
+        if advice.verdict == Verdict::Change && ran.is_some_and(|ran| first.outcome.peak_reserved_bytes >= ran) {
+            say(page, "The first setting reserves less than that replay, and no less than what ran.");
+        }
+    }
     match advice.verdict {
         Verdict::OutOfMemory => {
-            let needed = advice.needed_bytes.map_or("more".to_owned(), |bytes| Bytes(bytes).to_string());
-            say(page, format!("No setting mends this: you need {needed} ({tried} tried). It takes the least under"));
+            let needed = advice.needed_bytes.map_or("more".to_owned(), at_least);
+            say(page, format!("No setting mends this: you need {needed} ({settings} tried). It takes the least under"));
         }
         Verdict::Keep => {
-            say(page, format!("No change: none of {tried} reserves half a percent less than what ran, which"));
+            say(
+                page,
+                match tried {
+                    1 => "No change: only what ran was tried, which".to_owned(),
+                    _ => {
+                        format!("No change: none of {tried} settings reserves half a percent less than what ran, which")
+                    }
+                },
+            );
         }
         Verdict::Change => {}
     }
@@ -138,13 +192,26 @@ fn what_helps(advice: &Advice, page: &mut Page) {
         detail(page, figures(first, None));
     } else {
         first.conf().export_lines().iter().for_each(|line| say(page, line));
-        detail(page, figures(first, Some(now)));
+        detail(page, figures(first, against));
         let what = if now.out_of_memory { "runs out of memory with" } else { "reserves" };
         let reserved = Bytes(now.peak_reserved_bytes);
-        say(page, format!("as it ran: {what} {reserved}; {}", cost(now)));
+        say(
+            page,
+            match ran {
+                Some(ran) => format!("as it ran: reserved {}; its replay {what} {reserved}; {}", Bytes(ran), cost(now)),
+                None => format!("as it ran: {what} {reserved}; {}", cost(now)),
+            },
+        );
         if recorded.conf.changes() > 0 {
             say(page, "PYTORCH_CUDA_ALLOC_CONF goes before it where both are set.");
         }
+    }
+    if advice.settings.iter().take(1 + NEXT_BEST).any(|setting| setting.outcome.over_limit) {
+        say(
+            page,
+            "PyTorch lets expandable segments pass a limit of set_per_process_memory_fraction; a GPU with no more memory \
+             refuses.",
+        );
     }
     if first.conf().needs_limit() {
         say(page, "Garbage is collected under torch.cuda.set_per_process_memory_fraction only.");
@@ -178,7 +245,27 @@ fn what_cannot(advice: &Advice, all: bool, page: &mut Page) {
 
 /// What is asked for at once, and what that needs at least.
 pub(super) fn least(advice: &Advice) -> String {
-    format!("{} are asked for at once; {}.", Bytes(advice.live_bytes), advice.bounds)
+    let live = Bytes(advice.live_bytes);
+    let Bounds { lower_bound_bytes, plan_bytes, ordered_lower_bound_bytes, ordered_plan_bytes } = advice.bounds;
+    let needs = |bound: u64, plan: Option<u64>| {
+        let plan = plan.map_or(String::new(), |plan| format!(" (a plan: {})", Bytes(plan)));
+        format!("{}{plan}", Bytes(bound))
+    };
+    let waits = advice.unknown.deferred_frees > 0;
+    let mut out = match waits {
+        true => format!("{live} are asked for at once. With frees that wait for other streams as they did, at least "),
+        false => format!("{live} are asked for at once; at least "),
+    };
+    out += &needs(lower_bound_bytes, plan_bytes);
+    if (ordered_lower_bound_bytes, ordered_plan_bytes) != (lower_bound_bytes, plan_bytes) {
+        let ordered = needs(ordered_lower_bound_bytes, ordered_plan_bytes);
+        let besides = if waits { "besides " } else { "" };
+        out += &format!("; if {besides}no stream may wait to reuse another's block, {ordered}");
+    }
+    match waits {
+        true => out + ". Settings run in less where PyTorch, out of memory, waits for these frees.",
+        false => out + " are needed.",
+    }
 }
 
 fn what_is_unknown(advice: &Advice, page: &mut Page) {
@@ -210,4 +297,19 @@ pub(super) fn unknown(advice: &Advice) -> Vec<String> {
     });
     out.push("What programs choose by free memory, as cuDNN does its algorithms.".to_owned());
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_to_be_enough_is() {
+        for bytes in [1, 82 << 20, 4127 << 21, (1 << 30) + 1, 765 << 21, (1 << 40) - (2 << 20), 3 << 40] {
+            let shown = at_least(bytes);
+            let Bytes(read) = shown.parse().unwrap();
+            assert!(read >= bytes && read <= bytes + bytes / 64, "{bytes}: {shown}");
+        }
+        assert_eq!((at_least(82 << 20), at_least(4127 << 21)), ("82 MiB".to_owned(), "8.07 GiB".to_owned()));
+    }
 }

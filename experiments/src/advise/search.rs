@@ -111,12 +111,14 @@ pub(super) fn new_ones(confs: Vec<Conf>, tried: &mut Vec<Conf>) -> Vec<Conf> {
     fresh
 }
 
-/// Puts the best first. What runs out of memory comes last. Among the others the peak decides, and where peaks are as good
+/// Puts the best first. What runs out of memory comes last, and before it what reserves more than there is. Among the others the peak decides, and where peaks are as good
 /// as each other, whether anything has to be changed (`recorded` does not), how much, and the time in driver calls.
 pub(super) fn rank(outcomes: &mut Vec<Outcome<Of>>, recorded: &Conf) {
     let mut left = std::mem::take(outcomes);
     while !left.is_empty() {
-        let runs: Vec<&Outcome<Of>> = left.iter().filter(|outcome| !outcome.out_of_memory).collect();
+        let over = left.iter().all(|outcome| !outcome.runs());
+        let fits = |outcome: &Outcome<Of>| !outcome.out_of_memory && outcome.over_limit == over;
+        let runs: Vec<&Outcome<Of>> = left.iter().filter(|outcome| fits(outcome)).collect();
         let next = if runs.is_empty() {
             // What goes on for longer needs less, as far as that tells.
             let reached =
@@ -127,7 +129,7 @@ pub(super) fn rank(outcomes: &mut Vec<Outcome<Of>>, recorded: &Conf) {
             let least = runs.iter().map(|outcome| outcome.expected_peak_reserved_bytes).min().unwrap_or(0);
             // CAST: bytes of a device, below 2^53.
             let good = |outcome: &Outcome<Of>| {
-                !outcome.out_of_memory && outcome.expected_peak_reserved_bytes as f64 <= least as f64 * (1.0 + AS_GOOD)
+                fits(outcome) && outcome.expected_peak_reserved_bytes as f64 <= least as f64 * (1.0 + AS_GOOD)
             };
             let cost = |outcome: &Outcome<Of>| {
                 let conf = &outcome.of.conf;
@@ -175,6 +177,7 @@ mod tests {
             expected_peak_reserved_bytes: peak,
             peak_active_bytes: 0,
             out_of_memory: fails_at > 0,
+            over_limit: false,
             first_failure: (fails_at > 0).then(|| Failure { allocation: fails_at, error: String::new() }),
             num_alloc_retries: 0,
             driver_calls: BTreeMap::from([("mem_alloc", calls)]),
@@ -205,6 +208,25 @@ mod tests {
         let mut ranked = list.to_vec();
         rank(&mut ranked, &"expandable_segments:True".parse().unwrap());
         assert_eq!(order(&ranked)[0], "expandable_segments:True");
+    }
+
+    #[test]
+    fn what_reserves_more_than_there_is_comes_behind_what_does_not() {
+        let over = |conf, peak| Outcome { over_limit: true, ..outcome(conf, peak, 0, 1) };
+        let mut ranked = vec![
+            outcome("max_split_size_mb:32", 900, 2, 1),
+            over("expandable_segments:True", 901),
+            outcome("", 1000, 0, 1),
+            over("expandable_segments:True,roundup_power2_divisions:4", 950),
+        ];
+        rank(&mut ranked, &Conf::torch());
+        let expected = [
+            "",
+            "expandable_segments:True",
+            "expandable_segments:True,roundup_power2_divisions:4",
+            "max_split_size_mb:32",
+        ];
+        assert_eq!(order(&ranked), expected);
     }
 
     #[test]

@@ -129,7 +129,7 @@ pub(crate) fn groups(
     let mut groups: Vec<Vec<Job>> =
         cases.into_iter().map(|case| chosen.iter().map(|alloc| Job { case, alloc: alloc.clone() }).collect()).collect();
     // Instruments wrap every allocator alike; their cost is measured on one with cheap hits.
-    let cheap = |alloc: &&Selection| alloc.backend().capabilities.caches;
+    let cheap = |alloc: &&Selection| alloc.capabilities().caches;
     if let Some(alloc) = chosen.iter().find(cheap).or(chosen.first()) {
         for threads in [1, cores().min(16)].into_iter().take(if cores() > 1 { 2 } else { 1 }) {
             let of = |instrument| Job { case: Case::Instrument { instrument, threads }, alloc: alloc.clone() };

@@ -78,7 +78,7 @@ impl Place {
 
     /// Every operation is a driver call of tens of microseconds, so fewer do.
     fn is_slow(&self, alloc: &Selection) -> bool {
-        self.kind == DeviceKind::Cuda && alloc.backend().capabilities.slow_calls
+        self.kind == DeviceKind::Cuda && alloc.capabilities().slow_calls
     }
 }
 

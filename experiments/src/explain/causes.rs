@@ -1,8 +1,8 @@
 //! Why a request was not served from what was free.
 
 use super::explanation::Cause;
-use super::memory::{Memory, Pool};
 use vramlab::backends::CachingSettings;
+use vramlab::histories::recorded::{Memory, Pool};
 use vramlab::policy::size::torch::MIN_BLOCK;
 
 /// Why a request of so many bytes on a stream finds nothing in this memory. O(pools + pending blocks).

@@ -121,7 +121,7 @@ impl Cause {
             Cause::Class => "free in the other pool only",
             Cause::Stream => "free in another stream only",
             Cause::Pending => "freed, but waits for other streams",
-            Cause::Elsewhere => "free in a private pool only",
+            Cause::Elsewhere => "kept apart by a private pool",
         }
     }
 }
@@ -205,7 +205,7 @@ pub(crate) struct Growth {
 }
 
 /// Where reserved memory went.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct WhereItWent {
     /// `peak_reserved` or `out_of_memory`.
     pub(crate) at: &'static str,

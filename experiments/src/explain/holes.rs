@@ -2,13 +2,13 @@
 
 use super::explanation::{Keeper, Part, Pending, PendingStream, Pinned, Stranded, StreamUse, WhereItWent};
 use super::lines::Lines;
-use super::memory::{BEFORE, Memory, Pool, Segment};
 use super::moments::{line_of, moment};
 use super::recording::{Recording, START};
 use super::survey::Survey;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use vramlab::Bytes;
+use vramlab::histories::recorded::{BEFORE, Block, Memory, Pool, Segment};
 
 /// Segments that are described, and blocks of each.
 const SEGMENTS: usize = 1000;
@@ -114,7 +114,7 @@ fn describe(
     let mut blocks: Vec<_> = memory.blocks.range(start..start + segment.bytes).collect();
     blocks.sort_by_key(|(addr, block)| (Reverse(block.bytes), **addr));
     blocks.truncate(KEEPERS);
-    let keeper = |(addr, block): (&u64, &super::memory::Block)| {
+    let keeper = |(addr, block): (&u64, &Block)| {
         let (line, nearby) = line_of(block, lines);
         let born = (block.born != BEFORE).then_some(block.born as usize);
         let time = |index: usize| recording.since_start(index);
@@ -179,6 +179,10 @@ fn stranded(
     lines: &mut Lines<'_>,
     index: usize,
 ) -> Vec<Stranded> {
+    // Without events nothing tells which streams are still used.
+    if recording.events.is_empty() {
+        return Vec::new();
+    }
     let mut out: BTreeMap<u64, Stranded> = BTreeMap::new();
     for row in streams {
         let last = survey.last_request.get(&row.stream).copied();

@@ -2,19 +2,41 @@
 
 use super::explanation::{Grew, Growth, Moment, Named, Node, Share, SizeShare, Who};
 use super::lines::{LineId, Lines};
-use super::memory::{BEFORE, Block, Memory, Pool};
 use super::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
-use vramlab::histories::trace::TextId;
+use vramlab::histories::recorded::{BEFORE, Block, Memory, Pool, Totals};
+use vramlab::histories::trace::{StackId, TextId};
 
 /// Rows that are kept of a list; a program has fewer lines than that.
 const ROWS: usize = 1000;
 
+/// What a moment is told from, for those that may turn out to matter.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Glance {
+    pub(super) index: usize,
+    pub(super) totals: Totals,
+    pub(super) largest_hole: u64,
+    pub(super) near: StackId,
+}
+
+impl Glance {
+    /// The memory after an event on a stream.
+    pub(super) fn at(memory: &Memory, index: usize, stream: u64) -> Self {
+        let largest_hole = memory.largest(Pool { stream, small: false });
+        Self { index, totals: memory.totals, largest_hole, near: memory.near }
+    }
+}
+
 /// The moment after an event.
 pub(super) fn moment(recording: &Recording, memory: &Memory, lines: &mut Lines<'_>, index: usize) -> Moment {
-    let totals = memory.totals;
     let stream = recording.events.get(index).map_or(0, |event| event.stream);
+    told(recording, &Glance::at(memory, index, stream), lines)
+}
+
+/// A moment from what was seen of it.
+pub(super) fn told(recording: &Recording, glance: &Glance, lines: &mut Lines<'_>) -> Moment {
+    let Glance { index, totals, largest_hole, near } = *glance;
     Moment {
         event: if index == START { 0 } else { recording.number(index) },
         time_ns: recording.since_start(index),
@@ -22,9 +44,9 @@ pub(super) fn moment(recording: &Recording, memory: &Memory, lines: &mut Lines<'
         active_bytes: totals.active,
         requested_bytes: totals.requested,
         pending_bytes: totals.pending,
-        largest_hole_bytes: memory.largest(Pool { stream, small: false }),
+        largest_hole_bytes: largest_hole,
         annotation: recording.annotation(index).map(str::to_owned),
-        line: if memory.near.is_empty() { None } else { lines.line_of(memory.near) },
+        line: if near.is_empty() { None } else { lines.line_of(near) },
     }
 }
 

@@ -267,5 +267,13 @@ fn grew(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
 /// What follows from it.
 pub(super) fn end(found: &Explanation, page: &mut Page) {
     page.gap();
+    if found.events == 0 {
+        // Without events no other command has anything to go by.
+        page.line(
+            "Next: call torch.cuda.memory._record_memory_history(stacks=\"python\") before the work, and dump the snapshot \
+             after it",
+        );
+        return;
+    }
     page.next(&command("vramlab", &format!("advise {}", quoted(&found.trace))));
 }

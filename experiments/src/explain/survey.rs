@@ -1,21 +1,21 @@
 //! One pass over a history: where its peaks are, which requests missed, when memory went back, what waited.
 
 use super::causes::cause;
-use super::events::Recorded;
+use super::checkpoints::Checkpoints;
+use super::climb::Climb;
 use super::explanation::{Cause, Point, Refused, Retry, Shape};
 use super::lines::Lines;
-use super::memory::{BEFORE, Memory, Pool, Totals};
-use super::moments::moment;
+use super::moments::{Glance, moment};
 use super::recording::{Recording, START};
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use vramlab::histories::recorded::{BEFORE, Memory, Recorded, Totals};
 use vramlab::histories::trace::{Action, StackId};
 
 /// Points of the curves.
 const POINTS: usize = 512;
-/// Refused requests and retries that are described; of more the last.
-const MOST: usize = 100;
-/// A peak counts as one of its own when active memory fell below this share of it before it rose again.
-const DIP: f64 = 0.8;
+/// Refused requests and retries that are described, of more the last, and peaks, of more the highest.
+pub(super) const MOST: usize = 100;
 
 /// What was found.
 #[derive(Debug, Default)]
@@ -27,7 +27,7 @@ pub(super) struct Survey {
     /// Peak of active memory less what waited.
     pub(super) peak_allocated: u64,
     /// Peaks, the highest first.
-    pub(super) peaks: Vec<usize>,
+    pub(super) peaks: Vec<Glance>,
     /// The lowest level of requested bytes in the second quarter and in the last one.
     pub(super) low_early: Option<(usize, u64)>,
     pub(super) low_late: Option<(usize, u64)>,
@@ -67,6 +67,8 @@ struct Probe {
 /// What came and went since the program's last event.
 #[derive(Debug, Default)]
 struct Window {
+    /// Whether the request was looked for.
+    probed: bool,
     probe: Option<Probe>,
     taken: u64,
     released: u64,
@@ -74,20 +76,27 @@ struct Window {
     by_name: bool,
 }
 
+/// Requests of one size that missed.
 #[derive(Debug, Default)]
 struct Tally {
-    requests: u64,
     misses: u64,
     taken: u64,
     causes: BTreeMap<Cause, u64>,
-    stacks: HashMap<StackId, u64>,
 }
 
-/// Looks at every event.
-pub(super) fn survey(recording: &Recording, lines: &mut Lines<'_>) -> Survey {
-    let mut memory = Memory::new(recording);
+/// Requests by their size and stack.
+type Requests = HashMap<(u64, StackId), u64>;
+
+/// Looks at every event. The checkpoints reach the moments that were found, and `points`.
+pub(super) fn survey<'r>(
+    recording: &'r Recording,
+    lines: &mut Lines<'_>,
+    points: &[usize],
+) -> (Survey, Checkpoints<'r>) {
+    let mut memory = recording.memory();
+    let mut checkpoints = Checkpoints::new(recording);
     let mut out = Survey::default();
-    let mut shapes: BTreeMap<u64, Tally> = BTreeMap::new();
+    let (mut requests, mut missed): (Requests, BTreeMap<u64, Tally>) = Default::default();
     let mut window = Window::default();
     let (count, start) = (recording.events.len(), memory.totals);
     out.peak_active = (START, start.active);
@@ -95,28 +104,31 @@ pub(super) fn survey(recording: &Recording, lines: &mut Lines<'_>) -> Survey {
     out.pending_peak = (START, start.pending);
     out.peak_allocated = start.active - start.pending;
     let stretch = count.div_ceil(POINTS).max(1);
-    let mut climb = Climb { best: (START, start.active), ..Climb::default() };
+    let mut climb = Climb::new(Glance::at(&memory, START, 0));
     let empties = empty_cache_stacks(recording);
-    for (index, event) in recording.events.iter().enumerate() {
+    for (index, event, at_once) in recording.events.walk(0) {
         // CAST: bounded when the history was read.
         let number = index as u32;
+        if checkpoints.is_due(index) {
+            checkpoints.keep(index, &memory, &out.wanted(points));
+        }
         let segments = matches!(
             event.action,
             Action::SegmentAlloc | Action::SegmentFree | Action::SegmentMap | Action::SegmentUnmap
         );
-        if segments && window.probe.is_none() {
+        if segments && !window.probed {
+            window.probed = true;
             window.probe = next_request(recording, index).map(|request| Probe {
                 cause: cause(&memory, &recording.settings, request.bytes, request.stream),
                 reserved: memory.totals.reserved,
             });
         }
-        if event.action == Action::FreeRequested && !recording.completes_at_once(index) {
-            out.waits_begin(&memory, &event);
+        match event.action {
+            Action::FreeRequested if !at_once => out.waits_begin(&memory, &event),
+            Action::FreeCompleted if !at_once => out.waits_end(&memory, &event, number),
+            _ => {}
         }
-        if event.action == Action::FreeCompleted {
-            out.waits_end(&memory, &event, number);
-        }
-        memory.apply(recording, &event, number, recording.completes_at_once(index));
+        memory.apply(&event, number, at_once);
         let totals = memory.totals;
         match event.action {
             Action::SegmentAlloc | Action::SegmentMap => window.taken += event.bytes,
@@ -128,11 +140,10 @@ pub(super) fn survey(recording: &Recording, lines: &mut Lines<'_>) -> Survey {
             Action::Alloc if event.bytes > 0 => {
                 out.allocations += 1;
                 out.last_request.insert(event.stream, index);
-                let tally = shapes.entry(event.bytes).or_default();
-                tally.requests += 1;
-                *tally.stacks.entry(event.origin.stack).or_default() += 1;
+                *requests.entry((event.bytes, event.origin.stack)).or_default() += 1;
                 let window = std::mem::take(&mut window);
                 if let Some(probe) = window.probe.filter(|_| window.taken > 0) {
+                    let tally = missed.entry(event.bytes).or_default();
                     tally.misses += 1;
                     tally.taken += window.taken;
                     *tally.causes.entry(probe.cause).or_default() += 1;
@@ -151,18 +162,18 @@ pub(super) fn survey(recording: &Recording, lines: &mut Lines<'_>) -> Survey {
             }
         }
         out.take_levels(&event, index, count, totals);
-        climb.take(index, totals.active);
+        let glance = Glance::at(&memory, index, event.stream);
+        climb.take(glance);
         if index % stretch == 0 {
             out.timeline.push(Point::default());
         }
-        let now = recording.since_start(index).unwrap_or(0);
-        out.draw(recording.number(index), now, totals, memory.largest(Pool { stream: event.stream, small: false }));
+        out.draw(recording, &glance);
     }
     out.num_releases += u64::from(window.released > 0);
     out.peaks = climb.finish();
-    out.shapes = shapes.into_iter().filter(|(_, tally)| tally.misses > 0).map(|of| shape(of, &memory, lines)).collect();
-    out.shapes.sort_by_key(|shape| (std::cmp::Reverse(shape.taken_bytes), shape.requested_bytes));
-    out
+    out.shapes = shapes(missed, &requests, &memory, lines);
+    checkpoints.keep(count, &memory, &out.wanted(points));
+    (out, checkpoints)
 }
 
 /// The request in whose course segments come and go at an event.
@@ -191,24 +202,51 @@ fn empty_cache_stacks(recording: &Recording) -> Vec<bool> {
     out
 }
 
-fn shape((bytes, tally): (u64, Tally), memory: &Memory, lines: &mut Lines<'_>) -> Shape {
-    let mut causes: Vec<(Cause, u64)> = tally.causes.into_iter().collect();
-    causes.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
-    let most =
-        tally.stacks.into_iter().filter(|(stack, _)| !stack.is_empty()).max_by_key(|(stack, count)| (*count, *stack));
-    Shape {
-        requested_bytes: bytes,
-        rounded_bytes: memory.rounded(bytes),
-        requests: tally.requests,
-        misses: tally.misses,
-        taken_bytes: tally.taken,
-        cause: causes.first().map_or(Cause::Growth, |(cause, _)| *cause),
-        causes,
-        line: most.and_then(|(stack, _)| lines.line_of(stack)),
+fn shapes(missed: BTreeMap<u64, Tally>, requests: &Requests, memory: &Memory, lines: &mut Lines<'_>) -> Vec<Shape> {
+    // For each size how many requests there were, and the stack that made most.
+    let mut sums: HashMap<u64, (u64, (u64, StackId))> =
+        missed.keys().map(|bytes| (*bytes, Default::default())).collect();
+    for ((bytes, stack), count) in requests {
+        if let Some((sum, most)) = sums.get_mut(bytes) {
+            *sum += count;
+            if !stack.is_empty() {
+                *most = (*most).max((*count, *stack));
+            }
+        }
     }
+    let shape = |(bytes, tally): (u64, Tally)| {
+        let mut causes: Vec<(Cause, u64)> = tally.causes.into_iter().collect();
+        causes.sort_by_key(|(_, count)| Reverse(*count));
+        let (requests, (_, most)) = sums[&bytes];
+        Shape {
+            requested_bytes: bytes,
+            rounded_bytes: memory.rounded(bytes),
+            requests,
+            misses: tally.misses,
+            taken_bytes: tally.taken,
+            cause: causes.first().map_or(Cause::Growth, |(cause, _)| *cause),
+            causes,
+            line: if most.is_empty() { None } else { lines.line_of(most) },
+        }
+    };
+    let mut out: Vec<Shape> = missed.into_iter().map(shape).collect();
+    out.sort_by_key(|shape| (Reverse(shape.taken_bytes), shape.requested_bytes));
+    out
 }
 
 impl Survey {
+    /// The refused request that is looked at closely.
+    pub(super) fn last_refused(&self) -> Option<usize> {
+        self.refused.back().map(|(index, _)| *index)
+    }
+
+    /// The moments that are looked at closely by what is known so far, and `points`.
+    fn wanted(&self, points: &[usize]) -> Vec<usize> {
+        let found = [Some(self.peak_active), Some(self.peak_reserved), self.low_early, self.low_late];
+        let found = found.into_iter().flatten().map(|(index, _)| index);
+        found.chain(self.last_refused()).chain(points.iter().copied()).collect()
+    }
+
     fn take_levels(&mut self, event: &Recorded, index: usize, count: usize, totals: Totals) {
         if totals.active > self.peak_active.1 {
             self.peak_active = (index, totals.active);
@@ -232,14 +270,15 @@ impl Survey {
         }
     }
 
-    fn draw(&mut self, event: u64, time_ns: u64, totals: Totals, hole: u64) {
+    fn draw(&mut self, recording: &Recording, glance: &Glance) {
+        let Glance { index, totals, largest_hole: hole, .. } = *glance;
         let Some(point) = self.timeline.last_mut() else { return };
         let first = point.event == 0;
         let least = if first { hole } else { point.largest_hole_bytes.min(hole) };
         if first || totals.active > point.active_bytes {
             *point = Point {
-                event,
-                time_ns,
+                event: recording.number(index),
+                time_ns: recording.since_start(index).unwrap_or(0),
                 reserved_bytes: totals.reserved,
                 active_bytes: totals.active,
                 requested_bytes: totals.requested,
@@ -330,55 +369,5 @@ impl Survey {
             moment: moment(recording, memory, lines, index),
         };
         self.refused.push_back((index, refused));
-    }
-}
-
-/// Finds peaks that stand apart.
-#[derive(Debug, Default)]
-struct Climb {
-    best: (usize, u64),
-    /// The lowest level since the last peak, while it falls.
-    falling: Option<u64>,
-    found: Vec<(usize, u64)>,
-}
-
-impl Climb {
-    fn take(&mut self, index: usize, level: u64) {
-        // CAST: a share of bytes.
-        let dips = |of: u64, level: u64| level < (of as f64 * DIP) as u64;
-        match &mut self.falling {
-            None if level > self.best.1 => self.best = (index, level),
-            None if dips(self.best.1, level) => {
-                self.found.push(self.best);
-                self.falling = Some(level);
-            }
-            None => {}
-            Some(lowest) if dips(level, *lowest) => (self.best, self.falling) = ((index, level), None),
-            Some(lowest) => *lowest = (*lowest).min(level),
-        }
-    }
-
-    fn finish(mut self) -> Vec<usize> {
-        if self.falling.is_none() {
-            self.found.push(self.best);
-        }
-        self.found.retain(|(_, level)| *level > 0);
-        self.found.sort_by_key(|(index, level)| (std::cmp::Reverse(*level), *index));
-        self.found.into_iter().map(|(index, _)| index).take(MOST).collect()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn peaks_stand_apart() {
-        let mut climb = Climb::default();
-        for (index, level) in [10, 100, 90, 40, 30, 35, 60, 120, 110, 115, 0, 50].into_iter().enumerate() {
-            climb.take(index, level);
-        }
-        // 115 is no peak of its own, and the fall is none either.
-        assert_eq!(climb.finish(), [7, 1, 11]);
     }
 }

@@ -36,6 +36,8 @@ pub(crate) struct Tally {
     reserved: Running,
     requested: Running,
     segments: (u64, u64),
+    /// Whether memory was mapped.
+    expandable: bool,
 }
 
 /// What PyTorch did while it recorded.
@@ -47,11 +49,13 @@ pub(crate) struct AsRecorded {
     pub(crate) peak_requested: u64,
     /// Segments obtained from the device and given back to it.
     pub(crate) segments: (u64, u64),
+    /// Whether its segments were expandable, so that it was another policy.
+    pub(crate) expandable: bool,
 }
 
 impl Tally {
     pub(crate) fn new(gpu: Option<u16>) -> Self {
-        Self { gpu, reserved: Running::default(), requested: Running::default(), segments: (0, 0) }
+        Self { gpu, reserved: Running::default(), requested: Running::default(), segments: (0, 0), expandable: false }
     }
 
     pub(crate) fn take(&mut self, event: &Event) {
@@ -64,6 +68,7 @@ impl Tally {
             Action::FreeCompleted => self.requested.add(-bytes),
             Action::SegmentAlloc => self.segments.0 += 1,
             Action::SegmentFree => self.segments.1 += 1,
+            Action::SegmentMap => self.expandable = true,
             _ => {}
         }
         match event.action {
@@ -87,6 +92,7 @@ impl Tally {
             peak_reserved: self.reserved.peak(mine().map(|segment| segment.total_size).sum())?,
             peak_requested: self.requested.peak(mine().map(|segment| segment.requested_size()).sum())?,
             segments: self.segments,
+            expandable: self.expandable,
         })
     }
 }

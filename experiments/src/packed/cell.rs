@@ -1,4 +1,4 @@
-//! Cells of `runs.csv`: a text stands as it is unless it could be taken for JSON, and everything else is JSON.
+//! Cells of `runs.csv.xz`: a text stands as it is unless it could be taken for JSON, and everything else is JSON.
 //!
 //! So no table of types is needed, and what a spreadsheet shows is what was recorded. An empty cell is a value that the
 //! run does not have.

@@ -3,9 +3,9 @@
 use super::MANIFEST;
 use crate::study::record::{SCHEMA_VERSION, read_json};
 use anyhow::{Context, Result, bail};
+use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 use std::path::Path;
 
 /// The manifest.
@@ -59,6 +59,11 @@ impl Table {
 }
 
 impl Manifest {
+    /// Whether there is a table of this name.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.tables.iter().any(|table| table.name == name)
+    }
+
     /// The bytes of a table, which are those that were packed.
     pub(super) fn check(&self, folder: &Path, name: &str, bytes: &[u8]) -> Result<()> {
         let table = self.tables.iter().find(|table| table.name == name);
@@ -86,5 +91,5 @@ pub(super) fn read(folder: &Path) -> Result<Manifest> {
 }
 
 fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+    digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -3,7 +3,7 @@
 use super::flat::{Depth, flatten, insert, is_at_or_below};
 use super::manifest::{Counts, Manifest, Table};
 use super::series::{self, Content, Line};
-use super::{MANIFEST, SERIES, TABLE, cell};
+use super::{MANIFEST, SERIES, TABLE, cell, compressed};
 use crate::study::figures::read_text;
 use crate::study::record::{EXPERIMENT, RUN, RUNS, SCHEMA_VERSION, read_json, remove};
 use crate::study::{at_work, experiments_in, is_plain};
@@ -201,6 +201,7 @@ fn packed(folder: &Path, args: &PackArgs) -> Result<Packed> {
     let started_at = started_at(&rows);
     let (same_in_all, rows) = shared(rows, &plan_keys);
     let (table, lines) = tables(&rows)?;
+    let table = compressed::write(&table)?;
     let mut listed = vec![Table::of(TABLE, rows.len(), &table)];
     files.push((TABLE, table));
     if !lines.is_empty() {
@@ -354,7 +355,7 @@ fn is_of_document(pointer: &str) -> bool {
     DOCUMENTS[1..].iter().any(|(_, prefix)| is_at_or_below(pointer, prefix))
 }
 
-/// `runs.csv`, and the lines of the longer tables, each table's together.
+/// The text of `runs.csv.xz`, and the lines of the longer tables, each table's together.
 fn tables(rows: &[Row]) -> Result<(Vec<u8>, Vec<Line>)> {
     let mut columns = BTreeSet::new();
     let mut lines = Vec::new();

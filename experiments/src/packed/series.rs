@@ -1,19 +1,11 @@
 //! `series.jsonl.xz`: the tables of the runs that are longer than a cell, a line a run and table.
 
 use super::columns::Columns;
-use super::{SERIES, flat};
-use anyhow::{Context, Result, bail};
-use liblzma::read::XzDecoder;
-use liblzma::write::XzEncoder;
+use super::{SERIES, compressed, flat};
+use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use std::io::{Read, Write};
 use std::path::Path;
-
-/// Most bytes of the lines when they are unpacked: no experiment comes near.
-const MOST_BYTES: u64 = 1 << 30;
-/// As `xz -6e`: the bytes of this level do not depend on the machine, and whoever reads them needs 9 MiB.
-const LEVEL: u32 = 6 | (1 << 31);
 
 /// What a table was before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -128,24 +120,18 @@ pub(super) fn to_file(line: &Line) -> Option<String> {
 
 /// The lines, compressed: the same bytes for the same lines.
 pub(super) fn write(lines: &[Line]) -> Result<Vec<u8>> {
-    let mut encoder = XzEncoder::new(Vec::new(), LEVEL);
+    let mut text = Vec::new();
     for line in lines {
-        serde_json::to_writer(&mut encoder, line)?;
-        encoder.write_all(b"\n")?;
+        serde_json::to_writer(&mut text, line)?;
+        text.push(b'\n');
     }
-    Ok(encoder.finish()?)
+    compressed::write(&text)
 }
 
 /// Reads them from a folder's file with these bytes.
 pub(super) fn read(folder: &Path, bytes: &[u8]) -> Result<Vec<Line>> {
     let path = folder.join(SERIES);
-    let mut text = String::new();
-    let mut decoder = XzDecoder::new(bytes).take(MOST_BYTES + 1);
-    decoder.read_to_string(&mut text).with_context(|| format!("{} is damaged", path.display()))?;
-    // CAST: a length in memory.
-    if text.len() as u64 > MOST_BYTES {
-        bail!("{} unpacks to more than 1 GiB, which no experiment does", path.display());
-    }
+    let text = compressed::read(&path, bytes)?;
     let line = |(number, line): (usize, &str)| {
         serde_json::from_str(line).with_context(|| format!("{}: line {}", path.display(), number + 1))
     };

@@ -3,7 +3,7 @@
 use super::flat::insert;
 use super::manifest::{self, Manifest};
 use super::series::{self, Content, From, Line};
-use super::{SERIES, TABLE, cell};
+use super::{PLAIN_TABLE, SERIES, TABLE, cell, compressed};
 use crate::study::record::{EXPERIMENT, RUN, RUNS, compress, remove, write_compact, write_json};
 use crate::study::{experiments_in, is_plain};
 use anyhow::{Context, Result, bail};
@@ -72,18 +72,19 @@ struct Unpacked {
 /// Writes what a packed folder holds into an empty one.
 pub(super) fn to_folder(folder: &Path, out: &Path) -> Result<()> {
     let manifest = manifest::read(folder)?;
-    let rows = rows(folder, &manifest)?;
+    let of_rows = if manifest.has(PLAIN_TABLE) { PLAIN_TABLE } else { TABLE };
+    let rows = rows(folder, &manifest, of_rows)?;
     let runs = out.join(RUNS);
     std::fs::create_dir(&runs).with_context(|| format!("cannot make {}", runs.display()))?;
     let mut series: BTreeMap<String, Vec<Line>> = BTreeMap::new();
-    if manifest.tables.iter().any(|table| table.name == SERIES) {
+    if manifest.has(SERIES) {
         for line in series::read(folder, &table(folder, &manifest, SERIES)?)? {
             series.entry(line.run.clone()).or_default().push(line);
         }
     }
     let mut plan = Vec::new();
     for (number, row) in rows.into_iter().enumerate() {
-        let here = || format!("{}: row {}", folder.join(TABLE).display(), number + 1);
+        let here = || format!("{}: row {}", folder.join(of_rows).display(), number + 1);
         let id = row.get("id").and_then(Value::as_str).filter(|id| is_plain(id)).map(str::to_owned);
         let id = id.with_context(|| format!("{} has no id that names a folder", here()))?;
         let recorded = row.contains_key("status");
@@ -109,10 +110,13 @@ fn table(folder: &Path, manifest: &Manifest, name: &str) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The rows of `runs.csv`.
-fn rows(folder: &Path, manifest: &Manifest) -> Result<Vec<Map<String, Value>>> {
-    let bytes = table(folder, manifest, TABLE)?;
-    let here = || format!("cannot read {}", folder.join(TABLE).display());
+/// The rows of the table of runs, whose file has this name.
+fn rows(folder: &Path, manifest: &Manifest, name: &str) -> Result<Vec<Map<String, Value>>> {
+    let (path, mut bytes) = (folder.join(name), table(folder, manifest, name)?);
+    if name == TABLE {
+        bytes = compressed::read(&path, &bytes)?.into_bytes();
+    }
+    let here = || format!("cannot read {}", path.display());
     let mut reader = csv::ReaderBuilder::new().from_reader(bytes.as_slice());
     let names: Vec<String> = reader.headers().with_context(here)?.iter().map(str::to_owned).collect();
     let mut out = Vec::new();

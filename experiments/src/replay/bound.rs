@@ -19,8 +19,8 @@ pub(crate) enum PlanChoice {
 pub(crate) struct Bounds {
     pub(crate) lower_bound_bytes: u64,
     pub(crate) plan_bytes: Option<u64>,
-    ordered_lower_bound_bytes: u64,
-    ordered_plan_bytes: Option<u64>,
+    pub(crate) ordered_lower_bound_bytes: u64,
+    pub(crate) ordered_plan_bytes: Option<u64>,
 }
 
 impl Bounds {

@@ -6,6 +6,7 @@ use trainer::alloc::heading;
 use trainer::report::duration;
 use trainer::terminal::{Cell, Comparison, Page, quoted};
 use vramlab::Bytes;
+use vramlab::backends::{TorchAllocator, of_torch};
 
 fn size(bytes: u64) -> String {
     Bytes(bytes).to_string()
@@ -231,8 +232,12 @@ pub(super) fn end(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) 
     if rows.len() > 1 {
         found += ", the least";
     }
-    let ours = whole().find(|row| row.alloc.backend().capabilities.follows_pytorch);
-    if let Some((told, ours)) = recorded.zip(ours) {
+    // Of the policy that it was recorded under.
+    let ours = |told: &AsRecorded| match told.expandable {
+        true => whole().find(|row| row.alloc.backend() == of_torch(TorchAllocator::Expandable)),
+        false => whole().find(|row| row.alloc.capabilities().follows_pytorch),
+    };
+    if let Some((told, ours)) = recorded.and_then(|told| Some((told, ours(told)?))) {
         let (name, ours, theirs) = (&ours.alloc, ours.peak_reserved_bytes, told.peak_reserved);
         found += &match ours == theirs {
             true => format!("; {} were reserved when it was recorded, and so they are by {name} here", size(theirs)),

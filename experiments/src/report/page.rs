@@ -7,8 +7,8 @@ use super::columns::Columns;
 use anyhow::{Context, Result};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use ring::digest::{SHA256, digest};
 use serde::Serialize;
-use sha2::{Digest, Sha256};
 use std::fmt::Write;
 use vramlab::Bytes;
 
@@ -127,7 +127,7 @@ fn escaped(text: &str) -> String {
 }
 
 fn hash(text: &str) -> String {
-    format!("'sha256-{}'", STANDARD.encode(Sha256::digest(text.as_bytes())))
+    format!("'sha256-{}'", STANDARD.encode(digest(&SHA256, text.as_bytes())))
 }
 
 #[cfg(test)]

@@ -284,7 +284,7 @@ impl Experiment<'_> {
         }
         folders.extend(std::env::current_exe().ok().and_then(|file| Some(file.parent()?.to_owned())));
         folders.extend(std::env::current_dir());
-        for variable in ["GPU_ALLOCATORS_CACHE", "XDG_CACHE_HOME", "HOME"] {
+        for variable in ["VRAMLAB_CACHE", "XDG_CACHE_HOME", "HOME"] {
             folders.extend(std::env::var_os(variable).map(PathBuf::from));
         }
         folders.sort_by_key(|folder| std::cmp::Reverse(folder.as_os_str().len()));

@@ -5,9 +5,9 @@ use super::spec::{Program, Spec};
 use anyhow::{Context, Result, bail};
 use flate2::Compression;
 use flate2::write::GzEncoder;
+use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -117,7 +117,7 @@ pub(crate) fn provenance() -> Provenance {
 /// SHA-256 of a spec's content: comments and layout of its file are not in it.
 pub(crate) fn spec_sha256(spec: &Spec) -> Result<String> {
     let text = serde_json::to_string(spec).context("the spec cannot be written as JSON")?;
-    Ok(Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(digest(&SHA256, text.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// Replaces a file as a whole, laid out for people.

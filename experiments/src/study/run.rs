@@ -130,7 +130,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     if args.json {
         crate::print_json(&all)?;
     } else {
-        report::closing(&all, &out).print().context("cannot write to stdout")?;
+        crate::print(report::closing(&all, &out))?;
     }
     match failed.as_slice() {
         [] => Ok(()),

@@ -126,7 +126,7 @@ pub(crate) fn status(args: &StatusArgs) -> Result<()> {
     page.table(&table(&found));
     found.iter().flat_map(Status::notes).for_each(|note| page.line(note));
     close(&mut page, &found);
-    page.print().context("cannot write to stdout")
+    crate::print(page)
 }
 
 /// The folder itself if it holds an experiment, else those in it that do, sorted.

@@ -69,7 +69,7 @@ impl Place {
 
     fn process_of(&self, program: &str, arguments: &[&str]) -> std::process::Command {
         let mut command = std::process::Command::new(program);
-        command.args(arguments).current_dir(self.0.path()).env("GPU_ALLOCATORS_CACHE", self.at("cache"));
+        command.args(arguments).current_dir(self.0.path()).env("VRAMLAB_CACHE", self.at("cache"));
         command.env("NO_COLOR", "1");
         for variable in ["SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"] {
             command.env_remove(variable);

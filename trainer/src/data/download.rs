@@ -12,7 +12,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use sha2::{Digest, Sha256};
+use ring::digest::{Context, SHA256};
 use ureq::http::{Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
@@ -333,11 +333,11 @@ fn verify(target: &mut File, file: &StandardFile) -> Result<bool, Failure> {
 /// SHA-256 of at most the first `limit` bytes.
 fn hash(contents: impl Read, limit: u64) -> io::Result<String> {
     let mut contents = contents.take(limit);
-    let mut hash = Sha256::new();
+    let mut hash = Context::new(&SHA256);
     let mut buffer = vec![0; 256 << 10];
     loop {
         match contents.read(&mut buffer) {
-            Ok(0) => return Ok(hex(&hash.finalize())),
+            Ok(0) => return Ok(hex(hash.finish().as_ref())),
             Ok(read) => hash.update(&buffer[..read]),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),

@@ -157,7 +157,7 @@ pub enum DataError {
     },
     /// The cache cannot be written.
     #[error(
-        "{path}: cannot write to the cache: {source}: mend that, or set GPU_ALLOCATORS_CACHE to a directory that can be written"
+        "{path}: cannot write to the cache: {source}: mend that, or set VRAMLAB_CACHE to a directory that can be written"
     )]
     Cache {
         /// What was being written.

@@ -3,7 +3,7 @@
 //! The table is the corrected one, as R and scikit-learn have it. The UCI repository's copy differs from Fisher's
 //! article in rows 35 and 38.
 
-use sha2::{Digest, Sha256};
+use ring::digest::{SHA256, digest};
 
 use super::{DataError, Dataset, DatasetName, Features, FileChecksum, Split, checksum_of, hex, seeded, shuffle};
 
@@ -50,7 +50,7 @@ pub(super) fn load(seed: u64) -> Result<Dataset, DataError> {
         name: DatasetName::Iris,
         source: "embedded (Fisher 1936, corrected variant)".to_owned(),
         notice: None,
-        files: vec![FileChecksum { path: FILE.to_owned(), sha256: hex(&Sha256::digest(TABLE)) }],
+        files: vec![FileChecksum { path: FILE.to_owned(), sha256: hex(digest(&SHA256, TABLE.as_bytes()).as_ref()) }],
         checksum: checksum_of([&train, &validation]),
         features: FEATURES,
         classes: SPECIES.len(),

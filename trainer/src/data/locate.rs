@@ -52,9 +52,9 @@ impl Sources {
             let list = list.to_string_lossy();
             list.split(',').map(|url| url.trim().to_owned()).filter(|url| !url.is_empty()).collect::<Vec<_>>()
         });
-        let cache = set("GPU_ALLOCATORS_CACHE").map(PathBuf::from);
+        let cache = set("VRAMLAB_CACHE").map(PathBuf::from);
         let cache =
-            cache.or_else(|| etcetera::choose_base_strategy().ok().map(|dirs| dirs.cache_dir().join("gpu-allocators")));
+            cache.or_else(|| etcetera::choose_base_strategy().ok().map(|dirs| dirs.cache_dir().join("vramlab")));
         let mut files = STANDARD.map(|(name, bytes, sha256, gz_sha256)| StandardFile {
             name,
             bytes,

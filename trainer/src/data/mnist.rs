@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 
 use flate2::bufread::MultiGzDecoder;
-use sha2::{Digest, Sha256};
+use ring::digest::{Context, Digest, SHA256};
 
 use super::error::shown;
 use super::idx::{Idx, IdxKind, IdxLimits, parse_idx};
@@ -67,7 +67,7 @@ fn fetch(
         (Download::NotBuilt, _) => {
             ("this program was built without the feature `download`", "give the four files with --data-dir")
         }
-        _ => ("the user has no cache directory", "set GPU_ALLOCATORS_CACHE, or give the four files with --data-dir"),
+        _ => ("the user has no cache directory", "set VRAMLAB_CACHE, or give the four files with --data-dir"),
     };
     Err(unavailable(location, reason, mend))
 }
@@ -120,8 +120,8 @@ fn read(origin: Origin, directory: &Path, paths: [&PathBuf; 4], sources: &Source
     check_labels(&train_label.idx, train_labels)?;
     check_labels(&test_label.idx, test_labels)?;
 
-    let mut over_all = Sha256::new();
-    found.iter().for_each(|file| over_all.update(file.digest));
+    let mut over_all = Context::new(&SHA256);
+    found.iter().for_each(|file| over_all.update(file.digest.as_ref()));
     let checksums = found
         .iter()
         .zip(paths)
@@ -137,7 +137,7 @@ fn read(origin: Origin, directory: &Path, paths: [&PathBuf; 4], sources: &Source
         source: format!("{} ({origin})", shown(directory)),
         notice,
         files: checksums,
-        checksum: hex(&over_all.finalize()),
+        checksum: hex(over_all.finish().as_ref()),
         features: train.idx.features(),
         classes: CLASSES,
         train: split(train.idx, train_label.idx),
@@ -168,17 +168,17 @@ fn check_labels(labels: &Idx, path: &Path) -> Result<(), DataError> {
 /// A file's contents and their digest.
 struct Contents {
     idx: Idx,
-    digest: [u8; 32],
+    digest: Digest,
     sha256: String,
 }
 
 fn read_file(path: &Path, kind: IdxKind) -> Result<Contents, DataError> {
     let cannot_read = |source| DataError::Read { file: shown(path), source };
     let file = File::open(path).map_err(cannot_read)?;
-    let mut hashed = Hashed { inner: unpacked(file).map_err(cannot_read)?, hash: Sha256::new() };
+    let mut hashed = Hashed { inner: unpacked(file).map_err(cannot_read)?, hash: Context::new(&SHA256) };
     let idx = parse_idx(&mut hashed, &shown(path), &IdxLimits::new(kind))?;
-    let digest: [u8; 32] = hashed.hash.finalize().into();
-    Ok(Contents { idx, digest, sha256: hex(&digest) })
+    let digest = hashed.hash.finish();
+    Ok(Contents { idx, digest, sha256: hex(digest.as_ref()) })
 }
 
 /// The contents of `file`, decompressed if they are compressed. What it is called does not matter: browsers unpack
@@ -192,7 +192,7 @@ pub(super) fn unpacked(file: File) -> io::Result<Box<dyn Read + Send>> {
 /// Hashes what is read through it, while that is still in the processor's cache.
 struct Hashed<R> {
     inner: R,
-    hash: Sha256,
+    hash: Context,
 }
 
 impl<R: Read> Read for Hashed<R> {

@@ -10,7 +10,7 @@
 //! |---|---|
 //! | `MNIST_DIR` | a directory with the four MNIST files; when set, the cache and the network are not used |
 //! | `MNIST_MIRROR` | base URLs, comma separated, to download from in place of the built-in ones |
-//! | `GPU_ALLOCATORS_CACHE` | the cache directory (MNIST lies in its `mnist` folder) in place of `gpu-allocators` in the user's own |
+//! | `VRAMLAB_CACHE` | the cache directory (MNIST lies in its `mnist` folder) in place of `vramlab` in the user's own |
 //! | `XDG_CACHE_HOME` | the user's cache directory, as everywhere |
 
 mod digits;
@@ -27,8 +27,8 @@ use std::path::PathBuf;
 
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
+use ring::digest::{Context, SHA256};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 pub use error::DataError;
 pub use idx::{Idx, IdxKind, IdxLimits, parse_idx};
@@ -269,15 +269,15 @@ fn shuffle<T>(items: &mut [T], rng: &mut ChaCha8Rng) {
 
 /// SHA-256 over two splits, in the form that [`Dataset::checksum`] describes.
 fn checksum_of(splits: [&Split; 2]) -> String {
-    let mut hash = Sha256::new();
+    let mut hash = Context::new(&SHA256);
     for split in splits {
         match &split.features {
             Features::U8 { bytes, .. } => hash.update(bytes),
-            Features::F32(values) => values.iter().for_each(|value| hash.update(value.to_le_bytes())),
+            Features::F32(values) => values.iter().for_each(|value| hash.update(&value.to_le_bytes())),
         }
         hash.update(&split.labels);
     }
-    hex(&hash.finalize())
+    hex(hash.finish().as_ref())
 }
 
 /// Lowercase hex.

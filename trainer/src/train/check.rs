@@ -4,7 +4,7 @@ use crate::arithmetic::{FuseMode, GemmMode};
 use crate::error::{Result, TrainError};
 use crate::settings::{GRAPH_STEPS, LaunchMode, LoaderMode, Settings, SyncMode};
 use vramlab::backends::{self, GraphCapture};
-use vramlab::{Backend, Bytes, HostRoom};
+use vramlab::{Bytes, HostRoom, Selection};
 
 /// Whether a simulated run finds the memory that it needs; asked before it takes any.
 pub(super) fn host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {
@@ -28,9 +28,9 @@ pub(super) fn launch(settings: &Settings) -> Result<()> {
         format!("--launch {name} needs --loader resident: it picks its batches on the device")
     } else if sync == SyncMode::Op {
         format!("--launch {name} has no launch for each operation: use --sync step instead of op")
-    } else if launch == LaunchMode::Graph && !serves_captures(settings.allocator.backend()) {
-        let able: Vec<&str> =
-            backends::all().into_iter().filter(|one| serves_captures(one)).map(|one| one.name).collect();
+    } else if launch == LaunchMode::Graph && !serves_captures(&settings.allocator) {
+        let all = backends::all().into_iter().map(Selection::of);
+        let able: Vec<&str> = all.filter(serves_captures).map(|one| one.name()).collect();
         let name = settings.allocator.name();
         format!(
             "--launch graph needs an allocator that serves captures, which '{name}' does not: use {}",
@@ -52,8 +52,8 @@ pub(super) fn launch(settings: &Settings) -> Result<()> {
     Err(TrainError::Input(problem))
 }
 
-fn serves_captures(backend: &Backend) -> bool {
-    backend.capabilities.graph_capture != GraphCapture::Refused
+fn serves_captures(allocator: &Selection) -> bool {
+    allocator.capabilities().graph_capture != GraphCapture::Refused
 }
 
 fn graph_steps_of(steps: Option<u32>, launch: LaunchMode, sync: SyncMode) -> Result<()> {
@@ -73,6 +73,7 @@ fn graph_steps_of(steps: Option<u32>, launch: LaunchMode, sync: SyncMode) -> Res
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vramlab::Backend;
     use vramlab::backends::{Capabilities, naive};
 
     #[test]

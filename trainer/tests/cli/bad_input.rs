@@ -19,7 +19,11 @@ fn numbers_that_cannot_work_are_refused() {
         (["--memory-limit", "0"], "--memory-limit 0 B is less than the model's weights"),
         (
             ["--alloc", "caching:garbage_collection_threshold=0.5"],
-            "garbage_collection_threshold is a fraction of memory_limit, which is not given; give --memory-limit",
+            "garbage_collection_threshold is a fraction of memory_limit, which is not given; set memory_limit, too",
+        ),
+        (
+            ["--alloc", "bfc:allow_growth=off"],
+            "--alloc bfc: allow_growth=off takes the whole memory_limit at once; set memory_limit, too",
         ),
         (["--alloc", "caching:memory_limit=1K"], "--memory-limit 1 KiB is less than the model's weights"),
     ] {
@@ -48,6 +52,30 @@ fn allocators_that_mean_nothing_are_refused() {
         assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
         let first = ran.stderr.lines().next().unwrap_or_default();
         assert!(first.contains(words), "{words}: {first}");
+    }
+    // Each is told its own mend, once, and not another's.
+    let text = place.write("no-plan", "plain text");
+    for (alloc, line) in [
+        (
+            "lab:source=expandable,stream=steal",
+            "--alloc lab: source=expandable goes with stream=own, join=at-free and grow=torch or grow=exact; write source=plain",
+        ),
+        (
+            "plan:file=nope",
+            "--alloc plan: cannot use nope: No such file or directory (os error 2); `experiments plan HISTORY --out FILE` \
+             writes plans",
+        ),
+        (
+            &format!("plan:file={text}"),
+            &format!(
+                "--alloc plan: cannot use {text}: it is no plan (expected value at line 1 column 1); `experiments plan HISTORY \
+                 --out FILE` writes plans"
+            ),
+        ),
+    ] {
+        let ran = place.iris(&["--alloc", alloc]);
+        ran.refused(&[]);
+        assert_eq!(ran.stderr.trim_end(), format!("error: {line}"));
     }
     let both = ["--alloc", "caching:memory_limit=1G", "--memory-limit", "2G"];
     place

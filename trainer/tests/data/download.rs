@@ -396,5 +396,5 @@ fn a_cache_that_cannot_be_written_is_named() {
         &sources(&file.join("cache"), &[&server.url]),
         &mut NoProgress,
     ));
-    assert!(message.contains("cannot write to the cache") && message.contains("GPU_ALLOCATORS_CACHE"), "{message}");
+    assert!(message.contains("cannot write to the cache") && message.contains("VRAMLAB_CACHE"), "{message}");
 }

@@ -13,13 +13,12 @@
 pub mod snug;
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab::backends::{Backend, Capabilities, SegmentUse, StreamUse, With};
 use vramlab::settings::{Settings, bytes};
 use vramlab::{
     AllocError, Block, BlockInfo, BlockState, DeviceAddr, DeviceAllocator, Driver, DriverError, Ledger, OomReport,
-    Path, PoolKind, PooledGauge, Request, SegmentInfo, Snapshot, Stats, StreamId,
+    Path, PoolKind, PooledGauge, Request, SegmentInfo, Snapshot, Stats, StreamId, Tokens,
 };
 
 vramlab::settings! {
@@ -44,6 +43,7 @@ pub static BACKEND: Backend = Backend {
         used_elsewhere: Path::WaitInserted,
         ..Capabilities::LEAST
     },
+    compared: true,
     constructor: &With(|driver, settings: &BumpSettings| Ok(Arc::new(Bump::new(driver, *settings)))),
 };
 
@@ -57,8 +57,8 @@ const POOL: PoolKind = PoolKind::Large;
 /// See the [crate](self).
 #[derive(Debug)]
 pub struct Bump {
-    /// Tells its blocks from those of others.
-    token: u64,
+    /// They tell its blocks from those of others.
+    tokens: Tokens,
     driver: Arc<dyn Driver>,
     settings: BumpSettings,
     state: Mutex<State>,
@@ -172,10 +172,9 @@ impl Bump {
     /// A bump allocator on `driver`.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, settings: BumpSettings) -> Self {
-        static TOKENS: AtomicU64 = AtomicU64::new(1);
         let stats = Stats { segment: Some(PooledGauge::default()), ..Stats::default() };
         let state = Mutex::new(State { stats, ..State::default() });
-        Self { token: TOKENS.fetch_add(1, Relaxed), driver, settings, state }
+        Self { tokens: Tokens::next(), driver, settings, state }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -253,6 +252,7 @@ impl Bump {
             other_streams_free_bytes: Some(others),
             limit_bytes: None,
             device_bytes: self.driver.mem_info().ok().map(|info| (info.free, info.total)),
+            against_fragmentation: None,
         }))
     }
 }
@@ -295,12 +295,12 @@ impl DeviceAllocator for Bump {
         // SAFETY: segments come from the driver at multiples of 256 and blocks are multiples of 512. `top` passes each byte of
         // a segment once between two moments at which it is idle, so no two live blocks share one; and a segment goes back to
         // the driver idle.
-        Ok(unsafe { Block::new(addr, bytes, request.bytes, path, self.token) })
+        Ok(unsafe { Block::new(addr, bytes, request.bytes, path, self.tokens.token()) })
     }
 
     unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
         let (addr, state) = (block.addr(), &mut *self.lock());
-        let mine = state.of(addr).filter(|_| block.token() == self.token);
+        let mine = state.of(addr).filter(|_| block.token() == self.tokens.token());
         let Some(segment) = mine else { return Err(AllocError::foreign(self.name(), "it is not live here", block)) };
         let owner = segment.stream;
         let users = segment.blocks.get_mut(&addr).map(|held| std::mem::take(&mut held.users)).unwrap_or_default();
@@ -320,7 +320,7 @@ impl DeviceAllocator for Bump {
 
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
         let state = &mut *self.lock();
-        let mine = state.of(block.addr()).filter(|_| block.token() == self.token);
+        let mine = state.of(block.addr()).filter(|_| block.token() == self.tokens.token());
         let segment = mine.ok_or_else(|| AllocError::not_held(self.name(), "it is not live here", block))?;
         if let Some(held) = segment.blocks.get_mut(&block.addr())
             && segment.stream != stream

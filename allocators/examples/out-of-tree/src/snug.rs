@@ -20,6 +20,7 @@ pub static BACKEND: Backend = Backend {
     name: "snug",
     summary: "serves a request with a whole block of about its size, and cuts none",
     capabilities: Capabilities { coalesces: false, ..Pooled::<Snug>::CAPABILITIES },
+    compared: true,
     constructor: &With(|driver, _: &NoSettings| Ok(Arc::new(Snug::on(driver)))),
 };
 

@@ -146,6 +146,7 @@ impl Caching {
     /// Lets every segment go back, whatever captures there were; frees that waited for one are carried out.
     pub(super) fn unpin_all(&self) {
         let mut captures = std::mem::take(&mut *lock(&self.captures));
+        self.capturing.store(0, Release);
         for (shard, index) in captures.each().flat_map(|(_, pool)| std::mem::take(&mut pool.waiting)) {
             // An error has nobody to go to; the block then waits like any other.
             let _ = self.free_after_capture(shard, index);

@@ -8,4 +8,5 @@ pub(crate) mod blocks;
 pub(crate) mod exact_index;
 pub(crate) mod free_index;
 pub(crate) mod ranged_index;
+pub(crate) mod small_index;
 pub(crate) mod tally;

@@ -30,8 +30,8 @@ pub(super) struct Pending {
     /// for. Nothing but a wait for the whole device tells that their work is over, so no request looks at them.
     stranded: BTreeMap<(u32, BlockIndex), u32>,
     stranded_bytes: Gauge,
-    /// The first error by which a block was stranded when nobody was freeing it, so that nobody was told.
-    untold: Option<DriverError>,
+    /// The first error by which a block was stranded when nobody was freeing it, until somebody takes it.
+    error: Option<DriverError>,
 }
 
 impl Pending {
@@ -185,8 +185,8 @@ impl Caching {
     }
 
     /// An error that a request would not have been the place to tell, once.
-    pub(super) fn tell(&self) -> Result<(), DriverError> {
-        lock(&self.pending).untold.take().map_or(Ok(()), Err)
+    pub(super) fn take_pending_error(&self) -> Result<(), DriverError> {
+        lock(&self.pending).error.take().map_or(Ok(()), Err)
     }
 
     /// Completes frees from the front of each queue while `done` says so. A stream that takes no event strands the blocks
@@ -218,7 +218,7 @@ impl Caching {
                     Err(error) if error.call == CallKind::EventCreate && !all => break,
                     Err(error) => {
                         queue.pop_front();
-                        pending.untold.get_or_insert(error);
+                        pending.error.get_or_insert(error);
                         self.strand(pending, shard, index);
                     }
                 }

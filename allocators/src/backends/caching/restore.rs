@@ -2,7 +2,7 @@
 
 use super::growth::Growth;
 use super::{Caching, hand_out};
-use crate::backends::caching::core::block_cache::{Served, Wanted, address};
+use crate::backends::caching::core::block_cache::{Served, Wanted};
 use crate::backends::caching::core::blocks::{BlockRecord, MAX_BLOCK};
 use crate::contract::AllocError;
 use crate::contract::PoolKind;
@@ -105,7 +105,7 @@ impl Caching {
     fn give_back(&self, growth: &mut Growth, segments: Vec<(&SegmentInfo, u64)>) -> Result<(), AllocError> {
         for (segment, addr) in segments {
             // SAFETY: the device gave it for this segment, which nobody has seen yet.
-            unsafe { self.driver.mem_free(address(addr)) }?;
+            unsafe { self.driver.mem_free(DeviceAddr::handed_out(addr)) }?;
             growth.removed(&self.settings, pool_of(segment), segment.bytes);
         }
         Ok(())

@@ -142,6 +142,10 @@ const SLOTS: usize = 512;
 /// Streams that get a slot. Those beyond are found under a lock, so that no number of streams makes probing long.
 const SLOTTED: usize = SLOTS / 2;
 
+/// Shards that an allocator is expected to have at most, in streams and private pools: so many tokens' owners it takes for
+/// itself. With more, its numbers go on into those of allocators that are made after it.
+pub(super) const SHARDS: u32 = 1 << 12;
+
 /// Finds a stream's shard. Shards are made at a stream's first use and live as long as the allocator.
 #[derive(Debug)]
 pub(super) struct ShardTable {

@@ -1,8 +1,8 @@
 //! Which stream had each byte of the arena last, so that a stream gets another's memory only behind its work.
 
 use crate::device::{DriverError, EventId, StreamId};
+use crate::ordered::OrderedMap;
 use crate::policy::Heap;
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// What is known of the last use of a block's memory.
@@ -47,7 +47,7 @@ pub(super) enum Order {
 #[derive(Debug, Default)]
 pub(super) struct LastOwners {
     /// By offset.
-    pieces: BTreeMap<u64, Piece>,
+    pieces: OrderedMap<u64, Piece>,
     owners: Vec<Owner>,
     vacant: Vec<u32>,
 }

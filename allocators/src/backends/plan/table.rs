@@ -41,8 +41,7 @@ impl PlanTable {
     /// One line: what is wrong with the file. It does not name it.
     pub fn read(path: &Path) -> Result<Self, String> {
         let text = input::read_text(path, input::TABLE).map_err(|error| error.to_string())?;
-        let table: Self = serde_json::from_str(&text)
-            .map_err(|error| format!("it is no plan, as `experiments plan` writes them ({error})"))?;
+        let table: Self = serde_json::from_str(&text).map_err(|error| format!("it is no plan ({error})"))?;
         if table.format != FORMAT {
             return Err(format!("it is no plan of the format {FORMAT}"));
         }

@@ -26,6 +26,9 @@ pub struct Capabilities {
     /// Whether it refuses a request without giving idle segments back first, so that a larger piece than it has cannot be had
     /// when all is free. A trim gives them back.
     pub keeps_segments: bool,
+    /// Whether it sets a block aside when it cannot tell that a stream is done with it, because the stream is gone: it says so once,
+    /// goes on, and counts the block among the stranded ones until the whole device has been waited for.
+    pub sets_aside: bool,
     /// Whether it knows where its blocks lie, so that there are snapshots.
     pub snapshot: bool,
     /// Whether it can begin with the segments and blocks of a snapshot.
@@ -55,6 +58,7 @@ impl Capabilities {
         coalesces: false,
         retries: false,
         keeps_segments: false,
+        sets_aside: false,
         snapshot: false,
         restores: false,
         private_pools: false,

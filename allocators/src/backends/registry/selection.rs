@@ -5,7 +5,7 @@
 //! `naive,caching:max_split_size=32M,memory_limit=1G,stream-ordered` names three. Commas in brackets belong to a value:
 //! `caching:roundup_power2_divisions=[1:4,64:8]`. `all` stands for every backend.
 
-use super::{Backend, UnknownBackend, all, find};
+use super::{Backend, Capabilities, UnknownBackend, all, find};
 use crate::contract::{AllocError, DeviceAllocator};
 use crate::device::Driver;
 use crate::settings::{Setting, SettingError, Settings};
@@ -99,6 +99,12 @@ impl Selection {
         self.backend.name
     }
 
+    /// What the allocator can do with these settings.
+    #[must_use]
+    pub fn capabilities(&self) -> Capabilities {
+        self.backend.constructor.capabilities(self.backend.capabilities, self.settings())
+    }
+
     /// The settings.
     #[must_use]
     pub fn settings(&self) -> &dyn Settings {
@@ -119,8 +125,12 @@ impl Selection {
     /// Takes over the settings of the same names from another allocator, such as the one that a history was recorded
     /// under. What was set by name stays. What this backend does not have, or would not take, is left out.
     pub fn adopt(&mut self, other: &dyn Settings) {
-        if (other as &dyn Any).type_id() == (self.settings() as &dyn Any).type_id() {
-            let before = std::mem::replace(&mut self.settings, other.boxed());
+        let (same, before) =
+            ((other as &dyn Any).type_id() == (self.settings() as &dyn Any).type_id(), self.settings.boxed());
+        if same {
+            self.settings = other.boxed();
+        }
+        if same || self.settings.take_over(other) {
             for name in &self.given {
                 let _ = before.get(name).map(|value| self.settings.set(name, &value));
             }

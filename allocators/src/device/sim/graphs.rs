@@ -15,6 +15,7 @@ use super::timeline::{Mark, Order};
 use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory, out_of_memory};
 use crate::device::DriverError;
 use crate::device::{CallKind, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, StreamId};
+use crate::ordered::OrderedMap;
 use std::collections::BTreeMap;
 
 /// Between plain memory and pools.
@@ -73,10 +74,10 @@ struct Graph {
 pub(super) struct Graphs {
     /// The capture that a stream is part of.
     capturing: BTreeMap<u64, u64>,
-    captures: BTreeMap<u64, Capture>,
+    captures: OrderedMap<u64, Capture>,
     /// The capture that an event was recorded in.
     events: BTreeMap<u64, u64>,
-    graphs: BTreeMap<u64, Graph>,
+    graphs: OrderedMap<u64, Graph>,
     next: u64,
     heap: Option<Heap>,
     used: u64,

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::timeline::{Mark, Order};
+use crate::ordered::OrderedMap;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Why memory is not available yet: the point of a stream at which its last owner freed it.
@@ -20,7 +21,7 @@ pub(super) struct Heap {
     align: u64,
     packing: Packing,
     /// Free ranges by offset: length and when they were freed. Touching ranges freed alike are one.
-    free: BTreeMap<u64, (u64, FreedAt)>,
+    free: OrderedMap<u64, (u64, FreedAt)>,
     /// The same by (length, offset), which is the order of best fit.
     by_room: BTreeSet<(u64, u64)>,
     /// Free ranges that are marked with when they were freed.
@@ -56,7 +57,7 @@ pub(super) struct Placement {
 
 impl Heap {
     pub(super) fn new(base: u64, limit: u64, granule: u64, align: u64, packing: Packing) -> Self {
-        let free = BTreeMap::from([(0, (limit, None))]);
+        let free = OrderedMap::from_iter([(0, (limit, None))]);
         Self {
             base,
             #[cfg(test)]

@@ -5,8 +5,9 @@
 //! whatever its last owner left. (Fresh memory is zero.)
 
 use super::host::{Allowance, HostRoom};
+use crate::ordered::OrderedMap;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::ptr::NonNull;
 
 const ALIGN: usize = 512;
@@ -55,7 +56,7 @@ impl Drop for HostBlock {
 /// Host memory by simulated address.
 #[derive(Debug, Default)]
 pub(super) struct HostMemoryMap {
-    blocks: BTreeMap<u64, HostBlock>,
+    blocks: OrderedMap<u64, HostBlock>,
     spare: HashMap<usize, Vec<HostBlock>>,
     spare_bytes: usize,
     allowance: Allowance,

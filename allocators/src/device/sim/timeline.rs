@@ -1,6 +1,7 @@
 //! Virtual time: a clock for the host and one for each stream, and which stream is ordered after which.
 #![forbid(unsafe_code)]
 
+use crate::ordered::OrderedMap;
 use std::collections::{BTreeMap, VecDeque};
 
 /// A point of a stream: the work queued on it so far.
@@ -40,7 +41,7 @@ pub(super) struct Timeline {
     now_ns: u64,
     blocked_ns: u64,
     depth: usize,
-    streams: BTreeMap<u64, Stream>,
+    streams: OrderedMap<u64, Stream>,
     next_stream: u64,
     /// Device time of streams that are gone.
     past_busy_ns: u64,
@@ -55,7 +56,7 @@ pub(super) struct Recorded {
 
 impl Timeline {
     pub(super) fn new(depth: usize) -> Self {
-        Self { now_ns: 0, blocked_ns: 0, depth, streams: BTreeMap::new(), next_stream: 1, past_busy_ns: 0 }
+        Self { now_ns: 0, blocked_ns: 0, depth, streams: OrderedMap::new(), next_stream: 1, past_busy_ns: 0 }
     }
 
     pub(super) fn now_ns(&self) -> u64 {

@@ -7,7 +7,7 @@
 use super::{SimDriver, SimMemory};
 use crate::device::DriverError;
 use crate::device::{CallKind, DeviceAddr, DriverResult, PhysicalHandle, VmmDriver};
-use std::collections::BTreeMap;
+use crate::ordered::OrderedMap;
 use std::ptr::NonNull;
 
 /// Whether host memory can stand behind mappings here.
@@ -39,9 +39,9 @@ struct Mapping {
 
 #[derive(Debug, Default)]
 pub(super) struct Space {
-    reservations: BTreeMap<u64, Reservation>,
-    mappings: BTreeMap<u64, Mapping>,
-    handles: BTreeMap<u64, Handle>,
+    reservations: OrderedMap<u64, Reservation>,
+    mappings: OrderedMap<u64, Mapping>,
+    handles: OrderedMap<u64, Handle>,
     next_handle: u64,
     next_addr: u64,
     created: u64,

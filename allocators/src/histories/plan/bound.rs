@@ -1,102 +1,103 @@
 //! Bytes below which there is no plan.
 
-use super::{CrossStream, Lifetime};
-use std::collections::BTreeMap;
-
-/// Most streams whose points of time are chosen apart.
-const MOST_STREAMS: usize = 64;
-/// How many of them the search starts from.
-const STARTS: usize = 8;
-/// How often each stream's point is looked over.
-const ROUNDS: usize = 4;
+use super::{CrossStream, Group, Lifetime};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Bytes below which there is no plan: no allocator that rounds to [`UNIT`](super::UNIT) and keeps to `cross` gets by with
 /// less. O(n log n).
 ///
 /// It is the most bytes in blocks of which each two conflict. With one stream, or where streams wait for one another, those
-/// are the blocks that are in use at one point of time. Where the order has to be known each stream may be at another point,
-/// as long as none has seen the memory of another go: such points are searched for, one stream at a time. What is found is a
-/// bound, and may not be the highest.
+/// are the blocks that are in use at one point of time. A stream whose memory others cannot have yet, or a private pool that
+/// is not released, also counts with what it had in use earlier, as long as none of that has gone to others. What is found is
+/// a bound, and may not be the highest.
 #[must_use]
 pub fn lower_bound(lifetimes: &[Lifetime], cross: CrossStream) -> u64 {
-    let highest = in_use(lifetimes, |_| true).iter().map(|point| point.bytes).max().unwrap_or(0);
-    if cross == CrossStream::AfterWait {
-        return highest;
-    }
-    let mut streams: BTreeMap<u32, u64> = BTreeMap::new();
-    lifetimes.iter().for_each(|one| *streams.entry(one.stream).or_default() += one.bytes());
-    // Those that hold most; each is a bound without the others.
-    let mut largest: Vec<(u64, u32)> = streams.into_iter().map(|(stream, bytes)| (bytes, stream)).collect();
-    largest.sort_unstable_by(|a, b| b.cmp(a));
-    largest.truncate(MOST_STREAMS);
-    let apart: Vec<Vec<Point>> =
-        largest.iter().map(|(_, stream)| in_use(lifetimes, |one| one.stream == *stream)).collect();
-    (0..apart.len().min(STARTS)).map(|first| climb(&apart, first)).fold(highest, u64::max)
-}
-
-/// What some blocks use when one of them is allocated.
-#[derive(Clone, Copy, Debug)]
-struct Point {
-    /// Number of the allocation.
-    when: u32,
-    bytes: u64,
-    /// The first allocation of another stream that can have some of it.
-    seen: u32,
-}
-
-/// What the blocks of a kind use after each of their allocations.
-fn in_use(lifetimes: &[Lifetime], kind: impl Fn(&Lifetime) -> bool) -> Vec<Point> {
-    let mut points = Vec::new();
-    let mut bytes = 0;
-    // Ends of what is in use: bytes, and when other streams can have them.
-    let mut ends: BTreeMap<u32, Vec<(u64, u32)>> = BTreeMap::new();
-    // How often each of those times occurs.
-    let mut seen: BTreeMap<u32, u32> = BTreeMap::new();
+    let mut groups: BTreeMap<Group, InUse> = BTreeMap::new();
+    // Ends of the blocks that are in use, and until when groups hold what they had.
+    let mut ends: BTreeSet<(u32, u32)> = BTreeSet::new();
+    let mut losses: BTreeSet<(u32, Group)> = BTreeSet::new();
+    let (mut held, mut highest) = (0, 0);
     // CAST: a history has fewer than 2^32 allocations.
-    for (when, one) in (0u32..).zip(lifetimes).filter(|(_, one)| kind(one)) {
-        while let Some(entry) = ends.first_entry().filter(|entry| *entry.key() <= when) {
-            for (gone, elsewhere) in entry.remove() {
-                bytes -= gone;
-                if let Some(count) = seen.get_mut(&elsewhere) {
-                    *count -= 1;
-                    if *count == 0 {
-                        seen.remove(&elsewhere);
-                    }
-                }
-            }
+    for (now, one) in (0u32..).zip(lifetimes) {
+        let mut changed = BTreeSet::from([one.group(cross)]);
+        while let Some((_, gone)) = ends.first().copied().filter(|(end, _)| *end <= now) {
+            ends.pop_first();
+            let block = &lifetimes[gone as usize];
+            groups.entry(block.group(cross)).or_default().remove(block.bytes(), outside(block, gone, cross));
+            changed.insert(block.group(cross));
         }
-        bytes += one.bytes();
-        let elsewhere = one.end_elsewhere.max(one.end).max(when + 1);
-        ends.entry(one.end.max(when + 1)).or_default().push((one.bytes(), elsewhere));
-        *seen.entry(elsewhere).or_default() += 1;
-        let seen = seen.first_key_value().map_or(elsewhere, |(first, _)| *first);
-        points.push(Point { when, bytes, seen });
+        groups.entry(one.group(cross)).or_default().add(one.bytes(), outside(one, now, cross));
+        // What is freed before the next allocation has lived all the same.
+        ends.insert((one.end.max(now + 1), now));
+        while let Some((_, group)) = losses.first().copied().filter(|(seen, _)| *seen <= now) {
+            losses.pop_first();
+            changed.insert(group);
+        }
+        for group in changed {
+            let Some(of) = groups.get_mut(&group) else { continue };
+            held -= of.held();
+            if let Some(seen) = of.note(now) {
+                losses.insert((seen, group));
+            }
+            held += of.held();
+        }
+        highest = highest.max(held);
     }
-    points
+    highest
 }
 
-/// Gives each stream a point of time, beginning with the `first` one's highest; the bytes that are in use at them.
-///
-/// Two blocks of two streams conflict if each stream's point comes before the other can have some of its memory: then the
-/// later of them was allocated before that, too.
-fn climb(apart: &[Vec<Point>], first: usize) -> u64 {
-    let mut chosen: Vec<Option<Point>> = vec![None; apart.len()];
-    for _ in 0..ROUNDS {
-        for stream in std::iter::once(first).chain((0..apart.len()).filter(|stream| *stream != first)) {
-            let others =
-                || chosen.iter().enumerate().filter(|(other, _)| *other != stream).filter_map(|(_, point)| *point);
-            let before = others().map(|point| point.seen).min();
-            let after = others().map(|point| point.when).max();
-            let fits = |point: &&Point| {
-                before.is_none_or(|seen| point.when < seen) && after.is_none_or(|when| when < point.seen)
-            };
-            let best = apart[stream].iter().filter(fits).max_by_key(|point| point.bytes);
-            if best.map_or(0, |point| point.bytes) > chosen[stream].map_or(0, |point| point.bytes) {
-                chosen[stream] = best.copied();
+/// The first allocation of another group that can have the memory of allocation `number`.
+fn outside(one: &Lifetime, number: u32, cross: CrossStream) -> u32 {
+    one.end_outside(cross).max(number + 1)
+}
+
+/// What a group has in use, and what it had in use that no other group can have yet.
+#[derive(Debug, Default)]
+struct InUse {
+    bytes: u64,
+    /// How many of the blocks in use others can have from which allocation on.
+    outside: BTreeMap<u32, u32>,
+    /// Bytes that were in use at once, by the first allocation of another group that can have some of them. The later that is,
+    /// the fewer: of two the one that is less and sooner gone is left out.
+    had: BTreeMap<u32, u64>,
+}
+
+impl InUse {
+    fn add(&mut self, bytes: u64, outside: u32) {
+        self.bytes += bytes;
+        *self.outside.entry(outside).or_default() += 1;
+    }
+
+    fn remove(&mut self, bytes: u64, outside: u32) {
+        self.bytes -= bytes;
+        if let Some(count) = self.outside.get_mut(&outside) {
+            *count -= 1;
+            if *count == 0 {
+                self.outside.remove(&outside);
             }
         }
     }
-    chosen.iter().flatten().map(|point| point.bytes).sum()
+
+    /// Most bytes that it had in use at once and that no other group can have yet.
+    fn held(&self) -> u64 {
+        self.had.first_key_value().map_or(0, |(_, bytes)| *bytes)
+    }
+
+    /// Takes note of what is in use at allocation `now`, and until when that counts. Forgets what others can have.
+    fn note(&mut self, now: u32) -> Option<u32> {
+        while self.had.first_key_value().is_some_and(|(seen, _)| *seen <= now) {
+            self.had.pop_first();
+        }
+        let (&seen, _) = self.outside.first_key_value()?;
+        if self.had.range(seen..).next().is_some_and(|(_, bytes)| *bytes >= self.bytes) {
+            return None;
+        }
+        while let Some((&sooner, _)) = self.had.range(..=seen).next_back().filter(|(_, bytes)| **bytes <= self.bytes) {
+            self.had.remove(&sooner);
+        }
+        self.had.insert(seen, self.bytes);
+        Some(seen)
+    }
 }
 
 #[cfg(test)]
@@ -105,7 +106,7 @@ mod tests {
     use super::*;
 
     fn block(requested: u64, stream: u32, end: u32, end_elsewhere: u32) -> Lifetime {
-        Lifetime { requested, stream, end, end_elsewhere }
+        Lifetime { requested, stream, pool: 0, end, end_elsewhere }
     }
 
     #[test]

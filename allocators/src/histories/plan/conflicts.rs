@@ -1,6 +1,8 @@
-//! Finds the blocks that were placed and conflict with another one, without looking at the others.
+//! Finds the blocks that were placed and conflict with another one, without looking at the others, where streams or private
+//! pools have their own memory back earlier than others' ([`occupied`](super::occupied) does it faster where none has).
 
-use super::{CrossStream, Lifetime, NEVER};
+use super::{CrossStream, Lifetime};
+use std::collections::BTreeMap;
 
 /// Blocks that were placed, by time.
 ///
@@ -8,15 +10,15 @@ use super::{CrossStream, Lifetime, NEVER};
 /// the O(log n) nodes that cover it, and those that are in use at a time are on the path from its leaf to the root. What starts
 /// while the block is in use is found in a bitmap: each allocation is a point of time of its own.
 ///
-/// Where the order of streams must be known, a block's memory is free for its own stream earlier than for others. The time
-/// between lies in a second tree and is looked up by stream.
+/// Where the order of streams must be known, a block's memory is free for its own stream earlier than for others, and for its
+/// own private pool earlier than for others. The time between lies in a second tree and is looked up by group.
 #[derive(Debug)]
 pub(super) struct Placed<'a> {
     lifetimes: &'a [Lifetime],
     cross: CrossStream,
     /// Nodes of the tree whose leaves begin at `leaves`: blocks in use.
     used: Vec<Vec<u32>>,
-    /// The same for the time in which only the own stream can have the memory: for each stream that has such blocks.
+    /// The same for the time in which only the own group can have the memory: for each group that has such blocks.
     owned: Vec<Vec<(u32, Vec<u32>)>>,
     leaves: usize,
     /// Nodes that are not empty.
@@ -24,14 +26,14 @@ pub(super) struct Placed<'a> {
     filled_owned: Vec<u32>,
     /// Allocations that were placed, a bit each.
     bits: Vec<u64>,
-    /// The same by stream: numbers of its allocations, and a bit for each.
-    streams: Vec<Stream>,
-    /// Where an allocation stands in the list of its stream.
-    rank: Vec<u32>,
+    /// The same by group: numbers of its allocations, and a bit for each.
+    groups: Vec<Members>,
+    /// The group of each allocation, and where it stands there.
+    group: Vec<(u32, u32)>,
 }
 
 #[derive(Debug, Default)]
-struct Stream {
+struct Members {
     allocations: Vec<u32>,
     bits: Vec<u64>,
 }
@@ -64,35 +66,35 @@ fn set(bits: &mut [u64], at: usize) {
 
 impl<'a> Placed<'a> {
     pub(super) fn new(lifetimes: &'a [Lifetime], cross: CrossStream) -> Self {
-        let apart = cross == CrossStream::KnownOrder && lifetimes.iter().any(|one| one.stream != lifetimes[0].stream);
-        let cross = if apart { cross } else { CrossStream::AfterWait };
         let count = lifetimes.len();
         let leaves = count.next_power_of_two();
-        let mut streams: Vec<Stream> = Vec::new();
-        let mut rank = Vec::new();
-        if apart {
-            let highest = lifetimes.iter().map(|lifetime| lifetime.stream).max().unwrap_or(0);
-            streams.resize_with(highest as usize + 1, Stream::default);
-            rank.reserve(count);
-            // CAST: a history has fewer than 2^32 allocations.
-            for (number, lifetime) in (0u32..).zip(lifetimes) {
-                let list = &mut streams[lifetime.stream as usize].allocations;
-                rank.push(list.len() as u32);
-                list.push(number);
+        let mut groups: Vec<Members> = Vec::new();
+        let mut group = Vec::new();
+        let mut numbers = BTreeMap::new();
+        group.reserve(count);
+        // CAST: a history has fewer than 2^32 allocations.
+        for (allocation, lifetime) in (0u32..).zip(lifetimes) {
+            let next = numbers.len() as u32;
+            let number = *numbers.entry(lifetime.group(cross)).or_insert(next);
+            if number == next {
+                groups.push(Members::default());
             }
-            streams.iter_mut().for_each(|stream| stream.bits = vec![0; stream.allocations.len().div_ceil(64)]);
+            let list = &mut groups[number as usize].allocations;
+            group.push((number, list.len() as u32));
+            list.push(allocation);
         }
+        groups.iter_mut().for_each(|group| group.bits = vec![0; group.allocations.len().div_ceil(64)]);
         Self {
             lifetimes,
             cross,
             used: vec![Vec::new(); 2 * leaves],
-            owned: if apart { vec![Vec::new(); 2 * leaves] } else { Vec::new() },
+            owned: vec![Vec::new(); 2 * leaves],
             leaves,
             filled: Vec::new(),
             filled_owned: Vec::new(),
             bits: vec![0; count.div_ceil(64)],
-            streams,
-            rank,
+            groups,
+            group,
         }
     }
 
@@ -103,24 +105,20 @@ impl<'a> Placed<'a> {
             self.owned[node as usize].iter_mut().for_each(|(_, blocks)| blocks.clear());
         }
         self.bits.fill(0);
-        self.streams.iter_mut().for_each(|stream| stream.bits.fill(0));
+        self.groups.iter_mut().for_each(|group| group.bits.fill(0));
     }
 
-    /// The ends of a block as points of time: for its own stream, and for others.
+    /// The ends of a block as points of time: for its own group, and for others.
     fn ends(&self, block: u32) -> (usize, usize) {
         let lifetime = &self.lifetimes[block as usize];
-        let point = |end: u32| if end == NEVER { self.lifetimes.len() } else { end.max(block + 1) as usize };
-        let own = point(lifetime.end).min(self.lifetimes.len());
-        match self.cross {
-            CrossStream::AfterWait => (own, own),
-            CrossStream::KnownOrder => (own, point(lifetime.end_elsewhere).clamp(own, self.lifetimes.len())),
-        }
+        let own = lifetime.end_within(block, self.lifetimes.len());
+        let elsewhere = Lifetime { end: lifetime.end_outside(self.cross), ..*lifetime };
+        (own, elsewhere.end_within(block, self.lifetimes.len()).max(own))
     }
 
-    /// Calls `found` with each placed block that conflicts with this one, once. Returns how many streams had to be asked.
+    /// Calls `found` with each placed block that conflicts with this one, once. Returns how many groups had to be asked.
     pub(super) fn each(&self, block: u32, mut found: impl FnMut(u32)) -> u64 {
         let start = block as usize;
-        let stream = self.lifetimes[start].stream;
         let (end, elsewhere) = self.ends(block);
         let mut node = self.leaves + start;
         while node > 0 {
@@ -129,20 +127,18 @@ impl<'a> Placed<'a> {
         }
         // CAST: allocations are numbered in 32 bits.
         each_set(&self.bits, start, end, |other| found(other as u32));
-        if self.cross == CrossStream::AfterWait {
-            return 0;
-        }
+        let (group, _) = self.group[start];
         let mut asked = 0;
         let mut node = self.leaves + start;
         while node > 0 {
-            for (_, blocks) in self.owned[node].iter().filter(|(owner, _)| *owner != stream) {
+            for (_, blocks) in self.owned[node].iter().filter(|(owner, _)| *owner != group) {
                 asked += 1;
                 blocks.iter().for_each(|&other| found(other));
             }
             node /= 2;
         }
         if end < elsewhere {
-            for (_, other) in self.streams.iter().enumerate().filter(|(number, _)| *number != stream as usize) {
+            for (_, other) in self.groups.iter().enumerate().filter(|(number, _)| *number != group as usize) {
                 asked += 1;
                 let from = other.allocations.partition_point(|&number| (number as usize) < end);
                 let to = other.allocations.partition_point(|&number| (number as usize) < elsewhere);
@@ -155,7 +151,6 @@ impl<'a> Placed<'a> {
     /// Places a block.
     pub(super) fn insert(&mut self, block: u32) {
         let start = block as usize;
-        let stream = self.lifetimes[start].stream;
         let (end, elsewhere) = self.ends(block);
         set(&mut self.bits, start);
         let (used, filled) = (&mut self.used, &mut self.filled);
@@ -164,17 +159,14 @@ impl<'a> Placed<'a> {
             // CAST: at most twice the allocations' next power of two, which the builder of a history bounds.
             filled.push(node as u32);
         });
-        if self.cross == CrossStream::AfterWait {
-            return;
-        }
-        let place = self.rank[start] as usize;
-        set(&mut self.streams[stream as usize].bits, place);
+        let (group, place) = self.group[start];
+        set(&mut self.groups[group as usize].bits, place as usize);
         let (owned, filled) = (&mut self.owned, &mut self.filled_owned);
         cover(self.leaves, end, elsewhere, |node| {
             let lists = &mut owned[node];
-            match lists.iter_mut().find(|(owner, _)| *owner == stream) {
+            match lists.iter_mut().find(|(owner, _)| *owner == group) {
                 Some((_, blocks)) => blocks.push(block),
-                None => lists.push((stream, vec![block])),
+                None => lists.push((group, vec![block])),
             }
             // CAST: as above.
             filled.push(node as u32);
@@ -183,7 +175,7 @@ impl<'a> Placed<'a> {
 }
 
 /// Calls `node` with the nodes of a segment tree that together are `from..to`.
-fn cover(leaves: usize, from: usize, to: usize, mut node: impl FnMut(usize)) {
+pub(super) fn cover(leaves: usize, from: usize, to: usize, mut node: impl FnMut(usize)) {
     let (mut from, mut to) = (leaves + from, leaves + to);
     while from < to {
         if from % 2 == 1 {

@@ -71,7 +71,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn block(requested: u64, stream: u32, end: u32) -> Lifetime {
-        Lifetime { requested, stream, end, end_elsewhere: end }
+        Lifetime { requested, stream, pool: 0, end, end_elsewhere: end }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The plan that every history has: blocks are placed in the order of the history, by best fit.
 
-use super::{CrossStream, Lifetime, NEVER};
+use super::{CrossStream, Group, Lifetime, NEVER};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// One space in which free ranges are joined with their neighbours.
@@ -57,14 +57,13 @@ impl Space {
     }
 }
 
-/// Offsets of the blocks of a kind, and where the space of each stream ends. Where the order of streams need not be known, there
-/// is one space. O(n log n).
+/// Offsets of the blocks of a kind, and where the space of each group ends. O(n log n).
 pub(super) fn spaces(
     lifetimes: &[Lifetime],
     cross: CrossStream,
     kind: impl Fn(&Lifetime) -> bool,
-) -> (Vec<u64>, BTreeMap<u32, u64>) {
-    let mut spaces: BTreeMap<u32, Space> = BTreeMap::new();
+) -> (Vec<u64>, BTreeMap<Group, u64>) {
+    let mut spaces: BTreeMap<Group, Space> = BTreeMap::new();
     let mut offsets = vec![0; lifetimes.len()];
     // What ends before the allocation that comes now, by its end.
     let mut ends: BTreeSet<(u32, u32)> = BTreeSet::new();
@@ -73,19 +72,15 @@ pub(super) fn spaces(
         while let Some((_, gone)) = ends.first().copied().filter(|(end, _)| *end <= now) {
             ends.pop_first();
             let block = &lifetimes[gone as usize];
-            spaces.entry(space_of(block, cross)).or_default().give(offsets[gone as usize], block.bytes());
+            spaces.entry(block.group(cross)).or_default().give(offsets[gone as usize], block.bytes());
         }
-        offsets[now as usize] = spaces.entry(space_of(lifetime, cross)).or_default().take(lifetime.bytes());
+        offsets[now as usize] = spaces.entry(lifetime.group(cross)).or_default().take(lifetime.bytes());
         if lifetime.end != NEVER {
             // What is freed before the next allocation is free for that one.
             ends.insert((lifetime.end.max(now + 1), now));
         }
     }
     (offsets, spaces.into_iter().map(|(number, space)| (number, space.end)).collect())
-}
-
-fn space_of(lifetime: &Lifetime, cross: CrossStream) -> u32 {
-    if cross == CrossStream::AfterWait { 0 } else { lifetime.stream }
 }
 
 /// Offsets, and the bytes that they need: the spaces follow one another.
@@ -98,7 +93,7 @@ pub(super) fn best_fit(lifetimes: &[Lifetime], cross: CrossStream) -> (Vec<u64>,
         base += end;
     }
     for (offset, lifetime) in offsets.iter_mut().zip(lifetimes) {
-        *offset += bases[&space_of(lifetime, cross)];
+        *offset += bases[&lifetime.group(cross)];
     }
     (offsets, base)
 }

@@ -22,7 +22,7 @@ impl fmt::Display for Overlap {
 /// Whether two blocks need memory of their own; the first came first.
 pub(super) fn conflict(lifetimes: &[Lifetime], first: u32, second: u32, cross: CrossStream) -> bool {
     // Blocks that are freed before the next allocation have lived all the same.
-    second < lifetimes[first as usize].end_for(lifetimes[second as usize].stream, cross).max(first + 1)
+    second < lifetimes[first as usize].end_for(&lifetimes[second as usize], cross).max(first + 1)
 }
 
 /// Goes through the offsets from the lowest to the highest and compares each block with those that reach beyond its start.

@@ -1,6 +1,6 @@
 //! What stitching would do: large blocks from any free pages, wherever these lie.
 
-use super::{CrossStream, Lifetime, online};
+use super::{CrossStream, Group, Lifetime, online};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What is mapped as a whole, in bytes: the granularity of `cuMemCreate`.
@@ -9,24 +9,24 @@ pub(super) const PAGE: u64 = 2 << 20;
 pub(super) const SMALL: u64 = 1 << 20;
 
 /// Bytes that an allocator would reserve that stitches: GMLake (ASPLOS 2024), at its best. A block above 1 MiB is made of as
-/// many pages of 2 MiB as it needs, from any free pages of its stream; so it needs new ones only if there are not enough, and
+/// many pages of 2 MiB as it needs, from any free pages of its stream and pool; so it needs new ones only if there are not enough, and
 /// there are no holes. What is lost is the rest of each block's last page, and what other streams have free. Smaller blocks
 /// lie in pages of their own, by best fit in each stream. Nothing goes back. O(n log n).
 #[must_use]
 pub fn stitched(lifetimes: &[Lifetime]) -> u64 {
     let large = |one: &Lifetime| one.bytes() > SMALL;
-    // Pages in use by stream, and the most that were.
-    let mut pages: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
+    // Pages in use by stream and private pool, and the most that were.
+    let mut pages: BTreeMap<Group, (u64, u64)> = BTreeMap::new();
     let mut ends: BTreeSet<(u32, u32)> = BTreeSet::new();
     // CAST: a history has fewer than 2^32 allocations.
     for (now, one) in (0u32..).zip(lifetimes).filter(|(_, one)| large(one)) {
         while let Some((_, gone)) = ends.first().copied().filter(|(end, _)| *end <= now) {
             ends.pop_first();
             let gone = &lifetimes[gone as usize];
-            pages.entry(gone.stream).or_default().0 -= gone.bytes().div_ceil(PAGE);
+            pages.entry(gone.group(CrossStream::KnownOrder)).or_default().0 -= gone.bytes().div_ceil(PAGE);
         }
         ends.insert((one.end.max(now + 1), now));
-        let (used, most) = pages.entry(one.stream).or_default();
+        let (used, most) = pages.entry(one.group(CrossStream::KnownOrder)).or_default();
         *used += one.bytes().div_ceil(PAGE);
         *most = (*used).max(*most);
     }
@@ -43,7 +43,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn block(requested: u64, stream: u32, end: u32) -> Lifetime {
-        Lifetime { requested, stream, end, end_elsewhere: end }
+        Lifetime { requested, stream, pool: 0, end, end_elsewhere: end }
     }
 
     #[test]

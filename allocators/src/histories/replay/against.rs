@@ -5,7 +5,8 @@ use super::history::History;
 use super::op::{BY_DEVICE, Kind, NEVER, Op, Release};
 use super::windows::SegmentEvent;
 use crate::histories::trace::{Placed, Placements};
-use std::collections::{BTreeMap, HashMap};
+use crate::ordered::OrderedMap;
+use std::collections::HashMap;
 
 /// What a replay is compared with.
 #[derive(Debug)]
@@ -93,7 +94,7 @@ struct Matching {
     /// Frees of the history that have completed since the last allocation.
     completed: Vec<u32>,
     /// Those that complete later, by operation.
-    due: BTreeMap<u32, Vec<u32>>,
+    due: OrderedMap<u32, Vec<u32>>,
     /// Streams of the file by those of the history, and the other way round.
     streams: [HashMap<u32, u32>; 2],
 }
@@ -101,15 +102,15 @@ struct Matching {
 impl Matching {
     /// Takes note of an operation's frees. The file has each where it completed.
     fn request(&mut self, number: u32, op: Op) {
-        while let Some(entry) = self.due.first_entry().filter(|entry| *entry.key() <= number) {
-            self.completed.extend(entry.remove());
+        while let Some((_, freed)) = self.due.pop_through(&number) {
+            self.completed.extend(freed);
         }
         let Some(&allocation) = self.slots.get(&op.slot) else { return };
         match (op.kind(), Release::unpack(op.value).ready) {
             (Kind::Free, _) | (Kind::Release, BY_DEVICE) => self.completed.push(allocation),
             (Kind::Release, NEVER) => {}
             (Kind::Release, ready) if ready <= number => self.completed.push(allocation),
-            (Kind::Release, ready) => self.due.entry(ready).or_default().push(allocation),
+            (Kind::Release, ready) => self.due.or_default(ready).push(allocation),
             _ => {}
         }
     }

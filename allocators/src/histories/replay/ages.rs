@@ -11,9 +11,9 @@ use super::builder::HistoryBuilder;
 use super::op::{BY_DEVICE, Kind, NEVER, Op, Release};
 use crate::backends::CachingSettings;
 use crate::contract::PoolKind;
+use crate::ordered::OrderedMap;
 use crate::policy::size::torch::{SMALL_SEGMENT, pool_of, round_size};
 use crate::steps;
-use std::collections::BTreeMap;
 
 /// No age is higher; sums of ages stay in 64 bits.
 const OLDEST: i128 = 1 << 40;
@@ -109,10 +109,10 @@ fn choose(round: &[(Since, bool)], rest: &[Since], since: &mut [i128], chosen: &
 /// Which segments are idle while the recorded placements are followed.
 #[derive(Debug)]
 struct Walk {
-    segments: BTreeMap<u64, Segment>,
+    segments: OrderedMap<u64, Segment>,
     searches: u64,
     /// Blocks that become free in an operation, by its number.
-    due: BTreeMap<u32, Vec<u64>>,
+    due: OrderedMap<u32, Vec<u64>>,
 }
 
 impl Walk {
@@ -122,7 +122,7 @@ impl Walk {
             (segment.addr, Segment { end, stream, used: 0, since: Since::Before(number) })
         };
         let segments = beginning.segments.iter().enumerate().map(segment).collect();
-        let mut walk = Self { segments, searches: 0, due: BTreeMap::new() };
+        let mut walk = Self { segments, searches: 0, due: OrderedMap::new() };
         beginning.blocks.iter().for_each(|block| walk.take(block.addr));
         walk
     }
@@ -151,8 +151,8 @@ impl Walk {
                 Kind::Free | Kind::Release => self.request_free(number, *op, &slots),
                 Kind::Use => {}
                 Kind::Alloc | Kind::Refused | Kind::Trim | Kind::Nothing => {
-                    while let Some(entry) = self.due.first_entry().filter(|entry| *entry.key() <= number) {
-                        entry.remove().into_iter().for_each(|addr| self.give_back(addr));
+                    while let Some((_, freed)) = self.due.pop_through(&number) {
+                        freed.into_iter().for_each(|addr| self.give_back(addr));
                     }
                     let asks = matches!(op.kind(), Kind::Alloc | Kind::Refused);
                     let large = || pool_of(round_size(op.value, &settings.roundup_power2_divisions)) == PoolKind::Large;
@@ -196,14 +196,14 @@ impl Walk {
         match (op.kind(), Release::unpack(op.value).ready) {
             (Kind::Release, NEVER) => {}
             (Kind::Release, ready) if ready != BY_DEVICE && ready > number => {
-                self.due.entry(ready).or_default().push(addr);
+                self.due.or_default(ready).push(addr);
             }
             _ => self.give_back(addr),
         }
     }
 
     fn segment_of(&mut self, addr: u64) -> Option<&mut Segment> {
-        self.segments.range_mut(..=addr).next_back().map(|(_, segment)| segment).filter(|segment| addr < segment.end)
+        self.segments.at_most_mut(&addr).map(|(_, segment)| segment).filter(|segment| addr < segment.end)
     }
 
     fn take(&mut self, addr: u64) {

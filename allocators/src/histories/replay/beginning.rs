@@ -10,11 +10,10 @@ use super::pools::Named;
 use super::windows::{Completion, SegmentEvent};
 use super::{ages, layout, pools};
 use crate::backends::CachingSettings;
-use crate::backends::caching::core::block_cache::address;
 use crate::contract::GUARANTEED_ALIGN;
 use crate::contract::PoolKind;
 use crate::contract::{BlockInfo, BlockState, SegmentInfo, Snapshot};
-use crate::device::StreamId;
+use crate::device::{DeviceAddr, StreamId};
 use crate::histories::trace::{Event, Segment, SegmentType};
 use crate::policy::size::torch::SMALL_SEGMENT;
 use std::collections::HashMap;
@@ -142,7 +141,7 @@ impl Beginning {
             while blocks.next_if(|block| block.addr < at).is_some() {}
             let mut parts = Vec::new();
             let mut part = |at: &mut u64, bytes: u64, requested: u64, state: BlockState| {
-                parts.push(BlockInfo { addr: address(*at), bytes, requested, state });
+                parts.push(BlockInfo { addr: DeviceAddr::handed_out(*at), bytes, requested, state });
                 *at += bytes;
             };
             while let Some(block) = blocks.next_if(|block| block.addr < end) {
@@ -157,7 +156,7 @@ impl Beginning {
                 part(&mut at, gap, 0, BlockState::Free);
             }
             SegmentInfo {
-                addr: address(segment.addr),
+                addr: DeviceAddr::handed_out(segment.addr),
                 bytes: segment.bytes,
                 stream: streams[segment.stream as usize],
                 pool: Some(segment.pool),
@@ -190,7 +189,11 @@ impl HistoryBuilder {
             return Err(wrong(self.number, format!("free of {bytes} bytes at {addr:#x}, where no block is live")));
         }
         if self.held.range(..addr + bytes).next_back().is_some_and(|(start, size)| start + size > addr) {
-            let what = format!("free of {bytes} bytes at {addr:#x}, in a segment from which they were never allocated");
+            let mut what =
+                format!("free of {bytes} bytes at {addr:#x}, in a segment from which they were never allocated");
+            if self.addresses.is_empty() {
+                what += "; no alloc event comes before it, so record the history without skip_actions=[\"alloc\"]";
+            }
             return Err(wrong(self.number, what));
         }
         self.seen.insert(addr, addr + bytes);

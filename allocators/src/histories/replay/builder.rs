@@ -10,6 +10,7 @@ use super::{MAX_BYTES, ReplayError};
 use crate::budget::{Budget, Claim};
 use crate::contract::{GUARANTEED_ALIGN, PoolKind};
 use crate::histories::trace::{Action, Event, Segment, SegmentBlock};
+use crate::ordered::OrderedMap;
 use crate::ranges::Ranges;
 use crate::steps;
 use std::collections::{BTreeMap, HashMap};
@@ -47,7 +48,7 @@ pub struct HistoryBuilder {
     pub(super) segments: Vec<SegmentEvent>,
     /// Recorded handles in the order of appearance.
     pub(super) streams: HashMap<u64, u32>,
-    pub(super) live: BTreeMap<u64, Live>,
+    pub(super) live: OrderedMap<u64, Live>,
     pub(super) seen: Ranges,
     pub(super) spare_slots: Vec<u32>,
     pub(super) slots: u32,
@@ -66,7 +67,7 @@ pub struct HistoryBuilder {
     pub(super) held: BTreeMap<u64, u64>,
     /// Parts of expandable segments that are mapped, and the pool of each that ever was.
     pub(super) mapped: Mapped,
-    pub(super) pools: BTreeMap<u64, PoolKind>,
+    pub(super) pools: OrderedMap<u64, PoolKind>,
     /// Where the history made segments.
     pub(super) made: Ranges,
     /// Segments that the history released without having made them.
@@ -120,7 +121,7 @@ impl HistoryBuilder {
             addresses: Vec::new(),
             segments: Vec::new(),
             streams: HashMap::new(),
-            live: BTreeMap::new(),
+            live: OrderedMap::new(),
             seen: Ranges::default(),
             spare_slots: Vec::new(),
             slots: 0,
@@ -133,7 +134,7 @@ impl HistoryBuilder {
             open: Vec::new(),
             held: BTreeMap::new(),
             mapped: Mapped::default(),
-            pools: BTreeMap::new(),
+            pools: OrderedMap::new(),
             made: Ranges::default(),
             departed: Vec::new(),
             left: Ranges::default(),
@@ -229,6 +230,16 @@ impl HistoryBuilder {
         match event.action {
             Action::Alloc => self.alloc(event),
             Action::FreeRequested => self.free(event),
+            // Where only this one of a free's two events was recorded, it is the whole free.
+            Action::FreeCompleted if self.frees_unasked(event) => {
+                self.completes = true;
+                self.free(event)?;
+                if let Some((addr, op)) = self.just_freed.take() {
+                    let Event { bytes, stream, .. } = *event;
+                    self.window.before = Some(Completion { op, addr, bytes, size: None, stream, after_release: false });
+                }
+                Ok(())
+            }
             Action::FreeCompleted => {
                 self.completes = true;
                 let known = self.waiting.remove(&event.addr);
@@ -354,10 +365,16 @@ impl HistoryBuilder {
         Ok(())
     }
 
+    /// Whether a completion is that of a live block, whose free was not requested.
+    fn frees_unasked(&self, event: &Event) -> bool {
+        !self.waiting.contains_key(&event.addr)
+            && self.live.get(&event.addr).is_some_and(|live| live.bytes == event.bytes)
+    }
+
     fn record_use(&mut self, event: &Event) -> Result<(), ReplayError> {
         self.close_window(End::Other);
         let stream = self.stream(event.stream)?;
-        match self.live.range_mut(..=event.addr).next_back() {
+        match self.live.at_most_mut(&event.addr) {
             Some((&start, live)) if event.addr < start + live.bytes => {
                 if stream != live.stream {
                     live.user = stream;

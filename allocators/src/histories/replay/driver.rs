@@ -7,7 +7,8 @@ use crate::device::{
     CallArguments, CallKind, CallOutcome, DeviceAddr, Driver, DriverError, DriverResult, EventId, Hook, HookedDriver,
     VmmDriver,
 };
-use std::collections::{BTreeMap, HashMap};
+use crate::ordered::OrderedMap;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -38,9 +39,9 @@ struct Segments {
     next: usize,
     mismatches: u64,
     /// Segments that are out: by the address that was handed out, bytes and the device's own address.
-    held: BTreeMap<u64, (u64, DeviceAddr)>,
+    held: OrderedMap<u64, (u64, DeviceAddr)>,
     /// Ranges of addresses that are out: by the address that was handed out, bytes and the device's own address.
-    ranges: BTreeMap<u64, (u64, DeviceAddr)>,
+    ranges: OrderedMap<u64, (u64, DeviceAddr)>,
     /// The next address for a segment that the history does not have.
     fresh: u64,
     /// Bytes of the part that is due which have been unmapped, and the end of one that was not due.
@@ -70,8 +71,8 @@ impl Segments {
             recorded,
             next: 0,
             mismatches: 0,
-            held: BTreeMap::new(),
-            ranges: BTreeMap::new(),
+            held: OrderedMap::new(),
+            ranges: OrderedMap::new(),
             unmapped: 0,
             strange_end: 0,
             fresh: end.next_multiple_of(PAGE).max(PAGE),

@@ -8,8 +8,8 @@ use super::memory::When;
 use super::op::{BY_DEVICE, Kind, MAX_STREAMS, NEVER, NO_STREAM, Op, Release};
 use super::windows::{Cause, End};
 use crate::backends::CachingSettings;
+use crate::ordered::OrderedSet;
 use crate::steps;
-use std::collections::BTreeSet;
 
 impl HistoryBuilder {
     /// Ends the history. `settings` are those under which it was recorded: the limit tells a retry from a call of
@@ -34,7 +34,7 @@ impl HistoryBuilder {
         }
         let mut beginning = self.look_back()?;
         self.tell_held_up_sizes(&beginning, settings);
-        self.explain(settings, beginning.reserved());
+        let retries = self.explain(settings, beginning.reserved());
         let streams = self.sort_streams(&mut beginning);
         // A log in which every free completes at once does not tell when those with announced uses did.
         let tells = self.completes && !self.deferred.is_empty();
@@ -42,6 +42,7 @@ impl HistoryBuilder {
         let deferred = self.deferred.iter().filter(|number| tells && !self.is_before(**number)).count() as u64;
         self.complete_beginning(&mut beginning, settings)?;
         let pools = self.tell_pools(&beginning, &streams, settings)?;
+        self.empty_before_private_pools(&retries);
         let out_of_memory = self.out_of_memory(&beginning, &streams, settings);
         let not_comparable = self.not_comparable(&beginning);
         // The history holds it.
@@ -101,8 +102,35 @@ impl HistoryBuilder {
         self.open = open;
     }
 
-    /// Decides in each window why segments went back; `reserved` bytes were held before the first event.
-    fn explain(&mut self, settings: &CachingSettings, reserved: u64) {
+    /// Requests of a private pool never release what is cached: what looked like it was a call of `empty_cache` right before,
+    /// with which `torch.cuda.graph` begins. `retries` are operations, in order.
+    fn empty_before_private_pools(&mut self, retries: &[u32]) {
+        let of_private = |op: &&u32| {
+            let op = self.ops[**op as usize];
+            op.kind() == Kind::Alloc && op.pool() > 0
+        };
+        let requests: OrderedSet<u32> = retries.iter().filter(of_private).copied().collect();
+        if requests.is_empty() {
+            return;
+        }
+        for request in &requests {
+            self.ops[*request as usize - 1].set_kind(Kind::Trim);
+        }
+        for op in self.ops.iter_mut().filter(|op| op.kind() == Kind::Release) {
+            let release = Release::unpack(op.value);
+            if requests.contains(&release.ready) {
+                op.value = Release { ready: release.ready - 1, ..release }.pack();
+            }
+        }
+        for segment in self.segments.iter_mut().filter(|segment| segment.released && requests.contains(&segment.op)) {
+            segment.op -= 1;
+        }
+    }
+
+    /// Decides in each window why segments went back; `reserved` bytes were held before the first event. Returns the requests
+    /// that were tried again.
+    fn explain(&mut self, settings: &CachingSettings, reserved: u64) -> Vec<u32> {
+        let mut retries = Vec::new();
         let refused_from = self.refused_from(settings, reserved).filter(|_| settings.memory_limit.is_none());
         for open in std::mem::take(&mut self.open) {
             let OpenWindow { mut window, placeholder, first, end } = open;
@@ -118,6 +146,9 @@ impl HistoryBuilder {
             if trims {
                 self.ops[placeholder as usize].set_kind(Kind::Trim);
             }
+            if cause == Cause::Retry && window.released {
+                retries.push(placeholder + 1);
+            }
             self.complete(&window, cause, if trims { placeholder } else { placeholder + 1 });
             let count = window.segments.len();
             for segment in self.segments[first..first + count].iter_mut().filter(|segment| segment.released) {
@@ -127,6 +158,7 @@ impl HistoryBuilder {
                 }
             }
         }
+        retries
     }
 
     fn not_comparable(&self, beginning: &Beginning) -> Option<String> {
@@ -211,7 +243,7 @@ impl HistoryBuilder {
         }
         let mut last = vec![0; recorded];
         // CAST: at most `MAX_STREAMS`.
-        let mut ends: BTreeSet<(u32, u32)> = (0..recorded as u32).map(|stream| (0, stream)).collect();
+        let mut ends: OrderedSet<(u32, u32)> = (0..recorded as u32).map(|stream| (0, stream)).collect();
         for (&number, announced) in deferred.iter().zip(announced) {
             let op = self.op_mut(number);
             let release = Release::unpack(op.value);

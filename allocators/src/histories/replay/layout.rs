@@ -18,6 +18,7 @@ use super::pools::number_at;
 use super::windows::SegmentEvent;
 use crate::backends::CachingSettings;
 use crate::contract::PoolKind;
+use crate::ordered::OrderedMap;
 use crate::policy::size::torch::{MIN_BLOCK, SMALL_MAX, pool_of, round_size};
 use crate::steps;
 use std::collections::{BTreeMap, BTreeSet};
@@ -62,15 +63,15 @@ struct Free {
 struct Layout<'a> {
     settings: &'a CachingSettings,
     doubts: &'a mut [Doubt],
-    segments: BTreeMap<u64, Segment>,
+    segments: OrderedMap<u64, Segment>,
     /// By first address.
-    free: BTreeMap<u64, Free>,
+    free: OrderedMap<u64, Free>,
     /// End of each block that is in use, by first address.
     used: BTreeMap<u64, u64>,
     /// Free blocks with a doubt, as best fit sees them: stream, size, address.
     open: BTreeSet<(u32, u64, u64)>,
     /// Blocks that become free in an operation, by its number.
-    due: BTreeMap<u32, Vec<u64>>,
+    due: OrderedMap<u32, Vec<u64>>,
     /// Whether an extra grew.
     changed: bool,
     /// Extras that may still grow, so that time is bounded whatever the history says.
@@ -165,11 +166,11 @@ impl<'a> Layout<'a> {
         let mut layout = Self {
             settings,
             doubts,
-            segments: BTreeMap::new(),
-            free: BTreeMap::new(),
+            segments: OrderedMap::new(),
+            free: OrderedMap::new(),
             used: BTreeMap::new(),
             open: BTreeSet::new(),
-            due: BTreeMap::new(),
+            due: OrderedMap::new(),
             changed: false,
             budget,
             outside: None,
@@ -245,16 +246,14 @@ impl<'a> Layout<'a> {
         let addr = slots[op.slot as usize];
         match (op.kind(), Release::unpack(op.value).ready) {
             (Kind::Release, NEVER) => {}
-            (Kind::Release, ready) if ready != BY_DEVICE && ready > number => {
-                self.due.entry(ready).or_default().push(addr)
-            }
+            (Kind::Release, ready) if ready != BY_DEVICE && ready > number => self.due.or_default(ready).push(addr),
             _ => self.free_block(addr),
         }
     }
 
     fn complete_frees(&mut self, number: u32) {
-        while let Some(entry) = self.due.first_entry().filter(|entry| *entry.key() <= number) {
-            for addr in entry.remove() {
+        while let Some((_, freed)) = self.due.pop_through(&number) {
+            for addr in freed {
                 self.free_block(addr);
             }
         }

@@ -35,10 +35,10 @@ struct Walk {
 }
 
 impl Walk {
-    fn alloc(&mut self, slot: u32, stream: u32, requested: u64) {
+    fn alloc(&mut self, slot: u32, stream: u32, pool: u32, requested: u64) {
         // CAST: a history has fewer than 2^32 operations.
         self.slots[slot as usize] = self.lifetimes.len() as u32;
-        self.lifetimes.push(Lifetime { requested, stream, end: NEVER, end_elsewhere: NEVER });
+        self.lifetimes.push(Lifetime { requested, stream, pool, end: NEVER, end_elsewhere: NEVER });
     }
 
     /// A free, as operation `at`. `allocations` counts those before each operation.
@@ -68,7 +68,8 @@ impl History {
     ///
     /// A block's memory is free for its own stream when its free completes. It is free for other streams when the host has
     /// also seen that the work is over which the block's stream was given before the free. The host sees that when a free
-    /// completes that waited for that stream: what it waited for was queued after all of it.
+    /// completes that waited for that stream: what it waited for was queued after all of it. Memory of a private pool is free for
+    /// others when the pool was released.
     #[must_use]
     pub fn lifetimes(&self) -> Vec<Lifetime> {
         let before = self.beginning.blocks.len();
@@ -91,7 +92,7 @@ impl History {
             seen: Vec::new(),
         };
         for block in &self.beginning.blocks {
-            walk.alloc(block.slot, block.stream, block.requested);
+            walk.alloc(block.slot, block.stream, self.beginning.private_at(block.addr), block.requested);
         }
         // Their frees come before the first operation.
         for op in &self.beginning.frees {
@@ -99,12 +100,13 @@ impl History {
         }
         for (at, op) in self.ops.iter().enumerate() {
             match op.kind() {
-                Kind::Alloc => walk.alloc(op.slot, op.stream(), op.value),
+                Kind::Alloc => walk.alloc(op.slot, op.stream(), op.pool(), op.value),
                 Kind::Free | Kind::Release => walk.free(op, at + 1, &allocations),
                 Kind::Use | Kind::Trim | Kind::Refused | Kind::Nothing => {}
             }
         }
         walk.see();
+        walk.keep_in_pools(&self.pools.released, &allocations);
         walk.lifetimes
     }
 }
@@ -121,6 +123,19 @@ impl Walk {
                 lifetime.end_elsewhere = lifetime.end.max(seen.when);
                 *next += 1;
             }
+        }
+    }
+    /// Says when others can have what lay in private pools.
+    fn keep_in_pools(&mut self, released: &[(u32, u32)], allocations: &[u32]) {
+        let count = self.lifetimes.iter().map(|one| one.pool).max().unwrap_or(0);
+        let mut until = vec![NEVER; count as usize + 1];
+        for &(op, pool) in released {
+            if let (Some(until), Some(&first)) = (until.get_mut(pool as usize), allocations.get(op as usize)) {
+                *until = first;
+            }
+        }
+        for one in self.lifetimes.iter_mut().filter(|one| one.pool > 0) {
+            one.end_elsewhere = until[one.pool as usize].max(one.end);
         }
     }
 }

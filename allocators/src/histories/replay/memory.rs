@@ -10,6 +10,7 @@ use super::oom::{Completions, Held, OutOfMemory, Refusal, StreamHeld};
 use super::op::{Kind, Op};
 use super::windows::SegmentEvent;
 use crate::backends::CachingSettings;
+use crate::ordered::OrderedMap;
 use crate::policy::size::torch::{MIN_BLOCK, SMALL_MAX, SMALL_SEGMENT, round_size};
 use crate::steps;
 use std::collections::BTreeMap;
@@ -39,16 +40,16 @@ struct Reserved {
 #[derive(Debug)]
 pub(super) struct Memory {
     settings: CachingSettings,
-    segments: BTreeMap<u64, Reserved>,
+    segments: OrderedMap<u64, Reserved>,
     /// Blocks by address; those of a segment fill it.
-    parts: BTreeMap<u64, Part>,
+    parts: OrderedMap<u64, Part>,
     /// Bytes asked for in blocks that are in no segment, or not where a free block is.
     outside: BTreeMap<u64, u64>,
 }
 
 impl Memory {
     pub(super) fn new(settings: CachingSettings) -> Self {
-        Self { settings, segments: BTreeMap::new(), parts: BTreeMap::new(), outside: BTreeMap::new() }
+        Self { settings, segments: OrderedMap::new(), parts: OrderedMap::new(), outside: BTreeMap::new() }
     }
 
     /// A segment comes from the device.
@@ -205,6 +206,7 @@ impl Memory {
         live_bytes +=
             self.parts.values().filter(|part| part.state == State::Live).map(|part| part.requested).sum::<u64>();
         let streams = streams.into_iter().map(|(stream, held)| StreamHeld { stream, held });
+        let expandable = self.segments.values().any(|segment| segment.expandable);
         OutOfMemory {
             event: refusal.number,
             requested_bytes: refusal.bytes,
@@ -215,6 +217,9 @@ impl Memory {
             held: shown.then_some(all),
             streams: if shown { streams.collect() } else { Vec::new() },
             complete: shown && whole && self.outside.is_empty(),
+            against_fragmentation: (!expandable)
+                .then(|| self.settings.against_fragmentation(Some("expandable_segments")))
+                .flatten(),
         }
     }
 }

@@ -7,7 +7,8 @@
 
 use super::windows::SegmentEvent;
 use crate::device::{CallKind, DeviceAddr, Driver, DriverError, DriverResult};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use crate::ordered::OrderedMap;
+use std::collections::{HashMap, VecDeque};
 
 /// Distances between addresses are kept in multiples of this.
 const GRANULE: u64 = 32 << 20;
@@ -22,12 +23,12 @@ pub(super) struct Near {
     /// How far the device's own addresses are moved down to lie below the recorded ones.
     down: Option<u64>,
     /// By the address that was handed out: bytes and the device's own address.
-    held: BTreeMap<u64, (u64, DeviceAddr)>,
+    held: OrderedMap<u64, (u64, DeviceAddr)>,
 }
 
 impl Near {
     pub(super) fn new(segments: impl Iterator<Item = SegmentEvent>) -> Self {
-        let mut near = Self { recorded: HashMap::new(), lowest: u64::MAX, down: None, held: BTreeMap::new() };
+        let mut near = Self { recorded: HashMap::new(), lowest: u64::MAX, down: None, held: OrderedMap::new() };
         for segment in segments.filter(|segment| !segment.released && segment.part.is_none()) {
             near.recorded.entry(segment.bytes).or_default().push_back(segment.addr);
             near.lowest = near.lowest.min(segment.addr);

@@ -38,6 +38,9 @@ pub struct OutOfMemory {
     pub streams: Vec<StreamHeld>,
     /// Whether the history shows all that was held. If not, there were blocks outside of the segments that it shows.
     pub complete: bool,
+    /// What could be set against free memory in pieces; see [`OomReport`].
+    #[serde(skip)]
+    pub against_fragmentation: Option<String>,
 }
 
 /// Memory of an allocator.
@@ -83,6 +86,7 @@ impl OutOfMemory {
             other_streams_free_bytes: self.held.map(|held| held.free_bytes - own.free_bytes),
             limit_bytes: self.limit_bytes,
             device_bytes: None,
+            against_fragmentation: self.against_fragmentation.clone(),
         }
     }
 }

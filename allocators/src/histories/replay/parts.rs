@@ -5,6 +5,7 @@
 
 use super::ReplayError;
 use super::builder::{HistoryBuilder, wrong};
+use super::gaps::Gaps;
 use super::windows::{Cause, End, SegmentEvent, Window};
 use crate::backends::CachingSettings;
 use crate::contract::{GUARANTEED_ALIGN, PoolKind};
@@ -118,18 +119,31 @@ impl Window {
         if !self.segments[0].released {
             return Cause::Device;
         }
-        let rounded = round_size(bytes, &settings.roundup_power2_divisions);
+        let round = |bytes: u64| round_size(bytes, &settings.roundup_power2_divisions);
+        let rounded = round(bytes);
+        // Blocks whose frees were held up lay between what was free.
+        let held_up = self.completions.iter().chain(&self.before);
+        let gaps = Gaps::between(held_up.map(|done| (done.addr, done.addr + done.size.unwrap_or(round(done.bytes)))));
         let fits = |part: &SegmentEvent| {
-            part.released && part.stream == stream && part.part == Some(pool_of(rounded)) && part.bytes >= rounded
+            part.released
+                && part.stream == stream
+                && part.part == Some(pool_of(rounded))
+                && gaps.largest_in(part.addr, part.addr + part.bytes) >= rounded
         };
         // Had one of the parts been there, the request would have got it: they were gone before.
         if settings.max_split_size.is_none() && self.segments.iter().any(fits) {
             return Cause::Trim;
         }
+        // After `empty_cache` a block that stayed would have served, and nothing would have been mapped.
+        let serves_by_waiting = self.segments.iter().any(|part| !part.released)
+            && settings.max_split_size.is_none()
+            && self.held_up_fits(settings, bytes, stream, |done| !self.is_gone(done.addr));
         let over = |limit: u64| self.reserved.saturating_add(segment_size(rounded)) > limit;
         match settings.memory_limit {
             Some(limit) if over(limit) => Cause::Retry,
-            None if otherwise == Cause::Trim && self.is_refused(segment_size(rounded)) => Cause::Full,
+            None if otherwise == Cause::Trim && (serves_by_waiting || self.is_refused(segment_size(rounded))) => {
+                Cause::Full
+            }
             _ => otherwise,
         }
     }
@@ -137,6 +151,7 @@ impl Window {
 
 #[cfg(test)]
 mod tests {
+    use super::super::windows::Completion;
     use super::*;
 
     const MIB: u64 = 1 << 20;
@@ -185,5 +200,41 @@ mod tests {
         assert_eq!(cause(&[-20], End::Other, 99), Cause::Trim);
         assert_eq!(cause(&[-20], End::Refused { bytes: 30 * MIB, stream: 0 }, 109), Cause::Retry);
         assert_eq!(cause(&[20, -20, 20], alloc(30), 200), Cause::Device);
+    }
+    #[test]
+    fn a_held_up_block_could_not_serve_before_its_free_completed() {
+        let part = |addr: u64, bytes: u64, released: bool| {
+            let (stream, part) = (0, Some(PoolKind::Large));
+            SegmentEvent { addr, bytes, stream, part, op: 0, released, refused: false }
+        };
+        let held_up = |addr: u64, mib: u64| {
+            let (op, size, stream) = (0, Some(mib * MIB), 0);
+            Completion { op, addr, bytes: mib * MIB, size, stream, after_release: false }
+        };
+        let (gone, kept) = (1 << 40, 2 << 40);
+        let window = |completion| Window {
+            completions: Vec::from([completion]),
+            segments: Vec::from([part(gone, 40 * MIB, true), part(4 << 40, 20 * MIB, false)]),
+            reserved: 80 * MIB,
+            released: true,
+            ..Window::default()
+        };
+        let cause = |completion, limit: Option<u64>, mib: u64| {
+            let settings = CachingSettings { memory_limit: limit.map(|mib| mib * MIB), ..CachingSettings::default() };
+            window(completion).cause(&settings, End::Alloc { bytes: mib * MIB, stream: 0 })
+        };
+        // 15 MiB were free on each side of the block in what went back: enough for 12, not for 16.
+        let between = gone + 15 * MIB;
+        assert_eq!(cause(held_up(between, 10), Some(90), 12), Cause::Trim);
+        assert_eq!(cause(held_up(between, 10), Some(90), 16), Cause::Retry);
+        // After `empty_cache` the block that stayed would have served, unless it is too small: the device was full.
+        assert_eq!(cause(held_up(kept, 16), None, 16), Cause::Trim, "40 MiB in one piece were free");
+        let small = |mib| Window {
+            segments: Vec::from([part(gone, 2 * MIB, true), part(4 << 40, 20 * MIB, false)]),
+            ..window(held_up(kept, mib))
+        };
+        let end = End::Alloc { bytes: 16 * MIB, stream: 0 };
+        assert_eq!(small(16).cause(&CachingSettings::default(), end), Cause::Full);
+        assert_eq!(small(15).cause(&CachingSettings::default(), end), Cause::Trim);
     }
 }

@@ -26,6 +26,7 @@ use super::op::{Kind, MAX_POOLS};
 use crate::backends::CachingSettings;
 use crate::budget::OverBudget;
 use crate::histories::trace::Segment;
+use crate::ordered::OrderedMap;
 use crate::steps;
 use evidence::Walk;
 use labels::Labels;
@@ -122,9 +123,9 @@ impl HistoryBuilder {
         let mut allocations: Vec<u32> = Vec::new();
         self.claim.reserve(&mut allocations, self.addresses.len())?;
         // Segments while they are held: end and number, from 1. 0 is where none is known.
-        let mut held: BTreeMap<u64, (u64, u32)> = BTreeMap::new();
+        let mut held: OrderedMap<u64, (u64, u32)> = OrderedMap::new();
         let mut units = 1;
-        let mut make = |held: &mut BTreeMap<u64, (u64, u32)>, addr, bytes| {
+        let mut make = |held: &mut OrderedMap<u64, (u64, u32)>, addr, bytes| {
             held.insert(addr, (addr + bytes, units));
             units += 1;
             units

@@ -115,7 +115,7 @@ fn run(
     watched: Option<&mut Watched>,
 ) -> Result<ReplayReport, ReplayError> {
     let recorded = against.is_some() || settings.addresses == Addresses::Recorded;
-    let keeps = allocator.backend().capabilities.private_pools;
+    let keeps = allocator.capabilities().private_pools;
     let pooled = against.is_none() && keeps && history.private_pools() > 0;
     let counting = Arc::new(HookedDriver::with_hook(Arc::clone(driver), CallCounter::new(driver.as_ref())));
     let replaying = match against {

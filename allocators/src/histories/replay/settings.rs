@@ -2,7 +2,7 @@
 
 use super::ReplayError;
 use crate::backends::CachingSettings;
-use crate::policy::size::torch::{DIVISION_INTERVALS, Divisions};
+use crate::policy::size::torch::{DIVISION_INTERVALS, Divisions, LARGE_SEGMENT};
 use serde_json::{Map, Value, json};
 
 /// The settings of `caching` that correspond to a snapshot's `allocator_settings`; defaults where it says nothing.
@@ -25,6 +25,12 @@ pub fn recorded_settings(settings: &Map<String, Value>) -> Result<CachingSetting
         // -1: no bound.
         out.max_split_size = u64::try_from(bound).ok();
     }
+    // PyTorch writes its value down only in the line that it was given.
+    for key in ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"] {
+        if let Some(rounding) = settings.get(key).and_then(Value::as_str).and_then(non_split_rounding) {
+            out.max_non_split_rounding = rounding;
+        }
+    }
     for key in ["max_non_split_rounding_size", "max_non_split_rounding"] {
         if let Some(rounding) = settings.get(key) {
             out.max_non_split_rounding = rounding.as_u64().ok_or_else(|| wrong(key))?;
@@ -41,6 +47,14 @@ pub fn recorded_settings(settings: &Map<String, Value>) -> Result<CachingSetting
         out.memory_limit = Some(limit.as_u64().ok_or_else(|| wrong("memory_limit"))?);
     }
     Ok(out)
+}
+
+/// What a line such as `max_split_size_mb:64,max_non_split_rounding_mb:40` says of that setting, in bytes; of several the last.
+fn non_split_rounding(line: &str) -> Option<u64> {
+    let mut values = line.rsplit(',').filter_map(|part| part.split_once(':'));
+    let (_, value) = values.find(|(key, _)| key.trim() == "max_non_split_rounding_mb")?;
+    // PyTorch takes no less than its large segments.
+    value.trim().parse::<u64>().ok()?.checked_mul(1 << 20).filter(|bytes| *bytes >= LARGE_SEGMENT)
 }
 
 /// A snapshot's `allocator_settings` for an allocator that reports `settings`
@@ -116,8 +130,23 @@ mod tests {
         });
         let settings = read(&settings).unwrap();
         assert_eq!((settings.max_split_size, settings.garbage_collection_threshold), (Some(128 << 20), 0.8));
+        assert_eq!(settings.max_non_split_rounding, CachingSettings::default().max_non_split_rounding);
         let divisions = settings.roundup_power2_divisions.0;
         assert_eq!((divisions[0], divisions[1], divisions[2], divisions[15]), (4, 8, 0, 16));
+    }
+
+    #[test]
+    fn what_only_the_line_of_settings_says_is_read_there() {
+        let rounding = |line: &str| {
+            let told = json!({ "PYTORCH_CUDA_ALLOC_CONF": line, "max_split_size": 64 << 20 });
+            read(&told).unwrap().max_non_split_rounding >> 20
+        };
+        assert_eq!(rounding("max_split_size_mb:64, max_non_split_rounding_mb : 40"), 40);
+        assert_eq!(rounding("max_non_split_rounding_mb:30,roundup_power2_divisions:[256:1,>:2]"), 30);
+        assert_eq!(rounding("max_non_split_rounding_mb:30,max_non_split_rounding_mb:50"), 50);
+        for nothing in ["", "max_split_size_mb:64", "max_non_split_rounding_mb:much", "max_non_split_rounding_mb:1"] {
+            assert_eq!(rounding(nothing), 20, "{nothing}");
+        }
     }
 
     #[test]

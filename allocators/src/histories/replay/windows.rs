@@ -202,13 +202,13 @@ impl Window {
     }
 
     /// Whether an address lies in a segment that went back.
-    fn is_gone(&self, addr: u64) -> bool {
+    pub(super) fn is_gone(&self, addr: u64) -> bool {
         let mut gone = self.segments.iter().filter(|segment| segment.released);
         gone.any(|segment| addr >= segment.addr && addr - segment.addr < segment.bytes)
     }
 
     /// Whether one of the blocks that were held up would have fitted a request.
-    fn held_up_fits(
+    pub(super) fn held_up_fits(
         &self,
         settings: &CachingSettings,
         bytes: u64,

@@ -160,6 +160,9 @@ impl Origins {
     /// # Errors
     /// [`OverBudget`] when there is no room for another.
     pub fn text(&mut self, text: &str) -> Result<TextId, OverBudget> {
+        if text.is_empty() {
+            return Ok(TextId::default());
+        }
         let hash = self.text_ids.state.hash_one(text);
         if let Some(known) = self.text_ids.find(hash, |at| &*self.texts[at as usize] == text) {
             return Ok(TextId(known));

@@ -3,13 +3,14 @@
 //! A pickle is a program for a stack machine that can call any Python function. This machine knows only the
 //! instructions that build data; those that name or call something are refused by name. It runs through the file once:
 //! an event becomes an [`Event`](super::Event) when it is appended to its device's list and is then forgotten. Stack frames
-//! become numbers ([`Origins`](super::Origins)), or nothing where nobody asks for them. What stays is the memo, 16 bytes for
+//! become numbers ([`Origins`](super::Origins)), or nothing where nobody asks for them. What stays is the memo, eight bytes for
 //! each thing that the file may refer back to, and it is claimed from the budget. A file that breaks off is read as far as
 //! it is whole.
 //!
 //! Source: Python's `Lib/pickle.py` and `pickletools.py`; the structure is that of
 //! `torch/csrc/cuda/Module.cpp`, whose two writers (Python's pickler and PyTorch's own) are both understood.
 
+mod ahead;
 mod cut;
 mod frames;
 mod machine;

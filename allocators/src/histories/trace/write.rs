@@ -178,6 +178,12 @@ pub trait TraceWriter {
         0
     }
 
+    /// Events so far of an action that the format does not [hold](Export::holds) and that were written all the same: the
+    /// completion of a free stands for a request that was not recorded.
+    fn stood_in(&self) -> u64 {
+        0
+    }
+
     /// Completes the file.
     ///
     /// # Errors

@@ -1,13 +1,14 @@
 //! RMM's log, for its replay benchmark and whatever reads such logs.
 //!
-//! Allocations, the client's frees and refused requests; the rest has no place in it. Times are of the day, in UTC if
-//! the history's times count from 1970. The thread is not known and written as 0. A log is of one device, and it begins
-//! with its program: frees of what it does not allocate are left out. Memory is taken for the live blocks.
+//! Allocations, the client's frees and refused requests; the rest has no place in it. Where only the completion of a free
+//! was recorded, it is written as the free. Times are of the day, in UTC if the history's times count from 1970. The thread
+//! is not known and written as 0. A log is of one device, and it begins with its program: frees of what it does not
+//! allocate are left out. Memory is taken for the live blocks.
 
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, Event};
 use crate::output::OutputFile;
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::io::Write;
 
 /// Writes a log.
@@ -15,9 +16,10 @@ use std::io::Write;
 pub struct RmmWriter {
     file: HistoryFile,
     device: Option<u16>,
-    /// Addresses of the live blocks.
-    live: HashSet<u64>,
+    /// Sizes of the live blocks by address.
+    live: HashMap<u64, u64>,
     passed_over: u64,
+    stood_in: u64,
 }
 
 impl RmmWriter {
@@ -28,7 +30,7 @@ impl RmmWriter {
     pub fn begin(file: OutputFile) -> Result<Self, WriteError> {
         let mut file = HistoryFile::new(file);
         file.put(|out| out.write_all(b"Thread,Time,Action,Pointer,Size,Stream\n"))?;
-        Ok(Self { file, device: None, live: HashSet::new(), passed_over: 0 })
+        Ok(Self { file, device: None, live: HashMap::new(), passed_over: 0, stood_in: 0 })
     }
 }
 
@@ -37,6 +39,8 @@ impl TraceWriter for RmmWriter {
         let action = match event.action {
             Action::Alloc => "allocate",
             Action::FreeRequested => "free",
+            // Nobody asked for this free in the history.
+            Action::FreeCompleted if event.bytes > 0 && self.live.get(&event.addr) == Some(&event.bytes) => "free",
             Action::Oom => "allocate failure",
             _ => return Ok(()),
         };
@@ -46,11 +50,15 @@ impl TraceWriter for RmmWriter {
         match event.action {
             // Empty tensors have no block.
             Action::Alloc if event.bytes > 0 => {
-                self.live.insert(event.addr);
+                self.live.insert(event.addr, event.bytes);
             }
-            Action::FreeRequested if !self.live.remove(&event.addr) && event.bytes > 0 => {
+            Action::FreeRequested if self.live.remove(&event.addr).is_none() && event.bytes > 0 => {
                 self.passed_over += 1;
                 return Ok(());
+            }
+            Action::FreeCompleted => {
+                self.live.remove(&event.addr);
+                self.stood_in += 1;
             }
             _ => {}
         }
@@ -73,6 +81,10 @@ impl TraceWriter for RmmWriter {
 
     fn passed_over(&self) -> u64 {
         self.passed_over
+    }
+
+    fn stood_in(&self) -> u64 {
+        self.stood_in
     }
 
     fn finish(self: Box<Self>, _ending: &Ending<'_>) -> Result<(), WriteError> {

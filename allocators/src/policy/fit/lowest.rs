@@ -51,3 +51,37 @@ impl<List: Copy + Ord, Kept: Copy + PartialEq> Lowest<List, Kept> {
         bins.map(|(&addr, &(bytes, kept))| (addr, bytes, kept))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn the_lowest_that_fits_is_found(steps in prop::collection::vec((any::<bool>(), 0..2u8, 0..40u64, 1..300u64), 1..200)) {
+            let (mut lowest, mut all) = (Lowest::default(), Vec::<(u8, u64, u64)>::new());
+            for (adds, list, addr, bytes) in steps {
+                let there = all.iter().position(|range| (range.0, range.1) == (list, addr));
+                match there {
+                    Some(at) if !adds => {
+                        let (_, _, known) = all.swap_remove(at);
+                        prop_assert!(lowest.remove(list, addr, known, known));
+                    }
+                    None if adds => {
+                        all.push((list, addr, bytes));
+                        lowest.insert(list, addr, bytes, bytes);
+                    }
+                    None => prop_assert!(!lowest.remove(list, addr, bytes, bytes)),
+                    Some(_) => {}
+                }
+                for (list, least, largest) in [(0, bytes, bytes + addr), (1, bytes, u64::MAX), (list, 1, bytes)] {
+                    let fits = all.iter().filter(|range| range.0 == list && (least..=largest).contains(&range.2));
+                    let expected = fits.map(|&(_, addr, bytes)| (addr, bytes)).min();
+                    prop_assert_eq!(lowest.find(list, least, largest), expected);
+                }
+                prop_assert_eq!(lowest.of(list).count(), all.iter().filter(|range| range.0 == list).count());
+            }
+        }
+    }
+}

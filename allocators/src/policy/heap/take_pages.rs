@@ -2,9 +2,9 @@
 
 use super::Heap;
 use crate::device::DriverError;
+use crate::ordered::OrderedMap;
 use crate::policy::pages::Pages;
 use crate::space::{BlockId, FreeBlock, State};
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 impl Heap {
@@ -30,7 +30,7 @@ impl Heap {
         if start < end && block.list.owner.private.is_none() {
             let driver = self.source.driver().as_ref();
             let noted = pages.freed(driver, block.list.owner.stream, (start, end, page), self.captures > 0);
-            self.untold = self.untold.take().or(noted.err());
+            self.event_error = self.event_error.take().or(noted.err());
         }
     }
 
@@ -63,7 +63,7 @@ impl Heap {
         }
         free.sort_unstable();
         let (mut found, mut count) = (0, 0);
-        let mut taken: BTreeMap<BlockId, Vec<(u64, u64)>> = BTreeMap::new();
+        let mut taken: OrderedMap<BlockId, Vec<(u64, u64)>> = OrderedMap::new();
         for (_, at, page, block) in free {
             if found >= bytes || outcome.is_err() {
                 break;
@@ -71,7 +71,7 @@ impl Heap {
             match pages.is_over(driver.as_ref(), at, wait) {
                 Ok(true) => {
                     pages.forget(at);
-                    taken.entry(block).or_default().push((at, page));
+                    taken.or_default(block).push((at, page));
                     (found, count) = (found + page, count + 1);
                 }
                 Ok(false) => {}

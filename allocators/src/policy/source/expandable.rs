@@ -41,10 +41,6 @@ fn unless_full(error: DriverError) -> Result<bool, DriverError> {
     if error.is_out_of_memory() { Ok(false) } else { Err(error) }
 }
 
-fn address(addr: u64) -> DeviceAddr {
-    DeviceAddr::new(addr).expect("ranges do not begin at address zero")
-}
-
 impl Expandable {
     /// A source on a device, for the allocator of this name.
     ///
@@ -90,11 +86,7 @@ impl Expandable {
     ///
     /// # Errors
     /// Any other error of the driver.
-    pub(in crate::policy) fn reserve(
-        &self,
-        pool: Option<PoolKind>,
-        least: u64,
-    ) -> Result<Option<(u64, u64)>, DriverError> {
+    pub(crate) fn reserve(&self, pool: Option<PoolKind>, least: u64) -> Result<Option<(u64, u64)>, DriverError> {
         let total = self.driver.describe().total_bytes.min(MOST_RESERVED / 2);
         let bytes = self.sizes.reserve.unwrap_or(total + total / 8).min(MOST_RESERVED);
         let bytes = bytes.max(1).next_multiple_of(self.handle_bytes(pool));
@@ -114,9 +106,9 @@ impl Expandable {
     ///
     /// # Safety
     /// The range came from [`reserve`](Self::reserve), nothing is mapped in it, and it is given back once.
-    pub(in crate::policy) unsafe fn give_back(&self, addr: u64, bytes: u64) -> Result<(), DriverError> {
+    pub(crate) unsafe fn give_back(&self, addr: u64, bytes: u64) -> Result<(), DriverError> {
         // SAFETY: the caller promises it.
-        unsafe { self.vmm().address_free(address(addr), bytes) }
+        unsafe { self.vmm().address_free(DeviceAddr::handed_out(addr), bytes) }
     }
 
     /// Puts memory behind a part of a range, in handles of `unit` bytes. All handles are made before the first is mapped, and
@@ -127,7 +119,7 @@ impl Expandable {
     ///
     /// # Safety
     /// The part lies in a range of [`reserve`](Self::reserve) and is not mapped. Its size is a multiple of `unit`.
-    pub(in crate::policy) unsafe fn map(&mut self, addr: u64, bytes: u64, unit: u64) -> Result<bool, DriverError> {
+    pub(crate) unsafe fn map(&mut self, addr: u64, bytes: u64, unit: u64) -> Result<bool, DriverError> {
         let mut made = Vec::new();
         for _ in 0..bytes / unit {
             match self.handle(unit) {
@@ -140,13 +132,13 @@ impl Expandable {
         for (count, handle) in (0..).zip(&made) {
             // SAFETY: the caller promises the part, of which this is the piece of handle number `count`; the handle was made
             // with this size.
-            let mapped = unsafe { self.vmm().map(address(addr + count * unit), unit, *handle) };
+            let mapped = unsafe { self.vmm().map(DeviceAddr::handed_out(addr + count * unit), unit, *handle) };
             if let Err(error) = mapped {
                 return self.undo(addr, count, unit, made, error);
             }
         }
         // SAFETY: all of it was mapped above.
-        if let Err(error) = unsafe { self.vmm().set_access(address(addr), bytes) } {
+        if let Err(error) = unsafe { self.vmm().set_access(DeviceAddr::handed_out(addr), bytes) } {
             return self.undo(addr, made.len() as u64, unit, made, error);
         }
         self.mapped.extend((0..).map(|count| addr + count * unit).zip(made));
@@ -183,7 +175,7 @@ impl Expandable {
         let mut undone = Ok(());
         for count in 0..mapped {
             // SAFETY: `map` mapped this piece as a whole, and nobody has been given its address.
-            let unmapped = unsafe { self.vmm().unmap(address(addr + count * unit), unit) };
+            let unmapped = unsafe { self.vmm().unmap(DeviceAddr::handed_out(addr + count * unit), unit) };
             undone = undone.and(unmapped);
         }
         undone = undone.and(self.release_all(made));
@@ -209,17 +201,12 @@ impl Expandable {
     ///
     /// # Safety
     /// The part is mapped, in handles of `unit` bytes, and no work that is not finished uses it.
-    pub(in crate::policy) unsafe fn unmap(
-        &mut self,
-        addr: u64,
-        bytes: u64,
-        unit: u64,
-    ) -> (u64, Result<(), DriverError>) {
+    pub(crate) unsafe fn unmap(&mut self, addr: u64, bytes: u64, unit: u64) -> (u64, Result<(), DriverError>) {
         let (mut done, mut outcome) = (0, Ok(()));
         while done < bytes {
             let at = addr + done;
             // SAFETY: the caller promises that nobody uses it; it is one whole mapping.
-            if let Err(error) = unsafe { self.vmm().unmap(address(at), unit) } {
+            if let Err(error) = unsafe { self.vmm().unmap(DeviceAddr::handed_out(at), unit) } {
                 return (done, outcome.and(Err(error)));
             }
             done += unit;
@@ -234,7 +221,7 @@ impl Expandable {
 
     /// Lets handles that are unmapped from now on be mapped again before new ones are made, until
     /// [`release_spare`](Self::release_spare).
-    pub(in crate::policy) fn keep_spare(&mut self) {
+    pub(crate) fn keep_spare(&mut self) {
         self.spare.get_or_insert_default();
     }
 
@@ -242,7 +229,7 @@ impl Expandable {
     ///
     /// # Errors
     /// Those of the driver; what it refuses is offered again by [`release_again`](Self::release_again).
-    pub(in crate::policy) fn release_spare(&mut self) -> Result<(), DriverError> {
+    pub(crate) fn release_spare(&mut self) -> Result<(), DriverError> {
         let spare = self.spare.take();
         self.release_all(spare.into_iter().flat_map(BTreeMap::into_values).flatten().collect())
     }
@@ -251,7 +238,7 @@ impl Expandable {
     ///
     /// # Errors
     /// Those of the driver.
-    pub(in crate::policy) fn release_again(&mut self) -> Result<(), DriverError> {
+    pub(crate) fn release_again(&mut self) -> Result<(), DriverError> {
         let refused = std::mem::take(&mut self.unreleased);
         self.release_all(refused)
     }

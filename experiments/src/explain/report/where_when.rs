@@ -10,7 +10,7 @@ use trainer::terminal::{Column, Page, Table};
 pub(super) fn refusal(found: &Explanation, last: &Refused) -> String {
     let moment = &last.moment;
     let mut out = format!(
-        "{} were reserved and {} in use; {} was free where the request could go, the largest piece {}: {}",
+        "{} were reserved and {} in use; {} was free for its stream and size, the largest piece {}: {}",
         size(moment.reserved_bytes),
         size(moment.active_bytes),
         size(last.free_bytes),

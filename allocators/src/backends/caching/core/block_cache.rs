@@ -4,10 +4,14 @@
 //! in PyTorch's order. Freed blocks are joined with their free neighbours at once, so every free list is complete at all
 //! times: there is no deferred coalescing, and nothing that a search could miss.
 
-use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE};
-use super::exact_index::ExactIndex;
+mod holes;
+
+pub(crate) use holes::Cut;
+
+use super::blocks::{BlockIndex, BlockRecord, BlockSlab, List, NONE};
 use super::free_index::FreeIndex;
 use super::ranged_index::RangedIndex;
+use super::small_index::SmallIndex;
 use super::tally::Tally;
 use crate::contract::{BlockInfo, Path, PoolKind, SegmentInfo};
 use crate::device::{DeviceAddr, StreamId};
@@ -22,7 +26,7 @@ pub(crate) struct BlockCache {
     /// Every block.
     blocks: BlockSlab,
     /// Free blocks of the small pool.
-    small: ExactIndex,
+    small: SmallIndex,
     /// Free blocks of the large pool.
     large: RangedIndex,
 }
@@ -86,7 +90,7 @@ impl BlockCache {
     pub(crate) fn serve(&mut self, wanted: Wanted, split: &Split) -> Option<Served> {
         match wanted.pool {
             PoolKind::Small => {
-                serve(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, wanted, split)
+                serve(&mut self.small.exact, &mut self.blocks, &mut self.tally, PoolKind::Small, wanted, split)
             }
             PoolKind::Large => {
                 serve(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, wanted, split)
@@ -147,12 +151,13 @@ impl BlockCache {
     /// Makes a block free and joins it with free neighbours; true when there were any.
     #[inline(always)]
     fn make_free(&mut self, index: BlockIndex, now: u64) -> bool {
-        match self.blocks.get(index).pool() {
-            PoolKind::Small => {
-                make_free(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, now)
+        match self.blocks.get(index).list() {
+            List::Small => {
+                make_free(&mut self.small.exact, &mut self.blocks, &mut self.tally, PoolKind::Small, index, now)
             }
-            PoolKind::Large => {
-                make_free(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, now)
+            List::Large => make_free(&mut self.large, &mut self.blocks, &mut self.tally, PoolKind::Large, index, now),
+            List::ExpandableSmall => {
+                make_free(&mut self.small, &mut self.blocks, &mut self.tally, PoolKind::Small, index, now)
             }
         }
     }
@@ -164,6 +169,14 @@ impl BlockCache {
             PoolKind::Large => self.large.insert(self.blocks.records_mut(), index, units),
         }
         self.blocks.set_freed_at(index, freed_at);
+    }
+
+    fn remove_free(&mut self, index: BlockIndex) {
+        let (pool, units) = (self.blocks.get(index).pool(), self.blocks.get(index).units());
+        match pool {
+            PoolKind::Small => self.small.remove(self.blocks.records_mut(), index, units),
+            PoolKind::Large => self.large.remove(self.blocks.records_mut(), index, units),
+        }
     }
 
     /// Adds a segment whose blocks are known, of which at least one is in use: sizes in order that add up to it, no two
@@ -199,10 +212,7 @@ impl BlockCache {
         if block.addr() != addr || !block.is_free() || block.is_split() {
             return None;
         }
-        match block.pool() {
-            PoolKind::Small => self.small.remove(self.blocks.records_mut(), index, block.units()),
-            PoolKind::Large => self.large.remove(self.blocks.records_mut(), index, block.units()),
-        }
+        self.remove_free(index);
         self.blocks.remove(index);
         self.tally.remove_segment(block.bytes());
         Some(block)
@@ -216,26 +226,31 @@ impl BlockCache {
         self.insert_free(index, freed_at);
     }
 
-    /// Segments and blocks at this moment, in no order. Allocates.
+    /// Segments and blocks at this moment, in no order; of an expandable segment each part that has memory is one. Allocates.
     #[must_use]
     pub(crate) fn segments(&self, stream: StreamId) -> Vec<SegmentInfo> {
         let heads = self.blocks.iter().filter(|(_, block)| block.prev() == NONE);
-        let segment = |(head, first): (BlockIndex, &BlockRecord)| {
-            let (mut blocks, mut at, mut bytes) = (Vec::new(), head, 0);
-            while at != NONE {
-                let block = self.blocks.get(at);
-                blocks.push(BlockInfo {
-                    addr: address(block.addr()),
+        let mut segments = Vec::new();
+        for (head, first) in heads {
+            let chain = std::iter::successors(Some(head), |at| Some(self.blocks.get(*at).next()));
+            let blocks: Vec<&BlockRecord> = chain.take_while(|at| *at != NONE).map(|at| self.blocks.get(at)).collect();
+            for run in blocks.split(|block| block.is_hole()).filter(|run| !run.is_empty()) {
+                let info = |block: &&BlockRecord| BlockInfo {
+                    addr: DeviceAddr::handed_out(block.addr()),
                     bytes: block.bytes(),
                     requested: block.requested(),
                     state: block.state(),
+                };
+                segments.push(SegmentInfo {
+                    addr: DeviceAddr::handed_out(run[0].addr()),
+                    bytes: run.iter().map(|block| block.bytes()).sum(),
+                    stream,
+                    pool: Some(first.pool()),
+                    blocks: run.iter().map(info).collect(),
                 });
-                bytes += block.bytes();
-                at = block.next();
             }
-            SegmentInfo { addr: address(first.addr()), bytes, stream, pool: Some(first.pool()), blocks }
-        };
-        heads.map(segment).collect()
+        }
+        segments
     }
 }
 
@@ -334,14 +349,4 @@ fn make_free(
         tally.end_segment(bytes);
     }
     joined > 0
-}
-
-/// An address out of a record.
-///
-/// # Panics
-/// When it is zero, where no segment lies.
-#[must_use]
-#[inline]
-pub(crate) fn address(addr: u64) -> DeviceAddr {
-    DeviceAddr::new(addr).expect("blocks lie in segments, whose addresses are not zero")
 }

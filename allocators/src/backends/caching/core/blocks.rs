@@ -5,8 +5,8 @@
 //! memory of its own besides, two share a cache line, and a block that is handed out carries its record's number: a free
 //! looks nothing up. Index 0 is no block; its record exists, so links may be followed and written without a branch.
 //!
-//! *Worth.* With 64 bytes a record the recorded histories take the same time, mixed sizes with 16,384 live blocks 10 % longer
-//! (`experiments/notes/caching.md`).
+//! *Worth.* Nothing on the recorded histories: with 64 bytes a record they take the same time. Programs with more live blocks
+//! gain: mixed sizes with 16,384 take 10 % longer with 64 bytes (`experiments/notes/caching.md`).
 
 use crate::contract::BlockState;
 use crate::contract::PoolKind;
@@ -22,13 +22,15 @@ pub(crate) const MAX_BLOCK: u64 = u32::MAX as u64 * MIN_BLOCK;
 
 /// The low bits of an address, which are zero for every segment and block, hold what is small.
 const FLAGS: u64 = 0xFF;
-const STATE: u64 = 0b0011;
+const STATE: u64 = 0b01_0011;
 const VACANT: u64 = 0;
 const FREE: u64 = 1;
 const ALLOCATED: u64 = 2;
 const PENDING: u64 = 3;
-const LARGE: u64 = 0b0100;
-const SHARED: u64 = 0b1000;
+const HOLE: u64 = 0b01_0000;
+const LARGE: u64 = 0b00_0100;
+const SHARED: u64 = 0b00_1000;
+const EXPANDABLE: u64 = 0b10_0000;
 
 #[inline(always)]
 fn pool_flag(pool: PoolKind) -> u64 {
@@ -51,6 +53,17 @@ pub(crate) struct BlockRecord {
     /// Of a free block: its links in the index of free blocks. Of another: the bytes that the client asked for, low
     /// half and high half, and the events that a pending free waits for.
     rest: Links,
+}
+
+/// In which free list a block belongs, by its segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum List {
+    /// That of the small pool.
+    Small,
+    /// That of the large pool.
+    Large,
+    /// That of the small pool, where segments are expandable and so have larger blocks.
+    ExpandableSmall,
 }
 
 /// How a free block hangs in the index of free blocks; what the names mean is the index's affair.
@@ -83,6 +96,16 @@ impl BlockRecord {
         Self { place: addr | pool_flag(pool) | FREE, units, prev: NONE, next: NONE, rest: Links::ALONE }
     }
 
+    /// Addresses of an expandable segment without memory behind them.
+    ///
+    /// # Panics
+    /// For more than [`MAX_BLOCK`].
+    #[must_use]
+    pub(super) fn hole(addr: u64, bytes: u64, pool: PoolKind) -> Self {
+        let free = Self::segment(addr, bytes, pool);
+        Self { place: free.place & !STATE | HOLE | EXPANDABLE, ..free }
+    }
+
     /// First address.
     #[must_use]
     #[inline(always)]
@@ -108,6 +131,16 @@ impl BlockRecord {
     #[inline(always)]
     pub(crate) fn pool(&self) -> PoolKind {
         if self.place & LARGE == 0 { PoolKind::Small } else { PoolKind::Large }
+    }
+
+    /// The free list that it belongs in.
+    #[inline(always)]
+    pub(super) fn list(&self) -> List {
+        match self.place & (LARGE | EXPANDABLE) {
+            0 => List::Small,
+            EXPANDABLE => List::ExpandableSmall,
+            _ => List::Large,
+        }
     }
 
     /// Neighbour at the lower address in the same segment, or [`NONE`].
@@ -141,7 +174,7 @@ impl BlockRecord {
     #[must_use]
     #[inline(always)]
     pub(crate) fn is_held_at(&self, addr: u64) -> bool {
-        self.place & !(LARGE | SHARED) == addr | ALLOCATED
+        self.place & !(LARGE | SHARED | EXPANDABLE) == addr | ALLOCATED
     }
 
     /// Whether the block is free.
@@ -151,6 +184,18 @@ impl BlockRecord {
         self.place & STATE == FREE
     }
 
+    /// Whether there is no memory behind the block.
+    #[inline(always)]
+    pub(super) fn is_hole(&self) -> bool {
+        self.place & STATE == HOLE
+    }
+
+    /// The same, and it is no head of a range.
+    #[inline(always)]
+    pub(super) fn is_hole_of_some_size(&self) -> bool {
+        self.is_hole() && self.units > 0
+    }
+
     /// Whether the record describes a block.
     #[must_use]
     #[inline(always)]
@@ -158,7 +203,7 @@ impl BlockRecord {
         self.place & STATE != VACANT
     }
 
-    /// State.
+    /// State of a block that has memory.
     #[must_use]
     pub(crate) fn state(&self) -> BlockState {
         match self.place & STATE {
@@ -229,6 +274,12 @@ impl BlockRecord {
     #[inline(always)]
     pub(super) fn set_free(&mut self) {
         self.place = self.place & !STATE | FREE;
+        self.rest = Links::ALONE;
+    }
+
+    /// The block, which is in no index any more, has no memory, or nobody may see it until it has more.
+    pub(super) fn set_hole(&mut self) {
+        self.place = self.place & !STATE | HOLE;
         self.rest = Links::ALONE;
     }
 }
@@ -383,6 +434,23 @@ impl BlockSlab {
         self.link(first.prev, front);
         self.link(front, index);
         front
+    }
+
+    /// Cuts a block that is in no index behind its first `bytes`. Returns the rest, in the same state.
+    ///
+    /// # Panics
+    /// With 2^32 live records.
+    pub(super) fn cut(&mut self, index: BlockIndex, bytes: u64) -> BlockIndex {
+        let front = self.get_mut(index);
+        // CAST: less than the block has.
+        let units = (bytes / MIN_BLOCK) as u32;
+        debug_assert!(units > 0 && units < front.units);
+        let rest = BlockRecord { place: front.place + bytes, units: front.units - units, ..*front };
+        front.units = units;
+        let behind = self.insert(rest);
+        self.link(behind, rest.next);
+        self.link(index, behind);
+        behind
     }
 
     /// Takes a neighbour of the same segment into a block; its record becomes vacant.

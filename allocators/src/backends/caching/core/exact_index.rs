@@ -7,9 +7,8 @@
 //! instead, because a neighbour was freed, and there only the links beside them are touched.
 //!
 //! *Worth.* With the index of the large pool here as well, the recorded histories take 5 to 18 % longer, in 17 to 31 % more
-//! instructions; with an ordered set (`BTreeSet`) in both pools 1.5 to 2.1 times as many. Heaps that are melded as soon as
-//! their block comes cost nothing on the histories, and 6 to 8 % on mixed sizes with 64 and 1,024 live blocks
-//! (`experiments/notes/caching.md`).
+//! instructions; with an ordered set (`BTreeSet`) in both pools 1.5 to 2.1 times as many (`experiments/notes/caching.md`). That
+//! heaps are melded late is the pairing heap's own rule. It gains nothing on the histories, and 6 to 8 % on mixed sizes.
 //!
 //! *Cost.* Insertion O(1); search and removal amortised O(log k) in the k blocks of one size, and O(1) for most. 16 KiB for
 //! the bins, of which the system backs the pages that are used.
@@ -21,7 +20,7 @@ use std::hint::select_unpredictable;
 
 const WORD: usize = 64;
 /// Sizes from one unit to a whole segment of the pool.
-const BINS: usize = WORD * WORD;
+pub(super) const BINS: usize = WORD * WORD;
 const _: () = assert!(BINS as u64 == SMALL_SEGMENT / MIN_BLOCK, "the bitmap has two levels");
 
 /// The free blocks of a small pool and one stream.

@@ -202,6 +202,16 @@ impl Tally {
         self.idle -= bytes;
     }
 
+    /// Memory came behind a part of an expandable segment.
+    pub(crate) fn map(&mut self, bytes: u64) {
+        self.segments += bytes;
+    }
+
+    /// Memory went from a part of an expandable segment.
+    pub(crate) fn unmap(&mut self, bytes: u64) {
+        self.segments -= bytes;
+    }
+
     /// A block that was a whole segment is so no longer, or no longer free.
     #[inline(always)]
     pub(crate) fn begin_segment(&mut self, bytes: u64) {

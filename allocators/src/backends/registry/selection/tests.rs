@@ -1,7 +1,7 @@
 //! Allocators as they are written, read back, and told apart.
 
 use super::{Selection, parse_list};
-use crate::backends::{CachingSettings, all, caching, naive, stream_ordered};
+use crate::backends::{CachingSettings, ExpandableCachingSettings, all, caching, naive, pytorch, stream_ordered};
 use crate::device::PoolSettings;
 use crate::policy::size::torch::Divisions;
 use crate::settings::Settings;
@@ -23,7 +23,7 @@ fn list(text: &str) -> Vec<String> {
 fn a_name_has_the_defaults_and_settings_their_types() {
     assert_eq!(read("caching"), Selection::of(&caching::BACKEND));
     let chosen = read("caching:memory_limit=1G, max_split_size=32M,roundup_power2_divisions=[1:4,64:8]");
-    let settings = chosen.settings().get_as::<CachingSettings>().unwrap();
+    let settings = chosen.settings().get_as::<ExpandableCachingSettings>().unwrap().torch;
     assert_eq!((settings.memory_limit, settings.max_split_size), (Some(1 << 30), Some(32 << 20)));
     assert_eq!(settings.roundup_power2_divisions.0[..7], [4, 0, 0, 0, 0, 0, 8]);
     // In the backend's order, spelled in one way.
@@ -102,11 +102,16 @@ fn what_a_history_says_counts_where_nothing_was_given() {
         roundup_power2_divisions: Divisions::uniform(4),
         ..CachingSettings::default()
     };
-    let mut chosen = read("caching:garbage_collection_threshold=0,retry_fit_after_sync=on");
+    let mut chosen = read("caching:garbage_collection_threshold=0,retry_fit_after_sync=on,expandable_segments=True");
     chosen.adopt(&recorded);
     let expected = CachingSettings { garbage_collection_threshold: 0.0, retry_fit_after_sync: true, ..recorded };
-    assert_eq!(chosen.settings().get_as::<CachingSettings>(), Some(&expected));
-    assert_eq!(Selection::with(&caching::BACKEND, &recorded).settings().json(), recorded.json());
+    // Which segments it has is no setting of the native policy, so it stays as it is.
+    let expected = ExpandableCachingSettings { torch: expected, expandable_segments: true };
+    assert_eq!(chosen.settings().get_as::<ExpandableCachingSettings>(), Some(&expected));
+    let mut chosen = read("pytorch:garbage_collection_threshold=0,retry_fit_after_sync=on");
+    chosen.adopt(&recorded);
+    assert_eq!(chosen.settings().get_as::<CachingSettings>(), Some(&expected.torch));
+    assert_eq!(Selection::with(&pytorch::BACKEND, &recorded).settings().json(), recorded.json());
     // Another backend takes what it has, which here is nothing.
     assert_eq!(Selection::with(&naive::BACKEND, &recorded), Selection::of(&naive::BACKEND));
     assert_eq!(Selection::with(&stream_ordered::BACKEND, &recorded), Selection::of(&stream_ordered::BACKEND));
@@ -116,7 +121,10 @@ fn what_a_history_says_counts_where_nothing_was_given() {
 fn settings_that_do_not_go_together_are_refused_before_a_run() {
     let mut chosen = read("caching:garbage_collection_threshold=0.8");
     let error = chosen.check().unwrap_err().to_string();
-    assert_eq!(error, "caching: garbage_collection_threshold is a fraction of memory_limit, which is not given");
+    assert_eq!(
+        error,
+        "caching: garbage_collection_threshold is a fraction of memory_limit, which is not given; set memory_limit, too"
+    );
     chosen.set("memory_limit", "1G").unwrap();
     chosen.check().unwrap();
 }

@@ -7,6 +7,7 @@ use super::{DEFAULT, Named};
 use crate::backends::CachingSettings;
 use crate::budget::{Claim, OverBudget};
 use crate::contract::PoolKind;
+use crate::ordered::{OrderedMap, OrderedSet};
 use crate::policy::size::torch::{
     LARGE_SEGMENT, MIN_BLOCK, SMALL_MAX, SMALL_SEGMENT, pool_of, round_size, segment_size,
 };
@@ -82,7 +83,7 @@ fn in_order(parts: &[(u32, Place)], tells: bool) -> Vec<Gone> {
 #[derive(Debug, Default)]
 struct Shelf {
     all: BTreeSet<(u64, u64)>,
-    of: BTreeMap<u32, BTreeSet<(u64, u64)>>,
+    of: OrderedMap<u32, BTreeSet<(u64, u64)>>,
 }
 
 /// The placements while they are followed, and what they say.
@@ -93,7 +94,7 @@ pub(super) struct Walk<'a> {
     pub(super) streams: &'a [u64],
     pub(super) units: Vec<Unit>,
     /// Pairs that are of different pools, the lower number first.
-    pub(super) apart: BTreeSet<(u32, u32)>,
+    pub(super) apart: OrderedSet<(u32, u32)>,
     /// How often a stream took a block of one right after a block of the other.
     pub(super) in_turn: HashMap<(u32, u32), u32>,
     pub(super) releases: Vec<Returned>,
@@ -102,10 +103,10 @@ pub(super) struct Walk<'a> {
     /// What PyTorch would not have done in any pool.
     strange: u64,
     held: BTreeMap<u64, u32>,
-    free: BTreeMap<u64, (u64, u32)>,
-    used: BTreeMap<u64, (u64, u32)>,
+    free: OrderedMap<u64, (u64, u32)>,
+    used: OrderedMap<u64, (u64, u32)>,
     shelves: BTreeMap<(u64, PoolKind), Shelf>,
-    due: BTreeMap<u32, Vec<u64>>,
+    due: OrderedMap<u32, Vec<u64>>,
 }
 
 fn handle_bytes(class: PoolKind) -> u64 {
@@ -118,16 +119,16 @@ impl<'a> Walk<'a> {
             settings,
             streams,
             units: Vec::new(),
-            apart: BTreeSet::new(),
+            apart: OrderedSet::new(),
             in_turn: HashMap::new(),
             releases: Vec::new(),
             allocations: Vec::new(),
             strange: 0,
             held: BTreeMap::new(),
-            free: BTreeMap::new(),
-            used: BTreeMap::new(),
+            free: OrderedMap::new(),
+            used: OrderedMap::new(),
             shelves: BTreeMap::new(),
-            due: BTreeMap::new(),
+            due: OrderedMap::new(),
         }
     }
 
@@ -192,8 +193,8 @@ impl<'a> Walk<'a> {
                         }
                     }
                     if !gone.is_empty() {
-                        let trim = op.kind() == Kind::Trim;
-                        let ordered = self.releases_in_order();
+                        let trim = op.kind() == Kind::Trim && !self.may_be_garbage();
+                        let ordered = trim || self.retries_in_order();
                         let stayed = if trim && ordered { self.idle() } else { Vec::new() };
                         let gone = in_order(&gone, ordered);
                         claim.add((4 * gone.len() + stayed.len()) * size_of::<Gone>() + size_of::<Returned>())?;
@@ -216,15 +217,15 @@ impl<'a> Walk<'a> {
         match (op.kind(), Release::unpack(op.value).ready) {
             (Kind::Release, NEVER) => {}
             (Kind::Release, ready) if ready != BY_DEVICE && ready > number => {
-                self.due.entry(ready).or_default().push(addr);
+                self.due.or_default(ready).push(addr);
             }
             _ => self.free_block(addr),
         }
     }
 
     fn complete_frees(&mut self, number: u32) {
-        while let Some(entry) = self.due.first_entry().filter(|entry| *entry.key() <= number) {
-            for addr in entry.remove() {
+        while let Some((_, freed)) = self.due.pop_through(&number) {
+            for addr in freed {
                 self.free_block(addr);
             }
         }
@@ -241,7 +242,7 @@ impl<'a> Walk<'a> {
         if !expandable {
             let shelf = self.shelves.entry((stream, class)).or_default();
             shelf.all.insert((end - start, start));
-            shelf.of.entry(unit).or_default().insert((end - start, start));
+            shelf.of.or_default(unit).insert((end - start, start));
         }
     }
 
@@ -341,9 +342,16 @@ impl<'a> Walk<'a> {
         Some((number, (class, (stream, size, first))))
     }
 
-    /// Whether idle memory goes all at once and in the order of pools. Oversize blocks and garbage do not.
-    fn releases_in_order(&self) -> bool {
+    /// Whether a request that needs memory gives back all that is idle, in the order of pools, as `empty_cache` does. Oversize
+    /// blocks and garbage go by themselves.
+    fn retries_in_order(&self) -> bool {
         self.settings.max_split_size.is_none() && self.settings.garbage_collection_threshold == 0.0
+    }
+
+    /// Whether what looks like a call of `empty_cache` may have been a collection of garbage, which leaves young blocks: PyTorch
+    /// collects under a memory limit, and that is not known.
+    fn may_be_garbage(&self) -> bool {
+        self.settings.garbage_collection_threshold > 0.0 && self.settings.memory_limit.is_none()
     }
 
     /// What has memory that could have gone back and did not.

@@ -3,8 +3,9 @@
 use super::DEFAULT;
 use super::evidence::{Gone, Returned, Unit, Walk};
 use super::refine::Pools;
+use crate::ordered::{OrderedMap, OrderedSet};
 use crate::steps;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// Which pool each segment is of.
 #[derive(Debug, Default)]
@@ -31,9 +32,9 @@ struct Group {
     /// Whether it cannot be the default pool.
     private: bool,
     /// In which releases something of it went, in which run of each.
-    gone: BTreeMap<u32, u32>,
+    gone: OrderedMap<u32, u32>,
     /// In which something idle stayed; true where all that was idle and released went.
-    stayed: BTreeMap<u32, bool>,
+    stayed: OrderedMap<u32, bool>,
     first: u32,
     last: u32,
 }
@@ -72,6 +73,7 @@ impl Labels {
             grouping.join(first, second);
         }
         grouping.take_default();
+        grouping.take_named();
         let mut pools = Pools::new(walk, grouping.members(), partial.iter().map(|(op, _)| *op).collect());
         pools.refine();
         pools.number()
@@ -86,7 +88,7 @@ impl<'a> Grouping<'a> {
             apart[second as usize].push(first);
         }
         let alone = |(number, unit): (u32, &Unit)| {
-            let (gone, stayed) = (BTreeMap::new(), BTreeMap::new());
+            let (gone, stayed) = (OrderedMap::new(), OrderedMap::new());
             let Unit { name, first, last, .. } = *unit;
             Some(Group { units: vec![number], name, private: false, gone, stayed, first, last })
         };
@@ -109,7 +111,7 @@ impl<'a> Grouping<'a> {
         let mut partial = Vec::new();
         // A private pool that was released is asked for nothing more, so a range that was is the default pool's.
         let asked_again = |release: &Returned, gone: &Gone| walk.units[gone.unit as usize].last > release.op;
-        let default: BTreeSet<u32> = (walk.releases.iter())
+        let default: OrderedSet<u32> = (walk.releases.iter())
             .flat_map(|release| release.gone.iter().filter(|gone| asked_again(release, gone)).map(|gone| gone.unit))
             .collect();
         let is_default = |unit: &u32| walk.units[*unit as usize].name == Some(DEFAULT) || default.contains(unit);
@@ -226,6 +228,21 @@ impl<'a> Grouping<'a> {
                         default = Some(unit);
                     }
                 }
+            }
+        }
+    }
+
+    /// Gives each named private pool the groups without a name that it may have. A program has no more pools than it must.
+    fn take_named(&mut self) {
+        let mut named: Vec<((u64, u64), u32)> =
+            self.groups.iter().flatten().filter_map(|group| Some((group.name?, group.units[0]))).collect();
+        named.sort_unstable();
+        let nameless = self.groups.iter().flatten().filter(|group| group.name.is_none());
+        let mut nameless: Vec<(u32, u32)> = nameless.map(|group| (group.first, group.units[0])).collect();
+        nameless.sort_unstable();
+        for (_, unit) in nameless {
+            for (_, pool) in named.iter().filter(|(name, _)| *name != DEFAULT) {
+                self.join(unit, *pool);
             }
         }
     }

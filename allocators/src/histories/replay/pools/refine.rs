@@ -2,16 +2,17 @@
 
 use super::evidence::{Returned, Walk};
 use super::labels::Labels;
+use crate::ordered::{OrderedMap, OrderedSet};
 use crate::steps;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// What became of a segment, or of all segments of a pool.
 #[derive(Clone, Debug, Default)]
 struct Course {
     /// Releases in which something of it went, and its place there.
-    gone: BTreeMap<u32, usize>,
+    gone: OrderedMap<u32, usize>,
     /// Those in which it was idle and stayed; true where all that was released and idle went.
-    stayed: BTreeMap<u32, bool>,
+    stayed: OrderedMap<u32, bool>,
     /// First and last request.
     first: u32,
     last: u32,
@@ -25,8 +26,8 @@ impl Course {
 
     fn and(&self, other: &Self) -> Self {
         let mut both = self.clone();
-        both.gone.extend(&other.gone);
-        both.stayed.extend(&other.stayed);
+        both.gone.extend(other.gone.iter().map(|(op, place)| (*op, *place)));
+        both.stayed.extend(other.stayed.iter().map(|(op, may)| (*op, *may)));
         (both.first, both.last) = (both.first.min(other.first), both.last.max(other.last));
         both
     }
@@ -41,14 +42,14 @@ pub(super) struct Pools<'a> {
     /// The pool of each segment.
     of: Vec<u32>,
     /// Calls of `empty_cache` that were for one released pool.
-    partial: BTreeSet<u32>,
+    partial: OrderedSet<u32>,
     /// Operations in which a private pool's idle memory went by itself, and the pool's, in order.
     trimmed: Vec<(u32, u32)>,
     courses: Vec<Course>,
 }
 
 impl<'a> Pools<'a> {
-    pub(super) fn new(walk: &'a Walk<'a>, members: Vec<Vec<u32>>, partial: BTreeSet<u32>) -> Self {
+    pub(super) fn new(walk: &'a Walk<'a>, members: Vec<Vec<u32>>, partial: OrderedSet<u32>) -> Self {
         let mut of = vec![0; walk.units.len()];
         for (pool, units) in (0u32..).zip(&members) {
             units.iter().for_each(|unit| of[*unit as usize] = pool);
@@ -57,7 +58,7 @@ impl<'a> Pools<'a> {
         let mut courses: Vec<Course> = walk.units.iter().map(course).collect();
         for release in &walk.releases {
             for (place, gone) in release.gone.iter().enumerate() {
-                courses[gone.unit as usize].gone.entry(release.op).or_insert(place);
+                courses[gone.unit as usize].gone.or_insert_with(release.op, || place);
             }
             for unit in &release.stayed {
                 courses[*unit as usize].stayed.insert(release.op, !partial.contains(&release.op));
@@ -84,21 +85,21 @@ impl<'a> Pools<'a> {
         let mut private = self.partial.contains(&release.op);
         // The part that is under way, by pool and run, and the pools whose parts have ended.
         let mut under_way = (u32::MAX, 0);
-        let mut ended: BTreeSet<u32> = BTreeSet::new();
-        let mut may_go: BTreeMap<u32, bool> = BTreeMap::new();
-        let mut made: BTreeMap<(u32, u32), u32> = BTreeMap::new();
+        let mut ended: OrderedSet<u32> = OrderedSet::new();
+        let mut may_go: OrderedMap<u32, bool> = OrderedMap::new();
+        let mut made: OrderedMap<(u32, u32), u32> = OrderedMap::new();
         for (place, gone) in release.gone.iter().enumerate() {
             let mut pool = self.of[gone.unit as usize];
             let course = || self.course(&self.members[pool as usize]);
             let wrong = match pool {
                 0 => private && self.courses[gone.unit as usize].last < release.op,
                 _ if ended.contains(&pool) || under_way.0 == pool && under_way.1 != gone.run => true,
-                _ => !*may_go.entry(pool).or_insert_with(|| course().may_go(release.op)),
+                _ => !*may_go.or_insert_with(pool, || course().may_go(release.op)),
             };
             if wrong {
                 // CAST: no more than segments.
                 let next = self.members.len() as u32;
-                let new = *made.entry((pool, gone.run)).or_insert(next);
+                let new = *made.or_insert_with((pool, gone.run), || next);
                 if new == next {
                     self.members.push(Vec::new());
                     may_go.insert(new, true);
@@ -133,10 +134,10 @@ impl<'a> Pools<'a> {
         let private = (1u32..).zip(&self.members[1..]).filter(|(_, units)| !units.is_empty());
         let mut private: Vec<(u32, Course)> = private.map(|(pool, units)| (pool, self.course(units))).collect();
         private.sort_by_key(|(_, course)| {
-            let first = course.gone.first_key_value();
+            let first = course.gone.first();
             (first.is_none(), first.map(|(op, place)| (*op, *place)), course.first)
         });
-        let rank: BTreeMap<u32, usize> = private.iter().enumerate().map(|(rank, (pool, _))| (*pool, rank)).collect();
+        let rank: OrderedMap<u32, usize> = private.iter().enumerate().map(|(rank, (pool, _))| (*pool, rank)).collect();
         let (mut behind, mut before) = (vec![BTreeSet::new(); private.len()], vec![0u32; private.len()]);
         for release in self.walk.releases.iter().filter(|release| release.ordered) {
             let pools = release.gone.iter().filter_map(|gone| rank.get(&self.of[gone.unit as usize]).copied());
@@ -145,9 +146,9 @@ impl<'a> Pools<'a> {
                 before[pair[1]] += u32::from(behind[pair[0]].insert(pair[1]));
             }
         }
-        let mut left: BTreeSet<usize> = (0..private.len()).collect();
+        let mut left: OrderedSet<usize> = (0..private.len()).collect();
         let mut order = Vec::with_capacity(private.len());
-        let mut ready: BTreeSet<usize> = left.iter().copied().filter(|rank| before[*rank] == 0).collect();
+        let mut ready: OrderedSet<usize> = left.iter().copied().filter(|rank| before[*rank] == 0).collect();
         // Where they contradict each other, the first that is left.
         while let Some(next) = ready.pop_first().or_else(|| left.first().copied()) {
             ready.remove(&next);
@@ -176,7 +177,7 @@ impl<'a> Pools<'a> {
             labels.released.extend(released.map(|op| (op, labels.count)));
         }
         labels.released.sort_unstable();
-        let number: BTreeMap<u32, u32> = private.iter().map(|(pool, _)| *pool).zip(1..).collect();
+        let number: OrderedMap<u32, u32> = private.iter().map(|(pool, _)| *pool).zip(1..).collect();
         let released = |op: u32, pool: u32| labels.released.iter().any(|(at, of)| *of == pool && *at <= op);
         let trims = self.trimmed.iter().filter_map(|(op, pool)| Some((*op, *number.get(pool)?)));
         labels.trims = trims.filter(|(op, pool)| released(*op, *pool)).collect();
@@ -191,11 +192,11 @@ impl<'a> Pools<'a> {
 
     /// Which segments without a name fit another pool of their stream, too.
     fn undetermined(&self, labels: &Labels, pools: &[Course]) -> Vec<bool> {
-        let mut of_stream: BTreeMap<u64, BTreeSet<u32>> = BTreeMap::new();
+        let mut of_stream: OrderedMap<u64, OrderedSet<u32>> = OrderedMap::new();
         for (unit, label) in self.walk.units.iter().zip(&labels.of) {
-            of_stream.entry(unit.stream).or_insert_with(|| BTreeSet::from([0])).insert(*label);
+            of_stream.or_insert_with(unit.stream, || OrderedSet::from_iter([0])).insert(*label);
         }
-        let mut apart: Vec<BTreeSet<u32>> = vec![BTreeSet::new(); self.walk.units.len()];
+        let mut apart: Vec<OrderedSet<u32>> = vec![OrderedSet::new(); self.walk.units.len()];
         for &(first, second) in &self.walk.apart {
             apart[first as usize].insert(labels.of[second as usize]);
             apart[second as usize].insert(labels.of[first as usize]);
@@ -203,7 +204,7 @@ impl<'a> Pools<'a> {
         let last = |release: &Returned| {
             release.gone.iter().filter(|gone| gone.private).map(|gone| gone.unit).collect::<Vec<_>>()
         };
-        let not_default: BTreeSet<u32> = self.walk.releases.iter().flat_map(last).collect();
+        let not_default: OrderedSet<u32> = self.walk.releases.iter().flat_map(last).collect();
         let fits = |unit: usize, label: u32| {
             let (own, pool) = (&self.courses[unit], &pools[label as usize]);
             let both = own.and(pool);

@@ -77,6 +77,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
     /// Runs up to STOP.
     fn steps(&mut self) -> Result<(), ReadError> {
         loop {
+            self.run_ahead()?;
             steps::count(1);
             self.at = self.input.offset();
             let [opcode] = self.take::<1>("the pickle, before STOP")?;
@@ -248,12 +249,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         if !self.input.ensure(length)? {
             return Err(self.truncated("a string"));
         }
-        let bytes = &self.input.buffered()[..length];
-        let value = match std::str::from_utf8(bytes) {
-            Ok(text) => Word::of(text).map_or_else(|| self.store.text(text), |word| Ok(Value::Word(word))),
-            // Python writes lone surrogates, which are no UTF-8; nobody needs such a string.
-            Err(_) => Ok(Value::LostText),
-        };
+        let value = self.store.string(&self.input.buffered()[..length]);
         let value = self.within(value)?;
         self.input.advance(length);
         self.push(value)

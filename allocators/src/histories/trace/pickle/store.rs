@@ -104,10 +104,21 @@ pub(super) struct Store {
     spare: Vec<Pairs>,
     texts: Vec<Box<str>>,
     by_text: HashMap<Box<str>, u32>,
+    /// The last string of each [`place`]: some keys have the same value in every event, written out each time.
+    recent: [Value; RECENT],
     text_bytes: usize,
     most_text: usize,
     /// For all of it, and for what the objects hold.
     claim: Claim,
+}
+
+/// Strings that are looked at before all others.
+const RECENT: usize = 16;
+
+/// Where a string is among the recent ones.
+fn place(bytes: &[u8]) -> usize {
+    let last = bytes.last().copied().unwrap_or(0);
+    (bytes.len() + usize::from(last)) % RECENT
 }
 
 /// Most bytes of strings without a meaning that are kept. Settings may refer to a string that was first seen in an
@@ -120,8 +131,10 @@ const MOST_NAMES: usize = 1 << 26;
 const TEXT_COST: usize = 192;
 /// A list behind its pointer, with what the system's allocator adds.
 const LIST_COST: usize = size_of::<List>() + 16;
-/// Dictionaries that are kept for the next ones, and the largest of them.
-const SPARE: usize = 64;
+/// Dictionaries that are kept for the next ones: as many as Python's pickler puts on the stack before it appends them.
+const SPARE: usize = 1000;
+/// The largest of them.
+const SPARE_PAIRS: usize = 64;
 
 impl Store {
     pub(super) fn new(budget: &Budget, names: bool) -> Self {
@@ -131,6 +144,7 @@ impl Store {
             spare: Vec::with_capacity(SPARE),
             texts: Vec::new(),
             by_text: HashMap::new(),
+            recent: [Value::None; RECENT],
             text_bytes: 0,
             most_text: if names { MOST_NAMES } else { MOST_TEXT },
             claim: budget.claim(),
@@ -243,7 +257,7 @@ impl Store {
 
     /// Keeps the memory of a dictionary that was taken for the next one.
     pub(super) fn recycle(&mut self, mut pairs: Pairs) {
-        if self.spare.len() < SPARE && pairs.capacity() <= 64 {
+        if self.spare.len() < SPARE && pairs.capacity() <= SPARE_PAIRS {
             pairs.clear();
             self.spare.push(pairs);
         } else {
@@ -268,8 +282,22 @@ impl Store {
         claim.add(bytes)
     }
 
-    /// A string; those that are long, or too many, are forgotten.
-    pub(super) fn text(&mut self, text: &str) -> Result<Value, OverBudget> {
+    /// A string, as UTF-8 or what Python makes of lone surrogates. Those that are long, too many or no UTF-8 are forgotten.
+    pub(super) fn string(&mut self, bytes: &[u8]) -> Result<Value, OverBudget> {
+        let place = place(bytes);
+        let recent = self.recent[place];
+        if self.spelling(recent).is_some_and(|text| text.as_bytes() == bytes) {
+            return Ok(recent);
+        }
+        // Nobody needs a string that is no UTF-8.
+        let Ok(text) = std::str::from_utf8(bytes) else { return Ok(Value::LostText) };
+        let value = Word::of(text).map_or_else(|| self.text(text), |word| Ok(Value::Word(word)))?;
+        self.recent[place] = value;
+        Ok(value)
+    }
+
+    /// A string without a meaning.
+    fn text(&mut self, text: &str) -> Result<Value, OverBudget> {
         if let Some(known) = self.by_text.get(text) {
             return Ok(Value::Text(*known));
         }

@@ -1,0 +1,182 @@
+//! Which bytes are taken when: finds the lowest place of a block among those that were placed, where all of them have memory
+//! from each other as soon as it is free.
+//!
+//! A segment tree over time. A stretch of time is the union of O(log n) nodes, and each node has two lists of byte ranges that are
+//! sorted and joined where they touch: what is taken *through* all of its time, and what is taken at some time *within* it. What
+//! conflicts with a block is taken within the nodes of its lifetime, or through a node above one of these. So a block is
+//! placed without looking at each other block. Many small blocks that lie side by side, as weights do, are one range.
+
+use super::conflicts::cover;
+
+/// Byte ranges that are taken, by time.
+#[derive(Debug)]
+pub(super) struct Occupied {
+    leaves: usize,
+    /// Of each node what is taken through it, and behind that what is taken within it.
+    lists: Vec<Vec<(u64, u64)>>,
+    /// Lists that are not empty.
+    filled: Vec<u32>,
+    /// Lists that a search goes through, and how far it has come in each.
+    cursors: Vec<(u32, u32)>,
+}
+
+/// The list of what is taken through a node, and of what is taken within it.
+fn lists_of(node: usize) -> [usize; 2] {
+    [2 * node, 2 * node + 1]
+}
+
+impl Occupied {
+    /// Nothing is taken in the time of so many allocations.
+    pub(super) fn new(count: usize) -> Self {
+        let leaves = count.next_power_of_two();
+        Self { leaves, lists: vec![Vec::new(); 4 * leaves], filled: Vec::new(), cursors: Vec::new() }
+    }
+
+    /// Nothing is taken any more. Keeps its memory.
+    pub(super) fn clear(&mut self) {
+        self.filled.drain(..).for_each(|list| self.lists[list as usize].clear());
+    }
+
+    /// The lowest offset at which so many bytes are free from one allocation to another, and how many steps it took to find it: a
+    /// step is a list or a range that is looked at.
+    pub(super) fn lowest(&mut self, from: usize, to: usize, bytes: u64) -> (u64, u64) {
+        let (lists, cursors) = (&self.lists, &mut self.cursors);
+        cursors.clear();
+        let mut ask = |list: usize| {
+            if !lists[list].is_empty() {
+                // CAST: at most eight times the allocations, which the builder of a history bounds.
+                cursors.push((list as u32, 0));
+            }
+        };
+        cover(self.leaves, from, to, |node| ask(lists_of(node)[1]));
+        above(self.leaves, from, to, |node| ask(lists_of(node)[0]));
+        let (mut offset, mut steps) = (0, 0);
+        // Each list moves the offset up, until none does.
+        loop {
+            let before = offset;
+            cursors.retain_mut(|(list, at)| {
+                let list = &lists[*list as usize];
+                let rest = &list[*at as usize..];
+                let passed = rest.iter().take(8).take_while(|range| range.1 <= offset).count();
+                let passed = if passed < 8 { passed } else { rest.partition_point(|range| range.1 <= offset) };
+                let met = rest[passed..].iter().take_while(|range| {
+                    let meets = range.0 < offset + bytes;
+                    offset = if meets { range.1 } else { offset };
+                    meets
+                });
+                let met = met.count();
+                steps += 1 + met as u64;
+                // CAST: a list has fewer ranges than there are allocations.
+                *at += (passed + met) as u32;
+                (*at as usize) < list.len()
+            });
+            if offset == before {
+                return (offset, steps);
+            }
+        }
+    }
+
+    /// Bytes are taken from one allocation to another. Returns the steps.
+    pub(super) fn insert(&mut self, from: usize, to: usize, bytes: (u64, u64)) -> u64 {
+        let Self { leaves, lists, filled, .. } = self;
+        let before = filled.len();
+        let mut take = |list: usize| {
+            add(&mut lists[list], bytes);
+            // CAST: as above.
+            filled.push(list as u32);
+        };
+        cover(*leaves, from, to, |node| lists_of(node).into_iter().for_each(&mut take));
+        above(*leaves, from, to, |node| take(lists_of(node)[1]));
+        (filled.len() - before) as u64
+    }
+}
+
+/// Adds a range and joins what touches.
+fn add(ranges: &mut Vec<(u64, u64)>, (start, end): (u64, u64)) {
+    let first = ranges.partition_point(|range| range.1 < start);
+    let last = first + ranges[first..].partition_point(|range| range.0 <= end);
+    let joined = &ranges[first..last];
+    let start = joined.first().map_or(start, |range| range.0.min(start));
+    let end = joined.last().map_or(end, |range| range.1.max(end));
+    ranges.splice(first..last, [(start, end)]);
+}
+
+/// Calls `node` with the nodes of a segment tree that hold a part of `from..to` and something else, once each.
+fn above(leaves: usize, from: usize, to: usize, mut node: impl FnMut(usize)) {
+    let (from, to) = (leaves + from, leaves + to);
+    for level in 1..=leaves.ilog2() {
+        let (left, right) = (from >> level, (to - 1) >> level);
+        let cut = [left << level != from, (to >> level) << level != to];
+        if cut[0] || (cut[1] && left == right) {
+            node(left);
+        }
+        if cut[1] && left != right {
+            node(right);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::histories::workload::Random;
+
+    /// Looks at each block that was placed.
+    fn slowly(placed: &[(usize, usize, u64, u64)], from: usize, to: usize, bytes: u64) -> u64 {
+        let mut near: Vec<_> = placed.iter().filter(|other| other.0 < to && from < other.1).collect();
+        near.sort_by_key(|other| other.2);
+        let mut offset = 0;
+        for &&(_, _, start, end) in &near {
+            if start >= offset + bytes {
+                break;
+            }
+            offset = offset.max(end);
+        }
+        offset
+    }
+
+    #[test]
+    fn the_lowest_place_is_that_which_looking_at_every_block_finds() {
+        let mut random = Random(5);
+        for count in [1, 2, 3, 7, 64, 100, 129] {
+            let mut occupied = Occupied::new(count as usize);
+            for _ in 0..40 {
+                occupied.clear();
+                let mut placed = Vec::new();
+                for _ in 0..60 {
+                    let from = random.below(count);
+                    let to = from + 1 + random.below(count - from);
+                    let (from, to, bytes) = (from as usize, to as usize, u64::from(1 + random.below(9)));
+                    let (offset, _) = occupied.lowest(from, to, bytes);
+                    assert_eq!(offset, slowly(&placed, from, to, bytes), "{bytes} in {from}..{to} among {placed:?}");
+                    // Not always at the lowest place, so that gaps are left.
+                    let offset =
+                        offset + u64::from(random.below(3)) * u64::from(slowly(&placed, from, to, bytes + 3) == offset);
+                    placed.push((from, to, offset, offset + bytes));
+                    occupied.insert(from, to, (offset, offset + bytes));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn neighbours_are_one_range() {
+        let mut ranges = Vec::new();
+        for range in [(0, 2), (6, 8), (2, 3), (5, 6), (9, 12), (4, 5), (1, 10)] {
+            add(&mut ranges, range);
+        }
+        assert_eq!(ranges, [(0, 12)]);
+        add(&mut ranges, (14, 15));
+        assert_eq!(ranges, [(0, 12), (14, 15)]);
+    }
+
+    #[test]
+    fn a_thousand_blocks_side_by_side_are_looked_at_as_one() {
+        let mut occupied = Occupied::new(1000);
+        for block in 0..1000 {
+            occupied.insert(block, 1000, (block as u64, block as u64 + 1));
+        }
+        let (offset, steps) = occupied.lowest(999, 1000, 1);
+        assert!(offset == 1000 && steps < 50, "{offset} after {steps} steps");
+    }
+}

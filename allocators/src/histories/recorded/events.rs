@@ -1,0 +1,312 @@
+//! The events of a history in memory, 32 bytes each.
+
+use crate::budget::{Budget, Claim, LongList, OverBudget};
+use crate::histories::trace::{Action, Origin, StackId, TextId};
+use std::collections::HashMap;
+
+/// An event, and where it came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Recorded {
+    /// Address, or the device's free bytes for a request that was refused.
+    pub addr: u64,
+    /// Bytes.
+    pub bytes: u64,
+    /// Stream.
+    pub stream: u64,
+    /// When it was, in nanoseconds.
+    pub time_ns: u64,
+    /// Where it came from.
+    pub origin: Origin,
+    /// What was done.
+    pub action: Action,
+}
+
+/// All events of a GPU's history. Memory is claimed from the budget of the reading.
+#[derive(Debug)]
+pub struct Events {
+    packed: LongList<Packed>,
+    /// What most events have in common with others.
+    kinds: Vec<Kind>,
+    numbers: HashMap<Kind, u32>,
+    /// The last one of each action.
+    last: [u32; Action::ALL.len()],
+    /// How many there are of each action.
+    counts: [usize; Action::ALL.len()],
+    /// Whether frees waited when the history ended.
+    waits_at_end: bool,
+    claim: Claim,
+}
+
+/// An event; what few have of their own is a number.
+#[derive(Clone, Copy, Debug)]
+struct Packed {
+    addr: u64,
+    bytes: u64,
+    time_ns: u64,
+    stack: StackId,
+    kind: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Kind {
+    action: Action,
+    stream: u64,
+    category: TextId,
+    note: TextId,
+}
+
+/// A kind in the table, which holds both sizes for a moment when it doubles at seven eighths.
+const ENTRY: usize = 4 * (size_of::<(Kind, u32)>() + 1);
+
+impl Events {
+    /// None yet.
+    #[must_use]
+    pub fn new(budget: &Budget) -> Self {
+        Self {
+            packed: LongList::new(budget),
+            kinds: Vec::new(),
+            numbers: HashMap::new(),
+            last: [0; Action::ALL.len()],
+            counts: [0; Action::ALL.len()],
+            waits_at_end: false,
+            claim: budget.claim(),
+        }
+    }
+
+    /// Adds an event.
+    ///
+    /// # Errors
+    /// [`OverBudget`] when there is no room for another.
+    pub fn push(&mut self, event: Recorded) -> Result<(), OverBudget> {
+        let Recorded { addr, bytes, stream, time_ns, origin, action } = event;
+        let kind = self.number(Kind { action, stream, category: origin.category, note: origin.note })?;
+        self.packed.push(Packed { addr, bytes, time_ns, stack: origin.stack, kind })?;
+        // CAST: the number of the action.
+        self.counts[action as usize] += 1;
+        Ok(())
+    }
+
+    /// How many events there are of an action.
+    #[must_use]
+    pub fn count(&self, action: Action) -> usize {
+        // CAST: the number of the action.
+        self.counts[action as usize]
+    }
+
+    /// Says that frees waited for other streams when the history ended, so that a history without completions has none
+    /// because none came, not because they were not recorded.
+    pub fn waits_at_end(&mut self) {
+        self.waits_at_end = true;
+    }
+
+    fn number(&mut self, kind: Kind) -> Result<u32, OverBudget> {
+        // CAST: the number of the action.
+        let last = &mut self.last[kind.action as usize];
+        if self.kinds.get(*last as usize) == Some(&kind) {
+            return Ok(*last);
+        }
+        if let Some(&known) = self.numbers.get(&kind) {
+            *last = known;
+            return Ok(known);
+        }
+        self.claim.add(ENTRY)?;
+        // CAST: each claims memory, of which no machine has enough for four billion.
+        let number = self.kinds.len() as u32;
+        self.claim.push(&mut self.kinds, kind)?;
+        self.numbers.insert(kind, number);
+        *last = number;
+        Ok(number)
+    }
+
+    fn unpacked(&self, packed: Packed) -> Recorded {
+        let Packed { addr, bytes, time_ns, stack, kind } = packed;
+        let Kind { action, stream, category, note } = self.kinds[kind as usize];
+        Recorded { addr, bytes, stream, time_ns, origin: Origin { stack, category, note }, action }
+    }
+
+    /// Number of events.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.packed.len()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.packed.is_empty()
+    }
+
+    /// The event at an index.
+    #[must_use]
+    pub fn get(&self, index: usize) -> Option<Recorded> {
+        self.packed.get(index).map(|packed| self.unpacked(packed))
+    }
+
+    /// The first event.
+    #[must_use]
+    pub fn first(&self) -> Option<Recorded> {
+        self.get(0)
+    }
+
+    /// The last event.
+    #[must_use]
+    pub fn last(&self) -> Option<Recorded> {
+        self.get(self.len().checked_sub(1)?)
+    }
+
+    /// All of them.
+    #[must_use]
+    pub fn iter(&self) -> Iter<'_> {
+        self.iter_from(0)
+    }
+
+    /// Those from an index on.
+    #[must_use]
+    pub fn iter_from(&self, index: usize) -> Iter<'_> {
+        Iter { events: self, index }
+    }
+
+    /// Those from an index on, each with its index and whether it belongs to a free that completes at once.
+    ///
+    /// PyTorch can be told to record only one of a free's two events (`skip_actions`). That one then is the whole free, and
+    /// is given as a [`Action::FreeRequested`] that completes at once. So is a completion that is the very first event: the
+    /// recording began, or lost its beginning, between the two events of a free.
+    #[must_use]
+    pub fn walk(&self, index: usize) -> Walk<'_> {
+        let mut events = self.iter_from(index);
+        let requests = self.count(Action::FreeRequested) > 0;
+        let completions = self.count(Action::FreeCompleted) > 0 || self.waits_at_end;
+        Walk { index, next: events.next(), completes: false, events, requests, completions }
+    }
+
+    /// Index of the first event that is not before a time, in a history in the order of its times.
+    #[must_use]
+    pub fn at_time(&self, time_ns: u64) -> usize {
+        self.packed.partition_point(|event| event.time_ns < time_ns)
+    }
+}
+
+impl<'a> IntoIterator for &'a Events {
+    type Item = Recorded;
+    type IntoIter = Iter<'a>;
+
+    fn into_iter(self) -> Iter<'a> {
+        self.iter()
+    }
+}
+
+/// Events in their order.
+#[derive(Clone, Debug)]
+pub struct Iter<'a> {
+    events: &'a Events,
+    index: usize,
+}
+
+impl Iterator for Iter<'_> {
+    type Item = Recorded;
+
+    fn next(&mut self) -> Option<Recorded> {
+        let event = self.events.get(self.index)?;
+        self.index += 1;
+        Some(event)
+    }
+}
+
+/// Events in their order, each with its index and whether it belongs to a free that completes at once: to a pair of events
+/// that follow each other, the first of which then does all, or to a free of which one event was recorded.
+#[derive(Clone, Debug)]
+pub struct Walk<'a> {
+    events: Iter<'a>,
+    /// That of `next`.
+    index: usize,
+    next: Option<Recorded>,
+    /// Whether `next` completes the free before it.
+    completes: bool,
+    /// Whether the history has requests of frees, and completions.
+    requests: bool,
+    completions: bool,
+}
+
+impl Iterator for Walk<'_> {
+    type Item = (usize, Recorded, bool);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let (index, event, completed) = (self.index, self.next.take()?, self.completes);
+        self.next = self.events.next();
+        self.index += 1;
+        self.completes = event.action == Action::FreeRequested
+            && self.next.is_some_and(|next| next.action == Action::FreeCompleted && next.addr == event.addr);
+        let first = index == 0 && event.action == Action::FreeCompleted;
+        let whole = match event.action {
+            Action::FreeRequested => !self.completions,
+            Action::FreeCompleted => first || !self.requests,
+            _ => false,
+        };
+        let action = if whole { Action::FreeRequested } else { event.action };
+        Some((index, Recorded { action, ..event }, self.completes || completed || whole))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_come_back_as_they_were_in_32_bytes_each() {
+        let budget = Budget::default();
+        let mut events = Events::new(&budget);
+        let event = |at: u64| Recorded {
+            addr: at << 20,
+            bytes: u64::MAX - at,
+            stream: if at.is_multiple_of(7) { u64::MAX } else { at % 3 },
+            time_ns: at / 4,
+            origin: Origin::default(),
+            action: Action::ALL[at as usize % Action::ALL.len()],
+        };
+        (0..200_000).for_each(|at| events.push(event(at)).unwrap());
+        assert!(events.iter().eq((0..200_000).map(event)));
+        assert_eq!((events.get(77_777), events.get(200_000)), (Some(event(77_777)), None));
+        assert_eq!((events.first(), events.last()), (Some(event(0)), Some(event(199_999))));
+        assert_eq!((events.at_time(5000), events.at_time(u64::MAX), events.len()), (20_000, 200_000, 200_000));
+        // No more than one piece beyond them.
+        assert!(budget.peak() < 32 * (200_000 + (1 << 16)) + 100_000, "{}", budget.peak());
+    }
+
+    #[test]
+    fn a_free_that_completes_at_once_is_a_pair() {
+        let mut events = Events::new(&Budget::default());
+        let (free, done) = (Action::FreeRequested, Action::FreeCompleted);
+        let history = [(free, 1), (done, 1), (free, 2), (free, 3), (done, 3), (done, 2), (done, 2), (free, 2)];
+        for (action, addr) in history {
+            let rest = (8, 0, 0, Origin::default());
+            let (bytes, stream, time_ns, origin) = rest;
+            events.push(Recorded { addr, bytes, stream, time_ns, origin, action }).unwrap();
+        }
+        let walked: Vec<(usize, bool)> = events.walk(1).map(|(index, _, at_once)| (index, at_once)).collect();
+        assert_eq!(walked, [(1, false), (2, false), (3, true), (4, true), (5, false), (6, false), (7, false)]);
+        let first = events.walk(0).next().map(|(index, event, at_once)| (index, event.addr, at_once));
+        assert_eq!(first, Some((0, 1, true)));
+    }
+
+    #[test]
+    fn the_only_event_of_a_free_is_all_of_it() {
+        let (alloc, free, done) = (Action::Alloc, Action::FreeRequested, Action::FreeCompleted);
+        let walked = |history: &[Action], waits: bool| {
+            let mut events = Events::new(&Budget::default());
+            for &action in history {
+                let (addr, bytes, stream, time_ns, origin) = (1, 8, 0, 0, Origin::default());
+                events.push(Recorded { addr, bytes, stream, time_ns, origin, action }).unwrap();
+            }
+            if waits {
+                events.waits_at_end();
+            }
+            events.walk(0).map(|(_, event, at_once)| (event.action, at_once)).collect::<Vec<_>>()
+        };
+        assert_eq!(walked(&[alloc, free], false), [(alloc, false), (free, true)]);
+        assert_eq!(walked(&[alloc, free], true), [(alloc, false), (free, false)]);
+        assert_eq!(walked(&[alloc, done], false), [(alloc, false), (free, true)]);
+        // The first event is the second of a free; a later one ends a wait that began before.
+        let cut = [(free, true), (alloc, false), (done, false), (free, true), (done, true)];
+        assert_eq!(walked(&[done, alloc, done, free, done], false), cut);
+    }
+}
