@@ -13,7 +13,7 @@ use crate::backends::caching::core::block_cache::{Cut, Wanted};
 use crate::backends::caching::core::blocks::{BlockIndex, MAX_BLOCK};
 use crate::backends::expandable::needed_for;
 use crate::contract::{AllocError, Block, CaptureId, Path, PoolKind};
-use crate::device::{Driver, DriverError, StreamId};
+use crate::device::{Driver, DriverError};
 use crate::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT, segment_size};
 use crate::policy::source::{Expandable, Sizes};
 use crate::policy::split::Split;
@@ -67,6 +67,11 @@ impl Expansion {
         Ok(Self { source, ranges: BTreeMap::new(), vacant: Vec::new(), holes: BTreeMap::new() })
     }
 
+    /// The records in front of the blocks of a shard's ranges.
+    pub(super) fn heads_of(&self, shard: &Shard) -> impl Iterator<Item = BlockIndex> {
+        self.ranges.values().filter(|range| range.shard == shard.id).map(|range| range.head)
+    }
+
     /// The range that an address lies in.
     fn range(&mut self, addr: u64) -> &mut Range {
         let below = self.ranges.range_mut(..=addr).next_back();
@@ -78,16 +83,6 @@ impl Caching {
     /// Whether memory comes and goes in parts.
     pub(super) fn is_expandable(&self) -> bool {
         matches!(self.split, Split::TorchExpandable { .. })
-    }
-
-    /// Free bytes of ranges of which nothing is held or pending, as far as a stream asked for them.
-    pub(super) fn idle_in_ranges(&self, growth: &Growth, stream: StreamId) -> u64 {
-        let ranges = growth.expansion.iter().flat_map(|expansion| expansion.ranges.values());
-        let own = ranges.filter_map(|range| {
-            let shard = self.shards.by_id(range.shard).filter(|shard| shard.stream == stream)?;
-            Some(shard.lock().cache().idle_in(range.head))
-        });
-        own.sum()
     }
 
     // Memory comes.

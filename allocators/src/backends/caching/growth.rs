@@ -137,12 +137,17 @@ impl Caching {
     /// The ledger of this moment as seen by a request on `stream`: what [`Snapshot::ledger`] says of
     /// [`all_segments`](Self::all_segments), from what each shard counts. The caller holds `growth`.
     fn ledger(&self, growth: &Growth, stream: StreamId) -> Ledger {
-        let shards = self.shards.by_stream();
-        let ledger: Ledger =
-            shards.into_iter().map(|shard| shard.lock().cache().tally().ledger(shard.stream == stream)).sum();
-        // In ranges every free block is counted as one that cannot go back.
-        let idle = self.idle_in_ranges(growth, stream);
-        Ledger { soft: ledger.soft + idle, hard: ledger.hard - idle, ..ledger }
+        let ledger_of = |shard: &Shard| {
+            let own = shard.stream == stream;
+            let heads = growth.expansion.iter().filter(|_| own).flat_map(|expansion| expansion.heads_of(shard));
+            let shard = shard.lock();
+            let ledger = shard.cache().tally().ledger(own);
+            // In ranges every free block is counted as one that cannot go back. Under the same lock, or a free in between would
+            // be seen by the one and not by the other.
+            let idle: u64 = heads.map(|head| shard.cache().idle_in(head)).sum();
+            Ledger { soft: ledger.soft + idle, hard: ledger.hard - idle, ..ledger }
+        };
+        self.shards.by_stream().into_iter().map(ledger_of).sum()
     }
 
     /// Notes the ledger if a request of `stream`, which has been served, finds more held than there ever was.

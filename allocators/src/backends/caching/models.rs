@@ -332,6 +332,25 @@ fn handles_are_unmapped_while_another_thread_allocates() {
 }
 
 #[test]
+fn the_ledger_is_taken_while_another_thread_frees_the_last_block_of_a_range() {
+    explore(|| {
+        let caching = expandable(CachingSettings::default());
+        let block = take(&caching, 512, A);
+        let other = {
+            let caching = Arc::clone(&caching);
+            thread::spawn(move || give(&caching, block, A))
+        };
+        caching.reset_peaks();
+        let ledger = caching.ledger_at_peak();
+        assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
+        // Either the block is held, or its range is free as a whole.
+        assert!(ledger.soft == 0 || ledger.hard == 0, "{ledger:?}");
+        other.join().expect("the thread should end");
+        check_end(&caching, 0);
+    });
+}
+
+#[test]
 fn what_lies_behind_a_hole_is_taken_while_that_is_filled() {
     explore(|| {
         let caching = expandable(CachingSettings::default());
