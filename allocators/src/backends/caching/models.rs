@@ -332,6 +332,27 @@ fn handles_are_unmapped_while_another_thread_allocates() {
 }
 
 #[test]
+fn what_lies_behind_a_hole_is_freed_while_that_is_filled() {
+    explore(|| {
+        let caching = expandable(CachingSettings::default());
+        let [front, held] = [(); 2].map(|()| take(&caching, 20 * MIB, A));
+        give(&caching, front, A);
+        caching.trim(20 * MIB).expect("the null device should take memory back");
+        // A hole, 20 MiB that are held, and the hole up to the end.
+        let other = {
+            let caching = Arc::clone(&caching);
+            thread::spawn(move || give(&caching, held, A))
+        };
+        let mine = take(&caching, 15 * MIB, A);
+        other.join().expect("the thread should end");
+        check_end(&caching, 1);
+        give(&caching, mine, A);
+        let held = caching.stats().reserved_bytes.all.current;
+        assert_eq!(caching.trim(0), Ok(held));
+    });
+}
+
+#[test]
 fn the_ledger_is_taken_while_another_thread_frees_the_last_block_of_a_range() {
     explore(|| {
         let caching = expandable(CachingSettings::default());

@@ -112,18 +112,25 @@ impl BlockCache {
         let hole = self.blocks.get(claimed).next();
         let rest = (bytes < self.blocks.get(hole).bytes()).then(|| self.blocks.cut(hole, bytes));
         self.blocks.absorb(claimed, hole);
+        self.claim_free_behind(claimed);
+        rest
+    }
+
+    /// Claims the free block behind what is claimed, if there is one.
+    fn claim_free_behind(&mut self, claimed: BlockIndex) {
         let next = self.blocks.get(claimed).next();
-        if self.blocks.get(next).is_free() {
-            let free = *self.blocks.get(next);
+        let free = *self.blocks.get(next);
+        if free.is_free() {
             self.remove_free(next);
             self.tally.remove_splits(free.pool(), 1, free.bytes());
             self.blocks.absorb(claimed, next);
         }
-        rest
     }
 
     /// Hands out the front of what is claimed; the rest is free.
     pub(crate) fn serve_claim(&mut self, claimed: BlockIndex, wanted: Wanted, split: &Split) -> Served {
+        // Freed since the last memory came, and joined with nothing then.
+        self.claim_free_behind(claimed);
         self.blocks.get_mut(claimed).set_free();
         let bytes = self.blocks.get(claimed).bytes();
         self.tally.add_split(wanted.pool, bytes);
