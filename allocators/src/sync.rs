@@ -68,7 +68,41 @@ pub(crate) fn this_thread() -> ThreadId {
 /// Locks a mutex. What a panicking thread left behind is used as it is: every holder restores the invariants before it
 /// calls anything that can panic.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    restless::pause();
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Threads of stress tests give up their time slice at some of the locks that they take, so that what happens between two locks
+/// is seen in more orders. On a machine with two cores such orders are too rare to wait for. Nothing of it is in builds without
+/// debug assertions, nor under loom, which tries every order itself.
+pub(crate) mod restless {
+    #[cfg(all(debug_assertions, not(loom)))]
+    thread_local!(static STATE: std::cell::Cell<u64> = const { std::cell::Cell::new(0) });
+
+    /// From now on this thread pauses at one lock of sixteen; which ones, the seed says.
+    #[inline]
+    pub(crate) fn begin(seed: u64) {
+        #[cfg(all(debug_assertions, not(loom)))]
+        STATE.set(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+        #[cfg(not(all(debug_assertions, not(loom))))]
+        let _ = seed;
+    }
+
+    #[inline(always)]
+    pub(super) fn pause() {
+        // A thread that ends may lock after its variables are gone.
+        #[cfg(all(debug_assertions, not(loom)))]
+        let _ = STATE.try_with(|state| {
+            let mut word = state.get();
+            if word != 0 {
+                (word ^= word << 13, word ^= word >> 7, word ^= word << 17);
+                state.set(word);
+                if word >> 60 == 0 {
+                    super::yield_now();
+                }
+            }
+        });
+    }
 }
 
 /// A lock for critical sections of a few dozen instructions without calls to a device.
@@ -96,6 +130,7 @@ impl<T> SpinLock<T> {
 
     #[inline]
     pub(crate) fn lock(&self) -> SpinGuard<'_, T> {
+        restless::pause();
         if self.taken.compare_exchange(false, true, Acquire, Relaxed).is_err() {
             self.wait();
         }

@@ -7,6 +7,7 @@ use crate::backends::{Capabilities, Selection};
 use crate::contract::{Block, DeviceAllocator};
 use crate::device::{Driver, NullDriver, StreamId, sim::SimMemory};
 use crate::instruments::{assert_layout, assert_tiled};
+use crate::sync::restless;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -68,6 +69,7 @@ impl Rig {
     #[inline]
     fn work(&self, allocator: &dyn DeviceAllocator, thread: usize, operations: u64) {
         let _leaves = Leaves(&self.running);
+        restless::begin(thread as u64 + 1);
         let (mut random, own) = (Random::new(thread as u64 + 1), self.streams[thread]);
         let mut live: Vec<(Block, StreamId)> = Vec::new();
         for _ in 0..operations {
@@ -113,6 +115,7 @@ impl Rig {
     /// Statistics, layout and ledger while the others work.
     #[inline]
     fn watch(&self, allocator: &dyn DeviceAllocator, limit: Option<u64>) -> u64 {
+        restless::begin(THREADS as u64 + 1);
         let mut looks = 0;
         while self.running.load(SeqCst) > 0 {
             let stats = allocator.stats();

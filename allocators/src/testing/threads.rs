@@ -3,6 +3,7 @@
 use super::Bench;
 use super::support::{Random, allocate, check_nothing_held, check_stats, free, free_bytes, read, write};
 use crate::contract::{Block, DeviceAllocator};
+use crate::sync::restless;
 use std::sync::mpsc;
 use std::thread;
 
@@ -38,6 +39,7 @@ pub(super) fn threads_on_streams_of_their_own(bench: &Bench) {
 
 #[inline]
 fn work(bench: &Bench, allocator: &dyn DeviceAllocator, owner: u64) {
+    restless::begin(owner + 100);
     let (driver, mut random) = (bench.driver.as_ref(), Random::new(owner + 100));
     let (stream, other) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
     let mut live: Vec<(Block, Vec<u8>)> = Vec::new();
