@@ -3,17 +3,17 @@
 //! [`DeviceAllocator`] is the upper seam. Backends implement it, instruments wrap it, and programs use it through
 //! [`Memory`](crate::Memory).
 
-mod action;
 mod allocator;
 mod error;
+mod event;
 mod private_pool;
 mod snapshot;
 mod stats;
 mod token;
 
-pub use action::Action;
 pub use allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 pub use error::{AllocError, OomReport, Refused};
+pub use event::{Action, Event};
 pub use private_pool::PrivatePool;
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
 pub use stats::{Gauge, PeakKind, PoolKind, PooledGauge, Stats, Steals};

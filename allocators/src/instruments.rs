@@ -117,4 +117,4 @@ pub use cost::{measure_cost, measure_cost_on};
 pub use limit::Limit;
 pub use nvtx::{Nvtx, NvtxMode};
 pub use timed::{LatencyRow, Operation, Timed};
-pub use trace::{EventTrace, TraceEvent};
+pub use trace::{EventTrace, Traced};

@@ -95,7 +95,9 @@ pub(crate) mod restless {
         let _ = STATE.try_with(|state| {
             let mut word = state.get();
             if word != 0 {
-                (word ^= word << 13, word ^= word >> 7, word ^= word << 17);
+                word ^= word << 13;
+                word ^= word >> 7;
+                word ^= word << 17;
                 state.set(word);
                 if word >> 60 == 0 {
                     super::yield_now();

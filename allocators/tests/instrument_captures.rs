@@ -216,7 +216,7 @@ fn a_limit_counts_captured_blocks_and_a_trace_lists_them() {
         free(&limit, again, stream).unwrap();
         let graph = end(driver.as_ref(), &limit, id, stream);
         release(driver.as_ref(), &limit, (id, graph), stream);
-        let actions: Vec<Action> = trace.take().iter().map(|event| event.action).collect();
+        let actions: Vec<Action> = trace.take().iter().map(|traced| traced.event.action).collect();
         let pair = [Action::Alloc, Action::FreeRequested];
         assert_eq!(actions, [pair, pair].concat(), "{kind}");
     }

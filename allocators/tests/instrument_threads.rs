@@ -11,7 +11,7 @@ use std::thread;
 use vramlab::backends::caching;
 use vramlab::contract::Action;
 use vramlab::device::{Clock, MonotonicClock};
-use vramlab::instruments::{EventTrace, Operation, Timed, TraceEvent};
+use vramlab::instruments::{EventTrace, Operation, Timed, Traced};
 use vramlab::{DeviceAllocator, Driver, NullDriver};
 
 const THREADS: u64 = 8;
@@ -61,22 +61,22 @@ fn work(allocator: &dyn DeviceAllocator, stop: &AtomicBool) {
 }
 
 /// Follows a trace as a replay would: who holds what must always be plain.
-fn follow(events: &[TraceEvent]) {
+fn follow(events: &[Traced]) {
     let mut live: BTreeMap<u64, u64> = BTreeMap::new();
-    for (at, event) in events.iter().enumerate() {
-        let addr = event.addr.unwrap();
+    for (at, Traced { event, block, .. }) in events.iter().enumerate() {
+        let addr = event.addr;
         match event.action {
             Action::Alloc => {
-                let before = live.range(..addr + event.block).next_back().map(|(other, bytes)| other + bytes);
+                let before = live.range(..addr + block).next_back().map(|(other, bytes)| other + bytes);
                 assert!(before.is_none_or(|end| end <= addr), "event {at}: {event:?} while it is held");
-                live.insert(addr, event.block);
+                live.insert(addr, *block);
             }
-            Action::FreeRequested => assert_eq!(live.remove(&addr), Some(event.block), "event {at}: {event:?}"),
+            Action::FreeRequested => assert_eq!(live.remove(&addr), Some(*block), "event {at}: {event:?}"),
             other => panic!("event {at}: {other:?}"),
         }
     }
     assert!(live.is_empty());
-    assert!(events.windows(2).all(|pair| pair[0].time_ns <= pair[1].time_ns));
+    assert!(events.windows(2).all(|pair| pair[0].event.time_ns <= pair[1].event.time_ns));
 }
 
 fn clocks() -> [Arc<dyn Clock>; 2] {

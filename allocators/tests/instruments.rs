@@ -9,7 +9,7 @@ use std::thread;
 use vramlab::backends::{self, caching, naive, stream_ordered};
 use vramlab::contract::Action;
 use vramlab::instruments::nvtx::Ranges;
-use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Operation, Timed, measure_cost};
+use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Operation, Timed, Traced, measure_cost};
 use vramlab::{
     AllocError, Backend, Block, BlockState, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver,
     MeteredDriver, Path, PoolSettings, Profile, Selection, SimDriver, SimMemory, Snapshot, StreamId,
@@ -73,18 +73,19 @@ fn the_trace_keeps_the_order() {
     assert!(allocate(&trace, 1 << 50, other).is_err());
     assert!(allocate(&trace, 0, other).is_err());
     let events = trace.take();
-    let seen: Vec<_> = events.iter().map(|event| (event.action, event.addr, event.size, event.block)).collect();
+    let seen: Vec<_> =
+        events.iter().map(|Traced { event, block, .. }| (event.action, event.addr, event.bytes, *block)).collect();
     assert_eq!(
         seen,
         [
-            (Action::Alloc, Some(addr), 700, 1024),
-            (Action::RecordUse, Some(addr), 700, 1024),
-            (Action::FreeRequested, Some(addr), 700, 1024),
-            (Action::Oom, None, 1 << 50, 0),
+            (Action::Alloc, addr, 700, 1024),
+            (Action::RecordUse, addr, 700, 1024),
+            (Action::FreeRequested, addr, 700, 1024),
+            (Action::Oom, 0, 1 << 50, 0),
         ]
     );
-    assert!(events.windows(2).all(|pair| pair[0].time_ns <= pair[1].time_ns));
-    assert_eq!(events[2].path, "deferred");
+    assert!(events.windows(2).all(|pair| pair[0].event.time_ns <= pair[1].event.time_ns));
+    assert_eq!(events[2].path, Path::Deferred);
     assert!(trace.take().is_empty());
 }
 
@@ -104,8 +105,8 @@ fn a_trace_of_many_threads_can_be_replayed() {
         }
     });
     let mut live = std::collections::BTreeSet::new();
-    for event in trace.take() {
-        let addr = event.addr.unwrap();
+    for Traced { event, .. } in trace.take() {
+        let addr = event.addr;
         match event.action {
             Action::Alloc => assert!(live.insert(addr), "{addr:#x} was handed out twice"),
             _ => assert!(live.remove(&addr), "{addr:#x} was freed twice"),
@@ -432,7 +433,7 @@ fn blocks_that_are_taken_over_pass_every_instrument() {
         assert_eq!((blocks.len(), checker.report().live.len()), (expected.len(), expected.len()), "{kind}");
         // The trace begins with them.
         let mut traced: Vec<_> =
-            trace.take().into_iter().map(|event| (event.action, event.stream, event.block)).collect();
+            trace.take().into_iter().map(|line| (line.event.action, line.event.stream, line.block)).collect();
         let whole: Vec<_> = expected.iter().map(|(stream, bytes, _)| (Action::Alloc, stream.get(), *bytes)).collect();
         traced.sort_unstable_by_key(|(_, stream, bytes)| (*stream, *bytes));
         assert_eq!(traced, whole, "{kind}");

@@ -28,7 +28,7 @@ mod write_plain;
 mod write_rmm;
 mod write_snapshot;
 
-pub use crate::contract::Action;
+pub use crate::contract::{Action, Event};
 pub use error::{Place, Problem, ReadError};
 pub use origins::{Annotation, Frame, Origin, Origins, StackId, TextId};
 pub(super) use placements::Placed;
@@ -40,20 +40,3 @@ pub use write_minimalloc::MinimallocWriter;
 pub use write_perfetto::PerfettoWriter;
 pub use write_rmm::RmmWriter;
 pub use write_snapshot::SnapshotWriter;
-
-/// One event of a history.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Event {
-    /// What happened.
-    pub action: Action,
-    /// Device, counted from 0.
-    pub device: u16,
-    /// First address.
-    pub addr: u64,
-    /// Bytes: those asked for, or the segment's.
-    pub bytes: u64,
-    /// Stream handle as the log has it.
-    pub stream: u64,
-    /// Nanoseconds from a start of the log's own choice; 0 throughout in logs without times.
-    pub time_ns: u64,
-}

@@ -1,7 +1,7 @@
 //! What a thread has seen, in the order in which it saw it: records of half a cache line in memory that never moves.
 
-use super::trace::TraceEvent;
-use crate::contract::{Action, Path};
+use super::trace::Traced;
+use crate::contract::{Action, Event, Path};
 use crate::device::StreamId;
 use std::alloc::Layout;
 use std::ptr::NonNull;
@@ -54,18 +54,12 @@ impl Record {
     }
 
     /// The event, at a time that may have been corrected.
-    pub(super) fn event(&self, time_ns: u64, stream: StreamId) -> TraceEvent {
+    pub(super) fn event(&self, time_ns: u64, stream: StreamId) -> Traced {
+        let (action, addr, bytes) = (self.action(), self.addr, self.size);
         // CAST: four bits.
-        let path = (self.stamp & 15) as usize;
-        TraceEvent {
-            time_ns,
-            action: self.action(),
-            addr: Some(self.addr).filter(|addr| *addr != 0),
-            size: self.size,
-            block: self.block,
-            stream: stream.get(),
-            path: Path::ALL[path].name(),
-        }
+        let path = Path::ALL[(self.stamp & 15) as usize];
+        let event = Event { action, device: 0, addr, bytes, stream: stream.get(), time_ns };
+        Traced { event, block: self.block, path }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Joins the logs of several threads into one order.
 
 use super::log::{Chunk, Record};
-use super::trace::TraceEvent;
+use super::trace::Traced;
 use crate::contract::Action;
 use crate::device::StreamId;
 use crate::device::clock::Scale;
@@ -84,7 +84,7 @@ impl Merge {
     }
 
     /// The event of a record that comes next. Times do not go back.
-    fn pass(&mut self, record: &Record, stream: StreamId) -> TraceEvent {
+    fn pass(&mut self, record: &Record, stream: StreamId) -> Traced {
         if self.by_blocks {
             match record.action() {
                 Action::Alloc => self.live.insert(record.addr, record.block),
@@ -101,7 +101,7 @@ impl Merge {
     /// A record that does not fit waits for those of other threads that are close behind it. One always fits if the
     /// logs tell of things that happened: the first to have happened. Should none fit, as when a block is freed that
     /// never was here, the stamps decide.
-    pub(super) fn join(&mut self, logs: Vec<Vec<Chunk>>, keep: usize) -> (Vec<TraceEvent>, Vec<Chunk>) {
+    pub(super) fn join(&mut self, logs: Vec<Vec<Chunk>>, keep: usize) -> (Vec<Traced>, Vec<Chunk>) {
         let mut out = Vec::with_capacity(logs.iter().flatten().map(|chunk| chunk.records().len()).sum());
         let (mut spare, most) = (Vec::new(), keep * logs.len());
         let mut ended = |mut chunk: Chunk| {
@@ -178,7 +178,7 @@ mod tests {
 
     fn join(merge: &mut Merge, logs: &[&[(u64, Action, u64, u64)]]) -> Vec<(u64, Action, u64)> {
         let (events, _) = merge.join(logs.iter().map(|log| chunk(log)).collect(), 1);
-        events.iter().map(|event| (event.time_ns, event.action, event.addr.unwrap_or(0))).collect()
+        events.iter().map(|Traced { event, .. }| (event.time_ns, event.action, event.addr)).collect()
     }
 
     use Action::{Alloc, FreeRequested as Free, RecordUse};
@@ -220,7 +220,7 @@ mod tests {
             log.take()
         };
         let (events, _) = merge.join(vec![one(2, Alloc), one(1, Free), one(0, Alloc)], 1);
-        assert_eq!(events.iter().map(|event| event.action).collect::<Vec<_>>(), [Alloc, Free, Alloc]);
+        assert_eq!(events.iter().map(|line| line.event.action).collect::<Vec<_>>(), [Alloc, Free, Alloc]);
     }
 
     #[test]
@@ -236,7 +236,7 @@ mod tests {
             assert!(spare.len() <= 2);
             log.keep(&mut spare);
             let expected = (start..end).map(|at| (at, stream(at).get()));
-            assert!(events.iter().map(|event| (event.time_ns, event.stream)).eq(expected));
+            assert!(events.iter().map(|Traced { event, .. }| (event.time_ns, event.stream)).eq(expected));
         }
     }
 }

@@ -1,36 +1,46 @@
 //! Every operation in order, with times.
 
-use crate::contract::{Action, AllocError, Block, DeviceAllocator, Ledger, Path, Request, Snapshot, Stats};
+use crate::contract::{Action, AllocError, Block, DeviceAllocator, Event, Ledger, Path, Request, Snapshot, Stats};
 use crate::device::Clock;
 use crate::device::clock::Reader;
 use crate::device::{DeviceAddr, StreamId};
 use crate::instruments::log::{Log, Record};
 use crate::instruments::merge::Merge;
 use crate::instruments::per_thread::PerThread;
-use serde::Serialize;
+use serde::ser::{Serialize, SerializeStruct, Serializer};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// One operation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct TraceEvent {
-    /// On the device's clock: when the operation had been served, but for a free when it was asked for. So a block's
-    /// life in the trace lies within its life in the allocator, and a free comes before the next allocation at its
+/// An event, and how it was served. Written as a line of `trace.jsonl` (`analysis/schema.md`), which histories are read from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Traced {
+    /// One of [`Action::Alloc`], [`Action::FreeRequested`], [`Action::RecordUse`] and [`Action::Oom`], with the bytes that were
+    /// asked for. Its time is the device's clock when the operation had been served, but for a free when it was asked for. So a
+    /// block's life in the trace lies within its life in the allocator, and a free comes before the next allocation at its
     /// address on whatever thread.
-    pub time_ns: u64,
-    /// What happened: one of [`Action::Alloc`], [`Action::FreeRequested`], [`Action::RecordUse`] and [`Action::Oom`].
-    pub action: Action,
-    /// First address; absent for a refused request.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub addr: Option<u64>,
-    /// Bytes that were asked for.
-    pub size: u64,
+    pub event: Event,
     /// Size of the block in bytes; 0 for a refused request.
     pub block: u64,
-    /// Stream.
-    pub stream: u64,
     /// How it was served.
-    pub path: &'static str,
+    pub path: Path,
+}
+
+impl Serialize for Traced {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Event { action, addr, bytes, stream, time_ns, .. } = self.event;
+        let mut line = serializer.serialize_struct("Traced", 7)?;
+        line.serialize_field("time_ns", &time_ns)?;
+        line.serialize_field("action", &action)?;
+        // A request that was refused has none.
+        if addr != 0 {
+            line.serialize_field("addr", &addr)?;
+        }
+        line.serialize_field("size", &bytes)?;
+        line.serialize_field("block", &self.block)?;
+        line.serialize_field("stream", &stream)?;
+        line.serialize_field("path", self.path.name())?;
+        line.end()
+    }
 }
 
 /// A counter on a line of its own.
@@ -75,7 +85,7 @@ impl EventTrace {
     /// The events since the last call, in order. While it empties the buffers other threads' operations wait, so that
     /// none of the events that come later belongs before one that was returned.
     #[must_use]
-    pub fn take(&self) -> Vec<TraceEvent> {
+    pub fn take(&self) -> Vec<Traced> {
         let mut merge = self.merge.lock().unwrap_or_else(PoisonError::into_inner);
         let logs = self.logs.collect(Log::take);
         let (events, mut spare) = merge.join(logs, Log::SPARE);

@@ -17,7 +17,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
-use vramlab::instruments::TraceEvent;
+use vramlab::instruments::Traced;
 use vramlab::output::{Existing, OutputError, OutputFile, Reserve};
 
 /// Room that is kept for what a summary grows by from one time to the next.
@@ -183,7 +183,7 @@ impl RecordWriter {
     ///
     /// # Errors
     /// [`TrainError::Output`] when the file cannot be written.
-    pub fn append_trace(&self, events: &[TraceEvent]) -> Result<()> {
+    pub fn append_trace(&self, events: &[Traced]) -> Result<()> {
         self.append_lines(TRACE, events)
     }
 

@@ -14,7 +14,7 @@ pub enum Action {
     FreeRequested,
     /// The block became reusable: with the request, or later when streams still used it.
     FreeCompleted,
-    /// Work queued on `stream`, not the stream of the allocation, uses the block at `addr`; `bytes` is 0.
+    /// Work queued on `stream`, not the stream of the allocation, uses the block at `addr`; `bytes` is 0 in histories.
     RecordUse,
     /// A segment was obtained from the device.
     SegmentAlloc,
@@ -76,6 +76,23 @@ impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
+}
+
+/// One event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// What happened.
+    pub action: Action,
+    /// Device, counted from 0.
+    pub device: u16,
+    /// First address.
+    pub addr: u64,
+    /// Bytes: those asked for, or the segment's.
+    pub bytes: u64,
+    /// Stream handle as the log has it.
+    pub stream: u64,
+    /// Nanoseconds from a start of the log's own choice; 0 throughout in logs without times.
+    pub time_ns: u64,
 }
 
 #[cfg(test)]
