@@ -64,7 +64,7 @@ use crate::backends::caching::core::block_cache::{BlockCache, Served, Wanted};
 use crate::backends::caching::core::blocks::BlockIndex;
 use crate::contract::AllocError;
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, PrivatePool, Request};
-use crate::contract::{Gauge, PoolKind, Stats, Token, Tokens};
+use crate::contract::{Gauge, PoolKind, Stats, Token};
 use crate::contract::{Ledger, Snapshot};
 use crate::device::{DeviceAddr, Driver, StreamId};
 use crate::policy::size::torch::{pool_of, round_size};
@@ -76,7 +76,7 @@ use expand::Expansion;
 use growth::Growth;
 use pending::Pending;
 use pool::Pools;
-use shard::{SHARDS, Shard, ShardTable};
+use shard::{Shard, ShardTable};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use totals::Totals;
@@ -127,7 +127,7 @@ const EXPANDABLE: usize = 1 << (usize::BITS - 1);
 /// See the [module](self).
 ///
 /// Locks are taken in the order `growth`, `pending`, `captures`, `pools`, the sums of `totals`, one shard; after these only
-/// `oversize_allocations` or the table's numbers, which are held over nothing.
+/// `oversize_allocations`, or the table's numbers and then its further ones, which are held over nothing.
 #[derive(Debug)]
 pub struct Caching {
     driver: Arc<dyn Driver>,
@@ -186,7 +186,7 @@ impl Caching {
             max_split: settings.max_split(),
             // PyTorch passes expandable segments over.
             collects: settings.collects() && expansion.is_none(),
-            shards: ShardTable::new(Tokens::owners(SHARDS)),
+            shards: ShardTable::new(),
             totals: Totals::new(),
             waiting: AtomicUsize::new(if expansion.is_some() { EXPANDABLE } else { 0 }),
             growth: Mutex::new(Growth::new(expansion)),
@@ -308,9 +308,8 @@ impl Caching {
     }
 }
 
-/// The block as the client gets it. Its token is the shard's number and the record's index. No other allocator has
-/// the number of one of the first [`SHARDS`] shards, so the comparison of shards that a free makes anyway tells a block of
-/// another allocator.
+/// The block as the client gets it. Its token is the shard's number and the record's index. No other allocator has the number, so
+/// the search for the shard that a free makes anyway tells a block of another allocator.
 #[inline(always)]
 fn hand_out(shard: &Shard, served: Served, requested: u64, path: Path) -> Block {
     let token = Token::of(shard.id, served.index);

@@ -51,9 +51,9 @@ const drawVerdict = (parent, about) => {
     line.append(`No setting of PyTorch reserves less by more than half a percent: ${formatBytes(best.peak_reserved_bytes)} as it ran.`);
     return;
   }
-  const needed = best.smallest_memory_bytes, least = needed ? ", and it runs in " + formatBytes(needed) + " or more" : "";
+  const needed = best.smallest_memory_bytes, least = needed ? ", and it runs in " + formatAtLeast(needed) + " or more" : "";
   if (advice.verdict === "out-of-memory") {
-    line.append(advice.needed_bytes ? `No setting mends this: you need ${formatBytes(advice.needed_bytes)}. It takes the least under ` : "No setting mends this. It takes the least under ");
+    line.append(advice.needed_bytes ? `No setting mends this: you need ${formatAtLeast(advice.needed_bytes)}. It takes the least under ` : "No setting mends this. It takes the least under ");
     make("code", line, {}, best.conf || "PyTorch's defaults");
     return;
   }
@@ -82,7 +82,7 @@ const drawAdvice = (parent, advice) => {
     const code = confWords(name), ran = one.out_of_memory ? "runs out" : "–", needed = one.smallest_memory_bytes;
     if (one.first_failure) code.title = one.first_failure.error;
     return [code, formatBytes(one.peak_reserved_bytes), bar(one.peak_reserved_bytes, most, one.out_of_memory ? "failed" : kind, limit),
-      needed ? formatBytes(needed) : ran, calls(one), seconds(one.simulated_s), formatCount(one.num_alloc_retries)];
+      needed ? formatAtLeast(needed) : ran, calls(one), seconds(one.simulated_s), formatCount(one.num_alloc_retries)];
   };
   listed(parent, advice.happened);
   const head = ["PYTORCH_ALLOC_CONF", "peak reserved", limit === null ? "" : "bar: the limit, " + formatBytes(limit), "runs in", "driver calls", "time in them", "releases of the cache"];

@@ -1,11 +1,15 @@
 // Numbers: reading the columns, and what they say when they are added up.
 
-const formatBytes = (n) => {
+// `round` says how to round a number to whole last digits.
+const bytesAs = (n, round) => {
   const unit = n >= 2 ** 40 ? 4 : n >= 2 ** 30 ? 3 : n >= 2 ** 20 ? 2 : n >= 1024 ? 1 : 0;
   const value = n / 1024 ** unit;
-  const text = unit === 0 || Number.isInteger(value) || value >= 100 ? value.toFixed(0) : value.toPrecision(3);
-  return text + [" B", " KiB", " MiB", " GiB", " TiB"][unit];
+  const digits = unit === 0 || Number.isInteger(value) || value >= 100 ? 0 : value >= 9.995 ? 1 : 2;
+  return (round(value * 10 ** digits) / 10 ** digits).toFixed(digits) + [" B", " KiB", " MiB", " GiB", " TiB"][unit];
 };
+const formatBytes = (n) => bytesAs(n, Math.round);
+// Memory that has to be had: shown so that what is shown is enough.
+const formatAtLeast = (n) => bytesAs(n, Math.ceil);
 const formatTime = (ns) => {
   const size = Math.abs(ns);
   const [scale, unit] = size >= 1e9 ? [1e9, " s"] : size >= 1e6 ? [1e6, " ms"] : size >= 1e3 ? [1e3, " µs"] : [1, " ns"];

@@ -8,7 +8,7 @@
 use crate::backends::caching::core::block_cache::BlockCache;
 use crate::backends::caching::core::blocks::BlockIndex;
 use crate::backends::caching::totals::{Lease, Sums};
-use crate::contract::CaptureId;
+use crate::contract::{CaptureId, Tokens};
 use crate::device::StreamId;
 use crate::sync::{Mutex, SpinGuard, SpinLock, lock};
 use std::collections::BTreeMap;
@@ -142,9 +142,9 @@ const SLOTS: usize = 512;
 /// Streams that get a slot. Those beyond are found under a lock, so that no number of streams makes probing long.
 const SLOTTED: usize = SLOTS / 2;
 
-/// Shards that an allocator is expected to have at most, in streams and private pools: so many tokens' owners it takes for
-/// itself. With more, its numbers go on into those of allocators that are made after it.
-pub(super) const SHARDS: u32 = 1 << 12;
+/// Tokens' owners that a table takes at a time, one for each shard: for the streams and private pools of nearly every program
+/// those that it begins with are enough.
+const OWNERS: u32 = 1 << 12;
 
 /// Finds a stream's shard. Shards are made at a stream's first use and live as long as the allocator.
 #[derive(Debug)]
@@ -153,8 +153,10 @@ pub(super) struct ShardTable {
     slots: Box<[AtomicPtr<Shard>; SLOTS]>,
     /// By number: row `r` holds 2^r shards, so that a shard never moves.
     rows: [OnceLock<Row>; u32::BITS as usize],
-    /// Number of the first shard; numbers wrap around.
+    /// Number of the first shard. [`OWNERS`] follow each other and may wrap around.
     first: u32,
+    /// The first numbers of further shards, so many each.
+    further: Mutex<Vec<u32>>,
     numbers: Mutex<Numbers>,
 }
 
@@ -187,10 +189,16 @@ fn place(before: u32) -> (usize, usize) {
 }
 
 impl ShardTable {
-    /// A table whose shards are numbered from `first` on.
-    pub(super) fn new(first: u32) -> Self {
+    /// A table whose shards have numbers that no other allocator has.
+    pub(super) fn new() -> Self {
+        Self::numbered(Tokens::owners(OWNERS))
+    }
+
+    /// One whose shards are numbered from `first` on.
+    fn numbered(first: u32) -> Self {
         Self {
             first,
+            further: Mutex::new(Vec::new()),
             slots: Box::new([const { AtomicPtr::new(ptr::null_mut()) }; SLOTS]),
             rows: [const { OnceLock::new() }; u32::BITS as usize],
             numbers: Mutex::new(Numbers::default()),
@@ -236,7 +244,7 @@ impl ShardTable {
             return shard;
         }
         // By number before by stream: the owner of a block or of the lease is looked up by number without the lock.
-        let made = self.put(Shard::new(self.first.wrapping_add(numbers.count()), stream));
+        let made = self.put(numbers.count(), stream);
         numbers.by_stream.insert(stream, made.id);
         if numbers.by_stream.len() <= SLOTTED {
             let mut slots = (0..SLOTS).map(|step| &self.slots[(first + step) % SLOTS]);
@@ -250,7 +258,7 @@ impl ShardTable {
     /// Makes a shard for a stream's part of a private pool, which the stream does not lead to.
     pub(super) fn make_private(&self, stream: StreamId) -> &Shard {
         let numbers = &mut *lock(&self.numbers);
-        let made = self.put(Shard::new(self.first.wrapping_add(numbers.count()), stream));
+        let made = self.put(numbers.count(), stream);
         numbers.private.push(made.id);
         made
     }
@@ -265,18 +273,41 @@ impl ShardTable {
         lock(&self.numbers).private.contains(&shard.id)
     }
 
-    /// Files a shard under its number.
-    fn put(&self, shard: Shard) -> &Shard {
-        let (row, column) = place(shard.id.wrapping_sub(self.first));
+    /// Makes the shard that comes after `before` others, and files it under its number. The caller holds the numbers.
+    fn put(&self, before: u32, stream: StreamId) -> &Shard {
+        let (owners, at) = ((before / OWNERS) as usize, before % OWNERS);
+        let first = match owners {
+            0 => self.first,
+            _ => {
+                let further = &mut *lock(&self.further);
+                if further.len() < owners {
+                    further.push(Tokens::owners(OWNERS));
+                }
+                further[owners - 1]
+            }
+        };
+        let (row, column) = place(before);
         let row = self.rows[row].get_or_init(|| (0..1usize << row).map(|_| OnceLock::new()).collect());
-        row[column].get_or_init(|| Box::new(shard))
+        row[column].get_or_init(|| Box::new(Shard::new(first.wrapping_add(at), stream)))
     }
 
     /// The shard with a number; `None` for a number that was never given.
     #[inline]
     pub(super) fn by_id(&self, id: u32) -> Option<&Shard> {
-        let (row, column) = place(id.wrapping_sub(self.first));
+        let at = id.wrapping_sub(self.first);
+        let before = if at < OWNERS { at } else { self.before(id)? };
+        let (row, column) = place(before);
         self.rows.get(row)?.get()?.get(column)?.get().map(|shard| &**shard)
+    }
+
+    /// How many shards came before one that has none of the first numbers; `None` where that is another allocator's.
+    #[cold]
+    fn before(&self, id: u32) -> Option<u32> {
+        let further = lock(&self.further);
+        let mut firsts = (1..).zip(further.iter());
+        firsts.find_map(|(owners, first)| {
+            Some(id.wrapping_sub(*first)).filter(|at| *at < OWNERS).map(|at| owners * OWNERS + at)
+        })
     }
 
     /// The shards of streams in the order of the streams' handles.
@@ -294,13 +325,14 @@ impl ShardTable {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
     use std::thread;
 
     #[test]
     fn a_shard_that_can_be_found_by_its_stream_can_be_found_by_its_number() {
         // Miri runs a thread at a time, slowly, and changes threads where it likes.
         for round in 0..if cfg!(miri) { 2 } else { 200u64 } {
-            let table = ShardTable::new(7);
+            let table = ShardTable::numbered(7);
             let streams: Vec<StreamId> =
                 (0..SLOTTED as u64).map(|number| StreamId::numbered(round << 16 | number)).collect();
             thread::scope(|scope| {
@@ -320,22 +352,40 @@ mod tests {
     #[test]
     fn each_stream_has_one_shard_however_many_there_are() {
         // Numbers run over the end.
-        let first = u32::MAX - 700;
-        let table = ShardTable::new(first);
+        let table = ShardTable::numbered(u32::MAX - 700);
         // Handles that crowd, as those of a driver do, and more streams than slots.
         let streams: Vec<StreamId> =
             (0..2_000u64).map(|number| StreamId::numbered(0x7f00_0000_0000 + number * 16)).collect();
         for (number, stream) in streams.iter().enumerate().rev() {
             let shard = table.of_stream(*stream);
-            assert_eq!((shard.stream, shard.id.wrapping_sub(first) as usize), (*stream, streams.len() - 1 - number));
+            let at = shard.id.wrapping_sub(table.first) as usize;
+            assert_eq!((shard.stream, at), (*stream, streams.len() - 1 - number));
         }
         for stream in &streams {
             let shard = table.of_stream(*stream);
             assert!(std::ptr::eq(shard, table.of_stream(*stream)));
             assert!(std::ptr::eq(shard, table.by_id(shard.id).expect("the number was given")));
         }
-        assert!([2_000, u32::MAX].iter().all(|after| table.by_id(first.wrapping_add(*after)).is_none()));
+        assert!([2_000, u32::MAX].iter().all(|after| table.by_id(table.first.wrapping_add(*after)).is_none()));
         let order: Vec<StreamId> = table.by_stream().iter().map(|shard| shard.stream).collect();
         assert_eq!(order, streams);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "16,000 shards; the others do the same with fewer")]
+    fn no_two_tables_share_a_number_however_many_streams_there_are() {
+        let tables = [(); 2].map(|()| ShardTable::new());
+        let streams = || (1..2 * u64::from(OWNERS) + 10).map(StreamId::numbered);
+        for stream in streams() {
+            tables.each_ref().map(|table| table.of_stream(stream));
+        }
+        let numbers: BTreeSet<u32> =
+            tables.iter().flat_map(|table| table.by_stream().into_iter().map(|shard| shard.id)).collect();
+        assert_eq!(numbers.len(), 2 * streams().count());
+        for stream in streams() {
+            let [mine, other] = tables.each_ref().map(|table| table.of_stream(stream));
+            assert!(tables[0].by_id(mine.id).is_some_and(|found| std::ptr::eq(found, mine)));
+            assert!(tables[0].by_id(other.id).is_none());
+        }
     }
 }
