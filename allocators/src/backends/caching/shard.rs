@@ -377,7 +377,7 @@ mod tests {
         let tables = [(); 2].map(|()| ShardTable::new());
         let streams = || (1..2 * u64::from(OWNERS) + 10).map(StreamId::numbered);
         for stream in streams() {
-            tables.each_ref().map(|table| table.of_stream(stream));
+            tables.iter().for_each(|table| assert_eq!(table.of_stream(stream).stream, stream));
         }
         let numbers: BTreeSet<u32> =
             tables.iter().flat_map(|table| table.by_stream().into_iter().map(|shard| shard.id)).collect();
