@@ -5,37 +5,16 @@
 //   tn: A[k,m], B[k,n]   dW = dY^T * X
 //
 // Kernels, for each of the three layouts:
-//   naive   one thread for each element of C; the oracle
 //   tiled   64x64 tile of C for each block; for products with tiles enough to fill a GPU
 //   sliced  16x32 tile of C for each block, whose eight warps share out k and add up at the end; for thin products, where
 //           64x64 tiles would leave most of the GPU idle (64x784: 13 tiles of 64x64, but 100 of 16x32)
 //
-// Both tuned kernels are made of the same two parts. `Panel` carries a strip of an operand from memory through registers
+// Both kernels are made of the same two parts. `Panel` carries a strip of an operand from memory through registers
 // to shared memory, always k-major there, whichever way it lies in memory. `multiply_panels` lets one warp accumulate a
 // 16x32 patch of C, 4x4 elements in each lane: two 16-byte reads of shared memory feed sixteen fused multiply-adds.
 #include "common.cuh"
 
-// ---- naive ----
-
-enum : u32 { NAIVE_THREADS = 256 };
-
-template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS>
-__device__ __forceinline__ void gemm_naive(const float* __restrict__ a, const float* __restrict__ b,
-                                           float* __restrict__ c, u32 m, u32 n, u32 k) {
-    const u64 element = global_thread();
-    if (element >= static_cast<u64>(m) * n) return;
-    const u64 row = element / n;
-    const u64 col = element % n;
-    float sum = 0.0f;
-    for (u64 p = 0; p < k; ++p) {
-        const float x = a[A_K_CONTIGUOUS ? row * k + p : p * m + row];
-        const float y = b[B_K_CONTIGUOUS ? col * k + p : p * n + col];
-        sum = __fmaf_rn(x, y, sum);
-    }
-    c[element] = sum;
-}
-
-// ---- the parts of the tuned kernels ----
+// ---- the parts of both ----
 
 enum : u32 {
     DEPTH = 16,       // steps of k in a panel
@@ -274,9 +253,6 @@ __device__ __forceinline__ void gemm_sliced(const float* __restrict__ a, const f
         gemm_##algorithm<a_k_contiguous, b_k_contiguous>(a, b, c, m, n, k);                                  \
     }
 
-GEMM(nn, naive, NAIVE_THREADS, true, false)
-GEMM(nt, naive, NAIVE_THREADS, true, true)
-GEMM(tn, naive, NAIVE_THREADS, false, false)
 GEMM(nn, tiled, TILED_THREADS, true, false)
 GEMM(nt, tiled, TILED_THREADS, true, true)
 GEMM(tn, tiled, TILED_THREADS, false, false)

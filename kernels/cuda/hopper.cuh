@@ -190,25 +190,12 @@ struct SumsF32 {
         return make_float2(sums[4 * piece + 2 * below], sums[4 * piece + 2 * below + 1]);
     }
 };
-template <class T, u32 N>
-struct SumsF16 {
-    u32 sums[N / 4];
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (u32 i = 0; i < N / 4; ++i) sums[i] = 0;
-    }
-    __device__ __forceinline__ float2 pair(u32 piece, u32 below) const {
-        const u32 both = sums[2 * piece + below];
-        return make_float2(load_float(f16{static_cast<u16>(both)}), load_float(f16{static_cast<u16>(both >> 16)}));
-    }
-};
 
 #define SUMS_4(kind, c, i) kind(c[i]), kind(c[i + 1]), kind(c[i + 2]), kind(c[i + 3])
 #define SUMS_8(kind, c, i) SUMS_4(kind, c, i), SUMS_4(kind, c, i + 4)
 #define SUMS_16(kind, c, i) SUMS_8(kind, c, i), SUMS_8(kind, c, i + 8)
 #define SUMS_32(kind, c, i) SUMS_16(kind, c, i), SUMS_16(kind, c, i + 16)
 #define SUMS_64(kind, c, i) SUMS_32(kind, c, i), SUMS_32(kind, c, i + 32)
-#define NAMES_8 "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, adds, 1, 1, %10, %11;"
 #define NAMES_16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, adds, 1, 1, %18, %19;"
 #define NAMES_32                                                                                                      \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
@@ -232,9 +219,6 @@ MULTIPLY(SumsF32, f16, 128, "f32.f16.f16", 64, "+f")
 MULTIPLY(SumsF32, bf16, 32, "f32.bf16.bf16", 16, "+f")
 MULTIPLY(SumsF32, bf16, 64, "f32.bf16.bf16", 32, "+f")
 MULTIPLY(SumsF32, bf16, 128, "f32.bf16.bf16", 64, "+f")
-MULTIPLY(SumsF16, f16, 32, "f16.f16.f16", 8, "+r")
-MULTIPLY(SumsF16, f16, 64, "f16.f16.f16", 16, "+r")
-MULTIPLY(SumsF16, f16, 128, "f16.f16.f16", 32, "+r")
 
 // Adds 8 steps of k in tf32, or puts them in the place of the sums. A comes from registers: each warp's 16 rows in the layout of
 // mma.m16n8k8. They and the sums must be left alone until `products_wait`; `keep` sees to it. B has k along its rows.

@@ -54,7 +54,7 @@ __device__ __forceinline__ void prepare_barriers(u32 full, u32 free, u32 consume
 
 // 64 lines of one operand for each of GROUPS warpgroups, by ACROSS of the other. TRANSPOSED: the lines of the warpgroups are
 // columns of C (B's), else rows (A's).
-template <class T, template <class, u32> class SumsOf, class Epilogue, bool A_K, bool B_K, u32 GROUPS, u32 ACROSS, bool TRANSPOSED,
+template <class T, class Epilogue, bool A_K, bool B_K, u32 GROUPS, u32 ACROSS, bool TRANSPOSED,
           u32 STAGES>
 struct WarpgroupTile {
     enum : u32 {
@@ -68,7 +68,7 @@ struct WarpgroupTile {
     enum : bool { LEFT_LINES = TRANSPOSED ? !B_K : !A_K, RIGHT_LINES = TRANSPOSED ? !A_K : !B_K };
     using Left = TiledOperand<DOWN, LEFT_LINES>;
     using Right = TiledOperand<ACROSS, RIGHT_LINES>;
-    using Product = SumsOf<T, ACROSS>;
+    using Product = SumsF32<T, ACROSS>;
     // Transposed, lanes write columns: 4 more than a multiple of the banks keeps them apart.
     using Sums = TileSums<Epilogue, BM, BN, 1, CONSUMERS, BN + (TRANSPOSED ? 4 : 8)>;
     enum : u32 {
@@ -200,7 +200,7 @@ __device__ __forceinline__ void step_bias(const LinearArguments& p, const unsign
 
 // W -= scale * dY^T X for at most 64 examples, and the bias with it; the weights in T, without others beside them. Tiles of
 // 128 x 128 go through shared memory and back.
-template <class T, template <class, u32> class SumsOf>
+template <class T>
 struct StreamedUpdate {
     enum : u32 {
         CONSUMERS = 2 * GROUP_THREADS,
@@ -274,7 +274,7 @@ struct StreamedUpdate {
             const u32 row = tile / tiles_across * SIDE + 64 * group;
             const u32 col = tile % tiles_across * SIDE;
             const u32 offset = ring.stage * STAGE_BYTES;
-            SumsOf<T, SIDE> product;
+            SumsF32<T, SIDE> product;
             product.clear();
             barrier_wait(full + 8 * ring.stage, ring.parity);
             const u32 left = base + offset + WEIGHT_BYTES + group * LINES_BYTES;

@@ -1,4 +1,4 @@
-// The entry points of one 16-bit type on compute capability 9.0: `LINEAR_HOPPER_KERNELS(name, type, sums)`.
+// The entry points of one 16-bit type on compute capability 9.0: `LINEAR_HOPPER_KERNELS(name, type)`.
 //
 //   warpgroup       128 x 128
 //   warpgroup_thin  32 examples x 64
@@ -16,32 +16,32 @@ extern __shared__ __align__(1024) unsigned char hopper_shared[];
         __VA_ARGS__::run(p, a, b, hopper_shared);                                                                   \
     }
 
-#define LINEAR_HOPPER_KERNELS(name, T, sums)                                                                        \
+#define LINEAR_HOPPER_KERNELS(name, T)                                                                        \
     WARPGROUP_KERNEL(linear_forward_##name##_warpgroup, 2,                                                          \
-                     WarpgroupTile<T, sums, ForwardEpilogue<T>, true, true, 2, 128, false, 3>)                         \
+                     WarpgroupTile<T, ForwardEpilogue<T>, true, true, 2, 128, false, 3>)                         \
     WARPGROUP_KERNEL(linear_forward_##name##_warpgroup_thin, 1,                                                     \
-                     WarpgroupTile<T, sums, ForwardEpilogue<T>, true, true, 1, 32, true, 14>)                           \
+                     WarpgroupTile<T, ForwardEpilogue<T>, true, true, 1, 32, true, 14>)                           \
     WARPGROUP_KERNEL(linear_input_##name##_warpgroup, 2,                                                            \
-                     WarpgroupTile<T, sums, InputEpilogue<T>, true, false, 2, 128, false, 3>)                          \
+                     WarpgroupTile<T, InputEpilogue<T>, true, false, 2, 128, false, 3>)                          \
     WARPGROUP_KERNEL(linear_input_##name##_warpgroup_thin, 1,                                                       \
-                     WarpgroupTile<T, sums, InputEpilogue<T>, true, false, 1, 32, true, 14>)                            \
+                     WarpgroupTile<T, InputEpilogue<T>, true, false, 1, 32, true, 14>)                            \
     WARPGROUP_KERNEL(linear_gradient_##name##_warpgroup, 2,                                                         \
-                     WarpgroupTile<T, sums, GradientEpilogue<T>, false, false, 2, 128, false, 3>)                      \
-    extern "C" __global__ void __launch_bounds__(StreamedUpdate<T, sums>::THREADS, 1)                              \
+                     WarpgroupTile<T, GradientEpilogue<T>, false, false, 2, 128, false, 3>)                      \
+    extern "C" __global__ void __launch_bounds__(StreamedUpdate<T>::THREADS, 1)                              \
         linear_update_##name##_streamed(const __grid_constant__ LinearArguments p, const __grid_constant__ TensorMap a, \
                                         const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap out) { \
         if (p.k <= 32) {                                                                                            \
-            StreamedUpdate<T, sums>::run<32, 4>(p, a, b, out, hopper_shared);                                       \
+            StreamedUpdate<T>::run<32, 4>(p, a, b, out, hopper_shared);                                       \
         } else {                                                                                                    \
-            StreamedUpdate<T, sums>::run<64, 3>(p, a, b, out, hopper_shared);                                       \
+            StreamedUpdate<T>::run<64, 3>(p, a, b, out, hopper_shared);                                       \
         }                                                                                                           \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(StreamedBackward<T, sums, 32, 4>::THREADS, 1)                      \
+    extern "C" __global__ void __launch_bounds__(StreamedBackward<T, 32, 4>::THREADS, 1)                      \
         linear_backward_##name##_streamed(const __grid_constant__ LinearArguments p, const __grid_constant__ TensorMap dy, \
                                           const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight) { \
         if (p.m <= 32) {                                                                                            \
-            StreamedBackward<T, sums, 32, 4>::run(p, dy, x, weight, hopper_shared);                                 \
+            StreamedBackward<T, 32, 4>::run(p, dy, x, weight, hopper_shared);                                 \
         } else {                                                                                                    \
-            StreamedBackward<T, sums, 64, 3>::run(p, dy, x, weight, hopper_shared);                                 \
+            StreamedBackward<T, 64, 3>::run(p, dy, x, weight, hopper_shared);                                 \
         }                                                                                                           \
     }

@@ -8,7 +8,7 @@
 
 #include "linear_hopper.cuh"
 
-template <class T, template <class, u32> class SumsOf, u32 EXAMPLES, u32 STAGES>
+template <class T, u32 EXAMPLES, u32 STAGES>
 struct StreamedBackward {
     enum : u32 {
         // Warpgroups; each has 64 of a tile's outputs.
@@ -79,7 +79,7 @@ struct StreamedBackward {
         const u32 lane = thread % WARP;
         const u32 in_group = thread % GROUP_THREADS;
         const u32 patch_row = warp % 4 * 16 + lane / 4;
-        SumsOf<T, EXAMPLES> dx;
+        SumsF32<T, EXAMPLES> dx;
         dx.clear();
         barrier_wait(inputs_are_there, 0);
         u32 before = 0;
@@ -88,7 +88,7 @@ struct StreamedBackward {
             const u32 offset = ring.stage * STAGE_BYTES + group * SHARE_BYTES;
             const u32 share = base + offset;
             const u32 dy = share + WEIGHT_BYTES;
-            SumsOf<T, ACROSS> slopes;
+            SumsF32<T, ACROSS> slopes;
             slopes.clear();
             barrier_wait(full + 8 * ring.stage, ring.parity);
             products_begin();

@@ -289,42 +289,6 @@ struct PatchF32 : Patch<FM, FN, GROUP, DEALT> {
     }
 };
 
-// The same in f16, two to a register.
-template <u32 FM, u32 FN, u32 GROUP, bool DEALT>
-struct PatchF16 : Patch<FM, FN, GROUP, DEALT> {
-    using Base = Patch<FM, FN, GROUP, DEALT>;
-    enum : u32 { MT = FM / 16, NT = FN / 8 };
-    u32 sums[MT][NT][2] = {};
-
-    __device__ __forceinline__ void group(u32 i, float (&v)[GROUP]) const {
-        const u32 half = i / (NT / Base::PER_GROUP);
-        const u32 first = i % (NT / Base::PER_GROUP) * Base::PER_GROUP;
-#pragma unroll
-        for (u32 j = 0; j < Base::PER_GROUP; ++j) {
-            const u32 both = sums[half / 2][first + j][half % 2];
-            v[2 * j] = load_float(f16{static_cast<u16>(both)});
-            v[2 * j + 1] = load_float(f16{static_cast<u16>(both >> 16)});
-        }
-    }
-
-    __device__ __forceinline__ void store(float* to, u32 pitch, u32 lane) const {
-        const u32 g = lane / 4;
-        const u32 t = lane % 4;
-#pragma unroll
-        for (u32 i = 0; i < MT; ++i) {
-#pragma unroll
-            for (u32 j = 0; j < NT; ++j) {
-#pragma unroll
-                for (u32 half = 0; half < 2; ++half) {
-                    const u32 both = sums[i][j][half];
-                    *reinterpret_cast<float2*>(to + (16 * i + g + 8 * half) * pitch + Base::col_of_piece(t, j)) =
-                        make_float2(load_float(f16{static_cast<u16>(both)}), load_float(f16{static_cast<u16>(both >> 16)}));
-                }
-            }
-        }
-    }
-};
-
 __device__ __forceinline__ void multiply(f16, const u32 (&a)[4], u32 b0, u32 b1, float (&c)[4]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
@@ -337,11 +301,6 @@ __device__ __forceinline__ void multiply(bf16, const u32 (&a)[4], u32 b0, u32 b1
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void multiply(f16, const u32 (&a)[4], u32 b0, u32 b1, u32 (&c)[2]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
-                 : "+r"(c[0]), "+r"(c[1])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 __device__ __forceinline__ void multiply(float, const u32 (&a)[4], u32 b0, u32 b1, float (&c)[4]) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
@@ -350,15 +309,15 @@ __device__ __forceinline__ void multiply(float, const u32 (&a)[4], u32 b0, u32 b
 }
 
 // Operands of 16 bits: an instruction takes 16 steps of k, and matrices are transposed on their way from shared memory.
-template <class Element, template <u32, u32, u32, bool> class Sums>
+template <class Element>
 struct PrecisionHalf {
     using T = Element;
     enum : u32 { WIDE_AT_ONCE = 1, FLAT_AT_ONCE = 2 };
     static constexpr __device__ u32 pad_bytes(bool, bool) { return 16; }
 
     template <u32 FM, u32 FN, bool A_K, bool B_K, u32 A_STRIDE, u32 B_STRIDE, bool DIRECT>
-    struct Product : Sums<FM, FN, 8, DIRECT> {
-        using Sums<FM, FN, 8, DIRECT>::sums;
+    struct Product : PatchF32<FM, FN, 8, DIRECT> {
+        using PatchF32<FM, FN, 8, DIRECT>::sums;
         enum : u32 { MT = FM / 16, NT = FN / 8, STEP = 16 };
         static_assert(NT % 2 == 0, "B comes in pairs of pieces");
 
@@ -403,9 +362,8 @@ struct PrecisionHalf {
     };
 };
 
-using PrecisionBf16 = PrecisionHalf<bf16, PatchF32>;
-using PrecisionF16 = PrecisionHalf<f16, PatchF32>;
-using PrecisionF16Accumulate = PrecisionHalf<f16, PatchF16>;
+using PrecisionBf16 = PrecisionHalf<bf16>;
+using PrecisionF16 = PrecisionHalf<f16>;
 
 // ---- f32 in memory, tf32 to the tensor cores ----
 

@@ -17,8 +17,8 @@ use std::error::Error;
 use cudarc::driver::{result, sys};
 use kernels::{
     AddBias, AdvanceCursor, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, CudaKernels, Element, Fill,
-    GatherLabels, GatherRowsF32, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, MeanLoss, Operation, Relu,
-    ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss,
+    GatherLabels, GatherRowsF32, GatherRowsU8, Gemm, GemmLayout, MeanLoss, Operation, Relu, ReluBackward, Sgd,
+    SoftmaxCrossEntropy, SoftmaxLoss,
 };
 use serde_json::{Value, json};
 
@@ -106,11 +106,9 @@ fn products(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, batc
         (GemmLayout::TN, CLASSES, hidden, batch),
     ];
     for (layout, m, n, k) in products {
-        for algorithm in [GemmAlgorithm::Naive, GemmAlgorithm::Tiled] {
-            let (a, b, c) = (memory.first, memory.second, memory.third);
-            let gemm = Gemm { layout, algorithm, m, n, k, a, b, c };
-            shapes.push((json!({"m": m, "n": n, "k": k}), Box::new(gemm)));
-        }
+        let (a, b, c) = (memory.first, memory.second, memory.third);
+        let gemm = Gemm { layout, m, n, k, a, b, c };
+        shapes.push((json!({"m": m, "n": n, "k": k}), Box::new(gemm)));
     }
 }
 

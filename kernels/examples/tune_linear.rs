@@ -6,22 +6,17 @@
 //! ```
 //!
 //! Names of precisions (`f32 tf32 f16 f32x3`) limit it to these, so that one can be measured afresh without the others; the
-//! columns' names come first all the same. With `--all` it prints every candidate with its time in nanoseconds instead. With
-//! `--cublaslt` it measures two launches of each shape, the one that the table chooses and cuBLASLt's, and prints their times,
-//! the bytes of workspace that the library asked for and how many times as long ours takes. Both do the whole operation: bias
-//! and ReLU behind the forward product, the step of weights and bias with the gradient, for which the library's needs kernels
-//! of this crate's beside it.
+//! columns' names come first all the same. With `--all` it prints every candidate with its time in nanoseconds instead.
 //!
-//! A time is the median of trains of launches
-//! that were queued while the stream was held up by another kernel. All launches of a train work on the same buffers, so
-//! that weights which fit in the L2 cache are there, as they are in training.
+//! A time is the median of trains of launches that were queued while the stream was held up by another kernel. All launches of
+//! a train work on the same buffers, so that weights which fit in the L2 cache are there, as they are in training.
 
 use std::error::Error;
 
 use cudarc::driver::{result, sys};
 use kernels::{
-    Choice, CudaKernels, Engine, Fill, KernelError, LinearBackwardInput, LinearForward, LinearUpdate, Operation,
-    Precision, Product, Tile,
+    Choice, CudaKernels, Fill, KernelError, LinearBackwardInput, LinearForward, LinearUpdate, Operation, Precision,
+    Product, Tile,
 };
 
 /// Precisions with a table of their own; halves share that of f16.
@@ -87,26 +82,6 @@ impl Timer {
     }
 }
 
-impl Timer {
-    /// Prints one line about a launch of ours and the library's, which has so many bytes of workspace.
-    fn compare(
-        &self,
-        product: Product,
-        precision: Precision,
-        [m, n, k]: [u32; 3],
-        (own, library, bytes): (&dyn Operation, &dyn Operation, u64),
-    ) -> Result<(), Box<dyn Error>> {
-        // SAFETY: the buffers are larger than any shape here, and the workspace was asked for.
-        let own_ns = self.time(&|kernels, stream| unsafe { own.launch(kernels, stream) })?;
-        // SAFETY: as above.
-        let library_ns = self.time(&|kernels, stream| unsafe { library.launch(kernels, stream) })?;
-        let (product, precision, kernel) = (product.name(), precision.name(), own.name());
-        let ratio = own_ns / library_ns;
-        println!("{product},{precision},{m},{n},{k},{kernel},{own_ns:.0},{library_ns:.0},{bytes},{ratio:.2}");
-        Ok(())
-    }
-}
-
 /// Shapes of layers: rows, inputs, outputs.
 fn layers() -> Vec<(u32, u32, u32)> {
     let small = ROWS.into_iter().flat_map(|rows| HIDDEN.map(|hidden| (rows, hidden)));
@@ -123,11 +98,11 @@ fn layers() -> Vec<(u32, u32, u32)> {
 fn main() -> Result<(), Box<dyn Error>> {
     let (options, names): (Vec<String>, Vec<String>) =
         std::env::args().skip(1).partition(|argument| argument.starts_with('-'));
-    let [all, beside_library] = ["--all", "--cublaslt"].map(|known| options.iter().any(|option| option == known));
-    let option = |option: &&String| !["--all", "--cublaslt"].contains(&option.as_str());
+    let all = !options.is_empty();
+    let option = |option: &&String| option.as_str() != "--all";
     let name = |name: &&String| !PRECISIONS.iter().any(|precision| precision.name() == name.as_str());
     if let Some(unknown) = options.iter().find(option).or(names.iter().find(name)) {
-        return Err(format!("'{unknown}' is none of --all, --cublaslt, f32, tf32, f16, f32x3").into());
+        return Err(format!("'{unknown}' is none of --all, f32, tf32, f16, f32x3").into());
     }
     // SAFETY: only tries to open the library; without one, any other call would panic.
     if !unsafe { sys::is_culib_present() } {
@@ -155,23 +130,14 @@ fn main() -> Result<(), Box<dyn Error>> {
         end: result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)?,
         plug: Fill { len: PLUG, value: 0.0, out: zeroed(4 * PLUG)? },
     };
-    if beside_library {
-        eprintln!("cuBLASLt {}", kernels::cublaslt_version()?);
-        println!("product,precision,m,n,k,kernel,ns,cublaslt_ns,cublaslt_workspace,ratio");
-    } else {
-        println!("product,precision,m,n,k,tile,splits{}", if all { ",ns" } else { "" });
-    }
+    println!("product,precision,m,n,k,tile,splits{}", if all { ",ns" } else { "" });
     let wanted = |precision: &Precision| names.is_empty() || names.iter().any(|name| name == precision.name());
     for precision in PRECISIONS.into_iter().filter(wanted) {
         timer.kernels.prepare(precision)?;
-        if beside_library {
-            timer.kernels.prepare_cublaslt(precision)?;
-        }
         let pitch = |cols| precision.element().pitch(cols);
         for (rows, inputs, outputs) in layers() {
             let (x_pitch, y_pitch, weight_pitch) = (pitch(inputs), pitch(outputs), pitch(inputs));
             let forward = LinearForward {
-                engine: Engine::Own,
                 precision,
                 rows,
                 inputs,
@@ -189,7 +155,6 @@ fn main() -> Result<(), Box<dyn Error>> {
                 tickets,
             };
             let input = LinearBackwardInput {
-                engine: Engine::Own,
                 precision,
                 rows,
                 inputs,
@@ -205,7 +170,6 @@ fn main() -> Result<(), Box<dyn Error>> {
                 tickets,
             };
             let update = LinearUpdate {
-                engine: Engine::Own,
                 precision,
                 rows,
                 inputs,
@@ -222,20 +186,6 @@ fn main() -> Result<(), Box<dyn Error>> {
                 workspace,
                 tickets,
             };
-            if beside_library {
-                let engine = Engine::CublasLt;
-                let needs = |bytes: Result<u64, KernelError>| bytes.inspect(|bytes| assert!(*bytes <= 1 << 28));
-                let library = LinearForward { engine, ..forward };
-                let bytes = needs(library.workspace_bytes_on(Some(&timer.kernels)))?;
-                timer.compare(Product::Forward, precision, [rows, outputs, inputs], (&forward, &library, bytes))?;
-                let library = LinearBackwardInput { engine, ..input };
-                let bytes = needs(library.workspace_bytes_on(Some(&timer.kernels)))?;
-                timer.compare(Product::Input, precision, [rows, inputs, outputs], (&input, &library, bytes))?;
-                let library = LinearUpdate { engine, ..update };
-                let bytes = needs(library.workspace_bytes_on(Some(&timer.kernels)))?;
-                timer.compare(Product::Gradient, precision, [outputs, inputs, rows], (&update, &library, bytes))?;
-                continue;
-            }
             // SAFETY: the buffers are larger than any shape here; `needs_with` is asked below.
             let launch_forward = |choice, kernels: &_, stream| unsafe { forward.launch_with(choice, kernels, stream) };
             // SAFETY: as above.

@@ -1,9 +1,7 @@
 //! Loading the embedded PTX and launching kernels from it.
 
-mod cublaslt;
 mod linear;
 mod module;
-mod persistent;
 mod warpgroup;
 
 use std::ffi::c_void;
@@ -13,18 +11,9 @@ use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUmodule, CUresult, CUstream};
 
 use crate::error::KernelError;
-use cublaslt::CublasLt;
-pub use cublaslt::cublaslt_version;
-pub(crate) use cublaslt::{LibraryProduct, Operands, name as library_name};
 pub(crate) use linear::LinearArguments;
 use linear::LinearKernels;
 use module::{Ptx, load_function};
-pub use persistent::Cooperation;
-use persistent::PersistentKernel;
-pub(crate) use persistent::{
-    GatherArguments, LossArguments, MOST_PHASES, PersistentLaunch, PhaseArguments, name as persistent_name,
-    no_kernel as no_persistent_kernel,
-};
 pub(crate) use warpgroup::backward_name;
 
 struct Source {
@@ -60,9 +49,6 @@ macro_rules! kernels {
 
 kernels! {
     "gemm" {
-        GemmNnNaive = "gemm_nn_naive",
-        GemmNtNaive = "gemm_nt_naive",
-        GemmTnNaive = "gemm_tn_naive",
         GemmNnTiled = "gemm_nn_tiled",
         GemmNtTiled = "gemm_nt_tiled",
         GemmTnTiled = "gemm_tn_tiled",
@@ -136,8 +122,6 @@ pub fn kernel_names() -> impl Iterator<Item = &'static str> {
         .map(|kernel| kernel.name())
         .chain(linear::NAMES.into_iter().flatten())
         .chain(warpgroup::NAMES.into_iter().flatten().copied())
-        .chain(persistent::NAMES)
-        .chain(cublaslt::NAMES.into_iter().flatten())
 }
 
 /// The kernels, compiled for and loaded on one GPU.
@@ -149,11 +133,7 @@ pub struct CudaKernels {
     modules: Vec<CUmodule>,
     functions: [CUfunction; Kernel::ALL.len()],
     /// By precision, in the order of [`Precision::ALL`](crate::Precision::ALL).
-    linear: [OnceLock<LinearKernels>; 6],
-    /// Likewise, of those that have one.
-    persistent: [OnceLock<PersistentKernel>; persistent::NAMES.len()],
-    /// The library, once it is asked for.
-    cublaslt: OnceLock<CublasLt>,
+    linear: [OnceLock<LinearKernels>; linear::NAMES.len()],
     /// Most shared memory that a block can have.
     shared_limit: u32,
     /// Multiprocessors, of a GPU that has warpgroups and the copy engine.
@@ -188,8 +168,6 @@ impl CudaKernels {
             modules: Vec::with_capacity(SOURCES.len()),
             functions: [std::ptr::null_mut(); Kernel::ALL.len()],
             linear: Default::default(),
-            persistent: Default::default(),
-            cublaslt: OnceLock::new(),
             shared_limit: shared_limit()?,
             warpgroups: warpgroups()?,
         };
@@ -254,8 +232,6 @@ impl Drop for CudaKernels {
                 let _ = unsafe { result::module::unload(module) };
             }
             self.linear.iter().filter_map(OnceLock::get).for_each(LinearKernels::unload);
-            self.persistent.iter().filter_map(OnceLock::get).for_each(PersistentKernel::unload);
-            self.cublaslt.get().into_iter().for_each(CublasLt::close);
         }
         // SAFETY: this context was current on this thread a moment ago; null stands for none.
         let _ = unsafe { result::ctx::set_current(current.unwrap_or(std::ptr::null_mut())) };
@@ -332,9 +308,7 @@ mod tests {
         let linear = linear::PTX.into_iter().zip(linear::NAMES).map(|(ptx, names)| (ptx, names.into()));
         let warpgroup = warpgroup::PTX.into_iter().zip(warpgroup::NAMES);
         let warpgroup = warpgroup.map(|(ptx, names)| (ptx, names.iter().copied().collect()));
-        let persistent = persistent::PTX.into_iter().zip(persistent::NAMES);
-        let persistent = persistent.flat_map(|(ptx, name)| ptx.map(|ptx| (ptx, BTreeSet::from([name]))));
-        own.chain(linear).chain(warpgroup).chain(persistent).collect()
+        own.chain(linear).chain(warpgroup).collect()
     }
 
     #[test]
@@ -378,8 +352,7 @@ mod tests {
             assert_eq!(kernel as usize, place);
         }
         let linear = linear::NAMES.as_flattened().len() + warpgroup::NAMES.concat().len();
-        let others = persistent::NAMES.len() + cublaslt::NAMES.as_flattened().len();
-        assert_eq!(kernel_names().collect::<BTreeSet<_>>().len(), Kernel::ALL.len() + linear + others);
+        assert_eq!(kernel_names().collect::<BTreeSet<_>>().len(), Kernel::ALL.len() + linear);
     }
 
     #[test]

@@ -23,24 +23,6 @@ pub enum KernelError {
     #[error("these kernels need a GPU of compute capability 7.5 or newer")]
     DeviceTooOld,
 
-    /// cuBLASLt was asked for and cannot be used here.
-    #[error("cuBLASLt cannot be used: {why}")]
-    NoCublasLt {
-        /// Why not, and how to mend it.
-        why: String,
-    },
-
-    /// A call into cuBLASLt failed.
-    #[error("{call} failed with {name} ({code})")]
-    CublasLt {
-        /// The library's function.
-        call: &'static str,
-        /// Value of the `cublasStatus_t`.
-        code: u32,
-        /// Name of the `cublasStatus_t`.
-        name: String,
-    },
-
     /// A kernel is missing from the embedded PTX.
     #[error("kernel {kernel} is not in the embedded PTX: run kernels/ptx.sh and build again")]
     NoPtx {
@@ -103,14 +85,5 @@ pub enum KernelError {
         value: u32,
         /// The number of classes, or of rows of the source.
         limit: u32,
-    },
-
-    /// An operation, or all of them together, cannot be done by a persistent kernel.
-    #[error("{operation}: {what}")]
-    NotPersistent {
-        /// Name of the operation.
-        operation: &'static str,
-        /// Why not.
-        what: String,
     },
 }

@@ -39,9 +39,7 @@
 //! | [`CountCorrect`], [`AdvanceCursor`], the count of [`SoftmaxLoss`] | same integers |
 //! | [`Gemm`] | each within `4 √k ε Σ\|a b\|` of the exact product |
 //! | [`LinearForward`], [`LinearBackwardInput`], [`LinearWeightGradient`], [`LinearUpdate`], [`LinearBackward`] | the product likewise, of operands as stored ([`Precision::Tf32`]: as rounded); then one `ε` of the result, and what storing it changes |
-//! | the same with [`Precision::F16Accumulate`] | the product within `4 √k ε Σ\|a b\| + 2⁻⁹ Σ\|a b\|`, if no sum is above 65504; the host's sums are `f32` |
 //! | the same with [`Precision::F32x3`] | the product within `4 √k ε Σ\|a b\| + 4 ε Σ\|a b\|`: its operands lose at most `ε` each in two parts, and `2 ε` of a product is left out; the host multiplies in `f32` |
-//! | the same with [`Engine::CublasLt`] | as above; the product and the bias that is added to it, and the step of half weights, may each be off by what storing it in the type of the output changes; with [`Precision::Tf32`] the product within `4 √k ε Σ\|a b\| + 2⁻⁹ Σ\|a b\|` of operands as stored, since the library may cut them off instead of rounding |
 //! | [`BiasGradient`], [`MeanLoss`], biases of layers | each within `4 √rows ε Σ\|x\|` of the exact sum (mean: divided by rows) |
 //! | [`SoftmaxCrossEntropy`], [`CrossEntropyLoss`] | losses within `2e-6 (1 + \|x\|)`, gradients within `2e-6 scale` and what storing them changes |
 //! | [`SoftmaxLoss`] | the mean within the mean of the losses' bounds and that of [`MeanLoss`], gradients as above |
@@ -55,10 +53,6 @@
 //! `ptx.sh --check` tells whether they agree. The PTX is embedded as it is stored, so building needs no CUDA and running needs
 //! only the driver (550 or newer) and a GPU of compute capability 7.5 or newer, or what the first line of a source asks for.
 //! [`CudaKernels::load`] decompresses it and has the driver compile it for the GPU.
-//!
-//! The products of linear layers can be those of NVIDIA's cuBLASLt instead ([`Engine::CublasLt`]), which is opened when it is
-//! first asked for and has to be there only then: version 12 or 13, found on the library path. Its workspace is the caller's.
-//! What a launch tells the library is kept by each thread, for as long as the thread lives.
 
 mod cuda;
 mod error;
@@ -66,21 +60,18 @@ mod fused;
 mod host;
 mod operation;
 mod ops;
-mod phase;
 mod plan;
 mod precision;
 mod storage;
 
-pub use cuda::{Cooperation, CudaKernels, cublaslt_version, kernel_names};
+pub use cuda::{CudaKernels, kernel_names};
 pub use error::KernelError;
 pub use host::HostMemory;
 pub use operation::{BoxedOperation, Operation, Work};
 pub use ops::{
     AddBias, AdvanceCursor, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, Fill, GatherLabels,
-    GatherRowsF32, GatherRowsU8, Gemm, GemmAlgorithm, GemmLayout, LinearBackward, LinearBackwardInput, LinearForward,
-    LinearUpdate, LinearWeightGradient, MeanLoss, PersistentSteps, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy,
-    SoftmaxLoss,
+    GatherRowsF32, GatherRowsU8, Gemm, GemmLayout, LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate,
+    LinearWeightGradient, MeanLoss, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss,
 };
-pub use phase::Phase;
 pub use plan::{Choice, Product, Tile};
-pub use precision::{Element, Engine, Precision};
+pub use precision::{Element, Precision};

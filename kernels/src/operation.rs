@@ -5,7 +5,6 @@ use cudarc::driver::sys::CUstream;
 use crate::cuda::CudaKernels;
 use crate::error::KernelError;
 use crate::host::HostMemory;
-use crate::phase::Phase;
 
 /// Copies of operations whose type is not known; every operation that can be cloned has them.
 pub trait BoxedOperation {
@@ -64,13 +63,6 @@ pub trait Operation: BoxedOperation + std::fmt::Debug + Send + Sync {
     ///
     /// The translated ranges are valid, and nobody else accesses them meanwhile (reading the inputs is fine).
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError>;
-
-    /// What the launch is made of inside of [`PersistentSteps`](crate::PersistentSteps); none if it cannot be a part of
-    /// them. `scratch` is the address of room for sums that the phases of a launch hand on.
-    fn phases(&self, scratch: u64) -> Option<Vec<Phase>> {
-        let _ = scratch;
-        None
-    }
 }
 
 /// What a launch asks of a device.

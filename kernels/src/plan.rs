@@ -400,7 +400,7 @@ fn kind(precision: Precision) -> usize {
     match precision {
         Precision::F32 => 0,
         Precision::Tf32 => 1,
-        Precision::Bf16 | Precision::F16 | Precision::F16Accumulate => 2,
+        Precision::Bf16 | Precision::F16 => 2,
         Precision::F32x3 => 3,
     }
 }

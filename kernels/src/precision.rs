@@ -1,4 +1,4 @@
-//! Element types, and how and by whom products are computed.
+//! Element types, and how products are computed.
 
 /// How a matrix is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -30,25 +30,6 @@ impl Element {
     }
 }
 
-/// Whose kernels compute the products of a linear layer.
-///
-/// cuBLASLt's products have the bias and the ReLU of the forward pass behind them. The rest of what an operation says are
-/// kernels of this crate's, in the same launch: the rounding of the bias to a half before the product, the gradient of the
-/// ReLU behind it, the sums and the step of the bias, the rounding of stepped master weights. The update of the weights is
-/// the product itself, added to them. Operands are not split: [`Precision::F32x3`] is computed, and called, as
-/// [`Precision::F32`] is.
-///
-/// On the host the two are the same reference. It knows nothing of the library's workspace and takes that of this crate's
-/// kernel for the shape in its place.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Engine {
-    /// The kernels of this crate.
-    #[default]
-    Own,
-    /// NVIDIA's library, which has to be there: [`CudaKernels::prepare_cublaslt`](crate::CudaKernels::prepare_cublaslt).
-    CublasLt,
-}
-
 /// How a product is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Precision {
@@ -60,8 +41,6 @@ pub enum Precision {
     Bf16,
     /// f16 storage, tensor cores, sums in f32.
     F16,
-    /// f16 storage, tensor cores, sums in f16 within a tile's share of k, in f32 beyond. The host sums in f32.
-    F16Accumulate,
     /// f32 storage, tensor cores, sums in f32: each operand is split into two of 11 bits of significand, and the product is
     /// made of three, which keeps the accuracy of f32. A magnitude that rounds to 2¹²⁸ in 11 bits counts as infinite. The
     /// host multiplies in f32.
@@ -73,8 +52,8 @@ pub enum Precision {
 
 impl Precision {
     /// Every precision.
-    pub const ALL: [Precision; 6] =
-        [Precision::F32, Precision::Tf32, Precision::Bf16, Precision::F16, Precision::F16Accumulate, Precision::F32x3];
+    pub const ALL: [Precision; 5] =
+        [Precision::F32, Precision::Tf32, Precision::Bf16, Precision::F16, Precision::F32x3];
 
     /// How the operands are stored.
     #[must_use]
@@ -82,7 +61,7 @@ impl Precision {
         match self {
             Precision::F32 | Precision::Tf32 | Precision::F32x3 => Element::F32,
             Precision::Bf16 => Element::Bf16,
-            Precision::F16 | Precision::F16Accumulate => Element::F16,
+            Precision::F16 => Element::F16,
         }
     }
 
@@ -94,14 +73,7 @@ impl Precision {
             Precision::Tf32 => "tf32",
             Precision::Bf16 => "bf16",
             Precision::F16 => "f16",
-            Precision::F16Accumulate => "f16acc",
             Precision::F32x3 => "f32x3",
         }
-    }
-
-    /// Whether [`PersistentSteps`](crate::PersistentSteps) has a kernel for it.
-    #[must_use]
-    pub const fn is_persistent(self) -> bool {
-        !matches!(self, Precision::F32x3)
     }
 }

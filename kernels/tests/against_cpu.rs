@@ -28,89 +28,53 @@ fn run(gpu: &Gpu, case: &Case, skew: usize) -> Vec<u8> {
     })
 }
 
-/// Whose launches a test is about: linear layers have tests of their own, and cuBLASLt has to be there for its.
-#[derive(Clone, Copy, PartialEq)]
-enum Of {
-    Layers,
-    Library,
-    Others,
+/// The cases of linear layers, or all others: they have tests of their own.
+fn cases_of(layers: bool) -> impl Iterator<Item = &'static Case> {
+    cases::all().iter().filter(move |case| case.is_linear() == layers)
 }
 
-impl Of {
-    fn gpu(self) -> Gpu {
-        if self == Self::Library { Gpu::with_cublaslt() } else { Gpu::new() }
+fn computes_what_it_says(layers: bool) {
+    let gpu = Gpu::new();
+    for case in cases_of(layers) {
+        let (offsets, _) = case.region(0);
+        let (on_gpu, on_host) = (run(&gpu, case, 0), case.run_on_host(0));
+        case.verify(&offsets, &on_gpu);
+        case.verify(&offsets, &on_host);
+        case.compare(&offsets, &on_gpu, &on_host);
     }
+}
 
-    fn cases(self) -> impl Iterator<Item = &'static Case> {
-        cases::all().iter().filter(move |case| match self {
-            Self::Layers => case.is_linear() && !case.is_of_library(),
-            Self::Library => case.is_of_library(),
-            Self::Others => !case.is_linear(),
-        })
-    }
-
-    fn computes_what_it_says(self) {
-        let gpu = self.gpu();
-        for case in self.cases() {
-            let (offsets, _) = case.region(0);
-            let (on_gpu, on_host) = (run(&gpu, case, 0), case.run_on_host(0));
-            case.verify(&offsets, &on_gpu);
-            case.verify(&offsets, &on_host);
-            case.compare(&offsets, &on_gpu, &on_host);
-        }
-    }
-
-    fn takes_any_address(self) {
-        let gpu = self.gpu();
-        for case in self.cases() {
-            let skew = if case.is_linear() { 16 } else { 4 };
-            let (offsets, _) = case.region(skew);
-            case.verify(&offsets, &run(&gpu, case, skew));
-        }
-    }
-
-    fn gives_the_same_bits_twice(self) {
-        let gpu = self.gpu();
-        for case in self.cases() {
-            assert!(run(&gpu, case, 0) == run(&gpu, case, 0), "{}", case.label);
-        }
+fn gives_the_same_bits_twice(layers: bool) {
+    let gpu = Gpu::new();
+    for case in cases_of(layers) {
+        assert!(run(&gpu, case, 0) == run(&gpu, case, 0), "{}", case.label);
     }
 }
 
 fn every_kernel_computes_what_it_says_and_what_the_host_computes() {
-    Of::Others.computes_what_it_says();
+    computes_what_it_says(false);
 }
 
 fn every_linear_kernel_computes_what_it_says_and_what_the_host_computes() {
-    Of::Layers.computes_what_it_says();
+    computes_what_it_says(true);
 }
 
-fn every_product_of_cublaslt_is_what_it_says_and_what_the_host_computes() {
-    Of::Library.computes_what_it_says();
-}
-
-fn addresses_need_only_an_elements_alignment() {
-    Of::Others.takes_any_address();
-}
-
-fn addresses_of_linear_layers_need_only_16_bytes() {
-    Of::Layers.takes_any_address();
-}
-
-fn addresses_of_products_of_cublaslt_need_only_16_bytes() {
-    Of::Library.takes_any_address();
+/// Kernels of linear layers read 16 bytes at a time.
+fn addresses_need_only_what_is_read_at_once() {
+    let gpu = Gpu::new();
+    for case in cases::all() {
+        let skew = if case.is_linear() { 16 } else { 4 };
+        let (offsets, _) = case.region(skew);
+        case.verify(&offsets, &run(&gpu, case, skew));
+    }
 }
 
 fn two_runs_give_the_same_bits() {
-    Of::Others.gives_the_same_bits_twice();
+    gives_the_same_bits_twice(false);
 }
 
 fn two_runs_of_linear_layers_give_the_same_bits() {
-    Of::Layers.gives_the_same_bits_twice();
-}
-
-fn two_runs_of_cublaslt_give_the_same_bits() {
-    Of::Library.gives_the_same_bits_twice();
+    gives_the_same_bits_twice(true);
 }
 
 fn bad_labels_and_indices_show_and_touch_nothing_else() {
@@ -247,22 +211,16 @@ fn impossible_launches_are_refused_before_the_driver_sees_them() {
 
 fn main() -> ExitCode {
     let gpu = Gpu::missing();
-    let library = Gpu::missing_cublaslt();
     trials::run(trials! {
         gpu.as_deref() =>
             every_kernel_computes_what_it_says_and_what_the_host_computes
             every_linear_kernel_computes_what_it_says_and_what_the_host_computes
-            addresses_need_only_an_elements_alignment
-            addresses_of_linear_layers_need_only_16_bytes
+            addresses_need_only_what_is_read_at_once
             two_runs_give_the_same_bits
             two_runs_of_linear_layers_give_the_same_bits
             bad_labels_and_indices_show_and_touch_nothing_else
             large_batches_are_gathered_as_small_ones_are
             a_bad_index_gives_a_row_of_nan_among_whole_groups
             impossible_launches_are_refused_before_the_driver_sees_them;
-        library.as_deref() =>
-            every_product_of_cublaslt_is_what_it_says_and_what_the_host_computes
-            addresses_of_products_of_cublaslt_need_only_16_bytes
-            two_runs_of_cublaslt_give_the_same_bits;
     })
 }

@@ -10,7 +10,7 @@ mod trials;
 
 use chacha20::ChaCha8Rng;
 use gpu::Gpu;
-use kernels::{Choice, Engine, LinearBackwardInput, LinearForward, LinearWeightGradient, Precision, Product, Tile};
+use kernels::{Choice, LinearBackwardInput, LinearForward, LinearWeightGradient, Precision, Product, Tile};
 use rand::{RngExt, SeedableRng};
 use std::process::ExitCode;
 use trials::trials;
@@ -62,7 +62,6 @@ impl Operands {
             let outcome = unsafe {
                 match product {
                     Product::Forward => LinearForward {
-                        engine: Engine::Own,
                         precision,
                         rows: M,
                         inputs: *k,
@@ -81,7 +80,6 @@ impl Operands {
                     }
                     .launch_with(choice, kernels, gpu.stream),
                     Product::Input => LinearBackwardInput {
-                        engine: Engine::Own,
                         precision,
                         rows: M,
                         inputs: N,
@@ -98,7 +96,6 @@ impl Operands {
                     }
                     .launch_with(choice, kernels, gpu.stream),
                     Product::Gradient | Product::Update => LinearWeightGradient {
-                        engine: Engine::Own,
                         precision,
                         rows: *k,
                         inputs: N,

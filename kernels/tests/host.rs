@@ -10,9 +10,9 @@ use std::ptr::NonNull;
 
 use common::{Arena, BASE, cases};
 use kernels::{
-    AddBias, ConvertElements, CountCorrect, CrossEntropyLoss, Element, Engine, Fill, GatherLabels, GatherRowsU8, Gemm,
-    GemmAlgorithm, GemmLayout, HostMemory, KernelError, LinearForward, LinearUpdate, Operation, Precision, Relu, Sgd,
-    SoftmaxCrossEntropy, SoftmaxLoss, Work, kernel_names,
+    AddBias, ConvertElements, CountCorrect, CrossEntropyLoss, Element, Fill, GatherLabels, GatherRowsU8, Gemm,
+    GemmLayout, HostMemory, KernelError, LinearForward, LinearUpdate, Operation, Precision, Relu, Sgd,
+    SoftmaxCrossEntropy, SoftmaxLoss, kernel_names,
 };
 use proptest::prelude::*;
 
@@ -38,7 +38,6 @@ fn addresses_need_only_an_elements_alignment() {
 fn linear_layers_refuse_what_their_kernels_could_not_read() {
     let arena = Arena::new(&[0; 1024]);
     let layer = LinearForward {
-        engine: Engine::Own,
         precision: Precision::F16,
         rows: 2,
         inputs: 8,
@@ -113,7 +112,7 @@ fn the_cases_cover_every_kernel() {
     let covered: Vec<&str> =
         cases::all().iter().map(|case| (case.build)(&vec![0; case.buffers.len()]).name()).collect();
     // Those that do many operations have tests of their own.
-    for name in kernel_names().filter(|name| !name.starts_with("persistent_steps_")) {
+    for name in kernel_names() {
         assert!(covered.contains(&name), "no case runs {name}");
     }
 }
@@ -122,7 +121,7 @@ fn the_cases_cover_every_kernel() {
 #[test]
 fn products_do_not_depend_on_the_number_of_threads() {
     if std::env::var_os("KERNELS_TEST_PRINT_PRODUCT").is_some() {
-        let case = cases::gemm(GemmLayout::NT, GemmAlgorithm::Tiled, [128, 500, 784], 1);
+        let case = cases::gemm(GemmLayout::NT, [128, 500, 784], 1);
         let sum = case.run_on_host(0).iter().fold(0_u64, |sum, &byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
         println!("product {sum}");
         return;
@@ -158,8 +157,7 @@ fn run_on(image: &[u8], operation: impl Operation) -> Result<(), KernelError> {
 }
 
 fn product() -> Gemm {
-    let (layout, algorithm) = (GemmLayout::NN, GemmAlgorithm::Tiled);
-    Gemm { layout, algorithm, m: 4, n: 4, k: 4, a: BASE, b: BASE + 64, c: BASE + 128 }
+    Gemm { layout: GemmLayout::NN, m: 4, n: 4, k: 4, a: BASE, b: BASE + 64, c: BASE + 128 }
 }
 
 fn loss() -> SoftmaxLoss {
@@ -184,7 +182,6 @@ fn loss() -> SoftmaxLoss {
 /// A layer of four inputs and four outputs, its matrices 64 bytes apart.
 fn layer(precision: Precision) -> LinearForward {
     LinearForward {
-        engine: Engine::Own,
         precision,
         rows: 4,
         inputs: 4,
@@ -205,7 +202,6 @@ fn layer(precision: Precision) -> LinearForward {
 
 fn update(precision: Precision) -> LinearUpdate {
     LinearUpdate {
-        engine: Engine::Own,
         precision,
         rows: 4,
         inputs: 4,
@@ -312,7 +308,7 @@ fn halves_halve_the_traffic() {
     assert_eq!((relu(Element::F32).blocks, relu(Element::F16).blocks), (1, 1));
     // Weights, bias, input and output of four by four; the pitch is no traffic.
     assert_eq!(layer(Precision::Tf32).work().bytes, 3 * 64 + 16);
-    assert_eq!(layer(Precision::F16Accumulate).work().bytes, 3 * 32 + 16);
+    assert_eq!(layer(Precision::F16).work().bytes, 3 * 32 + 16);
     assert_eq!(layer(Precision::F32).work().flops, 2 * 64 + 2 * 16);
     let with_master = LinearUpdate { master: Some(0), ..update(Precision::Bf16) };
     assert_eq!(update(Precision::Bf16).work().bytes, 2 * 32 + 2 * 32 + 2 * 16);
@@ -328,34 +324,6 @@ fn a_linear_kernel_is_named_after_its_precision() {
         assert!(update(precision).name().starts_with(&prefix("gradient")));
         assert!(kernel_names().any(|name| name == update(precision).name()));
     }
-}
-
-/// What the library's launches share with those of this crate, and what not.
-#[test]
-fn the_librarys_launches_are_the_same_operations() {
-    for precision in Precision::ALL {
-        // It splits no operands, and multiplies f32 as f32.
-        let called = if precision == Precision::F32x3 { "f32" } else { precision.name() };
-        let own = LinearForward { rows: 32, inputs: 8192, outputs: 16, x_pitch: 8192, ..layer(precision) };
-        let own = LinearForward { weight_pitch: 8192, y_pitch: 16, ..own };
-        let library = LinearForward { engine: Engine::CublasLt, ..own };
-        assert_eq!(library.name(), format!("cublaslt_forward_{called}"));
-        assert_eq!(library.work(), Work { kernel: library.name(), ..own.work() });
-        // Room for the bias in halves; and no counters, since the library has its own.
-        let halves = if precision.element() == Element::F32 { 0 } else { 16 * 2 };
-        assert_eq!(library.workspace_bytes(), own.workspace_bytes() + halves);
-        assert_eq!(library.workspace_bytes_on(None).unwrap(), library.workspace_bytes());
-        assert_eq!(LinearForward { bias: None, ..library }.workspace_bytes(), own.workspace_bytes());
-        assert!(own.tickets() > 0 && library.tickets() == 0);
-        let own = update(precision);
-        let library = LinearUpdate { engine: Engine::CublasLt, ..own };
-        assert_eq!(library.name(), format!("cublaslt_gradient_{called}"));
-        assert_eq!(library.workspace_bytes(), own.workspace_bytes() + 16, "room for four gradients");
-        assert!(library.phases(0).is_none(), "no persistent kernel has them");
-    }
-    let skewed = LinearForward { engine: Engine::CublasLt, bias: Some(BASE + 260), ..layer(Precision::F32) };
-    assert!(matches!(run(skewed), Err(KernelError::Misaligned { alignment: 16, .. })));
-    assert!(run(LinearForward { engine: Engine::Own, ..skewed }).is_ok());
 }
 
 #[test]
@@ -499,14 +467,14 @@ fn any_element() -> impl Strategy<Value = Element> {
 fn any_small_case() -> impl Strategy<Value = common::Case> {
     let sizes = (1..40_u32, 1..40_u32, 1..40_u32, 0..9_u32);
     let options = (any_element(), 0..Precision::ALL.len(), any::<bool>());
-    (0..22_usize, sizes, options, any::<u64>()).prop_map(|(operation, (m, n, k, more), options, seed)| {
+    (0..21_usize, sizes, options, any::<u64>()).prop_map(|(operation, (m, n, k, more), options, seed)| {
         let (element, precision, flag) = (options.0, Precision::ALL[options.1], options.2);
         let (len, matrix) = (u64::from(m) * u64::from(n), [m, n, n + more]);
         let picked = cases::Picked { rows: m, source_rows: k, cursor: flag };
         let half = if element == Element::F32 { Element::F16 } else { element };
         let (layer, variant) = ([m, n, k], u32::from(flag));
         match operation {
-            0..3 => cases::gemm(cases::LAYOUTS[operation], GemmAlgorithm::Tiled, [m, n, k], seed),
+            0..3 => cases::gemm(cases::LAYOUTS[operation], [m, n, k], seed),
             3 => cases::add_bias(element, matrix, seed),
             4 => cases::bias_gradient(element, matrix, seed),
             5 => cases::relu(element, len, seed),
@@ -529,16 +497,7 @@ fn any_small_case() -> impl Strategy<Value = common::Case> {
             17 => cases::forward(precision, layer, variant, None),
             18 => cases::backward_input(precision, layer, variant, None),
             19 => cases::weight_gradient(precision, layer, variant, None),
-            20 => cases::update(precision, layer, variant, None),
-            _ => {
-                let how = cases::How { engine: Engine::CublasLt, precision };
-                match more % 4 {
-                    0 => cases::forward(how, layer, variant, None),
-                    1 => cases::backward_input(how, layer, variant, None),
-                    2 => cases::weight_gradient(how, layer, variant, None),
-                    _ => cases::update(how, layer, variant, None),
-                }
-            }
+            _ => cases::update(precision, layer, variant, None),
         }
     })
 }

@@ -10,12 +10,11 @@ use super::{
     ELEMENTWISE_THREADS, U32, area, at_step, check_room, check_sizes, elementwise_blocks, grid, groups, or_null, span,
     step, total, typed,
 };
-use crate::cuda::{CudaKernels, GatherArguments, Kernel, argument};
+use crate::cuda::{CudaKernels, Kernel, argument};
 use crate::error::KernelError;
 use crate::fused::{scale_bytes, scale_floats};
 use crate::host::{HostBuffers, HostMemory, check_range};
 use crate::operation::{Operation, Work};
-use crate::phase::{Phase, PhaseKind};
 use crate::precision::Element;
 use crate::storage::{Stored, with_stored};
 
@@ -94,7 +93,7 @@ fn groups_each(groups: u64) -> u64 {
 
 /// Both are the same but for the source's element.
 macro_rules! gather_rows {
-    ($operation:ident, $source:ty, $scale_row:ident, $kind:expr, $kernels:expr) => {
+    ($operation:ident, $source:ty, $scale_row:ident, $kernels:expr) => {
         impl $operation {
             fn kernel(&self) -> Kernel {
                 typed(self.element, $kernels)
@@ -193,43 +192,15 @@ macro_rules! gather_rows {
                 // SAFETY: the caller vouches for the memory.
                 with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
             }
-
-            fn phases(&self, _: u64) -> Option<Vec<Phase>> {
-                self.check().ok()?;
-                let arguments = GatherArguments {
-                    source: self.source,
-                    indices: self.indices,
-                    cursor: or_null(self.cursor),
-                    out: self.out,
-                    rows: self.rows,
-                    cols: self.cols,
-                    pitch: self.pitch,
-                    batch: self.batch,
-                    source_rows: self.source_rows,
-                    scale: self.scale,
-                    shift: self.shift,
-                };
-                // A phase has one group for each thread.
-                let work = Work { blocks: elementwise_blocks(self.groups()), ..self.work() };
-                let phase = Phase::gather($kind, &work, arguments, self.buffers(), &[self.out])?;
-                Some(vec![phase.stored_as(self.element)])
-            }
         }
     };
 }
 
-gather_rows!(
-    GatherRowsU8,
-    u8,
-    scale_bytes,
-    PhaseKind::GatherU8,
-    [Kernel::GatherRowsU8, Kernel::GatherRowsU8Bf16, Kernel::GatherRowsU8F16]
-);
+gather_rows!(GatherRowsU8, u8, scale_bytes, [Kernel::GatherRowsU8, Kernel::GatherRowsU8Bf16, Kernel::GatherRowsU8F16]);
 gather_rows!(
     GatherRowsF32,
     f32,
     scale_floats,
-    PhaseKind::GatherF32,
     [Kernel::GatherRowsF32, Kernel::GatherRowsF32Bf16, Kernel::GatherRowsF32F16]
 );
 
@@ -345,23 +316,5 @@ impl Operation for GatherLabels {
             *out = source[index as usize].into();
         }
         Ok(())
-    }
-
-    fn phases(&self, _: u64) -> Option<Vec<Phase>> {
-        self.check().ok()?;
-        let arguments = GatherArguments {
-            source: self.source,
-            indices: self.indices,
-            cursor: or_null(self.cursor),
-            out: self.out,
-            rows: self.rows,
-            cols: 1,
-            pitch: 1,
-            batch: self.batch,
-            source_rows: self.source_rows,
-            scale: 1.0,
-            shift: 0.0,
-        };
-        Some(vec![Phase::gather(PhaseKind::GatherLabels, &self.work(), arguments, self.buffers(), &[self.out])?])
     }
 }

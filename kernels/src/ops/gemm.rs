@@ -19,25 +19,14 @@ pub enum GemmLayout {
     TN,
 }
 
-/// How a GPU computes the product. The host computes all of them alike.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum GemmAlgorithm {
-    /// One thread for each element of C.
-    Naive,
-    /// Tiles in shared memory and registers: the `tiled` kernel where 64×64 tiles would fill a GPU, `sliced` otherwise.
-    /// The shape alone decides.
-    Tiled,
-}
-
 /// `C[m,n] = op(A)·op(B)`, in true `f32`.
 ///
-/// The kernel is `gemm_{nn,nt,tn}_{naive,tiled,sliced}`.
+/// A GPU computes it in tiles of shared memory and registers: `gemm_{nn,nt,tn}_tiled` where 64×64 tiles would fill a GPU,
+/// `gemm_{nn,nt,tn}_sliced` otherwise. The shape alone decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gemm {
     /// Which operand lies transposed.
     pub layout: GemmLayout,
-    /// Which kernel computes it on a GPU.
-    pub algorithm: GemmAlgorithm,
     /// Rows of C; below 2³¹, as are all three.
     pub m: u32,
     /// Columns of C.
@@ -52,7 +41,7 @@ pub struct Gemm {
     pub c: u64,
 }
 
-/// Threads in a block, the same for all three kernels.
+/// Threads in a block of either kernel.
 const THREADS: u32 = 256;
 /// Side of a block's tile in the `tiled` kernel, and the steps of k in one trip of its loop.
 const TILE: u64 = 64;
@@ -68,7 +57,6 @@ const LARGEST: u32 = i32::MAX as u32;
 
 #[derive(Clone, Copy)]
 enum Variant {
-    Naive,
     Tiled,
     Sliced,
 }
@@ -81,18 +69,11 @@ impl Gemm {
     fn variant(&self) -> Variant {
         // A side of no more than half a tile would waste half of each block.
         let thin = u64::from(self.m.min(self.n)) <= TILE / 2;
-        match self.algorithm {
-            GemmAlgorithm::Naive => Variant::Naive,
-            GemmAlgorithm::Tiled if !thin && self.tiles() >= TILES_TO_FILL_A_GPU => Variant::Tiled,
-            GemmAlgorithm::Tiled => Variant::Sliced,
-        }
+        if !thin && self.tiles() >= TILES_TO_FILL_A_GPU { Variant::Tiled } else { Variant::Sliced }
     }
 
     fn kernel(&self) -> Kernel {
         match (self.layout, self.variant()) {
-            (GemmLayout::NN, Variant::Naive) => Kernel::GemmNnNaive,
-            (GemmLayout::NT, Variant::Naive) => Kernel::GemmNtNaive,
-            (GemmLayout::TN, Variant::Naive) => Kernel::GemmTnNaive,
             (GemmLayout::NN, Variant::Tiled) => Kernel::GemmNnTiled,
             (GemmLayout::NT, Variant::Tiled) => Kernel::GemmNtTiled,
             (GemmLayout::TN, Variant::Tiled) => Kernel::GemmTnTiled,
@@ -121,7 +102,6 @@ impl Operation for Gemm {
     fn work(&self) -> Work {
         let k = u64::from(self.k);
         let (blocks, iterations) = match self.variant() {
-            Variant::Naive => (area(self.m, self.n).div_ceil(THREADS.into()), k),
             Variant::Tiled => (self.tiles(), k.div_ceil(TILED_DEPTH)),
             Variant::Sliced => (
                 u64::from(self.m).div_ceil(PATCH_ROWS) * u64::from(self.n).div_ceil(PATCH_COLS),
@@ -207,27 +187,26 @@ impl Operation for Gemm {
 mod tests {
     use super::*;
 
-    fn gemm(layout: GemmLayout, algorithm: GemmAlgorithm, m: u32, n: u32, k: u32) -> Gemm {
-        Gemm { layout, algorithm, m, n, k, a: 0, b: 0, c: 0 }
+    fn gemm(layout: GemmLayout, m: u32, n: u32, k: u32) -> Gemm {
+        Gemm { layout, m, n, k, a: 0, b: 0, c: 0 }
     }
 
     #[test]
     fn thin_products_are_sliced_and_large_ones_tiled() {
-        let forward = gemm(GemmLayout::NT, GemmAlgorithm::Tiled, 64, 784, 784);
+        let forward = gemm(GemmLayout::NT, 64, 784, 784);
         assert_eq!(forward.name(), "gemm_nt_sliced");
         assert_eq!((forward.work().blocks, forward.work().iterations), (100, 7));
-        let weights = gemm(GemmLayout::TN, GemmAlgorithm::Tiled, 784, 784, 64);
+        let weights = gemm(GemmLayout::TN, 784, 784, 64);
         assert_eq!(weights.name(), "gemm_tn_tiled");
         assert_eq!((weights.work().blocks, weights.work().iterations), (169, 4));
-        assert_eq!(gemm(GemmLayout::NT, GemmAlgorithm::Tiled, 10_000, 10, 784).name(), "gemm_nt_sliced");
-        assert_eq!(gemm(GemmLayout::NN, GemmAlgorithm::Naive, 10_000, 10, 784).name(), "gemm_nn_naive");
+        assert_eq!(gemm(GemmLayout::NT, 10_000, 10, 784).name(), "gemm_nt_sliced");
     }
 
     #[test]
     fn work_counts_each_matrix_once() {
-        let work = gemm(GemmLayout::NN, GemmAlgorithm::Tiled, 2, 3, 5).work();
+        let work = gemm(GemmLayout::NN, 2, 3, 5).work();
         assert_eq!((work.bytes, work.flops), (4 * (10 + 15 + 6), 60));
-        let huge = gemm(GemmLayout::NN, GemmAlgorithm::Tiled, u32::MAX, u32::MAX, u32::MAX).work();
+        let huge = gemm(GemmLayout::NN, u32::MAX, u32::MAX, u32::MAX).work();
         assert_eq!((huge.bytes, huge.flops), (u64::MAX, u64::MAX));
     }
 }

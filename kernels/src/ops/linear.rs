@@ -19,10 +19,9 @@ pub use weight_gradient::LinearWeightGradient;
 
 use super::bias::sum_rows;
 use super::{U32, check_sizes};
-use crate::cuda::{LibraryProduct, LinearArguments};
+use crate::cuda::LinearArguments;
 use crate::error::KernelError;
 use crate::host::HostBuffers;
-use crate::plan::Product;
 use crate::precision::{Element, Precision};
 use crate::storage::{Operand, Stored};
 
@@ -33,21 +32,13 @@ const LARGEST: u32 = i32::MAX as u32;
 macro_rules! linear {
     ($operation:ident, $product:expr, |$self:ident| ($m:expr, $n:expr, $k:expr)) => {
         impl $operation {
-            /// How a kernel of this crate would be launched.
+            /// How the kernel is launched.
             fn plan(&$self) -> Plan {
                 Plan::of($product, $self.precision, $m, $n, $k)
             }
 
-            /// The plan for any GPU.
-            fn portable_plan(&$self) -> Plan {
-                $self.plan().portable([$m, $n, $k])
-            }
-
             fn kernel(&$self) -> &'static str {
-                match $self.engine {
-                    Engine::Own => $self.plan().kernel(),
-                    Engine::CublasLt => library_name($product, $self.precision),
-                }
+                $self.plan().kernel()
             }
 
             /// Name of the kernel that a launch on this GPU takes: GPUs lack some, and the planned one may not fit. Without a
@@ -57,46 +48,22 @@ macro_rules! linear {
             ///
             /// As for [`CudaKernels::prepare`].
             pub fn kernel_on(&$self, cuda: Option<&CudaKernels>) -> Result<&'static str, KernelError> {
-                match ($self.engine, cuda) {
-                    (Engine::Own, Some(cuda)) => cuda.kernel_of(&$self.plan(), [$m, $n, $k]),
-                    _ => Ok($self.kernel()),
+                match cuda {
+                    Some(cuda) => cuda.kernel_of(&$self.plan(), [$m, $n, $k]),
+                    None => Ok($self.kernel()),
                 }
             }
 
-            /// Bytes of memory that the blocks of the launch need to add up their sums; zero if none share a sum. With
-            /// [`Engine::CublasLt`] this is what the simulated device takes, and a GPU needs
-            /// [`workspace_bytes_on`](Self::workspace_bytes_on).
+            /// Bytes of memory that the blocks of the launch need to add up their sums; zero if none share a sum.
             #[must_use]
             pub fn workspace_bytes(&self) -> u64 {
-                self.plan().workspace_bytes + self.beside_bytes()
-            }
-
-            /// The same for a launch on this GPU; without one, for the host. Of cuBLASLt it is what the chosen algorithm
-            /// asks for, and what is computed beside the product. A few nanoseconds for a shape that this thread has asked
-            /// for before.
-            ///
-            /// # Errors
-            ///
-            /// [`KernelError::Shape`]; with [`Engine::CublasLt`] those of
-            /// [`prepare_cublaslt`](CudaKernels::prepare_cublaslt), and [`KernelError::CublasLt`] for a product that the
-            /// library cannot make.
-            pub fn workspace_bytes_on(&self, cuda: Option<&CudaKernels>) -> Result<u64, KernelError> {
-                match (self.engine, cuda) {
-                    (Engine::CublasLt, Some(cuda)) => {
-                        self.check_shape()?;
-                        Ok(self.beside_bytes() + cuda.library_workspace(&self.library())?)
-                    }
-                    _ => Ok(self.workspace_bytes()),
-                }
+                self.plan().workspace_bytes
             }
 
             /// Counters that the launch needs to find out which of its blocks is the last to add to a tile.
             #[must_use]
             pub fn tickets(&self) -> u64 {
-                match self.engine {
-                    Engine::Own => self.plan().tickets,
-                    Engine::CublasLt => 0,
-                }
+                self.plan().tickets
             }
 
             /// Ways to compute this product that are worth measuring.
@@ -112,7 +79,7 @@ macro_rules! linear {
                 (plan.workspace_bytes, plan.tickets)
             }
 
-            /// Queues the launch of this crate's kernel with this choice instead of the planned one, for measuring.
+            /// Queues the launch with this choice instead of the planned one, for measuring.
             ///
             /// # Errors
             ///
@@ -152,35 +119,6 @@ macro_rules! linear {
                 both.into_iter().filter(|(_, bytes)| *bytes > 0)
             }
 
-            /// Bytes of the workspace that hold what is computed beside the library's product; a multiple of 16.
-            fn beside_bytes(&self) -> u64 {
-                match self.engine {
-                    Engine::Own => 0,
-                    Engine::CublasLt => self.beside().next_multiple_of(super::AT_ONCE),
-                }
-            }
-
-            /// Queues the library's product, with these factors and this bias.
-            ///
-            /// # Safety
-            ///
-            /// As for [`Operation::launch`].
-            unsafe fn launch_product(
-                &self,
-                cuda: &CudaKernels,
-                stream: CUstream,
-                (alpha, beta): (f32, f32),
-                bias: u64,
-            ) -> Result<(), KernelError> {
-                let LinearArguments { a, b, .. } = self.arguments();
-                let (out, workspace) = (self.product_out(), self.workspace + self.beside_bytes());
-                // SAFETY: the caller vouches for the addresses.
-                unsafe {
-                    let operands = Operands { a, b, out, bias, alpha, beta, workspace };
-                    cuda.launch_library(&self.library(), stream, &operands)
-                }
-            }
-
             /// Claims workspace and tickets: the host needs neither, but an overlap has to come out.
             ///
             /// # Safety
@@ -214,17 +152,6 @@ fn check_alignment(operation: &'static str, element: Element, arguments: &Linear
             what: format!("a row of {pitch} elements is no multiple of {AT_ONCE} bytes"),
         }),
     }
-}
-
-/// The library's product with an output of this type, and nothing behind it.
-fn library_product(
-    product: Product,
-    precision: Precision,
-    arguments: &LinearArguments,
-    out: Element,
-) -> LibraryProduct {
-    let LinearArguments { m, n, k, a_pitch, b_pitch, out_pitch, .. } = *arguments;
-    LibraryProduct { product, precision, m, n, k, a_pitch, b_pitch, out_pitch, out, bias: false, relu: false }
 }
 
 fn check_layer(operation: &'static str, rows: u32, inputs: u32, outputs: u32) -> Result<(), KernelError> {

@@ -4,13 +4,11 @@ use cudarc::driver::sys::CUstream;
 
 use super::accuracy::first_greatest;
 use super::loss::{Row, mean};
-use super::persistent::PersistentSteps;
 use super::{F32, U32, area, at_step, check_room, check_sizes, grid, or_null, span, total, typed};
-use crate::cuda::{CudaKernels, Kernel, LossArguments, argument};
+use crate::cuda::{CudaKernels, Kernel, argument};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory, check_range};
 use crate::operation::{Operation, Work};
-use crate::phase::{Phase, PhaseKind};
 use crate::precision::Element;
 use crate::storage::{Stored, with_stored};
 
@@ -226,44 +224,5 @@ impl Operation for SoftmaxLoss {
         self.check()?;
         // SAFETY: the caller vouches for the memory.
         with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
-    }
-
-    /// The rows, and then their mean, for which nothing else has to wait.
-    fn phases(&self, scratch: u64) -> Option<Vec<Phase>> {
-        self.check().ok()?;
-        if self.correct.is_some() {
-            return None;
-        }
-        let arguments = LossArguments {
-            logits: self.logits,
-            labels: self.labels,
-            dlogits: or_null(self.dlogits),
-            sums: scratch,
-            loss: self.loss,
-            cursor: or_null(self.cursor),
-            rows: self.rows,
-            classes: self.classes,
-            dlogits_pitch: self.dlogits_pitch,
-            advance: self.advance.into(),
-            scale: self.scale,
-        };
-        // A sum for each warp of each block.
-        let sums = (scratch, total([(self.blocks(), WARPS * F32)]));
-        if sums.1 > PersistentSteps::SCRATCH_BYTES {
-            return None;
-        }
-        let loss = self.cursor.map_or((self.loss, F32), |cursor| (cursor, U32));
-        let gradient = total([(self.gradient_elements(), self.element.bytes())]);
-        let mut of_rows = vec![
-            (self.logits, total([(area(self.rows, self.classes), F32)])),
-            (self.labels, total([(self.rows.into(), U32)])),
-            sums,
-        ];
-        of_rows.extend(self.dlogits.map(|dlogits| (dlogits, gradient)));
-        let rows =
-            Phase::loss(PhaseKind::LossRows, self.blocks(), arguments, of_rows, &[or_null(self.dlogits), scratch])?;
-        let mean = Phase::loss(PhaseKind::LossMean, 1, arguments, vec![sums, loss], &[loss.0])?;
-        let typed = |phase: Phase| if self.dlogits.is_some() { phase.stored_as(self.element) } else { phase };
-        Some(vec![typed(rows), mean])
     }
 }

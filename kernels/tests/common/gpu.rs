@@ -5,7 +5,7 @@ use std::ffi::c_int;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{result, sys};
-use kernels::{CudaKernels, KernelError, Operation, Precision};
+use kernels::{CudaKernels, KernelError, Operation};
 
 /// Whose turn it is. While one thread captures a stream, the driver refuses others' allocations, and calls of theirs can spoil
 /// the capture.
@@ -37,15 +37,6 @@ impl Gpu {
         no_gpu()
     }
 
-    /// The same, or there is no cuBLASLt.
-    #[allow(dead_code, reason = "for some tests")]
-    pub(crate) fn missing_cublaslt() -> Option<String> {
-        no_gpu().or_else(|| match Self::new().kernels.as_ref()?.prepare_cublaslt(Precision::F32) {
-            Err(KernelError::NoCublasLt { why }) => Some(why),
-            _ => None,
-        })
-    }
-
     /// Panics where there is none.
     pub(crate) fn new() -> Self {
         assert_eq!(no_gpu(), None, "this test needs a GPU");
@@ -63,16 +54,6 @@ impl Gpu {
     pub(crate) fn without_warpgroups() -> Self {
         let mut gpu = Self::new();
         gpu.kernels = gpu.kernels.take().map(CudaKernels::without_warpgroups);
-        gpu
-    }
-
-    /// With cuBLASLt ready for every precision.
-    #[allow(dead_code, reason = "for some tests")]
-    pub(crate) fn with_cublaslt() -> Self {
-        let gpu = Self::new();
-        for precision in Precision::ALL {
-            gpu.kernels.as_ref().unwrap().prepare_cublaslt(precision).unwrap();
-        }
         gpu
     }
 

@@ -51,12 +51,7 @@ pub(crate) const POISON: u8 = 0xff;
 impl Case {
     /// Whether it is a launch of a linear layer's, which reads 16 bytes at a time.
     pub(crate) fn is_linear(&self) -> bool {
-        self.label.starts_with("linear_") || self.is_of_library()
-    }
-
-    /// Whether its product is cuBLASLt's.
-    pub(crate) fn is_of_library(&self) -> bool {
-        self.label.starts_with("cublaslt_")
+        self.label.starts_with("linear_")
     }
 
     /// Offsets of the buffers in one region, and the region's contents before the operation. Each buffer begins `skew`

@@ -8,13 +8,10 @@ use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
 use crate::ops::{U32, area, total};
-use crate::phase::Phase;
 use crate::plan::BackwardPlan;
-use crate::precision::Engine;
 
 /// [`LinearBackwardInput`], and then [`LinearUpdate`], in one kernel that reads each weight once: what few examples take
-/// through a large layer is the time to read its weights. On a GPU without warpgroups it is one after the other, and both
-/// are what a launch is made of inside of [`PersistentSteps`](crate::PersistentSteps).
+/// through a large layer is the time to read its weights. On a GPU without warpgroups it is one after the other.
 ///
 /// The sums have another order than those of [`LinearBackwardInput`] by itself.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -37,8 +34,7 @@ impl LinearBackward {
     }
 
     fn plan(&self) -> Option<BackwardPlan> {
-        let own = self.input.engine == Engine::Own && self.update.engine == Engine::Own;
-        if !own || self.update.master.is_some() {
+        if self.update.master.is_some() {
             return None;
         }
         BackwardPlan::of(self.input.precision, self.input.rows, self.input.inputs, self.input.outputs)
@@ -144,12 +140,5 @@ impl Operation for LinearBackward {
             self.input.run_on_host(memory)?;
             self.update.run_on_host(memory)
         }
-    }
-
-    fn phases(&self, scratch: u64) -> Option<Vec<Phase>> {
-        self.check().ok()?;
-        let (mut both, update) = (self.input.phases(scratch)?, self.update.phases(scratch)?);
-        both.extend(update);
-        Some(both)
     }
 }

@@ -2,15 +2,14 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Transposed, check_alignment, library_product, linear, product};
-use crate::cuda::{CudaKernels, LibraryProduct, LinearArguments, Operands, library_name};
+use super::{Transposed, check_alignment, linear, product};
+use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
-use crate::ops::{ReluBackward, U32, area, check_room, or_null, span, total};
-use crate::phase::Phase;
+use crate::ops::{U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
-use crate::precision::{Element, Engine, Precision};
+use crate::precision::{Element, Precision};
 use crate::storage::{Operand, Stored, with_stored};
 
 /// `dx = dy·weight`, zero where the layer's input was not positive.
@@ -18,8 +17,6 @@ use crate::storage::{Operand, Stored, with_stored};
 pub struct LinearBackwardInput {
     /// Storage of dy, weight, mask and dx, and how products are computed.
     pub precision: Precision,
-    /// Whose kernel makes the product.
-    pub engine: Engine,
     /// Rows of dy and dx: examples.
     pub rows: u32,
     /// Columns of weight and dx.
@@ -77,32 +74,6 @@ impl LinearBackwardInput {
             ],
         )?;
         check_alignment(self.name(), self.element(), &self.arguments())
-    }
-
-    fn library(&self) -> LibraryProduct {
-        library_product(Product::Input, self.precision, &self.arguments(), self.element())
-    }
-
-    fn product_out(&self) -> u64 {
-        self.dx
-    }
-
-    fn beside(&self) -> u64 {
-        0
-    }
-
-    /// # Safety
-    ///
-    /// As for [`Operation::launch`].
-    unsafe fn launch_library(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        // SAFETY: the caller vouches for the addresses.
-        unsafe { self.launch_product(cuda, stream, (1.0, 0.0), 0) }?;
-        let Some(mask) = self.mask else { return Ok(()) };
-        let len = span(self.rows, self.inputs, self.dx_pitch);
-        let relu = ReluBackward { element: self.element(), len, y: mask, dy: self.dx, dx: self.dx };
-        // SAFETY: the caller vouches for mask and dx. In place, because each thread reads its elements before it writes them,
-        // and nobody else does either.
-        unsafe { relu.launch(cuda, stream) }
     }
 
     /// # Safety
@@ -182,23 +153,12 @@ impl Operation for LinearBackwardInput {
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
         // SAFETY: the caller vouches for the addresses.
-        unsafe {
-            match self.engine {
-                Engine::Own => cuda.launch_linear(&self.plan(), stream, &self.arguments()),
-                Engine::CublasLt => self.launch_library(cuda, stream),
-            }
-        }
+        unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
         self.check()?;
         // SAFETY: the caller vouches for the memory.
         with_stored!(self.element(), T => unsafe { self.run_typed::<T>(memory) })
-    }
-
-    fn phases(&self, _: u64) -> Option<Vec<Phase>> {
-        self.check().ok().filter(|()| self.engine == Engine::Own)?;
-        let written = [self.dx, self.workspace, self.tickets];
-        Some(vec![Phase::linear(&self.portable_plan(), self.arguments(), self.buffers(), &written)?])
     }
 }

@@ -2,15 +2,14 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{AT_ONCE, Transposed, check_alignment, library_product, linear, product};
-use crate::cuda::{CudaKernels, LibraryProduct, LinearArguments, Operands, library_name};
+use super::{Transposed, check_alignment, linear, product};
+use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
-use crate::ops::{ConvertElements, F32, U32, area, check_room, or_null, span, total};
-use crate::phase::Phase;
+use crate::ops::{F32, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
-use crate::precision::{Element, Engine, Precision};
+use crate::precision::{Element, Precision};
 use crate::storage::{Operand, Stored, with_stored};
 
 /// `y = x·weightᵀ (+ bias) (then ReLU)`.
@@ -18,8 +17,6 @@ use crate::storage::{Operand, Stored, with_stored};
 pub struct LinearForward {
     /// Storage of x and weight, and how products are computed.
     pub precision: Precision,
-    /// Whose kernel makes the product.
-    pub engine: Engine,
     /// Rows of x and y: examples.
     pub rows: u32,
     /// Columns of x and weight.
@@ -34,10 +31,9 @@ pub struct LinearForward {
     pub weight: u64,
     /// Elements from one row of the weights to the next.
     pub weight_pitch: u32,
-    /// Address of the bias, `f32[outputs]`, if it is to be added. With [`Engine::CublasLt`] it begins on 16 bytes, and a y of
-    /// halves gets its rounding.
+    /// Address of the bias, `f32[outputs]`, if it is to be added.
     pub bias: Option<u64>,
-    /// Whether negative results become zero. What is no number stays so, but cuBLASLt may make it zero too.
+    /// Whether negative results become zero. What is no number stays so.
     pub relu: bool,
     /// Address of y, `[rows, outputs]`, written.
     pub y: u64,
@@ -45,7 +41,7 @@ pub struct LinearForward {
     pub y_pitch: u32,
     /// Whether y is f32 whatever the precision: logits.
     pub y_f32: bool,
-    /// Address of [`workspace_bytes_on`](Self::workspace_bytes_on) bytes for sums that blocks share; any value if that is
+    /// Address of [`workspace_bytes`](Self::workspace_bytes) bytes for sums that blocks share; any value if that is
     /// zero.
     pub workspace: u64,
     /// Address of [`tickets`](Self::tickets) u32 that are zero, and are zero again when the launch is done.
@@ -88,43 +84,7 @@ impl LinearForward {
                 ("y_pitch", self.y_pitch, self.outputs),
             ],
         )?;
-        check_alignment(self.name(), self.element(), &self.arguments())?;
-        let bias = or_null(self.bias);
-        if self.engine == Engine::CublasLt && !bias.is_multiple_of(AT_ONCE) {
-            return Err(KernelError::Misaligned { operation: self.name(), addr: bias, alignment: AT_ONCE });
-        }
-        Ok(())
-    }
-
-    fn library(&self) -> LibraryProduct {
-        let plain = library_product(Product::Forward, self.precision, &self.arguments(), self.y_element());
-        LibraryProduct { bias: self.bias.is_some(), relu: self.relu, ..plain }
-    }
-
-    fn product_out(&self) -> u64 {
-        self.y
-    }
-
-    /// The library takes a bias of the output's type, so one in halves is made of ours.
-    fn beside(&self) -> u64 {
-        let halves = self.bias.is_some() && self.y_element() != Element::F32;
-        if halves { total([(self.outputs.into(), self.y_element().bytes())]) } else { 0 }
-    }
-
-    /// # Safety
-    ///
-    /// As for [`Operation::launch`].
-    unsafe fn launch_library(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        let mut bias = or_null(self.bias);
-        if self.beside() > 0 {
-            let (len, from, to) = (self.outputs.into(), Element::F32, self.y_element());
-            let rounded = ConvertElements { len, from, to, x: bias, y: self.workspace };
-            // SAFETY: the caller vouches for bias and workspace.
-            unsafe { rounded.launch(cuda, stream) }?;
-            bias = self.workspace;
-        }
-        // SAFETY: the caller vouches for the addresses.
-        unsafe { self.launch_product(cuda, stream, (1.0, 0.0), bias) }
+        check_alignment(self.name(), self.element(), &self.arguments())
     }
 
     /// # Safety
@@ -207,12 +167,7 @@ impl Operation for LinearForward {
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
         // SAFETY: the caller vouches for the addresses.
-        unsafe {
-            match self.engine {
-                Engine::Own => cuda.launch_linear(&self.plan(), stream, &self.arguments()),
-                Engine::CublasLt => self.launch_library(cuda, stream),
-            }
-        }
+        unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
@@ -221,11 +176,5 @@ impl Operation for LinearForward {
         with_stored!(self.element(), T => unsafe {
             if self.y_f32 { self.run_typed::<T, f32>(memory) } else { self.run_typed::<T, T>(memory) }
         })
-    }
-
-    fn phases(&self, _: u64) -> Option<Vec<Phase>> {
-        self.check().ok().filter(|()| self.engine == Engine::Own)?;
-        let written = [self.y, self.workspace, self.tickets];
-        Some(vec![Phase::linear(&self.portable_plan(), self.arguments(), self.buffers(), &written)?])
     }
 }

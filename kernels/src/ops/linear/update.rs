@@ -2,17 +2,16 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Gradient, check_alignment, library_product, linear};
-use crate::cuda::{CudaKernels, LibraryProduct, LinearArguments, Operands, library_name};
+use super::{Gradient, check_alignment, linear};
+use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::fused::descend;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
 use crate::ops::sgd::{check_master, step_weights};
-use crate::ops::{BiasGradient, ConvertElements, F32, Sgd, U32, area, check_room, or_null, span, total};
-use crate::phase::Phase;
+use crate::ops::{F32, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
-use crate::precision::{Element, Engine, Precision};
+use crate::precision::{Element, Precision};
 use crate::storage::{Stored, with_stored};
 
 /// `weight -= rate · dyᵀ·x` and `bias -= rate · Σ_rows dy`: a gradient that is never written.
@@ -20,8 +19,6 @@ use crate::storage::{Stored, with_stored};
 pub struct LinearUpdate {
     /// Storage of dy, x and weight, and how products are computed.
     pub precision: Precision,
-    /// Whose kernel makes the product.
-    pub engine: Engine,
     /// Rows of dy and x: examples.
     pub rows: u32,
     /// Columns of x and weight.
@@ -92,54 +89,6 @@ impl LinearUpdate {
         )?;
         check_alignment(self.name(), self.element(), &self.arguments())?;
         check_master(self.name(), self.element(), self.master)
-    }
-
-    fn library(&self) -> LibraryProduct {
-        let stepped = if self.master.is_some() { Element::F32 } else { self.element() };
-        library_product(Product::Gradient, self.precision, &self.arguments(), stepped)
-    }
-
-    /// What is stepped: the product is added to it.
-    fn product_out(&self) -> u64 {
-        self.master.unwrap_or(self.weight)
-    }
-
-    /// The bias' gradient.
-    fn beside(&self) -> u64 {
-        total([(self.outputs.into(), F32)])
-    }
-
-    /// # Safety
-    ///
-    /// As for [`Operation::launch`].
-    unsafe fn launch_library(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        let sums = BiasGradient {
-            element: self.element(),
-            rows: self.rows,
-            cols: self.outputs,
-            pitch: self.dy_pitch,
-            dy: self.dy,
-            db: self.workspace,
-        };
-        let bias = Sgd {
-            element: Element::F32,
-            len: self.outputs.into(),
-            learning_rate: self.rate,
-            gradient: self.workspace,
-            weights: self.bias,
-            master: None,
-        };
-        // SAFETY: the caller vouches for the addresses.
-        unsafe {
-            self.launch_product(cuda, stream, (-self.rate, 1.0), 0)?;
-            sums.launch(cuda, stream)?;
-            bias.launch(cuda, stream)?;
-        }
-        let Some(master) = self.master else { return Ok(()) };
-        let len = span(self.outputs, self.inputs, self.weight_pitch);
-        let rounded = ConvertElements { len, from: Element::F32, to: self.element(), x: master, y: self.weight };
-        // SAFETY: as above; masters have the weights' pitch.
-        unsafe { rounded.launch(cuda, stream) }
     }
 
     /// # Safety
@@ -218,23 +167,12 @@ impl Operation for LinearUpdate {
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
         // SAFETY: the caller vouches for the addresses.
-        unsafe {
-            match self.engine {
-                Engine::Own => cuda.launch_linear(&self.plan(), stream, &self.arguments()),
-                Engine::CublasLt => self.launch_library(cuda, stream),
-            }
-        }
+        unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
         self.check()?;
         // SAFETY: the caller vouches for the memory.
         with_stored!(self.element(), T => unsafe { self.run_typed::<T>(memory) })
-    }
-
-    fn phases(&self, _: u64) -> Option<Vec<Phase>> {
-        self.check().ok().filter(|()| self.engine == Engine::Own)?;
-        let written = [self.weight, or_null(self.master), self.bias, self.workspace, self.tickets];
-        Some(vec![Phase::linear(&self.portable_plan(), self.arguments(), self.buffers(), &written)?])
     }
 }

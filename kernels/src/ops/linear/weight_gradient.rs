@@ -2,15 +2,14 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Gradient, check_alignment, library_product, linear};
-use crate::cuda::{CudaKernels, LibraryProduct, LinearArguments, Operands, library_name};
+use super::{Gradient, check_alignment, linear};
+use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{Operation, Work};
-use crate::ops::{BiasGradient, F32, Fill, Sgd, U32, area, check_room, or_null, span, total};
-use crate::phase::Phase;
+use crate::ops::{F32, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
-use crate::precision::{Element, Engine, Precision};
+use crate::precision::{Element, Precision};
 use crate::storage::{Stored, with_stored};
 
 /// `dweight = dyᵀ·x · scale` and `dbias = Σ_rows dy · scale`, both f32.
@@ -18,8 +17,6 @@ use crate::storage::{Stored, with_stored};
 pub struct LinearWeightGradient {
     /// Storage of dy and x, and how products are computed.
     pub precision: Precision,
-    /// Whose kernel makes the product.
-    pub engine: Engine,
     /// Rows of dy and x: examples.
     pub rows: u32,
     /// Columns of x and dweight.
@@ -79,50 +76,6 @@ impl LinearWeightGradient {
             ],
         )?;
         check_alignment(self.name(), self.element(), &self.arguments())
-    }
-
-    fn library(&self) -> LibraryProduct {
-        library_product(Product::Gradient, self.precision, &self.arguments(), Element::F32)
-    }
-
-    fn product_out(&self) -> u64 {
-        self.dweight
-    }
-
-    /// Sums that are not yet multiplied by the scale.
-    fn beside(&self) -> u64 {
-        if self.dbias.is_some() && self.scale != 1.0 { total([(self.outputs.into(), F32)]) } else { 0 }
-    }
-
-    /// # Safety
-    ///
-    /// As for [`Operation::launch`].
-    unsafe fn launch_library(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        // SAFETY: the caller vouches for the addresses.
-        unsafe { self.launch_product(cuda, stream, (self.scale, 0.0), 0) }?;
-        let Some(dbias) = self.dbias else { return Ok(()) };
-        let len = self.outputs.into();
-        let sums = BiasGradient {
-            element: self.element(),
-            rows: self.rows,
-            cols: self.outputs,
-            pitch: self.dy_pitch,
-            dy: self.dy,
-            db: if self.beside() > 0 { self.workspace } else { dbias },
-        };
-        // SAFETY: the caller vouches for dy, dbias and workspace.
-        unsafe { sums.launch(cuda, stream) }?;
-        if self.beside() == 0 {
-            return Ok(());
-        }
-        // Zero stepped by `-scale` along the sums is their multiple.
-        let (element, gradient, weights) = (Element::F32, self.workspace, dbias);
-        let scaled = Sgd { element, len, learning_rate: -self.scale, gradient, weights, master: None };
-        // SAFETY: as above.
-        unsafe {
-            Fill { len, value: 0.0, out: dbias }.launch(cuda, stream)?;
-            scaled.launch(cuda, stream)
-        }
     }
 
     /// # Safety
@@ -198,23 +151,12 @@ impl Operation for LinearWeightGradient {
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         self.check()?;
         // SAFETY: the caller vouches for the addresses.
-        unsafe {
-            match self.engine {
-                Engine::Own => cuda.launch_linear(&self.plan(), stream, &self.arguments()),
-                Engine::CublasLt => self.launch_library(cuda, stream),
-            }
-        }
+        unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
         self.check()?;
         // SAFETY: the caller vouches for the memory.
         with_stored!(self.element(), T => unsafe { self.run_typed::<T>(memory) })
-    }
-
-    fn phases(&self, _: u64) -> Option<Vec<Phase>> {
-        self.check().ok().filter(|()| self.engine == Engine::Own)?;
-        let written = [self.dweight, or_null(self.dbias), self.workspace, self.tickets];
-        Some(vec![Phase::linear(&self.portable_plan(), self.arguments(), self.buffers(), &written)?])
     }
 }

@@ -1,23 +1,22 @@
 //! The whole way back through a layer in one launch.
 
-use kernels::{Engine, LinearBackward, LinearBackwardInput, LinearUpdate, Precision};
+use kernels::{LinearBackward, LinearBackwardInput, LinearUpdate, Precision};
 
-use super::linear::{How, Operand, SEED, label, pitch, product, shared, stored};
+use super::linear::{Operand, SEED, label, pitch, product, shared, stored};
 use super::{Data, case, input, stored_tolerance, within, within_rows};
 use crate::common::{Buffer, Case};
 
 /// Where the layer's input is the mask; or, as variant 1, without a mask and with wider pitches.
 pub(crate) fn backward(precision: Precision, shape: [u32; 3], more: u32) -> Case {
-    let how = How::from(precision);
     let [rows, inputs, outputs] = shape;
     let (mut data, element, rate) = (Data::new(SEED), precision.element(), 0.037_f32);
     let masked = more == 0;
-    let dy = Operand::new(how, &mut data, rows, outputs, more);
-    let x = Operand::new(how, &mut data, rows, inputs, more);
-    let weight = Operand::new(how, &mut data, outputs, inputs, more);
+    let dy = Operand::new(precision, &mut data, rows, outputs, more);
+    let x = Operand::new(precision, &mut data, rows, inputs, more);
+    let weight = Operand::new(precision, &mut data, outputs, inputs, more);
     let biases = data.floats(outputs.into(), 1.0);
 
-    let sums = product(how, &dy.values, &weight.transposed(), outputs);
+    let sums = product(precision, &dy.values, &weight.transposed(), outputs);
     let dx = sums.into_iter().zip(&x.stored).map(
         |(sum, &x)| {
             if masked && x <= 0.0 { (0.0, 0.0) } else { stored(element, sum) }
@@ -27,7 +26,7 @@ pub(crate) fn backward(precision: Precision, shape: [u32; 3], more: u32) -> Case
         let rate = f64::from(rate);
         stored(kernels::Element::F32, (f64::from(from) - rate * sum, rate * allowed))
     };
-    let stepped = weight.stored.iter().zip(product(how, &dy.transposed(), &x.transposed(), rows)).map(step);
+    let stepped = weight.stored.iter().zip(product(precision, &dy.transposed(), &x.transposed(), rows)).map(step);
     let stepped = stepped.map(|(value, allowed)| (value, allowed + stored_tolerance(element, value)));
     let bias = within(biases.iter().zip(dy.column_sums()).map(step).collect());
 
@@ -42,7 +41,6 @@ pub(crate) fn backward(precision: Precision, shape: [u32; 3], more: u32) -> Case
     let (dy_pitch, x_pitch, weight_pitch) = (dy.pitch, x.pitch, weight.pitch);
     let build = move |at: &[u64]| {
         let input = LinearBackwardInput {
-            engine: Engine::Own,
             precision,
             rows,
             inputs,
@@ -58,7 +56,6 @@ pub(crate) fn backward(precision: Precision, shape: [u32; 3], more: u32) -> Case
             tickets: at[6],
         };
         let update = LinearUpdate {
-            engine: Engine::Own,
             precision,
             rows,
             inputs,

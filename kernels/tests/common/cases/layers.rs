@@ -1,13 +1,11 @@
 //! What a layer is made of, and its update, operation by operation.
 
-use kernels::{
-    AddBias, BiasGradient, ConvertElements, Element, Fill, Gemm, GemmAlgorithm, GemmLayout, Relu, ReluBackward, Sgd,
-};
+use kernels::{AddBias, BiasGradient, ConvertElements, Element, Fill, Gemm, GemmLayout, Relu, ReluBackward, Sgd};
 
 use super::{Data, area, case, exact, exact_rows, input, input_rows, rounded, stored_tolerance, sum_tolerance, within};
 use crate::common::{Buffer, Case};
 
-pub(crate) fn gemm(layout: GemmLayout, algorithm: GemmAlgorithm, [m, n, k]: [u32; 3], seed: u64) -> Case {
+pub(crate) fn gemm(layout: GemmLayout, [m, n, k]: [u32; 3], seed: u64) -> Case {
     let mut data = Data::new(seed);
     let (a, b) = (data.floats(area(m, k), 1.0), data.floats(area(k, n), 1.0));
     let mut c = Vec::new();
@@ -30,7 +28,6 @@ pub(crate) fn gemm(layout: GemmLayout, algorithm: GemmAlgorithm, [m, n, k]: [u32
     }
     case(&format!("{m}x{n}x{k}"), vec![input(&a), input(&b), within(c)], move |at| Gemm {
         layout,
-        algorithm,
         m,
         n,
         k,

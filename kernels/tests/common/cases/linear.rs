@@ -1,9 +1,8 @@
 //! The launches of linear layers.
 
-use cudarc::driver::result;
 use cudarc::driver::sys::CUstream;
 use kernels::{
-    Choice, CudaKernels, Element, Engine, HostMemory, KernelError, LinearBackwardInput, LinearForward, LinearUpdate,
+    Choice, CudaKernels, Element, HostMemory, KernelError, LinearBackwardInput, LinearForward, LinearUpdate,
     LinearWeightGradient, Operation, Precision, Product, Tile, Work,
 };
 
@@ -12,44 +11,12 @@ use crate::common::{Buffer, Case, Expected, POISON};
 
 pub(super) const SEED: u64 = 18;
 
-/// By whom, and how, products are computed.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct How {
-    pub(crate) engine: Engine,
-    pub(crate) precision: Precision,
-}
-
-impl From<Precision> for How {
-    fn from(precision: Precision) -> Self {
-        Self { engine: Engine::Own, precision }
-    }
-}
-
-impl How {
-    /// Whether operands are rounded to 11 bits of significand before they are multiplied, and how is known.
-    fn rounds_operands(self) -> bool {
-        self.precision == Precision::Tf32 && self.engine == Engine::Own
-    }
-
-    /// What a product may be off beside the rounding of its sums, given the sum of its terms' magnitudes.
-    fn more_tolerance(self, magnitude: f64) -> f64 {
-        match (self.precision, self.engine) {
-            // A few roundings to f16 of sums that are no larger than the sum of their terms' magnitudes.
-            (Precision::F16Accumulate, _) => 2.0_f64.powi(-9) * magnitude,
-            // Two operands, of each of which the library may cut off what is beyond 11 bits.
-            (Precision::Tf32, Engine::CublasLt) => 2.0_f64.powi(-9) * magnitude,
-            // What both operands lose when they are split, and the product of their small parts, which is left out.
-            (Precision::F32x3, _) => 4.0 * f64::from(f32::EPSILON) * magnitude,
-            _ => 0.0,
-        }
-    }
-
-    /// What the sum with the bias may be off: the library takes both terms as rounded to the type of the output.
-    fn bias_tolerance(self, element: Element, bias: f32, sum: f64) -> f64 {
-        match self.engine {
-            Engine::Own => 0.0,
-            Engine::CublasLt => stored_tolerance(element, bias.into()) + stored_tolerance(element, sum),
-        }
+/// What a product may be off beside the rounding of its sums, given the sum of its terms' magnitudes.
+fn more_tolerance(precision: Precision, magnitude: f64) -> f64 {
+    match precision {
+        // What both operands lose when they are split, and the product of their small parts, which is left out.
+        Precision::F32x3 => 4.0 * f64::from(f32::EPSILON) * magnitude,
+        _ => 0.0,
     }
 }
 
@@ -91,10 +58,10 @@ pub(super) fn pitch(element: Element, cols: u32, more: u32) -> u32 {
 }
 
 impl Operand {
-    pub(super) fn new(how: How, data: &mut Data, rows: u32, cols: u32, more: u32) -> Self {
-        let element = how.precision.element();
+    pub(super) fn new(precision: Precision, data: &mut Data, rows: u32, cols: u32, more: u32) -> Self {
+        let element = precision.element();
         let stored = rounded(element, data.floats(area(rows, cols), 1.0));
-        let operand = |&value: &f32| if how.rounds_operands() { tf32(value) } else { value.into() };
+        let operand = |&value: &f32| if precision == Precision::Tf32 { tf32(value) } else { value.into() };
         let values = stored.iter().map(operand).collect();
         Self { stored, cols, pitch: pitch(element, cols, more), element, values }
     }
@@ -121,7 +88,7 @@ impl Operand {
 }
 
 /// `a·bᵀ` of rows of `k`, each with how far a device may be from it.
-pub(super) fn product(how: How, a: &[f64], b: &[f64], k: u32) -> Vec<(f64, f64)> {
+pub(super) fn product(precision: Precision, a: &[f64], b: &[f64], k: u32) -> Vec<(f64, f64)> {
     let mut out = Vec::with_capacity(a.len() / k as usize * (b.len() / k as usize));
     for a in a.chunks_exact(k as usize) {
         for b in b.chunks_exact(k as usize) {
@@ -130,7 +97,7 @@ pub(super) fn product(how: How, a: &[f64], b: &[f64], k: u32) -> Vec<(f64, f64)>
                 sum += a * b;
                 magnitude += (a * b).abs();
             }
-            out.push((sum, sum_tolerance(k, magnitude) + how.more_tolerance(magnitude)));
+            out.push((sum, sum_tolerance(k, magnitude) + more_tolerance(precision, magnitude)));
         }
     }
     out
@@ -147,10 +114,6 @@ trait Layer: Operation + Copy {
     fn needs(&self) -> (u64, u64);
     /// The same for this choice.
     fn needs_with(&self, choice: Choice) -> (u64, u64);
-    /// Bytes of workspace for the planned kernel on this GPU.
-    fn needs_on(&self, cuda: &CudaKernels) -> Result<u64, KernelError>;
-    /// The same launch with another workspace.
-    fn with_workspace(self, workspace: u64) -> Self;
     /// The kernel's name with this choice.
     fn name_with(&self, choice: Choice) -> String;
     /// As [`Operation::launch`], with this choice.
@@ -166,14 +129,6 @@ macro_rules! layer {
 
             fn needs_with(&self, choice: Choice) -> (u64, u64) {
                 $operation::needs_with(self, choice)
-            }
-
-            fn needs_on(&self, cuda: &CudaKernels) -> Result<u64, KernelError> {
-                self.workspace_bytes_on(Some(cuda))
-            }
-
-            fn with_workspace(self, workspace: u64) -> Self {
-                Self { workspace, ..self }
             }
 
             fn name_with(&self, choice: Choice) -> String {
@@ -233,54 +188,11 @@ impl<O: Layer + Clone + 'static> Operation for Chosen<O> {
     }
 }
 
-/// A launch of the library's, which says only on a GPU how much workspace it needs: it gets that there, beside the buffers
-/// of the case.
-#[derive(Clone, Debug)]
-struct Supplied<O>(O);
-
-impl<O: Layer + Clone + 'static> Operation for Supplied<O> {
-    fn name(&self) -> &'static str {
-        self.0.name()
-    }
-
-    fn work(&self) -> Work {
-        self.0.work()
-    }
-
-    fn buffers(&self) -> Vec<(u64, u64)> {
-        self.0.buffers()
-    }
-
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        /// What a workspace has to begin on, and no more.
-        const SKEW: usize = 16;
-        let bytes = self.0.needs_on(cuda)? as usize;
-        // SAFETY: the memory is freed when the stream has passed the launch; the caller vouches for the other addresses.
-        unsafe {
-            let memory = result::malloc_sync(bytes + 2 * SKEW).unwrap();
-            result::memset_d8_sync(memory, POISON, bytes + 2 * SKEW).unwrap();
-            result::ctx::synchronize().unwrap();
-            let launched = self.0.with_workspace(memory + SKEW as u64).launch(cuda, stream);
-            result::stream::synchronize(stream).unwrap();
-            let mut after = [0; SKEW];
-            result::memcpy_dtoh_sync(&mut after, memory + (SKEW + bytes) as u64).unwrap();
-            result::free_sync(memory).unwrap();
-            assert_eq!(after, [POISON; SKEW], "{} wrote behind its workspace", self.name());
-            launched
-        }
-    }
-
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        // SAFETY: the caller vouches for the addresses.
-        unsafe { self.0.run_on_host(memory) }
-    }
-}
-
 /// The planned kernel, or the one of a choice. The operation is built from the addresses of `buffers`, then of its
 /// workspace, then of its tickets.
 fn finish<O: Layer + 'static>(
     shape: &str,
-    (how, choice): (How, Option<Choice>),
+    choice: Option<Choice>,
     mut buffers: Vec<Buffer>,
     build: impl Fn(&[u64]) -> O + Send + Sync + 'static,
 ) -> Case {
@@ -288,9 +200,6 @@ fn finish<O: Layer + 'static>(
     let (planned, Some(choice)) = (shapeless.needs(), choice) else {
         let (workspace_bytes, tickets) = shapeless.needs();
         buffers.extend(shared(workspace_bytes, tickets));
-        if how.engine == Engine::CublasLt {
-            return case(shape, buffers, move |at| Supplied(build(at)));
-        }
         return case(shape, buffers, build);
     };
     let chosen = shapeless.needs_with(choice);
@@ -317,28 +226,27 @@ pub(super) fn label([rows, inputs, outputs]: [u32; 3], more: u32) -> String {
 }
 
 /// With bias and ReLU; or, as variant 1, the bare product, in f32 and with a wider pitch.
-pub(crate) fn forward(how: impl Into<How>, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
-    let how @ How { engine, precision } = how.into();
+pub(crate) fn forward(precision: Precision, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
     let [rows, inputs, outputs] = shape;
     let (mut data, bare) = (Data::new(SEED), more == 1);
-    let x = Operand::new(how, &mut data, rows, inputs, more);
-    let weight = Operand::new(how, &mut data, outputs, inputs, more);
+    let x = Operand::new(precision, &mut data, rows, inputs, more);
+    let weight = Operand::new(precision, &mut data, outputs, inputs, more);
     let bias = data.floats(outputs.into(), 1.0);
     let y_element = if bare { Element::F32 } else { precision.element() };
     let y_pitch = pitch(y_element, outputs, more);
-    let y = product(how, &x.values, &weight.values, inputs).into_iter().enumerate().map(|(at, (sum, allowed))| {
-        if bare {
-            return (sum, allowed);
-        }
-        let bias = bias[at % outputs as usize];
-        let (sum, allowed) = (sum + f64::from(bias), allowed + how.bias_tolerance(y_element, bias, sum));
-        stored(y_element, (sum.max(0.0), allowed + f64::from(f32::EPSILON) * sum.abs()))
-    });
+    let y =
+        product(precision, &x.values, &weight.values, inputs).into_iter().enumerate().map(|(at, (sum, allowed))| {
+            if bare {
+                return (sum, allowed);
+            }
+            let bias = bias[at % outputs as usize];
+            let (sum, allowed) = (sum + f64::from(bias), allowed);
+            stored(y_element, (sum.max(0.0), allowed + f64::from(f32::EPSILON) * sum.abs()))
+        });
     let mut buffers = vec![x.buffer(), weight.buffer(), input(&bias)];
     buffers.push(within_rows(y_element, y.collect(), outputs, y_pitch));
     let (x_pitch, weight_pitch) = (x.pitch, weight.pitch);
     let build = move |at: &[u64]| LinearForward {
-        engine,
         precision,
         rows,
         inputs,
@@ -355,19 +263,18 @@ pub(crate) fn forward(how: impl Into<How>, shape: [u32; 3], more: u32, choice: O
         workspace: at[4],
         tickets: at[5],
     };
-    finish(&label(shape, more), (how, choice), buffers, build)
+    finish(&label(shape, more), choice, buffers, build)
 }
 
 /// With a mask; or, as variant 1, without one and with a wider pitch.
-pub(crate) fn backward_input(how: impl Into<How>, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
-    let how @ How { engine, precision } = how.into();
+pub(crate) fn backward_input(precision: Precision, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
     let [rows, inputs, outputs] = shape;
     let (mut data, masked, element) = (Data::new(SEED), more == 0, precision.element());
-    let dy = Operand::new(how, &mut data, rows, outputs, more);
-    let weight = Operand::new(how, &mut data, outputs, inputs, more);
+    let dy = Operand::new(precision, &mut data, rows, outputs, more);
+    let weight = Operand::new(precision, &mut data, outputs, inputs, more);
     let mask = rounded(element, data.floats(area(rows, inputs), 1.0).into_iter().map(|x| x.max(0.0)).collect());
     let dx_pitch = pitch(element, inputs, more);
-    let sums = product(how, &dy.values, &weight.transposed(), outputs);
+    let sums = product(precision, &dy.values, &weight.transposed(), outputs);
     let dx = sums.into_iter().zip(&mask).map(
         |(sum, &mask)| {
             if masked && mask <= 0.0 { (0.0, 0.0) } else { stored(element, sum) }
@@ -377,7 +284,6 @@ pub(crate) fn backward_input(how: impl Into<How>, shape: [u32; 3], more: u32, ch
     buffers.push(within_rows(element, dx.collect(), inputs, dx_pitch));
     let (dy_pitch, weight_pitch) = (dy.pitch, weight.pitch);
     let build = move |at: &[u64]| LinearBackwardInput {
-        engine,
         precision,
         rows,
         inputs,
@@ -392,26 +298,24 @@ pub(crate) fn backward_input(how: impl Into<How>, shape: [u32; 3], more: u32, ch
         workspace: at[4],
         tickets: at[5],
     };
-    finish(&label(shape, more), (how, choice), buffers, build)
+    finish(&label(shape, more), choice, buffers, build)
 }
 
 /// With the bias' gradient; or, as variant 1, without it and with a wider pitch.
-pub(crate) fn weight_gradient(how: impl Into<How>, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
-    let how @ How { engine, precision } = how.into();
+pub(crate) fn weight_gradient(precision: Precision, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
     let [rows, inputs, outputs] = shape;
     let (mut data, biased, scale) = (Data::new(SEED), more == 0, 0.37_f32);
-    let dy = Operand::new(how, &mut data, rows, outputs, more);
-    let x = Operand::new(how, &mut data, rows, inputs, more);
+    let dy = Operand::new(precision, &mut data, rows, outputs, more);
+    let x = Operand::new(precision, &mut data, rows, inputs, more);
     let scaled =
         |(sum, allowed): (f64, f64)| stored(Element::F32, (sum * f64::from(scale), allowed * f64::from(scale)));
-    let sums = product(how, &dy.transposed(), &x.transposed(), rows).into_iter().map(scaled);
+    let sums = product(precision, &dy.transposed(), &x.transposed(), rows).into_iter().map(scaled);
     let dweight_pitch = pitch(Element::F32, inputs, more);
     let dbias = within(dy.column_sums().into_iter().map(scaled).collect());
     let mut buffers = vec![dy.buffer(), x.buffer(), within_rows(Element::F32, sums.collect(), inputs, dweight_pitch)];
     buffers.push(if biased { dbias } else { input(&dbias.before) });
     let (dy_pitch, x_pitch) = (dy.pitch, x.pitch);
     let build = move |at: &[u64]| LinearWeightGradient {
-        engine,
         precision,
         rows,
         inputs,
@@ -427,17 +331,16 @@ pub(crate) fn weight_gradient(how: impl Into<How>, shape: [u32; 3], more: u32, c
         workspace: at[4],
         tickets: at[5],
     };
-    finish(&label(shape, more), (how, choice), buffers, build)
+    finish(&label(shape, more), choice, buffers, build)
 }
 
 /// Without master weights; or, as variant 1, with them if they are halves, and with a wider pitch.
-pub(crate) fn update(how: impl Into<How>, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
-    let how @ How { engine, precision } = how.into();
+pub(crate) fn update(precision: Precision, shape: [u32; 3], more: u32, choice: Option<Choice>) -> Case {
     let [rows, inputs, outputs] = shape;
     let (mut data, element, rate) = (Data::new(SEED), precision.element(), 0.037_f32);
     let mastered = more == 1 && element != Element::F32;
-    let dy = Operand::new(how, &mut data, rows, outputs, more);
-    let x = Operand::new(how, &mut data, rows, inputs, more);
+    let dy = Operand::new(precision, &mut data, rows, outputs, more);
+    let x = Operand::new(precision, &mut data, rows, inputs, more);
     let masters = data.floats(area(outputs, inputs), 1.0);
     let weights = rounded(element, masters.clone());
     let biases = data.floats(outputs.into(), 1.0);
@@ -448,14 +351,9 @@ pub(crate) fn update(how: impl Into<How>, shape: [u32; 3], more: u32, choice: Op
         };
         from.iter().zip(sums).map(step).collect()
     };
-    let sums = product(how, &dy.transposed(), &x.transposed(), rows);
+    let sums = product(precision, &dy.transposed(), &x.transposed(), rows);
     let after = stepped(if mastered { &masters } else { &weights }, sums);
-    let halves = after.iter().zip(&weights).map(|(&(value, allowed), &weight)| {
-        // The library may round the step before it takes it off.
-        let step = if engine == Engine::CublasLt && !mastered { value - f64::from(weight) } else { 0.0 };
-        (value, allowed + stored_tolerance(element, value) + stored_tolerance(element, step))
-    });
-    let halves = halves.collect();
+    let halves = after.iter().map(|&(value, allowed)| (value, allowed + stored_tolerance(element, value))).collect();
     let weight_pitch = pitch(element, inputs, more);
     let in_place = |element: Element, before: &[f32], after: Vec<(f64, f64)>| Buffer {
         before: input_rows(element, before, inputs, weight_pitch).before,
@@ -472,7 +370,6 @@ pub(crate) fn update(how: impl Into<How>, shape: [u32; 3], more: u32, choice: Op
     ];
     let (dy_pitch, x_pitch) = (dy.pitch, x.pitch);
     let build = move |at: &[u64]| LinearUpdate {
-        engine,
         precision,
         rows,
         inputs,
@@ -489,5 +386,5 @@ pub(crate) fn update(how: impl Into<How>, shape: [u32; 3], more: u32, choice: Op
         workspace: at[5],
         tickets: at[6],
     };
-    finish(&label(shape, more), (how, choice), buffers, build)
+    finish(&label(shape, more), choice, buffers, build)
 }

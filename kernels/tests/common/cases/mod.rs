@@ -11,13 +11,13 @@ use std::sync::OnceLock;
 
 use bytemuck::Pod;
 use chacha20::ChaCha8Rng;
-use kernels::{Choice, Element, Engine, GemmAlgorithm, GemmLayout, Operation, Precision, Product, Tile};
+use kernels::{Choice, Element, GemmLayout, Operation, Precision, Product, Tile};
 use rand::{RngExt, SeedableRng};
 
 pub(crate) use backward::backward;
 pub(crate) use gather::{Picked, gather_labels, gather_rows_f32, gather_rows_u8};
 pub(crate) use layers::{add_bias, bias_gradient, convert, fill, gemm, relu, relu_backward, sgd};
-pub(crate) use linear::{How, backward_input, choices, forward, update, weight_gradient};
+pub(crate) use linear::{backward_input, choices, forward, update, weight_gradient};
 pub(crate) use outputs::{
     ALL_BUT_ADVANCE, EVALUATION, TRAINING, advance_cursor, count_correct, cross_entropy_loss, mean_loss,
     softmax_cross_entropy, softmax_loss,
@@ -134,7 +134,6 @@ fn area(rows: u32, cols: u32) -> u64 {
 }
 
 pub(crate) const LAYOUTS: [GemmLayout; 3] = [GemmLayout::NN, GemmLayout::NT, GemmLayout::TN];
-pub(crate) const ALGORITHMS: [GemmAlgorithm; 2] = [GemmAlgorithm::Naive, GemmAlgorithm::Tiled];
 
 /// m, n, k: nothing but ones, thin, fat, multiples of tiles and one off them; the last two take the `tiled` kernel.
 const PRODUCTS: [[u32; 3]; 10] = [
@@ -184,7 +183,7 @@ fn whole_matrices() -> Vec<Case> {
     let mut cases = Vec::new();
     for shape in PRODUCTS {
         for layout in LAYOUTS {
-            cases.extend(ALGORITHMS.map(|algorithm| gemm(layout, algorithm, shape, 1)));
+            cases.push(gemm(layout, shape, 1));
         }
     }
     for [rows, _, _] in MATRICES {
@@ -257,7 +256,7 @@ const STREAMED: [[u32; 3]; 2] = [[29, 264, 130], [61, 136, 300]];
 const BACK: [[u32; 3]; 6] =
     [[32, 128, 256], [29, 264, 10], [1, 8, 1000], [31, 200, 1100], [64, 192, 512], [61, 136, 300]];
 
-/// The linear layers' launches: shapes with their planned kernels and with cuBLASLt's, and every kernel on one shape.
+/// The linear layers' launches: shapes with their planned kernels, and every kernel on one shape.
 fn layers() -> Vec<Case> {
     let mut cases = Vec::new();
     for precision in Precision::ALL {
@@ -265,13 +264,10 @@ fn layers() -> Vec<Case> {
             // The models of the largest take longest.
             let variants = if shape == LARGEST { 1 } else { 2 };
             for variant in 0..variants {
-                for engine in [Engine::Own, Engine::CublasLt] {
-                    let how = How { engine, precision };
-                    cases.push(forward(how, shape, variant, None));
-                    cases.push(backward_input(how, shape, variant, None));
-                    cases.push(weight_gradient(how, shape, variant, None));
-                    cases.push(update(how, shape, variant, None));
-                }
+                cases.push(forward(precision, shape, variant, None));
+                cases.push(backward_input(precision, shape, variant, None));
+                cases.push(weight_gradient(precision, shape, variant, None));
+                cases.push(update(precision, shape, variant, None));
             }
         }
         if precision.element() != Element::F32 {
