@@ -12,7 +12,7 @@ use crate::bytes::Bytes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Bytes that a reading may hold at once. Clones share them: whoever takes part in a reading draws on the same budget.
+/// Bytes that a reading may hold at once. Clones share them: all parts of a reading draw on one budget.
 #[derive(Clone, Debug)]
 pub struct Budget(Arc<Shared>);
 
@@ -114,7 +114,7 @@ impl Claim {
     }
 
     /// The refusal of what no budget has room for.
-    pub(crate) fn refuse(&self) -> OverBudget {
+    pub fn refuse(&self) -> OverBudget {
         OverBudget { needed: u64::MAX, limit: self.budget.limit() }
     }
 

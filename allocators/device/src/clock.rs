@@ -89,23 +89,23 @@ impl Clock for MonotonicClock {
 
 /// How long a tick is.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Scale {
+pub struct Scale {
     /// Nanoseconds per tick times 2^64; 0 where ticks are nanoseconds.
     per_tick: u64,
 }
 
 impl Scale {
     /// Ticks are nanoseconds.
-    pub(crate) const NANOSECONDS: Self = Self { per_tick: 0 };
+    pub const NANOSECONDS: Self = Self { per_tick: 0 };
 
     /// So many ticks in nanoseconds.
     #[inline(always)]
-    pub(crate) fn nanoseconds(self, ticks: u64) -> u64 {
+    pub fn nanoseconds(self, ticks: u64) -> u64 {
         if self.per_tick == 0 { ticks } else { nanoseconds(ticks, self.per_tick) }
     }
 
     /// So many nanoseconds in ticks.
-    pub(crate) fn ticks(self, ns: u64) -> u64 {
+    pub fn ticks(self, ns: u64) -> u64 {
         let ticks = (u128::from(ns) << 64).checked_div(u128::from(self.per_tick)).unwrap_or(u128::from(ns));
         u64::try_from(ticks).unwrap_or(u64::MAX)
     }
@@ -118,10 +118,10 @@ fn nanoseconds(ticks: u64, per_tick: u64) -> u64 {
     ((u128::from(ticks) * u128::from(per_tick)) >> 64) as u64
 }
 
-/// A clock as instruments hold it. It is read in ticks, which are turned into nanoseconds when somebody looks: the product
+/// A clock as instruments hold it. It is read in ticks, which are turned into nanoseconds when they are reported: the product
 /// is not much, but the next call waits for what depends on it.
 #[derive(Clone, Debug)]
-pub(crate) struct Reader {
+pub struct Reader {
     /// Ticks at the clock's start.
     start: u64,
     scale: Scale,
@@ -130,7 +130,8 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    pub(crate) fn new(clock: Arc<dyn Clock>) -> Self {
+    /// A reader of a clock: of the time-stamp counter itself where the clock is that.
+    pub fn new(clock: Arc<dyn Clock>) -> Self {
         match clock.machine() {
             #[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
             Some(MonotonicClock(Source::Counter { start, scale })) => {
@@ -141,14 +142,14 @@ impl Reader {
     }
 
     /// What its ticks are.
-    pub(crate) fn scale(&self) -> Scale {
+    pub fn scale(&self) -> Scale {
         self.scale
     }
 
     /// Ticks since some fixed point, read while instructions before may be in flight: to wait for them would take as long
     /// as a cached allocation does. So an interval is off by a few nanoseconds.
     #[inline(always)]
-    pub(crate) fn read(&self) -> u64 {
+    pub fn read(&self) -> u64 {
         match &self.other {
             #[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
             None => counter::read_at_once(),
@@ -160,7 +161,7 @@ impl Reader {
 
     /// Ticks since the clock's start, read like [`read`](Self::read).
     #[inline(always)]
-    pub(crate) fn now(&self) -> u64 {
+    pub fn now(&self) -> u64 {
         self.read().saturating_sub(self.start)
     }
 

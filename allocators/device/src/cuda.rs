@@ -8,8 +8,8 @@
 //!   thread's;
 //! - **handles are live**: what stands behind a [`StreamId`], [`EventId`], [`PoolId`](super::PoolId),
 //!   [`PhysicalHandle`](super::PhysicalHandle) or [`GraphId`](super::GraphId) is looked up in a table of what this driver made
-//!   and nobody destroyed, and an id that is not in it is an error. Who destroys something promises that no other call uses
-//!   it meanwhile. Handles are kept as numbers, so the driver is `Send` and `Sync` with no promise of ours; the API itself
+//!   and did not destroy, and an id that is not in it is an error. The caller that destroys something promises that no other
+//!   call uses it meanwhile. Handles are kept as numbers, so the driver is `Send` and `Sync` with no promise of ours; the API itself
 //!   may be called from any thread.
 //!
 //! The raw layer is used, not cudarc's safe one, because that one records events around every argument and decides by
@@ -27,8 +27,8 @@ mod vmm;
 pub use probe::{CudaDeviceInfo, CudaUnavailable, CudaVersion};
 
 use super::{CallKind, DeviceAddr, DriverResult, EventId, StreamId};
-use crate::device::DriverError;
-use crate::device::MonotonicClock;
+use crate::DriverError;
+use crate::MonotonicClock;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUevent, CUmemLocation, CUmemLocationType, CUresult, CUstream};
 use handles::Handles;
 use std::cell::Cell;
@@ -199,7 +199,7 @@ impl Drop for CudaDriver {
     fn drop(&mut self) {
         // The result is dropped: either the context is gone already, which is what was wanted, or an earlier error has
         // broken it, and that one was returned by the call that met it.
-        // SAFETY: `new` retained the context once and this releases it once; nobody can call this driver any more. The
+        // SAFETY: `new` retained the context once and this releases it once; no call to this driver can follow. The
         // library stays loaded to the end of the process, and while that ends it answers CUDA_ERROR_DEINITIALIZED.
         unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }

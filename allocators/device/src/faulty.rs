@@ -2,7 +2,7 @@
 
 use super::hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
 use super::{CallKind, Driver, DriverResult};
-use crate::device::DriverError;
+use crate::DriverError;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -2,7 +2,8 @@
 
 use super::{DriverResult, GraphId, StreamId};
 
-/// The device's account of memory that graphs allocate for themselves, in bytes. One for the whole device, whoever made
+/// The device's account of memory that graphs allocate for themselves, in bytes. There is one for the whole device, whichever
+/// program made
 /// the graphs. Plain memory that captured kernels use is not in it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphMemory {
@@ -47,13 +48,13 @@ pub trait GraphDriver {
     ///
     /// # Safety
     /// The memory that captured work uses has not been given back: blocks of the capture belong to the graph until
-    /// [`capture_release`](crate::DeviceAllocator::capture_release).
+    /// `DeviceAllocator::capture_release`.
     unsafe fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()>;
 
     /// Destroys a graph; the addresses of its stream-ordered allocations are free for other graphs.
     ///
     /// # Safety
-    /// The graph came from [`capture_end`](Self::capture_end), is destroyed once and used by nobody afterwards, and its last
+    /// The graph came from [`capture_end`](Self::capture_end), is destroyed once and not used afterwards, and its last
     /// launch has finished.
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()>;
 

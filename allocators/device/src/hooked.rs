@@ -7,7 +7,7 @@ use super::{
     CallKind, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, MemInfo,
     PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
 };
-use crate::device::Clock;
+use crate::Clock;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;

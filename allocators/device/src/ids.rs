@@ -1,6 +1,5 @@
 //! Names of what a driver made: addresses, streams, events, pools, physical memory, graphs.
 
-use crate::ordered::Key;
 use std::num::NonZeroU64;
 
 /// Address in device memory; opaque to the host.
@@ -19,19 +18,19 @@ impl DeviceAddr {
     /// # Panics
     /// When it is zero, which no device hands out.
     #[inline]
-    pub(crate) fn handed_out(addr: u64) -> Self {
+    pub fn handed_out(addr: u64) -> Self {
         Self::new(addr).expect("no segment and no range should lie at address zero")
     }
 
     /// The address with `bits`, which are zero in it, set.
     #[inline(always)]
-    pub(crate) fn with_low_bits(self, bits: u64) -> Self {
+    pub fn with_low_bits(self, bits: u64) -> Self {
         Self(self.0 | bits)
     }
 
     /// The address without the bits of `mask`, which are not all of it.
     #[inline(always)]
-    pub(crate) fn without_low_bits(self, mask: u64) -> Self {
+    pub fn without_low_bits(self, mask: u64) -> Self {
         Self::new(self.get() & !mask).expect("an address should have more than its low bits")
     }
 
@@ -51,20 +50,14 @@ impl DeviceAddr {
     }
 }
 
-impl Key for DeviceAddr {
-    fn number(self) -> u64 {
-        self.get()
-    }
-}
-
 macro_rules! handles {
     ($($(#[doc = $doc:literal])+ #[derive($($more:ident),*)] $name:ident;)+) => {$(
         $(#[doc = $doc])+
         ///
-        /// Made by a driver. Nobody else can make one without `unsafe`, so what holds one to itself knows who uses it:
+        /// A driver makes it. Other code cannot make one without `unsafe`, so what holds one to itself knows who uses it:
         ///
         /// ```compile_fail,E0423
-        #[doc = concat!("let forged = vramlab::device::", stringify!($name), "(7);")]
+        #[doc = concat!("let forged = vramlab_device::", stringify!($name), "(7);")]
         /// ```
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, $($more),*)]
         pub struct $name(u64);
@@ -112,19 +105,7 @@ handles! {
     GraphId;
 }
 
-impl Key for StreamId {
-    fn number(self) -> u64 {
-        self.0
-    }
-}
-
 impl StreamId {
     /// Where no stream is known. It has the value of CUDA's legacy default stream, which no driver here makes.
-    pub(crate) const NONE: Self = Self(0);
-
-    /// A stream for tests on devices that check none.
-    #[cfg(test)]
-    pub(crate) const fn numbered(number: u64) -> Self {
-        Self(number)
-    }
+    pub const NONE: Self = Self(0);
 }

@@ -8,8 +8,10 @@
 //! | [`FaultyDriver`] | that of the driver it wraps | the same | making the k-th call fail |
 //! | [`MeteredDriver`] | that of the driver it wraps | the same | counting and timing every call |
 
+pub mod budget;
+mod bytes;
 mod calls;
-pub(crate) mod clock;
+pub mod clock;
 mod cost;
 mod cuda;
 mod error;
@@ -17,12 +19,17 @@ mod faulty;
 mod graph;
 mod hooked;
 mod ids;
+pub mod input;
 mod metered;
 mod name;
 mod null;
+pub mod output;
 mod plain;
+pub mod ranges;
+pub mod settings;
 pub mod sim;
 
+pub use bytes::{Bytes, ParseBytesError};
 pub use calls::{CallCounts, CallKind, CallTotals};
 pub use clock::{Clock, MonotonicClock};
 pub use cost::InstrumentCost;
@@ -109,9 +116,10 @@ pub struct DeviceDescription {
 ///
 /// # Safety
 /// Unsafe code builds on what an implementation answers:
-/// - memory from [`host_alloc`](Self::host_alloc) is as large as asked for, initialised, and nobody else's until it is freed;
+/// - memory from [`host_alloc`](Self::host_alloc) is as large as asked for, initialised, and given to no other caller until it
+///   is freed;
 /// - an address range from [`mem_alloc`](Self::mem_alloc), [`PoolDriver::mem_alloc_async`] or
-///   [`VmmDriver::address_reserve`] is nobody else's until it is freed;
+///   [`VmmDriver::address_reserve`] is given to no other caller until it is freed;
 /// - safe methods, here and of [`pools`](Self::pools), [`vmm`](Self::vmm) and [`graphs`](Self::graphs), are sound for
 ///   whatever arguments: handles of another driver and of things that are gone included.
 pub unsafe trait Driver: Send + Sync + fmt::Debug {
@@ -142,7 +150,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Destroys a stream once its work is done.
     ///
     /// # Safety
-    /// The stream is used by nobody afterwards.
+    /// The stream is not used afterwards.
     unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()>;
 
     /// Waits until all work queued on `stream` is done.
@@ -163,7 +171,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Destroys an event.
     ///
     /// # Safety
-    /// The event is used by nobody afterwards.
+    /// The event is not used afterwards.
     unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()>;
 
     /// Queues `event` on `stream`.
@@ -267,7 +275,7 @@ pub trait PoolDriver {
     /// Destroys a pool.
     ///
     /// # Safety
-    /// The pool is used by nobody afterwards and everything allocated from it has been freed.
+    /// The pool is not used afterwards and everything allocated from it has been freed.
     unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()>;
 
     /// The settings in effect, read back.

@@ -9,7 +9,7 @@
 use super::calls::SharedCounts;
 use super::hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
 use super::{CallCounts, CallKind, DeviceAddr, Driver, DriverResult, NullDriver, StreamId};
-use crate::device::{Clock, InstrumentCost};
+use crate::{Clock, InstrumentCost};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fmt;
@@ -61,7 +61,7 @@ pub struct IdleCosts {
     pub stream_synchronize: u64,
     /// Device synchronise.
     pub device_synchronize: u64,
-    /// Kernel launch into an empty queue; set by whoever can launch.
+    /// Kernel launch into an empty queue; set by the program, which can launch.
     pub kernel_launch: u64,
 }
 

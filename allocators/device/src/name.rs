@@ -8,7 +8,7 @@ use std::str::FromStr;
 /// A device by name: `cuda`, `cuda:N`, `sim`, `sim:PROFILE.json` or `null`.
 ///
 /// ```
-/// use vramlab::{DeviceKind, DeviceName};
+/// use vramlab_device::{DeviceKind, DeviceName};
 ///
 /// assert_eq!("cuda:1".parse(), Ok(DeviceName::Cuda(1)));
 /// let error = DeviceName::among("cuda", &[DeviceKind::Sim, DeviceKind::Null]).unwrap_err();

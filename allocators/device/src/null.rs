@@ -8,8 +8,8 @@ use super::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
     PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
 };
-use crate::device::DriverError;
-use crate::device::{Clock, MonotonicClock};
+use crate::DriverError;
+use crate::{Clock, MonotonicClock};
 use graphs::Graphs;
 use std::collections::HashMap;
 use std::ptr::NonNull;
@@ -88,7 +88,7 @@ impl NullDriver {
         Ok(DeviceAddr::new(addr).expect("addresses start above zero"))
     }
 
-    /// Memory of pools, at addresses that nobody had.
+    /// Memory of pools, at addresses that were never handed out.
     fn take_async(&self, bytes: u64) -> DriverResult<DeviceAddr> {
         let fresh = || Ok(self.next_addr.fetch_add(bytes.next_multiple_of(PAGE), Relaxed));
         self.take(CallKind::MemAllocAsync, bytes, fresh)

@@ -7,11 +7,11 @@
 //! Only regular files are replaced, and only where the caller says so; the new file keeps the permission bits of the
 //! old one, and other hard links keep the old contents. Folders, device nodes, pipes, sockets and streams such as
 //! `/dev/stdout` or `-` are refused. So are symbolic links, dangling ones too: to replace the link would leave its
-//! target as it was, and to follow it would write a file that nobody named. The message says where the link leads. Links
+//! target as it was, and to follow it would write a file that the user did not name. The message says where the link leads. Links
 //! among the folders of a path are followed.
 //!
 //! ```
-//! use vramlab::output::{Existing, OutputFile};
+//! use vramlab_device::output::{Existing, OutputFile};
 //! use std::io::Write;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -261,7 +261,7 @@ pub fn check(path: &Path, existing: Existing) -> Result<(), OutputError> {
 /// then never gets its name.
 pub fn discard_unfinished() {
     for part in unfinished().drain(..) {
-        // Nobody is left to hear of a failure; the name says that it is a part.
+        // A failure cannot be reported here; the name says that the file is a part.
         let _ = std::fs::remove_file(part);
     }
 }
@@ -321,7 +321,7 @@ fn examine(path: &Path, existing: Existing) -> Result<Option<Metadata>, OutputPr
     }
     match existing {
         Existing::Refuse => Err(OutputProblem::Exists),
-        // Whoever may write to the folder may replace a file that must not be written to; only opening it tells.
+        // A user who may write to the folder may replace a file that must not be written to; only opening it tells.
         Existing::Replace => match OpenOptions::new().write(true).open(path) {
             Ok(_) => Ok(Some(there)),
             Err(error) => Err(OutputProblem::Denied(error)),
@@ -361,7 +361,7 @@ fn folder(path: &Path) -> &Path {
     }
 }
 
-/// Opens a new file under a name that nobody can foresee.
+/// Opens a new file under a name that other users cannot foresee.
 fn part(path: &Path, there: Option<&Metadata>) -> io::Result<NamedTempFile> {
     // Enough of the name to recognise it, and so little that the whole is a name that every file system takes.
     let name: String = path.file_name().unwrap_or_default().to_string_lossy().chars().take(32).collect();

@@ -6,14 +6,13 @@
 //! has room, at its lowest address. A chunk goes back with its last block.
 //!
 //! This decides between free blocks of one size: allocators take the one with the lowest address, so a replay needs segments
-//! in the driver's order. What the driver itself has in the range (modules, contexts of libraries) leaves gaps that nobody
-//! else knows; they are left out here.
+//! in the driver's order. What the driver itself has in the range (modules, contexts of libraries) leaves gaps that are
+//! not known; they are left out here.
 //!
 //! *Source.* Segments in histories of PyTorch on an H200, driver 580.159, CUDA 13.0: requests that found room in a chunk, and
 //! chunks that found a gap, are where this puts them but for some in the driver's own gaps.
 #![forbid(unsafe_code)]
 
-use crate::ordered::OrderedMap;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Chunks are multiples of this.
@@ -21,18 +20,18 @@ const GRANULE: u64 = 32 << 20;
 
 /// A range of addresses for plain memory.
 #[derive(Debug)]
-pub(in crate::device) struct PlainRange {
+pub(crate) struct PlainRange {
     granule: u64,
     /// Blocks are multiples of this.
     page: u64,
     /// Addresses that no chunk has, by start: length.
     gaps: BTreeMap<u64, u64>,
     /// The starts of gaps by the logarithm of their length, so that the highest that fits is found without a look at each.
-    gaps_by_size: OrderedMap<u32, BTreeSet<u64>>,
+    gaps_by_size: BTreeMap<u32, BTreeSet<u64>>,
     /// By start.
-    chunks: OrderedMap<u64, Chunk>,
+    chunks: BTreeMap<u64, Chunk>,
     /// Chunks by their largest free range, and of those with the same by age: number and start.
-    by_room: OrderedMap<u64, BTreeSet<(u64, u64)>>,
+    by_room: BTreeMap<u64, BTreeSet<(u64, u64)>>,
     /// Blocks by start: length.
     blocks: BTreeMap<u64, u64>,
     held: u64,
@@ -57,16 +56,16 @@ impl Chunk {
 
 impl PlainRange {
     /// `bytes` of addresses from `base` on. Blocks are multiples of `page`.
-    pub(in crate::device) fn new(base: u64, bytes: u64, page: u64) -> Self {
+    pub(crate) fn new(base: u64, bytes: u64, page: u64) -> Self {
         let granule = GRANULE.next_multiple_of(page);
         let start = base.next_multiple_of(granule);
         let mut range = Self {
             granule,
             page,
             gaps: BTreeMap::new(),
-            gaps_by_size: OrderedMap::new(),
-            chunks: OrderedMap::new(),
-            by_room: OrderedMap::new(),
+            gaps_by_size: BTreeMap::new(),
+            chunks: BTreeMap::new(),
+            by_room: BTreeMap::new(),
             blocks: BTreeMap::new(),
             held: 0,
             next: 0,
@@ -76,7 +75,7 @@ impl PlainRange {
     }
 
     /// Bytes in blocks.
-    pub(in crate::device) fn held_bytes(&self) -> u64 {
+    pub(crate) fn held_bytes(&self) -> u64 {
         self.held
     }
 
@@ -84,7 +83,7 @@ impl PlainRange {
     ///
     /// O(log n) in chunks and gaps, and a step for each size of free range that is large enough (free ranges are mostly below
     /// 32 MiB, in pages of 2) and each gap of the size class of the chunk.
-    pub(in crate::device) fn place(&mut self, bytes: u64, budget: u64) -> Option<u64> {
+    pub(crate) fn place(&mut self, bytes: u64, budget: u64) -> Option<u64> {
         let len = bytes.checked_next_multiple_of(self.page).filter(|len| *len > 0 && *len <= budget)?;
         let newest = self.by_room.range(len..).filter_map(|(_, chunks)| chunks.last()).max().copied();
         let start = match newest {
@@ -105,7 +104,7 @@ impl PlainRange {
     }
 
     /// Takes a block back and says how long it was; `None` when there is none at `addr`.
-    pub(in crate::device) fn free(&mut self, addr: u64) -> Option<u64> {
+    pub(crate) fn free(&mut self, addr: u64) -> Option<u64> {
         let len = self.blocks.remove(&addr)?;
         self.held -= len;
         let (&start, _) = self.chunks.range(..=addr).next_back()?;
@@ -135,7 +134,7 @@ impl PlainRange {
         let number = self.next;
         self.next += 1;
         self.chunks.insert(start, Chunk { number, bytes, free: BTreeMap::from([(start, bytes)]) });
-        self.by_room.or_default(bytes).insert((number, start));
+        self.by_room.entry(bytes).or_default().insert((number, start));
         Some(start)
     }
 
@@ -163,7 +162,7 @@ impl PlainRange {
         if before != after {
             self.forget_room(before, (number, start));
             if after > 0 {
-                self.by_room.or_default(after).insert((number, start));
+                self.by_room.entry(after).or_default().insert((number, start));
             }
         }
         result
@@ -181,7 +180,7 @@ impl PlainRange {
     fn add_gap(&mut self, start: u64, bytes: u64) {
         if bytes > 0 {
             self.gaps.insert(start, bytes);
-            self.gaps_by_size.or_default(bytes.ilog2()).insert(start);
+            self.gaps_by_size.entry(bytes.ilog2()).or_default().insert(start);
         }
     }
 

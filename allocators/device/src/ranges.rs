@@ -1,30 +1,34 @@
 //! Sets of addresses, such as all that have been blocks.
 
-use crate::steps;
 use std::collections::BTreeMap;
 
 /// A set of addresses, kept as ranges that do not touch.
 #[derive(Debug, Default)]
-pub(crate) struct Ranges(BTreeMap<u64, u64>);
+pub struct Ranges(BTreeMap<u64, u64>);
 
 impl Ranges {
     /// Whether any address of `start..end` is in the set. O(log n).
-    pub(crate) fn overlaps(&self, start: u64, end: u64) -> bool {
+    pub fn overlaps(&self, start: u64, end: u64) -> bool {
         self.0.range(..end).next_back().is_some_and(|(_, &last)| last > start)
     }
 
     /// Whether all addresses of `start..end` are in the set. O(log n).
-    pub(crate) fn contains(&self, start: u64, end: u64) -> bool {
+    pub fn contains(&self, start: u64, end: u64) -> bool {
         self.0.range(..=start).next_back().is_some_and(|(_, &last)| last >= end)
     }
 
     /// Number of ranges.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.0.len()
     }
 
+    /// Whether no address is in the set.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Adds `start..end`. O(log n) for each range that it joins.
-    pub(crate) fn insert(&mut self, mut start: u64, mut end: u64) {
+    pub fn insert(&mut self, mut start: u64, mut end: u64) {
         if let Some((&before, &last)) = self.0.range(..=start).next_back()
             && last >= start
         {
@@ -34,11 +38,40 @@ impl Ranges {
             start = before;
         }
         while let Some((&next, &last)) = self.0.range(start..=end).next() {
-            steps::count(1);
             self.0.remove(&next);
             end = end.max(last);
         }
         self.0.insert(start, end);
+    }
+
+    /// Takes `start..end` out, which is not empty. O(log n) for each range that it cuts.
+    pub fn remove(&mut self, start: u64, end: u64) {
+        while let Some((&from, &to)) = self.0.range(..end).next_back().filter(|(_, to)| **to > start) {
+            self.0.remove(&from);
+            if end < to {
+                self.0.insert(end, to);
+            }
+            if from < start {
+                self.0.insert(from, start);
+                return;
+            }
+        }
+    }
+
+    /// The parts of `start..end` that are not in the set, in order. O(log n) for each.
+    pub fn missing(&self, start: u64, end: u64) -> Vec<(u64, u64)> {
+        let (mut out, mut at) = (Vec::new(), start);
+        let first = self.0.range(..=start).next_back().map_or(start, |(from, _)| *from);
+        for (&from, &to) in self.0.range(first..end.max(first)) {
+            if from > at {
+                out.push((at, from));
+            }
+            at = at.max(to);
+        }
+        if at < end {
+            out.push((at, end));
+        }
+        out
     }
 }
 
@@ -68,6 +101,21 @@ mod tests {
             assert!(!set.contains(start, end), "{start}..{end}");
         }
         assert_eq!(set.len(), 2);
+    }
+
+    #[test]
+    fn what_is_not_in_the_set_is_missing() {
+        let mut set = Ranges::default();
+        set.insert(10, 20);
+        set.insert(30, 40);
+        assert_eq!(set.missing(0, 50), [(0, 10), (20, 30), (40, 50)]);
+        assert_eq!(set.missing(12, 18), []);
+        set.remove(15, 35);
+        assert_eq!(set.missing(10, 40), [(15, 35)]);
+        assert_eq!(set.missing(40, 40), []);
+        set.insert(0, 100);
+        set.remove(40, 60);
+        assert_eq!(set.missing(0, 100), [(40, 60)]);
     }
 
     #[test]

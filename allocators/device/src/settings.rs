@@ -4,9 +4,9 @@
 //! reader of `name=value`, so none of these can say something else than the others.
 //!
 //! ```
-//! use vramlab::settings::{Settings, bytes, switch};
+//! use vramlab_device::settings::{Settings, bytes, switch};
 //!
-//! vramlab::settings! {
+//! vramlab_device::settings! {
 //!     /// Settings of an arena.
 //!     #[derive(Clone, Copy, Debug, PartialEq)]
 //!     pub struct ArenaSettings {
@@ -74,9 +74,12 @@ pub enum SettingError {
 }
 
 /// `; did you mean 'x'? There are x, y`.
-pub(crate) struct Meant<'a> {
-    pub(crate) name: &'a str,
-    pub(crate) among: &'a [&'static str],
+#[derive(Debug)]
+pub struct Meant<'a> {
+    /// What was given.
+    pub name: &'a str,
+    /// What there is.
+    pub among: &'a [&'static str],
 }
 
 impl fmt::Display for Meant<'_> {
@@ -123,8 +126,8 @@ pub trait Settings: Any + fmt::Debug + Send + Sync {
     /// A copy.
     fn boxed(&self) -> Box<dyn Settings>;
 
-    /// Takes all values over from settings that these add to, those included that [`set`](Self::set) would refuse; false where
-    /// they add to none of that type.
+    /// Takes all values over from settings that these extend, those included that [`set`](Self::set) would refuse; false where
+    /// they extend none of that type.
     fn take_over(&mut self, _other: &dyn Settings) -> bool {
         false
     }
@@ -135,12 +138,6 @@ impl dyn Settings {
     #[must_use]
     pub fn get_as<S: Settings>(&self) -> Option<&S> {
         (self as &dyn Any).downcast_ref()
-    }
-
-    /// The struct, if it is an `S`.
-    #[must_use]
-    pub fn get_as_mut<S: Settings>(&mut self) -> Option<&mut S> {
-        (self as &mut dyn Any).downcast_mut()
     }
 }
 
@@ -162,11 +159,13 @@ pub fn read<T>(name: &'static str, kind: &impl Kind<T>, text: &str) -> Result<T,
 /// `name: type = default, kind;`. Kinds are functions of [`settings`](mod@crate::settings): `bytes`, `number`, `fraction`,
 /// `switch`, `choice`, `text`. `check path;` at the end names a function `fn(&Self) -> Result<(), String>` that looks at what
 /// they mean together. The struct has to be `Clone` and `Debug`.
+///
+/// `struct Name extends base: Base` also has the settings of another such struct, in its field `base`. They come first in lists.
 #[macro_export]
 macro_rules! settings {
     (
         $(#[$outer:meta])*
-        $visible:vis struct $name:ident {
+        $visible:vis struct $name:ident $(extends $base:ident: $extended:ty)? {
             $(
                 $(#[doc = $help:literal])+
                 $field_visible:vis $field:ident : $type:ty = $default:expr, $kind:expr;
@@ -176,23 +175,29 @@ macro_rules! settings {
     ) => {
         $(#[$outer])*
         $visible struct $name {
+            $(
+                /// The settings that these extend.
+                pub $base: $extended,
+            )?
             $($(#[doc = $help])+ $field_visible $field: $type,)*
         }
 
         impl Default for $name {
             fn default() -> Self {
-                Self { $($field: $default,)* }
+                Self { $($base: <$extended>::default(),)? $($field: $default,)* }
             }
         }
 
         impl $crate::settings::Settings for $name {
             fn list(&self) -> Vec<$crate::settings::Setting> {
-                vec![$($crate::settings::Setting {
+                let own: Vec<$crate::settings::Setting> = vec![$($crate::settings::Setting {
                     name: stringify!($field),
                     value: $crate::settings::Kind::<$type>::write(&$kind, &self.$field),
                     takes: $crate::settings::Kind::<$type>::takes(&$kind),
                     help: $crate::settings::one_line(concat!($($help, "\n"),+)),
-                },)*]
+                },)*];
+                $(let own = [$crate::settings::Settings::list(&self.$base), own].concat();)?
+                own
             }
 
             #[allow(unused_variables, reason = "there may be no settings")]
@@ -202,9 +207,12 @@ macro_rules! settings {
                         self.$field = $crate::settings::read::<$type>(stringify!($field), &$kind, value)?;
                         Ok(())
                     })*
+                    $(_ if $crate::settings::Settings::get(&self.$base, name).is_some() => {
+                        $crate::settings::Settings::set(&mut self.$base, name, value)
+                    })?
                     _ => Err($crate::settings::SettingError::Unknown {
                         name: name.to_owned(),
-                        among: vec![$(stringify!($field)),*],
+                        among: $crate::settings::Settings::list(self).iter().map(|setting| setting.name).collect(),
                     }),
                 }
             }
@@ -212,18 +220,22 @@ macro_rules! settings {
             fn get(&self, name: &str) -> Option<String> {
                 match name {
                     $(stringify!($field) => Some($crate::settings::Kind::<$type>::write(&$kind, &self.$field)),)*
-                    _ => None,
+                    _ => None$(.or_else(|| $crate::settings::Settings::get(&self.$base, name)))?,
                 }
             }
 
             fn json(&self) -> $crate::settings::serde_json::Value {
                 #[allow(unused_mut, reason = "there may be no settings")]
                 let mut out = $crate::settings::serde_json::Map::new();
+                $(if let $crate::settings::serde_json::Value::Object(all) = $crate::settings::Settings::json(&self.$base) {
+                    out = all;
+                })?
                 $(out.insert(stringify!($field).to_owned(), $crate::settings::serde_json::json!(self.$field));)*
                 $crate::settings::serde_json::Value::Object(out)
             }
 
             fn check(&self) -> Result<(), String> {
+                $($crate::settings::Settings::check(&self.$base)?;)?
                 $($check(self)?;)?
                 Ok(())
             }
@@ -231,6 +243,10 @@ macro_rules! settings {
             fn boxed(&self) -> Box<dyn $crate::settings::Settings> {
                 Box::new(self.clone())
             }
+
+            $(fn take_over(&mut self, other: &dyn $crate::settings::Settings) -> bool {
+                other.get_as::<$extended>().inspect(|all| self.$base.clone_from(all)).is_some()
+            })?
         }
     };
 }

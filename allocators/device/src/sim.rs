@@ -30,16 +30,16 @@ use super::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
     PoolDriver, StreamId, VmmDriver,
 };
+use crate::Clock;
+use crate::DriverError;
 use crate::bytes::Bytes;
-use crate::device::Clock;
-use crate::device::DriverError;
-use crate::ordered::OrderedMap;
 use graphs::{Graphs, Node};
 use heap::{Heap, Packing};
 use l2::L2;
 use memory::{HostMemoryMap, NoRoom};
 use pools::Pool;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard};
 use timeline::{Order, Recorded, Timeline};
@@ -76,9 +76,9 @@ struct State {
     small: Heap,
     /// Plain memory in pages of its own.
     large: PlainRange,
-    pools: OrderedMap<u64, Pool>,
+    pools: BTreeMap<u64, Pool>,
     next_pool: u64,
-    events: OrderedMap<u64, Option<Recorded>>,
+    events: BTreeMap<u64, Option<Recorded>>,
     next_event: u64,
     host: HostMemoryMap,
     vmm: vmm::Space,
@@ -164,9 +164,9 @@ impl SimDriver {
             time: Timeline::new(profile.queues.depth),
             small: Heap::new(SMALL_BASE, RANGE, page, profile.plain.align_bytes, Packing::Within),
             large: PlainRange::new(LARGE_BASE, RANGE, page),
-            pools: OrderedMap::new(),
+            pools: BTreeMap::new(),
             next_pool: 0,
-            events: OrderedMap::new(),
+            events: BTreeMap::new(),
             next_event: 1,
             host: HostMemoryMap::default(),
             vmm: vmm::Space::default(),
@@ -176,7 +176,8 @@ impl SimDriver {
         Self { profile, memory, state: Arc::new(Mutex::new(state)) }
     }
 
-    /// The same with at most `bytes` of host memory behind its blocks at a time. Without this the device asks the system
+    /// A simulated device with at most `bytes` of host memory behind its blocks at a time. Without this the device asks the
+    /// system
     /// what it has left before it takes more.
     #[must_use]
     pub fn with_host_limit(self, bytes: u64) -> Self {
@@ -228,7 +229,7 @@ impl SimDriver {
     }
 
     /// The host works on its own program for the time that the profile has for each driver call
-    /// ([`Profile::program_ns_per_call`]). Whoever runs a program calls this between its driver calls; a driver call
+    /// ([`Profile::program_ns_per_call`]). The client calls this between its driver calls; a driver call
     /// does not include it, so measuring one finds its own cost.
     pub fn run_program(&self) {
         self.lock().time.spend(self.profile.program_ns_per_call);

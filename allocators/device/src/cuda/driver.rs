@@ -1,9 +1,9 @@
 //! Memory, streams, events and copies on CUDA.
 
 use super::{CudaDriver, address, check, check_for, refusal, size};
+use crate::Clock;
 use crate::bytes::Bytes;
-use crate::device::Clock;
-use crate::device::{
+use crate::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
     PoolDriver, StreamId, VmmDriver,
 };
@@ -78,7 +78,7 @@ unsafe impl Driver for CudaDriver {
     unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
         self.bind(CallKind::StreamDestroy)?;
         self.live.streams.remove(CallKind::StreamDestroy, stream.get(), |raw| {
-            // SAFETY: a live stream of this driver, which the caller promises that nobody uses afterwards; queued work still
+            // SAFETY: a live stream of this driver, which the caller promises not to use afterwards; queued work still
             // runs to its end.
             let result = unsafe { sys::cuStreamDestroy_v2(raw as CUstream) };
             check(CallKind::StreamDestroy, result)
@@ -138,7 +138,7 @@ unsafe impl Driver for CudaDriver {
     unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()> {
         self.bind(CallKind::EventDestroy)?;
         self.live.events.remove(CallKind::EventDestroy, event.get(), |raw| {
-            // SAFETY: a live event of this driver, which the caller promises that nobody uses afterwards; CUDA keeps it
+            // SAFETY: a live event of this driver, which the caller promises not to use afterwards; CUDA keeps it
             // while work waits for it.
             let result = unsafe { sys::cuEventDestroy_v2(raw as CUevent) };
             check(CallKind::EventDestroy, result)
@@ -201,7 +201,7 @@ unsafe impl Driver for CudaDriver {
         let memory = NonNull::new(memory.cast::<u8>()).ok_or_else(|| {
             refusal(CallKind::HostAlloc, CUresult::CUDA_ERROR_INVALID_VALUE, "the driver handed out null".into())
         })?;
-        // SAFETY: the driver has just handed out `bytes` bytes here, and nobody else knows of them.
+        // SAFETY: the driver has just handed out `bytes` bytes here, and no other code knows of them.
         unsafe { memory.write_bytes(0, bytes) };
         Ok(memory)
     }

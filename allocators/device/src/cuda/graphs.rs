@@ -5,7 +5,7 @@
 //! made, as NVIDIA's sample `graphMemoryNodes` does.
 
 use super::{CudaDriver, check, refusal};
-use crate::device::{CallKind, DriverResult, GraphDriver, GraphId, GraphMemory, StreamId};
+use crate::{CallKind, DriverResult, GraphDriver, GraphId, GraphMemory, StreamId};
 use cudarc::driver::sys::{
     self, CUdevice, CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUgraphMem_attribute, CUresult, CUstream,
     CUstreamCaptureMode,
@@ -33,7 +33,7 @@ fn instantiate(graph: CUgraph, stream: CUstream) -> DriverResult<CUgraphExec> {
     let result = unsafe { sys::cuGraphUpload(instance, stream) };
     if let Err(error) = check(call, result) {
         // Its result does not matter: the error that is returned says what went wrong first.
-        // SAFETY: the instance was made above, was never launched, and nobody else has its handle.
+        // SAFETY: the instance was made above, was never launched, and no other code has its handle.
         unsafe { sys::cuGraphExecDestroy(instance) };
         return Err(error);
     }
@@ -66,7 +66,7 @@ impl GraphDriver for CudaDriver {
         // CAST: a handle is kept as its value.
         let made = instantiate(graph, stream).map(|made| GraphId::made(self.live.graphs.insert_once(made as u64)));
         // A failure would leak the host's memory of the graph; the instance does not need it.
-        // SAFETY: the graph was captured above, nobody else has its handle, and its instance has a copy of its own.
+        // SAFETY: the graph was captured above, no other code has its handle, and its instance has a copy of its own.
         unsafe { sys::cuGraphDestroy(graph) };
         made
     }
@@ -79,7 +79,7 @@ impl GraphDriver for CudaDriver {
         // SAFETY: as in `capture_end`.
         let result = unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) };
         if !graph.is_null() {
-            // SAFETY: the graph was captured above and nobody else has its handle.
+            // SAFETY: the graph was captured above and no other code has its handle.
             unsafe { sys::cuGraphDestroy(graph) };
         }
         match result {

@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::{CallKind, DriverResult};
-use crate::device::DriverError;
+use crate::DriverError;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -57,7 +57,7 @@ impl Live {
         raw
     }
 
-    /// The same under an id that this process never uses again, so that the id of something that is gone stays an error.
+    /// Puts it under an id that this process never uses again, so that the id of something that is gone stays an error.
     pub(super) fn insert_once(&self, raw: u64) -> u64 {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Relaxed);

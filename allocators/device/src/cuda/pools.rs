@@ -5,7 +5,7 @@
 
 use super::{CudaDriver, address, check, check_for, size};
 use crate::bytes::Bytes;
-use crate::device::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
+use crate::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
 use cudarc::driver::sys::{
     self, CUmemAllocationHandleType, CUmemAllocationType, CUmemPool_attribute, CUmemPoolProps, CUmemoryPool,
 };
@@ -93,7 +93,7 @@ impl PoolDriver for CudaDriver {
         let result = unsafe { sys::cuMemPoolCreate(&raw mut pool, &raw const properties) };
         check(CallKind::PoolCreate, result)?;
         if let Err(error) = apply(pool, settings) {
-            // SAFETY: the pool was made above, nothing was allocated from it and nobody else has its handle.
+            // SAFETY: the pool was made above, nothing was allocated from it and no other code has its handle.
             // Its result does not matter: the error that is returned says what went wrong first.
             unsafe { sys::cuMemPoolDestroy(pool) };
             return Err(error);

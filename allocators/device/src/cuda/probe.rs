@@ -1,8 +1,8 @@
 //! Looking for the driver and its GPUs, without a panic where there is none.
 
 use super::check;
-use crate::device::DriverError;
-use crate::device::{CallKind, DriverResult};
+use crate::DriverError;
+use crate::{CallKind, DriverResult};
 use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute, CUresult};
 use std::ffi::{CStr, c_int};
 use std::fmt;
@@ -200,7 +200,7 @@ fn total_bytes(device: CUdevice) -> DriverResult<u64> {
 #[cfg(test)]
 mod tests {
     use super::{CudaUnavailable, CudaVersion};
-    use crate::device::cuda::CudaDriver;
+    use crate::cuda::CudaDriver;
 
     #[test]
     fn a_missing_driver_is_one_sentence_and_no_panic() {

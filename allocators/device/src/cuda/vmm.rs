@@ -2,7 +2,7 @@
 
 use super::{CudaDriver, address, check, check_for, size};
 use crate::bytes::Bytes;
-use crate::device::{CallKind, DeviceAddr, DriverResult, PhysicalHandle, VmmDriver};
+use crate::{CallKind, DeviceAddr, DriverResult, PhysicalHandle, VmmDriver};
 use cudarc::driver::sys::{
     self, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags, CUmemAllocationHandleType,
     CUmemAllocationProp, CUmemAllocationProp_st__bindgen_ty_1 as AllocationFlags, CUmemAllocationType,

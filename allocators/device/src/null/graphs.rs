@@ -1,8 +1,8 @@
 //! Stream capture and graphs of the null device: which streams capture, and addresses that belong to graphs.
 
 use super::{NullDriver, lock};
-use crate::device::DriverError;
-use crate::device::{CallKind, DeviceAddr, DriverResult, GraphDriver, GraphId, GraphMemory, StreamId};
+use crate::DriverError;
+use crate::{CallKind, DeviceAddr, DriverResult, GraphDriver, GraphId, GraphMemory, StreamId};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering::{Relaxed, Release};
 

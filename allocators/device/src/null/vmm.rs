@@ -1,12 +1,12 @@
 //! Virtual memory management of the null device: addresses and a budget.
 
 use super::{NullDriver, PAGE, lock};
-use crate::device::DriverError;
-use crate::device::{CallKind, DeviceAddr, DriverResult, PhysicalHandle, VmmDriver};
+use crate::DriverError;
+use crate::{CallKind, DeviceAddr, DriverResult, PhysicalHandle, VmmDriver};
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Ranges lie above plain addresses, which nobody takes so many of.
+/// Ranges lie above plain addresses, of which no program takes so many.
 const BASE: u64 = 1 << 52;
 
 /// Ranges and handles that are out.

@@ -128,3 +128,28 @@ fn a_name_that_is_like_none_has_no_nearest() {
     assert_eq!(nearest("Stream_Ordered", names), Some("stream-ordered"));
     assert_eq!(nearest("zzz", names), None);
 }
+
+crate::settings! {
+    /// All of another, and one more.
+    #[derive(Clone, Debug, PartialEq)]
+    struct More extends every: Every {
+        /// One more.
+        more: bool = false, switch();
+    }
+}
+
+#[test]
+fn settings_extend_others() {
+    let mut settings = More::default();
+    settings.set("bins", "9").unwrap();
+    settings.set("more", "on").unwrap();
+    assert!(settings.more && settings.every.bins == 9 && settings.get("bins").as_deref() == Some("9"));
+    let names: Vec<&str> = settings.list().iter().map(|setting| setting.name).collect();
+    assert_eq!((names.first(), names.last(), names.len()), (Some(&"segment"), Some(&"more"), 9));
+    assert_eq!((&settings.json()["bins"], &settings.json()["more"]), (&9.into(), &true.into()));
+    assert!(settings.set("mor", "on").unwrap_err().to_string().ends_with("fit, word, more"));
+    settings.set("threshold", "0.5").unwrap();
+    assert_eq!(settings.check(), Err("threshold needs limit".into()));
+    assert!(settings.take_over(&Every::default()) && settings.more && settings.every == Every::default());
+    assert!(!settings.take_over(&super::NoSettings::default()));
+}

@@ -2,7 +2,7 @@
 //!
 //! A capture notes what is queued and what it will cost; a launch costs the host one call and runs what was noted, one
 //! piece after another, with a gap between two instead of what a launch costs each. Nothing is computed, neither while it
-//! is captured nor at a launch: kernels are computed by whoever launches the graph, and their fills and copies with them.
+//! is captured nor at a launch: the caller that launches the graph computes the kernels, and their fills and copies with them.
 //! Stream order within a capture is the order of the calls, on joined streams too; that these are joined to the first one
 //! again before the end is not checked.
 //!
@@ -13,9 +13,8 @@
 use super::heap::{Heap, Packing};
 use super::timeline::{Mark, Order};
 use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory, out_of_memory};
-use crate::device::DriverError;
-use crate::device::{CallKind, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, StreamId};
-use crate::ordered::OrderedMap;
+use crate::DriverError;
+use crate::{CallKind, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, StreamId};
 use std::collections::BTreeMap;
 
 /// Between plain memory and pools.
@@ -74,10 +73,10 @@ struct Graph {
 pub(super) struct Graphs {
     /// The capture that a stream is part of.
     capturing: BTreeMap<u64, u64>,
-    captures: OrderedMap<u64, Capture>,
+    captures: BTreeMap<u64, Capture>,
     /// The capture that an event was recorded in.
     events: BTreeMap<u64, u64>,
-    graphs: OrderedMap<u64, Graph>,
+    graphs: BTreeMap<u64, Graph>,
     next: u64,
     heap: Option<Heap>,
     used: u64,

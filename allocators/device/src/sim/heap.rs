@@ -5,7 +5,6 @@
 #![forbid(unsafe_code)]
 
 use super::timeline::{Mark, Order};
-use crate::ordered::OrderedMap;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Why memory is not available yet: the point of a stream at which its last owner freed it.
@@ -21,8 +20,8 @@ pub(super) struct Heap {
     align: u64,
     packing: Packing,
     /// Free ranges by offset: length and when they were freed. Touching ranges freed alike are one.
-    free: OrderedMap<u64, (u64, FreedAt)>,
-    /// The same by (length, offset), which is the order of best fit.
+    free: BTreeMap<u64, (u64, FreedAt)>,
+    /// Free ranges by (length, offset), which is the order of best fit.
     by_room: BTreeSet<(u64, u64)>,
     /// Free ranges that are marked with when they were freed.
     marked: usize,
@@ -57,7 +56,7 @@ pub(super) struct Placement {
 
 impl Heap {
     pub(super) fn new(base: u64, limit: u64, granule: u64, align: u64, packing: Packing) -> Self {
-        let free = OrderedMap::from_iter([(0, (limit, None))]);
+        let free = BTreeMap::from_iter([(0, (limit, None))]);
         Self {
             base,
             #[cfg(test)]

@@ -53,7 +53,8 @@ impl HostRoom {
         Self::of(0, &|path| std::fs::read_to_string(path).ok())
     }
 
-    /// The same, with `promised` bytes taken already that the system does not count before they are written. `read` gives the
+    /// Finds the room with `promised` bytes taken already that the system does not count before they are written. `read` gives
+    /// the
     /// text of a file.
     fn of(promised: u64, read: &dyn Fn(&str) -> Option<String>) -> Option<Self> {
         let physical = [(machine(read), HostBound::Machine), (control_groups(read), HostBound::ControlGroup)];
@@ -158,7 +159,7 @@ impl Allowance {
     /// Gives back what was taken.
     pub(super) fn give(&mut self, bytes: u64) {
         self.taken -= bytes;
-        // What was given back may have gone to somebody else.
+        // Another process may have taken what was given back.
         self.granted = self.granted.min(self.taken + STEP);
     }
 }
@@ -244,7 +245,7 @@ mod tests {
         let nothing_left = files(&[("/proc/meminfo", "MemAvailable: 0 kB")]);
         allowance.take_from(STEP, &nothing_left).unwrap();
         allowance.take_from(1, &nothing_left).unwrap_err();
-        // What is given back may be somebody else's by the time that it is wanted again.
+        // Another process may have what is given back by the time that it is wanted again.
         allowance.give(8 * GIB);
         allowance.take_from(2 * STEP, &nothing_left).unwrap_err();
         allowance.take_from(GIB, &read).unwrap();

@@ -20,7 +20,7 @@ pub(super) struct L2 {
     clock: u64,
     /// When each sector was touched last.
     touched: BTreeMap<u64, u64>,
-    /// The same, oldest first.
+    /// Sectors by when they were touched last, oldest first.
     by_age: BTreeMap<u64, u64>,
 }
 

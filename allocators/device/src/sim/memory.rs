@@ -5,9 +5,8 @@
 //! whatever its last owner left. (Fresh memory is zero.)
 
 use super::host::{Allowance, HostRoom};
-use crate::ordered::OrderedMap;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
 
 const ALIGN: usize = 512;
@@ -56,7 +55,7 @@ impl Drop for HostBlock {
 /// Host memory by simulated address.
 #[derive(Debug, Default)]
 pub(super) struct HostMemoryMap {
-    blocks: OrderedMap<u64, HostBlock>,
+    blocks: BTreeMap<u64, HostBlock>,
     spare: HashMap<usize, Vec<HostBlock>>,
     spare_bytes: usize,
     allowance: Allowance,

@@ -7,8 +7,8 @@
 use super::heap::{Heap, Packing};
 use super::timeline::Order;
 use super::{PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory, out_of_memory};
-use crate::device::DriverError;
-use crate::device::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
+use crate::DriverError;
+use crate::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
 
 const POOL_BASE: u64 = 1 << 43;
 

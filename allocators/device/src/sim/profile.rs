@@ -191,7 +191,7 @@ pub struct KernelCost {
     pub blocks_per_wave: u64,
     /// Bandwidth.
     pub bytes_per_ns: f64,
-    /// The same where the data come from memory; absent: as from the cache.
+    /// Rate where the data come from memory; absent: as from the cache.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from_memory: Option<MemoryCost>,
 }

@@ -1,7 +1,6 @@
 //! Virtual time: a clock for the host and one for each stream, and which stream is ordered after which.
 #![forbid(unsafe_code)]
 
-use crate::ordered::OrderedMap;
 use std::collections::{BTreeMap, VecDeque};
 
 /// A point of a stream: the work queued on it so far.
@@ -41,7 +40,7 @@ pub(super) struct Timeline {
     now_ns: u64,
     blocked_ns: u64,
     depth: usize,
-    streams: OrderedMap<u64, Stream>,
+    streams: BTreeMap<u64, Stream>,
     next_stream: u64,
     /// Device time of streams that are gone.
     past_busy_ns: u64,
@@ -56,7 +55,7 @@ pub(super) struct Recorded {
 
 impl Timeline {
     pub(super) fn new(depth: usize) -> Self {
-        Self { now_ns: 0, blocked_ns: 0, depth, streams: OrderedMap::new(), next_stream: 1, past_busy_ns: 0 }
+        Self { now_ns: 0, blocked_ns: 0, depth, streams: BTreeMap::new(), next_stream: 1, past_busy_ns: 0 }
     }
 
     pub(super) fn now_ns(&self) -> u64 {
@@ -114,7 +113,7 @@ impl Timeline {
         self.enqueue_with_gaps(stream, latency_ns, duration_ns, 0);
     }
 
-    /// The same for work in several pieces with `gaps_ns` between them, in which the device does nothing.
+    /// Queues work in several pieces with `gaps_ns` between them, in which the device does nothing.
     pub(super) fn enqueue_with_gaps(&mut self, stream: u64, latency_ns: u64, duration_ns: u64, gaps_ns: u64) {
         let (now, depth) = (self.now_ns, self.depth);
         let state = self.stream(stream);

@@ -5,9 +5,9 @@
 //! as on a GPU. That needs Linux; elsewhere only the memory-less device has this capability.
 
 use super::{SimDriver, SimMemory};
-use crate::device::DriverError;
-use crate::device::{CallKind, DeviceAddr, DriverResult, PhysicalHandle, VmmDriver};
-use crate::ordered::OrderedMap;
+use crate::DriverError;
+use crate::{CallKind, DeviceAddr, DriverResult, PhysicalHandle, VmmDriver};
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
 
 /// Whether host memory can stand behind mappings here.
@@ -39,9 +39,9 @@ struct Mapping {
 
 #[derive(Debug, Default)]
 pub(super) struct Space {
-    reservations: OrderedMap<u64, Reservation>,
-    mappings: OrderedMap<u64, Mapping>,
-    handles: OrderedMap<u64, Handle>,
+    reservations: BTreeMap<u64, Reservation>,
+    mappings: BTreeMap<u64, Mapping>,
+    handles: BTreeMap<u64, Handle>,
     next_handle: u64,
     next_addr: u64,
     created: u64,
@@ -361,7 +361,7 @@ mod host {
 
     impl Drop for Range {
         fn drop(&mut self) {
-            // SAFETY: the range is ours and nobody translates addresses into it any more.
+            // SAFETY: the range is ours and no address is translated into it any more.
             unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
         }
     }
