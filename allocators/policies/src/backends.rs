@@ -20,25 +20,24 @@ pub mod stream_ordered;
 pub mod tlsf;
 
 pub use bfc::{Bfc, BfcSettings};
-pub use caching::{Caching, CachingSettings, ExpandableCachingSettings};
-pub use cupy::{CuPy, CuPySettings};
+pub use caching::{Caching, CachingSettings};
+pub use cupy::CuPySettings;
 pub use expandable::{ExpandableSettings, PyTorchExpandable};
 pub use lab::{Lab, LabSettings};
 pub use naive::Naive;
 pub use paddle::{Paddle, PaddleSettings};
 pub use plan::{Plan, PlanFile, PlanSettings, PlanTable};
-pub use pooled::{Policy, Pooled};
-pub use pytorch::PyTorch;
+pub use pooled::{Found, Policy, Pooled, Rules};
+pub use pytorch::{PyTorch, PyTorchSettings};
 pub use registry::{
-    Backend, Capabilities, Constructor, GraphCapture, Needs, Preset, RegisterError, SegmentUse, Selection,
-    SelectionError, StreamUse, TorchAllocator, UnknownBackend, Varying, With, all, compared, find, of_torch,
-    parse_list, register,
+    Backend, Capabilities, Constructor, GraphCapture, Needs, RegisterError, SegmentUse, Selection, SelectionError,
+    StreamUse, TorchAllocator, UnknownBackend, Varying, With, all, compared, find, of_torch, parse_list, register,
 };
 pub use remap::{Remap, RemapSettings};
 pub use rmm_arena::{RmmArena, RmmArenaSettings};
 pub use rmm_pool::{RmmPool, RmmPoolSettings};
 pub use stream_ordered::StreamOrdered;
-pub use tlsf::{Tlsf, TlsfSettings};
+pub use tlsf::TlsfSettings;
 
 use crate::contract::{AllocError, Block};
 
@@ -50,7 +49,7 @@ fn foreign(allocator: &str, block: Block) -> AllocError {
     AllocError::foreign(allocator, NOT_LIVE, block)
 }
 
-/// The same for a block that the caller keeps.
+/// The error for a block that is not held here and that the caller keeps.
 #[cold]
 fn not_held(allocator: &str, block: &Block) -> AllocError {
     AllocError::not_held(allocator, NOT_LIVE, block)

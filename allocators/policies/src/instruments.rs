@@ -25,7 +25,7 @@ macro_rules! pass_on {
         fn restore(
             &self,
             snapshot: &Snapshot,
-            age: &dyn Fn(crate::device::DeviceAddr) -> u64,
+            age: &dyn Fn(vramlab_device::DeviceAddr) -> u64,
         ) -> Result<Option<Vec<Block>>, AllocError> {
             self.inner.restore(snapshot, age)
         }
@@ -97,7 +97,7 @@ macro_rules! pass_on {
 use pass_on;
 
 /// The stream of each block that [`restore`](crate::DeviceAllocator::restore) hands out, in its order.
-fn restored_streams(snapshot: &crate::contract::Snapshot) -> impl Iterator<Item = crate::device::StreamId> {
+fn restored_streams(snapshot: &crate::contract::Snapshot) -> impl Iterator<Item = vramlab_device::StreamId> {
     let held = |block: &&crate::contract::BlockInfo| block.state != crate::contract::BlockState::Free;
     snapshot.segments.iter().flat_map(move |segment| segment.blocks.iter().filter(held).map(|_| segment.stream))
 }

@@ -6,8 +6,8 @@
 //! policy's business. It works on integers, and knows neither a device nor a clock.
 //!
 //! ```
-//! use vramlab::space::{Account, FreeList, Owner, Space, State};
-//! use vramlab::StreamId;
+//! use vramlab_policies::space::{Account, FreeList, Owner, Space, State};
+//! use vramlab_device::StreamId;
 //!
 //! // SAFETY: no driver is given this stream.
 //! let stream = unsafe { StreamId::from_raw(7) };
@@ -109,7 +109,7 @@ impl Space {
         &self.account
     }
 
-    /// The same, to count what only the policy sees: retries, refusals, waits.
+    /// The account, to count what only the policy sees: retries, refusals, waits.
     pub fn account_mut(&mut self) -> &mut Account {
         &mut self.account
     }

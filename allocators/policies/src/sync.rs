@@ -36,7 +36,7 @@ mod primitives {
 
     impl<T> MutPtr<T> {
         /// # Safety
-        /// Nobody else uses the value while the reference lives.
+        /// No other code uses the value while the reference lives.
         #[expect(clippy::mut_from_ref, reason = "loom's interface")]
         #[inline(always)]
         pub(crate) unsafe fn deref(&self) -> &mut T {
@@ -75,13 +75,13 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Threads of stress tests give up their time slice at some of the locks that they take, so that what happens between two locks
 /// is seen in more orders. On a machine with two cores such orders are too rare to wait for. Nothing of it is in builds without
 /// debug assertions, nor under loom, which tries every order itself.
-pub(crate) mod restless {
+pub mod restless {
     #[cfg(all(debug_assertions, not(loom)))]
     thread_local!(static STATE: std::cell::Cell<u64> = const { std::cell::Cell::new(0) });
 
     /// From now on this thread pauses at one lock of sixteen; which ones, the seed says.
     #[inline]
-    pub(crate) fn begin(seed: u64) {
+    pub fn begin(seed: u64) {
         #[cfg(all(debug_assertions, not(loom)))]
         STATE.set(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
         #[cfg(not(all(debug_assertions, not(loom))))]

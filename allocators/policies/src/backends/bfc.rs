@@ -38,21 +38,21 @@
 //! *Source.* XLA `xla/tsl/framework/bfc_allocator.cc` (`AllocateRawInternal`, `FindChunkPtr`, `Extend`, `Coalesce`,
 //! `DeallocateFreeRegions`); ONNX Runtime `onnxruntime/core/framework/bfc_arena.cc`.
 
-use super::pooled::{Policy, Pooled};
+use super::pooled::{Found, Policy, Pooled, Rules};
 use super::registry::{Backend, Capabilities, StreamUse, Varying};
-use crate::contract::{AllocError, GUARANTEED_ALIGN, Path};
-use crate::device::{Driver, DriverError, StreamId};
+use crate::contract::{GUARANTEED_ALIGN, Path};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize, Step};
 use crate::policy::size::Size;
 use crate::policy::source::Source;
 use crate::policy::split::{BFC_LARGEST_REST, Split};
 use crate::policy::stream::{LastFrees, Stream};
-use crate::settings::{Choice, Choices, Settings as _, bytes, choice, switch};
-use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use crate::space::{Account, FreeList, Space};
 use serde::Serialize;
 use std::sync::Arc;
+use vramlab_device::settings::{Choice, Choices, Settings as _, bytes, choice, switch};
+use vramlab_device::{Driver, DriverError};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -91,7 +91,7 @@ impl Choices for Extend {
     ];
 }
 
-crate::settings! {
+vramlab_device::settings! {
     /// Settings of BFC.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct BfcSettings {
@@ -134,12 +134,7 @@ impl BfcSettings {
 
 /// BFC's rules, see the [module](self).
 #[derive(Debug)]
-pub struct Bfc {
-    settings: BfcSettings,
-    size: Size,
-    split: Split,
-    ladder: Ladder,
-}
+pub struct Bfc(Rules);
 
 impl Bfc {
     /// An allocator with these rules on a device.
@@ -147,67 +142,45 @@ impl Bfc {
     pub fn new(driver: Arc<dyn Driver>, settings: BfcSettings) -> Pooled<Self> {
         let source = Source::Plain { driver, limit: settings.memory_limit };
         let heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Steal(LastFrees::default()), source);
+        // 4. and 5.
         let mut steps = vec![Step::Segment, Step::WaitForFrees, Step::FitAgain];
         if settings.garbage_collection {
             steps.extend([Step::ReleaseIfEnough, Step::SegmentAgain]);
         }
         let whole = settings.memory_limit.filter(|_| !settings.allow_growth);
-        let size = match settings.extend {
-            Extend::NextPowerOfTwo => SegmentSize::Region { next: whole.unwrap_or(settings.initial_region).max(1) },
-            Extend::SameAsRequested => SegmentSize::Exact,
+        let first = whole.unwrap_or(settings.initial_region).max(1);
+        let ladder = Ladder {
+            steps,
+            size: match settings.extend {
+                Extend::NextPowerOfTwo => SegmentSize::Region { next: first.into() },
+                Extend::SameAsRequested => SegmentSize::Exact,
+            },
         };
+        // 3.
         let split = Split::Bfc { largest_rest: settings.max_dead_bytes_per_chunk };
-        Pooled::over(heap, Self { settings, size: Size::Bfc, split, ladder: Ladder { steps, size } })
-    }
-}
-
-/// `FindChunkPtr`, among the stream's own blocks first.
-fn find(heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Option<(BlockId, Path)>, DriverError> {
-    match heap.find(list, bytes, u64::MAX) {
-        Some(block) => Ok(Some((block, Path::Hit))),
-        None => Ok(heap.steal(list, bytes, u64::MAX)?.map(|block| (block, Path::WaitInserted))),
+        let (name, settings, size) = (BACKEND.name, settings.json(), Size::Multiple(GUARANTEED_ALIGN));
+        Pooled::over(heap, Self(Rules { name, settings, size, split, ladder }))
     }
 }
 
 impl Policy for Bfc {
-    fn name(&self) -> &'static str {
-        BACKEND.name
+    fn rules(&self) -> &Rules {
+        &self.0
     }
 
-    fn settings(&self) -> serde_json::Value {
-        self.settings.json()
+    /// `FindChunkPtr`, among the stream's own blocks first.
+    fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
+        match heap.find(list, bytes, u64::MAX) {
+            Some(block) => Ok(Some((block, Path::Hit))),
+            None => Ok(heap.steal(list, bytes, u64::MAX)?.map(|block| (block, Path::WaitInserted))),
+        }
     }
 
-    fn size(&self) -> &Size {
-        &self.size
-    }
-
-    /// `AllocateRawInternal`.
-    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
-        heap.process_events()?;
-        // 1. and 2.
-        let bytes = self.size.round(requested);
-        let list = FreeList { owner, pool: None };
-        // 4. and 5.
-        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
-        let again = |heap: &mut Heap| match find(heap, list, bytes)? {
-            Some((block, _)) => Ok(Some(block)),
-            None => heap.take_over(list, bytes, u64::MAX, true),
-        };
-        let found = match find(heap, list, bytes)? {
-            Some(found) => Some(found),
-            None => self.ladder.climb(heap, &miss, again)?,
-        };
-        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
-        // 3.
-        let size = heap.space()[block].bytes;
-        let cut = self.split.cuts(None, bytes, size);
-        heap.take(block, list, if cut { bytes } else { size }, requested);
-        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
-    }
-
-    /// `DeallocateRawInternal`, `Coalesce`.
-    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
-        super::pytorch::free(heap, block, users)
+    /// 5. Before a request is refused the free blocks of all streams are put together.
+    fn find_again(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
+        match self.find(heap, list, bytes)? {
+            Some(found) => Ok(Some(found)),
+            None => Ok(heap.take_over(list, bytes, u64::MAX, true)?.map(|block| (block, Path::WaitInserted))),
+        }
     }
 }

@@ -2,15 +2,11 @@
 //!
 //! The same policy as [`pytorch`](super::pytorch), which is the one to read: the same addresses, paths, statistics and
 //! snapshots, which tests hold it to. Here it is written so that threads on streams of their own do not wait for each other
-//! and a hit costs some 60 ns.
+//! and a hit takes one short lock.
 //!
 //! *Policy.* Requests are rounded to 512 bytes and served from a small pool (up to 1 MiB, 2 MiB segments) or a
 //! large pool (20 MiB segments, or 2 MiB multiples from 10 MiB on) by best fit over (stream, size, address).
 //! Blocks are split and coalesced inside their segment; segments go back to the driver only under pressure.
-//!
-//! *Expandable segments.* With `expandable_segments` the same holds of [`pytorch-expandable`](super::expandable) with its
-//! defaults. Only what is done when no free block fits differs (`expand`), and the search where memory ends at a hole
-//! (`core/block_cache/holes`).
 //!
 //! *Where to look.* `Caching::serve` and `Caching::free` below are the two paths. What is done when no block fits is in
 //! `growth`, uses on other streams in `pending`, graph captures in `capture`, private pools in `pool`. What makes it fast is one file each, with a
@@ -20,11 +16,10 @@
 //! |---|---|
 //! | `shard` | each stream has its own lock, blocks and counts |
 //! | `totals` | exact peaks over all streams without a counter that all write |
-//! | `core/exact_index` | free blocks of the small pool: a bin for each size |
-//! | `core/ranged_index` | free blocks of the large pool: 128 bins a doubling |
-//! | `core/small_index` | free blocks of the small pool that are larger than a native segment |
+//! | `exact_index` | free blocks of the small pool: a bin for each size |
+//! | `ranged_index` | free blocks of the large pool: 128 bins a doubling |
 //! | `pool` | a private pool has shards of its own |
-//! | `core/blocks` | 32 bytes a block, linked by indices |
+//! | `blocks` | one cache line a block, linked by indices |
 //!
 //! *Cost.* Allocate and free on a hit: one short lock that only users of the same stream share, O(1) in the number of
 //! blocks but for the few of one size bin, no driver call, no allocation. A miss costs a `cuMemAlloc`; a refused miss
@@ -41,38 +36,37 @@
 //!
 //! *Source.* PyTorch, `c10/cuda/CUDACachingAllocator.cpp` (2.11), whose rules this follows address for address.
 
+mod block_cache;
+mod blocks;
 mod capture;
-pub(crate) mod core;
-mod expand;
+mod exact_index;
+mod free_index;
 mod growth;
 #[cfg(all(test, loom))]
 mod models;
 mod pending;
 mod pool;
+mod ranged_index;
 mod restore;
-mod settings;
 mod shard;
+mod tally;
 mod totals;
 
-pub(super) use settings::expandable_segments;
-pub use settings::{CachingSettings, ExpandableCachingSettings};
+pub use super::pytorch::PyTorchSettings as CachingSettings;
 
 use super::captures::Captures;
-use super::registry::{Backend, Capabilities, GraphCapture, Needs, SegmentUse, StreamUse, Varying};
+use super::registry::{Backend, Capabilities, GraphCapture, SegmentUse, StreamUse, Varying};
 use super::{foreign, not_held};
-use crate::backends::caching::core::block_cache::{BlockCache, Served, Wanted};
-use crate::backends::caching::core::blocks::BlockIndex;
+use crate::backends::caching::block_cache::{BlockCache, Served, Wanted};
+use crate::backends::caching::blocks::{BlockIndex, State};
 use crate::contract::AllocError;
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, PrivatePool, Request};
 use crate::contract::{Gauge, PoolKind, Stats, Token};
 use crate::contract::{Ledger, Snapshot};
-use crate::device::{DeviceAddr, Driver, StreamId};
 use crate::policy::size::torch::{pool_of, round_size};
 use crate::policy::split::Split;
-use crate::settings::Settings as _;
-use crate::sync::{AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, lock};
+use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, lock};
 use capture::Pool;
-use expand::Expansion;
 use growth::Growth;
 use pending::Pending;
 use pool::Pools;
@@ -80,6 +74,8 @@ use shard::{Shard, ShardTable};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use totals::Totals;
+use vramlab_device::settings::Settings as _;
+use vramlab_device::{DeviceAddr, Driver, StreamId};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -102,27 +98,13 @@ pub static BACKEND: Backend = Backend {
     },
     compared: true,
     constructor: &Varying {
-        capabilities: |native, settings: &ExpandableCachingSettings| match settings.expandable_segments {
-            true => Capabilities {
-                needs: Needs::Vmm,
-                segments: SegmentUse::Expandable,
-                restores: false,
-                follows_pytorch: false,
-                ..native
-            },
-            false => Capabilities { follows_pytorch: settings.torch.follows_pytorch(), ..native },
+        capabilities: |native, settings: &CachingSettings| Capabilities {
+            follows_pytorch: settings.follows_pytorch(),
+            ..native
         },
-        build: |driver, settings| {
-            Ok(Arc::new(match settings.expandable_segments {
-                true => Caching::expandable(driver, settings.torch)?,
-                false => Caching::new(driver, settings.torch),
-            }))
-        },
+        build: |driver, settings| Ok(Arc::new(Caching::new(driver, *settings))),
     },
 };
-
-/// More than anything waits.
-const EXPANDABLE: usize = 1 << (usize::BITS - 1);
 
 /// See the [module](self).
 ///
@@ -143,7 +125,7 @@ pub struct Caching {
     growth: Mutex<Growth>,
     pending: Mutex<Pending>,
     /// Entries in `pending`, open captures and streams in private pools, so that a request sees without a lock that there are
-    /// none. [`EXPANDABLE`] more where segments are: so the same look tells.
+    /// none.
     waiting: AtomicUsize,
     captures: Mutex<Captures<Pool>>,
     /// Open captures.
@@ -153,8 +135,6 @@ pub struct Caching {
     /// block is what was added since it became free.
     searches: AtomicU64,
     oversize_allocations: Mutex<Gauge>,
-    /// Whether more is reserved than at the peak that was noted, because a request that was refused has mapped some of it.
-    peak_due: AtomicBool,
 }
 
 impl Caching {
@@ -163,40 +143,22 @@ impl Caching {
     pub fn new(driver: Arc<dyn Driver>, settings: CachingSettings) -> Self {
         let CachingSettings { max_non_split_rounding, .. } = settings;
         let split = Split::Torch { max_split: settings.max_split(), max_non_split_rounding };
-        Self::with(driver, settings, split, None)
-    }
-
-    /// One with expandable segments.
-    ///
-    /// # Errors
-    /// [`AllocError::Unsupported`] on a device without virtual memory management; [`AllocError::Driver`] when it does not say
-    /// its granularity.
-    pub fn expandable(driver: Arc<dyn Driver>, settings: CachingSettings) -> Result<Self, AllocError> {
-        let CachingSettings { max_non_split_rounding, .. } = settings;
-        let split = Split::TorchExpandable { max_split: settings.max_split(), max_non_split_rounding };
-        let expansion = Expansion::new(Arc::clone(&driver), &settings)?;
-        Ok(Self::with(driver, settings, split, Some(expansion)))
-    }
-
-    fn with(driver: Arc<dyn Driver>, settings: CachingSettings, split: Split, expansion: Option<Expansion>) -> Self {
         Self {
             driver,
             settings,
             split,
             max_split: settings.max_split(),
-            // PyTorch passes expandable segments over.
-            collects: settings.collects() && expansion.is_none(),
+            collects: settings.collect_above().is_some(),
             shards: ShardTable::new(),
             totals: Totals::new(),
-            waiting: AtomicUsize::new(if expansion.is_some() { EXPANDABLE } else { 0 }),
-            growth: Mutex::new(Growth::new(expansion)),
+            waiting: AtomicUsize::new(0),
+            growth: Mutex::new(Growth::default()),
             pending: Mutex::new(Pending::default()),
             captures: Mutex::new(Captures::default()),
             capturing: AtomicUsize::new(0),
             pools: Mutex::new(Pools::default()),
             searches: AtomicU64::new(0),
             oversize_allocations: Mutex::new(Gauge::default()),
-            peak_due: AtomicBool::new(false),
         }
     }
 
@@ -210,7 +172,6 @@ impl Caching {
         // Blocks whose events have completed are free again before the search. Captures and pools are looked for with them.
         let (processed, shard) = match self.waiting.load(Acquire) {
             0 => (true, self.shards.of_stream(stream)),
-            EXPANDABLE.. => return self.serve_in_ranges(request, stream),
             _ => (self.process_events()?, self.shard_for(stream)),
         };
         let wanted = self.wanted(request);
@@ -218,21 +179,6 @@ impl Caching {
             Some(served) => Ok(hand_out(shard, served, request.bytes, served.path())),
             None => self.grow(shard, wanted, processed),
         }
-    }
-
-    /// The same where segments are expandable.
-    #[inline(never)]
-    fn serve_in_ranges(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
-        let (processed, shard) = match self.waiting.load(Acquire) {
-            EXPANDABLE => (true, self.shards.of_stream(stream)),
-            _ => (self.process_events()?, self.shard_for(stream)),
-        };
-        let wanted = self.wanted(request);
-        let Some(served) = self.serve_expandable(shard, wanted) else { return self.grow(shard, wanted, processed) };
-        if self.peak_due.load(Relaxed) {
-            self.note_peak(&mut self.lock_growth(), stream);
-        }
-        Ok(hand_out(shard, served, request.bytes, served.path()))
     }
 
     #[inline(always)]
@@ -250,14 +196,6 @@ impl Caching {
         Some(served)
     }
 
-    /// The same where segments are expandable.
-    #[inline(always)]
-    fn serve_expandable(&self, shard: &Shard, wanted: Wanted) -> Option<Served> {
-        let served = self.totals.enter(shard, &self.shards).serve_expandable(wanted, &self.split)?;
-        self.count_oversize(served);
-        Some(served)
-    }
-
     /// PyTorch's `free`.
     fn free(&self, block: Block) -> Result<Path, AllocError> {
         let Some(shard) = self.shard_of(&block) else { return Err(foreign(self.name(), block)) };
@@ -270,11 +208,11 @@ impl Caching {
             lock(&self.oversize_allocations).decrease(1);
         }
         // Used by other streams, or held when a capture began.
-        if cache.blocks().get(index).is_shared() {
+        if cache.blocks()[index].shared {
             drop(cache);
             return self.defer(shard.id, index);
         }
-        let joined = cache.take_back(index, block.requested(), self.searches.load(Relaxed));
+        let joined = cache.take_back(index, self.searches.load(Relaxed));
         Ok(if joined { Path::Coalesce } else { Path::Hit })
     }
 
@@ -304,7 +242,8 @@ impl Caching {
     #[inline]
     fn find(cache: &BlockCache, block: &Block) -> Option<BlockIndex> {
         let (_, index): (_, BlockIndex) = block.token().parts();
-        cache.blocks().find_held(index, block.addr().get()).map(|_| index)
+        let found = cache.blocks().find(index, block.addr().get());
+        found.filter(|record| record.state == State::Allocated).map(|_| index)
     }
 }
 
@@ -323,8 +262,7 @@ impl DeviceAllocator for Caching {
     }
 
     fn settings(&self) -> serde_json::Value {
-        let (torch, expandable_segments) = (self.settings, self.is_expandable());
-        ExpandableCachingSettings { torch, expandable_segments }.json()
+        self.settings.json()
     }
 
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
@@ -346,18 +284,13 @@ impl DeviceAllocator for Caching {
         self.totals.report(&self.shards, &mut stats);
         stats.stranded_bytes = lock(&self.pending).stranded_bytes();
         stats.oversize_allocations = Some(*lock(&self.oversize_allocations));
-        if self.is_expandable() {
-            // PyTorch does not count what is free in expandable segments.
-            let Stats { inactive_split, inactive_split_bytes, .. } = Stats::with_pools();
-            (stats.inactive_split, stats.inactive_split_bytes) = (inactive_split, inactive_split_bytes);
-        }
         stats
     }
 
     fn reset_peaks(&self) {
         let growth = &mut *self.lock_growth();
         self.restart_growth_peaks(growth);
-        lock(&self.pending).restart_peaks();
+        lock(&self.pending).reset_peaks();
         self.totals.restart_peaks(&self.shards);
         lock(&self.oversize_allocations).reset_peak();
     }
@@ -372,16 +305,12 @@ impl DeviceAllocator for Caching {
     }
 
     fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
-        // A snapshot does not say where ranges of addresses begin.
-        if self.is_expandable() {
-            return Ok(None);
-        }
         self.take_over(snapshot, age).map(Some)
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
         let released = self.release_cached(&mut self.lock_growth(), keep_bytes)?;
-        self.take_pending_error()?;
+        lock(&self.pending).take_error().map_or(Ok(()), Err)?;
         Ok(released)
     }
 
@@ -421,14 +350,14 @@ impl DeviceAllocator for Caching {
 impl Drop for Caching {
     fn drop(&mut self) {
         self.unpin_all();
-        // Errors have nobody to go to. An error ends a release, so it is tried twice: one call that fails once does not
-        // keep the rest. What stays goes with the device context.
+        // An error cannot be returned here, and it ends a release, so that is tried twice: one call that fails once does not keep
+        // the rest. What stays goes with the device context.
         for _ in 0..2 {
             if self.release_cached(&mut self.lock_growth(), 0).is_ok() {
                 break;
             }
         }
-        for event in lock(&self.pending).take_events() {
+        for event in lock(&self.pending).events().take() {
             // SAFETY: the event is in no queue any more and belongs to this allocator alone.
             let _ = unsafe { self.driver.event_destroy(event) };
         }

@@ -2,19 +2,19 @@
 
 use crate::contract::AllocError;
 use crate::contract::CaptureId;
-use crate::device::{Driver, StreamId};
-use crate::ordered::OrderedMap;
+use std::collections::BTreeMap;
+use vramlab_device::{Driver, StreamId};
 
 /// Captures by number; each keeps a `T`.
 #[derive(Debug)]
 pub(super) struct Captures<T> {
-    open: OrderedMap<StreamId, CaptureId>,
-    all: OrderedMap<CaptureId, (StreamId, T)>,
+    open: BTreeMap<StreamId, CaptureId>,
+    all: BTreeMap<CaptureId, (StreamId, T)>,
 }
 
 impl<T> Default for Captures<T> {
     fn default() -> Self {
-        Self { open: OrderedMap::new(), all: OrderedMap::new() }
+        Self { open: BTreeMap::new(), all: BTreeMap::new() }
     }
 }
 
@@ -53,7 +53,7 @@ impl<T> Captures<T> {
         self.begin_with(stream, |_| keeps)
     }
 
-    /// The same, where what it keeps depends on its number.
+    /// Opens a capture whose keeping depends on its number.
     pub(super) fn begin_with(&mut self, stream: StreamId, keeps: impl FnOnce(CaptureId) -> T) -> CaptureId {
         let id = CaptureId::next();
         self.open.insert(stream, id);

@@ -16,7 +16,8 @@
 //! front of it.
 //!
 //! *What is different from CuPy.* Among blocks of one size CuPy takes the one whose object has the lowest address on the
-//! host, which no program decides; here it is the oldest. CuPy waits for nobody: a free that was announced to other streams
+//! host, which no program decides; here it is the oldest. CuPy does not wait for other streams: a free that was announced to
+//! other streams
 //! (`record_use`) waits for them as in [`pytorch`](super::pytorch). Python's garbage collector, which CuPy runs before it gives
 //! up, is not here.
 //!
@@ -27,30 +28,30 @@
 //!
 //! *Source.* CuPy `cupy/cuda/memory.pyx`, `SingleDeviceMemoryPool`; its functions are named where their rules are.
 
-use super::pooled::{Policy, Pooled};
+use super::pooled::{Pooled, Rules};
 use super::registry::{Backend, With};
-use crate::contract::{AllocError, Path};
-use crate::device::{Driver, StreamId};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize, Step};
 use crate::policy::size::Size;
 use crate::policy::source::Source;
+use crate::policy::split::Split;
 use crate::policy::stream::Stream;
-use crate::settings::{Settings as _, bytes};
-use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use crate::space::{Account, Space};
 use std::sync::Arc;
+use vramlab_device::Driver;
+use vramlab_device::settings::{Settings as _, bytes};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
     name: "cupy",
     summary: "CuPy's pool: segments of exactly what was asked for, cut exactly, one set of blocks a stream",
-    capabilities: Pooled::<CuPy>::CAPABILITIES,
+    capabilities: Pooled::<Rules>::CAPABILITIES,
     compared: false,
-    constructor: &With(|driver, settings: &CuPySettings| Ok(Arc::new(CuPy::new(driver, *settings)))),
+    constructor: &With(|driver, settings: &CuPySettings| Ok(Arc::new(settings.build(driver)))),
 };
 
-crate::settings! {
+vramlab_device::settings! {
     /// Settings of CuPy's pool.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct CuPySettings {
@@ -59,63 +60,18 @@ crate::settings! {
     }
 }
 
-/// CuPy's rules, see the [module](self).
-#[derive(Debug)]
-pub struct CuPy {
-    settings: CuPySettings,
-    size: Size,
-    ladder: Ladder,
-}
-
-impl CuPy {
-    /// An allocator with these rules on a device.
+impl CuPySettings {
+    /// An allocator with these settings on a device.
     #[must_use]
-    pub fn new(driver: Arc<dyn Driver>, settings: CuPySettings) -> Pooled<Self> {
-        let source = Source::Plain { driver, limit: settings.memory_limit };
+    pub fn build(&self, driver: Arc<dyn Driver>) -> Pooled<Rules> {
+        let source = Source::Plain { driver, limit: self.memory_limit };
+        // 2. `_get_chunk`
         let heap = Heap::new(Space::new(Account::new()), Fit::oldest(), Stream::Own, source);
-        // `_try_malloc`: `free_all_blocks`, and the device again. Waiting for announced uses may make a block that fits.
+        // 4. `_try_malloc`: `free_all_blocks`, and the device again. Waiting for announced uses may make a block that fits.
         let steps = vec![Step::Segment, Step::ReleaseCached, Step::FitAgain, Step::SegmentAgain];
         let ladder = Ladder { steps, size: SegmentSize::Exact };
-        // `_round_size`
-        Pooled::over(heap, Self { settings, size: Size::Multiple(512), ladder })
-    }
-}
-
-impl Policy for CuPy {
-    fn name(&self) -> &'static str {
-        BACKEND.name
-    }
-
-    fn settings(&self) -> serde_json::Value {
-        self.settings.json()
-    }
-
-    fn size(&self) -> &Size {
-        &self.size
-    }
-
-    /// `_malloc`.
-    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
-        heap.process_events()?;
-        // 1.
-        let bytes = self.size.round(requested);
-        let list = FreeList { owner, pool: None };
-        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
-        let find = |heap: &mut Heap| heap.find(list, bytes, u64::MAX);
-        // 2. `_get_chunk`, and 4.
-        let found = match find(heap) {
-            Some(block) => Some((block, Path::Hit)),
-            None => self.ladder.climb(heap, &miss, |heap| Ok(find(heap)))?,
-        };
-        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
-        // 3. `_Chunk.split`
-        let cut = heap.space()[block].bytes > bytes;
-        heap.take(block, list, bytes, requested);
-        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
-    }
-
-    /// `free`, `_Chunk.merge`.
-    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
-        super::pytorch::free(heap, block, users)
+        // 1. `_round_size`, and 3. `_Chunk.split`. A free is `_Chunk.merge`.
+        let (size, split) = (Size::Multiple(512), Split::Always);
+        Pooled::over(heap, Rules { name: BACKEND.name, settings: self.json(), size, split, ladder })
     }
 }

@@ -3,7 +3,6 @@
 //! This is the policy by which PyTorch 2.11 serves `torch.empty(…, device="cuda")` under
 //! `PYTORCH_ALLOC_CONF=expandable_segments:True`. Given the same requests and the same answers of the device it puts every
 //! block at the same address, maps and unmaps the same parts in the same order, and counts the same statistics.
-//! `caching:expandable_segments=true` follows the same rules, written for speed.
 //!
 //! *Idea.* The native policy ([`pytorch`]) takes segments of fixed sizes. When sizes change, what is left in a segment is
 //! often too small for the next request, and the segment cannot go back while one block in it lives. Here a segment is a range
@@ -51,23 +50,22 @@
 //!
 //! *Source.* PyTorch 2.11, `c10/cuda/CUDACachingAllocator.cpp`; its functions are named where their rules are.
 
-use super::pooled::{Policy, Pooled};
-use super::pytorch;
+use super::pooled::{Found, Policy, Pooled, Rules};
+use super::pytorch::PyTorchSettings;
 use super::registry::{Backend, Capabilities, Needs, SegmentUse, With};
-use crate::backends::CachingSettings;
 use crate::contract::{AllocError, Path};
-use crate::device::{Driver, DriverError, StreamId};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Miss, release_cached};
+use crate::policy::grow::{Ladder, Miss, release_cached};
 use crate::policy::size::Size;
-use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, SMALL_SEGMENT};
+use crate::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT};
 use crate::policy::source::{Expandable, Sizes, Source};
 use crate::policy::split::Split;
 use crate::policy::stream::Stream;
-use crate::settings::{Settings as _, bytes, fraction, switch, text};
-use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use crate::space::{Account, BlockId, FreeList, Space};
 use std::sync::Arc;
+use vramlab_device::settings::{Settings as _, bytes, switch};
+use vramlab_device::{Driver, DriverError};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -85,25 +83,10 @@ pub static BACKEND: Backend = Backend {
     }),
 };
 
-/// PyTorch's own defaults.
-const TORCH: fn() -> CachingSettings = CachingSettings::default;
-
-crate::settings! {
-    /// Settings under PyTorch's names, and switches for its faults.
+vramlab_device::settings! {
+    /// Settings under PyTorch's names, and switches for its faults. `garbage_collection_threshold` does nothing, as in PyTorch.
     #[derive(Clone, Copy, Debug, PartialEq)]
-    pub struct ExpandableSettings {
-        /// Smaller requests never take blocks of at least this size.
-        pub max_split_size: Option<u64> = TORCH().max_split_size, bytes().at_least(20 << 20).or("none");
-        /// How much larger than an oversize request its block may be.
-        pub max_non_split_rounding: u64 = TORCH().max_non_split_rounding, bytes();
-        /// As pytorch has it; it does nothing here.
-        pub garbage_collection_threshold: f64 = TORCH().garbage_collection_threshold, fraction();
-        /// Rounding to equal steps between powers of two.
-        pub roundup_power2_divisions: Divisions = TORCH().roundup_power2_divisions, text(Divisions::FORM);
-        /// Most bytes that may be reserved (`set_per_process_memory_fraction`).
-        pub memory_limit: Option<u64> = TORCH().memory_limit, bytes().or("none");
-        /// After a release, look for a free block before memory is mapped. PyTorch does not.
-        pub retry_fit_after_sync: bool = TORCH().retry_fit_after_sync, switch();
+    pub struct ExpandableSettings extends torch: PyTorchSettings {
         /// Unmap what a request got when the memory does not suffice for all of it. PyTorch does not.
         pub rollback: bool = false, switch();
         /// Compare the limit with what will be mapped. PyTorch compares it with a segment of its native policy.
@@ -113,24 +96,13 @@ crate::settings! {
         /// Addresses that a segment reserves; larger requests are refused. PyTorch: nine eighths of the device's memory.
         pub expandable_segments_reserve: Option<u64> = None, bytes().at_least(20 << 20).or("none");
     }
-    check ExpandableSettings::consistent;
-}
-
-impl ExpandableSettings {
-    fn consistent(&self) -> Result<(), String> {
-        let garbage_collection_threshold = self.garbage_collection_threshold;
-        CachingSettings { garbage_collection_threshold, memory_limit: self.memory_limit, ..TORCH() }.check()
-    }
 }
 
 /// PyTorch's rules with expandable segments, see the [module](self).
 #[derive(Debug)]
 pub struct PyTorchExpandable {
     settings: ExpandableSettings,
-    /// `round_size`, `get_pool`, `get_allocation_size`.
-    size: Size,
-    /// `should_split`, and what `get_free_block` says of oversize blocks.
-    split: Split,
+    rules: Rules,
 }
 
 impl PyTorchExpandable {
@@ -141,56 +113,25 @@ impl PyTorchExpandable {
     pub fn new(driver: Arc<dyn Driver>, settings: ExpandableSettings) -> Result<Pooled<Self>, AllocError> {
         let reserve = settings.expandable_segments_reserve;
         let sizes = Sizes { small: SMALL_SEGMENT, large: LARGE_SEGMENT, reserve };
-        let source = Expandable::new(BACKEND.name, driver, settings.memory_limit, sizes)?;
-        let space = Space::new(Account::with_pools(settings.max_split_size.unwrap_or(u64::MAX)));
+        let source = Expandable::new(BACKEND.name, driver, settings.torch.memory_limit, sizes)?;
+        let space = Space::new(Account::with_pools(settings.torch.max_split()));
         let heap = Heap::new(space, Fit::best(), Stream::Own, Source::Expandable(source));
-        Ok(Pooled::over(heap, Self::rules(settings)))
+        Ok(Pooled::over(heap, Self::of(settings)))
     }
 
-    /// The rules alone, for a heap of somebody else's.
-    pub(super) fn rules(settings: ExpandableSettings) -> Self {
-        let size = Size::Torch(settings.roundup_power2_divisions);
-        let max_split = settings.max_split_size.unwrap_or(u64::MAX);
-        let split = Split::TorchExpandable { max_split, max_non_split_rounding: settings.max_non_split_rounding };
-        Self { settings, size, split }
-    }
-
-    fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Option<BlockId> {
-        find(heap, list, bytes, self.split.largest(bytes))
-    }
-
-    /// What `malloc` does when no free block fits.
-    pub(super) fn grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<(BlockId, Path)>, DriverError> {
-        let grown = self.try_to_grow(heap, miss)?;
-        if grown.is_none() {
-            heap.space_mut().account_mut().count_refusal();
-        }
-        Ok(grown)
-    }
-
-    fn try_to_grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<(BlockId, Path)>, DriverError> {
-        // `alloc_block`
-        if let Some(block) = self.map(heap, miss)? {
-            return Ok(Some((block, Path::DriverAlloc)));
-        }
-        // `release_cached_blocks`: not for a private pool, nor while a graph is captured. Then nothing can be waited for.
-        if heap.is_capturing() || miss.list.owner.private.is_some() {
-            return Ok(None);
-        }
-        if self.settings.reuse_handles {
-            heap.keep_handles();
-        }
-        let found = self.release_and_map(heap, miss);
-        if self.settings.reuse_handles {
-            heap.release_handles()?;
-        }
-        Ok(found?.map(|block| (block, Path::Retry)))
+    /// The policy without a heap.
+    pub(super) fn of(settings: ExpandableSettings) -> Self {
+        let (name, json, ladder) = (BACKEND.name, settings.json(), Ladder::default());
+        // `round_size`, `get_pool`, `get_allocation_size`
+        let size = Size::Torch(settings.torch.roundup_power2_divisions);
+        let rules = Rules { name, settings: json, size, split: split(&settings.torch), ladder };
+        Self { settings, rules }
     }
 
     fn release_and_map(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<BlockId>, DriverError> {
         release_cached(heap, 0)?;
-        if self.settings.retry_fit_after_sync
-            && let Some(block) = self.find(heap, miss.list, miss.bytes)
+        if self.settings.torch.retry_fit_after_sync
+            && let Some((block, _)) = self.find(heap, miss.list, miss.bytes)?
         {
             return Ok(Some(block));
         }
@@ -202,7 +143,7 @@ impl PyTorchExpandable {
     /// `alloc_block` and `try_allocate_expandable_block`.
     fn map(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<BlockId>, DriverError> {
         let reserved = heap.space().account().reserved();
-        let passes_limit = |more: u64| self.settings.memory_limit.is_some_and(|limit| reserved + more > limit);
+        let passes_limit = |more: u64| self.settings.torch.memory_limit.is_some_and(|limit| reserved + more > limit);
         if !self.settings.limit_shortfall && passes_limit(miss.segment) {
             return Ok(None);
         }
@@ -212,6 +153,11 @@ impl PyTorchExpandable {
         }
         heap.fill(first, miss.bytes, 1, self.settings.rollback)
     }
+}
+
+/// `should_split`, and what `get_free_block` says of oversize blocks.
+pub(super) fn split(settings: &PyTorchSettings) -> Split {
+    Split::TorchExpandable { max_split: settings.max_split(), max_non_split_rounding: settings.max_non_split_rounding }
 }
 
 /// Says of which setting a device lacks what is needed, where it is not the backend.
@@ -241,39 +187,32 @@ pub(super) fn find(heap: &mut Heap, list: FreeList, bytes: u64, largest: u64) ->
     Some(found).filter(|found| heap.space()[*found].bytes <= largest)
 }
 
+/// Requests go [step by step](super::pooled::serve) as in `DeviceCachingAllocator::malloc`.
 impl Policy for PyTorchExpandable {
-    fn name(&self) -> &'static str {
-        BACKEND.name
+    fn rules(&self) -> &Rules {
+        &self.rules
     }
 
-    fn settings(&self) -> serde_json::Value {
-        self.settings.json()
+    fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
+        Ok(find(heap, list, bytes, self.rules.split.largest(bytes)).map(|block| (block, Path::Hit)))
     }
 
-    fn size(&self) -> &Size {
-        &self.size
-    }
-
-    /// `DeviceCachingAllocator::malloc`.
-    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
-        // `process_events`, `round_size`, `get_pool`
-        heap.process_events()?;
-        let bytes = self.size.round(requested);
-        let list = FreeList { owner, pool: self.size.pool(bytes) };
-        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
-        let found = match self.find(heap, list, bytes) {
-            Some(block) => Some((block, Path::Hit)),
-            None => self.grow(heap, &miss)?,
-        };
-        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
-        // `should_split`: in both pools from the smallest rest on.
-        let size = heap.space()[block].bytes;
-        let cut = self.split.cuts(list.pool, bytes, size);
-        heap.take(block, list, if cut { bytes } else { size }, requested);
-        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
-    }
-
-    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
-        pytorch::free(heap, block, users)
+    fn grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Found, DriverError> {
+        // `alloc_block`
+        if let Some(block) = self.map(heap, miss)? {
+            return Ok(Some((block, Path::DriverAlloc)));
+        }
+        // `release_cached_blocks`: not for a private pool, nor while a graph is captured. Then nothing can be waited for.
+        if heap.is_capturing() || miss.list.owner.private.is_some() {
+            return Ok(None);
+        }
+        if self.settings.reuse_handles {
+            heap.keep_handles();
+        }
+        let found = self.release_and_map(heap, miss);
+        if self.settings.reuse_handles {
+            heap.release_handles()?;
+        }
+        Ok(found?.map(|block| (block, Path::Retry)))
     }
 }

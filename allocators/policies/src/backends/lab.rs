@@ -1,6 +1,6 @@
 //! # `lab`: a policy put together from parts at run time
 //!
-//! `--alloc lab:fit=first,split=always,grow=doubling` is an allocator that nobody has written down. Each part is chosen by
+//! `--alloc lab:fit=first,split=always,grow=doubling` is an allocator without a file of its own. Each part is chosen by
 //! name; [`policy`](crate::policy) has a file for each, which says what its kinds do and whose they are. With every part from
 //! PyTorch, the default, it places every block as [`pytorch`] does. So one part at a time can be changed, and
 //! what a history needs under it compared (`experiments compare`, `replay`, `capacity`).
@@ -27,26 +27,25 @@
 //! *Cost.* That of the parts: a search by `first` or `next` takes a step for each block that it passes over, `join=on-miss` sorts
 //! the free blocks of the list on a miss, `steal` takes an event a free.
 
-use super::caching::{CachingSettings, expandable_segments};
 use super::expandable::{self, ExpandableSettings, PyTorchExpandable};
-use super::pooled::{Policy, Pooled};
-use super::pytorch::{self, PyTorch, collect_above};
+use super::pooled::{Found, Policy, Pooled, Rules};
+use super::pytorch::{self, PyTorchSettings, expandable_segments};
 use super::registry::{Backend, Capabilities, Needs, SegmentUse, StreamUse, Varying};
-use crate::contract::{AllocError, Path, PoolKind};
-use crate::device::{Driver, StreamId};
+use crate::contract::{AllocError, GUARANTEED_ALIGN, Path, PoolKind};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
 use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
 use crate::policy::join::Join;
 use crate::policy::size::Size;
-use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, SMALL_SEGMENT};
+use crate::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT};
 use crate::policy::source::{Expandable, Sizes, Source};
 use crate::policy::split::{BFC_LARGEST_REST, Split};
 use crate::policy::stream::{LastFrees, Stream};
-use crate::settings::{Choice, Choices, Settings as _, bytes, choice, fraction, switch, text};
-use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use crate::space::{Account, FreeList, Space};
 use serde::Serialize;
 use std::sync::Arc;
+use vramlab_device::settings::{Choice, Choices, Settings as _, bytes, choice};
+use vramlab_device::{Driver, DriverError};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -146,12 +145,10 @@ kinds! {
     }
 }
 
-const TORCH: fn() -> CachingSettings = CachingSettings::default;
-
-crate::settings! {
+vramlab_device::settings! {
     /// A kind of each part, and what some of the kinds want to know.
     #[derive(Clone, Copy, Debug, PartialEq)]
-    pub struct LabSettings {
+    pub struct LabSettings extends torch: PyTorchSettings {
         /// How requests are rounded.
         pub size: SizeKind = SizeKind::Torch, choice();
         /// Which free block serves a request.
@@ -168,37 +165,12 @@ crate::settings! {
         pub source: SourceKind = SourceKind::Plain, choice();
         /// Segments of `grow=fixed`, and the first one of `grow=doubling`.
         pub segment: u64 = 64 << 20, bytes().at_least(2 << 20).at_most(1 << 40);
-        /// Most bytes that may be reserved.
-        pub memory_limit: Option<u64> = TORCH().memory_limit, bytes().or("none");
-        /// Of `split=torch` and `grow=torch`, as `pytorch` has it.
-        pub max_split_size: Option<u64> = TORCH().max_split_size, bytes().at_least(20 << 20).or("none");
-        /// Of `split=torch`, as `pytorch` has it.
-        pub max_non_split_rounding: u64 = TORCH().max_non_split_rounding, bytes();
-        /// Of `grow=torch`, as `pytorch` has it.
-        pub garbage_collection_threshold: f64 = TORCH().garbage_collection_threshold, fraction();
-        /// Of `size=torch`, as `pytorch` has it.
-        pub roundup_power2_divisions: Divisions = TORCH().roundup_power2_divisions, text(Divisions::FORM);
-        /// Of `grow=torch`, as `pytorch` has it.
-        pub retry_fit_after_sync: bool = TORCH().retry_fit_after_sync, switch();
     }
     check LabSettings::consistent;
 }
 
 impl LabSettings {
-    /// What the kinds that are PyTorch's want to know.
-    fn torch(&self) -> CachingSettings {
-        CachingSettings {
-            max_split_size: self.max_split_size,
-            max_non_split_rounding: self.max_non_split_rounding,
-            garbage_collection_threshold: self.garbage_collection_threshold,
-            roundup_power2_divisions: self.roundup_power2_divisions,
-            memory_limit: self.memory_limit,
-            retry_fit_after_sync: self.retry_fit_after_sync,
-        }
-    }
-
     fn consistent(&self) -> Result<(), String> {
-        self.torch().check()?;
         let goes = self.stream == StreamKind::Own
             && self.join == JoinKind::AtFree
             && matches!(self.grow, GrowKind::Torch | GrowKind::Exact);
@@ -216,7 +188,7 @@ impl LabSettings {
         if self.source == SourceKind::Expandable {
             None
         } else if self.split == SplitKind::Torch {
-            self.torch().against_fragmentation(parts)
+            self.torch.against_fragmentation(parts)
         } else {
             parts.map(expandable_segments)
         }
@@ -232,7 +204,7 @@ impl LabSettings {
         let of_parts = Capabilities {
             streams: if stream == StreamKind::Steal { StreamUse::Any } else { torch.streams },
             coalesces,
-            follows_pytorch: are_torch && coalesces && self.torch().follows_pytorch(),
+            follows_pytorch: are_torch && coalesces && self.torch.follows_pytorch(),
             ..torch
         };
         match source {
@@ -243,30 +215,9 @@ impl LabSettings {
         }
     }
 
-    /// What happens with `source=expandable` when no free block fits.
-    fn expandable(&self) -> PyTorchExpandable {
-        let CachingSettings {
-            max_split_size,
-            max_non_split_rounding,
-            garbage_collection_threshold,
-            roundup_power2_divisions,
-            memory_limit,
-            retry_fit_after_sync,
-        } = self.torch();
-        PyTorchExpandable::rules(ExpandableSettings {
-            max_split_size,
-            max_non_split_rounding,
-            garbage_collection_threshold,
-            roundup_power2_divisions,
-            memory_limit,
-            retry_fit_after_sync,
-            ..ExpandableSettings::default()
-        })
-    }
-
     /// Where memory comes from.
     fn source(&self, driver: Arc<dyn Driver>) -> Result<Source, AllocError> {
-        let limit = self.memory_limit;
+        let limit = self.torch.memory_limit;
         if self.source == SourceKind::Plain {
             return Ok(Source::Plain { driver, limit });
         }
@@ -279,10 +230,9 @@ impl LabSettings {
 
     fn size(&self) -> Size {
         match self.size {
-            SizeKind::Torch => Size::Torch(self.roundup_power2_divisions),
-            SizeKind::TorchOnePool => Size::TorchOnePool(self.roundup_power2_divisions),
-            SizeKind::Rmm => Size::Rmm,
-            SizeKind::Bfc => Size::Bfc,
+            SizeKind::Torch => Size::Torch(self.torch.roundup_power2_divisions),
+            SizeKind::TorchOnePool => Size::TorchOnePool(self.torch.roundup_power2_divisions),
+            SizeKind::Rmm | SizeKind::Bfc => Size::Multiple(GUARANTEED_ALIGN),
             SizeKind::PowerOfTwo => Size::PowerOfTwo,
         }
     }
@@ -298,7 +248,9 @@ impl LabSettings {
 
     fn split(&self) -> Split {
         match self.split {
-            SplitKind::Torch => pytorch::split(&self.torch()),
+            // PyTorch keeps every rest in ranges that grow.
+            SplitKind::Torch if self.source == SourceKind::Expandable => expandable::split(&self.torch),
+            SplitKind::Torch => pytorch::split(&self.torch),
             SplitKind::Always => Split::Always,
             SplitKind::Bfc => Split::Bfc { largest_rest: BFC_LARGEST_REST },
             SplitKind::Never => Split::Never,
@@ -307,8 +259,8 @@ impl LabSettings {
 
     fn ladder(&self) -> Ladder {
         let size = match self.grow {
-            GrowKind::Torch => return PyTorch::ladder(&self.torch()),
-            GrowKind::Doubling => SegmentSize::Doubling(self.segment),
+            GrowKind::Torch => return pytorch::ladder(&self.torch),
+            GrowKind::Doubling => SegmentSize::Doubling(self.segment.into()),
             GrowKind::Fixed => SegmentSize::Fixed(self.segment),
             GrowKind::Exact => SegmentSize::Exact,
         };
@@ -320,9 +272,7 @@ impl LabSettings {
 #[derive(Debug)]
 pub struct Lab {
     settings: LabSettings,
-    size: Size,
-    split: Split,
-    ladder: Ladder,
+    rules: Rules,
     /// With `source=expandable`, instead of the ladder.
     expandable: Option<PyTorchExpandable>,
 }
@@ -334,7 +284,7 @@ impl Lab {
     /// [`AllocError::Unsupported`] with `source=expandable` on a device without virtual memory management.
     pub fn new(driver: Arc<dyn Driver>, settings: LabSettings) -> Result<Pooled<Self>, AllocError> {
         let account = match settings.size {
-            SizeKind::Torch => Account::with_pools(settings.max_split_size.unwrap_or(u64::MAX)),
+            SizeKind::Torch => Account::with_pools(settings.torch.max_split()),
             _ => Account::new(),
         };
         let stream = match settings.stream {
@@ -347,73 +297,59 @@ impl Lab {
             JoinKind::OnMiss => Join::OnMiss,
         };
         let heap = Heap::new(Space::new(account), settings.fit(), stream, source).with_join(join);
-        let (size, split, ladder) = (settings.size(), settings.split(), settings.ladder());
-        let expandable = (settings.source == SourceKind::Expandable).then(|| settings.expandable());
-        Ok(Pooled::over(heap, Self { settings, size, split, ladder, expandable }))
-    }
-
-    /// The size of the segment that a miss takes, by which PyTorch's rules compare with the limit.
-    fn segment(&self, bytes: u64) -> u64 {
-        match (&self.expandable, self.settings.grow) {
-            (Some(_), GrowKind::Exact) => bytes.next_multiple_of(SMALL_SEGMENT),
-            _ => self.size.segment(bytes),
-        }
+        let (name, size, split, ladder) = (BACKEND.name, settings.size(), settings.split(), settings.ladder());
+        let rules = Rules { name, settings: settings.json(), size, split, ladder };
+        let torch = ExpandableSettings { torch: settings.torch, ..ExpandableSettings::default() };
+        let expandable = (settings.source == SourceKind::Expandable).then(|| PyTorchExpandable::of(torch));
+        Ok(Pooled::over(heap, Self { settings, rules, expandable }))
     }
 }
 
 impl Policy for Lab {
-    fn name(&self) -> &'static str {
-        BACKEND.name
+    fn rules(&self) -> &Rules {
+        &self.rules
     }
 
-    fn settings(&self) -> serde_json::Value {
-        self.settings.json()
+    fn prepare(&mut self, heap: &mut Heap, list: FreeList) -> Result<(), DriverError> {
+        let collects = self.expandable.is_none() && self.settings.torch.collect_above().is_some();
+        if collects && list.pool != Some(PoolKind::Small) {
+            heap.space_mut().count_search();
+        }
+        Ok(())
+    }
+
+    fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
+        let largest = self.rules.split.largest(bytes);
+        let mut own = match self.expandable {
+            Some(_) => expandable::find(heap, list, bytes, largest),
+            None => heap.find(list, bytes, largest),
+        };
+        if own.is_none() && heap.join(list) {
+            own = heap.find(list, bytes, largest);
+        }
+        match own {
+            Some(block) => Ok(Some((block, Path::Hit))),
+            None => Ok(heap.steal(list, bytes, largest)?.map(|block| (block, Path::WaitInserted))),
+        }
+    }
+
+    /// PyTorch's rules compare it with the limit.
+    fn segment(&self, bytes: u64) -> u64 {
+        match (&self.expandable, self.settings.grow) {
+            (Some(_), GrowKind::Exact) => bytes.next_multiple_of(SMALL_SEGMENT),
+            _ => self.rules.size.segment(bytes),
+        }
+    }
+
+    fn grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Found, DriverError> {
+        if let Some(expandable) = &self.expandable {
+            return expandable.grow(heap, miss);
+        }
+        let again = |heap: &mut Heap| Ok(self.find(heap, miss.list, miss.bytes)?.map(|(block, _)| block));
+        self.rules.ladder.climb(heap, miss, again)
     }
 
     fn against_fragmentation(&self) -> Option<String> {
         self.settings.against_fragmentation()
-    }
-
-    fn size(&self) -> &Size {
-        &self.size
-    }
-
-    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
-        heap.process_events()?;
-        let bytes = self.size.round(requested);
-        let list = FreeList { owner, pool: self.size.pool(bytes) };
-        let is_plain = self.expandable.is_none();
-        if is_plain && list.pool != Some(PoolKind::Small) && collect_above(&self.settings.torch()).is_some() {
-            heap.space_mut().count_search();
-        }
-        let largest = self.split.largest(bytes);
-        let own = |heap: &mut Heap| {
-            if !is_plain {
-                return expandable::find(heap, list, bytes, largest);
-            }
-            let found = heap.find(list, bytes, largest);
-            if found.is_none() && heap.join(list) { heap.find(list, bytes, largest) } else { found }
-        };
-        let find = |heap: &mut Heap| match own(heap) {
-            Some(block) => Ok(Some((block, Path::Hit))),
-            None => Ok(heap.steal(list, bytes, largest)?.map(|block| (block, Path::WaitInserted))),
-        };
-        let miss = Miss { list, bytes, segment: self.segment(bytes) };
-        let found = match (find(heap)?, &self.expandable) {
-            (Some(found), _) => Some(found),
-            (None, Some(expandable)) => expandable.grow(heap, &miss)?,
-            (None, None) => self.ladder.climb(heap, &miss, |heap| Ok(find(heap)?.map(|(block, _)| block)))?,
-        };
-        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
-        let size = heap.space()[block].bytes;
-        // PyTorch keeps every rest in ranges that grow, as in its small pool.
-        let pool = if is_plain { list.pool } else { Some(PoolKind::Small) };
-        let cut = self.split.cuts(pool, bytes, size);
-        heap.take(block, list, if cut { bytes } else { size }, requested);
-        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
-    }
-
-    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
-        pytorch::free(heap, block, users)
     }
 }

@@ -23,11 +23,11 @@ use crate::contract::{AllocError, OomReport};
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
 use crate::contract::{BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
 use crate::contract::{PoolKind, PooledGauge, Stats, Tokens};
-use crate::device::DriverError;
-use crate::device::{DeviceAddr, Driver, StreamId};
-use crate::settings::NoSettings;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vramlab_device::DriverError;
+use vramlab_device::settings::NoSettings;
+use vramlab_device::{DeviceAddr, Driver, StreamId};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -348,14 +348,14 @@ impl DeviceAllocator for Naive {
 
 impl Drop for Naive {
     fn drop(&mut self) {
-        // Captures that nobody released: their graphs are of no more use without their memory.
+        // Captures that were not released: their graphs are of no more use without their memory.
         let mut captures = std::mem::take(&mut self.lock().captures);
         for (_, kept) in captures.each() {
             for blocks in [&mut kept.waiting, &mut kept.pinned] {
                 let _ = self.give_all_back(std::mem::take(blocks));
             }
         }
-        // Errors have nobody to go to; what is refused again goes with the device context.
+        // An error cannot be returned here; what is refused again goes with the device context.
         let _ = self.retry_refused();
     }
 }

@@ -26,19 +26,20 @@
 //! *Source.* PaddlePaddle `paddle/phi/core/memory/allocation/auto_growth_best_fit_allocator.cc`,
 //! `stream_safe_cuda_allocator.cc`; its functions are named where their rules are.
 
-use super::pooled::{Policy, Pooled};
+use super::pooled::{Policy, Pooled, Rules};
 use super::registry::{Backend, With};
-use crate::contract::{AllocError, GUARANTEED_ALIGN, Path};
-use crate::device::{Driver, StreamId};
+use crate::contract::GUARANTEED_ALIGN;
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize, Step};
 use crate::policy::size::Size;
 use crate::policy::source::Source;
+use crate::policy::split::Split;
 use crate::policy::stream::Stream;
-use crate::settings::{Settings as _, bytes};
-use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use crate::space::{Account, BlockId, FreeList, Space};
 use std::sync::Arc;
+use vramlab_device::Driver;
+use vramlab_device::settings::{Settings as _, bytes};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -49,7 +50,7 @@ pub static BACKEND: Backend = Backend {
     constructor: &With(|driver, settings: &PaddleSettings| Ok(Arc::new(Paddle::new(driver, *settings)))),
 };
 
-crate::settings! {
+vramlab_device::settings! {
     /// Settings of PaddlePaddle's growing best fit.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct PaddleSettings {
@@ -74,11 +75,7 @@ impl PaddleSettings {
 
 /// PaddlePaddle's rules, see the [module](self).
 #[derive(Debug)]
-pub struct Paddle {
-    settings: PaddleSettings,
-    size: Size,
-    ladder: Ladder,
-}
+pub struct Paddle(Rules);
 
 impl Paddle {
     /// An allocator with these rules on a device.
@@ -86,47 +83,22 @@ impl Paddle {
     pub fn new(driver: Arc<dyn Driver>, settings: PaddleSettings) -> Pooled<Self> {
         let source = Source::Plain { driver, limit: settings.memory_limit };
         let heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Own, source);
-        // `FreeIdleChunks`, and the device again.
+        // 4. `AllocateImpl`; `FreeIdleChunks`, and the device again.
         let steps = vec![Step::Segment, Step::ReleaseCached, Step::FitAgain, Step::SegmentAgain];
         let ladder = Ladder { steps, size: SegmentSize::Fixed(settings.chunk_size) };
-        Pooled::over(heap, Self { settings, size: Size::Multiple(GUARANTEED_ALIGN), ladder })
+        let (size, split) = (Size::Multiple(GUARANTEED_ALIGN), Split::Always);
+        Pooled::over(heap, Self(Rules { name: BACKEND.name, settings: settings.json(), size, split, ladder }))
     }
 }
 
 impl Policy for Paddle {
-    fn name(&self) -> &'static str {
-        BACKEND.name
+    fn rules(&self) -> &Rules {
+        &self.0
     }
 
-    fn settings(&self) -> serde_json::Value {
-        self.settings.json()
-    }
-
-    fn size(&self) -> &Size {
-        &self.size
-    }
-
-    /// `AllocateImpl`.
-    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
-        heap.process_events()?;
-        // 1.
-        let bytes = self.size.round(requested);
-        let list = FreeList { owner, pool: None };
-        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
-        let find = |heap: &mut Heap| heap.find(list, bytes, u64::MAX);
-        // 2. and 4.
-        let found = match find(heap) {
-            Some(block) => Some((block, Path::Hit)),
-            None => self.ladder.climb(heap, &miss, |heap| Ok(find(heap)))?,
-        };
-        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
-        // 3.
+    /// 3. The end of the block.
+    fn take(&self, heap: &mut Heap, block: BlockId, list: FreeList, bytes: u64, requested: u64) -> (BlockId, bool) {
         let held = heap.take_end(block, list, bytes, requested);
-        Ok((held, if held != block && path == Path::Hit { Path::Split } else { path }))
-    }
-
-    /// `FreeImpl`.
-    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
-        super::pytorch::free(heap, block, users)
+        (held, held != block)
     }
 }

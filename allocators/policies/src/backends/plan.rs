@@ -1,8 +1,8 @@
 //! # `plan`: a program that repeats itself is served where an offline plan says
 //!
-//! *Idea.* Training steps ask for the same blocks in the same order. Whoever has seen one run knows when each block comes and
-//! goes, and can place them all beforehand ([`histories::plan`](mod@crate::histories::plan)). That needs hardly
-//! more than what is in use at once, and no search at run time. `experiments plan HISTORY -o FILE` makes the plan of a recorded
+//! *Idea.* Training steps ask for the same blocks in the same order. From one recorded run it is known when each block comes and
+//! goes, and can place them all beforehand (`histories::plan`). That needs hardly
+//! more than what is in use at once, and no search at run time. `vramlab plan HISTORY -o FILE` makes the plan of a recorded
 //! history, a PyTorch snapshot or the event trace of an earlier run of the trainer; `--alloc plan:file=FILE` follows it.
 //!
 //! *A request* is looked up in the plan: the block that is due, if it has as many bytes and its stream is the same, or one that
@@ -34,22 +34,20 @@ mod table;
 
 pub use table::{Placement, PlanFile, PlanTable};
 
-use super::caching::CachingSettings;
-use super::pooled::{Policy, Pooled};
-use super::pytorch::{self, PyTorch};
+use super::pooled::{Policy, Pooled, Rules, put_back, serve};
+use super::pytorch::{self, PyTorchSettings};
 use super::registry::{Backend, Capabilities, StreamUse, Varying};
 use crate::contract::{AllocError, Path, Stats};
-use crate::device::{Driver, StreamId};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::size::Size;
 use crate::policy::source::Source;
 use crate::policy::stream::Stream;
-use crate::settings::{Settings as _, bytes, switch, text};
 use crate::space::{Account, BlockId, FreeList, Owner, Space};
 use order::{LastOwners, Order};
 use std::sync::Arc;
 use table::Course;
+use vramlab_device::settings::{Settings as _, bytes, switch, text};
+use vramlab_device::{Driver, StreamId};
 
 /// Blocks of a plan are multiples of this, in bytes.
 pub const UNIT: u64 = 512;
@@ -71,11 +69,11 @@ pub static BACKEND: Backend = Backend {
     },
 };
 
-crate::settings! {
+vramlab_device::settings! {
     /// Which plan is followed, and how.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct PlanSettings {
-        /// The plan, as `experiments plan` writes it.
+        /// The plan, as `vramlab plan` writes it.
         pub file: PlanFile = PlanFile::default(), text("the name of a file, or none");
         /// Let a stream wait for another one whose memory it gets, rather than serve it from elsewhere.
         pub wait: bool = true, switch();
@@ -86,7 +84,7 @@ crate::settings! {
 }
 
 /// How a file is mended.
-const HOW_TO: &str = "`experiments plan HISTORY --out FILE` writes plans";
+const HOW_TO: &str = "`vramlab plan HISTORY --out FILE` writes plans";
 
 impl PlanSettings {
     fn table(&self) -> Result<Option<PlanTable>, AllocError> {
@@ -109,8 +107,10 @@ impl PlanSettings {
 /// See the [module](self).
 #[derive(Debug)]
 pub struct Plan {
-    settings: PlanSettings,
-    fallback: PyTorch,
+    /// Those of `pytorch`, for requests that are not planned.
+    rules: Rules,
+    /// Whether a stream may wait for another one.
+    wait: bool,
     planned: Option<Planned>,
 }
 
@@ -144,8 +144,9 @@ impl Plan {
         });
         let source = Source::Plain { driver, limit: settings.memory_limit };
         let heap = Heap::new(Space::new(Account::with_pools(u64::MAX)), Fit::best(), Stream::Own, source);
-        let rules = CachingSettings { memory_limit: settings.memory_limit, ..CachingSettings::default() };
-        Ok(Pooled::over(heap, Self { settings: settings.clone(), fallback: PyTorch::rules(rules), planned }))
+        let torch = PyTorchSettings { memory_limit: settings.memory_limit, ..PyTorchSettings::default() };
+        let rules = Rules { name: BACKEND.name, settings: settings.json(), ..pytorch::rules(&torch) };
+        Ok(Pooled::over(heap, Self { rules, wait: settings.wait, planned }))
     }
 }
 
@@ -205,36 +206,22 @@ impl Planned {
 }
 
 impl Policy for Plan {
-    fn name(&self) -> &'static str {
-        BACKEND.name
-    }
-
-    fn settings(&self) -> serde_json::Value {
-        self.settings.json()
-    }
-
-    fn size(&self) -> &Size {
-        self.fallback.size()
+    fn rules(&self) -> &Rules {
+        &self.rules
     }
 
     fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
         if let Some(planned) = &mut self.planned {
             if owner.private.is_none() {
                 heap.process_events()?;
-                if let Some(served) = planned.serve(heap, owner.stream, requested, self.settings.wait)? {
+                if let Some(served) = planned.serve(heap, owner.stream, requested, self.wait)? {
                     planned.served += 1;
                     return Ok(served);
                 }
             }
             planned.elsewhere += 1;
         }
-        self.fallback.allocate(heap, owner, requested).map_err(|error| match error {
-            AllocError::OutOfMemory(mut report) => {
-                report.allocator = BACKEND.name.into();
-                AllocError::OutOfMemory(report)
-            }
-            error => error,
-        })
+        serve(self, heap, owner, requested)
     }
 
     fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
@@ -246,7 +233,7 @@ impl Policy for Plan {
         {
             recorded = planned.owners.free(heap, addr - arena);
         }
-        let path = pytorch::free(heap, block, users)?;
+        let path = put_back(heap, block, users)?;
         recorded?;
         Ok(path)
     }

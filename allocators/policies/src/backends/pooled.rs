@@ -4,7 +4,10 @@
 //! [`DeviceAllocator`] of it: one lock, tokens, announced uses, graphs, reports, and the end.
 
 mod captures;
+mod policy;
 mod restore;
+
+pub use policy::{Found, Policy, Rules, put_back, serve};
 
 use super::captures::Captures;
 use super::private_pools::PrivatePools;
@@ -13,60 +16,12 @@ use super::{foreign, not_held};
 use crate::contract::{
     AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats, Tokens,
 };
-use crate::device::{DeviceAddr, StreamId};
 use crate::policy::Heap;
 use crate::policy::grow::release_cached;
-use crate::policy::size::Size;
 use crate::space::{BlockId, Owner};
 use captures::Kept;
-use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// The rules of an allocator.
-pub trait Policy: fmt::Debug + Send {
-    /// Name on the command line and in records.
-    fn name(&self) -> &'static str;
-
-    /// The settings in effect as a JSON object.
-    fn settings(&self) -> serde_json::Value;
-
-    /// How requests are rounded.
-    fn size(&self) -> &Size;
-
-    /// Serves a request of `owner` for `bytes`, which are valid. Says which block the client holds now, and how it was served.
-    ///
-    /// # Errors
-    /// [`AllocError::OutOfMemory`], or [`AllocError::Driver`] for any other failing driver call. The heap is right all the
-    /// same.
-    fn allocate(&mut self, heap: &mut Heap, owner: Owner, bytes: u64) -> Result<(BlockId, Path), AllocError>;
-
-    /// Takes a block back that other streams were announced to use: `users`. It is held, or pending since a capture.
-    ///
-    /// # Errors
-    /// Those of the driver. The block is the client's no more.
-    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError>;
-
-    /// Whether it can begin with segments of another allocator.
-    fn restores(&self) -> bool {
-        true
-    }
-
-    /// Whether it has [private pools](DeviceAllocator#private-pools).
-    fn has_private_pools(&self) -> bool {
-        true
-    }
-
-    /// What its user can set against free memory in pieces, for errors: `set max_split_size`. `None` where there is nothing.
-    fn against_fragmentation(&self) -> Option<String> {
-        None
-    }
-
-    /// Adds what it counts itself to the statistics.
-    fn count(&self, _stats: &mut Stats) {}
-
-    /// Ends: events go back to the heap.
-    fn end(&mut self, _heap: &mut Heap) {}
-}
+use vramlab_device::{DeviceAddr, StreamId};
 
 /// An allocator whose rules are `P`.
 ///
@@ -112,16 +67,16 @@ impl<P: Policy> Pooled<P> {
     ///   the bytes that were asked for, and was not put back.
     /// - A taken block is put back once, and only in the [`free`](Policy::free) of that block: by [`Heap::put`] if `users` is
     ///   empty or the owner's later work is behind theirs, else by [`Heap::put_after`] with all of them.
-    /// - [`size`](Policy::size) always gives the same rule, and blocks are multiples of its granule.
+    /// - [`rules`](Policy::rules) always gives the same rule for sizes, and blocks are multiples of its granule.
     ///
-    /// The heap is new: no block of it is taken, and its part `fit` was given to nobody else.
+    /// The heap is new: no block of it is taken, and its part `fit` is used by no other heap.
     pub unsafe fn new(heap: Heap, policy: P) -> Self {
         Self::over(heap, policy)
     }
 
-    /// The same with a policy of this library, which keeps those promises.
+    /// An allocator over a heap, with a policy of this library, which keeps the promises of [`new`](Self::new).
     pub(super) fn over(heap: Heap, policy: P) -> Self {
-        let name = policy.name();
+        let name = policy.rules().name;
         let state = State { policy, heap, captures: Captures::default(), pools: PrivatePools::default() };
         Self { tokens: Tokens::next(), name, state: Mutex::new(state) }
     }
@@ -153,7 +108,7 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
     }
 
     fn settings(&self) -> serde_json::Value {
-        self.lock().policy.settings()
+        self.lock().policy.rules().settings.clone()
     }
 
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
@@ -213,7 +168,7 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         }
         let pools = &state.pools;
         let owner = |stream| Owner { stream, private: pools.of(stream).map(PrivatePool::id) };
-        let held = restore::restore(&mut state.heap, (self.name, state.policy.size(), &owner), snapshot, age)?;
+        let held = restore::restore(&mut state.heap, (self.name, &state.policy.rules().size, &owner), snapshot, age)?;
         Ok(Some(held.into_iter().map(|block| self.mint(&state.heap, block, Path::DriverAlloc)).collect()))
     }
 
@@ -273,7 +228,7 @@ impl<P: Policy> Drop for Pooled<P> {
     fn drop(&mut self) {
         let state = &mut *self.lock();
         state.end_all_captures();
-        // Errors have nobody to go to. An error ends a round, so one call that fails once does not keep the rest; what stays
+        // An error cannot be returned here. It ends a round, so one call that fails once does not keep the rest; what stays
         // goes with the device's context.
         for _ in 0..2 {
             if release_cached(&mut state.heap, 0).is_ok() {

@@ -1,14 +1,14 @@
 //! The private pools of an allocator: which there are, and which streams' requests go to one.
 
 use crate::contract::{AllocError, CaptureId, PrivatePool};
-use crate::device::StreamId;
-use crate::ordered::{OrderedMap, OrderedSet};
+use std::collections::{BTreeMap, BTreeSet};
+use vramlab_device::StreamId;
 
 /// Pools that are not released, and the streams that are in one.
 #[derive(Debug, Default)]
 pub(super) struct PrivatePools {
-    alive: OrderedSet<PrivatePool>,
-    routes: OrderedMap<StreamId, PrivatePool>,
+    alive: BTreeSet<PrivatePool>,
+    routes: BTreeMap<StreamId, PrivatePool>,
 }
 
 fn refused<T>(allocator: &'static str, reason: String) -> Result<T, AllocError> {
@@ -59,7 +59,7 @@ impl PrivatePools {
         self.routes.get(&stream).copied()
     }
 
-    /// Lets nobody ask a pool for memory any more; its number as an owner.
+    /// Ends requests to a pool. Returns its number as an owner.
     pub(super) fn release(&mut self, allocator: &'static str, pool: PrivatePool) -> Result<CaptureId, AllocError> {
         self.need(allocator, pool)?;
         if let Some((stream, _)) = self.routes.iter().find(|(_, route)| **route == pool) {

@@ -3,9 +3,9 @@
 //! To add one, write a file beside `naive.rs` that ends in its entry, and name the entry in `BUILT_IN`:
 //!
 //! ```
-//! use vramlab::backends::{Backend, Capabilities, With};
-//! use vramlab::settings::NoSettings;
-//! # use vramlab::backends::Naive as Mine;
+//! use vramlab_policies::backends::{Backend, Capabilities, With};
+//! use vramlab_device::settings::NoSettings;
+//! # use vramlab_policies::backends::Naive as Mine;
 //! # use std::sync::Arc;
 //!
 //! pub static BACKEND: Backend = Backend {
@@ -17,8 +17,8 @@
 //! };
 //!
 //! // A crate of its own enters it when it starts; the library's own stand in `BUILT_IN`.
-//! vramlab::backends::register(&BACKEND).unwrap();
-//! assert!(vramlab::backends::find("mine").is_ok());
+//! vramlab_policies::backends::register(&BACKEND).unwrap();
+//! assert!(vramlab_policies::backends::find("mine").is_ok());
 //! ```
 //!
 //! Help, the commands, specs, records, comparisons and the tests that ask something of every backend read this list. None of
@@ -31,11 +31,11 @@ pub use capabilities::{Capabilities, GraphCapture, Needs, SegmentUse, StreamUse}
 pub use selection::{Selection, SelectionError, parse_list};
 
 use crate::contract::{AllocError, DeviceAllocator};
-use crate::device::Driver;
-use crate::settings::{Meant, Setting, Settings};
 use serde::{Serialize, Serializer};
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
+use vramlab_device::Driver;
+use vramlab_device::settings::{Meant, Setting, Settings};
 
 /// The backends of this library, in the order in which lists show them.
 const BUILT_IN: &[&Backend] = &[
@@ -121,7 +121,7 @@ impl Serialize for Backend {
     }
 }
 
-/// Makes an allocator from settings. [`With`], [`Varying`] and [`Preset`] are the ones to use.
+/// Makes an allocator from settings. [`With`] and [`Varying`] are the ones to use.
 pub trait Constructor: Sync {
     /// The default settings.
     fn settings(&self) -> Box<dyn Settings>;
@@ -174,25 +174,6 @@ impl<S: Settings + Default> Constructor for Varying<S> {
     fn capabilities(&self, default: Capabilities, settings: &dyn Settings) -> Capabilities {
         // Settings of another type build nothing.
         settings.get_as().map_or(default, |settings| (self.capabilities)(default, settings))
-    }
-
-    fn build(&self, driver: Arc<dyn Driver>, settings: &dyn Settings) -> Result<Arc<dyn DeviceAllocator>, AllocError> {
-        (self.build)(driver, typed(settings)?)
-    }
-}
-
-/// A backend with settings of type `S` and defaults of its own: a named policy of a family.
-#[derive(Debug)]
-pub struct Preset<S> {
-    /// Its defaults.
-    pub defaults: fn() -> S,
-    /// How it is made.
-    pub build: Build<S>,
-}
-
-impl<S: Settings> Constructor for Preset<S> {
-    fn settings(&self) -> Box<dyn Settings> {
-        Box::new((self.defaults)())
     }
 
     fn build(&self, driver: Arc<dyn Driver>, settings: &dyn Settings) -> Result<Arc<dyn DeviceAllocator>, AllocError> {

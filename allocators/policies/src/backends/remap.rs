@@ -33,7 +33,7 @@
 //!
 //! *Larger pages* (`handle=8M`) take fewer calls, because a page is one handle of the device, and serve less well, because one
 //! small block keeps all of a page. PyTorch's GPT-2 takes 1,480 handles of 8 MiB for 5,912 of 2 MiB, and runs in 1.008 times
-//! its live bytes instead of 1.004. A program of 80 MiB runs in 1.10 times instead of 1.05 (`experiments capacity`, simulated
+//! its live bytes instead of 1.004. A program of 80 MiB runs in 1.10 times instead of 1.05 (`vramlab capacity`, simulated
 //! H200).
 //!
 //! *One pool* (`small_pool=off`) lets small blocks fill what large ones leave of their pages. A small program gains most: PyTorch's
@@ -49,22 +49,22 @@
 mod steal;
 
 use super::expandable::find;
-use super::pooled::{Policy, Pooled};
-use super::pytorch;
+use super::pooled::{Found, Policy, Pooled, Rules};
 use super::registry::{Backend, Capabilities, Needs, SegmentUse, StreamUse, With};
 use crate::contract::{AllocError, Path, PoolKind};
-use crate::device::{Driver, DriverError, StreamId};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::Miss;
+use crate::policy::grow::{Ladder, Miss};
 use crate::policy::size::Size;
-use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, MIN_BLOCK, SMALL_SEGMENT};
+use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, SMALL_SEGMENT};
 use crate::policy::source::{Expandable, Sizes, Source};
+use crate::policy::split::Split;
 use crate::policy::stream::Stream;
-use crate::settings::{Settings as _, bytes, switch, text};
-use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use crate::space::{Account, BlockId, FreeList, Space};
 use std::sync::Arc;
 pub use steal::{ParseStealError, Ratio, Steal};
+use vramlab_device::settings::{Settings as _, bytes, switch, text};
+use vramlab_device::{Driver, DriverError};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -81,7 +81,7 @@ pub static BACKEND: Backend = Backend {
     constructor: &With(|driver, settings: &RemapSettings| Ok(Arc::new(Remap::new(driver, *settings)?))),
 };
 
-crate::settings! {
+vramlab_device::settings! {
     /// Settings of `remap`.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct RemapSettings {
@@ -115,7 +115,7 @@ impl RemapSettings {
 #[derive(Debug)]
 pub struct Remap {
     settings: RemapSettings,
-    size: Size,
+    rules: Rules,
     /// Handles that are mapped at a time in the large pool: as much memory as one of `pytorch-expandable`.
     large: u64,
 }
@@ -138,11 +138,14 @@ impl Remap {
         let divisions = settings.roundup_power2_divisions;
         let size = if settings.small_pool { Size::Torch(divisions) } else { Size::TorchOnePool(divisions) };
         let settings = RemapSettings { handle, ..settings };
-        Ok(Pooled::over(heap, Self { settings, size, large: LARGE_SEGMENT.div_ceil(handle) }))
+        // The smallest rest is cut off in both pools.
+        let split = Split::TorchExpandable { max_split: u64::MAX, max_non_split_rounding: 0 };
+        let (name, json, ladder) = (BACKEND.name, settings.json(), Ladder::default());
+        let rules = Rules { name, settings: json, size, split, ladder };
+        Ok(Pooled::over(heap, Self { settings, rules, large: LARGE_SEGMENT.div_ceil(handle) }))
     }
 
-    /// What happens when no free block fits.
-    fn grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<(BlockId, Path)>, DriverError> {
+    fn map_or_wait(&self, heap: &mut Heap, miss: &Miss) -> Result<Found, DriverError> {
         let limit = self.settings.memory_limit.unwrap_or(u64::MAX);
         let active = heap.space().account().stats().active_bytes.all;
         let new_up_to = self.settings.steal.new_memory_up_to(active.peak.max(active.current + miss.bytes));
@@ -186,13 +189,7 @@ impl Remap {
 
     /// Maps pages that are free elsewhere for what would pass `most` bytes, and new ones for the rest. Fewer may be found;
     /// then new ones take their place as far as the limit allows.
-    fn map_free_pages(
-        &self,
-        heap: &mut Heap,
-        miss: &Miss,
-        most: u64,
-        wait: bool,
-    ) -> Result<Option<(BlockId, Path)>, DriverError> {
+    fn map_free_pages(&self, heap: &mut Heap, miss: &Miss, most: u64, wait: bool) -> Result<Found, DriverError> {
         let Some(first) = heap.find_hole(miss.list, miss.bytes)? else { return Ok(None) };
         let shortfall = heap.shortfall(first, miss.bytes, 1);
         // A device does not say how much of it it would give.
@@ -211,7 +208,7 @@ impl Remap {
         wanted: u64,
         start: u64,
         wait: bool,
-    ) -> Result<Option<(BlockId, Path)>, DriverError> {
+    ) -> Result<Found, DriverError> {
         let taken = heap.take_pages(wanted, &(start..start + miss.bytes), wait)?;
         // The run is the same, but its first block may have another name.
         let Some(first) = heap.find_hole(miss.list, miss.bytes)? else { return Ok(None) };
@@ -235,45 +232,24 @@ fn stolen_pages(heap: &Heap) -> u64 {
 }
 
 impl Policy for Remap {
-    fn name(&self) -> &'static str {
-        BACKEND.name
+    fn rules(&self) -> &Rules {
+        &self.rules
     }
 
-    fn settings(&self) -> serde_json::Value {
-        self.settings.json()
+    fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
+        Ok(find(heap, list, bytes, u64::MAX).map(|block| (block, Path::Hit)))
     }
 
-    fn size(&self) -> &Size {
-        &self.size
+    fn segment(&self, bytes: u64) -> u64 {
+        bytes.next_multiple_of(self.settings.handle)
     }
 
-    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
-        heap.process_events()?;
-        let bytes = self.size.round(requested);
-        let list = FreeList { owner, pool: self.size.pool(bytes) };
-        let miss = Miss { list, bytes, segment: bytes.next_multiple_of(self.settings.handle) };
-        let found = match find(heap, list, bytes, u64::MAX) {
-            Some(block) => Some((block, Path::Hit)),
-            None => {
-                let before = stolen_pages(heap);
-                let grown = self.grow(heap, &miss);
-                if stolen_pages(heap) > before {
-                    heap.space_mut().account_mut().count_stolen(1, 0, 0);
-                }
-                grown?
-            }
-        };
-        let Some((block, path)) = found else {
-            heap.space_mut().account_mut().count_refusal();
-            return Err(heap.out_of_memory(BACKEND.name, &miss, requested));
-        };
-        let size = heap.space()[block].bytes;
-        let cut = size - bytes >= MIN_BLOCK;
-        heap.take(block, list, if cut { bytes } else { size }, requested);
-        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
-    }
-
-    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
-        pytorch::free(heap, block, users)
+    fn grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Found, DriverError> {
+        let before = stolen_pages(heap);
+        let grown = self.map_or_wait(heap, miss);
+        if stolen_pages(heap) > before {
+            heap.space_mut().account_mut().count_stolen(1, 0, 0);
+        }
+        grown
     }
 }

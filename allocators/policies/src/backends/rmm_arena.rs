@@ -1,7 +1,7 @@
 //! # `rmm-arena`: RMM's arenas, cut from one block of the device
 //!
 //! The policy of `rmm::mr::arena_memory_resource` of NVIDIA's RAPIDS, without its size classes. Given the same requests on the
-//! same streams it puts every block where RMM puts it (`experiments replay HISTORY --alloc rmm-arena --against FILE`).
+//! same streams it puts every block where RMM puts it (`vramlab replay HISTORY --alloc rmm-arena --against FILE`).
 //!
 //! *Idea.* One large block is taken from the device and cut into superblocks. Each stream has an arena of superblocks for its
 //! small requests, so streams do not get in each other's way. Large requests are served from the global arena. Its memory
@@ -25,7 +25,7 @@
 //! *What is different from RMM.* The block is taken from the device at the first request. As in RMM it is half of what is free
 //! unless `arena_size` says otherwise. Where the device refuses that half, it is 1 GiB or less. (A simulated GPU that computes
 //! has no more memory than its host.) RMM knows nothing of uses on other streams: a free that was announced (`record_use`)
-//! waits for them as in [`pytorch`]. RMM gives the block back at its end only; here also when the program asks
+//! waits for them as in [`pytorch`](super::pytorch). RMM gives the block back at its end only; here also when the program asks
 //! for it (`trim`) and nothing of it is in use. RMM has an arena for each thread that uses the per-thread default stream,
 //! which no driver here makes. Private pools of graphs are [`Pooled`]'s.
 //!
@@ -37,22 +37,22 @@
 //!
 //! *Source.* RMM 26.10: `detail/arena.hpp`, `detail/arena_memory_resource_impl.cpp`; its functions are named where their rules are.
 
-use super::pooled::{Policy, Pooled};
-use super::pytorch;
+use super::pooled::{Policy, Pooled, Rules, put_back, serve};
 use super::registry::{Backend, Capabilities, StreamUse, With};
 use crate::contract::{AllocError, GUARANTEED_ALIGN, Path};
-use crate::device::{Driver, DriverError, StreamId};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
 use crate::policy::fit::lowest::Lowest;
-use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize, Step};
 use crate::policy::size::Size;
 use crate::policy::source::Source;
+use crate::policy::split::Split;
 use crate::policy::stream::Stream;
-use crate::settings::{Settings as _, bytes};
 use crate::space::{Account, BlockId, FreeList, Owner, Space};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use vramlab_device::settings::{Settings as _, bytes};
+use vramlab_device::{Driver, DriverError, StreamId};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -75,7 +75,7 @@ const SMALLER: u64 = 1 << 30;
 /// `superblock::minimum_size`, and the largest request that a stream's arena serves.
 const SUPERBLOCK: u64 = 1 << 20;
 
-crate::settings! {
+vramlab_device::settings! {
     /// Settings of RMM's arenas.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct RmmArenaSettings {
@@ -98,9 +98,8 @@ impl RmmArenaSettings {
 #[derive(Debug)]
 pub struct RmmArena {
     settings: RmmArenaSettings,
-    size: Size,
-    /// For graphs.
-    ladder: Ladder,
+    /// Those of requests in a capture.
+    rules: Rules,
     /// Whose the block of the device is on the heap's account.
     home: Option<FreeList>,
     arenas: Arenas,
@@ -116,8 +115,10 @@ impl RmmArena {
         let heap = Heap::new(Space::new(Account::new()), Fit::first(), Stream::Own, source);
         let steps = vec![Step::Segment, Step::WaitForFrees, Step::FitAgain];
         let ladder = Ladder { steps, size: SegmentSize::OfClass };
+        let (size, split) = (Size::Multiple(GUARANTEED_ALIGN), Split::Always);
+        let rules = Rules { name: BACKEND.name, settings: settings.json(), size, split, ladder };
         let (arenas, pending) = (Arenas::default(), BTreeMap::new());
-        Pooled::over(heap, Self { settings, size: Size::Rmm, ladder, home: None, arenas, pending })
+        Pooled::over(heap, Self { settings, rules, home: None, arenas, pending })
     }
 
     /// `global_arena::initialize`: takes the block from the device. False when it has no memory for it.
@@ -174,51 +175,24 @@ impl RmmArena {
         report.largest_free_bytes = Some(self.arenas.largest_free());
         AllocError::OutOfMemory(Box::new(report))
     }
-
-    /// A request in a capture.
-    fn allocate_private(
-        &mut self,
-        heap: &mut Heap,
-        list: FreeList,
-        bytes: u64,
-        requested: u64,
-    ) -> Result<(BlockId, Path), AllocError> {
-        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
-        let found = match heap.find(list, bytes, u64::MAX) {
-            Some(block) => Some((block, Path::Hit)),
-            None => self.ladder.climb(heap, &miss, |heap| Ok(heap.find(list, bytes, u64::MAX)))?,
-        };
-        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
-        let cut = heap.space()[block].bytes > bytes;
-        heap.take(block, list, bytes, requested);
-        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
-    }
 }
 
 impl Policy for RmmArena {
-    fn name(&self) -> &'static str {
-        BACKEND.name
-    }
-
-    fn settings(&self) -> serde_json::Value {
-        self.settings.json()
-    }
-
-    fn size(&self) -> &Size {
-        &self.size
+    fn rules(&self) -> &Rules {
+        &self.rules
     }
 
     /// `arena_memory_resource_impl::allocate`.
     fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
+        if owner.private.is_some() {
+            return serve(self, heap, owner, requested);
+        }
         let processed = heap.process_events();
         self.note_completed(heap);
         processed?;
         // 1.
-        let bytes = self.size.round(requested);
+        let bytes = self.rules.size.round(requested);
         let list = FreeList { owner, pool: None };
-        if owner.private.is_some() {
-            return self.allocate_private(heap, list, bytes, requested);
-        }
         // A trim may have given it back.
         let begins = heap.arena().is_none();
         if begins && !self.begin(heap, list)? {
@@ -245,7 +219,7 @@ impl Policy for RmmArena {
         let record = &heap.space()[block];
         let (owner, bytes, addr) = (record.list.owner, record.bytes, record.addr);
         let Some(arena) = heap.arena().filter(|_| owner.private.is_none()) else {
-            return pytorch::free(heap, block, users);
+            return put_back(heap, block, users);
         };
         let offset = addr - arena;
         let stays_with_stream = bytes <= SUPERBLOCK && self.arenas.holder(offset) == Some(owner.stream);

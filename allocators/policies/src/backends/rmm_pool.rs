@@ -1,7 +1,7 @@
 //! # `rmm-pool`: RMM's pool, whose streams take each other's memory
 //!
 //! The policy of `rmm::mr::pool_memory_resource` of NVIDIA's RAPIDS. Given the same requests on the same streams, and the same
-//! memory from the device, it puts every block where RMM puts it (`experiments replay HISTORY --alloc rmm-pool --against FILE`).
+//! memory from the device, it puts every block where RMM puts it (`vramlab replay HISTORY --alloc rmm-pool --against FILE`).
 //!
 //! *Idea.* A few large blocks from the device, cut exactly. Each stream has a list of free blocks. A stream that finds nothing
 //! in its own takes from another's, and lets its later work wait on the device for an event: the host never waits.
@@ -42,19 +42,20 @@
 //! *Source.* RMM 26.10: `detail/stream_ordered_memory_resource.hpp`, `detail/coalescing_free_list.hpp`,
 //! `detail/pool_memory_resource_impl.cpp`; its functions are named where their rules are.
 
-use super::pooled::{Policy, Pooled};
+use super::pooled::{Found, Policy, Pooled, Rules};
 use super::registry::{Backend, Capabilities, StreamUse, With};
-use crate::contract::{AllocError, GUARANTEED_ALIGN, Path};
-use crate::device::{Driver, DriverError, StreamId};
+use crate::contract::{GUARANTEED_ALIGN, Path};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize, Step};
 use crate::policy::size::Size;
 use crate::policy::source::Source;
+use crate::policy::split::Split;
 use crate::policy::stream::{LastFrees, Stream};
-use crate::settings::{Settings as _, bytes, switch};
-use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use crate::space::{Account, FreeList, Space};
 use std::sync::Arc;
+use vramlab_device::settings::{Settings as _, bytes, switch};
+use vramlab_device::{Driver, DriverError};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -70,7 +71,7 @@ pub static BACKEND: Backend = Backend {
     constructor: &With(|driver, settings: &RmmPoolSettings| Ok(Arc::new(RmmPool::new(driver, *settings)))),
 };
 
-crate::settings! {
+vramlab_device::settings! {
     /// Settings of RMM's pool.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct RmmPoolSettings {
@@ -106,8 +107,7 @@ impl RmmPoolSettings {
 #[derive(Debug)]
 pub struct RmmPool {
     settings: RmmPoolSettings,
-    size: Size,
-    ladder: Ladder,
+    rules: Rules,
     /// Whether the initial block has been taken.
     begun: bool,
 }
@@ -118,14 +118,26 @@ impl RmmPool {
     pub fn new(driver: Arc<dyn Driver>, settings: RmmPoolSettings) -> Pooled<Self> {
         let source = Source::Plain { driver, limit: None };
         let heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Steal(LastFrees::default()), source);
-        // `expand_pool`. RMM gives up then; announced uses, which it does not know, are waited for first.
+        // 5. `expand_pool`. RMM gives up then; announced uses, which it does not know, are waited for first.
         let steps = vec![Step::Segment, Step::WaitForFrees, Step::FitAgain];
-        let size = SegmentSize::AsMuchAgain { maximum: settings.maximum_pool_size };
-        Pooled::over(heap, Self { settings, size: Size::Rmm, ladder: Ladder { steps, size }, begun: false })
+        let ladder = Ladder { steps, size: SegmentSize::AsMuchAgain { maximum: settings.maximum_pool_size } };
+        // 1., and 6. `allocate_from_block`
+        let (size, split) = (Size::Multiple(GUARANTEED_ALIGN), Split::Always);
+        let rules = Rules { name: BACKEND.name, settings: settings.json(), size, split, ladder };
+        Pooled::over(heap, Self { settings, rules, begun: false })
+    }
+}
+
+impl Policy for RmmPool {
+    fn rules(&self) -> &Rules {
+        &self.rules
     }
 
     /// `initialize_pool`: the stream that asks first gets the first block.
-    fn begin(&mut self, heap: &mut Heap, list: FreeList) -> Result<(), DriverError> {
+    fn prepare(&mut self, heap: &mut Heap, list: FreeList) -> Result<(), DriverError> {
+        if self.begun || list.owner.private.is_some() {
+            return Ok(());
+        }
         // RMM refuses to work where the device has less. Something is left for others then, such as the graphs' pools.
         let most =
             heap.driver().mem_info().map_or(u64::MAX, |info| info.free / 2 / GUARANTEED_ALIGN * GUARANTEED_ALIGN);
@@ -138,7 +150,7 @@ impl RmmPool {
     }
 
     /// `get_block`, and its two forms of `get_block_from_other_stream`.
-    fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Option<(BlockId, Path)>, DriverError> {
+    fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
         if let Some(block) = heap.find(list, bytes, u64::MAX) {
             return Ok(Some((block, Path::Hit)));
         }
@@ -147,49 +159,5 @@ impl RmmPool {
             None => heap.take_over(list, bytes, u64::MAX, self.settings.record_after_merge)?,
         };
         Ok(found.map(|block| (block, Path::WaitInserted)))
-    }
-}
-
-impl Policy for RmmPool {
-    fn name(&self) -> &'static str {
-        BACKEND.name
-    }
-
-    fn settings(&self) -> serde_json::Value {
-        self.settings.json()
-    }
-
-    fn size(&self) -> &Size {
-        &self.size
-    }
-
-    /// `do_allocate`.
-    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
-        heap.process_events()?;
-        // 1.
-        let bytes = self.size.round(requested);
-        let list = FreeList { owner, pool: None };
-        if !self.begun && owner.private.is_none() {
-            self.begin(heap, list)?;
-        }
-        // 2. to 5.
-        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
-        let found = match self.find(heap, list, bytes)? {
-            Some(found) => Some(found),
-            None => {
-                let mut ladder = self.ladder.clone();
-                ladder.climb(heap, &miss, |heap| Ok(self.find(heap, list, bytes)?.map(|(block, _)| block)))?
-            }
-        };
-        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
-        // 6. `allocate_from_block`
-        let cut = heap.space()[block].bytes > bytes;
-        heap.take(block, list, bytes, requested);
-        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
-    }
-
-    /// `do_deallocate`.
-    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
-        super::pytorch::free(heap, block, users)
     }
 }

@@ -28,14 +28,13 @@ use crate::contract::{AllocError, OomReport};
 use crate::contract::{Attribution, Ledger, Snapshot};
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
 use crate::contract::{Gauge, PeakKind, PoolKind, PooledGauge, Stats, Tokens};
-use crate::device::DriverError;
-use crate::device::{
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vramlab_device::DriverError;
+use vramlab_device::ranges::Ranges;
+use vramlab_device::{
     DeviceAddr, Driver, GraphDriver, GraphMemory, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
 };
-use crate::ordered::OrderedSet;
-use crate::ranges::Ranges;
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -110,7 +109,7 @@ struct LiveBlock {
 #[derive(Debug, Default)]
 struct Kept {
     /// Blocks that were allocated in it and that the client holds.
-    own: OrderedSet<DeviceAddr>,
+    own: BTreeSet<DeviceAddr>,
     /// Blocks from before whose free waits for its end.
     waiting: Vec<(DeviceAddr, LiveBlock)>,
 }
@@ -187,7 +186,7 @@ impl State {
         }
     }
 
-    /// Accounts for a block that nobody holds any more.
+    /// Accounts for a block that the client no longer holds.
     fn forget(&mut self, bytes: u64) {
         let (count, sizes) = self.taken();
         count.decrease(ANY, 1);
@@ -503,7 +502,7 @@ impl Drop for StreamOrdered {
             captures.each().flat_map(|(_, kept)| std::mem::take(&mut kept.waiting)).collect::<Vec<_>>()
         };
         self.lock().refused.extend(waiting);
-        // Errors have nobody to go to; what is refused again goes with the device context.
+        // An error cannot be returned here; what is refused again goes with the device context.
         let _ = self.wait_and_reclaim();
         for _ in 0..2 {
             // SAFETY: the pool belongs to this allocator alone; blocks still live were leaked by their owners.

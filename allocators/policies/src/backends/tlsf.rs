@@ -27,30 +27,30 @@
 //! *Source.* M. Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", 2004;
 //! <https://github.com/mattconte/tlsf>. The classes are in [`fit::tlsf`](crate::policy::fit::tlsf).
 
-use super::pooled::{Policy, Pooled};
+use super::pooled::{Pooled, Rules};
 use super::registry::{Backend, With};
-use crate::contract::{AllocError, Path};
-use crate::device::{Driver, StreamId};
 use crate::policy::Heap;
 use crate::policy::fit::{Fit, tlsf::UNIT};
-use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize, Step};
 use crate::policy::size::Size;
 use crate::policy::source::Source;
+use crate::policy::split::Split;
 use crate::policy::stream::Stream;
-use crate::settings::{Settings as _, bytes};
-use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use crate::space::{Account, Space};
 use std::sync::Arc;
+use vramlab_device::Driver;
+use vramlab_device::settings::{Settings as _, bytes};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
     name: "tlsf",
     summary: "two-level segregated fit: a few steps however many blocks there are",
-    capabilities: Pooled::<Tlsf>::CAPABILITIES,
+    capabilities: Pooled::<Rules>::CAPABILITIES,
     compared: false,
-    constructor: &With(|driver, settings: &TlsfSettings| Ok(Arc::new(Tlsf::new(driver, *settings)))),
+    constructor: &With(|driver, settings: &TlsfSettings| Ok(Arc::new(settings.build(driver)))),
 };
 
-crate::settings! {
+vramlab_device::settings! {
     /// Settings of two-level segregated fit.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct TlsfSettings {
@@ -69,62 +69,18 @@ impl TlsfSettings {
             false => Err(format!("segment is {}; blocks are multiples of {UNIT} bytes", self.segment)),
         }
     }
-}
 
-/// The rules, see the [module](self).
-#[derive(Debug)]
-pub struct Tlsf {
-    settings: TlsfSettings,
-    size: Size,
-    ladder: Ladder,
-}
-
-impl Tlsf {
-    /// An allocator with these rules on a device.
+    /// An allocator with these settings on a device.
     #[must_use]
-    pub fn new(driver: Arc<dyn Driver>, settings: TlsfSettings) -> Pooled<Self> {
-        let source = Source::Plain { driver, limit: settings.memory_limit };
+    pub fn build(&self, driver: Arc<dyn Driver>) -> Pooled<Rules> {
+        let source = Source::Plain { driver, limit: self.memory_limit };
+        // 2. `search_suitable_block`
         let heap = Heap::new(Space::new(Account::new()), Fit::tlsf(), Stream::Own, source);
+        // 4.
         let steps = vec![Step::Segment, Step::ReleaseCached, Step::FitAgain, Step::SegmentAgain];
-        let ladder = Ladder { steps, size: SegmentSize::Fixed(settings.segment) };
-        Pooled::over(heap, Self { settings, size: Size::Multiple(UNIT), ladder })
-    }
-}
-
-impl Policy for Tlsf {
-    fn name(&self) -> &'static str {
-        BACKEND.name
-    }
-
-    fn settings(&self) -> serde_json::Value {
-        self.settings.json()
-    }
-
-    fn size(&self) -> &Size {
-        &self.size
-    }
-
-    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
-        heap.process_events()?;
-        // 1.
-        let bytes = self.size.round(requested);
-        let list = FreeList { owner, pool: None };
-        let miss = Miss { list, bytes, segment: self.size.segment(bytes) };
-        let find = |heap: &mut Heap| heap.find(list, bytes, u64::MAX);
-        // 2. `search_suitable_block`, and 4.
-        let found = match find(heap) {
-            Some(block) => Some((block, Path::Hit)),
-            None => self.ladder.climb(heap, &miss, |heap| Ok(find(heap)))?,
-        };
-        let (block, path) = found.ok_or_else(|| heap.out_of_memory(BACKEND.name, &miss, requested))?;
-        // 3. `block_trim_free`
-        let cut = heap.space()[block].bytes > bytes;
-        heap.take(block, list, bytes, requested);
-        Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
-    }
-
-    /// `tlsf_free`: `block_merge_prev`, `block_merge_next`, `block_insert`.
-    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
-        super::pytorch::free(heap, block, users)
+        let ladder = Ladder { steps, size: SegmentSize::Fixed(self.segment) };
+        let (name, settings, size) = (BACKEND.name, self.json(), Size::Multiple(UNIT));
+        // 3. `block_trim_free`. A free is `block_merge_prev`, `block_merge_next`, `block_insert`.
+        Pooled::over(heap, Rules { name, settings, size, split: Split::Always, ladder })
     }
 }

@@ -2,12 +2,12 @@
 
 use crate::contract::AllocError;
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
-use crate::device::DriverError;
-use crate::device::{DeviceAddr, Driver, StreamId};
-use crate::ordered::OrderedMap;
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vramlab_device::DriverError;
+use vramlab_device::{DeviceAddr, Driver, StreamId};
 
 /// An allocator, and the place where errors from dropped buffers wait for the next fallible call.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ pub struct Memory {
 struct Holds {
     next: u64,
     /// By number. A buffer that is dropped during several belongs to all of them.
-    open: OrderedMap<u64, Vec<Arc<DeviceBuffer>>>,
+    open: BTreeMap<u64, Vec<Arc<DeviceBuffer>>>,
 }
 
 /// One call of [`Memory::hold`]. Where its work panics, its buffers are freed.
@@ -280,7 +280,8 @@ mod tests {
     use super::*;
     use crate::Selection;
     use crate::backends::{self, caching};
-    use crate::{Profile, SimDriver, SimMemory};
+    use vramlab_device::sim::SimMemory;
+    use vramlab_device::{Profile, SimDriver};
 
     #[test]
     fn buffers_that_are_held_are_freed_by_who_got_them() {

@@ -3,8 +3,8 @@
 use crate::client::Memory;
 use crate::contract::AllocError;
 use crate::contract::CaptureId;
-use crate::device::{CallKind, Driver, DriverError, GraphDriver, GraphId, StreamId};
 use std::sync::Arc;
+use vramlab_device::{CallKind, Driver, DriverError, GraphDriver, GraphId, StreamId};
 
 /// A capture that is under way. Work that is queued on the stream, and buffers that are allocated on it, are those of the
 /// graph. Dropped, it ends without one.
@@ -16,8 +16,9 @@ use std::sync::Arc;
 /// do: what a first one frees serves the next.
 ///
 /// ```
-/// # use vramlab::backends::caching;
-/// # use vramlab::{Capture, Driver, Memory, Profile, Selection, SimDriver, SimMemory};
+/// # use vramlab_policies::backends::caching;
+/// # use vramlab_device::{Driver, Profile, SimDriver, sim::SimMemory};
+/// # use vramlab_policies::{Capture, Memory, Selection};
 /// # use std::sync::Arc;
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::Host));
@@ -57,7 +58,7 @@ pub struct Graph {
     launched_on: Vec<StreamId>,
 }
 
-/// The driver's graphs; whoever holds a capture has asked for them.
+/// The driver's graphs. A capture was begun through them, so the driver has them.
 fn graphs(driver: &dyn Driver) -> &dyn GraphDriver {
     driver.graphs().expect("a capture should have found graphs when it began")
 }
@@ -147,7 +148,7 @@ impl Capture {
     /// Destroys the graphs that were made.
     fn destroy(&mut self) {
         for graph in std::mem::take(&mut self.made) {
-            // SAFETY: made by this capture, never launched, and nobody else has its id.
+            // SAFETY: made by this capture, never launched, and no other code has its id.
             let destroyed = unsafe { graphs(self.driver.as_ref()).graph_destroy(graph) };
             self.note(destroyed.map_err(AllocError::from));
         }
@@ -219,8 +220,9 @@ impl Graph {
             self.launched_on.retain(|other| *other != stream);
             self.launched_on.push(stream);
         }
-        // SAFETY: the capture's memory is pinned: nobody else has its id, so nobody gives it up before this graph is gone. What
-        // else captured work uses, whoever queued it keeps until then (`Driver`, "Captures").
+        // SAFETY: the capture's memory is pinned: only this graph has its id, so it is not given up before this graph is gone.
+        // What
+        // else captured work uses, the code that queued it keeps until then (`Driver`, "Captures").
         unsafe { graphs(self.driver.as_ref()).graph_launch(graph, stream) }
     }
 

@@ -3,10 +3,9 @@
 use crate::contract::Stats;
 use crate::contract::{AllocError, PrivatePool, Token};
 use crate::contract::{Ledger, Snapshot};
-use crate::device::{DeviceAddr, StreamId};
-use crate::ordered::Key;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use vramlab_device::{DeviceAddr, StreamId};
 
 /// Alignment that every backend guarantees, in bytes. CUDA promises 256 for `cuMemAlloc`.
 pub const GUARANTEED_ALIGN: u64 = 256;
@@ -141,12 +140,12 @@ impl fmt::Display for Path {
 /// Affine: neither `Clone` nor `Copy`, so freeing it twice does not compile. Nor does making one up:
 ///
 /// ```compile_fail,E0133
-/// let addr = vramlab::DeviceAddr::new(4096).unwrap();
-/// let token = vramlab::Tokens::next().token();
-/// let forged = vramlab::Block::new(addr, 512, 512, vramlab::Path::Hit, token); // unsafe
+/// let addr = vramlab_device::DeviceAddr::new(4096).unwrap();
+/// let token = vramlab_policies::Tokens::next().token();
+/// let forged = vramlab_policies::Block::new(addr, 512, 512, vramlab_policies::Path::Hit, token); // unsafe
 /// ```
 /// ```compile_fail,E0382
-/// fn twice(a: &dyn vramlab::DeviceAllocator, b: vramlab::Block, s: vramlab::StreamId) {
+/// fn twice(a: &dyn vramlab_policies::DeviceAllocator, b: vramlab_policies::Block, s: vramlab_device::StreamId) {
 ///     unsafe { a.deallocate(b, s) };
 ///     unsafe { a.deallocate(b, s) }; // use of moved value
 /// }
@@ -173,11 +172,9 @@ impl Block {
     /// `addr` is a multiple of [`GUARANTEED_ALIGN`]. From there `bytes` bytes, at least `requested`, are device memory that
     /// belongs to this block alone: no other live block shares a byte, and none is given back to the device or handed out
     /// again before the block has come back to the allocator and its uses are done.
-    // Written in two halves, as a copy reads it: a processor hands a store on to a load at once only if the load lies
-    // within it. Otherwise each copy of a block that was just made waits until the stores have left the processor: an
-    // allocation that is freed at once took 23 ns with pieces that did not match, and takes 16 with these (Zen 3); written
-    // number by number, the recorded histories take 3 to 6 % longer (`experiments/notes/caching.md`). Aligned, so that no half
-    // lies in two cache lines.
+    // Written in two halves, as a copy reads it: a processor forwards a store to a load only if the load lies within the store.
+    // Otherwise each copy of a block that was just made waits for the stores. Written word by word, the recorded histories take
+    // 3 to 10 % longer (`experiments/notes/caching.md`). The alignment keeps each half in one cache line.
     #[inline(always)]
     pub unsafe fn new(addr: DeviceAddr, bytes: u64, requested: u64, path: Path, token: Token) -> Self {
         debug_assert!(addr.get().is_multiple_of(GUARANTEED_ALIGN), "every backend aligns its blocks");
@@ -202,7 +199,7 @@ impl Block {
         Self { bytes, requested, place, token }
     }
 
-    /// The same block, for an instrument to hand on: written as [`new`](Self::new) writes it.
+    /// Copies the block for an instrument to hand on: written as [`new`](Self::new) writes it.
     #[inline(always)]
     pub(crate) fn hand_on(self) -> Self {
         // SAFETY: what held of the block that is consumed holds of this one.
@@ -271,12 +268,6 @@ impl CaptureId {
     }
 }
 
-impl Key for CaptureId {
-    fn number(self) -> u64 {
-        self.0
-    }
-}
-
 impl fmt::Display for CaptureId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.0)
@@ -293,8 +284,8 @@ impl fmt::Display for CaptureId {
 ///
 /// # Graph capture
 /// A stream's work can be captured into a graph that is launched many times
-/// ([`GraphDriver`](crate::device::GraphDriver)). Its kernels use the same addresses at each launch, so that memory is
-/// *pinned*: nobody else gets it while the graph lives. The order is
+/// ([`GraphDriver`](vramlab_device::GraphDriver)). Its kernels use the same addresses at each launch, so that memory is
+/// *pinned*: it serves no other request while the graph lives. The order is
 ///
 /// 1. [`capture_begin`](Self::capture_begin), then the driver's `capture_begin`;
 /// 2. the work: allocations and frees on the stream, and what uses them;
@@ -303,12 +294,12 @@ impl fmt::Display for CaptureId {
 /// 5. the driver's `graph_destroy` when the last launch has finished, then [`capture_release`](Self::capture_release).
 ///
 /// In between, blocks that are allocated on the stream come from memory of that capture alone. One that is freed in the
-/// capture may serve later requests of the same capture, in stream order, and nobody else. Each has to be freed before the
+/// capture may serve later requests of the same capture, in stream order, and no others. Each has to be freed before the
 /// end. A block from before that is freed in the capture stays as it is until the end, and is freed then: its free is no
 /// part of the graph. If captured work uses it, it has to live as long as the graph. One capture at a time runs on a
 /// stream; any number of ended ones live side by side, and memory of a released one can be used again.
 ///
-/// Calls on the stream from other threads are ordered with the two ends of the capture by whoever makes them. Streams that
+/// Calls on the stream from other threads have to be ordered with the two ends of the capture by their callers. Streams that
 /// join the capture through an event get no memory of it: allocate on the stream that began.
 /// [`Graph`](crate::Graph) keeps the order by itself.
 ///
@@ -319,7 +310,7 @@ impl fmt::Display for CaptureId {
 /// 1. [`pool_create`](Self::pool_create);
 /// 2. [`pool_begin`](Self::pool_begin), requests of that stream, [`pool_end`](Self::pool_end), as often as wanted and for as many
 ///    streams as wanted;
-/// 3. [`pool_release`](Self::pool_release) when nobody will ask the pool for memory again, and then, for memory that should
+/// 3. [`pool_release`](Self::pool_release) when no more requests will come for the pool, and then, for memory that should
 ///    go back at once, [`pool_trim`](Self::pool_trim).
 ///
 /// A pool follows the allocator's rules, and each stream has its own part of it. Its memory serves no other request, not even
@@ -455,7 +446,7 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
         Err(AllocError::PrivatePool { allocator: self.name(), reason })
     }
 
-    /// Says that nobody will ask a private pool for memory again (PyTorch's `releasePool`). Its idle segments go back when idle
+    /// Says that no more requests will come for a private pool (PyTorch's `releasePool`). Its idle segments go back when idle
     /// memory goes back the next time: by [`trim`](Self::trim), or because memory is short. Blocks of it that are held can be
     /// freed as ever.
     ///
@@ -486,7 +477,7 @@ mod tests {
             let addr = DeviceAddr::new(0x7f00_0000_0100 + number * GUARANTEED_ALIGN).unwrap();
             // CAST: few paths.
             let token = Token::of(number as u32, 7);
-            // SAFETY: nobody uses it.
+            // SAFETY: the block was just handed out and is not used.
             let made = || unsafe { Block::new(addr, u64::MAX - number, number, path, token) };
             for block in [made(), made().hand_on()] {
                 assert_eq!((block.addr(), block.bytes(), block.requested()), (addr, u64::MAX - number, number));

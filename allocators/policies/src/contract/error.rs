@@ -1,10 +1,10 @@
 //! Why an allocator could not do what it was asked.
 
-use crate::bytes::Bytes;
 use crate::contract::Block;
-use crate::device::DriverError;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
+use vramlab_device::Bytes;
+use vramlab_device::DriverError;
 
 /// What was known when an allocation could not be served.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -218,14 +218,14 @@ impl AllocError {
         Self::ForeignBlock { addr, bytes, allocator: allocator.into(), reason, block: Refused::new(block) }
     }
 
-    /// The same for a block that the caller keeps.
+    /// The error for a block that is not held here and that the caller keeps.
     #[must_use]
     pub fn not_held(allocator: &str, reason: &'static str, block: &Block) -> Self {
         let (addr, bytes) = (block.addr().get(), block.bytes());
         Self::ForeignBlock { addr, bytes, allocator: allocator.into(), reason, block: Refused::default() }
     }
 
-    /// The same, with what can be changed about the allocator if memory was free, but in pieces.
+    /// Adds what can be changed about the allocator, if memory was free but in pieces.
     #[must_use]
     pub(crate) fn with_setting(mut self, against_fragmentation: impl FnOnce() -> Option<String>) -> Self {
         if let Self::OutOfMemory(report) = &mut self {

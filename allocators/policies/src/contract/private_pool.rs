@@ -1,7 +1,6 @@
 //! Private pools: memory that only requests which name the pool are served from.
 
 use super::CaptureId;
-use crate::ordered::Key;
 use std::fmt;
 
 /// A private pool of the allocator that made it (PyTorch's `torch.cuda.MemPool`, and the pool that CUDA graphs share).
@@ -22,12 +21,6 @@ impl PrivatePool {
     #[must_use]
     pub fn id(self) -> CaptureId {
         self.0
-    }
-}
-
-impl Key for PrivatePool {
-    fn number(self) -> u64 {
-        self.0.number()
     }
 }
 

@@ -1,9 +1,9 @@
 //! What an allocator holds at one moment, and the five ways in which reserved memory is not in use.
 
 use crate::contract::PoolKind;
-use crate::device::{DeviceAddr, StreamId};
 use serde::{Deserialize, Serialize};
 use std::iter::Sum;
+use vramlab_device::{DeviceAddr, StreamId};
 
 /// State of a block inside a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 //! Statistics under PyTorch's names, so that they compare to `torch.cuda.memory_stats` without translation.
 
-use crate::device::GraphMemory;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
+use vramlab_device::GraphMemory;
 
 /// What a peak is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -266,7 +266,7 @@ impl Stats {
         }
     }
 
-    /// The same figures with sums and counts that start at those of `before`, which were taken earlier; levels and peaks
+    /// These figures with sums and counts that start at those of `before`, which were taken earlier; levels and peaks
     /// stay as they are.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {

@@ -42,7 +42,7 @@ impl fmt::Debug for Token {
 /// The tokens of one allocator, which takes them when it is made and keeps them for its blocks.
 ///
 /// ```
-/// use vramlab::Tokens;
+/// use vramlab_policies::Tokens;
 ///
 /// let (mine, theirs) = (Tokens::next(), Tokens::next());
 /// // An allocator that finds its blocks by address needs one token.

@@ -6,19 +6,18 @@
 //! all `0xFF`.
 //!
 //! Nothing is filled or read on a stream that is captured, because the graph would do so at each launch, and memory of a
-//! capture is never filled. There addresses alone are checked: nobody else may be handed them until the capture is released.
+//! capture is never filled. There addresses alone are checked: no other block may have them until the capture is released.
 
 use crate::contract::AllocError;
 use crate::contract::Stats;
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
 use crate::contract::{BlockState, Ledger, Snapshot, Token};
-use crate::device::{DeviceAddr, Driver, StreamId};
-use crate::ordered::OrderedMap;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vramlab_device::{DeviceAddr, Driver, StreamId};
 
-/// What a byte of memory nobody owns looks like.
+/// The value of each byte of memory that no client holds.
 pub const POISON: u8 = 0xFF;
 
 /// What the checker found.
@@ -83,10 +82,10 @@ impl Captured {
 #[derive(Debug, Default)]
 struct State {
     /// Blocks that the client holds, by address.
-    live: OrderedMap<u64, Held>,
+    live: BTreeMap<u64, Held>,
     /// Ranges that were poisoned when they came back and should be untouched: address, then bytes.
     poisoned: BTreeMap<u64, u64>,
-    captures: OrderedMap<CaptureId, Captured>,
+    captures: BTreeMap<CaptureId, Captured>,
     report: CheckReport,
 }
 
@@ -253,7 +252,7 @@ impl DeviceAllocator for Checker {
         if let Err(error) = checked.and(filled.map_err(AllocError::from)) {
             state.live.remove(&addr);
             drop(state);
-            // SAFETY: nobody has used the block.
+            // SAFETY: the block has not been used.
             let _ = unsafe { self.inner.deallocate(block, stream) };
             return Err(error);
         }
@@ -372,7 +371,7 @@ pub fn assert_layout(snapshot: &Snapshot) {
     }
 }
 
-/// The same where free neighbours may stay apart, because they are of different streams.
+/// Checks a snapshot whose free neighbours may stay apart, because they are of different streams.
 ///
 /// # Panics
 /// When blocks do not tile a segment, segments overlap, or a block is smaller than what was asked for.

@@ -3,8 +3,8 @@
 use crate::backends::{Caching, CachingSettings};
 use crate::contract::AllocError;
 use crate::contract::{DeviceAllocator, Request};
-use crate::device::{Driver, InstrumentCost, NullDriver, StreamId};
 use std::sync::Arc;
+use vramlab_device::{Driver, InstrumentCost, NullDriver, StreamId};
 
 const ROUNDS: usize = 5;
 
@@ -24,7 +24,7 @@ pub fn measure_cost(
     measure_cost_on(instrument, pairs, &null, stream, wrap)
 }
 
-/// The same on a device and stream, by that device's clock: for instruments that use the device.
+/// Measures the cost on a device and stream, by that device's clock: for instruments that use the device.
 ///
 /// # Errors
 /// Those of the allocator, the instrument and the device.

@@ -4,9 +4,9 @@ use crate::contract::{AllocError, OomReport};
 use crate::contract::{Block, DeviceAllocator, Path, Request};
 use crate::contract::{Ledger, Snapshot};
 use crate::contract::{Stats, Token};
-use crate::device::{DeviceAddr, StreamId};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vramlab_device::{DeviceAddr, StreamId};
 
 /// Refuses an allocation that would take the bytes in live blocks over the limit.
 ///
@@ -90,7 +90,7 @@ impl DeviceAllocator for Limit {
         }
         state.held -= bytes;
         drop(state);
-        // SAFETY: nobody has used the block.
+        // SAFETY: the block has not been used.
         unsafe { self.inner.deallocate(block, stream) }?;
         Err(self.refuse(bytes))
     }
@@ -121,7 +121,7 @@ impl DeviceAllocator for Limit {
         }
         drop(state);
         for (block, stream) in blocks.into_iter().zip(super::restored_streams(snapshot)) {
-            // SAFETY: nobody has used the block.
+            // SAFETY: the block has not been used.
             unsafe { self.inner.deallocate(block, stream) }?;
         }
         Err(self.refuse(bytes))

@@ -2,9 +2,9 @@
 
 use super::trace::Traced;
 use crate::contract::{Action, Event, Path};
-use crate::device::StreamId;
 use std::alloc::Layout;
 use std::ptr::NonNull;
+use vramlab_device::StreamId;
 
 /// One operation as it is kept: 32 bytes, so that none lies on two cache lines. Its stream is that of the record before
 /// it, unless a [stream record](Self::of_stream) stands between: few threads change streams at every step.
@@ -39,7 +39,7 @@ impl Record {
 
     /// The stream of what follows, if this is no operation.
     pub(super) fn stream(&self) -> Option<StreamId> {
-        // SAFETY: a record with this stamp was made by `of_stream` of a stream that whoever pushed it had.
+        // SAFETY: a record with this stamp was made by `of_stream` of a stream that the thread which pushed it had.
         (self.stamp >> 4 & 15 == STREAM).then(|| unsafe { StreamId::from_raw(self.addr) })
     }
 

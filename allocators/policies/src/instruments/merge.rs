@@ -3,10 +3,10 @@
 use super::log::{Chunk, Record};
 use super::trace::Traced;
 use crate::contract::Action;
-use crate::device::StreamId;
-use crate::device::clock::Scale;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
+use vramlab_device::StreamId;
+use vramlab_device::clock::Scale;
 
 /// How far stamps of different threads may be the wrong way round: a stamp is read while earlier instructions are in
 /// flight, which takes a fraction of a microsecond at the very most.
@@ -172,7 +172,7 @@ mod tests {
 
     fn chunk(records: &[(u64, Action, u64, u64)]) -> Vec<Chunk> {
         let mut log = Log::default();
-        records.iter().for_each(|one| log.push(record(*one), StreamId::numbered(1), None));
+        records.iter().for_each(|one| log.push(record(*one), crate::stream(1), None));
         log.take()
     }
 
@@ -216,7 +216,7 @@ mod tests {
         let mut merge = Merge::new(false, Scale::NANOSECONDS);
         let one = |sequence: u64, action| {
             let mut log = Log::default();
-            log.push(record((7, action, 512, 512)), StreamId::numbered(1), Some(sequence));
+            log.push(record((7, action, 512, 512)), crate::stream(1), Some(sequence));
             log.take()
         };
         let (events, _) = merge.join(vec![one(2, Alloc), one(1, Free), one(0, Alloc)], 1);
@@ -227,7 +227,7 @@ mod tests {
     fn each_record_is_on_its_stream() {
         let (mut merge, mut log) = (Merge::new(true, Scale::NANOSECONDS), Log::default());
         // Streams that change at every step, seldom and never, over the ends of chunks and of what is taken.
-        let stream = |at: u64| StreamId::numbered(if at < 100_000 { at % 2 * 7 } else { at / 70_000 });
+        let stream = |at: u64| crate::stream(if at < 100_000 { at % 2 * 7 } else { at / 70_000 });
         for (start, end) in [(0, 150_000), (150_000, 150_010), (150_010, 400_000)] {
             for at in start..end {
                 log.push(record((at, Action::Oom, 0, 0)), stream(at), None);

@@ -5,15 +5,15 @@
 
 mod stream_names;
 
-use crate::bytes::Bytes;
 use crate::contract::AllocError;
 use crate::contract::Stats;
 use crate::contract::{Block, DeviceAllocator, Path, Request};
 use crate::contract::{Ledger, Snapshot};
-use crate::device::StreamId;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
+use vramlab_device::Bytes;
+use vramlab_device::StreamId;
 
 /// Whether ranges are emitted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -99,7 +99,7 @@ impl Ranges {
     /// Names a stream of the GPU, which a tool otherwise shows by number.
     ///
     /// # Safety
-    /// `stream` is a live stream of a [`CudaDriver`](crate::CudaDriver): the tool takes its value for CUDA's handle.
+    /// `stream` is a live stream of a [`CudaDriver`](vramlab_device::CudaDriver): the tool takes its value for CUDA's handle.
     pub unsafe fn name_stream(self, stream: StreamId, name: &str) {
         if self.on {
             // SAFETY: the caller's promise.

@@ -1,6 +1,6 @@
 //! A value for each thread, which that thread enters without a locked instruction.
 //!
-//! The owner marks its slot busy with a plain store and looks whether somebody collects; a collector says so and then
+//! The owner marks its slot busy with a plain store and looks whether a collector is at work; a collector says so and then
 //! has every running thread of the process pass a memory barrier (`membarrier`, Linux 4.14), after which each owner has
 //! either seen the collector or is seen to be busy. So the rare side pays for the ordering that the hot side would
 //! need. Where the system has no such call the owner takes the barrier itself. (An asymmetric Dekker lock; compare

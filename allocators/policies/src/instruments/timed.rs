@@ -4,15 +4,15 @@ use crate::contract::AllocError;
 use crate::contract::Stats;
 use crate::contract::{Block, DeviceAllocator, Path, Request};
 use crate::contract::{Ledger, Snapshot};
-use crate::device::Clock;
-use crate::device::StreamId;
-use crate::device::clock::{Reader, Scale};
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use thread_local::ThreadLocal;
+use vramlab_device::Clock;
+use vramlab_device::StreamId;
+use vramlab_device::clock::{Reader, Scale};
 
 /// An operation of the upper seam.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

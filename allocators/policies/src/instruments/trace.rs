@@ -1,15 +1,15 @@
 //! Every operation in order, with times.
 
 use crate::contract::{Action, AllocError, Block, DeviceAllocator, Event, Ledger, Path, Request, Snapshot, Stats};
-use crate::device::Clock;
-use crate::device::clock::Reader;
-use crate::device::{DeviceAddr, StreamId};
 use crate::instruments::log::{Log, Record};
 use crate::instruments::merge::Merge;
 use crate::instruments::per_thread::PerThread;
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
+use vramlab_device::Clock;
+use vramlab_device::clock::Reader;
+use vramlab_device::{DeviceAddr, StreamId};
 
 /// An event, and how it was served. Written as a line of `trace.jsonl` (`analysis/schema.md`), which histories are read from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +96,7 @@ impl EventTrace {
         events
     }
 
-    /// The time in ticks and the place of an event. Read inside the log, so that whoever takes the events takes either this
+    /// The time in ticks and the place of an event. Read inside the log, so that a thread that takes the events takes either this
     /// one with all that came before, or none that comes after.
     #[inline(always)]
     fn now(&self) -> (u64, Option<u64>) {

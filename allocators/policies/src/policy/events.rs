@@ -1,7 +1,7 @@
-//! Events that are recorded behind the work of a stream, and used again when nobody waits for them any more.
+//! Events that are recorded behind the work of a stream, and used again when they are no longer waited for.
 #![forbid(unsafe_code)]
 
-use crate::device::{Driver, DriverError, EventId, StreamId};
+use vramlab_device::{Driver, DriverError, EventId, StreamId};
 
 /// Events that wait for their next use.
 #[derive(Debug, Default)]
@@ -35,7 +35,7 @@ impl Events {
         }
     }
 
-    /// Takes back an event that nobody waits for any more.
+    /// Takes back an event that is no longer waited for.
     pub(crate) fn reuse(&mut self, event: EventId) {
         self.0.push(event);
     }
@@ -49,8 +49,8 @@ impl Events {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{CallKind, FaultyDriver, NullDriver};
     use std::sync::Arc;
+    use vramlab_device::{CallKind, FaultyDriver, NullDriver};
 
     #[test]
     fn an_event_is_used_again_also_when_it_could_not_be_recorded() {

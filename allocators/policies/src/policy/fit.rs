@@ -162,11 +162,10 @@ impl Fit {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::StreamId;
     use crate::space::Owner;
 
     fn list(stream: u64) -> FreeList {
-        FreeList { owner: Owner::of(StreamId::numbered(stream)), pool: None }
+        FreeList { owner: Owner::of(crate::stream(stream)), pool: None }
     }
 
     /// Blocks of stream 1 by (address, size), and one of stream 2 that would fit best of all.

@@ -6,8 +6,9 @@
 
 use super::heap::Heap;
 use crate::contract::{GUARANTEED_ALIGN, Path, PoolKind};
-use crate::device::DriverError;
 use crate::space::{BlockId, FreeList};
+use std::cell::Cell;
+use vramlab_device::DriverError;
 
 /// A request that no free block fits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,9 +22,10 @@ pub struct Miss {
 }
 
 /// How large a new segment is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum SegmentSize {
     /// What part `size` says.
+    #[default]
     OfClass,
     /// What the request needs, and no more.
     Exact,
@@ -31,7 +33,7 @@ pub enum SegmentSize {
     Fixed(u64),
     /// This many bytes to begin with, and twice as many after each (BFC). Where the device has less, half of it, down to what
     /// the request needs.
-    Doubling(u64),
+    Doubling(Cell<u64>),
     /// As much as is held already, so that the pool doubles, or what the request needs where that is more. With a maximum:
     /// half of what is left up to it. Where the device has less, half of it, down to what the request needs (RMM's pool).
     AsMuchAgain {
@@ -43,7 +45,7 @@ pub enum SegmentSize {
     /// request needs (TensorFlow's and XLA's BFC).
     Region {
         /// Bytes of the next region.
-        next: u64,
+        next: Cell<u64>,
     },
 }
 
@@ -79,7 +81,7 @@ pub enum Step {
 }
 
 /// Steps in order, and how large segments are.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ladder {
     /// What is tried.
     pub steps: Vec<Step>,
@@ -94,14 +96,14 @@ impl Ladder {
     /// # Errors
     /// Those of the driver.
     pub fn climb(
-        &mut self,
+        &self,
         heap: &mut Heap,
         miss: &Miss,
         again: impl Fn(&mut Heap) -> Result<Option<BlockId>, DriverError>,
     ) -> Result<Option<(BlockId, Path)>, DriverError> {
         let mut path = Path::DriverAlloc;
-        for step in self.steps.clone() {
-            let found = match step {
+        for step in &self.steps {
+            let found = match *step {
                 Step::CollectGarbage { above } => {
                     if collect_garbage(heap, above)? {
                         path = Path::Collect;
@@ -143,74 +145,76 @@ impl Ladder {
                 return Ok(Some((block, path)));
             }
         }
-        heap.space_mut().account_mut().count_refusal();
         Ok(None)
     }
 
     /// Takes a segment of the size that is due.
-    fn new_segment(&mut self, heap: &mut Heap, miss: &Miss) -> Result<Option<BlockId>, DriverError> {
-        let due = match self.size {
+    fn new_segment(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<BlockId>, DriverError> {
+        let due = match &self.size {
             SegmentSize::OfClass => miss.segment,
             SegmentSize::Exact => miss.bytes,
-            SegmentSize::Doubling(next) => return self.doubled(heap, miss, next),
+            SegmentSize::Doubling(next) => return doubled(heap, miss, next),
             // A graph's memory stays with it, so it gets no more than it needs.
             SegmentSize::AsMuchAgain { .. } | SegmentSize::Region { .. } | SegmentSize::Fixed(_)
                 if miss.list.owner.private.is_some() =>
             {
                 miss.segment
             }
-            SegmentSize::Region { next } => return self.region(heap, miss, next),
-            SegmentSize::Fixed(bytes) if bytes <= miss.bytes => miss.bytes,
-            SegmentSize::Fixed(bytes) => match heap.new_segment(miss.list, bytes)? {
+            SegmentSize::Region { next } => return region(heap, miss, next),
+            SegmentSize::Fixed(bytes) if *bytes <= miss.bytes => miss.bytes,
+            SegmentSize::Fixed(bytes) => match heap.new_segment(miss.list, *bytes)? {
                 Some(block) => return Ok(Some(block)),
                 None => miss.bytes,
             },
-            SegmentSize::AsMuchAgain { maximum } => return as_much_again(heap, miss, maximum),
+            SegmentSize::AsMuchAgain { maximum } => return as_much_again(heap, miss, *maximum),
         };
         heap.new_segment(miss.list, due)
     }
+}
 
-    /// BFC's `Extend`.
-    fn region(&mut self, heap: &mut Heap, miss: &Miss, mut next: u64) -> Result<Option<BlockId>, DriverError> {
-        let available = room(heap) / GUARANTEED_ALIGN * GUARANTEED_ALIGN;
-        if miss.bytes > available {
+/// BFC's `Extend`.
+fn region(heap: &mut Heap, miss: &Miss, due: &Cell<u64>) -> Result<Option<BlockId>, DriverError> {
+    let mut next = due.get();
+    let available = room(heap) / GUARANTEED_ALIGN * GUARANTEED_ALIGN;
+    if miss.bytes > available {
+        return Ok(None);
+    }
+    let grown = next < miss.bytes;
+    while next < miss.bytes {
+        next = next.saturating_mul(2);
+    }
+    let mut bytes = next.min(available);
+    while bytes >= miss.bytes {
+        if let Some(block) = heap.new_segment(miss.list, bytes)? {
+            // Not where it was refused: a request that nothing can serve should not make the next region huge.
+            due.set(if grown { next } else { next.saturating_mul(2) });
+            return Ok(Some(block));
+        }
+        // CAST: in 32-bit floating point and cut, as there. Newer versions take a step where that rounds up to no less.
+        let less = ((bytes as f32 * 0.9) as u64).next_multiple_of(GUARANTEED_ALIGN);
+        bytes = less.min(bytes - GUARANTEED_ALIGN);
+    }
+    Ok(None)
+}
+
+/// Twice as much as the last time.
+fn doubled(heap: &mut Heap, miss: &Miss, due: &Cell<u64>) -> Result<Option<BlockId>, DriverError> {
+    let mut next = due.get();
+    while next < miss.bytes {
+        next = next.saturating_mul(2);
+    }
+    let mut bytes = next;
+    loop {
+        if let Some(block) = heap.new_segment(miss.list, bytes)? {
+            if bytes == next {
+                due.set(next.saturating_mul(2));
+            }
+            return Ok(Some(block));
+        }
+        if bytes == miss.bytes {
             return Ok(None);
         }
-        let grown = next < miss.bytes;
-        while next < miss.bytes {
-            next = next.saturating_mul(2);
-        }
-        let mut bytes = next.min(available);
-        while bytes >= miss.bytes {
-            if let Some(block) = heap.new_segment(miss.list, bytes)? {
-                // Not where it was refused: a request that nothing can serve should not make the next region huge.
-                self.size = SegmentSize::Region { next: if grown { next } else { next.saturating_mul(2) } };
-                return Ok(Some(block));
-            }
-            // CAST: in 32-bit floating point and cut, as there. Newer versions take a step where that rounds up to no less.
-            let less = ((bytes as f32 * 0.9) as u64).next_multiple_of(GUARANTEED_ALIGN);
-            bytes = less.min(bytes - GUARANTEED_ALIGN);
-        }
-        Ok(None)
-    }
-
-    fn doubled(&mut self, heap: &mut Heap, miss: &Miss, mut next: u64) -> Result<Option<BlockId>, DriverError> {
-        while next < miss.bytes {
-            next = next.saturating_mul(2);
-        }
-        let mut bytes = next;
-        loop {
-            if let Some(block) = heap.new_segment(miss.list, bytes)? {
-                if bytes == next {
-                    self.size = SegmentSize::Doubling(next.saturating_mul(2));
-                }
-                return Ok(Some(block));
-            }
-            if bytes == miss.bytes {
-                return Ok(None);
-            }
-            bytes = (bytes / 2).next_multiple_of(GUARANTEED_ALIGN).max(miss.bytes);
-        }
+        bytes = (bytes / 2).next_multiple_of(GUARANTEED_ALIGN).max(miss.bytes);
     }
 }
 
@@ -300,12 +304,12 @@ pub fn release_cached(heap: &mut Heap, keep: u64) -> Result<u64, DriverError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{Driver, NullDriver, StreamId};
     use crate::policy::fit::Fit;
     use crate::policy::source::Source;
     use crate::policy::stream::Stream;
     use crate::space::{Account, Owner, Space};
     use std::sync::Arc;
+    use vramlab_device::{Driver, NullDriver};
 
     const MIB: u64 = 1 << 20;
 
@@ -316,14 +320,14 @@ mod tests {
     }
 
     fn list(pool: PoolKind) -> FreeList {
-        FreeList { owner: Owner::of(StreamId::numbered(1)), pool: Some(pool) }
+        FreeList { owner: Owner::of(crate::stream(1)), pool: Some(pool) }
     }
 
     fn miss(bytes: u64) -> Miss {
         Miss { list: list(PoolKind::Large), bytes, segment: bytes.next_multiple_of(2 * MIB) }
     }
 
-    fn climb(ladder: &mut Ladder, heap: &mut Heap, bytes: u64) -> Option<(u64, Path)> {
+    fn climb(ladder: &Ladder, heap: &mut Heap, bytes: u64) -> Option<(u64, Path)> {
         let found = ladder.climb(heap, &miss(bytes), |heap| Ok(heap.find(list(PoolKind::Large), bytes, u64::MAX)));
         found.unwrap().map(|(block, path)| (heap.space()[block].bytes, path))
     }
@@ -341,11 +345,11 @@ mod tests {
             (SegmentSize::OfClass, [2 * MIB, 4 * MIB, 10 * MIB]),
             (SegmentSize::Exact, [256, 3 * MIB, 9 * MIB]),
             (SegmentSize::Fixed(8 * MIB), [8 * MIB, 8 * MIB, 9 * MIB]),
-            (SegmentSize::Doubling(2 * MIB), [2 * MIB, 4 * MIB, 16 * MIB]),
+            (SegmentSize::Doubling((2 * MIB).into()), [2 * MIB, 4 * MIB, 16 * MIB]),
         ] {
-            let (mut heap, mut ladder) = (heap(64 * MIB), Ladder { steps: vec![Step::Segment], size });
-            let made = [256, 3 * MIB, 9 * MIB].map(|bytes| climb(&mut ladder, &mut heap, bytes));
-            assert_eq!(made, sizes.map(|bytes| Some((bytes, Path::DriverAlloc))), "{size:?}");
+            let (mut heap, ladder) = (heap(64 * MIB), Ladder { steps: vec![Step::Segment], size });
+            let made = [256, 3 * MIB, 9 * MIB].map(|bytes| climb(&ladder, &mut heap, bytes));
+            assert_eq!(made, sizes.map(|bytes| Some((bytes, Path::DriverAlloc))), "{ladder:?}");
         }
     }
 
@@ -355,11 +359,11 @@ mod tests {
         for (room, bytes, made) in
             [(9 * MIB, 3 * MIB, Some(8 * MIB)), (3 * MIB, 3 * MIB, Some(3 * MIB)), (MIB, 256, None)]
         {
-            let mut ladder = Ladder { steps: steps.clone(), size: SegmentSize::Doubling(32 * MIB) };
+            let ladder = Ladder { steps: steps.clone(), size: SegmentSize::Doubling((32 * MIB).into()) };
             let mut heap = heap(room);
             // What is left is too small for anything.
             let _full = made.is_none().then(|| hold(&mut heap, MIB));
-            assert_eq!(climb(&mut ladder, &mut heap, bytes), made.map(|bytes| (bytes, Path::DriverAlloc)));
+            assert_eq!(climb(&ladder, &mut heap, bytes), made.map(|bytes| (bytes, Path::DriverAlloc)));
         }
     }
 
@@ -367,8 +371,8 @@ mod tests {
     fn regions(limit: Option<u64>, most: u64, next: u64, requests: &[u64]) -> Vec<Option<u64>> {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(most));
         let mut heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Own, Source::Plain { driver, limit });
-        let mut ladder = Ladder { steps: vec![Step::Segment], size: SegmentSize::Region { next } };
-        requests.iter().map(|bytes| climb(&mut ladder, &mut heap, *bytes).map(|(bytes, _)| bytes)).collect()
+        let ladder = Ladder { steps: vec![Step::Segment], size: SegmentSize::Region { next: next.into() } };
+        requests.iter().map(|bytes| climb(&ladder, &mut heap, *bytes).map(|(bytes, _)| bytes)).collect()
     }
 
     #[test]
@@ -397,8 +401,8 @@ mod tests {
     fn a_pool_doubles_up_to_half_of_what_is_left() {
         let grow = |maximum, requests: &[u64]| {
             let (mut heap, size) = (heap(64 * MIB), SegmentSize::AsMuchAgain { maximum });
-            let mut ladder = Ladder { steps: vec![Step::Segment], size };
-            let made = requests.iter().map(|bytes| climb(&mut ladder, &mut heap, *bytes).map(|(bytes, _)| bytes));
+            let ladder = Ladder { steps: vec![Step::Segment], size };
+            let made = requests.iter().map(|bytes| climb(&ladder, &mut heap, *bytes).map(|(bytes, _)| bytes));
             made.collect::<Vec<_>>()
         };
         assert_eq!(grow(None, &[MIB, 256, 3 * MIB, 256]), [MIB, MIB, 3 * MIB, 5 * MIB].map(Some));
@@ -410,24 +414,23 @@ mod tests {
     #[test]
     fn the_path_says_how_far_up_the_ladder_a_block_was_found() {
         let all = vec![Step::CollectGarbage { above: 8 * MIB }, Step::Segment, Step::ReleaseCached, Step::SegmentAgain];
-        let mut ladder = Ladder { steps: all, size: SegmentSize::OfClass };
+        let ladder = Ladder { steps: all, size: SegmentSize::OfClass };
         let mut heap = heap(16 * MIB);
         let old = hold(&mut heap, 6 * MIB);
-        assert_eq!(climb(&mut ladder, &mut heap, 2 * MIB), Some((2 * MIB, Path::DriverAlloc)));
+        assert_eq!(climb(&ladder, &mut heap, 2 * MIB), Some((2 * MIB, Path::DriverAlloc)));
         let young = heap.find(list(PoolKind::Large), 2 * MIB, u64::MAX).unwrap();
         heap.take(young, list(PoolKind::Large), 2 * MIB, 1);
         heap.put(old);
         heap.space_mut().count_search();
         hold(&mut heap, 2 * MIB);
         // Ten are held, of which six are idle: they go, because more than eight may not stay.
-        assert_eq!(climb(&mut ladder, &mut heap, 2 * MIB), Some((2 * MIB, Path::Collect)));
+        assert_eq!(climb(&ladder, &mut heap, 2 * MIB), Some((2 * MIB, Path::Collect)));
         assert_eq!(heap.space().account().reserved(), 6 * MIB);
         heap.put(young);
-        assert_eq!(climb(&mut ladder, &mut heap, 14 * MIB), Some((14 * MIB, Path::Retry)));
+        assert_eq!(climb(&ladder, &mut heap, 14 * MIB), Some((14 * MIB, Path::Retry)));
         let stats = heap.space().account().stats();
         assert_eq!((stats.num_alloc_retries, stats.num_sync_all_streams, stats.num_ooms), (1, 1, 0));
-        assert_eq!(climb(&mut ladder, &mut heap, 32 * MIB), None);
-        assert_eq!(heap.space().account().stats().num_ooms, 1);
+        assert_eq!(climb(&ladder, &mut heap, 32 * MIB), None);
     }
 
     #[test]

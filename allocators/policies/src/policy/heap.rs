@@ -12,12 +12,11 @@ use super::pending::Pending;
 use super::source::Source;
 use super::stream::Stream;
 use crate::contract::{AllocError, CaptureId, OomReport, PoolKind};
-use crate::device::{DeviceAddr, Driver, DriverError, EventId, StreamId};
-use crate::ordered::OrderedSet;
 use crate::space::{BlockId, FreeList, Joined, Owner, Segment, SegmentId, Space, State};
 use arena::Arena;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use vramlab_device::{DeviceAddr, Driver, DriverError, EventId, StreamId};
 
 /// The memory of an allocator with what its parts need. A policy searches it, takes blocks and puts them back, and asks for segments when it has to.
 #[derive(Debug)]
@@ -37,7 +36,7 @@ pub struct Heap {
     /// Streams that were announced to use a block.
     uses: BTreeMap<BlockId, Vec<StreamId>>,
     /// Private pools whose graphs may still run, or that may still be asked for memory, so that none of their segments goes back.
-    pinned: OrderedSet<CaptureId>,
+    pinned: BTreeSet<CaptureId>,
     /// Graphs that are being captured.
     captures: usize,
     /// The first error by which blocks that were put are of no use to other streams for now.
@@ -78,13 +77,13 @@ impl Heap {
             pending: Pending::default(),
             arena: None,
             uses: BTreeMap::new(),
-            pinned: OrderedSet::new(),
+            pinned: BTreeSet::new(),
             captures: 0,
             event_error: None,
         }
     }
 
-    /// The same with another rule for joining free neighbours. Before anything is in it.
+    /// Sets the rule for joining free neighbours. The heap is still empty.
     #[must_use]
     pub fn with_join(self, join: Join) -> Self {
         Self { join, ..self }
@@ -119,7 +118,7 @@ impl Heap {
         self.fit.find(list, bytes, largest)
     }
 
-    /// The same of other streams whose blocks may be taken, by part `stream`. Later work of the list's stream waits on the
+    /// A free block that fits, of another stream whose blocks may be taken, by part `stream`. Later work of the list's stream waits on the
     /// device until that block's last use is over.
     ///
     /// # Errors
@@ -188,7 +187,7 @@ impl Heap {
         }
     }
 
-    /// The same with the last `bytes` of the block; what lies in front of them stays free. Returns the block that is held.
+    /// Hands out the last `bytes` of a free block; what lies in front of them stays free. Returns the block that is held.
     pub fn take_end(&mut self, block: BlockId, list: FreeList, bytes: u64, requested: u64) -> BlockId {
         self.fit.remove(self.space.as_free(block));
         let held = self.space.take_end(block, bytes, requested);
@@ -315,7 +314,7 @@ impl Heap {
         assert!(busy == 0 && !expandable, "only an idle segment can go back as a whole");
         let addr = DeviceAddr::new(addr).expect("segments do not lie at address zero");
         // SAFETY: every segment of the space that is not expandable came from the source, see `new_segment`. None of its
-        // blocks is held or pending, so nobody uses it but work that is queued on the streams that freed its blocks. It is
+        // blocks is held or pending, so only that work uses it which is queued on the streams that freed its blocks. It is
         // removed below, so it goes back once.
         unsafe { self.source.release(addr) }?;
         let gone = self.space.remove_segment(segment);
@@ -364,12 +363,12 @@ impl Heap {
         self.pending.events().record(self.source.driver().as_ref(), stream, self.captures > 0)
     }
 
-    /// Takes back an event that nobody waits for any more.
+    /// Takes back an event that is no longer waited for.
     pub(crate) fn reuse(&mut self, event: EventId) {
         self.pending.events().reuse(event);
     }
 
-    /// The same for a block that is pending already.
+    /// Lets a block that is pending already wait for what is queued on some streams.
     pub(crate) fn wait_for(&mut self, block: BlockId, users: &[StreamId]) -> Result<(), DriverError> {
         let bytes = self.space[block].bytes;
         self.pending.wait_for(self.source.driver().as_ref(), block, bytes, users, self.captures > 0)
@@ -388,7 +387,7 @@ impl Heap {
         self.take_event_error().and(outcome)
     }
 
-    /// The same, waiting until no free is pending.
+    /// Waits until no free is pending, and makes all those blocks reusable.
     ///
     /// # Errors
     /// Those of the driver.
@@ -414,7 +413,7 @@ impl Heap {
         self.event_error.take().map_or(Ok(()), Err)
     }
 
-    /// An error by which a pending free was set aside when nobody was freeing. It is given once.
+    /// An error by which a pending free was set aside outside of a free. It is given once.
     ///
     /// # Errors
     /// That one.
@@ -457,7 +456,7 @@ impl Heap {
         self.captures -= 1;
     }
 
-    /// The graph of a private pool is gone, or nobody asks the pool for memory any more.
+    /// The graph of a private pool is gone, or the pool was released.
     pub(crate) fn unpin(&mut self, private: CaptureId) {
         self.pinned.remove(&private);
     }
@@ -479,8 +478,9 @@ impl Heap {
         self.pending.reset_peaks();
     }
 
-    /// The error for a request for `requested` bytes that no step of a ladder served.
-    pub fn out_of_memory(&self, allocator: &str, miss: &Miss, requested: u64) -> AllocError {
+    /// Counts that a request for `requested` bytes is refused. Returns the error for it.
+    pub fn out_of_memory(&mut self, allocator: &str, miss: &Miss, requested: u64) -> AllocError {
+        self.space.account_mut().count_refusal();
         AllocError::OutOfMemory(Box::new(self.refusal(allocator, miss.list, requested, miss.segment)))
     }
 
@@ -515,7 +515,7 @@ impl Heap {
         let pages = self.pages.as_mut().map_or_else(Vec::new, Pages::take_events);
         let events = [self.pending.events().take(), self.stream.take_events(), pages].concat();
         for event in events {
-            // SAFETY: the event is in no queue any more and belongs to this heap alone. An error has nobody to go to.
+            // SAFETY: the event is in no queue any more and belongs to this heap alone. An error cannot be returned here.
             let _ = unsafe { self.source.driver().event_destroy(event) };
         }
     }

@@ -16,18 +16,18 @@ pub enum Join {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{NullDriver, StreamId};
     use crate::policy::Heap;
     use crate::policy::fit::Fit;
     use crate::policy::source::Source;
     use crate::policy::stream::Stream;
     use crate::space::{Account, BlockId, FreeList, Owner, Space};
     use std::sync::Arc;
+    use vramlab_device::NullDriver;
 
     const KIB: u64 = 1024;
 
     fn list() -> FreeList {
-        FreeList { owner: Owner::of(StreamId::numbered(1)), pool: None }
+        FreeList { owner: Owner::of(crate::stream(1)), pool: None }
     }
 
     /// A heap with one segment of 8 KiB that is cut into blocks of 1 KiB, all held.

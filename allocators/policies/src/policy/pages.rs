@@ -5,8 +5,8 @@
 #![forbid(unsafe_code)]
 
 use super::events::Events;
-use crate::device::{Driver, DriverError, EventId, StreamId};
 use std::collections::{BTreeMap, VecDeque};
+use vramlab_device::{Driver, DriverError, EventId, StreamId};
 
 /// Events of a stream that wait for this many are looked at, so that there are never many more.
 const MANY: usize = 256;
@@ -157,8 +157,8 @@ impl Pages {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{CallKind, FaultyDriver, NullDriver, Profile, SimDriver, sim::SimMemory};
     use std::sync::Arc;
+    use vramlab_device::{CallKind, FaultyDriver, NullDriver, Profile, SimDriver, sim::SimMemory};
 
     const PAGE: u64 = 2 << 20;
 

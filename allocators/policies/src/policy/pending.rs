@@ -5,16 +5,16 @@
 
 use super::events::Events;
 use crate::contract::Gauge;
-use crate::device::{CallKind, Driver, DriverError, EventId, StreamId};
 use crate::space::BlockId;
 use std::collections::{BTreeMap, VecDeque};
+use vramlab_device::{CallKind, Driver, DriverError, EventId, StreamId};
 
 /// A block that waits for an event.
 #[derive(Clone, Copy, Debug)]
-struct Waiting {
+struct Waiting<B> {
     /// Missing where it could not be made, or the stream is being captured; it is recorded later, which is late but safe.
     event: Option<EventId>,
-    block: BlockId,
+    block: B,
 }
 
 /// A block that waits.
@@ -27,20 +27,37 @@ struct Left {
     bytes: u64,
 }
 
-/// The blocks that wait, oldest first by stream.
-#[derive(Debug, Default)]
-pub struct Pending {
-    queues: BTreeMap<StreamId, VecDeque<Waiting>>,
-    left: BTreeMap<BlockId, Left>,
+/// The blocks that wait, oldest first by stream. An allocator names its blocks by a `B`.
+#[derive(Debug)]
+pub struct Pending<B = BlockId> {
+    queues: BTreeMap<StreamId, VecDeque<Waiting<B>>>,
+    left: BTreeMap<B, Left>,
     events: Events,
     /// Bytes of blocks used by streams that take no event any more, because they are gone. Nothing but a wait for the whole
     /// device tells that their work is over.
     stranded: Gauge,
-    /// The first error by which a block was stranded when nobody was freeing it, until somebody takes it.
+    /// The first error by which a block was stranded outside of a free, until it is taken.
     error: Option<DriverError>,
 }
 
-impl Pending {
+impl<B> Default for Pending<B> {
+    fn default() -> Self {
+        Self {
+            queues: BTreeMap::new(),
+            left: BTreeMap::new(),
+            events: Events::default(),
+            stranded: Gauge::default(),
+            error: None,
+        }
+    }
+}
+
+impl<B: Copy + Ord> Pending<B> {
+    /// Whether no event is waited for.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.queues.is_empty()
+    }
+
     /// Bytes of blocks that wait for streams that are gone; `None` when there never were any.
     #[must_use]
     pub fn stranded_bytes(&self) -> Option<Gauge> {
@@ -48,17 +65,17 @@ impl Pending {
     }
 
     /// Lets the peak start again.
-    pub(super) fn reset_peaks(&mut self) {
+    pub(crate) fn reset_peaks(&mut self) {
         self.stranded.reset_peak();
     }
 
     /// An error that a request would not have been the place to tell, once.
-    pub(super) fn take_error(&mut self) -> Option<DriverError> {
+    pub(crate) fn take_error(&mut self) -> Option<DriverError> {
         self.error.take()
     }
 
     /// The events that wait for their next use.
-    pub(super) fn events(&mut self) -> &mut Events {
+    pub(crate) fn events(&mut self) -> &mut Events {
         &mut self.events
     }
 
@@ -66,10 +83,10 @@ impl Pending {
     ///
     /// # Errors
     /// Those of the driver. The block waits all the same: where a stream takes no event, for the whole device.
-    pub(super) fn wait_for(
+    pub(crate) fn wait_for(
         &mut self,
         driver: &dyn Driver,
-        block: BlockId,
+        block: B,
         bytes: u64,
         users: &[StreamId],
         capturing: bool,
@@ -95,7 +112,7 @@ impl Pending {
         outcome
     }
 
-    fn strand(&mut self, block: BlockId) {
+    fn strand(&mut self, block: B) {
         let left = self.left.entry(block).or_default();
         left.gone += 1;
         if left.gone == 1 {
@@ -104,7 +121,7 @@ impl Pending {
     }
 
     /// One of the streams of a block is done with it; true when it was the last.
-    fn complete(&mut self, block: BlockId, done: &mut Vec<BlockId>) {
+    fn complete(&mut self, block: B, done: &mut Vec<B>) {
         let left = self.left.entry(block).or_default();
         left.streams -= 1;
         if left.streams == 0 {
@@ -118,11 +135,11 @@ impl Pending {
     ///
     /// # Errors
     /// Those of the driver; `done` is right all the same.
-    pub(super) fn process(
+    pub(crate) fn process(
         &mut self,
         driver: &dyn Driver,
         capturing: bool,
-        done: &mut Vec<BlockId>,
+        done: &mut Vec<B>,
     ) -> Result<(), DriverError> {
         self.drain(driver, capturing, false, done, |event| driver.event_query(event))
     }
@@ -131,19 +148,18 @@ impl Pending {
     ///
     /// # Errors
     /// Those of the driver; `done` is right all the same.
-    pub(super) fn synchronize(
+    pub(crate) fn synchronize(
         &mut self,
         driver: &dyn Driver,
         capturing: bool,
-        done: &mut Vec<BlockId>,
+        done: &mut Vec<B>,
     ) -> Result<(), DriverError> {
         self.drain(driver, capturing, true, done, |event| driver.event_synchronize(event).map(|()| true))?;
         // A device that is captured cannot be waited for, and one that refuses to be keeps what was set aside.
         if self.stranded.current == 0 || capturing || driver.device_synchronize().is_err() {
             return Ok(());
         }
-        let stranded: Vec<BlockId> =
-            self.left.iter().filter(|(_, left)| left.gone > 0).map(|(block, _)| *block).collect();
+        let stranded: Vec<B> = self.left.iter().filter(|(_, left)| left.gone > 0).map(|(block, _)| *block).collect();
         for block in stranded {
             let left = self.left.entry(block).or_default();
             let gone = std::mem::take(&mut left.gone);
@@ -160,7 +176,7 @@ impl Pending {
         driver: &dyn Driver,
         capturing: bool,
         all: bool,
-        done: &mut Vec<BlockId>,
+        done: &mut Vec<B>,
         is_done: impl Fn(EventId) -> Result<bool, DriverError>,
     ) -> Result<(), DriverError> {
         if self.queues.is_empty() {
@@ -202,8 +218,8 @@ impl Pending {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{FaultyDriver, NullDriver};
     use std::sync::Arc;
+    use vramlab_device::{FaultyDriver, NullDriver};
 
     const BYTES: u64 = 1 << 20;
 

@@ -14,15 +14,9 @@ const PAGE: u64 = 2 << 20;
 pub enum Size {
     /// PyTorch: multiples of 512 bytes, or steps between powers of two; a small and a large pool. See [`torch`].
     Torch(torch::Divisions),
-    /// The same sizes, of blocks and of segments, from one pool: small blocks may lie between large ones.
+    /// PyTorch's sizes, of blocks and of segments, from one pool: small blocks may lie between large ones.
     TorchOnePool(torch::Divisions),
-    /// RMM's pool: multiples of 256 bytes, one pool
-    /// (<https://github.com/rapidsai/rmm>, `pool_memory_resource`).
-    Rmm,
-    /// The BFC allocator of TensorFlow and XLA: multiples of 256 bytes, one pool
-    /// (<https://github.com/openxla/xla>, `bfc_allocator`).
-    Bfc,
-    /// Multiples of so many bytes, a multiple of 256; one pool.
+    /// Multiples of so many bytes, which are a multiple of 256; one pool. RMM and TensorFlow's BFC take 256, CuPy 512.
     Multiple(u64),
     /// Powers of two from 512 bytes on, one pool: blocks of one size class are all alike, at up to half of each wasted.
     PowerOfTwo,
@@ -34,7 +28,6 @@ impl Size {
     pub fn granule(&self) -> u64 {
         match self {
             Self::Torch(_) | Self::TorchOnePool(_) | Self::PowerOfTwo => torch::MIN_BLOCK,
-            Self::Rmm | Self::Bfc => 256,
             Self::Multiple(bytes) => *bytes,
         }
     }
@@ -44,7 +37,7 @@ impl Size {
     pub fn round(&self, bytes: u64) -> u64 {
         match self {
             Self::Torch(divisions) | Self::TorchOnePool(divisions) => torch::round_size(bytes, divisions),
-            Self::Rmm | Self::Bfc | Self::Multiple(_) => bytes.next_multiple_of(self.granule()),
+            Self::Multiple(_) => bytes.next_multiple_of(self.granule()),
             Self::PowerOfTwo => bytes.next_power_of_two().max(self.granule()),
         }
     }
@@ -75,7 +68,7 @@ impl Size {
 mod tests {
     use super::*;
 
-    const ALL: [Size; 4] = [Size::Torch(torch::Divisions([0; 16])), Size::Rmm, Size::Bfc, Size::PowerOfTwo];
+    const ALL: [Size; 3] = [Size::Torch(torch::Divisions([0; 16])), Size::Multiple(256), Size::PowerOfTwo];
 
     #[test]
     fn sizes_grow_with_the_request_and_are_whole_granules() {
@@ -94,10 +87,10 @@ mod tests {
     #[test]
     fn each_rule_rounds_as_its_original() {
         let round = |bytes| ALL.map(|size| size.round(bytes));
-        assert_eq!(round(1), [512, 256, 256, 512]);
-        assert_eq!(round(600), [1024, 768, 768, 1024]);
-        assert_eq!(round((1 << 20) + 1), [(1 << 20) + 512, (1 << 20) + 256, (1 << 20) + 256, 2 << 20]);
-        assert_eq!(ALL.map(|size| size.pool(512)), [Some(PoolKind::Small), None, None, None]);
-        assert_eq!(ALL.map(|size| size.segment(3 << 20)), [20 << 20, 4 << 20, 4 << 20, 4 << 20]);
+        assert_eq!(round(1), [512, 256, 512]);
+        assert_eq!(round(600), [1024, 768, 1024]);
+        assert_eq!(round((1 << 20) + 1), [(1 << 20) + 512, (1 << 20) + 256, 2 << 20]);
+        assert_eq!(ALL.map(|size| size.pool(512)), [Some(PoolKind::Small), None, None]);
+        assert_eq!(ALL.map(|size| size.segment(3 << 20)), [20 << 20, 4 << 20, 4 << 20]);
     }
 }

@@ -5,8 +5,8 @@ mod expandable;
 pub use expandable::{Expandable, Sizes};
 
 use crate::contract::PoolKind;
-use crate::device::{DeviceAddr, Driver, DriverError};
 use std::sync::Arc;
+use vramlab_device::{DeviceAddr, Driver, DriverError};
 
 /// A source of segments on a device.
 #[derive(Debug)]
@@ -96,7 +96,7 @@ impl Source {
     /// Those of the driver: then the segment is still held.
     ///
     /// # Safety
-    /// The segment came from this source, is given back once, and nobody uses it any more but work that is queued.
+    /// The segment came from this source, is given back once, and only work that is queued still uses it.
     pub(super) unsafe fn release(&self, addr: DeviceAddr) -> Result<(), DriverError> {
         let Self::Plain { driver, .. } = self else { unreachable!("{IN_PARTS}") };
         // SAFETY: the caller promises it, and the call itself waits for queued work.
@@ -107,7 +107,7 @@ impl Source {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::NullDriver;
+    use vramlab_device::NullDriver;
 
     #[test]
     fn a_limit_and_a_full_device_are_no_errors() {
@@ -117,7 +117,7 @@ mod tests {
         let addr = source.allocate(2 << 20, 1 << 20).unwrap().unwrap();
         let source = Source::Plain { driver, limit: None };
         assert_eq!(source.allocate(4 << 20, 0).unwrap(), None, "past the device's memory");
-        // SAFETY: made above, and used by nobody.
+        // SAFETY: made above, and not used.
         unsafe { source.release(DeviceAddr::new(addr).unwrap()) }.unwrap();
         assert!(source.allocate(4 << 20, 0).unwrap().is_some());
     }

@@ -18,9 +18,9 @@ pub enum Split {
     /// PyTorch with expandable segments: a rest is kept from 512 bytes on in both pools. The bounds are those of
     /// [`Torch`](Self::Torch), but a block that is too large is cut all the same when it serves because memory was asked for.
     TorchExpandable {
-        /// As there.
+        /// Blocks of at least this many bytes serve only requests that are as large; `u64::MAX` for no bound.
         max_split: u64,
-        /// As there.
+        /// How much larger than the request such a block may be.
         max_non_split_rounding: u64,
     },
     /// Every rest is kept (RMM's pool).

@@ -1,12 +1,12 @@
 //! Part `stream`: which streams' free blocks a stream may take, and what that costs.
 
-use crate::device::{Driver, DriverError, EventId, StreamId};
 use std::collections::BTreeMap;
+use vramlab_device::{Driver, DriverError, EventId, StreamId};
 
 /// A rule for streams.
 #[derive(Debug)]
 pub enum Stream {
-    /// A stream takes blocks that were freed on it and no others, so that nobody waits (PyTorch).
+    /// A stream takes blocks that were freed on it and no others, so no stream waits (PyTorch).
     Own,
     /// A stream that finds nothing among its own blocks takes one of another stream, and its later work waits on the device
     /// for that stream's last free (RMM's pool). Each free records an event.
@@ -27,7 +27,7 @@ struct LastFree {
     /// Missing until something is freed on the stream: until then all that it has is fresh from the device.
     event: Option<EventId>,
     /// Whether the event does not stand behind that free, because the driver refused it or the stream is gone or being
-    /// captured. Then nobody takes the stream's blocks until its next free, or until the whole device was waited for.
+    /// captured. Then no other stream takes this stream's blocks until its next free, or until the whole device was waited for.
     unordered: bool,
 }
 
@@ -53,7 +53,7 @@ impl LastFrees {
         };
         match driver.event_record(event, stream) {
             Ok(()) => last.unordered = false,
-            // The stream is gone, and nobody did anything wrong: its blocks wait for the whole device.
+            // The stream is gone, which is no error of the client: its blocks wait for the whole device.
             Err(error) if error.code == DriverError::INVALID_HANDLE => {}
             Err(error) => return Err(error),
         }
@@ -69,7 +69,7 @@ impl Stream {
         }
     }
 
-    /// Whether there are streams whose blocks nobody may take.
+    /// Whether there are streams whose blocks no other stream may take.
     pub(super) fn sets_aside(&self) -> bool {
         matches!(self, Self::Steal(last) if last.last.values().any(|last| last.unordered))
     }
@@ -84,7 +84,7 @@ impl Stream {
     /// Notes that a block was freed on a stream. `capturing` says whether any graph is being captured.
     ///
     /// # Errors
-    /// Those of the driver: then nobody takes the stream's blocks for now.
+    /// Those of the driver: then no other stream takes this stream's blocks for now.
     pub(super) fn freed(&mut self, driver: &dyn Driver, stream: StreamId, capturing: bool) -> Result<(), DriverError> {
         match self {
             Self::Own => Ok(()),
@@ -126,12 +126,12 @@ impl Stream {
 mod tests {
     use super::*;
     use crate::contract::PoolKind;
-    use crate::device::{CallKind, FaultyDriver, NullDriver};
     use crate::policy::Heap;
     use crate::policy::fit::Fit;
     use crate::policy::source::Source;
     use crate::space::{Account, FreeList, Owner, Space};
     use std::sync::Arc;
+    use vramlab_device::{CallKind, FaultyDriver, NullDriver};
 
     const BYTES: u64 = 2 << 20;
 

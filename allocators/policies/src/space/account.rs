@@ -2,8 +2,8 @@
 
 use super::FreeList;
 use crate::contract::{Gauge, Ledger, PoolKind, PooledGauge, Stats};
-use crate::device::StreamId;
 use std::collections::BTreeMap;
+use vramlab_device::StreamId;
 
 /// PyTorch's statistics and the ledger, counted as blocks change state. Peaks are exact: one change is counted at a time.
 ///

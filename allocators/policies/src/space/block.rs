@@ -1,18 +1,11 @@
 //! Blocks: where they lie, what lies beside them, whose they are.
 
 use crate::contract::{CaptureId, PoolKind};
-use crate::device::StreamId;
-use crate::ordered::Key;
+use vramlab_device::StreamId;
 
 /// Names a block of a [`Space`](super::Space) while it exists; names of blocks that are gone are used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockId(pub(super) u32);
-
-impl Key for BlockId {
-    fn number(self) -> u64 {
-        self.0.into()
-    }
-}
 
 impl BlockId {
     /// The lowest name.

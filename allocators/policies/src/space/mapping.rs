@@ -60,7 +60,7 @@ impl Space {
             segment.mapped -= bytes;
             *segment
         };
-        // Addresses are the segment's, whoever had the memory.
+        // Addresses are the segment's, wherever the memory was before.
         let record = self.record(middle);
         (record.state, record.list) = (State::Unmapped, owner.list);
         self.account.unmapped_part(owner.list, bytes, owner.busy > 0);

@@ -2,7 +2,7 @@
 
 use super::{BlockId, FreeBlock, FreeList, Segment, SegmentId, Space, State};
 use crate::contract::{BlockInfo, BlockState, SegmentInfo, Snapshot};
-use crate::device::DeviceAddr;
+use vramlab_device::DeviceAddr;
 
 impl Space {
     /// The held block with this number, if it lies at this address.

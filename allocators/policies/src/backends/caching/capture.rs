@@ -3,15 +3,15 @@
 //! While a capture is open, `waiting` is not zero, so that every request looks for one; and the stream's live blocks are
 //! flagged as shared, so that their frees do. Without a capture nothing is looked at.
 
+use super::blocks::State;
 use super::shard::Shard;
 use super::{BlockIndex, Caching};
 use crate::backends::captures::need_graphs;
 use crate::contract::AllocError;
-use crate::contract::BlockState;
 use crate::contract::{CaptureId, DeviceAllocator};
-use crate::device::StreamId;
 use crate::sync::lock;
 use std::sync::atomic::Ordering::{Acquire, Release};
+use vramlab_device::StreamId;
 
 /// What a capture keeps.
 #[derive(Debug)]
@@ -25,8 +25,8 @@ pub(super) struct Pool {
 /// Blocks that are held, and their bytes.
 fn held(shard: &Shard) -> (usize, u64) {
     let shard = shard.lock();
-    let held = shard.cache().blocks().iter().filter(|(_, block)| block.state() == BlockState::Allocated);
-    held.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes()))
+    let held = shard.cache().blocks().iter().filter(|(_, block)| block.state == State::Allocated);
+    held.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes))
 }
 
 /// Makes a shard another private pool's if nothing is left in it; true if so. PyTorch serves no pool from what another has left.
@@ -45,7 +45,7 @@ impl Caching {
     fn flag_held(&self, shard: &Shard, shared: bool) {
         let mut counted = self.totals.enter(shard, &self.shards);
         let (cache, uses) = counted.parts();
-        let held = cache.blocks().iter().filter(|(_, block)| block.state() == BlockState::Allocated);
+        let held = cache.blocks().iter().filter(|(_, block)| block.state == State::Allocated);
         let flagged = held.map(|(index, _)| index).filter(|index| shared || !uses.contains_key(index));
         for index in flagged.collect::<Vec<_>>() {
             cache.set_shared(index, shared);
@@ -99,15 +99,13 @@ impl Caching {
         }
         self.totals.step(shard, &self.shards, |counted, waiting| {
             let (cache, uses) = counted.parts();
-            let block = *cache.blocks().get(index);
-            waiting.add_block(block.pool(), block.bytes(), block.requested());
+            let block = cache.blocks()[index];
+            waiting.add_block(block.pool, block.bytes, block.requested);
             if pool.shard == shard.id {
                 // Other streams used it in the graph, which is over when the capture is.
                 uses.remove(&index);
             }
-            // CAST: one entry for each stream.
-            let events = uses.get(&index).map_or(1, |uses| uses.len() as u32);
-            cache.defer(index, events);
+            cache.defer(index);
         });
         pool.waiting.push((shard.id, index));
         true
@@ -148,7 +146,7 @@ impl Caching {
         let mut captures = std::mem::take(&mut *lock(&self.captures));
         self.capturing.store(0, Release);
         for (shard, index) in captures.each().flat_map(|(_, pool)| std::mem::take(&mut pool.waiting)) {
-            // An error has nobody to go to; the block then waits like any other.
+            // An error cannot be returned here; the block then waits like any other.
             let _ = self.free_after_capture(shard, index);
         }
         for shard in self.shards.private() {
@@ -161,20 +159,20 @@ impl Caching {
 mod tests {
     use crate::backends::{Caching, CachingSettings};
     use crate::contract::{DeviceAllocator, Request};
-    use crate::device::{Driver, NullDriver, StreamId};
     use std::sync::Arc;
     use std::sync::atomic::Ordering::Acquire;
+    use vramlab_device::{Driver, NullDriver};
 
     #[test]
     fn nothing_is_looked_at_once_a_capture_has_ended() {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 40));
-        let (caching, stream) = (Caching::new(driver, CachingSettings::default()), StreamId::numbered(1));
+        let (caching, stream) = (Caching::new(driver, CachingSettings::default()), crate::stream(1));
         let flagged = || {
             let shard = caching.shards.of_stream(stream).lock();
-            shard.cache().blocks().iter().filter(|(_, block)| block.is_shared()).count()
+            shard.cache().blocks().iter().filter(|(_, block)| block.shared).count()
         };
         let blocks = [100, 3 << 20, 12 << 20].map(|bytes| caching.allocate(Request::new(bytes), stream).unwrap());
-        caching.record_use(&blocks[0], StreamId::numbered(2)).unwrap();
+        caching.record_use(&blocks[0], crate::stream(2)).unwrap();
         let id = caching.capture_begin(stream).unwrap();
         assert_eq!((flagged(), caching.waiting.load(Acquire)), (3, 1));
         caching.capture_end(id).unwrap();

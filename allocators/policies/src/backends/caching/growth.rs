@@ -2,19 +2,19 @@
 //!
 //! One thread at a time is here. It holds no shard's lock while it calls the device, so that others go on with hits.
 
-use super::expand::Expansion;
 use super::shard::Shard;
 use super::{Caching, CachingSettings, hand_out};
-use crate::backends::caching::core::block_cache::Wanted;
-use crate::backends::caching::core::blocks::{BlockIndex, BlockRecord, MAX_BLOCK};
+use crate::backends::caching::block_cache::Wanted;
+use crate::backends::caching::blocks::{BlockIndex, BlockRecord};
+use crate::backends::{TorchAllocator, of_torch};
 use crate::contract::{AllocError, CaptureId, OomReport};
 use crate::contract::{Block, DeviceAllocator, Path};
 use crate::contract::{Gauge, PoolKind, PooledGauge, Stats};
 use crate::contract::{Ledger, Snapshot};
-use crate::device::{DeviceAddr, DriverError, StreamId};
 use crate::policy::size::torch::segment_size;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Relaxed;
+use vramlab_device::{DeviceAddr, DriverError, StreamId};
 
 /// What is known of the segments as a whole.
 #[derive(Debug)]
@@ -31,11 +31,9 @@ pub(super) struct Growth {
     pub(super) peak: Ledger,
     /// Stream of the request that took it there.
     grown_by: StreamId,
-    /// Where segments are expandable.
-    pub(super) expansion: Option<Expansion>,
 }
 
-/// A free block that is a whole segment, or any in an expandable one, as it was seen.
+/// A free block that is a whole segment, as it was seen.
 pub(super) struct Idle<'a> {
     pub(super) shard: &'a Shard,
     pub(super) index: BlockIndex,
@@ -44,8 +42,8 @@ pub(super) struct Idle<'a> {
     freed_at: u64,
 }
 
-impl Growth {
-    pub(super) fn new(expansion: Option<Expansion>) -> Self {
+impl Default for Growth {
+    fn default() -> Self {
         Self {
             reserved: PooledGauge::with_pools(),
             segments: PooledGauge::with_pools(),
@@ -57,18 +55,11 @@ impl Growth {
             device_frees: 0,
             peak: Ledger::default(),
             grown_by: StreamId::NONE,
-            expansion,
         }
     }
+}
 
-    /// What there is where segments are expandable.
-    ///
-    /// # Panics
-    /// Where they are not.
-    pub(super) fn expansion(&mut self) -> &mut Expansion {
-        self.expansion.as_mut().expect("memory should come in parts only where segments are expandable")
-    }
-
+impl Growth {
     /// Bytes held from the device.
     pub(super) fn held(&self) -> u64 {
         self.reserved.all.current
@@ -84,25 +75,6 @@ impl Growth {
         stats.num_sync_all_streams = self.synchronizations;
         stats.num_device_alloc = self.device_allocs;
         stats.num_device_free = self.device_frees;
-    }
-
-    pub(super) fn count_retry(&mut self) {
-        self.retries += 1;
-    }
-
-    pub(super) fn count_refusal(&mut self) {
-        self.ooms += 1;
-    }
-
-    /// Memory came behind a part of a range. PyTorch does not count expandable segments themselves.
-    pub(super) fn mapped(&mut self, pool: PoolKind, bytes: u64) {
-        self.device_allocs += 1;
-        self.reserved.increase(pool, bytes);
-    }
-
-    pub(super) fn unmapped(&mut self, pool: PoolKind, bytes: u64) {
-        self.device_frees += 1;
-        self.reserved.decrease(pool, bytes);
     }
 
     fn added(&mut self, settings: &CachingSettings, pool: PoolKind, bytes: u64) {
@@ -136,25 +108,15 @@ impl Caching {
 
     /// The ledger of this moment as seen by a request on `stream`: what [`Snapshot::ledger`] says of
     /// [`all_segments`](Self::all_segments), from what each shard counts. The caller holds `growth`.
-    fn ledger(&self, growth: &Growth, stream: StreamId) -> Ledger {
-        let ledger_of = |shard: &Shard| {
-            let own = shard.stream == stream;
-            let heads = growth.expansion.iter().filter(|_| own).flat_map(|expansion| expansion.heads_of(shard));
-            let shard = shard.lock();
-            let ledger = shard.cache().tally().ledger(own);
-            // In ranges every free block is counted as one that cannot go back. Under the same lock, or a free in between would
-            // be seen by the one and not by the other.
-            let idle: u64 = heads.map(|head| shard.cache().idle_in(head)).sum();
-            Ledger { soft: ledger.soft + idle, hard: ledger.hard - idle, ..ledger }
-        };
+    fn ledger(&self, stream: StreamId) -> Ledger {
+        let ledger_of = |shard: &Shard| shard.lock().cache().tally().ledger(shard.stream == stream);
         self.shards.by_stream().into_iter().map(ledger_of).sum()
     }
 
     /// Notes the ledger if a request of `stream`, which has been served, finds more held than there ever was.
     pub(super) fn note_peak(&self, growth: &mut Growth, stream: StreamId) {
-        self.peak_due.store(false, Relaxed);
         if growth.held() > growth.peak.reserved {
-            growth.peak = self.ledger(growth, stream);
+            growth.peak = self.ledger(stream);
             debug_assert_eq!(growth.peak.wasted(), growth.peak.reserved - growth.peak.requested);
             growth.grown_by = stream;
         }
@@ -165,7 +127,7 @@ impl Caching {
         growth.reserved.reset_peak();
         growth.segments.reset_peak();
         growth.oversize_segments.reset_peak();
-        growth.peak = self.ledger(growth, growth.grown_by);
+        growth.peak = self.ledger(growth.grown_by);
     }
 
     /// PyTorch's `alloc_block`: the address of a new segment; `None` when the limit or the device refuses.
@@ -178,7 +140,7 @@ impl Caching {
     ) -> Result<Option<u64>, DriverError> {
         growth.retries += u64::from(retry);
         let limit = self.settings.memory_limit.unwrap_or(u64::MAX);
-        if bytes > MAX_BLOCK || growth.held().saturating_add(bytes) > limit {
+        if growth.held().saturating_add(bytes) > limit {
             return Ok(None);
         }
         match self.driver.mem_alloc(bytes) {
@@ -197,34 +159,37 @@ impl Caching {
         // The record goes before the memory: another thread may be given the address at once.
         let removed = self.totals.enter(idle.shard, &self.shards).remove_segment(idle.index, idle.addr);
         let Some(segment) = removed else { return Ok(0) };
-        // SAFETY: the block is a whole segment, so its address came from `mem_alloc`; it was free and nobody can take it
+        // SAFETY: the block is a whole segment, so its address came from `mem_alloc`; it was free and no thread can take it
         // any more, and no queued work of its own stream or of recorded streams uses it later than the device-wide wait
         // inside the call.
-        if let Err(error) = unsafe { self.driver.mem_free(DeviceAddr::handed_out(segment.addr())) } {
+        if let Err(error) = unsafe { self.driver.mem_free(DeviceAddr::handed_out(segment.addr)) } {
             self.totals.enter(idle.shard, &self.shards).restore_segment(segment, idle.freed_at);
             return Err(error);
         }
-        growth.removed(&self.settings, segment.pool(), segment.bytes());
-        Ok(segment.bytes())
+        growth.removed(&self.settings, segment.pool, segment.bytes);
+        Ok(segment.bytes)
     }
 
-    /// Idle segments of a shard's pool, or free blocks of expandable ones, by (size, address); none where a graph may use them.
+    /// Idle segments of a shard's pool, by (size, address); none where a graph may use them.
     fn idle<'a>(&self, shard: &'a Shard, pool: PoolKind) -> Vec<Idle<'a>> {
         let shard_now = shard.lock();
         let (cache, blocks) = (shard_now.cache(), shard_now.cache().blocks());
         if shard_now.is_pinned() {
             return Vec::new();
         }
-        let free = cache.free_blocks(pool).into_iter().map(|index| (index, blocks.get(index)));
-        let whole = free.filter(|(_, block)| self.is_expandable() || !block.is_split());
-        let seen = |(index, block): (BlockIndex, &BlockRecord)| {
-            let freed_at = blocks.freed_at(index);
-            Idle { shard, index, addr: block.addr(), bytes: block.bytes(), freed_at }
+        let free = cache.free_blocks(pool).into_iter().map(|index| (index, &blocks[index]));
+        let whole = free.filter(|(_, block)| !block.is_split());
+        let seen = |(index, block): (BlockIndex, &BlockRecord)| Idle {
+            shard,
+            index,
+            addr: block.addr,
+            bytes: block.bytes,
+            freed_at: block.freed_at,
         };
         whole.map(seen).collect()
     }
 
-    /// The same of every stream, by (stream, size, address). Those of private pools are not among them.
+    /// Idle segments of every stream, by (stream, size, address). Those of private pools are not among them.
     pub(super) fn all_idle(&self, pool: PoolKind) -> Vec<Idle<'_>> {
         self.shards.of_streams().into_iter().flat_map(|shard| self.idle(shard, pool)).collect()
     }
@@ -263,7 +228,7 @@ impl Caching {
         let fit = {
             let shard = shard.lock();
             let free = shard.cache().free_blocks(pool);
-            free.into_iter().find(|index| shard.cache().blocks().get(*index).bytes() >= wanted)
+            free.into_iter().find(|index| shard.cache().blocks()[*index].bytes >= wanted)
         };
         if let Some(found) = idle.iter().find(|idle| Some(idle.index) == fit) {
             self.release_segment(growth, found)?;
@@ -316,9 +281,6 @@ impl Caching {
     pub(super) fn release_cached(&self, growth: &mut Growth, keep: u64) -> Result<u64, DriverError> {
         growth.synchronizations += 1;
         self.synchronize_pending()?;
-        if self.is_expandable() {
-            return self.release_parts(growth, keep, None);
-        }
         let mut released = 0;
         // Each is looked for when those before it are gone.
         let large: fn(&Self) -> Vec<Idle<'_>> = |caching| caching.all_idle(PoolKind::Large);
@@ -336,9 +298,6 @@ impl Caching {
 
     /// Gives back what is idle of a private pool, and says how many bytes went.
     pub(super) fn release_private(&self, growth: &mut Growth, private: CaptureId) -> Result<u64, DriverError> {
-        if self.is_expandable() {
-            return self.release_parts(growth, 0, Some(private));
-        }
         let mut released = 0;
         for idle in self.private_idle() {
             if idle.shard.lock().private() == Some(private) {
@@ -357,26 +316,18 @@ impl Caching {
             self.wait_and_process_events()?;
         }
         // Another thread may have grown this stream's cache, or freed into it, while this one waited.
-        let served =
-            if self.is_expandable() { self.serve_expandable(shard, wanted) } else { self.serve_cached(shard, wanted) };
-        let block = match served {
+        let block = match self.serve_cached(shard, wanted) {
             Some(served) => Ok(hand_out(shard, served, wanted.requested, served.path())),
             None => self.climb(growth, shard, wanted),
         };
         if block.is_ok() {
             self.note_peak(growth, shard.stream);
-        } else if growth.held() > growth.peak.reserved {
-            // What was mapped for it stays. The next request that is served notes the peak.
-            self.peak_due.store(true, Relaxed);
         }
         block
     }
 
     /// The steps that PyTorch takes, in order, until one of them gives a block.
     fn climb(&self, growth: &mut Growth, shard: &Shard, wanted: Wanted) -> Result<Block, AllocError> {
-        if self.is_expandable() {
-            return self.climb_expandable(growth, shard, wanted);
-        }
         let (pool, bytes) = (wanted.pool, segment_size(wanted.rounded));
         let collected = self.collects && self.collect_garbage(growth)?;
         if let Some(addr) = self.new_segment(growth, pool, bytes, false)? {
@@ -390,7 +341,7 @@ impl Caching {
         }
         // `captures_underway`
         if self.any_capture() || shard.lock().private().is_some() {
-            growth.count_refusal();
+            growth.ooms += 1;
             return Err(self.out_of_memory(growth, shard, wanted));
         }
         self.release_cached(growth, 0)?;
@@ -402,7 +353,7 @@ impl Caching {
         if let Some(addr) = self.new_segment(growth, pool, bytes, true)? {
             return Ok(self.serve_from_segment(shard, addr, bytes, wanted, Path::Retry));
         }
-        growth.count_refusal();
+        growth.ooms += 1;
         Err(self.out_of_memory(growth, shard, wanted))
     }
 
@@ -419,9 +370,9 @@ impl Caching {
         let sizes = |shard: &Shard, pool: PoolKind| {
             let shard = shard.lock();
             let free = shard.cache().free_blocks(pool);
-            free.into_iter().map(|index| shard.cache().blocks().get(index).bytes()).collect::<Vec<u64>>()
+            free.into_iter().map(|index| shard.cache().blocks()[index].bytes).collect::<Vec<u64>>()
         };
-        // A graph's free blocks are nobody else's, whoever trims.
+        // A graph's free blocks serve no other request, even after a trim.
         let others = self.shards.by_stream().into_iter();
         let others = others.filter(|other| other.id != shard.id && !other.lock().is_pinned());
         let others =
@@ -439,12 +390,7 @@ impl Caching {
             other_streams_free_bytes: Some(others),
             limit_bytes: self.settings.memory_limit,
             device_bytes: self.driver.mem_info().ok().map(|info| (info.free, info.total)),
-            // What expandable segments leave free in pieces no setting of theirs mends.
-            against_fragmentation: growth
-                .expansion
-                .is_none()
-                .then(|| self.settings.against_fragmentation(Some("expandable_segments=on")))
-                .flatten(),
+            against_fragmentation: self.settings.against_fragmentation(Some(of_torch(TorchAllocator::Expandable).name)),
         }))
     }
 }

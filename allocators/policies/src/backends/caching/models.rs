@@ -8,15 +8,15 @@
 use super::{Caching, CachingSettings};
 use crate::contract::Stats;
 use crate::contract::{Block, DeviceAllocator, Request};
-use crate::device::{NullDriver, StreamId};
 use crate::instruments::assert_layout;
 use crate::sync::SpinLock;
 use loom::sync::Arc;
 use loom::thread;
+use vramlab_device::{NullDriver, StreamId};
 
 const MIB: u64 = 1 << 20;
-const A: StreamId = StreamId::numbered(1);
-const B: StreamId = StreamId::numbered(2);
+const A: StreamId = crate::stream(1);
+const B: StreamId = crate::stream(2);
 
 fn explore(model: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
@@ -27,11 +27,6 @@ fn explore(model: impl Fn() + Sync + Send + 'static) {
 
 fn caching(settings: CachingSettings) -> Arc<Caching> {
     Arc::new(Caching::new(std::sync::Arc::new(NullDriver::new(1 << 40)), settings))
-}
-
-fn expandable(settings: CachingSettings) -> Arc<Caching> {
-    let driver = std::sync::Arc::new(NullDriver::new(1 << 40));
-    Arc::new(Caching::expandable(driver, settings).expect("the null device has virtual memory"))
 }
 
 fn take(caching: &Caching, bytes: u64, stream: StreamId) -> Block {
@@ -137,7 +132,7 @@ fn two_threads_on_one_stream_get_blocks_apart() {
         let theirs = other.join().expect("the thread should end");
         assert!(!overlap(&mine, &theirs), "{mine:?} {theirs:?}");
         check_end(&caching, 2);
-        // Who comes second to a full stream waits for the segment of the first.
+        // The second thread waits for the segment of the first.
         assert_eq!(caching.stats().num_device_alloc, 1);
         for block in [mine, theirs] {
             give(&caching, block, A);
@@ -287,110 +282,5 @@ fn a_limit_holds_while_two_streams_press_against_it() {
         let theirs = other.join().expect("the thread should end");
         assert!(mine || theirs, "one of them should have got the memory");
         check_end(&caching, 0);
-    });
-}
-
-#[test]
-fn two_threads_map_memory_for_one_stream() {
-    explore(|| {
-        let caching = expandable(CachingSettings::default());
-        let other = {
-            let caching = Arc::clone(&caching);
-            thread::spawn(move || take(&caching, 512, A))
-        };
-        let mine = take(&caching, 512, A);
-        let theirs = other.join().expect("the thread should end");
-        assert!(!overlap(&mine, &theirs), "{mine:?} {theirs:?}");
-        check_end(&caching, 2);
-        assert_eq!(caching.stats().num_device_alloc, 1);
-        for block in [mine, theirs] {
-            give(&caching, block, A);
-        }
-        assert_eq!(caching.trim(0), Ok(2 * MIB));
-    });
-}
-
-#[test]
-fn handles_are_unmapped_while_another_thread_allocates() {
-    explore(|| {
-        let caching = expandable(CachingSettings::default());
-        let block = take(&caching, 512, A);
-        give(&caching, block, A);
-        let other = {
-            let caching = Arc::clone(&caching);
-            thread::spawn(move || caching.trim(0).expect("the null device should take memory back"))
-        };
-        let block = take(&caching, 512, A);
-        let released = other.join().expect("the thread should end");
-        check_end(&caching, 1);
-        let stats = caching.stats();
-        assert_eq!(stats.reserved_bytes.all.current, 2 * MIB);
-        assert_eq!((stats.num_device_alloc, released), (1 + stats.num_device_free, stats.num_device_free * 2 * MIB));
-        give(&caching, block, A);
-        assert_eq!(caching.trim(0), Ok(2 * MIB));
-    });
-}
-
-#[test]
-fn what_lies_behind_a_hole_is_freed_while_that_is_filled() {
-    explore(|| {
-        let caching = expandable(CachingSettings::default());
-        let [front, held] = [(); 2].map(|()| take(&caching, 20 * MIB, A));
-        give(&caching, front, A);
-        caching.trim(20 * MIB).expect("the null device should take memory back");
-        // A hole, 20 MiB that are held, and the hole up to the end.
-        let other = {
-            let caching = Arc::clone(&caching);
-            thread::spawn(move || give(&caching, held, A))
-        };
-        let mine = take(&caching, 15 * MIB, A);
-        other.join().expect("the thread should end");
-        check_end(&caching, 1);
-        give(&caching, mine, A);
-        let held = caching.stats().reserved_bytes.all.current;
-        assert_eq!(caching.trim(0), Ok(held));
-    });
-}
-
-#[test]
-fn the_ledger_is_taken_while_another_thread_frees_the_last_block_of_a_range() {
-    explore(|| {
-        let caching = expandable(CachingSettings::default());
-        let block = take(&caching, 512, A);
-        let other = {
-            let caching = Arc::clone(&caching);
-            thread::spawn(move || give(&caching, block, A))
-        };
-        caching.reset_peaks();
-        let ledger = caching.ledger_at_peak();
-        assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
-        // Either the block is held, or its range is free as a whole.
-        assert!(ledger.soft == 0 || ledger.hard == 0, "{ledger:?}");
-        other.join().expect("the thread should end");
-        check_end(&caching, 0);
-    });
-}
-
-#[test]
-fn what_lies_behind_a_hole_is_taken_while_that_is_filled() {
-    explore(|| {
-        let caching = expandable(CachingSettings::default());
-        let [front, free] = [(); 2].map(|()| take(&caching, 20 * MIB, A));
-        give(&caching, front, A);
-        caching.trim(20 * MIB).expect("the null device should take memory back");
-        give(&caching, free, A);
-        // A hole, 20 MiB that are free, and the hole up to the end.
-        let other = {
-            let caching = Arc::clone(&caching);
-            thread::spawn(move || take(&caching, 15 * MIB, A))
-        };
-        let mine = take(&caching, 35 * MIB, A);
-        let theirs = other.join().expect("the thread should end");
-        assert!(!overlap(&mine, &theirs), "{mine:?} {theirs:?}");
-        check_end(&caching, 2);
-        give(&caching, mine, A);
-        give(&caching, theirs, A);
-        let held = caching.stats().reserved_bytes.all.current;
-        assert_eq!(caching.trim(0), Ok(held));
     });
 }

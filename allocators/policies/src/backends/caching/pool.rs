@@ -6,10 +6,10 @@ use super::Caching;
 use super::shard::Shard;
 use crate::backends::private_pools::PrivatePools;
 use crate::contract::{AllocError, DeviceAllocator, PrivatePool};
-use crate::device::StreamId;
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Release;
+use vramlab_device::StreamId;
 
 /// The pools, and the number of the shard of each stream that asked one for memory.
 #[derive(Debug, Default)]

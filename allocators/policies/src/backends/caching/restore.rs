@@ -2,15 +2,15 @@
 
 use super::growth::Growth;
 use super::{Caching, hand_out};
-use crate::backends::caching::core::block_cache::{Served, Wanted};
-use crate::backends::caching::core::blocks::{BlockRecord, MAX_BLOCK};
+use crate::backends::caching::block_cache::{Served, Wanted};
+use crate::backends::caching::blocks::BlockRecord;
 use crate::contract::AllocError;
 use crate::contract::PoolKind;
 use crate::contract::{Block, Path};
 use crate::contract::{BlockState, SegmentInfo, Snapshot};
-use crate::device::DeviceAddr;
 use crate::policy::size::torch::MIN_BLOCK;
 use std::sync::atomic::Ordering::Relaxed;
+use vramlab_device::DeviceAddr;
 
 impl Caching {
     /// See [`restore`](crate::DeviceAllocator::restore).
@@ -45,10 +45,10 @@ impl Caching {
                 .collect();
             let used = cache.add_segment(record, &parts);
             for index in used {
-                let block = *cache.blocks().get(index);
-                let served = Served { index, addr: block.addr(), bytes: block.bytes(), split: false };
+                let block = cache.blocks()[index];
+                let served = Served { index, addr: block.addr, bytes: block.bytes, split: false };
                 self.count_oversize(served);
-                blocks.push(hand_out(shard, served, block.requested(), Path::DriverAlloc));
+                blocks.push(hand_out(shard, served, block.requested, Path::DriverAlloc));
             }
         }
         Ok(blocks)
@@ -104,7 +104,7 @@ impl Caching {
 
     fn give_back(&self, growth: &mut Growth, segments: Vec<(&SegmentInfo, u64)>) -> Result<(), AllocError> {
         for (segment, addr) in segments {
-            // SAFETY: the device gave it for this segment, which nobody has seen yet.
+            // SAFETY: the device gave it for this segment, which no client has seen yet.
             unsafe { self.driver.mem_free(DeviceAddr::handed_out(addr)) }?;
             growth.removed(&self.settings, pool_of(segment), segment.bytes);
         }
@@ -119,12 +119,11 @@ fn pool_of(segment: &SegmentInfo) -> PoolKind {
 /// Refuses what is no segment cut into blocks.
 fn check(segment: &SegmentInfo) -> Result<(), AllocError> {
     let sizes = segment.blocks.iter().map(|block| block.bytes);
-    let whole = |bytes: u64| bytes > 0 && bytes <= MAX_BLOCK && bytes.is_multiple_of(MIN_BLOCK);
+    let whole = |bytes: u64| bytes > 0 && bytes.is_multiple_of(MIN_BLOCK);
     let apart = |pair: &[crate::contract::BlockInfo]| pair.iter().any(|block| block.state != BlockState::Free);
     if segment.blocks.is_empty()
         || !sizes.clone().all(whole)
         || sizes.sum::<u64>() != segment.bytes
-        || segment.bytes > MAX_BLOCK
         || segment.blocks.iter().any(|block| block.requested > block.bytes)
         || !segment.blocks.windows(2).all(apart)
     {

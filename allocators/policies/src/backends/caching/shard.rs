@@ -1,21 +1,21 @@
 //! Shards: each stream has its own blocks, free lists and counts behind a lock of its own, so threads on streams of
-//! their own wait for nobody.
+//! their own never wait for each other.
 //!
 //! *Worth.* With one thread nothing. Sixteen threads make 187 million allocations and frees a second on streams of their
 //! own, and 2.1 million where they share one stream and so one lock (`experiments/notes/caching.md`). A shard is found by
 //! its stream without a lock, in a hash table whose slots are filled once.
 
-use crate::backends::caching::core::block_cache::BlockCache;
-use crate::backends::caching::core::blocks::BlockIndex;
+use crate::backends::caching::block_cache::BlockCache;
+use crate::backends::caching::blocks::BlockIndex;
 use crate::backends::caching::totals::{Lease, Sums};
 use crate::contract::{CaptureId, Tokens};
-use crate::device::StreamId;
 use crate::sync::{Mutex, SpinGuard, SpinLock, lock};
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use vramlab_device::StreamId;
 
 /// What one stream owns. Threads on streams of their own share nothing here.
 #[derive(Debug)]
@@ -59,7 +59,7 @@ impl Shard {
         state.lease.is_some().then_some(Counted(state))
     }
 
-    /// The same for who holds the sums of all shards: nobody else changes any levels meanwhile.
+    /// Locks the shard to work on; the caller holds `Sums`, so that no other thread changes any levels meanwhile.
     pub(super) fn lock_with(&self, _sums: &mut Sums) -> Counted<'_> {
         Counted(self.state.lock())
     }
@@ -334,7 +334,7 @@ mod tests {
         for round in 0..if cfg!(miri) { 2 } else { 200u64 } {
             let table = ShardTable::numbered(7);
             let streams: Vec<StreamId> =
-                (0..SLOTTED as u64).map(|number| StreamId::numbered(round << 16 | number)).collect();
+                (0..SLOTTED as u64).map(|number| crate::stream(round << 16 | number)).collect();
             thread::scope(|scope| {
                 scope.spawn(|| streams.iter().for_each(|stream| assert_eq!(table.of_stream(*stream).stream, *stream)));
                 // Looks as `of_stream` does, but makes none.
@@ -355,7 +355,7 @@ mod tests {
         let table = ShardTable::numbered(u32::MAX - 700);
         // Handles that crowd, as those of a driver do, and more streams than slots.
         let streams: Vec<StreamId> =
-            (0..2_000u64).map(|number| StreamId::numbered(0x7f00_0000_0000 + number * 16)).collect();
+            (0..2_000u64).map(|number| crate::stream(0x7f00_0000_0000 + number * 16)).collect();
         for (number, stream) in streams.iter().enumerate().rev() {
             let shard = table.of_stream(*stream);
             let at = shard.id.wrapping_sub(table.first) as usize;
@@ -375,7 +375,7 @@ mod tests {
     #[cfg_attr(miri, ignore = "16,000 shards; the others do the same with fewer")]
     fn no_two_tables_share_a_number_however_many_streams_there_are() {
         let tables = [(); 2].map(|()| ShardTable::new());
-        let streams = || (1..2 * u64::from(OWNERS) + 10).map(StreamId::numbered);
+        let streams = || (1..2 * u64::from(OWNERS) + 10).map(crate::stream);
         for stream in streams() {
             tables.iter().for_each(|table| assert_eq!(table.of_stream(stream).stream, stream));
         }

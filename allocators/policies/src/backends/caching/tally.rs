@@ -1,4 +1,5 @@
 //! What one stream's blocks add up to: how many and how many bytes are held, requested, and free in parts of segments.
+#![forbid(unsafe_code)]
 
 use crate::contract::Ledger;
 use crate::contract::PoolKind;
@@ -6,7 +7,7 @@ use crate::contract::PoolKind;
 /// What is counted, of the blocks that the client holds and of the free blocks that cannot go back to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
-pub(crate) enum Quantity {
+pub(super) enum Quantity {
     /// Blocks that the client holds.
     Blocks,
     /// Their bytes, after rounding.
@@ -20,12 +21,12 @@ pub(crate) enum Quantity {
 }
 
 /// Number of quantities.
-pub(crate) const QUANTITIES: usize = 5;
+pub(super) const QUANTITIES: usize = 5;
 
 /// Which blocks a figure is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
-pub(crate) enum Scope {
+pub(super) enum Scope {
     /// The small pool's.
     Small,
     /// The large pool's.
@@ -45,13 +46,13 @@ impl From<PoolKind> for Scope {
 
 /// One figure for each scope and quantity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Figures([[u64; QUANTITIES]; 3]);
+pub(super) struct Figures([[u64; QUANTITIES]; 3]);
 
 impl Figures {
     /// The figure.
     #[must_use]
     #[inline]
-    pub(crate) fn get(&self, scope: Scope, quantity: Quantity) -> u64 {
+    pub(super) fn get(&self, scope: Scope, quantity: Quantity) -> u64 {
         self.0[scope as usize][quantity as usize]
     }
 
@@ -62,7 +63,7 @@ impl Figures {
 
     /// Combines two sets figure by figure.
     #[must_use]
-    pub(crate) fn zip(&self, other: &Self, combine: impl Fn(u64, u64) -> u64) -> Self {
+    pub(super) fn zip(&self, other: &Self, combine: impl Fn(u64, u64) -> u64) -> Self {
         let mut out = *self;
         for (row, others) in out.0.iter_mut().zip(&other.0) {
             for (figure, other) in row.iter_mut().zip(others) {
@@ -73,7 +74,7 @@ impl Figures {
     }
 
     /// Adds a block's figures to the quantities of held blocks, in its pool and over all.
-    pub(crate) fn add_block(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
+    pub(super) fn add_block(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         for scope in [pool.into(), Scope::All] {
             *self.at(scope, Quantity::Blocks) += 1;
             *self.at(scope, Quantity::Bytes) += bytes;
@@ -82,7 +83,7 @@ impl Figures {
     }
 
     /// Takes a block's figures away.
-    pub(crate) fn remove_block(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
+    pub(super) fn remove_block(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         for scope in [pool.into(), Scope::All] {
             *self.at(scope, Quantity::Blocks) -= 1;
             *self.at(scope, Quantity::Bytes) -= bytes;
@@ -115,7 +116,7 @@ impl Level {
 
 /// Levels of one stream's blocks with their peaks and the sums of all increases.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Tally {
+pub(super) struct Tally {
     /// By scope.
     levels: [[Level; QUANTITIES]; 3],
     /// By pool.
@@ -144,7 +145,7 @@ impl Tally {
 
     /// A block was handed out.
     #[inline(always)]
-    pub(crate) fn hand_out(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
+    pub(super) fn hand_out(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         self.increase(pool, Quantity::Blocks, 1);
         self.increase(pool, Quantity::Bytes, bytes);
         self.increase(pool, Quantity::Requested, requested);
@@ -152,7 +153,7 @@ impl Tally {
 
     /// A block is no longer the client's.
     #[inline(always)]
-    pub(crate) fn take_back(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
+    pub(super) fn take_back(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         self.decrease(pool, Quantity::Blocks, 1);
         self.decrease(pool, Quantity::Bytes, bytes);
         self.decrease(pool, Quantity::Requested, requested);
@@ -160,7 +161,7 @@ impl Tally {
 
     /// A free block became a part of a segment in use.
     #[inline(always)]
-    pub(crate) fn add_split(&mut self, pool: PoolKind, bytes: u64) {
+    pub(super) fn add_split(&mut self, pool: PoolKind, bytes: u64) {
         self.increase(pool, Quantity::Split, 1);
         self.increase(pool, Quantity::SplitBytes, bytes);
     }
@@ -168,7 +169,7 @@ impl Tally {
     /// A block of `bytes` in a segment in use became free, and one with `joined` free parts beside it, of which there are
     /// at most two.
     #[inline(always)]
-    pub(crate) fn join_splits(&mut self, pool: PoolKind, bytes: u64, joined: u64) {
+    pub(super) fn join_splits(&mut self, pool: PoolKind, bytes: u64, joined: u64) {
         // The change as a whole, by what was not free before, as PyTorch counts it.
         self.increases[pool as usize][Quantity::Split as usize] += u64::from(joined == 0);
         for scope in [pool.into(), Scope::All] {
@@ -179,64 +180,54 @@ impl Tally {
 
     /// Free parts of a segment in use are no longer free, or no longer parts.
     #[inline(always)]
-    pub(crate) fn remove_splits(&mut self, pool: PoolKind, parts: u64, bytes: u64) {
+    pub(super) fn remove_splits(&mut self, pool: PoolKind, parts: u64, bytes: u64) {
         self.decrease(pool, Quantity::Split, parts);
         self.decrease(pool, Quantity::SplitBytes, bytes);
     }
 
     /// A free part of a segment in use became smaller by `bytes`.
     #[inline(always)]
-    pub(crate) fn shrink_split(&mut self, pool: PoolKind, bytes: u64) {
+    pub(super) fn shrink_split(&mut self, pool: PoolKind, bytes: u64) {
         self.decrease(pool, Quantity::SplitBytes, bytes);
     }
 
     /// A segment came, as one free block.
-    pub(crate) fn add_segment(&mut self, bytes: u64) {
+    pub(super) fn add_segment(&mut self, bytes: u64) {
         self.segments += bytes;
         self.idle += bytes;
     }
 
     /// A segment went, as one free block.
-    pub(crate) fn remove_segment(&mut self, bytes: u64) {
+    pub(super) fn remove_segment(&mut self, bytes: u64) {
         self.segments -= bytes;
         self.idle -= bytes;
     }
 
-    /// Memory came behind a part of an expandable segment.
-    pub(crate) fn map(&mut self, bytes: u64) {
-        self.segments += bytes;
-    }
-
-    /// Memory went from a part of an expandable segment.
-    pub(crate) fn unmap(&mut self, bytes: u64) {
-        self.segments -= bytes;
-    }
-
     /// A block that was a whole segment is so no longer, or no longer free.
     #[inline(always)]
-    pub(crate) fn begin_segment(&mut self, bytes: u64) {
+    pub(super) fn begin_segment(&mut self, bytes: u64) {
         self.idle -= bytes;
     }
 
     /// A segment became one free block.
     #[inline(always)]
-    pub(crate) fn end_segment(&mut self, bytes: u64) {
+    pub(super) fn end_segment(&mut self, bytes: u64) {
         self.idle += bytes;
     }
 
     /// A block that the client let go of waits.
-    pub(crate) fn add_pending(&mut self, bytes: u64) {
+    pub(super) fn add_pending(&mut self, bytes: u64) {
         self.pending += bytes;
     }
 
     /// A block has waited long enough.
-    pub(crate) fn remove_pending(&mut self, bytes: u64) {
+    pub(super) fn remove_pending(&mut self, bytes: u64) {
         self.pending -= bytes;
     }
 
     /// Where the bytes of the segments are, for a request on the stream itself (`own`) or on another one.
     #[must_use]
-    pub(crate) fn ledger(&self, own: bool) -> Ledger {
+    pub(super) fn ledger(&self, own: bool) -> Ledger {
         let level = |quantity: Quantity| self.levels[Scope::All as usize][quantity as usize].current;
         let (held, requested) = (level(Quantity::Bytes), level(Quantity::Requested));
         let free = self.segments - held - self.pending;
@@ -248,19 +239,19 @@ impl Tally {
 
     /// Levels now.
     #[must_use]
-    pub(crate) fn current(&self) -> Figures {
+    pub(super) fn current(&self) -> Figures {
         Figures(self.levels.map(|levels| levels.map(|level| level.current)))
     }
 
     /// Highest levels since the last [`restart_peaks`](Self::restart_peaks).
     #[must_use]
-    pub(crate) fn peak(&self) -> Figures {
+    pub(super) fn peak(&self) -> Figures {
         Figures(self.levels.map(|levels| levels.map(|level| level.peak)))
     }
 
     /// Sums of all increases ("allocated" in PyTorch's keys).
     #[must_use]
-    pub(crate) fn increases(&self) -> Figures {
+    pub(super) fn increases(&self) -> Figures {
         let [small, large] = self.increases;
         let mut all = small;
         all.iter_mut().zip(large).for_each(|(sum, figure)| *sum += figure);
@@ -269,7 +260,7 @@ impl Tally {
     }
 
     /// Lets the peaks start again from the levels.
-    pub(crate) fn restart_peaks(&mut self) {
+    pub(super) fn restart_peaks(&mut self) {
         for level in self.levels.iter_mut().flatten() {
             level.peak = level.current;
         }

@@ -1,6 +1,6 @@
 //! What all shards add up to, and its peaks, without a counter that all streams write.
 //!
-//! The peak of a sum is not the sum of the peaks: somebody has to know the sum at the time. So the right to change levels is
+//! The peak of a sum is not the sum of the peaks: it takes the sum at the time. So the right to change levels is
 //! *leased* to one shard at a time. A lease says what all other shards add up to, and while it lasts they do not change; so
 //! the holder's own peaks say how high the sum went. Work on another shard first ends the lease and takes one for that
 //! shard, which costs two short locks. Work on one stream never does.
@@ -14,7 +14,7 @@
 //! free take sixteen threads 95 to 115 ns instead of 8 to 9, and one thread as long (`experiments/notes/caching.md`).
 
 use super::shard::{Counted, Locked, Shard, ShardTable};
-use crate::backends::caching::core::tally::{Figures, Quantity, Scope};
+use crate::backends::caching::tally::{Figures, Quantity, Scope};
 use crate::contract::{Gauge, PeakKind, PooledGauge, Stats};
 use crate::sync::{Mutex, ThreadId, lock, this_thread};
 
@@ -47,19 +47,19 @@ pub(super) struct Sums {
     pending: Figures,
     /// Highest `pending` since every shard has a lease.
     pending_peak: Figures,
-    /// Who has a lease. The shard knows by itself; where all have one, each takes it at its next use.
+    /// Shard that may change its counters. The shard has the lease itself; where all have one, each takes it at its next use.
     holder: Holder,
     /// Thread that took the last lease.
     thread: Option<ThreadId>,
     turns: u32,
 }
 
-/// Who may change levels.
+/// Which shards may change their levels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Holder {
     /// No shard.
     #[default]
-    Nobody,
+    None,
     /// The shard with a number.
     Shard(u32),
     /// Every shard.
@@ -81,11 +81,11 @@ impl Sums {
         *shard.lease() = Some(Lease { others });
     }
 
-    /// Ends the lease of the one shard that has it. Until the sums are unlocked nobody's levels change then, unless all have
+    /// Ends the lease of the one shard that has it. Until the sums are unlocked no levels change then, unless all have
     /// one.
     fn end_lease(&mut self, table: &ShardTable) {
         let Holder::Shard(id) = self.holder else { return };
-        self.holder = Holder::Nobody;
+        self.holder = Holder::None;
         let Some(shard) = table.by_id(id) else { return };
         let shard = &mut shard.lock();
         let Some(lease) = shard.lease().take() else { return };

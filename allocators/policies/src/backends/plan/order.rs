@@ -1,9 +1,9 @@
 //! Which stream had each byte of the arena last, so that a stream gets another's memory only behind its work.
 
-use crate::device::{DriverError, EventId, StreamId};
-use crate::ordered::OrderedMap;
 use crate::policy::Heap;
+use std::collections::BTreeMap;
 use std::ops::Range;
+use vramlab_device::{DriverError, EventId, StreamId};
 
 /// What is known of the last use of a block's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ enum LastUse {
 struct Owner {
     stream: StreamId,
     last_use: LastUse,
-    /// Ranges of its memory that nobody had since.
+    /// Number of ranges of its memory that no later block has had.
     ranges: u32,
 }
 
@@ -47,7 +47,7 @@ pub(super) enum Order {
 #[derive(Debug, Default)]
 pub(super) struct LastOwners {
     /// By offset.
-    pieces: OrderedMap<u64, Piece>,
+    pieces: BTreeMap<u64, Piece>,
     owners: Vec<Owner>,
     vacant: Vec<u32>,
 }

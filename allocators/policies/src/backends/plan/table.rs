@@ -1,11 +1,11 @@
 //! A plan as a file, and which of its blocks a request is.
 
-use crate::device::StreamId;
-use crate::input;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use vramlab_device::StreamId;
+use vramlab_device::input;
 
 /// What a file begins with.
 const FORMAT: &str = "vramlab-plan-1";
@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     fn stream(number: u64) -> StreamId {
-        StreamId::numbered(number)
+        crate::stream(number)
     }
 
     #[test]

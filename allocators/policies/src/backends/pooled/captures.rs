@@ -3,8 +3,8 @@
 use super::{Policy, State};
 use crate::backends::captures::need_graphs;
 use crate::contract::{AllocError, CaptureId};
-use crate::device::StreamId;
 use crate::space::BlockId;
+use vramlab_device::StreamId;
 
 /// What a capture keeps.
 #[derive(Debug, Default)]
@@ -82,7 +82,7 @@ impl<P: Policy> State<P> {
         self.heap.unpin_all();
         let mut captures = std::mem::take(&mut self.captures);
         for block in captures.each().flat_map(|(_, kept)| std::mem::take(&mut kept.waiting)) {
-            // An error has nobody to go to; the block then waits like any other.
+            // An error cannot be returned here; the block then waits like any other.
             let _ = self.free_after_capture(block);
         }
     }

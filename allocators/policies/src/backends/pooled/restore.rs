@@ -1,10 +1,10 @@
 //! Segments and blocks of another allocator, taken over before the first allocation.
 
 use crate::contract::{AllocError, BlockInfo, BlockState, SegmentInfo, Snapshot};
-use crate::device::{DeviceAddr, StreamId};
 use crate::policy::Heap;
 use crate::policy::size::Size;
 use crate::space::{BlockId, FreeList, Owner};
+use vramlab_device::{DeviceAddr, StreamId};
 
 fn in_use(block: &BlockInfo) -> bool {
     block.state != BlockState::Free

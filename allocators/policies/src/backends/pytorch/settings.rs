@@ -1,13 +1,12 @@
-//! The settings of PyTorch's native policy, and those of `caching`, which are these and one more.
+//! The settings of PyTorch's allocators.
 
 use crate::policy::size::torch::{Divisions, LARGE_SEGMENT};
-use crate::settings::{Kind as _, Setting, SettingError, Settings, bytes, fraction, read, switch, text};
-use serde_json::Value;
+use vramlab_device::settings::{bytes, fraction, switch, text};
 
-crate::settings! {
+vramlab_device::settings! {
     /// Settings under PyTorch's names (`PYTORCH_ALLOC_CONF`).
     #[derive(Clone, Copy, Debug, PartialEq)]
-    pub struct CachingSettings {
+    pub struct PyTorchSettings {
         /// Blocks of at least this size are never split, and smaller requests never take them.
         pub max_split_size: Option<u64> = None, bytes().at_least(LARGE_SEGMENT).or("none");
         /// How much larger than the request an unsplittable block may be.
@@ -22,10 +21,10 @@ crate::settings! {
         /// device. PyTorch does not, so a block that became free in that wait is missed; off follows it.
         pub retry_fit_after_sync: bool = false, switch();
     }
-    check CachingSettings::consistent;
+    check PyTorchSettings::consistent;
 }
 
-impl CachingSettings {
+impl PyTorchSettings {
     fn consistent(&self) -> Result<(), String> {
         if self.garbage_collection_threshold > 0.0 && self.memory_limit.is_none() {
             let text =
@@ -36,7 +35,7 @@ impl CachingSettings {
     }
 
     /// What can be set against free memory in pieces; `expandable` says how expandable segments are had, if they can be.
-    pub(crate) fn against_fragmentation(&self, expandable: Option<&str>) -> Option<String> {
+    pub fn against_fragmentation(&self, expandable: Option<&str>) -> Option<String> {
         let bound = match self.max_split_size {
             None => Some("set max_split_size".to_owned()),
             Some(least) if least <= LARGE_SEGMENT => None,
@@ -47,83 +46,24 @@ impl CachingSettings {
     }
 
     /// Whether PyTorch's native allocator does the same. `retry_fit_after_sync` mends one of its faults.
-    pub(in crate::backends) fn follows_pytorch(&self) -> bool {
+    pub(crate) fn follows_pytorch(&self) -> bool {
         !self.retry_fit_after_sync
     }
 
-    pub(super) fn max_split(&self) -> u64 {
+    /// Blocks of at least this many bytes are oversize.
+    pub(crate) fn max_split(&self) -> u64 {
         self.max_split_size.unwrap_or(u64::MAX)
     }
 
-    pub(super) fn collects(&self) -> bool {
-        self.memory_limit.is_some() && self.garbage_collection_threshold > 0.0
+    /// Bytes above which idle segments are collected; `None` when they never are.
+    pub(crate) fn collect_above(&self) -> Option<u64> {
+        let limit = self.memory_limit.filter(|_| self.garbage_collection_threshold > 0.0)?;
+        // CAST: PyTorch computes it in the same way, in a double cut to an integer.
+        Some((self.garbage_collection_threshold * limit as f64) as u64)
     }
 }
 
 /// Advice to use expandable segments, which are had by `how`.
-pub(in crate::backends) fn expandable_segments(how: &str) -> String {
+pub(crate) fn expandable_segments(how: &str) -> String {
     format!("use expandable segments ({how})")
-}
-
-/// Settings of `caching`: those of PyTorch's native policy, and which segments it has.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct ExpandableCachingSettings {
-    /// Those that `pytorch` has, too.
-    pub torch: CachingSettings,
-    /// Map memory behind large ranges of addresses (`expandable_segments`).
-    pub expandable_segments: bool,
-}
-
-const EXPANDABLE_SEGMENTS: &str = "expandable_segments";
-
-impl Settings for ExpandableCachingSettings {
-    fn list(&self) -> Vec<Setting> {
-        let help = "Map memory behind large ranges of addresses, as pytorch-expandable does. The device needs virtual memory \
-                    management";
-        let (value, takes) = (switch().write(&self.expandable_segments), switch().takes());
-        let own = Setting { name: EXPANDABLE_SEGMENTS, value, takes, help: help.to_owned() };
-        self.torch.list().into_iter().chain([own]).collect()
-    }
-
-    fn set(&mut self, name: &str, value: &str) -> Result<(), SettingError> {
-        if name == EXPANDABLE_SEGMENTS {
-            self.expandable_segments = read(EXPANDABLE_SEGMENTS, &switch(), value)?;
-            return Ok(());
-        }
-        self.torch.set(name, value).map_err(|error| match error {
-            SettingError::Unknown { name, mut among } => {
-                among.push(EXPANDABLE_SEGMENTS);
-                SettingError::Unknown { name, among }
-            }
-            other => other,
-        })
-    }
-
-    fn get(&self, name: &str) -> Option<String> {
-        if name == EXPANDABLE_SEGMENTS {
-            return Some(switch().write(&self.expandable_segments));
-        }
-        self.torch.get(name)
-    }
-
-    fn json(&self) -> Value {
-        let mut out = self.torch.json();
-        out[EXPANDABLE_SEGMENTS] = self.expandable_segments.into();
-        out
-    }
-
-    fn check(&self) -> Result<(), String> {
-        self.torch.check()
-    }
-
-    fn boxed(&self) -> Box<dyn Settings> {
-        Box::new(*self)
-    }
-
-    fn take_over(&mut self, other: &dyn Settings) -> bool {
-        other.get_as().is_some_and(|torch| {
-            self.torch = *torch;
-            true
-        })
-    }
 }

@@ -149,7 +149,8 @@ pub enum SegmentUse {
     One,
     /// Several blocks can share a segment.
     Many,
-    /// The same, and segments are ranges of addresses whose memory comes and goes in parts. They are not counted.
+    /// Several blocks can share a segment, and segments are ranges of addresses whose memory comes and goes in parts. They are
+    /// not counted.
     Expandable,
     /// The driver does not tell.
     Hidden,

@@ -7,14 +7,14 @@
 
 use super::{Backend, Capabilities, UnknownBackend, all, find};
 use crate::contract::{AllocError, DeviceAllocator};
-use crate::device::Driver;
-use crate::settings::{Setting, SettingError, Settings};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::any::Any;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
+use vramlab_device::Driver;
+use vramlab_device::settings::{Setting, SettingError, Settings};
 
 /// A backend with the settings that it is to have.
 ///

@@ -78,7 +78,7 @@ impl Serialize for Steal {
 mod tests {
     use super::super::RemapSettings;
     use super::*;
-    use crate::settings::Settings as _;
+    use vramlab_device::settings::Settings as _;
 
     #[test]
     fn a_ratio_is_read_back_to_the_bit_and_refused_below_one() {

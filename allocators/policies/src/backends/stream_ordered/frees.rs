@@ -2,8 +2,8 @@
 
 use super::{LiveBlock, State, StreamOrdered};
 use crate::contract::Path;
-use crate::device::DriverError;
-use crate::device::{DeviceAddr, StreamId};
+use vramlab_device::DriverError;
+use vramlab_device::{DeviceAddr, StreamId};
 
 impl State {
     /// Keeps a block whose free the driver refused.
@@ -52,7 +52,7 @@ impl StreamOrdered {
         let Ok(fresh) = self.driver.stream_create() else { return Err(refused) };
         // SAFETY: as above.
         let freed = unsafe { self.pools().mem_free_async(addr, fresh) };
-        // SAFETY: made above and used by nobody else; what is queued on it is done first.
+        // SAFETY: made above and used by no other code; what is queued on it is done first.
         let destroyed = unsafe { self.driver.stream_destroy(fresh) };
         freed.and(destroyed)
     }

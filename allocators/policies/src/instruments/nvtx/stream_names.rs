@@ -7,11 +7,11 @@
 //!
 //! Source: `nvtxDetail/nvtxTypes.h` and `nvtxInit.h` of NVTX 3, <https://github.com/NVIDIA/NVTX>.
 
-use crate::device::StreamId;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
+use vramlab_device::StreamId;
 
 /// `NVTX_ETID_CALLBACKS` and `NVTX_ETID_VERSIONINFO`: what a tool may ask for.
 const CALLBACKS_ID: u32 = 1;

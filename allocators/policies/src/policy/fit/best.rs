@@ -133,26 +133,28 @@ impl Best {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::StreamId;
     use crate::space::Owner;
-    use crate::testing::Random;
     use std::collections::BTreeSet;
 
     #[test]
     fn it_is_an_ordered_set() {
-        let mut random = Random::new(3);
-        let list = |stream| FreeList { owner: Owner::of(StreamId::numbered(stream)), pool: None };
+        let mut state = 3_u64;
+        let mut below = |bound: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) % bound
+        };
+        let list = |stream| FreeList { owner: Owner::of(crate::stream(stream)), pool: None };
         let (mut index, mut model) = (Best::default(), BTreeSet::new());
         // Miri is slow.
         let steps: u64 = if cfg!(miri) { 600 } else { 60_000 };
         for step in 0..steps {
             // It grows to some thousands, shrinks to nothing, and grows again; sizes are often equal.
             let grows = (step * 6 / steps).is_multiple_of(2);
-            let (list, bytes, addr) = (list(1 + random.below(12)), 1 + random.below(40), random.below(4_000));
+            let (list, bytes, addr) = (list(1 + below(12)), 1 + below(40), below(4_000));
             // CAST: small numbers.
             let block = FreeBlock { list, addr, bytes, id: BlockId::numbered(addr as u32) };
             let key = (list, bytes, addr);
-            match (random.below(10) < if grows { 9 } else { 1 }, model.contains(&key)) {
+            match (below(10) < if grows { 9 } else { 1 }, model.contains(&key)) {
                 (true, false) => {
                     model.insert(key);
                     index.insert(block);

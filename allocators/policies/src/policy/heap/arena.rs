@@ -1,9 +1,9 @@
 //! A segment in which a policy says where each block lies.
 
 use super::Heap;
-use crate::device::DriverError;
 use crate::space::{BlockId, FreeList, Owner, SegmentId};
 use std::collections::BTreeMap;
+use vramlab_device::DriverError;
 
 /// The segment, and its free blocks by address: sizes and names. No other search finds them.
 #[derive(Debug)]

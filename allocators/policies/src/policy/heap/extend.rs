@@ -5,8 +5,8 @@
 
 use super::Heap;
 use crate::contract::PoolKind;
-use crate::device::DriverError;
 use crate::space::{BlockId, FreeBlock, FreeList, SegmentId, State, Unmapped};
+use vramlab_device::DriverError;
 
 impl Heap {
     /// The free block that follows in the order of best fit, see [`Fit::next_larger`](crate::policy::fit::Fit::next_larger).
@@ -151,7 +151,7 @@ impl Heap {
     /// Those of the driver. What it did take is accounted for.
     pub(super) fn unmap(&mut self, block: FreeBlock, addr: u64, bytes: u64) -> Result<u64, DriverError> {
         let unit = self.source.handle_bytes(self.space[self.space[block.id].segment].list.pool);
-        // SAFETY: free blocks are mapped, and the part is whole handles. Callers have waited for what used it, or nobody ever
+        // SAFETY: free blocks are mapped, and the part is whole handles. Callers have waited for what used it, or nothing ever
         // did.
         let (gone, outcome) = unsafe { self.source.expandable().unmap(addr, bytes, unit) };
         if gone > 0 {

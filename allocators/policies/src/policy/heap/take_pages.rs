@@ -1,14 +1,14 @@
 //! Pages of free memory are taken from where they lie, to be mapped somewhere else.
 
 use super::Heap;
-use crate::device::DriverError;
-use crate::ordered::OrderedMap;
 use crate::policy::pages::Pages;
 use crate::space::{BlockId, FreeBlock, State};
+use std::collections::BTreeMap;
 use std::ops::Range;
+use vramlab_device::DriverError;
 
 impl Heap {
-    /// The same, and it notes when each page is used last, so that pages [can be taken](Self::take_pages). A free that leaves
+    /// Makes the heap note when each page is used last, so that pages [can be taken](Self::take_pages). A free that leaves
     /// whole pages free records an event.
     #[must_use]
     pub fn with_pages(self) -> Self {
@@ -34,7 +34,7 @@ impl Heap {
         }
     }
 
-    /// Unmaps pages of at least `bytes`, those that have been free longest, wherever they lie but in `keep`. Only such as nobody
+    /// Unmaps pages of at least `bytes`, those that have been free longest, wherever they lie but in `keep`. Only such as no work
     /// uses any more; with `wait` the host waits for the work that used them. Returns how many bytes it found.
     ///
     /// O(n log n) in the pages that are free.
@@ -63,7 +63,7 @@ impl Heap {
         }
         free.sort_unstable();
         let (mut found, mut count) = (0, 0);
-        let mut taken: OrderedMap<BlockId, Vec<(u64, u64)>> = OrderedMap::new();
+        let mut taken: BTreeMap<BlockId, Vec<(u64, u64)>> = BTreeMap::new();
         for (_, at, page, block) in free {
             if found >= bytes || outcome.is_err() {
                 break;
@@ -71,7 +71,7 @@ impl Heap {
             match pages.is_over(driver.as_ref(), at, wait) {
                 Ok(true) => {
                     pages.forget(at);
-                    taken.or_default(block).push((at, page));
+                    taken.entry(block).or_default().push((at, page));
                     (found, count) = (found + page, count + 1);
                 }
                 Ok(false) => {}

@@ -1,9 +1,9 @@
 //! What a heap does with blocks, segments, private pools and an arena, on a simulated device whose calls can fail.
 
 use super::*;
-use crate::device::{CallKind, FaultyDriver, Profile, SimDriver, sim::SimMemory};
 use crate::policy::stream::LastFrees;
 use crate::space::Account;
+use vramlab_device::{CallKind, FaultyDriver, Profile, SimDriver, sim::SimMemory};
 
 const MIB: u64 = 1 << 20;
 

@@ -25,7 +25,7 @@ const FIRST_INTERVAL_LOG2: u32 = 20;
 pub struct Divisions(pub [u64; DIVISION_INTERVALS]);
 
 impl Divisions {
-    /// The same number of divisions for every size.
+    /// One number of divisions for every size.
     #[must_use]
     pub fn uniform(divisions: u64) -> Self {
         Self([divisions; DIVISION_INTERVALS])

@@ -3,9 +3,9 @@
 //! Memory comes in handles of one size a range. Every part of a range that is mapped or unmapped is a whole number of them.
 
 use crate::contract::{AllocError, PoolKind};
-use crate::device::{DeviceAddr, Driver, DriverError, PhysicalHandle, VmmDriver};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use vramlab_device::{DeviceAddr, Driver, DriverError, PhysicalHandle, VmmDriver};
 
 /// The most addresses that a range takes, whatever the device says that it has: no GPU has more memory.
 const MOST_RESERVED: u64 = 1 << 43;
@@ -174,7 +174,7 @@ impl Expandable {
     ) -> Result<bool, DriverError> {
         let mut undone = Ok(());
         for count in 0..mapped {
-            // SAFETY: `map` mapped this piece as a whole, and nobody has been given its address.
+            // SAFETY: `map` mapped this piece as a whole, and its address was not handed out.
             let unmapped = unsafe { self.vmm().unmap(DeviceAddr::handed_out(addr + count * unit), unit) };
             undone = undone.and(unmapped);
         }
@@ -205,7 +205,7 @@ impl Expandable {
         let (mut done, mut outcome) = (0, Ok(()));
         while done < bytes {
             let at = addr + done;
-            // SAFETY: the caller promises that nobody uses it; it is one whole mapping.
+            // SAFETY: the caller promises that it is not used; it is one whole mapping.
             if let Err(error) = unsafe { self.vmm().unmap(DeviceAddr::handed_out(at), unit) } {
                 return (done, outcome.and(Err(error)));
             }
@@ -256,7 +256,7 @@ impl Expandable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{CallKind, FaultyDriver, NullDriver};
+    use vramlab_device::{CallKind, FaultyDriver, NullDriver};
 
     const MIB: u64 = 1 << 20;
     const UNIT: u64 = 2 * MIB;
@@ -295,7 +295,7 @@ mod tests {
                 _ => assert_eq!(mapped.unwrap_err().call, call),
             }
             assert_eq!((faulty.injected(), free_bytes(&source)), (1, before), "{call} {number}");
-            // SAFETY: as above; then nobody uses it, and nothing is mapped any more.
+            // SAFETY: as above; then it is not used, and nothing is mapped any more.
             unsafe {
                 assert_eq!(source.map(addr, 3 * UNIT, UNIT), Ok(true), "{call} {number}: the addresses are free");
                 assert_eq!(source.unmap(addr, 3 * UNIT, UNIT), (3 * UNIT, Ok(())));
@@ -310,7 +310,7 @@ mod tests {
         let (mut source, faulty) = source(64 * MIB);
         let (addr, _) = source.reserve(None, 1).unwrap().unwrap();
         let before = free_bytes(&source);
-        // SAFETY: a part of the range, of which nothing is mapped; nobody uses it.
+        // SAFETY: a part of the range, of which nothing is mapped; it is not used.
         unsafe {
             assert_eq!(source.map(addr, 20 * MIB, 20 * MIB), Ok(true));
             faulty.fail(CallKind::MemRelease, 0, DriverError::ILLEGAL_ADDRESS);
@@ -326,7 +326,7 @@ mod tests {
     fn spare_handles_are_mapped_before_new_ones_and_make_room_for_others() {
         let (mut source, _) = source(4 * MIB);
         let (addr, _) = source.reserve(Some(PoolKind::Small), 1).unwrap().unwrap();
-        // SAFETY: parts of the range, mapped where nothing is mapped and unmapped where nobody uses them.
+        // SAFETY: parts of the range, mapped where nothing is mapped and unmapped where they are not used.
         unsafe {
             assert_eq!(source.map(addr, 2 * UNIT, UNIT), Ok(true));
             source.keep_spare();

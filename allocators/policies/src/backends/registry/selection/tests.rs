@@ -1,10 +1,10 @@
 //! Allocators as they are written, read back, and told apart.
 
 use super::{Selection, parse_list};
-use crate::backends::{CachingSettings, ExpandableCachingSettings, all, caching, naive, pytorch, stream_ordered};
-use crate::device::PoolSettings;
+use crate::backends::{CachingSettings, all, caching, naive, pytorch, stream_ordered};
 use crate::policy::size::torch::Divisions;
-use crate::settings::Settings;
+use vramlab_device::PoolSettings;
+use vramlab_device::settings::Settings;
 
 fn read(text: &str) -> Selection {
     text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
@@ -23,7 +23,7 @@ fn list(text: &str) -> Vec<String> {
 fn a_name_has_the_defaults_and_settings_their_types() {
     assert_eq!(read("caching"), Selection::of(&caching::BACKEND));
     let chosen = read("caching:memory_limit=1G, max_split_size=32M,roundup_power2_divisions=[1:4,64:8]");
-    let settings = chosen.settings().get_as::<ExpandableCachingSettings>().unwrap().torch;
+    let settings = chosen.settings().get_as::<CachingSettings>().unwrap();
     assert_eq!((settings.memory_limit, settings.max_split_size), (Some(1 << 30), Some(32 << 20)));
     assert_eq!(settings.roundup_power2_divisions.0[..7], [4, 0, 0, 0, 0, 0, 8]);
     // In the backend's order, spelled in one way.
@@ -102,15 +102,13 @@ fn what_a_history_says_counts_where_nothing_was_given() {
         roundup_power2_divisions: Divisions::uniform(4),
         ..CachingSettings::default()
     };
-    let mut chosen = read("caching:garbage_collection_threshold=0,retry_fit_after_sync=on,expandable_segments=True");
+    let mut chosen = read("caching:garbage_collection_threshold=0,retry_fit_after_sync=on");
     chosen.adopt(&recorded);
     let expected = CachingSettings { garbage_collection_threshold: 0.0, retry_fit_after_sync: true, ..recorded };
-    // Which segments it has is no setting of the native policy, so it stays as it is.
-    let expected = ExpandableCachingSettings { torch: expected, expandable_segments: true };
-    assert_eq!(chosen.settings().get_as::<ExpandableCachingSettings>(), Some(&expected));
+    assert_eq!(chosen.settings().get_as::<CachingSettings>(), Some(&expected));
     let mut chosen = read("pytorch:garbage_collection_threshold=0,retry_fit_after_sync=on");
     chosen.adopt(&recorded);
-    assert_eq!(chosen.settings().get_as::<CachingSettings>(), Some(&expected.torch));
+    assert_eq!(chosen.settings().get_as::<CachingSettings>(), Some(&expected));
     assert_eq!(Selection::with(&pytorch::BACKEND, &recorded).settings().json(), recorded.json());
     // Another backend takes what it has, which here is nothing.
     assert_eq!(Selection::with(&naive::BACKEND, &recorded), Selection::of(&naive::BACKEND));

@@ -1,0 +1,314 @@
+//! The segments of one stream, cut into blocks: what `caching` does without asking a device.
+//!
+//! [`BlockCache::serve`] hands a free block out, and [`BlockCache::take_back`] makes one free again. Both are PyTorch's rules
+//! in PyTorch's order. Freed blocks are joined with their free neighbours at once, so every free list is complete at all
+//! times.
+#![forbid(unsafe_code)]
+
+use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, State};
+use super::exact_index::ExactIndex;
+use super::free_index::FreeIndex;
+use super::ranged_index::RangedIndex;
+use super::tally::Tally;
+use crate::contract::{BlockInfo, Path, PoolKind, SegmentInfo};
+use crate::policy::split::Split;
+use vramlab_device::{DeviceAddr, StreamId};
+
+/// The blocks of one stream.
+#[derive(Debug, Default)]
+pub(super) struct BlockCache {
+    /// What they add up to.
+    tally: Tally,
+    /// Every block.
+    blocks: BlockSlab,
+    /// Free blocks of the small pool.
+    small: ExactIndex,
+    /// Free blocks of the large pool.
+    large: RangedIndex,
+}
+
+/// A block that was handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Served {
+    /// Its record.
+    pub(super) index: BlockIndex,
+    /// First address.
+    pub(super) addr: u64,
+    /// Size in bytes.
+    pub(super) bytes: u64,
+    /// Whether it was cut off a larger block.
+    pub(super) split: bool,
+}
+
+impl Served {
+    /// How the client is told that it was served.
+    pub(super) fn path(&self) -> Path {
+        if self.split { Path::Split } else { Path::Hit }
+    }
+}
+
+/// A request as the cache sees it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wanted {
+    /// Pool that serves it.
+    pub(super) pool: PoolKind,
+    /// Bytes, rounded.
+    pub(super) rounded: u64,
+    /// Bytes as the client asked for them.
+    pub(super) requested: u64,
+    /// Searches so far, for the age of free blocks.
+    pub(super) now: u64,
+}
+
+impl BlockCache {
+    /// What the blocks add up to.
+    pub(super) fn tally(&self) -> &Tally {
+        &self.tally
+    }
+
+    /// Every block.
+    pub(super) fn blocks(&self) -> &BlockSlab {
+        &self.blocks
+    }
+
+    /// The free blocks of a pool by (size, address). O(n log n) in all blocks.
+    pub(super) fn free_blocks(&self, pool: PoolKind) -> Vec<BlockIndex> {
+        let free = self.blocks.iter().filter(|(_, block)| block.is_free() && block.pool == pool);
+        let mut found: Vec<BlockIndex> = free.map(|(index, _)| index).collect();
+        found.sort_unstable_by_key(|index| (self.blocks[*index].bytes, self.blocks[*index].addr));
+        found
+    }
+
+    /// PyTorch's `get_free_block` and `alloc_found_block`: hands out the best fit of the request's pool, if there is one.
+    #[inline(always)]
+    pub(super) fn serve(&mut self, wanted: Wanted, split: &Split) -> Option<Served> {
+        let Self { tally, blocks, small, large } = self;
+        match wanted.pool {
+            PoolKind::Small => serve(small, blocks, tally, PoolKind::Small, wanted, split),
+            PoolKind::Large => serve(large, blocks, tally, PoolKind::Large, wanted, split),
+        }
+    }
+
+    /// Hands out the first part of a segment that is new. The segment goes into no free list first: it need not be the best fit,
+    /// because another block may have become free meanwhile.
+    pub(super) fn serve_from_segment(&mut self, segment: BlockRecord, wanted: Wanted, split: &Split) -> Served {
+        let whole = self.blocks.insert(segment);
+        self.tally.add_segment(segment.bytes);
+        let served = hand_out(&mut self.blocks, &mut self.tally, segment.pool, whole, wanted, split);
+        if served.split {
+            self.insert_free(whole, wanted.now);
+        }
+        served
+    }
+
+    /// Takes a block back from the client: reusable at once, and joined with free neighbours; true when there were any.
+    /// `now` counts searches.
+    #[inline(always)]
+    pub(super) fn take_back(&mut self, index: BlockIndex, now: u64) -> bool {
+        let block = &self.blocks[index];
+        self.tally.take_back(block.pool, block.bytes, block.requested);
+        self.make_free(index, now)
+    }
+
+    /// Takes a block back from the client that streams still use.
+    pub(super) fn defer(&mut self, index: BlockIndex) {
+        let block = &mut self.blocks[index];
+        self.tally.take_back(block.pool, block.bytes, block.requested);
+        self.tally.add_pending(block.bytes);
+        (block.state, block.shared) = (State::Pending, false);
+    }
+
+    /// A pending block is used by no stream any more, and reusable.
+    pub(super) fn end_pending(&mut self, index: BlockIndex, now: u64) {
+        self.tally.remove_pending(self.blocks[index].bytes);
+        self.make_free(index, now);
+    }
+
+    /// Flags a block as used by other streams, so that its free looks at them; or takes that back.
+    pub(super) fn set_shared(&mut self, index: BlockIndex, shared: bool) {
+        self.blocks[index].shared = shared;
+    }
+
+    /// Lets the peaks of the counts start again.
+    pub(super) fn restart_peaks(&mut self) {
+        self.tally.restart_peaks();
+    }
+
+    /// Makes a block free and joins it with free neighbours; true when there were any.
+    #[inline(always)]
+    fn make_free(&mut self, index: BlockIndex, now: u64) -> bool {
+        let Self { tally, blocks, small, large } = self;
+        match blocks[index].pool {
+            PoolKind::Small => make_free(small, blocks, tally, PoolKind::Small, index, now),
+            PoolKind::Large => make_free(large, blocks, tally, PoolKind::Large, index, now),
+        }
+    }
+
+    fn insert_free(&mut self, index: BlockIndex, freed_at: u64) {
+        self.blocks[index].freed_at = freed_at;
+        match self.blocks[index].pool {
+            PoolKind::Small => self.small.insert(&mut self.blocks, index),
+            PoolKind::Large => self.large.insert(&mut self.blocks, index),
+        }
+    }
+
+    /// Adds a segment whose blocks are known, of which at least one is in use: sizes in order that add up to it, no two
+    /// free ones beside each other, each with the bytes that the client asked for if it is in use. Returns the records of
+    /// those in use.
+    pub(super) fn add_segment(&mut self, segment: BlockRecord, parts: &[(u64, Option<u64>)]) -> Vec<BlockIndex> {
+        let (pool, whole) = (segment.pool, segment.bytes);
+        self.tally.add_segment(whole);
+        self.tally.begin_segment(whole);
+        let (mut used, mut last, mut at) = (Vec::new(), NONE, segment.addr);
+        for &(bytes, requested) in parts {
+            let index = self.blocks.insert(BlockRecord::segment(at, bytes, pool));
+            self.blocks.link(last, index);
+            (last, at) = (index, at + bytes);
+            match requested {
+                Some(requested) => {
+                    let block = &mut self.blocks[index];
+                    (block.state, block.requested) = (State::Allocated, requested);
+                    self.tally.hand_out(pool, bytes, requested);
+                    used.push(index);
+                }
+                None => {
+                    self.tally.add_split(pool, bytes);
+                    self.insert_free(index, 0);
+                }
+            }
+        }
+        used
+    }
+
+    /// Takes a free block that is a whole segment out, record and all; `None` when it is in use by now.
+    pub(super) fn remove_segment(&mut self, index: BlockIndex, addr: u64) -> Option<BlockRecord> {
+        let block = *self.blocks.find(index, addr).filter(|block| block.is_free() && !block.is_split())?;
+        match block.pool {
+            PoolKind::Small => self.small.remove(&mut self.blocks, index),
+            PoolKind::Large => self.large.remove(&mut self.blocks, index),
+        }
+        self.blocks.remove(index);
+        self.tally.remove_segment(block.bytes);
+        Some(block)
+    }
+
+    /// Adds a segment that is one free block, as it was when there had been `freed_at` searches.
+    pub(super) fn restore_segment(&mut self, segment: BlockRecord, freed_at: u64) {
+        let index = self.blocks.insert(segment);
+        self.tally.add_segment(segment.bytes);
+        self.insert_free(index, freed_at);
+    }
+
+    /// Segments and blocks at this moment, in no order. Allocates.
+    pub(super) fn segments(&self, stream: StreamId) -> Vec<SegmentInfo> {
+        let heads = self.blocks.iter().filter(|(_, block)| block.prev == NONE);
+        let info = |block: &BlockRecord| BlockInfo {
+            addr: DeviceAddr::handed_out(block.addr),
+            bytes: block.bytes,
+            requested: block.requested,
+            state: block.reported_state(),
+        };
+        let segment = |(head, first): (BlockIndex, &BlockRecord)| {
+            let chain = std::iter::successors(Some(head), |at| Some(self.blocks[*at].next));
+            let blocks: Vec<BlockInfo> = chain.take_while(|at| *at != NONE).map(|at| info(&self.blocks[at])).collect();
+            let bytes = blocks.iter().map(|block| block.bytes).sum();
+            SegmentInfo { addr: DeviceAddr::handed_out(first.addr), bytes, stream, pool: Some(first.pool), blocks }
+        };
+        heads.map(segment).collect()
+    }
+}
+
+/// See [`BlockCache::serve`]. `pool` is a constant for the compiler, which makes one function for each pool.
+#[inline(always)]
+fn serve(
+    free: &mut impl FreeIndex,
+    blocks: &mut BlockSlab,
+    tally: &mut Tally,
+    pool: PoolKind,
+    wanted: Wanted,
+    split: &Split,
+) -> Option<Served> {
+    let found = free.best_fit(blocks, wanted.rounded)?;
+    if blocks[found].bytes > split.largest(wanted.rounded) {
+        return None;
+    }
+    free.remove(blocks, found);
+    let served = hand_out(blocks, tally, pool, found, wanted, split);
+    if served.split {
+        blocks[found].freed_at = wanted.now;
+        free.insert(blocks, found);
+    }
+    Some(served)
+}
+
+/// PyTorch's `alloc_found_block`: hands out a block that is in no free list, without what is worth keeping of it. The rest
+/// keeps the record; the caller puts it into a free list.
+#[inline(always)]
+fn hand_out(
+    blocks: &mut BlockSlab,
+    tally: &mut Tally,
+    pool: PoolKind,
+    found: BlockIndex,
+    wanted: Wanted,
+    split: &Split,
+) -> Served {
+    let Wanted { rounded, requested, .. } = wanted;
+    let BlockRecord { addr, bytes: whole, .. } = blocks[found];
+    let was_part = blocks[found].is_split();
+    let cuts = split.cuts(Some(pool), rounded, whole);
+    if !was_part {
+        tally.begin_segment(whole);
+    }
+    let (index, bytes) = match (cuts, was_part) {
+        (false, false) => (found, whole),
+        (false, true) => {
+            tally.remove_splits(pool, 1, whole);
+            (found, whole)
+        }
+        (true, false) => {
+            tally.add_split(pool, whole - rounded);
+            (blocks.split_front(found, rounded), rounded)
+        }
+        (true, true) => {
+            tally.shrink_split(pool, rounded);
+            (blocks.split_front(found, rounded), rounded)
+        }
+    };
+    tally.hand_out(pool, bytes, requested);
+    let block = &mut blocks[index];
+    (block.state, block.requested) = (State::Allocated, requested);
+    Served { index, addr, bytes, split: cuts }
+}
+
+/// PyTorch's `free_block` and `try_merge_blocks`: makes a block free, and one with the free blocks beside it.
+#[inline(always)]
+fn make_free(
+    free: &mut impl FreeIndex,
+    blocks: &mut BlockSlab,
+    tally: &mut Tally,
+    pool: PoolKind,
+    index: BlockIndex,
+    now: u64,
+) -> bool {
+    let BlockRecord { bytes: freed, prev, next, .. } = blocks[index];
+    let (below, above) = (blocks[prev].is_free(), blocks[next].is_free());
+    for (neighbour, joins) in [(prev, below), (next, above)] {
+        if joins {
+            free.remove(blocks, neighbour);
+            blocks.absorb(index, neighbour);
+        }
+    }
+    let whole = &mut blocks[index];
+    (whole.state, whole.requested, whole.freed_at) = (State::Free, 0, now);
+    let (bytes, is_part) = (whole.bytes, whole.is_split());
+    free.insert(blocks, index);
+    // As PyTorch counts it: the neighbours were free parts and are gone, the whole is one if it is still a part.
+    let joined = u64::from(below) + u64::from(above);
+    if is_part {
+        tally.join_splits(pool, freed, joined);
+    } else {
+        tally.remove_splits(pool, joined, bytes - freed);
+        tally.end_segment(bytes);
+    }
+    joined > 0
+}

@@ -1,0 +1,168 @@
+//! What a policy says by itself: its [rules](Rules), and the steps of a request and a free that differ from every other's.
+
+use crate::contract::{AllocError, Path, Stats};
+use crate::policy::Heap;
+use crate::policy::grow::{Ladder, Miss};
+use crate::policy::size::Size;
+use crate::policy::split::Split;
+use crate::space::{BlockId, FreeList, Owner};
+use std::fmt;
+use vramlab_device::{DriverError, StreamId};
+
+/// The parts of a policy that are not in its [`Heap`]. They are a [`Policy`] by themselves.
+#[derive(Debug)]
+pub struct Rules {
+    /// Name on the command line and in records.
+    pub name: &'static str,
+    /// The settings in effect as a JSON object.
+    pub settings: serde_json::Value,
+    /// How requests are rounded.
+    pub size: Size,
+    /// Which free blocks may serve, and which are split.
+    pub split: Split,
+    /// What is done when no free block fits.
+    pub ladder: Ladder,
+}
+
+/// A free block that serves a request, and how it was found.
+pub type Found = Option<(BlockId, Path)>;
+
+/// The rules of an allocator. What a policy leaves out is done by its [`Rules`].
+pub trait Policy: fmt::Debug + Send {
+    /// Its parts. They stay the same.
+    fn rules(&self) -> &Rules;
+
+    /// What comes before the search for a free block of `list`.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    fn prepare(&mut self, _heap: &mut Heap, _list: FreeList) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    /// Looks for a free block of at least `bytes`.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
+        let largest = self.rules().split.largest(bytes);
+        Ok(heap.find(list, bytes, largest).map(|block| (block, Path::Hit)))
+    }
+
+    /// Looks for a free block once more, after pending frees were waited for.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    fn find_again(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
+        self.find(heap, list, bytes)
+    }
+
+    /// Bytes of a segment for a rounded size.
+    fn segment(&self, bytes: u64) -> u64 {
+        self.rules().size.segment(bytes)
+    }
+
+    /// Makes a free block when none fits; `None` refuses the request.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    fn grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Found, DriverError> {
+        let again = |heap: &mut Heap| Ok(self.find_again(heap, miss.list, miss.bytes)?.map(|(block, _)| block));
+        self.rules().ladder.climb(heap, miss, again)
+    }
+
+    /// Takes `bytes` of a free block, or the whole block. Returns the block that is held, and whether it was split off.
+    fn take(&self, heap: &mut Heap, block: BlockId, list: FreeList, bytes: u64, requested: u64) -> (BlockId, bool) {
+        let size = heap.space()[block].bytes;
+        let cut = self.rules().split.cuts(list.pool, bytes, size);
+        heap.take(block, list, if cut { bytes } else { size }, requested);
+        (block, cut)
+    }
+
+    /// Serves a request of `owner` for `requested` bytes, which are valid. Returns the block that the client holds now, and how
+    /// it was served.
+    ///
+    /// # Errors
+    /// [`AllocError::OutOfMemory`], or [`AllocError::Driver`] for any other failing driver call. The heap is right all the
+    /// same.
+    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
+        serve(self, heap, owner, requested)
+    }
+
+    /// Takes a block back that other streams were announced to use: `users`. It is held, or pending since a capture.
+    ///
+    /// # Errors
+    /// Those of the driver. The block is the client's no more.
+    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
+        put_back(heap, block, users)
+    }
+
+    /// Whether it can begin with segments of another allocator.
+    fn restores(&self) -> bool {
+        true
+    }
+
+    /// Whether it has [private pools](crate::DeviceAllocator#private-pools).
+    fn has_private_pools(&self) -> bool {
+        true
+    }
+
+    /// What its user can set against free memory in pieces, for errors: `set max_split_size`. `None` where there is nothing.
+    fn against_fragmentation(&self) -> Option<String> {
+        None
+    }
+
+    /// Adds what it counts itself to the statistics.
+    fn count(&self, _stats: &mut Stats) {}
+
+    /// Ends: events go back to the heap.
+    fn end(&mut self, _heap: &mut Heap) {}
+}
+
+impl Policy for Rules {
+    fn rules(&self) -> &Rules {
+        self
+    }
+}
+
+/// A request, step by step. [`Policy::allocate`] does this unless a policy says otherwise.
+///
+/// # Errors
+/// Those of [`Policy::allocate`].
+pub fn serve<P: Policy + ?Sized>(
+    policy: &mut P,
+    heap: &mut Heap,
+    owner: Owner,
+    requested: u64,
+) -> Result<(BlockId, Path), AllocError> {
+    // Frees that waited for other streams are carried out where these are done.
+    heap.process_events()?;
+    let bytes = policy.rules().size.round(requested);
+    let list = FreeList { owner, pool: policy.rules().size.pool(bytes) };
+    policy.prepare(heap, list)?;
+    let miss = Miss { list, bytes, segment: policy.segment(bytes) };
+    let found = match policy.find(heap, list, bytes)? {
+        Some(found) => Some(found),
+        None => policy.grow(heap, &miss)?,
+    };
+    let Some((block, path)) = found else {
+        return Err(heap.out_of_memory(policy.rules().name, &miss, requested));
+    };
+    let (held, cut) = policy.take(heap, block, list, bytes, requested);
+    Ok((held, if cut && path == Path::Hit { Path::Split } else { path }))
+}
+
+/// A free, as [`Policy::free`] does it unless a policy says otherwise. The stream's own uses of the block were queued before its
+/// next ones will be, so it may reuse the block at once. Uses of other streams end at an event on each of them.
+///
+/// # Errors
+/// Those of the driver.
+pub fn put_back(heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
+    if !users.is_empty() {
+        heap.put_after(block, users)?;
+        return Ok(Path::Deferred);
+    }
+    let joined = heap.put(block);
+    heap.take_event_error()?;
+    Ok(if joined { Path::Coalesce } else { Path::Hit })
+}

@@ -1,0 +1,27 @@
+//! Allocation policies: the contract of an allocator, the parts that policies are made of, the backends, and the instruments that
+//! wrap them.
+
+pub mod backends;
+pub mod client;
+pub mod contract;
+pub mod instruments;
+pub mod policy;
+pub mod space;
+mod sync;
+
+pub use backends::{Backend, Capabilities, Selection};
+pub use client::{Capture, DeviceBuffer, Graph, Memory, PinnedBuffer};
+pub use contract::{
+    AllocError, Attribution, Block, BlockInfo, BlockState, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Gauge, Ledger,
+    OomReport, Path, PeakKind, PoolKind, PooledGauge, PrivatePool, Request, SegmentInfo, Snapshot, Stats, Steals,
+    Token, Tokens,
+};
+#[doc(hidden)]
+pub use sync::restless;
+
+/// A stream for tests on devices that check none.
+#[cfg(test)]
+pub(crate) const fn stream(number: u64) -> vramlab_device::StreamId {
+    // SAFETY: the tests give it to no driver, or to the null device, which looks at no stream.
+    unsafe { vramlab_device::StreamId::from_raw(number) }
+}
