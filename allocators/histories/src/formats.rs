@@ -8,19 +8,24 @@
 //! [`Export`] lists the formats that are written, and [`TraceWriter`] is what each of them is written by.
 
 mod error;
+mod export;
 mod input;
 mod jsonl;
+mod jsonl_placements;
 mod lines;
 mod minimalloc;
 mod origins;
 mod pickle;
 mod placements;
+mod raw_event;
 mod read;
+mod receiver;
 mod rmm;
 mod segment;
 mod settings;
 mod snapshot_json;
 mod stalloc;
+mod summary;
 mod write;
 mod write_minimalloc;
 mod write_perfetto;
@@ -28,14 +33,18 @@ mod write_plain;
 mod write_rmm;
 mod write_snapshot;
 
-pub use crate::contract::{Action, Event};
 pub use error::{Place, Problem, ReadError};
+pub use export::Export;
+pub use jsonl_placements::jsonl_placements;
 pub use origins::{Annotation, Frame, Origin, Origins, StackId, TextId};
 pub(super) use placements::Placed;
 pub use placements::Placements;
-pub use read::{Cut, Format, OriginSink, ReadOptions, Sink, Summary, read, read_from, read_origins, read_origins_from};
+pub use read::{read, read_from, read_origins, read_origins_from};
+pub use receiver::{OriginSink, Sink};
 pub use segment::{Segment, SegmentBlock, SegmentType};
-pub use write::{Ending, Export, TraceWriter, WriteError, WriteProblem};
+pub use summary::{Cut, Format, ReadOptions, Summary};
+pub use vramlab_policies::contract::{Action, Event};
+pub use write::{Ending, TraceWriter, WriteError, WriteProblem};
 pub use write_minimalloc::MinimallocWriter;
 pub use write_perfetto::PerfettoWriter;
 pub use write_rmm::RmmWriter;

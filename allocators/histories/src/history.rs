@@ -1,39 +1,61 @@
-//! A history that is ready to be replayed.
+//! A compiled history: what the client did, as a compact list, and what the recorded allocator did, to compare with.
 
-use super::ReplayError;
-use super::beginning::Beginning;
-use super::oom::OutOfMemory;
-use super::op::{Kind, Op};
-use super::pools::PrivatePools;
-use super::windows::SegmentEvent;
-use crate::histories::workload::Call;
+mod beginning;
+mod error;
+mod op;
+mod out_of_memory;
+mod pace;
+mod private_pools;
+mod segment;
+
+pub(crate) use beginning::{Beginning, StartBlock, StartSegment};
+pub use error::ReplayError;
+pub use op::MAX_STREAMS;
+pub(crate) use op::{BY_DEVICE, DueFrees, Kind, MAX_POOLS, NEVER, NO_STREAM, Op, Release};
+pub use out_of_memory::{Held, OutOfMemory, StreamHeld};
+pub(crate) use private_pools::PrivatePools;
+pub(crate) use segment::SegmentEvent;
+
+/// Largest size that a history may name, in bytes: 256 TiB, beyond any device. Sums over a history stay in 64 bits.
+pub const MAX_BYTES: u64 = 1 << 48;
 
 /// A history that is ready to be replayed. Holds 16 bytes for each operation of the client, 8 for each allocation
 /// and 32 for each segment event.
 #[derive(Clone, Debug)]
 pub struct History {
-    pub(super) ops: Vec<Op>,
+    pub(crate) ops: Vec<Op>,
     /// Recorded address of each allocation, in order.
-    pub(super) addresses: Vec<u64>,
-    pub(super) segments: Vec<SegmentEvent>,
-    pub(super) slots: u32,
+    pub(crate) addresses: Vec<u64>,
+    pub(crate) segments: Vec<SegmentEvent>,
+    pub(crate) slots: u32,
     /// Recorded handles in ascending order.
-    pub(super) streams: Vec<u64>,
+    pub(crate) streams: Vec<u64>,
     /// Streams that are made beside the recorded ones.
-    pub(super) further_streams: u32,
-    pub(super) events: u64,
-    pub(super) allocations: u64,
+    pub(crate) further_streams: u32,
+    pub(crate) events: u64,
+    pub(crate) allocations: u64,
     /// Operations of the client.
-    pub(super) operations: u64,
+    pub(crate) operations: u64,
     /// What was held before the first event.
-    pub(super) beginning: Beginning,
-    pub(super) refused: u64,
-    pub(super) out_of_memory: Vec<OutOfMemory>,
-    pub(super) deferred: u64,
-    pub(super) max_live: u64,
-    pub(super) pools: PrivatePools,
+    pub(crate) beginning: Beginning,
+    pub(crate) refused: u64,
+    pub(crate) out_of_memory: Vec<OutOfMemory>,
+    pub(crate) deferred: u64,
+    pub(crate) max_live: u64,
+    pub(crate) pools: PrivatePools,
     /// Why addresses cannot be compared.
-    pub(super) not_comparable: Option<String>,
+    pub(crate) not_comparable: Option<String>,
+}
+
+/// One call of a recorded history.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// Bytes to allocate, or 0 to free what lies in the slot.
+    pub bytes: u64,
+    /// Where the block is kept while it is live.
+    pub slot: u32,
+    /// Number of its stream, from 0.
+    pub stream: u32,
 }
 
 impl History {
@@ -56,7 +78,7 @@ impl History {
     }
 
     /// Segments that were held before the first event and their bytes, as far as they are known. Then
-    /// [`Caching`](crate::backends::Caching) starts with them, and [`undetermined_blocks`](Self::undetermined_blocks)
+    /// [`Caching`](vramlab_policies::backends::Caching) starts with them, and [`undetermined_blocks`](Self::undetermined_blocks)
     /// says what is not known for certain.
     #[must_use]
     pub fn prologue_segments(&self) -> (u64, u64) {

@@ -52,165 +52,26 @@
 
 mod bound;
 mod conflicts;
+mod lifetime;
+mod lifetimes;
 mod misses;
 mod occupied;
 mod online;
 mod overlap;
+mod placed;
 mod search;
 mod stitched;
 
 pub use bound::lower_bound;
+pub use lifetime::{CrossStream, Lifetime, NEVER, PlanSettings};
 pub use misses::{Misses, misses};
 pub use overlap::Overlap;
+pub use placed::Plan;
 pub use stitched::stitched;
 
-use crate::backends::plan::PlanTable;
 use search::Search;
-use std::fmt;
 
-pub use crate::backends::plan::UNIT;
-
-/// The end of what is never free again.
-pub const NEVER: u32 = u32::MAX;
-
-/// How long a block of a history needs its memory. Time is counted in allocations: the lifetime of the k-th allocation starts
-/// at k, so a list of lifetimes is in the order of their starts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lifetime {
-    /// Bytes that were asked for.
-    pub requested: u64,
-    /// Number of the stream.
-    pub stream: u32,
-    /// Number of the private pool that it lies in, from 1; 0 for none.
-    pub pool: u32,
-    /// Number of the first allocation of the same stream and pool that can have the memory, or [`NEVER`].
-    pub end: u32,
-    /// The same for other streams if nobody waits for them, and for what lies outside its private pool. Not before `end`.
-    pub end_elsewhere: u32,
-}
-
-/// Blocks that have memory from each other as soon as it is free.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Group {
-    pool: u32,
-    /// 0 where streams wait for each other.
-    stream: u32,
-}
-
-impl Lifetime {
-    /// Bytes of its block.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        self.requested.next_multiple_of(UNIT)
-    }
-
-    /// The number of the first allocation that can have the memory, if it is like `other`.
-    #[must_use]
-    pub fn end_for(&self, other: &Lifetime, cross: CrossStream) -> u32 {
-        if self.group(cross) == other.group(cross) { self.end } else { self.end_outside(cross) }
-    }
-
-    /// The end of allocation `number` as a point of time, of which a history of so many allocations has as many.
-    fn end_within(&self, number: u32, allocations: usize) -> usize {
-        // What is freed before the next allocation has lived all the same. `NEVER` lies behind the last.
-        (self.end.max(number + 1) as usize).min(allocations)
-    }
-
-    fn group(&self, cross: CrossStream) -> Group {
-        let stream = if cross == CrossStream::AfterWait { 0 } else { self.stream };
-        Group { pool: self.pool, stream }
-    }
-
-    /// The number of the first allocation of another group that can have the memory.
-    fn end_outside(&self, cross: CrossStream) -> u32 {
-        let waits = cross == CrossStream::AfterWait && self.pool == 0;
-        if waits { self.end } else { self.end_elsewhere.max(self.end) }
-    }
-}
-
-/// When memory can go from one stream to another, see the [module](self).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum CrossStream {
-    /// As soon as it is freed; the later stream waits on the device.
-    #[default]
-    AfterWait,
-    /// When the history shows that the work of the earlier stream is over. Nobody waits.
-    KnownOrder,
-}
-
-/// How a plan is searched for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PlanSettings {
-    /// When memory can go from one stream to another.
-    pub cross_stream: CrossStream,
-    /// Most steps. Some thirty million are a second.
-    pub steps: u64,
-    /// Seed of the random numbers by which blocks move forward.
-    pub seed: u64,
-}
-
-impl PlanSettings {
-    /// Steps that [`for_blocks`](Self::for_blocks) gives at most.
-    pub const MOST_STEPS: u64 = 1 << 27;
-
-    /// What a history of so many allocations gets unless somebody asks for more: about a second for 10,000 of them, and
-    /// never more than some five.
-    #[must_use]
-    pub fn for_blocks(blocks: usize) -> Self {
-        let steps = ((1 << 25) + 1024 * blocks as u64).min(Self::MOST_STEPS);
-        Self { cross_stream: CrossStream::AfterWait, steps, seed: 0 }
-    }
-}
-
-/// Where each block of a history lies.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Plan {
-    /// Offset of each block in bytes, in the order of the allocations; multiples of [`UNIT`].
-    pub offsets: Vec<u64>,
-    /// Bytes that the plan needs.
-    pub bytes: u64,
-    /// Bytes below which there is no plan.
-    pub lower_bound: u64,
-    /// Steps that the search made.
-    pub steps: u64,
-}
-
-impl Plan {
-    /// What the plan needs above the bound, as a fraction of the bound.
-    #[must_use]
-    pub fn gap(&self) -> f64 {
-        // CAST: bytes of a device, below 2^53.
-        if self.lower_bound == 0 { 0.0 } else { self.bytes as f64 / self.lower_bound as f64 - 1.0 }
-    }
-
-    /// The plan as the backend [`plan`](mod@crate::backends::plan) follows it.
-    ///
-    /// # Panics
-    /// When there are not as many lifetimes as offsets.
-    #[must_use]
-    pub fn table(&self, lifetimes: &[Lifetime]) -> PlanTable {
-        assert_eq!(lifetimes.len(), self.offsets.len(), "an offset for each block");
-        let blocks = lifetimes.iter().zip(&self.offsets).map(|(one, offset)| (one.requested, one.stream, *offset));
-        PlanTable::new(self.bytes, blocks.collect())
-    }
-
-    /// Two blocks that conflict and overlap, if there are such: then it is no plan for these lifetimes. O(n · b), where b is
-    /// the most blocks that have one byte one after another.
-    ///
-    /// # Panics
-    /// When there are not as many lifetimes as offsets.
-    #[must_use]
-    pub fn overlap(&self, lifetimes: &[Lifetime], cross: CrossStream) -> Option<Overlap> {
-        overlap::find(lifetimes, &self.offsets, cross)
-    }
-}
-
-impl fmt::Display for Plan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { bytes, lower_bound, .. } = self;
-        write!(f, "{} bytes, {:.2} % above the bound of {lower_bound}", bytes, 100.0 * self.gap())
-    }
-}
+pub use vramlab_policies::backends::plan::UNIT;
 
 /// Places the blocks of a history. `progress` hears after each attempt how many steps were made and how many bytes the best
 /// plan so far needs.

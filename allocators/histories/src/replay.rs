@@ -1,6 +1,6 @@
 //! Replays recorded histories on any backend and any device.
 //!
-//! A history (see [`trace`](crate::histories::trace)) is compiled once into a [`History`]: a compact list of what the *client*
+//! A history (see [`trace`](crate::formats)) is compiled once into a [`History`]: a compact list of what the *client*
 //! did, with slot numbers for blocks and stream numbers for handles. [`replay`] then runs that list: no address is
 //! looked up, nothing is hashed and nothing is allocated while the clock runs. [`smallest_memory`] runs it on devices
 //! of different sizes and finds by bisection the smallest one on which every allocation succeeds.
@@ -28,7 +28,7 @@
 //!   `max_split_size` it releases oversize segments first.
 //! - **What was held before the first event** (recording was switched on late, or the ring buffer overran). It is told
 //!   backwards from what was held at the end ([`HistoryBuilder::ends_with`]), by undoing the events: segments, the blocks
-//!   in them, and what lies free between those. [`Caching`](crate::backends::Caching) starts with exactly that, other
+//!   in them, and what lies free between those. [`Caching`](vramlab_policies::backends::Caching) starts with exactly that, other
 //!   backends with the blocks in address order, and nothing of it is counted. The log does not always tell the sizes of
 //!   blocks of the large pool, where a request may get up to 1 MiB more than it asked for: each is taken to be as small as
 //!   later placements allow, and those of which nothing shows it are counted ([`History::undetermined_blocks`]). How long
@@ -38,7 +38,7 @@
 //!   address.
 //! - **Private pools** of CUDA graphs and `MemPool`s, which events do not name. A block's pool is that of the segment, or the range of
 //!   addresses, that it lies in, and of those that are gone at the end the placements tell which cannot be of one pool. Allocators
-//!   that [have private pools](crate::DeviceAllocator#private-pools) keep them apart. What fits more than one pool is counted
+//!   that [have private pools](vramlab_policies::DeviceAllocator#private-pools) keep them apart. What fits more than one pool is counted
 //!   ([`History::undetermined_pool_allocations`]). In a history that began late the segments that are held at the end have a name,
 //!   and with it all blocks in them: so memory of graphs that were captured before is kept apart. Blocks in segments that are gone
 //!   are taken for the default pool's, and counted.
@@ -60,84 +60,24 @@
 //!
 //! # Limits
 //! A backend's setting `memory_limit` is what PyTorch's memory fraction is: at most that many bytes are reserved. For
-//! backends without it the caller takes a device of that size, or [`Limit`](crate::instruments::Limit), which bounds the bytes
+//! backends without it the caller takes a device of that size, or [`Limit`](vramlab_policies::instruments::Limit), which bounds the bytes
 //! in live blocks, where a device's size is given.
 
 mod against;
-mod ages;
-mod beginning;
-mod builder;
 mod capacity;
-mod completion;
 mod counting;
 mod driver;
-mod finish;
-mod gaps;
-mod history;
-mod layout;
-mod lifetimes;
-mod memory;
 mod near;
-mod oom;
-mod op;
-mod parts;
 mod pools;
-mod private;
 mod report;
-mod room;
 mod run;
-mod settings;
 mod watched;
-mod windows;
 
-pub use builder::HistoryBuilder;
+pub use super::compile::HistoryBuilder;
+pub use super::history::{Held, History, MAX_BYTES, MAX_STREAMS, OutOfMemory, ReplayError, StreamHeld};
+pub use super::settings::{recorded_settings, snapshot_settings};
 pub use capacity::{Capacity, Probe, smallest_in, smallest_memory};
 pub use counting::Requests;
-pub use history::History;
-pub use oom::{Held, OutOfMemory, StreamHeld};
-pub use op::MAX_STREAMS;
 pub use report::ReplayReport;
 pub use run::{Addresses, ReplaySettings, replay, replay_against, replay_watched};
-pub use settings::{recorded_settings, snapshot_settings};
 pub use watched::{BlockPlace, LedgerAt, SegmentChange, Watched};
-
-use crate::budget::OverBudget;
-use crate::contract::AllocError;
-use crate::device::DriverError;
-
-/// Largest size that a history may name, in bytes: 256 TiB, beyond any device. Sums over a history stay in 64 bits.
-pub const MAX_BYTES: u64 = 1 << 48;
-
-/// Why a history cannot be replayed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ReplayError {
-    /// An event contradicts the ones before it or names what cannot be.
-    #[error("event {number}: {what}")]
-    Event {
-        /// Number of the event, from 1.
-        number: u64,
-        /// What is wrong with it.
-        what: String,
-    },
-    /// The history as a whole cannot be replayed in the way that was asked for.
-    #[error("{0}")]
-    History(String),
-    /// The allocator failed for another reason than memory.
-    #[error(transparent)]
-    Alloc(#[from] AllocError),
-    /// The device failed.
-    #[error(transparent)]
-    Driver(#[from] DriverError),
-    /// The history needs more memory than its compilation may take.
-    #[error(transparent)]
-    TooLarge(#[from] OverBudget),
-}
-
-impl ReplayError {
-    /// Whether the history is at fault and not the device.
-    #[must_use]
-    pub fn is_bad_input(&self) -> bool {
-        matches!(self, Self::Event { .. } | Self::History(_) | Self::TooLarge(_))
-    }
-}

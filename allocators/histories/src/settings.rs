@@ -1,9 +1,9 @@
-//! Settings as a snapshot names them, from and to those of [`Caching`](crate::backends::Caching).
+//! Settings as a snapshot names them, from and to those of [`Caching`](vramlab_policies::backends::Caching).
 
-use super::ReplayError;
-use crate::backends::CachingSettings;
-use crate::policy::size::torch::{DIVISION_INTERVALS, Divisions, LARGE_SEGMENT};
+use crate::history::ReplayError;
 use serde_json::{Map, Value, json};
+use vramlab_policies::backends::CachingSettings;
+use vramlab_policies::policy::size::torch::{DIVISION_INTERVALS, Divisions, LARGE_SEGMENT};
 
 /// The settings of `caching` that correspond to a snapshot's `allocator_settings`; defaults where it says nothing.
 ///
@@ -58,7 +58,7 @@ fn non_split_rounding(line: &str) -> Option<u64> {
 }
 
 /// A snapshot's `allocator_settings` for an allocator that reports `settings`
-/// ([`DeviceAllocator::settings`](crate::DeviceAllocator::settings)).
+/// ([`DeviceAllocator::settings`](vramlab_policies::DeviceAllocator::settings)).
 ///
 /// Those of `caching` get the names and values that PyTorch gives them: no bound is -1, divisions are a dictionary by
 /// size in MiB. What PyTorch has no name for goes over as it is, but for what is not set. [`u64::MAX`] says no bound too, and
@@ -107,10 +107,10 @@ fn read_divisions(value: &Value) -> Option<Divisions> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::DeviceAllocator;
-    use crate::backends::Caching;
-    use crate::device::NullDriver;
     use std::sync::Arc;
+    use vramlab_device::NullDriver;
+    use vramlab_policies::DeviceAllocator;
+    use vramlab_policies::backends::Caching;
 
     fn read(value: &Value) -> Result<CachingSettings, ReplayError> {
         recorded_settings(value.as_object().unwrap())
@@ -171,7 +171,7 @@ mod tests {
         }
         assert!(snapshot_settings(&json!({})).is_empty());
         // A number that only unsigned 64 bits hold stops PyTorch's viewer.
-        let pool = json!(crate::device::PoolSettings::default());
+        let pool = json!(vramlab_device::PoolSettings::default());
         assert_eq!(pool["release_threshold"], json!(u64::MAX));
         assert_eq!(snapshot_settings(&pool)["release_threshold"], json!(-1));
     }

@@ -12,36 +12,11 @@
 //! copies of a block may be read in other pieces than it was written in, which can double what a call takes. `experiments/baselines/workload.hpp` draws the same numbers
 //! for allocators of other projects.
 
-use crate::contract::AllocError;
-use crate::contract::{Block, DeviceAllocator, Request};
-use crate::device::StreamId;
-use crate::histories::replay::History;
-
-/// SplitMix64 (Steele, Lea, Flood 2014): small, and the same in every language.
-#[derive(Clone, Debug)]
-pub(super) struct Random(pub(super) u64);
-
-impl Random {
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// Below `bound`, by multiplication instead of division.
-    pub(super) fn below(&mut self, bound: u32) -> u32 {
-        // CAST: the upper half of the product is below `bound`.
-        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u32
-    }
-
-    /// 512 · 2^k bytes with k uniform in 0..13, plus a uniform remainder below that.
-    fn size(&mut self) -> u32 {
-        let size = 512 << self.below(13);
-        size + self.below(size)
-    }
-}
+use super::random::Random;
+use crate::history::{Call, History};
+use vramlab_device::StreamId;
+use vramlab_policies::contract::AllocError;
+use vramlab_policies::contract::{Block, DeviceAllocator, Request};
 
 /// A free of what is in `slot` and an allocation that takes its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,17 +87,6 @@ pub fn alternate(
         }
     }
     Ok(())
-}
-
-/// One call of a recorded history.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Call {
-    /// Bytes to allocate, or 0 to free what lies in the slot.
-    pub bytes: u64,
-    /// Where the block is kept while it is live.
-    pub slot: u32,
-    /// Number of its stream, from 0.
-    pub stream: u32,
 }
 
 /// The allocations and frees of a recorded history as a loop, without uses on other streams and `empty_cache`, which not
@@ -330,11 +294,17 @@ impl Drop for Slots<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backends::{self, CachingSettings};
-    use crate::histories::replay::HistoryBuilder;
-    use crate::histories::trace::{Action, Event};
-    use crate::{Driver, NullDriver, Selection};
+    use crate::formats::{Action, Event};
+    use crate::replay::HistoryBuilder;
     use std::sync::Arc;
+    use vramlab_device::{Driver, NullDriver};
+    use vramlab_policies::Selection;
+    use vramlab_policies::backends::{self, CachingSettings};
+
+    fn stream(number: u64) -> StreamId {
+        // SAFETY: the device is the null one, which looks at no stream.
+        unsafe { StreamId::from_raw(number) }
+    }
 
     #[test]
     fn numbers_are_those_of_the_other_languages() {
@@ -355,13 +325,13 @@ mod tests {
         for kind in backends::all() {
             let allocator = Selection::of(kind).build(&driver).unwrap();
             let sequence = Sequence::new(1, 100, 1_000);
-            let mut slots = Slots::fill(allocator.as_ref(), StreamId::numbered(1), &sequence.fill).unwrap();
+            let mut slots = Slots::fill(allocator.as_ref(), stream(1), &sequence.fill).unwrap();
             assert_eq!(allocator.stats().allocation.all.current, 100);
             slots.run(&sequence.steps).unwrap();
             assert_eq!(allocator.stats().allocation.all.current, 100);
             slots.empty().unwrap();
-            pair(allocator.as_ref(), StreamId::numbered(1), 512, 10).unwrap();
-            alternate(allocator.as_ref(), StreamId::numbered(1), [512, 4 << 20], 10).unwrap();
+            pair(allocator.as_ref(), stream(1), 512, 10).unwrap();
+            alternate(allocator.as_ref(), stream(1), [512, 4 << 20], 10).unwrap();
             let stats = allocator.stats().allocation.all;
             assert_eq!((stats.current, stats.allocated), (0, 1_120));
         }
@@ -388,7 +358,7 @@ mod tests {
         let recorded = Recorded::new(&history(&events));
         assert_eq!((recorded.allocations(), recorded.slots(), recorded.streams()), (3, 2, 2));
         assert_eq!(recorded.calls().iter().filter(|call| call.bytes == 0).count(), 3);
-        let streams = [StreamId::numbered(1), StreamId::numbered(2)];
+        let streams = [stream(1), stream(2)];
         for kind in backends::all() {
             // The second device has no room for the larger block: what was live by then goes back.
             for (bytes, allocated) in [(1 << 40, 6..=6), (2 << 20, 0..=1)] {

@@ -6,14 +6,13 @@
 //! numbers that make each collection come out as recorded will do, and each is chosen as high as it can be: from the last
 //! collection to the first, from its last round to its first.
 
-use super::beginning::Beginning;
-use super::builder::HistoryBuilder;
-use super::op::{BY_DEVICE, Kind, NEVER, Op, Release};
-use crate::backends::CachingSettings;
-use crate::contract::PoolKind;
-use crate::ordered::OrderedMap;
-use crate::policy::size::torch::{SMALL_SEGMENT, pool_of, round_size};
+use super::timeline::{Operation, Placements, Timeline};
+use crate::history::{Beginning, Kind};
 use crate::steps;
+use std::collections::BTreeMap;
+use vramlab_policies::backends::CachingSettings;
+use vramlab_policies::contract::PoolKind;
+use vramlab_policies::policy::size::torch::{SMALL_SEGMENT, pool_of, round_size};
 
 /// No age is higher; sums of ages stay in 64 bits.
 const OLDEST: i128 = 1 << 40;
@@ -45,11 +44,15 @@ struct Collection {
 }
 
 /// Sets the ages of the segments of the large pool that were idle. O(n log n) in the operations.
-pub(super) fn tell_ages(history: &HistoryBuilder, beginning: &mut Beginning, settings: &CachingSettings) {
+pub(super) fn find(timeline: &Timeline, beginning: &mut Beginning, settings: &CachingSettings) {
     if settings.memory_limit.is_none() || settings.garbage_collection_threshold <= 0.0 {
         return;
     }
-    let collections = Walk::new(beginning).follow(history, beginning, settings);
+    // So that time is bounded whatever the history says.
+    let budget = 64 * (timeline.ops.len() + beginning.segments.len());
+    let mut idle = Idle::new(beginning, settings, budget);
+    timeline.follow(beginning, &mut idle);
+    let collections = idle.collections;
     let mut since: Vec<i128> = vec![0; beginning.segments.len()];
     let mut chosen = vec![false; since.len()];
     for collection in collections.iter().rev() {
@@ -108,102 +111,28 @@ fn choose(round: &[(Since, bool)], rest: &[Since], since: &mut [i128], chosen: &
 
 /// Which segments are idle while the recorded placements are followed.
 #[derive(Debug)]
-struct Walk {
-    segments: OrderedMap<u64, Segment>,
+struct Idle<'a> {
+    settings: &'a CachingSettings,
+    segments: BTreeMap<u64, Segment>,
     searches: u64,
-    /// Blocks that become free in an operation, by its number.
-    due: OrderedMap<u32, Vec<u64>>,
+    collections: Vec<Collection>,
+    /// Segments that may still be looked at.
+    budget: usize,
 }
 
-impl Walk {
-    fn new(beginning: &Beginning) -> Self {
-        let segment = |(number, segment): (usize, &super::beginning::StartSegment)| {
+impl<'a> Idle<'a> {
+    fn new(beginning: &Beginning, settings: &'a CachingSettings, budget: usize) -> Self {
+        let mut idle = Self { settings, segments: BTreeMap::new(), searches: 0, collections: Vec::new(), budget };
+        for (number, segment) in beginning.segments.iter().enumerate() {
             let (end, stream) = (segment.addr + segment.bytes, segment.stream);
-            (segment.addr, Segment { end, stream, used: 0, since: Since::Before(number) })
-        };
-        let segments = beginning.segments.iter().enumerate().map(segment).collect();
-        let mut walk = Self { segments, searches: 0, due: OrderedMap::new() };
-        beginning.blocks.iter().for_each(|block| walk.take(block.addr));
-        walk
-    }
-
-    fn follow(
-        mut self,
-        history: &HistoryBuilder,
-        beginning: &Beginning,
-        settings: &CachingSettings,
-    ) -> Vec<Collection> {
-        let mut slots = vec![0; history.slots as usize];
-        for block in &beginning.blocks {
-            slots[block.slot as usize] = block.addr;
+            idle.segments.insert(segment.addr, Segment { end, stream, used: 0, since: Since::Before(number) });
         }
-        for op in &beginning.frees {
-            self.request_free(0, *op, &slots);
-        }
-        let (mut addresses, mut events) =
-            (history.addresses.iter(), history.segments.iter().filter(|event| event.part.is_none()).peekable());
-        let mut collections = Vec::new();
-        // So that time is bounded whatever the history says.
-        let mut budget = 64 * (history.ops.len() + beginning.segments.len());
-        for (number, op) in (0u32..).zip(&history.ops) {
-            steps::count(1);
-            match op.kind() {
-                Kind::Free | Kind::Release => self.request_free(number, *op, &slots),
-                Kind::Use => {}
-                Kind::Alloc | Kind::Refused | Kind::Trim | Kind::Nothing => {
-                    while let Some((_, freed)) = self.due.pop_through(&number) {
-                        freed.into_iter().for_each(|addr| self.give_back(addr));
-                    }
-                    let asks = matches!(op.kind(), Kind::Alloc | Kind::Refused);
-                    let large = || pool_of(round_size(op.value, &settings.roundup_power2_divisions)) == PoolKind::Large;
-                    self.searches += u64::from(asks && large());
-                    let mut taken: Vec<(Since, bool)> = Vec::new();
-                    let mut last = None;
-                    while let Some(event) = events.next_if(|event| event.op <= number) {
-                        let gone = self.segments.remove(&event.addr);
-                        if !event.released {
-                            let (end, stream) = (event.addr + event.bytes, op.stream());
-                            let since = Since::Searches(self.searches);
-                            self.segments.insert(event.addr, Segment { end, stream, used: 0, since });
-                        } else if let Some(gone) = gone.filter(|_| event.bytes > SMALL_SEGMENT) {
-                            let place = (gone.stream, event.bytes, event.addr);
-                            taken.push((gone.since, last.replace(place).is_some_and(|last| last > place)));
-                        }
-                    }
-                    if asks && !taken.is_empty() {
-                        let idle = |segment: &&Segment| segment.used == 0;
-                        let left = self.segments.iter().filter(|(start, segment)| segment.end - *start > SMALL_SEGMENT);
-                        let left: Vec<Since> =
-                            left.map(|(_, segment)| segment).filter(idle).map(|segment| segment.since).collect();
-                        let rounds = 1 + taken.iter().filter(|(_, begins)| *begins).count();
-                        let Some(rest) = budget.checked_sub(rounds * (taken.len() + left.len())) else { break };
-                        budget = rest;
-                        collections.push(Collection { taken, left });
-                    }
-                    if op.kind() == Kind::Alloc {
-                        let Some(&addr) = addresses.next() else { break };
-                        slots[op.slot as usize] = addr;
-                        self.take(addr);
-                    }
-                }
-            }
-        }
-        collections
-    }
-
-    fn request_free(&mut self, number: u32, op: Op, slots: &[u64]) {
-        let addr = slots[op.slot as usize];
-        match (op.kind(), Release::unpack(op.value).ready) {
-            (Kind::Release, NEVER) => {}
-            (Kind::Release, ready) if ready != BY_DEVICE && ready > number => {
-                self.due.or_default(ready).push(addr);
-            }
-            _ => self.give_back(addr),
-        }
+        beginning.blocks.iter().for_each(|block| idle.take(block.addr));
+        idle
     }
 
     fn segment_of(&mut self, addr: u64) -> Option<&mut Segment> {
-        self.segments.at_most_mut(&addr).map(|(_, segment)| segment).filter(|segment| addr < segment.end)
+        self.segments.range_mut(..=addr).next_back().map(|(_, segment)| segment).filter(|segment| addr < segment.end)
     }
 
     fn take(&mut self, addr: u64) {
@@ -211,8 +140,10 @@ impl Walk {
             segment.used += 1;
         }
     }
+}
 
-    fn give_back(&mut self, addr: u64) {
+impl Placements for Idle<'_> {
+    fn free(&mut self, addr: u64) {
         let searches = self.searches;
         if let Some(segment) = self.segment_of(addr) {
             segment.used = segment.used.saturating_sub(1);
@@ -220,5 +151,37 @@ impl Walk {
                 segment.since = Since::Searches(searches);
             }
         }
+    }
+
+    fn operation(&mut self, Operation { op, segments, block, .. }: Operation<'_>) -> bool {
+        let asks = matches!(op.kind(), Kind::Alloc | Kind::Refused);
+        let large = || pool_of(round_size(op.value, &self.settings.roundup_power2_divisions)) == PoolKind::Large;
+        self.searches += u64::from(asks && large());
+        let mut taken: Vec<(Since, bool)> = Vec::new();
+        let mut last = None;
+        for event in segments.iter().filter(|event| event.part.is_none()) {
+            let gone = self.segments.remove(&event.addr);
+            if !event.released {
+                let (end, stream) = (event.end(), op.stream());
+                let since = Since::Searches(self.searches);
+                self.segments.insert(event.addr, Segment { end, stream, used: 0, since });
+            } else if let Some(gone) = gone.filter(|_| event.bytes > SMALL_SEGMENT) {
+                let place = (gone.stream, event.bytes, event.addr);
+                taken.push((gone.since, last.replace(place).is_some_and(|last| last > place)));
+            }
+        }
+        if asks && !taken.is_empty() {
+            let idle = |segment: &&Segment| segment.used == 0;
+            let left = self.segments.iter().filter(|(start, segment)| segment.end - *start > SMALL_SEGMENT);
+            let left: Vec<Since> = left.map(|(_, segment)| segment).filter(idle).map(|segment| segment.since).collect();
+            let rounds = 1 + taken.iter().filter(|(_, begins)| *begins).count();
+            let Some(rest) = self.budget.checked_sub(rounds * (taken.len() + left.len())) else { return false };
+            self.budget = rest;
+            self.collections.push(Collection { taken, left });
+        }
+        if let Some(addr) = block {
+            self.take(addr);
+        }
+        true
     }
 }

@@ -1,118 +1,82 @@
-//! What an allocator did inside one request: which frees it found completed, which segments went and came, and why.
+//! Why segments went back: a call of `empty_cache`, or an allocation in need of memory.
 
 use super::gaps::Gaps;
-use crate::backends::CachingSettings;
-use crate::contract::PoolKind;
-use crate::policy::size::torch::{SMALL_SEGMENT, pool_of, round_size};
+use super::timeline::Timeline;
+use super::windows::{Cause, ClosedWindow, Completion, End, Window};
+use crate::history::{Kind, Release, SegmentEvent};
+use crate::memory::Rules;
 use crate::steps;
+use std::collections::BTreeSet;
+use vramlab_policies::backends::CachingSettings;
+use vramlab_policies::contract::PoolKind;
+use vramlab_policies::policy::size::torch::{SMALL_SEGMENT, pool_of, round_size, segment_size};
 
-/// A segment that came from the device or went back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct SegmentEvent {
-    /// First address.
-    pub(super) addr: u64,
-    /// Bytes.
-    pub(super) bytes: u64,
-    /// Handle of its stream.
-    pub(super) stream: u64,
-    /// The pool of a part of an expandable segment; `None` for whole segments.
-    pub(super) part: Option<PoolKind>,
-    /// The operation inside which it happened.
-    pub(super) op: u32,
-    /// Whether it went back.
-    pub(super) released: bool,
-    /// Whether a device that refused is the only explanation, so that a replay has to refuse as well.
-    pub(super) refused: bool,
+/// Decides in each closed window why segments went back; `reserved` bytes were held before the first event, and `refused_from`
+/// says how many the device refused, if refused requests tell. Writes what follows into the timeline, adds frees that were held up
+/// to `deferred`, and returns the requests that were tried again, in order.
+pub(super) fn decide(
+    windows: Vec<ClosedWindow>,
+    settings: &CachingSettings,
+    reserved: u64,
+    refused_from: Option<u64>,
+    timeline: &mut Timeline,
+    deferred: &mut Vec<u32>,
+) -> Vec<u32> {
+    let mut retries = Vec::new();
+    for ClosedWindow { mut window, placeholder, first, end } in windows {
+        window.reserved = window.reserved.wrapping_add(reserved);
+        window.refused_from = refused_from.filter(|_| settings.memory_limit.is_none());
+        if settings.garbage_collection_threshold > 0.0 || settings.max_split_size.is_some() {
+            // What goes then depends on what is free, so a free that seems to have completed at once is taken for
+            // one that did.
+            window.before = None;
+        }
+        let cause = window.cause(settings, end);
+        let trims = cause == Cause::Trim;
+        if trims {
+            timeline.ops[placeholder as usize].set_kind(Kind::Trim);
+        }
+        if cause == Cause::Retry && window.released {
+            retries.push(placeholder + 1);
+        }
+        window.complete(cause, if trims { placeholder } else { placeholder + 1 }, timeline, deferred);
+        let count = window.segments.len();
+        for segment in timeline.segments[first..first + count].iter_mut().filter(|segment| segment.released) {
+            segment.refused = matches!(cause, Cause::Full | Cause::Device);
+            if trims {
+                segment.op = placeholder;
+            }
+        }
+    }
+    retries
 }
 
-/// A free that completed later than it was requested.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Completion {
-    /// The operation that requested it.
-    pub(super) op: u32,
-    /// Address of the block.
-    pub(super) addr: u64,
-    /// Bytes asked for.
-    pub(super) bytes: u64,
-    /// Size, where the history shows the block's segment: a request may get more than it asked for.
-    pub(super) size: Option<u64>,
-    /// Handle of its stream.
-    pub(super) stream: u64,
-    /// Whether a segment had gone back before.
-    pub(super) after_release: bool,
-}
-
-/// The events between two of the client's.
-#[derive(Debug, Default)]
-pub(super) struct Window {
-    /// Frees that completed.
-    pub(super) completions: Vec<Completion>,
-    /// The operation right before it, if that is a free which completed at once. It may as well have been held up and
-    /// completed as the first event of this window.
-    pub(super) before: Option<Completion>,
-    /// Segments in order.
-    pub(super) segments: Vec<SegmentEvent>,
-    /// Bytes reserved before its first segment event.
-    pub(super) reserved: u64,
-    /// From how many reserved bytes on the device refused, where no limit is known and refused requests tell.
-    pub(super) refused_from: Option<u64>,
-    /// Whether a segment has gone back.
-    pub(super) released: bool,
-}
-
-/// The client's event that ends a window.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
-    /// An allocation: the window is a part of it, or of an `empty_cache` before it.
-    Alloc {
-        /// Bytes asked for.
-        bytes: u64,
-        /// Handle of the stream.
-        stream: u64,
-    },
-    /// A refused allocation: likewise.
-    Refused {
-        /// Bytes asked for.
-        bytes: u64,
-        /// Handle of the stream.
-        stream: u64,
-    },
-    /// Anything else, or the end of the history.
-    Other,
-}
-
-/// Why segments went back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Cause {
-    /// None did.
-    Nothing,
-    /// The client emptied the cache.
-    Trim,
-    /// Garbage collection or the release of oversize segments, after the usual look at pending frees.
-    Collect,
-    /// The limit refused, everything pending was waited for, and the cache was released.
-    Retry,
-    /// The same, but it was the device that refused.
-    Full,
-    /// The device refused where no limit did, and not everything was waited for.
-    Device,
+/// Requests of a private pool never release what is cached: what looked like it was a call of `empty_cache` right before,
+/// with which `torch.cuda.graph` begins. `retries` are operations, in order.
+pub(super) fn empty_before_private_pools(retries: &[u32], timeline: &mut Timeline) {
+    let of_private = |op: &&u32| {
+        let op = timeline.ops[**op as usize];
+        op.kind() == Kind::Alloc && op.pool() > 0
+    };
+    let requests: BTreeSet<u32> = retries.iter().filter(of_private).copied().collect();
+    if requests.is_empty() {
+        return;
+    }
+    for request in &requests {
+        timeline.ops[*request as usize - 1].set_kind(Kind::Trim);
+    }
+    for op in timeline.ops.iter_mut().filter(|op| op.kind() == Kind::Release) {
+        let release = op.release();
+        if requests.contains(&release.ready) {
+            op.set_release(Release { ready: release.ready - 1, ..release });
+        }
+    }
+    for segment in timeline.segments.iter_mut().filter(|segment| segment.released && requests.contains(&segment.op)) {
+        segment.op -= 1;
+    }
 }
 
 impl Window {
-    /// Whether it may have been a call of `empty_cache`.
-    pub(super) fn may_be_trim(&self, end: End) -> bool {
-        end == End::Other || self.released
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.completions.is_empty() && self.segments.is_empty()
-    }
-
-    /// Whether the reason for which segments went back hangs on how large blocks were whose frees were held up.
-    pub(super) fn asks_for_sizes(&self, end: End) -> bool {
-        self.released && end != End::Other && !(self.completions.is_empty() && self.before.is_none())
-    }
-
     /// Why segments went back in this window.
     pub(super) fn cause(&self, settings: &CachingSettings, end: End) -> Cause {
         let released = || self.segments.iter().filter(|segment| segment.released);
@@ -184,7 +148,7 @@ impl Window {
         let round = |bytes: u64| round_size(bytes, &settings.roundup_power2_divisions);
         let rounded = round(bytes);
         let small = pool_of(rounded) == PoolKind::Small;
-        let max_split = settings.max_split_size.unwrap_or(u64::MAX);
+        let rules = Rules::pytorch(settings);
         // Blocks that were held up lay between the free parts of segments. One that may have been counts among them: if
         // nothing else served the request, a retry does what the client would have done, whether that block was free
         // or not.
@@ -195,16 +159,15 @@ impl Window {
             let room = gaps.largest_in(segment.addr, segment.addr + segment.bytes);
             segment.stream == stream
                 && (segment.bytes == SMALL_SEGMENT) == small
-                && room >= rounded
                 // Oversize blocks serve only requests of about their size.
-                && (room < max_split || rounded >= max_split && room < rounded + settings.max_non_split_rounding)
+                && rules.serves(room, rounded)
         })
     }
 
     /// Whether an address lies in a segment that went back.
     pub(super) fn is_gone(&self, addr: u64) -> bool {
         let mut gone = self.segments.iter().filter(|segment| segment.released);
-        gone.any(|segment| addr >= segment.addr && addr - segment.addr < segment.bytes)
+        gone.any(|segment| segment.contains(addr))
     }
 
     /// Whether one of the blocks that were held up would have fitted a request.
@@ -228,11 +191,44 @@ impl Window {
         })
     }
 
-    /// Whether each completed free was found by waiting for it, after no free block had fitted, and not by asking.
-    pub(super) fn waited_for(&self, cause: Cause) -> impl Iterator<Item = (u32, bool)> + '_ {
-        let some_after = self.completions.iter().any(|done| done.after_release);
-        let retry = matches!(cause, Cause::Retry | Cause::Full) && !some_after;
-        self.completions.iter().map(move |done| (done.op, done.after_release || retry))
+    /// Why parts were unmapped in this window.
+    pub(super) fn cause_of_parts(&self, settings: &CachingSettings, end: End) -> Cause {
+        let (bytes, stream, otherwise) = match end {
+            End::Other => return Cause::Trim,
+            End::Alloc { bytes, stream } => (bytes, stream, Cause::Trim),
+            End::Refused { bytes, stream } => (bytes, stream, Cause::Retry),
+        };
+        // Within a request the client empties no cache: the device had memory for the first hole and none for the next.
+        if !self.segments[0].released {
+            return Cause::Device;
+        }
+        let round = |bytes: u64| round_size(bytes, &settings.roundup_power2_divisions);
+        let rounded = round(bytes);
+        // Blocks whose frees were held up lay between what was free.
+        let held_up = self.completions.iter().chain(&self.before);
+        let gaps = Gaps::between(held_up.map(|done| (done.addr, done.addr + done.size.unwrap_or(round(done.bytes)))));
+        let fits = |part: &SegmentEvent| {
+            part.released
+                && part.stream == stream
+                && part.part == Some(pool_of(rounded))
+                && gaps.largest_in(part.addr, part.addr + part.bytes) >= rounded
+        };
+        // Had one of the parts been there, the request would have got it: they were gone before.
+        if settings.max_split_size.is_none() && self.segments.iter().any(fits) {
+            return Cause::Trim;
+        }
+        // After `empty_cache` a block that stayed would have served, and nothing would have been mapped.
+        let serves_by_waiting = self.segments.iter().any(|part| !part.released)
+            && settings.max_split_size.is_none()
+            && self.held_up_fits(settings, bytes, stream, |done| !self.is_gone(done.addr));
+        let over = |limit: u64| self.reserved.saturating_add(segment_size(rounded)) > limit;
+        match settings.memory_limit {
+            Some(limit) if over(limit) => Cause::Retry,
+            None if otherwise == Cause::Trim && (serves_by_waiting || self.is_refused(segment_size(rounded))) => {
+                Cause::Full
+            }
+            _ => otherwise,
+        }
     }
 }
 
@@ -245,15 +241,8 @@ mod tests {
     const ALLOC: End = End::Alloc { bytes: 100 * MIB, stream: 0 };
 
     fn window(reserved: u64, sizes: &[i64]) -> Window {
-        let segment = |&mib: &i64| SegmentEvent {
-            addr: 1 << 40,
-            bytes: mib.unsigned_abs() * MIB,
-            stream: 0,
-            part: None,
-            op: 0,
-            released: mib < 0,
-            refused: false,
-        };
+        let segment =
+            |&mib: &i64| SegmentEvent { released: mib < 0, ..SegmentEvent::made(1 << 40, mib.unsigned_abs() * MIB, 0) };
         Window {
             completions: vec![Completion { op: 0, addr: 1, bytes: 512, size: None, stream: 0, after_release: false }],
             before: None,
@@ -368,5 +357,66 @@ mod tests {
         // A free that completed after a segment had gone was waited for, so the one before it was not.
         window.completions.push(Completion { op: 1, addr: 1, bytes: 512, size: None, stream: 0, after_release: true });
         assert_eq!(window.waited_for(Cause::Retry).collect::<Vec<_>>(), [(0, false), (1, true)]);
+    }
+
+    #[test]
+    fn the_limit_counts_a_segment_of_the_native_policy() {
+        let part = |mib: i64| SegmentEvent {
+            released: mib < 0,
+            ..SegmentEvent::made(1 << 40, mib.unsigned_abs() * MIB, 0).part_of(PoolKind::Large)
+        };
+        let window = |parts: &[i64]| Window {
+            segments: parts.iter().map(|mib| part(*mib)).collect(),
+            reserved: 80 * MIB,
+            released: true,
+            ..Window::default()
+        };
+        let alloc = |mib: u64| End::Alloc { bytes: mib * MIB, stream: 0 };
+        let limited = |mib: u64| CachingSettings { memory_limit: Some(mib * MIB), ..CachingSettings::default() };
+        let cause = |parts: &[i64], end, mib| window(parts).cause(&limited(mib), end);
+        // Two MiB count as 20.
+        assert_eq!(cause(&[-20, 20], alloc(2), 99), Cause::Trim, "20 MiB would have served it");
+        assert_eq!(cause(&[-20, 40], alloc(30), 109), Cause::Retry);
+        assert_eq!(cause(&[-20, 40], alloc(30), 110), Cause::Trim);
+        assert_eq!(cause(&[-20], End::Other, 99), Cause::Trim);
+        assert_eq!(cause(&[-20], End::Refused { bytes: 30 * MIB, stream: 0 }, 109), Cause::Retry);
+        assert_eq!(cause(&[20, -20, 20], alloc(30), 200), Cause::Device);
+    }
+
+    #[test]
+    fn a_held_up_block_could_not_serve_before_its_free_completed() {
+        let part = |addr: u64, bytes: u64, released: bool| SegmentEvent {
+            released,
+            ..SegmentEvent::made(addr, bytes, 0).part_of(PoolKind::Large)
+        };
+        let held_up = |addr: u64, mib: u64| {
+            let (op, size, stream) = (0, Some(mib * MIB), 0);
+            Completion { op, addr, bytes: mib * MIB, size, stream, after_release: false }
+        };
+        let (gone, kept) = (1 << 40, 2 << 40);
+        let window = |completion| Window {
+            completions: Vec::from([completion]),
+            segments: Vec::from([part(gone, 40 * MIB, true), part(4 << 40, 20 * MIB, false)]),
+            reserved: 80 * MIB,
+            released: true,
+            ..Window::default()
+        };
+        let cause = |completion, limit: Option<u64>, mib: u64| {
+            let settings = CachingSettings { memory_limit: limit.map(|mib| mib * MIB), ..CachingSettings::default() };
+            window(completion).cause(&settings, End::Alloc { bytes: mib * MIB, stream: 0 })
+        };
+        // 15 MiB were free on each side of the block in what went back: enough for 12, not for 16.
+        let between = gone + 15 * MIB;
+        assert_eq!(cause(held_up(between, 10), Some(90), 12), Cause::Trim);
+        assert_eq!(cause(held_up(between, 10), Some(90), 16), Cause::Retry);
+        // After `empty_cache` the block that stayed would have served, unless it is too small: the device was full.
+        assert_eq!(cause(held_up(kept, 16), None, 16), Cause::Trim, "40 MiB in one piece were free");
+        let small = |mib| Window {
+            segments: Vec::from([part(gone, 2 * MIB, true), part(4 << 40, 20 * MIB, false)]),
+            ..window(held_up(kept, mib))
+        };
+        let end = End::Alloc { bytes: 16 * MIB, stream: 0 };
+        assert_eq!(small(16).cause(&CachingSettings::default(), end), Cause::Full);
+        assert_eq!(small(15).cause(&CachingSettings::default(), end), Cause::Trim);
     }
 }

@@ -71,7 +71,7 @@ impl Gaps {
 mod tests {
     use super::*;
 
-    /// The same by looking at every address.
+    /// The largest gap, found by looking at every address.
     fn slow(blocks: &[(u64, u64)], start: u64, end: u64) -> u64 {
         let free = |at: u64| !blocks.iter().any(|block| (block.0..block.1).contains(&at));
         let (mut run, mut largest) = (0, 0);

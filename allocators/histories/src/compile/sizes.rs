@@ -11,24 +11,22 @@
 //! So the recorded placements are followed, and an extra that they contradict grows to the least one that they do not.
 //! As that may contradict an earlier placement, they are followed again until nothing changes.
 
-use super::beginning::{Beginning, StartBlock, StartSegment};
-use super::builder::HistoryBuilder;
-use super::op::{BY_DEVICE, Kind, NEVER, Op, Release};
-use super::pools::number_at;
-use super::windows::SegmentEvent;
-use crate::backends::CachingSettings;
-use crate::contract::PoolKind;
-use crate::ordered::OrderedMap;
-use crate::policy::size::torch::{MIN_BLOCK, SMALL_MAX, pool_of, round_size};
+use super::pools::NamedRange;
+use super::timeline::{Operation, Placements, Timeline};
+use crate::history::{Beginning, Kind, Op, SegmentEvent, StartBlock, StartSegment};
+use crate::memory::Rules;
 use crate::steps;
 use std::collections::{BTreeMap, BTreeSet};
+use vramlab_policies::backends::CachingSettings;
+use vramlab_policies::contract::PoolKind;
+use vramlab_policies::policy::size::torch::{MIN_BLOCK, SMALL_MAX, SMALL_SEGMENT, pool_of, round_size};
 
 /// Times that the placements are followed. Each time only what the last one changed can change anything.
 const ROUNDS: u32 = 16;
 
 /// A block with a gap behind it that may belong to it.
 #[derive(Clone, Copy, Debug)]
-struct Doubt {
+struct OpenEnd {
     /// The block.
     addr: u64,
     /// Where it ends if it is as large as its rounded request.
@@ -54,24 +52,27 @@ struct Segment {
 #[derive(Clone, Copy, Debug)]
 struct Free {
     end: u64,
-    /// The doubt about where it begins.
-    doubt: Option<usize>,
+    /// The block before it, if where that ends is open.
+    open_end: Option<usize>,
 }
 
 /// Blocks of every segment while the recorded placements are followed.
 #[derive(Debug)]
 struct Layout<'a> {
     settings: &'a CachingSettings,
-    doubts: &'a mut [Doubt],
-    segments: OrderedMap<u64, Segment>,
+    rules: Rules,
+    /// The private pools that the history's end names.
+    names: Option<&'a [NamedRange]>,
+    open_ends: &'a mut [OpenEnd],
+    segments: BTreeMap<u64, Segment>,
     /// By first address.
-    free: OrderedMap<u64, Free>,
+    free: BTreeMap<u64, Free>,
     /// End of each block that is in use, by first address.
     used: BTreeMap<u64, u64>,
-    /// Free blocks with a doubt, as best fit sees them: stream, size, address.
+    /// Free blocks whose beginning is open, as best fit sees them: stream, size, address.
     open: BTreeSet<(u32, u64, u64)>,
-    /// Blocks that become free in an operation, by its number.
-    due: OrderedMap<u32, Vec<u64>>,
+    /// Allocations so far.
+    allocations: u64,
     /// Whether an extra grew.
     changed: bool,
     /// Extras that may still grow, so that time is bounded whatever the history says.
@@ -84,16 +85,17 @@ struct Layout<'a> {
 ///
 /// # Errors
 /// Why the blocks and the segments do not go together.
-pub(super) fn tell_sizes(
-    history: &HistoryBuilder,
+pub(super) fn find(
+    timeline: &Timeline,
     beginning: &mut Beginning,
+    names: Option<&[NamedRange]>,
     settings: &CachingSettings,
 ) -> Result<(), String> {
-    let mut doubts = place_blocks(&beginning.segments, &mut beginning.blocks, settings)?;
+    let mut open_ends = place_blocks(&beginning.segments, &mut beginning.blocks, settings)?;
     for _ in 0..ROUNDS {
-        let budget = 8 * (history.ops.len() + doubts.len()) as u64;
-        let mut layout = Layout::new(settings, &mut doubts, beginning, budget);
-        layout.follow(beginning, history);
+        let budget = 8 * (timeline.ops.len() + open_ends.len()) as u64;
+        let mut layout = Layout::new(settings, names, &mut open_ends, beginning, budget);
+        timeline.follow(beginning, &mut layout);
         if let Some(number) = layout.outside {
             return Err(format!("allocation {number} lies in no segment that is known"));
         }
@@ -101,23 +103,24 @@ pub(super) fn tell_sizes(
             break;
         }
     }
-    let extras: BTreeMap<u64, u64> = doubts.iter().map(|doubt| (doubt.addr, doubt.base + doubt.extra)).collect();
+    let extras: BTreeMap<u64, u64> =
+        open_ends.iter().map(|open_end| (open_end.addr, open_end.base + open_end.extra)).collect();
     for block in &mut beginning.blocks {
         if let Some(end) = extras.get(&block.addr) {
             block.bytes = Some(end - block.addr);
         }
     }
-    beginning.undetermined = doubts.iter().filter(|doubt| !doubt.shown).count() as u64;
+    beginning.undetermined = open_ends.iter().filter(|open_end| !open_end.shown).count() as u64;
     Ok(())
 }
 
-/// Sets the sizes that do not depend on what comes later; the others are in doubt.
+/// Sets the sizes that do not depend on what comes later; of the others the end is open.
 fn place_blocks(
     segments: &[StartSegment],
     blocks: &mut [StartBlock],
     settings: &CachingSettings,
-) -> Result<Vec<Doubt>, String> {
-    let mut doubts = Vec::new();
+) -> Result<Vec<OpenEnd>, String> {
+    let mut open_ends = Vec::new();
     let mut at = 0;
     let mut last = 0;
     for segment in segments {
@@ -142,7 +145,7 @@ fn place_blocks(
                 (PoolKind::Small, _) => rounded,
                 _ if gap <= SMALL_MAX || rounded >= settings.max_split_size.unwrap_or(u64::MAX) => rounded + gap,
                 _ => {
-                    doubts.push(Doubt { addr: block.addr, base, extra: 0, shown: false });
+                    open_ends.push(OpenEnd { addr: block.addr, base, extra: 0, shown: false });
                     rounded
                 }
             };
@@ -153,7 +156,7 @@ fn place_blocks(
     }
     match blocks.get(at) {
         Some(block) => Err(outside(block.addr)),
-        None => Ok(doubts),
+        None => Ok(open_ends),
     }
 }
 
@@ -162,15 +165,23 @@ fn outside(addr: u64) -> String {
 }
 
 impl<'a> Layout<'a> {
-    fn new(settings: &'a CachingSettings, doubts: &'a mut [Doubt], beginning: &Beginning, budget: u64) -> Self {
+    fn new(
+        settings: &'a CachingSettings,
+        names: Option<&'a [NamedRange]>,
+        open_ends: &'a mut [OpenEnd],
+        beginning: &Beginning,
+        budget: u64,
+    ) -> Self {
         let mut layout = Self {
             settings,
-            doubts,
-            segments: OrderedMap::new(),
-            free: OrderedMap::new(),
+            rules: Rules::pytorch(settings),
+            names,
+            open_ends,
+            segments: BTreeMap::new(),
+            free: BTreeMap::new(),
             used: BTreeMap::new(),
             open: BTreeSet::new(),
-            due: OrderedMap::new(),
+            allocations: 0,
             changed: false,
             budget,
             outside: None,
@@ -183,85 +194,30 @@ impl<'a> Layout<'a> {
             layout
                 .add_segment(segment.addr, Segment { end, stream: segment.stream, pool: segment.pool, made, private });
             layout.free.remove(&segment.addr);
-            let (mut at, mut doubt) = (segment.addr, None);
+            let (mut at, mut open_end) = (segment.addr, None);
             while let Some(block) = blocks.next_if(|block| block.addr < end) {
                 if block.addr > at {
-                    layout.add_free(at, Free { end: block.addr, doubt });
+                    layout.add_free(at, Free { end: block.addr, open_end });
                 }
                 at = block.addr + block.bytes.unwrap_or(block.requested);
-                doubt = None;
-                if let Some(known) = layout.doubts.get(number).filter(|doubt| doubt.addr == block.addr) {
+                open_end = None;
+                if let Some(known) = layout.open_ends.get(number).filter(|open_end| open_end.addr == block.addr) {
                     at = known.base + known.extra;
-                    doubt = Some(number).filter(|_| !known.shown && !private);
+                    open_end = Some(number).filter(|_| !known.shown && !private);
                     number += 1;
                 }
                 layout.used.insert(block.addr, at);
             }
             if end > at {
-                layout.add_free(at, Free { end, doubt });
+                layout.add_free(at, Free { end, open_end });
             }
         }
         layout
     }
 
-    /// Follows the recorded placements.
-    fn follow(&mut self, beginning: &Beginning, history: &HistoryBuilder) {
-        let mut slots = vec![0; history.slots as usize];
-        for block in &beginning.blocks {
-            slots[block.slot as usize] = block.addr;
-        }
-        for op in &beginning.frees {
-            self.request_free(0, *op, &slots);
-        }
-        let (mut addresses, mut segments) =
-            (history.addresses.iter(), history.segments.iter().filter(|event| event.part.is_none()).peekable());
-        let mut allocations = 0;
-        for (number, op) in (0u32..).zip(&history.ops) {
-            steps::count(1);
-            match op.kind() {
-                Kind::Alloc | Kind::Trim | Kind::Refused | Kind::Nothing => {
-                    self.complete_frees(number);
-                    if op.kind() == Kind::Refused {
-                        self.search(op.stream(), op.value, (u64::MAX, u64::MAX));
-                    }
-                    while let Some(segment) = segments.next_if(|segment| segment.op <= number) {
-                        let names = history.pool_names.as_deref();
-                        let private = names.is_some_and(|names| number_at(names, segment.addr) > 0);
-                        self.segment_event(segment, op.stream(), private);
-                    }
-                    if op.kind() == Kind::Alloc {
-                        let Some(&addr) = addresses.next() else { return };
-                        allocations += 1;
-                        slots[op.slot as usize] = addr;
-                        self.place(number, allocations, addr, *op);
-                    }
-                }
-                Kind::Free | Kind::Release => self.request_free(number, *op, &slots),
-                Kind::Use => {}
-            }
-        }
-    }
-
-    fn request_free(&mut self, number: u32, op: Op, slots: &[u64]) {
-        let addr = slots[op.slot as usize];
-        match (op.kind(), Release::unpack(op.value).ready) {
-            (Kind::Release, NEVER) => {}
-            (Kind::Release, ready) if ready != BY_DEVICE && ready > number => self.due.or_default(ready).push(addr),
-            _ => self.free_block(addr),
-        }
-    }
-
-    fn complete_frees(&mut self, number: u32) {
-        while let Some((_, freed)) = self.due.pop_through(&number) {
-            for addr in freed {
-                self.free_block(addr);
-            }
-        }
-    }
-
     fn add_segment(&mut self, addr: u64, segment: Segment) {
         self.segments.insert(addr, segment);
-        self.free.insert(addr, Free { end: segment.end, doubt: None });
+        self.free.insert(addr, Free { end: segment.end, open_end: None });
     }
 
     fn segment_event(&mut self, event: &SegmentEvent, stream: u32, private: bool) {
@@ -276,11 +232,7 @@ impl<'a> Layout<'a> {
         }
         self.segments.remove(&addr);
         if !event.released {
-            let pool = if event.bytes == crate::policy::size::torch::SMALL_SEGMENT {
-                PoolKind::Small
-            } else {
-                PoolKind::Large
-            };
+            let pool = if event.bytes == SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large };
             self.add_segment(addr, Segment { end, stream, pool, made: event.op, private });
         }
     }
@@ -291,7 +243,7 @@ impl<'a> Layout<'a> {
     }
 
     fn add_free(&mut self, start: u64, free: Free) {
-        if free.doubt.is_some()
+        if free.open_end.is_some()
             && let Some((_, segment)) = self.segment_of(start)
         {
             self.open.insert((segment.stream, free.end - start, start));
@@ -301,32 +253,12 @@ impl<'a> Layout<'a> {
 
     fn remove_free(&mut self, start: u64) -> Option<Free> {
         let free = self.free.remove(&start)?;
-        if free.doubt.is_some()
+        if free.open_end.is_some()
             && let Some((_, segment)) = self.segment_of(start)
         {
             self.open.remove(&(segment.stream, free.end - start, start));
         }
         Some(free)
-    }
-
-    /// A block is reusable; it is joined with its free neighbours.
-    fn free_block(&mut self, addr: u64) {
-        let Some(end) = self.used.remove(&addr) else { return };
-        let Some((first, segment)) = self.segment_of(addr) else { return };
-        let mut joined = (addr, Free { end, doubt: None });
-        // With the block the doubt about its end goes, too.
-        if end < segment.end
-            && let Some(next) = self.remove_free(end)
-        {
-            joined.1.end = next.end;
-        }
-        let before = self.free.range(first..addr).next_back().filter(|(_, free)| free.end == addr);
-        if let Some(start) = before.map(|(start, _)| *start)
-            && let Some(before) = self.remove_free(start)
-        {
-            joined = (start, Free { doubt: before.doubt, ..joined.1 });
-        }
-        self.add_free(joined.0, joined.1);
     }
 
     /// A block was placed at `addr`.
@@ -345,8 +277,8 @@ impl<'a> Layout<'a> {
         let found = if segment.made == number { (u64::MAX, addr) } else { (bytes, addr) };
         self.remove_free(start);
         let mut front = None;
-        match free.doubt.filter(|doubt| addr - self.doubts[*doubt].base <= SMALL_MAX) {
-            Some(doubt) => self.show(doubt, addr),
+        match free.open_end.filter(|open_end| addr - self.open_ends[*open_end].base <= SMALL_MAX) {
+            Some(open_end) => self.show(open_end, addr),
             // Another allocator than this one put it there.
             None if start < addr => front = Some(Free { end: addr, ..free }),
             None => {}
@@ -358,16 +290,11 @@ impl<'a> Layout<'a> {
             self.add_free(start, front);
         }
         let rounded = self.rounded(op.value);
-        let rest = bytes.saturating_sub(rounded);
-        let max_split = self.settings.max_split_size.unwrap_or(u64::MAX);
-        let split = match segment.pool {
-            PoolKind::Small => rest >= MIN_BLOCK,
-            PoolKind::Large => rounded < max_split && rest > SMALL_MAX,
-        };
+        let split = bytes >= rounded && self.rules.cuts(segment.pool == PoolKind::Small, rounded, bytes);
         let end = if split { addr + rounded } else { free.end };
         self.used.insert(addr, end);
         if end < free.end {
-            self.add_free(end, Free { end: free.end, doubt: None });
+            self.add_free(end, Free { end: free.end, open_end: None });
         }
     }
 
@@ -376,12 +303,12 @@ impl<'a> Layout<'a> {
     }
 
     /// A placement shows where the block before it ends.
-    fn show(&mut self, doubt: usize, end: u64) {
-        let doubt = &mut self.doubts[doubt];
-        let extra = end - doubt.base;
-        self.changed |= doubt.extra != extra;
-        (doubt.extra, doubt.shown) = (extra, true);
-        if let Some(used) = self.used.get_mut(&doubt.addr) {
+    fn show(&mut self, open_end: usize, end: u64) {
+        let open_end = &mut self.open_ends[open_end];
+        let extra = end - open_end.base;
+        self.changed |= open_end.extra != extra;
+        (open_end.extra, open_end.shown) = (extra, true);
+        if let Some(used) = self.used.get_mut(&open_end.addr) {
             *used = end;
         }
     }
@@ -401,20 +328,57 @@ impl<'a> Layout<'a> {
             self.budget -= 1;
             steps::count(1);
             let Some(free) = self.remove_free(start) else { return };
-            let Some(number) = free.doubt else { return };
+            let Some(number) = free.open_end else { return };
             let by = (size - rounded + 1).next_multiple_of(MIN_BLOCK);
-            let doubt = &mut self.doubts[number];
-            if doubt.extra + by > SMALL_MAX || size - by <= SMALL_MAX {
+            let open_end = &mut self.open_ends[number];
+            if open_end.extra + by > SMALL_MAX || size - by <= SMALL_MAX {
                 // Then this is not why, and nothing else is known.
-                self.add_free(start, Free { doubt: None, ..free });
+                self.add_free(start, Free { open_end: None, ..free });
                 continue;
             }
-            doubt.extra += by;
+            open_end.extra += by;
             self.changed = true;
-            if let Some(used) = self.used.get_mut(&doubt.addr) {
+            if let Some(used) = self.used.get_mut(&open_end.addr) {
                 *used += by;
             }
             self.add_free(start + by, free);
         }
+    }
+}
+
+impl Placements for Layout<'_> {
+    /// A block is reusable; it is joined with its free neighbours.
+    fn free(&mut self, addr: u64) {
+        let Some(end) = self.used.remove(&addr) else { return };
+        let Some((first, segment)) = self.segment_of(addr) else { return };
+        let mut joined = (addr, Free { end, open_end: None });
+        // With the block the question where it ends goes, too.
+        if end < segment.end
+            && let Some(next) = self.remove_free(end)
+        {
+            joined.1.end = next.end;
+        }
+        let before = self.free.range(first..addr).next_back().filter(|(_, free)| free.end == addr);
+        if let Some(start) = before.map(|(start, _)| *start)
+            && let Some(before) = self.remove_free(start)
+        {
+            joined = (start, Free { open_end: before.open_end, ..joined.1 });
+        }
+        self.add_free(joined.0, joined.1);
+    }
+
+    fn operation(&mut self, Operation { number, op, segments, block }: Operation<'_>) -> bool {
+        if op.kind() == Kind::Refused {
+            self.search(op.stream(), op.value, (u64::MAX, u64::MAX));
+        }
+        for segment in segments.iter().filter(|event| event.part.is_none()) {
+            let private = self.names.is_some_and(|names| NamedRange::number_at(names, segment.addr) > 0);
+            self.segment_event(segment, op.stream(), private);
+        }
+        if let Some(addr) = block {
+            self.allocations += 1;
+            self.place(number, self.allocations, addr, op);
+        }
+        true
     }
 }

@@ -1,8 +1,8 @@
 //! What is wrong with a file of events, where, and how to mend it.
 
-use crate::budget::OverBudget;
 use std::fmt;
 use std::path::PathBuf;
+use vramlab_device::budget::OverBudget;
 
 /// A file that cannot be read, in one line: the file, the place, what is wrong and how to mend it.
 #[derive(Debug, thiserror::Error)]
@@ -100,7 +100,7 @@ pub enum Problem {
     /// More than the reader may keep in memory.
     #[error(transparent)]
     TooLarge(#[from] OverBudget),
-    /// Whoever takes the events wants no more.
+    /// The sink wants no more events.
     #[error("{0}")]
     Stopped(Box<dyn std::error::Error + Send + Sync>),
 }

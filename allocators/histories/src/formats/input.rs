@@ -1,13 +1,13 @@
 //! Bytes of a file, unpacked if it is compressed, through one buffer.
 
 use super::error::{Place, Problem, ReadError};
-use crate::budget::{Budget, Claim};
-use crate::bytes::Bytes;
 use crate::steps;
 use flate2::bufread::MultiGzDecoder;
 use liblzma::bufread::XzDecoder;
 use liblzma::stream::{CONCATENATED, Stream};
 use std::io::{BufRead, BufReader, ErrorKind, Read};
+use vramlab_device::Bytes;
+use vramlab_device::budget::{Budget, Claim};
 
 /// Size of the buffer, which is the most that [`Input::ensure`] can give at once.
 const BUFFER: usize = 1 << 18;

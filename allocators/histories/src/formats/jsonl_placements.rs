@@ -1,12 +1,12 @@
-//! How a run's allocations were served, from its `trace.jsonl`: what PyTorch's form of a history has no place for.
+//! Where and how a run's allocations were served, from its `trace.jsonl`. PyTorch's form of a history has no place for it.
 
+use crate::replay::BlockPlace;
 use serde::Deserialize;
 use std::borrow::Cow;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Error, ErrorKind, Read, Result};
 use std::path::Path;
-use vramlab::Path as Served;
-use vramlab::histories::replay::BlockPlace;
+use vramlab_policies::contract::Path as Served;
 
 #[derive(Deserialize)]
 struct Line<'l> {
@@ -23,7 +23,7 @@ struct Line<'l> {
 ///
 /// # Errors
 /// Those of reading; [`ErrorKind::InvalidData`] for a line that is no event.
-pub fn served(path: &Path) -> Result<Vec<BlockPlace>> {
+pub fn jsonl_placements(path: &Path) -> Result<Vec<BlockPlace>> {
     let file = File::open(path)?;
     let packed = path.extension().is_some_and(|end| end == "gz");
     let source: Box<dyn Read> = if packed { Box::new(flate2::read::MultiGzDecoder::new(file)) } else { Box::new(file) };

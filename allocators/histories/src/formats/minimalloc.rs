@@ -8,7 +8,7 @@
 use super::error::Place;
 use super::input::Input;
 use super::lines::{Lines, clip, columns, fields};
-use super::read::emit_free;
+use super::receiver::emit_free;
 use super::{Action, Event, Format, ReadError, ReadOptions, Sink, Summary};
 use crate::steps;
 

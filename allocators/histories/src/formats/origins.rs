@@ -3,10 +3,10 @@
 //! A snapshot repeats the same few thousand stacks in millions of events. Texts, frames and stacks are numbered by what
 //! they say, and an event's [`Origin`] is three numbers.
 
-use crate::budget::{Budget, Claim, OverBudget};
 use crate::steps;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
+use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// Number of a text in [`Origins`]; 0 is the empty text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -3,7 +3,7 @@
 //! A pickle is a program for a stack machine that can call any Python function. This machine knows only the
 //! instructions that build data; those that name or call something are refused by name. It runs through the file once:
 //! an event becomes an [`Event`](super::Event) when it is appended to its device's list and is then forgotten. Stack frames
-//! become numbers ([`Origins`](super::Origins)), or nothing where nobody asks for them. What stays is the memo, eight bytes for
+//! become numbers ([`Origins`](super::Origins)), or nothing where the receiver does not ask for them. What stays is the memo, eight bytes for
 //! each thing that the file may refer back to, and it is claimed from the budget. A file that breaks off is read as far as
 //! it is whole.
 //!
@@ -15,15 +15,15 @@ mod cut;
 mod frames;
 mod machine;
 mod memo;
+mod outcome;
 mod settings;
 mod snapshot;
+mod stacks;
 mod store;
 mod words;
 
-pub(super) use snapshot::RawEvent;
-
 use super::input::Input;
-use super::read::Receiver;
+use super::receiver::Receiver;
 use super::{ReadError, ReadOptions, Summary};
 
 /// Reads a snapshot.

@@ -13,11 +13,11 @@
 use super::input::Input;
 use super::lines::{Lines, clip};
 use super::{Place, Problem, ReadError};
-use crate::budget::Budget;
-use crate::bytes::Bytes;
 use std::collections::HashMap;
 use std::io::Read;
 use std::path::Path;
+use vramlab_device::Bytes;
+use vramlab_device::budget::Budget;
 
 /// The lowest address of the file lies here, because no segment lies at zero. A multiple of every alignment that matters.
 const BASE: u64 = 1 << 30;
@@ -33,16 +33,16 @@ pub struct Placements {
     /// The setting, of the backend that follows it, which says how large the first block from the device is.
     setting: &'static str,
     /// Whether that block is the default stream's.
-    pub(in crate::histories) default_comes_first: bool,
+    pub(crate) default_comes_first: bool,
     /// Blocks from the device in order: address and bytes.
-    pub(in crate::histories) upstream: Vec<(u64, u64)>,
+    pub(crate) upstream: Vec<(u64, u64)>,
     /// Calls in order.
-    pub(in crate::histories) calls: Vec<Placed>,
+    pub(crate) calls: Vec<Placed>,
 }
 
 /// A call with its outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::histories) enum Placed {
+pub(crate) enum Placed {
     /// An allocation.
     Alloc {
         /// Bytes asked for.
@@ -72,7 +72,7 @@ impl Placements {
         open().map_err(|error| ReadError { path: path.to_owned(), ..error })
     }
 
-    /// The same from any source; the error names no file.
+    /// As [`read`](Self::read), from any source; the error names no file.
     ///
     /// # Errors
     /// Those of [`read`](Self::read).

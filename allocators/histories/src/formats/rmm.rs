@@ -9,7 +9,7 @@
 
 use super::input::Input;
 use super::lines::{Lines, clip, columns, fields};
-use super::read::emit_free;
+use super::receiver::emit_free;
 use super::{Action, Event, Format, ReadError, Sink, Summary};
 
 /// Names of the columns that are read.

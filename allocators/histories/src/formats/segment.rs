@@ -1,7 +1,7 @@
 //! What an allocator held at the end of a history, as PyTorch's snapshots list it.
 
-use crate::contract::PoolKind;
-use crate::contract::{BlockState, Snapshot};
+use vramlab_policies::contract::PoolKind;
+use vramlab_policies::contract::{BlockState, Snapshot};
 
 /// Pool that a segment belongs to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -100,7 +100,7 @@ impl Segment {
     pub fn from_snapshot(snapshot: &Snapshot, device: u16) -> Vec<Segment> {
         // PyTorch's segments for small requests are of 2 MiB, and no others are that small.
         const SMALL_SEGMENT: u64 = 2 << 20;
-        let convert = |segment: &crate::contract::SegmentInfo| Segment {
+        let convert = |segment: &vramlab_policies::contract::SegmentInfo| Segment {
             device,
             address: segment.addr.get(),
             total_size: segment.bytes,

@@ -1,7 +1,7 @@
 //! What is kept of the allocator's settings in a snapshot. A training run has some twenty of them.
 
-use crate::budget::{Claim, OverBudget};
 use serde_json::Value;
+use vramlab_device::budget::{Claim, OverBudget};
 
 /// Deepest nesting that is kept.
 pub(super) const DEEPEST: usize = 16;

@@ -15,18 +15,19 @@ mod guard;
 mod origins;
 mod segments;
 mod settings;
+mod state;
 
 use self::guard::Guarded;
 use self::origins::{Annotations, Name, Stack};
 use self::segments::Segments;
 use self::settings::{Keep, Node};
+use self::state::{Handle, Part, State};
 use super::error::{Place, Problem};
 use super::input::Input;
-use super::pickle::RawEvent;
-use super::read::Receiver;
+use super::raw_event::RawEvent;
+use super::receiver::Receiver;
 use super::settings::Room;
-use super::{Action, Cut, Event, Format, Origin, ReadError, ReadOptions, Summary};
-use crate::budget::{Claim, OverBudget};
+use super::{Action, Event, Format, Origin, ReadError, ReadOptions, Summary};
 use crate::steps;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -77,55 +78,6 @@ pub(super) fn read(
             _ if error.is_io() => ReadError::at(place, Problem::Io(error.into())),
             _ => ReadError::content(place, format!("{error}; dump the snapshot again")),
         }),
-    }
-}
-
-/// How much there is of a value of the outermost dictionary.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Part {
-    Missing,
-    Begun,
-    Whole,
-}
-
-struct State<'r, 's> {
-    receiver: &'r mut Receiver<'s>,
-    summary: Summary,
-    /// What the sink returned.
-    failed: Option<ReadError>,
-    /// A claim that was refused.
-    over: Option<OverBudget>,
-    traced: Part,
-    segments: Part,
-    settings: Part,
-    /// For the summary.
-    claim: Claim,
-    /// What the settings may still take.
-    room: Room,
-}
-
-impl State<'_, '_> {
-    /// What there is of a document that breaks off.
-    fn cut(mut self, place: Place) -> Summary {
-        let cut = Cut {
-            at: if let Place::Byte(at) = place { at } else { 0 },
-            events: self.summary.all_events(),
-            ends_known: (self.traced, self.segments) == (Part::Whole, Part::Whole),
-            settings_known: self.settings == Part::Whole,
-        };
-        if !cut.ends_known {
-            self.summary.segments.clear();
-        }
-        self.summary.cut = Some(cut);
-        self.claim.keep();
-        self.summary
-    }
-
-    fn within<T, E: Error>(&mut self, claimed: Result<T, OverBudget>) -> Result<T, E> {
-        claimed.map_err(|over| {
-            self.over = Some(over);
-            E::custom("too large")
-        })
     }
 }
 
@@ -326,30 +278,5 @@ impl<'de> Deserialize<'de> for Known {
             }
         }
         deserializer.deserialize_str(Name)
-    }
-}
-
-/// A stream: a pointer, which as a signed integer may be negative.
-#[derive(Default)]
-struct Handle(u64);
-
-impl<'de> Deserialize<'de> for Handle {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Number;
-        impl Visitor<'_> for Number {
-            type Value = Handle;
-
-            expecting!("a stream");
-
-            fn visit_u64<E: Error>(self, value: u64) -> Result<Handle, E> {
-                Ok(Handle(value))
-            }
-
-            fn visit_i64<E: Error>(self, value: i64) -> Result<Handle, E> {
-                // CAST: the same 64 bits.
-                Ok(Handle(value as u64))
-            }
-        }
-        deserializer.deserialize_u64(Number)
     }
 }

@@ -5,7 +5,7 @@
 
 use super::input::Input;
 use super::lines::{Lines, clip};
-use super::read::emit_free;
+use super::receiver::emit_free;
 use super::{Action, Event, Format, ReadError, Sink, Summary};
 
 /// Reads a trace.

@@ -1,12 +1,11 @@
 //! Writers: each takes events in order and ends with what was held.
 //!
-//! Files are written by [`output`](crate::output), so that nothing half-written looks whole.
+//! Files are written by [`output`](vramlab_device::output), so that nothing half-written looks whole.
 
-use super::{Action, Event, MinimallocWriter, Origin, Origins, PerfettoWriter, RmmWriter, Segment, SnapshotWriter};
-use crate::histories::replay::BlockPlace;
-use crate::output::{Existing, OutputError, OutputFile, OutputProblem};
-use serde::Serialize;
-use std::path::{Path, PathBuf};
+use super::{Event, Origin, Origins, Segment};
+use crate::replay::BlockPlace;
+use std::path::PathBuf;
+use vramlab_device::output::{OutputError, OutputFile, OutputProblem};
 
 /// A file that cannot be written, or events that its format cannot hold.
 #[derive(Debug, thiserror::Error)]
@@ -33,97 +32,6 @@ pub enum WriteProblem {
 impl From<OutputError> for WriteError {
     fn from(error: OutputError) -> Self {
         Self { path: error.path, problem: WriteProblem::Output(error.problem) }
-    }
-}
-
-/// Formats that histories are written in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Export {
-    /// PyTorch's memory snapshot, for pytorch.org/memory_viz and `torch/cuda/_memory_viz.py`.
-    Snapshot,
-    /// The same as JSON.
-    SnapshotJson,
-    /// Chrome's trace events, for ui.perfetto.dev.
-    Perfetto,
-    /// RMM's log, for its replay benchmark.
-    Rmm,
-    /// minimalloc's table of buffers.
-    Minimalloc,
-}
-
-impl Export {
-    /// Every format.
-    pub const ALL: [Export; 5] =
-        [Export::Snapshot, Export::SnapshotJson, Export::Perfetto, Export::Rmm, Export::Minimalloc];
-
-    /// Name on the command line.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Export::Snapshot => "snapshot",
-            Export::SnapshotJson => "snapshot-json",
-            Export::Perfetto => "perfetto",
-            Export::Rmm => "rmm",
-            Export::Minimalloc => "minimalloc",
-        }
-    }
-
-    /// Name of the file in a run record.
-    #[must_use]
-    pub fn file_name(self) -> &'static str {
-        match self {
-            Export::Snapshot => "snapshot.pickle",
-            Export::SnapshotJson => "snapshot.json",
-            Export::Perfetto => "perfetto.json",
-            Export::Rmm => "rmm.csv",
-            Export::Minimalloc => "minimalloc.csv",
-        }
-    }
-
-    /// One line of help.
-    #[must_use]
-    pub fn summary(self) -> &'static str {
-        match self {
-            Export::Snapshot => "pickle for pytorch.org/memory_viz",
-            Export::SnapshotJson => "the same as JSON",
-            Export::Perfetto => "timeline for ui.perfetto.dev",
-            Export::Rmm => "log for RMM's replay",
-            Export::Minimalloc => "buffers and their lives for minimalloc",
-        }
-    }
-
-    /// Whether the format has a place for such events; writers pass over the others.
-    #[must_use]
-    pub fn holds(self, action: Action) -> bool {
-        match self {
-            Export::Perfetto => true,
-            Export::Snapshot | Export::SnapshotJson => action != Action::RecordUse,
-            Export::Rmm => matches!(action, Action::Alloc | Action::FreeRequested | Action::Oom),
-            Export::Minimalloc => matches!(action, Action::Alloc | Action::FreeCompleted),
-        }
-    }
-
-    /// Begins a file at `path`, which is there once the writer has finished. One that is there is replaced.
-    ///
-    /// # Errors
-    /// [`WriteError`] when the file cannot be made.
-    pub fn create(self, path: &Path) -> Result<Box<dyn TraceWriter>, WriteError> {
-        self.begin(OutputFile::create(path, Existing::Replace)?)
-    }
-
-    /// Begins a history in a file.
-    ///
-    /// # Errors
-    /// [`WriteError`] when its first bytes cannot be written.
-    pub fn begin(self, file: OutputFile) -> Result<Box<dyn TraceWriter>, WriteError> {
-        Ok(match self {
-            Export::Snapshot => Box::new(SnapshotWriter::pickle(file)?),
-            Export::SnapshotJson => Box::new(SnapshotWriter::json(file)?),
-            Export::Perfetto => Box::new(PerfettoWriter::begin(file)?),
-            Export::Rmm => Box::new(RmmWriter::begin(file)?),
-            Export::Minimalloc => Box::new(MinimallocWriter::begin(file)?),
-        })
     }
 }
 
@@ -172,13 +80,13 @@ pub trait TraceWriter {
     /// Says how each allocation of a device was served, in their order, for formats that show it; the others pass over it.
     fn served(&mut self, _device: u16, _places: Vec<BlockPlace>) {}
 
-    /// Events so far that the format [holds](Export::holds) but that had no place in this file: frees of blocks from
+    /// Events so far that the format [holds](super::Export::holds) but that had no place in this file: frees of blocks from
     /// before the first event, in a log that has to begin with its program.
     fn passed_over(&self) -> u64 {
         0
     }
 
-    /// Events so far of an action that the format does not [hold](Export::holds) and that were written all the same: the
+    /// Events so far of an action that the format does not [hold](super::Export::holds) and that were written all the same: the
     /// completion of a free stands for a request that was not recorded.
     fn stood_in(&self) -> u64 {
         0

@@ -5,10 +5,10 @@
 //! 0; what is never freed lives to the end. Memory is taken for the live buffers only.
 
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
-use super::{Action, Event, Export};
-use crate::output::OutputFile;
+use super::{Action, Event};
 use std::collections::BTreeMap;
 use std::io::Write;
+use vramlab_device::output::OutputFile;
 
 /// Writes a table.
 #[derive(Debug)]
@@ -33,6 +33,11 @@ impl MinimallocWriter {
         Ok(Self { file, live: BTreeMap::new(), now: 0, written: 0, device: None })
     }
 
+    /// Whether a table has a place for such events.
+    pub(super) fn holds(action: Action) -> bool {
+        matches!(action, Action::Alloc | Action::FreeCompleted)
+    }
+
     fn row(&mut self, lower: u64, upper: u64, size: u64) -> Result<(), WriteError> {
         let id = self.written;
         self.written += 1;
@@ -42,7 +47,7 @@ impl MinimallocWriter {
 
 impl TraceWriter for MinimallocWriter {
     fn event(&mut self, event: &Event) -> Result<(), WriteError> {
-        if !Export::Minimalloc.holds(event.action) {
+        if !Self::holds(event.action) {
             return Ok(());
         }
         if *self.device.get_or_insert(event.device) != event.device {

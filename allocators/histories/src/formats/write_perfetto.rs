@@ -17,11 +17,11 @@ mod lanes;
 
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, Event};
-use crate::bytes::Bytes;
-use crate::histories::replay::BlockPlace;
-use crate::output::OutputFile;
+use crate::replay::BlockPlace;
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
+use vramlab_device::Bytes;
+use vramlab_device::output::OutputFile;
 
 /// Most tracks of a timeline.
 const MOST_TRACKS: usize = 50;

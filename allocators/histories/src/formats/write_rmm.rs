@@ -7,9 +7,9 @@
 
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, Event};
-use crate::output::OutputFile;
 use std::collections::HashMap;
 use std::io::Write;
+use vramlab_device::output::OutputFile;
 
 /// Writes a log.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ impl TraceWriter for RmmWriter {
         let action = match event.action {
             Action::Alloc => "allocate",
             Action::FreeRequested => "free",
-            // Nobody asked for this free in the history.
+            // The history has no request for this free.
             Action::FreeCompleted if event.bytes > 0 && self.live.get(&event.addr) == Some(&event.bytes) => "free",
             Action::Oom => "allocate failure",
             _ => return Ok(()),

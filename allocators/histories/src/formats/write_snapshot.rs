@@ -10,9 +10,9 @@
 use super::segment::state_name;
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::write_plain::{Plain, Recurring};
-use super::{Action, Event, Export, Origin, Origins, Segment, StackId, TextId};
-use crate::contract::BlockState;
-use crate::output::OutputFile;
+use super::{Action, Event, Origin, Origins, Segment, StackId, TextId};
+use vramlab_device::output::OutputFile;
+use vramlab_policies::contract::BlockState;
 
 /// Writes a snapshot. Events come in the order of their devices: all of device 0, then all of device 1.
 #[derive(Debug)]
@@ -37,6 +37,11 @@ impl SnapshotWriter {
     /// [`WriteError`] when its first bytes cannot be written.
     pub fn json(file: OutputFile) -> Result<Self, WriteError> {
         Self::begin(Plain::json(HistoryFile::new(file)))
+    }
+
+    /// Whether a snapshot has a place for such events.
+    pub(super) fn holds(action: Action) -> bool {
+        action != Action::RecordUse
     }
 
     fn begin(mut out: Plain) -> Result<Self, WriteError> {
@@ -151,8 +156,7 @@ impl SnapshotWriter {
     }
 
     fn put(&mut self, event: &Event, origin: Origin, origins: Option<&Origins>) -> Result<(), WriteError> {
-        // Both forms hold the same.
-        if !Export::Snapshot.holds(event.action) {
+        if !Self::holds(event.action) {
             return Ok(());
         }
         if event.device < self.device {

@@ -1,5 +1,6 @@
-//! What a history compiles to: sixteen bytes an operation, with numbers instead of addresses and handles.
+//! One operation of a compiled history: sixteen bytes, with numbers instead of addresses and handles.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// Most streams of a history; what has more is no log of a training run.
@@ -8,7 +9,7 @@ pub const MAX_STREAMS: usize = 4096;
 /// What the client does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     /// Asks for `value` bytes and puts the block into its slot.
     Alloc,
     /// Gives the slot's block back; nothing else uses it.
@@ -27,11 +28,11 @@ pub(super) enum Kind {
 
 /// One operation.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Op {
+pub(crate) struct Op {
     /// Bytes, or a packed [`Release`].
-    pub(super) value: u64,
+    pub(crate) value: u64,
     /// Where the block is kept.
-    pub(super) slot: u32,
+    pub(crate) slot: u32,
     /// Kind in the lowest byte, above it twelve bits for the stream's number, and twelve for the private pool's.
     code: u32,
 }
@@ -40,17 +41,17 @@ pub(super) struct Op {
 const POOL_SHIFT: u32 = 20;
 
 /// Most private pools of a history. They are numbered from 1.
-pub(super) const MAX_POOLS: u32 = (1 << (u32::BITS - POOL_SHIFT)) - 1;
+pub(crate) const MAX_POOLS: u32 = (1 << (u32::BITS - POOL_SHIFT)) - 1;
 
 const _: () = assert!(MAX_STREAMS <= 1 << (POOL_SHIFT - 8), "a stream's number has twelve bits");
 
 impl Op {
-    pub(super) fn new(kind: Kind, stream: u32, slot: u32, value: u64) -> Self {
+    pub(crate) fn new(kind: Kind, stream: u32, slot: u32, value: u64) -> Self {
         // CAST: the discriminant of a `repr(u8)` enum.
         Self { value, slot, code: stream << 8 | kind as u32 }
     }
 
-    pub(super) fn kind(self) -> Kind {
+    pub(crate) fn kind(self) -> Kind {
         match self.code & 0xFF {
             0 => Kind::Alloc,
             1 => Kind::Free,
@@ -63,25 +64,40 @@ impl Op {
     }
 
     /// Number of the stream, below [`MAX_STREAMS`].
-    pub(super) fn stream(self) -> u32 {
+    pub(crate) fn stream(self) -> u32 {
         (self.code & ((1 << POOL_SHIFT) - 1)) >> 8
     }
 
     /// Number of the private pool that it is for; 0 for none.
-    pub(super) fn pool(self) -> u32 {
+    pub(crate) fn pool(self) -> u32 {
         self.code >> POOL_SHIFT
     }
 
-    pub(super) fn set_kind(&mut self, kind: Kind) {
+    pub(crate) fn set_kind(&mut self, kind: Kind) {
         *self = Self::new(kind, self.stream(), self.slot, self.value).of_pool(self.pool());
     }
 
-    pub(super) fn set_stream(&mut self, stream: u32) {
+    pub(crate) fn set_stream(&mut self, stream: u32) {
         *self = Self::new(self.kind(), stream, self.slot, self.value).of_pool(self.pool());
     }
 
-    /// The same for a private pool.
-    pub(super) fn of_pool(self, pool: u32) -> Self {
+    /// What a free waits for. Only of a [`Kind::Free`] or [`Kind::Release`].
+    pub(crate) fn release(self) -> Release {
+        // CAST: the two halves.
+        Release { ready: self.value as u32, user: (self.value >> 32) as u32 }
+    }
+
+    pub(crate) fn set_release(&mut self, release: Release) {
+        self.value = release.pack();
+    }
+
+    /// Makes it a free that completes when the device says so.
+    pub(crate) fn complete_by_device(&mut self) {
+        self.set_release(Release { ready: BY_DEVICE, user: NO_STREAM });
+    }
+
+    /// The operation of a private pool (0: of none).
+    pub(crate) fn of_pool(self, pool: u32) -> Self {
         Self { code: self.code & ((1 << POOL_SHIFT) - 1) | pool << POOL_SHIFT, ..self }
     }
 }
@@ -101,28 +117,53 @@ impl fmt::Debug for Op {
 
 /// When a block whose free is deferred becomes reusable, and which stream holds it until then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Release {
+pub(crate) struct Release {
     /// The first operation at which its events have completed, [`NEVER`] or [`BY_DEVICE`].
-    pub(super) ready: u32,
+    pub(crate) ready: u32,
     /// The stream whose use is not in the history and has to be announced; [`NO_STREAM`] when all are.
-    pub(super) user: u32,
+    pub(crate) user: u32,
 }
 
 /// The history ends before the free completes.
-pub(super) const NEVER: u32 = u32::MAX;
+pub(crate) const NEVER: u32 = u32::MAX;
 /// The history does not say when frees complete: the device does.
-pub(super) const BY_DEVICE: u32 = u32::MAX - 1;
+pub(crate) const BY_DEVICE: u32 = u32::MAX - 1;
 /// No stream.
-pub(super) const NO_STREAM: u32 = u32::MAX;
+pub(crate) const NO_STREAM: u32 = u32::MAX;
 
 impl Release {
-    pub(super) fn pack(self) -> u64 {
+    pub(crate) fn pack(self) -> u64 {
         u64::from(self.user) << 32 | u64::from(self.ready)
     }
+}
 
-    pub(super) fn unpack(value: u64) -> Self {
-        // CAST: the two halves.
-        Self { ready: value as u32, user: (value >> 32) as u32 }
+/// Frees that were requested and complete in a later operation.
+#[derive(Debug)]
+pub(crate) struct DueFrees<T>(BTreeMap<u32, Vec<T>>);
+
+impl<T> Default for DueFrees<T> {
+    fn default() -> Self {
+        Self(BTreeMap::new())
+    }
+}
+
+impl<T> DueFrees<T> {
+    /// Takes note that operation `number` frees `what`, which is given back if it is free at once.
+    pub(crate) fn request(&mut self, number: u32, op: Op, what: T) -> Option<T> {
+        match (op.kind(), op.release().ready) {
+            (Kind::Release, NEVER) => None,
+            (Kind::Release, ready) if ready != BY_DEVICE && ready > number => {
+                self.0.entry(ready).or_default().push(what);
+                None
+            }
+            _ => Some(what),
+        }
+    }
+
+    /// What completes up to operation `number` and did not before, by the first operation.
+    pub(crate) fn complete(&mut self, number: u32) -> Option<Vec<T>> {
+        let due = self.0.first_entry().filter(|due| *due.key() <= number)?;
+        Some(due.remove())
     }
 }
 
@@ -142,6 +183,6 @@ mod tests {
             assert_eq!(fields, (kind, kind as u32 + 4000, MAX_POOLS - kind as u32, 9, 11));
         }
         let release = Release { ready: BY_DEVICE, user: NO_STREAM };
-        assert_eq!(Release::unpack(release.pack()), release);
+        assert_eq!(Op::new(Kind::Release, 0, 0, release.pack()).release(), release);
     }
 }

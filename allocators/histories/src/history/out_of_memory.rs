@@ -1,18 +1,9 @@
 //! What the recorded allocator held when it refused a request.
 
-use super::beginning::Beginning;
-use super::builder::HistoryBuilder;
-use super::memory::When;
-use crate::backends::CachingSettings;
-use crate::bytes::Bytes;
-use crate::contract::OomReport;
-use crate::policy::size::torch::{round_size, segment_size};
 use serde::Serialize;
-use std::collections::VecDeque;
 use std::fmt;
-
-/// Refused requests that are looked at; a history may have any number, and the last ones tell why a program ended.
-pub(super) const MOST: usize = 100;
+use vramlab_device::Bytes;
+use vramlab_policies::contract::OomReport;
 
 /// A request that the recorded allocator refused, and what it held then.
 ///
@@ -34,7 +25,7 @@ pub struct OutOfMemory {
     pub live_bytes: u64,
     /// What was held; `None` where the history does not show segments.
     pub held: Option<Held>,
-    /// The same by stream, by handle.
+    /// What each stream's segments held, by handle.
     pub streams: Vec<StreamHeld>,
     /// Whether the history shows all that was held. If not, there were blocks outside of the segments that it shows.
     pub complete: bool,
@@ -71,7 +62,7 @@ pub struct StreamHeld {
 }
 
 impl OutOfMemory {
-    /// The same as an allocator reports it when it happens, as far as the history tells.
+    /// The report that an allocator gives when it refuses a request, as far as the history tells it.
     #[must_use]
     pub fn report(&self) -> OomReport {
         let own = self.streams.iter().find(|held| held.stream == self.stream).map(|own| own.held).unwrap_or_default();
@@ -134,63 +125,5 @@ impl Held {
                 write!(f, "{free} free in {pieces} pieces, largest {largest}")
             }
         }
-    }
-}
-
-/// A refused request as the log has it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Refusal {
-    pub(super) number: u64,
-    pub(super) bytes: u64,
-    pub(super) stream: u64,
-    /// Bytes free on the device; 0 where the log does not say.
-    pub(super) device_free: u64,
-    /// Bytes reserved beyond those before the first event; below zero it wraps.
-    pub(super) reserved: u64,
-    /// The operation before which it was.
-    pub(super) op: u32,
-}
-
-/// What tells when frees completed: operations are where they were requested, this is where they completed.
-#[derive(Debug, Default)]
-pub(super) struct Completions {
-    /// Operations of frees that did not complete at once, in order.
-    pub(super) held_up: Vec<u32>,
-    /// Operation before which the free of the block at an address completed, in order.
-    pub(super) completed: Vec<(u32, u64)>,
-    /// The last refused requests.
-    pub(super) refusals: VecDeque<Refusal>,
-}
-
-impl HistoryBuilder {
-    /// From how many reserved bytes on the device refused, as far as refused requests tell: that many and no more than those
-    /// were reserved at any time. `before` bytes were held before the first event.
-    pub(super) fn refused_from(&self, settings: &CachingSettings, before: u64) -> Option<u64> {
-        let lacked = |refusal: &Refusal| {
-            let needed = segment_size(round_size(refusal.bytes, &settings.roundup_power2_divisions));
-            let free = Some(refusal.device_free).filter(|free| *free > 0);
-            refusal.reserved.wrapping_add(before).saturating_add(free.map_or(needed, |free| needed.min(free + 1)))
-        };
-        let least = self.completions.refusals.iter().map(lacked).min()?;
-        Some(least.max(self.most_reserved.wrapping_add_unsigned(before).cast_unsigned().saturating_add(1)))
-    }
-
-    /// Follows the history from its beginning up to each of its last refused requests. `streams` are the handles.
-    pub(super) fn out_of_memory(
-        &self,
-        beginning: &Beginning,
-        streams: &[u64],
-        settings: &CachingSettings,
-    ) -> Vec<OutOfMemory> {
-        let mut refusals = self.completions.refusals.iter().peekable();
-        let Some(last) = self.completions.refusals.back() else { return Vec::new() };
-        let shown = !(self.segments.is_empty() && beginning.segments.is_empty());
-        let mut found = Vec::new();
-        self.follow_memory(beginning, streams, settings, last.op, |at, when, memory| {
-            while let Some(refusal) = refusals.next_if(|refusal| when == When::After && refusal.op <= at) {
-                found.push(memory.describe(refusal, shown, beginning.unknown.is_none()));
-            }
-        });
-        found
     }
 }

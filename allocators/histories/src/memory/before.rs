@@ -1,11 +1,12 @@
 //! What was there before the first event of a history: what goes without having come, and what is held at the end without
 //! having come.
 
-use super::Rules;
 use super::events::{Events, Recorded};
-use crate::contract::BlockState;
-use crate::histories::trace::{Action, Origin, Origins, SegmentType, Summary};
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use super::{Rules, Segment};
+use crate::formats::{Action, Origin, Origins, SegmentType, Summary};
+use std::collections::{BTreeSet, HashSet};
+use vramlab_device::ranges::Ranges;
+use vramlab_policies::contract::BlockState;
 
 /// What was there before the first event, as far as the history tells it.
 #[derive(Clone, Debug, Default)]
@@ -21,14 +22,10 @@ pub struct Before {
 pub struct SegmentBefore {
     /// Where it begins.
     pub addr: u64,
-    /// Its size.
-    pub bytes: u64,
-    /// Its stream.
-    pub stream: u64,
-    /// Whether it grows by parts that are mapped.
-    pub expandable: bool,
-    /// Whether small requests are served from it.
-    pub small: bool,
+    /// What it is.
+    pub segment: Segment,
+    /// Whether it was held at the end, too.
+    pub at_end: bool,
 }
 
 /// A block that was there before the first event.
@@ -56,7 +53,7 @@ impl Before {
         let mut out = Self::default();
         let mut live: HashSet<u64> = HashSet::new();
         let mut known: BTreeSet<u64> = BTreeSet::new();
-        let mut made = Covered::default();
+        let mut made = Ranges::default();
         for (_, event, at_once) in events.walk(0) {
             let Recorded { addr, bytes, stream, .. } = event;
             match event.action {
@@ -72,31 +69,33 @@ impl Before {
                         out.blocks.push(BlockBefore { addr, requested: bytes, bytes: None, stream, pending, origin });
                     }
                 }
-                Action::SegmentAlloc | Action::SegmentMap => made.insert(addr, addr + bytes),
-                Action::SegmentFree | Action::SegmentUnmap => {
+                Action::SegmentAlloc | Action::SegmentMap if bytes > 0 => made.insert(addr, addr + bytes),
+                Action::SegmentFree | Action::SegmentUnmap if bytes > 0 => {
                     let expandable = event.action == Action::SegmentUnmap;
-                    for (start, end) in made.missing(addr, addr + bytes) {
-                        let bytes = end - start;
-                        let small = rules.is_small(start, bytes, expandable);
-                        out.segments.push(SegmentBefore { addr: start, bytes, stream, expandable, small });
+                    for (addr, end) in made.missing(addr, addr + bytes) {
+                        let bytes = end - addr;
+                        let small = rules.is_small_segment(addr, bytes, expandable);
+                        let segment = Segment { bytes, stream, small, expandable };
+                        out.segments.push(SegmentBefore { addr, segment, at_end: false });
                     }
                     made.remove(addr, addr + bytes);
                 }
-                Action::RecordUse | Action::Snapshot | Action::Oom => {}
+                _ => {}
             }
         }
         let held = summary.ending().unwrap_or_default();
         for end in held.iter().filter(|segment| segment.device == device) {
             let small = end.segment_type == SegmentType::Small;
-            for (start, stop) in made.missing(end.address, end.address.saturating_add(end.total_size)) {
-                let (stream, expandable) = (end.stream, end.is_expandable);
-                out.segments.push(SegmentBefore { addr: start, bytes: stop - start, stream, expandable, small });
+            for (addr, stop) in made.missing(end.address, end.end()) {
+                let segment = Segment { bytes: stop - addr, stream: end.stream, small, expandable: end.is_expandable };
+                out.segments.push(SegmentBefore { addr, segment, at_end: true });
             }
             for block in end.blocks.iter().filter(|block| block.state != BlockState::Free) {
                 if !live.contains(&block.address) && known.insert(block.address) {
                     out.blocks.push(BlockBefore {
                         addr: block.address,
-                        requested: block.requested_size,
+                        // Older snapshots do not say what was asked for.
+                        requested: if block.requested_size == 0 { block.size } else { block.requested_size },
                         bytes: Some(block.size),
                         stream: end.stream,
                         pending: block.state == BlockState::PendingFree,
@@ -108,67 +107,5 @@ impl Before {
         out.segments.sort_by_key(|segment| segment.addr);
         out.blocks.sort_by_key(|block| block.addr);
         out
-    }
-}
-
-/// Ranges of addresses, none of which overlap.
-#[derive(Debug, Default)]
-struct Covered(BTreeMap<u64, u64>);
-
-impl Covered {
-    fn insert(&mut self, start: u64, end: u64) {
-        self.remove(start, end);
-        if start < end {
-            self.0.insert(start, end);
-        }
-    }
-
-    fn overlapping(&self, start: u64, end: u64) -> Vec<(u64, u64)> {
-        let first = self.0.range(..=start).next_back().map_or(start, |(at, _)| *at);
-        self.0.range(first..end.max(first)).map(|(at, to)| (*at, *to)).filter(|(_, to)| *to > start).collect()
-    }
-
-    fn remove(&mut self, start: u64, end: u64) {
-        for (at, to) in self.overlapping(start, end) {
-            self.0.remove(&at);
-            if at < start {
-                self.0.insert(at, start);
-            }
-            if to > end {
-                self.0.insert(end, to);
-            }
-        }
-    }
-
-    /// The parts of a range that are not covered.
-    fn missing(&self, start: u64, end: u64) -> Vec<(u64, u64)> {
-        let (mut out, mut at) = (Vec::new(), start);
-        for (from, to) in self.overlapping(start, end) {
-            if from > at {
-                out.push((at, from.min(end)));
-            }
-            at = at.max(to);
-        }
-        if at < end {
-            out.push((at, end));
-        }
-        out
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_not_covered_is_missing() {
-        let mut covered = Covered::default();
-        covered.insert(10, 20);
-        covered.insert(30, 40);
-        assert_eq!(covered.missing(0, 50), [(0, 10), (20, 30), (40, 50)]);
-        assert_eq!(covered.missing(12, 18), []);
-        covered.remove(15, 35);
-        assert_eq!(covered.missing(10, 40), [(15, 35)]);
-        assert_eq!(covered.missing(40, 40), []);
     }
 }

@@ -1,8 +1,8 @@
 //! The events of a history in memory, 32 bytes each.
 
-use crate::budget::{Budget, Claim, LongList, OverBudget};
-use crate::histories::trace::{Action, Origin, StackId, TextId};
+use crate::formats::{Action, Origin, StackId, TextId};
 use std::collections::HashMap;
+use vramlab_device::budget::{Budget, Claim, LongList, OverBudget};
 
 /// An event, and where it came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

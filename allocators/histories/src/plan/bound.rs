@@ -1,6 +1,7 @@
 //! Bytes below which there is no plan.
 
-use super::{CrossStream, Group, Lifetime};
+use super::lifetime::Group;
+use super::{CrossStream, Lifetime};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Bytes below which there is no plan: no allocator that rounds to [`UNIT`](super::UNIT) and keeps to `cross` gets by with

@@ -18,7 +18,7 @@ pub(super) struct Placed<'a> {
     cross: CrossStream,
     /// Nodes of the tree whose leaves begin at `leaves`: blocks in use.
     used: Vec<Vec<u32>>,
-    /// The same for the time in which only the own group can have the memory: for each group that has such blocks.
+    /// Blocks by the time in which only their own group can have the memory, for each group that has such blocks.
     owned: Vec<Vec<(u32, Vec<u32>)>>,
     leaves: usize,
     /// Nodes that are not empty.
@@ -26,7 +26,7 @@ pub(super) struct Placed<'a> {
     filled_owned: Vec<u32>,
     /// Allocations that were placed, a bit each.
     bits: Vec<u64>,
-    /// The same by group: numbers of its allocations, and a bit for each.
+    /// Numbers of the allocations of each group, and a bit for each.
     groups: Vec<Members>,
     /// The group of each allocation, and where it stands there.
     group: Vec<(u32, u32)>,

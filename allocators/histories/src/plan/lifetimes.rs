@@ -1,8 +1,7 @@
-//! How long each block of a history needs its memory: what a [plan](crate::histories::plan) is made for.
+//! How long each block of a history needs its memory: what a [plan](crate::plan) is made for.
 
-use super::history::History;
-use super::op::{BY_DEVICE, Kind, NEVER as NEVER_COMPLETES, NO_STREAM, Op, Release};
-use crate::histories::plan::{Lifetime, NEVER};
+use super::{Lifetime, NEVER};
+use crate::history::{BY_DEVICE, History, Kind, NEVER as NEVER_COMPLETES, NO_STREAM, Op, Release};
 
 /// A free whose memory other streams cannot have yet.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +48,7 @@ impl Walk {
         let lifetime = &mut self.lifetimes[allocation as usize];
         lifetime.end = now;
         if op.kind() == Kind::Release {
-            let Release { ready, user } = Release::unpack(op.value);
+            let Release { ready, user } = op.release();
             lifetime.end = match ready {
                 BY_DEVICE => now,
                 NEVER_COMPLETES => NEVER,
@@ -125,6 +124,7 @@ impl Walk {
             }
         }
     }
+
     /// Says when others can have what lay in private pools.
     fn keep_in_pools(&mut self, released: &[(u32, u32)], allocations: &[u32]) {
         let count = self.lifetimes.iter().map(|one| one.pool).max().unwrap_or(0);

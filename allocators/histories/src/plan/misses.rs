@@ -2,12 +2,12 @@
 
 use super::Lifetime;
 use super::stitched::{PAGE, SMALL};
-use crate::backends::{Caching, CachingSettings};
-use crate::client::{DeviceBuffer, Memory};
-use crate::contract::{BlockState, DeviceAllocator, Path, Snapshot};
-use crate::device::{DeviceAddr, Driver, NullDriver, StreamId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use vramlab_device::{DeviceAddr, Driver, NullDriver, StreamId};
+use vramlab_policies::backends::{Caching, CachingSettings};
+use vramlab_policies::client::{DeviceBuffer, Memory};
+use vramlab_policies::contract::{BlockState, DeviceAllocator, Path, Snapshot};
 
 /// Beyond what any history needs.
 const ENOUGH: u64 = 1 << 50;

@@ -119,7 +119,7 @@ fn above(leaves: usize, from: usize, to: usize, mut node: impl FnMut(usize)) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::histories::workload::Random;
+    use crate::random::Random;
 
     /// Looks at each block that was placed.
     fn slowly(placed: &[(usize, usize, u64, u64)], from: usize, to: usize, bytes: u64) -> u64 {

@@ -1,6 +1,7 @@
 //! The plan that every history has: blocks are placed in the order of the history, by best fit.
 
-use super::{CrossStream, Group, Lifetime, NEVER};
+use super::lifetime::Group;
+use super::{CrossStream, Lifetime, NEVER};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// One space in which free ranges are joined with their neighbours.

@@ -3,7 +3,7 @@
 use super::conflicts::Placed;
 use super::occupied::Occupied;
 use super::{CrossStream, Lifetime, Plan, PlanSettings, online};
-use crate::histories::workload::Random;
+use crate::random::Random;
 use crate::steps;
 use std::cmp::Reverse;
 

@@ -1,6 +1,7 @@
 //! What stitching would do: large blocks from any free pages, wherever these lie.
 
-use super::{CrossStream, Group, Lifetime, online};
+use super::lifetime::Group;
+use super::{CrossStream, Lifetime, online};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What is mapped as a whole, in bytes: the granularity of `cuMemCreate`.

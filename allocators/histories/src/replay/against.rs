@@ -1,11 +1,7 @@
 //! A history beside a file of placements: whether the file is of this history, and where it puts each block.
 
-use super::ReplayError;
-use super::history::History;
-use super::op::{BY_DEVICE, Kind, NEVER, Op, Release};
-use super::windows::SegmentEvent;
-use crate::histories::trace::{Placed, Placements};
-use crate::ordered::OrderedMap;
+use crate::formats::{Placed, Placements};
+use crate::history::{DueFrees, History, Kind, Op, ReplayError, SegmentEvent};
 use std::collections::HashMap;
 
 /// What a replay is compared with.
@@ -68,15 +64,7 @@ impl Against {
             }
         }
         matching.freed(rest)?;
-        let upstream = placements.upstream.iter().map(|&(addr, bytes)| SegmentEvent {
-            addr,
-            bytes,
-            stream: 0,
-            part: None,
-            op: 0,
-            released: false,
-            refused: false,
-        });
+        let upstream = placements.upstream.iter().map(|&(addr, bytes)| SegmentEvent::made(addr, bytes, 0));
         let default = if history.streams.first() == Some(&0) { DefaultStream::Recorded } else { DefaultStream::Absent };
         let first = history.ops.iter().find(|op| op.kind() == Kind::Alloc).map(|op| op.stream());
         let comes = default == DefaultStream::Recorded && first == Some(0) || !placements.default_comes_first;
@@ -94,7 +82,7 @@ struct Matching {
     /// Frees of the history that have completed since the last allocation.
     completed: Vec<u32>,
     /// Those that complete later, by operation.
-    due: OrderedMap<u32, Vec<u32>>,
+    due: DueFrees<u32>,
     /// Streams of the file by those of the history, and the other way round.
     streams: [HashMap<u32, u32>; 2],
 }
@@ -102,16 +90,11 @@ struct Matching {
 impl Matching {
     /// Takes note of an operation's frees. The file has each where it completed.
     fn request(&mut self, number: u32, op: Op) {
-        while let Some((_, freed)) = self.due.pop_through(&number) {
+        while let Some(freed) = self.due.complete(number) {
             self.completed.extend(freed);
         }
-        let Some(&allocation) = self.slots.get(&op.slot) else { return };
-        match (op.kind(), Release::unpack(op.value).ready) {
-            (Kind::Free, _) | (Kind::Release, BY_DEVICE) => self.completed.push(allocation),
-            (Kind::Release, NEVER) => {}
-            (Kind::Release, ready) if ready <= number => self.completed.push(allocation),
-            (Kind::Release, ready) => self.due.or_default(ready).push(allocation),
-            _ => {}
+        if let (Kind::Free | Kind::Release, Some(&allocation)) = (op.kind(), self.slots.get(&op.slot)) {
+            self.completed.extend(self.due.request(number, op, allocation));
         }
     }
 

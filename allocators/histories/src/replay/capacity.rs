@@ -1,10 +1,11 @@
 //! The smallest memory in which a history still runs.
 
+use super::report::ReplayReport;
 use super::run::{ReplaySettings, replay};
-use super::{History, ReplayError, ReplayReport};
-use crate::backends::Selection;
-use crate::device::Driver;
+use crate::history::{History, ReplayError};
 use std::sync::Arc;
+use vramlab_device::Driver;
+use vramlab_policies::backends::Selection;
 
 /// One size that was tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +57,7 @@ pub fn smallest_memory(
     found.ok_or_else(|| ReplayError::History(format!("the history does not run in {highest} bytes under {allocator}")))
 }
 
-/// The same search where `run` replays in so many bytes, in whatever way, from `least` bytes on. `None` when nothing up to
+/// The search of [`smallest_memory`] where `run` replays in so many bytes, in whatever way, from `least` bytes on. `None` when nothing up to
 /// `highest` runs.
 ///
 /// # Errors

@@ -1,10 +1,10 @@
 //! Counts driver calls by kind, and what those calls took.
 
-use crate::contract::Path;
-use crate::device::{CallArguments, CallKind, CallOutcome, Clock, DeviceKind, Driver, DriverResult, Hook};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use vramlab_device::{CallArguments, CallKind, CallOutcome, Clock, DeviceKind, Driver, DriverResult, Hook};
+use vramlab_policies::contract::Path;
 
 /// One count for each kind of call, and the time in all of them. A call costs two atomic additions more, and two looks at the
 /// clock where calls take time.

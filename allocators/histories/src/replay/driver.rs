@@ -1,16 +1,14 @@
 //! The device of a replay: events complete where the history says so, and segments come at recorded addresses.
 
 use super::near::Near;
-use super::op::{BY_DEVICE, NEVER};
-use super::windows::SegmentEvent;
-use crate::device::{
+use crate::history::{BY_DEVICE, NEVER, SegmentEvent};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use vramlab_device::{
     CallArguments, CallKind, CallOutcome, DeviceAddr, Driver, DriverError, DriverResult, EventId, Hook, HookedDriver,
     VmmDriver,
 };
-use crate::ordered::OrderedMap;
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Segments start at multiples of this where the history has no address for them.
 const PAGE: u64 = 2 << 20;
@@ -39,9 +37,9 @@ struct Segments {
     next: usize,
     mismatches: u64,
     /// Segments that are out: by the address that was handed out, bytes and the device's own address.
-    held: OrderedMap<u64, (u64, DeviceAddr)>,
+    held: BTreeMap<u64, (u64, DeviceAddr)>,
     /// Ranges of addresses that are out: by the address that was handed out, bytes and the device's own address.
-    ranges: OrderedMap<u64, (u64, DeviceAddr)>,
+    ranges: BTreeMap<u64, (u64, DeviceAddr)>,
     /// The next address for a segment that the history does not have.
     fresh: u64,
     /// Bytes of the part that is due which have been unmapped, and the end of one that was not due.
@@ -71,8 +69,8 @@ impl Segments {
             recorded,
             next: 0,
             mismatches: 0,
-            held: OrderedMap::new(),
-            ranges: OrderedMap::new(),
+            held: BTreeMap::new(),
+            ranges: BTreeMap::new(),
             unmapped: 0,
             strange_end: 0,
             fresh: end.next_multiple_of(PAGE).max(PAGE),

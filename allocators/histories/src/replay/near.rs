@@ -5,10 +5,9 @@
 //! history shows what they left. A segment comes where the recorded program's next one of that size was. Further ones come
 //! below all of these, as the driver fills the range from the top downwards, in the order of the device's own addresses.
 
-use super::windows::SegmentEvent;
-use crate::device::{CallKind, DeviceAddr, Driver, DriverError, DriverResult};
-use crate::ordered::OrderedMap;
-use std::collections::{HashMap, VecDeque};
+use crate::history::SegmentEvent;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use vramlab_device::{CallKind, DeviceAddr, Driver, DriverError, DriverResult};
 
 /// Distances between addresses are kept in multiples of this.
 const GRANULE: u64 = 32 << 20;
@@ -23,12 +22,12 @@ pub(super) struct Near {
     /// How far the device's own addresses are moved down to lie below the recorded ones.
     down: Option<u64>,
     /// By the address that was handed out: bytes and the device's own address.
-    held: OrderedMap<u64, (u64, DeviceAddr)>,
+    held: BTreeMap<u64, (u64, DeviceAddr)>,
 }
 
 impl Near {
     pub(super) fn new(segments: impl Iterator<Item = SegmentEvent>) -> Self {
-        let mut near = Self { recorded: HashMap::new(), lowest: u64::MAX, down: None, held: OrderedMap::new() };
+        let mut near = Self { recorded: HashMap::new(), lowest: u64::MAX, down: None, held: BTreeMap::new() };
         for segment in segments.filter(|segment| !segment.released && segment.part.is_none()) {
             near.recorded.entry(segment.bytes).or_default().push_back(segment.addr);
             near.lowest = near.lowest.min(segment.addr);
@@ -60,7 +59,7 @@ impl Near {
         }
         let addr = next.unwrap_or_else(|| self.below(own, bytes));
         let Some(handed) = DeviceAddr::new(addr).filter(|_| self.is_free(addr, bytes)) else {
-            // SAFETY: it was handed out above, and nobody has seen it.
+            // SAFETY: it was handed out above and given to no caller.
             unsafe { inner.mem_free(own) }?;
             let text = format!("no address for {bytes} bytes beside the recorded ones");
             return Err(DriverError::new(CallKind::MemAlloc, DriverError::INVALID_VALUE, text));

@@ -1,8 +1,8 @@
 //! The private pools of a history, kept in an allocator that has such.
 
-use super::history::History;
-use crate::contract::{AllocError, DeviceAllocator, PrivatePool};
-use crate::device::StreamId;
+use crate::history::History;
+use vramlab_device::StreamId;
+use vramlab_policies::contract::{AllocError, DeviceAllocator, PrivatePool};
 
 /// Lets each request go to its pool.
 #[derive(Debug)]

@@ -1,9 +1,9 @@
 //! What a replay found.
 
 use super::counting::Requests;
-use crate::contract::Ledger;
-use crate::contract::Stats;
 use std::collections::BTreeMap;
+use vramlab_policies::contract::Ledger;
+use vramlab_policies::contract::Stats;
 
 /// What a replay found. Figures are those right after the last operation; blocks that the history leaves live are
 /// still held then.
@@ -31,7 +31,7 @@ pub struct ReplayReport {
     pub driver_calls: BTreeMap<&'static str, u64>,
     /// The host's time in these calls by the device's clock, waits included; `None` on a device whose calls cost nothing.
     pub driver_ns: Option<u64>,
-    /// Requests by how they were served ([`Path::name`](crate::Path::name)), each with the driver calls inside it.
+    /// Requests by how they were served ([`Path::name`](vramlab_policies::Path::name)), each with the driver calls inside it.
     pub requests: BTreeMap<&'static str, Requests>,
     /// Time spent in driver calls by the simulated clock; `None` on a device with real time.
     pub simulated_ns: Option<u64>,

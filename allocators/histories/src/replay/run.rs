@@ -1,24 +1,18 @@
 //! The loop that runs a compiled history.
 
-use super::ReplayError;
 use super::against::{Against, DefaultStream};
-use super::beginning::{Beginning, StartBlock};
 use super::counting::{ByPath, CallCounter};
 use super::driver::{ReplayDriver, Replaying};
-use super::history::History;
-use super::op::{BY_DEVICE, Kind, NO_STREAM, Op, Release};
-use super::private::Pools;
+use super::pools::Pools;
 use super::report::ReplayReport;
 use super::watched::{SegmentWatch, Watched};
-use crate::backends::Selection;
-use crate::contract::AllocError;
-use crate::contract::Stats;
-use crate::contract::{Block, DeviceAllocator, Path, Request};
-use crate::device::{Clock, MonotonicClock};
-use crate::device::{Driver, HookedDriver, StreamId};
-use crate::histories::trace::Placements;
-use crate::instruments::Limit;
+use crate::formats::Placements;
+use crate::history::{BY_DEVICE, Beginning, History, Kind, NO_STREAM, Op, Release, ReplayError, StartBlock};
 use std::sync::Arc;
+use vramlab_device::{Clock, Driver, HookedDriver, MonotonicClock, StreamId};
+use vramlab_policies::backends::Selection;
+use vramlab_policies::contract::{AllocError, Block, DeviceAllocator, Path, Request, Stats};
+use vramlab_policies::instruments::Limit;
 
 /// Where segments lie.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -75,7 +69,7 @@ pub fn replay(
     run(history, allocator, driver, settings, None, None)
 }
 
-/// The same, and tells into `watched` where each block lay and what was held. Blocks are not filled.
+/// As [`replay`], and records in `watched` where each block lay and what was held. Blocks are not filled.
 ///
 /// # Errors
 /// Those of [`replay`].
@@ -89,7 +83,7 @@ pub fn replay_watched(
     run(history, allocator, driver, &ReplaySettings { touch: false, ..*settings }, None, Some(watched))
 }
 
-/// The same, compared with where another allocator put each block of the history.
+/// As [`replay`], compared with where another allocator put each block of the history.
 ///
 /// The device gives what that allocator got from its own, at the same distances. `empty_cache` is left out, which RMM does not
 /// have; so are requests that were refused when the history was recorded.
@@ -239,8 +233,8 @@ impl Streams {
 impl Drop for Streams {
     fn drop(&mut self) {
         for &stream in &self.ids {
-            // SAFETY: made here, and declared before the backend, so used by nobody any more. An error has nobody to
-            // go to; the stream goes with the device's context.
+            // SAFETY: made here, and declared before the backend, which is gone and was the only user. An error cannot be
+            // returned; the stream goes with the device's context.
             let _ = unsafe { self.driver.stream_destroy(stream) };
         }
     }
@@ -372,7 +366,7 @@ impl Run<'_> {
     /// Makes a stream known to the allocator before any other.
     fn come(&self, stream: StreamId) -> Result<(), ReplayError> {
         match self.allocator.allocate(Request::new(1), stream) {
-            // SAFETY: nobody has used the block.
+            // SAFETY: the block was not handed on, so no work uses it.
             Ok(block) => unsafe { self.allocator.deallocate(block, stream) }.map(|_| ())?,
             Err(error) if error.is_out_of_memory() => {}
             Err(error) => return Err(error.into()),
@@ -544,7 +538,7 @@ impl Run<'_> {
 
     /// A free whose completion the history tells, or that waits for announced uses.
     fn release<const TOUCHED: bool>(&mut self, op: Op) -> Result<(), ReplayError> {
-        let Release { ready, user } = Release::unpack(op.value);
+        let Release { ready, user } = op.release();
         let Some(block) = self.live[op.slot as usize].take() else { return Ok(()) };
         if user != NO_STREAM {
             self.use_on::<TOUCHED>(&block, self.streams[user as usize])?;
@@ -562,7 +556,7 @@ impl Run<'_> {
     fn refused(&mut self, op: Op) -> Result<(), ReplayError> {
         let stream = self.streams[op.stream() as usize];
         match self.allocator.allocate(Request::new(op.value), stream) {
-            // SAFETY: nobody has used the block.
+            // SAFETY: the block was not handed on, so no work uses it.
             Ok(block) => unsafe { self.allocator.deallocate(block, stream) }.map(|_| ())?,
             Err(error) if self.ask_again => self.failed(error)?,
             Err(error) if error.is_out_of_memory() => {}

@@ -1,10 +1,10 @@
 //! What a replay says on the way: where each block lay, which memory was held from the device, and how the ledger went.
 
-use crate::contract::{Block, DeviceAllocator, Ledger, Path};
-use crate::device::{CallArguments, CallKind, CallOutcome, DeviceAddr, Driver, DriverResult, Hook, StreamId};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
+use vramlab_device::{CallArguments, CallKind, CallOutcome, DeviceAddr, Driver, DriverResult, Hook, StreamId};
+use vramlab_policies::contract::{Block, DeviceAllocator, Ledger, Path};
 
 /// Where a replay put a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,12 +156,12 @@ unsafe impl Hook for SegmentWatch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backends::{CachingSettings, Selection};
-    use crate::contract::Action;
-    use crate::device::NullDriver;
-    use crate::histories::replay::{Addresses, HistoryBuilder, ReplaySettings, replay, replay_watched};
-    use crate::histories::trace::Event;
+    use crate::formats::Event;
+    use crate::replay::{Addresses, HistoryBuilder, ReplaySettings, replay, replay_watched};
     use std::sync::Arc;
+    use vramlab_device::NullDriver;
+    use vramlab_policies::backends::{CachingSettings, Selection};
+    use vramlab_policies::contract::Action;
 
     #[test]
     fn a_replay_says_where_its_blocks_lay_and_what_it_held() {

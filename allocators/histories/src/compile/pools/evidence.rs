@@ -1,25 +1,22 @@
 //! What the recorded placements say of pools: segments and ranges that cannot be of one.
 
-use super::super::builder::HistoryBuilder;
-use super::super::op::{BY_DEVICE, Kind, NEVER, Op, Release};
-use super::super::windows::SegmentEvent;
-use super::{DEFAULT, Named};
-use crate::backends::CachingSettings;
-use crate::budget::{Claim, OverBudget};
-use crate::contract::PoolKind;
-use crate::ordered::{OrderedMap, OrderedSet};
-use crate::policy::size::torch::{
-    LARGE_SEGMENT, MIN_BLOCK, SMALL_MAX, SMALL_SEGMENT, pool_of, round_size, segment_size,
-};
+use super::super::timeline::{Operation, Placements};
+use super::names::{DEFAULT, NamedRange};
+use crate::history::{Kind, Op, SegmentEvent};
+use crate::memory::Rules;
 use crate::steps;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use vramlab_device::budget::{Claim, OverBudget};
+use vramlab_policies::backends::CachingSettings;
+use vramlab_policies::contract::PoolKind;
+use vramlab_policies::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT, pool_of, round_size, segment_size};
 
 /// No segment is known.
 const NOWHERE: u32 = u32::MAX;
 
 /// A segment, or a range of addresses whose memory came and went in parts, while it was held.
 #[derive(Clone, Debug)]
-pub(super) struct Unit {
+pub(super) struct Region {
     /// Handle of its stream.
     pub(super) stream: u64,
     class: PoolKind,
@@ -52,7 +49,7 @@ pub(super) struct Returned {
 /// A segment, or memory of a range, that went back.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Gone {
-    pub(super) unit: u32,
+    pub(super) region: u32,
     /// Whether it went after the default pool had, by the order.
     pub(super) private: bool,
     /// What is of one private pool goes in one run.
@@ -67,34 +64,35 @@ type Place = (PoolKind, (u64, u64, u64));
 fn in_order(parts: &[(u32, Place)], tells: bool) -> Vec<Gone> {
     let (mut private, mut run) = (false, 0);
     let mut gone: Vec<Gone> = Vec::with_capacity(parts.len());
-    for (at, &(unit, (class, key))) in parts.iter().enumerate() {
+    for (at, &(region, (class, key))) in parts.iter().enumerate() {
         if let Some((_, (before, last))) = at.checked_sub(1).filter(|_| tells).map(|at| parts[at]) {
             let small = class == PoolKind::Small;
             let was_small = before == PoolKind::Small;
             private |= (small, key) < (was_small, last);
             run += u32::from((!small, key) < (!was_small, last));
         }
-        gone.push(Gone { unit, private, run });
+        gone.push(Gone { region, private, run });
     }
     gone
 }
 
 /// Free blocks of a stream's segments for small or large requests, by size and address.
 #[derive(Debug, Default)]
-struct Shelf {
+struct FreeBlocks {
     all: BTreeSet<(u64, u64)>,
-    of: OrderedMap<u32, BTreeSet<(u64, u64)>>,
+    of: BTreeMap<u32, BTreeSet<(u64, u64)>>,
 }
 
 /// The placements while they are followed, and what they say.
 #[derive(Debug)]
-pub(super) struct Walk<'a> {
+pub(super) struct Evidence<'a> {
     settings: &'a CachingSettings,
+    rules: Rules,
     /// Handles of streams by number.
     pub(super) streams: &'a [u64],
-    pub(super) units: Vec<Unit>,
+    pub(super) regions: Vec<Region>,
     /// Pairs that are of different pools, the lower number first.
-    pub(super) apart: OrderedSet<(u32, u32)>,
+    pub(super) apart: BTreeSet<(u32, u32)>,
     /// How often a stream took a block of one right after a block of the other.
     pub(super) in_turn: HashMap<(u32, u32), u32>,
     pub(super) releases: Vec<Returned>,
@@ -103,182 +101,114 @@ pub(super) struct Walk<'a> {
     /// What PyTorch would not have done in any pool.
     strange: u64,
     held: BTreeMap<u64, u32>,
-    free: OrderedMap<u64, (u64, u32)>,
-    used: OrderedMap<u64, (u64, u32)>,
-    shelves: BTreeMap<(u64, PoolKind), Shelf>,
-    due: OrderedMap<u32, Vec<u64>>,
+    free: BTreeMap<u64, (u64, u32)>,
+    used: BTreeMap<u64, (u64, u32)>,
+    free_blocks: BTreeMap<(u64, PoolKind), FreeBlocks>,
+    /// The last region that each stream took a block of.
+    latest: HashMap<u32, u32>,
+    /// For what the placements say.
+    claim: &'a mut Claim,
+    over: Option<OverBudget>,
 }
 
 fn handle_bytes(class: PoolKind) -> u64 {
     if class == PoolKind::Small { SMALL_SEGMENT } else { LARGE_SEGMENT }
 }
 
-impl<'a> Walk<'a> {
-    pub(super) fn new(settings: &'a CachingSettings, streams: &'a [u64]) -> Self {
+impl<'a> Evidence<'a> {
+    pub(super) fn new(settings: &'a CachingSettings, streams: &'a [u64], claim: &'a mut Claim) -> Self {
         Self {
             settings,
+            rules: Rules::pytorch(settings),
             streams,
-            units: Vec::new(),
-            apart: OrderedSet::new(),
+            regions: Vec::new(),
+            apart: BTreeSet::new(),
             in_turn: HashMap::new(),
             releases: Vec::new(),
             allocations: Vec::new(),
             strange: 0,
             held: BTreeMap::new(),
-            free: OrderedMap::new(),
-            used: OrderedMap::new(),
-            shelves: BTreeMap::new(),
-            due: OrderedMap::new(),
+            free: BTreeMap::new(),
+            used: BTreeMap::new(),
+            free_blocks: BTreeMap::new(),
+            latest: HashMap::new(),
+            claim,
+            over: None,
         }
+    }
+
+    /// Makes room for what following so many segments and allocations finds at least.
+    pub(super) fn make_room(&mut self, segments: usize, allocations: usize) -> Result<(), OverBudget> {
+        self.claim.reserve(&mut self.regions, segments)?;
+        self.claim.reserve(&mut self.allocations, allocations)
+    }
+
+    /// What the placements say took too much memory, if it did.
+    pub(super) fn check(&self) -> Result<(), OverBudget> {
+        self.over.map_or(Ok(()), Err)
     }
 
     /// Whether there are private pools: a segment of one is held at the end, or the default pool alone would have been used
     /// otherwise by PyTorch, which is what was recorded.
     pub(super) fn tells_of_pools(&self) -> bool {
-        let named = self.units.iter().any(|unit| unit.name.is_some_and(|name| name != DEFAULT));
+        let named = self.regions.iter().any(|region| region.name.is_some_and(|name| name != DEFAULT));
         let by_itself = |release: &Returned| !release.stayed.is_empty() || release.gone.iter().any(|gone| gone.private);
         named || self.strange == 0 && (!self.apart.is_empty() || self.releases.iter().any(by_itself))
     }
 
     /// Gives what is held at the end its name.
-    pub(super) fn name(&mut self, names: &[Named]) {
+    pub(super) fn name(&mut self, names: &[NamedRange]) {
         for named in names {
-            let Some(number) = self.unit_at(named.addr) else { continue };
-            let unit = &mut self.units[number as usize];
-            if unit.expandable || (unit.addr, unit.end) == (named.addr, named.end) {
-                unit.name = Some(named.pool);
+            let Some(number) = self.region_at(named.addr) else { continue };
+            let region = &mut self.regions[number as usize];
+            if region.expandable || (region.addr, region.end) == (named.addr, named.end) {
+                region.name = Some(named.pool);
             }
         }
     }
 
-    /// Follows the placements.
-    ///
-    /// # Errors
-    /// [`OverBudget`] when what they say takes too much memory.
-    pub(super) fn follow(&mut self, history: &mut HistoryBuilder) -> Result<(), OverBudget> {
-        let mut claim = std::mem::replace(&mut history.claim, crate::budget::Budget::default().claim());
-        let outcome = self.follow_all(history, &mut claim);
-        history.claim = claim;
-        outcome
-    }
-
-    fn follow_all(&mut self, history: &HistoryBuilder, claim: &mut Claim) -> Result<(), OverBudget> {
-        claim.reserve(&mut self.units, history.segments.len())?;
-        claim.reserve(&mut self.allocations, history.addresses.len())?;
-        let mut slots = vec![0; history.slots as usize];
-        let (mut addresses, mut segments) = (history.addresses.iter(), history.segments.iter().peekable());
-        let mut latest: HashMap<u32, u32> = HashMap::new();
-        for (number, op) in (0u32..).zip(&history.ops) {
-            steps::count(1);
-            match op.kind() {
-                Kind::Alloc | Kind::Trim | Kind::Refused | Kind::Nothing => {
-                    self.complete_frees(number);
-                    let (mut gone, mut made) = (Vec::new(), Vec::new());
-                    while let Some(segment) = segments.next_if(|segment| segment.op <= number) {
-                        if segment.released {
-                            gone.extend(self.release(segment));
-                        } else {
-                            made.extend(self.make(segment));
-                        }
-                    }
-                    if op.kind() == Kind::Alloc {
-                        let Some(&addr) = addresses.next() else { return Ok(()) };
-                        slots[op.slot as usize] = addr;
-                        // What a retry waited for was of no use when the request was looked at.
-                        let unit = self.place(number, addr, *op, &made, gone.is_empty());
-                        self.allocations.push(unit);
-                        let before = if unit == NOWHERE { None } else { latest.insert(op.stream(), unit) };
-                        if let Some(before) = before.filter(|before| *before != unit) {
-                            *self.in_turn.entry((before.min(unit), before.max(unit))).or_insert(0) += 1;
-                        }
-                    }
-                    if !gone.is_empty() {
-                        let trim = op.kind() == Kind::Trim && !self.may_be_garbage();
-                        let ordered = trim || self.retries_in_order();
-                        let stayed = if trim && ordered { self.idle() } else { Vec::new() };
-                        let gone = in_order(&gone, ordered);
-                        claim.add((4 * gone.len() + stayed.len()) * size_of::<Gone>() + size_of::<Returned>())?;
-                        self.releases.push(Returned { op: number, trim, ordered, gone, stayed });
-                    }
-                    let evidence = self.apart.len() + self.in_turn.len();
-                    if evidence.is_power_of_two() {
-                        claim.add(evidence * 32)?;
-                    }
-                }
-                Kind::Free | Kind::Release => self.request_free(number, *op, &slots),
-                Kind::Use => {}
-            }
-        }
-        Ok(())
-    }
-
-    fn request_free(&mut self, number: u32, op: Op, slots: &[u64]) {
-        let addr = slots[op.slot as usize];
-        match (op.kind(), Release::unpack(op.value).ready) {
-            (Kind::Release, NEVER) => {}
-            (Kind::Release, ready) if ready != BY_DEVICE && ready > number => {
-                self.due.or_default(ready).push(addr);
-            }
-            _ => self.free_block(addr),
-        }
-    }
-
-    fn complete_frees(&mut self, number: u32) {
-        while let Some((_, freed)) = self.due.pop_through(&number) {
-            for addr in freed {
-                self.free_block(addr);
-            }
-        }
-    }
-
-    fn unit_at(&self, addr: u64) -> Option<u32> {
+    fn region_at(&self, addr: u64) -> Option<u32> {
         let (_, &number) = self.held.range(..=addr).next_back()?;
-        (addr < self.units[number as usize].end).then_some(number)
+        (addr < self.regions[number as usize].end).then_some(number)
     }
 
-    fn add_free(&mut self, start: u64, end: u64, unit: u32) {
-        self.free.insert(start, (end, unit));
-        let Unit { stream, class, expandable, .. } = self.units[unit as usize];
+    fn add_free(&mut self, start: u64, end: u64, region: u32) {
+        self.free.insert(start, (end, region));
+        let Region { stream, class, expandable, .. } = self.regions[region as usize];
         if !expandable {
-            let shelf = self.shelves.entry((stream, class)).or_default();
-            shelf.all.insert((end - start, start));
-            shelf.of.or_default(unit).insert((end - start, start));
+            let blocks = self.free_blocks.entry((stream, class)).or_default();
+            blocks.all.insert((end - start, start));
+            blocks.of.entry(region).or_default().insert((end - start, start));
         }
     }
 
     fn remove_free(&mut self, start: u64) -> Option<(u64, u32)> {
-        let (end, unit) = self.free.remove(&start)?;
-        let Unit { stream, class, .. } = self.units[unit as usize];
-        if let Some(shelf) = self.shelves.get_mut(&(stream, class)) {
-            shelf.all.remove(&(end - start, start));
-            if let Some(own) = shelf.of.get_mut(&unit) {
+        let (end, region) = self.free.remove(&start)?;
+        let Region { stream, class, .. } = self.regions[region as usize];
+        if let Some(blocks) = self.free_blocks.get_mut(&(stream, class)) {
+            blocks.all.remove(&(end - start, start));
+            if let Some(own) = blocks.of.get_mut(&region) {
                 own.remove(&(end - start, start));
                 if own.is_empty() {
-                    shelf.of.remove(&unit);
+                    blocks.of.remove(&region);
                 }
             }
         }
-        Some((end, unit))
+        Some((end, region))
     }
 
     /// Adds free memory, joined with what is free beside it.
-    fn join_free(&mut self, mut start: u64, mut end: u64, unit: u32) {
-        if let Some((behind, _)) = self.free.get(&end).copied().filter(|(_, of)| *of == unit) {
+    fn join_free(&mut self, mut start: u64, mut end: u64, region: u32) {
+        if let Some((behind, _)) = self.free.get(&end).copied().filter(|(_, of)| *of == region) {
             self.remove_free(end);
             end = behind;
         }
         let before = self.free.range(..start).next_back().map(|(at, (end, of))| (*at, *end, *of));
-        if let Some((at, ..)) = before.filter(|(_, until, of)| *until == start && *of == unit) {
+        if let Some((at, ..)) = before.filter(|(_, until, of)| *until == start && *of == region) {
             self.remove_free(at);
             start = at;
         }
-        self.add_free(start, end, unit);
-    }
-
-    fn free_block(&mut self, addr: u64) {
-        if let Some((end, unit)) = self.used.remove(&addr) {
-            self.join_free(addr, end, unit);
-        }
+        self.add_free(start, end, region);
     }
 
     /// A segment came, or a part of a range: its number, if it is new.
@@ -288,26 +218,26 @@ impl<'a> Walk<'a> {
         if event.part.is_some()
             && let Some((_, &number)) = self.held.range(..=addr).next_back()
         {
-            let unit = &mut self.units[number as usize];
-            if unit.expandable && (unit.stream, unit.class) == (event.stream, class) && addr <= unit.end {
-                unit.end = unit.end.max(end);
+            let region = &mut self.regions[number as usize];
+            if region.expandable && (region.stream, region.class) == (event.stream, class) && addr <= region.end {
+                region.end = region.end.max(end);
                 self.join_free(addr, end, number);
                 return None;
             }
         }
         // CAST: fewer than operations.
-        let number = self.units.len() as u32;
+        let number = self.regions.len() as u32;
         let expandable = event.part.is_some();
         if expandable {
             let others = self.held.values().copied().filter(|other| {
-                let other = &self.units[*other as usize];
+                let other = &self.regions[*other as usize];
                 other.expandable && (other.stream, other.class) == (event.stream, class)
             });
             self.apart.extend(others.map(|other| (other, number)));
         }
         let (first, last) = (event.op, event.op);
         let stream = event.stream;
-        self.units.push(Unit { stream, class, expandable, addr, end, held: true, name: None, first, last });
+        self.regions.push(Region { stream, class, expandable, addr, end, held: true, name: None, first, last });
         self.held.insert(addr, number);
         self.add_free(addr, end, number);
         Some(number)
@@ -316,7 +246,7 @@ impl<'a> Walk<'a> {
     /// A segment went, or a part of a range: its number, and its place among what goes.
     fn release(&mut self, event: &SegmentEvent) -> Option<(u32, Place)> {
         let (addr, end) = (event.addr, event.addr + event.bytes);
-        let number = self.unit_at(addr)?;
+        let number = self.region_at(addr)?;
         let lost: Vec<u64> = self.used.range(addr..end).map(|(start, _)| *start).collect();
         self.strange += lost.len() as u64;
         for start in lost {
@@ -326,17 +256,17 @@ impl<'a> Walk<'a> {
         let (first, size) = around.map_or((addr, event.bytes), |(start, (until, _))| (*start, until - start));
         let lost: Vec<u64> = self.free.range(first..end).map(|(start, _)| *start).collect();
         for start in lost {
-            let Some((until, unit)) = self.remove_free(start) else { continue };
+            let Some((until, region)) = self.remove_free(start) else { continue };
             if start < addr {
-                self.add_free(start, addr, unit);
+                self.add_free(start, addr, region);
             }
             if until > end {
-                self.add_free(end, until, unit);
+                self.add_free(end, until, region);
             }
         }
-        let Unit { addr, end, class, stream, .. } = self.units[number as usize];
+        let Region { addr, end, class, stream, .. } = self.regions[number as usize];
         if self.free.range(addr..end).next().is_none() && self.used.range(addr..end).next().is_none() {
-            self.units[number as usize].held = false;
+            self.regions[number as usize].held = false;
             self.held.remove(&addr);
         }
         Some((number, (class, (stream, size, first))))
@@ -357,14 +287,14 @@ impl<'a> Walk<'a> {
     /// What has memory that could have gone back and did not.
     fn idle(&self) -> Vec<u32> {
         let idle = |number: &u32| {
-            let Unit { addr, end, expandable, class, .. } = self.units[*number as usize];
+            let Region { addr, end, expandable, class, .. } = self.regions[*number as usize];
             if !expandable {
                 return self.used.range(addr..end).next().is_none();
             }
-            let unit = handle_bytes(class);
+            let granule = handle_bytes(class);
             self.free.range(addr..end).any(|(start, (until, _))| {
                 steps::count(1);
-                addr + (start - addr).next_multiple_of(unit) + unit <= *until
+                addr + (start - addr).next_multiple_of(granule) + granule <= *until
             })
         };
         self.held.values().copied().filter(idle).collect()
@@ -373,14 +303,14 @@ impl<'a> Walk<'a> {
     /// A block was placed; says where. `tells` says whether the free blocks are those that the request was looked up in.
     fn place(&mut self, number: u32, addr: u64, op: Op, made: &[u32], tells: bool) -> u32 {
         let rounded = round_size(op.value, &self.settings.roundup_power2_divisions);
-        let Some(number_of) = self.unit_at(addr) else {
+        let Some(number_of) = self.region_at(addr) else {
             self.strange += 1;
             return NOWHERE;
         };
-        let unit = &mut self.units[number_of as usize];
-        unit.last = number;
-        let (expandable, class, bytes) = (unit.expandable, unit.class, unit.end - unit.addr);
-        let own = class == pool_of(rounded) && unit.stream == self.streams[op.stream() as usize];
+        let region = &mut self.regions[number_of as usize];
+        region.last = number;
+        let (expandable, class, bytes) = (region.expandable, region.class, region.end - region.addr);
+        let own = class == pool_of(rounded) && region.stream == self.streams[op.stream() as usize];
         let new = made.contains(&number_of);
         self.strange += u64::from(!own || new && !expandable && bytes != segment_size(rounded));
         let found = self.free.range(..=addr).next_back().map(|(start, (end, _))| (*start, *end));
@@ -396,13 +326,8 @@ impl<'a> Walk<'a> {
             self.strange += 1;
             self.add_free(start, addr, number_of);
         }
-        let max_split = self.settings.max_split_size.unwrap_or(u64::MAX);
-        let rest = (end - addr).saturating_sub(rounded);
-        let split = match class {
-            _ if expandable => rest >= MIN_BLOCK,
-            PoolKind::Small => rest >= MIN_BLOCK,
-            PoolKind::Large => rounded < max_split && rest > SMALL_MAX,
-        };
+        let (room, keeps_small) = (end - addr, expandable || class == PoolKind::Small);
+        let split = room >= rounded && self.rules.cuts(keeps_small, rounded, room);
         let until = if split { addr + rounded } else { end };
         self.used.insert(addr, (until, number_of));
         if until < end {
@@ -413,14 +338,14 @@ impl<'a> Walk<'a> {
 
     /// A request got the free block `found`, by size and address; the size is `u64::MAX` for that of a new segment. Segments that
     /// had a better one are of other pools.
-    fn compare(&mut self, unit: u32, rounded: u64, found: (u64, u64)) {
-        let Unit { stream, class, .. } = self.units[unit as usize];
+    fn compare(&mut self, region: u32, rounded: u64, found: (u64, u64)) {
+        let Region { stream, class, .. } = self.regions[region as usize];
         // A log that put a block where it does not fit.
         if found < (rounded, 0) {
             self.strange += 1;
             return;
         }
-        let Some(shelf) = self.shelves.get(&(stream, class)) else { return };
+        let Some(blocks) = self.free_blocks.get(&(stream, class)) else { return };
         let max_split = self.settings.max_split_size.unwrap_or(u64::MAX);
         // Of oversize blocks PyTorch has more to say; they tell nothing here.
         let tells = |(size, _): &&(u64, u64)| *size < max_split && rounded < max_split;
@@ -428,16 +353,64 @@ impl<'a> Walk<'a> {
         let better = |free: &BTreeSet<(u64, u64)>| {
             free.range((rounded, 0)..found).find(|block| block.1 != found.1).filter(tells).copied()
         };
-        if better(&shelf.all).is_none() {
+        if better(&blocks.all).is_none() {
             return;
         }
-        for (&other, free) in &shelf.of {
+        for (&other, free) in &blocks.of {
             steps::count(1);
-            if other == unit {
+            if other == region {
                 self.strange += u64::from(better(free).is_some());
             } else if better(free).is_some() {
-                self.apart.insert((unit.min(other), unit.max(other)));
+                self.apart.insert((region.min(other), region.max(other)));
             }
         }
+    }
+}
+
+impl Placements for Evidence<'_> {
+    fn free(&mut self, addr: u64) {
+        if let Some((end, region)) = self.used.remove(&addr) {
+            self.join_free(addr, end, region);
+        }
+    }
+
+    fn operation(&mut self, operation: Operation<'_>) -> bool {
+        self.over = self.take(operation).err();
+        self.over.is_none()
+    }
+}
+
+impl Evidence<'_> {
+    fn take(&mut self, Operation { number, op, segments, block }: Operation<'_>) -> Result<(), OverBudget> {
+        let (mut gone, mut made) = (Vec::new(), Vec::new());
+        for segment in segments {
+            if segment.released {
+                gone.extend(self.release(segment));
+            } else {
+                made.extend(self.make(segment));
+            }
+        }
+        if let Some(addr) = block {
+            // What a retry waited for was of no use when the request was looked at.
+            let region = self.place(number, addr, op, &made, gone.is_empty());
+            self.allocations.push(region);
+            let before = if region == NOWHERE { None } else { self.latest.insert(op.stream(), region) };
+            if let Some(before) = before.filter(|before| *before != region) {
+                *self.in_turn.entry((before.min(region), before.max(region))).or_insert(0) += 1;
+            }
+        }
+        if !gone.is_empty() {
+            let trim = op.kind() == Kind::Trim && !self.may_be_garbage();
+            let ordered = trim || self.retries_in_order();
+            let stayed = if trim && ordered { self.idle() } else { Vec::new() };
+            let gone = in_order(&gone, ordered);
+            self.claim.add((4 * gone.len() + stayed.len()) * size_of::<Gone>() + size_of::<Returned>())?;
+            self.releases.push(Returned { op: number, trim, ordered, gone, stayed });
+        }
+        let evidence = self.apart.len() + self.in_turn.len();
+        if evidence.is_power_of_two() {
+            self.claim.add(evidence * 32)?;
+        }
+        Ok(())
     }
 }

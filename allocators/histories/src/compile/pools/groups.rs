@@ -1,40 +1,22 @@
 //! Puts segments together that are of one pool, and says which.
 
-use super::DEFAULT;
-use super::evidence::{Gone, Returned, Unit, Walk};
-use super::refine::Pools;
-use crate::ordered::{OrderedMap, OrderedSet};
+use super::evidence::{Evidence, Gone, Region, Returned};
+use super::names::DEFAULT;
+use super::order::{Labels, Pools};
 use crate::steps;
-use std::collections::BTreeMap;
-
-/// Which pool each segment is of.
-#[derive(Debug, Default)]
-pub(super) struct Labels {
-    /// Number of private pools.
-    pub(super) count: u32,
-    /// The pool of each segment: 0 for the default pool.
-    pub(super) of: Vec<u32>,
-    /// Whether it could be of another one as well.
-    pub(super) undetermined: Vec<bool>,
-    /// Operations before which a pool was released, by pool.
-    pub(super) released: Vec<(u32, u32)>,
-    /// Operations in which a released pool's idle memory went by itself, and the pool, in order.
-    pub(super) trims: Vec<(u32, u32)>,
-    /// Those in which nothing else went.
-    pub(super) partial: Vec<u32>,
-}
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Segments that are taken for one pool's.
 #[derive(Clone, Debug)]
 struct Group {
-    units: Vec<u32>,
+    regions: Vec<u32>,
     name: Option<(u64, u64)>,
     /// Whether it cannot be the default pool.
     private: bool,
     /// In which releases something of it went, in which run of each.
-    gone: OrderedMap<u32, u32>,
+    gone: BTreeMap<u32, u32>,
     /// In which something idle stayed; true where all that was idle and released went.
-    stayed: OrderedMap<u32, bool>,
+    stayed: BTreeMap<u32, bool>,
     first: u32,
     last: u32,
 }
@@ -51,85 +33,84 @@ impl Group {
 
 /// Groups under way.
 struct Grouping<'a> {
-    walk: &'a Walk<'a>,
+    evidence: &'a Evidence<'a>,
     /// Segments that are of another pool than each.
     apart: Vec<Vec<u32>>,
     groups: Vec<Option<Group>>,
     of: Vec<usize>,
 }
 
-impl Labels {
-    /// Puts together what a stream takes blocks from in turn, most often first, while nothing speaks against it.
-    pub(super) fn of(walk: &Walk<'_>) -> Self {
-        let mut grouping = Grouping::new(walk);
-        let partial = grouping.take_releases();
-        grouping.join_named();
-        for (_, releases) in &partial {
-            grouping.join_all(releases);
-        }
-        let mut turns: Vec<((u32, u32), u32)> = walk.in_turn.iter().map(|(pair, count)| (*pair, *count)).collect();
-        turns.sort_unstable_by_key(|(pair, count)| (std::cmp::Reverse(*count), *pair));
-        for ((first, second), _) in turns {
-            grouping.join(first, second);
-        }
-        grouping.take_default();
-        grouping.take_named();
-        let mut pools = Pools::new(walk, grouping.members(), partial.iter().map(|(op, _)| *op).collect());
-        pools.refine();
-        pools.number()
+/// Puts together what a stream takes blocks from in turn, most often first, while nothing speaks against it.
+pub(super) fn label(evidence: &Evidence<'_>) -> Labels {
+    let mut grouping = Grouping::new(evidence);
+    let partial = grouping.take_releases();
+    grouping.join_named();
+    for (_, releases) in &partial {
+        grouping.join_all(releases);
     }
+    let mut turns: Vec<((u32, u32), u32)> = evidence.in_turn.iter().map(|(pair, count)| (*pair, *count)).collect();
+    turns.sort_unstable_by_key(|(pair, count)| (std::cmp::Reverse(*count), *pair));
+    for ((first, second), _) in turns {
+        grouping.join(first, second);
+    }
+    grouping.take_default();
+    grouping.take_named();
+    let mut pools = Pools::new(evidence, grouping.members(), partial.iter().map(|(op, _)| *op).collect());
+    pools.refine();
+    pools.number()
 }
 
 impl<'a> Grouping<'a> {
-    fn new(walk: &'a Walk<'a>) -> Self {
-        let mut apart = vec![Vec::new(); walk.units.len()];
-        for &(first, second) in &walk.apart {
+    fn new(evidence: &'a Evidence<'a>) -> Self {
+        let mut apart = vec![Vec::new(); evidence.regions.len()];
+        for &(first, second) in &evidence.apart {
             apart[first as usize].push(second);
             apart[second as usize].push(first);
         }
-        let alone = |(number, unit): (u32, &Unit)| {
-            let (gone, stayed) = (OrderedMap::new(), OrderedMap::new());
-            let Unit { name, first, last, .. } = *unit;
-            Some(Group { units: vec![number], name, private: false, gone, stayed, first, last })
+        let alone = |(number, region): (u32, &Region)| {
+            let (gone, stayed) = (BTreeMap::new(), BTreeMap::new());
+            let Region { name, first, last, .. } = *region;
+            Some(Group { regions: vec![number], name, private: false, gone, stayed, first, last })
         };
-        let groups = (0u32..).zip(&walk.units).map(alone).collect();
-        Self { walk, apart, groups, of: (0..walk.units.len()).collect() }
+        let groups = (0u32..).zip(&evidence.regions).map(alone).collect();
+        Self { evidence, apart, groups, of: (0..evidence.regions.len()).collect() }
     }
 
-    fn group(&self, unit: u32) -> Option<&Group> {
-        self.groups[self.of[unit as usize]].as_ref()
+    fn group(&self, region: u32) -> Option<&Group> {
+        self.groups[self.of[region as usize]].as_ref()
     }
 
-    fn group_mut(&mut self, unit: u32) -> Option<&mut Group> {
-        self.groups[self.of[unit as usize]].as_mut()
+    fn group_mut(&mut self, region: u32) -> Option<&mut Group> {
+        self.groups[self.of[region as usize]].as_mut()
     }
 
     /// Takes note of what went and what stayed in each release. Returns the operations that gave memory of one private pool back,
     /// and what went: something of the default pool was idle and stayed.
     fn take_releases(&mut self) -> Vec<(u32, Vec<u32>)> {
-        let walk = self.walk;
+        let evidence = self.evidence;
         let mut partial = Vec::new();
         // A private pool that was released is asked for nothing more, so a range that was is the default pool's.
-        let asked_again = |release: &Returned, gone: &Gone| walk.units[gone.unit as usize].last > release.op;
-        let default: OrderedSet<u32> = (walk.releases.iter())
-            .flat_map(|release| release.gone.iter().filter(|gone| asked_again(release, gone)).map(|gone| gone.unit))
+        let asked_again = |release: &Returned, gone: &Gone| evidence.regions[gone.region as usize].last > release.op;
+        let default: BTreeSet<u32> = (evidence.releases.iter())
+            .flat_map(|release| release.gone.iter().filter(|gone| asked_again(release, gone)).map(|gone| gone.region))
             .collect();
-        let is_default = |unit: &u32| walk.units[*unit as usize].name == Some(DEFAULT) || default.contains(unit);
-        for release in &walk.releases {
+        let is_default =
+            |region: &u32| evidence.regions[*region as usize].name == Some(DEFAULT) || default.contains(region);
+        for release in &evidence.releases {
             let of_one_pool = release.trim && release.stayed.iter().any(is_default);
             for gone in &release.gone {
-                let Some(group) = self.group_mut(gone.unit) else { continue };
-                group.private |= (of_one_pool || gone.private) && !is_default(&gone.unit);
+                let Some(group) = self.group_mut(gone.region) else { continue };
+                group.private |= (of_one_pool || gone.private) && !is_default(&gone.region);
                 group.gone.insert(release.op, gone.run);
             }
-            for unit in &release.stayed {
-                let Some(group) = self.group_mut(*unit) else { continue };
+            for region in &release.stayed {
+                let Some(group) = self.group_mut(*region) else { continue };
                 // Nothing idle of the default pool stays where that is released.
                 group.private |= release.trim && !of_one_pool;
                 group.stayed.insert(release.op, release.trim && !of_one_pool);
             }
             if of_one_pool {
-                partial.push((release.op, release.gone.iter().map(|gone| gone.unit).collect()));
+                partial.push((release.op, release.gone.iter().map(|gone| gone.region).collect()));
             }
         }
         partial
@@ -137,8 +118,8 @@ impl<'a> Grouping<'a> {
 
     fn join_named(&mut self) {
         let mut known: BTreeMap<(u64, u64), u32> = BTreeMap::new();
-        for (number, unit) in (0u32..).zip(&self.walk.units) {
-            let Some(name) = unit.name else { continue };
+        for (number, region) in (0u32..).zip(&self.evidence.regions) {
+            let Some(name) = region.name else { continue };
             match known.get(&name) {
                 Some(&first) => self.merge(first, number),
                 None => {
@@ -148,8 +129,8 @@ impl<'a> Grouping<'a> {
         }
     }
 
-    fn join_all(&mut self, units: &[u32]) {
-        for pair in units.windows(2) {
+    fn join_all(&mut self, regions: &[u32]) {
+        for pair in regions.windows(2) {
             self.join(pair[0], pair[1]);
         }
     }
@@ -178,11 +159,11 @@ impl<'a> Grouping<'a> {
                 return false;
             }
         }
-        let (few, other) = if a.units.len() < b.units.len() { (a, second) } else { (b, first) };
+        let (few, other) = if a.regions.len() < b.regions.len() { (a, second) } else { (b, first) };
         let other = self.of[other as usize];
-        few.units.iter().all(|unit| {
+        few.regions.iter().all(|region| {
             steps::count(1);
-            self.apart[*unit as usize].iter().all(|apart| self.of[*apart as usize] != other)
+            self.apart[*region as usize].iter().all(|apart| self.of[*apart as usize] != other)
         })
     }
 
@@ -191,14 +172,14 @@ impl<'a> Grouping<'a> {
         if into == from {
             return;
         }
-        let units = |at: usize| self.groups[at].as_ref().map_or(0, |group| group.units.len());
-        if units(into) < units(from) {
+        let regions = |at: usize| self.groups[at].as_ref().map_or(0, |group| group.regions.len());
+        if regions(into) < regions(from) {
             (into, from) = (from, into);
         }
         let Some(gone) = self.groups[from].take() else { return };
-        gone.units.iter().for_each(|unit| self.of[*unit as usize] = into);
+        gone.regions.iter().for_each(|region| self.of[*region as usize] = into);
         if let Some(group) = &mut self.groups[into] {
-            group.units.extend(gone.units);
+            group.regions.extend(gone.regions);
             group.name = group.name.or(gone.name);
             group.private |= gone.private;
             group.gone.extend(gone.gone);
@@ -214,18 +195,18 @@ impl<'a> Grouping<'a> {
             .iter()
             .flatten()
             .filter(|group| group.name.is_none())
-            .map(|group| (group.first, group.units[0]))
+            .map(|group| (group.first, group.regions[0]))
             .collect();
         nameless.sort_unstable();
         let default = self.groups.iter().flatten().find(|group| group.is_default());
-        let mut default = default.map(|group| group.units[0]);
-        for (_, unit) in nameless {
+        let mut default = default.map(|group| group.regions[0]);
+        for (_, region) in nameless {
             match default {
-                Some(default) => self.join(unit, default),
+                Some(default) => self.join(region, default),
                 None => {
-                    if let Some(group) = self.group_mut(unit).filter(|group| !group.is_private()) {
+                    if let Some(group) = self.group_mut(region).filter(|group| !group.is_private()) {
                         group.name = Some(DEFAULT);
-                        default = Some(unit);
+                        default = Some(region);
                     }
                 }
             }
@@ -235,14 +216,14 @@ impl<'a> Grouping<'a> {
     /// Gives each named private pool the groups without a name that it may have. A program has no more pools than it must.
     fn take_named(&mut self) {
         let mut named: Vec<((u64, u64), u32)> =
-            self.groups.iter().flatten().filter_map(|group| Some((group.name?, group.units[0]))).collect();
+            self.groups.iter().flatten().filter_map(|group| Some((group.name?, group.regions[0]))).collect();
         named.sort_unstable();
         let nameless = self.groups.iter().flatten().filter(|group| group.name.is_none());
-        let mut nameless: Vec<(u32, u32)> = nameless.map(|group| (group.first, group.units[0])).collect();
+        let mut nameless: Vec<(u32, u32)> = nameless.map(|group| (group.first, group.regions[0])).collect();
         nameless.sort_unstable();
-        for (_, unit) in nameless {
+        for (_, region) in nameless {
             for (_, pool) in named.iter().filter(|(name, _)| *name != DEFAULT) {
-                self.join(unit, *pool);
+                self.join(region, *pool);
             }
         }
     }
@@ -251,7 +232,7 @@ impl<'a> Grouping<'a> {
     fn members(&self) -> Vec<Vec<u32>> {
         let default = self.groups.iter().flatten().filter(|group| group.is_default());
         let private = self.groups.iter().flatten().filter(|group| !group.is_default());
-        let default = default.flat_map(|group| group.units.iter().copied()).collect();
-        std::iter::once(default).chain(private.map(|group| group.units.clone())).collect()
+        let default = default.flat_map(|group| group.regions.iter().copied()).collect();
+        std::iter::once(default).chain(private.map(|group| group.regions.clone())).collect()
     }
 }

@@ -3,7 +3,7 @@
 
 use super::machine::Machine;
 use super::store::Value;
-use crate::histories::trace::{Place, ReadError};
+use crate::formats::{Place, ReadError};
 use crate::steps;
 
 /// The longest of these instructions: LONG1 with eight bytes.

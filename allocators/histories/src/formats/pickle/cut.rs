@@ -3,7 +3,7 @@
 use super::machine::Machine;
 use super::store::Value;
 use super::words::Word;
-use crate::histories::trace::{Cut, ReadError};
+use crate::formats::{Cut, ReadError};
 
 impl Machine<'_, '_, '_> {
     /// Hands on what was whole when the file ended: the events up to the one that was under way, and what else came before.
@@ -35,7 +35,7 @@ impl Machine<'_, '_, '_> {
                 self.cut(container);
             }
         }
-        if self.spine.summary.all_events() == 0 {
+        if self.outcome.summary.all_events() == 0 {
             return Err(self.truncated(what));
         }
         // What is left are the outermost keys and their values, of which the last may be in pieces.
@@ -54,7 +54,7 @@ impl Machine<'_, '_, '_> {
         let whole = |word: Word| has(word) && under_way != Some(word);
         let cut = Cut {
             at: self.end(),
-            events: self.spine.summary.all_events(),
+            events: self.outcome.summary.all_events(),
             ends_known: whole(Word::DeviceTraces) && whole(Word::Segments),
             settings_known: whole(Word::AllocatorSettings),
         };
@@ -62,7 +62,7 @@ impl Machine<'_, '_, '_> {
             return Err(self.truncated(what));
         }
         self.finish(top)?;
-        let summary = &mut self.spine.summary;
+        let summary = &mut self.outcome.summary;
         if !cut.ends_known {
             summary.segments.clear();
         }

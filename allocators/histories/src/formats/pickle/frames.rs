@@ -4,51 +4,13 @@
 use super::machine::Machine;
 use super::store::Value;
 use super::words::Word;
-use crate::budget::{Budget, Claim, OverBudget};
-use crate::histories::trace::{Annotation, Frame, Origin, ReadError, StackId, TextId};
+use crate::formats::{Annotation, Origin, ReadError, TextId};
 use crate::steps;
 
-/// Frames and stacks that the file made, by the order in which it did.
-#[derive(Debug)]
-pub(super) struct Stacks {
-    frames: Vec<Made>,
-    stacks: Vec<StackId>,
-    /// Frames of the list that is under way, by their numbers in [`Origins`](crate::histories::trace::Origins).
-    under_way: Vec<u32>,
-    /// Which list that is.
-    which: u32,
-    claim: Claim,
-}
-
-/// A frame as a dictionary of the file.
-#[derive(Clone, Copy, Debug)]
-struct Made {
-    frame: Frame,
-    /// Its number, once a stack has it.
-    number: Option<u32>,
-}
-
-impl Stacks {
-    pub(super) fn new(budget: &Budget) -> Self {
-        Self { frames: Vec::new(), stacks: Vec::new(), under_way: Vec::new(), which: u32::MAX, claim: budget.claim() }
-    }
-
-    pub(super) fn new_frame(&mut self) -> Result<Value, OverBudget> {
-        self.claim.push(&mut self.frames, Made { frame: Frame::default(), number: None })?;
-        // More than can be named is more than any budget has room for.
-        u32::try_from(self.frames.len() - 1).map(Value::Frame).map_err(|_| self.claim.refuse())
-    }
-
-    pub(super) fn new_stack(&mut self) -> Result<Value, OverBudget> {
-        self.claim.push(&mut self.stacks, StackId::default())?;
-        u32::try_from(self.stacks.len() - 1).map(Value::Stack).map_err(|_| self.claim.refuse())
-    }
-}
-
 impl Machine<'_, '_, '_> {
-    /// Whether the list that comes next is one of frames, and somebody wants them.
+    /// Whether the list that comes next is one of frames, and the receiver wants them.
     pub(super) fn is_stack_next(&self) -> bool {
-        self.spine.receiver.wants_origins
+        self.outcome.receiver.wants_origins
             && self.stack.last() == Some(&Value::Word(Word::Frames))
             && self.part.is_some_and(|part| matches!(part.key, Word::DeviceTraces | Word::Segments))
     }
@@ -59,7 +21,7 @@ impl Machine<'_, '_, '_> {
     }
 
     /// Passes over references to the memo that follow each other: most of a file with stack frames are these, in lists
-    /// that nobody looks into.
+    /// that the reader does not look into.
     pub(super) fn skip_references(&mut self) -> Result<(), ReadError> {
         self.references(|_, _| true)
     }
@@ -116,7 +78,7 @@ impl Machine<'_, '_, '_> {
         if let Some(number) = made.number {
             return Ok(number);
         }
-        let number = self.spine.receiver.origins.frame(made.frame);
+        let number = self.outcome.receiver.origins.frame(made.frame);
         let number = self.within(number)?;
         self.stacks.frames[frame as usize].number = Some(number);
         Ok(number)
@@ -157,7 +119,7 @@ impl Machine<'_, '_, '_> {
         }
         // A list that is longer than one batch is appended to more than once.
         let before = self.stacks.stacks[stack as usize];
-        let origins = &mut self.spine.receiver.origins;
+        let origins = &mut self.outcome.receiver.origins;
         let whole = if before.is_empty() {
             origins.stack(&numbers)
         } else {
@@ -172,14 +134,14 @@ impl Machine<'_, '_, '_> {
     /// The text of a value among those that origins refer to; nothing for what is none or was too long to be kept.
     pub(super) fn origin_text(&mut self, value: Value) -> Result<TextId, ReadError> {
         let text = self.store.spelling(value).unwrap_or_default();
-        let text = self.spine.receiver.origins.text(text);
+        let text = self.outcome.receiver.origins.text(text);
         self.within(text)
     }
 
     /// Where an event, a block or a segment came from, by its dictionary.
     pub(super) fn origin(&mut self, pairs: &[(Value, Value)]) -> Result<Origin, ReadError> {
         let mut origin = Origin::default();
-        if !self.spine.receiver.wants_origins {
+        if !self.outcome.receiver.wants_origins {
             return Ok(origin);
         }
         for (key, value) in pairs {
@@ -195,7 +157,7 @@ impl Machine<'_, '_, '_> {
 
     /// Keeps an annotation; what is none is passed over.
     pub(super) fn take_annotation(&mut self, value: Value) -> Result<(), ReadError> {
-        let Some(pairs) = self.store.as_dict(value).filter(|_| self.spine.receiver.wants_origins) else {
+        let Some(pairs) = self.store.as_dict(value).filter(|_| self.outcome.receiver.wants_origins) else {
             return Ok(());
         };
         let of = |wanted: Word| {
@@ -213,7 +175,7 @@ impl Machine<'_, '_, '_> {
             start: stage == Value::Word(Word::Start),
             time_ns: number(time).unwrap_or(0).saturating_mul(1000),
         };
-        let kept = self.spine.receiver.origins.annotate(annotation);
+        let kept = self.outcome.receiver.origins.annotate(annotation);
         self.within(kept)?;
         if let Value::Object(handle) = value
             && let Some(super::store::Object::Dict(pairs)) = self.store.take(handle)

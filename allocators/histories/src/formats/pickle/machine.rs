@@ -1,15 +1,15 @@
 //! The stack machine.
 
-use super::frames::Stacks;
 use super::memo::Memo;
-use super::snapshot::Spine;
+use super::outcome::Outcome;
+use super::stacks::Stacks;
 use super::store::{Store, Value};
 use super::words::Word;
-use crate::budget::{Claim, OverBudget};
-use crate::histories::trace::input::Input;
-use crate::histories::trace::read::Receiver;
-use crate::histories::trace::{Place, Problem, ReadError, ReadOptions, Summary};
+use crate::formats::input::Input;
+use crate::formats::receiver::Receiver;
+use crate::formats::{Place, Problem, ReadError, ReadOptions, Summary};
 use crate::steps;
+use vramlab_device::budget::{Claim, OverBudget};
 
 /// Longest string that is looked at; longer ones are passed over.
 const LONGEST_TEXT: u64 = 1 << 12;
@@ -35,7 +35,7 @@ pub(super) struct Machine<'r, 'i, 's> {
     pub(super) store: Store,
     pub(super) stacks: Stacks,
     pub(super) part: Option<Part>,
-    pub(super) spine: Spine<'r, 's>,
+    pub(super) outcome: Outcome<'r, 's>,
     /// Offset of the instruction that runs.
     at: u64,
 }
@@ -51,7 +51,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             store: Store::new(&options.budget, receiver.wants_origins),
             stacks: Stacks::new(&options.budget),
             part: None,
-            spine: Spine::new(receiver, &options.budget),
+            outcome: Outcome::new(receiver, &options.budget),
             at: 0,
         }
     }
@@ -71,7 +71,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
                 self.finish(top)?;
             }
         }
-        Ok(self.spine.into_summary())
+        Ok(self.outcome.into_summary())
     }
 
     /// Runs up to STOP.
@@ -414,7 +414,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         let Some((pairs, claim)) = found else {
             return Err(self.content("keys are set in what is no dictionary; the file is damaged"));
         };
-        let (mut grown, origins) = (Ok(()), self.spine.receiver.wants_origins);
+        let (mut grown, origins) = (Ok(()), self.outcome.receiver.wants_origins);
         for pair in self.stack[from..].chunks_exact(2) {
             let wanted = match pair[0] {
                 Value::Word(word) => !in_trace || word.is_event_key() || origins && word.is_origin_key(),

@@ -4,8 +4,8 @@
 
 use super::store::{Handle, Value};
 use super::words::Word;
-use crate::budget::{Budget, Claim, LongList, OverBudget};
 use std::collections::HashMap;
+use vramlab_device::budget::{Budget, Claim, LongList, OverBudget};
 
 /// An entry in a table, which holds both sizes for a moment when it doubles at seven eighths.
 const SPARSE_COST: usize = 4 * (size_of::<(u32, Value)>() + 1);

@@ -6,71 +6,10 @@
 use super::machine::{Machine, Part};
 use super::store::{Object, Value};
 use super::words::Word;
-use crate::budget::{Budget, Claim};
-use crate::contract::BlockState;
-use crate::histories::trace::read::Receiver;
-use crate::histories::trace::settings::Room;
-use crate::histories::trace::{Action, Event, Format, Origin, ReadError, Segment, SegmentBlock, SegmentType, Summary};
+use crate::formats::raw_event::RawEvent;
+use crate::formats::{Origin, ReadError, Segment, SegmentBlock, SegmentType};
 use crate::steps;
-
-/// What was understood, and who takes the events.
-pub(super) struct Spine<'r, 's> {
-    pub(super) receiver: &'r mut Receiver<'s>,
-    pub(super) summary: Summary,
-    /// For the summary.
-    pub(super) claim: Claim,
-    /// What the settings may still take.
-    pub(super) room: Room,
-    /// Where the blocks of the segment under way came from, by address. No more than its list of blocks has.
-    block_origins: Vec<(u64, Origin)>,
-}
-
-impl<'r, 's> Spine<'r, 's> {
-    pub(super) fn new(receiver: &'r mut Receiver<'s>, budget: &Budget) -> Self {
-        let summary = Summary::new(Format::SnapshotPickle);
-        Self { receiver, summary, claim: budget.claim(), room: Room::default(), block_origins: Vec::new() }
-    }
-
-    /// The summary, which stays claimed.
-    pub(super) fn into_summary(self) -> Summary {
-        self.claim.keep();
-        self.summary
-    }
-}
-
-/// The fields of an event as a snapshot has them.
-#[derive(Clone, Copy, Debug, Default)]
-pub(in crate::histories::trace) struct RawEvent {
-    /// Its action; `None` for one that has no counterpart.
-    pub(crate) action: Option<Option<Action>>,
-    pub(crate) addr: Option<u64>,
-    pub(crate) device_free: Option<u64>,
-    pub(crate) size: Option<u64>,
-    pub(crate) stream: u64,
-    pub(crate) time_us: u64,
-}
-
-impl RawEvent {
-    /// The event; `None` for an action that has no counterpart.
-    ///
-    /// # Errors
-    /// The name of a field that is missing or too large.
-    pub(crate) fn event(&self, device: u16) -> Result<Option<Event>, &'static str> {
-        let Some(action) = self.action.ok_or("action")? else { return Ok(None) };
-        let addr = match action {
-            Action::Oom => self.device_free.or(self.addr).ok_or("device_free")?,
-            _ => self.addr.ok_or("addr")?,
-        };
-        Ok(Some(Event {
-            action,
-            device,
-            addr,
-            bytes: self.size.ok_or("size")?,
-            stream: self.stream,
-            time_ns: self.time_us.checked_mul(1000).ok_or("time_us below 2^64 ns")?,
-        }))
-    }
-}
+use vramlab_policies::contract::BlockState;
 
 impl Machine<'_, '_, '_> {
     /// Takes note when the container that comes next is the value of a key of the outermost dictionary.
@@ -102,7 +41,7 @@ impl Machine<'_, '_, '_> {
         part.keys_until >= key
     }
 
-    /// Whether nobody will look into the container that comes next.
+    /// Whether the reader does not look into the container that comes next.
     pub(super) fn is_opaque_here(&self) -> bool {
         let Some(last) = self.stack.last() else { return false };
         let inside = |key: Word| self.part.is_some_and(|part| part.key == key && part.at < self.stack.len());
@@ -112,7 +51,7 @@ impl Machine<'_, '_, '_> {
                 inside(Word::DeviceTraces) || inside(Word::Segments) || inside(Word::ExternalAnnotations)
             }
             // An annotation follows on the list or on another annotation.
-            Value::Object(_) if self.spine.receiver.wants_origins => false,
+            Value::Object(_) if self.outcome.receiver.wants_origins => false,
             _ => inside(Word::ExternalAnnotations),
         }
     }
@@ -148,7 +87,7 @@ impl Machine<'_, '_, '_> {
                 }
                 Word::ExternalAnnotations => {
                     // CAST: a height of the stack.
-                    self.spine.summary.external_annotations += (self.stack.len() - from) as u64;
+                    self.outcome.summary.external_annotations += (self.stack.len() - from) as u64;
                     self.pass(from, list, Self::take_annotation)?;
                 }
                 _ => self.keep(from, list)?,
@@ -278,11 +217,11 @@ impl Machine<'_, '_, '_> {
         self.store.recycle(pairs);
         match raw.event(device) {
             Ok(Some(event)) => {
-                self.spine.summary.count(device);
-                self.spine.receiver.take(event, origin)
+                self.outcome.summary.count(device);
+                self.outcome.receiver.take(event, origin)
             }
             Ok(None) => {
-                self.spine.summary.unknown_actions += 1;
+                self.outcome.summary.unknown_actions += 1;
                 Ok(())
             }
             Err(field) => {
@@ -323,7 +262,7 @@ impl Machine<'_, '_, '_> {
             return Err(self.content("a block has no 'size' or no 'state'"));
         }
         if block.state != BlockState::Free && block.address > 0 && origin != Origin::default() {
-            let kept = self.spine.claim.push(&mut self.spine.block_origins, (block.address, origin));
+            let kept = self.outcome.claim.push(&mut self.outcome.block_origins, (block.address, origin));
             self.within(kept)?;
         }
         Ok(block)
@@ -366,13 +305,13 @@ impl Machine<'_, '_, '_> {
             return Err(self.content("a segment has no 'address' or no 'total_size'"));
         }
         segment.place_blocks();
-        let origins = &mut self.spine.receiver.origins;
+        let origins = &mut self.outcome.receiver.origins;
         let mut kept = origins.set_segment(segment.device, segment.address, origin);
-        for (address, origin) in self.spine.block_origins.drain(..) {
+        for (address, origin) in self.outcome.block_origins.drain(..) {
             kept = kept.and_then(|()| origins.set_block(segment.device, address, origin));
         }
         self.within(kept)?;
-        let kept = self.spine.claim.push(&mut self.spine.summary.segments, segment);
+        let kept = self.outcome.claim.push(&mut self.outcome.summary.segments, segment);
         self.within(kept)
     }
 
@@ -385,10 +324,10 @@ impl Machine<'_, '_, '_> {
             return Err(self.content("'blocks' of a segment should be a list of its own"));
         };
         let mut blocks = list.blocks;
-        let mut kept = self.store.hand_over(&blocks, &mut self.spine.claim);
+        let mut kept = self.store.hand_over(&blocks, &mut self.outcome.claim);
         for item in &list.items {
             let block = self.take_block(*item)?;
-            kept = kept.and_then(|()| self.spine.claim.push(&mut blocks, block));
+            kept = kept.and_then(|()| self.outcome.claim.push(&mut blocks, block));
         }
         self.store.release(list.items);
         self.within(kept)?;
@@ -406,7 +345,7 @@ impl Machine<'_, '_, '_> {
         }
         self.store.release(items);
         // A device without events counts as a device.
-        self.spine.summary.has_device(device);
+        self.outcome.summary.has_device(device);
         Ok(())
     }
 
@@ -449,7 +388,7 @@ impl Machine<'_, '_, '_> {
                 Word::ExternalAnnotations => {
                     let annotations = self.take_items(*value, "'external_annotations'")?;
                     // CAST: a length in memory.
-                    self.spine.summary.external_annotations += annotations.len() as u64;
+                    self.outcome.summary.external_annotations += annotations.len() as u64;
                     for annotation in &annotations {
                         self.take_annotation(*annotation)?;
                     }

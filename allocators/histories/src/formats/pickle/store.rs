@@ -1,9 +1,9 @@
 //! Values of the stack machine, and the objects that they refer to.
 
 use super::words::Word;
-use crate::budget::{Budget, Claim, OverBudget};
-use crate::histories::trace::SegmentBlock;
+use crate::formats::SegmentBlock;
 use std::collections::HashMap;
+use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// A value. Containers are referred to, so that the memo shares them as Python does.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,7 +29,7 @@ pub(super) enum Value {
     Frame(u32),
     /// Two numbers that name a pool.
     Pair(u32, u32),
-    /// A container that nobody looks into.
+    /// A container that the reader does not look into.
     Opaque,
 }
 
@@ -124,7 +124,7 @@ fn place(bytes: &[u8]) -> usize {
 /// Most bytes of strings without a meaning that are kept. Settings may refer to a string that was first seen in an
 /// event, and those are few and short.
 const MOST_TEXT: usize = 1 << 20;
-/// The same where names of functions and files are wanted.
+/// Most bytes of strings that are kept where names of functions and files are wanted.
 const MOST_NAMES: usize = 1 << 26;
 /// Beside a string that is kept twice: its places in the list and in the table, both of which double, and what the
 /// system's allocator adds.
@@ -289,7 +289,7 @@ impl Store {
         if self.spelling(recent).is_some_and(|text| text.as_bytes() == bytes) {
             return Ok(recent);
         }
-        // Nobody needs a string that is no UTF-8.
+        // The reader needs no string that is not UTF-8.
         let Ok(text) = std::str::from_utf8(bytes) else { return Ok(Value::LostText) };
         let value = Word::of(text).map_or_else(|| self.text(text), |word| Ok(Value::Word(word)))?;
         self.recent[place] = value;

@@ -1,6 +1,6 @@
 //! The strings that a snapshot's structure is made of.
 
-use crate::histories::trace::Action;
+use crate::formats::Action;
 
 macro_rules! words {
     ($($variant:ident $text:literal,)*) => {

@@ -1,6 +1,6 @@
 //! Bounds on what the parser of JSON can be made to keep or to wait for.
 
-use crate::histories::trace::input::Input;
+use crate::formats::input::Input;
 use crate::steps;
 use std::io::{Error, Read, Result};
 

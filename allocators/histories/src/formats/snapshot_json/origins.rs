@@ -1,7 +1,7 @@
 //! Where events came from: stack frames and annotations, which are numbered as they are read.
 
-use super::State;
-use crate::histories::trace::{Annotation, Frame, StackId, TextId};
+use super::state::State;
+use crate::formats::{Annotation, Frame, StackId, TextId};
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 

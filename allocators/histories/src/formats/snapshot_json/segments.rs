@@ -1,11 +1,11 @@
 //! What was held when the snapshot was taken.
 
 use super::origins::Stack;
-use super::{Handle, State};
-use crate::contract::BlockState;
-use crate::histories::trace::{Origin, Segment, SegmentBlock, SegmentType, StackId};
+use super::state::{Handle, State};
+use crate::formats::{Origin, Segment, SegmentBlock, SegmentType, StackId};
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use vramlab_policies::contract::BlockState;
 
 /// The list of segments, which are kept.
 pub(super) struct Segments<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);

@@ -1,9 +1,9 @@
 //! The allocator's settings, which are kept as they are.
 
-use crate::budget::{Claim, OverBudget};
-use crate::histories::trace::settings::{DEEPEST, Room, entry_cost};
+use crate::formats::settings::{DEEPEST, Room, entry_cost};
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
+use vramlab_device::budget::{Claim, OverBudget};
 
 /// What the settings of a file may take, and what refused it.
 pub(super) struct Keep<'a> {

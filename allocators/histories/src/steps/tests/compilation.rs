@@ -1,9 +1,9 @@
 //! Compiling a history.
 
 use super::{MANY, linear};
-use crate::backends::CachingSettings;
-use crate::histories::replay::{History, HistoryBuilder};
-use crate::histories::trace::{Action, Event};
+use crate::formats::{Action, Event};
+use crate::replay::{History, HistoryBuilder};
+use vramlab_policies::backends::CachingSettings;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -44,7 +44,7 @@ fn frees_that_complete_after_segments_came() {
 
 #[test]
 fn frees_that_complete_before_segments_go() {
-    // The same segment comes and goes, and every block that was held up lies in it.
+    // One segment comes and goes, and every block that was held up lies in it.
     let end = BASE + MANY * KIB;
     let gone = (0..MANY / 2)
         .flat_map(|_| [Action::SegmentFree, Action::SegmentAlloc].map(|action| event(action, BASE, MANY * KIB)));

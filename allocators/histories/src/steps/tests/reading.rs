@@ -1,7 +1,7 @@
 //! Reading files.
 
 use super::{MANY, linear};
-use crate::histories::trace::{ReadError, ReadOptions, Summary, read_from};
+use crate::formats::{ReadError, ReadOptions, Summary, read_from};
 use std::io::Read;
 
 /// Reads `bytes` in a number of steps that is near `items`.
@@ -34,7 +34,7 @@ fn pickle_of_many_keys() {
     read("keys without a meaning", MANY, &pickle(&[TRACES, b"]", &many(b"\x8c\x01x]")])).unwrap();
     // One that is no key, and then keys again.
     read("a key that is none", MANY, &pickle(&[TRACES, b"]", b"K\x01]", &many(b"\x8c\x08segments]")])).unwrap();
-    // The same behind a million that are keys.
+    // Such values behind a million that are keys.
     let behind = [&many(b"\x8c\x01xN")[..], b"K\x01]", &many(b"\x8c\x08segments]")].concat();
     read("a key that is none, behind keys", 2 * MANY, &pickle(&[TRACES, b"]", &behind])).unwrap();
     // Keys that come and go.

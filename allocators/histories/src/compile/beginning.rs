@@ -1,0 +1,212 @@
+//! Third stage: what was held before the first event, of a history whose recording began late or whose ring buffer lost its
+//! beginning.
+//!
+//! It follows backwards from what was held after the last event. What the history releases and did not make was there
+//! before, and so was what is held at the end and was not made by the history.
+
+use super::pools::NamedRange;
+use super::segments::Departed;
+use super::timeline::Pending;
+use super::transcript::{Transcript, wrong};
+use super::{ages, sizes};
+use crate::formats::{Segment, SegmentType};
+use crate::history::{Beginning, Kind, ReplayError, StartBlock, StartSegment};
+use std::collections::HashMap;
+use vramlab_policies::backends::CachingSettings;
+use vramlab_policies::contract::{BlockState, GUARANTEED_ALIGN, PoolKind};
+use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
+
+/// What was held before the first event, but for the sizes of blocks and the ages of segments.
+#[derive(Debug)]
+pub(super) struct LookBack {
+    pub(super) beginning: Beginning,
+    /// The private pools that the history's end names, if it names all.
+    pub(super) names: Option<Vec<NamedRange>>,
+    /// What shows that parts of expandable segments were mapped before the first event.
+    pub(super) unseen: Option<String>,
+}
+
+impl LookBack {
+    /// `ending` is what was held after the last event, if that is known. Adds blocks from before the first event to the
+    /// transcript's timeline where their free was pending.
+    pub(super) fn of(transcript: &mut Transcript, ending: Option<Vec<Segment>>) -> Result<Self, ReplayError> {
+        let mut beginning = Beginning::default();
+        let device = transcript.device;
+        let ending = ending.map(|mut ending| {
+            ending.retain(|segment| Some(segment.device) == device);
+            ending.sort_by_key(|segment| segment.address);
+            ending
+        });
+        beginning.blocks.extend(transcript.unknown.iter().map(|unknown| StartBlock {
+            addr: unknown.addr,
+            requested: unknown.bytes,
+            bytes: None,
+            stream: unknown.stream,
+            slot: unknown.slot,
+            freed: None,
+        }));
+        for Departed { addr, bytes, stream } in std::mem::take(&mut transcript.segments.departed) {
+            let pool = if bytes == SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large };
+            let stream = number_of(transcript, stream)?;
+            beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private: 0 });
+        }
+        let names = ending.as_deref().and_then(NamedRange::of);
+        let found = match &ending {
+            Some(ending) => Ending::of(transcript, ending),
+            None => Err("it does not say what was held at the end"),
+        };
+        let problem = match found {
+            Ok(found) => {
+                let added = add_ending(transcript, &found, names.as_deref(), &mut beginning);
+                added.map_err(|what| wrong(transcript.number, what))?;
+                None
+            }
+            Err(problem) => Some(problem),
+        };
+        beginning.blocks.sort_unstable_by_key(|block| block.addr);
+        beginning.segments.sort_unstable_by_key(|segment| segment.addr);
+        let unseen = ending.as_deref().and_then(|ending| transcript.segments.mapped_before(ending));
+        beginning.unknown = problem.filter(|_| !beginning.is_empty()).map(str::to_owned);
+        Ok(Self { beginning, names, unseen })
+    }
+}
+
+fn number_of(transcript: &mut Transcript, handle: u64) -> Result<u32, ReplayError> {
+    transcript.slots.stream(handle).map_err(|what| wrong(transcript.number, what))
+}
+
+/// Adds what was held at the end and was not made by the history.
+fn add_ending(
+    transcript: &mut Transcript,
+    found: &Ending<'_>,
+    names: Option<&[NamedRange]>,
+    beginning: &mut Beginning,
+) -> Result<(), String> {
+    for segment in &found.segments {
+        let pool = match segment.segment_type {
+            SegmentType::Small => PoolKind::Small,
+            SegmentType::Large => PoolKind::Large,
+        };
+        let stream = transcript.slots.stream(segment.stream)?;
+        let (addr, bytes) = (segment.address, segment.total_size);
+        let private = names.map_or(0, |names| NamedRange::number_at(names, addr));
+        beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private });
+    }
+    for &(addr, requested, bytes, handle) in &found.blocks {
+        let (stream, slot) = (transcript.slots.stream(handle)?, transcript.timeline.fresh_slot());
+        let bytes = Some(bytes);
+        beginning.blocks.push(StartBlock { addr, requested, bytes, stream, slot, freed: None });
+    }
+    for &(addr, requested, bytes, handle) in &found.pending {
+        let free = transcript.add_pending(addr, requested, Some(bytes), handle)?;
+        transcript.frees.deferred.push(free);
+    }
+    let waiting: HashMap<u32, u64> = found.waiting.iter().copied().collect();
+    for (block, unknown) in beginning.blocks.iter_mut().zip(&transcript.unknown) {
+        block.bytes = waiting.get(&unknown.op).copied();
+    }
+    Ok(())
+}
+
+/// Adds the blocks whose free was pending, and finds the sizes of blocks and the ages of segments. Deferred frees have their
+/// streams by then.
+///
+/// # Errors
+/// [`ReplayError::TooLarge`] when the budget is used up.
+pub(super) fn complete(
+    transcript: &mut Transcript,
+    beginning: &mut Beginning,
+    names: Option<&[NamedRange]>,
+    settings: &CachingSettings,
+) -> Result<(), ReplayError> {
+    // In the order in which they complete, so that few streams hold them up.
+    let mut pending: Vec<Pending> = std::mem::take(&mut transcript.timeline.pending);
+    pending.retain(|pending| pending.op.kind() == Kind::Release && beginning.has_segment_at(pending.addr));
+    pending.sort_by_key(|pending| pending.op.release().ready);
+    for (number, Pending { addr, bytes, size, op }) in pending.into_iter().enumerate() {
+        let (stream, slot) = (op.stream(), op.slot);
+        let freed = Some(number);
+        beginning.blocks.push(StartBlock { addr, requested: bytes, bytes: size, stream, slot, freed });
+        beginning.frees.push(op);
+    }
+    beginning.blocks.sort_unstable_by_key(|block| block.addr);
+    if beginning.unknown.is_none() && !beginning.segments.is_empty() {
+        transcript.make_room_to_follow(beginning)?;
+        beginning.unknown = sizes::find(&transcript.timeline, beginning, names, settings).err();
+        ages::find(&transcript.timeline, beginning, settings);
+    }
+    if beginning.unknown.is_some() {
+        beginning.segments.clear();
+        beginning.blocks.retain(|block| block.freed.is_none());
+        beginning.frees.clear();
+    }
+    Ok(())
+}
+
+/// What was held after the last event and had been before the first.
+#[derive(Debug, Default)]
+struct Ending<'a> {
+    segments: Vec<&'a Segment>,
+    /// Address, bytes asked for, size, and handle of the stream.
+    blocks: Vec<(u64, u64, u64, u64)>,
+    /// Those whose free was pending all the time.
+    pending: Vec<(u64, u64, u64, u64)>,
+    /// Operation that requested the free of a block that is pending, and the block's size.
+    waiting: Vec<(u32, u64)>,
+}
+
+const CONTRADICTION: &str = "what it says was held at the end does not follow from its events";
+
+impl<'a> Ending<'a> {
+    /// Takes from what was held at the end what the history made.
+    fn of(history: &Transcript, ending: &'a [Segment]) -> Result<Self, &'static str> {
+        let mut found = Self::default();
+        let (mut made, mut allocated, mut last, mut total) = (0, 0, 0, 0u64);
+        for segment in ending {
+            let Segment { address: start, total_size: bytes, .. } = *segment;
+            let end = start.checked_add(bytes).filter(|end| *end <= 1 << 63).ok_or(CONTRADICTION)?;
+            total = total.saturating_add(bytes);
+            if start == 0 || bytes == 0 || start < last || total > 1 << 62 || !start.is_multiple_of(GUARANTEED_ALIGN) {
+                return Err(CONTRADICTION);
+            }
+            last = end;
+            if segment.is_expandable {
+                // Its parts come and go one by one; only the blocks matter.
+            } else if history.segments.holds(start, bytes) {
+                made += 1;
+            } else if history.segments.knows(start, end) {
+                return Err(CONTRADICTION);
+            } else {
+                found.segments.push(segment);
+            }
+            let mut at = start;
+            for block in &segment.blocks {
+                let stop = block.address.checked_add(block.size).filter(|stop| *stop <= end).ok_or(CONTRADICTION)?;
+                // A block that is free again may have been cut since its last owner asked for it.
+                let too_small = block.state != BlockState::Free && block.requested_size > block.size;
+                if block.address < at || too_small {
+                    return Err(CONTRADICTION);
+                }
+                at = stop;
+                let requested = if block.requested_size == 0 { block.size } else { block.requested_size };
+                let (addr, stream) = (block.address, segment.stream);
+                let unseen = requested > 0 && !history.slots.was_used(addr, requested);
+                match block.state {
+                    BlockState::Free => {}
+                    BlockState::Allocated if history.slots.at(addr).is_some() => allocated += 1,
+                    BlockState::Allocated if unseen => found.blocks.push((addr, requested, block.size, stream)),
+                    BlockState::PendingFree => match history.frees.waiting_at(addr) {
+                        Some(free) => found.waiting.push((free, block.size)),
+                        None if unseen => found.pending.push((addr, requested, block.size, stream)),
+                        None => return Err(CONTRADICTION),
+                    },
+                    BlockState::Allocated => return Err(CONTRADICTION),
+                }
+            }
+        }
+        if !history.segments.expandable && made != history.segments.held() || allocated != history.slots.live() {
+            return Err(CONTRADICTION);
+        }
+        Ok(found)
+    }
+}

@@ -1,0 +1,103 @@
+//! The recorded memory along a timeline.
+
+use super::frees::Frees;
+use super::timeline::Timeline;
+use crate::formats::Origin;
+use crate::history::{Beginning, Kind, SegmentEvent};
+use crate::memory::{BEFORE, Memory, Rules, Segment, Served};
+use crate::steps;
+use vramlab_device::budget::{Budget, OverBudget};
+use vramlab_policies::backends::CachingSettings;
+use vramlab_policies::contract::PoolKind;
+use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
+
+/// When [`follow`] shows the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum When {
+    /// Before frees complete, and segments come and go, that did so right before the operation or inside it.
+    Before,
+    /// After that and before the operation's own block comes or goes.
+    After,
+}
+
+/// A request of the timeline's, or from before it, whose size is known or follows from the rules.
+fn served(requested: u64, size: Option<u64>, at: u32) -> Served {
+    Served { requested, size, stream: 0, at, origin: Origin::default() }
+}
+
+fn change(memory: &mut Memory, event: &SegmentEvent) -> Result<(), OverBudget> {
+    if event.released {
+        memory.release(event.addr, event.bytes);
+        return Ok(());
+    }
+    let small = event.part.map_or(event.bytes == SMALL_SEGMENT, |pool| pool == PoolKind::Small);
+    let (bytes, stream, expandable) = (event.bytes, event.stream, event.part.is_some());
+    memory.reserve(event.addr, Segment { bytes, stream, small, expandable })
+}
+
+/// Follows the memory from the beginning up to operation `last`, and shows it twice for each operation. `streams` are
+/// the handles. O(n log n).
+///
+/// # Errors
+/// [`OverBudget`] when the memory takes more than there is.
+pub(super) fn follow(
+    (timeline, frees): (&Timeline, &Frees),
+    (beginning, streams): (&Beginning, &[u64]),
+    (settings, budget): (&CachingSettings, &Budget),
+    last: u32,
+    mut look: impl FnMut(u32, When, &Memory),
+) -> Result<(), OverBudget> {
+    let mut memory = Memory::new(Rules::pytorch(settings), budget);
+    for segment in &beginning.segments {
+        change(&mut memory, &SegmentEvent::made(segment.addr, segment.bytes, streams[segment.stream as usize]))?;
+    }
+    let mut slots: Vec<Option<u64>> = vec![None; timeline.slots as usize];
+    for block in &beginning.blocks {
+        memory.place(block.addr, served(block.requested, block.bytes, BEFORE))?;
+        if block.freed.is_some() {
+            memory.request_free(block.addr, BEFORE);
+        } else {
+            slots[block.slot as usize] = Some(block.addr);
+        }
+    }
+    // Those that are not a part of the beginning yet.
+    for pending in &timeline.pending {
+        memory.place(pending.addr, served(pending.bytes, pending.size, BEFORE))?;
+        memory.request_free(pending.addr, BEFORE);
+    }
+    let mut addresses = timeline.addresses.iter();
+    let mut held_up = frees.held_up.iter().peekable();
+    let mut completed = frees.completed.iter().peekable();
+    let mut segments = timeline.segments.iter().peekable();
+    for at in 0..=last {
+        steps::count(1);
+        look(at, When::Before, &memory);
+        while let Some((_, addr)) = completed.next_if(|(op, _)| *op <= at) {
+            memory.complete(*addr);
+        }
+        while let Some(segment) = segments.next_if(|segment| segment.op <= at) {
+            change(&mut memory, segment)?;
+        }
+        look(at, When::After, &memory);
+        let Some(op) = timeline.ops.get(at as usize) else { break };
+        let waits = held_up.next_if(|op| **op <= at).is_some() && frees.completes;
+        match op.kind() {
+            Kind::Alloc => {
+                if let Some(addr) = addresses.next() {
+                    memory.place(*addr, served(op.value, None, at))?;
+                    slots[op.slot as usize] = Some(*addr);
+                }
+            }
+            Kind::Free | Kind::Release => {
+                if let Some(addr) = slots[op.slot as usize].take() {
+                    memory.request_free(addr, at);
+                    if !waits {
+                        memory.complete(addr);
+                    }
+                }
+            }
+            Kind::Use | Kind::Trim | Kind::Refused | Kind::Nothing => {}
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,76 @@
+//! Eighth stage: what the recorded allocator held at each request that it refused.
+
+use super::memory::{self, When};
+use super::refusals::Refusal;
+use super::transcript::Transcript;
+use crate::history::{Beginning, Held, OutOfMemory, StreamHeld};
+use crate::memory::{Contents, Memory};
+use std::collections::BTreeMap;
+use vramlab_device::budget::OverBudget;
+use vramlab_policies::backends::CachingSettings;
+
+/// Follows the history from its beginning up to each of its last refused requests. `streams` are the handles.
+///
+/// # Errors
+/// [`OverBudget`] when following the memory takes more than there is.
+pub(super) fn describe(
+    transcript: &Transcript,
+    beginning: &Beginning,
+    streams: &[u64],
+    settings: &CachingSettings,
+) -> Result<Vec<OutOfMemory>, OverBudget> {
+    let Transcript { timeline, frees, refusals, budget, .. } = transcript;
+    let mut waiting = refusals.last.iter().peekable();
+    let Some(last) = refusals.last.back() else { return Ok(Vec::new()) };
+    let shown = !(timeline.segments.is_empty() && beginning.segments.is_empty());
+    let mut found = Vec::new();
+    memory::follow((timeline, frees), (beginning, streams), (settings, budget), last.op, |at, when, memory| {
+        while let Some(refusal) = waiting.next_if(|refusal| when == When::After && refusal.op <= at) {
+            found.push(describe_one(refusal, memory, settings, shown, beginning.unknown.is_none()));
+        }
+    })?;
+    Ok(found)
+}
+
+/// What is held now, for a request that is refused; `shown` says whether the history shows segments,
+/// `whole` whether it shows all of them. O(n) in the blocks.
+fn describe_one(
+    refusal: &Refusal,
+    memory: &Memory,
+    settings: &CachingSettings,
+    shown: bool,
+    whole: bool,
+) -> OutOfMemory {
+    let (mut all, mut streams) = (Held::default(), BTreeMap::<u64, Held>::new());
+    for (start, segment) in memory.segments() {
+        let contents = memory.contents(*start, segment);
+        for held in [&mut all, streams.entry(segment.stream).or_default()] {
+            add(held, segment.bytes, &contents);
+        }
+    }
+    let streams = streams.into_iter().map(|(stream, held)| StreamHeld { stream, held });
+    let expandable = memory.segments().values().any(|segment| segment.expandable);
+    OutOfMemory {
+        event: refusal.number,
+        requested_bytes: refusal.bytes,
+        stream: refusal.stream,
+        device_free_bytes: Some(refusal.device_free).filter(|free| *free > 0),
+        limit_bytes: settings.memory_limit,
+        live_bytes: memory.totals().requested,
+        held: shown.then_some(all),
+        streams: if shown { streams.collect() } else { Vec::new() },
+        complete: shown && whole && memory.is_whole(),
+        against_fragmentation: (!expandable)
+            .then(|| settings.against_fragmentation(Some("expandable_segments")))
+            .flatten(),
+    }
+}
+
+fn add(held: &mut Held, reserved: u64, contents: &Contents) {
+    held.reserved_bytes += reserved;
+    held.allocated_bytes += contents.active - contents.pending;
+    held.pending_bytes += contents.pending;
+    held.free_bytes += contents.free;
+    held.free_blocks += contents.holes;
+    held.largest_free_bytes = held.largest_free_bytes.max(contents.largest_hole);
+}

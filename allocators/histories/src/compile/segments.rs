@@ -1,0 +1,228 @@
+//! First stage: which segments the history shows, and what it shows of memory from before its first event.
+//!
+//! Memory of expandable segments comes and goes in parts. PyTorch reports each part that is mapped or unmapped. It does not say
+//! where a range of addresses begins, but its first part is at its start. Parts of the small pool are one handle of 2 MiB,
+//! larger ones are of the large pool.
+
+use crate::formats::{Event, Segment};
+use crate::history::SegmentEvent;
+use std::collections::BTreeMap;
+use vramlab_device::ranges::Ranges;
+use vramlab_policies::contract::{GUARANTEED_ALIGN, PoolKind};
+use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
+
+/// A segment that the history released without having made it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Departed {
+    pub(super) addr: u64,
+    pub(super) bytes: u64,
+    pub(super) stream: u64,
+}
+
+/// Segments and parts of expandable segments, event by event.
+#[derive(Debug, Default)]
+pub(super) struct Segments {
+    /// Segments that the history made, by address.
+    held: BTreeMap<u64, u64>,
+    /// Parts of expandable segments that are mapped, and the pool of each that ever was.
+    mapped: Mapped,
+    pools: BTreeMap<u64, PoolKind>,
+    /// Where the history made segments.
+    made: Ranges,
+    /// Segments that the history released without having made them.
+    pub(super) departed: Vec<Departed>,
+    /// Where those lay.
+    left: Ranges,
+    /// Bytes reserved beyond those before the first event; below zero it wraps.
+    pub(super) reserved: u64,
+    /// The most that it was.
+    pub(super) most_reserved: i64,
+    /// Whether parts came or went.
+    pub(super) expandable: bool,
+}
+
+/// The parts that are mapped, joined where they touch: end by first address.
+#[derive(Debug, Default)]
+pub(super) struct Mapped(BTreeMap<u64, u64>);
+
+impl Mapped {
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether all of `start..end` is mapped.
+    pub(super) fn contains(&self, start: u64, end: u64) -> bool {
+        self.0.range(..=start).next_back().is_some_and(|(_, last)| *last >= end)
+    }
+
+    fn overlaps(&self, start: u64, end: u64) -> bool {
+        self.0.range(..end).next_back().is_some_and(|(_, last)| *last > start)
+    }
+
+    fn insert(&mut self, mut start: u64, mut end: u64) {
+        if let Some((&before, _)) = self.0.range(..start).next_back().filter(|(_, last)| **last == start) {
+            start = before;
+        }
+        if let Some(last) = self.0.remove(&end) {
+            end = last;
+        }
+        self.0.insert(start, end);
+    }
+
+    /// Takes out what is mapped as a whole.
+    fn remove(&mut self, start: u64, end: u64) {
+        let Some((&first, &last)) = self.0.range(..=start).next_back() else { return };
+        self.0.remove(&first);
+        if first < start {
+            self.0.insert(first, start);
+        }
+        if end < last {
+            self.0.insert(end, last);
+        }
+    }
+}
+
+/// The pool of a part.
+fn pool(bytes: u64) -> PoolKind {
+    if bytes <= SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large }
+}
+
+impl Segments {
+    /// A segment came from the device.
+    pub(super) fn make(&mut self, event: &Event) -> Result<SegmentEvent, String> {
+        let Event { addr, bytes, stream, .. } = *event;
+        if bytes == 0 || addr == 0 {
+            return Err(format!("a segment of {bytes} bytes at {addr:#x}"));
+        }
+        if !addr.is_multiple_of(GUARANTEED_ALIGN) {
+            return Err(format!(
+                "the segment of {bytes} bytes at {addr:#x} does not begin at a multiple of {GUARANTEED_ALIGN}, as device \
+                 memory does"
+            ));
+        }
+        if let Some((start, size)) = self.held_in(addr, bytes) {
+            return Err(format!("the segment of {bytes} bytes at {addr:#x} overlaps the one of {size} at {start:#x}"));
+        }
+        self.held.insert(addr, bytes);
+        self.made.insert(addr, addr + bytes);
+        Ok(self.grow(SegmentEvent::made(addr, bytes, stream)))
+    }
+
+    /// A part was mapped.
+    pub(super) fn map(&mut self, event: &Event) -> Result<SegmentEvent, String> {
+        let Event { addr, bytes, stream, .. } = *event;
+        if bytes == 0 || addr == 0 || !addr.is_multiple_of(GUARANTEED_ALIGN) {
+            return Err(format!("a mapping of {bytes} bytes at {addr:#x}"));
+        }
+        if self.held_in(addr, bytes).is_some() || self.mapped.overlaps(addr, addr + bytes) {
+            return Err(format!("the mapping of {bytes} bytes at {addr:#x} overlaps memory that is there"));
+        }
+        self.expandable = true;
+        self.mapped.insert(addr, addr + bytes);
+        self.pools.insert(addr, pool(bytes));
+        Ok(self.grow(SegmentEvent::made(addr, bytes, stream).part_of(pool(bytes))))
+    }
+
+    fn grow(&mut self, event: SegmentEvent) -> SegmentEvent {
+        self.reserved = self.reserved.wrapping_add(event.bytes);
+        self.most_reserved = self.most_reserved.max(self.reserved.cast_signed());
+        event
+    }
+
+    /// A segment went back. Whether the history had made it.
+    pub(super) fn release(&mut self, event: &Event) -> (SegmentEvent, bool) {
+        let Event { addr, bytes, stream, .. } = *event;
+        let (held, end) = (self.held.remove(&addr), addr + bytes);
+        let known = |ranges: &Ranges| ranges.overlaps(addr, end);
+        let departed = held.is_none() && bytes > 0 && addr > 0 && !known(&self.made) && !known(&self.left);
+        if departed {
+            self.left.insert(addr, end);
+            self.departed.push(Departed { addr, bytes, stream });
+        }
+        // What went is what had come, whatever the event says; of what was never there nothing goes.
+        self.shrink(held.unwrap_or(if departed { bytes } else { 0 }));
+        (SegmentEvent::made(addr, bytes, stream).released(), held.is_some())
+    }
+
+    /// A part was unmapped. Whether the history had mapped it.
+    pub(super) fn unmap(&mut self, event: &Event) -> (SegmentEvent, bool) {
+        let Event { addr, bytes, stream, .. } = *event;
+        self.expandable = true;
+        let known = self.mapped.contains(addr, addr + bytes);
+        // Of handles of the large pool nothing as small is unmapped.
+        let of = self.pools.range(..=addr).next_back().map(|(_, pool)| *pool).filter(|_| known);
+        if known {
+            self.mapped.remove(addr, addr + bytes);
+        }
+        self.shrink(bytes);
+        (SegmentEvent::made(addr, bytes, stream).part_of(of.unwrap_or(pool(bytes))).released(), known)
+    }
+
+    fn shrink(&mut self, bytes: u64) {
+        self.reserved = self.reserved.wrapping_sub(bytes);
+    }
+
+    /// A segment that lies in a range of addresses or reaches into it.
+    pub(super) fn held_in(&self, addr: u64, bytes: u64) -> Option<(u64, u64)> {
+        let (start, size) = self.held.range(..addr + bytes).next_back()?;
+        (start + size > addr).then_some((*start, *size))
+    }
+
+    /// Whether a range of addresses lies in one segment, or in parts that are mapped.
+    pub(super) fn contain(&self, addr: u64, bytes: u64) -> bool {
+        let plain = self.held.range(..=addr).next_back().is_some_and(|(start, size)| start + size >= addr + bytes);
+        plain || self.mapped.contains(addr, addr + bytes)
+    }
+
+    /// Whether a segment that the history made is held.
+    pub(super) fn holds(&self, addr: u64, bytes: u64) -> bool {
+        self.held.get(&addr) == Some(&bytes)
+    }
+
+    pub(super) fn held(&self) -> usize {
+        self.held.len()
+    }
+
+    /// Whether the history made or released something in a range of addresses.
+    pub(super) fn knows(&self, start: u64, end: u64) -> bool {
+        self.made.overlaps(start, end) || self.left.overlaps(start, end)
+    }
+
+    /// Entries of the maps from addresses to sizes, and of the maps of parts.
+    pub(super) fn entries(&self) -> (usize, usize) {
+        (self.held.len() + self.made.len() + self.left.len(), self.mapped.len() + self.pools.len())
+    }
+
+    /// Why parts that were mapped at the end, by what the history says of that, did not come in its course.
+    pub(super) fn mapped_before(&self, ending: &[Segment]) -> Option<String> {
+        let expandable = ending.iter().filter(|segment| segment.is_expandable);
+        let strange = expandable.filter(|segment| {
+            let end = segment.address.saturating_add(segment.total_size);
+            !self.mapped.contains(segment.address, end)
+        });
+        let first = strange.map(|segment| segment.address).min()?;
+        Some(format!("the history is incomplete: it does not show how the memory at {first:#x} was mapped"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_join_where_they_touch_and_come_apart_again() {
+        let mut mapped = Mapped::default();
+        for (start, end) in [(10, 20), (30, 40), (20, 30)] {
+            assert!(!mapped.overlaps(start, end));
+            mapped.insert(start, end);
+        }
+        assert!(mapped.contains(10, 40) && mapped.len() == 1);
+        mapped.remove(15, 25);
+        assert!(
+            mapped.contains(10, 15) && mapped.contains(25, 40) && !mapped.contains(10, 16) && mapped.overlaps(24, 26)
+        );
+        mapped.remove(10, 15);
+        mapped.remove(30, 40);
+        assert_eq!(mapped.0.into_iter().collect::<Vec<_>>(), [(25, 30)]);
+    }
+}

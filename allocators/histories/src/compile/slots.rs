@@ -1,0 +1,106 @@
+//! First stage: numbers instead of addresses and handles.
+
+use super::timeline::Timeline;
+use crate::history::{MAX_STREAMS, NO_STREAM};
+use std::collections::{BTreeMap, HashMap};
+use vramlab_device::ranges::Ranges;
+
+/// A block that the client holds.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Live {
+    pub(super) bytes: u64,
+    pub(super) stream: u32,
+    pub(super) slot: u32,
+    /// The last stream whose use the history announces.
+    pub(super) user: u32,
+}
+
+/// Which stream has which number, and which block lies in which slot.
+#[derive(Debug)]
+pub(super) struct Slots {
+    /// Recorded handles in the order of appearance.
+    streams: HashMap<u64, u32>,
+    live: BTreeMap<u64, Live>,
+    /// Where blocks have been.
+    seen: Ranges,
+    pub(super) spare: Vec<u32>,
+}
+
+impl Slots {
+    pub(super) fn new() -> Self {
+        Self { streams: HashMap::new(), live: BTreeMap::new(), seen: Ranges::default(), spare: Vec::new() }
+    }
+
+    /// The number of a stream.
+    pub(super) fn stream(&mut self, handle: u64) -> Result<u32, String> {
+        // CAST: at most `MAX_STREAMS`.
+        let next = self.streams.len() as u32;
+        if let Some(&known) = self.streams.get(&handle) {
+            return Ok(known);
+        }
+        if self.streams.len() == MAX_STREAMS {
+            return Err(format!("the history has more than {MAX_STREAMS} streams"));
+        }
+        self.streams.insert(handle, next);
+        Ok(next)
+    }
+
+    /// Handles of streams and their numbers, by handle.
+    pub(super) fn streams(&self) -> Vec<(u64, u32)> {
+        let mut handles: Vec<(u64, u32)> = self.streams.iter().map(|(handle, number)| (*handle, *number)).collect();
+        handles.sort_unstable();
+        handles
+    }
+
+    pub(super) fn stream_count(&self) -> usize {
+        self.streams.len()
+    }
+
+    pub(super) fn live(&self) -> usize {
+        self.live.len()
+    }
+
+    pub(super) fn seen(&self) -> usize {
+        self.seen.len()
+    }
+
+    /// The live block at an address.
+    pub(super) fn at(&self, addr: u64) -> Option<&Live> {
+        self.live.get(&addr)
+    }
+
+    /// Whether a block lay in a range of addresses at any time.
+    pub(super) fn was_used(&self, addr: u64, bytes: u64) -> bool {
+        self.seen.overlaps(addr, addr + bytes)
+    }
+
+    /// Takes note of a block from before the first event.
+    pub(super) fn note_used(&mut self, addr: u64, bytes: u64) {
+        self.seen.insert(addr, addr + bytes);
+    }
+
+    /// The live block that lies in a range of addresses or reaches into it, if one does.
+    pub(super) fn overlapping(&self, addr: u64, bytes: u64) -> Option<(u64, u64)> {
+        let (start, block) = self.live.range(..addr + bytes).next_back()?;
+        (start + block.bytes > addr).then_some((*start, block.bytes))
+    }
+
+    /// Gives a block a slot; no other lies where it does.
+    pub(super) fn allocate(&mut self, addr: u64, bytes: u64, stream: u32, timeline: &mut Timeline) -> u32 {
+        let slot = self.spare.pop().unwrap_or_else(|| timeline.fresh_slot());
+        self.seen.insert(addr, addr + bytes);
+        self.live.insert(addr, Live { bytes, stream, slot, user: NO_STREAM });
+        slot
+    }
+
+    /// Takes the block at an address out.
+    pub(super) fn free(&mut self, addr: u64) -> Option<Live> {
+        self.live.remove(&addr)
+    }
+
+    /// The live block that an address lies in.
+    pub(super) fn around(&mut self, addr: u64) -> Option<&mut Live> {
+        let (start, live) = self.live.range_mut(..=addr).next_back()?;
+        (addr < start + live.bytes).then_some(live)
+    }
+}

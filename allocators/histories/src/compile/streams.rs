@@ -1,0 +1,118 @@
+//! Fifth stage: which stream holds up each free that did not complete at once.
+
+use super::timeline::Timeline;
+use crate::history::{BY_DEVICE, Beginning, Kind, MAX_STREAMS, NEVER, Release, ReplayError};
+use crate::steps;
+use std::collections::BTreeSet;
+
+/// Numbers streams by their handles, as allocators order them; the handles. `handles` come sorted, with the numbers by which
+/// the operations name them so far.
+pub(super) fn sort(handles: &[(u64, u32)], timeline: &mut Timeline, beginning: &mut Beginning) -> Vec<u64> {
+    let mut rank = vec![0; handles.len()];
+    for (at, (_, number)) in (0u32..).zip(handles) {
+        rank[*number as usize] = at;
+    }
+    let frees = timeline.pending.iter_mut().map(|pending| &mut pending.op);
+    let ops = timeline.ops.iter_mut().filter(|op| !matches!(op.kind(), Kind::Trim | Kind::Nothing));
+    for op in ops.chain(frees) {
+        op.set_stream(rank[op.stream() as usize]);
+        if op.kind() == Kind::Release {
+            let release = op.release();
+            op.set_release(Release { user: rank[release.user as usize], ..release });
+        }
+    }
+    let segments = beginning.segments.iter_mut().map(|segment| &mut segment.stream);
+    let blocks = beginning.blocks.iter_mut().map(|block| &mut block.stream);
+    segments.chain(blocks).for_each(|stream| *stream = rank[*stream as usize]);
+    handles.iter().map(|(handle, _)| *handle).collect()
+}
+
+/// Gives each deferred free the stream that held it up; how many streams that takes beside the `recorded` ones. Frees from
+/// before the first event come first in `deferred` then.
+///
+/// Allocators look at a stream's pending frees in order and stop at the first whose event is not ready, so a
+/// stream fits when the free before on it completes no later. The stream whose use was announced last is taken if
+/// it fits, otherwise the one whose last completion is latest, which needs the fewest streams. Other announced uses
+/// are left out: which of them held the block up is not known, and the wrong one would hold up others.
+pub(super) fn hold_up(deferred: &mut [u32], recorded: usize, timeline: &mut Timeline) -> Result<u32, ReplayError> {
+    // Frees from before the first event come first, in the order in which they complete.
+    deferred.sort_unstable_by_key(|&number| match timeline.is_before(number) {
+        true => (0, timeline.op_mut(number).release().ready),
+        false => (1, number),
+    });
+    let mut announced = Vec::with_capacity(deferred.len());
+    for &number in &*deferred {
+        let op = timeline.op_mut(number);
+        announced.push(op.kind() == Kind::Release);
+        op.set_kind(Kind::Free);
+    }
+    // What completed at once had no use that was still running.
+    for op in &mut timeline.ops {
+        match op.kind() {
+            Kind::Release => op.set_kind(Kind::Free),
+            Kind::Use => op.set_kind(Kind::Nothing),
+            _ => {}
+        }
+    }
+    let mut last = vec![0; recorded];
+    // CAST: at most `MAX_STREAMS`.
+    let mut ends: BTreeSet<(u32, u32)> = (0..recorded as u32).map(|stream| (0, stream)).collect();
+    for (&number, announced) in deferred.iter().zip(announced) {
+        let op = timeline.op_mut(number);
+        let release = op.release();
+        let ready = if release.ready == BY_DEVICE { NEVER } else { release.ready };
+        let own = op.stream();
+        let other = |stream: &&(u32, u32)| {
+            steps::count(1);
+            stream.1 != own
+        };
+        let fit = || ends.range(..=(ready, u32::MAX)).rev().find(other);
+        let user = if announced && last[release.user as usize] <= ready {
+            release.user
+        } else if let Some((_, stream)) = fit() {
+            *stream
+        } else if last.len() - recorded >= MAX_STREAMS {
+            let text = format!("its deferred frees complete in an order that needs {MAX_STREAMS} more streams");
+            return Err(ReplayError::History(text));
+        } else {
+            last.push(0);
+            last.len() as u32 - 1
+        };
+        ends.remove(&(last[user as usize], user));
+        ends.insert((ready, user));
+        last[user as usize] = ready;
+        op.set_kind(Kind::Release);
+        op.set_release(Release { ready, user });
+    }
+    // CAST: as above.
+    Ok((last.len() - recorded) as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::timeline::free_op;
+    use super::*;
+
+    #[test]
+    fn frees_that_complete_in_order_share_a_stream_and_others_take_more() {
+        let completing = |ready: &[u32]| {
+            let mut timeline = Timeline { ops: vec![free_op(0, 0); ready.len()], ..Timeline::default() };
+            let mut deferred: Vec<u32> = (0..).zip(ready).map(|(free, _)| free).collect();
+            for (free, ready) in (0..).zip(ready) {
+                timeline.set_ready(free, *ready);
+            }
+            let more = hold_up(&mut deferred, 1, &mut timeline).unwrap();
+            (more, timeline.ops.iter().map(|op| op.release().user).collect::<Vec<_>>())
+        };
+        assert_eq!(completing(&[]), (0, vec![]));
+        assert_eq!(completing(&[5, 6, 6]), (1, vec![1, 1, 1]));
+        assert_eq!(completing(&[6, 5, 7, BY_DEVICE]), (2, vec![1, 2, 1, 1]));
+    }
+
+    #[test]
+    fn streams_are_numbered_by_handle() {
+        let mut timeline = Timeline { ops: vec![free_op(1, 0), free_op(0, 1)], ..Timeline::default() };
+        let handles = sort(&[(7, 1), (9, 0)], &mut timeline, &mut Beginning::default());
+        assert_eq!((handles, timeline.ops[0].stream(), timeline.ops[1].stream()), (vec![7, 9], 0, 1));
+    }
+}

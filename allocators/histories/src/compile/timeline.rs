@@ -1,0 +1,203 @@
+//! The list of operations while it is compiled, and how the recorded placements are followed along it.
+
+use crate::history::{BY_DEVICE, Beginning, DueFrees, Kind, NO_STREAM, Op, Release, SegmentEvent};
+use crate::steps;
+
+/// A block whose free had been requested before the first event.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pending {
+    pub(super) addr: u64,
+    pub(super) bytes: u64,
+    /// Size, where the end of the history tells it.
+    pub(super) size: Option<u64>,
+    /// Its free, which a replay requests before the first event.
+    pub(super) op: Op,
+}
+
+/// The number of the first free from before the first event; the others count down from it.
+const LAST: u32 = BY_DEVICE - 1;
+
+/// Operations, and where their blocks and segments lay.
+#[derive(Debug, Default)]
+pub(super) struct Timeline {
+    pub(super) ops: Vec<Op>,
+    /// Recorded address of each allocation, in order.
+    pub(super) addresses: Vec<u64>,
+    /// Segments that came and went, in order.
+    pub(super) segments: Vec<SegmentEvent>,
+    /// Blocks whose free was requested before the first event. Their frees are operations too.
+    pub(super) pending: Vec<Pending>,
+    /// Slots that the operations name.
+    pub(super) slots: u32,
+}
+
+impl Timeline {
+    /// Number of the operation that comes next.
+    pub(super) fn next_op(&self) -> u32 {
+        // CAST: the number of operations is bounded when an event is taken.
+        self.ops.len() as u32
+    }
+
+    /// A slot that no block has been in.
+    pub(super) fn fresh_slot(&mut self) -> u32 {
+        self.slots += 1;
+        self.slots - 1
+    }
+
+    /// Whether there is room for the operations of another event.
+    pub(super) fn has_room(&self) -> bool {
+        self.ops.len() + self.pending.len() < BY_DEVICE as usize - 4
+    }
+
+    /// Adds a block whose free had been requested before the first event; the number of that free.
+    pub(super) fn add_pending(&mut self, addr: u64, bytes: u64, size: Option<u64>, stream: u32) -> u32 {
+        let op = free_op(stream, self.fresh_slot());
+        self.pending.push(Pending { addr, bytes, size, op });
+        // CAST: `has_room` bounds them together with the operations.
+        LAST - (self.pending.len() - 1) as u32
+    }
+
+    /// An operation by its number.
+    pub(super) fn op_mut(&mut self, number: u32) -> &mut Op {
+        match self.ops.len() > number as usize {
+            true => &mut self.ops[number as usize],
+            false => &mut self.pending[(LAST - number) as usize].op,
+        }
+    }
+
+    /// Whether a number is that of a free from before the first event.
+    pub(super) fn is_before(&self, number: u32) -> bool {
+        number as usize >= self.ops.len()
+    }
+
+    /// Says from which operation on a freed block can be used again.
+    pub(super) fn set_ready(&mut self, free: u32, ready: u32) {
+        let op = self.op_mut(free);
+        op.set_release(Release { ready, ..op.release() });
+    }
+
+    /// Every free completes when the announced uses are over; the history does not say more.
+    pub(super) fn leave_frees_to_device(&mut self) {
+        self.ops.iter_mut().filter(|op| op.kind() == Kind::Release).for_each(Op::complete_by_device);
+    }
+
+    /// Follows the placements from what was held before the first event on. O(n log n).
+    pub(super) fn follow(&self, beginning: &Beginning, placements: &mut impl Placements) {
+        let mut slots = vec![0; self.slots as usize];
+        for block in &beginning.blocks {
+            slots[block.slot as usize] = block.addr;
+        }
+        let mut due = DueFrees::default();
+        for op in &beginning.frees {
+            if let Some(addr) = due.request(0, *op, slots[op.slot as usize]) {
+                placements.free(addr);
+            }
+        }
+        let (mut addresses, mut segments) = (self.addresses.iter(), &self.segments[..]);
+        for (number, op) in (0u32..).zip(&self.ops) {
+            steps::count(1);
+            match op.kind() {
+                Kind::Free | Kind::Release => {
+                    if let Some(addr) = due.request(number, *op, slots[op.slot as usize]) {
+                        placements.free(addr);
+                    }
+                }
+                Kind::Use => {}
+                Kind::Alloc | Kind::Trim | Kind::Refused | Kind::Nothing => {
+                    while let Some(freed) = due.complete(number) {
+                        freed.into_iter().for_each(|addr| placements.free(addr));
+                    }
+                    let here = segments.iter().take_while(|segment| segment.op <= number).count();
+                    let (here, rest) = segments.split_at(here);
+                    segments = rest;
+                    let block = if op.kind() == Kind::Alloc { addresses.next().copied() } else { None };
+                    if let Some(addr) = block {
+                        slots[op.slot as usize] = addr;
+                    }
+                    if !placements.operation(Operation { number, op: *op, segments: here, block }) {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// An operation in which the allocator may take memory from the device or give it back.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Operation<'a> {
+    pub(super) number: u32,
+    pub(super) op: Op,
+    /// Segments that came and went in it, in order.
+    pub(super) segments: &'a [SegmentEvent],
+    /// Where the block of an allocation was placed.
+    pub(super) block: Option<u64>,
+}
+
+/// Something that follows the recorded placements.
+pub(super) trait Placements {
+    /// The block at an address has become free.
+    fn free(&mut self, addr: u64);
+
+    /// An operation comes. Frees that complete by then have. False ends the following.
+    fn operation(&mut self, operation: Operation<'_>) -> bool;
+}
+
+/// A free that completes when the device says so.
+pub(super) fn free_op(stream: u32, slot: u32) -> Op {
+    Op::new(Kind::Free, stream, slot, Release { ready: BY_DEVICE, user: NO_STREAM }.pack())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, Default)]
+    struct Seen(Vec<String>);
+
+    impl Placements for Seen {
+        fn free(&mut self, addr: u64) {
+            self.0.push(format!("free {addr}"));
+        }
+
+        fn operation(&mut self, Operation { number, segments, block, .. }: Operation<'_>) -> bool {
+            self.0.push(format!("{number}: {} segments, block {block:?}", segments.len()));
+            true
+        }
+    }
+
+    #[test]
+    fn frees_come_where_they_complete_and_segments_before_their_block() {
+        let mut timeline = Timeline::default();
+        let (slot, other) = (timeline.fresh_slot(), timeline.fresh_slot());
+        let late = Op::new(Kind::Release, 0, slot, Release { ready: 3, user: 1 }.pack());
+        let [alloc, again] = [slot, other].map(|slot| Op::new(Kind::Alloc, 0, slot, 512));
+        let nothing = Op::new(Kind::Nothing, 0, 0, 0);
+        timeline.ops = vec![alloc, late, again, nothing, free_op(0, other)];
+        timeline.addresses = vec![64, 128];
+        let segment = |addr, op| SegmentEvent { op, ..SegmentEvent::made(addr, 64, 0) };
+        timeline.segments = vec![segment(64, 0), segment(128, 2), segment(192, 2)];
+        let mut seen = Seen::default();
+        timeline.follow(&Beginning::default(), &mut seen);
+        assert_eq!(
+            seen.0,
+            [
+                "0: 1 segments, block Some(64)",
+                "2: 2 segments, block Some(128)",
+                "free 64",
+                "3: 0 segments, block None",
+                "free 128"
+            ]
+        );
+    }
+
+    #[test]
+    fn frees_from_before_the_first_event_have_numbers_of_their_own() {
+        let mut timeline = Timeline { ops: vec![free_op(0, 0)], ..Timeline::default() };
+        let before = timeline.add_pending(64, 512, None, 3);
+        assert!(timeline.is_before(before) && !timeline.is_before(0));
+        timeline.set_ready(before, 7);
+        assert_eq!((timeline.op_mut(before).release().ready, timeline.op_mut(before).stream()), (7, 3));
+        assert_eq!(timeline.op_mut(0).release().ready, BY_DEVICE);
+    }
+}

@@ -1,0 +1,343 @@
+//! First stage: checks a history event by event and turns addresses into slots.
+
+use super::frees::Frees;
+use super::refusals::{Refusal, Refusals};
+use super::segments::Segments;
+use super::slots::Slots;
+use super::timeline::{Timeline, free_op};
+use super::windows::{End, Windows};
+use crate::formats::{Action, Event};
+use crate::history::{BY_DEVICE, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayError, SegmentEvent};
+use crate::steps;
+use vramlab_device::budget::{Budget, Claim, OverBudget};
+
+/// A block that the client had before the first event and freed after it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Unknown {
+    pub(super) addr: u64,
+    pub(super) bytes: u64,
+    pub(super) stream: u32,
+    pub(super) slot: u32,
+    /// The operation that frees it.
+    pub(super) op: u32,
+    /// The event that frees it.
+    pub(super) number: u64,
+}
+
+/// Bytes that the client asked for.
+#[derive(Debug, Default)]
+pub(super) struct Requested {
+    /// In all allocations.
+    total: u64,
+    /// In live blocks, beyond those from before the first event.
+    live: i64,
+    /// The most that that was.
+    pub(super) most_live: i64,
+}
+
+/// The events of one device, taken one at a time. Memory is what the history makes live at once and 16 to 40 bytes for each
+/// event, all of it claimed.
+#[derive(Debug)]
+pub(super) struct Transcript {
+    pub(super) device: Option<u16>,
+    /// Whether events of other devices are passed over.
+    chosen: bool,
+    /// Number of the last event.
+    pub(super) number: u64,
+    /// Events of the device.
+    pub(super) events: u64,
+    pub(super) timeline: Timeline,
+    pub(super) slots: Slots,
+    pub(super) frees: Frees,
+    pub(super) segments: Segments,
+    pub(super) windows: Windows,
+    pub(super) refusals: Refusals,
+    /// Blocks from before the first event that were freed.
+    pub(super) unknown: Vec<Unknown>,
+    /// The first event that lies in no segment whose allocation the history shows.
+    pub(super) outside: Option<u64>,
+    pub(super) requested: Requested,
+    pub(super) budget: Budget,
+    /// For the lists.
+    pub(super) claim: Claim,
+    /// For the maps.
+    pub(super) maps: Claim,
+}
+
+pub(super) fn wrong(number: u64, what: impl Into<String>) -> ReplayError {
+    ReplayError::Event { number, what: what.into() }
+}
+
+impl Transcript {
+    pub(super) fn new(device: Option<u16>, budget: &Budget) -> Self {
+        Self {
+            device,
+            chosen: device.is_some(),
+            number: 0,
+            events: 0,
+            timeline: Timeline::default(),
+            slots: Slots::new(),
+            frees: Frees::default(),
+            segments: Segments::default(),
+            windows: Windows::default(),
+            refusals: Refusals::default(),
+            unknown: Vec::new(),
+            outside: None,
+            requested: Requested::default(),
+            budget: budget.clone(),
+            claim: budget.claim(),
+            maps: budget.claim(),
+        }
+    }
+
+    /// Takes the next event. O(log n) in the blocks that are live.
+    pub(super) fn push(&mut self, event: &Event) -> Result<(), ReplayError> {
+        self.number += 1;
+        steps::count(1);
+        let device = *self.device.get_or_insert(event.device);
+        if device != event.device {
+            if self.chosen {
+                return Ok(());
+            }
+            let what = format!("the history holds devices {device} and {}; choose one with --gpu N", event.device);
+            return Err(wrong(self.number, what));
+        }
+        self.events += 1;
+        self.make_room()?;
+        let taken = self.check(event).and_then(|()| self.take(event));
+        taken.map_err(|what| wrong(self.number, what))
+    }
+
+    /// Whether an event can be at all.
+    fn check(&self, event: &Event) -> Result<(), String> {
+        if !self.timeline.has_room() {
+            return Err("the history has more than four billion operations".into());
+        }
+        if event.action != Action::Oom && event.addr.checked_add(event.bytes).is_none_or(|end| end > 1 << 63) {
+            return Err(format!("{:#x} + {} is no range of addresses", event.addr, event.bytes));
+        }
+        if event.bytes > MAX_BYTES && event.action != Action::Snapshot {
+            return Err(format!("{} of {} bytes: no device has more than 256 TiB", event.action, event.bytes));
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, event: &Event) -> Result<(), String> {
+        // A free that the very next event does not complete was held up by other streams.
+        if let Some(op) = self.frees.completes_last(event) {
+            self.frees.completes = true;
+            self.windows.completed_at_once(op, event);
+            return Ok(());
+        }
+        match event.action {
+            Action::Alloc => self.alloc(event),
+            Action::FreeRequested => self.free(event),
+            Action::FreeCompleted => {
+                self.frees.completes = true;
+                self.complete(event)
+            }
+            Action::RecordUse => self.record_use(event),
+            Action::SegmentAlloc => {
+                let reserved = self.segments.reserved;
+                let made = self.segments.make(event)?;
+                self.windows.add_segment(made, reserved);
+                Ok(())
+            }
+            Action::SegmentMap => {
+                let reserved = self.segments.reserved;
+                let mapped = self.segments.map(event)?;
+                self.windows.add_segment(mapped, reserved);
+                Ok(())
+            }
+            Action::SegmentFree => self.release(Segments::release, event),
+            Action::SegmentUnmap => self.release(Segments::unmap, event),
+            Action::Snapshot => {
+                self.close_window(End::Other);
+                Ok(())
+            }
+            Action::Oom => self.refuse(event),
+        }
+    }
+
+    fn close_window(&mut self, end: End) {
+        self.windows.close(end, &mut self.timeline, &mut self.frees.deferred);
+    }
+
+    fn alloc(&mut self, event: &Event) -> Result<(), String> {
+        let Event { addr, bytes, .. } = *event;
+        self.close_window(End::Alloc { bytes, stream: event.stream });
+        // An empty tensor needs no memory; some logs have it all the same.
+        if bytes == 0 {
+            return Ok(());
+        }
+        if let Some((other, size)) = self.slots.overlapping(addr, bytes) {
+            return Err(format!(
+                "alloc of {bytes} bytes at {addr:#x} overlaps the live block of {size} bytes at {other:#x}"
+            ));
+        }
+        self.frees.stop_waiting(addr);
+        if !self.segments.contain(addr, bytes) {
+            self.outside.get_or_insert(self.number);
+        }
+        let stream = self.slots.stream(event.stream)?;
+        let slot = self.slots.allocate(addr, bytes, stream, &mut self.timeline);
+        self.count(bytes)?;
+        self.requested.live += bytes.cast_signed();
+        self.requested.most_live = self.requested.most_live.max(self.requested.live);
+        self.timeline.ops.push(Op::new(Kind::Alloc, stream, slot, bytes));
+        self.timeline.addresses.push(addr);
+        Ok(())
+    }
+
+    fn count(&mut self, bytes: u64) -> Result<(), String> {
+        self.requested.total += bytes;
+        if self.requested.total > 1 << 62 {
+            return Err("the history allocates more than 4 EiB in all".into());
+        }
+        Ok(())
+    }
+
+    fn free(&mut self, event: &Event) -> Result<(), String> {
+        let Event { addr, bytes, .. } = *event;
+        self.close_window(End::Other);
+        let op = self.timeline.next_op();
+        let Some(live) = self.slots.free(addr) else { return self.free_unknown(event) };
+        if bytes != 0 && bytes != live.bytes {
+            return Err(format!("free of {bytes} bytes at {addr:#x}, where {} bytes were allocated", live.bytes));
+        }
+        self.requested.live -= live.bytes.cast_signed();
+        let kind = if live.user == NO_STREAM { Kind::Free } else { Kind::Release };
+        let value = Release { ready: BY_DEVICE, user: live.user }.pack();
+        self.timeline.ops.push(Op::new(kind, live.stream, live.slot, value));
+        self.slots.spare.push(live.slot);
+        self.frees.request(addr, op);
+        Ok(())
+    }
+
+    /// A free of a block that the history did not allocate: one from before its first event, unless an event says
+    /// that something else was there.
+    fn free_unknown(&mut self, event: &Event) -> Result<(), String> {
+        let Event { addr, bytes, .. } = *event;
+        if bytes == 0 {
+            return Ok(());
+        }
+        if self.slots.was_used(addr, bytes) {
+            return Err(format!("free of {bytes} bytes at {addr:#x}, where no block is live"));
+        }
+        if self.segments.held_in(addr, bytes).is_some() {
+            let mut what =
+                format!("free of {bytes} bytes at {addr:#x}, in a segment from which they were never allocated");
+            if self.timeline.addresses.is_empty() {
+                what += "; no alloc event comes before it, so record the history without skip_actions=[\"alloc\"]";
+            }
+            return Err(what);
+        }
+        self.slots.note_used(addr, bytes);
+        let stream = self.slots.stream(event.stream)?;
+        let (slot, op) = (self.timeline.fresh_slot(), self.timeline.next_op());
+        self.unknown.push(Unknown { addr, bytes, stream, slot, op, number: self.number });
+        self.count(bytes)?;
+        self.requested.live -= bytes.cast_signed();
+        self.timeline.ops.push(free_op(stream, slot));
+        self.slots.spare.push(slot);
+        self.frees.request(addr, op);
+        Ok(())
+    }
+
+    /// A free completes that the event before did not request.
+    fn complete(&mut self, event: &Event) -> Result<(), String> {
+        let waits = self.frees.stop_waiting(event.addr);
+        // Where only this one of a free's two events was recorded, it is the whole free.
+        if waits.is_none() && self.slots.at(event.addr).is_some_and(|live| live.bytes == event.bytes) {
+            self.free(event)?;
+            if let Some(op) = self.frees.complete_requested() {
+                self.windows.completed_at_once(op, event);
+            }
+            return Ok(());
+        }
+        let op = match waits {
+            Some(op) => Some(op),
+            None => self.complete_unknown(event)?,
+        };
+        if let Some(op) = op {
+            self.frees.completed.push((self.timeline.next_op(), event.addr));
+            self.windows.completed_late(op, event);
+        }
+        Ok(())
+    }
+
+    /// A free that completes and was not requested: it was before the first event, if nothing else was there since. Its
+    /// number if it was held up.
+    fn complete_unknown(&mut self, event: &Event) -> Result<Option<u32>, String> {
+        let Event { addr, bytes, .. } = *event;
+        if bytes == 0 || self.slots.was_used(addr, bytes) || self.segments.contain(addr, bytes) {
+            return Ok(None);
+        }
+        let op = self.add_pending(addr, bytes, None, event.stream)?;
+        if self.events == 1 {
+            // The history may as well have been cut between a free's request and its completion.
+            self.windows.completed_at_once(op, event);
+            return Ok(None);
+        }
+        self.frees.deferred.push(op);
+        Ok(Some(op))
+    }
+
+    /// Takes note of a block whose free had been requested before the first event; the number of that free.
+    pub(super) fn add_pending(&mut self, addr: u64, bytes: u64, size: Option<u64>, handle: u64) -> Result<u32, String> {
+        let stream = self.slots.stream(handle)?;
+        self.slots.note_used(addr, bytes);
+        Ok(self.timeline.add_pending(addr, bytes, size, stream))
+    }
+
+    fn record_use(&mut self, event: &Event) -> Result<(), String> {
+        self.close_window(End::Other);
+        let stream = self.slots.stream(event.stream)?;
+        if let Some(live) = self.slots.around(event.addr) {
+            if stream != live.stream {
+                live.user = stream;
+                self.timeline.ops.push(Op::new(Kind::Use, stream, live.slot, 0));
+            }
+        } else if self.slots.was_used(event.addr, 1) {
+            return Err(format!("use of {:#x}, where no block is live", event.addr));
+        }
+        // Without the size of a block from before the first event there is nothing to hold on to.
+        Ok(())
+    }
+
+    fn release(
+        &mut self,
+        release: fn(&mut Segments, &Event) -> (SegmentEvent, bool),
+        event: &Event,
+    ) -> Result<(), String> {
+        let reserved = self.segments.reserved;
+        let (released, known) = release(&mut self.segments, event);
+        if !known {
+            self.outside.get_or_insert(self.number);
+        }
+        self.windows.add_segment(released, reserved);
+        Ok(())
+    }
+
+    fn refuse(&mut self, event: &Event) -> Result<(), String> {
+        self.close_window(End::Refused { bytes: event.bytes, stream: event.stream });
+        let Event { bytes, stream, addr: device_free, .. } = *event;
+        let (number, op, reserved) = (self.number, self.timeline.next_op(), self.segments.reserved);
+        self.refusals.add(Refusal { number, bytes, stream, device_free, reserved, op });
+        if bytes > 0 {
+            let stream = self.slots.stream(stream)?;
+            self.timeline.ops.push(Op::new(Kind::Refused, stream, 0, bytes));
+        }
+        Ok(())
+    }
+
+    /// Ends the history. What `breaks_off` lacks events after the last, which may complete a free.
+    pub(super) fn end(&mut self, breaks_off: bool) -> Result<(), OverBudget> {
+        self.make_room()?;
+        if !breaks_off {
+            self.frees.end();
+        }
+        self.close_window(End::Other);
+        Ok(())
+    }
+}

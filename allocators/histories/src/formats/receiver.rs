@@ -1,0 +1,32 @@
+//! What takes the events of a file as they are read.
+
+use super::{Action, Event, Origin, Origins, ReadError, Summary};
+
+/// Takes events as they are read; its error ends the reading ([`ReadError::stop`]).
+pub type Sink<'a> = dyn FnMut(Event) -> Result<(), ReadError> + 'a;
+
+/// As [`Sink`], with where each event came from.
+pub type OriginSink<'a> = dyn FnMut(Event, Origin, &Origins) -> Result<(), ReadError> + 'a;
+
+/// The sink of a reading, and what is kept of where events came from.
+pub(super) struct Receiver<'s> {
+    pub(super) sink: &'s mut OriginSink<'s>,
+    pub(super) origins: Origins,
+    /// Whether the caller asks where they came from.
+    pub(super) wants_origins: bool,
+}
+
+impl Receiver<'_> {
+    pub(super) fn take(&mut self, event: Event, origin: Origin) -> Result<(), ReadError> {
+        (self.sink)(event, origin, &self.origins)
+    }
+}
+
+/// A free in a format that does not say when it completed: at once.
+pub(super) fn emit_free(event: Event, summary: &mut Summary, sink: &mut Sink<'_>) -> Result<(), ReadError> {
+    for action in [Action::FreeRequested, Action::FreeCompleted] {
+        summary.count(event.device);
+        sink(Event { action, ..event })?;
+    }
+    Ok(())
+}

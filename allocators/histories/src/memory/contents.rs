@@ -1,0 +1,110 @@
+//! What lies in the segments, and the account of it.
+
+use super::{Block, Memory, Segment};
+use crate::formats::{self, SegmentBlock, SegmentType};
+use vramlab_policies::contract::{BlockState, Ledger};
+
+/// What lies in a segment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Contents {
+    /// Bytes of blocks, those included whose free waits.
+    pub active: u64,
+    /// Bytes of blocks whose free waits for other streams.
+    pub pending: u64,
+    /// Bytes asked for in the blocks that the program holds.
+    pub requested: u64,
+    /// Number of blocks.
+    pub blocks: u64,
+    /// Free bytes.
+    pub free: u64,
+    /// Number of free blocks.
+    pub holes: u64,
+    /// Bytes of the largest free block.
+    pub largest_hole: u64,
+}
+
+impl Memory {
+    /// What lies in the segment at an address. O(log n + blocks of the segment).
+    #[must_use]
+    pub fn contents(&self, start: u64, segment: &Segment) -> Contents {
+        let mut out = Contents::default();
+        for (_, block) in self.blocks_in(start, segment) {
+            out.active += block.bytes;
+            out.blocks += 1;
+            match block.pending {
+                Some(_) => out.pending += block.bytes,
+                None => out.requested += block.requested,
+            }
+        }
+        for (_, bytes) in self.free_in(start, segment) {
+            out.free += bytes;
+            out.holes += 1;
+            out.largest_hole = out.largest_hole.max(bytes);
+        }
+        out
+    }
+
+    /// The blocks of a segment with their addresses: those that keep it from going back.
+    pub fn blocks_in(&self, start: u64, segment: &Segment) -> impl Iterator<Item = (u64, &Block)> + '_ {
+        self.blocks.range(start..start + segment.bytes).map(|(addr, block)| (*addr, block))
+    }
+
+    /// The free blocks of a segment: address and bytes of each.
+    pub fn free_in(&self, start: u64, segment: &Segment) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.gaps.range(start..start + segment.bytes).map(|(at, gap)| (*at, gap.bytes))
+    }
+
+    /// Where reserved memory is, as a request on `stream` sees it. Blocks outside of the segments that the history shows do not
+    /// count. O(n).
+    #[must_use]
+    pub fn ledger(&self, stream: u64) -> Ledger {
+        let mut out = Ledger::default();
+        for (start, segment) in &self.segments {
+            let inside = self.contents(*start, segment);
+            let free = match (segment.stream == stream, inside.blocks) {
+                (false, _) => &mut out.stream,
+                (true, 0) => &mut out.soft,
+                (true, _) => &mut out.hard,
+            };
+            *free += inside.free;
+            out.reserved += segment.bytes;
+            out.pending += inside.pending;
+            out.requested += inside.requested;
+            out.internal += inside.active - inside.pending;
+        }
+        out.internal = out.internal.saturating_sub(out.requested);
+        out
+    }
+
+    /// The segments and their blocks as PyTorch's snapshot of `device` lists them, in the order of their addresses. O(n).
+    #[must_use]
+    pub fn snapshot(&self, device: u16) -> Vec<formats::Segment> {
+        let segment = |(&address, segment): (&u64, &Segment)| {
+            let used = self.blocks_in(address, segment).map(|(address, block)| SegmentBlock {
+                address,
+                size: block.bytes,
+                requested_size: block.requested,
+                state: if block.pending.is_some() { BlockState::PendingFree } else { BlockState::Allocated },
+            });
+            let free = self.free_in(address, segment).map(|(address, size)| SegmentBlock {
+                address,
+                size,
+                requested_size: 0,
+                state: BlockState::Free,
+            });
+            let mut blocks: Vec<SegmentBlock> = used.chain(free).collect();
+            blocks.sort_unstable_by_key(|block| block.address);
+            formats::Segment {
+                device,
+                address,
+                total_size: segment.bytes,
+                stream: segment.stream,
+                segment_type: if segment.small { SegmentType::Small } else { SegmentType::Large },
+                pool_id: None,
+                is_expandable: segment.expandable,
+                blocks,
+            }
+        };
+        self.segments.iter().map(segment).collect()
+    }
+}

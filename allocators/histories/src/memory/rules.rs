@@ -1,0 +1,91 @@
+//! How the recorded allocator cut its memory into segments and blocks.
+
+use crate::formats::{Format, Segment, SegmentType, Summary};
+use std::sync::Arc;
+use vramlab_policies::backends::CachingSettings;
+use vramlab_policies::contract::PoolKind;
+use vramlab_policies::policy::size::Size;
+use vramlab_policies::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT, pool_of};
+use vramlab_policies::policy::split::Split;
+
+/// How the recorded allocator cut its memory into segments and blocks, as far as the history tells it.
+#[derive(Clone, Debug)]
+pub struct Rules {
+    /// How PyTorch rounds a request; `None` for histories of other allocators, whose blocks are as large as what was asked for.
+    size: Option<Size>,
+    split: Split,
+    /// Expandable segments that were held at the end: where each begins and ends, and whether it is for small requests.
+    expandable: Arc<[(u64, u64, bool)]>,
+}
+
+impl Rules {
+    /// PyTorch's under these settings.
+    #[must_use]
+    pub fn pytorch(settings: &CachingSettings) -> Self {
+        let split = Split::Torch {
+            max_split: settings.max_split_size.unwrap_or(u64::MAX),
+            max_non_split_rounding: settings.max_non_split_rounding,
+        };
+        Self { size: Some(Size::Torch(settings.roundup_power2_divisions)), split, expandable: Arc::default() }
+    }
+
+    /// Those of a GPU's history.
+    #[must_use]
+    pub fn new(summary: &Summary, device: u16, settings: &CachingSettings) -> Self {
+        let ending = summary.ending().unwrap_or_default().iter();
+        let mut expandable: Vec<(u64, u64, bool)> = ending
+            .filter(|segment| segment.device == device && segment.is_expandable)
+            .map(|segment| (segment.address, segment.end(), segment.segment_type == SegmentType::Small))
+            .collect();
+        expandable.sort_unstable();
+        let own = match summary.format {
+            Format::SnapshotPickle | Format::SnapshotJson => Self::pytorch(settings),
+            _ => Self { size: None, split: Split::Always, expandable: Arc::default() },
+        };
+        Self { expandable: expandable.into(), ..own }
+    }
+
+    /// The size of the block for a request.
+    #[must_use]
+    pub fn rounded(&self, bytes: u64) -> u64 {
+        self.size.map_or(bytes, |size| size.round(bytes))
+    }
+
+    /// Whether a rounded size is of the pool for small requests.
+    #[must_use]
+    pub fn is_small(&self, rounded: u64) -> bool {
+        pool_of(rounded) == PoolKind::Small
+    }
+
+    /// Whether a free block of `size` may serve a request of this rounded size.
+    #[must_use]
+    pub fn serves(&self, size: u64, rounded: u64) -> bool {
+        (rounded..=self.split.largest(rounded)).contains(&size)
+    }
+
+    /// Whether a request of this rounded size leaves a rest of the free block of `size` that serves it. Segments for small
+    /// requests and expandable ones keep `small` rests.
+    #[must_use]
+    pub fn cuts(&self, small: bool, rounded: u64, size: u64) -> bool {
+        self.split.cuts(Some(if small { PoolKind::Small } else { PoolKind::Large }), rounded, size)
+    }
+
+    /// Whether a new segment is for small requests. Of parts that are mapped into an expandable segment the end tells it, where
+    /// they are still there. O(log n) in those.
+    pub(super) fn is_small_segment(&self, addr: u64, bytes: u64, mapped: bool) -> bool {
+        if !mapped {
+            return bytes == SMALL_SEGMENT;
+        }
+        let before = self.expandable.partition_point(|(start, _, _)| *start <= addr);
+        let known = before.checked_sub(1).map(|at| self.expandable[at]).filter(|(_, end, _)| addr < *end);
+        // Parts for small requests are of 2 MiB, for others of multiples of 20 MiB.
+        known.map_or(!bytes.is_multiple_of(LARGE_SEGMENT), |(_, _, small)| small)
+    }
+}
+
+impl Segment {
+    /// The address behind the last one.
+    pub(super) fn end(&self) -> u64 {
+        self.address.saturating_add(self.total_size)
+    }
+}
