@@ -4,11 +4,10 @@ use super::support::{
     GIB, KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, read, write,
 };
 use super::{Bench, Device};
-use crate::backends::{self, SegmentUse, StreamUse};
-use crate::contract::{AllocError, Block, BlockState, DeviceAllocator, Request, SegmentInfo, Snapshot};
-use crate::instruments::{assert_layout, assert_tiled};
+use vramlab_policies::backends::{self, SegmentUse, StreamUse};
+use vramlab_policies::contract::{AllocError, Block, BlockState, DeviceAllocator, Request, SegmentInfo, Snapshot};
+use vramlab_policies::instruments::{assert_layout, assert_tiled};
 
-#[inline]
 pub(super) fn zero_bytes_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let error = allocate(allocator.as_ref(), 0, stream).unwrap_err();
@@ -17,7 +16,6 @@ pub(super) fn zero_bytes_are_refused(bench: &Bench) {
     assert_eq!(allocator.stats().num_device_alloc, 0);
 }
 
-#[inline]
 pub(super) fn a_huge_request_is_refused_and_the_allocator_stays_usable(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     for bytes in [1 << 50, 1 << 62, (1 << 62) + 1, 1 << 63, u64::MAX - 511, u64::MAX] {
@@ -31,7 +29,6 @@ pub(super) fn a_huge_request_is_refused_and_the_allocator_stays_usable(bench: &B
     check_nothing_held(&allocator.stats());
 }
 
-#[inline]
 pub(super) fn alignment_up_to_256_is_kept_and_512_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let mut blocks = Vec::new();
@@ -54,7 +51,6 @@ pub(super) fn alignment_up_to_256_is_kept_and_512_refused(bench: &Bench) {
 }
 
 /// Panics when two blocks share a byte.
-#[inline]
 fn assert_disjoint<'a>(blocks: impl Iterator<Item = &'a Block>) {
     let mut ranges: Vec<(u64, u64)> = blocks.map(|block| (block.addr().get(), block.bytes())).collect();
     ranges.sort_unstable();
@@ -63,7 +59,6 @@ fn assert_disjoint<'a>(blocks: impl Iterator<Item = &'a Block>) {
     }
 }
 
-#[inline]
 pub(super) fn live_blocks_are_disjoint(bench: &Bench) {
     let (allocator, mut random) = (bench.build(), Random::new(3));
     let streams: Vec<_> = (0..3).map(|_| bench.driver.stream_create().unwrap()).collect();
@@ -85,7 +80,6 @@ pub(super) fn live_blocks_are_disjoint(bench: &Bench) {
     }
 }
 
-#[inline]
 pub(super) fn patterns_survive_in_live_blocks(bench: &Bench) {
     if !bench.has_memory() {
         return;
@@ -112,7 +106,6 @@ pub(super) fn patterns_survive_in_live_blocks(bench: &Bench) {
     check_nothing_held(&allocator.stats());
 }
 
-#[inline]
 pub(super) fn freed_memory_is_used_again_by_its_stream(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let sizes = [700, 100 * KIB, MIB, 3 * MIB, 12 * MIB];
@@ -140,7 +133,6 @@ pub(super) fn freed_memory_is_used_again_by_its_stream(bench: &Bench) {
     }
 }
 
-#[inline]
 pub(super) fn freed_memory_stays_with_its_stream_where_that_is_said(bench: &Bench) {
     let (allocator, driver) = (bench.build(), bench.driver.as_ref());
     let [owner, other] = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
@@ -156,7 +148,6 @@ pub(super) fn freed_memory_stays_with_its_stream_where_that_is_said(bench: &Benc
     free(allocator.as_ref(), block, other).unwrap();
 }
 
-#[inline]
 pub(super) fn statistics_agree_with_what_was_done(bench: &Bench) {
     let (allocator, stream, mut random) = (bench.build(), bench.driver.stream_create().unwrap(), Random::new(8));
     let (mut live, mut allocated, mut freed) = (Vec::new(), 0, 0);
@@ -192,7 +183,6 @@ pub(super) fn statistics_agree_with_what_was_done(bench: &Bench) {
     check_nothing_held(&allocator.stats());
 }
 
-#[inline]
 pub(super) fn peaks_are_kept_and_start_again(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let blocks: Vec<Block> = (0..4).map(|_| allocate(allocator.as_ref(), 12 * MIB, stream).unwrap()).collect();
@@ -224,7 +214,6 @@ pub(super) fn peaks_are_kept_and_start_again(bench: &Bench) {
     free(allocator.as_ref(), kept, stream).unwrap();
 }
 
-#[inline]
 pub(super) fn trim_returns_idle_memory(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let start = free_bytes(bench.driver.as_ref());
@@ -265,7 +254,6 @@ pub(super) fn trim_returns_idle_memory(bench: &Bench) {
     free(allocator.as_ref(), block, stream).unwrap();
 }
 
-#[inline]
 pub(super) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     let (allocator, driver) = (bench.build(), bench.driver.as_ref());
     let (owner, user) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
@@ -292,7 +280,6 @@ pub(super) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     check_nothing_held(&allocator.stats());
 }
 
-#[inline]
 pub(super) fn a_foreign_block_is_refused(bench: &Bench) {
     let (mine, other) = (bench.build(), bench.build());
     let stream = bench.driver.stream_create().unwrap();
@@ -323,7 +310,6 @@ pub(super) fn a_foreign_block_is_refused(bench: &Bench) {
     assert_eq!(other.stats().allocation.all.current, 1);
 }
 
-#[inline]
 pub(super) fn the_peak_ledger_sums_to_what_is_not_in_use(bench: &Bench) {
     let (allocator, driver, mut random) = (bench.build(), bench.driver.as_ref(), Random::new(13));
     let streams: Vec<_> = (0..3).map(|_| driver.stream_create().unwrap()).collect();
@@ -352,7 +338,6 @@ pub(super) fn the_peak_ledger_sums_to_what_is_not_in_use(bench: &Bench) {
     }
 }
 
-#[inline]
 pub(super) fn the_peak_ledger_follows_a_reset(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     for bytes in [200 * MIB, 60 * MIB] {
@@ -366,13 +351,11 @@ pub(super) fn the_peak_ledger_follows_a_reset(bench: &Bench) {
     }
 }
 
-#[inline]
 fn freed_bytes(snapshot: &Snapshot) -> u64 {
     let blocks = snapshot.segments.iter().flat_map(|segment| &segment.blocks);
     blocks.filter(|block| block.state != BlockState::Allocated).map(|block| block.bytes).sum()
 }
 
-#[inline]
 pub(super) fn snapshots_are_whole(bench: &Bench) {
     let (allocator, driver, mut random) = (bench.build(), bench.driver.as_ref(), Random::new(21));
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
@@ -412,7 +395,6 @@ pub(super) fn snapshots_are_whole(bench: &Bench) {
     }
 }
 
-#[inline]
 pub(super) fn dropping_returns_everything(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
@@ -431,7 +413,6 @@ pub(super) fn dropping_returns_everything(bench: &Bench) {
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
 }
 
-#[inline]
 pub(super) fn reports_and_names_are_complete(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let backend = bench.selection.backend();
@@ -449,7 +430,6 @@ pub(super) fn reports_and_names_are_complete(bench: &Bench) {
     assert_eq!(allocator.stats().num_ooms, 1);
 }
 
-#[inline]
 pub(super) fn out_of_memory_is_reported_and_passes(bench: &Bench) {
     let (allocator, driver) = (bench.build(), bench.driver.as_ref());
     let stream = driver.stream_create().unwrap();

@@ -4,31 +4,27 @@ use super::support::{
     KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, launch, read, write,
 };
 use super::{Bench, Device};
-use crate::backends::GraphCapture;
-use crate::contract::{AllocError, Block, CaptureId, DeviceAllocator, Path};
-use crate::device::{GraphId, StreamId};
+use vramlab_device::{GraphId, StreamId};
+use vramlab_policies::backends::GraphCapture;
+use vramlab_policies::contract::{AllocError, Block, CaptureId, DeviceAllocator, Path};
 
 /// A range of addresses.
 type Range = (u64, u64);
 
-#[inline]
 fn range(block: &Block) -> Range {
     (block.addr().get(), block.bytes())
 }
 
-#[inline]
 fn overlap(a: Range, b: Range) -> bool {
     a.0 < b.0 + b.1 && b.0 < a.0 + a.1
 }
 
-#[inline]
 fn begin(bench: &Bench, allocator: &dyn DeviceAllocator, stream: StreamId) -> CaptureId {
     let id = allocator.capture_begin(stream).unwrap();
     bench.driver.graphs().unwrap().capture_begin(stream).unwrap();
     id
 }
 
-#[inline]
 fn end(bench: &Bench, allocator: &dyn DeviceAllocator, id: CaptureId, stream: StreamId) -> GraphId {
     let graph = bench.driver.graphs().unwrap().capture_end(stream).unwrap();
     allocator.capture_end(id).unwrap();
@@ -36,20 +32,18 @@ fn end(bench: &Bench, allocator: &dyn DeviceAllocator, id: CaptureId, stream: St
 }
 
 /// Launches a graph a few times, waits, destroys it and releases its memory.
-#[inline]
 fn run_out(bench: &Bench, allocator: &dyn DeviceAllocator, (id, graph): (CaptureId, GraphId), stream: StreamId) {
     let graphs = bench.driver.graphs().unwrap();
     for _ in 0..3 {
         launch(graphs, graph, stream).unwrap();
     }
     bench.driver.stream_synchronize(stream).unwrap();
-    // SAFETY: captured by a test, used by nobody else, and its launches were waited for.
+    // SAFETY: captured by a test, used by no other code, and its launches were waited for.
     unsafe { graphs.graph_destroy(graph) }.unwrap();
     allocator.capture_release(id).unwrap();
 }
 
 /// Allocates and frees in a capture, with work between; the addresses that it used.
-#[inline]
 fn step(bench: &Bench, allocator: &dyn DeviceAllocator, stream: StreamId, seed: u64) -> Vec<Range> {
     let (mut random, mut live, mut used) = (Random::new(seed), Vec::<Block>::new(), Vec::new());
     for _ in 0..60 {
@@ -71,7 +65,6 @@ fn step(bench: &Bench, allocator: &dyn DeviceAllocator, stream: StreamId, seed: 
 }
 
 /// Fails when any of some blocks shares a byte with any of some ranges.
-#[inline]
 fn assert_apart<'a>(blocks: impl Iterator<Item = &'a Block>, ranges: &[Range]) {
     for block in blocks {
         let shared = ranges.iter().find(|other| overlap(range(block), **other));
@@ -79,7 +72,6 @@ fn assert_apart<'a>(blocks: impl Iterator<Item = &'a Block>, ranges: &[Range]) {
     }
 }
 
-#[inline]
 fn free_all(allocator: &dyn DeviceAllocator, blocks: Vec<(Block, StreamId)>) {
     for (block, stream) in blocks {
         free(allocator, block, stream).unwrap();
@@ -87,14 +79,12 @@ fn free_all(allocator: &dyn DeviceAllocator, blocks: Vec<(Block, StreamId)>) {
 }
 
 /// Blocks of many sizes on two streams.
-#[inline]
 fn fill_up(allocator: &dyn DeviceAllocator, streams: [StreamId; 2], seed: u64) -> Vec<(Block, StreamId)> {
     let mut random = Random::new(seed);
     let mut one = |stream: StreamId| (allocate(allocator, random.size(23), stream).unwrap(), stream);
     (0..80).map(|number| one(streams[number % 2])).collect()
 }
 
-#[inline]
 pub(super) fn captured_memory_is_apart_and_pinned_until_release(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
@@ -127,7 +117,6 @@ pub(super) fn captured_memory_is_apart_and_pinned_until_release(bench: &Bench) {
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
 }
 
-#[inline]
 pub(super) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let id = begin(bench, allocator.as_ref(), stream);
@@ -151,7 +140,6 @@ pub(super) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
 }
 
 /// The client holds nothing; naive's pinned blocks still count as active.
-#[inline]
 fn check_nothing_held_but_pinned(bench: &Bench, allocator: &dyn DeviceAllocator) {
     let stats = allocator.stats();
     assert_eq!((stats.allocation.all.current, stats.allocated_bytes.all.current), (0, 0));
@@ -160,7 +148,6 @@ fn check_nothing_held_but_pinned(bench: &Bench, allocator: &dyn DeviceAllocator)
     }
 }
 
-#[inline]
 pub(super) fn blocks_left_in_a_capture_are_an_error(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let start = free_bytes(driver);
@@ -197,7 +184,6 @@ pub(super) fn blocks_left_in_a_capture_are_an_error(bench: &Bench) {
     }
 }
 
-#[inline]
 pub(super) fn a_block_from_before_is_freed_at_the_end_of_the_capture(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream, other) = (bench.build(), driver.stream_create().unwrap(), driver.stream_create().unwrap());
@@ -242,7 +228,6 @@ pub(super) fn a_block_from_before_is_freed_at_the_end_of_the_capture(bench: &Ben
     assert_ne!(free(allocator, block, stream).unwrap(), Path::Deferred);
 }
 
-#[inline]
 pub(super) fn a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream, other) = (bench.build(), driver.stream_create().unwrap(), driver.stream_create().unwrap());
@@ -263,7 +248,6 @@ pub(super) fn a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph(
     check_nothing_held(&allocator.stats());
 }
 
-#[inline]
 pub(super) fn memory_of_a_released_capture_comes_back(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream) = (bench.build(), driver.stream_create().unwrap());
@@ -288,7 +272,6 @@ pub(super) fn memory_of_a_released_capture_comes_back(bench: &Bench) {
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
 }
 
-#[inline]
 pub(super) fn captures_live_side_by_side(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
@@ -323,7 +306,6 @@ pub(super) fn captures_live_side_by_side(bench: &Bench) {
     assert_eq!(allocator.stats().reserved_bytes.all.current, 0);
 }
 
-#[inline]
 pub(super) fn captures_out_of_order_are_refused(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream) = (bench.build(), driver.stream_create().unwrap());
@@ -341,7 +323,6 @@ pub(super) fn captures_out_of_order_are_refused(bench: &Bench) {
     refused(allocator.capture_end(id), "released");
 }
 
-#[inline]
 pub(super) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream) = (bench.build(), driver.stream_create().unwrap());
@@ -376,7 +357,6 @@ pub(super) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
 }
 
 /// Of backends that say so.
-#[inline]
 pub(super) fn captures_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
     let error = allocator.capture_begin(stream).unwrap_err();

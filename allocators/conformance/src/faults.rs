@@ -3,14 +3,14 @@
 
 use super::Bench;
 use super::support::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, sim, work};
-use crate::backends::{Capabilities, SegmentUse, Selection};
-use crate::client::{Capture, DeviceBuffer, Memory};
-use crate::contract::{AllocError, Block, DeviceAllocator, Path};
-use crate::device::{
-    CallEvent, CallKind, Driver, DriverError, FaultyDriver, MeteredDriver, SimDriver, StreamId, sim::SimMemory,
-};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
+use vramlab_device::{
+    CallEvent, CallKind, Driver, DriverError, FaultyDriver, MeteredDriver, SimDriver, StreamId, sim::SimMemory,
+};
+use vramlab_policies::backends::{Capabilities, SegmentUse, Selection};
+use vramlab_policies::client::{Capture, DeviceBuffer, Memory};
+use vramlab_policies::contract::{AllocError, Block, DeviceAllocator, Path};
 
 const ROOM: u64 = 128 * MIB;
 
@@ -23,7 +23,6 @@ struct Rig {
 }
 
 impl Rig {
-    #[inline]
     fn new() -> Self {
         let sim = sim(ROOM, SimMemory::None);
         let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
@@ -34,12 +33,10 @@ impl Rig {
         Self { sim, faulty, driver, calls }
     }
 
-    #[inline]
     fn count(&self, kind: CallKind) -> usize {
         self.calls.lock().unwrap().iter().filter(|call| **call == (kind, true)).count()
     }
 
-    #[inline]
     fn kinds(&self) -> BTreeMap<CallKind, u64> {
         let mut kinds = BTreeMap::new();
         for (kind, _) in self.calls.lock().unwrap().iter() {
@@ -49,7 +46,6 @@ impl Rig {
     }
 
     /// What was made and not destroyed.
-    #[inline]
     fn leaks(&self) -> Vec<(CallKind, usize)> {
         let pairs = [
             (CallKind::MemAlloc, CallKind::MemFree),
@@ -74,7 +70,6 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    #[inline]
     fn allocate(&mut self, bytes: u64, stream: StreamId) {
         match allocate(self.allocator, bytes, stream) {
             Ok(block) => self.live.push((block, stream)),
@@ -83,7 +78,6 @@ impl Run<'_> {
         check_stats(&self.allocator.stats());
     }
 
-    #[inline]
     fn free_first(&mut self) {
         if !self.live.is_empty() {
             let (block, stream) = self.live.remove(0);
@@ -92,7 +86,6 @@ impl Run<'_> {
         check_stats(&self.allocator.stats());
     }
 
-    #[inline]
     fn trim(&mut self, keep: u64) {
         self.errors.extend(self.allocator.trim(keep).err());
         check_stats(&self.allocator.stats());
@@ -100,7 +93,6 @@ impl Run<'_> {
 }
 
 /// Small and large blocks, uses on another stream, pending frees, trims, and a full device.
-#[inline]
 fn workload(allocator: &dyn DeviceAllocator, sim: &SimDriver, streams: [StreamId; 2]) -> Vec<AllocError> {
     let [owner, user] = streams;
     let mut run = Run { allocator, live: Vec::new(), errors: Vec::new() };
@@ -140,7 +132,6 @@ fn workload(allocator: &dyn DeviceAllocator, sim: &SimDriver, streams: [StreamId
 }
 
 /// A graph, with blocks of its own and ones from before that are freed in it, some of them used on another stream.
-#[inline]
 fn captured_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>, streams: [StreamId; 2]) -> Vec<AllocError> {
     let (memory, mut errors) = (Memory::new(Arc::clone(allocator)), Vec::new());
     let [owner, user] = streams;
@@ -184,13 +175,11 @@ fn captured_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>, streams: [
 /// What a run does.
 type Workload = fn(&Rig, &Arc<dyn DeviceAllocator>, [StreamId; 2]) -> Vec<AllocError>;
 
-#[inline]
 fn plain_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>, streams: [StreamId; 2]) -> Vec<AllocError> {
     workload(allocator.as_ref(), &rig.sim, streams)
 }
 
 /// Whether the contract lets a failure of this call pass without an error of the allocator's.
-#[inline]
 fn may_be_absorbed(can: Capabilities, kind: CallKind, code: u32) -> bool {
     match kind {
         // Only figures in a report or in statistics.
@@ -213,7 +202,6 @@ fn may_be_absorbed(can: Capabilities, kind: CallKind, code: u32) -> bool {
 }
 
 /// One run in which call number `skip` of `kind` fails; false when there is no such call.
-#[inline]
 fn inject(selection: &Selection, work: Workload, kind: CallKind, skip: u64, code: u32) -> bool {
     let rig = Rig::new();
     let streams = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
@@ -273,7 +261,6 @@ fn inject(selection: &Selection, work: Workload, kind: CallKind, skip: u64, code
 }
 
 /// `fits` says whether the device has room for the whole workload.
-#[inline]
 fn every_call_fails_once(selection: &Selection, work: Workload, fits: bool) {
     let rig = Rig::new();
     let streams = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
@@ -293,17 +280,14 @@ fn every_call_fails_once(selection: &Selection, work: Workload, fits: bool) {
     }
 }
 
-#[inline]
 pub(super) fn every_driver_call_may_fail_once(bench: &Bench) {
     every_call_fails_once(&bench.selection, plain_workload, false);
 }
 
-#[inline]
 pub(super) fn every_driver_call_may_fail_once_around_a_capture(bench: &Bench) {
     every_call_fails_once(&bench.selection, captured_workload, true);
 }
 
-#[inline]
 pub(super) fn a_fault_while_dropping_leaks_nothing(bench: &Bench) {
     let selection = &bench.selection;
     {

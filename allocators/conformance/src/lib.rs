@@ -1,8 +1,8 @@
 //! The conformance suite: what every allocator has to do, as checks that any test harness can run on any backend.
 //!
 //! ```
-//! use vramlab::backends::naive;
-//! use vramlab::testing::{Device, conformance};
+//! use vramlab_policies::backends::naive;
+//! use vramlab_conformance::{Device, conformance};
 //!
 //! let checks = conformance(&naive::BACKEND, &[Device::Null]);
 //! let first = checks.into_iter().next().unwrap();
@@ -13,7 +13,6 @@
 //! A test of a crate of its own gives them to its harness; `allocators/examples/out-of-tree/tests/conformance.rs` does so with
 //! `libtest-mimic`. What a backend says it cannot do ([`Capabilities`]) is not demanded, and what it says it can is.
 
-// Every function here is `#[inline]`: it is compiled where it is used, by tests, and not into each program.
 #![allow(clippy::unwrap_used, reason = "a check reports a failure by panicking")]
 
 mod blocks;
@@ -26,12 +25,12 @@ mod threads;
 
 pub use support::{Random, check_nothing_held, check_stats};
 
-use crate::backends::{Capabilities, GraphCapture, Needs, Selection};
-use crate::contract::{AllocError, DeviceAllocator};
-use crate::device::{CudaDriver, Driver, NullDriver, sim::SimMemory};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use support::{GIB, MIB};
+use vramlab_device::{CudaDriver, Driver, NullDriver, sim::SimMemory};
+use vramlab_policies::backends::{Capabilities, GraphCapture, Needs, Selection};
+use vramlab_policies::contract::{AllocError, DeviceAllocator};
 
 /// A device that checks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +49,6 @@ impl Device {
     /// Every device.
     pub const ALL: [Device; 4] = [Device::Sim, Device::SimWithoutMemory, Device::Null, Device::Cuda];
 
-    #[inline]
     fn place(self) -> &'static str {
         match self {
             Self::Sim => "on_sim",
@@ -71,14 +69,12 @@ pub struct Check {
 impl Check {
     /// Its name: `caching_on_sim::live_blocks_are_disjoint`.
     #[must_use]
-    #[inline]
     pub fn name(&self) -> &str {
         &self.name
     }
 
     /// Why it cannot run on this machine, if so. Run all the same, it fails.
     #[must_use]
-    #[inline]
     pub fn missing(&self) -> Option<&'static str> {
         self.missing
     }
@@ -87,14 +83,12 @@ impl Check {
     ///
     /// # Panics
     /// When the backend does not keep its contract. The message says where.
-    #[inline]
     pub fn run(self) {
         (self.body)();
     }
 }
 
 impl fmt::Debug for Check {
-    #[inline]
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Check").field("name", &self.name).field("missing", &self.missing).finish_non_exhaustive()
     }
@@ -112,7 +106,6 @@ struct Bench {
 }
 
 impl fmt::Debug for Bench {
-    #[inline]
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} on {:?}", self.selection, self.device)
     }
@@ -120,7 +113,6 @@ impl fmt::Debug for Bench {
 
 impl Bench {
     /// A simulated device has `room` bytes; a GPU has what it has. Panics without a GPU.
-    #[inline]
     fn open(selection: Selection, device: Device, room: u64) -> Self {
         let mut turn = None;
         let driver: Arc<dyn Driver> = match device {
@@ -135,23 +127,19 @@ impl Bench {
         Self { selection, device, driver, _turn: turn }
     }
 
-    #[inline]
     fn build(&self) -> Arc<dyn DeviceAllocator> {
         self.selection.build(&self.driver).unwrap()
     }
 
-    #[inline]
     fn capabilities(&self) -> Capabilities {
         self.selection.capabilities()
     }
 
-    #[inline]
     fn has_memory(&self) -> bool {
         matches!(self.device, Device::Sim | Device::Cuda)
     }
 
     /// What the device's free memory may differ by though nothing is held: a GPU's driver keeps some for itself.
-    #[inline]
     fn slack(&self) -> u64 {
         if self.device == Device::Cuda { 64 * MIB } else { 0 }
     }
@@ -227,7 +215,6 @@ const LACKING: &[Entry] = entries! { GIB => lacking::a_device_that_lacks_what_is
 mod lacking {
     use super::{AllocError, Bench};
 
-    #[inline]
     pub(super) fn a_device_that_lacks_what_is_needed_is_refused(bench: &Bench) {
         let error = bench.selection.build(&bench.driver).unwrap_err();
         assert!(matches!(error, AllocError::Unsupported { .. }), "{error}");
@@ -235,7 +222,6 @@ mod lacking {
 }
 
 /// Whether a device has what a backend needs. A GPU that is not there has everything: its checks cannot run anyway.
-#[inline]
 fn has(device: Device, needs: Needs) -> bool {
     let (pools, vmm) = match device {
         Device::Cuda => {
@@ -257,7 +243,6 @@ fn has(device: Device, needs: Needs) -> bool {
 }
 
 /// The checks that a backend with these settings has to pass on a device.
-#[inline]
 fn demanded(selection: &Selection, device: Device) -> Vec<&'static [Entry]> {
     let Capabilities { graph_capture, needs, private_pools, .. } = selection.capabilities();
     if !has(device, needs) {
@@ -289,7 +274,6 @@ fn demanded(selection: &Selection, device: Device) -> Vec<&'static [Entry]> {
 /// The suite on some devices, for a backend with its default settings (`&BACKEND`) or for a [`Selection`]. The name of each
 /// check begins with the selection's text, with `_` for what is no letter and no digit.
 #[must_use]
-#[inline]
 pub fn conformance(of: impl Into<Selection>, devices: &[Device]) -> Vec<Check> {
     let (selection, mut out) = (of.into(), Vec::new());
     let place = selection.to_string().replace(|c: char| !c.is_ascii_alphanumeric(), "_");

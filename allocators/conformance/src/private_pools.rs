@@ -1,24 +1,21 @@
-//! Private pools: memory of a pool serves nobody else, and goes back when the pool is released.
+//! Private pools: memory of a pool serves no other request, and goes back when the pool is released.
 
 use super::Bench;
 use super::support::{MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes};
-use crate::contract::{AllocError, Block, DeviceAllocator, PrivatePool};
-use crate::device::StreamId;
+use vramlab_device::StreamId;
+use vramlab_policies::contract::{AllocError, Block, DeviceAllocator, PrivatePool};
 
 /// A range of addresses.
 type Range = (u64, u64);
 
-#[inline]
 fn range(block: &Block) -> Range {
     (block.addr().get(), block.addr().get() + block.bytes())
 }
 
-#[inline]
 fn overlap(a: Range, b: Range) -> bool {
     a.0 < b.1 && b.0 < a.1
 }
 
-#[inline]
 fn assert_apart(blocks: &[Block], ranges: &[Range]) {
     for block in blocks {
         let shared = ranges.iter().find(|other| overlap(range(block), **other));
@@ -27,7 +24,6 @@ fn assert_apart(blocks: &[Block], ranges: &[Range]) {
 }
 
 /// Forty blocks of many sizes, written to.
-#[inline]
 fn forty(bench: &Bench, allocator: &dyn DeviceAllocator, stream: StreamId, seed: u64) -> Vec<Block> {
     let mut random = Random::new(seed);
     let one = |_| {
@@ -38,8 +34,7 @@ fn forty(bench: &Bench, allocator: &dyn DeviceAllocator, stream: StreamId, seed:
     (0..40).map(one).collect()
 }
 
-/// The same from a pool.
-#[inline]
+/// Forty blocks of many sizes from a pool, written to.
 fn forty_of(
     bench: &Bench,
     allocator: &dyn DeviceAllocator,
@@ -54,7 +49,6 @@ fn forty_of(
 }
 
 /// Frees some blocks; where they lay.
-#[inline]
 fn free_all(allocator: &dyn DeviceAllocator, blocks: Vec<Block>, stream: StreamId) -> Vec<Range> {
     let lay = blocks.iter().map(range).collect();
     for block in blocks {
@@ -63,13 +57,12 @@ fn free_all(allocator: &dyn DeviceAllocator, blocks: Vec<Block>, stream: StreamI
     lay
 }
 
-#[inline]
 pub(super) fn a_private_pool_shares_no_memory(bench: &Bench) {
     let streams = [0, 1].map(|_| bench.driver.stream_create().unwrap());
     let allocator = bench.build();
     let allocator = allocator.as_ref();
     let [first, second] = [0, 1].map(|_| allocator.pool_create().unwrap());
-    // All of it is free and cached when the next one asks, so whoever looks into another's memory takes it.
+    // All of it is free and cached when the next one asks, so an allocator that looks into another's memory takes it.
     let mut before: Vec<(Option<(PrivatePool, StreamId)>, Range)> = Vec::new();
     for seed in 0..3 {
         for stream in streams {
@@ -94,7 +87,6 @@ pub(super) fn a_private_pool_shares_no_memory(bench: &Bench) {
     free_all(allocator, blocks, streams[0]);
 }
 
-#[inline]
 pub(super) fn memory_of_a_private_pool_stays_until_it_is_released(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let stream = driver.stream_create().unwrap();
@@ -129,7 +121,6 @@ pub(super) fn memory_of_a_private_pool_stays_until_it_is_released(bench: &Bench)
     assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
 }
 
-#[inline]
 pub(super) fn a_recorded_use_delays_the_reuse_in_a_private_pool(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let [own, other] = [0, 1].map(|_| driver.stream_create().unwrap());
@@ -152,7 +143,6 @@ pub(super) fn a_recorded_use_delays_the_reuse_in_a_private_pool(bench: &Bench) {
     check_nothing_held(&allocator.stats());
 }
 
-#[inline]
 pub(super) fn private_pools_out_of_order_are_refused(bench: &Bench) {
     let stream = bench.driver.stream_create().unwrap();
     let (allocator, stranger) = (bench.build(), bench.build());
@@ -175,7 +165,6 @@ pub(super) fn private_pools_out_of_order_are_refused(bench: &Bench) {
 }
 
 /// Of backends that say so.
-#[inline]
 pub(super) fn private_pools_are_refused(bench: &Bench) {
     let error = bench.build().pool_create().unwrap_err();
     assert!(matches!(error, AllocError::Incapable { .. }), "{error}");

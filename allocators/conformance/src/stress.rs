@@ -1,23 +1,22 @@
-//! Many threads at once: blocks that change hands, streams that share, limits that press, and somebody who reads the
+//! Many threads at once: blocks that change hands, streams that share, limits that press, and a thread that reads the
 //! statistics all the while. `STRESS_OPERATIONS` sets the operations of each thread.
 
 use super::Bench;
 use super::support::{GIB, MIB, Random, allocate, check_nothing_held, check_stats, checker, free, sim};
-use crate::backends::{Capabilities, Selection};
-use crate::contract::{Block, DeviceAllocator};
-use crate::device::{Driver, NullDriver, StreamId, sim::SimMemory};
-use crate::instruments::{assert_layout, assert_tiled};
-use crate::sync::restless;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;
+use vramlab_device::{Driver, NullDriver, StreamId, sim::SimMemory};
+use vramlab_policies::backends::{Capabilities, Selection};
+use vramlab_policies::contract::{Block, DeviceAllocator};
+use vramlab_policies::instruments::{assert_layout, assert_tiled};
+use vramlab_policies::restless;
 
 const THREADS: usize = 16;
 
 /// The setting of backends that keep to a limit themselves.
 pub(super) const LIMIT: &str = "memory_limit";
 
-#[inline]
 fn operations(default: u64) -> u64 {
     std::env::var("STRESS_OPERATIONS").ok().map_or(default, |text| text.parse().unwrap())
 }
@@ -35,18 +34,16 @@ struct Rig {
     over_limit: u64,
 }
 
-/// Counts a thread out when it ends, also by a panic: nobody waits for it then.
+/// Counts a thread out when it ends, also by a panic, so that the others do not wait for it.
 struct Leaves<'a>(&'a AtomicUsize);
 
 impl Drop for Leaves<'_> {
-    #[inline]
     fn drop(&mut self) {
         self.0.fetch_sub(1, SeqCst);
     }
 }
 
 impl Rig {
-    #[inline]
     fn new(selection: &Selection, driver: Arc<dyn Driver>, limit: Option<u64>, largest_log2: u64) -> Self {
         let mut selection = selection.clone();
         if let Some(limit) = limit {
@@ -61,12 +58,10 @@ impl Rig {
         Self { allocator, driver, streams, mailbox, running, largest_log2, coalesces, over_limit }
     }
 
-    #[inline]
     fn post(&self, block: Block, stream: StreamId) {
         self.mailbox.lock().unwrap().push((block, stream));
     }
 
-    #[inline]
     fn work(&self, allocator: &dyn DeviceAllocator, thread: usize, operations: u64) {
         let _leaves = Leaves(&self.running);
         restless::begin(thread as u64 + 1);
@@ -95,7 +90,7 @@ impl Rig {
                     }
                 }
                 56..63 => {
-                    // Somebody else's block, on the stream it was allocated on.
+                    // Another thread's block, on the stream it was allocated on.
                     let received = self.mailbox.lock().unwrap().pop();
                     if let Some((block, stream)) = received {
                         free(allocator, block, stream).unwrap();
@@ -113,7 +108,6 @@ impl Rig {
     }
 
     /// Statistics, layout and ledger while the others work.
-    #[inline]
     fn watch(&self, allocator: &dyn DeviceAllocator, limit: Option<u64>) -> u64 {
         restless::begin(THREADS as u64 + 1);
         let mut looks = 0;
@@ -142,7 +136,6 @@ impl Rig {
         looks
     }
 
-    #[inline]
     fn run(&self, allocator: &dyn DeviceAllocator, operations: u64, limit: Option<u64>) {
         let looks = thread::scope(|scope| {
             for thread in 0..THREADS {
@@ -164,7 +157,6 @@ impl Rig {
 }
 
 /// Every byte poisoned and verified, and every overlap found.
-#[inline]
 fn with_the_checker(selection: &Selection, limit: Option<u64>) {
     let rig = Rig::new(selection, sim(GIB, SimMemory::Host), limit, 20);
     let checker = checker(Arc::clone(&rig.allocator), Arc::clone(&rig.driver));
@@ -177,28 +169,23 @@ fn with_the_checker(selection: &Selection, limit: Option<u64>) {
 }
 
 /// As fast as it goes.
-#[inline]
 fn at_full_speed(selection: &Selection, limit: Option<u64>) {
     let rig = Rig::new(selection, Arc::new(NullDriver::new(1 << 40)), limit, 25);
     rig.run(rig.allocator.as_ref(), operations(30_000), limit);
 }
 
-#[inline]
 pub(super) fn many_threads_with_the_checker(bench: &Bench) {
     with_the_checker(&bench.selection, None);
 }
 
-#[inline]
 pub(super) fn many_threads_with_the_checker_under_a_limit(bench: &Bench) {
     with_the_checker(&bench.selection, Some(80 * MIB));
 }
 
-#[inline]
 pub(super) fn many_threads_at_full_speed(bench: &Bench) {
     at_full_speed(&bench.selection, None);
 }
 
-#[inline]
 pub(super) fn many_threads_at_full_speed_under_a_limit(bench: &Bench) {
     at_full_speed(&bench.selection, Some(1200 * MIB));
 }

@@ -1,19 +1,18 @@
 //! What the checks share: devices of a chosen size, blocks without ceremony, random numbers that repeat, and what holds of
 //! statistics at every moment.
 
-use crate::contract::{AllocError, Block, DeviceAllocator, Gauge, Path, PooledGauge, Request, Stats};
-use crate::device::{
+use std::sync::Arc;
+use vramlab_device::{
     DeviceAddr, Driver, DriverError, GraphDriver, GraphId, Profile, SimDriver, StreamId, sim::SimMemory,
 };
-use crate::instruments::Checker;
-use std::sync::Arc;
+use vramlab_policies::contract::{AllocError, Block, DeviceAllocator, Gauge, Path, PooledGauge, Request, Stats};
+use vramlab_policies::instruments::Checker;
 
 pub(super) const KIB: u64 = 1 << 10;
 pub(super) const MIB: u64 = 1 << 20;
 pub(super) const GIB: u64 = 1 << 30;
 
 /// The H200's profile with `free` bytes left for clients.
-#[inline]
 pub(super) fn profile(free: u64) -> Profile {
     let mut profile = Profile::h200();
     profile.total_bytes = profile.context_bytes + free;
@@ -21,43 +20,36 @@ pub(super) fn profile(free: u64) -> Profile {
 }
 
 /// A simulated device with `free` bytes left for clients.
-#[inline]
 pub(super) fn sim(free: u64, memory: SimMemory) -> Arc<SimDriver> {
     Arc::new(SimDriver::new(profile(free), memory))
 }
 
 /// Checks an allocator that was built on `driver`.
-#[inline]
 pub(super) fn checker(inner: Arc<dyn DeviceAllocator>, driver: Arc<dyn Driver>) -> Checker {
     // SAFETY: as the sentence above says.
     unsafe { Checker::new(inner, driver) }
 }
 
-#[inline]
 pub(super) fn allocate(allocator: &dyn DeviceAllocator, bytes: u64, stream: StreamId) -> Result<Block, AllocError> {
     allocator.allocate(Request::new(bytes), stream)
 }
 
-#[inline]
 pub(super) fn free(allocator: &dyn DeviceAllocator, block: Block, stream: StreamId) -> Result<Path, AllocError> {
     // SAFETY: tests queue every use of a block before they free it, on its stream or on announced ones.
     unsafe { allocator.deallocate(block, stream) }
 }
 
 /// Launches a graph whose memory is pinned.
-#[inline]
 pub(super) fn launch(graphs: &dyn GraphDriver, graph: GraphId, stream: StreamId) -> Result<(), DriverError> {
     // SAFETY: tests release a capture after its last launch.
     unsafe { graphs.graph_launch(graph, stream) }
 }
 
-#[inline]
 pub(super) fn write(driver: &dyn Driver, addr: DeviceAddr, bytes: &[u8], stream: StreamId) {
     // SAFETY: tests write inside blocks that they hold.
     unsafe { driver.copy_to_device(addr, bytes, stream) }.unwrap();
 }
 
-#[inline]
 pub(super) fn read(driver: &dyn Driver, addr: DeviceAddr, bytes: u64, stream: StreamId) -> Vec<u8> {
     let mut out = vec![0; bytes as usize];
     // SAFETY: tests read inside blocks that they hold, or on a device that checks each access.
@@ -65,19 +57,16 @@ pub(super) fn read(driver: &dyn Driver, addr: DeviceAddr, bytes: u64, stream: St
     out
 }
 
-#[inline]
 pub(super) fn fill(driver: &dyn Driver, addr: DeviceAddr, value: u8, bytes: u64, stream: StreamId) {
     // SAFETY: tests fill inside blocks that they hold.
     unsafe { driver.fill_bytes(addr, value, bytes, stream) }.unwrap();
 }
 
-#[inline]
 pub(super) fn free_bytes(driver: &dyn Driver) -> u64 {
     driver.mem_info().unwrap().free
 }
 
 /// Queues a kernel of about `ns` on a simulated stream.
-#[inline]
 pub(super) fn work(sim: &SimDriver, stream: StreamId, ns: u64) {
     sim.launch(stream, "test", (1, 1), ns * 4300, &[]).unwrap();
 }
@@ -89,14 +78,12 @@ pub struct Random(u64);
 impl Random {
     /// Numbers that a seed gives.
     #[must_use]
-    #[inline]
     pub fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
     }
 
     /// The next one, of 48 bits.
     #[expect(clippy::should_implement_trait, reason = "there is no end")]
-    #[inline]
     pub fn next(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
@@ -105,26 +92,22 @@ impl Random {
     }
 
     /// One below `bound`, which is not 0.
-    #[inline]
     pub fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
 
     /// Small and large sizes alike: a power of two at random, then a size below it.
-    #[inline]
     pub fn size(&mut self, largest_log2: u64) -> u64 {
         let log2 = self.below(largest_log2 + 1);
         1 + self.below(1 << log2)
     }
 }
 
-#[inline]
 fn check_gauge(name: &str, gauge: &Gauge) {
     assert_eq!(gauge.allocated - gauge.freed, gauge.current, "{name}: {gauge:?}");
     assert!(gauge.peak >= gauge.current, "{name}: {gauge:?}");
 }
 
-#[inline]
 fn check_pooled(name: &str, gauge: &PooledGauge) {
     check_gauge(name, &gauge.all);
     if let (Some(small), Some(large)) = (&gauge.small_pool, &gauge.large_pool) {
@@ -139,7 +122,6 @@ fn check_pooled(name: &str, gauge: &PooledGauge) {
 ///
 /// # Panics
 /// When it does not.
-#[inline]
 pub fn check_stats(stats: &Stats) {
     for (name, gauge) in [
         ("allocation", Some(&stats.allocation)),
@@ -170,7 +152,6 @@ pub fn check_stats(stats: &Stats) {
 ///
 /// # Panics
 /// When it does not.
-#[inline]
 pub fn check_nothing_held(stats: &Stats) {
     check_stats(stats);
     for gauge in [stats.allocation, stats.active, stats.allocated_bytes, stats.active_bytes, stats.requested_bytes] {

@@ -2,22 +2,20 @@
 
 use super::Bench;
 use super::support::{Random, allocate, check_nothing_held, check_stats, free, free_bytes, read, write};
-use crate::contract::{Block, DeviceAllocator};
-use crate::sync::restless;
 use std::sync::mpsc;
 use std::thread;
+use vramlab_policies::contract::{Block, DeviceAllocator};
+use vramlab_policies::restless;
 
 const THREADS: u64 = 8;
 const OPERATIONS: u64 = 2_000;
 
 /// The first and last bytes of a block, which say whose it is.
-#[inline]
 fn stamp(owner: u64, serial: u64, bytes: u64) -> Vec<u8> {
     let word = (owner << 56 | serial).to_le_bytes();
     word.iter().cycle().take(bytes.min(32) as usize).copied().collect()
 }
 
-#[inline]
 pub(super) fn threads_on_streams_of_their_own(bench: &Bench) {
     let start = free_bytes(bench.driver.as_ref());
     let allocator = bench.build();
@@ -37,7 +35,6 @@ pub(super) fn threads_on_streams_of_their_own(bench: &Bench) {
     assert!(free_bytes(bench.driver.as_ref()).abs_diff(start) <= bench.slack());
 }
 
-#[inline]
 fn work(bench: &Bench, allocator: &dyn DeviceAllocator, owner: u64) {
     restless::begin(owner + 100);
     let (driver, mut random) = (bench.driver.as_ref(), Random::new(owner + 100));
@@ -82,7 +79,6 @@ fn work(bench: &Bench, allocator: &dyn DeviceAllocator, owner: u64) {
     driver.stream_synchronize(other).unwrap();
 }
 
-#[inline]
 pub(super) fn a_block_may_be_freed_on_another_thread(bench: &Bench) {
     let allocator = bench.build();
     let stream = bench.driver.stream_create().unwrap();
