@@ -36,37 +36,22 @@
 //! | reserved | everything held from the device |
 //! | inactive split | free blocks of partly used segments, which cannot go back to the device |
 
-pub mod backends;
-pub mod budget;
-mod bytes;
-pub mod client;
-pub mod contract;
-pub mod device;
-pub mod histories;
-pub mod input;
-pub mod instruments;
-mod ordered;
-pub mod output;
-pub mod policy;
-mod ranges;
-pub mod settings;
-pub mod space;
-mod steps;
-mod sync;
-pub mod testing;
+pub use vramlab_conformance as testing;
+pub use vramlab_device as device;
+pub use vramlab_device::{budget, input, output, settings};
+pub use vramlab_histories as histories;
+pub use vramlab_policies::{backends, client, contract, instruments, policy, space};
 
-pub use backends::{Backend, Capabilities, Selection};
-pub use bytes::{Bytes, ParseBytesError};
-pub use client::{Capture, DeviceBuffer, Graph, Memory, PinnedBuffer};
-pub use contract::{
-    AllocError, Attribution, Block, BlockInfo, BlockState, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Gauge, Ledger,
-    OomReport, Path, PeakKind, PoolKind, PooledGauge, PrivatePool, Request, SegmentInfo, Snapshot, Stats, Steals,
-    Token, Tokens,
-};
 pub use device::sim::SimMemory;
+pub use device::{Bytes, ParseBytesError};
 pub use device::{
     CallCounts, CallEvent, CallKind, CallTotals, CudaDeviceInfo, CudaDriver, CudaUnavailable, DeviceAddr,
     DeviceDescription, DeviceKind, DeviceName, Driver, DriverError, DriverResult, EventId, FaultyDriver, GraphDriver,
     GraphId, GraphMemory, HostRoom, IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings, Profile,
     SimDriver, StreamId, VmmDriver,
+};
+pub use vramlab_policies::{
+    AllocError, Attribution, Backend, Block, BlockInfo, BlockState, Capabilities, Capture, CaptureId, DeviceAllocator,
+    DeviceBuffer, GUARANTEED_ALIGN, Gauge, Graph, Ledger, Memory, OomReport, Path, PeakKind, PinnedBuffer, PoolKind,
+    PooledGauge, PrivatePool, Request, SegmentInfo, Selection, Snapshot, Stats, Steals, Token, Tokens,
 };

@@ -1,5 +1,4 @@
 //! Expandable segments step by step: what is mapped and unmapped, in which order, and what each setting mends.
-//! `caching` does the same as far as it has the settings.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;
@@ -24,12 +23,6 @@ impl Bench {
     fn new(mib: u64, settings: &str) -> Self {
         let separator = if settings.is_empty() { "" } else { ":" };
         Self::of(mib, &format!("pytorch-expandable{separator}{settings}"))
-    }
-
-    /// The same, and `caching`, under a memory limit.
-    fn both(mib: u64, limit: &str) -> [Self; 2] {
-        let rules = format!("pytorch-expandable:memory_limit={limit}");
-        [rules, format!("caching:expandable_segments=true,memory_limit={limit}")].map(|alloc| Self::of(mib, &alloc))
     }
 
     fn of(mib: u64, selection: &str) -> Self {
@@ -77,13 +70,8 @@ impl Bench {
 
 #[test]
 fn a_retry_unmaps_whole_handles_and_maps_what_is_lacking() {
-    for bench in Bench::both(1000, "100M") {
-        retry_unmaps_whole_handles(&bench);
-    }
-}
-
-fn retry_unmaps_whole_handles(bench: &Bench) {
     use CallKind::{MemCreate, MemMap, MemRelease, MemSetAccess, MemUnmap, StreamSynchronize};
+    let bench = Bench::new(1000, "memory_limit=100M");
     let first = bench.allocate(30);
     let second = bench.allocate(30);
     assert_eq!(bench.layout(), [[(0, 30, 'A'), (30, 30, 'A')]]);
@@ -219,11 +207,7 @@ fn a_smaller_reserve_makes_more_ranges_and_refuses_what_none_holds() {
 fn a_device_without_virtual_memory_is_refused_with_what_can() {
     let driver: Arc<dyn Driver> =
         Arc::new(SimDriver::new(vramlab::Profile { vmm: None, ..profile(MIB) }, SimMemory::None));
-    for (of, setting) in [
-        ("pytorch-expandable", ""),
-        ("caching:expandable_segments=on", "expandable_segments"),
-        ("lab:source=expandable", "source=expandable"),
-    ] {
+    for (of, setting) in [("pytorch-expandable", ""), ("lab:source=expandable", "source=expandable")] {
         let of: Selection = of.parse().unwrap();
         assert_eq!(of.capabilities().needs, Needs::Vmm, "{of}");
         let error = of.build(&driver).unwrap_err();
@@ -237,7 +221,7 @@ fn a_device_without_virtual_memory_is_refused_with_what_can() {
 
 #[test]
 fn a_fault_in_a_mapping_is_an_error_and_one_of_memory_a_retry() {
-    for of in ["pytorch-expandable", "caching:expandable_segments=on", "lab:source=expandable"] {
+    for of in ["pytorch-expandable", "lab:source=expandable"] {
         fault_in_a_mapping(of);
     }
 }
@@ -274,38 +258,35 @@ fn fault_in_a_mapping(of: &str) {
 
 #[test]
 fn memory_is_unmapped_only_when_its_stream_has_finished() {
-    for bench in Bench::both(1000, "40M") {
-        let block = bench.allocate(20);
-        work(&bench.sim, bench.stream, 1_000_000);
-        fill(bench.sim.as_ref(), block.addr(), 1, 20 * MIB, bench.stream);
-        let queued = common::ready_ns(&bench.sim, bench.stream);
-        bench.free(block);
-        // The simulated device would fault if the allocator did not wait.
-        let _again = bench.allocate(40);
-        assert!(bench.sim.clock().now_ns() >= queued);
-    }
+    let bench = Bench::new(1000, "memory_limit=40M");
+    let block = bench.allocate(20);
+    work(&bench.sim, bench.stream, 1_000_000);
+    fill(bench.sim.as_ref(), block.addr(), 1, 20 * MIB, bench.stream);
+    let queued = common::ready_ns(&bench.sim, bench.stream);
+    bench.free(block);
+    // The simulated device would fault if the allocator did not wait.
+    let _again = bench.allocate(40);
+    assert!(bench.sim.clock().now_ns() >= queued);
 }
 
 /// Two holes are filled for a request, and the memory ends after the first. What came is reserved, more than ever before, but
 /// only a request that is served notes what lay where at that peak.
 #[test]
 fn a_peak_that_a_refused_request_made_is_noted_with_the_next_that_is_served() {
-    let ledgers = Bench::both(60, "1G").map(|bench| {
-        let [first, second] = [20, 20].map(|mib| bench.allocate(mib));
-        bench.free(first);
-        bench.allocator.trim(20 * MIB).unwrap();
-        bench.free(second);
-        let captured = bench.sim.stream_create().unwrap();
-        let capture = bench.allocator.capture_begin(captured).unwrap();
-        bench.allocator.reset_peaks();
-        let before = bench.allocator.ledger_at_peak();
-        assert!(bench.try_allocate(80).unwrap_err().is_out_of_memory());
-        assert_eq!((bench.reserved(), bench.allocator.ledger_at_peak()), (40, before));
-        bench.allocator.capture_end(capture).unwrap();
-        let block = bench.allocate(2);
-        assert_eq!(block.path(), Path::Split);
-        bench.allocator.ledger_at_peak()
-    });
-    assert_eq!(ledgers[0], ledgers[1]);
-    assert_eq!((ledgers[0].reserved, ledgers[0].requested), (40 * MIB, 2 * MIB));
+    let bench = Bench::new(60, "memory_limit=1G");
+    let [first, second] = [20, 20].map(|mib| bench.allocate(mib));
+    bench.free(first);
+    bench.allocator.trim(20 * MIB).unwrap();
+    bench.free(second);
+    let captured = bench.sim.stream_create().unwrap();
+    let capture = bench.allocator.capture_begin(captured).unwrap();
+    bench.allocator.reset_peaks();
+    let before = bench.allocator.ledger_at_peak();
+    assert!(bench.try_allocate(80).unwrap_err().is_out_of_memory());
+    assert_eq!((bench.reserved(), bench.allocator.ledger_at_peak()), (40, before));
+    bench.allocator.capture_end(capture).unwrap();
+    let block = bench.allocate(2);
+    assert_eq!(block.path(), Path::Split);
+    let ledger = bench.allocator.ledger_at_peak();
+    assert_eq!((ledger.reserved, ledger.requested), (40 * MIB, 2 * MIB));
 }

@@ -107,9 +107,6 @@ fn run_under(allocator: &Selection, history: &History, driver: Arc<dyn Driver>) 
     replay(history, allocator, &driver, &settings).unwrap()
 }
 
-/// PyTorch's rules with expandable segments, and the same written for speed.
-const EXPANDABLE: [&str; 2] = ["pytorch-expandable", "caching:expandable_segments=on"];
-
 /// An allocator with the settings of a recording.
 fn under(allocator: &str, settings: &CachingSettings) -> Selection {
     let mut allocator: Selection = allocator.parse().unwrap();
@@ -190,8 +187,7 @@ fn pytorch_expandable_maps_what_pytorch_mapped() {
         let mut put_together = Selection::with(&backends::lab::BACKEND, &settings);
         put_together.set("source", "expandable").unwrap();
         for (device, allocator) in devices.into_iter().flat_map(|device| {
-            let [rules, fast] = EXPANDABLE.map(|text| under(text, &settings));
-            [rules, fast, put_together.clone()].map(|allocator| (device, allocator))
+            [under("pytorch-expandable", &settings), put_together.clone()].map(|allocator| (device, allocator))
         }) {
             let report = run_under(&allocator, &history, device());
             follows_pytorch(&report, &recording, &history, &format!("{name} under {allocator}"));

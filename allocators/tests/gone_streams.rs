@@ -57,9 +57,7 @@ impl Bench {
 
 /// Backends whose frees wait for other streams while they go on. The others wait at once, or for the device.
 fn keeping() -> impl Iterator<Item = Selection> {
-    let expandable: Selection = "caching:expandable_segments=on".parse().unwrap();
-    let all = backends::all().into_iter().map(Selection::of).chain([expandable]);
-    all.filter(|kind| kind.capabilities().sets_aside)
+    backends::all().into_iter().map(Selection::of).filter(|kind| kind.capabilities().sets_aside)
 }
 
 fn is_a_driver_error(error: &AllocError) -> bool {

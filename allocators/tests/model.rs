@@ -363,8 +363,7 @@ pub(crate) fn of_every_backend<S: Strategy>(
     history: impl Fn() -> S,
     check: impl Fn(&Selection, &S::Value),
 ) {
-    let expandable: Selection = "caching:expandable_segments=on".parse().unwrap();
-    for of in backends::all().into_iter().map(Selection::of).chain([expandable]) {
+    for of in backends::all().into_iter().map(Selection::of) {
         let outcome = TestRunner::new(config(cases)).run(&(history(), selections(&of)), |(history, selection)| {
             check(&selection, &history);
             Ok(())

@@ -63,11 +63,8 @@ fn in_pieces(text: &str, room: u64) -> String {
 #[test]
 fn the_advice_names_settings_that_the_allocator_has() {
     for (alloc, settings) in [
-        ("caching", ", or set max_split_size, or use expandable segments (expandable_segments=on)"),
-        (
-            "caching:max_split_size=32M",
-            ", or lower max_split_size, or use expandable segments (expandable_segments=on)",
-        ),
+        ("caching", ", or set max_split_size, or use expandable segments (pytorch-expandable)"),
+        ("caching:max_split_size=32M", ", or lower max_split_size, or use expandable segments (pytorch-expandable)"),
         ("pytorch", ", or set max_split_size, or use expandable segments (pytorch-expandable)"),
         ("lab", ", or set max_split_size, or use expandable segments (source=expandable)"),
         ("lab:split=always", ", or use expandable segments (source=expandable)"),

@@ -211,9 +211,9 @@ impl Program {
     }
 }
 
-/// PyTorch's native policy, and that with expandable segments in both versions.
+/// PyTorch's native policy, and that with expandable segments.
 fn following() -> impl Iterator<Item = Selection> {
-    ["caching", "pytorch-expandable", "caching:expandable_segments=on"].into_iter().map(|text| text.parse().unwrap())
+    ["caching", "pytorch-expandable"].into_iter().map(|text| text.parse().unwrap())
 }
 
 fn programs() -> impl Iterator<Item = Program> {

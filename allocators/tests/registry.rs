@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 use vramlab::backends::{
-    Naive, Needs, Preset, RegisterError, SegmentUse, StreamUse, With, all, compared, find, naive, register,
+    Naive, Needs, RegisterError, SegmentUse, StreamUse, With, all, compared, find, naive, register,
 };
 use vramlab::settings::{NoSettings, number};
 use vramlab::{Backend, Capabilities, Driver, NullDriver, Profile, Selection, SimDriver, SimMemory};
@@ -22,10 +22,7 @@ static OUTSIDE: Backend = Backend {
     summary: "one from another crate",
     capabilities: Capabilities::LEAST,
     compared: true,
-    constructor: &Preset::<OutsideSettings> {
-        defaults: || OutsideSettings { bins: 6 },
-        build: |driver, _| Ok(Arc::new(Naive::new(driver))),
-    },
+    constructor: &With::<OutsideSettings>(|driver, _| Ok(Arc::new(Naive::new(driver)))),
 };
 
 static IMPOSTOR: Backend = named("naive");
@@ -44,8 +41,7 @@ fn a_registered_backend_is_found_listed_and_built() {
     assert_eq!(all().iter().filter(|backend| backend.name == "outside").count(), 1);
     assert_eq!(all().last().map(|backend| backend.name), Some("outside"));
     assert!(std::ptr::eq(find("outside").unwrap(), &raw const OUTSIDE));
-    // The defaults are the preset's.
-    assert_eq!(OUTSIDE.settings()[0].value, "6");
+    assert_eq!(OUTSIDE.settings()[0].value, "4");
     let chosen: Selection = "outside:bins=2".parse().unwrap();
     assert_eq!(chosen.to_string(), "outside:bins=2");
     assert_eq!(chosen.settings().get_as::<OutsideSettings>().map(|settings| settings.bins), Some(2));
@@ -91,7 +87,7 @@ fn what_an_allocator_can_do_follows_its_settings() {
         let selection: Selection = text.parse().unwrap();
         (selection.backend().capabilities, selection.capabilities())
     };
-    for text in ["caching:expandable_segments=true", "lab:source=expandable", "lab:source=expandable,grow=exact"] {
+    for text in ["lab:source=expandable", "lab:source=expandable,grow=exact"] {
         let (default, now) = of(text);
         let (needs, segments) = (Needs::Vmm, SegmentUse::Expandable);
         let told = Capabilities { needs, segments, restores: false, follows_pytorch: false, ..default };
@@ -135,10 +131,10 @@ fn a_device_that_lacks_what_a_backend_needs_is_refused_with_what_does_without() 
         Arc::new(SimDriver::new(profile, SimMemory::None)) as Arc<dyn Driver>
     };
     let mut refused = 0;
-    let with_settings = ["caching:expandable_segments=on", "lab:source=expandable"].map(|text| text.parse().unwrap());
+    let with_setting: Selection = "lab:source=expandable".parse().unwrap();
     // Another test may have entered its own by now, which have other settings than what they build.
     let of_library = all().into_iter().filter(|backend| ![&OUTSIDE, &NOT_COMPARED].contains(backend));
-    for selection in of_library.map(Selection::of).chain(with_settings) {
+    for selection in of_library.map(Selection::of).chain([with_setting]) {
         let built = selection.build(&device());
         if selection.capabilities().needs == Needs::Nothing {
             let built = built.unwrap();
@@ -153,5 +149,5 @@ fn a_device_that_lacks_what_a_backend_needs_is_refused_with_what_does_without() 
         }
         refused += 1;
     }
-    assert!(refused >= 5, "{refused}");
+    assert!(refused >= 4, "{refused}");
 }

@@ -1,6 +1,6 @@
 //! Programs with CUDA graphs, whose private pools the events do not name: they are told from the segments.
 
-use super::{EXPANDABLE, MIB, Recording, all_recordings, run, run_under, under};
+use super::{MIB, Recording, all_recordings, run, run_under, under};
 use std::sync::Arc;
 use vramlab::NullDriver;
 use vramlab::backends::{plan, remap};
@@ -28,7 +28,7 @@ fn private_pools_are_told_and_kept() {
         assert_eq!((history.private_pools(), history.undetermined_pool_allocations()), (pools, 0), "{name}");
         assert!(history.private_pool_allocations() > 20, "{name}");
         let expands = recording.expandable;
-        for kind in if expands { EXPANDABLE } else { ["pytorch", "caching"] } {
+        for kind in if expands { &["pytorch-expandable"][..] } else { &["pytorch", "caching"][..] } {
             let report = run_under(&under(kind, &settings), &history, Arc::new(NullDriver::new(1 << 50)));
             let mismatches = (report.address_mismatches, report.segment_mismatches);
             assert_eq!((mismatches, report.private_pools), ((Some(0), Some(0)), true), "{name} under {kind}");

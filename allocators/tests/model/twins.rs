@@ -1,6 +1,5 @@
-//! `caching` is `pytorch`, written for speed, and with expandable segments `pytorch-expandable`: side by side on two devices
-//! alike they place every block at the same address by the same path, make the same driver calls at the same time, and say the
-//! same of themselves.
+//! `caching` is `pytorch`, written for speed: side by side on two devices alike they place every block at the same address by the
+//! same path, make the same driver calls at the same time, and say the same of themselves.
 
 use super::common::{GIB, MIB, allocate, free, sim, work};
 use super::{Op, ROOM, STREAMS, caching_settings, config, ops};
@@ -84,10 +83,9 @@ impl Side {
         Self { sim, faulty, allocator, calls, streams, live, open, ended, pools, routes }
     }
 
-    /// The report says who refused, and what expandable segments are called there.
+    /// The report says which allocator refused.
     fn refused(&self, error: &AllocError) -> Outcome {
-        let text = error.to_string().replace("(pytorch-expandable)", "(expandable_segments=on)");
-        Outcome::Refused(text.replace(self.allocator.name(), "either"))
+        Outcome::Refused(error.to_string().replacen(self.allocator.name(), "either", 1))
     }
 
     fn apply(&mut self, op: &Op) -> Outcome {
@@ -188,19 +186,9 @@ impl Side {
 
 struct Twins([Side; 2]);
 
-/// Rules, and the same written for speed.
-type Pair = [&'static str; 2];
-
-const NATIVE: Pair = ["pytorch", "caching"];
-const EXPANDABLE: Pair = ["pytorch-expandable", "caching:expandable_segments=on"];
-
-fn pairs() -> impl Strategy<Value = Pair> {
-    prop::sample::select(vec![NATIVE, EXPANDABLE])
-}
-
 impl Twins {
-    fn new(pair: Pair, settings: &CachingSettings, room: u64) -> Self {
-        Self(pair.map(|of| Side::new(of, settings, room)))
+    fn new(settings: &CachingSettings, room: u64) -> Self {
+        Self(["pytorch", "caching"].map(|of| Side::new(of, settings, room)))
     }
 
     fn apply(&mut self, op: &Op) {
@@ -240,12 +228,11 @@ proptest! {
     /// On a device with room for everything and on one that is often full.
     #[test]
     fn caching_is_pytorch_on_any_operations(
-        pair in pairs(),
         ops in ops(200),
         settings in caching_settings(),
         tight in any::<bool>(),
     ) {
-        let mut twins = Twins::new(pair, &settings, if tight { 96 * MIB } else { 8 * GIB });
+        let mut twins = Twins::new(&settings, if tight { 96 * MIB } else { 8 * GIB });
         for (at, op) in ops.iter().enumerate() {
             twins.apply(op);
             twins.compare();
@@ -262,14 +249,13 @@ proptest! {
     /// While graphs are captured on two of the streams. Nothing waits for a stream: that would break the capture.
     #[test]
     fn caching_is_pytorch_while_graphs_are_captured(
-        pair in pairs(),
         ops in ops(200),
         captures in prop::collection::vec(prop::option::weighted(0.06, 0..2usize), 200),
         settings in caching_settings(),
     ) {
         // With room for everything, no limit is reached, so no ladder waits for a stream that is captured.
         let settings = CachingSettings { memory_limit: None, garbage_collection_threshold: 0.0, ..settings };
-        let mut twins = Twins::new(pair, &settings, 16 * GIB);
+        let mut twins = Twins::new(&settings, 16 * GIB);
         for (op, capture) in ops.iter().zip(captures) {
             if let Some(which) = capture {
                 twins.capture(which);
@@ -296,13 +282,12 @@ proptest! {
     /// While some requests are for private pools, also where memory is short.
     #[test]
     fn caching_is_pytorch_with_private_pools(
-        pair in pairs(),
         ops in ops(200),
         pools in prop::collection::vec(prop::option::weighted(0.15, pool_op()), 200),
         settings in caching_settings(),
         tight in any::<bool>(),
     ) {
-        let mut twins = Twins::new(pair, &settings, if tight { 128 * MIB } else { 8 * GIB });
+        let mut twins = Twins::new(&settings, if tight { 128 * MIB } else { 8 * GIB });
         for (op, pool) in ops.iter().zip(pools) {
             pool.iter().for_each(|pool| twins.pool(pool));
             twins.apply(op);
@@ -314,14 +299,10 @@ proptest! {
 /// The call after the next few of a kind fails.
 fn fault() -> impl Strategy<Value = (CallKind, u64, u32)> {
     let kinds = vec![
-        CallKind::MemAddressReserve,
-        CallKind::MemCreate,
-        CallKind::MemMap,
-        CallKind::MemSetAccess,
-        CallKind::MemUnmap,
-        CallKind::MemRelease,
-        CallKind::MemAddressFree,
-        CallKind::StreamSynchronize,
+        CallKind::MemAlloc,
+        CallKind::MemFree,
+        CallKind::EventCreate,
+        CallKind::EventRecord,
         CallKind::EventQuery,
         CallKind::EventSynchronize,
     ];
@@ -334,12 +315,12 @@ proptest! {
 
     /// While calls of the device fail now and then: both say so of the same operation, and keep the same.
     #[test]
-    fn caching_is_pytorch_expandable_where_calls_fail(
+    fn caching_is_pytorch_where_calls_fail(
         ops in ops(200),
         faults in prop::collection::vec(prop::option::weighted(0.3, fault()), 200),
         settings in caching_settings(),
     ) {
-        let mut twins = Twins::new(EXPANDABLE, &settings, ROOM);
+        let mut twins = Twins::new(&settings, ROOM);
         for (op, fault) in ops.iter().zip(faults) {
             for side in &twins.0 {
                 if let Some((kind, skip, code)) = fault {
@@ -367,9 +348,8 @@ fn caching_stays_pytorch() {
     let unsplit = CachingSettings { max_split_size: Some(24 * MIB), max_non_split_rounding: 4 * MIB, ..collecting };
     let stepped = CachingSettings { roundup_power2_divisions: Divisions::uniform(8), ..unsplit };
     let again = CachingSettings { retry_fit_after_sync: true, ..stepped };
-    let each = [plain, limited, collecting, unsplit, stepped, again];
-    for (pair, settings) in [NATIVE, EXPANDABLE].into_iter().flat_map(|pair| each.map(|settings| (pair, settings))) {
-        let (mut twins, mut runner) = (Twins::new(pair, &settings, ROOM), TestRunner::deterministic());
+    for settings in [plain, limited, collecting, unsplit, stepped, again] {
+        let (mut twins, mut runner) = (Twins::new(&settings, ROOM), TestRunner::deterministic());
         let (strategy, mut done) = (ops(1_000), 0);
         while done < steps() {
             for op in strategy.new_tree(&mut runner).unwrap().current() {

@@ -8,12 +8,12 @@
 //! *Good at* programs that ask for the same sizes over and over: nothing fragments. *Bad at* sizes that keep changing.
 
 use std::sync::Arc;
-use vramlab::backends::{Backend, Capabilities, Policy, Pooled, With};
-use vramlab::policy::grow::{Ladder, Miss, SegmentSize, Step};
-use vramlab::policy::{Heap, fit::Fit, size::Size, source::Source, stream::Stream};
+use vramlab::backends::{Backend, Capabilities, Found, Policy, Pooled, Rules, With};
+use vramlab::policy::grow::{Ladder, SegmentSize, Step};
+use vramlab::policy::{Heap, fit::Fit, size::Size, source::Source, split::Split, stream::Stream};
 use vramlab::settings::{NoSettings, Settings};
-use vramlab::space::{Account, BlockId, FreeList, Owner, Space};
-use vramlab::{AllocError, Driver, Path, StreamId};
+use vramlab::space::{Account, FreeList, Space};
+use vramlab::{Driver, DriverError, Path};
 
 /// The entry: what lists, help and tests know of this backend.
 pub static BACKEND: Backend = Backend {
@@ -26,10 +26,7 @@ pub static BACKEND: Backend = Backend {
 
 /// See the [module](self).
 #[derive(Debug)]
-pub struct Snug {
-    size: Size,
-    ladder: Ladder,
-}
+pub struct Snug(Rules);
 
 impl Snug {
     /// An allocator with this policy on `driver`.
@@ -38,44 +35,19 @@ impl Snug {
         let heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Own, source);
         let steps = vec![Step::Segment, Step::ReleaseCached, Step::SegmentAgain];
         let ladder = Ladder { steps, size: SegmentSize::Exact };
-        // SAFETY: the heap is new. `allocate` takes the block that it names; `free` puts back the one that it is given, behind
-        // its users if there are any.
-        unsafe { Pooled::new(heap, Self { size: Size::Torch(Default::default()), ladder }) }
+        let (size, split) = (Size::Multiple(512), Split::Never);
+        let rules = Rules { name: BACKEND.name, settings: NoSettings::default().json(), size, split, ladder };
+        // SAFETY: the heap is new. `find` is the only step that this policy says by itself, and it takes no block.
+        unsafe { Pooled::new(heap, Self(rules)) }
     }
 }
 
 impl Policy for Snug {
-    fn name(&self) -> &'static str {
-        BACKEND.name
+    fn rules(&self) -> &Rules {
+        &self.0
     }
 
-    fn settings(&self) -> serde_json::Value {
-        NoSettings::default().json()
-    }
-
-    fn size(&self) -> &Size {
-        &self.size
-    }
-
-    fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
-        heap.process_events()?;
-        let bytes = self.size.round(requested);
-        let miss = Miss { list: FreeList { owner, pool: None }, bytes, segment: bytes };
-        let find = |heap: &mut Heap| heap.find(miss.list, bytes, bytes + bytes / 3);
-        let found = match find(heap) {
-            Some(block) => Some((block, Path::Hit)),
-            None => self.ladder.climb(heap, &miss, |heap| Ok(find(heap)))?,
-        };
-        let (block, path) = found.ok_or_else(|| heap.out_of_memory(self.name(), &miss, requested))?;
-        heap.take(block, miss.list, heap.space()[block].bytes, requested);
-        Ok((block, path))
-    }
-
-    fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
-        if !users.is_empty() {
-            return Ok(heap.put_after(block, users).map(|()| Path::Deferred)?);
-        }
-        heap.put(block);
-        Ok(Path::Hit)
+    fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
+        Ok(heap.find(list, bytes, bytes + bytes / 3).map(|block| (block, Path::Hit)))
     }
 }
