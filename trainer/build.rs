@@ -7,8 +7,29 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// What the programs are built from, below the workspace.
-const SOURCES: [&str; 6] =
-    ["Cargo.toml", "Cargo.lock", "allocators/Cargo.toml", "allocators/src", "kernels/Cargo.toml", "kernels/src"];
+const SOURCES: [&str; 14] = [
+    "Cargo.toml",
+    "Cargo.lock",
+    "allocators/Cargo.toml",
+    "allocators/src",
+    "allocators/device",
+    "allocators/policies",
+    "allocators/histories",
+    "kernels/Cargo.toml",
+    "kernels/src",
+    "kernels/ptx",
+    "trainer/Cargo.toml",
+    "trainer/build.rs",
+    "trainer/src",
+    "trainer/terminal/src",
+];
+/// And `experiments` beside.
+const OF_EXPERIMENTS: [&str; 4] = [
+    "experiments/doctor/Cargo.toml",
+    "experiments/doctor/src",
+    "experiments/study/Cargo.toml",
+    "experiments/study/src",
+];
 /// The commit of sources that lie outside of a checkout: a hash, with `-dirty` behind it if they differ from it.
 const NAMED: &str = "VRAMLAB_COMMIT";
 
@@ -21,13 +42,13 @@ struct Version {
 
 fn main() {
     let own = PathBuf::from(variable("CARGO_MANIFEST_DIR"));
-    let package = variable("CARGO_PKG_NAME");
-    let workspace = own.parent().unwrap_or(&own).to_owned();
-    let mut sources: Vec<String> = SOURCES.map(str::to_owned).into();
-    sources.extend(["kernels/ptx", "trainer/Cargo.toml", "trainer/build.rs", "trainer/src"].map(str::to_owned));
+    let mut sources = SOURCES.to_vec();
+    let package = if variable("CARGO_PKG_NAME") == "experiments" { "experiments/study" } else { "trainer" };
     if package != "trainer" {
-        sources.extend(["Cargo.toml", "src"].map(|name| format!("{package}/{name}")));
+        sources.extend(OF_EXPERIMENTS);
     }
+    let above = Path::new(package).components().count();
+    let workspace = own.ancestors().nth(above).unwrap_or(&own).to_owned();
     // A path that is not there would have the script run each time.
     sources.retain(|name| workspace.join(name).exists());
     sources.iter().for_each(|name| println!("cargo::rerun-if-changed={}", workspace.join(name).display()));
@@ -35,7 +56,7 @@ fn main() {
 
     let version = match std::env::var(NAMED) {
         Ok(text) if !text.is_empty() => named(&text),
-        _ => packaged(&own).or_else(|| of_checkout(&own, &package, &sources)).unwrap_or_default(),
+        _ => packaged(&own).or_else(|| of_checkout(&own, package, &sources)).unwrap_or_default(),
     };
     println!("cargo::rustc-env=BUILT_FROM_COMMIT={}", version.commit);
     println!("cargo::rustc-env=BUILT_FROM_DIRTY={}", version.dirty.map_or(String::new(), |dirty| dirty.to_string()));
@@ -82,7 +103,7 @@ fn packaged(own: &Path) -> Option<Version> {
 }
 
 /// Of a checkout of this project; one of another that merely holds these files says nothing about them.
-fn of_checkout(own: &Path, package: &str, sources: &[String]) -> Option<Version> {
+fn of_checkout(own: &Path, package: &str, sources: &[&str]) -> Option<Version> {
     let git = |arguments: &[&str]| {
         let mut command = Command::new("git");
         // As a hook of git sets them, for another folder.

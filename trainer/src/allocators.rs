@@ -1,11 +1,11 @@
 //! `trainer allocators`: what allocators there are, what they can do, and their settings.
 
-use crate::terminal::{Cell, Column, Page, Table, command};
 use serde::Serialize;
+use terminal::{Cell, Column, Page, Table, command};
 use vramlab::{Backend, Capabilities};
 
 #[derive(Debug, Serialize)]
-struct Row {
+pub(crate) struct Row {
     name: &'static str,
     summary: &'static str,
     capabilities: Capabilities,
@@ -20,7 +20,8 @@ struct Setting {
     help: String,
 }
 
-fn rows(backends: &[&'static Backend]) -> Vec<Row> {
+/// The list as it is printed in JSON, one object for each.
+pub(crate) fn rows(backends: &[&'static Backend]) -> Vec<Row> {
     let setting = |setting: vramlab::settings::Setting| Setting {
         name: setting.name,
         default: setting.value,
@@ -36,15 +37,8 @@ fn rows(backends: &[&'static Backend]) -> Vec<Row> {
     backends.iter().map(row).collect()
 }
 
-/// The list as a JSON array, one object for each.
-#[must_use]
-pub fn to_json(backends: &[&'static Backend]) -> String {
-    // Names, texts and numbers only.
-    serde_json::to_string_pretty(&rows(backends)).unwrap_or_default()
-}
-
 /// The list for people.
-pub fn show(backends: &[&'static Backend], page: &mut Page) {
+pub(crate) fn show(backends: &[&'static Backend], page: &mut Page) {
     let rows = rows(backends);
     let mut table =
         Table::new([Column::left("allocator"), Column::text("what it does"), Column::text("what it can do")]);

@@ -2,7 +2,7 @@
 
 use crate::error::{Result, TrainError};
 use clap::ValueEnum;
-use kernels::{Element, Engine, GemmAlgorithm, Precision};
+use kernels::{Element, Precision};
 use serde::{Deserialize, Serialize};
 
 /// Type of activations, of their gradients and of the weights that products read. Biases, logits, sums and the gradients
@@ -21,17 +21,6 @@ pub enum Dtype {
     F16,
 }
 
-/// Type in which tensor cores add up.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Accumulate {
-    /// f32.
-    #[default]
-    F32,
-    /// f16 within a tile's share of a sum, f32 beyond.
-    F16,
-}
-
 /// Which weights are stepped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -47,15 +36,10 @@ pub enum WeightsMode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GemmMode {
-    /// One thread for each output element.
-    Naive,
     /// Tiles in shared memory.
     Tiled,
     /// Tensor cores; f32 as three products of tf32, with errors of the size of the others'.
     Tensor,
-    /// NVIDIA's cuBLASLt, in any type.
-    #[value(name = "cublaslt")]
-    CublasLt,
 }
 
 /// What is fused into one launch.
@@ -76,8 +60,6 @@ pub enum FuseMode {
 pub struct Arithmetic {
     /// Type of the values.
     pub dtype: Dtype,
-    /// Type of sums on tensor cores.
-    pub accumulate: Accumulate,
     /// Which weights are stepped.
     pub weights: WeightsMode,
     /// Factor of the logits' gradient, and so of every gradient until the update divides by it. Small gradients are thus
@@ -94,7 +76,6 @@ impl Default for Arithmetic {
     fn default() -> Self {
         Self {
             dtype: Dtype::F32,
-            accumulate: Accumulate::F32,
             weights: WeightsMode::Master,
             loss_scale: 1.0,
             gemm: GemmMode::Tiled,
@@ -122,14 +103,10 @@ impl Arithmetic {
     /// [`TrainError::Input`] that names the options which do not, and what to write instead.
     pub fn checked(self) -> Result<Self> {
         let half = matches!(self.dtype, Dtype::Bf16 | Dtype::F16);
-        let problem = if self.accumulate == Accumulate::F16 && self.dtype != Dtype::F16 {
-            format!("--accumulate f16 needs --dtype f16, found {}", name(self.dtype))
-        } else if self.weights == WeightsMode::Half && !half {
+        let problem = if self.weights == WeightsMode::Half && !half {
             format!("--weights half needs --dtype bf16 or f16, found {}", name(self.dtype))
-        } else if matches!(self.gemm, GemmMode::Naive | GemmMode::Tiled) && self.dtype != Dtype::F32 {
-            format!("--gemm {} is for --dtype f32; {} needs tensor or cublaslt", name(self.gemm), name(self.dtype))
-        } else if self.gemm == GemmMode::Naive && self.fuse != FuseMode::None {
-            format!("--fuse {} needs --gemm tiled, tensor or cublaslt, found naive", name(self.fuse))
+        } else if self.gemm == GemmMode::Tiled && self.dtype != Dtype::F32 {
+            format!("--gemm tiled is for --dtype f32; {} needs tensor", name(self.dtype))
         } else if !self.loss_scale.is_finite() || self.loss_scale <= 0.0 {
             format!("--loss-scale must be a positive number, found {}", self.loss_scale)
         } else {
@@ -141,13 +118,12 @@ impl Arithmetic {
     /// How the kernels compute products.
     #[must_use]
     pub fn precision(&self) -> Precision {
-        match (self.dtype, self.accumulate) {
-            (Dtype::F32, _) if self.gemm == GemmMode::Tensor => Precision::F32x3,
-            (Dtype::F32, _) => Precision::F32,
-            (Dtype::Tf32, _) => Precision::Tf32,
-            (Dtype::Bf16, _) => Precision::Bf16,
-            (Dtype::F16, Accumulate::F32) => Precision::F16,
-            (Dtype::F16, Accumulate::F16) => Precision::F16Accumulate,
+        match self.dtype {
+            Dtype::F32 if self.gemm == GemmMode::Tensor => Precision::F32x3,
+            Dtype::F32 => Precision::F32,
+            Dtype::Tf32 => Precision::Tf32,
+            Dtype::Bf16 => Precision::Bf16,
+            Dtype::F16 => Precision::F16,
         }
     }
 
@@ -160,24 +136,14 @@ impl Arithmetic {
     /// Elements from one row of such a matrix to the next. Plain f32 products read matrices without padding.
     #[must_use]
     pub fn pitch(&self, cols: u32) -> u32 {
-        if self.plain().is_some() { cols } else { self.element().pitch(cols) }
+        if self.is_plain() { cols } else { self.element().pitch(cols) }
     }
 
-    /// The product of a network in f32 in which nothing is fused, unless tensor cores or the library make it; all others are
-    /// made of linear layers' launches.
+    /// Whether products are launches of their own: f32 by multiply-adds, with nothing fused. All others are launches of linear
+    /// layers.
     #[must_use]
-    pub fn plain(&self) -> Option<GemmAlgorithm> {
-        match (self.dtype, self.fuse, self.gemm) {
-            (Dtype::F32, FuseMode::None, GemmMode::Naive) => Some(GemmAlgorithm::Naive),
-            (Dtype::F32, FuseMode::None, GemmMode::Tiled) => Some(GemmAlgorithm::Tiled),
-            _ => None,
-        }
-    }
-
-    /// Whose kernels make the products of linear layers' launches.
-    #[must_use]
-    pub fn engine(&self) -> Engine {
-        if self.gemm == GemmMode::CublasLt { Engine::CublasLt } else { Engine::Own }
+    pub fn is_plain(&self) -> bool {
+        (self.dtype, self.fuse, self.gemm) == (Dtype::F32, FuseMode::None, GemmMode::Tiled)
     }
 
     /// Whether f32 weights are kept beside those that products read.
@@ -212,7 +178,7 @@ mod tests {
             assert_eq!(arithmetic.checked().unwrap(), arithmetic);
             for fuse in FuseMode::value_variants() {
                 let arithmetic = Arithmetic { fuse: *fuse, ..arithmetic }.checked().unwrap();
-                assert_eq!(arithmetic.plain().is_some(), *dtype == Dtype::F32 && *fuse == FuseMode::None);
+                assert_eq!(arithmetic.is_plain(), *dtype == Dtype::F32 && *fuse == FuseMode::None);
             }
         }
     }
@@ -223,24 +189,9 @@ mod tests {
         assert_eq!((usual.gemm, usual.precision()), (GemmMode::Tiled, Precision::F32));
         for fuse in FuseMode::value_variants() {
             let arithmetic = Arithmetic { gemm: GemmMode::Tensor, fuse: *fuse, ..usual }.checked().unwrap();
-            assert_eq!((arithmetic.precision(), arithmetic.plain()), (Precision::F32x3, None));
+            assert_eq!((arithmetic.precision(), arithmetic.is_plain()), (Precision::F32x3, false));
             assert_eq!((arithmetic.element(), arithmetic.has_master()), (Element::F32, false));
         }
-    }
-
-    #[test]
-    fn the_library_takes_every_type_and_fusion() {
-        for dtype in Dtype::value_variants() {
-            for fuse in FuseMode::value_variants() {
-                let gemm = GemmMode::CublasLt;
-                let arithmetic = Arithmetic { gemm, fuse: *fuse, ..Arithmetic::of(*dtype) }.checked().unwrap();
-                assert_eq!((arithmetic.engine(), arithmetic.plain()), (Engine::CublasLt, None));
-                assert_eq!(arithmetic.pitch(61), arithmetic.element().pitch(61));
-            }
-            assert_eq!(Arithmetic::of(*dtype).engine(), Engine::Own);
-        }
-        assert_eq!(name(GemmMode::CublasLt), "cublaslt");
-        assert_eq!(serde_json::json!(GemmMode::CublasLt), "cublaslt");
     }
 
     #[test]

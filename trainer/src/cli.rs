@@ -3,15 +3,16 @@
 use crate::observer::Observer;
 use crate::progress::Terminal;
 use crate::settings::BEGINNING;
-use crate::signals::Signals;
-use crate::terminal::{Page, fail, parse, print_json, report_panics, say};
-use crate::{Result, Settings, TrainError, alloc, doctor, exit, record, report, start};
+use crate::{Result, Settings, TrainError, allocators, doctor, exit, record, report, start};
 use clap::{Arg, Args, Parser, Subcommand};
 use serde_json::json;
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
+use terminal::signals::Signals;
+use terminal::{Page, fail, parse, print_json, print_json_text, report_panics, say};
 use vramlab::Bytes;
 use vramlab::backends;
 
@@ -120,17 +121,17 @@ fn check_allocator(settings: &Settings) -> Result<()> {
 }
 
 /// Lists the allocators.
-fn allocators(args: &AllocatorsArgs) -> Result<i32> {
+fn list_allocators(args: &AllocatorsArgs) -> Result<u8> {
     let wanted = args.names.iter().map(|name| backends::find(name)).collect::<std::result::Result<Vec<_>, _>>();
     let mut wanted = wanted.map_err(|error| TrainError::Input(error.to_string()))?;
     if wanted.is_empty() {
         wanted = backends::all();
     }
-    Ok(printed(if args.json {
-        print_json(&alloc::to_json(&wanted))
+    Ok(exit::end(if args.json {
+        print_json(&allocators::rows(&wanted))
     } else {
         let mut page = Page::stdout();
-        alloc::show(&wanted, &mut page);
+        allocators::show(&wanted, &mut page);
         page.print()
     }))
 }
@@ -170,7 +171,11 @@ pub fn one_line(error: &clap::Error) -> String {
 /// Runs the program with these arguments (the first is its name) and returns the exit code. `--help`, `--version`
 /// and arguments that cannot be parsed end the process.
 #[must_use]
-pub fn main(arguments: Vec<OsString>) -> i32 {
+pub fn main(arguments: Vec<OsString>) -> ExitCode {
+    run(arguments).into()
+}
+
+fn run(arguments: Vec<OsString>) -> u8 {
     // A panic is a bug of ours; a person gets one line that says so instead of a backtrace.
     report_panics();
     let started = Instant::now();
@@ -180,15 +185,15 @@ pub fn main(arguments: Vec<OsString>) -> i32 {
     let done = match cli.command {
         Some(Command::Doctor(args)) => {
             let diagnosis = doctor::examine(args.data_dir.as_deref());
-            return printed(if args.json {
-                print_json(&diagnosis.to_json())
+            return exit::end(if args.json {
+                print_json(&diagnosis)
             } else {
                 let mut page = Page::stdout();
                 diagnosis.show(&mut page);
                 page.print()
             });
         }
-        Some(Command::Allocators(args)) => allocators(&args),
+        Some(Command::Allocators(args)) => list_allocators(&args),
         Some(Command::Start(args)) => write_start(&args, &terminal),
         None => train(&cli.train, command, started, &terminal),
     };
@@ -202,19 +207,19 @@ pub fn main(arguments: Vec<OsString>) -> i32 {
     }
 }
 
-fn write_start(args: &StartArgs, terminal: &Arc<Terminal>) -> Result<i32> {
+fn write_start(args: &StartArgs, terminal: &Arc<Terminal>) -> Result<u8> {
     listen()?;
     let observer: Arc<dyn Observer> = Arc::clone(terminal) as _;
     let start = start::run(&args.settings, &args.output, &observer)?;
     terminal.clear();
     if args.json {
-        return Ok(printed(print_json(&json!(start).to_string())));
+        return Ok(exit::end(print_json_text(&json!(start).to_string())));
     }
     say(&format!("start    {} (SHA-256 {})", start.path, start.sha256));
     Ok(exit::OK)
 }
 
-fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Arc<Terminal>) -> Result<i32> {
+fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Arc<Terminal>) -> Result<u8> {
     let settings = &args.settings;
     check_allocator(settings)?;
     let signals = listen()?;
@@ -223,8 +228,8 @@ fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Ar
     terminal.clear();
     // Before the report, whose last lines are what was found and the next command.
     say(&format!("record   {}", outcome.directory.display()));
-    let printed = printed(if args.json {
-        print_json(&record::to_json(&outcome.summary)?)
+    let printed = exit::end(if args.json {
+        print_json_text(&record::to_json(&outcome.summary)?)
     } else {
         let mut page = Page::stdout();
         report::report(&outcome, settings, &mut page);
@@ -241,15 +246,4 @@ fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Ar
 
 fn listen() -> Result<Signals> {
     Signals::listen().map_err(|error| TrainError::Input(format!("cannot listen for Ctrl-C: {error}")))
-}
-
-/// The exit code after writing to standard output.
-fn printed(done: std::io::Result<()>) -> i32 {
-    match done {
-        Ok(()) => exit::OK,
-        Err(error) => {
-            fail(format_args!("cannot write to stdout: {error}"));
-            exit::FAILED
-        }
-    }
 }

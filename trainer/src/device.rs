@@ -3,7 +3,6 @@
 mod cuda;
 mod executor;
 mod graph;
-mod recording;
 mod sim;
 mod streams;
 
@@ -15,7 +14,6 @@ use crate::export::CallLog;
 use crate::settings::{DeviceChoice, SyncMode};
 use executor::{Executor, Parts};
 use kernels::{CudaKernels, Operation};
-use recording::Recording;
 use std::fmt;
 use std::sync::Arc;
 use streams::Streams;
@@ -36,8 +34,6 @@ pub struct Device {
     /// Counts that driver's calls and the launches.
     meter: Arc<MeteredDriver>,
     streams: Streams,
-    /// Launches that are only described.
-    recording: Recording,
     sync: SyncMode,
     ranges: Ranges,
     name: DeviceName,
@@ -80,8 +76,7 @@ impl Device {
         };
         let Parts { executor, driver, meter, stream, idle } = parts;
         let streams = Streams::alone(stream);
-        let recording = Recording::default();
-        let device = Self { executor, driver, meter, streams, recording, sync, ranges, name, reason, idle, log: None };
+        let device = Self { executor, driver, meter, streams, sync, ranges, name, reason, idle, log: None };
         device.name_in_profiler();
         Ok(device)
     }
@@ -182,9 +177,6 @@ impl Device {
     /// Every address in the operation is valid for its shape until the stream has passed it, and no output
     /// overlaps another buffer of it.
     pub unsafe fn run(&self, operation: &dyn Operation) -> Result<()> {
-        if self.recording.takes(operation) {
-            return Ok(());
-        }
         let stream = self.stream();
         let _range = self.range(format_args!("{}", operation.name()));
         if let Some(log) = &self.log {

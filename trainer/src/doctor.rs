@@ -1,9 +1,9 @@
 //! What is there on this machine, and what to do about what is not.
 
 use crate::data::{self, DataRequest, DatasetName};
-use crate::terminal::{self, Page};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+use terminal::{self, Page};
 use vramlab::backends::{self, Needs};
 use vramlab::instruments::nvtx;
 use vramlab::{Bytes, CudaDriver, Driver, Profile, SimDriver, SimMemory};
@@ -45,12 +45,6 @@ pub struct Diagnosis {
 }
 
 impl Diagnosis {
-    /// The findings as a JSON object.
-    #[must_use]
-    pub fn to_json(&self) -> String {
-        serde_json::to_string_pretty(self).unwrap_or_default()
-    }
-
     /// The findings, on which device a run would be, and how to start one.
     pub fn show(&self, page: &mut Page) {
         for finding in &self.findings {
@@ -84,7 +78,7 @@ fn finding(what: &str, state: State, found: impl Into<String>, advice: impl Into
     Finding { what: what.into(), state, found: found.into(), advice: advice.into() }
 }
 
-/// Looks for driver, devices, pools, cuBLASLt, data and profiler. Starts no training and downloads nothing.
+/// Looks for driver, devices, pools, data and profiler. Starts no training and downloads nothing.
 #[must_use]
 pub fn examine(data_dir: Option<&Path>) -> Diagnosis {
     let mut findings = Vec::new();
@@ -124,13 +118,6 @@ fn cuda(findings: &mut Vec<Finding>) {
             findings.push(finding(&name, State::Broken, text, "the kernels need compute capability 7.5 or newer"));
         }
         capabilities(findings, gpu.pools, gpu.vmm);
-    }
-    match kernels::cublaslt_version() {
-        Ok(version) => findings.push(finding("cuBLASLt", State::Ok, version, "")),
-        Err(error) => {
-            let advice = "--gemm cublaslt cannot run; everything else can";
-            findings.push(finding("cuBLASLt", State::Missing, error.to_string(), advice));
-        }
     }
 }
 

@@ -2,21 +2,9 @@
 
 use crate::data::DataError;
 use kernels::KernelError;
+use terminal::exit;
 use vramlab::output::OutputError;
 use vramlab::{AllocError, CudaUnavailable, DriverError};
-
-/// Exit codes of the program.
-pub mod exit {
-    /// The run did what it was asked.
-    pub const OK: i32 = 0;
-    /// It failed while running: out of memory, a driver error, a file that could not be written.
-    pub const FAILED: i32 = 1;
-    /// The input was bad: arguments, data files, a profile, a device or a library that is not there.
-    pub const BAD_INPUT: i32 = 2;
-    /// It was interrupted from the keyboard (128 + SIGINT); the record holds what was done. By another signal the code is
-    /// 128 and that signal's number: 143 for SIGTERM, 129 for SIGHUP.
-    pub const INTERRUPTED: i32 = 130;
-}
 
 /// Why a run ended early. Every message is one line that says what, where and how to mend it.
 #[derive(Debug, thiserror::Error)]
@@ -84,11 +72,10 @@ pub enum TrainError {
 impl TrainError {
     /// The program's exit code for this error.
     #[must_use]
-    pub fn exit_code(&self) -> i32 {
+    pub fn exit_code(&self) -> u8 {
         match self {
             Self::Input(_) | Self::Data(_) | Self::Cuda(_) => exit::BAD_INPUT,
-            Self::Alloc(AllocError::Unsupported { .. } | AllocError::Incapable { .. })
-            | Self::Kernel(KernelError::NoCublasLt { .. }) => exit::BAD_INPUT,
+            Self::Alloc(AllocError::Unsupported { .. } | AllocError::Incapable { .. }) => exit::BAD_INPUT,
             Self::Interrupted => exit::INTERRUPTED,
             _ => exit::FAILED,
         }

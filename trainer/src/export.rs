@@ -19,7 +19,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use vramlab::budget::OverBudget;
 use vramlab::histories::replay::snapshot_settings;
 use vramlab::histories::trace::{
-    Action, Ending, Event, Export, Origin, ReadError, ReadOptions, Segment, TraceWriter, WriteError, WriteProblem, read,
+    Action, Ending, Event, Export, Origin, ReadError, ReadOptions, Segment, TraceWriter, WriteError, WriteProblem,
+    jsonl_placements, read,
 };
 use vramlab::output::{OutputError, OutputProblem};
 use vramlab::{CallEvent, CallKind, Snapshot};
@@ -389,7 +390,7 @@ pub(crate) fn write(
         Ending { segments: &segments, allocator_settings: Some(&settings), devices: 1, origins: Some(&origins) };
     if exports.contains(&Export::Perfetto) {
         let trace = directory.join(TRACE);
-        let served = crate::served::served(&trace).map_err(|error| failed(&trace, error))?;
+        let served = jsonl_placements(&trace).map_err(|error| failed(&trace, error))?;
         writers.iter_mut().for_each(|writer| writer.served(0, served.clone()));
     }
     for writer in writers {

@@ -4,7 +4,7 @@
 //! a training step computes goes through [`Context`](tensor::Context), which allocates from the allocator under
 //! study and nowhere else.
 
-pub mod alloc;
+mod allocators;
 pub mod arithmetic;
 pub mod cli;
 pub mod data;
@@ -21,15 +21,13 @@ mod progress;
 pub mod provenance;
 pub mod record;
 pub mod report;
-pub mod served;
 pub mod settings;
-pub mod signals;
 mod stack;
 pub mod start;
 pub mod tensor;
-pub mod terminal;
 mod train;
 
-pub use error::{Result, TrainError, exit};
+pub use error::{Result, TrainError};
 pub use settings::Settings;
+pub use terminal::exit;
 pub use train::{LastAllocation, Outcome, run};

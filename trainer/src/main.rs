@@ -1,5 +1,7 @@
 //! The trainer's program: see `trainer --help`.
 
-fn main() {
-    std::process::exit(trainer::cli::main(std::env::args_os().collect()));
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    trainer::cli::main(std::env::args_os().collect())
 }

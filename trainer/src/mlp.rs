@@ -16,9 +16,6 @@
 //!
 //! With `update`, a layer's gradient with its update and the gradient of its input are one launch where that is faster: few
 //! examples, in half types without master weights ([`kernels::LinearBackward`]).
-//!
-//! cuBLASLt's products are launched as those of "other types" are, in f32 too. What it cannot do behind a product are kernels
-//! of ours in the same launch ([`kernels::Engine`]), and count as one with it.
 
 mod layer;
 mod loss;
@@ -168,26 +165,6 @@ impl Mlp {
             0 => None,
             most => Some(context.upload(&vec![0u32; 2 * most])?),
         };
-        Ok(Self { layers, arithmetic, tickets })
-    }
-
-    /// A network of these widths whose weights are never set, for work that is described and never done.
-    ///
-    /// # Errors
-    /// Those of the allocator.
-    pub(crate) fn unset(context: &Context, widths: &[u32], arithmetic: Arithmetic, batches: &[u32]) -> Result<Self> {
-        let layer = |pair: &[u32]| -> Result<Linear> {
-            let (inputs, outputs, pitch) = (pair[0], pair[1], arithmetic.pitch(pair[0]));
-            let master = arithmetic.has_master().then(|| context.pitched(Element::F32, outputs, inputs, pitch));
-            Ok(Linear {
-                weight: context.pitched(arithmetic.element(), outputs, inputs, pitch)?,
-                master: master.transpose()?,
-                bias: context.matrix(1, outputs)?,
-            })
-        };
-        let layers = widths.windows(2).map(layer).collect::<Result<Vec<Linear>>>()?;
-        let most = workspace::most_tickets(widths, &arithmetic, batches);
-        let tickets = (most > 0).then(|| context.allocate::<u32>(2 * most)).transpose()?;
         Ok(Self { layers, arithmetic, tickets })
     }
 

@@ -8,10 +8,10 @@ use crate::data::Dataset;
 use crate::device::Device;
 use crate::observer::Observer;
 use crate::record::{EpochRecord, Summary};
-use crate::terminal::Bar;
 use calls::{CallLog, Phase};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use terminal::Bar;
 use vramlab::{Bytes, CallEvent};
 
 /// Lines and a progress bar on stderr; the bar only where stderr is a terminal.

@@ -55,16 +55,6 @@ pub struct DatasetRecord {
     pub validation_rows: usize,
 }
 
-/// What computed the products of `--gemm cublaslt`.
-#[derive(Clone, Debug, Serialize)]
-pub struct LibraryRecord {
-    /// Version of the library; absent where it took no part.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub version: Option<String>,
-    /// `library`; `reference` on the simulated device, which has none.
-    pub computed_by: &'static str,
-}
-
 /// A file and its checksum.
 #[derive(Clone, Debug, Serialize)]
 pub struct FileRecord {
@@ -167,11 +157,7 @@ pub struct Summary {
     pub settings: EffectiveSettings,
     /// Device.
     pub device: DeviceDescription,
-    /// What computed the products, with `--gemm cublaslt`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub cublaslt: Option<LibraryRecord>,
-    /// The kernels of each layer's products for whole batches, from the first layer to the last; not with `--launch
-    /// persistent`, whose one kernel has the tiles of any GPU.
+    /// The kernels of each layer's products for whole batches, from the first layer to the last.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub products: Option<Vec<LayerProducts>>,
     /// `virtual` on the simulated device, `monotonic` otherwise; every time but `process_s` is on this clock.

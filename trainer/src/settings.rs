@@ -1,14 +1,14 @@
 //! What a run was asked to do.
 
-use crate::alloc;
-use crate::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
+use crate::arithmetic::{Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::DatasetName;
 use crate::error::Result;
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, ValueEnum};
 use serde::{Deserialize, Serialize, Serializer};
 use std::fmt;
 use std::path::PathBuf;
+use terminal::arguments;
 use vramlab::histories::trace::Export;
 use vramlab::instruments::NvtxMode;
 use vramlab::{Bytes, DeviceKind, DeviceName, ParseBytesError, Selection};
@@ -48,8 +48,6 @@ pub enum LaunchMode {
     Eager,
     /// As a CUDA graph, which is captured once.
     Graph,
-    /// Many steps as one kernel, whose blocks stay on the device; for small nets.
-    Persistent,
 }
 
 /// Steps that one graph can have.
@@ -136,7 +134,7 @@ impl std::str::FromStr for ProfileSteps {
 #[derive(Clone, Debug, Args, Serialize)]
 pub struct Settings {
     /// Allocator, with settings that are not its defaults; `trainer allocators` lists them
-    #[arg(long = "alloc", value_name = "NAME[:key=value,...]", default_value_t, value_parser = alloc::one(), help_heading = "Allocator")]
+    #[arg(long = "alloc", value_name = "NAME[:key=value,...]", default_value_t, value_parser = arguments::allocator(), help_heading = "Allocator")]
     #[serde(rename = "alloc")]
     pub allocator: Selection,
     /// Most bytes, such as 512M: reserved ones where the allocator has a setting memory_limit, else those in live blocks
@@ -196,25 +194,20 @@ pub struct Settings {
     /// Type of activations, their gradients and weights
     #[arg(long, value_enum, default_value_t, help_heading = "Arithmetic")]
     pub dtype: Dtype,
-    /// Type of sums on tensor cores; f16 only with --dtype f16
-    #[arg(long, value_enum, default_value_t, help_heading = "Arithmetic")]
-    pub accumulate: Accumulate,
     /// Weights that are stepped; half only with --dtype bf16 or f16
     #[arg(long, value_enum, default_value_t, help_heading = "Arithmetic")]
     pub weights: WeightsMode,
     /// Factor of the gradients until the update [default: 1024 for f16, else 1]
     #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Arithmetic")]
     pub loss_scale: Option<f32>,
-    /// Matrix product [default: tiled for f32, else tensor]; tensor makes a product of f32 from three of tf32;
-    /// cublaslt needs NVIDIA's library on a GPU
+    /// Matrix product [default: tiled for f32, else tensor]; tensor makes a product of f32 from three of tf32
     #[arg(long, value_enum, help_heading = "Arithmetic")]
     pub gemm: Option<GemmMode>,
-    /// What is fused into one launch; not with --gemm naive
+    /// What is fused into one launch
     #[arg(long, value_enum, default_value_t, help_heading = "Arithmetic")]
     pub fuse: FuseMode,
 
-    /// How a step is launched; graph and persistent need --loader resident, persistent also --fuse update and no --gemm
-    /// tensor for f32
+    /// How a step is launched; graph needs --loader resident
     #[arg(long, value_enum, default_value_t, help_heading = "Training")]
     pub launch: LaunchMode,
     /// Steps of a graph, for --launch graph: fewer launches [default: 8, and 1 with --sync step]
@@ -250,7 +243,7 @@ pub struct Settings {
     #[arg(long, help_heading = "Record and instruments")]
     pub trace: bool,
     /// Write the history in these formats, comma separated; implies --trace
-    #[arg(long = "export", value_name = "FORMAT", value_parser = export_parser(), value_delimiter = ',', help_heading = "Record and instruments")]
+    #[arg(long = "export", value_name = "FORMAT", value_parser = arguments::export(), value_delimiter = ',', help_heading = "Record and instruments")]
     #[serde(rename = "export")]
     pub exports: Vec<Export>,
     /// Check the allocator: overlap, writes after free, leaks (slow)
@@ -268,15 +261,6 @@ pub const BEGINNING: [&str; 10] =
 
 fn bytes(text: &str) -> std::result::Result<u64, ParseBytesError> {
     text.parse().map(|Bytes(bytes)| bytes)
-}
-
-/// Takes the name of an [`Export`]; help lists them all.
-pub fn export_parser() -> impl TypedValueParser<Value = Export> {
-    let values = Export::ALL.map(|export| PossibleValue::new(export.name()).help(export.summary()));
-    PossibleValuesParser::new(values).map(|name| {
-        // The parser before has refused every other name.
-        Export::ALL.into_iter().find(|export| export.name() == name).unwrap_or(Export::Snapshot)
-    })
 }
 
 fn graph_steps_parser() -> impl TypedValueParser<Value = u32> {
@@ -321,7 +305,6 @@ impl Settings {
         let usual = Arithmetic::of(self.dtype);
         Arithmetic {
             dtype: self.dtype,
-            accumulate: self.accumulate,
             weights: self.weights,
             loss_scale: self.loss_scale.unwrap_or(usual.loss_scale),
             gemm: self.gemm.unwrap_or(usual.gemm),

@@ -5,10 +5,9 @@ mod check;
 mod epoch;
 mod graphs;
 mod last_allocation;
-mod persistent;
 mod stepper;
 
-use crate::arithmetic::{Arithmetic, GemmMode};
+use crate::arithmetic::Arithmetic;
 use crate::data::{self, DataRequest, Dataset, Progress, Split};
 use crate::device::Device;
 use crate::error::{Result, TrainError};
@@ -19,13 +18,13 @@ use crate::mlp::{self, Mlp};
 use crate::observer::{Observer, driver_call_log};
 use crate::provenance::{self, Provenance};
 use crate::record::{
-    DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, LibraryRecord, RecordWriter, SCHEMA_VERSION, STEPS,
-    Status, Summary, TRACE,
+    DRIVER_CALLS, DatasetRecord, EffectiveSettings, Files, LATENCY, RecordWriter, SCHEMA_VERSION, STEPS, Status,
+    Summary, TRACE,
 };
-use crate::settings::{DeviceChoice, LaunchMode, Settings};
+use crate::settings::{DeviceChoice, Settings};
 use crate::stack::Stack;
+use crate::start;
 use crate::tensor::Context;
-use crate::{signals, start};
 use capture::Capture;
 pub use last_allocation::LastAllocation;
 use std::sync::Arc;
@@ -75,7 +74,6 @@ pub fn run(
         device.name_launches(Arc::clone(calls));
     }
     device.open_streams(settings.streams)?;
-    // A library that is not there ends the run before there is a record.
     device.prepare(&settings.arithmetic()?)?;
     observer.device(&device);
     if let Some(path) = &settings.save_start {
@@ -86,7 +84,6 @@ pub fn run(
     let steps = steps_in_all(settings, &dataset);
     // Before there is a record, because both can be told from the command line.
     let capture = Capture::new(settings.profile_steps, steps)?;
-    persistent::check_fit(settings, &dataset)?;
     let mut run = Run::new(settings, command, started, device, &dataset, calls)?;
     run.record.write_summary(&run.summary)?;
     // After all that can be refused: whoever is refused keeps the start file that was there.
@@ -226,8 +223,7 @@ impl Run {
         let label = format!("{}-{}", stack.top.name(), description.kind);
         let started_at = provenance::now();
         let stamp = started_at.replace(['-', ':'], "");
-        let cublaslt = (arithmetic.gemm == GemmMode::CublasLt).then(|| library(&device)).transpose()?;
-        signals::record_begins();
+        terminal::signals::record_begins();
         // Last, so that nothing after it fails without a summary.
         let record = RecordWriter::create(settings.out.as_deref(), &stamp, &label)?;
         let summary = Summary {
@@ -260,7 +256,6 @@ impl Run {
             step_losses: STEPS,
             driver_calls: CallCounts::default(),
             blocked_method: device.blocked_method(),
-            cublaslt,
             products: None,
             idle_costs: device.idle_costs().cloned(),
             allocator_stats: stack.top.stats(),
@@ -314,12 +309,10 @@ impl Run {
             |split: &Split| Loader::new(context, split, dataset.features, settings.batch, settings.loader, &arithmetic);
         let mut loaders = (new_loader(&dataset.train)?, new_loader(&dataset.validation)?);
         let mut left = steps_in_all(settings, dataset);
-        let mut stepper = Stepper::new(context, settings, &model, &mut loaders.0, (dataset.train.rows, left))?;
-        if settings.launch != LaunchMode::Persistent {
-            // CAST: at most the batch, which is a u32.
-            let rows = dataset.train.rows.min(settings.batch as usize) as u32;
-            self.summary.products = Some(mlp::products(&widths, &arithmetic, rows, context.device.kernels())?);
-        }
+        let mut stepper = Stepper::new(context, settings, &mut loaders.0, (dataset.train.rows, left))?;
+        // CAST: at most the batch, which is a u32.
+        let rows = dataset.train.rows.min(settings.batch as usize) as u32;
+        self.summary.products = Some(mlp::products(&widths, &arithmetic, rows, context.device.kernels())?);
         capture.training_begins(&context.device)?;
         for epoch in 1..=settings.epochs {
             let rows = epoch::Pass { epoch, settings, dataset, model: &model, stop, observer }.run(
@@ -442,14 +435,6 @@ impl Run {
     }
 }
 
-/// Who computes the products that were asked of cuBLASLt.
-fn library(device: &Device) -> Result<LibraryRecord> {
-    match device.kernels() {
-        Some(_) => Ok(LibraryRecord { version: Some(kernels::cublaslt_version()?), computed_by: "library" }),
-        None => Ok(LibraryRecord { version: None, computed_by: "reference" }),
-    }
-}
-
 /// Training steps of a run.
 fn steps_in_all(settings: &Settings, dataset: &Dataset) -> u64 {
     let all = dataset.train.rows.div_ceil(settings.batch as usize) as u64 * u64::from(settings.epochs);
@@ -485,7 +470,7 @@ pub(crate) fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>
     const MOST: u64 = 1 << 31;
     // With the padding that a row may have.
     let padded = |width: u32| match settings.arithmetic() {
-        Ok(arithmetic) if arithmetic.plain().is_some() => u64::from(width),
+        Ok(arithmetic) if arithmetic.is_plain() => u64::from(width),
         _ => u64::from(width).next_multiple_of(8),
     };
     let largest = widths.windows(2).map(|pair| padded(pair[0]) * u64::from(pair[1])).max().unwrap_or(0);

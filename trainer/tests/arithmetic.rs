@@ -8,7 +8,7 @@ mod common;
 use common::{arms, digits, iris, train};
 use kernels::{LinearBackwardInput, LinearForward, LinearWeightGradient};
 use trainer::Settings;
-use trainer::arithmetic::{Accumulate, Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
+use trainer::arithmetic::{Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::mlp::LayerLaunches;
 use trainer::settings::{LaunchMode, LoaderMode, SyncMode};
 use vramlab::backends::naive;
@@ -17,22 +17,20 @@ use vramlab::histories::trace::Export;
 const DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16];
 const FUSIONS: [FuseMode; 3] = [FuseMode::None, FuseMode::Epilogue, FuseMode::Update];
 
-/// Every type with every kind of weights and of sums that it may have.
+/// Every type with every kind of weights that it may have.
 fn types(base: &Settings) -> Vec<(String, Settings)> {
     let mut out = Vec::new();
     for dtype in DTYPES {
         for weights in [WeightsMode::Master, WeightsMode::Half] {
-            for accumulate in [Accumulate::F32, Accumulate::F16] {
-                let settings = Settings { dtype, weights, accumulate, ..base.clone() };
-                if settings.arithmetic().is_ok() {
-                    out.push((format!("{dtype:?} {weights:?} {accumulate:?}"), settings));
-                }
+            let settings = Settings { dtype, weights, ..base.clone() };
+            if settings.arithmetic().is_ok() {
+                out.push((format!("{dtype:?} {weights:?}"), settings));
             }
         }
     }
     let three_products = Settings { dtype: Dtype::F32, gemm: Some(GemmMode::Tensor), ..base.clone() };
     out.push(("F32 on tensor cores".to_owned(), three_products));
-    assert_eq!(out.len(), 9);
+    assert_eq!(out.len(), 7);
     out
 }
 
@@ -249,43 +247,6 @@ fn workspaces(arithmetic: &Arithmetic, widths: &[u32], rows: u32) -> u64 {
     count
 }
 
-/// The simulated device has no library, so the reference computes: bit for bit what it does for the trainer's own kernels.
-#[test]
-fn the_librarys_products_are_the_references_on_the_simulated_device() {
-    for (name, settings) in combinations(&iris()) {
-        let library = Settings { gemm: Some(GemmMode::CublasLt), ..settings.clone() };
-        // That of the trainer's own f32 on tensor cores is another, which the reference computes as f32 too.
-        let precision = library.arithmetic().unwrap().precision().name();
-        let expected = losses(&library);
-        if settings.arithmetic().unwrap().plain().is_some() {
-            // In f32 without fusion the trainer's own launches are others, whose sums have another order.
-            let (own, library) = (numbers(&settings), numbers(&library));
-            assert!(apart(&own, &library) < 1e-5, "{name}: {own:?} {library:?}");
-        } else {
-            assert_eq!(losses(&settings), expected, "{name}");
-        }
-        let done = train(&Settings { check: true, exports: vec![Export::Perfetto], ..library.clone() }).finished();
-        assert!(done.outcome.summary.check.as_ref().unwrap().is_clean(), "{name}");
-        assert_eq!(done.column("loss"), expected, "{name}, checked");
-        let json = done.json();
-        assert_eq!(json["settings"]["gemm"], "cublaslt");
-        assert_eq!(json["cublaslt"], serde_json::json!({ "computed_by": "reference" }), "{name}");
-        let calls = std::fs::read_to_string(done.path().join("driver_calls.jsonl")).unwrap();
-        for product in ["forward", "input", "gradient"] {
-            assert!(calls.contains(&format!("\"cublaslt_{product}_{precision}\"")), "{name}: {product}");
-        }
-        assert!(
-            !calls.contains("\"linear_") && !calls.contains("\"gemm_"),
-            "{name}: a product that is not the library's"
-        );
-        if settings.fuse == FuseMode::Update {
-            let graph = Settings { launch: LaunchMode::Graph, streams: 2, ..library };
-            assert_eq!(losses(&graph), expected, "{name}, graph");
-        }
-    }
-    assert!(train(&iris()).finished().json().get("cublaslt").is_none(), "nobody asked for it");
-}
-
 /// Wide layers of half types without masters go back in one launch, which is the reference's two to the last bit.
 #[test]
 fn the_way_back_in_one_launch_changes_no_loss() {
@@ -299,10 +260,9 @@ fn the_way_back_in_one_launch_changes_no_loss() {
         let last = &done.json()["products"][1];
         assert_eq!(last["input"] == last["weight"], half, "{name}: {last}");
         if half {
-            // The library's products are two launches, and the simulated device computes both alike.
-            let apart = Settings { gemm: Some(GemmMode::CublasLt), ..settings.clone() };
+            let apart = Settings { fuse: FuseMode::Epilogue, ..settings.clone() };
             assert_eq!(done.column("loss"), losses(&apart), "{name}");
-            for (launch, streams) in [(LaunchMode::Graph, 1), (LaunchMode::Graph, 2), (LaunchMode::Persistent, 1)] {
+            for (launch, streams) in [(LaunchMode::Graph, 1), (LaunchMode::Graph, 2)] {
                 let other = Settings { launch, streams, ..settings.clone() };
                 assert_eq!(losses(&other), done.column("loss"), "{name}, {launch:?}, {streams} streams");
             }
@@ -326,8 +286,6 @@ fn the_record_says_which_kernels_multiply() {
             }
         }
     }
-    let persistent = Settings { fuse: FuseMode::Update, launch: LaunchMode::Persistent, ..iris() };
-    assert!(train(&persistent).finished().json().get("products").is_none());
 }
 
 /// What a step allocates, counted by hand, from the record.
@@ -342,8 +300,7 @@ fn fusion_takes_fewer_tensors() {
     for (features, classes, base) in
         shapes.into_iter().chain([(784, 10, with(3, Settings { hidden: 256, ..digits() }))])
     {
-        let with_library = combinations(&Settings { gemm: Some(GemmMode::CublasLt), ..base.clone() });
-        for (name, settings) in combinations(&base).into_iter().chain(with_library) {
+        for (name, settings) in combinations(&base) {
             let layers = settings.layers;
             let counts = train(&settings).finished().column("driver_allocations");
             let n = u64::from(layers);
@@ -357,10 +314,7 @@ fn fusion_takes_fewer_tensors() {
             };
             let arithmetic: Arithmetic = settings.arithmetic().unwrap();
             let widths: Vec<u32> = trainer::mlp::widths(features, settings.hidden, layers, classes);
-            let more = match arithmetic.plain() {
-                Some(_) => 0,
-                None => workspaces(&arithmetic, &widths, settings.batch),
-            };
+            let more = if arithmetic.is_plain() { 0 } else { workspaces(&arithmetic, &widths, settings.batch) };
             println!("{name}, {layers} layers: {tensors} tensors and {more} workspaces");
             assert_eq!(counts, vec![(tensors + more).to_string(); 2], "{name}, {layers} layers");
         }

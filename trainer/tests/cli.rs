@@ -307,19 +307,17 @@ fn a_memory_limit_is_of_reserved_bytes_where_the_allocator_has_one() {
 #[test]
 fn arithmetic_in_effect_is_recorded_and_reported() {
     let place = Place::new();
-    let usual = serde_json::json!(["f32", "f32", "master", 1.0, "tiled", "none"]);
-    let keys = ["dtype", "accumulate", "weights", "loss_scale", "gemm", "fuse"];
+    let usual = serde_json::json!(["f32", "master", 1.0, "tiled", "none"]);
+    let keys = ["dtype", "weights", "loss_scale", "gemm", "fuse"];
     for (arguments, expected) in [
         ("", usual),
-        ("--gemm tensor", serde_json::json!(["f32", "f32", "master", 1.0, "tensor", "none"])),
-        ("--dtype tf32", serde_json::json!(["tf32", "f32", "master", 1.0, "tensor", "none"])),
-        ("--dtype bf16 --weights half", serde_json::json!(["bf16", "f32", "half", 1.0, "tensor", "none"])),
-        ("--dtype f16 --fuse update", serde_json::json!(["f16", "f32", "master", 1024.0, "tensor", "update"])),
-        ("--dtype bf16 --gemm cublaslt", serde_json::json!(["bf16", "f32", "master", 1.0, "cublaslt", "none"])),
-        ("--gemm cublaslt --fuse update", serde_json::json!(["f32", "f32", "master", 1.0, "cublaslt", "update"])),
+        ("--gemm tensor", serde_json::json!(["f32", "master", 1.0, "tensor", "none"])),
+        ("--dtype tf32", serde_json::json!(["tf32", "master", 1.0, "tensor", "none"])),
+        ("--dtype bf16 --weights half", serde_json::json!(["bf16", "half", 1.0, "tensor", "none"])),
+        ("--dtype f16 --fuse update", serde_json::json!(["f16", "master", 1024.0, "tensor", "update"])),
         (
-            "--dtype f16 --accumulate f16 --loss-scale 8 --gemm tensor --fuse epilogue",
-            serde_json::json!(["f16", "f16", "master", 8.0, "tensor", "epilogue"]),
+            "--dtype f16 --loss-scale 8 --gemm tensor --fuse epilogue",
+            serde_json::json!(["f16", "master", 8.0, "tensor", "epilogue"]),
         ),
     ] {
         let arguments: Vec<&str> = arguments.split_whitespace().collect();
@@ -396,7 +394,7 @@ fn help_names_every_option_and_the_exit_codes() {
     let place = Place::new();
     let help = place.run(&["--help"]).ok().stdout;
     let options = "alloc memory-limit device dataset data-dir offline loader hidden layers batch epochs \
-                   steps lr seed init dtype accumulate weights loss-scale gemm fuse launch graph-steps streams sync out json nvtx latency trace check log-driver-calls";
+                   steps lr seed init dtype weights loss-scale gemm fuse launch graph-steps streams sync out json nvtx latency trace check log-driver-calls";
     for option in options.split_whitespace() {
         assert!(help.contains(&format!("--{option}")), "{option}");
     }

@@ -9,7 +9,7 @@ use common::{Done, StopAt, arms, attempt, digits, iris, train, train_with};
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
-use trainer::arithmetic::{Accumulate, Dtype, FuseMode, GemmMode, WeightsMode};
+use trainer::arithmetic::{Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::observer::{Observer, Silent};
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use trainer::{Settings, TrainError, exit};
@@ -31,10 +31,6 @@ fn steps() -> Vec<(&'static str, Settings)> {
         (
             "f16 update",
             Settings { dtype: Dtype::F16, weights: WeightsMode::Half, fuse: FuseMode::Update, ..base.clone() },
-        ),
-        (
-            "f16 update by cublaslt",
-            Settings { dtype: Dtype::F16, gemm: Some(GemmMode::CublasLt), fuse: FuseMode::Update, ..base.clone() },
         ),
         ("bf16 master", Settings { dtype: Dtype::Bf16, fuse: FuseMode::Update, layers: 4, ..base }),
     ]
@@ -193,12 +189,12 @@ fn steps_in_one_graph_change_no_loss_under_any_allocator() {
 #[test]
 fn steps_in_one_graph_change_no_loss_of_any_type() {
     for dtype in [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16] {
-        for (accumulate, weights) in [(Accumulate::F32, WeightsMode::Master), (Accumulate::F16, WeightsMode::Half)] {
-            if accumulate == Accumulate::F16 && dtype != Dtype::F16 {
+        for weights in [WeightsMode::Master, WeightsMode::Half] {
+            if weights == WeightsMode::Half && dtype != Dtype::F16 {
                 continue;
             }
             for fuse in [FuseMode::None, FuseMode::Epilogue, FuseMode::Update] {
-                let base = Settings { dtype, accumulate, weights, fuse, steps: Some(31), ..many() };
+                let base = Settings { dtype, weights, fuse, steps: Some(31), ..many() };
                 let eager = train(&base).finished().column("loss");
                 for settings in [several(&base, 1), several(&base, 8), Settings { streams: 2, ..several(&base, 6) }] {
                     assert_eq!(train(&settings).finished().column("loss"), eager, "{settings:?}");
@@ -329,10 +325,8 @@ fn the_number_of_steps_in_effect_is_recorded() {
 #[test]
 fn steps_that_cannot_be_in_a_graph_are_refused() {
     let eager = Settings { graph_steps: Some(8), ..iris() };
-    let persistent = Settings { launch: LaunchMode::Persistent, fuse: FuseMode::Update, ..eager.clone() };
     for (settings, words) in [
-        (eager.clone(), "--graph-steps is for --launch graph"),
-        (persistent, "--graph-steps is for --launch graph"),
+        (eager, "--graph-steps is for --launch graph"),
         (several(&iris(), 0), "between 1 and 64, found 0"),
         (several(&iris(), 65), "between 1 and 64, found 65"),
         (Settings { sync: SyncMode::Step, ..several(&iris(), 2) }, "use --graph-steps 1 instead of 2"),

@@ -9,7 +9,7 @@ use common::{Done, arms, digits, iris, train};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use trainer::Settings;
-use trainer::arithmetic::{Dtype, FuseMode, GemmMode};
+use trainer::arithmetic::{Dtype, FuseMode};
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use vramlab::backends::{self, stream_ordered};
 use vramlab::histories::trace::Export;
@@ -186,7 +186,6 @@ fn runs() -> Vec<Done> {
         })
         .finished(),
     );
-    runs.push(train(&Settings { gemm: Some(GemmMode::CublasLt), ..iris() }).finished());
     let graph =
         Settings { allocator: (&stream_ordered::BACKEND).into(), launch: LaunchMode::Graph, batch: 7, ..iris() };
     runs.push(train(&graph).finished());

@@ -3,7 +3,7 @@
 use super::executor::{Executor, Parts};
 use crate::arithmetic::Arithmetic;
 use crate::error::Result;
-use kernels::{CudaKernels, Engine, Fill, Operation, Precision};
+use kernels::{CudaKernels, Fill, Operation};
 use std::sync::Arc;
 use vramlab::device::CallObserver;
 use vramlab::instruments::nvtx::Ranges;
@@ -50,15 +50,10 @@ impl Executor for CudaExecutor {
     fn between_calls(&self) {}
 
     fn prepare(&self, arithmetic: &Arithmetic) -> Result<()> {
-        match arithmetic.engine() {
-            _ if arithmetic.plain().is_some() => Ok(()),
-            Engine::Own => Ok(self.kernels.prepare(arithmetic.precision())?),
-            Engine::CublasLt => Ok(self.kernels.prepare_cublaslt(arithmetic.precision())?),
+        if !arithmetic.is_plain() {
+            self.kernels.prepare(arithmetic.precision())?;
         }
-    }
-
-    fn prepare_persistent(&self, precision: Precision) -> Result<()> {
-        Ok(self.kernels.prepare_persistent(precision)?)
+        Ok(())
     }
 
     /// The driver captures.

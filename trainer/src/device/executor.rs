@@ -3,7 +3,7 @@
 
 use crate::arithmetic::Arithmetic;
 use crate::error::Result;
-use kernels::{CudaKernels, Operation, Precision};
+use kernels::{CudaKernels, Operation};
 use std::fmt;
 use std::sync::Arc;
 use vramlab::instruments::nvtx::Ranges;
@@ -31,12 +31,6 @@ pub(super) trait Executor: fmt::Debug + Send + Sync {
     /// # Errors
     /// Those of loading them.
     fn prepare(&self, arithmetic: &Arithmetic) -> Result<()>;
-
-    /// Has the kernel that does many steps ready.
-    ///
-    /// # Errors
-    /// Those of loading it.
-    fn prepare_persistent(&self, precision: Precision) -> Result<()>;
 
     /// What is launched from now on belongs to a graph, and does not run.
     fn begin_graph(&self);

@@ -67,7 +67,7 @@ impl Device {
     /// Has the kernels of linear layers ready, which cannot be loaded while a stream is captured.
     ///
     /// # Errors
-    /// Those of loading them; [`KernelError::NoCublasLt`](kernels::KernelError::NoCublasLt) for a library that is not there.
+    /// Those of loading them.
     pub(crate) fn prepare(&self, arithmetic: &Arithmetic) -> Result<()> {
         self.executor.prepare(arithmetic)
     }

@@ -3,7 +3,7 @@
 use super::executor::{Executor, Parts};
 use crate::arithmetic::Arithmetic;
 use crate::error::Result;
-use kernels::{CudaKernels, HostMemory, Operation, Precision};
+use kernels::{CudaKernels, HostMemory, Operation};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab::device::{CallArguments, CallObserver, CallOutcome, DriverResult, Hook, HookedDriver};
@@ -84,10 +84,6 @@ impl Executor for SimExecutor {
 
     /// The host needs no preparation.
     fn prepare(&self, _arithmetic: &Arithmetic) -> Result<()> {
-        Ok(())
-    }
-
-    fn prepare_persistent(&self, _precision: Precision) -> Result<()> {
         Ok(())
     }
 

@@ -6,21 +6,21 @@ use crate::device::Role;
 use crate::error::Result;
 use crate::tensor::{Context, Matrix};
 use kernels::{
-    AddBias, BiasGradient, Element, Gemm, GemmAlgorithm, GemmLayout, LinearBackward, LinearBackwardInput,
-    LinearForward, LinearUpdate, LinearWeightGradient, Relu, ReluBackward, Sgd,
+    AddBias, BiasGradient, Element, Gemm, GemmLayout, LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate,
+    LinearWeightGradient, Relu, ReluBackward, Sgd,
 };
 use vramlab::DeviceBuffer;
 
 /// An f32 product that is all of its launch.
 fn plain_product(
     context: &Context,
-    (layout, algorithm): (GemmLayout, GemmAlgorithm),
+    layout: GemmLayout,
     a: &Matrix,
     b: &Matrix,
     (m, n, k): (u32, u32, u32),
 ) -> Result<Matrix> {
     let out = context.matrix(m, n)?;
-    let gemm = Gemm { layout, algorithm, m, n, k, a: a.addr(), b: b.addr(), c: out.addr() };
+    let gemm = Gemm { layout, m, n, k, a: a.addr(), b: b.addr(), c: out.addr() };
     // SAFETY: the three matrices are live and of these shapes; they are freed on the stream after this launch.
     unsafe { context.device.run(&gemm)? };
     Ok(out)
@@ -39,16 +39,15 @@ impl Mlp {
     /// `x · weightᵀ`, if things are fused with the bias, and with ReLU if it is asked for. Logits are f32 without padding.
     fn forward_product(&self, context: &Context, layer: &Linear, x: &Matrix, to: Output) -> Result<Matrix> {
         let (rows, inputs, outputs) = (x.rows, x.cols, layer.weight.rows);
-        if let Some(algorithm) = self.arithmetic.plain() {
+        if self.arithmetic.is_plain() {
             let shape = (rows, outputs, inputs);
-            return plain_product(context, (GemmLayout::NT, algorithm), x, &layer.weight, shape);
+            return plain_product(context, GemmLayout::NT, x, &layer.weight, shape);
         }
         let y = match to {
             Output::Hidden => self.activation(context, rows, outputs)?,
             Output::Logits => context.matrix(rows, outputs)?,
         };
         let mut forward = LinearForward {
-            engine: self.arithmetic.engine(),
             precision: self.arithmetic.precision(),
             rows,
             inputs,
@@ -65,8 +64,7 @@ impl Mlp {
             workspace: 0,
             tickets: self.tickets(),
         };
-        let (_workspace, addr) =
-            self.workspace(context, forward.workspace_bytes_on(context.device.kernels())?, forward.tickets())?;
+        let (_workspace, addr) = self.workspace(context, forward.workspace_bytes(), forward.tickets())?;
         forward.workspace = addr;
         // SAFETY: matrices, bias and workspace are live and of these shapes; they are freed on the stream after this
         // launch. The tickets suffice for every launch of the model and are zero between launches.
@@ -124,14 +122,13 @@ impl Mlp {
         mask: Option<&Matrix>,
     ) -> Result<Matrix> {
         let (rows, inputs, outputs) = (dy.rows, layer.weight.cols, layer.weight.rows);
-        if let Some(algorithm) = self.arithmetic.plain() {
+        if self.arithmetic.is_plain() {
             let shape = (rows, inputs, outputs);
-            return plain_product(context, (GemmLayout::NN, algorithm), dy, &layer.weight, shape);
+            return plain_product(context, GemmLayout::NN, dy, &layer.weight, shape);
         }
         let dx = self.activation(context, rows, inputs)?;
         let mut backward = self.backward_input(layer, dy, mask, &dx);
-        let (_workspace, addr) =
-            self.workspace(context, backward.workspace_bytes_on(context.device.kernels())?, backward.tickets())?;
+        let (_workspace, addr) = self.workspace(context, backward.workspace_bytes(), backward.tickets())?;
         backward.workspace = addr;
         // SAFETY: as for the forward product; a mask is an activation of dx's shape and pitch.
         unsafe { context.device.run(&backward)? };
@@ -141,7 +138,6 @@ impl Mlp {
     /// The launch of [`input_product`](Self::input_product), without its workspace.
     fn backward_input(&self, layer: &Linear, dy: &Matrix, mask: Option<&Matrix>, dx: &Matrix) -> LinearBackwardInput {
         LinearBackwardInput {
-            engine: self.arithmetic.engine(),
             precision: self.arithmetic.precision(),
             rows: dy.rows,
             inputs: layer.weight.cols,
@@ -181,14 +177,13 @@ impl Mlp {
         x: &Matrix,
     ) -> Result<LinearGradient> {
         let (rows, inputs, outputs) = (dy.rows, x.cols, dy.cols);
-        if let Some(algorithm) = self.arithmetic.plain() {
-            let weight = plain_product(context, (GemmLayout::TN, algorithm), dy, x, (outputs, inputs, rows))?;
+        if self.arithmetic.is_plain() {
+            let weight = plain_product(context, GemmLayout::TN, dy, x, (outputs, inputs, rows))?;
             return Ok(LinearGradient { weight, bias: Self::bias_gradient(context, dy)? });
         }
         let weight = context.pitched(Element::F32, outputs, inputs, layer.weight.pitch)?;
         let bias = if self.fused() { Some(context.matrix(1, outputs)?) } else { None };
         let mut gradient = LinearWeightGradient {
-            engine: self.arithmetic.engine(),
             precision: self.arithmetic.precision(),
             rows,
             inputs,
@@ -206,8 +201,7 @@ impl Mlp {
             tickets: self.tickets(),
         };
         {
-            let (_workspace, addr) =
-                self.workspace(context, gradient.workspace_bytes_on(context.device.kernels())?, gradient.tickets())?;
+            let (_workspace, addr) = self.workspace(context, gradient.workspace_bytes(), gradient.tickets())?;
             gradient.workspace = addr;
             // SAFETY: as for the forward product.
             unsafe { context.device.run(&gradient)? };
@@ -275,8 +269,7 @@ impl Mlp {
         learning_rate: f32,
     ) -> Result<Option<DeviceBuffer>> {
         let mut update = self.update_by(layer, dy, x, learning_rate);
-        let (workspace, addr) =
-            self.workspace(context, update.workspace_bytes_on(context.device.kernels())?, update.tickets())?;
+        let (workspace, addr) = self.workspace(context, update.workspace_bytes(), update.tickets())?;
         update.workspace = addr;
         let _on = context.device.on(Role::Update);
         // SAFETY: as for the forward product; nothing else that is queued before this launch's end reads the weights. The
@@ -314,7 +307,6 @@ impl Mlp {
     /// The launch of [`step_layer`](Self::step_layer), without its workspace.
     fn update_by(&self, layer: &Linear, dy: &Matrix, x: &Matrix, learning_rate: f32) -> LinearUpdate {
         LinearUpdate {
-            engine: self.arithmetic.engine(),
             precision: self.arithmetic.precision(),
             rows: dy.rows,
             inputs: x.cols,

@@ -33,8 +33,8 @@ pub fn products(
 ) -> Result<Vec<LayerProducts>> {
     let of_layer = |(number, pair): (usize, &[u32])| {
         let (inputs, outputs) = (pair[0], pair[1]);
-        if let Some(algorithm) = arithmetic.plain() {
-            let gemm = |layout, m, n, k| Gemm { layout, algorithm, m, n, k, a: 0, b: 0, c: 0 }.name();
+        if arithmetic.is_plain() {
+            let gemm = |layout, m, n, k| Gemm { layout, m, n, k, a: 0, b: 0, c: 0 }.name();
             return Ok(LayerProducts {
                 forward: gemm(GemmLayout::NT, rows, outputs, inputs),
                 input: (number > 0).then(|| gemm(GemmLayout::NN, rows, inputs, outputs)),
@@ -77,11 +77,10 @@ impl LayerLaunches {
     /// For so many rows, and a layer with these inputs and outputs.
     #[must_use]
     pub fn new(arithmetic: &Arithmetic, rows: u32, [inputs, outputs]: [u32; 2]) -> Self {
-        let (engine, precision) = (arithmetic.engine(), arithmetic.precision());
+        let precision = arithmetic.precision();
         let (x_pitch, y_pitch) = (arithmetic.pitch(inputs), arithmetic.pitch(outputs));
         Self {
             forward: LinearForward {
-                engine,
                 precision,
                 rows,
                 inputs,
@@ -99,7 +98,6 @@ impl LayerLaunches {
                 tickets: 0,
             },
             input: LinearBackwardInput {
-                engine,
                 precision,
                 rows,
                 inputs,
@@ -115,7 +113,6 @@ impl LayerLaunches {
                 tickets: 0,
             },
             gradient: LinearWeightGradient {
-                engine,
                 precision,
                 rows,
                 inputs,
@@ -132,7 +129,6 @@ impl LayerLaunches {
                 tickets: 0,
             },
             update: LinearUpdate {
-                engine,
                 precision,
                 rows,
                 inputs,

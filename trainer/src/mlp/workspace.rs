@@ -39,7 +39,7 @@ impl Mlp {
 
 /// Tickets of the launch that needs the most, for a network with these widths and batches of these numbers of rows.
 pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u32]) -> usize {
-    if arithmetic.plain().is_some() {
+    if arithmetic.is_plain() {
         return 0;
     }
     let mut most = 0;

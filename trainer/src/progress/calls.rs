@@ -1,8 +1,8 @@
 //! The log of driver calls that `--log-driver-calls` prints: all calls of the set-up and of the first step, later those of
 //! parts of the run that made few, and counts of those that made many.
 
-use crate::report::duration;
 use std::collections::BTreeMap;
+use terminal::duration;
 use vramlab::{Bytes, CallEvent, CallKind};
 
 /// A step, a validation or what lies between with more calls than this is counted: an allocator that asks the driver for

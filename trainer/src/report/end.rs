@@ -1,10 +1,9 @@
 //! The last lines of a report: what the run says about its allocator, and the command that goes on from there.
 
-use super::duration;
 use crate::record::{Status, Summary};
 use crate::settings::{DeviceChoice, Settings};
-use crate::terminal::{self, Page};
 use crate::train::{LastAllocation, Outcome};
+use terminal::{Page, duration};
 use vramlab::{CallKind, CallTotals};
 
 /// Calls that take memory or give it back.

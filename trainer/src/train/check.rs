@@ -1,6 +1,5 @@
 //! What a run refuses before it begins.
 
-use crate::arithmetic::{FuseMode, GemmMode};
 use crate::error::{Result, TrainError};
 use crate::settings::{GRAPH_STEPS, LaunchMode, LoaderMode, Settings, SyncMode};
 use vramlab::backends::{self, GraphCapture};
@@ -18,17 +17,16 @@ pub(super) fn host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {
 
 /// Whether a step can be launched as it is to be.
 pub(super) fn launch(settings: &Settings) -> Result<()> {
-    let Settings { launch, loader, sync, fuse, streams, graph_steps, gemm, .. } = *settings;
+    let Settings { launch, loader, sync, graph_steps, .. } = *settings;
     graph_steps_of(graph_steps, launch, sync)?;
     if launch == LaunchMode::Eager {
         return Ok(());
     }
-    let name = if launch == LaunchMode::Graph { "graph" } else { "persistent" };
     let problem = if loader != LoaderMode::Resident {
-        format!("--launch {name} needs --loader resident: it picks its batches on the device")
+        "--launch graph needs --loader resident: it picks its batches on the device".to_owned()
     } else if sync == SyncMode::Op {
-        format!("--launch {name} has no launch for each operation: use --sync step instead of op")
-    } else if launch == LaunchMode::Graph && !serves_captures(&settings.allocator) {
+        "--launch graph has no launch for each operation: use --sync step instead of op".to_owned()
+    } else if !serves_captures(&settings.allocator) {
         let all = backends::all().into_iter().map(Selection::of);
         let able: Vec<&str> = all.filter(serves_captures).map(|one| one.name()).collect();
         let name = settings.allocator.name();
@@ -36,16 +34,6 @@ pub(super) fn launch(settings: &Settings) -> Result<()> {
             "--launch graph needs an allocator that serves captures, which '{name}' does not: use {}",
             able.join(", ")
         )
-    } else if launch == LaunchMode::Persistent && fuse != FuseMode::Update {
-        "--launch persistent needs --fuse update: its kernel does all of a step".to_owned()
-    } else if launch == LaunchMode::Persistent && gemm == Some(GemmMode::CublasLt) {
-        "--launch persistent has kernels of its own for products: leave out --gemm cublaslt, or use --launch graph"
-            .to_owned()
-    } else if launch == LaunchMode::Persistent && streams != 1 {
-        format!("--launch persistent does its steps in one kernel: use --streams 1 instead of {streams}")
-    } else if launch == LaunchMode::Persistent && !settings.arithmetic()?.precision().is_persistent() {
-        "--launch persistent has no kernel for --dtype f32 with --gemm tensor: use --gemm tiled or --launch graph"
-            .to_owned()
     } else {
         return Ok(());
     };

@@ -1,7 +1,6 @@
-//! How training steps are queued: operation by operation, as a graph, or many as one kernel.
+//! How training steps are queued: operation by operation, or as a graph.
 
 use super::graphs::GraphStepper;
-use super::persistent::PersistentStepper;
 use crate::data::Split;
 use crate::error::Result;
 use crate::loader::Loader;
@@ -24,18 +23,16 @@ pub(super) struct StepOf<'a> {
 pub(super) enum Stepper {
     Eager { losses: Option<DeviceBuffer> },
     Graph(Box<GraphStepper>),
-    Persistent(Box<PersistentStepper>),
 }
 
 impl Stepper {
     /// For a run with so many steps in all, on so many rows; `loader` is told to follow the device.
     ///
     /// # Errors
-    /// Those of the allocator, and of loading kernels.
+    /// Those of the allocator.
     pub(super) fn new(
         context: &Context,
         settings: &Settings,
-        model: &Mlp,
         loader: &mut Loader,
         (rows, steps): (usize, u64),
     ) -> Result<Self> {
@@ -47,12 +44,7 @@ impl Stepper {
         // CAST: the steps of an epoch are bounded by the rows of the data set.
         let in_epoch = rows.div_ceil(settings.batch as usize).min(steps as usize);
         let losses = context.allocate::<f32>(in_epoch)?;
-        if settings.launch == LaunchMode::Graph {
-            return Ok(Self::Graph(Box::new(GraphStepper::new(settings, (rows, steps), cursor, losses))));
-        }
-        let precision = model.arithmetic().precision();
-        context.device.prepare_persistent(precision)?;
-        Ok(Self::Persistent(Box::new(PersistentStepper::new(settings, precision, cursor, losses))))
+        Ok(Self::Graph(Box::new(GraphStepper::new(settings, (rows, steps), cursor, losses))))
     }
 
     /// Before the first step of an epoch of so many.
@@ -66,7 +58,6 @@ impl Stepper {
                 Ok(())
             }
             Self::Graph(graph) => context.write(&graph.cursor, &[0u32]),
-            Self::Persistent(steps) => context.write(&steps.cursor, &[0u32]),
         }
     }
 
@@ -82,7 +73,6 @@ impl Stepper {
         match self {
             Self::Eager { losses } => losses.as_ref().expect("an epoch should have begun"),
             Self::Graph(graph) => &graph.losses,
-            Self::Persistent(steps) => &steps.losses,
         }
     }
 
@@ -91,7 +81,6 @@ impl Stepper {
         match self {
             Self::Eager { .. } => 1,
             Self::Graph(graphs) => graphs.at_once(alike),
-            Self::Persistent(steps) => alike.min(steps.most),
         }
     }
 
@@ -115,7 +104,6 @@ impl Stepper {
                 of.model.step(context, batch, LossSlot::at(slot + 4 * step), of.learning_rate)
             }
             Self::Graph(graphs) => graphs.step(context, loader, of, (range.len(), count)),
-            Self::Persistent(steps) => steps.step(context, loader, of, (range.len(), count)),
         }
     }
 
@@ -127,8 +115,6 @@ impl Stepper {
         match self {
             Self::Eager { .. } => Ok(()),
             Self::Graph(graphs) => graphs.release(),
-            // Freed on the stream, behind the last launch.
-            Self::Persistent(_) => Ok(()),
         }
     }
 }

@@ -1,15 +1,12 @@
-//! How command lines name allocators: `NAME:key=value,...`, one or a list. What names there are is the library's list.
+//! How command lines name allocators (`NAME:key=value,...`, one or a list) and formats. The names are the library's lists.
 
-mod listing;
-
-pub use listing::{show, to_json};
-
-use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, TypedValueParser};
 use clap::error::Error;
 use clap::{Arg, Command};
 use std::ffi::OsStr;
 use vramlab::Selection;
 use vramlab::backends::{SelectionError, all, compared, parse_list};
+use vramlab::histories::trace::Export;
 
 /// Allocators as one option names them.
 #[derive(Clone, Debug, PartialEq)]
@@ -44,13 +41,13 @@ where
 
 /// Takes one allocator.
 #[must_use]
-pub fn one() -> impl TypedValueParser<Value = Selection> {
+pub fn allocator() -> impl TypedValueParser<Value = Selection> {
     Named::<Selection>(std::marker::PhantomData)
 }
 
 /// Takes a list of allocators; the option may be given several times.
 #[must_use]
-pub fn list() -> impl TypedValueParser<Value = Selections> {
+pub fn allocators() -> impl TypedValueParser<Value = Selections> {
     Named::<Selections>(std::marker::PhantomData)
 }
 
@@ -70,4 +67,14 @@ pub fn chosen(given: &[Selections]) -> Vec<Selection> {
         return compared().into_iter().map(Selection::of).collect();
     }
     given.iter().flat_map(|list| list.0.iter().cloned()).collect()
+}
+
+/// Takes the name of an [`Export`]; help lists them all.
+#[must_use]
+pub fn export() -> impl TypedValueParser<Value = Export> {
+    let values = Export::ALL.map(|export| PossibleValue::new(export.name()).help(export.summary()));
+    PossibleValuesParser::new(values).map(|name| {
+        // The parser before has refused every other name.
+        Export::ALL.into_iter().find(|export| export.name() == name).unwrap_or(Export::Snapshot)
+    })
 }

@@ -1,9 +1,9 @@
 //! Progress on standard error, where that is a terminal.
 
-use super::escape::visible;
+use crate::escape::visible;
 use indicatif::{ProgressBar, ProgressBarIter, ProgressDrawTarget, ProgressStyle};
 
-/// A progress bar, or what spins where nobody knows how much there is to do. It is drawn on standard error if that is a
+/// A progress bar, or a spinner where the amount of work is unknown. It is drawn on standard error if that is a
 /// terminal that can move its cursor, and nowhere else.
 #[derive(Clone, Debug)]
 pub struct Bar(ProgressBar);
@@ -49,7 +49,7 @@ impl Bar {
     /// Writes a line above the bar.
     pub fn say(&self, text: &str) {
         // A bar that is drawn must make room; without one the line goes out as it is.
-        self.0.suspend(|| super::say(text));
+        self.0.suspend(|| crate::say(text));
     }
 
     /// Counts the bytes that are read.

@@ -40,7 +40,7 @@ const UNITS: [&str; 13] = ["%", "B", "KiB", "MiB", "GiB", "TiB", "ns", "us", "ms
 const GLUE: char = '\u{a0}';
 
 /// [`visible`] text in which a number and its unit are one word; [`unglued`] before it is printed.
-pub(super) fn glued(text: &str) -> String {
+pub(crate) fn glued(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for (number, word) in visible(text).split(' ').enumerate() {
         let after_number = out.ends_with(|character: char| character.is_ascii_digit());
@@ -54,18 +54,18 @@ pub(super) fn glued(text: &str) -> String {
 }
 
 /// The text as it is printed.
-pub(super) fn unglued(text: &str) -> String {
+pub(crate) fn unglued(text: &str) -> String {
     text.replace(GLUE, " ")
 }
 
 /// The same for text whose lines are meant: each of them is made visible.
-pub(super) fn visible_lines(text: &str) -> String {
+pub(crate) fn visible_lines(text: &str) -> String {
     text.split('\n').map(visible).collect::<Vec<_>>().join("\n")
 }
 
 /// The same for JSON, which stays the same document: such characters are in strings only, where they may be written as
 /// `\u001b`. Line ends between values stay.
-pub(super) fn visible_json(text: &str) -> Cow<'_, str> {
+pub(crate) fn visible_json(text: &str) -> Cow<'_, str> {
     if !text.contains(|character| acts(character) && character != '\n') {
         return Cow::Borrowed(text);
     }

@@ -1,40 +1,62 @@
-//! What a person reads in a terminal. Everything that the programs print goes through here: results to standard output,
-//! all else to standard error. Text of files, names and errors is made [visible] first.
+//! What the programs share at the terminal: their arguments, what they print, how signals and errors end them.
+//!
+//! Everything that they print goes through here: results to standard output, all else to standard error. Text of files, names
+//! and errors is made [visible] first.
 
+pub mod arguments;
 mod bar;
+mod duration;
 mod escape;
+pub mod exit;
 mod page;
+mod shard;
+pub mod signals;
 mod table;
 
 pub use bar::Bar;
+pub use duration::duration;
 pub use escape::visible;
+pub use exit::RuntimeFailure;
 pub use page::{Page, Screen};
+pub use shard::Shard;
 pub use table::{Cell, Column, Comparison, SIDE_BY_SIDE, Table};
 
+use anyhow::Result;
 use clap::Parser;
+use serde::Serialize;
 use std::ffi::OsString;
-use std::io::{ErrorKind, Result, Write};
+use std::io::{ErrorKind, Write};
 
 /// Lines on standard error begin with a word of this width.
-pub(crate) const LABEL: usize = 9;
+const LABEL: usize = 9;
 /// The exit code after a fault of the program, as Rust's own.
 const FAULT: i32 = 101;
 
-/// Writes to standard output what has been made visible.
+/// Writes to standard output what has been made visible. A full disk behind it is no fault of the input.
 fn write_out(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{}", text.trim_end()).and_then(|()| out.flush()) {
         // A reader that went away (`| head`) has what it wanted.
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        done => done,
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(RuntimeFailure::new(format_args!("cannot write to stdout: {error}")).into())
+        }
+        _ => Ok(()),
     }
 }
 
-/// Prints a JSON document, and nothing else, on standard output.
+/// Prints a value as one JSON document, laid out for people, and nothing else, on standard output.
 ///
 /// # Errors
-/// Those of writing; a reader that went away is none.
-pub fn print_json(text: &str) -> Result<()> {
+/// A [`RuntimeFailure`] when it cannot be written; a reader that went away is no error.
+pub fn print_json(value: &impl Serialize) -> Result<()> {
+    print_json_text(&serde_json::to_string_pretty(value)?)
+}
+
+/// Prints a JSON document that is text already, as [`print_json`] does.
+///
+/// # Errors
+/// As [`print_json`].
+pub fn print_json_text(text: &str) -> Result<()> {
     write_out(&escape::visible_json(text))
 }
 
@@ -65,6 +87,13 @@ pub fn report_panics() {
         vramlab::output::discard_unfinished();
         std::process::exit(FAULT)
     }));
+}
+
+/// What every program does first: a panic becomes one line, and a file that reaches the limit on its size an error.
+pub fn begin() {
+    report_panics();
+    // Where the system refuses the handler, such a limit ends the process, as it would anyway.
+    let _ = signals::outlive_file_limits();
 }
 
 /// Parses a command line. `--help`, `--version` and arguments that cannot be parsed end the process.
@@ -100,8 +129,8 @@ pub fn command(program: &str, arguments: &str) -> String {
     let exe = std::env::current_exe().unwrap_or_default();
     if std::env::var_os("CARGO").is_some() {
         let release = exe.parent().is_some_and(|folder| folder.ends_with("release"));
-        // The crate `experiments` has two programs.
-        let package = if program == "vramlab" { "experiments --bin vramlab" } else { program };
+        // The package `vramlab` is the library.
+        let package = if program == "vramlab" { "doctor" } else { program };
         return format!("cargo run {}-p {package} -- {arguments}", if release { "--release " } else { "" });
     }
     let called = std::env::args_os().next().map(std::path::PathBuf::from).unwrap_or_default();

@@ -1,9 +1,9 @@
 //! A page of titles, tables and sentences, laid out for the screen that it is printed on.
 
-use super::escape::{glued, unglued, visible};
-use super::table::{Comparison, Table};
+use crate::escape::{glued, unglued, visible};
+use crate::table::{Comparison, Table};
 use anstream::{AutoStream, ColorChoice};
-use std::io::{IsTerminal, Result};
+use std::io::IsTerminal;
 use textwrap::{Options, WordSeparator, WordSplitter, WrapAlgorithm};
 
 /// The width of a terminal that does not tell.
@@ -36,7 +36,7 @@ impl Screen {
     /// Standard error, where only lines are written. What is no terminal gets them whole, whatever `COLUMNS` says:
     /// programs read them.
     #[must_use]
-    pub(super) fn stderr() -> Self {
+    pub(crate) fn stderr() -> Self {
         let width = terminal_width(&std::io::stderr()).map(|width| width.max(NARROWEST));
         Self { width, styled: false }
     }
@@ -55,7 +55,7 @@ fn terminal_width<S: IsTerminal + std::os::windows::io::AsHandle>(stream: &S) ->
 }
 
 /// Lines of at most `width` columns, all but the first indented. Only a word that is longer than a line is broken.
-pub(super) fn wrapped(text: &str, width: Option<usize>, indent: usize) -> String {
+pub(crate) fn wrapped(text: &str, width: Option<usize>, indent: usize) -> String {
     let Some(width) = width else { return text.to_owned() };
     let indent = " ".repeat(indent.min(width / 2));
     let options = Options::new(width)
@@ -67,7 +67,7 @@ pub(super) fn wrapped(text: &str, width: Option<usize>, indent: usize) -> String
     textwrap::wrap(text, options).join("\n")
 }
 
-/// What a program prints on standard output, piece by piece. All text is made [visible](super::visible).
+/// What a program prints on standard output, piece by piece. All text is made [visible](crate::visible).
 #[derive(Clone, Debug)]
 pub struct Page {
     screen: Screen,
@@ -168,8 +168,8 @@ impl Page {
     /// Prints the page on standard output. A reader that went away (`| head`) is no error.
     ///
     /// # Errors
-    /// Those of writing.
-    pub fn print(self) -> Result<()> {
-        super::write_out(&self.text)
+    /// A [`RuntimeFailure`](crate::RuntimeFailure) when it cannot be written.
+    pub fn print(self) -> anyhow::Result<()> {
+        crate::write_out(&self.text)
     }
 }

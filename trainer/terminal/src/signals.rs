@@ -5,7 +5,7 @@
 //! the process ends at once. The exit code is 128 and the signal's number. Where SIGHUP is ignored, as under `nohup`, it
 //! stays so.
 
-use crate::terminal::fail;
+use crate::{exit, fail};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use vramlab::output;
 /// Whether there is a record that a run will close.
 static RECORDING: AtomicBool = AtomicBool::new(false);
 
-/// Says that there is a record from now on, so that the first signal is left to who closes it.
+/// Says that there is a record from now on, so that the first signal is left to the run that closes it.
 pub fn record_begins() {
     RECORDING.store(true, SeqCst);
 }
@@ -30,7 +30,7 @@ impl Signals {
     /// Listens from now on, in a thread of its own.
     ///
     /// # Errors
-    /// When the system lets nobody listen.
+    /// When the system refuses the handler.
     pub fn listen() -> std::io::Result<Self> {
         let signals = Self::default();
         let mut heard = Heard { signals: signals.clone(), since: None };
@@ -39,7 +39,7 @@ impl Signals {
         Ok(signals)
     }
 
-    /// What [`run`](crate::run()) looks at between steps.
+    /// Is set by the first signal; a run looks at it between steps.
     #[must_use]
     pub fn stop(&self) -> &AtomicBool {
         &self.stop
@@ -47,8 +47,8 @@ impl Signals {
 
     /// Exit code for what was heard first.
     #[must_use]
-    pub fn exit_code(&self) -> i32 {
-        128 + self.first.load(SeqCst)
+    pub fn exit_code(&self) -> u8 {
+        u8::try_from(128 + self.first.load(SeqCst)).unwrap_or(exit::FAILED)
     }
 }
 
@@ -56,7 +56,7 @@ impl Signals {
 /// process.
 ///
 /// # Errors
-/// When the system lets nobody listen.
+/// When the system refuses the handler.
 pub fn outlive_file_limits() -> std::io::Result<()> {
     #[cfg(unix)]
     signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default())?;
@@ -64,15 +64,12 @@ pub fn outlive_file_limits() -> std::io::Result<()> {
 }
 
 /// Has the first signal end the process at once, with the parts of unfinished files removed: for programs that keep no
-/// record.
-///
-/// # Errors
-/// When the system lets nobody listen.
-pub fn end_at_once() -> std::io::Result<()> {
-    listen(|signal| {
+/// record. Where the system refuses the handler, a signal ends the process as it would anyway.
+pub fn end_at_once() {
+    let _ = listen(|signal| {
         output::discard_unfinished();
         std::process::exit(128 + signal);
-    })
+    });
 }
 
 #[derive(Debug)]
@@ -94,7 +91,7 @@ impl Heard {
                 if !RECORDING.load(SeqCst) {
                     output::discard_unfinished();
                     fail("interrupted before there was anything to record");
-                    std::process::exit(self.signals.exit_code());
+                    std::process::exit(self.signals.exit_code().into());
                 }
             }
             Some(since) if signal == first.load(SeqCst) && since.elapsed() <= ONE_PRESS => {}
@@ -116,7 +113,7 @@ fn listen(mut heard: impl FnMut(i32) + Send + 'static) -> std::io::Result<()> {
     listener.spawn(move || signals.forever().for_each(&mut heard)).map(drop)
 }
 
-/// Whether whoever started this process had it ignore a signal; no where the system does not say.
+/// Whether the parent of this process had it ignore a signal; no where the system does not say.
 #[cfg(unix)]
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

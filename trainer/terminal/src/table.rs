@@ -1,7 +1,7 @@
 //! Tables that fit: no word is broken, no line is longer than the screen is wide.
 
-use super::escape::{glued, unglued};
 use super::page::{Screen, wrapped};
+use crate::escape::{glued, unglued};
 use comfy_table::{Attribute, CellAlignment, ColumnConstraint, ContentArrangement, LineStyle, Width, presets};
 use unicode_width::UnicodeWidthStr;
 
@@ -164,7 +164,7 @@ impl Table {
     }
 
     /// Whether the screen holds all columns without a word broken.
-    pub(super) fn fits(&self, width: Option<usize>) -> bool {
+    pub(crate) fn fits(&self, width: Option<usize>) -> bool {
         let least: usize = (0..self.columns.len()).map(|at| self.least(at)).sum();
         width.is_none_or(|width| least + GAP * self.columns.len().saturating_sub(1) <= width)
     }

@@ -6,7 +6,7 @@
 use std::io::Write;
 use std::path::Path;
 use std::process::Command;
-use trainer::terminal::{Cell, Column, Comparison, Page, Screen, Table};
+use terminal::{Cell, Column, Comparison, Page, Screen, Table};
 use unicode_width::UnicodeWidthStr;
 use vramlab::output::{Existing, OutputFile};
 
@@ -138,7 +138,7 @@ fn what_comes_from_outside_is_made_visible_in_every_part_of_a_page() {
 #[test]
 #[ignore = "ends its process"]
 fn panics_in_a_thread() {
-    trainer::terminal::report_panics();
+    terminal::report_panics();
     let folder = std::env::var_os("PANICS_IN").unwrap();
     let mut file = OutputFile::create(&Path::new(&folder).join("half"), Existing::Refuse).unwrap();
     file.write_all(b"half").unwrap();
@@ -158,33 +158,4 @@ fn a_panic_is_one_line_and_leaves_nothing_half_written() {
     // The process ended there: the harness did not come to count.
     assert!(!String::from_utf8_lossy(&ran.stdout).contains("test result"));
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
-}
-
-#[test]
-fn nothing_is_printed_by_another_way() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let mut folders = ["trainer/src", "experiments/src"].map(|folder| root.join(folder)).to_vec();
-    let mut seen = 0;
-    while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                folders.push(path);
-                continue;
-            }
-            let name = path.strip_prefix(root).unwrap().to_str().unwrap();
-            if name == "trainer/src/terminal.rs" || name.starts_with("trainer/src/terminal/") {
-                continue;
-            }
-            seen += 1;
-            let text = std::fs::read_to_string(&path).unwrap();
-            for way in ["println!(", "stdout().", "stderr().", "stdout(),", "stderr(),", "indicatif", "comfy_table"] {
-                // As a call, not as the name of a format.
-                let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
-                let found = code.filter(|line| line.contains(way)).count();
-                assert_eq!(found, 0, "{name} prints by {way} past trainer::terminal");
-            }
-        }
-    }
-    assert!(seen > 40, "the sources were not found");
 }
