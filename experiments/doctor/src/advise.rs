@@ -2,23 +2,24 @@
 
 mod conf;
 mod evaluate;
-mod happened;
 mod ranks;
-mod report;
+mod recorded_run;
+mod screen;
 mod search;
 
 use crate::reading::ReadArgs;
+use crate::recording::Recording;
 use crate::replay::{Bounds, PlanChoice};
-use crate::study::plan::Shard;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use conf::Conf;
 use evaluate::{Of, Outcome, Setting, Trial, bound, cores, in_parallel};
-use happened::{Happened, LimitSource};
+use recorded_run::{LimitSource, RecordedRun};
 use serde::Serialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use trainer::terminal::{Bar, Page};
+use terminal::Shard;
+use terminal::{Bar, Page};
 use vramlab::backends::{all, compared};
 use vramlab::histories::replay::OutOfMemory;
 use vramlab::{Bytes, Selection};
@@ -153,34 +154,33 @@ pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
         ([file], None) => {
             let advice = of(file, args, limit, &confs)?;
             if args.json {
-                return crate::print_json(&advice);
+                return terminal::print_json(&advice);
             }
-            report::report(&advice, args.all, &mut page);
-            report::end(&advice, &mut page);
+            screen::report(&advice, args.all, &mut page);
+            screen::end(&advice, &mut page);
         }
         (files, _) => {
             let found = ranks::of(files, args, limit, &confs)?;
             if args.json {
-                return crate::print_json(&found);
+                return terminal::print_json(&found);
             }
             ranks::report(&found, args.all, &mut page);
         }
     }
-    crate::print(page)
+    page.print()
 }
 
 /// The answer for one history as `--json` has it, with the sentences of the screen, for the page of `report`.
 ///
 /// # Errors
 /// As those of the command.
-pub(crate) fn answer(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Value> {
-    let (files, conf, read) = (Vec::new(), Vec::new(), reading.clone());
-    let args = AdviseArgs { files, limit: None, conf, all: false, shard: None, gpu, read, json: false };
-    let advice = of(file, &args, limit, &[])?;
+pub(crate) fn answer(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Value> {
+    let happened = RecordedRun::of(limit, |own| recording.compiled(own))?;
+    let advice = advice(file, &happened, &[], false)?;
     let mut out = serde_json::to_value(&advice)?;
-    out["happened"] = report::happened(&advice).into();
-    out["bound"] = report::least(&advice).into();
-    out["not_known"] = report::unknown(&advice).into();
+    out["happened"] = screen::happened(&advice).into();
+    out["bound"] = screen::least(&advice).into();
+    out["not_known"] = screen::unknown(&advice).into();
     Ok(out)
 }
 
@@ -207,16 +207,23 @@ fn limit(text: &str) -> Result<u64> {
 
 /// A setting's figures for a comparison with what really happened.
 #[derive(Debug)]
-pub(crate) struct Predicted {
-    pub(crate) conf: String,
-    pub(crate) peak_reserved_bytes: u64,
-    pub(crate) out_of_memory: bool,
-    pub(crate) num_alloc_retries: u64,
+pub struct Predicted {
+    /// The setting, as `PYTORCH_CUDA_ALLOC_CONF` has it.
+    pub conf: String,
+    /// Peak of reserved memory.
+    pub peak_reserved_bytes: u64,
+    /// Whether a request fails.
+    pub out_of_memory: bool,
+    /// Times at which the cache is emptied before a request can be served.
+    pub num_alloc_retries: u64,
 }
 
 /// What a history would do under settings, the best first, and how many of its frees waited for other streams.
-pub(crate) fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Result<(Vec<Predicted>, u64)> {
-    let happened = Happened::read(file, None, limit, &ReadArgs::default())?;
+///
+/// # Errors
+/// Those of reading the history, and of settings that are none.
+pub fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Result<(Vec<Predicted>, u64)> {
+    let happened = RecordedRun::read(file, None, limit, &ReadArgs::default())?;
     // As under a limit of PyTorch's, which expandable segments may pass.
     let trial = Trial::new(file, &happened.history, limit, false)?;
     let confs = self::confs(confs)?;
@@ -231,18 +238,23 @@ pub(crate) fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Resu
     Ok((predicted.collect(), happened.history.deferred_frees()))
 }
 
-/// Says everything of one history.
+/// Reads one history and says everything of it.
 fn of(file: &Path, args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Result<Advice> {
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     bar.message(format!("reading {}", file.display()));
-    let happened = Happened::read(file, args.gpu, limit, &args.read)?;
+    let happened = RecordedRun::read(file, args.gpu, limit, &args.read)?;
     bar.clear();
+    advice(file, &happened, given, args.all)
+}
+
+/// Says everything of one history.
+fn advice(file: &Path, happened: &RecordedRun, given: &[Conf], all: bool) -> Result<Advice> {
     let history = &happened.history;
     let trial = happened.trial(file)?;
     let (recorded, threads) = (&happened.conf, cores());
     let (bounds, found) = std::thread::scope(|scope| {
         let bounds = scope.spawn(|| Bounds::of(history, PlanChoice::On, |_| {}));
-        let found = compare(&trial, recorded, given, args.all, threads);
+        let found = compare(&trial, recorded, given, all, threads);
         (bounds.join(), found)
     });
     // A panic there has been reported.
@@ -263,11 +275,11 @@ fn of(file: &Path, args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Res
         settings_known: happened.cut.is_none_or(|cut| cut.settings_known),
         recorded: AsItRan {
             conf: recorded.clone(),
-            peak_reserved_bytes: happened.as_recorded.map(|told| told.peak_reserved),
-            peak_requested_bytes: happened.as_recorded.map(|told| told.peak_requested),
+            peak_reserved_bytes: happened.as_recorded.map(|told| told.reserved),
+            peak_requested_bytes: happened.as_recorded.map(|told| told.requested),
             replayed_off_percent: happened.as_recorded.filter(|_| happened.repeats).map(|told| {
                 // CAST: bytes of a device, below 2^53.
-                100.0 * (replayed.peak_reserved_bytes as f64 / told.peak_reserved.max(1) as f64 - 1.0)
+                100.0 * (replayed.peak_reserved_bytes as f64 / told.reserved.max(1) as f64 - 1.0)
             }),
             replayed,
             out_of_memory: happened.out_of_memory().cloned(),

@@ -1,4 +1,4 @@
-//! `experiments capacity`: the smallest memory in which a history still runs, by bisection.
+//! `vramlab capacity`: the smallest memory in which a history still runs, by bisection.
 
 use crate::history::{Devices, Recorded, failed, load, warn_of_limit};
 use crate::reading::ReadArgs;
@@ -6,8 +6,9 @@ use anyhow::{Result, bail};
 use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
-use trainer::alloc::{self, Selections};
-use trainer::terminal::{Bar, Cell, Comparison, Page, quoted};
+use terminal::arguments::{self, Selections};
+use terminal::command;
+use terminal::{Bar, Cell, Comparison, Page, quoted};
 use vramlab::histories::replay::{ReplayError, smallest_memory};
 use vramlab::{Bytes, DeviceKind, DeviceName, Selection};
 
@@ -20,7 +21,7 @@ pub(crate) struct CapacityArgs {
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// Allocators with their settings, separated by commas [default: those that place blocks differently; "all" is every one]
-    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocators())]
     alloc: Vec<Selections>,
     /// sim or sim:PROFILE.json (memory comes in pages and granules, as on a GPU), or null (byte by byte)
     #[arg(long, value_name = "DEVICE", default_value = "sim")]
@@ -73,7 +74,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
     if args.device.kind() == DeviceKind::Cuda {
         bail!("--device cuda: a GPU's size is given; search on sim or null");
     }
-    let chosen = alloc::chosen(&args.alloc);
+    let chosen = arguments::chosen(&args.alloc);
     chosen.iter().try_for_each(Selection::check)?;
     let devices = Devices::open(&args.device)?;
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
@@ -116,13 +117,13 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
         });
     }
     bar.clear();
-    if args.json { crate::print_json(&rows) } else { crate::print(report(&rows, args)) }
+    if args.json { terminal::print_json(&rows) } else { report(&rows, args).print() }
 }
 
 fn report(rows: &[Row], args: &CapacityArgs) -> Page {
     let mut page = Page::stdout();
     let Some(first) = rows.first() else { return page };
-    let mut table = Comparison::new("", rows.iter().map(|row| alloc::heading(&row.alloc.to_string())));
+    let mut table = Comparison::new("", rows.iter().map(|row| arguments::heading(&row.alloc.to_string())));
     // CAST: bytes of a device, below 2^53.
     table.ranked(
         "smallest memory",
@@ -159,6 +160,6 @@ fn report(rows: &[Row], args: &CapacityArgs) -> Page {
     let gpu = args.gpu.map_or_else(String::new, |gpu| format!(" --gpu {gpu}"));
     let arguments =
         format!("replay {}{alloc} --limit {}B --device {device}{gpu}", quoted(&first.trace), best.capacity_bytes);
-    page.end(format!("{found}; {least} are live at once."), &crate::next_command(&arguments));
+    page.end(format!("{found}; {least} are live at once."), &command("vramlab", &arguments));
     page
 }

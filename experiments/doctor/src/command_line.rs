@@ -1,16 +1,16 @@
 //! The command line of `vramlab`, for those who come with a snapshot of PyTorch's allocator and a question.
 
-use crate::{advise, capacity, convert, explain, python, replay, report};
-use anyhow::Result;
-use clap::{Parser, Subcommand};
+use crate::{advise, capacity, convert, explain, plan, python, replay, report};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsString;
+use std::process::ExitCode;
 
 /// Why is more memory reserved than used, which lines do it, and which setting mends it?
 ///
 /// Reads snapshots that `torch.cuda.memory._dump_snapshot` wrote.
 #[derive(Debug, Parser)]
 #[command(name = "vramlab", version, after_help = python::HELP)]
-pub(crate) struct Arguments {
+struct Arguments {
     #[command(subcommand)]
     command: Question,
 }
@@ -23,6 +23,8 @@ enum Question {
     Explain(explain::ExplainArgs),
     /// Replays recorded histories under each allocator
     Replay(replay::ReplayArgs),
+    /// Places the blocks of a recorded history so that it needs little memory, for the allocator `plan`
+    Plan(plan::PlanArgs),
     /// Finds the smallest memory in which a recorded history still runs under each allocator
     Capacity(capacity::CapacityArgs),
     /// Writes a recorded history in another tool's format
@@ -34,22 +36,31 @@ enum Question {
     InPython(Vec<OsString>),
 }
 
-impl Arguments {
-    /// Whether a command of the analysis package was asked for, which hears signals itself.
-    pub(crate) fn is_in_python(&self) -> bool {
-        matches!(self.command, Question::InPython(_))
-    }
+/// The grammar of the command line, for programs that compose one.
+#[must_use]
+pub fn command() -> clap::Command {
+    Arguments::command()
 }
 
-/// Answers.
-pub(crate) fn run(arguments: Arguments) -> Result<()> {
-    match arguments.command {
+/// Runs the program with these arguments (the first is its name). `--help`, `--version` and arguments that cannot be parsed
+/// end the process.
+#[must_use]
+pub fn main(arguments: Vec<OsString>) -> ExitCode {
+    terminal::begin();
+    let Arguments { command } = terminal::parse(arguments);
+    // The commands in Python handle signals themselves.
+    if !matches!(command, Question::InPython(_)) {
+        terminal::signals::end_at_once();
+    }
+    let answered = match command {
         Question::Advise(args) => advise::advise(&args),
         Question::Explain(args) => explain::explain(&args),
         Question::Replay(args) => replay::replay(&args),
+        Question::Plan(args) => plan::plan(&args),
         Question::Capacity(args) => capacity::capacity(&args),
         Question::Convert(args) => convert::convert(&args),
         Question::Report(args) => report::report(&args),
         Question::InPython(arguments) => python::run(&arguments),
-    }
+    };
+    terminal::exit::end(answered).into()
 }

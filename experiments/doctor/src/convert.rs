@@ -1,24 +1,26 @@
-//! `experiments convert`: a history in another tool's format.
+//! `vramlab convert`: a history in another tool's format.
 //!
 //! What is written can be replayed: events go through the checks of a replay before they are written, and one that
 //! contradicts the ones before it ends the conversion.
 
 mod annotations;
 
-use crate::compare::ArmFailed;
 use crate::explain::lines::{line_of, words};
-use crate::history::served::as_recorded;
-use crate::history::{Recorded, compile, no_events, say_cut};
+use crate::history::placements::as_recorded;
+use crate::history::{Compiling, Recorded, no_events, say_cut};
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use trainer::settings::export_parser;
-use trainer::terminal::{Bar, Page, quoted};
+use terminal::RuntimeFailure;
+use terminal::arguments;
+use terminal::command;
+use terminal::{Bar, Page, quoted};
 use vramlab::budget::Budget;
-use vramlab::histories::replay::{BlockPlace, HistoryBuilder, ReplayError, recorded_settings};
+use vramlab::histories::replay::{BlockPlace, ReplayError, recorded_settings};
+use vramlab::histories::trace::jsonl_placements;
 use vramlab::histories::trace::{
     Action, Ending, Event, Export, Format, Origin, Origins, Place, Problem, ReadError, StackId, Summary, TraceWriter,
     WriteError, WriteProblem, read_origins_from,
@@ -32,7 +34,7 @@ pub(crate) struct ConvertArgs {
     #[arg(value_name = "IN")]
     from: PathBuf,
     /// Format to write; what it has no place for is left out, as stack frames and annotations by all but snapshots
-    #[arg(long, value_name = "FORMAT", value_parser = export_parser())]
+    #[arg(long, value_name = "FORMAT", value_parser = arguments::export())]
     to: Export,
     /// File to write; it appears when it is whole
     #[arg(short, long, value_name = "OUT")]
@@ -68,9 +70,9 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
     let out = quoted(&args.out.to_string_lossy());
     match args.to {
         Export::Perfetto => page.line(format!("Next: open {out} in https://ui.perfetto.dev")),
-        _ => page.next(&crate::next_command(&format!("replay {out}"))),
+        _ => page.next(&command("vramlab", &format!("replay {out}"))),
     }
-    crate::print(page)
+    page.print()
 }
 
 /// What is read, and its size.
@@ -165,7 +167,7 @@ impl Named {
 fn served(args: &ConvertArgs, summary: &Summary, recorded: &Recorded) -> Result<Vec<BlockPlace>> {
     if summary.format == Format::Jsonl {
         // What is read twice must be a file.
-        let told = args.from.is_file().then(|| trainer::served::served(&args.from));
+        let told = args.from.is_file().then(|| jsonl_placements(&args.from));
         return Ok(told.and_then(Result::ok).unwrap_or_default());
     }
     let places = as_recorded(&recorded.history, &recorded.settings);
@@ -201,7 +203,7 @@ fn stopped(args: &ConvertArgs, error: ReadError) -> anyhow::Error {
 /// Exit code 2 where the history does not fit the format, 1 where the operating system failed.
 fn unwritten(error: WriteError) -> anyhow::Error {
     match error.problem {
-        WriteProblem::Output(ref problem) if !problem.is_refusal() => ArmFailed::at_run_time(&error).into(),
+        WriteProblem::Output(ref problem) if !problem.is_refusal() => RuntimeFailure::new(error).into(),
         _ => error.into(),
     }
 }
@@ -214,7 +216,7 @@ struct Tally {
     /// Events of the chosen GPUs by action.
     read: [u64; Action::ALL.len()],
     /// Checks of each GPU's events.
-    gpus: BTreeMap<u16, HistoryBuilder>,
+    gpus: BTreeMap<u16, Compiling>,
     /// Number of them.
     gpu_count: usize,
     /// Events that the writer could not place.
@@ -250,11 +252,8 @@ impl Tally {
                 "there are events of GPU {first} and of GPU {second}, but {format} holds one GPU's; choose with --gpu"
             )));
         }
-        let checks = self
-            .gpus
-            .entry(event.device)
-            .or_insert_with(|| HistoryBuilder::new(Some(event.device)).within(&self.budget));
-        checks.push(&event).map_err(|error| match error {
+        let checks = self.gpus.entry(event.device).or_insert_with(|| Compiling::new(Some(event.device), &self.budget));
+        checks.take(&event).map_err(|error| match error {
             // Counted as the file has them and as a replay does.
             ReplayError::Event { what, .. } => ReplayError::Event { number: self.number, what },
             error => error,
@@ -269,7 +268,7 @@ impl Tally {
             recorded_settings(&summary.allocator_settings)?;
         }
         let checked = std::mem::take(&mut self.gpus).into_iter();
-        checked.map(|(gpu, checks)| Ok((gpu, compile(checks, summary, None)?))).collect()
+        checked.map(|(gpu, checks)| Ok((gpu, checks.finish(summary, |_| None)?))).collect()
     }
 
     fn events(&self) -> u64 {

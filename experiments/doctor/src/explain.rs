@@ -4,35 +4,34 @@
 
 mod causes;
 mod checkpoints;
-mod climb;
 mod explanation;
 mod holes;
 pub(crate) mod lines;
 mod moments;
+mod peaks;
 mod ranks;
-mod recording;
-mod report;
+mod screen;
 mod survey;
 
 pub(crate) use explanation::Explanation;
 
 use crate::reading::ReadArgs;
-use crate::study::Shard;
+use crate::recording::{Recording, START};
 use anyhow::{Result, anyhow, bail};
 use checkpoints::Checkpoints;
 use clap::Args;
 use explanation::{Grew, Moment, Who};
 use lines::Lines;
 use moments::{Held, grew, held, moment, told, who};
-use recording::{Recording, START};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use survey::Survey;
-use trainer::terminal::{Bar, Page};
+use terminal::Shard;
+use terminal::{Bar, Page};
 use vramlab::backends::{TorchAllocator, of_torch};
-use vramlab::histories::recorded::{Memory, Recorded};
-use vramlab::histories::replay::{Addresses, HistoryBuilder, ReplaySettings, replay};
-use vramlab::histories::trace::{Action, Event};
+use vramlab::histories::memory::Memory;
+use vramlab::histories::replay::{Addresses, ReplaySettings, replay};
+use vramlab::histories::trace::Action;
 use vramlab::{Bytes, Selection};
 
 #[derive(Debug, Args)]
@@ -86,12 +85,12 @@ pub(crate) fn explain(args: &ExplainArgs) -> Result<()> {
             let found = explanation(&args.how, file)?;
             bar.clear();
             if args.json {
-                return crate::print_json(&found);
+                return terminal::print_json(&found);
             }
             let mut page = Page::stdout();
-            report::report(&found, args, &mut page);
-            report::end(&found, &mut page);
-            crate::print(page)
+            screen::report(&found, args, &mut page);
+            screen::end(&found, &mut page);
+            page.print()
         }
         _ => ranks::ranks(args, &files),
     }
@@ -101,31 +100,34 @@ pub(crate) fn explain(args: &ExplainArgs) -> Result<()> {
 ///
 /// # Errors
 /// As those of the command.
-pub(crate) fn answer(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Value> {
-    let how = How { gpu, limit: limit.map(Bytes), read: reading.clone(), ..How::default() };
-    let found = explanation(&how, file)?;
+pub(crate) fn answer(file: &Path, recording: &Recording) -> Result<Value> {
+    let found = explained(file, recording, &How::default())?;
     let mut out = serde_json::to_value(&found)?;
     out["skipped"] = found.skipped.into();
-    out["sentences"] = serde_json::to_value(report::sentences(&found))?;
+    out["sentences"] = serde_json::to_value(screen::sentences(&found))?;
     Ok(out)
 }
 
-/// Explains one history.
+/// Reads and explains one history.
 ///
 /// # Errors
 /// What is wrong with the file, in one line.
 pub(crate) fn explanation(how: &How, file: &Path) -> Result<Explanation> {
-    let recording = Recording::read(file, how)?;
+    explained(file, &Recording::read(file, how.gpu, how.limit.map(|limit| limit.0), &how.read)?, how)
+}
+
+fn explained(file: &Path, recording: &Recording, how: &How) -> Result<Explanation> {
+    recording.check_followable()?;
     let mut lines = Lines::new(&recording.origins, how.frames);
-    let named = between_named(how, &recording)?;
+    let named = between_named(how, recording)?;
     let points = named.iter().flat_map(|named| [named.from, named.to]).collect::<Vec<usize>>();
-    let (survey, checkpoints) = survey::survey(&recording, &mut lines, &points);
+    let (survey, checkpoints) = survey::survey(recording, &mut lines, &points)?;
     let between = named.or_else(|| between_lows(&survey));
-    let scenes = scenes(&recording, &mut lines, &survey, &checkpoints, between.as_ref());
-    let mut found = put_together(file, &recording, survey, scenes);
+    let scenes = scenes(recording, &mut lines, &survey, &checkpoints, between.as_ref())?;
+    let mut found = put_together(file, recording, survey, scenes);
     if found.reserved.pending.deferred_frees > 0 {
-        found.reserved.pending.replayed_reserved_bytes = replayed(&recording, false);
-        found.reserved.pending.replayed_instant_reserved_bytes = replayed(&recording, true);
+        found.reserved.pending.replayed_reserved_bytes = replayed(recording, false);
+        found.reserved.pending.replayed_instant_reserved_bytes = replayed(recording, true);
     }
     Ok(found)
 }
@@ -186,7 +188,7 @@ fn scenes(
     survey: &Survey,
     checkpoints: &Checkpoints<'_>,
     between: Option<&Between>,
-) -> Scenes {
+) -> Result<Scenes> {
     let last = recording.events.len().checked_sub(1).unwrap_or(START);
     let (active, reserved) = (survey.peak_active.0, survey.peak_reserved.0);
     let refused = survey.last_refused();
@@ -233,7 +235,7 @@ fn scenes(
             peaks.push((at, told(recording, &survey.peaks[at], lines)));
         }
         if whole.contains(&index) {
-            look(index, &checkpoints.memory_at(index), lines);
+            look(index, &checkpoints.memory_at(index)?, lines);
         }
     }
     let went = went.unwrap_or_default();
@@ -241,7 +243,7 @@ fn scenes(
     peaks.sort_by_key(|(at, _)| *at);
     let named = between.map(|between| between.named.clone()).unwrap_or_default();
     let grew = from.zip(to).and_then(|(from, to)| grew(&from, &to, named, lines));
-    Scenes {
+    Ok(Scenes {
         peak_active: at_active,
         peak_reserved: at_reserved,
         end,
@@ -249,7 +251,7 @@ fn scenes(
         grew,
         peaks: peaks.into_iter().map(|(_, moment)| moment).collect(),
         reserved: went,
-    }
+    })
 }
 
 fn put_together(file: &Path, recording: &Recording, survey: Survey, scenes: Scenes) -> Explanation {
@@ -286,14 +288,8 @@ fn put_together(file: &Path, recording: &Recording, survey: Survey, scenes: Scen
 /// What the recorded policy reserves at its peak on a device without end, with frees that complete as recorded or at once;
 /// `None` for a history that cannot be replayed.
 fn replayed(recording: &Recording, instant: bool) -> Option<u64> {
-    let mut builder = HistoryBuilder::new(Some(recording.device));
-    let mut expandable = false;
-    for event in recording.events.iter() {
-        let Recorded { action, addr, bytes, stream, time_ns, .. } = event;
-        expandable |= action == Action::SegmentMap;
-        builder.push(&Event { action, device: recording.device, addr, bytes, stream, time_ns }).ok()?;
-    }
-    let mut compiled = crate::history::compile(builder, &recording.summary, recording.settings.memory_limit).ok()?;
+    let mut compiled = recording.compiled(|_| recording.settings.memory_limit).ok()?;
+    let expandable = recording.events.count(Action::SegmentMap) > 0;
     if instant {
         compiled.history.complete_at_once();
     }

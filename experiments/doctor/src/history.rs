@@ -1,33 +1,27 @@
 //! What the commands that replay share: reading a history, opening a device.
 
-mod collections;
-mod recorded;
-pub(crate) mod served;
+pub(crate) mod placements;
 
-use crate::compare::ArmFailed;
-use crate::profile;
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow};
-use collections::Collections;
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use trainer::terminal;
+use terminal::RuntimeFailure;
 use vramlab::backends::CachingSettings;
+use vramlab::budget::Budget;
+use vramlab::histories::memory::{Levels, LimitBound, Peaks};
 use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
-use vramlab::histories::trace::{Cut, ReadError, Summary, read};
+use vramlab::histories::trace::{Cut, Event, ReadError, Summary, read};
 use vramlab::{AllocError, Bytes, CudaDriver, DeviceName, Driver, NullDriver, Profile, SimDriver, SimMemory};
-
-pub(crate) use collections::LimitTold;
-pub(crate) use recorded::{AsRecorded, Tally};
 
 /// A history and the settings under which it was recorded.
 pub(crate) struct Recorded {
     pub(crate) history: History,
     pub(crate) settings: CachingSettings,
     /// What the program that recorded it held; `None` where the file does not tell.
-    pub(crate) as_recorded: Option<AsRecorded>,
+    pub(crate) as_recorded: Option<Peaks>,
     /// The allocator's settings as the file names them.
     pub(crate) allocator_settings: Map<String, Value>,
     /// Where the file was cut short, if it was.
@@ -35,7 +29,7 @@ pub(crate) struct Recorded {
     /// What was held from the device at the peak, as far as the events show it: at least so much.
     pub(crate) seen_reserved: u64,
     /// What its garbage collections tell of the memory limit.
-    pub(crate) limit_told: LimitTold,
+    pub(crate) limit_bound: LimitBound,
 }
 
 /// Reads and compiles a file. `limit` is the memory limit under which it was recorded, where the file does not say it.
@@ -43,32 +37,74 @@ pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &
     load_under(path, gpu, reading, |_| limit)
 }
 
-/// The same where what the recording program held says which limit it had.
+/// Reads one GPU's history from a file, as it was recorded.
+///
+/// # Errors
+/// Those of reading the file and of events that fit no history.
+pub fn read_history(path: &Path) -> Result<History> {
+    Ok(load(path, None, None, &ReadArgs::default())?.history)
+}
+
+/// As [`load`], where what the recording program held says which limit it had.
 pub(crate) fn load_under(
     path: &Path,
     gpu: Option<u16>,
     reading: &ReadArgs,
-    limit: impl FnOnce(Option<&AsRecorded>) -> Option<u64>,
+    limit: impl FnOnce(Option<&Peaks>) -> Option<u64>,
 ) -> Result<Recorded> {
     let options = reading.options();
-    let mut builder = HistoryBuilder::new(gpu).within(&options.budget);
-    let (mut tally, mut collections) = (Tally::new(gpu), Collections::new(gpu));
-    let mut sink = |event| {
-        tally.take(&event);
-        collections.take(&event);
-        builder.push(&event).map_err(ReadError::stop)
-    };
-    let summary = read(path, &options, &mut sink)?;
+    let mut compiling = Compiling::new(gpu, &options.budget);
+    let summary = read(path, &options, &mut |event| compiling.take(&event).map_err(ReadError::stop))?;
     say_cut(path, &summary);
-    let (seen_reserved, as_recorded) = (tally.seen_reserved(), tally.finish(&summary));
-    let limit = limit(as_recorded.as_ref());
-    let mut recorded = compile(builder, &summary, limit).with_context(|| path.display().to_string())?;
-    (recorded.as_recorded, recorded.seen_reserved) = (as_recorded, seen_reserved);
-    recorded.limit_told = collections.finish(&summary, &recorded.settings);
+    let recorded = compiling.finish(&summary, limit).with_context(|| path.display().to_string())?;
     if recorded.history.events() == 0 {
         return Err(no_events(path, gpu, &summary));
     }
     Ok(recorded)
+}
+
+/// The events of one GPU on their way to be compiled, and what they alone say of the program that made them.
+#[derive(Debug)]
+pub(crate) struct Compiling {
+    builder: HistoryBuilder,
+    levels: Levels,
+}
+
+impl Compiling {
+    pub(crate) fn new(gpu: Option<u16>, budget: &Budget) -> Self {
+        Self { builder: HistoryBuilder::new(gpu).within(budget), levels: Levels::new(gpu) }
+    }
+
+    pub(crate) fn take(&mut self, event: &Event) -> Result<(), ReplayError> {
+        self.levels.take(event);
+        self.builder.push(event)
+    }
+
+    /// Ends a compilation with what the file says besides its events.
+    pub(crate) fn finish(
+        mut self,
+        summary: &Summary,
+        limit: impl FnOnce(Option<&Peaks>) -> Option<u64>,
+    ) -> Result<Recorded, ReplayError> {
+        // PyTorch's snapshots may begin in the middle; other logs begin with their program.
+        match summary.ending() {
+            Some(segments) => self.builder.ends_with(segments)?,
+            None if summary.cut.is_some() => self.builder.breaks_off(),
+            None => self.builder.expect_complete(),
+        }
+        let as_recorded = self.levels.peaks(summary);
+        let mut settings = recorded_settings(&summary.allocator_settings)?;
+        settings.memory_limit = limit(as_recorded.as_ref()).or(settings.memory_limit);
+        Ok(Recorded {
+            history: self.builder.finish(&settings)?,
+            settings,
+            as_recorded,
+            allocator_settings: summary.allocator_settings.clone(),
+            cut: summary.cut,
+            seen_reserved: self.levels.least_reserved(),
+            limit_bound: self.levels.limit(summary, &settings),
+        })
+    }
 }
 
 /// Says in one line that a file was cut short, if it was.
@@ -85,40 +121,14 @@ pub(crate) fn say_cut(path: &Path, summary: &Summary) {
 /// Warns where garbage was collected under a limit that neither the file nor the command line names: what went then is taken for
 /// frees of the program's own.
 pub(crate) fn warn_of_limit(path: &Path, recorded: &Recorded) {
-    let most = match recorded.limit_told {
+    let most = match recorded.limit_bound {
         _ if recorded.settings.memory_limit.is_some() => return,
-        LimitTold::Nothing => return,
-        LimitTold::Some => String::new(),
-        LimitTold::Below(below) => format!("; it was {} or less: --limit {}B", Bytes(below - 1), below - 1),
+        LimitBound::None => return,
+        LimitBound::Unknown => String::new(),
+        LimitBound::Below(below) => format!("; it was {} or less: --limit {}B", Bytes(below - 1), below - 1),
     };
     let what = "garbage was collected under a memory limit; without --limit that counts as calls of empty_cache";
     terminal::say(&format!("warning: {}: {what}{most}", path.display()));
-}
-
-/// Ends a compilation with what the file says besides its events.
-pub(crate) fn compile(
-    mut builder: HistoryBuilder,
-    summary: &Summary,
-    limit: Option<u64>,
-) -> Result<Recorded, ReplayError> {
-    // PyTorch's snapshots may begin in the middle; other logs begin with their program.
-    match summary.ending() {
-        Some(segments) => builder.ends_with(segments)?,
-        None if summary.cut.is_some() => builder.breaks_off(),
-        None => builder.expect_complete(),
-    }
-    let mut settings = recorded_settings(&summary.allocator_settings)?;
-    settings.memory_limit = limit.or(settings.memory_limit);
-    let allocator_settings = summary.allocator_settings.clone();
-    Ok(Recorded {
-        history: builder.finish(&settings)?,
-        settings,
-        as_recorded: None,
-        allocator_settings,
-        cut: summary.cut,
-        seen_reserved: 0,
-        limit_told: LimitTold::Nothing,
-    })
 }
 
 /// A history that holds nothing, or nothing of the chosen GPU.
@@ -140,7 +150,7 @@ pub(crate) fn failed(path: &Path, error: ReplayError) -> anyhow::Error {
     }
     let bad_input = error.is_bad_input();
     let text = format!("{}: {error}", path.display());
-    if bad_input { anyhow::Error::msg(text) } else { ArmFailed::at_run_time(&text).into() }
+    if bad_input { anyhow::Error::msg(text) } else { RuntimeFailure::new(text).into() }
 }
 
 /// More than any history can ask for.
@@ -161,7 +171,9 @@ impl Devices {
     /// Opens what was named.
     pub(crate) fn open(name: &DeviceName) -> Result<Self> {
         Ok(match name {
-            DeviceName::Sim(path) => Self::Sim(Box::new(profile::read(path.as_deref())?)),
+            DeviceName::Sim(path) => {
+                Self::Sim(Box::new(path.as_deref().map_or_else(|| Ok(Profile::h200()), Profile::read)?))
+            }
             DeviceName::Null => Self::Null,
             DeviceName::Cuda(number) => Self::Cuda(Arc::new(CudaDriver::new(*number)?)),
         })

@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    experiments::vramlab()
+    doctor::main(std::env::args_os().collect())
 }

@@ -1,4 +1,4 @@
-//! `experiments plan`: where the blocks of a recorded history are placed so that it needs little memory.
+//! `vramlab plan`: where the blocks of a recorded history are placed so that it needs little memory.
 
 use crate::history::{load, warn_of_limit};
 use crate::reading::ReadArgs;
@@ -6,7 +6,8 @@ use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
-use trainer::terminal::{Bar, Page, quoted};
+use terminal::command;
+use terminal::{Bar, Page, quoted};
 use vramlab::Bytes;
 use vramlab::histories::plan::{CrossStream, PlanSettings, misses, plan as place, stitched};
 use vramlab::output::{self, Existing};
@@ -82,7 +83,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let trace = args.file.display().to_string();
     let misses = misses(&lifetimes);
     if args.json {
-        return crate::print_json(&Found {
+        return terminal::print_json(&Found {
             trace,
             allocations: lifetimes.len(),
             lower_bound_bytes: found.lower_bound,
@@ -115,6 +116,6 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         }
         None => format!("plan {} -o plan.json", quoted(&trace)),
     };
-    page.end(said, &crate::next_command(&next));
-    crate::print(page)
+    page.end(said, &command("vramlab", &next));
+    page.print()
 }

@@ -1,12 +1,12 @@
 //! Commands that the analysis package has, which is Python.
 
-use crate::compare::ArmFailed;
 use anyhow::{Result, bail};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use terminal::RuntimeFailure;
 
-/// Commands of `python3 -m vramlab`. Its `report` is called by the program's own.
+/// Commands of `python3 -m vramlab_analysis`.
 const COMMANDS: [&str; 6] = ["steps", "losses", "nsight", "readme-figures", "readme", "notebooks"];
 
 /// What help says of them.
@@ -37,19 +37,19 @@ pub(crate) fn run(arguments: &[OsString]) -> Result<()> {
     if !COMMANDS.contains(&name.as_str()) {
         bail!("'{name}' is no command of vramlab; vramlab --help lists them");
     }
-    if !has("vramlab.__main__") {
+    if !has("vramlab_analysis.__main__") {
         bail!(
             "{name}: the analysis package has this command, and {} does not have it; pip install ./analysis",
             interpreter().display()
         );
     }
-    match Command::new(interpreter()).args(["-m", "vramlab"]).args(arguments).status() {
+    match Command::new(interpreter()).args(["-m", "vramlab_analysis"]).args(arguments).status() {
         Ok(status) if status.success() => Ok(()),
         // It has said what is wrong.
         Ok(status) if status.code().is_some() => std::process::exit(status.code().unwrap_or(1)),
         other => {
             let why = other.map_or_else(|error| error.to_string(), |status| status.to_string());
-            Err(ArmFailed::at_run_time(&format!("python3 -m vramlab {name}: {why}")).into())
+            Err(RuntimeFailure::new(format!("python3 -m vramlab_analysis {name}: {why}")).into())
         }
     }
 }
@@ -60,11 +60,10 @@ mod tests {
 
     #[test]
     fn the_commands_are_those_of_the_package() {
-        let main = concat!(env!("CARGO_MANIFEST_DIR"), "/../analysis/src/vramlab/__main__.py");
+        let main = concat!(env!("CARGO_MANIFEST_DIR"), "/../../analysis/src/vramlab_analysis/__main__.py");
         let source = std::fs::read_to_string(main).unwrap();
         let parsers = source.split("commands.add_parser(").skip(1);
-        let mut names: Vec<&str> = parsers.filter_map(|rest| rest.split('"').nth(1)).collect();
-        names.retain(|name| *name != "report");
+        let names: Vec<&str> = parsers.filter_map(|rest| rest.split('"').nth(1)).collect();
         assert_eq!(names, COMMANDS);
         assert!(COMMANDS.iter().all(|name| HELP.contains(name)));
     }

@@ -3,7 +3,7 @@
 use clap::Args;
 use serde::Serialize;
 use std::path::Path;
-use trainer::terminal::fail;
+use terminal::fail;
 use vramlab::Bytes;
 use vramlab::budget::Budget;
 use vramlab::histories::trace::ReadOptions;

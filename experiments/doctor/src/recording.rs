@@ -1,42 +1,43 @@
 //! A history in memory: its events with where they came from, and what was there before the first of them.
 
-use super::How;
-use crate::history::{no_events, say_cut};
+use crate::history::{Compiling, no_events, say_cut};
+use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow};
 use std::collections::HashSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
-use vramlab::budget::Budget;
+use vramlab::budget::{Budget, OverBudget};
 use vramlab::contract::BlockState;
-use vramlab::histories::recorded::{Before, Events, Memory, Recorded, Rules};
+use vramlab::histories::memory::{Before, Events, Memory, Peaks, Recorded, Rules};
 use vramlab::histories::replay::{MAX_BYTES, recorded_settings};
 use vramlab::histories::trace::{Action, Annotation, Event, Origins, ReadError, Summary, TextId, read_origins};
 
 /// The index of what was there before the first event.
-pub(super) const START: usize = usize::MAX;
+pub(crate) const START: usize = usize::MAX;
 
 /// The events of one GPU and what else its history says.
-pub(super) struct Recording {
-    pub(super) events: Events,
-    pub(super) origins: Origins,
-    pub(super) summary: Summary,
-    pub(super) settings: CachingSettings,
+pub(crate) struct Recording {
+    path: PathBuf,
+    pub(crate) events: Events,
+    pub(crate) origins: Origins,
+    pub(crate) summary: Summary,
+    pub(crate) settings: CachingSettings,
     rules: Rules,
-    pub(super) device: u16,
+    pub(crate) device: u16,
     /// Events of the file before the first of this GPU.
-    pub(super) skipped: u64,
-    pub(super) before: Before,
+    pub(crate) skipped: u64,
+    pub(crate) before: Before,
     /// What reading it may take.
-    pub(super) budget: Budget,
+    pub(crate) budget: Budget,
     /// Times at which an annotation begins or ends, and the innermost one from then on.
     ranges: Vec<(u64, Option<TextId>)>,
 }
 
 impl Recording {
-    /// Reads a file.
-    pub(super) fn read(path: &Path, how: &How) -> Result<Self> {
-        let (gpu, limit) = (how.gpu, how.limit);
-        let options = how.read.keeping(path);
+    /// Reads the events of a GPU (`None`: of the only one) from a file. `limit` is the memory limit under which it was
+    /// recorded, where the file does not say it.
+    pub(crate) fn read(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Self> {
+        let options = reading.keeping(path);
         let mut events = Events::new(&options.budget);
         let (mut number, mut device, mut skipped) = (0_u64, gpu, 0);
         let (summary, origins) = read_origins(path, &options, &mut |event, origin, _| {
@@ -71,12 +72,8 @@ impl Recording {
         if events.is_empty() && !mine {
             return Err(no_events(path, gpu, &summary));
         }
-        if lacks_allocs(&events) {
-            return Err(anyhow!(
-                "{}: the history frees blocks and has no alloc events, without which nobody can tell what was in use; record \
-                 it again without skip_actions=[\"alloc\"]",
-                path.display()
-            ));
+        if events.len() > u32::MAX as usize - 2 {
+            return Err(anyhow!("{}: there are more than four billion events", path.display()));
         }
         let ending = summary.ending().unwrap_or_default().iter().filter(|segment| segment.device == device);
         if ending.flat_map(|segment| &segment.blocks).any(|block| block.state == BlockState::PendingFree) {
@@ -84,10 +81,11 @@ impl Recording {
         }
         let mut settings =
             recorded_settings(&summary.allocator_settings).with_context(|| path.display().to_string())?;
-        settings.memory_limit = limit.map(|limit| limit.0).or(settings.memory_limit);
+        settings.memory_limit = limit.or(settings.memory_limit);
         let rules = Rules::new(&summary, device, &settings);
         let before = Before::new(&events, &rules, &summary, &origins, device);
         let mut out = Self {
+            path: path.to_owned(),
             events,
             origins,
             summary,
@@ -100,25 +98,74 @@ impl Recording {
             ranges: Vec::new(),
         };
         out.ranges = out.annotated();
-        if out.events.len() > u32::MAX as usize - 2 {
-            return Err(anyhow!("{}: there are more than four billion events", path.display()));
-        }
         Ok(out)
     }
 
+    /// Whether the history can be followed.
+    ///
+    /// # Errors
+    /// Events of allocations were left out when it was recorded.
+    pub(crate) fn check_followable(&self) -> Result<()> {
+        if lacks_allocs(&self.events) {
+            return Err(anyhow!(
+                "{}: the history frees blocks and has no alloc events, without which nobody can tell what was in use; record \
+                 it again without skip_actions=[\"alloc\"]",
+                self.path.display()
+            ));
+        }
+        Ok(())
+    }
+
+    /// The history for replays. `limit` tells the memory limit that it had from what the program held.
+    ///
+    /// # Errors
+    /// Those of compiling a history.
+    pub(crate) fn compiled(
+        &self,
+        limit: impl FnOnce(Option<&Peaks>) -> Option<u64>,
+    ) -> Result<crate::history::Recorded> {
+        let file = || self.path.display().to_string();
+        // The compiled history outlives this reading's events.
+        let mut compiling = Compiling::new(Some(self.device), &Budget::new(self.budget.limit()));
+        let event = |Recorded { action, addr, bytes, stream, time_ns, .. }: Recorded, device| Event {
+            action,
+            device,
+            addr,
+            bytes,
+            stream,
+            time_ns,
+        };
+        // Events of other GPUs count in the numbers of events.
+        if let Some(first) = self.events.first() {
+            let elsewhere = event(first, self.device.wrapping_add(1));
+            (0..self.skipped).try_for_each(|_| compiling.take(&elsewhere)).with_context(file)?;
+        }
+        for recorded in self.events.iter() {
+            compiling.take(&event(recorded, self.device)).with_context(file)?;
+        }
+        let recorded = compiling.finish(&self.summary, limit).with_context(file)?;
+        if recorded.history.events() == 0 {
+            return Err(no_events(&self.path, Some(self.device), &self.summary));
+        }
+        Ok(recorded)
+    }
+
     /// The memory before the first event.
-    pub(super) fn memory(&self) -> Memory {
-        Memory::new(&self.rules, &self.before)
+    ///
+    /// # Errors
+    /// [`OverBudget`] when it takes more than there is.
+    pub(crate) fn memory(&self) -> Result<Memory, OverBudget> {
+        Memory::beginning(self.rules.clone(), &self.before, &self.budget)
     }
 
     /// The number of an event in the file, from 1.
-    pub(super) fn number(&self, index: usize) -> u64 {
+    pub(crate) fn number(&self, index: usize) -> u64 {
         // CAST: a length in memory.
         self.skipped + index as u64 + 1
     }
 
     /// Time of an event since the first; `None` in logs without times.
-    pub(super) fn since_start(&self, index: usize) -> Option<u64> {
+    pub(crate) fn since_start(&self, index: usize) -> Option<u64> {
         let first = self.events.first()?.time_ns;
         let time = self.events.get(index)?.time_ns;
         let timed = self.events.last().is_some_and(|last| last.time_ns > 0);
@@ -126,7 +173,7 @@ impl Recording {
     }
 
     /// The innermost annotation at an event.
-    pub(super) fn annotation(&self, index: usize) -> Option<&str> {
+    pub(crate) fn annotation(&self, index: usize) -> Option<&str> {
         let time = self.events.get(index)?.time_ns;
         let before = self.ranges.partition_point(|(at, _)| *at <= time);
         let (_, name) = self.ranges.get(before.checked_sub(1)?)?;
@@ -134,7 +181,7 @@ impl Recording {
     }
 
     /// The first event from the first annotation of a name on.
-    pub(super) fn begins(&self, name: &str) -> Option<usize> {
+    pub(crate) fn begins(&self, name: &str) -> Option<usize> {
         let mine = |device: Option<u16>| device.is_none_or(|device| device == self.device);
         let all = self.origins.annotations().iter().filter(|annotation| annotation.start && mine(annotation.device));
         let found =

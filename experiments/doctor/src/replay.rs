@@ -1,10 +1,10 @@
-//! `experiments replay`: recorded histories under each allocator, one object or column for each.
+//! `vramlab replay`: recorded histories under each allocator, one object or column for each.
 
 mod against;
 pub(crate) mod bound;
-mod report;
+mod table;
 
-use crate::history::{AsRecorded, Devices, Recorded, failed, load, warn_of_limit};
+use crate::history::{Devices, Recorded, failed, load, warn_of_limit};
 use crate::reading::ReadArgs;
 use against::Compared;
 use anyhow::Result;
@@ -13,8 +13,9 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use trainer::alloc::{self, Selections};
-use trainer::terminal::{Bar, Page};
+use terminal::arguments::{self, Selections};
+use terminal::{Bar, Page};
+use vramlab::histories::memory::Peaks;
 use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings, Requests, replay_against};
 use vramlab::{Bytes, DeviceKind, DeviceName, Ledger, Selection};
 
@@ -24,7 +25,7 @@ pub(crate) struct ReplayArgs {
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Allocators with their settings, separated by commas [default: those that place blocks differently; "all" is every one]; what is not set is as it was recorded
-    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocators())]
     alloc: Vec<Selections>,
     /// sim, sim:PROFILE.json, null (no costs), cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "sim")]
@@ -170,13 +171,13 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
     let against = args.against.as_deref().map(|path| Compared::read(path, args)).transpose()?;
     let chosen = match &against {
         Some(against) => against.chosen(&args.alloc)?,
-        None => alloc::chosen(&args.alloc),
+        None => arguments::chosen(&args.alloc),
     };
     chosen.iter().try_for_each(Selection::check)?;
     let devices = Devices::open(&args.device)?;
     let form = "{bar:30} replay {pos}/{len} {wide_msg} [{elapsed} left {eta}]";
     let bar = Bar::new((args.files.len() * chosen.len()) as u64, form);
-    let (mut rows, mut told): (Vec<Row>, Vec<Option<AsRecorded>>) = (Vec::new(), Vec::new());
+    let (mut rows, mut told): (Vec<Row>, Vec<Option<Peaks>>) = (Vec::new(), Vec::new());
     for file in &args.files {
         bar.message(format!("reading {}", file.display()));
         let mut recorded = load(file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
@@ -196,16 +197,16 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
     }
     bar.clear();
     if args.json {
-        return crate::print_json(&rows);
+        return terminal::print_json(&rows);
     }
     let mut page = Page::stdout();
     for (rows, told) in rows.chunks(chosen.len()).zip(&told) {
-        report::report(rows, told.as_ref(), &mut page);
+        table::report(rows, told.as_ref(), &mut page);
     }
     if let Some((rows, told)) = rows.chunks(chosen.len()).next_back().zip(told.last()) {
-        report::end(rows, told.as_ref(), &mut page);
+        table::end(rows, told.as_ref(), &mut page);
     }
-    crate::print(page)
+    page.print()
 }
 
 fn run(

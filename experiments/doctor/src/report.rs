@@ -1,31 +1,34 @@
 //! `vramlab report`: one page of HTML for histories and runs, which works offline.
 //!
-//! It shows where the blocks lay over time, how much was reserved, active and asked for, how the unused part divides up, and
-//! what other allocators would have made of the same program.
+//! Of a history it shows where the blocks lay over time, how much was reserved, active and asked for, how the unused part
+//! divides up, and what other allocators would have made of the same program. Of a run it shows what its record says: the
+//! host's time, driver calls, memory and losses over the steps, latencies. A run that recorded its events has both.
 
+mod address_ranges;
 mod browser;
 mod columns;
-mod lanes;
 mod maps;
 mod page;
-mod places;
-mod python;
-mod recording;
+mod run;
 mod source;
+mod stacks;
+mod timeline;
 mod told;
 
 use crate::history::Devices;
 use crate::reading::ReadArgs;
+use crate::recording::Recording;
 use crate::replay::bound::{Bounds, PlanChoice};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 use maps::Replayed;
 use page::Numbers;
+use run::RunData;
 use source::{Input, Source};
 use std::path::PathBuf;
+use terminal::arguments::{self, Selections};
+use terminal::{Bar, Page};
 use told::{Answers, HistoryData, PageData};
-use trainer::alloc::{self, Selections};
-use trainer::terminal::{Bar, Page};
 use vramlab::histories::replay::Addresses;
 use vramlab::output::{self, Existing, OutputFile};
 use vramlab::{Bytes, DeviceName, Selection};
@@ -35,8 +38,8 @@ const COMPARED: &str = "caching,pytorch-expandable,rmm-pool,bfc,tlsf";
 
 #[derive(Debug, Args)]
 pub(crate) struct ReportArgs {
-    /// Histories (PyTorch snapshots and the other formats of `convert`, plain, .gz or .xz) and folders of runs that were
-    /// recorded with --trace or --export
+    /// Histories (PyTorch snapshots and the other formats of `convert`, plain, .gz or .xz), folders of runs, with a block map
+    /// where they were recorded with --trace or --export, and folders of experiments
     #[arg(required = true, value_name = "SNAPSHOT|RUN")]
     inputs: Vec<PathBuf>,
     /// Page to write; one that is there is replaced
@@ -48,7 +51,7 @@ pub(crate) struct ReportArgs {
     open: bool,
     /// Allocators that are compared, with their settings, separated by commas [default: caching, pytorch-expandable,
     /// rmm-pool, bfc, tlsf]; what is not set is as it was recorded
-    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocators())]
     alloc: Vec<Selections>,
     /// Memory limit of the recording, such as 11900MiB, which tells a retry from empty_cache
     #[arg(long, value_name = "BYTES")]
@@ -75,80 +78,75 @@ enum Switch {
 
 /// Makes the page.
 pub(crate) fn report(args: &ReportArgs) -> Result<()> {
-    let inputs: Vec<Input> = args.inputs.iter().map(|path| Input::of(path)).collect();
     output::check(&args.out, Existing::Replace)?;
-    let eventless = inputs.iter().find_map(|input| match input {
-        Input::Eventless(folder) => Some(folder),
-        _ => None,
-    });
-    match eventless {
-        None => write(args, &inputs)?,
-        // The other page shows runs by their records, and only runs.
-        Some(_) if !inputs.iter().any(|input| matches!(input, Input::History(_))) => python::page(args)?,
-        Some(folder) => bail!(
-            "{}: there are no events in this folder; record the run with --trace, or name runs alone",
-            folder.display()
-        ),
+    let mut folders = Vec::new();
+    for path in args.inputs.iter().filter(|path| path.is_dir()) {
+        folders.extend(run::folders(path)?);
     }
+    let runs = run::read(&folders)?;
+    let inputs: Vec<Input> = args.inputs.iter().filter_map(|path| Input::of(path)).collect();
+    write(args, &inputs, &runs)?;
     if args.open { browser::open(&args.out) } else { Ok(()) }
 }
 
-fn write(args: &ReportArgs, inputs: &[Input]) -> Result<()> {
+fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
     let chosen = match args.alloc.is_empty() {
         true => vramlab::backends::parse_list(COMPARED)?,
-        false => alloc::chosen(&args.alloc),
+        false => arguments::chosen(&args.alloc),
     };
     chosen.iter().try_for_each(Selection::check)?;
     let devices = Devices::open(&DeviceName::Sim(None))?;
-    // These have bars of their own.
-    let answers: Vec<Answers> = inputs.iter().map(|input| answers(input, args)).collect();
-    let bar = Bar::new(
-        (inputs.len() * (chosen.len() + 3)) as u64,
-        "{bar:30} report {pos}/{len} {wide_msg} [{elapsed} left {eta}]",
-    );
     let mut numbers = Numbers::default();
     let mut histories = Vec::new();
-    for ((input, path), answers) in inputs.iter().zip(&args.inputs).zip(answers) {
-        bar.message(format!("reading {}", path.display()));
-        let source = Source::read(input, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
-        bar.advance(1);
+    let limit = args.limit.map(|limit| limit.0);
+    for input in inputs {
+        let file = input.file();
+        let recording = Recording::read(file, args.gpu, limit, &args.read)?;
+        // `advise` and `explain` show their own progress.
+        let answers = answers(input, &recording, args);
+        let source = Source::of(input, &recording, limit)?;
+        drop(recording);
+        let bar = Bar::new(chosen.len() as u64 + 2, "{bar:30} report {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
         histories.push(shown(&source, &chosen, &devices, args, &bar, &mut numbers)?.with(answers));
+        bar.clear();
     }
-    bar.clear();
-    let names: Vec<&str> = histories.iter().map(|history| history.name.as_str()).collect();
+    let names = histories.iter().map(|history| &history.name);
+    let eventless = runs.iter().filter(|run| !histories.iter().any(|history| history.name == run.folder));
+    let names: Vec<&str> = names.chain(eventless.map(|run| &run.name)).map(String::as_str).collect();
     let title = format!("GPU memory: {}", names.join(", "));
     let events: u64 = histories.iter().map(|history| history.events).sum();
-    let document = page::document(&title, &PageData { title: &title, histories: &histories }, &numbers)?;
+    let document = page::document(&title, &PageData { title: &title, runs, histories: &histories }, &numbers)?;
     let mut out = OutputFile::create(&args.out, Existing::Replace)?;
     std::io::Write::write_all(&mut out, document.as_bytes()).map_err(|error| out.failed(error))?;
     out.finish()?;
     let mut page = Page::stdout();
-    page.line(format!(
-        "{}: {events} events of {}, {} under {}; the page has {}.",
-        args.out.display(),
-        if histories.len() == 1 { "one history".to_owned() } else { format!("{} histories", histories.len()) },
-        if histories.len() == 1 { "replayed" } else { "each replayed" },
-        if chosen.len() == 1 { "one allocator".to_owned() } else { format!("{} allocators", chosen.len()) },
-        Bytes(document.len() as u64)
-    ));
-    if !args.open {
-        page.line(format!("Next: open {} in a browser", trainer::terminal::quoted(&args.out.to_string_lossy())));
+    let mut shown = Vec::new();
+    if !runs.is_empty() {
+        shown.push(if runs.len() == 1 { "one run".to_owned() } else { format!("{} runs", runs.len()) });
     }
-    crate::print(page)
+    if !histories.is_empty() {
+        shown.push(format!(
+            "{events} events of {}, {} under {}",
+            if histories.len() == 1 { "one history".to_owned() } else { format!("{} histories", histories.len()) },
+            if histories.len() == 1 { "replayed" } else { "each replayed" },
+            if chosen.len() == 1 { "one allocator".to_owned() } else { format!("{} allocators", chosen.len()) },
+        ));
+    }
+    let size = Bytes(document.len() as u64);
+    page.line(format!("{}: {}; the page has {size}.", args.out.display(), shown.join(", ")));
+    if !args.open {
+        page.line(format!("Next: open {} in a browser", terminal::quoted(&args.out.to_string_lossy())));
+    }
+    page.print()
 }
 
 /// What the commands for questions say of an input.
-fn answers(input: &Input, args: &ReportArgs) -> Answers {
-    let (file, snapshot) = match input {
-        Input::History(file) => (file, true),
-        Input::Run { log, .. } => (log, false),
-        Input::Eventless(_) => return Answers { advise: None, explain: None },
-    };
-    let limit = args.limit.map(|limit| limit.0);
+fn answers(input: &Input, recording: &Recording, args: &ReportArgs) -> Answers {
+    let file = input.file();
     // PyTorch's settings say nothing of a run that had another allocator.
-    let advise = (snapshot && args.advise == Switch::On)
-        .then(|| crate::advise::answer(file, args.gpu, limit, &args.read).into());
-    let explain = Some(crate::explain::answer(file, args.gpu, limit, &args.read).into());
+    let advise = (matches!(input, Input::History(_)) && args.advise == Switch::On)
+        .then(|| crate::advise::answer(file, recording, args.limit.map(|limit| limit.0)).into());
+    let explain = Some(crate::explain::answer(file, recording).into());
     Answers { advise, explain }
 }
 

@@ -14,7 +14,7 @@ const MIB: u64 = 1 << 20;
 
 /// A history of the repository's.
 fn history(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("histories").join(format!("{name}.pickle.xz"));
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../histories").join(format!("{name}.pickle.xz"));
     path.to_str().unwrap().to_owned()
 }
 
@@ -50,7 +50,7 @@ fn setting<'a>(advice: &'a Value, conf: &str) -> &'a Value {
 fn a_setting_that_mends_an_out_of_memory_is_found_and_said() {
     let place = Place::new();
     let file = rounded_out_of_memory(&place);
-    let advice = place.vramlab(&["advise", &file, "--json"]).ok().json();
+    let advice = place.run(&["advise", &file, "--json"]).ok().json();
     assert_eq!((&advice["limit_bytes"], &advice["limit_source"]), (&json!(88 * MIB), &json!("out-of-memory")));
     assert_eq!(advice["recorded"]["replayed"]["out_of_memory"], true, "{advice}");
     assert_eq!((&advice["verdict"], &advice["live_bytes"]), (&json!("change"), &json!(66 * MIB)));
@@ -58,10 +58,10 @@ fn a_setting_that_mends_an_out_of_memory_is_found_and_said() {
     assert_eq!((&first["out_of_memory"], &first["rank"]), (&json!(false), &json!(1)));
     assert!(first["peak_reserved_bytes"].as_u64() <= Some(68 * MIB), "{first}");
     // Two segments of 34 MiB, and not a step less.
-    let plain = place.vramlab(&["advise", &file, "--conf", "", "--json"]).ok().json();
+    let plain = place.run(&["advise", &file, "--conf", "", "--json"]).ok().json();
     let plain = setting(&plain, "");
     assert_eq!((&plain["peak_reserved_bytes"], &plain["smallest_memory_bytes"]), (&json!(68 * MIB), &json!(68 * MIB)));
-    let told = place.vramlab(&["advise", &file]).ok().stdout;
+    let told = place.run(&["advise", &file]).ok().stdout;
     let said = [
         "Out of memory at event 3 of 3: 33 MiB asked for while 48 MiB were reserved, 48 MiB of them allocated and nothing free.",
         "It ran under roundup_power2_divisions:2.",
@@ -82,11 +82,11 @@ fn a_setting_that_mends_an_out_of_memory_is_found_and_said() {
 fn where_no_setting_helps_it_says_what_is_needed() {
     let place = Place::new();
     let file = rounded_out_of_memory(&place);
-    let advice = place.vramlab(&["advise", &file, "--limit", "60MiB", "--json"]).ok().json();
+    let advice = place.run(&["advise", &file, "--limit", "60MiB", "--json"]).ok().json();
     assert_eq!((&advice["verdict"], &advice["limit_source"]), (&json!("out-of-memory"), &json!("given")));
     assert_eq!(advice["needed_bytes"], 68 * MIB);
     assert!(advice["settings"].as_array().unwrap().iter().all(|setting| setting["out_of_memory"] == true));
-    let told = place.vramlab(&["advise", &file, "--limit", "60MiB"]).ok().stdout;
+    let told = place.run(&["advise", &file, "--limit", "60MiB"]).ok().stdout;
     assert!(told.contains("No setting mends this: you need 68 MiB"), "{told}");
 }
 
@@ -128,7 +128,7 @@ fn collections_tell_the_limit() {
     let place = Place::new();
     let file = collected(&place, true);
     let confs = ["--conf", "", "--conf", "garbage_collection_threshold:0.5"];
-    let advice = place.vramlab(&[&["advise", &file, "--json"], &confs[..]].concat()).ok().json();
+    let advice = place.run(&[&["advise", &file, "--json"], &confs[..]].concat()).ok().json();
     assert_eq!((&advice["limit_bytes"], &advice["limit_source"]), (&json!(220 * MIB - 1), &json!("collections")));
     assert_eq!(
         (&advice["recorded"]["replayed_off_percent"], &advice["unknown"]["limit"]),
@@ -136,18 +136,18 @@ fn collections_tell_the_limit() {
     );
     assert_eq!(setting(&advice, "")["peak_reserved_bytes"], 190 * MIB);
     assert_eq!(setting(&advice, "garbage_collection_threshold:0.5")["peak_reserved_bytes"], 130 * MIB);
-    let told = place.vramlab(&["advise", &file]).ok().stdout;
+    let told = place.run(&["advise", &file]).ok().stdout;
     let told = told.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(told.contains("Garbage was collected, which PyTorch does under a memory limit only: "), "{told}");
     // Where the segments of the end do not add up with the events, nobody knows how much was reserved.
-    let cut = place.vramlab(&["advise", &collected(&place, false), "--json"]).ok().json();
+    let cut = place.run(&["advise", &collected(&place, false), "--json"]).ok().json();
     assert_eq!((&cut["limit_bytes"], &cut["unknown"]["limit"]), (&Value::Null, &json!(true)), "{cut}");
-    let told = place.vramlab(&["advise", &collected(&place, false)]).ok().stdout;
+    let told = place.run(&["advise", &collected(&place, false)]).ok().stdout;
     assert!(told.contains("Give it with --limit"), "{told}");
     let file = collected(&place, true);
     // On a larger GPU: what was collected was collected under the smaller limit all the same.
     let larger = [&["advise", &file, "--json", "--limit", "1GiB"], &confs[..]].concat();
-    let advice = place.vramlab(&larger).ok().json();
+    let advice = place.run(&larger).ok().json();
     assert_eq!((&advice["limit_source"], &advice["recorded"]["replayed_off_percent"]), (&json!("given"), &Value::Null));
     for conf in ["", "garbage_collection_threshold:0.5"] {
         assert_eq!(setting(&advice, conf)["peak_reserved_bytes"], 190 * MIB, "{conf}");
@@ -186,7 +186,7 @@ fn a_replay_that_is_off_is_said_first_and_percentages_are_of_what_was_recorded()
         "off.json",
         json!({"segments": [segment], "device_traces": [events], "allocator_settings": {}}).to_string(),
     );
-    let told = place.vramlab(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
+    let told = place.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
     let help = told.split("What would help").nth(1).unwrap();
     let first = "Take this with care: what ran is replayed with 66.0 % less than was reserved.";
     assert!(help.trim_start().starts_with(first), "{told}");
@@ -199,18 +199,18 @@ fn a_replay_that_is_off_is_said_first_and_percentages_are_of_what_was_recorded()
 fn what_reserves_more_than_the_given_limit_is_not_the_advice() {
     let place = Place::new();
     let arguments = ["advise", &history("mlp"), "--limit", "80MiB"];
-    let advice = place.vramlab(&[&arguments[..], &["--json"]].concat()).ok().json();
+    let advice = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
     assert_eq!(advice["verdict"], "out-of-memory");
     let first = &advice["settings"][0];
     assert_eq!((&first["over_limit"], &first["out_of_memory"]), (&json!(true), &json!(false)));
     assert_eq!(first["smallest_memory_bytes"], advice["needed_bytes"]);
     let needed = advice["needed_bytes"].as_u64().unwrap();
-    let told = place.vramlab(&arguments).ok().stdout;
+    let told = place.run(&arguments).ok().stdout;
     assert!(told.contains(&format!("No setting mends this: you need {} MiB", needed / MIB)), "{told}");
     assert!(told.contains("more than the limit") && told.contains("set_per_process_memory_fraction"), "{told}");
     // That much is enough, and is not passed.
     let limit = format!("{}MiB", needed / MIB);
-    let advice = place.vramlab(&["advise", &history("mlp"), "--limit", &limit, "--json"]).ok().json();
+    let advice = place.run(&["advise", &history("mlp"), "--limit", &limit, "--json"]).ok().json();
     assert!(
         advice["verdict"] != "out-of-memory" && advice["settings"][0]["peak_reserved_bytes"].as_u64() <= Some(needed)
     );
@@ -220,7 +220,7 @@ fn what_reserves_more_than_the_given_limit_is_not_the_advice() {
 #[test]
 fn a_recorded_program_is_followed_and_settings_are_ranked_by_what_they_reserve() {
     let place = Place::new();
-    let advice = place.vramlab(&["advise", &history("mlp"), "--json"]).ok().json();
+    let advice = place.run(&["advise", &history("mlp"), "--json"]).ok().json();
     let recorded = &advice["recorded"];
     assert_eq!(recorded["replayed"]["peak_reserved_bytes"], recorded["peak_reserved_bytes"]);
     assert_eq!(recorded["replayed_off_percent"], 0.0);
@@ -256,7 +256,7 @@ fn given_settings_are_the_only_ones_in_pytorchs_own_words() {
     let file = history("mlp");
     arguments[1] = &file;
     confs.iter().for_each(|conf| arguments.extend(["--conf", conf]));
-    let advice = place.vramlab(&arguments).ok().json();
+    let advice = place.run(&arguments).ok().json();
     let told: BTreeSet<&str> =
         advice["settings"].as_array().unwrap().iter().map(|setting| setting["conf"].as_str().unwrap()).collect();
     assert_eq!(told, BTreeSet::from(confs));
@@ -276,7 +276,7 @@ fn ranks_get_one_setting_and_a_table() {
     let files = ["ranks/gpt2_fsdp1.rank0", "ranks/gpt2_fsdp1.rank1"].map(history);
     let confs = ["--conf", "", "--conf", "expandable_segments:True"];
     let arguments = [&["advise", &files[0], &files[1]], &confs[..]].concat();
-    let found = place.vramlab(&[&arguments[..], &["--json"]].concat()).ok().json();
+    let found = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
     let ranks = found["ranks"].as_array().unwrap();
     assert_eq!(ranks.len(), 2);
     for (at, one) in found["settings"].as_array().unwrap().iter().enumerate() {
@@ -288,17 +288,17 @@ fn ranks_get_one_setting_and_a_table() {
     }
     let most = ranks.iter().max_by_key(|rank| rank["recorded_peak_reserved_bytes"].as_u64()).unwrap();
     assert_eq!(found["worst"]["trace"], most["trace"]);
-    let table = place.vramlab(&arguments).ok().stdout;
+    let table = place.run(&arguments).ok().stdout;
     for words in
         ["2 histories", "gpt2_fsdp1.rank1.pickle.xz", "1. PyTorch's defaults", "every rank runs in", "What happened"]
     {
         assert!(table.contains(words), "{words}: {table}");
     }
     // A share has the table too, and its own histories only.
-    let share = place.vramlab(&[&arguments[..], &["--shard", "2/2", "--json"]].concat()).ok().json();
+    let share = place.run(&[&arguments[..], &["--shard", "2/2", "--json"]].concat()).ok().json();
     assert_eq!(share["ranks"].as_array().unwrap().len(), 1);
     assert_eq!(share["worst"]["trace"], files[1]);
-    place.vramlab(&["advise", &files[0], "--shard", "2/2"]).refused(2, &["--shard 2/2: there is 1 history;"]);
+    place.run(&["advise", &files[0], "--shard", "2/2"]).refused(2, &["--shard 2/2: there is 1 history;"]);
 }
 
 /// What cannot be read is left out, and of many histories the table shows those unlike the others.
@@ -311,13 +311,13 @@ fn ranks_that_cannot_be_read_are_left_out() {
     files.push(junk.clone());
     let files: Vec<&str> = files.iter().map(String::as_str).collect();
     let arguments = [&["advise"], &files[..], &["--conf", ""]].concat();
-    let ran = place.vramlab(&[&arguments[..], &["--json"]].concat()).ok();
+    let ran = place.run(&[&arguments[..], &["--json"]].concat()).ok();
     assert!(ran.stderr.contains("junk.pickle") && ran.stderr.contains("go on without it"), "{}", ran.stderr);
     let found = ran.json();
     assert_eq!((found["ranks"].as_array().unwrap().len(), &found["unread"][0]["trace"]), (10, &json!(junk)));
-    let table = place.vramlab(&arguments).ok().stdout;
+    let table = place.run(&arguments).ok().stdout;
     assert!(table.contains("10 histories") && table.contains("2 more are nearer to the median"), "{table}");
-    place.vramlab(&["advise", &junk, &junk]).refused(2, &["none of the 2 histories could be read"]);
+    place.run(&["advise", &junk, &junk]).refused(2, &["none of the 2 histories could be read"]);
 }
 
 /// The program that wrote it was killed between a free and its completion, before it said its settings.
@@ -333,12 +333,12 @@ fn a_history_that_was_cut_short_is_answered_for_what_is_there() {
     let whole = json!({"segments": [], "device_traces": [events], "allocator_settings": {}}).to_string();
     let end = whole.rfind("{\"action\":\"free_completed\"").unwrap();
     let file = place.write("cut.json", &whole[..end + 9]);
-    let ran = place.vramlab(&["advise", &file, "--json"]).ok();
+    let ran = place.run(&["advise", &file, "--json"]).ok();
     assert_eq!(ran.stderr.matches("the file was cut short at byte").count(), 1, "{}", ran.stderr);
     let advice = ran.json();
     assert_eq!((&advice["events"], &advice["unknown"]["deferred_frees"]), (&json!(9), &json!(0)));
     assert!(advice["cut"].as_str().unwrap().contains("first 9 events were read"), "{advice}");
-    let told = place.vramlab(&["advise", &file]).ok().stdout;
+    let told = place.run(&["advise", &file]).ok().stdout;
     for words in [
         "The file was cut short: this is about its first 9 events.",
         "At least 48 MiB were reserved. At most 33 MiB were live.",
@@ -355,27 +355,27 @@ fn a_history_that_was_cut_short_is_answered_for_what_is_there() {
 fn commands_of_the_package_are_handed_on() {
     use std::process::Command;
     let place = Place::new();
-    place.vramlab(&["advize"]).refused(2, &["'advize' is no command"]);
+    place.run(&["advize"]).refused(2, &["'advize' is no command"]);
     let run = |there: bool| {
         // An interpreter that says what it was asked for.
         let finds = if there { "exit 0" } else { "exit 1" };
         place.program("python3", &format!("#!/bin/sh\ncase $1 in -c) {finds};; *) echo \"$@\"; exit 3;; esac\n"));
-        let mut process = Command::new(env!("CARGO_BIN_EXE_vramlab"));
+        let mut process = Command::new(common::PROGRAM);
         let path = format!("{}:/bin:/usr/bin", place.at(".").display());
         process.args(["steps", "runs/a", "--json"]).current_dir(place.at(".")).env("PATH", path);
         Ran::of(process.output().unwrap())
     };
     run(false).refused(2, &["steps: the analysis package has this command", "pip install ./analysis"]);
     let ran = run(true);
-    assert_eq!((ran.code, ran.stdout.trim()), (Some(3), "-m vramlab steps runs/a --json"), "{ran:?}");
-    let help = place.vramlab(&["--help"]).ok().stdout;
+    assert_eq!((ran.code, ran.stdout.trim()), (Some(3), "-m vramlab_analysis steps runs/a --json"), "{ran:?}");
+    let help = place.run(&["--help"]).ok().stdout;
     assert!(help.contains("steps, losses, nsight") && help.contains("advise"), "{help}");
 }
 
 #[test]
 fn the_answer_is_one_screen() {
     let place = Place::new();
-    let mut process = std::process::Command::new(env!("CARGO_BIN_EXE_vramlab"));
+    let mut process = std::process::Command::new(common::PROGRAM);
     // A path as short as a user's: a long one takes lines of its own.
     std::fs::copy(history("streams"), place.at("streams.pickle.xz")).unwrap();
     process.args(["advise", "streams.pickle.xz"]).env("COLUMNS", "80").env("NO_COLOR", "1");
@@ -402,8 +402,7 @@ fn the_answer_is_one_screen() {
 fn bad_input_gets_one_line() {
     let place = Place::new();
     let (file, junk) = (rounded_out_of_memory(&place), place.write("junk.pickle", "no snapshot\n"));
-    let refused =
-        |arguments: &[&str], words: &[&str]| place.vramlab(&[&["advise"], arguments].concat()).refused(2, words);
+    let refused = |arguments: &[&str], words: &[&str]| place.run(&[&["advise"], arguments].concat()).refused(2, words);
     refused(&[&junk], &["junk.pickle"]);
     refused(&["gone.pickle"], &["gone.pickle"]);
     refused(&[&file, "--limit", "24"], &["--limit 24:", "24 B", "24GiB"]);
@@ -437,7 +436,8 @@ fn paths(value: &Value, at: &str, out: &mut BTreeSet<String>) {
 #[test]
 fn every_key_is_described() {
     let place = Place::new();
-    let schema = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../analysis/schema.md")).unwrap();
+    let schema =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../analysis/schema.md")).unwrap();
     let section = schema
         .split("\n# Advice\n")
         .nth(1)
@@ -459,13 +459,13 @@ fn every_key_is_described() {
     let mut written = BTreeSet::new();
     let files = ["gpt2_fsdp1.rank0", "gpt2_fsdp1.rank1"].map(|name| history(&format!("ranks/{name}")));
     let junk = place.write("junk.pickle", "no snapshot\n");
-    let ranks = place.vramlab(&["advise", &files[0], &files[1], &junk, "--conf", "", "--json"]).ok().json();
+    let ranks = place.run(&["advise", &files[0], &files[1], &junk, "--conf", "", "--json"]).ok().json();
     paths(&ranks, "", &mut written);
     // The rest of these is what one history has.
     written.retain(|path| !path.starts_with("worst.") && !path.starts_with("ranks[].settings[]"));
     for arguments in [&["--limit", "70MiB"][..], &["--limit", "10MiB"]] {
         let advice =
-            place.vramlab(&[&["advise", &rounded_out_of_memory(&place), "--json"], arguments].concat()).ok().json();
+            place.run(&[&["advise", &rounded_out_of_memory(&place), "--json"], arguments].concat()).ok().json();
         paths(&advice, "", &mut written);
     }
     // What every replay says is described once.

@@ -1,4 +1,4 @@
-//! `experiments convert` as a user meets it.
+//! `vramlab convert` as a user meets it.
 
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
@@ -18,7 +18,7 @@ fn convert(place: &Place, from: &Path, to: &str, out: &str, more: &[&str]) -> Ra
 }
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../allocators/tests/fixtures").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/tests/fixtures").join(name)
 }
 
 fn read_all(path: &Path) -> (Vec<Event>, Summary) {
@@ -144,7 +144,7 @@ fn uses_are_left_out_where_pytorch_has_no_name_for_them() {
 #[test]
 fn other_formats_become_snapshots() {
     let place = Place::new();
-    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../allocators/fuzz/corpus/csv");
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/fuzz/corpus/csv");
     for name in ["rmm.csv", "minimalloc.csv", "stalloc.txt"] {
         let (events, _) = read_all(&corpus.join(name));
         convert(&place, &corpus.join(name), "snapshot", "out.pickle", &["--force"]).line();

@@ -472,7 +472,7 @@ fn every_key_is_described() {
     keys(&self::found(&place, &[&file]), "", &mut found);
     keys(&self::found(&place, &[&file, "--between", "2", "9"])["grew"], "grew", &mut found);
     let document =
-        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../analysis/schema.md")).unwrap();
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../analysis/schema.md")).unwrap();
     let section = document.split("\n## ").find(|section| section.starts_with("explain\n")).unwrap();
     // The last part of each path stands in the section, between backticks.
     let described: BTreeSet<&str> =
@@ -523,7 +523,7 @@ fn one_event_of_a_free_is_enough() {
     }
     let file = place.write("none.json", without(&story, &["alloc"]).text());
     explain(&place, &[&file]).refused(2, &["has no alloc events", "skip_actions"]);
-    place.vramlab(&["advise", &file]).refused(2, &["no alloc event comes before it"]);
+    place.run(&["advise", &file]).refused(2, &["no alloc event comes before it"]);
     // The recording begins between the two events of a free, for which nothing waited.
     let at = story.events.iter().position(|event| event["action"] == "free_completed").unwrap();
     let cut = Story { events: story.events.split_off(at), ..Story::default() };

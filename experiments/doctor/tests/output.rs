@@ -1,4 +1,4 @@
-//! Files that `experiments` writes: whole or not at all, and nothing replaced that is no regular file.
+//! Files that `vramlab` writes: whole or not at all, and nothing replaced that is no regular file.
 
 #![cfg(unix)]
 // The lint spares only functions marked as tests, not what they call.
@@ -10,7 +10,7 @@ use common::{Place, Ran};
 use std::path::Path;
 
 fn history() -> String {
-    format!("{}/../allocators/tests/fixtures/small.p4.pickle", env!("CARGO_MANIFEST_DIR"))
+    format!("{}/../../allocators/tests/fixtures/small.p4.pickle", env!("CARGO_MANIFEST_DIR"))
 }
 
 #[test]
@@ -20,15 +20,9 @@ fn links_stay_whatever_is_written() {
     std::os::unix::fs::symlink("target", place.at("link")).unwrap();
     let said = ["link: is a symbolic link to target; name the file itself"];
     place.run(&["convert", &history(), "--to", "rmm", "-o", "link", "--force"]).refused(2, &said);
-    // Before the minutes that measuring takes.
-    let calibrate = ["calibrate", "--device", "sim", "--source", "here"];
-    place.run(&[&calibrate[..], &["-o", "link"]].concat()).refused(2, &said);
-    place.run(&[&calibrate[..], &["-o", "profile.json", "-m", "link"]].concat()).refused(2, &said);
-    let timings = place.write("timings", "");
-    assert_eq!(place.run(&["fit-kernels", &timings, "-o", "link"]).code, Some(2));
     assert_eq!(std::fs::read_to_string(target).unwrap(), "old");
     assert_eq!(std::fs::read_link(place.at("link")).unwrap(), Path::new("target"));
-    assert_eq!(place.files(), ["link", "target", "timings"]);
+    assert_eq!(place.files(), ["link", "target"]);
 }
 
 #[test]
@@ -38,7 +32,7 @@ fn what_does_not_fit_is_a_failure_and_leaves_nothing() {
         let history = history();
         let convert = ["convert", &history, "--to", format, "-o", "out"];
         let mut shell = std::process::Command::new("sh");
-        shell.args(["-c", "ulimit -f 0; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_experiments")]);
+        shell.args(["-c", "ulimit -f 0; exec \"$0\" \"$@\"", common::PROGRAM]);
         let ran = Ran::of(shell.args(convert).current_dir(place.at(".")).output().unwrap());
         ran.refused(1, &["out: cannot be written: File too large", "it needs at least ", "raise the limit"]);
         assert_eq!(place.files(), [""; 0], "{format}");
@@ -54,7 +48,7 @@ fn a_full_disk_behind_stdout_is_a_failure_at_run_time() {
     let history = history();
     for arguments in [&["explain", &history][..], &["explain", &history, "--json"]] {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
-        let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_vramlab"));
+        let mut program = std::process::Command::new(common::PROGRAM);
         program.args(arguments).current_dir(place.at(".")).stdout(full);
         Ran::of(program.output().unwrap()).refused(1, &["cannot write to stdout: No space left on device"]);
     }
@@ -67,7 +61,7 @@ fn signals_leave_no_unfinished_file() {
     for (signal, code) in [("-INT", 130), ("-TERM", 143)] {
         let place = Place::new();
         assert!(Command::new("mkfifo").arg(place.at("in")).status().unwrap().success());
-        let mut program = Command::new(env!("CARGO_BIN_EXE_vramlab"));
+        let mut program = Command::new(common::PROGRAM);
         program.args(["convert", "in", "--to", "rmm", "-o", "out"]).current_dir(place.at("."));
         let mut program = program.stderr(Stdio::null()).spawn().unwrap();
         // It goes on when the program reads, which then waits for more.

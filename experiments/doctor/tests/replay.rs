@@ -1,4 +1,4 @@
-//! `experiments replay` and `experiments capacity` as a user meets them.
+//! `vramlab replay` and `vramlab capacity` as a user meets them.
 
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
@@ -39,7 +39,7 @@ fn steps() -> String {
 
 /// A history of the repository's.
 fn trace(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("histories").join(name);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../histories").join(name);
     path.to_str().unwrap().to_owned()
 }
 
@@ -231,7 +231,7 @@ fn what_was_reserved_is_compared_under_the_policy_that_was_recorded() {
     let native = trace("streams.pickle.xz");
     let expandable = trace("../../allocators/tests/fixtures/streams.expandable.pickle.xz");
     for (file, alloc) in [
-        (&native, "caching:expandable_segments=on"),
+        (&native, "pytorch-expandable"),
         (&native, "caching:retry_fit_after_sync=on"),
         (&native, "lab:fit=first"),
         (&expandable, "caching"),
@@ -243,13 +243,13 @@ fn what_was_reserved_is_compared_under_the_policy_that_was_recorded() {
         let text = said(file, alloc).unwrap_or_else(|| panic!("{file} under {alloc}"));
         assert!(text.contains(&format!("and so they are by {alloc} here")), "{text}");
     }
-    let text = said(&native, "caching:expandable_segments=on,lab").unwrap();
+    let text = said(&native, "pytorch-expandable,lab").unwrap();
     assert!(text.contains("by lab here"), "{text}");
 }
 
 #[test]
 fn a_history_that_begins_late_is_followed_from_what_its_end_says() {
-    let whole = Path::new(env!("CARGO_MANIFEST_DIR")).join("histories/gpt2.pickle.xz");
+    let whole = Path::new(env!("CARGO_MANIFEST_DIR")).join("../histories/gpt2.pickle.xz");
     let mut events = Vec::new();
     let mut keep = |event| {
         events.push(event);
@@ -315,7 +315,7 @@ fn what_cannot_be_replayed_is_refused_in_one_line() {
     // The allocator is at fault, not the history.
     for command in ["replay", "capacity"] {
         let ran = place.run(&[command, &file, "--alloc", "plan:file=nope"]);
-        ran.refused(2, &["error: plan: cannot use nope: ", "; `experiments plan HISTORY --out FILE` writes plans"]);
+        ran.refused(2, &["error: plan: cannot use nope: ", "; `vramlab plan HISTORY --out FILE` writes plans"]);
         assert!(!ran.stderr.contains("good.jsonl"), "{ran:?}");
     }
     place.run(&["capacity", &file, "--device", "cuda"]).refused(2, &["--device cuda"]);
@@ -368,7 +368,9 @@ fn the_next_command_replays_those_that_the_smallest_memory_is_of() {
         let size = place.run(&[&asked[..], &["--json"]].concat()).rows().iter().map(capacity_of).min().unwrap();
         let page = place.run(&asked).ok().stdout;
         let next = page.lines().last().unwrap();
-        let (_, arguments) = next.split_once("experiments ").unwrap_or_else(|| panic!("{next}"));
+        let (_, arguments) = next
+            .split_once(if next.contains("-p doctor") { "doctor " } else { "vramlab " })
+            .unwrap_or_else(|| panic!("{next}"));
         let arguments: Vec<&str> =
             arguments.trim_start_matches("-- ").split(' ').map(|word| word.trim_matches('\'')).collect();
         assert!(arguments.contains(&format!("{size}B").as_str()), "{next}");

@@ -28,7 +28,7 @@ fn trace() -> String {
 }
 
 fn vramlab(place: &Place, arguments: &[&str]) -> std::process::Command {
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_vramlab"));
+    let mut command = std::process::Command::new(common::PROGRAM);
     command.args(arguments).current_dir(place.at(".")).env("NO_COLOR", "1");
     command
 }
@@ -48,7 +48,7 @@ fn data(place: &Place, page: &str) -> Value {
 fn a_page_holds_each_history_with_its_maps_and_bounds() {
     let place = Place::new();
     place.write("a.jsonl", trace());
-    let mlp = Path::new(env!("CARGO_MANIFEST_DIR")).join("histories/mlp.pickle.xz");
+    let mlp = Path::new(env!("CARGO_MANIFEST_DIR")).join("../histories/mlp.pickle.xz");
     let ran = report(
         &place,
         &["a.jsonl", mlp.to_str().unwrap(), "--alloc", "caching,naive", "--advise", "off", "-o", "page.html"],
@@ -79,7 +79,7 @@ fn a_run_is_shown_by_its_events_with_its_record() {
     place.file("run/trace.jsonl", trace());
     place.file("run/steps.csv", "epoch,step,rows,loss,host_ns\n1,1,64,2.3,600\n1,2,64,2.2,2000\n");
     let record = json!({
-        "status": "finished", "settings": {"alloc": "naive"}, "device": {"name": "a device"},
+        "schema_version": 1, "status": "finished", "settings": {"alloc": "naive"}, "device": {"name": "a device"},
         "epochs": [{"wall_s": 0.002, "steps": 2, "val_accuracy": 0.5}],
         "allocator_stats": {"reserved_bytes.all.peak": 4 << 20}
     });
@@ -131,32 +131,45 @@ fn what_cannot_be_shown_gets_one_line_and_leaves_no_page() {
     place.write("a.jsonl", trace());
     std::fs::create_dir(place.at("run")).unwrap();
     report(&place, &["missing.pickle"]).refused(2, &["missing.pickle"]);
-    report(&place, &["a.jsonl", "run"]).refused(2, &["run: there are no events", "--trace"]);
+    report(&place, &["a.jsonl", "run"]).refused(2, &["run/summary.json"]);
     report(&place, &["a.jsonl", "-o", "no/page.html"]).refused(2, &["no/page.html"]);
     place.file("run/trace.jsonl", trace());
     report(&place, &["run"]).refused(2, &["run/summary.json"]);
     place.file("run/summary.json", "{\"status\":");
-    report(&place, &["run"]).refused(2, &["run/summary.json", "no record of a run"]);
+    report(&place, &["run"]).refused(2, &["run/summary.json", "not the record of a run"]);
     assert!(!place.at("report.html").exists());
 }
 
-#[cfg(unix)]
 #[test]
-fn runs_without_events_go_to_the_analysis_package() {
+fn runs_without_events_are_shown_by_their_records() {
     let place = Place::new();
-    std::fs::create_dir(place.at("run")).unwrap();
-    // Stands for a Python that has the package, or has not.
-    place.program("python3", "#!/bin/sh\n[ \"$1\" = -c ] && exit $HAS\necho \"$@\" > asked\nexit $ENDS\n");
-    let run = |has: &str, ends: &str| {
-        let path = format!("{}:{}", place.at(".").display(), std::env::var("PATH").unwrap());
-        let mut command = vramlab(&place, &["report", "run", "-o", "page.html"]);
-        Ran::of(command.env("PATH", path).env("HAS", has).env("ENDS", ends).output().unwrap())
+    place.write("a.jsonl", trace());
+    let record = |alloc: &str| {
+        json!({"schema_version": 1, "status": "finished", "settings": {"alloc": alloc}, "device": {"name": "a device"},
+            "epochs": [{"wall_s": 0.002, "train_s": 0.001, "steps": 2}]})
     };
-    run("1", "0").refused(2, &["run: ", "pip install ./analysis", "--trace"]);
-    run("0", "0").ok();
-    assert_eq!(std::fs::read_to_string(place.at("asked")).unwrap(), "-m vramlab report run --out page.html\n");
-    assert_eq!(run("0", "2").code, Some(2));
-    assert_eq!(run("0", "3").code, Some(1));
+    for (run, alloc) in [("e/runs/one", "naive"), ("e/runs/two", "caching")] {
+        std::fs::create_dir_all(place.at(run)).unwrap();
+        place.file(&format!("{run}/summary.json"), record(alloc).to_string());
+        let about = json!({"program": "trainer", "status": "done", "repeat": 0});
+        place.file(&format!("{run}/run.json"), about.to_string());
+    }
+    place.file("e/experiment.json", "{}");
+    let names = |page: &Value| -> Vec<String> {
+        page["runs"].as_array().unwrap().iter().map(|run| run["name"].as_str().unwrap().to_owned()).collect()
+    };
+    let ran = report(&place, &["e"]).ok();
+    assert!(ran.stdout.contains("2 runs; the page has"), "{}", ran.stdout);
+    let page = data(&place, "report.html");
+    assert_eq!(
+        (names(&page), page["histories"].as_array().unwrap().len()),
+        (vec!["naive".into(), "caching".into()], 0)
+    );
+    assert_eq!(page["runs"][0]["step"], 500_000.0);
+    // Beside a history.
+    report(&place, &["a.jsonl", "e/runs/one", "--alloc", "naive", "--plan", "off"]).ok();
+    let page = data(&place, "report.html");
+    assert_eq!((names(&page), page["histories"].as_array().unwrap().len()), (vec!["naive".into()], 1));
 }
 
 #[cfg(unix)]

@@ -2,15 +2,15 @@
 
 use super::conf::Conf;
 use super::evaluate::{Of, Outcome, Setting, Trial, bound, cores, in_parallel};
-use super::happened::Happened;
-use super::report::at_least;
+use super::recorded_run::RecordedRun;
+use super::screen::at_least;
 use super::{Advice, AdviseArgs, FORM, search};
 use crate::reading::{Unread, at_once, say_unread};
 use anyhow::{Result, bail};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
-use trainer::terminal::{Bar, Cell, Column, Page, Table};
+use terminal::{Bar, Cell, Column, Page, Table};
 use vramlab::Bytes;
 
 /// Settings that are looked at closely on every rank.
@@ -75,9 +75,10 @@ struct First {
 /// memory at a time than there are threads, and of large ones fewer.
 pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Result<Ranks> {
     let threads = cores().min(at_once(files));
-    let load = |file: &PathBuf| Happened::read(file, args.gpu, limit, &args.read);
-    let trial =
-        |file: &PathBuf, happened: &Happened, work: &mut dyn FnMut(&Trial) -> Result<()>| work(&happened.trial(file)?);
+    let load = |file: &PathBuf| RecordedRun::read(file, args.gpu, limit, &args.read);
+    let trial = |file: &PathBuf, happened: &RecordedRun, work: &mut dyn FnMut(&Trial) -> Result<()>| {
+        work(&happened.trial(file)?)
+    };
     let bar = Bar::new(2 * files.len() as u64, FORM);
     bar.message("histories");
     let looked = in_parallel(threads, files, |file| {
@@ -127,7 +128,7 @@ pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given
         bar.advance(1);
         Ok(Rank {
             trace: file.display().to_string(),
-            recorded_peak_reserved_bytes: happened.as_recorded.map(|told| told.peak_reserved),
+            recorded_peak_reserved_bytes: happened.as_recorded.map(|told| told.reserved),
             live_bytes: bound(&happened.history),
             ran_out_of_memory: happened.out_of_memory().is_some(),
             limit_bytes: happened.limit.map(|(limit, _)| limit),
@@ -267,8 +268,8 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
             ),
         );
     }
-    super::report::report(&found.worst, all, page);
-    super::report::end(&found.worst, page);
+    super::screen::report(&found.worst, all, page);
+    super::screen::end(&found.worst, page);
 }
 
 #[cfg(test)]

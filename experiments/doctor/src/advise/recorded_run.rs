@@ -2,13 +2,14 @@
 
 use super::conf::Conf;
 use super::evaluate::Trial;
-use crate::history::{AsRecorded, LimitTold, Recorded, load_under};
+use crate::history::{Recorded, load_under};
 use crate::reading::ReadArgs;
 use anyhow::Result;
 use serde::Serialize;
 use std::fmt;
 use std::path::Path;
 use vramlab::Bytes;
+use vramlab::histories::memory::{LimitBound, Peaks};
 use vramlab::histories::replay::{History, OutOfMemory};
 use vramlab::histories::trace::Cut;
 use vramlab::policy::size::Size;
@@ -29,10 +30,10 @@ pub(super) enum LimitSource {
 
 /// A history and what it says.
 #[derive(Debug)]
-pub(super) struct Happened {
+pub(super) struct RecordedRun {
     pub(super) history: History,
     pub(super) conf: Conf,
-    pub(super) as_recorded: Option<AsRecorded>,
+    pub(super) as_recorded: Option<Peaks>,
     pub(super) limit: Option<(u64, LimitSource)>,
     /// Whether a replay under the same settings and that limit should do what the history shows.
     pub(super) repeats: bool,
@@ -43,29 +44,36 @@ pub(super) struct Happened {
     seen_reserved: u64,
 }
 
-impl Happened {
+impl RecordedRun {
     /// Reads a file. `limit` is the memory that there is to be.
     pub(super) fn read(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Self> {
+        Self::of(limit, |own| load_under(path, gpu, reading, own))
+    }
+
+    /// What a history says that `load` compiles, by the memory limit that it had.
+    pub(super) fn of(
+        limit: Option<u64>,
+        load: impl Fn(&dyn Fn(Option<&Peaks>) -> Option<u64>) -> Result<Recorded>,
+    ) -> Result<Self> {
         // A program that held more than the limit ran under another one, if any.
-        let its_own =
-            |told: Option<&AsRecorded>| limit.filter(|limit| told.is_none_or(|told| told.peak_reserved <= *limit));
-        let mut recorded = load_under(path, gpu, reading, its_own)?;
+        let own = |told: Option<&Peaks>| limit.filter(|limit| told.is_none_or(|told| told.reserved <= *limit));
+        let mut recorded = load(&own)?;
         let known = recorded.settings.memory_limit;
-        let told = recorded.limit_told;
+        let told = recorded.limit_bound;
         let inferred = match (inferred_limit(&recorded), told) {
             (Some(limit), _) => Some((limit, LimitSource::OutOfMemory)),
-            (None, LimitTold::Below(below)) => Some((below - 1, LimitSource::Collections)),
+            (None, LimitBound::Below(below)) => Some((below - 1, LimitSource::Collections)),
             (None, _) => None,
         };
         // One that is given may be for another GPU: the history was recorded under less.
-        let other = matches!(told, LimitTold::Below(below) if known.is_some_and(|known| known >= below));
-        let mut limit_missing = known.is_none() && told == LimitTold::Some;
+        let other = matches!(told, LimitBound::Below(below) if known.is_some_and(|known| known >= below));
+        let mut limit_missing = known.is_none() && told == LimitBound::Unknown;
         if (known.is_none() || limit.is_some() && other)
             && let Some((inferred, source)) = inferred
         {
             // With the limit, what went back before memory ran out is told from calls of `empty_cache`. It is not quite
             // the limit, so the history may contradict it.
-            match load_under(path, gpu, reading, |_| Some(inferred)) {
+            match load(&|_| Some(inferred)) {
                 Ok(again) => recorded = again,
                 Err(_) => limit_missing = source == LimitSource::Collections,
             }
@@ -79,7 +87,7 @@ impl Happened {
         let Recorded { history, as_recorded, cut, seen_reserved, .. } = recorded;
         let repeats = match limit {
             None | Some((_, LimitSource::Recorded | LimitSource::Collections)) => true,
-            Some((limit, LimitSource::Given)) => !other && as_recorded.is_some_and(|told| told.peak_reserved <= limit),
+            Some((limit, LimitSource::Given)) => !other && as_recorded.is_some_and(|told| told.reserved <= limit),
             Some((_, LimitSource::OutOfMemory)) => false,
         };
         Ok(Self { history, conf, as_recorded, limit, repeats, limit_missing, cut, seen_reserved })
@@ -102,7 +110,7 @@ impl Happened {
 /// have been.
 fn inferred_limit(recorded: &Recorded) -> Option<u64> {
     let last = recorded.history.out_of_memory().last()?;
-    let most = recorded.as_recorded.map_or(0, |told| told.peak_reserved);
+    let most = recorded.as_recorded.map_or(0, |told| told.reserved);
     let size = Size::Torch(recorded.settings.roundup_power2_divisions);
     let segment = size.segment(size.round(last.requested_bytes));
     let left = last.device_free_bytes.filter(|free| *free < segment).unwrap_or(0);
@@ -110,7 +118,7 @@ fn inferred_limit(recorded: &Recorded) -> Option<u64> {
     Some(most.max(at_end)).filter(|limit| *limit > 0)
 }
 
-impl fmt::Display for Happened {
+impl fmt::Display for RecordedRun {
     /// One or two sentences.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let events = self.history.events();
@@ -146,7 +154,7 @@ impl fmt::Display for Happened {
         }
         match &self.as_recorded {
             Some(told) => {
-                let (reserved, requested) = (told.peak_reserved, told.peak_requested);
+                let (reserved, requested) = (told.reserved, told.requested);
                 // CAST: bytes of a device, below 2^53.
                 let above = 100.0 * (reserved as f64 / requested.max(1) as f64 - 1.0);
                 let (reserved, requested) = (Bytes(reserved), Bytes(requested));

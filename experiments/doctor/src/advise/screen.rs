@@ -1,10 +1,11 @@
-//! The answer as a screen: what happened, what would help, what cannot, and what nobody knows.
+//! The answer as a screen: what happened, what would help, what cannot, and what the file does not tell.
 
 use super::evaluate::{Outcome, Setting};
 use super::{Advice, LimitSource, Other, Verdict};
 use crate::replay::Bounds;
-use trainer::report::duration;
-use trainer::terminal::{Page, quoted};
+use terminal::command;
+use terminal::duration;
+use terminal::{Page, quoted};
 use vramlab::Bytes;
 
 /// Replays that are farther from what was recorded, in percent, are to be taken with care.
@@ -27,7 +28,7 @@ pub(super) fn end(advice: &Advice, page: &mut Page) {
     page.gap();
     let limit = advice.limit_bytes.map_or(String::new(), |limit| format!(" --limit {limit}B"));
     let arguments = format!("replay {} --alloc caching,pytorch-expandable{limit}", quoted(&advice.trace));
-    page.next(&crate::next_command(&arguments));
+    page.next(&command("vramlab", &arguments));
 }
 
 pub(super) fn counted(count: u64, what: &str) -> String {

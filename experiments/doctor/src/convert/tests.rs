@@ -1,6 +1,6 @@
 //! Whatever is converted can be replayed: mutated histories in every format.
 
-#[path = "../../../allocators/tests/common/mutate.rs"]
+#[path = "../../../../allocators/tests/common/mutate.rs"]
 mod mutate;
 
 use super::*;
@@ -12,7 +12,7 @@ use vramlab::histories::trace::Event;
 const READ_BACK: [Export; 4] = [Export::Snapshot, Export::SnapshotJson, Export::Rmm, Export::Minimalloc];
 
 fn in_repository(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
 }
 
 /// What became of a history: converted, refused, or held without events.

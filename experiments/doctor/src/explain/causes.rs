@@ -1,33 +1,29 @@
 //! Why a request was not served from what was free.
 
 use super::explanation::Cause;
-use vramlab::backends::CachingSettings;
-use vramlab::histories::recorded::{Memory, Pool};
+use vramlab::histories::memory::{Memory, Pool};
 use vramlab::policy::size::torch::MIN_BLOCK;
 
 /// Why a request of so many bytes on a stream finds nothing in this memory. O(pools + pending blocks).
-pub(super) fn cause(memory: &Memory, settings: &CachingSettings, bytes: u64, stream: u64) -> Cause {
-    let rounded = memory.rounded(bytes);
+pub(super) fn cause(memory: &Memory, bytes: u64, stream: u64) -> Cause {
+    let rounded = memory.rules().rounded(bytes);
     let own = memory.pool_of(stream, bytes);
-    if let Some(found) = memory.smallest_from(own, rounded) {
-        let bound = settings.max_split_size.unwrap_or(u64::MAX);
-        let kept = rounded < bound && found >= bound
-            || rounded >= bound && found >= rounded.saturating_add(settings.max_non_split_rounding);
-        return if kept { Cause::SplitLimit } else { Cause::Elsewhere };
+    if let Some(found) = memory.smallest_hole_from(own, rounded) {
+        return if memory.rules().serves(found, rounded) { Cause::Elsewhere } else { Cause::SplitLimit };
     }
-    if memory.largest(own) >= bytes.next_multiple_of(MIN_BLOCK) {
+    if memory.largest_hole(own) >= bytes.next_multiple_of(MIN_BLOCK) {
         return Cause::Rounding;
     }
     if memory.largest_with_pending(own) >= rounded {
         return Cause::Pending;
     }
     let other = Pool { small: !own.small, ..own };
-    if memory.free_in(own) >= rounded {
+    if memory.free_bytes(own) >= rounded {
         return Cause::Pieces;
     }
-    if memory.largest(other) >= rounded {
+    if memory.largest_hole(other) >= rounded {
         return Cause::Class;
     }
-    let elsewhere = memory.pools().filter(|pool| pool.stream != stream).map(|pool| memory.largest(pool)).max();
+    let elsewhere = memory.pools().filter(|pool| pool.stream != stream).map(|pool| memory.largest_hole(pool)).max();
     if elsewhere.is_some_and(|largest| largest >= rounded) { Cause::Stream } else { Cause::Growth }
 }

@@ -1,9 +1,9 @@
 //! Copies of the memory map that the walk over a history leaves behind, so that the few moments that are looked at closely
 //! are reached without a second walk from the beginning.
 
-use super::recording::Recording;
-use vramlab::budget::Claim;
-use vramlab::histories::recorded::Memory;
+use crate::recording::Recording;
+use vramlab::budget::OverBudget;
+use vramlab::histories::memory::Memory;
 
 /// Into how many stretches a history is cut.
 const STRETCHES: usize = 128;
@@ -20,8 +20,6 @@ struct Checkpoint {
     /// Events that it has seen.
     seen: usize,
     memory: Memory,
-    /// For the copy.
-    _claim: Claim,
 }
 
 /// How many events are seen at a moment: those up to this one.
@@ -48,57 +46,62 @@ impl<'r> Checkpoints<'r> {
         let mut at = 0..;
         self.kept.retain(|_| at.next().is_some_and(|at| needed.contains(&at)));
         // Copies together cost no more than a part of the walk, however many blocks there are.
-        self.next = seen + (self.recording.events.len() / STRETCHES).max(4 * memory.blocks.len()).max(1);
-        let mut claim = self.recording.budget.claim();
-        if claim.add(memory.copied_bytes()).is_ok() {
-            self.kept.push(Checkpoint { seen, memory: memory.clone(), _claim: claim });
-        }
+        self.next = seen + (self.recording.events.len() / STRETCHES).max(4 * memory.blocks().len()).max(1);
+        // Without room for a copy the walk begins further back.
+        self.kept.extend(memory.copy().ok().map(|memory| Checkpoint { seen, memory }));
     }
 
     /// The map as it is after an event, or at the beginning.
-    pub(super) fn memory_at(&self, index: usize) -> Memory {
+    ///
+    /// # Errors
+    /// [`OverBudget`] when it takes more memory than there is.
+    pub(super) fn memory_at(&self, index: usize) -> Result<Memory, OverBudget> {
         let seen = seen_at(index);
         let last = self.kept.iter().rfind(|kept| kept.seen <= seen);
-        let (from, mut memory) =
-            last.map_or_else(|| (0, self.recording.memory()), |kept| (kept.seen, kept.memory.clone()));
+        let (from, mut memory) = match last {
+            Some(kept) => (kept.seen, kept.memory.copy()?),
+            None => (0, self.recording.memory()?),
+        };
         for (index, event, at_once) in self.recording.events.walk(from).take(seen - from) {
             // CAST: bounded when the history was read.
-            memory.apply(&event, index as u32, at_once);
+            memory.apply(&event, index as u32, at_once)?;
         }
-        memory
+        Ok(memory)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::explain::How;
-    use crate::explain::recording::START;
+    use crate::reading::ReadArgs;
+    use crate::recording::START;
     use std::path::Path;
 
     #[test]
     fn the_map_at_a_moment_is_that_of_a_walk_from_the_beginning() {
-        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../allocators/tests/fixtures/resnet50.limit.pickle.xz");
-        let recording = Recording::read(&file, &How::default()).unwrap();
+        let file =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/tests/fixtures/resnet50.limit.pickle.xz");
+        let recording = Recording::read(&file, None, None, &ReadArgs::default()).unwrap();
         let count = recording.events.len();
         let points: Vec<usize> = (0..5).map(|at| at * count / 5 + 3).chain([count - 1]).collect();
-        let (mut checkpoints, mut memory) = (Checkpoints::new(&recording), recording.memory());
-        let (mut there, mut blocks) = (vec![format!("{memory:?}")], 0);
+        let (mut checkpoints, mut memory) = (Checkpoints::new(&recording), recording.memory().unwrap());
+        let shown = |memory: &Memory| format!("{:?} {:?}", memory.segments(), memory.blocks());
+        let (mut there, mut blocks) = (vec![shown(&memory)], 0);
         for (index, event, at_once) in recording.events.walk(0) {
             if checkpoints.is_due(index) {
                 checkpoints.keep(index, &memory, &points);
             }
             assert!(checkpoints.kept.len() <= points.len() + 1);
-            memory.apply(&event, index as u32, at_once);
-            blocks = blocks.max(memory.blocks.len());
+            memory.apply(&event, index as u32, at_once).unwrap();
+            blocks = blocks.max(memory.blocks().len());
             if points.contains(&index) {
-                there.push(format!("{memory:?}"));
+                there.push(shown(&memory));
             }
         }
         let without = Checkpoints::new(&recording);
         for (index, there) in [START].iter().chain(&points).zip(there) {
-            assert_eq!(format!("{:?}", checkpoints.memory_at(*index)), there, "{index}");
-            assert_eq!(format!("{:?}", without.memory_at(*index)), there, "{index}");
+            assert_eq!(shown(&checkpoints.memory_at(*index).unwrap()), there, "{index}");
+            assert_eq!(shown(&without.memory_at(*index).unwrap()), there, "{index}");
         }
         // And nearly nothing is walked again.
         for index in points {

@@ -245,7 +245,7 @@ pub(crate) struct StreamUse {
     pub(crate) largest_hole_bytes: u64,
 }
 
-/// Memory that nobody can use any more.
+/// Memory that no allocation can use any more.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Stranded {
     pub(crate) stream: u64,

@@ -3,12 +3,12 @@
 use super::explanation::{Keeper, Part, Pending, PendingStream, Pinned, Stranded, StreamUse, WhereItWent};
 use super::lines::Lines;
 use super::moments::{line_of, moment};
-use super::recording::{Recording, START};
 use super::survey::Survey;
+use crate::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use vramlab::Bytes;
-use vramlab::histories::recorded::{BEFORE, Block, Memory, Pool, Segment};
+use vramlab::histories::memory::{BEFORE, Block, Contents, Memory, Pool, Segment};
+use vramlab::{Bytes, Ledger};
 
 /// Segments that are described, and blocks of each.
 const SEGMENTS: usize = 1000;
@@ -19,25 +19,6 @@ const MOSTLY: f64 = 0.5;
 
 fn pool_name(pool: Pool) -> &'static str {
     if pool.small { "small" } else { "large" }
-}
-
-/// What lies in a segment.
-struct Inside {
-    active: u64,
-    pending: u64,
-    free: u64,
-    blocks: u64,
-}
-
-fn inside(memory: &Memory, start: u64, segment: &Segment) -> Inside {
-    let mut out = Inside { active: 0, pending: 0, free: 0, blocks: 0 };
-    for block in memory.blocks.range(start..start + segment.bytes).map(|(_, block)| block) {
-        out.active += block.bytes;
-        out.blocks += 1;
-        out.pending += if block.pending.is_some() { block.bytes } else { 0 };
-    }
-    out.free = memory.free_ranges(start, segment.bytes).map(|(_, bytes)| bytes).sum();
-    out
 }
 
 /// Where it went at the moment after an event, as a request on that event's stream sees it.
@@ -52,16 +33,16 @@ pub(super) fn where_it_went(
     let stream = recording
         .events
         .get(index)
-        .map_or_else(|| memory.segments.values().next().map_or(0, |segment| segment.stream), |event| event.stream);
+        .map_or_else(|| memory.segments().values().next().map_or(0, |segment| segment.stream), |event| event.stream);
     let mut uses: BTreeMap<Pool, StreamUse> = BTreeMap::new();
-    let mut pinned: Vec<(u64, Segment, Inside)> = Vec::new();
-    for (&start, segment) in &memory.segments {
-        let inside = inside(memory, start, segment);
+    let mut pinned: Vec<(u64, Segment, Contents)> = Vec::new();
+    for (&start, segment) in memory.segments() {
+        let inside = memory.contents(start, segment);
         let pool = segment.pool();
         let row = uses.entry(pool).or_insert_with(|| StreamUse {
             stream: pool.stream,
             pool: pool_name(pool),
-            largest_hole_bytes: memory.largest(pool),
+            largest_hole_bytes: memory.largest_hole(pool),
             ..StreamUse::default()
         });
         row.segments += 1;
@@ -92,7 +73,7 @@ pub(super) fn where_it_went(
         at,
         moment: moment(recording, memory, lines, index),
         stream,
-        parts: parts(memory, &streams, stream),
+        parts: parts(&memory.ledger(stream)),
         stranded: stranded(recording, &streams, survey, lines, index),
         streams,
         pending: pending(recording, survey, lines),
@@ -109,17 +90,17 @@ fn describe(
     index: usize,
     start: u64,
     segment: Segment,
-    inside: &Inside,
+    inside: &Contents,
 ) -> Pinned {
-    let mut blocks: Vec<_> = memory.blocks.range(start..start + segment.bytes).collect();
-    blocks.sort_by_key(|(addr, block)| (Reverse(block.bytes), **addr));
+    let mut blocks: Vec<_> = memory.blocks_in(start, &segment).collect();
+    blocks.sort_by_key(|(addr, block)| (Reverse(block.bytes), *addr));
     blocks.truncate(KEEPERS);
-    let keeper = |(addr, block): (&u64, &Block)| {
+    let keeper = |(address, block): (u64, &Block)| {
         let (line, nearby) = line_of(block, lines);
         let born = (block.born != BEFORE).then_some(block.born as usize);
         let time = |index: usize| recording.since_start(index);
         Keeper {
-            address: *addr,
+            address,
             bytes: block.bytes,
             line,
             nearby,
@@ -140,22 +121,8 @@ fn describe(
 }
 
 /// The five parts between what was asked for and what is reserved, and what was asked for itself.
-fn parts(memory: &Memory, streams: &[StreamUse], stream: u64) -> Vec<Part> {
-    let sum = |of: &dyn Fn(&StreamUse) -> u64| streams.iter().map(of).sum::<u64>();
-    let own = |row: &StreamUse| row.stream == stream;
-    let pending = sum(&|row| row.pending_bytes);
-    let requested: u64 = memory
-        .blocks
-        .iter()
-        .filter(|(addr, block)| block.pending.is_none() && memory.segment_of(**addr).is_some())
-        .map(|(_, block)| block.requested)
-        .sum();
-    let active = sum(&|row| row.active_bytes);
-    let internal = (active - pending).saturating_sub(requested);
-    let soft = sum(&|row| if own(row) { row.soft_bytes } else { 0 });
-    let hard = sum(&|row| if own(row) { row.hard_bytes } else { 0 });
-    let other = sum(&|row| if own(row) { 0 } else { row.soft_bytes + row.hard_bytes });
-    let reserved = sum(&|row| row.reserved_bytes);
+fn parts(ledger: &Ledger) -> Vec<Part> {
+    let Ledger { reserved, requested, internal, soft, hard, stream, pending, .. } = *ledger;
     let part = |name, bytes, what: &str| {
         // CAST: shares for display.
         let share = if reserved == 0 { 0.0 } else { 100.0 * bytes as f64 / reserved as f64 };
@@ -166,7 +133,7 @@ fn parts(memory: &Memory, streams: &[StreamUse], stream: u64) -> Vec<Part> {
         part("internal", internal, "is lost inside blocks: requests are rounded up, and small rests are not split off"),
         part("soft", soft, "is free in whole segments: empty_cache, or a retry, gives it back"),
         part("hard", hard, "is free between blocks that are in use: it cannot go back, and serves only what fits"),
-        part("stream", other, "is free in other streams' segments, which this stream cannot use"),
+        part("stream", stream, "is free in other streams' segments, which this stream cannot use"),
         part("pending", pending, "is freed but waits for other streams (record_stream)"),
     ]
 }

@@ -2,10 +2,10 @@
 
 use super::explanation::{Grew, Growth, Moment, Named, Node, Share, SizeShare, Who};
 use super::lines::{LineId, Lines};
-use super::recording::{Recording, START};
+use crate::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
-use vramlab::histories::recorded::{BEFORE, Block, Memory, Pool, Totals};
+use vramlab::histories::memory::{BEFORE, Block, Memory, Pool, Totals};
 use vramlab::histories::trace::{StackId, TextId};
 
 /// Rows that are kept of a list; a program has fewer lines than that.
@@ -23,8 +23,8 @@ pub(super) struct Glance {
 impl Glance {
     /// The memory after an event on a stream.
     pub(super) fn at(memory: &Memory, index: usize, stream: u64) -> Self {
-        let largest_hole = memory.largest(Pool { stream, small: false });
-        Self { index, totals: memory.totals, largest_hole, near: memory.near }
+        let largest_hole = memory.largest_hole(Pool { stream, small: false });
+        Self { index, totals: memory.totals(), largest_hole, near: memory.near() }
     }
 }
 
@@ -121,7 +121,7 @@ pub(super) struct Held {
 /// What each line holds.
 pub(super) fn held(recording: &Recording, memory: &Memory, lines: &mut Lines<'_>, index: usize) -> Held {
     let mut sums: BTreeMap<Key, Sum> = BTreeMap::new();
-    for block in memory.blocks.values() {
+    for block in memory.blocks().values() {
         let (source, inside, _) = source(block, lines);
         sums.entry((source, inside)).or_default().add(block, 0);
     }
@@ -162,7 +162,7 @@ pub(super) fn who(
     let mut sums: HashMap<Key, Sum> = HashMap::new();
     let (mut sizes, mut categories, mut notes) = (HashMap::new(), HashMap::new(), HashMap::new());
     let mut root = Branch::default();
-    for block in memory.blocks.values() {
+    for block in memory.blocks().values() {
         // CAST: an index, which fits in 32 bits.
         let age = match (index, block.born) {
             (START, _) => 0,

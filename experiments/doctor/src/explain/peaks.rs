@@ -9,14 +9,14 @@ const DIP: f64 = 0.8;
 
 /// Finds peaks that stand apart.
 #[derive(Debug)]
-pub(super) struct Climb {
+pub(super) struct Peaks {
     best: Glance,
     /// The lowest level since the last peak, while it falls.
     falling: Option<u64>,
     found: Vec<Glance>,
 }
 
-impl Climb {
+impl Peaks {
     /// From what was there before the first event.
     pub(super) fn new(start: Glance) -> Self {
         Self { best: start, falling: None, found: Vec::new() }
@@ -60,7 +60,7 @@ impl Climb {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vramlab::histories::recorded::Totals;
+    use vramlab::histories::memory::Totals;
 
     fn glance(index: usize, active: u64) -> Glance {
         Glance { index, totals: Totals { active, ..Totals::default() }, ..Glance::default() }
@@ -68,7 +68,7 @@ mod tests {
 
     #[test]
     fn peaks_stand_apart() {
-        let mut climb = Climb::new(Glance::default());
+        let mut climb = Peaks::new(Glance::default());
         for (index, level) in [10, 100, 90, 40, 30, 35, 60, 120, 110, 115, 0, 50].into_iter().enumerate() {
             climb.take(glance(index, level));
         }
@@ -79,7 +79,7 @@ mod tests {
     #[test]
     fn of_many_peaks_the_highest_are_kept() {
         let level = |number: u64| 1000 + number * 7919 % 1009 / 2;
-        let mut climb = Climb::new(Glance::default());
+        let mut climb = Peaks::new(Glance::default());
         let mut all = Vec::new();
         for number in 0..1000 {
             let index = 2 * number as usize;

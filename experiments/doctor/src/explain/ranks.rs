@@ -1,7 +1,7 @@
 //! Several histories, such as those of the ranks of a job: one table, what stands out first, then the worst in full.
 
 use super::explanation::Explanation;
-use super::{ExplainArgs, How, explanation, report};
+use super::{ExplainArgs, How, explanation, screen};
 use crate::reading::{Unread, at_once, say_unread};
 use anyhow::{Result, anyhow};
 use serde::Serialize;
@@ -9,7 +9,7 @@ use std::num::NonZero;
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use trainer::terminal::{Bar, Cell, Column, Page, Table};
+use terminal::{Bar, Cell, Column, Page, Table};
 use vramlab::Bytes;
 
 /// What is kept of each history.
@@ -81,13 +81,13 @@ pub(super) fn ranks(args: &ExplainArgs, files: &[&PathBuf]) -> Result<()> {
     // The first is read once more: of hundreds only a row each is kept.
     let worst = explanation(&args.how, ranks[0].trace.as_ref())?;
     if args.json {
-        return crate::print_json(&Ranks { ranks, unread, worst });
+        return terminal::print_json(&Ranks { ranks, unread, worst });
     }
     let mut page = Page::stdout();
     table(&ranks, args, &mut page);
-    report::report(&worst, args, &mut page);
-    report::end(&worst, &mut page);
-    crate::print(page)
+    screen::report(&worst, args, &mut page);
+    screen::end(&worst, &mut page);
+    page.print()
 }
 
 /// A row of each history that can be read.

@@ -5,8 +5,8 @@ mod where_when;
 use super::ExplainArgs;
 use super::explanation::{Cause, Explanation, Moment, Node, Who};
 use serde::Serialize;
-use trainer::report::duration;
-use trainer::terminal::{Column, Page, Table, command, quoted};
+use terminal::duration;
+use terminal::{Column, Page, Table, command, quoted};
 use vramlab::Bytes;
 
 /// Lines of a tree, its depth, and the least share of the whole that a line has.

@@ -2,14 +2,15 @@
 
 use super::causes::cause;
 use super::checkpoints::Checkpoints;
-use super::climb::Climb;
 use super::explanation::{Cause, Point, Refused, Retry, Shape};
 use super::lines::Lines;
 use super::moments::{Glance, moment};
-use super::recording::{Recording, START};
+use super::peaks::Peaks;
+use crate::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use vramlab::histories::recorded::{BEFORE, Memory, Recorded, Totals};
+use vramlab::budget::OverBudget;
+use vramlab::histories::memory::{BEFORE, Memory, Recorded, Totals};
 use vramlab::histories::trace::{Action, StackId};
 
 /// Points of the curves.
@@ -88,23 +89,26 @@ struct Tally {
 type Requests = HashMap<(u64, StackId), u64>;
 
 /// Looks at every event. The checkpoints reach the moments that were found, and `points`.
+///
+/// # Errors
+/// [`OverBudget`] when the recorded memory takes more than there is.
 pub(super) fn survey<'r>(
     recording: &'r Recording,
     lines: &mut Lines<'_>,
     points: &[usize],
-) -> (Survey, Checkpoints<'r>) {
-    let mut memory = recording.memory();
+) -> Result<(Survey, Checkpoints<'r>), OverBudget> {
+    let mut memory = recording.memory()?;
     let mut checkpoints = Checkpoints::new(recording);
     let mut out = Survey::default();
     let (mut requests, mut missed): (Requests, BTreeMap<u64, Tally>) = Default::default();
     let mut window = Window::default();
-    let (count, start) = (recording.events.len(), memory.totals);
+    let (count, start) = (recording.events.len(), memory.totals());
     out.peak_active = (START, start.active);
     out.peak_reserved = (START, start.reserved);
     out.pending_peak = (START, start.pending);
-    out.peak_allocated = start.active - start.pending;
+    out.peak_allocated = start.allocated();
     let stretch = count.div_ceil(POINTS).max(1);
-    let mut climb = Climb::new(Glance::at(&memory, START, 0));
+    let mut climb = Peaks::new(Glance::at(&memory, START, 0));
     let empties = empty_cache_stacks(recording);
     for (index, event, at_once) in recording.events.walk(0) {
         // CAST: bounded when the history was read.
@@ -119,8 +123,8 @@ pub(super) fn survey<'r>(
         if segments && !window.probed {
             window.probed = true;
             window.probe = next_request(recording, index).map(|request| Probe {
-                cause: cause(&memory, &recording.settings, request.bytes, request.stream),
-                reserved: memory.totals.reserved,
+                cause: cause(&memory, request.bytes, request.stream),
+                reserved: memory.totals().reserved,
             });
         }
         match event.action {
@@ -128,8 +132,8 @@ pub(super) fn survey<'r>(
             Action::FreeCompleted if !at_once => out.waits_end(&memory, &event, number),
             _ => {}
         }
-        memory.apply(&event, number, at_once);
-        let totals = memory.totals;
+        memory.apply(&event, number, at_once)?;
+        let totals = memory.totals();
         match event.action {
             Action::SegmentAlloc | Action::SegmentMap => window.taken += event.bytes,
             Action::SegmentFree | Action::SegmentUnmap => {
@@ -173,7 +177,7 @@ pub(super) fn survey<'r>(
     out.peaks = climb.finish();
     out.shapes = shapes(missed, &requests, &memory, lines);
     checkpoints.keep(count, &memory, &out.wanted(points));
-    (out, checkpoints)
+    Ok((out, checkpoints))
 }
 
 /// The request in whose course segments come and go at an event.
@@ -220,7 +224,7 @@ fn shapes(missed: BTreeMap<u64, Tally>, requests: &Requests, memory: &Memory, li
         let (requests, (_, most)) = sums[&bytes];
         Shape {
             requested_bytes: bytes,
-            rounded_bytes: memory.rounded(bytes),
+            rounded_bytes: memory.rules().rounded(bytes),
             requests,
             misses: tally.misses,
             taken_bytes: tally.taken,
@@ -256,7 +260,7 @@ impl Survey {
         if settled && totals.reserved > self.peak_reserved.1 {
             self.peak_reserved = (index, totals.reserved);
         }
-        self.peak_allocated = self.peak_allocated.max(totals.active - totals.pending);
+        self.peak_allocated = self.peak_allocated.max(totals.allocated());
         if totals.pending > self.pending_peak.1 {
             self.pending_peak = (index, totals.pending);
         }
@@ -289,7 +293,7 @@ impl Survey {
     }
 
     fn waits_begin(&mut self, memory: &Memory, event: &Recorded) {
-        let Some(block) = memory.blocks.get(&event.addr).filter(|block| block.pending.is_none()) else { return };
+        let Some(block) = memory.blocks().get(&event.addr).filter(|block| block.pending.is_none()) else { return };
         self.deferred += 1;
         let waits = self.waits.entry(block.stream).or_default();
         waits.frees += 1;
@@ -300,7 +304,7 @@ impl Survey {
     }
 
     fn waits_end(&mut self, memory: &Memory, event: &Recorded, number: u32) {
-        let Some(block) = memory.blocks.get(&event.addr) else { return };
+        let Some(block) = memory.blocks().get(&event.addr) else { return };
         let Some(since) = block.pending.filter(|since| *since != BEFORE) else { return };
         let waits = self.waits.entry(block.stream).or_default();
         waits.now = waits.now.saturating_sub(block.bytes);
@@ -364,8 +368,8 @@ impl Survey {
             asked_bytes: event.bytes,
             stream: event.stream,
             device_free_bytes: Some(event.addr).filter(|free| *free > 0),
-            cause: cause(memory, &recording.settings, event.bytes, event.stream),
-            free_bytes: memory.free_in(memory.pool_of(event.stream, event.bytes)),
+            cause: cause(memory, event.bytes, event.stream),
+            free_bytes: memory.free_bytes(memory.pool_of(event.stream, event.bytes)),
             moment: moment(recording, memory, lines, index),
         };
         self.refused.push_back((index, refused));

@@ -1,9 +1,9 @@
-//! `experiments replay --against FILE`: the allocator that has to put every block where a file says.
+//! `vramlab replay --against FILE`: the allocator that has to put every block where a file says.
 
 use super::ReplayArgs;
 use anyhow::{Context, Result, ensure};
 use std::path::{Path, PathBuf};
-use trainer::alloc::Selections;
+use terminal::arguments::Selections;
 use vramlab::backends::all;
 use vramlab::histories::trace::Placements;
 use vramlab::{Bytes, Selection};

@@ -39,7 +39,7 @@ impl Bounds {
             }
         };
         let (lower_bound_bytes, plan_bytes) = search(CrossStream::AfterWait);
-        // One stream has nobody to wait for.
+        // A single stream has no other to wait for.
         let one = |pair: &[Lifetime]| pair[0].stream == pair[1].stream;
         let (ordered_lower_bound_bytes, ordered_plan_bytes) = match lifetimes.windows(2).all(one) {
             true => (lower_bound_bytes, plan_bytes),

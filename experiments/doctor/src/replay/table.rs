@@ -1,12 +1,13 @@
 //! Replays of one history side by side, beside what the program did that recorded it.
 
 use super::{AddressChoice, ByPath, Moved, Row};
-use crate::history::AsRecorded;
-use trainer::alloc::heading;
-use trainer::report::duration;
-use trainer::terminal::{Cell, Comparison, Page, quoted};
+use terminal::arguments::heading;
+use terminal::command;
+use terminal::duration;
+use terminal::{Cell, Comparison, Page, quoted};
 use vramlab::Bytes;
 use vramlab::backends::{TorchAllocator, of_torch};
+use vramlab::histories::memory::Peaks;
 
 fn size(bytes: u64) -> String {
     Bytes(bytes).to_string()
@@ -24,7 +25,7 @@ impl ByPath {
 /// The metrics of a comparison whose first column is what was recorded, if the file tells that.
 struct Columns<'a> {
     rows: &'a [Row],
-    recorded: Option<&'a AsRecorded>,
+    recorded: Option<&'a Peaks>,
     table: Comparison,
 }
 
@@ -33,7 +34,7 @@ impl Columns<'_> {
     fn ranked(
         &mut self,
         name: &str,
-        recorded: impl Fn(&AsRecorded) -> Option<String>,
+        recorded: impl Fn(&Peaks) -> Option<String>,
         cell: impl Fn(&Row) -> Option<(String, f64)>,
     ) {
         let first = self.recorded.map(|told| (recorded(told).unwrap_or_else(dash), None));
@@ -48,7 +49,7 @@ impl Columns<'_> {
     fn plain(
         &mut self,
         name: &str,
-        recorded: impl Fn(&AsRecorded) -> Option<String>,
+        recorded: impl Fn(&Peaks) -> Option<String>,
         cell: impl Fn(&Row) -> Option<String>,
     ) {
         let first = self.recorded.map(|told| Cell::or_dash(recorded(told)));
@@ -60,7 +61,7 @@ fn dash() -> String {
     "-".to_owned()
 }
 
-fn untold(_: &AsRecorded) -> Option<String> {
+fn untold(_: &Peaks) -> Option<String> {
     None
 }
 
@@ -79,7 +80,7 @@ fn refusal(row: &Row, page: &mut Page) {
 }
 
 /// The table of one history's rows, with what should be known about it.
-pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) {
+pub(super) fn report(rows: &[Row], recorded: Option<&Peaks>, page: &mut Page) {
     let Some(first) = rows.first() else { return };
     refusal(first, page);
     page.title(format!(
@@ -103,13 +104,13 @@ pub(super) fn report(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Pag
     columns.ranked("failed allocations", untold, failed);
     columns.ranked(
         "peak reserved",
-        |told| Some(size(told.peak_reserved)),
+        |told| Some(size(told.reserved)),
         |row| Some((size(row.peak_reserved_bytes), row.peak_reserved_bytes as f64)),
     );
     let ratio = |bytes: u64| first.bounds.ratio(bytes);
-    columns.plain("reserved / bound", |told| ratio(told.peak_reserved), |row| ratio(row.peak_reserved_bytes));
+    columns.plain("reserved / bound", |told| ratio(told.reserved), |row| ratio(row.peak_reserved_bytes));
     columns.plain("peak active", untold, |row| Some(size(row.peak_active_bytes)));
-    columns.plain("peak requested", |told| Some(size(told.peak_requested)), |row| Some(size(row.peak_requested_bytes)));
+    columns.plain("peak requested", |told| Some(size(told.requested)), |row| Some(size(row.peak_requested_bytes)));
     let percent = |share: f64| format!("{:.1} %", 100.0 * share);
     columns.ranked("utilisation", untold, |row| row.utilisation.map(|share| (percent(share), -share)));
     type Part = fn(&Row) -> u64;
@@ -220,12 +221,12 @@ fn pools(rows: &[Row]) -> Vec<String> {
 }
 
 /// Who needed the least memory and the fewest calls for the last history, and how to find out how little would do.
-pub(super) fn end(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) {
+pub(super) fn end(rows: &[Row], recorded: Option<&Peaks>, page: &mut Page) {
     let Some(first) = rows.first() else { return };
     let whole = || rows.iter().filter(|row| row.failed_allocations == 0);
     let Some(least) = whole().min_by_key(|row| row.peak_reserved_bytes) else {
         let next = format!("capacity {}", quoted(&first.trace));
-        page.end("No allocator gets through the history in this memory.", &crate::next_command(&next));
+        page.end("No allocator gets through the history in this memory.", &command("vramlab", &next));
         return;
     };
     let mut found = format!("{} reserves {} at its peak", least.alloc, size(least.peak_reserved_bytes));
@@ -233,12 +234,12 @@ pub(super) fn end(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) 
         found += ", the least";
     }
     // Of the policy that it was recorded under.
-    let ours = |told: &AsRecorded| match told.expandable {
+    let ours = |told: &Peaks| match told.expandable {
         true => whole().find(|row| row.alloc.backend() == of_torch(TorchAllocator::Expandable)),
         false => whole().find(|row| row.alloc.capabilities().follows_pytorch),
     };
     if let Some((told, ours)) = recorded.and_then(|told| Some((told, ours(told)?))) {
-        let (name, ours, theirs) = (&ours.alloc, ours.peak_reserved_bytes, told.peak_reserved);
+        let (name, ours, theirs) = (&ours.alloc, ours.peak_reserved_bytes, told.reserved);
         found += &match ours == theirs {
             true => format!("; {} were reserved when it was recorded, and so they are by {name} here", size(theirs)),
             false => {
@@ -253,5 +254,5 @@ pub(super) fn end(rows: &[Row], recorded: Option<&AsRecorded>, page: &mut Page) 
     {
         found += &format!("; {} makes {}, {} {}", fewest.alloc, counted(calls(fewest)), most.alloc, calls(most));
     }
-    page.end(format!("{found}."), &crate::next_command(&format!("capacity {}", quoted(&first.trace))));
+    page.end(format!("{found}."), &command("vramlab", &format!("capacity {}", quoted(&first.trace))));
 }

@@ -5,7 +5,7 @@ const NEAR: u64 = 2 << 20;
 
 /// A range of addresses in which something was held at some time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Lane {
+pub(super) struct AddressRange {
     pub(super) addr: u64,
     pub(super) bytes: u64,
     /// Where it begins when the lanes lie one behind the other.
@@ -14,9 +14,9 @@ pub(super) struct Lane {
 
 /// All lanes of a map in address order.
 #[derive(Debug, Default)]
-pub(super) struct Lanes(Vec<Lane>);
+pub(super) struct AddressRanges(Vec<AddressRange>);
 
-impl Lanes {
+impl AddressRanges {
     /// The lanes that hold these ranges of addresses and bytes. Ranges of `segments` that touch are one lane; so are `blocks`
     /// outside of them that lie close to each other.
     pub(super) fn of(segments: impl Iterator<Item = (u64, u64)>, blocks: impl Iterator<Item = (u64, u64)>) -> Self {
@@ -33,7 +33,7 @@ impl Lanes {
         }
         let mut place = 0;
         let lane = |(addr, end): (u64, u64)| {
-            let lane = Lane { addr, bytes: end - addr, place };
+            let lane = AddressRange { addr, bytes: end - addr, place };
             place += lane.bytes;
             lane
         };
@@ -47,7 +47,7 @@ impl Lanes {
         (addr < lane.addr + lane.bytes).then(|| lane.place + (addr - lane.addr))
     }
 
-    pub(super) fn list(&self) -> &[Lane] {
+    pub(super) fn list(&self) -> &[AddressRange] {
         &self.0
     }
 }
@@ -73,7 +73,7 @@ mod tests {
     #[test]
     fn lanes_lie_one_behind_the_other() {
         let segments = [(1000, 500), (1500, 500), (9000, 1000)];
-        let lanes = Lanes::of(segments.into_iter(), [(9100, 5)].into_iter());
+        let lanes = AddressRanges::of(segments.into_iter(), [(9100, 5)].into_iter());
         assert_eq!(lanes.list().len(), 2, "what touches is one lane");
         assert_eq!(lanes.place(1999), Some(999));
         assert_eq!(lanes.place(9000), Some(1000));
@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn blocks_without_segments_have_lanes_of_their_own() {
-        let lanes = Lanes::of(std::iter::empty(), [(4096, 512), (8192, 512), (1 << 40, 512)].into_iter());
+        let lanes = AddressRanges::of(std::iter::empty(), [(4096, 512), (8192, 512), (1 << 40, 512)].into_iter());
         assert_eq!(lanes.list().iter().map(|lane| lane.bytes).collect::<Vec<_>>(), [4608, 512]);
         assert_eq!(lanes.place(1 << 40), Some(4608));
     }

@@ -1,11 +1,11 @@
 //! Shows a page in the browser.
 
-use crate::compare::ArmFailed;
 use anyhow::{Context, Result};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use trainer::terminal::quoted;
+use terminal::RuntimeFailure;
+use terminal::quoted;
 
 /// A browser that still runs by then shows the page: some stay in the foreground until they are closed.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -29,7 +29,7 @@ pub(super) fn open(page: &Path) -> Result<()> {
     }
     let page = quoted(&page.to_string_lossy());
     let why = format!("no browser could be started (tried {}); the page is written: {page}", tried.join(", "));
-    Err(ArmFailed::at_run_time(&why).into())
+    Err(RuntimeFailure::new(why).into())
 }
 
 /// What to run, in this order. `BROWSER` lists commands, as `xdg-open` and Python read it: `%s` stands for the page, which

@@ -16,8 +16,9 @@ const run = async () => {
   const page = document.getElementById("page"), data = JSON.parse(document.getElementById("data").textContent);
   const names = shortNames(data.histories.map((one) => one.name));
   data.histories.forEach((one, i) => { one.title = names[i]; });
+  const count = data.histories.length, shown = count || data.runs.length, kind = count ? "histories" : "runs";
   const head = make("header", page);
-  make("h1", head, {}, data.histories.length === 1 ? "GPU memory of " + names[0] : "GPU memory of " + data.histories.length + " histories");
+  make("h1", head, {}, "GPU memory of " + (shown === 1 ? names[0] ?? data.runs[0].name : shown + " " + kind));
   const several = data.histories.length > 1, axes = [];
   if (several) {
     const box = make("label", head, { class: "same" }), same = make("input", box, { type: "checkbox" });
@@ -27,7 +28,8 @@ const run = async () => {
       for (const axis of axes) axis.draw();
     });
   }
-  figuresTable(page, data.histories);
+  drawRuns(page, data.runs);
+  if (count) figuresTable(page, data.histories);
   const grid = make("div", page, { class: several ? "histories several" : "histories" });
   const places = data.histories.map((about) => {
     const place = make("section", grid, { class: "history" });

@@ -1,12 +1,13 @@
 //! Block maps: where the blocks of a history lay when it was recorded, and where they lie under other allocators.
 
+use super::address_ranges::AddressRanges;
 use super::columns::Columns;
-use super::lanes::Lanes;
-use super::recording::{Held, NEVER, Pool, Recording};
 use super::source::Source;
+use super::timeline::Timeline;
 use crate::history::{Devices, failed};
 use anyhow::Result;
 use std::collections::BTreeMap;
+use vramlab::histories::memory::{BlockLifetime, NEVER, SegmentLifetime, SegmentLifetimes};
 use vramlab::histories::replay::{
     Addresses, BlockPlace, LedgerAt, ReplayReport, ReplaySettings, SegmentChange, Watched, replay_watched,
 };
@@ -15,11 +16,11 @@ use vramlab::{Ledger, Path, Selection};
 /// Ledgers over a history; more than a screen has columns.
 const LEDGERS: usize = 1500;
 
-/// A map before it is packed: one place for each block of the recording.
+/// A map before it is packed: one place for each block of the timeline.
 pub(super) struct Map {
     pub(super) name: String,
     pub(super) places: Vec<BlockPlace>,
-    pub(super) segments: Vec<Held>,
+    pub(super) segments: Vec<SegmentLifetime>,
     /// Allocations that failed.
     pub(super) failed: u64,
 }
@@ -66,14 +67,14 @@ pub(super) fn replayed(
     let driver = devices.make(outside)?;
     let report = replay_watched(&source.history, &backend, &driver, &settings, &mut watched)
         .map_err(|error| failed(&source.file, error))?;
-    let events = events_of_allocations(&source.recording, &source.history, watched.places.len());
+    let events = events_of_allocations(&source.timeline, &source.history, watched.places.len());
     let Some(events) = events else { return Ok(None) };
-    let ledgers = ledgers(&watched.ledgers, &events, &source.recording);
-    let places = aligned(&source.recording, watched.places, recorded);
+    let ledgers = ledgers(&watched.ledgers, &events, &source.timeline);
+    let places = aligned(&source.timeline, watched.places, recorded);
     let map = Map {
         name: selection.to_string(),
         places,
-        segments: segments(&watched.segments, &events, &source.recording),
+        segments: segments(&watched.segments, &events, &source.timeline),
         failed: report.failed_allocations,
     };
     let same = |mismatches: Option<u64>| mismatches == Some(0);
@@ -82,24 +83,24 @@ pub(super) fn replayed(
 }
 
 /// The event of each allocation of a replay: first those of blocks from before the first event. `None` where a replay has
-/// others than the recording.
+/// others than the timeline.
 fn events_of_allocations(
-    recording: &Recording,
+    timeline: &Timeline,
     history: &vramlab::histories::replay::History,
     places: usize,
 ) -> Option<Vec<u32>> {
     // CAST: a number of blocks in memory.
     let before = history.prologue_allocations() as usize;
-    let made = recording.blocks[recording.before()..].iter().map(|life| life.start);
+    let made = timeline.blocks[timeline.before()..].iter().map(|life| life.start);
     let events: Vec<u32> = std::iter::repeat_n(0, before).chain(made).collect();
     (events.len() == places).then_some(events)
 }
 
 /// Ledgers by the event after which they were taken: the later of the last allocation and the last request to free. That
 /// after the last operation stands behind all events.
-fn ledgers(taken: &[LedgerAt], events: &[u32], recording: &Recording) -> Vec<(u32, Ledger)> {
-    let before = recording.blocks[..recording.before()].iter().filter(|life| life.freed == 0).count();
-    let requests = recording.blocks.iter().map(|life| life.freed).filter(|freed| *freed != NEVER);
+fn ledgers(taken: &[LedgerAt], events: &[u32], timeline: &Timeline) -> Vec<(u32, Ledger)> {
+    let before = timeline.blocks[..timeline.before()].iter().filter(|life| life.freed == 0).count();
+    let requests = timeline.blocks.iter().map(|life| life.freed).filter(|freed| *freed != NEVER);
     let mut requests: Vec<u32> = requests.collect();
     requests.sort_unstable();
     // Those that were asked for before the first event are not asked for again.
@@ -109,17 +110,17 @@ fn ledgers(taken: &[LedgerAt], events: &[u32], recording: &Recording) -> Vec<(u3
     let mut out: Vec<(u32, Ledger)> = taken.iter().map(place).collect();
     if let Some(last) = out.last_mut() {
         // CAST: a history that can be replayed has fewer than 2^32 events.
-        last.0 = recording.events() as u32;
+        last.0 = timeline.events() as u32;
     }
     out
 }
 
-/// A place for each block of the recording. Blocks from before the first event are found by their address, or by their
+/// A place for each block of the timeline. Blocks from before the first event are found by their address, or by their
 /// order where another allocator placed them.
-fn aligned(recording: &Recording, places: Vec<BlockPlace>, recorded: bool) -> Vec<BlockPlace> {
+fn aligned(timeline: &Timeline, places: Vec<BlockPlace>, recorded: bool) -> Vec<BlockPlace> {
     let nowhere = BlockPlace { addr: 0, bytes: 0, path: None };
-    let (known, made) = places.split_at(places.len() - (recording.blocks.len() - recording.before()));
-    let before = &recording.blocks[..recording.before()];
+    let (known, made) = places.split_at(places.len() - (timeline.blocks.len() - timeline.before()));
+    let before = &timeline.blocks[..timeline.before()];
     let mut out: Vec<BlockPlace> = if recorded {
         let by_addr: BTreeMap<u64, BlockPlace> = known.iter().map(|place| (place.addr, *place)).collect();
         before.iter().map(|life| by_addr.get(&life.addr).copied().unwrap_or(nowhere)).collect()
@@ -133,33 +134,41 @@ fn aligned(recording: &Recording, places: Vec<BlockPlace>, recorded: bool) -> Ve
 }
 
 /// Lives of what was taken from the device, counted in events; each is of the stream that asked for it.
-fn segments(changes: &[SegmentChange], events: &[u32], recording: &Recording) -> Vec<Held> {
-    let mut held = super::recording::Ranges::default();
-    let made = &recording.blocks[recording.before()..];
+fn segments(changes: &[SegmentChange], events: &[u32], timeline: &Timeline) -> Vec<SegmentLifetime> {
+    let mut held = SegmentLifetimes::default();
+    let made = &timeline.blocks[timeline.before()..];
     let before = events.len() - made.len();
     for change in changes {
         let at = events.get(change.allocation).or(events.last()).copied().unwrap_or(0);
         if change.taken {
             let asked = change.allocation.checked_sub(before).and_then(|number| made.get(number));
-            let stream = asked.map_or(NEVER, |life| life.stream);
-            let (addr, bytes, pool) = (change.addr, change.bytes, Pool::default());
-            held.take(Held { start: at, end: NEVER, addr, bytes, stream, pool, before: change.allocation < before });
+            held.take(SegmentLifetime {
+                start: at,
+                end: NEVER,
+                addr: change.addr,
+                bytes: change.bytes,
+                stream: asked.map(|life| life.stream),
+                small: None,
+                expandable: false,
+                private: None,
+                before: change.allocation < before,
+            });
         } else {
-            held.give_back(at, change.addr, change.bytes, None);
+            held.give_back(at, change.addr, change.bytes);
         }
     }
     held.finish()
 }
 
-/// The map of the recording itself. Sizes of blocks and paths are those of `told`, where somebody tells them.
-pub(super) fn recorded(recording: &Recording, told: Option<&[BlockPlace]>, name: &str) -> Map {
-    let place = |(number, life): (usize, &super::recording::Life)| {
+/// The map of the recording itself. Sizes of blocks and paths are those of `told`, where the file tells them.
+pub(super) fn recorded(timeline: &Timeline, told: Option<&[BlockPlace]>, name: &str) -> Map {
+    let place = |(number, life): (usize, &BlockLifetime)| {
         let told = told.and_then(|told| told.get(number)).filter(|place| place.addr == life.addr);
         let bytes = told.map_or(life.bytes, |place| place.bytes).max(life.bytes);
         BlockPlace { addr: life.addr, bytes, path: told.and_then(|place| place.path) }
     };
-    let places = recording.blocks.iter().enumerate().map(place).collect();
-    Map { name: name.to_owned(), places, segments: recording.segments.clone(), failed: 0 }
+    let places = timeline.blocks.iter().enumerate().map(place).collect();
+    Map { name: name.to_owned(), places, segments: timeline.segments.clone(), failed: 0 }
 }
 
 /// Column of lives as the page reads them: start and length, where what never ends has a length beyond the last event.
@@ -171,9 +180,9 @@ pub(super) fn length(start: u32, end: u32, events: usize) -> u64 {
 
 impl Map {
     /// The columns that `data.js` reads, and the unit of places.
-    pub(super) fn columns(&self, events: usize) -> (Columns, u64) {
+    pub(super) fn columns(&self, timeline: &Timeline) -> (Columns, u64) {
         let placed = || self.places.iter().filter(|place| place.bytes > 0);
-        let lanes = Lanes::of(
+        let lanes = AddressRanges::of(
             self.segments.iter().map(|held| (held.addr, held.bytes)),
             placed().map(|place| (place.addr, place.bytes)),
         );
@@ -191,24 +200,23 @@ impl Map {
             (_, None) => 0,
         }));
         columns.push(self.segments.iter().map(|held| u64::from(held.start)));
-        columns.push(self.segments.iter().map(|held| length(held.start, held.end, events)));
+        columns.push(self.segments.iter().map(|held| length(held.start, held.end, timeline.events())));
         columns.push(self.segments.iter().map(|held| at(held.addr) / unit));
         columns.push(self.segments.iter().map(|held| held.bytes));
-        columns
-            .push(self.segments.iter().map(|held| if held.stream == NEVER { 0 } else { u64::from(held.stream) + 1 }));
+        columns.push(self.segments.iter().map(|held| held.stream.map_or(0, |stream| timeline.stream(stream) + 1)));
         let pools = self.pools();
         // CAST: a position in a short list.
-        let pool = |held: &Held| pools.iter().position(|pool| *pool == held.pool.words()).unwrap_or(0) as u64;
+        let pool = |held: &SegmentLifetime| pools.iter().position(|pool| *pool == words(held)).unwrap_or(0) as u64;
         columns.push(self.segments.iter().map(pool));
         columns.push(self.segments.iter().map(|held| u64::from(held.before)));
         (columns, unit)
     }
 
-    /// What segments are for, in words, in the order in which it comes up; first that nobody tells.
+    /// What segments are for, in words, in the order in which it comes up; first that the file does not tell.
     pub(super) fn pools(&self) -> Vec<String> {
         let mut out = vec![String::new()];
         for held in &self.segments {
-            let words = held.pool.words();
+            let words = words(held);
             if !out.contains(&words) {
                 out.push(words);
             }
@@ -217,7 +225,15 @@ impl Map {
     }
 }
 
-/// Names of the paths in the order of their numbers in a map; 0 is that nobody tells.
+/// What a segment is for in a few words; empty where nothing is known.
+fn words(held: &SegmentLifetime) -> String {
+    let kind = held.small.map(|small| if small { "small requests" } else { "large requests" }.to_owned());
+    let expandable = held.expandable.then(|| "expandable".to_owned());
+    let private = held.private.map(|(major, minor)| format!("private pool {major}.{minor}"));
+    kind.into_iter().chain(expandable).chain(private).collect::<Vec<String>>().join(", ")
+}
+
+/// Names of the paths in the order of their numbers in a map; 0 stands for a path that is not told.
 pub(super) fn path_names() -> Vec<&'static str> {
     std::iter::once("").chain(Path::ALL.into_iter().map(Path::name)).collect()
 }

@@ -1,4 +1,4 @@
-//! The page: one HTML file that holds everything and asks nobody for anything.
+//! The page: one HTML file that holds everything and loads nothing else.
 //!
 //! What files and programs said goes into JSON, from which the page's script makes text and never markup. A content-security
 //! policy allows this one script and this one style sheet by their hashes, and nothing else.
@@ -26,6 +26,8 @@ const SCRIPT: &str = concat!(
     include_str!("panel.js"),
     include_str!("tables.js"),
     include_str!("answers.js"),
+    include_str!("charts.js"),
+    include_str!("runs.js"),
     include_str!("main.js"),
     "})();\n"
 );

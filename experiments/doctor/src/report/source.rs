@@ -1,16 +1,16 @@
 //! What the page is made from: histories, and the folders of runs that recorded one.
 
-use super::places::{Known, Places, annotations};
-use super::recording::{Mark, Recorder, Recording};
-use crate::history::{AsRecorded, Tally, compile, no_events, say_cut};
-use crate::reading::ReadArgs;
+use super::stacks::{Known, Stacks};
+use super::timeline::{Mark, Timeline};
+use crate::recording::Recording;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
-use vramlab::histories::replay::{BlockPlace, History, HistoryBuilder};
-use vramlab::histories::trace::{Event, Origin, Origins, ReadError, Summary, read_origins};
+use vramlab::histories::memory::Peaks;
+use vramlab::histories::replay::{BlockPlace, History};
+use vramlab::histories::trace::jsonl_placements;
 use vramlab::{Bytes, Selection};
 
 /// The events of a run in its folder, best first: an export names segments, the trace does not.
@@ -23,19 +23,31 @@ pub(super) enum Input {
     History(PathBuf),
     /// A run that recorded its events, and the file that has them.
     Run { folder: PathBuf, log: PathBuf },
-    /// A folder without events.
-    Eventless(PathBuf),
+}
+
+/// The events in the folder of a run, if it recorded them.
+fn log_of(folder: &Path) -> Option<PathBuf> {
+    LOGS.iter().map(|name| folder.join(name)).find(|log| log.is_file())
+}
+
+/// Whether a run recorded its events.
+pub(super) fn has_events(folder: &Path) -> bool {
+    log_of(folder).is_some()
 }
 
 impl Input {
-    pub(super) fn of(path: &Path) -> Self {
+    /// What a path stands for; `None` for a folder without events.
+    pub(super) fn of(path: &Path) -> Option<Self> {
         if !path.is_dir() {
-            return Self::History(path.to_owned());
+            return Some(Self::History(path.to_owned()));
         }
-        let folder = path.to_owned();
-        match LOGS.iter().map(|name| path.join(name)).find(|log| log.is_file()) {
-            Some(log) => Self::Run { folder, log },
-            None => Self::Eventless(folder),
+        log_of(path).map(|log| Self::Run { folder: path.to_owned(), log })
+    }
+
+    /// The file with the events.
+    pub(super) fn file(&self) -> &Path {
+        match self {
+            Self::History(file) | Self::Run { log: file, .. } => file,
         }
     }
 }
@@ -48,12 +60,15 @@ pub(super) struct Source {
     /// As the command line names it.
     pub(super) name: String,
     pub(super) file: PathBuf,
-    pub(super) recording: Recording,
-    pub(super) summary: Summary,
+    pub(super) timeline: Timeline,
+    /// Events of actions that are not known, which were left out.
+    pub(super) unknown_actions: u64,
     pub(super) history: History,
     pub(super) settings: CachingSettings,
-    pub(super) as_recorded: Option<AsRecorded>,
-    pub(super) places: Places,
+    pub(super) as_recorded: Option<Peaks>,
+    pub(super) places: Stacks,
+    /// The numbers of what blocks come from.
+    pub(super) known: Known,
     /// What the record of a run says of it.
     pub(super) figures: Vec<Figure>,
     /// The allocator that a run had.
@@ -63,18 +78,13 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// Reads what is to be shown.
+    /// What is to be shown of an input, which was read.
     ///
     /// # Errors
-    /// Those of reading a history; what is wrong with a run's record.
-    pub(super) fn read(input: &Input, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Self> {
-        let (file, folder) = match input {
-            Input::History(file) => (file, None),
-            Input::Run { folder, log } => (log, Some(folder)),
-            Input::Eventless(folder) => anyhow::bail!("{}: there are no events in this folder", folder.display()),
-        };
-        let mut source = history(file, gpu, limit, reading)?;
-        if let Some(folder) = folder {
+    /// Those of compiling a history; what is wrong with a run's record.
+    pub(super) fn of(input: &Input, recording: &Recording, limit: Option<u64>) -> Result<Self> {
+        let mut source = history(input.file(), recording, limit)?;
+        if let Input::Run { folder, .. } = input {
             source.name = folder.display().to_string();
             source.add_record(folder)?;
         }
@@ -89,44 +99,30 @@ impl Source {
             .with_context(|| format!("{}: is no record of a run; it was cut short or damaged", path.display()))?;
         self.allocator = record["settings"]["alloc"].as_str().and_then(|text| text.parse().ok());
         self.figures = record_figures(&record);
-        self.recording.marks.extend(steps(&folder.join("steps.csv"), &self.recording)?);
+        self.timeline.marks.extend(steps(&folder.join("steps.csv"), &self.timeline)?);
         let trace = LOGS[2..].iter().map(|name| folder.join(name)).find(|trace| trace.is_file());
         if let Some(trace) = trace {
-            let served = trainer::served::served(&trace).with_context(|| trace.display().to_string())?;
-            self.served = (served.len() == self.recording.blocks.len()).then_some(served);
+            let served = jsonl_placements(&trace).with_context(|| trace.display().to_string())?;
+            self.served = (served.len() == self.timeline.blocks.len()).then_some(served);
         }
         Ok(())
     }
 }
 
-fn history(file: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Source> {
-    let options = reading.options();
-    let mut builder = HistoryBuilder::new(gpu).within(&options.budget);
-    let mut tally = Tally::new(gpu);
-    let mut recorder = Recorder::new(gpu);
+fn history(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Source> {
+    let compiled = recording.compiled(|_| limit)?;
     let mut known = Known::default();
-    let mut sink = |event: Event, origin: Origin, _: &Origins| {
-        tally.take(&event);
-        recorder.take(&event, known.number(origin));
-        builder.push(&event).map_err(ReadError::stop)
-    };
-    let (summary, origins) = read_origins(file, &options, &mut sink)?;
-    say_cut(file, &summary);
-    let compiled = compile(builder, &summary, limit).with_context(|| file.display().to_string())?;
-    if compiled.history.events() == 0 {
-        return Err(no_events(file, gpu, &summary));
-    }
-    let mut recording = recorder.finish(&summary, |device, addr| known.number(origins.block(device, addr)));
-    recording.marks.extend(annotations(&origins, gpu, &recording));
+    let timeline = Timeline::of(recording, &mut known);
     Ok(Source {
         name: file.display().to_string(),
         file: file.to_owned(),
-        recording,
-        as_recorded: tally.finish(&summary),
-        summary,
+        timeline,
+        as_recorded: compiled.as_recorded,
+        unknown_actions: recording.summary.unknown_actions,
         history: compiled.history,
         settings: compiled.settings,
-        places: Places::of(&origins, &known),
+        places: Stacks::of(&recording.origins, &known),
+        known,
         figures: Vec::new(),
         allocator: None,
         served: None,
@@ -158,7 +154,7 @@ fn record_figures(record: &Value) -> Vec<Figure> {
 }
 
 /// A line where each step ends, by the run's clock.
-fn steps(path: &Path, recording: &Recording) -> Result<Vec<Mark>> {
+fn steps(path: &Path, timeline: &Timeline) -> Result<Vec<Mark>> {
     #[derive(Deserialize)]
     struct Row {
         epoch: u64,
@@ -173,7 +169,7 @@ fn steps(path: &Path, recording: &Recording) -> Result<Vec<Mark>> {
     for row in rows.deserialize() {
         let Row { epoch, step, host_ns } = row.with_context(|| path.display().to_string())?;
         // CAST: a history that can be replayed has fewer than 2^32 events.
-        let start = recording.times_ns.partition_point(|time| *time <= host_ns) as u32;
+        let start = timeline.times_ns.partition_point(|time| *time <= host_ns) as u32;
         out.push(Mark { kind: "step", text: format!("end of step {step} of epoch {epoch}"), start, end: None });
     }
     Ok(out)

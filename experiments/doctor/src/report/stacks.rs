@@ -1,8 +1,9 @@
 //! Where in the program blocks come from: stacks of frames, each kept once.
 
 use super::columns::Columns;
-use super::recording::{Came, Mark, Recording};
+use super::timeline::{Mark, Timeline};
 use crate::explain::lines::{line_of, words};
+use crate::recording::Recording;
 use std::collections::HashMap;
 use std::hash::Hash;
 use vramlab::histories::trace::{Frame, Origin, Origins, StackId, TextId};
@@ -21,12 +22,17 @@ impl<T> Default for Numbered<T> {
 }
 
 impl<T: Copy + Eq + Hash> Numbered<T> {
-    fn number(&mut self, one: T) -> u32 {
-        *self.numbers.entry(one).or_insert_with(|| {
+    fn enter(&mut self, one: T) {
+        self.numbers.entry(one).or_insert_with(|| {
             self.list.push(one);
             // CAST: stacks and texts have numbers of 32 bits.
             self.list.len() as u32
-        })
+        });
+    }
+
+    /// The number of what came up, 0 of others.
+    fn number(&self, one: T) -> u64 {
+        self.numbers.get(&one).copied().map_or(0, u64::from)
     }
 }
 
@@ -38,17 +44,27 @@ pub(super) struct Known {
 }
 
 impl Known {
-    pub(super) fn number(&mut self, origin: Origin) -> Came {
-        Came {
-            stack: if origin.stack.is_empty() { 0 } else { self.stacks.number(origin.stack) },
-            category: if origin.category.is_empty() { 0 } else { self.categories.number(origin.category) },
+    pub(super) fn enter(&mut self, origin: Origin) {
+        if !origin.stack.is_empty() {
+            self.stacks.enter(origin.stack);
         }
+        if !origin.category.is_empty() {
+            self.categories.enter(origin.category);
+        }
+    }
+
+    pub(super) fn stack(&self, origin: Origin) -> u64 {
+        self.stacks.number(origin.stack)
+    }
+
+    pub(super) fn category(&self, origin: Origin) -> u64 {
+        self.categories.number(origin.category)
     }
 }
 
 /// Stacks by number, from 1; 0 is that nothing is known.
 #[derive(Debug, Default)]
-pub(super) struct Places {
+pub(super) struct Stacks {
     /// Lines of the user's code in words.
     pub(super) lines: Vec<String>,
     /// Frames in words.
@@ -59,7 +75,7 @@ pub(super) struct Places {
     pub(super) categories: Vec<String>,
 }
 
-impl Places {
+impl Stacks {
     /// What is known, in words.
     pub(super) fn of(origins: &Origins, known: &Known) -> Self {
         let categories = known.categories.list.iter().map(|category| origins.spelt(*category).to_owned());
@@ -103,12 +119,13 @@ impl Places {
 
 /// Ranges that the program named, in the order of their beginnings. One that does not end lasts to the end; an end without
 /// a beginning is left out.
-pub(super) fn annotations(origins: &Origins, gpu: Option<u16>, recording: &Recording) -> Vec<Mark> {
+pub(super) fn annotations(recording: &Recording, timeline: &Timeline) -> Vec<Mark> {
+    let origins = &recording.origins;
     let mut out: Vec<Mark> = Vec::new();
     let mut open: HashMap<TextId, Vec<usize>> = HashMap::new();
     // CAST: a history that can be replayed has fewer than 2^32 events.
-    let event = |time_ns: u64| recording.times_ns.partition_point(|time| *time < time_ns) as u32;
-    let elsewhere = |device: Option<u16>| gpu.zip(device).is_some_and(|(gpu, device)| gpu != device);
+    let event = |time_ns: u64| timeline.times_ns.partition_point(|time| *time < time_ns) as u32;
+    let elsewhere = |device: Option<u16>| device.is_some_and(|device| device != recording.device);
     for annotation in origins.annotations().iter().filter(|annotation| !elsewhere(annotation.device)) {
         let at = event(annotation.time_ns);
         if annotation.start {

@@ -3,18 +3,21 @@
 use super::columns::Columns;
 use super::maps::{self, Map, Replayed, length};
 use super::page::Numbers;
-use super::recording::{Mark, NEVER};
+use super::run::RunData;
 use super::source::{Figure, Source};
+use super::timeline::{Mark, Timeline};
 use crate::replay::bound::Bounds;
 use anyhow::Result;
 use serde::Serialize;
 use serde_json::Value;
+use vramlab::histories::memory::NEVER;
 use vramlab::{Bytes, Ledger, Selection};
 
 /// The page.
 #[derive(Debug, Serialize)]
 pub(super) struct PageData<'p> {
     pub(super) title: &'p str,
+    pub(super) runs: &'p [RunData],
     pub(super) histories: &'p [HistoryData],
 }
 
@@ -120,16 +123,16 @@ pub(super) fn history(
     others: &[(Selection, Replayed)],
     numbers: &mut Numbers,
 ) -> Result<HistoryData> {
-    let recording = &source.recording;
+    let timeline = &source.timeline;
     let exact = served.filter(|served| served.as_recorded);
     let told = source.served.as_deref().or(exact.map(|served| served.map.places.as_slice()));
-    let recorded = maps::recorded(recording, told, "as recorded");
+    let recorded = maps::recorded(timeline, told, "as recorded");
     let mut notes = notes(source, told.is_some());
     let lives = numbers.add(&lives(source))?;
-    let mut shown = vec![pack(&recorded, recording.events(), numbers, true)?];
+    let mut shown = vec![pack(&recorded, timeline, numbers, true)?];
     let mut left_out = Vec::new();
     for (selection, other) in others {
-        match pack(&other.map, recording.events(), numbers, false)? {
+        match pack(&other.map, timeline, numbers, false)? {
             Some(map) => shown.push(Some(map)),
             None => left_out.push(selection.to_string()),
         }
@@ -147,9 +150,9 @@ pub(super) fn history(
     };
     Ok(HistoryData {
         name: source.name.clone(),
-        events: recording.events() as u64,
-        timed: recording.times_ns.iter().any(|time| *time != recording.times_ns[0]),
-        streams: recording.streams.iter().map(|stream| stream_name(*stream)).collect(),
+        events: timeline.events() as u64,
+        timed: timeline.times_ns.iter().any(|time| *time != timeline.times_ns[0]),
+        streams: timeline.streams.iter().map(|stream| stream_name(*stream)).collect(),
         paths: maps::path_names(),
         stacks: source.places.columns().map(|columns| numbers.add(&columns)).transpose()?,
         lines: source.places.lines.clone(),
@@ -157,7 +160,7 @@ pub(super) fn history(
         categories: source.places.categories.clone(),
         figures: figures(source, exact, bounds),
         notes,
-        marks: recording.marks.iter().map(MarkData::of).collect(),
+        marks: timeline.marks.iter().map(MarkData::of).collect(),
         lives,
         maps: shown.into_iter().flatten().collect(),
         ledger,
@@ -186,8 +189,8 @@ fn stream_name(handle: u64) -> String {
     if handle < 1 << 16 { handle.to_string() } else { format!("{handle:#x}") }
 }
 
-fn pack(map: &Map, events: usize, numbers: &mut Numbers, always: bool) -> Result<Option<MapData>> {
-    let (columns, unit) = map.columns(events);
+fn pack(map: &Map, timeline: &Timeline, numbers: &mut Numbers, always: bool) -> Result<Option<MapData>> {
+    let (columns, unit) = map.columns(timeline);
     let group = if always { Some(numbers.add(&columns)?) } else { numbers.add_if_small(&columns)? };
     let (name, segments, failed) = (map.name.clone(), !map.segments.is_empty(), map.failed);
     Ok(group.map(|group| MapData { name, group, unit, segments, pools: map.pools(), failed }))
@@ -195,20 +198,20 @@ fn pack(map: &Map, events: usize, numbers: &mut Numbers, always: bool) -> Result
 
 /// Times of events, and lives of blocks counted in events.
 fn lives(source: &Source) -> Columns {
-    let recording = &source.recording;
-    let events = recording.events();
-    let first = recording.times_ns.first().copied().unwrap_or(0);
+    let timeline = &source.timeline;
+    let events = timeline.events();
+    let first = timeline.times_ns.first().copied().unwrap_or(0);
     let mut columns = Columns::default();
     // Logs of several threads may step back by a little; a page's time does not.
     let mut latest = 0;
-    let times: Vec<u64> = (recording.times_ns.iter())
+    let times: Vec<u64> = (timeline.times_ns.iter())
         .map(|time| {
             latest = latest.max(time.saturating_sub(first));
             latest
         })
         .collect();
     columns.push(times.into_iter());
-    let blocks = || recording.blocks.iter();
+    let blocks = || timeline.blocks.iter();
     columns.push(blocks().map(|life| u64::from(life.start)));
     columns.push(blocks().map(|life| length(life.start, life.freed, events)));
     columns.push(blocks().map(|life| match life.freed {
@@ -216,9 +219,9 @@ fn lives(source: &Source) -> Columns {
         freed => length(freed, life.end, events),
     }));
     columns.push(blocks().map(|life| life.bytes));
-    columns.push(blocks().map(|life| u64::from(life.stream)));
-    columns.push(blocks().map(|life| u64::from(life.came.stack)));
-    columns.push(blocks().map(|life| u64::from(life.came.category)));
+    columns.push(blocks().map(|life| timeline.stream(life.stream)));
+    columns.push(blocks().map(|life| source.known.stack(life.origin)));
+    columns.push(blocks().map(|life| source.known.category(life.origin)));
     columns.push(blocks().map(|life| u64::from(life.before)));
     columns
 }
@@ -241,16 +244,16 @@ fn ledger(ledgers: &[(u32, Ledger)]) -> Columns {
 }
 
 fn figures(source: &Source, exact: Option<&Replayed>, bounds: Bounds) -> Vec<Figure> {
-    let (history, recording) = (&source.history, &source.recording);
+    let (history, timeline) = (&source.history, &source.timeline);
     let mut out = source.figures.clone();
-    out.push(("events", recording.events().to_string()));
+    out.push(("events", timeline.events().to_string()));
     out.push(("allocations", history.allocations().to_string()));
-    let span = recording.times_ns.iter().max().zip(recording.times_ns.first());
+    let span = timeline.times_ns.iter().max().zip(timeline.times_ns.first());
     if let Some(seconds) = span.map(|(last, first)| (last - first) as f64 / 1e9).filter(|seconds| *seconds > 0.0) {
         out.push(("time", format!("{seconds:.3} s")));
     }
     if let Some(recorded) = source.as_recorded {
-        out.push(("peak reserved, recorded", Bytes(recorded.peak_reserved).to_string()));
+        out.push(("peak reserved, recorded", Bytes(recorded.reserved).to_string()));
         out.push(("segments taken, given back", format!("{}, {}", recorded.segments.0, recorded.segments.1)));
     }
     if let Some(exact) = exact {
@@ -273,18 +276,18 @@ fn figures(source: &Source, exact: Option<&Replayed>, bounds: Bounds) -> Vec<Fig
 }
 
 fn notes(source: &Source, served: bool) -> Vec<String> {
-    let (history, summary) = (&source.history, &source.summary);
+    let history = &source.history;
     let mut out = Vec::new();
-    if source.recording.before() > 0 {
+    if source.timeline.before() > 0 {
         out.push(format!(
             "{} blocks were there before the first event; they are told from what was held at the end.",
-            source.recording.before()
+            source.timeline.before()
         ));
     }
     out.extend(
         history.prologue_problem().map(|why| format!("What was reserved before the first event is not known: {why}.")),
     );
-    if source.recording.segments.is_empty() {
+    if source.timeline.segments.is_empty() {
         out.push("The log names no segments, so the map has only blocks.".to_owned());
     }
     if !served {
@@ -297,8 +300,8 @@ fn notes(source: &Source, served: bool) -> Vec<String> {
         }
         out.push(note);
     }
-    if summary.unknown_actions > 0 {
-        out.push(format!("{} events of unknown actions were left out.", summary.unknown_actions));
+    if source.unknown_actions > 0 {
+        out.push(format!("{} events of unknown actions were left out.", source.unknown_actions));
     }
     out
 }
@@ -306,7 +309,7 @@ fn notes(source: &Source, served: bool) -> Vec<String> {
 fn settings(source: &Source, others: &[(Selection, Replayed)]) -> Vec<SettingData> {
     let recorded = source.as_recorded.map(|recorded| SettingData {
         name: "as recorded".to_owned(),
-        peak_reserved_bytes: recorded.peak_reserved,
+        peak_reserved_bytes: recorded.reserved,
         retries: None,
         failed: source.history.refused_allocations(),
         driver_calls: None,

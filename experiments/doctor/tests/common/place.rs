@@ -1,9 +1,4 @@
-//! What the tests of the program share: a directory to work in, and what a run left.
-
-#![allow(dead_code, reason = "each test program uses its part")]
-
-pub(crate) mod experiment;
-pub(crate) mod explain;
+//! What the tests of `vramlab` and `experiments` share: a directory to work in, and what a run left.
 
 use assert_cmd::Command;
 use serde_json::Value;
@@ -13,6 +8,13 @@ use tempfile::TempDir;
 
 /// After this time a program is taken to hang; a busy machine may well need a hundredth of it.
 pub(crate) const HANGS: Duration = Duration::from_secs(900);
+
+/// The program of the package under test.
+pub(crate) const PROGRAM: &str = match (option_env!("CARGO_BIN_EXE_vramlab"), option_env!("CARGO_BIN_EXE_experiments"))
+{
+    (Some(path), _) | (None, Some(path)) => path,
+    (None, None) => panic!("neither program is built"),
+};
 
 /// A directory to work in.
 pub(crate) struct Place(pub(crate) TempDir);
@@ -64,11 +66,7 @@ impl Place {
 
     /// The program, in this directory, without what the environment might add.
     pub(crate) fn process(&self, arguments: &[&str]) -> std::process::Command {
-        self.process_of(env!("CARGO_BIN_EXE_experiments"), arguments)
-    }
-
-    fn process_of(&self, program: &str, arguments: &[&str]) -> std::process::Command {
-        let mut command = std::process::Command::new(program);
+        let mut command = std::process::Command::new(PROGRAM);
         command.args(arguments).current_dir(self.0.path()).env("VRAMLAB_CACHE", self.at("cache"));
         command.env("NO_COLOR", "1");
         for variable in ["SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"] {
@@ -89,10 +87,15 @@ impl Place {
 }
 
 impl Place {
-    /// The program `vramlab`, in the same way.
-    pub(crate) fn vramlab(&self, arguments: &[&str]) -> Ran {
-        let process = self.process_of(env!("CARGO_BIN_EXE_vramlab"), arguments);
-        Ran::of(Command::from_std(process).timeout(HANGS).output().unwrap())
+    /// Pastes the next command of what was printed into a shell, and so on.
+    pub(crate) fn pasted(&self, mut text: String, steps: u32) {
+        for _ in 0..steps {
+            let next = end(&text).1;
+            let mut shell = std::process::Command::new("sh");
+            let output = shell.args(["-c", next]).current_dir(self.at(".")).env_remove("CARGO").output().unwrap();
+            assert!(output.status.success(), "{next}: {}", String::from_utf8_lossy(&output.stderr));
+            text = String::from_utf8(output.stdout).unwrap();
+        }
     }
 }
 
@@ -102,6 +105,24 @@ pub(crate) fn names(folder: &std::path::Path) -> Vec<String> {
     let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
+}
+
+/// What a program prints that was started by its path.
+pub(crate) fn by_path(place: &Place, arguments: &[&str]) -> String {
+    Ran::of(place.process(arguments).env_remove("CARGO").output().unwrap()).ok().stdout
+}
+
+/// The last two lines in a pipe: what was found, and the next command.
+pub(crate) fn end(stdout: &str) -> (&str, &str) {
+    let mut lines = stdout.trim_end().lines().rev();
+    let next = lines.next().and_then(|line| line.strip_prefix("Next: "));
+    (lines.next().unwrap_or_default(), next.unwrap_or_else(|| panic!("no next command: {stdout}")))
+}
+
+/// Of rows in JSON the one with the least of a figure, by name.
+pub(crate) fn least<'a>(rows: &'a [Value], figure: &str, name: &str) -> &'a str {
+    let of = |row: &Value| row[figure].as_f64().unwrap();
+    rows.iter().min_by(|a, b| of(a).total_cmp(&of(b))).unwrap()[name].as_str().unwrap()
 }
 
 impl Ran {

@@ -3,8 +3,8 @@
 use super::{counted, percent, place, size, when as said};
 use crate::explain::ExplainArgs;
 use crate::explain::explanation::{Explanation, Pinned, Refused, Retry, Stranded};
-use trainer::report::duration;
-use trainer::terminal::{Column, Page, Table};
+use terminal::duration;
+use terminal::{Column, Page, Table};
 
 /// Why a request was refused, in a sentence.
 pub(super) fn refusal(found: &Explanation, last: &Refused) -> String {
@@ -83,7 +83,7 @@ pub(super) fn where_it_went(found: &Explanation, args: &ExplainArgs, page: &mut 
     pinned(found, args, page);
 }
 
-/// Memory that nobody can use any more, in a sentence.
+/// Memory that no allocation can use any more, in a sentence.
 pub(super) fn stranded(stranded: &Stranded) -> String {
     let last = match (&stranded.line, stranded.last_request) {
         (_, 0) => "nothing is asked for on it".to_owned(),

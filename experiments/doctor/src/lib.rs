@@ -1,0 +1,20 @@
+//! Answers questions about recorded histories of PyTorch's allocator: the program `vramlab`, and what `experiments` takes of it.
+
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
+mod advise;
+mod capacity;
+mod command_line;
+mod convert;
+mod explain;
+mod history;
+mod plan;
+mod python;
+mod reading;
+mod recording;
+mod replay;
+mod report;
+
+pub use advise::{Predicted, predict};
+pub use command_line::{command, main};
+pub use history::read_history;

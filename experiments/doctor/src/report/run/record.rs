@@ -1,0 +1,204 @@
+//! `summary.json`, as far as the page shows it.
+
+use super::{quantile, read_json, warm};
+use anyhow::Result;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Settings by which runs of one allocator are told apart; an allocator's own settings are in its name.
+pub(super) const TELLING: [&str; 17] = [
+    "device",
+    "dataset",
+    "hidden",
+    "layers",
+    "batch",
+    "dtype",
+    "accumulate",
+    "weights",
+    "loss_scale",
+    "fuse",
+    "launch",
+    "streams",
+    "sync",
+    "loader",
+    "init",
+    "seed",
+    "lr",
+];
+/// What holds where a record does not say.
+const UNSAID: [(&str, &str); 5] =
+    [("dtype", "f32"), ("accumulate", "f32"), ("fuse", "none"), ("launch", "eager"), ("streams", "1")];
+/// Records of later versions are refused.
+const VERSION: u64 = 1;
+
+/// A run record. Keys that came later are optional, and keys that are not shown are ignored.
+#[derive(Debug, Deserialize)]
+pub(super) struct Record {
+    schema_version: u64,
+    pub(super) status: String,
+    pub(super) error: Option<String>,
+    code_version: Option<String>,
+    clock: Option<String>,
+    settings: Map<String, Value>,
+    pub(super) device: Device,
+    dataset: Option<Dataset>,
+    #[serde(default)]
+    pub(super) epochs: Vec<Epoch>,
+    #[serde(default)]
+    pub(super) allocator_stats: BTreeMap<String, i64>,
+    #[serde(default)]
+    latency: Vec<Latency>,
+    #[serde(default)]
+    fragmentation: BTreeMap<String, Value>,
+    #[serde(default = "steps_file")]
+    pub(super) step_losses: String,
+}
+
+fn steps_file() -> String {
+    "steps.csv".to_owned()
+}
+
+#[derive(Debug, Deserialize)]
+pub(super) struct Device {
+    pub(super) name: String,
+    kind: Option<String>,
+    #[serde(default)]
+    virtual_time: bool,
+}
+
+#[derive(Debug, Deserialize)]
+struct Dataset {
+    name: Option<String>,
+    source: Option<String>,
+}
+
+/// Driver calls by name.
+pub(super) type Calls = BTreeMap<String, Call>;
+
+#[derive(Debug, Deserialize)]
+pub(super) struct Call {
+    pub(super) count: u64,
+    pub(super) total_ns: u64,
+    pub(super) blocked_ns: u64,
+}
+
+#[derive(Debug, Deserialize)]
+pub(super) struct Epoch {
+    pub(super) steps: u64,
+    pub(super) wall_s: f64,
+    train_s: Option<f64>,
+    train_device_s: Option<f64>,
+    pub(super) val_accuracy: Option<f64>,
+    /// Of training and validation together.
+    pub(super) driver_calls: Option<Calls>,
+    /// Of training alone, which older records do not count.
+    pub(super) train_driver_calls: Option<Calls>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Latency {
+    operation: String,
+    count: u64,
+    p50_ns: Option<u64>,
+    p99_ns: Option<u64>,
+}
+
+impl Record {
+    /// The record in a folder.
+    ///
+    /// # Errors
+    /// One line: there is none, it is damaged, of a later version, or names a file elsewhere.
+    pub(super) fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join("summary.json");
+        let record: Self = read_json(&path, "the record of a run")?;
+        anyhow::ensure!(
+            record.schema_version <= VERSION,
+            "{}: schema version {}, and this program knows {VERSION}",
+            path.display(),
+            record.schema_version
+        );
+        let name = Path::new(&record.step_losses);
+        anyhow::ensure!(
+            name.file_name().is_some_and(|own| own == name.as_os_str()),
+            "{}: step_losses must name a file in the record's folder",
+            path.display()
+        );
+        Ok(record)
+    }
+
+    pub(super) fn text(&self, key: &str) -> Option<&str> {
+        self.settings.get(key).and_then(Value::as_str)
+    }
+
+    /// The allocator with its settings, for PyTorch's own the mode of the program.
+    pub(super) fn arm(&self) -> String {
+        let name = self.text("alloc").or_else(|| self.text("allocator")).unwrap_or("unknown");
+        match self.text("mode") {
+            Some(mode) if name == "pytorch" => format!("pytorch-{mode}"),
+            _ => name.to_owned(),
+        }
+    }
+
+    /// What the run was, in words: its settings, then the data and the program's version.
+    pub(super) fn said(&self) -> Vec<(String, String)> {
+        let word = |value: &Value| match value {
+            Value::String(text) => Some(text.clone()),
+            Value::Null | Value::Array(_) | Value::Object(_) => None,
+            other => Some(other.to_string()),
+        };
+        let own = self.settings.get("allocator_settings").and_then(Value::as_object);
+        let mut out: Vec<(String, String)> = (self.settings.iter().chain(own.into_iter().flatten()))
+            .filter_map(|(key, value)| Some((key.clone(), word(value)?)))
+            .collect();
+        for (key, value) in UNSAID {
+            if !self.settings.contains_key(key) {
+                out.push((key.to_owned(), value.to_owned()));
+            }
+        }
+        let data = self.dataset.as_ref();
+        let told = [
+            ("data", data.and_then(|data| data.source.as_ref().or(data.name.as_ref()))),
+            ("version", self.code_version.as_ref()),
+        ];
+        out.extend(told.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?.clone()))));
+        out
+    }
+
+    /// What runs share whose losses can be compared.
+    pub(super) fn work(&self) -> [Option<&Value>; 7] {
+        ["dataset", "hidden", "layers", "batch", "seed", "init", "lr"].map(|key| self.settings.get(key))
+    }
+
+    /// Whether its times are a simulated device's, on which only driver calls and the device's work take any.
+    pub(super) fn simulated(&self) -> bool {
+        self.device.virtual_time || self.clock.as_deref() == Some("virtual")
+    }
+
+    /// Time of a training step in ns: median over the epochs after the first. On a GPU by the GPU's own events.
+    pub(super) fn pace(&self) -> Option<f64> {
+        let epochs = warm(&self.epochs);
+        let median = |seconds: fn(&Epoch) -> Option<f64>| {
+            let all = epochs.iter().map(|epoch| Some(seconds(epoch)? * 1e9 / (epoch.steps.max(1) as f64)));
+            quantile(&all.collect::<Option<Vec<f64>>>()?, 0.5)
+        };
+        let on_device = (self.device.kind.as_deref() == Some("cuda")).then(|| median(|epoch| epoch.train_device_s));
+        on_device.flatten().or_else(|| median(|epoch| epoch.train_s))
+    }
+
+    /// Median and 99th percentile of an operation on the path that it takes most often.
+    pub(super) fn latency_of(&self, operation: &str) -> Option<[f64; 2]> {
+        let rows = self.latency.iter().filter(|row| row.operation == operation);
+        let row = rows.max_by_key(|row| row.count)?;
+        let timed = |value: Option<u64>| value.filter(|value| !self.simulated() || *value > 0);
+        timed(row.p50_ns).zip(timed(row.p99_ns)).map(|(p50, p99)| [p50 as f64, p99 as f64])
+    }
+
+    /// Parts of reserved memory when it was at its peak.
+    pub(super) fn ledger(&self) -> BTreeMap<&'static str, u64> {
+        let parts = ["requested", "internal", "pending", "hard", "stream", "soft"];
+        let of = |part| Some((part, self.fragmentation.get(part)?.as_u64()?));
+        parts.into_iter().filter_map(of).collect()
+    }
+}

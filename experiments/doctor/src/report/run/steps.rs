@@ -1,0 +1,120 @@
+//! The table of a run's steps: their times, losses and levels of memory.
+
+use super::{plain_or_packed, quantile};
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+use vramlab::input;
+
+/// Points of a curve; a screen has about as many columns.
+const POINTS: usize = 600;
+/// Steps that a point of the losses is the mean of, at least.
+const OVER: usize = 10;
+
+#[derive(Debug, Deserialize)]
+struct Row {
+    epoch: u64,
+    step: u64,
+    loss: Option<f64>,
+    host_ns: Option<u64>,
+    reserved_bytes: Option<u64>,
+    allocated_bytes: Option<u64>,
+    active_bytes: Option<u64>,
+    requested_bytes: Option<u64>,
+}
+
+/// The steps of a run, in order.
+#[derive(Debug)]
+pub(super) struct Steps(Vec<Row>);
+
+/// What is drawn over the steps. A curve is its points: step, from 1, and value.
+#[derive(Debug, Serialize)]
+pub(super) struct Curves {
+    steps: usize,
+    loss: Vec<(usize, f64)>,
+    reserved: Vec<(usize, f64)>,
+    active: Vec<(usize, f64)>,
+    requested: Vec<(usize, f64)>,
+}
+
+/// Reads the table; `None` where it was not kept.
+///
+/// # Errors
+/// One line that names the file and the row.
+pub(super) fn read(path: &Path) -> Result<Option<Steps>> {
+    let path = plain_or_packed(path);
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let text = input::read_unpacked(&path, input::TABLE).with_context(|| path.display().to_string())?;
+    let rows = csv::Reader::from_reader(text.as_bytes()).into_deserialize().collect::<Result<Vec<Row>, _>>();
+    Ok(Some(Steps(rows.with_context(|| path.display().to_string())?)))
+}
+
+impl Steps {
+    /// Host time of each step in ns, without the first of each epoch and the first of the run: a quarter of them, at most 100.
+    pub(super) fn times(&self) -> Vec<f64> {
+        let skip = (self.0.len() / 4).clamp(1, 100);
+        let time = |at: usize| {
+            let (before, row) = (&self.0[at - 1], &self.0[at]);
+            let (from, to) = before.host_ns.zip(row.host_ns)?;
+            (before.epoch == row.epoch).then(|| to.saturating_sub(from) as f64)
+        };
+        (skip..self.0.len()).filter_map(time).collect()
+    }
+
+    /// Time of a step. Where the host never waits for the device, single steps say when work was queued and only their mean is
+    /// the pace.
+    pub(super) fn pace(&self, never_waits: bool) -> Option<f64> {
+        let times = self.times();
+        match never_waits {
+            true => (!times.is_empty()).then(|| times.iter().sum::<f64>() / times.len() as f64),
+            false => quantile(&times, 0.5),
+        }
+    }
+
+    pub(super) fn curves(&self) -> Curves {
+        let level = |of: fn(&Row) -> Option<u64>| {
+            let values: Option<Vec<f64>> = self.0.iter().map(|row| of(row).map(|bytes| bytes as f64)).collect();
+            values.map_or_else(Vec::new, |values| thinned(&values, 1, |part| part.iter().copied().fold(0.0, f64::max)))
+        };
+        let losses: Option<Vec<f64>> = self.0.iter().map(|row| row.loss.filter(|loss| loss.is_finite())).collect();
+        let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
+        Curves {
+            steps: self.0.len(),
+            loss: losses.map_or_else(Vec::new, |losses| thinned(&losses, OVER, mean)),
+            reserved: level(|row| row.reserved_bytes),
+            active: level(|row| row.active_bytes.or(row.allocated_bytes)),
+            requested: level(|row| row.requested_bytes),
+        }
+    }
+
+    /// How far the losses of the steps that two runs share are apart, in words.
+    pub(super) fn apart(&self, other: &Self) -> Option<String> {
+        let theirs: BTreeMap<(u64, u64), f64> =
+            other.0.iter().filter_map(|row| Some(((row.epoch, row.step), row.loss?))).collect();
+        let both = |row: &Row| Some((row.loss?, *theirs.get(&(row.epoch, row.step))?));
+        let relative = |(ours, theirs): (f64, f64)| if ours == theirs { 0.0 } else { ((ours - theirs) / theirs).abs() };
+        let apart: Vec<f64> = self.0.iter().filter_map(both).map(relative).collect();
+        let most = apart.iter().copied().max_by(f64::total_cmp)?;
+        let said = if most == 0.0 {
+            "equal to the last bit".to_owned()
+        } else {
+            format!("at most {most:.1e} apart (relative)")
+        };
+        Some(format!("losses of {} steps are {said}.", apart.len()))
+    }
+}
+
+/// At most `POINTS` points, each of `least` neighbouring values or more, at the last of them.
+fn thinned(values: &[f64], least: usize, of: impl Fn(&[f64]) -> f64) -> Vec<(usize, f64)> {
+    let width = values.len().div_ceil(POINTS).max(if values.len() >= 2 * least { least } else { 1 });
+    let ends = (1..=values.len().div_ceil(width)).map(|part| (part * width).min(values.len()));
+    ends.scan(0, |from, end| {
+        let point = (end, of(&values[*from..end]));
+        *from = end;
+        Some(point)
+    })
+    .collect()
+}

@@ -1,0 +1,8 @@
+//! What the tests of the program share.
+
+#![allow(dead_code, unused_imports, reason = "each test program uses its part")]
+
+pub(crate) mod explain;
+mod place;
+
+pub(crate) use place::*;
