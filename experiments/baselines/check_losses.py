@@ -48,15 +48,14 @@ def arguments():
     add("--lr", default="0.1", metavar="RATE")
     add("--seed", default="42", metavar="N")
     add("--dtype", choices=("f32", "tf32", "bf16", "f16"), default="f32", help="type of activations and products (default: f32)")
-    add("--accumulate", choices=("f32", "f16"), default="f32", help="type of sums (default: f32)")
     add("--weights", choices=("master", "half"), default="master", help="weights that are stepped (default: master)")
-    add("--gemm", choices=("naive", "tiled", "tensor", "cublaslt"), help="the trainer's product (default: naive for f32, else tensor)")
+    add("--gemm", choices=("tiled", "tensor"), help="the trainer's product (default: tiled for f32, else tensor)")
     add("--mode", choices=("eager", "graph", "compile"), default="eager", help="PyTorch's mode (default: eager)")
     add("--tolerance", type=float, default=1e-4, help="largest relative difference in the first hundred steps (default: 1e-4)")
     add("--out", type=Path, metavar="DIR", help="keep start file and records here (default: they are removed)")
     add("--json", action="store_true", help="print one JSON object on stdout")
     options = parser.parse_args()
-    options.gemm = options.gemm or ("naive" if options.dtype == "f32" else "tensor")
+    options.gemm = options.gemm or ("tiled" if options.dtype == "f32" else "tensor")
     return options
 
 
@@ -87,7 +86,7 @@ def compare(options, folder):
     """Both runs; the relative difference of each step."""
     trainer, start = options.trainer or built(), folder / "start.safetensors"
     data = ["--data-dir", options.data_dir] if options.data_dir else []
-    arithmetic = [f"--{name}={getattr(options, name)}" for name in ("dtype", "accumulate", "weights")]
+    arithmetic = [f"--{name}={getattr(options, name)}" for name in ("dtype", "weights")]
     work = [f"--{name}={getattr(options, name)}" for name in ("dataset", "hidden", "layers", "batch", "steps", "seed")] + data
     run([trainer, *work, *arithmetic, "--lr", options.lr, "--gemm", options.gemm, "--device", options.trainer_device,
          "--save-start", start, "--out", folder / "trainer"])  # fmt: skip

@@ -4,7 +4,7 @@
 With --start FILE (`trainer start -o FILE`) it begins with the trainer's weights and takes the trainer's batches, so that
 losses compare number by number. Without, weights and order are drawn by PyTorch from --seed.
 
---dtype, --accumulate, --weights and --loss-scale mean what they mean to the trainer. f32 is f32 in every product, without
+--dtype, --weights and --loss-scale mean what they mean to the trainer. f32 is f32 in every product, without
 TF32. Written for PyTorch 2.11; runs on a CPU too. Exit codes are the trainer's: 0 done, 1 failed while running, 2 bad input,
 130 interrupted.
 """
@@ -87,7 +87,6 @@ def arguments():
     add("--lr", type=rate, default=0.1, metavar="RATE", help="learning rate (default: 0.1)")
     add("--data-dir", metavar="DIR", help="folder with MNIST's four files (default: MNIST_DIR, then where the trainer has them)")
     add("--dtype", choices=("f32", "tf32", *HALVES), default="f32", help="type of activations and products (default: f32)")
-    add("--accumulate", choices=("f32", "f16"), default="f32", help="type of sums; f16 only with --dtype f16 (default: f32)")
     add(
         "--weights", choices=("master", "half"), default="master",
         help="weights that are stepped: f32 under torch.autocast, or those of --dtype bf16 or f16 (default: master)",
@@ -151,8 +150,6 @@ def settle(options):
 
 def arithmetic(options):
     """The trainer's rules for what goes together, and its default of the loss scale."""
-    if options.accumulate == "f16" and options.dtype != "f16":
-        raise BadInput(f"--accumulate f16 needs --dtype f16, found {options.dtype}")
     if options.weights == "half" and options.dtype not in HALVES:
         raise BadInput(f"--weights half needs --dtype bf16 or f16, found {options.dtype}")
     if options.loss_scale is None:
@@ -171,8 +168,8 @@ def framework(options):
     if kind == "cpu":
         if options.mode in GRAPHS or options.loader == "pinned" or options.pin:
             raise BadInput("--mode graph and compiled-graph, --loader pinned and --pin on need a GPU")
-        if options.dtype == "tf32" or options.accumulate == "f16":
-            raise BadInput("--dtype tf32 and --accumulate f16 need a GPU")
+        if options.dtype == "tf32":
+            raise BadInput("--dtype tf32 needs a GPU")
         if options.fused_sgd and options.weights == "half":
             # github.com/pytorch/pytorch/issues/191763: the vector part of such weights is not updated.
             raise BadInput(
@@ -265,7 +262,6 @@ def summary_of(options, torch, device, data, start, record):
         "init",
         "mode",
         "dtype",
-        "accumulate",
         "weights",
         "loss_scale",
         "fused_sgd",
@@ -326,8 +322,6 @@ def main():
         print(f"error: {error}", file=sys.stderr)
         return 2
     torch.set_float32_matmul_precision("high" if options.dtype == "tf32" else "highest")
-    if options.accumulate == "f16":
-        torch.backends.cuda.matmul.allow_fp16_accumulation = True
     summary = summary_of(options, torch, device, data, start, record)
     from mlp_run import Run
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Records what PyTorch's caching allocator does under four workloads, for `experiments replay` and `capacity`.
+"""Records what PyTorch's caching allocator does under four workloads, for `vramlab replay` and `capacity`.
 
     python3 experiments/baselines/record_histories.py -o experiments/histories [--only NAME] [--steps N]
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Captures a program with Nsight Systems, with the flags that `vramlab nsight` needs.
+# Captures a program with Nsight Systems, with the flags that `vramlab-analysis nsight` needs.
 #
 #   experiments/nsight/capture.sh -o DIR/NAME -- target/release/trainer --alloc naive --steps 300 --profile-steps 200..260
 #
 # writes DIR/NAME.nsys-rep and DIR/NAME.sqlite; then
 #
-#   vramlab nsight DIR/NAME.sqlite
+#   vramlab-analysis nsight DIR/NAME.sqlite
 #
 # Options:
 #   -o DIR/NAME          where the report goes (needed)
@@ -18,7 +18,7 @@
 # training, or with --profile-steps FIRST..LAST around those steps, which leaves out the warming up.
 #
 # A report holds the environment of the program, so only a few variables are passed on, and reports are best not
-# published: `vramlab nsight extract` writes the small tables that can be.
+# published: `vramlab-analysis nsight extract` writes the small tables that can be.
 #
 # Nsight Systems is looked for in $NSYS, PATH, /opt/nvidia/nsight-systems* and /usr/local/cuda*. Where only its
 # capturing side is installed there is a .qdstrm and no .sqlite; this script says what to do with it.
@@ -92,7 +92,7 @@ if [ -e "$output.nsys-rep" ]; then
   rm -f "$output.qdstrm"
   "$nsys" export --force-overwrite=true --type sqlite --output "$output.sqlite" "$output.nsys-rep" > /dev/null \
     || { printf 'error: %s cannot export %s.nsys-rep\n' "$nsys" "$output" >&2; exit 1; }
-  printf 'report   %s.nsys-rep\ntables   vramlab nsight %s.sqlite\n' "$output" "$output" >&2
+  printf 'report   %s.nsys-rep\ntables   vramlab-analysis nsight %s.sqlite\n' "$output" "$output" >&2
 elif [ -e "$output.qdstrm" ]; then
   cat >&2 <<TEXT
 raw      $output.qdstrm

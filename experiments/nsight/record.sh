@@ -10,7 +10,7 @@
 # writes, for each arm, DIR/ARM.nsys-rep and DIR/ARM.sqlite (or DIR/ARM.qdstrm.xz where only the capturing side of
 # Nsight Systems is installed) and DIR/ARM/, the run's record. DIR/machine.txt says what it ran on. Then, for each arm,
 #
-#   vramlab nsight extract DIR/ARM.sqlite --record DIR/ARM -o RESULTS/ARM
+#   vramlab-analysis nsight extract DIR/ARM.sqlite --record DIR/ARM -o RESULTS/ARM
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 refuse() {

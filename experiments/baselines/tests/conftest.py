@@ -34,7 +34,7 @@ def run(trainer, tmp_path_factory):
 
     def run(*options):
         place = tmp_path_factory.mktemp("run")
-        command = [trainer, "--device", "sim", "--gemm", "naive", "--lr", "0.1", *options]
+        command = [trainer, "--device", "sim", "--lr", "0.1", *options]
         command += ["--save-start", place / "start.safetensors", "--out", place / "record"]
         subprocess.run([str(part) for part in command], check=True, capture_output=True)
         return start_file.read(place / "start.safetensors"), place / "record"

@@ -4,7 +4,7 @@
     nsys stats --report experiments/nsight/reports/sync_attribution.py CAPTURE.nsys-rep
 
 or by name, with this folder in `NSYS_STATS_REPORT_PATH` or `--report-dir`. Nsight Systems starts it; alone it does
-nothing. The attribution is that of `vramlab.nsight`, so the report needs the repository around it.
+nothing. The attribution is that of `vramlab_analysis.nsight`, so the report needs the repository around it.
 """
 
 import pathlib
@@ -16,9 +16,9 @@ import nsysstats
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "analysis/src"))
 sys.dont_write_bytecode = True
 
-from vramlab.errors import AnalysisError  # noqa: E402
-from vramlab.nsight import attribution, export  # noqa: E402
-from vramlab.nsight.allocator import general  # noqa: E402
+from vramlab_analysis.errors import AnalysisError  # noqa: E402
+from vramlab_analysis.nsight import attribution, export  # noqa: E402
+from vramlab_analysis.nsight.allocator import general  # noqa: E402
 
 
 class SyncAttribution(nsysstats.StatsReport):
@@ -41,7 +41,7 @@ class SyncAttribution(nsysstats.StatsReport):
         Start, Launch Path, CorrID : With 'calls': start of the call, ranges around the launch of the kernel that it
             waited for, correlation id of that launch
 
-    What the terms mean is in analysis/src/vramlab/nsight/attribution.py.
+    What the terms mean is in analysis/src/vramlab_analysis/nsight/attribution.py.
 """
 
     query = """

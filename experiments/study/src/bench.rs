@@ -11,7 +11,6 @@ mod histories;
 mod measure;
 mod report;
 
-use crate::compare::ArmFailed;
 use anyhow::{Context, Result, bail};
 use cases::{Case, Job};
 use clap::Args;
@@ -19,8 +18,9 @@ use measure::Place;
 use report::{Report, Row};
 use std::path::PathBuf;
 use std::sync::Arc;
-use trainer::alloc::{self, Selections};
-use trainer::terminal::Bar;
+use terminal::Bar;
+use terminal::RuntimeFailure;
+use terminal::arguments::{self, Selections};
 use vramlab::device::DeviceNameError;
 use vramlab::{CudaDriver, DeviceKind, DeviceName, Driver, NullDriver, Selection};
 
@@ -31,7 +31,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "DEVICE", default_value = "null", value_parser = device)]
     device: DeviceName,
     /// Allocators with their settings, separated by commas [default: those that place blocks differently; "all" is every one]
-    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list())]
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocators())]
     alloc: Vec<Selections>,
     /// Only cases that begin with this, such as `history` or `mixed/64`; several separated by commas
     #[arg(long, value_name = "PATTERN", value_delimiter = ',')]
@@ -64,7 +64,7 @@ fn device(text: &str) -> Result<DeviceName, DeviceNameError> {
 
 /// Runs the cases and prints the table.
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
-    let chosen = alloc::chosen(&args.alloc);
+    let chosen = arguments::chosen(&args.alloc);
     chosen.iter().try_for_each(Selection::check)?;
     let histories = histories::read(&args.history)?;
     let groups = cases::groups(&chosen, &args.threads, &histories, &args.case)?;
@@ -86,12 +86,12 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
         baselines::run(&folder, &wanted, place.histories(), args.repeats, &mut report).map_err(failed)?;
     }
     report.warn();
-    if args.json { crate::print_json(&report) } else { crate::print(report.page()) }
+    if args.json { terminal::print_json(&report) } else { report.page().print() }
 }
 
 /// A measurement that broke off is no fault of the command line.
 fn failed(error: anyhow::Error) -> anyhow::Error {
-    ArmFailed::new(1, format!("{error:#}")).into()
+    RuntimeFailure::new(format!("{error:#}")).into()
 }
 
 fn measure_all(place: &Place, groups: &[Vec<Job>], repeats: u32, report: &mut Report) -> Result<()> {
@@ -103,7 +103,7 @@ fn measure_all(place: &Place, groups: &[Vec<Job>], repeats: u32, report: &mut Re
         groups.iter().enumerate().flat_map(|(group, jobs)| (0..jobs.len()).map(move |at| (group, at))).collect();
     for repeat in 0..repeats {
         for step in 0..all.len() {
-            // There and back, so that neither a drift of the machine nor a phase in which somebody else uses it falls on
+            // There and back, so that neither a drift of the machine nor a phase in which another program uses it falls on
             // one case alone.
             let (group, at) = all[if repeat % 2 == 0 { step } else { all.len() - 1 - step }];
             let job = &groups[group][at];

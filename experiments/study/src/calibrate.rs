@@ -9,13 +9,13 @@
 mod costs;
 mod kernels;
 mod measure;
-mod report;
+mod measurements;
 
 use ::kernels::{CudaKernels, Fill, Operation};
 use anyhow::{Context, Result, bail};
-use report::Measurements;
+use measurements::Measurements;
 use std::sync::Arc;
-use trainer::terminal::Bar;
+use terminal::Bar;
 use vramlab::device::Clock;
 use vramlab::{CudaDriver, DeviceAddr, DeviceName, Driver, DriverResult, Profile, SimDriver, SimMemory, StreamId};
 

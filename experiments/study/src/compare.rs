@@ -7,11 +7,10 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args, FromArgMatches};
 use serde_json::Value;
 use std::ffi::OsString;
-use std::fmt;
 use std::process::{Command, Stdio};
-use trainer::alloc::{self, Selections};
-use trainer::report::duration;
-use trainer::terminal::{Bar, Cell, Comparison, Page, command, quoted};
+use terminal::arguments::{self, Selections};
+use terminal::duration;
+use terminal::{Bar, Cell, Comparison, Page, RuntimeFailure, command, quoted};
 use vramlab::Bytes;
 
 /// What is compared unless `--arm` says otherwise.
@@ -28,7 +27,7 @@ pub(crate) struct CompareArgs {
     #[arg(long = "arm", value_name = "OPTIONS", allow_hyphen_values = true)]
     arms: Vec<String>,
     /// Allocators with their settings, separated by commas: a run of each, instead of --arm
-    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = alloc::list(), conflicts_with = "arms")]
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocators(), conflicts_with = "arms")]
     alloc: Vec<Selections>,
     /// How many times each run is repeated, in turn
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
@@ -90,7 +89,7 @@ impl FromArgMatches for CommonArgs {
 impl CompareArgs {
     fn arms(&self) -> Vec<String> {
         if !self.alloc.is_empty() {
-            return alloc::chosen(&self.alloc).iter().map(|alloc| format!("--alloc {alloc}")).collect();
+            return arguments::chosen(&self.alloc).iter().map(|alloc| format!("--alloc {alloc}")).collect();
         }
         if self.arms.is_empty() { ARMS.map(str::to_owned).to_vec() } else { self.arms.clone() }
     }
@@ -138,34 +137,6 @@ struct Row {
     driver_calls: Value,
 }
 
-/// A run of the trainer that ended with an error.
-#[derive(Debug)]
-pub(crate) struct ArmFailed {
-    /// The trainer's exit code, which becomes this program's.
-    pub(crate) code: u8,
-    text: String,
-}
-
-impl ArmFailed {
-    /// A failure that is not the input's fault.
-    pub(crate) fn at_run_time(error: &impl fmt::Display) -> Self {
-        Self { code: 1, text: error.to_string() }
-    }
-
-    /// A run that ended with `code`, and why.
-    pub(crate) fn new(code: u8, text: String) -> Self {
-        Self { code, text }
-    }
-}
-
-impl fmt::Display for ArmFailed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
-    }
-}
-
-impl std::error::Error for ArmFailed {}
-
 /// Runs all arms and prints the table.
 pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
     let (arms, common) = (args.arms(), args.common());
@@ -182,7 +153,7 @@ pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
     }
     bar.clear();
     let rows = arms.iter().zip(&records).map(|(arm, records)| row(arm, records)).collect::<Result<Vec<Row>>>()?;
-    if args.json { crate::print_json(&rows) } else { crate::print(report(&rows, &common)) }
+    if args.json { terminal::print_json(&rows) } else { report(&rows, &common).print() }
 }
 
 /// One run of the trainer; its record.
@@ -200,7 +171,8 @@ fn run(arm: &str, common: &[OsString]) -> Result<Value> {
         let last = text.lines().rev().find_map(|line| line.strip_prefix("error: ")).unwrap_or("it printed no error");
         // A trainer that a signal ended has no exit code.
         let code = output.status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
-        return Err(ArmFailed { code, text: format!("the trainer failed under '{arm}': {last}") }.into());
+        let text = format!("the trainer failed under '{arm}': {last}");
+        return Err(RuntimeFailure::with_code(code, text).into());
     }
     serde_json::from_slice(&output.stdout).context("the trainer printed something other than a run record")
 }
@@ -272,7 +244,7 @@ fn report(rows: &[Row], common: &[OsString]) -> Page {
     let time = |seconds: f64| duration((seconds * 1e9).round() as u64);
     let best = rows.iter().map(|row| row.step_s).fold(f64::INFINITY, f64::min);
     let ns = |of: fn(&Row) -> Option<u64>| rows.iter().map(move |row| Cell::or_dash(of(row).map(duration)));
-    let mut table = Comparison::new("", rows.iter().map(|row| alloc::heading(&row.arm)));
+    let mut table = Comparison::new("", rows.iter().map(|row| arguments::heading(&row.arm)));
     table.ranked("training step", rows.iter().map(|row| (time(row.step_s), Some(row.step_s))));
     table.metric("to the best", rows.iter().map(|row| format!("{:.2} x", row.step_s / best)));
     table.metric("host blocked", rows.iter().map(|row| format!("{:.0} %", 100.0 * row.blocked_share)));

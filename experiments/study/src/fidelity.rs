@@ -3,9 +3,8 @@
 
 pub(crate) mod recorded;
 
-use crate::compare::ArmFailed;
-use crate::packed;
 use crate::study::figures::median;
+use crate::{packed, repository};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use recorded::{Call, Measured, Recorded};
@@ -14,8 +13,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::str::FromStr;
-use trainer::report::duration;
-use trainer::terminal::{Cell, Column, Page, Table, command, say};
+use terminal::RuntimeFailure;
+use terminal::duration;
+use terminal::{Cell, Column, Page, Table, command, say};
 use vramlab::device::DeviceNameError;
 use vramlab::{CudaDriver, DeviceKind, DeviceName};
 
@@ -121,9 +121,9 @@ pub(crate) fn fidelity(args: &FidelityArgs) -> Result<()> {
     let against = folder(args, against.as_deref(), &simulated)?;
     let report = compare(&Recorded::read(&measured)?, &Recorded::read(&against)?, args.tolerance.0)?;
     if args.json {
-        crate::print_json(&report)?;
+        terminal::print_json(&report)?;
     } else {
-        crate::print(page(&report))?;
+        page(&report).print()?;
     }
     verdict(&report)
 }
@@ -141,7 +141,7 @@ fn verdict(report: &Report) -> Result<()> {
         100.0 * worst.difference,
         100.0 * report.tolerance
     );
-    Err(ArmFailed::new(1, text).into())
+    Err(RuntimeFailure::new(text).into())
 }
 
 /// Without a GPU: runs of the same spec that were recorded on one, and those of the simulated device beside them unless
@@ -163,9 +163,8 @@ fn records(args: &FidelityArgs) -> Option<(PathBuf, Option<PathBuf>)> {
 
 /// The last by name of the recorded experiments with this name on a kind of device: folders begin with their date.
 fn newest(name: &std::ffi::OsStr, kind: DeviceKind) -> Option<PathBuf> {
-    let places = [PathBuf::from("experiments/results"), Path::new(env!("CARGO_MANIFEST_DIR")).join("results")];
-    let folder = places.into_iter().find(|folder| folder.is_dir())?;
-    let labels = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path().join(name)));
+    let labels =
+        std::fs::read_dir(repository::find("results")?).ok()?.filter_map(|entry| Some(entry.ok()?.path().join(name)));
     let on_kind = |folder: &PathBuf| {
         let device = packed::experiment_of(folder).ok().and_then(|found| found["device"].as_str()?.parse().ok());
         device.is_some_and(|device: DeviceName| device.kind() == kind)
@@ -187,7 +186,7 @@ fn folder(args: &FidelityArgs, recorded: Option<&Path>, device: &DeviceName) -> 
     if !status.success() {
         // A process that a signal ended has no exit code.
         let code = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
-        return Err(ArmFailed::new(code, format!("the runs on {device} failed, as said above")).into());
+        return Err(RuntimeFailure::with_code(code, format!("the runs on {device} failed, as said above")).into());
     }
     let stem = Path::new(&args.spec).file_stem().unwrap_or_default();
     Ok(out.join(stem))
@@ -354,7 +353,7 @@ mod tests {
         let elsewhere = row("a", &real, &[run(100.0, &[("mem_alloc", 40.0), ("kernel_launch", 10.0)])], 0.15);
         assert!(!elsewhere.within && (elsewhere.same_calls.unwrap() - 0.2).abs() < 1e-9, "{elsewhere:?}");
         assert!(!row("a", &real, &[run(100.0, &[])], 0.15).within, "no waiting at all is not the same");
-        // Where nobody waits, nobody can wait in the wrong call.
+        // A cell without waiting cannot wait in the wrong call.
         let busy = row("a", &[run(100.0, &[("mem_free", 1.0)])], &[run(100.0, &[])], 0.15);
         assert!(busy.within && busy.same_calls.is_none());
     }

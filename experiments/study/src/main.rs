@@ -1,43 +1,28 @@
-//! The programs `experiments` (runs the trainer under several allocators, compares what it recorded, measures device profiles)
-//! and `vramlab` (answers questions about a recorded history of PyTorch's allocator).
+//! Runs the trainer under several allocators and compares what it recorded; measures allocators and device profiles.
 
-mod advise;
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
 mod bench;
 mod calibrate;
-mod capacity;
-mod command_line;
 mod compare;
-mod convert;
-mod explain;
 mod fidelity;
 mod fit;
-mod history;
 mod packed;
-mod plan;
 mod profile;
 mod program;
-mod python;
-mod reading;
-mod replay;
-mod report;
+mod repository;
 mod study;
 mod truth;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use serde::Serialize;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::OnceLock;
-use trainer::terminal::{self, Column, Page, Table};
+use terminal::{Column, Page, Table, exit};
 use vramlab::DeviceName;
 use vramlab::device::sim::MemoryCost;
-use vramlab::output::{self, Existing, OutputError};
-
-/// Exit code for bad input, as the trainer's.
-const BAD_INPUT: u8 = 2;
-const FAILED: u8 = 1;
+use vramlab::output::{self, Existing};
 
 #[derive(Debug, Parser)]
 #[command(name = "experiments", version, about)]
@@ -98,45 +83,40 @@ enum Command {
     },
     /// Takes the program's own host time for each driver call from recorded runs into a profile
     FitProgram(program::ProgramArgs),
-    /// Writes a recorded history in another tool's format
-    Convert(convert::ConvertArgs),
-    /// Replays recorded histories under each allocator
-    Replay(replay::ReplayArgs),
-    /// Places the blocks of a recorded history so that it needs little memory, for the allocator `plan`
-    Plan(plan::PlanArgs),
-    /// Finds the smallest memory in which a recorded history still runs under each allocator
-    Capacity(capacity::CapacityArgs),
-    /// Makes one offline page of recorded histories and runs: block maps, ledgers, settings compared
-    Report(report::ReportArgs),
-    /// Says who holds memory at the peak of a recorded history, where reserved memory went, and why
-    Explain(explain::ExplainArgs),
     /// Compares what `vramlab advise` says that programs would reserve with what PyTorch really did
     AdviseTruth(truth::TruthArgs),
     /// Is the trainer; `compare` and `run` start it in a process of its own for each run
     #[command(hide = true)]
-    Trainer {
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-        arguments: Vec<OsString>,
-    },
+    Trainer(Other),
+    /// Is the program `vramlab`; `run` starts it in a process of its own for each run
+    #[command(hide = true)]
+    Vramlab(Other),
 }
 
-/// The program `experiments`, from its command line to its exit code.
-#[must_use]
-pub fn experiments() -> ExitCode {
-    started("experiments");
-    let cli: Cli = terminal::parse(std::env::args_os().collect());
-    if matches!(
-        cli.command,
-        Command::Convert(_)
-            | Command::Replay(_)
-            | Command::Plan(_)
-            | Command::Capacity(_)
-            | Command::Report(_)
-            | Command::Explain(_)
-            | Command::Pack(_)
-            | Command::Unpack(_)
-    ) {
-        end_with_signals();
+/// The command line of another program.
+#[derive(Debug, clap::Args)]
+struct Other {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    arguments: Vec<OsString>,
+}
+
+impl Other {
+    /// Its words, with the program's name before them.
+    fn of(self, program: &str) -> Vec<OsString> {
+        std::iter::once(OsString::from(program)).chain(self.arguments).collect()
+    }
+}
+
+fn main() -> ExitCode {
+    terminal::begin();
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    if let Some(line) = for_vramlab(&arguments) {
+        terminal::fail(line);
+        return exit::BAD_INPUT.into();
+    }
+    let cli: Cli = terminal::parse(arguments);
+    if matches!(cli.command, Command::Pack(_) | Command::Unpack(_)) {
+        terminal::signals::end_at_once();
     }
     let result = match cli.command {
         Command::Run(args) => study::run(&args),
@@ -153,70 +133,23 @@ pub fn experiments() -> ExitCode {
             .and_then(|found| {
                 profile::write(&found.profile, &out)?;
                 measurements.map_or(Ok(()), |path| found.measurements.write(&path))?;
-                print(found.measurements.page(&out))
+                found.measurements.page(&out).print()
             }),
         Command::FitKernels { timings, profile, l2_bytes, out } => fit_kernels(&timings, profile, l2_bytes, &out),
         Command::FitProgram(args) => program::fit_program(&args),
-        Command::Convert(args) => convert::convert(&args),
-        Command::Replay(args) => replay::replay(&args),
-        Command::Plan(args) => plan::plan(&args),
-        Command::Capacity(args) => capacity::capacity(&args),
-        Command::Report(args) => report::report(&args),
-        Command::Explain(args) => explain::explain(&args),
         Command::AdviseTruth(args) => truth::truth(&args),
-        Command::Trainer { arguments } => {
-            let program = std::iter::once(OsString::from("trainer"));
-            std::process::exit(trainer::cli::main(program.chain(arguments).collect()));
-        }
+        Command::Trainer(other) => return trainer::cli::main(other.of("trainer")),
+        Command::Vramlab(other) => return doctor::main(other.of("vramlab")),
     };
-    ended(result)
+    exit::end(result).into()
 }
 
-/// The program `vramlab`, from its command line to its exit code.
-#[must_use]
-pub fn vramlab() -> ExitCode {
-    started("vramlab");
-    let arguments: command_line::Arguments = terminal::parse(std::env::args_os().collect());
-    if !arguments.is_in_python() {
-        end_with_signals();
-    }
-    ended(command_line::run(arguments))
-}
-
-/// Has signals end the program with no unfinished file left behind.
-fn end_with_signals() {
-    // Where the system lets nobody listen, a signal ends the process as it would anyway.
-    let _ = trainer::signals::end_at_once();
-}
-
-/// The program that runs.
-static PROGRAM: OnceLock<&str> = OnceLock::new();
-
-/// What both programs do first.
-fn started(program: &'static str) {
-    PROGRAM.get_or_init(|| program);
-    terminal::report_panics();
-    // Where the system lets nobody listen, such a limit ends the process, as it would anyway.
-    let _ = trainer::signals::outlive_file_limits();
-}
-
-/// Says what went wrong, if something did.
-fn ended(result: Result<()>) -> ExitCode {
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            terminal::fail(format_args!("{error:#}"));
-            ExitCode::from(code(&error))
-        }
-    }
-}
-
-/// The exit code for an error: bad input, unless it says that something failed on the way.
-fn code(error: &anyhow::Error) -> u8 {
-    match error.downcast_ref::<OutputError>() {
-        Some(error) if !error.problem.is_refusal() => FAILED,
-        _ => error.downcast_ref::<compare::ArmFailed>().map_or(BAD_INPUT, |failed| failed.code),
-    }
+/// What to type instead, where a command of `vramlab` was typed.
+fn for_vramlab(arguments: &[OsString]) -> Option<String> {
+    let name = arguments.get(1)?.to_str()?;
+    doctor::command().find_subcommand(name)?;
+    let words: Vec<String> = arguments[1..].iter().map(|word| terminal::quoted(&word.to_string_lossy())).collect();
+    Some(format!("{name} is a command of vramlab: {}", terminal::command("vramlab", &words.join(" "))))
 }
 
 /// Refuses names of files before the minutes that measuring takes.
@@ -227,26 +160,6 @@ fn writable(out: &Path, measurements: Option<&Path>) -> Result<()> {
 /// The grammar of this program's command line.
 fn command() -> clap::Command {
     <Cli as clap::CommandFactory>::command()
-}
-
-/// A command line of the program that runs, to go on with.
-fn next_command(arguments: &str) -> String {
-    terminal::command(PROGRAM.get().copied().unwrap_or("experiments"), arguments)
-}
-
-/// Writes a page to stdout.
-fn print(page: Page) -> Result<()> {
-    page.print().map_err(|error| unprinted(&error))
-}
-
-/// Writes one JSON document to stdout.
-fn print_json<T: Serialize>(value: &T) -> Result<()> {
-    terminal::print_json(&serde_json::to_string_pretty(value)?).map_err(|error| unprinted(&error))
-}
-
-/// A full disk behind stdout is no fault of the input.
-fn unprinted(error: &impl std::fmt::Display) -> anyhow::Error {
-    compare::ArmFailed::at_run_time(&format!("cannot write to stdout: {error}")).into()
 }
 
 fn fit_kernels(timings: &Path, base: Option<PathBuf>, l2_bytes: Option<u64>, out: &Path) -> Result<()> {
@@ -297,5 +210,5 @@ fn fit_kernels(timings: &Path, base: Option<PathBuf>, l2_bytes: Option<u64>, out
     );
     let next = format!("fidelity --profile {}", terminal::quoted(&out.to_string_lossy()));
     page.end(found, &terminal::command("experiments", &next));
-    print(page)
+    page.print()
 }

@@ -13,7 +13,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use trainer::terminal::{Column, Page, Table, command, quoted};
+use terminal::{Column, Page, Table, command, quoted};
 use vramlab::Profile;
 
 /// A cell is host-bound where the host was blocked for less than this share of the time.
@@ -59,7 +59,7 @@ pub(crate) fn fit_program(args: &ProgramArgs) -> Result<()> {
     let mut page = table(&rows, base.program_ns_per_call);
     let next = format!("fidelity --profile {}", quoted(&args.out.to_string_lossy()));
     page.next(&command("experiments", &next));
-    crate::print(page)
+    page.print()
 }
 
 /// Every cell counts the same. Nothing is left where the calls were quicker than in the profile.

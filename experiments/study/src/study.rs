@@ -2,7 +2,7 @@
 //!
 //! A spec is a question and the runs that answer it: programs and options, crossed and repeated. Each run is a process
 //! of its own (a CUDA context and the allocators' caches belong to a process), in an order that the spec's seed gives.
-//! A run's folder appears whole, so whoever is killed goes on where it was, and shards merge by
+//! A run's folder appears whole, so a runner that was killed goes on where it was, and shards merge by
 //! lying together, or work in one folder.
 
 mod child;
@@ -23,6 +23,5 @@ mod work;
 
 pub(crate) use list::{ListArgs, list};
 pub(crate) use lock::at_work;
-pub(crate) use plan::Shard;
 pub(crate) use run::{RunArgs, run};
 pub(crate) use status::{StatusArgs, experiments_in, is_plain, status};

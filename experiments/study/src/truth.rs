@@ -3,14 +3,14 @@
 //! A program was recorded under several settings, each run with the statistics that PyTorch gave. The history under PyTorch's
 //! defaults, without a limit, is replayed under the settings of the other runs. Nothing of these runs is known to the replay.
 
-use crate::advise::{Predicted, predict};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use doctor::{Predicted, predict};
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use trainer::terminal::{Bar, Column, Page, Table};
+use terminal::{Bar, Column, Page, Table};
 use vramlab::Bytes;
 use vramlab::output::{self, Existing};
 
@@ -96,7 +96,7 @@ pub(crate) fn truth(args: &TruthArgs) -> Result<()> {
         let text = writer.into_inner().context("cannot write the table")?;
         output::write(out, Existing::Replace, text)?;
     }
-    if args.json { crate::print_json(&pairs) } else { crate::print(page(&pairs)) }
+    if args.json { terminal::print_json(&pairs) } else { page(&pairs).print() }
 }
 
 /// The JSON files of a folder, sorted by name.

@@ -63,14 +63,14 @@ fn hold(pairs: &[Pair]) {
 
 #[test]
 fn the_kept_table_is_within_the_bars() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(TABLE);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(TABLE);
     hold(&pairs(&std::fs::read_to_string(path).unwrap()));
 }
 
 /// Histories that may lie beside the checkout; their table is the kept one.
 #[test]
 fn the_table_is_made_again_from_the_histories() {
-    let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/traces");
+    let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/traces");
     let folders: Vec<PathBuf> =
         [beside.clone(), beside.join("configs")].into_iter().filter(|path| path.is_dir()).collect();
     if folders.len() < 2 {
@@ -83,7 +83,7 @@ fn the_table_is_made_again_from_the_histories() {
     place.run(&arguments).ok();
     let made = std::fs::read_to_string(place.at("made.csv")).unwrap();
     hold(&pairs(&made));
-    let kept = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(TABLE)).unwrap();
+    let kept = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(TABLE)).unwrap();
     let again = "make it again: experiments advise-truth FOLDER... -o experiments/results/advise-truth.csv";
     assert_eq!(pairs(&made), pairs(&kept), "{again}");
 }

@@ -60,7 +60,7 @@ fn every_export_of_every_allocator_is_replayed() {
         for export in Export::ALL {
             let file = record.join(export.file_name());
             let file = file.to_str().unwrap();
-            let ran = place.run(&["replay", file, "--alloc", "all", "--device", "null", "--json"]);
+            let ran = place.run(&["vramlab", "replay", file, "--alloc", "all", "--device", "null", "--json"]);
             if export == Export::Perfetto {
                 assert_eq!(ran.code, Some(2), "a timeline is no history: {ran:#?}");
                 continue;
@@ -85,7 +85,7 @@ fn every_export_of_every_allocator_is_replayed() {
             {
                 continue;
             }
-            let arguments = ["replay", file, "--alloc", "caching", "--addresses", "recorded", "--json"];
+            let arguments = ["vramlab", "replay", file, "--alloc", "caching", "--addresses", "recorded", "--json"];
             let row = &place.run(&arguments).rows()[0];
             assert_eq!(
                 (&row["address_mismatches"], &row["segment_mismatches"]),

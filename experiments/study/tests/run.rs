@@ -206,7 +206,7 @@ fn histories_are_replayed_and_named_without_their_folder() {
     let record = json_at(&folder.join("run.json"));
     assert_eq!(record["files"], json!(["result.json"]));
     let command = record["command"].as_array().unwrap();
-    assert_eq!(command[..3], [json!("experiments"), json!("replay"), json!("h.jsonl")]);
+    assert_eq!(command[..3], [json!("vramlab"), json!("replay"), json!("h.jsonl")]);
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn large_files_are_compressed() {
 
 /// The keys that a section of the schema describes.
 fn described(section: &str) -> Vec<String> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../analysis/schema.md");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../analysis/schema.md");
     let text = std::fs::read_to_string(path).unwrap();
     let (_, text) = text.split_once(&format!("\n## {section}\n")).unwrap();
     let rows = text.lines().take_while(|line| !line.starts_with('#')).filter(|line| line.starts_with("| `"));

@@ -183,7 +183,7 @@ fn four_shards_in_one_folder_do_the_plan_once() {
 fn the_jobs_of_an_array_share_a_folder() {
     let place = Place::new();
     place.write("small.toml", SMALL);
-    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("slurm.sbatch");
+    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../slurm.sbatch");
     let job = |variables: &[(&str, String)]| {
         let runner = place.process(&[]);
         let mut shell = std::process::Command::new("bash");

@@ -5,12 +5,11 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
-#[path = "../../trainer/tests/common/pty.rs"]
+#[path = "../../../trainer/tests/common/pty.rs"]
 mod pty;
 
-use common::{Place, Ran};
+use common::{Place, by_path, end, least};
 use pty::{check, show};
-use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
 
@@ -50,12 +49,10 @@ const FIGURES: [(&str, &str); 5] = [
     (r"  +|[─═]+", "  "),
 ];
 
-/// The program with nothing of this machine's set-up, and a small history beside it.
+/// A folder with a small spec.
 fn place() -> Place {
     let place = Place::new();
     place.write("small.toml", SPEC);
-    let run = ["trainer", "--alloc", "caching", "--export", "snapshot-json", "--out", "record"];
-    place.run(&[&run[..], &IRIS].concat()).ok();
     place
 }
 
@@ -68,13 +65,10 @@ fn screen(place: &Place, arguments: &[&str]) -> String {
 #[test]
 fn screens_at_80_columns() {
     let place = place();
-    let history = "record/snapshot.json";
-    let specs = Path::new(env!("CARGO_MANIFEST_DIR")).join("specs");
+    let specs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../specs");
     let specs = specs.to_str().unwrap();
     insta::with_settings!({ filters => CHANGES }, {
         insta::assert_snapshot!("compare", screen(&place, &[&["compare"], &IRIS[..]].concat()));
-        insta::assert_snapshot!("replay", screen(&place, &["replay", history]));
-        insta::assert_snapshot!("capacity", screen(&place, &["capacity", history]));
         insta::assert_snapshot!("list", screen(&place, &["list", "--specs", "."]));
         insta::assert_snapshot!("run", screen(&place, &["run", "small.toml", "--device", "sim", "-o", "out"]));
     });
@@ -89,17 +83,12 @@ fn screens_at_80_columns() {
 #[test]
 fn screens_at_other_widths_and_without_styles() {
     let place = place();
-    let history = "record/snapshot.json";
     for arguments in [
         &[&["compare"], &IRIS[..]].concat()[..],
-        &["replay", history, history],
-        &["replay", history, "--addresses", "recorded"],
-        &["capacity", history],
         &["run", "small.toml", "--device", "sim", "-o", "out"],
         &["run", "small.toml", "--device", "sim", "-o", "out", "--dry-run"],
         &["fidelity", "--measured", "out/small", "--against", "out/small"],
         &["bench", "--case", "pair/512,instrument", "--threads", "1", "--repeats", "1"],
-        &["convert", history, "--to", "perfetto", "-o", "history.json", "--force"],
     ] {
         check(&|| place.process(arguments));
     }
@@ -113,13 +102,11 @@ fn what_comes_from_outside_moves_no_cursor() {
     let named = |name: &str, text: &str| place.write(&format!("{hostile}{name}"), text);
     let history =
         named("history.json", &format!(r#"{{"segments": [{{"{written}": 1}}], "device_traces": "{written}"}}"#));
-    let event = named("trace.jsonl", &format!(r#"{{"operation": "{written}", "path": "{written}"}}"#));
     let profile = named("profile.json", &format!(r#"{{"{written}": 1}}"#));
     let spec = named("spec.toml", &format!("name = \"{written}\"\n\"{written}\" = 1\n"));
     std::fs::create_dir(place.at("questions")).unwrap();
     let asked = SPEC.replace("Does a table", written);
     place.write("questions/small.toml", &asked);
-    let device = format!("sim:{profile}");
     // A recorded run whose state nobody knows.
     place.run(&["run", "small.toml", "--device", "sim", "-o", "out"]).ok();
     let run = place.at("out/small/runs").read_dir().unwrap().next().unwrap().unwrap().path().join("run.json");
@@ -128,14 +115,9 @@ fn what_comes_from_outside_moves_no_cursor() {
     // Not all of them name what they were given.
     let mut told = 0;
     for arguments in [
-        &["replay", &history][..],
-        &["replay", &event],
-        &["replay", hostile],
-        &["replay", "record/snapshot.json", "--device", &device],
-        &["capacity", &history],
-        &["convert", &history, "--to", "rmm", "-o", hostile],
-        &["compare", "--arm", hostile],
+        &["compare", "--arm", hostile][..],
         &["compare", "--device", hostile],
+        &["calibrate", "--device", "cuda", "--profile", &profile, "--source", "here", "--out", "x"],
         &["run", &spec],
         &["run", hostile],
         &["run", "small.toml", "--device", "sim", "-o", "out"],
@@ -160,64 +142,31 @@ fn what_comes_from_outside_moves_no_cursor() {
         }
         told += usize::from(escaped);
     }
-    assert!(told > 12, "{told} outputs show something of it");
-}
-
-/// The last two lines in a pipe: what was found, and the next command.
-fn end(stdout: &str) -> (&str, &str) {
-    let mut lines = stdout.trim_end().lines().rev();
-    let next = lines.next().and_then(|line| line.strip_prefix("Next: "));
-    (lines.next().unwrap_or_default(), next.unwrap_or_else(|| panic!("no next command: {stdout}")))
-}
-
-/// What a program prints that was started by its path.
-fn by_path(place: &Place, arguments: &[&str]) -> String {
-    Ran::of(place.process(arguments).env_remove("CARGO").output().unwrap()).ok().stdout
-}
-
-/// Of rows in JSON the one with the least of a figure, by name.
-fn least<'a>(rows: &'a [Value], figure: &str, name: &str) -> &'a str {
-    let of = |row: &Value| row[figure].as_f64().unwrap();
-    rows.iter().min_by(|a, b| of(a).total_cmp(&of(b))).unwrap()[name].as_str().unwrap()
+    assert!(told > 7, "{told} outputs show something of it");
 }
 
 #[test]
 fn the_last_lines_are_what_was_found_and_the_next_command() {
     let place = place();
-    let history = "record/snapshot.json";
-    let specs = Path::new(env!("CARGO_MANIFEST_DIR")).join("specs");
+    let specs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../specs");
     let specs = specs.to_str().unwrap();
     let rows = |arguments: &[&str]| place.run(&[arguments, &["--json"]].concat()).rows();
     let compare = [&["compare"], &IRIS[..]].concat();
     let compared = rows(&compare);
-    let replayed = rows(&["replay", history]);
-    let fitted = rows(&["capacity", history]);
     let kept = rows(&["list", "--specs", specs]);
     let run = ["run", "small.toml", "--device", "sim", "-o", "out"];
     let bench = ["bench", "--case", "pair/512", "--repeats", "1", "--alloc", "caching"];
     let fidelity = ["fidelity", "--measured", "out/small", "--against", "out/small"];
-    let convert = ["convert", history, "--to", "rmm", "-o", "history.csv"];
     for (arguments, words, next_words) in [
         (
             &compare[..],
             vec![format!("'{}' is the fastest", least(&compared, "step_s", "arm"))],
             "--dataset=iris --hidden=16 --layers=2 --epochs=3 --log-driver-calls",
         ),
-        (
-            &["replay", history],
-            vec![format!("{} reserves", least(&replayed, "peak_reserved_bytes", "allocator"))],
-            "experiments capacity record/snapshot.json",
-        ),
-        (
-            &["capacity", history],
-            vec![least(&fitted, "capacity_bytes", "allocator").to_owned(), " the history in ".to_owned()],
-            "experiments replay record/snapshot.json --alloc naive,caching --limit ",
-        ),
         (&["list", "--specs", specs], vec![format!("{} questions", kept.len())], "--device sim"),
         (&run, vec!["runs of small are done".to_owned(), "out/small".to_owned()], "vramlab report out/small"),
         (&["status", "out/small"], vec!["runs are done".to_owned()], "vramlab report out/small"),
         (&fidelity, vec!["cells are as measured".to_owned()], "experiments compare"),
-        (&convert, vec!["to history.csv (rmm): ".to_owned()], "experiments replay history.csv"),
         (&bench, vec!["caching takes".to_owned()], "experiments compare"),
     ] {
         let text = by_path(&place, arguments);
@@ -234,19 +183,9 @@ fn the_last_lines_are_what_was_found_and_the_next_command() {
 #[test]
 fn the_next_command_can_be_pasted() {
     let place = place();
-    place.file("a history.json", std::fs::read(place.at("record/snapshot.json")).unwrap());
     std::fs::create_dir(place.at("my specs")).unwrap();
     std::fs::rename(place.at("small.toml"), place.at("my specs/small.toml")).unwrap();
-    for (first, steps) in [(&["replay", "a history.json"][..], 3), (&["list", "--specs", "my specs"], 1)] {
-        let mut text = by_path(&place, first);
-        for _ in 0..steps {
-            let next = end(&text).1;
-            let output =
-                Command::new("sh").args(["-c", next]).current_dir(place.at(".")).env_remove("CARGO").output().unwrap();
-            assert!(output.status.success(), "{next}: {}", String::from_utf8_lossy(&output.stderr));
-            text = String::from_utf8(output.stdout).unwrap();
-        }
-    }
+    place.pasted(by_path(&place, &["list", "--specs", "my specs"]), 1);
 }
 
 #[test]

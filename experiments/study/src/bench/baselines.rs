@@ -3,6 +3,7 @@
 use super::cases::Case;
 use super::histories::{self, Named};
 use super::report::{Missing, Report, Row};
+use crate::repository;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::io::ErrorKind;
@@ -19,8 +20,7 @@ struct Output {
     missing: Vec<Missing>,
 }
 
-/// The folder of the programs: the one named, the one of the sources that this program was built from, or the one below
-/// the current directory.
+/// The folder of the programs: the one named, the one below the current directory, or that of the sources.
 pub(crate) fn find(named: Option<&Path>) -> Result<PathBuf> {
     if let Some(folder) = named {
         return if folder.join(PROGRAM).is_file() {
@@ -29,8 +29,7 @@ pub(crate) fn find(named: Option<&Path>) -> Result<PathBuf> {
             bail!("{} holds no {PROGRAM}; --baselines-dir takes the folder experiments/baselines", folder.display())
         };
     }
-    let places = [Path::new(env!("CARGO_MANIFEST_DIR")).join("baselines"), PathBuf::from("experiments/baselines")];
-    let found = places.into_iter().find(|folder| folder.join(PROGRAM).is_file());
+    let found = repository::find("baselines").filter(|folder| folder.join(PROGRAM).is_file());
     found.context("the baseline programs are not here; name their folder (experiments/baselines) with --baselines-dir")
 }
 

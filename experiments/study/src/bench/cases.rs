@@ -168,7 +168,7 @@ mod tests {
 
     fn names(patterns: &[&str]) -> Vec<String> {
         let patterns: Vec<String> = patterns.iter().map(|pattern| (*pattern).to_owned()).collect();
-        let groups = groups(&trainer::alloc::chosen(&[]), &[1, 4], &[], &patterns).unwrap();
+        let groups = groups(&terminal::arguments::chosen(&[]), &[1, 4], &[], &patterns).unwrap();
         let mut names: Vec<String> = groups.iter().flatten().map(|job| job.case.name(&[])).collect();
         names.dedup();
         names
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(names(&["shared", "alternate/65536"]), ["alternate/65536/4194304", "shared/4"]);
         assert_eq!(names(&["instrument/trace/1"]), ["instrument/bare/1", "instrument/trace/1"]);
         assert!(names(&[]).len() >= 13);
-        let error = groups(&trainer::alloc::chosen(&[]), &[1], &[], &["pear".to_owned()]).unwrap_err().to_string();
+        let error = groups(&terminal::arguments::chosen(&[]), &[1], &[], &["pear".to_owned()]).unwrap_err().to_string();
         assert!(error.contains("'pear'") && error.contains("pair/512") && error.contains("trace/events/1"), "{error}");
     }
 }

@@ -1,7 +1,6 @@
 //! The recorded histories whose calls are timed.
 
-use crate::history;
-use crate::reading::ReadArgs;
+use crate::repository;
 use anyhow::{Context, Result, bail};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -30,7 +29,7 @@ pub(crate) fn read(named: &[PathBuf]) -> Result<Vec<Named>> {
         if found.iter().any(|other| other.name == name) {
             bail!("{}: another history is called {name} too; rename one", file.display());
         }
-        let calls = Recorded::new(&history::load(file, None, None, &ReadArgs::default())?.history);
+        let calls = Recorded::new(&doctor::read_history(file)?);
         if calls.allocations() == 0 {
             bail!("{}: there is no allocation in it", file.display());
         }
@@ -49,15 +48,11 @@ fn name_of(file: &Path) -> String {
 }
 
 fn beside_the_sources() -> Vec<PathBuf> {
-    let places = [Path::new(env!("CARGO_MANIFEST_DIR")).join("histories"), PathBuf::from("experiments/histories")];
-    let list = |folder: &Path| -> Option<Vec<PathBuf>> {
-        let entries = std::fs::read_dir(folder).ok()?;
-        let mut files: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
-        files.retain(|file| file.to_string_lossy().ends_with(".pickle.xz"));
-        files.sort();
-        Some(files)
-    };
-    places.iter().find_map(|folder| list(folder)).unwrap_or_default()
+    let entries = repository::find("histories").and_then(|folder| std::fs::read_dir(folder).ok());
+    let mut files: Vec<PathBuf> = entries.into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path())).collect();
+    files.retain(|file| file.to_string_lossy().ends_with(".pickle.xz"));
+    files.sort();
+    files
 }
 
 /// Writes a history for the baseline programs: slots and streams, then a line a call (slot, stream, bytes; 0 bytes free).

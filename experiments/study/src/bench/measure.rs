@@ -196,7 +196,7 @@ fn pairs_in_threads(allocator: &dyn DeviceAllocator, streams: &[StreamId], pairs
         workload::pair(allocator, stream, 4096, pairs)?;
         Ok(start.elapsed())
     };
-    // One thread is this one, as in the cases without threads: another might start on a core that somebody else uses.
+    // One thread is this one, as in the cases without threads: another might start on a core that another program uses.
     let times = match streams {
         [stream] => vec![work(*stream)?],
         _ => in_threads(streams, |_, stream| work(stream))?,
@@ -276,7 +276,7 @@ mod tests {
         let patterns =
             ["history", "alternate", "pair/512", "threads", "shared", "instrument/trace/1"].map(str::to_owned);
         for job in
-            groups(&trainer::alloc::chosen(&[]), &[2], place.histories(), &patterns).unwrap().into_iter().flatten()
+            groups(&terminal::arguments::chosen(&[]), &[2], place.histories(), &patterns).unwrap().into_iter().flatten()
         {
             let sample = measure(&place, &job).unwrap();
             let name = job.case.name(place.histories());

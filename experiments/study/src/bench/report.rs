@@ -3,9 +3,9 @@
 use super::cases::{self, Job};
 use super::measure::{Place, Sample};
 use serde::{Deserialize, Serialize};
-use trainer::alloc::heading;
+use terminal::arguments::heading;
+use terminal::{Cell, Column, Page, SIDE_BY_SIDE, Table, command, say};
 use trainer::provenance::Provenance;
-use trainer::terminal::{Cell, Column, Page, SIDE_BY_SIDE, Table, command, say};
 use vramlab::{DeviceDescription, Driver, Selection};
 
 /// What a figure holds, for the reader of a figure.

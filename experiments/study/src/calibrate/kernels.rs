@@ -2,9 +2,7 @@
 
 use super::Bench;
 use anyhow::Result;
-use kernels::{
-    AddBias, BiasGradient, Element, Fill, Gemm, GemmAlgorithm, GemmLayout, Operation, Relu, ReluBackward, Sgd,
-};
+use kernels::{AddBias, BiasGradient, Element, Fill, Gemm, GemmLayout, Operation, Relu, ReluBackward, Sgd};
 use serde::Serialize;
 
 const BATCH: u32 = 64;
@@ -50,11 +48,9 @@ fn shapes(bench: &Bench) -> Vec<Shape> {
             (GemmLayout::NN, "NN", BATCH, width, width),
             (GemmLayout::TN, "TN", width, width, BATCH),
         ] {
-            for algorithm in [GemmAlgorithm::Naive, GemmAlgorithm::Tiled] {
-                let flops = 2.0 * f64::from(m) * f64::from(n) * f64::from(k);
-                let gemm = Gemm { layout, algorithm, m, n, k, a, b, c };
-                out.push((format!("{name} {m} x {n} x {k}"), Some(flops), Box::new(gemm)));
-            }
+            let flops = 2.0 * f64::from(m) * f64::from(n) * f64::from(k);
+            let gemm = Gemm { layout, m, n, k, a, b, c };
+            out.push((format!("{name} {m} x {n} x {k}"), Some(flops), Box::new(gemm)));
         }
         let (rows, cols) = (BATCH, width);
         let shape = format!("{rows} x {cols}");

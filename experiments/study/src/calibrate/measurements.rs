@@ -5,8 +5,8 @@ use super::measure::{Condition, Measurement};
 use anyhow::Result;
 use serde::Serialize;
 use std::path::Path;
-use trainer::report::duration;
-use trainer::terminal::{Column, Page, Table, command, quoted};
+use terminal::duration;
+use terminal::{Column, Page, Table, command, quoted};
 use vramlab::output::{self, Existing};
 use vramlab::{Bytes, DeviceDescription};
 

@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Most bytes of a table when it is unpacked: no experiment comes near.
 const MOST_BYTES: u64 = 1 << 30;
-/// As `xz -6e`: the bytes of this level do not depend on the machine, and whoever reads them needs 9 MiB.
+/// As `xz -6e`: the bytes of this level do not depend on the machine, and a reader needs 9 MiB.
 const LEVEL: u32 = 6 | (1 << 31);
 
 /// A table's file.

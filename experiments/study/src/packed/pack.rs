@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::fs::DirEntry;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use trainer::terminal::{Column, Page, Table as Shown, command, quoted};
+use terminal::{Column, Page, Table as Shown, command, quoted};
 use vramlab::input::{DOCUMENT, TABLE as MOST_BYTES};
 use vramlab::output::{self, Existing};
 
@@ -152,7 +152,7 @@ pub(crate) fn pack(args: &PackArgs) -> Result<()> {
     let word = if all.len() == 1 { "experiment" } else { "experiments" };
     let next = format!("status {}", quoted(&args.out.to_string_lossy()));
     page.end(format!("{} {word} packed into {}.", all.len(), args.out.display()), &command("experiments", &next));
-    crate::print(page)
+    page.print()
 }
 
 impl Packed {

@@ -11,7 +11,7 @@ use clap::Args;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use trainer::terminal::{Page, command, quoted};
+use terminal::{Page, command, quoted};
 use vramlab::input::{TABLE as MOST_BYTES, read_bytes};
 use vramlab::output::{self, Existing};
 
@@ -59,7 +59,7 @@ pub(crate) fn unpack(args: &UnpackArgs) -> Result<()> {
     let word = if all.len() == 1 { "experiment" } else { "experiments" };
     let next = format!("status {}", quoted(&args.out.to_string_lossy()));
     page.end(format!("{} {word} unpacked into {}.", all.len(), args.out.display()), &command("experiments", &next));
-    crate::print(page)
+    page.print()
 }
 
 /// A run: its documents by the pointers that they have in the table, and its files.

@@ -27,7 +27,7 @@ impl Group {
         #[cfg(unix)]
         {
             use rustix::process::{WaitId, WaitIdOptions, waitid};
-            // It is looked at before it is collected: until then its number, which is its group's, is nobody else's.
+            // It is looked at before it is collected: until then its number, which is its group's, is no other process's.
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
             if waitid(WaitId::Pid(rustix::process::Pid::from_child(&self.leader)), options).context(FAILS)?.is_none() {
                 return Ok(None);

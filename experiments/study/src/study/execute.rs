@@ -1,7 +1,7 @@
 //! One run: a process, and a folder that appears whole.
 
 use super::child::Group;
-use super::plan::{Run, Shard};
+use super::plan::Run;
 use super::programs::{self, CommandLine, Places, RECORD, command_line};
 use super::record::{
     Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, part_of, provenance, remove, without_folders,
@@ -14,8 +14,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
+use terminal::Shard;
+use terminal::signals::Signals;
 use trainer::provenance::now;
-use trainer::signals::Signals;
 use vramlab::DeviceName;
 use vramlab::input::{DOCUMENT, read_end, read_text};
 

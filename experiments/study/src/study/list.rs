@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use trainer::terminal::{Column, Page, Table, command, quoted};
+use terminal::{Column, Page, Table, command, quoted};
 use vramlab::DeviceKind;
 
 #[derive(Debug, Args)]
@@ -57,9 +57,9 @@ pub(crate) fn list(args: &ListArgs) -> Result<()> {
         });
     }
     if args.json {
-        return crate::print_json(&rows);
+        return terminal::print_json(&rows);
     }
-    crate::print(page(&rows, args.specs.as_deref()))
+    page(&rows, args.specs.as_deref()).print()
 }
 
 fn page(rows: &[Row], folder: Option<&Path>) -> Page {

@@ -2,9 +2,8 @@
 //!
 //! The locks are the system's, on files beside the folder: they go with the process that holds them, however that ends. A
 //! file is removed at the end; one that a killed runner has left means nothing. Who takes a lock or looks at others' holds the
-//! folder's gate meanwhile, so nobody comes between.
+//! folder's gate meanwhile, so no other runner comes between.
 
-use super::plan::Shard;
 use anyhow::{Context, Result, bail};
 use fs4::{FileExt, TryLockError};
 use serde::{Deserialize, Serialize};
@@ -12,6 +11,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use terminal::Shard;
 use trainer::provenance::Job;
 
 /// How often, and how far apart, a lock is tried that an onlooker may have for a moment.
@@ -47,7 +47,7 @@ impl Holder {
 pub(crate) struct Found {
     /// None: that of a runner of all runs.
     pub(crate) shard: Option<Shard>,
-    /// Whether somebody holds the lock; if not, its runner was killed.
+    /// Whether a runner holds the lock; if not, its runner was killed.
     pub(crate) held: bool,
     pub(crate) holder: Option<Holder>,
     path: PathBuf,
@@ -57,7 +57,7 @@ pub(crate) struct Found {
 enum Taken {
     Ours(File),
     Held,
-    /// Somebody has removed it meanwhile.
+    /// Another runner has removed it meanwhile.
     Gone,
     /// The file system knows no locks.
     Unsupported,
@@ -81,9 +81,9 @@ fn open(path: &Path) -> std::io::Result<File> {
 /// How a file is locked.
 #[derive(Clone, Copy)]
 enum Way {
-    /// If nobody has it.
+    /// If it is free.
     Try,
-    /// Once nobody has it.
+    /// Once it is free.
     Wait,
     /// Beside others who look.
     Look,
@@ -97,7 +97,7 @@ fn take(file: File, path: &Path, way: Way) -> Result<Taken> {
         Way::Look => FileExt::try_lock_shared(&file),
     };
     match taken {
-        // Whoever held it before may have removed the file between the two calls; a lock on that one is none.
+        // The holder before may have removed the file between the two calls; a lock on that one is none.
         Ok(()) if !is_there(&file, path) => Ok(Taken::Gone),
         Ok(()) => Ok(Taken::Ours(file)),
         Err(TryLockError::WouldBlock) => Ok(Taken::Held),
@@ -107,7 +107,7 @@ fn take(file: File, path: &Path, way: Way) -> Result<Taken> {
 }
 
 impl Gate {
-    /// Waits for it. Nobody holds it for longer than it takes to look at a folder.
+    /// Waits for it. No runner holds it for longer than it takes to look at a folder.
     fn pass(folder: &Path) -> Result<Self> {
         let (out, name) = parts(folder)?;
         let path = out.join(format!(".{name}.gate"));
@@ -256,7 +256,7 @@ fn shard_of(file_name: &str, name: &str) -> Option<Option<Shard>> {
 /// # Errors
 /// The folder cannot be read.
 pub(crate) fn at_work(folder: &Path) -> Result<Option<Vec<Found>>> {
-    // Nothing is written for somebody who only looks, where there is nothing to be sure of.
+    // A reader of an idle folder writes nothing to it.
     if files(folder)?.is_empty() {
         return Ok(Some(Vec::new()));
     }
@@ -267,7 +267,7 @@ pub(crate) fn at_work(folder: &Path) -> Result<Option<Vec<Found>>> {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Before it is unlocked, so that nobody's else is removed. A file that stays is no harm.
+        // Before it is unlocked, so that another runner's file is not removed. A file that stays is no harm.
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -381,7 +381,7 @@ mod tests {
                 }
             };
             let threads: Vec<_> = (0..4).map(|number| scope.spawn(contend(number % 2 == 0))).collect();
-            // One that only looks is in nobody's way.
+            // One that only looks stops no runner.
             let onlooker = scope.spawn(|| (0..100).for_each(|_| drop(at_work(&folder).unwrap())));
             onlooker.join().unwrap();
             threads.into_iter().map(|thread| thread.join().unwrap()).sum()

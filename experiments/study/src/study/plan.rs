@@ -8,8 +8,7 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use serde::Serialize;
 use serde_json::{Map, Value};
-use std::fmt;
-use std::str::FromStr;
+use terminal::Shard;
 use vramlab::DeviceKind;
 
 /// Options with their values, in the order in which the spec names them.
@@ -134,39 +133,6 @@ fn slug(text: &str) -> String {
     const LONGEST: usize = 80;
     out.truncate(LONGEST);
     out.trim_matches(['-', '.']).to_owned()
-}
-
-/// A share of the plan: every N-th run, beginning with the K-th.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Shard {
-    /// From 1.
-    pub(crate) number: usize,
-    pub(crate) of: usize,
-}
-
-impl Shard {
-    /// Whether the run of this number in the plan is its own.
-    pub(crate) fn holds(self, index: usize) -> bool {
-        index % self.of == self.number - 1
-    }
-}
-
-impl fmt::Display for Shard {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.number, self.of)
-    }
-}
-
-impl FromStr for Shard {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let parts = text.split_once('/').and_then(|(k, n)| Some((k.parse().ok()?, n.parse().ok()?)));
-        match parts {
-            Some((number, of)) if (1..=of).contains(&number) => Ok(Self { number, of }),
-            _ => Err("write K/N with K from 1 to N, as 2/8".into()),
-        }
-    }
 }
 
 /// The runs of a shard, in the order in which they run.

@@ -2,6 +2,7 @@
 
 use super::plan::{self, Run};
 use super::spec::{Program, Setting, Source};
+use crate::repository;
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
@@ -15,11 +16,10 @@ const ALLOC: &str = "alloc";
 /// Name of the PyTorch program in the folder of the baselines.
 const PYTORCH: &str = "mlp.py";
 /// Its options, as `--help` of the program has them; none is a switch.
-const PYTORCH_OPTIONS: [&str; 23] = [
+const PYTORCH_OPTIONS: [&str; 22] = [
     "mode",
     "compile-mode",
     "dtype",
-    "accumulate",
     "weights",
     "loss-scale",
     "fused-sgd",
@@ -41,21 +41,8 @@ const PYTORCH_OPTIONS: [&str; 23] = [
     "step-memory",
 ];
 /// Those of them that mean what they mean to the trainer and take the same values.
-const SHARED_OPTIONS: [&str; 13] = [
-    "dtype",
-    "accumulate",
-    "weights",
-    "loss-scale",
-    "dataset",
-    "hidden",
-    "layers",
-    "batch",
-    "epochs",
-    "steps",
-    "lr",
-    "seed",
-    "init",
-];
+const SHARED_OPTIONS: [&str; 12] =
+    ["dtype", "weights", "loss-scale", "dataset", "hidden", "layers", "batch", "epochs", "steps", "lr", "seed", "init"];
 /// Options that the runner sets itself, beside all that take a path.
 const RESERVED: [&str; 8] = ["out", "json", "device", "start", "save-start", "data-dir", "help", "version"];
 /// Where a program writes its record, in the folder in which it runs.
@@ -101,17 +88,12 @@ impl Places {
             bail!("{} is no folder; --data-dir takes that of MNIST's four files", folder.display());
         }
         let data_dir = data_dir.or_else(|| std::env::var_os("MNIST_DIR").map(PathBuf::from));
-        let own = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let first = |name: &str| {
-            let places = [Path::new("experiments").join(name), own.join(name)];
-            places.into_iter().find(|place| place.exists())
-        };
-        let histories = histories.map(Path::to_owned).or_else(|| first("histories"));
+        let histories = histories.map(Path::to_owned).or_else(|| repository::find("histories"));
         Ok(Self {
             histories: absolute(&histories.unwrap_or_else(|| Path::new("experiments").join("histories")))?,
             data_dir: data_dir.as_deref().map(absolute).transpose()?,
             python: std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into()),
-            baseline: first(&format!("baselines/{PYTORCH}")).as_deref().map(absolute).transpose()?,
+            baseline: repository::find(&format!("baselines/{PYTORCH}")).as_deref().map(absolute).transpose()?,
         })
     }
 }
@@ -138,15 +120,25 @@ fn argument(program: Program, name: &str, value: &super::options::OptionValue) -
     }
 }
 
+/// The program of VramLab that has this as a command, with the grammar of its command line; none for PyTorch.
+fn host(program: Program) -> Option<(&'static str, clap::Command)> {
+    match program {
+        Program::Trainer => Some(("trainer", trainer::cli::command())),
+        Program::Replay | Program::Capacity => Some(("vramlab", doctor::command())),
+        Program::Bench => Some(("experiments", crate::command())),
+        Program::Pytorch => None,
+    }
+}
+
+/// The grammar of a program's options.
+fn grammar(program: Program) -> Option<clap::Command> {
+    let (name, command) = host(program)?;
+    if name == program.name() { Some(command) } else { command.find_subcommand(program.name()).cloned() }
+}
+
 /// A program's long option of exactly this name; what clap would also understand is none.
 fn long_option(program: Program, name: &str) -> Option<clap::Arg> {
-    let whole = if program == Program::Trainer { trainer::cli::command() } else { crate::command() };
-    let command = match program {
-        Program::Pytorch => return None,
-        Program::Trainer => &whole,
-        program => whole.find_subcommand(program.name())?,
-    };
-    command.get_arguments().find(|argument| argument.get_long() == Some(name)).cloned()
+    grammar(program)?.get_arguments().find(|argument| argument.get_long() == Some(name)).cloned()
 }
 
 /// Whether an option is one without a value; `None` if the program has no such option.
@@ -266,7 +258,11 @@ pub(crate) fn command_line(
         }
         Program::Replay | Program::Capacity | Program::Bench => {
             line.program = own()?.into();
-            line.shown.push("experiments".into());
+            if run.program == Program::Bench {
+                line.shown.push("experiments".into());
+            } else {
+                push(&mut line, "vramlab", "vramlab");
+            }
             push(&mut line, run.program.name(), run.program.name());
             options.iter().for_each(|option| push(&mut line, option, option));
             let null = run.program == Program::Bench && device.kind() == DeviceKind::Sim;
@@ -419,9 +415,10 @@ fn parse(program: Program, options: &[String]) -> std::result::Result<(), String
             };
             trainer(&mut options.iter().filter(shared))
         }
-        program => {
-            let line = ["experiments", program.name()].into_iter().chain(options.iter().map(String::as_str));
-            crate::command().try_get_matches_from(line).map(|_| ()).map_err(|error| trainer::cli::one_line(&error))
+        Program::Replay | Program::Capacity | Program::Bench => {
+            let Some((host, grammar)) = host(program) else { return Ok(()) };
+            let line = [host, program.name()].into_iter().chain(options.iter().map(String::as_str));
+            grammar.try_get_matches_from(line).map(|_| ()).map_err(|error| trainer::cli::one_line(&error))
         }
     }
 }
@@ -452,7 +449,7 @@ mod tests {
 
     #[test]
     fn the_options_of_pytorch_are_those_of_its_program() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("baselines").join(PYTORCH);
+        let path = repository::find(&format!("baselines/{PYTORCH}")).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         for option in PYTORCH_OPTIONS.iter().chain(["device", "out", "start"].iter()) {
             assert!(text.contains(&format!("\"--{option}\"")), "{} has no --{option}", path.display());
@@ -488,9 +485,7 @@ mod tests {
         }
         // By its value's name, beside its type: an option of another type that names a file would show here.
         for program in PROGRAMS {
-            let whole = if program == Program::Trainer { trainer::cli::command() } else { crate::command() };
-            let command = whole.find_subcommand(program.name()).unwrap_or(&whole);
-            for found in command.get_arguments() {
+            for found in grammar(program).unwrap().get_arguments() {
                 let Some(name) = found.get_long() else { continue };
                 let names_file =
                     found.get_value_names().unwrap_or_default().iter().any(|of| of == "FILE" || of == "DIR");

@@ -7,8 +7,8 @@ use super::record::RunStatus;
 use anyhow::Result;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use trainer::report::duration;
-use trainer::terminal::{Cell as Text, Column, Page, Table, command};
+use terminal::duration;
+use terminal::{Cell as Text, Column, Page, Table, command};
 use vramlab::Bytes;
 
 /// One cell of the matrix, over its repeats.

@@ -2,20 +2,20 @@
 
 use super::execute::Interrupted;
 use super::lock::{Lock, lock};
-use super::plan::{Run, Shard, plan_on, share};
+use super::plan::{Run, plan_on, share};
 use super::programs::{self, Places};
 use super::record::{EXPERIMENT, Machine, RunStatus, read_json, spec_sha256, status_of};
 use super::report::{self, Cell};
 use super::spec::{self, Source};
 use super::work::{Work, start_of, work};
-use crate::FAILED;
-use crate::compare::ArmFailed;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use trainer::signals::{self, Signals};
-use trainer::terminal::{Column, Page, Table, say};
+use terminal::RuntimeFailure;
+use terminal::Shard;
+use terminal::signals::{self, Signals};
+use terminal::{Column, Page, Table, say};
 use vramlab::{CudaDriver, DeviceKind, DeviceName};
 
 #[derive(Debug, Args)]
@@ -121,16 +121,16 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         });
         let (cells, failures) = done.map_err(|error| interrupted(error, planned, &signals))?;
         if !args.json {
-            crate::print(report::table(&planned.source.spec.name, &planned.source.spec.question, &cells))?;
+            report::table(&planned.source.spec.name, &planned.source.spec.question, &cells).print()?;
         }
         failed.extend(failures);
         all.extend(cells);
     }
     report::warnings(&all).iter().for_each(|warning| say(&format!("note: {warning}")));
     if args.json {
-        crate::print_json(&all)?;
+        terminal::print_json(&all)?;
     } else {
-        crate::print(report::closing(&all, &out))?;
+        report::closing(&all, &out).print()?;
     }
     match failed.as_slice() {
         [] => Ok(()),
@@ -139,7 +139,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
             let runs = if count == 1 { "1 run" } else { "runs" };
             let count = if count == 1 { String::new() } else { format!("{count} ") };
             let text = format!("{count}{runs} failed; {first}: {error}; the same command tries again");
-            Err(ArmFailed::new(1, text).into())
+            Err(RuntimeFailure::new(text).into())
         }
     }
 }
@@ -150,8 +150,9 @@ fn interrupted(error: anyhow::Error, planned: &Planned, signals: &Signals) -> an
         return error;
     }
     let name = &planned.source.spec.name;
-    let code = u8::try_from(signals.exit_code()).unwrap_or(FAILED);
-    ArmFailed::new(code, format!("interrupted in {name}; what was done is kept, the same command goes on")).into()
+    let code = signals.exit_code();
+    RuntimeFailure::with_code(code, format!("interrupted in {name}; what was done is kept, the same command goes on"))
+        .into()
 }
 
 /// Takes the locks of all experiments before the first runs.
@@ -240,5 +241,5 @@ fn dry_run(planned: &[Planned], device: &DeviceName, places: &Places, args: &Run
     }
     let mut page = Page::stdout();
     page.table(&table);
-    crate::print(page)
+    page.print()
 }

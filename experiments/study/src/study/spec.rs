@@ -1,6 +1,7 @@
 //! What a spec says: a question, and the runs that answer it. TOML; what is not known is refused with its line.
 
 use super::options::{Entries, OptionValue};
+use crate::repository;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -36,9 +37,9 @@ pub(crate) enum Program {
     Trainer,
     /// The same network in PyTorch, `experiments/baselines/mlp.py`.
     Pytorch,
-    /// `experiments replay`.
+    /// `vramlab replay`.
     Replay,
-    /// `experiments capacity`.
+    /// `vramlab capacity`.
     Capacity,
     /// `experiments bench`.
     Bench,
@@ -333,9 +334,7 @@ pub(crate) fn folder(named: Option<&Path>) -> Result<PathBuf> {
     if let Some(folder) = named {
         return if folder.is_dir() { Ok(folder.to_owned()) } else { bail!("{} is no folder", folder.display()) };
     }
-    let places = [PathBuf::from("experiments/specs"), Path::new(env!("CARGO_MANIFEST_DIR")).join("specs")];
-    let found = places.into_iter().find(|folder| folder.is_dir());
-    found.context("there is no experiments/specs here; name the folder of the specs with --specs")
+    repository::find("specs").context("there is no experiments/specs here; name the folder of the specs with --specs")
 }
 
 /// Names of all specs in a folder, sorted.

@@ -1,7 +1,6 @@
 //! `experiments status`: how far experiments are, and who is at work on them.
 
 use super::lock::{self, Holder};
-use super::plan::Shard;
 use super::record::{EXPERIMENT, RUN, RUNS, RunStatus, part_of, read_json, status_of};
 use super::report::{drawing, quoted};
 use crate::packed;
@@ -10,7 +9,8 @@ use clap::Args;
 use serde::Serialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use trainer::terminal::{self, Column, Page, Table};
+use terminal::Shard;
+use terminal::{self, Column, Page, Table};
 
 #[derive(Debug, Args)]
 pub(crate) struct StatusArgs {
@@ -70,7 +70,7 @@ impl Counts {
         counts
     }
 
-    /// Runs that nobody has done and nobody is at.
+    /// Runs that are neither done nor under way.
     fn open(&self) -> usize {
         self.failed + self.skipped + self.left
     }
@@ -82,7 +82,7 @@ impl Counts {
 enum Runner {
     /// It holds its lock.
     Running,
-    /// It was killed: its lock's file is there and nobody holds it.
+    /// It was killed: its lock's file is there and no process holds it.
     Stale,
     /// There is none.
     None,
@@ -120,13 +120,13 @@ struct Status {
 pub(crate) fn status(args: &StatusArgs) -> Result<()> {
     let found = experiments_in(&args.folder)?.iter().map(|folder| of(folder)).collect::<Result<Vec<Status>>>()?;
     if args.json {
-        return crate::print_json(&found);
+        return terminal::print_json(&found);
     }
     let mut page = Page::stdout();
     page.table(&table(&found));
     found.iter().flat_map(Status::notes).for_each(|note| page.line(note));
     close(&mut page, &found);
-    crate::print(page)
+    page.print()
 }
 
 /// The folder itself if it holds an experiment, else those in it that do, sorted.
@@ -305,7 +305,7 @@ impl Status {
         out
     }
 
-    /// The command that goes on with what nobody is at; `None` if there is nothing.
+    /// The command that goes on with runs that are not under way; `None` if there is nothing.
     fn next(&self) -> Option<String> {
         if self.counts.open() == 0
             || self.runners.iter().any(|part| part.shard.is_none() && part.runner == Runner::Running)

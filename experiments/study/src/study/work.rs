@@ -2,7 +2,7 @@
 
 use super::execute::Experiment;
 use super::lock;
-use super::plan::{Run, Shard, share};
+use super::plan::{Run, share};
 use super::programs::{self, Places};
 use super::record::{
     EXPERIMENT, ExperimentRecord, RUNS, RunStatus, SCHEMA_VERSION, provenance, remove, status_of, write_json,
@@ -14,9 +14,10 @@ use anyhow::{Context, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Mutex, PoisonError};
+use terminal::Shard;
+use terminal::signals::Signals;
+use terminal::{Bar, say};
 use trainer::provenance::now;
-use trainer::signals::Signals;
-use trainer::terminal::{Bar, say};
 use vramlab::{DeviceKind, DeviceName};
 
 /// What is to be done.

@@ -1,0 +1,9 @@
+//! What the tests of the program share.
+
+#![allow(dead_code, unused_imports, reason = "each test program uses its part")]
+
+pub(crate) mod experiment;
+#[path = "../../../doctor/tests/common/place.rs"]
+mod place;
+
+pub(crate) use place::*;
