@@ -4,7 +4,7 @@
     python3 analysis/check_memory_viz.py [--wheel TORCH.whl] [--binaries DIR] [SNAPSHOT.pickle ...]
 
 Without files it makes some: `trainer --export snapshot` on the simulated device for three allocators, and the snapshots
-in ../shared/traces, if they are there, through `experiments convert`. `--binaries` takes the two programs from a folder,
+in ../shared/traces, if they are there, through `vramlab convert`. `--binaries` takes the two programs from a folder,
 such as target/debug; without it Cargo builds and runs them. Then, for each file:
 
 - `torch/cuda/_memory_viz.py` of PyTorch 2.11 runs its `stats`, `trace`, `trace_plot` and `segment_plot` on it. It is one
@@ -81,7 +81,7 @@ def make(folder, binaries):
     """Exports of our own, and recorded snapshots written again, with their originals."""
 
     def program(name):
-        return [binaries / name] if binaries else ["cargo", "run", "--quiet", "-p", name, "--"]
+        return [binaries / name] if binaries else ["cargo", "run", "--quiet", "--bin", name, "--"]
 
     out = []
     for allocator in ["naive", "caching", "stream-ordered"]:
@@ -94,7 +94,7 @@ def make(folder, binaries):
     for recorded in sorted((ROOT / "../shared/traces").glob("*.pickle.xz")):
         written = folder / recorded.name.removesuffix(".xz")
         for form, to in [("snapshot", written), ("snapshot-json", written.with_suffix(".json"))]:
-            run(*program("experiments"), "convert", recorded, "--to", form, "-o", to)
+            run(*program("vramlab"), "convert", recorded, "--to", form, "-o", to)
         out.append((written, recorded))
     return out
 
@@ -195,11 +195,11 @@ def check(path, original, script, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help="a wheel of PyTorch instead of a download")
-    parser.add_argument("--binaries", type=Path, metavar="DIR", help="folder of trainer and experiments, already built")
+    parser.add_argument("--binaries", type=Path, metavar="DIR", help="folder of trainer and vramlab, already built")
     parser.add_argument("files", nargs="*", type=Path)
     args = parser.parse_args()
     binaries = args.binaries and args.binaries.resolve()
-    programs = [binaries / name for name in ("trainer", "experiments")] if binaries else []
+    programs = [binaries / name for name in ("trainer", "vramlab")] if binaries else []
     for path in [*args.files, *([args.wheel] if args.wheel else []), *programs]:
         if not path.is_file():
             print(f"error: {path} is not there", file=sys.stderr)

@@ -29,7 +29,7 @@ if [ "$(cat "$environment/stamp" 2>/dev/null)" != "$stamp" ]; then
     "$python" -m venv "$environment"
     install() { "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
   fi
-  install --require-hashes -r analysis/requirements.lock
+  install -r analysis/requirements.lock
   # The package itself as it lies here, so that a change to it needs no new environment.
   install --no-deps --no-build-isolation --editable ./analysis
   echo "$stamp" > "$environment/stamp"
@@ -62,7 +62,7 @@ step "ruff"
 "$bin/ruff" format --quiet --check --config analysis/pyproject.toml analysis
 
 step "mypy"
-"$bin/mypy" --config-file analysis/pyproject.toml analysis/src/vramlab analysis/tests
+"$bin/mypy" --config-file analysis/pyproject.toml analysis/src/vramlab_analysis analysis/tests
 
 step "pytest"
 tests=(analysis/tests)
@@ -74,6 +74,6 @@ done
   --numprocesses auto --maxprocesses 4 --dist loadscope "${tests[@]}"
 
 step "notebooks, executed afresh"
-"$bin/vramlab" notebooks
+"$bin/vramlab-analysis" notebooks
 
 step "analysis is well"

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from vramlab import histograms, packed
+from vramlab_analysis import histograms, packed, repository
+
+# Tests name recorded results by their folders.
+repository.results()
 
 MIB = 2**20
 CALLS = ("mem_alloc", "mem_free", "mem_alloc_async", "mem_free_async", "stream_synchronize", "kernel_launch")

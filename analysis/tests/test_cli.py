@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import summary, write_run
-from vramlab import __main__ as cli
+from vramlab_analysis import __main__ as cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOTEBOOKS = ROOT / "analysis" / "notebooks"
 
 
 def ask(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "vramlab", *map(str, words)]
+    command = [sys.executable, "-m", "vramlab_analysis", *map(str, words)]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, **environment}
     )
@@ -28,30 +28,26 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     (tmp_path / "empty").mkdir()
     later = write_run(tmp_path / "later", summary(schema_version=3))
-    good = write_run(tmp_path / "good")
-    out = tmp_path / "report.html"
     for given, said in [
-        (["report", tmp_path / "none", "-o", out], "no such directory"),
-        (["report", tmp_path / "empty", "-o", out], "an empty directory"),
-        (["report", later, "-o", out], "schema version 3"),
-        (["report", good, "-o", tmp_path / "nowhere" / "report.html"], "cannot be written"),
+        (["steps", tmp_path / "none"], "no such directory"),
+        (["steps", tmp_path / "empty"], "an empty directory"),
+        (["losses", later], "schema version 3"),
         (["notebooks", tmp_path / "none.ipynb"], "notebooks failed"),
     ]:
-        monkeypatch.setattr(sys, "argv", ["vramlab", *map(str, given)])
+        monkeypatch.setattr(sys, "argv", ["vramlab-analysis", *map(str, given)])
         assert cli.main() == 2
         err = capsys.readouterr().err.strip()
         assert err.startswith("error: ")
         assert said in err
         assert "\n" not in err
-        assert not out.exists()
     assert not list(tmp_path.glob("**/*.part"))
 
 
 def test_from_the_root_of_the_repository(tmp_path: Path) -> None:
-    done = ask("report", write_run(tmp_path / "run"), "-o", tmp_path / "page.html")
+    done = ask("losses", write_run(tmp_path / "run"))
     assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "page.html").read_text().endswith("</html>\n")
-    done = ask("report", tmp_path / "none")
+    assert "| trainer | a device |" in done.stdout
+    done = ask("losses", tmp_path / "none")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
@@ -62,7 +58,9 @@ def test_figures_of_the_readme_are_what_the_results_say(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for path in sorted(tmp_path.iterdir()):
         kept = ROOT / "analysis" / "figures" / path.name
-        assert kept.read_bytes() == path.read_bytes(), f"{path.name}: draw it again with `vramlab readme-figures`"
+        assert kept.read_bytes() == path.read_bytes(), (
+            f"{path.name}: draw it again with `vramlab-analysis readme-figures`"
+        )
 
 
 def test_a_notebook_without_its_data_fails(tmp_path: Path) -> None:

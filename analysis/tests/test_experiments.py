@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import summary, write_experiment
-from vramlab import experiments
-from vramlab.errors import AnalysisError
-from vramlab.experiments import load_experiment
+from vramlab_analysis import experiments
+from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.experiments import load_experiment
 
 ARMS = [(name, {"alloc": name, "release-threshold": "0"}, summary(name)) for name in ("naive", "caching")]
 

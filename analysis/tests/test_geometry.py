@@ -13,9 +13,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
 
 from tests.conftest import CALLS, summary, write_run
-from vramlab import calls, packed, report, style
-from vramlab.plots import bars, sync
-from vramlab.records import load_run
+from vramlab_analysis import calls, packed, style
+from vramlab_analysis.plots import bars, loss, memory, sync
+from vramlab_analysis.records import load_run
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "experiments/results/2026-11-21-sim"
@@ -85,23 +85,24 @@ def runs(folder: Path, count: int) -> list[str]:
     return paths
 
 
-def keep_drawn(monkeypatch: pytest.MonkeyPatch, drawn: list[Figure]) -> None:
-    """Keeps the figures of a page instead of making SVG of them."""
-
-    def keep(figure: Figure, prefix: str = "", *, inline: bool = False) -> str:
-        drawn.append(figure)
-        return "<svg></svg>"
-
-    monkeypatch.setattr(style, "svg", keep)
+def drawn(folders: list[str | Path]) -> list[Figure]:
+    """The figures that the notebook for one's own run draws of several."""
+    named = [(run.label, run) for run in map(load_run, folders)]
+    told = [(name, run) for name, run in named if calls.told_per(run)]
+    hosts = [(n, calls.host_parts(run.driver_calls(-1), run.epochs["wall_s"][-1] * 1e3)) for n, run in told]
+    losing = [(name, run.steps) for name, run in named if "loss" in run.steps.columns]
+    figures = [
+        bars.stacked(hosts, style.HOST_PARTS, unit="host time, ms", total=lambda value: f"{value:.4g} ms"),
+        sync.account([(name, calls.account(run, per="epoch")) for name, run in told]),
+        memory.over_steps([(name, run.steps) for name, run in named]),
+        memory.ledger([(name, run.ledger) for name, run in named]),
+    ]
+    return [*figures, loss.curves(losing, over=10)] if losing else figures
 
 
 @pytest.mark.parametrize("count", [1, 3, 15])
-def test_the_figures_of_a_report_are_laid_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    drawn: list[Figure] = []
-    keep_drawn(monkeypatch, drawn)
-    report.build(report.gather(runs(tmp_path, count)))
-    assert len(drawn) >= 6 + count
-    for figure in drawn:
+def test_the_figures_of_runs_are_laid_out(tmp_path: Path, count: int) -> None:
+    for figure in drawn([*runs(tmp_path, count)]):
         laid_out(figure)
 
 
@@ -122,20 +123,16 @@ def test_long_names_and_numbers_keep_their_bars(tmp_path: Path) -> None:
     laid_out(bars.stacked(rows, {"a": style.BLUE}, unit="ms", total=lambda value: f"{value:,.0f} ms and then some"))
 
 
-def test_fifteen_recorded_runs_are_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
-    keep_drawn(monkeypatch, drawn)
-    folders = runs_of("fidelity")[:15]
-    report.build(report.gather([str(folder) for folder in folders]))
-    for figure in drawn:
+def test_fifteen_recorded_runs_are_laid_out() -> None:
+    for figure in drawn([*runs_of("fidelity")[:15]]):
         laid_out(figure)
 
 
 def test_simulated_times_of_nothing_are_not_drawn(tmp_path: Path) -> None:
-    from vramlab import histograms
-    from vramlab.errors import AnalysisError
-    from vramlab.measures import measures
-    from vramlab.plots import latency
+    from vramlab_analysis import histograms
+    from vramlab_analysis.errors import AnalysisError
+    from vramlab_analysis.measures import measures
+    from vramlab_analysis.plots import latency
 
     tagged = {"allocate.driver_alloc": [1, 900, 30_000], "allocate.hit": [1] * 90, "deallocate.hit": [1] * 80}
     histograms.write(tmp_path / "latency.hlog", tagged)
@@ -159,18 +156,16 @@ def test_simulated_times_of_nothing_are_not_drawn(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path / "run", told))
     assert run.simulated
     assert measures(run)["allocate_p50_ns"] is None
-    assert "<td>0 ns</td>" not in report.build([run])
 
     # As the trainer writes it: no percentiles where none were measured.
     told["latency"] = [{"operation": "allocate", "path": "hit", "count": 9}]
     run = load_run(write_run(tmp_path / "plain", told))
     assert measures(run)["allocate_p99_ns"] is None
-    assert "<td>0 ns</td>" not in report.build([run])
 
 
 def test_the_calls_of_validation_are_no_part_of_a_step(tmp_path: Path) -> None:
-    from vramlab.errors import AnalysisError
-    from vramlab.measures import measures
+    from vramlab_analysis.errors import AnalysisError
+    from vramlab_analysis.measures import measures
 
     old = load_run(write_run(tmp_path / "old"))
     assert calls.told_per(old) == "epoch"
@@ -179,8 +174,6 @@ def test_the_calls_of_validation_are_no_part_of_a_step(tmp_path: Path) -> None:
     said = measures(old)
     assert (said["blocked_us"], said["driver_calls"], said["blocked_in"]) == (None, None, None)
     assert (said["epoch_blocked_us"], said["epoch_driver_calls"], said["epoch_blocked_in"]) == (40, 120, "mem_free")
-    page = report.build([old])
-    assert "counts the driver calls of training and validation together" in page
 
     told = summary()
     for epoch in told["epochs"]:  # half of the calls are the validation's
@@ -192,10 +185,3 @@ def test_the_calls_of_validation_are_no_part_of_a_step(tmp_path: Path) -> None:
     assert said["blocked_us"] < said["step_us"]
     assert (said["epoch_blocked_us"], said["epoch_driver_calls"]) == (40, 120)
     assert calls.account(new)["blocked_us"].sum() == 10
-    page = report.build([new])
-    assert "of one training step" in page
-    # Beside a record that does not tell, both are of an epoch.
-    both = report.build(
-        [old, load_run(write_run(tmp_path / "other", {**told, "settings": new.settings | {"hidden": 65}}))]
-    )
-    assert "of one epoch, validation included" in both

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vramlab import histograms, histories
-from vramlab.errors import AnalysisError
-from vramlab.records import load_run
+from vramlab_analysis import histograms, histories
+from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.records import load_run
 
 BASE = 0x7F00_0000_0000
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import browser
+from tests.conftest import summary, write_run
 from tests.hostile import HOSTILE
 from tests.repeated import repeated
 
@@ -41,8 +42,7 @@ def page(chromium: browser.Browser) -> Iterator[browser.Browser]:
     assert all(address.startswith("file:") and address.endswith(".html") for address in chromium.asked)
 
 
-@pytest.fixture(scope="module")
-def program() -> Path:
+def built() -> Path:
     """The program: VRAMLAB, or what the last build left."""
     named = [Path(os.environ["VRAMLAB"])] if "VRAMLAB" in os.environ else []
     found = [
@@ -51,8 +51,13 @@ def program() -> Path:
         if path.is_file()
     ]
     if not found:
-        pytest.skip("the program vramlab is not built, so its page was NOT opened: cargo build -p experiments")
+        pytest.skip("the program vramlab is not built, so its page was NOT opened: cargo build -p doctor")
     return max(found, key=lambda path: path.stat().st_mtime)
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    return built()
 
 
 def frames(line: int) -> list[dict[str, Any]]:
@@ -492,3 +497,28 @@ def test_a_long_history_is_repeated_from_a_short_one(program: Path, tmp_path: Pa
     blocks = sum(event["action"] == "alloc" for event in long["device_traces"][0])
     assert page.evaluate("document.querySelector('.panel').dataset.drawn") == str(blocks)
     assert view(page)[1] == len(long["device_traces"][0]) >= 300
+
+
+def test_runs_are_drawn_from_their_records(tmp_path: Path, page: browser.Browser, program: Path) -> None:
+    for name in ("naive", "caching"):
+        write_run(tmp_path / name, summary(name), trace=name == "caching")
+    subprocess.run([program, "report", "naive", "caching", "--plan", "off"], cwd=tmp_path, check=True)
+    opened(page, tmp_path / "report.html")
+    rows = page.evaluate("[...document.querySelectorAll('table.measures tbody th')].map(e => e.innerText)")
+    assert rows == ["naive", "caching"]
+    charts = page.evaluate(
+        "[...document.querySelectorAll('figure.chart svg')].map(s => ({w: s.getBoundingClientRect().width,"
+        " lines: s.querySelectorAll('polyline').length, words: s.querySelectorAll('text').length}))"
+    )
+    # Memory of two runs, two operations of each, losses.
+    assert len(charts) == 7
+    assert all(chart["w"] > 300 and chart["lines"] > 0 and chart["words"] > 2 for chart in charts), charts
+    bars = page.evaluate("[...document.querySelectorAll('table.stacked .parts')].map(e => e.children.length)")
+    assert len(bars) == 4
+    assert min(bars) > 1
+    notes = page.evaluate("[...document.querySelectorAll('.runs .note')].map(e => e.textContent).join()")
+    assert "naive: Its operations were not recorded" in notes
+    assert "losses of 4 steps are equal to the last bit" in notes
+    # Only the run with events has a block map.
+    assert page.evaluate("document.querySelectorAll('canvas.blocks').length") == 1
+    opened(page, tmp_path / "report.html", 800)

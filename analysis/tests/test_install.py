@@ -1,4 +1,4 @@
-"""What the README and the notebook for one's own run tell a newcomer to type, in a new environment and a copy."""
+"""What the notebook for one's own run tells a newcomer to type, in a new environment and a copy."""
 
 from __future__ import annotations
 
@@ -31,10 +31,6 @@ def commands(text: str, after: str) -> list[str]:
     """The lines of the first block of commands after a heading or sentence."""
     block = text.split(after, 1)[1].split("```sh\n", 1)[1].split("```", 1)[0]
     return [line for line in block.splitlines() if line.strip()]
-
-
-def of_trainer_page() -> list[str]:
-    return commands((ROOT / "trainer/README.md").read_text(), "\n## Look at a run\n")
 
 
 def of_notebook() -> list[str]:
@@ -103,17 +99,12 @@ def split(lines: list[str]) -> tuple[list[str], str]:
     return lines[1:-1], lines[-1]
 
 
-def test_the_lines_of_the_readme_make_a_page(newcomer: Newcomer) -> None:
-    install, draw = split(of_trainer_page())
-    assert "pip install ./analysis" in install
-    newcomer.type(*install, draw)
-    assert (newcomer.folder / "report.html").read_text().endswith("</html>\n")
-    newcomer.type(install[0], "cd /", f"vramlab steps {newcomer.folder}/runs/mine", "python -m vramlab --help")
-
-
 def test_the_lines_of_the_notebook_start_jupyter_and_draw_the_run(newcomer: Newcomer) -> None:
     install, lab = split(of_notebook())
     newcomer.type(*install)
+    newcomer.type(
+        install[0], "cd /", f"vramlab-analysis steps {newcomer.folder}/runs/mine", "python -m vramlab_analysis --help"
+    )
     assert lab.endswith(f"jupyter lab {NOTEBOOK}")
     out = newcomer.folder / "executed.ipynb"
     execute = lab.replace("jupyter lab", f"jupyter nbconvert --execute --to notebook --output {out}")

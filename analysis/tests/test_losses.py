@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import summary, write_run
-from vramlab import losses
-from vramlab.records import load_run
+from vramlab_analysis import losses
+from vramlab_analysis.records import load_run
 
 
 def run(folder: Path, more: float, program: str = "trainer", *, begun: bool = True, **settings: Any) -> Path:

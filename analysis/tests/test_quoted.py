@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from vramlab import quoted
-from vramlab.errors import AnalysisError
+from vramlab_analysis import quoted
+from vramlab_analysis.errors import AnalysisError
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from vramlab import experiments, readme_figure, style
-from vramlab.errors import AnalysisError
-from vramlab.measures import train_pace
-from vramlab.nsight import attribute, load, timeline
+from vramlab_analysis import experiments, readme_figure, style
+from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.measures import train_pace
+from vramlab_analysis.nsight import attribute, load, timeline
 
 
 def test_the_profilers_own_time_is_what_runs_without_it_do_not_take() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import summary, write_run
-from vramlab.calls import account, host_parts, longest_blocks
-from vramlab.errors import AnalysisError
-from vramlab.measures import measures, step_times
-from vramlab.records import load_run
+from vramlab_analysis.calls import account, host_parts, longest_blocks
+from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.measures import measures, step_times
+from vramlab_analysis.records import load_run
 
 
 def test_a_record_says_what_was_written(run_folder: Path) -> None:

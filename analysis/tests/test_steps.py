@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import summary, write_experiment, write_run
-from vramlab import steps
-from vramlab.errors import AnalysisError
-from vramlab.records import load_run
+from vramlab_analysis import steps
+from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.records import load_run
 
 
 def timed(micros: float, program: str = "trainer", **settings: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`pip install ./experiments`: the program `vramlab` and the Python package of that name in one wheel."""
+"""`pip install ./experiments`: the program `vramlab`, alone and beside the Python package `vramlab_analysis`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.conftest import write_run
 from tests.test_install import NO_INDEX, OF_ANOTHER_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "analysis/src/vramlab"
 HISTORY = ROOT / "experiments/histories/mlp.pickle.xz"
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 # Unoptimised, as the tests in Rust have it: what they have compiled is only linked once more.
@@ -30,14 +29,13 @@ def project(folder: str) -> dict[str, Any]:
     return told
 
 
-def test_both_projects_are_one_distribution() -> None:
+def test_the_two_distributions_share_no_name() -> None:
     program, package = project("experiments"), project("analysis")
-    for key in ("name", "version", "requires-python", "dependencies", "optional-dependencies"):
-        assert program[key] == package[key], key
-    # A script of that name would lie where the program does.
+    assert (program["name"], package["name"]) == ("vramlab", "vramlab-analysis")
     assert "scripts" not in program
+    assert set(package["scripts"]) == {"vramlab-analysis"}
     workspace = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]
-    assert program["version"] == workspace["version"]
+    assert program["version"] == package["version"] == workspace["version"]
     assert program["license"] == workspace["license"]
 
 
@@ -74,24 +72,24 @@ class Environment:
     shutil.which("cargo") is None or not (COMPILED or "VRAMLAB_WHEEL" in os.environ),
     reason="needs Cargo, and takes minutes where nothing is compiled yet: VRAMLAB_WHEEL=1 does it all the same",
 )
-def test_the_wheel_brings_the_program_and_the_package(tmp_path: Path) -> None:
+def test_the_wheel_is_the_program_and_finds_the_package_beside_it(tmp_path: Path) -> None:
     new = Environment(tmp_path)
-    new.run("python", "-m", "pip", "install", "--no-deps", "--no-compile", ROOT / "experiments")
-    # All of the package, and nothing that an interpreter left there.
-    files = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.is_file()}
-    kept = {file for file in files if "__pycache__" not in file.parts}
-    told = new.run("python", "-m", "pip", "show", "--files", "vramlab")
-    names = {Path(line.strip()) for line in told.split("Files:\n")[1].splitlines()}
-    assert {name.relative_to("vramlab") for name in names if name.parts[0] == "vramlab"} == kept
-    assert {file.name for file in kept} >= {"report.html", "report.css", "report.js", "py.typed"}
-    # Its own commands.
+    install = ("python", "-m", "pip", "install", "--no-deps", "--no-compile")
+    new.run(*install, ROOT / "experiments")
+    listed = new.run("python", "-m", "pip", "show", "--files", "vramlab").split("Files:\n")[1]
+    files = [Path(line.strip()) for line in listed.splitlines()]
+    # The program, and no Python.
+    assert [file.stem for file in files if file.parts[-2] in ("bin", "Scripts")] == ["vramlab"]
+    assert not [file for file in files if file.suffix == ".py"]
     assert new.run("vramlab", "--version").startswith("vramlab ")
     advice = new.run("vramlab", "advise", HISTORY, "--conf", "expandable_segments:True")
     assert "What would help" in advice
     assert "Who held memory" in new.run("vramlab", "explain", HISTORY)
-    # Those of the package, which is the one beside it, on a run record; and the page, for which it has to ask it.
-    assert str(new.folder) in new.run("python", "-c", "import vramlab; print(vramlab.__file__)")
     record = write_run(tmp_path / "record")
-    assert "| trainer | a device |" in new.run("vramlab", "losses", record)
     new.run("vramlab", "report", record, "--out", tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text().endswith("</html>\n")
+    # With the package beside it, the program hands the package's commands on.
+    new.run(*install, "--no-build-isolation", ROOT / "analysis")
+    assert str(new.folder) in new.run("python", "-c", "import vramlab_analysis; print(vramlab_analysis.__file__)")
+    assert "| trainer | a device |" in new.run("vramlab", "losses", record)
+    assert "| trainer | a device |" in new.run("vramlab-analysis", "losses", record)

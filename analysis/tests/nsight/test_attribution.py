@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.nsight.exports import NEW, OLD, OTHER_THREAD, Export, training
-from vramlab.nsight import Attribution, attribute, load, names
+from vramlab_analysis.nsight import Attribution, attribute, load, names
 
 
 def waits(path: Path) -> list[tuple[object, ...]]:

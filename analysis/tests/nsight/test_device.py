@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.nsight.exports import OTHER_THREAD, THREAD, Export, training
-from vramlab.errors import AnalysisError
-from vramlab.nsight import allocator, attribute, device, load, timeline
+from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.nsight import allocator, attribute, device, load, timeline
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.nsight.exports import NEW, OLD, Export, training
-from vramlab.errors import AnalysisError
-from vramlab.nsight import attribute, extracted, load
-from vramlab.nsight.__main__ import main
+from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.nsight import attribute, extracted, load
+from vramlab_analysis.nsight.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -178,7 +178,7 @@ def test_the_report_for_nsys_stats(tmp_path: Path, monkeypatch: Any, calls: bool
 @pytest.mark.parametrize("name", ["__init__", "names", "capture", "export", "attribution", "allocator"])
 def test_what_nsys_runs_keeps_to_its_python(name: str) -> None:
     """Nsight Systems 2023.4 brings Python 3.8."""
-    path = ROOT / "analysis/src/vramlab/nsight" / f"{name}.py"
+    path = ROOT / "analysis/src/vramlab_analysis/nsight" / f"{name}.py"
     tree = ast.parse(path.read_text(), feature_version=(3, 8))
     words = {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)}
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -190,7 +190,7 @@ def test_what_nsys_runs_keeps_to_its_python(name: str) -> None:
 
 def test_the_command_runs_from_the_root(tmp_path: Path) -> None:
     path = training(tmp_path / "x.sqlite")
-    command = [sys.executable, "-m", "vramlab.nsight", str(path), "--top", "3"]
+    command = [sys.executable, "-m", "vramlab_analysis.nsight", str(path), "--top", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "What was waited for" in done.stdout

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import write_run
 from tests.hostile import HOSTILE, mutations
 from tests.nsight.exports import training
-from vramlab.nsight.__main__ import main
+from vramlab_analysis.nsight.__main__ import main
 
 CELLS = ["", "x", "-1", "1.5", "9" * 30, "9223372036854775807", HOSTILE.replace("\ud800", "").replace("\x00", "")]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from vramlab.errors import AnalysisError, read_bytes
-from vramlab.nsight import Attribution, attribute, load, names, own_trace
-from vramlab.nsight.__main__ import main
-from vramlab.nsight.own_trace import OwnCall, OwnTrace
+from vramlab_analysis.errors import AnalysisError, read_bytes
+from vramlab_analysis.nsight import Attribution, attribute, load, names, own_trace
+from vramlab_analysis.nsight.__main__ import main
+from vramlab_analysis.nsight.own_trace import OwnCall, OwnTrace
 
 ROOT = Path(__file__).resolve().parents[3] / "experiments/results/2026-11-21-h200/nsight"
 FOLDERS = sorted(folder.name for folder in ROOT.iterdir() if folder.is_dir())

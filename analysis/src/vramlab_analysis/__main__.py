@@ -1,0 +1,98 @@
+"""The command line: `vramlab-analysis COMMAND`, or `python -m vramlab_analysis COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from vramlab_analysis.errors import AnalysisError
+
+
+def parser() -> argparse.ArgumentParser:
+    """Commands and their options."""
+    top = argparse.ArgumentParser(prog="vramlab-analysis", description="Figures and tables of recorded runs.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    steps = commands.add_parser(
+        "steps",
+        help="one table of step times by width, type and launch, beside PyTorch's best",
+        description="Prints the median time of a training step of each kind of run, with the ratio to PyTorch's "
+        "fastest mode at the same width, type and weights; below 1 is faster than PyTorch.",
+    )
+    losses = commands.add_parser(
+        "losses",
+        help="one table of losses by type, beside f32 and the other program",
+        description="Prints the loss that each run came to (mean of the last tenth of its steps), and how far that is "
+        "from f32 and from the other program's run of the same type; early: the largest difference in the first 100.",
+    )
+    for command in (steps, losses):
+        command.add_argument("runs", nargs="+", metavar="RUN", help="directory of an experiment, or of a run record")
+        command.add_argument("--json", action="store_true", help="print one JSON array with an object for each row")
+    commands.add_parser("nsight", help="which call waited for which kernel, from a capture of Nsight Systems")
+    figures = commands.add_parser("readme-figures", help="draw analysis/figures from the recorded results")
+    figures.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="another folder to draw into")
+    readme = commands.add_parser("readme", help="compare the README's computed sentences with the recorded results")
+    readme.add_argument("--write", action="store_true", help="put the figures of the records there")
+    notebooks = commands.add_parser("notebooks", help="execute the notebooks; without --write they stay as they are")
+    notebooks.add_argument("--write", action="store_true", help="keep the outputs in the files")
+    notebooks.add_argument("files", nargs="*", type=Path, metavar="FILE", help="[all in analysis/notebooks]")
+    return top
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs one command."""
+    if args.command == "readme":
+        from vramlab_analysis import quoted
+
+        print(quoted.readme(args.write))
+    elif args.command == "steps":
+        from vramlab_analysis import steps
+
+        print(steps.show(args.runs, as_json=args.json))
+    elif args.command == "losses":
+        from vramlab_analysis import losses
+
+        print(losses.show(args.runs, as_json=args.json))
+    elif args.command == "readme-figures":
+        from vramlab_analysis import readme_figure
+
+        for path in readme_figure.draw(args.out):
+            print(f"wrote {path}")
+    else:
+        from vramlab_analysis import execute
+
+        execute.execute(args.files, write=args.write)
+
+
+def main() -> int:
+    """Exit code 0, 2 for bad input with one line that says what is wrong."""
+    if sys.argv[1:2] == ["nsight"]:  # a command line of its own
+        from vramlab_analysis.nsight.__main__ import main as nsight
+
+        return nsight(sys.argv[2:])
+    args = parser().parse_args()
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # of the libraries, on what a record says
+    try:
+        run(args)
+        sys.stdout.flush()
+    except AnalysisError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(
+            f"error: the Python package {error.name} is not there; `pip install './analysis[notebooks]'` brings it.",
+            file=sys.stderr,
+        )
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Where the host's time goes: driver calls by what they are for, of a whole run or call by call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.records import Run
+
+MEMORY_CALLS = (
+    "mem_alloc",
+    "mem_free",
+    "mem_alloc_async",
+    "mem_free_async",
+    "pool_trim",
+    "mem_address_reserve",
+    "mem_address_free",
+    "mem_create",
+    "mem_map",
+    "mem_set_access",
+    "mem_unmap",
+    "mem_release",
+)
+# Calls that do nothing but wait, or that wait for what they read.
+WAITS = ("stream_synchronize", "device_synchronize", "event_synchronize", "copy_to_host")
+
+
+def host_parts(calls: dict[str, Any] | pl.DataFrame, wall_ms: float) -> dict[str, float]:
+    """Milliseconds of a span of `wall_ms` by what the host was doing; they add up to it.
+
+    `calls` are totals by call, as in the run record.
+    """
+    if isinstance(calls, pl.DataFrame):
+        calls = {row["call"]: row for row in calls.iter_rows(named=True)}
+    total = {name: call["total_ns"] / 1e6 for name, call in calls.items()}
+    blocked = {name: call["blocked_ns"] / 1e6 for name, call in calls.items()}
+    memory = [name for name in MEMORY_CALLS if name in calls]
+    launch, launch_blocked = total.get("kernel_launch", 0.0), blocked.get("kernel_launch", 0.0)
+    known = {
+        "waiting inside alloc and free": sum(blocked[name] for name in memory),
+        "alloc and free themselves": sum(total[name] - blocked[name] for name in memory),
+        "waiting elsewhere (the device is the limit)": launch_blocked + sum(total.get(name, 0.0) for name in WAITS),
+        "launching kernels": launch - launch_blocked,
+    }
+    known["everything else"] = max(0.0, wall_ms - sum(known.values()))
+    return known
+
+
+# What a call is counted per: its training steps, or whole epochs where a record does not tell training from validation.
+PERIODS = {"step": "training step", "epoch": "epoch, validation included"}
+
+
+def warm(run: Run, skip_epochs: int = 1) -> list[dict[str, Any]]:
+    """The epochs after the first `skip_epochs`; of a run of so few all of them.
+
+    Raises AnalysisError when no epoch ended.
+    """
+    epochs: list[dict[str, Any]] = run.summary["epochs"]
+    if not epochs:
+        _ = run.epochs  # says why there is nothing
+    return epochs[skip_epochs:] or epochs
+
+
+def told_per(run: Run) -> str | None:
+    """The period by which a record counts driver calls: `step`, `epoch`, or None where it counts none.
+
+    An epoch's `driver_calls` are those of its training and of its validation together, so they are not divided by its
+    training steps; `train_driver_calls`, which older records lack, are those of its training alone.
+    """
+    epochs = warm(run)
+    if all(epoch.get("train_driver_calls") for epoch in epochs):
+        return "step"
+    return "epoch" if any(epoch.get("driver_calls") for epoch in epochs) else None
+
+
+def account(run: Run, skip_epochs: int = 1, per: str | None = None) -> pl.DataFrame:
+    """The sync account: calls that took or blocked the host, of the epochs after the first `skip_epochs`.
+
+    `per` is `step` (a training step) or `epoch` (with its validation); without it what the record tells, see
+    `told_per`.
+
+    Columns: `call`, `calls`, `total_us` and `blocked_us` per that period, `blocked_share` (of the call's time).
+
+    Raises AnalysisError when the record does not tell.
+    """
+    chosen = warm(run, skip_epochs)
+    told = told_per(run)
+    if told is None:
+        raise AnalysisError(f"{run.path}: the record counts no driver calls, so it cannot say which ones blocked.")
+    per = per or told
+    if per == "step" and told != "step":
+        raise AnalysisError(
+            f"{run.path}: the record counts the driver calls of training and validation together, so it cannot say how "
+            "many are of a step; run it again with this version."
+        )
+    key, periods = ("train_driver_calls", sum(one["steps"] for one in chosen)) if per == "step" else (
+        "driver_calls", len(chosen))  # fmt: skip
+    names = ("count", "total_ns", "blocked_ns")
+    rows = [
+        {"call": name, **{one: figures[one] for one in names}}
+        for epoch in chosen for name, figures in epoch.get(key, {}).items()
+    ]  # fmt: skip
+    return _account(pl.DataFrame(rows, schema={"call": pl.String, **dict.fromkeys(names, pl.Int64)}), periods)
+
+
+def _account(rows: pl.DataFrame, periods: int) -> pl.DataFrame:
+    return (
+        rows.group_by("call")
+        .agg(pl.col("count", "total_ns", "blocked_ns").sum())
+        .filter(pl.col("count") > 0)
+        .select(
+            "call",
+            calls=pl.col("count") / periods,
+            total_us=pl.col("total_ns") / 1e3 / periods,
+            blocked_us=pl.col("blocked_ns") / 1e3 / periods,
+            blocked_share=pl.col("blocked_ns") / pl.col("total_ns").clip(1),
+        )
+        .sort("total_us", "call", descending=[True, False])
+    )
+
+
+def account_between(calls: pl.DataFrame, start_ns: int, end_ns: int, steps: int) -> pl.DataFrame:
+    """The sync account of calls of `driver_calls.jsonl` that began between two times, per step; as `account`."""
+    inside = calls.filter(pl.col("start_ns").is_between(start_ns, end_ns, closed="left"))
+    if inside.is_empty():
+        raise AnalysisError("no driver call began in the steps that were chosen.")
+    return _account(inside.select("call", "total_ns", "blocked_ns", count=pl.lit(1, pl.Int64)), steps)
+
+
+def with_waited_for(calls: pl.DataFrame) -> pl.DataFrame:
+    """The calls with `waited_for`: the kernel that was launched last before each, null where none was.
+
+    Of a call that blocked on one stream, that is the kernel that it waited for.
+    """
+    return calls.with_columns(
+        waited_for=pl.when(pl.col("call") == "kernel_launch").then(pl.col("kernel")).forward_fill().shift(1)
+    )
+
+
+def longest_blocks(calls: pl.DataFrame, count: int = 10) -> pl.DataFrame:
+    """The calls of `driver_calls.jsonl` that blocked the host longest, with what they waited for."""
+    return with_waited_for(calls).filter(pl.col("blocked_ns") > 0).top_k(count, by="blocked_ns")

@@ -1,0 +1,109 @@
+"""Executes the notebooks, each in a fresh kernel at the repository's root, and keeps their outputs if asked."""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from vramlab_analysis import output, repository
+from vramlab_analysis.errors import AnalysisError
+
+TIMEOUT_S = 240
+# What GitHub shows quickly, and what a clone should not have to carry.
+MOST_BYTES_FIGURE = 150_000
+
+
+def run_one(path: Path) -> tuple[Any, float]:
+    """The executed notebook, and the seconds that it took.
+
+    Raises AnalysisError with the last line of a cell's error, or when it draws nothing.
+    """
+    began = time.monotonic()
+    try:
+        notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError) as error:
+        raise AnalysisError(f"{path}: no notebook ({error}).") from error
+    client = NotebookClient(
+        notebook,
+        timeout=TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(repository.root())}},
+        record_timing=False,
+    )
+    with tempfile.TemporaryDirectory(prefix="kernel-") as sockets:
+        manager = client.create_kernel_manager()
+        # Sockets of the file system, in a folder of their own: no port is opened that others could reach.
+        manager.transport, manager.ip = "ipc", f"{sockets}/kernel"
+        try:
+            client.execute()
+        except CellExecutionError as error:
+            raise AnalysisError(f"{path.name}: {error.ename}: {error.evalue}") from error
+        except TimeoutError as error:
+            raise AnalysisError(f"{path.name}: a cell took more than {TIMEOUT_S} s.") from error
+        except RuntimeError as error:
+            raise AnalysisError(f"{path.name}: its kernel failed ({error}).") from error
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    figures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    if not figures:
+        raise AnalysisError(f"{path.name}: drew no figure.")
+    largest = max(len(base64.b64decode(one)) for one in figures)
+    if largest > MOST_BYTES_FIGURE:
+        raise AnalysisError(f"{path.name}: a figure has {largest:,} bytes, and at most {MOST_BYTES_FIGURE:,} are kept.")
+    clean(notebook)
+    return notebook, time.monotonic() - began
+
+
+def clean(notebook: Any) -> None:
+    """Takes away what differs from machine to machine, so that a notebook that is executed again is the same file."""
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number:02}"
+        cell.metadata.clear()
+        if cell.cell_type == "code":
+            cell.outputs = [
+                output for output in cell.outputs if output.output_type != "stream" or output.name != "stderr"
+            ]
+            for output in cell.outputs:
+                output.get("metadata", {}).clear()
+    notebook.metadata = nbformat.from_dict(  # type: ignore[no-untyped-call]
+        {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+         "language_info": {"name": "python"}}
+    )  # fmt: skip
+
+
+def execute(paths: list[Path], *, write: bool) -> None:
+    """Executes notebooks, two at a time. With `write` those that succeed keep their outputs.
+
+    Raises AnalysisError that names every notebook that failed.
+    """
+    folder = repository.root() / "analysis" / "notebooks"
+    chosen = paths or sorted(folder.glob("*.ipynb"))
+    if not chosen:
+        raise AnalysisError(f"{folder}: no notebook in it.")
+
+    def one(path: Path) -> str | None:
+        try:
+            notebook, seconds = run_one(path)
+        except AnalysisError as error:
+            print(f"FAILED {error}", flush=True)
+            return path.name
+        if write:
+            try:
+                output.write(path, nbformat.writes(notebook) + "\n")  # type: ignore[no-untyped-call]
+            except AnalysisError as error:
+                print(f"FAILED {error}", flush=True)
+                return path.name
+        print(f"ok     {path.name}, {seconds:.0f} s", flush=True)
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        failed = [name for name in pool.map(one, chosen) if name]
+    if failed:
+        raise AnalysisError(f"{len(failed)} of {len(chosen)} notebooks failed: {', '.join(failed)}.")

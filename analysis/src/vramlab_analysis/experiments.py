@@ -1,0 +1,224 @@
+"""Experiments: what `experiments run` leaves, shards put together, and the results that were recorded for the study."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from vramlab_analysis import packed, repository, schema
+from vramlab_analysis.errors import AnalysisError, found, read_json
+from vramlab_analysis.measures import measures
+from vramlab_analysis.packed import Packed
+from vramlab_analysis.records import Run, load_run, packed_run
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of an experiment."""
+
+    path: Path
+    meta: dict[str, Any]
+    # The packed experiment that it is of, if it is of one.
+    packed: Packed | None = None
+
+    @property
+    def id(self) -> str:
+        """Its id, the same whatever shard or order."""
+        return str(self.meta["id"])
+
+    @property
+    def arm(self) -> str:
+        """Name of its arm."""
+        return str(self.meta["arm"])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options by axis."""
+        return dict(self.meta.get("options", {}))
+
+    @property
+    def done(self) -> bool:
+        """Whether it ran to its end."""
+        return self.meta.get("status") == "done"
+
+    @cached_property
+    def record(self) -> Run:
+        """Its run record (programs `trainer` and `pytorch`)."""
+        return load_run(self.path) if self.packed is None else packed_run(self.packed, self.path.name)
+
+    @cached_property
+    def result(self) -> Any:
+        """Its `result.json` (programs `replay`, `capacity` and `bench`).
+
+        Raises AnalysisError when there is none.
+        """
+        path = found(self.path / "result.json")
+        told = self.packed.document(self.path.name, "result") if self.packed is not None else None
+        if told is not None:
+            return told
+        if path is None:
+            raise AnalysisError(
+                f"{self.path}: no result.json; is {self.meta.get('program')} a program that writes one?"
+            )
+        return read_json(path)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Runs of one spec, from one directory or from those of several shards."""
+
+    name: str
+    document: dict[str, Any]
+    runs: list[Entry]
+    directories: list[Path] = field(default_factory=list)
+
+    @property
+    def question(self) -> str:
+        """The question that the spec is named by."""
+        return str(self.document.get("question") or self.document.get("spec", {}).get("question", ""))
+
+    def select(self, **options: Any) -> list[Entry]:
+        """Finished runs whose options (or `arm`, `program`, `repeat`) have these values, compared as text.
+
+        Raises AnalysisError when there is none, because a figure would lack its data.
+        """
+        wanted = {name.replace("_", "-"): str(value) for name, value in options.items()}
+        chosen = [
+            entry
+            for entry in self.runs
+            if entry.done and all(str(self._value(entry, name)) == value for name, value in wanted.items())
+        ]
+        if not chosen:
+            said = ", ".join(f"{name} {value}" for name, value in wanted.items()) or "any"
+            raise AnalysisError(
+                f"{self.directories[0]}: no finished run with {said}; "
+                f"`experiments run {self.name}` goes on where it was."
+            )
+        return chosen
+
+    @staticmethod
+    def _value(entry: Entry, name: str) -> Any:
+        if name in ("arm", "program", "repeat"):
+            return entry.meta.get(name)
+        options = entry.options
+        return options.get(name, options.get(name.replace("-", "_")))
+
+    def frame(self, **options: Any) -> pl.DataFrame:
+        """One row for each finished run of a trainer or of PyTorch: id, arm, program, repeat, options, `measures`.
+
+        Options are columns under their names with `_` for `-`.
+        """
+        rows: list[dict[str, Any]] = []
+        for entry in self.select(**options):
+            if entry.meta.get("program") not in ("trainer", "pytorch"):
+                continue
+            row = {"id": entry.id, "arm": entry.arm, "program": entry.meta["program"], "repeat": entry.meta["repeat"]}
+            row |= {name.replace("-", "_"): value for name, value in entry.options.items()}
+            rows.append(row | {"name": entry.record.arm} | measures(entry.record))
+        if not rows:
+            raise AnalysisError(f"{self.directories[0]}: no run of a trainer in it.")
+        return pl.DataFrame(rows, infer_schema_length=None, strict=False)
+
+    def replays(self, **options: Any) -> pl.DataFrame:
+        """One row for each row of the results of `replay` and `capacity`: run's id, repeat, options, and their keys.
+
+        Objects, such as the ledger, stay as they are. Options are columns under their names with `_` for `-`.
+        """
+        rows: list[dict[str, Any]] = []
+        for entry in self.select(**options):
+            if entry.meta.get("program") not in ("replay", "capacity"):
+                continue
+            told = {name.replace("-", "_"): value for name, value in entry.options.items()}
+            result = entry.result
+            for row in result if isinstance(result, list) else [result]:
+                plain = {k: v for k, v in row.items() if k not in ("allocator_settings", "driver_calls", "probes")}
+                rows.append({"id": entry.id, "arm": entry.arm, "repeat": entry.meta["repeat"], **told, **plain})
+        if not rows:
+            raise AnalysisError(f"{self.directories[0]}: no replay in it.")
+        return pl.DataFrame(rows, infer_schema_length=None, strict=False)
+
+    def has(self, **options: Any) -> bool:
+        """Whether `select` would find a run."""
+        try:
+            self.select(**options)
+        except AnalysisError:
+            return False
+        return True
+
+    def missing(self) -> list[str]:
+        """Ids of planned runs that are not there, or failed."""
+        planned = [str(run["id"] if isinstance(run, dict) else run) for run in self.document.get("runs", [])]
+        there = {entry.id for entry in self.runs if entry.done}
+        return [one for one in planned if one not in there]
+
+
+def holds_experiment(path: Path) -> bool:
+    """Whether a directory holds an experiment, packed or as `experiments run` leaves it."""
+    return found(path / "experiment.json") is not None or packed.is_packed(path)
+
+
+def load_experiment(*directories: str | Path) -> Experiment:
+    """The experiment in a directory; with several, shards of one are put together.
+
+    Raises AnalysisError when a directory holds none, when they are of different specs, or when no run is there.
+    """
+    documents, entries = [], {}
+    paths = [Path(directory) for directory in directories]
+    for path in paths:
+        if not path.is_dir():
+            raise AnalysisError(f"{path}: no such directory.")
+        document = found(path / "experiment.json")
+        if packed.is_packed(path):
+            tables = packed.load(path)
+            documents.append(tables.experiment)
+            for name in tables.recorded():
+                place = path / "runs" / name
+                told = tables.document(name, "run")
+                run = schema.check(place / "run.json", told, "a run of an experiment", schema.RUN)
+                entry = Entry(place, run, tables)
+                if entry.id not in entries or entry.done:
+                    entries[entry.id] = entry
+            continue
+        if document is None:
+            empty = not any(path.iterdir())
+            raise AnalysisError(
+                f"{path}: {'an empty directory' if empty else 'no experiment.json in it'}, so it holds no experiment; "
+                "give a directory that `experiments run` or `pack` wrote."
+            )
+        documents.append(schema.read(document, "an experiment", schema.EXPERIMENT))
+        for meta in sorted((path / "runs").glob("*/run.json")):
+            run = schema.read(meta, "a run of an experiment", schema.RUN)
+            entry = Entry(meta.parent, run)
+            # A run that one shard lacks and another has: the finished one counts.
+            if entry.id not in entries or entry.done:
+                entries[entry.id] = entry
+    hashes = {document.get("spec_sha256") for document in documents}
+    if len(hashes) > 1:
+        raise AnalysisError(
+            f"{', '.join(map(str, paths))}: of different specs, so they are no shards of one experiment."
+        )
+    if not entries:
+        raise AnalysisError(f"{paths[0]}: no run is finished yet; `experiments run` goes on where it was.")
+    first = documents[0]
+    name = str(first.get("name") or first.get("spec", {}).get("name") or paths[0].name)
+    return Experiment(name, first, [entries[one] for one in sorted(entries)], paths)
+
+
+def results(spec: str, device: str) -> Experiment:
+    """The recorded results of a spec on `h200` or `sim`: the latest under `experiments/results` (or `RESULTS`).
+
+    Raises AnalysisError when none are there, with the command that makes them.
+    """
+    root = repository.results()
+    there = sorted(path for path in root.glob(f"*-{device}/{spec}") if holds_experiment(path))
+    if not there:
+        kind = "sim" if device == "sim" else "cuda"
+        raise AnalysisError(
+            f"{root}: no results of '{spec}' on {device}; make them with `experiments run {spec} --device {kind} "
+            f"-o {root.name}/DATE-{device}`."
+        )
+    return load_experiment(there[-1])

@@ -1,0 +1,88 @@
+"""The table of losses: what each type of values costs, and how far trainer and PyTorch are apart in the same type."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import polars as pl
+
+from vramlab_analysis.records import Run, losses_of
+from vramlab_analysis.steps import TYPES, UNSAID, aligned, arithmetic, gather
+
+# Runs compare where these are equal: the same network, batches and rate.
+WORK = ["dataset", "layers", "hidden", "batch", "lr", "seed", "init"]
+# How they compute.
+HOW = ["dtype", "accumulate", "weights", "loss_scale"]
+EARLY = 100
+
+
+def frame(runs: list[Run]) -> pl.DataFrame:
+    """One row for each run, those of a type side by side.
+
+    Columns: those of `WORK` and `HOW`; `program`, `device`, `steps`; `last`, the mean loss of the last tenth of the
+    steps; `to_f32`, what is added to it against the program's own f32 run, as a share; `to_other`, the same against the
+    other program's run that computes alike; `early`, the largest relative difference of a step to that one in the first
+    hundred. Null where there is no such run, or PyTorch's began with weights of its own instead of a start file. Of
+    several repeats the first counts.
+    """
+    kinds: dict[tuple[Any, ...], tuple[dict[str, Any], pl.Series]] = {}
+    for run in runs:
+        settings = {**UNSAID, "loss_scale": 1.0, **run.settings}
+        program = str(run.summary.get("program", "trainer"))
+        row = {key: settings.get(key) for key in [*WORK, *HOW]} | {"program": program, "device": run.device}
+        losses = losses_of(run.steps, str(run.path))
+        row["shared"] = program == "trainer" or "start" in run.summary
+        row |= {"steps": len(losses), "last": _mean(losses.tail(max(1, len(losses) // 10)))}
+        kinds.setdefault((program, *(row[key] for key in WORK), *(row[key] for key in HOW)), (row, losses))
+    rows = []
+    for (program, *key), (row, losses) in kinds.items():
+        work, how = key[: len(WORK)], key[len(WORK) :]
+        other = "pytorch" if program == "trainer" else "trainer"
+        plain = kinds.get((program, *work, "f32", "f32", "master", 1.0))
+        alike = kinds.get((other, *work, *how))
+        told: dict[str, Any] = {"to_f32": _added(row, plain[0]) if plain else None, "to_other": None, "early": None}
+        if alike and row["shared"] and alike[0]["shared"]:
+            ones, others = (part.head(EARLY) for part in (losses, alike[1]))
+            length = min(len(ones), len(others))
+            apart = ((ones.head(length) - others.head(length)) / others.head(length)).abs()
+            told |= {"to_other": _added(row, alike[0]), "early": apart.max()}
+        rows.append(row | told)
+    order = pl.col("dtype").replace_strict(TYPES, default=len(TYPES))
+    table = pl.DataFrame(rows, infer_schema_length=None, strict=False).with_columns(rank=order)
+    return table.sort(*WORK, "rank", "accumulate", "weights", "loss_scale", "program").drop("rank", "shared")
+
+
+def _mean(values: pl.Series) -> float | None:
+    mean = values.mean()
+    return None if mean is None else float(mean)  # type: ignore[arg-type]
+
+
+def _added(row: dict[str, Any], base: dict[str, Any]) -> float | None:
+    """What is added to the last loss of `base`, as a share of it; None where one of them has none."""
+    return float(row["last"] / base["last"] - 1) if row["last"] is not None and base["last"] else None
+
+
+def markdown(table: pl.DataFrame) -> str:
+    """The frame as tables in Markdown, one for each network."""
+    head = ["type", "loss scale", "program", "device", "steps", "last loss", "to f32", "to the other program", "early"]
+    parts = []
+    for work, lines in table.group_by(WORK, maintain_order=True):
+        dataset, layers, hidden, batch, lr, seed, init = work
+        rows = [head]
+        for one in lines.iter_rows(named=True):
+            shares = ["–" if one[key] is None else f"{100 * one[key]:+.2f} %" for key in ("to_f32", "to_other")]
+            early = "–" if one["early"] is None else f"{one['early']:.1e}"
+            scale, last = f"{one['loss_scale']:g}", "–" if one["last"] is None else f"{one['last']:.4f}"
+            rows.append(
+                [arithmetic(one), scale, one["program"], one["device"], str(one["steps"]), last, *shares, early]
+            )
+        title = f"{dataset}, {layers} layers of {hidden}, batch {batch}, rate {lr:g}, seed {seed}, {init}"
+        parts.append(f"{title}\n\n{aligned(rows, [False, True, False, False, True, True, True, True, True])}")
+    return "\n\n".join(parts)
+
+
+def show(paths: list[str], *, as_json: bool) -> str:
+    """The table of these records and experiments, for people or as a JSON array of the frame's rows."""
+    table = frame(gather(paths))
+    return json.dumps(table.to_dicts(), indent=1) if as_json else markdown(table)

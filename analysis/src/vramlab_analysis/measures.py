@@ -1,0 +1,134 @@
+"""What one run comes to: the figures by which runs are compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from vramlab_analysis.calls import MEMORY_CALLS, account, told_per
+from vramlab_analysis.records import Run
+
+
+def step_times(run: Run, skip: int | None = None) -> pl.Series:
+    """Host time of each training step in ns, without the first of each epoch and the first `skip` of the run.
+
+    A step's time is from the end of the step before, as the host saw it. Where the host waits for the device nowhere,
+    single steps say when the work was queued; their mean over many is the pace, because the queue is bounded.
+    Without `skip` a quarter of the run is left out, at most 100 steps.
+    """
+    steps = run.steps
+    if "host_ns" not in steps.columns:
+        return pl.Series(dtype=pl.Int64)
+    skip = min(100, steps.height // 4) if skip is None else skip
+    spans = steps.select("index", "epoch", ns=pl.col("host_ns").diff().over("epoch"))
+    return spans.filter((pl.col("index") >= skip) & pl.col("ns").is_not_null())["ns"]
+
+
+def train_pace(run: Run) -> float | None:
+    """Microseconds of one training step: median over the epochs after the first.
+
+    On a GPU by the GPU's own events, `train_device_s` over the steps: what the host does before the first launch and
+    after the last is not in it, and that differs between programs. Elsewhere by the host's clock, `train_s` over the
+    steps. None where the record has neither (both are younger than the other fields).
+    """
+    epochs = run.epochs
+    fields = ["train_device_s", "train_s"] if run.summary["device"].get("kind") == "cuda" else ["train_s"]
+    field = next((name for name in fields if name in epochs.columns), None)
+    if field is None:
+        return None
+    chosen = epochs.slice(1) if epochs.height > 1 else epochs
+    value = (chosen[field] * 1e6 / chosen["steps"]).median()
+    return None if value is None else float(value)  # type: ignore[arg-type]
+
+
+def epoch_pace(run: Run) -> float | None:
+    """Microseconds a step takes with its share of validation: median over the epochs after the first."""
+    epochs = run.epochs
+    chosen = epochs.slice(1) if epochs.height > 1 else epochs
+    value = (chosen["wall_s"] * 1e6 / chosen["steps"]).median()
+    return None if value is None else float(value)  # type: ignore[arg-type]
+
+
+def measures(run: Run) -> dict[str, Any]:
+    """Comparable figures of a run; None where its record does not tell.
+
+    Times are microseconds, memory bytes. `step_us` is `train_pace`, or, where the record does not tell, the median of
+    `step_times` (with `--sync never` their mean); `step_p10_us` and `step_p90_us` are the spread of single steps, which
+    is known where the host waits for each and the record has its table of steps; `epoch_step_us` contains validation.
+    Of driver calls `driver_calls`, `blocked_us`, `blocked_in` (the call that waited most), and of those that take or
+    give memory `memory_calls` and `memory_us` are of one training step; under `epoch_` they are of one epoch with its
+    validation, which is all that older records tell. `allocations` are those of the whole run.
+    """
+    summary = run.summary
+    times = step_times(run) if run.has_steps else pl.Series(dtype=pl.Int64)
+    sync = run.settings.get("sync", "never")
+    single = times if sync != "never" else times.clear()
+    middle = train_pace(run)
+    if middle is None and len(times):
+        middle = float(times.mean() if sync == "never" else times.median()) / 1e3  # type: ignore[arg-type]
+    out: dict[str, Any] = {
+        "step_us": middle,
+        "step_p10_us": _quantile(single, 0.1),
+        "step_p90_us": _quantile(single, 0.9),
+        "epoch_step_us": epoch_pace(run),
+        "steps_done": run.steps.height if run.has_steps else int(run.epochs["steps"].sum()),
+    }
+    told = told_per(run)
+    for per, before in (("step", ""), ("epoch", "epoch_")):
+        known = told is not None and (per == "epoch" or told == "step")
+        out |= {before + key: one for key, one in _calls(account(run, per=per) if known else None).items()}
+    for level in ("reserved", "active", "allocated", "requested"):
+        out[f"peak_{level}_bytes"] = run.statistic(f"{level}_bytes.all.peak")
+    out["allocations"] = run.statistic("allocation.all.allocated")
+    peak, active = out["peak_reserved_bytes"], out["peak_active_bytes"]
+    out["utilisation"] = active / peak if peak and active is not None else None
+    for operation in ("allocate", "deallocate"):
+        rows = [row for row in summary.get("latency", []) if row["operation"] == operation]
+        most = max(rows, key=lambda row: row["count"], default=None)
+        for name in ("p50_ns", "p99_ns"):
+            value = most and most.get(name)
+            # On a simulated device only driver calls take time; what took none was not measured.
+            out[f"{operation}_{name}"] = None if run.simulated and not value else value
+    last = summary["epochs"][-1]
+    out |= {
+        "train_loss": last.get("train_loss"),
+        "val_loss": last.get("val_loss"),
+        "val_accuracy": last.get("val_accuracy"),
+    }
+    out["process_s"] = summary.get("process_s")
+    return out
+
+
+def _calls(account: pl.DataFrame | None) -> dict[str, Any]:
+    """Sums over a sync account."""
+    if account is None:
+        return dict.fromkeys(("driver_calls", "blocked_us", "blocked_in", "memory_calls", "memory_us"))
+    memory = account.filter(pl.col("call").is_in(MEMORY_CALLS))
+    waits = account.filter(pl.col("blocked_us") > 0).sort("blocked_us", "call")
+    return {
+        "driver_calls": float(account["calls"].sum()),
+        "blocked_us": float(account["blocked_us"].sum()),
+        "blocked_in": waits["call"][-1] if waits.height else None,
+        "memory_calls": float(memory["calls"].sum()),
+        "memory_us": float(memory["total_us"].sum()),
+    }
+
+
+def _quantile(values: pl.Series, share: float) -> float | None:
+    quantile = values.quantile(share) if len(values) else None
+    return None if quantile is None else float(quantile) / 1e3
+
+
+def middle(frame: pl.DataFrame, by: list[str], value: str) -> pl.DataFrame:
+    """Median, least and greatest of the repeats of each group: columns `by`, `value`, `low`, `high`, `repeats`."""
+    return (
+        frame.filter(pl.col(value).is_not_null())
+        .group_by(by, maintain_order=True)
+        .agg(
+            pl.col(value).median().alias("value"),
+            pl.col(value).min().alias("low"),
+            pl.col(value).max().alias("high"),
+            pl.len().alias("repeats"),
+        )
+    )

@@ -1,0 +1,105 @@
+"""What the notebooks share: which results they read, and how figures and sentences get onto the page.
+
+A sentence in a notebook takes its numbers from the data of the cell, so that results recorded again change the sentence
+and not only the figure above it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from IPython.display import Image, Markdown, display
+from matplotlib.figure import Figure
+
+from vramlab_analysis import repository, style
+from vramlab_analysis.errors import AnalysisError, found
+from vramlab_analysis.experiments import Experiment, results
+from vramlab_analysis.plots import bars
+
+# The recorded results that are drawn, the GPU's first. DEVICES=sim reads only those of the simulator.
+DEVICES = os.environ.get("DEVICES", "h200,sim").split(",")
+NAMES = {"h200": "NVIDIA H200", "sim": "simulated H200"}
+
+
+def complete(spec: str, device: str) -> Experiment:
+    """The results of a spec on `h200` or `sim`.
+
+    Raises AnalysisError when some are missing, so that the notebook fails and no figure lacks a part unseen.
+    """
+    experiment = results(spec, device)
+    if missing := experiment.missing():
+        raise AnalysisError(
+            f"{experiment.directories[0]}: {len(missing)} of the planned runs are missing or failed, such as "
+            f"{missing[0]}; `experiments run {spec}` goes on where it was."
+        )
+    return experiment
+
+
+def each(spec: str) -> list[tuple[str, Experiment]]:
+    """The results of a spec on every device, as (device in words, experiment); see `complete`."""
+    return [(NAMES[device], complete(spec, device)) for device in DEVICES]
+
+
+def show(figure: Figure) -> None:
+    """Puts a figure on the page, as PNG of the same bytes each time."""
+    display(Image(data=style.png(figure, dpi=100)))  # type: ignore[no-untyped-call]
+
+
+def say(*sentences: str) -> None:
+    """Puts a paragraph on the page (Markdown)."""
+    display(Markdown(" ".join(sentence.strip() for sentence in sentences)))  # type: ignore[no-untyped-call]
+
+
+def rows(head: Sequence[str], body: Iterable[Sequence[Any]]) -> None:
+    """Puts a table on the page. Numbers come as text, with their units."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---", *["--:"] * (len(head) - 1)]) + "|"]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in body]
+    display(Markdown("\n".join(lines)))  # type: ignore[no-untyped-call]
+
+
+def us(microseconds: float) -> str:
+    """A time given in microseconds, in the unit that suits it."""
+    return style.si_time(1e3 * microseconds)
+
+
+def spread(frame: pl.DataFrame, value: str, **where: Any) -> str:
+    """Median of times in microseconds over the rows where columns have these values; of fewer than five runs with all
+    that they say, the least and the most.
+    """
+    middle = us(bars.value_of(frame, value, **where))
+    chosen = frame.filter([pl.col(column) == wanted for column, wanted in where.items()])[value].drop_nulls()
+    if chosen.len() >= 5 or chosen.min() == chosen.max():
+        return middle
+    return f"{middle} ({us(chosen.min())} to {us(chosen.max())})"  # type: ignore[arg-type]
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """A share as a percentage."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def change(now: float, before: float) -> str:
+    """How much more or less `now` is than `before`, in words: `12 % more`."""
+    apart = now / before - 1
+    return "as much" if abs(apart) < 0.005 else f"{abs(apart) * 100:.0f} % {'more' if apart > 0 else 'less'}"
+
+
+def _there(path: Path) -> Path | None:
+    return path if path.is_dir() else found(path)
+
+
+def recorded(*parts: str) -> Path:
+    """A file or folder in the newest results of the GPU that hold it, such as `recorded("flame", "naive.txt")`.
+
+    Raises AnalysisError when none holds it.
+    """
+    root = repository.results()
+    folders = root.glob("*-h200")
+    there = sorted(path for folder in folders if (path := _there(folder.joinpath(*parts))))
+    if not there:
+        raise AnalysisError(f"{root}: no {'/'.join(parts)} in the results of a GPU.")
+    return there[-1]

@@ -1,0 +1,328 @@
+"""The same question asked of a run's own trace, without Nsight Systems.
+
+`driver_calls.jsonl` (the trainer's `--export`) has each driver call with its start, its duration, its stream, the
+ranges around it and what the meter took for waiting. It has nothing of the device: no start or end of a kernel. So
+
+- **what a call waited for** is the last launch before it, on its stream or, for a call about the whole device, on any.
+  Work of one stream is done in order, so with one stream this is exact.
+- **whether it was a candidate** is a matter of logic as in `attribution`: something was queued, and no call has waited
+  for it since. Kinds that wait are the documented ones; `mem_alloc` is none of them.
+- **blocked_ns** is the duration beyond the idle cost. The idle cost is the median of the calls of that kind, in the
+  same span, that were no candidates: it holds whatever else slows calls down at that time, such as a profiler. Where
+  there were none it is the cost that the trainer measured before the run.
+- A **free that gives back pages** of 2 MiB takes tens of microseconds more, and how much varies as much as short waits
+  last. For those the meter's own figure is taken.
+- A **launch** counts only when 1,000 or more were queued that nobody has waited for, and it took four times the median.
+
+Calls are compared with a capture one by one: the two lists of the span have the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from vramlab_analysis.errors import AnalysisError, found, read_bytes, read_json
+from vramlab_analysis.nsight import extracted
+from vramlab_analysis.nsight.attribution import OWN_WORK, QUEUE, Attribution
+from vramlab_analysis.nsight.capture import Capture, step_numbers
+
+PAGE_SHIFT = 21  # pages of 2 MiB, the granularity of the driver's mappings
+WAITS = {"device_synchronize", "mem_free", "host_free", "mem_unmap", "stream_synchronize", "event_synchronize"}
+ONE_STREAM = {"stream_synchronize"}
+# Not in driver_calls.jsonl, because they do not go through the trainer's driver.
+NOT_LOGGED = {"profiler", "device_synchronize", "pool_attribute"}
+SETTINGS = (
+    "allocator",
+    "dataset",
+    "hidden",
+    "layers",
+    "batch",
+    "sync",
+    "loader",
+    "nvtx",
+    "profile_steps",
+    "trace",
+    "export",
+)
+
+
+@dataclass(slots=True)
+class OwnCall:
+    """A driver call as the run logged it."""
+
+    start: int
+    duration: int
+    metered: int  # what the meter took for waiting
+    call: str
+    kernel: str | None
+    bytes: int | None
+    stream: int | None
+    pages: bool  # whether it took or gave back pages
+    path: str
+
+    @property
+    def end(self) -> int:
+        """When it returned."""
+        return self.start + self.duration
+
+
+@dataclass
+class OwnTrace:
+    """The logged calls of a span, in order."""
+
+    calls: list[OwnCall]
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class OwnBlocked:
+    """A call that waited, and the launch that it waited for."""
+
+    call: int
+    launch: int | None
+    blocked_ns: int
+
+
+def read(record: Path, span: bool = True) -> OwnTrace:
+    """The calls of a run record, or of a folder that `extract --record` wrote.
+
+    With `span` only those between the start and the end of the profiler's capture (`settings.profile_steps`).
+    """
+    if (record / "capture.json").is_file():
+        return _extracted(record)
+    path = found(record / "driver_calls.jsonl")
+    if path is None:
+        raise AnalysisError(f"{record}: has no driver_calls.jsonl; run the trainer with --export perfetto.")
+    summary = _summary(found(record / "summary.json") or record / "summary.json")
+    settings = summary["settings"]
+    calls = _pages(_parse(path))
+    if span:
+        calls = _captured(calls, settings.get("profile_steps"), record)
+    device = summary.get("device")
+    about = {
+        "settings": {key: settings[key] for key in SETTINGS if key in settings},
+        "blocked_method": summary["blocked_method"],
+        "idle_costs": summary.get("idle_costs"),
+        "device": device.get("name") if isinstance(device, dict) else device,
+    }
+    return OwnTrace(calls, about)
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    """What is used of `summary.json`, if it has the types of a record."""
+    summary: dict[str, Any] = read_json(path)
+    settings = summary.get("settings") if isinstance(summary, dict) else None
+    if not isinstance(settings, dict) or not isinstance(summary.get("blocked_method"), str):
+        raise AnalysisError(f"{path}: no run record, settings or blocked_method is missing.")
+    steps = settings.get("profile_steps")
+    if steps is not None and not (isinstance(steps, dict) and all(_natural(steps.get(k)) for k in ("first", "last"))):
+        raise AnalysisError(f"{path}: no run record, settings.profile_steps is no range of steps.")
+    if not isinstance(summary.get("idle_costs", {}), (dict, type(None))):
+        raise AnalysisError(f"{path}: no run record, idle_costs is no object.")
+    return summary
+
+
+def _natural(value: Any, most: int = 2**63) -> bool:
+    return type(value) is int and 0 <= value < most
+
+
+def _parse(path: Path) -> list[tuple[OwnCall, int | None]]:
+    lines = []
+    for number, line in enumerate(read_bytes(path).decode("utf-8", "replace").splitlines(), 1):
+        try:
+            one = json.loads(line)
+            _check(one)
+            call = OwnCall(
+                one["start_ns"], one["total_ns"], one["blocked_ns"], one["call"], one.get("kernel"), one.get("bytes"),
+                one.get("stream"), False, one.get("path", ""),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            said = str(error)[:80]
+            raise AnalysisError(f"{path}: line {number} is no driver call ({said}); was the file cut off?") from error
+        lines.append((call, one.get("addr")))
+    return lines
+
+
+def _check(one: dict[str, Any]) -> None:
+    """Refuses a line whose values are not those of a call.
+
+    Raises ValueError.
+    """
+    for key in ("start_ns", "total_ns", "blocked_ns"):
+        if not _natural(one[key]):
+            raise ValueError(f"{key} is no time")
+    for key, most in (("bytes", 2**44), ("addr", 2**64), ("stream", 2**63)):
+        if one.get(key) is not None and not _natural(one[key], most):
+            raise ValueError(f"{key} is none")
+    for key, missing in (("call", None), ("kernel", ""), ("path", "")):
+        if not isinstance(one.get(key) or missing, str):
+            raise ValueError(f"{key} is no text")
+
+
+def _pages(lines: Iterable[tuple[OwnCall, int | None]]) -> list[OwnCall]:
+    """Marks the calls that take a page nobody held, or give one back."""
+    held: dict[int, int] = defaultdict(int)
+    calls = []
+    for call, addr in lines:
+        calls.append(call)
+        if call.call not in ("mem_alloc", "mem_free") or addr is None or not call.bytes:
+            continue
+        step = 1 if call.call == "mem_alloc" else -1
+        for page in range(addr >> PAGE_SHIFT, (addr + call.bytes - 1 >> PAGE_SHIFT) + 1):
+            before = held[page]
+            held[page] += step
+            call.pages |= before == 0 or held[page] == 0
+    return calls
+
+
+def _captured(calls: list[OwnCall], steps: dict[str, int] | None, record: Path) -> list[OwnCall]:
+    if not steps:
+        return calls
+    first, last = steps["first"], steps["last"]
+
+    def step(call: OwnCall) -> str:
+        parts = call.path.split("/")
+        return parts[1] if len(parts) > 1 else ""
+
+    # Steps that one launch did share a range; a launch never crosses the ends of a capture.
+    at = [step_numbers(step(call)) for call in calls]
+    begin = next((place for place, numbers in enumerate(at) if numbers and numbers[0] == first), None)
+    ends = [
+        place
+        for place, (call, numbers) in enumerate(zip(calls, at, strict=True))
+        if (numbers and numbers[1] == last) or step(call) == "end of capture"
+    ]
+    if begin is None or not ends:
+        raise AnalysisError(
+            f"{record}: driver_calls.jsonl has no step {first} or no step {last}; was it recorded by another run?"
+        )
+    return calls[begin : ends[-1] + 1]
+
+
+def _extracted(folder: Path) -> OwnTrace:
+    about = extracted.describe(folder)
+    if "own" not in about:
+        raise AnalysisError(f"{folder}: was extracted without the run record; extract it again with --record.")
+
+    def optional(text: str) -> int | None:
+        return int(text) if text else None
+
+    calls = [
+        OwnCall(int(r[0]), int(r[1]), int(r[2]), r[3], r[4] or None, optional(r[5]), optional(r[6]), r[7] == "1", r[8])
+        for r in extracted.read_table(folder / "own.csv.xz", extracted.OWN)
+    ]
+    return OwnTrace(calls, about["own"])
+
+
+def attribute(own: OwnTrace) -> list[OwnBlocked]:
+    """Which calls of a trace waited, for which launch, and for how long."""
+    last_launch: dict[int, int] = {}  # stream to call
+    known: dict[int, int] = defaultdict(lambda: -1)  # stream to the last launch that is known to be over
+    queued = 0
+    candidates: list[tuple[int, int]] = []
+    idle: dict[str, list[int]] = defaultdict(list)
+    launches = [call.duration for call in own.calls if call.call == "kernel_launch"]
+    usual = median(launches) if launches else 0
+    result: list[OwnBlocked] = []
+    for index, call in enumerate(own.calls):
+        if call.call == "kernel_launch":
+            if queued >= QUEUE and call.duration > OWN_WORK * usual:
+                result.append(OwnBlocked(index, None, round(call.duration - usual)))
+            queued += 1
+            last_launch[call.stream or 0] = index
+        elif call.call in WAITS:
+            streams = list(last_launch)
+            if call.call in ONE_STREAM and call.stream is not None:
+                streams = [stream for stream in streams if stream == call.stream]
+            open_launches = [last_launch[stream] for stream in streams if last_launch[stream] > known[stream]]
+            if open_launches:
+                candidates.append((index, max(open_launches)))
+            elif not call.pages:
+                idle[call.call].append(call.duration)
+            for stream in streams:
+                known[stream] = last_launch[stream]
+            if all(known[stream] == last for stream, last in last_launch.items()):
+                queued = 0
+    measured = own.about.get("idle_costs") or {}
+    for index, launch in candidates:
+        call = own.calls[index]
+        if idle[call.call] and not call.pages:
+            blocked = max(0, call.duration - round(median(idle[call.call])))
+        elif call.pages or not isinstance(measured.get(call.call), int):
+            blocked = call.metered
+        else:
+            blocked = max(0, call.duration - measured[call.call])
+        if blocked:
+            result.append(OwnBlocked(index, launch, blocked))
+    return sorted(result, key=lambda one: one.call)
+
+
+@dataclass(slots=True)
+class Agreement:
+    """One kind of call, by the capture and by the own trace of the same process."""
+
+    kind: str
+    calls: int
+    waited_ns: int  # capture: to the end of the work, by timestamps
+    blocked_ns: int  # capture
+    own_ns: int  # own trace
+    metered_ns: int  # what the run record says
+    same_work_ns: int  # of blocked_ns: where both name the same launch
+    span_ns: int
+
+    @property
+    def difference(self) -> float:
+        """Own trace relative to the capture."""
+        if self.blocked_ns == 0:
+            return 0.0 if self.own_ns == 0 else float("inf")
+        return self.own_ns / self.blocked_ns - 1
+
+    @property
+    def same_work(self) -> float:
+        """Share of the capture's waiting for which both name the same launch."""
+        return self.same_work_ns / self.blocked_ns if self.blocked_ns else 1.0
+
+
+def pair(capture: Capture, own: OwnTrace) -> list[tuple[int, int]]:
+    """Indices of the same call in the capture and in the own trace.
+
+    Raises AnalysisError when the two are not of the same run.
+    """
+    ours = [index for index, call in enumerate(own.calls) if call.call not in NOT_LOGGED]
+    theirs = [index for index, call in enumerate(capture.calls) if call.kind not in NOT_LOGGED]
+    kinds = [own.calls[index].call for index in ours]
+    if kinds != [capture.calls[index].kind for index in theirs]:
+        raise AnalysisError(
+            f"{capture.path}: the capture has {len(theirs)} driver calls and the run's own trace {len(ours)} in the "
+            "same span, or in another order, so they are not of the same run."
+        )
+    return list(zip(theirs, ours, strict=True))
+
+
+def agree(result: Attribution, own: OwnTrace) -> list[Agreement]:
+    """Compares a capture with the own trace of the same process, by kind of call."""
+    capture = result.capture
+    of_own = dict(pair(capture, own))
+    ours = {one.call: one for one in attribute(own)}
+    theirs = {one.call: one for one in result.blocked}
+    by_kind: dict[str, Agreement] = {}
+    for call, other in of_own.items():
+        kind = capture.calls[call].kind
+        row = by_kind.setdefault(kind, Agreement(kind, 0, 0, 0, 0, 0, 0, capture.span[1] - capture.span[0]))
+        row.calls += 1
+        row.metered_ns += own.calls[other].metered
+        mine, its = ours.get(other), theirs.get(call)
+        row.own_ns += mine.blocked_ns if mine else 0
+        if its:
+            row.waited_ns += its.waited_ns
+            row.blocked_ns += its.blocked_ns
+            queued_by = capture.work[its.work].call
+            if mine and mine.launch is not None and queued_by is not None and of_own.get(queued_by) == mine.launch:
+                row.same_work_ns += its.blocked_ns
+    return sorted(by_kind.values(), key=lambda row: -row.blocked_ns)

@@ -1,0 +1,116 @@
+"""How far apart runs are that should not be: ratios to the fastest of a group, and losses against those of f32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+from matplotlib.figure import Figure
+
+from vramlab_analysis import style
+from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.measures import middle
+from vramlab_analysis.plots.bars import nonempty
+
+
+def ratios(frame: pl.DataFrame, by: list[str], *, value: str = "step_us", name: str = "name") -> pl.DataFrame:
+    """Each name's median of `value` over the least median of its group: `by`, `name`, `ratio`, `low`, `high`, `value`.
+
+    `low` and `high` are the least and the greatest repeat over the same least median. Groups keep their order.
+    """
+    lines = middle(frame, [*by, name], value)
+    least = pl.col("value").min().over(by)
+    return lines.select(
+        *by, name, "value", ratio=pl.col("value") / least, low=pl.col("low") / least, high=pl.col("high") / least
+    )
+
+
+def changes(frame: pl.DataFrame, by: list[str], setting: str, base: object, *, value: str = "step_us") -> pl.DataFrame:
+    """What each other value of `setting` changes against `base`: `by`, `setting`, `value`, `change`, `clear`.
+
+    `change` is the share that is added to the median; `clear` whether all repeats lie on one side of all of the base's.
+    Groups without a run of `base` are left out.
+    """
+    lines = middle(frame, [*by, setting], value)
+    plain = lines.filter(pl.col(setting) == base).drop(setting, "repeats")
+    both = lines.filter(pl.col(setting) != base).join(plain, on=by, suffix="_base", maintain_order="left")
+    apart = (pl.col("high") < pl.col("low_base")) | (pl.col("low") > pl.col("high_base"))
+    return both.select(*by, setting, "value", change=pl.col("value") / pl.col("value_base") - 1, clear=apart)
+
+
+def fastest(panels: list[tuple[str, pl.DataFrame]], *, bound: float, group: str = "group", title: str = "") -> Figure:
+    """`ratios` by `group`, in percent above the fastest, a panel with a scale of its own for each `(title, ratios)`.
+
+    The line is at `bound`, a share; whiskers reach from the least to the greatest repeat.
+    """
+    if not panels:
+        raise AnalysisError("there are no data for the figure of ratios.")
+    groups = [part[group].unique(maintain_order=True).to_list() for _, part in panels]
+    for _, part in panels:
+        nonempty(part, "ratios")
+    figure, axes_of = style.new(
+        1, len(panels), height=3.2, squeeze=False, width_ratios=[max(1, len(one)) for one in groups]
+    )
+    names = style.order([name for _, part in panels for name in part["name"]])
+    labels: dict[str, Any] = {}
+    for axes, (words, part), places in zip(axes_of[0], panels, groups, strict=True):
+        for index, who in enumerate(names):
+            one = part.filter(pl.col("name") == who)
+            at = np.array([places.index(place) for place in one[group]]) + 0.2 * (index - (len(names) - 1) / 2)
+            centre, low, high = (100 * (one[key].to_numpy() - 1) for key in ("ratio", "low", "high"))
+            mark = axes.errorbar(
+                at,
+                centre,
+                yerr=[centre - low, high - centre],
+                color=style.colour(who),
+                marker=style.marker(who),
+                linestyle="none",
+                capsize=2.5,
+            )
+            labels.setdefault(who, mark)
+        axes.axhline(100 * bound, color=style.INK, linestyle="--", linewidth=0.9)
+        axes.axhline(0, color=style.RULE, linewidth=0.9, zorder=0)
+        axes.set_xticks(range(len(places)), places)
+        axes.set_xlim(-0.5, len(places) - 0.5)
+        axes.set_title(words, fontsize=9)
+        axes.set_xlabel(group)
+        style.grid(axes)
+    axes_of[0][0].set_ylabel("slower than the fastest, %")
+    figure.suptitle(f"{title} (dashed: {100 * bound:g} %)".strip(), x=0.01, ha="left", fontsize=10)
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(labels))
+    return figure
+
+
+def noise_of(table: pl.DataFrame) -> float | None:
+    """How far trainer and PyTorch are apart in the same type, as a share, at most; None without such a pair."""
+    apart = table["to_other"].abs().max()
+    return None if apart is None else float(apart)  # type: ignore[arg-type]
+
+
+def from_f32(table: pl.DataFrame, *, title: str = "") -> Figure:
+    """The table of losses (`vramlab_analysis.losses.frame`) as points: `to_f32` in percent, a line for each `kind`.
+
+    A colour for each program. The band is as wide as the two programs are apart at most, whatever the type.
+    """
+    told = table.filter(pl.col("to_f32").is_not_null())
+    nonempty(told, "losses against f32")
+    kinds = told["kind"].unique(maintain_order=True).to_list()
+    figure, axes = style.new(height=1.0 + 0.3 * len(kinds))
+    noise = noise_of(table)
+    if noise is not None:
+        axes.axvspan(
+            -100 * noise, 100 * noise, color=style.RULE, linewidth=0, zorder=0, label="programs apart, at most"
+        )
+    for program, colour, mark in (("trainer", style.BLUE, "s"), ("pytorch", style.PURPLE, "D")):
+        one = told.filter(pl.col("program") == program)
+        at = [kinds.index(kind) for kind in one["kind"]]
+        axes.plot(100 * one["to_f32"].to_numpy(), at, color=colour, marker=mark, linestyle="none", label=program)
+    axes.axvline(0, color=style.INK, linewidth=0.9, zorder=1)
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.invert_yaxis()
+    axes.set_xlabel("last loss above that of f32, %")
+    axes.set_title(title)
+    style.grid(axes)
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure

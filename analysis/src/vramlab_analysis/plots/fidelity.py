@@ -1,0 +1,48 @@
+"""Simulator against GPU: one point for each cell, and the band that it has to stay in."""
+
+from __future__ import annotations
+
+import polars as pl
+from matplotlib.figure import Figure
+
+from vramlab_analysis import style
+from vramlab_analysis.plots.bars import nonempty
+
+
+def scatter(cells: pl.DataFrame, *, tolerance: float = 0.15, title: str = "") -> Figure:
+    """Simulated over measured step time, on log axes with the diagonal and ± `tolerance`, and the error of each cell.
+
+    `cells` has `name` (allocator), `cell` (its settings in words), `gpu` and `sim` in µs.
+    """
+    nonempty(cells, "fidelity")
+    cells = cells.with_columns(error=pl.col("sim") / pl.col("gpu") - 1)
+    known = style.order(cells["name"].to_list())
+    cells = cells.sort(pl.col("name").cast(pl.Enum(known)), maintain_order=True)
+    figure, (left, right) = style.new(
+        1, 2, width=9.0, height=max(3.4, 0.9 + 0.17 * cells.height), width_ratios=[1, 1.2]
+    )
+    low = 0.7 * float(min(cells["gpu"].min(), cells["sim"].min()))  # type: ignore[type-var,arg-type]
+    high = 1.4 * float(max(cells["gpu"].max(), cells["sim"].max()))  # type: ignore[type-var,arg-type]
+    line = [low, high]
+    left.fill_between(
+        line, [v * (1 - tolerance) for v in line], [v * (1 + tolerance) for v in line], color=style.RULE, linewidth=0
+    )
+    left.plot(line, line, color=style.GREY, linewidth=0.8)
+    for name in style.order(cells["name"].to_list()):
+        one = cells.filter(pl.col("name") == name)
+        left.plot(one["gpu"], one["sim"], style.marker(name), color=style.colour(name), label=name, alpha=0.85)
+    left.set(xscale="log", yscale="log", xlim=line, ylim=line)
+    left.set_xlabel("H200, µs per step")
+    left.set_ylabel("simulated, µs per step")
+    rows = list(cells.iter_rows(named=True))
+    right.axvspan(-100 * tolerance, 100 * tolerance, color=style.RULE, linewidth=0)
+    right.axvline(0, color=style.GREY, linewidth=0.8)
+    for row, cell in enumerate(rows):
+        right.plot(100 * cell["error"], row, style.marker(cell["name"]), color=style.colour(cell["name"]))
+    right.set_yticks(range(len(rows)), [f"{cell['name']}, {cell['cell']}" for cell in rows], fontsize=7)
+    right.invert_yaxis()
+    right.set_xlabel(f"simulated against measured, % (band: ±{100 * tolerance:.0f} %)")
+    figure.legend(loc="outside upper right", ncols=4)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    return figure

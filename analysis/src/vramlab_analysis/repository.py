@@ -1,0 +1,88 @@
+"""Where the repository lies: recorded results, notebooks and figures are no part of the installed package."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tarfile
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from vramlab_analysis.errors import AnalysisError
+
+# What a folder was unpacked from, by its SHA-256.
+STAMP = ".unpacked"
+
+
+def _is_root(folder: Path) -> bool:
+    return (folder / "analysis" / "pyproject.toml").is_file() and (folder / "experiments" / "specs").is_dir()
+
+
+def root() -> Path:
+    """The repository around the current directory, else around this file (which lies there in an editable install).
+
+    Raises AnalysisError when neither lies in one.
+    """
+    here = Path.cwd()
+    for folder in (here, *here.parents, *Path(__file__).resolve().parents):
+        if _is_root(folder):
+            return folder
+    raise AnalysisError(f"{here}: not inside the repository, whose recorded results are needed; change into it.")
+
+
+def results() -> Path:
+    """The folder of recorded results: RESULTS, or the repository's, whose archives are unpacked first.
+
+    Raises AnalysisError when a folder there is not what its archive holds.
+    """
+    given = os.environ.get("RESULTS")
+    if given:
+        return Path(given)
+    folder = root() / "experiments" / "results"
+    for archive in sorted(folder.glob("*.tar.xz")):
+        unpack(archive)
+    return folder
+
+
+@cache
+def unpack(archive: Path) -> None:
+    """Unpacks LABEL.tar.xz to the folder LABEL beside it, unless that was done before.
+
+    Raises AnalysisError when the folder holds something else, which may be new records.
+    """
+    folder = archive.with_name(archive.name.removesuffix(".tar.xz"))
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if not folder.exists():
+        partial = Path(tempfile.mkdtemp(suffix=".partial", dir=archive.parent))
+        try:
+            with tarfile.open(archive) as tar:
+                tar.extractall(partial, filter="data")
+            (partial / folder.name / STAMP).write_text(digest)
+            (partial / folder.name).rename(folder)
+        except tarfile.TarError as error:
+            raise AnalysisError(f"{archive}: not an archive of results ({error}).") from error
+        except OSError:
+            # Another process was first.
+            if not folder.exists():
+                raise
+        finally:
+            shutil.rmtree(partial)
+    stamp = folder / STAMP
+    if not stamp.is_file() or stamp.read_text() != digest:
+        raise AnalysisError(f"{folder}: not what {archive.name} holds; pack it (CONTRIBUTING.md) or remove it.")
+
+
+def resolve(path: str) -> Path:
+    """A path as it was typed: from the current directory, or from the repository's root if it is only there.
+
+    Jupyter starts a notebook in the notebook's own folder, and `RUN=runs/mine` was typed at the root.
+    """
+    if (given := Path(path)).is_absolute() or given.exists():
+        return given
+    try:
+        there = root() / given
+    except AnalysisError:
+        return given
+    return there if there.exists() else given

@@ -1,0 +1,289 @@
+"""How figures look: one colour and one marker for each allocator everywhere, units, fonts.
+
+Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with any colour vision tell apart.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from PIL import Image
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+GREY = "#999999"
+# These two are replaced by the page's own colours where a figure becomes part of a page.
+# Of a PNG: lines and grounds have few, and what lies between two of them at an edge is merged.
+COLOURS = 128
+INK, RULE = "#222222", "#d5d5d5"
+
+ALLOCATORS = {
+    "naive": VERMILION,
+    "caching": BLUE,
+    "stream-ordered": GREEN,
+    "pytorch": PURPLE,
+    "pytorch-eager": PURPLE,
+    "pytorch-graph": ORANGE,
+    "pytorch-compile": SKY,
+    # How the trainer launches a step.
+    "eager": VERMILION,
+    "graph": BLUE,
+    "graph, 2 streams": SKY,
+    "persistent": GREEN,
+}
+MARKERS = {
+    "naive": "o",
+    "caching": "s",
+    "stream-ordered": "^",
+    "pytorch": "D",
+    "pytorch-eager": "D",
+    "pytorch-graph": "v",
+    "pytorch-compile": "P",
+    "eager": "o",
+    "graph": "s",
+    "graph, 2 streams": "P",
+    "persistent": "^",
+}
+# What the host was doing, in the order in which it is stacked.
+HOST_PARTS = {
+    "waiting inside alloc and free": VERMILION,
+    "alloc and free themselves": ORANGE,
+    "waiting elsewhere (the device is the limit)": BLUE,
+    "launching kernels": SKY,
+    "everything else": "#BBBBBB",
+}
+# The five parts of reserved − requested, in the order of the ledger.
+LEDGER_PARTS = {"internal": YELLOW, "soft": SKY, "hard": VERMILION, "stream": PURPLE, "pending": ORANGE}
+LEDGER_WORDS = {
+    "internal": "rounding inside blocks",
+    "soft": "free, whole segments",
+    "hard": "free, in segments in use",
+    "stream": "free, other streams' segments",
+    "pending": "freed, not reusable yet",
+}
+# Levels of memory, from the outside in.
+LEVELS = {"reserved": GREY, "active": SKY, "allocated": SKY, "requested": BLUE}
+
+RC: dict[str, Any] = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.axisbelow": True,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": RULE,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    # Names are text, not formulas.
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "figure",
+    "figure.dpi": 100,
+    "figure.constrained_layout.use": True,
+}
+matplotlib.rcParams.update(RC)  # type: ignore[arg-type]
+
+_OTHERS = (GREY, "#7F6000", "#44AA99", "#882255", "#332288", "#DDCC77")
+
+
+def colour(name: str) -> str:
+    """Colour of an allocator or program; the same name has the same colour in every figure."""
+    if name in ALLOCATORS:
+        return ALLOCATORS[name]
+    for known, value in ALLOCATORS.items():
+        if name.startswith((known + " ", known + ",")):
+            return value
+    return _OTHERS[sum(name.encode()) % len(_OTHERS)]
+
+
+def marker(name: str) -> str:
+    """Marker that goes with `colour`, so that lines are told apart without colour too."""
+    return MARKERS.get(name, next((m for known, m in MARKERS.items() if name.startswith(known + " ")), "X"))
+
+
+def order(names: Any) -> list[str]:
+    """Names in the order in which figures list them: ours from the plainest on, then PyTorch's, then the rest."""
+    known = list(ALLOCATORS)
+    return sorted(set(names), key=lambda name: (known.index(name) if name in known else len(known), name))
+
+
+def new(
+    rows: int = 1, columns: int = 1, *, width: float = 8.0, height: float = 3.2, **kwargs: Any
+) -> tuple[Figure, Any]:
+    """A figure that no global state holds on to, and its axes as `Figure.subplots` gives them. Sizes are inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, **kwargs)
+
+
+def grid(axes: Axes, axis: str = "y") -> None:
+    """Quiet lines to read values by."""
+    axes.grid(visible=True, axis=axis)  # type: ignore[arg-type]
+
+
+def si_bytes(value: float, _: int | None = None) -> str:
+    """Bytes in binary units, as `1.5 GiB`."""
+    magnitude = abs(value)
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if magnitude >= size:
+            return f"{value / size:.3g} {unit}" if magnitude / size < 1000 else f"{value / size:.0f} {unit}"
+    return f"{value:.0f} B"
+
+
+def si_time(ns: float, _: int | None = None) -> str:
+    """Nanoseconds in the unit that suits them, as `1.5 µs`."""
+    magnitude = abs(ns)
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
+        if magnitude >= size:
+            return f"{ns / size:.3g} {unit}" if magnitude / size < 1000 else f"{ns / size:.0f} {unit}"
+    return f"{ns:.3g} ns"
+
+
+class ByteLocator(MaxNLocator):
+    """Ticks at round numbers of KiB, MiB or GiB."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        """Places of the ticks between two numbers of bytes."""
+        unit = next((2.0**power for power in (40, 30, 20, 10) if max(abs(vmin), abs(vmax)) >= 1.5 * 2**power), 1.0)
+        return np.asarray(super().tick_values(vmin / unit, vmax / unit)) * unit
+
+
+def bytes_axis(axes: Axes, which: str = "y") -> None:
+    """Ticks in binary units, at round numbers of them."""
+    axis = getattr(axes, which + "axis")
+    axis.set_major_formatter(FuncFormatter(si_bytes))
+    axis.set_major_locator(ByteLocator(6))
+
+
+def time_axis(axes: Axes, which: str = "x") -> None:
+    """Ticks of an axis in nanoseconds, written in the unit that suits them."""
+    getattr(axes, which + "axis").set_major_formatter(FuncFormatter(si_time))
+
+
+def log_axis(axes: Axes, which: str = "y") -> None:
+    """A logarithmic axis with plain numbers at 1, 2 and 5 of each decade."""
+    getattr(axes, f"set_{which}scale")("log")
+    axis = getattr(axes, which + "axis")
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def label_right(axes: Axes, x: float, entries: list[tuple[float, str, str]], *, gap: float = 0.055) -> None:
+    """Writes names at the right end of lines instead of a legend, moved apart where they would overlap.
+
+    `entries` are value, name, colour; `gap` is the least distance as a fraction of the axis.
+    """
+    to_axis = axes.transData + axes.transAxes.inverted()
+    placed = sorted((to_axis.transform((x, value))[1], value, name, tint) for value, name, tint in entries)
+    heights: list[float] = []
+    for height, *_ in placed:
+        heights.append(max(height, heights[-1] + gap) if heights else height)
+    overflow = max(0.0, heights[-1] - 1.0) if heights else 0.0
+    for height, (_, _, name, tint) in zip(heights, placed, strict=True):
+        axes.annotate(
+            name,
+            xy=(x, 0),
+            xycoords=("data", "axes fraction"),
+            xytext=(6, height - overflow),
+            textcoords=("offset points", "axes fraction"),
+            color=tint,
+            va="center",
+            fontsize=8,
+            annotation_clip=False,
+        )
+
+
+# Mean width of a character of the figures' font, as a share of its size.
+_CHARACTER = 0.6
+
+
+def wrapped(text: str, inches: float, *, size: float = 9.0, lines: int = 2) -> str:
+    """A name in lines that fit a width, at most `lines` of them; what is left out is told by `…`."""
+    room = max(int(inches * 72 / (size * _CHARACTER)), 8)
+    parts = textwrap.wrap(text, room, break_on_hyphens=False) or [""]
+    if len(parts) > lines:
+        parts = [*parts[: lines - 1], parts[lines - 1][: room - 2].rstrip() + " …"]
+    return "\n".join(parts)
+
+
+def legend(
+    figure: Figure,
+    handles: Any,
+    names: list[str],
+    *,
+    where: Any = "outside upper right",
+    most: int = 5,
+    title: str = "",
+) -> None:
+    """A legend of as many columns as fit, in a figure that grows by what more than two rows of it take.
+
+    `title` is a note above it.
+    """
+    size = float(RC["legend.fontsize"])
+    shown = [wrapped(name, figure.get_figwidth() - 0.8, size=size, lines=1) for name in names]
+    entry = max((len(name) for name in shown), default=1) * size * _CHARACTER / 72 + 0.55
+    columns = max(1, min(most, len(shown), int((figure.get_figwidth() - 0.2) / entry)))
+    rows = -(-len(shown) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.17 * max(rows + len(title.splitlines()) - 2, 0))
+    figure.legend(handles, shown, loc=where, ncols=columns, title=title or None, title_fontsize=size)
+
+
+def room_for_labels(panels: Any, labels: list[tuple[Any, float]]) -> None:
+    """Sets one scale from 0 for horizontal bars in these axes, on which each label behind its bar ends in the axes.
+
+    `labels` are annotations that begin right of a bar, with where it ends.
+    """
+    figure = panels[0].figure
+    most = max((end for _, end in labels), default=0.0) or 1.0
+    for axes in panels:
+        axes.set_xlim(0, 1.3 * most)
+    figure.draw_without_rendering()  # places the axes
+    renderer = figure.canvas.get_renderer()
+    limit = most
+    for label, end in labels:
+        whole = label.axes.get_window_extent(renderer).width
+        box = label.get_window_extent(renderer)
+        start = label.axes.transData.transform((end, 0))[0]
+        behind = box.x1 - start
+        limit = max(limit, end * whole / max(whole - behind - 2, whole / 8))
+    for axes in panels:
+        axes.set_xlim(0, limit)
+
+
+def png(figure: Figure, dpi: int = 110) -> bytes:
+    """The figure as PNG, the same bytes each time, with a palette: a third of the size to the same look."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+    plain = Image.open(drawn).convert("RGB")
+    few = plain.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    out = io.BytesIO()
+    few.save(out, "PNG", optimize=True, dpi=(dpi, dpi))
+    return out.getvalue()
+
+
+def svg(figure: Figure) -> str:
+    """The figure as SVG, the same text each time."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
