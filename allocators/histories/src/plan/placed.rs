@@ -8,7 +8,7 @@ use vramlab_policies::backends::plan::PlanTable;
 /// Where each block of a history lies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Offset of each block in bytes, in the order of the allocations; multiples of [`UNIT`].
+    /// Offset of each block in bytes, in the order of the allocations; multiples of [`UNIT`](super::UNIT).
     pub offsets: Vec<u64>,
     /// Bytes that the plan needs.
     pub bytes: u64,

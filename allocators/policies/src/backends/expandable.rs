@@ -4,7 +4,7 @@
 //! `PYTORCH_ALLOC_CONF=expandable_segments:True`. Given the same requests and the same answers of the device it puts every
 //! block at the same address, maps and unmaps the same parts in the same order, and counts the same statistics.
 //!
-//! *Idea.* The native policy ([`pytorch`]) takes segments of fixed sizes. When sizes change, what is left in a segment is
+//! *Idea.* The native policy ([`pytorch`](super::pytorch)) takes segments of fixed sizes. When sizes change, what is left in a segment is
 //! often too small for the next request, and the segment cannot go back while one block in it lives. Here a segment is a range
 //! of addresses that is larger than the device's memory. Memory is put behind it as it is needed, so free memory at its
 //! end is never too small: it grows.

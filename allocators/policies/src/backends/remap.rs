@@ -18,7 +18,7 @@
 //! the host knows that the work which used it is over. Each free that leaves whole pages free records an event; a page is known by
 //! the last free that touched it. Nothing waits for the whole device.
 //!
-//! *A free* is that of [`pytorch`].
+//! *A free* is that of [`pytorch`](super::pytorch).
 //!
 //! *Graphs* write to their memory at each launch, so that of a private pool is never taken. Such a pool gets no more pages than it
 //! lacks.
