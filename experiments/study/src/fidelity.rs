@@ -114,7 +114,7 @@ pub(crate) fn fidelity(args: &FidelityArgs) -> Result<()> {
     if args.profile.is_some() && args.against.is_some() {
         bail!("--profile is for new runs, and --against names recorded ones; leave one of them out");
     }
-    let (measured, against) = match records(args) {
+    let (measured, against) = match records(args)? {
         Some((measured, against)) => (measured, against.or_else(|| args.against.clone())),
         None => (folder(args, args.measured.as_deref(), &args.device)?, args.against.clone()),
     };
@@ -146,30 +146,30 @@ fn verdict(report: &Report) -> Result<()> {
 
 /// Without a GPU: runs of the same spec that were recorded on one, and those of the simulated device beside them unless
 /// others are wanted. Says which.
-fn records(args: &FidelityArgs) -> Option<(PathBuf, Option<PathBuf>)> {
+fn records(args: &FidelityArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>> {
     if args.measured.is_some() || args.device != DeviceName::Cuda(0) || CudaDriver::probe().is_ok() {
-        return None;
+        return Ok(None);
     }
-    let stem = Path::new(&args.spec).file_stem()?;
-    let measured = newest(stem, DeviceKind::Cuda)?;
+    let stem = Path::new(&args.spec).file_stem().unwrap_or_default();
+    let recorded: Vec<PathBuf> = repository::results()?.into_iter().map(|label| label.join(stem)).collect();
+    let Some(measured) = newest(&recorded, DeviceKind::Cuda) else { return Ok(None) };
     say(&format!("note     no GPU here: the measured runs are those of {}", measured.display()));
-    let simulated = if args.against.is_none() && args.profile.is_none() { newest(stem, DeviceKind::Sim) } else { None };
+    let wanted = args.against.is_none() && args.profile.is_none();
+    let simulated = wanted.then(|| newest(&recorded, DeviceKind::Sim)).flatten();
     if let Some(folder) = &simulated {
         let folder = folder.display();
         say(&format!("note     the simulated runs are those of {folder}; --against names others"));
     }
-    Some((measured, simulated))
+    Ok(Some((measured, simulated)))
 }
 
-/// The last by name of the recorded experiments with this name on a kind of device: folders begin with their date.
-fn newest(name: &std::ffi::OsStr, kind: DeviceKind) -> Option<PathBuf> {
-    let labels =
-        std::fs::read_dir(repository::find("results")?).ok()?.filter_map(|entry| Some(entry.ok()?.path().join(name)));
-    let on_kind = |folder: &PathBuf| {
+/// The last by name of recorded experiments that were run on a kind of device: folders begin with their date.
+fn newest(recorded: &[PathBuf], kind: DeviceKind) -> Option<PathBuf> {
+    let on_kind = |folder: &&PathBuf| {
         let device = packed::experiment_of(folder).ok().and_then(|found| found["device"].as_str()?.parse().ok());
         device.is_some_and(|device: DeviceName| device.kind() == kind)
     };
-    labels.filter(on_kind).max()
+    recorded.iter().filter(on_kind).max().cloned()
 }
 
 /// The folder of an experiment on one device: the recorded one, or that of a run made now.
