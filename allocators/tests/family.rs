@@ -50,7 +50,7 @@ impl Bench {
     }
 
     fn free(&self, block: Block) {
-        // SAFETY: nobody has used the block.
+        // SAFETY: no work has used the block.
         unsafe { self.allocator.deallocate(block, self.streams[0]) }.unwrap();
     }
 

@@ -29,7 +29,7 @@ fn end(driver: &dyn Driver, allocator: &dyn DeviceAllocator, id: CaptureId, stre
 fn release(driver: &dyn Driver, allocator: &dyn DeviceAllocator, (id, graph): (CaptureId, GraphId), stream: StreamId) {
     launch(driver.graphs().unwrap(), graph, stream).unwrap();
     driver.stream_synchronize(stream).unwrap();
-    // SAFETY: captured by a test, used by nobody else, and its launch was waited for.
+    // SAFETY: captured by a test that alone uses it, and its launch was waited for.
     unsafe { driver.graphs().unwrap().graph_destroy(graph) }.unwrap();
     allocator.capture_release(id).unwrap();
 }
@@ -137,7 +137,7 @@ struct Forgetful(Arc<dyn DeviceAllocator>);
 
 impl DeviceAllocator for Forgetful {
     fn capture_begin(&self, _stream: StreamId) -> Result<CaptureId, AllocError> {
-        // A capture of a stream that nobody uses.
+        // A capture of an idle stream.
         self.0.capture_begin(common::stream(u64::MAX))
     }
 

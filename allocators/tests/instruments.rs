@@ -526,7 +526,7 @@ fn device_time_of_a_destroyed_stream_still_counts() {
     let brief = bench.sim.stream_create().unwrap();
     work(&bench.sim, brief, 1_000_000);
     let busy = bench.sim.busy_ns();
-    // SAFETY: made above, used by nobody else.
+    // SAFETY: made above, and used here alone.
     unsafe { bench.sim.stream_destroy(brief) }.unwrap();
     assert_eq!(bench.sim.busy_ns(), busy);
 }

@@ -80,7 +80,7 @@ fn a_recording_without_its_beginning_is_followed_address_for_address() {
     }
 }
 
-/// Graphs were captured before recording began. Their memory has a name at the end and serves nobody else.
+/// Graphs were captured before recording began. Their memory has a name at the end and serves no other request.
 #[test]
 fn memory_of_graphs_from_before_is_kept_apart() {
     for (name, whole) in cut::graphs() {

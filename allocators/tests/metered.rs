@@ -57,7 +57,7 @@ impl Scripted {
     }
 }
 
-// SAFETY: addresses are what the script says and nobody uses them, and the null device has no memory.
+// SAFETY: addresses are what the script says, no work uses them, and the null device has no memory.
 unsafe impl Driver for Scripted {
     fn describe(&self) -> DeviceDescription {
         self.null.describe()

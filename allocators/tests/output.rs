@@ -66,7 +66,7 @@ fn a_file_appears_when_it_is_whole() {
     out.finish().unwrap();
     assert_eq!(names(folder.path()), ["table.csv"]);
     assert_eq!(fs::metadata(&path).unwrap().len(), 1 << 20);
-    // Whoever may read files that programs usually make may read this one.
+    // This file has the permissions that programs usually give.
     let usual = folder.path().join("usual");
     fs::write(&usual, "").unwrap();
     let mode = |path: &Path| fs::metadata(path).unwrap().mode();
@@ -169,7 +169,7 @@ fn what_is_no_regular_file_stays() {
     let _listener = UnixListener::bind(at("socket")).unwrap();
     assert!(Command::new("mkfifo").arg(at("pipe")).status().unwrap().success());
     let mut cases = vec![("folder", "is a directory"), ("pipe", "is a pipe"), ("socket", "is a socket")];
-    // A device node of our own, which nobody misses, where the user may make one.
+    // A device node made for this test, where the user may make one.
     let made = Command::new("mknod").arg(at("null")).args(["c", "1", "3"]).output().unwrap().status.success();
     if made {
         cases.push(("null", "is a device"));

@@ -66,7 +66,7 @@ fn planned(program: &[Step], cross_stream: CrossStream) -> plan::PlanTable {
         .map(|(at, step)| {
             let end = at + 1 + u32::try_from(step.keep).unwrap();
             let stream = u32::try_from(step.stream).unwrap();
-            // Nobody says when other streams are done.
+            // No event says when other streams are done.
             Lifetime { requested: step.bytes, stream, pool: 0, end, end_elsewhere: NEVER }
         })
         .collect();

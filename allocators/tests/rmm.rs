@@ -17,7 +17,7 @@ use vramlab::{
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// Gives a block back that nobody uses any more.
+/// Gives back a block that is no longer in use.
 fn free(allocator: &dyn DeviceAllocator, block: Block, stream: StreamId) {
     // SAFETY: the tests queue every use of a block before, on its own stream.
     unsafe { allocator.deallocate(block, stream) }.unwrap();
@@ -359,7 +359,7 @@ fn host_waits(bytes: u64) -> bool {
     free(&arena, block, stream);
     let waits = driver.event_query(done).unwrap();
     drop(arena);
-    // SAFETY: nobody waits for it any more.
+    // SAFETY: no stream waits for it any more.
     unsafe { driver.event_destroy(done) }.unwrap();
     waits
 }

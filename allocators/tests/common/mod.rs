@@ -99,10 +99,10 @@ pub(crate) fn ready_ns(sim: &SimDriver, stream: StreamId) -> u64 {
     sim.event_record(end, stream).unwrap();
     let ns = now + sim.event_elapsed_ns(zero, end).unwrap();
     for event in [zero, end] {
-        // SAFETY: made above, used by nobody else.
+        // SAFETY: made above, and used here alone.
         unsafe { sim.event_destroy(event) }.unwrap();
     }
-    // SAFETY: made above, used by nobody else.
+    // SAFETY: made above, and used here alone.
     unsafe { sim.stream_destroy(idle) }.unwrap();
     ns
 }

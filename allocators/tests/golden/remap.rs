@@ -95,13 +95,13 @@ fn whole_pages_are_taken_before_memory_grows() {
         }
         while live.len() as u64 > 20 + draw(40) {
             let (block, stream) = live.swap_remove(draw(live.len() as u64) as usize);
-            // SAFETY: nobody has used the block.
+            // SAFETY: no work has used the block.
             unsafe { allocator.deallocate(block, stream) }.unwrap();
         }
     }
     assert!(grown > 40 && allocator.stats().steals.unwrap().pages > 1_000, "{grown}: {:?}", allocator.stats());
     for (block, stream) in live {
-        // SAFETY: nobody has used the block.
+        // SAFETY: no work has used the block.
         unsafe { allocator.deallocate(block, stream) }.unwrap();
     }
 }
