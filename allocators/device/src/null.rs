@@ -75,12 +75,12 @@ impl NullDriver {
     fn claim(&self, call: CallKind, bytes: u64) -> DriverResult<()> {
         let fits =
             self.used.fetch_update(Relaxed, Relaxed, |used| used.checked_add(bytes).filter(|sum| *sum <= self.total));
-        fits.map(|_| ()).map_err(|_| DriverError::new(call, DriverError::OUT_OF_MEMORY, ""))
+        fits.map(|_| ()).map_err(|_| DriverError::out_of_memory(call))
     }
 
     fn take(&self, call: CallKind, bytes: u64, place: impl FnOnce() -> DriverResult<u64>) -> DriverResult<DeviceAddr> {
         if bytes == 0 {
-            return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
+            return Err(DriverError::invalid_value(call, "zero bytes"));
         }
         self.claim(call, bytes)?;
         let addr = place()?;
@@ -96,9 +96,7 @@ impl NullDriver {
 
     fn give(&self, call: CallKind, addr: DeviceAddr) -> DriverResult<u64> {
         let bytes = lock(&self.sizes).remove(&addr.get());
-        let bytes = bytes.ok_or_else(|| {
-            DriverError::new(call, DriverError::INVALID_VALUE, format!("no block at {:#x}", addr.get()))
-        })?;
+        let bytes = bytes.ok_or_else(|| DriverError::no_block(call, addr))?;
         self.used.fetch_sub(bytes, Relaxed);
         Ok(bytes)
     }
@@ -250,17 +248,13 @@ impl PoolDriver for NullDriver {
     fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings> {
         let pools = lock(&self.pools);
         let found = pools.get(&pool.get()).map(|(settings, _)| *settings);
-        found.ok_or_else(|| {
-            DriverError::new(CallKind::PoolAttribute, DriverError::INVALID_HANDLE, format!("no pool {}", pool.get()))
-        })
+        found.ok_or_else(|| DriverError::no_such(CallKind::PoolAttribute, "pool", pool.get()))
     }
 
     fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
         let pools = lock(&self.pools);
         let found = pools.get(&pool.get()).map(|(_, counters)| *counters);
-        found.ok_or_else(|| {
-            DriverError::new(CallKind::PoolAttribute, DriverError::INVALID_HANDLE, format!("no pool {}", pool.get()))
-        })
+        found.ok_or_else(|| DriverError::no_such(CallKind::PoolAttribute, "pool", pool.get()))
     }
 
     fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
@@ -286,11 +280,7 @@ impl PoolDriver for NullDriver {
         }
         let mut pools = lock(&self.pools);
         let Some((_, counters)) = pools.get_mut(&pool.get()) else {
-            return Err(DriverError::new(
-                CallKind::MemAllocAsync,
-                DriverError::INVALID_HANDLE,
-                format!("no pool {}", pool.get()),
-            ));
+            return Err(DriverError::no_such(CallKind::MemAllocAsync, "pool", pool.get()));
         };
         let addr = self.take_async(bytes)?;
         counters.used += bytes;

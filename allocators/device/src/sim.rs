@@ -135,12 +135,12 @@ impl State {
         if self.time.has_stream(stream.get()) {
             return Ok(());
         }
-        Err(DriverError::new(call, DriverError::INVALID_HANDLE, format!("no stream {}", stream.get())))
+        Err(DriverError::no_such(call, "stream", stream.get()))
     }
 
     fn recorded(&self, call: CallKind, event: EventId) -> DriverResult<Option<&Recorded>> {
         let known = self.events.get(&event.get()).map(Option::as_ref);
-        known.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, format!("no event {}", event.get())))
+        known.ok_or_else(|| DriverError::no_such(call, "event", event.get()))
     }
 
     /// After a synchronise, each pool above its threshold gives empty granules back.
@@ -289,10 +289,6 @@ fn no_host_memory(call: CallKind, bytes: u64, NoRoom(room): NoRoom) -> DriverErr
     DriverError::new(call, DriverError::OPERATING_SYSTEM, context)
 }
 
-fn out_of_memory(call: CallKind) -> DriverError {
-    DriverError::new(call, DriverError::OUT_OF_MEMORY, "")
-}
-
 // SAFETY: host memory comes from the allocator of this process and is its caller's, heaps place no two blocks at one address
 // (their tests), and handles are looked up.
 unsafe impl Driver for SimDriver {
@@ -327,7 +323,7 @@ unsafe impl Driver for SimDriver {
     fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {
         let call = CallKind::MemAlloc;
         if bytes == 0 {
-            return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
+            return Err(DriverError::invalid_value(call, "zero bytes"));
         }
         let mut state = self.lock();
         let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
@@ -340,7 +336,7 @@ unsafe impl Driver for SimDriver {
         };
         let Some((addr, takes_pages)) = placed else {
             state.time.spend(costs.alloc_in_page_ns);
-            return Err(out_of_memory(call));
+            return Err(DriverError::out_of_memory(call));
         };
         state.time.spend(if takes_pages { costs.alloc_ns.at(bytes) } else { costs.alloc_in_page_ns });
         self.back(call, &mut state, addr, bytes).inspect_err(|_| _ = state.free_plain(addr))
@@ -350,11 +346,7 @@ unsafe impl Driver for SimDriver {
         let mut state = self.lock();
         let costs = &self.profile.plain;
         let Some((bytes, pages_went)) = state.free_plain(addr.get()) else {
-            return Err(DriverError::new(
-                CallKind::MemFree,
-                DriverError::INVALID_VALUE,
-                format!("no block at {:#x}", addr.get()),
-            ));
+            return Err(DriverError::no_block(CallKind::MemFree, addr));
         };
         if costs.free_drains_device {
             state.time.synchronize_device();
@@ -561,7 +553,7 @@ unsafe impl Driver for SimDriver {
             return Ok(());
         }
         if self.memory == SimMemory::Host {
-            let len = usize::try_from(bytes).map_err(|_| out_of_memory(CallKind::Memset))?;
+            let len = usize::try_from(bytes).map_err(|_| DriverError::out_of_memory(CallKind::Memset))?;
             let target = self.need_memory(CallKind::Memset, &state, dst, len)?;
             // SAFETY: `target` is valid for `len` bytes.
             unsafe { target.as_ptr().write_bytes(value, len) };
@@ -590,5 +582,5 @@ unsafe impl Driver for SimDriver {
 
 fn host_layout(bytes: usize) -> DriverResult<Layout> {
     let layout = Layout::from_size_align(bytes, HOST_ALIGN).ok().filter(|layout| layout.size() > 0);
-    layout.ok_or_else(|| DriverError::new(CallKind::HostAlloc, DriverError::INVALID_VALUE, format!("{bytes} bytes")))
+    layout.ok_or_else(|| DriverError::invalid_value(CallKind::HostAlloc, format!("{bytes} bytes")))
 }

@@ -27,10 +27,6 @@ struct Handle {
     mappings: usize,
 }
 
-fn invalid(call: CallKind, what: &str) -> DriverError {
-    DriverError::new(call, DriverError::INVALID_VALUE, what)
-}
-
 impl NullDriver {
     /// Takes a handle's memory back when nothing stands for it any more.
     fn drop_handle(&self, vmm: &mut Vmm, id: u64) {
@@ -62,7 +58,7 @@ impl VmmDriver for NullDriver {
     unsafe fn address_free(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
         let mut vmm = lock(&self.vmm);
         if vmm.ranges.get(&addr.get()) != Some(&bytes) {
-            return Err(invalid(CallKind::MemAddressFree, "no such range"));
+            return Err(DriverError::invalid_value(CallKind::MemAddressFree, "no such range"));
         }
         vmm.ranges.remove(&addr.get());
         Ok(())
@@ -71,7 +67,7 @@ impl VmmDriver for NullDriver {
     fn create(&self, bytes: u64) -> DriverResult<PhysicalHandle> {
         let call = CallKind::MemCreate;
         if bytes == 0 || !bytes.is_multiple_of(PAGE) {
-            return Err(invalid(call, "handles are whole pages"));
+            return Err(DriverError::invalid_value(call, "handles are whole pages"));
         }
         self.claim(call, bytes)?;
         let id = self.handle();
@@ -86,7 +82,7 @@ impl VmmDriver for NullDriver {
             return Err(DriverError::new(CallKind::MemMap, DriverError::INVALID_HANDLE, "no such handle of that size"));
         };
         if vmm.mappings.contains_key(&addr.get()) {
-            return Err(invalid(CallKind::MemMap, "the range is mapped already"));
+            return Err(DriverError::invalid_value(CallKind::MemMap, "the range is mapped already"));
         }
         known.mappings += 1;
         vmm.mappings.insert(addr.get(), (bytes, handle.get()));
@@ -102,7 +98,10 @@ impl VmmDriver for NullDriver {
         let mut at = addr.get();
         while at < addr.get() + bytes {
             let Some((size, handle)) = vmm.mappings.remove(&at) else {
-                return Err(invalid(CallKind::MemUnmap, "the range does not consist of whole mappings"));
+                return Err(DriverError::invalid_value(
+                    CallKind::MemUnmap,
+                    "the range does not consist of whole mappings",
+                ));
             };
             if let Some(known) = vmm.handles.get_mut(&handle) {
                 known.mappings -= 1;

@@ -12,7 +12,7 @@
 
 use super::heap::{Heap, Packing};
 use super::timeline::{Mark, Order};
-use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory, out_of_memory};
+use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory};
 use crate::DriverError;
 use crate::{CallKind, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, StreamId};
 use std::collections::BTreeMap;
@@ -118,7 +118,7 @@ impl Graphs {
 
     /// Ends the capture of the stream that began it.
     fn end(&mut self, call: CallKind, stream: StreamId) -> DriverResult<Capture> {
-        let illegal = || DriverError::new(call, DriverError::ILLEGAL_STATE, "the stream does not capture");
+        let illegal = || DriverError::illegal_state(call, "the stream does not capture");
         let id = *self.capturing.get(&stream.get()).ok_or_else(illegal)?;
         if self.captures.get(&id).is_some_and(|capture| capture.origin != stream.get()) {
             let context = "another stream began the capture";
@@ -208,10 +208,12 @@ impl SimDriver {
         let call = CallKind::MemAllocAsync;
         let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
         state.time.spend(costs.alloc_ns);
-        let Some(len) = bytes.checked_next_multiple_of(costs.align_bytes) else { return Err(out_of_memory(call)) };
+        let Some(len) = bytes.checked_next_multiple_of(costs.align_bytes) else {
+            return Err(DriverError::out_of_memory(call));
+        };
         let graphs = &mut state.graphs;
         let Some(capture) = graphs.capturing.get(&stream.get()).and_then(|id| graphs.captures.get_mut(id)) else {
-            return Err(DriverError::new(call, DriverError::ILLEGAL_STATE, "the stream does not capture"));
+            return Err(DriverError::illegal_state(call, "the stream does not capture"));
         };
         let idle = capture.own.idle.iter().find(|(_, size)| **size == len).map(|(addr, _)| *addr);
         let addr = match idle {
@@ -222,7 +224,8 @@ impl SimDriver {
             None => {
                 let new = || Heap::new(GRAPH_BASE, RANGE, costs.granule_bytes, costs.align_bytes, Packing::Across);
                 let heap = graphs.heap.get_or_insert_with(new);
-                let placed = heap.place(len, budget, |_| Order::Usable).ok_or_else(|| out_of_memory(call))?;
+                let placed =
+                    heap.place(len, budget, |_| Order::Usable).ok_or_else(|| DriverError::out_of_memory(call))?;
                 if self.memory == SimMemory::Host
                     && let Err(error) = state.host.back(placed.addr, len)
                 {
@@ -258,7 +261,7 @@ impl SimDriver {
         });
         freed.ok_or_else(|| {
             let context = format!("no block of the capture at {:#x}", addr.get());
-            DriverError::new(CallKind::MemFreeAsync, DriverError::INVALID_VALUE, context)
+            DriverError::invalid_value(CallKind::MemFreeAsync, context)
         })
     }
 
@@ -276,10 +279,6 @@ impl SimDriver {
             Node::Memory => 0,
         }
     }
-
-    fn no_graph(call: CallKind, graph: GraphId) -> DriverError {
-        DriverError::new(call, DriverError::INVALID_HANDLE, format!("no graph {}", graph.get()))
-    }
 }
 
 impl GraphDriver for SimDriver {
@@ -288,7 +287,7 @@ impl GraphDriver for SimDriver {
         state.need_stream(CallKind::CaptureBegin, stream)?;
         if state.graphs.is_capturing(stream) {
             let context = "the stream captures already";
-            return Err(DriverError::new(CallKind::CaptureBegin, DriverError::ILLEGAL_STATE, context));
+            return Err(DriverError::illegal_state(CallKind::CaptureBegin, context));
         }
         let graphs = &mut state.graphs;
         graphs.next += 1;
@@ -333,7 +332,8 @@ impl GraphDriver for SimDriver {
             return Err(DriverError::new(call, DriverError::NOT_SUPPORTED, context));
         }
         // Taken out while it runs through the device's clocks.
-        let mut launched = state.graphs.graphs.remove(&graph.get()).ok_or_else(|| Self::no_graph(call, graph))?;
+        let mut launched =
+            state.graphs.graphs.remove(&graph.get()).ok_or_else(|| DriverError::no_such(call, "graph", graph.get()))?;
         state.time.spend(self.profile.graphs.launch_ns);
         if let Some(last) = launched.last {
             state.time.wait_for_mark(stream.get(), last);
@@ -356,7 +356,7 @@ impl GraphDriver for SimDriver {
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
         let state = &mut *self.lock();
         let gone = state.graphs.graphs.remove(&graph.get());
-        let gone = gone.ok_or_else(|| Self::no_graph(CallKind::GraphDestroy, graph))?;
+        let gone = gone.ok_or_else(|| DriverError::no_such(CallKind::GraphDestroy, "graph", graph.get()))?;
         gone.own.addresses().for_each(|addr| state.host.unback(addr));
         state.graphs.give_back(&gone.own);
         Ok(())

@@ -6,7 +6,7 @@
 
 use super::heap::{Heap, Packing};
 use super::timeline::Order;
-use super::{PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory, out_of_memory};
+use super::{PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory};
 use crate::DriverError;
 use crate::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
 
@@ -33,7 +33,7 @@ impl SimDriver {
 impl State {
     fn pool(&mut self, call: CallKind, pool: PoolId) -> DriverResult<&mut Pool> {
         let found = self.pools.get_mut(&pool.get());
-        found.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, format!("no pool {}", pool.get())))
+        found.ok_or_else(|| DriverError::no_such(call, "pool", pool.get()))
     }
 }
 
@@ -52,11 +52,7 @@ impl PoolDriver for SimDriver {
     unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()> {
         let mut state = self.lock();
         if !state.pool(CallKind::PoolDestroy, pool)?.heap.is_empty() {
-            return Err(DriverError::new(
-                CallKind::PoolDestroy,
-                DriverError::INVALID_VALUE,
-                "blocks of the pool are still allocated",
-            ));
+            return Err(DriverError::invalid_value(CallKind::PoolDestroy, "blocks of the pool are still allocated"));
         }
         state.pools.remove(&pool.get());
         Ok(())
@@ -113,7 +109,7 @@ impl PoolDriver for SimDriver {
         let call = CallKind::MemAllocAsync;
         let costs = self.pool_costs(call)?;
         if bytes == 0 {
-            return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
+            return Err(DriverError::invalid_value(call, "zero bytes"));
         }
         let state = &mut *self.lock();
         state.need_stream(call, stream)?;
@@ -122,7 +118,7 @@ impl PoolDriver for SimDriver {
             return self.alloc_captured(state, costs, bytes, stream);
         }
         let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
-        let Some(pool) = state.pools.get_mut(&pool.get()) else { return Err(out_of_memory(call)) };
+        let Some(pool) = state.pools.get_mut(&pool.get()) else { return Err(DriverError::out_of_memory(call)) };
         let (time, settings) = (&state.time, pool.settings);
         let placed = pool.heap.place(bytes, budget, |freed| {
             let ordered = settings.reuse_follow_event_dependencies && time.is_ordered_after(stream.get(), freed);
@@ -134,7 +130,7 @@ impl PoolDriver for SimDriver {
             }
         });
         state.time.spend(costs.alloc_ns);
-        let Some(placed) = placed else { return Err(out_of_memory(call)) };
+        let Some(placed) = placed else { return Err(DriverError::out_of_memory(call)) };
         state.time.spend(placed.new_granules * costs.grow_ns_per_granule);
         state.time.delay(stream.get(), costs.stream_ns);
         if let Some(mark) = placed.wait_for {
@@ -168,7 +164,7 @@ impl PoolDriver for SimDriver {
             Some(())
         });
         if freed.is_none() {
-            return Err(DriverError::new(call, DriverError::INVALID_VALUE, format!("no block at {:#x}", addr.get())));
+            return Err(DriverError::no_block(call, addr));
         }
         state.time.spend(costs.free_ns);
         state.time.delay(stream.get(), costs.stream_ns);

@@ -124,10 +124,6 @@ impl Space {
     }
 }
 
-fn invalid(call: CallKind, why: impl Into<String>) -> DriverError {
-    DriverError::new(call, DriverError::INVALID_VALUE, why)
-}
-
 impl SimDriver {
     fn vmm_costs(&self, call: CallKind) -> DriverResult<&super::VirtualMemory> {
         let costs = self.profile.vmm.as_ref();
@@ -141,7 +137,7 @@ impl SimDriver {
         if bytes > 0 && bytes.is_multiple_of(granularity) {
             return Ok(());
         }
-        Err(invalid(call, format!("{bytes} is no multiple of the granularity {granularity}")))
+        Err(DriverError::invalid_value(call, format!("{bytes} is no multiple of the granularity {granularity}")))
     }
 }
 
@@ -158,7 +154,7 @@ impl VmmDriver for SimDriver {
         state.time.spend(costs.reserve_ns.at(bytes));
         let host = match self.memory {
             SimMemory::None => None,
-            SimMemory::Host => Some(host::Range::reserve(bytes).ok_or_else(|| super::out_of_memory(call))?),
+            SimMemory::Host => Some(host::Range::reserve(bytes).ok_or_else(|| DriverError::out_of_memory(call))?),
         };
         let space = &mut state.vmm;
         let addr = BASE + space.next_addr;
@@ -172,10 +168,13 @@ impl VmmDriver for SimDriver {
         let mut state = self.lock();
         let space = &mut state.vmm;
         if space.reservations.get(&addr.get()).is_none_or(|reservation| reservation.bytes != bytes) {
-            return Err(invalid(call, format!("no reservation of {bytes} bytes at {:#x}", addr.get())));
+            return Err(DriverError::invalid_value(
+                call,
+                format!("no reservation of {bytes} bytes at {:#x}", addr.get()),
+            ));
         }
         if space.mappings.range(addr.get()..addr.get() + bytes).next().is_some() {
-            return Err(invalid(call, "the range still holds mappings"));
+            return Err(DriverError::invalid_value(call, "the range still holds mappings"));
         }
         space.reservations.remove(&addr.get());
         Ok(())
@@ -188,11 +187,11 @@ impl VmmDriver for SimDriver {
         let mut state = self.lock();
         state.time.spend(costs.create_ns.at(bytes));
         if bytes > self.profile.total_bytes - self.profile.context_bytes - state.held() {
-            return Err(super::out_of_memory(call));
+            return Err(DriverError::out_of_memory(call));
         }
         let host = match self.memory {
             SimMemory::None => None,
-            SimMemory::Host => Some(host::File::new(bytes).ok_or_else(|| super::out_of_memory(call))?),
+            SimMemory::Host => Some(host::File::new(bytes).ok_or_else(|| DriverError::out_of_memory(call))?),
         };
         let space = &mut state.vmm;
         let id = space.next_handle;
@@ -209,11 +208,11 @@ impl VmmDriver for SimDriver {
         state.time.spend(costs.map_ns.at(bytes));
         let space = &mut state.vmm;
         let Some((start, reservation)) = space.reservation(addr.get(), bytes) else {
-            return Err(invalid(call, "the range is not reserved"));
+            return Err(DriverError::invalid_value(call, "the range is not reserved"));
         };
         let taken = space.mappings.range(..addr.get() + bytes).next_back();
         if taken.is_some_and(|(first, mapping)| first + mapping.bytes > addr.get()) {
-            return Err(invalid(call, "the range is mapped already"));
+            return Err(DriverError::invalid_value(call, "the range is mapped already"));
         }
         let known = space.handles.get(&handle.get()).filter(|known| !known.released && known.bytes == bytes);
         let Some(known) = known else {
@@ -222,7 +221,7 @@ impl VmmDriver for SimDriver {
         if let (Some(range), Some(file)) = (&reservation.host, &known.host)
             && !range.map(addr.get() - start, file)
         {
-            return Err(super::out_of_memory(call));
+            return Err(DriverError::out_of_memory(call));
         }
         space.mappings.insert(addr.get(), Mapping { bytes, handle: handle.get(), accessible: false });
         if let Some(known) = space.handles.get_mut(&handle.get()) {
@@ -237,7 +236,7 @@ impl VmmDriver for SimDriver {
         let mut state = self.lock();
         state.time.spend(costs.set_access_ns.at(bytes));
         let Some(starts) = state.vmm.tiled(addr.get(), bytes) else {
-            return Err(invalid(call, "the range does not consist of whole mappings"));
+            return Err(DriverError::invalid_value(call, "the range does not consist of whole mappings"));
         };
         for start in starts {
             if let Some(mapping) = state.vmm.mappings.get_mut(&start) {
@@ -255,7 +254,7 @@ impl VmmDriver for SimDriver {
         state.time.spend(costs.unmap_ns.at(bytes));
         let space = &mut state.vmm;
         let Some(starts) = space.tiled(addr.get(), bytes) else {
-            return Err(invalid(call, "the range does not consist of whole mappings"));
+            return Err(DriverError::invalid_value(call, "the range does not consist of whole mappings"));
         };
         // The real call does not wait: a kernel that still runs would fault, and every later call report it.
         if space.uses.any(addr.get(), bytes, called_ns) {
