@@ -6,7 +6,7 @@
 
 use super::heap::{Heap, Packing};
 use super::timeline::Order;
-use super::{PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory};
+use super::{PoolMemory, RANGE, SimDriver, State};
 use crate::DriverError;
 use crate::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
 
@@ -28,6 +28,13 @@ impl SimDriver {
             .as_ref()
             .ok_or_else(|| DriverError::new(call, DriverError::NOT_SUPPORTED, "the profile has no pools"))
     }
+
+    /// Reads or sets `count` attributes of a pool, at the cost of as many calls.
+    fn attributes<T>(&self, pool: PoolId, count: u64, with: impl FnOnce(&mut Pool) -> T) -> DriverResult<T> {
+        let costs = self.pool_costs(CallKind::PoolAttribute)?;
+        let mut state = self.charge(count * costs.attribute_ns);
+        state.pool(CallKind::PoolAttribute, pool).map(with)
+    }
 }
 
 impl State {
@@ -40,8 +47,7 @@ impl State {
 impl PoolDriver for SimDriver {
     fn pool_create(&self, settings: PoolSettings) -> DriverResult<PoolId> {
         let costs = self.pool_costs(CallKind::PoolCreate)?;
-        let mut state = self.lock();
-        state.time.spend(costs.create_ns);
+        let mut state = self.charge(costs.create_ns);
         let id = state.next_pool;
         state.next_pool += 1;
         let heap = Heap::new(POOL_BASE + id * RANGE, RANGE, costs.granule_bytes, costs.align_bytes, Packing::Across);
@@ -59,18 +65,11 @@ impl PoolDriver for SimDriver {
     }
 
     fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings> {
-        let costs = self.pool_costs(CallKind::PoolAttribute)?;
-        let mut state = self.lock();
-        state.time.spend(4 * costs.attribute_ns);
-        Ok(state.pool(CallKind::PoolAttribute, pool)?.settings)
+        self.attributes(pool, 4, |pool| pool.settings)
     }
 
     fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
-        let costs = self.pool_costs(CallKind::PoolAttribute)?;
-        let mut state = self.lock();
-        state.time.spend(4 * costs.attribute_ns);
-        let pool = state.pool(CallKind::PoolAttribute, pool)?;
-        Ok(PoolCounters {
+        self.attributes(pool, 4, |pool| PoolCounters {
             reserved: pool.heap.held_bytes(),
             reserved_high: pool.reserved_high,
             used: pool.used,
@@ -79,26 +78,19 @@ impl PoolDriver for SimDriver {
     }
 
     fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
-        let costs = self.pool_costs(CallKind::PoolAttribute)?;
-        let mut state = self.lock();
-        state.time.spend(costs.attribute_ns);
-        Ok(state.pool(CallKind::PoolAttribute, pool)?.reserved_high)
+        self.attributes(pool, 1, |pool| pool.reserved_high)
     }
 
     fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {
-        let costs = self.pool_costs(CallKind::PoolAttribute)?;
-        let mut state = self.lock();
-        state.time.spend(2 * costs.attribute_ns);
-        let pool = state.pool(CallKind::PoolAttribute, pool)?;
-        (pool.reserved_high, pool.used_high) = (pool.heap.held_bytes(), pool.used);
-        Ok(())
+        self.attributes(pool, 2, |pool| (pool.reserved_high, pool.used_high) = (pool.heap.held_bytes(), pool.used))
     }
 
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {
-        let costs = self.pool_costs(CallKind::PoolTrim)?;
+        let call = CallKind::PoolTrim;
+        let costs = self.pool_costs(call)?;
         let state = &mut *self.lock();
-        state.pool(CallKind::PoolTrim, pool)?;
-        let Some(pool) = state.pools.get_mut(&pool.get()) else { return Ok(()) };
+        let found = state.pools.get_mut(&pool.get());
+        let pool = found.ok_or_else(|| DriverError::no_such(call, "pool", pool.get()))?;
         pool.heap.settle(|mark| state.time.has_passed(mark));
         let released = pool.heap.release(keep_bytes);
         state.time.spend(costs.attribute_ns + released * costs.release_ns_per_granule);
@@ -113,13 +105,13 @@ impl PoolDriver for SimDriver {
         }
         let state = &mut *self.lock();
         state.need_stream(call, stream)?;
-        state.pool(call, pool)?;
+        let settings = state.pool(call, pool)?.settings;
         if state.graphs.is_capturing(stream) {
             return self.alloc_captured(state, costs, bytes, stream);
         }
-        let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
+        let budget = self.free_bytes(state);
         let Some(pool) = state.pools.get_mut(&pool.get()) else { return Err(DriverError::out_of_memory(call)) };
-        let (time, settings) = (&state.time, pool.settings);
+        let time = &state.time;
         let placed = pool.heap.place(bytes, budget, |freed| {
             let ordered = settings.reuse_follow_event_dependencies && time.is_ordered_after(stream.get(), freed);
             let finished = settings.reuse_allow_opportunistic && time.has_passed(freed);
@@ -136,16 +128,12 @@ impl PoolDriver for SimDriver {
         if let Some(mark) = placed.wait_for {
             state.time.wait_for_mark(stream.get(), mark);
         }
-        if self.memory == SimMemory::Host
-            && let Err(error) = state.host.back(placed.addr, bytes)
-        {
-            pool.heap.free(placed.addr, None);
-            return Err(no_host_memory(call, bytes, error));
-        }
+        let backed = self.back(call, &mut state.host, placed.addr, bytes);
+        let addr = backed.inspect_err(|_| _ = pool.heap.free(placed.addr, None))?;
         pool.used += bytes.next_multiple_of(costs.align_bytes);
         pool.used_high = pool.used_high.max(pool.used);
         pool.reserved_high = pool.reserved_high.max(pool.heap.held_bytes());
-        Ok(DeviceAddr::new(placed.addr).expect("simulated addresses start above zero"))
+        Ok(addr)
     }
 
     unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {

@@ -150,8 +150,7 @@ impl VmmDriver for SimDriver {
         let call = CallKind::MemAddressReserve;
         self.need_multiple(call, bytes)?;
         let costs = self.vmm_costs(call)?;
-        let mut state = self.lock();
-        state.time.spend(costs.reserve_ns.at(bytes));
+        let mut state = self.charge(costs.reserve_ns.at(bytes));
         let host = match self.memory {
             SimMemory::None => None,
             SimMemory::Host => Some(host::Range::reserve(bytes).ok_or_else(|| DriverError::out_of_memory(call))?),
@@ -184,9 +183,8 @@ impl VmmDriver for SimDriver {
         let call = CallKind::MemCreate;
         self.need_multiple(call, bytes)?;
         let costs = self.vmm_costs(call)?;
-        let mut state = self.lock();
-        state.time.spend(costs.create_ns.at(bytes));
-        if bytes > self.profile.total_bytes - self.profile.context_bytes - state.held() {
+        let mut state = self.charge(costs.create_ns.at(bytes));
+        if bytes > self.free_bytes(&state) {
             return Err(DriverError::out_of_memory(call));
         }
         let host = match self.memory {
@@ -204,8 +202,7 @@ impl VmmDriver for SimDriver {
     unsafe fn map(&self, addr: DeviceAddr, bytes: u64, handle: PhysicalHandle) -> DriverResult<()> {
         let call = CallKind::MemMap;
         let costs = self.vmm_costs(call)?;
-        let state = &mut *self.lock();
-        state.time.spend(costs.map_ns.at(bytes));
+        let state = &mut *self.charge(costs.map_ns.at(bytes));
         let space = &mut state.vmm;
         let Some((start, reservation)) = space.reservation(addr.get(), bytes) else {
             return Err(DriverError::invalid_value(call, "the range is not reserved"));
@@ -233,8 +230,7 @@ impl VmmDriver for SimDriver {
     unsafe fn set_access(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
         let call = CallKind::MemSetAccess;
         let costs = self.vmm_costs(call)?;
-        let mut state = self.lock();
-        state.time.spend(costs.set_access_ns.at(bytes));
+        let mut state = self.charge(costs.set_access_ns.at(bytes));
         let Some(starts) = state.vmm.tiled(addr.get(), bytes) else {
             return Err(DriverError::invalid_value(call, "the range does not consist of whole mappings"));
         };
