@@ -9,6 +9,8 @@
 //! Kernels and copies take effect when they are queued, in the host's order; a program that is correctly
 //! synchronised cannot tell.
 
+#[cfg_attr(not(target_os = "linux"), path = "sim/no_backing.rs")]
+mod backing;
 mod graphs;
 mod heap;
 mod host;

@@ -35,9 +35,9 @@ impl NullDriver {
         if let Some(addr) = own.idle.iter().find(|(_, size)| **size == bytes).map(|(addr, _)| *addr) {
             own.idle.remove(&addr);
             own.out.insert(addr, bytes);
-            return Some(Ok(DeviceAddr::new(addr).expect("addresses start above zero")));
+            return Some(Ok(DeviceAddr::handed_out(addr)));
         }
-        Some(self.take_async(bytes).inspect(|addr| {
+        Some(self.take_async(bytes, None).inspect(|addr| {
             own.out.insert(addr.get(), bytes);
             let memory = &mut graphs.memory;
             memory.used += bytes;
@@ -52,7 +52,8 @@ impl NullDriver {
         let graphs = &mut *lock(&self.graphs);
         let own = graphs.captures.get_mut(&stream.get())?;
         let Some(bytes) = own.out.remove(&addr.get()) else {
-            return Some(Err(DriverError::no_block(CallKind::MemFreeAsync, addr)));
+            let context = format!("no block of the capture at {:#x}", addr.get());
+            return Some(Err(DriverError::invalid_value(CallKind::MemFreeAsync, context)));
         };
         own.idle.insert(addr.get(), bytes);
         Some(Ok(()))
@@ -69,7 +70,7 @@ impl NullDriver {
 
     fn drop_own(&self, graphs: &mut Graphs, call: CallKind, own: &Own) -> DriverResult<()> {
         for addr in own.out.keys().chain(own.idle.keys()).filter_map(|addr| DeviceAddr::new(*addr)) {
-            graphs.memory.used -= self.give(call, addr)?;
+            graphs.memory.used -= self.give(call, addr)?.0;
             graphs.memory.reserved = graphs.memory.used;
         }
         Ok(())
