@@ -1,36 +1,36 @@
 //! What one thread sees: requests, blocks, statistics, snapshots, trims, running out of memory.
 
-use super::support::{
-    GIB, KIB, MIB, Random, allocate, check_nothing_held, check_stats, fill, free, free_bytes, read, write,
-};
+use super::subject::Subject;
+use super::support::{GIB, KIB, MIB, Random, check_nothing_held, check_stats, read, write};
 use super::{Bench, Device};
+use vramlab_device::StreamId;
 use vramlab_policies::backends::{self, SegmentUse, StreamUse};
-use vramlab_policies::contract::{AllocError, Block, BlockState, DeviceAllocator, Request, SegmentInfo, Snapshot};
+use vramlab_policies::contract::{AllocError, Block, BlockState, Request, SegmentInfo, Snapshot};
 use vramlab_policies::instruments::{assert_layout, assert_tiled};
 
 pub(super) fn zero_bytes_are_refused(bench: &Bench) {
-    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
-    let error = allocate(allocator.as_ref(), 0, stream).unwrap_err();
+    let (allocator, stream) = (bench.build(), bench.stream());
+    let error = allocator.try_take(0, stream).unwrap_err();
     assert!(matches!(error, AllocError::InvalidRequest { bytes: 0, .. }), "{error}");
     assert_eq!(allocator.stats().allocation.all.allocated, 0);
     assert_eq!(allocator.stats().num_device_alloc, 0);
 }
 
 pub(super) fn a_huge_request_is_refused_and_the_allocator_stays_usable(bench: &Bench) {
-    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    let (allocator, stream) = (bench.build(), bench.stream());
     for bytes in [1 << 50, 1 << 62, (1 << 62) + 1, 1 << 63, u64::MAX - 511, u64::MAX] {
-        let error = allocate(allocator.as_ref(), bytes, stream).unwrap_err();
+        let error = allocator.try_take(bytes, stream).unwrap_err();
         assert!(matches!(error, AllocError::OutOfMemory(_) | AllocError::InvalidRequest { .. }), "{bytes}: {error}");
         assert!(!error.to_string().contains('\n'));
     }
     assert_eq!(allocator.stats().allocation.all.allocated, 0);
-    let block = allocate(allocator.as_ref(), MIB, stream).unwrap();
-    free(allocator.as_ref(), block, stream).unwrap();
+    let block = allocator.take(MIB, stream);
+    allocator.give(block, stream);
     check_nothing_held(&allocator.stats());
 }
 
 pub(super) fn alignment_up_to_256_is_kept_and_512_refused(bench: &Bench) {
-    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    let (allocator, stream) = (bench.build(), bench.stream());
     let mut blocks = Vec::new();
     for align in (0..=8).map(|log2| 1 << log2) {
         for bytes in [1, 3, 255, 256, 257, 4097, MIB + 1, 11 * MIB + 3] {
@@ -44,9 +44,7 @@ pub(super) fn alignment_up_to_256_is_kept_and_512_refused(bench: &Bench) {
         let error = allocator.allocate(Request { bytes: 1024, align }, stream).unwrap_err();
         assert!(matches!(error, AllocError::InvalidRequest { .. }), "{error}");
     }
-    for block in blocks {
-        free(allocator.as_ref(), block, stream).unwrap();
-    }
+    allocator.give_all(blocks, stream);
     check_nothing_held(&allocator.stats());
 }
 
@@ -61,35 +59,33 @@ fn assert_disjoint<'a>(blocks: impl Iterator<Item = &'a Block>) {
 
 pub(super) fn live_blocks_are_disjoint(bench: &Bench) {
     let (allocator, mut random) = (bench.build(), Random::new(3));
-    let streams: Vec<_> = (0..3).map(|_| bench.driver.stream_create().unwrap()).collect();
+    let streams = bench.streams::<3>();
     let mut live = Vec::new();
     for step in 0..400 {
         let stream = streams[random.below(3) as usize];
-        live.push((allocate(allocator.as_ref(), random.size(24), stream).unwrap(), stream));
+        live.push((allocator.take(random.size(24), stream), stream));
         if step % 3 == 0 {
             let (block, stream) = live.swap_remove(random.below(live.len() as u64) as usize);
-            free(allocator.as_ref(), block, stream).unwrap();
+            allocator.give(block, stream);
         }
         if step % 20 == 0 {
             assert_disjoint(live.iter().map(|(block, _)| block));
         }
     }
     assert_disjoint(live.iter().map(|(block, _)| block));
-    for (block, stream) in live {
-        free(allocator.as_ref(), block, stream).unwrap();
-    }
+    allocator.give_each(live);
 }
 
 pub(super) fn patterns_survive_in_live_blocks(bench: &Bench) {
     if !bench.has_memory() {
         return;
     }
-    let (allocator, stream, mut random) = (bench.build(), bench.driver.stream_create().unwrap(), Random::new(5));
+    let (allocator, stream, mut random) = (bench.build(), bench.stream(), Random::new(5));
     let driver = bench.driver.as_ref();
     let mut live: Vec<(Block, Vec<u8>)> = Vec::new();
     for round in 0..4 {
         for _ in 0..60 {
-            let block = allocate(allocator.as_ref(), random.size(17), stream).unwrap();
+            let block = allocator.take(random.size(17), stream);
             let pattern: Vec<u8> = (0..block.requested()).map(|_| random.next() as u8).collect();
             write(driver, block.addr(), &pattern, stream);
             live.push((block, pattern));
@@ -100,31 +96,29 @@ pub(super) fn patterns_survive_in_live_blocks(bench: &Bench) {
         let keep = if round == 3 { 0 } else { live.len() / 2 };
         while live.len() > keep {
             let (block, _) = live.swap_remove(random.below(live.len() as u64) as usize);
-            free(allocator.as_ref(), block, stream).unwrap();
+            allocator.give(block, stream);
         }
     }
     check_nothing_held(&allocator.stats());
 }
 
 pub(super) fn freed_memory_is_used_again_by_its_stream(bench: &Bench) {
-    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    let (allocator, stream) = (bench.build(), bench.stream());
     let sizes = [700, 100 * KIB, MIB, 3 * MIB, 12 * MIB];
-    let round = |allocator: &dyn DeviceAllocator| {
-        let blocks: Vec<Block> = sizes.iter().map(|bytes| allocate(allocator, *bytes, stream).unwrap()).collect();
-        let reserved = allocator.stats().reserved_bytes.all.current;
-        for block in blocks {
-            free(allocator, block, stream).unwrap();
-        }
+    let round = |allocator: &Subject| {
+        let blocks: Vec<Block> = sizes.iter().map(|bytes| allocator.take(*bytes, stream)).collect();
+        let reserved = allocator.reserved();
+        allocator.give_all(blocks, stream);
         reserved
     };
-    let first = round(allocator.as_ref());
+    let first = round(&allocator);
     for _ in 0..50 {
-        assert_eq!(round(allocator.as_ref()), first, "the same round should need the same memory");
+        assert_eq!(round(&allocator), first, "the same round should need the same memory");
     }
     assert_eq!(allocator.stats().reserved_bytes.all.peak, first);
     if bench.capabilities().caches && bench.capabilities().segments.is_shared() {
         let before = allocator.stats().num_device_alloc;
-        round(allocator.as_ref());
+        round(&allocator);
         assert_eq!(allocator.stats().num_device_alloc, before, "what is kept should serve the round again");
     }
     if bench.capabilities().follows_pytorch {
@@ -135,30 +129,30 @@ pub(super) fn freed_memory_is_used_again_by_its_stream(bench: &Bench) {
 
 pub(super) fn freed_memory_stays_with_its_stream_where_that_is_said(bench: &Bench) {
     let (allocator, driver) = (bench.build(), bench.driver.as_ref());
-    let [owner, other] = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
-    let block = allocate(allocator.as_ref(), 40 * MIB, owner).unwrap();
-    let reserved = allocator.stats().reserved_bytes.all.current;
-    free(allocator.as_ref(), block, owner).unwrap();
+    let [owner, other] = bench.streams();
+    let block = allocator.take(40 * MIB, owner);
+    let reserved = allocator.reserved();
+    allocator.give(block, owner);
     // Nothing of its work is left.
     driver.device_synchronize().unwrap();
-    let block = allocate(allocator.as_ref(), 40 * MIB, other).unwrap();
-    let grows = allocator.stats().reserved_bytes.all.current > reserved;
+    let block = allocator.take(40 * MIB, other);
+    let grows = allocator.reserved() > reserved;
     // Where it may serve others, new memory may still come first.
     assert!(grows || bench.capabilities().streams == StreamUse::Any, "another stream has the memory");
-    free(allocator.as_ref(), block, other).unwrap();
+    allocator.give(block, other);
 }
 
 pub(super) fn statistics_agree_with_what_was_done(bench: &Bench) {
-    let (allocator, stream, mut random) = (bench.build(), bench.driver.stream_create().unwrap(), Random::new(8));
+    let (allocator, stream, mut random) = (bench.build(), bench.stream(), Random::new(8));
     let (mut live, mut allocated, mut freed) = (Vec::new(), 0, 0);
     for step in 0..600 {
         let grows = random.below(100) < if step < 400 { 60 } else { 20 };
         if grows || live.is_empty() {
-            live.push(allocate(allocator.as_ref(), random.size(23), stream).unwrap());
+            live.push(allocator.take(random.size(23), stream));
             allocated += 1;
         } else {
             let block = live.swap_remove(random.below(live.len() as u64) as usize);
-            free(allocator.as_ref(), block, stream).unwrap();
+            allocator.give(block, stream);
             freed += 1;
         }
         let stats = allocator.stats();
@@ -177,21 +171,17 @@ pub(super) fn statistics_agree_with_what_was_done(bench: &Bench) {
             SegmentUse::One | SegmentUse::Hidden => assert_eq!(calls, live.len() as u64),
         }
     }
-    for block in live {
-        free(allocator.as_ref(), block, stream).unwrap();
-    }
+    allocator.give_all(live, stream);
     check_nothing_held(&allocator.stats());
 }
 
 pub(super) fn peaks_are_kept_and_start_again(bench: &Bench) {
-    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
-    let blocks: Vec<Block> = (0..4).map(|_| allocate(allocator.as_ref(), 12 * MIB, stream).unwrap()).collect();
+    let (allocator, stream) = (bench.build(), bench.stream());
+    let blocks: Vec<Block> = (0..4).map(|_| allocator.take(12 * MIB, stream)).collect();
     let full = allocator.stats();
     let mut blocks = blocks.into_iter();
     let kept = blocks.next().unwrap();
-    for block in blocks {
-        free(allocator.as_ref(), block, stream).unwrap();
-    }
+    allocator.give_all(blocks, stream);
     let stats = allocator.stats();
     for (now, then) in [
         (stats.allocation, full.allocation),
@@ -211,18 +201,15 @@ pub(super) fn peaks_are_kept_and_start_again(bench: &Bench) {
         assert_eq!(stats.reserved_bytes.all.peak, stats.reserved_bytes.all.current);
     }
     assert_eq!(stats.allocation.all.allocated, 4, "running totals go on");
-    free(allocator.as_ref(), kept, stream).unwrap();
+    allocator.give(kept, stream);
 }
 
 pub(super) fn trim_returns_idle_memory(bench: &Bench) {
-    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
-    let start = free_bytes(bench.driver.as_ref());
-    let kept = allocate(allocator.as_ref(), 2 * MIB, stream).unwrap();
-    let idle: Vec<Block> = (0..8).map(|_| allocate(allocator.as_ref(), 40 * MIB, stream).unwrap()).collect();
-    for block in idle {
-        free(allocator.as_ref(), block, stream).unwrap();
-    }
-    let before = allocator.stats().reserved_bytes.all.current;
+    let (allocator, stream) = (bench.build(), bench.stream());
+    let kept = allocator.take(2 * MIB, stream);
+    let idle: Vec<Block> = (0..8).map(|_| allocator.take(40 * MIB, stream)).collect();
+    allocator.give_all(idle, stream);
+    let before = allocator.reserved();
     let keep = before / 2;
     // Where a segment goes back as a whole, the one with the block that is still held stays, however large it is.
     let in_parts = bench.capabilities().segments == SegmentUse::Expandable;
@@ -232,64 +219,62 @@ pub(super) fn trim_returns_idle_memory(bench: &Bench) {
         segments.map(|segment| segment.bytes).sum::<u64>()
     });
     let first = allocator.trim(keep).unwrap();
-    let middle = allocator.stats().reserved_bytes.all.current;
+    let middle = allocator.reserved();
     assert_eq!(before - middle, first, "trim should say what went");
     // A driver's pool keeps at least what it is told to, in whole granules.
     let granule = if bench.capabilities().segments == SegmentUse::Hidden { 32 * MIB } else { 0 };
     assert!(middle <= keep.max(in_use.unwrap_or(2 * MIB)) + granule, "{middle} of {before} stayed");
     let second = allocator.trim(0).unwrap();
-    let after = allocator.stats().reserved_bytes.all.current;
+    let after = allocator.reserved();
     assert_eq!(middle - after, second);
     check_stats(&allocator.stats());
     match in_use {
         Some(in_use) => assert_eq!(after, in_use, "one segment is still in use"),
         None => assert!((2 * MIB..=32 * MIB).contains(&after), "one block is still held: {after}"),
     }
-    free(allocator.as_ref(), kept, stream).unwrap();
-    allocator.trim(0).unwrap();
-    assert_eq!(allocator.stats().reserved_bytes.all.current, 0);
-    assert!(free_bytes(bench.driver.as_ref()).abs_diff(start) <= bench.slack());
+    allocator.give(kept, stream);
+    allocator.check_all_returns();
     assert_eq!(allocator.trim(0).unwrap(), 0);
-    let block = allocate(allocator.as_ref(), MIB, stream).unwrap();
-    free(allocator.as_ref(), block, stream).unwrap();
+    let block = allocator.take(MIB, stream);
+    allocator.give(block, stream);
 }
 
 pub(super) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
     let (allocator, driver) = (bench.build(), bench.driver.as_ref());
-    let (owner, user) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
-    let one = allocate(allocator.as_ref(), 3 * MIB, owner).unwrap();
-    fill(driver, one.addr(), 7, 3 * MIB, user);
+    let [owner, user] = bench.streams();
+    let one = allocator.take(3 * MIB, owner);
+    allocator.use_on(&one, user);
     allocator.record_use(&one, user).unwrap();
     allocator.record_use(&one, user).unwrap();
     allocator.record_use(&one, owner).unwrap();
-    let path = free(allocator.as_ref(), one, owner).unwrap();
+    let path = allocator.give(one, owner);
     assert_eq!(path, bench.capabilities().used_elsewhere);
     let stats = allocator.stats();
     assert_eq!(stats.allocation.all.current, 0);
     check_stats(&stats);
     driver.device_synchronize().unwrap();
     let reserved = stats.reserved_bytes.all.current;
-    let again = allocate(allocator.as_ref(), 3 * MIB, owner).unwrap();
+    let again = allocator.take(3 * MIB, owner);
     let stats = allocator.stats();
     assert_eq!(stats.active.all.current, 1, "the pending free should be done by now");
     if bench.capabilities().caches && bench.capabilities().segments.is_shared() {
         assert_eq!(stats.reserved_bytes.all.current, reserved, "the block should be used again");
     }
     allocator.record_use(&again, owner).unwrap();
-    free(allocator.as_ref(), again, owner).unwrap();
+    allocator.give(again, owner);
     check_nothing_held(&allocator.stats());
 }
 
 pub(super) fn a_foreign_block_is_refused(bench: &Bench) {
     let (mine, other) = (bench.build(), bench.build());
-    let stream = bench.driver.stream_create().unwrap();
-    let own = allocate(mine.as_ref(), 4096, stream).unwrap();
-    let foreign = allocate(other.as_ref(), 4096, stream).unwrap();
+    let stream = bench.stream();
+    let own = mine.take(4096, stream);
+    let foreign = other.take(4096, stream);
     let before = mine.stats();
     let error = mine.record_use(&foreign, stream).unwrap_err();
     assert!(matches!(error, AllocError::ForeignBlock { .. }), "{error}");
     let addr = foreign.addr().get();
-    match free(mine.as_ref(), foreign, stream) {
+    match mine.try_give(foreign, stream) {
         Err(AllocError::ForeignBlock { addr: named, .. }) => assert_eq!(named, addr),
         other => panic!("a foreign block was taken: {other:?}"),
     }
@@ -297,54 +282,58 @@ pub(super) fn a_foreign_block_is_refused(bench: &Bench) {
     // Another device hands out the same addresses: only the token tells. There may be one GPU.
     if bench.device != Device::Cuda {
         let elsewhere = Bench::open(bench.selection.clone(), bench.device, GIB);
-        let (theirs, there) = (elsewhere.build(), elsewhere.driver.stream_create().unwrap());
-        let strange = allocate(theirs.as_ref(), 4096, there).unwrap();
+        let (theirs, there) = (elsewhere.build(), elsewhere.stream());
+        let strange = theirs.take(4096, there);
         let error = mine.record_use(&strange, stream).unwrap_err();
         assert!(matches!(error, AllocError::ForeignBlock { .. }), "{error}");
-        let error = free(mine.as_ref(), strange, stream).unwrap_err();
+        let error = mine.try_give(strange, stream).unwrap_err();
         assert!(matches!(error, AllocError::ForeignBlock { .. }), "{error}");
         assert_eq!(mine.stats(), before, "a refusal should change nothing");
     }
-    free(mine.as_ref(), own, stream).unwrap();
+    mine.give(own, stream);
     check_nothing_held(&mine.stats());
     assert_eq!(other.stats().allocation.all.current, 1);
 }
 
-pub(super) fn the_peak_ledger_sums_to_what_is_not_in_use(bench: &Bench) {
-    let (allocator, driver, mut random) = (bench.build(), bench.driver.as_ref(), Random::new(13));
-    let streams: Vec<_> = (0..3).map(|_| driver.stream_create().unwrap()).collect();
-    let mut live = Vec::new();
-    let mut highest = 0;
-    for _ in 0..500 {
-        let stream = streams[random.below(3) as usize];
+/// Allocates and frees blocks of many sizes on some streams, uses some of them elsewhere, and looks after each step.
+fn churn(allocator: &Subject, streams: &[StreamId], steps: u32, mut look: impl FnMut(&[(Block, StreamId)])) {
+    let (mut random, mut live) = (Random::new(13), Vec::new());
+    for _ in 0..steps {
+        let stream = streams[random.below(streams.len() as u64) as usize];
         if random.below(5) < 3 || live.is_empty() {
-            live.push((allocate(allocator.as_ref(), random.size(24), stream).unwrap(), stream));
+            live.push((allocator.take(random.size(24), stream), stream));
         } else {
             let (block, owner) = live.swap_remove(random.below(live.len() as u64) as usize);
             if random.below(3) == 0 {
                 allocator.record_use(&block, stream).unwrap();
             }
-            free(allocator.as_ref(), block, owner).unwrap();
+            allocator.give(block, owner);
         }
+        look(&live);
+    }
+    allocator.give_each(live);
+}
+
+pub(super) fn the_peak_ledger_sums_to_what_is_not_in_use(bench: &Bench) {
+    let allocator = bench.build();
+    let mut highest = 0;
+    churn(&allocator, &bench.streams::<3>(), 500, |_| {
         let ledger = allocator.ledger_at_peak();
         assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested, "{ledger:?}");
         assert!(ledger.reserved >= highest, "a peak does not fall");
         highest = ledger.reserved;
-    }
+    });
     assert!(highest > 0);
     assert_eq!(highest, allocator.stats().reserved_bytes.all.peak);
-    for (block, stream) in live {
-        free(allocator.as_ref(), block, stream).unwrap();
-    }
 }
 
 pub(super) fn the_peak_ledger_follows_a_reset(bench: &Bench) {
-    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    let (allocator, stream) = (bench.build(), bench.stream());
     for bytes in [200 * MIB, 60 * MIB] {
-        let block = allocate(allocator.as_ref(), bytes, stream).unwrap();
+        let block = allocator.take(bytes, stream);
         assert_eq!(allocator.ledger_at_peak().requested, bytes);
         assert!(allocator.ledger_at_peak().reserved >= bytes);
-        free(allocator.as_ref(), block, stream).unwrap();
+        allocator.give(block, stream);
         allocator.trim(0).unwrap();
         allocator.reset_peaks();
         assert_eq!(allocator.ledger_at_peak().reserved, 0, "after a reset the peak is what is held now");
@@ -357,20 +346,10 @@ fn freed_bytes(snapshot: &Snapshot) -> u64 {
 }
 
 pub(super) fn snapshots_are_whole(bench: &Bench) {
-    let (allocator, driver, mut random) = (bench.build(), bench.driver.as_ref(), Random::new(21));
-    let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
-    let mut live = Vec::new();
-    for _ in 0..400 {
-        let stream = streams[random.below(2) as usize];
-        if random.below(5) < 3 || live.is_empty() {
-            live.push((allocate(allocator.as_ref(), random.size(24), stream).unwrap(), stream));
-        } else {
-            let (block, owner) = live.swap_remove(random.below(live.len() as u64) as usize);
-            free(allocator.as_ref(), block, owner).unwrap();
-        }
+    let (allocator, streams) = (bench.build(), bench.streams::<2>());
+    churn(&allocator, &streams, 400, |live| {
         let Some(snapshot) = allocator.snapshot() else {
-            assert!(!bench.capabilities().snapshot, "a snapshot is missing");
-            continue;
+            return assert!(!bench.capabilities().snapshot, "a snapshot is missing");
         };
         if bench.capabilities().coalesces {
             assert_layout(&snapshot)
@@ -381,7 +360,7 @@ pub(super) fn snapshots_are_whole(bench: &Bench) {
         let reserved: u64 = snapshot.segments.iter().map(|segment| segment.bytes).sum();
         assert_eq!(reserved, stats.reserved_bytes.all.current);
         assert_eq!(reserved - freed_bytes(&snapshot), stats.allocated_bytes.all.current);
-        for (block, _) in &live {
+        for (block, _) in live {
             let found = snapshot.segments.iter().flat_map(|segment| &segment.blocks);
             let found = found.filter(|info| info.addr == block.addr()).collect::<Vec<_>>();
             assert!(found.len() == 1 && found[0].bytes == block.bytes(), "{block:?} is not in the snapshot");
@@ -389,37 +368,31 @@ pub(super) fn snapshots_are_whole(bench: &Bench) {
         }
         let ledger = snapshot.ledger(streams[0]);
         assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
-    }
-    for (block, stream) in live {
-        free(allocator.as_ref(), block, stream).unwrap();
-    }
+    });
 }
 
 pub(super) fn dropping_returns_everything(bench: &Bench) {
-    let driver = bench.driver.as_ref();
-    let streams = [driver.stream_create().unwrap(), driver.stream_create().unwrap()];
-    let start = free_bytes(driver);
+    let streams = bench.streams::<2>();
     let (allocator, mut random) = (bench.build(), Random::new(34));
     for _ in 0..100 {
-        let block = allocate(allocator.as_ref(), random.size(26), streams[0]).unwrap();
+        let block = allocator.take(random.size(26), streams[0]);
         if random.below(2) == 0 {
             // Still queued when the allocator goes.
-            fill(driver, block.addr(), 1, block.requested(), streams[1]);
+            allocator.use_on(&block, streams[1]);
             allocator.record_use(&block, streams[1]).unwrap();
         }
-        free(allocator.as_ref(), block, streams[0]).unwrap();
+        allocator.give(block, streams[0]);
     }
-    drop(allocator);
-    assert!(free_bytes(driver).abs_diff(start) <= bench.slack(), "the device should have its memory back");
+    allocator.check_drop_returns_all();
 }
 
 pub(super) fn reports_and_names_are_complete(bench: &Bench) {
-    let (allocator, stream) = (bench.build(), bench.driver.stream_create().unwrap());
+    let (allocator, stream) = (bench.build(), bench.stream());
     let backend = bench.selection.backend();
     assert_eq!(allocator.name(), backend.name);
     backends::register(backend).unwrap();
     assert_eq!(backends::find(allocator.name()).unwrap(), backend);
-    let error = allocate(allocator.as_ref(), 1 << 45, stream).unwrap_err();
+    let error = allocator.try_take(1 << 45, stream).unwrap_err();
     let AllocError::OutOfMemory(report) = error else { panic!("{error}") };
     assert_eq!(report.allocator, backend.name);
     assert_eq!(report.requested_bytes, 1 << 45);
@@ -431,20 +404,11 @@ pub(super) fn reports_and_names_are_complete(bench: &Bench) {
 }
 
 pub(super) fn out_of_memory_is_reported_and_passes(bench: &Bench) {
-    let (allocator, driver) = (bench.build(), bench.driver.as_ref());
-    let stream = driver.stream_create().unwrap();
-    let start = free_bytes(driver);
+    let (allocator, stream) = (bench.build(), bench.stream());
     // A GPU is filled in parts of an eighth, so that this stays quick.
-    let part = if bench.device == Device::Cuda { start / 8 } else { 4 * MIB };
-    let mut live: Vec<Block> = Vec::new();
-    let error = loop {
-        match allocate(allocator.as_ref(), part, stream) {
-            Ok(block) => live.push(block),
-            Err(error) => break error,
-        }
-        assert!(live.len() < 100, "the device should be full");
-    };
-    assert!(live.len() >= 4, "only {} parts of {part} in {start}", live.len());
+    let part = if bench.device == Device::Cuda { allocator.room / 8 } else { 4 * MIB };
+    let (mut live, error) = allocator.take_until_full(part, stream);
+    assert!(live.len() >= 4, "only {} parts of {part} in {}", live.len(), allocator.room);
     let AllocError::OutOfMemory(report) = &error else { panic!("{error}") };
     assert!(error.is_out_of_memory());
     let held: u64 = live.iter().map(Block::bytes).sum();
@@ -455,19 +419,16 @@ pub(super) fn out_of_memory_is_reported_and_passes(bench: &Bench) {
     check_stats(&stats);
     // As much as was given back can be had again, also in one piece when everything is back, unless it stays in segments.
     for _ in 0..2 {
-        free(allocator.as_ref(), live.pop().unwrap(), stream).unwrap();
+        allocator.give(live.pop().unwrap(), stream);
     }
     for _ in 0..2 {
-        live.push(allocate(allocator.as_ref(), part, stream).unwrap());
+        live.push(allocator.take(part, stream));
     }
     let pieces = if bench.capabilities().keeps_segments { 1 } else { live.len() as u64 / 2 };
     let whole = pieces * part;
-    for block in live {
-        free(allocator.as_ref(), block, stream).unwrap();
-    }
-    let block = allocate(allocator.as_ref(), whole, stream).unwrap();
-    free(allocator.as_ref(), block, stream).unwrap();
+    allocator.give_all(live, stream);
+    let block = allocator.take(whole, stream);
+    allocator.give(block, stream);
     check_nothing_held(&allocator.stats());
-    drop(allocator);
-    assert!(free_bytes(driver).abs_diff(start) <= bench.slack());
+    allocator.check_drop_returns_all();
 }

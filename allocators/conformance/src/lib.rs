@@ -20,6 +20,7 @@ mod captures;
 mod faults;
 mod private_pools;
 mod stress;
+mod subject;
 mod support;
 mod threads;
 
@@ -27,10 +28,11 @@ pub use support::{Random, check_nothing_held, check_stats};
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use subject::Subject;
 use support::{GIB, MIB};
-use vramlab_device::{CudaDriver, Driver, NullDriver, sim::SimMemory};
+use vramlab_device::{CudaDriver, Driver, NullDriver, StreamId, sim::SimMemory};
 use vramlab_policies::backends::{Capabilities, GraphCapture, Needs, Selection};
-use vramlab_policies::contract::{AllocError, DeviceAllocator};
+use vramlab_policies::contract::AllocError;
 
 /// A device that checks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,8 +129,16 @@ impl Bench {
         Self { selection, device, driver, _turn: turn }
     }
 
-    fn build(&self) -> Arc<dyn DeviceAllocator> {
-        self.selection.build(&self.driver).unwrap()
+    fn build(&self) -> Subject<'_> {
+        Subject::new(self)
+    }
+
+    fn stream(&self) -> StreamId {
+        self.driver.stream_create().unwrap()
+    }
+
+    fn streams<const N: usize>(&self) -> [StreamId; N] {
+        std::array::from_fn(|_| self.stream())
     }
 
     fn capabilities(&self) -> Capabilities {

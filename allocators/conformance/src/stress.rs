@@ -143,7 +143,7 @@ impl Rig {
             }
             scope.spawn(|| self.watch(allocator, limit)).join().unwrap()
         });
-        assert!(looks > 0, "somebody should have looked");
+        assert!(looks > 0, "the watching thread should have looked");
         for (block, stream) in self.mailbox.lock().unwrap().drain(..) {
             free(allocator, block, stream).unwrap();
         }

@@ -1,10 +1,11 @@
 //! Several threads: streams of their own, and blocks that are freed elsewhere.
 
 use super::Bench;
-use super::support::{Random, allocate, check_nothing_held, check_stats, free, free_bytes, read, write};
+use super::subject::Subject;
+use super::support::{Random, check_nothing_held, read, write};
 use std::sync::mpsc;
 use std::thread;
-use vramlab_policies::contract::{Block, DeviceAllocator};
+use vramlab_policies::contract::Block;
 use vramlab_policies::restless;
 
 const THREADS: u64 = 8;
@@ -17,11 +18,10 @@ fn stamp(owner: u64, serial: u64, bytes: u64) -> Vec<u8> {
 }
 
 pub(super) fn threads_on_streams_of_their_own(bench: &Bench) {
-    let start = free_bytes(bench.driver.as_ref());
     let allocator = bench.build();
     thread::scope(|scope| {
         for owner in 0..THREADS {
-            let allocator = allocator.as_ref();
+            let allocator = &allocator;
             scope.spawn(move || work(bench, allocator, owner));
         }
     });
@@ -31,14 +31,13 @@ pub(super) fn threads_on_streams_of_their_own(bench: &Bench) {
     check_nothing_held(&stats);
     assert!(stats.allocation.all.allocated > THREADS * OPERATIONS / 4);
     assert_eq!(stats.reserved_bytes.all.current, 0);
-    drop(allocator);
-    assert!(free_bytes(bench.driver.as_ref()).abs_diff(start) <= bench.slack());
+    allocator.check_drop_returns_all();
 }
 
-fn work(bench: &Bench, allocator: &dyn DeviceAllocator, owner: u64) {
+fn work(bench: &Bench, allocator: &Subject, owner: u64) {
     restless::begin(owner + 100);
     let (driver, mut random) = (bench.driver.as_ref(), Random::new(owner + 100));
-    let (stream, other) = (driver.stream_create().unwrap(), driver.stream_create().unwrap());
+    let [stream, other] = bench.streams();
     let mut live: Vec<(Block, Vec<u8>)> = Vec::new();
     let check = |block: &Block, stamp: &[u8]| {
         if bench.has_memory() {
@@ -50,7 +49,7 @@ fn work(bench: &Bench, allocator: &dyn DeviceAllocator, owner: u64) {
     };
     for serial in 0..OPERATIONS {
         if live.len() < 4 || (live.len() < 24 && random.below(2) == 0) {
-            let block = allocate(allocator, random.size(16).max(64), stream).unwrap();
+            let block = allocator.take(random.size(16).max(64), stream);
             let stamp = stamp(owner, serial, block.requested());
             if bench.has_memory() {
                 let tail = block.addr().offset(block.requested() - stamp.len() as u64);
@@ -64,7 +63,7 @@ fn work(bench: &Bench, allocator: &dyn DeviceAllocator, owner: u64) {
             if random.below(8) == 0 {
                 allocator.record_use(&block, other).unwrap();
             }
-            free(allocator, block, stream).unwrap();
+            allocator.give(block, stream);
         }
         if serial % 500 == 0 {
             driver.stream_synchronize(stream).unwrap();
@@ -73,7 +72,7 @@ fn work(bench: &Bench, allocator: &dyn DeviceAllocator, owner: u64) {
     }
     for (block, stamp) in live {
         check(&block, &stamp);
-        free(allocator, block, stream).unwrap();
+        allocator.give(block, stream);
     }
     driver.stream_synchronize(stream).unwrap();
     driver.stream_synchronize(other).unwrap();
@@ -81,22 +80,19 @@ fn work(bench: &Bench, allocator: &dyn DeviceAllocator, owner: u64) {
 
 pub(super) fn a_block_may_be_freed_on_another_thread(bench: &Bench) {
     let allocator = bench.build();
-    let stream = bench.driver.stream_create().unwrap();
+    let stream = bench.stream();
     let (sender, receiver) = mpsc::sync_channel::<Block>(32);
     thread::scope(|scope| {
-        let allocator = allocator.as_ref();
+        let allocator = &allocator;
         scope.spawn(move || {
             let mut random = Random::new(55);
             for _ in 0..OPERATIONS {
-                sender.send(allocate(allocator, random.size(22), stream).unwrap()).unwrap();
+                sender.send(allocator.take(random.size(22), stream)).unwrap();
             }
         });
-        for block in receiver {
-            free(allocator, block, stream).unwrap();
-        }
+        allocator.give_all(receiver, stream);
     });
     let stats = allocator.stats();
-    check_stats(&stats);
     check_nothing_held(&stats);
     assert_eq!(stats.allocation.all.allocated, OPERATIONS);
 }

@@ -4,8 +4,8 @@
 //! comments build on them:
 //! - **the library is there**: a [`CudaDriver`] exists only after [`probe`](CudaDriver::probe)'s checks, and cudarc never
 //!   unloads the library;
-//! - **the context is current**: each call begins with `bind`, which makes this device's primary context the calling
-//!   thread's;
+//! - **the context is current**: each call goes through `CudaDriver::call`, which first makes this device's primary context
+//!   the calling thread's;
 //! - **handles are live**: what stands behind a [`StreamId`], [`EventId`], [`PoolId`](super::PoolId),
 //!   [`PhysicalHandle`](super::PhysicalHandle) or [`GraphId`](super::GraphId) is looked up in a table of what this driver made
 //!   and did not destroy, and an id that is not in it is an error. The caller that destroys something promises that no other
@@ -29,6 +29,7 @@ pub use probe::{CudaDeviceInfo, CudaUnavailable, CudaVersion};
 use super::{CallKind, DeviceAddr, DriverResult, EventId, StreamId};
 use crate::DriverError;
 use crate::MonotonicClock;
+use crate::bytes::Bytes;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUevent, CUmemLocation, CUmemLocationType, CUresult, CUstream};
 use handles::Handles;
 use std::cell::Cell;
@@ -148,10 +149,8 @@ impl CudaDriver {
     /// # Errors
     /// When the driver refuses.
     pub fn profiler_start(&self) -> DriverResult<()> {
-        self.bind(CallKind::DeviceQuery)?;
         // SAFETY: takes nothing; the context is current.
-        let result = unsafe { sys::cuProfilerStart() };
-        check(CallKind::DeviceQuery, result)
+        self.call(CallKind::DeviceQuery, || unsafe { sys::cuProfilerStart() })
     }
 
     /// Tells an attached profiler to stop collecting; without one nothing happens.
@@ -159,10 +158,22 @@ impl CudaDriver {
     /// # Errors
     /// When the driver refuses.
     pub fn profiler_stop(&self) -> DriverResult<()> {
-        self.bind(CallKind::DeviceQuery)?;
         // SAFETY: takes nothing; the context is current.
-        let result = unsafe { sys::cuProfilerStop() };
-        check(CallKind::DeviceQuery, result)
+        self.call(CallKind::DeviceQuery, || unsafe { sys::cuProfilerStop() })
+    }
+
+    /// Makes a call of the CUDA API with the context current.
+    #[inline]
+    fn call(&self, kind: CallKind, call: impl FnOnce() -> CUresult) -> DriverResult<()> {
+        self.bind(kind)?;
+        check(kind, call())
+    }
+
+    /// As [`call`](Self::call), for a call whose error names its size.
+    #[inline]
+    fn sized_call(&self, kind: CallKind, bytes: u64, call: impl FnOnce() -> CUresult) -> DriverResult<()> {
+        self.bind(kind)?;
+        check_for(kind, call(), || Bytes(bytes).to_string())
     }
 
     /// Makes the context current unless it is: one comparison on the hot path.
@@ -178,6 +189,20 @@ impl CudaDriver {
         check_for(call, result, || format!("making the context of GPU {} current", self.info.ordinal))?;
         BOUND.set(self.serial);
         Ok(())
+    }
+
+    /// Makes a call that places `bytes` bytes and writes where they begin.
+    #[inline]
+    fn placing_call(
+        &self,
+        kind: CallKind,
+        bytes: u64,
+        call: impl FnOnce(*mut u64) -> CUresult,
+    ) -> DriverResult<DeviceAddr> {
+        let mut addr = 0;
+        self.sized_call(kind, bytes, || call(&raw mut addr))?;
+        let zero = || "the driver handed out the address zero".into();
+        DeviceAddr::new(addr).ok_or_else(|| refusal(kind, CUresult::CUDA_ERROR_INVALID_VALUE, zero()))
     }
 
     /// This device as a place for memory.
@@ -242,13 +267,6 @@ fn check_for(call: CallKind, result: CUresult, context: impl FnOnce() -> String)
 fn refusal(call: CallKind, result: CUresult, context: String) -> DriverError {
     // CAST: the enum has the driver's codes as its values.
     DriverError { call, code: result as u32, name: format!("{result:?}"), context }
-}
-
-/// An address that the driver handed out; it never hands out zero with success.
-fn address(call: CallKind, addr: u64) -> DriverResult<DeviceAddr> {
-    DeviceAddr::new(addr).ok_or_else(|| {
-        refusal(call, CUresult::CUDA_ERROR_INVALID_VALUE, "the driver handed out the address zero".into())
-    })
 }
 
 /// A size as the driver takes it. Where the host has 32 bits a larger one becomes the largest, which the driver

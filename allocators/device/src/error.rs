@@ -1,6 +1,6 @@
 //! The error of a driver call.
 
-use super::CallKind;
+use super::{CallKind, DeviceAddr};
 
 /// A driver call that failed.
 ///
@@ -40,8 +40,6 @@ impl DriverError {
     pub const STREAM_CAPTURE_INVALIDATED: u32 = 901;
     /// `CUDA_ERROR_STREAM_CAPTURE_UNMATCHED`.
     pub const STREAM_CAPTURE_UNMATCHED: u32 = 903;
-    /// `CUDA_ERROR_STREAM_CAPTURE_UNJOINED`.
-    pub const STREAM_CAPTURE_UNJOINED: u32 = 904;
     /// `CUDA_ERROR_STREAM_CAPTURE_ISOLATION`.
     pub const STREAM_CAPTURE_ISOLATION: u32 = 905;
     /// `CUDA_ERROR_CAPTURED_EVENT`.
@@ -61,12 +59,33 @@ impl DriverError {
             Self::STREAM_CAPTURE_UNSUPPORTED => "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
             Self::STREAM_CAPTURE_INVALIDATED => "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
             Self::STREAM_CAPTURE_UNMATCHED => "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED",
-            Self::STREAM_CAPTURE_UNJOINED => "CUDA_ERROR_STREAM_CAPTURE_UNJOINED",
             Self::STREAM_CAPTURE_ISOLATION => "CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
             Self::CAPTURED_EVENT => "CUDA_ERROR_CAPTURED_EVENT",
             _ => "CUDA_ERROR_UNKNOWN",
         };
         Self { call, code, name: name.to_owned(), context: context.into() }
+    }
+
+    pub(crate) fn invalid_value(call: CallKind, context: impl Into<String>) -> Self {
+        Self::new(call, Self::INVALID_VALUE, context)
+    }
+
+    pub(crate) fn illegal_state(call: CallKind, context: impl Into<String>) -> Self {
+        Self::new(call, Self::ILLEGAL_STATE, context)
+    }
+
+    pub(crate) fn out_of_memory(call: CallKind) -> Self {
+        Self::new(call, Self::OUT_OF_MEMORY, "")
+    }
+
+    /// For a handle that the device did not make, or has destroyed.
+    pub(crate) fn no_such(call: CallKind, what: &str, handle: u64) -> Self {
+        Self::new(call, Self::INVALID_HANDLE, format!("no {what} {handle}"))
+    }
+
+    /// For an address at which no block begins.
+    pub(crate) fn no_block(call: CallKind, addr: DeviceAddr) -> Self {
+        Self::invalid_value(call, format!("no block at {:#x}", addr.get()))
     }
 
     /// Whether the device had no memory left; only then is a retry after releasing memory of use.

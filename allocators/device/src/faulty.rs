@@ -1,6 +1,6 @@
 //! Fault injection: the k-th call of a kind fails, once.
 
-use super::hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
+use super::hooked::{CallArguments, Hook, HookedDriver};
 use super::{CallKind, Driver, DriverResult};
 use crate::DriverError;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -32,8 +32,6 @@ unsafe impl Hook for Faults {
         }
         Ok(())
     }
-
-    fn after(&self, _inner: &dyn Driver, _kind: CallKind, _arguments: CallArguments, (): (), _outcome: CallOutcome) {}
 }
 
 /// A driver whose calls can be made to fail. The inner driver does not see a call that fails here.

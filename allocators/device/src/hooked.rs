@@ -80,12 +80,13 @@ pub unsafe trait Hook: Send + Sync + fmt::Debug {
     /// Comes after each call that was made.
     fn after(
         &self,
-        inner: &dyn Driver,
-        kind: CallKind,
-        arguments: CallArguments,
-        before: Self::Before,
-        outcome: CallOutcome,
-    );
+        _inner: &dyn Driver,
+        _kind: CallKind,
+        _arguments: CallArguments,
+        _before: Self::Before,
+        _outcome: CallOutcome,
+    ) {
+    }
 
     /// A new segment: [`Driver::mem_alloc`].
     ///
@@ -150,12 +151,24 @@ pub struct HookedDriver<H> {
     pub(super) hook: H,
 }
 
-fn of_event(event: EventId) -> CallArguments {
-    CallArguments { event: Some(event), ..CallArguments::default() }
+const NO_ARGUMENTS: CallArguments = CallArguments { bytes: 0, addr: None, event: None, stream: None };
+
+fn of_bytes(bytes: u64) -> CallArguments {
+    CallArguments { bytes, ..NO_ARGUMENTS }
 }
 
 fn of_memory(addr: DeviceAddr, bytes: u64) -> CallArguments {
-    CallArguments { bytes, addr: Some(addr), ..CallArguments::default() }
+    CallArguments { bytes, addr: Some(addr), ..NO_ARGUMENTS }
+}
+
+fn of_event(event: EventId) -> CallArguments {
+    CallArguments { event: Some(event), ..NO_ARGUMENTS }
+}
+
+impl CallArguments {
+    fn on(self, stream: StreamId) -> Self {
+        Self { stream: Some(stream), ..self }
+    }
 }
 
 impl<H: Hook> HookedDriver<H> {
@@ -171,7 +184,7 @@ impl<H: Hook> HookedDriver<H> {
         &self.hook
     }
 
-    fn around<T: CallResult>(
+    fn call<T: CallResult>(
         &self,
         kind: CallKind,
         arguments: CallArguments,
@@ -183,48 +196,6 @@ impl<H: Hook> HookedDriver<H> {
         let outcome = result.as_ref().map_or(CallOutcome::default(), CallResult::outcome);
         self.hook.after(inner, kind, arguments, before, outcome);
         result
-    }
-
-    fn call<T: CallResult>(&self, kind: CallKind, call: impl FnOnce() -> DriverResult<T>) -> DriverResult<T> {
-        self.around(kind, CallArguments::default(), call)
-    }
-
-    fn sized<T: CallResult>(
-        &self,
-        kind: CallKind,
-        bytes: u64,
-        call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T> {
-        self.around(kind, CallArguments { bytes, ..CallArguments::default() }, call)
-    }
-
-    fn at<T: CallResult>(
-        &self,
-        kind: CallKind,
-        addr: DeviceAddr,
-        bytes: u64,
-        call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T> {
-        self.around(kind, of_memory(addr, bytes), call)
-    }
-
-    fn on<T: CallResult>(
-        &self,
-        kind: CallKind,
-        stream: StreamId,
-        arguments: CallArguments,
-        call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T> {
-        self.around(kind, CallArguments { stream: Some(stream), ..arguments }, call)
-    }
-
-    fn with_event<T: CallResult>(
-        &self,
-        kind: CallKind,
-        event: EventId,
-        call: impl FnOnce() -> DriverResult<T>,
-    ) -> DriverResult<T> {
-        self.around(kind, of_event(event), call)
     }
 
     fn inner_pools(&self) -> &dyn PoolDriver {
@@ -258,84 +229,80 @@ unsafe impl<H: Hook> Driver for HookedDriver<H> {
     }
 
     fn mem_info(&self) -> DriverResult<MemInfo> {
-        self.call(CallKind::MemGetInfo, || self.inner.mem_info())
+        self.call(CallKind::MemGetInfo, NO_ARGUMENTS, || self.inner.mem_info())
     }
 
     fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {
-        self.sized(CallKind::MemAlloc, bytes, || self.hook.mem_alloc(self.inner.as_ref(), bytes))
+        self.call(CallKind::MemAlloc, of_bytes(bytes), || self.hook.mem_alloc(self.inner.as_ref(), bytes))
     }
 
     unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::MemFree, addr, 0, || unsafe { self.hook.mem_free(self.inner.as_ref(), addr) })
+        self.call(CallKind::MemFree, of_memory(addr, 0), || unsafe { self.hook.mem_free(self.inner.as_ref(), addr) })
     }
 
     fn stream_create(&self) -> DriverResult<StreamId> {
-        self.call(CallKind::StreamCreate, || self.inner.stream_create())
+        self.call(CallKind::StreamCreate, NO_ARGUMENTS, || self.inner.stream_create())
     }
 
     unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.on(CallKind::StreamDestroy, stream, CallArguments::default(), || unsafe {
-            self.inner.stream_destroy(stream)
-        })
+        self.call(CallKind::StreamDestroy, NO_ARGUMENTS.on(stream), || unsafe { self.inner.stream_destroy(stream) })
     }
 
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
-        self.on(CallKind::StreamSynchronize, stream, CallArguments::default(), || self.inner.stream_synchronize(stream))
+        self.call(CallKind::StreamSynchronize, NO_ARGUMENTS.on(stream), || self.inner.stream_synchronize(stream))
     }
 
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> DriverResult<()> {
-        self.on(CallKind::StreamWaitEvent, stream, of_event(event), || self.inner.stream_wait_event(stream, event))
+        self.call(CallKind::StreamWaitEvent, of_event(event).on(stream), || self.inner.stream_wait_event(stream, event))
     }
 
     fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool> {
-        self.on(CallKind::StreamIsCapturing, stream, CallArguments::default(), || {
-            self.inner.stream_is_capturing(stream)
-        })
+        self.call(CallKind::StreamIsCapturing, NO_ARGUMENTS.on(stream), || self.inner.stream_is_capturing(stream))
     }
 
     fn device_synchronize(&self) -> DriverResult<()> {
-        self.call(CallKind::DeviceSynchronize, || self.inner.device_synchronize())
+        self.call(CallKind::DeviceSynchronize, NO_ARGUMENTS, || self.inner.device_synchronize())
     }
 
     fn event_create(&self, timing: bool) -> DriverResult<EventId> {
-        self.call(CallKind::EventCreate, || self.inner.event_create(timing))
+        self.call(CallKind::EventCreate, NO_ARGUMENTS, || self.inner.event_create(timing))
     }
 
     unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.with_event(CallKind::EventDestroy, event, || unsafe { self.inner.event_destroy(event) })
+        self.call(CallKind::EventDestroy, of_event(event), || unsafe { self.inner.event_destroy(event) })
     }
 
     fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
-        self.on(CallKind::EventRecord, stream, of_event(event), || self.inner.event_record(event, stream))
+        self.call(CallKind::EventRecord, of_event(event).on(stream), || self.inner.event_record(event, stream))
     }
 
     fn event_query(&self, event: EventId) -> DriverResult<bool> {
-        self.with_event(CallKind::EventQuery, event, || self.hook.event_query(self.inner.as_ref(), event))
+        self.call(CallKind::EventQuery, of_event(event), || self.hook.event_query(self.inner.as_ref(), event))
     }
 
     fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
-        self.with_event(CallKind::EventSynchronize, event, || self.inner.event_synchronize(event))
+        self.call(CallKind::EventSynchronize, of_event(event), || self.inner.event_synchronize(event))
     }
 
     fn event_elapsed_ns(&self, start: EventId, end: EventId) -> DriverResult<u64> {
-        self.call(CallKind::EventElapsed, || self.inner.event_elapsed_ns(start, end))
+        self.call(CallKind::EventElapsed, NO_ARGUMENTS, || self.inner.event_elapsed_ns(start, end))
     }
 
     fn host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>> {
-        self.sized(CallKind::HostAlloc, bytes as u64, || self.inner.host_alloc(bytes))
+        self.call(CallKind::HostAlloc, of_bytes(bytes as u64), || self.inner.host_alloc(bytes))
     }
 
     unsafe fn host_free(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.sized(CallKind::HostFree, bytes as u64, || unsafe { self.inner.host_free(ptr, bytes) })
+        self.call(CallKind::HostFree, of_bytes(bytes as u64), || unsafe { self.inner.host_free(ptr, bytes) })
     }
 
     unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.on(CallKind::CopyToDevice, stream, of_memory(dst, src.len() as u64), || unsafe {
+        self.call(CallKind::CopyToDevice, of_memory(dst, src.len() as u64).on(stream), || unsafe {
             self.inner.copy_to_device(self.hook.own_addr(dst), src, stream)
         })
     }
@@ -348,21 +315,21 @@ unsafe impl<H: Hook> Driver for HookedDriver<H> {
         stream: StreamId,
     ) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.on(CallKind::CopyToDevice, stream, of_memory(dst, bytes as u64), || unsafe {
+        self.call(CallKind::CopyToDevice, of_memory(dst, bytes as u64).on(stream), || unsafe {
             self.inner.copy_to_device_async(self.hook.own_addr(dst), src, bytes, stream)
         })
     }
 
     unsafe fn copy_to_host(&self, dst: &mut [u8], src: DeviceAddr, stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.on(CallKind::CopyToHost, stream, of_memory(src, dst.len() as u64), || unsafe {
+        self.call(CallKind::CopyToHost, of_memory(src, dst.len() as u64).on(stream), || unsafe {
             self.inner.copy_to_host(dst, self.hook.own_addr(src), stream)
         })
     }
 
     unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.on(CallKind::Memset, stream, of_memory(dst, bytes), || unsafe {
+        self.call(CallKind::Memset, of_memory(dst, bytes).on(stream), || unsafe {
             self.inner.fill_bytes(self.hook.own_addr(dst), value, bytes, stream)
         })
     }
@@ -382,77 +349,77 @@ unsafe impl<H: Hook> Driver for HookedDriver<H> {
 
 impl<H: Hook> GraphDriver for HookedDriver<H> {
     fn capture_begin(&self, stream: StreamId) -> DriverResult<()> {
-        self.on(CallKind::CaptureBegin, stream, CallArguments::default(), || self.inner_graphs().capture_begin(stream))
+        self.call(CallKind::CaptureBegin, NO_ARGUMENTS.on(stream), || self.inner_graphs().capture_begin(stream))
     }
 
     fn capture_end(&self, stream: StreamId) -> DriverResult<GraphId> {
-        self.on(CallKind::CaptureEnd, stream, CallArguments::default(), || self.inner_graphs().capture_end(stream))
+        self.call(CallKind::CaptureEnd, NO_ARGUMENTS.on(stream), || self.inner_graphs().capture_end(stream))
     }
 
     fn capture_abort(&self, stream: StreamId) -> DriverResult<()> {
-        self.on(CallKind::CaptureAbort, stream, CallArguments::default(), || self.inner_graphs().capture_abort(stream))
+        self.call(CallKind::CaptureAbort, NO_ARGUMENTS.on(stream), || self.inner_graphs().capture_abort(stream))
     }
 
     unsafe fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.on(CallKind::GraphLaunch, stream, CallArguments::default(), || unsafe {
+        self.call(CallKind::GraphLaunch, NO_ARGUMENTS.on(stream), || unsafe {
             self.inner_graphs().graph_launch(graph, stream)
         })
     }
 
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.call(CallKind::GraphDestroy, || unsafe { self.inner_graphs().graph_destroy(graph) })
+        self.call(CallKind::GraphDestroy, NO_ARGUMENTS, || unsafe { self.inner_graphs().graph_destroy(graph) })
     }
 
     fn graph_memory(&self) -> DriverResult<GraphMemory> {
-        self.call(CallKind::GraphMemory, || self.inner_graphs().graph_memory())
+        self.call(CallKind::GraphMemory, NO_ARGUMENTS, || self.inner_graphs().graph_memory())
     }
 
     fn graph_trim(&self) -> DriverResult<()> {
-        self.call(CallKind::GraphTrim, || self.inner_graphs().graph_trim())
+        self.call(CallKind::GraphTrim, NO_ARGUMENTS, || self.inner_graphs().graph_trim())
     }
 }
 
 impl<H: Hook> PoolDriver for HookedDriver<H> {
     fn pool_create(&self, settings: PoolSettings) -> DriverResult<PoolId> {
-        self.call(CallKind::PoolCreate, || self.inner_pools().pool_create(settings))
+        self.call(CallKind::PoolCreate, NO_ARGUMENTS, || self.inner_pools().pool_create(settings))
     }
 
     unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.call(CallKind::PoolDestroy, || unsafe { self.inner_pools().pool_destroy(pool) })
+        self.call(CallKind::PoolDestroy, NO_ARGUMENTS, || unsafe { self.inner_pools().pool_destroy(pool) })
     }
 
     fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings> {
-        self.call(CallKind::PoolAttribute, || self.inner_pools().pool_settings(pool))
+        self.call(CallKind::PoolAttribute, NO_ARGUMENTS, || self.inner_pools().pool_settings(pool))
     }
 
     fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
-        self.call(CallKind::PoolAttribute, || self.inner_pools().pool_counters(pool))
+        self.call(CallKind::PoolAttribute, NO_ARGUMENTS, || self.inner_pools().pool_counters(pool))
     }
 
     fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
-        self.call(CallKind::PoolAttribute, || self.inner_pools().pool_reserved_high(pool))
+        self.call(CallKind::PoolAttribute, NO_ARGUMENTS, || self.inner_pools().pool_reserved_high(pool))
     }
 
     fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {
-        self.call(CallKind::PoolAttribute, || self.inner_pools().pool_reset_peaks(pool))
+        self.call(CallKind::PoolAttribute, NO_ARGUMENTS, || self.inner_pools().pool_reset_peaks(pool))
     }
 
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {
-        self.call(CallKind::PoolTrim, || self.inner_pools().pool_trim_to(pool, keep_bytes))
+        self.call(CallKind::PoolTrim, NO_ARGUMENTS, || self.inner_pools().pool_trim_to(pool, keep_bytes))
     }
 
     fn mem_alloc_async(&self, pool: PoolId, bytes: u64, stream: StreamId) -> DriverResult<DeviceAddr> {
-        self.on(CallKind::MemAllocAsync, stream, CallArguments { bytes, ..CallArguments::default() }, || {
+        self.call(CallKind::MemAllocAsync, of_bytes(bytes).on(stream), || {
             self.inner_pools().mem_alloc_async(pool, bytes, stream)
         })
     }
 
     unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.on(CallKind::MemFreeAsync, stream, of_memory(addr, 0), || unsafe {
+        self.call(CallKind::MemFreeAsync, of_memory(addr, 0).on(stream), || unsafe {
             self.inner_pools().mem_free_async(addr, stream)
         })
     }
@@ -460,45 +427,47 @@ impl<H: Hook> PoolDriver for HookedDriver<H> {
 
 impl<H: Hook> VmmDriver for HookedDriver<H> {
     fn granularity(&self) -> DriverResult<u64> {
-        self.call(CallKind::DeviceQuery, || self.inner_vmm().granularity())
+        self.call(CallKind::DeviceQuery, NO_ARGUMENTS, || self.inner_vmm().granularity())
     }
 
     fn address_reserve(&self, bytes: u64) -> DriverResult<DeviceAddr> {
-        self.sized(CallKind::MemAddressReserve, bytes, || self.hook.address_reserve(self.inner_vmm(), bytes))
+        self.call(CallKind::MemAddressReserve, of_bytes(bytes), || self.hook.address_reserve(self.inner_vmm(), bytes))
     }
 
     unsafe fn address_free(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::MemAddressFree, addr, bytes, || unsafe {
+        self.call(CallKind::MemAddressFree, of_memory(addr, bytes), || unsafe {
             self.hook.address_free(self.inner_vmm(), addr, bytes)
         })
     }
 
     fn create(&self, bytes: u64) -> DriverResult<PhysicalHandle> {
-        self.sized(CallKind::MemCreate, bytes, || self.inner_vmm().create(bytes))
+        self.call(CallKind::MemCreate, of_bytes(bytes), || self.inner_vmm().create(bytes))
     }
 
     unsafe fn map(&self, addr: DeviceAddr, bytes: u64, handle: PhysicalHandle) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::MemMap, addr, bytes, || unsafe {
+        self.call(CallKind::MemMap, of_memory(addr, bytes), || unsafe {
             self.inner_vmm().map(self.hook.own_addr(addr), bytes, handle)
         })
     }
 
     unsafe fn set_access(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::MemSetAccess, addr, bytes, || unsafe {
+        self.call(CallKind::MemSetAccess, of_memory(addr, bytes), || unsafe {
             self.inner_vmm().set_access(self.hook.own_addr(addr), bytes)
         })
     }
 
     unsafe fn unmap(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.at(CallKind::MemUnmap, addr, bytes, || unsafe { self.inner_vmm().unmap(self.hook.own_addr(addr), bytes) })
+        self.call(CallKind::MemUnmap, of_memory(addr, bytes), || unsafe {
+            self.inner_vmm().unmap(self.hook.own_addr(addr), bytes)
+        })
     }
 
     unsafe fn release(&self, handle: PhysicalHandle) -> DriverResult<()> {
         // SAFETY: passed on.
-        self.call(CallKind::MemRelease, || unsafe { self.inner_vmm().release(handle) })
+        self.call(CallKind::MemRelease, NO_ARGUMENTS, || unsafe { self.inner_vmm().release(handle) })
     }
 }

@@ -20,6 +20,7 @@ mod graph;
 mod hooked;
 mod ids;
 pub mod input;
+mod mappings;
 mod metered;
 mod name;
 mod null;

@@ -2,9 +2,9 @@
 //!
 //! The simulated device knows exactly how long a call waited. A GPU does not tell, so there the wait is what a
 //! call took *beyond the same call's cost on an idle device*, which [`IdleCosts::measure`] takes at the start
-//! of the run. Plain memory has two such costs, because the driver packs small blocks into 2 MiB pages: about 1 us
-//! when the block's page is held already and about 33 us when pages are taken or given back (`experiments calibrate`
-//! on an H200 with driver 580.159, 2026-11-21). The meter follows the pages by address to tell the two apart.
+//! of the run. Plain memory has two such costs, because the driver packs small blocks into 2 MiB pages: a low one when the
+//! block's page is held already, and one about thirty times as high when pages are taken or given back. The meter follows
+//! the pages by address to tell the two apart.
 
 use super::calls::SharedCounts;
 use super::hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
@@ -180,6 +180,11 @@ impl fmt::Debug for Meter {
 }
 
 impl Meter {
+    /// What the device has waited so far, where it can tell, and the time.
+    fn now(&self, inner: &dyn Driver) -> (Option<u64>, u64) {
+        (inner.blocked_ns(), self.clock.now_ns())
+    }
+
     /// Time beyond the idle cost, for a device that cannot tell how long a call waited.
     fn estimate(&self, kind: CallKind, arguments: CallArguments, addr: Option<DeviceAddr>, total: u64) -> (u64, u64) {
         let Some((idle, pages)) = &self.idle else { return (arguments.bytes, 0) };
@@ -204,6 +209,7 @@ impl Meter {
                 total.saturating_sub(idle.stream_synchronize)
             }
             (CallKind::DeviceSynchronize, _) => total.saturating_sub(idle.device_synchronize),
+            (CallKind::KernelLaunch, _) => beyond_launch(idle.kernel_launch, total),
             _ => 0,
         };
         (bytes, blocked)
@@ -212,11 +218,10 @@ impl Meter {
 
 // SAFETY: changes no call.
 unsafe impl Hook for Meter {
-    /// What the device had waited so far, where it can tell, and the time.
     type Before = (Option<u64>, u64);
 
     fn before(&self, inner: &dyn Driver, _kind: CallKind, _arguments: CallArguments) -> DriverResult<Self::Before> {
-        Ok((inner.blocked_ns(), self.clock.now_ns()))
+        Ok(self.now(inner))
     }
 
     fn after(
@@ -299,27 +304,17 @@ impl MeteredDriver {
     /// # Errors
     /// Those of `call`.
     pub fn count<T, E>(&self, kind: CallKind, stream: StreamId, call: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
-        let blocked_before = self.inner.blocked_ns();
-        let start = self.hook.clock.now_ns();
+        let inner = self.inner.as_ref();
+        let before = self.hook.now(inner);
         let result = call();
-        let total = self.hook.clock.now_ns().saturating_sub(start);
-        let blocked = match (blocked_before, self.inner.blocked_ns()) {
-            (Some(before), Some(after)) => after - before,
-            _ => self.hook.idle.as_ref().map_or(0, |(idle, _)| beyond_launch(idle.kernel_launch, total)),
-        };
-        self.hook.counts.add(kind, total, blocked);
-        if let Some(observer) = &self.hook.observer {
-            observer(&CallEvent {
-                kind,
-                bytes: 0,
-                addr: None,
-                stream: Some(stream),
-                start_ns: start,
-                total_ns: total,
-                blocked_ns: blocked,
-                ok: result.is_ok(),
-            });
-        }
+        let outcome = CallOutcome { ok: result.is_ok(), ..CallOutcome::default() };
+        self.hook.after(
+            inner,
+            kind,
+            CallArguments { stream: Some(stream), ..CallArguments::default() },
+            before,
+            outcome,
+        );
         result
     }
 }

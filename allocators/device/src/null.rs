@@ -9,6 +9,7 @@ use super::{
     PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
 };
 use crate::DriverError;
+use crate::mappings::Mappings;
 use crate::{Clock, MonotonicClock};
 use graphs::Graphs;
 use std::collections::HashMap;
@@ -24,20 +25,20 @@ const PLAIN_END: u64 = 1 << 51;
 /// Segments start at multiples of this, as a GPU's do.
 const PAGE: u64 = 2 << 20;
 
-/// Hands out addresses up to a budget, those of plain memory in the order of a GPU's driver; work is done as soon as it is queued. There is no memory behind
-/// the addresses, so copies are refused.
+/// Hands out addresses up to a budget, those of plain memory in the order of a GPU's driver; work is done as soon as it is
+/// queued. There is no memory behind the addresses, so copies are refused.
 #[derive(Debug)]
 pub struct NullDriver {
     total: u64,
     next_addr: AtomicU64,
     next_handle: AtomicU64,
     used: AtomicU64,
-    sizes: Mutex<HashMap<u64, u64>>,
+    /// Bytes of each block, and the pool that it is from.
+    blocks: Mutex<HashMap<u64, (u64, Option<u64>)>>,
     plain: Mutex<PlainRange>,
     pools: Mutex<HashMap<u64, (PoolSettings, PoolCounters)>>,
-    owners: Mutex<HashMap<u64, u64>>,
     graphs: Mutex<Graphs>,
-    vmm: Mutex<vmm::Vmm>,
+    vmm: Mutex<Mappings<(), ()>>,
     /// Streams that capture, so that an allocation sees without a lock that there are none.
     capturing: AtomicUsize,
     clock: Arc<MonotonicClock>,
@@ -56,10 +57,9 @@ impl NullDriver {
             next_addr: AtomicU64::new(BASE),
             next_handle: AtomicU64::new(1),
             used: AtomicU64::new(0),
-            sizes: Mutex::default(),
+            blocks: Mutex::default(),
             plain: Mutex::new(PlainRange::new(PLAIN_BASE, PLAIN_END - PLAIN_BASE, PAGE)),
             pools: Mutex::default(),
-            owners: Mutex::default(),
             graphs: Mutex::default(),
             vmm: Mutex::default(),
             capturing: AtomicUsize::new(0),
@@ -75,32 +75,48 @@ impl NullDriver {
     fn claim(&self, call: CallKind, bytes: u64) -> DriverResult<()> {
         let fits =
             self.used.fetch_update(Relaxed, Relaxed, |used| used.checked_add(bytes).filter(|sum| *sum <= self.total));
-        fits.map(|_| ()).map_err(|_| DriverError::new(call, DriverError::OUT_OF_MEMORY, ""))
+        fits.map(|_| ()).map_err(|_| DriverError::out_of_memory(call))
     }
 
-    fn take(&self, call: CallKind, bytes: u64, place: impl FnOnce() -> DriverResult<u64>) -> DriverResult<DeviceAddr> {
+    fn take(
+        &self,
+        call: CallKind,
+        bytes: u64,
+        pool: Option<u64>,
+        place: impl FnOnce() -> DriverResult<u64>,
+    ) -> DriverResult<DeviceAddr> {
         if bytes == 0 {
-            return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
+            return Err(DriverError::invalid_value(call, "zero bytes"));
         }
         self.claim(call, bytes)?;
         let addr = place()?;
-        lock(&self.sizes).insert(addr, bytes);
-        Ok(DeviceAddr::new(addr).expect("addresses start above zero"))
+        lock(&self.blocks).insert(addr, (bytes, pool));
+        Ok(DeviceAddr::handed_out(addr))
     }
 
-    /// Memory of pools, at addresses that were never handed out.
-    fn take_async(&self, bytes: u64) -> DriverResult<DeviceAddr> {
+    /// Stream-ordered memory, at addresses that were never handed out.
+    fn take_async(&self, bytes: u64, pool: Option<u64>) -> DriverResult<DeviceAddr> {
         let fresh = || Ok(self.next_addr.fetch_add(bytes.next_multiple_of(PAGE), Relaxed));
-        self.take(CallKind::MemAllocAsync, bytes, fresh)
+        self.take(CallKind::MemAllocAsync, bytes, pool, fresh)
     }
 
-    fn give(&self, call: CallKind, addr: DeviceAddr) -> DriverResult<u64> {
-        let bytes = lock(&self.sizes).remove(&addr.get());
-        let bytes = bytes.ok_or_else(|| {
-            DriverError::new(call, DriverError::INVALID_VALUE, format!("no block at {:#x}", addr.get()))
-        })?;
+    /// Takes a block back; its bytes and its pool.
+    fn give(&self, call: CallKind, addr: DeviceAddr) -> DriverResult<(u64, Option<u64>)> {
+        let block = lock(&self.blocks).remove(&addr.get());
+        let (bytes, pool) = block.ok_or_else(|| DriverError::no_block(call, addr))?;
         self.used.fetch_sub(bytes, Relaxed);
-        Ok(bytes)
+        Ok((bytes, pool))
+    }
+
+    fn with_pool<T>(
+        &self,
+        call: CallKind,
+        pool: PoolId,
+        with: impl FnOnce(&mut (PoolSettings, PoolCounters)) -> T,
+    ) -> DriverResult<T> {
+        let mut pools = lock(&self.pools);
+        let found = pools.get_mut(&pool.get());
+        found.map(with).ok_or_else(|| DriverError::no_such(call, "pool", pool.get()))
     }
 }
 
@@ -136,7 +152,7 @@ unsafe impl Driver for NullDriver {
     }
 
     fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {
-        self.take(CallKind::MemAlloc, bytes, || {
+        self.take(CallKind::MemAlloc, bytes, None, || {
             lock(&self.plain).place(bytes, u64::MAX).ok_or_else(|| {
                 self.used.fetch_sub(bytes, Relaxed);
                 DriverError::new(CallKind::MemAlloc, DriverError::OUT_OF_MEMORY, "no addresses")
@@ -248,19 +264,11 @@ impl PoolDriver for NullDriver {
     }
 
     fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings> {
-        let pools = lock(&self.pools);
-        let found = pools.get(&pool.get()).map(|(settings, _)| *settings);
-        found.ok_or_else(|| {
-            DriverError::new(CallKind::PoolAttribute, DriverError::INVALID_HANDLE, format!("no pool {}", pool.get()))
-        })
+        self.with_pool(CallKind::PoolAttribute, pool, |(settings, _)| *settings)
     }
 
     fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
-        let pools = lock(&self.pools);
-        let found = pools.get(&pool.get()).map(|(_, counters)| *counters);
-        found.ok_or_else(|| {
-            DriverError::new(CallKind::PoolAttribute, DriverError::INVALID_HANDLE, format!("no pool {}", pool.get()))
-        })
+        self.with_pool(CallKind::PoolAttribute, pool, |(_, counters)| *counters)
     }
 
     fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
@@ -268,10 +276,9 @@ impl PoolDriver for NullDriver {
     }
 
     fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {
-        if let Some((_, counters)) = lock(&self.pools).get_mut(&pool.get()) {
+        self.with_pool(CallKind::PoolAttribute, pool, |(_, counters)| {
             (counters.reserved_high, counters.used_high) = (counters.reserved, counters.used);
-        }
-        Ok(())
+        })
     }
 
     fn pool_trim_to(&self, _pool: PoolId, _keep_bytes: u64) -> DriverResult<()> {
@@ -284,22 +291,14 @@ impl PoolDriver for NullDriver {
         {
             return captured;
         }
-        let mut pools = lock(&self.pools);
-        let Some((_, counters)) = pools.get_mut(&pool.get()) else {
-            return Err(DriverError::new(
-                CallKind::MemAllocAsync,
-                DriverError::INVALID_HANDLE,
-                format!("no pool {}", pool.get()),
-            ));
-        };
-        let addr = self.take_async(bytes)?;
-        counters.used += bytes;
-        counters.used_high = counters.used_high.max(counters.used);
-        // This pool holds what is handed out and nothing more.
-        counters.reserved = counters.used;
-        counters.reserved_high = counters.used_high;
-        lock(&self.owners).insert(addr.get(), pool.get());
-        Ok(addr)
+        self.with_pool(CallKind::MemAllocAsync, pool, |(_, counters)| {
+            let addr = self.take_async(bytes, Some(pool.get()))?;
+            counters.used += bytes;
+            counters.used_high = counters.used_high.max(counters.used);
+            // This pool holds what is handed out and nothing more.
+            (counters.reserved, counters.reserved_high) = (counters.used, counters.used_high);
+            Ok(addr)
+        })?
     }
 
     unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
@@ -308,9 +307,8 @@ impl PoolDriver for NullDriver {
         {
             return captured;
         }
-        let bytes = self.give(CallKind::MemFreeAsync, addr)?;
-        let owner = lock(&self.owners).remove(&addr.get());
-        if let Some(id) = owner
+        let (bytes, pool) = self.give(CallKind::MemFreeAsync, addr)?;
+        if let Some(id) = pool
             && let Some((_, counters)) = lock(&self.pools).get_mut(&id)
         {
             counters.used -= bytes;

@@ -9,6 +9,8 @@
 //! Kernels and copies take effect when they are queued, in the host's order; a program that is correctly
 //! synchronised cannot tell.
 
+#[cfg_attr(not(target_os = "linux"), path = "sim/no_backing.rs")]
+mod backing;
 mod graphs;
 mod heap;
 mod host;
@@ -111,6 +113,10 @@ impl State {
             + self.graphs.held_bytes()
     }
 
+    fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>> {
+        self.host.translate(addr, bytes).or_else(|| self.vmm.translate(addr, bytes))
+    }
+
     /// Notes that what was queued last on a stream works on these buffers.
     fn note_use(&mut self, stream: StreamId, buffers: &[(u64, u64)]) {
         let (now, end) = (self.time.now_ns(), self.time.mark(stream.get()).time_ns);
@@ -135,23 +141,12 @@ impl State {
         if self.time.has_stream(stream.get()) {
             return Ok(());
         }
-        Err(DriverError::new(call, DriverError::INVALID_HANDLE, format!("no stream {}", stream.get())))
+        Err(DriverError::no_such(call, "stream", stream.get()))
     }
 
     fn recorded(&self, call: CallKind, event: EventId) -> DriverResult<Option<&Recorded>> {
         let known = self.events.get(&event.get()).map(Option::as_ref);
-        known.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, format!("no event {}", event.get())))
-    }
-
-    /// After a synchronise, each pool above its threshold gives empty granules back.
-    fn after_synchronize(&mut self, profile: &Profile) {
-        let Some(costs) = &profile.pool else { return };
-        let mut released = 0;
-        for pool in self.pools.values_mut() {
-            pool.heap.settle(|mark| self.time.has_passed(mark));
-            released += pool.heap.release(pool.settings.release_threshold);
-        }
-        self.time.spend(released * costs.release_ns_per_granule);
+        known.ok_or_else(|| DriverError::no_such(call, "event", event.get()))
     }
 }
 
@@ -195,8 +190,15 @@ impl SimDriver {
         lock(&self.state)
     }
 
-    /// Queues a kernel that works on `buffers`, each an address and bytes: how much of them is in the L2 cache decides
-    /// how long it takes. The caller computes its effect on host memory itself, right away; see
+    /// Locks the state for a call that costs the host `ns` whatever it meets.
+    fn charge(&self, ns: u64) -> MutexGuard<'_, State> {
+        let mut state = self.lock();
+        state.time.spend(ns);
+        state
+    }
+
+    /// Queues a kernel of `geometry`, its blocks and the iterations of each, that works on `buffers`, each an address and
+    /// bytes: how much of them is in the L2 cache decides how long it takes. The caller computes its effect on host memory itself, right away; see
     /// [`translate`](Self::translate).
     ///
     /// # Errors
@@ -205,26 +207,14 @@ impl SimDriver {
         &self,
         stream: StreamId,
         kernel: &str,
-        (blocks, iterations): (u64, u64),
+        geometry: (u64, u64),
         bytes: u64,
         buffers: &[(u64, u64)],
     ) -> DriverResult<()> {
         let mut state = self.lock();
         state.need_stream(CallKind::KernelLaunch, stream)?;
         state.time.spend(self.profile.queues.launch_ns);
-        let node = || Node::Kernel {
-            name: kernel.to_owned(),
-            geometry: (blocks, iterations),
-            bytes,
-            buffers: buffers.to_vec(),
-        };
-        if state.graphs.note(stream, node) {
-            return Ok(());
-        }
-        let missed = state.access(buffers);
-        let duration = self.profile.kernel_ns(kernel, blocks, iterations, bytes, missed);
-        state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration);
-        state.note_use(stream, buffers);
+        self.queue(&mut state, stream, Node::kernel(kernel, geometry, bytes, buffers));
         Ok(())
     }
 
@@ -239,8 +229,7 @@ impl SimDriver {
     /// memory. It stays valid until the block is freed.
     #[must_use]
     pub fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>> {
-        let state = self.lock();
-        state.host.translate(addr, bytes).or_else(|| state.vmm.translate(addr, bytes))
+        self.lock().translate(addr, bytes)
     }
 
     /// Device time spent in kernels and copies so far, over all streams, in nanoseconds.
@@ -250,9 +239,7 @@ impl SimDriver {
     }
 
     fn need_memory(&self, call: CallKind, state: &State, addr: DeviceAddr, bytes: usize) -> DriverResult<NonNull<u8>> {
-        let found =
-            state.host.translate(addr.get(), bytes as u64).or_else(|| state.vmm.translate(addr.get(), bytes as u64));
-        found.ok_or_else(|| {
+        state.translate(addr.get(), bytes as u64).ok_or_else(|| {
             let why = match self.memory {
                 SimMemory::Host => "is not inside one live block",
                 SimMemory::None => "has no host memory behind it on this device",
@@ -261,20 +248,28 @@ impl SimDriver {
         })
     }
 
-    /// Backs a block that was just placed, or undoes the placement.
-    fn back(&self, call: CallKind, state: &mut State, addr: u64, bytes: u64) -> DriverResult<DeviceAddr> {
+    /// Puts host memory behind a block that was just placed. After an error the caller undoes the placement.
+    fn back(&self, call: CallKind, host: &mut HostMemoryMap, addr: u64, bytes: u64) -> DriverResult<DeviceAddr> {
         if self.memory == SimMemory::Host {
-            state.host.back(addr, bytes).map_err(|error| no_host_memory(call, bytes, error))?;
+            host.back(addr, bytes).map_err(|error| no_host_memory(call, bytes, error))?;
         }
-        Ok(DeviceAddr::new(addr).expect("simulated addresses start above zero"))
+        Ok(DeviceAddr::handed_out(addr))
     }
 
-    fn queue_copy(&self, state: &mut State, stream: StreamId, dst: DeviceAddr, bytes: usize) {
-        // What is copied to the device passes through its cache and stays there.
-        state.access(&[(dst.get(), bytes as u64)]);
-        let duration = self.profile.copies.to_device_ns.at(bytes as u64);
-        state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration);
-        state.note_use(stream, &[(dst.get(), bytes as u64)]);
+    fn free_bytes(&self, state: &State) -> u64 {
+        self.profile.total_bytes - self.profile.context_bytes - state.held()
+    }
+
+    /// Ends a call that waited: the call itself costs `ns`, and each pool above its threshold gives empty granules back.
+    fn after_wait(&self, state: &mut State, ns: u64) {
+        state.time.spend(ns);
+        let Some(costs) = &self.profile.pool else { return };
+        let mut released = 0;
+        for pool in state.pools.values_mut() {
+            pool.heap.settle(|mark| state.time.has_passed(mark));
+            released += pool.heap.release(pool.settings.release_threshold);
+        }
+        state.time.spend(released * costs.release_ns_per_granule);
     }
 }
 
@@ -287,10 +282,6 @@ fn no_host_memory(call: CallKind, bytes: u64, NoRoom(room): NoRoom) -> DriverErr
         Bytes(bytes)
     );
     DriverError::new(call, DriverError::OPERATING_SYSTEM, context)
-}
-
-fn out_of_memory(call: CallKind) -> DriverError {
-    DriverError::new(call, DriverError::OUT_OF_MEMORY, "")
 }
 
 // SAFETY: host memory comes from the allocator of this process and is its caller's, heaps place no two blocks at one address
@@ -318,19 +309,17 @@ unsafe impl Driver for SimDriver {
     }
 
     fn mem_info(&self) -> DriverResult<MemInfo> {
-        let mut state = self.lock();
-        state.time.spend(self.profile.queues.mem_get_info_ns);
-        let total = self.profile.total_bytes;
-        Ok(MemInfo { free: total - self.profile.context_bytes - state.held(), total })
+        let state = self.charge(self.profile.queues.mem_get_info_ns);
+        Ok(MemInfo { free: self.free_bytes(&state), total: self.profile.total_bytes })
     }
 
     fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {
         let call = CallKind::MemAlloc;
         if bytes == 0 {
-            return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
+            return Err(DriverError::invalid_value(call, "zero bytes"));
         }
         let mut state = self.lock();
-        let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
+        let budget = self.free_bytes(&state);
         let costs = &self.profile.plain;
         let placed = if bytes < costs.page_bytes {
             let placed = state.small.place(bytes, budget, |_| Order::Usable);
@@ -340,21 +329,17 @@ unsafe impl Driver for SimDriver {
         };
         let Some((addr, takes_pages)) = placed else {
             state.time.spend(costs.alloc_in_page_ns);
-            return Err(out_of_memory(call));
+            return Err(DriverError::out_of_memory(call));
         };
         state.time.spend(if takes_pages { costs.alloc_ns.at(bytes) } else { costs.alloc_in_page_ns });
-        self.back(call, &mut state, addr, bytes).inspect_err(|_| _ = state.free_plain(addr))
+        self.back(call, &mut state.host, addr, bytes).inspect_err(|_| _ = state.free_plain(addr))
     }
 
     unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()> {
         let mut state = self.lock();
         let costs = &self.profile.plain;
         let Some((bytes, pages_went)) = state.free_plain(addr.get()) else {
-            return Err(DriverError::new(
-                CallKind::MemFree,
-                DriverError::INVALID_VALUE,
-                format!("no block at {:#x}", addr.get()),
-            ));
+            return Err(DriverError::no_block(CallKind::MemFree, addr));
         };
         if costs.free_drains_device {
             state.time.synchronize_device();
@@ -365,14 +350,12 @@ unsafe impl Driver for SimDriver {
     }
 
     fn stream_create(&self) -> DriverResult<StreamId> {
-        let mut state = self.lock();
-        state.time.spend(self.profile.queues.stream_create_ns);
+        let mut state = self.charge(self.profile.queues.stream_create_ns);
         Ok(StreamId::made(state.time.create_stream()))
     }
 
     unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
         let mut state = self.lock();
-        state.need_stream(CallKind::StreamDestroy, stream)?;
         state.refuse_capturing(CallKind::StreamDestroy, stream)?;
         state.time.destroy_stream(stream.get());
         Ok(())
@@ -380,11 +363,9 @@ unsafe impl Driver for SimDriver {
 
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
         let mut state = self.lock();
-        state.need_stream(CallKind::StreamSynchronize, stream)?;
         state.refuse_capturing(CallKind::StreamSynchronize, stream)?;
         state.time.synchronize_stream(stream.get());
-        state.time.spend(self.profile.queues.stream_synchronize_ns);
-        state.after_synchronize(&self.profile);
+        self.after_wait(&mut state, self.profile.queues.stream_synchronize_ns);
         Ok(())
     }
 
@@ -413,14 +394,12 @@ unsafe impl Driver for SimDriver {
         let mut state = self.lock();
         state.refuse_any_capture(CallKind::DeviceSynchronize)?;
         state.time.synchronize_device();
-        state.time.spend(self.profile.queues.device_synchronize_ns);
-        state.after_synchronize(&self.profile);
+        self.after_wait(&mut state, self.profile.queues.device_synchronize_ns);
         Ok(())
     }
 
     fn event_create(&self, _timing: bool) -> DriverResult<EventId> {
-        let mut state = self.lock();
-        state.time.spend(self.profile.queues.event_create_ns);
+        let mut state = self.charge(self.profile.queues.event_create_ns);
         let id = state.next_event;
         state.next_event += 1;
         state.events.insert(id, None);
@@ -464,8 +443,7 @@ unsafe impl Driver for SimDriver {
         if let Some(mark) = state.recorded(CallKind::EventSynchronize, event)?.map(|recorded| recorded.mark) {
             state.time.synchronize_mark(mark);
         }
-        state.time.spend(self.profile.queues.stream_synchronize_ns);
-        state.after_synchronize(&self.profile);
+        self.after_wait(&mut state, self.profile.queues.stream_synchronize_ns);
         Ok(())
     }
 
@@ -483,8 +461,7 @@ unsafe impl Driver for SimDriver {
 
     fn host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>> {
         let layout = host_layout(bytes)?;
-        let mut state = self.lock();
-        state.time.spend(self.profile.copies.host_alloc_ns.at(bytes as u64));
+        let mut state = self.charge(self.profile.copies.host_alloc_ns.at(bytes as u64));
         let refused = |error| no_host_memory(CallKind::HostAlloc, bytes as u64, error);
         state.host.ask(bytes as u64).map_err(refused)?;
         // SAFETY: `host_layout` refuses a size of zero.
@@ -496,8 +473,7 @@ unsafe impl Driver for SimDriver {
 
     unsafe fn host_free(&self, ptr: NonNull<u8>, bytes: usize) -> DriverResult<()> {
         let layout = host_layout(bytes)?;
-        let mut state = self.lock();
-        state.time.spend(self.profile.copies.host_free_ns.at(bytes as u64));
+        let mut state = self.charge(self.profile.copies.host_free_ns.at(bytes as u64));
         state.host.give(bytes as u64);
         // SAFETY: the caller promises that `ptr` came from `host_alloc` with this size.
         unsafe { dealloc(ptr.as_ptr(), layout) };
@@ -506,13 +482,12 @@ unsafe impl Driver for SimDriver {
 
     unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
         let mut state = self.lock();
-        state.need_stream(CallKind::CopyToDevice, stream)?;
         state.refuse_capturing(CallKind::CopyToDevice, stream)?;
         let target = self.need_memory(CallKind::CopyToDevice, &state, dst, src.len())?;
         // SAFETY: `target` is valid for `src.len()` bytes and host memory of ours, so it does not overlap `src`.
         unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), target.as_ptr(), src.len()) };
         state.time.spend(self.profile.copies.pageable_to_device_ns.at(src.len() as u64));
-        self.queue_copy(&mut state, stream, dst, src.len());
+        self.queue(&mut state, stream, Node::copy(dst.get(), src.len() as u64));
         Ok(())
     }
 
@@ -526,51 +501,38 @@ unsafe impl Driver for SimDriver {
         let mut state = self.lock();
         state.need_stream(CallKind::CopyToDevice, stream)?;
         let target = self.need_memory(CallKind::CopyToDevice, &state, dst, bytes)?;
-        if state.graphs.note(stream, || Node::Copy { dst: dst.get(), bytes: bytes as u64 }) {
-            state.time.spend(self.profile.copies.pinned_to_device_ns);
-            return Ok(());
+        if !state.graphs.is_capturing(stream) {
+            // SAFETY: `target` is valid for `bytes`; the caller promises the same of `src`; the two are different
+            // allocations.
+            unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), target.as_ptr(), bytes) };
         }
-        // SAFETY: `target` is valid for `bytes`; the caller promises the same of `src`; the two are different
-        // allocations.
-        unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), target.as_ptr(), bytes) };
         state.time.spend(self.profile.copies.pinned_to_device_ns);
-        self.queue_copy(&mut state, stream, dst, bytes);
+        self.queue(&mut state, stream, Node::copy(dst.get(), bytes as u64));
         Ok(())
     }
 
     unsafe fn copy_to_host(&self, dst: &mut [u8], src: DeviceAddr, stream: StreamId) -> DriverResult<()> {
         let mut state = self.lock();
-        state.need_stream(CallKind::CopyToHost, stream)?;
         state.refuse_capturing(CallKind::CopyToHost, stream)?;
         let source = self.need_memory(CallKind::CopyToHost, &state, src, dst.len())?;
         // SAFETY: `source` is valid for `dst.len()` bytes and `dst` is an exclusive slice elsewhere.
         unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), dst.as_mut_ptr(), dst.len()) };
         state.time.synchronize_stream(stream.get());
-        state.time.spend(self.profile.copies.to_host_ns.at(dst.len() as u64));
-        state.after_synchronize(&self.profile);
+        self.after_wait(&mut state, self.profile.copies.to_host_ns.at(dst.len() as u64));
         Ok(())
     }
 
     unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()> {
         let mut state = self.lock();
         state.need_stream(CallKind::Memset, stream)?;
-        let node =
-            || Node::Kernel { name: "memset".into(), geometry: (1, 1), bytes, buffers: vec![(dst.get(), bytes)] };
-        if state.graphs.note(stream, node) {
-            state.time.spend(self.profile.copies.memset_ns);
-            return Ok(());
-        }
-        if self.memory == SimMemory::Host {
-            let len = usize::try_from(bytes).map_err(|_| out_of_memory(CallKind::Memset))?;
+        if self.memory == SimMemory::Host && !state.graphs.is_capturing(stream) {
+            let len = usize::try_from(bytes).map_err(|_| DriverError::out_of_memory(CallKind::Memset))?;
             let target = self.need_memory(CallKind::Memset, &state, dst, len)?;
             // SAFETY: `target` is valid for `len` bytes.
             unsafe { target.as_ptr().write_bytes(value, len) };
         }
         state.time.spend(self.profile.copies.memset_ns);
-        let missed = state.access(&[(dst.get(), bytes)]);
-        let duration = self.profile.kernel_ns("memset", 1, 1, bytes, missed);
-        state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration);
-        state.note_use(stream, &[(dst.get(), bytes)]);
+        self.queue(&mut state, stream, Node::kernel("memset", (1, 1), bytes, &[(dst.get(), bytes)]));
         Ok(())
     }
 
@@ -590,5 +552,5 @@ unsafe impl Driver for SimDriver {
 
 fn host_layout(bytes: usize) -> DriverResult<Layout> {
     let layout = Layout::from_size_align(bytes, HOST_ALIGN).ok().filter(|layout| layout.size() > 0);
-    layout.ok_or_else(|| DriverError::new(CallKind::HostAlloc, DriverError::INVALID_VALUE, format!("{bytes} bytes")))
+    layout.ok_or_else(|| DriverError::invalid_value(CallKind::HostAlloc, format!("{bytes} bytes")))
 }

@@ -1,8 +1,7 @@
 //! Memory, streams, events and copies on CUDA.
 
-use super::{CudaDriver, address, check, check_for, refusal, size};
+use super::{CudaDriver, check, refusal, size};
 use crate::Clock;
-use crate::bytes::Bytes;
 use crate::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
     PoolDriver, StreamId, VmmDriver,
@@ -38,125 +37,101 @@ unsafe impl Driver for CudaDriver {
     }
 
     fn mem_info(&self) -> DriverResult<MemInfo> {
-        self.bind(CallKind::MemGetInfo)?;
         let (mut free, mut total) = (0usize, 0usize);
         // SAFETY: both pointers are to live integers of the type that the call writes.
-        let result = unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) };
-        check(CallKind::MemGetInfo, result)?;
+        self.call(CallKind::MemGetInfo, || unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
         // CAST: widening.
         Ok(MemInfo { free: free as u64, total: total as u64 })
     }
 
     fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr> {
-        self.bind(CallKind::MemAlloc)?;
-        let mut addr = 0;
         // SAFETY: the pointer is to a live address of the type that the call writes.
-        let result = unsafe { sys::cuMemAlloc_v2(&raw mut addr, size(bytes)) };
-        check_for(CallKind::MemAlloc, result, || Bytes(bytes).to_string())?;
-        address(CallKind::MemAlloc, addr)
+        self.placing_call(CallKind::MemAlloc, bytes, |addr| unsafe { sys::cuMemAlloc_v2(addr, size(bytes)) })
     }
 
     unsafe fn mem_free(&self, addr: DeviceAddr) -> DriverResult<()> {
-        self.bind(CallKind::MemFree)?;
         // SAFETY: the caller promises an address from `mem_alloc` that is freed once.
-        let result = unsafe { sys::cuMemFree_v2(addr.get()) };
-        check(CallKind::MemFree, result)
+        self.call(CallKind::MemFree, || unsafe { sys::cuMemFree_v2(addr.get()) })
     }
 
     fn stream_create(&self) -> DriverResult<StreamId> {
-        self.bind(CallKind::StreamCreate)?;
         let mut stream: CUstream = ptr::null_mut();
         // CAST: the flag's value.
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the pointer is to a live handle of the type that the call writes.
-        let result = unsafe { sys::cuStreamCreate(&raw mut stream, flags) };
-        check(CallKind::StreamCreate, result)?;
+        self.call(CallKind::StreamCreate, || unsafe { sys::cuStreamCreate(&raw mut stream, flags) })?;
         // CAST: a handle is kept as its value.
         Ok(StreamId::made(self.live.streams.insert(stream as u64)))
     }
 
     unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
-        self.bind(CallKind::StreamDestroy)?;
         self.live.streams.remove(CallKind::StreamDestroy, stream.get(), |raw| {
             // SAFETY: a live stream of this driver, which the caller promises not to use afterwards; queued work still
             // runs to its end.
-            let result = unsafe { sys::cuStreamDestroy_v2(raw as CUstream) };
-            check(CallKind::StreamDestroy, result)
+            self.call(CallKind::StreamDestroy, || unsafe { sys::cuStreamDestroy_v2(raw as CUstream) })
         })
     }
 
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
-        self.bind(CallKind::StreamSynchronize)?;
         let stream = self.stream(CallKind::StreamSynchronize, stream)?;
         // SAFETY: the stream is live (looked up above).
-        let result = unsafe { sys::cuStreamSynchronize(stream) };
-        check(CallKind::StreamSynchronize, result)
+        self.call(CallKind::StreamSynchronize, || unsafe { sys::cuStreamSynchronize(stream) })
     }
 
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> DriverResult<()> {
-        self.bind(CallKind::StreamWaitEvent)?;
         let stream = self.stream(CallKind::StreamWaitEvent, stream)?;
         let event = self.event(CallKind::StreamWaitEvent, event)?;
         // SAFETY: stream and event are live (looked up above); 0 is the default flag.
-        let result = unsafe { sys::cuStreamWaitEvent(stream, event, 0) };
-        check(CallKind::StreamWaitEvent, result)
+        self.call(CallKind::StreamWaitEvent, || unsafe { sys::cuStreamWaitEvent(stream, event, 0) })
     }
 
     fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool> {
-        self.bind(CallKind::StreamIsCapturing)?;
         let stream = self.stream(CallKind::StreamIsCapturing, stream)?;
         // Room for the status as a number, so that a value that cudarc's enum does not know does no harm.
         let mut status = 0u32;
         // SAFETY: the stream is live (looked up above), and a u32 has the size and alignment of the
         // status.
-        let result = unsafe { sys::cuStreamIsCapturing(stream, (&raw mut status).cast()) };
-        check(CallKind::StreamIsCapturing, result)?;
+        self.call(CallKind::StreamIsCapturing, || unsafe {
+            sys::cuStreamIsCapturing(stream, (&raw mut status).cast())
+        })?;
         // CAST: the enum's value. An invalidated capture is still one: it has to be ended.
         Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32)
     }
 
     fn device_synchronize(&self) -> DriverResult<()> {
-        self.bind(CallKind::DeviceSynchronize)?;
         // SAFETY: takes nothing; the context is current.
-        let result = unsafe { sys::cuCtxSynchronize() };
-        check(CallKind::DeviceSynchronize, result)
+        self.call(CallKind::DeviceSynchronize, || unsafe { sys::cuCtxSynchronize() })
     }
 
     fn event_create(&self, timing: bool) -> DriverResult<EventId> {
-        self.bind(CallKind::EventCreate)?;
         let flags = if timing { CUevent_flags::CU_EVENT_DEFAULT } else { CUevent_flags::CU_EVENT_DISABLE_TIMING };
         let mut event: CUevent = ptr::null_mut();
         // CAST: the flag's value.
         let flags = flags as u32;
         // SAFETY: the pointer is to a live handle of the type that the call writes.
-        let result = unsafe { sys::cuEventCreate(&raw mut event, flags) };
-        check(CallKind::EventCreate, result)?;
+        self.call(CallKind::EventCreate, || unsafe { sys::cuEventCreate(&raw mut event, flags) })?;
         // CAST: a handle is kept as its value.
         Ok(EventId::made(self.live.events.insert(event as u64)))
     }
 
     unsafe fn event_destroy(&self, event: EventId) -> DriverResult<()> {
-        self.bind(CallKind::EventDestroy)?;
         self.live.events.remove(CallKind::EventDestroy, event.get(), |raw| {
             // SAFETY: a live event of this driver, which the caller promises not to use afterwards; CUDA keeps it
             // while work waits for it.
-            let result = unsafe { sys::cuEventDestroy_v2(raw as CUevent) };
-            check(CallKind::EventDestroy, result)
+            self.call(CallKind::EventDestroy, || unsafe { sys::cuEventDestroy_v2(raw as CUevent) })
         })
     }
 
     fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
-        self.bind(CallKind::EventRecord)?;
         let stream = self.stream(CallKind::EventRecord, stream)?;
         let event = self.event(CallKind::EventRecord, event)?;
         // SAFETY: event and stream are live (looked up above).
-        let result = unsafe { sys::cuEventRecord(event, stream) };
-        check(CallKind::EventRecord, result)
+        self.call(CallKind::EventRecord, || unsafe { sys::cuEventRecord(event, stream) })
     }
 
     fn event_query(&self, event: EventId) -> DriverResult<bool> {
-        self.bind(CallKind::EventQuery)?;
         let event = self.event(CallKind::EventQuery, event)?;
+        self.bind(CallKind::EventQuery)?;
         // SAFETY: the event is live (looked up above).
         match unsafe { sys::cuEventQuery(event) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
@@ -165,22 +140,18 @@ unsafe impl Driver for CudaDriver {
     }
 
     fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
-        self.bind(CallKind::EventSynchronize)?;
         let event = self.event(CallKind::EventSynchronize, event)?;
         // SAFETY: the event is live (looked up above).
-        let result = unsafe { sys::cuEventSynchronize(event) };
-        check(CallKind::EventSynchronize, result)
+        self.call(CallKind::EventSynchronize, || unsafe { sys::cuEventSynchronize(event) })
     }
 
     fn event_elapsed_ns(&self, start: EventId, end: EventId) -> DriverResult<u64> {
-        self.bind(CallKind::EventElapsed)?;
         let start = self.event(CallKind::EventElapsed, start)?;
         let end = self.event(CallKind::EventElapsed, end)?;
         let mut milliseconds = 0f32;
         // SAFETY: both events are live (looked up above), the pointer is to a live number of the type
         // that the call writes, and the function's type was settled where it was looked up.
-        let result = unsafe { (self.elapsed)(&raw mut milliseconds, start, end) };
-        check(CallKind::EventElapsed, result)?;
+        self.call(CallKind::EventElapsed, || unsafe { (self.elapsed)(&raw mut milliseconds, start, end) })?;
         let nanoseconds = (f64::from(milliseconds) * 1e6).round();
         if nanoseconds >= 0.0 {
             // CAST: not negative, and 2^64 ns are centuries.
@@ -192,12 +163,12 @@ unsafe impl Driver for CudaDriver {
     }
 
     fn host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>> {
-        self.bind(CallKind::HostAlloc)?;
         let mut memory: *mut c_void = ptr::null_mut();
         // SAFETY: the pointer is to a live pointer of the type that the call writes. No flags: write-combined memory
         // would be slow to read on the host, and with unified addressing every context may use it anyway.
-        let result = unsafe { sys::cuMemHostAlloc(&raw mut memory, bytes, 0) };
-        check_for(CallKind::HostAlloc, result, || Bytes(bytes as u64).to_string())?;
+        self.sized_call(CallKind::HostAlloc, bytes as u64, || unsafe {
+            sys::cuMemHostAlloc(&raw mut memory, bytes, 0)
+        })?;
         let memory = NonNull::new(memory.cast::<u8>()).ok_or_else(|| {
             refusal(CallKind::HostAlloc, CUresult::CUDA_ERROR_INVALID_VALUE, "the driver handed out null".into())
         })?;
@@ -207,10 +178,8 @@ unsafe impl Driver for CudaDriver {
     }
 
     unsafe fn host_free(&self, ptr: NonNull<u8>, _bytes: usize) -> DriverResult<()> {
-        self.bind(CallKind::HostFree)?;
         // SAFETY: the caller promises memory from `host_alloc` that is freed once and that no queued copy uses.
-        let result = unsafe { sys::cuMemFreeHost(ptr.as_ptr().cast()) };
-        check(CallKind::HostFree, result)
+        self.call(CallKind::HostFree, || unsafe { sys::cuMemFreeHost(ptr.as_ptr().cast()) })
     }
 
     // Pageable memory has to be staged before the GPU can fetch it, and the driver stages within the call: when it
@@ -219,21 +188,15 @@ unsafe impl Driver for CudaDriver {
     // There we wait, since our contract lets the caller reuse or free `src` on return.
     // <https://docs.nvidia.com/cuda/cuda-driver-api/api-sync-behavior.html>
     unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
-        if src.is_empty() {
-            return Ok(());
-        }
-        self.bind(CallKind::CopyToDevice)?;
-        let stream = self.stream(CallKind::CopyToDevice, stream)?;
         // SAFETY: the caller promises the target; the source is a slice, which the driver has read on return where it
         // stages, and which stays borrowed until the wait below has ended where it does not.
-        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(dst.get(), src.as_ptr().cast(), src.len(), stream) };
-        check_for(CallKind::CopyToDevice, result, || Bytes(src.len() as u64).to_string())?;
-        if !self.info.host_page_tables {
+        unsafe { self.copy_to_device_async(dst, NonNull::from(src).cast(), src.len(), stream) }?;
+        if src.is_empty() || !self.info.host_page_tables {
             return Ok(());
         }
+        let stream = self.stream(CallKind::CopyToDevice, stream)?;
         // SAFETY: the stream is live (looked up above).
-        let result = unsafe { sys::cuStreamSynchronize(stream) };
-        check(CallKind::CopyToDevice, result)
+        self.call(CallKind::CopyToDevice, || unsafe { sys::cuStreamSynchronize(stream) })
     }
 
     unsafe fn copy_to_device_async(
@@ -246,37 +209,36 @@ unsafe impl Driver for CudaDriver {
         if bytes == 0 {
             return Ok(());
         }
-        self.bind(CallKind::CopyToDevice)?;
         let stream = self.stream(CallKind::CopyToDevice, stream)?;
         // SAFETY: the caller promises that both sides hold `bytes` bytes until the stream has passed this copy.
-        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(dst.get(), src.as_ptr().cast(), bytes, stream) };
-        check_for(CallKind::CopyToDevice, result, || Bytes(bytes as u64).to_string())
+        self.sized_call(CallKind::CopyToDevice, bytes as u64, || unsafe {
+            sys::cuMemcpyHtoDAsync_v2(dst.get(), src.as_ptr().cast(), bytes, stream)
+        })
     }
 
     unsafe fn copy_to_host(&self, dst: &mut [u8], src: DeviceAddr, stream: StreamId) -> DriverResult<()> {
         if dst.is_empty() {
             return Ok(());
         }
-        self.bind(CallKind::CopyToHost)?;
         let stream = self.stream(CallKind::CopyToHost, stream)?;
         // SAFETY: the caller promises the source; the target is a slice, and is borrowed until the wait below has
         // ended.
-        let result = unsafe { sys::cuMemcpyDtoHAsync_v2(dst.as_mut_ptr().cast(), src.get(), dst.len(), stream) };
-        check_for(CallKind::CopyToHost, result, || Bytes(dst.len() as u64).to_string())?;
+        self.sized_call(CallKind::CopyToHost, dst.len() as u64, || unsafe {
+            sys::cuMemcpyDtoHAsync_v2(dst.as_mut_ptr().cast(), src.get(), dst.len(), stream)
+        })?;
         // SAFETY: the stream is live (looked up above).
-        let result = unsafe { sys::cuStreamSynchronize(stream) };
-        check(CallKind::CopyToHost, result)
+        self.call(CallKind::CopyToHost, || unsafe { sys::cuStreamSynchronize(stream) })
     }
 
     unsafe fn fill_bytes(&self, dst: DeviceAddr, value: u8, bytes: u64, stream: StreamId) -> DriverResult<()> {
         if bytes == 0 {
             return Ok(());
         }
-        self.bind(CallKind::Memset)?;
         let stream = self.stream(CallKind::Memset, stream)?;
         // SAFETY: the caller promises that `dst` holds `bytes` bytes until the stream has passed this call.
-        let result = unsafe { sys::cuMemsetD8Async(dst.get(), value, size(bytes), stream) };
-        check_for(CallKind::Memset, result, || Bytes(bytes).to_string())
+        self.sized_call(CallKind::Memset, bytes, || unsafe {
+            sys::cuMemsetD8Async(dst.get(), value, size(bytes), stream)
+        })
     }
 
     fn pools(&self) -> Option<&dyn PoolDriver> {

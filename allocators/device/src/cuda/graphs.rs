@@ -7,64 +7,61 @@
 use super::{CudaDriver, check, refusal};
 use crate::{CallKind, DriverResult, GraphDriver, GraphId, GraphMemory, StreamId};
 use cudarc::driver::sys::{
-    self, CUdevice, CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUgraphMem_attribute, CUresult, CUstream,
-    CUstreamCaptureMode,
+    self, CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUgraphMem_attribute, CUresult, CUstream, CUstreamCaptureMode,
 };
 use std::ptr;
 
-fn attribute(device: CUdevice, attribute: CUgraphMem_attribute) -> DriverResult<u64> {
-    let mut value = 0u64;
-    // SAFETY: the device is live (callers), and the pointer is to a live u64, the type that the driver's reference gives
-    // for each of these attributes.
-    let result = unsafe { sys::cuDeviceGetGraphMemAttribute(device, attribute, (&raw mut value).cast()) };
-    check(CallKind::GraphMemory, result)?;
-    Ok(value)
-}
-
-/// An instance of a captured graph, uploaded on `stream`.
-fn instantiate(graph: CUgraph, stream: CUstream) -> DriverResult<CUgraphExec> {
-    let call = CallKind::CaptureEnd;
-    let mut instance: CUgraphExec = ptr::null_mut();
-    let flags = u64::from(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH.0);
-    // SAFETY: `graph` is live (the caller made it) and the pointer is to a live handle of the type that the call writes.
-    let result = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut instance, graph, flags) };
-    check(call, result)?;
-    // SAFETY: the instance was made above, and the stream is live (the caller looked it up).
-    let result = unsafe { sys::cuGraphUpload(instance, stream) };
-    if let Err(error) = check(call, result) {
-        // Its result does not matter: the error that is returned says what went wrong first.
-        // SAFETY: the instance was made above, was never launched, and no other code has its handle.
-        unsafe { sys::cuGraphExecDestroy(instance) };
-        return Err(error);
+impl CudaDriver {
+    fn graph_attribute(&self, attribute: CUgraphMem_attribute) -> DriverResult<u64> {
+        let mut value = 0u64;
+        // SAFETY: the device is live, and the pointer is to a live u64, the type that the driver's reference gives for
+        // each of these attributes.
+        self.call(CallKind::GraphMemory, || unsafe {
+            sys::cuDeviceGetGraphMemAttribute(self.device, attribute, (&raw mut value).cast())
+        })?;
+        Ok(value)
     }
-    Ok(instance)
+
+    /// An instance of a captured graph, uploaded on `stream`.
+    fn instantiate(&self, graph: CUgraph, stream: CUstream) -> DriverResult<CUgraphExec> {
+        let mut instance: CUgraphExec = ptr::null_mut();
+        let flags = u64::from(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH.0);
+        // SAFETY: `graph` is live (the caller made it) and the pointer is to a live handle of the type that the call
+        // writes.
+        self.call(CallKind::CaptureEnd, || unsafe {
+            sys::cuGraphInstantiateWithFlags(&raw mut instance, graph, flags)
+        })?;
+        // SAFETY: the instance was made above, and the stream is live (the caller looked it up).
+        let uploaded = self.call(CallKind::CaptureEnd, || unsafe { sys::cuGraphUpload(instance, stream) });
+        uploaded.map(|()| instance).inspect_err(|_| {
+            // Its result does not matter: the error that is returned says what went wrong first.
+            // SAFETY: the instance was made above, was never launched, and no other code has its handle.
+            unsafe { sys::cuGraphExecDestroy(instance) };
+        })
+    }
 }
 
 impl GraphDriver for CudaDriver {
     fn capture_begin(&self, stream: StreamId) -> DriverResult<()> {
-        self.bind(CallKind::CaptureBegin)?;
         let stream = self.stream(CallKind::CaptureBegin, stream)?;
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is live (looked up above).
-        let result = unsafe { sys::cuStreamBeginCapture_v2(stream, mode) };
-        check(CallKind::CaptureBegin, result)
+        self.call(CallKind::CaptureBegin, || unsafe { sys::cuStreamBeginCapture_v2(stream, mode) })
     }
 
     fn capture_end(&self, stream: StreamId) -> DriverResult<GraphId> {
         let call = CallKind::CaptureEnd;
-        self.bind(call)?;
         let stream = self.stream(call, stream)?;
         let mut graph: CUgraph = ptr::null_mut();
         // SAFETY: the stream is live (looked up above), and the pointer is to a live handle of the type that
         // the call writes.
-        let result = unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) };
-        check(call, result)?;
+        self.call(call, || unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) })?;
         if graph.is_null() {
             let context = "the capture ended without a graph".into();
             return Err(refusal(call, CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, context));
         }
         // CAST: a handle is kept as its value.
-        let made = instantiate(graph, stream).map(|made| GraphId::made(self.live.graphs.insert_once(made as u64)));
+        let made = self.instantiate(graph, stream).map(|made| GraphId::made(self.live.graphs.insert_once(made as u64)));
         // A failure would leak the host's memory of the graph; the instance does not need it.
         // SAFETY: the graph was captured above, no other code has its handle, and its instance has a copy of its own.
         unsafe { sys::cuGraphDestroy(graph) };
@@ -73,10 +70,10 @@ impl GraphDriver for CudaDriver {
 
     fn capture_abort(&self, stream: StreamId) -> DriverResult<()> {
         let call = CallKind::CaptureAbort;
-        self.bind(call)?;
         let stream = self.stream(call, stream)?;
         let mut graph: CUgraph = ptr::null_mut();
-        // SAFETY: as in `capture_end`.
+        self.bind(call)?;
+        // SAFETY: as in `capture_end`; the context is current.
         let result = unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) };
         if !graph.is_null() {
             // SAFETY: the graph was captured above and no other code has its handle.
@@ -90,28 +87,23 @@ impl GraphDriver for CudaDriver {
     }
 
     unsafe fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {
-        self.bind(CallKind::GraphLaunch)?;
         let stream = self.stream(CallKind::GraphLaunch, stream)?;
         // CAST: a handle is kept as its value.
         let graph = self.live.graphs.get(CallKind::GraphLaunch, graph.get())? as CUgraphExec;
         // SAFETY: graph and stream are live (looked up above), and so is its memory (the caller's promise).
-        let result = unsafe { sys::cuGraphLaunch(graph, stream) };
-        check(CallKind::GraphLaunch, result)
+        self.call(CallKind::GraphLaunch, || unsafe { sys::cuGraphLaunch(graph, stream) })
     }
 
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
-        self.bind(CallKind::GraphDestroy)?;
         self.live.graphs.remove(CallKind::GraphDestroy, graph.get(), |raw| {
             // SAFETY: a live graph of this driver, which no other call finds any more; the caller promises that its last
             // launch has finished.
-            let result = unsafe { sys::cuGraphExecDestroy(raw as CUgraphExec) };
-            check(CallKind::GraphDestroy, result)
+            self.call(CallKind::GraphDestroy, || unsafe { sys::cuGraphExecDestroy(raw as CUgraphExec) })
         })
     }
 
     fn graph_memory(&self) -> DriverResult<GraphMemory> {
-        self.bind(CallKind::GraphMemory)?;
-        let read = |which| attribute(self.device, which);
+        let read = |which| self.graph_attribute(which);
         Ok(GraphMemory {
             used: read(CUgraphMem_attribute::CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT)?,
             used_high: read(CUgraphMem_attribute::CU_GRAPH_MEM_ATTR_USED_MEM_HIGH)?,
@@ -121,9 +113,7 @@ impl GraphDriver for CudaDriver {
     }
 
     fn graph_trim(&self) -> DriverResult<()> {
-        self.bind(CallKind::GraphTrim)?;
         // SAFETY: the device is live; only memory that no graph uses is touched.
-        let result = unsafe { sys::cuDeviceGraphMemTrim(self.device) };
-        check(CallKind::GraphTrim, result)
+        self.call(CallKind::GraphTrim, || unsafe { sys::cuDeviceGraphMemTrim(self.device) })
     }
 }

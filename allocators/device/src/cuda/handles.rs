@@ -1,35 +1,16 @@
 //! Which handles are this driver's. CUDA trusts the handles that it is given, so none reaches it that was not made here and
 //! is still live: a forged one, one of another driver and one from before this driver was opened are errors.
 //!
-//! A look-up is one in a hash table behind a lock. Only calls to the driver make one, never a hit in a cache.
+//! A look-up is one in a table behind a lock. Only calls to the driver make one, never a hit in a cache.
 #![forbid(unsafe_code)]
 
 use super::{CallKind, DriverResult};
 use crate::DriverError;
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// Handles are addresses or count up: one multiplication spreads them.
-#[derive(Debug, Default)]
-pub(super) struct Spread(u64);
-
-impl Hasher for Spread {
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
-    }
-
-    fn write_u64(&mut self, word: u64) {
-        self.0 = (self.0 ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(26);
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
-
-type Table = HashMap<u64, u64, BuildHasherDefault<Spread>>;
+type Table = BTreeMap<u64, u64>;
 
 /// The live handles of one kind: what CUDA calls them, by what our ids say.
 #[derive(Debug)]

@@ -27,10 +27,6 @@ impl Graphs {
     }
 }
 
-fn illegal(call: CallKind, why: &str) -> DriverError {
-    DriverError::new(call, DriverError::ILLEGAL_STATE, why)
-}
-
 impl NullDriver {
     /// An allocation on a stream that captures; `None` on one that does not.
     pub(super) fn alloc_captured(&self, bytes: u64, stream: StreamId) -> Option<DriverResult<DeviceAddr>> {
@@ -39,9 +35,9 @@ impl NullDriver {
         if let Some(addr) = own.idle.iter().find(|(_, size)| **size == bytes).map(|(addr, _)| *addr) {
             own.idle.remove(&addr);
             own.out.insert(addr, bytes);
-            return Some(Ok(DeviceAddr::new(addr).expect("addresses start above zero")));
+            return Some(Ok(DeviceAddr::handed_out(addr)));
         }
-        Some(self.take_async(bytes).inspect(|addr| {
+        Some(self.take_async(bytes, None).inspect(|addr| {
             own.out.insert(addr.get(), bytes);
             let memory = &mut graphs.memory;
             memory.used += bytes;
@@ -57,21 +53,24 @@ impl NullDriver {
         let own = graphs.captures.get_mut(&stream.get())?;
         let Some(bytes) = own.out.remove(&addr.get()) else {
             let context = format!("no block of the capture at {:#x}", addr.get());
-            return Some(Err(DriverError::new(CallKind::MemFreeAsync, DriverError::INVALID_VALUE, context)));
+            return Some(Err(DriverError::invalid_value(CallKind::MemFreeAsync, context)));
         };
         own.idle.insert(addr.get(), bytes);
         Some(Ok(()))
     }
 
     fn end(&self, graphs: &mut Graphs, call: CallKind, stream: StreamId) -> DriverResult<Own> {
-        let own = graphs.captures.remove(&stream.get()).ok_or_else(|| illegal(call, "the stream does not capture"))?;
+        let own = graphs
+            .captures
+            .remove(&stream.get())
+            .ok_or_else(|| DriverError::illegal_state(call, "the stream does not capture"))?;
         self.capturing.fetch_sub(1, Release);
         Ok(own)
     }
 
     fn drop_own(&self, graphs: &mut Graphs, call: CallKind, own: &Own) -> DriverResult<()> {
         for addr in own.out.keys().chain(own.idle.keys()).filter_map(|addr| DeviceAddr::new(*addr)) {
-            graphs.memory.used -= self.give(call, addr)?;
+            graphs.memory.used -= self.give(call, addr)?.0;
             graphs.memory.reserved = graphs.memory.used;
         }
         Ok(())
@@ -82,7 +81,7 @@ impl GraphDriver for NullDriver {
     fn capture_begin(&self, stream: StreamId) -> DriverResult<()> {
         let graphs = &mut *lock(&self.graphs);
         if graphs.is_capturing(stream) {
-            return Err(illegal(CallKind::CaptureBegin, "the stream captures already"));
+            return Err(DriverError::illegal_state(CallKind::CaptureBegin, "the stream captures already"));
         }
         graphs.captures.insert(stream.get(), Own::default());
         self.capturing.fetch_add(1, Release);
@@ -107,15 +106,14 @@ impl GraphDriver for NullDriver {
         if lock(&self.graphs).graphs.contains_key(&graph.get()) {
             return Ok(());
         }
-        let context = format!("no graph {}", graph.get());
-        Err(DriverError::new(CallKind::GraphLaunch, DriverError::INVALID_HANDLE, context))
+        Err(DriverError::no_such(CallKind::GraphLaunch, "graph", graph.get()))
     }
 
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
         let call = CallKind::GraphDestroy;
         let graphs = &mut *lock(&self.graphs);
         let own = graphs.graphs.remove(&graph.get());
-        let no_graph = || DriverError::new(call, DriverError::INVALID_HANDLE, format!("no graph {}", graph.get()));
+        let no_graph = || DriverError::no_such(call, "graph", graph.get());
         self.drop_own(graphs, call, &own.ok_or_else(no_graph)?)
     }
 

@@ -12,7 +12,7 @@
 
 use super::heap::{Heap, Packing};
 use super::timeline::{Mark, Order};
-use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory, out_of_memory};
+use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, State};
 use crate::DriverError;
 use crate::{CallKind, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, StreamId};
 use std::collections::BTreeMap;
@@ -20,21 +20,37 @@ use std::collections::BTreeMap;
 /// Between plain memory and pools.
 const GRAPH_BASE: u64 = LARGE_BASE + RANGE;
 
-/// Something that a launch runs.
-#[derive(Clone, Debug)]
-pub(super) enum Node {
+/// Something that is queued on a stream, or that a launch of a graph runs.
+#[derive(Debug)]
+pub(super) struct Node {
+    work: Work,
+    bytes: u64,
+    /// Address and bytes of what it reads and writes.
+    buffers: Vec<(u64, u64)>,
+}
+
+#[derive(Debug)]
+enum Work {
     Kernel {
         name: String,
         geometry: (u64, u64),
-        bytes: u64,
-        buffers: Vec<(u64, u64)>,
     },
-    Copy {
-        dst: u64,
-        bytes: u64,
-    },
+    /// A copy to the device.
+    Copy,
     /// An allocation or a free: no work, but a place in the order.
     Memory,
+}
+
+impl Node {
+    const MEMORY: Self = Self { work: Work::Memory, bytes: 0, buffers: Vec::new() };
+
+    pub(super) fn kernel(name: &str, geometry: (u64, u64), bytes: u64, buffers: &[(u64, u64)]) -> Self {
+        Self { work: Work::Kernel { name: name.to_owned(), geometry }, bytes, buffers: buffers.to_vec() }
+    }
+
+    pub(super) fn copy(dst: u64, bytes: u64) -> Self {
+        Self { work: Work::Copy, bytes, buffers: vec![(dst, bytes)] }
+    }
 }
 
 /// Memory of a capture or a graph: rounded size by address, of blocks that are out and of those that were freed.
@@ -42,12 +58,6 @@ pub(super) enum Node {
 struct Own {
     out: BTreeMap<u64, u64>,
     idle: BTreeMap<u64, u64>,
-}
-
-impl Own {
-    fn addresses(&self) -> impl Iterator<Item = u64> {
-        self.out.keys().chain(self.idle.keys()).copied()
-    }
 }
 
 #[derive(Debug)]
@@ -97,28 +107,13 @@ impl Graphs {
         self.captures.get_mut(self.capturing.get(&stream.get())?)
     }
 
-    /// Notes work on a stream that is captured; false when it is not.
-    pub(super) fn note(&mut self, stream: StreamId, node: impl FnOnce() -> Node) -> bool {
-        let Some(capture) = self.capture(stream) else { return false };
-        capture.nodes.push(node());
-        true
-    }
-
     pub(super) fn forget_event(&mut self, event: EventId) {
         self.events.remove(&event.get());
     }
 
-    /// Gives blocks back to the heap.
-    fn give_back(&mut self, own: &Own) {
-        for addr in own.addresses() {
-            let len = self.heap.as_mut().and_then(|heap| heap.free(addr, None));
-            self.used -= len.unwrap_or(0);
-        }
-    }
-
     /// Ends the capture of the stream that began it.
     fn end(&mut self, call: CallKind, stream: StreamId) -> DriverResult<Capture> {
-        let illegal = || DriverError::new(call, DriverError::ILLEGAL_STATE, "the stream does not capture");
+        let illegal = || DriverError::illegal_state(call, "the stream does not capture");
         let id = *self.capturing.get(&stream.get()).ok_or_else(illegal)?;
         if self.captures.get(&id).is_some_and(|capture| capture.origin != stream.get()) {
             let context = "another stream began the capture";
@@ -131,8 +126,18 @@ impl Graphs {
 }
 
 impl State {
+    /// Gives the blocks of a capture or a graph back to the heap.
+    fn free_own(&mut self, own: &Own) {
+        for &addr in own.out.keys().chain(own.idle.keys()) {
+            self.host.unback(addr);
+            let len = self.graphs.heap.as_mut().and_then(|heap| heap.free(addr, None));
+            self.graphs.used -= len.unwrap_or(0);
+        }
+    }
+
     /// Refuses what waits for a stream that is captured, or asks after it, and invalidates the capture.
     pub(super) fn refuse_capturing(&mut self, call: CallKind, stream: StreamId) -> DriverResult<()> {
+        self.need_stream(call, stream)?;
         let Some(capture) = self.graphs.capture(stream) else { return Ok(()) };
         capture.invalid.get_or_insert(call);
         Err(DriverError::new(call, DriverError::STREAM_CAPTURE_UNSUPPORTED, "the stream is being captured"))
@@ -206,12 +211,14 @@ impl SimDriver {
         stream: StreamId,
     ) -> DriverResult<DeviceAddr> {
         let call = CallKind::MemAllocAsync;
-        let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
+        let budget = self.free_bytes(state);
         state.time.spend(costs.alloc_ns);
-        let Some(len) = bytes.checked_next_multiple_of(costs.align_bytes) else { return Err(out_of_memory(call)) };
+        let Some(len) = bytes.checked_next_multiple_of(costs.align_bytes) else {
+            return Err(DriverError::out_of_memory(call));
+        };
         let graphs = &mut state.graphs;
         let Some(capture) = graphs.capturing.get(&stream.get()).and_then(|id| graphs.captures.get_mut(id)) else {
-            return Err(DriverError::new(call, DriverError::ILLEGAL_STATE, "the stream does not capture"));
+            return Err(DriverError::illegal_state(call, "the stream does not capture"));
         };
         let idle = capture.own.idle.iter().find(|(_, size)| **size == len).map(|(addr, _)| *addr);
         let addr = match idle {
@@ -222,13 +229,9 @@ impl SimDriver {
             None => {
                 let new = || Heap::new(GRAPH_BASE, RANGE, costs.granule_bytes, costs.align_bytes, Packing::Across);
                 let heap = graphs.heap.get_or_insert_with(new);
-                let placed = heap.place(len, budget, |_| Order::Usable).ok_or_else(|| out_of_memory(call))?;
-                if self.memory == SimMemory::Host
-                    && let Err(error) = state.host.back(placed.addr, len)
-                {
-                    heap.free(placed.addr, None);
-                    return Err(no_host_memory(call, len, error));
-                }
+                let placed =
+                    heap.place(len, budget, |_| Order::Usable).ok_or_else(|| DriverError::out_of_memory(call))?;
+                self.back(call, &mut state.host, placed.addr, len).inspect_err(|_| _ = heap.free(placed.addr, None))?;
                 graphs.used += len;
                 graphs.used_high = graphs.used_high.max(graphs.used);
                 graphs.reserved_high = graphs.reserved_high.max(heap.held_bytes());
@@ -236,8 +239,8 @@ impl SimDriver {
             }
         };
         capture.own.out.insert(addr, len);
-        capture.nodes.push(Node::Memory);
-        Ok(DeviceAddr::new(addr).expect("simulated addresses start above zero"))
+        capture.nodes.push(Node::MEMORY);
+        Ok(DeviceAddr::handed_out(addr))
     }
 
     /// A stream-ordered free on a stream that is captured: of a block of that capture.
@@ -253,32 +256,37 @@ impl SimDriver {
         let freed = capture.and_then(|capture| {
             let len = capture.own.out.remove(&addr.get())?;
             capture.own.idle.insert(addr.get(), len);
-            capture.nodes.push(Node::Memory);
+            capture.nodes.push(Node::MEMORY);
             Some(())
         });
         freed.ok_or_else(|| {
             let context = format!("no block of the capture at {:#x}", addr.get());
-            DriverError::new(CallKind::MemFreeAsync, DriverError::INVALID_VALUE, context)
+            DriverError::invalid_value(CallKind::MemFreeAsync, context)
         })
     }
 
-    /// Device time of a node that is launched now.
-    fn node_ns(&self, state: &mut State, node: &Node) -> u64 {
-        match node {
-            Node::Kernel { name, geometry: (blocks, iterations), bytes, buffers } => {
-                let missed = state.access(buffers);
-                self.profile.kernel_ns(name, *blocks, *iterations, *bytes, missed)
-            }
-            Node::Copy { dst, bytes } => {
-                state.access(&[(*dst, *bytes)]);
-                self.profile.copies.to_device_ns.at(*bytes)
-            }
-            Node::Memory => 0,
+    /// Queues work on a stream, or notes it where the stream is captured.
+    pub(super) fn queue(&self, state: &mut State, stream: StreamId, node: Node) {
+        if let Some(capture) = state.graphs.capture(stream) {
+            capture.nodes.push(node);
+            return;
         }
+        let duration = self.node_ns(state, &node);
+        state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration);
+        state.note_use(stream, &node.buffers);
     }
 
-    fn no_graph(call: CallKind, graph: GraphId) -> DriverError {
-        DriverError::new(call, DriverError::INVALID_HANDLE, format!("no graph {}", graph.get()))
+    /// Device time of a node that runs now.
+    fn node_ns(&self, state: &mut State, node: &Node) -> u64 {
+        // What is copied to the device passes through its cache and stays there.
+        let missed = state.access(&node.buffers);
+        match &node.work {
+            Work::Kernel { name, geometry: (blocks, iterations) } => {
+                self.profile.kernel_ns(name, *blocks, *iterations, node.bytes, missed)
+            }
+            Work::Copy => self.profile.copies.to_device_ns.at(node.bytes),
+            Work::Memory => 0,
+        }
     }
 }
 
@@ -288,7 +296,7 @@ impl GraphDriver for SimDriver {
         state.need_stream(CallKind::CaptureBegin, stream)?;
         if state.graphs.is_capturing(stream) {
             let context = "the stream captures already";
-            return Err(DriverError::new(CallKind::CaptureBegin, DriverError::ILLEGAL_STATE, context));
+            return Err(DriverError::illegal_state(CallKind::CaptureBegin, context));
         }
         let graphs = &mut state.graphs;
         graphs.next += 1;
@@ -304,8 +312,7 @@ impl GraphDriver for SimDriver {
         state.need_stream(call, stream)?;
         let capture = state.graphs.end(call, stream)?;
         if let Some(broken_by) = capture.invalid {
-            capture.own.addresses().for_each(|addr| state.host.unback(addr));
-            state.graphs.give_back(&capture.own);
+            state.free_own(&capture.own);
             let context = format!("{broken_by} is not allowed in a capture");
             return Err(DriverError::new(call, DriverError::STREAM_CAPTURE_INVALIDATED, context));
         }
@@ -319,8 +326,7 @@ impl GraphDriver for SimDriver {
         let state = &mut *self.lock();
         state.need_stream(CallKind::CaptureAbort, stream)?;
         let capture = state.graphs.end(CallKind::CaptureAbort, stream)?;
-        capture.own.addresses().for_each(|addr| state.host.unback(addr));
-        state.graphs.give_back(&capture.own);
+        state.free_own(&capture.own);
         Ok(())
     }
 
@@ -333,7 +339,8 @@ impl GraphDriver for SimDriver {
             return Err(DriverError::new(call, DriverError::NOT_SUPPORTED, context));
         }
         // Taken out while it runs through the device's clocks.
-        let mut launched = state.graphs.graphs.remove(&graph.get()).ok_or_else(|| Self::no_graph(call, graph))?;
+        let mut launched =
+            state.graphs.graphs.remove(&graph.get()).ok_or_else(|| DriverError::no_such(call, "graph", graph.get()))?;
         state.time.spend(self.profile.graphs.launch_ns);
         if let Some(last) = launched.last {
             state.time.wait_for_mark(stream.get(), last);
@@ -343,11 +350,7 @@ impl GraphDriver for SimDriver {
         state.time.enqueue_with_gaps(stream.get(), self.profile.queues.start_latency_ns, work_ns, gaps_ns);
         launched.last = Some(state.time.mark(stream.get()));
         for node in &launched.nodes {
-            match node {
-                Node::Kernel { buffers, .. } => state.note_use(stream, buffers),
-                Node::Copy { dst, bytes } => state.note_use(stream, &[(*dst, *bytes)]),
-                Node::Memory => {}
-            }
+            state.note_use(stream, &node.buffers);
         }
         state.graphs.graphs.insert(graph.get(), launched);
         Ok(())
@@ -356,9 +359,8 @@ impl GraphDriver for SimDriver {
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
         let state = &mut *self.lock();
         let gone = state.graphs.graphs.remove(&graph.get());
-        let gone = gone.ok_or_else(|| Self::no_graph(CallKind::GraphDestroy, graph))?;
-        gone.own.addresses().for_each(|addr| state.host.unback(addr));
-        state.graphs.give_back(&gone.own);
+        let gone = gone.ok_or_else(|| DriverError::no_such(CallKind::GraphDestroy, "graph", graph.get()))?;
+        state.free_own(&gone.own);
         Ok(())
     }
 

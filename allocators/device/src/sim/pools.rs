@@ -6,7 +6,7 @@
 
 use super::heap::{Heap, Packing};
 use super::timeline::Order;
-use super::{PoolMemory, RANGE, SimDriver, SimMemory, State, no_host_memory, out_of_memory};
+use super::{PoolMemory, RANGE, SimDriver, State};
 use crate::DriverError;
 use crate::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
 
@@ -28,20 +28,26 @@ impl SimDriver {
             .as_ref()
             .ok_or_else(|| DriverError::new(call, DriverError::NOT_SUPPORTED, "the profile has no pools"))
     }
+
+    /// Reads or sets `count` attributes of a pool, at the cost of as many calls.
+    fn attributes<T>(&self, pool: PoolId, count: u64, with: impl FnOnce(&mut Pool) -> T) -> DriverResult<T> {
+        let costs = self.pool_costs(CallKind::PoolAttribute)?;
+        let mut state = self.charge(count * costs.attribute_ns);
+        state.pool(CallKind::PoolAttribute, pool).map(with)
+    }
 }
 
 impl State {
     fn pool(&mut self, call: CallKind, pool: PoolId) -> DriverResult<&mut Pool> {
         let found = self.pools.get_mut(&pool.get());
-        found.ok_or_else(|| DriverError::new(call, DriverError::INVALID_HANDLE, format!("no pool {}", pool.get())))
+        found.ok_or_else(|| DriverError::no_such(call, "pool", pool.get()))
     }
 }
 
 impl PoolDriver for SimDriver {
     fn pool_create(&self, settings: PoolSettings) -> DriverResult<PoolId> {
         let costs = self.pool_costs(CallKind::PoolCreate)?;
-        let mut state = self.lock();
-        state.time.spend(costs.create_ns);
+        let mut state = self.charge(costs.create_ns);
         let id = state.next_pool;
         state.next_pool += 1;
         let heap = Heap::new(POOL_BASE + id * RANGE, RANGE, costs.granule_bytes, costs.align_bytes, Packing::Across);
@@ -52,29 +58,18 @@ impl PoolDriver for SimDriver {
     unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()> {
         let mut state = self.lock();
         if !state.pool(CallKind::PoolDestroy, pool)?.heap.is_empty() {
-            return Err(DriverError::new(
-                CallKind::PoolDestroy,
-                DriverError::INVALID_VALUE,
-                "blocks of the pool are still allocated",
-            ));
+            return Err(DriverError::invalid_value(CallKind::PoolDestroy, "blocks of the pool are still allocated"));
         }
         state.pools.remove(&pool.get());
         Ok(())
     }
 
     fn pool_settings(&self, pool: PoolId) -> DriverResult<PoolSettings> {
-        let costs = self.pool_costs(CallKind::PoolAttribute)?;
-        let mut state = self.lock();
-        state.time.spend(4 * costs.attribute_ns);
-        Ok(state.pool(CallKind::PoolAttribute, pool)?.settings)
+        self.attributes(pool, 4, |pool| pool.settings)
     }
 
     fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
-        let costs = self.pool_costs(CallKind::PoolAttribute)?;
-        let mut state = self.lock();
-        state.time.spend(4 * costs.attribute_ns);
-        let pool = state.pool(CallKind::PoolAttribute, pool)?;
-        Ok(PoolCounters {
+        self.attributes(pool, 4, |pool| PoolCounters {
             reserved: pool.heap.held_bytes(),
             reserved_high: pool.reserved_high,
             used: pool.used,
@@ -83,26 +78,19 @@ impl PoolDriver for SimDriver {
     }
 
     fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
-        let costs = self.pool_costs(CallKind::PoolAttribute)?;
-        let mut state = self.lock();
-        state.time.spend(costs.attribute_ns);
-        Ok(state.pool(CallKind::PoolAttribute, pool)?.reserved_high)
+        self.attributes(pool, 1, |pool| pool.reserved_high)
     }
 
     fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {
-        let costs = self.pool_costs(CallKind::PoolAttribute)?;
-        let mut state = self.lock();
-        state.time.spend(2 * costs.attribute_ns);
-        let pool = state.pool(CallKind::PoolAttribute, pool)?;
-        (pool.reserved_high, pool.used_high) = (pool.heap.held_bytes(), pool.used);
-        Ok(())
+        self.attributes(pool, 2, |pool| (pool.reserved_high, pool.used_high) = (pool.heap.held_bytes(), pool.used))
     }
 
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {
-        let costs = self.pool_costs(CallKind::PoolTrim)?;
+        let call = CallKind::PoolTrim;
+        let costs = self.pool_costs(call)?;
         let state = &mut *self.lock();
-        state.pool(CallKind::PoolTrim, pool)?;
-        let Some(pool) = state.pools.get_mut(&pool.get()) else { return Ok(()) };
+        let found = state.pools.get_mut(&pool.get());
+        let pool = found.ok_or_else(|| DriverError::no_such(call, "pool", pool.get()))?;
         pool.heap.settle(|mark| state.time.has_passed(mark));
         let released = pool.heap.release(keep_bytes);
         state.time.spend(costs.attribute_ns + released * costs.release_ns_per_granule);
@@ -113,17 +101,17 @@ impl PoolDriver for SimDriver {
         let call = CallKind::MemAllocAsync;
         let costs = self.pool_costs(call)?;
         if bytes == 0 {
-            return Err(DriverError::new(call, DriverError::INVALID_VALUE, "zero bytes"));
+            return Err(DriverError::invalid_value(call, "zero bytes"));
         }
         let state = &mut *self.lock();
         state.need_stream(call, stream)?;
-        state.pool(call, pool)?;
+        let settings = state.pool(call, pool)?.settings;
         if state.graphs.is_capturing(stream) {
             return self.alloc_captured(state, costs, bytes, stream);
         }
-        let budget = self.profile.total_bytes - self.profile.context_bytes - state.held();
-        let Some(pool) = state.pools.get_mut(&pool.get()) else { return Err(out_of_memory(call)) };
-        let (time, settings) = (&state.time, pool.settings);
+        let budget = self.free_bytes(state);
+        let Some(pool) = state.pools.get_mut(&pool.get()) else { return Err(DriverError::out_of_memory(call)) };
+        let time = &state.time;
         let placed = pool.heap.place(bytes, budget, |freed| {
             let ordered = settings.reuse_follow_event_dependencies && time.is_ordered_after(stream.get(), freed);
             let finished = settings.reuse_allow_opportunistic && time.has_passed(freed);
@@ -134,22 +122,18 @@ impl PoolDriver for SimDriver {
             }
         });
         state.time.spend(costs.alloc_ns);
-        let Some(placed) = placed else { return Err(out_of_memory(call)) };
+        let Some(placed) = placed else { return Err(DriverError::out_of_memory(call)) };
         state.time.spend(placed.new_granules * costs.grow_ns_per_granule);
         state.time.delay(stream.get(), costs.stream_ns);
         if let Some(mark) = placed.wait_for {
             state.time.wait_for_mark(stream.get(), mark);
         }
-        if self.memory == SimMemory::Host
-            && let Err(error) = state.host.back(placed.addr, bytes)
-        {
-            pool.heap.free(placed.addr, None);
-            return Err(no_host_memory(call, bytes, error));
-        }
+        let backed = self.back(call, &mut state.host, placed.addr, bytes);
+        let addr = backed.inspect_err(|_| _ = pool.heap.free(placed.addr, None))?;
         pool.used += bytes.next_multiple_of(costs.align_bytes);
         pool.used_high = pool.used_high.max(pool.used);
         pool.reserved_high = pool.reserved_high.max(pool.heap.held_bytes());
-        Ok(DeviceAddr::new(placed.addr).expect("simulated addresses start above zero"))
+        Ok(addr)
     }
 
     unsafe fn mem_free_async(&self, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
@@ -168,7 +152,7 @@ impl PoolDriver for SimDriver {
             Some(())
         });
         if freed.is_none() {
-            return Err(DriverError::new(call, DriverError::INVALID_VALUE, format!("no block at {:#x}", addr.get())));
+            return Err(DriverError::no_block(call, addr));
         }
         state.time.spend(costs.free_ns);
         state.time.delay(stream.get(), costs.stream_ns);
