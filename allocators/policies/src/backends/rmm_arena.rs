@@ -43,7 +43,7 @@ use crate::contract::{AllocError, GUARANTEED_ALIGN, Path};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
 use crate::policy::fit::lowest::Lowest;
-use crate::policy::grow::{Ladder, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize, Segments as _, Step};
 use crate::policy::size::Size;
 use crate::policy::source::Source;
 use crate::policy::split::Split;

@@ -47,7 +47,7 @@ use super::registry::{Backend, Capabilities, StreamUse, With};
 use crate::contract::{GUARANTEED_ALIGN, Path};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Ladder, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize, Segments as _, Step};
 use crate::policy::size::Size;
 use crate::policy::source::Source;
 use crate::policy::split::Split;

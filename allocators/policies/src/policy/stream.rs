@@ -128,6 +128,7 @@ mod tests {
     use crate::contract::PoolKind;
     use crate::policy::Heap;
     use crate::policy::fit::Fit;
+    use crate::policy::grow::Segments as _;
     use crate::policy::source::Source;
     use crate::space::{Account, FreeList, Owner, Space};
     use std::sync::Arc;

@@ -3,6 +3,7 @@
 use super::{Policy, State};
 use crate::backends::captures::need_graphs;
 use crate::contract::{AllocError, CaptureId};
+use crate::policy::grow::release_private;
 use crate::space::BlockId;
 use vramlab_device::StreamId;
 
@@ -73,7 +74,7 @@ impl<P: Policy> State<P> {
     pub(super) fn release_capture(&mut self, name: &'static str, capture: CaptureId) -> Result<(), AllocError> {
         self.captures.release(name, capture)?;
         self.heap.unpin(capture);
-        self.heap.release_private(capture)?;
+        release_private(&mut self.heap, capture)?;
         Ok(())
     }
 
