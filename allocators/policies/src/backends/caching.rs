@@ -1,7 +1,7 @@
 //! # `caching`: PyTorch's native caching allocator, for speed
 //!
-//! The same policy as [`pytorch`](super::pytorch), which is the one to read: the same addresses, paths, statistics and
-//! snapshots, which tests hold it to. Here it is written so that threads on streams of their own do not wait for each other
+//! The policy is that of [`pytorch`](super::pytorch), which is the one to read. Tests hold it to the same addresses, paths,
+//! statistics and snapshots. Here it is written so that threads on streams of their own do not wait for each other
 //! and a hit takes one short lock.
 //!
 //! *Policy.* Requests are rounded to 512 bytes and served from a small pool (up to 1 MiB, 2 MiB segments) or a

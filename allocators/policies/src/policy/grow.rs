@@ -179,6 +179,12 @@ pub struct Ladder {
 }
 
 impl Ladder {
+    /// Takes a segment; where that is refused, gives back what is cached, looks for a free block again and takes a segment.
+    #[must_use]
+    pub fn releasing(size: SegmentSize) -> Self {
+        Self { steps: vec![Step::Segment, Step::ReleaseCached, Step::FitAgain, Step::SegmentAgain], size }
+    }
+
     /// Takes the steps until one gives a free block that fits; `None` when none does. The path says by what. `again` looks for
     /// a free block.
     ///

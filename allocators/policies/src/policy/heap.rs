@@ -10,9 +10,9 @@ use super::join::Join;
 use super::pages::Pages;
 use super::pending::Pending;
 use super::source::Source;
-use super::stream::Stream;
+use super::stream::{LastFrees, Stream};
 use crate::contract::CaptureId;
-use crate::space::{BlockId, FreeList, Joined, Owner, Space, State};
+use crate::space::{Account, BlockId, FreeList, Joined, Owner, Space, State};
 use arena::Arena;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -66,6 +66,18 @@ impl Heap {
             captures: 0,
             event_error: None,
         }
+    }
+
+    /// A heap without pools, whose segments are one call of the driver each. `limit` is the most bytes that are held.
+    #[must_use]
+    pub fn plain(driver: Arc<dyn Driver>, limit: Option<u64>, fit: Fit) -> Self {
+        Self::new(Space::new(Account::new()), fit, Stream::Own, Source::Plain { driver, limit })
+    }
+
+    /// Lets streams take the free blocks of others. The heap is still empty.
+    #[must_use]
+    pub fn with_steals(self) -> Self {
+        Self { stream: Stream::Steal(LastFrees::default()), ..self }
     }
 
     /// Sets the rule for joining free neighbours. The heap is still empty.

@@ -74,7 +74,7 @@ impl Stream {
         matches!(self, Self::Steal(last) if last.last.values().any(|last| last.unordered))
     }
 
-    /// Notes that all work on the device is done: everybody's blocks can be taken.
+    /// Notes that all work on the device is done, so the blocks of every stream can be taken.
     pub(super) fn synchronized(&mut self) {
         if let Self::Steal(last) = self {
             last.last.values_mut().for_each(|last| last.unordered = false);

@@ -72,7 +72,7 @@ impl Caching {
         let captures = &mut *lock(&self.captures);
         captures.need_none_on(self.name(), stream)?;
         let pool = |capture| Pool { shard: self.private_shard(stream, capture).id, waiting: Vec::new() };
-        let capture = captures.begin_with(stream, pool);
+        let capture = captures.begin(stream, pool);
         self.flag_held(self.shards.of_stream(stream), true);
         self.waiting.fetch_add(1, Release);
         self.capturing.fetch_add(1, Release);
