@@ -129,7 +129,7 @@ pub fn check_stats(stats: &Stats) {
         ("active", Some(&stats.active)),
         ("inactive_split", stats.inactive_split.as_ref()),
         ("allocated_bytes", Some(&stats.allocated_bytes)),
-        ("reserved_bytes", stats.reserved_totals_known.then_some(&stats.reserved_bytes)),
+        ("reserved_bytes", (!stats.reserved_totals_unknown).then_some(&stats.reserved_bytes)),
         ("active_bytes", Some(&stats.active_bytes)),
         ("inactive_split_bytes", stats.inactive_split_bytes.as_ref()),
         ("requested_bytes", Some(&stats.requested_bytes)),

@@ -14,6 +14,7 @@ mod private_pools;
 pub mod pytorch;
 pub mod registry;
 pub mod remap;
+mod restore;
 pub mod rmm_arena;
 pub mod rmm_pool;
 pub mod stream_ordered;

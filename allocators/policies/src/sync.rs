@@ -110,7 +110,7 @@ pub mod restless {
 /// A lock for critical sections of a few dozen instructions without calls to a device.
 ///
 /// Taking it free costs one atomic exchange, and releasing it a plain store, where a [`std::sync::Mutex`] needs a second
-/// exchange to see whether anybody sleeps. Who finds it taken spins shortly and then yields its time slice.
+/// exchange to see whether a thread sleeps. A thread that finds it taken spins shortly and then yields its time slice.
 pub(crate) struct SpinLock<T> {
     taken: AtomicBool,
     value: UnsafeCell<T>,

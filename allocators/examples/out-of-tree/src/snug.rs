@@ -10,9 +10,9 @@
 use std::sync::Arc;
 use vramlab::backends::{Backend, Capabilities, Found, Policy, Pooled, Rules, With};
 use vramlab::policy::grow::{Ladder, SegmentSize, Step};
-use vramlab::policy::{Heap, fit::Fit, size::Size, source::Source, split::Split, stream::Stream};
+use vramlab::policy::{Heap, fit::Fit, size::Size, split::Split};
 use vramlab::settings::{NoSettings, Settings};
-use vramlab::space::{Account, FreeList, Space};
+use vramlab::space::FreeList;
 use vramlab::{Driver, DriverError, Path};
 
 /// The entry: what lists, help and tests know of this backend.
@@ -31,8 +31,7 @@ pub struct Snug(Rules);
 impl Snug {
     /// An allocator with this policy on `driver`.
     pub fn on(driver: Arc<dyn Driver>) -> Pooled<Self> {
-        let source = Source::Plain { driver, limit: None };
-        let heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Own, source);
+        let heap = Heap::plain(driver, None, Fit::best());
         let steps = vec![Step::Segment, Step::ReleaseCached, Step::SegmentAgain];
         let ladder = Ladder { steps, size: SegmentSize::Exact };
         let (size, split) = (Size::Multiple(512), Split::Never);

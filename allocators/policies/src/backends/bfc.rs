@@ -45,10 +45,8 @@ use crate::policy::Heap;
 use crate::policy::fit::Fit;
 use crate::policy::grow::{Ladder, SegmentSize, Step};
 use crate::policy::size::Size;
-use crate::policy::source::Source;
 use crate::policy::split::{BFC_LARGEST_REST, Split};
-use crate::policy::stream::{LastFrees, Stream};
-use crate::space::{Account, FreeList, Space};
+use crate::space::FreeList;
 use serde::Serialize;
 use std::sync::Arc;
 use vramlab_device::settings::{Choice, Choices, Settings as _, bytes, choice, switch};
@@ -140,8 +138,7 @@ impl Bfc {
     /// An allocator with these rules on a device.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, settings: BfcSettings) -> Pooled<Self> {
-        let source = Source::Plain { driver, limit: settings.memory_limit };
-        let heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Steal(LastFrees::default()), source);
+        let heap = Heap::plain(driver, settings.memory_limit, Fit::best()).with_steals();
         // 4. and 5.
         let mut steps = vec![Step::Segment, Step::WaitForFrees, Step::FitAgain];
         if settings.garbage_collection {

@@ -1,7 +1,7 @@
 //! # `caching`: PyTorch's native caching allocator, for speed
 //!
-//! The same policy as [`pytorch`](super::pytorch), which is the one to read: the same addresses, paths, statistics and
-//! snapshots, which tests hold it to. Here it is written so that threads on streams of their own do not wait for each other
+//! The policy is that of [`pytorch`](super::pytorch), which is the one to read. Tests hold it to the same addresses, paths,
+//! statistics and snapshots. Here it is written so that threads on streams of their own do not wait for each other
 //! and a hit takes one short lock.
 //!
 //! *Policy.* Requests are rounded to 512 bytes and served from a small pool (up to 1 MiB, 2 MiB segments) or a
@@ -56,13 +56,14 @@ pub use super::pytorch::PyTorchSettings as CachingSettings;
 
 use super::captures::Captures;
 use super::registry::{Backend, Capabilities, GraphCapture, SegmentUse, StreamUse, Varying};
-use super::{foreign, not_held};
+use super::{foreign, not_held, pytorch};
 use crate::backends::caching::block_cache::{BlockCache, Served, Wanted};
 use crate::backends::caching::blocks::{BlockIndex, State};
 use crate::contract::AllocError;
 use crate::contract::{Block, CaptureId, DeviceAllocator, Path, PrivatePool, Request};
 use crate::contract::{Gauge, PoolKind, Stats, Token};
 use crate::contract::{Ledger, Snapshot};
+use crate::policy::grow::release_cached;
 use crate::policy::size::torch::{pool_of, round_size};
 use crate::policy::split::Split;
 use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, lock};
@@ -141,12 +142,10 @@ impl Caching {
     /// A caching allocator on `driver`.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, settings: CachingSettings) -> Self {
-        let CachingSettings { max_non_split_rounding, .. } = settings;
-        let split = Split::Torch { max_split: settings.max_split(), max_non_split_rounding };
         Self {
             driver,
             settings,
-            split,
+            split: pytorch::split(&settings),
             max_split: settings.max_split(),
             collects: settings.collect_above().is_some(),
             shards: ShardTable::new(),
@@ -278,9 +277,8 @@ impl DeviceAllocator for Caching {
     }
 
     fn stats(&self) -> Stats {
-        let mut stats = Stats::with_pools();
         let growth = self.lock_growth();
-        growth.report(&mut stats);
+        let mut stats = growth.stats.clone();
         self.totals.report(&self.shards, &mut stats);
         stats.stranded_bytes = lock(&self.pending).stranded_bytes();
         stats.oversize_allocations = Some(*lock(&self.oversize_allocations));
@@ -309,7 +307,7 @@ impl DeviceAllocator for Caching {
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
-        let released = self.release_cached(&mut self.lock_growth(), keep_bytes)?;
+        let released = release_cached(&mut self.grown(), keep_bytes)?;
         lock(&self.pending).take_error().map_or(Ok(()), Err)?;
         Ok(released)
     }
@@ -353,7 +351,7 @@ impl Drop for Caching {
         // An error cannot be returned here, and it ends a release, so that is tried twice: one call that fails once does not keep
         // the rest. What stays goes with the device context.
         for _ in 0..2 {
-            if self.release_cached(&mut self.lock_growth(), 0).is_ok() {
+            if release_cached(&mut self.grown(), 0).is_ok() {
                 break;
             }
         }

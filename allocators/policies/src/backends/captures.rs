@@ -48,13 +48,8 @@ impl<T> Captures<T> {
         Err(AllocError::Capture { allocator, reason })
     }
 
-    /// Opens a capture on a stream that is in none.
-    pub(super) fn begin(&mut self, stream: StreamId, keeps: T) -> CaptureId {
-        self.begin_with(stream, |_| keeps)
-    }
-
-    /// Opens a capture whose keeping depends on its number.
-    pub(super) fn begin_with(&mut self, stream: StreamId, keeps: impl FnOnce(CaptureId) -> T) -> CaptureId {
+    /// Opens a capture on a stream that is in none. What it keeps may depend on its number.
+    pub(super) fn begin(&mut self, stream: StreamId, keeps: impl FnOnce(CaptureId) -> T) -> CaptureId {
         let id = CaptureId::next();
         self.open.insert(stream, id);
         self.all.insert(id, (stream, keeps(id)));

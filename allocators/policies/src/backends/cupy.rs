@@ -32,12 +32,9 @@ use super::pooled::{Pooled, Rules};
 use super::registry::{Backend, With};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Ladder, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize};
 use crate::policy::size::Size;
-use crate::policy::source::Source;
 use crate::policy::split::Split;
-use crate::policy::stream::Stream;
-use crate::space::{Account, Space};
 use std::sync::Arc;
 use vramlab_device::Driver;
 use vramlab_device::settings::{Settings as _, bytes};
@@ -64,12 +61,10 @@ impl CuPySettings {
     /// An allocator with these settings on a device.
     #[must_use]
     pub fn build(&self, driver: Arc<dyn Driver>) -> Pooled<Rules> {
-        let source = Source::Plain { driver, limit: self.memory_limit };
         // 2. `_get_chunk`
-        let heap = Heap::new(Space::new(Account::new()), Fit::oldest(), Stream::Own, source);
+        let heap = Heap::plain(driver, self.memory_limit, Fit::oldest());
         // 4. `_try_malloc`: `free_all_blocks`, and the device again. Waiting for announced uses may make a block that fits.
-        let steps = vec![Step::Segment, Step::ReleaseCached, Step::FitAgain, Step::SegmentAgain];
-        let ladder = Ladder { steps, size: SegmentSize::Exact };
+        let ladder = Ladder::releasing(SegmentSize::Exact);
         // 1. `_round_size`, and 3. `_Chunk.split`. A free is `_Chunk.merge`.
         let (size, split) = (Size::Multiple(512), Split::Always);
         Pooled::over(heap, Rules { name: BACKEND.name, settings: self.json(), size, split, ladder })

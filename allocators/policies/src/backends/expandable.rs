@@ -56,7 +56,7 @@ use super::registry::{Backend, Capabilities, Needs, SegmentUse, With};
 use crate::contract::{AllocError, Path};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Ladder, Miss, release_cached};
+use crate::policy::grow::{Ladder, Miss, Segments as _, release_cached};
 use crate::policy::size::Size;
 use crate::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT};
 use crate::policy::source::{Expandable, Sizes, Source};

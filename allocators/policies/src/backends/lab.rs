@@ -34,7 +34,7 @@ use super::registry::{Backend, Capabilities, Needs, SegmentUse, StreamUse, Varyi
 use crate::contract::{AllocError, GUARANTEED_ALIGN, Path, PoolKind};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Ladder, Miss, SegmentSize, Step};
+use crate::policy::grow::{Ladder, Miss, SegmentSize};
 use crate::policy::join::Join;
 use crate::policy::size::Size;
 use crate::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT};
@@ -264,7 +264,7 @@ impl LabSettings {
             GrowKind::Fixed => SegmentSize::Fixed(self.segment),
             GrowKind::Exact => SegmentSize::Exact,
         };
-        Ladder { steps: vec![Step::Segment, Step::ReleaseCached, Step::FitAgain, Step::SegmentAgain], size }
+        Ladder::releasing(size)
     }
 }
 

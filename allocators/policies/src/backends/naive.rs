@@ -322,7 +322,7 @@ impl DeviceAllocator for Naive {
         need_graphs(self.name(), self.driver.as_ref())?;
         let captures = &mut self.lock().captures;
         captures.need_none_on(self.name(), stream)?;
-        Ok(captures.begin(stream, Kept::default()))
+        Ok(captures.begin(stream, |_| Kept::default()))
     }
 
     fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {

@@ -31,12 +31,10 @@ use super::registry::{Backend, With};
 use crate::contract::GUARANTEED_ALIGN;
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Ladder, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize};
 use crate::policy::size::Size;
-use crate::policy::source::Source;
 use crate::policy::split::Split;
-use crate::policy::stream::Stream;
-use crate::space::{Account, BlockId, FreeList, Space};
+use crate::space::{BlockId, FreeList};
 use std::sync::Arc;
 use vramlab_device::Driver;
 use vramlab_device::settings::{Settings as _, bytes};
@@ -81,11 +79,9 @@ impl Paddle {
     /// An allocator with these rules on a device.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, settings: PaddleSettings) -> Pooled<Self> {
-        let source = Source::Plain { driver, limit: settings.memory_limit };
-        let heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Own, source);
+        let heap = Heap::plain(driver, settings.memory_limit, Fit::best());
         // 4. `AllocateImpl`; `FreeIdleChunks`, and the device again.
-        let steps = vec![Step::Segment, Step::ReleaseCached, Step::FitAgain, Step::SegmentAgain];
-        let ladder = Ladder { steps, size: SegmentSize::Fixed(settings.chunk_size) };
+        let ladder = Ladder::releasing(SegmentSize::Fixed(settings.chunk_size));
         let (size, split) = (Size::Multiple(GUARANTEED_ALIGN), Split::Always);
         Pooled::over(heap, Self(Rules { name: BACKEND.name, settings: settings.json(), size, split, ladder }))
     }

@@ -45,7 +45,7 @@ use crate::policy::stream::Stream;
 use crate::space::{Account, BlockId, FreeList, Owner, Space};
 use order::{LastOwners, Order};
 use std::sync::Arc;
-use table::Course;
+use table::Schedule;
 use vramlab_device::settings::{Settings as _, bytes, switch, text};
 use vramlab_device::{Driver, StreamId};
 
@@ -117,7 +117,7 @@ pub struct Plan {
 /// A plan that is followed.
 #[derive(Debug)]
 struct Planned {
-    course: Course,
+    schedule: Schedule,
     /// Only kept if the plan has several streams.
     owners: LastOwners,
     /// Where the arena began that the owners are of.
@@ -135,7 +135,7 @@ impl Plan {
     /// [`AllocError::File`] when the plan cannot be read.
     pub fn new(driver: Arc<dyn Driver>, settings: &PlanSettings) -> Result<Pooled<Self>, AllocError> {
         let planned = settings.table()?.map(|table| Planned {
-            course: Course::new(table),
+            schedule: Schedule::new(table),
             owners: LastOwners::default(),
             arena: None,
             refused_at: None,
@@ -161,7 +161,7 @@ impl Planned {
             }
             // A list without a pool: no request of the other rules is served from it.
             let list = FreeList { owner: Owner::of(stream), pool: None };
-            let taken = heap.new_arena(list, self.course.bytes())?;
+            let taken = heap.new_arena(list, self.schedule.bytes())?;
             self.refused_at = (!taken).then_some(given_back);
             path = Path::DriverAlloc;
         }
@@ -181,13 +181,13 @@ impl Planned {
         requested: u64,
         wait: bool,
     ) -> Result<Option<(BlockId, Path)>, AllocError> {
-        let Some(offset) = self.course.find(requested, stream) else { return Ok(None) };
+        let Some(offset) = self.schedule.find(requested, stream) else { return Ok(None) };
         let (Some(_), mut path) = self.arena(heap, stream)? else { return Ok(None) };
         let bytes = requested.next_multiple_of(UNIT);
         if !heap.is_free_in_arena(offset, bytes) {
             return Ok(None);
         }
-        if self.course.has_streams() {
+        if self.schedule.has_streams() {
             let range = offset..offset + bytes;
             match self.owners.before(heap, &range, stream)? {
                 Order::Known => {}
@@ -228,8 +228,8 @@ impl Policy for Plan {
         let addr = heap.space()[block].addr;
         let mut recorded = Ok(());
         if let Some((planned, arena)) = self.planned.as_mut().zip(heap.arena())
-            && planned.course.has_streams()
-            && (arena..arena + planned.course.bytes()).contains(&addr)
+            && planned.schedule.has_streams()
+            && (arena..arena + planned.schedule.bytes()).contains(&addr)
         {
             recorded = planned.owners.free(heap, addr - arena);
         }

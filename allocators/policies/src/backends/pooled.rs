@@ -5,23 +5,23 @@
 
 mod captures;
 mod policy;
-mod restore;
 
 pub use policy::{Found, Policy, Rules, put_back, serve};
 
 use super::captures::Captures;
 use super::private_pools::PrivatePools;
 use super::registry::{Capabilities, GraphCapture, SegmentUse, StreamUse};
+use super::restore::{Restores, restore};
 use super::{foreign, not_held};
 use crate::contract::{
     AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats, Tokens,
 };
 use crate::policy::Heap;
-use crate::policy::grow::release_cached;
-use crate::space::{BlockId, Owner};
+use crate::policy::grow::{Segments as _, release_cached, release_private};
+use crate::space::{BlockId, FreeList, Owner};
 use captures::Kept;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use vramlab_device::{DeviceAddr, StreamId};
+use vramlab_device::{DeviceAddr, DriverError, StreamId};
 
 /// An allocator whose rules are `P`.
 ///
@@ -168,7 +168,7 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         }
         let pools = &state.pools;
         let owner = |stream| Owner { stream, private: pools.of(stream).map(PrivatePool::id) };
-        let held = restore::restore(&mut state.heap, (self.name, &state.policy.rules().size, &owner), snapshot, age)?;
+        let held = restore(&mut state.heap, (self.name, &state.policy.rules().size, &owner), snapshot, age)?;
         Ok(Some(held.into_iter().map(|block| self.mint(&state.heap, block, Path::DriverAlloc)).collect()))
     }
 
@@ -220,7 +220,24 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         let state = &mut *self.lock();
         state.pools.need_released(self.name, pool)?;
         state.heap.process_events()?;
-        Ok(state.heap.release_private(pool.id())?)
+        Ok(release_private(&mut state.heap, pool.id())?)
+    }
+}
+
+impl Restores for Heap {
+    type Held = BlockId;
+
+    fn give_back(&mut self, segment: BlockId) -> Result<(), DriverError> {
+        self.release(self.space()[segment].segment).map(|_| ())
+    }
+
+    fn leave_whole(&mut self, _list: FreeList, segment: BlockId, age: u64) {
+        self.space_mut().set_age(segment, age);
+    }
+
+    fn cut(&mut self, _list: FreeList, segment: BlockId, parts: &[(u64, Option<u64>)]) -> Vec<BlockId> {
+        let blocks = self.carve(segment, parts);
+        blocks.into_iter().zip(parts).filter(|(_, part)| part.1.is_some()).map(|(id, _)| id).collect()
     }
 }
 

@@ -54,7 +54,7 @@ use super::registry::{Backend, Capabilities, Needs, SegmentUse, StreamUse, With}
 use crate::contract::{AllocError, Path, PoolKind};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Ladder, Miss};
+use crate::policy::grow::{Ladder, Miss, Segments as _};
 use crate::policy::size::Size;
 use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, SMALL_SEGMENT};
 use crate::policy::source::{Expandable, Sizes, Source};

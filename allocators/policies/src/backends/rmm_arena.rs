@@ -43,12 +43,10 @@ use crate::contract::{AllocError, GUARANTEED_ALIGN, Path};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
 use crate::policy::fit::lowest::Lowest;
-use crate::policy::grow::{Ladder, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize, Segments as _, Step};
 use crate::policy::size::Size;
-use crate::policy::source::Source;
 use crate::policy::split::Split;
-use crate::policy::stream::Stream;
-use crate::space::{Account, BlockId, FreeList, Owner, Space};
+use crate::space::{BlockId, FreeList, Owner};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use vramlab_device::settings::{Settings as _, bytes};
@@ -111,8 +109,7 @@ impl RmmArena {
     /// An allocator with these rules on a device.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, settings: RmmArenaSettings) -> Pooled<Self> {
-        let source = Source::Plain { driver, limit: None };
-        let heap = Heap::new(Space::new(Account::new()), Fit::first(), Stream::Own, source);
+        let heap = Heap::plain(driver, None, Fit::first());
         let steps = vec![Step::Segment, Step::WaitForFrees, Step::FitAgain];
         let ladder = Ladder { steps, size: SegmentSize::OfClass };
         let (size, split) = (Size::Multiple(GUARANTEED_ALIGN), Split::Always);

@@ -47,12 +47,10 @@ use super::registry::{Backend, Capabilities, StreamUse, With};
 use crate::contract::{GUARANTEED_ALIGN, Path};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Ladder, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize, Segments as _, Step};
 use crate::policy::size::Size;
-use crate::policy::source::Source;
 use crate::policy::split::Split;
-use crate::policy::stream::{LastFrees, Stream};
-use crate::space::{Account, FreeList, Space};
+use crate::space::FreeList;
 use std::sync::Arc;
 use vramlab_device::settings::{Settings as _, bytes, switch};
 use vramlab_device::{Driver, DriverError};
@@ -116,8 +114,7 @@ impl RmmPool {
     /// An allocator with these rules on a device.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, settings: RmmPoolSettings) -> Pooled<Self> {
-        let source = Source::Plain { driver, limit: None };
-        let heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Steal(LastFrees::default()), source);
+        let heap = Heap::plain(driver, None, Fit::best()).with_steals();
         // 5. `expand_pool`. RMM gives up then; announced uses, which it does not know, are waited for first.
         let steps = vec![Step::Segment, Step::WaitForFrees, Step::FitAgain];
         let ladder = Ladder { steps, size: SegmentSize::AsMuchAgain { maximum: settings.maximum_pool_size } };

@@ -246,7 +246,7 @@ impl StreamOrdered {
     ///
     /// A pool that keeps its memory grows only for addresses that it has not handed out before, which after the first
     /// steps there are none of: so its counters are read without a driver call on each request. One with a release
-    /// threshold gives memory back at anybody's synchronise, so there one counter is read each time.
+    /// threshold gives memory back when any thread synchronises, so there one counter is read each time.
     fn watch_growth(&self, state: &mut State, addr: DeviceAddr, bytes: u64) {
         let (start, end) = (addr.get(), addr.get() + bytes);
         let may_have_grown = match self.settings.release_threshold {
@@ -409,7 +409,7 @@ impl DeviceAllocator for StreamOrdered {
         stats.graph_memory = state.graph_memory;
         stats.stranded_bytes = Some(state.stranded).filter(|gauge| gauge.allocated > 0);
         // Only the level and its peak are known; how much came and went in all is not.
-        stats.reserved_totals_known = false;
+        stats.reserved_totals_unknown = true;
         stats.reserved_bytes.all = Gauge {
             current: counters.reserved,
             peak: counters.reserved_high,
@@ -457,7 +457,7 @@ impl DeviceAllocator for StreamOrdered {
         let state = &mut *self.lock();
         state.captures.need_none_on(self.name(), stream)?;
         state.graph_memory.get_or_insert_default();
-        Ok(state.captures.begin(stream, Kept::default()))
+        Ok(state.captures.begin(stream, |_| Kept::default()))
     }
 
     fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {

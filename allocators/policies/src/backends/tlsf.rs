@@ -31,12 +31,9 @@ use super::pooled::{Pooled, Rules};
 use super::registry::{Backend, With};
 use crate::policy::Heap;
 use crate::policy::fit::{Fit, tlsf::UNIT};
-use crate::policy::grow::{Ladder, SegmentSize, Step};
+use crate::policy::grow::{Ladder, SegmentSize};
 use crate::policy::size::Size;
-use crate::policy::source::Source;
 use crate::policy::split::Split;
-use crate::policy::stream::Stream;
-use crate::space::{Account, Space};
 use std::sync::Arc;
 use vramlab_device::Driver;
 use vramlab_device::settings::{Settings as _, bytes};
@@ -73,12 +70,10 @@ impl TlsfSettings {
     /// An allocator with these settings on a device.
     #[must_use]
     pub fn build(&self, driver: Arc<dyn Driver>) -> Pooled<Rules> {
-        let source = Source::Plain { driver, limit: self.memory_limit };
         // 2. `search_suitable_block`
-        let heap = Heap::new(Space::new(Account::new()), Fit::tlsf(), Stream::Own, source);
+        let heap = Heap::plain(driver, self.memory_limit, Fit::tlsf());
         // 4.
-        let steps = vec![Step::Segment, Step::ReleaseCached, Step::FitAgain, Step::SegmentAgain];
-        let ladder = Ladder { steps, size: SegmentSize::Fixed(self.segment) };
+        let ladder = Ladder::releasing(SegmentSize::Fixed(self.segment));
         let (name, settings, size) = (BACKEND.name, self.json(), Size::Multiple(UNIT));
         // 3. `block_trim_free`. A free is `block_merge_prev`, `block_merge_next`, `block_insert`.
         Pooled::over(heap, Rules { name, settings, size, split: Split::Always, ladder })

@@ -44,6 +44,12 @@ impl Gauge {
         self.freed += amount;
     }
 
+    /// Lets the sums start at those of `before`, which was taken earlier.
+    fn start_at(&mut self, before: &Self) {
+        self.allocated = self.allocated.saturating_sub(before.allocated);
+        self.freed = self.freed.saturating_sub(before.freed);
+    }
+
     /// Lets the peak start again from the current value.
     pub fn reset_peak(&mut self) {
         (self.peak, self.peak_is) = (self.current, PeakKind::Exact);
@@ -109,12 +115,18 @@ impl PooledGauge {
         }
     }
 
+    fn each(&mut self) -> [Option<&mut Gauge>; 3] {
+        [Some(&mut self.all), self.small_pool.as_mut(), self.large_pool.as_mut()]
+    }
+
+    fn start_at(&mut self, before: &mut Self) {
+        let each = self.each().into_iter().zip(before.each());
+        each.filter_map(|(now, before)| now.zip(before)).for_each(|(now, before)| now.start_at(before));
+    }
+
     /// Lets the peaks start again from the current values.
     pub fn reset_peak(&mut self) {
-        self.all.reset_peak();
-        for gauge in [&mut self.small_pool, &mut self.large_pool].into_iter().flatten() {
-            gauge.reset_peak();
-        }
+        self.each().into_iter().flatten().for_each(Gauge::reset_peak);
     }
 }
 
@@ -129,19 +141,10 @@ pub struct Steals {
     pub bytes: u64,
 }
 
-impl Steals {
-    fn since(self, before: Self) -> Self {
-        Self {
-            requests: self.requests - before.requests,
-            pages: self.pages - before.pages,
-            bytes: self.bytes - before.bytes,
-        }
-    }
-}
-
 /// What an allocator did, in PyTorch's terms. A quantity that a backend cannot know is `None` and is left
-/// out of the serialised form; it is never reported as zero.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// out of the serialised form; it is never reported as zero. The default is that of a backend without pools: what not every
+/// backend knows is absent.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Blocks held by the client.
     pub allocation: PooledGauge,
@@ -155,8 +158,8 @@ pub struct Stats {
     pub allocated_bytes: PooledGauge,
     /// Bytes held from the device.
     pub reserved_bytes: PooledGauge,
-    /// Whether the running totals of `reserved_bytes` are known, not only its level and peak.
-    pub reserved_totals_known: bool,
+    /// Whether the running totals of `reserved_bytes` are unknown, and only its level and peak are known.
+    pub reserved_totals_unknown: bool,
     /// Bytes of `active` blocks.
     pub active_bytes: PooledGauge,
     /// Bytes of `inactive_split` blocks.
@@ -192,37 +195,6 @@ pub struct Stats {
     pub num_device_free: u64,
 }
 
-impl Default for Stats {
-    /// Statistics of a backend without pools; what not every backend knows is absent.
-    fn default() -> Self {
-        let gauge = PooledGauge::default();
-        Self {
-            allocation: gauge,
-            segment: None,
-            active: gauge,
-            inactive_split: None,
-            allocated_bytes: gauge,
-            reserved_bytes: gauge,
-            reserved_totals_known: true,
-            active_bytes: gauge,
-            inactive_split_bytes: None,
-            requested_bytes: gauge,
-            stranded_bytes: None,
-            oversize_allocations: None,
-            oversize_segments: None,
-            num_alloc_retries: 0,
-            num_ooms: 0,
-            num_sync_all_streams: 0,
-            graph_memory: None,
-            num_planned: None,
-            num_unplanned: None,
-            steals: None,
-            num_device_alloc: 0,
-            num_device_free: 0,
-        }
-    }
-}
-
 impl Stats {
     /// Statistics of a backend with PyTorch's small and large pools.
     #[must_use]
@@ -246,65 +218,35 @@ impl Stats {
 
     /// Lets every peak start again from its current value (`torch.cuda.reset_peak_memory_stats`).
     pub fn reset_peaks(&mut self) {
-        for gauge in [
-            &mut self.allocation,
-            &mut self.active,
-            &mut self.allocated_bytes,
-            &mut self.reserved_bytes,
-            &mut self.active_bytes,
-            &mut self.requested_bytes,
-        ] {
-            gauge.reset_peak();
-        }
-        for gauge in [&mut self.segment, &mut self.inactive_split, &mut self.inactive_split_bytes].into_iter().flatten()
-        {
-            gauge.reset_peak();
-        }
-        let plain = [&mut self.stranded_bytes, &mut self.oversize_allocations, &mut self.oversize_segments];
-        for gauge in plain.into_iter().flatten() {
-            gauge.reset_peak();
-        }
+        self.pooled_mut().into_iter().flatten().for_each(PooledGauge::reset_peak);
+        self.plain_mut().into_iter().flatten().for_each(Gauge::reset_peak);
     }
 
     /// These figures with sums and counts that start at those of `before`, which were taken earlier; levels and peaks
     /// stay as they are.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
-        let gauge = |now: Gauge, before: Gauge| Gauge {
-            allocated: now.allocated.saturating_sub(before.allocated),
-            freed: now.freed.saturating_sub(before.freed),
-            ..now
+        let (mut out, mut before) = (self.clone(), before.clone());
+        let pooled = out.pooled_mut().into_iter().zip(before.pooled_mut());
+        pooled.filter_map(|(now, before)| now.zip(before)).for_each(|(now, before)| now.start_at(before));
+        let plain = out.plain_mut().into_iter().zip(before.plain_mut());
+        plain.filter_map(|(now, before)| now.zip(before)).for_each(|(now, before)| now.start_at(before));
+        let counts = |stats: &Self| {
+            let Steals { requests, pages, bytes } = stats.steals.unwrap_or_default();
+            [requests, pages, bytes, stats.num_planned.unwrap_or(0), stats.num_unplanned.unwrap_or(0)]
         };
-        let option = |now: Option<Gauge>, before: Option<Gauge>| now.map(|now| gauge(now, before.unwrap_or_default()));
-        let pooled = |now: PooledGauge, before: PooledGauge| PooledGauge {
-            all: gauge(now.all, before.all),
-            small_pool: option(now.small_pool, before.small_pool),
-            large_pool: option(now.large_pool, before.large_pool),
-        };
-        let known = |now: Option<PooledGauge>, before: Option<PooledGauge>| {
-            now.map(|now| pooled(now, before.unwrap_or_default()))
-        };
+        let (now, then) = (counts(self), counts(&before));
+        let [requests, pages, bytes, planned, unplanned] = std::array::from_fn(|at| now[at] - then[at]);
         Self {
-            allocation: pooled(self.allocation, before.allocation),
-            segment: known(self.segment, before.segment),
-            active: pooled(self.active, before.active),
-            inactive_split: known(self.inactive_split, before.inactive_split),
-            allocated_bytes: pooled(self.allocated_bytes, before.allocated_bytes),
-            reserved_bytes: pooled(self.reserved_bytes, before.reserved_bytes),
-            active_bytes: pooled(self.active_bytes, before.active_bytes),
-            inactive_split_bytes: known(self.inactive_split_bytes, before.inactive_split_bytes),
-            requested_bytes: pooled(self.requested_bytes, before.requested_bytes),
-            oversize_allocations: option(self.oversize_allocations, before.oversize_allocations),
-            oversize_segments: option(self.oversize_segments, before.oversize_segments),
             num_alloc_retries: self.num_alloc_retries - before.num_alloc_retries,
             num_ooms: self.num_ooms - before.num_ooms,
             num_sync_all_streams: self.num_sync_all_streams - before.num_sync_all_streams,
-            num_planned: self.num_planned.map(|now| now - before.num_planned.unwrap_or(0)),
-            num_unplanned: self.num_unplanned.map(|now| now - before.num_unplanned.unwrap_or(0)),
-            steals: self.steals.map(|now| now.since(before.steals.unwrap_or_default())),
+            num_planned: self.num_planned.map(|_| planned),
+            num_unplanned: self.num_unplanned.map(|_| unplanned),
+            steals: self.steals.map(|_| Steals { requests, pages, bytes }),
             num_device_alloc: self.num_device_alloc - before.num_device_alloc,
             num_device_free: self.num_device_free - before.num_device_free,
-            ..self.clone()
+            ..out
         }
     }
 
@@ -314,6 +256,26 @@ impl Stats {
     pub fn upper_bounds(&self) -> Vec<&'static str> {
         let bound = |gauge: &PooledGauge| gauge.all.peak_is == PeakKind::AtMost;
         self.pooled().into_iter().filter(|(_, gauge)| gauge.is_some_and(bound)).map(|(name, _)| name).collect()
+    }
+
+    /// The gauges without pools.
+    fn plain_mut(&mut self) -> [Option<&mut Gauge>; 3] {
+        [&mut self.stranded_bytes, &mut self.oversize_allocations, &mut self.oversize_segments].map(Option::as_mut)
+    }
+
+    /// The gauges by pool, in the order of [`pooled`](Self::pooled).
+    fn pooled_mut(&mut self) -> [Option<&mut PooledGauge>; 9] {
+        [
+            Some(&mut self.allocation),
+            self.segment.as_mut(),
+            Some(&mut self.active),
+            self.inactive_split.as_mut(),
+            Some(&mut self.allocated_bytes),
+            Some(&mut self.reserved_bytes),
+            Some(&mut self.active_bytes),
+            self.inactive_split_bytes.as_mut(),
+            Some(&mut self.requested_bytes),
+        ]
     }
 
     /// The gauges by pool, in a fixed order.
@@ -384,7 +346,7 @@ impl Stats {
                 out.push((format!("{name}.peak"), peak));
             }
         }
-        if !self.reserved_totals_known {
+        if self.reserved_totals_unknown {
             out.retain(|(key, _)| key != "reserved_bytes.all.allocated" && key != "reserved_bytes.all.freed");
         }
         out

@@ -15,6 +15,7 @@ use crate::contract::{BlockState, Ledger, Snapshot, Token};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vramlab_device::ranges::Ranges;
 use vramlab_device::{DeviceAddr, Driver, StreamId};
 
 /// The value of each byte of memory that no client holds.
@@ -59,24 +60,8 @@ struct Held {
 struct Captured {
     stream: StreamId,
     open: bool,
-    /// Addresses that its blocks had: address, then bytes; joined where they overlap.
-    ranges: BTreeMap<u64, u64>,
-}
-
-impl Captured {
-    fn overlaps(&self, addr: u64, bytes: u64) -> bool {
-        let below = self.ranges.range(..addr + bytes).next_back();
-        below.is_some_and(|(start, len)| start + len > addr)
-    }
-
-    fn insert(&mut self, addr: u64, bytes: u64) {
-        let (mut start, mut end) = (addr, addr + bytes);
-        while let Some((&other, &len)) = self.ranges.range(..end).next_back().filter(|(at, len)| **at + **len > start) {
-            self.ranges.remove(&other);
-            (start, end) = (start.min(other), end.max(other + len));
-        }
-        self.ranges.insert(start, end - start);
-    }
+    /// Addresses that its blocks had.
+    ranges: Ranges,
 }
 
 #[derive(Debug, Default)]
@@ -112,7 +97,7 @@ impl State {
     /// Finds a capture whose memory a block must not be.
     fn pinned_by(&self, addr: u64, bytes: u64, stream: StreamId) -> Option<CaptureId> {
         let others = self.captures.iter().filter(|(_, capture)| !(capture.open && capture.stream == stream));
-        others.into_iter().find(|(_, capture)| capture.overlaps(addr, bytes)).map(|(id, _)| *id)
+        others.into_iter().find(|(_, capture)| capture.ranges.overlaps(addr, addr + bytes)).map(|(id, _)| *id)
     }
 
     /// Takes the poisoned ranges inside `addr..addr + bytes` out and returns them, cut to it.
@@ -206,7 +191,7 @@ impl Checker {
             state.report.verified_bytes += len;
             if let Some(offset) = seen.iter().position(|byte| *byte != POISON) {
                 let text = format!(
-                    "write after free: byte {:#x} of the block at {addr:#x} ({bytes} bytes) changed to {:#04x} while nobody held it",
+                    "write after free: byte {:#x} of the block at {addr:#x} ({bytes} bytes) changed to {:#04x} while it was free",
                     start + offset as u64,
                     seen[offset]
                 );
@@ -240,7 +225,7 @@ impl DeviceAllocator for Checker {
             return Err(state.violation(text));
         }
         if self.is_captured(&mut state, stream) {
-            let own = state.open_on(stream).map(|capture| capture.insert(addr, bytes));
+            let own = state.open_on(stream).map(|capture| capture.ranges.insert(addr, addr + bytes));
             state.live.insert(addr, Held { bytes, token, stream, shared: false, captured: own.is_some() });
             self.forget(&mut state, &block);
             return Ok(block);
@@ -321,7 +306,7 @@ impl DeviceAllocator for Checker {
 
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
         let id = self.inner.capture_begin(stream)?;
-        self.lock().captures.insert(id, Captured { stream, open: true, ranges: BTreeMap::new() });
+        self.lock().captures.insert(id, Captured { stream, open: true, ranges: Ranges::default() });
         Ok(id)
     }
 

@@ -1,9 +1,7 @@
-//! What a thread has seen, in the order in which it saw it: records of half a cache line in memory that never moves.
+//! What a thread has seen, in the order in which it saw it: records of half a cache line.
 
 use super::trace::Traced;
 use crate::contract::{Action, Event, Path};
-use std::alloc::Layout;
-use std::ptr::NonNull;
 use vramlab_device::StreamId;
 
 /// One operation as it is kept: 32 bytes, so that none lies on two cache lines. Its stream is that of the record before
@@ -63,76 +61,10 @@ impl Record {
     }
 }
 
-/// Records ahead of the one that is written whose line is asked for: 1 KiB, which takes a thread longer than a line takes to
-/// come from memory. As no other thread has the line, it can be written at once when it is there.
-const AHEAD: usize = 32;
-
-/// Asks for the line of a record that will be written, of this thread's own room or beyond its end.
-#[inline(always)]
-fn prefetch(record: *mut Record) {
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a hint to the processor, which may name any address and changes nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(record.cast()) };
-    }
-    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-    let _ = record;
-}
-
-/// Room for records that never moves.
-#[derive(Debug)]
-struct Room {
-    first: NonNull<Record>,
-    records: usize,
-}
-
-// SAFETY: the room owns its memory, and records are plain numbers.
-unsafe impl Send for Room {}
-
-impl Room {
-    const NONE: Self = Self { first: NonNull::dangling(), records: 0 };
-
-    /// From the size of a huge page on, memory is asked for in such pages: a fault for each of 128 records would take as
-    /// long as all else that a trace does.
-    fn layout(records: usize) -> Layout {
-        let layout = Layout::array::<Record>(records).expect("a room should be small");
-        let align = if layout.size() >= Self::HUGE { Self::HUGE } else { layout.align() };
-        layout.align_to(align).expect("the alignment is a power of two")
-    }
-
-    const HUGE: usize = 2 << 20;
-
-    fn new(records: usize) -> Self {
-        let layout = Self::layout(records);
-        assert!(layout.size() > 0);
-        // SAFETY: the layout is not empty.
-        let memory = unsafe { std::alloc::alloc(layout) }.cast::<Record>();
-        let Some(first) = NonNull::new(memory) else { std::alloc::handle_alloc_error(layout) };
-        #[cfg(all(target_os = "linux", not(miri)))]
-        if layout.align() == Self::HUGE {
-            // Advice only, so whether it is taken does not matter.
-            // SAFETY: the range is the memory that was just allocated.
-            unsafe { libc::madvise(first.as_ptr().cast(), layout.size(), libc::MADV_HUGEPAGE) };
-        }
-        Self { first, records }
-    }
-}
-
-impl Drop for Room {
-    fn drop(&mut self) {
-        if self.records > 0 {
-            // SAFETY: `new` allocated it with this layout.
-            unsafe { std::alloc::dealloc(self.first.as_ptr().cast(), Self::layout(self.records)) };
-        }
-    }
-}
-
-/// Records of one thread that were made one after the other.
+/// Records of one thread that were made one after the other. There is room for more from the start, so that none moves.
 #[derive(Debug)]
 pub(super) struct Chunk {
-    room: Room,
-    len: usize,
+    records: Vec<Record>,
     /// Stream of the first record.
     pub(super) stream: StreamId,
     /// The order among all threads, where the clock does not tell it; empty where it does.
@@ -146,53 +78,36 @@ impl Chunk {
     const WHOLE: usize = 65_536;
 
     pub(super) fn none() -> Self {
-        Self { room: Room::NONE, len: 0, stream: StreamId::NONE, sequences: Vec::new() }
+        Self::with_room(0)
     }
 
     fn with_room(records: usize) -> Self {
-        Self { room: Room::new(records), ..Self::none() }
+        Self { records: Vec::with_capacity(records), stream: StreamId::NONE, sequences: Vec::new() }
     }
 
     /// Whether it can be used again; a log that never began has no room.
     pub(super) fn has_room(&self) -> bool {
-        self.room.records > 0
+        self.records.capacity() > 0
     }
 
     pub(super) fn clear(&mut self) {
-        self.len = 0;
+        self.records.clear();
         self.sequences.clear();
     }
 
-    #[inline(always)]
     pub(super) fn records(&self) -> &[Record] {
-        // SAFETY: the room has had so many records written, and is not written to while it is borrowed.
-        unsafe { std::slice::from_raw_parts(self.room.first.as_ptr(), self.len) }
+        &self.records
     }
 
     /// What the record is sorted by.
     pub(super) fn key(&self, at: usize) -> Option<(u64, u64)> {
-        let record = self.records().get(at)?;
+        let record = self.records.get(at)?;
         Some((record.time(), self.sequences.get(at).copied().unwrap_or(0)))
     }
 
     #[inline(always)]
     fn is_full(&self) -> bool {
-        self.len == self.room.records
-    }
-
-    /// Adds a record.
-    ///
-    /// # Safety
-    /// The chunk is not full.
-    #[inline(always)]
-    unsafe fn push(&mut self, record: Record) {
-        debug_assert!(!self.is_full());
-        // SAFETY: the caller promises that fewer records than the room has are written, so the next one is inside.
-        let next = unsafe { self.room.first.add(self.len) };
-        // SAFETY: as above; the room is this chunk's alone.
-        unsafe { next.write(record) };
-        prefetch(next.as_ptr().wrapping_add(AHEAD));
-        self.len += 1;
+        self.records.len() == self.records.capacity()
     }
 }
 
@@ -232,8 +147,7 @@ impl Log {
         if self.open.is_full() {
             self.turn();
         }
-        // SAFETY: a full chunk was just replaced by one that is not.
-        unsafe { self.open.push(record) };
+        self.open.records.push(record);
         if let Some(sequence) = sequence {
             self.open.sequences.push(sequence);
         }
@@ -247,12 +161,12 @@ impl Log {
 
     #[cold]
     fn turn(&mut self) {
-        let records = if self.open.is_full() && self.open.len == 0 { Chunk::FIRST } else { Chunk::WHOLE };
+        let records = if !self.open.has_room() { Chunk::FIRST } else { Chunk::WHOLE };
         let mut next = self.spare.pop().unwrap_or_else(|| Chunk::with_room(records));
         assert!(!next.is_full(), "a spare chunk should be empty and have room");
         next.stream = self.stream;
         let full = std::mem::replace(&mut self.open, next);
-        if full.len > 0 {
+        if !full.records.is_empty() {
             self.full.push(full);
         }
     }

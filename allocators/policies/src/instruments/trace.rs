@@ -58,9 +58,9 @@ struct Sequence(AtomicU64);
 /// trace can always be replayed. Where the clock cannot tell which of two threads came first
 /// ([`Clock::orders_threads`]: virtual time stands still between driver calls) a shared counter does.
 ///
-/// *Cost.* One read of the clock and a record in a buffer of the calling thread's own: no lock, no line shared with
-/// other threads unless the clock needs the counter, an allocation once in 65,536 events, in a huge page where the system
-/// has them. A thread that changes its stream at every operation needs 64 bytes an event.
+/// *Cost.* One read of the clock and a record in a buffer of the calling thread's own, behind a lock of its own: no line shared
+/// with other threads unless the clock needs the counter, an allocation once in 65,536 events. A thread that changes its
+/// stream at every operation needs 64 bytes an event.
 #[derive(Debug)]
 pub struct EventTrace {
     inner: Arc<dyn DeviceAllocator>,

@@ -4,11 +4,100 @@
 //! refused.
 #![forbid(unsafe_code)]
 
-use super::heap::Heap;
-use crate::contract::{GUARANTEED_ALIGN, Path, PoolKind};
-use crate::space::{BlockId, FreeList};
+use crate::contract::{AllocError, CaptureId, GUARANTEED_ALIGN, OomReport, Path, PoolKind};
+use crate::space::{FreeList, SegmentId};
 use std::cell::Cell;
-use vramlab_device::DriverError;
+use vramlab_device::{DriverError, StreamId};
+
+/// What a ladder works on: the segments of an allocator. A [`Heap`](super::Heap) has them behind one lock, and
+/// [`caching`](crate::backends::caching) in shards.
+pub trait Segments {
+    /// A block that serves a request. A new segment is one, too.
+    type Block;
+    /// Names a segment.
+    type Segment: Copy;
+
+    /// Bytes that are held from the device.
+    fn reserved(&self) -> u64;
+
+    /// Most bytes that may be held.
+    fn limit(&self) -> Option<u64>;
+
+    /// Whether a graph is being captured, so that nothing may be waited for.
+    fn is_capturing(&self) -> bool;
+
+    /// Takes a segment. `None` when there is no memory, or the limit does not allow it.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    fn new_segment(&mut self, list: FreeList, bytes: u64) -> Result<Option<Self::Block>, DriverError>;
+
+    /// Segments that can go back to the device as a whole, in [this order](release_order).
+    fn idle_segments(&self) -> Vec<Idle<Self::Segment>>;
+
+    /// First address of the segment with the free block of a list that would serve a request of `bytes`.
+    fn segment_that_fits(&mut self, list: FreeList, bytes: u64) -> Option<u64>;
+
+    /// Gives an idle segment back to the device. Returns its bytes: none if it is in use by now.
+    ///
+    /// # Errors
+    /// Those of the driver: then it is still held.
+    fn release(&mut self, segment: Self::Segment) -> Result<u64, DriverError>;
+
+    /// Gives memory of expandable segments back, of the lists that `wanted` says, while more than `keep` bytes are held. Returns
+    /// the bytes that went.
+    ///
+    /// # Errors
+    /// Those of the driver. What went by then is accounted for.
+    fn release_parts(&mut self, _keep: u64, _wanted: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
+        Ok(0)
+    }
+
+    /// Waits until no free is pending, and makes all those blocks reusable.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    fn synchronize(&mut self) -> Result<(), DriverError>;
+
+    /// Counts a device allocation that is tried again after the cache was released.
+    fn count_retry(&mut self);
+
+    /// Counts a request that is refused.
+    fn count_refusal(&mut self);
+
+    /// What is known when a request of `list` for `requested` bytes is refused, which needed a segment of `needed` bytes.
+    fn refusal(&self, allocator: &str, list: FreeList, requested: u64, needed: u64) -> OomReport;
+
+    /// Counts that a request for `requested` bytes is refused. Returns the error for it.
+    fn out_of_memory(&mut self, allocator: &str, miss: &Miss, requested: u64) -> AllocError {
+        self.count_refusal();
+        AllocError::OutOfMemory(Box::new(self.refusal(allocator, miss.list, requested, miss.segment)))
+    }
+}
+
+/// A segment that no block is taken of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Idle<S = SegmentId> {
+    /// The segment.
+    pub segment: S,
+    /// Whose free list its blocks are in.
+    pub list: FreeList,
+    /// First address.
+    pub addr: u64,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Searches since it became idle.
+    pub age: u64,
+}
+
+/// The order in which PyTorch gives memory of free lists back (`release_cached_blocks`): the large pool before the small one, each
+/// by stream, then the private pools one after another, each with its small pool first. In a list it is by size and address.
+#[must_use]
+pub fn release_order(list: FreeList, bytes: u64, addr: u64) -> (Option<CaptureId>, bool, StreamId, u64, u64) {
+    let private = list.owner.private;
+    let first = if private.is_some() { PoolKind::Small } else { PoolKind::Large };
+    (private, list.pool != Some(first), list.owner.stream, bytes, addr)
+}
 
 /// A request that no free block fits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,55 +179,61 @@ pub struct Ladder {
 }
 
 impl Ladder {
+    /// Takes a segment; where that is refused, gives back what is cached, looks for a free block again and takes a segment.
+    #[must_use]
+    pub fn releasing(size: SegmentSize) -> Self {
+        Self { steps: vec![Step::Segment, Step::ReleaseCached, Step::FitAgain, Step::SegmentAgain], size }
+    }
+
     /// Takes the steps until one gives a free block that fits; `None` when none does. The path says by what. `again` looks for
     /// a free block.
     ///
     /// # Errors
     /// Those of the driver.
-    pub fn climb(
+    pub fn climb<S: Segments>(
         &self,
-        heap: &mut Heap,
+        segments: &mut S,
         miss: &Miss,
-        again: impl Fn(&mut Heap) -> Result<Option<BlockId>, DriverError>,
-    ) -> Result<Option<(BlockId, Path)>, DriverError> {
+        again: impl Fn(&mut S) -> Result<Option<S::Block>, DriverError>,
+    ) -> Result<Option<(S::Block, Path)>, DriverError> {
         let mut path = Path::DriverAlloc;
         for step in &self.steps {
             let found = match *step {
                 Step::CollectGarbage { above } => {
-                    if collect_garbage(heap, above)? {
+                    if collect_garbage(segments, above)? {
                         path = Path::Collect;
                     }
                     None
                 }
-                Step::Segment => self.new_segment(heap, miss)?,
+                Step::Segment => self.new_segment(segments, miss)?,
                 Step::ReleaseOversize { max_split } => {
                     path = Path::Retry;
-                    if release_oversize(heap, miss, max_split)? { self.new_segment(heap, miss)? } else { None }
+                    if release_oversize(segments, miss, max_split)? { self.new_segment(segments, miss)? } else { None }
                 }
                 // `captures_underway`
-                Step::ReleaseCached if heap.is_capturing() || miss.list.owner.private.is_some() => break,
+                Step::ReleaseCached if segments.is_capturing() || miss.list.owner.private.is_some() => break,
                 Step::ReleaseCached => {
                     path = Path::Retry;
-                    release_cached(heap, 0)?;
+                    release_cached(segments, 0)?;
                     None
                 }
                 Step::WaitForFrees => {
                     path = Path::Retry;
-                    heap.synchronize()?;
+                    segments.synchronize()?;
                     None
                 }
                 Step::ReleaseIfEnough => {
-                    let idle: u64 = heap.idle_segments().iter().map(|idle| idle.bytes).sum();
-                    if idle > 0 && miss.bytes <= room(heap).saturating_add(idle) {
+                    let idle: u64 = segments.idle_segments().iter().map(|idle| idle.bytes).sum();
+                    if idle > 0 && miss.bytes <= room(segments).saturating_add(idle) {
                         path = Path::Retry;
-                        release_cached(heap, 0)?;
+                        release_cached(segments, 0)?;
                     }
                     None
                 }
-                Step::FitAgain => again(heap)?,
+                Step::FitAgain => again(segments)?,
                 Step::SegmentAgain => {
-                    heap.space_mut().account_mut().count_retry();
-                    self.new_segment(heap, miss)?
+                    segments.count_retry();
+                    self.new_segment(segments, miss)?
                 }
             };
             if let Some(block) = found {
@@ -149,33 +244,33 @@ impl Ladder {
     }
 
     /// Takes a segment of the size that is due.
-    fn new_segment(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<BlockId>, DriverError> {
+    fn new_segment<S: Segments>(&self, segments: &mut S, miss: &Miss) -> Result<Option<S::Block>, DriverError> {
         let due = match &self.size {
             SegmentSize::OfClass => miss.segment,
             SegmentSize::Exact => miss.bytes,
-            SegmentSize::Doubling(next) => return doubled(heap, miss, next),
+            SegmentSize::Doubling(next) => return doubled(segments, miss, next),
             // A graph's memory stays with it, so it gets no more than it needs.
             SegmentSize::AsMuchAgain { .. } | SegmentSize::Region { .. } | SegmentSize::Fixed(_)
                 if miss.list.owner.private.is_some() =>
             {
                 miss.segment
             }
-            SegmentSize::Region { next } => return region(heap, miss, next),
+            SegmentSize::Region { next } => return region(segments, miss, next),
             SegmentSize::Fixed(bytes) if *bytes <= miss.bytes => miss.bytes,
-            SegmentSize::Fixed(bytes) => match heap.new_segment(miss.list, *bytes)? {
+            SegmentSize::Fixed(bytes) => match segments.new_segment(miss.list, *bytes)? {
                 Some(block) => return Ok(Some(block)),
                 None => miss.bytes,
             },
-            SegmentSize::AsMuchAgain { maximum } => return as_much_again(heap, miss, *maximum),
+            SegmentSize::AsMuchAgain { maximum } => return as_much_again(segments, miss, *maximum),
         };
-        heap.new_segment(miss.list, due)
+        segments.new_segment(miss.list, due)
     }
 }
 
 /// BFC's `Extend`.
-fn region(heap: &mut Heap, miss: &Miss, due: &Cell<u64>) -> Result<Option<BlockId>, DriverError> {
+fn region<S: Segments>(segments: &mut S, miss: &Miss, due: &Cell<u64>) -> Result<Option<S::Block>, DriverError> {
     let mut next = due.get();
-    let available = room(heap) / GUARANTEED_ALIGN * GUARANTEED_ALIGN;
+    let available = room(segments) / GUARANTEED_ALIGN * GUARANTEED_ALIGN;
     if miss.bytes > available {
         return Ok(None);
     }
@@ -185,7 +280,7 @@ fn region(heap: &mut Heap, miss: &Miss, due: &Cell<u64>) -> Result<Option<BlockI
     }
     let mut bytes = next.min(available);
     while bytes >= miss.bytes {
-        if let Some(block) = heap.new_segment(miss.list, bytes)? {
+        if let Some(block) = segments.new_segment(miss.list, bytes)? {
             // Not where it was refused: a request that nothing can serve should not make the next region huge.
             due.set(if grown { next } else { next.saturating_mul(2) });
             return Ok(Some(block));
@@ -198,14 +293,14 @@ fn region(heap: &mut Heap, miss: &Miss, due: &Cell<u64>) -> Result<Option<BlockI
 }
 
 /// Twice as much as the last time.
-fn doubled(heap: &mut Heap, miss: &Miss, due: &Cell<u64>) -> Result<Option<BlockId>, DriverError> {
+fn doubled<S: Segments>(segments: &mut S, miss: &Miss, due: &Cell<u64>) -> Result<Option<S::Block>, DriverError> {
     let mut next = due.get();
     while next < miss.bytes {
         next = next.saturating_mul(2);
     }
     let mut bytes = next;
     loop {
-        if let Some(block) = heap.new_segment(miss.list, bytes)? {
+        if let Some(block) = segments.new_segment(miss.list, bytes)? {
             if bytes == next {
                 due.set(next.saturating_mul(2));
             }
@@ -219,13 +314,17 @@ fn doubled(heap: &mut Heap, miss: &Miss, due: &Cell<u64>) -> Result<Option<Block
 }
 
 /// Bytes that the source's limit leaves.
-fn room(heap: &Heap) -> u64 {
-    heap.source().limit().map_or(u64::MAX, |limit| limit.saturating_sub(heap.space().account().reserved()))
+fn room<S: Segments>(segments: &S) -> u64 {
+    segments.limit().map_or(u64::MAX, |limit| limit.saturating_sub(segments.reserved()))
 }
 
 /// RMM's `size_to_grow` and `try_to_expand`.
-fn as_much_again(heap: &mut Heap, miss: &Miss, maximum: Option<u64>) -> Result<Option<BlockId>, DriverError> {
-    let held = heap.space().account().reserved();
+fn as_much_again<S: Segments>(
+    segments: &mut S,
+    miss: &Miss,
+    maximum: Option<u64>,
+) -> Result<Option<S::Block>, DriverError> {
+    let held = segments.reserved();
     let mut due = held.max(miss.bytes);
     if let Some(maximum) = maximum {
         let left = maximum.saturating_sub(held).next_multiple_of(GUARANTEED_ALIGN);
@@ -236,7 +335,7 @@ fn as_much_again(heap: &mut Heap, miss: &Miss, maximum: Option<u64>) -> Result<O
         due = (left / 2).max(miss.bytes);
     }
     loop {
-        let block = heap.new_segment(miss.list, due)?;
+        let block = segments.new_segment(miss.list, due)?;
         if block.is_some() || due == miss.bytes {
             return Ok(block);
         }
@@ -245,9 +344,9 @@ fn as_much_again(heap: &mut Heap, miss: &Miss, maximum: Option<u64>) -> Result<O
 }
 
 /// PyTorch's `garbage_collect_cached_blocks`, which leaves private pools alone: true when anything went.
-fn collect_garbage(heap: &mut Heap, above: u64) -> Result<bool, DriverError> {
-    let target = heap.space().account().reserved().saturating_sub(above);
-    let mut idle = heap.idle_segments();
+fn collect_garbage<S: Segments>(segments: &mut S, above: u64) -> Result<bool, DriverError> {
+    let target = segments.reserved().saturating_sub(above);
+    let mut idle = segments.idle_segments();
     idle.retain(|idle| idle.list.pool != Some(PoolKind::Small) && idle.list.owner.private.is_none());
     let mut reclaimed = 0;
     while reclaimed < target && !idle.is_empty() {
@@ -255,7 +354,7 @@ fn collect_garbage(heap: &mut Heap, above: u64) -> Result<bool, DriverError> {
         let (old, young): (Vec<_>, Vec<_>) = idle.into_iter().partition(|idle| idle.age as f64 >= mean);
         // The oldest is at least as old as the average, so each round takes some.
         for idle in old {
-            reclaimed += heap.release(idle.segment)?;
+            reclaimed += segments.release(idle.segment)?;
         }
         idle = young;
     }
@@ -263,15 +362,15 @@ fn collect_garbage(heap: &mut Heap, above: u64) -> Result<bool, DriverError> {
 }
 
 /// PyTorch's `release_available_cached_blocks`: true when at least as much went as the request needs.
-fn release_oversize(heap: &mut Heap, miss: &Miss, max_split: u64) -> Result<bool, DriverError> {
+fn release_oversize<S: Segments>(segments: &mut S, miss: &Miss, max_split: u64) -> Result<bool, DriverError> {
     let wanted = miss.bytes.max(max_split);
-    let mut idle = heap.idle_segments();
+    let mut idle = segments.idle_segments();
     idle.retain(|idle| idle.list == miss.list);
     // The free block that is next in size may be a part of a segment, which cannot go back.
-    if let Some(block) = heap.find(miss.list, wanted, u64::MAX)
-        && let Some(whole) = idle.iter().find(|idle| idle.segment == heap.space()[block].segment)
+    if let Some(addr) = segments.segment_that_fits(miss.list, wanted)
+        && let Some(whole) = idle.iter().find(|idle| idle.addr == addr)
     {
-        heap.release(whole.segment)?;
+        segments.release(whole.segment)?;
         return Ok(true);
     }
     let mut released = 0;
@@ -279,7 +378,7 @@ fn release_oversize(heap: &mut Heap, miss: &Miss, max_split: u64) -> Result<bool
         if released >= wanted {
             break;
         }
-        released += heap.release(idle.segment)?;
+        released += segments.release(idle.segment)?;
     }
     Ok(released >= wanted)
 }
@@ -289,25 +388,38 @@ fn release_oversize(heap: &mut Heap, miss: &Miss, max_split: u64) -> Result<bool
 ///
 /// # Errors
 /// Those of the driver.
-pub fn release_cached(heap: &mut Heap, keep: u64) -> Result<u64, DriverError> {
-    heap.synchronize()?;
+pub fn release_cached<S: Segments>(segments: &mut S, keep: u64) -> Result<u64, DriverError> {
+    segments.synchronize()?;
     let mut released = 0;
-    for idle in heap.idle_segments() {
-        if heap.space().account().reserved() <= keep {
+    for idle in segments.idle_segments() {
+        if segments.reserved() <= keep {
             break;
         }
-        released += heap.release(idle.segment)?;
+        released += segments.release(idle.segment)?;
     }
-    Ok(released + heap.release_parts(keep, |_| true)?)
+    Ok(released + segments.release_parts(keep, |_| true)?)
+}
+
+/// Gives back what is idle of a private pool that is not pinned. Returns the bytes that went.
+///
+/// # Errors
+/// Those of the driver.
+pub fn release_private<S: Segments>(segments: &mut S, private: CaptureId) -> Result<u64, DriverError> {
+    let mut released = 0;
+    for idle in segments.idle_segments().iter().filter(|idle| idle.list.owner.private == Some(private)) {
+        released += segments.release(idle.segment)?;
+    }
+    Ok(released + segments.release_parts(0, |list| list.owner.private == Some(private))?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::Heap;
     use crate::policy::fit::Fit;
     use crate::policy::source::Source;
     use crate::policy::stream::Stream;
-    use crate::space::{Account, Owner, Space};
+    use crate::space::{Account, BlockId, Owner, Space};
     use std::sync::Arc;
     use vramlab_device::{Driver, NullDriver};
 

@@ -2,21 +2,21 @@
 
 mod arena;
 mod extend;
+mod segments;
 mod take_pages;
 
 use super::fit::Fit;
-use super::grow::Miss;
 use super::join::Join;
 use super::pages::Pages;
 use super::pending::Pending;
 use super::source::Source;
-use super::stream::Stream;
-use crate::contract::{AllocError, CaptureId, OomReport, PoolKind};
-use crate::space::{BlockId, FreeList, Joined, Owner, Segment, SegmentId, Space, State};
+use super::stream::{LastFrees, Stream};
+use crate::contract::CaptureId;
+use crate::space::{Account, BlockId, FreeList, Joined, Owner, Space, State};
 use arena::Arena;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use vramlab_device::{DeviceAddr, Driver, DriverError, EventId, StreamId};
+use vramlab_device::{Driver, DriverError, EventId, StreamId};
 
 /// The memory of an allocator with what its parts need. A policy searches it, takes blocks and puts them back, and asks for segments when it has to.
 #[derive(Debug)]
@@ -43,21 +43,6 @@ pub struct Heap {
     event_error: Option<DriverError>,
 }
 
-/// A segment that no block is taken of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Idle {
-    /// The segment.
-    pub segment: SegmentId,
-    /// Whose free list its blocks are in.
-    pub list: FreeList,
-    /// First address.
-    pub addr: u64,
-    /// Size in bytes.
-    pub bytes: u64,
-    /// Searches since it became idle.
-    pub age: u64,
-}
-
 impl Heap {
     /// An empty heap, of parts that know of no block yet.
     ///
@@ -81,6 +66,18 @@ impl Heap {
             captures: 0,
             event_error: None,
         }
+    }
+
+    /// A heap without pools, whose segments are one call of the driver each. `limit` is the most bytes that are held.
+    #[must_use]
+    pub fn plain(driver: Arc<dyn Driver>, limit: Option<u64>, fit: Fit) -> Self {
+        Self::new(Space::new(Account::new()), fit, Stream::Own, Source::Plain { driver, limit })
+    }
+
+    /// Lets streams take the free blocks of others. The heap is still empty.
+    #[must_use]
+    pub fn with_steals(self) -> Self {
+        Self { stream: Stream::Steal(LastFrees::default()), ..self }
     }
 
     /// Sets the rule for joining free neighbours. The heap is still empty.
@@ -254,24 +251,6 @@ impl Heap {
 
     // Segments.
 
-    /// Takes a segment from the source: one free block. `None` when there is no memory. Where memory comes in parts, a segment
-    /// grows by what a block of `bytes` lacks, see [`extend`](Self::extend).
-    ///
-    /// # Errors
-    /// Those of the driver.
-    pub fn new_segment(&mut self, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
-        if self.source.is_expandable() {
-            return self.extend(list, bytes);
-        }
-        let Some(addr) = self.source.allocate(bytes, self.space.account().reserved())? else { return Ok(None) };
-        if list.owner.private.is_none() {
-            self.stream.came(list.owner.stream);
-        }
-        let block = self.space.add_segment(list, addr, bytes);
-        self.fit.insert_new(self.space.as_free(block));
-        Ok(Some(block))
-    }
-
     /// Cuts a new segment into blocks that are known, see [`Space::carve`].
     pub(crate) fn carve(&mut self, whole: BlockId, parts: &[(u64, Option<u64>)]) -> Vec<BlockId> {
         self.fit.remove(self.space.as_free(whole));
@@ -280,48 +259,6 @@ impl Heap {
             self.fit.insert(self.space.as_free(*block));
         }
         blocks
-    }
-
-    /// Segments that can go back to the device, by (pool, stream, size, address): the large pool before the small one, then the
-    /// private pools one after another, each with its small pool first (PyTorch's `release_cached_blocks`).
-    #[must_use]
-    pub fn idle_segments(&self) -> Vec<Idle> {
-        let idle = self.space.segments().filter(|(_, segment)| segment.busy == 0 && !segment.expandable);
-        let free = idle.filter(|(_, segment)| !self.is_pinned(segment.list));
-        let mut found: Vec<Idle> = free
-            .map(|(id, segment)| {
-                let age = self.space.age(segment.first);
-                Idle { segment: id, list: segment.list, addr: segment.addr, bytes: segment.bytes, age }
-            })
-            .collect();
-        found.sort_unstable_by_key(|idle| {
-            let Owner { stream, private } = idle.list.owner;
-            let first = if private.is_some() { PoolKind::Small } else { PoolKind::Large };
-            (private, idle.list.pool != Some(first), stream, idle.bytes, idle.addr)
-        });
-        found
-    }
-
-    /// Gives an idle segment back to the source. Returns its bytes.
-    ///
-    /// # Errors
-    /// Those of the driver: then it is still held.
-    ///
-    /// # Panics
-    /// When a block of it is held or pending, or it did not come in one piece.
-    pub fn release(&mut self, segment: SegmentId) -> Result<u64, DriverError> {
-        let Segment { addr, bytes, busy, expandable, .. } = self.space[segment];
-        assert!(busy == 0 && !expandable, "only an idle segment can go back as a whole");
-        let addr = DeviceAddr::new(addr).expect("segments do not lie at address zero");
-        // SAFETY: every segment of the space that is not expandable came from the source, see `new_segment`. None of its
-        // blocks is held or pending, so only that work uses it which is queued on the streams that freed its blocks. It is
-        // removed below, so it goes back once.
-        unsafe { self.source.release(addr) }?;
-        let gone = self.space.remove_segment(segment);
-        if !self.forget_arena(segment) {
-            gone.into_iter().for_each(|block| self.fit.remove(block));
-        }
-        Ok(bytes)
     }
 
     // Frees that wait.
@@ -387,24 +324,6 @@ impl Heap {
         self.take_event_error().and(outcome)
     }
 
-    /// Waits until no free is pending, and makes all those blocks reusable.
-    ///
-    /// # Errors
-    /// Those of the driver.
-    pub fn synchronize(&mut self) -> Result<(), DriverError> {
-        self.space.account_mut().count_wait();
-        let mut done = Vec::new();
-        let outcome = self.pending.synchronize(self.source.driver().as_ref(), self.captures > 0, &mut done);
-        done.into_iter().for_each(|block| {
-            self.put(block);
-        });
-        // A device that is captured cannot be waited for, and one that refuses to be leaves things as they are.
-        if self.captures == 0 && self.stream.sets_aside() && self.source.driver().device_synchronize().is_ok() {
-            self.stream.synchronized();
-        }
-        self.take_event_error().and(outcome)
-    }
-
     /// The error, if there was one, by which a block that was just [put](Self::put) is of no use to other streams for now.
     ///
     /// # Errors
@@ -434,24 +353,6 @@ impl Heap {
         self.pinned.insert(private);
     }
 
-    /// Gives back what is idle of a private pool that is not pinned. Returns the bytes that went.
-    ///
-    /// # Errors
-    /// Those of the driver.
-    pub(crate) fn release_private(&mut self, private: CaptureId) -> Result<u64, DriverError> {
-        let mut released = 0;
-        for idle in self.idle_segments().iter().filter(|idle| idle.list.owner.private == Some(private)) {
-            released += self.release(idle.segment)?;
-        }
-        Ok(released + self.release_parts(0, |list| list.owner.private == Some(private))?)
-    }
-
-    /// Whether a graph is being captured, so that nothing may be waited for.
-    #[must_use]
-    pub fn is_capturing(&self) -> bool {
-        self.captures > 0
-    }
-
     pub(crate) fn end_capture(&mut self) {
         self.captures -= 1;
     }
@@ -476,38 +377,6 @@ impl Heap {
     pub(crate) fn reset_peaks(&mut self) {
         self.space.account_mut().reset_peaks();
         self.pending.reset_peaks();
-    }
-
-    /// Counts that a request for `requested` bytes is refused. Returns the error for it.
-    pub fn out_of_memory(&mut self, allocator: &str, miss: &Miss, requested: u64) -> AllocError {
-        self.space.account_mut().count_refusal();
-        AllocError::OutOfMemory(Box::new(self.refusal(allocator, miss.list, requested, miss.segment)))
-    }
-
-    /// What is known when a request of `list` for `requested` bytes is refused, which needed a segment of `needed` bytes.
-    pub(crate) fn refusal(&self, allocator: &str, list: FreeList, requested: u64, needed: u64) -> OomReport {
-        let mut largest = 0;
-        let mut others = 0;
-        for block in self.space.free_blocks() {
-            if block.list == list {
-                largest = block.bytes.max(largest);
-            } else if block.list.owner != list.owner && !self.is_pinned(block.list) {
-                others += block.bytes;
-            }
-        }
-        OomReport {
-            allocator: allocator.into(),
-            requested_bytes: requested,
-            needed_bytes: needed,
-            reserved_bytes: self.space.account().reserved(),
-            active_bytes: self.space.account().stats().active_bytes.all.current,
-            largest_free_bytes: Some(largest),
-            other_streams_free_bytes: Some(others),
-            limit_bytes: self.source.limit(),
-            device_bytes: self.source.driver().mem_info().ok().map(|info| (info.free, info.total)),
-            // What a policy can be told, it says itself.
-            against_fragmentation: None,
-        }
     }
 
     /// Destroys every event, at the end.

@@ -18,6 +18,7 @@ mod tests {
     use super::*;
     use crate::policy::Heap;
     use crate::policy::fit::Fit;
+    use crate::policy::grow::Segments as _;
     use crate::policy::source::Source;
     use crate::policy::stream::Stream;
     use crate::space::{Account, BlockId, FreeList, Owner, Space};

@@ -74,7 +74,7 @@ impl Stream {
         matches!(self, Self::Steal(last) if last.last.values().any(|last| last.unordered))
     }
 
-    /// Notes that all work on the device is done: everybody's blocks can be taken.
+    /// Notes that all work on the device is done, so the blocks of every stream can be taken.
     pub(super) fn synchronized(&mut self) {
         if let Self::Steal(last) = self {
             last.last.values_mut().for_each(|last| last.unordered = false);
@@ -128,6 +128,7 @@ mod tests {
     use crate::contract::PoolKind;
     use crate::policy::Heap;
     use crate::policy::fit::Fit;
+    use crate::policy::grow::Segments as _;
     use crate::policy::source::Source;
     use crate::space::{Account, FreeList, Owner, Space};
     use std::sync::Arc;

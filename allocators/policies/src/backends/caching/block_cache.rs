@@ -71,12 +71,10 @@ impl BlockCache {
         &self.blocks
     }
 
-    /// The free blocks of a pool by (size, address). O(n log n) in all blocks.
-    pub(super) fn free_blocks(&self, pool: PoolKind) -> Vec<BlockIndex> {
-        let free = self.blocks.iter().filter(|(_, block)| block.is_free() && block.pool == pool);
-        let mut found: Vec<BlockIndex> = free.map(|(index, _)| index).collect();
-        found.sort_unstable_by_key(|index| (self.blocks[*index].bytes, self.blocks[*index].addr));
-        found
+    /// The free blocks of a pool, in no order. O(n) in all blocks.
+    pub(super) fn free_blocks(&self, pool: Option<PoolKind>) -> impl Iterator<Item = &BlockRecord> {
+        let free = self.blocks.iter().filter(move |(_, block)| block.is_free() && Some(block.pool) == pool);
+        free.map(|(_, block)| block)
     }
 
     /// PyTorch's `get_free_block` and `alloc_found_block`: hands out the best fit of the request's pool, if there is one.

@@ -9,6 +9,7 @@ use super::{BlockIndex, Caching};
 use crate::backends::captures::need_graphs;
 use crate::contract::AllocError;
 use crate::contract::{CaptureId, DeviceAllocator};
+use crate::policy::grow::release_private;
 use crate::sync::lock;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use vramlab_device::StreamId;
@@ -71,7 +72,7 @@ impl Caching {
         let captures = &mut *lock(&self.captures);
         captures.need_none_on(self.name(), stream)?;
         let pool = |capture| Pool { shard: self.private_shard(stream, capture).id, waiting: Vec::new() };
-        let capture = captures.begin_with(stream, pool);
+        let capture = captures.begin(stream, pool);
         self.flag_held(self.shards.of_stream(stream), true);
         self.waiting.fetch_add(1, Release);
         self.capturing.fetch_add(1, Release);
@@ -135,9 +136,9 @@ impl Caching {
     pub(super) fn release_capture(&self, capture: CaptureId) -> Result<(), AllocError> {
         let pool = lock(&self.captures).release(self.name(), capture)?;
         let Some(shard) = self.shards.by_id(pool.shard) else { return Ok(()) };
-        let growth = &mut *self.lock_growth();
+        let grown = &mut self.grown();
         shard.lock().unpin();
-        self.release_private(growth, capture)?;
+        release_private(grown, capture)?;
         Ok(())
     }
 

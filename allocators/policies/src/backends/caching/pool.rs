@@ -6,6 +6,7 @@ use super::Caching;
 use super::shard::Shard;
 use crate::backends::private_pools::PrivatePools;
 use crate::contract::{AllocError, DeviceAllocator, PrivatePool};
+use crate::policy::grow::release_private;
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Release;
@@ -57,6 +58,6 @@ impl Caching {
     pub(super) fn trim_pool(&self, pool: PrivatePool) -> Result<u64, AllocError> {
         lock(&self.pools).pools.need_released(self.name(), pool)?;
         self.wait_and_process_events()?;
-        Ok(self.release_private(&mut self.lock_growth(), pool.id())?)
+        Ok(release_private(&mut self.grown(), pool.id())?)
     }
 }

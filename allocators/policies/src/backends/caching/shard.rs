@@ -8,7 +8,8 @@
 use crate::backends::caching::block_cache::BlockCache;
 use crate::backends::caching::blocks::BlockIndex;
 use crate::backends::caching::totals::{Lease, Sums};
-use crate::contract::{CaptureId, Tokens};
+use crate::contract::{CaptureId, PoolKind, Tokens};
+use crate::space::{FreeList, Owner};
 use crate::sync::{Mutex, SpinGuard, SpinLock, lock};
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
@@ -44,6 +45,11 @@ pub(super) type Uses = BTreeMap<BlockIndex, Vec<StreamId>>;
 impl Shard {
     fn new(id: u32, stream: StreamId) -> Self {
         Self { id, stream, state: SpinLock::new(ShardState::default()) }
+    }
+
+    /// The free list of a pool of it.
+    pub(super) fn list(&self, pool: PoolKind) -> FreeList {
+        FreeList { owner: Owner { stream: self.stream, private: self.lock().private() }, pool: Some(pool) }
     }
 
     /// The shard to look at. No lock of a shard is held over a call to the device, nor while another shard's is taken.
@@ -308,11 +314,6 @@ impl ShardTable {
         firsts.find_map(|(owners, first)| {
             Some(id.wrapping_sub(*first)).filter(|at| *at < OWNERS).map(|at| owners * OWNERS + at)
         })
-    }
-
-    /// The shards of streams in the order of the streams' handles.
-    pub(super) fn of_streams(&self) -> Vec<&Shard> {
-        lock(&self.numbers).by_stream.values().filter_map(|id| self.by_id(*id)).collect()
     }
 
     /// Every shard: those of streams in the order of the streams' handles, then those of private pools.

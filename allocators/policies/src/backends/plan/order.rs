@@ -1,6 +1,7 @@
 //! Which stream had each byte of the arena last, so that a stream gets another's memory only behind its work.
 
 use crate::policy::Heap;
+use crate::policy::grow::Segments as _;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use vramlab_device::{DriverError, EventId, StreamId};

@@ -99,7 +99,7 @@ impl Serialize for PlanFile {
 /// A request is a block of the plan if it asks for the same bytes on the same stream, and comes when that block is due, or up
 /// to some hundred requests early or late. When all have come the plan begins again.
 #[derive(Debug)]
-pub(super) struct Course {
+pub(super) struct Schedule {
     table: PlanTable,
     /// Blocks that have come.
     come: Vec<bool>,
@@ -109,7 +109,7 @@ pub(super) struct Course {
     streams: Vec<Option<StreamId>>,
 }
 
-impl Course {
+impl Schedule {
     pub(super) fn new(table: PlanTable) -> Self {
         let mut streams: Vec<u32> = table.blocks.iter().map(|(_, stream, _)| *stream).collect();
         streams.sort_unstable();
@@ -168,25 +168,28 @@ mod tests {
     #[test]
     fn requests_are_found_where_they_are_due() {
         let blocks = vec![(100, 0, 0), (200, 7, 512), (100, 0, 1024), (300, 7, 1536)];
-        let mut course = Course::new(PlanTable::new(2048, blocks));
-        assert_eq!(course.find(100, stream(5)), Some(0));
-        assert_eq!(course.find(200, stream(5)), None, "that is of another stream");
-        assert_eq!(course.find(300, stream(6)), Some(1536), "early");
-        assert_eq!(course.find(100, stream(6)), None, "the first stream's is waited for");
-        assert_eq!(course.find(100, stream(5)), Some(1024));
-        assert_eq!(course.find(100, stream(5)), None);
-        assert_eq!(course.find(200, stream(6)), Some(512));
-        assert_eq!(course.find(100, stream(5)), Some(0), "all have come, and it begins again");
+        let mut schedule = Schedule::new(PlanTable::new(2048, blocks));
+        assert_eq!(schedule.find(100, stream(5)), Some(0));
+        assert_eq!(schedule.find(200, stream(5)), None, "that is of another stream");
+        assert_eq!(schedule.find(300, stream(6)), Some(1536), "early");
+        assert_eq!(schedule.find(100, stream(6)), None, "the first stream's is waited for");
+        assert_eq!(schedule.find(100, stream(5)), Some(1024));
+        assert_eq!(schedule.find(100, stream(5)), None);
+        assert_eq!(schedule.find(200, stream(6)), Some(512));
+        assert_eq!(schedule.find(100, stream(5)), Some(0), "all have come, and it begins again");
     }
 
     #[test]
     fn what_is_overdue_is_given_up() {
         let blocks = (0..1000).map(|at| (if at == 0 { 7 } else { 1000 + at }, 0, 0)).collect();
-        let mut course = Course::new(PlanTable::new(1024, blocks));
-        assert!((1..999).all(|at| course.find(1000 + at, stream(1)).is_some()), "one that never comes is passed over");
-        assert_eq!(course.find(7, stream(1)), None);
-        assert!(course.find(1999, stream(1)).is_some());
-        assert!(course.find(7, stream(1)).is_some(), "until the plan begins again");
+        let mut schedule = Schedule::new(PlanTable::new(1024, blocks));
+        assert!(
+            (1..999).all(|at| schedule.find(1000 + at, stream(1)).is_some()),
+            "one that never comes is passed over"
+        );
+        assert_eq!(schedule.find(7, stream(1)), None);
+        assert!(schedule.find(1999, stream(1)).is_some());
+        assert!(schedule.find(7, stream(1)).is_some(), "until the plan begins again");
     }
 
     #[test]

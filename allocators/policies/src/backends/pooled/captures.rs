@@ -3,11 +3,12 @@
 use super::{Policy, State};
 use crate::backends::captures::need_graphs;
 use crate::contract::{AllocError, CaptureId};
+use crate::policy::grow::release_private;
 use crate::space::BlockId;
 use vramlab_device::StreamId;
 
 /// What a capture keeps.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Kept {
     /// Its private pool.
     pub(super) private: Option<CaptureId>,
@@ -19,10 +20,7 @@ impl<P: Policy> State<P> {
     pub(super) fn begin_capture(&mut self, name: &'static str, stream: StreamId) -> Result<CaptureId, AllocError> {
         need_graphs(name, self.heap.source().driver().as_ref())?;
         self.captures.need_none_on(name, stream)?;
-        let capture = self.captures.begin(stream, Kept::default());
-        if let Some(kept) = self.captures.open_on(stream) {
-            kept.private = Some(capture);
-        }
+        let capture = self.captures.begin(stream, |id| Kept { private: Some(id), waiting: Vec::new() });
         self.heap.begin_capture(capture);
         Ok(capture)
     }
@@ -73,7 +71,7 @@ impl<P: Policy> State<P> {
     pub(super) fn release_capture(&mut self, name: &'static str, capture: CaptureId) -> Result<(), AllocError> {
         self.captures.release(name, capture)?;
         self.heap.unpin(capture);
-        self.heap.release_private(capture)?;
+        release_private(&mut self.heap, capture)?;
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use crate::contract::{AllocError, Path, Stats};
 use crate::policy::Heap;
-use crate::policy::grow::{Ladder, Miss};
+use crate::policy::grow::{Ladder, Miss, Segments as _};
 use crate::policy::size::Size;
 use crate::policy::split::Split;
 use crate::space::{BlockId, FreeList, Owner};

@@ -4,7 +4,7 @@
 //! behind them, holes have none. These are PyTorch's rules (`CUDACachingAllocator.cpp`), each under the name of its function.
 
 use super::Heap;
-use crate::contract::PoolKind;
+use crate::policy::grow::{Segments, release_order};
 use crate::space::{BlockId, FreeBlock, FreeList, SegmentId, State, Unmapped};
 use vramlab_device::DriverError;
 
@@ -201,23 +201,18 @@ impl Heap {
     /// are held, and gives back ranges that have none left. Returns the bytes that went. Nothing happens while a graph is being
     /// captured, because nothing can be waited for then.
     ///
-    /// In PyTorch's order (`release_blocks`): the large pool before the small one, then private pools; in a pool by stream,
-    /// size and address.
+    /// In PyTorch's [order](release_order) (`release_blocks`).
     ///
     /// # Errors
     /// Those of the driver. What went by then is accounted for.
-    pub(crate) fn release_parts(&mut self, keep: u64, wanted: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
+    pub(super) fn unmap_free(&mut self, keep: u64, wanted: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
         if !self.source.is_expandable() || self.is_capturing() {
             return Ok(0);
         }
         self.source.expandable().release_again()?;
         let goes = |list: &FreeList| !self.is_pinned(*list) && wanted(list);
         let mut free: Vec<FreeBlock> = self.space.free_blocks().filter(|block| goes(&block.list)).collect();
-        free.sort_unstable_by_key(|FreeBlock { list, addr, bytes, .. }| {
-            let private = list.owner.private;
-            let first = if private.is_some() { PoolKind::Small } else { PoolKind::Large };
-            (private, list.pool != Some(first), list.owner.stream, *bytes, *addr)
-        });
+        free.sort_unstable_by_key(|block| release_order(block.list, block.bytes, block.addr));
         let mut released = 0;
         for block in free {
             let most = self.space.account().reserved().saturating_sub(keep);

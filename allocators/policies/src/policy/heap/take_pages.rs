@@ -1,6 +1,7 @@
 //! Pages of free memory are taken from where they lie, to be mapped somewhere else.
 
 use super::Heap;
+use crate::policy::grow::Segments as _;
 use crate::policy::pages::Pages;
 use crate::space::{BlockId, FreeBlock, State};
 use std::collections::BTreeMap;

@@ -1,6 +1,8 @@
 //! What a heap does with blocks, segments, private pools and an arena, on a simulated device whose calls can fail.
 
 use super::*;
+use crate::contract::PoolKind;
+use crate::policy::grow::{Segments as _, release_private};
 use crate::policy::stream::LastFrees;
 use crate::space::Account;
 use vramlab_device::{CallKind, FaultyDriver, Profile, SimDriver, sim::SimMemory};
@@ -103,7 +105,7 @@ fn idle_segments_go_back_in_pytorchs_order() {
     assert_eq!(told(&bench.heap), [&order[..4], &order[6..]].concat());
     bench.heap.unpin(one);
     // Those of one pool, and of no other.
-    assert_eq!(bench.heap.release_private(one).unwrap(), 22 * MIB);
+    assert_eq!(release_private(&mut bench.heap, one).unwrap(), 22 * MIB);
     assert_eq!(told(&bench.heap), [&order[..4], &order[6..]].concat());
     bench.heap.put(busy);
     assert!(told(&bench.heap).contains(&(bench.large(), 24 * MIB)));

@@ -1,10 +1,26 @@
 //! Segments and blocks of another allocator, taken over before the first allocation.
 
 use crate::contract::{AllocError, BlockInfo, BlockState, SegmentInfo, Snapshot};
-use crate::policy::Heap;
+use crate::policy::grow::Segments;
 use crate::policy::size::Size;
-use crate::space::{BlockId, FreeList, Owner};
-use vramlab_device::{DeviceAddr, StreamId};
+use crate::space::{FreeList, Owner};
+use vramlab_device::{DeviceAddr, DriverError, StreamId};
+
+/// Segments that can be cut as another allocator's were.
+pub(super) trait Restores: Segments {
+    /// A block that the client holds.
+    type Held;
+
+    /// Gives back a segment that is new.
+    fn give_back(&mut self, segment: Self::Block) -> Result<(), DriverError>;
+
+    /// Makes a new segment as old as `age` searches, if it is one free block.
+    fn leave_whole(&mut self, list: FreeList, segment: Self::Block, age: u64);
+
+    /// Cuts a new segment into blocks: their sizes, each with the bytes that the client asked for if it is held. Returns those
+    /// that are. No two free ones lie side by side.
+    fn cut(&mut self, list: FreeList, segment: Self::Block, parts: &[(u64, Option<u64>)]) -> Vec<Self::Held>;
+}
 
 fn in_use(block: &BlockInfo) -> bool {
     block.state != BlockState::Free
@@ -18,19 +34,18 @@ fn is_idle(segment: &SegmentInfo) -> bool {
 type Rules<'a> = (&'static str, &'a Size, &'a dyn Fn(StreamId) -> Owner);
 
 /// See [`restore`](crate::DeviceAllocator::restore). Returns the blocks that the client holds.
-pub(super) fn restore(
-    heap: &mut Heap,
+pub(super) fn restore<S: Restores>(
+    segments: &mut S,
     rules: Rules<'_>,
     snapshot: &Snapshot,
     age: &dyn Fn(DeviceAddr) -> u64,
-) -> Result<Vec<BlockId>, AllocError> {
+) -> Result<Vec<S::Held>, AllocError> {
     let (_, size, _) = rules;
     snapshot.segments.iter().try_for_each(|segment| check(segment, size))?;
-    let made = make_segments(heap, rules, &snapshot.segments)?;
     let mut held = Vec::new();
-    for (segment, whole) in made {
+    for (segment, list, new) in make_segments(segments, rules, &snapshot.segments)? {
         if is_idle(segment) {
-            heap.space_mut().set_age(whole, age(segment.addr));
+            segments.leave_whole(list, new, age(segment.addr));
             continue;
         }
         let mut parts: Vec<(u64, Option<u64>)> = Vec::with_capacity(segment.blocks.len());
@@ -42,42 +57,44 @@ pub(super) fn restore(
                 _ => parts.push((block.bytes, requested)),
             }
         }
-        let blocks = heap.carve(whole, &parts);
-        held.extend(blocks.into_iter().zip(&parts).filter(|(_, part)| part.1.is_some()).map(|(id, _)| id));
+        held.extend(segments.cut(list, new, &parts));
     }
     Ok(held)
 }
 
+/// A segment of the snapshot, whose list its blocks are in, and the segment that takes its place.
+type Made<'a, B> = (&'a SegmentInfo, FreeList, B);
+
 /// Takes the segments from the device, the last first: drivers hand addresses out from the top downwards, so they come to lie
 /// in their order. Those without a block in use only if there is memory for all.
-fn make_segments<'a>(
-    heap: &mut Heap,
+fn make_segments<'a, S: Restores>(
+    segments: &mut S,
     (name, size, owner): Rules<'_>,
-    segments: &'a [SegmentInfo],
-) -> Result<Vec<(&'a SegmentInfo, BlockId)>, AllocError> {
-    let mut made: Vec<(&SegmentInfo, BlockId)> = Vec::with_capacity(segments.len());
+    wanted: &'a [SegmentInfo],
+) -> Result<Vec<Made<'a, S::Block>>, AllocError> {
+    let mut made: Vec<Made<'_, S::Block>> = Vec::with_capacity(wanted.len());
     let mut short = false;
-    for segment in segments.iter().rev() {
+    for segment in wanted.iter().rev() {
         let list = FreeList { owner: owner(segment.stream), pool: size.pool_of_segment(segment.pool) };
         while !(short && is_idle(segment)) {
-            match heap.new_segment(list, segment.bytes) {
+            match segments.new_segment(list, segment.bytes) {
                 Ok(Some(block)) => {
-                    made.push((segment, block));
+                    made.push((segment, list, block));
                     break;
                 }
                 Ok(None) if !short => {
                     short = true;
-                    let (idle, kept) = made.into_iter().partition(|(segment, _)| is_idle(segment));
+                    let (idle, kept) = made.into_iter().partition(|(segment, ..)| is_idle(segment));
                     made = kept;
-                    give_back(heap, idle)?;
+                    give_back(segments, idle)?;
                 }
                 Ok(None) => {
-                    let report = heap.refusal(name, list, segment.bytes, segment.bytes);
-                    give_back(heap, made)?;
+                    let report = segments.refusal(name, list, segment.bytes, segment.bytes);
+                    give_back(segments, made)?;
                     return Err(AllocError::OutOfMemory(Box::new(report)));
                 }
                 Err(error) => {
-                    give_back(heap, made)?;
+                    give_back(segments, made)?;
                     return Err(error.into());
                 }
             }
@@ -87,11 +104,8 @@ fn make_segments<'a>(
     Ok(made)
 }
 
-fn give_back(heap: &mut Heap, made: Vec<(&SegmentInfo, BlockId)>) -> Result<(), AllocError> {
-    for (_, block) in made {
-        heap.release(heap.space()[block].segment)?;
-    }
-    Ok(())
+fn give_back<S: Restores>(segments: &mut S, made: Vec<Made<'_, S::Block>>) -> Result<(), DriverError> {
+    made.into_iter().try_for_each(|(_, _, segment)| segments.give_back(segment))
 }
 
 /// Refuses what is no segment cut into blocks.

@@ -1,0 +1,128 @@
+//! The segments of a heap, as a [ladder](crate::policy::grow::Ladder) takes them and gives them back.
+
+use super::Heap;
+use crate::contract::OomReport;
+use crate::policy::grow::{Idle, Segments, release_order};
+use crate::space::{BlockId, FreeList, Segment, SegmentId};
+use vramlab_device::{DeviceAddr, DriverError};
+
+impl Segments for Heap {
+    type Block = BlockId;
+    type Segment = SegmentId;
+
+    fn reserved(&self) -> u64 {
+        self.space.account().reserved()
+    }
+
+    fn limit(&self) -> Option<u64> {
+        self.source.limit()
+    }
+
+    fn is_capturing(&self) -> bool {
+        self.captures > 0
+    }
+
+    /// A segment is one free block. Where memory comes in parts, one grows by what a block of `bytes` lacks, see
+    /// [`extend`](Self::extend).
+    fn new_segment(&mut self, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
+        if self.source.is_expandable() {
+            return self.extend(list, bytes);
+        }
+        let Some(addr) = self.source.allocate(bytes, self.reserved())? else { return Ok(None) };
+        if list.owner.private.is_none() {
+            self.stream.came(list.owner.stream);
+        }
+        let block = self.space.add_segment(list, addr, bytes);
+        self.fit.insert_new(self.space.as_free(block));
+        Ok(Some(block))
+    }
+
+    fn idle_segments(&self) -> Vec<Idle> {
+        let idle = self.space.segments().filter(|(_, segment)| segment.busy == 0 && !segment.expandable);
+        let mut found: Vec<Idle> = idle
+            .filter(|(_, segment)| !self.is_pinned(segment.list))
+            .map(|(id, &Segment { list, addr, bytes, first, .. })| Idle {
+                segment: id,
+                list,
+                addr,
+                bytes,
+                age: self.space.age(first),
+            })
+            .collect();
+        found.sort_unstable_by_key(|idle| release_order(idle.list, idle.bytes, idle.addr));
+        found
+    }
+
+    fn segment_that_fits(&mut self, list: FreeList, bytes: u64) -> Option<u64> {
+        let block = self.find(list, bytes, u64::MAX)?;
+        Some(self.space[self.space[block].segment].addr)
+    }
+
+    /// # Panics
+    /// When a block of it is held or pending, or it did not come in one piece.
+    fn release(&mut self, segment: SegmentId) -> Result<u64, DriverError> {
+        let Segment { addr, bytes, busy, expandable, .. } = self.space[segment];
+        assert!(busy == 0 && !expandable, "only an idle segment can go back as a whole");
+        let addr = DeviceAddr::new(addr).expect("segments do not lie at address zero");
+        // SAFETY: every segment of the space that is not expandable came from the source, see `new_segment`. None of its
+        // blocks is held or pending, so only that work uses it which is queued on the streams that freed its blocks. It is
+        // removed below, so it goes back once.
+        unsafe { self.source.release(addr) }?;
+        let gone = self.space.remove_segment(segment);
+        if !self.forget_arena(segment) {
+            gone.into_iter().for_each(|block| self.fit.remove(block));
+        }
+        Ok(bytes)
+    }
+
+    fn release_parts(&mut self, keep: u64, wanted: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
+        self.unmap_free(keep, wanted)
+    }
+
+    fn synchronize(&mut self) -> Result<(), DriverError> {
+        self.space.account_mut().count_wait();
+        let mut done = Vec::new();
+        let outcome = self.pending.synchronize(self.source.driver().as_ref(), self.captures > 0, &mut done);
+        done.into_iter().for_each(|block| {
+            self.put(block);
+        });
+        // A device that is captured cannot be waited for, and one that refuses to be leaves things as they are.
+        if self.captures == 0 && self.stream.sets_aside() && self.source.driver().device_synchronize().is_ok() {
+            self.stream.synchronized();
+        }
+        self.take_event_error().and(outcome)
+    }
+
+    fn count_retry(&mut self) {
+        self.space.account_mut().count_retry();
+    }
+
+    fn count_refusal(&mut self) {
+        self.space.account_mut().count_refusal();
+    }
+
+    fn refusal(&self, allocator: &str, list: FreeList, requested: u64, needed: u64) -> OomReport {
+        let mut largest = 0;
+        let mut others = 0;
+        for block in self.space.free_blocks() {
+            if block.list == list {
+                largest = block.bytes.max(largest);
+            } else if block.list.owner != list.owner && !self.is_pinned(block.list) {
+                others += block.bytes;
+            }
+        }
+        OomReport {
+            allocator: allocator.into(),
+            requested_bytes: requested,
+            needed_bytes: needed,
+            reserved_bytes: self.reserved(),
+            active_bytes: self.space.account().stats().active_bytes.all.current,
+            largest_free_bytes: Some(largest),
+            other_streams_free_bytes: Some(others),
+            limit_bytes: self.source.limit(),
+            device_bytes: self.source.driver().mem_info().ok().map(|info| (info.free, info.total)),
+            // What a policy can be told, it says itself.
+            against_fragmentation: None,
+        }
+    }
+}
