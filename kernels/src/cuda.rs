@@ -11,6 +11,7 @@ use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUmodule, CUresult, CUstream};
 
 use crate::error::KernelError;
+use crate::ops::grid;
 pub(crate) use linear::LinearArguments;
 use linear::LinearKernels;
 use module::{Ptx, load_function};
@@ -193,30 +194,21 @@ impl CudaKernels {
     ///
     /// # Safety
     ///
-    /// `arguments` point at values of the types of the kernel's parameters, in order; and what
+    /// `arguments` are values of the types of the kernel's parameters, in order; and what
     /// [`Operation::launch`](crate::Operation::launch) asks holds for the addresses among them.
     #[inline]
     pub(crate) unsafe fn launch<const N: usize>(
         &self,
         kernel: Kernel,
-        blocks: u32,
+        blocks: u64,
         threads: u32,
         stream: CUstream,
-        mut arguments: [*mut c_void; N],
+        arguments: [u64; N],
     ) -> Result<(), KernelError> {
+        let shape = LaunchShape { blocks: grid(kernel.name(), blocks)?, threads, shared_bytes: 0 };
         // SAFETY: the function belongs to a module that is loaded as long as `self` lives; the caller vouches for the
         // rest.
-        unsafe {
-            result::launch_kernel(
-                self.functions[kernel as usize],
-                (blocks, 1, 1),
-                (threads, 1, 1),
-                0,
-                stream,
-                &mut arguments,
-            )
-        }
-        .map_err(|error| driver_error("cuLaunchKernel", error))
+        unsafe { queue(self.functions[kernel as usize], shape, stream, arguments.each_ref().map(argument)) }
     }
 }
 
@@ -269,11 +261,79 @@ fn attribute(attribute: CUdevice_attribute) -> Result<i32, KernelError> {
     answer.map_err(|error| driver_error("cuDeviceGetAttribute", error))
 }
 
+/// Grid, block and dynamic shared memory of a launch; the first two have one dimension.
+struct LaunchShape {
+    blocks: u32,
+    threads: u32,
+    shared_bytes: u32,
+}
+
+/// Queues a launch.
+///
+/// # Safety
+///
+/// The function is loaded, `arguments` point at values of the types of its parameters, in order, and what
+/// [`Operation::launch`](crate::Operation::launch) asks holds for the addresses among them.
+unsafe fn queue<const N: usize>(
+    function: CUfunction,
+    shape: LaunchShape,
+    stream: CUstream,
+    mut arguments: [*mut c_void; N],
+) -> Result<(), KernelError> {
+    let LaunchShape { blocks, threads, shared_bytes } = shape;
+    // SAFETY: the caller vouches for all of it.
+    unsafe { result::launch_kernel(function, (blocks, 1, 1), (threads, 1, 1), shared_bytes, stream, &mut arguments) }
+        .map_err(|error| driver_error("cuLaunchKernel", error))
+}
+
 /// Pointer to a kernel argument. The driver copies the value during the launch call and writes nothing.
-#[inline]
-pub(crate) fn argument<T>(value: &T) -> *mut c_void {
+fn argument<T>(value: &T) -> *mut c_void {
     std::ptr::from_ref(value).cast_mut().cast()
 }
+
+/// A value of the type of a kernel's parameter, in the lower bytes of eight: of them the driver copies as many as the
+/// parameter has.
+pub(crate) trait Argument {
+    fn bits(self) -> u64;
+}
+
+impl Argument for u64 {
+    fn bits(self) -> u64 {
+        self
+    }
+}
+
+impl Argument for u32 {
+    fn bits(self) -> u64 {
+        self.into()
+    }
+}
+
+impl Argument for f32 {
+    fn bits(self) -> u64 {
+        self.to_bits().into()
+    }
+}
+
+/// A u32, one or zero.
+impl Argument for bool {
+    fn bits(self) -> u64 {
+        self.into()
+    }
+}
+
+/// An address that is null if there is none.
+impl Argument for Option<u64> {
+    fn bits(self) -> u64 {
+        self.unwrap_or(0)
+    }
+}
+
+/// The arguments of a launch, in the order of the kernel's parameters.
+macro_rules! arguments {
+    ($($value:expr),*) => { [$($crate::cuda::Argument::bits($value)),*] };
+}
+pub(crate) use arguments;
 
 /// Only the code's name goes into the error: formatting a `DriverError` would call into the driver.
 fn driver_error(call: &'static str, error: DriverError) -> KernelError {

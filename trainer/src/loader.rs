@@ -10,7 +10,7 @@ use crate::tensor::Context;
 use chacha20::ChaCha8Rng;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use kernels::{Element, GatherLabels, GatherRowsF32, GatherRowsU8};
+use kernels::{Element, GatherLabels, GatherRows, SourceElement};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use std::ops::Range;
@@ -231,39 +231,27 @@ impl Loader {
                 let cursor = self.cursor;
                 let first = if cursor.is_some() { 0 } else { range.start as u64 };
                 let indices = order.addr().get() + 4 * first;
-                let (source, out) = (features.addr().get(), inputs.addr());
                 // CAST: data sets have fewer than 2^32 rows, as `order` says.
                 let source_rows = self.rows as u32;
-                let gather: Box<dyn kernels::Operation> = match &split.features {
-                    Features::U8 { scale, shift, .. } => Box::new(GatherRowsU8 {
-                        element,
-                        rows,
-                        cols,
-                        pitch,
-                        source,
-                        source_rows,
-                        indices,
-                        batch: self.batch,
-                        cursor,
-                        scale: *scale,
-                        shift: *shift,
-                        out,
-                    }),
-                    Features::F32(_) => Box::new(GatherRowsF32 {
-                        element,
-                        rows,
-                        cols,
-                        pitch,
-                        source,
-                        source_rows,
-                        indices,
-                        batch: self.batch,
-                        cursor,
-                        scale: 1.0,
-                        // Adding -0.0 changes no bit of any number; adding 0.0 would make 0.0 of -0.0.
-                        shift: -0.0,
-                        out,
-                    }),
+                let (source_element, scale, shift) = match split.features {
+                    Features::U8 { scale, shift, .. } => (SourceElement::U8, scale, shift),
+                    // Adding -0.0 changes no bit of any number; adding 0.0 would make 0.0 of -0.0.
+                    Features::F32(_) => (SourceElement::F32, 1.0, -0.0),
+                };
+                let gather = GatherRows {
+                    source_element,
+                    element,
+                    rows,
+                    cols,
+                    pitch,
+                    source: features.addr().get(),
+                    source_rows,
+                    indices,
+                    batch: self.batch,
+                    cursor,
+                    scale,
+                    shift,
+                    out: inputs.addr(),
                 };
                 let pick = GatherLabels {
                     rows,
@@ -286,11 +274,11 @@ impl Loader {
                         unsafe { device.run(&pick)? };
                     }
                     // SAFETY: as above.
-                    unsafe { device.run(gather.as_ref())? };
+                    unsafe { device.run(&gather)? };
                     device.order_streams(beside, here)?;
                 } else {
                     // SAFETY: as above.
-                    unsafe { device.run(gather.as_ref())? };
+                    unsafe { device.run(&gather)? };
                     // SAFETY: as above.
                     unsafe { device.run(&pick)? };
                 }

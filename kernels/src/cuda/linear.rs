@@ -1,13 +1,11 @@
 //! Loading and launching the kernels of the linear layers: a module for each precision, loaded when it is first wanted.
 
-use std::ffi::c_void;
-
 use cudarc::driver::result;
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUstream};
 
 use super::module::{Ptx, load_function, ptx};
 use super::warpgroup::{self, WarpgroupKernels, backward_name};
-use super::{CudaKernels, argument, driver_error};
+use super::{CudaKernels, LaunchShape, argument, driver_error, queue};
 use crate::error::KernelError;
 use crate::ops::{LinearBackward, grid};
 use crate::plan::{BackwardPlan, Choice, Plan, Product, THREADS, Tile};
@@ -53,7 +51,7 @@ pub(super) struct LinearKernels {
 }
 
 /// What a kernel is given; the struct of the same name in `cuda/linear.cuh`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(crate) struct LinearArguments {
     pub(crate) a: u64,
@@ -85,25 +83,7 @@ impl LinearArguments {
 
     /// Nothing but what blocks share; the plan says how many do.
     pub(crate) fn new(workspace: u64, tickets: u64) -> Self {
-        Self {
-            a: 0,
-            b: 0,
-            out: 0,
-            mask: 0,
-            master: 0,
-            bias: 0,
-            workspace,
-            tickets,
-            m: 0,
-            n: 0,
-            k: 0,
-            a_pitch: 0,
-            b_pitch: 0,
-            out_pitch: 0,
-            splits: 1,
-            flags: 0,
-            scale: 1.0,
-        }
+        Self { workspace, tickets, splits: 1, scale: 1.0, ..Self::default() }
     }
 }
 
@@ -168,7 +148,7 @@ impl CudaKernels {
             // Another thread may have been faster; its module is as good, and this one goes.
             Ok(loaded) => slot.set(loaded).unwrap_or_else(|spare| spare.unload()),
             Err(error) => {
-                // SAFETY: loaded above, and nobody has it.
+                // SAFETY: loaded above, and given to no one else.
                 let _ = unsafe { result::module::unload(module) };
                 return Err(error);
             }
@@ -223,12 +203,9 @@ impl CudaKernels {
         }
         let function = kernels.functions[plan.place()];
         let blocks = grid(plan.kernel(), plan.blocks)?;
-        let mut parameters: [*mut c_void; 1] = [argument(&arguments)];
+        let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: plan.shared_bytes };
         // SAFETY: the function is loaded as long as `self` lives and takes this struct; the caller vouches for the rest.
-        unsafe {
-            result::launch_kernel(function, (blocks, 1, 1), (THREADS, 1, 1), plan.shared_bytes, stream, &mut parameters)
-        }
-        .map_err(|error| driver_error("cuLaunchKernel", error))
+        unsafe { queue(function, shape, stream, [argument(&arguments)]) }
     }
 }
 
@@ -278,7 +255,7 @@ impl LinearKernels {
         if let Some(warpgroup) = &self.warpgroup {
             warpgroup.unload();
         }
-        // SAFETY: loaded by `linear`; whoever calls this drops `self`. An error has nobody to go to.
+        // SAFETY: loaded by `linear`, and the caller drops `self`. There is nothing to do about an error.
         let _ = unsafe { result::module::unload(self.module) };
     }
 }

@@ -11,7 +11,7 @@ use cudarc::driver::sys::{
 };
 
 use super::module::{Ptx, load_function, ptx};
-use super::{LinearArguments, argument, driver_error};
+use super::{LaunchShape, LinearArguments, argument, driver_error, queue};
 use crate::error::KernelError;
 use crate::ops::grid;
 use crate::plan::{BackwardPlan, Choice, Plan, Product, Tile, streams};
@@ -123,7 +123,7 @@ impl WarpgroupKernels {
         match functions {
             Ok(functions) => Ok(Some(Self { module, functions, multiprocessors })),
             Err(error) => {
-                // SAFETY: loaded above, and nobody has it.
+                // SAFETY: loaded above, and given to no one else.
                 let _ = unsafe { result::module::unload(module) };
                 Err(error)
             }
@@ -169,20 +169,11 @@ impl WarpgroupKernels {
         let stay = streamed || element == Element::F32;
         let blocks = if stay { plan.blocks.min(self.multiprocessors.into()) } else { plan.blocks };
         let blocks = grid(plan.kernel(), blocks)?;
-        let mut parameters: [*mut c_void; 4] = [argument(arguments), argument(&a), argument(&b), argument(&out)];
+        let arguments = [argument(arguments), argument(&a), argument(&b), argument(&out)];
         let function = self.functions[place(plan.product, plan.precision, plan.tile)];
+        let shape = LaunchShape { blocks, threads: plan.threads(), shared_bytes: plan.shared_bytes };
         // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
-        unsafe {
-            result::launch_kernel(
-                function,
-                (blocks, 1, 1),
-                (plan.threads(), 1, 1),
-                plan.shared_bytes,
-                stream,
-                &mut parameters,
-            )
-        }
-        .map_err(|error| driver_error("cuLaunchKernel", error))
+        unsafe { queue(function, shape, stream, arguments) }
     }
 
     /// Queues both products of the way back on `stream`.
@@ -205,23 +196,14 @@ impl WarpgroupKernels {
         let x = tensor_map(element, x.0, [n, m], x.1, [64, examples])?;
         let weight = tensor_map(element, arguments.b, [n, k], b_pitch, [64, 64])?;
         let blocks = grid("linear_backward", plan.blocks())?;
-        let mut parameters: [*mut c_void; 4] = [argument(arguments), argument(&dy), argument(&x), argument(&weight)];
+        let arguments = [argument(arguments), argument(&dy), argument(&x), argument(&weight)];
+        let shape = LaunchShape { blocks, threads: BackwardPlan::THREADS, shared_bytes: BackwardPlan::SHARED_BYTES };
         // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
-        unsafe {
-            result::launch_kernel(
-                self.functions[BACKWARD],
-                (blocks, 1, 1),
-                (BackwardPlan::THREADS, 1, 1),
-                BackwardPlan::SHARED_BYTES,
-                stream,
-                &mut parameters,
-            )
-        }
-        .map_err(|error| driver_error("cuLaunchKernel", error))
+        unsafe { queue(self.functions[BACKWARD], shape, stream, arguments) }
     }
 
     pub(super) fn unload(&self) {
-        // SAFETY: loaded by `load`; whoever calls this drops `self`. An error has nobody to go to.
+        // SAFETY: loaded by `load`, and the caller drops `self`. There is nothing to do about an error.
         let _ = unsafe { result::module::unload(self.module) };
     }
 }

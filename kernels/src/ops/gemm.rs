@@ -2,11 +2,11 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{F32, area, check_sizes, grid, total};
-use crate::cuda::{CudaKernels, Kernel, argument};
+use super::{F32, area, check_sizes, total};
+use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
+use crate::host::HostBuffers;
+use crate::operation::{Definition, Work};
 
 /// Which operand lies transposed in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -82,6 +82,12 @@ impl Gemm {
             (GemmLayout::TN, Variant::Sliced) => Kernel::GemmTnSliced,
         }
     }
+}
+
+impl Definition for Gemm {
+    fn name(&self) -> &'static str {
+        self.kernel().name()
+    }
 
     fn check(&self) -> Result<(), KernelError> {
         let operation = self.name();
@@ -91,12 +97,6 @@ impl Gemm {
             return Err(KernelError::Shape { operation, what: format!("size {largest} is above {LARGEST}") });
         }
         Ok(())
-    }
-}
-
-impl Operation for Gemm {
-    fn name(&self) -> &'static str {
-        self.kernel().name()
     }
 
     fn work(&self) -> Work {
@@ -125,32 +125,16 @@ impl Operation for Gemm {
         ]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let arguments = [
-            argument(&self.a),
-            argument(&self.b),
-            argument(&self.c),
-            argument(&self.m),
-            argument(&self.n),
-            argument(&self.k),
-        ];
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![self.a, self.b, self.c, self.m, self.n, self.k];
         // SAFETY: three addresses and three u32, as `gemm.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(self.kernel(), blocks, THREADS, stream, arguments) }
+        unsafe { cuda.launch(self.kernel(), self.work().blocks, THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (a, b, c) = unsafe {
-            (
-                buffers.read::<f32>(self.a, area(self.m, self.k))?,
-                buffers.read::<f32>(self.b, area(self.k, self.n))?,
-                buffers.write::<f32>(self.c, area(self.m, self.n))?,
-            )
-        };
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let a = buffers.read::<f32>(self.a, area(self.m, self.k))?;
+        let b = buffers.read::<f32>(self.b, area(self.k, self.n))?;
+        let c = buffers.write::<f32>(self.c, area(self.m, self.n))?;
         let [m, n, k] = [self.m, self.n, self.k].map(|size| size as usize);
         let pitch = |size: usize| size as isize;
         let (a_strides, b_strides) = match self.layout {

@@ -42,7 +42,7 @@ macro_rules! linear {
             }
 
             /// Name of the kernel that a launch on this GPU takes: GPUs lack some, and the planned one may not fit. Without a
-            /// GPU, that of the planned one, as in [`Operation::name`].
+            /// GPU, that of the planned one, as in [`Operation::name`](crate::Operation::name).
             ///
             /// # Errors
             ///
@@ -83,11 +83,11 @@ macro_rules! linear {
             ///
             /// # Errors
             ///
-            /// As for [`Operation::launch`].
+            /// As for [`Operation::launch`](crate::Operation::launch).
             ///
             /// # Safety
             ///
-            /// As for [`Operation::launch`]; workspace and tickets are as large as [`needs_with`](Self::needs_with) says.
+            /// As for [`Operation::launch`](crate::Operation::launch); workspace and tickets are as large as [`needs_with`](Self::needs_with) says.
             pub unsafe fn launch_with(
                 &$self,
                 choice: Choice,
@@ -120,13 +120,8 @@ macro_rules! linear {
             }
 
             /// Claims workspace and tickets: the host needs neither, but an overlap has to come out.
-            ///
-            /// # Safety
-            ///
-            /// As for [`HostBuffers::write`].
-            unsafe fn claim_shared(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
-                // SAFETY: the caller vouches for the memory.
-                unsafe { super::claim_shared(buffers, self.shared_buffers()) }
+            fn claim_shared(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+                super::claim_shared(buffers, self.shared_buffers())
             }
         }
     };
@@ -163,18 +158,11 @@ fn check_layer(operation: &'static str, rows: u32, inputs: u32, outputs: u32) ->
     }
 }
 
-/// # Safety
-///
-/// As for [`HostBuffers::write`].
-unsafe fn claim_shared(
+fn claim_shared(
     buffers: &mut HostBuffers<'_>,
-    shared: impl Iterator<Item = (u64, u64)>,
+    mut shared: impl Iterator<Item = (u64, u64)>,
 ) -> Result<(), KernelError> {
-    for (addr, bytes) in shared {
-        // SAFETY: the caller vouches for the memory.
-        unsafe { buffers.write::<u32>(addr, bytes / U32) }?;
-    }
-    Ok(())
+    shared.try_for_each(|(addr, bytes)| buffers.write::<u32>(addr, bytes / U32).map(|_| ()))
 }
 
 /// Which of a product's operands is to be read transposed.
