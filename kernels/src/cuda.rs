@@ -291,47 +291,10 @@ fn argument<T>(value: &T) -> *mut c_void {
     std::ptr::from_ref(value).cast_mut().cast()
 }
 
-/// A value of the type of a kernel's parameter, in the lower bytes of eight: of them the driver copies as many as the
-/// parameter has.
-pub(crate) trait Argument {
-    fn bits(self) -> u64;
-}
-
-impl Argument for u64 {
-    fn bits(self) -> u64 {
-        self
-    }
-}
-
-impl Argument for u32 {
-    fn bits(self) -> u64 {
-        self.into()
-    }
-}
-
-impl Argument for f32 {
-    fn bits(self) -> u64 {
-        self.to_bits().into()
-    }
-}
-
-/// A u32, one or zero.
-impl Argument for bool {
-    fn bits(self) -> u64 {
-        self.into()
-    }
-}
-
-/// An address that is null if there is none.
-impl Argument for Option<u64> {
-    fn bits(self) -> u64 {
-        self.unwrap_or(0)
-    }
-}
-
-/// The arguments of a launch, in the order of the kernel's parameters.
+/// The arguments of a launch, in the order of the kernel's parameters: integers and addresses, and floats by their bits. Each
+/// has eight bytes, of which the driver copies as many of the lower ones as the parameter has.
 macro_rules! arguments {
-    ($($value:expr),*) => { [$($crate::cuda::Argument::bits($value)),*] };
+    ($($value:expr),*) => { [$(u64::from($value)),*] };
 }
 pub(crate) use arguments;
 

@@ -8,8 +8,6 @@ use crate::mlp::Batch;
 use crate::settings::LoaderMode;
 use crate::tensor::Context;
 use chacha20::ChaCha8Rng;
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 use kernels::{Element, GatherLabels, GatherRows, SourceElement};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -87,7 +85,7 @@ struct Slot {
 }
 
 impl Drop for Slot {
-    /// Waits for the copies that still read the buffer, which is given back after this. Errors have nobody to go to.
+    /// Waits for the copies that still read the buffer, which is given back after this. There is nothing to do about errors.
     fn drop(&mut self) {
         let _ = self.driver.event_synchronize(self.copied);
         // SAFETY: the event belongs to this slot alone.
@@ -291,37 +289,13 @@ impl Loader {
 /// Writes the picked rows to `inputs`, which is aligned to their elements, and their classes to `labels`. Values are
 /// rounded as the kernels that gather rows round them; padding becomes zero.
 fn fill_rows(split: &Split, picked: &[u32], inputs: &mut [u8], labels: &mut [u32], features: usize, layout: Layout) {
-    let rows = inputs.chunks_exact_mut(layout.row_bytes());
     let source = split.features.rows();
-    let copy = |row: u32, out: &mut [f32]| source.copy(row as usize, out);
-    match layout.element {
-        Element::F32 => {
-            for (out, &row) in rows.zip(picked) {
-                let (values, padding) = bytemuck::cast_slice_mut::<u8, f32>(out).split_at_mut(features);
-                copy(row, values);
-                padding.fill(0.0);
-            }
-        }
-        Element::Bf16 => fill_halves::<bf16>(rows, picked, features, copy, |to, from| to.convert_from_f32_slice(from)),
-        Element::F16 => fill_halves::<f16>(rows, picked, features, copy, |to, from| to.convert_from_f32_slice(from)),
+    let mut values = vec![0f32; layout.pitch as usize];
+    for (&row, out) in picked.iter().zip(inputs.chunks_exact_mut(layout.row_bytes())) {
+        source.copy(row as usize, &mut values[..features]);
+        layout.element.write(&values, out);
     }
     for (&row, label) in picked.iter().zip(labels) {
         *label = u32::from(split.labels[row as usize]);
-    }
-}
-
-fn fill_halves<'a, T: bytemuck::Pod>(
-    rows: impl Iterator<Item = &'a mut [u8]>,
-    picked: &[u32],
-    features: usize,
-    copy: impl Fn(u32, &mut [f32]),
-    round: impl Fn(&mut [T], &[f32]),
-) {
-    let mut values = vec![0f32; features];
-    for (out, &row) in rows.zip(picked) {
-        let (halves, padding) = bytemuck::cast_slice_mut::<u8, T>(out).split_at_mut(features);
-        copy(row, &mut values);
-        round(halves, &values);
-        padding.fill(T::zeroed());
     }
 }

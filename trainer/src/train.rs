@@ -8,7 +8,7 @@ mod last_allocation;
 mod stepper;
 
 use crate::arithmetic::Arithmetic;
-use crate::data::{self, DataRequest, Dataset, Progress, Split};
+use crate::data::{self, DataRequest, Dataset, Split};
 use crate::device::Device;
 use crate::error::{Result, TrainError};
 use crate::export::{self, CallLog};
@@ -149,27 +149,13 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
 
 /// The data that the settings ask for.
 pub(crate) fn load(settings: &Settings, observer: &Arc<dyn Observer>) -> Result<Dataset> {
-    struct Reported<'a>(&'a Arc<dyn Observer>);
-    impl Progress for Reported<'_> {
-        fn begin(&mut self, what: &str, total_bytes: Option<u64>) {
-            self.0.download_begin(what, total_bytes);
-        }
-
-        fn advance(&mut self, bytes: u64) {
-            self.0.download_advance(bytes);
-        }
-
-        fn finish(&mut self) {
-            self.0.download_finish();
-        }
-    }
     let request = DataRequest {
         name: settings.dataset,
         data_dir: settings.data_dir.clone(),
         seed: settings.seed,
         offline: settings.offline,
     };
-    Ok(data::load(&request, &mut Reported(observer))?)
+    Ok(data::load(&request, observer.as_ref())?)
 }
 
 struct Run {
@@ -244,7 +230,7 @@ impl Run {
                 name: dataset.name,
                 source: dataset.source.clone(),
                 checksum: dataset.checksum.clone(),
-                files: dataset.files.iter().cloned().map(Into::into).collect(),
+                files: dataset.files.clone(),
                 features: dataset.features,
                 classes: dataset.classes,
                 train_rows: dataset.train.rows,

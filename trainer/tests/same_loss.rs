@@ -10,6 +10,7 @@ use serde_json::Value;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use trainer::arithmetic::{Arithmetic, Dtype, GemmMode};
+use trainer::data::Progress;
 use trainer::data::{Features, Split};
 use trainer::device::Device;
 use trainer::loader::Loader;
@@ -345,6 +346,8 @@ struct StopAt {
     step: u64,
     stop: Arc<AtomicBool>,
 }
+
+impl Progress for StopAt {}
 
 impl Observer for StopAt {
     fn step(&self, epoch: u32, step: u64) {

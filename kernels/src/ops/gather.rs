@@ -7,8 +7,8 @@ use bytemuck::Pod;
 use cudarc::driver::sys::CUstream;
 
 use super::{
-    ELEMENTWISE_THREADS, F32, U32, area, at_step, check_room, check_sizes, elementwise_blocks, groups, span, step,
-    total, typed,
+    ELEMENTWISE_THREADS, F32, U32, area, at_step, check_room, check_sizes, elementwise_blocks, groups, or_null, span,
+    step, total, typed,
 };
 use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
@@ -144,15 +144,15 @@ impl Definition for GatherRows {
         let arguments = arguments![
             self.source,
             self.indices,
-            self.cursor,
+            or_null(self.cursor),
             self.out,
             self.rows,
             self.cols,
             self.pitch,
             self.batch,
             self.source_rows,
-            self.scale,
-            self.shift,
+            self.scale.to_bits(),
+            self.shift.to_bits(),
             each
         ];
         // SAFETY: four addresses, five u32, two f32 and a u32, as `gather.cu` declares; the caller vouches for the
@@ -239,8 +239,15 @@ impl Definition for GatherLabels {
     }
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        let arguments =
-            arguments![self.source, self.indices, self.cursor, self.out, self.rows, self.batch, self.source_rows];
+        let arguments = arguments![
+            self.source,
+            self.indices,
+            or_null(self.cursor),
+            self.out,
+            self.rows,
+            self.batch,
+            self.source_rows
+        ];
         // SAFETY: four addresses and three u32, as `gather.cu` declares; the caller vouches for the addresses.
         unsafe { cuda.launch(Kernel::GatherLabels, self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }

@@ -18,7 +18,7 @@ pub use update::LinearUpdate;
 pub use weight_gradient::LinearWeightGradient;
 
 use super::bias::sum_rows;
-use super::{U32, check_sizes};
+use super::{GemmLayout, U32, check_sizes, gemm};
 use crate::cuda::LinearArguments;
 use crate::error::KernelError;
 use crate::host::HostBuffers;
@@ -165,48 +165,11 @@ fn claim_shared(
     shared.try_for_each(|(addr, bytes)| buffers.write::<u32>(addr, bytes / U32).map(|_| ()))
 }
 
-/// Which of a product's operands is to be read transposed.
-#[derive(Clone, Copy)]
-enum Transposed {
-    Neither,
-    First,
-    Second,
-}
-
 /// `op(a)·op(b)`, dense `[m, n]`: what the host computes for every precision, with sums in f32.
-fn product([m, n, k]: [u32; 3], transposed: Transposed, a: &Operand<'_>, b: &Operand<'_>) -> Vec<f32> {
-    let [m, n, k] = [m, n, k].map(|size| size as usize);
-    let (a_strides, b_strides) = match transposed {
-        Transposed::Neither => ((a.pitch, 1), (b.pitch, 1)),
-        Transposed::First => ((1, a.pitch), (b.pitch, 1)),
-        Transposed::Second => ((a.pitch, 1), (1, b.pitch)),
-    };
-    let last = |rows: usize, cols: usize, by: (usize, usize)| (rows - 1) * by.0 + (cols - 1) * by.1;
-    let inside = last(m, k, a_strides) < a.values.len() && last(k, n, b_strides) < b.values.len();
-    assert!(inside, "operands are as large as their shapes say");
+fn product(shape: [u32; 3], layout: GemmLayout, a: &Operand<'_>, b: &Operand<'_>) -> Vec<f32> {
+    let [m, n, k] = shape.map(|size| size as usize);
     let mut c = vec![0.0; m * n];
-    // CAST: all below the lengths of slices, so below `isize::MAX`.
-    let stride = |size: usize| size as isize;
-    // Threads share out rows and columns of C, never the sum over k: their number does not change the result.
-    // SAFETY: the strides stay within the slices, as asserted, and C's within m·n elements; C is new memory.
-    unsafe {
-        matrixmultiply::sgemm(
-            m,
-            k,
-            n,
-            1.0,
-            a.values.as_ptr(),
-            stride(a_strides.0),
-            stride(a_strides.1),
-            b.values.as_ptr(),
-            stride(b_strides.0),
-            stride(b_strides.1),
-            0.0,
-            c.as_mut_ptr(),
-            stride(n),
-            1,
-        );
-    }
+    gemm::product(layout, [m, n, k], (&a.values, a.pitch), (&b.values, b.pitch), &mut c);
     c
 }
 
@@ -229,7 +192,7 @@ impl Gradient {
         sum_rows(dy, dy_pitch, &mut bias);
         let dy = Operand::of(dy, outputs, dy_pitch, precision);
         let x = Operand::of(x, inputs, x_pitch, precision);
-        let weight = product([outputs, inputs, rows], Transposed::First, &dy, &x);
+        let weight = product([outputs, inputs, rows], GemmLayout::TN, &dy, &x);
         Self { weight, bias }
     }
 }

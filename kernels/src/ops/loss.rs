@@ -3,7 +3,8 @@
 use cudarc::driver::sys::CUstream;
 
 use super::{
-    F32, ROWS_PER_BLOCK, U32, WARP_PER_ROW_THREADS, area, at_step, check_room, check_sizes, span, step, total, typed,
+    F32, ROWS_PER_BLOCK, U32, WARP_PER_ROW_THREADS, area, at_step, check_room, check_sizes, or_null, span, step, total,
+    typed,
 };
 use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
@@ -106,7 +107,7 @@ impl Definition for SoftmaxCrossEntropy {
             self.rows,
             self.classes,
             self.dlogits_pitch,
-            self.scale
+            self.scale.to_bits()
         ];
         // SAFETY: four addresses, three u32 and an f32, as `loss.cu` declares; the caller vouches for the addresses.
         unsafe { cuda.launch(self.kernel(), self.work().blocks, WARP_PER_ROW_THREADS, stream, arguments) }
@@ -224,7 +225,7 @@ impl Definition for MeanLoss {
     }
 
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        let arguments = arguments![self.losses, self.out, self.cursor, self.rows];
+        let arguments = arguments![self.losses, self.out, or_null(self.cursor), self.rows];
         // SAFETY: three addresses and a u32, as `loss.cu` declares; the caller vouches for the addresses.
         unsafe { cuda.launch(Kernel::MeanLoss, 1, MEAN_THREADS, stream, arguments) }
     }

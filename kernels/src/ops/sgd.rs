@@ -2,7 +2,7 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{ELEMENTWISE_THREADS, F32, check_sizes, total, typed, typed_blocks};
+use super::{ELEMENTWISE_THREADS, F32, check_sizes, or_null, total, typed, typed_blocks};
 use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
 use crate::fused::descend;
@@ -103,11 +103,12 @@ impl Definition for Sgd {
     unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         let (kernel, blocks) = (self.kernel(), self.work().blocks);
         if self.element == Element::F32 {
-            let arguments = arguments![self.gradient, self.weights, self.len, self.learning_rate];
+            let arguments = arguments![self.gradient, self.weights, self.len, self.learning_rate.to_bits()];
             // SAFETY: two addresses, a u64 and an f32, as `sgd.cu` declares; the caller vouches for the addresses.
             return unsafe { cuda.launch(kernel, blocks, ELEMENTWISE_THREADS, stream, arguments) };
         }
-        let arguments = arguments![self.gradient, self.weights, self.master, self.len, self.learning_rate];
+        let arguments =
+            arguments![self.gradient, self.weights, or_null(self.master), self.len, self.learning_rate.to_bits()];
         // SAFETY: three addresses, a u64 and an f32, as `sgd.cu` declares; the caller vouches for the addresses.
         unsafe { cuda.launch(kernel, blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }

@@ -4,7 +4,7 @@ use cudarc::driver::sys::CUstream;
 
 use super::accuracy::first_greatest;
 use super::loss::{Row, mean};
-use super::{F32, U32, area, at_step, check_room, check_sizes, span, total, typed};
+use super::{F32, U32, area, at_step, check_room, check_sizes, or_null, span, total, typed};
 use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, check_range};
@@ -174,17 +174,17 @@ impl Definition for SoftmaxLoss {
         let arguments = arguments![
             self.logits,
             self.labels,
-            self.dlogits,
+            or_null(self.dlogits),
             self.loss,
-            self.correct,
-            self.cursor,
+            or_null(self.correct),
+            or_null(self.cursor),
             self.workspace,
             self.tickets,
             self.rows,
             self.classes,
             self.dlogits_pitch,
             self.advance,
-            self.scale
+            self.scale.to_bits()
         ];
         // SAFETY: eight addresses, four u32 and an f32, as `softmax_loss.cu` declares; the caller vouches for the
         // addresses.

@@ -32,7 +32,7 @@ pub(super) fn fetch(
     request: &DataRequest,
     cache: &Candidate,
     sources: &Sources,
-    progress: &mut dyn Progress,
+    progress: &dyn Progress,
 ) -> Result<(), DataError> {
     let directory = &cache.directory;
     fs::create_dir_all(directory).map_err(|source| DataError::Cache { path: shown(directory), source })?;
@@ -71,7 +71,7 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    fn fetch(&mut self, file: &StandardFile, cache: &Path, progress: &mut dyn Progress) -> Result<(), DataError> {
+    fn fetch(&mut self, file: &StandardFile, cache: &Path, progress: &dyn Progress) -> Result<(), DataError> {
         let mirrors = &self.sources.mirrors;
         let part = cache.join(format!("{}.gz.part", file.name));
         let mut problems = Vec::new();
@@ -103,7 +103,7 @@ impl Session<'_> {
         file: &StandardFile,
         part: &Path,
         patience: Duration,
-        progress: &mut dyn Progress,
+        progress: &dyn Progress,
     ) -> Result<(), Failure> {
         let mut patience = patience;
         let mut deadline = None;
@@ -157,7 +157,7 @@ impl Session<'_> {
         (target, start): (&mut File, u64),
         patience: Duration,
         deadline: &mut Option<Instant>,
-        progress: &mut dyn Progress,
+        progress: &dyn Progress,
     ) -> Result<(), Failure> {
         let response = answer(url, start, patience, self.sources.stalled_after)?;
         self.contact_by = None;
@@ -182,8 +182,8 @@ impl Session<'_> {
             self.sources.stalled_after * ATTEMPTS + Duration::from_secs(ahead / self.sources.least_bytes_per_s.max(1));
         let deadline = *deadline.get_or_insert_with(|| Instant::now() + allowed);
 
-        progress.begin(&format!("{}.gz", file.name), total);
-        progress.advance(at);
+        progress.download_begin(&format!("{}.gz", file.name), total);
+        progress.download_advance(at);
         let mut gained = 0;
         let outcome = (|| {
             let mut body = response.into_body().into_reader();
@@ -207,7 +207,7 @@ impl Session<'_> {
                 target.write_all(&buffer[..read]).map_err(Failure::Cache)?;
                 at += read as u64;
                 gained += read as u64;
-                progress.advance(read as u64);
+                progress.download_advance(read as u64);
                 if Instant::now() > deadline {
                     // Nothing gained, for it would be no faster the next time.
                     return Err(Failure::mirror(format!(
@@ -222,7 +222,7 @@ impl Session<'_> {
             // A longer `.part` of something else may have been there.
             target.set_len(at).map_err(Failure::Cache)
         })();
-        progress.finish();
+        progress.download_finish();
         outcome
     }
 }

@@ -177,13 +177,6 @@ pub enum DataError {
     },
 }
 
-impl DataError {
-    /// Whether the fault is in what was given (exit code 2) and not in the program or the machine: so far it always is.
-    pub fn is_input(&self) -> bool {
-        true
-    }
-}
-
 /// `path` for a message: a control character in a file name must not break the line.
 pub(super) fn shown(path: &Path) -> String {
     one_line(&path.display().to_string())

@@ -17,11 +17,7 @@ use super::{DataError, DataRequest, Dataset, DatasetName, Features, FileChecksum
 const CLASSES: usize = 10;
 
 /// Finds MNIST, downloading it if need be, reads it and checks it.
-pub(super) fn load(
-    request: &DataRequest,
-    sources: &Sources,
-    progress: &mut dyn Progress,
-) -> Result<Dataset, DataError> {
+pub(super) fn load(request: &DataRequest, sources: &Sources, progress: &dyn Progress) -> Result<Dataset, DataError> {
     let mut location = locate_mnist_with(request, sources);
     if location.complete().is_none() {
         if let Some(candidate) = location.candidate.as_ref().filter(|candidate| candidate.origin != Origin::Cache) {
@@ -54,7 +50,7 @@ fn fetch(
     request: &DataRequest,
     sources: &Sources,
     location: &MnistLocation,
-    progress: &mut dyn Progress,
+    progress: &dyn Progress,
 ) -> Result<(), DataError> {
     let (reason, mend) = match (&location.download, &location.candidate) {
         #[cfg(feature = "download")]

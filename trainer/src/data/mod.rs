@@ -51,12 +51,7 @@ pub enum DatasetName {
 
 impl fmt::Display for DatasetName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Mnist => "mnist",
-            Self::Iris => "iris",
-            Self::Digits => "digits",
-        })
+        f.write_str(&crate::arithmetic::name(*self))
     }
 }
 
@@ -73,7 +68,7 @@ pub struct DataRequest {
     pub offline: bool,
 }
 
-/// A file that was read, and what it held.
+/// A file that was read or written, and what it holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileChecksum {
     /// Where the file lies, or its name if it is built in.
@@ -187,24 +182,14 @@ impl Rows<'_> {
     }
 }
 
-/// Told how a download gets on. The command line shows it as a bar.
+/// Told how a download gets on; every method may be left out. The command line shows it as a bar.
 pub trait Progress {
-    /// Work on `what` starts; its size, if it is known.
-    fn begin(&mut self, what: &str, total_bytes: Option<u64>);
+    /// The download of `what` begins; its size, if it is known.
+    fn download_begin(&self, _what: &str, _total_bytes: Option<u64>) {}
     /// So many more bytes are there.
-    fn advance(&mut self, bytes: u64);
-    /// The work that [`begin`](Self::begin) announced has ended, well or badly.
-    fn finish(&mut self);
-}
-
-/// Shows nothing.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct NoProgress;
-
-impl Progress for NoProgress {
-    fn begin(&mut self, _what: &str, _total_bytes: Option<u64>) {}
-    fn advance(&mut self, _bytes: u64) {}
-    fn finish(&mut self) {}
+    fn download_advance(&self, _bytes: u64) {}
+    /// The download that [`download_begin`](Self::download_begin) announced has ended, well or badly.
+    fn download_finish(&self) {}
 }
 
 /// Loads the data set that `request` asks for, downloading MNIST if that is wanted, allowed and needed.
@@ -213,7 +198,7 @@ impl Progress for NoProgress {
 /// [`DataError`] if the data is missing or broken. Under [`DatasetName::Auto`] only what the user pointed at
 /// (`--data-dir`, `MNIST_DIR`) can fail; anything else falls back to the generated digits, and [`Dataset::notice`]
 /// says why.
-pub fn load(request: &DataRequest, progress: &mut dyn Progress) -> Result<Dataset, DataError> {
+pub fn load(request: &DataRequest, progress: &dyn Progress) -> Result<Dataset, DataError> {
     load_with(request, &Sources::from_environment(), progress)
 }
 
@@ -221,7 +206,7 @@ pub fn load(request: &DataRequest, progress: &mut dyn Progress) -> Result<Datase
 ///
 /// # Errors
 /// As [`load`].
-pub fn load_with(request: &DataRequest, sources: &Sources, progress: &mut dyn Progress) -> Result<Dataset, DataError> {
+pub fn load_with(request: &DataRequest, sources: &Sources, progress: &dyn Progress) -> Result<Dataset, DataError> {
     let unused_dir = |mut dataset: Dataset| {
         if request.data_dir.is_some() {
             dataset.notice = Some(format!("--data-dir is for MNIST and was not used: {} needs no files", dataset.name));
@@ -281,12 +266,8 @@ fn checksum_of(splits: [&Split; 2]) -> String {
 }
 
 /// Lowercase hex.
-fn hex(bytes: &[u8]) -> String {
-    bytes
-        .iter()
-        .flat_map(|byte| [byte >> 4, byte & 15])
-        .map(|nibble| char::from(b"0123456789abcdef"[usize::from(nibble)]))
-        .collect()
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -2,12 +2,12 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Transposed, check_alignment, linear, product};
+use super::{check_alignment, linear, product};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::HostBuffers;
 use crate::operation::{Definition, Work};
-use crate::ops::{U32, area, check_room, or_null, span, total};
+use crate::ops::{GemmLayout, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
 use crate::precision::{Element, Precision};
 use crate::storage::{Operand, Stored, with_stored};
@@ -72,7 +72,7 @@ impl LinearBackwardInput {
         self.claim_shared(buffers)?;
         let dy = Operand::of(dy, self.outputs, self.dy_pitch, self.precision);
         let weight = Operand::of(weight, self.inputs, self.weight_pitch, self.precision);
-        let mut sums = product([self.rows, self.inputs, self.outputs], Transposed::Neither, &dy, &weight);
+        let mut sums = product([self.rows, self.inputs, self.outputs], GemmLayout::NN, &dy, &weight);
         let (inputs, pitch) = (self.inputs as usize, self.dx_pitch as usize);
         if let Some(mask) = mask {
             for (sums, mask) in sums.chunks_exact_mut(inputs).zip(mask.chunks(pitch)) {

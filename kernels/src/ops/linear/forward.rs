@@ -2,12 +2,12 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Transposed, check_alignment, linear, product};
+use super::{check_alignment, linear, product};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::HostBuffers;
 use crate::operation::{Definition, Work};
-use crate::ops::{F32, U32, area, check_room, or_null, span, total};
+use crate::ops::{F32, GemmLayout, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
 use crate::precision::{Element, Precision};
 use crate::storage::{Operand, Stored, with_stored};
@@ -82,7 +82,7 @@ impl LinearForward {
         self.claim_shared(buffers)?;
         let x = Operand::of(x, self.inputs, self.x_pitch, self.precision);
         let weight = Operand::of(weight, self.inputs, self.weight_pitch, self.precision);
-        let mut sums = product([self.rows, self.outputs, self.inputs], Transposed::Second, &x, &weight);
+        let mut sums = product([self.rows, self.outputs, self.inputs], GemmLayout::NT, &x, &weight);
         let outputs = self.outputs as usize;
         for (y, sums) in y.chunks_mut(self.y_pitch as usize).zip(sums.chunks_exact_mut(outputs)) {
             for (sum, bias) in sums.iter_mut().zip(bias) {
