@@ -2,7 +2,7 @@
 
 use crate::arithmetic::Arithmetic;
 use crate::data::{Features, Split};
-use crate::device::Role;
+use crate::device::{OwnedEvent, Role};
 use crate::error::Result;
 use crate::mlp::Batch;
 use crate::settings::LoaderMode;
@@ -13,7 +13,7 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use std::ops::Range;
 use std::sync::Arc;
-use vramlab::{DeviceBuffer, Driver, EventId, PinnedBuffer};
+use vramlab::{DeviceBuffer, Driver, PinnedBuffer};
 
 /// Page-locked buffers in turn: while one is being copied the next is filled.
 const RING: usize = 4;
@@ -80,16 +80,14 @@ enum Source {
 struct Slot {
     buffer: PinnedBuffer,
     /// Recorded behind the copies that read the buffer.
-    copied: EventId,
+    copied: OwnedEvent,
     driver: Arc<dyn Driver>,
 }
 
 impl Drop for Slot {
     /// Waits for the copies that still read the buffer, which is given back after this. There is nothing to do about errors.
     fn drop(&mut self) {
-        let _ = self.driver.event_synchronize(self.copied);
-        // SAFETY: the event belongs to this slot alone.
-        let _ = unsafe { self.driver.event_destroy(self.copied) };
+        let _ = self.driver.event_synchronize(self.copied.id);
     }
 }
 
@@ -116,7 +114,7 @@ impl Loader {
                 let driver = context.device.driver();
                 let slot = || -> Result<Slot> {
                     let buffer = PinnedBuffer::new(&driver, rows * (row_bytes + 4))?;
-                    Ok(Slot { buffer, copied: driver.event_create(false)?, driver: Arc::clone(&driver) })
+                    Ok(Slot { buffer, copied: OwnedEvent::new(&driver, false)?, driver: Arc::clone(&driver) })
                 };
                 Source::Pinned { ring: (0..RING).map(|_| slot()).collect::<Result<_>>()?, next: 0 }
             }
@@ -204,7 +202,7 @@ impl Loader {
                 let slot = &mut ring[*next];
                 *next = (*next + 1) % RING;
                 let driver = context.device.driver();
-                driver.event_synchronize(slot.copied)?;
+                driver.event_synchronize(slot.copied.id)?;
                 let label_bytes = picked.len() * 4;
                 let bytes = &mut slot.buffer.as_mut_slice()[..input_bytes + label_bytes];
                 // A row is a multiple of four bytes, so the labels are aligned.
@@ -221,7 +219,7 @@ impl Loader {
                 unsafe {
                     slot.buffer.copy_to(input_bytes, labels.addr(), label_bytes, stream)?;
                 }
-                driver.event_record(slot.copied, stream)?;
+                driver.event_record(slot.copied.id, stream)?;
             }
             Source::Resident { features, labels: all_labels, order: on_device } => {
                 let order = on_device.as_ref().expect("a pass should have begun");

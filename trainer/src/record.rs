@@ -5,13 +5,11 @@ mod writer;
 pub use writer::RecordWriter;
 
 use crate::data::{DatasetName, FileChecksum};
-use crate::error::Result;
 use crate::latency::LatencyRecord;
 use crate::mlp::LayerProducts;
 use crate::provenance::Provenance;
 use crate::settings::Settings;
 use serde::Serialize;
-use std::path::Path;
 use vramlab::device::InstrumentCost;
 use vramlab::instruments::CheckReport;
 use vramlab::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
@@ -222,11 +220,3 @@ pub const LATENCY: &str = "latency.hlog";
 pub const TRACE: &str = "trace.jsonl";
 /// Every driver call.
 pub const DRIVER_CALLS: &str = "driver_calls.jsonl";
-
-/// The summary as text, for the file and for `--json`.
-///
-/// # Errors
-/// [`TrainError::Output`](crate::TrainError::Output) if it cannot be expressed, which the types rule out but for a number that is not finite.
-pub fn to_json(summary: &Summary) -> Result<String> {
-    serde_json::to_string_pretty(summary).map_err(|error| writer::failed(Path::new(SUMMARY), 0)(error.into()))
-}

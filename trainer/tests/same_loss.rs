@@ -178,7 +178,7 @@ fn runs_of_the_same_settings_leave_the_same_record() {
 #[test]
 fn the_record_on_disk_is_the_outcome() {
     let done = train(&iris()).finished();
-    let text = trainer::record::to_json(&done.outcome.summary).unwrap();
+    let text = serde_json::to_string_pretty(&done.outcome.summary).unwrap();
     assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), done.json());
     assert_eq!(done.outcome.directory, done.path());
 }

@@ -13,10 +13,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ring::digest::{Context, SHA256};
+use terminal::visible;
 use ureq::http::{Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
-use super::error::{one_line, shown, url_without_password, without_passwords};
+use super::error::{shown, url_without_password, without_passwords};
 use super::mnist::unpacked;
 use super::{Candidate, DataError, DataRequest, DatasetName, Progress, Sources, StandardFile, hex};
 
@@ -36,7 +37,7 @@ pub(super) fn fetch(
 ) -> Result<(), DataError> {
     let directory = &cache.directory;
     fs::create_dir_all(directory).map_err(|source| DataError::Cache { path: shown(directory), source })?;
-    // Whoever asks for MNIST by name has more patience than whoever takes what there is.
+    // A request for MNIST by name has more patience than one for any data.
     let patience = match request.name {
         DatasetName::Auto => sources.connect_within,
         _ => 4 * sources.connect_within,
@@ -57,7 +58,11 @@ enum Failure {
 
 impl Failure {
     fn mirror(problem: impl ToString) -> Self {
-        Self::Mirror { problem: one_line(&without_passwords(&problem.to_string())), gained: 0 }
+        Self::after(0, problem)
+    }
+
+    fn after(gained: u64, problem: impl ToString) -> Self {
+        Self::Mirror { problem: visible(&without_passwords(&problem.to_string())).into_owned(), gained }
     }
 }
 
@@ -195,10 +200,7 @@ impl Session<'_> {
                     Ok(read) => read,
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                     Err(error) => {
-                        return Err(Failure::Mirror {
-                            problem: one_line(&without_passwords(&format!("after {at} bytes: {error}"))),
-                            gained,
-                        });
+                        return Err(Failure::after(gained, format!("after {at} bytes: {error}")));
                     }
                 };
                 if at + read as u64 > limit {
@@ -217,7 +219,7 @@ impl Session<'_> {
                 }
             }
             if total.is_some_and(|total| at < total) {
-                return Err(Failure::Mirror { problem: format!("the connection ended after {at} bytes"), gained });
+                return Err(Failure::after(gained, format!("the connection ended after {at} bytes")));
             }
             // A longer `.part` of something else may have been there.
             target.set_len(at).map_err(Failure::Cache)
@@ -300,7 +302,7 @@ fn unavailable(file: &StandardFile, problems: &[(String, String)]) -> DataError 
 fn host(url: &str) -> String {
     let url = url_without_password(url);
     let rest = url.split_once("://").map_or(url.as_str(), |(_, rest)| rest);
-    one_line(rest.split_once('/').map_or(rest, |(host, _)| host))
+    visible(rest.split_once('/').map_or(rest, |(host, _)| host)).into_owned()
 }
 
 /// Checks both sums of a downloaded file, and says whether it is compressed.

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::Path;
 
+use terminal::visible;
+
 /// Why a data set could not be had. Each message is one line: what is wrong, where, and how to mend it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -179,19 +181,7 @@ pub enum DataError {
 
 /// `path` for a message: a control character in a file name must not break the line.
 pub(super) fn shown(path: &Path) -> String {
-    one_line(&path.display().to_string())
-}
-
-/// `text` with its control characters escaped.
-pub(super) fn one_line(text: &str) -> String {
-    text.chars().fold(String::with_capacity(text.len()), |mut line, character| {
-        if character.is_control() {
-            line.extend(character.escape_default());
-        } else {
-            line.push(character);
-        }
-        line
-    })
+    visible(&path.display().to_string()).into_owned()
 }
 
 /// A URL without the name and password that it may hold (`user:password@`).
@@ -243,6 +233,6 @@ mod tests {
 
     #[test]
     fn a_hostile_file_name_stays_on_one_line() {
-        assert_eq!(shown(Path::new("a\nb\u{1b}[31m")), "a\\nb\\u{1b}[31m");
+        assert_eq!(shown(Path::new("a\nb\u{1b}[31m")), "a\\nb\\x1b[31m");
     }
 }
