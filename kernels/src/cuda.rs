@@ -8,13 +8,13 @@ use std::ffi::c_void;
 use std::sync::OnceLock;
 
 use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUmodule, CUresult, CUstream};
+use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUresult, CUstream};
 
 use crate::error::KernelError;
 use crate::ops::grid;
 pub(crate) use linear::LinearArguments;
 use linear::LinearKernels;
-use module::{Ptx, load_function};
+use module::{Module, Ptx};
 pub(crate) use warpgroup::backward_name;
 
 struct Source {
@@ -131,8 +131,10 @@ pub fn kernel_names() -> impl Iterator<Item = &'static str> {
 /// must come after the last launch has finished and before the context is destroyed.
 pub struct CudaKernels {
     context: cudarc::driver::sys::CUcontext,
-    modules: Vec<CUmodule>,
-    functions: [CUfunction; Kernel::ALL.len()],
+    /// In the order of `SOURCES`.
+    modules: Vec<Module>,
+    /// By kernel.
+    functions: Vec<CUfunction>,
     /// By precision, in the order of [`Precision::ALL`](crate::Precision::ALL).
     linear: [OnceLock<LinearKernels>; linear::NAMES.len()],
     /// Most shared memory that a block can have.
@@ -167,17 +169,17 @@ impl CudaKernels {
         let mut loaded = Self {
             context,
             modules: Vec::with_capacity(SOURCES.len()),
-            functions: [std::ptr::null_mut(); Kernel::ALL.len()],
+            functions: Vec::with_capacity(Kernel::ALL.len()),
             linear: Default::default(),
             shared_limit: shared_limit()?,
             warpgroups: warpgroups()?,
         };
         for source in SOURCES {
-            let module = source.ptx.load(source.kernels[0].name())?;
+            let kernels: Vec<(&'static str, u32)> = source.kernels.iter().map(|kernel| (kernel.name(), 0)).collect();
+            let module = Module::load(&source.ptx, &kernels)?;
+            // Kernels are numbered in the order of their sources.
+            loaded.functions.extend(&module.functions);
             loaded.modules.push(module);
-            for &kernel in source.kernels {
-                loaded.functions[kernel as usize] = load_function(module, kernel.name())?;
-            }
         }
         Ok(loaded)
     }
@@ -219,10 +221,7 @@ impl Drop for CudaKernels {
         // SAFETY: the context was current when the modules were loaded, and outlives `self` by the type's contract.
         let bound = unsafe { result::ctx::set_current(self.context) };
         if bound.is_ok() {
-            for &module in &self.modules {
-                // SAFETY: loaded by `load`, and unloaded nowhere else.
-                let _ = unsafe { result::module::unload(module) };
-            }
+            self.modules.iter().for_each(Module::unload);
             self.linear.iter().filter_map(OnceLock::get).for_each(LinearKernels::unload);
         }
         // SAFETY: this context was current on this thread a moment ago; null stands for none.

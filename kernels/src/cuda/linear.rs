@@ -1,11 +1,10 @@
 //! Loading and launching the kernels of the linear layers: a module for each precision, loaded when it is first wanted.
 
-use cudarc::driver::result;
-use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUstream};
+use cudarc::driver::sys::CUstream;
 
-use super::module::{Ptx, load_function, ptx};
+use super::module::{Module, Ptx, ptx};
 use super::warpgroup::{self, WarpgroupKernels, backward_name};
-use super::{CudaKernels, LaunchShape, argument, driver_error, queue};
+use super::{CudaKernels, LaunchShape, argument, queue};
 use crate::error::KernelError;
 use crate::ops::{LinearBackward, grid};
 use crate::plan::{BackwardPlan, Choice, Plan, Product, THREADS, Tile};
@@ -44,8 +43,7 @@ pub(super) const PTX: [Ptx; 5] =
 
 /// The kernels of one precision, loaded.
 pub(super) struct LinearKernels {
-    module: CUmodule,
-    functions: [CUfunction; KERNELS],
+    module: Module,
     /// On a GPU that has warpgroups.
     warpgroup: Option<WarpgroupKernels>,
 }
@@ -129,30 +127,26 @@ impl CudaKernels {
         if let Some(loaded) = slot.get() {
             return Ok(loaded);
         }
-        let names = &NAMES[precision as usize];
-        let module = PTX[precision as usize].load(names[0])?;
-        let mut functions = [std::ptr::null_mut(); KERNELS];
-        let filled = functions.iter_mut().zip(names).try_for_each(|(function, name)| {
-            *function = load_function(module, name)?;
-            Ok(())
-        });
-        let loaded = filled.and_then(|()| {
-            let mut loaded = LinearKernels { module, functions, warpgroup: None };
-            loaded.allow_shared_memory(precision, self.shared_limit)?;
-            if let Some(multiprocessors) = self.warpgroups {
-                loaded.warpgroup = WarpgroupKernels::load(precision, multiprocessors)?;
-            }
-            Ok(loaded)
-        });
-        match loaded {
-            // Another thread may have been faster; its module is as good, and this one goes.
-            Ok(loaded) => slot.set(loaded).unwrap_or_else(|spare| spare.unload()),
+        let tiles = [Product::Forward, Product::Input, Product::Gradient]
+            .into_iter()
+            .flat_map(|product| product.tiles().iter().map(move |&tile| (product, tile)));
+        let kernels: Vec<(&'static str, u32)> = tiles
+            .map(|(product, tile)| {
+                let plan = Plan::with(product, precision, [1, 1, 1], Choice { tile, splits: 1 });
+                // As much shared memory as its tile needs, which can be more than launches get unasked.
+                (plan.kernel(), plan.shared_bytes.min(self.shared_limit))
+            })
+            .collect();
+        let module = Module::load(&PTX[precision as usize], &kernels)?;
+        let warpgroup = match self.warpgroups.map(|count| WarpgroupKernels::load(precision, count)).transpose() {
+            Ok(warpgroup) => warpgroup.flatten(),
             Err(error) => {
-                // SAFETY: loaded above, and given to no one else.
-                let _ = unsafe { result::module::unload(module) };
+                module.unload();
                 return Err(error);
             }
-        }
+        };
+        // Another thread may have been faster; its module is as good, and this one goes.
+        slot.set(LinearKernels { module, warpgroup }).unwrap_or_else(|spare| spare.unload());
         Ok(slot.get().expect("a slot that was set holds a value"))
     }
 
@@ -201,7 +195,7 @@ impl CudaKernels {
             // SAFETY: the caller vouches for the addresses, and the plan's tile is one of these.
             return unsafe { warpgroup.launch(&plan, stream, &arguments) };
         }
-        let function = kernels.functions[plan.place()];
+        let function = kernels.module.functions[plan.place()];
         let blocks = grid(plan.kernel(), plan.blocks)?;
         let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: plan.shared_bytes };
         // SAFETY: the function is loaded as long as `self` lives and takes this struct; the caller vouches for the rest.
@@ -235,27 +229,8 @@ impl CudaKernels {
 }
 
 impl LinearKernels {
-    /// Lets every kernel have as much shared memory as its tile needs, which can be more than launches get unasked.
-    fn allow_shared_memory(&self, precision: Precision, limit: u32) -> Result<(), KernelError> {
-        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        for product in Product::ALL {
-            for &tile in product.tiles() {
-                let plan = Plan::with(product, precision, [1, 1, 1], Choice { tile, splits: 1 });
-                // CAST: below 228 KiB.
-                let bytes = plan.shared_bytes.min(limit) as i32;
-                // SAFETY: the function belongs to a module that was just loaded.
-                unsafe { result::function::set_function_attribute(self.functions[plan.place()], attribute, bytes) }
-                    .map_err(|error| driver_error("cuFuncSetAttribute", error))?;
-            }
-        }
-        Ok(())
-    }
-
     pub(super) fn unload(&self) {
-        if let Some(warpgroup) = &self.warpgroup {
-            warpgroup.unload();
-        }
-        // SAFETY: loaded by `linear`, and the caller drops `self`. There is nothing to do about an error.
-        let _ = unsafe { result::module::unload(self.module) };
+        self.warpgroup.iter().for_each(WarpgroupKernels::unload);
+        self.module.unload();
     }
 }

@@ -4,13 +4,12 @@
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 
-use cudarc::driver::result;
 use cudarc::driver::sys::{
-    self, CUfunction, CUfunction_attribute, CUmodule, CUstream, CUtensorMap, CUtensorMapDataType,
-    CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
+    self, CUstream, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
+    CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
 
-use super::module::{Ptx, load_function, ptx};
+use super::module::{Module, Ptx, ptx};
 use super::{LaunchShape, LinearArguments, argument, driver_error, queue};
 use crate::error::KernelError;
 use crate::ops::grid;
@@ -96,9 +95,7 @@ pub(crate) fn backward_name(precision: Precision) -> Option<&'static str> {
 
 /// The kernels of one precision, loaded.
 pub(super) struct WarpgroupKernels {
-    module: CUmodule,
-    /// In the order of the names.
-    functions: Vec<CUfunction>,
+    module: Module,
     multiprocessors: u32,
 }
 
@@ -106,28 +103,12 @@ impl WarpgroupKernels {
     /// Those of a precision, if there are any.
     pub(super) fn load(precision: Precision, multiprocessors: u32) -> Result<Option<Self>, KernelError> {
         let Some(index) = index(precision) else { return Ok(None) };
-        let module = PTX[index].load(NAMES[index][0])?;
-        let load = |(&name, bytes): (&&'static str, u32)| {
-            let function = load_function(module, name)?;
-            let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function belongs to a module that was just loaded. CAST: below 228 KiB.
-            unsafe { result::function::set_function_attribute(function, attribute, bytes as i32) }
-                .map_err(|error| driver_error("cuFuncSetAttribute", error))?;
-            Ok(function)
-        };
         let planned = places(precision).iter().map(|&(product, tile)| {
             Plan::with(product, precision, [64, 64, 64], Choice { tile, splits: 1 }).shared_bytes
         });
         let shared_bytes = planned.chain([BackwardPlan::SHARED_BYTES]);
-        let functions = NAMES[index].iter().zip(shared_bytes).map(load).collect();
-        match functions {
-            Ok(functions) => Ok(Some(Self { module, functions, multiprocessors })),
-            Err(error) => {
-                // SAFETY: loaded above, and given to no one else.
-                let _ = unsafe { result::module::unload(module) };
-                Err(error)
-            }
-        }
+        let kernels: Vec<(&'static str, u32)> = NAMES[index].iter().copied().zip(shared_bytes).collect();
+        Ok(Some(Self { module: Module::load(&PTX[index], &kernels)?, multiprocessors }))
     }
 
     /// Queues a product on `stream`.
@@ -170,7 +151,7 @@ impl WarpgroupKernels {
         let blocks = if stay { plan.blocks.min(self.multiprocessors.into()) } else { plan.blocks };
         let blocks = grid(plan.kernel(), blocks)?;
         let arguments = [argument(arguments), argument(&a), argument(&b), argument(&out)];
-        let function = self.functions[place(plan.product, plan.precision, plan.tile)];
+        let function = self.module.functions[place(plan.product, plan.precision, plan.tile)];
         let shape = LaunchShape { blocks, threads: plan.threads(), shared_bytes: plan.shared_bytes };
         // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
         unsafe { queue(function, shape, stream, arguments) }
@@ -199,12 +180,11 @@ impl WarpgroupKernels {
         let arguments = [argument(arguments), argument(&dy), argument(&x), argument(&weight)];
         let shape = LaunchShape { blocks, threads: BackwardPlan::THREADS, shared_bytes: BackwardPlan::SHARED_BYTES };
         // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
-        unsafe { queue(self.functions[BACKWARD], shape, stream, arguments) }
+        unsafe { queue(self.module.functions[BACKWARD], shape, stream, arguments) }
     }
 
     pub(super) fn unload(&self) {
-        // SAFETY: loaded by `load`, and the caller drops `self`. There is nothing to do about an error.
-        let _ = unsafe { result::module::unload(self.module) };
+        self.module.unload();
     }
 }
 
