@@ -6,12 +6,11 @@
 //!
 //! [safetensors]: https://github.com/huggingface/safetensors#format
 
-use crate::data::{Dataset, DatasetName, Features, FileChecksum, Split, hex};
+use crate::data::{Dataset, DatasetName, Features, FileChecksum, Hashed, Split, hex};
 use crate::error::{Result, TrainError};
 use crate::observer::Observer;
 use crate::settings::Settings;
 use crate::{init, loader, train};
-use ring::digest::{Context, SHA256};
 use serde_json::{Map, Value, json};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
@@ -106,7 +105,7 @@ pub fn write(path: &Path, settings: &Settings, dataset: &Dataset) -> Result<File
     let values: u64 = tensors.iter().map(|tensor| tensor.bytes() as u64).sum();
     file.expect(header.len() as u64 + values).map_err(unwritten)?;
     // Values come four bytes at a time; they are hashed and written in large pieces.
-    let mut out = BufWriter::with_capacity(1 << 20, Hashed { inner: &mut file, hash: Context::new(&SHA256) });
+    let mut out = BufWriter::with_capacity(1 << 20, Hashed::new(&mut file));
     let written = out
         .write_all(&header)
         .and_then(|()| tensors.iter().try_for_each(|tensor| tensor.write(settings, &mut out)))
@@ -222,22 +221,4 @@ fn header(settings: &Settings, dataset: &Dataset, tensors: &[Tensor<'_>]) -> Vec
     let mut out = (text.len() as u64).to_le_bytes().to_vec();
     out.append(&mut text);
     out
-}
-
-/// Hashes what is written through it.
-struct Hashed<W> {
-    inner: W,
-    hash: Context,
-}
-
-impl<W: Write> Write for Hashed<W> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = self.inner.write(bytes)?;
-        self.hash.update(&bytes[..written]);
-        Ok(written)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.inner.flush()
-    }
 }

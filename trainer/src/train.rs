@@ -32,7 +32,6 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use stepper::Stepper;
 use vramlab::device::CallObserver;
-use vramlab::histories::trace::Export;
 use vramlab::instruments::NvtxMode;
 use vramlab::instruments::nvtx::Ranges;
 use vramlab::{Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
@@ -86,7 +85,7 @@ pub fn run(
     let capture = Capture::new(settings.profile_steps, steps)?;
     let mut run = Run::new(settings, command, started, device, &dataset, calls)?;
     run.record.write_summary(&run.summary)?;
-    // After all that can be refused: whoever is refused keeps the start file that was there.
+    // After all that can be refused: a refused run keeps the start file that was there.
     if let Some(path) = &settings.save_start {
         match start::write(path, settings, &dataset) {
             Ok(start) => run.summary.start = Some(start),
@@ -166,7 +165,6 @@ struct Run {
     latency: Intervals,
     /// Driver calls for the exports.
     calls: Option<Arc<CallLog>>,
-    exports: Vec<Export>,
     last_allocation: Option<LastAllocation>,
     /// Declared before `context`: the allocator goes before the device that it allocates from.
     stack: Stack,
@@ -259,7 +257,6 @@ impl Run {
             },
         };
         let memory = Memory::new(Arc::clone(&stack.top));
-        let exports = exports(settings);
         let latency = Intervals::new(started);
         Ok(Self {
             summary,
@@ -267,7 +264,6 @@ impl Run {
             started,
             latency,
             calls,
-            exports,
             last_allocation: None,
             stack,
             context: Context { memory, device },
@@ -365,9 +361,9 @@ impl Run {
     fn export(&mut self) -> Result<()> {
         let snapshot = self.stack.top.snapshot();
         let end_ns = self.context.device.clock().now_ns();
-        let settings = &self.summary.settings.allocator_settings;
-        export::write(self.record.directory(), &self.exports, end_ns, snapshot.as_ref(), settings)?;
-        self.summary.files.exports = self.exports.iter().map(|export| export.file_name()).collect();
+        let EffectiveSettings { allocator_settings, chosen, .. } = &self.summary.settings;
+        export::write(self.record.directory(), &chosen.exports, end_ns, snapshot.as_ref(), allocator_settings)?;
+        self.summary.files.exports = chosen.exports.iter().map(|export| export.file_name()).collect();
         Ok(())
     }
 
@@ -404,7 +400,7 @@ impl Run {
         self.summary.error = error.as_ref().map(ToString::to_string);
         // The record is whole before the exports, which are made from it.
         self.record.write_summary(&self.summary)?;
-        if !self.exports.is_empty() && !self.record.is_incomplete() {
+        if self.calls.is_some() && !self.record.is_incomplete() {
             if let Err(failed) = self.export() {
                 self.summary.status = Status::Failed;
                 self.summary.error = Some(failed.to_string());
@@ -440,14 +436,6 @@ fn batches(settings: &Settings, dataset: &Dataset) -> Vec<u32> {
     out
 }
 
-/// The formats to export, each once.
-fn exports(settings: &Settings) -> Vec<Export> {
-    let mut out = settings.exports.clone();
-    out.sort_unstable();
-    out.dedup();
-    out
-}
-
 /// Widths of the network for this data.
 pub(crate) fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>> {
     let size =
@@ -477,6 +465,9 @@ fn effective(
     dataset: &Dataset,
 ) -> EffectiveSettings {
     let &Arithmetic { gemm, loss_scale, .. } = arithmetic;
+    let mut exports = settings.exports.clone();
+    exports.sort_unstable();
+    exports.dedup();
     EffectiveSettings {
         allocator: stack.top.name().into(),
         allocator_settings: stack.top.settings(),
@@ -491,7 +482,7 @@ fn effective(
             nvtx: if device.ranges().is_on() { NvtxMode::On } else { NvtxMode::Off },
             latency: stack.timed.is_some(),
             trace: stack.trace.is_some(),
-            exports: exports(settings),
+            exports,
             check: stack.checker.is_some(),
             ..settings.clone()
         },

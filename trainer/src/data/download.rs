@@ -12,14 +12,13 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ring::digest::{Context, SHA256};
 use terminal::visible;
 use ureq::http::{Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
 use super::error::{shown, url_without_password, without_passwords};
 use super::mnist::unpacked;
-use super::{Candidate, DataError, DataRequest, DatasetName, Progress, Sources, StandardFile, hex};
+use super::{Candidate, DataError, DataRequest, DatasetName, Hashed, Progress, Sources, StandardFile, hex};
 
 /// How long a mirror may take to answer when one has answered before, so that the network is known to be there.
 const ANSWER_WITHIN: Duration = Duration::from_secs(15);
@@ -334,17 +333,9 @@ fn verify(target: &mut File, file: &StandardFile) -> Result<bool, Failure> {
 
 /// SHA-256 of at most the first `limit` bytes.
 fn hash(contents: impl Read, limit: u64) -> io::Result<String> {
-    let mut contents = contents.take(limit);
-    let mut hash = Context::new(&SHA256);
-    let mut buffer = vec![0; 256 << 10];
-    loop {
-        match contents.read(&mut buffer) {
-            Ok(0) => return Ok(hex(hash.finish().as_ref())),
-            Ok(read) => hash.update(&buffer[..read]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
+    let mut hashed = Hashed::new(io::sink());
+    io::copy(&mut contents.take(limit), &mut hashed)?;
+    Ok(hex(hashed.hash.finish().as_ref()))
 }
 
 /// Gives a verified file its name.

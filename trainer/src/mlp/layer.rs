@@ -105,7 +105,7 @@ impl Mlp {
         // The backward pass of ReLU needs its output only, so its input goes right away.
         let linear = self.linear(context, layer, x, Output::Hidden)?;
         let out = self.activation(context, linear.rows, linear.cols)?;
-        let relu = Relu { element: linear.element, len: linear.len(), x: linear.addr(), y: out.addr() };
+        let relu = Relu { element: linear.element, len: linear.elements(), x: linear.addr(), y: out.addr() };
         // SAFETY: both matrices are live, of one shape, and freed on the stream after this launch.
         unsafe { context.device.run(&relu)? };
         Ok(out)
@@ -151,7 +151,7 @@ impl Mlp {
         }
         let da = self.input_product(context, layer, &dy, None)?;
         let dz = self.activation(context, x.rows, x.cols)?;
-        let relu = ReluBackward { element: x.element, len: x.len(), y: x.addr(), dy: da.addr(), dx: dz.addr() };
+        let relu = ReluBackward { element: x.element, len: x.elements(), y: x.addr(), dy: da.addr(), dx: dz.addr() };
         // SAFETY: all three are live and of one shape; they are freed on the stream after this launch.
         unsafe { context.device.run(&relu)? };
         drop(dy);
@@ -228,7 +228,7 @@ impl Mlp {
         for (weights, master, gradient) in pairs {
             let sgd = Sgd {
                 element: weights.element,
-                len: weights.len(),
+                len: weights.elements(),
                 learning_rate: self.rate(learning_rate),
                 gradient: gradient.addr(),
                 weights: weights.addr(),
