@@ -9,7 +9,57 @@
 // of a block's warps, and, by the block that finishes last, of the blocks. `workspace` holds the sums and then the counts of
 // the blocks; the one atomic is the count of finished blocks, in `tickets`, which is zero before and after. With one block
 // neither is touched. A label that is no class gives NaN for the mean and for its row's gradient, and counts as wrong.
-#include "softmax_loss.cuh"
+#include "softmax.cuh"
+
+// The first class with the greatest logit of a row, by one warp; every lane ends with it. NaN is never the greatest; a row
+// of nothing but NaN and -infinity is class 0.
+__device__ __forceinline__ u32 first_greatest(const float* __restrict__ x, u32 classes, u32 lane) {
+    float best = minus_infinity();
+    u32 best_class = 0;
+    for (u64 c = lane; c < classes; c += WARP) {
+        const float value = x[c];
+        if (value > best) {
+            best = value;
+            best_class = static_cast<u32>(c);
+        }
+    }
+#pragma unroll
+    for (u32 distance = WARP / 2; distance > 0; distance /= 2) {
+        const float other = __shfl_xor_sync(ALL_LANES, best, distance);
+        const u32 other_class = __shfl_xor_sync(ALL_LANES, best_class, distance);
+        if (other > best || (other == best && other_class < best_class)) {
+            best = other;
+            best_class = other_class;
+        }
+    }
+    return best_class;
+}
+
+enum : u32 { WARPS = 32, BLOCK_ROWS = 128 };
+
+struct RowsOfWarp {
+    float sum;  // of the rows' losses
+    u32 count;  // of right answers, if they are counted
+};
+
+// Rows `first`, `first + WARPS` and so on below `end`: their losses, and unless `dlogits` is null their gradients.
+template <typename T>
+__device__ __forceinline__ RowsOfWarp rows_of_warp(const float* __restrict__ logits, const u32* __restrict__ labels,
+                                                   T* __restrict__ dlogits, u64 first, u64 end, u32 classes,
+                                                   u32 dlogits_pitch, float scale, bool counts, u32 lane) {
+    RowsOfWarp of = {0.0f, 0};
+    for (u64 row = first; row < end; row += WARPS) {
+        const float* x = logits + row * classes;
+        const u32 label = labels[row];
+        const RowStatistics statistics = row_statistics(x, classes, lane);
+        of.sum += row_loss(x, classes, label, statistics);
+        if (counts) of.count += first_greatest(x, classes, lane) == label ? 1 : 0;
+        if (dlogits != nullptr) {
+            write_gradient(x, dlogits + row * dlogits_pitch, classes, label, scale, lane, statistics);
+        }
+    }
+    return of;
+}
 
 __device__ __forceinline__ u32 warp_count(u32 value) {
 #pragma unroll

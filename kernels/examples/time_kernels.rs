@@ -17,8 +17,8 @@ use std::error::Error;
 use cudarc::driver::{result, sys};
 use kernels::{
     AddBias, AdvanceCursor, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, CudaKernels, Element, Fill,
-    GatherLabels, GatherRowsF32, GatherRowsU8, Gemm, GemmLayout, MeanLoss, Operation, Relu, ReluBackward, Sgd,
-    SoftmaxCrossEntropy, SoftmaxLoss,
+    GatherLabels, GatherRows, Gemm, GemmLayout, MeanLoss, Operation, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy,
+    SoftmaxLoss, SourceElement,
 };
 use serde_json::{Value, json};
 
@@ -166,10 +166,8 @@ fn batches(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, rows:
     let judged = json!({"rows": rows, "classes": classes});
     for element in ELEMENTS {
         let pitch = pitch(element, cols);
-        let bytes =
-            GatherRowsU8 { element, rows, cols, pitch, batch, source, source_rows, indices, cursor, scale, shift, out };
-        shapes.push((picked.clone(), Box::new(bytes)));
-        let floats = GatherRowsF32 {
+        let bytes = GatherRows {
+            source_element: SourceElement::U8,
             element,
             rows,
             cols,
@@ -183,6 +181,8 @@ fn batches(memory: &Memory, shapes: &mut Vec<(Value, Box<dyn Operation>)>, rows:
             shift,
             out,
         };
+        shapes.push((picked.clone(), Box::new(bytes)));
+        let floats = GatherRows { source_element: SourceElement::F32, ..bytes };
         shapes.push((picked.clone(), Box::new(floats)));
         let dlogits_pitch = self::pitch(element, classes);
         let loss =

@@ -8,12 +8,13 @@ use std::ffi::c_void;
 use std::sync::OnceLock;
 
 use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUmodule, CUresult, CUstream};
+use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUresult, CUstream};
 
 use crate::error::KernelError;
+use crate::ops::grid;
 pub(crate) use linear::LinearArguments;
 use linear::LinearKernels;
-use module::{Ptx, load_function};
+use module::{Module, Ptx};
 pub(crate) use warpgroup::backward_name;
 
 struct Source {
@@ -130,8 +131,10 @@ pub fn kernel_names() -> impl Iterator<Item = &'static str> {
 /// must come after the last launch has finished and before the context is destroyed.
 pub struct CudaKernels {
     context: cudarc::driver::sys::CUcontext,
-    modules: Vec<CUmodule>,
-    functions: [CUfunction; Kernel::ALL.len()],
+    /// In the order of `SOURCES`.
+    modules: Vec<Module>,
+    /// By kernel.
+    functions: Vec<CUfunction>,
     /// By precision, in the order of [`Precision::ALL`](crate::Precision::ALL).
     linear: [OnceLock<LinearKernels>; linear::NAMES.len()],
     /// Most shared memory that a block can have.
@@ -166,17 +169,17 @@ impl CudaKernels {
         let mut loaded = Self {
             context,
             modules: Vec::with_capacity(SOURCES.len()),
-            functions: [std::ptr::null_mut(); Kernel::ALL.len()],
+            functions: Vec::with_capacity(Kernel::ALL.len()),
             linear: Default::default(),
             shared_limit: shared_limit()?,
             warpgroups: warpgroups()?,
         };
         for source in SOURCES {
-            let module = source.ptx.load(source.kernels[0].name())?;
+            let kernels: Vec<(&'static str, u32)> = source.kernels.iter().map(|kernel| (kernel.name(), 0)).collect();
+            let module = Module::load(&source.ptx, &kernels)?;
+            // Kernels are numbered in the order of their sources.
+            loaded.functions.extend(&module.functions);
             loaded.modules.push(module);
-            for &kernel in source.kernels {
-                loaded.functions[kernel as usize] = load_function(module, kernel.name())?;
-            }
         }
         Ok(loaded)
     }
@@ -193,30 +196,21 @@ impl CudaKernels {
     ///
     /// # Safety
     ///
-    /// `arguments` point at values of the types of the kernel's parameters, in order; and what
+    /// `arguments` are values of the types of the kernel's parameters, in order; and what
     /// [`Operation::launch`](crate::Operation::launch) asks holds for the addresses among them.
     #[inline]
     pub(crate) unsafe fn launch<const N: usize>(
         &self,
         kernel: Kernel,
-        blocks: u32,
+        blocks: u64,
         threads: u32,
         stream: CUstream,
-        mut arguments: [*mut c_void; N],
+        arguments: [u64; N],
     ) -> Result<(), KernelError> {
+        let shape = LaunchShape { blocks: grid(kernel.name(), blocks)?, threads, shared_bytes: 0 };
         // SAFETY: the function belongs to a module that is loaded as long as `self` lives; the caller vouches for the
         // rest.
-        unsafe {
-            result::launch_kernel(
-                self.functions[kernel as usize],
-                (blocks, 1, 1),
-                (threads, 1, 1),
-                0,
-                stream,
-                &mut arguments,
-            )
-        }
-        .map_err(|error| driver_error("cuLaunchKernel", error))
+        unsafe { queue(self.functions[kernel as usize], shape, stream, arguments.each_ref().map(argument)) }
     }
 }
 
@@ -227,10 +221,7 @@ impl Drop for CudaKernels {
         // SAFETY: the context was current when the modules were loaded, and outlives `self` by the type's contract.
         let bound = unsafe { result::ctx::set_current(self.context) };
         if bound.is_ok() {
-            for &module in &self.modules {
-                // SAFETY: loaded by `load`, and unloaded nowhere else.
-                let _ = unsafe { result::module::unload(module) };
-            }
+            self.modules.iter().for_each(Module::unload);
             self.linear.iter().filter_map(OnceLock::get).for_each(LinearKernels::unload);
         }
         // SAFETY: this context was current on this thread a moment ago; null stands for none.
@@ -269,11 +260,42 @@ fn attribute(attribute: CUdevice_attribute) -> Result<i32, KernelError> {
     answer.map_err(|error| driver_error("cuDeviceGetAttribute", error))
 }
 
+/// Grid, block and dynamic shared memory of a launch; the first two have one dimension.
+struct LaunchShape {
+    blocks: u32,
+    threads: u32,
+    shared_bytes: u32,
+}
+
+/// Queues a launch.
+///
+/// # Safety
+///
+/// The function is loaded, `arguments` point at values of the types of its parameters, in order, and what
+/// [`Operation::launch`](crate::Operation::launch) asks holds for the addresses among them.
+unsafe fn queue<const N: usize>(
+    function: CUfunction,
+    shape: LaunchShape,
+    stream: CUstream,
+    mut arguments: [*mut c_void; N],
+) -> Result<(), KernelError> {
+    let LaunchShape { blocks, threads, shared_bytes } = shape;
+    // SAFETY: the caller vouches for all of it.
+    unsafe { result::launch_kernel(function, (blocks, 1, 1), (threads, 1, 1), shared_bytes, stream, &mut arguments) }
+        .map_err(|error| driver_error("cuLaunchKernel", error))
+}
+
 /// Pointer to a kernel argument. The driver copies the value during the launch call and writes nothing.
-#[inline]
-pub(crate) fn argument<T>(value: &T) -> *mut c_void {
+fn argument<T>(value: &T) -> *mut c_void {
     std::ptr::from_ref(value).cast_mut().cast()
 }
+
+/// The arguments of a launch, in the order of the kernel's parameters: integers and addresses, and floats by their bits. Each
+/// has eight bytes, of which the driver copies as many of the lower ones as the parameter has.
+macro_rules! arguments {
+    ($($value:expr),*) => { [$(u64::from($value)),*] };
+}
+pub(crate) use arguments;
 
 /// Only the code's name goes into the error: formatting a `DriverError` would call into the driver.
 fn driver_error(call: &'static str, error: DriverError) -> KernelError {

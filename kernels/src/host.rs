@@ -35,7 +35,13 @@ pub(crate) struct HostBuffers<'m> {
 }
 
 impl<'m> HostBuffers<'m> {
-    pub(crate) fn new(memory: &'m dyn HostMemory, operation: &'static str) -> Self {
+    /// None so far.
+    ///
+    /// # Safety
+    ///
+    /// What `memory` translates to is valid for `'m`, and nothing else writes it meanwhile, nor reads what is written through
+    /// this.
+    pub(crate) unsafe fn new(memory: &'m dyn HostMemory, operation: &'static str) -> Self {
         Self { memory, operation, claimed: [Claimed::default(); MOST_BUFFERS], count: 0 }
     }
 
@@ -45,26 +51,27 @@ impl<'m> HostBuffers<'m> {
     }
 
     /// An input of `count` elements.
-    ///
-    /// # Safety
-    ///
-    /// What `memory` translates to is valid for `'m`, and nobody writes it meanwhile.
-    pub(crate) unsafe fn read<T: Pod>(&mut self, addr: u64, count: u64) -> Result<&'m [T], KernelError> {
+    pub(crate) fn read<T: Pod>(&mut self, addr: u64, count: u64) -> Result<&'m [T], KernelError> {
         let (pointer, len) = self.claim::<T>(addr, count, false)?;
-        // SAFETY: `claim` has checked mapping, alignment and length, and that no `&mut` handed out overlaps the range;
-        // the caller vouches for the memory, and any bytes are a valid `T`.
+        // SAFETY: `claim` has checked mapping, alignment and length, and that no `&mut` handed out overlaps the range; `new`
+        // asks for the rest, and any bytes are a valid `T`.
         Ok(unsafe { std::slice::from_raw_parts(pointer.as_ptr(), len) })
     }
 
     /// An output of `count` elements.
-    ///
-    /// # Safety
-    ///
-    /// What `memory` translates to is valid for `'m`, and nobody else accesses it meanwhile.
-    pub(crate) unsafe fn write<T: Pod>(&mut self, addr: u64, count: u64) -> Result<&'m mut [T], KernelError> {
+    pub(crate) fn write<T: Pod>(&mut self, addr: u64, count: u64) -> Result<&'m mut [T], KernelError> {
         let (pointer, len) = self.claim::<T>(addr, count, true)?;
         // SAFETY: as for `read`, and no slice handed out overlaps the range at all.
         Ok(unsafe { std::slice::from_raw_parts_mut(pointer.as_ptr(), len) })
+    }
+
+    /// An output that need not be there.
+    pub(crate) fn write_some<T: Pod>(
+        &mut self,
+        addr: Option<u64>,
+        count: u64,
+    ) -> Result<Option<&'m mut [T]>, KernelError> {
+        addr.map(|addr| self.write(addr, count)).transpose()
     }
 
     fn claim<T: Pod>(&mut self, addr: u64, count: u64, written: bool) -> Result<(NonNull<T>, usize), KernelError> {

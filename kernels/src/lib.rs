@@ -70,8 +70,8 @@ pub use host::HostMemory;
 pub use operation::{BoxedOperation, Operation, Work};
 pub use ops::{
     AddBias, AdvanceCursor, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, Fill, GatherLabels,
-    GatherRowsF32, GatherRowsU8, Gemm, GemmLayout, LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate,
-    LinearWeightGradient, MeanLoss, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss,
+    GatherRows, Gemm, GemmLayout, LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate,
+    LinearWeightGradient, MeanLoss, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss, SourceElement,
 };
 pub use plan::{Choice, Product, Tile};
 pub use precision::{Element, Precision};

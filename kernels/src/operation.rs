@@ -4,7 +4,7 @@ use cudarc::driver::sys::CUstream;
 
 use crate::cuda::CudaKernels;
 use crate::error::KernelError;
-use crate::host::HostMemory;
+use crate::host::{HostBuffers, HostMemory};
 
 /// Copies of operations whose type is not known; every operation that can be cloned has them.
 pub trait BoxedOperation {
@@ -61,8 +61,71 @@ pub trait Operation: BoxedOperation + std::fmt::Debug + Send + Sync {
     ///
     /// # Safety
     ///
-    /// The translated ranges are valid, and nobody else accesses them meanwhile (reading the inputs is fine).
+    /// The translated ranges are valid, and nothing else accesses them meanwhile (reading the inputs is fine).
     unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError>;
+}
+
+/// The parts of which an operation of this crate is made; [`Operation`] puts them together.
+pub(crate) trait Definition: Clone + std::fmt::Debug + Send + Sync + 'static {
+    /// As [`Operation::name`].
+    fn name(&self) -> &'static str;
+
+    /// Whether there can be a launch of this shape.
+    ///
+    /// # Errors
+    ///
+    /// [`KernelError::Shape`] if not, and [`KernelError::Misaligned`] for addresses that no kernel takes.
+    fn check(&self) -> Result<(), KernelError>;
+
+    /// As [`Operation::work`].
+    fn work(&self) -> Work;
+
+    /// As [`Operation::buffers`].
+    fn buffers(&self) -> Vec<(u64, u64)>;
+
+    /// Queues the launch after the check.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Operation::launch`].
+    ///
+    /// # Safety
+    ///
+    /// As for [`Operation::launch`].
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError>;
+
+    /// Computes the same on host memory after the check.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Operation::run_on_host`].
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError>;
+}
+
+impl<T: Definition> Operation for T {
+    fn name(&self) -> &'static str {
+        Definition::name(self)
+    }
+
+    fn work(&self) -> Work {
+        Definition::work(self)
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        Definition::buffers(self)
+    }
+
+    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        self.check()?;
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { self.queue(cuda, stream) }
+    }
+
+    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
+        self.check()?;
+        // SAFETY: the caller vouches for the memory.
+        self.compute(&mut unsafe { HostBuffers::new(memory, Definition::name(self)) })
+    }
 }
 
 /// What a launch asks of a device.

@@ -1,9 +1,10 @@
 //! Element types, and how products are computed.
 
 /// How a matrix is stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Element {
     /// IEEE 754 binary32.
+    #[default]
     F32,
     /// The upper half of a binary32: 8 bits of exponent, 8 of significand.
     Bf16,
@@ -31,9 +32,10 @@ impl Element {
 }
 
 /// How a product is computed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Precision {
     /// f32 storage, f32 multiply-adds: each product and sum rounded once.
+    #[default]
     F32,
     /// f32 storage, tensor cores: operands rounded to 11 bits of significand, sums in f32.
     Tf32,

@@ -126,6 +126,15 @@ impl Element {
         })
     }
 
+    /// Writes all of `values` to `out`, rounded to this type.
+    ///
+    /// # Panics
+    ///
+    /// If `out` is not as long as so many elements, or not aligned to them.
+    pub fn write(self, values: &[f32], out: &mut [u8]) {
+        with_stored!(self, T => T::store_all(values, bytemuck::cast_slice_mut(out)));
+    }
+
     /// The values of a matrix from bytes of this type, as [`pack`](Self::pack) gives them; what follows the last row is
     /// ignored.
     ///

@@ -13,8 +13,8 @@ mod trials;
 use common::{Case, cases};
 use gpu::Gpu;
 use kernels::{
-    CountCorrect, CrossEntropyLoss, Element, Fill, GatherLabels, GatherRowsU8, KernelError, MeanLoss,
-    SoftmaxCrossEntropy, SoftmaxLoss,
+    CountCorrect, CrossEntropyLoss, Element, Fill, GatherLabels, GatherRows, KernelError, MeanLoss,
+    SoftmaxCrossEntropy, SoftmaxLoss, SourceElement,
 };
 use std::process::ExitCode;
 use trials::trials;
@@ -125,7 +125,8 @@ fn bad_labels_and_indices_show_and_touch_nothing_else() {
     let after = gpu.with_region(&image, |at| {
         let (source, source_rows, indices) = (at, 3, at + 64);
         let (scale, shift) = (1.0, 0.0);
-        let rows = GatherRowsU8 {
+        let rows = GatherRows {
+            source_element: SourceElement::U8,
             element: Element::F32,
             rows: 2,
             cols: 2,
@@ -140,7 +141,7 @@ fn bad_labels_and_indices_show_and_touch_nothing_else() {
             out: at + 128,
         };
         gpu.launch(&rows).unwrap();
-        gpu.launch(&GatherRowsU8 { element: Element::F16, out: at + 256, ..rows }).unwrap();
+        gpu.launch(&GatherRows { element: Element::F16, out: at + 256, ..rows }).unwrap();
         let labels = GatherLabels { rows: 2, batch: 2, source, source_rows, indices, cursor: None, out: at + 192 };
         gpu.launch(&labels).unwrap();
     });
@@ -180,7 +181,8 @@ fn a_bad_index_gives_a_row_of_nan_among_whole_groups() {
     image[256..268].copy_from_slice(bytemuck::cast_slice(&[2_u32, 3, 0]));
     for (element, pitch) in [(Element::F32, 16), (Element::Bf16, 16)] {
         let after = gpu.with_region(&image, |at| {
-            let rows = GatherRowsU8 {
+            let rows = GatherRows {
+                source_element: SourceElement::U8,
                 element,
                 rows: 3,
                 cols: 16,

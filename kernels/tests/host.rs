@@ -10,9 +10,9 @@ use std::ptr::NonNull;
 
 use common::{Arena, BASE, cases};
 use kernels::{
-    AddBias, ConvertElements, CountCorrect, CrossEntropyLoss, Element, Fill, GatherLabels, GatherRowsU8, Gemm,
+    AddBias, ConvertElements, CountCorrect, CrossEntropyLoss, Element, Fill, GatherLabels, GatherRows, Gemm,
     GemmLayout, HostMemory, KernelError, LinearForward, LinearUpdate, Operation, Precision, Relu, Sgd,
-    SoftmaxCrossEntropy, SoftmaxLoss, kernel_names,
+    SoftmaxCrossEntropy, SoftmaxLoss, SourceElement, kernel_names,
 };
 use proptest::prelude::*;
 
@@ -417,7 +417,8 @@ fn labels_and_indices_out_of_range_are_refused() {
         run_on(&image, CountCorrect { rows: 2, classes: 5, logits: first, labels: second, out: third }),
         run_on(
             &image,
-            GatherRowsU8 {
+            GatherRows {
+                source_element: SourceElement::U8,
                 element: Element::F32,
                 rows: 2,
                 cols: 3,

@@ -3,8 +3,9 @@
 use crate::observer::Observer;
 use crate::progress::Terminal;
 use crate::settings::BEGINNING;
-use crate::{Result, Settings, TrainError, allocators, doctor, exit, record, report, start};
+use crate::{Result, Settings, TrainError, allocators, doctor, exit, report, start};
 use clap::{Arg, Args, Parser, Subcommand};
+use serde::Serialize;
 use serde_json::json;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -51,9 +52,23 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Lists the allocators with their settings and what they can do
-    Allocators(AllocatorsArgs),
+    Allocators {
+        /// Only these
+        #[arg(value_name = "NAME")]
+        names: Vec<String>,
+        /// Print one JSON array instead of a table
+        #[arg(long)]
+        json: bool,
+    },
     /// Says what was found on this machine: driver, devices, pools, data, profiler
-    Doctor(DoctorArgs),
+    Doctor {
+        /// Print one JSON object instead of lines
+        #[arg(long)]
+        json: bool,
+        /// Where MNIST's files are
+        #[arg(long, value_name = "DIR")]
+        data_dir: Option<PathBuf>,
+    },
     /// Writes initial weights and batches to a file from which other programs can do the same work
     #[command(args_override_self = true, after_long_help = START_HELP, mut_args(if_it_decides))]
     Start(Box<StartArgs>),
@@ -79,26 +94,6 @@ fn if_it_decides(option: Arg) -> Arg {
 }
 
 #[derive(Debug, Args)]
-struct AllocatorsArgs {
-    /// Only these
-    #[arg(value_name = "NAME")]
-    names: Vec<String>,
-    /// Print one JSON array instead of a table
-    #[arg(long)]
-    json: bool,
-}
-
-#[derive(Debug, Args)]
-struct DoctorArgs {
-    /// Print one JSON object instead of lines
-    #[arg(long)]
-    json: bool,
-    /// Where MNIST's files are
-    #[arg(long, value_name = "DIR")]
-    data_dir: Option<PathBuf>,
-}
-
-#[derive(Debug, Args)]
 struct TrainArgs {
     #[command(flatten)]
     settings: Settings,
@@ -120,20 +115,25 @@ fn check_allocator(settings: &Settings) -> Result<()> {
     allocator.check().map_err(|error| TrainError::Input(format!("--alloc {error}")))
 }
 
+/// Prints a value as JSON, or what a page says of it; the exit code.
+fn print(json: bool, value: &impl Serialize, show: impl FnOnce(&mut Page)) -> u8 {
+    exit::end(if json {
+        print_json(value)
+    } else {
+        let mut page = Page::stdout();
+        show(&mut page);
+        page.print()
+    })
+}
+
 /// Lists the allocators.
-fn list_allocators(args: &AllocatorsArgs) -> Result<u8> {
-    let wanted = args.names.iter().map(|name| backends::find(name)).collect::<std::result::Result<Vec<_>, _>>();
+fn list_allocators(names: &[String], json: bool) -> Result<u8> {
+    let wanted = names.iter().map(|name| backends::find(name)).collect::<std::result::Result<Vec<_>, _>>();
     let mut wanted = wanted.map_err(|error| TrainError::Input(error.to_string()))?;
     if wanted.is_empty() {
         wanted = backends::all();
     }
-    Ok(exit::end(if args.json {
-        print_json(&allocators::rows(&wanted))
-    } else {
-        let mut page = Page::stdout();
-        allocators::show(&wanted, &mut page);
-        page.print()
-    }))
+    Ok(print(json, &allocators::rows(&wanted), |page| allocators::show(&wanted, page)))
 }
 
 /// The grammar of the command line, for programs that compose one.
@@ -183,17 +183,11 @@ fn run(arguments: Vec<OsString>) -> u8 {
     let cli: Cli = parse(arguments);
     let terminal = Arc::new(Terminal::new());
     let done = match cli.command {
-        Some(Command::Doctor(args)) => {
-            let diagnosis = doctor::examine(args.data_dir.as_deref());
-            return exit::end(if args.json {
-                print_json(&diagnosis)
-            } else {
-                let mut page = Page::stdout();
-                diagnosis.show(&mut page);
-                page.print()
-            });
+        Some(Command::Doctor { json, data_dir }) => {
+            let diagnosis = doctor::examine(data_dir.as_deref());
+            Ok(print(json, &diagnosis, |page| diagnosis.show(page)))
         }
-        Some(Command::Allocators(args)) => list_allocators(&args),
+        Some(Command::Allocators { names, json }) => list_allocators(&names, json),
         Some(Command::Start(args)) => write_start(&args, &terminal),
         None => train(&cli.train, command, started, &terminal),
     };
@@ -228,13 +222,7 @@ fn train(args: &TrainArgs, command: Vec<String>, started: Instant, terminal: &Ar
     terminal.clear();
     // Before the report, whose last lines are what was found and the next command.
     say(&format!("record   {}", outcome.directory.display()));
-    let printed = exit::end(if args.json {
-        print_json_text(&record::to_json(&outcome.summary)?)
-    } else {
-        let mut page = Page::stdout();
-        report::report(&outcome, settings, &mut page);
-        page.print()
-    });
+    let printed = print(args.json, &outcome.summary, |page| report::report(&outcome, settings, page));
     match outcome.error {
         None => Ok(printed),
         Some(error) => {

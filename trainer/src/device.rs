@@ -7,6 +7,7 @@ mod sim;
 mod streams;
 
 pub use graph::StepGraphs;
+pub(crate) use streams::OwnedEvent;
 pub use streams::Role;
 
 use crate::error::{Result, TrainError};

@@ -210,6 +210,18 @@ enum Fault {
     Write(WriteError),
 }
 
+impl From<std::io::Error> for Fault {
+    fn from(error: std::io::Error) -> Self {
+        Self::Calls(error)
+    }
+}
+
+impl From<WriteError> for Fault {
+    fn from(error: WriteError) -> Self {
+        Self::Write(error)
+    }
+}
+
 impl From<OverBudget> for Fault {
     fn from(over: OverBudget) -> Self {
         Self::Calls(std::io::Error::other(over))
@@ -219,7 +231,7 @@ impl From<OverBudget> for Fault {
 impl Merge<'_> {
     fn write(&mut self, event: &Event, origin: Origin) -> std::result::Result<(), Fault> {
         for writer in self.writers.iter_mut() {
-            writer.event_from(event, origin, &self.roles.origins).map_err(Fault::Write)?;
+            writer.event_from(event, origin, &self.roles.origins)?;
         }
         Ok(())
     }
@@ -227,13 +239,10 @@ impl Merge<'_> {
     /// Passes on the calls that were made by the end of an operation. A call takes time, so those that ended by the
     /// end of this operation and not by the end of the one before were made in this one.
     fn calls_until(&mut self, operation: &Event, origin: Origin) -> std::result::Result<(), Fault> {
-        while let Some(call) = self.calls.until(operation.time_ns).map_err(Fault::Calls)? {
-            let name = match &call.kernel {
-                Some(kernel) => kernel,
-                None => &call.call,
-            };
+        while let Some(call) = self.calls.until(operation.time_ns)? {
+            let name = call.kernel.as_ref().unwrap_or(&call.call);
             for writer in self.writers.iter_mut() {
-                writer.slice(TRACK, name, call.start_ns, call.total_ns).map_err(Fault::Write)?;
+                writer.slice(TRACK, name, call.start_ns, call.total_ns)?;
             }
             self.range(&call)?;
             let Some(addr) = call.addr.filter(|_| call.ok) else { continue };
@@ -275,9 +284,7 @@ impl Merge<'_> {
     fn close(&mut self, left: usize) -> std::result::Result<(), Fault> {
         for range in self.ranges.drain(left..).rev() {
             for writer in self.writers.iter_mut() {
-                writer
-                    .slice(RANGES, &range.name, range.start_ns, range.end_ns - range.start_ns)
-                    .map_err(Fault::Write)?;
+                writer.slice(RANGES, &range.name, range.start_ns, range.end_ns - range.start_ns)?;
             }
         }
         Ok(())
@@ -304,7 +311,7 @@ impl Merge<'_> {
         let mut origin = Origin::default();
         match event.action {
             Action::Alloc => {
-                let work = self.calls.work_after(event.time_ns).map_err(Fault::Calls)?;
+                let work = self.calls.work_after(event.time_ns)?;
                 origin = self.roles.allocated(event, work)?;
             }
             Action::FreeRequested => self.roles.freed(event.addr),

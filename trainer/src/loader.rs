@@ -2,20 +2,18 @@
 
 use crate::arithmetic::Arithmetic;
 use crate::data::{Features, Split};
-use crate::device::Role;
+use crate::device::{OwnedEvent, Role};
 use crate::error::Result;
 use crate::mlp::Batch;
 use crate::settings::LoaderMode;
 use crate::tensor::Context;
 use chacha20::ChaCha8Rng;
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
-use kernels::{Element, GatherLabels, GatherRowsF32, GatherRowsU8};
+use kernels::{Element, GatherLabels, GatherRows, SourceElement};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use std::ops::Range;
 use std::sync::Arc;
-use vramlab::{DeviceBuffer, Driver, EventId, PinnedBuffer};
+use vramlab::{DeviceBuffer, Driver, PinnedBuffer};
 
 /// Page-locked buffers in turn: while one is being copied the next is filled.
 const RING: usize = 4;
@@ -82,16 +80,14 @@ enum Source {
 struct Slot {
     buffer: PinnedBuffer,
     /// Recorded behind the copies that read the buffer.
-    copied: EventId,
+    copied: OwnedEvent,
     driver: Arc<dyn Driver>,
 }
 
 impl Drop for Slot {
-    /// Waits for the copies that still read the buffer, which is given back after this. Errors have nobody to go to.
+    /// Waits for the copies that still read the buffer, which is given back after this. There is nothing to do about errors.
     fn drop(&mut self) {
-        let _ = self.driver.event_synchronize(self.copied);
-        // SAFETY: the event belongs to this slot alone.
-        let _ = unsafe { self.driver.event_destroy(self.copied) };
+        let _ = self.driver.event_synchronize(self.copied.id);
     }
 }
 
@@ -118,7 +114,7 @@ impl Loader {
                 let driver = context.device.driver();
                 let slot = || -> Result<Slot> {
                     let buffer = PinnedBuffer::new(&driver, rows * (row_bytes + 4))?;
-                    Ok(Slot { buffer, copied: driver.event_create(false)?, driver: Arc::clone(&driver) })
+                    Ok(Slot { buffer, copied: OwnedEvent::new(&driver, false)?, driver: Arc::clone(&driver) })
                 };
                 Source::Pinned { ring: (0..RING).map(|_| slot()).collect::<Result<_>>()?, next: 0 }
             }
@@ -206,7 +202,7 @@ impl Loader {
                 let slot = &mut ring[*next];
                 *next = (*next + 1) % RING;
                 let driver = context.device.driver();
-                driver.event_synchronize(slot.copied)?;
+                driver.event_synchronize(slot.copied.id)?;
                 let label_bytes = picked.len() * 4;
                 let bytes = &mut slot.buffer.as_mut_slice()[..input_bytes + label_bytes];
                 // A row is a multiple of four bytes, so the labels are aligned.
@@ -223,7 +219,7 @@ impl Loader {
                 unsafe {
                     slot.buffer.copy_to(input_bytes, labels.addr(), label_bytes, stream)?;
                 }
-                driver.event_record(slot.copied, stream)?;
+                driver.event_record(slot.copied.id, stream)?;
             }
             Source::Resident { features, labels: all_labels, order: on_device } => {
                 let order = on_device.as_ref().expect("a pass should have begun");
@@ -231,39 +227,27 @@ impl Loader {
                 let cursor = self.cursor;
                 let first = if cursor.is_some() { 0 } else { range.start as u64 };
                 let indices = order.addr().get() + 4 * first;
-                let (source, out) = (features.addr().get(), inputs.addr());
                 // CAST: data sets have fewer than 2^32 rows, as `order` says.
                 let source_rows = self.rows as u32;
-                let gather: Box<dyn kernels::Operation> = match &split.features {
-                    Features::U8 { scale, shift, .. } => Box::new(GatherRowsU8 {
-                        element,
-                        rows,
-                        cols,
-                        pitch,
-                        source,
-                        source_rows,
-                        indices,
-                        batch: self.batch,
-                        cursor,
-                        scale: *scale,
-                        shift: *shift,
-                        out,
-                    }),
-                    Features::F32(_) => Box::new(GatherRowsF32 {
-                        element,
-                        rows,
-                        cols,
-                        pitch,
-                        source,
-                        source_rows,
-                        indices,
-                        batch: self.batch,
-                        cursor,
-                        scale: 1.0,
-                        // Adding -0.0 changes no bit of any number; adding 0.0 would make 0.0 of -0.0.
-                        shift: -0.0,
-                        out,
-                    }),
+                let (source_element, scale, shift) = match split.features {
+                    Features::U8 { scale, shift, .. } => (SourceElement::U8, scale, shift),
+                    // Adding -0.0 changes no bit of any number; adding 0.0 would make 0.0 of -0.0.
+                    Features::F32(_) => (SourceElement::F32, 1.0, -0.0),
+                };
+                let gather = GatherRows {
+                    source_element,
+                    element,
+                    rows,
+                    cols,
+                    pitch,
+                    source: features.addr().get(),
+                    source_rows,
+                    indices,
+                    batch: self.batch,
+                    cursor,
+                    scale,
+                    shift,
+                    out: inputs.addr(),
                 };
                 let pick = GatherLabels {
                     rows,
@@ -286,11 +270,11 @@ impl Loader {
                         unsafe { device.run(&pick)? };
                     }
                     // SAFETY: as above.
-                    unsafe { device.run(gather.as_ref())? };
+                    unsafe { device.run(&gather)? };
                     device.order_streams(beside, here)?;
                 } else {
                     // SAFETY: as above.
-                    unsafe { device.run(gather.as_ref())? };
+                    unsafe { device.run(&gather)? };
                     // SAFETY: as above.
                     unsafe { device.run(&pick)? };
                 }
@@ -303,37 +287,13 @@ impl Loader {
 /// Writes the picked rows to `inputs`, which is aligned to their elements, and their classes to `labels`. Values are
 /// rounded as the kernels that gather rows round them; padding becomes zero.
 fn fill_rows(split: &Split, picked: &[u32], inputs: &mut [u8], labels: &mut [u32], features: usize, layout: Layout) {
-    let rows = inputs.chunks_exact_mut(layout.row_bytes());
     let source = split.features.rows();
-    let copy = |row: u32, out: &mut [f32]| source.copy(row as usize, out);
-    match layout.element {
-        Element::F32 => {
-            for (out, &row) in rows.zip(picked) {
-                let (values, padding) = bytemuck::cast_slice_mut::<u8, f32>(out).split_at_mut(features);
-                copy(row, values);
-                padding.fill(0.0);
-            }
-        }
-        Element::Bf16 => fill_halves::<bf16>(rows, picked, features, copy, |to, from| to.convert_from_f32_slice(from)),
-        Element::F16 => fill_halves::<f16>(rows, picked, features, copy, |to, from| to.convert_from_f32_slice(from)),
+    let mut values = vec![0f32; layout.pitch as usize];
+    for (&row, out) in picked.iter().zip(inputs.chunks_exact_mut(layout.row_bytes())) {
+        source.copy(row as usize, &mut values[..features]);
+        layout.element.write(&values, out);
     }
     for (&row, label) in picked.iter().zip(labels) {
         *label = u32::from(split.labels[row as usize]);
-    }
-}
-
-fn fill_halves<'a, T: bytemuck::Pod>(
-    rows: impl Iterator<Item = &'a mut [u8]>,
-    picked: &[u32],
-    features: usize,
-    copy: impl Fn(u32, &mut [f32]),
-    round: impl Fn(&mut [T], &[f32]),
-) {
-    let mut values = vec![0f32; features];
-    for (out, &row) in rows.zip(picked) {
-        let (halves, padding) = bytemuck::cast_slice_mut::<u8, T>(out).split_at_mut(features);
-        copy(row, &mut values);
-        round(halves, &values);
-        padding.fill(T::zeroed());
     }
 }

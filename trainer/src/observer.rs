@@ -1,6 +1,6 @@
 //! Who hears of a run's progress.
 
-use crate::data::Dataset;
+use crate::data::{Dataset, Progress};
 use crate::device::Device;
 use crate::record::{EpochRecord, Summary};
 use crate::settings::Settings;
@@ -10,17 +10,11 @@ use vramlab::device::CallObserver;
 use vramlab::{CallEvent, CallKind, DeviceAddr};
 
 /// Hears of progress; every method may be left out.
-pub trait Observer: Send + Sync + std::fmt::Debug {
+pub trait Observer: Progress + Send + Sync + std::fmt::Debug {
     /// A device was opened.
     fn device(&self, _device: &Device) {}
     /// A data set was loaded.
     fn dataset(&self, _dataset: &Dataset) {}
-    /// A download begins.
-    fn download_begin(&self, _what: &str, _total_bytes: Option<u64>) {}
-    /// Bytes arrived.
-    fn download_advance(&self, _bytes: u64) {}
-    /// A download ended.
-    fn download_finish(&self) {}
     /// Training begins, with this many steps ahead.
     fn begin(&self, _settings: &Settings, _summary: &Summary, _steps: u64) {}
     /// A step begins.
@@ -36,6 +30,8 @@ pub trait Observer: Send + Sync + std::fmt::Debug {
 /// Hears nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Silent;
+
+impl Progress for Silent {}
 
 impl Observer for Silent {}
 

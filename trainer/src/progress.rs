@@ -4,7 +4,7 @@ use crate::Settings;
 mod calls;
 
 use crate::arithmetic::name;
-use crate::data::Dataset;
+use crate::data::{Dataset, Progress};
 use crate::device::Device;
 use crate::observer::Observer;
 use crate::record::{EpochRecord, Summary};
@@ -56,6 +56,21 @@ impl Terminal {
     }
 }
 
+impl Progress for Terminal {
+    fn download_begin(&self, what: &str, total_bytes: Option<u64>) {
+        self.line(&format!("get      {what}"));
+        self.replace(Bar::new(total_bytes, "{bar:40} {bytes}/{total_bytes} {bytes_per_sec}"));
+    }
+
+    fn download_advance(&self, bytes: u64) {
+        self.bar().advance(bytes);
+    }
+
+    fn download_finish(&self) {
+        self.bar().clear();
+    }
+}
+
 impl Observer for Terminal {
     fn device(&self, device: &Device) {
         let reason = if device.reason().is_empty() { String::new() } else { format!(" ({})", device.reason()) };
@@ -70,19 +85,6 @@ impl Observer for Terminal {
         if let Some(notice) = &dataset.notice {
             self.line(&format!("note     {notice}"));
         }
-    }
-
-    fn download_begin(&self, what: &str, total_bytes: Option<u64>) {
-        self.line(&format!("get      {what}"));
-        self.replace(Bar::new(total_bytes, "{bar:40} {bytes}/{total_bytes} {bytes_per_sec}"));
-    }
-
-    fn download_advance(&self, bytes: u64) {
-        self.bar().advance(bytes);
-    }
-
-    fn download_finish(&self) {
-        self.bar().clear();
     }
 
     fn begin(&self, settings: &Settings, summary: &Summary, steps: u64) {

@@ -2,6 +2,7 @@
 //!
 //! What cannot be told is absent: a build outside of a checkout has no commit, a host without NVIDIA's driver no release.
 
+use crate::data::hex;
 use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -103,7 +104,7 @@ fn host_hash(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<S
         return None;
     }
     let both = format!("{}\n{}", machine.unwrap_or_default(), name.unwrap_or_default());
-    Some(digest(&SHA256, both.as_bytes()).as_ref().iter().take(8).map(|byte| format!("{byte:02x}")).collect())
+    Some(hex(&digest(&SHA256, both.as_bytes()).as_ref()[..8]))
 }
 
 /// The kernel module's release, else that of the library that this process has loaded.

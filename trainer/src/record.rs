@@ -5,14 +5,11 @@ mod writer;
 pub use writer::RecordWriter;
 
 use crate::data::{DatasetName, FileChecksum};
-use crate::error::Result;
 use crate::latency::LatencyRecord;
 use crate::mlp::LayerProducts;
 use crate::provenance::Provenance;
 use crate::settings::Settings;
-use crate::start::StartRecord;
 use serde::Serialize;
-use std::path::Path;
 use vramlab::device::InstrumentCost;
 use vramlab::instruments::CheckReport;
 use vramlab::{CallCounts, DeviceDescription, IdleCosts, Ledger, Stats};
@@ -44,7 +41,7 @@ pub struct DatasetRecord {
     /// SHA-256 of the data.
     pub checksum: String,
     /// Files and their SHA-256.
-    pub files: Vec<FileRecord>,
+    pub files: Vec<FileChecksum>,
     /// Values in a row.
     pub features: usize,
     /// Classes.
@@ -53,21 +50,6 @@ pub struct DatasetRecord {
     pub train_rows: usize,
     /// Rows to validate on.
     pub validation_rows: usize,
-}
-
-/// A file and its checksum.
-#[derive(Clone, Debug, Serialize)]
-pub struct FileRecord {
-    /// Path.
-    pub path: String,
-    /// SHA-256 in hexadecimal.
-    pub sha256: String,
-}
-
-impl From<FileChecksum> for FileRecord {
-    fn from(file: FileChecksum) -> Self {
-        Self { path: file.path, sha256: file.sha256 }
-    }
 }
 
 /// One epoch.
@@ -171,7 +153,7 @@ pub struct Summary {
     pub dataset: DatasetRecord,
     /// The start file that was written.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub start: Option<StartRecord>,
+    pub start: Option<FileChecksum>,
     /// Bytes of the weights and biases as they are held: those that products read, their padding, and master weights.
     pub parameter_bytes: u64,
     /// Epochs so far.
@@ -238,11 +220,3 @@ pub const LATENCY: &str = "latency.hlog";
 pub const TRACE: &str = "trace.jsonl";
 /// Every driver call.
 pub const DRIVER_CALLS: &str = "driver_calls.jsonl";
-
-/// The summary as text, for the file and for `--json`.
-///
-/// # Errors
-/// [`TrainError::Output`](crate::TrainError::Output) if it cannot be expressed, which the types rule out but for a number that is not finite.
-pub fn to_json(summary: &Summary) -> Result<String> {
-    serde_json::to_string_pretty(summary).map_err(|error| writer::failed(Path::new(SUMMARY), 0)(error.into()))
-}

@@ -6,13 +6,11 @@
 //!
 //! [safetensors]: https://github.com/huggingface/safetensors#format
 
-use crate::data::{Dataset, DatasetName, Features, Split};
+use crate::data::{Dataset, DatasetName, Features, FileChecksum, Hashed, Split, hex};
 use crate::error::{Result, TrainError};
 use crate::observer::Observer;
 use crate::settings::Settings;
 use crate::{init, loader, train};
-use ring::digest::{Context, SHA256};
-use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
@@ -21,15 +19,6 @@ use vramlab::output::{self, Existing, OutputError, OutputFile};
 
 /// Version of the tensors and metadata in a start file; raised when one changes its meaning or goes away.
 pub const VERSION: u32 = 1;
-
-/// A start file that was written.
-#[derive(Clone, Debug, Serialize)]
-pub struct StartRecord {
-    /// Its path.
-    pub path: String,
-    /// Its SHA-256 in lowercase hex.
-    pub sha256: String,
-}
 
 /// Where a tensor's values come from. Weights are drawn and orders shuffled one at a time, when they are written.
 #[derive(Clone, Copy, Debug)]
@@ -87,7 +76,7 @@ impl Tensor<'_> {
 ///
 /// # Errors
 /// Those of settings that cannot work, of [`check()`], of loading the data, and of [`write()`].
-pub fn run(settings: &Settings, path: &Path, observer: &Arc<dyn Observer>) -> Result<StartRecord> {
+pub fn run(settings: &Settings, path: &Path, observer: &Arc<dyn Observer>) -> Result<FileChecksum> {
     train::check(settings)?;
     check(path)?;
     let dataset = train::load(settings, observer)?;
@@ -109,14 +98,14 @@ pub fn check(path: &Path) -> Result<()> {
 /// # Errors
 /// [`TrainError::Input`] when there can be no such file, [`TrainError::Start`] when it cannot be written to its end; a disk
 /// without room for all of it is told before the first byte.
-pub fn write(path: &Path, settings: &Settings, dataset: &Dataset) -> Result<StartRecord> {
+pub fn write(path: &Path, settings: &Settings, dataset: &Dataset) -> Result<FileChecksum> {
     let tensors = tensors(settings, dataset)?;
     let header = header(settings, dataset, &tensors);
     let mut file = OutputFile::create(path, Existing::Replace).map_err(unwritten)?;
     let values: u64 = tensors.iter().map(|tensor| tensor.bytes() as u64).sum();
     file.expect(header.len() as u64 + values).map_err(unwritten)?;
     // Values come four bytes at a time; they are hashed and written in large pieces.
-    let mut out = BufWriter::with_capacity(1 << 20, Hashed { inner: &mut file, hash: Context::new(&SHA256) });
+    let mut out = BufWriter::with_capacity(1 << 20, Hashed::new(&mut file));
     let written = out
         .write_all(&header)
         .and_then(|()| tensors.iter().try_for_each(|tensor| tensor.write(settings, &mut out)))
@@ -125,8 +114,7 @@ pub fn write(path: &Path, settings: &Settings, dataset: &Dataset) -> Result<Star
     let digest = out.into_parts().0.hash.finish();
     written.map_err(|error| unwritten(file.failed(error)))?;
     file.finish().map_err(unwritten)?;
-    let sha256 = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
-    Ok(StartRecord { path: path.display().to_string(), sha256 })
+    Ok(FileChecksum { path: path.display().to_string(), sha256: hex(digest.as_ref()) })
 }
 
 fn unwritten(error: OutputError) -> TrainError {
@@ -233,22 +221,4 @@ fn header(settings: &Settings, dataset: &Dataset, tensors: &[Tensor<'_>]) -> Vec
     let mut out = (text.len() as u64).to_le_bytes().to_vec();
     out.append(&mut text);
     out
-}
-
-/// Hashes what is written through it.
-struct Hashed<W> {
-    inner: W,
-    hash: Context,
-}
-
-impl<W: Write> Write for Hashed<W> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let written = self.inner.write(bytes)?;
-        self.hash.update(&bytes[..written]);
-        Ok(written)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.inner.flush()
-    }
 }

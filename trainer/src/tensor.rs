@@ -73,7 +73,7 @@ impl Context {
     /// Those of the copy, and of earlier work.
     pub fn read_values(&self, matrix: &Matrix) -> Result<Vec<f32>> {
         // CAST: a matrix lies in memory, so its bytes fit.
-        let bytes = self.read::<u8>(&matrix.buffer, (matrix.len() * matrix.element.bytes()) as usize)?;
+        let bytes = self.read::<u8>(&matrix.buffer, (matrix.elements() * matrix.element.bytes()) as usize)?;
         Ok(matrix.element.unpack(&bytes, matrix.rows, matrix.cols, matrix.pitch))
     }
 
@@ -145,13 +145,7 @@ impl Matrix {
 
     /// Number of elements, padding included.
     #[must_use]
-    pub fn len(&self) -> u64 {
+    pub fn elements(&self) -> u64 {
         u64::from(self.rows) * u64::from(self.pitch)
-    }
-
-    /// Never: a matrix has at least one value.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 }

@@ -8,7 +8,7 @@ mod last_allocation;
 mod stepper;
 
 use crate::arithmetic::Arithmetic;
-use crate::data::{self, DataRequest, Dataset, Progress, Split};
+use crate::data::{self, DataRequest, Dataset, Split};
 use crate::device::Device;
 use crate::error::{Result, TrainError};
 use crate::export::{self, CallLog};
@@ -32,7 +32,6 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use stepper::Stepper;
 use vramlab::device::CallObserver;
-use vramlab::histories::trace::Export;
 use vramlab::instruments::NvtxMode;
 use vramlab::instruments::nvtx::Ranges;
 use vramlab::{Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
@@ -86,7 +85,7 @@ pub fn run(
     let capture = Capture::new(settings.profile_steps, steps)?;
     let mut run = Run::new(settings, command, started, device, &dataset, calls)?;
     run.record.write_summary(&run.summary)?;
-    // After all that can be refused: whoever is refused keeps the start file that was there.
+    // After all that can be refused: a refused run keeps the start file that was there.
     if let Some(path) = &settings.save_start {
         match start::write(path, settings, &dataset) {
             Ok(start) => run.summary.start = Some(start),
@@ -149,27 +148,13 @@ pub(crate) fn check(settings: &Settings) -> Result<()> {
 
 /// The data that the settings ask for.
 pub(crate) fn load(settings: &Settings, observer: &Arc<dyn Observer>) -> Result<Dataset> {
-    struct Reported<'a>(&'a Arc<dyn Observer>);
-    impl Progress for Reported<'_> {
-        fn begin(&mut self, what: &str, total_bytes: Option<u64>) {
-            self.0.download_begin(what, total_bytes);
-        }
-
-        fn advance(&mut self, bytes: u64) {
-            self.0.download_advance(bytes);
-        }
-
-        fn finish(&mut self) {
-            self.0.download_finish();
-        }
-    }
     let request = DataRequest {
         name: settings.dataset,
         data_dir: settings.data_dir.clone(),
         seed: settings.seed,
         offline: settings.offline,
     };
-    Ok(data::load(&request, &mut Reported(observer))?)
+    Ok(data::load(&request, observer.as_ref())?)
 }
 
 struct Run {
@@ -180,7 +165,6 @@ struct Run {
     latency: Intervals,
     /// Driver calls for the exports.
     calls: Option<Arc<CallLog>>,
-    exports: Vec<Export>,
     last_allocation: Option<LastAllocation>,
     /// Declared before `context`: the allocator goes before the device that it allocates from.
     stack: Stack,
@@ -244,7 +228,7 @@ impl Run {
                 name: dataset.name,
                 source: dataset.source.clone(),
                 checksum: dataset.checksum.clone(),
-                files: dataset.files.iter().cloned().map(Into::into).collect(),
+                files: dataset.files.clone(),
                 features: dataset.features,
                 classes: dataset.classes,
                 train_rows: dataset.train.rows,
@@ -273,7 +257,6 @@ impl Run {
             },
         };
         let memory = Memory::new(Arc::clone(&stack.top));
-        let exports = exports(settings);
         let latency = Intervals::new(started);
         Ok(Self {
             summary,
@@ -281,7 +264,6 @@ impl Run {
             started,
             latency,
             calls,
-            exports,
             last_allocation: None,
             stack,
             context: Context { memory, device },
@@ -379,9 +361,9 @@ impl Run {
     fn export(&mut self) -> Result<()> {
         let snapshot = self.stack.top.snapshot();
         let end_ns = self.context.device.clock().now_ns();
-        let settings = &self.summary.settings.allocator_settings;
-        export::write(self.record.directory(), &self.exports, end_ns, snapshot.as_ref(), settings)?;
-        self.summary.files.exports = self.exports.iter().map(|export| export.file_name()).collect();
+        let EffectiveSettings { allocator_settings, chosen, .. } = &self.summary.settings;
+        export::write(self.record.directory(), &chosen.exports, end_ns, snapshot.as_ref(), allocator_settings)?;
+        self.summary.files.exports = chosen.exports.iter().map(|export| export.file_name()).collect();
         Ok(())
     }
 
@@ -418,7 +400,7 @@ impl Run {
         self.summary.error = error.as_ref().map(ToString::to_string);
         // The record is whole before the exports, which are made from it.
         self.record.write_summary(&self.summary)?;
-        if !self.exports.is_empty() && !self.record.is_incomplete() {
+        if self.calls.is_some() && !self.record.is_incomplete() {
             if let Err(failed) = self.export() {
                 self.summary.status = Status::Failed;
                 self.summary.error = Some(failed.to_string());
@@ -454,14 +436,6 @@ fn batches(settings: &Settings, dataset: &Dataset) -> Vec<u32> {
     out
 }
 
-/// The formats to export, each once.
-fn exports(settings: &Settings) -> Vec<Export> {
-    let mut out = settings.exports.clone();
-    out.sort_unstable();
-    out.dedup();
-    out
-}
-
 /// Widths of the network for this data.
 pub(crate) fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>> {
     let size =
@@ -491,6 +465,9 @@ fn effective(
     dataset: &Dataset,
 ) -> EffectiveSettings {
     let &Arithmetic { gemm, loss_scale, .. } = arithmetic;
+    let mut exports = settings.exports.clone();
+    exports.sort_unstable();
+    exports.dedup();
     EffectiveSettings {
         allocator: stack.top.name().into(),
         allocator_settings: stack.top.settings(),
@@ -505,7 +482,7 @@ fn effective(
             nvtx: if device.ranges().is_on() { NvtxMode::On } else { NvtxMode::Off },
             latency: stack.timed.is_some(),
             trace: stack.trace.is_some(),
-            exports: exports(settings),
+            exports,
             check: stack.checker.is_some(),
             ..settings.clone()
         },

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use trainer::arithmetic::{Dtype, FuseMode, GemmMode, WeightsMode};
+use trainer::data::Progress;
 use trainer::observer::{Observer, Silent};
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use trainer::{Settings, TrainError, exit};
@@ -207,6 +208,8 @@ fn steps_in_one_graph_change_no_loss_of_any_type() {
 /// Counts what it hears of.
 #[derive(Debug, Default)]
 struct Heard(Mutex<Vec<(u32, u64)>>);
+
+impl Progress for Heard {}
 
 impl Observer for Heard {
     fn step(&self, epoch: u32, step: u64) {

@@ -10,6 +10,7 @@ use serde_json::Value;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use trainer::arithmetic::{Arithmetic, Dtype, GemmMode};
+use trainer::data::Progress;
 use trainer::data::{Features, Split};
 use trainer::device::Device;
 use trainer::loader::Loader;
@@ -177,7 +178,7 @@ fn runs_of_the_same_settings_leave_the_same_record() {
 #[test]
 fn the_record_on_disk_is_the_outcome() {
     let done = train(&iris()).finished();
-    let text = trainer::record::to_json(&done.outcome.summary).unwrap();
+    let text = serde_json::to_string_pretty(&done.outcome.summary).unwrap();
     assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), done.json());
     assert_eq!(done.outcome.directory, done.path());
 }
@@ -345,6 +346,8 @@ struct StopAt {
     step: u64,
     stop: Arc<AtomicBool>,
 }
+
+impl Progress for StopAt {}
 
 impl Observer for StopAt {
     fn step(&self, epoch: u32, step: u64) {

@@ -13,12 +13,13 @@ use std::path::Path;
 use std::sync::Arc;
 use tempfile::TempDir;
 use trainer::arithmetic::{self, FuseMode};
+use trainer::data::FileChecksum;
 use trainer::observer::{Observer, Silent};
 use trainer::settings::InitMode;
-use trainer::start::{self, StartRecord};
+use trainer::start;
 use trainer::{Settings, TrainError, init, loader};
 
-fn write(settings: &Settings, path: &Path) -> trainer::Result<StartRecord> {
+fn write(settings: &Settings, path: &Path) -> trainer::Result<FileChecksum> {
     let observer: Arc<dyn Observer> = Arc::new(Silent);
     start::run(settings, path, &observer)
 }

@@ -1,13 +1,10 @@
 //! Loading and launching the kernels of the linear layers: a module for each precision, loaded when it is first wanted.
 
-use std::ffi::c_void;
+use cudarc::driver::sys::CUstream;
 
-use cudarc::driver::result;
-use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUstream};
-
-use super::module::{Ptx, load_function, ptx};
+use super::module::{Module, Ptx, ptx};
 use super::warpgroup::{self, WarpgroupKernels, backward_name};
-use super::{CudaKernels, argument, driver_error};
+use super::{CudaKernels, LaunchShape, argument, queue};
 use crate::error::KernelError;
 use crate::ops::{LinearBackward, grid};
 use crate::plan::{BackwardPlan, Choice, Plan, Product, THREADS, Tile};
@@ -46,14 +43,13 @@ pub(super) const PTX: [Ptx; 5] =
 
 /// The kernels of one precision, loaded.
 pub(super) struct LinearKernels {
-    module: CUmodule,
-    functions: [CUfunction; KERNELS],
+    module: Module,
     /// On a GPU that has warpgroups.
     warpgroup: Option<WarpgroupKernels>,
 }
 
 /// What a kernel is given; the struct of the same name in `cuda/linear.cuh`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(crate) struct LinearArguments {
     pub(crate) a: u64,
@@ -85,25 +81,7 @@ impl LinearArguments {
 
     /// Nothing but what blocks share; the plan says how many do.
     pub(crate) fn new(workspace: u64, tickets: u64) -> Self {
-        Self {
-            a: 0,
-            b: 0,
-            out: 0,
-            mask: 0,
-            master: 0,
-            bias: 0,
-            workspace,
-            tickets,
-            m: 0,
-            n: 0,
-            k: 0,
-            a_pitch: 0,
-            b_pitch: 0,
-            out_pitch: 0,
-            splits: 1,
-            flags: 0,
-            scale: 1.0,
-        }
+        Self { workspace, tickets, splits: 1, scale: 1.0, ..Self::default() }
     }
 }
 
@@ -149,30 +127,26 @@ impl CudaKernels {
         if let Some(loaded) = slot.get() {
             return Ok(loaded);
         }
-        let names = &NAMES[precision as usize];
-        let module = PTX[precision as usize].load(names[0])?;
-        let mut functions = [std::ptr::null_mut(); KERNELS];
-        let filled = functions.iter_mut().zip(names).try_for_each(|(function, name)| {
-            *function = load_function(module, name)?;
-            Ok(())
-        });
-        let loaded = filled.and_then(|()| {
-            let mut loaded = LinearKernels { module, functions, warpgroup: None };
-            loaded.allow_shared_memory(precision, self.shared_limit)?;
-            if let Some(multiprocessors) = self.warpgroups {
-                loaded.warpgroup = WarpgroupKernels::load(precision, multiprocessors)?;
-            }
-            Ok(loaded)
-        });
-        match loaded {
-            // Another thread may have been faster; its module is as good, and this one goes.
-            Ok(loaded) => slot.set(loaded).unwrap_or_else(|spare| spare.unload()),
+        let tiles = [Product::Forward, Product::Input, Product::Gradient]
+            .into_iter()
+            .flat_map(|product| product.tiles().iter().map(move |&tile| (product, tile)));
+        let kernels: Vec<(&'static str, u32)> = tiles
+            .map(|(product, tile)| {
+                let plan = Plan::with(product, precision, [1, 1, 1], Choice { tile, splits: 1 });
+                // As much shared memory as its tile needs, which can be more than launches get unasked.
+                (plan.kernel(), plan.shared_bytes.min(self.shared_limit))
+            })
+            .collect();
+        let module = Module::load(&PTX[precision as usize], &kernels)?;
+        let warpgroup = match self.warpgroups.map(|count| WarpgroupKernels::load(precision, count)).transpose() {
+            Ok(warpgroup) => warpgroup.flatten(),
             Err(error) => {
-                // SAFETY: loaded above, and nobody has it.
-                let _ = unsafe { result::module::unload(module) };
+                module.unload();
                 return Err(error);
             }
-        }
+        };
+        // Another thread may have been faster; its module is as good, and this one goes.
+        slot.set(LinearKernels { module, warpgroup }).unwrap_or_else(|spare| spare.unload());
         Ok(slot.get().expect("a slot that was set holds a value"))
     }
 
@@ -221,14 +195,11 @@ impl CudaKernels {
             // SAFETY: the caller vouches for the addresses, and the plan's tile is one of these.
             return unsafe { warpgroup.launch(&plan, stream, &arguments) };
         }
-        let function = kernels.functions[plan.place()];
+        let function = kernels.module.functions[plan.place()];
         let blocks = grid(plan.kernel(), plan.blocks)?;
-        let mut parameters: [*mut c_void; 1] = [argument(&arguments)];
+        let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: plan.shared_bytes };
         // SAFETY: the function is loaded as long as `self` lives and takes this struct; the caller vouches for the rest.
-        unsafe {
-            result::launch_kernel(function, (blocks, 1, 1), (THREADS, 1, 1), plan.shared_bytes, stream, &mut parameters)
-        }
-        .map_err(|error| driver_error("cuLaunchKernel", error))
+        unsafe { queue(function, shape, stream, [argument(&arguments)]) }
     }
 }
 
@@ -258,27 +229,8 @@ impl CudaKernels {
 }
 
 impl LinearKernels {
-    /// Lets every kernel have as much shared memory as its tile needs, which can be more than launches get unasked.
-    fn allow_shared_memory(&self, precision: Precision, limit: u32) -> Result<(), KernelError> {
-        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        for product in Product::ALL {
-            for &tile in product.tiles() {
-                let plan = Plan::with(product, precision, [1, 1, 1], Choice { tile, splits: 1 });
-                // CAST: below 228 KiB.
-                let bytes = plan.shared_bytes.min(limit) as i32;
-                // SAFETY: the function belongs to a module that was just loaded.
-                unsafe { result::function::set_function_attribute(self.functions[plan.place()], attribute, bytes) }
-                    .map_err(|error| driver_error("cuFuncSetAttribute", error))?;
-            }
-        }
-        Ok(())
-    }
-
     pub(super) fn unload(&self) {
-        if let Some(warpgroup) = &self.warpgroup {
-            warpgroup.unload();
-        }
-        // SAFETY: loaded by `linear`; whoever calls this drops `self`. An error has nobody to go to.
-        let _ = unsafe { result::module::unload(self.module) };
+        self.warpgroup.iter().for_each(WarpgroupKernels::unload);
+        self.module.unload();
     }
 }

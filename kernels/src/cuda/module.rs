@@ -4,7 +4,7 @@ use std::ffi::CString;
 use std::io::Read;
 
 use cudarc::driver::result;
-use cudarc::driver::sys::{CUfunction, CUmodule, CUresult};
+use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, CUresult};
 use liblzma::read::XzDecoder;
 
 use super::driver_error;
@@ -41,7 +41,7 @@ impl Ptx {
     }
 
     /// Has the driver compile it for the current context's GPU. `first` is one of its kernels, for the error.
-    pub(super) fn load(&self, first: &'static str) -> Result<CUmodule, KernelError> {
+    fn load(&self, first: &'static str) -> Result<CUmodule, KernelError> {
         let image = self.text().ok_or(KernelError::NoPtx { kernel: first })?;
         // SAFETY: the image is PTX text with a NUL at its end, and lives to the end of the call.
         unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(|error| match error.0 {
@@ -52,14 +52,50 @@ impl Ptx {
     }
 }
 
-/// A kernel of a module that is loaded.
-pub(super) fn load_function(module: CUmodule, kernel: &'static str) -> Result<CUfunction, KernelError> {
-    let name = CString::new(kernel).map_err(|_| KernelError::NoPtx { kernel })?;
-    // SAFETY: the caller has just loaded the module.
-    unsafe { result::module::get_function(module, name) }.map_err(|error| match error.0 {
-        CUresult::CUDA_ERROR_NOT_FOUND => KernelError::NoPtx { kernel },
-        _ => driver_error("cuModuleGetFunction", error),
-    })
+/// A module that is loaded.
+pub(super) struct Module {
+    module: CUmodule,
+    /// Its kernels, in the order in which they were named.
+    pub(super) functions: Vec<CUfunction>,
+}
+
+impl Module {
+    /// Loads kernels by their names; each may have so many bytes of dynamic shared memory.
+    pub(super) fn load(ptx: &Ptx, kernels: &[(&'static str, u32)]) -> Result<Self, KernelError> {
+        let mut loaded = Self { module: ptx.load(kernels[0].0)?, functions: Vec::with_capacity(kernels.len()) };
+        for &(kernel, shared_bytes) in kernels {
+            match loaded.function(kernel, shared_bytes) {
+                Ok(function) => loaded.functions.push(function),
+                Err(error) => {
+                    loaded.unload();
+                    return Err(error);
+                }
+            }
+        }
+        Ok(loaded)
+    }
+
+    fn function(&self, kernel: &'static str, shared_bytes: u32) -> Result<CUfunction, KernelError> {
+        let name = CString::new(kernel).map_err(|_| KernelError::NoPtx { kernel })?;
+        // SAFETY: the module is loaded.
+        let function = unsafe { result::module::get_function(self.module, name) }.map_err(|error| match error.0 {
+            CUresult::CUDA_ERROR_NOT_FOUND => KernelError::NoPtx { kernel },
+            _ => driver_error("cuModuleGetFunction", error),
+        })?;
+        if shared_bytes > 0 {
+            let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function belongs to the module. CAST: below 228 KiB.
+            unsafe { result::function::set_function_attribute(function, attribute, shared_bytes as i32) }
+                .map_err(|error| driver_error("cuFuncSetAttribute", error))?;
+        }
+        Ok(function)
+    }
+
+    /// Unloads it; its functions are not used after this. There is nothing to do about an error.
+    pub(super) fn unload(&self) {
+        // SAFETY: loaded by `load`; callers drop it next.
+        let _ = unsafe { result::module::unload(self.module) };
+    }
 }
 
 #[cfg(test)]

@@ -4,14 +4,13 @@
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 
-use cudarc::driver::result;
 use cudarc::driver::sys::{
-    self, CUfunction, CUfunction_attribute, CUmodule, CUstream, CUtensorMap, CUtensorMapDataType,
-    CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
+    self, CUstream, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
+    CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
 
-use super::module::{Ptx, load_function, ptx};
-use super::{LinearArguments, argument, driver_error};
+use super::module::{Module, Ptx, ptx};
+use super::{LaunchShape, LinearArguments, argument, driver_error, queue};
 use crate::error::KernelError;
 use crate::ops::grid;
 use crate::plan::{BackwardPlan, Choice, Plan, Product, Tile, streams};
@@ -96,9 +95,7 @@ pub(crate) fn backward_name(precision: Precision) -> Option<&'static str> {
 
 /// The kernels of one precision, loaded.
 pub(super) struct WarpgroupKernels {
-    module: CUmodule,
-    /// In the order of the names.
-    functions: Vec<CUfunction>,
+    module: Module,
     multiprocessors: u32,
 }
 
@@ -106,28 +103,12 @@ impl WarpgroupKernels {
     /// Those of a precision, if there are any.
     pub(super) fn load(precision: Precision, multiprocessors: u32) -> Result<Option<Self>, KernelError> {
         let Some(index) = index(precision) else { return Ok(None) };
-        let module = PTX[index].load(NAMES[index][0])?;
-        let load = |(&name, bytes): (&&'static str, u32)| {
-            let function = load_function(module, name)?;
-            let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function belongs to a module that was just loaded. CAST: below 228 KiB.
-            unsafe { result::function::set_function_attribute(function, attribute, bytes as i32) }
-                .map_err(|error| driver_error("cuFuncSetAttribute", error))?;
-            Ok(function)
-        };
         let planned = places(precision).iter().map(|&(product, tile)| {
             Plan::with(product, precision, [64, 64, 64], Choice { tile, splits: 1 }).shared_bytes
         });
         let shared_bytes = planned.chain([BackwardPlan::SHARED_BYTES]);
-        let functions = NAMES[index].iter().zip(shared_bytes).map(load).collect();
-        match functions {
-            Ok(functions) => Ok(Some(Self { module, functions, multiprocessors })),
-            Err(error) => {
-                // SAFETY: loaded above, and nobody has it.
-                let _ = unsafe { result::module::unload(module) };
-                Err(error)
-            }
-        }
+        let kernels: Vec<(&'static str, u32)> = NAMES[index].iter().copied().zip(shared_bytes).collect();
+        Ok(Some(Self { module: Module::load(&PTX[index], &kernels)?, multiprocessors }))
     }
 
     /// Queues a product on `stream`.
@@ -169,20 +150,11 @@ impl WarpgroupKernels {
         let stay = streamed || element == Element::F32;
         let blocks = if stay { plan.blocks.min(self.multiprocessors.into()) } else { plan.blocks };
         let blocks = grid(plan.kernel(), blocks)?;
-        let mut parameters: [*mut c_void; 4] = [argument(arguments), argument(&a), argument(&b), argument(&out)];
-        let function = self.functions[place(plan.product, plan.precision, plan.tile)];
+        let arguments = [argument(arguments), argument(&a), argument(&b), argument(&out)];
+        let function = self.module.functions[place(plan.product, plan.precision, plan.tile)];
+        let shape = LaunchShape { blocks, threads: plan.threads(), shared_bytes: plan.shared_bytes };
         // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
-        unsafe {
-            result::launch_kernel(
-                function,
-                (blocks, 1, 1),
-                (plan.threads(), 1, 1),
-                plan.shared_bytes,
-                stream,
-                &mut parameters,
-            )
-        }
-        .map_err(|error| driver_error("cuLaunchKernel", error))
+        unsafe { queue(function, shape, stream, arguments) }
     }
 
     /// Queues both products of the way back on `stream`.
@@ -205,24 +177,14 @@ impl WarpgroupKernels {
         let x = tensor_map(element, x.0, [n, m], x.1, [64, examples])?;
         let weight = tensor_map(element, arguments.b, [n, k], b_pitch, [64, 64])?;
         let blocks = grid("linear_backward", plan.blocks())?;
-        let mut parameters: [*mut c_void; 4] = [argument(arguments), argument(&dy), argument(&x), argument(&weight)];
+        let arguments = [argument(arguments), argument(&dy), argument(&x), argument(&weight)];
+        let shape = LaunchShape { blocks, threads: BackwardPlan::THREADS, shared_bytes: BackwardPlan::SHARED_BYTES };
         // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
-        unsafe {
-            result::launch_kernel(
-                self.functions[BACKWARD],
-                (blocks, 1, 1),
-                (BackwardPlan::THREADS, 1, 1),
-                BackwardPlan::SHARED_BYTES,
-                stream,
-                &mut parameters,
-            )
-        }
-        .map_err(|error| driver_error("cuLaunchKernel", error))
+        unsafe { queue(self.module.functions[BACKWARD], shape, stream, arguments) }
     }
 
     pub(super) fn unload(&self) {
-        // SAFETY: loaded by `load`; whoever calls this drops `self`. An error has nobody to go to.
-        let _ = unsafe { result::module::unload(self.module) };
+        self.module.unload();
     }
 }
 

@@ -3,10 +3,10 @@
 use cudarc::driver::sys::CUstream;
 
 use super::{F32, U32, area, check_sizes, total};
-use crate::cuda::{CudaKernels, Kernel, argument};
+use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory, check_range};
-use crate::operation::{Operation, Work};
+use crate::host::{HostBuffers, check_range};
+use crate::operation::{Definition, Work};
 
 /// `out[0]` = number of rows whose label is the first class with the greatest logit. NaN is never the greatest; a row of
 /// nothing but NaN and −∞ is class 0.
@@ -28,15 +28,15 @@ pub struct CountCorrect {
 
 const COUNT_THREADS: u32 = 1024;
 
-impl CountCorrect {
-    fn check(&self) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])
-    }
-}
+impl CountCorrect {}
 
-impl Operation for CountCorrect {
+impl Definition for CountCorrect {
     fn name(&self) -> &'static str {
         Kernel::CountCorrect.name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])
     }
 
     fn work(&self) -> Work {
@@ -59,30 +59,16 @@ impl Operation for CountCorrect {
         ]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
-        let arguments = [
-            argument(&self.logits),
-            argument(&self.labels),
-            argument(&self.out),
-            argument(&self.rows),
-            argument(&self.classes),
-        ];
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![self.logits, self.labels, self.out, self.rows, self.classes];
         // SAFETY: three addresses and two u32, as `accuracy.cu` declares; the caller vouches for the addresses.
         unsafe { cuda.launch(Kernel::CountCorrect, 1, COUNT_THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (logits, labels, out) = unsafe {
-            (
-                buffers.read::<f32>(self.logits, area(self.rows, self.classes))?,
-                buffers.read::<u32>(self.labels, self.rows.into())?,
-                buffers.write::<u32>(self.out, 1)?,
-            )
-        };
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let logits = buffers.read::<f32>(self.logits, area(self.rows, self.classes))?;
+        let labels = buffers.read::<u32>(self.labels, self.rows.into())?;
+        let out = buffers.write::<u32>(self.out, 1)?;
         check_range(self.name(), "label", labels, self.classes)?;
         let rows = logits.chunks_exact(self.classes as usize).zip(labels);
         out[0] = rows.map(|(row, &label)| u32::from(first_greatest(row) == label)).sum();

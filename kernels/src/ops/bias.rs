@@ -2,11 +2,11 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{ELEMENTWISE_THREADS, F32, area, check_room, check_sizes, grid, span, total, typed, typed_blocks};
-use crate::cuda::{CudaKernels, Kernel, argument};
+use super::{ELEMENTWISE_THREADS, F32, area, check_room, check_sizes, span, total, typed, typed_blocks};
+use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
+use crate::host::HostBuffers;
+use crate::operation::{Definition, Work};
 use crate::precision::Element;
 use crate::storage::{Stored, with_stored};
 
@@ -30,29 +30,15 @@ pub struct AddBias {
 }
 
 impl AddBias {
-    fn check(&self) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("rows", self.rows.into()), ("cols", self.cols.into())])?;
-        check_room(self.name(), [("pitch", self.pitch, self.cols)])
-    }
-
     fn kernel(&self) -> Kernel {
         typed(self.element, [Kernel::AddBias, Kernel::AddBiasBf16, Kernel::AddBiasF16])
     }
 
-    /// # Safety
-    ///
-    /// As for [`Operation::run_on_host`].
-    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
+    fn compute_typed<T: Stored>(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
         let elements = span(self.rows, self.cols, self.pitch);
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (x, bias, y) = unsafe {
-            (
-                buffers.read::<T>(self.x, elements)?,
-                buffers.read::<f32>(self.bias, self.cols.into())?,
-                buffers.write::<T>(self.y, elements)?,
-            )
-        };
+        let x = buffers.read::<T>(self.x, elements)?;
+        let bias = buffers.read::<f32>(self.bias, self.cols.into())?;
+        let y = buffers.write::<T>(self.y, elements)?;
         let pitch = self.pitch as usize;
         for (y, x) in y.chunks_mut(pitch).zip(x.chunks(pitch)) {
             for ((y, x), bias) in y.iter_mut().zip(x).zip(bias) {
@@ -63,9 +49,14 @@ impl AddBias {
     }
 }
 
-impl Operation for AddBias {
+impl Definition for AddBias {
     fn name(&self) -> &'static str {
         self.kernel().name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into()), ("cols", self.cols.into())])?;
+        check_room(self.name(), [("pitch", self.pitch, self.cols)])
     }
 
     fn work(&self) -> Work {
@@ -80,33 +71,18 @@ impl Operation for AddBias {
     }
 
     fn buffers(&self) -> Vec<(u64, u64)> {
-        let elements = span(self.rows, self.cols, self.pitch);
-        vec![
-            (self.x, total([(elements, self.element.bytes())])),
-            (self.bias, total([(self.cols.into(), F32)])),
-            (self.y, total([(elements, self.element.bytes())])),
-        ]
+        let bytes = total([(span(self.rows, self.cols, self.pitch), self.element.bytes())]);
+        vec![(self.x, bytes), (self.bias, total([(self.cols.into(), F32)])), (self.y, bytes)]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let arguments = [
-            argument(&self.x),
-            argument(&self.bias),
-            argument(&self.y),
-            argument(&self.rows),
-            argument(&self.cols),
-            argument(&self.pitch),
-        ];
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![self.x, self.bias, self.y, self.rows, self.cols, self.pitch];
         // SAFETY: three addresses and three u32, as `bias.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(self.kernel(), blocks, ELEMENTWISE_THREADS, stream, arguments) }
+        unsafe { cuda.launch(self.kernel(), self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        // SAFETY: the caller vouches for the memory.
-        with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.element, T => self.compute_typed::<T>(buffers))
     }
 }
 
@@ -133,35 +109,25 @@ const PARTITIONS: u64 = 8;
 const BIAS_GRADIENT_THREADS: u32 = (BLOCK_COLS * PARTITIONS) as u32;
 
 impl BiasGradient {
-    fn check(&self) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("rows", self.rows.into()), ("cols", self.cols.into())])?;
-        check_room(self.name(), [("pitch", self.pitch, self.cols)])
-    }
-
     fn kernel(&self) -> Kernel {
         typed(self.element, [Kernel::BiasGradient, Kernel::BiasGradientBf16, Kernel::BiasGradientF16])
     }
 
-    /// # Safety
-    ///
-    /// As for [`Operation::run_on_host`].
-    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (dy, db) = unsafe {
-            (
-                buffers.read::<T>(self.dy, span(self.rows, self.cols, self.pitch))?,
-                buffers.write::<f32>(self.db, self.cols.into())?,
-            )
-        };
-        sum_rows(dy, self.pitch, db);
+    fn compute_typed<T: Stored>(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let dy = buffers.read::<T>(self.dy, span(self.rows, self.cols, self.pitch))?;
+        sum_rows(dy, self.pitch, buffers.write::<f32>(self.db, self.cols.into())?);
         Ok(())
     }
 }
 
-impl Operation for BiasGradient {
+impl Definition for BiasGradient {
     fn name(&self) -> &'static str {
         self.kernel().name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into()), ("cols", self.cols.into())])?;
+        check_room(self.name(), [("pitch", self.pitch, self.cols)])
     }
 
     fn work(&self) -> Work {
@@ -180,19 +146,14 @@ impl Operation for BiasGradient {
         vec![(self.dy, total([(elements, self.element.bytes())])), (self.db, total([(self.cols.into(), F32)]))]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let arguments =
-            [argument(&self.dy), argument(&self.db), argument(&self.rows), argument(&self.cols), argument(&self.pitch)];
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![self.dy, self.db, self.rows, self.cols, self.pitch];
         // SAFETY: two addresses and three u32, as `bias.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(self.kernel(), blocks, BIAS_GRADIENT_THREADS, stream, arguments) }
+        unsafe { cuda.launch(self.kernel(), self.work().blocks, BIAS_GRADIENT_THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        // SAFETY: the caller vouches for the memory.
-        with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.element, T => self.compute_typed::<T>(buffers))
     }
 }
 

@@ -2,11 +2,11 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{ELEMENTWISE_THREADS, check_sizes, grid, total, typed_blocks};
-use crate::cuda::{CudaKernels, Kernel, argument};
+use super::{ELEMENTWISE_THREADS, check_sizes, total, typed_blocks};
+use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
+use crate::host::HostBuffers;
+use crate::operation::{Definition, Work};
 use crate::precision::Element;
 use crate::storage::{Stored, with_stored};
 
@@ -41,21 +41,16 @@ impl ConvertElements {
         }
     }
 
-    fn check(&self) -> Result<Kernel, KernelError> {
-        check_sizes(self.name(), [("len", self.len)])?;
+    fn conversion(&self) -> Result<Kernel, KernelError> {
         self.kernel().ok_or_else(|| KernelError::Shape {
             operation: self.name(),
             what: format!("there is no conversion from {:?} to {:?}", self.from, self.to),
         })
     }
 
-    /// # Safety
-    ///
-    /// As for [`Operation::run_on_host`].
-    unsafe fn run_typed<From: Stored, To: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (x, y) = unsafe { (buffers.read::<From>(self.x, self.len)?, buffers.write::<To>(self.y, self.len)?) };
+    fn compute_typed<From: Stored, To: Stored>(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let x = buffers.read::<From>(self.x, self.len)?;
+        let y = buffers.write::<To>(self.y, self.len)?;
         for (y, x) in y.iter_mut().zip(x) {
             *y = To::store(x.load());
         }
@@ -63,9 +58,14 @@ impl ConvertElements {
     }
 }
 
-impl Operation for ConvertElements {
+impl Definition for ConvertElements {
     fn name(&self) -> &'static str {
         self.kernel().map_or(NO_CONVERSION, Kernel::name)
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("len", self.len)])?;
+        self.conversion().map(|_| ())
     }
 
     fn work(&self) -> Work {
@@ -82,17 +82,13 @@ impl Operation for ConvertElements {
         vec![(self.x, total([(self.len, self.from.bytes())])), (self.y, total([(self.len, self.to.bytes())]))]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        let kernel = self.check()?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let arguments = [argument(&self.x), argument(&self.y), argument(&self.len)];
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![self.x, self.y, self.len];
         // SAFETY: two addresses and a u64, as `convert.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(kernel, blocks, ELEMENTWISE_THREADS, stream, arguments) }
+        unsafe { cuda.launch(self.conversion()?, self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        // SAFETY: the caller vouches for the memory.
-        with_stored!(self.from, From => with_stored!(self.to, To => unsafe { self.run_typed::<From, To>(memory) }))
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.from, From => with_stored!(self.to, To => self.compute_typed::<From, To>(buffers)))
     }
 }

@@ -7,10 +7,10 @@
 use cudarc::driver::sys::CUstream;
 
 use super::U32;
-use crate::cuda::{CudaKernels, Kernel, argument};
+use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
+use crate::host::HostBuffers;
+use crate::operation::{Definition, Work};
 
 /// `cursor[0] += 1`, the last launch of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,9 +19,13 @@ pub struct AdvanceCursor {
     pub cursor: u64,
 }
 
-impl Operation for AdvanceCursor {
+impl Definition for AdvanceCursor {
     fn name(&self) -> &'static str {
         Kernel::AdvanceCursor.name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        Ok(())
     }
 
     fn work(&self) -> Work {
@@ -32,15 +36,13 @@ impl Operation for AdvanceCursor {
         vec![(self.cursor, U32)]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         // SAFETY: an address, as `cursor.cu` declares; the caller vouches for it.
-        unsafe { cuda.launch(Kernel::AdvanceCursor, 1, 1, stream, [argument(&self.cursor)]) }
+        unsafe { cuda.launch(Kernel::AdvanceCursor, 1, 1, stream, arguments![self.cursor]) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind this address.
-        let cursor = unsafe { buffers.write::<u32>(self.cursor, 1)? };
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let cursor = buffers.write::<u32>(self.cursor, 1)?;
         cursor[0] = cursor[0].wrapping_add(1);
         Ok(())
     }

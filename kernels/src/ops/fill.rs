@@ -2,11 +2,11 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{ELEMENTWISE_THREADS, F32, check_sizes, elementwise_blocks, grid, total};
-use crate::cuda::{CudaKernels, Kernel, argument};
+use super::{ELEMENTWISE_THREADS, F32, check_sizes, elementwise_blocks, total};
+use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
+use crate::host::HostBuffers;
+use crate::operation::{Definition, Work};
 
 /// `out[i] = value`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,9 +19,13 @@ pub struct Fill {
     pub out: u64,
 }
 
-impl Operation for Fill {
+impl Definition for Fill {
     fn name(&self) -> &'static str {
         Kernel::Fill.name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("len", self.len)])
     }
 
     fn work(&self) -> Work {
@@ -38,19 +42,14 @@ impl Operation for Fill {
         vec![(self.out, total([(self.len, F32)]))]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("len", self.len)])?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let arguments = [argument(&self.out), argument(&self.len), argument(&self.value)];
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![self.out, self.len, self.value.to_bits()];
         // SAFETY: an address, a u64 and an f32, as `fill.cu` declares; the caller vouches for the address.
-        unsafe { cuda.launch(Kernel::Fill, blocks, ELEMENTWISE_THREADS, stream, arguments) }
+        unsafe { cuda.launch(Kernel::Fill, self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("len", self.len)])?;
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind this address.
-        unsafe { buffers.write::<f32>(self.out, self.len)? }.fill(self.value);
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        buffers.write::<f32>(self.out, self.len)?.fill(self.value);
         Ok(())
     }
 }

@@ -7,22 +7,33 @@ use bytemuck::Pod;
 use cudarc::driver::sys::CUstream;
 
 use super::{
-    ELEMENTWISE_THREADS, U32, area, at_step, check_room, check_sizes, elementwise_blocks, grid, groups, or_null, span,
+    ELEMENTWISE_THREADS, F32, U32, area, at_step, check_room, check_sizes, elementwise_blocks, groups, or_null, span,
     step, total, typed,
 };
-use crate::cuda::{CudaKernels, Kernel, argument};
+use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
 use crate::fused::{scale_bytes, scale_floats};
-use crate::host::{HostBuffers, HostMemory, check_range};
-use crate::operation::{Operation, Work};
+use crate::host::{HostBuffers, check_range};
+use crate::operation::{Definition, Work};
 use crate::precision::Element;
 use crate::storage::{Stored, with_stored};
 
-/// `out[r,c] = source[indices[r],c] · scale + shift`, from bytes, with a fused multiply-add, rounded to the output's type.
+/// Type of a data set's values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SourceElement {
+    /// Bytes, as images come.
+    U8,
+    /// `f32`.
+    F32,
+}
+
+/// `out[r,c] = source[indices[r],c] · scale + shift`, with a fused multiply-add, rounded to the output's type.
 ///
 /// An index outside the source is an error on the host; on a GPU it reads nothing and gives a row of NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct GatherRowsU8 {
+pub struct GatherRows {
+    /// Type of the data set.
+    pub source_element: SourceElement,
     /// Type of the output.
     pub element: Element,
     /// Rows of the output: the batch.
@@ -33,7 +44,7 @@ pub struct GatherRowsU8 {
     pub pitch: u32,
     /// Rows that each step but a last one takes; without a cursor any value.
     pub batch: u32,
-    /// Address of the data set, `u8[source_rows,cols]`.
+    /// Address of the data set, `[source_rows,cols]`.
     pub source: u64,
     /// Rows of the data set.
     pub source_rows: u32,
@@ -49,38 +60,7 @@ pub struct GatherRowsU8 {
     pub out: u64,
 }
 
-/// `out[r,c] = source[indices[r],c] · scale + shift`, from `f32`, with a fused multiply-add, rounded to the output's type.
-///
-/// An index outside the source is an error on the host; on a GPU it reads nothing and gives a row of NaN.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct GatherRowsF32 {
-    /// Type of the output.
-    pub element: Element,
-    /// Rows of the output: the batch.
-    pub rows: u32,
-    /// Columns of source and output.
-    pub cols: u32,
-    /// Elements from one row of the output to the next.
-    pub pitch: u32,
-    /// Rows that each step but a last one takes; without a cursor any value.
-    pub batch: u32,
-    /// Address of the data set, `f32[source_rows,cols]`.
-    pub source: u64,
-    /// Rows of the data set.
-    pub source_rows: u32,
-    /// Address of the row numbers, `u32[rows]`, each below `source_rows`; with a cursor, those of step 0.
-    pub indices: u64,
-    /// Address of the number of the step, `u32[1]`, if the batch is to be found by it.
-    pub cursor: Option<u64>,
-    /// Factor.
-    pub scale: f32,
-    /// Added after the factor.
-    pub shift: f32,
-    /// Address of the output, `[rows,cols]`, written.
-    pub out: u64,
-}
-
-/// Groups of 16 bytes that a thread takes in a launch of many, as `gather.cuh` has it: it asks for all of them at once, so
+/// Groups of 16 bytes that a thread takes in a launch of many, as `gather.cu` has it: it asks for all of them at once, so
 /// that more is on its way than the threads of a GPU alone could ask for.
 const MOST_GROUPS: u64 = 4;
 /// From so many blocks of one group a thread on: then as many fill a large GPU as it holds at a time, about a thousand.
@@ -91,122 +71,101 @@ fn groups_each(groups: u64) -> u64 {
     if elementwise_blocks(groups) >= MANY_BLOCKS { MOST_GROUPS } else { 1 }
 }
 
-/// Both are the same but for the source's element.
-macro_rules! gather_rows {
-    ($operation:ident, $source:ty, $scale_row:ident, $kernels:expr) => {
-        impl $operation {
-            fn kernel(&self) -> Kernel {
-                typed(self.element, $kernels)
-            }
+impl GatherRows {
+    fn kernel(&self) -> Kernel {
+        let kernels = match self.source_element {
+            SourceElement::U8 => [Kernel::GatherRowsU8, Kernel::GatherRowsU8Bf16, Kernel::GatherRowsU8F16],
+            SourceElement::F32 => [Kernel::GatherRowsF32, Kernel::GatherRowsF32Bf16, Kernel::GatherRowsF32F16],
+        };
+        typed(self.element, kernels)
+    }
 
-            fn groups(&self) -> u64 {
-                groups(self.element, self.rows.into(), self.cols.into())
-            }
+    fn groups(&self) -> u64 {
+        groups(self.element, self.rows.into(), self.cols.into())
+    }
 
-            fn check(&self) -> Result<(), KernelError> {
-                check_sizes(
-                    self.name(),
-                    [("rows", self.rows.into()), ("cols", self.cols.into()), ("source_rows", self.source_rows.into())],
-                )?;
-                check_room(self.name(), [("pitch", self.pitch, self.cols)])?;
-                check_batch(self.name(), self.rows, self.batch, self.cursor)
-            }
-
-            /// # Safety
-            ///
-            /// As for [`Operation::run_on_host`].
-            unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-                let mut buffers = HostBuffers::new(memory, self.name());
-                let elements = area(self.source_rows, self.cols);
-                // SAFETY: the caller vouches for the memory behind these addresses.
-                let source = unsafe { buffers.read::<$source>(self.source, elements) }?;
-                // SAFETY: as above.
-                let indices = unsafe { batch_indices(&mut buffers, self.indices, self.rows, self.batch, self.cursor) }?;
-                // SAFETY: as above.
-                let out = unsafe { buffers.write::<T>(self.out, span(self.rows, self.cols, self.pitch)) }?;
-                check_range(self.name(), "index", indices, self.source_rows)?;
-                let cols = self.cols as usize;
-                let mut scaled = vec![0.0; cols];
-                for (out, &index) in out.chunks_mut(self.pitch as usize).zip(indices) {
-                    $scale_row(&mut scaled, row(source, cols, index), self.scale, self.shift);
-                    T::store_all(&scaled, &mut out[..cols]);
-                }
-                Ok(())
-            }
+    fn compute_typed<S: Pod, T: Stored>(
+        &self,
+        buffers: &mut HostBuffers<'_>,
+        scale_row: fn(&mut [f32], &[S], f32, f32),
+    ) -> Result<(), KernelError> {
+        let source = buffers.read::<S>(self.source, area(self.source_rows, self.cols))?;
+        let indices = batch_indices(buffers, self.indices, self.rows, self.batch, self.cursor)?;
+        let out = buffers.write::<T>(self.out, span(self.rows, self.cols, self.pitch))?;
+        check_range(self.name(), "index", indices, self.source_rows)?;
+        let cols = self.cols as usize;
+        let mut scaled = vec![0.0; cols];
+        for (out, &index) in out.chunks_mut(self.pitch as usize).zip(indices) {
+            scale_row(&mut scaled, &source[index as usize * cols..][..cols], self.scale, self.shift);
+            T::store_all(&scaled, &mut out[..cols]);
         }
-
-        impl Operation for $operation {
-            fn name(&self) -> &'static str {
-                self.kernel().name()
-            }
-
-            fn work(&self) -> Work {
-                let elements = area(self.rows, self.cols);
-                Work {
-                    kernel: self.name(),
-                    blocks: elementwise_blocks(self.groups().div_ceil(groups_each(self.groups()))),
-                    iterations: 1,
-                    bytes: total([
-                        (elements, size_of::<$source>() as u64 + self.element.bytes()),
-                        (self.rows.into(), U32),
-                    ]),
-                    flops: total([(elements, 2)]),
-                }
-            }
-
-            fn buffers(&self) -> Vec<(u64, u64)> {
-                let elements = span(self.rows, self.cols, self.pitch);
-                vec![
-                    indices_or_cursor(self.indices, self.rows, self.cursor),
-                    (self.out, total([(elements, self.element.bytes())])),
-                ]
-            }
-
-            unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-                self.check()?;
-                let blocks = grid(self.name(), self.work().blocks)?;
-                let cursor = or_null(self.cursor);
-                // CAST: 1 or 4.
-                let each = groups_each(self.groups()) as u32;
-                let arguments = [
-                    argument(&self.source),
-                    argument(&self.indices),
-                    argument(&cursor),
-                    argument(&self.out),
-                    argument(&self.rows),
-                    argument(&self.cols),
-                    argument(&self.pitch),
-                    argument(&self.batch),
-                    argument(&self.source_rows),
-                    argument(&self.scale),
-                    argument(&self.shift),
-                    argument(&each),
-                ];
-                // SAFETY: four addresses, five u32, two f32 and a u32, as `gather.cu` declares; the caller vouches for the
-                // addresses.
-                unsafe { cuda.launch(self.kernel(), blocks, ELEMENTWISE_THREADS, stream, arguments) }
-            }
-
-            unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-                self.check()?;
-                // SAFETY: the caller vouches for the memory.
-                with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
-            }
-        }
-    };
+        Ok(())
+    }
 }
 
-gather_rows!(GatherRowsU8, u8, scale_bytes, [Kernel::GatherRowsU8, Kernel::GatherRowsU8Bf16, Kernel::GatherRowsU8F16]);
-gather_rows!(
-    GatherRowsF32,
-    f32,
-    scale_floats,
-    [Kernel::GatherRowsF32, Kernel::GatherRowsF32Bf16, Kernel::GatherRowsF32F16]
-);
+impl Definition for GatherRows {
+    fn name(&self) -> &'static str {
+        self.kernel().name()
+    }
 
-fn row<T: Pod>(source: &[T], cols: usize, index: u32) -> &[T] {
-    let start = index as usize * cols;
-    &source[start..start + cols]
+    fn check(&self) -> Result<(), KernelError> {
+        let sizes = [("rows", self.rows.into()), ("cols", self.cols.into()), ("source_rows", self.source_rows.into())];
+        check_sizes(self.name(), sizes)?;
+        check_room(self.name(), [("pitch", self.pitch, self.cols)])?;
+        check_batch(self.name(), self.rows, self.batch, self.cursor)
+    }
+
+    fn work(&self) -> Work {
+        let elements = area(self.rows, self.cols);
+        let source_bytes = match self.source_element {
+            SourceElement::U8 => 1,
+            SourceElement::F32 => F32,
+        };
+        Work {
+            kernel: self.name(),
+            blocks: elementwise_blocks(self.groups().div_ceil(groups_each(self.groups()))),
+            iterations: 1,
+            bytes: total([(elements, source_bytes + self.element.bytes()), (self.rows.into(), U32)]),
+            flops: total([(elements, 2)]),
+        }
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        let elements = span(self.rows, self.cols, self.pitch);
+        vec![
+            indices_or_cursor(self.indices, self.rows, self.cursor),
+            (self.out, total([(elements, self.element.bytes())])),
+        ]
+    }
+
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        // CAST: 1 or 4.
+        let each = groups_each(self.groups()) as u32;
+        let arguments = arguments![
+            self.source,
+            self.indices,
+            or_null(self.cursor),
+            self.out,
+            self.rows,
+            self.cols,
+            self.pitch,
+            self.batch,
+            self.source_rows,
+            self.scale.to_bits(),
+            self.shift.to_bits(),
+            each
+        ];
+        // SAFETY: four addresses, five u32, two f32 and a u32, as `gather.cu` declares; the caller vouches for the
+        // addresses.
+        unsafe { cuda.launch(self.kernel(), self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
+    }
+
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.element, T => match self.source_element {
+            SourceElement::U8 => self.compute_typed::<u8, T>(buffers, scale_bytes),
+            SourceElement::F32 => self.compute_typed::<f32, T>(buffers, scale_floats),
+        })
+    }
 }
 
 fn check_batch(operation: &'static str, rows: u32, batch: u32, cursor: Option<u64>) -> Result<(), KernelError> {
@@ -214,22 +173,16 @@ fn check_batch(operation: &'static str, rows: u32, batch: u32, cursor: Option<u6
 }
 
 /// The indices of the step, after the cursor if there is one.
-///
-/// # Safety
-///
-/// As for [`HostBuffers::read`].
-unsafe fn batch_indices<'m>(
+fn batch_indices<'m>(
     buffers: &mut HostBuffers<'m>,
     indices: u64,
     rows: u32,
     batch: u32,
     cursor: Option<u64>,
 ) -> Result<&'m [u32], KernelError> {
-    // SAFETY: the caller vouches for the memory.
-    let step = unsafe { step(buffers, cursor) }?;
+    let step = step(buffers, cursor)?;
     let first = at_step(buffers.operation(), indices, area(batch, 1) * U32, step)?;
-    // SAFETY: as above.
-    unsafe { buffers.read::<u32>(first, rows.into()) }
+    buffers.read::<u32>(first, rows.into())
 }
 
 /// What a launch reads at a place known beforehand: which indices it takes depends on the cursor.
@@ -258,16 +211,16 @@ pub struct GatherLabels {
     pub out: u64,
 }
 
-impl GatherLabels {
+impl GatherLabels {}
+
+impl Definition for GatherLabels {
+    fn name(&self) -> &'static str {
+        Kernel::GatherLabels.name()
+    }
+
     fn check(&self) -> Result<(), KernelError> {
         check_sizes(self.name(), [("rows", self.rows.into()), ("source_rows", self.source_rows.into())])?;
         check_batch(self.name(), self.rows, self.batch, self.cursor)
-    }
-}
-
-impl Operation for GatherLabels {
-    fn name(&self) -> &'static str {
-        Kernel::GatherLabels.name()
     }
 
     fn work(&self) -> Work {
@@ -285,32 +238,24 @@ impl Operation for GatherLabels {
         vec![indices_or_cursor(self.indices, self.rows, self.cursor), (self.out, total([(self.rows.into(), U32)]))]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let cursor = or_null(self.cursor);
-        let arguments = [
-            argument(&self.source),
-            argument(&self.indices),
-            argument(&cursor),
-            argument(&self.out),
-            argument(&self.rows),
-            argument(&self.batch),
-            argument(&self.source_rows),
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![
+            self.source,
+            self.indices,
+            or_null(self.cursor),
+            self.out,
+            self.rows,
+            self.batch,
+            self.source_rows
         ];
         // SAFETY: four addresses and three u32, as `gather.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(Kernel::GatherLabels, blocks, ELEMENTWISE_THREADS, stream, arguments) }
+        unsafe { cuda.launch(Kernel::GatherLabels, self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let source = unsafe { buffers.read::<u8>(self.source, self.source_rows.into()) }?;
-        // SAFETY: as above.
-        let indices = unsafe { batch_indices(&mut buffers, self.indices, self.rows, self.batch, self.cursor) }?;
-        // SAFETY: as above.
-        let out = unsafe { buffers.write::<u32>(self.out, self.rows.into()) }?;
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let source = buffers.read::<u8>(self.source, self.source_rows.into())?;
+        let indices = batch_indices(buffers, self.indices, self.rows, self.batch, self.cursor)?;
+        let out = buffers.write::<u32>(self.out, self.rows.into())?;
         check_range(self.name(), "index", indices, self.source_rows)?;
         for (out, &index) in out.iter_mut().zip(indices) {
             *out = source[index as usize].into();

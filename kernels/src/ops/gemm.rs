@@ -2,11 +2,11 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{F32, area, check_sizes, grid, total};
-use crate::cuda::{CudaKernels, Kernel, argument};
+use super::{F32, area, check_sizes, total};
+use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
+use crate::host::HostBuffers;
+use crate::operation::{Definition, Work};
 
 /// Which operand lies transposed in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -82,6 +82,12 @@ impl Gemm {
             (GemmLayout::TN, Variant::Sliced) => Kernel::GemmTnSliced,
         }
     }
+}
+
+impl Definition for Gemm {
+    fn name(&self) -> &'static str {
+        self.kernel().name()
+    }
 
     fn check(&self) -> Result<(), KernelError> {
         let operation = self.name();
@@ -91,12 +97,6 @@ impl Gemm {
             return Err(KernelError::Shape { operation, what: format!("size {largest} is above {LARGEST}") });
         }
         Ok(())
-    }
-}
-
-impl Operation for Gemm {
-    fn name(&self) -> &'static str {
-        self.kernel().name()
     }
 
     fn work(&self) -> Work {
@@ -125,61 +125,66 @@ impl Operation for Gemm {
         ]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let arguments = [
-            argument(&self.a),
-            argument(&self.b),
-            argument(&self.c),
-            argument(&self.m),
-            argument(&self.n),
-            argument(&self.k),
-        ];
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![self.a, self.b, self.c, self.m, self.n, self.k];
         // SAFETY: three addresses and three u32, as `gemm.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(self.kernel(), blocks, THREADS, stream, arguments) }
+        unsafe { cuda.launch(self.kernel(), self.work().blocks, THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (a, b, c) = unsafe {
-            (
-                buffers.read::<f32>(self.a, area(self.m, self.k))?,
-                buffers.read::<f32>(self.b, area(self.k, self.n))?,
-                buffers.write::<f32>(self.c, area(self.m, self.n))?,
-            )
-        };
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let a = buffers.read::<f32>(self.a, area(self.m, self.k))?;
+        let b = buffers.read::<f32>(self.b, area(self.k, self.n))?;
+        let c = buffers.write::<f32>(self.c, area(self.m, self.n))?;
         let [m, n, k] = [self.m, self.n, self.k].map(|size| size as usize);
-        let pitch = |size: usize| size as isize;
-        let (a_strides, b_strides) = match self.layout {
-            GemmLayout::NN => ((pitch(k), 1), (pitch(n), 1)),
-            GemmLayout::NT => ((pitch(k), 1), (1, pitch(k))),
-            GemmLayout::TN => ((1, pitch(m)), (pitch(n), 1)),
+        let (a_pitch, b_pitch) = match self.layout {
+            GemmLayout::NN => (k, n),
+            GemmLayout::NT => (k, k),
+            GemmLayout::TN => (m, n),
         };
-        // Threads share out rows and columns of C, never the sum over k: their number does not change the result.
-        // SAFETY: the strides stay within slices of m·k, k·n and m·n elements, and c overlaps neither a nor b. With
-        // beta = 0 the old contents of c are not read.
-        unsafe {
-            matrixmultiply::sgemm(
-                m,
-                k,
-                n,
-                1.0,
-                a.as_ptr(),
-                a_strides.0,
-                a_strides.1,
-                b.as_ptr(),
-                b_strides.0,
-                b_strides.1,
-                0.0,
-                c.as_mut_ptr(),
-                pitch(n),
-                1,
-            );
-        }
+        product(self.layout, [m, n, k], (a, a_pitch), (b, b_pitch), c);
         Ok(())
+    }
+}
+
+/// `c = op(a)·op(b)`, dense `[m, n]`, in f32, of matrices with their pitches. Threads share out rows and columns of C, never the sum
+/// over k: their number does not change the result.
+pub(super) fn product(
+    layout: GemmLayout,
+    [m, n, k]: [usize; 3],
+    (a, a_pitch): (&[f32], usize),
+    (b, b_pitch): (&[f32], usize),
+    c: &mut [f32],
+) {
+    let (a_strides, b_strides) = match layout {
+        GemmLayout::NN => ((a_pitch, 1), (b_pitch, 1)),
+        GemmLayout::NT => ((a_pitch, 1), (1, b_pitch)),
+        GemmLayout::TN => ((1, a_pitch), (b_pitch, 1)),
+    };
+    let last = |rows: usize, cols: usize, by: (usize, usize)| (rows - 1) * by.0 + (cols - 1) * by.1;
+    let inside = last(m, k, a_strides) < a.len() && last(k, n, b_strides) < b.len() && m * n <= c.len();
+    assert!(inside, "matrices are as large as their shapes say");
+    // CAST: all below the lengths of slices, so below `isize::MAX`.
+    let [a_strides, b_strides] = [a_strides, b_strides].map(|(row, col)| (row as isize, col as isize));
+    let (a, b, to) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
+    // SAFETY: the strides stay within the slices, as asserted, and c overlaps neither a nor b. With beta = 0 the old contents
+    // of c are not read.
+    unsafe {
+        matrixmultiply::sgemm(
+            m,
+            k,
+            n,
+            1.0,
+            a,
+            a_strides.0,
+            a_strides.1,
+            b,
+            b_strides.0,
+            b_strides.1,
+            0.0,
+            to,
+            n as isize,
+            1,
+        );
     }
 }
 

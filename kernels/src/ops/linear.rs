@@ -18,7 +18,7 @@ pub use update::LinearUpdate;
 pub use weight_gradient::LinearWeightGradient;
 
 use super::bias::sum_rows;
-use super::{U32, check_sizes};
+use super::{GemmLayout, U32, check_sizes, gemm};
 use crate::cuda::LinearArguments;
 use crate::error::KernelError;
 use crate::host::HostBuffers;
@@ -42,7 +42,7 @@ macro_rules! linear {
             }
 
             /// Name of the kernel that a launch on this GPU takes: GPUs lack some, and the planned one may not fit. Without a
-            /// GPU, that of the planned one, as in [`Operation::name`].
+            /// GPU, that of the planned one, as in [`Operation::name`](crate::Operation::name).
             ///
             /// # Errors
             ///
@@ -83,11 +83,11 @@ macro_rules! linear {
             ///
             /// # Errors
             ///
-            /// As for [`Operation::launch`].
+            /// As for [`Operation::launch`](crate::Operation::launch).
             ///
             /// # Safety
             ///
-            /// As for [`Operation::launch`]; workspace and tickets are as large as [`needs_with`](Self::needs_with) says.
+            /// As for [`Operation::launch`](crate::Operation::launch); workspace and tickets are as large as [`needs_with`](Self::needs_with) says.
             pub unsafe fn launch_with(
                 &$self,
                 choice: Choice,
@@ -120,13 +120,8 @@ macro_rules! linear {
             }
 
             /// Claims workspace and tickets: the host needs neither, but an overlap has to come out.
-            ///
-            /// # Safety
-            ///
-            /// As for [`HostBuffers::write`].
-            unsafe fn claim_shared(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
-                // SAFETY: the caller vouches for the memory.
-                unsafe { super::claim_shared(buffers, self.shared_buffers()) }
+            fn claim_shared(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+                super::claim_shared(buffers, self.shared_buffers())
             }
         }
     };
@@ -163,62 +158,18 @@ fn check_layer(operation: &'static str, rows: u32, inputs: u32, outputs: u32) ->
     }
 }
 
-/// # Safety
-///
-/// As for [`HostBuffers::write`].
-unsafe fn claim_shared(
+fn claim_shared(
     buffers: &mut HostBuffers<'_>,
-    shared: impl Iterator<Item = (u64, u64)>,
+    mut shared: impl Iterator<Item = (u64, u64)>,
 ) -> Result<(), KernelError> {
-    for (addr, bytes) in shared {
-        // SAFETY: the caller vouches for the memory.
-        unsafe { buffers.write::<u32>(addr, bytes / U32) }?;
-    }
-    Ok(())
-}
-
-/// Which of a product's operands is to be read transposed.
-#[derive(Clone, Copy)]
-enum Transposed {
-    Neither,
-    First,
-    Second,
+    shared.try_for_each(|(addr, bytes)| buffers.write::<u32>(addr, bytes / U32).map(|_| ()))
 }
 
 /// `op(a)·op(b)`, dense `[m, n]`: what the host computes for every precision, with sums in f32.
-fn product([m, n, k]: [u32; 3], transposed: Transposed, a: &Operand<'_>, b: &Operand<'_>) -> Vec<f32> {
-    let [m, n, k] = [m, n, k].map(|size| size as usize);
-    let (a_strides, b_strides) = match transposed {
-        Transposed::Neither => ((a.pitch, 1), (b.pitch, 1)),
-        Transposed::First => ((1, a.pitch), (b.pitch, 1)),
-        Transposed::Second => ((a.pitch, 1), (1, b.pitch)),
-    };
-    let last = |rows: usize, cols: usize, by: (usize, usize)| (rows - 1) * by.0 + (cols - 1) * by.1;
-    let inside = last(m, k, a_strides) < a.values.len() && last(k, n, b_strides) < b.values.len();
-    assert!(inside, "operands are as large as their shapes say");
+fn product(shape: [u32; 3], layout: GemmLayout, a: &Operand<'_>, b: &Operand<'_>) -> Vec<f32> {
+    let [m, n, k] = shape.map(|size| size as usize);
     let mut c = vec![0.0; m * n];
-    // CAST: all below the lengths of slices, so below `isize::MAX`.
-    let stride = |size: usize| size as isize;
-    // Threads share out rows and columns of C, never the sum over k: their number does not change the result.
-    // SAFETY: the strides stay within the slices, as asserted, and C's within m·n elements; C is new memory.
-    unsafe {
-        matrixmultiply::sgemm(
-            m,
-            k,
-            n,
-            1.0,
-            a.values.as_ptr(),
-            stride(a_strides.0),
-            stride(a_strides.1),
-            b.values.as_ptr(),
-            stride(b_strides.0),
-            stride(b_strides.1),
-            0.0,
-            c.as_mut_ptr(),
-            stride(n),
-            1,
-        );
-    }
+    gemm::product(layout, [m, n, k], (&a.values, a.pitch), (&b.values, b.pitch), &mut c);
     c
 }
 
@@ -241,7 +192,7 @@ impl Gradient {
         sum_rows(dy, dy_pitch, &mut bias);
         let dy = Operand::of(dy, outputs, dy_pitch, precision);
         let x = Operand::of(x, inputs, x_pitch, precision);
-        let weight = product([outputs, inputs, rows], Transposed::First, &dy, &x);
+        let weight = product([outputs, inputs, rows], GemmLayout::TN, &dy, &x);
         Self { weight, bias }
     }
 }

@@ -3,13 +3,13 @@
 use cudarc::driver::sys::CUstream;
 
 use super::{
-    F32, ROWS_PER_BLOCK, U32, WARP_PER_ROW_THREADS, area, at_step, check_room, check_sizes, grid, or_null, span, step,
-    total, typed,
+    F32, ROWS_PER_BLOCK, U32, WARP_PER_ROW_THREADS, area, at_step, check_room, check_sizes, or_null, span, step, total,
+    typed,
 };
-use crate::cuda::{CudaKernels, Kernel, argument};
+use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory, check_range};
-use crate::operation::{Operation, Work};
+use crate::host::{HostBuffers, check_range};
+use crate::operation::{Definition, Work};
 use crate::precision::Element;
 use crate::storage::{Stored, with_stored};
 
@@ -48,25 +48,11 @@ impl SoftmaxCrossEntropy {
         typed(self.element, kernels)
     }
 
-    fn check(&self) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])?;
-        check_room(self.name(), [("dlogits_pitch", self.dlogits_pitch, self.classes)])
-    }
-
-    /// # Safety
-    ///
-    /// As for [`Operation::run_on_host`].
-    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (logits, labels, losses, dlogits) = unsafe {
-            (
-                buffers.read::<f32>(self.logits, area(self.rows, self.classes))?,
-                buffers.read::<u32>(self.labels, self.rows.into())?,
-                buffers.write::<f32>(self.losses, self.rows.into())?,
-                buffers.write::<T>(self.dlogits, span(self.rows, self.classes, self.dlogits_pitch))?,
-            )
-        };
+    fn compute_typed<T: Stored>(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let logits = buffers.read::<f32>(self.logits, area(self.rows, self.classes))?;
+        let labels = buffers.read::<u32>(self.labels, self.rows.into())?;
+        let losses = buffers.write::<f32>(self.losses, self.rows.into())?;
+        let dlogits = buffers.write::<T>(self.dlogits, span(self.rows, self.classes, self.dlogits_pitch))?;
         check_range(self.name(), "label", labels, self.classes)?;
         let rows = logits.chunks_exact(self.classes as usize).zip(dlogits.chunks_mut(self.dlogits_pitch as usize));
         for (((x, gradient), &label), loss) in rows.zip(labels).zip(losses) {
@@ -78,9 +64,14 @@ impl SoftmaxCrossEntropy {
     }
 }
 
-impl Operation for SoftmaxCrossEntropy {
+impl Definition for SoftmaxCrossEntropy {
     fn name(&self) -> &'static str {
         self.kernel().name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])?;
+        check_room(self.name(), [("dlogits_pitch", self.dlogits_pitch, self.classes)])
     }
 
     fn work(&self) -> Work {
@@ -107,27 +98,23 @@ impl Operation for SoftmaxCrossEntropy {
         ]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let arguments = [
-            argument(&self.logits),
-            argument(&self.labels),
-            argument(&self.losses),
-            argument(&self.dlogits),
-            argument(&self.rows),
-            argument(&self.classes),
-            argument(&self.dlogits_pitch),
-            argument(&self.scale),
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![
+            self.logits,
+            self.labels,
+            self.losses,
+            self.dlogits,
+            self.rows,
+            self.classes,
+            self.dlogits_pitch,
+            self.scale.to_bits()
         ];
         // SAFETY: four addresses, three u32 and an f32, as `loss.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(self.kernel(), blocks, WARP_PER_ROW_THREADS, stream, arguments) }
+        unsafe { cuda.launch(self.kernel(), self.work().blocks, WARP_PER_ROW_THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        // SAFETY: the caller vouches for the memory.
-        with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.element, T => self.compute_typed::<T>(buffers))
     }
 }
 
@@ -146,15 +133,15 @@ pub struct CrossEntropyLoss {
     pub losses: u64,
 }
 
-impl CrossEntropyLoss {
-    fn check(&self) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])
-    }
-}
+impl CrossEntropyLoss {}
 
-impl Operation for CrossEntropyLoss {
+impl Definition for CrossEntropyLoss {
     fn name(&self) -> &'static str {
         Kernel::CrossEntropyLoss.name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])
     }
 
     fn work(&self) -> Work {
@@ -177,31 +164,16 @@ impl Operation for CrossEntropyLoss {
         ]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let arguments = [
-            argument(&self.logits),
-            argument(&self.labels),
-            argument(&self.losses),
-            argument(&self.rows),
-            argument(&self.classes),
-        ];
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![self.logits, self.labels, self.losses, self.rows, self.classes];
         // SAFETY: three addresses and two u32, as `loss.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(Kernel::CrossEntropyLoss, blocks, WARP_PER_ROW_THREADS, stream, arguments) }
+        unsafe { cuda.launch(Kernel::CrossEntropyLoss, self.work().blocks, WARP_PER_ROW_THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (logits, labels, losses) = unsafe {
-            (
-                buffers.read::<f32>(self.logits, area(self.rows, self.classes))?,
-                buffers.read::<u32>(self.labels, self.rows.into())?,
-                buffers.write::<f32>(self.losses, self.rows.into())?,
-            )
-        };
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let logits = buffers.read::<f32>(self.logits, area(self.rows, self.classes))?;
+        let labels = buffers.read::<u32>(self.labels, self.rows.into())?;
+        let losses = buffers.write::<f32>(self.losses, self.rows.into())?;
         check_range(self.name(), "label", labels, self.classes)?;
         for ((x, &label), loss) in logits.chunks_exact(self.classes as usize).zip(labels).zip(losses) {
             *loss = Row::of(x).loss(x[label as usize]);
@@ -225,9 +197,13 @@ pub struct MeanLoss {
 
 const MEAN_THREADS: u32 = 256;
 
-impl Operation for MeanLoss {
+impl Definition for MeanLoss {
     fn name(&self) -> &'static str {
         Kernel::MeanLoss.name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into())])
     }
 
     fn work(&self) -> Work {
@@ -248,23 +224,16 @@ impl Operation for MeanLoss {
         ]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("rows", self.rows.into())])?;
-        let cursor = or_null(self.cursor);
-        let arguments = [argument(&self.losses), argument(&self.out), argument(&cursor), argument(&self.rows)];
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![self.losses, self.out, or_null(self.cursor), self.rows];
         // SAFETY: three addresses and a u32, as `loss.cu` declares; the caller vouches for the addresses.
         unsafe { cuda.launch(Kernel::MeanLoss, 1, MEAN_THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("rows", self.rows.into())])?;
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let losses = unsafe { buffers.read::<f32>(self.losses, self.rows.into()) }?;
-        // SAFETY: as above.
-        let step = unsafe { step(&mut buffers, self.cursor) }?;
-        // SAFETY: as above.
-        let out = unsafe { buffers.write::<f32>(at_step(self.name(), self.out, F32, step)?, 1) }?;
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let losses = buffers.read::<f32>(self.losses, self.rows.into())?;
+        let step = step(buffers, self.cursor)?;
+        let out = buffers.write::<f32>(at_step(self.name(), self.out, F32, step)?, 1)?;
         out[0] = mean(losses.iter().copied());
         Ok(())
     }

@@ -18,7 +18,7 @@ pub use bias::{AddBias, BiasGradient};
 pub use convert::ConvertElements;
 pub use cursor::AdvanceCursor;
 pub use fill::Fill;
-pub use gather::{GatherLabels, GatherRowsF32, GatherRowsU8};
+pub use gather::{GatherLabels, GatherRows, SourceElement};
 pub use gemm::{Gemm, GemmLayout};
 pub use linear::{LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient};
 pub use loss::{CrossEntropyLoss, MeanLoss, SoftmaxCrossEntropy};
@@ -104,16 +104,8 @@ fn check_room<const N: usize>(operation: &'static str, rooms: [(&str, u32, u32);
 }
 
 /// The number of the step, from the cursor's address.
-///
-/// # Safety
-///
-/// As for [`HostBuffers::read`].
-unsafe fn step(buffers: &mut HostBuffers<'_>, cursor: Option<u64>) -> Result<u64, KernelError> {
-    match cursor {
-        None => Ok(0),
-        // SAFETY: the caller vouches for the memory.
-        Some(cursor) => Ok(unsafe { buffers.read::<u32>(cursor, 1)? }[0].into()),
-    }
+fn step(buffers: &mut HostBuffers<'_>, cursor: Option<u64>) -> Result<u64, KernelError> {
+    cursor.map_or(Ok(0), |cursor| Ok(buffers.read::<u32>(cursor, 1)?[0].into()))
 }
 
 /// The address of what step number `step` works on, if each step has `stride` bytes of its own.

@@ -2,11 +2,11 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{ELEMENTWISE_THREADS, check_sizes, grid, total, typed, typed_blocks};
-use crate::cuda::{CudaKernels, Kernel, argument};
+use super::{ELEMENTWISE_THREADS, check_sizes, total, typed, typed_blocks};
+use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
+use crate::host::HostBuffers;
+use crate::operation::{Definition, Work};
 use crate::precision::Element;
 use crate::storage::{Stored, with_stored};
 
@@ -28,13 +28,9 @@ impl Relu {
         typed(self.element, [Kernel::Relu, Kernel::ReluBf16, Kernel::ReluF16])
     }
 
-    /// # Safety
-    ///
-    /// As for [`Operation::run_on_host`].
-    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (x, y) = unsafe { (buffers.read::<T>(self.x, self.len)?, buffers.write::<T>(self.y, self.len)?) };
+    fn compute_typed<T: Stored>(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let x = buffers.read::<T>(self.x, self.len)?;
+        let y = buffers.write::<T>(self.y, self.len)?;
         let zero = T::store(0.0);
         for (y, &x) in y.iter_mut().zip(x) {
             *y = if x.load() <= 0.0 { zero } else { x };
@@ -43,9 +39,13 @@ impl Relu {
     }
 }
 
-impl Operation for Relu {
+impl Definition for Relu {
     fn name(&self) -> &'static str {
         self.kernel().name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("len", self.len)])
     }
 
     fn work(&self) -> Work {
@@ -59,21 +59,18 @@ impl Operation for Relu {
     }
 
     fn buffers(&self) -> Vec<(u64, u64)> {
-        vec![(self.x, total([(self.len, self.element.bytes())])), (self.y, total([(self.len, self.element.bytes())]))]
+        let bytes = total([(self.len, self.element.bytes())]);
+        vec![(self.x, bytes), (self.y, bytes)]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("len", self.len)])?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let arguments = [argument(&self.x), argument(&self.y), argument(&self.len)];
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![self.x, self.y, self.len];
         // SAFETY: two addresses and a u64, as `relu.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(self.kernel(), blocks, ELEMENTWISE_THREADS, stream, arguments) }
+        unsafe { cuda.launch(self.kernel(), self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("len", self.len)])?;
-        // SAFETY: the caller vouches for the memory.
-        with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.element, T => self.compute_typed::<T>(buffers))
     }
 }
 
@@ -97,19 +94,10 @@ impl ReluBackward {
         typed(self.element, [Kernel::ReluBackward, Kernel::ReluBackwardBf16, Kernel::ReluBackwardF16])
     }
 
-    /// # Safety
-    ///
-    /// As for [`Operation::run_on_host`].
-    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (y, dy, dx) = unsafe {
-            (
-                buffers.read::<T>(self.y, self.len)?,
-                buffers.read::<T>(self.dy, self.len)?,
-                buffers.write::<T>(self.dx, self.len)?,
-            )
-        };
+    fn compute_typed<T: Stored>(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let y = buffers.read::<T>(self.y, self.len)?;
+        let dy = buffers.read::<T>(self.dy, self.len)?;
+        let dx = buffers.write::<T>(self.dx, self.len)?;
         let zero = T::store(0.0);
         for ((dx, &y), &dy) in dx.iter_mut().zip(y).zip(dy) {
             *dx = if y.load() > 0.0 { dy } else { zero };
@@ -118,9 +106,13 @@ impl ReluBackward {
     }
 }
 
-impl Operation for ReluBackward {
+impl Definition for ReluBackward {
     fn name(&self) -> &'static str {
         self.kernel().name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("len", self.len)])
     }
 
     fn work(&self) -> Work {
@@ -134,24 +126,17 @@ impl Operation for ReluBackward {
     }
 
     fn buffers(&self) -> Vec<(u64, u64)> {
-        vec![
-            (self.y, total([(self.len, self.element.bytes())])),
-            (self.dy, total([(self.len, self.element.bytes())])),
-            (self.dx, total([(self.len, self.element.bytes())])),
-        ]
+        let bytes = total([(self.len, self.element.bytes())]);
+        vec![(self.y, bytes), (self.dy, bytes), (self.dx, bytes)]
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("len", self.len)])?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let arguments = [argument(&self.y), argument(&self.dy), argument(&self.dx), argument(&self.len)];
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![self.y, self.dy, self.dx, self.len];
         // SAFETY: three addresses and a u64, as `relu.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(self.kernel(), blocks, ELEMENTWISE_THREADS, stream, arguments) }
+        unsafe { cuda.launch(self.kernel(), self.work().blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("len", self.len)])?;
-        // SAFETY: the caller vouches for the memory.
-        with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.element, T => self.compute_typed::<T>(buffers))
     }
 }

@@ -2,12 +2,12 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{ELEMENTWISE_THREADS, F32, check_sizes, grid, or_null, total, typed, typed_blocks};
-use crate::cuda::{CudaKernels, Kernel, argument};
+use super::{ELEMENTWISE_THREADS, F32, check_sizes, or_null, total, typed, typed_blocks};
+use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
 use crate::fused::descend;
-use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
+use crate::host::HostBuffers;
+use crate::operation::{Definition, Work};
 use crate::precision::Element;
 use crate::storage::{Stored, with_stored};
 
@@ -36,24 +36,10 @@ impl Sgd {
         typed(self.element, [Kernel::Sgd, Kernel::SgdBf16, Kernel::SgdF16])
     }
 
-    fn check(&self) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("len", self.len)])?;
-        check_master(self.name(), self.element, self.master)
-    }
-
-    /// # Safety
-    ///
-    /// As for [`Operation::run_on_host`].
-    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (gradient, weights) =
-            unsafe { (buffers.read::<f32>(self.gradient, self.len)?, buffers.write::<T>(self.weights, self.len)?) };
-        let master = match self.master {
-            None => None,
-            // SAFETY: as above.
-            Some(master) => Some(unsafe { buffers.write::<f32>(master, self.len)? }),
-        };
+    fn compute_typed<T: Stored>(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let gradient = buffers.read::<f32>(self.gradient, self.len)?;
+        let weights = buffers.write::<T>(self.weights, self.len)?;
+        let master = buffers.write_some::<f32>(self.master, self.len)?;
         step_weights(weights, master, gradient, self.learning_rate);
         Ok(())
     }
@@ -84,9 +70,14 @@ pub(super) fn step_weights<T: Stored>(weights: &mut [T], master: Option<&mut [f3
     }
 }
 
-impl Operation for Sgd {
+impl Definition for Sgd {
     fn name(&self) -> &'static str {
         self.kernel().name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("len", self.len)])?;
+        check_master(self.name(), self.element, self.master)
     }
 
     fn work(&self) -> Work {
@@ -109,25 +100,20 @@ impl Operation for Sgd {
         buffers
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
-        let blocks = grid(self.name(), self.work().blocks)?;
-        let gradient = argument(&self.gradient);
-        let (weights, len, rate) = (argument(&self.weights), argument(&self.len), argument(&self.learning_rate));
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let (kernel, blocks) = (self.kernel(), self.work().blocks);
         if self.element == Element::F32 {
-            let arguments = [gradient, weights, len, rate];
+            let arguments = arguments![self.gradient, self.weights, self.len, self.learning_rate.to_bits()];
             // SAFETY: two addresses, a u64 and an f32, as `sgd.cu` declares; the caller vouches for the addresses.
-            return unsafe { cuda.launch(self.kernel(), blocks, ELEMENTWISE_THREADS, stream, arguments) };
+            return unsafe { cuda.launch(kernel, blocks, ELEMENTWISE_THREADS, stream, arguments) };
         }
-        let master = or_null(self.master);
-        let arguments = [gradient, weights, argument(&master), len, rate];
+        let arguments =
+            arguments![self.gradient, self.weights, or_null(self.master), self.len, self.learning_rate.to_bits()];
         // SAFETY: three addresses, a u64 and an f32, as `sgd.cu` declares; the caller vouches for the addresses.
-        unsafe { cuda.launch(self.kernel(), blocks, ELEMENTWISE_THREADS, stream, arguments) }
+        unsafe { cuda.launch(kernel, blocks, ELEMENTWISE_THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        // SAFETY: the caller vouches for the memory.
-        with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.element, T => self.compute_typed::<T>(buffers))
     }
 }

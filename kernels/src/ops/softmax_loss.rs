@@ -4,11 +4,11 @@ use cudarc::driver::sys::CUstream;
 
 use super::accuracy::first_greatest;
 use super::loss::{Row, mean};
-use super::{F32, U32, area, at_step, check_room, check_sizes, grid, or_null, span, total, typed};
-use crate::cuda::{CudaKernels, Kernel, argument};
+use super::{F32, U32, area, at_step, check_room, check_sizes, or_null, span, total, typed};
+use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory, check_range};
-use crate::operation::{Operation, Work};
+use crate::host::{HostBuffers, check_range};
+use crate::operation::{Definition, Work};
 use crate::precision::Element;
 use crate::storage::{Stored, with_stored};
 
@@ -19,7 +19,7 @@ use crate::storage::{Stored, with_stored};
 ///
 /// A label that is no class is an error on the host; on a GPU it gives NaN for the mean and for the row's gradient, and
 /// the row counts as wrong.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SoftmaxLoss {
     /// Type of the gradient; without one any.
     pub element: Element,
@@ -81,60 +81,23 @@ impl SoftmaxLoss {
         u64::from(self.blocks() > 1)
     }
 
-    fn check(&self) -> Result<(), KernelError> {
-        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])?;
-        if self.dlogits.is_some() {
-            check_room(self.name(), [("dlogits_pitch", self.dlogits_pitch, self.classes)])?;
-        }
-        if self.advance && self.cursor.is_none() {
-            let what = "there is no cursor to advance".to_owned();
-            return Err(KernelError::Shape { operation: self.name(), what });
-        }
-        Ok(())
-    }
-
     /// Elements of the gradient from its first to its last.
     fn gradient_elements(&self) -> u64 {
         span(self.rows, self.classes, self.dlogits_pitch)
     }
 
-    /// # Safety
-    ///
-    /// As for [`Operation::run_on_host`].
-    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (logits, labels) = unsafe {
-            (
-                buffers.read::<f32>(self.logits, area(self.rows, self.classes))?,
-                buffers.read::<u32>(self.labels, self.rows.into())?,
-            )
-        };
-        let mut gradient: &mut [T] = match self.dlogits {
-            None => &mut [],
-            // SAFETY: as above.
-            Some(dlogits) => unsafe { buffers.write(dlogits, self.gradient_elements()) }?,
-        };
-        let mut cursor = match self.cursor {
-            None => None,
-            // SAFETY: as above.
-            Some(cursor) => Some(&mut unsafe { buffers.write::<u32>(cursor, 1) }?[0]),
-        };
+    fn compute_typed<T: Stored>(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let logits = buffers.read::<f32>(self.logits, area(self.rows, self.classes))?;
+        let labels = buffers.read::<u32>(self.labels, self.rows.into())?;
+        let mut gradient = buffers.write_some::<T>(self.dlogits, self.gradient_elements())?.unwrap_or_default();
+        let mut cursor = buffers.write_some::<u32>(self.cursor, 1)?.map(|cursor| &mut cursor[0]);
         let step = cursor.as_deref().map_or(0, |&step| step.into());
-        // SAFETY: as above.
-        let loss = unsafe { buffers.write::<f32>(at_step(self.name(), self.loss, F32, step)?, 1) }?;
-        let correct: &mut [u32] = match self.correct {
-            None => &mut [],
-            // SAFETY: as above.
-            Some(correct) => unsafe { buffers.write(correct, 1) }?,
-        };
+        let loss = buffers.write::<f32>(at_step(self.name(), self.loss, F32, step)?, 1)?;
+        let correct = buffers.write_some::<u32>(self.correct, 1)?;
         if self.tickets() > 0 {
             // Nothing is stored there, but an overlap has to come out.
-            // SAFETY: as above.
-            unsafe {
-                buffers.write::<u32>(self.workspace, self.workspace_bytes() / U32)?;
-                buffers.write::<u32>(self.tickets, self.tickets())?;
-            }
+            buffers.write::<u32>(self.workspace, self.workspace_bytes() / U32)?;
+            buffers.write::<u32>(self.tickets, self.tickets())?;
         }
         check_range(self.name(), "label", labels, self.classes)?;
         let rows = || logits.chunks_exact(self.classes as usize).zip(labels);
@@ -148,8 +111,8 @@ impl SoftmaxLoss {
             row.gradient(x, label, self.scale, here);
         }
         loss[0] = mean(losses.into_iter());
-        if let [correct] = correct {
-            *correct = rows().map(|(x, &label)| u32::from(first_greatest(x) == label)).sum();
+        if let Some(correct) = correct {
+            correct[0] = rows().map(|(x, &label)| u32::from(first_greatest(x) == label)).sum();
         }
         if self.advance
             && let Some(cursor) = &mut cursor
@@ -160,9 +123,21 @@ impl SoftmaxLoss {
     }
 }
 
-impl Operation for SoftmaxLoss {
+impl Definition for SoftmaxLoss {
     fn name(&self) -> &'static str {
         self.kernel().name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        check_sizes(self.name(), [("rows", self.rows.into()), ("classes", self.classes.into())])?;
+        if self.dlogits.is_some() {
+            check_room(self.name(), [("dlogits_pitch", self.dlogits_pitch, self.classes)])?;
+        }
+        if self.advance && self.cursor.is_none() {
+            let what = "there is no cursor to advance".to_owned();
+            return Err(KernelError::Shape { operation: self.name(), what });
+        }
+        Ok(())
     }
 
     fn work(&self) -> Work {
@@ -195,34 +170,28 @@ impl Operation for SoftmaxLoss {
         buffers
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
-        let blocks = grid(self.name(), self.blocks())?;
-        let (dlogits, correct, cursor) = (or_null(self.dlogits), or_null(self.correct), or_null(self.cursor));
-        let advance = u32::from(self.advance);
-        let arguments = [
-            argument(&self.logits),
-            argument(&self.labels),
-            argument(&dlogits),
-            argument(&self.loss),
-            argument(&correct),
-            argument(&cursor),
-            argument(&self.workspace),
-            argument(&self.tickets),
-            argument(&self.rows),
-            argument(&self.classes),
-            argument(&self.dlogits_pitch),
-            argument(&advance),
-            argument(&self.scale),
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        let arguments = arguments![
+            self.logits,
+            self.labels,
+            or_null(self.dlogits),
+            self.loss,
+            or_null(self.correct),
+            or_null(self.cursor),
+            self.workspace,
+            self.tickets,
+            self.rows,
+            self.classes,
+            self.dlogits_pitch,
+            self.advance,
+            self.scale.to_bits()
         ];
         // SAFETY: eight addresses, four u32 and an f32, as `softmax_loss.cu` declares; the caller vouches for the
         // addresses.
-        unsafe { cuda.launch(self.kernel(), blocks, THREADS, stream, arguments) }
+        unsafe { cuda.launch(self.kernel(), self.work().blocks, THREADS, stream, arguments) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        // SAFETY: the caller vouches for the memory.
-        with_stored!(self.element, T => unsafe { self.run_typed::<T>(memory) })
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.element, T => self.compute_typed::<T>(buffers))
     }
 }

@@ -272,7 +272,8 @@ mod tests {
     fn every_digit_occurs_equally_often() {
         let data = generate(3);
         for (split, rows) in [(&data.train, TRAIN), (&data.validation, VALIDATION)] {
-            assert_eq!((split.rows, split.labels.len(), split.features.len()), (rows, rows, rows * PIXELS));
+            let Features::U8 { bytes, .. } = &split.features else { panic!("digits are bytes") };
+            assert_eq!((split.rows, split.labels.len(), bytes.len()), (rows, rows, rows * PIXELS));
             for digit in 0..CLASSES {
                 assert_eq!(split.labels.iter().filter(|&&label| usize::from(label) == digit).count(), rows / CLASSES);
             }

@@ -12,13 +12,13 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ring::digest::{Context, SHA256};
+use terminal::visible;
 use ureq::http::{Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
-use super::error::{one_line, shown, url_without_password, without_passwords};
+use super::error::{shown, url_without_password, without_passwords};
 use super::mnist::unpacked;
-use super::{Candidate, DataError, DataRequest, DatasetName, Progress, Sources, StandardFile, hex};
+use super::{Candidate, DataError, DataRequest, DatasetName, Hashed, Progress, Sources, StandardFile, hex};
 
 /// How long a mirror may take to answer when one has answered before, so that the network is known to be there.
 const ANSWER_WITHIN: Duration = Duration::from_secs(15);
@@ -32,11 +32,11 @@ pub(super) fn fetch(
     request: &DataRequest,
     cache: &Candidate,
     sources: &Sources,
-    progress: &mut dyn Progress,
+    progress: &dyn Progress,
 ) -> Result<(), DataError> {
     let directory = &cache.directory;
     fs::create_dir_all(directory).map_err(|source| DataError::Cache { path: shown(directory), source })?;
-    // Whoever asks for MNIST by name has more patience than whoever takes what there is.
+    // A request for MNIST by name has more patience than one for any data.
     let patience = match request.name {
         DatasetName::Auto => sources.connect_within,
         _ => 4 * sources.connect_within,
@@ -57,7 +57,11 @@ enum Failure {
 
 impl Failure {
     fn mirror(problem: impl ToString) -> Self {
-        Self::Mirror { problem: one_line(&without_passwords(&problem.to_string())), gained: 0 }
+        Self::after(0, problem)
+    }
+
+    fn after(gained: u64, problem: impl ToString) -> Self {
+        Self::Mirror { problem: visible(&without_passwords(&problem.to_string())).into_owned(), gained }
     }
 }
 
@@ -71,7 +75,7 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    fn fetch(&mut self, file: &StandardFile, cache: &Path, progress: &mut dyn Progress) -> Result<(), DataError> {
+    fn fetch(&mut self, file: &StandardFile, cache: &Path, progress: &dyn Progress) -> Result<(), DataError> {
         let mirrors = &self.sources.mirrors;
         let part = cache.join(format!("{}.gz.part", file.name));
         let mut problems = Vec::new();
@@ -103,7 +107,7 @@ impl Session<'_> {
         file: &StandardFile,
         part: &Path,
         patience: Duration,
-        progress: &mut dyn Progress,
+        progress: &dyn Progress,
     ) -> Result<(), Failure> {
         let mut patience = patience;
         let mut deadline = None;
@@ -157,7 +161,7 @@ impl Session<'_> {
         (target, start): (&mut File, u64),
         patience: Duration,
         deadline: &mut Option<Instant>,
-        progress: &mut dyn Progress,
+        progress: &dyn Progress,
     ) -> Result<(), Failure> {
         let response = answer(url, start, patience, self.sources.stalled_after)?;
         self.contact_by = None;
@@ -182,8 +186,8 @@ impl Session<'_> {
             self.sources.stalled_after * ATTEMPTS + Duration::from_secs(ahead / self.sources.least_bytes_per_s.max(1));
         let deadline = *deadline.get_or_insert_with(|| Instant::now() + allowed);
 
-        progress.begin(&format!("{}.gz", file.name), total);
-        progress.advance(at);
+        progress.download_begin(&format!("{}.gz", file.name), total);
+        progress.download_advance(at);
         let mut gained = 0;
         let outcome = (|| {
             let mut body = response.into_body().into_reader();
@@ -195,10 +199,7 @@ impl Session<'_> {
                     Ok(read) => read,
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                     Err(error) => {
-                        return Err(Failure::Mirror {
-                            problem: one_line(&without_passwords(&format!("after {at} bytes: {error}"))),
-                            gained,
-                        });
+                        return Err(Failure::after(gained, format!("after {at} bytes: {error}")));
                     }
                 };
                 if at + read as u64 > limit {
@@ -207,7 +208,7 @@ impl Session<'_> {
                 target.write_all(&buffer[..read]).map_err(Failure::Cache)?;
                 at += read as u64;
                 gained += read as u64;
-                progress.advance(read as u64);
+                progress.download_advance(read as u64);
                 if Instant::now() > deadline {
                     // Nothing gained, for it would be no faster the next time.
                     return Err(Failure::mirror(format!(
@@ -217,12 +218,12 @@ impl Session<'_> {
                 }
             }
             if total.is_some_and(|total| at < total) {
-                return Err(Failure::Mirror { problem: format!("the connection ended after {at} bytes"), gained });
+                return Err(Failure::after(gained, format!("the connection ended after {at} bytes")));
             }
             // A longer `.part` of something else may have been there.
             target.set_len(at).map_err(Failure::Cache)
         })();
-        progress.finish();
+        progress.download_finish();
         outcome
     }
 }
@@ -300,7 +301,7 @@ fn unavailable(file: &StandardFile, problems: &[(String, String)]) -> DataError 
 fn host(url: &str) -> String {
     let url = url_without_password(url);
     let rest = url.split_once("://").map_or(url.as_str(), |(_, rest)| rest);
-    one_line(rest.split_once('/').map_or(rest, |(host, _)| host))
+    visible(rest.split_once('/').map_or(rest, |(host, _)| host)).into_owned()
 }
 
 /// Checks both sums of a downloaded file, and says whether it is compressed.
@@ -332,17 +333,9 @@ fn verify(target: &mut File, file: &StandardFile) -> Result<bool, Failure> {
 
 /// SHA-256 of at most the first `limit` bytes.
 fn hash(contents: impl Read, limit: u64) -> io::Result<String> {
-    let mut contents = contents.take(limit);
-    let mut hash = Context::new(&SHA256);
-    let mut buffer = vec![0; 256 << 10];
-    loop {
-        match contents.read(&mut buffer) {
-            Ok(0) => return Ok(hex(hash.finish().as_ref())),
-            Ok(read) => hash.update(&buffer[..read]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
+    let mut hashed = Hashed::new(io::sink());
+    io::copy(&mut contents.take(limit), &mut hashed)?;
+    Ok(hex(hashed.hash.finish().as_ref()))
 }
 
 /// Gives a verified file its name.

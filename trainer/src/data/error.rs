@@ -3,6 +3,8 @@
 use std::io;
 use std::path::Path;
 
+use terminal::visible;
+
 /// Why a data set could not be had. Each message is one line: what is wrong, where, and how to mend it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -177,28 +179,9 @@ pub enum DataError {
     },
 }
 
-impl DataError {
-    /// Whether the fault is in what was given (exit code 2) and not in the program or the machine: so far it always is.
-    pub fn is_input(&self) -> bool {
-        true
-    }
-}
-
 /// `path` for a message: a control character in a file name must not break the line.
 pub(super) fn shown(path: &Path) -> String {
-    one_line(&path.display().to_string())
-}
-
-/// `text` with its control characters escaped.
-pub(super) fn one_line(text: &str) -> String {
-    text.chars().fold(String::with_capacity(text.len()), |mut line, character| {
-        if character.is_control() {
-            line.extend(character.escape_default());
-        } else {
-            line.push(character);
-        }
-        line
-    })
+    visible(&path.display().to_string()).into_owned()
 }
 
 /// A URL without the name and password that it may hold (`user:password@`).
@@ -250,6 +233,6 @@ mod tests {
 
     #[test]
     fn a_hostile_file_name_stays_on_one_line() {
-        assert_eq!(shown(Path::new("a\nb\u{1b}[31m")), "a\\nb\\u{1b}[31m");
+        assert_eq!(shown(Path::new("a\nb\u{1b}[31m")), "a\\nb\\x1b[31m");
     }
 }

@@ -181,7 +181,7 @@ impl<R: Read> Counted<'_, R> {
                     break;
                 }
                 Err(error) if matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput) => {
-                    let problem = super::error::one_line(&error.to_string());
+                    let problem = terminal::visible(&error.to_string()).into_owned();
                     return Err(DataError::Gzip { file: self.name.to_owned(), found: self.count, problem });
                 }
                 Err(source) => {

@@ -34,8 +34,7 @@ pub struct Sources {
     pub mirrors: Vec<String>,
     /// The four files: train images, train labels, test images, test labels.
     pub files: [StandardFile; 4],
-    /// How long `auto` may look for a mirror that answers, over all mirrors; whoever asks for `mnist` by name waits
-    /// four times as long.
+    /// How long `auto` may look for a mirror that answers, over all mirrors; `mnist` by name waits four times as long.
     pub connect_within: Duration,
     /// A download that stands still for so long has failed.
     pub stalled_after: Duration,

@@ -11,17 +11,13 @@ use ring::digest::{Context, Digest, SHA256};
 use super::error::shown;
 use super::idx::{Idx, IdxKind, IdxLimits, parse_idx};
 use super::locate::{Candidate, Download, MnistLocation, Origin, Sources, locate_mnist_with};
-use super::{DataError, DataRequest, Dataset, DatasetName, Features, FileChecksum, Progress, Split, hex};
+use super::{DataError, DataRequest, Dataset, DatasetName, Features, FileChecksum, Hashed, Progress, Split, hex};
 
 /// Labels are digits.
 const CLASSES: usize = 10;
 
 /// Finds MNIST, downloading it if need be, reads it and checks it.
-pub(super) fn load(
-    request: &DataRequest,
-    sources: &Sources,
-    progress: &mut dyn Progress,
-) -> Result<Dataset, DataError> {
+pub(super) fn load(request: &DataRequest, sources: &Sources, progress: &dyn Progress) -> Result<Dataset, DataError> {
     let mut location = locate_mnist_with(request, sources);
     if location.complete().is_none() {
         if let Some(candidate) = location.candidate.as_ref().filter(|candidate| candidate.origin != Origin::Cache) {
@@ -54,7 +50,7 @@ fn fetch(
     request: &DataRequest,
     sources: &Sources,
     location: &MnistLocation,
-    progress: &mut dyn Progress,
+    progress: &dyn Progress,
 ) -> Result<(), DataError> {
     let (reason, mend) = match (&location.download, &location.candidate) {
         #[cfg(feature = "download")]
@@ -175,7 +171,7 @@ struct Contents {
 fn read_file(path: &Path, kind: IdxKind) -> Result<Contents, DataError> {
     let cannot_read = |source| DataError::Read { file: shown(path), source };
     let file = File::open(path).map_err(cannot_read)?;
-    let mut hashed = Hashed { inner: unpacked(file).map_err(cannot_read)?, hash: Context::new(&SHA256) };
+    let mut hashed = Hashed::new(unpacked(file).map_err(cannot_read)?);
     let idx = parse_idx(&mut hashed, &shown(path), &IdxLimits::new(kind))?;
     let digest = hashed.hash.finish();
     Ok(Contents { idx, digest, sha256: hex(digest.as_ref()) })
@@ -187,18 +183,4 @@ pub(super) fn unpacked(file: File) -> io::Result<Box<dyn Read + Send>> {
     let mut file = BufReader::with_capacity(256 << 10, file);
     let start = io::BufRead::fill_buf(&mut file)?;
     Ok(if start.starts_with(&[0x1f, 0x8b]) { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) })
-}
-
-/// Hashes what is read through it, while that is still in the processor's cache.
-struct Hashed<R> {
-    inner: R,
-    hash: Context,
-}
-
-impl<R: Read> Read for Hashed<R> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let read = self.inner.read(buffer)?;
-        self.hash.update(&buffer[..read]);
-        Ok(read)
-    }
 }

@@ -23,6 +23,7 @@ mod locate;
 mod mnist;
 
 use std::fmt;
+use std::io::{self, Read, Write};
 use std::path::PathBuf;
 
 use chacha20::ChaCha8Rng;
@@ -51,12 +52,7 @@ pub enum DatasetName {
 
 impl fmt::Display for DatasetName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Mnist => "mnist",
-            Self::Iris => "iris",
-            Self::Digits => "digits",
-        })
+        f.write_str(&crate::arithmetic::name(*self))
     }
 }
 
@@ -73,7 +69,7 @@ pub struct DataRequest {
     pub offline: bool,
 }
 
-/// A file that was read, and what it held.
+/// A file that was read or written, and what it holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileChecksum {
     /// Where the file lies, or its name if it is built in.
@@ -134,19 +130,6 @@ pub enum Features {
 }
 
 impl Features {
-    /// How many values there are, over all rows.
-    pub fn len(&self) -> usize {
-        match self {
-            Self::U8 { bytes, .. } => bytes.len(),
-            Self::F32(values) => values.len(),
-        }
-    }
-
-    /// Whether there are no values.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
     /// For reading rows.
     pub fn rows(&self) -> Rows<'_> {
         let mut values = [0.0; 256];
@@ -187,24 +170,14 @@ impl Rows<'_> {
     }
 }
 
-/// Told how a download gets on. The command line shows it as a bar.
+/// Told how a download gets on; every method may be left out. The command line shows it as a bar.
 pub trait Progress {
-    /// Work on `what` starts; its size, if it is known.
-    fn begin(&mut self, what: &str, total_bytes: Option<u64>);
+    /// The download of `what` begins; its size, if it is known.
+    fn download_begin(&self, _what: &str, _total_bytes: Option<u64>) {}
     /// So many more bytes are there.
-    fn advance(&mut self, bytes: u64);
-    /// The work that [`begin`](Self::begin) announced has ended, well or badly.
-    fn finish(&mut self);
-}
-
-/// Shows nothing.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct NoProgress;
-
-impl Progress for NoProgress {
-    fn begin(&mut self, _what: &str, _total_bytes: Option<u64>) {}
-    fn advance(&mut self, _bytes: u64) {}
-    fn finish(&mut self) {}
+    fn download_advance(&self, _bytes: u64) {}
+    /// The download that [`download_begin`](Self::download_begin) announced has ended, well or badly.
+    fn download_finish(&self) {}
 }
 
 /// Loads the data set that `request` asks for, downloading MNIST if that is wanted, allowed and needed.
@@ -213,7 +186,7 @@ impl Progress for NoProgress {
 /// [`DataError`] if the data is missing or broken. Under [`DatasetName::Auto`] only what the user pointed at
 /// (`--data-dir`, `MNIST_DIR`) can fail; anything else falls back to the generated digits, and [`Dataset::notice`]
 /// says why.
-pub fn load(request: &DataRequest, progress: &mut dyn Progress) -> Result<Dataset, DataError> {
+pub fn load(request: &DataRequest, progress: &dyn Progress) -> Result<Dataset, DataError> {
     load_with(request, &Sources::from_environment(), progress)
 }
 
@@ -221,7 +194,7 @@ pub fn load(request: &DataRequest, progress: &mut dyn Progress) -> Result<Datase
 ///
 /// # Errors
 /// As [`load`].
-pub fn load_with(request: &DataRequest, sources: &Sources, progress: &mut dyn Progress) -> Result<Dataset, DataError> {
+pub fn load_with(request: &DataRequest, sources: &Sources, progress: &dyn Progress) -> Result<Dataset, DataError> {
     let unused_dir = |mut dataset: Dataset| {
         if request.data_dir.is_some() {
             dataset.notice = Some(format!("--data-dir is for MNIST and was not used: {} needs no files", dataset.name));
@@ -280,13 +253,41 @@ fn checksum_of(splits: [&Split; 2]) -> String {
     hex(hash.finish().as_ref())
 }
 
+/// Hashes what is read or written through it, while that is still in the processor's cache.
+pub(crate) struct Hashed<T> {
+    pub(crate) inner: T,
+    pub(crate) hash: Context,
+}
+
+impl<T> Hashed<T> {
+    pub(crate) fn new(inner: T) -> Self {
+        Self { inner, hash: Context::new(&SHA256) }
+    }
+}
+
+impl<R: Read> Read for Hashed<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.inner.read(buffer)?;
+        self.hash.update(&buffer[..read]);
+        Ok(read)
+    }
+}
+
+impl<W: Write> Write for Hashed<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.inner.write(bytes)?;
+        self.hash.update(&bytes[..written]);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
+}
+
 /// Lowercase hex.
-fn hex(bytes: &[u8]) -> String {
-    bytes
-        .iter()
-        .flat_map(|byte| [byte >> 4, byte & 15])
-        .map(|nibble| char::from(b"0123456789abcdef"[usize::from(nibble)]))
-        .collect()
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]
@@ -299,7 +300,6 @@ mod tests {
         let mut row = [0.0; 2];
         features.rows().copy(1, &mut row);
         assert!((row[0] + 0.8).abs() < 1e-6 && (row[1] + 0.6).abs() < 1e-6);
-        assert_eq!(features.len(), 4);
     }
 
     #[test]

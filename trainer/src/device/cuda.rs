@@ -46,9 +46,6 @@ impl Executor for CudaExecutor {
         Ok(unsafe { operation.launch(&self.kernels, self.driver.raw_stream(stream)?) }?)
     }
 
-    /// The host's time passes by itself.
-    fn between_calls(&self) {}
-
     fn prepare(&self, arithmetic: &Arithmetic) -> Result<()> {
         if !arithmetic.is_plain() {
             self.kernels.prepare(arithmetic.precision())?;
@@ -56,23 +53,8 @@ impl Executor for CudaExecutor {
         Ok(())
     }
 
-    /// The driver captures.
-    fn begin_graph(&self) {}
-
-    fn end_graph(&self) -> Vec<Box<dyn Operation>> {
-        Vec::new()
-    }
-
-    unsafe fn run_graph(&self, _operations: &[Box<dyn Operation>]) -> Result<()> {
-        Ok(())
-    }
-
     fn kernels(&self) -> Option<&CudaKernels> {
         Some(&self.kernels)
-    }
-
-    fn busy_ns(&self) -> Option<u64> {
-        None
     }
 
     unsafe fn name_stream(&self, ranges: Ranges, stream: StreamId, name: &str) {

@@ -24,19 +24,23 @@ pub(super) trait Executor: fmt::Debug + Send + Sync {
 
     /// The host's own work after a call to the driver and before the next, where the device's clock is a model of it too.
     /// Called outside of what is measured of a call.
-    fn between_calls(&self);
+    fn between_calls(&self) {}
 
     /// Has the kernels of linear layers ready, which cannot be loaded while a stream is captured.
     ///
     /// # Errors
     /// Those of loading them.
-    fn prepare(&self, arithmetic: &Arithmetic) -> Result<()>;
+    fn prepare(&self, _arithmetic: &Arithmetic) -> Result<()> {
+        Ok(())
+    }
 
-    /// What is launched from now on belongs to a graph, and does not run.
-    fn begin_graph(&self);
+    /// What is launched from now on belongs to a graph, and does not run. A driver that captures does this itself.
+    fn begin_graph(&self) {}
 
     /// Ends that; what a launch of the graph has to compute on the host.
-    fn end_graph(&self) -> Vec<Box<dyn Operation>>;
+    fn end_graph(&self) -> Vec<Box<dyn Operation>> {
+        Vec::new()
+    }
 
     /// Computes what [`end_graph`](Self::end_graph) gave: call it after each launch of that graph.
     ///
@@ -45,22 +49,28 @@ pub(super) trait Executor: fmt::Debug + Send + Sync {
     ///
     /// # Safety
     /// As for [`launch`](Self::launch), of every operation.
-    unsafe fn run_graph(&self, operations: &[Box<dyn Operation>]) -> Result<()>;
+    unsafe fn run_graph(&self, _operations: &[Box<dyn Operation>]) -> Result<()> {
+        Ok(())
+    }
 
     /// The kernels, where they run on a GPU.
-    fn kernels(&self) -> Option<&CudaKernels>;
+    fn kernels(&self) -> Option<&CudaKernels> {
+        None
+    }
 
     /// Device time in kernels and copies so far; `None` on a device that cannot tell.
-    fn busy_ns(&self) -> Option<u64>;
+    fn busy_ns(&self) -> Option<u64> {
+        None
+    }
 
     /// Names a stream on a profiler's timeline, if a profiler can see it.
     ///
     /// # Safety
     /// The stream is a live one of this executor's driver.
-    unsafe fn name_stream(&self, ranges: Ranges, stream: StreamId, name: &str);
+    unsafe fn name_stream(&self, _ranges: Ranges, _stream: StreamId, _name: &str) {}
 
     /// Starts or stops what a profiler captures, if a profiler can see the device.
-    fn profile(&self, on: bool);
+    fn profile(&self, _on: bool) {}
 }
 
 /// What a device is made of.

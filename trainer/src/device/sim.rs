@@ -1,13 +1,11 @@
 //! The simulated GPU: a launch is charged to its clocks and computed on the host.
 
 use super::executor::{Executor, Parts};
-use crate::arithmetic::Arithmetic;
 use crate::error::Result;
-use kernels::{CudaKernels, HostMemory, Operation};
+use kernels::{HostMemory, Operation};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab::device::{CallArguments, CallObserver, CallOutcome, DriverResult, Hook, HookedDriver};
-use vramlab::instruments::nvtx::Ranges;
 use vramlab::{CallKind, Driver, MeteredDriver, Profile, SimDriver, SimMemory, StreamId};
 
 /// Computes on the host what the simulated GPU is said to compute.
@@ -82,11 +80,6 @@ impl Executor for SimExecutor {
         self.driver.run_program();
     }
 
-    /// The host needs no preparation.
-    fn prepare(&self, _arithmetic: &Arithmetic) -> Result<()> {
-        Ok(())
-    }
-
     fn begin_graph(&self) {
         *self.graph() = Some(Vec::new());
     }
@@ -103,18 +96,9 @@ impl Executor for SimExecutor {
         Ok(())
     }
 
-    fn kernels(&self) -> Option<&CudaKernels> {
-        None
-    }
-
     fn busy_ns(&self) -> Option<u64> {
         Some(self.driver.busy_ns())
     }
-
-    /// No profiler sees these streams.
-    unsafe fn name_stream(&self, _ranges: Ranges, _stream: StreamId, _name: &str) {}
-
-    fn profile(&self, _on: bool) {}
 }
 
 #[cfg(test)]
@@ -122,7 +106,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-    /// What passes between two calls is the program's own time, whoever listens; and it is in no call.
+    /// What passes between two calls is the program's own time, with a listener or without; and it is in no call.
     #[test]
     fn the_program_takes_its_time_between_calls_and_in_none_of_them() {
         let ended = |listens: bool| {

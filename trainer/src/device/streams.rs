@@ -2,6 +2,7 @@
 
 use super::Device;
 use crate::error::Result;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use vramlab::{Driver, EventId, StreamId};
 
@@ -40,7 +41,7 @@ pub(super) struct Streams {
     /// What is under way: the id of its stream.
     current: AtomicU64,
     /// Recorded where one stream has to wait for another; by the stream that is waited for.
-    events: Vec<EventId>,
+    events: Vec<OwnedEvent>,
 }
 
 impl Streams {
@@ -59,16 +60,38 @@ impl Streams {
         self.of.into_iter().zip(Role::ALL).take(self.count).map(|(stream, role)| (stream, role.name()))
     }
 
-    /// Errors have nobody to go to; what is left then goes with the context.
+    /// Errors are of no use; what is left then goes with the context.
     pub(super) fn destroy(&mut self, driver: &dyn Driver) {
-        for event in self.events.drain(..) {
-            // SAFETY: the event belongs to the device, whose users are gone.
-            let _ = unsafe { driver.event_destroy(event) };
-        }
+        self.events.clear();
         for stream in self.of.into_iter().take(self.count) {
             // SAFETY: the stream belongs to the device, whose users are gone.
             let _ = unsafe { driver.stream_destroy(stream) };
         }
+    }
+}
+
+/// An event that goes back to its driver when dropped. An error of that is of no use: what remains goes with the context.
+#[derive(Debug)]
+pub(crate) struct OwnedEvent {
+    driver: Arc<dyn Driver>,
+    /// The event, for calls of the driver.
+    pub(crate) id: EventId,
+}
+
+impl OwnedEvent {
+    /// A new one; `timed` if it notes the time.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(crate) fn new(driver: &Arc<dyn Driver>, timed: bool) -> Result<Self> {
+        Ok(Self { id: driver.event_create(timed)?, driver: Arc::clone(driver) })
+    }
+}
+
+impl Drop for OwnedEvent {
+    fn drop(&mut self) {
+        // SAFETY: made by `new` and used nowhere after this; the driver keeps what work waits for.
+        let _ = unsafe { self.driver.event_destroy(self.id) };
     }
 }
 
@@ -98,7 +121,7 @@ impl Device {
             self.streams.count = place + 1;
         }
         for _ in 0..self.streams.count {
-            self.streams.events.push(self.driver.event_create(false)?);
+            self.streams.events.push(OwnedEvent::new(&self.driver, false)?);
         }
         self.name_in_profiler();
         Ok(())
@@ -125,7 +148,7 @@ impl Device {
         self.order_streams(self.stream_of(first), self.stream_of(then))
     }
 
-    /// The same for two of the device's streams.
+    /// Lets later work of one of the device's streams wait for what another has queued so far; nothing if they are one.
     ///
     /// # Errors
     /// Those of the driver.
@@ -134,7 +157,7 @@ impl Device {
             return Ok(());
         }
         let place = self.streams.of.iter().position(|stream| *stream == first).unwrap_or(0);
-        let event = self.streams.events[place];
+        let event = self.streams.events[place].id;
         self.driver.event_record(event, first)?;
         Ok(self.driver.stream_wait_event(then, event)?)
     }

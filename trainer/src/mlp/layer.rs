@@ -1,6 +1,6 @@
 //! What one layer is made of, forward, backward and in the update.
 
-use super::{Linear, LinearGradient, Mlp};
+use super::{LayerLaunches, Linear, LinearGradient, Mlp};
 use crate::arithmetic::FuseMode;
 use crate::device::Role;
 use crate::error::Result;
@@ -32,37 +32,35 @@ impl Mlp {
         context.pitched(self.arithmetic.element(), rows, cols, self.arithmetic.pitch(cols))
     }
 
+    /// A layer's launches for so many rows, without addresses.
+    fn launches(&self, layer: &Linear, rows: u32) -> LayerLaunches {
+        LayerLaunches::new(&self.arithmetic, rows, [layer.weight.cols, layer.weight.rows])
+    }
+
     fn fused(&self) -> bool {
         self.arithmetic.fuse != FuseMode::None
     }
 
     /// `x · weightᵀ`, if things are fused with the bias, and with ReLU if it is asked for. Logits are f32 without padding.
     fn forward_product(&self, context: &Context, layer: &Linear, x: &Matrix, to: Output) -> Result<Matrix> {
-        let (rows, inputs, outputs) = (x.rows, x.cols, layer.weight.rows);
+        let (rows, outputs) = (x.rows, layer.weight.rows);
         if self.arithmetic.is_plain() {
-            let shape = (rows, outputs, inputs);
-            return plain_product(context, GemmLayout::NT, x, &layer.weight, shape);
+            return plain_product(context, GemmLayout::NT, x, &layer.weight, (rows, outputs, x.cols));
         }
         let y = match to {
             Output::Hidden => self.activation(context, rows, outputs)?,
             Output::Logits => context.matrix(rows, outputs)?,
         };
         let mut forward = LinearForward {
-            precision: self.arithmetic.precision(),
-            rows,
-            inputs,
-            outputs,
             x: x.addr(),
-            x_pitch: x.pitch,
             weight: layer.weight.addr(),
-            weight_pitch: layer.weight.pitch,
             bias: self.fused().then(|| layer.bias.addr()),
             relu: self.fused() && to == Output::Hidden,
             y: y.addr(),
             y_pitch: y.pitch,
             y_f32: to == Output::Logits,
-            workspace: 0,
             tickets: self.tickets(),
+            ..self.launches(layer, rows).forward
         };
         let (_workspace, addr) = self.workspace(context, forward.workspace_bytes(), forward.tickets())?;
         forward.workspace = addr;
@@ -107,7 +105,7 @@ impl Mlp {
         // The backward pass of ReLU needs its output only, so its input goes right away.
         let linear = self.linear(context, layer, x, Output::Hidden)?;
         let out = self.activation(context, linear.rows, linear.cols)?;
-        let relu = Relu { element: linear.element, len: linear.len(), x: linear.addr(), y: out.addr() };
+        let relu = Relu { element: linear.element, len: linear.elements(), x: linear.addr(), y: out.addr() };
         // SAFETY: both matrices are live, of one shape, and freed on the stream after this launch.
         unsafe { context.device.run(&relu)? };
         Ok(out)
@@ -121,10 +119,9 @@ impl Mlp {
         dy: &Matrix,
         mask: Option<&Matrix>,
     ) -> Result<Matrix> {
-        let (rows, inputs, outputs) = (dy.rows, layer.weight.cols, layer.weight.rows);
+        let (rows, inputs) = (dy.rows, layer.weight.cols);
         if self.arithmetic.is_plain() {
-            let shape = (rows, inputs, outputs);
-            return plain_product(context, GemmLayout::NN, dy, &layer.weight, shape);
+            return plain_product(context, GemmLayout::NN, dy, &layer.weight, (rows, inputs, dy.cols));
         }
         let dx = self.activation(context, rows, inputs)?;
         let mut backward = self.backward_input(layer, dy, mask, &dx);
@@ -138,19 +135,12 @@ impl Mlp {
     /// The launch of [`input_product`](Self::input_product), without its workspace.
     fn backward_input(&self, layer: &Linear, dy: &Matrix, mask: Option<&Matrix>, dx: &Matrix) -> LinearBackwardInput {
         LinearBackwardInput {
-            precision: self.arithmetic.precision(),
-            rows: dy.rows,
-            inputs: layer.weight.cols,
-            outputs: layer.weight.rows,
             dy: dy.addr(),
-            dy_pitch: dy.pitch,
             weight: layer.weight.addr(),
-            weight_pitch: layer.weight.pitch,
             mask: mask.map(Matrix::addr),
             dx: dx.addr(),
-            dx_pitch: dx.pitch,
-            workspace: 0,
             tickets: self.tickets(),
+            ..self.launches(layer, dy.rows).input
         }
     }
 
@@ -161,7 +151,7 @@ impl Mlp {
         }
         let da = self.input_product(context, layer, &dy, None)?;
         let dz = self.activation(context, x.rows, x.cols)?;
-        let relu = ReluBackward { element: x.element, len: x.len(), y: x.addr(), dy: da.addr(), dx: dz.addr() };
+        let relu = ReluBackward { element: x.element, len: x.elements(), y: x.addr(), dy: da.addr(), dx: dz.addr() };
         // SAFETY: all three are live and of one shape; they are freed on the stream after this launch.
         unsafe { context.device.run(&relu)? };
         drop(dy);
@@ -183,22 +173,14 @@ impl Mlp {
         }
         let weight = context.pitched(Element::F32, outputs, inputs, layer.weight.pitch)?;
         let bias = if self.fused() { Some(context.matrix(1, outputs)?) } else { None };
+        // Not divided by the loss scale: the update does that.
         let mut gradient = LinearWeightGradient {
-            precision: self.arithmetic.precision(),
-            rows,
-            inputs,
-            outputs,
             dy: dy.addr(),
-            dy_pitch: dy.pitch,
             x: x.addr(),
-            x_pitch: x.pitch,
-            // The update divides by the loss scale.
-            scale: 1.0,
             dweight: weight.addr(),
-            dweight_pitch: weight.pitch,
             dbias: bias.as_ref().map(Matrix::addr),
-            workspace: 0,
             tickets: self.tickets(),
+            ..self.launches(layer, rows).gradient
         };
         {
             let (_workspace, addr) = self.workspace(context, gradient.workspace_bytes(), gradient.tickets())?;
@@ -246,7 +228,7 @@ impl Mlp {
         for (weights, master, gradient) in pairs {
             let sgd = Sgd {
                 element: weights.element,
-                len: weights.len(),
+                len: weights.elements(),
                 learning_rate: self.rate(learning_rate),
                 gradient: gradient.addr(),
                 weights: weights.addr(),
@@ -307,21 +289,14 @@ impl Mlp {
     /// The launch of [`step_layer`](Self::step_layer), without its workspace.
     fn update_by(&self, layer: &Linear, dy: &Matrix, x: &Matrix, learning_rate: f32) -> LinearUpdate {
         LinearUpdate {
-            precision: self.arithmetic.precision(),
-            rows: dy.rows,
-            inputs: x.cols,
-            outputs: dy.cols,
             dy: dy.addr(),
-            dy_pitch: dy.pitch,
             x: x.addr(),
-            x_pitch: x.pitch,
             rate: self.rate(learning_rate),
             weight: layer.weight.addr(),
-            weight_pitch: layer.weight.pitch,
             master: layer.master.as_ref().map(Matrix::addr),
             bias: layer.bias.addr(),
-            workspace: 0,
             tickets: self.update_tickets(),
+            ..self.launches(layer, dy.rows).update
         }
     }
 }

@@ -39,11 +39,10 @@ impl Mlp {
                 dlogits_pitch: dlogits.pitch,
                 scale,
                 loss: loss_slot.addr,
-                correct: None,
                 cursor: loss_slot.cursor,
                 advance: loss_slot.cursor.is_some(),
-                workspace: 0,
                 tickets: self.tickets(),
+                ..Default::default()
             };
             let (_workspace, addr) = self.workspace(context, loss.workspace_bytes(), loss.tickets())?;
             loss.workspace = addr;
@@ -95,15 +94,10 @@ impl Mlp {
                 logits,
                 labels,
                 element: self.arithmetic.element(),
-                dlogits: None,
-                dlogits_pitch: classes,
-                scale: 1.0,
                 loss: loss_slot,
                 correct: Some(correct_slot),
-                cursor: None,
-                advance: false,
-                workspace: 0,
                 tickets: self.tickets(),
+                ..Default::default()
             };
             let (_workspace, addr) = self.workspace(context, loss.workspace_bytes(), loss.tickets())?;
             loss.workspace = addr;

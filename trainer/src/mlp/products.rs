@@ -79,71 +79,49 @@ impl LayerLaunches {
     pub fn new(arithmetic: &Arithmetic, rows: u32, [inputs, outputs]: [u32; 2]) -> Self {
         let precision = arithmetic.precision();
         let (x_pitch, y_pitch) = (arithmetic.pitch(inputs), arithmetic.pitch(outputs));
+        let master = arithmetic.has_master().then_some(0);
         Self {
             forward: LinearForward {
                 precision,
                 rows,
                 inputs,
                 outputs,
-                x: 0,
                 x_pitch,
-                weight: 0,
                 weight_pitch: x_pitch,
-                bias: None,
-                relu: false,
-                y: 0,
                 y_pitch,
-                y_f32: false,
-                workspace: 0,
-                tickets: 0,
+                ..Default::default()
             },
             input: LinearBackwardInput {
                 precision,
                 rows,
                 inputs,
                 outputs,
-                dy: 0,
                 dy_pitch: y_pitch,
-                weight: 0,
                 weight_pitch: x_pitch,
-                mask: None,
-                dx: 0,
                 dx_pitch: x_pitch,
-                workspace: 0,
-                tickets: 0,
+                ..Default::default()
             },
             gradient: LinearWeightGradient {
                 precision,
                 rows,
                 inputs,
                 outputs,
-                dy: 0,
                 dy_pitch: y_pitch,
-                x: 0,
                 x_pitch,
                 scale: 1.0,
-                dweight: 0,
                 dweight_pitch: x_pitch,
-                dbias: None,
-                workspace: 0,
-                tickets: 0,
+                ..Default::default()
             },
             update: LinearUpdate {
                 precision,
                 rows,
                 inputs,
                 outputs,
-                dy: 0,
                 dy_pitch: y_pitch,
-                x: 0,
                 x_pitch,
-                rate: 0.0,
-                weight: 0,
                 weight_pitch: x_pitch,
-                master: arithmetic.has_master().then_some(0),
-                bias: 0,
-                workspace: 0,
-                tickets: 0,
+                master,
+                ..Default::default()
             },
         }
     }

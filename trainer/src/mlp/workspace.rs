@@ -45,22 +45,8 @@ pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u
     let mut most = 0;
     for &rows in batches {
         if arithmetic.fuse != FuseMode::None {
-            let loss = SoftmaxLoss {
-                element: arithmetic.element(),
-                rows,
-                classes: widths.last().copied().unwrap_or(1),
-                logits: 0,
-                labels: 0,
-                dlogits: None,
-                dlogits_pitch: 0,
-                scale: 1.0,
-                loss: 0,
-                correct: None,
-                cursor: None,
-                advance: false,
-                workspace: 0,
-                tickets: 0,
-            };
+            let classes = widths.last().copied().unwrap_or(1);
+            let loss = SoftmaxLoss { rows, classes, ..Default::default() };
             most = most.max(loss.tickets());
         }
         for pair in widths.windows(2) {

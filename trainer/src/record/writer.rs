@@ -4,7 +4,7 @@
 //! are appended after each epoch. Room for the next summary is kept on the disk: a run that fills it still says how it
 //! ended. What can no longer be appended is taken back to its last whole piece.
 
-use super::{DRIVER_CALLS, LATENCY, STEPS, SUMMARY, Status, StepRow, Summary, TRACE, to_json};
+use super::{DRIVER_CALLS, LATENCY, STEPS, SUMMARY, Status, StepRow, Summary, TRACE};
 use crate::error::{Result, TrainError};
 use crate::export::CallLine;
 use crate::latency::Interval;
@@ -37,7 +37,7 @@ pub struct RecordWriter {
     incomplete: Cell<bool>,
 }
 
-pub(super) fn failed(path: &Path, needed: u64) -> impl FnOnce(io::Error) -> TrainError {
+fn failed(path: &Path, needed: u64) -> impl FnOnce(io::Error) -> TrainError {
     let path = path.to_owned();
     move |error| TrainError::Output(OutputError::appending(&path, needed, error))
 }
@@ -125,7 +125,7 @@ impl RecordWriter {
     /// [`TrainError::Output`] when the file cannot be written. If it is the first, the record is removed.
     pub fn write_summary(&mut self, summary: &Summary) -> Result<()> {
         let path = self.directory.join(SUMMARY);
-        let mut text = to_json(summary)?;
+        let mut text = serde_json::to_string_pretty(summary).map_err(|error| failed(&path, 0)(error.into()))?;
         text.push('\n');
         // The last one waits for the disk.
         let ended = summary.status != Status::Running;

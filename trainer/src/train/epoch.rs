@@ -4,7 +4,7 @@ use super::Run;
 use super::capture::Capture;
 use super::stepper::{StepOf, Stepper};
 use crate::data::Dataset;
-use crate::device::Role;
+use crate::device::{OwnedEvent, Role};
 use crate::error::{Result, TrainError};
 use crate::loader::{self, Loader};
 use crate::mlp::Mlp;
@@ -13,7 +13,6 @@ use crate::record::{EpochRecord, StepRow};
 use crate::settings::{Settings, SyncMode};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use vramlab::{Driver, DriverResult, EventId};
 
 /// One epoch: training, then validation.
 pub(super) struct Pass<'a> {
@@ -53,9 +52,9 @@ impl Pass<'_> {
         let mut open = Some(device.range(format_args!("epoch {}", self.epoch)));
         let (clock, driver, stream) = (device.clock(), device.driver(), device.stream());
         let (calls_before, busy_before, start_ns) = (device.calls(), device.busy_ns(), clock.now_ns());
-        let mut events = Events::new(&driver);
-        let (first, last) = (events.create()?, events.create()?);
-        let (first_step, last_step) = (events.create()?, events.create()?);
+        let event = || OwnedEvent::new(&driver, true);
+        let events = [event()?, event()?, event()?, event()?];
+        let [first, last, first_step, last_step] = events.each_ref().map(|event| event.id);
         driver.event_record(first, stream)?;
 
         let mut order = vec![0u32; split.rows];
@@ -156,7 +155,7 @@ impl Pass<'_> {
         driver.event_synchronize(last)?;
         let device_ns = driver.event_elapsed_ns(first, last)?;
         let train_ns = driver.event_elapsed_ns(first_step, last_step)?;
-        events.destroy()?;
+        drop(events);
         let device = &run.context.device;
         let busy = device.busy_ns().zip(busy_before).map(|(now, before)| seconds(now - before));
         Ok(EpochRecord {
@@ -232,46 +231,6 @@ impl Pass<'_> {
         let hits: f64 = correct.iter().map(|count| f64::from(*count)).sum();
         let rows = split.rows as f64;
         Ok((total / rows, hits / rows))
-    }
-}
-
-/// Events of one pass. They go back to the driver whatever ends it.
-struct Events<'a> {
-    driver: &'a dyn Driver,
-    made: Vec<EventId>,
-}
-
-impl<'a> Events<'a> {
-    fn new(driver: &'a Arc<dyn Driver>) -> Self {
-        Self { driver: driver.as_ref(), made: Vec::new() }
-    }
-
-    /// One that notes the time.
-    fn create(&mut self) -> Result<EventId> {
-        let event = self.driver.event_create(true)?;
-        self.made.push(event);
-        Ok(event)
-    }
-
-    /// Gives them back; an error is the first, after which the others are tried all the same.
-    fn destroy(mut self) -> Result<()> {
-        Ok(self.give_back()?)
-    }
-
-    fn give_back(&mut self) -> DriverResult<()> {
-        let mut outcome = Ok(());
-        for event in self.made.drain(..) {
-            // SAFETY: made here and used nowhere after the pass; the driver keeps what work waits for.
-            outcome = outcome.and(unsafe { self.driver.event_destroy(event) });
-        }
-        outcome
-    }
-}
-
-impl Drop for Events<'_> {
-    fn drop(&mut self) {
-        // The error that ended the pass is the one to tell.
-        let _ = self.give_back();
     }
 }
 

@@ -2,7 +2,7 @@
 //! what stands beside them.
 
 use std::borrow::Cow;
-use std::fmt::Write;
+use std::fmt::{self, Write};
 
 /// Whether a terminal would act on this character instead of showing it: control characters (C0, DEL, C1), line and
 /// paragraph separators, and the marks that turn the direction of writing.
@@ -12,26 +12,29 @@ fn acts(character: char) -> bool {
     character.is_control() || turns || matches!(character, '\u{2028}' | '\u{2029}')
 }
 
-/// `text` on one line, with what a terminal would act on written out: `\n`, `\x1b`, `\u{202e}`.
-#[must_use]
-pub fn visible(text: &str) -> Cow<'_, str> {
-    if !text.contains(acts) {
+/// `text` with the characters of one kind written in another way.
+fn escaped(text: &str, kind: impl Fn(char) -> bool, write: impl Fn(&mut String, char) -> fmt::Result) -> Cow<'_, str> {
+    if !text.contains(&kind) {
         return Cow::Borrowed(text);
     }
     let mut out = String::with_capacity(text.len() + 16);
     for character in text.chars() {
-        let code = u32::from(character);
         // Writing to a string cannot fail.
-        let _ = match character {
-            '\n' => write!(out, "\\n"),
-            '\r' => write!(out, "\\r"),
-            '\t' => write!(out, "\\t"),
-            _ if !acts(character) => write!(out, "{character}"),
-            _ if code < 0x100 => write!(out, "\\x{code:02x}"),
-            _ => write!(out, "\\u{{{code:x}}}"),
-        };
+        let _ = if kind(character) { write(&mut out, character) } else { out.write_char(character) };
     }
     Cow::Owned(out)
+}
+
+/// `text` on one line, with what a terminal would act on written out: `\n`, `\x1b`, `\u{202e}`.
+#[must_use]
+pub fn visible(text: &str) -> Cow<'_, str> {
+    escaped(text, acts, |out, character| match character {
+        '\n' => out.write_str("\\n"),
+        '\r' => out.write_str("\\r"),
+        '\t' => out.write_str("\\t"),
+        '\0'..='\u{ff}' => write!(out, "\\x{:02x}", u32::from(character)),
+        _ => write!(out, "\\u{{{:x}}}", u32::from(character)),
+    })
 }
 
 /// Units that stay beside their number.
@@ -58,27 +61,17 @@ pub(crate) fn unglued(text: &str) -> String {
     text.replace(GLUE, " ")
 }
 
-/// The same for text whose lines are meant: each of them is made visible.
+/// Text whose lines are meant, each of them made visible.
 pub(crate) fn visible_lines(text: &str) -> String {
     text.split('\n').map(visible).collect::<Vec<_>>().join("\n")
 }
 
-/// The same for JSON, which stays the same document: such characters are in strings only, where they may be written as
+/// JSON made visible, which stays the same document: such characters are in strings only, where they may be written as
 /// `\u001b`. Line ends between values stay.
 pub(crate) fn visible_json(text: &str) -> Cow<'_, str> {
-    if !text.contains(|character| acts(character) && character != '\n') {
-        return Cow::Borrowed(text);
-    }
-    let mut out = String::with_capacity(text.len() + 16);
-    for character in text.chars() {
-        let _ = if acts(character) && character != '\n' {
-            // Every one of them is in the first 65,536.
-            write!(out, "\\u{:04x}", u32::from(character))
-        } else {
-            write!(out, "{character}")
-        };
-    }
-    Cow::Owned(out)
+    // Every one of them is in the first 65,536.
+    let write = |out: &mut String, character| write!(out, "\\u{:04x}", u32::from(character));
+    escaped(text, |character| acts(character) && character != '\n', write)
 }
 
 #[cfg(test)]

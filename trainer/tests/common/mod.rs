@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Instant;
 use tempfile::TempDir;
 use trainer::data::DatasetName;
+use trainer::data::Progress;
 use trainer::observer::{Observer, Silent};
 use trainer::settings::{DeviceChoice, SyncMode};
 use trainer::{Outcome, Settings};
@@ -120,6 +121,8 @@ pub(crate) fn train(settings: &Settings) -> Done {
 /// Sets the flag when it hears of a step.
 #[derive(Debug)]
 pub(crate) struct StopAt(pub(crate) u64, pub(crate) Arc<AtomicBool>);
+
+impl Progress for StopAt {}
 
 impl Observer for StopAt {
     fn step(&self, _: u32, step: u64) {

@@ -1,5 +1,6 @@
 //! MNIST over HTTP from a server on this machine: whole, resumed, broken off, wrong.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
 use std::net::{TcpListener, TcpStream};
@@ -100,21 +101,21 @@ fn sources(cache: &Path, mirrors: &[&str]) -> Sources {
 /// Keeps the sums of what it was told.
 #[derive(Default)]
 struct Told {
-    totals: u64,
-    bytes: u64,
-    open: i32,
+    totals: Cell<u64>,
+    bytes: Cell<u64>,
+    open: Cell<i32>,
 }
 
 impl Progress for Told {
-    fn begin(&mut self, _what: &str, total_bytes: Option<u64>) {
-        self.totals += total_bytes.unwrap_or_default();
-        self.open += 1;
+    fn download_begin(&self, _what: &str, total_bytes: Option<u64>) {
+        self.totals.set(self.totals.get() + total_bytes.unwrap_or_default());
+        self.open.set(self.open.get() + 1);
     }
-    fn advance(&mut self, bytes: u64) {
-        self.bytes += bytes;
+    fn download_advance(&self, bytes: u64) {
+        self.bytes.set(self.bytes.get() + bytes);
     }
-    fn finish(&mut self) {
-        self.open -= 1;
+    fn download_finish(&self) {
+        self.open.set(self.open.get() - 1);
     }
 }
 
@@ -136,20 +137,20 @@ fn what_is_missing_is_fetched_once() {
     let cache = TempDir::new().unwrap();
     let server = serve(packed(), ranges);
     let sources = sources(&cache.path().join("new"), &[&server.url]);
-    let mut told = Told::default();
-    assert_small(&load_with(&request(DatasetName::Auto, None), &sources, &mut told).unwrap());
+    let told = Told::default();
+    assert_small(&load_with(&request(DatasetName::Auto, None), &sources, &told).unwrap());
     let size: usize = packed().iter().map(Vec::len).sum();
-    assert_eq!((told.totals, told.bytes, told.open), (size as u64, size as u64, 0));
+    assert_eq!((told.totals.get(), told.bytes.get(), told.open.get()), (size as u64, size as u64, 0));
     assert_cached(&cache.path().join("new"));
     assert_eq!(server.asked.lock().unwrap().len(), 4);
     // Now it is here, also for who is offline.
     let offline = DataRequest { offline: true, ..request(DatasetName::Mnist, None) };
-    let data = load_with(&offline, &sources, &mut NoProgress).unwrap();
+    let data = load_with(&offline, &sources, &Silent).unwrap();
     assert_small(&data);
     assert_eq!(data.notice, None);
     // And what is here is not fetched again.
     fs::remove_file(cache.path().join("new").join(format!("{}.gz", NAMES[1]))).unwrap();
-    assert_small(&load_with(&request(DatasetName::Mnist, None), &sources, &mut NoProgress).unwrap());
+    assert_small(&load_with(&request(DatasetName::Mnist, None), &sources, &Silent).unwrap());
     assert_eq!(server.asked.lock().unwrap().len(), 5);
 }
 
@@ -158,8 +159,7 @@ fn with_part(part: &[u8], answer: Answer) -> Vec<Asked> {
     let cache = TempDir::new().unwrap();
     fs::write(cache.path().join(format!("{}.gz.part", NAMES[0])), part).unwrap();
     let server = serve(packed(), answer);
-    let data =
-        load_with(&request(DatasetName::Mnist, None), &sources(cache.path(), &[&server.url]), &mut NoProgress).unwrap();
+    let data = load_with(&request(DatasetName::Mnist, None), &sources(cache.path(), &[&server.url]), &Silent).unwrap();
     assert_small(&data);
     assert_cached(cache.path());
     let asked = server.asked.lock().unwrap();
@@ -198,7 +198,7 @@ fn a_mirror_that_always_drops_is_left_for_the_next() {
     let cache = TempDir::new().unwrap();
     let (bad, good) = (serve(packed(), always_drops), serve(packed(), ranges));
     let sources = sources(cache.path(), &[&bad.url, &good.url]);
-    assert_small(&load_with(&request(DatasetName::Mnist, None), &sources, &mut NoProgress).unwrap());
+    assert_small(&load_with(&request(DatasetName::Mnist, None), &sources, &Silent).unwrap());
     assert_cached(cache.path());
     // The second mirror went on where the first had stopped, and was asked first from then on.
     assert_eq!(good.asked.lock().unwrap()[0].1, Some(packed()[0].len() / 2));
@@ -212,13 +212,13 @@ fn wrong_contents_are_not_kept() {
     let cache = TempDir::new().unwrap();
     let server = serve(files, ranges);
     let only = sources(cache.path(), &[&server.url]);
-    let message = message(load_with(&request(DatasetName::Mnist, None), &only, &mut NoProgress));
+    let message = message(load_with(&request(DatasetName::Mnist, None), &only, &Silent));
     assert!(message.contains("SHA-256") && message.contains("127.0.0.1:") && message.contains(NAMES[0]), "{message}");
     assert_eq!(names_in(cache.path()), Vec::<String>::new());
     // Another mirror has it.
     let good = serve(packed(), ranges);
     let both = sources(cache.path(), &[&server.url, &good.url]);
-    assert_small(&load_with(&request(DatasetName::Mnist, None), &both, &mut NoProgress).unwrap());
+    assert_small(&load_with(&request(DatasetName::Mnist, None), &both, &Silent).unwrap());
 }
 
 #[test]
@@ -231,17 +231,17 @@ fn a_mirror_of_ones_own_may_compress_afresh_but_not_alter() {
     let server = serve(small().map(|file| store(&file)), ranges);
     let cache = TempDir::new().unwrap();
     let strict = sources(cache.path(), &[&server.url]);
-    message(load_with(&request(DatasetName::Mnist, None), &strict, &mut NoProgress));
+    message(load_with(&request(DatasetName::Mnist, None), &strict, &Silent));
     let mut lenient = strict.clone();
     lenient.files.iter_mut().for_each(|file| file.gz_sha256 = None);
-    assert_small(&load_with(&request(DatasetName::Mnist, None), &lenient, &mut NoProgress).unwrap());
+    assert_small(&load_with(&request(DatasetName::Mnist, None), &lenient, &Silent).unwrap());
 
     let mut altered = small();
     altered[0][20] ^= 1;
     let server = serve(altered.map(|file| gz(&file)), ranges);
     let other = TempDir::new().unwrap();
     let altered = Sources { mirrors: vec![server.url.clone()], cache_dir: Some(other.path().to_owned()), ..lenient };
-    let message = message(load_with(&request(DatasetName::Mnist, None), &altered, &mut NoProgress));
+    let message = message(load_with(&request(DatasetName::Mnist, None), &altered, &Silent));
     assert!(message.contains("unpacked"), "{message}");
 }
 
@@ -258,7 +258,7 @@ fn a_mirror_cannot_fill_the_disk() {
         let cache = TempDir::new().unwrap();
         let server = serve(packed(), answer);
         let sources = sources(cache.path(), &[&server.url]);
-        let message = message(load_with(&request(DatasetName::Mnist, None), &sources, &mut NoProgress));
+        let message = message(load_with(&request(DatasetName::Mnist, None), &sources, &Silent));
         assert!(message.contains("it sends more than"), "{message}");
     }
 }
@@ -279,7 +279,7 @@ fn a_stalled_download_ends() {
         ..sources(cache.path(), &[&server.url])
     };
     let start = Instant::now();
-    let message = message(load_with(&request(DatasetName::Mnist, None), &sources, &mut NoProgress));
+    let message = message(load_with(&request(DatasetName::Mnist, None), &sources, &Silent));
     assert!(message.contains("after 2"), "{message}");
     assert!(start.elapsed() < Duration::from_secs(8));
 }
@@ -304,12 +304,12 @@ fn a_download_that_trickles_ends() {
         least_bytes_per_s: u64::MAX,
         ..sources(cache.path(), mirrors)
     };
-    let message = message(load_with(&request(DatasetName::Mnist, None), &hurried(&[&slow.url]), &mut NoProgress));
+    let message = message(load_with(&request(DatasetName::Mnist, None), &hurried(&[&slow.url]), &Silent));
     assert!(message.contains("too slow") && message.contains(" bytes in 0.4 s"), "{message}");
     assert_eq!(slow.asked.lock().unwrap().len(), 1, "it would be no faster the next time");
     // Another mirror goes on where it had come to.
     let both = hurried(&[&slow.url, &good.url]);
-    assert_small(&load_with(&request(DatasetName::Mnist, None), &both, &mut NoProgress).unwrap());
+    assert_small(&load_with(&request(DatasetName::Mnist, None), &both, &Silent).unwrap());
     assert!(good.asked.lock().unwrap()[0].1.is_some());
 }
 
@@ -328,8 +328,8 @@ fn a_password_is_never_shown() {
     for mirrors in all.iter().map(std::slice::from_ref).chain([&all[..]]) {
         let cache = TempDir::new().unwrap();
         let sources = sources(cache.path(), mirrors);
-        let text = message(load_with(&request(DatasetName::Mnist, None), &sources, &mut NoProgress));
-        let notice = load_with(&request(DatasetName::Auto, None), &sources, &mut NoProgress).unwrap().notice.unwrap();
+        let text = message(load_with(&request(DatasetName::Mnist, None), &sources, &Silent));
+        let notice = load_with(&request(DatasetName::Auto, None), &sources, &Silent).unwrap().notice.unwrap();
         let location = locate_mnist_with(&request(DatasetName::Auto, None), &sources);
         for shown in [text, notice, location.to_string(), serde_json::to_string(&location).unwrap()] {
             assert!(!["me:", "sec", "ret@"].iter().any(|part| shown.contains(part)), "{shown}");
@@ -343,9 +343,9 @@ fn what_keeps_from_the_network_is_one_short_sentence() {
     let refused = format!("http://{closed}/");
     let cache = TempDir::new().unwrap();
     let both = sources(cache.path(), &[&refused, &refused]);
-    let message = message(load_with(&request(DatasetName::Mnist, None), &both, &mut NoProgress));
+    let message = message(load_with(&request(DatasetName::Mnist, None), &both, &Silent));
     assert!(message.contains(&format!("({closed}, {closed}: connection refused)")), "{message}");
-    let notice = load_with(&request(DatasetName::Auto, None), &both, &mut NoProgress).unwrap().notice.unwrap();
+    let notice = load_with(&request(DatasetName::Auto, None), &both, &Silent).unwrap().notice.unwrap();
     let said = "generated digits stand in for MNIST, which could not be downloaded (connection refused); \
                 --data-dir takes its files";
     assert_eq!(notice, said);
@@ -357,7 +357,7 @@ fn auto_decides_soon_without_a_network() {
         std::thread::sleep(Duration::from_secs(10));
         Ok(())
     }
-    // A port that nobody listens on, a server that says nothing, an address that leads nowhere, a name that means
+    // A port without a listener, a server that says nothing, an address that leads nowhere, a name that means
     // nothing.
     let refused = format!("http://{}/", TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap());
     let silent = serve(packed(), silent);
@@ -371,8 +371,7 @@ fn auto_decides_soon_without_a_network() {
     ] {
         let cache = TempDir::new().unwrap();
         let start = Instant::now();
-        let data =
-            load_with(&request(DatasetName::Auto, None), &sources(cache.path(), &mirrors), &mut NoProgress).unwrap();
+        let data = load_with(&request(DatasetName::Auto, None), &sources(cache.path(), &mirrors), &Silent).unwrap();
         assert!(start.elapsed() < Duration::from_secs(3), "{mirrors:?}: {:?}", start.elapsed());
         assert_eq!(data.name, DatasetName::Digits);
         let notice = data.notice.unwrap();
@@ -391,10 +390,7 @@ fn a_cache_that_cannot_be_written_is_named() {
     let file = dir.path().join("file");
     fs::write(&file, "").unwrap();
     let server = serve(packed(), ranges);
-    let message = message(load_with(
-        &request(DatasetName::Mnist, None),
-        &sources(&file.join("cache"), &[&server.url]),
-        &mut NoProgress,
-    ));
+    let message =
+        message(load_with(&request(DatasetName::Mnist, None), &sources(&file.join("cache"), &[&server.url]), &Silent));
     assert!(message.contains("cannot write to the cache") && message.contains("VRAMLAB_CACHE"), "{message}");
 }

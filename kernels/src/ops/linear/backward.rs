@@ -6,7 +6,7 @@ use super::{LinearBackwardInput, LinearUpdate};
 use crate::cuda::{CudaKernels, backward_name};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
+use crate::operation::{self, Operation, Work};
 use crate::ops::{U32, area, total};
 use crate::plan::BackwardPlan;
 
@@ -69,8 +69,8 @@ impl LinearBackward {
 
     fn check(&self) -> Result<BackwardPlan, KernelError> {
         let Self { input, update } = self;
-        input.check()?;
-        update.check()?;
+        operation::Definition::check(input)?;
+        operation::Definition::check(update)?;
         let refused = |what: &str| KernelError::Shape { operation: self.name(), what: what.to_owned() };
         let sizes = [
             (input.rows, update.rows),

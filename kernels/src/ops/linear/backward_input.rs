@@ -2,18 +2,18 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Transposed, check_alignment, linear, product};
+use super::{check_alignment, linear, product};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
-use crate::ops::{U32, area, check_room, or_null, span, total};
+use crate::host::HostBuffers;
+use crate::operation::{Definition, Work};
+use crate::ops::{GemmLayout, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
 use crate::precision::{Element, Precision};
 use crate::storage::{Operand, Stored, with_stored};
 
 /// `dx = dy·weight`, zero where the layer's input was not positive.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinearBackwardInput {
     /// Storage of dy, weight, mask and dx, and how products are computed.
     pub precision: Precision,
@@ -63,44 +63,16 @@ impl LinearBackwardInput {
         }
     }
 
-    pub(super) fn check(&self) -> Result<(), KernelError> {
-        self.check_shape()?;
-        check_room(
-            self.name(),
-            [
-                ("dy_pitch", self.dy_pitch, self.outputs),
-                ("weight_pitch", self.weight_pitch, self.inputs),
-                ("dx_pitch", self.dx_pitch, self.inputs),
-            ],
-        )?;
-        check_alignment(self.name(), self.element(), &self.arguments())
-    }
-
-    /// # Safety
-    ///
-    /// As for [`Operation::run_on_host`].
-    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
+    fn compute_typed<T: Stored>(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
         let elements = span(self.rows, self.inputs, self.dx_pitch);
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (dy, weight) = unsafe {
-            (
-                buffers.read::<T>(self.dy, span(self.rows, self.outputs, self.dy_pitch))?,
-                buffers.read::<T>(self.weight, span(self.outputs, self.inputs, self.weight_pitch))?,
-            )
-        };
-        let mask: Option<&[T]> = match self.mask {
-            None => None,
-            // SAFETY: as above.
-            Some(mask) => Some(unsafe { buffers.read(mask, elements) }?),
-        };
-        // SAFETY: as above.
-        let dx = unsafe { buffers.write::<T>(self.dx, elements) }?;
-        // SAFETY: as above.
-        unsafe { self.claim_shared(&mut buffers) }?;
+        let dy = buffers.read::<T>(self.dy, span(self.rows, self.outputs, self.dy_pitch))?;
+        let weight = buffers.read::<T>(self.weight, span(self.outputs, self.inputs, self.weight_pitch))?;
+        let mask = self.mask.map(|mask| buffers.read::<T>(mask, elements)).transpose()?;
+        let dx = buffers.write::<T>(self.dx, elements)?;
+        self.claim_shared(buffers)?;
         let dy = Operand::of(dy, self.outputs, self.dy_pitch, self.precision);
         let weight = Operand::of(weight, self.inputs, self.weight_pitch, self.precision);
-        let mut sums = product([self.rows, self.inputs, self.outputs], Transposed::Neither, &dy, &weight);
+        let mut sums = product([self.rows, self.inputs, self.outputs], GemmLayout::NN, &dy, &weight);
         let (inputs, pitch) = (self.inputs as usize, self.dx_pitch as usize);
         if let Some(mask) = mask {
             for (sums, mask) in sums.chunks_exact_mut(inputs).zip(mask.chunks(pitch)) {
@@ -116,9 +88,22 @@ impl LinearBackwardInput {
     }
 }
 
-impl Operation for LinearBackwardInput {
+impl Definition for LinearBackwardInput {
     fn name(&self) -> &'static str {
         self.kernel()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        self.check_shape()?;
+        check_room(
+            self.name(),
+            [
+                ("dy_pitch", self.dy_pitch, self.outputs),
+                ("weight_pitch", self.weight_pitch, self.inputs),
+                ("dx_pitch", self.dx_pitch, self.inputs),
+            ],
+        )?;
+        check_alignment(self.name(), self.element(), &self.arguments())
     }
 
     fn work(&self) -> Work {
@@ -150,15 +135,12 @@ impl Operation for LinearBackwardInput {
         buffers
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         // SAFETY: the caller vouches for the addresses.
         unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        // SAFETY: the caller vouches for the memory.
-        with_stored!(self.element(), T => unsafe { self.run_typed::<T>(memory) })
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.element(), T => self.compute_typed::<T>(buffers))
     }
 }

@@ -2,18 +2,18 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Transposed, check_alignment, linear, product};
+use super::{check_alignment, linear, product};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
-use crate::ops::{F32, U32, area, check_room, or_null, span, total};
+use crate::host::HostBuffers;
+use crate::operation::{Definition, Work};
+use crate::ops::{F32, GemmLayout, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
 use crate::precision::{Element, Precision};
 use crate::storage::{Operand, Stored, with_stored};
 
 /// `y = x·weightᵀ (+ bias) (then ReLU)`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinearForward {
     /// Storage of x and weight, and how products are computed.
     pub precision: Precision,
@@ -74,43 +74,15 @@ impl LinearForward {
         }
     }
 
-    fn check(&self) -> Result<(), KernelError> {
-        self.check_shape()?;
-        check_room(
-            self.name(),
-            [
-                ("x_pitch", self.x_pitch, self.inputs),
-                ("weight_pitch", self.weight_pitch, self.inputs),
-                ("y_pitch", self.y_pitch, self.outputs),
-            ],
-        )?;
-        check_alignment(self.name(), self.element(), &self.arguments())
-    }
-
-    /// # Safety
-    ///
-    /// As for [`Operation::run_on_host`].
-    unsafe fn run_typed<T: Stored, Y: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (x, weight) = unsafe {
-            (
-                buffers.read::<T>(self.x, span(self.rows, self.inputs, self.x_pitch))?,
-                buffers.read::<T>(self.weight, span(self.outputs, self.inputs, self.weight_pitch))?,
-            )
-        };
-        let bias: &[f32] = match self.bias {
-            None => &[],
-            // SAFETY: as above.
-            Some(bias) => unsafe { buffers.read(bias, self.outputs.into()) }?,
-        };
-        // SAFETY: as above.
-        let y = unsafe { buffers.write::<Y>(self.y, span(self.rows, self.outputs, self.y_pitch)) }?;
-        // SAFETY: as above.
-        unsafe { self.claim_shared(&mut buffers) }?;
+    fn compute_typed<T: Stored, Y: Stored>(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let x = buffers.read::<T>(self.x, span(self.rows, self.inputs, self.x_pitch))?;
+        let weight = buffers.read::<T>(self.weight, span(self.outputs, self.inputs, self.weight_pitch))?;
+        let bias: &[f32] = self.bias.map_or(Ok(Default::default()), |bias| buffers.read(bias, self.outputs.into()))?;
+        let y = buffers.write::<Y>(self.y, span(self.rows, self.outputs, self.y_pitch))?;
+        self.claim_shared(buffers)?;
         let x = Operand::of(x, self.inputs, self.x_pitch, self.precision);
         let weight = Operand::of(weight, self.inputs, self.weight_pitch, self.precision);
-        let mut sums = product([self.rows, self.outputs, self.inputs], Transposed::Second, &x, &weight);
+        let mut sums = product([self.rows, self.outputs, self.inputs], GemmLayout::NT, &x, &weight);
         let outputs = self.outputs as usize;
         for (y, sums) in y.chunks_mut(self.y_pitch as usize).zip(sums.chunks_exact_mut(outputs)) {
             for (sum, bias) in sums.iter_mut().zip(bias) {
@@ -126,9 +98,22 @@ impl LinearForward {
     }
 }
 
-impl Operation for LinearForward {
+impl Definition for LinearForward {
     fn name(&self) -> &'static str {
         self.kernel()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        self.check_shape()?;
+        check_room(
+            self.name(),
+            [
+                ("x_pitch", self.x_pitch, self.inputs),
+                ("weight_pitch", self.weight_pitch, self.inputs),
+                ("y_pitch", self.y_pitch, self.outputs),
+            ],
+        )?;
+        check_alignment(self.name(), self.element(), &self.arguments())
     }
 
     fn work(&self) -> Work {
@@ -164,17 +149,15 @@ impl Operation for LinearForward {
         buffers
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         // SAFETY: the caller vouches for the addresses.
         unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        // SAFETY: the caller vouches for the memory.
-        with_stored!(self.element(), T => unsafe {
-            if self.y_f32 { self.run_typed::<T, f32>(memory) } else { self.run_typed::<T, T>(memory) }
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.element(), T => match self.y_f32 {
+            true => self.compute_typed::<T, f32>(buffers),
+            false => self.compute_typed::<T, T>(buffers),
         })
     }
 }

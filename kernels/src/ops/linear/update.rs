@@ -6,8 +6,8 @@ use super::{Gradient, check_alignment, linear};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::fused::descend;
-use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
+use crate::host::HostBuffers;
+use crate::operation::{Definition, Work};
 use crate::ops::sgd::{check_master, step_weights};
 use crate::ops::{F32, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
@@ -15,7 +15,7 @@ use crate::precision::{Element, Precision};
 use crate::storage::{Stored, with_stored};
 
 /// `weight -= rate · dyᵀ·x` and `bias -= rate · Σ_rows dy`: a gradient that is never written.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LinearUpdate {
     /// Storage of dy, x and weight, and how products are computed.
     pub precision: Precision,
@@ -77,43 +77,14 @@ impl LinearUpdate {
         }
     }
 
-    pub(super) fn check(&self) -> Result<(), KernelError> {
-        self.check_shape()?;
-        check_room(
-            self.name(),
-            [
-                ("dy_pitch", self.dy_pitch, self.outputs),
-                ("x_pitch", self.x_pitch, self.inputs),
-                ("weight_pitch", self.weight_pitch, self.inputs),
-            ],
-        )?;
-        check_alignment(self.name(), self.element(), &self.arguments())?;
-        check_master(self.name(), self.element(), self.master)
-    }
-
-    /// # Safety
-    ///
-    /// As for [`Operation::run_on_host`].
-    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
+    fn compute_typed<T: Stored>(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
         let weights = span(self.outputs, self.inputs, self.weight_pitch);
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (dy, x, weight) = unsafe {
-            (
-                buffers.read::<T>(self.dy, span(self.rows, self.outputs, self.dy_pitch))?,
-                buffers.read::<T>(self.x, span(self.rows, self.inputs, self.x_pitch))?,
-                buffers.write::<T>(self.weight, weights)?,
-            )
-        };
-        let mut master: Option<&mut [f32]> = match self.master {
-            None => None,
-            // SAFETY: as above.
-            Some(master) => Some(unsafe { buffers.write(master, weights) }?),
-        };
-        // SAFETY: as above.
-        let bias = unsafe { buffers.write::<f32>(self.bias, self.outputs.into()) }?;
-        // SAFETY: as above.
-        unsafe { self.claim_shared(&mut buffers) }?;
+        let dy = buffers.read::<T>(self.dy, span(self.rows, self.outputs, self.dy_pitch))?;
+        let x = buffers.read::<T>(self.x, span(self.rows, self.inputs, self.x_pitch))?;
+        let weight = buffers.write::<T>(self.weight, weights)?;
+        let mut master = buffers.write_some::<f32>(self.master, weights)?;
+        let bias = buffers.write::<f32>(self.bias, self.outputs.into())?;
+        self.claim_shared(buffers)?;
         let sizes = [self.rows, self.inputs, self.outputs];
         let gradient = Gradient::of(self.precision, sizes, (dy, self.dy_pitch), (x, self.x_pitch));
         let (inputs, pitch) = (self.inputs as usize, self.weight_pitch as usize);
@@ -127,9 +98,23 @@ impl LinearUpdate {
     }
 }
 
-impl Operation for LinearUpdate {
+impl Definition for LinearUpdate {
     fn name(&self) -> &'static str {
         self.kernel()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        self.check_shape()?;
+        check_room(
+            self.name(),
+            [
+                ("dy_pitch", self.dy_pitch, self.outputs),
+                ("x_pitch", self.x_pitch, self.inputs),
+                ("weight_pitch", self.weight_pitch, self.inputs),
+            ],
+        )?;
+        check_alignment(self.name(), self.element(), &self.arguments())?;
+        check_master(self.name(), self.element(), self.master)
     }
 
     fn work(&self) -> Work {
@@ -164,15 +149,12 @@ impl Operation for LinearUpdate {
         buffers
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         // SAFETY: the caller vouches for the addresses.
         unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        // SAFETY: the caller vouches for the memory.
-        with_stored!(self.element(), T => unsafe { self.run_typed::<T>(memory) })
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.element(), T => self.compute_typed::<T>(buffers))
     }
 }

@@ -5,15 +5,15 @@ use cudarc::driver::sys::CUstream;
 use super::{Gradient, check_alignment, linear};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, HostMemory};
-use crate::operation::{Operation, Work};
+use crate::host::HostBuffers;
+use crate::operation::{Definition, Work};
 use crate::ops::{F32, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
 use crate::precision::{Element, Precision};
 use crate::storage::{Stored, with_stored};
 
 /// `dweight = dyᵀ·x · scale` and `dbias = Σ_rows dy · scale`, both f32.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LinearWeightGradient {
     /// Storage of dy and x, and how products are computed.
     pub precision: Precision,
@@ -65,39 +65,12 @@ impl LinearWeightGradient {
         }
     }
 
-    fn check(&self) -> Result<(), KernelError> {
-        self.check_shape()?;
-        check_room(
-            self.name(),
-            [
-                ("dy_pitch", self.dy_pitch, self.outputs),
-                ("x_pitch", self.x_pitch, self.inputs),
-                ("dweight_pitch", self.dweight_pitch, self.inputs),
-            ],
-        )?;
-        check_alignment(self.name(), self.element(), &self.arguments())
-    }
-
-    /// # Safety
-    ///
-    /// As for [`Operation::run_on_host`].
-    unsafe fn run_typed<T: Stored>(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        let mut buffers = HostBuffers::new(memory, self.name());
-        // SAFETY: the caller vouches for the memory behind these addresses.
-        let (dy, x, dweight) = unsafe {
-            (
-                buffers.read::<T>(self.dy, span(self.rows, self.outputs, self.dy_pitch))?,
-                buffers.read::<T>(self.x, span(self.rows, self.inputs, self.x_pitch))?,
-                buffers.write::<f32>(self.dweight, span(self.outputs, self.inputs, self.dweight_pitch))?,
-            )
-        };
-        let dbias: &mut [f32] = match self.dbias {
-            None => &mut [],
-            // SAFETY: as above.
-            Some(dbias) => unsafe { buffers.write(dbias, self.outputs.into()) }?,
-        };
-        // SAFETY: as above.
-        unsafe { self.claim_shared(&mut buffers) }?;
+    fn compute_typed<T: Stored>(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let dy = buffers.read::<T>(self.dy, span(self.rows, self.outputs, self.dy_pitch))?;
+        let x = buffers.read::<T>(self.x, span(self.rows, self.inputs, self.x_pitch))?;
+        let dweight = buffers.write::<f32>(self.dweight, span(self.outputs, self.inputs, self.dweight_pitch))?;
+        let dbias = buffers.write_some::<f32>(self.dbias, self.outputs.into())?.unwrap_or_default();
+        self.claim_shared(buffers)?;
         let sizes = [self.rows, self.inputs, self.outputs];
         let gradient = Gradient::of(self.precision, sizes, (dy, self.dy_pitch), (x, self.x_pitch));
         let rows = gradient.weight.chunks_exact(self.inputs as usize);
@@ -113,9 +86,22 @@ impl LinearWeightGradient {
     }
 }
 
-impl Operation for LinearWeightGradient {
+impl Definition for LinearWeightGradient {
     fn name(&self) -> &'static str {
         self.kernel()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        self.check_shape()?;
+        check_room(
+            self.name(),
+            [
+                ("dy_pitch", self.dy_pitch, self.outputs),
+                ("x_pitch", self.x_pitch, self.inputs),
+                ("dweight_pitch", self.dweight_pitch, self.inputs),
+            ],
+        )?;
+        check_alignment(self.name(), self.element(), &self.arguments())
     }
 
     fn work(&self) -> Work {
@@ -148,15 +134,12 @@ impl Operation for LinearWeightGradient {
         buffers
     }
 
-    unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
-        self.check()?;
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         // SAFETY: the caller vouches for the addresses.
         unsafe { cuda.launch_linear(&self.plan(), stream, &self.arguments()) }
     }
 
-    unsafe fn run_on_host(&self, memory: &dyn HostMemory) -> Result<(), KernelError> {
-        self.check()?;
-        // SAFETY: the caller vouches for the memory.
-        with_stored!(self.element(), T => unsafe { self.run_typed::<T>(memory) })
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        with_stored!(self.element(), T => self.compute_typed::<T>(buffers))
     }
 }

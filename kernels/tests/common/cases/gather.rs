@@ -1,6 +1,7 @@
 //! Batches picked out of a data set.
 
-use kernels::{Element, GatherLabels, GatherRowsF32, GatherRowsU8};
+use bytemuck::Pod;
+use kernels::{Element, GatherLabels, GatherRows, SourceElement};
 
 use super::{Data, area, case, exact, exact_rows, input, rounded};
 use crate::common::Case;
@@ -53,40 +54,49 @@ fn pick(source: &[f32], indices: &[u32], cols: u32) -> Vec<f32> {
     indices.iter().flat_map(row).map(|value| value.mul_add(SCALE, SHIFT)).collect()
 }
 
-macro_rules! gather_rows {
-    ($name:ident, $operation:ident, $data:expr) => {
-        pub(crate) fn $name(element: Element, picked: Picked, [cols, pitch]: [u32; 2], seed: u64) -> Case {
-            let Picked { rows, source_rows, cursor } = picked;
-            let mut data = Data::new(seed);
-            let source = $data(&mut data, area(source_rows, cols));
-            let (order, taken) = picked.indices(&mut data);
-            let values: Vec<f32> = source.iter().map(|&value| value.into()).collect();
-            let out = rounded(element, pick(&values, &taken, cols));
-            let out = exact_rows(element, &out, cols, pitch);
-            let buffers = vec![input(&source), input(&order), input(&[STEP]), out];
-            let shape = picked.label(&format!("{rows}x{cols} pitch {pitch}"));
-            let batch = picked.batch();
-            let case = case(&shape, buffers, move |at| $operation {
-                element,
-                rows,
-                cols,
-                pitch,
-                batch,
-                source: at[0],
-                source_rows,
-                indices: at[1],
-                cursor: cursor.then(|| at[2]),
-                scale: SCALE,
-                shift: SHIFT,
-                out: at[3],
-            });
-            Case { picked: picked.parts(), ..case }
-        }
-    };
+pub(crate) fn gather_rows_u8(element: Element, picked: Picked, shape: [u32; 2], seed: u64) -> Case {
+    gather_rows(SourceElement::U8, Data::bytes, element, picked, shape, seed)
 }
 
-gather_rows!(gather_rows_u8, GatherRowsU8, |data: &mut Data, count| data.bytes(count));
-gather_rows!(gather_rows_f32, GatherRowsF32, |data: &mut Data, count| data.floats(count, 9.0));
+pub(crate) fn gather_rows_f32(element: Element, picked: Picked, shape: [u32; 2], seed: u64) -> Case {
+    gather_rows(SourceElement::F32, |data, count| data.floats(count, 9.0), element, picked, shape, seed)
+}
+
+fn gather_rows<S: Pod + Into<f32>>(
+    source_element: SourceElement,
+    draw: impl Fn(&mut Data, u64) -> Vec<S>,
+    element: Element,
+    picked: Picked,
+    [cols, pitch]: [u32; 2],
+    seed: u64,
+) -> Case {
+    let Picked { rows, source_rows, cursor } = picked;
+    let mut data = Data::new(seed);
+    let source = draw(&mut data, area(source_rows, cols));
+    let (order, taken) = picked.indices(&mut data);
+    let values: Vec<f32> = source.iter().map(|&value| value.into()).collect();
+    let out = rounded(element, pick(&values, &taken, cols));
+    let out = exact_rows(element, &out, cols, pitch);
+    let buffers = vec![input(&source), input(&order), input(&[STEP]), out];
+    let shape = picked.label(&format!("{rows}x{cols} pitch {pitch}"));
+    let batch = picked.batch();
+    let case = case(&shape, buffers, move |at| GatherRows {
+        source_element,
+        element,
+        rows,
+        cols,
+        pitch,
+        batch,
+        source: at[0],
+        source_rows,
+        indices: at[1],
+        cursor: cursor.then(|| at[2]),
+        scale: SCALE,
+        shift: SHIFT,
+        out: at[3],
+    });
+    Case { picked: picked.parts(), ..case }
+}
 
 pub(crate) fn gather_labels(picked: Picked, seed: u64) -> Case {
     let Picked { rows, source_rows, cursor } = picked;
