@@ -21,7 +21,7 @@ use self::guard::Guarded;
 use self::origins::{Annotations, Name, Stack};
 use self::segments::Segments;
 use self::settings::{Keep, Node};
-use self::state::{Handle, Part, State};
+use self::state::{Handle, Part, Seed, State};
 use super::error::{Place, Problem};
 use super::input::Input;
 use super::raw_event::RawEvent;
@@ -52,7 +52,7 @@ pub(super) fn read(
         room: Room::default(),
     };
     let mut json = serde_json::Deserializer::from_reader(&mut guarded);
-    let result = Top(&mut state).deserialize(&mut json).and_then(|()| json.end());
+    let result = Seed::Map(Top(&mut state)).deserialize(&mut json).and_then(|()| json.end());
     let place = Place::Byte(guarded.input.offset());
     match result {
         Ok(()) if state.traced == Part::Whole => {
@@ -84,14 +84,6 @@ pub(super) fn read(
 /// The outermost dictionary.
 struct Top<'a, 'r, 's>(&'a mut State<'r, 's>);
 
-impl<'de> DeserializeSeed<'de> for Top<'_, '_, '_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_map(self)
-    }
-}
-
 impl<'de> Visitor<'de> for Top<'_, '_, '_> {
     type Value = ();
 
@@ -102,11 +94,11 @@ impl<'de> Visitor<'de> for Top<'_, '_, '_> {
             match key {
                 Key::DeviceTraces => {
                     self.0.traced = Part::Begun;
-                    map.next_value_seed(Traces(self.0))?;
+                    map.next_value_seed(Seed::List(Traces(self.0)))?;
                     self.0.traced = Part::Whole;
                 }
                 Key::Segments => {
-                    map.next_value_seed(Segments(self.0))?;
+                    map.next_value_seed(Seed::List(Segments(self.0)))?;
                     self.0.segments = Part::Whole;
                 }
                 Key::AllocatorSettings => {
@@ -118,7 +110,7 @@ impl<'de> Visitor<'de> for Top<'_, '_, '_> {
                     self.0.settings = Part::Whole;
                 }
                 Key::ExternalAnnotations => {
-                    self.0.summary.external_annotations = map.next_value_seed(Annotations(self.0))?;
+                    self.0.summary.external_annotations = map.next_value_seed(Seed::List(Annotations(self.0)))?;
                 }
                 Key::Other => drop(map.next_value::<IgnoredAny>()?),
             }
@@ -140,14 +132,6 @@ enum Key {
 
 struct Traces<'a, 'r, 's>(&'a mut State<'r, 's>);
 
-impl<'de> DeserializeSeed<'de> for Traces<'_, '_, '_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
-
 impl<'de> Visitor<'de> for Traces<'_, '_, '_> {
     type Value = ();
 
@@ -155,7 +139,7 @@ impl<'de> Visitor<'de> for Traces<'_, '_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
         let mut device = 0_u16;
-        while seq.next_element_seed(Trace { state: self.0, device })?.is_some() {
+        while seq.next_element_seed(Seed::List(Trace { state: self.0, device }))?.is_some() {
             self.0.summary.has_device(device);
             device = device.checked_add(1).ok_or_else(|| A::Error::custom("there are more than 65,535 devices"))?;
         }
@@ -169,14 +153,6 @@ struct Trace<'a, 'r, 's> {
     device: u16,
 }
 
-impl<'de> DeserializeSeed<'de> for Trace<'_, '_, '_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
-
 impl<'de> Visitor<'de> for Trace<'_, '_, '_> {
     type Value = ();
 
@@ -184,7 +160,7 @@ impl<'de> Visitor<'de> for Trace<'_, '_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<(), A::Error> {
         let mut number = 0_u64;
-        while let Some((raw, origin)) = seq.next_element_seed(Fields(self.state))? {
+        while let Some((raw, origin)) = seq.next_element_seed(Seed::Map(Fields(self.state)))? {
             steps::count(1);
             let event = raw.event(self.device).map_err(|field| {
                 A::Error::custom(format_args!("event {number} of device {} has no '{field}'", self.device))
@@ -228,14 +204,6 @@ enum EventKey {
     Other,
 }
 
-impl<'de> DeserializeSeed<'de> for Fields<'_, '_, '_> {
-    type Value = (RawEvent, Origin);
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_map(self)
-    }
-}
-
 impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
     type Value = (RawEvent, Origin);
 
@@ -252,9 +220,9 @@ impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
                 EventKey::Size => raw.size = map.next_value()?,
                 EventKey::Stream => raw.stream = map.next_value::<Handle>()?.0,
                 EventKey::TimeUs => raw.time_us = map.next_value()?,
-                EventKey::Frames if wanted => origin.stack = map.next_value_seed(Stack(self.0))?,
-                EventKey::Category if wanted => origin.category = map.next_value_seed(Name(self.0))?,
-                EventKey::UserMetadata if wanted => origin.note = map.next_value_seed(Name(self.0))?,
+                EventKey::Frames if wanted => origin.stack = map.next_value_seed(Seed::List(Stack(self.0)))?,
+                EventKey::Category if wanted => origin.category = map.next_value_seed(Seed::Any(Name(self.0)))?,
+                EventKey::UserMetadata if wanted => origin.note = map.next_value_seed(Seed::Any(Name(self.0)))?,
                 _ => drop(map.next_value::<IgnoredAny>()?),
             }
         }

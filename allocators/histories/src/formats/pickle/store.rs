@@ -255,6 +255,15 @@ impl Store {
         Some(object)
     }
 
+    /// Takes a dictionary away, if the value is one that is still there.
+    pub(super) fn take_dict(&mut self, value: Value) -> Option<Pairs> {
+        let Value::Object(handle) = value else { return None };
+        match self.take(handle) {
+            Some(Object::Dict(pairs)) => Some(pairs),
+            _ => None,
+        }
+    }
+
     /// Keeps the memory of a dictionary that was taken for the next one.
     pub(super) fn recycle(&mut self, mut pairs: Pairs) {
         if self.spare.len() < SPARE && pairs.capacity() <= SPARE_PAIRS {

@@ -1,20 +1,12 @@
 //! Where events came from: stack frames and annotations, which are numbered as they are read.
 
-use super::state::State;
+use super::state::{Seed, State};
 use crate::formats::{Annotation, Frame, StackId, TextId};
 use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 /// A list of frames.
 pub(super) struct Stack<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
-
-impl<'de> DeserializeSeed<'de> for Stack<'_, '_, '_> {
-    type Value = StackId;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<StackId, D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
 
 impl<'de> Visitor<'de> for Stack<'_, '_, '_> {
     type Value = StackId;
@@ -23,7 +15,7 @@ impl<'de> Visitor<'de> for Stack<'_, '_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<StackId, A::Error> {
         let mut numbers = Vec::new();
-        while let Some(frame) = seq.next_element_seed(One(self.0))? {
+        while let Some(frame) = seq.next_element_seed(Seed::Map(One(self.0)))? {
             let number = self.0.receiver.origins.frame(frame);
             let number = self.0.within(number)?;
             let kept = self.0.claim.push(&mut numbers, number);
@@ -48,14 +40,6 @@ enum FrameKey {
     Other,
 }
 
-impl<'de> DeserializeSeed<'de> for One<'_, '_, '_> {
-    type Value = Frame;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Frame, D::Error> {
-        deserializer.deserialize_map(self)
-    }
-}
-
 impl<'de> Visitor<'de> for One<'_, '_, '_> {
     type Value = Frame;
 
@@ -65,8 +49,8 @@ impl<'de> Visitor<'de> for One<'_, '_, '_> {
         let mut frame = Frame::default();
         while let Some(key) = map.next_key()? {
             match key {
-                FrameKey::Name => frame.name = map.next_value_seed(Name(self.0))?,
-                FrameKey::Filename => frame.filename = map.next_value_seed(Name(self.0))?,
+                FrameKey::Name => frame.name = map.next_value_seed(Seed::Any(Name(self.0)))?,
+                FrameKey::Filename => frame.filename = map.next_value_seed(Seed::Any(Name(self.0)))?,
                 FrameKey::Line => {
                     let line = map.next_value::<Option<i64>>()?.unwrap_or(0);
                     frame.line = u32::try_from(line).unwrap_or(0);
@@ -80,14 +64,6 @@ impl<'de> Visitor<'de> for One<'_, '_, '_> {
 
 /// A text; nothing for what is none.
 pub(super) struct Name<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
-
-impl<'de> DeserializeSeed<'de> for Name<'_, '_, '_> {
-    type Value = TextId;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<TextId, D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
 
 impl Visitor<'_> for Name<'_, '_, '_> {
     type Value = TextId;
@@ -107,14 +83,6 @@ impl Visitor<'_> for Name<'_, '_, '_> {
 /// The list of annotations; their number is its value.
 pub(super) struct Annotations<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
 
-impl<'de> DeserializeSeed<'de> for Annotations<'_, '_, '_> {
-    type Value = u64;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<u64, D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
-
 impl<'de> Visitor<'de> for Annotations<'_, '_, '_> {
     type Value = u64;
 
@@ -128,7 +96,7 @@ impl<'de> Visitor<'de> for Annotations<'_, '_, '_> {
             }
             return Ok(count);
         }
-        while let Some(annotation) = seq.next_element_seed(OneAnnotation(self.0))? {
+        while let Some(annotation) = seq.next_element_seed(Seed::Any(OneAnnotation(self.0)))? {
             count += 1;
             if let Some(annotation) = annotation {
                 let kept = self.0.receiver.origins.annotate(annotation);
@@ -153,14 +121,6 @@ enum AnnotationKey {
     Other,
 }
 
-impl<'de> DeserializeSeed<'de> for OneAnnotation<'_, '_, '_> {
-    type Value = Option<Annotation>;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
 impl<'de> Visitor<'de> for OneAnnotation<'_, '_, '_> {
     type Value = Option<Annotation>;
 
@@ -171,9 +131,9 @@ impl<'de> Visitor<'de> for OneAnnotation<'_, '_, '_> {
         let wanted = self.0.receiver.wants_origins;
         while let Some(key) = map.next_key()? {
             match key {
-                AnnotationKey::Name if wanted => annotation.name = map.next_value_seed(Name(self.0))?,
+                AnnotationKey::Name if wanted => annotation.name = map.next_value_seed(Seed::Any(Name(self.0)))?,
                 AnnotationKey::Stage if wanted => {
-                    let stage = map.next_value_seed(Name(self.0))?;
+                    let stage = map.next_value_seed(Seed::Any(Name(self.0)))?;
                     annotation.start = self.0.receiver.origins.spelt(stage) == "START";
                 }
                 AnnotationKey::Device if wanted => {

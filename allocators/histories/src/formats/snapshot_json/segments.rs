@@ -1,22 +1,14 @@
 //! What was held when the snapshot was taken.
 
 use super::origins::Stack;
-use super::state::{Handle, State};
+use super::state::{Handle, Seed, State};
 use crate::formats::{Origin, Segment, SegmentBlock, SegmentType, StackId};
 use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use vramlab_policies::contract::BlockState;
 
 /// The list of segments, which are kept.
 pub(super) struct Segments<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
-
-impl<'de> DeserializeSeed<'de> for Segments<'_, '_, '_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
 
 impl<'de> Visitor<'de> for Segments<'_, '_, '_> {
     type Value = ();
@@ -24,7 +16,7 @@ impl<'de> Visitor<'de> for Segments<'_, '_, '_> {
     expecting!("a list of segments");
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
-        while let Some(segment) = seq.next_element_seed(One(self.0))? {
+        while let Some(segment) = seq.next_element_seed(Seed::Map(One(self.0)))? {
             let kept = self.0.claim.push(&mut self.0.summary.segments, segment);
             self.0.within(kept)?;
         }
@@ -34,14 +26,6 @@ impl<'de> Visitor<'de> for Segments<'_, '_, '_> {
 
 /// One segment.
 struct One<'a, 'r, 's>(&'a mut State<'r, 's>);
-
-impl<'de> DeserializeSeed<'de> for One<'_, '_, '_> {
-    type Value = Segment;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Segment, D::Error> {
-        deserializer.deserialize_map(self)
-    }
-}
 
 #[derive(Deserialize)]
 #[serde(field_identifier, rename_all = "snake_case")]
@@ -79,8 +63,8 @@ impl<'de> Visitor<'de> for One<'_, '_, '_> {
                 Key::SegmentPoolId => segment.pool_id = Some(map.next_value()?),
                 Key::IsExpandable => segment.is_expandable = map.next_value()?,
                 Key::Blocks if blocks.is_some() => return Err(A::Error::duplicate_field("blocks")),
-                Key::Blocks => blocks = Some(map.next_value_seed(Blocks(self.0, &mut origins))?),
-                Key::Frames if wanted => origin.stack = map.next_value_seed(Stack(self.0))?,
+                Key::Blocks => blocks = Some(map.next_value_seed(Seed::List(Blocks(self.0, &mut origins)))?),
+                Key::Frames if wanted => origin.stack = map.next_value_seed(Seed::List(Stack(self.0)))?,
                 Key::Frames | Key::Other => drop(map.next_value::<IgnoredAny>()?),
             }
         }
@@ -119,14 +103,6 @@ impl From<Pool> for SegmentType {
 /// The blocks of a segment, and where each came from if that is wanted.
 struct Blocks<'a, 'r, 's>(&'a mut State<'r, 's>, &'a mut Vec<Origin>);
 
-impl<'de> DeserializeSeed<'de> for Blocks<'_, '_, '_> {
-    type Value = Vec<SegmentBlock>;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
-
 impl<'de> Visitor<'de> for Blocks<'_, '_, '_> {
     type Value = Vec<SegmentBlock>;
 
@@ -134,7 +110,7 @@ impl<'de> Visitor<'de> for Blocks<'_, '_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
         let mut blocks = Vec::new();
-        while let Some((block, stack)) = seq.next_element_seed(BlockFields(self.0))? {
+        while let Some((block, stack)) = seq.next_element_seed(Seed::Map(BlockFields(self.0)))? {
             let mut kept = self.0.claim.push(&mut blocks, block);
             if self.0.receiver.wants_origins {
                 let origin = Origin { stack, ..Origin::default() };
@@ -161,14 +137,6 @@ enum BlockKey {
     Other,
 }
 
-impl<'de> DeserializeSeed<'de> for BlockFields<'_, '_, '_> {
-    type Value = (SegmentBlock, StackId);
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_map(self)
-    }
-}
-
 impl<'de> Visitor<'de> for BlockFields<'_, '_, '_> {
     type Value = (SegmentBlock, StackId);
 
@@ -183,7 +151,9 @@ impl<'de> Visitor<'de> for BlockFields<'_, '_, '_> {
                 BlockKey::Size => size = Some(map.next_value()?),
                 BlockKey::RequestedSize => block.requested_size = map.next_value()?,
                 BlockKey::State => state = Some(map.next_value::<InBlock>()?),
-                BlockKey::Frames if self.0.receiver.wants_origins => stack = map.next_value_seed(Stack(self.0))?,
+                BlockKey::Frames if self.0.receiver.wants_origins => {
+                    stack = map.next_value_seed(Seed::List(Stack(self.0)))?
+                }
                 BlockKey::Frames | BlockKey::Other => drop(map.next_value::<IgnoredAny>()?),
             }
         }
