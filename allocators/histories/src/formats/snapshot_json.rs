@@ -18,19 +18,19 @@ mod settings;
 mod state;
 
 use self::guard::Guarded;
-use self::origins::{Annotations, Name, Stack};
+use self::origins::{Annotations, OriginText, Stack};
 use self::segments::Segments;
 use self::settings::{Keep, Node};
-use self::state::{Handle, Part, Seed, State};
+use self::state::{Handle, Name, Part, Seed, State};
 use super::error::{Place, Problem};
 use super::input::Input;
 use super::raw_event::RawEvent;
 use super::receiver::Receiver;
 use super::settings::Room;
-use super::{Action, Event, Format, Origin, ReadError, ReadOptions, Summary};
+use super::words::Word;
+use super::{Event, Format, Origin, ReadError, ReadOptions, Summary};
 use crate::steps;
-use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 
 /// Reads a snapshot.
@@ -90,18 +90,18 @@ impl<'de> Visitor<'de> for Top<'_, '_, '_> {
     expecting!("a snapshot's dictionary with 'segments' and 'device_traces'");
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        while let Some(key) = map.next_key()? {
+        while let Some(Name(key)) = map.next_key()? {
             match key {
-                Key::DeviceTraces => {
+                Some(Word::DeviceTraces) => {
                     self.0.traced = Part::Begun;
                     map.next_value_seed(Seed::List(Traces(self.0)))?;
                     self.0.traced = Part::Whole;
                 }
-                Key::Segments => {
+                Some(Word::Segments) => {
                     map.next_value_seed(Seed::List(Segments(self.0)))?;
                     self.0.segments = Part::Whole;
                 }
-                Key::AllocatorSettings => {
+                Some(Word::AllocatorSettings) => {
                     let State { room, claim, over, .. } = &mut *self.0;
                     let mut keep = Keep { room, claim, over };
                     if let Value::Object(settings) = map.next_value_seed(Node::outermost(&mut keep))? {
@@ -109,25 +109,14 @@ impl<'de> Visitor<'de> for Top<'_, '_, '_> {
                     }
                     self.0.settings = Part::Whole;
                 }
-                Key::ExternalAnnotations => {
+                Some(Word::ExternalAnnotations) => {
                     self.0.summary.external_annotations = map.next_value_seed(Seed::List(Annotations(self.0)))?;
                 }
-                Key::Other => drop(map.next_value::<IgnoredAny>()?),
+                _ => drop(map.next_value::<IgnoredAny>()?),
             }
         }
         Ok(())
     }
-}
-
-#[derive(Deserialize)]
-#[serde(field_identifier, rename_all = "snake_case")]
-enum Key {
-    DeviceTraces,
-    Segments,
-    AllocatorSettings,
-    ExternalAnnotations,
-    #[serde(other)]
-    Other,
 }
 
 struct Traces<'a, 'r, 's>(&'a mut State<'r, 's>);
@@ -188,22 +177,6 @@ impl Trace<'_, '_, '_> {
 /// An event's fields.
 struct Fields<'a, 'r, 's>(&'a mut State<'r, 's>);
 
-#[derive(Deserialize)]
-#[serde(field_identifier, rename_all = "snake_case")]
-enum EventKey {
-    Action,
-    Addr,
-    DeviceFree,
-    Size,
-    Stream,
-    TimeUs,
-    Frames,
-    Category,
-    UserMetadata,
-    #[serde(other)]
-    Other,
-}
-
 impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
     type Value = (RawEvent, Origin);
 
@@ -212,39 +185,26 @@ impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let (mut raw, mut origin) = (RawEvent::default(), Origin::default());
         let wanted = self.0.receiver.wants_origins;
-        while let Some(key) = map.next_key()? {
+        while let Some(Name(key)) = map.next_key()? {
             match key {
-                EventKey::Action => raw.action = map.next_value::<Option<Known>>()?.map(|known| known.0),
-                EventKey::Addr => raw.addr = map.next_value()?,
-                EventKey::DeviceFree => raw.device_free = map.next_value()?,
-                EventKey::Size => raw.size = map.next_value()?,
-                EventKey::Stream => raw.stream = map.next_value::<Handle>()?.0,
-                EventKey::TimeUs => raw.time_us = map.next_value()?,
-                EventKey::Frames if wanted => origin.stack = map.next_value_seed(Seed::List(Stack(self.0)))?,
-                EventKey::Category if wanted => origin.category = map.next_value_seed(Seed::Any(Name(self.0)))?,
-                EventKey::UserMetadata if wanted => origin.note = map.next_value_seed(Seed::Any(Name(self.0)))?,
+                Some(Word::Action) => {
+                    raw.action = map.next_value::<Option<Name>>()?.map(|Name(name)| name.and_then(Word::action))
+                }
+                Some(Word::Addr) => raw.addr = map.next_value()?,
+                Some(Word::DeviceFree) => raw.device_free = map.next_value()?,
+                Some(Word::Size) => raw.size = map.next_value()?,
+                Some(Word::Stream) => raw.stream = map.next_value::<Handle>()?.0,
+                Some(Word::TimeUs) => raw.time_us = map.next_value()?,
+                Some(Word::Frames) if wanted => origin.stack = map.next_value_seed(Seed::List(Stack(self.0)))?,
+                Some(Word::Category) if wanted => {
+                    origin.category = map.next_value_seed(Seed::Any(OriginText(self.0)))?
+                }
+                Some(Word::UserMetadata) if wanted => {
+                    origin.note = map.next_value_seed(Seed::Any(OriginText(self.0)))?
+                }
                 _ => drop(map.next_value::<IgnoredAny>()?),
             }
         }
         Ok((raw, origin))
-    }
-}
-
-/// An action, or one that has no counterpart.
-struct Known(Option<Action>);
-
-impl<'de> Deserialize<'de> for Known {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Name;
-        impl Visitor<'_> for Name {
-            type Value = Known;
-
-            expecting!("an action's name");
-
-            fn visit_str<E: Error>(self, name: &str) -> Result<Known, E> {
-                Ok(Known(name.parse().ok()))
-            }
-        }
-        deserializer.deserialize_str(Name)
     }
 }

@@ -4,7 +4,7 @@
 use super::machine::Machine;
 use super::snapshot::{last_of, unsigned};
 use super::store::Value;
-use super::words::Word;
+use crate::formats::words::Word;
 use crate::formats::{Annotation, Origin, ReadError, TextId};
 use crate::steps;
 

@@ -5,9 +5,9 @@
 
 use super::machine::{Machine, Part};
 use super::store::{Object, Pairs, Value};
-use super::words::Word;
 use crate::formats::raw_event::RawEvent;
-use crate::formats::{Origin, ReadError, Segment, SegmentBlock, SegmentType};
+use crate::formats::words::Word;
+use crate::formats::{Origin, ReadError, Segment, SegmentBlock};
 use crate::steps;
 use vramlab_policies::contract::BlockState;
 
@@ -237,18 +237,14 @@ impl Machine<'_, '_, '_> {
         let size_of = |key: Word| self.number_in(&pairs, key, "a block should be a size");
         let (address, size) = (size_of(Word::Address)?.unwrap_or(0), size_of(Word::Size)?);
         let requested_size = size_of(Word::RequestedSize)?.unwrap_or(0);
-        let state = match last_of(&pairs, Word::State) {
-            Some(Value::Word(Word::ActiveAllocated)) => Some(BlockState::Allocated),
-            Some(Value::Word(Word::ActivePendingFree | Word::ActiveAwaitingFree)) => Some(BlockState::PendingFree),
-            Some(Value::Word(Word::Inactive)) => Some(BlockState::Free),
-            Some(_) => return Err(self.content("a block's 'state' is not one of PyTorch's")),
-            None => None,
-        };
+        let state = last_of(&pairs, Word::State);
         let origin = self.origin(&pairs)?;
         self.store.recycle(pairs);
         let (Some(size), Some(state)) = (size, state) else {
             return Err(self.content("a block has no 'size' or no 'state'"));
         };
+        let state = if let Value::Word(word) = state { word.block_state() } else { None };
+        let state = state.ok_or_else(|| self.content("a block's 'state' is not one of PyTorch's"))?;
         if state != BlockState::Free && address > 0 && origin != Origin::default() {
             let kept = self.outcome.claim.push(&mut self.outcome.block_origins, (address, origin));
             self.within(kept)?;
@@ -266,11 +262,14 @@ impl Machine<'_, '_, '_> {
             Some(Value::Pair(first, second)) => Some((u64::from(first), u64::from(second))),
             _ => None,
         };
-        let small = last_of(&pairs, Word::SegmentType) == Some(Value::Word(Word::Small));
+        let segment_type = match last_of(&pairs, Word::SegmentType) {
+            Some(Value::Word(word)) => Some(word),
+            _ => None,
+        };
         let mut segment = Segment {
             device: self.device(device)?,
             stream: stream.ok_or_else(|| self.content("'stream' of a segment is no stream"))?,
-            segment_type: if small { SegmentType::Small } else { SegmentType::Large },
+            segment_type: Word::pool(segment_type),
             pool_id,
             is_expandable: last_of(&pairs, Word::IsExpandable) == Some(Value::Bool(true)),
             ..Segment::default()

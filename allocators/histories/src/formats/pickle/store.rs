@@ -1,7 +1,7 @@
 //! Values of the stack machine, and the objects that they refer to.
 
-use super::words::Word;
 use crate::formats::SegmentBlock;
+use crate::formats::words::Word;
 use std::collections::HashMap;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 

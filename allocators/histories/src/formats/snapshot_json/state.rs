@@ -3,6 +3,7 @@
 use crate::formats::error::Place;
 use crate::formats::receiver::Receiver;
 use crate::formats::settings::Room;
+use crate::formats::words::Word;
 use crate::formats::{Cut, ReadError, Summary};
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, Visitor};
@@ -73,6 +74,25 @@ impl<'de, V: Visitor<'de>> DeserializeSeed<'de> for Seed<V> {
             Seed::List(visitor) => deserializer.deserialize_seq(visitor),
             Seed::Any(visitor) => deserializer.deserialize_any(visitor),
         }
+    }
+}
+
+/// A key, or the name of something; `None` for one without a meaning.
+pub(super) struct Name(pub(super) Option<Word>);
+
+impl<'de> Deserialize<'de> for Name {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Spelt;
+        impl Visitor<'_> for Spelt {
+            type Value = Name;
+
+            expecting!("a name");
+
+            fn visit_str<E: Error>(self, name: &str) -> Result<Name, E> {
+                Ok(Name(Word::of(name)))
+            }
+        }
+        deserializer.deserialize_str(Spelt)
     }
 }
 
