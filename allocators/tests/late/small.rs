@@ -2,9 +2,10 @@
 
 use super::{run, run_on};
 use vramlab::BlockState;
+use vramlab::PoolKind;
 use vramlab::backends::{CachingSettings, caching, pytorch};
 use vramlab::histories::replay::{Addresses, History, HistoryBuilder};
-use vramlab::histories::trace::{Action, Event, Segment, SegmentBlock, SegmentType};
+use vramlab::histories::trace::{Action, Event, Segment, SegmentBlock};
 
 const MIB: u64 = 1 << 20;
 /// Where the segment of the tests begins.
@@ -34,7 +35,7 @@ fn segment(sizes: &[i64]) -> Segment {
     Segment {
         address: BASE,
         total_size: 20 * MIB,
-        segment_type: SegmentType::Large,
+        segment_type: PoolKind::Large,
         blocks: sizes.iter().map(|kib| block(*kib)).collect(),
         ..Segment::default()
     }

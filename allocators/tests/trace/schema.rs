@@ -6,7 +6,8 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;
 use vramlab::BlockState;
-use vramlab::histories::trace::{Action, Ending, Event, Export, SegmentType};
+use vramlab::PoolKind;
+use vramlab::histories::trace::{Action, Ending, Event, Export};
 
 fn schema() -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../analysis/schema/memory_snapshot.schema.json");
@@ -38,7 +39,7 @@ fn json_exports_have_the_keys_of_the_schema() {
         summary.segments.iter_mut().zip([BlockState::Allocated, BlockState::PendingFree, BlockState::Free])
     {
         segment.blocks[0].state = state;
-        segment.segment_type = if state == BlockState::Free { SegmentType::Large } else { SegmentType::Small };
+        segment.segment_type = if state == BlockState::Free { PoolKind::Large } else { PoolKind::Small };
     }
     let event = |action| Event { action, device: 0, addr: 512, bytes: 512, stream: u64::MAX, time_ns: 1 };
     let events = Action::ALL.map(event);

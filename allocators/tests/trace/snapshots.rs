@@ -4,7 +4,8 @@ use crate::common::{fixture, read_all, read_bytes};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use vramlab::BlockState;
-use vramlab::histories::trace::{Action, Event, Format, SegmentType};
+use vramlab::PoolKind;
+use vramlab::histories::trace::{Action, Event, Format};
 
 /// Snapshots recorded on an H200, with their numbers of events: the repository's, and those that may lie beside the checkout.
 pub(crate) fn recorded() -> Vec<(PathBuf, u64)> {
@@ -55,7 +56,7 @@ fn the_small_snapshot_says_what_was_written() {
     let made = events.iter().filter(|event| event.action == Action::SegmentAlloc).count();
     assert_eq!(summary.segments.len(), made);
     for segment in &summary.segments {
-        assert_eq!((segment.total_size, segment.segment_type), (2 << 20, SegmentType::Small));
+        assert_eq!((segment.total_size, segment.segment_type), (2 << 20, PoolKind::Small));
         assert_eq!(segment.blocks.len(), 1);
         assert_eq!(segment.blocks[0].address, segment.address);
     }

@@ -9,12 +9,11 @@ use super::segments::Departed;
 use super::timeline::Pending;
 use super::transcript::{Transcript, wrong};
 use super::{ages, sizes};
-use crate::formats::{Segment, SegmentType};
-use crate::history::{Beginning, Kind, ReplayError, StartBlock, StartSegment};
+use crate::formats::Segment;
+use crate::history::{Beginning, Kind, ReplayError, StartBlock, StartSegment, pool_of_segment};
 use std::collections::HashMap;
 use vramlab_policies::backends::CachingSettings;
-use vramlab_policies::contract::{BlockState, GUARANTEED_ALIGN, PoolKind};
-use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
+use vramlab_policies::contract::{BlockState, GUARANTEED_ALIGN};
 
 /// What was held before the first event, but for the sizes of blocks and the ages of segments.
 #[derive(Debug)]
@@ -46,7 +45,7 @@ impl LookBack {
             freed: None,
         }));
         for Departed { addr, bytes, stream } in std::mem::take(&mut transcript.segments.departed) {
-            let pool = if bytes == SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large };
+            let pool = pool_of_segment(bytes);
             let stream = number_of(transcript, stream)?;
             beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private: 0 });
         }
@@ -83,12 +82,8 @@ fn add_ending(
     beginning: &mut Beginning,
 ) -> Result<(), String> {
     for segment in &found.segments {
-        let pool = match segment.segment_type {
-            SegmentType::Small => PoolKind::Small,
-            SegmentType::Large => PoolKind::Large,
-        };
         let stream = transcript.slots.stream(segment.stream)?;
-        let (addr, bytes) = (segment.address, segment.total_size);
+        let (addr, bytes, pool) = (segment.address, segment.total_size, segment.segment_type);
         let private = names.map_or(0, |names| NamedRange::number_at(names, addr));
         beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private });
     }

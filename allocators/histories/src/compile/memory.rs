@@ -9,7 +9,6 @@ use crate::steps;
 use vramlab_device::budget::{Budget, OverBudget};
 use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::contract::PoolKind;
-use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 
 /// When [`follow`] shows the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,8 +29,8 @@ fn change(memory: &mut Memory, event: &SegmentEvent) -> Result<(), OverBudget> {
         memory.release(event.addr, event.bytes);
         return Ok(());
     }
-    let small = event.part.map_or(event.bytes == SMALL_SEGMENT, |pool| pool == PoolKind::Small);
     let (bytes, stream, expandable) = (event.bytes, event.stream, event.part.is_some());
+    let small = event.pool() == PoolKind::Small;
     memory.reserve(event.addr, Segment { bytes, stream, small, expandable })
 }
 

@@ -19,7 +19,7 @@ use crate::steps;
 use std::collections::{BTreeMap, BTreeSet};
 use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::contract::PoolKind;
-use vramlab_policies::policy::size::torch::{MIN_BLOCK, SMALL_MAX, SMALL_SEGMENT, pool_of, round_size};
+use vramlab_policies::policy::size::torch::{MIN_BLOCK, SMALL_MAX, pool_of, round_size};
 
 /// Times that the placements are followed. Each time only what the last one changed can change anything.
 const ROUNDS: u32 = 16;
@@ -232,8 +232,7 @@ impl<'a> Layout<'a> {
         }
         self.segments.remove(&addr);
         if !event.released {
-            let pool = if event.bytes == SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large };
-            self.add_segment(addr, Segment { end, stream, pool, made: event.op, private });
+            self.add_segment(addr, Segment { end, stream, pool: event.pool(), made: event.op, private });
         }
     }
 

@@ -5,7 +5,7 @@
 
 use super::input::Input;
 use super::lines::Lines;
-use super::receiver::emit_free;
+use super::receiver::emit;
 use super::{Action, Event, Format, ReadError, Sink, Summary};
 use serde::Deserialize;
 
@@ -24,19 +24,7 @@ struct Line<'l> {
 /// Reads a trace.
 pub(super) fn read(input: &mut Input<'_>, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
     let mut summary = Summary::new(Format::Jsonl);
-    let mut lines = Lines::new(input);
-    while let Some(text) = lines.next()? {
-        let event = match parse(text) {
-            Ok(event) => event,
-            Err(text) => return Err(lines.content(text)),
-        };
-        if event.action == Action::FreeRequested {
-            emit_free(event, &mut summary, sink)?;
-        } else {
-            summary.count(0);
-            sink(event)?;
-        }
-    }
+    Lines::new(input).each(|line| parse(line).map(Some), |event| emit(event, &mut summary, sink))?;
     Ok(summary)
 }
 

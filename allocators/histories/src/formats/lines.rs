@@ -51,6 +51,21 @@ impl<'r, 'i> Lines<'r, 'i> {
         }
     }
 
+    /// Hands what each line says to `take`; a line may say nothing.
+    pub(super) fn each<T>(
+        mut self,
+        parse: impl Fn(&str) -> Result<Option<T>, String>,
+        mut take: impl FnMut(T) -> Result<(), ReadError>,
+    ) -> Result<(), ReadError> {
+        while let Some(line) = self.next()? {
+            let parsed = parse(line);
+            if let Some(said) = parsed.map_err(|text| self.content(text))? {
+                take(said)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Length of the next line without and with its end.
     fn find(&mut self) -> Result<Option<(usize, usize)>, ReadError> {
         let mut searched = 0;

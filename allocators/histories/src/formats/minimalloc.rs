@@ -8,7 +8,7 @@
 use super::error::Place;
 use super::input::Input;
 use super::lines::{Lines, clip, columns, fields};
-use super::receiver::emit_free;
+use super::receiver::emit;
 use super::{Action, Event, Format, ReadError, ReadOptions, Sink, Summary};
 use crate::steps;
 
@@ -33,16 +33,14 @@ pub(super) fn read(input: &mut Input<'_>, options: &ReadOptions, sink: &mut Sink
     let mut rows: Vec<Row> = Vec::new();
     let mut next = 0_u64;
     while let Some(line) = lines.next()? {
-        let row = match parse(line, needed, offset, &mut next) {
-            Ok(row) => row,
-            Err(text) => return Err(lines.content(text)),
-        };
+        let row = parse(line, needed, offset, &mut next);
+        let row = row.map_err(|text| lines.content(text))?;
         let kept = claim.push(&mut rows, row);
         kept.map_err(|over| ReadError::over(lines.place(), over))?;
     }
     let order = 2 * rows.len() * size_of::<(i64, bool, u32)>();
     claim.add(order).map_err(|over| ReadError::over(Place::Whole, over))?;
-    emit(&rows, sink)
+    emit_rows(&rows, sink)
 }
 
 fn parse(line: &str, needed: [usize; 3], offset: Option<usize>, next: &mut u64) -> Result<Row, String> {
@@ -72,7 +70,7 @@ fn parse(line: &str, needed: [usize; 3], offset: Option<usize>, next: &mut u64) 
     Ok(Row { lower, upper, size, addr })
 }
 
-fn emit(rows: &[Row], sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
+fn emit_rows(rows: &[Row], sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
     let mut summary = Summary::new(Format::MinimallocCsv);
     let mut order: Vec<(i64, bool, u32)> = Vec::with_capacity(2 * rows.len());
     steps::count(rows.len());
@@ -86,13 +84,9 @@ fn emit(rows: &[Row], sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
         let row = &rows[number as usize];
         // CAST: `start` is the least, so the difference is not negative, and it fits 64 bits.
         let time_ns = time.wrapping_sub(start) as u64;
-        let event = Event { action: Action::Alloc, device: 0, addr: row.addr, bytes: row.size, stream: 0, time_ns };
-        if begins {
-            summary.count(0);
-            sink(event)?;
-        } else {
-            emit_free(Event { action: Action::FreeRequested, ..event }, &mut summary, sink)?;
-        }
+        let action = if begins { Action::Alloc } else { Action::FreeRequested };
+        let event = Event { action, device: 0, addr: row.addr, bytes: row.size, stream: 0, time_ns };
+        emit(event, &mut summary, sink)?;
     }
     if rows.is_empty() {
         return Err(ReadError::content(Place::Whole, "the table has a header and no rows"));

@@ -20,7 +20,6 @@ mod settings;
 mod snapshot;
 mod stacks;
 mod store;
-mod words;
 
 use super::input::Input;
 use super::receiver::Receiver;

@@ -12,7 +12,7 @@
 
 use super::input::Input;
 use super::lines::{Lines, clip};
-use super::{Place, Problem, ReadError};
+use super::{Place, Problem, ReadError, read};
 use std::collections::HashMap;
 use std::io::Read;
 use std::path::Path;
@@ -62,14 +62,7 @@ impl Placements {
     /// # Errors
     /// [`ReadError`] for what cannot be opened, is no such file, or contradicts itself.
     pub fn read(path: &Path, budget: &Budget) -> Result<Self, ReadError> {
-        let open = || {
-            let file = std::fs::File::open(path).map_err(|error| ReadError::at(Place::Whole, Problem::Io(error)))?;
-            if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
-                return Err(ReadError::at(Place::Whole, Problem::Directory));
-            }
-            Self::read_from(Box::new(file), budget)
-        };
-        open().map_err(|error| ReadError { path: path.to_owned(), ..error })
+        read::named(path, || Self::read_from(Box::new(read::open(path)?), budget))
     }
 
     /// As [`read`](Self::read), from any source; the error names no file.

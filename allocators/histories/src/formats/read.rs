@@ -55,7 +55,7 @@ pub fn read_origins_from(
     run(source, options, sink, true)
 }
 
-fn open(path: &Path) -> Result<std::fs::File, ReadError> {
+pub(super) fn open(path: &Path) -> Result<std::fs::File, ReadError> {
     let file = std::fs::File::open(path).map_err(|error| ReadError::at(Place::Whole, Problem::Io(error)))?;
     if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
         return Err(ReadError::at(Place::Whole, Problem::Directory));
@@ -63,7 +63,8 @@ fn open(path: &Path) -> Result<std::fs::File, ReadError> {
     Ok(file)
 }
 
-fn named<T>(path: &Path, read: impl FnOnce() -> Result<T, ReadError>) -> Result<T, ReadError> {
+/// Puts the file into the error of a reading.
+pub(super) fn named<T>(path: &Path, read: impl FnOnce() -> Result<T, ReadError>) -> Result<T, ReadError> {
     read().map_err(|error| ReadError { path: path.to_owned(), ..error })
 }
 
@@ -125,7 +126,7 @@ fn detect(input: &mut Input<'_>) -> Result<Format, ReadError> {
         Ok(Format::RmmCsv)
     } else if lines::columns(header, minimalloc::COLUMNS).is_ok() {
         Ok(Format::MinimallocCsv)
-    } else if text.lines().any(|line| matches!(stalloc::parse(line), Some(Ok(_)))) {
+    } else if text.lines().any(|line| matches!(stalloc::parse(line), Ok(Some(_)))) {
         Ok(Format::Stalloc)
     } else {
         Err(unknown())

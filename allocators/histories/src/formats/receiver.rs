@@ -22,11 +22,13 @@ impl Receiver<'_> {
     }
 }
 
-/// A free in a format that does not say when it completed: at once.
-pub(super) fn emit_free(event: Event, summary: &mut Summary, sink: &mut Sink<'_>) -> Result<(), ReadError> {
-    for action in [Action::FreeRequested, Action::FreeCompleted] {
+/// Hands on an event of a format that does not say when a free completed: it completes at once.
+pub(super) fn emit(event: Event, summary: &mut Summary, sink: &mut Sink<'_>) -> Result<(), ReadError> {
+    summary.count(event.device);
+    sink(event)?;
+    if event.action == Action::FreeRequested {
         summary.count(event.device);
-        sink(Event { action, ..event })?;
+        sink(Event { action: Action::FreeCompleted, ..event })?;
     }
     Ok(())
 }

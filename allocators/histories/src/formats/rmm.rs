@@ -9,7 +9,7 @@
 
 use super::input::Input;
 use super::lines::{Lines, clip, columns, fields};
-use super::receiver::emit_free;
+use super::receiver::emit;
 use super::{Action, Event, Format, ReadError, Sink, Summary};
 
 /// Names of the columns that are read.
@@ -25,29 +25,21 @@ pub(super) fn read(input: &mut Input<'_>, sink: &mut Sink<'_>) -> Result<Summary
     let header = lines.next()?.unwrap_or_default().to_owned();
     let columns = columns(&header, COLUMNS).map_err(|text| lines.content(text))?;
     let (mut day, mut last) = (0_u64, 0_u64);
-    while let Some(line) = lines.next()? {
-        let parsed = parse(line, columns);
-        let (action, time, mut event) = match parsed {
-            Ok(parsed) => parsed,
-            Err(text) => return Err(lines.content(text)),
-        };
+    let parse = |line: &str| parse(line, columns).map(Some);
+    lines.each(parse, |event| {
+        // Counted from midnight.
+        let time = event.time_ns;
         if time + DAY_NS / 2 < last {
             day += 1;
         }
         last = time;
-        event.time_ns = day.saturating_mul(DAY_NS).saturating_add(time);
-        match action {
-            Action::FreeRequested => emit_free(event, &mut summary, sink)?,
-            _ => {
-                summary.count(0);
-                sink(event)?;
-            }
-        }
-    }
+        emit(Event { time_ns: day.saturating_mul(DAY_NS).saturating_add(time), ..event }, &mut summary, sink)
+    })?;
     Ok(summary)
 }
 
-fn parse(line: &str, columns: [usize; 5]) -> Result<(Action, u64, Event), String> {
+/// The event of a line, with the time of day.
+fn parse(line: &str, columns: [usize; 5]) -> Result<Event, String> {
     let [time, action, pointer, size, stream] = fields(line, columns)
         .ok_or_else(|| format!("the line has too few columns: '{}'; it was cut short or damaged", clip(line)))?;
     let action = match action {
@@ -66,16 +58,14 @@ fn parse(line: &str, columns: [usize; 5]) -> Result<(Action, u64, Event), String
         u64::from_str_radix(digits, 16)
             .map_err(|_| format!("{name} '{}' is no hexadecimal number such as 0x7f7f38000000", clip(text)))
     };
-    let event = Event {
+    Ok(Event {
         action,
         device: 0,
         addr: hexadecimal("Pointer", pointer)?,
         bytes: size.parse().map_err(|_| format!("Size '{}' is no number of bytes", clip(size)))?,
         stream: hexadecimal("Stream", stream)?,
-        time_ns: 0,
-    };
-    let time = time_of_day(time).ok_or_else(|| format!("Time '{}' is not of the form HH:MM:SS.µs", clip(time)))?;
-    Ok((action, time, event))
+        time_ns: time_of_day(time).ok_or_else(|| format!("Time '{}' is not of the form HH:MM:SS.µs", clip(time)))?,
+    })
 }
 
 /// Nanoseconds since midnight.

@@ -1,28 +1,7 @@
 //! What an allocator held at the end of a history, as PyTorch's snapshots list it.
 
-use vramlab_policies::contract::PoolKind;
-use vramlab_policies::contract::{BlockState, Snapshot};
-
-/// Pool that a segment belongs to.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum SegmentType {
-    /// Requests up to 1 MiB.
-    Small,
-    /// Larger requests.
-    #[default]
-    Large,
-}
-
-impl SegmentType {
-    /// Name in PyTorch's snapshots.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            SegmentType::Small => "small",
-            SegmentType::Large => "large",
-        }
-    }
-}
+use vramlab_policies::contract::{BlockState, PoolKind, Snapshot};
+use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 
 /// A part of a [`Segment`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +28,7 @@ pub struct Segment {
     /// Stream that owns its free blocks.
     pub stream: u64,
     /// Pool.
-    pub segment_type: SegmentType,
+    pub segment_type: PoolKind,
     /// The pool that it is of, as PyTorch names it (`segment_pool_id`): both zero for the default pool. `None` where the file does
     /// not say.
     pub pool_id: Option<(u64, u64)>,
@@ -99,17 +78,13 @@ impl Segment {
     #[must_use]
     pub fn from_snapshot(snapshot: &Snapshot, device: u16) -> Vec<Segment> {
         // PyTorch's segments for small requests are of 2 MiB, and no others are that small.
-        const SMALL_SEGMENT: u64 = 2 << 20;
+        let by_size = |bytes: u64| if bytes <= SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large };
         let convert = |segment: &vramlab_policies::contract::SegmentInfo| Segment {
             device,
             address: segment.addr.get(),
             total_size: segment.bytes,
             stream: segment.stream.get(),
-            segment_type: match segment.pool {
-                Some(PoolKind::Small) => SegmentType::Small,
-                None if segment.bytes <= SMALL_SEGMENT => SegmentType::Small,
-                _ => SegmentType::Large,
-            },
+            segment_type: segment.pool.unwrap_or(by_size(segment.bytes)),
             pool_id: None,
             is_expandable: false,
             blocks: segment
@@ -127,10 +102,17 @@ impl Segment {
     }
 }
 
+/// Name of a segment's pool in PyTorch's snapshots.
+pub(super) fn pool_name(pool: PoolKind) -> &'static str {
+    match pool {
+        PoolKind::Small => "small",
+        PoolKind::Large => "large",
+    }
+}
+
 /// Name of a block's state in PyTorch's snapshots. Its documentation writes `active_awaiting_free`, its code and its
 /// viewer `active_pending_free`.
-#[must_use]
-pub(crate) fn state_name(state: BlockState) -> &'static str {
+pub(super) fn state_name(state: BlockState) -> &'static str {
     match state {
         BlockState::Allocated => "active_allocated",
         BlockState::PendingFree => "active_pending_free",

@@ -18,19 +18,19 @@ mod settings;
 mod state;
 
 use self::guard::Guarded;
-use self::origins::{Annotations, Name, Stack};
+use self::origins::{Annotations, OriginText, Stack};
 use self::segments::Segments;
 use self::settings::{Keep, Node};
-use self::state::{Handle, Part, State};
+use self::state::{Handle, Name, Part, Seed, State};
 use super::error::{Place, Problem};
 use super::input::Input;
 use super::raw_event::RawEvent;
 use super::receiver::Receiver;
 use super::settings::Room;
-use super::{Action, Event, Format, Origin, ReadError, ReadOptions, Summary};
+use super::words::Word;
+use super::{Event, Format, Origin, ReadError, ReadOptions, Summary};
 use crate::steps;
-use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 
 /// Reads a snapshot.
@@ -52,7 +52,7 @@ pub(super) fn read(
         room: Room::default(),
     };
     let mut json = serde_json::Deserializer::from_reader(&mut guarded);
-    let result = Top(&mut state).deserialize(&mut json).and_then(|()| json.end());
+    let result = Seed::Map(Top(&mut state)).deserialize(&mut json).and_then(|()| json.end());
     let place = Place::Byte(guarded.input.offset());
     match result {
         Ok(()) if state.traced == Part::Whole => {
@@ -84,32 +84,24 @@ pub(super) fn read(
 /// The outermost dictionary.
 struct Top<'a, 'r, 's>(&'a mut State<'r, 's>);
 
-impl<'de> DeserializeSeed<'de> for Top<'_, '_, '_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_map(self)
-    }
-}
-
 impl<'de> Visitor<'de> for Top<'_, '_, '_> {
     type Value = ();
 
     expecting!("a snapshot's dictionary with 'segments' and 'device_traces'");
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        while let Some(key) = map.next_key()? {
+        while let Some(Name(key)) = map.next_key()? {
             match key {
-                Key::DeviceTraces => {
+                Some(Word::DeviceTraces) => {
                     self.0.traced = Part::Begun;
-                    map.next_value_seed(Traces(self.0))?;
+                    map.next_value_seed(Seed::List(Traces(self.0)))?;
                     self.0.traced = Part::Whole;
                 }
-                Key::Segments => {
-                    map.next_value_seed(Segments(self.0))?;
+                Some(Word::Segments) => {
+                    map.next_value_seed(Seed::List(Segments(self.0)))?;
                     self.0.segments = Part::Whole;
                 }
-                Key::AllocatorSettings => {
+                Some(Word::AllocatorSettings) => {
                     let State { room, claim, over, .. } = &mut *self.0;
                     let mut keep = Keep { room, claim, over };
                     if let Value::Object(settings) = map.next_value_seed(Node::outermost(&mut keep))? {
@@ -117,36 +109,17 @@ impl<'de> Visitor<'de> for Top<'_, '_, '_> {
                     }
                     self.0.settings = Part::Whole;
                 }
-                Key::ExternalAnnotations => {
-                    self.0.summary.external_annotations = map.next_value_seed(Annotations(self.0))?;
+                Some(Word::ExternalAnnotations) => {
+                    self.0.summary.external_annotations = map.next_value_seed(Seed::List(Annotations(self.0)))?;
                 }
-                Key::Other => drop(map.next_value::<IgnoredAny>()?),
+                _ => drop(map.next_value::<IgnoredAny>()?),
             }
         }
         Ok(())
     }
 }
 
-#[derive(Deserialize)]
-#[serde(field_identifier, rename_all = "snake_case")]
-enum Key {
-    DeviceTraces,
-    Segments,
-    AllocatorSettings,
-    ExternalAnnotations,
-    #[serde(other)]
-    Other,
-}
-
 struct Traces<'a, 'r, 's>(&'a mut State<'r, 's>);
-
-impl<'de> DeserializeSeed<'de> for Traces<'_, '_, '_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
 
 impl<'de> Visitor<'de> for Traces<'_, '_, '_> {
     type Value = ();
@@ -155,7 +128,7 @@ impl<'de> Visitor<'de> for Traces<'_, '_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
         let mut device = 0_u16;
-        while seq.next_element_seed(Trace { state: self.0, device })?.is_some() {
+        while seq.next_element_seed(Seed::List(Trace { state: self.0, device }))?.is_some() {
             self.0.summary.has_device(device);
             device = device.checked_add(1).ok_or_else(|| A::Error::custom("there are more than 65,535 devices"))?;
         }
@@ -169,14 +142,6 @@ struct Trace<'a, 'r, 's> {
     device: u16,
 }
 
-impl<'de> DeserializeSeed<'de> for Trace<'_, '_, '_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
-
 impl<'de> Visitor<'de> for Trace<'_, '_, '_> {
     type Value = ();
 
@@ -184,7 +149,7 @@ impl<'de> Visitor<'de> for Trace<'_, '_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<(), A::Error> {
         let mut number = 0_u64;
-        while let Some((raw, origin)) = seq.next_element_seed(Fields(self.state))? {
+        while let Some((raw, origin)) = seq.next_element_seed(Seed::Map(Fields(self.state)))? {
             steps::count(1);
             let event = raw.event(self.device).map_err(|field| {
                 A::Error::custom(format_args!("event {number} of device {} has no '{field}'", self.device))
@@ -212,30 +177,6 @@ impl Trace<'_, '_, '_> {
 /// An event's fields.
 struct Fields<'a, 'r, 's>(&'a mut State<'r, 's>);
 
-#[derive(Deserialize)]
-#[serde(field_identifier, rename_all = "snake_case")]
-enum EventKey {
-    Action,
-    Addr,
-    DeviceFree,
-    Size,
-    Stream,
-    TimeUs,
-    Frames,
-    Category,
-    UserMetadata,
-    #[serde(other)]
-    Other,
-}
-
-impl<'de> DeserializeSeed<'de> for Fields<'_, '_, '_> {
-    type Value = (RawEvent, Origin);
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_map(self)
-    }
-}
-
 impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
     type Value = (RawEvent, Origin);
 
@@ -244,39 +185,26 @@ impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let (mut raw, mut origin) = (RawEvent::default(), Origin::default());
         let wanted = self.0.receiver.wants_origins;
-        while let Some(key) = map.next_key()? {
+        while let Some(Name(key)) = map.next_key()? {
             match key {
-                EventKey::Action => raw.action = map.next_value::<Option<Known>>()?.map(|known| known.0),
-                EventKey::Addr => raw.addr = map.next_value()?,
-                EventKey::DeviceFree => raw.device_free = map.next_value()?,
-                EventKey::Size => raw.size = map.next_value()?,
-                EventKey::Stream => raw.stream = map.next_value::<Handle>()?.0,
-                EventKey::TimeUs => raw.time_us = map.next_value()?,
-                EventKey::Frames if wanted => origin.stack = map.next_value_seed(Stack(self.0))?,
-                EventKey::Category if wanted => origin.category = map.next_value_seed(Name(self.0))?,
-                EventKey::UserMetadata if wanted => origin.note = map.next_value_seed(Name(self.0))?,
+                Some(Word::Action) => {
+                    raw.action = map.next_value::<Option<Name>>()?.map(|Name(name)| name.and_then(Word::action))
+                }
+                Some(Word::Addr) => raw.addr = map.next_value()?,
+                Some(Word::DeviceFree) => raw.device_free = map.next_value()?,
+                Some(Word::Size) => raw.size = map.next_value()?,
+                Some(Word::Stream) => raw.stream = map.next_value::<Handle>()?.0,
+                Some(Word::TimeUs) => raw.time_us = map.next_value()?,
+                Some(Word::Frames) if wanted => origin.stack = map.next_value_seed(Seed::List(Stack(self.0)))?,
+                Some(Word::Category) if wanted => {
+                    origin.category = map.next_value_seed(Seed::Any(OriginText(self.0)))?
+                }
+                Some(Word::UserMetadata) if wanted => {
+                    origin.note = map.next_value_seed(Seed::Any(OriginText(self.0)))?
+                }
                 _ => drop(map.next_value::<IgnoredAny>()?),
             }
         }
         Ok((raw, origin))
-    }
-}
-
-/// An action, or one that has no counterpart.
-struct Known(Option<Action>);
-
-impl<'de> Deserialize<'de> for Known {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Name;
-        impl Visitor<'_> for Name {
-            type Value = Known;
-
-            expecting!("an action's name");
-
-            fn visit_str<E: Error>(self, name: &str) -> Result<Known, E> {
-                Ok(Known(name.parse().ok()))
-            }
-        }
-        deserializer.deserialize_str(Name)
     }
 }

@@ -5,45 +5,32 @@
 
 use super::input::Input;
 use super::lines::{Lines, clip};
-use super::receiver::emit_free;
+use super::receiver::emit;
 use super::{Action, Event, Format, ReadError, Sink, Summary};
 
 /// Reads a trace.
 pub(super) fn read(input: &mut Input<'_>, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
     let mut summary = Summary::new(Format::Stalloc);
-    let mut lines = Lines::new(input);
-    while let Some(line) = lines.next()? {
-        let event = match parse(line) {
-            Some(Ok(event)) => event,
-            Some(Err(text)) => return Err(lines.content(text)),
-            None => continue,
-        };
-        if event.action == Action::Alloc {
-            summary.count(0);
-            sink(event)?;
-        } else {
-            emit_free(event, &mut summary, sink)?;
-        }
-    }
+    Lines::new(input).each(parse, |event| emit(event, &mut summary, sink))?;
     Ok(summary)
 }
 
 /// The event of a line; `None` for a mark.
-pub(super) fn parse(line: &str) -> Option<Result<Event, String>> {
+pub(super) fn parse(line: &str) -> Result<Option<Event>, String> {
     let mut words = line.split_ascii_whitespace();
     let action = match words.next() {
         Some("1") => Action::Alloc,
         Some("0") => Action::FreeRequested,
-        _ => return None,
+        _ => return Ok(None),
     };
     let numbers = [words.next(), words.next(), words.next()].map(|word| word.and_then(number));
     let [Some(addr), Some(bytes), Some(stream)] = numbers else {
-        return Some(Err(format!("'{}' should be 0 or 1, then pointer, size and stream", clip(line))));
+        return Err(format!("'{}' should be 0 or 1, then pointer, size and stream", clip(line)));
     };
     if words.next().is_some() {
-        return Some(Err(format!("'{}' has more than four numbers", clip(line))));
+        return Err(format!("'{}' has more than four numbers", clip(line)));
     }
-    Some(Ok(Event { action, device: 0, addr, bytes, stream, time_ns: 0 }))
+    Ok(Some(Event { action, device: 0, addr, bytes, stream, time_ns: 0 }))
 }
 
 /// Decimal, or hexadecimal behind `0x`.

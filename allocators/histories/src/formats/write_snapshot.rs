@@ -7,7 +7,7 @@
 //!
 //! Source: `torch/csrc/cuda/Module.cpp`, `torch/utils/viz/MemoryViz.js`.
 
-use super::segment::state_name;
+use super::segment::{pool_name, state_name};
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::write_plain::{Plain, Recurring};
 use super::{Action, Event, Origin, Origins, Segment, StackId, TextId};
@@ -122,7 +122,7 @@ impl SnapshotWriter {
         // CAST: a handle's 64 bits; PyTorch writes them as signed.
         out.int(segment.stream as i64)?;
         out.key("segment_type")?;
-        out.word(segment.segment_type.name())?;
+        out.word(pool_name(segment.segment_type))?;
         out.key("segment_pool_id")?;
         let (first, second) = segment.pool_id.unwrap_or_default();
         // CAST: as they were read.

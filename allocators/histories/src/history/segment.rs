@@ -1,6 +1,12 @@
 //! A segment that came from the device or went back.
 
 use vramlab_policies::contract::PoolKind;
+use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
+
+/// The pool that PyTorch makes a whole segment of this size for.
+pub(crate) fn pool_of_segment(bytes: u64) -> PoolKind {
+    if bytes == SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large }
+}
 
 /// A segment, or a part of an expandable one, that came from the device or went back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +41,11 @@ impl SegmentEvent {
     /// This memory as a part of an expandable segment.
     pub(crate) fn part_of(self, pool: PoolKind) -> Self {
         Self { part: Some(pool), ..self }
+    }
+
+    /// The pool that it serves.
+    pub(crate) fn pool(&self) -> PoolKind {
+        self.part.unwrap_or(pool_of_segment(self.bytes))
     }
 
     /// The first address behind it.

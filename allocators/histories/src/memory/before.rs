@@ -3,10 +3,10 @@
 
 use super::events::{Events, Recorded};
 use super::{Rules, Segment};
-use crate::formats::{Action, Origin, Origins, SegmentType, Summary};
+use crate::formats::{Action, Origin, Origins, Summary};
 use std::collections::{BTreeSet, HashSet};
 use vramlab_device::ranges::Ranges;
-use vramlab_policies::contract::BlockState;
+use vramlab_policies::contract::{BlockState, PoolKind};
 
 /// What was there before the first event, as far as the history tells it.
 #[derive(Clone, Debug, Default)]
@@ -85,7 +85,7 @@ impl Before {
         }
         let held = summary.ending().unwrap_or_default();
         for end in held.iter().filter(|segment| segment.device == device) {
-            let small = end.segment_type == SegmentType::Small;
+            let small = end.segment_type == PoolKind::Small;
             for (addr, stop) in made.missing(end.address, end.end()) {
                 let segment = Segment { bytes: stop - addr, stream: end.stream, small, expandable: end.is_expandable };
                 out.segments.push(SegmentBefore { addr, segment, at_end: true });

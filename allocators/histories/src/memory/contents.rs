@@ -1,8 +1,8 @@
 //! What lies in the segments, and the account of it.
 
 use super::{Block, Memory, Segment};
-use crate::formats::{self, SegmentBlock, SegmentType};
-use vramlab_policies::contract::{BlockState, Ledger};
+use crate::formats::{self, SegmentBlock};
+use vramlab_policies::contract::{BlockState, Ledger, PoolKind};
 
 /// What lies in a segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -99,7 +99,7 @@ impl Memory {
                 address,
                 total_size: segment.bytes,
                 stream: segment.stream,
-                segment_type: if segment.small { SegmentType::Small } else { SegmentType::Large },
+                segment_type: if segment.small { PoolKind::Small } else { PoolKind::Large },
                 pool_id: None,
                 is_expandable: segment.expandable,
                 blocks,

@@ -1,8 +1,9 @@
 //! From when to when blocks and segments were there, counted in events.
 
 use super::{Before, Events, Recorded};
-use crate::formats::{Action, Origin, Segment, SegmentType};
+use crate::formats::{Action, Origin, Segment};
 use std::collections::{BTreeMap, HashMap};
+use vramlab_policies::contract::PoolKind;
 use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 
 /// The end of what is never given back.
@@ -185,7 +186,7 @@ impl SegmentLifetimes {
     fn held_at_the_end(&mut self, segment: &Segment) {
         let held = self.now.range_mut(..segment.end()).map(|(_, held)| held);
         for held in held.rev().take_while(|held| held.addr + held.bytes > segment.address) {
-            held.small = Some(segment.segment_type == SegmentType::Small);
+            held.small = Some(segment.segment_type == PoolKind::Small);
             held.expandable = segment.is_expandable;
             held.private = segment.pool_id.filter(|pool| *pool != (0, 0));
         }

@@ -1,6 +1,6 @@
 //! How the recorded allocator cut its memory into segments and blocks.
 
-use crate::formats::{Format, Segment, SegmentType, Summary};
+use crate::formats::{Format, Segment, Summary};
 use std::sync::Arc;
 use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::contract::PoolKind;
@@ -35,7 +35,7 @@ impl Rules {
         let ending = summary.ending().unwrap_or_default().iter();
         let mut expandable: Vec<(u64, u64, bool)> = ending
             .filter(|segment| segment.device == device && segment.is_expandable)
-            .map(|segment| (segment.address, segment.end(), segment.segment_type == SegmentType::Small))
+            .map(|segment| (segment.address, segment.end(), segment.segment_type == PoolKind::Small))
             .collect();
         expandable.sort_unstable();
         let own = match summary.format {

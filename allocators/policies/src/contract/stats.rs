@@ -57,11 +57,12 @@ impl Gauge {
 }
 
 /// Which of the two size classes of PyTorch's policy a quantity belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PoolKind {
     /// Requests of at most 1 MiB after rounding.
     Small,
     /// Everything larger.
+    #[default]
     Large,
 }
 

@@ -214,7 +214,7 @@ impl<'a> Evidence<'a> {
     /// A segment came, or a part of a range: its number, if it is new.
     fn make(&mut self, event: &SegmentEvent) -> Option<u32> {
         let (addr, end) = (event.addr, event.addr + event.bytes);
-        let class = event.part.unwrap_or(if event.bytes == SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large });
+        let class = event.pool();
         if event.part.is_some()
             && let Some((_, &number)) = self.held.range(..=addr).next_back()
         {

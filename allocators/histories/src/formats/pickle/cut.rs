@@ -2,7 +2,7 @@
 
 use super::machine::Machine;
 use super::store::Value;
-use super::words::Word;
+use crate::formats::words::Word;
 use crate::formats::{Cut, ReadError};
 
 impl Machine<'_, '_, '_> {

@@ -2,8 +2,9 @@
 //! again through the memo.
 
 use super::machine::Machine;
+use super::snapshot::{last_of, unsigned};
 use super::store::Value;
-use super::words::Word;
+use crate::formats::words::Word;
 use crate::formats::{Annotation, Origin, ReadError, TextId};
 use crate::steps;
 
@@ -160,26 +161,17 @@ impl Machine<'_, '_, '_> {
         let Some(pairs) = self.store.as_dict(value).filter(|_| self.outcome.receiver.wants_origins) else {
             return Ok(());
         };
-        let of = |wanted: Word| {
-            pairs.iter().find(|(key, _)| *key == Value::Word(wanted)).map_or(Value::None, |(_, value)| *value)
-        };
+        let of = |key: Word| last_of(pairs, key).unwrap_or(Value::None);
         let [name, stage, device, time] = [Word::Name, Word::Stage, Word::Device, Word::TimeUs].map(of);
-        let number = |value: Value| match value {
-            Value::Int(number) => u64::try_from(number).ok(),
-            Value::Uint(number) => Some(number),
-            _ => None,
-        };
         let annotation = Annotation {
             name: self.origin_text(name)?,
-            device: number(device).and_then(|number| u16::try_from(number).ok()),
+            device: unsigned(device).and_then(|number| u16::try_from(number).ok()),
             start: stage == Value::Word(Word::Start),
-            time_ns: number(time).unwrap_or(0).saturating_mul(1000),
+            time_ns: unsigned(time).unwrap_or(0).saturating_mul(1000),
         };
         let kept = self.outcome.receiver.origins.annotate(annotation);
         self.within(kept)?;
-        if let Value::Object(handle) = value
-            && let Some(super::store::Object::Dict(pairs)) = self.store.take(handle)
-        {
+        if let Some(pairs) = self.store.take_dict(value) {
             self.store.recycle(pairs);
         }
         Ok(())

@@ -4,9 +4,9 @@ use super::memo::Memo;
 use super::outcome::Outcome;
 use super::stacks::Stacks;
 use super::store::{Store, Value};
-use super::words::Word;
 use crate::formats::input::Input;
 use crate::formats::receiver::Receiver;
+use crate::formats::words::Word;
 use crate::formats::{Place, Problem, ReadError, ReadOptions, Summary};
 use crate::steps;
 use vramlab_device::budget::{Claim, OverBudget};
@@ -91,131 +91,77 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
     fn step(&mut self, opcode: u8) -> Result<(), ReadError> {
         match opcode {
             // By how often they occur in a snapshot.
-            b'h' => {
-                let [index] = self.take::<1>("BINGET")?;
-                self.get(u32::from(index))?;
-            }
-            b'j' => {
-                let index = u32::from_le_bytes(self.take("LONG_BINGET")?);
-                self.get(index)?;
-            }
+            b'h' => self.get::<1>("BINGET"),
+            b'j' => self.get::<4>("LONG_BINGET"),
             0x94 => {
                 let value = self.peek()?;
                 let grown = self.memo.add(value);
-                self.within(grown)?;
+                self.within(grown)
             }
-            b'K' => {
-                let [value] = self.take::<1>("BININT1")?;
-                self.push(Value::Int(i64::from(value)))?;
-            }
-            b'M' => {
-                let value = u16::from_le_bytes(self.take("BININT2")?);
-                self.push(Value::Int(i64::from(value)))?;
-            }
+            b'K' => self.integer::<1>("BININT1"),
+            b'M' => self.integer::<2>("BININT2"),
             b'J' => {
                 let value = i32::from_le_bytes(self.take("BININT")?);
-                self.push(Value::Int(i64::from(value)))?;
+                self.push(Value::Int(i64::from(value)))
             }
             0x8a => {
-                let [length] = self.take::<1>("LONG1")?;
-                self.long(u64::from(length))?;
+                let length = self.number::<1>("LONG1")?;
+                self.long(length)
             }
             b'(' => {
                 let grown = self.claim.push(&mut self.marks, self.stack.len());
                 self.within(grown)?;
                 let in_trace = self.part.is_some_and(|part| part.key == Word::DeviceTraces);
                 match self.stack.last() {
-                    Some(Value::Opaque) if in_trace => self.skip_references()?,
-                    Some(Value::Stack(stack)) => self.refer_to_frames(*stack)?,
-                    _ => {}
+                    Some(Value::Opaque) if in_trace => self.skip_references(),
+                    Some(Value::Stack(stack)) => self.refer_to_frames(*stack),
+                    _ => Ok(()),
                 }
             }
             b'}' if self.is_frame_next() => {
                 let frame = self.stacks.new_frame();
-                let frame = self.within(frame)?;
-                self.push(frame)?;
+                self.push_made(frame)
             }
             b']' if self.is_stack_next() => {
                 let stack = self.stacks.new_stack();
-                let stack = self.within(stack)?;
-                self.push(stack)?;
+                self.push_made(stack)
             }
-            b'}' => self.push_container(Store::dict)?,
-            b']' => self.push_container(Store::list)?,
-            b'u' => {
-                let mark = self.pop_mark()?;
-                self.set_items(mark)?;
-            }
-            b'e' => {
-                let mark = self.pop_mark()?;
-                self.append(mark)?;
-            }
-            b'a' => {
-                let from = self.below(1)?;
-                self.append(from)?;
-            }
-            b's' => {
-                let from = self.below(2)?;
-                self.set_items(from)?;
-            }
-            0x8c => {
-                let [length] = self.take::<1>("SHORT_BINUNICODE")?;
-                self.text(u64::from(length))?;
-            }
-            b'X' => {
-                let length = u32::from_le_bytes(self.take("BINUNICODE")?);
-                self.text(u64::from(length))?;
-            }
-            0x8d => {
-                let length = u64::from_le_bytes(self.take("BINUNICODE8")?);
-                self.text(length)?;
-            }
+            b'}' => self.push_container(Store::dict),
+            b']' => self.push_container(Store::list),
+            b'u' => self.from_mark(Self::set_items),
+            b'e' => self.from_mark(Self::append),
+            b'a' => self.from_top(1, Self::append),
+            b's' => self.from_top(2, Self::set_items),
+            0x8c => self.text::<1>("SHORT_BINUNICODE"),
+            b'X' => self.text::<4>("BINUNICODE"),
+            0x8d => self.text::<8>("BINUNICODE8"),
             // A frame's length is a hint for buffers.
-            0x95 => drop(self.take::<8>("FRAME")?),
-            b'q' => {
-                let [index] = self.take::<1>("BINPUT")?;
-                self.put(u32::from(index))?;
-            }
-            b'r' => {
-                let index = u32::from_le_bytes(self.take("LONG_BINPUT")?);
-                self.put(index)?;
-            }
-            0x88 => self.push(Value::Bool(true))?,
-            0x89 => self.push(Value::Bool(false))?,
-            b'N' => self.push(Value::None)?,
+            0x95 => self.number::<8>("FRAME").map(drop),
+            b'q' => self.put::<1>("BINPUT"),
+            b'r' => self.put::<4>("LONG_BINPUT"),
+            0x88 => self.push(Value::Bool(true)),
+            0x89 => self.push(Value::Bool(false)),
+            b'N' => self.push(Value::None),
             b'G' => {
                 let value = f64::from_be_bytes(self.take("BINFLOAT")?);
-                self.push(Value::Float(value))?;
+                self.push(Value::Float(value))
             }
-            b')' => self.push(Value::Opaque)?,
-            0x85..=0x87 => {
-                let from = self.below(usize::from(opcode - 0x84))?;
-                self.tuple(from)?;
-            }
-            b't' => {
-                let mark = self.pop_mark()?;
-                self.tuple(mark)?;
-            }
-            b'l' => {
-                let mark = self.pop_mark()?;
-                self.collect_list(mark)?;
-            }
-            b'd' => {
-                let mark = self.pop_mark()?;
-                self.collect_dict(mark)?;
-            }
+            b')' => self.push(Value::Opaque),
+            0x85..=0x87 => self.from_top(usize::from(opcode - 0x84), Self::tuple),
+            b't' => self.from_mark(Self::tuple),
+            b'l' => self.from_mark(Self::collect_list),
+            b'd' => self.from_mark(Self::collect_dict),
             0x8b => {
                 let length = i32::from_le_bytes(self.take("LONG4")?);
                 let length = u64::try_from(length).map_err(|_| self.content("LONG4 has a negative length"))?;
-                self.long(length)?;
+                self.long(length)
             }
             0x80 => {
-                let [protocol] = self.take::<1>("PROTO")?;
-                self.protocol(protocol)?;
+                let [protocol] = self.take("PROTO")?;
+                self.protocol(protocol)
             }
-            other => return Err(self.refused(other)),
+            other => Err(self.refused(other)),
         }
-        Ok(())
     }
 
     fn protocol(&self, protocol: u8) -> Result<(), ReadError> {
@@ -237,7 +183,21 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         Ok(out)
     }
 
-    fn text(&mut self, length: u64) -> Result<(), ReadError> {
+    /// A number of so many bytes.
+    #[inline]
+    fn number<const N: usize>(&mut self, what: &'static str) -> Result<u64, ReadError> {
+        let mut wide = [0; 8];
+        wide[..N].copy_from_slice(&self.take::<N>(what)?);
+        Ok(u64::from_le_bytes(wide))
+    }
+
+    fn integer<const N: usize>(&mut self, what: &'static str) -> Result<(), ReadError> {
+        let value = self.number::<N>(what)?;
+        self.push(Value::Int(value.cast_signed()))
+    }
+
+    fn text<const N: usize>(&mut self, what: &'static str) -> Result<(), ReadError> {
+        let length = self.number::<N>(what)?;
         if length > LONGEST_TEXT {
             if !self.input.skip(length)? {
                 return Err(self.truncated("a string"));
@@ -250,9 +210,8 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             return Err(self.truncated("a string"));
         }
         let value = self.store.string(&self.input.buffered()[..length]);
-        let value = self.within(value)?;
         self.input.advance(length);
-        self.push(value)
+        self.push_made(value)
     }
 
     /// An integer in little-endian two's complement.
@@ -282,18 +241,32 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         self.push(value)
     }
 
-    fn get(&mut self, index: u32) -> Result<(), ReadError> {
-        let value = self.memo.get(index);
-        let Some(value) = value else {
+    fn get<const N: usize>(&mut self, what: &'static str) -> Result<(), ReadError> {
+        // CAST: at most four bytes.
+        let index = self.number::<N>(what)? as u32;
+        let Some(value) = self.memo.get(index) else {
             return Err(self.content(format!("memo entry {index} is used before it is made; the file is damaged")));
         };
         self.push(value)
     }
 
-    fn put(&mut self, index: u32) -> Result<(), ReadError> {
+    fn put<const N: usize>(&mut self, what: &'static str) -> Result<(), ReadError> {
+        let index = self.number::<N>(what)?;
         let value = self.peek()?;
-        let kept = self.memo.put(index, value);
+        // CAST: at most four bytes.
+        let kept = self.memo.put(index as u32, value);
         self.within(kept)
+    }
+
+    /// Does something with the values above the last MARK.
+    fn from_mark(&mut self, act: fn(&mut Self, usize) -> Result<(), ReadError>) -> Result<(), ReadError> {
+        let mark = self.marks.pop();
+        act(self, mark.ok_or_else(|| self.content("an instruction finds no MARK; the file is damaged"))?)
+    }
+
+    /// Does something with the `count` uppermost values.
+    fn from_top(&mut self, count: usize, act: fn(&mut Self, usize) -> Result<(), ReadError>) -> Result<(), ReadError> {
+        act(self, self.below(count)?)
     }
 
     /// Height of the stack below the `count` uppermost values, all of them above the last MARK.
@@ -307,6 +280,11 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
     fn push(&mut self, value: Value) -> Result<(), ReadError> {
         let grown = self.claim.push(&mut self.stack, value);
         self.within(grown)
+    }
+
+    fn push_made(&mut self, made: Result<Value, OverBudget>) -> Result<(), ReadError> {
+        let value = self.within(made)?;
+        self.push(value)
     }
 
     /// The error of a claim, at this place.
@@ -325,10 +303,6 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         let value = self.stack[at];
         self.cut(at);
         Ok(value)
-    }
-
-    fn pop_mark(&mut self) -> Result<usize, ReadError> {
-        self.marks.pop().ok_or_else(|| self.content("an instruction finds no MARK; the file is damaged"))
     }
 
     /// Index of the container below `from`.
@@ -368,8 +342,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
     fn push_container(&mut self, make: fn(&mut Store) -> Result<Value, OverBudget>) -> Result<(), ReadError> {
         self.enter_part();
         let value = if self.is_opaque_here() { Ok(Value::Opaque) } else { make(&mut self.store) };
-        let value = self.within(value)?;
-        self.push(value)
+        self.push_made(value)
     }
 
     fn collect_list(&mut self, mark: usize) -> Result<(), ReadError> {

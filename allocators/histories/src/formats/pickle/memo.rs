@@ -3,7 +3,7 @@
 //! A pickler enters every container and every string, used again or not, so the memo is what reading a long history keeps.
 
 use super::store::{Handle, Value};
-use super::words::Word;
+use crate::formats::words::Word;
 use std::collections::HashMap;
 use vramlab_device::budget::{Budget, Claim, LongList, OverBudget};
 

@@ -4,10 +4,10 @@
 //! the outside in, so the outermost dictionary lies at the bottom, above it a key, above that the value under way.
 
 use super::machine::{Machine, Part};
-use super::store::{Object, Value};
-use super::words::Word;
+use super::store::{Object, Pairs, Value};
 use crate::formats::raw_event::RawEvent;
-use crate::formats::{Origin, ReadError, Segment, SegmentBlock, SegmentType};
+use crate::formats::words::Word;
+use crate::formats::{Origin, ReadError, Segment, SegmentBlock};
 use crate::steps;
 use vramlab_policies::contract::BlockState;
 
@@ -156,10 +156,13 @@ impl Machine<'_, '_, '_> {
     }
 
     /// The pairs of a dictionary, which is then gone.
-    fn take_pairs(&mut self, value: Value, what: &str) -> Result<super::store::Pairs, ReadError> {
+    fn take_pairs(&mut self, value: Value, what: &str) -> Result<Pairs, ReadError> {
         if let Value::Object(handle) = value {
             match self.store.take(handle) {
-                Some(Object::Dict(pairs)) => return Ok(pairs),
+                Some(Object::Dict(pairs)) => {
+                    steps::count(pairs.len());
+                    return Ok(pairs);
+                }
                 None => {
                     return Err(
                         self.content(format!("{what} is a dictionary that was used before; write it out twice"))
@@ -172,14 +175,7 @@ impl Machine<'_, '_, '_> {
     }
 
     fn take_event(&mut self, value: Value, device: u16, number: u64) -> Result<(), ReadError> {
-        let pairs = match value {
-            Value::Object(handle) => match self.store.take(handle) {
-                Some(Object::Dict(pairs)) => Some(pairs),
-                _ => None,
-            },
-            _ => None,
-        };
-        let Some(pairs) = pairs else {
+        let Some(pairs) = self.store.take_dict(value) else {
             return Err(self.content(format!(
                 "event {number} of device {device} should be a dictionary of its own, found {}",
                 value.kind()
@@ -230,80 +226,63 @@ impl Machine<'_, '_, '_> {
         }
     }
 
+    /// A number of a dictionary, if it has one there.
+    fn number_in(&self, pairs: &Pairs, key: Word, what: &str) -> Result<Option<u64>, ReadError> {
+        let Some(value) = last_of(pairs, key) else { return Ok(None) };
+        unsigned(value).map(Some).ok_or_else(|| self.content(format!("'{}' of {what}", key.text())))
+    }
+
     fn take_block(&mut self, value: Value) -> Result<SegmentBlock, ReadError> {
         let pairs = self.take_pairs(value, "a block")?;
-        let mut block = SegmentBlock { address: 0, size: 0, requested_size: 0, state: BlockState::Free };
-        let mut found = (false, false);
-        steps::count(pairs.len());
-        for (key, value) in &pairs {
-            let Value::Word(key) = key else { continue };
-            match (key, unsigned(*value)) {
-                (Word::Address, Some(number)) => block.address = number,
-                (Word::Size, Some(number)) => (block.size, found.0) = (number, true),
-                (Word::RequestedSize, Some(number)) => block.requested_size = number,
-                (Word::State, _) => {
-                    block.state = match value {
-                        Value::Word(Word::ActiveAllocated) => BlockState::Allocated,
-                        Value::Word(Word::ActivePendingFree | Word::ActiveAwaitingFree) => BlockState::PendingFree,
-                        Value::Word(Word::Inactive) => BlockState::Free,
-                        _ => return Err(self.content("a block's 'state' is not one of PyTorch's")),
-                    };
-                    found.1 = true;
-                }
-                (Word::Address | Word::Size | Word::RequestedSize, None) => {
-                    return Err(self.content(format!("'{}' of a block should be a size", key.text())));
-                }
-                _ => {}
-            }
-        }
+        let size_of = |key: Word| self.number_in(&pairs, key, "a block should be a size");
+        let (address, size) = (size_of(Word::Address)?.unwrap_or(0), size_of(Word::Size)?);
+        let requested_size = size_of(Word::RequestedSize)?.unwrap_or(0);
+        let state = last_of(&pairs, Word::State);
         let origin = self.origin(&pairs)?;
         self.store.recycle(pairs);
-        if found != (true, true) {
+        let (Some(size), Some(state)) = (size, state) else {
             return Err(self.content("a block has no 'size' or no 'state'"));
-        }
-        if block.state != BlockState::Free && block.address > 0 && origin != Origin::default() {
-            let kept = self.outcome.claim.push(&mut self.outcome.block_origins, (block.address, origin));
+        };
+        let state = if let Value::Word(word) = state { word.block_state() } else { None };
+        let state = state.ok_or_else(|| self.content("a block's 'state' is not one of PyTorch's"))?;
+        if state != BlockState::Free && address > 0 && origin != Origin::default() {
+            let kept = self.outcome.claim.push(&mut self.outcome.block_origins, (address, origin));
             self.within(kept)?;
         }
-        Ok(block)
+        Ok(SegmentBlock { address, size, requested_size, state })
     }
 
     fn take_segment(&mut self, value: Value) -> Result<(), ReadError> {
         let pairs = self.take_pairs(value, "a segment")?;
-        let mut segment = Segment::default();
-        let mut found = (false, false);
-        steps::count(pairs.len());
-        for (key, value) in &pairs {
-            let Value::Word(key) = key else { continue };
-            match (key, unsigned(*value)) {
-                (Word::Device, Some(number)) => segment.device = self.device(number)?,
-                (Word::Address, Some(number)) => (segment.address, found.0) = (number, true),
-                (Word::TotalSize, Some(number)) => (segment.total_size, found.1) = (number, true),
-                (Word::Stream, _) => {
-                    let number = stream(*value);
-                    segment.stream = number.ok_or_else(|| self.content("'stream' of a segment is no stream"))?;
-                }
-                (Word::SegmentType, _) if *value == Value::Word(Word::Small) => {
-                    segment.segment_type = SegmentType::Small;
-                }
-                (Word::SegmentPoolId, _) => {
-                    if let Value::Pair(first, second) = *value {
-                        segment.pool_id = Some((u64::from(first), u64::from(second)));
-                    }
-                }
-                (Word::IsExpandable, _) => segment.is_expandable = *value == Value::Bool(true),
-                (Word::Blocks, _) => segment.blocks = self.take_blocks(*value)?,
-                (Word::Device | Word::Address | Word::TotalSize, None) => {
-                    return Err(self.content(format!("'{}' of a segment should be a number", key.text())));
-                }
-                _ => {}
-            }
+        let number = |key: Word| self.number_in(&pairs, key, "a segment should be a number");
+        let (device, address, total_size) =
+            (number(Word::Device)?.unwrap_or(0), number(Word::Address)?, number(Word::TotalSize)?);
+        let stream = last_of(&pairs, Word::Stream).map_or(Some(0), stream);
+        let pool_id = match last_of(&pairs, Word::SegmentPoolId) {
+            Some(Value::Pair(first, second)) => Some((u64::from(first), u64::from(second))),
+            _ => None,
+        };
+        let segment_type = match last_of(&pairs, Word::SegmentType) {
+            Some(Value::Word(word)) => Some(word),
+            _ => None,
+        };
+        let mut segment = Segment {
+            device: self.device(device)?,
+            stream: stream.ok_or_else(|| self.content("'stream' of a segment is no stream"))?,
+            segment_type: Word::pool(segment_type),
+            pool_id,
+            is_expandable: last_of(&pairs, Word::IsExpandable) == Some(Value::Bool(true)),
+            ..Segment::default()
+        };
+        if let Some(blocks) = last_of(&pairs, Word::Blocks) {
+            segment.blocks = self.take_blocks(blocks)?;
         }
         let origin = self.origin(&pairs)?;
         self.store.recycle(pairs);
-        if found != (true, true) {
+        let (Some(address), Some(total_size)) = (address, total_size) else {
             return Err(self.content("a segment has no 'address' or no 'total_size'"));
-        }
+        };
+        (segment.address, segment.total_size) = (address, total_size);
         segment.place_blocks();
         let origins = &mut self.outcome.receiver.origins;
         let mut kept = origins.set_segment(segment.device, segment.address, origin);
@@ -357,11 +336,7 @@ impl Machine<'_, '_, '_> {
                  torch.cuda.memory_snapshot()",
             ));
         }
-        let pairs = match top {
-            Value::Object(handle) => self.store.take(handle),
-            _ => None,
-        };
-        let Some(Object::Dict(pairs)) = pairs else {
+        let Some(pairs) = self.store.take_dict(top) else {
             return Err(self.content(format!("the pickle holds {}, not a snapshot", top.kind())));
         };
         let mut traced = false;
@@ -410,13 +385,18 @@ impl Machine<'_, '_, '_> {
     }
 }
 
+/// What a dictionary has under a key.
+pub(super) fn last_of(pairs: &Pairs, wanted: Word) -> Option<Value> {
+    pairs.iter().rev().find(|(key, _)| *key == Value::Word(wanted)).map(|(_, value)| *value)
+}
+
 /// Sets a field; true if the value is none that it can have.
 fn set(field: &mut Option<u64>, value: Value) -> bool {
     *field = unsigned(value);
     field.is_none()
 }
 
-fn unsigned(value: Value) -> Option<u64> {
+pub(super) fn unsigned(value: Value) -> Option<u64> {
     match value {
         Value::Int(value) => u64::try_from(value).ok(),
         Value::Uint(value) => Some(value),

@@ -1,7 +1,7 @@
 //! Values of the stack machine, and the objects that they refer to.
 
-use super::words::Word;
 use crate::formats::SegmentBlock;
+use crate::formats::words::Word;
 use std::collections::HashMap;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
@@ -253,6 +253,15 @@ impl Store {
             self.claim.sub(LIST_COST);
         }
         Some(object)
+    }
+
+    /// Takes a dictionary away, if the value is one that is still there.
+    pub(super) fn take_dict(&mut self, value: Value) -> Option<Pairs> {
+        let Value::Object(handle) = value else { return None };
+        match self.take(handle) {
+            Some(Object::Dict(pairs)) => Some(pairs),
+            _ => None,
+        }
     }
 
     /// Keeps the memory of a dictionary that was taken for the next one.

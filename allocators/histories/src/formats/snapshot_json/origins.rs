@@ -1,20 +1,12 @@
 //! Where events came from: stack frames and annotations, which are numbered as they are read.
 
-use super::state::State;
+use super::state::{Name, Seed, State};
+use crate::formats::words::Word;
 use crate::formats::{Annotation, Frame, StackId, TextId};
-use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 /// A list of frames.
 pub(super) struct Stack<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
-
-impl<'de> DeserializeSeed<'de> for Stack<'_, '_, '_> {
-    type Value = StackId;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<StackId, D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
 
 impl<'de> Visitor<'de> for Stack<'_, '_, '_> {
     type Value = StackId;
@@ -23,7 +15,7 @@ impl<'de> Visitor<'de> for Stack<'_, '_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<StackId, A::Error> {
         let mut numbers = Vec::new();
-        while let Some(frame) = seq.next_element_seed(One(self.0))? {
+        while let Some(frame) = seq.next_element_seed(Seed::Map(One(self.0)))? {
             let number = self.0.receiver.origins.frame(frame);
             let number = self.0.within(number)?;
             let kept = self.0.claim.push(&mut numbers, number);
@@ -38,24 +30,6 @@ impl<'de> Visitor<'de> for Stack<'_, '_, '_> {
 /// One frame.
 struct One<'a, 'r, 's>(&'a mut State<'r, 's>);
 
-#[derive(Deserialize)]
-#[serde(field_identifier, rename_all = "snake_case")]
-enum FrameKey {
-    Name,
-    Filename,
-    Line,
-    #[serde(other)]
-    Other,
-}
-
-impl<'de> DeserializeSeed<'de> for One<'_, '_, '_> {
-    type Value = Frame;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Frame, D::Error> {
-        deserializer.deserialize_map(self)
-    }
-}
-
 impl<'de> Visitor<'de> for One<'_, '_, '_> {
     type Value = Frame;
 
@@ -63,15 +37,15 @@ impl<'de> Visitor<'de> for One<'_, '_, '_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Frame, A::Error> {
         let mut frame = Frame::default();
-        while let Some(key) = map.next_key()? {
+        while let Some(Name(key)) = map.next_key()? {
             match key {
-                FrameKey::Name => frame.name = map.next_value_seed(Name(self.0))?,
-                FrameKey::Filename => frame.filename = map.next_value_seed(Name(self.0))?,
-                FrameKey::Line => {
+                Some(Word::Name) => frame.name = map.next_value_seed(Seed::Any(OriginText(self.0)))?,
+                Some(Word::Filename) => frame.filename = map.next_value_seed(Seed::Any(OriginText(self.0)))?,
+                Some(Word::Line) => {
                     let line = map.next_value::<Option<i64>>()?.unwrap_or(0);
                     frame.line = u32::try_from(line).unwrap_or(0);
                 }
-                FrameKey::Other => drop(map.next_value::<IgnoredAny>()?),
+                _ => drop(map.next_value::<IgnoredAny>()?),
             }
         }
         Ok(frame)
@@ -79,17 +53,9 @@ impl<'de> Visitor<'de> for One<'_, '_, '_> {
 }
 
 /// A text; nothing for what is none.
-pub(super) struct Name<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
+pub(super) struct OriginText<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
 
-impl<'de> DeserializeSeed<'de> for Name<'_, '_, '_> {
-    type Value = TextId;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<TextId, D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl Visitor<'_> for Name<'_, '_, '_> {
+impl Visitor<'_> for OriginText<'_, '_, '_> {
     type Value = TextId;
 
     expecting!("a text");
@@ -107,14 +73,6 @@ impl Visitor<'_> for Name<'_, '_, '_> {
 /// The list of annotations; their number is its value.
 pub(super) struct Annotations<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
 
-impl<'de> DeserializeSeed<'de> for Annotations<'_, '_, '_> {
-    type Value = u64;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<u64, D::Error> {
-        deserializer.deserialize_seq(self)
-    }
-}
-
 impl<'de> Visitor<'de> for Annotations<'_, '_, '_> {
     type Value = u64;
 
@@ -128,7 +86,7 @@ impl<'de> Visitor<'de> for Annotations<'_, '_, '_> {
             }
             return Ok(count);
         }
-        while let Some(annotation) = seq.next_element_seed(OneAnnotation(self.0))? {
+        while let Some(annotation) = seq.next_element_seed(Seed::Any(OneAnnotation(self.0)))? {
             count += 1;
             if let Some(annotation) = annotation {
                 let kept = self.0.receiver.origins.annotate(annotation);
@@ -142,25 +100,6 @@ impl<'de> Visitor<'de> for Annotations<'_, '_, '_> {
 /// One annotation; `None` for what is none.
 struct OneAnnotation<'a, 'r, 's>(&'a mut State<'r, 's>);
 
-#[derive(Deserialize)]
-#[serde(field_identifier, rename_all = "snake_case")]
-enum AnnotationKey {
-    Name,
-    Stage,
-    Device,
-    TimeUs,
-    #[serde(other)]
-    Other,
-}
-
-impl<'de> DeserializeSeed<'de> for OneAnnotation<'_, '_, '_> {
-    type Value = Option<Annotation>;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
 impl<'de> Visitor<'de> for OneAnnotation<'_, '_, '_> {
     type Value = Option<Annotation>;
 
@@ -169,18 +108,18 @@ impl<'de> Visitor<'de> for OneAnnotation<'_, '_, '_> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut annotation = Annotation { name: TextId::default(), device: None, start: false, time_ns: 0 };
         let wanted = self.0.receiver.wants_origins;
-        while let Some(key) = map.next_key()? {
+        while let Some(Name(key)) = map.next_key()? {
             match key {
-                AnnotationKey::Name if wanted => annotation.name = map.next_value_seed(Name(self.0))?,
-                AnnotationKey::Stage if wanted => {
-                    let stage = map.next_value_seed(Name(self.0))?;
+                Some(Word::Name) if wanted => annotation.name = map.next_value_seed(Seed::Any(OriginText(self.0)))?,
+                Some(Word::Stage) if wanted => {
+                    let stage = map.next_value_seed(Seed::Any(OriginText(self.0)))?;
                     annotation.start = self.0.receiver.origins.spelt(stage) == "START";
                 }
-                AnnotationKey::Device if wanted => {
+                Some(Word::Device) if wanted => {
                     let device = map.next_value::<Option<i64>>()?;
                     annotation.device = device.and_then(|device| u16::try_from(device).ok());
                 }
-                AnnotationKey::TimeUs if wanted => {
+                Some(Word::TimeUs) if wanted => {
                     annotation.time_ns = map.next_value::<u64>()?.saturating_mul(1000);
                 }
                 _ => drop(map.next_value::<IgnoredAny>()?),

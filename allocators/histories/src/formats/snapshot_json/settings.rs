@@ -1,5 +1,6 @@
 //! The allocator's settings, which are kept as they are.
 
+use super::state::Seed;
 use crate::formats::settings::{DEEPEST, Room, entry_cost};
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
@@ -89,7 +90,7 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
         let mut out = Map::new();
-        while let Some(key) = map.next_key_seed(Key(self.keep))? {
+        while let Some(key) = map.next_key_seed(Seed::Any(Key(self.keep)))? {
             let Some(key) = key else {
                 map.next_value::<IgnoredAny>()?;
                 continue;
@@ -104,14 +105,6 @@ impl<'de> Visitor<'de> for Node<'_, '_> {
 
 /// A key, if there is room for it.
 struct Key<'k, 'a>(&'k mut Keep<'a>);
-
-impl<'de> DeserializeSeed<'de> for Key<'_, '_> {
-    type Value = Option<String>;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_str(self)
-    }
-}
 
 impl Visitor<'_> for Key<'_, '_> {
     type Value = Option<String>;

@@ -3,9 +3,10 @@
 use crate::formats::error::Place;
 use crate::formats::receiver::Receiver;
 use crate::formats::settings::Room;
+use crate::formats::words::Word;
 use crate::formats::{Cut, ReadError, Summary};
 use serde::Deserialize;
-use serde::de::{Deserializer, Error, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, Error, Visitor};
 use vramlab_device::budget::{Claim, OverBudget};
 
 /// How much there is of a value of the outermost dictionary.
@@ -54,6 +55,44 @@ impl State<'_, '_> {
             self.over = Some(over);
             E::custom("too large")
         })
+    }
+}
+
+/// What comes next in the document, for the visitor that takes it.
+pub(super) enum Seed<V> {
+    Map(V),
+    List(V),
+    Any(V),
+}
+
+impl<'de, V: Visitor<'de>> DeserializeSeed<'de> for Seed<V> {
+    type Value = V::Value;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<V::Value, D::Error> {
+        match self {
+            Seed::Map(visitor) => deserializer.deserialize_map(visitor),
+            Seed::List(visitor) => deserializer.deserialize_seq(visitor),
+            Seed::Any(visitor) => deserializer.deserialize_any(visitor),
+        }
+    }
+}
+
+/// A key, or the name of something; `None` for one without a meaning.
+pub(super) struct Name(pub(super) Option<Word>);
+
+impl<'de> Deserialize<'de> for Name {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Spelt;
+        impl Visitor<'_> for Spelt {
+            type Value = Name;
+
+            expecting!("a name");
+
+            fn visit_str<E: Error>(self, name: &str) -> Result<Name, E> {
+                Ok(Name(Word::of(name)))
+            }
+        }
+        deserializer.deserialize_str(Spelt)
     }
 }
 

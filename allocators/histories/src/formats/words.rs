@@ -1,6 +1,7 @@
 //! The strings that a snapshot's structure is made of.
 
-use crate::formats::Action;
+use super::Action;
+use vramlab_policies::contract::{BlockState, PoolKind};
 
 macro_rules! words {
     ($($variant:ident $text:literal,)*) => {
@@ -83,17 +84,22 @@ words! {
 impl Word {
     /// The action of this name.
     pub(crate) fn action(self) -> Option<Action> {
+        // CAST: the numbers of the words; those of actions are in the order of the actions.
+        Action::ALL.get((self as usize).checked_sub(Word::Alloc as usize)?).copied()
+    }
+
+    /// The pool of a segment; what is not small is large.
+    pub(crate) fn pool(word: Option<Word>) -> PoolKind {
+        if word == Some(Word::Small) { PoolKind::Small } else { PoolKind::Large }
+    }
+
+    /// The state of a block of this name. PyTorch's documentation writes `active_awaiting_free`, its code
+    /// `active_pending_free`.
+    pub(crate) fn block_state(self) -> Option<BlockState> {
         Some(match self {
-            Word::Alloc => Action::Alloc,
-            Word::FreeRequested => Action::FreeRequested,
-            Word::FreeCompleted => Action::FreeCompleted,
-            Word::RecordUse => Action::RecordUse,
-            Word::SegmentAlloc => Action::SegmentAlloc,
-            Word::SegmentFree => Action::SegmentFree,
-            Word::SegmentMap => Action::SegmentMap,
-            Word::SegmentUnmap => Action::SegmentUnmap,
-            Word::Snapshot => Action::Snapshot,
-            Word::Oom => Action::Oom,
+            Word::ActiveAllocated => BlockState::Allocated,
+            Word::ActivePendingFree | Word::ActiveAwaitingFree => BlockState::PendingFree,
+            Word::Inactive => BlockState::Free,
             _ => return None,
         })
     }
@@ -111,5 +117,19 @@ impl Word {
     /// Whether it is a key of the outermost dictionary.
     pub(crate) fn is_top_key(self) -> bool {
         matches!(self, Word::Segments | Word::DeviceTraces | Word::AllocatorSettings | Word::ExternalAnnotations)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn actions_are_spelt_as_words() {
+        for action in Action::ALL {
+            assert_eq!(Word::of(action.name()).and_then(Word::action), Some(action));
+        }
+        let others = Word::ALL.iter().filter(|word| Action::ALL.iter().all(|action| action.name() != word.text()));
+        assert!(others.copied().all(|word| word.action().is_none()));
     }
 }
