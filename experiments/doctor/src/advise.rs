@@ -7,19 +7,18 @@ mod recorded_run;
 mod screen;
 mod search;
 
-use crate::reading::ReadArgs;
+use crate::reading::{ReadArgs, cores, in_parallel, share_of};
 use crate::recording::Recording;
 use crate::replay::{Bounds, PlanChoice};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use conf::Conf;
-use evaluate::{Of, Outcome, Setting, Trial, bound, cores, in_parallel};
+use evaluate::{Of, Outcome, Setting, Trial, bound};
 use recorded_run::{LimitSource, RecordedRun};
 use serde::Serialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use terminal::Shard;
-use terminal::{Bar, Page};
+use terminal::{Bar, Page, Shard};
 use vramlab::backends::{all, compared};
 use vramlab::histories::replay::OutOfMemory;
 use vramlab::{Bytes, Selection};
@@ -135,20 +134,18 @@ struct Other {
 }
 
 /// The search's way, drawn on standard error.
-const FORM: &str = "{bar:30} {msg} {pos}/{len} {prefix} [{elapsed} left {eta}]";
+const FORM: &str = "{bar:30} {msg} {pos}/{len} [{elapsed} left {eta}]";
 
 /// Answers for each file.
 pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
     let confs = confs(&args.conf)?;
     let limit = args.limit.as_deref().map(limit).transpose()?;
-    let mine = |at: usize| args.shard.is_none_or(|shard| shard.holds(at));
-    let files: Vec<PathBuf> =
-        args.files.iter().enumerate().filter(|(at, _)| mine(*at)).map(|(_, file)| file.clone()).collect();
+    let files = share_of(&args.files, args.shard);
     let mut page = Page::stdout();
     match (files.as_slice(), args.shard) {
         ([], Some(shard)) => {
             let are = if args.files.len() == 1 { "is" } else { "are" };
-            let histories = ranks::histories(args.files.len());
+            let histories = crate::words::counted(args.files.len() as u64, "history");
             bail!("--shard {shard}: there {are} {histories}; none is left for this share")
         }
         ([file], None) => {
@@ -251,10 +248,10 @@ fn of(file: &Path, args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Res
 fn advice(file: &Path, happened: &RecordedRun, given: &[Conf], all: bool) -> Result<Advice> {
     let history = &happened.history;
     let trial = happened.trial(file)?;
-    let (recorded, threads) = (&happened.conf, cores());
+    let recorded = &happened.conf;
     let (bounds, found) = std::thread::scope(|scope| {
         let bounds = scope.spawn(|| Bounds::of(history, PlanChoice::On, |_| {}));
-        let found = compare(&trial, recorded, given, all, threads);
+        let found = compare(&trial, recorded, given, all);
         (bounds.join(), found)
     });
     // A panic there has been reported.
@@ -314,20 +311,23 @@ struct Found {
     others: Vec<Outcome<Other>>,
 }
 
-/// Replays under the settings of the command line, or under those of a search.
-fn compare(trial: &Trial, recorded: &Conf, given: &[Conf], all_others: bool, threads: usize) -> Result<Found> {
-    let limited = trial.limit.is_some();
-    let run = |confs: &[Conf], message: &str| -> Result<Vec<Outcome<Of>>> {
-        let bar = Bar::new(confs.len() as u64, FORM);
-        bar.message(message);
-        let done = in_parallel(threads, confs, |conf| {
-            let outcome = trial.run(conf);
-            bar.advance(1);
-            outcome
-        });
-        bar.clear();
+/// Does `work` for each item, with a bar that says what it is.
+fn of_all<T: Sync, R: Send>(items: &[T], what: &str, work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
+    let bar = Bar::new(items.len() as u64, FORM);
+    bar.message(what);
+    let done = in_parallel(cores(), items, |item| {
+        let done = work(item);
+        bar.advance(1);
         done
-    };
+    });
+    bar.clear();
+    done
+}
+
+/// Replays under the settings of the command line, or under those of a search.
+fn compare(trial: &Trial, recorded: &Conf, given: &[Conf], all_others: bool) -> Result<Found> {
+    let limited = trial.limit.is_some();
+    let run = |confs: &[Conf], message: &str| of_all(confs, message, |conf| trial.run(conf));
     let (mut outcomes, close) = if given.is_empty() {
         let mut tried = search::grid(recorded, limited);
         let mut outcomes = run(&tried, "settings")?;
@@ -350,14 +350,7 @@ fn compare(trial: &Trial, recorded: &Conf, given: &[Conf], all_others: bool, thr
         Some(outcome) => outcome.clone(),
         None => trial.run(recorded)?,
     };
-    let bar = Bar::new(close.len() as u64, FORM);
-    bar.message("smallest memory");
-    let mut settings = in_parallel(threads, &close, |outcome| {
-        let setting = trial.closely(outcome.clone());
-        bar.advance(1);
-        setting
-    })?;
-    bar.clear();
+    let mut settings = of_all(&close, "smallest memory", |outcome| trial.closely(outcome.clone()))?;
     if settings.iter().all(|setting| !setting.outcome.runs()) {
         settings.sort_by_key(|setting| setting.smallest_memory_bytes.unwrap_or(u64::MAX));
     }
@@ -368,6 +361,6 @@ fn compare(trial: &Trial, recorded: &Conf, given: &[Conf], all_others: bool, thr
     let others = if all_others { all() } else { compared() };
     let others: Vec<Selection> =
         others.into_iter().map(Selection::of).filter(|alloc| !alloc.capabilities().follows_pytorch).collect();
-    let others = in_parallel(threads, &others, |alloc| trial.under(Other { alloc: alloc.clone() }, alloc))?;
+    let others = in_parallel(cores(), &others, |alloc| trial.under(Other { alloc: alloc.clone() }, alloc))?;
     Ok(Found { replayed, settings, also_tried: outcomes, others })
 }

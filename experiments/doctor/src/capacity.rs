@@ -1,15 +1,14 @@
 //! `vramlab capacity`: the smallest memory in which a history still runs, by bisection.
 
-use crate::history::{Devices, Recorded, failed, load, warn_of_limit};
+use crate::history::{Compiled, Devices, adopted, failed, load};
 use crate::reading::ReadArgs;
 use anyhow::{Result, bail};
 use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 use terminal::arguments::{self, Selections};
-use terminal::command;
-use terminal::{Bar, Cell, Comparison, Page, quoted};
-use vramlab::histories::replay::{ReplayError, smallest_memory};
+use terminal::{Bar, Cell, Comparison, Page, command, quoted};
+use vramlab::histories::replay::{Probe, smallest_memory};
 use vramlab::{Bytes, DeviceKind, DeviceName, Selection};
 
 /// More than any device has; the search ends there.
@@ -79,26 +78,20 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
     let devices = Devices::open(&args.device)?;
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     bar.message(format!("reading {}", args.file.display()));
-    let recorded = load(&args.file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
-    warn_of_limit(&args.file, &recorded);
-    let Recorded { history, mut settings, .. } = recorded;
+    let Compiled { history, mut settings, .. } = load(&args.file, args.gpu, args.limit, &args.read)?;
     // The device's size is what is searched for; a limit on top of it would be another question.
     settings.memory_limit = None;
     let mut rows = Vec::new();
     for alloc in &chosen {
-        let device = |bytes| {
-            let made = devices.make(Some(bytes));
-            made.map_err(|error| ReplayError::History(format!("cannot make a device: {error:#}")))
-        };
-        let mut backend = alloc.clone();
-        backend.adopt(&settings);
+        let (backend, _) = adopted(alloc, &settings);
         let mut tried = 0;
-        let progress = |probe: vramlab::histories::replay::Probe| {
+        let progress = |probe: Probe| {
             tried += 1;
             let outcome = if probe.runs { "runs in" } else { "fails in" };
             bar.message(format!("{alloc} {outcome} {} (probe {tried})", Bytes(probe.bytes)));
         };
-        let found = smallest_memory(&history, &backend, args.granularity.0, HIGHEST, device, progress);
+        let found =
+            smallest_memory(&history, &backend, args.granularity.0, HIGHEST, |bytes| devices.made(bytes), progress);
         let found = found.map_err(|error| failed(&args.file, error))?;
         let bound = history.max_live_bytes();
         rows.push(Row {

@@ -3,27 +3,26 @@
 //! What is written can be replayed: events go through the checks of a replay before they are written, and one that
 //! contradicts the ones before it ends the conversion.
 
-mod annotations;
-
 use crate::explain::lines::{line_of, words};
-use crate::history::placements::as_recorded;
-use crate::history::{Compiling, Recorded, no_events, say_cut};
+use crate::history::{Compiled, Compiling, Devices, PYTORCH, adopted, is_as_recorded, no_events, say_cut};
 use crate::reading::ReadArgs;
+use crate::recording::{Range, ranges};
+use crate::words::counted;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use terminal::RuntimeFailure;
-use terminal::arguments;
-use terminal::command;
-use terminal::{Bar, Page, quoted};
+use terminal::{Bar, Page, RuntimeFailure, arguments, command, quoted};
+use vramlab::backends::parse_list;
 use vramlab::budget::Budget;
-use vramlab::histories::replay::{BlockPlace, ReplayError, recorded_settings};
-use vramlab::histories::trace::jsonl_placements;
+use vramlab::histories::replay::{
+    Addresses, BlockPlace, ReplayError, ReplaySettings, Watched, recorded_settings, replay_watched,
+};
 use vramlab::histories::trace::{
-    Action, Ending, Event, Export, Format, Origin, Origins, Place, Problem, ReadError, StackId, Summary, TraceWriter,
-    WriteError, WriteProblem, read_origins_from,
+    Action, Ending, Event, Export, Format, Origin, Origins, Place, Problem, ReadError, StackId, Summary, TextId,
+    TraceWriter, WriteError, WriteProblem, jsonl_placements, read_origins_from,
 };
 use vramlab::output::{Existing, OutputFile, OutputProblem};
 
@@ -117,7 +116,7 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     }
     let histories = tally.check_whole(&summary).with_context(|| args.from.display().to_string())?;
     if args.to == Export::Perfetto {
-        tally.ranges = annotations::write(writer.as_mut(), &origins, args.gpu).map_err(unwritten)?;
+        tally.ranges = write_ranges(writer.as_mut(), &origins, args.gpu).map_err(unwritten)?;
         for (gpu, recorded) in &histories {
             writer.served(*gpu, served(args, &summary, recorded)?);
         }
@@ -164,16 +163,58 @@ impl Named {
 
 /// How each allocation was served, by the log itself or by a replay that puts every block where it was; none where neither
 /// tells.
-fn served(args: &ConvertArgs, summary: &Summary, recorded: &Recorded) -> Result<Vec<BlockPlace>> {
+fn served(args: &ConvertArgs, summary: &Summary, recorded: &Compiled) -> Result<Vec<BlockPlace>> {
     if summary.format == Format::Jsonl {
         // What is read twice must be a file.
         let told = args.from.is_file().then(|| jsonl_placements(&args.from));
         return Ok(told.and_then(Result::ok).unwrap_or_default());
     }
-    let places = as_recorded(&recorded.history, &recorded.settings);
+    let places = as_recorded(recorded);
     // CAST: blocks of a history in memory.
     let before = recorded.history.prologue_allocations() as usize;
     Ok(places.map_or_else(Vec::new, |mut places| places.split_off(before.min(places.len()))))
+}
+
+/// A place for each allocation, those from before the first event first; `None` where no replay puts every block and every
+/// segment where it was.
+fn as_recorded(Compiled { history, settings, .. }: &Compiled) -> Option<Vec<BlockPlace>> {
+    history.check_comparable().ok()?;
+    parse_list(PYTORCH).ok()?.iter().find_map(|policy| {
+        let (policy, _) = adopted(policy, settings);
+        let driver = Devices::Null.make(None).ok()?;
+        let how = ReplaySettings { addresses: Addresses::Recorded, ..ReplaySettings::default() };
+        let mut watched = Watched::default();
+        let report = replay_watched(history, &policy, &driver, &how, &mut watched).ok()?;
+        is_as_recorded(&report).then_some(watched.places)
+    })
+}
+
+/// Tracks for ranges that overlap without one holding the other.
+const TRACKS: [&str; 3] = ["annotations", "annotations 2", "annotations 3"];
+
+/// Writes the ranges that a program named, as slices of a timeline, and returns how many of their beginnings and ends found a
+/// place. A range that does not end, and one that would overlap others on every track, has none.
+fn write_ranges(writer: &mut dyn TraceWriter, origins: &Origins, gpu: Option<u16>) -> Result<u64, WriteError> {
+    let ended = |range: Range| Some((range.start_ns, range.end_ns?.max(range.start_ns), range.name));
+    let mut ranges: Vec<(u64, u64, TextId)> = ranges(origins, gpu).into_iter().filter_map(ended).collect();
+    ranges.sort_by_key(|(start, end, _)| (*start, Reverse(*end)));
+    let mut written = 0;
+    // Ends of the ranges that are open on each track.
+    let mut ends: [Vec<u64>; TRACKS.len()] = Default::default();
+    for (start, end, name) in ranges {
+        let fits = |ends: &mut Vec<u64>| {
+            while ends.last().is_some_and(|last| *last <= start) {
+                ends.pop();
+            }
+            ends.last().is_none_or(|last| end <= *last)
+        };
+        if let Some(track) = ends.iter_mut().position(fits) {
+            ends[track].push(end);
+            writer.slice(TRACKS[track], origins.spelt(name), start, end - start)?;
+            written += 2;
+        }
+    }
+    Ok(written)
 }
 
 /// Why an event went no further.
@@ -262,7 +303,7 @@ impl Tally {
     }
 
     /// What only the whole history tells.
-    fn check_whole(&mut self, summary: &Summary) -> Result<Vec<(u16, Recorded)>, ReplayError> {
+    fn check_whole(&mut self, summary: &Summary) -> Result<Vec<(u16, Compiled)>, ReplayError> {
         self.gpu_count = self.gpus.len();
         if self.gpus.is_empty() {
             recorded_settings(&summary.allocator_settings)?;
@@ -307,10 +348,7 @@ impl Tally {
         }
         let (from, out) = (args.from.display(), args.out.display());
         let (format, to) = (summary.format.name(), args.to.name());
-        let gpus = match self.gpu_count {
-            1 => "1 GPU".to_owned(),
-            count => format!("{count} GPUs"),
-        };
+        let gpus = counted(self.gpu_count as u64, "GPU");
         let left =
             if left.is_empty() { "nothing left out".to_owned() } else { format!("left out: {}", left.join(", ")) };
         // A snapshot keeps what was recorded, and a log of RMM what the client asked for.

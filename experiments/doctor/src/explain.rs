@@ -15,22 +15,21 @@ mod survey;
 
 pub(crate) use explanation::Explanation;
 
-use crate::reading::ReadArgs;
+use crate::history::{Devices, adopted};
+use crate::reading::{ReadArgs, share_of};
 use crate::recording::{Recording, START};
 use anyhow::{Result, anyhow, bail};
 use checkpoints::Checkpoints;
 use clap::Args;
-use explanation::{Grew, Moment, Who};
+use explanation::Moment;
 use lines::Lines;
-use moments::{Held, grew, held, moment, told, who};
+use moments::{Held, described, grew, held, moment, who};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use survey::Survey;
-use terminal::Shard;
-use terminal::{Bar, Page};
+use terminal::{Bar, Page, Shard};
 use vramlab::backends::{TorchAllocator, of_torch};
-use vramlab::histories::memory::Memory;
-use vramlab::histories::replay::{Addresses, ReplaySettings, replay};
+use vramlab::histories::replay::{ReplaySettings, replay};
 use vramlab::histories::trace::Action;
 use vramlab::{Bytes, Selection};
 
@@ -75,9 +74,8 @@ pub(crate) struct How {
 
 /// Explains, and prints it.
 pub(crate) fn explain(args: &ExplainArgs) -> Result<()> {
-    let share = |(index, _): &(usize, &PathBuf)| args.shard.is_none_or(|shard| shard.holds(*index));
-    let files: Vec<&PathBuf> = args.files.iter().enumerate().filter(share).map(|(_, file)| file).collect();
-    match files[..] {
+    let files = share_of(&args.files, args.shard);
+    match &files[..] {
         [] => bail!("there are fewer histories than shards: {} of them", args.files.len()),
         [file] if args.files.len() == 1 => {
             let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
@@ -116,15 +114,34 @@ pub(crate) fn explanation(how: &How, file: &Path) -> Result<Explanation> {
     explained(file, &Recording::read(file, how.gpu, how.limit.map(|limit| limit.0), &how.read)?, how)
 }
 
+/// A recording, and its stacks as people read them.
+struct View<'r> {
+    recording: &'r Recording,
+    lines: Lines<'r>,
+}
+
 fn explained(file: &Path, recording: &Recording, how: &How) -> Result<Explanation> {
     recording.check_followable()?;
-    let mut lines = Lines::new(&recording.origins, how.frames);
+    let mut view = View { recording, lines: Lines::new(&recording.origins, how.frames) };
     let named = between_named(how, recording)?;
     let points = named.iter().flat_map(|named| [named.from, named.to]).collect::<Vec<usize>>();
-    let (survey, checkpoints) = survey::survey(recording, &mut lines, &points)?;
+    let mut found = Explanation {
+        trace: file.display().to_string(),
+        format: recording.summary.format.name(),
+        gpu: recording.device,
+        skipped: recording.skipped,
+        events: recording.events.len() as u64,
+        frames: recording.origins.has_frames(),
+        annotations: recording.origins.annotations().len() as u64,
+        cut: recording.summary.cut.map(|cut| cut.to_string()),
+        blocks_before: recording.before.blocks.len() as u64,
+        segments_before: recording.before.segments.len() as u64,
+        limit_bytes: recording.settings.memory_limit,
+        ..Explanation::default()
+    };
+    let (survey, checkpoints) = survey::survey(&mut view, &points, &mut found)?;
     let between = named.or_else(|| between_lows(&survey));
-    let scenes = scenes(recording, &mut lines, &survey, &checkpoints, between.as_ref())?;
-    let mut found = put_together(file, recording, survey, scenes);
+    look_closely(&mut view, &survey, &checkpoints, between, &mut found)?;
     if found.reserved.pending.deferred_frees > 0 {
         found.reserved.pending.replayed_reserved_bytes = replayed(recording, false);
         found.reserved.pending.replayed_instant_reserved_bytes = replayed(recording, true);
@@ -170,119 +187,58 @@ fn between_named(how: &How, recording: &Recording) -> Result<Option<Between>> {
     Ok(Some(Between { from, to, named: named.clone() }))
 }
 
-/// What is described of single moments.
-struct Scenes {
-    peak_active: Moment,
-    peak_reserved: Moment,
-    end: Moment,
-    who: Vec<Who>,
-    grew: Option<Grew>,
-    peaks: Vec<Moment>,
-    reserved: explanation::WhereItWent,
-}
-
-/// Looks around at the moments that were found.
-fn scenes(
-    recording: &Recording,
-    lines: &mut Lines<'_>,
+/// Describes the moments that were found.
+fn look_closely(
+    view: &mut View<'_>,
     survey: &Survey,
     checkpoints: &Checkpoints<'_>,
-    between: Option<&Between>,
-) -> Result<Scenes> {
-    let last = recording.events.len().checked_sub(1).unwrap_or(START);
+    between: Option<Between>,
+    found: &mut Explanation,
+) -> Result<()> {
+    let last = view.recording.events.len().checked_sub(1).unwrap_or(START);
     let (active, reserved) = (survey.peak_active.0, survey.peak_reserved.0);
-    let refused = survey.last_refused();
-    let scene = refused.unwrap_or(reserved);
-    let (mut at_active, mut at_reserved, mut end) = (Moment::default(), Moment::default(), Moment::default());
-    let (mut whos, mut peaks, mut went) = (Vec::new(), Vec::new(), None);
+    let (scene, at) = survey.last_refused.map_or((reserved, "peak_reserved"), |refused| (refused, "out_of_memory"));
+    let mut whole = vec![active, reserved, scene, last];
+    whole.extend(between.iter().flat_map(|between| [between.from, between.to]));
     let (mut from, mut to): (Option<Held>, Option<Held>) = (None, None);
-    let mut look = |index: usize, memory: &Memory, lines: &mut Lines<'_>| {
-        if index == active {
-            at_active = moment(recording, memory, lines, index);
-            whos.push(who(recording, memory, lines, index, "peak_active"));
-        }
-        if index == reserved {
-            at_reserved = moment(recording, memory, lines, index);
-        }
-        if index == scene {
-            let at = if refused.is_some() { "out_of_memory" } else { "peak_reserved" };
-            went = Some(holes::where_it_went(recording, memory, lines, survey, index, at));
-            if index != active {
-                whos.push(who(recording, memory, lines, index, at));
-            }
-        }
-        if let Some(between) = between {
-            if index == between.from {
-                from = Some(held(recording, memory, lines, index));
-            } else if index == between.to {
-                to = Some(held(recording, memory, lines, index));
-            }
-        }
-        if index == last {
-            end = moment(recording, memory, lines, index);
-        }
-    };
-    let whole: Vec<usize> = [active, reserved, scene, last]
-        .into_iter()
-        .chain(between.into_iter().flat_map(|at| [at.from, at.to]))
-        .collect();
+    found.peaks = vec![Moment::default(); survey.peaks.len()];
     // In order, in which lines get their numbers, and the beginning first.
     let mut all: Vec<usize> = whole.iter().copied().chain(survey.peaks.iter().map(|peak| peak.index)).collect();
     all.sort_unstable_by_key(|index| index.wrapping_add(1));
     all.dedup();
     for index in all {
         if let Some(at) = survey.peaks.iter().position(|peak| peak.index == index) {
-            peaks.push((at, told(recording, &survey.peaks[at], lines)));
+            found.peaks[at] = described(view, &survey.peaks[at]);
         }
-        if whole.contains(&index) {
-            look(index, &checkpoints.memory_at(index)?, lines);
+        if !whole.contains(&index) {
+            continue;
+        }
+        let memory = checkpoints.memory_at(index)?;
+        if index == active {
+            found.peak_active = moment(view, &memory, index);
+            found.who.insert(0, who(view, &memory, index, "peak_active"));
+        }
+        if index == reserved {
+            found.peak_reserved = moment(view, &memory, index);
+        }
+        if index == scene {
+            found.reserved = holes::where_it_went(view, &memory, survey, index, at);
+            if index != active {
+                found.who.push(who(view, &memory, index, at));
+            }
+        }
+        match &between {
+            Some(between) if index == between.from => from = Some(held(view, &memory, index)),
+            Some(between) if index == between.to => to = Some(held(view, &memory, index)),
+            _ => {}
+        }
+        if index == last {
+            found.end = moment(view, &memory, index);
         }
     }
-    let went = went.unwrap_or_default();
-    whos.sort_by_key(|who| who.at != "peak_active");
-    peaks.sort_by_key(|(at, _)| *at);
-    let named = between.map(|between| between.named.clone()).unwrap_or_default();
-    let grew = from.zip(to).and_then(|(from, to)| grew(&from, &to, named, lines));
-    Ok(Scenes {
-        peak_active: at_active,
-        peak_reserved: at_reserved,
-        end,
-        who: whos,
-        grew,
-        peaks: peaks.into_iter().map(|(_, moment)| moment).collect(),
-        reserved: went,
-    })
-}
-
-fn put_together(file: &Path, recording: &Recording, survey: Survey, scenes: Scenes) -> Explanation {
-    Explanation {
-        trace: file.display().to_string(),
-        format: recording.summary.format.name(),
-        gpu: recording.device,
-        skipped: recording.skipped,
-        events: recording.events.len() as u64,
-        allocations: survey.allocations,
-        frames: recording.origins.has_frames(),
-        annotations: recording.origins.annotations().len() as u64,
-        cut: recording.summary.cut.map(|cut| cut.to_string()),
-        blocks_before: recording.before.blocks.len() as u64,
-        segments_before: recording.before.segments.len() as u64,
-        limit_bytes: recording.settings.memory_limit,
-        peak_active: scenes.peak_active,
-        peak_reserved: scenes.peak_reserved,
-        end: scenes.end,
-        out_of_memory: survey.refused.into_iter().map(|(_, refused)| refused).collect(),
-        refused: survey.num_refused,
-        who: scenes.who,
-        grew: scenes.grew,
-        reserved: scenes.reserved,
-        peaks: scenes.peaks,
-        retries: survey.retries.into_iter().map(|(_, retry)| retry).collect(),
-        num_retries: survey.num_retries,
-        num_releases: survey.num_releases,
-        timeline: survey.timeline,
-        shapes: survey.shapes,
-    }
+    let named = between.map(|between| between.named).unwrap_or_default();
+    found.grew = from.zip(to).and_then(|(from, to)| grew(from, to, named, &view.lines));
+    Ok(())
 }
 
 /// What the recorded policy reserves at its peak on a device without end, with frees that complete as recorded or at once;
@@ -293,17 +249,9 @@ fn replayed(recording: &Recording, instant: bool) -> Option<u64> {
     if instant {
         compiled.history.complete_at_once();
     }
-    let mut selection =
-        Selection::of(of_torch(if expandable { TorchAllocator::Expandable } else { TorchAllocator::Native }));
-    selection.adopt(&compiled.settings);
-    let how = ReplaySettings {
-        addresses: Addresses::Own,
-        touch: false,
-        limit: None,
-        stop_at_failure: false,
-        ask_again: false,
-    };
-    let driver = crate::history::Devices::Null.make(None).ok()?;
-    let report = replay(&compiled.history, &selection, &driver, &how).ok()?;
+    let policy = of_torch(if expandable { TorchAllocator::Expandable } else { TorchAllocator::Native });
+    let (policy, _) = adopted(&Selection::of(policy), &compiled.settings);
+    let driver = Devices::Null.make(None).ok()?;
+    let report = replay(&compiled.history, &policy, &driver, &ReplaySettings::default()).ok()?;
     Some(report.stats.reserved_bytes.all.peak)
 }

@@ -1,7 +1,5 @@
 //! What the commands that replay share: reading a history, opening a device.
 
-pub(crate) mod placements;
-
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow};
 use serde_json::{Map, Value};
@@ -12,12 +10,14 @@ use terminal::RuntimeFailure;
 use vramlab::backends::CachingSettings;
 use vramlab::budget::Budget;
 use vramlab::histories::memory::{Levels, LimitBound, Peaks};
-use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
+use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, ReplayReport, recorded_settings};
 use vramlab::histories::trace::{Cut, Event, ReadError, Summary, read};
-use vramlab::{AllocError, Bytes, CudaDriver, DeviceName, Driver, NullDriver, Profile, SimDriver, SimMemory};
+use vramlab::{
+    AllocError, Bytes, CudaDriver, DeviceName, Driver, NullDriver, Profile, Selection, SimDriver, SimMemory,
+};
 
 /// A history and the settings under which it was recorded.
-pub(crate) struct Recorded {
+pub(crate) struct Compiled {
     pub(crate) history: History,
     pub(crate) settings: CachingSettings,
     /// What the program that recorded it held; `None` where the file does not tell.
@@ -32,9 +32,12 @@ pub(crate) struct Recorded {
     pub(crate) limit_bound: LimitBound,
 }
 
-/// Reads and compiles a file. `limit` is the memory limit under which it was recorded, where the file does not say it.
-pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Recorded> {
-    load_under(path, gpu, reading, |_| limit)
+/// Reads and compiles a file to be replayed. `limit` is the memory limit under which it was recorded, where the file does not
+/// say it; warns where one is missing.
+pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<Bytes>, reading: &ReadArgs) -> Result<Compiled> {
+    let compiled = load_under(path, gpu, reading, |_| limit.map(|limit| limit.0))?;
+    warn_of_limit(path, &compiled);
+    Ok(compiled)
 }
 
 /// Reads one GPU's history from a file, as it was recorded.
@@ -42,7 +45,7 @@ pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &
 /// # Errors
 /// Those of reading the file and of events that fit no history.
 pub fn read_history(path: &Path) -> Result<History> {
-    Ok(load(path, None, None, &ReadArgs::default())?.history)
+    Ok(load_under(path, None, &ReadArgs::default(), |_| None)?.history)
 }
 
 /// As [`load`], where what the recording program held says which limit it had.
@@ -51,7 +54,7 @@ pub(crate) fn load_under(
     gpu: Option<u16>,
     reading: &ReadArgs,
     limit: impl FnOnce(Option<&Peaks>) -> Option<u64>,
-) -> Result<Recorded> {
+) -> Result<Compiled> {
     let options = reading.options();
     let mut compiling = Compiling::new(gpu, &options.budget);
     let summary = read(path, &options, &mut |event| compiling.take(&event).map_err(ReadError::stop))?;
@@ -85,7 +88,7 @@ impl Compiling {
         mut self,
         summary: &Summary,
         limit: impl FnOnce(Option<&Peaks>) -> Option<u64>,
-    ) -> Result<Recorded, ReplayError> {
+    ) -> Result<Compiled, ReplayError> {
         // PyTorch's snapshots may begin in the middle; other logs begin with their program.
         match summary.ending() {
             Some(segments) => self.builder.ends_with(segments)?,
@@ -95,7 +98,7 @@ impl Compiling {
         let as_recorded = self.levels.peaks(summary);
         let mut settings = recorded_settings(&summary.allocator_settings)?;
         settings.memory_limit = limit(as_recorded.as_ref()).or(settings.memory_limit);
-        Ok(Recorded {
+        Ok(Compiled {
             history: self.builder.finish(&settings)?,
             settings,
             as_recorded,
@@ -120,7 +123,7 @@ pub(crate) fn say_cut(path: &Path, summary: &Summary) {
 
 /// Warns where garbage was collected under a limit that neither the file nor the command line names: what went then is taken for
 /// frees of the program's own.
-pub(crate) fn warn_of_limit(path: &Path, recorded: &Recorded) {
+fn warn_of_limit(path: &Path, recorded: &Compiled) {
     let most = match recorded.limit_bound {
         _ if recorded.settings.memory_limit.is_some() => return,
         LimitBound::None => return,
@@ -153,6 +156,23 @@ pub(crate) fn failed(path: &Path, error: ReplayError) -> anyhow::Error {
     if bad_input { anyhow::Error::msg(text) } else { RuntimeFailure::new(text).into() }
 }
 
+/// PyTorch's two policies.
+pub(crate) const PYTORCH: &str = "caching,pytorch-expandable";
+
+/// An allocator with what it can take over from the settings that a history was recorded under, and the size of the device
+/// that stands for a limit which it does not keep itself.
+pub(crate) fn adopted(alloc: &Selection, settings: &CachingSettings) -> (Selection, Option<u64>) {
+    let mut backend = alloc.clone();
+    backend.adopt(settings);
+    let keeps = backend.set_memory_limit(settings.memory_limit);
+    (backend, settings.memory_limit.filter(|_| !keeps))
+}
+
+/// Whether a replay put every block and every segment where it was recorded.
+pub(crate) fn is_as_recorded(report: &ReplayReport) -> bool {
+    report.address_mismatches == Some(0) && report.segment_mismatches.unwrap_or(0) == 0
+}
+
 /// More than any history can ask for.
 const UNLIMITED: u64 = 1 << 62;
 
@@ -177,6 +197,11 @@ impl Devices {
             DeviceName::Null => Self::Null,
             DeviceName::Cuda(number) => Self::Cuda(Arc::new(CudaDriver::new(*number)?)),
         })
+    }
+
+    /// A device of so many bytes for a replay.
+    pub(crate) fn made(&self, bytes: u64) -> Result<Arc<dyn Driver>, ReplayError> {
+        self.make(Some(bytes)).map_err(|error| ReplayError::History(format!("cannot make a device: {error:#}")))
     }
 
     /// A device; with `bytes`, one that has that many for clients. A GPU has what it has.

@@ -14,6 +14,7 @@ mod reading;
 mod recording;
 mod replay;
 mod report;
+mod words;
 
 pub use advise::{Predicted, predict};
 pub use command_line::{command, main};

@@ -1,13 +1,12 @@
 //! `vramlab plan`: where the blocks of a recorded history are placed so that it needs little memory.
 
-use crate::history::{load, warn_of_limit};
+use crate::history::load;
 use crate::reading::ReadArgs;
 use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
-use terminal::command;
-use terminal::{Bar, Page, quoted};
+use terminal::{Bar, Page, command, quoted};
 use vramlab::Bytes;
 use vramlab::histories::plan::{CrossStream, PlanSettings, misses, plan as place, stitched};
 use vramlab::output::{self, Existing};
@@ -65,9 +64,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     }
     let bar = Bar::new(args.steps, "{bar:30} {percent} % {wide_msg} [{elapsed} left {eta}]");
     bar.message(format!("reading {}", args.file.display()));
-    let recorded = load(&args.file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
-    warn_of_limit(&args.file, &recorded);
-    let lifetimes = recorded.history.lifetimes();
+    let lifetimes = load(&args.file, args.gpu, args.limit, &args.read)?.history.lifetimes();
     let cross_stream = if args.known_order { CrossStream::KnownOrder } else { CrossStream::AfterWait };
     let settings = PlanSettings { cross_stream, steps: args.steps, seed: args.seed };
     let mut done = 0;

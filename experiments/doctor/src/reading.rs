@@ -1,9 +1,14 @@
-//! What reading histories may take, and what becomes of those that cannot be read.
+//! What reading histories may take, how many are read at a time, and what becomes of those that cannot be read.
 
+use crate::words::counted;
+use anyhow::{Result, bail};
 use clap::Args;
 use serde::Serialize;
-use std::path::Path;
-use terminal::fail;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+use terminal::{Bar, Shard, fail};
 use vramlab::Bytes;
 use vramlab::budget::Budget;
 use vramlab::histories::trace::ReadOptions;
@@ -21,8 +26,8 @@ impl ReadArgs {
         self.within(Budget::DEFAULT)
     }
 
-    /// The same for a reading that keeps all events: where nothing was chosen, up to one and a half times a file that is
-    /// larger than the default.
+    /// Options for a reading that keeps all events: where nothing was chosen, up to one and a half times a file that is larger
+    /// than the default.
     pub(crate) fn keeping(&self, file: &Path) -> ReadOptions {
         let bytes = std::fs::metadata(file).map_or(0, |metadata| metadata.len());
         self.within(Budget::DEFAULT.max(bytes.saturating_add(bytes / 2)))
@@ -34,12 +39,18 @@ impl ReadArgs {
     }
 }
 
+/// The files that a share of the work holds; without one all.
+pub(crate) fn share_of(files: &[PathBuf], shard: Option<Shard>) -> Vec<PathBuf> {
+    let mine = |at: usize| shard.is_none_or(|shard| shard.holds(at));
+    files.iter().enumerate().filter(|(at, _)| mine(*at)).map(|(_, file)| file.clone()).collect()
+}
+
 /// So much memory is for all readings together, and so much is taken by one of a small file.
 const TOGETHER: u64 = 8 << 30;
 const SMALL: u64 = 64 << 20;
 
 /// How many of these files may be read at a time.
-pub(crate) fn at_once<P: AsRef<Path>>(files: &[P]) -> usize {
+fn at_once<P: AsRef<Path>>(files: &[P]) -> usize {
     let need = |file: &P| {
         let file: &Path = file.as_ref();
         let bytes = std::fs::metadata(file).map_or(0, |metadata| metadata.len());
@@ -58,17 +69,67 @@ pub(crate) struct Unread {
     pub(crate) error: String,
 }
 
-impl Unread {
-    pub(crate) fn of(file: &Path, error: &anyhow::Error) -> Self {
-        Self { trace: file.display().to_string(), error: format!("{error:#}") }
+/// Does `work` for each history, at most as many at a time as there are processors and memory for. One for which it fails is
+/// left out, with a line that says so.
+///
+/// # Errors
+/// It fails for all of them.
+pub(crate) fn each<T: Send>(
+    what: &str,
+    files: &[PathBuf],
+    work: impl Fn(&Path) -> Result<T> + Sync,
+) -> Result<(Vec<T>, Vec<Unread>)> {
+    let bar = Bar::new(files.len() as u64, "{bar:30} {msg} {pos}/{len} [{elapsed} left {eta}]");
+    bar.message(what);
+    let done = in_parallel(cores().min(at_once(files)), files, |file| {
+        let found = work(file);
+        bar.advance(1);
+        Ok(found.map_err(|error| Unread { trace: file.display().to_string(), error: format!("{error:#}") }))
+    })?;
+    bar.clear();
+    let (mut read, mut unread) = (Vec::new(), Vec::new());
+    for found in done {
+        match found {
+            Ok(found) => read.push(found),
+            Err(error) => unread.push(error),
+        }
     }
-}
-
-/// Says in a line each which histories are left out.
-pub(crate) fn say_unread(unread: &[Unread]) {
-    for unread in unread {
+    if let (true, Some(first)) = (read.is_empty(), unread.first()) {
+        bail!("none of the {} could be read; {}", counted(files.len() as u64, "history"), first.error);
+    }
+    for unread in &unread {
         fail(format_args!("{}; the others go on without it", unread.error));
     }
+    Ok((read, unread))
+}
+
+/// Does `work` for each item on so many threads, until it fails for one; results in the order of the items.
+pub(crate) fn in_parallel<T: Sync, R: Send>(
+    threads: usize,
+    items: &[T],
+    work: impl Fn(&T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let (next, done) = (AtomicUsize::new(0), Mutex::new(BTreeMap::new()));
+    let work = || {
+        while let Some((at, item)) = Some(next.fetch_add(1, Relaxed)).and_then(|at| Some((at, items.get(at)?))) {
+            let result = work(item);
+            if result.is_err() {
+                next.store(items.len(), Relaxed);
+            }
+            done.lock().unwrap_or_else(PoisonError::into_inner).insert(at, result);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..threads.clamp(1, items.len().max(1)) {
+            scope.spawn(&work);
+        }
+    });
+    done.into_inner().unwrap_or_else(PoisonError::into_inner).into_values().collect()
+}
+
+/// Threads of this machine.
+pub(crate) fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 #[cfg(test)]

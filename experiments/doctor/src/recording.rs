@@ -1,9 +1,9 @@
 //! A history in memory: its events with where they came from, and what was there before the first of them.
 
-use crate::history::{Compiling, no_events, say_cut};
+use crate::history::{Compiled, Compiling, no_events, say_cut};
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
 use vramlab::budget::{Budget, OverBudget};
@@ -29,8 +29,8 @@ pub(crate) struct Recording {
     pub(crate) before: Before,
     /// What reading it may take.
     pub(crate) budget: Budget,
-    /// Times at which an annotation begins or ends, and the innermost one from then on.
-    ranges: Vec<(u64, Option<TextId>)>,
+    /// Annotations of this GPU.
+    ranges: Vec<Range>,
 }
 
 impl Recording {
@@ -84,7 +84,8 @@ impl Recording {
         settings.memory_limit = limit.or(settings.memory_limit);
         let rules = Rules::new(&summary, device, &settings);
         let before = Before::new(&events, &rules, &summary, &origins, device);
-        let mut out = Self {
+        let ranges = ranges(&origins, Some(device));
+        Ok(Self {
             path: path.to_owned(),
             events,
             origins,
@@ -95,10 +96,8 @@ impl Recording {
             skipped,
             before,
             budget: options.budget,
-            ranges: Vec::new(),
-        };
-        out.ranges = out.annotated();
-        Ok(out)
+            ranges,
+        })
     }
 
     /// Whether the history can be followed.
@@ -120,10 +119,7 @@ impl Recording {
     ///
     /// # Errors
     /// Those of compiling a history.
-    pub(crate) fn compiled(
-        &self,
-        limit: impl FnOnce(Option<&Peaks>) -> Option<u64>,
-    ) -> Result<crate::history::Recorded> {
+    pub(crate) fn compiled(&self, limit: impl FnOnce(Option<&Peaks>) -> Option<u64>) -> Result<Compiled> {
         let file = || self.path.display().to_string();
         // The compiled history outlives this reading's events.
         let mut compiling = Compiling::new(Some(self.device), &Budget::new(self.budget.limit()));
@@ -175,39 +171,43 @@ impl Recording {
     /// The innermost annotation at an event.
     pub(crate) fn annotation(&self, index: usize) -> Option<&str> {
         let time = self.events.get(index)?.time_ns;
-        let before = self.ranges.partition_point(|(at, _)| *at <= time);
-        let (_, name) = self.ranges.get(before.checked_sub(1)?)?;
-        name.map(|name| self.origins.spelt(name))
+        let begun = &self.ranges[..self.ranges.partition_point(|range| range.start_ns <= time)];
+        let innermost = begun.iter().rfind(|range| range.end_ns.is_none_or(|end| end > time))?;
+        Some(self.origins.spelt(innermost.name))
     }
 
     /// The first event from the first annotation of a name on.
     pub(crate) fn begins(&self, name: &str) -> Option<usize> {
-        let mine = |device: Option<u16>| device.is_none_or(|device| device == self.device);
-        let all = self.origins.annotations().iter().filter(|annotation| annotation.start && mine(annotation.device));
-        let found =
-            all.filter(|annotation| self.origins.spelt(annotation.name) == name).map(|found| found.time_ns).min()?;
-        let index = self.events.at_time(found);
+        let found = self.ranges.iter().find(|range| self.origins.spelt(range.name) == name)?;
+        let index = self.events.at_time(found.start_ns);
         (index < self.events.len()).then_some(index)
     }
+}
 
-    fn annotated(&self) -> Vec<(u64, Option<TextId>)> {
-        let mine = |device: Option<u16>| device.is_none_or(|device| device == self.device);
-        let mut all: Vec<_> = self.origins.annotations().iter().filter(|annotation| mine(annotation.device)).collect();
-        all.sort_by_key(|annotation| annotation.time_ns);
-        let mut open: Vec<TextId> = Vec::new();
-        let step = |annotation: &&Annotation| {
-            match annotation.start {
-                true => open.push(annotation.name),
-                false => {
-                    if let Some(at) = open.iter().rposition(|name| *name == annotation.name) {
-                        open.remove(at);
-                    }
-                }
-            }
-            (annotation.time_ns, open.last().copied())
-        };
-        all.iter().map(step).collect()
+/// A range that a program named.
+pub(crate) struct Range {
+    pub(crate) start_ns: u64,
+    /// `None` for one that does not end.
+    pub(crate) end_ns: Option<u64>,
+    pub(crate) name: TextId,
+}
+
+/// The ranges of a GPU (`None`: of all), in the order of their beginnings. An end without a beginning is left out.
+pub(crate) fn ranges(origins: &Origins, gpu: Option<u16>) -> Vec<Range> {
+    let mut out: Vec<Range> = Vec::new();
+    let mut open: HashMap<TextId, Vec<usize>> = HashMap::new();
+    let elsewhere = |device: Option<u16>| gpu.zip(device).is_some_and(|(gpu, device)| gpu != device);
+    let mut all: Vec<&Annotation> = origins.annotations().iter().filter(|one| !elsewhere(one.device)).collect();
+    all.sort_by_key(|annotation| annotation.time_ns);
+    for annotation in all {
+        if annotation.start {
+            open.entry(annotation.name).or_default().push(out.len());
+            out.push(Range { start_ns: annotation.time_ns, end_ns: None, name: annotation.name });
+        } else if let Some(begun) = open.get_mut(&annotation.name).and_then(Vec::pop) {
+            out[begun].end_ns = Some(annotation.time_ns);
+        }
     }
+    out
 }
 
 /// Whether the events of allocations were left out: blocks are freed that must have been allocated since the first event.

@@ -4,7 +4,7 @@ mod against;
 pub(crate) mod bound;
 mod table;
 
-use crate::history::{Devices, Recorded, failed, load, warn_of_limit};
+use crate::history::{Compiled, Devices, adopted, failed, load};
 use crate::reading::ReadArgs;
 use against::Compared;
 use anyhow::Result;
@@ -160,10 +160,19 @@ struct Moved {
     num_stolen_bytes: u64,
 }
 
-#[derive(Debug, Serialize)]
-struct Failure {
-    allocation: u64,
-    error: String,
+/// A refused request.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Failure {
+    /// From 1.
+    pub(crate) allocation: u64,
+    pub(crate) error: String,
+}
+
+impl Failure {
+    /// The first of a replay.
+    pub(crate) fn of(report: &ReplayReport) -> Option<Self> {
+        report.first_failure.clone().map(|(allocation, error)| Self { allocation, error })
+    }
 }
 
 /// Replays every file under every allocator.
@@ -180,8 +189,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
     let (mut rows, mut told): (Vec<Row>, Vec<Option<Peaks>>) = (Vec::new(), Vec::new());
     for file in &args.files {
         bar.message(format!("reading {}", file.display()));
-        let mut recorded = load(file, args.gpu, args.limit.map(|limit| limit.0), &args.read)?;
-        warn_of_limit(file, &recorded);
+        let mut recorded = load(file, args.gpu, args.limit, &args.read)?;
         if args.completion == Completion::Instant {
             recorded.history.complete_at_once();
         }
@@ -212,19 +220,14 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
 fn run(
     args: &ReplayArgs,
     file: &Path,
-    recorded: &Recorded,
+    recorded: &Compiled,
     alloc: &Selection,
     devices: &Devices,
     bounds: Bounds,
     against: Option<&Compared>,
 ) -> Result<Row> {
-    let Recorded { history, settings, .. } = recorded;
-    let mut backend = alloc.clone();
-    backend.adopt(settings);
-    // A run of ours says its limit; PyTorch does not.
-    let limit = settings.memory_limit;
-    // Some keep their limit themselves, on a device that would have more, as PyTorch does.
-    let outside = if backend.set_memory_limit(limit) { None } else { limit };
+    let Compiled { history, settings, .. } = recorded;
+    let (backend, outside) = adopted(alloc, settings);
     let addresses = match args.addresses {
         AddressChoice::Own | AddressChoice::Against => Addresses::Own,
         AddressChoice::Recorded => Addresses::Recorded,
@@ -265,7 +268,7 @@ fn run(
         addresses: if against.is_some() { AddressChoice::Against } else { args.addresses },
         completion: args.completion,
         against: against.map(|against| against.path.display().to_string()),
-        limit_bytes: backend.memory_limit().or(limit),
+        limit_bytes: backend.memory_limit().or(settings.memory_limit),
         events: history.events(),
         operations: report.operations,
         allocations: report.allocations,
@@ -300,7 +303,7 @@ fn run(
         // CAST: nanoseconds far below 2^53.
         simulated_s: report.simulated_ns.map(|ns| ns as f64 / 1e9),
         host_ns_per_op: times[times.len() / 2],
-        first_failure: report.first_failure.map(|(allocation, error)| Failure { allocation, error }),
+        first_failure: Failure::of(&report),
         driver_s: report.driver_ns.and_then(seconds),
         requests: report.requests.iter().map(|(path, requests)| (*path, by_path(requests))).collect(),
         steals: stats.steals.map(|moved| Moved {

@@ -7,20 +7,22 @@
 mod address_ranges;
 mod browser;
 mod columns;
+mod data;
 mod maps;
 mod page;
 mod run;
 mod source;
 mod stacks;
 mod timeline;
-mod told;
 
-use crate::history::Devices;
+use crate::history::{Devices, PYTORCH};
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
-use crate::replay::bound::{Bounds, PlanChoice};
+use crate::replay::{Bounds, PlanChoice};
+use crate::words::counted;
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
+use data::{Answers, HistoryData, PageData};
 use maps::Replayed;
 use page::Numbers;
 use run::RunData;
@@ -28,7 +30,6 @@ use source::{Input, Source};
 use std::path::PathBuf;
 use terminal::arguments::{self, Selections};
 use terminal::{Bar, Page};
-use told::{Answers, HistoryData, PageData};
 use vramlab::histories::replay::Addresses;
 use vramlab::output::{self, Existing, OutputFile};
 use vramlab::{Bytes, DeviceName, Selection};
@@ -100,14 +101,13 @@ fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
     let mut histories = Vec::new();
     let limit = args.limit.map(|limit| limit.0);
     for input in inputs {
-        let file = input.file();
-        let recording = Recording::read(file, args.gpu, limit, &args.read)?;
+        let recording = Recording::read(&input.file, args.gpu, limit, &args.read)?;
         // `advise` and `explain` show their own progress.
         let answers = answers(input, &recording, args);
         let source = Source::of(input, &recording, limit)?;
         drop(recording);
         let bar = Bar::new(chosen.len() as u64 + 2, "{bar:30} report {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
-        histories.push(shown(&source, &chosen, &devices, args, &bar, &mut numbers)?.with(answers));
+        histories.push(shown(source, &chosen, &devices, args, &bar, answers, &mut numbers)?);
         bar.clear();
     }
     let names = histories.iter().map(|history| &history.name);
@@ -120,17 +120,15 @@ fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
     std::io::Write::write_all(&mut out, document.as_bytes()).map_err(|error| out.failed(error))?;
     out.finish()?;
     let mut page = Page::stdout();
+    let some = |count: usize, noun| if count == 1 { format!("one {noun}") } else { counted(count as u64, noun) };
     let mut shown = Vec::new();
     if !runs.is_empty() {
-        shown.push(if runs.len() == 1 { "one run".to_owned() } else { format!("{} runs", runs.len()) });
+        shown.push(some(runs.len(), "run"));
     }
     if !histories.is_empty() {
-        shown.push(format!(
-            "{events} events of {}, {} under {}",
-            if histories.len() == 1 { "one history".to_owned() } else { format!("{} histories", histories.len()) },
-            if histories.len() == 1 { "replayed" } else { "each replayed" },
-            if chosen.len() == 1 { "one allocator".to_owned() } else { format!("{} allocators", chosen.len()) },
-        ));
+        let replayed = if histories.len() == 1 { "replayed" } else { "each replayed" };
+        let (of, under) = (some(histories.len(), "history"), some(chosen.len(), "allocator"));
+        shown.push(format!("{events} events of {of}, {replayed} under {under}"));
     }
     let size = Bytes(document.len() as u64);
     page.line(format!("{}: {}; the page has {size}.", args.out.display(), shown.join(", ")));
@@ -142,44 +140,45 @@ fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
 
 /// What the commands for questions say of an input.
 fn answers(input: &Input, recording: &Recording, args: &ReportArgs) -> Answers {
-    let file = input.file();
     // PyTorch's settings say nothing of a run that had another allocator.
-    let advise = (matches!(input, Input::History(_)) && args.advise == Switch::On)
-        .then(|| crate::advise::answer(file, recording, args.limit.map(|limit| limit.0)).into());
-    let explain = Some(crate::explain::answer(file, recording).into());
+    let advise = (input.run.is_none() && args.advise == Switch::On)
+        .then(|| crate::advise::answer(&input.file, recording, args.limit.map(|limit| limit.0)).into());
+    let explain = Some(crate::explain::answer(&input.file, recording).into());
     Answers { advise, explain }
 }
 
 /// Everything about one history.
 fn shown(
-    source: &Source,
+    source: Source,
     chosen: &[Selection],
     devices: &Devices,
     args: &ReportArgs,
     bar: &Bar,
+    answers: Answers,
     numbers: &mut Numbers,
 ) -> Result<HistoryData> {
-    let name = &source.name;
+    let name = source.name.clone();
     bar.message(format!("{name}: how its requests were served"));
-    let served = as_it_was(source, devices)?;
+    let served = as_it_was(&source, devices)?;
     bar.advance(1);
-    let bounds = Bounds::of(&source.history, args.plan, |found| bar.message(format!("planning {name}: {found}")));
+    let bounds =
+        Bounds::of(&source.compiled.history, args.plan, |found| bar.message(format!("planning {name}: {found}")));
     bar.advance(1);
     let mut others = Vec::new();
     for selection in chosen {
         bar.message(format!("{name} under {selection}"));
-        let replayed = maps::replayed(source, selection, devices, Addresses::Own)?;
+        let replayed = maps::replayed(&source, selection, devices, Addresses::Own)?;
         others.extend(replayed.map(|replayed| (selection.clone(), replayed)));
         bar.advance(1);
     }
     bar.message(format!("{name}: packing"));
-    told::history(source, served.as_ref(), bounds, &others, numbers).with_context(|| name.clone())
+    data::history(source, served.as_ref(), bounds, &others, answers, numbers).with_context(|| name)
 }
 
 /// The replay that puts every block where it was recorded, if there is one; else one whose ledger stands for it.
 fn as_it_was(source: &Source, devices: &Devices) -> Result<Option<Replayed>> {
-    let mut own = source.allocator.clone().map_or_else(Vec::new, |own| vec![own]);
-    own.extend(vramlab::backends::parse_list("caching,pytorch-expandable")?);
+    let mut own: Vec<Selection> = source.allocator.iter().cloned().collect();
+    own.extend(vramlab::backends::parse_list(PYTORCH)?);
     for candidate in &own {
         if let Some(found) = maps::replayed(source, candidate, devices, Addresses::Recorded)?
             && found.as_recorded

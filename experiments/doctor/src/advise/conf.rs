@@ -2,11 +2,11 @@
 
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
-use std::fmt;
 use std::str::FromStr;
 use vramlab::Selection;
 use vramlab::backends::{CachingSettings, TorchAllocator, of_torch};
 use vramlab::histories::replay::recorded_settings;
+use vramlab::settings::Settings;
 
 const MIB: u64 = 1 << 20;
 /// The smallest value of both settings that are in MiB: a segment of the large pool.
@@ -17,42 +17,83 @@ const MOST_MIB: u64 = 1 << 40;
 /// Longest line that a screen of 80 columns shows with its indent.
 const LINE: usize = 78;
 
-/// What PyTorch 2.11 knows. Those marked are its own affair: they say nothing of where a block lies on the device.
-const KEYS: [(&str, Form); 18] = [
-    ("backend", Form::Backend),
-    ("expandable_segments", Form::Switch),
-    ("max_split_size_mb", Form::Mebibytes),
-    ("max_non_split_rounding_mb", Form::Mebibytes),
-    ("garbage_collection_threshold", Form::Fraction),
-    ("roundup_power2_divisions", Form::Divisions),
-    ("large_segment_size_mb", Form::LargeSegment),
-    ("per_process_memory_fraction", Form::Limit),
-    ("expandable_segments_reserve", Form::Ignored),
-    ("expandable_segments_reserve_by_class", Form::Ignored),
-    ("graph_capture_record_stream_reuse", Form::IgnoredSwitch),
-    ("throw_on_cudamalloc_oom", Form::IgnoredSwitch),
-    ("release_lock_on_cudamalloc", Form::IgnoredSwitch),
-    ("pinned_use_cuda_host_register", Form::IgnoredSwitch),
-    ("pinned_use_background_threads", Form::IgnoredSwitch),
-    ("pinned_num_register_threads", Form::Ignored),
-    ("pinned_reserve_segment_size_mb", Form::Ignored),
-    ("pinned_free_catch_all", Form::Ignored),
+/// Sets what a key stands for, or says what its value should be.
+type Set = fn(&mut Conf, &str) -> Result<(), &'static str>;
+
+/// What PyTorch 2.11 knows.
+const KEYS: [(&str, Set); 18] = [
+    ("backend", |conf, value| {
+        conf.malloc_async = match value {
+            "native" => false,
+            "cudaMallocAsync" | "hipMallocAsync" => true,
+            _ => return Err("write native or cudaMallocAsync"),
+        };
+        Ok(())
+    }),
+    ("expandable_segments", |conf, value| switch(value).map(|on| conf.expandable = on)),
+    ("max_split_size_mb", |conf, value| mebibytes(value).map(|bytes| conf.settings.max_split_size = Some(bytes))),
+    ("max_non_split_rounding_mb", |conf, value| {
+        mebibytes(value).map(|bytes| conf.settings.max_non_split_rounding = bytes)
+    }),
+    ("garbage_collection_threshold", |conf, value| {
+        let fraction = value.parse::<f64>().ok().filter(|fraction| *fraction > 0.0 && *fraction < 1.0);
+        conf.settings.garbage_collection_threshold = fraction.ok_or("write a fraction between 0 and 1")?;
+        Ok(())
+    }),
+    ("roundup_power2_divisions", |conf, value| {
+        let divisions = value.parse().ok().filter(|_| value != "off" && value != "0");
+        conf.settings.roundup_power2_divisions =
+            divisions.ok_or("write a power of two, or a list such as [256:1,512:2,>:4]")?;
+        Ok(())
+    }),
+    ("large_segment_size_mb", |_, value| match whole(value)? {
+        LEAST_MIB => Ok(()),
+        _ => Err("only 20 can be replayed, PyTorch's default"),
+    }),
+    ("per_process_memory_fraction", |_, value| match value.parse() {
+        Ok(1.0) => Ok(()),
+        _ => Err("a history does not tell the device's memory; leave it out and say --limit BYTES"),
+    }),
+    // The others are read over: they say nothing of where a block lies on the device.
+    ("expandable_segments_reserve", |_, _| Ok(())),
+    ("expandable_segments_reserve_by_class", |_, _| Ok(())),
+    ("graph_capture_record_stream_reuse", |_, value| switch(value).map(drop)),
+    ("throw_on_cudamalloc_oom", |_, value| switch(value).map(drop)),
+    ("release_lock_on_cudamalloc", |_, value| switch(value).map(drop)),
+    ("pinned_use_cuda_host_register", |_, value| switch(value).map(drop)),
+    ("pinned_use_background_threads", |_, value| switch(value).map(drop)),
+    ("pinned_num_register_threads", |_, _| Ok(())),
+    ("pinned_reserve_segment_size_mb", |_, _| Ok(())),
+    ("pinned_free_catch_all", |_, _| Ok(())),
 ];
 
-/// How a key's value is written, and what it is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
-    Backend,
-    Switch,
-    Mebibytes,
-    Fraction,
-    Divisions,
-    LargeSegment,
-    Limit,
-    /// Read over: it changes no placement of a replay.
-    Ignored,
-    IgnoredSwitch,
+fn switch(value: &str) -> Result<bool, &'static str> {
+    match value {
+        "True" => Ok(true),
+        "False" => Ok(false),
+        _ => Err("write True or False"),
+    }
 }
+
+fn whole(value: &str) -> Result<u64, &'static str> {
+    value.parse().map_err(|_| "write a whole number")
+}
+
+/// Bytes that are written in MiB.
+fn mebibytes(value: &str) -> Result<u64, &'static str> {
+    match whole(value)?.min(MOST_MIB) {
+        ..LEAST_MIB => Err("PyTorch takes 20 or more"),
+        mib => Ok(mib * MIB),
+    }
+}
+
+/// Keys of what [`CachingSettings`] declares, in the order in which they are written; bytes are written in MiB.
+const WRITTEN: [(&str, &str); 4] = [
+    ("max_split_size_mb", "max_split_size"),
+    ("max_non_split_rounding_mb", "max_non_split_rounding"),
+    ("roundup_power2_divisions", "roundup_power2_divisions"),
+    ("garbage_collection_threshold", "garbage_collection_threshold"),
+];
 
 /// Settings of PyTorch's allocator, with the text that says them.
 #[derive(Clone, Debug)]
@@ -73,7 +114,7 @@ impl Conf {
     /// Native or expandable segments with these settings; the text is made for them.
     pub(super) fn of(expandable: bool, settings: CachingSettings) -> Self {
         let mut out = Self { text: String::new(), malloc_async: false, expandable, settings };
-        out.text = out.written();
+        out.text = out.changed().join(",");
         out
     }
 
@@ -117,7 +158,7 @@ impl Conf {
         }
     }
 
-    /// The same in lines that fit a screen where one does not: a shell puts them together again.
+    /// That line in several that fit a screen, where it does not: a shell puts them together again.
     pub(super) fn export_lines(&self) -> Vec<String> {
         let whole = self.export();
         if whole.len() <= LINE {
@@ -142,18 +183,27 @@ impl Conf {
         self.settings.garbage_collection_threshold > 0.0 && !self.expandable && !self.malloc_async
     }
 
+    /// What is not PyTorch's default, as PyTorch writes it.
+    fn changed(&self) -> Vec<String> {
+        let mut out = Vec::new();
+        if self.malloc_async {
+            out.push("backend:cudaMallocAsync".to_owned());
+        }
+        if self.expandable {
+            out.push("expandable_segments:True".to_owned());
+        }
+        let torch = CachingSettings::default();
+        for (key, name) in WRITTEN {
+            let value = self.settings.get(name).filter(|value| torch.get(name).as_ref() != Some(value));
+            let mib = self.settings.json()[name].as_u64().map(|bytes| (bytes / MIB).to_string());
+            out.extend(value.map(|value| format!("{key}:{}", mib.unwrap_or(value))));
+        }
+        out
+    }
+
     /// Number of settings that are not PyTorch's defaults.
     pub(super) fn changes(&self) -> usize {
-        let (now, torch) = (&self.settings, CachingSettings::default());
-        let changed = [
-            self.malloc_async,
-            self.expandable,
-            now.max_split_size != torch.max_split_size,
-            now.max_non_split_rounding != torch.max_non_split_rounding,
-            now.garbage_collection_threshold != torch.garbage_collection_threshold,
-            now.roundup_power2_divisions != torch.roundup_power2_divisions,
-        ];
-        changed.into_iter().filter(|changed| *changed).count()
+        self.changed().len()
     }
 
     /// Whether both make the allocator do the same.
@@ -172,79 +222,15 @@ impl Conf {
         }
     }
 
-    fn written(&self) -> String {
-        let (now, torch) = (&self.settings, CachingSettings::default());
-        let mut parts = Vec::new();
-        if self.malloc_async {
-            parts.push("backend:cudaMallocAsync".to_owned());
-        }
-        if self.expandable {
-            parts.push("expandable_segments:True".to_owned());
-        }
-        if let Some(bytes) = now.max_split_size {
-            parts.push(format!("max_split_size_mb:{}", bytes / MIB));
-        }
-        if now.max_non_split_rounding != torch.max_non_split_rounding {
-            parts.push(format!("max_non_split_rounding_mb:{}", now.max_non_split_rounding / MIB));
-        }
-        if now.roundup_power2_divisions != torch.roundup_power2_divisions {
-            parts.push(format!("roundup_power2_divisions:{}", now.roundup_power2_divisions));
-        }
-        if now.garbage_collection_threshold > 0.0 {
-            parts.push(format!("garbage_collection_threshold:{}", now.garbage_collection_threshold));
-        }
-        parts.join(",")
-    }
-
     fn set(&mut self, key: &str, value: &str) -> Result<(), ParseConfError> {
-        let wrong =
-            |expected: &'static str| ParseConfError::Value { key: key.to_owned(), value: value.to_owned(), expected };
-        let switch = || match value {
-            "True" => Ok(true),
-            "False" => Ok(false),
-            _ => Err(wrong("write True or False")),
-        };
-        let whole = || value.parse::<u64>().map_err(|_| wrong("write a whole number"));
-        let Some((_, form)) = KEYS.iter().find(|(name, _)| *name == key.replace("hip", "cuda")) else {
+        let Some((_, set)) = KEYS.iter().find(|(name, _)| *name == key.replace("hip", "cuda")) else {
             return Err(ParseConfError::Key(key.to_owned()));
         };
-        match form {
-            Form::Backend => match value {
-                "native" => self.malloc_async = false,
-                "cudaMallocAsync" | "hipMallocAsync" => self.malloc_async = true,
-                _ => return Err(wrong("write native or cudaMallocAsync")),
-            },
-            Form::Switch => self.expandable = switch()?,
-            Form::Mebibytes => {
-                let bytes = whole()?.min(MOST_MIB) * MIB;
-                if bytes < LEAST_MIB * MIB {
-                    return Err(wrong("PyTorch takes 20 or more"));
-                }
-                match key {
-                    "max_split_size_mb" => self.settings.max_split_size = Some(bytes),
-                    _ => self.settings.max_non_split_rounding = bytes,
-                }
-            }
-            Form::Fraction => {
-                let fraction = value.parse::<f64>().ok().filter(|fraction| *fraction > 0.0 && *fraction < 1.0);
-                self.settings.garbage_collection_threshold =
-                    fraction.ok_or_else(|| wrong("write a fraction between 0 and 1"))?;
-            }
-            Form::Divisions => {
-                let divisions = value.parse().ok().filter(|_| value != "off" && value != "0");
-                self.settings.roundup_power2_divisions =
-                    divisions.ok_or_else(|| wrong("write a power of two, or a list such as [256:1,512:2,>:4]"))?;
-            }
-            Form::LargeSegment if whole()? != LEAST_MIB => {
-                return Err(wrong("only 20 can be replayed, PyTorch's default"));
-            }
-            Form::Limit if value.parse() != Ok(1.0) => {
-                return Err(wrong("a history does not tell the device's memory; leave it out and say --limit BYTES"));
-            }
-            Form::IgnoredSwitch => _ = switch()?,
-            Form::LargeSegment | Form::Limit | Form::Ignored => {}
-        }
-        Ok(())
+        set(self, value).map_err(|expected| ParseConfError::Value {
+            key: key.to_owned(),
+            value: value.to_owned(),
+            expected,
+        })
     }
 }
 
@@ -257,21 +243,12 @@ impl Serialize for Conf {
 /// Why a text is no setting of PyTorch's allocator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ParseConfError {
-    #[error("'{0}' is no setting of PyTorch's allocator; there are {Names}")]
+    #[error("'{0}' is no setting of PyTorch's allocator; there are {names}", names = KEYS.map(|(name, _)| name).join(", "))]
     Key(String),
     #[error("{key}:{value}: {expected}")]
     Value { key: String, value: String, expected: &'static str },
     #[error("'{0}': write key:value,key:value")]
     Form(String),
-}
-
-/// The names of all settings.
-struct Names;
-
-impl fmt::Display for Names {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&KEYS.map(|(name, _)| name).join(", "))
-    }
 }
 
 impl FromStr for Conf {

@@ -2,20 +2,18 @@
 
 use super::conf::Conf;
 use crate::history::{Devices, failed};
+use crate::replay::Failure;
 use anyhow::Result;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use vramlab::histories::replay::{
     Addresses, Capacity, History, OutOfMemory, ReplayError, ReplayReport, ReplaySettings, replay, smallest_in,
 };
 use vramlab::{DeviceName, Selection};
 
-const MIB: u64 = 1 << 20;
 /// Steps in which memory is looked for.
-const STEP: u64 = 2 * MIB;
+const STEP: u64 = 2 << 20;
 /// More than any device has; the search ends there.
 const HIGHEST: u64 = 1 << 45;
 
@@ -24,9 +22,9 @@ const HIGHEST: u64 = 1 << 45;
 pub(super) struct Trial<'a> {
     path: &'a Path,
     pub(super) history: &'a History,
-    /// The same with every free complete at once; `None` where that is so anyway.
+    /// That history with every free complete at once; `None` where that is so anyway.
     instant: Option<History>,
-    /// The same with frees that waited for other streams completing earlier or later.
+    /// That history with frees that waited for other streams completing earlier or later.
     otherwise: Vec<History>,
     devices: Devices,
     /// Most bytes that may be reserved.
@@ -64,14 +62,6 @@ pub(super) struct Outcome<T> {
     pub(super) simulated_s: Option<f64>,
 }
 
-/// A refused request.
-#[derive(Clone, Debug, Serialize)]
-pub(super) struct Failure {
-    /// From 1.
-    pub(super) allocation: u64,
-    pub(super) error: String,
-}
-
 impl<T> Outcome<T> {
     fn new(of: T, report: ReplayReport) -> Self {
         Self {
@@ -81,7 +71,7 @@ impl<T> Outcome<T> {
             peak_active_bytes: report.stats.active_bytes.all.peak,
             out_of_memory: report.failed_allocations > 0,
             over_limit: false,
-            first_failure: report.first_failure.map(|(allocation, error)| Failure { allocation, error }),
+            first_failure: Failure::of(&report),
             num_alloc_retries: report.stats.num_alloc_retries,
             driver_calls: report.driver_calls,
             // CAST: nanoseconds far below 2^53.
@@ -96,10 +86,6 @@ impl<T> Outcome<T> {
 
     pub(super) fn calls(&self) -> u64 {
         self.driver_calls.values().sum()
-    }
-
-    pub(super) fn seconds(&self) -> f64 {
-        self.simulated_s.unwrap_or(0.0)
     }
 }
 
@@ -146,32 +132,18 @@ impl<'a> Trial<'a> {
         Ok(Self { path, history, instant, otherwise, devices, limit, of_device, room })
     }
 
-    fn replay(
-        &self,
-        history: &History,
-        of: &Selection,
-        limit: Option<u64>,
-        stop: bool,
-    ) -> Result<ReplayReport, ReplayError> {
+    fn replay(&self, history: &History, of: &Selection, limit: Option<u64>) -> Result<ReplayReport, ReplayError> {
         let mut selection = of.clone();
         let keeps_to_it = selection.set_memory_limit(limit);
-        let device = limit.filter(|_| !keeps_to_it).unwrap_or(self.room);
-        let made = self.devices.make(Some(device));
-        let driver = made.map_err(|error| ReplayError::History(format!("cannot make a device: {error:#}")))?;
-        let how = ReplaySettings {
-            addresses: Addresses::Near,
-            stop_at_failure: stop,
-            ask_again: true,
-            ..ReplaySettings::default()
-        };
+        let driver = self.devices.made(limit.filter(|_| !keeps_to_it).unwrap_or(self.room))?;
+        let addresses = Addresses::Near;
+        let how = ReplaySettings { addresses, stop_at_failure: true, ask_again: true, ..ReplaySettings::default() };
         replay(history, &selection, &driver, &how)
     }
 
     /// Replays under a backend and its settings, up to the first request that is refused: there programs end.
     pub(super) fn under<T>(&self, of: T, selection: &Selection) -> Result<Outcome<T>> {
-        let replayed = |history: &History| {
-            self.replay(history, selection, self.limit, true).map_err(|error| failed(self.path, error))
-        };
+        let replayed = |history| self.replay(history, selection, self.limit).map_err(|error| failed(self.path, error));
         let mut outcome = Outcome::new(of, replayed(self.history)?);
         let limit = self.limit.filter(|_| self.of_device && !outcome.out_of_memory);
         outcome.over_limit = limit.is_some_and(|limit| outcome.peak_reserved_bytes > limit);
@@ -193,17 +165,14 @@ impl<'a> Trial<'a> {
         let conf = &outcome.of.conf;
         let selection = conf.selection();
         let told = |error| failed(self.path, error);
-        let in_limit = |bytes| self.replay(self.history, &selection, Some(bytes), true);
+        let in_limit = |bytes| self.replay(self.history, &selection, Some(bytes));
         let found = smallest_in(bound(self.history), STEP, HIGHEST, in_limit, |_| {}).map_err(told)?;
         let smallest_memory_bytes = match found {
             Some(Capacity { bytes, report, .. }) => Some(enough(bytes, report, in_limit).map_err(told)?),
             None => None,
         };
         let instant_peak_reserved_bytes = match &self.instant {
-            Some(instant) => {
-                let report = self.replay(instant, &selection, self.limit, true).map_err(told)?;
-                report.stats.reserved_bytes.all.peak
-            }
+            Some(instant) => self.replay(instant, &selection, self.limit).map_err(told)?.stats.reserved_bytes.all.peak,
             None => outcome.peak_reserved_bytes,
         };
         Ok(Setting { rank: 0, export: conf.export(), smallest_memory_bytes, instant_peak_reserved_bytes, outcome })
@@ -235,36 +204,4 @@ fn enough(
 pub(super) fn bound(history: &History) -> u64 {
     let refused = |refused: &OutOfMemory| refused.live_bytes + refused.requested_bytes;
     history.out_of_memory().iter().map(refused).max().unwrap_or(0).max(history.max_live_bytes())
-}
-
-/// Does `work` for each item on so many threads; results in the order of the items.
-pub(super) fn in_parallel<T: Sync, R: Send>(
-    threads: usize,
-    items: &[T],
-    work: impl Fn(&T) -> Result<R> + Sync,
-) -> Result<Vec<R>> {
-    let next = AtomicUsize::new(0);
-    let results: Mutex<Vec<Option<Result<R>>>> = Mutex::new(items.iter().map(|_| None).collect());
-    std::thread::scope(|scope| {
-        for _ in 0..threads.clamp(1, items.len().max(1)) {
-            scope.spawn(|| {
-                while let Some((at, item)) = Some(next.fetch_add(1, Relaxed)).and_then(|at| Some((at, items.get(at)?)))
-                {
-                    let result = work(item);
-                    let failed = result.is_err();
-                    results.lock().unwrap_or_else(std::sync::PoisonError::into_inner)[at] = Some(result);
-                    if failed {
-                        next.store(items.len(), Relaxed);
-                    }
-                }
-            });
-        }
-    });
-    let results = results.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-    results.into_iter().flatten().collect()
-}
-
-/// Threads of this machine.
-pub(super) fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -1,17 +1,17 @@
 //! Several histories at once, as of the ranks of a job: one setting for all of them, and which rank is unlike the others.
 
 use super::conf::Conf;
-use super::evaluate::{Of, Outcome, Setting, Trial, bound, cores, in_parallel};
+use super::evaluate::{Of, Outcome, Setting, bound};
 use super::recorded_run::RecordedRun;
 use super::screen::at_least;
-use super::{Advice, AdviseArgs, FORM, search};
-use crate::reading::{Unread, at_once, say_unread};
-use anyhow::{Result, bail};
+use super::{Advice, AdviseArgs, search};
+use crate::reading::{Unread, each};
+use crate::words::size;
+use anyhow::Result;
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
-use terminal::{Bar, Cell, Column, Page, Table};
-use vramlab::Bytes;
+use terminal::{Cell, Column, Page, Table};
 
 /// Settings that are looked at closely on every rank.
 const CLOSELY: usize = 3;
@@ -38,7 +38,7 @@ struct Rank {
     live_bytes: u64,
     ran_out_of_memory: bool,
     limit_bytes: Option<u64>,
-    /// The same settings on each rank, in the order of those for all.
+    /// The settings for all, in their order.
     settings: Vec<Setting>,
 }
 
@@ -67,6 +67,7 @@ struct ForAll {
 
 /// The first look at a history.
 struct First {
+    file: PathBuf,
     recorded: Conf,
     outcomes: Vec<Outcome<Of>>,
 }
@@ -74,71 +75,36 @@ struct First {
 /// Looks at every file twice: under all settings, then closely under those that are best for all. No more histories are in
 /// memory at a time than there are threads, and of large ones fewer.
 pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Result<Ranks> {
-    let threads = cores().min(at_once(files));
-    let load = |file: &PathBuf| RecordedRun::read(file, args.gpu, limit, &args.read);
-    let trial = |file: &PathBuf, happened: &RecordedRun, work: &mut dyn FnMut(&Trial) -> Result<()>| {
-        work(&happened.trial(file)?)
-    };
-    let bar = Bar::new(2 * files.len() as u64, FORM);
-    bar.message("histories");
-    let looked = in_parallel(threads, files, |file| {
-        let happened = match load(file) {
-            Ok(happened) => happened,
-            Err(error) => return Ok(Err(Unread::of(file, &error))),
-        };
-        let mut outcomes = Vec::new();
-        trial(file, &happened, &mut |trial| {
-            let grid =
-                if given.is_empty() { search::grid(&Conf::torch(), trial.limit.is_some()) } else { given.to_vec() };
-            let own = given.is_empty() && !grid.iter().any(|conf| conf.acts_as(&happened.conf));
-            let own = own.then(|| happened.conf.clone());
-            for conf in grid.iter().chain(&own) {
-                outcomes.push(trial.run(conf)?);
-            }
-            Ok(())
-        })?;
-        bar.advance(1);
-        Ok(Ok(First { recorded: happened.conf, outcomes }))
-    })?;
-    let (mut readable, mut firsts, mut unread) = (Vec::new(), Vec::new(), Vec::new());
-    for (file, looked) in files.iter().zip(looked) {
-        match looked {
-            Ok(first) => {
-                readable.push(file.clone());
-                firsts.push(first);
-            }
-            Err(error) => unread.push(error),
-        }
-    }
-    if let (true, Some(first)) = (firsts.is_empty(), unread.first()) {
-        bail!("none of the {} could be read; {}", histories(files.len()), first.error);
-    }
-    say_unread(&unread);
-    let most = if given.is_empty() { CLOSELY } else { given.len() };
-    let chosen = for_all(&firsts, most);
-    let mut ranks = in_parallel(threads, &readable, |file| {
+    let load = |file: &Path| RecordedRun::read(file, args.gpu, limit, &args.read);
+    let (firsts, unread) = each("histories", files, |file| {
         let happened = load(file)?;
-        let mut settings = Vec::new();
-        trial(file, &happened, &mut |trial| {
-            for conf in &chosen {
-                settings.push(trial.closely(trial.run(conf)?)?);
-            }
-            Ok(())
-        })?;
-        bar.advance(1);
+        let trial = happened.trial(file)?;
+        let mut confs =
+            if given.is_empty() { search::grid(&Conf::torch(), trial.limit.is_some()) } else { given.to_vec() };
+        if given.is_empty() && !confs.iter().any(|conf| conf.acts_as(&happened.conf)) {
+            confs.push(happened.conf.clone());
+        }
+        let outcomes = confs.iter().map(|conf| trial.run(conf)).collect::<Result<_>>()?;
+        Ok(First { file: file.to_owned(), outcomes, recorded: happened.conf })
+    })?;
+    let chosen = for_all(&firsts, if given.is_empty() { CLOSELY } else { given.len() });
+    let readable: Vec<PathBuf> = firsts.into_iter().map(|first| first.file).collect();
+    let (mut ranks, _) = each("histories again", &readable, |file| {
+        let happened = load(file)?;
+        let trial = happened.trial(file)?;
+        let closely = |(at, conf): (usize, &Conf)| {
+            let setting = trial.closely(trial.run(conf)?)?;
+            Ok(Setting { rank: at + 1, ..setting })
+        };
         Ok(Rank {
             trace: file.display().to_string(),
             recorded_peak_reserved_bytes: happened.as_recorded.map(|told| told.reserved),
             live_bytes: bound(&happened.history),
             ran_out_of_memory: happened.out_of_memory().is_some(),
             limit_bytes: happened.limit.map(|(limit, _)| limit),
-            settings,
+            settings: chosen.iter().enumerate().map(closely).collect::<Result<_>>()?,
         })
     })?;
-    bar.clear();
-    for rank in &mut ranks {
-        rank.settings.iter_mut().enumerate().for_each(|(at, setting)| setting.rank = at + 1);
-    }
     let settings = (0..chosen.len()).map(|at| worst_of(&ranks, at)).collect();
     outliers_first(&mut ranks);
     let worst = ranks.iter().max_by_key(|rank| {
@@ -206,11 +172,6 @@ fn name(trace: &str, all: &[&str]) -> String {
     parts[start..].iter().collect::<PathBuf>().display().to_string()
 }
 
-/// So many histories, in words.
-pub(super) fn histories(count: usize) -> String {
-    if count == 1 { "1 history".to_owned() } else { format!("{count} histories") }
-}
-
 /// The table over the ranks, then the worst in full.
 pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
     let mut table = Table::new([
@@ -221,7 +182,6 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
         Column::right("under 1"),
         Column::right("runs in").priority(1),
     ]);
-    let size = |bytes: u64| Bytes(bytes).to_string();
     let all_traces: Vec<&str> = found.ranks.iter().map(|rank| rank.trace.as_str()).collect();
     for rank in found.ranks.iter().take(SHOWN) {
         let first = rank.settings.first();
@@ -241,7 +201,7 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
     }
     match found.ranks.len() {
         1 => page.line("1 history"),
-        count => page.line(format!("{}, those least like the others first", histories(count))),
+        count => page.line(format!("{count} histories, those least like the others first")),
     }
     page.gap();
     page.table(&table);

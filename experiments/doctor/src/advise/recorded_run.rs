@@ -2,7 +2,7 @@
 
 use super::conf::Conf;
 use super::evaluate::Trial;
-use crate::history::{Recorded, load_under};
+use crate::history::{Compiled, load_under};
 use crate::reading::ReadArgs;
 use anyhow::Result;
 use serde::Serialize;
@@ -45,7 +45,8 @@ pub(super) struct RecordedRun {
 }
 
 impl RecordedRun {
-    /// Reads a file. `limit` is the memory that there is to be.
+    /// Reads a file. `limit` is the memory that there is to be. A limit that only the whole history tells has it read again:
+    /// to keep its events for a second compilation would take as much memory as everything else together.
     pub(super) fn read(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Self> {
         Self::of(limit, |own| load_under(path, gpu, reading, own))
     }
@@ -53,7 +54,7 @@ impl RecordedRun {
     /// What a history says that `load` compiles, by the memory limit that it had.
     pub(super) fn of(
         limit: Option<u64>,
-        load: impl Fn(&dyn Fn(Option<&Peaks>) -> Option<u64>) -> Result<Recorded>,
+        load: impl Fn(&dyn Fn(Option<&Peaks>) -> Option<u64>) -> Result<Compiled>,
     ) -> Result<Self> {
         // A program that held more than the limit ran under another one, if any.
         let own = |told: Option<&Peaks>| limit.filter(|limit| told.is_none_or(|told| told.reserved <= *limit));
@@ -84,7 +85,7 @@ impl RecordedRun {
             (None, None) => inferred.filter(|_| !limit_missing),
         };
         let conf = Conf::recorded(&recorded.allocator_settings)?;
-        let Recorded { history, as_recorded, cut, seen_reserved, .. } = recorded;
+        let Compiled { history, as_recorded, cut, seen_reserved, .. } = recorded;
         let repeats = match limit {
             None | Some((_, LimitSource::Recorded | LimitSource::Collections)) => true,
             Some((limit, LimitSource::Given)) => !other && as_recorded.is_some_and(|told| told.reserved <= limit),
@@ -108,7 +109,7 @@ impl RecordedRun {
 /// The memory that there was when it ran out: what was reserved, and what the device still had where that was less than the
 /// segment that it was asked for. Where it had more, a limit refused it, of which the history shows the least that it can
 /// have been.
-fn inferred_limit(recorded: &Recorded) -> Option<u64> {
+fn inferred_limit(recorded: &Compiled) -> Option<u64> {
     let last = recorded.history.out_of_memory().last()?;
     let most = recorded.as_recorded.map_or(0, |told| told.reserved);
     let size = Size::Torch(recorded.settings.roundup_power2_divisions);

@@ -3,9 +3,8 @@
 use super::evaluate::{Outcome, Setting};
 use super::{Advice, LimitSource, Other, Verdict};
 use crate::replay::Bounds;
-use terminal::command;
-use terminal::duration;
-use terminal::{Page, quoted};
+use crate::words::counted;
+use terminal::{Page, command, duration, quoted};
 use vramlab::Bytes;
 
 /// Replays that are farther from what was recorded, in percent, are to be taken with care.
@@ -29,10 +28,6 @@ pub(super) fn end(advice: &Advice, page: &mut Page) {
     let limit = advice.limit_bytes.map_or(String::new(), |limit| format!(" --limit {limit}B"));
     let arguments = format!("replay {} --alloc caching,pytorch-expandable{limit}", quoted(&advice.trace));
     page.next(&command("vramlab", &arguments));
-}
-
-pub(super) fn counted(count: u64, what: &str) -> String {
-    if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }
 }
 
 /// Memory that has to be had: shown so that what is shown is enough.
@@ -144,7 +139,7 @@ fn figures(setting: &Setting, now: Option<u64>) -> String {
 
 fn cost<T>(outcome: &Outcome<T>) -> String {
     // CAST: seconds back to nanoseconds, for display.
-    let time = duration((outcome.seconds() * 1e9).round() as u64);
+    let time = duration((outcome.simulated_s.unwrap_or(0.0) * 1e9).round() as u64);
     let out = format!("{time} in {}", counted(outcome.calls(), "driver call"));
     match outcome.num_alloc_retries {
         0 => out,

@@ -167,7 +167,7 @@ pub(super) fn distinct(ranked: &[Outcome<Of>], count: usize) -> Vec<Outcome<Of>>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::advise::evaluate::Failure;
+    use crate::replay::Failure;
     use std::collections::BTreeMap;
 
     fn outcome(conf: &str, peak: u64, fails_at: u64, calls: u64) -> Outcome<Of> {

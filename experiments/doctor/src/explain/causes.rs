@@ -1,29 +1,78 @@
 //! Why a request was not served from what was free.
 
-use super::explanation::Cause;
+use serde::Serialize;
 use vramlab::histories::memory::{Memory, Pool};
 use vramlab::policy::size::torch::MIN_BLOCK;
 
-/// Why a request of so many bytes on a stream finds nothing in this memory. O(pools + pending blocks).
-pub(super) fn cause(memory: &Memory, bytes: u64, stream: u64) -> Cause {
-    let rounded = memory.rules().rounded(bytes);
-    let own = memory.pool_of(stream, bytes);
-    if let Some(found) = memory.smallest_hole_from(own, rounded) {
-        return if memory.rules().serves(found, rounded) { Cause::Elsewhere } else { Cause::SplitLimit };
+/// Why a request was not served from memory that was held.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Cause {
+    /// Less was free than was asked for: the program had never needed as much.
+    #[default]
+    Growth,
+    /// Enough was free, in pieces that are too small.
+    Pieces,
+    /// A free block was large enough for what was asked for, and not for what it is rounded to.
+    Rounding,
+    /// A free block was large enough, and a bound on splitting kept it.
+    SplitLimit,
+    /// A free block of the other pool was large enough: small and large requests do not share segments.
+    Class,
+    /// A free block of another stream was large enough.
+    Stream,
+    /// A block was large enough that was freed and waited for other streams.
+    Pending,
+    /// A free block was large enough and was not taken: it is a private pool's, as that of a CUDA graph.
+    Elsewhere,
+}
+
+impl Cause {
+    pub(crate) const ALL: [Self; 8] = [
+        Self::Growth,
+        Self::Pieces,
+        Self::Rounding,
+        Self::SplitLimit,
+        Self::Class,
+        Self::Stream,
+        Self::Pending,
+        Self::Elsewhere,
+    ];
+
+    /// Why a request of so many bytes on a stream finds nothing in this memory. O(pools + pending blocks).
+    pub(super) fn of(memory: &Memory, bytes: u64, stream: u64) -> Self {
+        let rounded = memory.rules().rounded(bytes);
+        let own = memory.pool_of(stream, bytes);
+        if let Some(found) = memory.smallest_hole_from(own, rounded) {
+            return if memory.rules().serves(found, rounded) { Self::Elsewhere } else { Self::SplitLimit };
+        }
+        if memory.largest_hole(own) >= bytes.next_multiple_of(MIN_BLOCK) {
+            return Self::Rounding;
+        }
+        if memory.largest_with_pending(own) >= rounded {
+            return Self::Pending;
+        }
+        if memory.free_bytes(own) >= rounded {
+            return Self::Pieces;
+        }
+        if memory.largest_hole(Pool { small: !own.small, ..own }) >= rounded {
+            return Self::Class;
+        }
+        let mut elsewhere = memory.pools().filter(|pool| pool.stream != stream);
+        if elsewhere.any(|pool| memory.largest_hole(pool) >= rounded) { Self::Stream } else { Self::Growth }
     }
-    if memory.largest_hole(own) >= bytes.next_multiple_of(MIN_BLOCK) {
-        return Cause::Rounding;
+
+    /// In a few words, for a table.
+    pub(crate) fn words(self) -> &'static str {
+        match self {
+            Self::Growth => "too little was free",
+            Self::Pieces => "free in pieces that are too small",
+            Self::Rounding => "fits unrounded, not rounded",
+            Self::SplitLimit => "max_split_size keeps the free block",
+            Self::Class => "free in the other pool only",
+            Self::Stream => "free in another stream only",
+            Self::Pending => "freed, but waits for other streams",
+            Self::Elsewhere => "kept apart by a private pool",
+        }
     }
-    if memory.largest_with_pending(own) >= rounded {
-        return Cause::Pending;
-    }
-    let other = Pool { small: !own.small, ..own };
-    if memory.free_bytes(own) >= rounded {
-        return Cause::Pieces;
-    }
-    if memory.largest_hole(other) >= rounded {
-        return Cause::Class;
-    }
-    let elsewhere = memory.pools().filter(|pool| pool.stream != stream).map(|pool| memory.largest_hole(pool)).max();
-    if elsewhere.is_some_and(|largest| largest >= rounded) { Cause::Stream } else { Cause::Growth }
 }

@@ -1,9 +1,11 @@
 //! What `explain` found out about a history: everything that it prints, draws and writes as JSON.
 
+use super::causes::Cause;
 use serde::Serialize;
+use std::collections::VecDeque;
 
 /// One history explained; the keys are described in `analysis/schema.md`.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Explanation {
     pub(crate) trace: String,
     pub(crate) format: &'static str,
@@ -26,13 +28,15 @@ pub(crate) struct Explanation {
     pub(crate) peak_reserved: Moment,
     pub(crate) end: Moment,
     /// Requests that were refused, the last hundred.
-    pub(crate) out_of_memory: Vec<Refused>,
+    pub(crate) out_of_memory: VecDeque<Refused>,
+    /// All of them.
     pub(crate) refused: u64,
     pub(crate) who: Vec<Who>,
     pub(crate) grew: Option<Grew>,
     pub(crate) reserved: WhereItWent,
     pub(crate) peaks: Vec<Moment>,
-    pub(crate) retries: Vec<Retry>,
+    /// The last hundred.
+    pub(crate) retries: VecDeque<Retry>,
     /// Requests during which memory went back to the device, and all other occasions on which it did.
     pub(crate) num_retries: u64,
     pub(crate) num_releases: u64,
@@ -77,55 +81,6 @@ pub(crate) struct Refused {
     pub(crate) moment: Moment,
 }
 
-/// Why a request was not served from memory that was held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum Cause {
-    /// Less was free than was asked for: the program had never needed as much.
-    Growth,
-    /// Enough was free, in pieces that are too small.
-    Pieces,
-    /// A free block was large enough for what was asked for, and not for what it is rounded to.
-    Rounding,
-    /// A free block was large enough, and a bound on splitting kept it.
-    SplitLimit,
-    /// A free block of the other pool was large enough: small and large requests do not share segments.
-    Class,
-    /// A free block of another stream was large enough.
-    Stream,
-    /// A block was large enough that was freed and waited for other streams.
-    Pending,
-    /// A free block was large enough and was not taken: it is a private pool's, as that of a CUDA graph.
-    Elsewhere,
-}
-
-impl Cause {
-    pub(crate) const ALL: [Cause; 8] = [
-        Cause::Growth,
-        Cause::Pieces,
-        Cause::Rounding,
-        Cause::SplitLimit,
-        Cause::Class,
-        Cause::Stream,
-        Cause::Pending,
-        Cause::Elsewhere,
-    ];
-
-    /// In a few words, for a table.
-    pub(crate) fn words(self) -> &'static str {
-        match self {
-            Cause::Growth => "too little was free",
-            Cause::Pieces => "free in pieces that are too small",
-            Cause::Rounding => "fits unrounded, not rounded",
-            Cause::SplitLimit => "max_split_size keeps the free block",
-            Cause::Class => "free in the other pool only",
-            Cause::Stream => "free in another stream only",
-            Cause::Pending => "freed, but waits for other streams",
-            Cause::Elsewhere => "kept apart by a private pool",
-        }
-    }
-}
-
 /// Who held memory at a moment.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Who {
@@ -134,7 +89,7 @@ pub(crate) struct Who {
     pub(crate) moment: Moment,
     /// By line, the largest first.
     pub(crate) lines: Vec<Share>,
-    /// The same by call, from the outside in.
+    /// By call, from the outside in.
     pub(crate) tree: Node,
     /// By bytes asked for, the largest sum first.
     pub(crate) sizes: Vec<SizeShare>,
@@ -336,7 +291,7 @@ pub(crate) struct Point {
 }
 
 /// Requests of one size.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Shape {
     pub(crate) requested_bytes: u64,
     /// As the allocator rounds it.

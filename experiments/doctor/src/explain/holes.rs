@@ -1,10 +1,10 @@
 //! Where reserved memory went: by part, by stream and pool, and which blocks keep what is free.
 
+use super::View;
 use super::explanation::{Keeper, Part, Pending, PendingStream, Pinned, Stranded, StreamUse, WhereItWent};
-use super::lines::Lines;
 use super::moments::{line_of, moment};
-use super::survey::Survey;
-use crate::recording::{Recording, START};
+use super::survey::{Survey, Waits};
+use crate::recording::START;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use vramlab::histories::memory::{BEFORE, Block, Contents, Memory, Pool, Segment};
@@ -23,17 +23,14 @@ fn pool_name(pool: Pool) -> &'static str {
 
 /// Where it went at the moment after an event, as a request on that event's stream sees it.
 pub(super) fn where_it_went(
-    recording: &Recording,
+    view: &mut View<'_>,
     memory: &Memory,
-    lines: &mut Lines<'_>,
     survey: &Survey,
     index: usize,
     at: &'static str,
 ) -> WhereItWent {
-    let stream = recording
-        .events
-        .get(index)
-        .map_or_else(|| memory.segments().values().next().map_or(0, |segment| segment.stream), |event| event.stream);
+    let event = view.recording.events.get(index).map(|event| event.stream);
+    let stream = event.or_else(|| memory.segments().values().next().map(|segment| segment.stream)).unwrap_or(0);
     let mut uses: BTreeMap<Pool, StreamUse> = BTreeMap::new();
     let mut pinned: Vec<(u64, Segment, Contents)> = Vec::new();
     for (&start, segment) in memory.segments() {
@@ -62,43 +59,37 @@ pub(super) fn where_it_went(
     let mut streams: Vec<StreamUse> = uses.into_values().collect();
     streams.sort_by_key(|row| (Reverse(row.reserved_bytes), row.stream, row.pool));
     pinned.sort_by_key(|(start, _, inside)| (Reverse(inside.free), *start));
-    let count = pinned.len() as u64;
+    let pinned_segments = pinned.len() as u64;
     let pinned_free_bytes = pinned.iter().map(|(_, _, inside)| inside.free).sum();
     pinned.truncate(SEGMENTS);
-    let pinned = pinned
-        .into_iter()
-        .map(|(start, segment, inside)| describe(recording, memory, lines, index, start, segment, &inside))
-        .collect();
+    let pinned = pinned.iter().map(|segment| describe(view, memory, index, segment)).collect();
     WhereItWent {
         at,
-        moment: moment(recording, memory, lines, index),
+        moment: moment(view, memory, index),
         stream,
         parts: parts(&memory.ledger(stream)),
-        stranded: stranded(recording, &streams, survey, lines, index),
+        stranded: stranded(view, &streams, survey, index),
         streams,
-        pending: pending(recording, survey, lines),
+        pending: pending(view, survey),
         pinned,
-        pinned_segments: count,
+        pinned_segments,
         pinned_free_bytes,
     }
 }
 
 fn describe(
-    recording: &Recording,
+    view: &mut View<'_>,
     memory: &Memory,
-    lines: &mut Lines<'_>,
     index: usize,
-    start: u64,
-    segment: Segment,
-    inside: &Contents,
+    (address, segment, inside): &(u64, Segment, Contents),
 ) -> Pinned {
-    let mut blocks: Vec<_> = memory.blocks_in(start, &segment).collect();
+    let mut blocks: Vec<_> = memory.blocks_in(*address, segment).collect();
     blocks.sort_by_key(|(addr, block)| (Reverse(block.bytes), *addr));
     blocks.truncate(KEEPERS);
     let keeper = |(address, block): (u64, &Block)| {
-        let (line, nearby) = line_of(block, lines);
+        let (line, nearby) = line_of(block, &mut view.lines);
         let born = (block.born != BEFORE).then_some(block.born as usize);
-        let time = |index: usize| recording.since_start(index);
+        let time = |index: usize| view.recording.since_start(index);
         Keeper {
             address,
             bytes: block.bytes,
@@ -110,7 +101,7 @@ fn describe(
         }
     };
     Pinned {
-        address: start,
+        address: *address,
         bytes: segment.bytes,
         free_bytes: inside.free,
         stream: segment.stream,
@@ -139,13 +130,8 @@ fn parts(ledger: &Ledger) -> Vec<Part> {
 }
 
 /// Free memory of streams on which nothing is asked for after this moment.
-fn stranded(
-    recording: &Recording,
-    streams: &[StreamUse],
-    survey: &Survey,
-    lines: &mut Lines<'_>,
-    index: usize,
-) -> Vec<Stranded> {
+fn stranded(view: &mut View<'_>, streams: &[StreamUse], survey: &Survey, index: usize) -> Vec<Stranded> {
+    let recording = view.recording;
     // Without events nothing tells which streams are still used.
     if recording.events.is_empty() {
         return Vec::new();
@@ -160,16 +146,13 @@ fn stranded(
         if !over || goes_on || row.soft_bytes + row.hard_bytes == 0 {
             continue;
         }
-        let stack = last
-            .and_then(|last| recording.events.get(last))
-            .map(|event| event.origin.stack)
-            .filter(|stack| !stack.is_empty());
+        let stack = last.and_then(|last| recording.events.get(last)).map(|event| event.origin.stack);
         let stranded = out.entry(row.stream).or_insert_with(|| Stranded {
             stream: row.stream,
             free_bytes: 0,
             returnable_bytes: 0,
             last_request: last.map_or(0, |last| recording.number(last)),
-            line: stack.and_then(|stack| lines.line_of(stack)),
+            line: stack.filter(|stack| !stack.is_empty()).and_then(|stack| view.lines.line_of(stack)),
         });
         stranded.free_bytes += row.soft_bytes + row.hard_bytes;
         stranded.returnable_bytes += row.soft_bytes;
@@ -179,31 +162,25 @@ fn stranded(
     out
 }
 
-fn pending(recording: &Recording, survey: &Survey, lines: &mut Lines<'_>) -> Pending {
-    let mut streams: Vec<PendingStream> = survey
-        .waits
-        .iter()
-        .map(|(stream, waits)| {
-            let most = waits
-                .stacks
-                .iter()
-                .filter(|(stack, _)| !stack.is_empty())
-                .max_by_key(|(stack, bytes)| (**bytes, **stack));
-            PendingStream {
-                stream: *stream,
-                deferred_frees: waits.frees,
-                peak_bytes: waits.peak,
-                longest_events: waits.longest,
-                line: most.and_then(|(stack, _)| lines.line_of(*stack)),
-            }
-        })
-        .collect();
+fn pending(view: &mut View<'_>, survey: &Survey) -> Pending {
+    let stream = |(stream, waits): (&u64, &Waits)| {
+        let framed = waits.stacks.iter().filter(|(stack, _)| !stack.is_empty());
+        let most = framed.max_by_key(|(stack, bytes)| (**bytes, **stack));
+        PendingStream {
+            stream: *stream,
+            deferred_frees: waits.frees,
+            peak_bytes: waits.peak,
+            longest_events: waits.longest,
+            line: most.and_then(|(stack, _)| view.lines.line_of(*stack)),
+        }
+    };
+    let mut streams: Vec<PendingStream> = survey.waits.iter().map(stream).collect();
     streams.sort_by_key(|row| (Reverse(row.peak_bytes), row.stream));
     let (event, peak_bytes) = survey.pending_peak;
     Pending {
-        deferred_frees: survey.deferred,
+        deferred_frees: streams.iter().map(|row| row.deferred_frees).sum(),
         peak_bytes,
-        peak_event: if peak_bytes > 0 && event != START { recording.number(event) } else { 0 },
+        peak_event: if peak_bytes > 0 && event != START { view.recording.number(event) } else { 0 },
         streams,
         peak_active_instant_bytes: survey.peak_allocated,
         replayed_reserved_bytes: None,

@@ -93,15 +93,8 @@ impl<'r> Lines<'r> {
 /// The line that a stack is known by: the innermost of the user's code; where there is none, the innermost of a library, or
 /// of PyTorch.
 pub(crate) fn line_of(origins: &Origins, stack: StackId) -> Option<String> {
-    let (mut library, mut plumbing) = (None, None);
-    for frame in origins.frames(stack) {
-        match Kind::of(origins.spelt(frame.filename)) {
-            Kind::User => return Some(place(origins, frame, short)),
-            Kind::Library => library = library.or(Some(frame)),
-            Kind::PyTorch => plumbing = plumbing.or(Some(frame)),
-        }
-    }
-    library.or(plumbing).map(|frame| place(origins, frame, short))
+    let frame = origins.frames(stack).min_by_key(|frame| Kind::of(origins.spelt(frame.filename)))?;
+    Some(place(origins, frame, short))
 }
 
 /// A frame in words, with its whole path.
@@ -119,8 +112,8 @@ fn place(origins: &Origins, frame: Frame, shown: fn(&str) -> &str) -> String {
     }
 }
 
-/// Whose code a file is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Whose code a file is; what tells a reader most comes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     User,
     Library,

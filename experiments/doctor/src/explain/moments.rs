@@ -1,5 +1,6 @@
 //! What was held at a moment, and by whom.
 
+use super::View;
 use super::explanation::{Grew, Growth, Moment, Named, Node, Share, SizeShare, Who};
 use super::lines::{LineId, Lines};
 use crate::recording::{Recording, START};
@@ -11,16 +12,16 @@ use vramlab::histories::trace::{StackId, TextId};
 /// Rows that are kept of a list; a program has fewer lines than that.
 const ROWS: usize = 1000;
 
-/// What a moment is told from, for those that may turn out to matter.
+/// What a moment is described from: kept of those that may turn out to matter.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Glance {
+pub(super) struct Sample {
     pub(super) index: usize,
     pub(super) totals: Totals,
     pub(super) largest_hole: u64,
     pub(super) near: StackId,
 }
 
-impl Glance {
+impl Sample {
     /// The memory after an event on a stream.
     pub(super) fn at(memory: &Memory, index: usize, stream: u64) -> Self {
         let largest_hole = memory.largest_hole(Pool { stream, small: false });
@@ -29,14 +30,15 @@ impl Glance {
 }
 
 /// The moment after an event.
-pub(super) fn moment(recording: &Recording, memory: &Memory, lines: &mut Lines<'_>, index: usize) -> Moment {
-    let stream = recording.events.get(index).map_or(0, |event| event.stream);
-    told(recording, &Glance::at(memory, index, stream), lines)
+pub(super) fn moment(view: &mut View<'_>, memory: &Memory, index: usize) -> Moment {
+    let stream = view.recording.events.get(index).map_or(0, |event| event.stream);
+    described(view, &Sample::at(memory, index, stream))
 }
 
 /// A moment from what was seen of it.
-pub(super) fn told(recording: &Recording, glance: &Glance, lines: &mut Lines<'_>) -> Moment {
-    let Glance { index, totals, largest_hole, near } = *glance;
+pub(super) fn described(view: &mut View<'_>, sample: &Sample) -> Moment {
+    let Sample { index, totals, largest_hole, near } = *sample;
+    let recording = view.recording;
     Moment {
         event: if index == START { 0 } else { recording.number(index) },
         time_ns: recording.since_start(index),
@@ -46,7 +48,7 @@ pub(super) fn told(recording: &Recording, glance: &Glance, lines: &mut Lines<'_>
         pending_bytes: totals.pending,
         largest_hole_bytes: largest_hole,
         annotation: recording.annotation(index).map(str::to_owned),
-        line: if near.is_empty() { None } else { lines.line_of(near) },
+        line: if near.is_empty() { None } else { view.lines.line_of(near) },
     }
 }
 
@@ -119,17 +121,17 @@ pub(super) struct Held {
 }
 
 /// What each line holds.
-pub(super) fn held(recording: &Recording, memory: &Memory, lines: &mut Lines<'_>, index: usize) -> Held {
-    let mut sums: BTreeMap<Key, Sum> = BTreeMap::new();
+pub(super) fn held(view: &mut View<'_>, memory: &Memory, index: usize) -> Held {
+    let mut lines: BTreeMap<Key, Sum> = BTreeMap::new();
     for block in memory.blocks().values() {
-        let (source, inside, _) = source(block, lines);
-        sums.entry((source, inside)).or_default().add(block, 0);
+        let (source, inside, _) = source(block, &mut view.lines);
+        lines.entry((source, inside)).or_default().add(block, 0);
     }
-    Held { moment: moment(recording, memory, lines, index), lines: sums }
+    Held { moment: moment(view, memory, index), lines }
 }
 
 /// What grew from one moment to another; `None` where nothing did.
-pub(super) fn grew(from: &Held, to: &Held, named: Vec<String>, lines: &Lines<'_>) -> Option<Grew> {
+pub(super) fn grew(from: Held, to: Held, named: Vec<String>, lines: &Lines<'_>) -> Option<Grew> {
     let mut rows = Vec::new();
     for (key, after) in &to.lines {
         let before = from.lines.get(key).copied().unwrap_or_default();
@@ -147,20 +149,14 @@ pub(super) fn grew(from: &Held, to: &Held, named: Vec<String>, lines: &Lines<'_>
     }
     rows.sort_by_key(|row| (Reverse(row.after_bytes - row.before_bytes), row.line.clone()));
     rows.truncate(ROWS);
-    let grew = Grew { from: from.moment.clone(), to: to.moment.clone(), named, lines: rows };
-    (!grew.lines.is_empty()).then_some(grew)
+    (!rows.is_empty()).then_some(Grew { from: from.moment, to: to.moment, named, lines: rows })
 }
 
 /// Who holds what.
-pub(super) fn who(
-    recording: &Recording,
-    memory: &Memory,
-    lines: &mut Lines<'_>,
-    index: usize,
-    at: &'static str,
-) -> Who {
+pub(super) fn who(view: &mut View<'_>, memory: &Memory, index: usize, at: &'static str) -> Who {
     let mut sums: HashMap<Key, Sum> = HashMap::new();
-    let (mut sizes, mut categories, mut notes) = (HashMap::new(), HashMap::new(), HashMap::new());
+    let mut sizes: HashMap<u64, Sum> = HashMap::new();
+    let (mut categories, mut notes): (HashMap<TextId, Sum>, HashMap<TextId, Sum>) = Default::default();
     let mut root = Branch::default();
     for block in memory.blocks().values() {
         // CAST: an index, which fits in 32 bits.
@@ -169,14 +165,11 @@ pub(super) fn who(
             (_, BEFORE) => index as u64 + 1,
             (_, born) => index as u64 - u64::from(born),
         };
-        let (source, inside, path) = source(block, lines);
+        let (source, inside, path) = source(block, &mut view.lines);
         sums.entry((source, inside)).or_default().add(block, age);
-        let size: &mut Sum = sizes.entry(block.requested).or_default();
-        size.add(block, age);
-        let category: &mut Sum = categories.entry(block.origin.category).or_default();
-        category.add(block, age);
-        let note: &mut Sum = notes.entry(block.origin.note).or_default();
-        note.add(block, age);
+        sizes.entry(block.requested).or_default().add(block, age);
+        categories.entry(block.origin.category).or_default().add(block, age);
+        notes.entry(block.origin.note).or_default().add(block, age);
         let ends = match source {
             Source::Nearby(_) => Step::Unframed,
             Source::Line(_) => inside.map_or(Step::Here, Step::Call),
@@ -185,9 +178,8 @@ pub(super) fn who(
         };
         root.add(&path, ends, block);
     }
-    let mut rows: Vec<(Key, Sum)> = sums.into_iter().collect();
-    rows.sort_by_key(|(key, sum)| (Reverse(sum.bytes), *key));
-    rows.truncate(ROWS);
+    let moment = moment(view, memory, index);
+    let lines = &view.lines;
     let share = |((source, inside), sum): (Key, Sum)| Share {
         line: source.label(lines),
         inside: inside.map(|inside| lines.label(inside)),
@@ -196,22 +188,24 @@ pub(super) fn who(
         blocks: sum.blocks,
         oldest_events: sum.oldest,
     };
-    let shares = rows.into_iter().map(share).collect();
-    let mut sizes: Vec<SizeShare> = sizes
-        .into_iter()
-        .map(|(requested_bytes, sum)| SizeShare { requested_bytes, blocks: sum.blocks, bytes: sum.bytes })
-        .collect();
-    sizes.sort_by_key(|size| (Reverse(size.bytes), size.requested_bytes));
-    sizes.truncate(ROWS);
+    let size = |(requested_bytes, Sum { bytes, blocks, .. })| SizeShare { requested_bytes, blocks, bytes };
     Who {
         at,
-        moment: moment(recording, memory, lines, index),
-        lines: shares,
+        moment,
+        lines: largest(sums, share),
         tree: root.node("all".to_owned(), lines),
-        sizes,
-        categories: named(recording, categories),
-        notes: named(recording, notes),
+        sizes: largest(sizes, size),
+        categories: named(view.recording, categories),
+        notes: named(view.recording, notes),
     }
+}
+
+/// Rows of the largest sums, the largest first.
+fn largest<K: Ord, T>(sums: impl IntoIterator<Item = (K, Sum)>, row: impl FnMut((K, Sum)) -> T) -> Vec<T> {
+    let mut sums: Vec<(K, Sum)> = sums.into_iter().collect();
+    sums.sort_by(|(a, first), (b, second)| second.bytes.cmp(&first.bytes).then_with(|| a.cmp(b)));
+    sums.truncate(ROWS);
+    sums.into_iter().map(row).collect()
 }
 
 /// Sums by text, none if no text says anything.
@@ -221,11 +215,8 @@ fn named(recording: &Recording, sums: HashMap<TextId, Sum>) -> Vec<Named> {
     }
     let name =
         |text: TextId| if text.is_empty() { "none".to_owned() } else { recording.origins.spelt(text).to_owned() };
-    let mut out: Vec<Named> =
-        sums.into_iter().map(|(text, sum)| Named { name: name(text), bytes: sum.bytes, blocks: sum.blocks }).collect();
-    out.sort_by_key(|named| (Reverse(named.bytes), named.name.clone()));
-    out.truncate(ROWS);
-    out
+    let sums = sums.into_iter().map(|(text, sum)| (name(text), sum));
+    largest(sums, |(name, Sum { bytes, blocks, .. })| Named { name, bytes, blocks })
 }
 
 /// What follows on a call.

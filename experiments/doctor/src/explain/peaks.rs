@@ -1,6 +1,6 @@
 //! The peaks of active memory that stand apart.
 
-use super::moments::Glance;
+use super::moments::Sample;
 use super::survey::MOST;
 use std::cmp::Reverse;
 
@@ -10,19 +10,19 @@ const DIP: f64 = 0.8;
 /// Finds peaks that stand apart.
 #[derive(Debug)]
 pub(super) struct Peaks {
-    best: Glance,
+    best: Sample,
     /// The lowest level since the last peak, while it falls.
     falling: Option<u64>,
-    found: Vec<Glance>,
+    found: Vec<Sample>,
 }
 
 impl Peaks {
     /// From what was there before the first event.
-    pub(super) fn new(start: Glance) -> Self {
+    pub(super) fn new(start: Sample) -> Self {
         Self { best: start, falling: None, found: Vec::new() }
     }
 
-    pub(super) fn take(&mut self, now: Glance) {
+    pub(super) fn take(&mut self, now: Sample) {
         // CAST: a share of bytes.
         let dips = |of: u64, level: u64| level < (of as f64 * DIP) as u64;
         let (level, best) = (now.totals.active, self.best.totals.active);
@@ -47,7 +47,7 @@ impl Peaks {
     }
 
     /// The highest first.
-    pub(super) fn finish(mut self) -> Vec<Glance> {
+    pub(super) fn finish(mut self) -> Vec<Sample> {
         if self.falling.is_none() {
             self.found.push(self.best);
         }
@@ -62,34 +62,34 @@ mod tests {
     use super::*;
     use vramlab::histories::memory::Totals;
 
-    fn glance(index: usize, active: u64) -> Glance {
-        Glance { index, totals: Totals { active, ..Totals::default() }, ..Glance::default() }
+    fn sample(index: usize, active: u64) -> Sample {
+        Sample { index, totals: Totals { active, ..Totals::default() }, ..Sample::default() }
     }
 
     #[test]
     fn peaks_stand_apart() {
-        let mut climb = Peaks::new(Glance::default());
+        let mut peaks = Peaks::new(Sample::default());
         for (index, level) in [10, 100, 90, 40, 30, 35, 60, 120, 110, 115, 0, 50].into_iter().enumerate() {
-            climb.take(glance(index, level));
+            peaks.take(sample(index, level));
         }
         // 115 is no peak of its own, and the fall is none either.
-        assert_eq!(climb.finish().iter().map(|peak| peak.index).collect::<Vec<_>>(), [7, 1, 11]);
+        assert_eq!(peaks.finish().iter().map(|peak| peak.index).collect::<Vec<_>>(), [7, 1, 11]);
     }
 
     #[test]
     fn of_many_peaks_the_highest_are_kept() {
         let level = |number: u64| 1000 + number * 7919 % 1009 / 2;
-        let mut climb = Peaks::new(Glance::default());
+        let mut peaks = Peaks::new(Sample::default());
         let mut all = Vec::new();
         for number in 0..1000 {
             let index = 2 * number as usize;
-            climb.take(glance(index, level(number)));
-            climb.take(glance(index + 1, 0));
-            assert!(climb.found.len() <= 2 * MOST);
+            peaks.take(sample(index, level(number)));
+            peaks.take(sample(index + 1, 0));
+            assert!(peaks.found.len() <= 2 * MOST);
             all.push((Reverse(level(number)), index));
         }
         all.sort_unstable();
-        let found: Vec<usize> = climb.finish().iter().map(|peak| peak.index).collect();
+        let found: Vec<usize> = peaks.finish().iter().map(|peak| peak.index).collect();
         assert_eq!(found, all.iter().map(|(_, index)| *index).take(MOST).collect::<Vec<_>>());
     }
 }

@@ -1,16 +1,13 @@
 //! Several histories, such as those of the ranks of a job: one table, what stands out first, then the worst in full.
 
 use super::explanation::Explanation;
-use super::{ExplainArgs, How, explanation, screen};
-use crate::reading::{Unread, at_once, say_unread};
-use anyhow::{Result, anyhow};
+use super::{ExplainArgs, explanation, screen};
+use crate::reading::{Unread, each};
+use crate::words::size;
+use anyhow::Result;
 use serde::Serialize;
-use std::num::NonZero;
 use std::path::PathBuf;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use terminal::{Bar, Cell, Column, Page, Table};
-use vramlab::Bytes;
+use terminal::{Column, Page, Table};
 
 /// What is kept of each history.
 #[derive(Clone, Debug, Serialize)]
@@ -67,16 +64,9 @@ impl Rank {
     }
 }
 
-/// Explains each history, at most as many at a time as there are processors and memory for, and prints one table.
-pub(super) fn ranks(args: &ExplainArgs, files: &[&PathBuf]) -> Result<()> {
-    let form = "{bar:30} explain {pos}/{len} {wide_msg} [{elapsed} left {eta}]";
-    let bar = Bar::new(files.len() as u64, form);
-    let (mut ranks, unread) = read(&args.how, files, &bar);
-    bar.clear();
-    if let (true, Some(first)) = (ranks.is_empty(), unread.first()) {
-        return Err(anyhow!("none of the {} histories could be read; {}", files.len(), first.error));
-    }
-    say_unread(&unread);
+/// Explains each history and prints one table, and the first of it in full.
+pub(super) fn ranks(args: &ExplainArgs, files: &[PathBuf]) -> Result<()> {
+    let (mut ranks, unread) = each("explain", files, |file| Ok(Rank::of(&explanation(&args.how, file)?)))?;
     compare(&mut ranks);
     // The first is read once more: of hundreds only a row each is kept.
     let worst = explanation(&args.how, ranks[0].trace.as_ref())?;
@@ -88,31 +78,6 @@ pub(super) fn ranks(args: &ExplainArgs, files: &[&PathBuf]) -> Result<()> {
     screen::report(&worst, args, &mut page);
     screen::end(&worst, &mut page);
     page.print()
-}
-
-/// A row of each history that can be read.
-fn read(how: &How, files: &[&PathBuf], bar: &Bar) -> (Vec<Rank>, Vec<Unread>) {
-    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-    let threads = cores.min(files.len()).min(at_once(files));
-    let (next, out) = (AtomicUsize::new(0), Mutex::new((Vec::new(), Vec::new())));
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                while let Some(file) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let found = explanation(how, file).map(|found| Rank::of(&found));
-                    let mut out = out.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                    match found {
-                        Ok(rank) => out.0.push(rank),
-                        Err(error) => {
-                            out.1.push(Unread::of(file, &error));
-                        }
-                    }
-                    bar.advance(1);
-                }
-            });
-        }
-    });
-    out.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
 /// Says how far each is from the middle, and puts what stands out first.
@@ -143,28 +108,22 @@ fn table(ranks: &[Rank], args: &ExplainArgs, page: &mut Page) {
     let names = short_names(ranks);
     let shown = usize::from(args.top).max(8);
     for (rank, name) in ranks.iter().zip(&names).take(shown) {
-        let size = |bytes| Cell::from(Bytes(bytes).to_string());
         table.row([
-            Cell::from(name),
+            name.clone(),
             size(rank.peak_reserved_bytes),
-            Cell::from(format!("{:+.1} %", 100.0 * rank.off)),
+            format!("{:+.1} %", 100.0 * rank.off),
             size(rank.peak_active_bytes),
             size(rank.unused_bytes),
             size(rank.pending_peak_bytes),
-            Cell::from(rank.num_retries.to_string()),
-            Cell::from(rank.refused.to_string()),
+            rank.num_retries.to_string(),
+            rank.refused.to_string(),
         ]);
     }
     page.table(&table);
     if ranks.len() > shown {
-        page.note(format!(
-            "{} more are within {:.1} % of the median, or like these; --top shows more",
-            ranks.len() - shown,
-            {
-                let rest = ranks.iter().skip(shown).map(|rank| 100.0 * rank.off.abs());
-                rest.fold(0.0, f64::max)
-            }
-        ));
+        let (more, rest) = (ranks.len() - shown, ranks.iter().skip(shown).map(|rank| 100.0 * rank.off.abs()));
+        let off = rest.fold(0.0, f64::max);
+        page.note(format!("{more} more are within {off:.1} % of the median, or like these; --top shows more"));
     }
     page.title(format!("In full: {}", names[0]));
 }

@@ -3,32 +3,21 @@
 mod where_when;
 
 use super::ExplainArgs;
-use super::explanation::{Cause, Explanation, Moment, Node, Who};
+use super::causes::Cause;
+use super::explanation::{Explanation, Moment, Node, Who};
+use crate::words::{counted, percent, size};
 use serde::Serialize;
-use terminal::duration;
-use terminal::{Column, Page, Table, command, quoted};
-use vramlab::Bytes;
+use terminal::{Column, Page, Table, command, duration, quoted};
 
 /// Lines of a tree, its depth, and the least share of the whole that a line has.
 const TREE: usize = 12;
 const LEAST: f64 = 0.03;
 
-fn size(bytes: u64) -> String {
-    Bytes(bytes).to_string()
-}
-
-fn percent(part: u64, whole: u64) -> String {
-    // CAST: shares for display.
-    if whole == 0 { "-".to_owned() } else { format!("{:.1} %", 100.0 * part as f64 / whole as f64) }
-}
-
-/// A count with its noun.
-fn counted(count: u64, noun: &str) -> String {
-    match (count, noun.ends_with("ry")) {
-        (1, _) => format!("1 {noun}"),
-        (_, true) => format!("{count} {}ies", &noun[..noun.len() - 1]),
-        _ => format!("{count} {noun}s"),
-    }
+/// Adds a table.
+fn table<const N: usize>(page: &mut Page, columns: [Column; N], rows: impl Iterator<Item = [String; N]>) {
+    let mut table = Table::new(columns);
+    rows.for_each(|row| table.row(row));
+    page.table(&table);
 }
 
 /// When a moment was, for the end of a sentence.
@@ -106,7 +95,7 @@ pub(super) fn sentences(found: &Explanation) -> Sentences {
 fn headline(found: &Explanation) -> Vec<String> {
     let (active, reserved) = (&found.peak_active, &found.peak_reserved);
     let mut out = Vec::new();
-    if let Some(last) = found.out_of_memory.last() {
+    if let Some(last) = found.out_of_memory.back() {
         out.push(format!(
             "out of memory at {}: {} asked for on stream {:#x}",
             when(&last.moment),
@@ -159,17 +148,13 @@ fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &m
     };
     page.title(format!("{what}: {} ({})", size(moment.active_bytes), when(moment)));
     if !found.frames {
-        let mut table = Table::new([
-            Column::right("bytes"),
-            Column::right("share"),
-            Column::right("blocks"),
-            Column::left("of size"),
-        ]);
-        for row in who.sizes.iter().take(top) {
+        let columns =
+            [Column::right("bytes"), Column::right("share"), Column::right("blocks"), Column::left("of size")];
+        let rows = who.sizes.iter().take(top).map(|row| {
             let share = percent(row.bytes, moment.active_bytes);
-            table.row([size(row.bytes), share, row.blocks.to_string(), size(row.requested_bytes)]);
-        }
-        page.table(&table);
+            [size(row.bytes), share, row.blocks.to_string(), size(row.requested_bytes)]
+        });
+        table(page, columns, rows);
         if first {
             page.note(
                 "no stack frames were recorded, so lines are not known; record with \
@@ -180,17 +165,13 @@ fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &m
     }
     // The second list is short: what differs is where the memory went.
     let top = if first { top } else { top.min(3) };
-    let mut table =
-        Table::new([Column::right("bytes"), Column::right("share"), Column::right("blocks"), Column::text("line")]);
-    for row in who.lines.iter().take(top) {
-        table.row([
-            size(row.bytes),
-            percent(row.bytes, moment.active_bytes),
-            row.blocks.to_string(),
-            place(&row.line, row.inside.as_deref(), row.nearby),
-        ]);
-    }
-    page.table(&table);
+    let columns = [Column::right("bytes"), Column::right("share"), Column::right("blocks"), Column::text("line")];
+    let rows = who.lines.iter().take(top).map(|row| {
+        let (share, line) =
+            (percent(row.bytes, moment.active_bytes), place(&row.line, row.inside.as_deref(), row.nearby));
+        [size(row.bytes), share, row.blocks.to_string(), line]
+    });
+    table(page, columns, rows);
     let rest = &who.lines[who.lines.len().min(top)..];
     if !rest.is_empty() {
         let bytes: u64 = rest.iter().map(|row| row.bytes).sum();
@@ -202,8 +183,7 @@ fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &m
     if !first {
         return;
     }
-    let nearby = who.lines.iter().any(|row| row.nearby);
-    if nearby {
+    if who.lines.iter().any(|row| row.nearby) {
         page.note(
             "~: blocks without frames, as the backward pass makes them on a thread without Python; the line ran last",
         );
@@ -251,17 +231,13 @@ fn grew(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
         ),
     };
     page.title(format!("What grew {between}: {}", more(to.requested_bytes, from.requested_bytes)));
-    let mut table =
-        Table::new([Column::right("more"), Column::right("now"), Column::right("blocks"), Column::text("line")]);
-    for row in grew.lines.iter().take(usize::from(args.top)) {
-        table.row([
-            more(row.after_bytes, row.before_bytes),
-            size(row.after_bytes),
-            format!("{} -> {}", row.before_blocks, row.after_blocks),
-            place(&row.line, row.inside.as_deref(), row.nearby),
-        ]);
-    }
-    page.table(&table);
+    let columns = [Column::right("more"), Column::right("now"), Column::right("blocks"), Column::text("line")];
+    let rows = grew.lines.iter().take(usize::from(args.top)).map(|row| {
+        let blocks = format!("{} -> {}", row.before_blocks, row.after_blocks);
+        let line = place(&row.line, row.inside.as_deref(), row.nearby);
+        [more(row.after_bytes, row.before_bytes), size(row.after_bytes), blocks, line]
+    });
+    table(page, columns, rows);
 }
 
 /// What follows from it.

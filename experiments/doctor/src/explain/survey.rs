@@ -1,11 +1,11 @@
 //! One pass over a history: where its peaks are, which requests missed, when memory went back, what waited.
 
-use super::causes::cause;
+use super::causes::Cause;
 use super::checkpoints::Checkpoints;
-use super::explanation::{Cause, Point, Refused, Retry, Shape};
-use super::lines::Lines;
-use super::moments::{Glance, moment};
+use super::explanation::{Explanation, Point, Refused, Retry, Shape};
+use super::moments::{Sample, moment};
 use super::peaks::Peaks;
+use super::{Lines, View};
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -18,7 +18,7 @@ const POINTS: usize = 512;
 /// Refused requests and retries that are described, of more the last, and peaks, of more the highest.
 pub(super) const MOST: usize = 100;
 
-/// What was found.
+/// Where to look closely, and what waited; all else goes into the explanation itself.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
     /// Event after which active memory was highest, and its level.
@@ -28,22 +28,15 @@ pub(super) struct Survey {
     /// Peak of active memory less what waited.
     pub(super) peak_allocated: u64,
     /// Peaks, the highest first.
-    pub(super) peaks: Vec<Glance>,
+    pub(super) peaks: Vec<Sample>,
     /// The lowest level of requested bytes in the second quarter and in the last one.
     pub(super) low_early: Option<(usize, u64)>,
     pub(super) low_late: Option<(usize, u64)>,
-    pub(super) refused: VecDeque<(usize, Refused)>,
-    pub(super) num_refused: u64,
-    pub(super) retries: VecDeque<(usize, Retry)>,
-    pub(super) num_retries: u64,
-    pub(super) num_releases: u64,
-    pub(super) timeline: Vec<Point>,
-    pub(super) shapes: Vec<Shape>,
-    pub(super) allocations: u64,
+    pub(super) last_refused: Option<usize>,
     /// By stream, the event of its last request.
     pub(super) last_request: BTreeMap<u64, usize>,
-    pub(super) deferred: u64,
     pub(super) pending_peak: (usize, u64),
+    /// By stream, what waited of its blocks.
     pub(super) waits: BTreeMap<u64, Waits>,
 }
 
@@ -58,57 +51,45 @@ pub(super) struct Waits {
     pub(super) stacks: HashMap<StackId, u64>,
 }
 
-/// A request that the events before it belong to.
-#[derive(Clone, Copy, Debug)]
-struct Probe {
-    cause: Cause,
-    reserved: u64,
-}
-
 /// What came and went since the program's last event.
 #[derive(Debug, Default)]
 struct Window {
-    /// Whether the request was looked for.
+    /// Whether the request was looked for that these events belong to.
     probed: bool,
-    probe: Option<Probe>,
+    /// Why that request missed, and what was reserved before.
+    request: Option<(Cause, u64)>,
     taken: u64,
     released: u64,
     segments: u64,
     by_name: bool,
 }
 
-/// Requests of one size that missed.
-#[derive(Debug, Default)]
-struct Tally {
-    misses: u64,
-    taken: u64,
-    causes: BTreeMap<Cause, u64>,
-}
-
-/// Requests by their size and stack.
-type Requests = HashMap<(u64, StackId), u64>;
-
 /// Looks at every event. The checkpoints reach the moments that were found, and `points`.
 ///
 /// # Errors
 /// [`OverBudget`] when the recorded memory takes more than there is.
 pub(super) fn survey<'r>(
-    recording: &'r Recording,
-    lines: &mut Lines<'_>,
+    view: &mut View<'r>,
     points: &[usize],
+    found: &mut Explanation,
 ) -> Result<(Survey, Checkpoints<'r>), OverBudget> {
+    let recording = view.recording;
     let mut memory = recording.memory()?;
     let mut checkpoints = Checkpoints::new(recording);
-    let mut out = Survey::default();
-    let (mut requests, mut missed): (Requests, BTreeMap<u64, Tally>) = Default::default();
-    let mut window = Window::default();
     let (count, start) = (recording.events.len(), memory.totals());
-    out.peak_active = (START, start.active);
-    out.peak_reserved = (START, start.reserved);
-    out.pending_peak = (START, start.pending);
-    out.peak_allocated = start.allocated();
+    let mut out = Survey {
+        peak_active: (START, start.active),
+        peak_reserved: (START, start.reserved),
+        pending_peak: (START, start.pending),
+        peak_allocated: start.allocated(),
+        ..Survey::default()
+    };
+    // Requests by their size and stack, and those of each size that missed.
+    let mut requests: HashMap<(u64, StackId), u64> = HashMap::new();
+    let mut missed: BTreeMap<u64, Shape> = BTreeMap::new();
+    let mut window = Window::default();
     let stretch = count.div_ceil(POINTS).max(1);
-    let mut climb = Peaks::new(Glance::at(&memory, START, 0));
+    let mut peaks = Peaks::new(Sample::at(&memory, START, 0));
     let empties = empty_cache_stacks(recording);
     for (index, event, at_once) in recording.events.walk(0) {
         // CAST: bounded when the history was read.
@@ -116,16 +97,10 @@ pub(super) fn survey<'r>(
         if checkpoints.is_due(index) {
             checkpoints.keep(index, &memory, &out.wanted(points));
         }
-        let segments = matches!(
-            event.action,
-            Action::SegmentAlloc | Action::SegmentFree | Action::SegmentMap | Action::SegmentUnmap
-        );
-        if segments && !window.probed {
+        if is_of_segments(event.action) && !window.probed {
             window.probed = true;
-            window.probe = next_request(recording, index).map(|request| Probe {
-                cause: cause(&memory, request.bytes, request.stream),
-                reserved: memory.totals().reserved,
-            });
+            window.request = next_request(recording, index)
+                .map(|request| (Cause::of(&memory, request.bytes, request.stream), memory.totals().reserved));
         }
         match event.action {
             Action::FreeRequested if !at_once => out.waits_begin(&memory, &event),
@@ -133,7 +108,6 @@ pub(super) fn survey<'r>(
             _ => {}
         }
         memory.apply(&event, number, at_once)?;
-        let totals = memory.totals();
         match event.action {
             Action::SegmentAlloc | Action::SegmentMap => window.taken += event.bytes,
             Action::SegmentFree | Action::SegmentUnmap => {
@@ -142,56 +116,53 @@ pub(super) fn survey<'r>(
                 window.by_name |= empties.get(event.origin.stack.index()).copied().unwrap_or(false);
             }
             Action::Alloc if event.bytes > 0 => {
-                out.allocations += 1;
+                found.allocations += 1;
                 out.last_request.insert(event.stream, index);
                 *requests.entry((event.bytes, event.origin.stack)).or_default() += 1;
                 let window = std::mem::take(&mut window);
-                if let Some(probe) = window.probe.filter(|_| window.taken > 0) {
-                    let tally = missed.entry(event.bytes).or_default();
-                    tally.misses += 1;
-                    tally.taken += window.taken;
-                    *tally.causes.entry(probe.cause).or_default() += 1;
+                if let Some((cause, _)) = window.request.filter(|_| window.taken > 0) {
+                    let shape = missed.entry(event.bytes).or_default();
+                    shape.misses += 1;
+                    shape.taken_bytes += window.taken;
+                    match shape.causes.iter_mut().find(|(other, _)| *other == cause) {
+                        Some((_, count)) => *count += 1,
+                        None => shape.causes.push((cause, 1)),
+                    }
                 }
-                out.went_back(recording, lines, &memory, index, &window, true);
+                went_back(view, found, &memory, (index, &event), &window);
             }
             Action::Oom => {
-                let window = std::mem::take(&mut window);
-                out.went_back(recording, lines, &memory, index, &window, false);
-                out.refuse(recording, lines, &memory, index);
+                went_back(view, found, &memory, (index, &event), &std::mem::take(&mut window));
+                found.refused += 1;
+                out.last_refused = Some(index);
+                push_last(&mut found.out_of_memory, refused(view, &memory, index, &event));
             }
             Action::FreeCompleted => {}
-            _ => {
-                let window = std::mem::take(&mut window);
-                out.num_releases += u64::from(window.released > 0);
-            }
+            _ => found.num_releases += u64::from(std::mem::take(&mut window).released > 0),
         }
-        out.take_levels(&event, index, count, totals);
-        let glance = Glance::at(&memory, index, event.stream);
-        climb.take(glance);
+        out.take_levels(&event, index, count, memory.totals());
+        let sample = Sample::at(&memory, index, event.stream);
+        peaks.take(sample);
         if index % stretch == 0 {
-            out.timeline.push(Point::default());
+            found.timeline.push(Point::default());
         }
-        out.draw(recording, &glance);
+        draw(&mut found.timeline, recording, &sample);
     }
-    out.num_releases += u64::from(window.released > 0);
-    out.peaks = climb.finish();
-    out.shapes = shapes(missed, &requests, &memory, lines);
+    found.num_releases += u64::from(window.released > 0);
+    found.shapes = shapes(missed, &requests, &memory, &mut view.lines);
+    out.peaks = peaks.finish();
     checkpoints.keep(count, &memory, &out.wanted(points));
     Ok((out, checkpoints))
 }
 
+fn is_of_segments(action: Action) -> bool {
+    matches!(action, Action::SegmentAlloc | Action::SegmentFree | Action::SegmentMap | Action::SegmentUnmap)
+}
+
 /// The request in whose course segments come and go at an event.
 fn next_request(recording: &Recording, index: usize) -> Option<Recorded> {
-    let next = recording.events.iter_from(index).find(|event| {
-        !matches!(
-            event.action,
-            Action::SegmentAlloc
-                | Action::SegmentFree
-                | Action::SegmentMap
-                | Action::SegmentUnmap
-                | Action::FreeCompleted
-        )
-    })?;
+    let passed = |action| is_of_segments(action) || action == Action::FreeCompleted;
+    let next = recording.events.iter_from(index).find(|event| !passed(event.action))?;
     matches!(next.action, Action::Alloc | Action::Oom).then_some(next)
 }
 
@@ -206,64 +177,132 @@ fn empty_cache_stacks(recording: &Recording) -> Vec<bool> {
     out
 }
 
-fn shapes(missed: BTreeMap<u64, Tally>, requests: &Requests, memory: &Memory, lines: &mut Lines<'_>) -> Vec<Shape> {
-    // For each size how many requests there were, and the stack that made most.
-    let mut sums: HashMap<u64, (u64, (u64, StackId))> =
-        missed.keys().map(|bytes| (*bytes, Default::default())).collect();
-    for ((bytes, stack), count) in requests {
-        if let Some((sum, most)) = sums.get_mut(bytes) {
-            *sum += count;
-            if !stack.is_empty() {
-                *most = (*most).max((*count, *stack));
-            }
+/// Completes what is said of the sizes that missed.
+fn shapes(
+    mut missed: BTreeMap<u64, Shape>,
+    requests: &HashMap<(u64, StackId), u64>,
+    memory: &Memory,
+    lines: &mut Lines<'_>,
+) -> Vec<Shape> {
+    // For each size the stack that made most requests.
+    let mut most: HashMap<u64, (u64, StackId)> = HashMap::new();
+    for (&(bytes, stack), &count) in requests {
+        let Some(shape) = missed.get_mut(&bytes) else { continue };
+        shape.requests += count;
+        if !stack.is_empty() {
+            let most = most.entry(bytes).or_default();
+            *most = (*most).max((count, stack));
         }
     }
-    let shape = |(bytes, tally): (u64, Tally)| {
-        let mut causes: Vec<(Cause, u64)> = tally.causes.into_iter().collect();
-        causes.sort_by_key(|(_, count)| Reverse(*count));
-        let (requests, (_, most)) = sums[&bytes];
-        Shape {
-            requested_bytes: bytes,
-            rounded_bytes: memory.rules().rounded(bytes),
-            requests,
-            misses: tally.misses,
-            taken_bytes: tally.taken,
-            cause: causes.first().map_or(Cause::Growth, |(cause, _)| *cause),
-            causes,
-            line: if most.is_empty() { None } else { lines.line_of(most) },
-        }
-    };
-    let mut out: Vec<Shape> = missed.into_iter().map(shape).collect();
+    for (bytes, shape) in &mut missed {
+        shape.requested_bytes = *bytes;
+        shape.rounded_bytes = memory.rules().rounded(*bytes);
+        shape.causes.sort_by_key(|(cause, count)| (Reverse(*count), *cause));
+        shape.cause = shape.causes[0].0;
+        shape.line = most.get(bytes).and_then(|(_, stack)| lines.line_of(*stack));
+    }
+    let mut out: Vec<Shape> = missed.into_values().collect();
     out.sort_by_key(|shape| (Reverse(shape.taken_bytes), shape.requested_bytes));
     out
 }
 
-impl Survey {
-    /// The refused request that is looked at closely.
-    pub(super) fn last_refused(&self) -> Option<usize> {
-        self.refused.back().map(|(index, _)| *index)
+/// Adds to a list of which the last are kept.
+fn push_last<T>(list: &mut VecDeque<T>, one: T) {
+    if list.len() == MOST {
+        list.pop_front();
     }
+    list.push_back(one);
+}
 
+/// Draws a stretch of events by the one at which most was active.
+fn draw(timeline: &mut [Point], recording: &Recording, sample: &Sample) {
+    let Sample { index, totals, largest_hole: hole, .. } = *sample;
+    let Some(point) = timeline.last_mut() else { return };
+    let first = point.event == 0;
+    let least = if first { hole } else { point.largest_hole_bytes.min(hole) };
+    if first || totals.active > point.active_bytes {
+        *point = Point {
+            event: recording.number(index),
+            time_ns: recording.since_start(index).unwrap_or(0),
+            reserved_bytes: totals.reserved,
+            active_bytes: totals.active,
+            requested_bytes: totals.requested,
+            largest_hole_bytes: least,
+        };
+    }
+    point.largest_hole_bytes = least;
+}
+
+/// Takes note of segments that went back in the course of a request.
+fn went_back(
+    view: &mut View<'_>,
+    found: &mut Explanation,
+    memory: &Memory,
+    (index, event): (usize, &Recorded),
+    window: &Window,
+) {
+    let Some((cause, reserved)) = window.request.filter(|_| window.released > 0) else { return };
+    let succeeded = event.action != Action::Oom;
+    let settings = &view.recording.settings;
+    let over = settings.memory_limit.map(|limit| reserved + window.taken.max(event.bytes) > limit);
+    let kind = match over {
+        _ if succeeded && window.taken == 0 || window.by_name => "empty_cache",
+        Some(true) => "retry",
+        _ if !succeeded => "retry",
+        _ if settings.garbage_collection_threshold > 0.0 => "garbage_collection",
+        Some(false) => "empty_cache",
+        None => "retry_or_empty_cache",
+    };
+    if kind == "empty_cache" {
+        found.num_releases += 1;
+        return;
+    }
+    found.num_retries += 1;
+    let retry = Retry {
+        asked_bytes: event.bytes,
+        stream: event.stream,
+        released_bytes: window.released,
+        released_segments: window.segments,
+        kind,
+        cause,
+        succeeded,
+        moment: moment(view, memory, index),
+    };
+    push_last(&mut found.retries, retry);
+}
+
+fn refused(view: &mut View<'_>, memory: &Memory, index: usize, event: &Recorded) -> Refused {
+    Refused {
+        asked_bytes: event.bytes,
+        stream: event.stream,
+        device_free_bytes: Some(event.addr).filter(|free| *free > 0),
+        cause: Cause::of(memory, event.bytes, event.stream),
+        free_bytes: memory.free_bytes(memory.pool_of(event.stream, event.bytes)),
+        moment: moment(view, memory, index),
+    }
+}
+
+impl Survey {
     /// The moments that are looked at closely by what is known so far, and `points`.
     fn wanted(&self, points: &[usize]) -> Vec<usize> {
         let found = [Some(self.peak_active), Some(self.peak_reserved), self.low_early, self.low_late];
         let found = found.into_iter().flatten().map(|(index, _)| index);
-        found.chain(self.last_refused()).chain(points.iter().copied()).collect()
+        found.chain(self.last_refused).chain(points.iter().copied()).collect()
     }
 
     fn take_levels(&mut self, event: &Recorded, index: usize, count: usize, totals: Totals) {
-        if totals.active > self.peak_active.1 {
-            self.peak_active = (index, totals.active);
-        }
+        let raise = |peak: &mut (usize, u64), level| {
+            if level > peak.1 {
+                *peak = (index, level);
+            }
+        };
+        raise(&mut self.peak_active, totals.active);
         // A segment that comes is not used before its request is done.
-        let settled = !matches!(event.action, Action::SegmentAlloc | Action::SegmentMap);
-        if settled && totals.reserved > self.peak_reserved.1 {
-            self.peak_reserved = (index, totals.reserved);
+        if !matches!(event.action, Action::SegmentAlloc | Action::SegmentMap) {
+            raise(&mut self.peak_reserved, totals.reserved);
         }
+        raise(&mut self.pending_peak, totals.pending);
         self.peak_allocated = self.peak_allocated.max(totals.allocated());
-        if totals.pending > self.pending_peak.1 {
-            self.pending_peak = (index, totals.pending);
-        }
         let low = match 4 * index / count.max(1) {
             1 => &mut self.low_early,
             3 => &mut self.low_late,
@@ -274,27 +313,8 @@ impl Survey {
         }
     }
 
-    fn draw(&mut self, recording: &Recording, glance: &Glance) {
-        let Glance { index, totals, largest_hole: hole, .. } = *glance;
-        let Some(point) = self.timeline.last_mut() else { return };
-        let first = point.event == 0;
-        let least = if first { hole } else { point.largest_hole_bytes.min(hole) };
-        if first || totals.active > point.active_bytes {
-            *point = Point {
-                event: recording.number(index),
-                time_ns: recording.since_start(index).unwrap_or(0),
-                reserved_bytes: totals.reserved,
-                active_bytes: totals.active,
-                requested_bytes: totals.requested,
-                largest_hole_bytes: least,
-            };
-        }
-        point.largest_hole_bytes = least;
-    }
-
     fn waits_begin(&mut self, memory: &Memory, event: &Recorded) {
         let Some(block) = memory.blocks().get(&event.addr).filter(|block| block.pending.is_none()) else { return };
-        self.deferred += 1;
         let waits = self.waits.entry(block.stream).or_default();
         waits.frees += 1;
         waits.now += block.bytes;
@@ -309,69 +329,5 @@ impl Survey {
         let waits = self.waits.entry(block.stream).or_default();
         waits.now = waits.now.saturating_sub(block.bytes);
         waits.longest = waits.longest.max(u64::from(number - since));
-    }
-
-    /// Takes note of segments that went back in the course of a request.
-    fn went_back(
-        &mut self,
-        recording: &Recording,
-        lines: &mut Lines<'_>,
-        memory: &Memory,
-        index: usize,
-        window: &Window,
-        succeeded: bool,
-    ) {
-        let Some(probe) = window.probe.filter(|_| window.released > 0) else { return };
-        if succeeded && window.taken == 0 {
-            self.num_releases += 1;
-            return;
-        }
-        let Some(event) = recording.events.get(index) else { return };
-        let settings = &recording.settings;
-        let over = settings.memory_limit.map(|limit| probe.reserved + window.taken.max(event.bytes) > limit);
-        let kind = match over {
-            _ if window.by_name => "empty_cache",
-            Some(true) => "retry",
-            _ if !succeeded => "retry",
-            _ if settings.garbage_collection_threshold > 0.0 => "garbage_collection",
-            Some(false) => "empty_cache",
-            None => "retry_or_empty_cache",
-        };
-        if kind == "empty_cache" {
-            self.num_releases += 1;
-            return;
-        }
-        self.num_retries += 1;
-        if self.retries.len() == MOST {
-            self.retries.pop_front();
-        }
-        let retry = Retry {
-            asked_bytes: event.bytes,
-            stream: event.stream,
-            released_bytes: window.released,
-            released_segments: window.segments,
-            kind,
-            cause: probe.cause,
-            succeeded,
-            moment: moment(recording, memory, lines, index),
-        };
-        self.retries.push_back((index, retry));
-    }
-
-    fn refuse(&mut self, recording: &Recording, lines: &mut Lines<'_>, memory: &Memory, index: usize) {
-        let Some(event) = recording.events.get(index) else { return };
-        self.num_refused += 1;
-        if self.refused.len() == MOST {
-            self.refused.pop_front();
-        }
-        let refused = Refused {
-            asked_bytes: event.bytes,
-            stream: event.stream,
-            device_free_bytes: Some(event.addr).filter(|free| *free > 0),
-            cause: cause(memory, event.bytes, event.stream),
-            free_bytes: memory.free_bytes(memory.pool_of(event.stream, event.bytes)),
-            moment: moment(recording, memory, lines, index),
-        };
-        self.refused.push_back((index, refused));
     }
 }

@@ -1,17 +1,11 @@
 //! Replays of one history side by side, beside what the program did that recorded it.
 
 use super::{AddressChoice, ByPath, Moved, Row};
+use crate::words::{counted, size};
 use terminal::arguments::heading;
-use terminal::command;
-use terminal::duration;
-use terminal::{Cell, Comparison, Page, quoted};
-use vramlab::Bytes;
+use terminal::{Cell, Comparison, Page, command, duration, quoted};
 use vramlab::backends::{TorchAllocator, of_torch};
 use vramlab::histories::memory::Peaks;
-
-fn size(bytes: u64) -> String {
-    Bytes(bytes).to_string()
-}
 
 impl ByPath {
     /// What one of the requests cost in driver calls, on average; `None` where calls take no time.
@@ -186,7 +180,7 @@ fn beginning(row: &Row) -> Option<String> {
         let note = format!("{blocks} blocks were live before the first event; they are allocated first{why}");
         return (blocks > 0).then_some(note);
     }
-    let reserved = Bytes(row.prologue_reserved_bytes);
+    let reserved = size(row.prologue_reserved_bytes);
     let mut note = format!(
         "{blocks} blocks in {segments} segments ({reserved}) were there before the first event, by what was held at the end"
     );
@@ -202,10 +196,11 @@ fn pools(rows: &[Row]) -> Vec<String> {
     let (pools, undetermined) = (first.private_pools, first.undetermined_pool_allocations);
     let mut notes = Vec::new();
     if pools > 0 || undetermined > 0 {
-        let counted = if pools == 1 { "1 private pool".to_owned() } else { format!("{pools} private pools") };
         let mut note = format!(
-            "{counted} (CUDA graphs, MemPool), told from the segments that blocks lay in: {} of {} blocks",
-            first.private_pool_allocations, first.allocations
+            "{} (CUDA graphs, MemPool), told from the segments that blocks lay in: {} of {} blocks",
+            counted(pools, "private pool"),
+            first.private_pool_allocations,
+            first.allocations
         );
         if undetermined > 0 {
             note += &format!("; the pool of {undetermined} blocks cannot be told, and the likeliest is taken");
@@ -248,11 +243,16 @@ pub(super) fn end(rows: &[Row], recorded: Option<&Peaks>, page: &mut Page) {
         };
     }
     let calls = |row: &Row| row.driver_calls.values().sum::<u64>();
-    let counted = |count| if count == 1 { "1 driver call".to_owned() } else { format!("{count} driver calls") };
     if let (Some(fewest), Some(most)) = (whole().min_by_key(|row| calls(row)), whole().max_by_key(|row| calls(row)))
         && calls(fewest) < calls(most)
     {
-        found += &format!("; {} makes {}, {} {}", fewest.alloc, counted(calls(fewest)), most.alloc, calls(most));
+        found += &format!(
+            "; {} makes {}, {} {}",
+            fewest.alloc,
+            counted(calls(fewest), "driver call"),
+            most.alloc,
+            calls(most)
+        );
     }
     page.end(format!("{found}."), &command("vramlab", &format!("capacity {}", quoted(&first.trace))));
 }

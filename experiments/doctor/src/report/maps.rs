@@ -4,12 +4,12 @@ use super::address_ranges::AddressRanges;
 use super::columns::Columns;
 use super::source::Source;
 use super::timeline::Timeline;
-use crate::history::{Devices, failed};
+use crate::history::{Compiled, Devices, adopted, failed, is_as_recorded};
 use anyhow::Result;
 use std::collections::BTreeMap;
 use vramlab::histories::memory::{BlockLifetime, NEVER, SegmentLifetime, SegmentLifetimes};
 use vramlab::histories::replay::{
-    Addresses, BlockPlace, LedgerAt, ReplayReport, ReplaySettings, SegmentChange, Watched, replay_watched,
+    Addresses, BlockPlace, History, LedgerAt, ReplayReport, ReplaySettings, SegmentChange, Watched, replay_watched,
 };
 use vramlab::{Ledger, Path, Selection};
 
@@ -35,16 +35,6 @@ pub(super) struct Replayed {
     pub(super) as_recorded: bool,
 }
 
-/// A backend with what it can take over from the settings that a history was recorded under, and the size of the device
-/// that stands for the limit which it does not keep itself.
-fn prepared(source: &Source, selection: &Selection) -> (Selection, Option<u64>) {
-    let mut backend = selection.clone();
-    backend.adopt(&source.settings);
-    let limit = source.settings.memory_limit;
-    let outside = if backend.set_memory_limit(limit) { None } else { limit };
-    (backend, outside)
-}
-
 /// Replays a history and says where its blocks lay. `None` if the addresses are to be the recorded ones and cannot be.
 ///
 /// # Errors
@@ -56,39 +46,33 @@ pub(super) fn replayed(
     addresses: Addresses,
 ) -> Result<Option<Replayed>> {
     let recorded = addresses == Addresses::Recorded;
-    if recorded && source.history.check_comparable().is_err() {
+    let Compiled { history, settings, .. } = &source.compiled;
+    if recorded && history.check_comparable().is_err() {
         return Ok(None);
     }
-    let (backend, outside) = prepared(source, selection);
+    let (backend, outside) = adopted(selection, settings);
     // CAST: allocations of a history that is in memory.
-    let every = (2 * source.history.allocations() as usize).div_ceil(LEDGERS).max(1);
+    let every = (2 * history.allocations() as usize).div_ceil(LEDGERS).max(1);
     let mut watched = Watched::every(every);
-    let settings = ReplaySettings { addresses, ..ReplaySettings::default() };
-    let driver = devices.make(outside)?;
-    let report = replay_watched(&source.history, &backend, &driver, &settings, &mut watched)
+    let how = ReplaySettings { addresses, ..ReplaySettings::default() };
+    let report = replay_watched(history, &backend, &devices.make(outside)?, &how, &mut watched)
         .map_err(|error| failed(&source.file, error))?;
-    let events = events_of_allocations(&source.timeline, &source.history, watched.places.len());
-    let Some(events) = events else { return Ok(None) };
-    let ledgers = ledgers(&watched.ledgers, &events, &source.timeline);
-    let places = aligned(&source.timeline, watched.places, recorded);
+    let timeline = &source.timeline;
+    let Some(events) = events_of_allocations(timeline, history, watched.places.len()) else { return Ok(None) };
+    let ledgers = ledgers(&watched.ledgers, &events, timeline);
     let map = Map {
         name: selection.to_string(),
-        places,
-        segments: segments(&watched.segments, &events, &source.timeline),
+        places: aligned(timeline, watched.places, recorded),
+        segments: segments(&watched.segments, &events, timeline),
         failed: report.failed_allocations,
     };
-    let same = |mismatches: Option<u64>| mismatches == Some(0);
-    let as_recorded = same(report.address_mismatches) && report.segment_mismatches.unwrap_or(0) == 0;
+    let as_recorded = is_as_recorded(&report);
     Ok(Some(Replayed { map, report, ledgers, as_recorded }))
 }
 
 /// The event of each allocation of a replay: first those of blocks from before the first event. `None` where a replay has
 /// others than the timeline.
-fn events_of_allocations(
-    timeline: &Timeline,
-    history: &vramlab::histories::replay::History,
-    places: usize,
-) -> Option<Vec<u32>> {
+fn events_of_allocations(timeline: &Timeline, history: &History, places: usize) -> Option<Vec<u32>> {
     // CAST: a number of blocks in memory.
     let before = history.prologue_allocations() as usize;
     let made = timeline.blocks[timeline.before()..].iter().map(|life| life.start);
@@ -161,14 +145,14 @@ fn segments(changes: &[SegmentChange], events: &[u32], timeline: &Timeline) -> V
 }
 
 /// The map of the recording itself. Sizes of blocks and paths are those of `told`, where the file tells them.
-pub(super) fn recorded(timeline: &Timeline, told: Option<&[BlockPlace]>, name: &str) -> Map {
+pub(super) fn recorded(timeline: &Timeline, told: Option<&[BlockPlace]>) -> Map {
     let place = |(number, life): (usize, &BlockLifetime)| {
         let told = told.and_then(|told| told.get(number)).filter(|place| place.addr == life.addr);
         let bytes = told.map_or(life.bytes, |place| place.bytes).max(life.bytes);
         BlockPlace { addr: life.addr, bytes, path: told.and_then(|place| place.path) }
     };
     let places = timeline.blocks.iter().enumerate().map(place).collect();
-    Map { name: name.to_owned(), places, segments: timeline.segments.clone(), failed: 0 }
+    Map { name: "as recorded".to_owned(), places, segments: timeline.segments.clone(), failed: 0 }
 }
 
 /// Column of lives as the page reads them: start and length, where what never ends has a length beyond the last event.
@@ -203,7 +187,7 @@ impl Map {
         columns.push(self.segments.iter().map(|held| length(held.start, held.end, timeline.events())));
         columns.push(self.segments.iter().map(|held| at(held.addr) / unit));
         columns.push(self.segments.iter().map(|held| held.bytes));
-        columns.push(self.segments.iter().map(|held| held.stream.map_or(0, |stream| timeline.stream(stream) + 1)));
+        columns.push(self.segments.iter().map(|held| held.stream.map_or(0, |stream| timeline.streams.number(stream))));
         let pools = self.pools();
         // CAST: a position in a short list.
         let pool = |held: &SegmentLifetime| pools.iter().position(|pool| *pool == words(held)).unwrap_or(0) as u64;

@@ -5,12 +5,13 @@ mod record;
 mod steps;
 
 use anyhow::{Context, Result, bail};
-use record::{Call, Calls, Epoch, Record};
+use record::{Call, Calls, Epoch};
+pub(super) use record::{Figure, Record};
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use steps::Steps;
+pub(super) use steps::Steps;
 use vramlab::input;
 
 /// Runs on one page. A chart of more lines cannot be read, and a browser takes long to draw it.
@@ -112,9 +113,8 @@ pub(super) fn read(folders: &[PathBuf]) -> Result<Vec<RunData>> {
     );
     let records: Vec<Record> = folders.iter().map(|folder| Record::read(folder)).collect::<Result<_>>()?;
     let names = names(&records);
-    let tables: Vec<Option<Steps>> = (folders.iter().zip(&records))
-        .map(|(folder, record)| steps::read(&folder.join(&record.step_losses)))
-        .collect::<Result<_>>()?;
+    let tables: Vec<Option<Steps>> =
+        (folders.iter().zip(&records)).map(|(folder, record)| Steps::read(folder, record)).collect::<Result<_>>()?;
     let mut out = Vec::new();
     for (number, ((folder, record), steps)) in folders.iter().zip(&records).zip(&tables).enumerate() {
         let mut run = shown(folder, record, steps.as_ref(), names[number].clone())?;
@@ -143,8 +143,7 @@ fn plain_or_packed(path: &Path) -> PathBuf {
 }
 
 fn shown(folder: &Path, record: &Record, steps: Option<&Steps>, name: String) -> Result<RunData> {
-    let stat = |name: &str| record.allocator_stats.get(name).and_then(|value| u64::try_from(*value).ok());
-    let peak = |level: &str| stat(&format!("{level}_bytes.all.peak"));
+    let peak = |level: &str| record.stat(&format!("{level}_bytes.all.peak"));
     let peak_reserved = peak("reserved").filter(|bytes| *bytes > 0);
     let single = steps.filter(|_| record.text("sync") != Some("never")).map(|steps| steps.times()).unwrap_or_default();
     Ok(RunData {

@@ -3,35 +3,31 @@
 use super::columns::Columns;
 use super::timeline::{Mark, Timeline};
 use crate::explain::lines::{line_of, words};
-use crate::recording::Recording;
+use crate::recording::{Range, Recording, ranges};
+use serde::Serialize;
 use std::collections::HashMap;
 use std::hash::Hash;
 use vramlab::histories::trace::{Frame, Origin, Origins, StackId, TextId};
 
 /// What comes up, numbered in that order from 1.
-#[derive(Debug)]
-struct Numbered<T> {
+#[derive(Debug, Default)]
+pub(super) struct Numbered<T> {
     numbers: HashMap<T, u32>,
-    list: Vec<T>,
+    pub(super) list: Vec<T>,
 }
 
-impl<T> Default for Numbered<T> {
-    fn default() -> Self {
-        Self { numbers: HashMap::new(), list: Vec::new() }
-    }
-}
-
-impl<T: Copy + Eq + Hash> Numbered<T> {
-    fn enter(&mut self, one: T) {
-        self.numbers.entry(one).or_insert_with(|| {
-            self.list.push(one);
-            // CAST: stacks and texts have numbers of 32 bits.
+impl<T: Clone + Eq + Hash> Numbered<T> {
+    /// The number of what came up, or the next one.
+    pub(super) fn enter(&mut self, one: T) -> u32 {
+        *self.numbers.entry(one).or_insert_with_key(|one| {
+            self.list.push(one.clone());
+            // CAST: stacks, frames and texts have numbers of 32 bits.
             self.list.len() as u32
-        });
+        })
     }
 
     /// The number of what came up, 0 of others.
-    fn number(&self, one: T) -> u64 {
+    pub(super) fn number(&self, one: T) -> u64 {
         self.numbers.get(&one).copied().map_or(0, u64::from)
     }
 }
@@ -63,44 +59,34 @@ impl Known {
 }
 
 /// Stacks by number, from 1; 0 is that nothing is known.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize)]
 pub(super) struct Stacks {
     /// Lines of the user's code in words.
-    pub(super) lines: Vec<String>,
+    lines: Vec<String>,
     /// Frames in words.
-    pub(super) frames: Vec<String>,
+    frames: Vec<String>,
+    /// PyTorch's categories of memory, from 1.
+    categories: Vec<String>,
     /// The line that a stack is known by, from 1 (0: none), and its frames, the innermost first.
-    pub(super) stacks: Vec<(u32, Vec<u32>)>,
-    /// PyTorch's categories.
-    pub(super) categories: Vec<String>,
+    #[serde(skip)]
+    stacks: Vec<(u32, Vec<u32>)>,
 }
 
 impl Stacks {
     /// What is known, in words.
     pub(super) fn of(origins: &Origins, known: &Known) -> Self {
-        let categories = known.categories.list.iter().map(|category| origins.spelt(*category).to_owned());
-        let mut out = Self { categories: categories.collect(), ..Self::default() };
-        let mut lines: HashMap<String, u32> = HashMap::new();
-        let mut frames: HashMap<Frame, u32> = HashMap::new();
+        let (mut lines, mut frames): (Numbered<String>, Numbered<Frame>) = Default::default();
+        let mut stacks = Vec::new();
         for stack in &known.stacks.list {
-            let line = line_of(origins, *stack).map_or(0, |line| {
-                *lines.entry(line).or_insert_with_key(|line| {
-                    out.lines.push(line.clone());
-                    // CAST: no more than stacks.
-                    out.lines.len() as u32
-                })
-            });
-            let numbers = origins.frames(*stack).map(|frame| {
-                *frames.entry(frame).or_insert_with(|| {
-                    out.frames.push(words(origins, frame));
-                    // CAST: frames have numbers of 32 bits.
-                    (out.frames.len() - 1) as u32
-                })
-            });
-            let numbers = numbers.collect();
-            out.stacks.push((line, numbers));
+            let line = line_of(origins, *stack).map_or(0, |line| lines.enter(line));
+            stacks.push((line, origins.frames(*stack).map(|frame| frames.enter(frame) - 1).collect()));
         }
-        out
+        Self {
+            lines: lines.list,
+            frames: frames.list.into_iter().map(|frame| words(origins, frame)).collect(),
+            categories: known.categories.list.iter().map(|category| origins.spelt(*category).to_owned()).collect(),
+            stacks,
+        }
     }
 
     /// The columns that `data.js` reads, where there are stacks.
@@ -117,25 +103,17 @@ impl Stacks {
     }
 }
 
-/// Ranges that the program named, in the order of their beginnings. One that does not end lasts to the end; an end without
-/// a beginning is left out.
+/// Ranges that the program named, in the order of their beginnings. One that does not end lasts to the end.
 pub(super) fn annotations(recording: &Recording, timeline: &Timeline) -> Vec<Mark> {
-    let origins = &recording.origins;
-    let mut out: Vec<Mark> = Vec::new();
-    let mut open: HashMap<TextId, Vec<usize>> = HashMap::new();
     // CAST: a history that can be replayed has fewer than 2^32 events.
     let event = |time_ns: u64| timeline.times_ns.partition_point(|time| *time < time_ns) as u32;
-    let elsewhere = |device: Option<u16>| device.is_some_and(|device| device != recording.device);
-    for annotation in origins.annotations().iter().filter(|annotation| !elsewhere(annotation.device)) {
-        let at = event(annotation.time_ns);
-        if annotation.start {
-            open.entry(annotation.name).or_default().push(out.len());
-            let text = origins.spelt(annotation.name).to_owned();
-            out.push(Mark { kind: "annotation", text, start: at, end: Some(event(u64::MAX)) });
-        } else if let Some(begun) = open.get_mut(&annotation.name).and_then(Vec::pop) {
-            out[begun].end = Some(at);
-        }
-    }
+    let mark = |Range { start_ns, end_ns, name }| Mark {
+        kind: "annotation",
+        text: recording.origins.spelt(name).to_owned(),
+        start: event(start_ns),
+        end: Some(event(end_ns.unwrap_or(u64::MAX))),
+    };
+    let mut out: Vec<Mark> = ranges(&recording.origins, Some(recording.device)).into_iter().map(mark).collect();
     out.sort_by_key(|mark| mark.start);
     out
 }

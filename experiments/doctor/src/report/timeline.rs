@@ -1,15 +1,15 @@
 //! What the page shows of a history: lifetimes of blocks and segments, counted in events.
 
-use super::stacks::{Known, annotations};
+use super::stacks::{Known, Numbered, annotations};
 use crate::recording::Recording;
-use std::collections::HashMap;
+use serde::Serialize;
 use vramlab::Bytes;
 use vramlab::contract::BlockState;
 use vramlab::histories::memory::{BlockLifetime, Lifetimes, SegmentLifetime};
 use vramlab::histories::trace::{Action, Segment};
 
 /// Something that happened at an event, or between two.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Mark {
     pub(super) kind: &'static str,
     pub(super) text: String,
@@ -25,9 +25,8 @@ pub(super) struct Timeline {
     /// Those from before the first event in address order, then the others in the order of their allocation.
     pub(super) blocks: Vec<BlockLifetime>,
     pub(super) segments: Vec<SegmentLifetime>,
-    /// Stream handles in the order of appearance.
-    pub(super) streams: Vec<u64>,
-    numbers: HashMap<u64, u32>,
+    /// Handles of streams.
+    pub(super) streams: Numbered<u64>,
     pub(super) marks: Vec<Mark>,
 }
 
@@ -37,7 +36,7 @@ impl Timeline {
         let mut out = Self::default();
         for (index, event) in recording.events.iter().enumerate() {
             out.times_ns.push(event.time_ns);
-            out.enter_stream(event.stream);
+            out.streams.enter(event.stream);
             known.enter(event.origin);
             if event.action == Action::Oom {
                 let text = format!("out of memory: a request of {} was refused", Bytes(event.bytes));
@@ -49,7 +48,7 @@ impl Timeline {
         let ending: Vec<Segment> = of_gpu.cloned().collect();
         let before = &recording.before;
         for segment in &ending {
-            out.enter_stream(segment.stream);
+            out.streams.enter(segment.stream);
             for block in segment.blocks.iter().filter(|block| block.state != BlockState::Free) {
                 let found = before.blocks.binary_search_by_key(&block.address, |block| block.addr);
                 known.enter(found.map(|number| before.blocks[number].origin).unwrap_or_default());
@@ -70,19 +69,5 @@ impl Timeline {
     /// Number of blocks from before the first event.
     pub(super) fn before(&self) -> usize {
         self.blocks.partition_point(|block| block.before)
-    }
-
-    /// Position of a stream in [`streams`](Self::streams).
-    pub(super) fn stream(&self, handle: u64) -> u64 {
-        self.numbers.get(&handle).copied().map_or(0, u64::from)
-    }
-
-    fn enter_stream(&mut self, handle: u64) {
-        let streams = &mut self.streams;
-        self.numbers.entry(handle).or_insert_with(|| {
-            streams.push(handle);
-            // CAST: a number of streams.
-            (streams.len() - 1) as u32
-        });
     }
 }

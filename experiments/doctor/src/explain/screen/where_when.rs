@@ -1,10 +1,12 @@
 //! The second half of the page: where reserved memory went, when, and which sizes miss.
 
-use super::{counted, percent, place, size, when as said};
+use super::{place, table, when as said};
 use crate::explain::ExplainArgs;
+use crate::explain::causes::Cause;
 use crate::explain::explanation::{Explanation, Pinned, Refused, Retry, Stranded};
-use terminal::duration;
-use terminal::{Column, Page, Table};
+use crate::words::{counted, percent, size};
+use std::collections::BTreeMap;
+use terminal::{Column, Page, duration};
 
 /// Why a request was refused, in a sentence.
 pub(super) fn refusal(found: &Explanation, last: &Refused) -> String {
@@ -50,7 +52,7 @@ pub(super) fn where_it_went(found: &Explanation, args: &ExplainArgs, page: &mut 
         page.labelled(&format!("  {:<10}", part.name), 12, &part.sentence);
     }
     if went.streams.len() > 1 {
-        let mut table = Table::new([
+        let columns = [
             Column::left("stream"),
             Column::left("pool"),
             Column::right("reserved"),
@@ -59,9 +61,9 @@ pub(super) fn where_it_went(found: &Explanation, args: &ExplainArgs, page: &mut 
             Column::right("soft"),
             Column::right("hard"),
             Column::right("largest hole").priority(1),
-        ]);
-        for row in went.streams.iter().take(usize::from(args.top).max(4)) {
-            table.row([
+        ];
+        let rows = went.streams.iter().take(usize::from(args.top).max(4)).map(|row| {
+            [
                 format!("{:#x}", row.stream),
                 row.pool.to_owned(),
                 size(row.reserved_bytes),
@@ -70,9 +72,9 @@ pub(super) fn where_it_went(found: &Explanation, args: &ExplainArgs, page: &mut 
                 size(row.soft_bytes),
                 size(row.hard_bytes),
                 size(row.largest_hole_bytes),
-            ]);
-        }
-        page.table(&table);
+            ]
+        });
+        table(page, columns, rows);
     }
     for stranded in went.stranded.iter().take(usize::from(args.top)) {
         page.note(self::stranded(stranded));
@@ -146,26 +148,20 @@ fn pinned(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
         counted(went.pinned_segments, "segment"),
         if went.pinned_segments == 1 { "is" } else { "are" }
     ));
-    let mut table = Table::new([
+    let columns = [
         Column::right("segment"),
         Column::right("free"),
         Column::right("blocks"),
         Column::right("in use"),
         Column::right("age"),
         Column::text("kept by"),
-    ]);
-    for row in went.pinned.iter().take(usize::from(args.top)) {
+    ];
+    let rows = went.pinned.iter().take(usize::from(args.top)).map(|row| {
         let (line, age) = keeper(row);
-        table.row([
-            size(row.bytes),
-            size(row.free_bytes),
-            row.blocks.to_string(),
-            size(row.bytes - row.free_bytes),
-            age,
-            line,
-        ]);
-    }
-    page.table(&table);
+        let used = row.bytes - row.free_bytes;
+        [size(row.bytes), size(row.free_bytes), row.blocks.to_string(), size(used), age, line]
+    });
+    table(page, columns, rows);
     page.note("kept by: the line of the segment's largest block; age: since that was allocated");
 }
 
@@ -197,26 +193,26 @@ pub(super) fn when(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
     let top = usize::from(args.top);
     if found.peaks.len() > 1 {
         page.title("When: the highest peaks of use");
-        let mut table = Table::new([
+        let columns = [
             Column::right("event"),
             Column::right("time").priority(1),
             Column::right("active"),
             Column::right("reserved"),
             Column::right("largest hole"),
             Column::text("where"),
-        ]);
-        for moment in found.peaks.iter().take(top) {
-            let place = [moment.annotation.clone(), moment.line.clone()];
-            table.row([
+        ];
+        let rows = found.peaks.iter().take(top).map(|moment| {
+            let place: Vec<&str> = moment.annotation.iter().chain(&moment.line).map(String::as_str).collect();
+            [
                 moment.event.to_string(),
                 moment.time_ns.map_or_else(|| "-".to_owned(), duration),
                 size(moment.active_bytes),
                 size(moment.reserved_bytes),
                 size(moment.largest_hole_bytes),
-                place.into_iter().flatten().collect::<Vec<String>>().join(", "),
-            ]);
-        }
-        page.table(&table);
+                place.join(", "),
+            ]
+        });
+        table(page, columns, rows);
     }
     hole(found, page);
     if found.num_retries > 0 {
@@ -289,34 +285,31 @@ pub(super) fn shapes(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
         found.allocations,
         size(taken)
     ));
-    let mut table = Table::new([
+    let columns = [
         Column::right("size"),
         Column::right("asked"),
         Column::right("missed"),
         Column::right("took"),
         Column::left("mostly because"),
         Column::text("line").priority(1),
-    ]);
-    for shape in found.shapes.iter().take(usize::from(args.top)) {
-        table.row([
+    ];
+    let rows = found.shapes.iter().take(usize::from(args.top)).map(|shape| {
+        [
             size(shape.requested_bytes),
             shape.requests.to_string(),
             shape.misses.to_string(),
             size(shape.taken_bytes),
             shape.cause.words().to_owned(),
             shape.line.clone().unwrap_or_default(),
-        ]);
+        ]
+    });
+    table(page, columns, rows);
+    let mut causes: BTreeMap<Cause, u64> = BTreeMap::new();
+    for (cause, count) in found.shapes.iter().flat_map(|shape| &shape.causes) {
+        *causes.entry(*cause).or_default() += count;
     }
-    page.table(&table);
-    let mut causes: Vec<(&'static str, u64)> = Vec::new();
-    for cause in crate::explain::explanation::Cause::ALL {
-        let of = |shape: &crate::explain::explanation::Shape| {
-            shape.causes.iter().filter(|(other, _)| *other == cause).map(|(_, count)| count).sum::<u64>()
-        };
-        causes.push((cause.words(), found.shapes.iter().map(of).sum()));
-    }
-    causes.retain(|(_, count)| *count > 0);
+    let mut causes: Vec<(Cause, u64)> = causes.into_iter().collect();
     causes.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
-    let list = causes.iter().map(|(words, count)| format!("{words}: {count} ({})", percent(*count, misses)));
+    let list = causes.iter().map(|(cause, count)| format!("{}: {count} ({})", cause.words(), percent(*count, misses)));
     page.note(format!("all misses: {}", list.collect::<Vec<String>>().join("; ")));
 }

@@ -6,6 +6,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::Path;
+use vramlab::Bytes;
 
 /// Settings by which runs of one allocator are told apart; an allocator's own settings are in its name.
 pub(super) const TELLING: [&str; 17] = [
@@ -33,9 +34,12 @@ const UNSAID: [(&str, &str); 5] =
 /// Records of later versions are refused.
 const VERSION: u64 = 1;
 
+/// A figure with its name, for the table over all histories.
+pub(in crate::report) type Figure = (&'static str, String);
+
 /// A run record. Keys that came later are optional, and keys that are not shown are ignored.
 #[derive(Debug, Deserialize)]
-pub(super) struct Record {
+pub(in crate::report) struct Record {
     schema_version: u64,
     pub(super) status: String,
     pub(super) error: Option<String>,
@@ -47,7 +51,7 @@ pub(super) struct Record {
     #[serde(default)]
     pub(super) epochs: Vec<Epoch>,
     #[serde(default)]
-    pub(super) allocator_stats: BTreeMap<String, i64>,
+    allocator_stats: BTreeMap<String, i64>,
     #[serde(default)]
     latency: Vec<Latency>,
     #[serde(default)]
@@ -110,7 +114,7 @@ impl Record {
     ///
     /// # Errors
     /// One line: there is none, it is damaged, of a later version, or names a file elsewhere.
-    pub(super) fn read(folder: &Path) -> Result<Self> {
+    pub(in crate::report) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("summary.json");
         let record: Self = read_json(&path, "the record of a run")?;
         anyhow::ensure!(
@@ -128,7 +132,7 @@ impl Record {
         Ok(record)
     }
 
-    pub(super) fn text(&self, key: &str) -> Option<&str> {
+    pub(in crate::report) fn text(&self, key: &str) -> Option<&str> {
         self.settings.get(key).and_then(Value::as_str)
     }
 
@@ -164,6 +168,32 @@ impl Record {
         ];
         out.extend(told.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?.clone()))));
         out
+    }
+
+    /// The headline figures. What the record does not say is left out.
+    pub(in crate::report) fn figures(&self) -> Vec<Figure> {
+        let mut out: Vec<Figure> = Vec::new();
+        let mut add = |name, value: Option<String>| out.extend(value.map(|value| (name, value)));
+        add("allocator", self.text("alloc").or_else(|| self.text("allocator")).map(str::to_owned));
+        add("device", Some(self.device.name.clone()));
+        add("data", self.dataset.as_ref().and_then(|data| data.name.clone()));
+        add("status", Some(self.status.clone()));
+        if let Some(last) = self.epochs.last() {
+            add("epochs", Some(self.epochs.len().to_string()));
+            let step = (last.steps > 0).then(|| 1e6 * last.wall_s / last.steps as f64);
+            add("mean step, last epoch", step.map(|us| format!("{us:.1} us")));
+            add("validation accuracy", last.val_accuracy.map(|share| format!("{:.2} %", 100.0 * share)));
+        }
+        let peak = |level| self.stat(&format!("{level}_bytes.all.peak")).map(|bytes| Bytes(bytes).to_string());
+        add("peak reserved, whole run", peak("reserved"));
+        add("peak active, whole run", peak("active"));
+        add("peak requested, whole run", peak("requested"));
+        out
+    }
+
+    /// One of the allocator's statistics.
+    pub(super) fn stat(&self, name: &str) -> Option<u64> {
+        self.allocator_stats.get(name).and_then(|value| u64::try_from(*value).ok())
     }
 
     /// What runs share whose losses can be compared.

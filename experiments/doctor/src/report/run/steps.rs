@@ -1,6 +1,6 @@
 //! The table of a run's steps: their times, losses and levels of memory.
 
-use super::{plain_or_packed, quantile};
+use super::{Record, plain_or_packed, quantile};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -26,7 +26,7 @@ struct Row {
 
 /// The steps of a run, in order.
 #[derive(Debug)]
-pub(super) struct Steps(Vec<Row>);
+pub(in crate::report) struct Steps(Vec<Row>);
 
 /// What is drawn over the steps. A curve is its points: step, from 1, and value.
 #[derive(Debug, Serialize)]
@@ -38,21 +38,27 @@ pub(super) struct Curves {
     requested: Vec<(usize, f64)>,
 }
 
-/// Reads the table; `None` where it was not kept.
-///
-/// # Errors
-/// One line that names the file and the row.
-pub(super) fn read(path: &Path) -> Result<Option<Steps>> {
-    let path = plain_or_packed(path);
-    if !path.is_file() {
-        return Ok(None);
-    }
-    let text = input::read_unpacked(&path, input::TABLE).with_context(|| path.display().to_string())?;
-    let rows = csv::Reader::from_reader(text.as_bytes()).into_deserialize().collect::<Result<Vec<Row>, _>>();
-    Ok(Some(Steps(rows.with_context(|| path.display().to_string())?)))
-}
-
 impl Steps {
+    /// Reads the table of a run; `None` where it was not kept.
+    ///
+    /// # Errors
+    /// One line that names the file and the row.
+    pub(in crate::report) fn read(folder: &Path, record: &Record) -> Result<Option<Self>> {
+        let path = plain_or_packed(&folder.join(&record.step_losses));
+        if !path.is_file() {
+            return Ok(None);
+        }
+        let text = input::read_unpacked(&path, input::TABLE).with_context(|| path.display().to_string())?;
+        let rows = csv::Reader::from_reader(text.as_bytes()).into_deserialize().collect::<Result<Vec<Row>, _>>();
+        Ok(Some(Self(rows.with_context(|| path.display().to_string())?)))
+    }
+
+    /// When each step ended by the run's clock, with words for it.
+    pub(in crate::report) fn ends(&self) -> impl Iterator<Item = (String, u64)> + '_ {
+        let end = |row: &Row| Some((format!("end of step {} of epoch {}", row.step, row.epoch), row.host_ns?));
+        self.0.iter().filter_map(end)
+    }
+
     /// Host time of each step in ns, without the first of each epoch and the first of the run: a quarter of them, at most 100.
     pub(super) fn times(&self) -> Vec<f64> {
         let skip = (self.0.len() / 4).clamp(1, 100);

@@ -1,10 +1,12 @@
-//! What the page says in words and figures; its script reads this as JSON.
+//! What the page says in words and figures, as JSON that its script reads (`data.js`).
 
 use super::columns::Columns;
 use super::maps::{self, Map, Replayed, length};
 use super::page::Numbers;
+use super::run::Figure;
 use super::run::RunData;
-use super::source::{Figure, Source};
+use super::source::Source;
+use super::stacks::Stacks;
 use super::timeline::{Mark, Timeline};
 use crate::replay::bound::Bounds;
 use anyhow::Result;
@@ -30,16 +32,13 @@ pub(super) struct HistoryData {
     timed: bool,
     streams: Vec<String>,
     paths: Vec<&'static str>,
-    /// Lines of the user's code, and frames of stacks, in words.
-    lines: Vec<String>,
-    frames: Vec<String>,
-    /// PyTorch's categories of memory, from 1.
-    categories: Vec<String>,
+    #[serde(flatten)]
+    places: Stacks,
     /// Group of columns with the stacks, where there are any.
     stacks: Option<usize>,
     figures: Vec<Figure>,
     notes: Vec<String>,
-    marks: Vec<MarkData>,
+    marks: Vec<Mark>,
     /// Group of columns with times and lives.
     lives: usize,
     maps: Vec<MapData>,
@@ -70,14 +69,6 @@ impl From<Result<Value>> for Answer {
     fn from(answer: Result<Value>) -> Self {
         answer.map_or_else(|error| Self::Failed(format!("{error:#}")), Self::Said)
     }
-}
-
-#[derive(Debug, Serialize)]
-struct MarkData {
-    kind: &'static str,
-    text: String,
-    start: u32,
-    end: Option<u32>,
 }
 
 /// A block map.
@@ -117,19 +108,19 @@ struct SettingData {
 
 /// Puts a history together and its numbers into the page.
 pub(super) fn history(
-    source: &Source,
+    source: Source,
     served: Option<&Replayed>,
     bounds: Bounds,
     others: &[(Selection, Replayed)],
+    answers: Answers,
     numbers: &mut Numbers,
 ) -> Result<HistoryData> {
     let timeline = &source.timeline;
     let exact = served.filter(|served| served.as_recorded);
     let told = source.served.as_deref().or(exact.map(|served| served.map.places.as_slice()));
-    let recorded = maps::recorded(timeline, told, "as recorded");
-    let mut notes = notes(source, told.is_some());
-    let lives = numbers.add(&lives(source))?;
-    let mut shown = vec![pack(&recorded, timeline, numbers, true)?];
+    let mut notes = notes(&source, told.is_some());
+    let lives = numbers.add(&lives(&source))?;
+    let mut shown = vec![pack(&maps::recorded(timeline, told), timeline, numbers, true)?];
     let mut left_out = Vec::new();
     for (selection, other) in others {
         match pack(&other.map, timeline, numbers, false)? {
@@ -149,39 +140,24 @@ pub(super) fn history(
         None => None,
     };
     Ok(HistoryData {
-        name: source.name.clone(),
         events: timeline.events() as u64,
         timed: timeline.times_ns.iter().any(|time| *time != timeline.times_ns[0]),
-        streams: timeline.streams.iter().map(|stream| stream_name(*stream)).collect(),
+        streams: timeline.streams.list.iter().map(|stream| stream_name(*stream)).collect(),
         paths: maps::path_names(),
         stacks: source.places.columns().map(|columns| numbers.add(&columns)).transpose()?,
-        lines: source.places.lines.clone(),
-        frames: source.places.frames.clone(),
-        categories: source.places.categories.clone(),
-        figures: figures(source, exact, bounds),
+        figures: figures(&source, exact, bounds),
         notes,
-        marks: timeline.marks.iter().map(MarkData::of).collect(),
         lives,
         maps: shown.into_iter().flatten().collect(),
         ledger,
-        settings: settings(source, others),
+        settings: settings(&source, others),
         lower_bound_bytes: bounds.lower_bound_bytes,
         plan_bytes: bounds.plan_bytes,
-        answers: Answers { advise: None, explain: None },
+        answers,
+        name: source.name,
+        places: source.places,
+        marks: source.timeline.marks,
     })
-}
-
-impl HistoryData {
-    /// With what commands say of it.
-    pub(super) fn with(self, answers: Answers) -> Self {
-        Self { answers, ..self }
-    }
-}
-
-impl MarkData {
-    fn of(mark: &Mark) -> Self {
-        Self { kind: mark.kind, text: mark.text.clone(), start: mark.start, end: mark.end }
-    }
 }
 
 /// Small numbers as they are, pointers in hexadecimal.
@@ -219,7 +195,7 @@ fn lives(source: &Source) -> Columns {
         freed => length(freed, life.end, events),
     }));
     columns.push(blocks().map(|life| life.bytes));
-    columns.push(blocks().map(|life| timeline.stream(life.stream)));
+    columns.push(blocks().map(|life| timeline.streams.number(life.stream).saturating_sub(1)));
     columns.push(blocks().map(|life| source.known.stack(life.origin)));
     columns.push(blocks().map(|life| source.known.category(life.origin)));
     columns.push(blocks().map(|life| u64::from(life.before)));
@@ -244,7 +220,7 @@ fn ledger(ledgers: &[(u32, Ledger)]) -> Columns {
 }
 
 fn figures(source: &Source, exact: Option<&Replayed>, bounds: Bounds) -> Vec<Figure> {
-    let (history, timeline) = (&source.history, &source.timeline);
+    let (history, timeline) = (&source.compiled.history, &source.timeline);
     let mut out = source.figures.clone();
     out.push(("events", timeline.events().to_string()));
     out.push(("allocations", history.allocations().to_string()));
@@ -252,7 +228,7 @@ fn figures(source: &Source, exact: Option<&Replayed>, bounds: Bounds) -> Vec<Fig
     if let Some(seconds) = span.map(|(last, first)| (last - first) as f64 / 1e9).filter(|seconds| *seconds > 0.0) {
         out.push(("time", format!("{seconds:.3} s")));
     }
-    if let Some(recorded) = source.as_recorded {
+    if let Some(recorded) = source.compiled.as_recorded {
         out.push(("peak reserved, recorded", Bytes(recorded.reserved).to_string()));
         out.push(("segments taken, given back", format!("{}, {}", recorded.segments.0, recorded.segments.1)));
     }
@@ -276,7 +252,7 @@ fn figures(source: &Source, exact: Option<&Replayed>, bounds: Bounds) -> Vec<Fig
 }
 
 fn notes(source: &Source, served: bool) -> Vec<String> {
-    let history = &source.history;
+    let history = &source.compiled.history;
     let mut out = Vec::new();
     if source.timeline.before() > 0 {
         out.push(format!(
@@ -295,7 +271,7 @@ fn notes(source: &Source, served: bool) -> Vec<String> {
             "No replay put every block where it was recorded, so paths and rounded sizes are not known; blocks are \
                         drawn with the bytes that were asked for."
                 .to_owned();
-        if history.refused_allocations() > 0 && source.settings.memory_limit.is_none() {
+        if history.refused_allocations() > 0 && source.compiled.settings.memory_limit.is_none() {
             note += " Memory ran out: given the limit that there was (--limit) a replay may do what the program did.";
         }
         out.push(note);
@@ -307,11 +283,11 @@ fn notes(source: &Source, served: bool) -> Vec<String> {
 }
 
 fn settings(source: &Source, others: &[(Selection, Replayed)]) -> Vec<SettingData> {
-    let recorded = source.as_recorded.map(|recorded| SettingData {
+    let recorded = source.compiled.as_recorded.map(|recorded| SettingData {
         name: "as recorded".to_owned(),
         peak_reserved_bytes: recorded.reserved,
         retries: None,
-        failed: source.history.refused_allocations(),
+        failed: source.compiled.history.refused_allocations(),
         driver_calls: None,
         measured: true,
     });

@@ -1,0 +1,22 @@
+//! Figures in words, the same on every screen.
+
+use vramlab::Bytes;
+
+pub(crate) fn size(bytes: u64) -> String {
+    Bytes(bytes).to_string()
+}
+
+/// A part in percent of the whole; a dash where there is none.
+pub(crate) fn percent(part: u64, whole: u64) -> String {
+    // CAST: shares for display.
+    if whole == 0 { "-".to_owned() } else { format!("{:.1} %", 100.0 * part as f64 / whole as f64) }
+}
+
+/// A count with its noun.
+pub(crate) fn counted(count: u64, noun: &str) -> String {
+    match (count, noun.strip_suffix("ry")) {
+        (1, _) => format!("1 {noun}"),
+        (_, Some(stem)) => format!("{count} {stem}ries"),
+        _ => format!("{count} {noun}s"),
+    }
+}
