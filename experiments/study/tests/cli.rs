@@ -208,7 +208,7 @@ fn calibration_writes_a_profile_and_what_it_measured() {
     let text = std::fs::read_to_string(place.at("calls.json")).unwrap();
     let found: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!((&found["schema_version"], &found["clock"]), (&json!(1), &json!("virtual")));
-    assert!(found["calls"].as_array().unwrap().len() > 80 && found["kernels"].as_array().unwrap().len() > 30);
+    assert!(found["calls"].as_array().unwrap().len() > 80 && found["kernels"].as_array().unwrap().len() > 20);
     // Its kernels are timings as the fit reads them.
     let lines: Vec<String> = found["kernels"].as_array().unwrap().iter().map(ToString::to_string).collect();
     let file = place.write("timings.jsonl", lines.join("\n"));
