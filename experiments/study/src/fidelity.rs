@@ -10,6 +10,7 @@ use clap::Args;
 use recorded::{Call, Measured, Recorded};
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::str::FromStr;
@@ -114,7 +115,7 @@ pub(crate) fn fidelity(args: &FidelityArgs) -> Result<()> {
     if args.profile.is_some() && args.against.is_some() {
         bail!("--profile is for new runs, and --against names recorded ones; leave one of them out");
     }
-    let (measured, against) = match records(args) {
+    let (measured, against) = match records(args)? {
         Some((measured, against)) => (measured, against.or_else(|| args.against.clone())),
         None => (folder(args, args.measured.as_deref(), &args.device)?, args.against.clone()),
     };
@@ -146,25 +147,27 @@ fn verdict(report: &Report) -> Result<()> {
 
 /// Without a GPU: runs of the same spec that were recorded on one, and those of the simulated device beside them unless
 /// others are wanted. Says which.
-fn records(args: &FidelityArgs) -> Option<(PathBuf, Option<PathBuf>)> {
+fn records(args: &FidelityArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>> {
     if args.measured.is_some() || args.device != DeviceName::Cuda(0) || CudaDriver::probe().is_ok() {
-        return None;
+        return Ok(None);
     }
-    let stem = Path::new(&args.spec).file_stem()?;
-    let measured = newest(stem, DeviceKind::Cuda)?;
+    let (Some(stem), Some(results)) = (Path::new(&args.spec).file_stem(), repository::results()?) else {
+        return Ok(None);
+    };
+    let Some(measured) = newest(&results, stem, DeviceKind::Cuda) else { return Ok(None) };
     say(&format!("note     no GPU here: the measured runs are those of {}", measured.display()));
-    let simulated = if args.against.is_none() && args.profile.is_none() { newest(stem, DeviceKind::Sim) } else { None };
+    let wanted = args.against.is_none() && args.profile.is_none();
+    let simulated = wanted.then(|| newest(&results, stem, DeviceKind::Sim)).flatten();
     if let Some(folder) = &simulated {
         let folder = folder.display();
         say(&format!("note     the simulated runs are those of {folder}; --against names others"));
     }
-    Some((measured, simulated))
+    Ok(Some((measured, simulated)))
 }
 
 /// The last by name of the recorded experiments with this name on a kind of device: folders begin with their date.
-fn newest(name: &std::ffi::OsStr, kind: DeviceKind) -> Option<PathBuf> {
-    let labels =
-        std::fs::read_dir(repository::find("results")?).ok()?.filter_map(|entry| Some(entry.ok()?.path().join(name)));
+fn newest(results: &Path, name: &OsStr, kind: DeviceKind) -> Option<PathBuf> {
+    let labels = std::fs::read_dir(results).ok()?.filter_map(|entry| Some(entry.ok()?.path().join(name)));
     let on_kind = |folder: &PathBuf| {
         let device = packed::experiment_of(folder).ok().and_then(|found| found["device"].as_str()?.parse().ok());
         device.is_some_and(|device: DeviceName| device.kind() == kind)
