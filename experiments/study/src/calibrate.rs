@@ -89,12 +89,12 @@ impl Bench {
         Ok(())
     }
 
-    /// Device time of a fill of `len` values.
-    fn fill_ns(&self, len: u64) -> Result<u64> {
+    /// Device time from before the first to after the last operation that `work` queues.
+    fn device_ns(&self, work: impl FnOnce() -> Result<()>) -> Result<u64> {
         let driver = self.driver();
         let (start, end) = (driver.event_create(true)?, driver.event_create(true)?);
         driver.event_record(start, self.stream)?;
-        self.fill(len)?;
+        work()?;
         driver.event_record(end, self.stream)?;
         self.settle()?;
         let ns = driver.event_elapsed_ns(start, end)?;
@@ -105,34 +105,51 @@ impl Bench {
         Ok(ns)
     }
 
-    fn time<T>(&self, call: impl FnOnce() -> DriverResult<T>) -> Result<(u64, T)> {
+    /// Device time of `work` that is queued behind a long kernel, so that the host's time does not show.
+    fn queued_ns(&self, work: impl FnOnce() -> Result<()>) -> Result<u64> {
+        self.fill(self.large.1)?;
+        self.device_ns(work)
+    }
+
+    /// Host time of a call.
+    fn time<T, E>(&self, call: impl FnOnce() -> Result<T, E>) -> Result<(u64, T)>
+    where
+        anyhow::Error: From<E>,
+    {
         let start = self.clock.now_ns();
         let value = call()?;
         Ok((self.clock.now_ns() - start, value))
     }
 
-    fn median_of(&self, mut call: impl FnMut() -> DriverResult<()>) -> Result<u64> {
-        let times = (0..costs::REPEATS).map(|_| Ok(self.time(&mut call)?.0)).collect::<Result<Vec<u64>>>()?;
-        Ok(median(times))
+    /// Host times of a call that is repeated.
+    fn times<T, E>(&self, repeats: usize, mut call: impl FnMut() -> Result<T, E>) -> Result<Vec<u64>>
+    where
+        anyhow::Error: From<E>,
+    {
+        (0..repeats).map(|_| Ok(self.time(&mut call)?.0)).collect()
     }
 
     fn settle(&self) -> Result<()> {
         Ok(self.driver().device_synchronize()?)
     }
 
-    /// Medians of the first and the second call of pairs, on an idle device.
+    /// Host times of pairs of calls, each of which follows what `prepare` does.
     fn pairs<T: Copy>(
         &self,
+        repeats: usize,
+        prepare: impl Fn() -> Result<()>,
         first: impl Fn() -> DriverResult<T>,
         second: impl Fn(T) -> DriverResult<()>,
-    ) -> Result<(u64, u64)> {
-        let (mut firsts, mut seconds) = (Vec::new(), Vec::new());
-        for _ in 0..costs::REPEATS {
+    ) -> Result<(Vec<u64>, Vec<u64>)> {
+        let (mut firsts, mut seconds) = (Vec::with_capacity(repeats), Vec::with_capacity(repeats));
+        for _ in 0..repeats {
+            prepare()?;
             let (ns, value) = self.time(&first)?;
             firsts.push(ns);
+            prepare()?;
             seconds.push(self.time(|| second(value))?.0);
         }
-        Ok((median(firsts), median(seconds)))
+        Ok((firsts, seconds))
     }
 }
 
@@ -165,9 +182,10 @@ pub(crate) fn calibrate(device: &DeviceName, base: Profile, source: &str) -> Res
     let bench = Bench::new(engine)?;
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     let progress = |what: &str| bar.message(what);
-    progress("costs of the profile");
-    let profile = costs::costs(&bench, name, base, source)?;
+    let memory = bench.driver().mem_info()?;
     let calls = measure::measure(&bench, &progress)?;
+    progress("costs of the profile");
+    let profile = Profile { name, source: source.to_owned(), ..costs::costs(&bench, memory, &calls, base)? };
     progress("kernels");
     let kernels = kernels::rates(&bench).context("kernels")?;
     bar.clear();
@@ -187,7 +205,8 @@ pub(crate) fn calibrate(device: &DeviceName, base: Profile, source: &str) -> Res
 
 #[cfg(test)]
 mod tests {
-    use super::costs::{COPY_SIZES, MAPPING_SIZES, PAGE_SIZES};
+    use super::costs::{COPY_SIZES, PAGE_SIZES};
+    use super::measure::MAPPING_SIZES;
     use super::*;
 
     #[test]

@@ -10,6 +10,7 @@ use clap::Args;
 use recorded::{Call, Measured, Recorded};
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::str::FromStr;
@@ -150,12 +151,13 @@ fn records(args: &FidelityArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>> {
     if args.measured.is_some() || args.device != DeviceName::Cuda(0) || CudaDriver::probe().is_ok() {
         return Ok(None);
     }
-    let stem = Path::new(&args.spec).file_stem().unwrap_or_default();
-    let recorded: Vec<PathBuf> = repository::results()?.into_iter().map(|label| label.join(stem)).collect();
-    let Some(measured) = newest(&recorded, DeviceKind::Cuda) else { return Ok(None) };
+    let (Some(stem), Some(results)) = (Path::new(&args.spec).file_stem(), repository::results()?) else {
+        return Ok(None);
+    };
+    let Some(measured) = newest(&results, stem, DeviceKind::Cuda) else { return Ok(None) };
     say(&format!("note     no GPU here: the measured runs are those of {}", measured.display()));
     let wanted = args.against.is_none() && args.profile.is_none();
-    let simulated = wanted.then(|| newest(&recorded, DeviceKind::Sim)).flatten();
+    let simulated = wanted.then(|| newest(&results, stem, DeviceKind::Sim)).flatten();
     if let Some(folder) = &simulated {
         let folder = folder.display();
         say(&format!("note     the simulated runs are those of {folder}; --against names others"));
@@ -163,13 +165,14 @@ fn records(args: &FidelityArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>> {
     Ok(Some((measured, simulated)))
 }
 
-/// The last by name of recorded experiments that were run on a kind of device: folders begin with their date.
-fn newest(recorded: &[PathBuf], kind: DeviceKind) -> Option<PathBuf> {
-    let on_kind = |folder: &&PathBuf| {
+/// The last by name of the recorded experiments with this name on a kind of device: folders begin with their date.
+fn newest(results: &Path, name: &OsStr, kind: DeviceKind) -> Option<PathBuf> {
+    let labels = std::fs::read_dir(results).ok()?.filter_map(|entry| Some(entry.ok()?.path().join(name)));
+    let on_kind = |folder: &PathBuf| {
         let device = packed::experiment_of(folder).ok().and_then(|found| found["device"].as_str()?.parse().ok());
         device.is_some_and(|device: DeviceName| device.kind() == kind)
     };
-    recorded.iter().filter(on_kind).max().cloned()
+    labels.filter(on_kind).max()
 }
 
 /// The folder of an experiment on one device: the recorded one, or that of a run made now.

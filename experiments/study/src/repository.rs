@@ -1,11 +1,14 @@
 //! Where the folders of `experiments/` lie: specs, histories, baselines, results.
 
-use anyhow::{Context, Result};
+use crate::study::record::sha256;
+use anyhow::{Context, Result, bail};
 use liblzma::read::XzDecoder;
-use ring::digest::{SHA256, digest};
+use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What a folder of results was unpacked from, by its SHA-256: `vramlab_analysis` looks whether that is still so.
+/// How the archives of recorded results end.
+const ARCHIVE: &str = ".tar.xz";
+/// Says in an unpacked folder what it was unpacked from, by the archive's SHA-256. `vramlab_analysis` reads and writes it too.
 const STAMP: &str = ".unpacked";
 
 /// A file or folder of `experiments/`, if it is there: below the current directory, else where this program was built from.
@@ -15,41 +18,71 @@ pub(crate) fn find(name: &str) -> Option<PathBuf> {
     folders.into_iter().flatten().map(|folder| folder.join(name)).find(|path| path.exists())
 }
 
-/// The folders of recorded results, by name. Their archives (`LABEL.tar.xz`) are unpacked beside themselves first, unless that
-/// was done before.
+/// The folder of recorded results, if it is there. Each `LABEL.tar.xz` in it is unpacked to the folder `LABEL` beside it.
 ///
 /// # Errors
-/// An archive cannot be read, or its folder not be written.
-pub(crate) fn results() -> Result<Vec<PathBuf>> {
-    let Some(folder) = find("results") else { return Ok(Vec::new()) };
-    let entries = || -> Result<Vec<PathBuf>> {
-        let found = std::fs::read_dir(&folder).and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect());
-        let mut found: Vec<PathBuf> = found.with_context(|| format!("cannot read {}", folder.display()))?;
-        found.sort();
-        Ok(found)
-    };
-    for archive in entries()? {
-        let Some(label) = archive.file_name().and_then(|name| name.to_str()?.strip_suffix(".tar.xz")) else { continue };
-        let folder = archive.with_file_name(label);
-        if !folder.exists() {
-            unpack(&archive, &folder).with_context(|| format!("cannot unpack {}", archive.display()))?;
+/// An archive cannot be unpacked, or the folder of its name holds something else, which may be new records.
+pub(crate) fn results() -> Result<Option<PathBuf>> {
+    let Some(folder) = find("results") else { return Ok(None) };
+    let entries = fs::read_dir(&folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    for entry in entries {
+        let path = entry.with_context(|| format!("cannot read {}", folder.display()))?.path();
+        if let Some(label) = path.file_name().and_then(|name| name.to_str()?.strip_suffix(ARCHIVE)) {
+            unpack(&path, &folder, label).with_context(|| format!("cannot unpack {}", path.display()))?;
         }
     }
-    Ok(entries()?.into_iter().filter(|path| path.is_dir()).collect())
+    Ok(Some(folder))
 }
 
-/// Makes the folder that an archive holds, whole by one rename.
-fn unpack(archive: &Path, folder: &Path) -> Result<()> {
-    let bytes = std::fs::read(archive)?;
-    let parent = folder.parent().context("it lies nowhere")?;
-    let partial = tempfile::Builder::new().suffix(".partial").tempdir_in(parent)?;
-    tar::Archive::new(XzDecoder::new(&bytes[..])).unpack(partial.path())?;
-    let made = partial.path().join(folder.file_name().context("it has no name")?);
-    let digest: String = digest(&SHA256, &bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
-    std::fs::write(made.join(STAMP), digest)?;
-    match std::fs::rename(&made, folder) {
-        // Another process was first.
-        Err(_) if folder.exists() => Ok(()),
-        done => Ok(done?),
+/// Unpacks an archive to `results/label`, unless that was done before.
+fn unpack(archive: &Path, results: &Path, label: &str) -> Result<()> {
+    let bytes = fs::read(archive)?;
+    let (digest, folder) = (sha256(&bytes), results.join(label));
+    if !folder.exists() {
+        let partial = tempfile::Builder::new().suffix(".partial").tempdir_in(results)?;
+        tar::Archive::new(XzDecoder::new(bytes.as_slice())).unpack(partial.path())?;
+        let unpacked = partial.path().join(label);
+        fs::write(unpacked.join(STAMP), &digest)?;
+        let renamed = fs::rename(&unpacked, &folder);
+        // Another process may have been first.
+        if !folder.exists() {
+            renamed?;
+        }
+    }
+    if fs::read_to_string(folder.join(STAMP)).ok() != Some(digest) {
+        bail!("{} holds something else; pack it (CONTRIBUTING.md) or remove it", folder.display());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn archives_are_unpacked_once_and_nothing_is_overwritten() {
+        let place = tempfile::tempdir().unwrap();
+        let mut tar = tar::Builder::new(liblzma::write::XzEncoder::new(Vec::new(), 1));
+        let mut header = tar::Header::new_gnu();
+        header.set_size(4);
+        header.set_mode(0o644);
+        tar.append_data(&mut header, "label/width/runs", b"text".as_slice()).unwrap();
+        let archive = place.path().join("label.tar.xz");
+        fs::write(&archive, tar.into_inner().unwrap().finish().unwrap()).unwrap();
+        let again = || unpack(&archive, place.path(), "label");
+        std::thread::scope(|scope| {
+            let threads = [(); 4].map(|()| scope.spawn(again));
+            threads.into_iter().for_each(|thread| thread.join().unwrap().unwrap());
+        });
+        let folder = place.path().join("label");
+        assert_eq!(fs::read_to_string(folder.join("width/runs")).unwrap(), "text");
+        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 2, "no temporary folder is left");
+        fs::write(folder.join(STAMP), "another archive's").unwrap();
+        assert!(again().unwrap_err().to_string().contains("holds something else"));
+        fs::remove_dir_all(&folder).unwrap();
+        fs::write(&archive, "no archive").unwrap();
+        assert!(again().is_err() && !folder.exists());
     }
 }

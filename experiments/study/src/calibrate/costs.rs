@@ -1,54 +1,59 @@
-//! The costs of a device profile: the median of repeated calls, or device time by events.
+//! The costs of a device profile, each a median: from the calls that were measured, and from calls as a program makes them.
 
-use super::{Bench, MIB, median};
+use super::measure::{Condition, Measurement};
+use super::{Bench, median};
 use anyhow::{Context, Result};
-use vramlab::device::PoolSettings;
 use vramlab::device::sim::{Copies, CostBySize, PlainMemory, PoolMemory, Queues, VirtualMemory};
+use vramlab::device::{MemInfo, PoolSettings};
 use vramlab::{DeviceAddr, Profile};
 
-/// Sizes at which calls that take whole pages are measured.
-pub(super) const PAGE_SIZES: [u64; 3] = [2 * MIB, 32 * MIB, 256 * MIB];
-pub(super) const MAPPING_SIZES: [u64; 3] = [2 * MIB, 20 * MIB, 256 * MIB];
+/// Sizes of plain memory whose cost is taken: they are whole pages.
+pub(super) const PAGE_SIZES: [u64; 3] = [2 << 20, 32 << 20, 256 << 20];
 pub(super) const COPY_SIZES: [u64; 6] = [256, 4096, 64 << 10, 196 << 10, 1568 << 10, 12544 << 10];
 /// Repeats of each call.
-pub(super) const REPEATS: usize = 51;
+const REPEATS: usize = 51;
+/// Bytes of a block of a training step.
+const BLOCK: u64 = 196 << 10;
 
-/// The costs of a profile, kernels excepted.
-pub(super) fn costs(bench: &Bench, name: String, base: Profile, source: &str) -> Result<Profile> {
-    let info = bench.driver().mem_info()?;
+/// The costs of a profile, those of kernels excepted. `memory` is what the device had before anything was measured.
+pub(super) fn costs(bench: &Bench, memory: MemInfo, calls: &[Measurement], base: Profile) -> Result<Profile> {
     let held = bench.large.1 * 4;
     let pool = match &base.pool {
         Some(pool) => bench.pool(pool).context("pools")?,
         None => None,
     };
     Ok(Profile {
-        name,
-        source: source.to_owned(),
-        total_bytes: info.total,
-        context_bytes: info.total - info.free - held.next_multiple_of(base.plain.page_bytes),
-        plain: bench.plain(&base.plain).context("plain memory")?,
+        total_bytes: memory.total,
+        context_bytes: memory.total - memory.free - held.next_multiple_of(base.plain.page_bytes),
+        plain: bench.plain(&base.plain, calls).context("plain memory")?,
         pool,
-        vmm: bench.vmm().context("virtual memory")?,
+        vmm: bench.vmm(calls).context("virtual memory")?,
         queues: bench.queues().context("queues")?,
-        copies: bench.copies().context("copies")?,
+        copies: bench.copies(calls).context("copies")?,
         ..base
     })
 }
 
+/// What a call costs on the idle device, by those of its sizes that are wanted.
+fn by_size(calls: &[Measurement], call: &str, wanted: impl Fn(u64) -> bool) -> CostBySize {
+    let idle = calls.iter().filter(|row| row.call == call && row.condition == Condition::Idle);
+    CostBySize::new(idle.filter_map(|row| Some((row.bytes.filter(|bytes| wanted(*bytes))?, row.p50_ns))).collect())
+}
+
 impl Bench {
-    fn plain(&self, base: &PlainMemory) -> Result<PlainMemory> {
+    fn median_of<T, E>(&self, call: impl FnMut() -> Result<T, E>) -> Result<u64>
+    where
+        anyhow::Error: From<E>,
+    {
+        Ok(median(self.times(REPEATS, call)?))
+    }
+
+    fn plain(&self, base: &PlainMemory, calls: &[Measurement]) -> Result<PlainMemory> {
         let driver = self.driver();
         // SAFETY: every address freed here was just allocated here and is used by nothing.
         let free = |addr: DeviceAddr| unsafe { driver.mem_free(addr) };
-        let (mut alloc, mut freed) = (Vec::new(), Vec::new());
-        for bytes in PAGE_SIZES {
-            let (first, second) = self.pairs(|| driver.mem_alloc(bytes), free)?;
-            alloc.push((bytes, first));
-            freed.push((bytes, second));
-        }
         // Blocks of a step, several at a time and with launches between, as a program asks for them; in a tight loop
         // of pairs the driver's code and data stay in the nearest caches, and a call takes half as long.
-        const BLOCK: u64 = 196 << 10;
         let keep = driver.mem_alloc(1024)?;
         let (mut allocs, mut frees) = (Vec::new(), Vec::new());
         for _ in 0..REPEATS {
@@ -74,9 +79,9 @@ impl Bench {
         Ok(PlainMemory {
             page_bytes: base.page_bytes,
             align_bytes: base.align_bytes,
-            alloc_ns: CostBySize::new(alloc),
+            alloc_ns: by_size(calls, "mem_alloc", |bytes| PAGE_SIZES.contains(&bytes)),
             alloc_in_page_ns: median(allocs),
-            free_ns: CostBySize::new(freed),
+            free_ns: by_size(calls, "mem_free", |bytes| PAGE_SIZES.contains(&bytes)),
             free_in_page_ns: median(frees),
             free_drains_device: behind > rest,
         })
@@ -94,38 +99,22 @@ impl Bench {
         let (mut allocs, mut frees) = (Vec::new(), Vec::new());
         for _ in 0..4 * REPEATS {
             self.fill(1)?;
-            let (ns, addr) = self.time(|| pools.mem_alloc_async(pool, 196 << 10, self.stream))?;
+            let (ns, addr) = self.time(|| pools.mem_alloc_async(pool, BLOCK, self.stream))?;
             allocs.push(ns);
             self.fill(1)?;
             frees.push(self.time(|| free(addr))?.0);
         }
         self.settle()?;
         let (alloc_ns, free_ns) = (median(allocs), median(frees));
-        let attribute_ns = self.median_of(|| pools.pool_counters(pool).map(|_| ()))? / 4;
+        let attribute_ns = self.median_of(|| pools.pool_counters(pool))? / 4;
         // Device time: pairs of pool operations between kernels, against the kernels alone, queued behind a long one.
         const QUEUED: u64 = 200;
-        let stretch = |with_pool: bool| -> Result<u64> {
-            let (start, end) = (driver.event_create(true)?, driver.event_create(true)?);
-            self.fill(self.large.1)?;
-            driver.event_record(start, self.stream)?;
-            for _ in 0..QUEUED {
-                if with_pool {
-                    let addr = pools.mem_alloc_async(pool, 196 << 10, self.stream)?;
-                    self.fill(1)?;
-                    free(addr)?;
-                } else {
-                    self.fill(1)?;
-                }
-            }
-            driver.event_record(end, self.stream)?;
-            self.settle()?;
-            let ns = driver.event_elapsed_ns(start, end)?;
-            for event in [start, end] {
-                // SAFETY: both have completed and are used nowhere else.
-                unsafe { driver.event_destroy(event)? };
-            }
-            Ok(ns)
+        let one = |with_pool: bool| -> Result<()> {
+            let addr = with_pool.then(|| pools.mem_alloc_async(pool, BLOCK, self.stream)).transpose()?;
+            self.fill(1)?;
+            Ok(addr.map_or(Ok(()), free)?)
         };
+        let stretch = |with_pool| self.queued_ns(|| (0..QUEUED).try_for_each(|_| one(with_pool)));
         let with = median((0..5).map(|_| stretch(true)).collect::<Result<_>>()?);
         let without = median((0..5).map(|_| stretch(false)).collect::<Result<_>>()?);
         free(first)?;
@@ -160,49 +149,23 @@ impl Bench {
         }))
     }
 
-    fn vmm(&self) -> Result<Option<VirtualMemory>> {
+    fn vmm(&self, calls: &[Measurement]) -> Result<Option<VirtualMemory>> {
         let Some(vmm) = self.driver().vmm() else { return Ok(None) };
-        let granularity_bytes = vmm.granularity()?;
-        let mut costs: [Vec<(u64, u64)>; 6] = Default::default();
-        for bytes in MAPPING_SIZES {
-            let bytes = bytes.next_multiple_of(granularity_bytes);
-            let mut times: [Vec<u64>; 6] = Default::default();
-            for _ in 0..REPEATS / 3 {
-                let (reserve, addr) = self.time(|| vmm.address_reserve(bytes))?;
-                let (create, handle) = self.time(|| vmm.create(bytes))?;
-                // SAFETY: a fresh reservation and a fresh handle of the same size; what is mapped is unmapped below.
-                let (map, ()) = self.time(|| unsafe { vmm.map(addr, bytes, handle) })?;
-                // SAFETY: just mapped.
-                let (access, ()) = self.time(|| unsafe { vmm.set_access(addr, bytes) })?;
-                // SAFETY: mapped above and used by nothing.
-                let (unmap, ()) = self.time(|| unsafe { vmm.unmap(addr, bytes) })?;
-                // SAFETY: released once.
-                let (release, ()) = self.time(|| unsafe { vmm.release(handle) })?;
-                // SAFETY: reserved above with this size; nothing is mapped in it.
-                unsafe { vmm.address_free(addr, bytes)? };
-                for (list, ns) in times.iter_mut().zip([reserve, create, map, access, unmap, release]) {
-                    list.push(ns);
-                }
-            }
-            for (list, ns) in costs.iter_mut().zip(times.map(median)) {
-                list.push((bytes, ns));
-            }
-        }
-        let [reserve_ns, create_ns, map_ns, set_access_ns, unmap_ns, release_ns] = costs.map(CostBySize::new);
+        let cost = |call| by_size(calls, call, |_| true);
         Ok(Some(VirtualMemory {
-            granularity_bytes,
-            reserve_ns,
-            create_ns,
-            map_ns,
-            set_access_ns,
-            unmap_ns,
-            release_ns,
+            granularity_bytes: vmm.granularity()?,
+            reserve_ns: cost("mem_address_reserve"),
+            create_ns: cost("mem_create"),
+            map_ns: cost("mem_map"),
+            set_access_ns: cost("mem_set_access"),
+            unmap_ns: cost("mem_unmap"),
+            release_ns: cost("mem_release"),
         }))
     }
 
     fn queues(&self) -> Result<Queues> {
         let driver = self.driver();
-        let launches = (0..REPEATS).map(|_| self.time_launch()).collect::<Result<_>>()?;
+        let launch_ns = self.median_of(|| self.fill(1))?;
         self.settle()?;
         let stream_synchronize_ns = self.median_of(|| driver.stream_synchronize(self.stream))?;
         let device_synchronize_ns = self.median_of(|| driver.device_synchronize())?;
@@ -214,64 +177,39 @@ impl Bench {
         }
         let kernel_ns = self.queued_kernel_ns()?;
         let start_latency_ns = median(waits).saturating_sub(kernel_ns + stream_synchronize_ns);
-        let (event_create_ns, event_destroy_ns) = self.pairs(
-            || driver.event_create(false),
-            // SAFETY: just created and used by nothing.
-            |event| unsafe { driver.event_destroy(event) },
-        )?;
+        // SAFETY: just created and used by nothing.
+        let destroy = |event| unsafe { driver.event_destroy(event) };
+        let (creates, destroys) = self.pairs(REPEATS, || Ok(()), || driver.event_create(false), destroy)?;
         let event = driver.event_create(false)?;
         let event_record_ns = self.median_of(|| driver.event_record(event, self.stream))?;
         self.settle()?;
-        let event_query_ns = self.median_of(|| driver.event_query(event).map(|_| ()))?;
+        let event_query_ns = self.median_of(|| driver.event_query(event))?;
         let event_wait_ns = self.median_of(|| driver.stream_wait_event(self.stream, event))?;
         self.settle()?;
-        // SAFETY: completed and used nowhere else.
-        unsafe { driver.event_destroy(event)? };
-        let (stream_create_ns, _) = self.pairs(
-            || driver.stream_create(),
-            // SAFETY: just created and used by nothing.
-            |stream| unsafe { driver.stream_destroy(stream) },
-        )?;
+        destroy(event)?;
+        // SAFETY: just created and used by nothing.
+        let end = |stream| unsafe { driver.stream_destroy(stream) };
+        let (streams, _) = self.pairs(REPEATS, || Ok(()), || driver.stream_create(), end)?;
         Ok(Queues {
-            launch_ns: median(launches),
+            launch_ns,
             start_latency_ns,
             depth: self.queue_depth()?,
             stream_synchronize_ns,
             device_synchronize_ns,
-            stream_create_ns,
-            event_create_ns,
-            event_destroy_ns,
+            stream_create_ns: median(streams),
+            event_create_ns: median(creates),
+            event_destroy_ns: median(destroys),
             event_record_ns,
             event_query_ns,
             event_wait_ns,
-            mem_get_info_ns: self.median_of(|| driver.mem_info().map(|_| ()))?,
+            mem_get_info_ns: self.median_of(|| driver.mem_info())?,
         })
-    }
-
-    pub(super) fn time_launch(&self) -> Result<u64> {
-        let start = self.clock.now_ns();
-        self.fill(1)?;
-        Ok(self.clock.now_ns() - start)
     }
 
     /// Device time of a shortest kernel among others of its kind.
     fn queued_kernel_ns(&self) -> Result<u64> {
         const QUEUED: u64 = 400;
-        let driver = self.driver();
-        let (start, end) = (driver.event_create(true)?, driver.event_create(true)?);
-        self.fill(self.large.1)?;
-        driver.event_record(start, self.stream)?;
-        for _ in 0..QUEUED {
-            self.fill(1)?;
-        }
-        driver.event_record(end, self.stream)?;
-        self.settle()?;
-        let ns = driver.event_elapsed_ns(start, end)? / QUEUED;
-        for event in [start, end] {
-            // SAFETY: both have completed and are used nowhere else.
-            unsafe { driver.event_destroy(event)? };
-        }
-        Ok(ns)
+        Ok(self.queued_ns(|| (0..QUEUED).try_for_each(|_| self.fill(1)))? / QUEUED)
     }
 
     /// How many operations a stream takes before a launch waits: the first launch that takes a hundred times as long
@@ -286,7 +224,7 @@ impl Bench {
         }
         let mut times = Vec::new();
         while times.len() < MOST {
-            let ns = self.time_launch()?;
+            let ns = self.time(|| self.fill(1))?.0;
             let usual = median(times.iter().copied().take(50).collect());
             if times.len() > 50 && ns > 100 * usual {
                 break;
@@ -298,70 +236,53 @@ impl Bench {
         Ok(times.len() + LONG)
     }
 
-    fn copies(&self) -> Result<Copies> {
+    fn copies(&self, calls: &[Measurement]) -> Result<Copies> {
         let driver = self.driver();
-        let largest = COPY_SIZES.into_iter().max().unwrap_or(0) as usize;
-        let mut pageable = vec![1u8; largest];
-        let target = driver.mem_alloc(largest as u64)?;
-        let pinned = driver.host_alloc(largest)?;
-        let (mut from_pageable, mut on_device, mut to_host) = (Vec::new(), Vec::new(), Vec::new());
-        let (start, end) = (driver.event_create(true)?, driver.event_create(true)?);
+        let largest = COPY_SIZES.into_iter().max().unwrap_or(0);
+        // CAST: sizes of this list are far below the address space.
+        let len = |bytes: u64| bytes as usize;
+        let mut pageable = vec![1u8; len(largest)];
+        let target = driver.mem_alloc(largest)?;
+        let pinned = driver.host_alloc(len(largest))?;
+        let mut costs: [Vec<(u64, u64)>; 3] = Default::default();
         let mut pinned_ns = Vec::new();
         for bytes in COPY_SIZES {
-            // CAST: sizes of this list are far below the address space.
-            let len = bytes as usize;
             let mut times: [Vec<u64>; 3] = Default::default();
             for _ in 0..REPEATS {
+                let part = &mut pageable[..len(bytes)];
                 // SAFETY: the target holds `largest` bytes and lives to the end of this function, after a synchronise.
-                let copy = || unsafe { driver.copy_to_device(target, &pageable[..len], self.stream) };
-                times[0].push(self.time(copy)?.0);
+                times[0].push(self.time(|| unsafe { driver.copy_to_device(target, part, self.stream) })?.0);
                 // Behind a kernel, so that the events enclose the copy and not the way of its launch to the device.
                 self.fill(self.large.1 / 16)?;
-                driver.event_record(start, self.stream)?;
-                // SAFETY: as above; the page-locked memory is as large and lives as long.
-                let copy = || unsafe { driver.copy_to_device_async(target, pinned, len, self.stream) };
-                pinned_ns.push(self.time(copy)?.0);
-                driver.event_record(end, self.stream)?;
-                self.settle()?;
-                times[1].push(driver.event_elapsed_ns(start, end)?);
-                // SAFETY: the target holds `len` bytes.
-                let copy = || unsafe { driver.copy_to_host(&mut pageable[..len], target, self.stream) };
-                times[2].push(self.time(copy)?.0);
+                times[1].push(self.device_ns(|| {
+                    // SAFETY: as above; the page-locked memory is as large and lives as long.
+                    let copy = || unsafe { driver.copy_to_device_async(target, pinned, len(bytes), self.stream) };
+                    pinned_ns.push(self.time(copy)?.0);
+                    Ok(())
+                })?);
+                // SAFETY: the target holds as many bytes.
+                times[2].push(self.time(|| unsafe { driver.copy_to_host(part, target, self.stream) })?.0);
             }
-            let [first, second, third] = times.map(median);
-            from_pageable.push((bytes, first));
-            on_device.push((bytes, second));
-            to_host.push((bytes, third));
+            for (list, ns) in costs.iter_mut().zip(times.map(median)) {
+                list.push((bytes, ns));
+            }
         }
-        // SAFETY: the target holds one byte and more.
+        // SAFETY: the target holds as many bytes.
         let memset_ns = self.median_of(|| unsafe { driver.fill_bytes(target, 0, 4096, self.stream) })?;
         self.settle()?;
-        let (mut host_alloc, mut host_free) = (Vec::new(), Vec::new());
-        for bytes in [MIB, 16 * MIB] {
-            let free = |ptr| {
-                // SAFETY: just allocated with this size and used by nothing.
-                unsafe { driver.host_free(ptr, bytes as usize) }
-            };
-            let (first, second) = self.pairs(|| driver.host_alloc(bytes as usize), free)?;
-            host_alloc.push((bytes, first));
-            host_free.push((bytes, second));
-        }
-        // SAFETY: all work on them is done (`settle`), and each is given back once.
-        unsafe {
-            driver.host_free(pinned, largest)?;
-        }
+        // SAFETY: all work on it is done (`settle`), and it is given back once, with its size.
+        unsafe { driver.host_free(pinned, len(largest))? };
         // SAFETY: as above.
-        unsafe {
-            driver.mem_free(target)?;
-        }
+        unsafe { driver.mem_free(target)? };
+        let [pageable_to_device_ns, to_device_ns, to_host_ns] = costs.map(CostBySize::new);
         Ok(Copies {
-            pageable_to_device_ns: CostBySize::new(from_pageable),
+            pageable_to_device_ns,
             pinned_to_device_ns: median(pinned_ns),
-            to_device_ns: CostBySize::new(on_device),
-            to_host_ns: CostBySize::new(to_host),
+            to_device_ns,
+            to_host_ns,
             memset_ns,
-            host_alloc_ns: CostBySize::new(host_alloc),
-            host_free_ns: CostBySize::new(host_free),
+            host_alloc_ns: by_size(calls, "host_alloc", |_| true),
+            host_free_ns: by_size(calls, "host_free", |_| true),
         })
     }
 }

@@ -82,20 +82,7 @@ fn shapes(bench: &Bench) -> Vec<Shape> {
 
 /// Nanoseconds a launch, of `launches` between two events behind a long kernel.
 fn train(bench: &Bench, operation: &dyn Operation, launches: u64) -> Result<f64> {
-    let driver = bench.driver();
-    let (start, end) = (driver.event_create(true)?, driver.event_create(true)?);
-    bench.fill(bench.large.1)?;
-    driver.event_record(start, bench.stream)?;
-    for _ in 0..launches {
-        bench.launch(operation)?;
-    }
-    driver.event_record(end, bench.stream)?;
-    bench.settle()?;
-    let ns = driver.event_elapsed_ns(start, end)?;
-    for event in [start, end] {
-        // SAFETY: both have completed and are used nowhere else.
-        unsafe { driver.event_destroy(event)? };
-    }
+    let ns = bench.queued_ns(|| (0..launches).try_for_each(|_| bench.launch(operation)))?;
     // CAST: far below 2^53.
     Ok(ns as f64 / launches as f64)
 }

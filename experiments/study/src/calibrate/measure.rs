@@ -3,20 +3,19 @@
 //! A pair of calls (an allocation and its free) is timed call by call: what runs beside it is queued before each of the
 //! two, so that neither finds the device idle because of the other.
 
-use super::Bench;
+use super::{Bench, MIB};
 use anyhow::{Context, Result};
 use serde::Serialize;
 use vramlab::device::{PoolDriver, PoolId, PoolSettings, VmmDriver};
 use vramlab::{DeviceAddr, DriverResult};
 
 const KIB: u64 = 1 << 10;
-const MIB: u64 = 1 << 20;
 const PLAIN_SIZES: [u64; 5] = [KIB, 64 * KIB, 2 * MIB, 32 * MIB, 256 * MIB];
 /// Below a page: these fit into one that is held.
 const IN_PAGE_SIZES: [u64; 2] = [KIB, 64 * KIB];
 const BUSY_SIZES: [u64; 2] = [64 * KIB, 64 * MIB];
 const POOL_SIZES: [u64; 4] = [KIB, 2 * MIB, 32 * MIB, 256 * MIB];
-const MAPPING_SIZES: [u64; 3] = [2 * MIB, 20 * MIB, 256 * MIB];
+pub(super) const MAPPING_SIZES: [u64; 3] = [2 * MIB, 20 * MIB, 256 * MIB];
 const COPY_SIZES: [u64; 4] = [256, 4 * KIB, 196 * KIB, 12 * MIB];
 
 /// Samples on the idle device, enough for a 99th percentile; calls that take long are sampled less.
@@ -109,6 +108,8 @@ enum Beside {
     Idle,
     /// A long kernel is queued right before a call.
     Kernel,
+    /// A shortest kernel is launched right before a call.
+    Launch,
     /// Calls follow each other, whatever is queued.
     Nothing,
 }
@@ -125,7 +126,7 @@ impl<'a> Calls<'a> {
     pub(crate) fn new(bench: &'a Bench) -> Result<Self> {
         /// What the reference measurements were taken beside.
         const WANTED_NS: u64 = 2_000_000;
-        let whole = bench.fill_ns(bench.large.1)?.max(1);
+        let whole = bench.device_ns(|| bench.fill(bench.large.1))?.max(1);
         // CAST: a share of a length; the product is below 2^53 by far.
         let long = (bench.large.1 as f64 * (WANTED_NS as f64 / whole as f64).min(1.0)) as u64;
         Ok(Self { bench, long: long.max(1), found: Vec::new() })
@@ -142,41 +143,55 @@ impl<'a> Calls<'a> {
                 self.bench.settle()?;
                 self.bench.fill(self.long)
             }
+            Beside::Launch => self.bench.fill(1),
             Beside::Nothing => Ok(()),
         }
     }
 
-    fn once(&self, samples: usize, beside: Beside, mut call: impl FnMut() -> DriverResult<()>) -> Result<Vec<u64>> {
+    fn timed<T>(&self, beside: Beside, call: impl FnOnce() -> DriverResult<T>) -> Result<(u64, T)> {
+        self.prepare(beside)?;
+        self.bench.time(call)
+    }
+
+    /// Measures a call on its own.
+    fn once<E>(
+        &mut self,
+        (call, condition, bytes): (&'static str, Condition, Option<u64>),
+        (samples, beside): (usize, Beside),
+        mut work: impl FnMut() -> Result<(), E>,
+    ) -> Result<()>
+    where
+        anyhow::Error: From<E>,
+    {
         let mut times = Vec::with_capacity(samples);
         for _ in 0..samples {
             self.prepare(beside)?;
-            times.push(self.bench.time(&mut call)?.0);
+            times.push(self.bench.time(&mut work)?.0);
         }
         self.bench.settle()?;
-        Ok(times)
+        self.add(call, condition, bytes, times);
+        Ok(())
     }
 
+    /// Measures an allocation and its free.
     fn pair<T: Copy>(
-        &self,
-        samples: usize,
-        beside: Beside,
+        &mut self,
+        (taking, giving): (&'static str, &'static str),
+        (condition, bytes): (Condition, u64),
+        (samples, beside): (usize, Beside),
         first: impl Fn() -> DriverResult<T>,
         second: impl Fn(T) -> DriverResult<()>,
-    ) -> Result<(Vec<u64>, Vec<u64>)> {
-        let (mut firsts, mut seconds) = (Vec::with_capacity(samples), Vec::with_capacity(samples));
-        for _ in 0..samples {
-            self.prepare(beside)?;
-            let (ns, value) = self.bench.time(&first)?;
-            firsts.push(ns);
-            self.prepare(beside)?;
-            seconds.push(self.bench.time(|| second(value))?.0);
-        }
+    ) -> Result<()> {
+        let (taken, given) = self.bench.pairs(samples, || self.prepare(beside), first, second)?;
         self.bench.settle()?;
-        Ok((firsts, seconds))
+        self.add(taking, condition, Some(bytes), taken);
+        self.add(giving, condition, Some(bytes), given);
+        Ok(())
     }
 
     /// `cuMemAlloc` and `cuMemFree`.
     pub(crate) fn plain(&mut self) -> Result<()> {
+        const PLAIN: (&str, &str) = ("mem_alloc", "mem_free");
         let bench = self.bench;
         let driver = bench.driver();
         // SAFETY: every address freed here was just allocated here and is used by nothing.
@@ -186,15 +201,12 @@ impl<'a> Calls<'a> {
         cases.extend(PLAIN_SIZES.map(|bytes| (Condition::Idle, Beside::Idle, samples(bytes), bytes)));
         cases.extend(BUSY_SIZES.map(|bytes| (Condition::Busy, Beside::Kernel, BUSY, bytes)));
         for (condition, beside, samples, bytes) in cases {
-            let (taken, given) = self.pair(samples, beside, || driver.mem_alloc(bytes), free)?;
-            self.add("mem_alloc", condition, Some(bytes), taken);
-            self.add("mem_free", condition, Some(bytes), given);
+            self.pair(PLAIN, (condition, bytes), (samples, beside), || driver.mem_alloc(bytes), free)?;
         }
         let keep = driver.mem_alloc(KIB)?;
         for bytes in IN_PAGE_SIZES {
-            let (taken, given) = self.pair(IDLE, Beside::Idle, || driver.mem_alloc(bytes), free)?;
-            self.add("mem_alloc", Condition::IdleInPage, Some(bytes), taken);
-            self.add("mem_free", Condition::IdleInPage, Some(bytes), given);
+            let held = (Condition::IdleInPage, bytes);
+            self.pair(PLAIN, held, (IDLE, Beside::Idle), || driver.mem_alloc(bytes), free)?;
         }
         Ok(free(keep)?)
     }
@@ -240,10 +252,8 @@ impl<'a> Calls<'a> {
         // SAFETY: every address freed here was just allocated from this pool and is used by nothing.
         let free = |addr: DeviceAddr| unsafe { pools.mem_free_async(addr, stream) };
         let samples = if beside == Beside::Kernel { BUSY } else { IDLE };
-        let (taken, given) = self.pair(samples, beside, || pools.mem_alloc_async(pool, bytes, stream), free)?;
-        self.add("mem_alloc_async", condition, Some(bytes), taken);
-        self.add("mem_free_async", condition, Some(bytes), given);
-        Ok(())
+        let take = || pools.mem_alloc_async(pool, bytes, stream);
+        self.pair(("mem_alloc_async", "mem_free_async"), (condition, bytes), (samples, beside), take, free)
     }
 
     fn pool_synchronised(
@@ -292,7 +302,6 @@ impl<'a> Calls<'a> {
         beside: Beside,
         samples: usize,
     ) -> Result<()> {
-        let bench = self.bench;
         const CALLS: [&str; 7] = [
             "mem_address_reserve",
             "mem_create",
@@ -304,30 +313,23 @@ impl<'a> Calls<'a> {
         ];
         let mut times: [Vec<u64>; 7] = Default::default();
         for _ in 0..samples {
-            self.prepare(beside)?;
-            let (reserve, addr) = bench.time(|| vmm.address_reserve(bytes))?;
-            self.prepare(beside)?;
-            let (create, handle) = bench.time(|| vmm.create(bytes))?;
-            self.prepare(beside)?;
+            let (reserve, addr) = self.timed(beside, || vmm.address_reserve(bytes))?;
+            let (create, handle) = self.timed(beside, || vmm.create(bytes))?;
             // SAFETY: a fresh reservation and a fresh handle of the same size; what is mapped is unmapped below.
-            let (map, ()) = bench.time(|| unsafe { vmm.map(addr, bytes, handle) })?;
-            self.prepare(beside)?;
+            let (map, ()) = self.timed(beside, || unsafe { vmm.map(addr, bytes, handle) })?;
             // SAFETY: just mapped.
-            let (access, ()) = bench.time(|| unsafe { vmm.set_access(addr, bytes) })?;
-            self.prepare(beside)?;
+            let (access, ()) = self.timed(beside, || unsafe { vmm.set_access(addr, bytes) })?;
             // SAFETY: mapped above and used by nothing.
-            let (unmap, ()) = bench.time(|| unsafe { vmm.unmap(addr, bytes) })?;
-            self.prepare(beside)?;
+            let (unmap, ()) = self.timed(beside, || unsafe { vmm.unmap(addr, bytes) })?;
             // SAFETY: created above and released once.
-            let (release, ()) = bench.time(|| unsafe { vmm.release(handle) })?;
-            self.prepare(beside)?;
+            let (release, ()) = self.timed(beside, || unsafe { vmm.release(handle) })?;
             // SAFETY: reserved above with this size; nothing is mapped in it.
-            let (back, ()) = bench.time(|| unsafe { vmm.address_free(addr, bytes) })?;
+            let (back, ()) = self.timed(beside, || unsafe { vmm.address_free(addr, bytes) })?;
             for (list, ns) in times.iter_mut().zip([reserve, create, map, access, unmap, release, back]) {
                 list.push(ns);
             }
         }
-        bench.settle()?;
+        self.bench.settle()?;
         for (call, times) in CALLS.into_iter().zip(times) {
             self.add(call, condition, Some(bytes), times);
         }
@@ -338,46 +340,25 @@ impl<'a> Calls<'a> {
     pub(crate) fn queues(&mut self) -> Result<()> {
         let bench = self.bench;
         let (driver, stream) = (bench.driver(), bench.stream);
-        let launch = |calls: &Self, beside: Beside, samples: usize| -> Result<Vec<u64>> {
-            let mut times = Vec::new();
-            for _ in 0..samples {
-                calls.prepare(beside)?;
-                times.push(bench.time_launch()?);
-            }
-            bench.settle()?;
-            Ok(times)
-        };
-        let times = launch(self, Beside::Idle, IDLE)?;
-        self.add("kernel_launch", Condition::Idle, None, times);
-        let times = launch(self, Beside::Kernel, BUSY)?;
-        self.add("kernel_launch", Condition::Busy, None, times);
+        const BOTH: [(Condition, (usize, Beside)); 2] =
+            [(Condition::Idle, (IDLE, Beside::Idle)), (Condition::Busy, (BUSY, Beside::Kernel))];
+        for (condition, how) in BOTH {
+            self.once(("kernel_launch", condition, None), how, || bench.fill(1))?;
+        }
         for (call, device) in [("stream_synchronize", false), ("device_synchronize", true)] {
             let wait = || if device { driver.device_synchronize() } else { driver.stream_synchronize(stream) };
-            let times = self.once(IDLE, Beside::Idle, wait)?;
-            self.add(call, Condition::Idle, None, times);
-            let mut times = Vec::new();
-            for _ in 0..IDLE {
-                bench.fill(1)?;
-                times.push(bench.time(wait)?.0);
-            }
-            self.add(call, Condition::AfterLaunch, None, times);
+            self.once((call, Condition::Idle, None), (IDLE, Beside::Idle), wait)?;
+            self.once((call, Condition::AfterLaunch, None), (IDLE, Beside::Launch), wait)?;
         }
         let event = driver.event_create(false)?;
-        for (condition, beside, samples) in
-            [(Condition::Idle, Beside::Idle, IDLE), (Condition::Busy, Beside::Kernel, BUSY)]
-        {
-            let times = self.once(samples, beside, || driver.event_record(event, stream))?;
-            self.add("event_record", condition, None, times);
-            let times = self.once(samples, beside, || driver.event_query(event).map(|_| ()))?;
-            self.add("event_query", condition, None, times);
-            let times = self.once(samples, beside, || driver.stream_wait_event(stream, event))?;
-            self.add("stream_wait_event", condition, None, times);
+        for (condition, how) in BOTH {
+            self.once(("event_record", condition, None), how, || driver.event_record(event, stream))?;
+            self.once(("event_query", condition, None), how, || driver.event_query(event).map(|_| ()))?;
+            self.once(("stream_wait_event", condition, None), how, || driver.stream_wait_event(stream, event))?;
         }
         // SAFETY: completed, and used nowhere else.
         unsafe { driver.event_destroy(event)? };
-        let times = self.once(IDLE_LONG, Beside::Idle, || driver.mem_info().map(|_| ()))?;
-        self.add("mem_get_info", Condition::Idle, None, times);
-        Ok(())
+        self.once(("mem_get_info", Condition::Idle, None), (IDLE_LONG, Beside::Idle), || driver.mem_info().map(|_| ()))
     }
 
     /// Copies from pageable and page-locked memory and back, and taking page-locked memory.
@@ -391,18 +372,15 @@ impl<'a> Calls<'a> {
         let target = driver.mem_alloc(largest)?;
         let pinned = driver.host_alloc(len(largest))?;
         for bytes in COPY_SIZES {
-            let part = &mut pageable[..len(bytes)];
+            let (part, how) = (&mut pageable[..len(bytes)], (IDLE_LONG, Beside::Idle));
+            let of = |call| (call, Condition::Idle, Some(bytes));
             // SAFETY: the target holds `largest` bytes and lives until all is done, at the end of this function.
-            let times =
-                self.once(IDLE_LONG, Beside::Idle, || unsafe { driver.copy_to_device(target, part, stream) })?;
-            self.add("copy_to_device", Condition::Idle, Some(bytes), times);
+            self.once(of("copy_to_device"), how, || unsafe { driver.copy_to_device(target, part, stream) })?;
             // SAFETY: as above; the page-locked memory is as large and lives as long.
             let copy = || unsafe { driver.copy_to_device_async(target, pinned, len(bytes), stream) };
-            let times = self.once(IDLE_LONG, Beside::Idle, copy)?;
-            self.add("copy_to_device_async", Condition::Idle, Some(bytes), times);
+            self.once(of("copy_to_device_async"), how, copy)?;
             // SAFETY: the target holds as many bytes.
-            let times = self.once(IDLE_LONG, Beside::Idle, || unsafe { driver.copy_to_host(part, target, stream) })?;
-            self.add("copy_to_host", Condition::Idle, Some(bytes), times);
+            self.once(of("copy_to_host"), how, || unsafe { driver.copy_to_host(part, target, stream) })?;
         }
         bench.settle()?;
         // SAFETY: all work on it is done, and it is given back once, with its size.
@@ -412,9 +390,8 @@ impl<'a> Calls<'a> {
         for bytes in [MIB, 16 * MIB] {
             // SAFETY: just allocated with this size and used by nothing.
             let free = |ptr| unsafe { driver.host_free(ptr, len(bytes)) };
-            let (taken, given) = self.pair(BUSY / 2, Beside::Idle, || driver.host_alloc(len(bytes)), free)?;
-            self.add("host_alloc", Condition::Idle, Some(bytes), taken);
-            self.add("host_free", Condition::Idle, Some(bytes), given);
+            let (idle, how) = ((Condition::Idle, bytes), (BUSY / 2, Beside::Idle));
+            self.pair(("host_alloc", "host_free"), idle, how, || driver.host_alloc(len(bytes)), free)?;
         }
         Ok(())
     }

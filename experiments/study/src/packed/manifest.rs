@@ -1,9 +1,8 @@
 //! `manifest.json` of a packed experiment: what was run, what all runs share, and the sums of the tables.
 
 use super::MANIFEST;
-use crate::study::record::{SCHEMA_VERSION, read_json};
+use crate::study::record::{SCHEMA_VERSION, read_json, sha256};
 use anyhow::{Context, Result, bail};
-use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::Path;
@@ -88,8 +87,4 @@ pub(super) fn read(folder: &Path) -> Result<Manifest> {
         bail!("{}: the experiment has schema version {version}, this program reads {SCHEMA_VERSION}", path.display());
     }
     Ok(manifest)
-}
-
-fn sha256(bytes: &[u8]) -> String {
-    digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }

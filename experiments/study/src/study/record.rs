@@ -117,7 +117,12 @@ pub(crate) fn provenance() -> Provenance {
 /// SHA-256 of a spec's content: comments and layout of its file are not in it.
 pub(crate) fn spec_sha256(spec: &Spec) -> Result<String> {
     let text = serde_json::to_string(spec).context("the spec cannot be written as JSON")?;
-    Ok(digest(&SHA256, text.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(sha256(text.as_bytes()))
+}
+
+/// SHA-256 in hexadecimal digits.
+pub(crate) fn sha256(bytes: &[u8]) -> String {
+    digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Replaces a file as a whole, laid out for people.
