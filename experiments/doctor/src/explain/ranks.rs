@@ -15,26 +15,37 @@ use vramlab::Bytes;
 /// What is kept of each history.
 #[derive(Clone, Debug, Serialize)]
 struct Rank {
+    /// The file, as it was given.
     trace: String,
+    /// Events that were read.
     events: u64,
+    /// Most bytes in segments.
     peak_reserved_bytes: u64,
+    /// Most bytes in blocks that are in use or wait for other streams.
     peak_active_bytes: u64,
     /// Reserved less active at the peak of reserved.
     unused_bytes: u64,
+    /// Most bytes that waited for other streams at once.
     pending_peak_bytes: u64,
+    /// Requests during which memory went back to the device.
     num_retries: u64,
+    /// Requests that were refused.
     refused: u64,
     /// How far the reserved peak is from that of the middle rank, in parts of that.
     off: f64,
+    /// The line that holds most at the peak of active.
     line: Option<String>,
+    /// What is missing of a file that was cut short.
     cut: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
 struct Ranks {
+    /// The histories.
     ranks: Vec<Rank>,
+    /// Files that could not be read.
     unread: Vec<Unread>,
-    /// The first of the table.
+    /// The first of the histories, in full.
     worst: Explanation,
 }
 

@@ -66,17 +66,24 @@ impl Condition {
 /// Host time of one kind of call.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Measurement {
-    /// As in the run record's driver calls.
+    /// Kind of call; `copy_to_device_async` is from page-locked memory.
     pub(crate) call: &'static str,
+    /// How it was timed.
     pub(crate) condition: Condition,
     /// Size, if the call has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) bytes: Option<u64>,
+    /// Number of calls.
     pub(crate) samples: usize,
+    /// Shortest.
     pub(crate) min_ns: u64,
+    /// Median.
     pub(crate) p50_ns: u64,
+    /// 90th percentile.
     pub(crate) p90_ns: u64,
+    /// 99th percentile.
     pub(crate) p99_ns: u64,
+    /// Longest.
     pub(crate) max_ns: u64,
 }
 

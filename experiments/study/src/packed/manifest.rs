@@ -11,42 +11,52 @@ use std::path::Path;
 /// The manifest.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Manifest {
+    /// 1.
     pub(super) schema_version: u64,
     /// Version of the program that packed it.
     pub(super) packed_by: String,
-    /// `experiment.json` as it was recorded, without the planned runs, which are rows of the table.
+    /// `experiment.json` without the planned runs, which are rows of the table.
     pub(super) experiment: Value,
+    /// Numbers of runs.
     pub(super) runs: Counts,
     /// Seeds of the runs.
     pub(super) seeds: Vec<u64>,
     /// When the first and the last run began.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) started_at: Option<[String; 2]>,
-    /// Files and keys of the runs that were recorded and are not here.
+    /// What was recorded and is not kept.
     pub(super) left_out: Vec<String>,
     /// Keys of a planned run.
     pub(super) plan_keys: Vec<String>,
-    /// What all runs say alike, by document: what else they say is in the tables.
+    /// What all runs say alike, under `run`, `summary` and `result`; it is not in the tables.
     pub(super) same_in_all: Value,
+    /// The other files, which readers check.
     pub(super) tables: Vec<Table>,
 }
 
 /// Runs by how they ended.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Counts {
+    /// All runs.
     pub(super) planned: usize,
+    /// Runs that are done.
     pub(super) done: usize,
+    /// Runs that failed.
     pub(super) failed: usize,
+    /// Runs that could not run.
     pub(super) skipped: usize,
 }
 
 /// A table's file.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Table {
+    /// Name of the file.
     pub(super) name: String,
     /// Runs, or tables of runs.
     pub(super) rows: usize,
+    /// Its size.
     pub(super) bytes: u64,
+    /// Its SHA-256 in lowercase hex.
     pub(super) sha256: String,
 }
 

@@ -35,8 +35,11 @@ enum State {
 
 #[derive(Debug, Serialize)]
 struct Run {
+    /// The run.
     id: String,
+    /// How far it is.
     state: State,
+    /// Why it failed or was skipped.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
     /// Whether a killed runner left it unfinished.
@@ -46,11 +49,17 @@ struct Run {
 /// Runs in each state.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 struct Counts {
+    /// All runs.
     planned: usize,
+    /// Runs that are done.
     done: usize,
+    /// Runs under way.
     running: usize,
+    /// Runs that failed.
     failed: usize,
+    /// Runs that cannot run here.
     skipped: usize,
+    /// Runs to do.
     left: usize,
 }
 
@@ -93,7 +102,9 @@ struct Part {
     /// Absent for a runner of all runs.
     #[serde(skip_serializing_if = "Option::is_none")]
     shard: Option<String>,
+    /// What the runner does.
     runner: Runner,
+    /// As in the lock's file.
     #[serde(skip_serializing_if = "Option::is_none")]
     holder: Option<Holder>,
     #[serde(flatten)]
@@ -102,13 +113,17 @@ struct Part {
 
 #[derive(Debug, Serialize)]
 struct Status {
+    /// The spec's name.
     experiment: String,
+    /// As in `experiment.json`.
     device: String,
     #[serde(flatten)]
     counts: Counts,
     /// Whether the file system tells who is at work.
     locks: bool,
+    /// Each shard, or the runner of all runs.
     runners: Vec<Part>,
+    /// The planned runs.
     runs: Vec<Run>,
     #[serde(skip)]
     command: String,
